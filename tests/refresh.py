@@ -1,8 +1,14 @@
-"""Execute the notebooks from a fresh kernel, in their own folder, and store their outputs: `make refresh`. Read the diff afterwards."""
+"""Execute the notebooks from a fresh kernel, in their own folder, and store their outputs: `make refresh`. Read the diff afterwards.
+
+With the outputs it stores a digest of the code that they are of (`tests/shown_code.py`), so that a test can tell when they are older.
+`--stamp` stores the digest alone, without executing anything: for a change of the code that changes nothing of what is shown.
+"""
 
 import os
 import sys
 from pathlib import Path
+
+from tests import shown_code
 
 FOLDER = Path(__file__).parents[1] / "notebooks"
 
@@ -21,11 +27,22 @@ def refresh(path: Path) -> None:
             output.get("data", {}).pop("application/vnd.jupyter.widget-view+json", None)  # its model lives in a kernel that is gone
     notebook.metadata.pop("widgets", None)
     notebook.metadata.get("language_info", {}).pop("version", None)  # else every Python makes another diff
+    notebook.metadata[shown_code.KEY] = shown_code.code_of(notebook)
     nbformat.write(notebook, path)
     print(f"{path.name}: {sum(cell.cell_type == 'code' for cell in notebook.cells)} code cells")
 
 
+def stamp(path: Path) -> None:
+    """Store the digest of the code as it is now: what is shown is as if it were new."""
+    import nbformat
+
+    notebook = nbformat.read(path, as_version=4)
+    notebook.metadata[shown_code.KEY] = shown_code.code_of(notebook)
+    nbformat.write(notebook, path)
+
+
 if __name__ == "__main__":
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # as `make notebooks` does: what they store is of a CPU
-    for found in [Path(name) for name in sys.argv[1:]] or sorted(FOLDER.glob("*.ipynb")):
-        refresh(found)
+    act = stamp if "--stamp" in sys.argv else refresh
+    for found in [Path(name) for name in sys.argv[1:] if name != "--stamp"] or sorted(FOLDER.glob("*.ipynb")):
+        act(found)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests import student
+from tests import shown_code, student
 
 if TYPE_CHECKING:  # it takes seconds to import
     import nbformat
@@ -54,6 +54,44 @@ def test_it_stores_no_error_that_it_does_not_announce(notebook: "nbformat.Notebo
     for cell in code(notebook):
         if any(output.output_type == "error" for output in cell.outputs):
             assert "raises-exception" in cell.metadata.get("tags", [])
+
+
+def test_its_outputs_are_of_the_code_as_it_is(notebook: "nbformat.NotebookNode") -> None:
+    if not has_the_form(notebook):
+        pytest.skip("not yet in the form of the course")
+    changed = shown_code.older(notebook)
+    assert changed is not None, "nobody knows what code made these outputs: make refresh"
+    assert not changed, (
+        f"the stored outputs are older than {', '.join(changed)}: make refresh, or where nothing that is shown changes, "
+        "python -m tests.refresh --stamp notebooks/…"
+    )
+
+
+def test_the_age_of_outputs_is_told_by_the_code_that_they_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cells = [
+        'import workbench as wb\nfrom scripts.hits import loop\nspec = wb.RunSpec(task="scripts/remote_clipart.py:build")',
+        "d = wb.diagnose(spec)",
+        "_ = d.plot()",
+    ]
+    notebook: dict[str, Any] = {"metadata": {}, "cells": [{"cell_type": "code", "source": [cell]} for cell in cells]}
+    assert shown_code.older(notebook) is None
+    notebook["metadata"][shown_code.KEY] = stored = shown_code.code_of(notebook)
+    assert shown_code.older(notebook) == []
+    shown = "diagnosis/api.py", "diagnosis/plot.py", "diagnosis/analysis/diagnosis.py", "diagnosis/analysis/verdict.py", "runs/spec.py"
+    assert {f"workbench/{name}" for name in shown} | {"notebooks/scripts/hits.py", "notebooks/scripts/remote_clipart.py"} <= set(stored)
+    assert not [name for name in stored if "/measure/" in name or "/memory/" in name], "what is not shown does not count"
+    notebook["cells"][1]["source"] = ["d = wb.diagnose(spec, budget_s=9)  # not the same"]
+    assert shown_code.older(notebook) == [shown_code.CELLS]
+    notebook["cells"][1]["source"] = ["d = wb.diagnose( spec )  # the same"]
+    assert shown_code.older(notebook) == []
+    changed = shown_code.ROOT / "workbench/diagnosis/analysis/verdict.py"
+    before, read = changed.read_text(), Path.read_text
+    for after, old in ((before + "\n# more\n", []), (before + "\nMORE = 1\n", ["workbench/diagnosis/analysis/verdict.py"])):
+        monkeypatch.setattr(Path, "read_text", lambda path, after=after: after if path == changed else read(path))
+        assert shown_code.older(notebook) == old
+    source = "def f(x: int = 1) -> int:\n    'Adds.'\n    y: int = x + 1  # more\n    return y\n"
+    assert shown_code.digest(source) == shown_code.digest("def f(x=1):\n\n    y=x  +  1\n    return y")
+    assert shown_code.digest(source) != shown_code.digest(source.replace("+", "-"))
 
 
 SHOWN = {
