@@ -14,31 +14,39 @@ SCHEDULER = "/proc/self/task/{}/schedstat"
 
 
 class UndisturbedClock:
-    """The time of the thread that makes it."""
+    """The time of the thread that makes it. Other threads may read it, too.
+
+    The kernel counts a wait when it has ended: who reads the clock during the wait sees a later time than the thread does after it.
+    So each thread has a latest reading of its own, and those of a sampler do not set the clock of the training thread forward.
+    """
 
     def __init__(self) -> None:
         self._file = os.open(SCHEDULER.format(threading.get_native_id()), os.O_RDONLY)
-        self._real, self._ahead, self._last = time.perf_counter_ns, 0, 0
+        self._real, self._ahead = time.perf_counter_ns, 0
+        self._last: dict[int, int] = {}
 
     def _waited(self) -> int:
         return int(os.pread(self._file, 64, 0).split()[1])
 
-    def nanoseconds(self) -> int:
-        """Since some moment; never less than before."""
+    def _passed(self) -> int:
         waited = self._waited()
         while True:
             now, before = self._real(), waited
             if (waited := self._waited()) == before:
-                break
-        self._last = max(self._last, now - waited + self._ahead)
-        return self._last
+                return now - waited + self._ahead
+
+    def nanoseconds(self) -> int:
+        """Since some moment; never less than before in the same thread."""
+        thread = threading.get_ident()
+        self._last[thread] = latest = max(self._last.get(thread, 0), self._passed())
+        return latest
 
     def seconds(self) -> float:
         return self.nanoseconds() / 1e9
 
     def advance(self, seconds: float) -> None:
         """Let it be no earlier than that."""
-        self._ahead += max(0, round(seconds * 1e9) - self.nanoseconds())
+        self._ahead += max(0, round(seconds * 1e9) - self._passed())
 
     @contextlib.contextmanager
     def stopped(self) -> Iterator[None]:
@@ -47,8 +55,8 @@ class UndisturbedClock:
         try:
             yield
         finally:
-            self._ahead -= self.nanoseconds() - before
-            self._last = before
+            self._ahead -= self._passed() - before
+            self._last[threading.get_ident()] = before
 
     def install(self, patch: pytest.MonkeyPatch) -> None:
         """Take this clock for the host's. Modules that keep `time.perf_counter` must not be imported yet."""

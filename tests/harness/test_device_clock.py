@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.emulated_device import EmulatedDevice
+from tests.emulated_ranks import Moment
 from workbench.harness import device_clock
 from workbench.harness.ab_test import run_ab_test
 from workbench.harness.blocks import BlockTimer
@@ -72,6 +73,42 @@ def test_work_on_a_side_stream_that_nobody_waits_for_is_spread_evenly(device: Em
     steps, whole = clock.read()
     assert steps == []
     assert whole >= 0.08
+
+
+@pytest.fixture
+def late(device: EmulatedDevice) -> EmulatedDevice:
+    """A device on a busy machine: who slept until the device was done gets a core 50 ms later."""
+    usual = device.wait_until
+
+    def wait_until(moment: Moment) -> None:
+        done = device.is_past(moment)
+        usual(moment)
+        time.sleep(0.0 if done else 0.05)
+
+    device.wait_until = wait_until  # type: ignore[method-assign]
+    return device
+
+
+def test_a_host_that_wakes_late_takes_no_time_of_the_device(late: EmulatedDevice) -> None:
+    """Its delay is no work on another stream: the steps are told apart, and last what they last."""
+    clock = DeviceClock(torch.device("cuda"))
+    for _ in range(4):
+        late.compute(0.02)
+        clock.mark()
+    steps, whole = clock.read()
+    assert steps == pytest.approx([0.02] * 4, rel=0.2)
+    assert whole == pytest.approx(0.08, rel=0.2)
+
+
+def test_blocks_of_a_host_that_wakes_late(late: EmulatedDevice) -> None:
+    side = late.new_stream()
+    with BlockTimer(Loop(late, compute=0.01), Peers(), torch.device("cuda")) as bench:
+        (laps,) = bench.run("full", range(10), 10).laps
+        assert laps.mean() == pytest.approx(0.01, rel=0.1)
+        bench.step = lambda _: late.compute(0.03, stream=side)
+        (laps,) = bench.run("beside", range(10), 10).laps  # seen although the host is late
+    assert len(set(laps.calls)) == 1
+    assert laps.calls[0] > 0.02
 
 
 @pytest.mark.parametrize("item", [0, 1, 5, 10])

@@ -233,13 +233,13 @@ class BlockTimer:
                     begun = so_far
                     fresh.append(i)
                 start = now()
+            parts, whole = on_device.read() if on_device else ([], 0.0)
             self.synchronize()
             tail = 0.0 if on_device else now() - start
         finally:
             if close := getattr(batches, "close", None):
                 close()
         if on_device and calls:
-            parts, whole = on_device.read()
             steps = len(calls)
             waits = array("d", parts[::2] or [0.0] * steps)
             calls = array("d", parts[1::2] or [whole / steps] * steps)

@@ -84,18 +84,23 @@ class DeviceClock:
         self._events.append(self._now())
 
     def read(self) -> tuple[list[float], float]:
-        """Wait for the device.
+        """Wait for the device. Nothing else may wait for it before, or work on other streams is not seen.
+
+        That work is what the device still does when the last mark has passed: a host that sleeps until then may get its core late, and
+        whatever it recorded from there on would count its delay as the device's. So the time without marks begins when the host is awake.
 
         Returns:
             Seconds up to each mark from the one before, or from the start; none where the work ran on streams that the current one did not
             wait for. And the seconds of all.
         """
+        self._events[-1].synchronize()
+        awake = self._now()
         synchronize(self._device)
         last = self._now()
         last.synchronize()
-        *marks, whole = [self._events[0].elapsed_time(event) / 1e3 for event in [*self._events, last]]  # ms → s
-        if whole - marks[-1] > max((1 - COVERED) * whole, COVERED_SECONDS):
-            return [], whole
+        *marks, begin, end = [self._events[0].elapsed_time(event) / 1e3 for event in [*self._events, awake, last]]  # ms → s
+        if end - begin > max((1 - COVERED) * end, COVERED_SECONDS):
+            return [], end
         return [max(0.0, end - start) for start, end in pairwise(marks)], marks[-1]
 
 
