@@ -26,6 +26,7 @@ PARTS: dict[str, Part] = {
     part.name: part
     for part in (
         Part(name="timer", title="Cost of the timers, and whether phases add up", seconds=30, limit=150),
+        Part(name="speeds", title="Speeds of the machine against plain loops", seconds=15, limit=90),
         Part(name="context", title="Memory outside of the allocator; estimates touch no GPU", seconds=40, limit=150),
         Part(name="oom", title="Running out of memory is recognised and survived", seconds=110, limit=300),
         Part(name="restore", title="Everything is restored bit for bit", seconds=60, limit=240),

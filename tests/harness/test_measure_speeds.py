@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from tests.emulated_device import DeviceTensor, EmulatedDevice, PinnedTensor
 from workbench.core.machine_speeds import MAX_SPREAD, MachineSpeeds, Speed
 from workbench.harness import measure_speeds
-from workbench.harness.measure_speeds import BLOCKS, COPIES, GLOO, HOST, machine_speeds, per_call, rate
+from workbench.harness.measure_speeds import BLOCKS, COPIES, GLOO, GPU, HOST, machine_speeds, per_call, rate
 
 Measures = Mapping[tuple[str, ...], Callable[[], Mapping[str, Speed]]]
 
@@ -51,6 +52,24 @@ def test_seconds_of_a_call_are_exact_under_a_fake_clock() -> None:
     assert speed.median == pytest.approx(2e-6)
     assert speed.spread == pytest.approx(0, abs=1e-9)
     assert speed.blocks == BLOCKS
+
+
+def test_a_queue_is_emptied_before_each_block_and_that_is_not_timed() -> None:
+    """1,000 calls fit into the queue and take 1 µs each; the next ones wait for a device that takes 5 µs for each."""
+    clock, queued = Clock(), 0
+
+    def call(count: int) -> None:
+        nonlocal queued
+        for _ in range(count):
+            queued += 1
+            clock.work(1e-6 if queued <= 1100 else 5e-6)
+
+    def empty() -> None:
+        nonlocal queued
+        clock.work(5e-6 * queued)
+        queued = 0
+
+    assert per_call(call, clock, before=empty).median == pytest.approx(1e-6)
 
 
 def test_a_rate_leaves_out_the_first_copy() -> None:
@@ -166,6 +185,33 @@ def test_a_second_rank_that_fails_is_said() -> None:
 
     with pytest.raises(RuntimeError, match="refused"), measure_speeds._beside(fail):
         pass
+
+
+@pytest.mark.alone  # it compares times
+def test_speeds_of_an_emulated_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is planted is measured: copies from both kinds of memory, and launches while the device is slower than the host."""
+    device = EmulatedDevice(pageable=5e8, pinned=2e9).install(monkeypatch)
+
+    def add(values: torch.Tensor, _: float) -> torch.Tensor:
+        device.compute(2e-5)
+        return values
+
+    def copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool) -> torch.Tensor:
+        assert non_blocking
+        device.copy(source.nbytes, pinned=isinstance(source, PinnedTensor))
+        return target
+
+    monkeypatch.setattr(DeviceTensor, "add_", add)
+    monkeypatch.setattr(DeviceTensor, "copy_", copy)
+    speeds = machine_speeds(GPU)
+    assert speeds.notes == ()
+    assert set(speeds.speeds) == set(GPU)
+    medians = {name: speed.median for name, speed in speeds.speeds.items()}
+    assert medians["pageable"] == pytest.approx(5e8, rel=0.3)
+    assert medians["pinned"] == pytest.approx(2e9, rel=0.3)
+    assert medians["event"] < medians["launch"] < 1e-3
+    assert medians["sync"] < 1e-3
+    assert machine_speeds(GPU, measures={}) == speeds, "from the file"
 
 
 def test_this_machine_for_real() -> None:

@@ -94,22 +94,27 @@ def slowed_by() -> str:
     return "a dispatch mode of torch" if _get_current_dispatch_mode_stack() else ""
 
 
-def per_call(call: Callable[[int], object], clock: Callable[[], float] = time.thread_time) -> Speed:
+def per_call(
+    call: Callable[[int], object], clock: Callable[[], float] = time.thread_time, *, before: Callable[[], object] = lambda: None
+) -> Speed:
     """Seconds of something that takes little: the median over blocks of many calls.
 
     Args:
         call: does it so many times.
         clock: seconds; by default CPU of this thread, so that other processes that take its core do not count.
+        before: done before each block, and not timed: waits until a queue is empty, since calls that fill one wait for the device.
     """
     count, taken = 1, 0.0
     while taken < BLOCK_SECONDS / 2:  # the first calls warm up
         count *= 2
+        before()
         begin = clock()
         call(count)
         taken = clock() - begin
     count = max(1, round(count * BLOCK_SECONDS / taken))
     seconds = []
     for _ in range(BLOCKS):
+        before()
         begin = clock()
         call(count)
         seconds.append((clock() - begin) / count)
@@ -285,10 +290,8 @@ def gpu_speeds() -> dict[str, Speed]:
 
         return copy
 
-    speeds: dict[str, Speed] = {}
-    for name, call in (("launch", launch), ("event", record), ("sync", wait)):
-        speeds[name] = per_call(call)
-        torch.cuda.synchronize(device)
+    calls = {"launch": launch, "event": record, "sync": wait}
+    speeds = {name: per_call(call, before=lambda: torch.cuda.synchronize(device)) for name, call in calls.items()}
     return {**speeds, "pageable": rate(COPY_BYTES, copied(pageable)), "pinned": rate(COPY_BYTES, copied(pinned))}
 
 
