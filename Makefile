@@ -1,4 +1,4 @@
-# `make lab` opens the first notebook; `make test` tests all but what is slow; `make help` lists the rest.
+# `make lab` opens the start page of the course; `make test` tests all but what is slow; `make help` lists the rest.
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
@@ -50,10 +50,10 @@ $(STAMP): pyproject.toml constraints.txt requirements.lock
 	@$(BIN)/python -m compileall -qq -j 0 -x '/tests/|transformers/models/' $(VENV)/lib || true
 	@touch $@
 
-lab: setup ## open JupyterLab on the first notebook (ARGS=--no-browser where there is no screen)
+lab: setup ## open JupyterLab on the start page of the course (ARGS=--no-browser where there is no screen)
 	@$(BIN)/jupyter trust notebooks/*.ipynb > /dev/null
 	$(BIN)/python -m jupyterlab $(if $(filter 0,$(shell id -u)),--allow-root) --ServerApp.root_dir=notebooks \
-	  --LabApp.default_url=/lab/tree/01_where_does_the_time_go.ipynb $(ARGS)
+	  --LabApp.default_url=/lab/tree/00_start_here.ipynb $(ARGS)
 
 docs: setup ## build the documentation as a site, build/docs/site/index.html; broken links are errors
 	$(BIN)/python docs/make_site.py $(ARGS)

@@ -42,7 +42,10 @@ def stamp(path: Path) -> None:
 
 
 if __name__ == "__main__":
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # as `make notebooks` does: what they store is of a CPU
+    os.environ |= {
+        "CUDA_VISIBLE_DEVICES": "",
+        "CI": "true",
+    }  # as `make notebooks` does: what they store is of a CPU, without progress lines
     act = stamp if "--stamp" in sys.argv else refresh
     for found in [Path(name) for name in sys.argv[1:] if name != "--stamp"] or sorted(FOLDER.glob("*.ipynb")):
         act(found)

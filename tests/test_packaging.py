@@ -71,6 +71,16 @@ def test_tutorials_list_every_notebook() -> None:
         assert f"notebooks/{path.name})" in tutorials, f"docs/pages/tutorials.md does not list {path.name}"
 
 
+def test_the_start_page_links_to_every_notebook_and_its_map_has_them_all() -> None:
+    start = (ROOT / "notebooks/00_start_here.ipynb").read_text()
+    drawn = (ROOT / "notebooks/scripts/course_map.py").read_text()
+    for path in sorted((ROOT / "notebooks").glob("*.ipynb"))[1:]:
+        assert f"]({path.name})" in start, f"notebooks/00_start_here.ipynb does not link to {path.name}"
+        assert f'"{path.name[:2]}"' in drawn
+    for link in re.findall(r"\]\((\w+\.ipynb)\)", start):
+        assert (ROOT / "notebooks" / link).exists(), f"notebooks/00_start_here.ipynb: {link}"
+
+
 def _status(url: str) -> int:
     """Of the answer; a server says where it is a moment before it listens."""
     limit = time.monotonic() + 30
@@ -103,7 +113,7 @@ def test_make_lab_prints_a_url_that_opens_the_first_notebook() -> None:
         try:
             url = next(found[0] for line in lab.stderr if (found := re.search(r"http://127\S+", line)))
             notebook = url.replace("/lab/tree/", "/api/contents/") + "&content=0"
-            assert "01_where_does_the_time_go.ipynb" in url
+            assert "00_start_here.ipynb" in url
             assert [_status(address) for address in (url, notebook)] == [200, 200]
         finally:
             lab.terminate()

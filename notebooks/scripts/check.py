@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from scripts import predict
 from workbench import Run
 from workbench.core import units
 from workbench.core.vocabulary import PHASES
@@ -79,7 +80,7 @@ def _shown(value: Any) -> str:
 
 
 def biggest(run: Run, answer: str | None) -> None:
-    """Exercise 1: which phase takes the largest share of the step?"""
+    """Notebook 01: which phase takes the largest share of the step?"""
     shares = {phase: sum(t.share(phase) for t in run.timelines) for phase in PHASES}
     largest = max(shares, key=shares.__getitem__)
     hint = f"look at the bar again; the phases are {', '.join(PHASES)}."
@@ -87,14 +88,14 @@ def biggest(run: Run, answer: str | None) -> None:
 
 
 def ceiling(share: float, answer: float | None) -> None:
-    """Exercise 2: if a phase has this share of the step, how much faster can removing all of it make the step?"""
+    """Notebooks 08 and 09: if a phase has this share of the step, how much faster can removing all of it make the step?"""
     best = 1 / (1 - share)
     right = answer is not None and abs(answer - best) < 0.05 * best
     _say(answer, right, "1 / (1 - share).", "what is left of the step when the share is gone?")
 
 
 def bound(before: Run, after: Run, answer: str | None) -> None:
-    """Exercise 3: does loading (answer "data") or computing (answer "compute") set the pace of the second run?"""
+    """Notebook 01: does loading (answer "data") or computing (answer "compute") set the pace of the second run?"""
     compute = max(t.without("data_wait").mean() for t in before.timelines)
     step = max(t.mean() for t in after.timelines)
     truth = "data" if step > 1.3 * compute else "compute"
@@ -102,18 +103,140 @@ def bound(before: Run, after: Run, answer: str | None) -> None:
     _say(answer, answer == truth, because, "how long is its step, and how long did the first run compute?")
 
 
-def workers_needed(wait: float, training: float, answer: int | None) -> None:
-    """Notebook 02, exercise 1: from how many workers on does training set the pace, if making a batch is all waiting?"""
-    needed = math.ceil(wait / training)
-    because = f"{needed} workers make a batch every {units.seconds(wait / needed)}."
-    _say(answer, answer == needed, because, "how often do n workers hand over a batch?")
+def gain_without(written: Callable[..., Any]) -> None:
+    """Notebook 01: how much faster the step gets when a part of it is taken out, from the parts of some steps."""
+    steps = [{"data_wait": 0.1, "forward": 0.02, "backward": 0.03}, {"data_wait": 0.0, "forward": 0.03, "backward": 0.02}]
+
+    def truth(steps: list[dict[str, float]], part: str) -> float:
+        whole = sum(sum(step.values()) for step in steps)
+        return whole / (whole - sum(step[part] for step in steps))
+
+    cases = [{"steps": steps, "part": "data_wait"}, {"steps": steps, "part": "forward"}]
+    hint = "Add up the seconds of all steps first: a mean of ratios counts a short step as much as a long one."
+    _judge(written, truth, cases, "the time of all steps over what is left of it.", hint)
 
 
-def shortest_step(loading: float, training: float, cores: int, answer: float | None) -> None:
-    """Notebook 02, exercise 2: the shortest step in ms, if loading and training both compute, on so many cores."""
-    best = 1e3 * max((loading + training) / cores, training)
-    right = answer is not None and abs(answer - best) < 0.05 * best
-    _say(answer, right, "all the work of a step, shared by the cores.", "add up all the work of one step; the cores share it.")
+gain_without.wrong = (  # type: ignore[attr-defined]
+    lambda steps, part: sum(sum(step.values()) / (sum(step.values()) - step[part]) for step in steps) / len(steps),
+    lambda steps, part: sum(sum(step.values()) for step in steps) / sum(step[part] for step in steps),
+)
+
+
+def step_with_workers(written: Callable[..., Any]) -> None:
+    """Notebook 01: seconds of a step with workers, from what was measured without."""
+    cases = [
+        {"compute": 0.040, "wait": 0.140, "processor": 0.050, "workers": 2, "cores": 1},
+        {"compute": 0.040, "wait": 0.140, "processor": 0.050, "workers": 8, "cores": 2},
+        {"compute": 0.040, "wait": 0.140, "processor": 0.120, "workers": 8, "cores": 1},
+    ]
+    hint = "A step is as long as the slowest of three: computing, the batch from its workers, and all the work for the processors."
+    _judge(written, predict.step_with_workers, cases, "the largest of the three decides, and which that is changes with the workers.", hint)
+
+
+step_with_workers.wrong = (  # type: ignore[attr-defined]
+    lambda compute, wait, processor, workers, cores: compute + wait / workers,
+    lambda compute, wait, processor, workers, cores: max(compute, wait / workers),
+)
+
+
+def waiting_for_others(written: Callable[..., Any]) -> None:
+    """Notebook 01: how long each rank stands still at the next exchange, from how long each waited for its batch."""
+
+    def truth(data_wait: list[float]) -> list[float]:
+        return [max(data_wait) - own for own in data_wait]
+
+    cases = [{"data_wait": [0.030, 0.010]}, {"data_wait": [0.002, 0.050, 0.010]}]
+    _judge(written, truth, cases, "all leave together, with the last.", "An exchange begins when the last rank has arrived.")
+
+
+waiting_for_others.wrong = (lambda data_wait: list(data_wait), lambda data_wait: max(data_wait))  # type: ignore[attr-defined]
+
+
+def most_speedup(written: Callable[..., Any]) -> None:
+    """Notebook 00: how much faster a step can get at best when a share of it goes away."""
+    hint = "What is left of a step of 100 ms when the share is gone? Old over new."
+    cases = [{"share": 0.5}, {"share": 0.8}, {"share": 0.05}]
+    _judge(written, lambda share: 1 / (1 - share), cases, "1 / (1 - share): old over what is left.", hint)
+
+
+most_speedup.wrong = (lambda share: 1 + share, lambda share: 1 / share)  # type: ignore[attr-defined]
+
+
+def workers_needed(written: Callable[..., Any]) -> None:
+    """Notebook 02: from how many workers on training sets the pace, if making a batch is all waiting."""
+
+    def truth(wait: float, training: float) -> int:
+        return math.ceil(wait / training - 1e-9)
+
+    cases = [{"wait": 0.090, "training": 0.040}, {"wait": 0.080, "training": 0.040}, {"wait": 0.010, "training": 0.040}]
+    _judge(written, truth, cases, "n workers hand over a batch every wait / n.", "How often do n workers hand over a batch?", 1e-6)
+
+
+workers_needed.wrong = (lambda wait, training: wait // training, lambda wait, training: wait / training)  # type: ignore[attr-defined]
+
+
+def shortest_step(written: Callable[..., Any]) -> None:
+    """Notebook 02: seconds of the shortest step, if loading and training both compute, on so many cores."""
+
+    def truth(loading: float, training: float, cores: int) -> float:
+        return max((loading + training) / cores, training)
+
+    cases = [
+        {"loading": 0.090, "training": 0.040, "cores": 2},
+        {"loading": 0.090, "training": 0.040, "cores": 16},
+        {"loading": 0.090, "training": 0.040, "cores": 1},
+    ]
+    hint = "Add up all the work of one step; the cores share it. But training itself runs on one of them."
+    _judge(written, truth, cases, "all the work of a step, shared by the cores, and never less than the training.", hint)
+
+
+shortest_step.wrong = (  # type: ignore[attr-defined]
+    lambda loading, training, cores: (loading + training) / cores,
+    lambda loading, training, cores: max(loading / cores, training),
+)
+
+
+def hidden_steps(written: Callable[..., Any]) -> None:
+    """Notebook 02: for how many steps a full queue hides that its loader is too slow."""
+
+    def truth(queue: int, service: float, training: float) -> float:
+        return queue / (1 - training / service) if training < service else math.inf
+
+    cases = [
+        {"queue": 16, "service": 0.025, "training": 0.010},
+        {"queue": 8, "service": 0.020, "training": 0.019},
+        {"queue": 16, "service": 0.010, "training": 0.025},
+    ]
+    hint = "In a step of the training, how many batches leave the queue, and how many arrive? If none is lost, return math.inf."
+    _judge(written, truth, cases, "each step takes one batch and training / service of one arrive.", hint, 0.05)
+
+
+hidden_steps.wrong = (lambda queue, service, training: queue,)  # type: ignore[attr-defined]
+
+
+def mean_step(written: Callable[..., Any]) -> None:
+    """Notebook 03: the mean step in seconds, if it pauses every so many steps."""
+
+    def truth(step: float, pause: float, every: int) -> float:
+        return step + pause / every
+
+    cases = [{"step": 0.009, "pause": 0.080, "every": 20}, {"step": 0.009, "pause": 0.080, "every": 100}]
+    _judge(written, truth, cases, "each step bears its share of the pause.", "How long do `every` steps take together?")
+
+
+def next_share(written: Callable[..., Any]) -> None:
+    """Notebook 03: the share that a second bottleneck has of the step when the first is gone."""
+
+    def truth(first: float, second: float) -> float:
+        return second / (1 - first)
+
+    cases = [{"first": 0.6, "second": 0.2}, {"first": 0.1, "second": 0.3}]
+    _judge(
+        written, truth, cases, "it takes as long as before, of a shorter step.", "What is left of a step of 100 ms, and what is its part?"
+    )
+
+
+next_share.wrong = (lambda first, second: second, lambda first, second: second - first)  # type: ignore[attr-defined]
 
 
 def culprit(guess: str | None, found: str) -> None:

@@ -1,4 +1,4 @@
-"""The first notebook, run from top to bottom in JupyterLab as a reader would."""
+"""The first notebook with a live panel, run from top to bottom in JupyterLab as a reader would."""
 
 import shutil
 from collections.abc import Callable

@@ -1,0 +1,58 @@
+"""Draws the map of the course: which question leads to which notebook. Titles and times are read from the notebooks themselves."""
+
+import json
+import re
+import textwrap
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.patches import FancyBboxPatch
+
+from workbench.core.display.axes import WIDTH, prepared
+from workbench.core.display.colors import INK, LINE, PHASES
+
+FOLDER = Path(__file__).parents[1]
+ROADS = {
+    "Is it slow?": ("01", "02", "03", "08"),
+    "Does it fit?": ("04",),
+    "Which batch?": ("05", "06"),
+    "Does it scale?": ("07", "09", "10"),
+}
+"""A question → the notebooks that answer it, in the order in which to read them."""
+COLORS = dict(zip(ROADS, (LINE, PHASES["optimizer"], PHASES["data_wait"], PHASES["backward"]), strict=True))
+LETTERS = 21
+"""Of a line in a box."""
+
+
+def head(path: Path) -> tuple[str, str]:
+    """A notebook's question, and its difficulty and learning time."""
+    text = "".join(json.loads(path.read_text())["cells"][0]["source"])
+    times = re.search(r"\*\*Difficulty\*\* (\S+) · \*\*Learning\*\* (\d+ min)", text)
+    return text.splitlines()[0].lstrip("# "), " · ".join(times.groups()) if times else ""
+
+
+def draw(ax: Axes | None = None) -> Axes:
+    """Draw a column per question, with its notebooks from top to bottom."""
+    ax = prepared(ax, WIDTH, 4.4)
+    ax.axis("off")
+    for column, (question, numbers) in enumerate(ROADS.items()):
+        ax.text(column, 0.62, question, ha="center", va="bottom", color=COLORS[question], fontsize=12, fontweight="bold")
+        paths = [path for number in numbers for path in FOLDER.glob(f"{number}_*.ipynb")]
+        for row, path in enumerate(paths):
+            title, times = head(path)
+            ax.add_patch(
+                FancyBboxPatch(
+                    (column - 0.4, -row - 0.33),
+                    0.8,
+                    0.66,
+                    boxstyle="round,pad=0.05",
+                    edgecolor=COLORS[question],
+                    facecolor="none",
+                    linewidth=1.4,
+                )
+            )
+            text = "\n".join([path.name[:2], *textwrap.wrap(title.partition(":")[0], LETTERS), times])
+            ax.text(column, -row, text, ha="center", va="center", color=INK, fontsize=8.5, linespacing=1.3)
+    ax.set_xlim(-0.55, len(ROADS) - 0.45)
+    ax.set_ylim(-max(map(len, ROADS.values())) + 0.45, 0.85)
+    return ax
