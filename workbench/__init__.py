@@ -5,6 +5,7 @@ The types of results, and how each leads to the next:
 * A `Task` says what is trained: zero-argument builders of a model and a dataset, a loss, an optimizer.
 * A `RunSpec` has every knob as a field. A what-if is a changed spec: `spec.replace(num_workers=2)`.
 * `launch` starts a spec, or any training script, under torchrun and returns a `Run` at once: live in a notebook, a directory on disk.
+* `prove_resume` kills a training and resumes it: a `ResumeProof` says whether it ends bit for bit as one that was never killed.
 * A Run holds a `Timeline` per rank: where each step's time went, phase by phase, summing to the step.
 * `watch` and `StepTimer` get a Timeline from a loop of your own, in this process.
 * `sweep` runs many specs; `compare` sets runs side by side; `check_run` holds one against budgets; `list_runs` lists those of a folder.
@@ -74,6 +75,8 @@ if TYPE_CHECKING:
     from workbench.runs.failure import RunError as RunError
     from workbench.runs.launch.kubernetes import kubernetes as kubernetes
     from workbench.runs.launch.launch import launch as launch
+    from workbench.runs.launch.prove_resume import ResumeProof as ResumeProof
+    from workbench.runs.launch.prove_resume import prove_resume as prove_resume
     from workbench.runs.launch.slurm import Slurm as Slurm
     from workbench.runs.launch.sweep import sweep as sweep
     from workbench.runs.listing import list_runs as list_runs
@@ -119,6 +122,7 @@ _NAMES = {
     "workbench.scaling.api": "scaling_curve scaling_law",
     "workbench.runs.launch.launch": "launch",
     "workbench.runs.launch.kubernetes": "kubernetes",
+    "workbench.runs.launch.prove_resume": "ResumeProof prove_resume",
     "workbench.runs.launch.slurm": "Slurm",
     "workbench.runs.launch.sweep": "sweep",
     "workbench.scaling.analysis.law.law": "ScalingLaw",

@@ -1,9 +1,10 @@
 """Writes and reads a run's checkpoints, from which it resumes after it was interrupted. A file is written completely, or not at all.
 
-The order of the samples continues. The random numbers of dropout and augmentation do not: they are seeded again, by the step. So a resumed
-run is as good as an uninterrupted one, and bit for bit the same only where nothing is random.
+The order of the samples continues, and so do the random numbers of each rank and of its workers: a resumed run is bit for bit the same as
+an uninterrupted one, as far as its arithmetic is. `wb.prove_resume` finds out whether that holds for a task.
 """
 
+import io
 import math
 import re
 import time
@@ -11,6 +12,7 @@ from collections.abc import Callable, Mapping, Sized
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.utils.data import IterableDataset
 
 from workbench.core import run_directory, units
@@ -168,13 +170,15 @@ class Checkpoints:
             DiskFullError: the disk is full; the last checkpoint is kept.
             OSError: another error of the disk; the last checkpoint is kept.
         """
-        rows = self._collect(step, row)
+        parts = self._collect(step, {"row": row, "random": trainer.random_state()})
         if self._ranks.rank:
             return
         self._folder.mkdir(exist_ok=True)
         path = self._folder / f"step{step:08d}.pt"
         part = path.with_suffix(".part")
-        state = {"step": step, "micro_batch": trainer.spec.micro_batch, "rows": rows, "samples": _samples(trainer), **trainer.state()}
+        rows, random = ({rank: part[name] for rank, part in parts.items()} for name in ("row", "random"))
+        state = {"step": step, "micro_batch": trainer.spec.micro_batch, "samples": _samples(trainer)}
+        state |= {"rows": rows, "random": random, **trainer.state()}
         try:
             checkpoint_file.save(state, part)
             part.replace(path)
@@ -189,19 +193,20 @@ class Checkpoints:
         for old in [path for path in self._all() if _step_of(path) <= step][:-KEPT]:
             old.unlink(missing_ok=True)
 
-    def _collect(self, step: int, row: str) -> dict[int, str]:
-        """On rank 0 the rows of all ranks; the others hand theirs over and go on."""
+    def _collect(self, step: int, part: dict[str, Any]) -> dict[int, dict[str, Any]]:
+        """On rank 0 what each rank adds to a checkpoint, by rank; the others hand theirs over and go on."""
         ranks, store = self._ranks, self._ranks.store
-        keys = [f"{ranks.agreements}/row of step {step} of rank {rank}" for rank in range(ranks.world_size)]
+        keys = [f"{ranks.agreements}/checkpoint of step {step}, rank {rank}" for rank in range(ranks.world_size)]
         if ranks.rank:
-            store.set(keys[ranks.rank], row.encode())
+            torch.save(part, file := io.BytesIO())
+            store.set(keys[ranks.rank], file.getvalue())
             return {}
-        rows = {0: row}
+        parts = {0: part}
         for rank, key in list(enumerate(keys))[1:]:
             store.wait([key], TIMEOUT)
-            rows[rank] = store.get(key).decode()
+            parts[rank] = torch.load(io.BytesIO(store.get(key)), weights_only=True)
             store.delete_key(key)
-        return rows
+        return parts
 
     def _all(self) -> list[Path]:
         """The checkpoints by step. A folder that cannot be listed is an error: it may not be empty."""

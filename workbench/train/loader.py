@@ -8,20 +8,20 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
-from torch.utils.data.distributed import DistributedSampler
 
 from workbench.harness.batches import map_tensors
 from workbench.runs.spec import RunSpec, SpecError
 from workbench.runs.task import Task, TaskError
 from workbench.timeline.reading import FirstBatches
 from workbench.train.ranks import Ranks
+from workbench.train.sample_order import SampleOrder, SeededBatches
 
 
 def build_loader(task: Task, spec: RunSpec, ranks: Ranks, seed: int) -> "DataLoader[Any]":
     """The loader of this rank.
 
     A dataset with a length is shuffled and split over the ranks in each epoch. An `IterableDataset` is read as it is: it has to give each
-    rank, and each worker, its own part.
+    rank, and each worker, its own part. Where checkpoints are written, the random numbers of a worker begin anew with each batch.
 
     Args:
         task: whose dataset and collate function to use.
@@ -50,10 +50,13 @@ def build_loader(task: Task, spec: RunSpec, ranks: Ranks, seed: int) -> "DataLoa
     workers: dict[str, Any] = {}
     if spec.num_workers:
         workers = {"prefetch_factor": spec.prefetch_factor, "persistent_workers": spec.persistent_workers}
+    order = None if stream else SampleOrder(dataset, ranks.world_size, ranks.rank, seed=spec.seed, drop_last=True)
+    if order and spec.checkpoint_every and spec.num_workers:
+        order.batch, dataset = spec.micro_batch, SeededBatches(dataset)
     return DataLoader(
         dataset,
         batch_size=spec.micro_batch,
-        sampler=None if stream else DistributedSampler(dataset, ranks.world_size, ranks.rank, seed=spec.seed, drop_last=True),
+        sampler=order,
         num_workers=spec.num_workers,
         collate_fn=task.collate,
         pin_memory=spec.pin_memory and ranks.device.type == "cuda",  # there is nothing to pin for on a CPU, and torch would warn
@@ -68,7 +71,12 @@ def _steps_per_epoch(samples: int, spec: RunSpec, ranks: Ranks) -> int:
 
 
 def micro_batches(
-    loader: "DataLoader[Any]", accumulation: int, ranks: Ranks, done: int = 0, warn: Callable[[str], None] = print
+    loader: "DataLoader[Any]",
+    accumulation: int,
+    ranks: Ranks,
+    done: int = 0,
+    warn: Callable[[str], None] = print,
+    ready: Callable[[], None] | None = None,
 ) -> Generator[Any, None, None]:
     """Endless micro-batches, each epoch in another order. An epoch ends with a whole optimizer step and drops the rest (a stream is read to
     its end, and the step continues with the next epoch's batches).
@@ -77,9 +85,10 @@ def micro_batches(
         loader: of this rank.
         accumulation: micro-batches per optimizer step.
         ranks: this process among the others.
-        done: optimizer steps that were taken before, whose batches are left out: whole epochs are, and those of the present one are read
-            and dropped (of a stream, all).
+        done: optimizer steps that were taken before, whose batches are left out (of a stream, and of a loader whose sampler is not a
+            SampleOrder, they are read and dropped).
         warn: called with a warning where the workers of a stream give the same samples.
+        ready: called before the first batch that is not left out is read.
 
     Raises:
         TaskError: a stream has not one whole micro-batch, or gives two ranks the same samples.
@@ -87,17 +96,26 @@ def micro_batches(
     stream = isinstance(loader.dataset, IterableDataset)
     whole = None if stream else len(loader) // accumulation * accumulation
     first, left_out = divmod(done * accumulation, whole) if whole else (0, done * accumulation)
+    skipped = 0
+    if whole and loader.batch_size and isinstance(loader.sampler, SampleOrder):
+        skipped, left_out = left_out, 0
+        loader.sampler.start = skipped * loader.batch_size
+    if ready and not left_out:
+        ready()
     look = FirstBatches(warn=warn, say=lambda row: None, steps=lambda: 0)
     for epoch in itertools.count(first):
         for shuffled in (loader.sampler, loader.dataset):
             if hasattr(shuffled, "set_epoch"):
                 shuffled.set_epoch(epoch)
         batch: Any = None
-        for i, batch in enumerate(look.of(loader) if stream and epoch == 0 else itertools.islice(loader, whole)):
+        count = None if whole is None else whole - (skipped if epoch == first else 0)
+        for i, batch in enumerate(look.of(loader) if stream and epoch == 0 else itertools.islice(loader, count)):
             if stream and epoch == 0 and i == 0:
                 _check_parts_differ(batch, ranks)
             if left_out:
                 left_out -= 1
+                if ready and not left_out:
+                    ready()
                 continue
             yield batch
         if batch is None:

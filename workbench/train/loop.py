@@ -20,6 +20,7 @@ from workbench.timeline.step_timer import StepTimer
 from workbench.traces.measure.profiled_run import RunProfiler
 from workbench.train.checkpoints import Checkpoints
 from workbench.train.choose_micro_batch import choose
+from workbench.train.fingerprints import Fingerprints
 from workbench.train.ranks import Ranks
 from workbench.train.trainer import Trainer
 
@@ -101,6 +102,7 @@ def train(
         timer.go_on(done)
     metrics = Metrics(run_dir, steps=spec.steps) if ranks.rank == 0 else None
     noise = noise_log(trainer, run_dir) if spec.noise_scale else None
+    prints = Fingerprints(folder, trainer, done) if (folder := run_dir / run_directory.FINGERPRINTS).is_dir() else None
     profiled = None
     if spec.profile:
         about = {"rank": ranks.rank, "queue": spec.queue, "steps": spec.steps}
@@ -110,6 +112,7 @@ def train(
         contextlib.closing(metrics) if metrics else contextlib.nullcontext(),
         contextlib.closing(noise) if noise else contextlib.nullcontext(),
         contextlib.closing(profiled) if profiled else contextlib.nullcontext(),
+        contextlib.closing(prints) if prints else contextlib.nullcontext(),
     ):
         with (
             record_energy(run_dir, rank=ranks.rank, gpus=spec.nproc_per_node if ranks.device.type == "cuda" else 0),
@@ -121,12 +124,18 @@ def train(
                 profiled.step(done)
             for batch in () if done >= spec.steps else timer.batches(profiled.batches(batches) if profiled else batches):
                 waiting -= 1
+                if done and step == done and ranks.world_size > 2 and waiting == spec.accumulation - 1:
+                    trainer.rehearse(batch)
+                if prints:
+                    prints.batch(batch)
                 loss_of_step = loss_of_step + trainer.micro_step(batch, last=not waiting)
                 if waiting:
                     continue
                 step, lr = step + 1, trainer.lr
                 if noise:
                     noise.step(step)
+                if prints:
+                    prints.step(loss_of_step)
                 trainer.update()
                 if metrics:
                     metrics.step(step, loss=loss_of_step, lr=lr, samples=step * samples_per_step)
@@ -145,6 +154,8 @@ def train(
                 waiting, loss_of_step = spec.accumulation, torch.zeros_like(loss_of_step)
         if timer.failed:  # at its last flush
             raise timer.failed
+        if prints:
+            prints.end()
         if metrics:
             metrics.flush()
         figures = chosen | (trainer.figures() if spec.evaluate else {})

@@ -2,12 +2,10 @@
 
 import contextlib
 import gc
-import random
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -22,6 +20,7 @@ from workbench.train.loader import build_loader, micro_batches, to_device
 from workbench.train.offload import activations_on_host, check_offload, host_computes, mark_on_host
 from workbench.train.optimizers import build_optimizer, build_scheduler, place_optimizer
 from workbench.train.precision import Precision, check_tf32
+from workbench.train.random_numbers import random_state, restore_random_state, seed_all
 from workbench.train.ranks import Layout, Ranks
 from workbench.train.sharded_tensors import local_part
 from workbench.train.sharding import accumulating, distribute, gathered
@@ -33,7 +32,7 @@ COLLECT_EVERY = 1000
 
 Phase = Callable[[str], AbstractContextManager[None]]
 _RESUMED = 1_000_003
-"""A prime: distance between the seeds of a run that resumes at a step and at the next."""
+"""A prime: distance between the seeds of a run that resumes, from a checkpoint without random numbers, at a step and at the next."""
 
 
 class Trainer:
@@ -86,6 +85,7 @@ class Trainer:
         check_tf32(spec.tf32, ranks.device)
         self.spec, self.task, self.ranks = spec, task, ranks
         self._updates = 0
+        self._random: dict[str, Any] | None = None
         self.phase: Phase = _unmarked
         self.warn: Callable[[str], None] = print
         self.apply_process_settings()
@@ -131,10 +131,19 @@ class Trainer:
 
     def batches(self, done: int = 0) -> Generator[Any, None, None]:
         """Endless micro-batches, without those of the first `done` steps; see `micro_batches`."""
-        return micro_batches(self.loader, self.spec.accumulation, self.layout.readers, done, self.warn)
+        return micro_batches(self.loader, self.spec.accumulation, self.layout.readers, done, self.warn, ready=self._restore_random)
+
+    def random_state(self) -> dict[str, Any]:
+        """The random numbers of this rank: with `state`, all that its next step depends on."""
+        return random_state(self.ranks.device)
+
+    def _restore_random(self) -> None:
+        if self._random is not None:
+            restore_random_state(self._random, self.ranks.device)
+            self._random = None
 
     def state(self) -> dict[str, Any]:
-        """All that the next step depends on, except random numbers; not for sharded or split models."""
+        """All that the next step depends on and all ranks share; not for sharded or split models."""
         parts: dict[str, Any] = {
             "module": self.module,
             "optimizer": self.optimizer,
@@ -144,13 +153,17 @@ class Trainer:
         return {name: part.state_dict() for name, part in parts.items()}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Resume from a `state` after its `step` steps; random numbers are seeded again."""
+        """Resume from a `state` after its `step` steps, with the `random` numbers of each rank; without these, they are seeded again.
+
+        They get their values when `batches` gives the first batch: what is read to get there uses some.
+        """
         parts: dict[str, Any] = {"module": self.module, "optimizer": self.optimizer, "scheduler": self._scheduler}
         for name, part in parts.items():
             part.load_state_dict(state[name])
         self.precision.scaler.load_state_dict(state["scaler"])
         readers = self.layout.readers
         seed_all((self.spec.seed * readers.world_size + readers.rank + _RESUMED * state["step"]) % 2**32)
+        self._random = (state.get("random") or {}).get(self.ranks.rank)
 
     def step(self, batches: Sequence[Any]) -> Tensor:
         """One whole optimizer step of `spec.accumulation` micro-batches; its loss."""
@@ -169,6 +182,20 @@ class Trainer:
             loss = self.forward(batch)
             self.backward(loss)
         return loss.detach()
+
+    def rehearse(self, batch: Any) -> None:
+        """Compute the gradients of a micro-batch and forget them: DDP then has the buckets that it has after its first step.
+
+        It fills them anew in the order in which gradients arrive, and three ranks or more add a gradient in an order that depends on its
+        place in a bucket. A resumed run that begins with this adds as the undisturbed one does. Buffers and random numbers stay.
+        """
+        random, buffers = self.random_state(), {name: buffer.clone() for name, buffer in self.module.named_buffers()}
+        self.micro_step(batch, last=True)
+        self.model.zero_grad()
+        with torch.no_grad():
+            for name, buffer in self.module.named_buffers():
+                buffer.copy_(buffers[name])
+        restore_random_state(random, self.ranks.device)
 
     def placed(self, batch: Any) -> Any:
         """A batch on the device, in the spec's memory format."""
@@ -236,13 +263,6 @@ def _channels_last(tensor: Tensor) -> Tensor:
 
 def _unmarked(phase: str) -> AbstractContextManager[None]:
     return contextlib.nullcontext()
-
-
-def seed_all(seed: int) -> None:
-    """Seed the generators of torch, numpy and Python."""
-    torch.manual_seed(seed)
-    np.random.seed(seed % 2**32)
-    random.seed(seed)
 
 
 def build_model(task: Task) -> nn.Module:

@@ -46,8 +46,8 @@ def launch(
         target: a RunSpec, the name of a task, or the path of a script; left out with `resume`.
         resume: a run of this machine (or its directory) that was killed, stopped or failed, with checkpoints (`checkpoint_every=`): it
             goes on from the last sound one, in its directory, from the folder where it was launched and with its spec; nothing but
-            `timeout` can be given with it. Order of samples, weights and schedule go on where they were; random numbers of dropout and
-            augmentation begin anew. What its processes printed before is in `attempts/`.
+            `timeout` can be given with it. Order of samples, random numbers, weights and schedule go on where they were; `prove_resume`
+            finds out whether that makes the run the same bit for bit. What its processes printed before is in `attempts/`.
         args: the script's arguments.
         nproc_per_node: ranks on this machine; None = the spec's own, 1 for a script.
         watch: find the script's loaders, modules and optimizers as it runs and write a Timeline per rank (a RunSpec always has one).

@@ -1,0 +1,182 @@
+"""A training is killed and resumed: whether it ends bit for bit as an undisturbed one, and what differs first if it does not."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import workbench as wb
+from workbench.core import run_directory
+from workbench.runs.launch.new_run import LaunchError
+from workbench.runs.launch.prove_resume import PARTS, Difference, Kill, first_difference
+
+TASK = """
+import random
+
+import numpy as np
+import torch
+import workbench as wb
+
+OWN = np.random.default_rng(3)
+
+class Data(torch.utils.data.Dataset):
+    def __init__(self, own=False):
+        self.own = own
+
+    def __len__(self):
+        return 100
+
+    def __getitem__(self, index):
+        x = torch.sin(torch.arange(8.0) * (index + 1)) + torch.rand(8) + random.random() + np.random.rand()
+        return x + self.own * OWN.random(), x.sum(0, keepdim=True)
+
+class Net(torch.nn.Sequential):
+    calls = None
+
+    def forward(self, x):
+        if self.calls is not None:
+            self.calls += 1
+            x = x * (1 + 0.001 * self.calls)
+        return super().forward(x)
+
+def net(calls=None):
+    model = Net(torch.nn.Linear(8, 16), torch.nn.Dropout(0.3), torch.nn.BatchNorm1d(16), torch.nn.Linear(16, 1))
+    model.calls = calls
+    return model
+
+def loss(model, batch):
+    return (model(batch[0]) - batch[1]).square().mean()
+
+def build():
+    return wb.Task(model=net, dataset=Data, loss=loss, optimizer="adamw(lr=0.01)")
+
+def own_generator():
+    return wb.Task(model=net, dataset=lambda: Data(own=True), loss=loss, optimizer="adamw(lr=0.01)")
+
+def counting():
+    return wb.Task(model=lambda: net(calls=0), dataset=Data, loss=loss, optimizer="adamw(lr=0.01)")
+"""
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "task.py").write_text(TASK)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def spec(task: str = "build", **knobs: Any) -> wb.RunSpec:
+    return wb.RunSpec(task=f"task.py:{task}", device="cpu", **{"micro_batch": 4, "schedule": "cosine", **knobs})
+
+
+def test_dropout_and_augmentation_of_workers_go_on_exactly(here: Path) -> None:
+    knobs = {"nproc_per_node": 2, "num_workers": 1, "accumulation": 2, "precision": "amp_bf16", "persistent_workers": True}
+    proof = wb.prove_resume(spec(**knobs), steps=16, kills=1)
+    assert proof.exact, proof
+    assert (proof.steps, proof.ranks) == (16, 2)
+    (kill,) = proof.kills
+    assert 3 < kill.step <= 16
+    assert kill.resumed_from == (kill.step - 1) // 3 * 3
+    assert kill.restart_s > 0
+    interrupted = wb.Run.load(proof.interrupted)
+    assert interrupted.ok
+    assert len(list((interrupted.path / "attempts").iterdir())) == 1
+    assert "bit for bit as the undisturbed one" in str(proof)
+    assert wb.ResumeProof.from_json(json.loads(json.dumps(proof.to_json()))) == proof
+
+
+@pytest.mark.slow
+def test_three_ranks_add_their_gradients_in_the_same_order(here: Path) -> None:
+    proof = wb.prove_resume(spec(nproc_per_node=3, micro_batch=2, num_workers=1, precision="amp_fp16"), steps=24, kills=2)
+    assert proof.exact, proof
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("task", "part"), [("own_generator", "batch"), ("counting", "loss")])
+def test_what_no_checkpoint_has_is_named(here: Path, task: str, part: str) -> None:
+    proof = wb.prove_resume(spec(task), steps=12, kills=1)
+    assert proof.difference == Difference(step=proof.kills[0].resumed_from + 1, rank=0, part=part, kills=1)
+    assert "Not exact: killed 1 time in 12 steps on 1 rank" in str(proof)
+    assert PARTS[part] in str(proof)
+
+
+# --- what differs first, of fingerprints that are given
+
+
+def written(path: Path, rank: int, attempt: int, rows: Mapping[int, Mapping[str, str]]) -> None:
+    folder = path / run_directory.FINGERPRINTS
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = [json.dumps({"step": step, "time": 0.0, "parts": dict(parts)}) for step, parts in rows.items()]
+    (folder / f"rank{rank}-{attempt}.jsonl").write_text("".join(f"{line}\n" for line in lines))
+
+
+def rows(steps: range, **changes: int) -> dict[int, dict[str, str]]:
+    """Rows in which parts differ from a step on."""
+    return {step: {part: f"{part}{step}{'!' * (step >= changes.get(part, 99))}" for part in PARTS} for step in steps}
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "expected"),
+    [
+        ({}, {}, None),
+        ({}, {"weights": 6, "loss": 5}, Difference(step=5, rank=1, part="loss", kills=1)),
+        ({}, {"gradients": 5, "batch": 5, "loss": 5}, Difference(step=5, rank=1, part="batch", kills=1)),
+        ({"random": 3}, {"weights": 5}, Difference(step=3, rank=1, part="random", kills=0)),
+    ],
+)
+def test_the_first_part_of_the_first_step_is_named(
+    tmp_path: Path, first: dict[str, int], second: dict[str, int], expected: Difference | None
+) -> None:
+    before, after = tmp_path / "a", tmp_path / "b"
+    for rank in range(2):
+        written(before, rank, 1, rows(range(1, 10)))
+        written(after, rank, 1, rows(range(1, 7), **(first if rank else {})))
+        written(after, rank, 2, rows(range(5, 10), **(second if rank else {})))
+    assert first_difference(before, after, ranks=2) == expected
+
+
+def test_a_row_that_the_undisturbed_training_lacks_is_a_difference(tmp_path: Path) -> None:
+    written(tmp_path / "a", 0, 1, rows(range(1, 4)))
+    written(tmp_path / "b", 0, 1, rows(range(1, 5)))
+    found = first_difference(tmp_path / "a", tmp_path / "b", ranks=1)
+    assert found == Difference(step=4, rank=0, part="weights", kills=0)
+
+
+def proof(difference: Difference | None) -> wb.ResumeProof:
+    kills = tuple(Kill(step=step, rank=0, resumed_from=step - 2, restart_s=2.0) for step in (7, 17))
+    return wb.ResumeProof(steps=20, ranks=1, kills=kills, difference=difference, undisturbed="a", interrupted="b")
+
+
+def test_the_verdict_says_what_happened() -> None:
+    assert not proof(Difference(step=2, rank=0, part="batch", kills=0)).exact
+    assert "Not repeatable: two trainings with the same seed differ" in str(proof(Difference(step=2, rank=0, part="batch", kills=0)))
+    after = proof(Difference(step=16, rank=0, part="samples", kills=2))
+    assert "first in step 16, on rank 0, after it went on from step 15: the order of the samples" in str(after)
+    assert [row[-1] for row in after.table.rows] == ["equal", "differs"]
+    assert "at the end, on rank 0" in str(proof(Difference(step=21, rank=0, part="optimizer", kills=1)))
+    assert [row[-1] for row in proof(Difference(step=6, rank=0, part="loss", kills=1)).table.rows] == ["differs", "not compared"]
+
+
+# --- bad input
+
+
+@pytest.mark.parametrize(
+    ("given", "knobs", "error", "words"),
+    [
+        (7, {}, ValueError, "expected a RunSpec"),
+        ("build", {"kills": 0}, ValueError, "kills=0"),
+        ("build", {"kills": 5, "steps": 6, "checkpoint_every": 3}, ValueError, "a kill needs a checkpoint before it"),
+        ("build", {"parallel": "fsdp"}, ValueError, "leave checkpoint_every out"),
+        ("build", {"micro_batch": "auto"}, LaunchError, "give prove_resume"),
+        ("build", {"timeout": -1}, LaunchError, "timeout=-1"),
+        ("build", {"stepz": 3}, ValueError, "steps"),
+    ],
+)
+def test_bad_input_is_refused_before_anything_starts(
+    here: Path, given: Any, knobs: dict[str, Any], error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        wb.prove_resume(spec() if given == "build" else given, **knobs)
+    assert not (here / "runs").exists()

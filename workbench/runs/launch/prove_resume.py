@@ -1,0 +1,290 @@
+"""prove_resume: kills a training at random steps, resumes it, and says whether it ends bit for bit as one that was never killed."""
+
+import math
+import os
+import random
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from workbench.core import run_directory, units
+from workbench.core.checks import whole_number
+from workbench.core.codec import JsonDataclass
+from workbench.core.display import table as display
+from workbench.runs.entrypoints import spec_entrypoint
+from workbench.runs.launch.launch import check, check_timeout, label, launch
+from workbench.runs.launch.new_run import LaunchError, NewRun
+from workbench.runs.run import Run
+from workbench.runs.spec import AUTO, RunSpec
+from workbench.runs.target import read_spec
+
+STEPS = 60
+"""Steps that are trained at most, unless `steps=` is given: what a checkpoint leaves out shows in the first step after it."""
+PARTS = {
+    "weights": "the weights before the step",
+    "buffers": "the module's buffers before the step",
+    "optimizer": "the optimizer's state",
+    "schedule": "the learning-rate schedule",
+    "scaler": "the gradient scaler",
+    "samples": "the order of the samples",
+    "batch": "the content of the batch",
+    "random": "the random numbers of the training process",
+    "loss": "the loss",
+    "gradients": "the reduced gradients",
+}
+"""What a step depends on and computes, in this order: of several parts that differ in a step, the first is the cause."""
+_HINTS = {
+    "weights": "the step before computed the same gradients and another result: an optimizer with a state beside its state_dict, or arithmetic "
+    "that is not repeatable",
+    "buffers": "a buffer that is changed outside of the step, or not persistent (register_buffer(…, persistent=False))",
+    "optimizer": "the optimizer's load_state_dict does not restore what its state_dict has",
+    "schedule": "the schedule counts steps that the checkpoint does not know",
+    "scaler": "the gradient scaler was not restored",
+    "samples": "the sampler does not go on where it was: a dataset whose length has changed, or one that orders its samples by itself",
+    "batch": "the samples are the same, their content is not: augmentation with a generator of its own that the workbench cannot seed "
+    "(such as np.random.default_rng()), the time, or files that have changed",
+    "random": "something draws random numbers outside of the steps, or in another order",
+    "loss": "all that goes into the forward is the same: arithmetic that is not repeatable (try torch.use_deterministic_algorithms(True)), "
+    "or a state that the model keeps outside of its state_dict",
+    "gradients": "the loss is the same: the ranks' gradients are added in another order (with three ranks or more that shows), or the "
+    "backward is not repeatable: try torch.use_deterministic_algorithms(True)",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kill(JsonDataclass):
+    """A kill of the training, and how it went on."""
+
+    step: int
+    """The step in which a rank was killed, from 1."""
+    rank: int
+    """The rank that was killed, by SIGKILL."""
+    resumed_from: int
+    """Steps of the checkpoint from which it went on."""
+    restart_s: float
+    """Seconds from the call that resumed it to the first step that was computed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference(JsonDataclass):
+    """Where a resumed training differs first from the undisturbed one."""
+
+    step: int
+    """The step, from 1; one more than the last where only what the training ends with differs."""
+    rank: int
+    """The lowest rank that differs in it."""
+    part: str
+    """A key of `PARTS`."""
+    kills: int
+    """Kills before it. 0 = the two trainings differ before the first kill: the training itself is not repeatable."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResumeProof(JsonDataclass, display.Shown):
+    """Whether a training that is killed and resumed ends bit for bit as one that is not."""
+
+    steps: int
+    """Steps of each training."""
+    ranks: int
+    """Ranks of each."""
+    kills: tuple[Kill, ...]
+    """The kills, in order."""
+    difference: Difference | None
+    """Where the two trainings differ first; None = nowhere."""
+    undisturbed: str
+    """Run directory of the training that was not killed."""
+    interrupted: str
+    """Run directory of the one that was."""
+
+    @property
+    def exact(self) -> bool:
+        """Are all steps after each resume, and what the training ends with, bit for bit those of the undisturbed one?"""
+        return self.difference is None
+
+    @property
+    def verdict(self) -> str:
+        """The answer in words, with what to do."""
+        killed = f"killed {_several(len(self.kills), 'time')} in {_several(self.steps, 'step')} on {_several(self.ranks, 'rank')}"
+        if self.difference is None:
+            return (
+                f"Exact: {killed}, the training ends bit for bit as the undisturbed one. Samples, random numbers, losses and gradients of "
+                "each step, weights, optimizer and schedule are the same."
+            )
+        first = self.difference
+        at = f"at the end, on rank {first.rank}" if first.step > self.steps else f"in step {first.step}, on rank {first.rank}"
+        what = f"{PARTS[first.part]} ({_HINTS[first.part]})"
+        if not first.kills:
+            return (
+                "Not repeatable: two trainings with the same seed differ before the first kill, so no checkpoint can make them equal. "
+                f"The first difference is {at}: {what}."
+            )
+        kill = self.kills[first.kills - 1]
+        return (
+            f"Not exact: {killed}, the training differs from the undisturbed one first {at}, after it went on from step "
+            f"{kill.resumed_from}: {what}."
+        )
+
+    @property
+    def table(self) -> display.Table:
+        """A row per kill, and the verdict."""
+        rows = [
+            [f"step {kill.step}", f"rank {kill.rank}", f"step {kill.resumed_from}", units.seconds(kill.restart_s), self._after(number)]
+            for number, kill in enumerate(self.kills, 1)
+        ]
+        columns = ("killed in", "by SIGKILL", "resumed from", "to the first step", "after it")
+        return display.Table(columns=columns, rows=rows, title="Killed and resumed", note=self.verdict)
+
+    def _after(self, number: int) -> str:
+        first = self.difference
+        if first is None or first.kills > number:
+            return "equal"
+        return "differs" if first.kills == number else "not compared"
+
+    def __repr__(self) -> str:
+        return f"ResumeProof(exact={self.exact}, steps={self.steps}, ranks={self.ranks}, kills={len(self.kills)})"
+
+
+def prove_resume(
+    target: RunSpec | str,
+    *,
+    kills: int = 2,
+    seed: int = 0,
+    timeout: float | None = 600.0,
+    runs_dir: str | os.PathLike[str] | None = None,
+    **knobs: Any,
+) -> ResumeProof:
+    """Train a spec twice, kill one of the two at random steps and resume it from its checkpoints, and compare both bit for bit.
+
+    Both write a digest of each step, on each rank: samples, batch, random numbers, weights, buffers, optimizer, schedule, gradient scaler,
+    loss and gradients. Where the two differ, the first step, rank and part is named.
+
+    Args:
+        target: a RunSpec, or the name of a task. At most 60 steps of it are trained, unless `steps=` is among the knobs, and a
+            checkpoint is written after each sixth of them, unless `checkpoint_every=` is.
+        kills: how often it is killed, each time in another step: a random rank, by SIGKILL.
+        seed: of the choice of steps and ranks.
+        timeout: seconds that each of the trainings may take; None = any.
+        runs_dir: where the two run directories go; None = `runs` in the current folder.
+        **knobs: fields of the RunSpec to change, as `spec.replace` does.
+
+    Raises:
+        ValueError: it is no spec, or has too few steps for so many kills.
+        SpecError: no such knob, or checkpoints cannot be written with its others.
+        LaunchError: it cannot be launched here.
+        RunError: a training failed by itself.
+        TimeoutError: it took too long; it was stopped.
+    """
+    spec = _prepared(read_spec("prove_resume", target, because="whose training is killed and resumed"), knobs)
+    check_timeout(timeout)
+    assert spec.checkpoint_every is not None
+    whole_number("kills", kills, least=1, error=ValueError)
+    choices = range(spec.checkpoint_every + 1, spec.steps + 1)
+    if len(choices) < kills:
+        raise ValueError(
+            f"kills={kills} with steps={spec.steps} and checkpoint_every={spec.checkpoint_every}: a kill needs a checkpoint before it, so "
+            f"that {max(0, len(choices))} steps are left; try steps={spec.checkpoint_every + 10 * kills}"
+        )
+    check(spec)
+    chosen = random.Random(seed)
+    planned = [(step, chosen.randrange(spec.world_size)) for step in sorted(chosen.sample(choices, kills))]
+    undisturbed = _trained(_start(spec, runs_dir, "undisturbed"), timeout).path
+    run = _start(spec, runs_dir, "interrupted", planned[0])
+    done = []
+    for number, (step, rank) in enumerate(planned, 1):
+        _wait(run, timeout)
+        if run.state != "failed":
+            _trained(run, timeout)
+            raise LaunchError(f"{run!r} ended before step {step}, in which it was to be killed: its task ends a training by itself")
+        _plan(run.path, planned[number] if number < kills else None)
+        begun = time.time()
+        run = launch(resume=run, timeout=timeout)
+        _wait(run, timeout)
+        rows = _rows(run.path, 0, number + 1)
+        if not rows:
+            _trained(run, timeout)
+        first = min(rows)
+        done.append(Kill(step=step, rank=rank, resumed_from=first - 1, restart_s=max(0.0, rows[first]["time"] - begun)))
+    _trained(run, timeout)
+    return ResumeProof(
+        steps=spec.steps,
+        ranks=spec.world_size,
+        kills=tuple(done),
+        difference=first_difference(undisturbed, run.path, spec.world_size),
+        undisturbed=str(undisturbed),
+        interrupted=str(run.path),
+    )
+
+
+def _several(number: int, what: str) -> str:
+    return f"{number} {what}{'s' * (number != 1)}"
+
+
+def _prepared(spec: RunSpec, knobs: Mapping[str, Any]) -> RunSpec:
+    spec = spec.replace(**{"steps": min(spec.steps, STEPS), "checkpoint_every": None, **knobs})
+    if spec.micro_batch == AUTO:
+        raise LaunchError('micro_batch="auto": each of the trainings could choose another; give prove_resume(…, micro_batch=…) a number')
+    return spec if spec.checkpoint_every else spec.replace(checkpoint_every=max(1, math.ceil(spec.steps / 6)))
+
+
+def _start(spec: RunSpec, runs_dir: str | os.PathLike[str] | None, name: str, kill: tuple[int, int] | None = None) -> Run:
+    new = NewRun(runs_dir, f"{label(spec)}-{name}")
+    (new.path / run_directory.FINGERPRINTS).mkdir()
+    _plan(new.path, kill)
+    return new.start(spec, spec_entrypoint(spec, new.path))
+
+
+def _plan(path: Path, kill: tuple[int, int] | None) -> None:
+    plan = path / run_directory.FINGERPRINTS / run_directory.KILL
+    if kill is None:
+        plan.unlink(missing_ok=True)
+    else:
+        run_directory.write_json(plan, {"step": kill[0], "rank": kill[1]})
+
+
+def _wait(run: Run, timeout: float | None) -> Run:
+    try:
+        return run.wait(timeout)
+    except TimeoutError:
+        run.stop()
+        raise
+
+
+def _trained(run: Run, timeout: float | None) -> Run:
+    """The run, when it has ended well.
+
+    Raises:
+        RunError: it has not.
+    """
+    return _wait(run, timeout).wait(check=True)
+
+
+def first_difference(undisturbed: Path, interrupted: Path, ranks: int) -> Difference | None:
+    """Where the fingerprints of two run directories differ first: by the attempt of the second, then by step, part and rank."""
+    for attempt in _attempts(interrupted):
+        differences = []
+        for rank in range(ranks):
+            expected, rows = _rows(undisturbed, rank, 1), _rows(interrupted, rank, attempt)
+            differences += [(step, part, rank) for step, part in _differing(expected, rows)]
+        if differences:
+            order = list(PARTS)
+            step, part, rank = min(differences, key=lambda each: (each[0], order.index(each[1]), each[2]))
+            return Difference(step=step, rank=rank, part=part, kills=attempt - 1)
+    return None
+
+
+def _differing(expected: Mapping[int, Any], rows: Mapping[int, Any]) -> Iterator[tuple[int, str]]:
+    for step, row in sorted(rows.items()):
+        before = expected.get(step, {}).get("parts", {})
+        yield from ((step, part) for part in PARTS if row["parts"].get(part) != before.get(part))
+
+
+def _attempts(path: Path) -> Sequence[int]:
+    return range(1, 1 + len(list((path / run_directory.FINGERPRINTS).glob("rank0-*.jsonl"))))
+
+
+def _rows(path: Path, rank: int, attempt: int) -> dict[int, Any]:
+    """The rows of a rank in an attempt, by step."""
+    rows = run_directory.LineTail(path / run_directory.FINGERPRINTS / f"rank{rank}-{attempt}.jsonl").read(salvage=True)
+    return {row["step"]: row for row in rows}

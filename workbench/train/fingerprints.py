@@ -1,0 +1,135 @@
+"""Writes a digest of all that a step depends on, and of what it computes, per step and rank: where two runs differ first.
+
+A run directory with a folder `fingerprints` gets them: `rank<r>-<attempt>.jsonl`. `wb.prove_resume` makes such runs.
+"""
+
+import hashlib
+import os
+import signal
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from workbench.core import run_directory
+from workbench.train.sample_order import SampleOrder
+
+if TYPE_CHECKING:
+    from workbench.train.trainer import Trainer
+
+
+class Fingerprints:
+    """The fingerprints of a rank."""
+
+    def __init__(self, folder: Path, trainer: "Trainer", done: int) -> None:
+        """Open the file of this attempt.
+
+        Args:
+            folder: of the fingerprints. A file `kill.json` in it says which rank ends itself by SIGKILL, in which step.
+            trainer: whose steps are written.
+            done: steps that were taken before.
+        """
+        rank = trainer.ranks.rank
+        attempt = 1 + len(list(folder.glob(f"rank{rank}-*.jsonl")))
+        self._writer = run_directory.LineWriter(folder / f"rank{rank}-{attempt}.jsonl")
+        self._trainer, self._step, self._parts = trainer, done + 1, dict[str, str]()
+        self._batches = hashlib.blake2b(digest_size=8)
+        self._order = trainer.loader.sampler if isinstance(trainer.loader.sampler, SampleOrder) else None
+        if self._order:
+            self._order.given = {}
+        kill = folder / run_directory.KILL
+        planned = run_directory.read_json(kill) if kill.exists() else {}
+        self._killed_in = planned.get("step") if planned.get("rank") == rank else None
+
+    def batch(self, batch: Any) -> None:
+        """Called with each micro-batch, before it is used."""
+        if not self._parts:
+            self._parts = self._states()
+            self._parts["random"] = digest(self._trainer.random_state())
+        self._batches.update(digest(batch).encode())
+
+    def step(self, loss: Tensor) -> None:
+        """Called with the loss of a step when its gradients are complete, before the optimizer uses them."""
+        if (samples := self._samples()) is not None:
+            self._parts["samples"] = digest(samples)
+        self._parts["batch"] = self._batches.hexdigest()
+        self._parts["loss"] = digest(loss)
+        self._parts["gradients"] = digest({name: weight.grad for name, weight in self._trainer.module.named_parameters()})
+        if self._step == self._killed_in:
+            os.kill(os.getpid(), signal.SIGKILL)
+        self._write()
+        self._batches = hashlib.blake2b(digest_size=8)
+
+    def end(self) -> None:
+        """Write a last row: the states with which the run ends."""
+        self._parts = self._states()
+        self._write()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._writer.close()
+
+    def _states(self) -> dict[str, str]:
+        state, trainer = self._trainer.state(), self._trainer
+        names = {name for name, _ in trainer.module.named_parameters()}
+        buffers = {name: value for name, value in state["module"].items() if name not in names}
+        if trainer.ranks.rank and isinstance(trainer.model, DistributedDataParallel) and trainer.model.broadcast_buffers:
+            buffers = {}  # those of rank 0 replace them before they are used
+        return {
+            "weights": digest({name: value for name, value in state["module"].items() if name in names}),
+            "buffers": digest(buffers),
+            "optimizer": digest(state["optimizer"]),
+            "schedule": digest(state["scheduler"]),
+            "scaler": digest(state["scaler"]),
+        }
+
+    def _samples(self) -> list[int] | None:
+        """The indices of this step's samples, as the sampler gave them; None = they have none."""
+        order, loader, accumulation = self._order, self._trainer.loader, self._trainer.spec.accumulation
+        if order is None or order.given is None or not loader.batch_size:
+            return None
+        whole = len(loader) // accumulation * accumulation
+        epoch, first = divmod((self._step - 1) * accumulation, whole)
+        size = loader.batch_size
+        return [order.given.pop((epoch, position), -1) for position in range(first * size, (first + accumulation) * size)]
+
+    def _write(self) -> None:
+        self._writer.write([{"step": self._step, "time": time.time(), "parts": self._parts}])
+        self._step, self._parts = self._step + 1, {}
+
+
+def digest(value: Any) -> str:
+    """A digest of tensors, arrays, numbers and texts in containers, in the order of their keys; of other things, of their type."""
+    total = hashlib.blake2b(digest_size=8)
+    _add(total, value)
+    return total.hexdigest()
+
+
+def _add(total: Any, value: Any) -> None:
+    if isinstance(value, Tensor):
+        value = value.detach()
+        total.update(f"{value.dtype} {tuple(value.shape)}".encode())
+        flat = value.to("cpu").contiguous().reshape(-1)
+        total.update(flat.view(torch.uint8).numpy().data if flat.numel() else b"")
+    elif isinstance(value, np.ndarray):
+        total.update(f"{value.dtype} {value.shape}".encode())
+        total.update(np.ascontiguousarray(value).tobytes())
+    elif isinstance(value, Mapping):
+        for key in sorted(value, key=str):
+            total.update(f"{key}:".encode())
+            _add(total, value[key])
+    elif isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        total.update(f"{len(value)}[".encode())
+        for part in value:
+            _add(total, part)
+    elif isinstance(value, str | bytes | int | float | complex | None):
+        total.update(repr(value).encode())
+    elif hasattr(value, "__dict__"):
+        _add(total, {"": type(value).__qualname__, **vars(value)})
+    else:
+        total.update(type(value).__qualname__.encode())
