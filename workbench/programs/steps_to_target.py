@@ -35,8 +35,9 @@ from workbench.runs.spec import RunSpec, SpecError
 from workbench.runs.task import Task, TaskError, resolve
 from workbench.train.loader import to_device
 from workbench.train.optimizers import build_optimizer, described, parse_optimizer
+from workbench.train.random_numbers import seed_all
 from workbench.train.ranks import Layout, Ranks, choose_device
-from workbench.train.trainer import Trainer, build_model, evaluate, loss_of, seed_all
+from workbench.train.trainer import Trainer, build_model, evaluate, loss_of
 
 SPACING = 1.03
 """Steps of a look at the model over those of the last one: the same relative resolution for 50 steps and for 5,000, since what one look

@@ -20,8 +20,9 @@ from workbench.runs.errors import is_out_of_memory
 from workbench.runs.spec import RunSpec
 from workbench.runs.task import resolve
 from workbench.train.loader import to_device
+from workbench.train.random_numbers import seed_all
 from workbench.train.ranks import choose_device
-from workbench.train.trainer import build_model, loss_of, seed_all
+from workbench.train.trainer import build_model, loss_of
 
 FOLDS = 20
 """Folds of the jackknife that gives the interval."""

@@ -36,8 +36,8 @@ PARTS = {
 }
 """What a step depends on and computes, in this order: of several parts that differ in a step, the first is the cause."""
 _HINTS = {
-    "weights": "the step before computed the same gradients and another result: an optimizer with a state beside its state_dict, or arithmetic "
-    "that is not repeatable",
+    "weights": "the step before computed the same gradients and another result: an optimizer with a state beside its state_dict, or "
+    "arithmetic that is not repeatable",
     "buffers": "a buffer that is changed outside of the step, or not persistent (register_buffer(…, persistent=False))",
     "optimizer": "the optimizer's load_state_dict does not restore what its state_dict has",
     "schedule": "the schedule counts steps that the checkpoint does not know",
