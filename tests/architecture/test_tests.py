@@ -21,6 +21,7 @@ BEHAVIOURS = {
     "memory/test_published_formulas.py": "published formulas (benchmarks/published_formulas.py)",
     "memory/test_transformers_models.py": "estimates of models of transformers",
     "runs/test_foreign_directories.py": "run directories that somebody else has made",
+    "runs/test_hostile_environment.py": "environment variables that somebody has set to harm",
     "runs/test_nothing_outlives_a_run.py": "no process is left, however a run ends",
     "runs/test_random_kills.py": "trainings that are killed at random and resumed (benchmarks/random_kills.py)",
     "runs/test_signals.py": "which failure is named under signals",

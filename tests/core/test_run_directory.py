@@ -184,8 +184,11 @@ def test_asking_for_the_lock_leaves_it_free(tmp_path: Path) -> None:
 def test_the_reserve_is_given_back(tmp_path: Path) -> None:
     (tmp_path / run_directory.RESERVE).write_bytes(os.urandom(10))
     run_directory.free_reserve(tmp_path)
+    assert len(list(tmp_path.iterdir())) == 1  # no run: a file of this name is somebody else's
+    (tmp_path / run_directory.RUN_JSON).touch()
     run_directory.free_reserve(tmp_path)
-    assert not list(tmp_path.iterdir())
+    run_directory.free_reserve(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [run_directory.RUN_JSON]
 
 
 def test_numbers_that_json_does_not_have_come_back_wherever_they_are(tmp_path: Path) -> None:

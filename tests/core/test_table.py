@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.hostile import CONTROLS, EVIL, STEERING, assert_is_text
 from workbench.core.display import table as display
 from workbench.core.display.table import Table
 
@@ -83,3 +84,13 @@ def test_a_result_shows_itself_by_its_table(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_result_without_a_table_says_so() -> None:
     with pytest.raises(NotImplementedError, match="Bare has no table"):
         str(type("Bare", (display.Shown,), {})())
+
+
+def test_control_characters_reach_neither_a_terminal_nor_a_page() -> None:
+    odd = EVIL + CONTROLS
+    table = Table(columns=(odd, "b"), rows=[(odd, "a\tb\nc")], title=odd, note=odd)
+    assert_is_text(table._repr_html_())
+    text = str(table)
+    assert not set(text) & set(STEERING)
+    assert text.count("␛[2J␛]0;title␇␀\N{REPLACEMENT CHARACTER}␡") == 4
+    assert "a\tb\nc" in text

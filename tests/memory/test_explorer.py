@@ -16,6 +16,7 @@ import pytest
 
 pytest.importorskip("ipywidgets", reason="panels need Jupyter's packages (pip install '.[notebooks]')")
 
+from tests.hostile import CONTROLS, EVIL, assert_is_text
 from tests.memory_logs import Writer, training
 from workbench.core.device import Device
 from workbench.memory import api
@@ -474,3 +475,50 @@ def alive(pid: int) -> bool:
 def test_an_explorer_loads_no_torch_into_the_kernel() -> None:
     code = "import sys; from workbench.widgets import MemoryExplorer; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split() == ["False"]
+
+
+# --- what somebody else has named
+
+
+ODD = EVIL + CONTROLS
+
+
+def named(question: Question) -> MemoryLog:
+    """A program whose modules and operators have hostile names."""
+    w = Writer()
+    w.log.modules = {"": ODD, ODD: ODD}
+    w.log.notes.append(ODD)
+    for step in range(2):
+        w.mark("forward", step, step)
+        kept = [w.alloc(10**9, ODD, ODD), w.alloc(10**8, ODD), w.alloc(10**9, "aten.mm.default", f"a.{ODD}.b")]
+        w.mark(ODD)
+        w.alloc(10**6, ODD, ODD)
+        w.mark("backward")
+        w.free(*kept)
+        w.mark("end")
+    return w.log
+
+
+def faces_of(made: MemoryExplorer) -> list[str]:
+    parts = (made.head, made.status, made.problem, made.verdict, made.bars, made.details)
+    return ["".join(part.value for part in parts), made._repr_mimebundle_()["text/html"]]
+
+
+def test_names_of_modules_tasks_and_devices_are_text_and_no_html() -> None:
+    device = Device(name=ODD, memory=10**10, bandwidth=1e9, flops_per_sec={"bf16": 1e12}, source=ODD)
+    made = explorer(Fake(named), RunSpec(task=EVIL), device=device)
+    assert made.result
+    assert_is_text(*faces_of(made))
+    assert_is_text(made.details.value, made.bars.value, made.head.value)
+    assert_is_text(made.result._repr_html_(), made.result.table._repr_html_())
+    settled(made)
+
+
+def test_what_an_estimate_that_fails_says_is_text_and_no_html() -> None:
+    fake = Fake()
+    fake.complaint = ValueError(ODD)
+    made = explorer(fake)
+    assert_is_text(*faces_of(made))
+    fake = Fake()
+    fake.complaint = RuntimeError(ODD)
+    assert_is_text(*faces_of(explorer(fake)))

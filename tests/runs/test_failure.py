@@ -150,6 +150,7 @@ def test_conclude(rank2: Path) -> None:
 
 def test_a_record_fits_on_a_full_disk(rank2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (reserve := rank2.parents[1] / run_directory.RESERVE).write_bytes(b"x")
+    (rank2.parents[1] / run_directory.RUN_JSON).touch()
     write = run_directory.write_json
 
     def full_until_freed(path: Path, value: object) -> None:

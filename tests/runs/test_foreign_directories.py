@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -18,6 +17,7 @@ import pytest
 
 import workbench as wb
 from tests.conftest import HandMade
+from tests.hostile import EVIL, harmful
 from tests.runs.test_resume import ended
 from workbench.core import run_directory
 from workbench.core.run_directory import DamagedRunError
@@ -178,10 +178,6 @@ def test_the_job_of_another_directory_is_not_cancelled(by_hand: Make, monkeypatc
 
 # --- what is shown
 
-EVIL = "<script>alert(1)</script><img src=x onerror=alert(1)>\"' onmouseover='alert(1)"
-TAG = re.compile(r"<\s*(script|img|iframe|object|embed|link|form|meta|base)\b|<[^>]*\son\w+\s*=", re.IGNORECASE)
-"""What no result of ours shows: tags that load or execute, and handlers."""
-
 
 def shown(run: Run) -> str:
     """All that a notebook shows of a run, as one text."""
@@ -216,7 +212,7 @@ def test_words_of_somebody_else_are_text_and_no_html(by_hand: Make, place: str) 
     made.ended("failed", returncode=1)
     html = shown(Run.load(made.path))
     assert html
-    assert not TAG.search(html), TAG.search(html)
+    assert harmful(html) == []
 
 
 @pytest.mark.parametrize("state", [EVIL, "running away", "Finished", ""])

@@ -1,6 +1,7 @@
 """The scaling explorer without a browser: what its slider stands for, what it shows, and that it follows at once."""
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ import pytest
 pytest.importorskip("ipywidgets", reason="panels need Jupyter's packages (pip install '.[notebooks]')")
 
 import workbench as wb
+from tests.hostile import CONTROLS, EVIL, assert_is_text, harmful
 from workbench.cluster.analysis.cluster import Cluster
 from workbench.cluster.analysis.collective_cost import Link
 from workbench.cluster.analysis.plan.plans import BOUNDS
@@ -197,3 +199,34 @@ def test_to_follow_a_slider_it_fits_nothing_and_asks_for_one_place(monkeypatch: 
 def test_what_is_refused(target: Any, options: dict[str, Any], error: type[Exception], said: str) -> None:
     with pytest.raises(error, match=said):
         ScalingExplorer(target, **options)
+
+
+def test_names_of_clusters_and_layouts_are_text_and_no_html() -> None:
+    odd = EVIL + CONTROLS
+    real = Cluster.named("DGX-H100")
+    cluster = replace(real, name=odd, source=odd, device=replace(real.device, name=odd, source=odd))
+    assert harmful(turned(CURVE, 128, cluster=cluster, price=2.0, intensity=300)._repr_mimebundle_()["text/html"]) == []
+    made = turned(GPT, 64, cluster=cluster, global_batch=512)
+    parts = (made.head, made.light, made.figures, made.curve, made.limits)
+    assert_is_text(made._repr_mimebundle_()["text/html"], "".join(part.value for part in parts))
+    place = replace(made.place, layout=odd)
+    assert_is_text(drawn.light(place), drawn.static(odd, place, [place, place], "", odd), drawn.head(odd))
+
+
+def test_what_a_cluster_without_a_plan_says_is_text_and_no_html(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = turned(GPT, 64, global_batch=512)
+
+    def refuse(*_: object) -> None:
+        raise PlanError(EVIL + CONTROLS)
+
+    monkeypatch.setattr(made, "_source", refuse)
+    made.cluster.value = "DGX-A100"
+    assert_is_text(made.light.value)
+
+
+def test_notes_and_names_of_a_curve_are_text_and_no_html() -> None:
+    odd = EVIL + CONTROLS
+    curve = ScalingCurve([(8, 8 * 40150), (16, 16 * 37610)], notes=(odd,))
+    assert_is_text(curve._repr_html_())
+    made = turned(ScalingCurve([(8, 8 * 40150), (16, 16 * 37610), (32, 32 * 35370)], notes=(odd,)), 128)
+    assert harmful(made._repr_mimebundle_()["text/html"]) == []

@@ -8,7 +8,8 @@ import pytest
 
 pytest.importorskip("ipywidgets", reason="panels need Jupyter's packages (pip install '.[notebooks]')")
 
-from tests.traced import on_cpu, on_device, op, step, write
+from tests.hostile import CONTROLS, EVIL, STEERING, assert_is_text, harmful
+from tests.traced import event, launched, on_cpu, on_device, op, step, write
 from workbench.traces.analysis.event_kinds import KINDS
 from workbench.traces.analysis.reading import TraceError
 from workbench.traces.analysis.trace import Trace
@@ -187,14 +188,22 @@ def test_the_static_face_stays_small_whatever_the_file(tmp_path: Path) -> None:
     assert "5 more threads and streams" in face
 
 
-def test_html_is_escaped(tmp_path: Path) -> None:
-    explorer = TraceExplorer(write(tmp_path / "a.json", [step(1, 0, 100), op("<b>bad</b>", 0, 50, args={"Input Dims": "<i>"})]))
-    explorer.search.value = "bad"
+def test_names_in_a_trace_are_text_and_no_html(tmp_path: Path) -> None:
+    odd = EVIL + CONTROLS
+    lane = {"ph": "M", "name": "thread_name", "pid": 1, "tid": 1, "args": {"name": odd}}
+    events = [lane, step(1, 0, 100), op(odd, 0, 90, args={"Input Dims": odd, "Input type": [odd]}), event(odd, odd, 20, 30)]
+    events += launched(odd, 2, 10, 40, 7, args={"device": odd})
+    path = write(tmp_path / f"{'<img src=x onerror=alert(1)>'}.json", events, deviceProperties=[{"id": 0, "name": odd}], traceId=odd)
+    explorer = TraceExplorer(path)
+    explorer.search.value = "alert"
     explorer.next()
-    assert "<b>" not in explorer._repr_mimebundle_()["text/html"]
-    assert "<b>" not in words(explorer)
-    assert "<i>" not in words(explorer)
-    assert "<u>" not in trace_html.head("<u>") + trace_html.notes(["<u>"])
+    assert_is_text(explorer._repr_mimebundle_()["text/html"], words(explorer))
+    assert_is_text(trace_html.head(odd) + trace_html.notes([odd]))
+    trace = Trace.load(path)
+    assert_is_text(trace_html.operators(explorer.ranked, odd), trace.ops()._repr_html_(), trace.ops("kernel")._repr_html_())
+    for result in (trace, trace.breakdown(), trace.kernels(), trace.explain(), trace.diff(trace)):
+        assert harmful(result._repr_html_()) == []
+        assert not set(str(result)) & set(STEERING)
 
 
 def test_files_without_steps_and_with_nothing_to_show(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import gzip
 import http.client
 import importlib.machinery
 import importlib.util
+import json
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests.hostile import CONTROLS, EVIL, STEERING, harmful
 from tests.traced import on_cpu, write
 from workbench.traces.analysis.trace import Trace
 from workbench.traces.analysis.trace_set import TraceSet
@@ -103,6 +105,22 @@ def test_how_it_shows_itself(shown: Perfetto) -> None:
     face = shown._repr_html_()
     assert f'<iframe src="{shown.url}"' in face
     assert "<b>" not in face
+
+
+def test_a_hostile_name_of_a_file_is_text_and_no_html(tmp_path: Path, pages: Path) -> None:
+    name = (EVIL + CONTROLS).replace("/", "").replace("\0", "")
+    shown = perfetto(write(tmp_path / f"{name}.json", on_cpu()))
+    try:
+        face = shown._repr_html_()
+        assert "alert(1)" in face
+        assert harmful(face) == ["<iframe >"]  # its own
+        assert not set(face) & set(STEERING)
+        assert repr(shown).isprintable()
+        assert shown.url.isprintable()
+        assert "alert" not in shown.url
+        assert json.loads(asked(shown, "localtrace")[0])["traceEvents"]
+    finally:
+        shown.stop()
 
 
 def test_it_ends(trace: Path, pages: Path) -> None:

@@ -8,19 +8,37 @@ import stat
 import tempfile
 from pathlib import Path
 
+from workbench.core.checks import folder_in_environment
+
 ENV_CACHE = "WORKBENCH_CACHE"
+_VARIABLES = {ENV_CACHE: "", "XDG_CACHE_HOME": "workbench"}
+"""Variable → the folder below the one that it names."""
 
 
 def cache_folder() -> Path:
-    """Where the workbench keeps what it has measured: $WORKBENCH_CACHE, else a folder in the user's cache."""
-    if own := os.environ.get(ENV_CACHE):
-        return Path(own)
-    if cache := os.environ.get("XDG_CACHE_HOME"):
-        return Path(cache, "workbench")
+    """Where the workbench keeps what it has measured: $WORKBENCH_CACHE, else a folder in the user's cache.
+
+    A variable that names no absolute path is ignored; `ignored_variables` says so.
+    """
+    for name, below in _VARIABLES.items():
+        with contextlib.suppress(ValueError):
+            if folder := folder_in_environment(name):
+                return folder / below
     try:
         return Path.home() / ".cache" / "workbench"
     except RuntimeError:  # no HOME, and a user whom the system does not know, as in a container
         return _temporary_folder()
+
+
+def ignored_variables() -> list[str]:
+    """What is wrong with the variables that say where the cache is, and so does not count."""
+    problems = []
+    for name in _VARIABLES:
+        try:
+            folder_in_environment(name)
+        except ValueError as error:
+            problems.append(f"{error}. Until then it is ignored")
+    return problems
 
 
 def _temporary_folder() -> Path:

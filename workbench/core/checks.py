@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Iterable, Mapping
 from numbers import Integral, Real
+from pathlib import Path
 from typing import Any, TypeGuard
 
 
@@ -99,6 +100,30 @@ def number_in_environment(name: str, default: int, *, least: int = 0) -> int:
         f"the environment variable {name} is {text!r:.80}: a whole number of at least {least} is allowed, as torchrun sets it. "
         f"Try: unset {name}"
     )
+
+
+def folder_in_environment(name: str) -> Path | None:
+    """Return the folder that an environment variable names, whether it is there or not; None = the variable is not set.
+
+    Raises:
+        ValueError: it holds something that is no absolute path, that no file system takes, or that cannot be printed.
+    """
+    text = os.environ.get(name, "")
+    if not text:
+        return None
+    if not text.isprintable():
+        why = "has characters that cannot be printed"
+    elif len(os.fsencode(text)) >= _LONGEST_PATH or any(len(os.fsencode(part)) > _LONGEST_NAME for part in text.split("/")):
+        why = f"has {len(text):,} characters, and no file system takes such a path"
+    elif not os.path.isabs(text):
+        why = "depends on the folder that a process runs in"
+    else:
+        return Path(text)
+    raise ValueError(f"the environment variable {name} is {text!r:.80}: an absolute path is allowed, and this {why}. Try: unset {name}")
+
+
+_LONGEST_PATH, _LONGEST_NAME = 4096, 255
+"""Bytes. Source: PATH_MAX and NAME_MAX of linux/limits.h."""
 
 
 def number_or_default(name: str, default: int) -> int:

@@ -107,7 +107,7 @@ def visible_gpus(count: int, environ: Mapping[str, str] = os.environ) -> list[in
     if (visible := environ.get("CUDA_VISIBLE_DEVICES")) is None:
         return list(range(count))
     listed = itertools.takewhile(lambda word: word not in ("", "-1"), (word.strip() for word in visible.split(",")))
-    return [int(word) if word.isdigit() else word for word in listed][:count]
+    return [int(word) if re.fullmatch("[0-9]{1,9}", word) else word for word in listed][:count]
 
 
 class EnergyLog:

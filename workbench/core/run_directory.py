@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from workbench.core.checks import folder_in_environment
+
 FORMAT = 1
 """Number of the directory's layout; a larger one was written by a newer workbench and is refused."""
 
@@ -60,6 +62,21 @@ def experiment_of(info: Mapping[str, Any]) -> str:
     """The kind of experiment that a run.json orders; empty = it is a training."""
     order = info.get("experiment")
     return str(order.get("kind", "")) if isinstance(order, Mapping) else ""
+
+
+def in_environment() -> Path | None:
+    """The run directory that the launcher names in the environment; None = it names none, as outside of a run.
+
+    Raises:
+        ValueError: the variable names something that is no folder.
+    """
+    folder = folder_in_environment(ENV_RUN_DIR)
+    if folder and not os.path.isdir(folder):
+        raise ValueError(
+            f"the environment variable {ENV_RUN_DIR} is {str(folder)!r:.80}: the directory of a run is allowed, as wb.launch sets it, "
+            f"and there is no such folder. Try: unset {ENV_RUN_DIR}"
+        )
+    return folder
 
 
 def rank_file(rank: int) -> str:
@@ -176,7 +193,8 @@ def full_message(path: Path, code: int | None = None, needed: str = "") -> str:
 
 def free_reserve(run_dir: Path) -> None:
     """Free the bytes set aside at launch, so that the outcome of a run can be written to a full disk."""
-    (run_dir / RESERVE).unlink(missing_ok=True)
+    if (run_dir / RUN_JSON).is_file():  # elsewhere a file of this name is somebody else's
+        (run_dir / RESERVE).unlink(missing_ok=True)
 
 
 def log_files(run_dir: Path) -> list[tuple[Path, int]]:

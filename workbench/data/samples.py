@@ -39,9 +39,11 @@ def folder(name: str) -> Path:
         SamplesMissingError: it is not there; says where it was looked for and what to do.
     """
     root = Path(os.environ.get(ENV_SAMPLES) or ROOT.parent / "data_samples")
-    if not (root / name).is_dir():
+    if not os.path.isdir(root / name):  # Path.is_dir raises where a path is too long, or leads through another user's folder
+        where = str(root / name)
+        where = where if where.isprintable() and len(where) < 500 else f"{where!r:.80}"
         raise SamplesMissingError(
-            f"the sample data are not in {root / name}: they are part of the repository, not of the installed package. "
+            f"the sample data are not in {where}: they are part of the repository, not of the installed package. "
             f"Try: pip install -e . in a checkout, or set {ENV_SAMPLES} to a checkout's data_samples"
         )
     return root / name

@@ -21,17 +21,23 @@ from workbench.programs import train as program
 from workbench.runs.spec import RunSpec, SpecError, parse_knob
 from workbench.runs.task import label
 
+_LONGEST_ID = 128
+"""Letters of torchrun's run id, which becomes a part of a folder's name."""
+
 
 def main(words: list[str] | None = None) -> None:
     """Make the run directory, and train in it.
 
     Raises:
-        SpecError: the directory is that of another run, or of one that cannot go on.
+        SpecError: the directory is that of another run, or of one that cannot go on; or torchrun's run id makes no name.
     """
     task, runs, *knobs = sys.argv[1:] if words is None else words
     ranks, local = number_in_environment("WORLD_SIZE", 1, least=1), number_in_environment("LOCAL_WORLD_SIZE", 1, least=1)
     spec = RunSpec(task=task, nproc_per_node=local, nnodes=ranks // local).replace(**dict(map(parse_knob, knobs)))
-    number = (os.environ.get("TORCHELASTIC_RUN_ID") or "alone").replace("/", "-")
+    rank, number = number_in_environment("RANK", 0), (os.environ.get("TORCHELASTIC_RUN_ID") or "alone").replace("/", "-")
+    if not (number.isprintable() and len(number) <= _LONGEST_ID):
+        allowed = f"up to {_LONGEST_ID} letters, digits and signs are allowed"
+        raise SpecError(f"torchrun's run id is {number!r:.80}: {allowed}. Try another --rdzv-id")
     path = Path(runs) / f"{label(task)}-{number}"
     info = {
         "format": run_directory.FORMAT, "id": number, "name": label(task), "created": time.time(), "host": platform.node(),
@@ -39,9 +45,9 @@ def main(words: list[str] | None = None) -> None:
     }  # fmt: skip
     _check(path, spec)
     (path / run_directory.ERRORS).mkdir(parents=True, exist_ok=True)
-    os.environ[run_directory.ENV_RUN_DIR] = str(path)
-    if os.environ.get("RANK", "0") != "0":
-        _write_unless_there(path / run_directory.RUN_JSON, info)
+    os.environ[run_directory.ENV_RUN_DIR] = str(path.absolute())
+    if rank:
+        _write_unless_there(path / run_directory.RUN_JSON, info, rank)
         program.main([str(path)])
         return
     lock = _lock(path)
@@ -100,11 +106,11 @@ def _lock(path: Path) -> int:
     return lock
 
 
-def _write_unless_there(path: Path, info: dict[str, Any]) -> None:
+def _write_unless_there(path: Path, info: dict[str, Any], rank: int) -> None:
     """Write run.json for a rank other than 0; where the folder is shared, the file of rank 0 stays."""
     if path.exists():
         return
-    mine = path.with_name(f"{path.name}.{platform.node()}-{os.environ.get('RANK')}")
+    mine = path.with_name(f"{path.name}.{platform.node()}-{rank}")
     run_directory.write_json(mine, info)
     try:
         with contextlib.suppress(FileExistsError):

@@ -7,7 +7,6 @@ import argparse
 import contextlib
 import dataclasses
 import gc
-import os
 import tempfile
 import time
 import traceback
@@ -48,9 +47,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
         else:
             train_all(specs, run_dirs, Ranks.join(specs[0]))
     except BaseException as error:
-        failure.record(error, run_dir=Path(os.environ.get(run_directory.ENV_RUN_DIR) or run_dirs[0]), held=held)
+        failure.record(error, run_dir=_of_the_launch() or run_dirs[0], held=held)
         raise
     Ranks.leave()
+
+
+def _of_the_launch() -> Path | None:
+    """The directory of the launch, which is none of its runs where it has several; None = this was not launched."""
+    with contextlib.suppress(ValueError):
+        return run_directory.in_environment()
+    return None
 
 
 def read_spec(run_dir: Path) -> RunSpec:

@@ -113,7 +113,7 @@ def record(
         run_directory.write_json(path, value)
     except OSError:  # the disk is full: the launch has set some bytes aside for this moment
         with contextlib.suppress(OSError):  # a failed write must not hide the error itself
-            run_directory.free_reserve(Path(os.environ.get(run_directory.ENV_RUN_DIR, path.parents[1])))
+            run_directory.free_reserve(_in_environment() or path.parents[1])
             run_directory.write_json(path, value)
 
 
@@ -165,11 +165,20 @@ def conclude(error: BaseException | None, *, held: "Callable[[BaseException], He
 
 
 def _record_file(run_dir: Path | None, rank: int | None) -> Path | None:
-    where = run_dir or os.environ.get(run_directory.ENV_RUN_DIR)
+    where = run_dir or _in_environment()
     if rank is None:
         text = os.environ.get("RANK", "0")
         rank = int(text) if re.fullmatch(r"[0-9]{1,9}", text) else 0  # recording an error raises none
-    return Path(where, run_directory.ERRORS, f"rank{rank}.json") if where else None
+    if where is None or (where / run_directory.ERRORS).is_symlink():  # a link leads out of the directory
+        return None
+    return where / run_directory.ERRORS / f"rank{rank}.json"
+
+
+def _in_environment() -> Path | None:
+    """The run directory of the environment; None = there is none: recording an error raises none."""
+    with contextlib.suppress(ValueError):
+        return run_directory.in_environment()
+    return None
 
 
 def _is_clean(error: BaseException) -> bool:

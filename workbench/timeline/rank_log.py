@@ -52,8 +52,12 @@ def rank() -> int:
 
 
 def notes_on_environment() -> list[str]:
-    """What is wrong with the variables that torchrun sets, and what counts instead: who only watches a loop does not end it."""
+    """What is wrong with the variables that a launch sets, and what counts instead: who only watches a loop does not end it."""
     notes = []
+    try:
+        run_directory.in_environment()
+    except ValueError as error:
+        notes.append(f"{error}. Until then the steps are not written")
     for name, default in {"RANK": 0, "WORLD_SIZE": 1}.items():
         try:
             number_in_environment(name, default, least=default)
@@ -64,8 +68,10 @@ def notes_on_environment() -> list[str]:
 
 def default_path() -> Path | None:
     """The file of this rank in the run directory that the launcher names in the environment, if any."""
-    run_dir = os.environ.get(run_directory.ENV_RUN_DIR)
-    return Path(run_dir) / run_directory.rank_file(rank()) if run_dir else None
+    with contextlib.suppress(ValueError):
+        if run_dir := run_directory.in_environment():
+            return run_dir / run_directory.rank_file(rank())
+    return None
 
 
 def attach(path: Path, recording: Source) -> "RankLog":

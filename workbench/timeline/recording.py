@@ -43,9 +43,17 @@ class Recording:
         self._lock = threading.Lock()
         self.clock: Clock | None = None  # not known before the first loop
         self.device: int | None = None  # of the latest loop: asked for on its thread, as every thread has a current device of its own
-        path = log or rank_log.default_path()
-        self._log = rank_log.attach(path, self) if path else None
+        self._log = rank_log.attach(log, self) if log else self._default_log()
         self._logging = self._log is not None
+
+    def _default_log(self) -> "rank_log.RankLog | None":
+        """The file in the run directory of the environment; None = there is none, or it cannot be written: then a note says so."""
+        path = rank_log.default_path()
+        try:
+            return rank_log.attach(path, self) if path else None
+        except OSError as error:
+            self._notes += (f"the steps are not written: {path} cannot be opened ({error.strerror or error})",)
+            return None
 
     def open(self) -> Loop:
         """A new loop, to be run once."""

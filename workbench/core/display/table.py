@@ -8,10 +8,23 @@ from typing import Any
 from workbench.core.late import panel as panel
 from workbench.core.late import picture as picture
 
+_PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) not in "\t\n"} | {127: 0x2421} | dict.fromkeys(range(128, 160), 0xFFFD)
+"""Control characters, which would steer a terminal → the characters that picture them."""
+
+
+def visible(value: object) -> str:
+    """Text without control characters but tabs and line feeds: a name out of a file may hold any.
+
+    >>> visible("\\x1b[2J")
+    '␛[2J'
+    """
+    text = str(value)
+    return text if text.isprintable() else text.translate(_PICTURES)
+
 
 def escape(value: object) -> str:
     """Text that is safe inside HTML."""
-    return html.escape(str(value))
+    return html.escape(visible(value))
 
 
 def _is_number(text: str) -> bool:
@@ -49,11 +62,11 @@ class Table:
         return [bool(self.rows) and all(_is_number(str(row[i])) for row in self.rows) for i in range(len(self.columns))]
 
     def __str__(self) -> str:
-        cells = [[str(cell) for cell in row] for row in (self.columns, *self.rows)]
+        cells = [[visible(cell) for cell in row] for row in (self.columns, *self.rows)]
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
         right = self._right()
         lines = ["  ".join(c.rjust(w) if r else c.ljust(w) for c, w, r in zip(row, widths, right, strict=True)).rstrip() for row in cells]
-        return "\n".join([*([self.title] if self.title else []), *lines, *([self.note] if self.note else [])])
+        return "\n".join([*([visible(self.title)] if self.title else []), *lines, *([visible(self.note)] if self.note else [])])
 
     def _repr_html_(self) -> str:
         right = self._right()

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import json
 import math
+import os
 import platform
 import statistics
 import time
@@ -119,7 +120,8 @@ def keep(proof: Proof, *, task: str = "", path: Path | None = None) -> str | Non
     where = path or calibration_file()
     try:
         where.parent.mkdir(parents=True, exist_ok=True)
-        with contextlib.closing(run_directory.LineWriter(where.resolve())) as writer:
+        mine = where.is_symlink() and where.lstat().st_uid == os.geteuid()  # in a shared folder a link may be somebody else's
+        with contextlib.closing(run_directory.LineWriter(where.resolve() if mine else where)) as writer:
             writer.write([row])
     except OSError as error:
         return f"this proof is not kept for later predictions: {where} cannot be written ({error.strerror or error})"

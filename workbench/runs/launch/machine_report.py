@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from workbench.core import units
-from workbench.core.cache import cache_folder
+from workbench.core.cache import cache_folder, ignored_variables
 from workbench.core.codec import JsonDataclass
 from workbench.core.display import table as display
 from workbench.core.gpu_load import ask_nvidia_smi
@@ -281,6 +281,10 @@ def disk_checks(folder: Path, facts: Mapping[str, Any], mounts: str | None = Non
         trouble = fix = ""
         if not os.access(there, os.W_OK):
             trouble, fix = "this user may not write there", "choose another folder: runs_dir=, TMPDIR or WORKBENCH_CACHE"
+        elif os.path.lexists(path) and not os.path.isdir(path):
+            trouble, fix = f"{path} is no folder", "choose another: runs_dir=, TMPDIR or WORKBENCH_CACHE"
+        elif name == "cache" and (ignored := ignored_variables()):
+            trouble, _, fix = ignored[0].rpartition(" Try: ")
         elif left is not None and left < MIN_DISK and name != "cache":
             trouble, fix = "checkpoints may fill it", "delete what is not needed, or choose another folder: runs_dir= or TMPDIR"
         elif name == "disk of runs" and kind.startswith(NETWORK):

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from workbench.core import run_directory
+from workbench.core.checks import number_in_environment
 from workbench.runs.entrypoints import spec_entrypoint
 from workbench.runs.launch import environment
 from workbench.runs.launch.new_run import GRACE, LaunchError, open_lock
@@ -24,6 +25,7 @@ from workbench.runs.run import Run
 from workbench.runs.spec import Spec, spec_from_json
 
 ENV_ENDPOINT = "WORKBENCH_RUN_RDZV"
+_NUMBER = "SLURM_PROCID"
 _GUARD = str(Path(__file__).with_name("guard.py"))
 
 
@@ -93,10 +95,21 @@ def begin(path: Path) -> str:
 
 
 def step(path: Path) -> None:
-    """Become the guard of this machine's part of a job."""
+    """Become the guard of this machine's part of a job.
+
+    Raises:
+        LaunchError: a variable that Slurm or job.sh sets is missing, or is of another job.
+        RendezvousError: the variable with the endpoint holds something else.
+    """
     info = run_directory.read_json(path / run_directory.RUN_JSON)
-    rank = int(os.environ["SLURM_PROCID"])
     spec = spec_from_json(info["spec"])
+    for name in (_NUMBER, ENV_ENDPOINT):
+        if not os.environ.get(name):
+            raise LaunchError(f"the environment variable {name} is not set: this is started by job.sh, in a job of Slurm. Try: wb.launch")
+    rank = number_in_environment(_NUMBER, 0)
+    if rank >= spec.nnodes:
+        many = f"the environment variable {_NUMBER} is {rank}, and the run has {spec.nnodes} machines"
+        raise LaunchError(f"{many}. Try: srun --ntasks-per-node=1")
     rendezvous = Rendezvous(nnodes=spec.nnodes, endpoint=os.environ[ENV_ENDPOINT], timeout=info["batch"]["rdzv_timeout"])
     name = os.environ.get("SLURMD_NODENAME")
     folder = path / run_directory.NODES / str(rank)

@@ -3,6 +3,7 @@
 import fcntl
 import os
 import platform
+import re
 import socket
 import struct
 from dataclasses import dataclass
@@ -24,6 +25,10 @@ _ANYWHERE = "192.0.2.1"
 _SIOCGIFADDR = 0x8915  # linux/sockios.h
 
 
+_ENDPOINT = re.compile(r"(?P<host>[\w.][\w.-]{0,252}|\[?[0-9A-Fa-f:]+[0-9A-Fa-f:.]*(%[\w.-]+)?\]?):(?P<port>[0-9]{1,5})")
+"""A name or an address with a port: nothing that is an option, or ends the option that it is part of."""
+
+
 class RendezvousError(ValueError):
     """An endpoint that is not host:port."""
 
@@ -40,10 +45,10 @@ class Rendezvous:
     """Seconds until who has come gives up."""
 
     def __post_init__(self) -> None:
-        host, _, port = self.endpoint.rpartition(":")
-        if not host or not port.isdigit() or not 0 < int(port) < 65536:
+        match = _ENDPOINT.fullmatch(self.endpoint)
+        if not match or not 0 < int(match["port"]) < 65536:
             raise RendezvousError(
-                f"rdzv_endpoint={self.endpoint!r}: expected host:port of this machine as the others reach it, such as "
+                f"rdzv_endpoint={self.endpoint!r:.80}: expected host:port of this machine as the others reach it, such as "
                 f'"{platform.node()}:29400"'
             )
 

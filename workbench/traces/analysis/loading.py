@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from workbench.core.cache import cache_folder
 from workbench.traces.analysis import event_schema
 from workbench.traces.analysis.columns import Columns, Label, Lane, Message, gather_columns
 from workbench.traces.analysis.event_schema import NO_SHAPES, Args
@@ -200,9 +201,7 @@ def write_cache(loaded: Loaded, key: str) -> Path | None:
 def _places(path: Path) -> Iterator[Path]:
     """Where a cache may be, the best place first."""
     yield path.with_name(f".{path.name}.columns.npz")
-    own = os.environ.get("WORKBENCH_CACHE")
-    folder = Path(own) if own else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "workbench")
-    yield folder / "traces" / f"{hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:32]}.npz"
+    yield cache_folder() / "traces" / f"{hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:32]}.npz"
 
 
 @contextlib.contextmanager

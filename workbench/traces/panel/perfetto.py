@@ -2,7 +2,6 @@
 
 import functools
 import hmac
-import html
 import http.server
 import importlib.util
 import os
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from workbench.core import units
+from workbench.core.display.table import escape
 from workbench.traces.analysis.trace import Trace
 
 POLICY = "; ".join(
@@ -69,7 +69,7 @@ class Perfetto:
         return f"Perfetto({self.path.name!r})"
 
     def _repr_html_(self) -> str:
-        name = html.escape(self.path.name)
+        name = escape(self.path.name)
         size = units.bytes_(self.path.stat().st_size) if self.path.exists() else units.MISSING
         return (
             f'<p>{name}, {size}, in Perfetto: <a href="{self.url}" target="_blank" rel="noopener">open it in a page of its own</a></p>'
