@@ -4,7 +4,7 @@ import threading
 import warnings
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -314,6 +314,47 @@ def test_compiled_models_are_estimated_as_they_were() -> None:
         assert breakdown.total == total(mlp)
         assert any("torch.compile is left out" in note for note in breakdown.notes)
     assert not any("torch.compile" in note for note in wb.estimate_memory(compiled._orig_mod, (X, Y), device="cpu").notes)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_parts_that_are_compiled_are_estimated_as_they_were() -> None:
+    """A layer, in the way of `torch.compile(layer)` and of `layer.compile()`, a method and a function."""
+
+    class CompiledForward(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = mlp()
+
+        @torch.compile
+        def forward(self, x: Tensor) -> Tensor:
+            return cast("Tensor", self.layers(x))
+
+    class CompiledFunction(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers, self.function = mlp(), torch.compile(F.relu)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return cast("Tensor", self.function(self.layers(x)))
+
+    def wrapped() -> nn.Module:
+        model = mlp()
+        model[0] = torch.compile(model[0])
+        return model
+
+    def in_place() -> nn.Module:
+        model = mlp()
+        model[0].compile()
+        return model
+
+    for make, plain in ((wrapped, mlp), (in_place, mlp), (CompiledForward, None), (CompiledFunction, None)):
+        model = make()
+        parts = list(model.modules())
+        for target in (model, make):
+            breakdown = wb.estimate_memory(target, (X, Y), device="cpu")
+            assert len([note for note in breakdown.notes if "torch.compile is left out" in note]) == 1
+            assert plain is None or breakdown.total == total(plain)
+        assert all(one is other for one, other in zip(parts, model.modules(), strict=True)), "the model itself is not touched"
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

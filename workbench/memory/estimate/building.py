@@ -128,7 +128,10 @@ _FILLS = (
 """Operators that give a new weight its values."""
 
 
-_COMPILED = "torch.compile is left out: estimated is the module as it was before (model._orig_mod)"
+_COMPILED = (
+    "torch.compile is left out: estimated is the module as it was before (model._orig_mod). A compiled step may take less, since it keeps "
+    "fewer activations, or more: wb.measure_memory measures it"
+)
 _NOTES: weakref.WeakKeyDictionary[nn.Module, list[str]] = weakref.WeakKeyDictionary()
 """Model that was built or copied → notes on what was left out."""
 
@@ -190,6 +193,9 @@ def copied(model: nn.Module) -> nn.Module:
     memo: dict[int, Any] = {id(tensor): tensor for tensor in _tensors_in(eager)}
     memo |= {id(table): type(table)() for _, _, table in tables}  # filled one by one below: a hook may be all that cannot be copied
     try:
+        for part in reversed(list(eager.modules())):  # the inner ones first
+            if isinstance(uncompiled := part._modules.get("_orig_mod"), nn.Module):
+                memo[id(part)] = copy.deepcopy(uncompiled, memo)
         twin: nn.Module = copy.deepcopy(eager, memo)
     except Exception as error:
         raise BuildError(
@@ -233,6 +239,14 @@ def _compiling_nothing() -> Iterator[list[str]]:
         yield left_out
 
 
+def _is_compiled(part: nn.Module) -> bool:
+    """Is this module, one of its methods, or a function that it holds compiled?"""
+    if "_orig_mod" in part._modules or getattr(part, "_compiled_call_impl", None):
+        return True
+    own = (kind for kind in type(part).__mro__ if kind not in nn.Module.__mro__)
+    return any(hasattr(value, "_torchdynamo_orig_callable") for table in (part, *own) for value in list(vars(table).values()))
+
+
 def _eager(model: nn.Module) -> tuple[nn.Module, list[str]]:
     """A model without torch.compile's wrapper, and what to say of that.
 
@@ -242,6 +256,7 @@ def _eager(model: nn.Module) -> tuple[nn.Module, list[str]]:
     notes, wrapped = [], getattr(model, "_orig_mod", None)
     if isinstance(wrapped, nn.Module):
         model = wrapped
+    if isinstance(wrapped, nn.Module) or any(map(_is_compiled, model.modules())):
         notes.append(_COMPILED)
     for name, module in model.named_modules():
         what = f"the module {name!r}" if name else "the model"
