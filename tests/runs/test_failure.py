@@ -10,10 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import workbench as wb
+from tests.emulated_device import MIB, EmulatedDevice
 from workbench.core import run_directory
 from workbench.core.package import ROOT
+from workbench.memory.measure.at_oom import on_host
 from workbench.runs import errors, failure
 from workbench.runs.out_of_memory import HOST, OutOfMemory
 from workbench.runs.root_cause import first_failure
@@ -244,6 +247,62 @@ def test_full_memory_as_an_exception() -> None:
     assert not errors.is_out_of_memory(RuntimeError("CUDA error: device-side assert triggered"))
     assert not errors.is_out_of_memory(RuntimeError("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED"))
     assert not errors.is_out_of_memory(RuntimeError("NCCL error …, unhandled cuda error …\nCuda failure 1 'invalid argument'"))
+
+
+LIBRARIES = [
+    "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR",
+    "cusolver error: CUSOLVER_STATUS_INTERNAL_ERROR, when calling `cusolverDnCreate(handle)`. If you keep seeing this error, you may …",
+    "CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`",
+    "GET was unable to find an engine to execute this computation",
+]
+
+
+@pytest.mark.parametrize("text", LIBRARIES)
+def test_a_library_that_fails_on_a_full_gpu_has_probably_no_memory(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = EmulatedDevice(memory=80 * 1024 * MIB).install(monkeypatch)
+    error = RuntimeError(text)
+    device.memory.allocate(40 * 1024 * MIB)
+    assert not errors.is_out_of_memory(error), "half of it is free"
+    assert failure.describe(error) == f"RuntimeError: {text}"
+    device.memory.free(device.memory.allocate(1024 * MIB))
+    device.memory.allocate(38 * 1024 * MIB + 924 * MIB)
+    assert errors.is_out_of_memory(error)
+    assert not on_host(error)
+    failure.record(error, run_dir=tmp_path, rank=0)
+    record = json.loads(next((tmp_path / "errors").iterdir()).read_text())
+    assert record["kind"] == "out-of-memory"
+    memory = OutOfMemory.from_json(record["memory"])
+    assert (memory.device, memory.capacity, memory.free) == ("GPU 0", 80 * 1024 * MIB, 100 * MIB)
+    assert (memory.allocated, memory.unallocated) == (78 * 1024 * MIB + 924 * MIB, 1024 * MIB)
+    assert record["message"].startswith(f"RuntimeError: {text} (memory had probably run out: GPU 0 has")
+    symptom = errors.symptom_of(record["message"])
+    assert symptom is not None
+    assert symptom.hint == errors.LESS_MEMORY
+
+
+def test_a_library_that_fails_after_memory_ran_out_has_probably_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What failed first is freed by now."""
+    EmulatedDevice(memory=80 * 1024 * MIB).install(monkeypatch)
+    error = RuntimeError(LIBRARIES[0])
+    error.__context__ = ValueError("no batch")
+    error.__context__.__context__ = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 90.00 GiB.")
+    assert errors.is_out_of_memory(error)
+    assert not errors.is_out_of_memory(RuntimeError(LIBRARIES[0]))
+
+
+def test_other_errors_on_a_full_gpu_are_what_they_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = EmulatedDevice(memory=1024 * MIB).install(monkeypatch)
+    device.memory.allocate(1000 * MIB)
+    for text in ("CUDA error: device-side assert triggered", "cuDNN error: CUDNN_STATUS_BAD_PARAM", "shapes do not match"):
+        assert not errors.is_out_of_memory(RuntimeError(text))
+        assert failure.describe(RuntimeError(text)) == f"RuntimeError: {text}"
+    assert "probably" not in failure.describe(RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB."))
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", broken)
+    assert not errors.is_out_of_memory(RuntimeError(LIBRARIES[0]))
 
 
 def test_an_ordinary_message_is_no_symptom() -> None:

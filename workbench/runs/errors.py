@@ -1,7 +1,11 @@
 """Recognises errors by their text: their kind, what to do about them, and whether another rank's error caused them."""
 
+import contextlib
 import re
+import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 KINDS = (
     *("exception", "exit", "out-of-memory", "killed", "crash", "address-in-use", "task"),
@@ -20,7 +24,10 @@ _CONSEQUENCES = re.compile(
 )
 """Messages of ranks that fail because another rank is gone, or because they are stopped (gloo, the TCP store, NCCL, a DataLoader)."""
 
+PROBABLY_FULL = "memory had probably run out"
+"""What `failure.describe` adds to an error that does not say so."""
 OUT_OF_DEVICE_MEMORY = (
+    rf"{PROBABLY_FULL}|"
     r"OutOfMemoryError|(CUDA|HIP|XPU|MPS|C10)(?: backend)? [Oo]ut of [Mm]emory"  # torch's caching allocators
     r"|(CUDA|HIP|XPU)(?: driver)? error: out of memory|(CUDA|HIP)\]: out of memory"  # an allocation past them, and Triton's
     r"|cudaErrorMemoryAllocation|CUDA_ERROR_OUT_OF_MEMORY|hipError(OutOfMemory|MemoryAllocation)"  # the runtimes and drivers
@@ -32,6 +39,16 @@ OUT_OF_DEVICE_MEMORY = (
 )
 """How errors say that a device has no memory left: torch's allocator in its own class, the libraries below it in plain RuntimeErrors.
 Source: torch's c10/{cuda,xpu}, aten/src/ATen/{cuda,mps,native/cudnn}, NCCL's checks.h, cudnn_graph.h of cuDNN 9, hipify's tables."""
+LIBRARY_FAILED = (
+    r"(CUDNN|CUSOLVER|CUBLAS|CUSPARSE|CUFFT)_(STATUS_)?(INTERNAL_ERROR|NOT_INITIALIZED)\b"
+    r"|[Uu]nable to find (an engine to execute|a valid cuDNN algorithm)"
+)
+"""How libraries of CUDA fail that get no memory from the driver, and for other reasons, too. On a full H100, cuDNN's convolution and
+cuSOLVER's handle fail so."""
+MAX_FREE = 512 * 2**20
+"""Bytes: with no more free, memory is taken for the reason. Chosen: a library's handle, kernels and workspace take tens or hundreds
+of MiB. With twice as much, errors of another kind on a nearly full GPU are called probably out of memory; with half as much, some
+that are remain plain exceptions."""
 OUT_OF_HOST_MEMORY = (
     r"DefaultCPUAllocator|not enough memory|Cannot allocate|^MemoryError|bad_alloc|Unable to allocate [\d.]+ [KMGTPE]?i?B"
     r"|_ERROR_OUT_OF_HOST_MEMORY"
@@ -117,8 +134,40 @@ def symptom_of(message: str) -> Symptom | None:
     return next((symptom for symptom in _SYMPTOMS if re.search(symptom.pattern, message)), None)
 
 
+def full_device(error: BaseException) -> str:
+    """Why memory is probably the reason of a library's failure that does not say so, in the words of torch; "" where it is not.
+
+    Call it before anything is freed: it looks at the GPU in use, and at errors of memory that led to this one.
+    """
+    torch: Any = sys.modules.get("torch")
+    if torch is None or not re.search(LIBRARY_FAILED, str(error)) or re.search(OUT_OF_DEVICE_MEMORY, str(error)):
+        return ""
+    with contextlib.suppress(Exception):  # a context that is broken answers nothing
+        if not torch.cuda.is_initialized():
+            return ""
+        device = torch.cuda.current_device()
+        free, total = torch.cuda.mem_get_info(device)
+        if free > MAX_FREE and not any(map(is_out_of_memory, _before(error))):
+            return ""
+        allocated, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
+        sizes = (f"{size / 2**20:.2f} MiB" for size in (total, free, allocated, reserved - allocated))
+        return (
+            "{}: GPU {} has a total capacity of {} of which {} is free. Of the allocated memory {} is allocated by PyTorch, and {} is "
+            "reserved by PyTorch but unallocated"
+        ).format(PROBABLY_FULL, device, *sizes)
+    return ""
+
+
+def _before(error: BaseException) -> Iterator[BaseException]:
+    """The errors that led to one."""
+    seen = {id(error)}
+    while (cause := error.__cause__ or error.__context__) is not None and id(cause) not in seen:
+        seen.add(id(cause))
+        yield (error := cause)
+
+
 def is_out_of_memory(error: BaseException) -> bool:
-    """Does this error say that a device, or main memory, is full?
+    """Does this error say that a device, or main memory, is full, or does the device say so?
 
     >>> is_out_of_memory(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"))
     True
@@ -128,7 +177,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, MemoryError) or any(kind.__name__ == "OutOfMemoryError" for kind in type(error).__mro__):
         return True
     symptom = symptom_of(f"{type(error).__name__}: {error}")
-    return symptom is not None and symptom.kind == "out-of-memory"
+    return bool(full_device(error)) if symptom is None or symptom.kind == "exception" else symptom.kind == "out-of-memory"
 
 
 def is_consequence(message: str) -> bool:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from workbench.core import run_directory
 from workbench.core.package import is_users
-from workbench.runs.errors import is_consequence, symptom_of
+from workbench.runs.errors import full_device, is_consequence, symptom_of
 
 if TYPE_CHECKING:
     from workbench.runs.out_of_memory import Held, OutOfMemory
@@ -188,10 +188,12 @@ def _is_clean(error: BaseException) -> bool:
 def describe(error: BaseException) -> str:
     """Type and text of an error; for `sys.exit(1)` in an `except` block, of what led to it.
 
+    Where a library of CUDA failed on a full GPU without saying so, that is added (`errors.full_device`).
+
     >>> describe(ValueError("boom"))
     'ValueError: boom'
     """
     text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     if isinstance(error, SystemExit) and (cause := error.__cause__ or error.__context__):
         return f"{describe(cause)} (then sys.exit({error.code!r}))"
-    return text
+    return f"{text} ({full})" if (full := full_device(error)) else text

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from workbench.core import gc as collector
 from workbench.core.package import is_users
 from workbench.memory.measure.recorder import storages
-from workbench.runs.errors import OUT_OF_DEVICE_MEMORY
+from workbench.runs.errors import LIBRARY_FAILED, OUT_OF_DEVICE_MEMORY
 from workbench.runs.out_of_memory import Held, HeldBy
 
 MOST_HOLDERS = 40
@@ -66,7 +66,7 @@ def held(error: BaseException) -> Held:
 
 def on_host(error: BaseException) -> bool:
     """Is it main memory that ran out, and not a device's?"""
-    return not isinstance(error, torch.OutOfMemoryError) and re.search(OUT_OF_DEVICE_MEMORY, str(error)) is None
+    return not isinstance(error, torch.OutOfMemoryError) and re.search(f"{OUT_OF_DEVICE_MEMORY}|{LIBRARY_FAILED}", str(error)) is None
 
 
 class _Stock:
