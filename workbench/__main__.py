@@ -227,8 +227,8 @@ def diagnose(given: argparse.Namespace) -> int:
     except RunError as error:
         print("\n".join(filter(None, [error.failure.traceback, f"workbench: {error}", *getattr(error, "__notes__", [])])), file=sys.stderr)
         return 1
-    except KeyboardInterrupt:  # what was launched is stopped
-        print("workbench: interrupted", file=sys.stderr)
+    except KeyboardInterrupt as error:  # what was launched is stopped
+        print(f"workbench: {str(error) or 'interrupted'}", file=sys.stderr)
         return 130
     return 0
 
@@ -286,8 +286,8 @@ def calibrate(given: argparse.Namespace) -> int:
     except RunError as error:
         print("\n".join(filter(None, [error.failure.traceback, f"workbench: {error}"])), file=sys.stderr)
         return 1
-    except KeyboardInterrupt:  # what was launched is stopped
-        print("workbench: interrupted", file=sys.stderr)
+    except KeyboardInterrupt as error:  # what was launched is stopped
+        print(f"workbench: {str(error) or 'interrupted'}", file=sys.stderr)
         return 130
     print(calibration)
     return 0 if calibration.path else 1

@@ -1,5 +1,6 @@
 """Diagnose, prove, climb: what is refused, how a climb decides, and real ones: launched, in this process, failing, interrupted."""
 
+import json
 import signal
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 import workbench as wb
-from tests.conftest import processes_with
+from tests.conftest import HandMade, processes_with
 from workbench.core import run_directory
 from workbench.core.statistics import Interval
 from workbench.diagnosis import api
@@ -24,9 +25,12 @@ from workbench.diagnosis.analysis.verdict import Judgement
 from workbench.diagnosis.api import LaunchedSpec
 from workbench.diagnosis.measure.experiment import speeds_for
 from workbench.harness.peers import Peers
+from workbench.programs.experiment import progress_writer
 from workbench.runs.failure import Failure
 from workbench.runs.launch import environment
-from workbench.runs.spec import SpecError
+from workbench.runs.launch.experiments import wait_for
+from workbench.runs.run import Run
+from workbench.runs.spec import ScriptSpec, SpecError
 
 TASKS = Path(__file__).parents[1] / "scripts" / "slow_task.py"
 SPEC = wb.RunSpec(task=f"{TASKS}:slow_loader", device="cpu", micro_batch=4)
@@ -353,23 +357,73 @@ def test_an_epoch_of_one_batch(tmp_path: Path) -> None:
     assert found.evidence.notes
 
 
-def test_an_interrupt_leaves_nothing(tmp_path: Path) -> None:
-    code = (
-        f"import workbench as wb; wb.diagnose(wb.RunSpec.from_json({SPEC.replace(num_workers=1).to_json()!r}), runs_dir={str(tmp_path)!r})"
-    )
+def test_an_interrupt_of_a_launch_returns_what_is_known_and_leaves_nothing(tmp_path: Path) -> None:
+    spec = SPEC.replace(num_workers=1).to_json()
+    code = f"import workbench as wb; print(wb.diagnose(wb.RunSpec.from_json({spec!r}), runs_dir={str(tmp_path)!r}))"
     program = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    while not list(tmp_path.glob("*/logs/*/attempt_0/0/stdout.log")):
+    while not any(json.loads(path.read_text())["known"] for path in tmp_path.glob("*/progress.json")):
         assert program.poll() is None
         time.sleep(0.05)
-    time.sleep(4)  # torch is imported, the experiment under way
     program.send_signal(signal.SIGINT)
-    _, said = program.communicate(timeout=30)
-    assert said.rstrip().endswith("KeyboardInterrupt")
-    folders = [*tmp_path.glob("*-diagnose")]
-    assert len(folders) == 1, folders
-    run = wb.Run.load(folders[0])
-    assert run.state == "stopped"
+    printed, said = program.communicate(timeout=60)
+    (folder,) = tmp_path.glob("*-diagnose")
+    run = wb.Run.load(folder)
+    assert run.state == "finished", said
+    assert "stopped by Ctrl-C after" in printed
     nothing_left(run.id)
+
+
+def test_an_interrupt_before_anything_is_known_says_so(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, by_hand: Callable[..., HandMade]
+) -> None:
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("workbench.runs.launch.experiments.run_experiment", interrupt)
+    with pytest.raises(KeyboardInterrupt, match="diagnose was stopped by Ctrl-C before it knew anything; what it had started has ended"):
+        wb.diagnose(SPEC, runs_dir=tmp_path)
+    monkeypatch.setattr("workbench.diagnosis.measure.experiment.experiment", interrupt)
+    with pytest.raises(KeyboardInterrupt, match="diagnose was stopped by Ctrl-C before it knew anything"):
+        wb.diagnose(print, [1, 2])
+    monkeypatch.setattr(Run, "wait", interrupt)
+    script = ScriptSpec(script="/train.py", watch=True).to_json()
+    run = Run.load(by_hand(spec=script).steps(60).ended("stopped").path)
+    monkeypatch.setattr("workbench.diagnosis.api.launch", lambda *_, **__: run)
+    assert any(note.startswith("stopped by Ctrl-C after") for note in wb.diagnose("train.py").evidence.notes)
+    few = Run.load(by_hand(spec=script).steps(2).ended("stopped").path)
+    monkeypatch.setattr("workbench.diagnosis.api.launch", lambda *_, **__: few)
+    with pytest.raises(KeyboardInterrupt, match=r"stopped by Ctrl-C: .*at least 8 are needed"):
+        wb.diagnose("train.py")
+
+
+def test_the_program_of_a_rank_ends_early_when_asked(by_hand: Callable[..., HandMade], monkeypatch: pytest.MonkeyPatch) -> None:
+    made = by_hand().alive()
+    say = progress_writer(made.path)
+    say("no loader", "")
+    interrupts = iter([True])
+
+    def interrupted_once() -> None:
+        if next(interrupts, False):
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:  # nothing is known: it is stopped
+        patched.setattr(Run, "stop", lambda run: made.ended("stopped"))
+        with pytest.raises(KeyboardInterrupt):
+            wait_for(Run.load(made.path), tick=interrupted_once, finish=True)
+    assert not (made.path / run_directory.FINISH).exists()
+    made = by_hand().alive()
+    say = progress_writer(made.path)
+    say("no optimizer step", "no loader: 61 % less")
+
+    def obey(_: float) -> None:
+        if (made.path / run_directory.FINISH).exists():
+            with pytest.raises(KeyboardInterrupt):
+                say("a trace of a step", "")
+            made.ended("finished")
+
+    interrupts = iter([True])
+    monkeypatch.setattr("workbench.runs.launch.experiments.time.sleep", obey)
+    assert wait_for(Run.load(made.path), tick=interrupted_once, finish=True).ok
 
 
 @pytest.mark.alone

@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 
 from workbench import Run, RunSpec, Task
+from workbench.runs import task
 from workbench.runs.launch.launch import launch
 from workbench.runs.launch.new_run import LaunchError
 from workbench.runs.spec import ScriptSpec
-from workbench.runs.target import Measured, Step, check_launchable, named_task, read_program, read_spec
+from workbench.runs.target import Measured, Step, check_launchable, check_step, named_task, read_program, read_spec
 
 TARGET = Measured(name="weigh", verb="weighed", script="a script by a run of it", file="a picture is shown", returns="and returns the loss")
 SPEC = RunSpec(task="text-gpt")
@@ -90,7 +91,7 @@ def test_a_damaged_run_directory_is_named_as_one(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ("text_gpt", r"turn\(str\): expected a RunSpec, whose knobs turn; or not"),
+        ("text_gpt", r"turn\(str\): expected a RunSpec, whose knobs turn; did you mean 'text-gpt'\? .*; or not"),
         (a_task(), r"a task is given by its spec, turn\(wb.RunSpec\(task=\"my_task.py:build\"\)\)"),
         (3, r"turn\(int\): expected a RunSpec, whose knobs turn; or not"),
     ],
@@ -148,3 +149,24 @@ def test_what_can_be_launched(by_hand: Any, given: Callable[[Any], Any], said: s
         check_launchable(good)
     with pytest.raises(LaunchError, match=said):
         launch(given(Run.load(by_hand().path)))
+
+
+def test_a_dataset_is_not_a_loader() -> None:
+    import torch
+
+    samples = torch.utils.data.TensorDataset(torch.rand(8, 2))
+    with pytest.raises(ValueError, match=r"diagnose\(a_step, TensorDataset\): a dataset gives .*DataLoader\(dataset, batch_size=32\)"):
+        check_step("diagnose", a_step, samples)
+    check_step("diagnose", a_step, torch.utils.data.DataLoader(samples, batch_size=4))
+    check_step("diagnose", a_step, [torch.rand(4, 2)])
+
+
+def test_a_file_or_a_misspelt_name_in_the_place_of_a_task() -> None:
+    with pytest.raises(ValueError, match=r'estimate_memory\("my_task.py:build"\)'):
+        read_program("estimate_memory", "my_task.py", None)
+    with pytest.raises(ValueError, match="did you mean 'clipart-resnet'"):
+        read_program("estimate_memory", "clipart-resnett", None)
+    with pytest.raises(ValueError, match=r'climb\("train.py:build"\)'):
+        read_spec("climb", "train.py")
+    with pytest.raises(ValueError, match=r'no such task, but a file. Name the function .*, as in "train.py:build"'):
+        task.check("train.py")

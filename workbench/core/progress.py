@@ -1,12 +1,13 @@
 """Shows the progress of a run, or of a long call, as one line that is written over itself, in a terminal or below a notebook's cell."""
 
+import contextlib
 import math
 import os
 import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Self
 
 from workbench.core import units
@@ -16,6 +17,20 @@ PAUSE = 0.25
 INTERRUPTED = "stopped by Ctrl-C"
 """How the note on a measurement that was interrupted begins."""
 _CELLS = 20
+
+
+@contextlib.contextmanager
+def say_what_was_interrupted(name: str) -> Iterator[None]:
+    """Inside, Ctrl-C raises a KeyboardInterrupt that says so, without the lines of code at which it came.
+
+    Args:
+        name: of the function that was called.
+    """
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        said = str(error) or f"{name} was {INTERRUPTED} before it knew anything; what it had started has ended"
+        raise KeyboardInterrupt(said) from None
 
 
 class ProgressLine:

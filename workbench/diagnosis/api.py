@@ -8,12 +8,12 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from workbench.core import run_directory, units
 from workbench.core.checks import real_number
-from workbench.core.progress import Waiting
+from workbench.core.progress import INTERRUPTED, Waiting, say_what_was_interrupted
 from workbench.core.statistics import Interval
 from workbench.diagnosis.analysis import calibration
 from workbench.diagnosis.analysis.calibration import Calibration
@@ -70,7 +70,8 @@ def diagnose(
         loader: with a step: its batches, from a DataLoader or any other iterable.
         model: with a step: the module, or several; None = found by looking at the step.
         optimizer: with a step: the optimizer, or several; None = found as well.
-        budget_s: seconds to spend at most, the start of a launch included. It ends earlier when the verdict is clear.
+        budget_s: seconds to spend at most, the start of a launch included. It ends earlier when the verdict is clear. At Ctrl-C
+            the result is what is known by then; where that is nothing, or several ranks are at work, the KeyboardInterrupt says so.
         runs_dir: with a spec: where its run directory goes; None = `runs` in the current folder.
 
     Raises:
@@ -80,15 +81,18 @@ def diagnose(
     check_budget(budget_s)
     if loader is None and isinstance(target, str | os.PathLike) and os.fspath(target).endswith(".py"):
         _TARGET.refuse(target, {"model": model, "optimizer": optimizer}, "a step", "step, loader")
-        target = _run_of_script(target, budget_s, runs_dir)
+        with say_what_was_interrupted("diagnose"):
+            return _diagnose_script(target, budget_s, runs_dir)
     given = _TARGET.read(target, loader, model=model, optimizer=optimizer)
     if isinstance(given, RunSpec):
-        return _from_experiment(experiments.run_diagnosis(given, budget_s=budget_s, runs_dir=runs_dir), LaunchedSpec(runs_dir=runs_dir))
+        with say_what_was_interrupted("diagnose"):
+            run = experiments.run_diagnosis(given, budget_s=budget_s, runs_dir=runs_dir)
+        return _from_experiment(run, LaunchedSpec(runs_dir=runs_dir))
     if isinstance(given, Run):
         return _from_run(given)
     from workbench.diagnosis.measure.experiment import experiment
 
-    with Waiting("diagnose", budget_s) as line:
+    with say_what_was_interrupted("diagnose"), Waiting("diagnose", budget_s) as line:
         evidence = experiment(given.step, given.loader, model=model, optimizer=optimizer, budget_s=budget_s, progress=line.say)
     return Diagnosis.of(evidence, subject=given, adjust=Calibration.load().adjust)
 
@@ -106,7 +110,8 @@ def prove(diagnosis: Diagnosis, remedy: Remedy, *, budget_s: float = BUDGET) -> 
     if isinstance(spec, RunSpec):
         runs_dir = subject.runs_dir if isinstance(subject, LaunchedSpec) else None
         changed = apply_remedy(spec, remedy)
-        run = experiments.run_ab_test(spec, changed, name=remedy.name, budget_s=budget_s, runs_dir=runs_dir)
+        with say_what_was_interrupted("prove"):
+            run = experiments.run_ab_test(spec, changed, name=remedy.name, budget_s=budget_s, runs_dir=runs_dir)
         arm, samples = read_ab_test(run), float(spec.global_batch)
         name = task.label(spec.task)
     elif isinstance(subject, Step):
@@ -222,18 +227,30 @@ def check_budget(budget_s: float) -> None:
 _TARGET = Measured(name="diagnose", verb="diagnosed", script='a script by a run of it, diagnose(wb.launch("train.py", watch=True).wait())')
 
 
-def _run_of_script(script: str | os.PathLike[str], budget_s: float, runs_dir: str | os.PathLike[str] | None) -> Run:
-    """A watched run of a script, stopped when the budget is spent.
+def _diagnose_script(script: str | os.PathLike[str], budget_s: float, runs_dir: str | os.PathLike[str] | None) -> Diagnosis:
+    """From a watched run of a script, stopped when the budget is spent or at Ctrl-C.
 
     Raises:
         LaunchError: no such script.
         RunError: it failed.
+        ValueError: it took too few steps to tell anything.
     """
-    run = launch(script, watch=True, runs_dir=runs_dir)
+    run, stopped = launch(script, watch=True, runs_dir=runs_dir), ""
     try:
-        return run.wait(timeout=budget_s, check=True)
+        run.wait(timeout=budget_s, check=True)
     except TimeoutError:
-        return run.stop()
+        run.stop()
+    except KeyboardInterrupt:  # the wait has stopped it
+        stopped = f"{INTERRUPTED} after {units.seconds(run.seconds)}: this is the result so far"
+    try:
+        diagnosis = _from_run(run)
+    except ValueError as error:
+        if stopped:
+            raise KeyboardInterrupt(f"{INTERRUPTED}: {error}") from None
+        raise
+    if stopped:
+        diagnosis.evidence = replace(diagnosis.evidence, notes=(stopped, *diagnosis.evidence.notes))
+    return diagnosis
 
 
 def _from_experiment(run: Run, subject: LaunchedSpec) -> Diagnosis:

@@ -123,12 +123,15 @@ def diagnose(assignment: Assignment) -> dict[str, Any]:
 def progress_writer(run_dir: Path) -> Callable[[str, str], None]:
     """A function that writes what is tried now and known so far into the run directory; whoever waits for the run shows it.
 
-    It raises no OSError: rank 0 alone calls it, and the others would wait for a rank that has ended.
+    It raises no OSError: rank 0 alone calls it, and the others would wait for a rank that has ended. Where whoever waits was interrupted
+    and has asked the run to end early (FINISH), it raises KeyboardInterrupt, as Ctrl-C does in a process of one's own.
     """
     following = -math.inf
 
     def write(now: str, known: str) -> None:
         nonlocal following
+        if (run_dir / run_directory.FINISH).exists():
+            raise KeyboardInterrupt
         if time.monotonic() >= following:
             following = time.monotonic() + PROGRESS_SECONDS
             with contextlib.suppress(OSError):

@@ -7,11 +7,13 @@ In the place of a RunSpec all of them take the name of a task, such as "my_task.
 """
 
 import os
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from workbench.core import run_directory
+from workbench.core.checks import did_you_mean
 from workbench.runs.run import Run
 from workbench.runs.spec import RunSpec, ScriptSpec
 from workbench.runs.task import SAMPLES, Task
@@ -161,6 +163,19 @@ def check_step(name: str, step: Any, loader: Any, *, returns: str = "", others: 
         raise ValueError(f"{name}({shown(step)}, …): allowed are a step function with its loader{others}")
     if loader is None:
         raise ValueError(f"{name}({shown(step)}): a step needs the loader of its batches: {name}(step, loader)")
+    if _is_dataset(loader):
+        raise ValueError(
+            f"{name}({shown(step)}, {shown(loader)}): a dataset gives single samples, and step takes batches: "
+            f"{name}(step, torch.utils.data.DataLoader(dataset, batch_size=32)), with the batch_size of your training; "
+            "batch_size=None where its items are whole batches"
+        )
+
+
+def _is_dataset(loader: object) -> bool:
+    """Is it a dataset with numbered samples, of torch or of Hugging Face? (One that is iterated over may give batches.)"""
+    data = sys.modules.get("torch.utils.data")
+    numbered = data is not None and isinstance(loader, data.Dataset) and not isinstance(loader, data.IterableDataset)
+    return numbered or (type(loader).__name__ == "Dataset" and type(loader).__module__.startswith("datasets."))
 
 
 def read_spec(name: str, spec: Any, *, because: str = "", instead: str = "", error: type[ValueError] = ValueError) -> RunSpec:
@@ -230,7 +245,11 @@ def check_launchable(target: Any, *, error: type[ValueError] = ValueError) -> No
 
 
 def _its_spec(name: str, target: Any) -> str:
-    """How to give a task or a run to a function that takes a RunSpec; "" = it is neither."""
+    """How to give a task, a run or a script to a function that takes a RunSpec; "" = it is none of them."""
+    if isinstance(target, str | os.PathLike) and os.fspath(target).endswith(".py"):
+        return f'a file is given with the function in it that returns a wb.Task: {name}("{os.fspath(target)}:build")'
+    if isinstance(target, str):
+        return f'{did_you_mean(target, SAMPLES)}a task has the name of a sample ({", ".join(SAMPLES)}), or is "my_task.py:build"'
     if isinstance(target, Task):
         return f"a task is given by its spec, {name}({AS_SPEC})"
     return f"a run has its spec: {name}(run.spec)" if isinstance(target, Run) and isinstance(target.spec, RunSpec) else ""

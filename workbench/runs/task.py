@@ -189,6 +189,8 @@ def _split(name: str) -> tuple[str, str]:
     if not colon or not where or not function.isidentifier():
         near = nearest(name, SAMPLES)
         hint = f'; did you mean "{near}"?' if near else "."
+        if name.endswith(".py"):
+            hint = f', but a file. Name the function in it that returns a wb.Task, as in "{name}:build".'
         raise TaskError(f"task={name!r}: no such task{hint} A task is named {_FORMS}")
     return where, function
 

@@ -146,7 +146,8 @@ class Diagnosis(JsonDataclass):
         if which is None:
             best = next((remedy for remedy in self.remedies if remedy.provable), None)
             if best is None:
-                raise ValueError(f"there is nothing to prove: no remedy of this {self.verdict} step turns knobs of ours; it has {names}")
+                has = f"its remedies are not ours to turn ({names})" if self.remedies else "it has no remedy"
+                raise ValueError(f"there is nothing to prove: the verdict is {self.verdict} ({self.cause}), and {has}. {self.next}")
             return best
         matching = [remedy for i, remedy in enumerate(self.remedies, 1) if which in (i, remedy.name)]
         if not matching:

@@ -25,6 +25,8 @@ PATIENCE = 600.0
 may be longer than the whole budget."""
 STEP = 60.0
 """Seconds that a step whose memory is recorded, or a step of an LR range test, may take, about."""
+FINISH_SECONDS = 20.0
+"""Seconds that a run may take after Ctrl-C to end with what it knows."""
 _RACES = 20
 """Rounds that candidates run in a race of learning rates, about."""
 _TICK = 0.05
@@ -40,9 +42,8 @@ def run_diagnosis(spec: RunSpec, *, budget_s: float, runs_dir: str | os.PathLike
     """
     check(spec)
     order = {"kind": "diagnose", "budget_s": budget_s}
-    return run_experiment(
-        spec, f"{label(spec)} diagnose", order, runs_dir, program=entrypoints.EXPERIMENT, show=so_far("diagnose", budget_s)
-    )
+    show, finish = so_far("diagnose", budget_s), spec.world_size == 1
+    return run_experiment(spec, f"{label(spec)} diagnose", order, runs_dir, program=entrypoints.EXPERIMENT, show=show, finish=finish)
 
 
 def run_ab_test(spec: RunSpec, changed: RunSpec, *, name: str, budget_s: float, runs_dir: str | os.PathLike[str] | None = None) -> Run:
@@ -134,6 +135,7 @@ def run_experiment(
     program: str,
     show: Callable[[Run], str] | None = None,
     tick: Callable[[], object] = int,
+    finish: bool = False,
 ) -> Run:
     """Launch an experiment, and wait for its end.
 
@@ -145,13 +147,21 @@ def run_experiment(
         program: of `runs/entrypoints.py`; it runs the experiment.
         show: the progress of a run, for a line in a terminal; None = nothing is shown.
         tick: called again and again meanwhile.
+        finish: see `wait_for`.
     """
     new = NewRun(runs_dir, name)
     run = new.start(spec, entrypoints.entrypoint(program, new.path), timeout=PATIENCE + 3 * order["budget_s"], experiment=order)
-    return wait_for(run, show=show, tick=tick)
+    return wait_for(run, show=show, tick=tick, finish=finish)
 
 
-def wait_for(run: Run, *, show: Callable[[Run], str] | None = None, tick: Callable[[], object] = int, check: bool = True) -> Run:
+def wait_for(
+    run: Run,
+    *,
+    show: Callable[[Run], str] | None = None,
+    tick: Callable[[], object] = int,
+    check: bool = True,
+    finish: bool = False,
+) -> Run:
     """Wait for the end of a run. Whatever interrupts the wait, such as Ctrl-C or an error of `tick`, stops the run.
 
     Args:
@@ -159,6 +169,7 @@ def wait_for(run: Run, *, show: Callable[[Run], str] | None = None, tick: Callab
         show: its progress, for a line in a terminal; None = nothing is shown.
         tick: called again and again meanwhile.
         check: raise if it did not finish well.
+        finish: at the first Ctrl-C, let it end with what it knows by then; its program has to look for FINISH.
 
     Raises:
         RunError: it did not finish well; its run directory stays.
@@ -170,14 +181,29 @@ def wait_for(run: Run, *, show: Callable[[Run], str] | None = None, tick: Callab
                 line.show()
             tick()
             time.sleep(_TICK)
-    except BaseException:
-        run.stop()
-        raise
+    except BaseException as error:
+        if not (finish and isinstance(error, KeyboardInterrupt) and _ends_early(run)):
+            run.stop()
+            raise
     finally:
         line.close(run)
     if check and (error := error_of(run)):
         raise error
     return run
+
+
+def _ends_early(run: Run) -> bool:
+    """Ask a run that knows something to end with that; True if it then finished well."""
+    try:
+        if not run_directory.read_json(run.path / run_directory.PROGRESS)["known"]:
+            return False
+        (run.path / run_directory.FINISH).touch()
+        end = time.monotonic() + FINISH_SECONDS
+        while run.state == "running" and time.monotonic() < end:
+            time.sleep(_TICK)
+    except (KeyboardInterrupt, OSError, run_directory.DamagedRunError):  # a second Ctrl-C, or nothing is known yet
+        return False
+    return run.ok
 
 
 def error_of(run: Run) -> RunError | None:
