@@ -51,15 +51,15 @@ def interrupt():
     os.kill(os.getpid(), signal.SIGINT)
 threading.Thread(target=interrupt, daemon=True).start()
 spec = wb.RunSpec(task="fashion-mlp", micro_batch=256, device="cpu")
-wb.steps_to_target(spec, [64, 32, 16], "none", target_loss=0.8, base_batch=64, seeds=400, runs_dir=runs)
+print(wb.steps_to_target(spec, [64, 32, 16], "none", target_loss=0.8, base_batch=64, seeds=400, runs_dir=runs))
 """
 
 
 def test_an_interrupt_keeps_what_was_learnt(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", INTERRUPTED, str(tmp_path)], capture_output=True, text=True, timeout=120)
-    assert "KeyboardInterrupt" in done.stderr
     (run_dir,) = tmp_path.iterdir()
-    assert f'The results so far are kept: wb.steps_to_target("{run_dir}")' in done.stderr
+    assert done.returncode == 0, done.stderr
+    assert "cut off after" in done.stdout
     found = StepsToTarget.of(wb.Run.load(run_dir))
     assert found.trials
     assert found.trials[0].outcome == "reached"

@@ -1,5 +1,6 @@
 """Diagnose, prove, climb: what is refused, how a climb decides, and real ones: launched, in this process, failing, interrupted."""
 
+import dataclasses
 import json
 import signal
 import subprocess
@@ -267,6 +268,32 @@ def test_a_climb_ends_when_its_budget_is_spent(monkeypatch: pytest.MonkeyPatch) 
     assert "spent with num_workers=2; the verdict is that before it" in ladder.stopped
     assert ladder.changes == {"num_workers": 2}
     assert Ladder.from_json(ladder.to_json()).rungs[-1] == ladder.rungs[-1]
+
+
+def test_an_interrupted_climb_keeps_what_was_proved(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object, **__: object) -> Any:
+        raise KeyboardInterrupt
+
+    world = World(monkeypatch, offered, TRUTH)
+    monkeypatch.setattr(api, "prove", lambda *given, **more: world.prove(*given, **more) if len(world.done) < 4 else interrupt())
+    ladder = wb.climb(SPEC, budget_s=1000)
+    assert ladder.changes == {"num_workers": 2}
+    assert ladder.stopped == "stopped by Ctrl-C while micro_batch=8 was tried: this is the result so far"
+
+    world = World(monkeypatch, offered, TRUTH)
+    monkeypatch.setattr(api, "diagnose", lambda *given, **more: interrupt() if world.done else world.diagnose(*given, **more))
+    ladder = wb.climb(SPEC, budget_s=1000)
+    assert ladder.changes == {"num_workers": 2}
+    assert ladder.stopped == "stopped by Ctrl-C with num_workers=2; the verdict is that before it"
+
+    def cut_short(*given: Any, **more: Any) -> wb.Diagnosis:
+        found = world.diagnose(*given, **more)
+        found.evidence = dataclasses.replace(found.evidence, notes=("stopped by Ctrl-C after 4.00 s: this is the result so far",))
+        return found
+
+    monkeypatch.setattr(api, "diagnose", cut_short)
+    assert wb.climb(SPEC, budget_s=1000).stopped.startswith("stopped by Ctrl-C during a diagnosis")
+    assert world.done[-1] == "diagnose"
 
 
 def test_what_the_spec_does_already_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:

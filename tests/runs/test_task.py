@@ -59,7 +59,7 @@ CASES = {
         "my_task.py:build",
         r"build is a Task, expected a function that returns one",
     ),
-    "form": (GOOD, "my_task.py", r"no such task\. A task is named"),
+    "form": (GOOD, "my_task.py", r"no such task, but a file\. .* A task is named"),
     "sample": (GOOD, "clipart-resnt", r'no such task; did you mean "clipart-resnet"\?'),
 }
 

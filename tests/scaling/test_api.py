@@ -1,7 +1,8 @@
 """Laws of scale from real runs: of the sample task in several widths, of a user's own tasks; what is refused before anything starts."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -156,3 +157,42 @@ def test_runs_that_do_not_say_what_is_needed(by_hand: Callable[..., HandMade]) -
     lost = wb.Run.load(by_hand().losses(3).ended("failed").path)
     with pytest.raises(PointsError, match=r"0 of 1 runs have a loss, and 5 are needed: .* was failed and is left out"):
         ScalingLaw.from_runs([lost], parameters=[1])
+
+
+def test_a_law_of_the_runs_that_have_ended(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Runs that a fake launch makes, each 10 s long; then the budget is spent, or Ctrl-C comes."""
+    now, interrupt_at = [0.0], [99]
+    monkeypatch.setattr("workbench.scaling.api.time.monotonic", lambda: now[0])
+    monkeypatch.setattr(api, "count", lambda tasks: {name: count_task(name) for name in tasks})
+
+    def launched(trials: Any, folder: Any, tick: Callable[[], object]) -> Iterator[Any]:
+        for number, trial in enumerate(trials):
+            if number == interrupt_at[0]:
+                raise KeyboardInterrupt
+            now[0] += 10.0
+            tick()
+            yield trial, SimpleNamespace(spec=trial.spec, ok=True, seconds=10.0, samples_per_sec=1.0, state="finished")
+
+    got = list[Any]()
+
+    def law_of(runs: Any, notes: Any, **_: object) -> Any:
+        got.append((len(runs), notes))
+        if len(runs) < 5:
+            raise PointsError("too few runs")
+        return SimpleNamespace(notes=notes)
+
+    monkeypatch.setattr(api, "in_turn", launched)
+    monkeypatch.setattr(api.ScalingLaw, "from_runs", law_of)
+    law = wb.scaling_law(SPEC, sizes=[8, 16, 24], samples=[8, 16, 32], budget_s=65)
+    assert "the budget of 65.0 s was spent after 6 of 9 runs" in law.notes
+    said = capsys.readouterr().out.splitlines()
+    assert said[0].startswith("9 trainings, ")
+    assert said[0].endswith("steps in all; at most 65.0 s")
+    assert said[1].endswith("about 80.0 s left")
+    interrupt_at[0] = 3
+    with pytest.raises(PointsError) as raised:
+        wb.scaling_law(SPEC, sizes=[8, 16, 24], samples=[8, 16, 32], quiet=True)
+    assert raised.value.__notes__ == ["stopped by Ctrl-C after 3 of 9 runs"]
+    interrupt_at[0] = 0
+    with pytest.raises(KeyboardInterrupt, match="scaling_law was stopped by Ctrl-C before it knew anything"):
+        wb.scaling_law(SPEC, sizes=[8, 16, 24], samples=[8, 16, 32], quiet=True)

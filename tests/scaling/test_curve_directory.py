@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -228,9 +228,9 @@ def test_a_real_curve_is_measured_kept_and_not_measured_again_and_one_that_fails
     assert wb.scaling_curve(folder) == again
 
 
-def test_an_interrupt_keeps_what_has_ended_and_says_where(tmp_path: Path) -> None:
+def test_an_interrupt_gives_what_has_ended_and_says_where(tmp_path: Path) -> None:
     options = {"over": "steps", "values": [6, 1_000_000], "repeat": 1, "runs_dir": str(tmp_path)}
-    code = f"import workbench as wb; wb.scaling_curve(wb.RunSpec.from_json({SPEC.to_json()!r}), **{options!r})"
+    code = f"import workbench as wb; print(wb.scaling_curve(wb.RunSpec.from_json({SPEC.to_json()!r}), **{options!r}))"
     program = subprocess.Popen(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"}
     )
@@ -240,13 +240,45 @@ def test_an_interrupt_keeps_what_has_ended_and_says_where(tmp_path: Path) -> Non
         assert time.monotonic() < end
         time.sleep(0.05)
     program.send_signal(signal.SIGINT)
-    _, said = program.communicate(timeout=60)
+    printed, said = program.communicate(timeout=60)
     (folder,) = tmp_path.iterdir()
-    assert "KeyboardInterrupt" in said
-    assert f'resume="{folder}") goes on with it' in said
+    assert "2 trainings for 2 points: about" in printed
+    assert f"stopped by Ctrl-C: resume='{folder}' goes on" in printed, said
+    assert "1 of 2 points are not measured yet" in printed
     curve = wb.scaling_curve(folder)
     assert curve.values == [6]
     assert "1 of 2 points are not measured yet" in str(curve)
     (trial,) = missing_trials(CurveDirectory.load(folder))
     assert trial.spec.steps == 1_000_000
     assert run_directory.read_json(folder / run_directory.SCALING)["over"] == "steps"
+
+
+def test_a_curve_ends_with_its_budget_or_says_that_nothing_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock that a fake launch moves on; the runs are written by hand."""
+    now = [0.0]
+    monkeypatch.setattr("workbench.scaling.api.time.monotonic", lambda: now[0])
+
+    def launched(trials: Any, folder: Path, tick: Callable[[], object], skip: object) -> Iterator[Any]:
+        for number, trial in enumerate(trials):
+            now[0] += 40.0
+            tick()
+            made = HandMade(folder / f"{number:03d}", spec=trial.spec.to_json(), versions=versions(), created=float(number))
+            yield trial, wb.Run.load(made.steps(20).ended("finished").path)
+
+    monkeypatch.setattr("workbench.scaling.api.in_turn", launched)
+    options: dict[str, Any] = {"over": "num_workers", "values": (0, 1, 2), "repeat": 1, "runs_dir": tmp_path, "communication": False}
+    curve = wb.scaling_curve(SPEC, **options, budget_s=100)
+    assert curve.values == [0, 1]
+    assert "the budget of 1 min 40 s was spent: resume=" in str(curve)
+    assert len(wb.scaling_curve(SPEC, **options, budget_s=10).values) == 1  # one run at least
+    assert wb.scaling_curve(SPEC, **options).values == [0, 1, 2]
+    with pytest.raises(ValueError, match=r"budget_s=0: seconds above 0 are allowed; try budget_s=300, or None for no limit"):
+        wb.scaling_curve(SPEC, **options, budget_s=0)
+
+    def interrupted(*_: object) -> Iterator[Any]:
+        raise KeyboardInterrupt
+        yield
+
+    monkeypatch.setattr("workbench.scaling.api.in_turn", interrupted)
+    with pytest.raises(KeyboardInterrupt, match="scaling_curve was stopped by Ctrl-C before it knew anything"):
+        wb.scaling_curve(SPEC, **options)

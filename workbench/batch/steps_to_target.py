@@ -1,14 +1,18 @@
 """steps_to_target: measures how many optimizer steps a target takes at several batches, by many trainings in one launch."""
 
+import contextlib
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from workbench.batch.analysis.scaled_lr import RULES
 from workbench.batch.analysis.steps_to_target import StepsToTarget
 from workbench.batch.analysis.trials import ExperimentPlan, Target
+from workbench.batch.api import check_budget
 from workbench.core import units
 from workbench.core.checks import is_number, is_whole, real_number, whole_number
+from workbench.core.progress import say_what_was_interrupted
 from workbench.runs.entrypoints import STEPS_TO_TARGET, entrypoint
 from workbench.runs.launch.experiments import wait_for
 from workbench.runs.launch.launch import check, label
@@ -74,7 +78,8 @@ def steps_to_target(
         noise_scale: in samples, for the rules that use it.
         critical_batch: the same.
         probe: training samples for `target_loss`, the same in all trials.
-        budget_s: seconds after which no further trial begins.
+        budget_s: seconds after which no further trial begins; None = all are made. The result, also that after Ctrl-C, has the trials
+            that are done by then, and says how many are missing.
         runs_dir: where the run directory goes; None = `runs` in the current folder.
         quiet: show no progress.
 
@@ -105,14 +110,32 @@ def steps_to_target(
         noise_scale=noise_scale,
         critical_batch=critical_batch,
     )
+    check_budget(budget_s)
     check(spec)
+    if not quiet and sys.stderr.isatty():
+        print(f"steps_to_target: {_announcement(order)}", file=sys.stderr)
     new = NewRun(runs_dir, f"{label(spec)} steps to target")
     run = new.start(spec, entrypoint(STEPS_TO_TARGET, new.path), experiment={"kind": "reach", "order": order.to_json()})
     try:
-        return StepsToTarget.of(wait_for(run, show=None if quiet else _progress))
+        with say_what_was_interrupted("steps_to_target"):
+            return StepsToTarget.of(wait_for(run, show=None if quiet else _progress))
+    except KeyboardInterrupt:
+        with contextlib.suppress(ValueError):  # none has begun
+            known = StepsToTarget.of(run)
+            if known.trials:
+                return known
+        raise
     except BaseException as error:
         _say_where(error, run)
         raise
+
+
+def _announcement(order: ExperimentPlan) -> str:
+    """What will be tried."""
+    several = [f"{len(order.batches)} batches", *([f"{len(order.optimizers)} optimizers"] if len(order.optimizers) > 1 else [])]
+    rates = [*order.rules, *(["a search of the learning rate"] if order.retune else [])]
+    limit = "" if order.budget_s is None else f", no new one after {units.seconds(order.budget_s)}"
+    return f"trainings of {', '.join(several)} by {', '.join(rates)}, {order.seeds} seeds{limit}; the first ones show how long all take"
 
 
 def _say_where(error: BaseException, run: Run) -> None:

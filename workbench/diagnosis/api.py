@@ -6,7 +6,6 @@ Experiments on a step and its loader run in this process, those on a spec in lau
 import math
 import os
 import statistics
-import time
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -146,7 +145,8 @@ def climb(
 
     Args:
         spec: where to begin; a text is the name of a task.
-        budget_s: seconds for all of it; nothing new is begun when they are over.
+        budget_s: seconds for all of it; nothing new is begun when they are over. A diagnosis and a proof take up to a minute each,
+            so ten minutes are about five attempts. At Ctrl-C the Ladder has what was proved by then.
         leave: knobs that stay as they are, such as "micro_batch", which changes what is trained.
         runs_dir: where run directories go; None = `runs` in the current folder.
 
@@ -157,10 +157,14 @@ def climb(
     check_budget(budget_s)
     spec = read_spec("climb", spec, because="whose knobs can be turned")
     check_names(RunSpec, dict.fromkeys(leave))
-    end = time.monotonic() + budget_s
+    begin = f"a diagnosis, then the best remedy, again and again; each takes at most {units.seconds(BUDGET)}"
+    with Waiting("climb", budget_s, begin=begin) as line:
+        return _climb(spec, leave, runs_dir, line, f"the budget of {units.seconds(budget_s)} was spent")
 
+
+def _climb(spec: RunSpec, leave: Collection[str], runs_dir: str | os.PathLike[str] | None, line: Waiting, spent: str) -> Ladder:
     def budget() -> float:
-        return min(BUDGET, max(MIN_CLIMB_SECONDS, end - time.monotonic()))
+        return min(BUDGET, max(MIN_CLIMB_SECONDS, line.left))
 
     diagnosis = diagnose(spec, budget_s=budget(), runs_dir=runs_dir)
     now, dropped, rungs = spec, set[str](), list[Rung]()
@@ -174,30 +178,41 @@ def climb(
             ),
             None,
         )
+        if any(note.startswith(INTERRUPTED) for note in diagnosis.evidence.notes):
+            stopped = f"{INTERRUPTED} during a diagnosis: this is the result so far"
+            break
         if remedy is None:
             stopped = f"nothing is left that can be tried and is predicted to gain more than {units.percent(MIN_CLIMB_SPEEDUP - 1)}"
             break
-        if end - time.monotonic() < MIN_CLIMB_SECONDS:
-            stopped = f"the budget of {units.seconds(budget_s)} was spent before {remedy.name} could be tried"
+        if line.left < MIN_CLIMB_SECONDS:
+            stopped = f"{spent} before {remedy.name} could be tried"
             break
+        line.say(remedy.name, f"{units.rate(rate)} after {len(rungs)} attempts, {units.rate(start)} at the start")
         try:
             proof = diagnosis.prove(remedy, budget_s=budget())
         except RunError as error:
             nothing = Interval(low=math.nan, mid=math.nan, high=math.nan)
             proof = Proof(remedy=remedy, measured=nothing, baseline=rate, notes=(f"it failed: {error}",))
+        except KeyboardInterrupt:
+            stopped = f"{INTERRUPTED} while {remedy.name} was tried: this is the result so far"
+            break
         if proof.gained:
             now, rate = apply_remedy(now, remedy), proof.baseline * proof.measured.mid
         rungs.append(Rung(verdict=diagnosis.verdict, cause=diagnosis.cause, proof=proof, samples_per_sec=rate))
         if not proof.gained:
             dropped.add(remedy.name)
             continue
-        if end - time.monotonic() < MIN_CLIMB_SECONDS:
-            stopped = f"the budget of {units.seconds(budget_s)} was spent with {remedy.name}; the verdict is that before it"
+        if line.left < MIN_CLIMB_SECONDS:
+            stopped = f"{spent} with {remedy.name}; the verdict is that before it"
             break
+        line.say(f"diagnosing it with {remedy.name}", f"{units.rate(rate)}, {units.rate(start)} at the start")
         try:
             diagnosis = diagnose(now, budget_s=budget(), runs_dir=runs_dir)
         except RunError as error:  # what was proved so far is not lost
             stopped = f"with {remedy.name} it could not be diagnosed again: {error}"
+            break
+        except KeyboardInterrupt:
+            stopped = f"{INTERRUPTED} with {remedy.name}; the verdict is that before it"
             break
     changes = {name: new for name, (_, new) in spec.changes(now).items()}
     return Ladder(
@@ -237,9 +252,9 @@ def _diagnose_script(script: str | os.PathLike[str], budget_s: float, runs_dir: 
     """
     run, stopped = launch(script, watch=True, runs_dir=runs_dir), ""
     try:
-        run.wait(timeout=budget_s, check=True)
+        run = run.wait(timeout=budget_s, check=True)
     except TimeoutError:
-        run.stop()
+        run = run.stop()
     except KeyboardInterrupt:  # the wait has stopped it
         stopped = f"{INTERRUPTED} after {units.seconds(run.seconds)}: this is the result so far"
     try:

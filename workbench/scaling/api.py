@@ -16,16 +16,17 @@ from numbers import Integral
 from typing import Any
 
 from workbench.core import units
-from workbench.core.checks import is_whole, whole_number
-from workbench.core.progress import ProgressLine
+from workbench.core.checks import is_whole, real_number, whole_number
+from workbench.core.progress import INTERRUPTED, ProgressLine, say_what_was_interrupted
 from workbench.runs import task
 from workbench.runs.entrypoints import COUNTING, START
 from workbench.runs.failure import RunError
 from workbench.runs.launch.environment import core_count, gpu_count
 from workbench.runs.launch.experiments import run_communication
 from workbench.runs.launch.launch import check, label
-from workbench.runs.launch.sweep import Trial, in_turn, outcome_line, plan, sweep
-from workbench.runs.spec import RunSpec, SpecError
+from workbench.runs.launch.sweep import Trial, combinations, in_turn, outcome_line, plan
+from workbench.runs.run import Run
+from workbench.runs.spec import RunSpec, SpecError, check_profile
 from workbench.runs.target import named_task, read_spec
 from workbench.runs.task import TaskError
 from workbench.scaling.analysis.curve.curve import ScalingCurve
@@ -50,6 +51,7 @@ def scaling_curve(
     repeat: int = 3,
     communication: bool = True,
     resume: bool | str | os.PathLike[str] = False,
+    budget_s: float | None = None,
     runs_dir: str | os.PathLike[str] | None = None,
     quiet: bool = False,
 ) -> ScalingCurve:
@@ -60,7 +62,8 @@ def scaling_curve(
     own: steps with and without the reduction of gradients, interleaved. Points with more processes × threads than cores (or processes than
     GPUs) are labelled as oversubscribed, and no fit uses them. A point that fails is kept and shown, and its repeats are left out.
 
-    An interrupt stops what runs; what was measured is kept, and the exception says where. The same call with `resume=True` goes on.
+    Ctrl-C, and the end of the budget, stop what runs; the curve then has what was measured, and its notes say what is missing. The same
+    call with `resume=True` goes on.
 
     Args:
         target: the spec that all points have in common; or the directory of a curve, to read what is there and measure nothing.
@@ -71,6 +74,7 @@ def scaling_curve(
         communication: measure exposed communication too, where a point has more than one process and is not oversubscribed.
         resume: go on with the newest curve of this spec in `runs_dir`, or with the one in this directory: what has ended is not run
             again. Values and repeats may be others than before.
+        budget_s: seconds that it may take, about, but one run at least; None = until all is measured.
         runs_dir: where the curve's directory goes; None = `runs` in the current folder.
         quiet: show no progress.
 
@@ -84,16 +88,31 @@ def scaling_curve(
     curve_spec = validate(target, over=over, values=values, kind=kind, repeat=repeat, communication=communication)
     for _, spec in curve_spec.points:
         check(spec)
-    measurement = _Measurement(_directory(curve_spec, resume, runs_dir), quiet)
+    _check_budget(budget_s)
+    measurement = _Measurement(_directory(curve_spec, resume, runs_dir), quiet, budget_s)
+    path, notes = measurement.directory.path, list[str]()
     try:
-        measurement.train()
-        notes = measurement.communicate() if curve_spec.communication else ()
+        with say_what_was_interrupted("scaling_curve"):
+            measurement.train()
+            notes += measurement.communicate() if curve_spec.communication else ()
+    except _Spent:
+        notes.append(f"the budget of {units.seconds(budget_s)} was spent: resume={str(path)!r} goes on")
     except BaseException as error:
-        error.add_note(
-            f'What was measured so far is kept: wb.scaling_curve(spec, …, resume="{measurement.directory.path}") goes on with it'
-        )
-        raise
-    return measurement.directory.curve(notes)
+        if not isinstance(error, KeyboardInterrupt) or not measurement.directory.runs():
+            error.add_note(f'What was measured so far is kept: wb.scaling_curve(spec, …, resume="{path}") goes on with it')
+            raise
+        notes.append(f"{INTERRUPTED}: resume={str(path)!r} goes on")
+    return measurement.directory.curve(tuple(notes))
+
+
+class _Spent(Exception):
+    """The budget is spent, and something was measured."""
+
+
+def _check_budget(budget_s: float | None) -> None:
+    """Raise unless it is a positive number of seconds, or None."""
+    if budget_s is not None:
+        real_number("budget_s", budget_s, above=0, what="seconds", also="; try budget_s=300, or None for no limit")
 
 
 def _directory(curve_spec: CurveSpec, resume: bool | str | os.PathLike[str], runs_dir: str | os.PathLike[str] | None) -> CurveDirectory:
@@ -106,23 +125,33 @@ def _directory(curve_spec: CurveSpec, resume: bool | str | os.PathLike[str], run
 class _Measurement:
     """Measures a curve."""
 
-    def __init__(self, directory: CurveDirectory, quiet: bool) -> None:
+    def __init__(self, directory: CurveDirectory, quiet: bool, budget_s: float | None = None) -> None:
         """Prepare; nothing is started yet.
 
         Args:
             directory: of the curve, with what it has already.
             quiet: show no progress.
+            budget_s: seconds that it may take; None = there is no limit.
         """
-        self.directory, self.quiet = directory, quiet
+        self.directory, self.quiet, self.budget_s = directory, quiet, budget_s
         self._trials = missing_trials(directory)
         self._done, self._failed = 0, set[RunSpec]()
         self._start = time.monotonic()
         self._doing = ""
-        self._line = ProgressLine(self._words)
+        self._line = ProgressLine(self._words, notebook=True)
 
     def train(self) -> None:
-        """Make the runs that are missing."""
+        """Make the runs that are missing.
+
+        Raises:
+            _Spent: the budget was spent.
+        """
         total = len(self._trials)
+        if total and not self.quiet:
+            most = "" if self.budget_s is None else f", at most {units.seconds(self.budget_s)}"
+            print(
+                f"{total} trainings for {len(self.directory.curve_spec.points)} points: about {units.seconds(self._left)}{most}", flush=True
+            )
         try:
             with contextlib.closing(
                 in_turn(self._trials, self.directory.path, self._tick, lambda trial: trial.spec in self._failed)
@@ -174,6 +203,8 @@ class _Measurement:
         return each * (len(self._trials) - self._done) + communication
 
     def _tick(self) -> None:
+        if self.budget_s is not None and self._done and time.monotonic() - self._start > self.budget_s:
+            raise _Spent
         if not self.quiet:
             self._line.show()
 
@@ -223,6 +254,7 @@ def scaling_law(
     seeds: int = 1,
     tokens_per_sample: float | None = None,
     loss: str | None = None,
+    budget_s: float | None = None,
     runs_dir: str | os.PathLike[str] | None = None,
     quiet: bool = False,
     **options: Any,
@@ -240,6 +272,8 @@ def scaling_law(
         seeds: runs of each, with seeds from that of the spec on.
         tokens_per_sample: what one sample counts; None = 64 for "text-gpt", 1 for tasks of your own: a law of samples.
         loss: name of the evaluation's figure that is the loss; None = the one that ends in "loss", else the smoothed training loss.
+        budget_s: seconds after which what runs is stopped; None = until all have ended. The law, also that after Ctrl-C, is then fitted
+            to the runs that have ended, if they are enough.
         runs_dir: where run directories go; None = `runs` in the current folder.
         quiet: do not print a line per finished run.
         **options: of `ScalingLaw.fit`.
@@ -250,6 +284,7 @@ def scaling_law(
         TaskError: a task that cannot be built. Nothing was started.
     """
     spec = read_spec("scaling_law", spec, error=SpecError)
+    _check_budget(budget_s)
     sizes, samples = None if sizes is None else _plain(sizes), _plain(samples)
     seeds = _plain([seeds])[0]
     names = _tasks(spec, sizes, tasks)
@@ -266,9 +301,52 @@ def scaling_law(
     varied: dict[str, Any] = {"task": names, "steps": steps}
     if seeds > 1:
         varied["seed"] = range(spec.seed, spec.seed + seeds)
-    runs = sweep(spec, runs_dir=runs_dir, quiet=quiet, **varied)
-    notes = _notes(spec, steps, [counted["samples"] for counted in counts.values()], per)
-    return ScalingLaw.from_runs(runs, parameters=parameters, tokens_per_sample=per, loss=loss, notes=notes, **options)
+    runs, cut = _sweep(combinations(spec, varied), budget_s, runs_dir, quiet)
+    notes = [*cut, *_notes(spec, steps, [counted["samples"] for counted in counts.values()], per)]
+    try:
+        return ScalingLaw.from_runs(runs, parameters=parameters, tokens_per_sample=per, loss=loss, notes=notes, **options)
+    except ValueError as error:
+        error.add_note(*cut) if cut else None
+        raise
+
+
+def _sweep(
+    specs: Sequence[tuple[str, RunSpec]], budget_s: float | None, runs_dir: str | os.PathLike[str] | None, quiet: bool
+) -> tuple[list[Run], list[str]]:
+    """Run specs one after the other; the runs that have ended, and a note where the budget or Ctrl-C cut them off.
+
+    Raises:
+        KeyboardInterrupt: none has ended yet.
+    """
+    for _, each in specs:
+        check(each)
+        check_profile(each)
+    trials, done, began = plan(specs, 1), dict[int, Run](), time.monotonic()
+    if not quiet:
+        most = "" if budget_s is None else f"; at most {units.seconds(budget_s)}"
+        print(f"{len(trials)} trainings, {sum(spec.steps for _, spec in specs):,} steps in all{most}", flush=True)
+
+    def tick() -> None:
+        if budget_s is not None and done and time.monotonic() - began > budget_s:
+            raise _Spent
+
+    cut = ""
+    try:
+        with say_what_was_interrupted("scaling_law"), contextlib.closing(in_turn(trials, runs_dir, tick)) as ended:
+            for trial, run in ended:
+                done[trial.place] = run
+                if not quiet:
+                    passed = time.monotonic() - began
+                    left = units.seconds(passed / len(done) * (len(trials) - len(done)))
+                    print(f"[{len(done)}/{len(trials)}] {trial.name}: {outcome_line(run)} · about {left} left", flush=True)
+    except _Spent:
+        cut = f"the budget of {units.seconds(budget_s)} was spent"
+    except KeyboardInterrupt:
+        if not done:
+            raise
+        cut = INTERRUPTED
+    notes = [f"{cut} after {len(done)} of {len(trials)} runs"] if cut else []
+    return [done[place] for place in sorted(done)], notes
 
 
 def count(tasks: Sequence[str]) -> dict[str, dict[str, int | None]]:
