@@ -184,11 +184,11 @@ def test_a_law_of_the_runs_that_have_ended(monkeypatch: pytest.MonkeyPatch, caps
     monkeypatch.setattr(api, "in_turn", launched)
     monkeypatch.setattr(api.ScalingLaw, "from_runs", law_of)
     law = wb.scaling_law(SPEC, sizes=[8, 16, 24], samples=[8, 16, 32], budget_s=65)
-    assert "the budget of 65.0 s was spent after 6 of 9 runs" in law.notes
+    assert "the budget of 1 min 05 s was spent after 6 of 9 runs" in law.notes
     said = capsys.readouterr().out.splitlines()
     assert said[0].startswith("9 trainings, ")
-    assert said[0].endswith("steps in all; at most 65.0 s")
-    assert said[1].endswith("about 80.0 s left")
+    assert said[0].endswith("steps in all; at most 1 min 05 s")
+    assert said[1].endswith("about 1 min 20 s left")
     interrupt_at[0] = 3
     with pytest.raises(PointsError) as raised:
         wb.scaling_law(SPEC, sizes=[8, 16, 24], samples=[8, 16, 32], quiet=True)
