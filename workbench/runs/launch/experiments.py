@@ -181,8 +181,8 @@ def wait_for(
                 line.show()
             tick()
             time.sleep(_TICK)
-    except BaseException as error:
-        if not (finish and isinstance(error, KeyboardInterrupt) and _ends_early(run)):
+    except BaseException as why:
+        if not (finish and isinstance(why, KeyboardInterrupt) and _ends_early(run)):
             run.stop()
             raise
     finally:
