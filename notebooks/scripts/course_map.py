@@ -20,7 +20,7 @@ ROADS = {
 }
 """A question → the notebooks that answer it, in the order in which to read them."""
 COLORS = dict(zip(ROADS, (LINE, PHASES["optimizer"], PHASES["data_wait"], PHASES["backward"]), strict=True))
-LETTERS = 21
+LETTERS = 23
 """Of a line in a box."""
 
 
@@ -52,7 +52,7 @@ def draw(ax: Axes | None = None) -> Axes:
                 )
             )
             text = "\n".join([path.name[:2], *textwrap.wrap(title.partition(":")[0], LETTERS), times])
-            ax.text(column, -row, text, ha="center", va="center", color=INK, fontsize=8.5, linespacing=1.3)
+            ax.text(column, -row, text, ha="center", va="center", color=INK, fontsize=8, linespacing=1.25)
     ax.set_xlim(-0.55, len(ROADS) - 0.45)
     ax.set_ylim(-max(map(len, ROADS.values())) + 0.45, 0.85)
     return ax
