@@ -1,11 +1,15 @@
 """Judges the planted bottlenecks of `tests/diagnosis/gallery` by the workbench, by TraceML 0.5.0 and by torch-tb-profiler.
 
     python benchmarks/verdicts.py [CASE…] [--held-out] [--runs 3] [--no-proofs] [--results DIR]
+    python benchmarks/verdicts.py --time
 
 Every verdict comes from a fresh process. The first table also shows what the removal of the cause saves, the
 second the predicted gain of each remedy beside the proved one. With `--results` the answers stay in DIR, and those that are there are not
 made again. About 15 minutes per run of all cases on two cores. Needs `pip install traceml-ai==0.5.0 torch-tb-profiler==0.4.3`; a
 peer that is not there is left out.
+
+`--time` judges each case once, by the workbench alone and without proofs, and prints which verdicts are right and the median time to a
+verdict: about 10 minutes with nothing else running, 12 at most.
 """
 
 import argparse
@@ -35,6 +39,8 @@ from held_out import HELD_OUT  # noqa: E402
 TOOLS = ("truth", "ours", "traceml", "plugin")
 LIMIT = 240
 """Seconds that a judge may take."""
+TIMED_MINUTES = 12.0
+"""After which `--time` begins no further case."""
 MEANT = {
     "INPUT_BOUND": "input-bound",
     "H2D_BOUND": "transfer-bound",
@@ -115,12 +121,16 @@ def main() -> None:
     parser.add_argument("--no-proofs", action="store_true")
     parser.add_argument("--tools", nargs="+", choices=TOOLS, default=TOOLS)
     parser.add_argument("--results", type=Path, help="folder for the answers")
+    parser.add_argument("--time", action="store_true", help=f"ours alone, one run, no proofs, and at most {TIMED_MINUTES:g} minutes")
     parser.add_argument("--peer-python", type=Path, default=Path(sys.executable), help="a Python whose neighbour is `traceml`")
     given = parser.parse_args()
     chosen = HELD_OUT if given.held_out else CASES
     cases = [{**CASES, **HELD_OUT}[name] for name in given.cases] or list(chosen.values())
     import torch
 
+    if given.time:
+        given.runs, given.no_proofs, given.tools = 1, True, ["ours"]
+    until = time.monotonic() + (60 * TIMED_MINUTES if given.time else float("inf"))
     tools = [tool for tool in TOOLS if tool in given.tools]
     if "traceml" in tools and not given.peer_python.with_name("traceml").exists():
         tools.remove("traceml")
@@ -138,6 +148,8 @@ def main() -> None:
                     if tool == "truth" and number:
                         continue
                     kept = results / f"{case.name}.{tool}.{number}.json"
+                    if not kept.exists() and time.monotonic() > until - given.budget:
+                        continue
                     if not kept.exists():
                         prove = not given.no_proofs and number == 0
                         found = judge(case, tool, kept.with_suffix(".part"), given.peer_python, given.budget, prove)
@@ -145,7 +157,8 @@ def main() -> None:
                         kept.write_text(json.dumps(found))
                         if tool != "truth":
                             mark = "" if right(case, tool, found) else "   <<<"
-                            print(f"{case.name:28} {tool:8} {word(tool, found)}{mark}", file=sys.stderr, flush=True)
+                            took = f"{found['took']:5.1f} s"
+                            print(f"{case.name:28} {tool:8} {took}  {word(tool, found)}{mark}", file=sys.stderr, flush=True)
                     answers.setdefault((case.name, tool), []).append(json.loads(kept.read_text()))
     show(cases, tools, answers)
 
@@ -157,7 +170,7 @@ def show(cases: list[Case], tools: list[str], answers: dict[tuple[str, str], lis
     rows, scores = [], dict.fromkeys(judges, (0, 0))
     for case in cases:
         if not any((case.name, tool) in answers for tool in tools):
-            rows.append([case.name, "needs a GPU", *["" for _ in judges]])
+            rows.append([case.name, "needs a GPU" if case.gpu else "no time was left", *["" for _ in judges]])
             continue
         true = answers.get((case.name, "truth"), [{}])[0]
         cells: list[object] = []
@@ -172,6 +185,10 @@ def show(cases: list[Case], tools: list[str], answers: dict[tuple[str, str], lis
                 cells[-1] = f"{cells[-1]}, {statistics.fmean(one.get('seconds', LIMIT) for one in found):.0f} s"
         saved = units.percent(true["saved"]) if "saved" in true else "–"
         rows.append([case.name, f"{'|'.join(case.answers)}, {saved}", *cells])
+    seconds = [one["seconds"] for (_, tool), found in answers.items() if tool == "ours" for one in found if "seconds" in one]
+    if seconds:
+        times = f"median time to a verdict {statistics.median(seconds):.1f} s, longest {max(seconds):.1f} s"
+        note = f"{times}, in {len(seconds)} diagnoses; {note}"
     total = ["right", ""] + [f"{good} of {count} ({units.percent(good / max(1, count))})" for good, count in scores.values()]
     names = {"ours": "workbench", "traceml": "TraceML 0.5.0", "plugin": "torch-tb-profiler 0.4.3"}
     columns = ("case", "planted, and what its removal saves", *(names[tool] for tool in judges))

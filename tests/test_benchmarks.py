@@ -117,3 +117,20 @@ def test_a_published_program_has_its_weights_once() -> None:
     )
     weights = 4 * 4096**2
     assert 2 * weights <= figure.predicted()["allocated"] < 2.7 * weights  # with gradients and cuBLAS's workspace
+
+
+@pytest.mark.usefixtures("paths")
+def test_the_time_to_a_verdict_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    verdicts = importlib.import_module("benchmarks.verdicts")
+    cases = [verdicts.CASES[name] for name in ("healthy_mlp", "python_metric", "slow_storage")]
+    answers = {
+        ("healthy_mlp", "ours"): [{"verdict": "compute-bound", "cause": "compute", "seconds": 10.0}],
+        ("python_metric", "ours"): [{"verdict": "input-bound", "cause": "loader", "seconds": 13.0}],
+    }
+    verdicts.show(cases, ["ours"], answers)
+    printed = capsys.readouterr().out
+    assert "✓ 1/1 compute-bound (compute), 10 s" in printed
+    assert "✗ 0/1 input-bound (loader), 13 s" in printed
+    assert "no time was left" in printed
+    assert "1 of 2 (50 %)" in printed
+    assert "median time to a verdict 11.5 s, longest 13.0 s, in 2 diagnoses" in printed
