@@ -55,18 +55,19 @@ import workbench as wb
 
 class Slow(torch.utils.data.Dataset):
     def __len__(self):
-        return 4096
+        return {samples}
 
     def __getitem__(self, index):
-        time.sleep(8e-3)
-        x = torch.sin(torch.arange(64.0) * (index + 1))
+        time.sleep({seconds})
+        x = torch.sin(torch.arange({inputs}.0) * (index + 1))
         return x, x.sum(0, keepdim=True)
 
 def build():
     loss = lambda model, batch: (model(batch[0]) - batch[1]).square().mean()
-    model = lambda: torch.nn.Sequential(torch.nn.Linear(64, 4096), torch.nn.Tanh(), torch.nn.Linear(4096, 1))
-    return wb.Task(model=model, dataset=Slow, loss=loss, optimizer="sgd(lr=0.001, momentum=0.9)")
+    model = lambda: torch.nn.Sequential(torch.nn.Linear({inputs}, {hidden}), torch.nn.Tanh(), torch.nn.Linear({hidden}, 1))
+    return wb.Task(model=model, dataset=Slow, loss=loss, optimizer="sgd(lr={lr}, momentum=0.9)")
 """
+"""A file with a small task that takes its time; `tests/runs/test_resume.py` trains it, too."""
 LAUNCH = f"""
 import sys, time
 import workbench as wb
@@ -290,7 +291,7 @@ class Trial:
         self.path: Path | None = None
         """The run directory, once there is one."""
         folder.mkdir(parents=True)
-        (folder / "task.py").write_text(TASK)
+        (folder / "task.py").write_text(TASK.format(samples=4096, seconds=8e-3, inputs=64, hidden=4096, lr=0.001))
 
     @contextlib.contextmanager
     def launched(self) -> Iterator["subprocess.Popen[str]"]:

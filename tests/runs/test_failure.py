@@ -44,12 +44,22 @@ def rank2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / run_directory.ERRORS / "rank2.json"
 
 
-def lost_connection(*files: str) -> None:
+LOST = {
+    ConnectionResetError: "raise ConnectionResetError(104, 'Connection reset by peer')",
+    ConnectionRefusedError: "raise ConnectionRefusedError(111, 'Connection refused by peer')",
+    EOFError: "raise EOFError('Connection closed by peer')",
+    FileNotFoundError: "raise FileNotFoundError(2, 'Connection closed by peer: no such socket')",
+    RuntimeError: "raise RuntimeError('Connection closed by peer')",
+}
+"""Error → the line that raises it. In each message, "by peer" makes it look like the end of another rank."""
+
+
+def lost_connection(*files: str, line: str = LOST[ConnectionResetError]) -> None:
     """Raise as if each of these files had called the next one."""
     inner: Callable[[], None] | None = None
     for file in reversed(files):
         namespace: dict[str, Any] = {"inner": inner}
-        body = "inner()" if inner else "raise ConnectionResetError(104, 'Connection reset by peer')"
+        body = "inner()" if inner else line
         exec(compile(f"def call():\n    {body}", file, "exec"), namespace)
         inner = namespace["call"]
     assert inner
@@ -71,6 +81,15 @@ def test_a_worker_that_ended_while_it_handed_over_a_batch_is_no_peer(rank2: Path
     record = run_directory.read_json(rank2)
     assert record["message"].endswith("(a worker of the DataLoader ended while it handed over a batch)") is of_a_worker
     assert record["consequence"] is not of_a_worker
+
+
+@pytest.mark.parametrize("error", LOST)
+def test_a_worker_that_ended_shows_itself_by_several_errors(rank2: Path, error: type[Exception]) -> None:
+    with pytest.raises(error) as caught:
+        lost_connection("/x/torch/utils/data/dataloader.py", "/x/torch/multiprocessing/reductions.py", line=LOST[error])
+    failure.record(caught.value)
+    record = run_directory.read_json(rank2)
+    assert record["consequence"] is ("a worker of the DataLoader ended" not in record["message"]) is (error is RuntimeError)
 
 
 def test_a_variable_that_names_no_rank_hides_no_error(rank2: Path, monkeypatch: pytest.MonkeyPatch) -> None:

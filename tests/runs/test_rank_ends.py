@@ -192,6 +192,8 @@ def test_the_rank_of_a_file_without_its_first_row_is_that_of_its_name(by_hand: M
         (made.path / run_directory.rank_file(rank)).write_text(lines(20).partition("\n")[2] + more)
     run = wb.Run.load(made.path)
     assert [timeline.rank for timeline in run.timelines] == [rank.rank for rank in run.rank_means] == [2, 11]
+    files = [made.path / run_directory.rank_file(rank) for rank in (2, 11, 300)]  # the last is not there yet
+    assert [RankEnds(path).read().means.rank for path in files] == [2, 11, 300]
 
 
 def test_a_growing_run_is_read_once(by_hand: Make, monkeypatch: pytest.MonkeyPatch) -> None:

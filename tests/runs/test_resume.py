@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 import workbench as wb
+from benchmarks import random_kills
 from tests.conftest import HandMade
 from workbench.core import run_directory
 from workbench.runs.entrypoints import TRAIN, entrypoint
@@ -25,24 +26,7 @@ from workbench.runs.launch.resume import _Attempt
 from workbench.runs.run import Run
 from workbench.runs.spec import ScriptSpec
 
-TASK = """
-import time, torch
-import workbench as wb
-
-class Slow(torch.utils.data.Dataset):
-    def __len__(self):
-        return 200
-
-    def __getitem__(self, index):
-        time.sleep(2e-3)
-        x = torch.sin(torch.arange(8.0) * (index + 1))
-        return x, x.sum(0, keepdim=True)
-
-def build():
-    loss = lambda model, batch: (model(batch[0]) - batch[1]).square().mean()
-    model = lambda: torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
-    return wb.Task(model=model, dataset=Slow, loss=loss, optimizer="sgd(lr=0.05, momentum=0.9)")
-"""
+TASK = random_kills.TASK.format(samples=200, seconds=2e-3, inputs=8, hidden=16, lr=0.05)
 
 
 def ranks_of(run: wb.Run) -> list[int]:

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from workbench.core import units
 from workbench.core.checks import did_you_mean
+from workbench.core.codec import to_json
 from workbench.core.display import table as display
 from workbench.core.vocabulary import PHASES
 from workbench.runs.run import ACTIVE, Run
@@ -143,7 +144,7 @@ class RunCheck(display.Shown):
     def to_json(self) -> dict[str, Any]:
         """As plain JSON values; None = not measured."""
         rows = [
-            {"name": b.name, "measured": _known(b.measured), "limit": _known(b.limit), "given": b.given, "state": b.state}
+            {"name": b.name, "measured": to_json(b.measured), "limit": to_json(b.limit), "given": b.given, "state": b.state}
             for b in self.budgets
         ]
         return {"run": str(self.run.path), "state": self.run.state, "ok": self.ok, "budgets": rows, "differences": self.differences}
@@ -232,7 +233,3 @@ def _budget(name: str, given: object, run: Run, against: Run | None) -> Budget:
         other = read(against)
         limit = other + (limit - 1) * abs(other)  # a loss may be negative
     return Budget(name=name, given=str(given), limit=limit, measured=read(run))
-
-
-def _known(value: float) -> float | None:
-    return value if math.isfinite(value) else None

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from workbench.core import late, units
-from workbench.core.codec import NOT_STORED, JsonDataclass
+from workbench.core.codec import NOT_STORED, JsonDataclass, to_json
 from workbench.core.display import table as display
 from workbench.core.statistics import Interval
 from workbench.core.vocabulary import PART_WORDS, PARTS
@@ -318,7 +318,8 @@ class Diagnosis(JsonDataclass):
 
 def _number(value: float) -> float | None:
     """Three digits of it; None if it is infinite or not known."""
-    return float(f"{value:.3g}") if math.isfinite(value) else None
+    number: float | None = to_json(float(f"{value:.3g}"))
+    return number
 
 
 def _three(interval: Interval) -> list[float | None]:
