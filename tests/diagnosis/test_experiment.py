@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,10 +21,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
+from tests.played_steps import laps
 from workbench.core.statistics import LOOKS
 from workbench.diagnosis.analysis.diagnosis import Diagnosis
 from workbench.diagnosis.analysis.evidence import Evidence
-from workbench.diagnosis.measure.experiment import _is_decided, experiment
+from workbench.diagnosis.measure.experiment import _is_decided, experiment, new_pages_note
 from workbench.harness.ab_test import measure_change
 from workbench.harness.blocks import DiagnoseError, StepFailed
 
@@ -469,3 +471,14 @@ def test_two_ranks_say_what_communication_no_sync_does_not_take_away(tmp_path: P
             f"{CALLS[mode]}, so" in note
             for note in said
         ), said
+
+
+def test_steps_that_get_new_memory_from_the_kernel_are_noted() -> None:
+    """The usual step touches a few new pages, and one that reads files is in the kernel for long: neither is noted."""
+    step = laps(0.02, 0.02)
+    (note,) = new_pages_note([replace(step, faults=4000, kernel=0.008), replace(step, faults=2000, kernel=0.004)])
+    assert note.startswith("30 % of the step without its loader passes in the kernel, which gives it new pages of memory 3,000 times")
+    assert "MALLOC_TRIM_THRESHOLD_=4294967296" in note
+    assert new_pages_note([replace(step, faults=4000, kernel=0.001)]) == []
+    assert new_pages_note([replace(step, faults=10, kernel=0.015)]) == []
+    assert new_pages_note([]) == []

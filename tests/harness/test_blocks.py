@@ -1,6 +1,8 @@
 """Blocks of steps by a fake clock: which steps count, what is left out, and which call failed."""
 
 import math
+import mmap
+import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
 
@@ -8,6 +10,7 @@ import pytest
 import torch
 
 from tests.played_steps import Clock, laps
+from workbench.core import system_load
 from workbench.harness.blocks import Block, BlockTimer, StepFailed, StepTimes, Timings, common_length, no_step
 from workbench.harness.peers import Peers
 
@@ -85,3 +88,18 @@ def test_which_call_failed(bench: BlockTimer) -> None:
     with pytest.raises(StepFailed, match=r"KeyError at its call number 3: 'label'") as caught:
         bench.run("full", [0, 1, 2], 3, step=step)
     assert isinstance(caught.value.error, KeyError)
+
+
+def test_pages_that_the_kernel_gives_are_counted_per_step(bench: BlockTimer, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = iter([(100, 1.0), (2100, 1.5)])
+    monkeypatch.setattr(system_load, "page_faults", lambda: next(given))
+    (laps,) = bench.run("cached", [0, 0, 0, 0], 4).laps
+    assert (laps.faults, laps.kernel) == (500.0, 0.125)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counted on Linux")
+def test_a_thread_that_writes_to_new_memory_gets_pages() -> None:
+    before, _ = system_load.page_faults()
+    memory = mmap.mmap(-1, 2**24)
+    memory.write(b"1" * 2**24)
+    assert system_load.page_faults()[0] > before

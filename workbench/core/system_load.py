@@ -84,6 +84,20 @@ def _quota(cgroup: Path, proc: Path) -> float:
     return min(quotas)
 
 
+def page_faults() -> tuple[int, float]:
+    """How many times the kernel gave the calling thread pages of memory so far, and seconds that the thread spent in the kernel.
+
+    Linux only; elsewhere (0, 0.0).
+    """
+    try:
+        import resource
+
+        usage = resource.getrusage(resource.RUSAGE_THREAD)
+    except (ImportError, AttributeError):
+        return 0, 0.0
+    return usage.ru_minflt, usage.ru_stime
+
+
 class RunQueueDelay:
     """How long the threads that compute have been ready to run and waited for a core: the kernel's run-queue delay, in seconds.
 

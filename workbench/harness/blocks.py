@@ -11,6 +11,7 @@ from typing import Any, Self
 
 import torch
 
+from workbench.core import system_load
 from workbench.core.system_load import GcTimer, RunQueueDelay
 from workbench.harness import device_clock
 from workbench.harness.feed import Exhausted
@@ -53,6 +54,10 @@ class StepTimes:
     """Steps at which the loader began a new pass."""
     tail: float = 0.0
     """Until the device was done with all of them, where that is not in `calls`."""
+    faults: float = 0.0
+    """Times per step that the kernel gave the thread pages of memory."""
+    kernel: float = 0.0
+    """Per step in the kernel."""
 
     def mean(self, left_out: Iterable[int] = ()) -> float | None:
         """Mean seconds of a step, without those that are left out and those at which a pass began; None if none remains."""
@@ -209,6 +214,7 @@ class BlockTimer:
         if not queued:
             self.synchronize()
         on_device = device_clock.DeviceClock(self.device) if queued else None
+        faults, kernel = system_load.page_faults()
         waited, collected, start = delay(), collections.seconds, now()
         try:
             for i in range(count):
@@ -236,6 +242,7 @@ class BlockTimer:
             parts, whole = on_device.read() if on_device else ([], 0.0)
             self.synchronize()
             tail = 0.0 if on_device else now() - start
+            more_faults, more_kernel = system_load.page_faults()
         finally:
             if close := getattr(batches, "close", None):
                 close()
@@ -243,7 +250,11 @@ class BlockTimer:
             steps = len(calls)
             waits = array("d", parts[::2] or [0.0] * steps)
             calls = array("d", parts[1::2] or [whole / steps] * steps)
-        return StepTimes(waits=waits, calls=calls, delays=delays, gcs=gcs, fresh=tuple(fresh), tail=tail)
+        steps = max(1, len(calls))
+        faults_per_step, kernel_per_step = (more_faults - faults) / steps, (more_kernel - kernel) / steps
+        return StepTimes(
+            waits=waits, calls=calls, delays=delays, gcs=gcs, fresh=tuple(fresh), tail=tail, faults=faults_per_step, kernel=kernel_per_step
+        )
 
     def _call(self, step: Callable[[Any], Any], batch: Any) -> None:
         if step is no_step:

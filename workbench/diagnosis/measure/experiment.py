@@ -26,7 +26,7 @@ from workbench.diagnosis.measure import inside, loading
 from workbench.diagnosis.measure.evidence import EvidenceBuilder
 from workbench.diagnosis.measure.trials import CLEAR_INTERVAL, FEW_PAIRS, MIN_BLAMED_SAVING, NARROW_INTERVAL, Trials, reaching, treatments
 from workbench.harness import ablations
-from workbench.harness.blocks import BlockTimer, DiagnoseError, steps_for
+from workbench.harness.blocks import BlockTimer, DiagnoseError, StepTimes, steps_for
 from workbench.harness.discover import ReachableState
 from workbench.harness.feed import Exhausted, Feed
 from workbench.harness.interleave import InterleavedRounds
@@ -168,6 +168,7 @@ class _Experiment:
                 if self.peers.world_size > 1 or not self.rounds.pairs:
                     raise
                 self.notes.append(f"stopped by Ctrl-C after {units.seconds(self.bench.tick())}: this is the result so far")
+            self.notes += new_pages_note([block.laps[self.peers.rank] for block in self.bench.timings.blocks["cached"]])
             reduced = self.peers.world_size > 1 and ablations.can_skip_reduction(self.models)
             gradients = measure_gradients(self.models, self.peers) if reduced else None
             self.bench.tick()
@@ -325,6 +326,34 @@ def saved_by_caching(pairs: Sequence[tuple[float, float]], *, looks: int = LOOKS
     """What cached batches save of the full step, as an interval that may be looked at after each pair; see `repeated_interval`."""
     known = [math.log(cached / full) for full, cached in pairs if full > 0 < cached]
     return repeated_interval(known or [0.0], looks=looks).of(lambda ratio: 1 - math.exp(ratio))
+
+
+MIN_NEW_PAGES, MIN_KERNEL_SHARE = 200, 0.15
+"""Page faults per step, and share of the step in the kernel, from which on both are noted. Measured with AdamW on a table of 10 MB (glibc
+2.36): 3,000 to 5,500 faults and 26 to 45 % of the step, and none where freed memory is kept. Chosen well below, for a note only."""
+
+
+def new_pages_note(laps: Sequence[StepTimes]) -> list[str]:
+    """A note, where much of a step goes into memory that the C library gives back to the kernel and gets again.
+
+    How much that is depends on what else is in the heap, so such a step is slower and faster from block to block, and so are variants.
+
+    Args:
+        laps: of blocks without a loader, on this rank.
+    """
+    steps = sum(len(lap.calls) for lap in laps)
+    if not steps:
+        return []
+    faults, kernel = (sum(getattr(lap, name) * len(lap.calls) for lap in laps) / steps for name in ("faults", "kernel"))
+    share = kernel * steps / max(1e-12, sum(sum(lap.calls) + lap.tail for lap in laps))
+    if faults < MIN_NEW_PAGES or share < MIN_KERNEL_SHARE:
+        return []
+    return [
+        f"{units.percent(share)} of the step without its loader passes in the kernel, which gives it new pages of memory {faults:,.0f} "
+        "times: the C library gives freed memory back. How often varies, and with it what another optimizer or batch gains. "
+        "MALLOC_TRIM_THRESHOLD_=4294967296 MALLOC_MMAP_THRESHOLD_=33554432 in the environment of Python keeps it (glibc; wb.launch sets "
+        "both)"
+    ]
 
 
 def what_changes(name: str) -> str:
