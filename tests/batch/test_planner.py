@@ -188,12 +188,15 @@ def test_the_schedule_is_the_one_that_training_takes() -> None:
 def test_it_follows_a_slider_quickly() -> None:
     made = BatchPlanner(PLAN, noise_scale=400, steps=LAW, throughput=CURVE)
     made.batch.value = 128  # torch is loaded for the schedule
-    spent = []
+    spent, usual = [], []
     for batch in (256, 512, 256, 512, 1024):
-        began = time.process_time()
+        began = time.thread_time()
         made.batch.value = batch
-        spent.append(time.process_time() - began)
-    assert min(spent) < 0.05
+        spent.append(time.thread_time() - began)
+        began = time.thread_time()
+        sum(str(number).count("1") for number in range(100_000))  # how fast this machine runs Python
+        usual.append(time.thread_time() - began)
+    assert min(spent) < 4 * min(usual), (spent, usual)
 
 
 def test_what_it_shows_survives_as_text() -> None:

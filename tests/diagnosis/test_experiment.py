@@ -140,8 +140,8 @@ def test_stalls_are_counted_apart() -> None:
     evidence = experiment(step, DataLoader(Samples(), batch_size=4), budget_s=6)
     assert evidence.stalls.every == 20
     assert evidence.stalls.extra == pytest.approx(0.1, rel=0.3)
-    assert evidence.arms["cached"].seconds < 0.006
-    assert evidence.step > 1.5 * evidence.arms["cached"].seconds
+    # what is planted, 5 ms per step, is in the step and not in the arm, however slow the machine is
+    assert evidence.step - evidence.arms["cached"].seconds == pytest.approx(0.1 / 20, rel=0.6)
     assert calls == [0]  # it was counted back, too
 
 

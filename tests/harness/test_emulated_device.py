@@ -103,7 +103,7 @@ def test_a_collective_ends_when_the_last_rank_is_ready(tmp_path: Path) -> None:
     assert ends[0] == ends[1]
     assert ends[0] is not None
     # 0.03 on the second rank, 0.01 together, 0.001 on the second rank, 0.01 together
-    assert ends[0] - began == pytest.approx(0.051, abs=0.004)
+    assert ends[0] - began == pytest.approx(0.051, abs=0.008)  # each other order ends 0.01 sooner or later
     assert time.perf_counter() - began < 0.04
 
 

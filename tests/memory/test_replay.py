@@ -213,11 +213,11 @@ def test_nothing_in_it() -> None:
 
 def test_a_long_log_costs_little_more_than_reading_it() -> None:
     log = wild(1, 60_000)
-    began = time.perf_counter()
+    began = time.thread_time()  # not the time that passes: others compute here
     sum(1 for event in log.events for _ in event)
-    read, began = time.perf_counter() - began, time.perf_counter()
+    read, began = time.thread_time() - began, time.thread_time()
     Replay(log, 512)
-    assert time.perf_counter() - began < 60 * read  # columns and sums, no loop per event and group
+    assert time.thread_time() - began < 60 * read  # columns and sums, no loop per event and group
 
 
 @settings(max_examples=30, deadline=None)
