@@ -251,28 +251,94 @@ def saves_most(guess: str | None, totals: Mapping[str, int]) -> None:
     _say(guess, guess == least, because, "look at what is largest at the fullest moment, and at which change touches it.")
 
 
-def scaled(given: float | None, best: float) -> None:
-    """Notebook 05, exercise 1: a learning rate by the damped rule, to 2 %."""
-    right = given is not None and abs(given / best - 1) < 0.02
-    _say(
-        given, right, "(1 + noise / batch) over (1 + noise / new batch), times the old one.", "what are 1 + noise / batch before and after?"
-    )
+def times_fewer(guess: float | None, measured: float) -> None:
+    """Notebook 05: how many times fewer steps 64 times the batch takes; the nearest of 2, 6, 20 and 64 is right."""
+    nearest = min((2, 6, 20, 64), key=lambda choice: abs(math.log(choice / measured)))
+    said = f"it was {units.times(measured)} fewer"
+    _say(guess, guess == nearest, f"{said}.", f"{said}: from some batch on, more samples tell a step nothing new.")
 
 
-def price(given: float | None, batch: int, critical: float) -> None:
-    """Notebook 05, exercise 2: how many times the fewest samples a batch costs."""
-    factor = 1 + batch / critical
-    right = given is not None and abs(given / factor - 1) < 0.1
-    _say(
-        given,
-        right,
-        f"1 + {batch} / {critical:.0f}: at the critical batch it is 2.",
-        "samples are batch × steps: multiply the law by the batch.",
-    )
+def samples_per_sec(written: Callable[..., Any]) -> None:
+    """Notebook 05, exercise 1: samples per second of a batch, if a step has a fixed part and a part for each sample."""
+    cases = [{"batch": batch, "fixed": 0.002, "per_sample": 1e-5} for batch in (16, 200, 100_000)]
+    because = "batch over the seconds of a step. A large batch pays the fixed part once for many samples."
+    _judge(written, lambda batch, fixed, per_sample: batch / (fixed + batch * per_sample), cases, because, "How long is one step?")
+
+
+def steps_and_samples(written: Callable[..., Any]) -> None:
+    """Notebook 05, exercise 2: steps and samples to the target by the law of the critical batch."""
+
+    def law(batch: int, s_min: float, b_crit: float) -> tuple[float, float]:
+        return s_min * (1 + b_crit / batch), s_min * (batch + b_crit)
+
+    cases = [{"batch": batch, "s_min": 60, "b_crit": 100} for batch in (16, 100, 1024)]
+    because = "at the critical batch, steps and samples are both twice the least possible."
+    _judge(written, law, cases, because, "Steps are s_min (1 + b_crit / B); samples are B times as many.")
+
+
+def ready_first(written: Callable[..., Any]) -> None:
+    """Notebook 05, exercise 3: the batch that reaches the target first, by the law and samples per second."""
+
+    def best(rates: Mapping[int, float], s_min: float, b_crit: float) -> int:
+        return min(rates, key=lambda batch: s_min * (batch + b_crit) / rates[batch])
+
+    full, empty = {16: 900.0, 64: 1000.0, 256: 1010.0}, {16: 1000.0, 64: 3900.0, 256: 15000.0, 1024: 20000.0}
+    cases = [{"rates": rates, "s_min": 60, "b_crit": 100} for rates in (full, empty)]
+    because = "a device that 16 samples fill wants a batch of 16; one that they leave empty wants a larger one."
+    _judge(written, best, cases, because, "The time is samples to the target, over samples per second.")
+
+
+def rescued(guess: str | None, trained: Sequence[int]) -> None:
+    """Notebook 06: at which of the batches 256 and 512 a warm-up rescues the linear rule: "both", "256 only" or "neither"."""
+    truth = "both" if len(trained) == 2 else "256 only" if 256 in trained else "512 only" if trained else "neither"
+    _say(guess, guess == truth, f"{truth}.", f"{truth}: a warm-up changes the first steps, and this rate is kept until the end.")
+
+
+def damped(written: Callable[..., Any]) -> None:
+    """Notebook 06, exercise 1: a learning rate for another batch by the damped rule."""
+
+    def rule(lr: float, batch: int, to_batch: int, noise: float) -> float:
+        return lr * (1 + noise / batch) / (1 + noise / to_batch)
+
+    cases = [{"lr": 0.1, "batch": 100, "to_batch": to_batch, "noise": noise} for to_batch, noise in ((400, 300), (100, 50), (10**6, 300))]
+    because = "far below the noise it is the linear rule, and however large the batch, it never passes lr (1 + noise / batch)."
+    _judge(written, rule, cases, because, "What are 1 + noise / batch before and after?")
+
+
+def steepest(written: Callable[..., Any]) -> None:
+    """Notebook 06, exercise 2: the learning rate at which the loss falls fastest, by its logarithm or by the rate itself."""
+
+    def truth(lrs: Sequence[float], losses: Sequence[float]) -> tuple[float, float]:
+        falls = [(b - a, low, high) for a, b, low, high in zip(losses, losses[1:], lrs, lrs[1:], strict=False)]
+        by_log = min(falls, key=lambda fall: fall[0] / math.log(fall[2] / fall[1]))
+        by_rate = min(falls, key=lambda fall: fall[0] / (fall[2] - fall[1]))
+        return by_log[1], by_rate[1]
+
+    cases = [
+        {"lrs": [1e-4, 1e-3, 1e-2, 1e-1, 1.0], "losses": [2.3, 2.29, 2.2, 1.5, 2.6]},
+        {"lrs": [0.01, 0.02, 0.1, 0.2], "losses": [2.0, 1.9, 1.2, 1.1]},
+    ]
+    because = "a slope over the rate itself is divided by small numbers on the left, so it favours rates that are far too small."
+    _judge(written, truth, cases, because, "Take the slope between neighbours, and return the left learning rate of the lowest slope.")
+
+
+def warmup(written: Callable[..., Any]) -> None:
+    """Notebook 06, exercise 3: steps of a warm-up of five epochs, but of a tenth of the run at most."""
+
+    def truth(dataset: int, batch: int, steps: int) -> int:
+        return min(math.ceil(5 * dataset / batch), steps // 10)
+
+    cases = [
+        {"dataset": 1_281_167, "batch": 8192, "steps": 14_000},
+        {"dataset": 8000, "batch": 256, "steps": 125},
+        {"dataset": 8000, "batch": 512, "steps": 10_000},
+    ]
+    because = "five epochs of ImageNet fit into its 90; five epochs of a short run are longer than the run."
+    _judge(written, truth, cases, because, "An epoch is dataset / batch steps, rounded up after the multiplication by five.")
 
 
 def fails_at(guess: int | None, failed: list[int]) -> None:
-    """Notebook 05: from which batch on does linear scaling fail?"""
+    """Notebook 06: from which batch on does linear scaling fail?"""
     first = min(failed, default=0)
     _say(guess, guess == first, f"{first:,} is the first.", f"it first fails at {first:,}.")
 
@@ -297,11 +363,43 @@ def tokens(guess: float | None, measured: float, naive: float) -> None:
     _say(guess, right, f"{said}.", f"{said}: by how much did each GPU fall behind at each doubling?")
 
 
-def step_of(divided: float, fixed: float, processes: int, answer: float | None) -> None:
-    """Notebook 09, exercise 2: seconds of a step in strong scaling, to 2 %."""
-    best = divided / processes + fixed
-    right = answer is not None and abs(answer / best - 1) < 0.02
-    _say(answer, right, f"{divided:g}/{processes} + {fixed:g}.", "divide what is divided, and add what is not.")
+def efficiency(written: Callable[..., Any]) -> None:
+    """Notebook 09, exercise 1: throughput per process, over that of the smallest number of processes."""
+
+    def truth(rates: Mapping[int, float]) -> dict[int, float]:
+        first = min(rates)
+        return {n: rate / n * first / rates[first] for n, rate in rates.items()}
+
+    cases = [{"rates": {1: 100.0, 2: 190.0, 4: 320.0}}, {"rates": {8: 1210.0, 16: 2330.0, 32: 4380.0}}]
+    because = "the smallest number has 1. What is missing from 1 is what scaling costs."
+    _judge(written, truth, cases, because, "Divide each rate by its number of processes, then by the same of the smallest.")
+
+
+def linear(written: Callable[..., Any]) -> None:
+    """Notebook 09, exercise 2: the linear extrapolation from the largest number of processes."""
+    cases = [{"rates": {8: 1210.0, 16: 2330.0, 32: 4380.0}, "n": n} for n in (64, 1024)]
+    because = "it keeps the efficiency of the last point, so it cannot fall any further."
+    _judge(
+        written, lambda rates, n: n * rates[max(rates)] / max(rates), cases, because, "What does one process reach in the largest point?"
+    )
+
+
+def strong(written: Callable[..., Any]) -> None:
+    """Notebook 09, exercise 3: seconds of a step in strong scaling, and its speedup."""
+
+    def truth(divided: float, fixed: float, n: int) -> tuple[float, float]:
+        return divided / n + fixed, (divided + fixed) / (divided / n + fixed)
+
+    cases = [{"divided": 0.9, "fixed": 0.1, "n": n} for n in (1, 9, 1000)]
+    because = "1,000 processes are not even ten times as fast: the fixed tenth stays."
+    _judge(written, truth, cases, because, "Divide what is divided, and add what is not.")
+
+
+def energy(guess: float | None, ratio: float) -> None:
+    """Notebook 09: how many times the energy 128 times the GPUs take; the nearest of 1, 2, 11 and 128 is right."""
+    nearest = min((1, 2, 11, 128), key=lambda choice: abs(math.log(choice / ratio)))
+    said = f"{units.times(ratio)} the energy"
+    _say(guess, guess == nearest, f"{said}.", f"{said}: the work is the same, and what grows is what the GPUs draw while they wait.")
 
 
 def part_of(answer: str | None) -> None:
