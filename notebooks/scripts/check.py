@@ -418,23 +418,42 @@ def share_of(guess: float | None, share: float) -> None:
     _say(guess, right, f"it is {units.percent(share)}.", f"it is {units.percent(share)}.")
 
 
-def slowdown(guess: float | None, alone: float, reduction: float) -> None:
-    """Notebook 10: how many times as long a step takes with a reduction that hardly hides; the nearest of 1.1, 2, 8 and 40."""
-    factor = (alone + reduction) / alone
-    right = guess is not None and abs(math.log(guess / factor)) < math.log(1.5)
-    said = f"{units.seconds(alone)} of computing and {units.seconds(reduction)} of reduction: {factor:.0f} times"
-    _say(guess, right, f"{said}.", f"{said}, less what hides behind the backward.")
+def slowdown(guess: float | None, factor: float) -> None:
+    """Notebook 10: how many times as long a step takes over 100 Mbit/s; the nearest of 1.1, 2, 5 and 40 is right."""
+    nearest = min((1.1, 2, 5, 40), key=lambda choice: abs(math.log(choice / factor)))
+    said = f"{units.times(factor)} as long"
+    _say(guess, guess == nearest, f"{said}.", f"{said}: 2.6 MB are 21 Mbit. How long do they take at 100 Mbit/s?")
 
 
-def bandwidth(size: float, seconds: float, answer: float | None) -> None:
-    """Notebook 10, exercise 1: Gbit/s at which two ranks reduce so many bytes in so many seconds."""
-    best = 8e-9 * size / seconds
-    right = answer is not None and abs(answer / best - 1) < 0.03
-    _say(answer, right, f"{8e-9 * size:.1f} Gbit in {seconds} s.", "bytes into bits, over the seconds of the backward.")
+def ring(written: Callable[..., Any]) -> None:
+    """Notebook 10, exercise 1: seconds of an all-reduce in a ring."""
+
+    def truth(size: float, ranks: int, latency: float, bandwidth: float) -> float:
+        return 2 * (ranks - 1) * (latency + size / ranks / bandwidth)
+
+    cases = [{"size": 2.6e6, "ranks": ranks, "latency": 5e-5, "bandwidth": 1.25e8} for ranks in (2, 3, 64)]
+    because = "the bytes of a link hardly grow with the ranks, the turns do: in a large ring it is the latency that costs."
+    _judge(written, truth, cases, because, "One turn takes latency + (size / ranks) / bandwidth.")
 
 
-def ring(ranks: int, answer: float | None) -> None:
-    """Notebook 10, exercise 2: bytes on each link of a ring, over those of two ranks."""
-    best = 2 * (ranks - 1) / ranks
-    right = answer is not None and abs(answer - best) < 0.02
-    _say(answer, right, "2(n - 1)/n: it never reaches 2, however many machines there are.", "put n = 2 and the other n into 2(n - 1)/n.")
+def resumed(guess: int | None, step: int) -> None:
+    """Notebook 10: the step from which a run goes on that was killed in step 70, with a checkpoint every 25 steps."""
+    _say(guess, guess == step, f"the last checkpoint is of step {step}.", f"it went on from step {step}: what was the last that was saved?")
+
+
+def interval(written: Callable[..., Any]) -> None:
+    """Notebook 10, exercise 2: seconds between checkpoints that cost least (Young 1974)."""
+    cases = [{"write": 60.0, "between": 86400.0}, {"write": 5.0, "between": 3600.0}, {"write": 60.0, "between": 4 * 86400.0}]
+    because = "four times as few failures, and you save half as often."
+    _judge(written, lambda write, between: math.sqrt(2 * write * between), cases, because, "Where is write / t + t / 2 / between least?")
+
+
+def gbits(written: Callable[..., Any]) -> None:
+    """Notebook 10, exercise 3: Gbit/s that hide a ring of fp32 gradients behind the backward."""
+
+    def truth(parameters: float, backward: float, machines: int) -> float:
+        return 32e-9 * parameters * 2 * (machines - 1) / machines / backward
+
+    cases = [{"parameters": 650e6, "backward": 0.4, "machines": machines} for machines in (2, 64, 128)]
+    because = "52 Gbit/s for two machines, 102 for 64, and hardly more for 128."
+    _judge(written, truth, cases, because, "Bytes per link, times 8, over the seconds of the backward, over 1e9.")
