@@ -183,8 +183,82 @@ def test_a_closure_runs_inside_the_optimizer_and_is_timed_apart(clock: Clock, mo
     loop = watched(clock, 1, model=model, optimizer=optimizer)
     for x in loop:
         optimizer.step(lambda x=x: loss_of(model, x).backward())
-    assert phases(loop.timeline)[0]["backward"] == 7
-    assert phases(loop.timeline)[0]["optimizer"] == 11 + 3  # the loss of a closure cannot be told from the optimizer's own work
+    assert phases(loop.timeline) == [STEP]
+
+
+def test_what_follows_a_forward_without_backward_in_a_closure_is_the_optimizers(clock: Clock, model: Net) -> None:
+    class Searching(Slow):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            with torch.enable_grad():
+                closure()
+            self.clock.sleep(11)
+
+    optimizer = Searching(model)
+    loop = watched(clock, 1, model=model, optimizer=optimizer)
+    for x in loop:
+        loss_of(model, x).backward()
+        optimizer.step(lambda x=x: model(x))
+        loss_of(model, x).backward()
+    assert phases(loop.timeline) == [{"data_wait": 1, "forward": 8 + 5 + 8, "backward": 14, "optimizer": 11}]
+
+
+class Scored(Net):
+    """Returns its loss, as models of transformers and nanoGPT do."""
+
+    def forward(self, x: Tensor) -> Any:
+        y = super().forward(x)
+        return {"logits": y, "loss": y.sum()}
+
+
+def test_what_follows_a_model_that_returns_its_loss_is_other(clock: Clock) -> None:
+    model = Scored(clock)
+    optimizer = Slow(model)
+    loop = watched(clock, 1, 1, model=model, optimizer=optimizer)
+    for number, x in enumerate(loop):
+        output = model(x)
+        clock.sleep(100)  # the next batch is made here
+        loss = output["loss"] if number == 0 else output["logits"].mean()
+        (loss / 4).backward()
+        optimizer.step()
+    assert phases(loop.timeline) == [
+        {"data_wait": 1, "forward": 5, "backward": 7, "optimizer": 11, "other": 100},
+        {"data_wait": 1, "forward": 105, "backward": 7, "optimizer": 11},  # that loss was computed outside
+    ]
+    assert_nothing_left(model, optimizer)
+
+
+def test_a_loss_with_a_further_part_was_computed_outside(clock: Clock) -> None:
+    model = Scored(clock)
+    for x in (loop := watched(clock, 1, model=model)):
+        output = model(x)
+        clock.sleep(3)
+        (output["loss"] + output["logits"].mean()).backward()
+    assert phases(loop.timeline)[0]["forward"] == 8
+
+
+def test_a_wrapper_that_passes_its_attributes_on_is_not_called_by_what_it_wraps(clock: Clock, model: Net) -> None:
+    class Wrapper(nn.Module):  # like Fabric's
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            super().__setattr__(name, value)
+            if name != "inner" and "inner" in self._modules:
+                setattr(self.inner, name, value)
+
+        def forward(self, x: Tensor) -> Any:
+            return self.inner(x)
+
+    wrapper, optimizer = Wrapper(model), Slow(model)
+    loop = watched(clock, 1, model=wrapper, optimizer=optimizer)
+    for x in loop:
+        loss = wrapper(x).sum()
+        clock.sleep(3)
+        loss.backward()
+        optimizer.step()
+    assert phases(loop.timeline) == [STEP]
+    assert_nothing_left(wrapper)
 
 
 def test_the_grad_scaler_is_seen_through(clock: Clock, model: Net, optimizer: Slow) -> None:

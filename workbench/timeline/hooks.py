@@ -3,13 +3,14 @@
 import contextlib
 import os
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import wraps
+from itertools import islice
 from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
 from workbench.timeline.loops import OpenLoops
-from workbench.timeline.marks import BACKWARD, END_FORWARD, END_PHASE, FORWARD, H2D, OPTIMIZER
+from workbench.timeline.marks import BACKWARD, END_FORWARD, END_PHASE, FORWARD, H2D, OPTIMIZER, OWN_BACKWARD
 
 if TYPE_CHECKING:
     import torch
@@ -40,13 +41,40 @@ def on_model(module: "torch.nn.Module", begin: Callable[[], None] | None = None)
             now, marks = OPEN_LOOPS.now, OPEN_LOOPS.marks
             marks.extend((now(), FORWARD))
             try:
-                return call(*args, **kwargs)
+                output = call(*args, **kwargs)
             finally:
                 marks.extend((now(), END_FORWARD))
+            OPEN_LOOPS.losses = losses_in(output)
+            return output
 
         return marked
 
     return Patch(module, "_compiled_call_impl", wrap)
+
+
+def losses_in(output: Any) -> tuple[int, ...]:
+    """Numbers of the operations of autograd that made the single numbers in what a model returned: a tensor, or some in a row or by name."""
+    if isinstance(output, Mapping):
+        output = output.values()
+    elif not isinstance(output, (tuple, list)):
+        output = (output,)
+    nodes = [value.grad_fn for value in islice(output, 8) if getattr(value, "grad_fn", None) is not None and not value.dim()]
+    return tuple(node._sequence_nr() for node in nodes)
+
+
+_SCALING = frozenset({"DivBackward0", "MulBackward0", "NegBackward0", "ToCopyBackward0"})
+"""Operations after which a loss is the same but for a factor, as accumulation and a GradScaler have it."""
+
+
+def _is_own(loss: Any) -> bool:
+    """Did the model return this loss, but for a factor?"""
+    node = getattr(loss, "grad_fn", None)
+    while node is not None:
+        if node._sequence_nr() in OPEN_LOOPS.losses:
+            return True
+        before = [parent for parent, _ in node.next_functions if parent is not None]
+        node = before[0] if len(before) == 1 and node.name() in _SCALING else None
+    return False
 
 
 def on_optimizer(optimizer: "torch.optim.Optimizer") -> list["RemovableHandle"]:
@@ -80,7 +108,7 @@ class Patch:
         if ours not in _users:
             before, ours = ours, wrap(ours)
             ours.__wrapped__, ours.inherited = before, name not in vars(owner)
-            setattr(owner, name, ours)
+            _setter(owner)(owner, name, ours)
         _users[ours] = _users.get(ours, 0) + 1
         self._owner, self._name, self._ours = weakref.ref(owner), name, weakref.ref(ours)
 
@@ -94,9 +122,14 @@ class Patch:
             return
         del _users[ours]
         if ours.inherited:
-            delattr(owner, self._name)
+            (object.__delattr__ if _setter(owner) is object.__setattr__ else delattr)(owner, self._name)
         else:
-            setattr(owner, self._name, ours.__wrapped__)
+            _setter(owner)(owner, self._name, ours.__wrapped__)
+
+
+def _setter(owner: Any) -> Callable[[Any, str, Any], None]:
+    """Sets an attribute. A module may pass its attributes on to one that it wraps, as Fabric's does, which would then call itself."""
+    return setattr if isinstance(owner, type) else object.__setattr__
 
 
 def wrap_backward(backward: Callable[..., Any]) -> Callable[..., Any]:
@@ -107,7 +140,9 @@ def wrap_backward(backward: Callable[..., Any]) -> Callable[..., Any]:
         if get_ident() != OPEN_LOOPS.thread:
             return backward(*args, **kwargs)
         now, marks = OPEN_LOOPS.now, OPEN_LOOPS.marks
-        marks.extend((now(), BACKWARD))
+        own = OPEN_LOOPS.losses and _is_own(args[0] if args else kwargs.get("tensors"))
+        OPEN_LOOPS.losses = ()
+        marks.extend((now(), OWN_BACKWARD if own else BACKWARD))
         try:
             return backward(*args, **kwargs)
         finally:

@@ -176,12 +176,14 @@ class OpenLoops:
     `now`, `marks` and `thread` are those of the loop that runs. Code that another thread may call has to compare `thread`.
     """
 
-    __slots__ = ("_open", "forward", "marks", "now", "thread", "top")
+    __slots__ = ("_open", "forward", "losses", "marks", "now", "thread", "top")
 
     def __init__(self) -> None:
         self._open: list[Loop] = []
         self.forward = False
         """Has a model been called since somebody set this to False?"""
+        self.losses: tuple[int, ...] = ()
+        """Numbers of the operations that made the numbers, perhaps losses, which the last call of a model returned."""
         self._update()
 
     def mark(self, code: int) -> None:

@@ -30,6 +30,8 @@ END = 13
 """The loop has ended, or was left."""
 BORDER = 14
 """Right after a NEXT: there is no loader, and so nothing was waited for."""
+OWN_BACKWARD = 15
+"""Begins backward, from a loss that the model returned: what came between the two is `other`, such as the next batch being made."""
 
 Marks = list[Any] | deque[Any]
 """Stamp, code, stamp, code, … A stamp and its code are added at once, so that no thread and no signal handler sees half a mark:

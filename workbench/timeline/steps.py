@@ -27,10 +27,12 @@ from workbench.timeline.marks import (
     NEXT,
     OPTIMIZER,
     OTHER,
+    OWN_BACKWARD,
 )
 
-LOSS, NO_STEP = 6, 7
-"""Columns beside the six phases. LOSS: time after forward, which belongs to forward if a backward follows. NO_STEP: time of no step."""
+LOSS, NO_STEP, CLOSURE_LOSS = 6, 7, 8
+"""Columns beside the six phases. LOSS: time after forward, which belongs to forward if a backward follows. NO_STEP: time of no step.
+CLOSURE_LOSS: as LOSS, in a closure that an optimizer calls."""
 
 Row = tuple[int, int, int, int, int, int, int | None]
 """A finished step: nanoseconds per phase in the order of `core.vocabulary.PHASES`, and samples."""
@@ -66,19 +68,25 @@ def read_iteration(codes: bytes) -> Iteration:
     batch = away = updated = False
     for code in codes:
         phase = columns[-1]
+        if code == OWN_BACKWARD:
+            columns, code = _settled(columns, OTHER), BACKWARD
         if code < END_PHASE and not away:
             if not batch and code != H2D:
                 code = DATA_WAIT  # a model inside the loader's transforms does the loader's work
             if code in (BACKWARD, OPTIMIZER):
-                columns = [_loss_is(FORWARD if code == BACKWARD else OTHER, column) for column in columns]
-                phase = OTHER if phase == LOSS else phase
+                columns = _settled(columns, FORWARD if code == BACKWARD else OTHER)
+                phase = _WITHOUT_LOSS.get(phase, phase)
                 updated |= code == OPTIMIZER
             around.append(phase)
             phase = code
         elif code in (END_PHASE, END_FORWARD) and not away:
+            if phase == CLOSURE_LOSS:  # the optimizer ends, and there was no backward
+                columns = _settled(columns, OTHER)
             phase = around.pop() if around else phase
             if code == END_FORWARD and phase == OTHER and not around:
                 phase = LOSS
+            elif code == END_FORWARD and phase == OPTIMIZER:
+                phase = CLOSURE_LOSS
         elif code in (BATCH, BORDER):
             batch, phase = True, OTHER
             if code == BORDER:
@@ -91,14 +99,19 @@ def read_iteration(codes: bytes) -> Iteration:
         elif code in (IDLE, END):
             phase = NO_STEP
         columns.append(phase)
-    columns = [_loss_is(OTHER, column) for column in columns]
+    columns = _settled(columns, OTHER)
     if codes.endswith(_END):
         columns.pop()
     return Iteration(columns=tuple(columns), rows=_adder(columns), batch=batch, updated=updated)
 
 
-def _loss_is(phase: int, column: int) -> int:
-    return phase if column == LOSS else column
+_WITHOUT_LOSS = {LOSS: OTHER, CLOSURE_LOSS: OPTIMIZER}
+"""The phase that goes on where no loss was computed."""
+
+
+def _settled(columns: list[int], loss: int) -> list[int]:
+    """Columns in which it is decided what followed forward: FORWARD, or OTHER than a loss."""
+    return [(loss if loss == FORWARD else _WITHOUT_LOSS[column]) if column in _WITHOUT_LOSS else column for column in columns]
 
 
 def _adder(columns: list[int]) -> Callable[[list[int], Iterable[int | None]], list[Row]]:
