@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import os
 import pickle
 import time
 from collections.abc import Iterator
@@ -412,3 +413,41 @@ def test_only_a_data_loader_can_be_rebuilt() -> None:
     assert next(iter(with_knobs(own_batches, batch_size=3))).shape == (3, 8)
     with pytest.raises(ValueError, match="this one has no batches: batch_size=None"):
         with_knobs(DataLoader(Work(), batch_size=None), batch_size=3)
+
+
+class Origin(Dataset[torch.Tensor]):
+    """Samples that name the process that made them."""
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor(os.getpid())
+
+
+def accelerates(loader: "DataLoader[Any]") -> Any:
+    accelerate = pytest.importorskip("accelerate", reason="needs accelerate (pip install accelerate)")
+    return accelerate.Accelerator(cpu=True).prepare_data_loader(loader)
+
+
+def fabrics(loader: "DataLoader[Any]") -> Any:
+    lightning = pytest.importorskip("lightning", reason="needs lightning (pip install lightning)")
+    return lightning.Fabric(accelerator="cpu", devices=1).setup_dataloaders(loader)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("wrap", [accelerates, fabrics])
+def test_the_loaders_of_frameworks_are_those_of_torch(wrap: Any) -> None:
+    wrapped = wrap(loader_of(Origin()))
+    with Feed(wrapped) as feed:
+        loading, notes = probe(wrapped, feed, 0.1)
+    assert loading.kind == "DataLoader"
+    assert loading.worker_cpu is not None, notes
+    twin = with_knobs(wrapped, num_workers=1)
+    assert type(twin) is type(wrapped)
+    assert len(twin) == len(wrapped) == 16
+    with Feed(twin) as feed:
+        assert feed.num_workers == 1
+        assert int(feed.next()[0]) not in (0, os.getpid())
+    assert wrapped.num_workers == 0
+    assert all(int(batch[0]) == os.getpid() for batch in wrapped)

@@ -97,6 +97,14 @@ def test_the_other_phases(by_hand: Make) -> None:
     assert judged(by_hand, [step(other=0.02)] * 60).verdict == "host-bound"
 
 
+def test_batches_that_no_loader_makes_are_named(by_hand: Make) -> None:
+    d = judged(by_hand, [step(other=0.02, data_wait=0.0)] * 60)
+    assert (d.verdict, d.cause) == ("host-bound", "python")
+    assert "Making batches is among them: no DataLoader was seen." in d.why
+    assert "workers of a DataLoader" in d.next
+    assert "DataLoader" not in judged(by_hand, [step(other=0.02)] * 60).why
+
+
 def test_reductions_cannot_be_seen(by_hand: Make) -> None:
     d = judged(by_hand, [step(backward=0.05)] * 60, [step(backward=0.05)] * 60)
     assert (d.verdict, d.cause) == ("inconclusive", "communication hides inside backward")

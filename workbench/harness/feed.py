@@ -6,11 +6,17 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Self
 
-from torch.utils.data import DataLoader
-
 from workbench.core.system_load import cpu_of_process
 from workbench.harness.discover import discover
-from workbench.harness.loaders import copy_without_workers, inner_loaders, length_of, shut_down, without_known_warnings, worker_error
+from workbench.harness.loaders import (
+    copy_without_workers,
+    data_loader_of,
+    inner_loaders,
+    length_of,
+    shut_down,
+    without_known_warnings,
+    worker_error,
+)
 from workbench.harness.restore import SavedState
 
 MAX_STATE_BYTES = 2**26
@@ -54,7 +60,7 @@ class Feed:
             )
         self.loader = loader
         self.accumulation = accumulation
-        self.kind = "DataLoader" if isinstance(loader, DataLoader) else "once" if isinstance(loader, Iterator) else "iterable"
+        self.kind = "DataLoader" if data_loader_of(loader) is not None else "once" if isinstance(loader, Iterator) else "iterable"
         """"DataLoader", "iterable" (can be read again) or "once" (an iterator or generator)."""
         self.exhausted = False
         """Has a loader of kind "once" ended?"""
@@ -68,7 +74,7 @@ class Feed:
         """Seconds of the last `next()`, of each pass that has ended. A loader shuts its workers down there."""
         self._clock = clock
         self._source: Any = copy_without_workers(loader)
-        self._inner = [(inner, inner._iterator) for inner in inner_loaders(loader)]
+        self._inner = [(inner, inner._iterator) for inner in inner_loaders(self._source)]
         reached = discover(loader, data=True)
         self.unread = reached.unread
         """The parts of the loader whose state cannot be restored, in words."""
@@ -254,5 +260,5 @@ class Feed:
 
 
 def _description(loader: Any) -> str:
-    length = f" over {len(loader.dataset)} samples" if isinstance(loader, DataLoader) and hasattr(loader.dataset, "__len__") else ""
+    length = f" over {len(loader.dataset)} samples" if data_loader_of(loader) is not None and hasattr(loader.dataset, "__len__") else ""
     return f"a {type(loader).__name__}{length}"

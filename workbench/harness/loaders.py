@@ -31,6 +31,8 @@ def shut_down(iterator: Any) -> None:
 
 def copy_without_workers(loader: Any) -> Any:
     """A DataLoader that shares all with this one but its running workers; other loaders are returned as they are."""
+    if (name := _inner_name(loader)) is not None:
+        return _around(loader, name, copy_without_workers(vars(loader)[name]))
     if not isinstance(loader, DataLoader):
         return loader
     try:
@@ -38,6 +40,30 @@ def copy_without_workers(loader: Any) -> Any:
     except Exception:  # a subclass that cannot be copied
         return loader
     twin._iterator = None
+    return twin
+
+
+WRAPPED = ("base_dataloader", "_dataloader")
+"""The attributes in which the loaders of Accelerate (and so of Hugging Face's Trainer) and of Fabric have the DataLoader that they read."""
+
+
+def _inner_name(loader: Any) -> str | None:
+    own = getattr(loader, "__dict__", {})
+    return next((name for name in WRAPPED if isinstance(own.get(name), DataLoader)), None)
+
+
+def data_loader_of(loader: Any) -> "DataLoader[Any] | None":
+    """The DataLoader that makes the batches: the loader itself, or the one in a wrapper; None if there is none."""
+    if (name := _inner_name(loader)) is not None:
+        return data_loader_of(vars(loader)[name])
+    return loader if isinstance(loader, DataLoader) else None
+
+
+def _around(wrapper: Any, name: str, inner: Any) -> Any:
+    """A copy of a wrapper that reads another DataLoader. Fabric's has all attributes of the DataLoader, too."""
+    twin = object.__new__(type(wrapper))
+    shared = {key: value for key, value in vars(inner).items() if key in vars(wrapper)}
+    vars(twin).update({**vars(wrapper), **shared, name: inner})
     return twin
 
 
@@ -52,6 +78,8 @@ def with_knobs(loader: Any, **knobs: Any) -> "DataLoader[Any]":
     Raises:
         ValueError: no DataLoader; a knob that cannot be turned, or not so.
     """
+    if (name := _inner_name(loader)) is not None:
+        return _around(loader, name, with_knobs(vars(loader)[name], **knobs))  # type: ignore[no-any-return]
     if not isinstance(loader, DataLoader):
         raise ValueError(
             f"the loader is a {type(loader).__name__}: only the knobs of a torch.utils.data.DataLoader can be turned, "
@@ -102,7 +130,7 @@ def without_known_warnings() -> Iterator[None]:
 
 def inner_loaders(loader: Any) -> list[Any]:
     """The DataLoaders inside a loader that is not a DataLoader itself."""
-    if isinstance(loader, DataLoader):
+    if data_loader_of(loader) is loader:
         return []
     return [part for part in getattr(loader, "__dict__", {}).values() if isinstance(part, DataLoader)]
 

@@ -53,7 +53,7 @@ def on_model(module: "torch.nn.Module", begin: Callable[[], None] | None = None)
 
 
 def losses_in(output: Any) -> tuple[int, ...]:
-    """Numbers of the operations of autograd that made the single numbers in what a model returned: a tensor, or some in a row or by name."""
+    """Numbers of the operations of autograd that made the scalars in what a model returned."""
     if isinstance(output, Mapping):
         output = output.values()
     elif not isinstance(output, (tuple, list)):

@@ -26,7 +26,7 @@ from workbench.diagnosis.analysis.remedy import (
     sort_key,
 )
 from workbench.diagnosis.analysis.step_model import StepModel
-from workbench.diagnosis.analysis.verdict import Judgement
+from workbench.diagnosis.analysis.verdict import Judgement, reads_no_loader
 from workbench.runs.spec import Spec
 
 REMOVES = {
@@ -309,6 +309,11 @@ def _observed(case: Case) -> Iterator[Remedy]:
         "stalls": ("no stalls", "Move what stalls some steps out of the training loop, or into a thread."),
         "host": ("less work between the phases", "Move logging and Python work out of the loop, or do them less often."),
     }
+    if reads_no_loader(case.evidence):
+        words["host"] = (
+            "less work between the phases",
+            "Let workers of a DataLoader make the batches; do logging and Python work less often.",
+        )
     for part, saved in case.judgement.shares.items():
         large = part in words and saved.mid >= 1 - 1 / MIN_BATCH_SPEEDUP
         if large and (remedy := ceiling(case, *words[part], saved.mid, f"{part} is gone, as far as the measured times show")):

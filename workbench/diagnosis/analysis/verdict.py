@@ -381,7 +381,10 @@ def _candidates(e: Evidence, c: Costs) -> list[Candidate]:
     if c.optimizer != NOTHING:
         candidates.append(_optimizer(e, c))
     if e.observed and c.host.mid:
-        outside = Cause(cause="python", why=f"{units.seconds(c.host.mid)} of each step lie outside all phases.")
+        why = f"{units.seconds(c.host.mid)} of each step lie outside all phases."
+        if reads_no_loader(e):
+            why += " Making batches is among them: no DataLoader was seen."
+        outside = Cause(cause="python", why=why)
         candidates.append(Candidate(verdict="host-bound", part="host", saved=c.share(c.saves(c.host)), cause=outside))
     for host in (causes.oversubscription(e, c), causes.garbage_collection(e, c)):
         if host:
@@ -392,6 +395,11 @@ def _candidates(e: Evidence, c: Costs) -> list[Candidate]:
         limit = USUAL if why.cause in ("sleeping or I/O", "allocator retries") else LIMITS["host"]
         candidates.append(Candidate(verdict="host-bound", part="host", saved=c.share(c.saves(saved)), cause=why, limit=limit))
     return candidates
+
+
+def reads_no_loader(e: Evidence) -> bool:
+    """Was a script observed whose batches come from no DataLoader, so that making them is in no phase?"""
+    return e.observed and bool(e.ranks) and all(not any(rank.timeline.values("data_wait")) for rank in e.ranks)
 
 
 def _optimizer(e: Evidence, c: Costs) -> Candidate:

@@ -16,7 +16,7 @@ from workbench.diagnosis.analysis.evidence import Loading
 from workbench.diagnosis.measure.fetch_meter import BatchCost, FetchMeter, WorkerMeter, clocks
 from workbench.harness.batches import bytes_of, tensors_of
 from workbench.harness.feed import Exhausted, Feed
-from workbench.harness.loaders import shut_down, with_knobs, without_known_warnings, worker_error
+from workbench.harness.loaders import data_loader_of, shut_down, with_knobs, without_known_warnings, worker_error
 from workbench.harness.stack_sampler import StackSampler
 from workbench.timeline.loops import samples_in
 from workbench.timeline.reading import SPLIT_BY_WORKER, digest, is_stream, may_split
@@ -56,6 +56,7 @@ def probe(loader: Any, feed: Feed, budget_s: float = 10.0) -> tuple[Loading, lis
         ValueError: the loader is empty.
     """
     notes: list[str] = []
+    loader = data_loader_of(loader) or loader
     looks = 1 + (feed.kind == "DataLoader") * (1 if feed.num_workers else 2)
     plain = _as_it_is(feed, budget_s / looks)
     batch = plain.last
