@@ -22,7 +22,7 @@ LAYERS = [TwinLayer(size=2**18, forward=0.002, backward=0.004) for _ in range(16
 
 @pytest.mark.parametrize(("ranks", "cap"), [(2, 1), (8, 1), (1024, 1), (1024, 0.25), (1024, None), (100_000, 2)])
 def test_the_reducer_agrees_with_the_closed_form(ranks: int, cap: float | None) -> None:
-    twin = wb.ddp_twin(LAYERS, NET, ranks=ranks, bucket_cap_mb=cap)
+    twin = wb.ddp_twin(LAYERS, NET, world_size=ranks, bucket_cap_mb=cap)
     assert twin.ratio == pytest.approx(1)
     assert twin.exposed == pytest.approx(twin.closed.exposed)
     assert [one.start for one in twin.buckets] == pytest.approx(list(twin.closed.starts))
@@ -126,7 +126,7 @@ def test_the_closed_form_by_hand() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"ranks": 1}, "at least 2"),
+        ({"ranks": 1}, "world_size=1: expected at least 2"),
         ({"ranks": 0}, "0 ranks"),
         ({"model": []}, "a list of TwinLayer"),
         ({"model": 3}, "a list of TwinLayer, or a torch.nn.Module"),

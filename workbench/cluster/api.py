@@ -9,6 +9,7 @@ from workbench.cluster.analysis.links import Links
 from workbench.cluster.analysis.twin_run import Network, TwinLayer, TwinRun, closed_form, seconds_on
 from workbench.core import run_directory, units
 from workbench.core.checks import is_whole, real_number, whole_number
+from workbench.core.synonyms import accept_synonyms
 from workbench.runs.launch import environment
 from workbench.runs.launch.experiments import run_link_sweep
 from workbench.runs.run import Run
@@ -26,6 +27,7 @@ MAX_TWIN_BYTES = 2**30
 """Most bytes of gradients that the simulator takes; it allocates as many again for the parameters, and for the buckets."""
 
 
+@accept_synonyms
 def measure_collectives(
     nproc_per_node: int | None = None,
     *,
@@ -33,8 +35,8 @@ def measure_collectives(
     kinds: Sequence[str] = KINDS,
     device: str = "auto",
     backend: str = "auto",
-    repeats: int = REPEATS,
-    seconds: float = SECONDS,
+    repeat: int = REPEATS,
+    budget_s: float = SECONDS,
     runs_dir: str | os.PathLike[str] | None = None,
 ) -> Links:
     """Time collectives between ranks of this machine: medians of blocks that take turns, and the latency and bandwidth behind them.
@@ -47,10 +49,10 @@ def measure_collectives(
         kinds: collectives, of `collective_cost.BUS_FACTORS`.
         device: "auto", "cuda" or "cpu".
         backend: "auto", "nccl" or "gloo".
-        repeats: blocks of each kind and size.
-        seconds: to share among all blocks, repeats × kinds × sizes of them. Each does one collective at least, and five come before
-            the first, so that slow links take several times as long: large messages over gloo do, on few cores. Smaller `sizes` or fewer
-            `repeats` help. Starting the ranks is not included.
+        repeat: blocks of each kind and size.
+        budget_s: seconds to share among all blocks, repeat × kinds × sizes of them. Each does one collective at least, and five come
+            before the first, so that slow links take several times as long: large messages over gloo do, on few cores. Smaller `sizes` or
+            a smaller `repeat` help. Starting the ranks is not included.
         runs_dir: where run directories go; None = `runs` in the current folder.
 
     Raises:
@@ -59,14 +61,14 @@ def measure_collectives(
     """
     gpus = 0 if device == "cpu" else environment.gpu_count() or 0
     ranks = max(2, gpus) if nproc_per_node is None else nproc_per_node
-    _check(ranks, sizes, kinds, repeats, seconds)
+    _check(ranks, sizes, kinds, repeat, budget_s)
     spec = RunSpec(task="fashion-mlp", nproc_per_node=ranks, device=device, backend=backend)  # its task is not looked at
     if gpus and ranks > gpus and backend != "gloo":
         raise CostError(
             f"nproc_per_node={ranks}, and this machine has {gpus} GPU{'s' * (gpus > 1)}, of which each takes one rank: try "
             f'nproc_per_node={gpus}, or device="cpu" to see how it works'
         )
-    order = {"kinds": list(kinds), "sizes": [int(size) for size in sizes], "repeats": repeats, "measuring_s": float(seconds)}
+    order = {"kinds": list(kinds), "sizes": [int(size) for size in sizes], "repeats": repeat, "measuring_s": float(budget_s)}
     return links_of(run_link_sweep(spec, order, runs_dir=runs_dir))
 
 
@@ -80,21 +82,22 @@ def links_of(run: Run | str | os.PathLike[str]) -> Links:
     return Links.from_json(run_directory.read_json(known.path / run_directory.LINKS))
 
 
-def _check(ranks: object, sizes: Sequence[int], kinds: Sequence[str], repeats: object, seconds: object) -> None:
-    for name, value, least in (("nproc_per_node", ranks, 2), ("repeats", repeats, 1)):
+def _check(ranks: object, sizes: Sequence[int], kinds: Sequence[str], repeat: object, budget_s: object) -> None:
+    for name, value, least in (("nproc_per_node", ranks, 2), ("repeat", repeat, 1)):
         whole_number(name, value, least=least, error=CostError)
-    real_number("seconds", seconds, above=0, error=CostError)
+    real_number("budget_s", budget_s, above=0, what="seconds", error=CostError)
     if isinstance(kinds, str) or not kinds or any(kind not in BUS_FACTORS for kind in kinds):
         raise CostError(f"kinds={kinds!r}: expected a list of {', '.join(BUS_FACTORS)}")
     if len(set(sizes)) < 2 or not all(is_whole(size, least=1) for size in sizes):
         raise CostError(f"sizes={sizes!r:.80}: expected at least two different numbers of bytes, such as 4096 and 16777216")
 
 
+@accept_synonyms
 def ddp_twin(
     model: Any,
     network: Network,
     *,
-    ranks: int,
+    world_size: int,
     forward: float | None = None,
     backward: float | None = None,
     bucket_cap_mb: float | None = None,
@@ -111,7 +114,7 @@ def ddp_twin(
     Args:
         model: a list of `TwinLayer`, or a torch.nn.Module (only the sizes of its parameters count; they compute at a steady pace of bytes).
         network: a Link, a measured Sweep, a Cluster or its name, or a function from bytes to the seconds of their all-reduce.
-        ranks: number of simulated ranks.
+        world_size: number of simulated ranks.
         forward: seconds of the forward, with a module.
         backward: seconds of the backward, with a module.
         bucket_cap_mb: of DDP; None = torch's own: 1 MiB for the first bucket, 25 for the others.
@@ -122,8 +125,9 @@ def ddp_twin(
     Raises:
         ValueError: an argument is invalid, or this process has a process group already.
     """
-    if checked_ranks(ranks) < 2:
-        raise CostError(f"ranks={ranks}: expected at least 2, since a single rank sends nothing")
+    ranks = checked_ranks(world_size)
+    if ranks < 2:
+        raise CostError(f"world_size={ranks}: expected at least 2, since a single rank sends nothing")
     for name, value in (("bucket_cap_mb", bucket_cap_mb), ("real", real)):
         if value is not None:
             real_number(name, value, above=0, also=", or None", error=CostError)

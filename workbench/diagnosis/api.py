@@ -14,6 +14,7 @@ from workbench.core import run_directory, units
 from workbench.core.checks import real_number
 from workbench.core.progress import INTERRUPTED, Waiting, say_what_was_interrupted
 from workbench.core.statistics import Interval
+from workbench.core.synonyms import accept_synonyms
 from workbench.diagnosis.analysis import calibration
 from workbench.diagnosis.analysis.calibration import Calibration
 from workbench.diagnosis.analysis.diagnosis import Diagnosis
@@ -46,6 +47,7 @@ class LaunchedSpec:
     """Where their run directories go; None = `runs` in the current folder."""
 
 
+@accept_synonyms
 def diagnose(
     target: RunSpec | Run | str | os.PathLike[str] | Callable[[Any], Any],
     loader: Iterable[Any] | None = None,
@@ -138,6 +140,7 @@ def prove(diagnosis: Diagnosis, remedy: Remedy, *, budget_s: float = BUDGET) -> 
     return proof
 
 
+@accept_synonyms
 def climb(
     spec: RunSpec | str, *, budget_s: float = 10 * BUDGET, leave: Collection[str] = (), runs_dir: str | os.PathLike[str] | None = None
 ) -> Ladder:

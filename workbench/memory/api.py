@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from workbench.core.checks import whole_number
 from workbench.core.device import Device
+from workbench.core.synonyms import accept_synonyms
 from workbench.memory.analysis.breakdown import MemoryBreakdown
 from workbench.memory.analysis.fit import MARGIN, device_of, usable_bytes
 from workbench.memory.analysis.log import MemoryLog
@@ -36,6 +37,7 @@ NO_LOADER: Any = SimpleNamespace(pin_memory=False)
 """Substitute for a Trainer's loader: batches are made here."""
 
 
+@accept_synonyms
 def estimate_memory(
     target: "RunSpec | Task | Callable[[], Any] | Any",
     batch: Any = None,
@@ -278,6 +280,7 @@ STEPS = 3
 """Steps that are measured by default: the optimizer makes its states in the first; the second and the third should agree."""
 
 
+@accept_synonyms
 def measure_memory(
     target: RunSpec | Run | str | os.PathLike[str] | Callable[[Any], Any],
     loader: Iterable[Any] | None = None,

@@ -81,7 +81,7 @@ def nccl_speeds() -> Mapping[str, Speed]:
     from workbench.cluster.api import measure_collectives
 
     with tempfile.TemporaryDirectory(prefix="workbench-links-") as folder:
-        links = measure_collectives(2, sizes=[8, MESSAGE_BYTES], kinds=["all_reduce"], device="cuda", seconds=1.0, runs_dir=folder)
+        links = measure_collectives(2, sizes=[8, MESSAGE_BYTES], kinds=["all_reduce"], device="cuda", budget_s=1.0, runs_dir=folder)
     small, large = links.points
     return {"nccl": Speed.of(small.seconds), "nccl_rate": Speed.of([large.size / seconds for seconds in large.seconds])}
 

@@ -12,6 +12,7 @@ from workbench.core import late, units
 from workbench.core.codec import NOT_STORED, JsonDataclass, to_json
 from workbench.core.display import table as display
 from workbench.core.statistics import Interval
+from workbench.core.synonyms import accept_synonyms
 from workbench.core.vocabulary import PART_WORDS, PARTS
 from workbench.diagnosis.analysis.costs import MAX_BLOCK_SPREAD, is_crowded
 from workbench.diagnosis.analysis.evidence import Evidence
@@ -154,6 +155,7 @@ class Diagnosis(JsonDataclass):
             raise ValueError(f"no remedy {which!r}: this diagnosis has {names}")
         return matching[0]
 
+    @accept_synonyms
     def prove(self, which: Remedy | int | str | None = None, *, budget_s: float = 60.0) -> Proof:
         """Run a remedy, interleaved with the step as it is; the proof is kept in `proofs`.
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from workbench.core import run_directory, units
 from workbench.core.checks import whole_number
+from workbench.core.synonyms import accept_synonyms
 from workbench.runs.entrypoints import spec_entrypoint
 from workbench.runs.launch.experiments import wait_for
 from workbench.runs.launch.launch import check, label
@@ -38,6 +39,7 @@ class Trial:
         return self.spec.nproc_per_node, self.spec.device, self.spec.backend, self.spec.threads
 
 
+@accept_synonyms
 def sweep(
     spec: RunSpec, *, runs_dir: str | os.PathLike[str] | None = None, repeat: int = 1, quiet: bool = False, **lists: Sequence[Any]
 ) -> list[Run]:
