@@ -520,6 +520,14 @@ def test_limits_of_causes_follow_the_machine() -> None:
     assert on(many, dispatch=2.0) == "many tensors"
     assert on(dataclasses.replace(many, device="cuda"), dispatch=2.0) == "optimizer"
 
+    few = World(optimizer=0.02).evidence(tensors=150, parameters=150 * 1_000)
+    assert judge(few).cause == on(few, dispatch=1.0) == "optimizer"
+    assert on(few, dispatch=2.0) == "many tensors"  # the loop over them takes as long as one over 300
+
+    syncs = inside_of(World(work=0.014, host=0.012).evidence(), syncs=15.0)
+    assert judge(syncs).cause == on(syncs, dispatch=1.0) != "syncs"
+    assert on(syncs, dispatch=2.0) == "syncs"
+
     files = World(cpu=0.03).evidence()
     assert files.loading is not None
     files = dataclasses.replace(files, loading=dataclasses.replace(files.loading, files=500.0))

@@ -16,7 +16,7 @@ from typing import Any
 from workbench.core import units
 
 MIN_HELD_SHARE = 0.02
-"""Fraction of the time: clocks that are held down for less are not worth a note."""
+"""Fraction of the time: clocks that are held down for less are not worth a note. Chosen: less than a block varies by."""
 PATIENCE = 5.0
 """Seconds that nvidia-smi may take to answer."""
 _REASONS = {"heat": "NVML_PERF_POLICY_THERMAL", "the power limit": "NVML_PERF_POLICY_POWER"}

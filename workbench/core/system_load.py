@@ -26,12 +26,14 @@ MAX_READS_BETWEEN_LISTINGS = 256
 
 
 MAX_FOREIGN_SHARE = 0.3
-"""Of the cores that our processes leave free (of one core, if they leave none): from there on others spoil a close decision. (Measured on
-two cores with one busy thread; the prediction errors of loaders explode there.)"""
+"""Of the cores that our processes leave free (of one core, if they leave none): from there on others spoil a close decision. Measured on
+two cores with one busy thread: the errors of predicted loaders explode there. With half, a browser in the background counts; with twice,
+ranges on a shared machine are too narrow."""
 
 
 MIN_LEFT_SHARE = 0.125
-"""Share of the cores that the training gets however busy the machine is: the scheduler gives each process its turn."""
+"""Share of the cores that the training gets however busy the machine is. Chosen: the scheduler gives each process its turn. Nothing but
+predictions on a machine that is overloaded eight times depends on it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,15 +19,20 @@ from workbench.harness.peers import Peers
 from workbench.harness.stack_sampler import StackSampler
 
 STALL_FACTOR = 2.5
-"""A call of step() has stalled if it takes so many times the usual: steps of similar batches vary far less."""
+"""A call of step() has stalled if it takes so many times the usual. Chosen: steps of similar batches vary far less, lengths of sequences by
+up to 3. A stalled call is left out of its block's mean. With half, the long tail of uneven steps is left out, and they seem shorter; with
+twice, a pause of four steps lengthens one block."""
 STALL_SECONDS = 1e-3
-"""And if it takes at least so much longer: shorter delays are interrupts of the operating system."""
+"""And if it takes at least so much longer: shorter delays are interrupts of the operating system. Chosen. It matters for steps below 1 ms,
+which are averaged over hundreds."""
 MAX_STALLED_SHARE = 0.15
-"""Stalls are rare. Where a larger share of calls is so long, the step has two speeds, such as an update at every fourth call."""
+"""Stalls are rare. Where a larger share of calls is so long, the step has two speeds, such as an update at every fourth call. Chosen
+between a pause at every tenth call and an update at every fourth."""
 
 MAX_PASS_SECONDS = 1.0
 """On a device that runs behind the host, blocks are whole passes where these are no longer: what a pass costs depends on the work queued
-when it begins, and a block of its own begins with less."""
+when it begins, and a block of its own begins with less. Chosen: three usual blocks. With half, passes of 0.5 to 1 s are spread over their
+steps by a formula; with twice, a diagnosis of such a loop takes longer."""
 
 
 class DiagnoseError(ValueError):

@@ -11,28 +11,36 @@ from workbench.diagnosis.analysis.evidence import Evidence, Inside, Loading
 from workbench.diagnosis.analysis.loader_model import LoaderModel
 
 MIN_EXPLAINED = 0.5
-"""A cause is named if it explains at least half of what it is a cause of."""
+"""A cause is named if it explains at least half of what it is a cause of. Chosen: then no other explains more. Only the cause depends on
+it, not the verdict."""
 MIN_SLOW_SAMPLES_SHARE = 0.3
-"""Of the fetch time: twice what the slowest twentieth takes where sample times are exponential, the most uneven of the usual ones."""
+"""Of the fetch time. Derived: one and a half times what the slowest twentieth takes where sample times are exponential (0.2), the most
+uneven of the usual ones. With half, uneven samples are named for most datasets; with twice, only for extreme ones."""
 SMALL_FILE_BYTES = 256 * 1024
-"""Bytes: below, opening a file costs more than reading it (1 ms of a disk's seek is 200 KB; a network's round trip is more)."""
+"""Bytes: below, opening a file costs more than reading it. Derived: 1 ms of a disk's seek is 200 KB, a network's round trip is more. Disks
+without seeks read 2 MB in it: there, opening is rarely the larger part, and CPU decides."""
 OPEN_FILE_SECONDS = 20e-6
-"""Seconds of CPU to open, read and close a small file that is in the page cache: 14 + 6 µs on ext4, on the machine of `FITTED_ON`; scaled
-by what that takes on this one."""
+"""Seconds of CPU to open, read and close a small file that is in the page cache. Measured: 14 + 6 µs on ext4, on the machine of
+`FITTED_ON`; scaled by what that takes on this one."""
 CROWDED_SLOWDOWN = 1.2
-"""A loader this much slower than its formula slows itself down: workers start, switch and queue for cores.
-(Chosen on two cores. A ratio, so it is not scaled.)"""
+"""A loader this much slower than its formula slows itself down: workers start, switch and queue for cores. Chosen on two cores, where the
+formula is off by 6.5 % in the median. A ratio, so it is not scaled. With 1.1 the formula's own error is called crowding, with 1.4 only
+gross crowding is named."""
 MANY_TENSORS = 200
-"""Below, a loop over the tensors in Python takes at most a few milliseconds. (Chosen, not fitted.)"""
+"""Tensors of an optimizer. Below, a loop over them in Python takes at most a few milliseconds. Chosen for the machine of `FITTED_ON`; fewer
+are many where calling an operator takes longer. With half or twice as many, the cause of optimizer-bound steps with 100 to 400 small
+tensors has the other name; the verdict and the remedies stay."""
 SMALL_TENSOR_NUMBERS = 50_000
-"""Numbers: an update of fewer takes no longer than calling its operators, on the machine of `FITTED_ON`. Scaled on CPUs: more where
-calls take longer, fewer where memory is slower."""
+"""Numbers: an update of fewer takes no longer than calling its operators. Derived from calls and memory's rate on the machine of
+`FITTED_ON`. Scaled on CPUs: more where calls take longer, fewer where memory is slower."""
 FLAT_GROWTH = 0.35
-"""Forward and backward with a doubled batch take at most this fraction of the samples' growth: most of their time does not depend on it."""
+"""Forward and backward with a doubled batch take at most this fraction of the samples' growth: most of their time does not depend on it.
+Chosen: a third. With half, steps of which a quarter grows are no small batch any more; with twice, most are called so. Gains are predicted
+from what was measured, whatever it is."""
 
 MIN_ALLOC_RETRIES = 0.1
-"""Per step: from there on the idle time of the device is blamed on them. Each empties the queue, and cudaFree and cudaMalloc take
-milliseconds; a healthy step has none."""
+"""Per step: from there on the idle time of the device is blamed on them. Chosen: each empties the queue, and cudaFree and cudaMalloc take
+milliseconds; a healthy step has none. Steps that retry have far more or far fewer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,7 +177,7 @@ def optimizer_cause(e: Evidence, c: Costs) -> Cause:
     """Why the optimizer takes so long."""
     tensors, numbers = e.tensors or 0, e.parameters or 0
     name = e.optimizer or "The optimizer"
-    if tensors >= MANY_TENSORS and numbers / tensors <= _small_tensor(e):
+    if tensors * slowness(e.speeds, "dispatch") >= MANY_TENSORS and numbers / tensors <= _small_tensor(e):
         return Cause(
             cause="many tensors",
             why=f"{name} updates {tensors:,} tensors of {units.count(numbers / tensors)} numbers on average: calling the operators "
@@ -296,15 +304,17 @@ def growth_interval(e: Evidence) -> Interval:
 
 
 MAX_PYTHON_GAP = 25e-6
-"""Seconds of Python from one operator to the next, where it only calls them: a module and a function or two. On the machine of `FITTED_ON`;
-scaled by what calling a module takes on this one."""
+"""Seconds of Python from one operator to the next, where it only calls them: a module and a function or two. Fitted on the machine of
+`FITTED_ON`; scaled by what calling a module takes on this one."""
 SHORT_OPERATOR = 60e-6
-"""Mean seconds of operators that are called for longer than they compute, on the machine of `FITTED_ON`; scaled by what dispatch takes."""
+"""Mean seconds of operators that are called for longer than they compute. Fitted on the machine of `FITTED_ON`; scaled by what dispatch
+takes."""
 MANY_SYNCS_ON_CPU = 20.0
-"""Per step, where operators run at once: each costs a few microseconds, so only many matter. (Chosen on two
-cores. The cause only: whether the host is blamed at all is decided by its share of the step.)"""
+"""Per step, where operators run at once: each costs a few microseconds, so only many matter. Chosen on the machine of `FITTED_ON`; fewer
+are many where calling an operator takes longer. It decides the cause only: whether the host is blamed at all is decided by its share of the
+step."""
 TINY_OPERATOR = 5e-6
-"""Mean seconds of short operators that do next to nothing: a call costs as much, whatever the size of the batch. On the machine of
+"""Mean seconds of short operators that do next to nothing: a call costs as much, whatever the size of the batch. Fitted on the machine of
 `FITTED_ON`; scaled by what dispatch takes on this one."""
 
 
@@ -356,7 +366,7 @@ def between_operators(e: Evidence, c: Costs) -> tuple[Interval, Cause] | None:
         )
     if e.device != "cpu":
         return c.host, _idle_device(e, c, inside, gaps, where)
-    if inside.syncs >= MANY_SYNCS_ON_CPU:
+    if inside.syncs * slowness(e.speeds, "dispatch") >= MANY_SYNCS_ON_CPU:
         return c.called, Cause(
             cause="syncs",
             why=f"{inside.syncs:.0f} times per step Python asks for a number (.item() and the like) and goes on only when it is there; "

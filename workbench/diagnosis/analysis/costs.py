@@ -15,7 +15,8 @@ from workbench.diagnosis.analysis.evidence import Evidence, RankEvidence
 from workbench.harness.results import VariantTimes
 
 MIN_EXCESS_WAIT = 0.5
-"""Least fraction of a rank's wait for data by which it exceeds the others', for the rank to be the reason why the step waits."""
+"""Least fraction of a rank's wait for data by which it exceeds the others', for the rank to be the reason why the step waits. Chosen. With
+half or twice as much, a rank whose wait is a quarter longer is blamed, or one whose wait is twice as long is not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,16 +71,19 @@ def slow_rank(ranks: tuple[RankEvidence, ...]) -> SlowRank | None:
 
 
 THREADS_BESIDE_DEVICE = 2
-"""Threads of a rank that each keep a core busy while a GPU computes: the training thread, and autograd's."""
+"""Threads of a rank that each keep a core busy while a GPU computes: the training thread, and autograd's. Derived from how torch runs
+backward. With one more or fewer, other processes count as noise one core earlier or later."""
 MAX_BLOCK_SPREAD = 0.25
-"""Interquartile range over median of equal blocks. Above it, close decisions are doubtful."""
+"""Interquartile range over median of equal blocks. Above it, close decisions are doubtful. Chosen: 1 to 8 % on quiet machines, up to 40 %
+on a shared one with two cores. With half, most diagnoses on a shared machine warn; with twice, few do. Clear verdicts stay."""
 IQR_SIGMAS = 1.35
 """Interquartile range of a normal distribution, in standard deviations."""
 SIGMAS_90 = 1.645
 """Standard deviations to each side that hold 90 % of normal values."""
 MAX_FRESH_COST = 0.2
-"""Most that training slows down on fresh batches, as a fraction of the step on replayed ones. (Measured: 0.1 to 0.2 where batches are cheap
-to make.)"""
+"""Most that training slows down on fresh batches, as a fraction of the step on replayed ones. Measured on two cores of the machine of
+`FITTED_ON`: 0.1 to 0.2 where batches are cheap to make. It only cuts what paired blocks measured: with half, the loader may be given a
+tenth of the step too little; with twice, noise as large counts as the loader's."""
 
 
 def scaled(interval: Interval, by: float) -> Interval:
@@ -172,12 +176,15 @@ def widened(e: Evidence, arm: VariantTimes) -> Interval:
 
 NOTHING = Interval(low=0.0, mid=0.0, high=0.0)
 MIN_CERTAIN_LOADER = 0.15
-"""Fraction of the step. A loader whose interval begins above it costs much, whatever the noise is."""
+"""Fraction of the step. A loader whose interval begins above it costs much, whatever the noise is. That of `verdict.USUAL`, which says
+where it comes from."""
 MIN_EXPECTED_STALLS, FEWER_STALLS = 10, 4
-"""Stalls count as communication if each rank on its own should have had at least 10, and had at most a quarter of the expected number."""
+"""Stalls count as communication if each rank on its own should have had at least 10, and had at most a quarter of the expected number.
+Derived: 2 or fewer where 10 are expected have a chance of 0.3 %; 1 or none where 5 are, of 4 %."""
 PYTHON_IN_OPTIMIZER = 0.5
 """Fraction of an optimizer's step in which no operator runs, assumed where the trace does not show it. It belongs to the optimizer, not to
-the host. (Measured: 0.3 to 0.6 for torch's loops over tensors, about 0.1 for fused optimizers.)"""
+the host. Measured on the machine of `FITTED_ON`: 0.3 to 0.6 for torch's loops over tensors, about 0.1 for fused optimizers. The host's
+interval covers 0 to 1; a factor of two moves its middle, by half of the optimizer's time at most."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -39,7 +39,7 @@ TO_LEARN_MORE = {
 }
 """Cause of an inconclusive verdict → what to do; the rest: AGAIN."""
 MIN_FOREIGN_SHARE = 0.02
-"""Share of the cores taken by other processes below which the caption does not mention them."""
+"""Share of the cores taken by other processes below which the caption does not mention them. Chosen; a matter of words."""
 
 
 @dataclass(kw_only=True, eq=False)

@@ -151,7 +151,7 @@ class Inside:
 
 
 SMALL_OP = 20e-6
-"""Seconds: dispatch, allocation and autograd book-keeping of one operator cost 5 to 15 µs under a profiler, on the machine of
+"""Seconds: dispatch, allocation and autograd book-keeping of one operator cost 5 to 15 µs under a profiler. Measured on the machine of
 `machine_speeds.FITTED_ON`; scaled by what dispatch takes on this one."""
 
 

@@ -10,25 +10,32 @@ from workbench.diagnosis.analysis.evidence import Stalls
 from workbench.harness.results import Place
 
 EXCESS_LEVELS = (15.0, 7.0, 3.0, 1.5, 0.7)
-"""Levels of a call's excess, in normal lengths. Calls above a level are examined together, the highest level first, so that a
-checkpoint shows among evaluations, and both among batches of different lengths."""
+"""Levels of a call's excess, in normal lengths. Calls above a level are examined together, the highest level first, so that a checkpoint
+shows among evaluations, and both among batches of different lengths. Chosen: each about half of the one before, so another start finds the
+same groups."""
 MIN_IRREGULAR_EXCESS = 3.0
-"""Without regularity a stall exceeds the normal length by so many of it: lengths of sequences vary by a factor of 3 in healthy training."""
+"""Without regularity a stall exceeds the normal length by so many of it. Derived: lengths of sequences vary by a factor of 3 in healthy
+training. With half, long sequences are stalls; with twice, pauses of less than six steps are not."""
 MIN_OVER_SLOWEST_TENTH = 2.0
-"""And it is so many times longer than the 90th percentile of the other calls."""
+"""And it is so many times longer than the 90th percentile of the other calls. Chosen. With half, the longest of uneven steps are stalls;
+with twice, fewer pauses in uneven steps are seen."""
 MIN_STALL_SECONDS = 2e-3
-"""Seconds: without regularity, less is what an operating system does now and then."""
+"""Seconds: without regularity, less is what an operating system does now and then. Chosen: interrupts take less, and waits for a core are
+left out before. With half or twice as much, only stalls of steps below 1 ms change."""
 MAX_IRREGULAR_SHARE = 0.1
-"""Irregular stalls are at most this fraction of the calls: what is more frequent is a step of two lengths."""
+"""Irregular stalls are at most this fraction of the calls: what is more frequent is a step of two lengths. Chosen. With half, pauses of
+every tenth call are the step's own; with twice, a step of two lengths is called stalled."""
 MIN_PERIOD, MIN_PERIOD_OF_SMALL_EXCESS = 4, 8
-"""Calls: below the first, regular long steps are how the step works (accumulation, the two networks of a GAN); between the two they are
-so if they exceed the normal length by no more than MIN_IRREGULAR_EXCESS."""
+"""Calls: below the first, regular long steps are how the step works (accumulation, the two networks of a GAN); between the two they are so
+if they exceed the normal length by no more than MIN_IRREGULAR_EXCESS. Chosen by the usual numbers of micro-batches, up to 8. Accumulation
+by hand over 16 micro-batches is called stalled where the update is long."""
 MIN_PERIOD_HITS, MIN_PERIOD_PURITY = 0.8, 0.6
-"""A period holds if so many of its turns are long calls, and so many of the long calls are its turns."""
+"""A period holds if so many of its turns are long calls, and so many of the long calls are its turns. Chosen: one turn in five may be
+missing, and chance hits 0.6 of them hardly ever."""
 MIN_TURNS = 3
-"""With fewer turns no period is recognised."""
+"""With fewer turns no period is recognised. Chosen: two equal distances may be chance."""
 MIN_CALLS_OF_ARM = 4
-"""With fewer calls, the normal length of a variant is not known."""
+"""With fewer calls, the normal length of a variant is not known. Chosen: the median of four bears one stall."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -97,16 +97,19 @@ BUCKET_MB, FIRST_BUCKET_MB = 25.0, 1.0
 """DDP's own sizes: Source: torch.nn.parallel.DistributedDataParallel, `bucket_cap_mb` and `dist._DEFAULT_FIRST_BUCKET_BYTES`."""
 MIB = 2**20
 LOOPBACK = Gradients(size=0, buckets=1, latency=3e-4, per_byte=1e-9)
-"""What a reduction between two processes of one machine costs (gloo, an order of magnitude), where none was measured: a run of one
-rank on a machine that has no such speed on file."""
+"""What a reduction between two processes of one machine costs, where none was measured: a run of one rank on a machine that has no such
+speed on file. An order of magnitude, chosen between gloo's 0.1 ms and 1 GB/s as measured on the machine of `FITTED_ON` and slower ones. The
+predicted part of reductions is off by as much as it is; the formula names it."""
 
 DRIFTED = 1.15
-"""A reduction after micro-batches without one takes so much longer: ranks on CPUs have drifted apart meanwhile. (Measured on
-two cores, with gloo, three programs: 0.96, 1.13 and 1.34, four micro-batches per reduction against steps with and without `no_sync`.)"""
+"""A reduction after micro-batches without one takes so much longer: ranks on CPUs have drifted apart meanwhile. Measured on two cores, with
+gloo, three programs: 0.96, 1.13 and 1.34, four micro-batches per reduction against steps with and without `no_sync`. Ranks on more cores
+may drift further. It multiplies the predicted part of reductions: at 10 % of a step, twice the excess costs 1.5 %."""
 
 UNKNOWN_OVERLAP = 0.5
-"""How far a device computes while the training process takes a batch, where workers load all: nothing of the loop shows it. (Measured on an
-emulated device: 0 where the loss is read in each step, 1 where it is read in every tenth.)"""
+"""How far a device computes while the training process takes a batch, where workers load all: nothing of the loop shows it. Chosen between
+what was measured on an emulated device: 0 where the loss is read in each step, 1 where it is read in every tenth. At either end the
+predicted wait for data is off by half of what taking a batch costs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

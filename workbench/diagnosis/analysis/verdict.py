@@ -60,7 +60,8 @@ class Source:
 
 
 MAX_DISAGREEMENT = 0.1
-"""Fractions of the step this far apart still agree: blocks of one quiet machine differ by half of it."""
+"""Fractions of the step this far apart still agree. Chosen: blocks of one quiet machine differ by half of it. It decides a word in a table,
+and no verdict."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,6 +211,9 @@ USUAL = Limit(
     least_low=0.10,
     reason="removal makes the step 1.18 times as fast: worth a change. Loaders, reductions and logging of healthy training take 1 to 10 %",
 )
+"""The limit of most parts. Chosen, and held against the gallery: what is planted there takes 17 % and more, and in healthy loops nothing
+takes more than 9 %. With half, healthy loops whose loader or log takes 8 % are blamed; with twice, a loader that costs a quarter of the
+step is not."""
 LIMITS = {
     "optimizer": Limit(
         least=0.30,
@@ -222,20 +226,25 @@ LIMITS = {
         reason="between operators there is always some Python: 10 to 20 % in healthy models on a CPU, and a trace makes the gaps longer",
     ),
 }
-"""Limits of parts that differ from USUAL."""
+"""Limits of parts that differ from USUAL. Chosen on the machine of `FITTED_ON` by healthy models in the gallery; fractions, so a faster
+machine changes them little. With half, healthy steps with small batches are called optimizer- or host-bound; with twice, only parts of half
+a step are blamed."""
 
 UNMARKED = "time outside all phases"
 """The cause where a phase that every training has was not seen, and the time outside the phases is most of the step."""
 HIDDEN_REDUCTION = "communication hides inside backward"
 """The cause where clocks cannot tell reducing gradients from computing."""
 WIDE_INTERVAL = 0.2
-"""An interval of a saving as wide as this decides nothing near a limit."""
+"""An interval of a saving as wide as this decides nothing near a limit. Chosen: twice the difference between the two numbers of most
+limits. With half, more close cases are inconclusive; with twice, some are decided by noise."""
 MAX_CONTRADICTION = 2.0
 """A step on a noisy machine that takes more than so many times what it takes without its loader and what making its batches takes was not
-measured under the same load."""
+measured under the same load. Chosen. With half as much, most diagnoses on a busy machine are inconclusive; with twice, a loader is blamed
+for a burst of other work."""
 MIN_THREADS_SHARE = 0.4
-"""More threads than cores slow down everything else; they are blamed if they explain so much of the largest saving (measured: 0.6 to 0.75
-of what reductions seem to cost then)."""
+"""More threads than cores slow down everything else; they are blamed if they explain so much of the largest saving. Measured on two cores:
+0.6 to 0.75 of what reductions seem to cost then. With half, one thread too many is blamed for slow reductions; with twice, threads are
+never blamed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -110,7 +110,9 @@ GRAPH_LAUNCH = r"(cuda|hip|cu)GraphLaunch"
 OWN_WAIT = "workbench: wait for the device"
 """The mark in the trace around the wait at the end of the steps, which is not the loop's own."""
 CLOCK_ERROR = 5_000
-"""Nanoseconds by which the clocks of host and device may differ in a trace."""
+"""Nanoseconds by which the clocks of host and device may differ in a trace. Chosen by what Kineto's conversion of clocks leaves, some
+microseconds; not measured. Idle time that begins so long after a wait is the wait's. With half or twice as much, some of it changes between
+*syncs* and *python*; how much the host holds up stays."""
 
 
 def read_events(events: Events, steps: int, *, ranks: bool = False, short: float = SMALL_OP) -> Inside:
@@ -211,7 +213,9 @@ def _read_cpu(events: Events, steps: int, ranks: bool, short: float) -> Inside:
 
 
 PYTHON_BETWEEN_NODES = 500_000
-"""Nanoseconds: so long the thread of backward may be in Python between two operators; beyond, it sleeps or computes something else."""
+"""Nanoseconds: so long the thread of backward may be in Python between two operators; beyond, it sleeps or computes something else. Chosen:
+20 times `causes.MAX_PYTHON_GAP`. With half as much, long hooks of backward count as sleeping; with twice, sleeping for less than 1 ms
+between operators does not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -273,7 +277,8 @@ def _around(ops: Spans, nodes: Spans, short: float) -> Spans:
 WINDOW = "workbench: look inside"
 """The mark in the trace around the steps that count."""
 MAX_EVENTS = 60_000
-"""At most so many events are traced, unless one step has more: each takes 8 µs to record and read."""
+"""At most so many events are traced, unless one step has more. Measured on two cores: each takes 8 µs to record and read. With twice as
+many a look inside takes half a second longer."""
 
 
 def step_counts(seconds: float, *, budget_s: float = 2.0) -> tuple[int, int]:
@@ -336,9 +341,11 @@ def look(
 
 
 MIN_WAIT = 1e-3
-"""Seconds of waiting for the device that tell whether the thread polls meanwhile; CUDA's default is that it does."""
+"""Seconds of waiting for the device that tell whether the thread polls meanwhile; CUDA's default is that it does. Chosen: 1,000 times what
+reading the clocks takes."""
 MIN_POLLING = 0.9
-"""A thread that polls while it waits for the device computes for at least this fraction of the wait."""
+"""A thread that polls while it waits for the device computes for at least this fraction of the wait. Chosen: a thread that sleeps hardly
+computes, so half as much decides alike."""
 
 
 def _no_device(events: Events, steps: int) -> str:

@@ -26,7 +26,9 @@ BLOCK_SECONDS = 0.12
 FEW_PAIRS = 3
 """Pairs that a variant takes at least, unless it is hopeless or there is no time."""
 NARROW_INTERVAL, CLEAR_INTERVAL = 0.06, 0.12
-"""Widths at which the interval of the saved fraction of the full step is narrow enough: near its limit, and clear of it."""
+"""Widths at which the interval of the saved fraction of the full step is narrow enough: near its limit, and clear of it. Chosen by the
+distance between the two numbers of most limits. With half, a diagnosis takes up to four times as long; with twice, more close cases are
+inconclusive."""
 MIN_SAVING = 0.05
 """A variant that saves no more than this fraction of the full step does not matter: it is dropped as soon as that is clear."""
 MIN_BLAMED_SAVING = 0.1
@@ -42,13 +44,16 @@ MAX_POOLED = 8
 SETTLING_STEPS = 2
 """Steps after which idle threads sleep."""
 MAX_WARM_UP_SLOWDOWN = 4.0
-"""Steps that warm up so many times slower make shorter blocks, or two threads on a busy core could take a minute."""
+"""Steps that warm up so many times slower make shorter blocks, or two threads on a busy core could take a minute. Chosen; it decides how
+long a variant takes."""
 MAX_DOUBLED_BYTES = 2**29
 """Bytes: larger batches are not doubled."""
 MIN_GC_SHARE = 0.02
-"""Fraction of the step below which the garbage collector is not worth an ablation."""
+"""Fraction of the step below which the garbage collector is not worth an ablation. Chosen below `remedy.MIN_SPEEDUP`."""
 MAX_OPTIMIZER_COST = 2.0
-"""Most that an optimizer takes of a step on a CPU, as a multiple of its time in a trace: its writes push other data out of the caches."""
+"""Most that an optimizer takes of a step on a CPU, as a multiple of its time in a trace: its writes push other data out of the caches.
+Derived: they cannot cost more than to read it all again. It decides whether other implementations are tried, never what they are said to
+gain."""
 
 
 def treatments(
