@@ -161,9 +161,9 @@ def _regular(long: Sequence[Call], rest: Sequence[Call], extras: Mapping[int, fl
 
 def _irregular(rest: Sequence[Call], normal: Mapping[str, float], extras: Mapping[int, float]) -> tuple[Call, ...]:
     """Calls so long that no healthy step varies so much."""
-    ratios = sorted(call.own / normal[call.arm] for call in rest)
-    if not ratios or not min(normal[call.arm] for call in rest) > 0:
+    if not rest or not min(normal[call.arm] for call in rest) > 0:
         return ()
+    ratios = sorted(call.own / normal[call.arm] for call in rest)
     limit = max(1 + MIN_IRREGULAR_EXCESS, MIN_OVER_SLOWEST_TENTH * ratios[int((1 - MAX_IRREGULAR_SHARE) * (len(ratios) - 1))])
     odd = tuple(call for call in rest if call.own / normal[call.arm] > limit and extras[call.number] > MIN_STALL_SECONDS)
     return odd if len(odd) <= max(1, MAX_IRREGULAR_SHARE * len(rest)) else ()
