@@ -535,6 +535,32 @@ def test_events_go_to_the_stream_of_the_device_of_the_recorder() -> None:
     assert device.streams == {"stream of 3"}
 
 
+@pytest.mark.parametrize("side", [False, True])
+def test_on_one_stream_the_last_event_of_a_step_answers_for_all(side: bool) -> None:
+    """Asking the driver costs a microsecond. With a side stream, whose events may happen later than the last one, all are asked."""
+    device, asked, stream = Device(), list[float](), "main"
+
+    class Counted(Event):
+        def query(self) -> bool:
+            asked.append(self.at)
+            return super().query()
+
+        def elapsed_time(self, end_event: Any) -> float:
+            return float(end_event.at - self.at)
+
+    recorder = DeviceRecorder(lambda: Counted(device), stream=lambda _: stream)  # type: ignore[arg-type, return-value]
+    timer = wb.StepTimer(recorder=lambda: recorder)
+    for number in timer.batches(range(20)):
+        for phase in ("h2d", "forward", "backward", "optimizer"):
+            stream = "side" if side and phase == "h2d" else "main"
+            with timer(phase):
+                device.work(1)
+        stream = "main"
+        device.run(4.0 * number)
+    assert len(timer.timeline.steps) == 20
+    assert len(asked) > 150 if side else len(asked) <= 3 * 20
+
+
 def test_a_stream_is_made_once_and_the_current_one_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     made, now = list[tuple[int, int, int]](), (0, 3, 1)
 

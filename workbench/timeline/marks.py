@@ -108,6 +108,8 @@ class DeviceRecorder:
     The events of a whole step are read when its last one has happened, at some later `next()`, on the training thread: reading them from
     another thread would break a CUDA graph capture that goes on meanwhile. Events on a side stream may lie before their neighbour on the
     main stream (a copy hidden behind compute): such an interval is 0.
+
+    Events of one stream happen in order, so the last one of a step answers for all; where a step marks several streams, all are asked.
     """
 
     clock: Literal["host", "device"] = "device"
@@ -132,6 +134,9 @@ class DeviceRecorder:
         self.marks: list[Any] = []
         self._free: list[Event] = []
         self._turns: deque[list[tuple[Event, int]]] = deque()  # marks that are not read yet, from one `next()` to the following one
+        self._several: deque[bool] = deque()  # of each of them: is it on more than one stream?
+        self._on: Any = None
+        self._switched = False
         self._last: Event | None = None
         self._raw = self._time = 0  # ns since the first event: as read, and never running backwards
         self._done: list[int] = []
@@ -141,13 +146,20 @@ class DeviceRecorder:
         if self._capturing():
             return None  # an event recorded into a CUDA graph has no time of its own
         event = self._free.pop() if self._free else self._new_event()
-        event.record(self._stream(self.device))
+        stream = self._stream(self.device)
+        if stream is not self._on:
+            self._on, self._switched = stream, True
+        event.record(stream)
         return event
 
     def read(self) -> None:
         self._end_turn()
-        while self._turns and all(event.query() for event, _ in reversed(self._turns[0])):  # asks, does not wait
+        while self._turns and self._has_happened():
             self._read_turn()
+
+    def _has_happened(self) -> bool:
+        turn = self._turns[0] if self._several[0] else self._turns[0][-1:]
+        return all(event.query() for event, _ in reversed(turn))  # asks, does not wait
 
     def take(self) -> tuple[list[int], bytes]:
         return _take(self._done)
@@ -163,8 +175,11 @@ class DeviceRecorder:
         marks = self.marks[:]
         del self.marks[: len(marks)]
         self._turns.append([(event, code) for event, code in zip(marks[::2], marks[1::2], strict=True) if event])
+        self._several.append(self._switched)
+        self._switched = False
 
     def _read_turn(self) -> None:
+        self._several.popleft()
         for event, code in self._turns.popleft():
             if self._last:
                 self._raw += round(self._last.elapsed_time(event) * 1e6)  # ms → ns
