@@ -457,3 +457,139 @@ def gbits(written: Callable[..., Any]) -> None:
     cases = [{"parameters": 650e6, "backward": 0.4, "machines": machines} for machines in (2, 64, 128)]
     because = "52 Gbit/s for two machines, 102 for 64, and hardly more for 128."
     _judge(written, truth, cases, because, "Bytes per link, times 8, over the seconds of the backward, over 1e9.")
+
+
+def states(written: Callable[..., Any]) -> None:
+    """Notebook 04, exercise 1: bytes of parameters, gradients and optimizer states in fp32."""
+    cases = [{"parameters": 1000, "kept": 0}, {"parameters": 163_037_184, "kept": 2}, {"parameters": 7_000_000_000, "kept": 1}]
+    because = (
+        f"4 bytes for the parameter, 4 for its gradient, 4 for each kept number: {units.bytes_(16 * 163_037_184)} for this model and Adam."
+    )
+    hint = "A parameter, its gradient, and each number that the optimizer keeps take 4 bytes."
+    _judge(written, lambda parameters, kept: 4 * (2 + kept) * parameters, cases, because, hint, 1e-6)
+
+
+MIB = 2**20
+GROWTH: Mapping[str, Callable[[int], int]] = {
+    "16 + 5·batch": lambda batch: MIB * (16 + 5 * batch),
+    "16 + 5·batch, or 9·batch where that is more,": lambda batch: MIB * max(16 + 5 * batch, 9 * batch),
+    "16 + batch²": lambda batch: MIB * (16 + batch**2),
+}
+"""MiB over the batch; a straight line through the first two points is right for the first one only."""
+ROOM, QUESTIONS = 1000 * MIB, 24
+
+
+def largest_batch(written: Callable[[Callable[[int], int], int], Any]) -> None:
+    """Notebook 04, exercise 2: the largest batch that fits; each question about a batch costs."""
+    for words, needs in GROWTH.items():
+        asked: list[int] = []
+
+        def counted(batch: int, needs: Callable[[int], int] = needs, asked: list[int] = asked) -> int:
+            asked.append(batch)
+            return needs(batch)
+
+        answer, right = written(counted, ROOM), max(batch for batch in range(1, 1000) if needs(batch) <= ROOM)
+        if answer is None:
+            print("Your turn: write the function and run the cell again.")
+            return
+        if answer != right or len(asked) > QUESTIONS:
+            often = f"yours asks {len(asked)} times, and {QUESTIONS} are enough"
+            wrong = f"yours gives {_shown(answer)}, and right is {right}" if answer != right else often
+            print(f"Not yet: where {words} MiB are needed, and 1,000 MiB are there, {wrong}.")
+            return
+    print("Right: it asks seldom, and it trusts no straight line.")
+
+
+def _sharded(parameters: int, ranks: int, stage: int) -> float:
+    return sum(size * parameters / (ranks if stage >= first else 1) for size, first in ((4, 3), (4, 2), (8, 1)))
+
+
+def per_rank(written: Callable[..., Any]) -> None:
+    """Notebook 04, exercise 3: bytes of parameters, gradients and Adam's states on each rank, by ZeRO stage."""
+    cases = [{"parameters": 1000, "ranks": 4, "stage": stage} for stage in range(4)] + [{"parameters": 7 * 10**9, "ranks": 64, "stage": 3}]
+    because = f"seven billion parameters are {units.bytes_(7e9 * 16 / 64)} on each of 64 ranks, and {units.bytes_(7e9 * 16)} on one."
+    hint = "Stage 1 divides the 8 bytes of Adam's states by the ranks, stage 2 the gradients too, stage 3 the parameters too."
+    _judge(written, _sharded, cases, because, hint, 1e-6)
+
+
+FIVES = ((1.69, 406.4, 410.7, 0.34, 0.28), (0.5, 300.0, 30.0, 0.7, 0.25), (1.0, 50.0, 50.0, 0.3, 0.3))
+"""Laws: E, A, B, alpha, beta. The first is of Hoffmann and others (2022)."""
+
+
+def _best(five: Sequence[float], flops: float) -> float:
+    """The size with the lowest loss for 6·N·D FLOPs, in closed form."""
+    _, a, b, alpha, beta = five
+    return float((alpha * a / (beta * b)) ** (1 / (alpha + beta)) * (flops / 6) ** (beta / (alpha + beta)))
+
+
+def best_size(written: Callable[..., Any]) -> None:
+    """Notebook 07, exercise 1: the size with the lowest loss for a compute budget, to 2 %."""
+    cases = [{"five": five, "flops": flops} for five in FIVES for flops in (1e12, 1e18)]
+    hint = "For each size the tokens are flops / (6 · size): which size gives the lowest loss?"
+    _judge(written, _best, cases, "a larger or a smaller model ends higher for the same FLOPs.", hint, 0.02)
+
+
+def _overpaid(five: Sequence[float], size: float, tokens: float) -> float:
+    _, a, b, alpha, beta = five
+    low, high = 1.0, 6 * size * tokens
+    while high > 1.0001 * low:
+        flops = math.sqrt(low * high)
+        best = _best(five, flops)
+        good = a / best**alpha + b * (6 * best / flops) ** beta < a / size**alpha + b / tokens**beta
+        low, high = (low, flops) if good else (flops, high)
+    return 6 * size * tokens / high
+
+
+def overpaid(written: Callable[..., Any]) -> None:
+    """Notebook 07, exercise 2: a run's FLOPs over the fewest with which its loss is reached, to 3 %."""
+    cases = [{"five": five, "size": size, "tokens": tokens} for five in FIVES for size, tokens in ((1e6, 1e9), (1e8, 1e8))]
+    hint = "Search for the smallest compute whose best size ends as low as this run."
+    _judge(written, _overpaid, cases, "that is the price of the wrong size.", hint, 0.03)
+
+
+def _self_times(calls: Sequence[tuple[float, float]]) -> list[float]:
+    times = [end - start for start, end in calls]
+    for start, end in calls:
+        around = [place for place, (first, last) in enumerate(calls) if first <= start and end <= last and (first, last) != (start, end)]
+        if around:  # the innermost of them
+            times[min(around, key=lambda place: calls[place][1] - calls[place][0])] -= end - start
+    return times
+
+
+def self_times(written: Callable[..., Any]) -> None:
+    """Notebook 08, exercise 1: what calls take by themselves, without those inside them."""
+    cases = [{"calls": [(0, 10)]}, {"calls": [(0, 10), (1, 4), (5, 9), (6, 8)]}, {"calls": [(0, 4), (4, 9), (4, 7)]}]
+    hint = "Subtract the calls directly inside; what is inside of those is in their own length."
+    _judge(written, _self_times, cases, "each moment counts once, so they add up to the time in which any call runs.", hint)
+
+
+def _device_end(kernels: Sequence[tuple[float, float]]) -> float:
+    end = 0.0
+    for launched, length in kernels:
+        end = max(end, launched) + length
+    return end
+
+
+def device_end(written: Callable[..., Any]) -> None:
+    """Notebook 08, exercise 2: when a device is done that runs kernels one after another, each after its launch."""
+    late, long = [(0, 5), (10, 5), (20, 5)], [(0, 50), (10, 50), (20, 50)]
+    cases = [{"kernels": [(0, 5)]}, {"kernels": late}, {"kernels": long}, {"kernels": [(0, 5), (10, 50), (20, 5), (90, 5)]}]
+    hint = "A kernel begins once it is launched and the one before it has ended, whichever comes later."
+    _judge(written, _device_end, cases, "short kernels wait for their launches, and long ones for each other.", hint)
+
+
+def _exposed(communication: Sequence[tuple[float, float]], computing: Sequence[tuple[float, float]]) -> float:
+    hidden = sum(max(0.0, min(a, b) - max(c, d)) for c, a in communication for d, b in computing)
+    return sum(end - start for start, end in communication) - hidden
+
+
+def exposed(written: Callable[..., Any]) -> None:
+    """Notebook 08, exercise 3: the time of communication that no computing hides; the spans of a list do not overlap each other."""
+    cases = [
+        {"communication": [(0, 10)], "computing": []},
+        {"communication": [(0, 10)], "computing": [(2, 5)]},
+        {"communication": [(0, 10), (20, 30)], "computing": [(5, 22), (28, 40)]},
+        {"communication": [(0, 10)], "computing": [(1, 2), (3, 4), (9, 30)]},
+    ]
+    hint = "Two spans overlap from the later start to the earlier end, if that is positive."
+    _judge(written, _exposed, cases, "all communication, less what computing hides.", hint)

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from matplotlib.axes import Axes
 
-from workbench.core.display.axes import WIDTH, prepared
+from workbench.core.display.axes import WIDTH, legend, prepared
 from workbench.core.display.colors import INK, INK_DARKER, LINE
 from workbench.core.statistics import Interval
 
@@ -42,4 +42,38 @@ def reveal(
     ax.set_xlabel(what)
     ax.margins(x=0.12)
     ax.set_xlim(left=0)
+    return ax
+
+
+def curve(
+    measured: Mapping[float, float], predicted: Mapping[float, float], others: Mapping[str, Mapping[float, float]], across: str, up: str
+) -> Axes:
+    """Draw answers that depend on something: measured are dots, predicted is a line with rings, and what others say is dashed.
+
+    Args:
+        measured: place → figure.
+        predicted: the same.
+        others: who says it → the same.
+        across: label of the horizontal axis, with its unit.
+        up: label of the vertical axis, with its unit.
+    """
+    ax = prepared(None, WIDTH, 3.6)
+    drawn = ax.plot(list(measured), list(measured.values()), "o", color=LINE, markersize=5, label="measured", zorder=3)
+    drawn += ax.plot(
+        list(predicted),
+        list(predicted.values()),
+        "o-",
+        color=LINE,
+        linewidth=1.4,
+        markersize=10,
+        markerfacecolor="none",
+        label="predicted here",
+    )
+    for (name, answers), style in zip(others.items(), ("--", ":", "-."), strict=False):
+        drawn += ax.plot(list(answers), list(answers.values()), style, color=INK, linewidth=1.4, label=name)
+    ax.set_ylim(bottom=0)
+    ax.grid(axis="y", color=INK, alpha=0.18, linewidth=0.8)
+    ax.set_xlabel(across)
+    ax.set_ylabel(up)
+    legend(ax, drawn)
     return ax
