@@ -130,6 +130,28 @@ def test_a_stall_is_the_call_that_stalls(device: EmulatedDevice) -> None:
     assert [i for i, call in enumerate(laps.calls) if call > 0.03] == [19, 39]
 
 
+def test_a_host_that_waits_for_a_core_delays_a_device_only_if_its_queue_runs_empty(device: EmulatedDevice) -> None:
+    """Waits of 4 ms hide behind a device that is steps ahead. One of 0.15 s does not, and counts as far as the step got longer by it."""
+
+    class Waiting(Loop):
+        waited = 0.0
+
+        def __call__(self, batch: object) -> None:
+            seconds = 0.15 if self.calls == 10 else 0.004
+            time.sleep(seconds)
+            self.waited += seconds
+            super().__call__(batch)
+
+    loop = Waiting(device, compute=0.01)
+    with BlockTimer(loop, Peers(), torch.device("cuda")) as bench:
+        bench._delay.read = lambda: loop.waited  # type: ignore[method-assign]
+        (laps,) = bench.run("full", range(20), 20).laps
+    late, others = laps.delays[10], [*laps.delays[:10], *laps.delays[11:]]
+    assert laps.calls[10] > 0.05
+    assert late == pytest.approx(laps.calls[10] - 0.01, rel=0.1)
+    assert sorted(others)[-2] < 0.002
+
+
 @pytest.mark.parametrize(("seconds", "exposed"), [(0.003, 0.0), (0.012, 0.0115)])
 def test_a_wait_for_data_counts_as_far_as_the_device_waits_too(device: EmulatedDevice, seconds: float, exposed: float) -> None:
     def loader() -> Iterator[int]:

@@ -52,7 +52,8 @@ class StepTimes:
     calls: "array[float]"
     """In step()."""
     delays: "array[float]"
-    """Of `calls`: the thread was ready and waited for a core; 0 where that cannot be read."""
+    """Of `calls`: the thread was ready and waited for a core; 0 where that cannot be read. On a device at most what a call took longer than
+    the block's median."""
     gcs: "array[float]"
     """Of `calls`: in Python's cyclic garbage collector."""
     fresh: tuple[int, ...] = ()
@@ -255,6 +256,8 @@ class BlockTimer:
             steps = len(calls)
             waits = array("d", parts[::2] or [0.0] * steps)
             calls = array("d", parts[1::2] or [whole / steps] * steps)
+            usual = statistics.median(calls)  # the host's delays hide behind queued work, but for what makes a step longer
+            delays = array("d", (min(delay, max(0.0, call - usual)) for delay, call in zip(delays, calls, strict=True)))
         steps = max(1, len(calls))
         faults_per_step, kernel_per_step = (more_faults - faults) / steps, (more_kernel - kernel) / steps
         return StepTimes(
