@@ -52,14 +52,20 @@ def markdown(path: Path) -> tuple[str, dict[str, bytes]]:
     for place, cell in enumerate(cells(path)):
         source = "".join(cell["source"])
         if cell["cell_type"] == "markdown":
+            source = source.replace("<details>", '<details markdown="1">')  # else what is folded would not be read as Markdown
             parts.insert(0, source) if not place else parts.append(source)
             continue
         parts.append(f"```python\n{source}\n```")
+        folded = cell["metadata"].get("jupyter", {}).get("outputs_hidden", False) and cell["outputs"]
+        if folded:
+            parts.append('<details markdown="1"><summary>Output</summary>')
         for output in cell.get("outputs", ()):
             if "image/png" in output.get("data", {}):
                 parts.append(f"![Output of the cell above]({path.stem}-{place}.png)")
             elif text := _text(output):
                 parts.append(f"```text\n{text}\n```")
+        if folded:
+            parts.append("</details>")
     return "\n\n".join(parts) + "\n", drawn
 
 

@@ -2,11 +2,14 @@
 
 With the outputs it stores a digest of the code that they are of (`tests/shown_code.py`), so that a test can tell when they are older.
 `--stamp` stores the digest alone, without executing anything: for a change of the code that changes nothing of what is shown.
+Outputs that would answer what a reader is asked to guess are stored folded; JupyterLab unfolds them when their cell is run.
 """
 
+import ast
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 from tests import shown_code
 
@@ -27,9 +30,27 @@ def refresh(path: Path) -> None:
             output.get("data", {}).pop("application/vnd.jupyter.widget-view+json", None)  # its model lives in a kernel that is gone
     notebook.metadata.pop("widgets", None)
     notebook.metadata.get("language_info", {}).pop("version", None)  # else every Python makes another diff
+    fold_answers(notebook)
     notebook.metadata[shown_code.KEY] = shown_code.code_of(notebook)
     nbformat.write(notebook, path)
     print(f"{path.name}: {sum(cell.cell_type == 'code' for cell in notebook.cells)} code cells")
+
+
+def fold_answers(notebook: Any) -> None:
+    """Fold the outputs from each cell with `guess = None` to the first one after it that compares the guess."""
+    open_guess = False
+    for cell in notebook.cells:
+        if cell.cell_type != "code":
+            continue
+        tree = ast.parse("\n".join(line for line in cell.source.splitlines() if not line.startswith("%")))
+        names = [node for node in ast.walk(tree) if isinstance(node, ast.Name) and node.id == "guess"]
+        open_guess |= any(isinstance(node.ctx, ast.Store) for node in names)
+        compared = any(isinstance(node.ctx, ast.Load) for node in names)
+        if open_guess and cell.outputs and not compared:
+            cell.metadata["jupyter"] = {"outputs_hidden": True}
+        else:
+            cell.metadata.pop("jupyter", None)
+        open_guess &= not compared
 
 
 def stamp(path: Path) -> None:
@@ -37,6 +58,7 @@ def stamp(path: Path) -> None:
     import nbformat
 
     notebook = nbformat.read(path, as_version=4)
+    fold_answers(notebook)
     notebook.metadata[shown_code.KEY] = shown_code.code_of(notebook)
     nbformat.write(notebook, path)
 

@@ -21,6 +21,7 @@ PAGES = ROOT / "docs/pages"
 sys.path.append(str(ROOT / "docs"))
 import generated  # noqa: E402
 import make_site  # noqa: E402
+import notebook_pages  # noqa: E402
 
 BLOCK = re.compile(
     r"(?:^<!-- (?P<mark>slow|skip|needs)(?:: (?P<why>[^>]*))? -->\n)?^```python(?: title=\"(?P<title>[^\"]+)\")?\n(?P<code>.*?)^```",
@@ -171,6 +172,19 @@ def test_a_page_links_to_pages_and_not_to_files() -> None:
     assert make_site.outside_code("a `[b](c)` [d](e)\n```\n[f](g)\n```\n", lambda part: part.replace("](", "]<")) == (
         "a `[b](c)` [d]<e)\n```\n[f](g)\n```\n"
     )
+
+
+def test_what_a_notebook_folds_is_folded_in_its_page(tmp_path: Path) -> None:
+    output = {"output_type": "stream", "name": "stdout", "text": ["3 workers\n"]}
+    code = {"cell_type": "code", "source": ["guess = None"], "metadata": {"jupyter": {"outputs_hidden": True}}, "outputs": [output]}
+    text = "<details><summary>Hint</summary>\n\nLook at `wait`.\n\n</details>"
+    notebook = tmp_path / "00_x.ipynb"
+    notebook.write_text(
+        json.dumps({"cells": [{"cell_type": "markdown", "source": ["# X?"]}, {"cell_type": "markdown", "source": [text]}, code]})
+    )
+    page, _ = notebook_pages.markdown(notebook)
+    assert '<details markdown="1"><summary>Hint</summary>\n\nLook at `wait`.' in page
+    assert '<details markdown="1"><summary>Output</summary>\n\n```text\n3 workers\n```\n\n</details>' in page
 
 
 def test_a_broken_link_or_anchor_fails_the_build(tmp_path: Path) -> None:

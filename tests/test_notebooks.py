@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests import shown_code, student
+from tests import refresh, shown_code, student
 
 if TYPE_CHECKING:  # it takes seconds to import
     import nbformat
@@ -92,6 +92,18 @@ def test_the_age_of_outputs_is_told_by_the_code_that_they_show(tmp_path: Path, m
     source = "def f(x: int = 1) -> int:\n    'Adds.'\n    y: int = x + 1  # more\n    return y\n"
     assert shown_code.digest(source) == shown_code.digest("def f(x=1):\n\n    y=x  +  1\n    return y")
     assert shown_code.digest(source) != shown_code.digest(source.replace("+", "-"))
+
+
+def test_what_would_answer_a_guess_is_stored_folded() -> None:
+    nbformat = pytest.importorskip("nbformat", reason="needs Jupyter's packages (pip install '.[notebooks,dev]')")
+    sources = ["a = 1\na", "guess = None  # 2 or 3?", "%time\nmeasured = 2\nmeasured", "check.near(guess, measured)", "measured"]
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in sources])
+    for cell in notebook.cells:
+        cell.outputs = [] if "guess = None" in cell.source else [nbformat.v4.new_output("stream", text="2")]
+    notebook.cells[0].metadata["jupyter"] = {"outputs_hidden": True}  # of an earlier version
+    refresh.fold_answers(notebook)
+    assert [cell.metadata.get("jupyter") for cell in notebook.cells] == [None, None, {"outputs_hidden": True}, None, None]
+    nbformat.validate(notebook)
 
 
 SHOWN = {
