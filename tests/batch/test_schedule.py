@@ -19,7 +19,7 @@ from workbench.batch.analysis.plan import BatchPlan
 from workbench.batch.analysis.schedule import Schedule
 from workbench.batch.measure.schedule import schedule_of, scheduled
 from workbench.runs.spec import RunSpec
-from workbench.train.optimizers import lr_factor
+from workbench.runs.training_knobs import lr_factor
 
 STEPS = 30
 

@@ -137,7 +137,7 @@ def real(plan: Plan) -> MemoryLog:
             with recorder:
                 recorder.attach(model)
                 trainer = Trainer(spec, plan.task, ranks, module=model, loader=api.NO_LOADER, layout=layout, alone=plan.own_loop)
-                recorder.attach(trainer.module)
+                recorder.attach(trainer.module, trainer.averages)
                 trainer.phase = recorder.phase
                 with recorder.hooks(), replaced(activation_checkpointing, "recomputing", recorder.tracker.inside):
                     api._drive(trainer, RealBatches(recorder), plan)
@@ -196,12 +196,20 @@ def test_two_runs_are_equal() -> None:
         {"accumulation": 3},
         {"clip_grad_norm": 1.0},
         {"precision": "amp_fp16"},
+        {"ema": 0.9, "precision": "amp_bf16"},
+        {"label_smoothing": 0.1, "weight_decay_on": "matrices"},
     ],
     ids=str,
 )
 def test_so_it_is_with_every_knob(knobs: dict[str, Any]) -> None:
     plan = plan_of(gpt, tokens(), loss=text_loss, device="cpu", **knobs)
     assert story(api.record(plan)[0]) == story(real(plan))
+
+
+def test_averaged_weights_take_as_much_memory_as_the_weights() -> None:
+    plain, averaged = (wb.estimate_memory(gpt, tokens(), loss=text_loss, device="cpu", **knobs) for knobs in ({}, {"ema": 0.9}))
+    assert averaged.buffers - plain.buffers == averaged.parameters == plain.parameters
+    assert averaged.total - plain.total == plain.parameters
 
 
 def test_micro_steps_of_an_accumulation_do_not_add_up() -> None:

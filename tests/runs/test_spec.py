@@ -36,7 +36,7 @@ def test_a_script_spec_survives_json() -> None:
         ({"precision": "bf16"}, r"precision='bf16': allowed are 'fp32', 'amp_bf16', 'amp_fp16'; did you mean \"amp_bf16\"\?"),
         ({"precision": "int3"}, "allowed are 'fp32'"),
         ({"device": "gpu"}, 'did you mean "cuda"'),
-        ({"schedule": "linear"}, "allowed are 'constant', 'cosine'$"),
+        ({"schedule": "linear"}, "allowed are 'constant', 'cosine', 'polynomial', 'step', 'inverse_sqrt', 'warmup_stable_decay'$"),
         ({"device": "tpu"}, "device='tpu': allowed are 'auto', 'cpu', 'cuda'"),
         ({"schedule": "cosin"}, 'did you mean "cosine"'),
         ({"lr": 0}, "lr=0: a number above 0 is allowed, or None"),

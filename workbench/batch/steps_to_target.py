@@ -21,6 +21,7 @@ from workbench.runs.launch.new_run import NewRun
 from workbench.runs.run import Run
 from workbench.runs.spec import AUTO, SHARDED, RunSpec
 from workbench.runs.target import named_task, read_spec
+from workbench.runs.training_knobs import depends_on_steps
 
 RETUNE = (0.5, 1.0, 2.0)
 """Factors of the centre with `retune=True`."""
@@ -174,11 +175,13 @@ def _check(spec: RunSpec) -> None:
             f"{knob}: each trial is trained by one rank, with gradient accumulation, so that ranks can do different trials; "
             'try parallel="ddp" with checkpointing="full", if memory is short'
         )
-    if spec.schedule != "constant":
+    if depends_on_steps(spec.schedule):
         raise ValueError(
             f'schedule={spec.schedule!r}: it depends on the number of steps, which is measured here; try schedule="constant", '
             "with warmup_steps if needed"
         )
+    if spec.ema:
+        raise ValueError(f"ema={spec.ema}: steps are counted to a loss of the model itself, not of averaged parameters; leave ema out")
 
 
 def _target(loss: float | None, figures: Mapping[str, float] | None) -> Target:

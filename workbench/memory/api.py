@@ -164,7 +164,7 @@ def _attempt(plan: "Plan", rank: int, *, on_meta: bool, watch: Watch | None) -> 
             ):
                 with run.host(model) if dealt else contextlib.nullcontext():
                     trainer = Trainer(spec, plan.task, ranks, module=model, loader=NO_LOADER, layout=layout, alone=plan.own_loop)
-                recorder.attach(trainer.module)
+                recorder.attach(trainer.module, trainer.averages)
                 trainer.phase = recorder.phase
                 with (
                     recorder.hooks(),

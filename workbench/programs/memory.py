@@ -35,7 +35,7 @@ def record_memory(assignment: Assignment) -> dict[str, Any]:
     with allocations(ranks.device) as truth, contextlib.ExitStack() as stack:
         trainer = Trainer(spec, assignment.task, ranks)
         stack.enter_context(collected_before())  # the trainer has decided about the collector
-        recorder.attach(trainer.module)
+        recorder.attach(trainer.module, trainer.averages)
         _charge_buckets(recorder, trainer)
         trainer.phase = recorder.phase
         borders = Borders(recorder.log, truth)

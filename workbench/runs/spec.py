@@ -5,57 +5,30 @@ import dataclasses
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NoReturn, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 from workbench.core.checks import choice, did_you_mean, real_number, whole_number
+from workbench.runs import training_knobs
+from workbench.runs.knobs import AUTO as AUTO
+from workbench.runs.knobs import (
+    BACKENDS,
+    CHECKPOINTINGS,
+    DEVICES,
+    MEANT,
+    OFFLOADS,
+    PARALLELS,
+    PRECISIONS,
+    SHARD_RANKS,
+    AutoBatch,
+    Knob,
+    knob,
+)
+from workbench.runs.knobs import IMPLEMENTATIONS as IMPLEMENTATIONS
+from workbench.runs.knobs import SHARDED as SHARDED
+from workbench.runs.knobs import SpecError as SpecError
 from workbench.runs.profile import Profile
 
 T = TypeVar("T")
-PRECISIONS = ("fp32", "amp_bf16", "amp_fp16")
-SCHEDULES = ("constant", "cosine")
-_MEANT = {
-    "gpu": "cuda",
-    "bf16": "amp_bf16",
-    "bfloat16": "amp_bf16",
-    "fp16": "amp_fp16",
-    "float16": "amp_fp16",
-    "float32": "fp32",
-    "zero3": "fsdp",
-    "fsdp2": "fsdp",
-}
-"""What is often typed → what it is called here."""
-DEVICES = ("auto", "cpu", "cuda")
-BACKENDS = ("auto", "gloo", "nccl")
-IMPLEMENTATIONS = ("foreach", "fused")
-"""Ways in which torch runs an optimizer; the update is the same."""
-CHECKPOINTINGS = ("none", "full", "selective")
-PARALLELS = ("ddp", "zero1", "zero2", "fsdp", "hsdp")
-OFFLOADS = ("none", "activations", "optimizer")
-SHARDED = ("zero2", "fsdp", "hsdp")
-"""Those of PARALLELS in which no rank holds all of the parameters, gradients and optimizer states (torch's FSDP2)."""
-AUTO = "auto"
-"""The micro_batch of a run that is to choose it when it starts."""
-SHARD_RANKS = 8
-"""Ranks that share one copy of the model under "hsdp", where the spec does not say: the GPUs of a common node."""
-
-
-class SpecError(ValueError):
-    """A knob that does not exist or a value that it does not take; the message says what is allowed and what to try."""
-
-
-class AutoBatch(str):
-    """The value of micro_batch="auto": comparing it or computing with it raises an error that says to give a number."""
-
-    __slots__ = ()
-
-    def _refuse(self, *_: object) -> NoReturn:
-        raise SpecError(
-            'micro_batch="auto" is chosen when a run starts (wb.launch, wb.sweep), and here a number is needed: '
-            "give one, such as wb.max_micro_batch(spec, device).micro_batch"
-        )
-
-    __lt__ = __le__ = __gt__ = __ge__ = __add__ = __mul__ = __rmul__ = __mod__ = __index__ = _refuse
-    __radd__ = __sub__ = __rsub__ = __rmod__ = __truediv__ = __rtruediv__ = __floordiv__ = __rfloordiv__ = __int__ = __float__ = _refuse
 
 
 class _Spec:
@@ -93,30 +66,6 @@ class _Spec:
         fields = {name: item for name, item in value.items() if name != "kind"}
         check_names(cls, fields)
         return cls(**fields)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Knob:
-    """Metadata of a field of RunSpec, for panels, plans and the command line."""
-
-    default: Any = None
-    """Its default."""
-    choices: tuple[str, ...] = ()
-    """All of its values, where they are names."""
-    turned_in: Literal["", "loader", "step"] = ""
-    """Where an experiment can turn it without a RunSpec: in a user's own loader or step; empty = in neither."""
-    predicted: bool = False
-    """Does `diagnosis.model.StepModel` predict a step with another value of it?"""
-    elsewhere: tuple[str, ...] = ()
-    """Its names in torchrun, Hugging Face's Trainer, Accelerate, Lightning, DeepSpeed and nanoGPT, and in everyday speech."""
-    panels: tuple[str, ...] = ()
-    """Panels that let it be turned: "doctor" (what-if of a step's time), "memory" (the memory explorer)."""
-
-
-def knob(default: T, **about: Any) -> T:
-    """A field of RunSpec, with what a Knob says of it."""
-    field: T = dataclasses.field(default=default, metadata={"knob": Knob(default=default, **about)})
-    return field
 
 
 def _checked_names(cls: type[T]) -> type[T]:
@@ -187,8 +136,19 @@ class RunSpec(_Spec):
     """Peak learning rate; None = the optimizer's own."""
     warmup_steps: int = knob(0, elsewhere=("warmup", "num_warmup_steps", "warmup_iters"))
     """Steps over which the learning rate rises linearly to its peak."""
-    schedule: str = knob("constant", choices=SCHEDULES, elsewhere=("lr_scheduler", "lr_scheduler_type", "scheduler"))
-    """After the warm-up: "constant", or "cosine" down to zero at the last step."""
+    schedule: str = knob("constant", elsewhere=("lr_scheduler", "lr_scheduler_type", "scheduler"))
+    """Name with options, for the steps after the warm-up: "constant"; "cosine" or "polynomial(power=1.0)" down to zero at the last step, or
+    to a part of the peak (`end=0.1`); "step(every=0.34, factor=0.1)": × factor after each such part of the steps; "inverse_sqrt";
+    "warmup_stable_decay(decay=0.2)": the peak, and in the last fifth of the steps linearly down to zero, or to `end`."""
+    weight_decay_on: str = knob("all", choices=training_knobs.DECAYED)
+    """Which parameters the optimizer's weight decay shrinks: "all", or "matrices", those with two dimensions or more: neither norms nor
+    biases."""
+    ema: float | None = knob(None, elsewhere=("ema_decay", "use_ema", "model_ema", "polyak"))
+    """Keep an exponential moving average of the parameters too, with this decay per step, such as 0.999, and evaluate it in their place;
+    None = none. It takes as much memory as the parameters."""
+    label_smoothing: float = knob(0.0, elsewhere=("label_smoothing_factor", "smoothing"))
+    """Part of the target's probability that is spread over all classes, in training, in each `cross_entropy` that the task's loss calls
+    without a label smoothing of its own; 0 = none."""
     clip_grad_norm: float | None = knob(None, elsewhere=("max_grad_norm", "gradient_clip_val", "grad_clip", "max_norm"))
     """Largest allowed norm of the gradient; None = no clipping."""
     device: str = knob("auto", choices=DEVICES)
@@ -272,12 +232,13 @@ class RunSpec(_Spec):
         whole_number("seed", self.seed, least=0, most=2**32 - 1, error=SpecError)
         for name, about in KNOBS.items():
             if about.choices:
-                choice(name, getattr(self, name), about.choices, meant=_MEANT, error=SpecError)
+                choice(name, getattr(self, name), about.choices, meant=MEANT, error=SpecError)
         if not self.num_workers and (self.prefetch_factor is not None or self.persistent_workers):
             knob = "persistent_workers" if self.persistent_workers else "prefetch_factor"
             raise SpecError(f"{knob} needs workers, and num_workers is 0: set num_workers to 1 or more, or leave {knob} out")
         if self.device == "cpu" and self.backend == "nccl":
             raise SpecError('backend="nccl" with device="cpu": nccl reduces on GPUs only; use backend="gloo" or "auto"')
+        training_knobs.check(self)
         _check_parallel(self)
         if self.noise_scale:
             _check_noise(self)

@@ -86,6 +86,7 @@ class Fingerprints:
             "optimizer": digest(state["optimizer"]),
             "schedule": digest(state["scheduler"]),
             "scaler": digest(state["scaler"]),
+            **({"ema": digest(state["ema"])} if "ema" in state else {}),
         }
 
     def _samples(self) -> list[int] | None:

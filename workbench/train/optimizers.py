@@ -6,7 +6,6 @@ row of `core/optimizer_table.py`.
 
 import ast
 import inspect
-import math
 import warnings
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -22,6 +21,7 @@ from workbench.core.checks import did_you_mean
 from workbench.core.optimizer_table import OPTIMIZERS as NAMED
 from workbench.runs.spec import IMPLEMENTATIONS, RunSpec, SpecError
 from workbench.runs.task import TaskError
+from workbench.runs.training_knobs import lr_factor
 from workbench.train.large_batch_optimizers import LAMB, LARS
 from workbench.train.offload import HostOptimizer
 from workbench.train.sharded_tensors import is_dtensor
@@ -102,7 +102,12 @@ def _plain(value: Any) -> Any:
 
 
 def build_optimizer(
-    model: nn.Module, own: Callable[[Iterable[nn.Parameter]], Optimizer] | str, *, override: str | None = None, lr: float | None = None
+    model: nn.Module,
+    own: Callable[[Iterable[nn.Parameter]], Optimizer] | str,
+    *,
+    override: str | None = None,
+    lr: float | None = None,
+    decayed: str = "all",
 ) -> Optimizer:
     """The optimizer of a run.
 
@@ -111,11 +116,32 @@ def build_optimizer(
         own: the task's optimizer.
         override: the spec's, which goes before the task's own; "fused" or "foreach": the task's own in that implementation.
         lr: peak learning rate, which goes before any other; None = the optimizer's own.
+        decayed: parameters that weight decay shrinks, "all" or "matrices".
 
     Raises:
-        SpecError: a name or option that does not exist, or a value that the optimizer refuses.
+        SpecError: a name or option that does not exist, a value that the optimizer refuses, or there is no weight decay to be split.
         TaskError: the task's function did not return an optimizer.
     """
+    optimizer = _built(model, own, override, lr)
+    if decayed == "matrices":
+        if not any(group.get("weight_decay") for group in optimizer.param_groups):
+            raise SpecError(
+                f'weight_decay_on="matrices": the {type(optimizer).__name__} has no weight decay here; leave weight_decay_on out, or try '
+                'optimizer="adamw(weight_decay=0.1)"'
+            )
+        optimizer.param_groups[:] = [part for group in optimizer.param_groups for part in _by_decay(group)]
+    return optimizer
+
+
+def _by_decay(group: dict[str, Any]) -> list[dict[str, Any]]:
+    """A group of parameters, split into those with two dimensions or more and the others, which get no weight decay."""
+    matrices, others = ([weight for weight in group["params"] if (weight.dim() >= 2) is matrix] for matrix in (True, False))
+    parts = [{**group, "params": matrices}, {**group, "params": others, "weight_decay": 0.0}]
+    return [part for part in parts if part["params"]]
+
+
+def _built(model: nn.Module, own: Callable[[Iterable[nn.Parameter]], Optimizer] | str, override: str | None, lr: float | None) -> Optimizer:
+    """The optimizer, with one group of parameters unless the task's own has more."""
     implementation = override if override in IMPLEMENTATIONS else None
     chosen = own if implementation else override or own
     if isinstance(chosen, str):
@@ -200,26 +226,6 @@ def _zero() -> Any:
         warnings.simplefilter("ignore", DeprecationWarning)
         from torch.distributed.optim import ZeroRedundancyOptimizer
     return ZeroRedundancyOptimizer
-
-
-def lr_factor(step: int, *, steps: int, warmup_steps: int, schedule: str) -> float:
-    """Learning rate of a step as a fraction of its peak: a linear warm-up, then constant or a cosine down to zero.
-
-    The warm-up gives (step + 1) / warmup_steps, so that the first step moves. The cosine gives (1 + cos(pi * t)) / 2, where t goes from 0
-    at the first step after the warm-up to 1 at `steps`, one past the last step, so that the last step still moves.
-
-    Args:
-        step: from 0.
-        steps: of the whole run.
-        warmup_steps: steps until the peak is reached.
-        schedule: "constant" or "cosine", after the warm-up.
-    """
-    if step < warmup_steps:
-        return (step + 1) / warmup_steps
-    if schedule == "constant":
-        return 1.0
-    done = (step - warmup_steps) / max(1, steps - warmup_steps)
-    return (1 + math.cos(math.pi * min(1.0, done))) / 2
 
 
 def build_scheduler(optimizer: Optimizer, spec: RunSpec) -> LambdaLR:

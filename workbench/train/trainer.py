@@ -16,6 +16,7 @@ from workbench.harness.tf32 import set_tf32
 from workbench.runs.spec import SHARDED, RunSpec
 from workbench.runs.task import Task, TaskError
 from workbench.train.activation_checkpointing import apply_checkpointing
+from workbench.train.label_smoothing import LabelSmoothing
 from workbench.train.loader import build_loader, micro_batches, to_device
 from workbench.train.offload import activations_on_host, check_offload, host_computes, mark_on_host
 from workbench.train.optimizers import build_optimizer, build_scheduler, place_optimizer
@@ -26,6 +27,7 @@ from workbench.train.sharded_tensors import local_part
 from workbench.train.sharding import accumulating, distribute, gathered
 from workbench.train.split_on_oom import MicroBatchSplitter
 from workbench.train.tensor_parallel import split_layers
+from workbench.train.weight_average import WeightAverage
 
 COLLECT_EVERY = 1000
 """Steps between two garbage collections with gc=False: reference cycles of a model must be freed sometimes."""
@@ -102,7 +104,7 @@ class Trainer:
         split_layers(self.module, task, self.layout, ranks.device)
         self.model = self.module if alone else distribute(self.module, spec, self.layout, ranks.device)
         self.optimizer = place_optimizer(
-            build_optimizer(self.module, task.optimizer, override=spec.optimizer, lr=spec.lr),
+            build_optimizer(self.module, task.optimizer, override=spec.optimizer, lr=spec.lr, decayed=spec.weight_decay_on),
             share=spec.parallel == "zero1",
             group=self.layout.data,
             on_host=spec.offload == "optimizer" and not sharded,
@@ -110,6 +112,8 @@ class Trainer:
         can_split = split_on_oom and not sharded and spec.tensor_parallel == 1
         self.splitter = MicroBatchSplitter(self, self.layout.readers.world_size) if can_split else None
         self._scheduler = build_scheduler(self.optimizer, spec)
+        self._average = WeightAverage(self.module, spec.ema) if spec.ema else None
+        self._smoothing = LabelSmoothing(spec.label_smoothing) if spec.label_smoothing else None
         readers = self.layout.readers
         own_seed = spec.seed * readers.world_size + readers.rank
         seed_all(own_seed)  # other augmentation and dropout on each
@@ -128,6 +132,11 @@ class Trainer:
     def lr(self) -> float:
         """The learning rate of the next step."""
         return float(self._scheduler.get_last_lr()[0])
+
+    @property
+    def averages(self) -> dict[str, Tensor]:
+        """Averages of the parameters by name; none without `spec.ema`."""
+        return self._average.tensors if self._average else {}
 
     def batches(self, done: int = 0) -> Generator[Any, None, None]:
         """Endless micro-batches, without those of the first `done` steps; see `micro_batches`."""
@@ -149,6 +158,7 @@ class Trainer:
             "optimizer": self.optimizer,
             "scheduler": self._scheduler,
             "scaler": self.precision.scaler,
+            **({"ema": self._average} if self._average else {}),
         }
         return {name: part.state_dict() for name, part in parts.items()}
 
@@ -161,6 +171,8 @@ class Trainer:
         for name, part in parts.items():
             part.load_state_dict(state[name])
         self.precision.scaler.load_state_dict(state["scaler"])
+        if self._average:
+            self._average.load_state_dict(state["ema"])
         readers = self.layout.readers
         seed_all((self.spec.seed * readers.world_size + readers.rank + _RESUMED * state["step"]) % 2**32)
         self._random = (state.get("random") or {}).get(self.ranks.rank)
@@ -206,7 +218,12 @@ class Trainer:
     def forward(self, batch: Any) -> Tensor:
         """A micro-batch's part of the loss of a step."""
         with self.phase("forward"), self.precision.autocast(), self._offloaded_activations():
-            return loss_of(self.task, self.model, batch) / self.spec.accumulation
+            if self._smoothing is None:
+                return loss_of(self.task, self.model, batch) / self.spec.accumulation
+            with self._smoothing:
+                loss = loss_of(self.task, self.model, batch) / self.spec.accumulation
+            self._smoothing.check()
+            return loss
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradients of a loss."""
@@ -218,6 +235,8 @@ class Trainer:
         with self.phase("optimizer"), self._host_step():
             if self.precision.step(self.optimizer, self.model, clip_grad_norm=self.spec.clip_grad_norm):
                 self._scheduler.step()
+                if self._average:
+                    self._average.update()
         self._updates += 1
         if not self.spec.gc and self._updates % COLLECT_EVERY == 0:
             gc.collect()
@@ -240,7 +259,7 @@ class Trainer:
     def figures(self) -> dict[str, float]:
         """The task's evaluation on rank 0; an empty dict on the others. A collective where the model is sharded or split.
 
-        A sharded or split model is gathered on rank 0, which evaluates the full one.
+        Averaged parameters are evaluated, if there are any. A sharded or split model is gathered on rank 0, which evaluates the full one.
 
         Raises:
             TaskError: it did not return numbers by name.
@@ -248,7 +267,8 @@ class Trainer:
         sharded = self.spec.parallel in SHARDED or self.layout.tensor is not None
         first = self.ranks.rank == 0
         if not sharded:
-            return evaluate(self.task, self.module) if first else {}
+            with self._average.in_place() if self._average else contextlib.nullcontext():
+                return evaluate(self.task, self.module) if first else {}
         weights = gathered(self.module, keep=first)
         if not first:
             return {}

@@ -14,6 +14,7 @@ from workbench.core.checks import is_number
 from workbench.core.display.html import Style
 from workbench.runs.panel import html as runs_html
 from workbench.runs.spec import RunSpec
+from workbench.runs.training_knobs import lr_factor
 
 POINTS = 120
 """Columns of the schedule's picture."""
@@ -120,8 +121,6 @@ class BatchPlanner:
 
     def _curves(self, found: Planned) -> tuple[list[list[float]], int]:
         """The learning rate over the samples of a run, before and as planned, and the number of these samples."""
-        from workbench.train.optimizers import lr_factor
-
         plans = [self.plan, found.plan or self.plan]
         schedule, steps = "constant", max(1, WARMUPS * max(plan.warmup_steps for plan in plans))
         samples = max(plan.global_batch for plan in plans) * steps

@@ -9,8 +9,9 @@ GradientAccumulationProbe finds these sums, and the log counts them as in place.
 import contextlib
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -33,6 +34,10 @@ TRAINER_PHASES = {
     "optimizer": ("optimizer", "end"),
 }
 """Phase of a Trainer → the phase of the log that begins with it, and the one that begins after it."""
+
+
+NO_AVERAGES: Mapping[str, Tensor] = MappingProxyType({})
+"""Of a training that averages no parameters."""
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -75,8 +80,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if model is not None:
             self.attach(model)
 
-    def attach(self, model: nn.Module) -> None:
-        """Register a model's modules, parameters and buffers; call it again after they were replaced."""
+    def attach(self, model: nn.Module, averages: Mapping[str, Tensor] = NO_AVERAGES) -> None:
+        """Register a model's modules, parameters and buffers; call it again after they were replaced.
+
+        Args:
+            model: of the training.
+            averages: of its parameters, by their names; they count as buffers of their modules.
+        """
         self.log.modules.update(self.tracker.name(model))
         self._parameters = list(model.parameters())
         for name, module in model.named_modules():
@@ -85,6 +95,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.track(parameter, "parameter", module=self._owners[id(parameter)])
             for buffer in module.buffers(recurse=False):
                 self.track(buffer, "buffer", module=name)
+        for name, average in averages.items():
+            self.track(average, "buffer", module=name.rpartition(".")[0])
 
     def track(self, tensor: Tensor, category: str | None = None, op: str = "", module: str | None = None) -> None:
         """Record the storages of a tensor, unless they are known, and their `category`, if given.

@@ -28,6 +28,7 @@ PARTS = {
     "optimizer": "the optimizer's state",
     "schedule": "the learning-rate schedule",
     "scaler": "the gradient scaler",
+    "ema": "the averaged weights",
     "samples": "the order of the samples",
     "batch": "the content of the batch",
     "random": "the random numbers of the training process",
@@ -42,6 +43,7 @@ _HINTS = {
     "optimizer": "the optimizer's load_state_dict does not restore what its state_dict has",
     "schedule": "the schedule counts steps that the checkpoint does not know",
     "scaler": "the gradient scaler was not restored",
+    "ema": "the averaged weights were not restored",
     "samples": "the sampler does not go on where it was: a dataset whose length has changed, or one that orders its samples by itself",
     "batch": "the samples are the same, their content is not: augmentation with a generator of its own that the workbench cannot seed "
     "(such as np.random.default_rng()), the time, or files that have changed",

@@ -1,0 +1,140 @@
+"""Knobs of the recipe: each schedule against its closed form and torch's own, wrong values, and combinations that are refused."""
+
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.optim import lr_scheduler
+
+from workbench.runs.spec import RunSpec, SpecError
+from workbench.runs.training_knobs import SCHEDULES, depends_on_steps, lr_factor, parse_schedule
+from workbench.train.optimizers import build_scheduler
+
+STEPS = 40
+
+
+def spec_of(**knobs: Any) -> RunSpec:
+    return RunSpec(**{"task": "toy", "device": "cpu", "steps": STEPS, **knobs})
+
+
+def factors(schedule: str, *, steps: int = STEPS, warmup_steps: int = 0) -> list[float]:
+    return [lr_factor(step, steps=steps, warmup_steps=warmup_steps, schedule=schedule) for step in range(steps)]
+
+
+def of_torch(make: Any) -> list[float]:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+    scheduler, found = make(optimizer), []
+    for _ in range(STEPS):
+        found.append(scheduler.get_last_lr()[0])
+        optimizer.step()
+        scheduler.step()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("schedule", "make"),
+    [
+        ("cosine", lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, STEPS)),
+        ("cosine(end=0.1)", lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, STEPS, eta_min=0.1)),
+        ("polynomial", lambda optimizer: lr_scheduler.PolynomialLR(optimizer, STEPS)),
+        ("polynomial(power=2)", lambda optimizer: lr_scheduler.PolynomialLR(optimizer, STEPS, power=2)),
+        ("polynomial(end=0.1)", lambda optimizer: lr_scheduler.LinearLR(optimizer, 1.0, 0.1, STEPS)),
+        ("step(every=0.25)", lambda optimizer: lr_scheduler.StepLR(optimizer, STEPS // 4)),
+        ("step(every=0.05, factor=0.5)", lambda optimizer: lr_scheduler.StepLR(optimizer, STEPS // 20, gamma=0.5)),
+    ],
+)
+def test_schedules_are_torchs_own(schedule: str, make: Any) -> None:
+    assert factors(schedule) == pytest.approx(of_torch(make), abs=1e-9)
+
+
+def test_the_inverse_square_root_goes_on_where_the_warm_up_ends() -> None:
+    found = factors("inverse_sqrt", warmup_steps=10)
+    assert found[9] == 1.0
+    assert found[10:] == pytest.approx([math.sqrt(10 / (step + 1)) for step in range(10, STEPS)])
+    assert found == factors("inverse_sqrt", warmup_steps=10, steps=1000)[:STEPS]
+
+
+def test_a_schedule_that_is_stable_decays_at_the_end_only() -> None:
+    found = factors("warmup_stable_decay(decay=0.25, end=0.2)", warmup_steps=4)
+    assert found[:4] == [0.25, 0.5, 0.75, 1.0]
+    assert found[3:31] == [1.0] * 28
+    assert found[30:] == pytest.approx([1.0] + [0.2 + 0.8 * (STEPS - step) / 10 for step in range(31, STEPS)])
+
+
+@given(st.sampled_from(sorted(SCHEDULES)), st.integers(1, 300), st.integers(0, 400))
+def test_every_step_of_every_schedule_moves_and_none_after_the_warm_up_rises(schedule: str, steps: int, warmup_steps: int) -> None:
+    found = factors(schedule, steps=steps, warmup_steps=warmup_steps)
+    assert all(0 < factor <= 1 for factor in found)
+    assert all(a >= b for a, b in itertools.pairwise(found[warmup_steps:]))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_the_scheduler_of_a_run_follows_and_goes_on_from_its_state(schedule: str) -> None:
+    spec = spec_of(schedule=schedule, warmup_steps=3)
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.5)
+    whole, expected = build_scheduler(optimizer, spec), [0.5 * factor for factor in factors(schedule, warmup_steps=3)]
+    for step in range(20):
+        assert whole.get_last_lr()[0] == expected[step]
+        optimizer.step()
+        whole.step()
+    again = build_scheduler(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.5), spec)
+    again.load_state_dict(whole.state_dict())
+    assert again.get_last_lr()[0] == expected[20]
+
+
+def test_which_schedules_need_to_know_the_number_of_steps() -> None:
+    assert [name for name in SCHEDULES if not depends_on_steps(name)] == ["constant", "inverse_sqrt"]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "message"),
+    [
+        ("polynomal", 'did you mean "polynomial"'),
+        ("polynomial(2)", r'expected a name, with options if you like: "polynomial\(power=2.0, end=0.1\)"'),
+        ("polynomial(pow=2)", "polynomial has no option 'pow'; it has power, end"),
+        ("constant(end=1)", "constant has no option 'end'; it has none"),
+        ("polynomial(power=0)", "power=0: a number above 0 is allowed"),
+        ("cosine(end=1.5)", "end=1.5: a number from 0 to 1 is allowed"),
+        ("step(every=0)", "every=0: a number above 0, and at most 1 is allowed"),
+        ("step(every=True)", "every=True: a number"),
+        ("step(factor=1e999)", "factor=inf: a number"),
+        ("step(factor=open('x'))", "factor is not a number"),
+        ("__import__('os').system('x')", "expected a name"),
+        ("cosine(**{})", "cosine has no option None"),
+        ("(" * 5000, "expected a name"),
+        ("", "expected a name"),
+    ],
+)
+def test_wrong_schedules_say_what_is_allowed(schedule: str, message: str) -> None:
+    with pytest.raises(SpecError, match=message) as error:
+        spec_of(schedule=schedule)
+    assert len(str(error.value)) < 400
+
+
+@pytest.mark.parametrize(
+    ("knobs", "message"),
+    [
+        ({"schedule": 3}, "schedule=3: a name is allowed: 'constant'"),
+        ({"label_smoothing": 1}, "label_smoothing=1: a number from 0 to below 1 is allowed"),
+        ({"label_smoothing": "0.1"}, "label_smoothing='0.1': a number"),
+        ({"ema": 1.0}, "ema=1.0: a decay per step between 0 and 1 is allowed, such as 0.999, or None"),
+        ({"ema": True}, "ema=True: a decay"),
+        ({"ema": 0.9, "parallel": "fsdp"}, 'ema=0.9 with parallel="fsdp": no rank holds all parameters there'),
+        ({"ema": 0.9, "tensor_parallel": 2, "nproc_per_node": 2}, "ema=0.9 with tensor_parallel=2"),
+        ({"weight_decay_on": "norms"}, "weight_decay_on='norms': allowed are 'all', 'matrices'"),
+    ],
+)
+def test_values_and_combinations_that_are_refused_before_a_launch(knobs: dict[str, Any], message: str) -> None:
+    with pytest.raises(SpecError, match=message):
+        spec_of(**knobs)
+
+
+def test_a_parsed_schedule_cannot_be_changed() -> None:
+    with pytest.raises(TypeError):
+        parse_schedule("cosine")[1]["end"] = 1.0  # type: ignore[index]
+    assert spec_of(ema=0.99, parallel="zero1", nproc_per_node=2).ema == 0.99

@@ -1,0 +1,70 @@
+"""Label smoothing of a task that knows nothing of it: exact, in training only, and refused where it would do nothing."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.functional import cross_entropy
+
+from tests.train.test_checkpoints import spec_of
+from workbench.runs.task import Task, TaskError
+from workbench.train.ranks import Ranks
+from workbench.train.trainer import Trainer
+
+DATA = [(torch.randn(4, generator=torch.Generator().manual_seed(i)), i % 3) for i in range(32)]
+
+
+@pytest.fixture(scope="module")
+def alone() -> Iterator[Ranks]:
+    yield Ranks.join(spec_of())
+    dist.destroy_process_group()
+
+
+class Inside(nn.Linear):
+    """Computes its loss itself, as models of Hugging Face do."""
+
+    def loss(self, batch: Any) -> Tensor:
+        return nn.CrossEntropyLoss()(self(batch[0]), batch[1])
+
+
+LOSSES: dict[str, Callable[[Any, Any], Tensor]] = {
+    "by name": lambda model, batch: functional.cross_entropy(model(batch[0]), batch[1]),
+    "imported": lambda model, batch: cross_entropy(model(batch[0]), target=batch[1]),
+    "module": lambda model, batch: nn.CrossEntropyLoss()(model(batch[0]), batch[1]),
+    "model's own": lambda model, batch: getattr(model, "module", model).loss(batch),
+}
+
+
+def task_of(loss: Callable[[Any, Any], Any]) -> Task:
+    evaluate = lambda model: {"loss": float(functional.cross_entropy(model(DATA[0][0][None]), torch.tensor([DATA[0][1]])))}  # noqa: E731
+    return Task(model=lambda: Inside(4, 3), dataset=lambda: DATA, loss=loss, optimizer="sgd(lr=0.1)", evaluate=evaluate)
+
+
+@pytest.mark.parametrize("way", LOSSES)
+def test_it_is_torchs_own(alone: Ranks, way: str) -> None:
+    trainer = Trainer(spec_of(label_smoothing=0.2), task_of(LOSSES[way]), alone)
+    batch = next(trainer.batches())
+    expected = cross_entropy(trainer.module(batch[0]), batch[1], label_smoothing=0.2)
+    plain = cross_entropy(trainer.module(DATA[0][0][None]), torch.tensor([DATA[0][1]]))
+    assert trainer.figures()["loss"] == pytest.approx(plain.item())  # what is evaluated is not smoothed
+    trainer.module.train()
+    assert trainer.step([batch]).item() == expected.item()
+
+
+@pytest.mark.parametrize("own", [0.1, 0.4])
+def test_a_smoothing_of_the_tasks_own_stays(alone: Ranks, own: float) -> None:
+    loss = lambda model, batch: cross_entropy(model(batch[0]), batch[1], label_smoothing=own)  # noqa: E731
+    trainer = Trainer(spec_of(label_smoothing=0.2), task_of(loss), alone)
+    batch = next(trainer.batches())
+    expected = loss(trainer.module, batch)
+    assert trainer.step([batch]).item() == expected.item()
+
+
+def test_a_loss_without_cross_entropy_is_refused(alone: Ranks) -> None:
+    trainer = Trainer(spec_of(label_smoothing=0.2), task_of(lambda model, batch: model(batch[0]).square().mean()), alone)
+    with pytest.raises(TaskError, match=r"label_smoothing=0.2: the task's loss does not call torch.nn.functional.cross_entropy"):
+        trainer.step([next(trainer.batches())])

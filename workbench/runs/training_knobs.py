@@ -1,0 +1,125 @@
+"""Knobs of the recipe of a training: learning-rate schedules in closed form, and which knobs do not go together. Needs no torch."""
+
+import ast
+import functools
+import math
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from workbench.core.checks import choice, is_number, real_number
+from workbench.runs.knobs import SHARDED, SpecError
+
+SCHEDULES: Mapping[str, Mapping[str, float]] = {
+    "constant": {},
+    "cosine": {"end": 0.0},
+    "polynomial": {"power": 1.0, "end": 0.0},
+    "step": {"every": 1 / 3, "factor": 0.1},
+    "inverse_sqrt": {},
+    "warmup_stable_decay": {"decay": 0.2, "end": 0.0},
+}
+"""Name of a schedule → its options with their defaults."""
+_ENDLESS = ("constant", "inverse_sqrt")
+DECAYED = ("all", "matrices")
+"""Parameters that weight decay shrinks."""
+
+
+@functools.lru_cache(maxsize=64)
+def parse_schedule(text: str) -> tuple[str, Mapping[str, float]]:
+    """Name of a schedule, and all of its options.
+
+    >>> parse_schedule("polynomial(power=2)")
+    ('polynomial', mappingproxy({'power': 2, 'end': 0.0}))
+
+    Raises:
+        SpecError: not of this form, an unknown name or option, or a value that is not allowed.
+    """
+    form = f'schedule={text!r:.80}: expected a name, with options if you like: "polynomial(power=2.0, end=0.1)"'
+    try:
+        node = ast.parse(text.strip(), mode="eval").body
+    except (SyntaxError, ValueError, MemoryError, RecursionError):
+        raise SpecError(form) from None
+    call = node if isinstance(node, ast.Call) else ast.Call(func=node, args=[], keywords=[])
+    if not isinstance(call.func, ast.Name) or call.args:
+        raise SpecError(form)
+    name = call.func.id
+    choice("schedule", name, SCHEDULES, error=SpecError)
+    options = dict(SCHEDULES[name])
+    for keyword in call.keywords:
+        if keyword.arg not in options:
+            raise SpecError(f"schedule={text!r:.80}: {name} has no option {keyword.arg!r:.80}; it has {', '.join(options) or 'none'}")
+        try:
+            options[keyword.arg] = ast.literal_eval(keyword.value)
+        except (ValueError, SyntaxError, MemoryError, RecursionError):
+            raise SpecError(f"schedule={text!r:.80}: {keyword.arg} is not a number") from None
+    for option, value in options.items():
+        least = 0 if option == "end" else None
+        most = 1 if option in ("every", "decay", "end") else math.inf
+        if not is_number(value, least=-math.inf if least is None else least, above=0 if least is None else -math.inf, most=most):
+            within = "from 0 to 1" if option == "end" else "above 0, and at most 1" if most == 1 else "above 0"
+            raise SpecError(f"schedule={text!r:.80}: {option}={value!r:.80}: a number {within} is allowed")
+    return name, MappingProxyType(options)
+
+
+def depends_on_steps(schedule: str) -> bool:
+    """Does the learning rate of a step depend on how many steps there will be?"""
+    return parse_schedule(schedule)[0] not in _ENDLESS
+
+
+def lr_factor(step: int, *, steps: int, warmup_steps: int, schedule: str) -> float:
+    """Learning rate of a step as a fraction of its peak: a linear warm-up, then the schedule.
+
+    The warm-up gives (step + 1) / warmup_steps, so that the first step moves. Below, t goes from 0 at the first step after the warm-up to
+    1 at `steps`, one past the last step, so that the last step still moves, and e is the option `end`:
+
+    * cosine: e + (1 - e) (1 + cos(pi t)) / 2
+    * polynomial: e + (1 - e) (1 - t) ** power
+    * step: factor ** floor(t / every)
+    * inverse_sqrt: sqrt(w / (step + 1)), where w is warmup_steps, or 1. Source: Vaswani et al. 2017, arXiv:1706.03762, 5.3
+    * warmup_stable_decay: 1; in the last `decay` of all steps linearly to e. Source: Hägele et al. 2024, arXiv:2405.18392
+
+    Args:
+        step: from 0.
+        steps: of the whole run.
+        warmup_steps: steps until the peak is reached.
+        schedule: after the warm-up, as in a RunSpec.
+    """
+    if step < warmup_steps:
+        return (step + 1) / warmup_steps
+    name, options = parse_schedule(schedule)
+    t = min(1.0, (step - warmup_steps) / max(1, steps - warmup_steps))
+    end = options.get("end", 0.0)
+    match name:
+        case "cosine":
+            return float(end + (1 - end) * (1 + math.cos(math.pi * t)) / 2)
+        case "polynomial":
+            return float(end + (1 - end) * (1 - t) ** options["power"])
+        case "step":
+            return float(options["factor"] ** math.floor(t / options["every"] + 1e-9))
+        case "inverse_sqrt":
+            return math.sqrt(max(1, warmup_steps) / max(step + 1, warmup_steps))
+        case "warmup_stable_decay":
+            left = max(0.0, min(1.0, (steps - step) / (options["decay"] * steps)))
+            return float(end + (1 - end) * left)
+    return 1.0
+
+
+def check(spec: Any) -> None:
+    """Check the knobs of the recipe, alone and together.
+
+    Raises:
+        SpecError: a value that is not allowed, or a combination that there is not.
+    """
+    if not isinstance(spec.schedule, str):
+        raise SpecError(f"schedule={spec.schedule!r:.80}: a name is allowed: {', '.join(map(repr, SCHEDULES))}")
+    parse_schedule(spec.schedule)
+    real_number("label_smoothing", spec.label_smoothing, least=0, below=1, error=SpecError)
+    if spec.ema is None:
+        return
+    real_number("ema", spec.ema, above=0, below=1, what="a decay per step", also=", such as 0.999, or None", error=SpecError)
+    if spec.parallel in SHARDED or spec.tensor_parallel > 1:
+        given = f"tensor_parallel={spec.tensor_parallel}" if spec.tensor_parallel > 1 else f'parallel="{spec.parallel}"'
+        raise SpecError(
+            f"ema={spec.ema} with {given}: no rank holds all parameters there, and the average is of all; leave ema out, or try "
+            'parallel="ddp" or "zero1" with tensor_parallel=1'
+        )
