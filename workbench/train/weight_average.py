@@ -16,13 +16,13 @@ class WeightAverage:
     """
 
     def __init__(self, module: nn.Module, decay: float) -> None:
-        self._module, self._update = module, get_ema_multi_avg_fn(decay)
+        self._module, self._update = module, get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]
         self.tensors = {name: weight.detach().clone() for name, weight in module.named_parameters()}
         """The averages by name of the parameter; a parameter that several modules share has one."""
 
     def update(self) -> None:
         """Take the parameters of a step in."""
-        self._update(list(self.tensors.values()), [weight.detach() for weight in self._module.parameters()], None)  # type: ignore[no-untyped-call]
+        self._update(list(self.tensors.values()), [weight.detach() for weight in self._module.parameters()], None)
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:

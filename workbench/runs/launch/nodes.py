@@ -103,9 +103,11 @@ def step(path: Path) -> None:
     """
     info = run_directory.read_json(path / run_directory.RUN_JSON)
     spec = spec_from_json(info["spec"])
-    for name in (_NUMBER, ENV_ENDPOINT):
-        if not os.environ.get(name):
-            raise LaunchError(f"the environment variable {name} is not set: this is started by job.sh, in a job of Slurm. Try: wb.launch")
+    for variable in (_NUMBER, ENV_ENDPOINT):
+        if not os.environ.get(variable):
+            raise LaunchError(
+                f"the environment variable {variable} is not set: this is started by job.sh, in a job of Slurm. Try: wb.launch"
+            )
     rank = number_in_environment(_NUMBER, 0)
     if rank >= spec.nnodes:
         many = f"the environment variable {_NUMBER} is {rank}, and the run has {spec.nnodes} machines"
