@@ -131,7 +131,7 @@ def test_an_error_in_the_middle_puts_everything_back(training: Training, how: ty
 
 def test_the_loss_is_needed(training: Training) -> None:
     training.after = lambda loss: None
-    with pytest.raises(LrRangeError, match=r"returned nothing: to find a learning rate its loss is needed.*return loss"):
+    with pytest.raises(LrRangeError, match=r"returned nothing: the search for a learning rate needs its loss.*return loss"):
         find_lr(training.step, training.loader, **SHORT)
 
 
@@ -193,7 +193,7 @@ def test_a_group_that_the_step_adds() -> None:
     assert {len(row) for row in rows} == {1, 2}
     assert all(row[1] == pytest.approx(row[0] / 10) for row in rows if len(row) == 2)
     assert found.verified
-    assert any("step() added a parameter group: 0.1 times the first group's" in note for note in found.notes)
+    assert any("step() added a parameter group: its learning rate stays 0.1 times that of the first" in note for note in found.notes)
     assert len(optimizer.param_groups) == 1
 
 
@@ -304,7 +304,7 @@ def test_what_counts_as_a_loss(value: Any, loss: float) -> None:
 
 @pytest.mark.parametrize("value", [None, "1", True, torch.ones(2), {}, (1.0,)])
 def test_what_does_not(value: Any) -> None:
-    with pytest.raises(LrRangeError, match="to find a learning rate its loss is needed"):
+    with pytest.raises(LrRangeError, match="the search for a learning rate needs its loss"):
         loss_in(value)
 
 
@@ -381,7 +381,7 @@ def test_a_slow_step_takes_no_longer_than_its_budget(training: Training, monkeyp
     found = find_lr(step, training.loader, model=training.model, optimizer=training.optimizer, budget_s=60)
     assert found.lr is not None
     assert found.steps * 0.3 < 75
-    assert any(note.startswith("sweeps of 40 steps instead of 100") for note in found.notes)
+    assert any(note.startswith("sweeps have 40 steps instead of 100") for note in found.notes)
     assert any("larger budget_s=" in note for note in found.notes)
 
 

@@ -71,7 +71,7 @@ def test_a_slow_model_is_measured_within_a_minute_and_what_gains_nothing_is_left
     assert line.seconds < 60
     assert curve.samples_per_sec(micro_batch=32) == pytest.approx(32 / 0.202)
     assert {16, 32, 64} <= set(curve.micro_batches)
-    assert curve.notes == ("micro_batch 512 not tried: those before them gained nothing",)
+    assert curve.notes == ("micro_batch 512 not tried: those before gained nothing",)
     assert curve.per_step == pytest.approx(0.0, abs=1e-9)
     assert [micro for micro, a, _ in machine.launches[1] if a == 2] == [32]
 
@@ -83,7 +83,7 @@ def test_where_larger_batches_gain_they_are_tried(monkeypatch: pytest.MonkeyPatc
     slow = Machine(monkeypatch, lambda micro: 0.2 + 0.0001 * micro)
     curve = measure_throughput(SPEC, PLACES, noise=4.0, line=Waiting("batch_plan", 60))
     assert 512 not in slow.tried()  # its samples are worth next to nothing
-    assert curve.notes == ("micro_batch 512 not tried: those before them gained nothing",)
+    assert curve.notes == ("micro_batch 512 not tried: those before gained nothing",)
 
 
 def test_when_the_budget_is_spent_it_returns_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -113,7 +113,7 @@ def test_other_numbers_of_ranks() -> None:
     assert four.samples == 128
     alone = StepModel.of(quiet().evidence()).parts(nproc_per_node=2)
     assert alone.communication > 0
-    assert any("300 µs and 1.00 GB/s are assumed" in note for note in alone.notes)
+    assert any("300 µs and 1.00 GB/s, which are assumed" in note for note in alone.notes)
 
 
 def test_a_reduction_that_was_not_measured_costs_what_two_ranks_of_the_machine_take() -> None:
@@ -122,7 +122,7 @@ def test_a_reduction_that_was_not_measured_costs_what_two_ranks_of_the_machine_t
     parts = StepModel.of(quiet().evidence(speeds=speeds)).parts(nproc_per_node=2)
     buckets = buckets_of(4_000_000, None)
     assert parts.communication == pytest.approx(buckets * 1e-3 + 4_000_000 / 1e8)
-    assert any("1.00 ms and 100 MB/s between two ranks of this machine" in note for note in parts.notes)
+    assert any("1.00 ms and 100 MB/s, as measured between two ranks of this machine" in note for note in parts.notes)
     noisy = dataclasses.replace(speeds, speeds={**pair, "gloo_rate": Speed(median=1e8, spread=3.0)})
     for evidence in (quiet().evidence(speeds=noisy), quiet().evidence(speeds=speeds, device="cuda")):
         assert any("assumed" in note for note in StepModel.of(evidence).parts(nproc_per_node=2).notes)

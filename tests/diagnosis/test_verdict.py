@@ -288,7 +288,7 @@ def test_why_a_device_has_nothing_to_do() -> None:
 
     name, why = cause(sync_idle=0.009, waits=0.012, syncs=4.0)
     assert name == "syncs"
-    assert why.startswith("The host holds up 48 % (48 % … 48 %) of the step. 4 times per step Python waits for a number from the device")
+    assert why.startswith("The host holds up 48 % (48 % … 48 %) of the step. Python waits 4 times per step for a number from the device")
     assert cause(sync_idle=0.009, waits=0.002, syncs=4.0)[0] == "python"  # it would be too slow without waiting, too
     assert cause(sync_idle=0.004, waits=0.012, syncs=40.0)[0] == "python"
     name, why = cause(launching=0.006)
@@ -303,7 +303,7 @@ def test_a_full_memory_is_named() -> None:
     often = dataclasses.replace(on_device(World(work=0.010, host=0.010, optimizer=0.0), launching=0.009), alloc_retries=0.5)
     found = judge(often)
     assert (found.verdict, found.cause) == ("host-bound", "allocator retries")
-    assert "Once per 2 steps the GPU's memory is full" in found.why
+    assert "The GPU's memory is full once per 2 steps" in found.why
     assert judge(dataclasses.replace(often, alloc_retries=0.01)).cause == "launches"
     less = dataclasses.replace(on_device(World(work=0.010, host=0.0025, optimizer=0.0), launching=0.002), alloc_retries=0.5)
     assert judge(less).cause == "allocator retries"  # which no healthy step has, as it has some Python

@@ -117,8 +117,8 @@ class _Sweep:
         if untried := sorted(set(self._places) - self._values.keys()):
             for gains in (True, False):
                 some = [str(micro) for micro in untried if self._may_gain(micro) == gains]
-                why = "in the time" if gains else ": those before them gained nothing"
-                self.notes += [f"micro_batch {', '.join(some)} not tried {why}".replace(" :", ":")] if some else []
+                why = "there was no time left" if gains else "those before gained nothing"
+                self.notes += [f"micro_batch {', '.join(some)} not tried: {why}"] if some else []
 
     @property
     def _accumulated(self) -> bool:

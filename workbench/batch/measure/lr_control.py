@@ -31,7 +31,10 @@ class LrControl:
         rates = [[_rate(group) for group in optimizer.param_groups] for optimizer in optimizers]
         self._first = rates[0][0]
         if not self._first and any(map(any, rates)):
-            raise LrRangeError("the first group of the optimizer has a learning rate of 0 and another has not: give all groups one above 0")
+            raise LrRangeError(
+                "the first parameter group has a learning rate of 0 and another group has not, so their ratio is not known: "
+                "give every group a learning rate above 0"
+            )
         self._ratios = [[self._ratio(rate) for rate in own] for own in rates]
 
     @property
@@ -55,7 +58,7 @@ class LrControl:
             for group in optimizer.param_groups[len(ratios) :]:  # added by the step: by position, since each sweep has other objects
                 ratios.append(self._ratio(_rate(group)))
                 self._notes.append(
-                    f"step() added a parameter group: {lr_text(ratios[-1])} times the first group's learning rate, as when it began"
+                    f"step() added a parameter group: its learning rate stays {lr_text(ratios[-1])} times that of the first group"
                 )
             for group, ratio in zip(optimizer.param_groups, ratios, strict=False):  # restoring removes added groups
                 rate = self.lr * ratio

@@ -162,7 +162,7 @@ def loss_in(value: Any) -> float:
     shown = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
     shown = "nothing" if value is None else shown
     raise LrRangeError(
-        f"step() returned {shown}: to find a learning rate its loss is needed. End step(batch) with `return loss` "
+        f"step() returned {shown}: the search for a learning rate needs its loss. End step(batch) with `return loss` "
         '(a number, a tensor with one number, or a dictionary that has it as "loss")'
     )
 
@@ -274,7 +274,7 @@ class _Search:
         for seed in range(self.sweeps):
             if done and not self.budget.has_time_to_sweep(self.driver.elapsed, self.iterations * self._step()):
                 self.notes.append(
-                    f"{len(done)} of {self.sweeps} sweeps, as many as the budget has time for: a larger budget_s= verifies more"
+                    f"{len(done)} of {self.sweeps} sweeps were made, since there was no time for more: a larger budget_s= verifies more"
                 )
                 break
             try:
@@ -317,7 +317,7 @@ class _Search:
         if fit == self.iterations:
             return lrs
         assert self.budget.seconds is not None
-        self.notes.append(f"sweeps of {fit} steps instead of {self.iterations}, for a budget of {self.budget.seconds:.0f} s")
+        self.notes.append(f"sweeps have {fit} steps instead of {self.iterations}, to keep to the budget of {self.budget.seconds:.0f} s")
         self.iterations = fit
         return [*lrs[:TIMED], *geometric(lrs[TIMED], lrs[-1], fit - TIMED)]
 
@@ -325,8 +325,9 @@ class _Search:
         """Shorter rounds, or no race, where there is no time for more."""
         fit = self.budget.race_steps(self.race_steps, self.driver.elapsed, self._step())
         if fit < self.race_steps:
-            what = f"rounds of {fit} steps instead of {self.race_steps}" if fit else "no race, so the result is not verified,"
-            self.notes.append(f"{what} for a budget of {self.budget.seconds:.0f} s: a larger budget_s= makes the result surer")
+            kept = f"to keep to the budget of {self.budget.seconds:.0f} s: a larger budget_s= makes the result surer"
+            fewer = f"rounds of the race have {fit} steps instead of {self.race_steps}, {kept}"
+            self.notes.append(fewer if fit else f"there was no race, so the result is not verified, {kept}")
         self.race_steps = fit
 
     def _range(self) -> tuple[float, float]:

@@ -245,8 +245,8 @@ def stalled_cause(e: Evidence, c: Costs) -> Cause:
 
 
 def _retries(e: Evidence) -> str:
-    often = f"{e.alloc_retries:.1f} times per step" if e.alloc_retries >= 1 else f"Once per {1 / e.alloc_retries:.0f} steps"
-    return f"{often} the GPU's memory is full: the allocator waits for the device, gives its cached memory back and asks for new."
+    often = f"{e.alloc_retries:.1f} times per step" if e.alloc_retries >= 1 else f"once per {1 / e.alloc_retries:.0f} steps"
+    return f"The GPU's memory is full {often}: the allocator then waits for the device, frees its cached memory and allocates again."
 
 
 def pausing_rank(e: Evidence) -> int | None:
@@ -395,10 +395,10 @@ def _idle_device(e: Evidence, c: Costs, inside: Inside, gaps: str, where: str) -
     works = (inside.step - inside.waits) / (1 + max(0.0, inside.slowdown))
     hides = works <= inside.ops + (inside.collectives or 0.0)  # the host would keep up if it did not wait
     if inside.sync_idle >= MIN_EXPLAINED * idle and hides:
-        often = f"{inside.syncs:.0f} times" if inside.syncs >= 1.5 else "Once" if inside.syncs >= 0.75 else f"{inside.syncs:.1f} times"
+        often = f"{inside.syncs:.0f} times" if inside.syncs >= 1.5 else "once" if inside.syncs >= 0.75 else f"{inside.syncs:.1f} times"
         return Cause(
             cause="syncs",
-            why=f"{often} per step Python waits for a number from the device (.item() and the like); the device is idle for {gaps} of the "
+            why=f"Python waits {often} per step for a number from the device (.item() and the like); the device is idle for {gaps} of the "
             f"step.{where}",
         )
     if inside.launching >= MIN_EXPLAINED * idle or (_flat(e, c) and _short(e, c)):

@@ -166,7 +166,7 @@ def _host(case: Case) -> Iterator[Remedy | None]:
     elif cause == ALLOCATOR:
         yield ceiling(case, "memory to spare", _SPARE_MEMORY, saved, "the allocator never waits", _SPARE_COSTS)
     elif cause.startswith("syncs"):
-        what = f"Ask for numbers (.item(), print, if loss > …) every hundred steps instead of in each; keep sums on the device.{where}"
+        what = f"Read values of tensors (.item(), print, if loss > …) every hundred steps, not in each; keep sums on the device.{where}"
         yield ceiling(case, "fewer syncs", what, saved, "operators follow each other without a gap")
     elif cause.startswith(("python", "launches")):
         what = f"Replace Python loops by operations on whole tensors, and print and log less often.{where}"
@@ -260,7 +260,7 @@ def _stalls(case: Case) -> Iterator[Remedy | None]:
         yield ceiling(case, "memory to spare", _SPARE_MEMORY, c.share(c.stalls), "the allocator never waits", _SPARE_COSTS)
         return
     where = f" ({e.stalls.where})" if e.stalls.where else ""
-    what = _MOVED.get(e.stalls.kind or "", "Find out what stops the step there, and move it into a thread or do it less often.")
+    what = _MOVED.get(e.stalls.kind or "", "Find out what stops the step, and move that into a thread or do it less often.")
     yield ceiling(
         case,
         f"{e.stalls.kind or 'pauses'} off the path",
@@ -416,7 +416,7 @@ def _balance(case: Case) -> Iterator[Remedy | None]:
         what = (
             "Give its loader what the others have: the same storage, as many workers and cores, shards of equal size."
             if c.slow.input >= c.slow.compute
-            else "Deal out samples by length instead of by number, and look at its device: clocks, temperature, other processes."
+            else "Distribute samples by length instead of by number, and check its device: clocks, temperature, other processes."
         )
         late = c.straggler if c.slow.input >= c.slow.compute else c.saves(c.straggler)
         who = f"rank {', '.join(map(str, c.slow.ranks))}"

@@ -297,8 +297,9 @@ class StepModel:
         if e.world_size > 1:
             return self.costs.communication.mid * (ranks - 1) / ranks * e.world_size / (e.world_size - 1)
         pair, known = between_two(e)
-        rate = f"{units.count(1 / pair.per_byte, 'B/s')} {'between two ranks of this machine' if known else 'are assumed'}"
-        notes.append(f"no reduction was measured in this run, with one rank: {units.seconds(pair.latency)} and {rate}")
+        rate = f"{units.seconds(pair.latency)} and {units.count(1 / pair.per_byte, 'B/s')}"
+        source = "as measured between two ranks of this machine" if known else "which are assumed"
+        notes.append(f"one rank reduces nothing, so a reduction is predicted with {rate}, {source}")
         return _bare(dataclasses.replace(pair, size=size, buckets=buckets_of(size, None)), ranks)
 
     def _crowd(self, ranks: int) -> float:
