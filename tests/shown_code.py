@@ -22,6 +22,8 @@ SCRIPTS = ROOT / "notebooks/scripts"
 KEY = "workbench"
 """Of a notebook's metadata: what `code_of` gave when its outputs were stored."""
 CELLS = "its cells"
+INPUTS = {"RunSpec", "Task", "Failure", "RunError"}
+"""Public classes that a notebook gives to a function, or of which nothing is shown as long as nothing fails."""
 COMPARED = {"check.py", "__init__.py"}
 """Helpers whose outputs strict nbval compares."""
 
@@ -98,7 +100,7 @@ def helpers(tree: ast.Module) -> set[Path]:
 def library(tree: ast.Module) -> set[Path]:
     """The modules of the library whose results a notebook shows."""
     used = {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
-    names = {name for text in used if (name := text.removeprefix("wb.")) != text}
+    names = {name for text in used if (name := text.removeprefix("wb.")) != text} - INPUTS
     begun = {path for name in names for path in homes(name)}
     begun |= {path for module in imported(tree) if module.startswith("workbench.") and (path := file_of(module))}
     begun |= {result for path, name in ((path, name) for name in names for path in homes(name)) for result in results(path, name)}
@@ -134,7 +136,7 @@ def nouns(path: Path) -> Iterator[Path]:
     """The modules of the public classes that a result holds, such as the Timeline of a Run."""
     for module in imported_by(path):
         home, _, name = module.rpartition(".")
-        if name[:1].isupper() and workbench._HOMES.get(name) == home and (found := file_of(home)):
+        if name[:1].isupper() and name not in INPUTS and workbench._HOMES.get(name) == home and (found := file_of(home)):
             yield found
 
 

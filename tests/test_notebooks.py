@@ -77,9 +77,10 @@ def test_the_age_of_outputs_is_told_by_the_code_that_they_show(tmp_path: Path, m
     assert shown_code.older(notebook) is None
     notebook["metadata"][shown_code.KEY] = stored = shown_code.code_of(notebook)
     assert shown_code.older(notebook) == []
-    shown = "diagnosis/api.py", "diagnosis/plot.py", "diagnosis/analysis/diagnosis.py", "diagnosis/analysis/verdict.py", "runs/spec.py"
+    shown = "diagnosis/api.py", "diagnosis/plot.py", "diagnosis/analysis/diagnosis.py", "diagnosis/analysis/verdict.py"
     assert {f"workbench/{name}" for name in shown} | {"notebooks/scripts/hits.py", "notebooks/scripts/remote_clipart.py"} <= set(stored)
-    assert not [name for name in stored if "/measure/" in name or "/memory/" in name], "what is not shown does not count"
+    unseen = "/measure/", "/memory/", "runs/spec.py"
+    assert not [name for name in stored if any(part in name for part in unseen)], "what is not shown does not count"
     notebook["cells"][1]["source"] = ["d = wb.diagnose(spec, budget_s=9)  # not the same"]
     assert shown_code.older(notebook) == [shown_code.CELLS]
     notebook["cells"][1]["source"] = ["d = wb.diagnose( spec )  # the same"]
@@ -186,6 +187,23 @@ def test_a_measurement_is_followed_by_a_check_of_what_the_text_claims(notebook: 
                 f"nothing is checked before {cell.source.splitlines()[0]}"
             )
     assert not waiting
+
+
+BOUNDS = re.compile(r"(?<![\d.])(\d+(?:\.\d+)?) ?(%|×)")
+
+
+def test_a_bound_that_a_checked_claim_states_is_the_one_that_is_checked(notebook: "nbformat.NotebookNode") -> None:
+    """`assert error < 0.25` and "within 25 %": where a cell checks a claim and prints it, its numbers are those of the check."""
+    for cell in code(notebook):
+        body = ast.parse("\n".join(line for line in cell.source.splitlines() if not line.startswith("%"))).body
+        texts = [node for part in body if isinstance(part, ast.Expr) for node in ast.walk(part) if isinstance(node, ast.Constant)]
+        checked = [node.value for part in body if isinstance(part, ast.Assert) for node in ast.walk(part) if isinstance(node, ast.Constant)]
+        numbers = [value for value in checked if isinstance(value, int | float)]
+        for text in (node.value for node in texts if checked and isinstance(node.value, str)):
+            for number, unit in BOUNDS.findall(text):
+                value = float(number)
+                allowed = {value} | ({value / 100, 1 + value / 100, 1 - value / 100} if unit == "%" else set())
+                assert any(abs(found - right) < 1e-9 for found in numbers for right in allowed), (number + unit, cell.source)
 
 
 def test_it_says_what_it_asks_how_long_it_takes_and_what_comes_next(notebook: "nbformat.NotebookNode") -> None:
