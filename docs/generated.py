@@ -6,6 +6,8 @@ import inspect
 import io
 import os
 import re
+import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -131,8 +133,31 @@ def notebooks() -> str:
 
 
 def all_pictures() -> str:
-    """What `wb.plot` says of its functions: its list without the paragraph before it."""
-    return "* " + inspect.getdoc(plot).partition("\n* ")[2]  # type: ignore[union-attr]
+    """Every function of `wb.plot`, with what it says of itself and a picture."""
+    parts = [f"### `{name}`\n\n{_summary(name)}\n\n![What wb.plot.{name} draws](drawn/{name}.png)" for name in plot.__all__]
+    return "\n\n".join(parts)
+
+
+def _summary(name: str) -> str:
+    """The first paragraph of a function's docstring."""
+    return " ".join((inspect.getdoc(getattr(plot, name)) or "").partition("\n\n")[0].split())
+
+
+def draw_pictures(folder: Path) -> None:
+    """Draw every picture of `wb.plot` into a folder, `NAME.png`; the results are made by hand, in `tests/drawn.py`."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    sys.path.insert(0, str(ROOT))
+    from tests.drawn import draw
+
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as results:
+        for name in plot.__all__:
+            draw(name, Path(results)).figure.savefig(folder / f"{name}.png", dpi=130)
+            pyplot.close("all")
 
 
 INSERTS: dict[str, Callable[[], str]] = {

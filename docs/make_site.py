@@ -89,7 +89,7 @@ def relinked(text: str, source: Path, page: str, known: Mapping[Path, str]) -> s
         path = (source.parent / match["path"]).resolve()
         if path in known:
             target = known[path]
-        elif path.parent == PAGES / "notebooks":  # a picture of a notebook, which no file holds
+        elif path.parent in (PAGES / "notebooks", PAGES / "drawn"):  # a picture of a notebook, or one that is drawn here: no file holds it
             target = path.relative_to(PAGES).as_posix()
         else:
             return "" if path.exists() else match[0]
@@ -109,6 +109,7 @@ def main() -> int:
     for name, content in pictures.items():
         (path := folder / "pages" / name).parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content)
+    generated.draw_pictures(folder / "pages/drawn")
     listed = "\n".join(f"      - notebooks/{path.stem}.md" for path in notebook_pages.paths())
     (folder / "mkdocs.yml").write_text((ROOT / "docs/mkdocs.yml").read_text().replace(NOTEBOOKS, listed))
     status, said = site(folder, *sys.argv[1:])

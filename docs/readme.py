@@ -23,7 +23,7 @@ def main() -> None:
     print(names["diagnosis"], printed.getvalue(), sep="\n\n")
     README.write_text(re.sub(BLOCK.format(kind="text"), lambda _: printed.getvalue(), readme, count=1, flags=re.DOTALL))
     PICTURE.parent.mkdir(exist_ok=True)
-    names["diagnosis"].plot().figure.savefig(PICTURE, dpi=200, bbox_inches="tight", transparent=True, metadata={"Software": None})
+    names["diagnosis"].plot().figure.savefig(PICTURE, dpi=200, metadata={"Software": None})
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ BEHAVIOURS = {
     "batch/test_find_lr.py": "find_lr on real steps, through api.py and measure/",
     "cluster/test_published_scaling.py": "predictors of scaling against published results (benchmarks/reality.py)",
     "core/test_control_groups.py": "control groups, the part of system_load.py that may be tested beside other work",
+    "core/test_visual_language.py": "how all pictures draw what is measured and what is predicted, in core/display/ and every plot.py",
     "diagnosis/test_emulated_device.py": "verdicts on a device that works behind the host's back",
     "diagnosis/test_time_to_verdict.py": "how long experiments take to a verdict, by a fake clock",
     "diagnosis/test_gallery.py": "the gallery of planted bottlenecks",

@@ -247,7 +247,7 @@ def test_what_each_rule_makes_of_it() -> None:
     found = scale_lr(0.1, batch=32, to_batch=512, noise_scale=200)
     ax = found.plot()
     lines = {str(line.get_label()): line for line in ax.get_lines()}
-    assert [name for name in lines if name[0] != "_"] == ["linear", "square root", "damped", "none", "noise scale"]
+    assert [name for name in lines if name[0] != "_"] == ["linear", "square root", "damped", "none", "as it is", "predicted", "noise scale"]
     assert lines["damped"].get_color() != lines["linear"].get_color() == lines["none"].get_color()
     before, after = (line for line in ax.get_lines() if line.get_marker() == "D")
     assert (list(before.get_xdata()), list(before.get_ydata())) == ([32], [0.1])
@@ -259,7 +259,13 @@ def test_what_each_rule_makes_of_it() -> None:
 
 def test_a_rule_without_the_noise() -> None:
     adam = scale_lr(1e-3, batch=32, to_batch=8, optimizer="adam")
-    assert plot.scaled_lr(adam).get_legend_handles_labels()[1] == ["linear", "square root, with betas and epsilon", "none"]
+    assert plot.scaled_lr(adam).get_legend_handles_labels()[1] == [
+        "linear",
+        "square root, with betas and epsilon",
+        "none",
+        "as it is",
+        "predicted",
+    ]
     plan = BatchPlan(micro_batch=32, lr=0.1, optimizer="sgd")
     assert plan.scaled_to(global_batch=64).plot().get_ylabel() == "learning rate"
     with pytest.raises(ValueError, match="was not scaled from another one, so there is nothing to draw"):

@@ -116,7 +116,7 @@ def test_two_real_ranks(tmp_path: Path) -> None:
 def test_the_picture_has_a_colour_for_each_kind() -> None:
     pyplot = pytest.importorskip("matplotlib.pyplot")
     ax = made(Link(latency=1e-5, bandwidth=1e9), 8, ("all_reduce", "all_gather"), (0.9, 1.0, 1.1)).plot()
-    assert [text.get_text() for text in ax.get_legend().get_texts()] == ["all_reduce", "all_gather"]
+    assert [text.get_text() for text in ax.get_legend().get_texts()] == ["all_reduce", "all_gather", "measured", "predicted"]
     pyplot.close(ax.figure)
 
 

@@ -854,7 +854,7 @@ def test_a_device_without_the_precision_and_one_of_unknown_power() -> None:
         plans(cluster=cluster, model=GPT)
     free = plans(cluster=cluster, model=GPT, precision="fp32")
     assert free.best.energy is None
-    assert "GPU s a sample" in str(free)
+    assert "GPU-seconds per sample" in str(free)
     with pytest.raises(PlanError, match="give watts="):
         plans(cluster=cluster, model=GPT, precision="fp32", price=1.0)
     paid = plans(cluster=cluster, model=GPT, precision="fp32", price=1.0, watts=100)

@@ -93,12 +93,12 @@ def test_parts_have_their_colours_and_what_is_not_there_has_no_key(ax: Axes) -> 
     assert not {"communication", "straggler", "stalls", "measured"} & legend(ax)
 
 
-def test_a_prediction_is_paler_than_a_measurement_and_has_its_interval(ax: Axes) -> None:
+def test_a_prediction_is_hatched_a_measurement_solid_and_both_have_their_interval(ax: Axes) -> None:
     result = diagnosis()
     plot.diagnosis(result, ax=ax)
     pieces = bars(ax)["compute"]
-    assert pieces[0].get_alpha() is None
-    assert all(piece.get_alpha() == pytest.approx(0.6) for piece in pieces[1:])
+    assert not pieces[0].get_hatch()
+    assert all(piece.get_hatch() for piece in pieces[1:])
     best, step = result.remedies[0], 1e3 * result.parts.step
     name, place, reach = marks(ax)[0]
     assert name == "predicted"

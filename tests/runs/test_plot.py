@@ -72,6 +72,8 @@ def test_a_prediction_says_that_it_is_one(ax: Axes) -> None:
     plot.step_time([timeline(), timeline(predicted=True)], ax=ax)
     assert [label.get_text() for label in ax.get_yticklabels()] == ["rank 0, measured", "rank 0, predicted"]
     assert ax.get_xlabel() == "mean step, measured and predicted (ms)"
+    assert [bool(piece.get_hatch()) for piece in ax.containers[0]] == [False, True]
+    assert {text.get_text() for text in ax.get_legend().get_texts()} == {*PHASES, "measured", "predicted"}
 
 
 def test_a_run_is_drawn_by_its_timelines(by_hand: ByHand, ax: Axes) -> None:
@@ -138,7 +140,7 @@ def test_a_new_figure_is_one_that_notebooks_show_and_its_words_hold_no_number() 
     try:
         assert pyplot.get_fignums()
         assert repr(drawn) == "<Axes: xlabel='mean step, measured (ms)'>"
-        assert drawn.figure.get_facecolor()[3] == 0
+        assert drawn.figure.get_facecolor()[3] == 1
         assert drawn.get_facecolor()[3] == 0
     finally:
         pyplot.close("all")

@@ -381,10 +381,16 @@ def test_the_picture_shows_runs_sizes_and_the_frontier(noisy: ScalingLaw) -> Non
     seen, unseen = ax.collections[0], ax.collections[1]
     assert seen.get_offsets().shape == (held.fitted, 2)
     assert unseen.get_offsets()[:, 1].tolist() == pytest.approx(list(held.measured))
-    assert unseen.get_facecolor().size == 0  # hollow
+    assert unseen.get_facecolor().size > 0  # it was measured: solid, with a ring around it
+    assert ax.collections[2].get_facecolor().size == 0
     labels = [text.get_text() for text in ax.get_legend().get_texts()]
-    assert labels == [*(f"{n} parameters" for n in ("1.00 M", "3.00 M", "10.0 M", "30.0 M", "100 M")), "not seen by the fit", labels[-1]]
-    assert labels[-1] == "best size for the compute (90 % band)"
+    assert labels == [
+        *(f"{n} parameters" for n in ("1.00 M", "3.00 M", "10.0 M", "30.0 M", "100 M")),
+        "measured",
+        "not seen by the fit",
+        labels[-1],
+    ]
+    assert labels[-1] == "predicted best size for the compute (90 % band)"
     best_for_all = small.allocation(max(held.forecasts, key=lambda one: one.flops).flops)
     assert f"{units.count(best_for_all.parameters.mid)} parameters" in ax.texts[0].get_text()
     assert ax.get_ylim()[0] < best_for_all.loss.mid
@@ -394,7 +400,7 @@ def test_the_picture_shows_runs_sizes_and_the_frontier(noisy: ScalingLaw) -> Non
 def test_many_sizes_get_few_lines_and_rows_will_do() -> None:
     law = ScalingLaw.fit(points(sizes=np.geomspace(1e6, 1e8, 12).tolist()), draws=0)
     ax = law.plot(held_out=[(3e8, 6e9, 2.5)])
-    assert len(ax.get_legend().get_texts()) == 6 + 2
+    assert len(ax.get_legend().get_texts()) == 6 + 3
 
 
 def test_points_know_themselves() -> None:

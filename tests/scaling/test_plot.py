@@ -33,7 +33,7 @@ def dots(ax: Axes, label: str) -> Any:
 def test_points_band_and_naive_line_are_those_of_the_fit(ax: Axes) -> None:
     assert plot.scaling(CURVE, ax=ax) is ax
     found = CURVE.fit().predict(128)
-    assert line(ax, "ensemble")[128] == pytest.approx(found.mid)
+    assert line(ax, "predicted: ensemble")[128] == pytest.approx(found.mid)
     assert line(ax, "naive: as the last point")[128] == pytest.approx(found.naive)
     assert line(ax, "naive: as the last point")[32] == pytest.approx(32 * 35370)
     assert line(ax, "perfect")[128] == pytest.approx(128 * 40150)
@@ -54,7 +54,7 @@ def test_both_axes_are_logarithmic_and_labelled(ax: Axes) -> None:
     assert {text.get_text() for text in legend.get_texts()} == {
         "perfect",
         "90 % interval",
-        "ensemble",
+        "predicted: ensemble",
         "naive: as the last point",
         "measured",
     }
@@ -72,16 +72,15 @@ def test_efficiency_is_of_the_smallest_point(ax: Axes) -> None:
     plot.scaling_efficiency(CURVE.fit(), ax=ax, to=64)
     assert list(line(ax, "perfect").values()) == pytest.approx([100, 100])
     assert list(dots(ax, "measured").get_ydata()) == pytest.approx([100 * share for share in CURVE.efficiency])
-    assert line(ax, "ensemble")[64] == pytest.approx(100 * CURVE.fit().predict(64).efficiency)
-    assert max(line(ax, "ensemble")) == 64
+    assert line(ax, "predicted: ensemble")[64] == pytest.approx(100 * CURVE.fit().predict(64).efficiency)
+    assert max(line(ax, "predicted: ensemble")) == 64
     assert ax.get_ylabel() == "efficiency (%)"
 
 
 def test_oversubscribed_points_are_hollow_and_failed_ones_crossed(ax: Axes) -> None:
     curve = ScalingCurve([(1, 100), (2, 190), (4, 200), ScalingPoint(world_size=8, failed="lost")], slots=2)
     curve.plot(ax=ax)
-    assert dots(ax, "measured").get_markerfacecolor() != "none"
-    assert dots(ax, "oversubscribed: no scaling").get_markerfacecolor() == "none"
+    assert (dots(ax, "measured").get_marker(), dots(ax, "oversubscribed: no scaling").get_marker()) == ("o", "X")
     assert list(dots(ax, "oversubscribed: no scaling").get_xdata()) == [4]
     assert [text.get_text() for text in ax.texts] == ["failed"]
     assert min(line(ax, "naive: as the last point")) == 2  # from the last point that scaled
@@ -89,7 +88,7 @@ def test_oversubscribed_points_are_hollow_and_failed_ones_crossed(ax: Axes) -> N
 
 def test_one_point_has_no_band(ax: Axes) -> None:
     plot.scaling(ScalingCurve([(4, 100)]), ax=ax)
-    assert not [one for one in ax.get_lines() if one.get_label() == "ensemble"]
+    assert not [one for one in ax.get_lines() if one.get_label() == "predicted: ensemble"]
 
 
 def test_a_figure_of_its_own() -> None:

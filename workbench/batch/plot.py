@@ -16,23 +16,23 @@ from workbench.batch.analysis.proof import PlanProof
 from workbench.batch.analysis.scaled_lr import VALIDITY_TEXT, ScaledLr, number
 from workbench.batch.analysis.schedule import Schedule
 from workbench.core import units
-from workbench.core.display.axes import PALE, WIDTH, legend, prepared
-from workbench.core.display.colors import INK, LINE, PARTS, PHASES
+from workbench.core.display.axes import WIDTH, band, halo, ink, legend, marker_look, prepared
+from workbench.core.display.colors import LINE, LINE_PALE, SERIES
 from workbench.runs.spec import RunSpec
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
-_STYLES = {"linear": "--", "sqrt": "-.", "damped": "-", "none": ":"}
+_STYLES: dict[str, Any] = {"linear": "--", "sqrt": "-.", "damped": (0, (7, 2)), "none": ":"}
 _POINTS = 60
 _BEYOND = 4.0  # times the larger batch, and below the smaller one
 
 
 def scaled_lr(result: ScaledLr, ax: Axes | None = None) -> Axes:
-    """The learning rate of each rule over the batch; the hollow diamond is the rate before.
+    """The learning rate of each rule over the batch; the full diamond is the rate there is.
 
-    The rule that was used is blue, with a full diamond at the new rate. The vertical dotted line is the noise, if it is known.
+    The rule that was used is blue, with a hollow diamond at the rate that it predicts. The vertical dotted line is the noise scale.
     """
     from matplotlib.ticker import LogLocator, NullLocator
 
@@ -44,15 +44,21 @@ def scaled_lr(result: ScaledLr, ax: Axes | None = None) -> Axes:
         if rule == "damped" and result.noise is None:
             continue
         rates = [result.base_lr * rule_factor(rule, base, result.batch, batch, result.noise) for batch in batches]
-        look = {"color": LINE, "linewidth": 2.2} if rule == used else {"color": INK, "linewidth": 1.2, "alpha": PALE}
+        look: dict[str, Any] = {"color": LINE, "linewidth": 2.2} if rule == used else {"color": ink(ax), "linewidth": 1.0}
         label = f"{'square root' if rule == 'sqrt' else rule}{', with betas and epsilon' if result.rule == 'adam' and rule == used else ''}"
-        ax.plot(batches, rates, linestyle=style, label=label, **look)  # type: ignore[arg-type]
-    ax.plot([result.batch], [result.base_lr], marker="D", color=LINE, markersize=6, markerfacecolor="none", linestyle="none")
-    ax.plot([result.to_batch], [result.lr], marker="D", color=LINE, markersize=6, linestyle="none")
+        ax.plot(batches, rates, linestyle=style, label=label, **look)
+    for batch, rate, predicted, label in (
+        (result.batch, result.base_lr, False, "as it is"),
+        (result.to_batch, result.lr, True, "predicted"),
+    ):
+        look = marker_look(ax, LINE, predicted=predicted) | {"linestyle": "none"}
+        ax.plot([batch], [rate], marker="D", markersize=7, path_effects=halo(ax), zorder=4, label=label, **look)
     words = f"{number(result.lr)} at {number(result.to_batch)}: {VALIDITY_TEXT[result.valid]}"
-    ax.annotate(words, (1, 0), (-4, 5), xycoords="axes fraction", textcoords="offset points", color=INK, ha="right")
+    ax.annotate(
+        words, (1, 0), (-4, 5), xycoords="axes fraction", textcoords="offset points", color=ink(ax), ha="right", path_effects=halo(ax)
+    )
     if result.noise is not None and low <= result.noise <= high:
-        ax.axvline(result.noise, color=PHASES["other"], linestyle=":", linewidth=1.4, label="noise scale")
+        ax.axvline(result.noise, color=SERIES[1], linestyle=":", linewidth=1.6, label="noise scale")
     ax.set_xscale("log", base=2)
     ax.set_yscale("log")
     ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
@@ -61,15 +67,15 @@ def scaled_lr(result: ScaledLr, ax: Axes | None = None) -> Axes:
         axis.set_major_formatter(lambda value, _: number(int(value) if value >= 1 and float(value).is_integer() else value))
     ax.set_xlabel("global batch (samples)")
     ax.set_ylabel("learning rate")
-    ax.grid(color=INK, alpha=0.18, linewidth=0.8)
-    ax.legend(frameon=False, labelcolor=INK, fontsize=9, loc="lower left", bbox_to_anchor=(0, 1), ncols=5, borderaxespad=0.2, borderpad=0.2)
+    ax.grid(color=ink(ax), alpha=0.18, linewidth=0.8)
+    legend(ax, ax.get_legend_handles_labels()[0])
     return ax
 
 
 _HEIGHT = 4.6
 _CURVES = 0.6  # share of the height for the curves; rules are above
 _BAND = (0.66, 0.97)
-_RACE, _RULE = PARTS["data_wait"], PARTS["straggler"]
+_RACE = SERIES[1]
 
 
 def lr_range(result: LrFound, ax: Axes | None = None) -> Axes:
@@ -86,7 +92,7 @@ def lr_range(result: LrFound, ax: Axes | None = None) -> Axes:
     ax = prepared(ax, WIDTH, _HEIGHT)
     ax.set_xscale("log")
     for position, sweep in enumerate(result.sweeps):
-        ax.plot(sweep.lrs, sweep.smoothed, color=LINE, alpha=0.3, linewidth=1, label="smoothed loss of a seed" if not position else "_")
+        ax.plot(sweep.lrs, sweep.smoothed, color=LINE_PALE, linewidth=1, label="smoothed loss of a seed" if not position else "_")
     at, middle = _median(result)
     ax.plot(at, middle, color=LINE, linewidth=2, label="median")
     ran = [(candidate.lr, candidate.mean(1)) for candidate in result.race if math.isfinite(candidate.mean(1))]
@@ -98,8 +104,8 @@ def lr_range(result: LrFound, ax: Axes | None = None) -> Axes:
     _rules(ax, result)
     if result.lr is not None:
         if result.low and result.high:
-            ax.axvspan(result.low, result.high, color=INK, alpha=0.12, linewidth=0, label="about as good")
-        ax.axvline(result.lr, color=INK, linestyle=":", linewidth=1.6, label=f"chosen: {lr_text(result.lr)}")
+            ax.axvspan(result.low, result.high, color=ink(ax), alpha=0.12, linewidth=0, label="about as good")
+        ax.axvline(result.lr, color=ink(ax), linestyle=":", linewidth=1.6, label=f"chosen: {lr_text(result.lr)}")
     ax.set_xlabel("learning rate")
     ax.set_ylabel("training loss", loc="bottom")
     handles, _ = ax.get_legend_handles_labels()
@@ -140,9 +146,9 @@ def _rules(ax: Axes, result: LrFound) -> None:
         assert rule.lr is not None
         assert rule.low is not None
         assert rule.high is not None
-        ax.plot([rule.low, rule.high], [height, height], color=_RULE, linewidth=1.4, transform=where, label="_")
+        ax.plot([rule.low, rule.high], [height, height], color=ink(ax), linewidth=1.4, transform=where, label="_")
         ax.plot(
-            [rule.lr], [height], color=_RULE, marker="o", markersize=5, linestyle="none", transform=where, label="_" if row else "rules"
+            [rule.lr], [height], color=ink(ax), marker="o", markersize=5, linestyle="none", transform=where, label="_" if row else "rules"
         )
         on_left = math.log(rule.lr) > (math.log(left) + math.log(right)) / 2
         ax.annotate(
@@ -154,12 +160,12 @@ def _rules(ax: Axes, result: LrFound) -> None:
             ha="right" if on_left else "left",
             va="center",
             fontsize=8.5,
-            color=INK,
+            color=ink(ax),
         )
 
 
 _ABOVE = 2.5  # an interval without an end is cut at this many times the largest estimate
-_WINDOW = PHASES["data_wait"]
+_WINDOW = SERIES[1]
 
 
 def noise_scale(result: NoiseScale, ax: Axes | None = None) -> Axes:
@@ -174,15 +180,8 @@ def noise_scale(result: NoiseScale, ax: Axes | None = None) -> Axes:
     ax = prepared(ax, WIDTH, 3.4)
     top = _top(result, running)
     steps = [block.last for block in running]
-    ax.fill_between(
-        steps,
-        [min(block.low, top) for block in running],
-        [min(block.high, top) for block in running],
-        color=LINE,
-        alpha=0.22,
-        linewidth=0,
-        label=f"its {100 * result.level:.0f} % interval",
-    )
+    low, high = ([min(getattr(block, end), top) for block in running] for end in ("low", "high"))
+    band(ax, steps, low, high, LINE, predicted=False, label=f"its {100 * result.level:.0f} % interval")
     known = [block for block in running if block.b_simple <= top]
     ax.plot([block.last for block in known], [block.b_simple for block in known], color=LINE, linewidth=1.8, label="estimate so far")
     _draw_windows(ax, result.over_time, top)
@@ -191,8 +190,8 @@ def noise_scale(result: NoiseScale, ax: Axes | None = None) -> Axes:
     ax.set_xlim(left=0)
     ax.set_xlabel("optimizer step")
     ax.set_ylabel("noise scale (samples)")
-    ax.grid(axis="y", color=INK, alpha=0.18, linewidth=0.8)
-    ax.legend(frameon=False, labelcolor=INK, fontsize=9, loc="lower left", bbox_to_anchor=(0, 1), ncols=3, borderaxespad=0.2, borderpad=0.2)
+    ax.grid(axis="y", color=ink(ax), alpha=0.18, linewidth=0.8)
+    legend(ax, ax.get_legend_handles_labels()[0])
     return ax
 
 
@@ -200,7 +199,7 @@ def _draw_windows(ax: Axes, blocks: Sequence[NoiseBlock], top: float) -> None:
     """Points with whiskers at the middle of each window; where the signal was lost in the noise there is only the whisker."""
     shown = [block for block in blocks if block.low < top]
     middles = [(block.first + block.last) / 2 for block in shown]
-    ax.vlines(middles, [block.low for block in shown], [min(block.high, top) for block in shown], color=_WINDOW, alpha=0.7)
+    ax.vlines(middles, [block.low for block in shown], [min(block.high, top) for block in shown], color=_WINDOW)
     known = [(middle, block.b_simple) for middle, block in zip(middles, shown, strict=True) if block.b_simple <= top]
     if known:
         ax.plot(*zip(*known, strict=True), linestyle="none", marker="o", markersize=5, color=_WINDOW, label="windowed estimate")
@@ -213,7 +212,7 @@ def _mark_enough(ax: Axes, running: Sequence[NoiseBlock]) -> None:
     if not enough:
         return
     first = enough[0].last
-    ax.axvline(first, color=INK, linestyle=":", linewidth=1.2, label="_enough")
+    ax.axvline(first, color=ink(ax), linestyle=":", linewidth=1.2, label="_enough")
     left = first > running[-1].last / 2
     ax.annotate(
         f"enough, from step {first}",
@@ -223,7 +222,8 @@ def _mark_enough(ax: Axes, running: Sequence[NoiseBlock]) -> None:
         textcoords="offset points",
         ha="right" if left else "left",
         va="top",
-        color=INK,
+        color=ink(ax),
+        path_effects=halo(ax),
     )
 
 
@@ -235,13 +235,13 @@ def _top(result: NoiseScale, running: Sequence[NoiseBlock]) -> float:
     return _ABOVE * max(known, default=1.0)
 
 
-COLORS = {"old": PHASES["data_wait"], "new": LINE}
+COLORS = {"old": SERIES[1], "new": LINE}
 """Plan → colour."""
 
 
 def plan_proof(result: PlanProof, ax: Axes | None = None) -> Axes:
     """The loss of each plan over the samples: thin lines for the seeds, a thick one for their mean, smoothed so that it never rises.
-    The dotted line is the old plan's final loss; the diamond is where the new one was predicted to reach it.
+    The dotted line is the old plan's final loss; the hollow diamond is where the new one was predicted to reach it.
     """
     ax = prepared(ax, 7.0, 3.4)
     for name, plan in (("old", result.old), ("new", result.new)):
@@ -249,21 +249,19 @@ def plan_proof(result: PlanProof, ax: Axes | None = None) -> Axes:
         label = f"{name}: batch {plan.global_batch:,}, {units.rate(mean.samples_per_sec)}"
         ax.plot(*zip(*mean.falling, strict=True), color=COLORS[name], linewidth=2.0, label=label)
         for curve in result.of(name):
-            ax.plot(curve.samples, curve.losses, color=COLORS[name], linewidth=0.7, alpha=0.5)
-    ax.axhline(result.target, color=INK, linestyle=":", linewidth=1.2)
+            ax.plot(curve.samples, curve.losses, color=COLORS[name], linewidth=0.7, alpha=0.7)
+    ax.axhline(result.target, color=ink(ax), linestyle=":", linewidth=1.2)
     if math.isfinite(result.predicted.samples):
         predicted = result.predicted.samples * result.mean("old").reaches(result.target)
-        ax.plot(
-            [predicted], [result.target], marker="D", color=COLORS["new"], markerfacecolor="none", linestyle="none", label="new, predicted"
-        )
+        look = marker_look(ax, COLORS["new"], predicted=True) | {"linestyle": "none"}
+        ax.plot([predicted], [result.target], marker="D", path_effects=halo(ax), zorder=4, label="new, predicted", **look)
     ax.set_xlabel("samples")
     ax.set_ylabel("loss")
-    ax.legend(frameon=False, labelcolor=INK)
+    ax.legend(frameon=False, labelcolor=ink(ax))
     return ax
 
 
-_SCHEDULE_COLORS = (LINE, PHASES["data_wait"], PHASES["optimizer"], PHASES["h2d"], PHASES["forward"], PHASES["other"])
-_LINE_STYLES = ("-", "--", "-.", ":")
+_LINE_STYLES = ("-", "-.", ":")
 
 
 def schedule(
@@ -299,13 +297,11 @@ def schedule(
     ax.set_ylabel("learning rate / peak" if relative and all(item.peak[1] == 1 for item in schedules) else "learning rate")
     ax.set_ylim(bottom=0)
     ax.margins(x=0.01)
-    ax.grid(axis="y", color=INK, alpha=0.18, linewidth=0.8)
+    ax.grid(axis="y", color=ink(ax), alpha=0.18, linewidth=0.8)
     if not in_samples and len(batches) == 1 and None not in batches:
         _count_samples(ax, batches.pop() or 1)
     if len(schedules) > 1:
-        ax.legend(
-            frameon=False, labelcolor=INK, fontsize=9, loc="lower left", bbox_to_anchor=(0, 1), ncols=3, borderaxespad=0.2, borderpad=0.2
-        )
+        legend(ax, ax.get_legend_handles_labels()[0])
     return ax
 
 
@@ -336,7 +332,7 @@ def _schedule(what: Any, name: str | None, steps: int | None, batch: int | None,
 
 def _draw(ax: Axes, item: Schedule, index: int, *, in_samples: bool, alone: bool) -> None:
     scale = (item.batch or 1) if in_samples else 1
-    color, style = _SCHEDULE_COLORS[index % len(_SCHEDULE_COLORS)], _LINE_STYLES[index % len(_LINE_STYLES)]
+    color, style = SERIES[index % len(SERIES)], _LINE_STYLES[index % len(_LINE_STYLES)]
     label = item.label if item.batch is None else f"{item.label}, batch {number(item.batch)}"
     positions = [step * scale for step in item.steps]
     ax.plot(positions, item.lrs, color=color, linestyle=style, linewidth=1.8, label=label, marker="o" if len(positions) < 3 else None)
@@ -348,7 +344,9 @@ def _draw(ax: Axes, item: Schedule, index: int, *, in_samples: bool, alone: bool
         words = f"{'constant' if item.constant else 'peak'} {number(peak)}"
         words += f", after {number(item.warmup_steps)} steps of warm-up" if item.warmup_steps else ""
         ha = "right" if left else "left"
-        ax.annotate(words, (step * scale, peak), (-8 if left else 8, 3), textcoords="offset points", ha=ha, color=INK)
+        ax.annotate(
+            words, (step * scale, peak), (-8 if left else 8, 3), textcoords="offset points", ha=ha, color=ink(ax), path_effects=halo(ax)
+        )
         ax.set_ylim(top=peak * 1.12)
     if item.warmup_steps:
         ax.axvspan(positions[0], step * scale, color=color, alpha=0.12, linewidth=0)
@@ -364,9 +362,9 @@ def _count_samples(ax: Axes, batch: int) -> None:
         return samples / batch
 
     above = ax.secondary_xaxis("top", functions=(to_samples, to_steps))
-    above.set_xlabel(f"samples, {number(batch)} a step", color=INK)
-    above.tick_params(colors=INK, width=0.8)
-    above.spines["top"].set_color(INK)
+    above.set_xlabel(f"samples, {number(batch)} a step", color=ink(ax))
+    above.tick_params(colors=ink(ax), width=0.8)
+    above.spines["top"].set_color(ink(ax))
     _in_words(above)
 
 

@@ -10,17 +10,15 @@ from typing import TYPE_CHECKING
 from workbench.batch.analysis.critical_batch import CriticalBatch
 from workbench.batch.analysis.steps_to_target import StepsToTarget, TimeToTarget
 from workbench.batch.analysis.trials import Mark
-from workbench.core.display.axes import PALE, WIDTH, legend, prepared, scale_of
-from workbench.core.display.colors import INK, LINE, PARTS
+from workbench.core.display.axes import DASHES, WIDTH, band, ink, kinds, legend, marker_look, prepared, scale_of
+from workbench.core.display.colors import LINE, SERIES
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.lines import Line2D
 
 
-_COLORS = (LINE, PARTS["data_wait"], PARTS["communication"], PARTS["optimizer"], PARTS["transfer"], PARTS["straggler"], PARTS["stalls"])
 _MARKERS = "osD^vPX"
-_BAND = 0.16  # opacity
 _POINTS = 60  # of a curve
 _NEVER = 0.97  # height of the marks that never reach the target, in the axes
 
@@ -28,9 +26,9 @@ _NEVER = 0.97  # height of the marks that never reach the target, in the axes
 def steps_to_target(result: StepsToTarget, ax: Axes | None = None, *, samples: bool = False) -> Axes:
     """Steps to the target over the batch, one colour and marker per rule, with a line from the fastest seed to the slowest.
 
-    The curve is the law, fitted to the best of all rules, with the 90 % band of a measurement; batches it was not fitted to are hollow.
-    The dotted line is perfect scaling: twice the batch, half the steps. An open triangle: the target was not reached by then. A cross at
-    the upper edge: every trial diverged, so no number of steps is enough.
+    The dashed curve is the law, fitted to the best of all rules, with the 90 % band of a measurement; a ring is around what it was not
+    fitted to. The dotted line is perfect scaling: twice the batch, half the steps. A triangle: the target was not reached by then. A cross
+    at the upper edge: every trial diverged, so no number of steps is enough.
 
     Args:
         result: trials of several batches.
@@ -46,7 +44,7 @@ def steps_to_target(result: StepsToTarget, ax: Axes | None = None, *, samples: b
     several = len(result.optimizers) > 1
     configurations = list(dict.fromkeys((trial.optimizer, trial.rule) for trial in result.trials))
     handles, missed = [], list[Mark]()
-    for (optimizer, rule), color, marker in zip(configurations, itertools.cycle(_COLORS), itertools.cycle(_MARKERS), strict=False):
+    for (optimizer, rule), color, marker in zip(configurations, itertools.cycle(SERIES), itertools.cycle(_MARKERS), strict=False):
         label = f"{optimizer} {rule}" if several else rule
         marks = result.marks(optimizer, rule)
         handles.append(_marks(ax, result, marks, color, marker, label, samples))
@@ -56,14 +54,14 @@ def steps_to_target(result: StepsToTarget, ax: Axes | None = None, *, samples: b
             law = result.fit(optimizer)
         except ValueError:
             continue
-        color = _COLORS[[name for name, _ in configurations].index(optimizer) % len(_COLORS)]
+        color = SERIES[[name for name, _ in configurations].index(optimizer) % len(SERIES)]
         handles.append(_law(ax, law, result.batches, color, f"law of {optimizer}" if several else "law (90 %)", samples))
         if not position:
             handles.append(_perfect(ax, result, law, samples))
     handles += _never_reached(ax, missed)
     _axes(ax, result.batches)
     ax.set_ylabel(f"{'samples' if samples else 'steps'} to {result.target}")
-    legend(ax, handles)
+    legend(ax, [*handles, *kinds(ax, of_lines=True)])
     return ax
 
 
@@ -72,30 +70,28 @@ def _never_reached(ax: Axes, missed: Sequence[Mark]) -> list[Line2D]:
     shown = []
     for diverged, marker, words in ((False, "^", "not reached by then"), (True, "x", "diverged")):
         if any(mark.diverged == diverged for mark in missed):
-            shown += ax.plot([], [], marker=marker, color=INK, markerfacecolor="none", linestyle="none", label=words)
+            shown += ax.plot([], [], marker=marker, color=ink(ax), linestyle="none", label=words)
     return shown
 
 
 def critical_batch(result: CriticalBatch, ax: Axes | None = None) -> Axes:
-    """Steps over the batch: the fitted points (open triangle: not reached by then), the law with the 90 % band of a measurement, and the
+    """Steps over the batch: the fitted points (triangle: not reached by then), the law with the 90 % band of a measurement, and the
     critical batch with its interval.
     """
     ax = _logarithmic(ax)
     for point in result.points:
-        ax.plot(
-            point.batch, point.steps, marker="o" if point.reached else "^", color=LINE, markerfacecolor=LINE if point.reached else "none"
-        )
+        ax.plot(point.batch, point.steps, marker="o" if point.reached else "^", markersize=6 if point.reached else 8, color=LINE)
     batches = tuple(sorted({point.batch for point in result.points}))
     line = _law(ax, result, batches, LINE, "law (90 %)", samples=False)
     ends = max(result.b_crit_low, batches[0] / 4), min(result.b_crit_high, batches[-1] * 4)
     if ends[0] < ends[1]:
-        ax.axvspan(*ends, color=INK, alpha=0.12, linewidth=0, label="_interval")
+        ax.axvspan(*ends, color=ink(ax), alpha=0.12, linewidth=0, label="_interval")
     critical = ax.axvline(
-        min(max(result.b_crit, ends[0]), ends[1]), color=INK, linestyle="--", linewidth=1.2, label=f"b_crit {result.words}"
+        min(max(result.b_crit, ends[0]), ends[1]), color=ink(ax), linestyle=DASHES, linewidth=1.2, label=f"b_crit {result.words}"
     )
     _axes(ax, batches)
     ax.set_ylabel("steps to the target")
-    legend(ax, [line, critical])
+    legend(ax, [line, critical, *kinds(ax, of_lines=True)])
     return ax
 
 
@@ -104,18 +100,27 @@ def time_to_target(result: TimeToTarget, ax: Axes | None = None) -> Axes:
     ax = _logarithmic(ax)
     handles = []
     scale, unit = scale_of(max(row.seconds for row in result.rows))
-    for size, color, marker in zip(result.world_sizes, itertools.cycle(_COLORS), itertools.cycle(_MARKERS), strict=False):
+    for size, color, marker in zip(result.world_sizes, itertools.cycle(SERIES), itertools.cycle(_MARKERS), strict=False):
         rows = [row for row in result.rows if row.world_size == size]
         batches = [row.batch for row in rows]
         low, mid, high = ([scale * getattr(row, name) for row in rows] for name in ("low", "seconds", "high"))
-        ax.fill_between(batches, low, high, color=color, alpha=_BAND, linewidth=0, label="_band")
-        (line,) = ax.plot(batches, mid, color=color, marker=marker, label=f"{size} process{'es' * (size > 1)}")
+        band(ax, batches, low, high, color)
+        (line,) = ax.plot(batches, mid, marker=marker, **marker_look(ax, color, predicted=True), label=f"{size} process{'es' * (size > 1)}")
         best = result.best(size)
-        ax.plot(best.batch, scale * best.seconds, marker="o", markersize=14, markerfacecolor="none", markeredgecolor=color, label="_best")
+        ax.plot(
+            best.batch,
+            scale * best.seconds,
+            marker="o",
+            markersize=15,
+            color=ink(ax),
+            markerfacecolor="none",
+            linestyle="none",
+            label="_best",
+        )
         handles.append(line)
     _axes(ax, tuple(sorted({row.batch for row in result.rows})))
     ax.set_ylabel(f"time to {result.target} ({unit})")
-    legend(ax, handles)
+    legend(ax, [*handles, *kinds(ax, of_lines=True)[1:]])
     return ax
 
 
@@ -134,7 +139,7 @@ def _axes(ax: Axes, batches: Sequence[float]) -> None:
     ax.minorticks_off()
     ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     ax.yaxis.set_major_formatter("{x:,g}")
-    ax.grid(axis="y", color=INK, alpha=0.18, linewidth=0.8)
+    ax.grid(axis="y", color=ink(ax), alpha=0.18, linewidth=0.8)
     ax.set_xlabel("batch (samples per optimizer step)")
 
 
@@ -144,18 +149,11 @@ def _marks(ax: Axes, result: StepsToTarget, marks: tuple[Mark, ...], color: str,
     for mark in reached:
         scale = mark.batch if samples else 1
         if math.isfinite(mark.high) and mark.high > mark.low:
-            ax.plot([mark.batch] * 2, [scale * mark.low, scale * mark.high], color=color, linewidth=1.2, alpha=PALE, label="_seeds")
-        hollow = result.fitted is not None and mark.batch not in result.fitted
-        face = "none" if hollow else color
-        ax.plot(
-            mark.batch,
-            scale * mark.steps,
-            marker=marker,
-            markersize=7,
-            color=color,
-            markerfacecolor=face,
-            label="_held out" if hollow else "_mark",
-        )
+            ax.plot([mark.batch] * 2, [scale * mark.low, scale * mark.high], color=color, linewidth=1.2, label="_seeds")
+        held_out = result.fitted is not None and mark.batch not in result.fitted
+        ax.plot(mark.batch, scale * mark.steps, marker=marker, markersize=7, color=color, label="_held out" if held_out else "_mark")
+        if held_out:
+            ax.plot(mark.batch, scale * mark.steps, marker="o", markersize=13, color=ink(ax), markerfacecolor="none", label="_ring")
     for mark in marks:
         if mark.reached:
             continue
@@ -164,16 +162,7 @@ def _marks(ax: Axes, result: StepsToTarget, marks: tuple[Mark, ...], color: str,
             ax.plot(mark.batch, _NEVER, marker="x", markersize=8, color=color, transform=edge, linestyle="none", label="_diverged")
             continue
         height = mark.steps * (mark.batch if samples else 1)
-        ax.plot(
-            mark.batch,
-            height,
-            marker="^",
-            markersize=8,
-            markerfacecolor="none",
-            markeredgecolor=color,
-            linestyle="none",
-            label="_not reached",
-        )
+        ax.plot(mark.batch, height, marker="^", markersize=8, color=color, linestyle="none", label="_not reached")
     (shown,) = ax.plot([], [], marker=marker, color=color, linestyle="none", label=label)
     return shown
 
@@ -184,8 +173,8 @@ def _law(ax: Axes, law: CriticalBatch, batches: Sequence[float], color: str, lab
     points = [law.predict(math.exp(first + (last - first) * i / (_POINTS - 1))) for i in range(_POINTS)]
     at = [point.batch for point in points]
     low, mid, high = zip(*(point.samples if samples else (point.low, point.mid, point.high) for point in points), strict=True)
-    ax.fill_between(at, low, high, color=color, alpha=_BAND, linewidth=0, label="_band")
-    (line,) = ax.plot(at, mid, color=color, linewidth=1.8, label=label)
+    band(ax, at, low, high, color)
+    (line,) = ax.plot(at, mid, color=color, linestyle=DASHES, linewidth=1.8, label=label)
     return line
 
 
@@ -194,5 +183,5 @@ def _perfect(ax: Axes, result: StepsToTarget, law: CriticalBatch, samples: bool)
     first, last = result.batches[0], result.batches[-1]
     start = law.samples(first)
     ends = [start, start] if samples else [start / first, start / last]
-    (line,) = ax.plot([first, last], ends, color=INK, linestyle=":", linewidth=1.4, label="perfect scaling")
+    (line,) = ax.plot([first, last], ends, color=ink(ax), linestyle=":", linewidth=1.4, label="perfect scaling")
     return line

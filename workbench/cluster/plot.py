@@ -6,7 +6,8 @@ collectives by size, and the timeline of a simulated DDP step.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import itertools
+from typing import TYPE_CHECKING, Any
 
 from workbench.cluster.analysis.links import Links
 from workbench.cluster.analysis.plan.plans import Plan, Plans
@@ -14,12 +15,19 @@ from workbench.cluster.analysis.traffic import Traffic
 from workbench.cluster.analysis.twin_run import TwinRun
 from workbench.core import units
 from workbench.core.display.axes import (
-    PALE,
+    DASHES,
     WIDTH,
     Bar,
+    band,
+    draw_bars,
     end_labels,
+    halo,
     height,
+    ink,
+    kinds,
     legend,
+    limit,
+    marker_look,
     prepared,
     rows,
     scale_of,
@@ -27,7 +35,7 @@ from workbench.core.display.axes import (
     stacked,
     wrapped,
 )
-from workbench.core.display.colors import GROUPS, INK, LINE, PARTS, PHASES
+from workbench.core.display.colors import GROUPS, LINE, OUTSIDE, PARTS, PHASES, SERIES
 from workbench.core.vocabulary import PLANNED
 
 if TYPE_CHECKING:
@@ -55,26 +63,28 @@ def plan(result: Plan | Plans, ax: Axes | None = None) -> Axes:
             pieces=[candidate.parts[name] for name in PLAN_COLORS],
             end=_end(candidate),
             reach=candidate.seconds.high,
+            predicted=True,
         )
         for candidate in plans
     ]
     ax = prepared(ax, WIDTH, height([bar.label for bar in bars]) + 0.3)
     scale = stacked(ax, bars, "predicted step", PLAN_COLORS)
+    look: dict[str, Any] = {"color": ink(ax), "path_effects": halo(ax)}
     for place, candidate in enumerate(plans):
         span = (scale * candidate.seconds.low, scale * candidate.seconds.high)
-        ax.plot(span, (place, place), color=INK, linewidth=1.4, marker="|", markersize=9, label="_range")
+        ax.plot(span, (place, place), linewidth=1.4, marker="|", markersize=9, label="_range", **look)
         start = 0.0
         for name in PLAN_COLORS:
             if name != "compute" and candidate.spans[name].high > 0:
                 reach = (scale * (start + candidate.spans[name].low), scale * (start + candidate.spans[name].high))
-                ax.plot(reach, (place + 0.22, place + 0.22), color=INK, linewidth=0.9, marker="|", markersize=5, label=f"_{name}")
+                ax.plot(reach, (place + 0.22, place + 0.22), linewidth=0.9, marker="|", markersize=5, label=f"_{name}", **look)
             start += candidate.parts[name]
     legend(ax, list(ax.containers))
     return ax
 
 
 def plan_memory(result: Plan | Plans, ax: Axes | None = None) -> Axes:
-    """A bar per plan: the memory of the GPU that needs most, by part, and a line from the low to the high end; dashed: what a GPU has.
+    """A bar per plan: the memory of the GPU that needs most, by part, and a line from the low to the high end; red: what a GPU has.
 
     Args:
         result: a short list, or one plan.
@@ -85,20 +95,20 @@ def plan_memory(result: Plan | Plans, ax: Axes | None = None) -> Axes:
     scale, unit = scale_of_bytes(max(capacity, *(candidate.needed.high for candidate in plans)))
     labels = [wrapped(_label(candidate)) for candidate in plans]
     ax = prepared(ax, WIDTH, height(labels) + 0.3)
+    rows(ax, labels)
     starts = [0.0] * len(plans)
     for name, color in HELD.items():
         widths = [candidate.memory[name] / scale for candidate in plans]
-        ax.barh(range(len(plans)), widths, left=starts, height=0.62, color=color, label=name)
+        draw_bars(ax, widths, starts, color, label=name, predicted=True)
         starts = [start + width for start, width in zip(starts, widths, strict=True)]
-    limit = ax.axvline(capacity / scale, color=INK, linestyle="--", linewidth=1.4, label="may be used")
+    line = limit(ax, capacity / scale, f"may be used: {units.bytes_(capacity)}")
     for place, candidate in enumerate(plans):
         span = (candidate.needed.low / scale, candidate.needed.high / scale)
-        ax.plot(span, (place, place), color=INK, linewidth=1.4, marker="|", markersize=9, label="_range")
+        ax.plot(span, (place, place), color=ink(ax), path_effects=halo(ax), linewidth=1.4, marker="|", markersize=9, label="_range")
     texts = [units.percent(candidate.bytes / capacity) + ", tight" * candidate.tight for candidate in plans]
     end_labels(ax, [max(capacity, candidate.needed.high) / scale for candidate in plans], texts)
-    rows(ax, labels)
     ax.set_xlabel(f"predicted memory of the fullest GPU ({unit})")
-    legend(ax, [*ax.containers, limit])
+    legend(ax, [*ax.containers, line])
     return ax
 
 
@@ -113,30 +123,27 @@ def plan_front(result: Plans, ax: Axes | None = None) -> Axes:
     ax = prepared(ax, WIDTH, 4.0)
     front = result.front
     gpus = [candidate.gpus for candidate in front]
-    ax.fill_between(
-        gpus,
-        [candidate.seconds.low for candidate in front],
-        [candidate.seconds.high for candidate in front],
-        color=LINE,
-        alpha=PALE / 2,
-        linewidth=0,
-    )
-    ax.plot(gpus, [candidate.seconds.mid for candidate in front], color=LINE, marker="o", markersize=5, label="fastest plan")
+    band(ax, gpus, [candidate.seconds.low for candidate in front], [candidate.seconds.high for candidate in front], LINE)
+    ax.plot(gpus, [candidate.seconds.mid for candidate in front], marker="o", label="fastest plan", **marker_look(ax, LINE, predicted=True))
     first = front[0]
-    ax.plot(gpus, [first.seconds.mid * first.gpus / size for size in gpus], color=INK, linestyle=":", label="naive: as the fewest GPUs")
+    ax.plot(gpus, [first.seconds.mid * first.gpus / size for size in gpus], color=ink(ax), linestyle=":", label="naive: as the fewest GPUs")
     ax.plot(
         [candidate.gpus for candidate in result.plans],
         [candidate.seconds.mid for candidate in result.plans],
-        linestyle="none",
         marker="D",
-        markersize=7,
-        color=LINE,
-        markerfacecolor="none",
+        markersize=8,
         label="short list",
+        **marker_look(ax, LINE, predicted=True) | {"linestyle": "none"},
     )
     for candidate in front:
         ax.annotate(
-            _LETTERS[candidate.bound], (candidate.gpus, candidate.seconds.mid), (0, 8), textcoords="offset points", ha="center", color=INK
+            _LETTERS[candidate.bound],
+            (candidate.gpus, candidate.seconds.mid),
+            (0, 9),
+            textcoords="offset points",
+            ha="center",
+            color=ink(ax),
+            path_effects=halo(ax),
         )
     ax.set_xscale("log", base=2)
     ax.set_yscale("log")
@@ -164,14 +171,7 @@ def _end(candidate: Plan) -> str:
     return f"{units.seconds(candidate.seconds.mid)}, {candidate.bound}"
 
 
-TRAFFIC_COLORS = {
-    "all_reduce": PARTS["communication"],
-    "all_gather": PHASES["forward"],
-    "reduce_scatter": PHASES["backward"],
-    "broadcast": PHASES["optimizer"],
-    "all_to_all": PHASES["data_wait"],
-    "reduce": PHASES["h2d"],
-}
+TRAFFIC_COLORS = dict(zip(("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"), SERIES, strict=True))
 """Collective → colour."""
 MOST_BARS = 16
 """Most modules with a bar of their own."""
@@ -199,35 +199,38 @@ def traffic(result: Traffic, ax: Axes | None = None, *, depth: int | None = 2) -
     left = [0.0] * len(bars)
     for kind in dict.fromkeys(call.kind for call in result):
         sent = [sum(call.sent for call in calls if call.kind == kind) / 2**20 for _, calls in bars]
-        ax.barh(range(len(bars)), sent, left=left, height=0.72, color=TRAFFIC_COLORS.get(kind, PHASES["other"]), label=kind)
+        draw_bars(ax, sent, left, TRAFFIC_COLORS.get(kind, PHASES["other"]), label=kind, height=0.72)
         left = [before + more for before, more in zip(left, sent, strict=True)]
     rows(ax, [name for name, _ in bars])
     ax.set_xlabel("sent by a rank in a step (MiB)")
-    ax.legend(loc="lower right", frameon=False, labelcolor="linecolor")
+    legend(ax, list(ax.containers))
     return ax
 
 
 def links(result: Links, ax: Axes | None = None) -> Axes:
-    """Seconds of each collective over its size, measured, and the line of latency and bandwidth.
+    """Seconds of each collective over its size, measured, and dashed the line that latency and bandwidth predict.
 
     Args:
         result: of `wb.measure_collectives`.
         ax: the Axes to draw into; None makes a figure.
     """
     ax = prepared(ax, WIDTH, 3.6)
-    for kind in result.kinds:
-        points = [point for point in result.points if point.kind == kind]
-        color = TRAFFIC_COLORS.get(kind, PHASES["other"])
-        for point in points:
-            ax.plot([point.size] * 2, [min(point.seconds), max(point.seconds)], color=color, linewidth=0.8, alpha=0.5)
-        ax.plot([point.size for point in points], [point.median for point in points], "o", color=color, markersize=4, label=kind)
+    for kind, marker in zip(result.kinds, itertools.cycle("osD^v"), strict=False):
+        swept = [point for point in result.points if point.kind == kind]
+        color = TRAFFIC_COLORS.get(kind, OUTSIDE)
+        for point in swept:
+            ax.plot([point.size] * 2, [min(point.seconds), max(point.seconds)], color=color, linewidth=1.2)
+        ax.plot([p.size for p in swept], [p.median for p in swept], color=color, marker=marker, markersize=5, linestyle="none", label=kind)
         link = result[kind].link
-        ax.plot([p.size for p in points], [_fitted(kind, p.size, result.ranks, link) for p in points], color=color, linewidth=1)
+        ax.plot(
+            [p.size for p in swept], [_fitted(kind, p.size, result.ranks, link) for p in swept], color=color, linewidth=1, linestyle=DASHES
+        )
     ax.set_xscale("log", base=2)
     ax.set_yscale("log")
     ax.set_xlabel("size (bytes)")
     ax.set_ylabel("time (s)")
-    ax.legend(frameon=False, labelcolor="linecolor")
+    shown = [line for line in ax.get_lines() if not str(line.get_label()).startswith("_")]
+    legend(ax, [*shown, *kinds(ax, of_lines=True)])
     return ax
 
 
@@ -241,13 +244,16 @@ def twin(result: TwinRun, ax: Axes | None = None) -> Axes:
     ax = prepared(ax, WIDTH, 1.2 + 0.26 * (1 + len(result.buckets)))
     end = max([result.backward, *(bucket.end for bucket in result.buckets)])
     scale, unit = scale_of(end)
-    ax.barh(0, result.backward * scale, height=0.6, color=PHASES["backward"], label="backward")
-    for place, bucket in enumerate(result.buckets, start=1):
-        ax.barh(place, (bucket.end - bucket.start) * scale, left=bucket.start * scale, height=0.6, color=PARTS["communication"])
-        ax.plot([bucket.ready * scale], [place], "|", color=LINE, markersize=9)
-    ax.axvline(result.backward * scale, color=PHASES["other"], linewidth=0.8, zorder=0)
+    drawn = [draw_bars(ax, [result.backward * scale], None, PHASES["backward"], label="backward", predicted=True, height=0.6)]
+    places, sizes = range(1, len(result.buckets) + 1), [(bucket.end - bucket.start) * scale for bucket in result.buckets]
+    starts, color = [bucket.start * scale for bucket in result.buckets], PARTS["communication"]
+    drawn.append(draw_bars(ax, sizes, starts, color, label="all-reduce, predicted", predicted=True, height=0.6, rows=places))
+    ready = [bucket.ready * scale for bucket in result.buckets]
+    marks = ax.plot(ready, places, "|", color=ink(ax), markersize=13, markeredgewidth=2, path_effects=halo(ax), label="gradients ready")
+    ax.axvline(result.backward * scale, color=ink(ax), linewidth=0.8, linestyle=":", zorder=0)
     rows(ax, ["computing", *(f"bucket {place}, {units.bytes_(bucket.size)}" for place, bucket in enumerate(result.buckets, start=1))])
     ax.set_xlabel(f"time since the backward began ({unit})")
+    legend(ax, [*drawn, *marks])
     return ax
 
 

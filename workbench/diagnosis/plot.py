@@ -1,6 +1,6 @@
 """Pictures of a diagnosis: `diagnosis`, `ladder` and `proof` of remedies, `loader_curve` and `unprepared` of the loader.
 
-Predictions are pale or hollow, measurements solid.
+Predictions are hatched or hollow, measurements solid.
 """
 
 from __future__ import annotations
@@ -17,21 +17,24 @@ import numpy as np
 from workbench.core import units
 from workbench.core.display import axes
 from workbench.core.display.axes import (
-    PALE,
     WIDTH,
     Bar,
+    draw_bars,
     end_labels,
+    halo,
     height,
+    ink,
     legend,
     lines_of,
     mark,
+    marker_look,
     prepared,
     rows,
     scale_of,
     stacked,
     wrapped,
 )
-from workbench.core.display.colors import INK, LINE
+from workbench.core.display.colors import LINE, OUTSIDE
 from workbench.core.display.colors import PARTS as COLORS
 from workbench.core.statistics import Interval
 from workbench.core.vocabulary import PARTS
@@ -44,8 +47,6 @@ from workbench.diagnosis.analysis.step_model import KNOBS, Parts
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.container import Container
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 
 UNKNOWN = "not taken apart"
@@ -67,7 +68,7 @@ def diagnosis(result: Diagnosis, ax: Axes | None = None) -> Axes:
     proofs = {proof.remedy.name: proof for proof in result.proofs}
     bars = [Bar(label="as it is", pieces=[*_pieces(parts), 0.0], end=_end(parts))]
     bars += [_bar(result, remedy, parts, proofs.get(remedy.name)) for remedy in result.remedies]
-    colors = {name: color for i, (name, color) in enumerate({**COLORS, UNKNOWN: INK}.items()) if any(bar.pieces[i] for bar in bars)}
+    colors = {name: color for i, (name, color) in enumerate({**COLORS, UNKNOWN: OUTSIDE}.items()) if any(bar.pieces[i] for bar in bars)}
     columns = [i for i, name in enumerate([*PARTS, UNKNOWN]) if name in colors]
     bars = [replace(bar, pieces=[bar.pieces[i] for i in columns]) for bar in bars]
     keys = [*colors, *(["predicted"] if result.remedies else []), *(["measured"] if proofs else [])]
@@ -75,6 +76,7 @@ def diagnosis(result: Diagnosis, ax: Axes | None = None) -> Axes:
     kind = "observed" if result.evidence.observed else "measured"
     what = f"time for the samples of one step: as it is, {kind}{'; with one remedy, predicted' if result.remedies else ''}"
     scale = stacked(ax, bars, what, colors)
+    ax.set_xlabel(ax.get_xlabel(), loc="right")  # it is longer than the axis
     handles = {handle.get_label(): handle for handle in ax.containers}
     for place, remedy in enumerate(result.remedies, 1):
         proof = proofs.get(remedy.name)
@@ -94,7 +96,7 @@ def _bar(result: Diagnosis, remedy: Remedy, now: Parts, proof: Proof | None) -> 
         pieces=_predicted_pieces(result, remedy, now),
         end=_gain(remedy, proof),
         reach=max(_seconds(now, speedup).high for speedup in marks),
-        pale=True,
+        predicted=True,
     )
 
 
@@ -147,7 +149,7 @@ class _Row:
 
 
 def ladder(result: Ladder, ax: Axes | None = None) -> Axes:
-    """Throughput after each attempt: pale what was there before, solid what the remedy added, a hollow diamond at the prediction.
+    """Throughput after each attempt: pale what was there before, full what the remedy added, a hollow diamond at the prediction.
     A remedy that did not help and was dropped is an empty frame.
 
     Raises:
@@ -156,16 +158,16 @@ def ladder(result: Ladder, ax: Axes | None = None) -> Axes:
     if math.isnan(result.start):
         raise ValueError(f"{result!r} has no throughput to draw: the one at the start is not known")
     rungs = list(_rows(result))
-    places = range(len(rungs))
     ax = prepared(ax, WIDTH, height([row.label for row in rungs]))
     lasting = [min(row.before, row.after) if row.kept else row.after for row in rungs]
-    before = ax.barh(places, lasting, height=_THICK, color=LINE, alpha=PALE, label="before")
+    rows(ax, [row.label for row in rungs])
+    before = draw_bars(ax, lasting, None, LINE, label="before", pale=True, height=_THICK)
     added = [row.after - base if row.kept else 0.0 for row, base in zip(rungs, lasting, strict=True)]
-    handles: list[Container] = [before, ax.barh(places, added, left=lasting, height=_THICK, color=LINE, label="added, measured")]
+    handles: list[Container] = [before, draw_bars(ax, added, lasting, LINE, label="added, measured", height=_THICK)]
     reaches = []
     for place, row in enumerate(rungs):
         if not row.kept:
-            before.patches[place].set(facecolor="none", edgecolor=INK, linestyle="--", alpha=1.0)
+            before.patches[place].set(facecolor="none", linestyle=":", linewidth=1.0)
         reach = row.after
         if row.predicted is not None:
             drawn = mark(ax, place, row.predicted, label="predicted")
@@ -173,7 +175,6 @@ def ladder(result: Ladder, ax: Axes | None = None) -> Axes:
             reach = max(value for value in (row.after, row.predicted.mid, row.predicted.high) if math.isfinite(value))
         reaches.append(reach)
     end_labels(ax, reaches, [row.end for row in rungs])
-    rows(ax, [row.label for row in rungs])
     ax.set_xlabel("throughput (samples/s)")
     if result.rungs:
         legend(ax, handles)
@@ -205,14 +206,13 @@ def proof(result: Proof, ax: Axes | None = None) -> Axes:
     labels = ["predicted", "measured"]
     ax = prepared(ax, WIDTH, height(labels))
     intervals = [result.predicted, result.measured]
-    drawn = ax.barh(range(2), [interval.mid for interval in intervals], height=_THICK, color=LINE)
-    drawn.patches[0].set_alpha(PALE)
+    rows(ax, labels)
+    draw_bars(ax, [interval.mid for interval in intervals], None, LINE, predicted=[True, False], height=_THICK)
     for place, interval in enumerate(intervals):
         mark(ax, place, interval, measured=bool(place))
-    ax.axvline(1, color=INK, linestyle=":", linewidth=1.2)
+    ax.axvline(1, color=ink(ax), linestyle=":", linewidth=1.2)
     reaches = [max(value for value in (interval.mid, interval.high) if math.isfinite(value)) for interval in intervals]
     end_labels(ax, reaches, [result.remedy.gain, f"{units.times(result.measured.mid)}: {result.word}"])
-    rows(ax, labels)
     ax.set_xlabel(f"throughput with {result.remedy.name} over that without")
     return ax
 
@@ -222,9 +222,9 @@ TERMS = {"in turn": "load, then train", "workers": "workers", "cores": "cores", 
 
 
 def loader_curve(result: LoaderCurve, ax: Axes | None = None) -> Axes:
-    """Seconds per step (blue), and per batch of the loader alone (orange), over the number of workers: lines predicted, diamonds measured.
+    """Seconds per step (blue), and per batch of the loader alone (orange), over the number of workers: dashed predicted, diamonds measured.
 
-    The dashed line is the step on batches that are there already: no number of workers gets below it. The words at the top say what limits
+    The dotted line is the step on batches that are there already: no number of workers gets below it. The words at the top say what limits
     the step; a ring marks the number of workers that is recommended.
 
     Raises:
@@ -242,17 +242,33 @@ def loader_curve(result: LoaderCurve, ax: Axes | None = None) -> Axes:
         ("step", LINE, [p.step for p in points], [p.measured_step for p in points]),
         ("loader alone, per batch", COLORS["data_wait"], [p.loader for p in points], [p.measured_loader for p in points]),
     ):
-        ax.plot(counts, [scale * value for value in predicted], color=color, linewidth=1.8, marker="o", markersize=3.5, label=name)
+        label = f"{name}, predicted" if any(value is not None for value in measured) else name
+        ax.plot(
+            counts,
+            [scale * v for v in predicted],
+            linewidth=1.8,
+            marker="o",
+            markersize=5,
+            label=label,
+            **marker_look(ax, color, predicted=True),
+        )
         there = [(count, scale * value) for count, value in zip(counts, measured, strict=True) if value is not None]
         if there:
             ax.plot(
-                *zip(*there, strict=True), color=color, linestyle="none", marker="D", markersize=7, label=f"{name.split(',')[0]}, measured"
+                *zip(*there, strict=True),
+                color=color,
+                linestyle="none",
+                marker="D",
+                markersize=6,
+                path_effects=halo(ax),
+                zorder=4,
+                label=f"{name.split(',')[0]}, measured",
             )
-    ax.axhline(scale * result.compute, color=INK, linestyle="--", linewidth=1.2, label="step without loading")
+    ax.axhline(scale * result.compute, color=ink(ax), linestyle=":", linewidth=1.4, label="step without loading")
     ax.set_xticks(counts)
     ax.set_xlim(counts[0] - 0.5, counts[-1] + 0.5)
     ax.set_ylim(0, 1.25 * scale * highest)  # space for the words at the top
-    ax.grid(axis="y", color=INK, alpha=0.18, linewidth=0.8)
+    ax.grid(axis="y", color=ink(ax), alpha=0.18, linewidth=0.8)
     _terms(ax, result)
     _recommended(ax, result, scale)
     ax.set_xlabel("num_workers of each rank")
@@ -266,7 +282,7 @@ def _terms(ax: Axes, result: LoaderCurve) -> None:
     for number, (term, group) in enumerate(itertools.groupby(result.points, key=lambda point: point.binds)):
         counts = [point.num_workers for point in group]
         left, right = counts[0] - 0.5, counts[-1] + 0.5
-        ax.axvspan(left, right, color=INK, alpha=0.1 if number % 2 else 0.04, linewidth=0)
+        ax.axvspan(left, right, color=ink(ax), alpha=0.1 if number % 2 else 0.04, linewidth=0)
         words = TERMS.get(term, term)
         ax.annotate(
             words.replace(", ", ",\n") if len(counts) == 1 else words,
@@ -277,7 +293,7 @@ def _terms(ax: Axes, result: LoaderCurve) -> None:
             ha="center",
             va="top",
             fontsize=8.5,
-            color=INK,
+            color=ink(ax),
         )
 
 
@@ -288,8 +304,8 @@ def _recommended(ax: Axes, result: LoaderCurve, scale: float) -> None:
         if words:
             here = (point.num_workers, scale * point.step)
             shape = "o" if "recommended" in words else "s"
-            ax.plot(*here, marker=shape, markersize=13, markerfacecolor="none", markeredgecolor=INK, linestyle="none")
-            ax.annotate(", ".join(words), here, (9, 7), textcoords="offset points", fontsize=9, color=INK)
+            ax.plot(*here, marker=shape, markersize=14, markerfacecolor="none", markeredgecolor=ink(ax), linestyle="none")
+            ax.annotate(", ".join(words), here, (9, 7), textcoords="offset points", fontsize=9, color=ink(ax), path_effects=halo(ax))
 
 
 LEVELS = (1.1, 1.5, 2, 3, 5, 7, 10, 20)
@@ -322,17 +338,25 @@ def unprepared(raw: LoaderModel, prepared: LoaderModel, *, num_workers: int = 0,
     ratio = np.array([[_speedup(raw, prepared, num_workers, compute, made / cost) for compute in computes] for made in costs])
     levels = [level for level in LEVELS if ratio.min() < level < ratio.max()]
     lines = ax.contour(
-        1e3 * computes, 1e3 * costs, ratio, levels=levels, colors=LINE, linewidths=[2.6 if level == CLAIM else 1.0 for level in levels]
+        1e3 * computes,
+        1e3 * costs,
+        ratio,
+        levels=levels,
+        colors=LINE,
+        linestyles="dashed",
+        linewidths=[2.6 if level == CLAIM else 1.2 for level in levels],
     )
-    ax.clabel(lines, fmt=lambda level: f"{level:g}×", fontsize=9)
-    ax.plot([1e3 * raw.compute], [1e3 * cost], marker="D", markersize=8, color=INK, linestyle="none", label="measured here")
+    labels = ax.clabel(lines, fmt=lambda level: f"{level:g}×", fontsize=9, colors=ink(ax))
+    for label in labels:
+        label.set(path_effects=halo(ax, 4), rotation=0)
+    ax.plot([1e3 * raw.compute], [1e3 * cost], marker="D", markersize=8, color=ink(ax), linestyle="none", label="measured here")
     ax.set_xscale("log")
     ax.set_yscale("log")
     ax.set_xlabel("training on a batch (ms)")
-    ax.set_ylabel("making a batch (ms of one core)")
+    ax.set_ylabel("making a batch (ms on one core)")
     workers = f"{num_workers} worker{'s' * (num_workers != 1)}" if num_workers else "no workers"
-    ax.set_title(f"predicted speedup by data prepared beforehand, {workers}", fontsize=10, color=INK, loc="left")
-    ax.legend(loc="lower right", frameon=False, labelcolor=INK, fontsize=9)
+    ax.set_title(f"predicted speedup by data prepared beforehand, {workers}", fontsize=10, color=ink(ax), loc="left")
+    ax.legend(loc="lower right", frameon=False, labelcolor=ink(ax), fontsize=9)
     return ax
 
 

@@ -9,9 +9,27 @@ from typing import TYPE_CHECKING
 
 from workbench.core import units
 from workbench.core.device import Device
-from workbench.core.display.axes import PALE, WIDTH, end_labels, height, legend, prepared, rows, scale_of_bytes, wrapped
+from workbench.core.display.axes import (
+    HATCH,
+    WIDTH,
+    area,
+    draw_bars,
+    end_labels,
+    halo,
+    height,
+    ink,
+    kinds,
+    legend,
+    limit,
+    prepared,
+    rows,
+    scale_of_bytes,
+    share_beside,
+    share_in,
+    wrapped,
+)
 from workbench.core.display.colors import GROUPS as COLORS
-from workbench.core.display.colors import INK, LIMIT, text_on
+from workbench.core.display.colors import OUTSIDE, RESERVED
 from workbench.core.vocabulary import GROUPS
 from workbench.memory.analysis.breakdown import MemoryBreakdown
 from workbench.memory.analysis.over_time import MemoryTimeline
@@ -23,10 +41,9 @@ if TYPE_CHECKING:
     from matplotlib.container import BarContainer
 
 
-BESIDE = {"reserved, not allocated": "////", "outside the allocator": "...."}
-"""What a device holds beside tensors → its hatch; without a colour, since it belongs to no group."""
+BESIDE = {"reserved, not allocated": RESERVED, "outside the allocator": OUTSIDE}
+"""What a device holds beside tensors → its grey, since it belongs to no group."""
 _WIDE_ENOUGH = 0.06  # of the longest: a share is written into a piece from here on
-_LETTER = 0.0145  # of the axis: the width of a letter
 VISIBLE = 0.002
 """Of the longest bar, or the highest area: from here on a group is in the legend."""
 
@@ -38,10 +55,10 @@ def memory(
     device: str | Device | int | None = None,
     labels: Sequence[str] | None = None,
 ) -> Axes:
-    """What the peak is made of: one stacked bar per breakdown, groups in their colours, predictions beside measurements paler.
+    """What the peak is made of: one stacked bar per breakdown, groups in their colours, predictions hatched.
 
-    Hatched: what the allocator has reserved and no tensor uses, and what the process takes outside of it; the range that is known of that
-    is in the text at the bar's end.
+    In greys: what the allocator has reserved and no tensor uses, and what the process takes outside of it; the range that is known of
+    that is in the text at the bar's end.
 
     Args:
         result: one breakdown or several, drawn from top to bottom.
@@ -62,13 +79,16 @@ def memory(
     names = [wrapped(label) for label in labels or labels_of(shown)]
     ax = prepared(ax, WIDTH, height(names) + 0.25)
     mixed = len({breakdown.kind for breakdown in shown}) == 2
-    drawn = _groups(ax, shown, scale, max(*reaches, capacity or 0), mixed) + _beside(ax, shown, scale)
+    rows(ax, names)
+    drawn = _groups(ax, shown, scale, max(*reaches, capacity or 0)) + _beside(ax, shown, scale) + (kinds(ax) if mixed else [])
     if capacity:
-        drawn.append(_line(ax, capacity / scale, f"{name or 'limit'}: {units.bytes_(capacity)}"))
+        drawn.append(limit(ax, capacity / scale, f"{name or 'limit'}: {units.bytes_(capacity)}"))
     texts = [_end(breakdown) for breakdown in shown]
     end_labels(ax, [reach / scale for reach in reaches], texts)
-    ax.set_xlim(0, max(*(reach / scale / _share(text) for reach, text in zip(reaches, texts, strict=True)), 1.03 * (capacity or 0) / scale))
-    rows(ax, names)
+    ax.set_xlim(
+        0,
+        max(*(reach / scale / share_beside(ax, text) for reach, text in zip(reaches, texts, strict=True)), 1.03 * (capacity or 0) / scale),
+    )
     ax.set_xlabel(f"memory at the peak, {' and '.join(sorted({breakdown.kind for breakdown in shown}))} ({unit})")
     legend(ax, drawn)
     return ax
@@ -96,11 +116,6 @@ def _end(breakdown: MemoryBreakdown) -> str:
     return text if units.bytes_(low) == units.bytes_(high) else f"{text}\n{units.bytes_(low)} … {units.bytes_(high)}"
 
 
-def _share(text: str) -> float:
-    """Share of the axis that a bar may take beside its text."""
-    return 0.96 - _LETTER * max(map(len, text.splitlines()))
-
-
 def _capacity(shown: Sequence[MemoryBreakdown], device: str | Device | int | None) -> tuple[str, int | None]:
     """Name and bytes of the line."""
     if device is None:
@@ -117,7 +132,7 @@ def _capacity(shown: Sequence[MemoryBreakdown], device: str | Device | int | Non
     return known.name, known.memory
 
 
-def _groups(ax: Axes, shown: Sequence[MemoryBreakdown], scale: float, longest: float, mixed: bool) -> list[Artist | BarContainer]:
+def _groups(ax: Axes, shown: Sequence[MemoryBreakdown], scale: float, longest: float) -> list[Artist | BarContainer]:
     """The groups that any of them has, stacked."""
     starts = [0.0] * len(shown)
     drawn: list[Artist | BarContainer] = []
@@ -125,13 +140,11 @@ def _groups(ax: Axes, shown: Sequence[MemoryBreakdown], scale: float, longest: f
         widths = [getattr(breakdown, group) / scale for breakdown in shown]
         if not any(widths):
             continue
-        bars = ax.barh(range(len(shown)), widths, left=starts, height=0.62, color=COLORS[group], label=group.replace("_", " "))
+        bars = draw_bars(ax, widths, starts, COLORS[group], label=group.replace("_", " "), predicted=_guesses(shown))
         for place, (start, width, breakdown) in enumerate(zip(starts, widths, shown, strict=True)):
-            if mixed and breakdown.kind == "predicted":
-                bars.patches[place].set_alpha(PALE)
-            elif width >= _WIDE_ENOUGH * longest / scale:
+            if width >= _WIDE_ENOUGH * longest / scale:
                 share = units.percent(getattr(breakdown, group) / breakdown.total)
-                ax.text(start + width / 2, place, share, ha="center", va="center", fontsize=8.5, color=text_on(COLORS[group]))
+                share_in(ax, bars.patches[place], start + width / 2, place, share)
         starts = [start + width for start, width in zip(starts, widths, strict=True)]
         if any(getattr(breakdown, group) >= VISIBLE * longest for breakdown in shown):
             drawn.append(bars)
@@ -139,29 +152,22 @@ def _groups(ax: Axes, shown: Sequence[MemoryBreakdown], scale: float, longest: f
 
 
 def _beside(ax: Axes, shown: Sequence[MemoryBreakdown], scale: float) -> list[Artist | BarContainer]:
-    """What is reserved beyond the groups, and what is outside with its range: hatched, without a colour."""
-    places = range(len(shown))
+    """What is reserved beyond the groups, and what is outside: in greys."""
     ends_ = [breakdown.total / scale for breakdown in shown]
     pieces = (
         [max(0, (breakdown.reserved or 0) - breakdown.total) / scale for breakdown in shown],
         [breakdown.outside.mid / scale if breakdown.outside and breakdown.reserved is not None else 0.0 for breakdown in shown],
     )
     drawn: list[Artist | BarContainer] = []
-    for (label, hatch), widths in zip(BESIDE.items(), pieces, strict=True):
+    for (label, color), widths in zip(BESIDE.items(), pieces, strict=True):
         if any(widths):
-            drawn.append(
-                ax.barh(places, widths, left=ends_, height=0.62, facecolor="none", edgecolor=INK, hatch=hatch, linewidth=0.8, label=label)
-            )
+            drawn.append(draw_bars(ax, widths, ends_, color, label=label, predicted=_guesses(shown)))
         ends_ = [end + width for end, width in zip(ends_, widths, strict=True)]
     return drawn
 
 
-def _line(ax: Axes, place: float, label: str) -> Artist:
-    line: Artist = ax.axvline(place, color=INK, linestyle="--", linewidth=1.4, label=label)
-    return line
-
-
-"""The line of what may be used: a red that reads on white and on near-black."""
+def _guesses(shown: Sequence[MemoryBreakdown]) -> list[bool]:
+    return [breakdown.kind == "predicted" for breakdown in shown]
 
 
 def memory_ladder(result: MemoryLadder, ax: Axes | None = None) -> Axes:
@@ -178,12 +184,12 @@ def memory_ladder(result: MemoryLadder, ax: Axes | None = None) -> Axes:
     most = max(result.capacity, *map(needed, shown))
     scale, unit = scale_of_bytes(most)
     ax = prepared(ax, WIDTH, height(labels) + 0.25)
+    rows(ax, labels)
     drawn = _bars(ax, shown, scale, most)
-    line = ax.axvline(result.capacity / scale, color=LIMIT, linewidth=1.8, label=result.device)
+    line = limit(ax, result.capacity / scale, f"{result.device}: {units.bytes_(result.capacity)}")
     end_labels(
         ax, [max(needed(breakdown), result.capacity) / scale for breakdown in shown], _texts(result)
     )  # behind the line, which would cross them
-    rows(ax, labels)
     kept = f"; {units.percent(result.margin)} of the device kept free" if result.margin else ""
     ax.set_xlabel(f"memory needed at the peak, predicted ({unit}){kept}")
     legend(ax, [*drawn, line])
@@ -208,11 +214,8 @@ def _bars(ax: Axes, shown: list[MemoryBreakdown], scale: float, most: float) -> 
         widths = [column[name] / scale for column in columns]
         if not any(widths):
             continue
-        if name in BESIDE:
-            look = {"facecolor": "none", "edgecolor": INK, "hatch": BESIDE[name], "linewidth": 0.8}
-        else:
-            look = {"color": COLORS[name.replace(" ", "_")]}
-        bars = ax.barh(range(len(shown)), widths, left=starts, height=0.62, label=name, **look)  # type: ignore[arg-type]
+        color = BESIDE.get(name) or COLORS[name.replace(" ", "_")]
+        bars = draw_bars(ax, widths, starts, color, label=name, predicted=_guesses(shown))
         starts = [start + width for start, width in zip(starts, widths, strict=True)]
         if any(column[name] >= VISIBLE * most for column in columns):
             drawn.append(bars)
@@ -258,14 +261,18 @@ def memory_timeline(result: MemoryBreakdown | MemoryTimeline, ax: Axes | None = 
     total = timeline.total
     scale, unit = scale_of_bytes(max(total))
     groups = [group for group in GROUPS if any(timeline.held[group])]
+    predicted = isinstance(result, MemoryBreakdown) and result.kind == "predicted"
     areas = ax.stackplot(
         timeline.position,
         *([held / scale for held in timeline.held[group]] for group in groups),
-        colors=[COLORS[group] for group in groups],
+        colors=[area(ax, COLORS[group], predicted=predicted)["facecolor"] for group in groups],
         labels=[group.replace("_", " ") for group in groups],
         step="post",
-        linewidth=0,
+        edgecolor=ink(ax),
+        linewidth=0.2,
     )
+    for shape in areas if predicted else ():
+        shape.set_hatch(HATCH)
     ax.set_xlim(timeline.position[0], max(timeline.position[-1], timeline.position[0] + 1))
     ax.set_ylim(0, _ROOM * max(total) / scale)
     _phases(ax, timeline)
@@ -274,7 +281,7 @@ def memory_timeline(result: MemoryBreakdown | MemoryTimeline, ax: Axes | None = 
     ax.set_xlabel("allocations and frees, in the order of the program")
     kind = f", {result.kind}" if isinstance(result, MemoryBreakdown) else ""
     ax.set_ylabel(f"allocated{kind} ({unit})")
-    legend(ax, [area for area, group in zip(areas, groups, strict=True) if max(timeline.held[group]) >= VISIBLE * max(total)])
+    legend(ax, [shape for shape, group in zip(areas, groups, strict=True) if max(timeline.held[group]) >= VISIBLE * max(total)])
     return ax
 
 
@@ -288,10 +295,10 @@ def _phases(ax: Axes, timeline: MemoryTimeline) -> None:
         end = timeline.position[min(last + 1, len(timeline.position) - 1)]
         if phase != "init" and step not in seen:
             seen.add(step)
-            ax.axvline(begin, color=INK, linewidth=0.8, linestyle=":")
+            ax.axvline(begin, color=ink(ax), linewidth=0.8, linestyle=":")
             _word(ax, begin, f" step {step + 1}", "left", 1.0)
         if phase in SHADES:
-            ax.axvspan(begin, end, color=INK, alpha=SHADES[phase], linewidth=0, zorder=0)
+            ax.axvspan(begin, end, color=ink(ax), alpha=SHADES[phase], linewidth=0, zorder=0)
             widest[phase, step] = max(widest.get((phase, step), (0.0, 0.0)), (end - begin, (begin + end) / 2))
     for (phase, _), (width, middle) in widest.items():
         if width >= _TIMELINE_LETTER * len(phase) * (right - left):
@@ -308,13 +315,22 @@ def _word(ax: Axes, place: float, word: str, side: str, height: float) -> None:
         ha=side,
         va="top",
         fontsize=8.5,
-        color=INK,
+        color=ink(ax),
     )
 
 
 def _peak(ax: Axes, place: float, height: float, words: str) -> None:
     """A ring around the peak, and its moment in words on the side with more space."""
-    ax.plot([place], [height], marker="o", markersize=8, markerfacecolor="none", markeredgecolor=INK, markeredgewidth=1.4)
+    ax.plot(
+        [place],
+        [height],
+        marker="o",
+        markersize=8,
+        markerfacecolor="none",
+        markeredgecolor=ink(ax),
+        markeredgewidth=1.4,
+        path_effects=halo(ax),
+    )
     left, right = ax.get_xlim()
     on_the_left = place > (left + right) / 2
     ax.annotate(
@@ -325,5 +341,6 @@ def _peak(ax: Axes, place: float, height: float, words: str) -> None:
         ha="right" if on_the_left else "left",
         va="bottom",
         fontsize=9,
-        color=INK,
+        color=ink(ax),
+        path_effects=halo(ax),
     )

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from workbench.core import units
-from workbench.core.display.axes import WIDTH, Bar, bar_chart, prepared, style_axes
-from workbench.core.display.colors import INK, LINE
+from workbench.core.display.axes import WIDTH, Bar, bar_chart, ink, legend, prepared, style_axes
+from workbench.core.display.colors import LINE, SERIES
 from workbench.core.display.colors import PHASES as COLORS
 from workbench.core.run_directory import METRIC_KEYS
 from workbench.core.vocabulary import PHASES
@@ -47,7 +47,7 @@ def step_time(result: Run | Timeline | Sequence[Timeline], ax: Axes | None = Non
             label=f"rank {t.rank}" + (f", {'predicted' if t.predicted else 'measured'}" if len(kinds) == 2 else ""),
             pieces=[t.mean(phase) for phase in PHASES],
             end=units.seconds(t.mean()),
-            pale=t.predicted and len(kinds) == 2,
+            predicted=t.predicted,
         )
         for t in shown
     ]
@@ -91,7 +91,7 @@ def metrics(run: Run, ax: Axes | None = None) -> Axes:
     ax.plot(*zip(*losses, strict=True), color=LINE, linewidth=1.8, label="loss", marker="o" if len(losses) < 3 else None)
     ax.set_xlabel("optimizer step")
     ax.set_ylabel("training loss")
-    ax.grid(axis="y", color=INK, alpha=0.18, linewidth=0.8)
+    ax.grid(axis="y", color=ink(ax), alpha=0.18, linewidth=0.8)
     ax.margins(x=0.01)
     _mark_evaluation(ax, rows)
     rates = [(row["step"], row["lr"]) for row in rows if row.get("lr") is not None]
@@ -108,7 +108,7 @@ def _mark_evaluation(ax: Axes, rows: list[dict[str, float]]) -> None:
         if not figures:
             continue
         left = row["step"] > last / 2  # the text stands on the side that has room
-        ax.axvline(row["step"], color=INK, linestyle=":", linewidth=1.2)
+        ax.axvline(row["step"], color=ink(ax), linestyle=":", linewidth=1.2)
         ax.annotate(
             "\n".join(f"{name} {value:.3g}" for name, value in figures.items()),
             (row["step"], 1),
@@ -117,26 +117,16 @@ def _mark_evaluation(ax: Axes, rows: list[dict[str, float]]) -> None:
             textcoords="offset points",
             ha="right" if left else "left",
             va="top",
-            color=INK,
+            color=ink(ax),
         )
 
 
 def _draw_rates(ax: Axes, rates: list[tuple[float, float]]) -> None:
-    """The learning rate, dashed, on an axis of its own at the right."""
+    """The learning rate, on an axis of its own at the right."""
     twin = style_axes(ax.twinx())
-    twin.plot(*zip(*rates, strict=True), color=INK, linewidth=1.2, linestyle="--", label="learning rate")
+    twin.plot(*zip(*rates, strict=True), color=SERIES[1], linewidth=1.2, label="learning rate")
     twin.set_ylabel("learning rate")
     twin.set_ylim(bottom=0)
     twin.spines["right"].set_visible(True)
     twin.spines["left"].set_visible(False)
-    ax.legend(
-        handles=[*ax.get_lines()[:1], *twin.get_lines()],
-        frameon=False,
-        labelcolor=INK,
-        fontsize=9,
-        loc="lower left",
-        bbox_to_anchor=(0, 1),
-        ncols=2,
-        borderaxespad=0.2,
-        borderpad=0.2,
-    )
+    legend(ax, [*ax.get_lines()[:1], *twin.get_lines()])

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from workbench.core import units
-from workbench.core.display.axes import PALE, WIDTH, legend, prepared
-from workbench.core.display.colors import INK, LARGEST, LINE, PHASES, SMALLEST
+from workbench.core.display.axes import DASHES, WIDTH, band, ink, legend, marker_look, prepared, tone
+from workbench.core.display.colors import LINE, SERIES, SIZES, mixed
 from workbench.scaling.analysis.curve.curve import ScalingCurve
 from workbench.scaling.analysis.curve.fit import CurveFit, CurveForecast
 from workbench.scaling.analysis.curve.point import PROCESSES, ScalingPoint
@@ -31,9 +31,10 @@ _DRAWN = 40
 
 
 def scaling(result: ScalingCurve | CurveFit, ax: Axes | None = None, *, to: int | None = None) -> Axes:
-    """Throughput over processes, both logarithmic: points with the 90 % interval of their repeats, hollow where oversubscribed; beyond them
-    the ensemble with their interval, and dashed the naive line, on which each process goes on as in the last point. Dotted: perfect
-    scaling from the smallest point. Triangles: what a point would reach if its exposed communication were hidden, where that was measured.
+    """Throughput over processes, both logarithmic: points with the 90 % interval of their repeats, crosses where oversubscribed; beyond
+    them dashed the ensemble with its interval, and dash-dotted the naive line, on which each process goes on as in the last point.
+    Dotted: perfect scaling from the smallest point. Triangles: what a point would reach if its exposed communication were hidden, where
+    that was measured.
 
     A curve over another knob has its points only: there is no law.
 
@@ -97,7 +98,7 @@ def _draw(result: ScalingCurve | CurveFit, ax: Axes | None, to: int | None, show
     ax = prepared(ax, WIDTH, 4.0)
     ends = (base.world_size, end)
     perfect = [shown(size * base.per_process, size) for size in ends]
-    ax.plot(ends, perfect, color=INK, linestyle=":", linewidth=1.2, label="perfect")
+    ax.plot(ends, perfect, color=ink(ax), linestyle=":", linewidth=1.2, label="perfect")
     if fit is not None and end > fit.points[-1].world_size:
         _draw_forecast(ax, fit, end, shown)
     _draw_points(ax, points, shown)
@@ -106,7 +107,7 @@ def _draw(result: ScalingCurve | CurveFit, ax: Axes | None, to: int | None, show
     ticks = _ticks(base.world_size, end)
     ax.set_xticks(ticks, [units.count(tick) for tick in ticks])
     ax.minorticks_off()
-    ax.grid(axis="y", color=INK, alpha=0.18, linewidth=0.8)
+    ax.grid(axis="y", color=ink(ax), alpha=0.18, linewidth=0.8)
     ax.set_xlabel("processes")
     handles, labels = ax.get_legend_handles_labels()
     legend(ax, [handle for handle, label in zip(handles, labels, strict=True) if not label.startswith("_")])
@@ -122,18 +123,10 @@ def _draw_forecast(ax: Axes, fit: CurveFit, end: int, shown: Shown) -> None:
     def line(of: Callable[[CurveForecast], float]) -> list[float]:
         return [shown(of(forecast), forecast.world_size) for forecast in forecasts]
 
-    band = f"{units.percent(fit.level)} interval"
-    ax.fill_between(
-        sizes,
-        line(lambda forecast: forecast.low),
-        line(lambda forecast: forecast.high),
-        color=LINE,
-        alpha=PALE / 2,
-        linewidth=0,
-        label=band,
-    )
-    ax.plot(sizes, line(lambda forecast: forecast.mid), color=LINE, linewidth=1.8, label="ensemble")
-    ax.plot(sizes, line(lambda forecast: forecast.naive), color=INK, linestyle="--", linewidth=1.4, label="naive: as the last point")
+    low, high = line(lambda forecast: forecast.low), line(lambda forecast: forecast.high)
+    band(ax, sizes, low, high, LINE, label=f"{units.percent(fit.level)} interval")
+    ax.plot(sizes, line(lambda forecast: forecast.mid), color=LINE, linewidth=1.8, linestyle=DASHES, label="predicted: ensemble")
+    ax.plot(sizes, line(lambda forecast: forecast.naive), color=ink(ax), linestyle="-.", linewidth=1.2, label="naive: as the last point")
 
 
 def _draw_points(ax: Axes, points: Sequence[ScalingPoint], shown: Shown, place: Place = operator.attrgetter("world_size")) -> None:
@@ -151,17 +144,16 @@ def _draw_points(ax: Axes, points: Sequence[ScalingPoint], shown: Shown, place: 
             values,
             yerr=arms,
             linestyle="none",
-            marker="o",
-            markersize=6,
-            color=LINE,
-            markerfacecolor="none" if crowded else LINE,
+            marker="X" if crowded else "o",
+            markersize=8 if crowded else 6,
+            color=ink(ax) if crowded else LINE,
             capsize=3,
             label=words,
         )
     for point in points:
         if not point.rates:
-            ax.plot(place(point), 0.02, marker="x", color=INK, transform=ax.get_xaxis_transform(), linestyle="none")
-            ax.annotate("failed", (place(point), 0.05), xycoords=("data", "axes fraction"), ha="center", fontsize=8.5, color=INK)
+            ax.plot(place(point), 0.02, marker="x", color=ink(ax), transform=ax.get_xaxis_transform(), linestyle="none")
+            ax.annotate("failed", (place(point), 0.05), xycoords=("data", "axes fraction"), ha="center", fontsize=8.5, color=ink(ax))
 
 
 def _draw_hidden(ax: Axes, points: Sequence[ScalingPoint], shown: Shown) -> None:
@@ -170,7 +162,7 @@ def _draw_hidden(ax: Axes, points: Sequence[ScalingPoint], shown: Shown) -> None
     if some:
         sizes = [point.world_size for point in some]
         values = [shown(point.samples_per_sec / (1 - (point.exposed or 0)), point.world_size) for point in some]
-        ax.plot(sizes, values, linestyle="none", marker="^", markersize=6, color=INK, markerfacecolor="none", label=HIDDEN)
+        ax.plot(sizes, values, linestyle="none", marker="^", markersize=6, color=ink(ax), markerfacecolor="none", label=HIDDEN)
 
 
 def _by_knob(curve: ScalingCurve, ax: Axes | None, to: int | None) -> Axes:
@@ -189,7 +181,7 @@ def _by_knob(curve: ScalingCurve, ax: Axes | None, to: int | None) -> Axes:
     ax.set_ylim(0, 1.08 * max(rate for point in curve.points for rate in point.rates))
     if not numbers:
         ax.set_xlim(-0.5, len(places) - 0.5)
-    ax.grid(axis="y", color=INK, alpha=0.18, linewidth=0.8)
+    ax.grid(axis="y", color=ink(ax), alpha=0.18, linewidth=0.8)
     ax.set_xlabel(curve.over)
     ax.set_ylabel(f"throughput ({curve.unit}/s)")
     legend(ax, list(ax.get_legend_handles_labels()[0]))
@@ -219,16 +211,16 @@ LINES = 6
 """Sizes that get a line and an entry of the legend; of more, so many are chosen from the smallest to the largest."""
 BEYOND = 10.0
 """The frontier goes on to this many times the largest compute that is drawn."""
-FRONTIER = PHASES["data_wait"]
+FRONTIER = SERIES[1]
 """Colour of the frontier: no size's."""
 
 
 def scaling_law(result: ScalingLaw, ax: Axes | None = None, *, held_out: Any = None) -> Axes:
     """Loss against training compute, both on logarithmic scales.
 
-    Dots are runs that were measured, lines what the fitted law gives each size from the fewest tokens to the most. The frontier is the loss
-    of the best size for each compute, with its interval; that size and its tokens are named for its two marks. Hollow: runs that the law
-    has not seen.
+    Dots are runs that were measured, dashed lines what the fitted law gives each size from the fewest tokens to the most. The frontier is
+    the loss of the best size for each compute, with its interval; that size and its tokens are named for its two marks. A ring is around
+    runs that the law has not seen.
 
     Args:
         result: a fitted law.
@@ -240,16 +232,16 @@ def scaling_law(result: ScalingLaw, ax: Axes | None = None, *, held_out: Any = N
     ax.set_yscale("log")
     unseen = _unseen(held_out)
     sizes = _chosen(sorted({*result.points.sizes, *(unseen.parameters if unseen else ())}))
-    colors = dict(zip(sizes, _shades(len(sizes)), strict=True))
+    colors = dict(zip(sizes, _shades(len(sizes), *SIZES[tone(ax)]), strict=True))
     all_tokens = [*result.points.tokens, *(unseen.tokens if unseen else ())]
     for size in sizes:
         tokens = np.geomspace(min(all_tokens), max(all_tokens), 40)
         work = result.flops_per * size * tokens
         label = f"{units.count(size)} parameters"
-        ax.plot(work, losses(result.five, size, tokens), color=colors[size], linewidth=1.2, label=label, zorder=2)
-    for points, hollow in ((result.points, False), (unseen, True)):
+        ax.plot(work, losses(result.five, size, tokens), color=colors[size], linewidth=1.2, linestyle=DASHES, label=label, zorder=2)
+    for points, held_out in ((result.points, False), (unseen, True)):
         if points:
-            _dots(ax, points, result.flops_per, colors, hollow=hollow)
+            _dots(ax, points, result.flops_per, colors, held_out=held_out)
     _frontier(ax, result, unseen)
     _axes(ax, result, unseen)
     return ax
@@ -271,25 +263,25 @@ def _chosen(sizes: Sequence[float]) -> list[float]:
     return [sizes[round(i * (len(sizes) - 1) / (LINES - 1))] for i in range(LINES)]
 
 
-def _shades(count: int) -> list[str]:
+def _shades(count: int, smallest: str, largest: str) -> list[str]:
     """Colours from few to many parameters."""
-    ends = [[int(color[i : i + 2], 16) for i in (1, 3, 5)] for color in (SMALLEST, LARGEST)]
-    mixes = [i / max(1, count - 1) for i in range(count)]
-    return ["#" + "".join(f"{round(a + (b - a) * mix):02x}" for a, b in zip(*ends, strict=True)) for mix in mixes]
+    return [mixed(largest, smallest, i / max(1, count - 1)) for i in range(count)]
 
 
-def _dots(ax: Axes, points: Points, per: float, colors: dict[float, str], *, hollow: bool) -> None:
+def _dots(ax: Axes, points: Points, per: float, colors: dict[float, str], *, held_out: bool) -> None:
     nearest = [colors[min(colors, key=lambda known: abs(math.log(known / size)))] for size in points.parameters]
     ax.scatter(
         points.compute(per),
         points.loss,
-        s=52 if hollow else 20,
-        facecolors="none" if hollow else nearest,
+        s=24,
+        facecolors=nearest,
         edgecolors=nearest,
-        linewidths=1.6 if hollow else 0.6,
-        label="not seen by the fit" if hollow else "_measured",
-        zorder=4 if hollow else 3,
+        label="_held out" if held_out else "measured",
+        zorder=3,
     )
+    if held_out:
+        look: dict[str, Any] = {"facecolors": "none", "edgecolors": ink(ax), "linewidths": 1.2, "zorder": 4}
+        ax.scatter(points.compute(per), points.loss, s=110, label="not seen by the fit", **look)
 
 
 def _frontier(ax: Axes, result: ScalingLaw, unseen: Points | None) -> None:
@@ -297,19 +289,19 @@ def _frontier(ax: Axes, result: ScalingLaw, unseen: Points | None) -> None:
     last = max(work)
     frontier = [result.allocation(float(budget)) for budget in np.geomspace(min(work), BEYOND * last, 30)]
     flops, bands = [place.flops for place in frontier], [place.loss for place in frontier]
-    ax.fill_between(flops, [loss.low for loss in bands], [loss.high for loss in bands], color=FRONTIER, alpha=0.18, linewidth=0)
-    ax.plot(flops, [loss.mid for loss in bands], color=FRONTIER, linewidth=1.4, linestyle=":", zorder=2.5)
-    seen = [place for place in frontier if place.flops <= last * 1.0001]
-    label = f"best size for the compute ({units.percent(result.level)} band)"
-    ax.plot([place.flops for place in seen], [place.loss.mid for place in seen], color=FRONTIER, linewidth=1.8, label=label, zorder=2.5)
+    band(ax, flops, [loss.low for loss in bands], [loss.high for loss in bands], FRONTIER)
+    label = f"predicted best size for the compute ({units.percent(result.level)} band)"
+    ax.plot(flops, [loss.mid for loss in bands], color=FRONTIER, linewidth=1.8, linestyle=DASHES, label=label, zorder=2.5)
     words = []
     for budget in (last, BEYOND * last):
         best = result.allocation(float(budget))
-        ax.plot([best.flops], [best.loss.mid], marker="D", markersize=5, color=FRONTIER, zorder=5)
+        ax.plot([best.flops], [best.loss.mid], marker="D", markersize=6, zorder=5, **marker_look(ax, FRONTIER, predicted=True))
         words.append(f"◆ {budget:.2g} FLOPs: {units.count(best.parameters.mid)} parameters, {units.count(best.tokens.mid)} tokens")
     if not result.enough:
         words.append("these runs cannot tell the best size: see law.cannot_tell")
-    ax.text(0.02, 0.03, "\n".join(words), transform=ax.transAxes, color=INK, fontsize=8, va="bottom")  # nothing is drawn below the frontier
+    ax.text(
+        0.02, 0.03, "\n".join(words), transform=ax.transAxes, color=ink(ax), fontsize=8, va="bottom"
+    )  # nothing is drawn below the frontier
 
 
 def _axes(ax: Axes, result: ScalingLaw, unseen: Points | None) -> None:
@@ -324,5 +316,5 @@ def _axes(ax: Axes, result: ScalingLaw, unseen: Points | None) -> None:
     ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.3g}"))
     ax.set_xlabel("training compute (FLOPs)")
     ax.set_ylabel("final loss")
-    ax.grid(axis="y", color=INK, alpha=0.18, linewidth=0.8)
-    ax.legend(frameon=False, labelcolor=INK, fontsize=8, loc="upper right", bbox_to_anchor=(1.0, 1.02), ncols=2)
+    ax.grid(axis="y", color=ink(ax), alpha=0.18, linewidth=0.8)
+    ax.legend(frameon=False, labelcolor=ink(ax), fontsize=8, loc="upper right", bbox_to_anchor=(1.0, 1.02), ncols=2)

@@ -9,22 +9,22 @@ from workbench.batch.facts import extrapolation_note
 from workbench.batch.panel.model import IMPOSSIBLE, Planned
 from workbench.core import units
 from workbench.core.display import html as stack
-from workbench.core.display.colors import INK, LINE, LINE_PALE, PARTS, PHASES
+from workbench.core.display.colors import ERROR, LINE, LINE_PALE, PHASES, SUCCESS, WARNING
 from workbench.core.display.table import escape
 
 COLORS = {
-    "inside": PARTS["communication"],
-    "edge": PHASES["h2d"],
+    "inside": SUCCESS,
+    "edge": WARNING,
     "unknown": PHASES["other"],
-    "outside": PARTS["straggler"],
-    IMPOSSIBLE: PARTS["straggler"],
+    "outside": ERROR,
+    IMPOSSIBLE: ERROR,
 }
-"""Validity → colour: green, amber, grey, red-brown."""
+"""Validity → colour: green, amber, grey, red."""
 TINTS = {"inside": "finished", "edge": "stopped", "unknown": "stopped", "outside": "failed", IMPOSSIBLE: "failed"}
 """Validity → the state of a run whose badge has the same colour: green, amber, red."""
 WORDS = {**VALIDITY_TEXT, IMPOSSIBLE: "impossible"}
 _HIGH = 84  # pixels of a picture
-_HATCHED = "background-image:repeating-linear-gradient(135deg,transparent 0 4px,#fff8 4px 6px);"
+_DOTTED = "background-image:radial-gradient(#fff 1.2px,transparent 1.6px);background-size:6px 6px;"
 
 
 def head(title: str) -> str:
@@ -127,15 +127,15 @@ def _column(planned: Planned, batch: int, valid: str, lr: float, *, low: float, 
     share = 0.06 if lr != lr else 0.12 + 0.88 * ((math.log(lr) - low) / (high - low) if high > low else 1.0)
     now, own = batch == planned.batch, batch == planned.known.plan.global_batch
     text = units.MISSING if lr != lr else number(lr)
-    hatch = _HATCHED if valid in ("outside", IMPOSSIBLE) else ""
+    dots = _DOTTED if valid in ("outside", IMPOSSIBLE) else ""
     ring = f"outline:2px solid {LINE};outline-offset:1px;" if now else ""
     weight = "font-weight:600;" if now else ""
     words = f"batch {batch:,}: learning rate {text}, {WORDS[valid]}" + ("; as it is" if own else "")
     return (
         f'<div title="{escape(words)}" style="flex:1 1 0;text-align:center;font-size:11px;{weight}margin-right:3px">'
         f'<div style="white-space:nowrap;font-size:10px;margin-bottom:4px">{escape(text)}</div>'
-        f'<div class="wb-light-{valid}" style="height:{_HIGH * share:.0f}px;background-color:{COLORS[valid]};{hatch}{ring}"></div>'
-        f'<div style="border-top:2px {"solid" if own else "none"} {INK};margin-top:3px">{units.count(batch)}</div></div>'
+        f'<div class="wb-light-{valid}" style="height:{_HIGH * share:.0f}px;background-color:{COLORS[valid]};{dots}{ring}"></div>'
+        f'<div style="border-top:2px {"solid" if own else "none"} currentColor;margin-top:3px">{units.count(batch)}</div></div>'
     )
 
 
@@ -178,7 +178,7 @@ def _moment(old: float, new: float, most: float) -> str:
     high, mark = 100 * new / most, 100 * old / most
     foot = max(0.0, mark - 2.5)
     fill = f"linear-gradient(to top,{LINE_PALE} {high:.1f}%,transparent {high:.1f}%)"
-    line = f"linear-gradient(to top,transparent {foot:.1f}%,{INK} {foot:.1f}% {mark:.1f}%,transparent {mark:.1f}%)"
+    line = f"linear-gradient(to top,transparent {foot:.1f}%,currentColor {foot:.1f}% {mark:.1f}%,transparent {mark:.1f}%)"
     return f'<div style="flex:1 1 0;margin-right:-0.6px;background-color:transparent;background-image:{line},{fill}"></div>'
 
 

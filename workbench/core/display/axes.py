@@ -1,4 +1,12 @@
-"""Draws on matplotlib Axes in the workbench's style: new figures, stacked horizontal bars with a legend and end labels, step curves."""
+"""Draws on matplotlib Axes in the workbench's style. Every picture takes its marks from here, so that all speak one language.
+
+* **Measured** is solid: filled areas, solid lines, filled markers.
+* **Predicted** is hatched or hollow: hatched areas, dashed lines, hollow markers. A legend, a row or the axis says which of the two it is.
+* A **limit** of a device is a solid red line with its name; a **reference** (perfect scaling, no change) is dotted.
+* **Pale** is context: what was there before, or works beside. A ring points at something.
+* Areas have an outline, and marks a halo, so that they read on every colour and in grey.
+* A picture has a ground of its own, matplotlib's `figure.facecolor`; text is dark on a light ground and light on a dark one.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +14,19 @@ import math
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from workbench.core import units
-from workbench.core.display.colors import INK, INK_DARKER, text_on
+from workbench.core.display.colors import INK, LIMIT, OUTSIDE, contrast, mixed, text_on
 from workbench.core.statistics import Interval
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist
     from matplotlib.axes import Axes
-    from matplotlib.container import Container, ErrorbarContainer
+    from matplotlib.container import BarContainer, Container, ErrorbarContainer
+    from matplotlib.patches import Patch
     from numpy.typing import NDArray
 
 
@@ -30,32 +39,147 @@ def prepared(ax: Axes | None, width: float, height: float) -> Axes:
         from matplotlib import pyplot
 
         figure, ax = pyplot.subplots(figsize=(width, height), layout="constrained")
-        figure.set_facecolor("none")
+        figure.set_facecolor(_solid(figure.get_facecolor()) or "#ffffff")
     return style_axes(ax)
 
 
 def style_axes(ax: Axes) -> Axes:
-    """Style an Axes: mid-grey on a transparent ground, without a frame but for the two axes."""
+    """Style an Axes: without a frame but for the two axes, in ink that reads on its ground."""
+    color = ink(ax)
     ax.set_facecolor("none")
     for side, spine in ax.spines.items():
-        spine.set_color(INK)
+        spine.set_color(color)
         spine.set_linewidth(0.8)
         spine.set_visible(side in ("left", "bottom"))
-    ax.tick_params(axis="x", colors=INK, width=0.8)
-    ax.tick_params(axis="y", colors=INK_DARKER, width=0.8)
+    ax.tick_params(axis="both", which="both", colors=color, width=0.8)
     for label in (ax.xaxis.label, ax.yaxis.label, ax.title):
-        label.set_color(INK)
+        label.set_color(color)
     return ax
+
+
+def _solid(color: Any) -> str | None:
+    """The colour as "#rrggbb"; None if one sees through it."""
+    from matplotlib.colors import to_hex, to_rgba
+
+    return to_hex(color) if to_rgba(color)[3] > 0.5 else None
+
+
+def ground(ax: Axes) -> str:
+    """The colour that a picture is drawn on, "#rrggbb": that of the Axes or the figure, white where both are transparent."""
+    return _solid(ax.get_facecolor()) or _solid(ax.figure.get_facecolor()) or "#ffffff"
+
+
+def tone(ax: Axes) -> str:
+    """Is the ground "light" or "dark"?"""
+    return max(INK, key=lambda name: contrast(INK[name], ground(ax)))
+
+
+def ink(ax: Axes) -> str:
+    """The colour of text and axes that reads on the ground."""
+    return INK[tone(ax)]
+
+
+HATCH = "///"
+"""Of an area that is predicted."""
+DASHES = (0, (4.5, 2))
+"""Of a line that is predicted."""
+
+
+def area(ax: Axes, color: str, *, predicted: bool = False, pale: bool = False) -> dict[str, Any]:
+    """How an area is filled: solid where measured, hatched where predicted, pale where it is only context; always with an outline.
+
+    Args:
+        ax: where.
+        color: "#rrggbb".
+        predicted: hatched.
+        pale: paler.
+    """
+    filled = mixed(color, ground(ax), 0.3 if pale else 0.5) if predicted or pale else color
+    return {"facecolor": filled, "edgecolor": ink(ax), "linewidth": 0.6, "hatch": HATCH if predicted else None}
+
+
+def marker_look(ax: Axes, color: str, *, predicted: bool = False) -> dict[str, Any]:
+    """How markers and their line look: solid and filled where measured, dashed and hollow where predicted."""
+    return {"color": color, "linestyle": DASHES if predicted else "-", "markerfacecolor": ground(ax) if predicted else color}
+
+
+def band(ax: Axes, places: Any, low: Any, high: Any, color: str, *, predicted: bool = True, label: str = "_band") -> Artist:
+    """The range around a line: hatched where predicted, pale where it is the range of a measurement."""
+    look = area(ax, color, predicted=predicted, pale=True) | {"edgecolor": mixed(color, ground(ax), 0.6), "linewidth": 0.0}
+    shown: Artist = ax.fill_between(places, low, high, label=label, **look)
+    return shown
+
+
+def halo(ax: Axes, width: float = 2.6) -> list[Any]:
+    """Path effects that set a mark or text off from what is below it."""
+    from matplotlib import patheffects
+
+    return [patheffects.withStroke(linewidth=width, foreground=ground(ax))]
+
+
+def limit(ax: Axes, place: float, label: str) -> Artist:
+    """The most that a device has, as an upright line across the rows."""
+    line: Artist = ax.axvline(place, color=LIMIT, linewidth=1.8, label=label, path_effects=halo(ax), zorder=3)
+    return line
+
+
+def kinds(ax: Axes, *, of_lines: bool = False) -> list[Artist]:
+    """What a legend says where a picture has both: solid is measured, hatched or dashed is predicted."""
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+    if of_lines:
+        look: dict[str, Any] = {"color": ink(ax), "markersize": 5}
+        return [
+            Line2D([], [], marker="o", linestyle="none", label="measured", **look),
+            Line2D([], [], linestyle=DASHES, label="predicted", **look),
+        ]
+    return [Patch(label=word, **area(ax, OUTSIDE, predicted=word == "predicted")) for word in ("measured", "predicted")]
+
+
+def draw_bars(
+    ax: Axes,
+    widths: Sequence[float],
+    starts: Sequence[float] | None,
+    color: str | Sequence[str],
+    *,
+    label: str = "",
+    predicted: Sequence[bool] | bool = False,
+    pale: bool = False,
+    height: float = 0.62,
+    rows: Sequence[float] | None = None,
+) -> BarContainer:
+    """A row of horizontal bars in our style, one per place from 0 on; those without a length leave no trace.
+
+    Args:
+        ax: Axes in our style.
+        widths: lengths on the axis.
+        starts: where each begins; None: at 0.
+        color: of all, or of each.
+        label: for the legend.
+        predicted: are they hatched? For all, or for each.
+        pale: are they context?
+        height: of a row.
+        rows: their places; None: 0, 1, 2 …
+    """
+    colors = [color] * len(widths) if isinstance(color, str) else list(color)
+    hatched = [predicted] * len(widths) if isinstance(predicted, bool) else list(predicted)
+    drawn = ax.barh(range(len(widths)) if rows is None else rows, widths, left=starts, height=height, label=label)
+    for patch, own, guess in zip(drawn.patches, colors, hatched, strict=True):
+        patch.set(**area(ax, own, predicted=guess, pale=pale))
+        if not patch.get_width():
+            patch.set_linewidth(0)
+    return drawn
 
 
 WIDTH = 7.6
 """Inches of a picture: the width of a notebook's column."""
 _WIDE_ENOUGH = 0.06  # of the axis: a share is written into a piece from here on
 _LABEL = 26  # letters in a line of a label
-_LINE, _HANDLE = 84, 5  # letters in a line of a legend; what a patch of colour takes, in letters
-_LETTER = 0.0125  # of the axis: the width of a letter
+_LINE, _HANDLE = 84, 6  # letters in a line of a legend; what a patch of colour takes, in letters
+_LETTER = 0.083  # inches: the width of a letter of 10 points
 PALE = 0.6
-"""Opacity of what is predicted, or was there before."""
+"""Opacity of lines that are context."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,8 +194,8 @@ class Bar:
     """Text at its right."""
     reach: float = 0.0
     """Seconds that something else in its row reaches to; the text goes behind it."""
-    pale: bool = False
-    """Drawn paler: a prediction beside a measurement."""
+    predicted: bool = False
+    """Hatched."""
 
     @property
     def seconds(self) -> float:
@@ -92,53 +216,57 @@ def scale_of_bytes(most: float) -> tuple[float, str]:
 _BYTES = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 
 
-def stacked(ax: Axes, bars: Sequence[Bar], what: str, colors: Mapping[str, str]) -> float:
+def stacked(ax: Axes, shown: Sequence[Bar], what: str, colors: Mapping[str, str]) -> float:
     """Draw bars from top to bottom: one container per colour, in their order.
 
     Args:
         ax: Axes in our style.
-        bars: with as many pieces as there are colours.
+        shown: bars with as many pieces as there are colours.
         what: the axis label, without the unit.
         colors: name → colour of the pieces.
 
     Returns:
         The factor from seconds to places on the axis.
     """
-    scale, unit = scale_of(max(bar.seconds for bar in bars))
-    reaches, texts = [max(bar.seconds, bar.reach) * scale for bar in bars], [bar.end for bar in bars]
-    wide = _WIDE_ENOUGH * _room(reaches, texts)
-    places = range(len(bars))
-    starts = [0.0] * len(bars)
+    scale, unit = scale_of(max(bar.seconds for bar in shown))
+    reaches, texts = [max(bar.seconds, bar.reach) * scale for bar in shown], [bar.end for bar in shown]
+    rows(ax, [bar.label for bar in shown])
+    wide = _WIDE_ENOUGH * _room(ax, reaches, texts)
+    starts = [0.0] * len(shown)
     for column, (name, color) in enumerate(colors.items()):
-        widths = [bar.pieces[column] * scale for bar in bars]
-        drawn = ax.barh(places, widths, left=starts, height=0.62, color=color, label=name)
-        for place, start, width, bar in zip(places, starts, widths, bars, strict=True):
-            if bar.pale:
-                drawn.patches[place].set_alpha(PALE)
-            elif width >= wide:
-                share = units.percent(bar.pieces[column] / bar.seconds)
-                ax.text(start + width / 2, place, share, ha="center", va="center", fontsize=8.5, color=text_on(color))
+        widths = [bar.pieces[column] * scale for bar in shown]
+        drawn = draw_bars(ax, widths, starts, color, label=name, predicted=[bar.predicted for bar in shown])
+        for place, (start, width, bar) in enumerate(zip(starts, widths, shown, strict=True)):
+            if width >= wide:
+                share_in(ax, drawn.patches[place], start + width / 2, place, units.percent(bar.pieces[column] / bar.seconds))
         starts = [start + width for start, width in zip(starts, widths, strict=True)]
     end_labels(ax, reaches, texts)
-    rows(ax, [bar.label for bar in bars])
     ax.set_xlabel(f"{what} ({unit})")
     return scale
 
 
-def bar_chart(ax: Axes | None, bars: Sequence[Bar], what: str, colors: Mapping[str, str], *, row: float = 1.0, more: float = 0.0) -> Axes:
+def share_in(ax: Axes, patch: Patch, place: float, row: float, text: str) -> None:
+    """A share, written into a piece of a bar; on a patch of its own where the piece is hatched."""
+    color = _solid(patch.get_facecolor()) or ground(ax)
+    behind = {"facecolor": color, "edgecolor": "none", "pad": 1.0} if patch.get_hatch() else None
+    ax.text(place, row, text, ha="center", va="center", fontsize=8.5, color=text_on(color), bbox=behind)
+
+
+def bar_chart(ax: Axes | None, shown: Sequence[Bar], what: str, colors: Mapping[str, str], *, row: float = 1.0, more: float = 0.0) -> Axes:
     """Stacked bars with their legend as a whole picture.
 
     Args:
         ax: the Axes to draw into; None makes a figure.
-        bars: with as many pieces as there are colours.
+        shown: bars with as many pieces as there are colours.
         what: the axis label, without the unit.
         colors: name → colour of the pieces.
         row: of a new figure, its height as a fraction of the usual one.
         more: inches that are added to it.
     """
-    ax = prepared(ax, WIDTH, height([bar.label for bar in bars]) * row + more)
-    stacked(ax, bars, what, colors)
-    legend(ax, ax.containers)
+    ax = prepared(ax, WIDTH, height([bar.label for bar in shown]) * row + more)
+    stacked(ax, shown, what, colors)
+    both = len({bar.predicted for bar in shown}) == 2
+    legend(ax, [*ax.containers, *(kinds(ax) if both else [])])
     return ax
 
 
@@ -171,16 +299,30 @@ def curves_over_time(
 
 
 def end_labels(ax: Axes, reaches: Sequence[float], texts: Sequence[str]) -> None:
-    """Write a text at the right of each row, and lengthen the axis until all of them fit."""
+    """Write a text at the right of each row, and lengthen the axis until all of them fit. The rows must have their labels."""
     for place, (reach, text) in enumerate(zip(reaches, texts, strict=True)):
-        ax.annotate(text, (reach, place), (7, 0), textcoords="offset points", va="center", color=INK)
+        ax.annotate(text, (reach, place), (7, 0), textcoords="offset points", va="center", color=ink(ax))
     ax.margins(x=0)
-    ax.set_xlim(0, _room(reaches, texts))
+    ax.set_xlim(0, _room(ax, reaches, texts))
 
 
-def _room(reaches: Sequence[float], texts: Sequence[str]) -> float:
+def _room(ax: Axes, reaches: Sequence[float], texts: Sequence[str]) -> float:
     """Length of an axis on which a text fits behind each reach."""
-    return max(reach / (1 - min(0.6, 0.03 + _LETTER * len(text))) for reach, text in zip(reaches, texts, strict=True))
+    return max(reach / share_beside(ax, text) for reach, text in zip(reaches, texts, strict=True)) or 1.0
+
+
+def share_beside(ax: Axes, text: str) -> float:
+    """Share of the axis that is left beside a text at its right end."""
+    labels = [_inches(label.get_text()) for label in ax.get_yticklabels()]
+    place = ax.get_subplotspec()
+    columns = place.get_gridspec().ncols if place else 1
+    width = max(1.0, ax.figure.get_figwidth() / columns - max(labels, default=0.0) - 0.35)  # type: ignore[union-attr]
+    return max(0.25, 1 - (_inches(text) + 0.16) / width)
+
+
+def _inches(text: str) -> float:
+    """About the width of a text of 10 points."""
+    return _LETTER * max(map(len, text.splitlines()), default=0)
 
 
 def rows(ax: Axes, labels: Sequence[str]) -> None:
@@ -191,24 +333,40 @@ def rows(ax: Axes, labels: Sequence[str]) -> None:
     ax.spines["left"].set_visible(False)
 
 
-def legend(ax: Axes, handles: Sequence[Container | Artist]) -> None:
-    """What the colours mean, above the bars: in lines that are read from left to right."""
+def legend(ax: Axes, handles: Sequence[Container | Artist], *, markerscale: float = 1.0) -> None:
+    """What the colours mean, above the picture: in lines that are read from left to right."""
     columns = -(-len(handles) // lines_of([str(handle.get_label()) for handle in handles]))
+    ordered = [handle for column in range(columns) for handle in handles[column::columns]]  # matplotlib fills column by column
     ax.legend(
-        handles=[handle for column in range(columns) for handle in handles[column::columns]],  # matplotlib fills column by column
+        handles=[_key(handle) for handle in ordered],
         loc="lower left",
         bbox_to_anchor=(0, 1),
         ncols=columns,
         frameon=False,
-        labelcolor=INK,
+        labelcolor=ink(ax),
         fontsize=9,
-        handlelength=0.9,
-        handleheight=0.9,
+        handlelength=1.6,
+        handleheight=1.0,
         handletextpad=0.5,
         columnspacing=1.4,
-        borderaxespad=0.2,
+        borderaxespad=0.4,
         borderpad=0.2,
+        markerscale=markerscale,
     )
+
+
+def _key(handle: Container | Artist) -> Container | Artist:
+    """What stands for bars in a legend: a patch like the first that has a length, a measured one if there is any."""
+    from matplotlib.patches import Patch
+
+    patches = [patch for patch in getattr(handle, "patches", ()) if patch.get_width()]
+    if not patches:
+        return handle
+    like = min(patches, key=lambda patch: bool(patch.get_hatch()))
+    key = Patch()
+    key.update_from(like)
+    key.set_label(str(handle.get_label()))
+    return key
 
 
 def lines_of(names: Sequence[str]) -> int:
@@ -245,16 +403,21 @@ def mark(
 ) -> ErrorbarContainer:
     """A diamond with its interval, in a row: hollow for a prediction, full for a measurement. An endless side is left out."""
     reach = [[abs(interval.mid - end) * scale if math.isfinite(end) else 0.0] for end in (interval.low, interval.high)]
-    return ax.errorbar(
+    color = ink(ax)
+    drawn = ax.errorbar(
         [interval.mid * scale],
         [place],
         xerr=reach,
         fmt="D",
-        color=INK,
-        markersize=5,
-        markerfacecolor=INK if measured else "none",
+        color=color,
+        markersize=5.5,
+        markerfacecolor=color if measured else ground(ax),
         markeredgewidth=1.3,
         elinewidth=1.3,
         capsize=0 if measured else 2.5,
         label=label,
+        zorder=4,
     )
+    for artist in drawn.get_children():
+        artist.set_path_effects(halo(ax))
+    return drawn

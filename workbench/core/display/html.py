@@ -45,7 +45,7 @@ def bar(
         share, color = units.percent(seconds / total if total else 0.0), colors[name]
         title = f"{name}: {units.seconds(seconds)} ({share})" if shares else ""
         text = share if shares and seconds / longest >= _WIDE_ENOUGH else ""
-        made.append(piece(seconds / longest, color, text, title=title))
+        made.append(piece(seconds / longest, color, text, title=title, predicted=pale))
     words = ", ".join(f"{name} {units.percent(seconds / total if total else 0.0)}" for name, seconds in pieces.items()) if shares else end
     return row(label, made, words, end, pale=pale, wide=wide, room=room)
 
@@ -74,7 +74,7 @@ def row(
     )
 
 
-def piece(share: float, color: str, text: str = "", *, title: str = "", style: str = "") -> str:
+def piece(share: float, color: str, text: str = "", *, title: str = "", style: str = "", predicted: bool = False) -> str:
     """A piece of a bar.
 
     Args:
@@ -83,10 +83,14 @@ def piece(share: float, color: str, text: str = "", *, title: str = "", style: s
         text: written in it.
         title: what a pointer over it shows.
         style: name of a class of the style sheet.
+        predicted: hatched, in stripes that read on the colour.
     """
     kind, said = f' class="{style}"' if style else "", f' title="{escape(title)}"' if title else ""
+    hatch = f"background-image:repeating-linear-gradient(135deg,transparent 0 4px,{text_on(color)}59 4px 6px);" if predicted else ""
+    if predicted and text:
+        text = f'<span style="background-color:{color};padding:0 3px">{text}</span>'
     return (
-        f'<div{kind}{said} style="width:{100 * share:.2f}%;'
+        f'<div{kind}{said} style="width:{100 * share:.2f}%;{hatch}'
         f'background-color:{color};color:{text_on(color)};text-align:center;overflow:hidden;white-space:nowrap">{text}</div>'
     )
 

@@ -151,7 +151,7 @@ def _phase(phase: str, step: int, share: float) -> str:
 SLACK, OUTSIDE = "reserved, not allocated", "outside the allocator"
 """What a device holds beside tensors."""
 BESIDE = {SLACK: RESERVED, OUTSIDE: OUTSIDE_GREY}
-"""Their colours; a style sheet hatches them."""
+"""Their colours."""
 _STYLES = {SLACK: "wb-slack", OUTSIDE: "wb-outside"}
 _LABEL, _ROOM = 92, 92  # pixels at the left and at the right of a bar
 _WIDE_ENOUGH = 0.07  # of the whole width: a share is written into a piece from here on
@@ -213,7 +213,7 @@ def bars(rows: Iterable[Row], capacity: int | None, device: str, *, stale: bool 
     """Stacked bars against the capacity of a device; once more and larger where they are small beside it.
 
     Args:
-        rows: from top to bottom, on one scale; predictions are hatched where there is a measurement beside them.
+        rows: from top to bottom, on one scale; predictions are hatched.
         capacity: bytes of the device; None = not known.
         device: its name.
         stale: they are of another configuration than the knobs say: one that is still being estimated.
@@ -223,14 +223,13 @@ def bars(rows: Iterable[Row], capacity: int | None, device: str, *, stale: bool 
         return ""
     most = max(row.bytes for row in shown)
     whole = max(most, capacity or 0)
-    mixed = len({row.breakdown.kind for row in shown}) > 1
-    drawn = "".join(_bar(row, whole, capacity, pale=mixed and row.breakdown.kind == "predicted") for row in shown)
+    drawn = "".join(_bar(row, whole, capacity, pale=row.breakdown.kind == "predicted") for row in shown)
     if capacity is not None:
         drawn += _scale(capacity, whole, device)
     if most < _SMALL * whole:
         times = units.times(whole / most).removesuffix(" ×").removesuffix("×").strip()
         drawn += f'<div class="wb-label" style="margin-top:8px">the same, {escape(times)} times as large</div>'
-        drawn += "".join(_bar(row, most, None, pale=mixed and row.breakdown.kind == "predicted") for row in shown)
+        drawn += "".join(_bar(row, most, None, pale=row.breakdown.kind == "predicted") for row in shown)
     seen = {name: color_of(name) for row in shown for name, size in row.pieces.items() if size >= _SEEN * row.bytes}
     order = [name for name in (*(group.replace("_", " ") for group in GROUPS), *BESIDE) if name in seen]
     dim = ' style="opacity:0.45"' if stale else ""
@@ -242,7 +241,7 @@ def _bar(row: Row, whole: int, capacity: int | None, *, pale: bool) -> str:
     made, at = [], 0
     for name, size in row.pieces.items():
         for part in _cut(at, size, capacity):
-            made.append(part if isinstance(part, str) else _piece(name, size, part, row.bytes, whole))
+            made.append(part if isinstance(part, str) else _piece(name, size, part, row.bytes, whole, predicted=pale))
         at += size
     if capacity is not None and at <= capacity:
         made.append(
@@ -263,11 +262,11 @@ def _cut(at: int, size: int, capacity: int | None) -> list[int | str]:
     return [capacity - at, _LINE, at + size - capacity]
 
 
-def _piece(name: str, size: int, part: int, total: int, whole: int) -> str:
+def _piece(name: str, size: int, part: int, total: int, whole: int, *, predicted: bool) -> str:
     share = units.percent(size / total)
     text = share if part / whole >= _WIDE_ENOUGH and 2 * part >= size and name not in BESIDE else ""
     title = f"{name}: {units.bytes_(size)} ({share})"
-    return stack.piece(part / whole, color_of(name), text, title=title, style=_STYLES.get(name, ""))
+    return stack.piece(part / whole, color_of(name), text, title=title, style=_STYLES.get(name, ""), predicted=predicted)
 
 
 def _scale(capacity: int, whole: int, device: str) -> str:
@@ -304,7 +303,8 @@ def details(breakdown: MemoryBreakdown, *, stale: bool = False) -> str:
         else ""
     )
     over_time = (
-        f'<div class="wb-steps"><div class="wb-label">over the steps, in the order of the program; the line is the peak</div>'
+        f'<div class="wb-steps"><div class="wb-label">{breakdown.kind} over the steps, in the order of the program; '
+        "the line is the peak</div>"
         f"{timeline(breakdown.timeline)}</div>"
         if breakdown.timeline.position
         else ""

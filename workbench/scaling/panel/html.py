@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from workbench.cluster.analysis.plan.plans import BOUNDS
 from workbench.core import units
 from workbench.core.display import html as stack
-from workbench.core.display.colors import INK, LINE, PARTS, PHASES
+from workbench.core.display.colors import LIMIT, LINE, PARTS, PHASES
 from workbench.core.display.table import Table, escape
 from workbench.scaling.panel.model import LOST, OWN, Place, words
 
@@ -14,7 +14,7 @@ COLORS = {
     "compute": PARTS["compute"],
     "communication": PARTS["communication"],
     "bubble": PARTS["stalls"],
-    "memory": PHASES["data_wait"],
+    "memory": LIMIT,
     OWN: PARTS["compute"],
     LOST: PARTS["communication"],
     "": PHASES["other"],
@@ -72,7 +72,7 @@ def _tile(label: str, value: str, small: str) -> str:
 
 
 def picture(places: Sequence[Place], measured: Sequence[tuple[int, float]], now: Place) -> str:
-    """Throughput against GPUs or processes, logarithmic: the band, the naive line dashed, measured points, and the slider's place."""
+    """Throughput against GPUs or processes, logarithmic: predicted dashed, naive dash-dotted, measured dots, and the slider's place."""
     across, up = _scales(places, measured)
 
     def line(points: Sequence[tuple[float, float]]) -> str:
@@ -84,13 +84,14 @@ def picture(places: Sequence[Place], measured: Sequence[tuple[int, float]], now:
     x, y = across(now.gpus), up(now.mid)
     shown = (
         f'<polygon points="{line(edge)}" fill="{LINE}" fill-opacity="0.25"/>'
-        f'<polyline points="{line(naive)}" fill="none" stroke="{INK}" stroke-width="1.6" stroke-dasharray="6 4"/>'
-        f'<polyline points="{line(mid)}" fill="none" stroke="{LINE}" stroke-width="2.2"/>{dots}'
-        f'<line x1="{x:.1f}" x2="{x:.1f}" y1="8" y2="{HIGH - LOW}" stroke="{INK}" stroke-width="1"/>'
-        f'<circle cx="{x:.1f}" cy="{y:.1f}" r="6.5" fill="{COLORS[now.bound]}" stroke="{INK}"/>'
+        f'<polyline points="{line(naive)}" fill="none" stroke="currentColor" stroke-width="1.4" stroke-dasharray="7 3 1.5 3"/>'
+        f'<polyline points="{line(mid)}" fill="none" stroke="{LINE}" stroke-width="2.2" stroke-dasharray="7 3"/>{dots}'
+        f'<line x1="{x:.1f}" x2="{x:.1f}" y1="8" y2="{HIGH - LOW}" stroke="currentColor" stroke-width="1"/>'
+        f'<circle cx="{x:.1f}" cy="{y:.1f}" r="6.5" fill="{COLORS[now.bound]}" stroke="currentColor"/>'
     )
     label = f"throughput against {now.counted}; {words(now)}"
-    legend = stack.legend({"predicted, with its band": LINE, f"naive: each {now.each} goes on so (dashed)": INK}, 0)
+    keys = {"predicted, with its band (dashed)": LINE, f"naive: each {now.each} goes on so (dash-dotted)": "currentColor"}
+    legend = stack.legend(keys | ({"measured (dots)": LINE} if measured else {}), 0)
     return (
         f'<div class="wb-steps"><div class="wb-label">samples per second against {now.counted}</div>'
         f'<svg class="wb-scaling-curve" viewBox="0 0 {WIDE} {HIGH}" width="100%" role="img" aria-label="{escape(label)}" '
@@ -124,7 +125,7 @@ def _axes(places: Sequence[Place], measured: Sequence[tuple[int, float]], across
     low, high = math.exp(across.low), math.exp(across.high)
     ticks = [10**power for power in range(12) if low * 0.999 <= 10**power <= high * 1.001] or [round(low), round(high)]
     base = HIGH - LOW
-    style, anchors = f'fill="{INK}" font-size="12"', ("middle", "end")
+    style, anchors = 'fill="currentColor" font-size="12"', ("middle", "end")
     text = "".join(
         f'<text x="{across(tick):.1f}" y="{base + 18}" text-anchor="{anchors[across(tick) > WIDE - 40]}" {style}>{units.count(tick)}</text>'
         for tick in ticks
@@ -133,8 +134,8 @@ def _axes(places: Sequence[Place], measured: Sequence[tuple[int, float]], across
     rates = [10.0**power for power in range(-6, 13) if bottom <= 10.0**power <= top] or [bottom, top]
     text += "".join(f'<text x="{LEFT - 6}" y="{up(rate) + 4:.1f}" text-anchor="end" {style}>{units.count(rate)}</text>' for rate in rates)
     return (
-        f'<line x1="{LEFT}" x2="{WIDE - 12}" y1="{base}" y2="{base}" stroke="{INK}"/>'
-        f'<line x1="{LEFT}" x2="{LEFT}" y1="10" y2="{base}" stroke="{INK}"/>{text}'
+        f'<line x1="{LEFT}" x2="{WIDE - 12}" y1="{base}" y2="{base}" stroke="currentColor"/>'
+        f'<line x1="{LEFT}" x2="{LEFT}" y1="10" y2="{base}" stroke="currentColor"/>{text}'
         f'<text x="{WIDE - 12}" y="{HIGH - 2}" text-anchor="end" {style}>{places[0].counted}</text>'
     )
 

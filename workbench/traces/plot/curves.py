@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from workbench.core import units
-from workbench.core.display.axes import WIDTH, curves_over_time, legend, prepared, scale_of, scale_of_bytes
-from workbench.core.display.colors import INK, PARTS, PHASES
+from workbench.core.display.axes import WIDTH, area, curves_over_time, halo, ink, legend, prepared, scale_of, scale_of_bytes
+from workbench.core.display.colors import SERIES
 from workbench.traces.analysis.copies import Copies, Copy
 from workbench.traces.analysis.launch_queue import Launches
 from workbench.traces.analysis.memory_curve import DeviceMemory, MemoryCurve
@@ -19,12 +19,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
-COPY_COLORS = (PHASES["h2d"], PHASES["forward"], PHASES["data_wait"], PHASES["optimizer"], PARTS["communication"])
-"""Of the kinds that take longest; others are not drawn."""
-
-
 def copies(result: Trace | Copies, ax: Axes | None = None) -> Axes:
-    """Bytes per second from the first copy to the end of the last, pauses included, a curve for each kind of copy.
+    """Bytes per second from the first copy to the end of the last, pauses included, a curve for each kind of copy that takes long.
 
     Raises:
         ValueError: nothing is copied, or the file tells no bytes.
@@ -34,7 +30,7 @@ def copies(result: Trace | Copies, ax: Axes | None = None) -> Axes:
     if not shown:
         raise ValueError(f"{answer!r} has nothing to draw: {'; '.join(answer.notes) or 'no bytes are copied'}")
     curves = [(_label(row), np.array(curve) / 1e9) for row, curve in shown]
-    ax, unit = curves_over_time(ax, answer.times, curves, COPY_COLORS)
+    ax, unit = curves_over_time(ax, answer.times, curves, SERIES)
     ax.set_xlabel(f"time since the first copy ({unit})")
     ax.set_ylabel("copied (GB/s)")
     return ax
@@ -43,10 +39,6 @@ def copies(result: Trace | Copies, ax: Axes | None = None) -> Axes:
 def _label(row: Copy) -> str:
     name = f"{row.kind} ({row.memory})" if row.memory else row.kind
     return f"{name}: {units.count(row.bandwidth, 'B/s')} while it copies"
-
-
-LAUNCH_COLORS = (PARTS["compute"], PARTS["communication"], PHASES["h2d"], PHASES["optimizer"], PHASES["data_wait"])
-"""Of the streams with most launches; others are not drawn."""
 
 
 def launches(result: Trace | Launches, ax: Axes | None = None) -> Axes:
@@ -59,14 +51,12 @@ def launches(result: Trace | Launches, ax: Axes | None = None) -> Axes:
     if not answer.rows:
         raise ValueError(f"{answer!r} has nothing to draw: {'; '.join(answer.notes)}")
     labels = [f"{row.stream.strip()}: {units.count(row.queue_mean)} on average" for row in answer.rows]
-    ax, unit = curves_over_time(ax, answer.times, list(zip(labels, answer.queues, strict=False)), LAUNCH_COLORS)
+    ax, unit = curves_over_time(ax, answer.times, list(zip(labels, answer.queues, strict=False)), SERIES)
     ax.set_xlabel(f"time of the steps ({unit})")
     ax.set_ylabel("launches that wait")
     return ax
 
 
-MEMORY_COLORS = (PARTS["compute"], PHASES["data_wait"], PARTS["communication"], PHASES["optimizer"], PARTS["stalls"])
-"""Of the devices with the highest peaks; others are not drawn."""
 _LETTERS = 40
 
 
@@ -77,17 +67,17 @@ def memory_curve(result: Trace | MemoryCurve, ax: Axes | None = None) -> Axes:
         ValueError: memory was not recorded.
     """
     answer = result.memory_curve() if isinstance(result, Trace) else result
-    shown = [device for device in answer.devices if device.peak > 0][: len(MEMORY_COLORS)]
+    shown = [device for device in answer.devices if device.peak > 0][: len(SERIES)]
     if not shown:
         raise ValueError(f"{answer!r} has nothing to draw: {'; '.join(answer.notes) or 'nothing was allocated'}")
     ax = prepared(ax, WIDTH, 3.4)
     scale, unit = scale_of_bytes(shown[0].peak)
     times, seconds = scale_of(max(device.times[-1] for device in shown) or 1.0)
     drawn = []
-    for device, color in zip(shown, MEMORY_COLORS, strict=False):
+    for device, color in zip(shown, SERIES, strict=False):
         places, heights = np.array(device.times) * times, np.array(device.allocated) / scale
         drawn += ax.step(places, heights, where="post", color=color, linewidth=1.2, label=device.device)
-        ax.fill_between(places, heights, step="post", color=color, alpha=0.18, linewidth=0)
+        ax.fill_between(places, heights, step="post", **area(ax, color, pale=True) | {"linewidth": 0})
         _peak(ax, device, device.at * times, device.peak / scale)
     ax.set_ylim(0, 1.32 * shown[0].peak / scale)
     ax.set_xlabel(f"time since the first event of the trace ({seconds})")
@@ -98,7 +88,16 @@ def memory_curve(result: Trace | MemoryCurve, ax: Axes | None = None) -> Axes:
 
 def _peak(ax: Axes, device: DeviceMemory, place: float, height: float) -> None:
     """A ring around the peak, and who holds most of it, on the side with more space."""
-    ax.plot([place], [height], marker="o", markersize=8, markerfacecolor="none", markeredgecolor=INK, markeredgewidth=1.4)
+    ax.plot(
+        [place],
+        [height],
+        marker="o",
+        markersize=8,
+        markerfacecolor="none",
+        markeredgecolor=ink(ax),
+        markeredgewidth=1.4,
+        path_effects=halo(ax),
+    )
     first = device.holders[0] if device.holders else None
     name = clip(first.name.rpartition(": ")[2], _LETTERS) if first else ""
     words = f"peak {units.bytes_(device.peak)}" + (f"\n{units.percent(first.bytes / device.peak)}: {name}" if first else "")
@@ -112,5 +111,6 @@ def _peak(ax: Axes, device: DeviceMemory, place: float, height: float) -> None:
         ha="right" if late else "left",
         va="bottom",
         fontsize=8.5,
-        color=INK,
+        color=ink(ax),
+        path_effects=halo(ax),
     )

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from workbench.core import units
-from workbench.core.display.axes import WIDTH, legend, prepared, scale_of
+from workbench.core.display.axes import WIDTH, ink, legend, prepared, scale_of
 from workbench.core.display.colors import PARTS, PHASES, text_on
 from workbench.traces.analysis.flame import Flame, FlameNode
 from workbench.traces.analysis.operators import clip
@@ -75,7 +75,7 @@ def _boxes(ax: Axes, nodes: Sequence[FlameNode], kind: tuple[str, str], scale: f
     for node in nodes:
         left, right = node.start * scale, (node.start + node.seconds) * scale
         corners.append([(left, node.depth + 0.04), (right, node.depth + 0.04), (right, node.depth + 0.96), (left, node.depth + 0.96)])
-    boxes = PolyCollection(corners, facecolor=kind[1], edgecolor="white", linewidth=0.3, label=kind[0])
+    boxes = PolyCollection(corners, facecolor=kind[1], edgecolor=ink(ax), linewidth=0.3, label=kind[0])
     ax.add_collection(boxes, autolim=False)
     return boxes
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from workbench.core import units
 from workbench.core.display.axes import Bar, bar_chart, shortened
-from workbench.core.display.colors import PHASES
+from workbench.core.display.colors import IDLE, PHASES, SERIES
 from workbench.traces.analysis.kernels import Kernels
 from workbench.traces.analysis.modules import Modules
 from workbench.traces.analysis.operators import clip
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 MOST_KERNELS = 12
 """Kernels that are drawn: the longest."""
-KERNEL_COLORS = {"on tensor cores": PHASES["forward"], "without": PHASES["backward"]}
+KERNEL_COLORS = {"on tensor cores": SERIES[0], "without": SERIES[1]}
 
 
 def kernels(result: Trace | Kernels, ax: Axes | None = None) -> Axes:
@@ -80,7 +80,7 @@ def modules(result: Trace | Modules, ax: Axes | None = None) -> Axes:
 
 MOST_SEQUENCES, LINES = 8, 4
 """Sequences that are drawn, and lines of a label."""
-SEQUENCE_COLORS = {"the work itself": PHASES["forward"], "gaps between": PHASES["data_wait"]}
+SEQUENCE_COLORS = {"the work itself": PHASES["forward"], "gaps between": IDLE}
 
 
 def sequences(result: Trace | Sequences, ax: Axes | None = None) -> Axes:

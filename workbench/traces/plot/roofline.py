@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from workbench.core import units
-from workbench.core.display.axes import WIDTH, prepared
-from workbench.core.display.colors import INK, LINE, PHASES
+from workbench.core.display.axes import WIDTH, halo, ink, legend, prepared
+from workbench.core.display.colors import LIMIT, SERIES
 from workbench.traces.analysis.flops import RoofPoint
 from workbench.traces.analysis.roofline import Roofline
 from workbench.traces.analysis.trace import Trace
@@ -40,17 +40,17 @@ def roofline(result: Trace | Roofline, ax: Axes | None = None) -> Axes:
         raise ValueError(f"{answer!r} has no operator with FLOPs, bytes and time to draw: {'; '.join(answer.notes) or 'they take no time'}")
     ax = prepared(ax, WIDTH, 4.2)
     whole = math.fsum(point.seconds for point in shown)
-    for matrix, color, label in ((True, PHASES["forward"], "matrices, convolutions, attention"), (False, PHASES["other"], "elementwise")):
+    for matrix, color, label in ((True, SERIES[0], "matrices, convolutions, attention"), (False, SERIES[1], "elementwise")):
         points = [point for point in shown if point.matrix is matrix]
         if points:
             ax.scatter(
                 [point.intensity or 0 for point in points],
                 [point.flops_per_sec for point in points],
-                s=[max(9.0, LARGEST * point.seconds / whole) for point in points],
+                s=[_size(point, whole) for point in points],
                 color=color,
                 alpha=0.75,
                 linewidth=0.6,
-                edgecolor=INK,
+                edgecolor=ink(ax),
                 label=label,
             )
     ax.set_xscale("log")
@@ -58,12 +58,10 @@ def roofline(result: Trace | Roofline, ax: Axes | None = None) -> Axes:
     ax.margins(0.14)
     if answer.bandwidth:
         _roof(ax, answer, shown)
-    _names(ax, shown)
+    _names(ax, shown, whole)
     ax.set_xlabel("intensity (FLOP per byte)")
     ax.set_ylabel("reached (FLOP/s)")
-    ax.legend(
-        loc="lower left", bbox_to_anchor=(0, 1), ncols=2, frameon=False, labelcolor=INK, fontsize=9, markerscale=0.5, borderaxespad=0.2
-    )
+    legend(ax, ax.get_legend_handles_labels()[0], markerscale=0.5)
     return ax
 
 
@@ -75,16 +73,21 @@ def _roof(ax: Axes, answer: Roofline, shown: list[RoofPoint]) -> None:
     right = max(right, 4 * max(used.values()) / bandwidth)
     for dtype, peak in used.items():
         x = np.geomspace(left, right, 200)
-        ax.plot(x, np.minimum(peak or 0.0, x * bandwidth), color=LINE, linewidth=1.4, zorder=0)
+        ax.plot(x, np.minimum(peak or 0.0, x * bandwidth), color=LIMIT, linewidth=1.8, zorder=0, label="_limit")
         text = f"{dtype}: {units.count(peak, 'FLOP/s')}"
-        ax.annotate(text, (right, peak or 0.0), (-2, 4), textcoords="offset points", ha="right", color=INK, fontsize=8.5)
+        ax.annotate(text, (right, peak or 0.0), (-2, 4), textcoords="offset points", ha="right", color=ink(ax), fontsize=8.5)
     start = math.sqrt(left * min(right, min(used.values()) / bandwidth))
     text = f"{answer.device}: {units.count(bandwidth, 'B/s')}"
-    ax.annotate(text, (start, start * bandwidth), (-4, 4), textcoords="offset points", ha="right", color=INK, fontsize=8.5)
+    ax.annotate(text, (start, start * bandwidth), (-4, 4), textcoords="offset points", ha="right", color=ink(ax), fontsize=8.5)
     ax.set_xlim(left, right)
 
 
-def _names(ax: Axes, shown: list[RoofPoint]) -> None:
+def _size(point: RoofPoint, whole: float) -> float:
+    """Area of a point, in square points."""
+    return max(9.0, LARGEST * point.seconds / whole)
+
+
+def _names(ax: Axes, shown: list[RoofPoint], whole: float) -> None:
     """Beside the points that take longest; of several in one place the first."""
     taken: list[tuple[float, float]] = []
     low, high = (math.log10(operator) for operator in ax.get_ylim())
@@ -94,14 +97,15 @@ def _names(ax: Axes, shown: list[RoofPoint]) -> None:
         if len(taken) == NAMED or any(abs(place[0] - x) < 0.2 and abs(place[1] - y) < 0.055 for x, y in taken):
             continue
         taken.append(place)
-        side = "right" if place[0] > 0.75 else "left"
+        side, beside = ("right" if place[0] > 0.75 else "left"), 4 + math.sqrt(_size(operator, whole)) / 2
         ax.annotate(
             operator.name.removeprefix("aten::"),
             (operator.intensity or 1, operator.flops_per_sec),
-            (-7 if side == "right" else 7, 0),
+            (-beside if side == "right" else beside, 0),
             textcoords="offset points",
             ha=side,
             va="center",
             fontsize=8.5,
-            color=INK,
+            color=ink(ax),
+            path_effects=halo(ax),
         )

@@ -5,14 +5,28 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from workbench.core import units
-from workbench.core.display.axes import PALE, WIDTH, Bar, bar_chart, end_labels, height, legend, prepared, rows, scale_of, shortened
-from workbench.core.display.colors import PARTS, PHASES
+from workbench.core.display.axes import (
+    WIDTH,
+    Bar,
+    area,
+    bar_chart,
+    draw_bars,
+    end_labels,
+    height,
+    legend,
+    prepared,
+    rows,
+    scale_of,
+    shortened,
+)
+from workbench.core.display.colors import OUTSIDE, PARTS, PHASES, TRACED
 from workbench.traces.analysis.bottleneck import Bottleneck
 from workbench.traces.analysis.critical_path import CriticalPath
 from workbench.traces.analysis.idle import Idle
 from workbench.traces.analysis.trace import Trace
 
 if TYPE_CHECKING:
+    from matplotlib.artist import Artist
     from matplotlib.axes import Axes
 
 
@@ -39,22 +53,21 @@ def critical(result: Trace | Bottleneck, ax: Axes | None = None) -> Axes:
     ax = prepared(ax, WIDTH, height(labels))
     scale, unit = scale_of(max(answer.step_seconds, *(row.busy for row in answer.rows)))
     colors = [RESOURCE_COLORS[row.name] for row in answer.rows]
-    places = range(len(labels))
-    alone = ax.barh(places, [row.alone * scale for row in answer.rows], height=0.62, color=colors, label="alone")
-    beside = ax.barh(
-        places,
-        [(row.busy - row.alone) * scale for row in answer.rows],
-        left=[row.alone * scale for row in answer.rows],
-        height=0.62,
-        color=colors,
-        alpha=PALE / 2,
-        label="while another works too",
-    )
-    end_labels(ax, [row.busy * scale for row in answer.rows], [f"step without it ≥ {units.seconds(row.ceiling)}" for row in answer.rows])
     rows(ax, labels)
+    alone = [row.alone * scale for row in answer.rows]
+    draw_bars(ax, alone, None, colors, label="alone")
+    draw_bars(ax, [(row.busy - row.alone) * scale for row in answer.rows], alone, colors, label="while another works too", pale=True)
+    end_labels(ax, [row.busy * scale for row in answer.rows], [f"step without it ≥ {units.seconds(row.ceiling)}" for row in answer.rows])
     ax.set_xlabel(f"at work in a mean step ({unit})")
-    legend(ax, [alone, beside])
+    legend(ax, _keys(ax, "alone", "while another works too"))
     return ax
+
+
+def _keys(ax: Axes, full: str, beside: str) -> list[Artist]:
+    """A full and a pale patch, in a grey that stands for every colour."""
+    from matplotlib.patches import Patch
+
+    return [Patch(label=label, **area(ax, OUTSIDE, pale=label == beside)) for label in (full, beside)]
 
 
 MOST = 10
@@ -64,10 +77,10 @@ PATH_COLORS = {
     "h2d": PARTS["transfer"],
     "compute": PARTS["compute"],
     "communication": PARTS["communication"],
-    "copy": PHASES["backward"],
+    "copy": TRACED["copy"],
     "host": PARTS["host"],
-    "python": PARTS["stalls"],
-    "launch": PARTS["optimizer"],
+    "python": TRACED["python"],
+    "launch": TRACED["launch"],
     "queue": PARTS["straggler"],
     "waking": PHASES["other"],
 }
@@ -87,17 +100,17 @@ def critical_path(result: Trace | CriticalPath, ax: Axes | None = None) -> Axes:
     labels = ["the step", *(shortened(row.name.removeprefix("void ")) for row in most)]
     ax = prepared(ax, WIDTH, height(labels) * 0.75 + 0.3)
     scale, unit = scale_of(answer.step_seconds)
+    rows(ax, labels)
     left, drawn = 0.0, {}
     for part in answer.parts:
-        drawn[part.part] = ax.barh([0], [part.seconds * scale], left=[left], height=0.62, color=PATH_COLORS[part.part], label=part.part)
+        drawn[part.part] = draw_bars(ax, [part.seconds * scale], [left], PATH_COLORS[part.part], label=part.part)
         left += part.seconds * scale
     for place, row in enumerate(most, 1):
-        ax.barh([place], [row.seconds * scale], height=0.62, color=PATH_COLORS[row.part])
+        draw_bars(ax, [row.seconds * scale], None, PATH_COLORS[row.part], rows=[place])
         beside = max(0.0, row.own_seconds - row.seconds) * scale
-        ax.barh([place], [beside], left=[row.seconds * scale], height=0.62, color=PATH_COLORS[row.part], alpha=PALE / 2)
+        draw_bars(ax, [beside], [row.seconds * scale], PATH_COLORS[row.part], rows=[place], pale=True)
     reaches = [left, *(max(row.own_seconds, row.seconds) * scale for row in most)]
     end_labels(ax, reaches, [units.seconds(answer.step_seconds), *(f"{units.percent(row.on_path)} on the path" for row in most)])
-    rows(ax, labels)
     ax.set_xlabel(f"mean traced step ({unit}); pale: beside the path")
     legend(ax, list(drawn.values()))
     return ax
@@ -105,13 +118,13 @@ def critical_path(result: Trace | CriticalPath, ax: Axes | None = None) -> Axes:
 
 IDLE_COLORS = {
     "data": PARTS["data_wait"],
-    "waiting": PHASES["h2d"],
+    "waiting": PARTS["straggler"],
     "communication": PARTS["communication"],
-    "launching": PARTS["optimizer"],
-    "operators": PARTS["compute"],
-    "python": PARTS["host"],
-    "unrecorded": PARTS["stalls"],
-    "something is computed": PHASES["other"],
+    "launching": TRACED["launch"],
+    "operators": PARTS["host"],
+    "python": TRACED["python"],
+    "unrecorded": PHASES["other"],
+    "something is computed": PARTS["compute"],
 }
 """Cause → colour; the last one is the rest of the step."""
 

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from workbench.core import units
-from workbench.core.display.axes import WIDTH, Bar, bar_chart, legend, prepared, rows, scale_of
+from workbench.core.display.axes import WIDTH, Bar, bar_chart, ink, legend, prepared, rows, scale_of
 from workbench.core.display.colors import PARTS as OF_PARTS
 from workbench.core.display.colors import PHASES
 from workbench.traces.analysis.breakdown import ON_CPU, ON_DEVICE, PARTS, Breakdown
@@ -119,13 +119,19 @@ def timeline(
             if share.any():
                 top = base - 0.72 * share
                 area = ax.fill_between(
-                    np.repeat(places, 2)[1:-1], np.repeat(base, 2), np.repeat(top, 2), color=COLORS[part], linewidth=0, label=part
+                    np.repeat(places, 2)[1:-1],
+                    np.repeat(base, 2),
+                    np.repeat(top, 2),
+                    facecolor=COLORS[part],
+                    edgecolor=ink(ax),
+                    linewidth=0.3,
+                    label=part,
                 )
                 drawn.setdefault(part, area)
                 base = top
     for number in steps:
         if begin <= number.start <= until:
-            ax.axvline(number.start * scale, color=PHASES["other"], linewidth=0.6, zorder=0)
+            ax.axvline(number.start * scale, color=ink(ax), linewidth=0.6, linestyle=":", zorder=0)
     rows(ax, [clip(trace.columns.lanes[lane].name, 24) for lane in lanes])
     ax.set_xlim(float(places[0]), float(places[-1]))
     ax.set_xlabel(f"time since the first event of the trace ({unit})")

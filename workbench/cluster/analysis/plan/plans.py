@@ -397,7 +397,7 @@ class Plans(Sequence[Plan], display.Shown):
         """One row per plan with intervals; below, how many layouts were ruled out, and why."""
         priced = any(plan.money for plan in self.plans)
         columns = ["plan", "GPUs", "layout", "micro-batch × accumulation", "step", "between", "throughput", "MFU", "memory"]
-        columns += ["exposed", "bubble", f"money of {self.best.steps:,} steps" if priced else "GPU s a sample", "bound"]
+        columns += ["exposed", "bubble", f"money of {self.best.steps:,} steps" if priced else "GPU-seconds per sample", "bound"]
         rows = [
             [
                 ", ".join(plan.roles),
