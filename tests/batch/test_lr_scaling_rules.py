@@ -358,7 +358,7 @@ def test_it_shows_itself() -> None:
         ),
         ({"rule": "adam", "optimizer": "adagrad"}, r"the optimizer is adagrad: try sqrt or damped, or auto"),
         ({"rule": "damped"}, r"rule='damped' needs the noise: give noise_scale=… .* or critical_batch=…"),
-        ({"optimizer": "adamm"}, r"no rule is known for 'adamm'; did you mean 'adam'\? known are adagrad, adam, "),
+        ({"optimizer": "adamm"}, r"no rule is known for 'adamm'; did you mean 'adam'\? known are adafactor, adagrad, adam, "),
         ({"optimizer": {"name": "Shampoo"}}, r"no rule is known for 'Shampoo'; .* give the name of the optimizer that it resembles most"),
         ({"optimizer": {"lr": 1}}, r"a mapping needs a \"name\""),
         ({"optimizer": "adam(betas=(0.9, 1.0))"}, r"betas and momentum from 0 to below 1 are allowed"),

@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import random
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -168,6 +169,7 @@ def story(log: MemoryLog) -> list[Any]:
         ("mlp", "sgd(momentum=0.9)"),
         ("mlp", "adamw(foreach=True)"),
         ("gpt", "adamw"),
+        ("gpt", "adafactor"),
         ("cnn", "sgd(momentum=0.9, foreach=True)"),
         ("lstm", "rmsprop"),
         ("tied encoder", "adagrad"),
@@ -210,6 +212,18 @@ def test_averaged_weights_take_as_much_memory_as_the_weights() -> None:
     plain, averaged = (wb.estimate_memory(gpt, tokens(), loss=text_loss, device="cpu", **knobs) for knobs in ({}, {"ema": 0.9}))
     assert averaged.buffers - plain.buffers == averaged.parameters == plain.parameters
     assert averaged.total - plain.total == plain.parameters
+
+
+@pytest.mark.parametrize(("compression", "device"), [("fp16", "cpu"), ("bf16", "H100")])
+def test_a_compressed_copy_of_each_bucket_is_predicted(compression: str, device: str) -> None:
+    logs = [
+        api.record(plan_of(gpt, tokens(), loss=text_loss, device=device, nproc_per_node=2, gradient_compression=name))[0]
+        for name in ("none", compression)
+    ]
+    counts = [Counter(record.size for record in log.records if record.phase == "backward") for log in logs]
+    buckets = [record.size for record in logs[1].records if record.category == "bucket"]
+    assert buckets
+    assert set(counts[1] - counts[0]) == {size // 2 for size in buckets}
 
 
 def test_micro_steps_of_an_accumulation_do_not_add_up() -> None:

@@ -223,7 +223,7 @@ def test_optimizers_by_name() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("sdg", r"no optimizer 'sdg'; did you mean 'sgd'\? Allowed are adagrad, adam,"),
+        ("sdg", r"no optimizer 'sdg'; did you mean 'sgd'\? Allowed are adafactor, adagrad, adam,"),
         ("sgd(momentun=0.9)", r"sgd has no option 'momentun'; it has lr, momentum,"),
         ("sgd(0.1)", r"give each option its name"),
         ("sgd(lr=open('x'))", r"lr=open\('x'\) is not a plain value"),

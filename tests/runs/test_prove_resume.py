@@ -93,6 +93,21 @@ def test_three_ranks_add_their_gradients_in_the_same_order(here: Path) -> None:
     assert proof.exact, proof
 
 
+RECIPE: dict[str, Any] = {
+    "schedule": "warmup_stable_decay(decay=0.5, end=0.1)", "warmup_steps": 3, "ema": 0.9, "optimizer": "adamw(weight_decay=0.1)",
+    "weight_decay_on": "matrices", "gradient_compression": "fp16", "clip_grad_norm": 1.0, "precision": "amp_bf16",
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("knobs", [RECIPE, RECIPE | {"optimizer": "adafactor", "weight_decay_on": "all"}], ids=["adamw", "adafactor"])
+def test_a_recipe_of_many_knobs_goes_on_exactly(here: Path, knobs: dict[str, Any]) -> None:
+    proof = wb.prove_resume(spec(nproc_per_node=2, **knobs), steps=12, kills=1)
+    assert proof.exact, proof
+    rows = [json.loads(line) for line in next(Path(proof.interrupted, run_directory.FINGERPRINTS).glob("rank0*")).read_text().splitlines()]
+    assert all("ema" in row["parts"] for row in rows)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("task", "part"), [("own_generator", "batch"), ("counting", "loss")])
 def test_what_no_checkpoint_has_is_named(here: Path, task: str, part: str) -> None:

@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.optim import lr_scheduler
 
+from workbench.runs.launch import environment, launch
+from workbench.runs.launch.new_run import LaunchError
 from workbench.runs.spec import RunSpec, SpecError
 from workbench.runs.training_knobs import SCHEDULES, depends_on_steps, lr_factor, parse_schedule
 from workbench.train.optimizers import build_scheduler
@@ -126,6 +128,8 @@ def test_wrong_schedules_say_what_is_allowed(schedule: str, message: str) -> Non
         ({"ema": True}, "ema=True: a decay"),
         ({"ema": 0.9, "parallel": "fsdp"}, 'ema=0.9 with parallel="fsdp": no rank holds all parameters there'),
         ({"ema": 0.9, "tensor_parallel": 2, "nproc_per_node": 2}, "ema=0.9 with tensor_parallel=2"),
+        ({"gradient_compression": "int8"}, "gradient_compression='int8': allowed are 'none', 'fp16', 'bf16'"),
+        ({"gradient_compression": "fp16", "parallel": "fsdp"}, 'gradient_compression="fp16" with parallel="fsdp": it is a hook of DDP'),
         ({"weight_decay_on": "norms"}, "weight_decay_on='norms': allowed are 'all', 'matrices'"),
     ],
 )
@@ -138,3 +142,13 @@ def test_a_parsed_schedule_cannot_be_changed() -> None:
     with pytest.raises(TypeError):
         parse_schedule("cosine")[1]["end"] = 1.0  # type: ignore[index]
     assert spec_of(ema=0.99, parallel="zero1", nproc_per_node=2).ema == 0.99
+
+
+@pytest.mark.parametrize("knobs", [{}, {"device": "auto"}, {"device": "cuda", "backend": "gloo"}])
+def test_gradients_in_bf16_are_refused_before_a_launch_without_nccl(monkeypatch: pytest.MonkeyPatch, knobs: dict[str, Any]) -> None:
+    monkeypatch.setattr(environment, "gpu_count", lambda: 0)
+    with pytest.raises(
+        LaunchError, match='gradient_compression="bf16": torch reduces gradients in bf16 on GPUs with NCCL only; try "fp16"'
+    ):
+        launch.check(spec_of(task="clipart-resnet", gradient_compression="bf16", **knobs))
+    launch.check(spec_of(task="clipart-resnet", gradient_compression="fp16"))

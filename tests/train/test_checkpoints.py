@@ -63,7 +63,15 @@ def names(run_dir: Path) -> list[str]:
     return sorted(path.name for path in (run_dir / run_directory.CHECKPOINTS).iterdir())
 
 
-@pytest.mark.parametrize("knobs", [{}, {"accumulation": 2, "schedule": "cosine", "warmup_steps": 3}, {"optimizer": "adam(lr=0.01)"}])
+@pytest.mark.parametrize(
+    "knobs",
+    [
+        {},
+        {"accumulation": 2, "schedule": "cosine", "warmup_steps": 3},
+        {"optimizer": "adam(lr=0.01)"},
+        {"optimizer": "adafactor", "gradient_compression": "fp16"},
+    ],
+)
 def test_a_run_that_goes_on_ends_where_one_that_was_never_ended_does(alone: Ranks, tmp_path: Path, knobs: dict[str, Any]) -> None:
     spec, task = spec_of(**knobs), toy_tasks.numbers()
     whole = train(spec, task, alone, tmp_path)

@@ -14,6 +14,7 @@ from tests import toy_tasks
 from tests.train.test_checkpoints import names, spec_of, train, weights
 from workbench.core import run_directory
 from workbench.runs.spec import SpecError
+from workbench.train import optimizers
 from workbench.train.ranks import Ranks
 from workbench.train.trainer import Trainer
 from workbench.train.weight_average import WeightAverage
@@ -137,3 +138,17 @@ def test_only_matrices_are_decayed(alone: Ranks) -> None:
 def test_weight_decay_that_there_is_not_cannot_be_split(alone: Ranks) -> None:
     with pytest.raises(SpecError, match=r'weight_decay_on="matrices": the SGD has no weight'):
         Trainer(spec_of(weight_decay_on="matrices"), toy_tasks.numbers(optimizer="sgd(lr=0.1)"), alone)
+
+
+def test_adafactor_keeps_a_row_and_a_column_of_each_matrix_and_is_not_sharded(alone: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = Trainer(spec_of(optimizer="adafactor(lr=0.05)", weight_decay_on="all"), toy_tasks.numbers(), alone)
+    batch = next(trainer.batches())
+    losses = [trainer.step([batch]).item() for _ in range(30)]
+    assert losses[-1] < 0.7 * losses[0]
+    for weight in trainer.module.parameters():
+        state = trainer.optimizer.state[weight]
+        kept = sum(value.numel() for name, value in state.items() if name != "step")
+        assert kept == (sum(weight.shape) if weight.dim() == 2 else weight.numel())
+    monkeypatch.setattr(optimizers, "is_dtensor", lambda weight: True)
+    with pytest.raises(SpecError, match=r'adafactor on parameters that ranks share .*; try parallel="ddp"'):
+        optimizers.place_optimizer(trainer.optimizer, share=False)

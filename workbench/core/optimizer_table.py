@@ -31,7 +31,9 @@ class NamedOptimizer:
     other_options: tuple[str, ...] = ()
     """Its further options, without those that all have."""
     of_torch: bool = True
-    """Is the class torch's own, with the options that all of torch's have?"""
+    """Is the class torch's own?"""
+    shared_options: tuple[str, ...] = _OF_TORCH
+    """Its options that most of torch's have; those of a class that is ours are left out."""
     decoupled: bool = False
     """Is its weight decay no part of the gradient, so that weights shrink by lr × weight_decay a step?"""
     offered: tuple[str, ...] = ()
@@ -41,7 +43,7 @@ class NamedOptimizer:
     def options(self) -> tuple[str, ...]:
         """Names of all its options."""
         own = tuple(name for name in self.defaults if name not in _SHARED)
-        return (*own, *self.other_options, *_SHARED, *(_OF_TORCH if self.of_torch else ()))
+        return (*own, *self.other_options, *_SHARED, *(self.shared_options if self.of_torch else ()))
 
 
 _ADAM = {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "lr": 0.001}
@@ -104,6 +106,15 @@ _TABLE = (
         other_options=("exclude_1d",),
         of_torch=False,
         offered=("lamb",),
+    ),
+    NamedOptimizer(
+        name="adafactor",
+        class_name="Adafactor",
+        family="other",
+        defaults={"weight_decay": 0.0, "lr": 0.01},
+        other_options=("beta2_decay", "eps", "d"),
+        shared_options=("foreach", "maximize"),
+        decoupled=True,
     ),
     NamedOptimizer(
         name="nadam",

@@ -163,6 +163,9 @@ class RunSpec(_Spec):
     """Let DDP look for parameters without a gradient in every step; needed where some layers are skipped, and slower."""
     gradient_as_bucket_view: bool = False
     """Let gradients lie in DDP's buckets, which saves one copy of them in the optimizer's step."""
+    gradient_compression: str = knob("none", choices=training_knobs.COMPRESSIONS, elsewhere=("ddp_comm_hook", "comm_hook"))
+    """What DDP reduces in place of fp32 gradients, by a communication hook of torch: "fp16" and "bf16" halve what is sent. fp16 overflows
+    above 65,504; bf16 needs GPUs and NCCL."""
     parallel: str = knob("ddp", choices=PARALLELS, panels=("memory",), elsewhere=("strategy", "fsdp", "zero", "sharding", "zero_stage"))
     """What the ranks share: "ddp" nothing, "zero1" optimizer states, "zero2" all but the weights while a step lasts, "fsdp" all; "hsdp": as
     "fsdp" among `shard_ranks`, as "ddp" among such groups. Under the last three, amp_bf16 keeps the weights in fp32, gathers them in bf16,

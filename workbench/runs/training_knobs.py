@@ -23,6 +23,9 @@ _ENDLESS = ("constant", "inverse_sqrt")
 DECAYED = ("all", "matrices")
 """Parameters that weight decay shrinks."""
 
+COMPRESSIONS = ("none", "fp16", "bf16")
+"""Types in which DDP may reduce gradients."""
+
 
 @functools.lru_cache(maxsize=64)
 def parse_schedule(text: str) -> tuple[str, Mapping[str, float]]:
@@ -114,6 +117,12 @@ def check(spec: Any) -> None:
         raise SpecError(f"schedule={spec.schedule!r:.80}: a name is allowed: {', '.join(map(repr, SCHEDULES))}")
     parse_schedule(spec.schedule)
     real_number("label_smoothing", spec.label_smoothing, least=0, below=1, error=SpecError)
+    if spec.gradient_compression != "none" and (spec.parallel in SHARDED or spec.tensor_parallel > 1):
+        given = f"tensor_parallel={spec.tensor_parallel}" if spec.tensor_parallel > 1 else f'parallel="{spec.parallel}"'
+        raise SpecError(
+            f'gradient_compression="{spec.gradient_compression}" with {given}: it is a hook of DDP, which "ddp" and "zero1" use; leave it '
+            'out, or try parallel="ddp" with tensor_parallel=1'
+        )
     if spec.ema is None:
         return
     real_number("ema", spec.ema, above=0, below=1, what="a decay per step", also=", such as 0.999, or None", error=SpecError)

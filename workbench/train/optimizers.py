@@ -204,6 +204,11 @@ def place_optimizer(optimizer: Optimizer, *, share: bool, group: dist.ProcessGro
 
 def _check_fused(optimizer: Optimizer) -> None:
     sharded = any(is_dtensor(weight) for group in optimizer.param_groups for weight in group["params"])
+    if sharded and isinstance(optimizer, torch.optim.Adafactor):
+        raise SpecError(
+            "adafactor on parameters that ranks share (FSDP2, tensor parallelism): it needs the means of whole rows and columns, and sees "
+            'parts of them; try parallel="ddp", "zero1", or "adamw"'
+        )
     fused = any(group.get("fused") for group in optimizer.param_groups)
     if sharded and fused and not isinstance(optimizer, torch.optim.Adam):
         raise SpecError(

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
-from workbench.runs.spec import SHARDED, RunSpec
+from workbench.runs.spec import SHARDED, RunSpec, SpecError
 from workbench.train.blocks import find_blocks
 from workbench.train.offload import mark_on_host
 from workbench.train.precision import TYPES
@@ -42,7 +42,7 @@ def distribute(module: nn.Module, spec: RunSpec, layout: Layout, device: torch.d
         return _sharded(module, spec, layout, device)
     if layout.tensor is not None:
         use_local_parameters(module)
-    return DistributedDataParallel(
+    model = DistributedDataParallel(
         module,
         device_ids=[device.index] if device.type == "cuda" else None,
         bucket_cap_mb=spec.bucket_cap_mb,
@@ -50,6 +50,15 @@ def distribute(module: nn.Module, spec: RunSpec, layout: Layout, device: torch.d
         gradient_as_bucket_view=spec.gradient_as_bucket_view,
         process_group=layout.data,
     )
+    if spec.gradient_compression != "none":
+        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+        hooks = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}
+        try:
+            model.register_comm_hook(layout.data, hooks[spec.gradient_compression])
+        except TypeError as error:  # where the ranks have no GPU after all
+            raise SpecError(f'gradient_compression="{spec.gradient_compression}": {error}; try "fp16"') from error
+    return model
 
 
 def _sharded(module: nn.Module, spec: RunSpec, layout: Layout, device: torch.device) -> nn.Module:

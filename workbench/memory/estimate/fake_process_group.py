@@ -100,6 +100,10 @@ def _no(*_args: Any) -> bool:
     return False
 
 
+_COMPRESSED = {"fp16_compress_hook": torch.float16, "bf16_compress_hook": torch.bfloat16}
+"""Communication hook of torch → the type in which it sends gradients."""
+
+
 @contextlib.contextmanager
 def fake_data_parallel(bucket_seen: Callable[[Tensor], None]) -> Iterator[None]:
     """Inside, DistributedDataParallel can be built on fake tensors; its reducer is the real one, and so are its buckets.
@@ -111,8 +115,10 @@ def fake_data_parallel(bucket_seen: Callable[[Tensor], None]) -> Iterator[None]:
     """
     build = DistributedDataParallel.__init__
 
-    def reduced(_state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]
+    def reduced(compressed: list[torch.dtype], bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]
         bucket_seen(bucket.buffer())
+        for kind in compressed:
+            bucket.buffer().to(kind)  # there until it is reduced
         future: torch.futures.Future[Tensor] = torch.futures.Future()
         future.set_result(bucket.buffer())
         return future
@@ -120,7 +126,9 @@ def fake_data_parallel(bucket_seen: Callable[[Tensor], None]) -> Iterator[None]:
     @wraps(build)
     def build_fake(self: DistributedDataParallel, *args: Any, **options: Any) -> None:
         build(self, *args, **options | {"init_sync": False})
-        self.register_comm_hook(None, reduced)
+        compressed: list[torch.dtype] = []
+        self.register_comm_hook(compressed, reduced)
+        self.register_comm_hook = lambda state, hook: compressed.append(_COMPRESSED[hook.__name__])  # type: ignore[method-assign]
         self.reducer = _NeverRebuilds(self.reducer)  # type: ignore[assignment]
 
     DistributedDataParallel.__init__ = build_fake  # type: ignore[method-assign]

@@ -152,7 +152,7 @@ def check(spec: Spec, *, alone: bool = True, here: bool = True) -> None:
 
     Raises:
         TaskError: its task is not there.
-        LaunchError: it wants more GPUs than there are, or other machines where this one works alone.
+        LaunchError: it wants more GPUs than there are, or what only GPUs do, or other machines where this one works alone.
     """
     if alone and here and spec.nnodes > 1:
         raise LaunchError(
@@ -162,6 +162,8 @@ def check(spec: Spec, *, alone: bool = True, here: bool = True) -> None:
     if isinstance(spec, ScriptSpec):  # what a script does with its ranks is its own affair
         return
     task.check(spec.task)
+    if spec.gradient_compression == "bf16" and ("cpu" in spec.device or "gloo" in spec.backend or (here and environment.gpu_count() == 0)):
+        raise LaunchError('gradient_compression="bf16": torch reduces gradients in bf16 on GPUs with NCCL only; try "fp16"')
     if not here:
         return
     if spec.device != "cpu":
