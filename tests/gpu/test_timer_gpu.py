@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import workbench as wb
+from workbench.harness.device_clock import DeviceClock
 from workbench.timeline.timeline import Timeline
 
 pytestmark = [
@@ -121,3 +122,27 @@ def test_a_model_on_the_cpu_is_timed_by_the_host_clock() -> None:
     for x in watched:
         model(x).sum().backward()
     assert watched.timeline.clock == "host"
+
+
+def test_a_device_clock_tells_steps_apart_and_sees_other_streams(step: Callable[[torch.Tensor], None]) -> None:
+    x, device = torch.randn(SIZE, SIZE, device="cuda"), torch.device("cuda", torch.cuda.current_device())
+    torch.cuda.synchronize()
+    began, clock = time.perf_counter(), DeviceClock(device)
+    for _ in range(10):
+        step(x)
+        clock.mark()
+    steps, whole = clock.read()
+    wall = time.perf_counter() - began
+    assert len(steps) == 10
+    assert sum(steps) == pytest.approx(whole)
+    assert whole == pytest.approx(wall, rel=0.05)
+    assert max(steps) < 1.5 * min(steps)
+
+    clock, side = DeviceClock(device), torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        for _ in range(10):
+            step(x)
+    clock.mark()
+    steps, whole = clock.read()
+    assert steps == []
+    assert whole == pytest.approx(wall, rel=0.2)
