@@ -18,6 +18,8 @@ class UndisturbedClock:
 
     The kernel counts a wait when it has ended: who reads the clock during the wait sees a later time than the thread does after it.
     So each thread has a latest reading of its own, and those of a sampler do not set the clock of the training thread forward.
+
+    Left out is what the thread itself waits for a core, not what workers of its loader do: a loop that waits for them needs free cores.
     """
 
     def __init__(self) -> None:
