@@ -44,6 +44,12 @@ def test_another_thread_that_reads_the_clock_during_a_wait_does_not_set_it_forwa
     assert thread.milliseconds == 6
 
 
+def test_a_program_with_workers_goes_by_real_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = UndisturbedClock(alone=False)
+    monkeypatch.setattr(clock, "_real", lambda: 7 * 10**6)
+    assert clock.nanoseconds() == 7 * 10**6
+
+
 def test_the_clock_of_each_thread_never_goes_back_and_can_be_set_and_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     thread = Thread(monkeypatch)
     thread.now = 10

@@ -19,16 +19,22 @@ class UndisturbedClock:
     The kernel counts a wait when it has ended: who reads the clock during the wait sees a later time than the thread does after it.
     So each thread has a latest reading of its own, and those of a sampler do not set the clock of the training thread forward.
 
-    Left out is what the thread itself waits for a core, not what workers of its loader do: a loop that waits for them needs free cores.
+    A program that waits for processes of its own, such as workers of a loader, goes by real time: they go on while it waits for a core.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, alone: bool = True) -> None:
+        """Begin with what the thread has waited so far.
+
+        Args:
+            alone: is the program this process alone? Else this is the real clock.
+        """
+        self._alone = alone
         self._file = os.open(SCHEDULER.format(threading.get_native_id()), os.O_RDONLY)
         self._real, self._ahead = time.perf_counter_ns, 0
         self._last: dict[int, int] = {}
 
     def _waited(self) -> int:
-        return int(os.pread(self._file, 64, 0).split()[1])
+        return int(os.pread(self._file, 64, 0).split()[1]) if self._alone else 0
 
     def _passed(self) -> int:
         waited = self._waited()

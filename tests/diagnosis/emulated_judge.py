@@ -97,7 +97,7 @@ class Answer:
 def judge(case: Case, *, budget_s: float, proofs: int = 0, rank: int = 0, folder: Path | None = None) -> Answer:
     """Run the case in this process, which has not imported the library yet: others on the machine do not count."""
     with pytest.MonkeyPatch.context() as patch:
-        clock = UndisturbedClock()
+        clock = UndisturbedClock(alone=not case.workers)
         clock.install(patch)
         undisturbed_machine(patch, clock)
         import workbench as wb

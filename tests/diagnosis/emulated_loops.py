@@ -214,18 +214,24 @@ class AdamW(torch.optim.Optimizer):
             self.device.compute(seconds / TENSOR_KERNELS, kernels=len(group["params"]))
 
 
+LATE = 0.02
+"""Seconds: who comes later than that for the next sample had nothing to do before, and did not wait for a core."""
+
+
 class Samples(Dataset[Tensor]):
-    """Samples that take time to make."""
+    """Samples that take time to make: one comes at a fixed time after the one before, however late its process wakes up."""
 
     def __init__(self, case: Case) -> None:
-        self.case = case
+        self.case, self.ready = case, 0.0
 
     def __len__(self) -> int:
         return self.case.samples * self.case.steps_per_pass
 
     def __getitem__(self, index: int) -> Tensor:
         if self.case.loading:
-            time.sleep(self.case.loading / self.case.samples)
+            now = time.monotonic()
+            self.ready = (self.ready if now - self.ready < LATE else now) + self.case.loading / self.case.samples
+            time.sleep(max(0.0, self.ready - now))
         return torch.zeros(COLUMNS)
 
 

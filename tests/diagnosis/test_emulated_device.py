@@ -5,12 +5,14 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from tests.diagnosis import emulated_loops
 from tests.diagnosis.emulated_judge import LIMIT, ROOT, Answer
-from tests.diagnosis.emulated_loops import CASES, HEALTHY, PLANTED, spin
+from tests.diagnosis.emulated_loops import CASES, HEALTHY, PLANTED, Case, Samples, spin
 from tests.emulated_device import EmulatedDevice
 from workbench.diagnosis.analysis.verdict import VERDICTS
 from workbench.diagnosis.measure import inside
@@ -35,6 +37,24 @@ def test_the_gallery_is_well_formed() -> None:
     assert all(case.healthy for case in HEALTHY)
     assert not any(case.healthy or case.cleaned() == case for case in PLANTED)
     assert all(set(case.answers) <= set(VERDICTS) for case in CASES.values())
+
+
+def test_a_worker_that_wakes_late_gives_its_samples_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for the last. Who had nothing to do for a while begins when it is asked."""
+    now = 100.0
+
+    def sleep(seconds: float) -> None:
+        nonlocal now
+        now += seconds + 0.003
+
+    monkeypatch.setattr(emulated_loops, "time", SimpleNamespace(monotonic=lambda: now, sleep=sleep))
+    samples = Samples(Case(name="", loading=0.04, samples=8))
+    for _ in range(2):
+        begun = now
+        for index in range(8):
+            samples[index]
+        assert now - begun == pytest.approx(0.043)
+        now += 1.0
 
 
 @pytest.mark.parametrize("name", QUICK)
