@@ -37,11 +37,6 @@ def code(notebook: "nbformat.NotebookNode") -> "list[nbformat.NotebookNode]":
     return [cell for cell in notebook.cells if cell.cell_type == "code"]
 
 
-def has_the_form(notebook: "nbformat.NotebookNode") -> bool:
-    """Whether a notebook was brought into the form of the course already."""
-    return "**Difficulty**" in notebook.cells[0].source
-
-
 def test_there_is_one() -> None:
     assert NOTEBOOKS
 
@@ -57,8 +52,6 @@ def test_it_stores_no_error_that_it_does_not_announce(notebook: "nbformat.Notebo
 
 
 def test_its_outputs_are_of_the_code_as_it_is(notebook: "nbformat.NotebookNode") -> None:
-    if not has_the_form(notebook):
-        pytest.skip("not yet in the form of the course")
     changed = shown_code.older(notebook)
     assert changed is not None, "nobody knows what code made these outputs: make refresh"
     assert not changed, (
@@ -209,11 +202,8 @@ def test_a_bound_that_a_checked_claim_states_is_the_one_that_is_checked(notebook
 def test_it_says_what_it_asks_how_long_it_takes_and_what_comes_next(notebook: "nbformat.NotebookNode") -> None:
     first = notebook.cells[0].source
     assert re.match(r"# .*\?", first), "a question is the title"
-    if has_the_form(notebook):
-        assert re.search(r"^\*\*You will learn\*\* .{20,}", first, re.MULTILINE)
-        assert re.search(r"^\*\*Difficulty\*\* [●○]{3} · \*\*Learning\*\* \d+ min · \*\*Running\*\* \d+ (s|min)\b", first, re.MULTILINE)
-    else:
-        assert "| run time |" in first
+    assert re.search(r"^\*\*You will learn\*\* .{20,}", first, re.MULTILINE)
+    assert re.search(r"^\*\*Difficulty\*\* [●○]{3} · \*\*Learning\*\* \d+ min · \*\*Running\*\* \d+ (s|min)\b", first, re.MULTILINE)
     assert "our own" in "".join(cell.source for cell in notebook.cells[-4:]), "it ends with the reader's own loop"
 
 
@@ -232,8 +222,6 @@ def test_its_cells_parse(notebook: "nbformat.NotebookNode") -> None:
 
 
 def test_its_pictures_are_sharp_and_no_object_is_printed_beside_them(notebook: "nbformat.NotebookNode") -> None:
-    if not has_the_form(notebook):
-        pytest.skip("not yet in the form of the course")
     assert '%config InlineBackend.figure_format = "retina"' in code(notebook)[0].source
     for cell in code(notebook):
         for output in cell.outputs:
@@ -283,8 +271,6 @@ def printed(statements: str, names: dict[str, Any]) -> list[str]:
 def test_each_solution_is_right_a_wrong_answer_is_not_and_an_untouched_exercise_waits(
     notebook: "nbformat.NotebookNode", monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if not has_the_form(notebook):
-        pytest.skip("not yet in the form of the course")
     monkeypatch.syspath_prepend(FOLDER)
     names, count = imported_in(notebook), 0
     for cell, solution in exercises(notebook):
