@@ -77,6 +77,7 @@ if TYPE_CHECKING:
     from workbench.runs.launch.launch import launch as launch
     from workbench.runs.launch.prove_resume import ResumeProof as ResumeProof
     from workbench.runs.launch.prove_resume import prove_resume as prove_resume
+    from workbench.runs.launch.prove_script_resume import ScriptResumeProof as ScriptResumeProof
     from workbench.runs.launch.slurm import Slurm as Slurm
     from workbench.runs.launch.sweep import sweep as sweep
     from workbench.runs.listing import list_runs as list_runs
@@ -123,6 +124,7 @@ _NAMES = {
     "workbench.runs.launch.launch": "launch",
     "workbench.runs.launch.kubernetes": "kubernetes",
     "workbench.runs.launch.prove_resume": "ResumeProof prove_resume",
+    "workbench.runs.launch.prove_script_resume": "ScriptResumeProof",
     "workbench.runs.launch.slurm": "Slurm",
     "workbench.runs.launch.sweep": "sweep",
     "workbench.scaling.analysis.law.law": "ScalingLaw",

@@ -16,6 +16,7 @@ from workbench.core.display import table as display
 from workbench.runs.entrypoints import spec_entrypoint
 from workbench.runs.launch.launch import check, check_timeout, label, launch
 from workbench.runs.launch.new_run import LaunchError, NewRun
+from workbench.runs.launch.prove_script_resume import OUT, ScriptResumeProof, prove_script_resume
 from workbench.runs.run import Run
 from workbench.runs.spec import AUTO, RunSpec
 from workbench.runs.target import read_spec
@@ -149,39 +150,57 @@ class ResumeProof(JsonDataclass, display.Shown):
 
 
 def prove_resume(
-    target: RunSpec | str,
+    target: RunSpec | str | os.PathLike[str],
     *,
+    args: Sequence[str] = (),
+    result: str | None = None,
     kills: int = 2,
     seed: int = 0,
     timeout: float | None = 600.0,
     runs_dir: str | os.PathLike[str] | None = None,
     **knobs: Any,
-) -> ResumeProof:
+) -> ResumeProof | ScriptResumeProof:
     """Train a spec twice, kill one of the two at random steps and resume it from its checkpoints, and compare both bit for bit.
 
     Both write a digest of each step, on each rank: samples, batch, random numbers, weights, buffers, optimizer, schedule, gradient scaler,
     loss and gradients. Where the two differ, the first step, rank and part is named.
 
+    A script keeps checkpoints of its own: it is killed at random moments after it has written something into its folder, and launched
+    again with the same arguments. Compared is what it has written at its end.
+
     Args:
-        target: a RunSpec, or the name of a task. At most 60 steps of it are trained, unless `steps=` is among the knobs, and a
-            checkpoint is written after each sixth of them, unless `checkpoint_every=` is.
+        target: a RunSpec, the name of a task, or the path of a script. Of a spec, at most 60 steps are trained, unless `steps=` is among
+            the knobs, and a checkpoint is written after each sixth of them, unless `checkpoint_every=` is.
+        args: of a script: its arguments. "{out}" in them stands for the folder where it finds and writes its checkpoints.
+        result: of a script: the file in that folder that is compared, such as "last.pt"; best with weights, optimizer and all else.
         kills: how often it is killed, each time in another step: a random rank, by SIGKILL.
         seed: of the choice of steps and ranks.
         timeout: seconds that each of the trainings may take; None = any.
         runs_dir: where the two run directories go; None = `runs` in the current folder.
-        **knobs: fields of the RunSpec to change, as `spec.replace` does.
+        **knobs: fields of the RunSpec to change, as `spec.replace` does; of a script, arguments of `launch` such as nproc_per_node.
 
     Raises:
-        ValueError: it is no spec, or has too few steps for so many kills.
+        ValueError: it is no spec or script, lacks what a script needs, or has too few steps for so many kills.
         SpecError: no such knob, or checkpoints cannot be written with its others.
         LaunchError: it cannot be launched here.
         RunError: a training failed by itself.
         TimeoutError: it took too long; it was stopped.
     """
-    spec = _prepared(read_spec("prove_resume", target, because="whose training is killed and resumed"), knobs)
     check_timeout(timeout)
-    assert spec.checkpoint_every is not None
     whole_number("kills", kills, least=1, error=ValueError)
+    if isinstance(target, str | os.PathLike) and os.fspath(target).endswith(".py"):
+        if not result or not any(OUT in arg for arg in args):
+            raise ValueError(
+                f"prove_resume({os.fspath(target)!r}): a script needs args= with {OUT}, the folder for its checkpoints, and result=, "
+                f'the file in it that is compared: prove_resume("train.py", args=["--out", "{OUT}"], result="last.pt")'
+            )
+        folder = Path(runs_dir or "runs").expanduser().absolute() / f"{time.strftime('%Y-%m-%dT%H-%M-%S')}-{Path(target).stem}-resume"
+        given = {"args": args, "result": result, "kills": kills, "seed": seed, "timeout": timeout}
+        return prove_script_resume(target, folder=folder, **given, **knobs)
+    if args or result:
+        raise ValueError(f"prove_resume(…, {'args' if args else 'result'}=…) with a RunSpec: only a script takes it")
+    spec = _prepared(read_spec("prove_resume", target, because="whose training is killed and resumed"), knobs)
+    assert spec.checkpoint_every is not None
     choices = range(spec.checkpoint_every + 1, spec.steps + 1)
     if len(choices) < kills:
         raise ValueError(

@@ -1,0 +1,275 @@
+"""Proves the resume of a script: kills it at random moments, launches it again, and compares what it writes at its end."""
+
+import contextlib
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from workbench.core.codec import JsonDataclass
+from workbench.core.display import table as display
+from workbench.core.run_directory import ENV_RUN_ID
+from workbench.runs.launch.launch import launch
+from workbench.runs.launch.new_run import LaunchError
+from workbench.runs.run import ACTIVE, Run
+
+OUT = "{out}"
+"""Stands in a script's arguments for the folder where it keeps its checkpoints and writes its result."""
+SHOWN = 8
+"""Entries that are shown at most."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry(JsonDataclass):
+    """An entry of the result that differs."""
+
+    name: str
+    """Its keys, with dots between them: `model.0.weight`."""
+    difference: str
+    """In what: "missing", a largest difference, or both values."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScriptResumeProof(JsonDataclass, display.Shown):
+    """Whether a script that is killed and launched again writes bit for bit what an undisturbed one writes."""
+
+    entries: int
+    """Entries of the result: tensors, numbers, texts."""
+    differing: tuple[Entry, ...]
+    """Those that differ from the undisturbed result."""
+    repeatable: bool
+    """Does the script write the same when it is launched twice without a kill? Tried where something differs; else True."""
+    kills: tuple[float, ...]
+    """Seconds after its launch at which it was killed, each time."""
+    seconds: float
+    """How long the undisturbed script took."""
+    undisturbed: str
+    """Folder of the script that was not killed."""
+    interrupted: str
+    """Folder of the one that was."""
+
+    @property
+    def exact(self) -> bool:
+        """Is the result bit for bit the same?"""
+        return not self.differing
+
+    @property
+    def verdict(self) -> str:
+        """The answer in words, with what to do."""
+        if self.exact:
+            return (
+                f"Exact: after {_kills(len(self.kills))} all {self.entries:,} entries of the result are bit for bit those of the "
+                "undisturbed script."
+            )
+        many = f"{len(self.differing):,} of {self.entries:,} entries of the result differ"
+        if not self.repeatable:
+            return (
+                f"Not repeatable: {many}, and they differ as well where nothing is killed, so no checkpoint can make them equal. Seed all "
+                "generators (torch, numpy, random, the workers of loaders) at the start of the script"
+            )
+        return (
+            f"Not exact: {many} after {_kills(len(self.kills))}. Without a kill the script writes the same twice, so its checkpoint lacks "
+            "something: usual are the states of random generators, the position in the data, the learning-rate schedule, the optimizer, "
+            "the gradient scaler"
+        )
+
+    @property
+    def table(self) -> display.Table:
+        """The entries that differ, and the verdict."""
+        rows = [[entry.name, entry.difference] for entry in self.differing[:SHOWN]]
+        if len(self.differing) > SHOWN:
+            rows.append([f"and {len(self.differing) - SHOWN:,} more", ""])
+        return display.Table(columns=("entry", "difference"), rows=rows, title="Killed and launched again", note=self.verdict)
+
+    def __repr__(self) -> str:
+        return f"ScriptResumeProof(exact={self.exact}, entries={self.entries}, differing={len(self.differing)}, kills={len(self.kills)})"
+
+
+def prove_script_resume(
+    script: str | os.PathLike[str],
+    *,
+    args: Sequence[str],
+    result: str,
+    folder: Path,
+    kills: int,
+    seed: int,
+    timeout: float | None,
+    **launched: Any,
+) -> ScriptResumeProof:
+    """See `prove_resume`.
+
+    Args:
+        script: its path.
+        args: its arguments, in which "{out}" stands for a folder of its own.
+        result: a file in that folder, which the script writes at its end.
+        folder: where the folders go.
+        kills: how often it is killed.
+        seed: of the choice of moments and ranks.
+        timeout: seconds that each launch may take.
+        **launched: arguments of `launch`.
+
+    Raises:
+        LaunchError: it cannot be launched or killed here, or did not write the result.
+        RunError: it failed by itself.
+    """
+    if sys.platform != "linux":
+        raise LaunchError("prove_resume with a script finds its ranks in /proc, which only Linux has; a RunSpec works here")
+
+    def begin(name: str) -> Run:
+        out = folder / name
+        out.mkdir(parents=True, exist_ok=True)
+        given = [arg.replace(OUT, str(out)) for arg in args]
+        return launch(script, args=given, timeout=timeout, runs_dir=folder, name=f"{Path(script).stem}-{name}", **launched)
+
+    def to_the_end(name: str) -> tuple[Run, int]:
+        run = begin(name)
+        _, writes = _watched(run, folder / name)
+        return run.wait(check=True), writes
+
+    run, left = to_the_end("undisturbed")
+    seconds, expected = run.seconds, entries_of(folder / "undisturbed" / result)
+    chosen, done = random.Random(seed), list[float]()
+    while len(done) < kills and left > 1:  # the last write is the result
+        run, after = begin("interrupted"), chosen.randint(1, left - 1)
+        killed, writes = _watched(run, folder / "interrupted", after, chosen)
+        if not killed:
+            break
+        done.append(killed)
+        left -= writes
+    if not done:
+        raise LaunchError(
+            f"{script} wrote nothing into {OUT} ({folder / 'undisturbed'}) before its end, so there is no checkpoint to go on from: "
+            "let it train longer, or write checkpoints more often"
+        )
+    to_the_end("interrupted")
+    differing = tuple(differences(expected, entries_of(folder / "interrupted" / result)))
+    repeatable = True
+    if differing:
+        to_the_end("again")
+        repeatable = not any(True for _ in differences(expected, entries_of(folder / "again" / result)))
+    return ScriptResumeProof(
+        entries=len(expected), differing=differing, repeatable=repeatable, kills=tuple(done), seconds=seconds,
+        undisturbed=str(folder / "undisturbed"), interrupted=str(folder / "interrupted"),
+    )  # fmt: skip
+
+
+def _watched(run: Run, out: Path, kill_after: int | None = None, chosen: random.Random | None = None) -> tuple[float, int]:
+    """Count how often a script writes into its folder, until it ends or is killed.
+
+    Args:
+        run: of the script.
+        out: its folder.
+        kill_after: writes after which a rank is killed; None = it is not.
+        chosen: of a rank, and of a pause before.
+
+    Returns:
+        Seconds after which it was killed, 0 = it was not; writes.
+    """
+    start, writes, before = time.monotonic(), 0, _written(out)
+    times = [start]
+    while run.state in ACTIVE:
+        now = _written(out)
+        if now != before:
+            writes, before = writes + 1, now
+            times.append(time.monotonic())
+        if chosen and kill_after is not None and writes >= kill_after:
+            time.sleep(chosen.random() * (times[-1] - times[-2]))  # not always right after a write
+            if ranks := _ranks(run.id):
+                os.kill(chosen.choice(ranks), signal.SIGKILL)
+                after = time.monotonic() - start
+                return (after, writes) if run.wait().state == "failed" else (0.0, writes)
+        time.sleep(0.005)
+    return 0.0, writes + (_written(out) != before)
+
+
+def _written(out: Path) -> int:
+    """When something in a folder was written last."""
+    times = [0]
+    for path in out.rglob("*"):
+        with contextlib.suppress(OSError):  # renamed meanwhile
+            times.append(path.stat().st_mtime_ns)
+    return max(times)
+
+
+def _ranks(run_id: str) -> list[int]:
+    """The processes of the ranks of a run: the eldest of those with the same RANK."""
+    eldest: dict[bytes, int] = {}
+    for pid in sorted(map(int, filter(str.isdigit, os.listdir("/proc")))):
+        try:
+            environ = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        except OSError:  # ended while we looked, or another user's
+            continue
+        if f"{ENV_RUN_ID}={run_id}".encode() in environ:
+            for entry in environ:
+                if entry.startswith(b"RANK="):
+                    eldest.setdefault(entry, pid)
+    return list(eldest.values())
+
+
+def entries_of(path: Path) -> dict[str, Any]:
+    """The tensors, numbers and texts of a file of `torch.save`, by their keys; another file is one entry, its bytes.
+
+    Raises:
+        LaunchError: it is not there.
+    """
+    import torch  # takes a second
+
+    if not path.is_file():
+        there = ", ".join(sorted(each.name for each in path.parent.iterdir())[:8]) if path.parent.is_dir() else ""
+        raise LaunchError(
+            f"the script wrote no {path.name} into {path.parent}, where there is {there or 'nothing'}: check result= and {OUT} in args="
+        )
+    if path.read_bytes()[:4] != b"PK\3\4":
+        return {path.name: path.read_bytes()}
+    try:
+        value = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception:  # other objects are not unpickled: it may be anybody's
+        return {path.name: path.read_bytes()}
+    return dict(_flat(value, ""))
+
+
+def _flat(value: Any, name: str) -> Iterator[tuple[str, Any]]:
+    inside: Any = None
+    if isinstance(value, Mapping):
+        inside = value.items()
+    elif isinstance(value, list | tuple):
+        inside = enumerate(value)
+    if inside is None:
+        yield name, value
+        return
+    for key, part in inside:
+        yield from _flat(part, f"{name}.{key}" if name else str(key))
+
+
+def differences(expected: Mapping[str, Any], entries: Mapping[str, Any]) -> Iterator[Entry]:
+    """What differs between two results, in their order."""
+    for name in {**expected, **entries}:
+        if name not in entries or name not in expected:
+            yield Entry(name=name, difference="missing" if name in expected else "not in the undisturbed result")
+        elif text := _difference(expected[name], entries[name]):
+            yield Entry(name=name, difference=text)
+
+
+def _difference(one: Any, other: Any) -> str:
+    from torch import Tensor, equal
+
+    if isinstance(one, bytes) and isinstance(other, bytes):
+        return "" if one == other else f"the files differ ({len(one):,} and {len(other):,} bytes)"
+    if not (isinstance(one, Tensor) and isinstance(other, Tensor)):
+        same = type(one) is type(other) and repr(one) == repr(other)
+        return "" if same else f"{one!r:.40} and {other!r:.40}"
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return f"{one.dtype} {tuple(one.shape)} and {other.dtype} {tuple(other.shape)}"
+    if equal(one.nan_to_num() if one.is_floating_point() else one, other.nan_to_num() if other.is_floating_point() else other):
+        return ""
+    most = (one.double() - other.double()).abs().max()
+    return f"by {float(most):.3g} at most, of {float(one.double().abs().max()):.3g}"
+
+
+def _kills(number: int) -> str:
+    return f"{number} kill{'s' * (number != 1)}"
