@@ -4,12 +4,11 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 
 import workbench as wb
 from workbench.runs.failure import RunError
 from workbench.runs.launch.new_run import LaunchError
-from workbench.runs.launch.prove_script_resume import Entry, differences, entries_of
+from workbench.train.saved_entries import entries_of
 
 SCRIPT = """
 import argparse, os, pathlib, time
@@ -101,39 +100,3 @@ def test_a_script_needs_a_folder_and_a_result(script: str, given: dict[str, obje
         wb.prove_resume(script, **given)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="only a script takes it"):
         wb.prove_resume(wb.RunSpec(task="text-gpt"), result="last.pt")
-
-
-# --- the comparison
-
-
-def test_entries_that_differ_are_named(tmp_path: Path) -> None:
-    nan = float("nan")
-    before = {"model": {"a": torch.tensor([1.0, nan]), "b": torch.zeros(2), "c": torch.zeros(2)}, "steps": [3, 4], "gone": None, "bytes": 1}
-    after = {
-        "model": {"a": torch.tensor([1.0, nan]), "b": torch.tensor([0.0, 0.5]), "c": torch.zeros(3)},
-        "steps": [3, 5],
-        "new": 1,
-        "bytes": 1.0,
-    }
-    for name, value in (("a.pt", before), ("b.pt", after)):
-        torch.save(value, tmp_path / name)
-    assert list(differences(entries_of(tmp_path / "a.pt"), entries_of(tmp_path / "b.pt"))) == [
-        Entry(name="model.b", difference="by 0.5 at most, of 0"),
-        Entry(name="model.c", difference="torch.float32 (2,) and torch.float32 (3,)"),
-        Entry(name="steps.1", difference="4 and 5"),
-        Entry(name="gone", difference="missing"),
-        Entry(name="bytes", difference="1 and 1.0"),
-        Entry(name="new", difference="not in the undisturbed result"),
-    ]
-
-
-def test_nothing_of_a_result_is_executed(tmp_path: Path) -> None:
-    class Hostile:
-        def __reduce__(self) -> tuple[object, tuple[str]]:
-            return Path.touch, (tmp_path / "touched",)  # type: ignore[return-value]
-
-    torch.save({"x": Hostile()}, tmp_path / "a.pt")
-    (tmp_path / "b.bin").write_bytes(b"other")
-    assert list(entries_of(tmp_path / "a.pt")) == ["a.pt"]  # as bytes
-    assert entries_of(tmp_path / "b.bin") == {"b.bin": b"other"}
-    assert not (tmp_path / "touched").exists()

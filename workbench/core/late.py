@@ -14,6 +14,8 @@ HOMES = {
     "MemoryBreakdown": "workbench.memory.analysis.breakdown:MemoryBreakdown",
     "NoiseScale.of_run": "workbench.batch.analysis.noise_scale:noise_scale_of_ranks",
     "TraceSet": "workbench.traces.analysis.trace_set:TraceSet",
+    "differences": "workbench.train.saved_entries:differences",
+    "entries_of": "workbench.train.saved_entries:entries_of",
     "prove": "workbench.diagnosis.api:prove",
 }
 """Name → `module:attribute`. Pictures and panels are found in `workbench.plot` and `workbench.widgets`."""

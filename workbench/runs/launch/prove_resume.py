@@ -195,7 +195,7 @@ def prove_resume(
                 f'the file in it that is compared: prove_resume("train.py", args=["--out", "{OUT}"], result="last.pt")'
             )
         folder = Path(runs_dir or "runs").expanduser().absolute() / f"{time.strftime('%Y-%m-%dT%H-%M-%S')}-{Path(target).stem}-resume"
-        given = {"args": args, "result": result, "kills": kills, "seed": seed, "timeout": timeout}
+        given: dict[str, Any] = {"args": args, "result": result, "kills": kills, "seed": seed, "timeout": timeout}
         return prove_script_resume(target, folder=folder, **given, **knobs)
     if args or result:
         raise ValueError(f"prove_resume(…, {'args' if args else 'result'}=…) with a RunSpec: only a script takes it")

@@ -6,11 +6,12 @@ import random
 import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from workbench.core import late
 from workbench.core.codec import JsonDataclass
 from workbench.core.display import table as display
 from workbench.core.run_directory import ENV_RUN_ID
@@ -132,7 +133,7 @@ def prove_script_resume(
         return run.wait(check=True), writes
 
     run, left = to_the_end("undisturbed")
-    seconds, expected = run.seconds, entries_of(folder / "undisturbed" / result)
+    seconds, expected = run.seconds, _entries_of(folder / "undisturbed" / result)
     chosen, done = random.Random(seed), list[float]()
     while len(done) < kills and left > 1:  # the last write is the result
         run, after = begin("interrupted"), chosen.randint(1, left - 1)
@@ -147,15 +148,31 @@ def prove_script_resume(
             "let it train longer, or write checkpoints more often"
         )
     to_the_end("interrupted")
-    differing = tuple(differences(expected, entries_of(folder / "interrupted" / result)))
+    differing = _differing(expected, folder / "interrupted" / result)
     repeatable = True
     if differing:
         to_the_end("again")
-        repeatable = not any(True for _ in differences(expected, entries_of(folder / "again" / result)))
+        repeatable = not _differing(expected, folder / "again" / result)
     return ScriptResumeProof(
         entries=len(expected), differing=differing, repeatable=repeatable, kills=tuple(done), seconds=seconds,
         undisturbed=str(folder / "undisturbed"), interrupted=str(folder / "interrupted"),
     )  # fmt: skip
+
+
+def _entries_of(path: Path) -> Mapping[str, Any]:
+    try:
+        entries: Mapping[str, Any] = late.load("entries_of")(path)
+    except FileNotFoundError:
+        there = ", ".join(sorted(each.name for each in path.parent.iterdir())[:8]) or "nothing"
+        raise LaunchError(
+            f"the script wrote no {path.name} into {path.parent}, where there is {there}: check result=, and {OUT} in args="
+        ) from None
+    return entries
+
+
+def _differing(expected: Mapping[str, Any], path: Path) -> tuple[Entry, ...]:
+    each = late.load("differences")(expected, _entries_of(path))
+    return tuple(Entry(name=name, difference=difference) for name, difference in each)
 
 
 def _watched(run: Run, out: Path, kill_after: int | None = None, chosen: random.Random | None = None) -> tuple[float, int]:
@@ -209,66 +226,6 @@ def _ranks(run_id: str) -> list[int]:
                 if entry.startswith(b"RANK="):
                     eldest.setdefault(entry, pid)
     return list(eldest.values())
-
-
-def entries_of(path: Path) -> dict[str, Any]:
-    """The tensors, numbers and texts of a file of `torch.save`, by their keys; another file is one entry, its bytes.
-
-    Raises:
-        LaunchError: it is not there.
-    """
-    import torch  # takes a second
-
-    if not path.is_file():
-        there = ", ".join(sorted(each.name for each in path.parent.iterdir())[:8]) if path.parent.is_dir() else ""
-        raise LaunchError(
-            f"the script wrote no {path.name} into {path.parent}, where there is {there or 'nothing'}: check result= and {OUT} in args="
-        )
-    if path.read_bytes()[:4] != b"PK\3\4":
-        return {path.name: path.read_bytes()}
-    try:
-        value = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception:  # other objects are not unpickled: it may be anybody's
-        return {path.name: path.read_bytes()}
-    return dict(_flat(value, ""))
-
-
-def _flat(value: Any, name: str) -> Iterator[tuple[str, Any]]:
-    inside: Any = None
-    if isinstance(value, Mapping):
-        inside = value.items()
-    elif isinstance(value, list | tuple):
-        inside = enumerate(value)
-    if inside is None:
-        yield name, value
-        return
-    for key, part in inside:
-        yield from _flat(part, f"{name}.{key}" if name else str(key))
-
-
-def differences(expected: Mapping[str, Any], entries: Mapping[str, Any]) -> Iterator[Entry]:
-    """What differs between two results, in their order."""
-    for name in {**expected, **entries}:
-        if name not in entries or name not in expected:
-            yield Entry(name=name, difference="missing" if name in expected else "not in the undisturbed result")
-        elif text := _difference(expected[name], entries[name]):
-            yield Entry(name=name, difference=text)
-
-
-def _difference(one: Any, other: Any) -> str:
-    from torch import Tensor, equal
-
-    if isinstance(one, bytes) and isinstance(other, bytes):
-        return "" if one == other else f"the files differ ({len(one):,} and {len(other):,} bytes)"
-    if not (isinstance(one, Tensor) and isinstance(other, Tensor)):
-        same = type(one) is type(other) and repr(one) == repr(other)
-        return "" if same else f"{one!r:.40} and {other!r:.40}"
-    if one.shape != other.shape or one.dtype != other.dtype:
-        return f"{one.dtype} {tuple(one.shape)} and {other.dtype} {tuple(other.shape)}"
-    if equal(one.nan_to_num() if one.is_floating_point() else one, other.nan_to_num() if other.is_floating_point() else other):
-        return ""
-    most = (one.double() - other.double()).abs().max()
-    return f"by {float(most):.3g} at most, of {float(one.double().abs().max()):.3g}"
 
 
 def _kills(number: int) -> str:

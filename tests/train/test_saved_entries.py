@@ -1,0 +1,40 @@
+"""Results of scripts are compared entry by entry, and nothing in them is executed."""
+
+from pathlib import Path
+
+import torch
+
+from workbench.train.saved_entries import differences, entries_of
+
+
+def test_entries_that_differ_are_named(tmp_path: Path) -> None:
+    nan = float("nan")
+    before = {"model": {"a": torch.tensor([1.0, nan]), "b": torch.zeros(2), "c": torch.zeros(2)}, "steps": [3, 4], "gone": None, "bytes": 1}
+    after = {
+        "model": {"a": torch.tensor([1.0, nan]), "b": torch.tensor([0.0, 0.5]), "c": torch.zeros(3)},
+        "steps": [3, 5],
+        "new": 1,
+        "bytes": 1.0,
+    }
+    for name, value in (("a.pt", before), ("b.pt", after)):
+        torch.save(value, tmp_path / name)
+    assert list(differences(entries_of(tmp_path / "a.pt"), entries_of(tmp_path / "b.pt"))) == [
+        ("model.b", "by 0.5 at most, of 0"),
+        ("model.c", "torch.float32 (2,) and torch.float32 (3,)"),
+        ("steps.1", "4 and 5"),
+        ("gone", "missing"),
+        ("bytes", "1 and 1.0"),
+        ("new", "not in the undisturbed result"),
+    ]
+
+
+def test_nothing_of_a_result_is_executed(tmp_path: Path) -> None:
+    class Hostile:
+        def __reduce__(self) -> tuple[object, tuple[str]]:
+            return Path.touch, (tmp_path / "touched",)  # type: ignore[return-value]
+
+    torch.save({"x": Hostile()}, tmp_path / "a.pt")
+    (tmp_path / "b.bin").write_bytes(b"other")
+    assert list(entries_of(tmp_path / "a.pt")) == ["a.pt"]  # as bytes
+    assert entries_of(tmp_path / "b.bin") == {"b.bin": b"other"}
+    assert not (tmp_path / "touched").exists()

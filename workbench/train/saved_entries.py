@@ -1,0 +1,59 @@
+"""Reads what a script has saved as entries, tensors and numbers by their keys, and compares two results bit for bit."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def entries_of(path: Path) -> dict[str, Any]:
+    """The tensors, numbers and texts of a file of `torch.save`, by their keys; another file is one entry, its bytes.
+
+    Raises:
+        FileNotFoundError: it is not there.
+    """
+    if path.read_bytes()[:4] != b"PK\3\4":
+        return {path.name: path.read_bytes()}
+    try:
+        value = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception:  # other objects are not unpickled: it may be anybody's
+        return {path.name: path.read_bytes()}
+    return dict(_flat(value, ""))
+
+
+def _flat(value: Any, name: str) -> Iterator[tuple[str, Any]]:
+    inside: Any = None
+    if isinstance(value, Mapping):
+        inside = value.items()
+    elif isinstance(value, list | tuple):
+        inside = enumerate(value)
+    if inside is None:
+        yield name, value
+        return
+    for key, part in inside:
+        yield from _flat(part, f"{name}.{key}" if name else str(key))
+
+
+def differences(expected: Mapping[str, Any], entries: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Names of the entries that differ between two results, in their order, each with the difference in words."""
+    for name in {**expected, **entries}:
+        if name not in entries or name not in expected:
+            yield name, "missing" if name in expected else "not in the undisturbed result"
+        elif text := _difference(expected[name], entries[name]):
+            yield name, text
+
+
+def _difference(one: Any, other: Any) -> str:
+    if isinstance(one, bytes) and isinstance(other, bytes):
+        return "" if one == other else f"the files differ ({len(one):,} and {len(other):,} bytes)"
+    if not (isinstance(one, Tensor) and isinstance(other, Tensor)):
+        same = type(one) is type(other) and repr(one) == repr(other)
+        return "" if same else f"{one!r:.40} and {other!r:.40}"
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return f"{one.dtype} {tuple(one.shape)} and {other.dtype} {tuple(other.shape)}"
+    if torch.equal(one.nan_to_num() if one.is_floating_point() else one, other.nan_to_num() if other.is_floating_point() else other):
+        return ""
+    most = (one.double() - other.double()).abs().max()
+    return f"by {float(most):.3g} at most, of {float(one.double().abs().max()):.3g}"
