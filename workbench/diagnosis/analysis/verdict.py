@@ -397,12 +397,12 @@ def _candidates(e: Evidence, c: Costs) -> list[Candidate]:
         candidates.append(Candidate(verdict="host-bound", part="host", saved=c.share(c.saves(c.host)), cause=outside))
     for host in (causes.oversubscription(e, c), causes.garbage_collection(e, c)):
         if host:
-            saved, why = host
-            candidates.append(Candidate(verdict="host-bound", part="host", saved=c.share(c.saves(saved)), cause=why))
+            saved, cause = host
+            candidates.append(Candidate(verdict="host-bound", part="host", saved=c.share(c.saves(saved)), cause=cause))
     if gaps := causes.between_operators(e, c):
-        saved, why = gaps
-        limit = USUAL if why.cause in ("sleeping or I/O", "allocator retries") else LIMITS["host"]
-        candidates.append(Candidate(verdict="host-bound", part="host", saved=c.share(c.saves(saved)), cause=why, limit=limit))
+        saved, cause = gaps
+        limit = USUAL if cause.cause in ("sleeping or I/O", "allocator retries") else LIMITS["host"]
+        candidates.append(Candidate(verdict="host-bound", part="host", saved=c.share(c.saves(saved)), cause=cause, limit=limit))
     return candidates
 
 
