@@ -1,6 +1,7 @@
 """All pictures speak one visual language: solid is measured, hatched or hollow is predicted, a colour has one meaning, everything reads."""
 
 import itertools
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -269,3 +270,19 @@ def test_a_picture_has_a_ground_of_its_own_unless_the_reader_gave_one(folder: Pa
     own = pyplot.figure(facecolor="#202020").subplots()
     assert axes.ink(draw("proof", folder, own)) == colors.INK["dark"]
     pyplot.close("all")
+
+
+def test_panels_hatch_what_is_predicted_and_keep_its_text_readable() -> None:
+    pytest.importorskip("anywidget")
+    from workbench.core.display import html
+
+    colored = {"data_wait": 0.03, "host": 0.02}
+    predicted, measured = (html.bar("predicted", colored, colors.PARTS, longest=0.05, end="50 ms", pale=pale) for pale in (True, False))
+    assert predicted.count("repeating-linear-gradient") == 2
+    assert "gradient" not in measured
+    for color in (colors.PARTS["data_wait"], colors.PARTS["host"]):
+        stripes = colors.mixed(colors.text_on(color), color, 0x59 / 255)
+        assert contrast(stripes, color) >= 1.5
+        assert f'<span style="background-color:{color}' in predicted  # no stripe crosses the letters
+    assert "--wb-outline" in html.sheet()
+    assert not re.search(r"\.wb-(slack|outside)[^}]*background", html.sheet()), "hatched is predicted, and nothing else"

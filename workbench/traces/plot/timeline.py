@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from workbench.core import units
 from workbench.core.display.axes import WIDTH, Bar, bar_chart, ink, legend, prepared, rows, scale_of
 from workbench.core.display.colors import PARTS as OF_PARTS
-from workbench.core.display.colors import PHASES
+from workbench.core.display.colors import PHASES, TRACED
 from workbench.traces.analysis.breakdown import ON_CPU, ON_DEVICE, PARTS, Breakdown
 from workbench.traces.analysis.event_kinds import KINDS
 from workbench.traces.analysis.intervals import Spans, covered, union
@@ -35,14 +35,14 @@ COLORS = {
     "other": PHASES["other"],
 }
 """Part of a traced step → colour; the same as everywhere else."""
-_DEVICE = {"kernel": COLORS["compute"], "communication": COLORS["communication"], "h2d": COLORS["h2d"], "copy": COLORS["other"]}
+_DEVICE = {"kernel": COLORS["compute"], "communication": COLORS["communication"], "h2d": COLORS["h2d"], "copy": TRACED["copy"]}
 _HOST = {
     "data_wait": COLORS["data_wait"],
     "backward": PHASES["backward"],
     "optimizer": PHASES["optimizer"],
     "host_communication": COLORS["communication"],
     "collective_call": COLORS["communication"],
-    "runtime": PHASES["backward"],
+    "runtime": TRACED["launch"],
     "wait": COLORS["idle"],
 }
 MOST_BARS = 24
