@@ -86,6 +86,7 @@ class Fingerprints:
             "optimizer": digest(state["optimizer"]),
             "schedule": digest(state["scheduler"]),
             "scaler": digest(state["scaler"]),
+            "averages": digest(state.get("ema")),
             **({"ema": digest(state["ema"])} if "ema" in state else {}),
         }
 

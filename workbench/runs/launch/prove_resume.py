@@ -44,6 +44,7 @@ _HINTS = {
     "optimizer": "the optimizer's load_state_dict does not restore what its state_dict has",
     "schedule": "the schedule counts steps that the checkpoint does not know",
     "scaler": "the gradient scaler was not restored",
+    "averages": "the averaged weights were not restored",
     "ema": "the averaged weights were not restored",
     "samples": "the sampler does not go on where it was: a dataset whose length has changed, or one that orders its samples by itself",
     "batch": "the samples are the same, their content is not: augmentation with a generator of its own that the workbench cannot seed "
