@@ -58,7 +58,7 @@ MEANINGS = {
     },
     colors.PHASES["backward"]: {"backward", "gradients"},
     colors.PHASES["optimizer"]: {"optimizer", "optimizer states"},
-    colors.PHASES["other"]: {"other", "others", "outside", "unrecorded"},
+    colors.PHASES["other"]: {"other", "others", "unrecorded"},
     colors.PARTS["host"]: {"host", "modules", "operators"},
     colors.PARTS["communication"]: {"communication", "all-reduce, predicted"},
     colors.PARTS["straggler"]: {"straggler", "waiting", "queue"},
@@ -70,7 +70,7 @@ MEANINGS = {
     colors.TRACED["launch"]: {"launch", "launching"},
     colors.TRACED["copy"]: {"copy"},
     colors.RESERVED: {"reserved, not allocated"},
-    colors.OUTSIDE: {"outside the allocator", "not taken apart", "alone", "measured"},
+    colors.OUTSIDE: {"outside the allocator", "outside", "not taken apart", "alone"},
 }
 """Colour → what legends call it."""
 

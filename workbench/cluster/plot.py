@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 PLAN_COLORS = {"compute": PARTS["compute"], "communication": PARTS["communication"], "bubble": PARTS["stalls"]}
 """Part of a planned step → colour; communication is the exposed part."""
-HELD = {name: GROUPS[part] for name, part in PLANNED.items()}
+HELD = {name: OUTSIDE if name == "outside" else GROUPS[part] for name, part in PLANNED.items()}
 """Part of a plan's memory → colour."""
 
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from workbench.core import units
-from workbench.core.display.colors import INK, LIMIT, OUTSIDE, contrast, mixed, text_on
+from workbench.core.display.colors import INK, LIMIT, contrast, mixed, text_on
 from workbench.core.statistics import Interval
 
 if TYPE_CHECKING:
@@ -134,7 +134,7 @@ def kinds(ax: Axes, *, of_lines: bool = False) -> list[Artist]:
             Line2D([], [], marker="o", linestyle="none", label="measured", **look),
             Line2D([], [], linestyle=DASHES, label="predicted", **look),
         ]
-    return [Patch(label=word, **area(ax, OUTSIDE, predicted=word == "predicted")) for word in ("measured", "predicted")]
+    return [Patch(label=word, **area(ax, ink(ax), predicted=word == "predicted")) for word in ("measured", "predicted")]
 
 
 def draw_bars(
@@ -178,8 +178,6 @@ _WIDE_ENOUGH = 0.06  # of the axis: a share is written into a piece from here on
 _LABEL = 26  # letters in a line of a label
 _LINE, _HANDLE = 84, 6  # letters in a line of a legend; what a patch of colour takes, in letters
 _LETTER = 0.083  # inches: the width of a letter of 10 points
-PALE = 0.6
-"""Opacity of lines that are context."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -42,7 +42,9 @@ GROUPS = {
 """Group of memory → colour, in the order of `vocabulary.GROUPS`; activations have the colour of forward, which makes them, and so on."""
 
 RESERVED, OUTSIDE = "#ededed", "#6f6f6f"
-"""What a device holds beside tensors: reserved and not allocated, and outside of the allocator. Greys, since they belong to no group."""
+"""What a device holds beside tensors: reserved and not allocated, and outside of the allocator. Greys, since they belong to no group.
+
+The dark one also stands for a step whose parts nobody knows."""
 
 TRACED = {"python": "#5b3a54", "launch": "#77e69a", "copy": "#fbf3c4"}
 """What only traces tell apart: Python between operators, calls that launch kernels, copies that do not go to the device."""
