@@ -55,6 +55,21 @@ def test_a_sweep_over_precisions_and_batches(by_hand: Make) -> None:
     assert large > 4 * small  # the peak of a configuration is its own, not that of one before it
 
 
+def test_recipes_of_many_knobs(by_hand: Make) -> None:
+    """What a CPU cannot tell: gradients in bf16 by NCCL, fused optimizers of two groups, averages on the device."""
+    spec = RunSpec(
+        task="text-gpt", device="cuda", steps=40, warmup_steps=4, schedule="warmup_stable_decay", ema=0.9, label_smoothing=0.05,
+        precision="amp_bf16", gradient_compression="bf16", optimizer="adamw(weight_decay=0.1, fused=True)", weight_decay_on="matrices",
+        evaluate=True,
+    )  # fmt: skip
+    other = spec.replace(
+        optimizer="adafactor", weight_decay_on="all", gradient_compression="fp16", precision="amp_fp16", schedule="polynomial"
+    )
+    runs = train(*(by_hand(spec=spec.to_json()).path for spec in (spec, other)))
+    assert [run.state for run in runs] == ["finished"] * 2, [run.error for run in runs]
+    assert runs[0].metric_rows[-1]["bits_per_byte"] < 6
+
+
 def test_pictures_on_a_gpu(by_hand: Make) -> None:
     spec = RunSpec(task="clipart-resnet", device="cuda", steps=100, num_workers=4, persistent_workers=True, pin_memory=True, evaluate=True)
     (run,) = train(by_hand(spec=spec.to_json()).path)

@@ -68,3 +68,16 @@ def test_a_loss_without_cross_entropy_is_refused(alone: Ranks) -> None:
     trainer = Trainer(spec_of(label_smoothing=0.2), task_of(lambda model, batch: model(batch[0]).square().mean()), alone)
     with pytest.raises(TaskError, match=r"label_smoothing=0.2: the task's loss does not call torch.nn.functional.cross_entropy"):
         trainer.step([next(trainer.batches())])
+
+
+def test_outside_of_a_training_nothing_is_smoothed(alone: Ranks) -> None:
+    def fails(model: Any, batch: Any) -> Tensor:
+        cross_entropy(model(batch[0]), batch[1])
+        raise KeyError
+
+    outputs, labels = torch.randn(5, 3), torch.tensor([0, 1, 2, 0, 1])
+    before = cross_entropy(outputs, labels)
+    trainer = Trainer(spec_of(label_smoothing=0.2), task_of(fails), alone)
+    with pytest.raises(KeyError):
+        trainer.step([next(trainer.batches())])
+    assert torch.equal(cross_entropy(outputs, labels), before)

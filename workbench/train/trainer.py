@@ -217,13 +217,9 @@ class Trainer:
 
     def forward(self, batch: Any) -> Tensor:
         """A micro-batch's part of the loss of a step."""
-        with self.phase("forward"), self.precision.autocast(), self._offloaded_activations():
-            if self._smoothing is None:
-                return loss_of(self.task, self.model, batch) / self.spec.accumulation
-            with self._smoothing:
-                loss = loss_of(self.task, self.model, batch) / self.spec.accumulation
-            self._smoothing.check()
-            return loss
+        smoothing = self._smoothing.in_forward() if self._smoothing else contextlib.nullcontext()
+        with self.phase("forward"), self.precision.autocast(), self._offloaded_activations(), smoothing:
+            return loss_of(self.task, self.model, batch) / self.spec.accumulation
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradients of a loss."""
