@@ -22,6 +22,7 @@ def write(into: Path, solutions: bool = True) -> None:
         for cell in notebook["cells"]:
             if cell["cell_type"] == "code":
                 cell.update(execution_count=None, outputs=[])
+                cell["metadata"].pop("jupyter", None)  # says that its output is folded
             elif not solutions:
                 cell["source"] = SOLUTION.sub("", "".join(cell["source"]))
         (into / path.name).write_text(json.dumps(notebook, indent=1, ensure_ascii=False) + "\n")

@@ -1,6 +1,7 @@
 """Files that must agree: pyproject.toml, environment.yml, constraints.txt, the Makefile and the notebooks' table."""
 
 import importlib.metadata
+import json
 import os
 import re
 import shlex
@@ -68,7 +69,12 @@ def test_links_lead_somewhere() -> None:
 def test_tutorials_list_every_notebook() -> None:
     tutorials = (ROOT / "docs/pages/tutorials.md").read_text()
     for path in (ROOT / "notebooks").glob("*.ipynb"):
-        assert f"notebooks/{path.name})" in tutorials, f"docs/pages/tutorials.md does not list {path.name}"
+        row = next((line for line in tutorials.splitlines() if f"notebooks/{path.name})" in line), "")
+        assert row, f"docs/pages/tutorials.md does not list {path.name}"
+        head = "".join(json.loads(path.read_text())["cells"][0]["source"])
+        said = re.search(r"\*\*Difficulty\*\* (\S+) · \*\*Learning\*\* (\d+ min)", head)
+        assert said, path.name
+        assert row.endswith(f"| {said[1]} {said[2]} |"), f"docs/pages/tutorials.md: {path.name} is {said[1]} and takes {said[2]}"
 
 
 def test_the_start_page_links_to_every_notebook_and_its_map_has_them_all() -> None:
