@@ -8,8 +8,8 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.patches import FancyBboxPatch
 
-from workbench.core.display.axes import WIDTH, prepared
-from workbench.core.display.colors import INK, LINE, PHASES
+from workbench.core.display.axes import WIDTH, ink, prepared
+from workbench.core.display.colors import LINE, PHASES
 
 FOLDER = Path(__file__).parents[1]
 ROADS = {
@@ -52,7 +52,7 @@ def draw(ax: Axes | None = None) -> Axes:
                 )
             )
             text = "\n".join([path.name[:2], *textwrap.wrap(title.partition(":")[0], LETTERS), times])
-            ax.text(column, -row, text, ha="center", va="center", color=INK, fontsize=8, linespacing=1.25)
+            ax.text(column, -row, text, ha="center", va="center", color=ink(ax), fontsize=8, linespacing=1.25)
     ax.set_xlim(-0.55, len(ROADS) - 0.45)
     ax.set_ylim(-max(map(len, ROADS.values())) + 0.45, 0.85)
     return ax

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 
 from matplotlib.axes import Axes
 
-from workbench.core.display.axes import WIDTH, legend, prepared
-from workbench.core.display.colors import INK, INK_DARKER, LINE
+from workbench.core.display.axes import WIDTH, area, halo, ink, legend, marker_look, prepared
+from workbench.core.display.colors import LINE
 from workbench.core.statistics import Interval
 
 
@@ -29,13 +29,14 @@ def reveal(
     ax = prepared(ax, WIDTH, 0.7 + 0.42 * len(rows))
     for place, (_, value) in enumerate(rows):
         middle = value.mid if isinstance(value, Interval) else value
-        color = LINE if place < 2 else INK
-        ax.barh(place, middle, height=0.62, color=LINE if not place else "none", edgecolor=color, hatch="////" if place == 1 else None)
+        look = area(ax, LINE, predicted=place == 1) if place < 2 else {"facecolor": "none", "edgecolor": ink(ax), "linewidth": 0.8}
+        ax.barh(place, middle, height=0.62, **look)
         end = middle
         if isinstance(value, Interval):
-            ax.plot([value.low, value.high], [place, place], color=INK_DARKER, linewidth=1.6)
+            ax.plot([value.low, value.high], [place, place], color=ink(ax), linewidth=1.6)
             end = max(middle, value.high)
-        ax.annotate(f"{middle:.3g}", (end, place), xytext=(5, 0), textcoords="offset points", va="center", color=INK_DARKER, fontsize=9)
+        text = ax.annotate(f"{middle:.3g}", (end, place), xytext=(5, 0), textcoords="offset points", va="center", color=ink(ax), fontsize=9)
+        text.set_path_effects(halo(ax))  # the line of the measurement may run through it
     ax.axvline(rows[0][1].mid if isinstance(measured, Interval) else measured, color=LINE, linewidth=0.9, linestyle=":")
     ax.set_yticks(range(len(rows)), [name for name, _ in rows])
     ax.invert_yaxis()
@@ -48,7 +49,7 @@ def reveal(
 def curve(
     measured: Mapping[float, float], predicted: Mapping[float, float], others: Mapping[str, Mapping[float, float]], across: str, up: str
 ) -> Axes:
-    """Draw answers that depend on something: measured are dots, predicted is a line with rings, and what others say is dashed.
+    """Draw answers that depend on something: measured are dots, predicted is a dashed line with rings, and what others say is dotted.
 
     Args:
         measured: place → figure.
@@ -59,20 +60,12 @@ def curve(
     """
     ax = prepared(None, WIDTH, 3.6)
     drawn = ax.plot(list(measured), list(measured.values()), "o", color=LINE, markersize=5, label="measured", zorder=3)
-    drawn += ax.plot(
-        list(predicted),
-        list(predicted.values()),
-        "o-",
-        color=LINE,
-        linewidth=1.4,
-        markersize=10,
-        markerfacecolor="none",
-        label="predicted here",
-    )
-    for (name, answers), style in zip(others.items(), ("--", ":", "-."), strict=False):
-        drawn += ax.plot(list(answers), list(answers.values()), style, color=INK, linewidth=1.4, label=name)
+    look = marker_look(ax, LINE, predicted=True)
+    drawn += ax.plot(list(predicted), list(predicted.values()), marker="o", linewidth=1.4, markersize=10, label="predicted here", **look)
+    for (name, answers), style in zip(others.items(), (":", "-.", "--"), strict=False):
+        drawn += ax.plot(list(answers), list(answers.values()), style, color=ink(ax), linewidth=1.4, label=name)
     ax.set_ylim(bottom=0)
-    ax.grid(axis="y", color=INK, alpha=0.18, linewidth=0.8)
+    ax.grid(axis="y", color=ink(ax), alpha=0.18, linewidth=0.8)
     ax.set_xlabel(across)
     ax.set_ylabel(up)
     legend(ax, drawn)

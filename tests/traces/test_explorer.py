@@ -149,6 +149,7 @@ def test_kernels_of_a_device(tmp_path: Path) -> None:
     assert explorer.operators.heads[0] == "operator"
     assert kind_colors(True)["kernel"] == kind_colors(False)["operator"] == COLORS["compute"]
     assert set(kind_colors(True)) == set(KINDS)
+    assert kind_colors(True)["range"] not in COLORS.values(), "a user's range stands out from the rest"
 
 
 def test_ranks_below_each_other(tmp_path: Path) -> None:

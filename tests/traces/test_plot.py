@@ -82,7 +82,15 @@ def test_a_critical_path(cpu: Trace) -> None:
     first = {str(container.get_label()): round(container[0].get_width()) for container in ax.containers[:3]}
     assert first == {"compute": 40, "data_wait": 30, "python": 30}
     assert [label.get_text() for label in ax.get_yticklabels()][:2] == ["the step", "enumerate(DataLoader…Iter.__next__"]
-    assert "100 % on the path" in texts(ax)
+    assert "30.0 µs" in texts(ax), "the time of the loader"
+    assert "on the path" not in " ".join(texts(ax)), "where everything is on it, ten rows do not say so"
+    assert "all of it is on the critical path" in ax.get_xlabel()
+
+
+def test_a_critical_path_that_work_runs_beside(device: Trace) -> None:
+    ax = device.critical_path().plot()
+    assert any(text.endswith("on the path") and "100 %" not in text for text in texts(ax))
+    assert "pale: beside the path" in ax.get_xlabel()
 
 
 def test_kernels_and_copies(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from workbench.core.display.axes import (
 )
 from workbench.core.display.colors import OUTSIDE, PARTS, PHASES, TRACED
 from workbench.traces.analysis.bottleneck import Bottleneck
-from workbench.traces.analysis.critical_path import CriticalPath
+from workbench.traces.analysis.critical_path import CriticalPath, OnPath
 from workbench.traces.analysis.idle import Idle
 from workbench.traces.analysis.trace import Trace
 
@@ -90,6 +90,8 @@ PATH_COLORS = {
 def critical_path(result: Trace | CriticalPath, ax: Axes | None = None) -> Axes:
     """The mean step as one bar of parts; below it a bar per operator, as long as all its time, of which the full part is on the path.
 
+    The text is that time, and the share on the path where it is not all of it.
+
     Raises:
         ValueError: there is no step with a length.
     """
@@ -110,10 +112,20 @@ def critical_path(result: Trace | CriticalPath, ax: Axes | None = None) -> Axes:
         beside = max(0.0, row.own_seconds - row.seconds) * scale
         draw_bars(ax, [beside], [row.seconds * scale], PATH_COLORS[row.part], rows=[place], pale=True)
     reaches = [left, *(max(row.own_seconds, row.seconds) * scale for row in most)]
-    end_labels(ax, reaches, [units.seconds(answer.step_seconds), *(f"{units.percent(row.on_path)} on the path" for row in most)])
-    ax.set_xlabel(f"mean traced step ({unit}); pale: beside the path")
+    end_labels(ax, reaches, [units.seconds(answer.step_seconds), *map(_on_path, most)])
+    beside = any(row.on_path < ALL for row in most)
+    ax.set_xlabel(f"mean traced step ({unit}); {'pale: beside the path' if beside else 'all of it is on the critical path'}")
     legend(ax, list(drawn.values()))
     return ax
+
+
+ALL = 0.9995
+"""Share that is written as 100 %."""
+
+
+def _on_path(row: OnPath) -> str:
+    own = units.seconds(max(row.own_seconds, row.seconds))
+    return own if row.on_path >= ALL else f"{own}, {units.percent(row.on_path)} on the path"
 
 
 IDLE_COLORS = {

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from workbench.core import units
 from workbench.core.display.axes import WIDTH, Bar, bar_chart, ink, legend, prepared, rows, scale_of
 from workbench.core.display.colors import PARTS as OF_PARTS
-from workbench.core.display.colors import PHASES, TRACED
+from workbench.core.display.colors import PHASES, SERIES, TRACED
 from workbench.traces.analysis.breakdown import ON_CPU, ON_DEVICE, PARTS, Breakdown
 from workbench.traces.analysis.event_kinds import KINDS
 from workbench.traces.analysis.intervals import Spans, covered, union
@@ -45,6 +45,8 @@ _HOST = {
     "runtime": TRACED["launch"],
     "wait": COLORS["idle"],
 }
+RANGE = SERIES[3]
+"""Colour of a user's ranges, which have no meaning of their own: that of nothing else, so that they stand out."""
 MOST_BARS = 24
 """Steps that get a bar of their own."""
 BINS = 1_200
@@ -60,7 +62,7 @@ def kind_colors(device: bool) -> dict[str, str]:
         device: does a device compute? Then operators are pale, as they only launch.
     """
     operator = COLORS["host"] if device else COLORS["compute"]
-    return {kind: {**_DEVICE, **_HOST, "operator": operator}.get(kind, COLORS["other"]) for kind in KINDS}
+    return {kind: {**_DEVICE, **_HOST, "operator": operator, "range": RANGE}.get(kind, COLORS["other"]) for kind in KINDS}
 
 
 def breakdown(result: Trace | Breakdown, ax: Axes | None = None) -> Axes:
