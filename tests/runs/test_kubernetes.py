@@ -406,7 +406,7 @@ def test_what_rank_0_has_written_stays(pod: Callable[..., wb.Run], tmp_path: Pat
 
     def others(path: Path) -> None:
         before = (path / run_directory.RUN_JSON).read_text()
-        alone._write_unless_there(path / run_directory.RUN_JSON, {"format": 1})
+        alone._write_unless_there(path / run_directory.RUN_JSON, {"format": 1}, rank=1)
         written.append(before)
         assert (path / run_directory.RUN_JSON).read_text() == before
 
