@@ -158,7 +158,7 @@ PLANTED = (
         workers=0,
         clean={"launch": 0.0},
     ),
-    Case(name="item in a loop", answers={HOST: ("syncs",)}, python=0.007, items=5, polls=True, clean={"items": 0}),
+    Case(name="item in a loop", answers={HOST: ("syncs",)}, python=0.005, items=5, polls=True, clean={"items": 0}),
     Case(name="pageable copies", answers={"transfer-bound": ("pageable copy",)}, transfer="pageable", rate=4e6, workers=0, item=10,
          clean={"transfer": ""}),
     Case(name="optimizer with many tensors", answers={"optimizer-bound": ("many tensors",)}, tensors=400, item=10,
