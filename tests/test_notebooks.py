@@ -257,7 +257,7 @@ def imported_in(notebook: "nbformat.NotebookNode") -> dict[str, Any]:
         source = "\n".join(line for line in cell.source.splitlines() if not line.startswith("%"))
         for node in ast.parse(source).body:
             if isinstance(node, ast.Import | ast.ImportFrom):
-                with contextlib.suppress(ImportError):  # an extra that is not installed
+                with contextlib.suppress(ModuleNotFoundError):  # an extra that is not installed
                     exec(ast.unparse(node), names)
     return names
 
