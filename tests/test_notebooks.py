@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests import refresh, shown_code, student
+from workbench.core.statistics import Interval
 
 if TYPE_CHECKING:  # it takes seconds to import
     import nbformat
@@ -310,3 +311,17 @@ def test_the_edition_for_students_has_no_outputs_and_runs_from_its_own_folder(tm
         text = path.read_text()
         assert "<summary>Solution" not in text
         assert text.count("<details>") == text.count("</details>")
+
+
+def test_the_map_has_every_notebook_and_a_comparison_its_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    monkeypatch.syspath_prepend(FOLDER)
+    from scripts import course_map, reveal  # what the notebooks import
+
+    drawn = [text.get_text() for text in course_map.draw().texts]
+    for path in NOTEBOOKS[1:]:
+        assert [text for text in drawn if text.startswith(f"{path.name[:2]}\n") and " min" in text], f"{path.name} is not on the map"
+    ax = reveal.reveal(Interval(low=2.9, mid=3.0, high=3.2), 2.5, {"rule of thumb": 4})
+    assert [bar.get_width() for bar in ax.patches] == [3.0, 2.5, 4]
+    assert [label.get_text() for label in ax.get_yticklabels()] == ["measured", "predicted here", "rule of thumb"]
+    pyplot.close("all")
