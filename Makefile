@@ -47,7 +47,7 @@ $(STAMP): pyproject.toml constraints.txt requirements.lock
 	@# what the lock leaves to pip: torch, and this package itself
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[notebooks,tensorboard,trace,docs,dev]'
 	@# pip compiles on one core, and what nobody imports, too
-	@$(BIN)/python -m compileall -qq -j 0 -x '/tests/|transformers/models/' $(VENV)/lib || true
+	@$(BIN)/python -m compileall -qq -j 0 -x '/tests/|transformers/models/|/pytorch_lightning/|/lightning_fabric/|/aiohttp/' $(VENV)/lib || true
 	@touch $@
 
 lab: setup ## open JupyterLab on the start page of the course (ARGS=--no-browser where there is no screen)
