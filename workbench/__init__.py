@@ -91,6 +91,7 @@ if TYPE_CHECKING:
     from workbench.timeline.step_timer import StepTimer as StepTimer
     from workbench.timeline.timeline import Timeline as Timeline
     from workbench.timeline.watch import watch as watch
+    from workbench.timeline.watch_script import watching as watching
     from workbench.traces.analysis.trace import Trace as Trace
     from workbench.traces.analysis.trace_set import TraceSet as TraceSet
     from workbench.traces.api import trace as trace
@@ -130,6 +131,7 @@ _NAMES = {
     "workbench.scaling.analysis.law.law": "ScalingLaw",
     "workbench.timeline.step_timer": "StepTimer",
     "workbench.timeline.watch": "watch",
+    "workbench.timeline.watch_script": "watching",
     "workbench.memory.analysis.breakdown": "MemoryBreakdown",
     "workbench.cluster.plan": "energy plan",
     "workbench.runs.listing": "list_runs",

@@ -1,11 +1,13 @@
 """Diagnosis from observation: what clocks can tell, what they cannot, and that the difference is said."""
 
+import dataclasses
 import shlex
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+import workbench as wb
 from tests.conftest import HandMade
 from workbench.core import run_directory
 from workbench.core.vocabulary import PHASES
@@ -103,6 +105,19 @@ def test_batches_that_no_loader_makes_are_named(by_hand: Make) -> None:
     assert "Making batches is among them: no DataLoader was seen." in d.why
     assert "workers of a DataLoader" in d.next
     assert "DataLoader" not in judged(by_hand, [step(other=0.02)] * 60).why
+
+
+def test_a_timeline_of_this_process(by_hand: Make) -> None:
+    made = by_hand()
+    write(made.path, 0, [step(data_wait=0.03)] * 60)
+    run = Run.load(made.ended("finished").path)
+    d = wb.diagnose(run.timelines[0])
+    assert (d.verdict, d.cause) == ("input-bound", "loader")
+    assert d.judgement.shares["data_wait"] == wb.diagnose(run).judgement.shares["data_wait"]
+    with pytest.raises(ValueError, match="the timeline has 0 measured steps, and at least 8 are needed to judge it: take more steps"):
+        wb.diagnose(dataclasses.replace(run.timelines[0], steps=()))
+    with pytest.raises(ValueError, match="was given a loader, which only goes with a step"):
+        wb.diagnose(run.timelines[0], [1])
 
 
 def test_reductions_cannot_be_seen(by_hand: Make) -> None:

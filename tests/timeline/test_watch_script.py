@@ -1,16 +1,21 @@
 """The auto-watch: real little training scripts that know nothing of us, each in a process of its own."""
 
+import contextlib
 import json
 import os
 import statistics
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
 
+import workbench as wb
 from tests.forked import Forks
 from workbench.core.vocabulary import PHASES
 
@@ -40,6 +45,43 @@ def train_on(x, y, model=model, optimizer=optimizer):
     loss.backward()
     optimizer.step()
 """
+
+
+def test_what_is_trained_inside_a_with_is_watched() -> None:
+    made, plain, wait = torch.nn.Linear(4, 2), DataLoader.__iter__, 0.005
+
+    def train(batches: int) -> None:
+        optimizer = torch.optim.SGD(made.parameters(), 0.1)
+        for (x,) in DataLoader(TensorDataset(torch.randn(2 * batches, 4)), batch_size=2):
+            time.sleep(wait)
+            made(x).sum().backward()
+            optimizer.step()
+
+    with wb.watching() as watched:
+        train(4)
+        with wb.watching() as inner:
+            train(6)
+    assert inner is watched
+    train(3)
+    timeline = watched.timeline
+    assert [step.samples for step in timeline.steps] == [2] * 10
+    assert all(min(step.phases[PHASES.index(phase)] for step in timeline.steps) > 0 for phase in ("forward", "data_wait", "optimizer"))
+    assert min(timeline.values("other")) >= wait
+    assert made._compiled_call_impl is None
+    assert DataLoader.__iter__ is plain
+    with contextlib.suppress(RuntimeError), wb.watching() as again:
+        train(2)
+        raise RuntimeError
+    assert len(again.timeline.steps) == 2
+    assert DataLoader.__iter__ is plain
+    with wb.watching() as given_up:
+        train(2)
+        for (x,) in (loop := wb.watch([(torch.ones(2, 4),)] * 3, model=made)):
+            made(x).sum().backward()
+        train(2)
+    assert (len(given_up.timeline.steps), len(loop.timeline.steps)) == (2, 3)
+    assert DataLoader.__iter__ is plain
+
 
 RUNNER = """
 import runpy, sys

@@ -30,6 +30,7 @@ from workbench.runs.launch.launch import launch
 from workbench.runs.run import Run
 from workbench.runs.spec import RunSpec, ScriptSpec, check_names
 from workbench.runs.target import Measured, Step, read_spec
+from workbench.timeline.timeline import Timeline
 
 BUDGET = 60.0
 """Default of `budget_s`: seconds that an experiment may take; most need fewer."""
@@ -49,7 +50,7 @@ class LaunchedSpec:
 
 @accept_synonyms
 def diagnose(
-    target: RunSpec | Run | str | os.PathLike[str] | Callable[[Any], Any],
+    target: RunSpec | Run | Timeline | str | os.PathLike[str] | Callable[[Any], Any],
     loader: Iterable[Any] | None = None,
     *,
     model: Any = None,
@@ -64,10 +65,11 @@ def diagnose(
     * `diagnose(spec)` experiments in a launch of its own, with as many ranks as the spec has. They keep memory that was freed (see
       `runs.launch.environment.steady_malloc`): what glibc does with it otherwise is chance, and may take a third of a CPU's step.
     * `diagnose("train.py")` runs a script on one process until it ends or the budget is spent, and diagnoses that run.
-    * `diagnose(run)` uses what the run recorded, runs no experiment, and says which questions only an experiment could settle.
+    * `diagnose(run)` uses what the run recorded, runs no experiment, and says which questions only an experiment could settle. So does
+      `diagnose(timeline)`, with the timeline of a loop in this process.
 
     Args:
-        target: a step function, a RunSpec, the name of a task, a script, a run, or the path of a run directory.
+        target: a step function, a RunSpec, the name of a task, a script, a run, the path of a run directory, or a timeline.
         loader: with a step: its batches, from a DataLoader or any other iterable.
         model: with a step: the module, or several; None = found by looking at the step.
         optimizer: with a step: the optimizer, or several; None = found as well.
@@ -84,6 +86,9 @@ def diagnose(
         _TARGET.refuse(target, {"model": model, "optimizer": optimizer}, "a step", "step, loader")
         with say_what_was_interrupted("diagnose"):
             return _diagnose_script(target, budget_s, runs_dir)
+    if isinstance(target, Timeline):
+        _TARGET.refuse(target, {"loader": loader, "model": model, "optimizer": optimizer}, "a step", "step, loader")
+        return Diagnosis.of(observe(target), adjust=Calibration.load().adjust)
     given = _TARGET.read(target, loader, model=model, optimizer=optimizer)
     if isinstance(given, RunSpec):
         with say_what_was_interrupted("diagnose"):

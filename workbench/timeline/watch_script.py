@@ -75,6 +75,25 @@ def stop_for_own_timer() -> None:
         _installed.uninstall()
 
 
+@contextlib.contextmanager
+def watching() -> Iterator["ScriptWatcher"]:
+    """Watch whatever is trained inside, by a loop that you do not see: `with wb.watching() as watched: trainer.train()`.
+
+    Loaders, modules and optimizers are found as they are used, those of Hugging Face's Trainer and of Lightning, too. `watched.timeline`
+    has the steps, and `wb.diagnose(watched.timeline)` says what they spend their time on. A loop inside that measures itself, by `wb.watch`
+    or a `StepTimer`, ends the watching. In a script that is launched with `watch=True` the timeline is that of the whole script.
+    """
+    if _installed is not None:
+        yield _installed
+        return
+    watcher = install()
+    try:
+        yield watcher
+    finally:
+        if _installed is watcher:
+            watcher.uninstall()
+
+
 class ScriptWatcher:
     """Watches this process from outside, until it ends or measures itself.
 
@@ -118,6 +137,12 @@ class ScriptWatcher:
     def timeline(self) -> Timeline:
         """The steps so far."""
         return self._recording.timeline
+
+    def __repr__(self) -> str:
+        return "wb.watching()"
+
+    def _repr_html_(self) -> str:
+        return self.timeline._repr_html_()
 
     def uninstall(self) -> None:
         """Remove every hook, and write what is left."""

@@ -29,23 +29,25 @@ def _hint(run: Run) -> str:
     return "no more steps of an optimizer were seen"
 
 
-def observe(run: Run) -> Evidence:
-    """Evidence of a run, from its timelines alone.
+def observe(source: Run | Timeline) -> Evidence:
+    """Evidence of a run, from its timelines alone, or of the timeline of a loop in this process.
 
     Under DDP all ranks are equally long at each step, since they wait for each other inside `backward`. The one that is waited for is the
     one that waits least there: what the others' backward takes longer than the shortest is counted as their waiting, not as their work.
 
     Raises:
-        ValueError: the run has no step to look at, or too few.
+        ValueError: there is no step to look at, or too few.
     """
-    timelines = [after_queue_drained(timeline) for timeline in run.timelines if timeline.count]
+    run, all_ = (None, [source]) if isinstance(source, Timeline) else (source, source.timelines)
+    timelines = [after_queue_drained(timeline) for timeline in all_ if timeline.count]
     if not timelines or min(timeline.count for timeline in timelines) < MIN_STEPS:
         most = min((timeline.count for timeline in timelines), default=0)
-        hint = _hint(run)
+        if run is None:
+            raise ValueError(f"the timeline has {most} measured steps, and at least {MIN_STEPS} are needed to judge it: take more steps")
         raise ValueError(
-            f"{run!r} has {most} measured steps, and at least {MIN_STEPS} are needed to judge it ({run.state}): {run.error or hint}"
+            f"{run!r} has {most} measured steps, and at least {MIN_STEPS} are needed to judge it ({run.state}): {run.error or _hint(run)}"
         )
-    spec = run.spec if isinstance(run.spec, RunSpec) else None
+    spec = run.spec if run and isinstance(run.spec, RunSpec) else None
     waits = _waits(timelines)
     ranks = tuple(_rank(timeline, wait) for timeline, wait in zip(timelines, waits, strict=True))
     together = max((rank.stalls for rank in ranks), key=lambda stalls: stalls.share)
@@ -53,9 +55,9 @@ def observe(run: Run) -> Evidence:
     return Evidence(
         step=statistics.fmean(timeline.mean() for timeline in timelines),
         device="cuda" if timelines[0].clock == "device" else "cpu",
-        world_size=max(len(timelines), run.spec.world_size),
+        world_size=max(len(timelines), run.spec.world_size if run else 1),
         accumulation=spec.accumulation if spec else 1,
-        threads=run.spec.threads,
+        threads=run.spec.threads if run else 1,
         samples=None if None in samples else sum(count for count in samples if count is not None),
         precision=spec.precision if spec else "fp32",
         loading=_loading(spec) if spec else None,
@@ -63,7 +65,7 @@ def observe(run: Run) -> Evidence:
         ranks=ranks,
         observed=True,
         steps=sum(timeline.count for timeline in timelines),
-        notes=(*run.notes, *_notes(timelines)),
+        notes=(*(run.notes if run else ()), *_notes(timelines)),
     )
 
 
