@@ -99,14 +99,6 @@ def test_the_other_phases(by_hand: Make) -> None:
     assert judged(by_hand, [step(other=0.02)] * 60).verdict == "host-bound"
 
 
-def test_batches_that_no_loader_makes_are_named(by_hand: Make) -> None:
-    d = judged(by_hand, [step(other=0.02, data_wait=0.0)] * 60)
-    assert (d.verdict, d.cause) == ("host-bound", "python")
-    assert "Making batches is among them: no DataLoader was seen." in d.why
-    assert "workers of a DataLoader" in d.next
-    assert "DataLoader" not in judged(by_hand, [step(other=0.02)] * 60).why
-
-
 def test_a_timeline_of_this_process(by_hand: Make) -> None:
     made = by_hand()
     write(made.path, 0, [step(data_wait=0.03)] * 60)

@@ -1,0 +1,176 @@
+"""Programs of the frameworks that people use, as the how-to pages have them: watched, diagnosed, traced, and estimated."""
+
+import importlib
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import workbench as wb
+from tests.test_docs import PAGES, blocks
+
+SCRIPTS = {
+    block.title: block.code for page in ("frameworks", "training-loops") for block in blocks(PAGES / f"how-to/{page}.md") if block.title
+}
+NEEDS = ("transformers", "accelerate", "lightning", "timm")
+SLOW_LOADER = """\
+import time, torch.utils.data._utils.fetch as fetch
+for kind in (fetch._MapDatasetFetcher, fetch._IterableDatasetFetcher):
+    kind.fetch = (lambda plain: lambda self, index: (time.sleep(0.1), plain(self, index))[1])(kind.fetch)
+"""
+"""Makes each batch of a DataLoader of the script slow."""
+SLOW_FUNCTION = {
+    "train_nanogpt.py": ("def get_batch():\n", "    import time; time.sleep(0.1)\n"),
+    "train_generator.py": ("    for _ in range(60):\n", "        import time; time.sleep(0.1)\n"),
+}
+"""Script without a DataLoader → the line after which its batches become slow, and what is put there."""
+
+
+def planted(name: str) -> str:
+    """A script of the pages, with slow batches."""
+    if name not in SLOW_FUNCTION:
+        return SLOW_LOADER + SCRIPTS[name]
+    line, pause = SLOW_FUNCTION[name]
+    assert line in SCRIPTS[name]
+    return SCRIPTS[name].replace(line, line + pause)
+
+
+def can_run(name: str) -> bool:
+    """Are the packages here that a script imports, and do they load?"""
+    needed = [package for package in NEEDS if f"import {package}" in SCRIPTS[name] or f"from {package}" in SCRIPTS[name]]
+    if "timm" in needed and find_spec("timm"):  # torchvision of another build than torch cannot be imported
+        return not subprocess.run([sys.executable, "-c", "import timm"], capture_output=True).returncode
+    return all(find_spec(package) for package in needed)
+
+
+@pytest.fixture(scope="module")
+def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, "Future[wb.Run]"]]:
+    """The scripts that are asked for, launched with slow batches, two at a time."""
+    folder = tmp_path_factory.mktemp("frameworks")
+    asked = {
+        item.callspec.params.get("name")
+        for item in request.session.items
+        if isinstance(item, pytest.Function) and hasattr(item, "callspec")
+    }
+    names = [name for name in sorted(SCRIPTS) if name in asked and can_run(name)]
+    for name in names:
+        (folder / name).write_text(planted(name))
+
+    def launched(name: str) -> wb.Run:
+        return wb.launch(folder / name, watch=True, profile=3, threads=1, runs_dir=folder / "runs").wait(timeout=200)
+
+    with ThreadPoolExecutor(2) as pool:
+        yield {name: pool.submit(launched, name) for name in names}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(SCRIPTS))
+def test_a_script_is_watched_diagnosed_and_traced(name: str, runs: dict[str, "Future[wb.Run]"]) -> None:
+    if name not in runs:
+        pytest.skip(f"{name} needs packages that are not installed, or do not load")
+    run = runs[name].result()
+    assert run.state == "finished", run.error
+    timeline = run.timelines[0]
+    phases = {phase: timeline.mean(phase) for phase in ("data_wait", "forward", "backward", "optimizer", "other")}
+    assert len(timeline.steps) >= 20, timeline
+    assert min(phases[phase] for phase in ("forward", "backward", "optimizer")) > 0
+    assert sum(phases.values()) == pytest.approx(timeline.mean(), rel=0.01)
+    where = "other" if name in SLOW_FUNCTION else "data_wait"
+    assert 0.09 < phases[where] / (2 if name == "train_nanogpt.py" else 1) < 0.2, timeline  # it accumulates over two batches
+    diagnosis = wb.diagnose(run)
+    if where == "data_wait":
+        assert (diagnosis.verdict, diagnosis.cause) == ("input-bound", "loader"), diagnosis
+        assert wb.trace(run).breakdown().mean("data_wait") > 0.09
+    else:
+        assert (diagnosis.verdict, diagnosis.cause) == ("inconclusive", "time outside all phases"), diagnosis
+        assert "no DataLoader was seen, so that is making the batches" in diagnosis.why
+        assert wb.trace(run).breakdown().mean("compute") > 0
+
+
+# --- memory
+
+
+def cross_entropy(model: Any, batch: Any) -> Any:
+    return torch.nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+
+def imported(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A script of the pages as a module."""
+    (folder / name).write_text(SCRIPTS[name])
+    monkeypatch.syspath_prepend(str(folder))
+    return importlib.import_module(Path(name).stem)
+
+
+def measured(build: Callable[[], Any], batch: Any, loss: Callable[[Any, Any], Any]) -> wb.MemoryBreakdown:
+    model = build()
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step(batch: Any) -> None:
+        loss(model, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return wb.measure_memory(step, [batch] * 4)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_an_estimate_of_nanogpt_is_what_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nanogpt = imported("train_nanogpt.py", tmp_path, monkeypatch)
+    batch = nanogpt.get_batch()
+
+    def loss(model: Any, batch: Any) -> Any:
+        loss.logits, value = model(*batch)  # type: ignore[attr-defined]
+        return value
+
+    estimate = wb.estimate_memory(nanogpt.GPT, batch, loss=loss, device="cpu", steps=3)
+    assert estimate.total == pytest.approx(measured(nanogpt.GPT, batch, loss).total, rel=0.02)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_an_estimate_of_a_lightning_module_is_what_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("lightning", reason="needs lightning (pip install lightning)")
+    net = imported("train_lightning.py", tmp_path, monkeypatch).Net
+    batch = (torch.randn(32, 64), torch.randint(0, 10, (32,)))
+
+    def loss(model: Any, batch: Any) -> Any:
+        return model.training_step(batch, 0)
+
+    estimate = wb.estimate_memory(net, batch, loss=loss, device="cpu", steps=3)
+    assert estimate.total == pytest.approx(measured(net, batch, loss).total, rel=0.02)
+
+
+def test_an_estimate_of_a_gan_is_what_is_measured() -> None:
+    from torch import nn
+
+    class Gan(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.generator = nn.Sequential(nn.Linear(16, 256), nn.ReLU(), nn.Linear(256, 784))
+            self.critic = nn.Sequential(nn.Linear(784, 256), nn.LeakyReLU(0.2), nn.Linear(256, 1))
+
+    def loss(gan: Any, real: Any) -> Any:
+        fake = gan.generator(torch.randn(len(real), 16))
+        return gan.critic(real).mean() + gan.critic(fake.detach()).mean() - gan.critic(fake).mean()
+
+    gan = Gan()
+    optimizers = [torch.optim.Adam(part.parameters()) for part in (gan.generator, gan.critic)]
+
+    def step(real: Any) -> None:
+        fake = gan.generator(torch.randn(len(real), 16))
+        optimizers[1].zero_grad()
+        (gan.critic(real).mean() + gan.critic(fake.detach()).mean()).backward()
+        optimizers[1].step()
+        optimizers[0].zero_grad()
+        (-gan.critic(fake).mean()).backward()
+        optimizers[0].step()
+
+    batch = torch.randn(32, 784)
+    estimate = wb.estimate_memory(Gan, batch, loss=loss, optimizer="adam", device="cpu", steps=3)
+    assert estimate.total == pytest.approx(wb.measure_memory(step, [batch] * 4).total, rel=0.1)
