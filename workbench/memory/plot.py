@@ -233,7 +233,7 @@ def _texts(result: MemoryLadder) -> list[str]:
     return texts
 
 
-SHADES = {"forward": 0.04, "backward": 0.1, "optimizer": 0.18}
+SHADES = {"forward": 0.05, "backward": 0.16, "optimizer": 0.28}
 """Phase → how dark it is shaded; the others are short and stay white."""
 _ROOM = 1.45  # of the highest: for the words above
 _TIMELINE_LETTER = 0.0098  # of the axis: the width of a letter; a phase has its name where that has room
