@@ -91,6 +91,8 @@ def described(optimizer: Optimizer) -> dict[str, Any]:
     values = {"name": name} | {option: _plain(group.get(option)) for option in ("lr", "betas", "eps", "momentum", "weight_decay")}
     if name == "rmsprop":
         values["betas"] = (_plain(group["alpha"]),)
+    if isinstance(values["eps"], tuple | list):  # Adafactor's two, of other meanings
+        values["eps"] = None
     return values
 
 

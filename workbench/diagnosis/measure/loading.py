@@ -56,7 +56,8 @@ def probe(loader: Any, feed: Feed, budget_s: float = 10.0) -> tuple[Loading, lis
         ValueError: the loader is empty.
     """
     notes: list[str] = []
-    loader = data_loader_of(loader) or loader
+    if (inner := data_loader_of(loader)) is not None:  # the truth of a loader is its length, which a stream lacks
+        loader = inner
     looks = 1 + (feed.kind == "DataLoader") * (1 if feed.num_workers else 2)
     plain = _as_it_is(feed, budget_s / looks)
     batch = plain.last
