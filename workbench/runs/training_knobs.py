@@ -111,7 +111,7 @@ def check(spec: Any) -> None:
     """Check the knobs of the recipe, alone and together.
 
     Raises:
-        SpecError: a value that is not allowed, or a combination that there is not.
+        SpecError: a value that is not allowed, or a combination that is not possible.
     """
     if not isinstance(spec.schedule, str):
         raise SpecError(f"schedule={spec.schedule!r:.80}: a name is allowed: {', '.join(map(repr, SCHEDULES))}")

@@ -14,7 +14,7 @@ TorchFunctionMode sees the calls of `cross_entropy` too, and costs 7 µs for eac
 
 
 class LabelSmoothing:
-    """Gives each `cross_entropy` without a label smoothing of its own one, also that of `nn.CrossEntropyLoss` and in a model."""
+    """Smooths the labels of each `cross_entropy` without a label smoothing of its own, also of `nn.CrossEntropyLoss` and inside a model."""
 
     def __init__(self, smoothing: float) -> None:
         self._smoothing, self._calls = smoothing, 0

@@ -21,7 +21,7 @@ class WeightAverage:
         """The averages by name of the parameter; a parameter that several modules share has one."""
 
     def update(self) -> None:
-        """Take the parameters of a step in."""
+        """Take in the parameters after a step."""
         self._update(list(self.tensors.values()), [weight.detach() for weight in self._module.parameters()], None)
 
     @contextlib.contextmanager

@@ -167,18 +167,18 @@ def prove_resume(
     loss and gradients. Where the two differ, the first step, rank and part is named.
 
     A script keeps checkpoints of its own: it is killed at random moments after it has written something into its folder, and launched
-    again with the same arguments. Compared is what it has written at its end.
+    again with the same arguments. What it has written at its end is compared.
 
     Args:
         target: a RunSpec, the name of a task, or the path of a script. Of a spec, at most 60 steps are trained, unless `steps=` is among
             the knobs, and a checkpoint is written after each sixth of them, unless `checkpoint_every=` is.
         args: of a script: its arguments. "{out}" in them stands for the folder where it finds and writes its checkpoints.
-        result: of a script: the file in that folder that is compared, such as "last.pt"; best with weights, optimizer and all else.
+        result: of a script: the file in that folder that is compared, such as "last.pt"; it should hold weights, optimizer and all else.
         kills: how often it is killed, each time in another step: a random rank, by SIGKILL.
         seed: of the choice of steps and ranks.
         timeout: seconds that each of the trainings may take; None = any.
         runs_dir: where the two run directories go; None = `runs` in the current folder.
-        **knobs: fields of the RunSpec to change, as `spec.replace` does; of a script, arguments of `launch` such as nproc_per_node.
+        **knobs: fields of the RunSpec to change, as with `spec.replace`; for a script, arguments of `launch` such as nproc_per_node.
 
     Raises:
         ValueError: it is no spec or script, lacks what a script needs, or has too few steps for so many kills.
