@@ -145,6 +145,33 @@ def test_time_outside_the_phases_is_not_called_python_where_no_loader_was_seen(b
     assert judged(by_hand, [step(data_wait=0.0)] * 60).verdict == "compute-bound"
 
 
+def test_what_else_is_large_beside_time_outside_the_phases_is_said(by_hand: Make) -> None:
+    d = judged(by_hand, [step(data_wait=0.0, optimizer=0.03, other=0.035)] * 60)
+    assert (d.verdict, d.cause) == ("inconclusive", "time outside all phases")
+    (note,) = d.judgement.notes
+    assert note.startswith("also optimizer-bound (optimizer): 36 %")
+    assert [remedy.name for remedy in d.remedies] == ["a cheaper optimizer"]
+    assert d.remedies[0].scope == "part"
+    assert d.next.startswith("Let the loop be measured, for batch in wb.watch(")
+    assert [remedy["change"] for remedy in d.brief()["predicted"]] == ["a cheaper optimizer"]
+
+
+def test_time_outside_the_phases_is_not_called_python_beside_a_larger_part_either(by_hand: Make) -> None:
+    d = judged(by_hand, [step(data_wait=0.0, optimizer=0.036, other=0.03)] * 60)
+    assert d.verdict == "optimizer-bound"
+    (note,) = d.judgement.notes
+    assert note.startswith("also time outside all phases, 36 % (")
+    assert note.endswith(": no DataLoader was seen, so that is making the batches, or other Python")
+    assert [remedy.name for remedy in d.remedies] == ["a cheaper optimizer"]
+    stalls = [step(data_wait=0.0, other=0.006, forward=0.4 if i % 20 == 19 else 0.006) for i in range(120)]
+    d = judged(by_hand, stalls)
+    assert d.verdict == "stalled"
+    assert "python" not in str(d.judgement.notes)
+    d = judged(by_hand, [step(optimizer=0.036, other=0.03)] * 60)
+    assert d.judgement.notes[0].startswith("also host-bound (python): 35 %")
+    assert "less work between the phases" in [remedy.name for remedy in d.remedies]
+
+
 def test_what_to_run_next_exists(by_hand: Make) -> None:
     """A script that was only observed cannot be proved: a trace of it tells more."""
     made = by_hand(spec=ScriptSpec(script="/tasks/my train.py", args=("--epochs", "1"), watch=True).to_json())

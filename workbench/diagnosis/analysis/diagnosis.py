@@ -100,7 +100,7 @@ class Diagnosis(JsonDataclass):
     @property
     def next(self) -> str:
         """What to try first, and what it is predicted to gain."""
-        if not self.remedies:
+        if not self.remedies or self.verdict == "inconclusive":
             if untried := next((note for note in self.evidence.notes if note.startswith("no time was left to try")), ""):
                 return f"Diagnose again with a larger budget: {untried}."
             if self.verdict == "inconclusive":

@@ -26,7 +26,7 @@ from workbench.diagnosis.analysis.remedy import (
     sort_key,
 )
 from workbench.diagnosis.analysis.step_model import StepModel
-from workbench.diagnosis.analysis.verdict import Judgement, reads_no_loader
+from workbench.diagnosis.analysis.verdict import UNMARKED, Judgement, unseen
 from workbench.runs.spec import Spec
 
 REMOVES = {
@@ -44,19 +44,22 @@ REMOVES = {
 def remedies_for(evidence: Evidence, judgement: Judgement, *, spec: Spec | None = None, noise_only: bool = False) -> tuple[Remedy, ...]:
     """The remedies of a step: first those that remove the cause, the best first. Every cause but computing has one.
 
+    An inconclusive verdict has none, except those of the other parts where the largest is time outside all phases.
+
     Args:
         evidence: of one training step.
         judgement: what follows from it.
         spec: what was diagnosed, if it was a spec or a run: its fields can be changed.
         noise_only: ranges cover the uncertainty of the measurements alone, and not what formulas leave out (see `model_errors`).
     """
-    if judgement.verdict == "inconclusive":
+    inconclusive = judgement.verdict == "inconclusive"
+    if inconclusive and judgement.cause != UNMARKED:
         return ()
     case = Case(evidence=evidence, judgement=judgement, model=StepModel.of(evidence), spec=spec)
     remedies: dict[str, Remedy] = {}
     for remedy in _observed(case) if evidence.observed else _tried(case):
         remedies.setdefault(remedy.name, remedy if noise_only else with_model_error(remedy, is_crowded(evidence)))
-    if judgement.verdict != "compute-bound" and not any(remedy.scope == "cause" for remedy in remedies.values()):
+    if not inconclusive and judgement.verdict != "compute-bound" and not any(remedy.scope == "cause" for remedy in remedies.values()):
         remedies |= {remedy.name: remedy for remedy in _without_part(case)}
     return tuple(sorted(remedies.values(), key=sort_key))
 
@@ -309,11 +312,8 @@ def _observed(case: Case) -> Iterator[Remedy]:
         "stalls": ("no stalls", "Move what stalls some steps out of the training loop, or into a thread."),
         "host": ("less work between the phases", "Move logging and Python work out of the loop, or do them less often."),
     }
-    if reads_no_loader(case.evidence):
-        words["host"] = (
-            "less work between the phases",
-            "Let workers of a DataLoader make the batches; do logging and Python work less often.",
-        )
+    if unseen(case.evidence):  # what lies between the phases may be making batches, or computing
+        del words["host"]
     for part, saved in case.judgement.shares.items():
         large = part in words and saved.mid >= 1 - 1 / MIN_BATCH_SPEEDUP
         if large and (remedy := ceiling(case, *words[part], saved.mid, f"{part} is gone, as far as the measured times show")):

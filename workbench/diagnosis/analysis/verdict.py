@@ -263,6 +263,11 @@ class Candidate:
         return self.saved.mid >= self.limit.least and self.saved.low >= self.limit.least_low
 
     @property
+    def unmarked(self) -> bool:
+        """Is it time of which nothing is known but that it lies outside all phases?"""
+        return self.cause.cause == UNMARKED
+
+    @property
     def open(self) -> bool:
         """Does its interval reach the limit?"""
         return (
@@ -293,20 +298,16 @@ def judge(evidence: Evidence) -> Judgement:
         why += "".join(f" {note}" for note in evidence.notes[:1])
     elif notes and standing and standing[0].part == "data_wait" and (doubt := _contradiction(evidence, costs)):
         verdict, cause, why = "inconclusive", "noise", f"{doubt} {notes[0]}"
-    elif standing and standing[0].part == "host" and (unseen := _unseen(evidence)):
-        verdict, cause = "inconclusive", UNMARKED
-        why = (
-            f"{units.percent(costs.host.mid / costs.step)} of each step ({units.seconds(costs.host.mid)}) lie outside all phases, and "
-            f"{unseen}: clocks cannot tell the one from the other."
-        )
     elif standing:
         best = _surest(standing, bool(notes))
         crowd = next((candidate for candidate in standing if candidate.cause.cause == "oversubscribed threads"), best)
         if crowd.saved.mid >= MIN_THREADS_SHARE * standing[0].saved.mid:
             best = crowd
+        best = next((candidate for candidate in (standing[0], best) if candidate.unmarked), best)
         verdict, cause, why = best.verdict, best.cause.cause, f"{_saving(evidence, costs, best)} {best.cause.why}"
-        others = [candidate for candidate in standing if candidate.verdict != verdict]
-        notes += [f"also {other.verdict} ({other.cause.cause}): {_percents(other.saved)} could be saved" for other in others]
+        if best.unmarked:
+            verdict, why = "inconclusive", best.cause.why
+        notes += [_also(evidence, other) for other in standing if other.verdict != best.verdict]
     elif doubtful and (notes or doubtful[0].saved.width >= WIDE_INTERVAL):
         best = doubtful[0]
         verdict, cause = "inconclusive", "noise" if notes else "too few measurements"
@@ -339,7 +340,7 @@ def _contradiction(e: Evidence, c: Costs) -> str:
     )
 
 
-def _unseen(e: Evidence) -> str:
+def unseen(e: Evidence) -> str:
     """What may be in the time outside all phases of an observed step, since no mark was seen of it; "" = nothing, or it is no such step."""
     if not e.observed:
         return ""
@@ -390,11 +391,7 @@ def _candidates(e: Evidence, c: Costs) -> list[Candidate]:
     if c.optimizer != NOTHING:
         candidates.append(_optimizer(e, c))
     if e.observed and c.host.mid:
-        why = f"{units.seconds(c.host.mid)} of each step lie outside all phases."
-        if reads_no_loader(e):
-            why += " Making batches is among them: no DataLoader was seen."
-        outside = Cause(cause="python", why=why)
-        candidates.append(Candidate(verdict="host-bound", part="host", saved=c.share(c.saves(c.host)), cause=outside))
+        candidates.append(Candidate(verdict="host-bound", part="host", saved=c.share(c.saves(c.host)), cause=_outside(e, c)))
     for host in (causes.oversubscription(e, c), causes.garbage_collection(e, c)):
         if host:
             saved, cause = host
@@ -406,9 +403,12 @@ def _candidates(e: Evidence, c: Costs) -> list[Candidate]:
     return candidates
 
 
-def reads_no_loader(e: Evidence) -> bool:
-    """Was a script observed whose batches come from no DataLoader, so that making them is in no phase?"""
-    return e.observed and bool(e.ranks) and all(not any(rank.timeline.values("data_wait")) for rank in e.ranks)
+def _outside(e: Evidence, c: Costs) -> Cause:
+    """What the time outside all phases is: Python, unless a phase that every training has was not seen."""
+    if what := unseen(e):
+        why = f"{units.percent(c.host.mid / c.step)} of each step ({units.seconds(c.host.mid)}) lie outside all phases, and {what}"
+        return Cause(cause=UNMARKED, why=f"{why}: clocks cannot tell the one from the other.")
+    return Cause(cause="python", why=f"{units.seconds(c.host.mid)} of each step lie outside all phases.")
 
 
 def _optimizer(e: Evidence, c: Costs) -> Candidate:
@@ -446,6 +446,13 @@ _WITHOUT = {
 
 def _percents(interval: Interval) -> str:
     return f"{units.percent(interval.mid)} ({units.percent(max(0.0, interval.low))} … {units.percent(interval.high)})"
+
+
+def _also(e: Evidence, other: Candidate) -> str:
+    """A note on another part that is large enough to be blamed."""
+    if other.unmarked:
+        return f"also {UNMARKED}, {_percents(other.saved)}: {unseen(e)}"
+    return f"also {other.verdict} ({other.cause.cause}): {_percents(other.saved)} could be saved"
 
 
 def _saving(e: Evidence, c: Costs, candidate: Candidate) -> str:
