@@ -405,6 +405,11 @@ def test_the_picture_shows_what_was_reached_and_what_was_not() -> None:
         made().plot()
 
 
+def test_a_picture_without_a_law_does_not_name_what_is_dashed() -> None:
+    ax = made(trial(8, 100.0), trial(8, 60.0, seed=1)).plot()  # one batch makes no law
+    assert [text.get_text() for text in ax.get_legend().get_texts()] == ["tuned", "measured"]
+
+
 def test_the_pictures_of_the_law_and_of_time() -> None:
     ax = CriticalBatch.fit([*(Point(batch=b, steps=s) for b, s in DIGITS.items()), Point(batch=4096, steps=50, reached=False)]).plot()
     assert [line.get_marker() for line in ax.get_lines()].count("o") == 6

@@ -213,6 +213,14 @@ def test_a_proof_is_two_bars_with_their_intervals(ax: Axes) -> None:
     assert ax.get_xlabel() == "throughput with num_workers=2 over that without"
 
 
+def test_a_proof_that_could_not_be_run_has_no_bar_of_what_was_measured(ax: Axes) -> None:
+    proof_of(diagnosis().remedies[0], float("nan")).plot(ax=ax)
+    assert labels(ax) == ["predicted", "measured"]
+    assert texts(ax)[1] == "failed"
+    assert [piece.get_width() for piece in ax.patches][1:] == [0]
+    assert len(marks(ax)) == 1
+
+
 # --- loader curve
 
 

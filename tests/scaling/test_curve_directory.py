@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 import workbench as wb
 from tests.conftest import HandMade
 from workbench.core import run_directory
+from workbench.runs.failure import RunError
 from workbench.runs.launch.environment import versions
 from workbench.runs.spec import SpecError
 from workbench.runs.task import TaskError
@@ -282,3 +283,34 @@ def test_a_curve_ends_with_its_budget_or_says_that_nothing_is_known(tmp_path: Pa
     monkeypatch.setattr("workbench.scaling.api.in_turn", interrupted)
     with pytest.raises(KeyboardInterrupt, match="scaling_curve was stopped by Ctrl-C before it knew anything"):
         wb.scaling_curve(SPEC, **options)
+
+
+@pytest.mark.parametrize("stop", ["budget", "Ctrl-C"])
+def test_notes_on_communication_are_kept_where_it_is_cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop: str) -> None:
+    """The runs are there already: only communication is missing. Its first launch fails, and the second is cut off."""
+    now = [0.0]
+    monkeypatch.setattr("workbench.scaling.api.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("workbench.scaling.api.crowded", lambda spec: False)
+    options: dict[str, Any] = {"over": "threads", "values": (1, 2), "repeat": 1}
+    spec = SPEC.replace(nproc_per_node=2)
+    folder = CurveDirectory.new(curve_spec(spec, **options, communication=True), tmp_path).path
+    for threads in (1, 2):
+        made = HandMade(
+            folder / f"{threads:03d}", spec=spec.replace(threads=threads).to_json(), versions=versions(), created=float(threads)
+        )
+        made.steps(20).ended("finished")
+
+    def launched(specs: list[wb.RunSpec], *, tick: Callable[[], object], **_: object) -> None:
+        if specs[0].threads == 1:
+            raise RunError("the ranks did not meet")
+        if stop == "Ctrl-C":
+            raise KeyboardInterrupt
+        now[0] += 100.0
+        tick()
+        raise AssertionError("the budget was spent")
+
+    monkeypatch.setattr("workbench.scaling.api.run_communication", launched)
+    curve = wb.scaling_curve(spec, **options, resume=folder, budget_s=60, quiet=True)
+    assert curve.values == [1, 2]
+    assert "exposed communication could not be measured: the ranks did not meet" in str(curve)
+    assert ("the budget of 1 min 00 s was spent" if stop == "budget" else "stopped by Ctrl-C") in str(curve)

@@ -44,6 +44,8 @@ def steps_to_target(result: StepsToTarget, ax: Axes | None = None, *, samples: b
     several = len(result.optimizers) > 1
     configurations = list(dict.fromkeys((trial.optimizer, trial.rule) for trial in result.trials))
     handles, missed = [], list[Mark]()
+    measured, predicted = kinds(ax, of_lines=True)
+    shown = [measured]
     for (optimizer, rule), color, marker in zip(configurations, itertools.cycle(SERIES), itertools.cycle(_MARKERS), strict=False):
         label = f"{optimizer} {rule}" if several else rule
         marks = result.marks(optimizer, rule)
@@ -56,12 +58,13 @@ def steps_to_target(result: StepsToTarget, ax: Axes | None = None, *, samples: b
             continue
         color = SERIES[[name for name, _ in configurations].index(optimizer) % len(SERIES)]
         handles.append(_law(ax, law, result.batches, color, f"law of {optimizer}" if several else "law (90 %)", samples))
+        shown = [measured, predicted]
         if not position:
             handles.append(_perfect(ax, result, law, samples))
     handles += _never_reached(ax, missed)
     _axes(ax, result.batches)
     ax.set_ylabel(f"{'samples' if samples else 'steps'} to {result.target}")
-    legend(ax, [*handles, *kinds(ax, of_lines=True)])
+    legend(ax, [*handles, *shown])
     return ax
 
 

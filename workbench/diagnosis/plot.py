@@ -202,17 +202,20 @@ def _rows(result: Ladder) -> Iterator[_Row]:
 
 
 def proof(result: Proof, ax: Axes | None = None) -> Axes:
-    """Predicted and measured speedup, one above the other, each with its interval; the line is a speedup of 1."""
+    """Predicted and measured speedup, one above the other, each with its interval; the line is a speedup of 1. A remedy that could not be
+    run has no bar in the row of what was measured.
+    """
     labels = ["predicted", "measured"]
     ax = prepared(ax, WIDTH, height(labels))
     intervals = [result.predicted, result.measured]
     rows(ax, labels)
-    draw_bars(ax, [interval.mid for interval in intervals], None, LINE, predicted=[True, False], height=_THICK)
-    for place, interval in enumerate(intervals):
+    failed = math.isnan(result.measured.mid)  # it did not even run
+    draw_bars(ax, [result.predicted.mid, 0.0 if failed else result.measured.mid], None, LINE, predicted=[True, False], height=_THICK)
+    for place, interval in enumerate(intervals[:1] if failed else intervals):
         mark(ax, place, interval, measured=bool(place))
     ax.axvline(1, color=ink(ax), linestyle=":", linewidth=1.2)
-    reaches = [max(value for value in (interval.mid, interval.high) if math.isfinite(value)) for interval in intervals]
-    end_labels(ax, reaches, [result.remedy.gain, f"{units.times(result.measured.mid)}: {result.word}"])
+    reaches = [max((value for value in (interval.mid, interval.high) if math.isfinite(value)), default=0.0) for interval in intervals]
+    end_labels(ax, reaches, [result.remedy.gain, "failed" if failed else f"{units.times(result.measured.mid)}: {result.word}"])
     ax.set_xlabel(f"throughput with {result.remedy.name} over that without")
     return ax
 

@@ -76,7 +76,8 @@ def scaling_curve(
         communication: measure exposed communication too, where a point has more than one process and is not oversubscribed.
         resume: go on with the newest curve of this spec in `runs_dir`, or with the one in this directory: what has ended is not run
             again. Values and repeats may be others than before.
-        budget_s: seconds that it may take, about, but one run at least; None = until all is measured.
+        budget_s: seconds that it may take, about, but one run at least, if any is missing; None = until all is
+            measured.
         runs_dir: where the curve's directory goes; None = `runs` in the current folder.
         quiet: show no progress.
 
@@ -96,7 +97,8 @@ def scaling_curve(
     try:
         with say_what_was_interrupted("scaling_curve"):
             measurement.train()
-            notes += measurement.communicate() if curve_spec.communication else ()
+            if curve_spec.communication:
+                measurement.communicate(notes)
     except _Spent:
         notes.append(f"the budget of {units.seconds(budget_s)} was spent: resume={str(path)!r} goes on")
     except BaseException as error:
@@ -168,15 +170,22 @@ class _Measurement:
         finally:
             self._line.close(self._words())
 
-    def communicate(self) -> tuple[str, ...]:
-        """Measure the exposed communication that is not known yet; returns notes on it."""
+    def communicate(self, notes: list[str]) -> None:
+        """Measure the exposed communication that is not known yet.
+
+        Args:
+            notes: what could not be measured is appended here, so that it is kept where the budget or Ctrl-C ends this.
+
+        Raises:
+            _Spent: the budget was spent.
+        """
         curve_spec, known = self.directory.curve_spec, {steps.spec for steps in self.directory.steps()}
         wanted = [spec for _, spec in curve_spec.points if self._measurable(spec)]
         if not any(spec.nproc_per_node > 1 for spec in wanted):
-            return ()
+            return
         if curve_spec.why_no_communication:
-            return (curve_spec.why_no_communication,)
-        notes = []
+            notes.append(curve_spec.why_no_communication)
+            return
         for specs in in_launches([spec for spec in wanted if spec not in known]):
             self._doing = f"communication of {len(specs)} points"
             try:
@@ -185,7 +194,6 @@ class _Measurement:
                 notes.append(f"exposed communication could not be measured: {str(error).splitlines()[0]}")
             finally:
                 self._line.close(self._words())
-        return tuple(notes)
 
     def _measurable(self, spec: RunSpec) -> bool:
         """Has it trained, and are there enough cores for it?"""
@@ -205,7 +213,8 @@ class _Measurement:
         return each * (len(self._trials) - self._done) + communication
 
     def _tick(self) -> None:
-        if self.budget_s is not None and self._done and time.monotonic() - self._start > self.budget_s:
+        some = self._done or not self._trials  # where only communication is missing, the curve has runs already
+        if self.budget_s is not None and some and time.monotonic() - self._start > self.budget_s:
             raise _Spent
         if not self.quiet:
             self._line.show()
