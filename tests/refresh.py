@@ -37,20 +37,19 @@ def refresh(path: Path) -> None:
 
 
 def fold_answers(notebook: Any) -> None:
-    """Fold the outputs from each cell with `guess = None` to the first one after it that compares the guess."""
-    open_guess = False
+    """Fold the outputs from each cell with `guess = None` (or `guess_energy`, …) to the first one after it that compares that guess."""
+    guesses: set[str] = set()
     for cell in notebook.cells:
         if cell.cell_type != "code":
             continue
         tree = ast.parse("\n".join(line for line in cell.source.splitlines() if not line.startswith("%")))
-        names = [node for node in ast.walk(tree) if isinstance(node, ast.Name) and node.id == "guess"]
-        open_guess |= any(isinstance(node.ctx, ast.Store) for node in names)
-        compared = any(isinstance(node.ctx, ast.Load) for node in names)
-        if open_guess and cell.outputs and not compared:
+        names = [node for node in ast.walk(tree) if isinstance(node, ast.Name) and node.id.startswith("guess")]
+        guesses |= {node.id for node in names if isinstance(node.ctx, ast.Store)}
+        guesses -= {node.id for node in names if isinstance(node.ctx, ast.Load)}
+        if guesses and cell.outputs:
             cell.metadata["jupyter"] = {"outputs_hidden": True}
         else:
             cell.metadata.pop("jupyter", None)
-        open_guess &= not compared
 
 
 def stamp(path: Path) -> None:

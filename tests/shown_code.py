@@ -57,14 +57,33 @@ def digest(source: str) -> str:
     """
     left_out = list(_left_out(ast.parse(source), source.splitlines()))
     parts = []
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type in (tokenize.COMMENT, tokenize.NL) or any(start <= token.start < end for start, end in left_out):
+    for kind, place, text in _tokens(source):
+        if kind in ("COMMENT", "NL") or any(start <= place < end for start, end in left_out):
             continue
-        parts.append(tokenize.tok_name[token.type] if not token.string.strip() else re.sub(r"\s", "", token.string))
+        parts.append(re.sub(r"\s", "", text) or kind)
     return hashlib.sha256("".join(parts).encode()).hexdigest()[:8]
 
 
 Place = tuple[int, int]
+
+
+def _tokens(source: str) -> Iterator[tuple[str, Place, str]]:
+    """Kind, place and text of each token; an f-string is one, as in Python 3.11: later ones take it apart."""
+    lines, depth, begun = source.splitlines(keepends=True), 0, (0, 0)
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        kind = tokenize.tok_name[token.type]
+        if kind == "FSTRING_START":
+            begun, depth = (token.start if not depth else begun), depth + 1
+        if not depth:
+            yield kind, token.start, token.string
+        if kind == "FSTRING_END":
+            depth -= 1
+            if not depth:
+                (first, left), (last, right) = begun, token.end
+                part = lines[first - 1 : last]
+                part[-1] = part[-1][:right]
+                part[0] = part[0][left:]
+                yield "STRING", begun, "".join(part)
 
 
 def _left_out(tree: ast.Module, lines: list[str]) -> Iterator[tuple[Place, Place]]:

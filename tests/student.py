@@ -17,6 +17,8 @@ SOLUTION = re.compile(r"\n*<details>\s*<summary>Solution</summary>.*?</details>"
 def write(into: Path, solutions: bool = True) -> None:
     """Write the edition for students into a folder; what an earlier edition left there is replaced."""
     into.mkdir(parents=True, exist_ok=True)
+    for old in into.glob("*.ipynb"):
+        old.unlink()
     for path in sorted(FOLDER.glob("*.ipynb")):
         notebook = json.loads(path.read_text())
         for cell in notebook["cells"]:

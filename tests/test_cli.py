@@ -54,6 +54,8 @@ def test_a_script_with_ranks_and_arguments_of_its_own(tmp_path: Path, monkeypatc
             "--set micro_batch: expected a knob and its value, such as --set micro_batch=16",
         ),
         (["diagnose", "text-gpt", "--set", "micro_bach=1"], "did you mean 'micro_batch'"),
+        (["launch", "text-gpt", "--set", "args=1"], "args"),
+        (["launch", "train.py", "--set", "watch=False"], "--set watch=… with a script: it has the knobs threads and profile"),
         (["diagnose", "text-gpt", "--set", "precision=int3"], "precision='int3': allowed are"),
         (["diagnose", "text-gpt", "--nproc-per-node", "0"], "nproc_per_node=0: a whole number"),
         (["diagnose", "text-gpt", "--budget", "0"], "budget_s=0.0: seconds above 0"),
@@ -134,7 +136,8 @@ def test_what_launch_hands_on(
     assert facts["ranks"][0]["step"] == pytest.approx(sum(facts["ranks"][0][phase] for phase in PHASES))
     assert {"threads": 2, "profile": 5, "args": ["--epochs", "1"], "watch": True}.items() <= given[0].items()
     main(["launch", "text-gpt", "--set", "nproc_per_node=2", "micro_batch=4"])
-    assert (given[1]["nproc_per_node"], given[1]["micro_batch"], given[1]["steps"]) == (2, 4, 60)
+    spec = given[1]["target"]
+    assert (spec.nproc_per_node, spec.micro_batch, spec.steps) == (2, 4, 60)
 
 
 def test_the_examples_about_runs_and_traces_work(

@@ -92,12 +92,14 @@ def test_the_age_of_outputs_is_told_by_the_code_that_they_show(tmp_path: Path, m
 def test_what_would_answer_a_guess_is_stored_folded() -> None:
     nbformat = pytest.importorskip("nbformat", reason="needs Jupyter's packages (pip install '.[notebooks,dev]')")
     sources = ["a = 1\na", "guess = None  # 2 or 3?", "%time\nmeasured = 2\nmeasured", "check.near(guess, measured)", "measured"]
+    sources += ["guess64 = guess_energy = None", "measured", "check.near(guess64, 1)\nmeasured", "check.near(guess_energy, 1)"]
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in sources])
     for cell in notebook.cells:
-        cell.outputs = [] if "guess = None" in cell.source else [nbformat.v4.new_output("stream", text="2")]
+        cell.outputs = [] if "= None" in cell.source else [nbformat.v4.new_output("stream", text="2")]
     notebook.cells[0].metadata["jupyter"] = {"outputs_hidden": True}  # of an earlier version
     refresh.fold_answers(notebook)
-    assert [cell.metadata.get("jupyter") for cell in notebook.cells] == [None, None, {"outputs_hidden": True}, None, None]
+    folded = [i for i, cell in enumerate(notebook.cells) if cell.metadata.get("jupyter") == {"outputs_hidden": True}]
+    assert folded == [2, 6, 7]  # one guess may be compared, and another still be open
     nbformat.validate(notebook)
 
 

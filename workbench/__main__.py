@@ -57,17 +57,18 @@ def _launch(given: argparse.Namespace, script_args: list[str]) -> dict[str, Any]
     Raises:
         ValueError: an option that this kind of target does not take.
     """
-    knobs = knobs_of(given.set or [])
-    if given.profile is not None:
-        knobs["profile"] = given.profile
+    knobs = knobs_of(given.set or []) | ({} if given.profile is None else {"profile": given.profile})
     common = {"nproc_per_node": given.nproc_per_node, "nnodes": given.nnodes, "rdzv_endpoint": given.rdzv_endpoint}
     if given.target.endswith(".py"):
         if given.steps is not None:
-            raise ValueError(f"--steps {given.steps} with a script: its own arguments come after --")
+            raise ValueError(f"--steps {given.steps} with a script: its own arguments come after --; a task in it: {given.target}:build")
+        if strange := sorted(knobs.keys() - {"threads", "profile"}):
+            raise ValueError(f"--set {strange[0]}=… with a script: it has the knobs threads and profile; its own arguments come after --")
         return {"target": given.target, "args": script_args, "watch": True, **common, **knobs}
     if script_args:
         raise ValueError(f"{given.target!r} is a task, and takes no arguments of its own: {' '.join(script_args)}")
-    return {"target": workbench.RunSpec(task=given.target), **common, "steps": 60 if given.steps is None else given.steps, **knobs}
+    steps = 60 if given.steps is None else given.steps
+    return {"target": workbench.RunSpec(task=given.target, steps=steps).replace(**knobs), **common}
 
 
 def launch(given: argparse.Namespace, script_args: list[str]) -> int:
@@ -248,7 +249,7 @@ def estimate(given: argparse.Namespace) -> int:
     breakdown = workbench.estimate_memory(target, device=given.device, **shapes)
     if given.json:
         fits = None if given.device in ("cpu", "cuda") else breakdown.fits(given.device)
-        show({"memory": breakdown, "fits": None if fits is None else bool(fits), "spare": fits and fits.spare}, given)
+        show({"memory": breakdown, "fits": None if fits is None else bool(fits), "spare": None if fits is None else fits.spare}, given)
         return 0 if fits is None or fits else 1
     print(breakdown)
     if given.device in ("cpu", "cuda"):
@@ -455,7 +456,7 @@ def _refuse(parser: argparse.ArgumentParser, given: argparse.Namespace, rest: li
     if hint := did_you_mean(strange, options, cutoff=0.7).strip():
         pass
     elif given.command == "launch":
-        hint = "what is meant for the script comes after --: workbench launch train.py -- --epochs 1"
+        hint = "processes: --nproc-per-node 2; what is meant for the script comes after --: workbench launch train.py -- --epochs 1"
     elif "--set" in options:
         hint = f"knobs are turned with --set: workbench {given.command} {given.target} --set micro_batch=16 precision=amp_bf16"
     else:

@@ -296,6 +296,14 @@ def test_before_and_after(by_hand: Make) -> None:
     assert list(found.to_frame()["speedup"]) == pytest.approx(found.speedups)
 
 
+def test_a_run_that_did_not_finish_is_compared_with_a_note(by_hand: Make) -> None:
+    whole, stopped = by_hand().steps(20).ended("finished"), by_hand().steps(20).ended("stopped")
+    assert compare(Run.load(whole.path), Run.load(whole.path)).notes == []
+    (note,) = compare(Run.load(whole.path), Run.load(stopped.path)).notes
+    assert "stopped after 20" in note
+    assert note in str(compare(Run.load(whole.path), Run.load(stopped.path)))
+
+
 def test_what_cannot_be_compared(by_hand: Make) -> None:
     run = Run.load(by_hand().steps(20).ended("finished").path)
     with pytest.raises(ValueError, match=r"compare\(\) got 1 run: expected two or more"):

@@ -1,4 +1,4 @@
-"""The picture of a scaling curve, by its artists: points, band, naive line, and what is drawn hollow or crossed."""
+"""The picture of a scaling curve, by its artists: points, band, naive line, and what is drawn as a cross."""
 
 from typing import Any
 

@@ -38,3 +38,24 @@ def test_nothing_of_a_result_is_executed(tmp_path: Path) -> None:
     assert list(entries_of(tmp_path / "a.pt")) == ["a.pt"]  # as bytes
     assert entries_of(tmp_path / "b.bin") == {"b.bin": b"other"}
     assert not (tmp_path / "touched").exists()
+
+
+def test_what_is_equal_only_almost_differs() -> None:
+    nan, inf = float("nan"), float("inf")
+    pairs = [
+        (torch.tensor([nan, 1.0]), torch.tensor([0.0, 1.0])),
+        (torch.tensor([inf]), torch.tensor([torch.finfo(torch.float32).max])),
+        (torch.tensor([-0.0]), torch.tensor([0.0])),
+        (torch.tensor([1.0]).to_sparse(), torch.tensor([2.0]).to_sparse()),
+        (torch.tensor([1.0]).to_sparse(), torch.tensor([1.0])),
+        (torch.tensor([1j]), torch.tensor([2j])),
+    ]
+    for one, other in pairs:
+        assert [name for name, _ in differences({"a": one}, {"a": other})] == ["a"]
+        assert not list(differences({"a": one}, {"a": one.clone()}))
+    assert not list(differences({"a": torch.ones(2).to(torch.float8_e4m3fn)}, {"a": torch.ones(2).to(torch.float8_e4m3fn)}))
+
+
+def test_each_entry_has_a_name_of_its_own(tmp_path: Path) -> None:
+    torch.save({"a.b": 1, "a": {"b": 2}, 1: 3, "1": 4, "state": {}}, tmp_path / "a.pt")
+    assert entries_of(tmp_path / "a.pt") == {"'a.b'": 1, "a.b": 2, "1": 3, "'1'": 4, "state": {}}

@@ -171,3 +171,46 @@ def test_phases_are_marked_in_their_order(alone: Ranks) -> None:
     batches = one.batches()
     one.step([next(batches), next(batches)])
     assert marked == ["h2d", "forward", "backward", "h2d", "forward", "backward", "optimizer"]
+
+
+class Caching(nn.Module):
+    """A layer with a buffer that the first forward makes, one that it replaces, and a statistic; with dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.BatchNorm1d(8), nn.Linear(8, 1))
+        self.register_buffer("made", None)
+        self.register_buffer("mask", torch.ones(1, 1))
+
+    def forward(self, batch: Tensor) -> Tensor:
+        if self.made is None:
+            self.made = torch.zeros(2)
+        if self.mask.shape[0] < batch.shape[0]:
+            self.mask = torch.tril(torch.ones(batch.shape[0], batch.shape[0]))
+        made: Tensor = self.inner(batch)
+        return made
+
+
+def halved(model: nn.Module, batch: Any) -> Tensor:
+    """A loss that changes its batch in place."""
+    return model(batch[0].mul_(0.5)).square().mean()
+
+
+def test_a_rehearsed_step_leaves_nothing_but_buckets(alone: Ranks) -> None:
+    """Neither the batch nor buffers, gradients or random numbers."""
+    torch.manual_seed(0)
+    batch = [torch.randn(8, 4), torch.zeros(8, 1)]
+    losses = []
+    for rehearsed in (False, True):
+        given = [part.clone() for part in batch]
+        made = Trainer(spec_of(), toy_tasks.numbers(model=Caching, loss=halved), alone)
+        assert isinstance(made.module, Caching)
+        if rehearsed:
+            made.rehearse(given)
+            assert all(torch.equal(a, b) for a, b in zip(given, batch, strict=True))
+            assert made.module.made is None
+            assert made.module.mask.shape == (1, 1)
+            assert all(weight.grad is None or not weight.grad.any() for weight in made.module.parameters())
+        losses.append([made.step([given]) for _ in range(2)])
+        assert torch.equal(made.module.mask, torch.tril(torch.ones(8, 8)))
+    assert losses[0] == losses[1]

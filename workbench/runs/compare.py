@@ -56,12 +56,25 @@ class Comparison(display.Shown):
             ]
             for label, step, wait, run, up in zip(self.labels, self.seconds(), waits, self.runs, self.speedups, strict=True)
         ]
+        note = "measured, one run after the other: a busy machine moves both columns of time; repeat before believing a small difference"
         return display.Table(
             columns=("run", "step", "waits for data", "throughput", "speedup"),
             rows=rows,
             title="Before and after",
-            note="measured, one run after the other: a busy machine moves both columns of time; repeat before believing a small difference",
+            note="\n".join((note, *self.notes)),
         )
+
+    @property
+    def notes(self) -> list[str]:
+        """What makes the comparison doubtful: runs that did not finish, and runs of different programs."""
+        notes = []
+        for label, run in zip(self.labels, self.runs, strict=True):
+            if not run.ok:
+                done, steps = run.progress
+                notes.append(f"{label}: {run.state} after {done}{f' of {steps}' if steps else ''} steps; the steps it took are compared")
+        if len({type(run.spec) for run in self.runs}) > 1:
+            notes.append("a task beside a script: where they do not train the same, a speedup says nothing")
+        return notes
 
     def to_frame(self) -> Any:
         """A DataFrame with one row per run: seconds per phase, samples per second, speedup."""

@@ -27,6 +27,10 @@ COMPRESSIONS = ("none", "fp16", "bf16")
 """Types in which DDP may reduce gradients."""
 
 
+_RANGES = {"end": (0, 1), "every": (1e-6, 1), "decay": (1e-6, 1), "power": (1e-3, 1000), "factor": (1e-3, 10)}
+"""Smallest and largest value of each option of a schedule: all give a finite learning rate at each step."""
+
+
 @functools.lru_cache(maxsize=64)
 def parse_schedule(text: str) -> tuple[str, Mapping[str, float]]:
     """Name of a schedule, and all of its options.
@@ -48,6 +52,9 @@ def parse_schedule(text: str) -> tuple[str, Mapping[str, float]]:
     name = call.func.id
     choice("schedule", name, SCHEDULES, error=SpecError)
     options = dict(SCHEDULES[name])
+    given = [keyword.arg for keyword in call.keywords]
+    if twice := next((option for option in given if given.count(option) > 1), None):
+        raise SpecError(f"schedule={text!r:.80}: {twice!r:.80} is given twice")
     for keyword in call.keywords:
         if keyword.arg not in options:
             raise SpecError(f"schedule={text!r:.80}: {name} has no option {keyword.arg!r:.80}; it has {', '.join(options) or 'none'}")
@@ -56,11 +63,9 @@ def parse_schedule(text: str) -> tuple[str, Mapping[str, float]]:
         except (ValueError, SyntaxError, MemoryError, RecursionError):
             raise SpecError(f"schedule={text!r:.80}: {keyword.arg} is not a number") from None
     for option, value in options.items():
-        least = 0 if option == "end" else None
-        most = 1 if option in ("every", "decay", "end") else math.inf
-        if not is_number(value, least=-math.inf if least is None else least, above=0 if least is None else -math.inf, most=most):
-            within = "from 0 to 1" if option == "end" else "above 0, and at most 1" if most == 1 else "above 0"
-            raise SpecError(f"schedule={text!r:.80}: {option}={value!r:.80}: a number {within} is allowed")
+        least, most = _RANGES[option]
+        if not is_number(value, least=least, most=most):
+            raise SpecError(f"schedule={text!r:.80}: {option}={value!r:.80}: a number from {least:g} to {most:g} is allowed")
     return name, MappingProxyType(options)
 
 

@@ -86,7 +86,6 @@ class Fingerprints:
             "optimizer": digest(state["optimizer"]),
             "schedule": digest(state["scheduler"]),
             "scaler": digest(state["scaler"]),
-            "averages": digest(state.get("ema")),
             **({"ema": digest(state["ema"])} if "ema" in state else {}),
         }
 
@@ -115,7 +114,9 @@ def digest(value: Any) -> str:
 def _add(total: Any, value: Any) -> None:
     if isinstance(value, Tensor):
         value = value.detach()
-        total.update(f"{value.dtype} {tuple(value.shape)}".encode())
+        total.update(f"{value.dtype} {tuple(value.shape)} {value.layout}".encode())
+        if value.layout != torch.strided:
+            value = value.to_dense()
         flat = value.to("cpu").contiguous().reshape(-1)
         total.update(flat.view(torch.uint8).numpy().data if flat.numel() else b"")
     elif isinstance(value, np.ndarray):

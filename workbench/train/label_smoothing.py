@@ -42,5 +42,5 @@ class LabelSmoothing:
         if not self._calls:
             raise TaskError(
                 f"label_smoothing={self._smoothing}: the task's loss does not call torch.nn.functional.cross_entropy, whose labels it "
-                "smooths; leave label_smoothing out, or smooth the labels in the task's loss"
+                "smooths, or calls it in a graph compiled before; leave label_smoothing out, or smooth the labels in the task's loss"
             )

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from workbench.train.fingerprints import digest
+
 
 def entries_of(path: Path) -> dict[str, Any]:
     """The tensors, numbers and texts of a file of `torch.save`, by their keys; another file is one entry, its bytes.
@@ -29,11 +31,12 @@ def _flat(value: Any, name: str) -> Iterator[tuple[str, Any]]:
         inside = value.items()
     elif isinstance(value, list | tuple):
         inside = enumerate(value)
-    if inside is None:
+    if not inside or not len(value):
         yield name, value
         return
     for key, part in inside:
-        yield from _flat(part, f"{name}.{key}" if name else str(key))
+        text = repr(key) if isinstance(key, str) and ("." in key or key.isdigit()) else str(key)  # else two entries could have one name
+        yield from _flat(part, f"{name}.{text}" if name else text)
 
 
 def differences(expected: Mapping[str, Any], entries: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -51,9 +54,17 @@ def _difference(one: Any, other: Any) -> str:
     if not (isinstance(one, Tensor) and isinstance(other, Tensor)):
         same = type(one) is type(other) and repr(one) == repr(other)
         return "" if same else f"{one!r:.40} and {other!r:.40}"
-    if one.shape != other.shape or one.dtype != other.dtype:
-        return f"{one.dtype} {tuple(one.shape)} and {other.dtype} {tuple(other.shape)}"
-    if torch.equal(one.nan_to_num() if one.is_floating_point() else one, other.nan_to_num() if other.is_floating_point() else other):
+    if one.shape != other.shape or one.dtype != other.dtype or one.layout != other.layout:
+        return f"{_described(one)} and {_described(other)}"
+    if digest(one) == digest(other):
         return ""
-    most = (one.double() - other.double()).abs().max()
-    return f"by {float(most):.3g} at most, of {float(one.double().abs().max()):.3g}"
+    if one.is_complex() or one.layout != torch.strided:
+        return "values differ"
+    gap, most = (one.double() - other.double()).abs(), float(one.double().abs().nan_to_num().max())
+    if not bool(gap.isfinite().all()):
+        return f"NaN or infinity in {int((~gap.isfinite()).sum()):,} of {gap.numel():,} values"
+    return f"by {float(gap.max()):.3g} at most, of {most:.3g}"
+
+
+def _described(tensor: Tensor) -> str:
+    return f"{tensor.dtype} {tuple(tensor.shape)}{'' if tensor.layout == torch.strided else f' {tensor.layout}'}"

@@ -1,6 +1,7 @@
 """Trainer: the model, loader and optimizer that a RunSpec and a Task describe, on one rank, and the steps they take."""
 
 import contextlib
+import copy
 import gc
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -201,12 +202,17 @@ class Trainer:
         It fills them anew in the order in which gradients arrive, and three ranks or more add a gradient in an order that depends on its
         place in a bucket. A resumed run that begins with this adds as the undisturbed one does. Buffers and random numbers stay.
         """
-        random, buffers = self.random_state(), {name: buffer.clone() for name, buffer in self.module.named_buffers()}
-        self.micro_step(batch, last=True)
+        random = self.random_state()
+        kept = [(part, dict(part._buffers), {name: value.clone() for name, value in part._buffers.items() if value is not None})
+                for part in self.module.modules()]  # fmt: skip
+        self.micro_step(copy.deepcopy(batch), last=True)  # a loss may change its batch in place
         self.model.zero_grad()
         with torch.no_grad():
-            for name, buffer in self.module.named_buffers():
-                buffer.copy_(buffers[name])
+            for part, buffers, values in kept:
+                part._buffers.clear()
+                part._buffers.update(buffers)  # a buffer may be made or replaced by the first forward
+                for name, value in values.items():
+                    buffers[name].copy_(value)  # type: ignore[union-attr]
         restore_random_state(random, self.ranks.device)
 
     def placed(self, batch: Any) -> Any:

@@ -44,7 +44,6 @@ _HINTS = {
     "optimizer": "the optimizer's load_state_dict does not restore what its state_dict has",
     "schedule": "the schedule counts steps that the checkpoint does not know",
     "scaler": "the gradient scaler was not restored",
-    "averages": "the averaged weights were not restored",
     "ema": "the averaged weights were not restored",
     "samples": "the sampler does not go on where it was: a dataset whose length has changed, or one that orders its samples by itself",
     "batch": "the samples are the same, their content is not: augmentation with a generator of its own that the workbench cannot seed "
@@ -195,7 +194,7 @@ def prove_resume(
                 f"prove_resume({os.fspath(target)!r}): a script needs args= with {OUT}, the folder for its checkpoints, and result=, "
                 f'the file in it that is compared: prove_resume("train.py", args=["--out", "{OUT}"], result="last.pt")'
             )
-        folder = Path(runs_dir or "runs").expanduser().absolute() / f"{time.strftime('%Y-%m-%dT%H-%M-%S')}-{Path(target).stem}-resume"
+        folder = NewRun(runs_dir, f"{Path(target).stem}-resume").path
         given: dict[str, Any] = {"args": args, "result": result, "kills": kills, "seed": seed, "timeout": timeout}
         return prove_script_resume(target, folder=folder, **given, **knobs)
     if args or result:
