@@ -83,6 +83,7 @@ def run(wanted: dict[Path, list[Block]], folder: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_the_code_of_the_pages_runs(tmp_path: Path) -> None:
     wanted = {page: [block for block in blocks(page) if not block.mark and not block.title] for page in sorted(PAGES.rglob("*.md"))}
     run({page: chosen for page, chosen in wanted.items() if chosen}, tmp_path)

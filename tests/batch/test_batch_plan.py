@@ -92,6 +92,7 @@ def test_places_are_few_and_hold_the_present_one(now: int, largest: int) -> None
     assert len(found) <= MAX_MICRO_BATCHES
 
 
+@pytest.mark.slow
 def test_a_real_sweep(tmp_path: Path) -> None:
     curve = measure_throughput(SPEC.replace(noise_scale=False), [64], steps=14, runs_dir=tmp_path)
     assert (curve.kind, curve.world_size, curve.micro_batches) == ("measured", 2, (64,))

@@ -71,6 +71,7 @@ def spec(task: str = "build", **knobs: Any) -> wb.RunSpec:
     return wb.RunSpec(task=f"task.py:{task}", device="cpu", **{"micro_batch": 4, "schedule": "cosine", **knobs})
 
 
+@pytest.mark.slow
 def test_dropout_and_augmentation_of_workers_go_on_exactly(here: Path) -> None:
     knobs = {"nproc_per_node": 2, "num_workers": 1, "accumulation": 2, "precision": "amp_bf16", "persistent_workers": True, "ema": 0.9}
     proof = wb.prove_resume(spec(**knobs), steps=16, kills=1)

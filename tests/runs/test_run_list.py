@@ -138,7 +138,7 @@ def test_many_runs_are_sent_in_part_and_ended_ones_are_read_once(by_hand: Make, 
         run_directory.write_json(folder / f"many{number:03d}" / run_directory.RUN_JSON, {**info, "created": 1.0 + number})
     read, plain = list[str](), listing._read
     monkeypatch.setattr(listing, "_read", lambda path, run: (read.append(path.name), plain(path, run))[1])
-    monkeypatch.setattr(run_list, "TICK", 60)
+    monkeypatch.setattr(run_list, "TICK", 2)
     panel = RunListPanel(folder)
     assert len(read) == len(panel.runs) == SHOWN + 7
     assert len(panel.table.rows) == SHOWN
@@ -173,7 +173,7 @@ def test_html_of_the_list_is_escaped(by_hand: Make) -> None:
 
 
 def test_ticks_and_the_thread_do_not_compare_at_once(by_hand: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_list, "TICK", 60)
+    monkeypatch.setattr(run_list, "TICK", 2)
     by_hand(spec=SPEC.to_json()).steps(20).alive()
     panel = RunListPanel(by_hand(spec=SPEC.to_json()).steps(20).ended("finished").path.parent)
     panel.table.ticked = ["000", "001"]

@@ -97,6 +97,7 @@ def gone(run: wb.Run) -> None:
     until(lambda: not processes_with(run_directory.ENV_RUN_ID, run.id), "processes are left")
 
 
+@pytest.mark.slow
 def test_one_spec_on_two_machines(cluster: SlurmCluster, tmp_path: Path) -> None:
     run = wb.launch(SPEC, on=wb.Slurm(nodes=2, partition="debug", time="10"), runs_dir=tmp_path)
     assert run.spec == SPEC.replace(nnodes=2)
@@ -182,6 +183,7 @@ def test_a_job_that_is_put_back_goes_on_from_its_checkpoint(cluster: SlurmCluste
     assert cluster.ask("squeue", "-h", "-t", "RUNNING").strip() == ""
 
 
+@pytest.mark.slow
 def test_a_machine_that_dies_is_named(cluster: SlurmCluster, tmp_path: Path) -> None:
     run = wb.launch(SPEC, on=wb.Slurm(nodes=2), runs_dir=tmp_path, steps=FOR_EVER)
     training(run)
