@@ -20,7 +20,7 @@ from workbench.diagnosis.measure import inside
 pytestmark = pytest.mark.alone  # they compare times
 
 AT_ONCE = 4
-QUICK = ("item at each 10th step", "two ranks, reductions exposed")
+QUICK = ("item at each 10th step",)
 
 
 def judged(name: str, folder: Path, budget_s: float) -> Answer:
