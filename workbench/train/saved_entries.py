@@ -22,7 +22,12 @@ def entries_of(path: Path) -> dict[str, Any]:
         value = torch.load(path, map_location="cpu", weights_only=True)
     except Exception:  # other objects are not unpickled: it may be anybody's
         return {path.name: path.read_bytes()}
-    return dict(_flat(value, ""))
+    entries: dict[str, Any] = {}
+    for name, part in _flat(value, ""):
+        while name in entries:  # {"a.b": …, "a": {"b": …}}
+            name += "'"
+        entries[name] = part
+    return entries
 
 
 def _flat(value: Any, name: str) -> Iterator[tuple[str, Any]]:
@@ -35,8 +40,7 @@ def _flat(value: Any, name: str) -> Iterator[tuple[str, Any]]:
         yield name, value
         return
     for key, part in inside:
-        text = repr(key) if isinstance(key, str) and ("." in key or key.isdigit()) else str(key)  # else two entries could have one name
-        yield from _flat(part, f"{name}.{text}" if name else text)
+        yield from _flat(part, f"{name}.{key}" if name else str(key))
 
 
 def differences(expected: Mapping[str, Any], entries: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
