@@ -4,6 +4,7 @@ import collections
 import dataclasses
 import os
 import pickle
+import statistics
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,13 +12,15 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler, default_collate, get_worker_info
 from torch.utils.data._utils.collate import default_collate_fn_map
 
 from tests.made import World
 from workbench.diagnosis.analysis.diagnosis import Diagnosis
 from workbench.diagnosis.analysis.evidence import Loading
-from workbench.diagnosis.measure.fetch_meter import BatchCost, WorkerMeter
+from workbench.diagnosis.measure.fetch_meter import BatchCost, WorkerMeter, without_delay
 from workbench.diagnosis.measure.loading import _cpu_here, probe, slow_share
 from workbench.harness.feed import Feed
 from workbench.harness.loaders import with_knobs
@@ -181,6 +184,20 @@ def test_what_a_batch_would_take_here_is_known_from_a_worker(monkeypatch: pytest
     assert there.collate is not None
     assert there.collate >= 0.01
     assert there.cpu < 0.5 * there.collate  # that of the worker
+
+
+@given(samples=st.lists(st.floats(0, 1), max_size=20), delay=st.floats(-0.1, 5))
+def test_waiting_for_a_core_is_taken_from_the_longest_samples(samples: list[float], delay: float) -> None:
+    less = without_delay(samples, delay)
+    assert sum(less) >= sum(samples) - max(0.0, delay) - 1e-9
+    assert all(after <= before for after, before in zip(less, samples, strict=True))
+    assert all(after == before for after, before in zip(less, samples, strict=True) if before <= statistics.median(samples))
+
+
+def test_samples_in_which_a_thread_was_interrupted_are_not_slow() -> None:
+    batches = [[0.01] * 15 + [0.21]] * 20
+    assert (slow_share([sample for batch in batches for sample in batch]) or 0.0) > 0.4
+    assert slow_share([sample for batch in batches for sample in without_delay(batch, 0.2)]) == pytest.approx(0.0)
 
 
 def test_collating_is_told_by_the_sample_whatever_size_batches_have() -> None:
