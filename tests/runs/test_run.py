@@ -298,7 +298,7 @@ def test_before_and_after(by_hand: Make) -> None:
 
 def test_a_run_that_did_not_finish_is_compared_with_a_note(by_hand: Make) -> None:
     whole, stopped = by_hand().steps(20).ended("finished"), by_hand().steps(20).ended("stopped")
-    assert compare(Run.load(whole.path), Run.load(whole.path)).notes == []
+    assert compare(whole.path, str(whole.path)).notes == []
     (note,) = compare(Run.load(whole.path), Run.load(stopped.path)).notes
     assert "stopped after 20" in note
     assert note in str(compare(Run.load(whole.path), Run.load(stopped.path)))
@@ -308,6 +308,8 @@ def test_what_cannot_be_compared(by_hand: Make) -> None:
     run = Run.load(by_hand().steps(20).ended("finished").path)
     with pytest.raises(ValueError, match=r"compare\(\) got 1 run: expected two or more"):
         compare(run)
+    with pytest.raises(ValueError, match=r"compare\(\) got 1 run: .*compare\(before, after\)"):
+        compare(str(run.path))
     with pytest.raises(ValueError, match=r"compare\(\) got a list: expected runs, compare\(before, after\) or compare\(\*runs\)"):
         compare([run, run])  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="has no measured step to compare"):
@@ -327,3 +329,13 @@ def test_a_rank_that_starts_while_notes_are_read_is_left_for_the_next_time(by_ha
     run = Run.load(made.path)
     assert run.notes == ()
     assert len(run.rank_means) == 2
+
+
+def test_an_attribute_that_a_run_does_not_have(by_hand: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run.load(by_hand().path)
+    for name, near in (("timeline", "timelines"), ("log", "logs")):
+        with pytest.raises(AttributeError, match=f"'Run' object has no attribute '{name}': did you mean '{near}'"):
+            getattr(run, name)
+    monkeypatch.setattr(Run, "memory", property(lambda self: [].nothing))  # type: ignore[attr-defined]
+    with pytest.raises(AttributeError, match="'list' object has no attribute 'nothing'"):
+        _ = run.memory

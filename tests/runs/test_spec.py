@@ -101,8 +101,20 @@ def test_the_text_of_a_spec_has_the_knobs_that_were_turned() -> None:
 
 
 def test_a_knob_that_does_not_exist() -> None:
-    with pytest.raises(SpecError, match="RunSpec has no knob 'num_worker': did you mean 'num_workers'"):
+    with pytest.raises(
+        SpecError, match=r"RunSpec has no knob 'num_worker': did you mean 'num_workers'\? \(all: workbench launch --help\)$"
+    ):
         RunSpec(task="text-gpt").replace(num_worker=2)
+    with pytest.raises(SpecError, match=r"no knobs 'num_worker': did you mean 'num_workers'\? 'gpu': here it is called nproc_per_node \("):
+        RunSpec(task="text-gpt", num_worker=2, gpu=3)
+    with pytest.raises(
+        SpecError, match=r"no knobs 'gpus': here it is called nproc_per_node; 'qqq': It has task, micro_batch, .*, profile$"
+    ):
+        RunSpec(task="text-gpt", gpus=2, qqq=3)
+    with pytest.raises(SpecError, match=r"RunSpec\('text-gpt'\): its arguments are given by name, RunSpec\(task=…\)"):
+        RunSpec("text-gpt")
+    with pytest.raises(SpecError, match="RunSpec: task=… is missing"):
+        RunSpec(micro_batch=2)
     with pytest.raises(SpecError, match="a spec of kind 'cron': allowed are task, script"):
         spec_from_json({"kind": "cron"})
     with pytest.raises(SpecError, match="expected a list of words, such as"):

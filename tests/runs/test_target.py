@@ -11,7 +11,7 @@ from workbench.runs import task
 from workbench.runs.launch.launch import launch
 from workbench.runs.launch.new_run import LaunchError
 from workbench.runs.spec import ScriptSpec
-from workbench.runs.target import Measured, Step, check_launchable, check_step, named_task, read_program, read_spec
+from workbench.runs.target import Measured, Step, check_launchable, check_step, device_or_batch, named_task, read_program, read_spec, shown
 
 TARGET = Measured(name="weigh", verb="weighed", script="a script by a run of it", file="a picture is shown", returns="and returns the loss")
 SPEC = RunSpec(task="text-gpt")
@@ -149,6 +149,53 @@ def test_what_can_be_launched(by_hand: Any, given: Callable[[Any], Any], said: s
         check_launchable(good)
     with pytest.raises(LaunchError, match=said):
         launch(given(Run.load(by_hand().path)))
+
+
+def test_what_is_launched_may_be_named() -> None:
+    with pytest.raises(LaunchError, match=r"launch\(Task\): .* a task is launched by its spec"):
+        launch(task=a_task())
+    with pytest.raises(task.TaskError, match=r"there is no file .*nowhere\.py"):
+        launch(task="nowhere.py:build", micro_batch=2)
+
+
+class Sized:
+    """What needs a device and a batch."""
+
+    @staticmethod
+    @device_or_batch
+    def device_first(target: Any, device: Any, *, batch: Any = None) -> tuple[Any, ...]:
+        return target, device, batch
+
+    @staticmethod
+    @device_or_batch
+    def batch_first(target: Any, batch: Any = None, *, device: Any = "cuda") -> tuple[Any, ...]:
+        return target, device, batch
+
+
+def test_a_device_and_a_batch_come_in_either_order() -> None:
+    for call in (Sized.device_first, Sized.batch_first):
+        function: Any = call
+        assert function(a_step, [1], device="H200") == function(a_step, "H200", batch=[1]) == (a_step, "H200", [1])
+        assert function(target=a_step, batch=[1], device="H200") == function(a_step, "H200", [1]) == (a_step, "H200", [1])
+        with pytest.raises(ValueError, match=r"_first\(a_step\): a model needs a batch: (device|batch)_first\(model, batch=…\)"):
+            function(a_step, "H200")
+        with pytest.raises(ValueError, match="device is given twice, 'H100' and 'H200'"):
+            function(a_step, "H100", [1], device="H200")
+    assert Sized.batch_first(SPEC) == (SPEC, "cuda", None)
+    with pytest.raises(ValueError, match=r'device_first\(RunSpec\): for which device\? device_first\(…, device="H200"\)'):
+        Sized.device_first("text-gpt")  # type: ignore[call-arg]
+
+
+def test_the_configuration_of_a_hugging_face_model_builds_it() -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"n_layer": 1, "n_embd": 8, "n_head": 2, "vocab_size": 11, "n_positions": 4}
+    made = {}
+    for names in (None, ["GPT2ForSequenceClassification"]):
+        build = read_program("guess", transformers.GPT2Config(architectures=names, **sizes), [1])
+        made[shown(build)] = type(build()).__name__
+    assert made == {"GPT2Config": "GPT2LMHeadModel", "GPT2ForSequenceClassification": "GPT2ForSequenceClassification"}
+    with pytest.raises(task.TaskError, match=r"write model=lambda: AutoModelForCausalLM.from_config\(config\) so that"):
+        Task(model=transformers.GPT2Config(), dataset=list, loss=a_step)
 
 
 def test_a_dataset_is_not_a_loader() -> None:

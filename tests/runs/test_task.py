@@ -121,3 +121,12 @@ def test_an_optimizer_of_the_wrong_kind() -> None:
 def test_a_plan_of_the_wrong_kind(plan: object) -> None:
     with pytest.raises(TaskError, match=r"Task\(tensor_parallel=.*expected names of layers and how each is split, such as"):
         Task(model=int, dataset=list, loss=max, tensor_parallel=plan)  # type: ignore[arg-type]
+
+
+def test_a_task_with_other_arguments() -> None:
+    with pytest.raises(TaskError, match=r"Task has no argument 'my_model': did you mean 'model'\?"):
+        Task(my_model=int, dataset=list, loss=int)
+    with pytest.raises(TaskError, match="Task: dataset=…, loss=… are missing"):
+        Task(model=int)  # type: ignore[call-arg]
+    with pytest.raises(TaskError, match=r"Task\(3\): its arguments are given by name, Task\(model=…\)"):
+        Task(3)

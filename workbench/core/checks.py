@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Mapping
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 
 def is_whole(value: Any, *, least: float = -math.inf, most: float = math.inf, numpy: bool = False) -> TypeGuard[int]:
@@ -259,6 +259,46 @@ def did_you_mean(word: str, known: Iterable[str], *, cutoff: float = 0.6) -> str
     """
     near = nearest(word, known, cutoff=cutoff)
     return f"did you mean {near!r}? " if near else ""
+
+
+def unknown_names(
+    what: str, names: Iterable[str], known: Iterable[str], *, meant: Mapping[str, str] | None = None, listed: str = ""
+) -> str:
+    """The message about all names that are not known, each with the nearest that is; "" = all are known.
+
+    >>> unknown_names("RunSpec has no knob", ["num_worker", "gpus"], ["num_workers", "nproc_per_node"], meant={"gpus": "nproc_per_node"})
+    "RunSpec has no knobs 'num_worker': did you mean 'num_workers'? 'gpus': here it is called nproc_per_node"
+
+    Args:
+        what: how the message begins.
+        names: as given.
+        known: those that there are; the message lists them where one that was given resembles none.
+        meant: other words for them.
+        listed: where else they are listed, which the message says where it does not list them.
+    """
+    known, meant = list(known), meant or {}
+    strange = {name: nearest(name[:80], [*known, *meant]) for name in names if name not in known}
+    if not strange:
+        return ""
+    hints = {
+        name: f"here it is called {meant[near]}" if near in meant else f"did you mean {near!r}?" for name, near in strange.items() if near
+    }
+    told = "; ".join(f"{name[:80]!r}: {hints[name]}" if name in hints else repr(name[:80]) for name in strange).replace("?;", "?")
+    end = f": It has {', '.join(known)}" if len(hints) < len(strange) else f" (all: {listed})" if listed else ""
+    return f"{what}{'s' * (len(strange) > 1)} {told}{end}"
+
+
+class NearestAttribute:
+    """Base of a class that answers an attribute which it does not have with the nearest that it has."""
+
+    if not TYPE_CHECKING:  # type checkers know the attributes
+
+        def __getattr__(self, name: str) -> Any:
+            cls = type(self)
+            if hasattr(cls, name):  # its property raised an AttributeError, which says more
+                return object.__getattribute__(self, name)
+            hint = did_you_mean(name, (known for known in dir(cls) if not known.startswith("_")))
+            raise AttributeError(f"{cls.__name__!r} object has no attribute {name!r}" + (f": {hint.strip()}" if hint else ""))
 
 
 def _is(what: str) -> str:

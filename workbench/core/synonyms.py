@@ -1,14 +1,16 @@
 """Lets public functions take their arguments by other usual names, and asks "did you mean" about names that they do not have."""
 
+import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
-from workbench.core.checks import did_you_mean
+from workbench.core.checks import did_you_mean, unknown_names
 
 P = ParamSpec("P")
 R = TypeVar("R")
+T = TypeVar("T")
 
 SYNONYMS: Mapping[str, tuple[str, ...]] = {
     "budget_s": ("budget", "seconds", "timeout"),
@@ -51,3 +53,36 @@ def accept_synonyms(function: Callable[P, R]) -> Callable[P, R]:
         return function(*args, **given)
 
     return call
+
+
+def check_fields(
+    error: type[ValueError], check_names: Callable[[type, Mapping[str, Any]], None] | None = None
+) -> Callable[[type[T]], type[T]]:
+    """Let a dataclass refuse arguments that are misspelt, missing or without a name, with messages that say what is allowed.
+
+    Args:
+        error: to raise.
+        check_names: raises for names that the class does not have; None = the fields are all that there is to know.
+    """
+
+    def checked_class(cls: type[T]) -> type[T]:
+        initialise, fields = cls.__init__, dataclasses.fields(cls)  # type: ignore[arg-type]
+        names = [field.name for field in fields]
+        needed = [field.name for field in fields if field.default is field.default_factory is dataclasses.MISSING]
+
+        @functools.wraps(initialise)
+        def checked(self: T, *args: Any, **given: Any) -> None:
+            if args:
+                raise error(f"{cls.__name__}({args[0]!r:.80}): its arguments are given by name, {cls.__name__}({needed[0]}=…)")
+            if check_names:
+                check_names(cls, given)
+            elif told := unknown_names(f"{cls.__name__} has no argument", given, names):
+                raise error(told)
+            if missing := [f"{name}=…" for name in needed if name not in given]:
+                raise error(f"{cls.__name__}: {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing")
+            initialise(self, **given)
+
+        cls.__init__ = checked  # type: ignore[method-assign,assignment]
+        return cls
+
+    return checked_class

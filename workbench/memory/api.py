@@ -22,7 +22,7 @@ from workbench.memory.analysis.whatif import MemoryComparison, WhatIf
 from workbench.runs.launch import experiments
 from workbench.runs.run import Run
 from workbench.runs.spec import SHARDED, RunSpec, check_names
-from workbench.runs.target import Measured, check_step
+from workbench.runs.target import Measured, check_step, device_or_batch
 from workbench.runs.task import Task
 
 if TYPE_CHECKING:
@@ -38,6 +38,7 @@ NO_LOADER: Any = SimpleNamespace(pin_memory=False)
 
 
 @accept_synonyms
+@device_or_batch
 def estimate_memory(
     target: "RunSpec | Task | Callable[[], Any] | Any",
     batch: Any = None,
@@ -59,7 +60,7 @@ def estimate_memory(
     tensors up to 4 million elements); where the program reads another, it gets 1, and a note says so.
 
     Args:
-        target: a RunSpec, a Task, a function that builds a model, or a model (which is not touched; one in
+        target: a RunSpec, a Task, a function that builds a model, a Hugging Face configuration, or a model (which is not touched; one in
             evaluation mode is estimated in training mode).
         batch: tensors in a tuple, a list or a dict, for a model or a function; for a RunSpec or Task None takes samples of its dataset.
             Shapes are enough: tensors on the meta device, or of zeros, will do where lengths or masks decide nothing.

@@ -10,6 +10,7 @@ from workbench.memory.analysis.fit import MARGIN, device_of, is_unnamed, usable_
 from workbench.memory.analysis.whatif import MemoryLadder, MemoryRung, combinations, needed
 from workbench.memory.api import estimate_memory
 from workbench.runs.spec import RunSpec
+from workbench.runs.target import device_or_batch
 
 HALVINGS = 3
 """The ladder splits a micro-batch up to 2 to the power of it."""
@@ -19,6 +20,7 @@ NEGLIGIBLE = 1.03
 """Times that differ by less count as equal: a roofline is not more exact."""
 
 
+@device_or_batch
 def memory_ladder(
     target: Any, device: str | Device, *, capacity: int | None = None, margin: float = MARGIN, **options: Any
 ) -> MemoryLadder:
@@ -33,7 +35,7 @@ def memory_ladder(
         device: a name, such as "RTX-4090", or a Device; with a capacity also "cuda" (any GPU) or "cpu".
         capacity: bytes that one rank can have; None = the device's.
         margin: share of the device that stays free.
-        options: as `estimate_memory` takes them.
+        options: as `estimate_memory` takes them. A batch may also come second, as it does there, with `device=` by name.
 
     Raises:
         ValueError: an unknown device, or a target that cannot be estimated.

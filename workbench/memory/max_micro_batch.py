@@ -14,7 +14,7 @@ from workbench.memory.analysis.fit import MARGIN, usable_memory
 from workbench.memory.analysis.whatif import MaxMicroBatch, needed
 from workbench.memory.api import estimate_memory
 from workbench.runs.spec import RunSpec
-from workbench.runs.target import named_task
+from workbench.runs.target import device_or_batch
 from workbench.runs.task import Task, resolve
 
 NODES = (7, 11)
@@ -41,6 +41,7 @@ class WholeDataset(MaxMicroBatch):
         return self.word
 
 
+@device_or_batch
 def max_micro_batch(
     target: Any, device: str | Device, *, capacity: int | None = None, margin: float = MARGIN, **options: Any
 ) -> MaxMicroBatch:
@@ -55,12 +56,11 @@ def max_micro_batch(
         device: a name, such as "A100-80GB", or a Device; with a capacity also "cuda" (any GPU) or "cpu".
         capacity: bytes that one rank can have; None = the device's.
         margin: share of the device that stays free.
-        options: as `estimate_memory` takes them.
+        options: as `estimate_memory` takes them. A batch may also come second, as it does there, with `device=` by name.
 
     Raises:
         ValueError: an unknown device, a target that cannot be estimated, or a dataset that is too small for one optimizer step.
     """
-    target = named_task(target) or target
     name, limit = usable_memory(device, capacity, margin)
     runs = _Runs(target, device, options)
     most = _most(target, options)

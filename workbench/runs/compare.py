@@ -1,6 +1,7 @@
 """Compares runs: knobs that differ, seconds per phase, throughput and speedup, side by side."""
 
 import math
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,17 +97,20 @@ def _word(value: object) -> str:
     return " ".join(map(str, value)) or "none" if isinstance(value, list | tuple) else str(value)
 
 
-def compare(*runs: Run) -> Comparison:
-    """Set runs side by side; the first is the baseline.
+def compare(*runs: Run | str | os.PathLike[str]) -> Comparison:
+    """Set runs, or run directories, side by side; the first is the baseline.
 
     Raises:
         ValueError: fewer than two runs, or one that has no measured step.
     """
-    for run in runs:
-        if not isinstance(run, Run):
-            raise ValueError(f"compare() got a {type(run).__name__}: expected runs, compare(before, after) or compare(*runs)")
+    for given in runs:
+        if not isinstance(given, Run | str | os.PathLike):
+            raise ValueError(f"compare() got a {type(given).__name__}: expected runs, compare(before, after) or compare(*runs)")
     if len(runs) < 2:
-        raise ValueError(f"compare() got {len(runs)} run{'s' * (len(runs) != 1)}: expected two or more, the baseline first")
+        raise ValueError(
+            f"compare() got {len(runs)} run{'s' * (len(runs) != 1)}: expected two or more, the baseline first, compare(before, after)"
+        )
+    runs = tuple(given if isinstance(given, Run) else Run.load(given) for given in runs)
     for run in runs:
         if not any(rank.count for rank in run.rank_means):
             hint = "wait for it: run.wait()" if run.state == "running" else "a script's steps are measured with watch=True"

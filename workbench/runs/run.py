@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from workbench.core import late, progress, run_directory, units
-from workbench.core.checks import is_whole
+from workbench.core.checks import NearestAttribute, is_whole
 from workbench.core.display import table
 from workbench.core.run_directory import CHECKPOINTS, ERRORS, LOCK, LOGS, METRICS, NODES, RUN_JSON, TRACES, DamagedRunError
 from workbench.runs.failure import Failure, RunError
@@ -53,7 +53,7 @@ class RunGoneError(DamagedRunError):
     """The directory of a run was deleted or moved."""
 
 
-class Run:
+class Run(NearestAttribute):
     """One launched run. Get one from `launch`, or read one back with `Run.load`.
 
     Attributes:

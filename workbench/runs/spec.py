@@ -2,12 +2,12 @@
 
 import ast
 import dataclasses
-import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
-from workbench.core.checks import choice, did_you_mean, real_number, whole_number
+from workbench.core.checks import choice, real_number, unknown_names, whole_number
+from workbench.core.synonyms import check_fields
 from workbench.runs import training_knobs
 from workbench.runs.knobs import AUTO as AUTO
 from workbench.runs.knobs import (
@@ -27,8 +27,6 @@ from workbench.runs.knobs import IMPLEMENTATIONS as IMPLEMENTATIONS
 from workbench.runs.knobs import SHARDED as SHARDED
 from workbench.runs.knobs import SpecError as SpecError
 from workbench.runs.profile import Profile
-
-T = TypeVar("T")
 
 
 class _Spec:
@@ -68,17 +66,7 @@ class _Spec:
         return cls(**fields)
 
 
-def _checked_names(cls: type[T]) -> type[T]:
-    """Let the class raise a SpecError for an argument that is no knob of it, as `replace` does."""
-    initialise = cls.__init__
-
-    @functools.wraps(initialise)
-    def checked(self: T, **knobs: Any) -> None:
-        check_names(cls, knobs)
-        initialise(self, **knobs)
-
-    cls.__init__ = checked  # type: ignore[method-assign,assignment]
-    return cls
+_checked_names = check_fields(SpecError, lambda cls, knobs: check_names(cls, knobs))
 
 
 @_checked_names
@@ -340,17 +328,15 @@ def parse_knob(word: str) -> tuple[str, Any]:
 
 
 def check_names(cls: type, names: Mapping[str, Any]) -> None:
-    """Raise for a knob that `cls` does not have, and say what it is called here, or which name is the nearest.
+    """Raise for all knobs that `cls` does not have, and say what each is called here, or which name is the nearest.
 
     Raises:
         SpecError: no such knob.
     """
     known = [field.name for field in dataclasses.fields(cls)]
-    for name in names:
-        if name not in known:
-            here = next((knob for knob, about in KNOBS.items() if name in about.elsewhere and knob in known), None)
-            hint = f"here it is called {here}. " if here else did_you_mean(name[:80], known)
-            raise SpecError(f"{cls.__name__} has no knob {name[:80]!r}: {hint}It has {', '.join(known)}")
+    elsewhere = {other: knob for knob, about in KNOBS.items() if knob in known for other in about.elsewhere}
+    if told := unknown_names(f"{cls.__name__} has no knob", names, known, meant=elsewhere, listed="workbench launch --help"):
+        raise SpecError(told)
 
 
 KNOBS: Mapping[str, Knob] = {

@@ -6,18 +6,23 @@ One that turns knobs takes a RunSpec alone (`read_spec`), and `launch` a RunSpec
 In the place of a RunSpec all of them take the name of a task, such as "my_task.py:build" (`named_task`).
 """
 
+import functools
+import inspect
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ParamSpec, TypeVar, cast
 
 from workbench.core import run_directory
 from workbench.core.checks import did_you_mean
+from workbench.core.device import Device
 from workbench.runs.run import Run
 from workbench.runs.spec import RunSpec, ScriptSpec
 from workbench.runs.task import SAMPLES, Task
 
+P = ParamSpec("P")
+R = TypeVar("R")
 AS_SPEC = 'wb.RunSpec(task="my_task.py:build")'
 """How a task is given where a RunSpec is."""
 
@@ -208,6 +213,8 @@ def read_program(name: str, target: Any, batch: Any, *, others: str = "", error:
     target = named_task(target) or target
     if isinstance(target, RunSpec | Task):
         return target
+    if is_config(target):
+        target = _model_of(target)
     if not callable(target):
         hint = _its_spec(name, target)
         raise error(
@@ -217,6 +224,47 @@ def read_program(name: str, target: Any, batch: Any, *, others: str = "", error:
     if batch is None:
         raise error(f"{name}({shown(target)}): a model needs a batch: {name}(model, batch=…), of tensors on any device, even meta")
     return target
+
+
+def is_config(value: object) -> bool:
+    """Is it the configuration of a Hugging Face model?"""
+    transformers = sys.modules.get("transformers")
+    return transformers is not None and isinstance(value, transformers.PretrainedConfig)
+
+
+def _model_of(config: Any) -> Callable[[], Any]:
+    """Builds the model of a configuration, of the class that it names; a language model where it names none."""
+    transformers = sys.modules["transformers"]
+    kind = getattr(transformers, (config.architectures or [""])[0], None)
+
+    def build() -> Any:
+        return kind(config) if kind else transformers.AutoModelForCausalLM.from_config(config)
+
+    build.__name__ = kind.__name__ if kind else type(config).__name__
+    return build
+
+
+def device_or_batch(function: Callable[P, R]) -> Callable[P, R]:
+    """Let a function of a target take its device or a batch second, whichever its own order is; their types tell which it is.
+
+    A target that it does not take, or a missing device, is refused in its name.
+    """
+    needs_device = inspect.signature(function).parameters["device"].default is inspect.Parameter.empty
+
+    @functools.wraps(function)
+    def call(*args: Any, **given: Any) -> R:
+        name = function.__name__
+        for word, value in [("device" if isinstance(value, str | Device) else "batch", value) for value in args[1:]]:
+            if word in given:
+                raise ValueError(f"{name}(…): {word} is given twice, {value!r:.40} and {given[word]!r:.40}")
+            given[word] = value
+        target = args[0] if args else given.pop("target", None)
+        target = read_program(name, target, given.get("batch"))
+        if needs_device and "device" not in given:
+            raise ValueError(f'{name}({shown(target)}): for which device? {name}(…, device="H200"), a name or a wb.Device')
+        return function(target, **given)  # type: ignore[call-arg]
+
+    return cast(Callable[P, R], call)
 
 
 def check_launchable(target: Any, *, error: type[ValueError] = ValueError) -> None:

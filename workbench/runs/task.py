@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import Any
 
 from workbench.core.checks import did_you_mean, nearest
+from workbench.core.synonyms import check_fields
 
 SAMPLES = {
     "clipart-resnet": "workbench.train.tasks:clipart_resnet",
@@ -27,6 +28,7 @@ class TaskError(ValueError):
     """A task that cannot be found, built or used; the message says what was given, what is allowed and what to try."""
 
 
+@check_fields(TaskError)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
     """What is trained. Model and dataset are given as functions, so that each process builds its own."""
@@ -53,7 +55,8 @@ class Task:
     def __post_init__(self) -> None:
         for field in ("model", "dataset", "loss"):
             if not callable(value := getattr(self, field)):
-                extra = "" if field == "loss" else f": write {field}=lambda: … so that each process builds its own"
+                builds = "AutoModelForCausalLM.from_config(config)" if hasattr(value, "architectures") else "…"
+                extra = "" if field == "loss" else f": write {field}=lambda: {builds} so that each process builds its own"
                 raise TaskError(f"Task({field}=…) got a {type(value).__name__}, expected a function{extra}")
         if hasattr(self.model, "parameters") and not isinstance(self.model, type):
             kind = type(self.model).__name__

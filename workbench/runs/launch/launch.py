@@ -74,6 +74,8 @@ def launch(
         ended = resumable(resume, target)
         check(ended.spec)
         return go_on(ended, timeout)
+    for word in ("task", "spec", "script"):
+        target = knobs.pop(word, None) if target is None else target
     check_launchable(target, error=LaunchError)
     target = named_task(target) or target
     if isinstance(target, RunSpec):
