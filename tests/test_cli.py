@@ -1,7 +1,9 @@
 """The terminal's way in."""
 
 import json
+import os
 import shlex
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -55,7 +57,10 @@ def test_a_script_with_ranks_and_arguments_of_its_own(tmp_path: Path, monkeypatc
         ),
         (["diagnose", "text-gpt", "--set", "micro_bach=1"], "did you mean 'micro_batch'"),
         (["launch", "text-gpt", "--set", "args=1"], "args"),
-        (["launch", "train.py", "--set", "watch=False"], "--set watch=… with a script: it has the knobs threads and profile"),
+        (["launch", "train.py", "--set", "watch=False"], "--set watch=… with a script: only threads and profile can be set from here"),
+        (["launch", "train.py", "--set", "micro_batch=3"], "after --: workbench launch train.py -- --micro-batch 3"),
+        (["runs", "nowhere"], "nowhere is not a folder; runs are in the folder runs where they were launched"),
+        (["plan", "text-gpt", "--cluster", "DGX-H1000"], "--cluster='DGX-H1000': allowed are 'DGX-A100', 'DGX-H100', "),
         (["diagnose", "text-gpt", "--set", "precision=int3"], "precision='int3': allowed are"),
         (["diagnose", "text-gpt", "--nproc-per-node", "0"], "nproc_per_node=0: a whole number"),
         (["diagnose", "text-gpt", "--budget", "0"], "budget_s=0.0: seconds above 0"),
@@ -97,6 +102,30 @@ def test_a_diagnosis_as_json_is_its_brief(capsys: pytest.CaptureFixture[str], mo
     monkeypatch.setattr("workbench.diagnose", lambda target, budget_s: diagnosis)
     assert main(["diagnose", "text-gpt", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == diagnosis.brief()
+
+
+def test_a_folder_without_runs_is_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], by_hand: Callable[..., HandMade]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["runs"]) == main(["runs", "--json"]) == 0
+    assert capsys.readouterr().out == "no runs here yet; start one with: workbench launch train.py\n[]\n"
+    run = by_hand().ended("finished").path
+    assert main(["check", str(run), "--budgets", "nowhere.toml"]) == 2
+    assert "nowhere.toml does not exist; expected a TOML file with lines such as step =" in capsys.readouterr().err
+
+
+def test_sigterm_ends_a_launch_as_ctrl_c_does_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], by_hand: Callable[..., HandMade]
+) -> None:
+    made = by_hand().steps(7).alive()
+    monkeypatch.setattr("workbench.launch", lambda **options: Run.load(made.path))
+    monkeypatch.setattr(Run, "stop", lambda self: made.ended("stopped"))
+    monkeypatch.setattr("workbench.runs.run.time.sleep", lambda seconds: os.kill(os.getpid(), signal.SIGTERM))
+    before = signal.getsignal(signal.SIGTERM)
+    assert main(["launch", "text-gpt"]) == 143
+    assert "stopped · 7 of 20 steps" in capsys.readouterr().err
+    assert signal.getsignal(signal.SIGTERM) == before
 
 
 def refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:

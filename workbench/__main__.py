@@ -12,18 +12,20 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import workbench
+from workbench.cluster.analysis.cluster import CLUSTERS
 from workbench.core import codec, units
-from workbench.core.checks import did_you_mean
+from workbench.core.checks import choice, did_you_mean
+from workbench.core.interrupts import Terminated, terminated_as_interrupted
 from workbench.core.machine_speeds import MachineSpeeds
-from workbench.core.vocabulary import PHASES
 from workbench.diagnosis.api import BUDGET
+from workbench.runs.facts import report as report
+from workbench.runs.facts import run_facts
 from workbench.runs.failure import RunError
 from workbench.runs.launch import environment, machine_report
 from workbench.runs.launch.nodes import join
 from workbench.runs.profile import STEPS
-from workbench.runs.rank_ends import extremes
 from workbench.runs.run import Run
-from workbench.runs.spec import parse_knob
+from workbench.runs.spec import KNOBS, parse_knob
 from workbench.runs.task import SAMPLES
 
 
@@ -45,12 +47,6 @@ def doctor(given: argparse.Namespace) -> int:
     return 0
 
 
-def report(run: Run) -> str:
-    """A run as text: how it ended, and where the time went on each rank; of very many ranks on the first and those at the extremes."""
-    timelines = run.timelines
-    return "\n\n".join([str(run), *(str(timelines[place]) for place in extremes(run.rank_means))])
-
-
 def _launch(given: argparse.Namespace, script_args: list[str]) -> dict[str, Any]:
     """The arguments of `launch` for what was typed.
 
@@ -63,7 +59,10 @@ def _launch(given: argparse.Namespace, script_args: list[str]) -> dict[str, Any]
         if given.steps is not None:
             raise ValueError(f"--steps {given.steps} with a script: its own arguments come after --; a task in it: {given.target}:build")
         if strange := sorted(knobs.keys() - {"threads", "profile"}):
-            raise ValueError(f"--set {strange[0]}=… with a script: it has the knobs threads and profile; its own arguments come after --")
+            raise ValueError(
+                f"--set {strange[0]}=… with a script: only threads and profile can be set from here; the script's own arguments come after "
+                f"--: workbench launch {given.target} -- --{strange[0].replace('_', '-')} {knobs[strange[0]]}"
+            )
         return {"target": given.target, "args": script_args, "watch": True, **common, **knobs}
     if script_args:
         raise ValueError(f"{given.target!r} is a task, and takes no arguments of its own: {' '.join(script_args)}")
@@ -81,10 +80,11 @@ def launch(given: argparse.Namespace, script_args: list[str]) -> int:
     if run.join_command:
         print(f"on each further machine: {run.join_command}", file=sys.stderr if given.json else sys.stdout, flush=True)
     try:
-        run.wait()
-    except KeyboardInterrupt:  # the wait has stopped the run
+        with terminated_as_interrupted():
+            run.wait()
+    except KeyboardInterrupt as stop:  # the wait has stopped the run
         print(f"workbench: {run}", file=sys.stderr)
-        return 130
+        return 143 if isinstance(stop, Terminated) else 130
     show(run_facts(run) if given.json else report(run), given)
     if run.traces and not given.json:
         print(f"\nwhat its steps are made of: workbench trace {run.path}")
@@ -96,23 +96,17 @@ def show(result: object, given: argparse.Namespace) -> None:
     print(json.dumps(codec.to_json(result), ensure_ascii=False) if given.json else result, flush=True)
 
 
-def run_facts(run: Run) -> dict[str, Any]:
-    """The main facts about a run, for a program."""
-    done, steps = run.progress
-    return {
-        "run": str(run.path), "name": run.name, "state": run.state, "steps_done": done, "steps": steps, "seconds": run.seconds,
-        "samples_per_sec": run.samples_per_sec, "spec": run.spec, "notes": run.notes, "memory": run.memory,
-        "error": None if run.error is None else str(run.error),
-        "ranks": [{"rank": mean.rank, "step": mean.mean(), **{phase: mean.mean(phase) for phase in PHASES}} for mean in run.rank_means],
-    }  # fmt: skip
-
-
 def runs(given: argparse.Namespace) -> int:
     """List the runs of a folder; returns the exit status.
 
     Raises:
         ValueError: it is no folder, or has no such column.
     """
+    if given.runs_dir and not Path(given.runs_dir).is_dir():
+        raise ValueError(f"{given.runs_dir} is not a folder; runs are in the folder runs where they were launched: workbench runs FOLDER")
+    if not given.runs_dir and not Path("runs").exists():
+        print("[]" if given.json else "no runs here yet; start one with: workbench launch train.py")
+        return 0
     listed = workbench.list_runs(given.runs_dir, experiments=given.all).filter(given.filter)
     listed = listed.sort(given.sort) if given.sort else listed
     show(list(listed) if given.json else listed, given)
@@ -183,6 +177,7 @@ def plan(given: argparse.Namespace) -> int:
         ValueError: no such task, cluster or knob; or nothing fits.
     """
     spec = workbench.RunSpec(task=given.target).replace(**knobs_of(given.set or []))
+    choice("--cluster", given.cluster, [cluster.name for cluster in CLUSTERS])
     plans = workbench.plan(spec, given.cluster, gpus=given.gpus, global_batch=given.global_batch, top=given.top)
     show(list(plans) if given.json else plans, given)
     return 0
@@ -277,21 +272,25 @@ def calibrate(given: argparse.Namespace) -> int:
     facts = machine_report.probe_torch("fresh", "links")
     if "error" in facts:
         raise ValueError(facts["error"])
-    print(MachineSpeeds.from_json(facts["speeds"]), flush=True)
-    if environment.gpu_count() == 0:
+    speeds, calibration = MachineSpeeds.from_json(facts["speeds"]), None
+    if not given.json:
+        print(speeds, flush=True)
+    if environment.gpu_count():
+        try:
+            calibration = workbench.calibrate(given.models, tell=tell)
+        except RunError as error:
+            print("\n".join(filter(None, [error.failure.traceback, f"workbench: {error}"])), file=sys.stderr)
+            return 1
+        except KeyboardInterrupt as error:  # what was launched is stopped
+            print(f"workbench: {str(error) or 'interrupted'}", file=sys.stderr)
+            return 130
+    if given.json:
+        show({"speeds": speeds, "memory": calibration}, given)
+    elif calibration:
+        print(f"\n{calibration}")
+    else:
         print("memory outside of the allocator: it can only be measured on an NVIDIA GPU, and none is visible here")
-        return 0
-    print()
-    try:
-        calibration = workbench.calibrate(given.models, tell=tell)
-    except RunError as error:
-        print("\n".join(filter(None, [error.failure.traceback, f"workbench: {error}"])), file=sys.stderr)
-        return 1
-    except KeyboardInterrupt as error:  # what was launched is stopped
-        print(f"workbench: {str(error) or 'interrupted'}", file=sys.stderr)
-        return 130
-    print(calibration)
-    return 0 if calibration.path else 1
+    return 0 if calibration is None or calibration.path else 1
 
 
 def knobs_of(words: list[str]) -> dict[str, Any]:
@@ -416,7 +415,7 @@ def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
     option("launch", "--rdzv-endpoint", metavar="HOST:PORT", help="of this machine, as the others reach it (its name, and a free port)")
     most = f"seconds to spend at most ({BUDGET:g})"
     option("diagnose", "--budget", "--budget-s", type=float, default=BUDGET, metavar="S", help=most)
-    knobs = "knobs to turn: micro_batch=16 num_workers=2"
+    knobs = f"knobs to turn: micro_batch=16 num_workers=2. There are {', '.join(list(KNOBS)[1:])}"
     option("launch diagnose estimate plan", "--set", nargs="+", action="extend", metavar="KNOB=VALUE", help=knobs)
     option("diagnose", "--prove", action="store_true", help="run the best remedy as well, predicted against measured")
     option("estimate", "--device", default="cuda", help='a name, such as "H200"; "cpu"; or "cuda" (any GPU)')
@@ -445,7 +444,7 @@ def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
     option("check", "--budgets", required=True, metavar="FILE", help=limits)
     option("check", "--against", metavar="RUN_DIR", help="the run that relative limits refer to")
     option("diagnose", "--json", action="store_true", help="print the brief for a program: at most 2 kB of JSON")
-    option("doctor launch estimate plan trace runs report compare check", "--json", action="store_true", help="print JSON")
+    option("doctor calibrate launch estimate plan trace runs report compare check", "--json", action="store_true", help="print JSON")
     return parser, made
 
 

@@ -1,5 +1,6 @@
 """Calibrating by synthetic measurements: what is fitted, kept, used later and said; no GPU is needed, and without one that is said."""
 
+import json
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -178,6 +179,8 @@ def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     out = capsys.readouterr().out
     assert "4.00 µs" in out
     assert "it can only be measured on an NVIDIA GPU, and none is visible here" in out
+    assert main(["calibrate", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"speeds": speeds, "memory": None}
     monkeypatch.setattr(machine_report, "probe_torch", lambda *_: {"error": "torch could not be tested: no such module"})
     assert main(["calibrate"]) == 2
     assert capsys.readouterr().err == "workbench: torch could not be tested: no such module\n"
@@ -245,6 +248,8 @@ def test_in_the_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
     monkeypatch.setattr(calibrating, "measure_memory", lambda spec, **_: machine.measure(spec))
     monkeypatch.setattr(environment, "gpu_count", lambda: 1)
     monkeypatch.setattr(machine_report, "probe_torch", lambda *_: {"speeds": machine_slower_by(dispatch=2.0).to_json()})
+    assert main(["calibrate", "--models", "1", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["memory"]["fit"]["base"] == pytest.approx(500 * 2**20)
     assert main(["calibrate", "--models", "1"]) == 0
     assert "device used = 500 MiB + 1.0100 · reserved" in capsys.readouterr().out
     assert len(load_fits()) == 1

@@ -182,3 +182,9 @@ def test_a_script_has_the_steps_of_its_timelines_and_experiments_can_be_hidden(b
     assert len(wb.list_runs(made.path.parent, experiments=False)) == 1
     assert main(["runs", str(made.path.parent), "--all"]) == 0
     assert "not shown" not in capsys.readouterr().out
+
+
+def test_a_run_that_was_cut_before_its_first_metrics_has_the_steps_of_its_timelines(by_hand: Make) -> None:
+    made = by_hand().steps(7).losses(0).ended("stopped")
+    (listed,) = wb.list_runs(made.path.parent)
+    assert (listed.done, listed.steps) == wb.Run.load(made.path).progress == (7, 20)

@@ -10,6 +10,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from types import FrameType
 from typing import Any
@@ -18,6 +19,28 @@ PATIENCE = 5.0
 """Seconds after which a second Ctrl-C is delivered at once, at whatever risk."""
 _LIBRARIES = {"torch", "workbench", "numpy", *sys.stdlib_module_names}
 """Packages whose code torch may call from where no exception may pass."""
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM came."""
+
+
+@contextlib.contextmanager
+def terminated_as_interrupted() -> Iterator[None]:
+    """Inside, in the main thread, SIGTERM raises Terminated, so that what Ctrl-C ends ends in the same way.
+
+    Raises:
+        Terminated: it came.
+    """
+
+    def handle(*_: object) -> None:
+        raise Terminated("SIGTERM")
+
+    before = signal.signal(signal.SIGTERM, handle)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 class _Block:

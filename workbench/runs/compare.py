@@ -110,9 +110,9 @@ def compare(*runs: Run | str | os.PathLike[str]) -> Comparison:
         raise ValueError(
             f"compare() got {len(runs)} run{'s' * (len(runs) != 1)}: expected two or more, the baseline first, compare(before, after)"
         )
-    runs = tuple(given if isinstance(given, Run) else Run.load(given) for given in runs)
-    for run in runs:
+    loaded = tuple(given if isinstance(given, Run) else Run.load(given) for given in runs)
+    for run in loaded:
         if not any(rank.count for rank in run.rank_means):
             hint = "wait for it: run.wait()" if run.state == "running" else "a script's steps are measured with watch=True"
             raise ValueError(f"{run!r} has no measured step to compare ({run.state}): {run.error or hint}")
-    return Comparison(runs)
+    return Comparison(loaded)

@@ -255,7 +255,7 @@ def _read(path: Path, run: Run | None) -> tuple[Run | None, _Read]:
         state = run.state
         spec = {"script": run.spec.script, "args": " ".join(run.spec.args)} if isinstance(run.spec, ScriptSpec) else run.spec.to_json()
         script = isinstance(run.spec, ScriptSpec)
-        row = _last_metric(path / run_directory.METRICS) or (_last_steps(path, run.spec.nproc_per_node) if script else {})
+        row = _last_metric(path / run_directory.METRICS) or _last_steps(path, run.spec.nproc_per_node)
     except (run_directory.DamagedRunError, RunFormatError, OSError):
         made = ListedRun(
             path=path, name=path.name, created=_written(path), state="damaged", done=None, steps=None, loss=None, samples_per_sec=None,

@@ -262,7 +262,7 @@ def device_or_batch(function: Callable[P, R]) -> Callable[P, R]:
         target = read_program(name, target, given.get("batch"))
         if needs_device and "device" not in given:
             raise ValueError(f'{name}({shown(target)}): for which device? {name}(…, device="H200"), a name or a wb.Device')
-        return function(target, **given)  # type: ignore[call-arg]
+        return function(target, **given)
 
     return cast(Callable[P, R], call)
 
