@@ -71,6 +71,25 @@ def numbers(**changes: Any) -> Task:
     return Task(**known | changes)
 
 
+def noisy_error(model: nn.Module, batch: Pair) -> Tensor:
+    """Draws random numbers, as dropout does."""
+    return squared_error(model, (batch[0] + 0.1 * torch.randn_like(batch[0]) * model.training, batch[1]))
+
+
+def classify(model: nn.Module, batch: Pair) -> dict[str, Any]:
+    """Which of the two targets is larger; it draws random numbers, too, and says what it had as parameters."""
+    assert not model.training
+    torch.rand(7)
+    logits = model(batch[0])
+    whole = {} if any(hasattr(weight, "to_local") for weight in model.parameters()) else parameters(model)
+    return {"logits": logits, "targets": batch[1].argmax(1), "error": (logits - batch[1]).square().mean(1), **whole}
+
+
+def validated(**changes: Any) -> Task:
+    """Its validation data have 13 samples, which no number of ranks divides."""
+    return numbers(**{"loss": noisy_error, "evaluate": classify, "validation": lambda: Numbers(13), **changes})
+
+
 def shared_stream() -> Task:
     """Every rank reads the same."""
     return numbers(dataset=lambda: Stream(shared=True))

@@ -92,12 +92,15 @@ def test_a_sweep_of_two_ranks(by_hand: Make, tmp_path: Path, alone: Ranks) -> No
         spec_of("too_large"),
         spec_of(micro_batch=64),
         spec_of(micro_batch=4, accumulation=2, num_workers=1, evaluate=True),
+        *[spec_of("validated", micro_batch=4, evaluate=True, parallel=parallel) for parallel in ("ddp", "fsdp")],
+        spec_of("validated", micro_batch=4, evaluate="every(steps=2)", ema=0.9),
+        spec_of("validated", micro_batch=4, evaluate="every(steps=2)"),
     ]
     made = [by_hand(spec=spec.replace(nproc_per_node=2).to_json()) for spec in specs]
     done = torchrun([directory.path for directory in made])
     assert done.returncode == 0, done.stderr
     runs = [Run.load(directory.path) for directory in made]
-    assert [run.state for run in runs] == ["finished", "failed", "finished", "failed", "failed", "finished"]
+    assert [run.state for run in runs] == ["finished", "failed", "finished", "failed", "failed", *["finished"] * 5]
     errors = [run.error for run in runs if run.error]
     assert "gives several ranks the same samples" in errors[0].message
     assert errors[1].kind == "out-of-memory"
@@ -110,8 +113,37 @@ def test_a_sweep_of_two_ranks(by_hand: Make, tmp_path: Path, alone: Ranks) -> No
     assert accumulated == pytest.approx(expected, abs=1e-5)
     assert parameters(runs[0].path) == pytest.approx(expected, abs=1e-5)
     assert parameters(runs[5].path) == pytest.approx(expected, abs=1e-5)
+    check_validations(runs[6:])
     start = torch.cat([p.flatten() for p in toy_tasks.network().parameters()]).tolist()
     assert expected != pytest.approx(start, abs=1e-2)  # it has gone somewhere
+
+
+def check_validations(runs: list[Run]) -> None:
+    """13 samples in batches of 4 on two ranks: one has 8, the other 5. Each counts once."""
+    ddp, fsdp, average, often = runs
+    for run in (ddp, average, often):
+        *_, row = run_directory.LineTail(run.path / run_directory.EVALUATIONS).read()
+        figures = row["figures"]
+        model = toy_tasks.network()
+        values = torch.tensor([figures[f"p{i}"] for i in range(58)])
+        torch.nn.utils.vector_to_parameters(values, model.parameters())
+        expected = toy_tasks.classify(model.eval(), torch.utils.data.default_collate(list(toy_tasks.Numbers(13))))
+        assert row["samples"] == sum(entry["count"] for entry in row["classes"].values()) == 13
+        assert figures["error"] == pytest.approx(expected["error"].mean().item(), rel=1e-5)
+        right = (expected["logits"].argmax(1) == expected["targets"]).double()
+        assert figures["accuracy"] == pytest.approx(right.mean().item())
+        of_ranks = [right[[0, 1, 2, 3, 8, 9, 10, 11]].mean().item(), right[[4, 5, 6, 7, 12]].mean().item()]
+        assert figures["accuracy"] != pytest.approx(sum(of_ranks) / 2)  # the average of the ranks' averages is wrong
+        losses = torch.nn.functional.cross_entropy(expected["logits"], expected["targets"], reduction="none")
+        assert [each["index"] for each in row["worst"]] == losses.topk(10).indices.tolist()
+        assert len(row["seconds"]) == 2
+    shared, whole = (run_directory.LineTail(run.path / run_directory.EVALUATIONS).read()[-1] for run in (fsdp, ddp))
+    assert shared["samples"] == 13
+    assert shared["figures"] == pytest.approx({name: whole["figures"][name] for name in shared["figures"]}, abs=1e-6)
+    assert parameters(often.path) == parameters(ddp.path)  # bit for bit
+    assert parameters(average.path) != pytest.approx(parameters(ddp.path), abs=1e-4)
+    assert [row["step"] for row in metrics(often.path) if "accuracy" in row] == [2, 4, 6]
+    assert [len(timeline.validations) for timeline in often.timelines] == [3, 3]
 
 
 @pytest.mark.slow  # torchrun gives the rank that waits half a minute

@@ -18,6 +18,7 @@ from typing import Annotated, Any
 import msgspec
 
 from workbench.core import run_directory
+from workbench.core.checks import is_number
 from workbench.core.vocabulary import PHASES
 from workbench.timeline.timeline import LARGEST, Clock, Step, StepSums, Timeline, warmup_of
 
@@ -239,12 +240,16 @@ class RankSteps:
             )
             for index, phases, samples, memory, cpu in columns
         )
-        return Timeline(rank=rank, clock=clock, steps=steps, notes=self._notes)
+        return Timeline(rank=rank, clock=clock, steps=steps, notes=self._notes, validations=tuple(self._validations))
 
     def _rank_and_clock(self) -> tuple[int, Clock]:
         head: dict[str, Any] = next((row for row in reversed(self.other_rows) if "rank" in row and "note" not in row), {})
         rank = head.get("rank", self._rank)
         return rank if type(rank) is int else self._rank, "device" if head.get("clock") == "device" else "host"
+
+    @property
+    def _validations(self) -> list[float]:
+        return [float(row["validation"]) for row in self.other_rows if is_number(row.get("validation"), least=0, most=LARGEST)]
 
     @property
     def _notes(self) -> tuple[str, ...]:

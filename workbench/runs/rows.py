@@ -198,6 +198,12 @@ def check_metric(row: Mapping[str, Any]) -> str:
     return ""
 
 
+def slowest(row: Mapping[str, Any]) -> float:
+    """Seconds of the slowest rank in a row of EVALUATIONS; 0 where they are not known."""
+    seconds = row.get("seconds")
+    return max([float(each) for each in seconds if is_number(each, least=0, most=1e12)] if isinstance(seconds, list) else [], default=0.0)
+
+
 def losses_of(rows: Iterable[Mapping[str, Any]]) -> list[tuple[int, float]]:
     """(step, loss) of the rows of METRICS that have one."""
     return [(row["step"], row["loss"]) for row in rows if row.get("loss") is not None]

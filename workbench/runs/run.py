@@ -319,6 +319,11 @@ class Run(NearestAttribute):
         return list(self._read(METRICS))
 
     @property
+    def evaluations(self) -> list[dict[str, Any]]:
+        """A row per evaluation: step, samples, figures, seconds of each rank, and where it has logits classes, calibration and worst."""
+        return list(self._read(run_directory.EVALUATIONS))
+
+    @property
     def samples_per_sec(self) -> float:
         """Samples per second over all ranks, warm-up left out; nan before there is a measured step."""
         rates = [rank.samples_per_sec for rank in self.rank_means if rank.count]
@@ -329,11 +334,8 @@ class Run(NearestAttribute):
         """Notes on the run: NaN losses, ranks or workers that read the same samples, checkpoints passed over, damaged rows left out."""
         of_ranks, left_out = self._files.rank_notes(self.spec.world_size)
         resumes = resume_notes(self._read(run_directory.RESUMES))
-        clock = (
-            None
-            if self.state not in ACTIVE or time.time() >= self._begun
-            else "the clock of this machine was set back: how long it ran is not known"
-        )
+        set_back = self.state in ACTIVE and time.time() < self._begun
+        clock = "the clock of this machine was set back: how long it ran is not known" * set_back
         return tuple(filter(None, [loss_note(losses_of(self._read(METRICS))), *of_ranks, *resumes, clock, *left_out, *self._files.notes]))
 
     @property
@@ -353,8 +355,7 @@ class Run(NearestAttribute):
             raise ValueError(
                 f"{self!r} has no breakdown of its memory: measure_memory(spec) makes one, in a launch of its own. Its peaks are run.memory"
             )
-        chosen = [breakdown for breakdown in ranks if rank in (None, breakdown.rank)]
-        if not chosen:
+        if not (chosen := [breakdown for breakdown in ranks if rank in (None, breakdown.rank)]):
             raise ValueError(f"{self!r} has no rank {rank!r}: it has {', '.join(str(breakdown.rank) for breakdown in ranks)}")
         return max(chosen, key=lambda breakdown: breakdown.total)
 
@@ -467,8 +468,7 @@ class Run(NearestAttribute):
 
     def to_frame(self) -> Any:
         """A DataFrame with one row per rank and step."""
-        rows = [{"rank": t.rank, **row} for t in self.timelines for row in t.to_frame().to_dict("records")]
-        return table.frame(rows)
+        return table.frame({"rank": t.rank, **row} for t in self.timelines for row in t.to_frame().to_dict("records"))
 
     plot = table.plot_method("step_time")
 

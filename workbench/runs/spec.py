@@ -180,8 +180,11 @@ class RunSpec(_Spec):
     """Python's cyclic garbage collector runs when it likes; False = in every thousandth step only."""
     seed: int = 0
     """Seed of the model, the data order and the augmentation."""
-    evaluate: bool = False
-    """Run the task's evaluation after the last step."""
+    evaluate: bool | str = False
+    """When the task's evaluation runs: "end" (or True) after the last step; "epoch", "checkpoint" (before each) or "every(steps=500)"
+    then too. The training goes on as if it had not been evaluated, bit for bit. False = never."""
+    evaluate_batches: int | None = None
+    """Batches of micro_batch samples in an evaluation, of all ranks together; None = the whole `Task.validation`."""
     checkpoint_every: int | None = None
     """Steps between two checkpoints in the run directory, from which a job goes on that Slurm puts back into its queue (`Slurm(requeue=
     True)`), and a run of this machine with `wb.launch(resume=run)`; None = none. With parallel="ddp"; see `train.checkpoints`."""
@@ -204,7 +207,7 @@ class RunSpec(_Spec):
             _check_whole(self, name, 1)
         for name in ("num_workers", "warmup_steps"):
             _check_whole(self, name, 0)
-        for name in ("prefetch_factor", "shard_ranks", "checkpoint_every"):
+        for name in ("prefetch_factor", "shard_ranks", "checkpoint_every", "evaluate_batches"):
             if getattr(self, name) is not None:
                 _check_whole(self, name, 1)
         for name in ("lr", "clip_grad_norm", "bucket_cap_mb"):

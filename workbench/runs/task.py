@@ -43,8 +43,13 @@ class Task:
     """Takes the parameters and returns an optimizer; or a name with options, such as "sgd(lr=0.1, momentum=0.9)"."""
     collate: Callable[[list[Any]], Any] | None = None
     """The loader's `collate_fn`; None = torch's own."""
-    evaluate: Callable[[Any], dict[str, float]] | None = None
-    """`evaluate(model)` → figures by name, such as accuracy; called on rank 0, without gradients and in evaluation mode."""
+    evaluate: Callable[..., Any] | None = None
+    """`evaluate(model)` → figures by name, such as accuracy; called on rank 0, without gradients and in evaluation mode. With `validation`,
+    `evaluate(model, batch)`, called on all ranks: {"logits": …, "targets": …}, of which accuracy, loss, calibration, figures per class and
+    the worst examples are made; or figures by name, each the mean over the batch or a tensor with a number per sample."""
+    validation: Callable[[], Any] | None = None
+    """Builds the dataset of the evaluation, which has a length; its batches are shared among the ranks. Without `evaluate`, the mean of
+    `loss` is its figure."""
     tensor_parallel: Mapping[str, str] | None = None
     """Which layers are split over ranks with `RunSpec(tensor_parallel=…)`: pattern of module names → "colwise" (by outputs) or "rowwise"
     (by inputs), such as {"layers.*.mlp.0": "colwise", "layers.*.mlp.2": "rowwise"}; None = a Hugging Face model's own plan, if it has
@@ -63,7 +68,7 @@ class Task:
             raise TaskError(
                 f"Task(model=…) got a {kind} that is built already: write model=lambda: {kind}(…) so that each process builds its own"
             )
-        for field in ("collate", "evaluate"):
+        for field in ("collate", "evaluate", "validation"):
             if (value := getattr(self, field)) is not None and not callable(value):
                 raise TaskError(f"Task({field}=…) got a {type(value).__name__}, expected a function or None")
         if not (callable(self.optimizer) or isinstance(self.optimizer, str)):

@@ -3,6 +3,7 @@
 import ast
 import functools
 import math
+import re
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
@@ -69,6 +70,24 @@ def parse_schedule(text: str) -> tuple[str, Mapping[str, float]]:
     return name, MappingProxyType(options)
 
 
+def parse_evaluate(value: bool | str) -> tuple[str, int]:
+    """When an evaluation runs: "" (never), "end", "epoch", "checkpoint" or "every", and the steps between two of the last.
+
+    >>> parse_evaluate(True), parse_evaluate("every(steps=500)")
+    (('end', 0), ('every', 500))
+
+    Raises:
+        SpecError: a value that is not allowed.
+    """
+    if isinstance(value, bool):
+        return "end" if value else "", 0
+    if isinstance(value, str) and value in ("end", "epoch", "checkpoint"):
+        return value, 0
+    if isinstance(value, str) and (match := re.fullmatch(r"every\((?:steps *= *)?([1-9]\d{0,15})\)", value.strip())):
+        return "every", int(match[1])
+    raise SpecError(f'evaluate={value!r:.80}: True, False, "end", "epoch", "checkpoint" or "every(steps=500)" is allowed')
+
+
 def depends_on_steps(schedule: str) -> bool:
     """Does the learning rate of a step depend on how many steps there will be?"""
     return parse_schedule(schedule)[0] not in _ENDLESS
@@ -121,6 +140,11 @@ def check(spec: Any) -> None:
     if not isinstance(spec.schedule, str):
         raise SpecError(f"schedule={spec.schedule!r:.80}: a name is allowed: {', '.join(map(repr, SCHEDULES))}")
     parse_schedule(spec.schedule)
+    when, _ = parse_evaluate(spec.evaluate)
+    if when == "checkpoint" and not spec.checkpoint_every:
+        raise SpecError('evaluate="checkpoint" with checkpoint_every=None: say after how many steps, as in checkpoint_every=500')
+    if spec.evaluate_batches and not when:
+        raise SpecError(f'evaluate_batches={spec.evaluate_batches} with evaluate=False: say when, as in evaluate="end"')
     real_number("label_smoothing", spec.label_smoothing, least=0, below=1, error=SpecError)
     if spec.gradient_compression != "none" and (spec.parallel in SHARDED or spec.tensor_parallel > 1):
         given = f"tensor_parallel={spec.tensor_parallel}" if spec.tensor_parallel > 1 else f'parallel="{spec.parallel}"'

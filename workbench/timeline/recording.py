@@ -39,6 +39,7 @@ class Recording:
         self._loops: list[Loop] = []
         self._rows: list[Row] = []
         self._profiled: tuple[int, ...] = ()
+        self._validations: tuple[float, ...] = ()
         self._done = 0
         self._lock = threading.Lock()
         self.clock: Clock | None = None  # not known before the first loop
@@ -106,6 +107,11 @@ class Recording:
         if self._log and self._logging:
             self._log.say({"profiled": [self._done + first, self._done + last]})
 
+    def validated(self, step: int, seconds: float) -> None:
+        """Note the seconds of an evaluation after so many steps."""
+        self._validations += (seconds,)
+        self.say({"validation": seconds, "after": step})
+
     def warn(self, text: str) -> None:
         """Add a warning about the training to the notes, and print it. It goes into the file at once, in case the process is killed."""
         self._notes += (WARNING + text,)
@@ -152,4 +158,11 @@ class Recording:
         """The steps so far; the one that is under way is not among them."""
         self.settle()
         steps = tuple(Step(index=i, phases=tuple(ns / 1e9 for ns in row[:6]), samples=row[6]) for i, row in enumerate(self._rows))
-        return Timeline(rank=rank_log.rank(), clock=self.clock or "host", steps=steps, notes=self.notes, profiled=self._profiled)
+        return Timeline(
+            rank=rank_log.rank(),
+            clock=self.clock or "host",
+            steps=steps,
+            notes=self.notes,
+            profiled=self._profiled,
+            validations=self._validations,
+        )

@@ -1,6 +1,8 @@
 """StepTimer: measures the phases of a training loop that its author marks by `with` blocks. Works without torch."""
 
+import contextlib
 import re
+import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
@@ -9,7 +11,7 @@ from typing import TypeVar
 from workbench.core.vocabulary import PHASES
 from workbench.timeline import watch_script
 from workbench.timeline.loops import MeasuredBatches, OpenLoops, check_loader
-from workbench.timeline.marks import END_PHASE, MarkRecorder, new_recorder
+from workbench.timeline.marks import END_PHASE, IDLE, OTHER, MarkRecorder, new_recorder
 from workbench.timeline.recording import Recording
 from workbench.timeline.timeline import Timeline
 
@@ -110,6 +112,18 @@ class StepTimer:
     def go_on(self, done: int) -> None:
         """Count the steps in the file on from `done`, of a run that goes on from a checkpoint; `leave_out` still counts from 0."""
         self._recording.go_on(done)
+
+    @contextlib.contextmanager
+    def validation(self, step: int) -> Iterator[None]:
+        """What runs inside, an evaluation after so many steps, belongs to no step; its seconds are noted beside the steps.
+
+        The device is to be idle before and after it.
+        """
+        self._open_loops.mark(IDLE)
+        began = time.perf_counter()
+        yield
+        self._recording.validated(step, time.perf_counter() - began)
+        self._open_loops.mark(OTHER)
 
     def unfinished_row(self, samples: int) -> str:
         """Write the finished steps to the file, and return the line of the step that is under way, as if it ended with its optimizer.

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from workbench.core import units
+from workbench.core.checks import is_number
 from workbench.core.display import table as display
 from workbench.core.run_directory import short
 from workbench.core.vocabulary import PHASES as PHASES
@@ -139,6 +140,8 @@ class Timeline(display.Shown):
     """Numbers of the steps that a profiler slowed down; every statistic leaves them out too."""
     predicted: bool = False
     """True for a prediction; False for a measurement."""
+    validations: tuple[float, ...] = ()
+    """Seconds of each evaluation between the steps; they are in no step."""
 
     @classmethod
     def from_lines(cls, rows: Iterable[Mapping[str, Any]], warmup: int | None = None, rank: int = 0) -> "Timeline":
@@ -150,6 +153,7 @@ class Timeline(display.Shown):
         steps, notes, profiled = [], [], list[int]()
         pending: list[tuple[int, int]] = []
         damage = list[str]()
+        validations = list[float]()
         last, before = -1, 0
         for row in rows:
             if "step" in row:
@@ -170,6 +174,9 @@ class Timeline(display.Shown):
                     pending.append(tuple(row["profiled"]))  # before the first step of its process, or among them
                 else:
                     damage.append(f"profiled is {short(row['profiled'])}, expected the first and the last step")
+            elif "validation" in row:
+                if is_number(row["validation"], least=0, most=LARGEST):
+                    validations.append(float(row["validation"]))
             elif "note" in row:
                 notes.append(str(row["note"]))
             elif "rank" in row:
@@ -189,6 +196,7 @@ class Timeline(display.Shown):
             warmup=warmup,
             notes=tuple(notes),
             profiled=tuple(profiled),
+            validations=tuple(validations),
         )
 
     @classmethod
@@ -205,6 +213,7 @@ class Timeline(display.Shown):
             notes=tuple(value["notes"]),
             profiled=tuple(value.get("profiled", ())),
             predicted=value["predicted"],
+            validations=tuple(value.get("validations", ())),
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -216,6 +225,7 @@ class Timeline(display.Shown):
             "notes": list(self.notes),
             "profiled": list(self.profiled),
             "predicted": self.predicted,
+            **({"validations": list(self.validations)} if self.validations else {}),
             "steps": [
                 {"step": s.index, **dict(zip(PHASES, s.phases, strict=True)), "samples": s.samples, "memory": s.memory, "cpu": s.cpu}
                 for s in self.steps
@@ -273,6 +283,12 @@ class Timeline(display.Shown):
         """Fraction 0..1 of the measured time that a phase took; nan without a measured step."""
         values, whole = self.values(phase), sum(self.values())
         return sum(values) / whole if whole else float("nan")
+
+    @property
+    def validation_share(self) -> float:
+        """Fraction 0..1 of the time of all steps and evaluations that the evaluations took; nan without a step."""
+        spent, steps = sum(self.validations), sum(step.seconds for step in self.steps)
+        return spent / (spent + steps) if steps else float("nan")
 
     @property
     def samples_per_sec(self) -> float:
@@ -364,6 +380,9 @@ class Timeline(display.Shown):
                     f"{units.seconds(low)} … {units.seconds(high)}",
                 ]
             )
+        if spent := self.validations:  # its share is that of the time of all steps and evaluations
+            mean, median = statistics.mean(spent), statistics.median(spent)
+            rows.append(["validation", units.seconds(mean), units.percent(self.validation_share), units.seconds(median), "between steps"])
         return display.Table(
             columns=("phase", "mean", "share", "median", "middle half"), rows=rows, title="Where the step goes", note=self.caption
         )

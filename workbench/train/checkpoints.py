@@ -137,11 +137,12 @@ class Checkpoints:
         """
         rank, run_dir = self._ranks.rank, self._folder.parent
         files: dict[str, Callable[[Mapping[str, Any]], bool]] = {
-            run_directory.rank_file(rank): lambda row: _step_in(row, row.get("profiled", [-1])[0]) < done,
+            run_directory.rank_file(rank): lambda row: _step_in(row, row.get("profiled", [row.get("after", 0) - 1])[0]) < done,
             run_directory.noise_file(rank): lambda row: _step_in(row, 0) <= done,
         }
         if not rank:  # the evaluation after the last step is done again: it is the row without a learning rate
-            files[run_directory.METRICS] = lambda row: _step_in(row, math.inf) < done + ("lr" in row)
+            for name in (run_directory.METRICS, run_directory.EVALUATIONS):
+                files[name] = lambda row: _step_in(row, math.inf) < done + ("lr" in row or row["step"] != row.get("steps"))
         for name, keep in files.items():
             if (run_dir / name).exists():
                 run_directory.keep_rows(run_dir / name, keep)

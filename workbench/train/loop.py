@@ -23,6 +23,7 @@ from workbench.train.choose_micro_batch import choose
 from workbench.train.fingerprints import Fingerprints
 from workbench.train.ranks import Ranks
 from workbench.train.trainer import Trainer
+from workbench.train.validation import Evaluations
 
 REPORT_INTERVAL_S = 0.3
 """Seconds between two writes of `metrics.jsonl`: the only moments when the host waits for the losses."""
@@ -74,8 +75,10 @@ def train(
         DiskFullError: the steps or the report could not be written.
         DamagedRunError: the run is to be resumed, and none of its checkpoints can be read.
     """
-    if spec.evaluate and task.evaluate is None:
-        raise TaskError(f"evaluate=True, and the task {spec.task!r} has no evaluation: try wb.Task(…, evaluate=…), or evaluate=False")
+    if spec.evaluate and task.evaluate is None and task.validation is None:
+        raise TaskError(
+            f"evaluate={spec.evaluate}, and the task {spec.task!r} has no evaluation: try wb.Task(…, evaluate=…), or evaluate=False"
+        )
     check_profile(spec)
     checkpoints = Checkpoints(run_dir, ranks, spec.checkpoint_every) if spec.checkpoint_every else None
     checkpoint = checkpoints.latest() if checkpoints else None
@@ -102,6 +105,7 @@ def train(
         timer.go_on(done)
     metrics = Metrics(run_dir, steps=spec.steps) if ranks.rank == 0 else None
     noise = noise_log(trainer, run_dir) if spec.noise_scale else None
+    evaluations = Evaluations(trainer, run_dir, timer) if spec.evaluate else None
     prints = Fingerprints(folder, trainer, done) if (folder := run_dir / run_directory.FINGERPRINTS).is_dir() else None
     profiled = None
     if spec.profile:
@@ -143,6 +147,10 @@ def train(
                     raise timer.failed
                 if profiled:
                     profiled.step(step)
+                if evaluations and evaluations.due(step):
+                    figures = evaluations.run(step)
+                    if metrics:
+                        metrics.figures(figures, step)
                 if checkpoints and checkpoints.due(step):
                     if metrics:  # else rows before this step would be missing when the run goes on
                         metrics.flush()
@@ -152,15 +160,13 @@ def train(
                 if step == spec.steps:
                     break
                 waiting, loss_of_step = spec.accumulation, torch.zeros_like(loss_of_step)
+            figures = chosen | (evaluations.run(spec.steps) if evaluations else {})
         if timer.failed:  # at its last flush
             raise timer.failed
         if prints:
             prints.end()
         if metrics:
-            metrics.flush()
-        figures = chosen | (trainer.figures() if spec.evaluate else {})
-        if metrics and figures:
-            metrics.figures(figures)
+            metrics.figures(figures, spec.steps)
     skipped = trainer.precision.skipped
     if skipped and ranks.rank == 0:
         print(f"{skipped} of {step} optimizer steps were left out: fp16 gradients overflowed (a few at the start are normal)")
@@ -227,9 +233,11 @@ class Metrics:
             self._losses.clear()
         self._flushed = time.perf_counter()
 
-    def figures(self, values: dict[str, float]) -> None:
-        """Write the figures of an evaluation after the last step."""
-        self._writer.write([{"step": self._steps, "steps": self._steps, **values}])
+    def figures(self, values: dict[str, float], step: int) -> None:
+        """Write all that was reported, and the figures of an evaluation after so many steps."""
+        self.flush()
+        if values:
+            self._writer.write([{"step": step, "steps": self._steps, **values}])
 
     def close(self) -> None:
         """Close the file."""

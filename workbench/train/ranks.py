@@ -83,6 +83,23 @@ class Ranks:
         self.store.wait(keys, timeout)
         return [self.store.get(key) for key in keys]
 
+    def collect(self, topic: str, value: bytes) -> list[bytes]:
+        """The values of all ranks, by rank, on rank 0; the others wait until it has them and get none. Each topic is used once."""
+        if self.world_size == 1:
+            return [value]
+        keys = [f"{self.agreements}/{topic}/{rank}" for rank in range(self.world_size)]
+        self.store.set(keys[self.rank], value)
+        if self.rank:
+            self.store.wait([f"{self.agreements}/{topic}"], TIMEOUT)
+            return []
+        values = []
+        for key in keys:
+            self.store.wait([key], TIMEOUT)
+            values.append(self.store.get(key))
+            self.store.delete_key(key)
+        self.store.set(f"{self.agreements}/{topic}", b"")
+        return values
+
     def agree(self, ok: bool) -> bool:
         """Did every rank succeed? All ranks must call it, and all get the same answer.
 

@@ -258,6 +258,10 @@ class Trainer:
         with host_computes():
             yield
 
+    def average_in_place(self) -> AbstractContextManager[None]:
+        """Context in which the module has the averaged parameters, if there are any."""
+        return self._average.in_place() if self._average else contextlib.nullcontext()
+
     def figures(self) -> dict[str, float]:
         """The task's evaluation on rank 0; an empty dict on the others. A collective where the model is sharded or split.
 
@@ -269,7 +273,7 @@ class Trainer:
         sharded = self.spec.parallel in SHARDED or self.layout.tensor is not None
         first = self.ranks.rank == 0
         if not sharded:
-            with self._average.in_place() if self._average else contextlib.nullcontext():
+            with self.average_in_place():
                 return evaluate(self.task, self.module) if first else {}
         weights = gathered(self.module, keep=first)
         if not first:
@@ -325,6 +329,8 @@ def evaluate(task: Task, module: nn.Module) -> dict[str, float]:
         TaskError: it did not return numbers by name.
     """
     assert task.evaluate is not None
+    if task.validation is not None:
+        raise TaskError("a Task with validation= is evaluated in its training alone, by RunSpec(evaluate=…): leave validation= out here")
     module.eval()
     with torch.no_grad():
         figures = task.evaluate(module)

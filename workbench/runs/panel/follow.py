@@ -12,7 +12,7 @@ from workbench.core import run_directory
 from workbench.runs.failure import Failure
 from workbench.runs.rank_ends import MANY_RANKS, SAMPLED, RankEnds
 from workbench.runs.rank_steps import RankMeans, RankSteps
-from workbench.runs.rows import Rows, check_metric, loss_note, losses_of, resume_notes, training_notes
+from workbench.runs.rows import Rows, check_metric, loss_note, losses_of, resume_notes, slowest, training_notes
 from workbench.runs.run import ACTIVE, Run, State
 from workbench.timeline.timeline import MAX_WARMUP, Step, StepSums, warmup_of
 
@@ -81,6 +81,8 @@ class Snapshot:
     """(step, loss) as rank 0 reported them."""
     figures: Mapping[str, float] = field(default_factory=dict)
     """What an evaluation found."""
+    evaluations: tuple[float, ...] = ()
+    """Seconds of each evaluation, on the slowest rank; they are in no step."""
     error: Failure | None = None
     """Why it failed."""
     notes: tuple[str, ...] = ()
@@ -190,6 +192,7 @@ class Follower:
         self._logs: dict[Path, run_directory.TextTail] = {}
         self._losses: list[tuple[int, float]] = []
         self._figures: dict[str, float] = {}
+        self._evaluations, self._evaluated = Rows(run.path / run_directory.EVALUATIONS), list[float]()
         self._progress: tuple[int, int | None] = (0, getattr(run.spec, "steps", None))
 
     def snapshot(self) -> Snapshot:
@@ -204,6 +207,8 @@ class Follower:
             self._losses.clear()
         for row in rows:
             self._take(row)
+        evaluated = self._evaluations.read()
+        self._evaluated = [*([] if self._evaluations.anew else self._evaluated), *(slowest(row) for row in evaluated)]
         self._resume_notes += resume_notes(self._resumes.read())
         if not self._many or state not in ACTIVE or time.monotonic() - self._ranks_read >= ENDS_EVERY:
             self._read_ranks()
@@ -216,6 +221,7 @@ class Follower:
             ranks=tuple(rank for rank in self._ranks if rank.steps),
             losses=tuple(self._losses),
             figures=dict(self._figures),
+            evaluations=tuple(self._evaluated),
             error=self._run.error,
             notes=tuple(filter(None, [loss_note(self._losses), *self._training, *self._resume_notes, self._metrics.note, *self._damage])),
         )

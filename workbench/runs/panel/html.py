@@ -80,6 +80,9 @@ def figures(now: Snapshot) -> str:
     if now.memory is not None:
         tiles.append(_tile("peak memory", units.bytes_(now.memory), "of the fullest rank"))
     tiles += [_tile(name, f"{value:.4g}", "found by the evaluation") for name, value in now.figures.items()]
+    if now.evaluations:
+        text = f"{len(now.evaluations)} × {units.seconds(sum(now.evaluations) / len(now.evaluations))}"
+        tiles.append(_tile("validation", text, "evaluations and their mean time on the slowest rank, beside the steps"))
     return f'<div class="wb-tiles">{"".join(tiles)}</div>' if tiles else ""
 
 

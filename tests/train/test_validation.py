@@ -1,0 +1,152 @@
+"""Evaluations during a training: exact sums, no trace in the training, a phase of their own, and a resume that keeps them."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tests import toy_tasks
+from tests.train.test_checkpoints import spec_of, train
+from workbench.core import run_directory
+from workbench.runs.launch.prove_resume import first_difference
+from workbench.runs.spec import RunSpec, SpecError
+from workbench.runs.task import TaskError
+from workbench.timeline.timeline import Timeline
+from workbench.train.ranks import Ranks
+from workbench.train.validation import summary, sums_of
+
+
+@pytest.fixture(scope="module")
+def alone() -> Iterator[Ranks]:
+    yield Ranks.join(spec_of())
+    dist.destroy_process_group()
+
+
+def rows(path: Path, name: str = run_directory.EVALUATIONS) -> list[dict[str, Any]]:
+    return run_directory.LineTail(path / name).read()
+
+
+def timeline(path: Path) -> Timeline:
+    return Timeline.from_lines(rows(path, "rank0.jsonl"))
+
+
+def folders(path: Path, *names: str) -> list[Path]:
+    for name in names:
+        (path / name / run_directory.FINGERPRINTS).mkdir(parents=True)
+    return [path / name for name in names]
+
+
+class Normed(nn.Module):
+    """Batch norm, dropout, and a part that its author keeps in evaluation mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.drop, self.last, self.frozen = nn.BatchNorm1d(4), nn.Dropout(0.3), nn.Linear(4, 2), nn.Dropout(0.9)
+        self.frozen.eval()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.frozen(self.drop(self.norm(x))))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("evaluate", [toy_tasks.classify, None, toy_tasks.parameters], ids=["per batch", "the loss", "whole"])
+def test_training_goes_on_bit_for_bit_and_a_resume_keeps_it(alone: Ranks, tmp_path: Path, evaluate: Any) -> None:
+    validation = None if evaluate is toy_tasks.parameters else lambda: toy_tasks.Numbers(13)
+    task = toy_tasks.validated(model=Normed, evaluate=evaluate, validation=validation)
+    without, often, interrupted = folders(tmp_path, "without", "often", "interrupted")
+    spec = spec_of(steps=10, checkpoint_every=4, ema=0.9, accumulation=2)
+    train(spec, task, alone, without)
+    changed = spec.replace(evaluate="every(steps=2)")
+    module = train(changed, task, alone, often)
+    assert first_difference(without, often, 1) is None
+    assert (module.training, module.frozen.training) == (True, False)
+    assert [row["step"] for row in rows(often)] == [2, 4, 6, 8, 10]
+    measured = timeline(often)
+    assert len(measured.validations) == 5
+    assert measured.table.rows[-1][0] == "validation"
+    assert 0 < measured.validation_share < 1
+    assert len(measured.steps) == 10
+
+    train(changed, task, alone, interrupted)
+    (interrupted / run_directory.CHECKPOINTS / "step00000008.pt").unlink()  # as if it had been ended after its seventh step
+    train(changed, task, alone, interrupted)
+    whole, resumed = ([{**row, "seconds": 0} for row in rows(path)] for path in (often, interrupted))
+    assert resumed == whole
+    figures = [[row for row in rows(path, run_directory.METRICS) if "lr" not in row] for path in (often, interrupted)]
+    assert figures[0] == figures[1]
+    assert len(timeline(interrupted).validations) == 5
+
+
+def test_when_it_runs(alone: Ranks, tmp_path: Path) -> None:
+    expected = {"end": [7], True: [7], "epoch": [2, 4, 6, 7], "checkpoint": [3, 6, 7], "every(3)": [3, 6, 7]}
+    for number, (when, steps) in enumerate(expected.items()):
+        (path := tmp_path / str(number)).mkdir()
+        spec = spec_of(steps=7, checkpoint_every=3, micro_batch=32, evaluate=when, evaluate_batches=1)
+        train(spec, toy_tasks.validated(validation=lambda: toy_tasks.Numbers(100)), alone, path)
+        assert [row["step"] for row in rows(path)] == steps, when
+        assert {row["samples"] for row in rows(path)} == {32}
+
+
+def test_figures_follow_from_counts() -> None:
+    """Over batches and ranks in any division, and through JSON."""
+    torch.manual_seed(0)
+    logits, targets = torch.randn(50, 3) * 3, torch.randint(-1, 3, (50,))
+
+    def of(*places: range) -> dict[str, Any]:
+        parts = [sums_of({"logits": logits[p], "targets": targets[p], "odd": targets[p].float()}, [*p]) for p in map(list, places)]
+        return summary(json.loads(json.dumps(parts)), ["a", "b", "c"])
+
+    whole, parts = of(range(50)), of(range(7), range(7, 8), range(8, 50))
+    assert parts["figures"] == pytest.approx(whole["figures"])
+    assert [row["index"] for row in parts["worst"]] == [row["index"] for row in whole["worst"]]
+    kept, predicted = targets >= 0, logits.argmax(1)
+    assert whole["figures"]["accuracy"] == pytest.approx((predicted == targets)[kept].float().mean().item())
+    assert whole["figures"]["odd"] == pytest.approx(targets.float().mean().item())
+    assert whole["classes"]["b"]["recall"] == pytest.approx((predicted == 1)[targets == 1].float().mean().item())
+    assert whole["classes"]["b"]["precision"] == pytest.approx((targets == 1)[kept & (predicted == 1)].float().mean().item())
+    assert sum(each["count"] for each in whole["calibration"]) == int(kept.sum())
+    sure = summary([sums_of({"logits": torch.eye(3) * 100, "targets": torch.arange(3)}, [0, 1, 2])])
+    assert sure["figures"] == pytest.approx({"accuracy": 1.0, "validation_loss": 0.0, "ece": 0.0})
+    wrong = summary([sums_of({"logits": torch.eye(3) * 100, "targets": torch.tensor([1, 2, 0])}, [0, 1, 2])])
+    assert wrong["figures"]["ece"] == pytest.approx(1.0)
+    tokens = summary([sums_of({"logits": torch.zeros(2, 5, 3), "targets": torch.zeros(2, 5, dtype=torch.long)}, [7, 9])])
+    assert {row["index"] for row in tokens["worst"]} == {7, 9}
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (0.5, "returned a float; expected figures by name"),
+        ({"error": "small"}, "returned error='small'; expected numbers"),
+        ({"logits": torch.zeros(2, 3)}, r"Tensor\(2, 3\), NoneType\(\) of 2 samples"),
+        ({"logits": torch.zeros(2, 3), "targets": torch.zeros(2)}, "whole numbers as targets"),
+    ],
+)
+def test_what_an_evaluation_may_not_return(given: Any, message: str) -> None:
+    with pytest.raises(TaskError, match=message):
+        sums_of(given, [0, 1])
+
+
+@pytest.mark.parametrize(
+    ("knobs", "message"),
+    [
+        ({"evaluate": "often"}, r'evaluate=\'often\': True, False, "end", "epoch", "checkpoint" or "every\(steps=500\)" is allowed'),
+        ({"evaluate": "every(0)"}, "is allowed"),
+        ({"evaluate": "checkpoint"}, "say after how many steps"),
+        ({"evaluate_batches": 3}, 'say when, as in evaluate="end"'),
+    ],
+)
+def test_knobs_that_are_refused(knobs: dict[str, Any], message: str) -> None:
+    with pytest.raises(SpecError, match=message):
+        RunSpec(task="toy", **knobs)
+
+
+def test_data_that_are_refused(alone: Ranks, tmp_path: Path) -> None:
+    with pytest.raises(TaskError, match="a stream, whose epochs have no length"):
+        train(spec_of(evaluate="epoch"), toy_tasks.parted_stream(), alone, tmp_path)
+    with pytest.raises(TaskError, match="expected a dataset with a length above 0"):
+        train(spec_of(evaluate=True, steps=1), toy_tasks.validated(validation=list), alone, tmp_path)
