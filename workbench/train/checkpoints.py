@@ -142,7 +142,7 @@ class Checkpoints:
         }
         if not rank:  # the evaluation after the last step is done again: it is the row without a learning rate
             for name in (run_directory.METRICS, run_directory.EVALUATIONS):
-                files[name] = lambda row: _step_in(row, math.inf) < done + ("lr" in row or row["step"] != row.get("steps"))
+                files[name] = lambda row: _step_in(row, math.inf) < done + ("lr" in row or row.get("step") != row.get("steps"))
         for name, keep in files.items():
             if (run_dir / name).exists():
                 run_directory.keep_rows(run_dir / name, keep)
