@@ -9,6 +9,7 @@ The types of results, and how each leads to the next:
 * A Run holds a `Timeline` per rank: where each step's time went, phase by phase, summing to the step.
 * `watch` and `StepTimer` get a Timeline from a loop of your own, in this process.
 * `sweep` runs many specs; `compare` sets runs side by side; `check_run` holds one against budgets; `list_runs` lists those of a folder.
+* `sanity` checks model, loss and data for the usual faults before a large run: a `SanityReport`.
 * `diagnose` finds out by experiment what holds a step back: a `Diagnosis`, with remedies and what each is predicted to gain.
 * `diagnosis.prove()` runs a remedy and sets prediction and measurement side by side: a `Proof`. `climb` repeats
   this until no remedy is left.
@@ -58,6 +59,7 @@ if TYPE_CHECKING:
     from workbench.diagnosis.analysis.proof import Proof as Proof
     from workbench.diagnosis.api import climb as climb
     from workbench.diagnosis.api import diagnose as diagnose
+    from workbench.diagnosis.sanity import sanity as sanity
     from workbench.memory.analysis.breakdown import MemoryBreakdown as MemoryBreakdown
     from workbench.memory.api import compare_memory as compare_memory
     from workbench.memory.api import estimate_memory as estimate_memory
@@ -116,6 +118,7 @@ _NAMES = {
     "workbench.diagnosis.analysis.diagnosis": "Diagnosis",
     "workbench.diagnosis.analysis.evidence": "Evidence",
     "workbench.diagnosis.analysis.proof": "Proof",
+    "workbench.diagnosis.sanity": "sanity",
     "workbench.memory.api": "compare_memory estimate_memory find_leaks measure_memory",
     "workbench.runs.failure": "Failure RunError",
     "workbench.memory.would_fit": "would_fit",

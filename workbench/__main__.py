@@ -18,6 +18,7 @@ from workbench.core.checks import choice, did_you_mean
 from workbench.core.interrupts import Terminated, terminated_as_interrupted
 from workbench.core.machine_speeds import MachineSpeeds
 from workbench.diagnosis.api import BUDGET
+from workbench.runs.commands import COMMANDS
 from workbench.runs.facts import report as report
 from workbench.runs.facts import run_facts
 from workbench.runs.failure import RunError
@@ -229,6 +230,17 @@ def diagnose(given: argparse.Namespace) -> int:
     return 0
 
 
+def sanity(given: argparse.Namespace) -> int:
+    """Check a task for the usual faults; returns the exit status: 0 if there is none.
+
+    Raises:
+        ValueError: no such task, knob or value; or it cannot be built.
+    """
+    report = workbench.sanity(workbench.RunSpec(task=given.target).replace(**knobs_of(given.set or [])), budget_s=given.budget)
+    show(report, given)
+    return 0 if report.ok else 1
+
+
 def estimate(given: argparse.Namespace) -> int:
     """Say what a task needs on a device, and what would make it fit if asked to; returns the exit status: 0 if it fits.
 
@@ -305,72 +317,6 @@ def knobs_of(words: list[str]) -> dict[str, Any]:
     return dict(map(parse_knob, words))
 
 
-COMMANDS: Mapping[str, tuple[str, str, str]] = {
-    "lab": ("open JupyterLab", "", ""),
-    "doctor": (
-        "say what this machine has, what will cause trouble, and how to fix it",
-        "Looks at Python, torch, GPUs, links, memory, limits and disks. Takes a few seconds, and changes nothing.",
-        "workbench doctor --html doctor.html",
-    ),
-    "launch": (
-        "run a script or a task under torchrun and show where its time goes",
-        "Runs it to its end and prints where the time of its steps went. Its run directory is in the folder runs. Ctrl-C stops it.",
-        "workbench launch train.py --nproc-per-node 2 -- --epochs 1",
-    ),
-    "diagnose": (
-        "find out by experiment what holds a task back, and what would help",
-        "Tries a task with parts of its step left out and says which part limits it. A script is run and observed; a run is read.",
-        "workbench diagnose clipart-resnet --budget 30 --set num_workers=2",
-    ),
-    "estimate": (
-        "say what a task needs in memory, on a device that need not be here",
-        "Runs a step on tensors without values, so no GPU is needed. The exit status is 1 if it does not fit.",
-        "workbench estimate clipart-resnet --device H200 --set micro_batch=64",
-    ),
-    "plan": (
-        "find the layouts of a task on a cluster that fit and are fast",
-        "Computes step time and memory of all layouts by closed forms; nothing is run.",
-        "workbench plan clipart-resnet --cluster DGX-H100 --gpus 8 --global-batch 1024",
-    ),
-    "trace": (
-        "show what the steps of a trace are made of",
-        "Reads a file of torch's profiler, a folder with those of all ranks, or the traces of a run (launch --profile).",
-        "workbench trace trace.json.gz",
-    ),
-    "calibrate": (
-        "measure this machine's speeds for verdicts, and on a GPU the memory outside of the allocator",
-        "Takes some seconds on a CPU, and half a minute for each model on a GPU. Later diagnoses and estimates use the result.",
-        "workbench calibrate --models 2",
-    ),
-    "join": (
-        "join a run of several machines that another one has launched",
-        "The machine that launches the run prints this command.",
-        "workbench join /shared/runs/2026-01-31T12-00-00-train",
-    ),
-    "runs": (
-        "list the runs of a folder: state, progress, figures, what differs",
-        "Lists trainings; --all lists the workbench's own experiments as well.",
-        "workbench runs --filter failed --sort loss",
-    ),
-    "report": (
-        "show a run directory",
-        "Says how the run ended and where the time of each rank went.",
-        "workbench report runs/2026-01-31T12-00-00-train",
-    ),
-    "compare": (
-        "set runs side by side; the first is the baseline",
-        "Shows the knobs that differ, the time of a step, throughput and speedup.",
-        "workbench compare runs/before runs/after",
-    ),
-    "check": (
-        "hold a run against budgets: exit status 0 if all are kept, 1 if not",
-        "For CI: limits of time, throughput, memory, waiting and loss, alone or beside another run.",
-        "workbench check runs/after --budgets budgets.toml --against runs/before",
-    ),
-}
-"""Command → what it does in a line, more about it, and an example."""
-
-
 class _Parser(argparse.ArgumentParser):
     """A parser that asks "did you mean" where a command is misspelt."""
 
@@ -405,7 +351,7 @@ def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
     option("launch", "target", help='a script ("train.py"), a task ("my_task.py:build") or a sample ("clipart-resnet")')
     what = 'a script ("train.py"), a task ("my_task.py:build"), a sample ("clipart-resnet") or the directory of a run'
     option("diagnose", "target", help=what)
-    option("estimate plan", "target", help='a task ("my_task.py:build") or a sample ("clipart-resnet")')
+    option("estimate plan sanity", "target", help='a task ("my_task.py:build") or a sample ("clipart-resnet")')
     option("launch", "--nproc-per-node", type=int, default=1, metavar="N", help="ranks on this machine, such as one for each GPU (1)")
     option("diagnose", "--nproc-per-node", type=int, metavar="N", help="ranks on this machine (1)")
     option("launch", "--steps", type=int, metavar="N", help="optimizer steps of a task (60)")
@@ -414,9 +360,9 @@ def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
     option("launch", "--nnodes", type=int, default=1, metavar="N", help="machines: this one, and as many that join it")
     option("launch", "--rdzv-endpoint", metavar="HOST:PORT", help="of this machine, as the others reach it (its name, and a free port)")
     most = f"seconds to spend at most ({BUDGET:g})"
-    option("diagnose", "--budget", "--budget-s", type=float, default=BUDGET, metavar="S", help=most)
+    option("diagnose sanity", "--budget", "--budget-s", type=float, default=BUDGET, metavar="S", help=most)
     knobs = f"knobs to turn: micro_batch=16 num_workers=2. There are {', '.join(list(KNOBS)[1:])}"
-    option("launch diagnose estimate plan", "--set", nargs="+", action="extend", metavar="KNOB=VALUE", help=knobs)
+    option("launch diagnose estimate plan sanity", "--set", nargs="+", action="extend", metavar="KNOB=VALUE", help=knobs)
     option("diagnose", "--prove", action="store_true", help="run the best remedy as well, predicted against measured")
     option("estimate", "--device", default="cuda", help='a name, such as "H200"; "cpu"; or "cuda" (any GPU)')
     option("estimate", "--sequence", type=int, help="length of the sequences, instead of the task's own")
@@ -444,7 +390,7 @@ def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
     option("check", "--budgets", required=True, metavar="FILE", help=limits)
     option("check", "--against", metavar="RUN_DIR", help="the run that relative limits refer to")
     option("diagnose", "--json", action="store_true", help="print the brief for a program: at most 2 kB of JSON")
-    option("doctor calibrate launch estimate plan trace runs report compare check", "--json", action="store_true", help="print JSON")
+    option("doctor calibrate launch sanity estimate plan trace runs report compare check", "--json", action="store_true", help="print JSON")
     return parser, made
 
 
@@ -465,7 +411,7 @@ def _refuse(parser: argparse.ArgumentParser, given: argparse.Namespace, rest: li
 
 _RUN: Mapping[str, Callable[[argparse.Namespace], int]] = {
     "doctor": doctor, "runs": runs, "report": show_run, "check": check, "compare": compare, "trace": trace, "plan": plan,
-    "diagnose": diagnose, "estimate": estimate, "calibrate": calibrate, "join": lambda given: join(given.run_dir),
+    "diagnose": diagnose, "sanity": sanity, "estimate": estimate, "calibrate": calibrate, "join": lambda given: join(given.run_dir),
 }  # fmt: skip
 """Command → what runs it; `lab` and `launch` hand further arguments on."""
 

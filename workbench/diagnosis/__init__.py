@@ -13,5 +13,7 @@ the loader and looks for stalls. What it measures is `Evidence` (`analysis/evide
     proof.py        Proof: a remedy's predicted beside its measured speedup; Ladder: one proved remedy on top of another
     calibration.py  Calibration: how right earlier predictions on this machine were
 
+Whether a training is right at all: `sanity.py` checks it for the usual faults (`measure/sanity.py`) and returns a `SanityReport`.
+
 `api.py` has `diagnose`, `prove` and `climb`; `plot.py` the pictures; `panel/` the ThroughputDoctor.
 """

@@ -245,8 +245,7 @@ def _undisturbed(trainer: Trainer) -> Iterator[None]:
     random, modes = trainer.random_state(), [(part, part.training) for part in trainer.module.modules()]
     try:
         trainer.module.eval()
-        eager = trainer.spec.compile != "none"  # its batches may have other shapes
-        with torch.no_grad(), torch.compiler.set_stance("force_eager") if eager else contextlib.nullcontext():
+        with torch.no_grad():
             yield
     finally:
         for part, training in modes:

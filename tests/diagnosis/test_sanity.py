@@ -1,0 +1,210 @@
+"""The checks before a large run: planted faults are named, sound trainings are not blamed, and nothing is left changed."""
+
+import json
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+import workbench as wb
+from workbench.__main__ import main
+from workbench.diagnosis.analysis.sanity import CAUSES, CHECKS, Check, SanityReport
+from workbench.diagnosis.measure import sanity
+
+CLASSES, WIDTH = 4, 6
+
+
+class Blobs(Dataset[tuple[Tensor, Tensor]]):
+    """Points around the centres of classes."""
+
+    def __init__(self, change: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = lambda x, y: (x, y)) -> None:
+        generator = torch.Generator().manual_seed(0)
+        labels = torch.randint(CLASSES, (2048,), generator=generator)
+        centres = torch.randn(CLASSES, WIDTH, generator=generator) * 1.5
+        self.inputs, self.labels = change(centres[labels] + torch.randn(2048, WIDTH, generator=generator), labels)
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.inputs[index], self.labels[index]
+
+
+class Net(nn.Module):
+    """Two branches and a head; faults are planted by its arguments."""
+
+    def __init__(self, fault: str = "") -> None:
+        super().__init__()
+        self.fault = fault
+        self.body, self.branch, self.head = nn.Linear(WIDTH, 32), nn.Linear(WIDTH, 32), nn.Linear(32, CLASSES)
+        self.act, self.norm = nn.ReLU(), nn.BatchNorm1d(32) if fault == "batch norm" else nn.Identity()
+        if fault == "frozen":
+            self.body.requires_grad_(False)
+        if fault == "dead":
+            nn.init.constant_(self.body.bias, -50.0)
+            nn.init.constant_(self.branch.bias, -50.0)
+        if fault == "large":
+            nn.init.normal_(self.head.weight, std=20.0)
+        if fault == "unused":
+            self.extra = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        branch = self.branch(x)
+        if self.fault == "detached":
+            branch = branch.detach()
+        hidden = self.norm(self.act(self.body(x) + branch))
+        if self.fault == "batch softmax":
+            hidden = hidden * torch.softmax(hidden, 0)
+        if self.fault == "wrong view":
+            hidden = hidden.T.reshape(hidden.shape)
+        if self.fault == "dropout in eval":
+            hidden = F.dropout(hidden, 0.3)
+        if self.fault == "dropout":
+            hidden = F.dropout(hidden, 0.1, self.training)
+        logits: Tensor = self.head(hidden)
+        return logits.softmax(1) if self.fault == "softmax" else logits
+
+
+def classify(model: nn.Module, batch: Any, **options: Any) -> Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1], **options)
+
+
+def task(fault: str = "", **changes: Any) -> wb.Task:
+    made: dict[str, Any] = {"model": lambda: Net(fault), "dataset": Blobs, "loss": classify, "optimizer": "adamw(lr=0.01)"}
+    return wb.Task(**made | {"name": fault or "sound"} | changes)
+
+
+def shuffled(inputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    return inputs, labels[torch.randperm(len(labels), generator=torch.Generator().manual_seed(3))]
+
+
+def with_nan(inputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    inputs[::7, 2] = math.nan
+    return inputs, labels
+
+
+def ignoring(inputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Of some samples the label is left out, as padding is."""
+    return inputs, labels.masked_fill(torch.rand(len(labels), generator=torch.Generator().manual_seed(5)) < 0.4, -100)
+
+
+def loses_mode(model: nn.Module, batch: Any) -> Tensor:
+    loss = classify(model, batch)
+    model.eval()
+    return loss
+
+
+def bare_log(model: nn.Module, batch: Any) -> Tensor:
+    return F.nll_loss(model(batch[0]), batch[1])
+
+
+FAULTS: dict[str, tuple[wb.Task, str]] = {
+    "frozen layer": (task("frozen"), "frozen"),
+    "detached branch": (task("detached"), "detached"),
+    "unused layer": (task("unused"), "unused"),
+    "sum reduction": (task(loss=lambda m, b: classify(m, b, reduction="sum")), "sum_reduction"),
+    "mean divided again": (task(loss=lambda m, b: classify(m, b) / len(b[1])), "wrong_reduction"),
+    "softmax before cross entropy": (task("softmax"), "softmax_before_cross_entropy"),
+    "softmax over the batch": (task("batch softmax"), "batch_leak"),
+    "wrong view": (task("wrong view"), "batch_leak"),
+    "shuffled labels": (task(dataset=lambda: Blobs(shuffled)), "labels_carry_nothing"),
+    "dead ReLU": (task("dead"), "dead_units"),
+    "dropout in evaluation": (task("dropout in eval"), "random_in_eval"),
+    "mode not restored": (task(loss=loses_mode), "mode_not_restored"),
+    "unequal micro-batches": (task(dataset=lambda: Blobs(ignoring)), "unequal_micro_batches"),
+    "NaN inputs": (task(dataset=lambda: Blobs(with_nan)), "nonfinite_inputs"),
+    "bytes as inputs": (task(dataset=lambda: Blobs(lambda x, y: (x * 60 + 128, y))), "input_scale"),
+    "one sample again and again": (task(dataset=lambda: Blobs(lambda x, y: (x[y], y))), "duplicate_samples"),
+    "sure of wrong answers": (task("large"), "large_logits"),
+    "nll_loss on logits": (task(loss=bare_log), "no_log_softmax"),
+    "no learning rate": (task(optimizer="sgd(lr=1e-9)"), "learning_rate"),
+    "head not in the optimizer": (task(optimizer=lambda weights: torch.optim.Adam(list(weights)[:-2], lr=0.01)), "not_in_optimizer"),
+    "error": (task(loss=lambda m, b: F.cross_entropy(m(b[0]), b[1] + 7)), "error"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_planted_fault_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    planted, cause = FAULTS[name]
+    if cause not in ("labels_carry_nothing", "learning_rate"):  # what comes later takes its time, and cannot be the cause
+        for later in ("overfitting", "label alignment"):
+            monkeypatch.setitem(sanity._JUDGES, later, lambda *_, name=later: Check(name=name, passed=None, figure=""))
+    report = wb.sanity(planted)
+    assert report.cause == cause, report
+    assert CAUSES[cause] in report.verdict
+
+
+@pytest.mark.parametrize("fault", ["", "batch norm", "dropout"])
+def test_a_sound_training_is_not_blamed(fault: str) -> None:
+    report = wb.sanity(task(fault))
+    assert report.ok, report
+    assert sum(check.passed is not None for check in report.checks) == len(CHECKS)
+    assert ("batch norm in 1 modules" in str(report)) == (fault == "batch norm")
+
+
+def test_what_is_frozen_on_purpose_is_said() -> None:
+    report = wb.sanity(task("frozen"), frozen="body.*")
+    assert report.ok, report
+
+
+def test_a_step_is_checked_and_restored() -> None:
+    torch.manual_seed(0)
+    model = Net("detached")
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    loader = DataLoader(Blobs(), batch_size=32)
+
+    def step(batch: Any) -> Tensor:
+        optimizer.zero_grad()
+        loss = classify(model, batch)
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        return loss
+
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    random = torch.get_rng_state()
+    report = wb.sanity(step, loader)
+    assert report.cause == "detached"
+    assert "branch.weight" in report.verdict
+    assert {check.name: check.passed for check in report.checks}["accumulation"] is None
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert torch.equal(random, torch.get_rng_state())
+    assert not optimizer.state
+    assert SanityReport.from_json(json.loads(json.dumps(report.to_json()))) == report
+    assert "<table>" in report._repr_html_()
+
+
+def test_ctrl_c_and_the_budget_leave_what_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: Any) -> Check:
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(sanity._JUDGES, "gradient flow", interrupted)
+    report = wb.sanity(task())
+    passed = {check.name: check.passed for check in report.checks}
+    assert list(passed) == list(CHECKS)
+    assert passed["inputs"]
+    assert passed["gradient flow"] is None is passed["overfitting"]
+    assert "Ctrl-C" in str(report)
+    assert "no time was left" in str(wb.sanity(task(), budget_s=1e-9))
+
+
+def test_what_is_no_training_is_refused() -> None:
+    with pytest.raises(ValueError, match="allowed are a step function with its loader"):
+        wb.sanity(3)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="only goes with a step"):
+        wb.sanity(task(), [1])
+    with pytest.raises(ValueError, match="a script by the step and the loader in it"):
+        wb.sanity("train.py")
+
+
+@pytest.mark.slow
+def test_the_sample_tasks_are_sound(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sanity", "fashion-mlp", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["target"] == "fashion-mlp"
+    for name in ("text-gpt", "clipart-resnet"):
+        report = wb.sanity(wb.RunSpec(task=name))
+        assert report.ok, report

@@ -1,0 +1,130 @@
+"""SanityReport: what checks of a model, its loss and its data have shown before a large run, and which fault to mend first."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from workbench.core.codec import JsonDataclass
+from workbench.core.display import table as display
+
+CHECKS: Mapping[str, str] = {
+    "inputs": "inputs are finite and of a usual size",
+    "duplicates": "samples of a batch differ",
+    "initial loss": "the loss before training is that of chance",
+    "active units": "no layer of ReLUs is dead",
+    "gradient flow": "every parameter gets a gradient",
+    "batch independence": "an output depends on its own sample alone",
+    "modes": "evaluation is repeatable, and training mode comes back",
+    "accumulation": "micro-batches add up to the gradient of the batch",
+    "overfitting": "a few samples can be learnt by heart",
+    "label alignment": "true labels are easier to learn than shuffled ones",
+}
+"""Check → what holds where it is passed, in the order in which a fault causes others: of several, the first is the cause."""
+
+CAUSES: Mapping[str, str] = {
+    "nonfinite_inputs": "find the samples with NaN or infinite values and mend or leave them out: torch.isfinite(x).all() in the dataset",
+    "input_scale": "normalise the inputs to a mean near 0 and a deviation near 1, in the dataset or by a first layer",
+    "constant_inputs": "look at what the dataset returns: all samples are the same number",
+    "duplicate_samples": "look at the sampler and at the dataset: the same sample is given again and again",
+    "nonfinite_loss": "look for log(0), 0/0, sqrt(0) and targets out of range; torch.autograd.set_detect_anomaly(True) names the operator",
+    "softmax_before_cross_entropy": "give cross_entropy the logits: it takes the softmax itself",
+    "sigmoid_before_logits_loss": "give binary_cross_entropy_with_logits the logits: it takes the sigmoid itself",
+    "no_log_softmax": "nll_loss needs log-probabilities: use cross_entropy on the logits, or log_softmax before it",
+    "sum_reduction": "return the mean over the batch (reduction='mean'): with a sum the learning rate depends on the batch size",
+    "wrong_reduction": "divide the loss by the number of its targets once: the value is that of the mean, divided again",
+    "large_logits": "make the last layer's initial weights smaller: a fresh model should know nothing, not be sure of wrong answers",
+    "dead_units": "look at the initial weights and biases of the layer before it (kaiming_normal_, bias 0), and at the inputs' scale",
+    "frozen": "set requires_grad to True; where it is meant so, say it: sanity(…, frozen=['backbone.*'])",
+    "detached": "no path leads from the loss to the module: look for detach(), .data, no_grad, argmax or numpy after it",
+    "unused": "the loss does not use the module: call it in forward, or remove it",
+    "not_in_optimizer": "give the optimizer all parameters: model.parameters(), after the last layer was added",
+    "zero_gradient": "the gradient is exactly zero in all steps: look for a saturated or clamped activation, or a factor of zero",
+    "nonfinite_gradient": "look for sqrt, norm or log at 0 in the forward: their gradients are infinite there",
+    "batch_leak": "look at view, reshape, softmax(dim=…), mean and norm in the module: one of them works along the batch's dimension",
+    "random_in_eval": "pass training=self.training to functional dropout, and draw no random numbers in evaluation mode",
+    "mode_not_restored": "call model.train() after an evaluation: dropout is off and batch norm is fixed in all steps that follow",
+    "evaluates_in_train_mode": "call model.eval() in evaluate, not model.train()",
+    "unequal_micro_batches": "micro-batches have different numbers of targets (padding, ignore_index): divide a sum by the number of all",
+    "batch_statistics": "the loss of a batch is not the mean of its samples' losses: accumulation is another training; keep accumulation=1",
+    "learning_rate": "Adam learns these samples with another rate: choose one with wb.find_lr",
+    "does_not_overfit": "the model cannot fit a few samples: look at the loss, its targets and the shape of the outputs",
+    "labels_carry_nothing": "compare samples with their labels by eye: they are shuffled, shifted, or not those of these inputs",
+    "error": "mend the error first",
+}
+"""Cause of a failed check → what to do."""
+MARKS: Mapping[bool | None, str] = {True: "✓", False: "✗", None: "–"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check(JsonDataclass):
+    """What a check has shown."""
+
+    name: str
+    """A key of `CHECKS`."""
+    passed: bool | None
+    """None = not judged."""
+    figure: str
+    """What was measured, or why nothing was judged."""
+    cause: str = ""
+    """A key of `CAUSES`; "" = the check is not failed."""
+    place: str = ""
+    """The module or parameters at fault, as far as known."""
+
+    @property
+    def advice(self) -> str:
+        """What to do; "" = nothing."""
+        return CAUSES.get(self.cause, "")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SanityReport(JsonDataclass, display.Shown):
+    """Whether a training is sound, check by check."""
+
+    target: str
+    """What was checked."""
+    checks: tuple[Check, ...]
+    """In the order of `CHECKS`."""
+    seconds: float
+    """That it took."""
+    notes: tuple[str, ...] = ()
+    """What the reader should know."""
+
+    @property
+    def ok(self) -> bool:
+        """Has no check failed?"""
+        return not self.failed
+
+    @property
+    def failed(self) -> tuple[Check, ...]:
+        """The failed checks; the first is most likely the cause of the others."""
+        return tuple(check for check in self.checks if check.passed is False)
+
+    @property
+    def cause(self) -> str:
+        """The cause of the first failed check, a key of `CAUSES`; "" = none has failed."""
+        return self.failed[0].cause if self.failed else ""
+
+    @property
+    def verdict(self) -> str:
+        """The answer in a sentence or two."""
+        judged = sum(check.passed is not None for check in self.checks)
+        if not self.failed:
+            rest = len(self.checks) - judged
+            return f"{self.target}: nothing wrong in {judged} checks{f'; {rest} could not be judged' * bool(rest)}."
+        first = self.failed[0]
+        place = f" in {first.place}" if first.place else ""
+        return (
+            f"{self.target}: {first.cause.replace('_', ' ')}{place}. {first.figure[:1].upper()}{first.figure[1:]}. To do: {first.advice}."
+        )
+
+    @property
+    def table(self) -> display.Table:
+        """A row per check, and the verdict."""
+        rows = [
+            (MARKS[check.passed], check.name, f"{check.place}: {check.figure}" if check.place else check.figure, check.advice)
+            for check in self.checks
+        ]
+        note = "\n".join([self.verdict, *self.notes])
+        return display.Table(columns=("", "check", "measured", "to do"), rows=rows, title="Sanity", note=note)
+
+    def __repr__(self) -> str:
+        return f"SanityReport({self.target!r}, ok={self.ok}, cause={self.cause!r})"

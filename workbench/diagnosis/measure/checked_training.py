@@ -1,0 +1,201 @@
+"""The training that `wb.sanity` checks, of a Task or of a step with its loader, and what its first steps show."""
+
+import contextlib
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.data import IterableDataset, default_collate
+
+from workbench.batch.analysis.lr_range import LrRangeError
+from workbench.batch.measure.lr_range import loss_in
+from workbench.diagnosis.measure.watched_forward import Watched
+from workbench.harness.feed import Exhausted, Feed
+from workbench.harness.observe import check_arguments, discover_training
+from workbench.runs.spec import AUTO, RunSpec
+from workbench.runs.target import Step
+from workbench.runs.task import Task
+from workbench.train.loader import to_device
+from workbench.train.optimizers import build_optimizer
+from workbench.train.random_numbers import seed_all
+from workbench.train.ranks import choose_device
+from workbench.train.trainer import build_model, loss_of
+
+OBSERVED = 4
+"""Steps that are watched: a layer that begins at zero gets its gradient after the first."""
+FEW = 8
+"""Samples to learn by heart."""
+
+
+class Line(Protocol):
+    """What the progress line offers."""
+
+    @property
+    def left(self) -> float:
+        """Seconds."""
+
+    def say(self, now: str, known: str | None = None) -> None:
+        """Tell what comes now."""
+
+
+class Unjudged(Exception):
+    """A check cannot be made; the message says why."""
+
+
+@dataclass
+class Training:
+    """What is checked: a step that can be tried, and the parts of it that are known."""
+
+    step: Callable[[Any], Any]
+    models: list[nn.Module]
+    optimizers: list[Optimizer]
+    stream: Callable[[], Iterator[Any]]
+    """Batches of another order, each sample once at most."""
+    few: Callable[[int], Any] | None = None
+    """A batch of so many samples; None = only the loader's batches are known."""
+    part: Callable[[int, int], Any] | None = None
+    """A batch of the samples from a number to another, the first ones of `few`."""
+    loss: Callable[[Any], Tensor] | None = None
+    """The loss of a batch, without a step."""
+    evaluate: Callable[[], object] | None = None
+    frozen: Sequence[str] = ()
+    notes: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Seen:
+    """What the first steps have shown."""
+
+    watched: Watched
+    batches: list[Any]
+    losses: list[float]
+    modes: list[str] = field(default_factory=list)
+    """Modules whose training mode a step has changed."""
+    got: set[int] = field(default_factory=set)
+    """Ids of parameters with a gradient."""
+    nonzero: set[int] = field(default_factory=set)
+    nonfinite: set[int] = field(default_factory=set)
+
+
+def of_task(task: Task, spec: RunSpec, frozen: Sequence[str]) -> Training:
+    """The training of a task, without a launch: in fp32, on one device.
+
+    Raises:
+        TaskError, SpecError: it cannot be built.
+    """
+    device = choose_device(spec, 0, 1)
+    seed_all(spec.seed)
+    model = build_model(task).to(device).train()
+    optimizer = build_optimizer(model, task.optimizer, override=spec.optimizer, lr=spec.lr, decayed=spec.weight_decay_on)
+    dataset, collate = task.dataset(), task.collate or default_collate
+    size = 32 if spec.micro_batch == AUTO else spec.micro_batch
+    order: list[int] = []
+    if not isinstance(dataset, IterableDataset):
+        order = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(spec.seed)).tolist()
+
+    def fetch(indices: Sequence[int]) -> Any:
+        several = getattr(dataset, "__getitems__", None)
+        return to_device(collate(several(list(indices)) if several else [dataset[index] for index in indices]), device)
+
+    def stream() -> Iterator[Any]:
+        if order:
+            whole = range(0, len(order) - size + 1, size) if len(order) >= size else [0]
+            yield from (fetch(order[first : first + size]) for first in whole)
+            return
+        items = iter(dataset)
+        while len(samples := list(itertools.islice(items, size))) == size:
+            yield to_device(collate(samples), device)
+
+    kept: list[Any] = []
+
+    def samples(first: int, last: int) -> Any:
+        if not kept:
+            kept.extend(itertools.islice(dataset, FEW) if not order else (dataset[index] for index in order[:FEW]))
+        chosen = kept[first:last]
+        return to_device(collate(chosen), device)
+
+    def loss(batch: Any) -> Tensor:
+        return loss_of(task, model, batch)
+
+    def step(batch: Any) -> Tensor:
+        value = loss(batch)
+        value.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+        return value.detach()
+
+    evaluate = functools.partial(task.evaluate, model) if task.evaluate else None
+    return Training(
+        step, [model], [optimizer], stream, few=lambda count: samples(0, count), part=samples, loss=loss, evaluate=evaluate, frozen=frozen
+    )
+
+
+@contextlib.contextmanager
+def of_step(given: Step, frozen: Sequence[str]) -> Iterator[Training]:
+    """The training of a step function and its loader."""
+    check_arguments(given.step, 1.0)
+    notes: list[str] = []
+    state = discover_training(given.step, given.model, given.optimizer, given.loader, notes)
+    with Feed(given.loader) as feed:
+
+        def stream() -> Iterator[Any]:
+            if feed.kind != "once":
+                feed.restart()
+            until = feed.passes + 1
+            with contextlib.suppress(Exhausted):
+                while True:
+                    batch = feed.next()
+                    if feed.passes > until:
+                        return
+                    yield batch
+
+        yield Training(given.step, state.models, state.optimizers, stream, frozen=frozen, notes=notes)
+
+
+def loss_value(loss: Any) -> float:
+    """The loss that a step has returned; nan = none."""
+    try:
+        return loss_in(loss)
+    except LrRangeError:
+        return math.nan
+
+
+def observe(training: Training) -> Seen:
+    seen = Seen(Watched(training.models), [], [])
+
+    def note(weight: Tensor) -> None:
+        if weight.grad is not None:
+            grad = weight.grad.coalesce().values() if weight.grad.is_sparse else weight.grad
+            seen.got.add(id(weight))
+            if bool(torch.count_nonzero(grad)):
+                seen.nonzero.add(id(weight))
+            if not bool(torch.isfinite(grad).all()):
+                seen.nonfinite.add(id(weight))
+
+    weights = [weight for model in training.models for weight in model.parameters()]
+
+    def stepping(optimizer: Optimizer, *_: Any) -> None:
+        held = [weight for group in optimizer.param_groups for weight in group["params"]]
+        for weight in {id(weight): weight for weight in [*weights, *held]}.values():
+            note(weight)
+
+    hook = register_optimizer_step_pre_hook(stepping)
+    before = [(name, part, part.training) for model in training.models for name, part in model.named_modules()]
+    try:
+        with seen.watched.on():
+            for batch in itertools.islice(training.stream(), OBSERVED):
+                seen.batches.append(batch)
+                seen.losses.append(loss_value(training.step(batch)))
+                seen.modes += [name or type(part).__name__ for name, part, mode in before if part.training != mode and not seen.modes]
+    finally:
+        hook.remove()
+    if not seen.batches:
+        raise ValueError("the loader gave no batch")
+    return seen

@@ -1,0 +1,142 @@
+"""Watches a forward from outside: which module runs, calls of torch's losses, ReLUs that are never active, what a module returns."""
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from workbench.harness.batches import tensors_of
+
+LOSSES: dict[Any, str] = {
+    getattr(F, name): name
+    for name in (
+        *("cross_entropy", "nll_loss", "binary_cross_entropy_with_logits", "binary_cross_entropy"),
+        *("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"),
+    )
+}
+RELUS = {F.relu, F.relu_, torch.relu, torch.relu_, Tensor.relu, Tensor.relu_, F.relu6}
+
+
+def named_modules(models: Sequence[nn.Module]) -> dict[int, str]:
+    """Id of a module → its name; the model itself has its class's."""
+    names: dict[int, str] = {}
+    for model in models:
+        for name, part in model.named_modules():
+            names.setdefault(id(part), name.replace("_orig_mod.", "") or type(part).__name__)
+    return names
+
+
+@dataclass(slots=True)
+class LossCall:
+    """A call of one of torch's losses."""
+
+    name: str
+    input: Tensor
+    target: Tensor
+    options: dict[str, Any]
+
+
+class Watched(TorchFunctionMode):
+    """Inside, modules, losses and ReLUs are watched."""
+
+    def __init__(self, models: Sequence[nn.Module], *, shuffle: torch.Generator | None = None) -> None:
+        """
+        Args:
+            models: whose modules are named.
+            shuffle: draws an order for the targets of each loss; None = they stay.
+        """
+        super().__init__()
+        self.losses: list[LossCall] = []
+        self.active: dict[str, Tensor] = {}
+        """Place of a ReLU → which of its units were active at least once."""
+        self.ran: set[int] = set()
+        """Ids of the modules that were called."""
+        self.attached: set[int] = set()
+        """Ids of those that returned something with a path to its parameters."""
+        self.root: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+        """Arguments of the first call of the first model."""
+        self.shuffle = shuffle
+        self._models, self._names, self._stack = models, named_modules(models), list[int]()
+        self._relus: dict[str, int] = {}
+
+    @contextlib.contextmanager
+    def on(self) -> Iterator["Watched"]:
+        """Watch inside the block."""
+        before = nn.modules.module.register_module_forward_pre_hook(self._enter)
+        after = nn.modules.module.register_module_forward_hook(self._leave, always_call=True)
+        root = self._models[0].register_forward_pre_hook(self._called, with_kwargs=True) if self._models else None
+        try:
+            with self:
+                yield self
+        finally:
+            for handle in (before, after, root):
+                if handle is not None:
+                    handle.remove()
+            self._stack.clear()
+
+    def _called(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self._relus.clear()
+        self.root = self.root or (args, dict(kwargs))
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        self._stack.append(id(module))
+        self.ran.add(id(module))
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._stack and self._stack[-1] == id(module):
+            self._stack.pop()
+        if any(tensor.requires_grad for tensor in tensors_of(output)):
+            self.attached.add(id(module))
+
+    @property
+    def place(self) -> str:
+        """The name of the module that runs."""
+        return next((name for part in reversed(self._stack) if (name := self._names.get(part))), "")
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in LOSSES:
+            bound = inspect.signature(func).bind(*args, **kwargs)
+            bound.apply_defaults()
+            given = bound.arguments
+            target = given["target"]
+            if self.shuffle is not None and isinstance(target, Tensor) and target.ndim:
+                given["target"] = target[torch.randperm(len(target), generator=self.shuffle).to(target.device)]
+            options = {name: value for name, value in given.items() if name not in ("input", "target")}
+            self.losses.append(LossCall(LOSSES[func], given["input"].detach(), target, options))
+            return func(*bound.args, **bound.kwargs)
+        result = func(*args, **kwargs)
+        if func in RELUS and result.ndim > 1:
+            self._count(result.detach())
+        return result
+
+    def _count(self, result: Tensor) -> None:
+        place = self.place
+        number = self._relus[place] = self._relus.get(place, 0) + 1
+        unit = 1 if result.ndim > 3 else result.ndim - 1
+        active = (result > 0).any(dim=[dim for dim in range(result.ndim) if dim != unit])
+        key = f"{place} (ReLU {number})" if number > 1 else place
+        known = self.active.get(key)
+        self.active[key] = active if known is None or known.shape != active.shape else known | active
+
+
+@contextlib.contextmanager
+def module_outputs(model: nn.Module, keep: Callable[[Any], Any]) -> Iterator[list[tuple[str, Any]]]:
+    """Collects (name of a module, what `keep` makes of its output) in the order in which modules return."""
+    outputs: list[tuple[str, Any]] = []
+
+    def hook(name: str) -> Callable[..., None]:
+        return lambda module, args, output: outputs.append((name, keep(output)))
+
+    handles = [part.register_forward_hook(hook(name or type(model).__name__)) for name, part in model.named_modules()]
+    try:
+        yield outputs
+    finally:
+        for handle in handles:
+            handle.remove()

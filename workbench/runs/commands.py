@@ -1,0 +1,73 @@
+"""The commands of the command line: what each does, and an example. `__main__.py` has their options and runs them."""
+
+from collections.abc import Mapping
+
+COMMANDS: Mapping[str, tuple[str, str, str]] = {
+    "lab": ("open JupyterLab", "", ""),
+    "doctor": (
+        "say what this machine has, what will cause trouble, and how to fix it",
+        "Looks at Python, torch, GPUs, links, memory, limits and disks. Takes a few seconds, and changes nothing.",
+        "workbench doctor --html doctor.html",
+    ),
+    "launch": (
+        "run a script or a task under torchrun and show where its time goes",
+        "Runs it to its end and prints where the time of its steps went. Its run directory is in the folder runs. Ctrl-C stops it.",
+        "workbench launch train.py --nproc-per-node 2 -- --epochs 1",
+    ),
+    "diagnose": (
+        "find out by experiment what holds a task back, and what would help",
+        "Tries a task with parts of its step left out and says which part limits it. A script is run and observed; a run is read.",
+        "workbench diagnose clipart-resnet --budget 30 --set num_workers=2",
+    ),
+    "sanity": (
+        "check a task for the usual faults before a large run",
+        "Tries model, loss, labels and data in this process: gradients, chance level, leaks, modes. Exit status 1 if a check fails.",
+        "workbench sanity fashion-mlp --budget 30",
+    ),
+    "estimate": (
+        "say what a task needs in memory, on a device that need not be here",
+        "Runs a step on tensors without values, so no GPU is needed. The exit status is 1 if it does not fit.",
+        "workbench estimate clipart-resnet --device H200 --set micro_batch=64",
+    ),
+    "plan": (
+        "find the layouts of a task on a cluster that fit and are fast",
+        "Computes step time and memory of all layouts by closed forms; nothing is run.",
+        "workbench plan clipart-resnet --cluster DGX-H100 --gpus 8 --global-batch 1024",
+    ),
+    "trace": (
+        "show what the steps of a trace are made of",
+        "Reads a file of torch's profiler, a folder with those of all ranks, or the traces of a run (launch --profile).",
+        "workbench trace trace.json.gz",
+    ),
+    "calibrate": (
+        "measure this machine's speeds for verdicts, and on a GPU the memory outside of the allocator",
+        "Takes some seconds on a CPU, and half a minute for each model on a GPU. Later diagnoses and estimates use the result.",
+        "workbench calibrate --models 2",
+    ),
+    "join": (
+        "join a run of several machines that another one has launched",
+        "The machine that launches the run prints this command.",
+        "workbench join /shared/runs/2026-01-31T12-00-00-train",
+    ),
+    "runs": (
+        "list the runs of a folder: state, progress, figures, what differs",
+        "Lists trainings; --all lists the workbench's own experiments as well.",
+        "workbench runs --filter failed --sort loss",
+    ),
+    "report": (
+        "show a run directory",
+        "Says how the run ended and where the time of each rank went.",
+        "workbench report runs/2026-01-31T12-00-00-train",
+    ),
+    "compare": (
+        "set runs side by side; the first is the baseline",
+        "Shows the knobs that differ, the time of a step, throughput and speedup.",
+        "workbench compare runs/before runs/after",
+    ),
+    "check": (
+        "hold a run against budgets: exit status 0 if all are kept, 1 if not",
+        "For CI: limits of time, throughput, memory, waiting and loss, alone or beside another run.",
+        "workbench check runs/after --budgets budgets.toml --against runs/before",
+    ),
+}
+"""Command → what it does in a line, more about it, and an example."""
