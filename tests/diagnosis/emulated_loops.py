@@ -346,6 +346,7 @@ class Loop:
         return other
 
     def _together(self) -> None:
-        self.device.synchronize()
+        self.device.synchronize()  # until the last collective has ended, the same moment on all ranks
         if self.device.ranks.world_size > 1:
-            dist.barrier()
+            with self.device.ranks.not_counted():  # a rank that has slept through what others computed is behind them in real time
+                dist.barrier()
