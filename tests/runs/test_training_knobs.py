@@ -155,3 +155,23 @@ def test_gradients_in_bf16_are_refused_before_a_launch_without_nccl(monkeypatch:
     ):
         launch.check(spec_of(task="clipart-resnet", gradient_compression="bf16", **knobs))
     launch.check(spec_of(task="clipart-resnet", gradient_compression="fp16"))
+
+
+@pytest.mark.parametrize(
+    ("knobs", "message"),
+    [
+        ({"compile": "layers"}, "compile='layers': allowed are 'none', 'model', 'blocks'"),
+        ({"compile": True}, "compile=True: a name is allowed"),
+        ({"compile": "model(mode=fast)"}, "model has no option 'mode'; it has backend"),
+        ({"compile": "model(backend=3)"}, "backend=3: a name is allowed"),
+        ({"compile": "model", "parallel": "fsdp"}, 'compile="model" with parallel="fsdp": .*; try compile="blocks"'),
+        ({"compile": "blocks", "checkpointing": "full"}, 'with checkpointing="full": torch.compile decides itself'),
+        ({"compile": "blocks", "micro_batch": "auto"}, 'with micro_batch="auto": it is chosen for the step as it is'),
+        ({"compile": "model", "tensor_parallel": 2, "nproc_per_node": 2}, "with tensor_parallel=2: split layers"),
+        ({"torch_compile": True}, "here it is called compile"),
+    ],
+)
+def test_what_cannot_be_compiled_is_refused(knobs: dict[str, Any], message: str) -> None:
+    with pytest.raises(SpecError, match=message):
+        spec_of(**knobs)
+    assert spec_of(compile="blocks(backend='eager')", parallel="fsdp").compile

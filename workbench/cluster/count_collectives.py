@@ -104,7 +104,7 @@ def _count(plan: "Plan", *, on_meta: bool) -> Traffic:
     from workbench.train.ranks import Layout, Ranks
     from workbench.train.trainer import Trainer, build_model
 
-    spec = plan.spec.replace(gc=False, tf32=None, device="cpu", backend="auto", find_unused_parameters=False)
+    spec = plan.spec.replace(gc=False, tf32=None, device="cpu", backend="auto", find_unused_parameters=False, compile="none")
     on_bucket: list[Callable[[Any], None]] = []  # set when the recorder exists; called with DDP's buckets
     with fake_process_group(plan.world_size, 0, bucket_seen=lambda bucket: on_bucket[-1](bucket) if on_bucket else None) as here:
         ranks = Ranks(rank=here.rank, world_size=here.world_size, device=here.device, store=here.store)

@@ -148,7 +148,7 @@ def _attempt(plan: "Plan", rank: int, *, on_meta: bool, watch: Watch | None) -> 
     from workbench.train.ranks import Layout, Ranks
     from workbench.train.trainer import Trainer, build_model
 
-    spec = plan.spec.replace(gc=False, tf32=None, device="cpu", backend="auto")
+    spec = plan.spec.replace(gc=False, tf32=None, device="cpu", backend="auto", compile="none")
     dealt = plan.gpu is not None and (spec.parallel in SHARDED or spec.tensor_parallel > 1)
     with fake_process_group(plan.world_size, rank, bucket_seen=lambda bucket: recorder.track(bucket, "bucket")) as here:
         ranks = Ranks(rank=here.rank, world_size=here.world_size, device=here.device, store=here.store)
@@ -207,6 +207,8 @@ def _notes(plan: "Plan") -> list[str]:
     notes = []
     if how := getattr(plan.task.loss, "how", ""):
         notes.append(f"no loss was given: taken is {how}")
+    if plan.spec.compile != "none":
+        notes.append(f'compile="{plan.spec.compile}" is left out: a compiled step may take less, since it keeps fewer activations, or more')
     if plan.device == "cuda":
         notes.append('device="cuda" is any GPU: what lies outside of the allocator is a range; a name, such as "H200", narrows it')
     elif plan.device != "cpu" and not is_known(plan.device):

@@ -54,7 +54,7 @@ def libraries(program: str, *run_dirs: str) -> Iterator[str]:
         with contextlib.suppress(run_directory.DamagedRunError, KeyError):  # the program says so
             spec = run_directory.read_json(Path(run_dir) / run_directory.RUN_JSON)["spec"]
             sharded, split = spec.get("parallel") in SHARDED, spec.get("tensor_parallel", 1) > 1
-            if sharded or split or spec.get("checkpointing", "none") != "none":
+            if sharded or split or any(spec.get(knob, "none") != "none" for knob in ("checkpointing", "compile")):
                 yield "torch._dynamo"
             if sharded:
                 yield "torch.distributed.fsdp"

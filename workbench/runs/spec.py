@@ -167,6 +167,10 @@ class RunSpec(_Spec):
     )
     """What the backward recomputes instead of keeping it: "none", "full" each of the model's repeated blocks, or "selective" all of them
     but matrix products, convolutions and attention."""
+    compile: str = knob("none", elsewhere=("torch_compile", "compile_model", "use_compile"))
+    """What `torch.compile` compiles: "none", "model", or "blocks", each of its repeated blocks by itself, which compiles faster: blocks of
+    one class share what was compiled. With another backend than inductor, which needs a C++ compiler: "blocks(backend=aot_eager)". The
+    first step compiles: it counts in no mean, and the log and `run.metrics` say how long it took."""
     offload: str = knob("none", choices=OFFLOADS)
     """What is kept in the host's memory, on GPUs: "none", "activations" from forward to backward, or "optimizer": its states, and
     its steps are taken there."""

@@ -28,6 +28,9 @@ COMPRESSIONS = ("none", "fp16", "bf16")
 """Types in which DDP may reduce gradients."""
 
 
+COMPILES: Mapping[str, Mapping[str, Any]] = {"none": {}, "model": {"backend": "inductor"}, "blocks": {"backend": "inductor"}}
+"""What torch.compile compiles → its options with their defaults."""
+
 _RANGES = {"end": (0, 1), "every": (1e-6, 1), "decay": (1e-6, 1), "power": (1e-3, 1000), "factor": (1e-3, 10)}
 """Smallest and largest value of each option of a schedule: all give a finite learning rate at each step."""
 
@@ -42,7 +45,32 @@ def parse_schedule(text: str) -> tuple[str, Mapping[str, float]]:
     Raises:
         SpecError: not of this form, an unknown name or option, or a value that is not allowed.
     """
-    form = f'schedule={text!r:.80}: expected a name, with options if you like: "polynomial(power=2.0, end=0.1)"'
+    name, options = parse_call("schedule", text, SCHEDULES, "polynomial(power=2.0, end=0.1)")
+    for option, value in options.items():
+        least, most = _RANGES[option]
+        if not is_number(value, least=least, most=most):
+            raise SpecError(f"schedule={text!r:.80}: {option}={value!r:.80}: a number from {least:g} to {most:g} is allowed")
+    return name, options
+
+
+def parse_call(knob: str, text: Any, known: Mapping[str, Mapping[str, Any]], example: str) -> tuple[str, Mapping[str, Any]]:
+    """Name and all options of a knob whose value is written like a call; options are plain values, or a word.
+
+    >>> parse_call("compile", "blocks(backend=eager)", COMPILES, "blocks")
+    ('blocks', mappingproxy({'backend': 'eager'}))
+
+    Args:
+        knob: its name.
+        text: its value.
+        known: names → their options with defaults.
+        example: of a value, for the error.
+
+    Raises:
+        SpecError: not of this form, or an unknown name or option.
+    """
+    form = f'{knob}={text!r:.80}: expected a name, with options if you like: "{example}"'
+    if not isinstance(text, str):
+        raise SpecError(f"{knob}={text!r:.80}: a name is allowed: {', '.join(map(repr, known))}")
     try:
         node = ast.parse(text.strip(), mode="eval").body
     except (SyntaxError, ValueError, MemoryError, RecursionError):
@@ -51,22 +79,18 @@ def parse_schedule(text: str) -> tuple[str, Mapping[str, float]]:
     if not isinstance(call.func, ast.Name) or call.args:
         raise SpecError(form)
     name = call.func.id
-    choice("schedule", name, SCHEDULES, error=SpecError)
-    options = dict(SCHEDULES[name])
+    choice(knob, name, known, error=SpecError)
+    options = dict(known[name])
     given = [keyword.arg for keyword in call.keywords]
     if twice := next((option for option in given if given.count(option) > 1), None):
-        raise SpecError(f"schedule={text!r:.80}: {twice!r:.80} is given twice")
+        raise SpecError(f"{knob}={text!r:.80}: {twice!r:.80} is given twice")
     for keyword in call.keywords:
         if keyword.arg not in options:
-            raise SpecError(f"schedule={text!r:.80}: {name} has no option {keyword.arg!r:.80}; it has {', '.join(options) or 'none'}")
+            raise SpecError(f"{knob}={text!r:.80}: {name} has no option {keyword.arg!r:.80}; it has {', '.join(options) or 'none'}")
         try:
-            options[keyword.arg] = ast.literal_eval(keyword.value)
+            options[keyword.arg] = keyword.value.id if isinstance(keyword.value, ast.Name) else ast.literal_eval(keyword.value)
         except (ValueError, SyntaxError, MemoryError, RecursionError):
-            raise SpecError(f"schedule={text!r:.80}: {keyword.arg} is not a number") from None
-    for option, value in options.items():
-        least, most = _RANGES[option]
-        if not is_number(value, least=least, most=most):
-            raise SpecError(f"schedule={text!r:.80}: {option}={value!r:.80}: a number from {least:g} to {most:g} is allowed")
+            raise SpecError(f"{knob}={text!r:.80}: {keyword.arg} is not a number or a word") from None
     return name, MappingProxyType(options)
 
 
@@ -145,6 +169,7 @@ def check(spec: Any) -> None:
         raise SpecError('evaluate="checkpoint" with checkpoint_every=None: say after how many steps, as in checkpoint_every=500')
     if spec.evaluate_batches and not when:
         raise SpecError(f'evaluate_batches={spec.evaluate_batches} with evaluate=False: say when, as in evaluate="end"')
+    _check_compile(spec)
     real_number("label_smoothing", spec.label_smoothing, least=0, below=1, error=SpecError)
     if spec.gradient_compression != "none" and (spec.parallel in SHARDED or spec.tensor_parallel > 1):
         given = f"tensor_parallel={spec.tensor_parallel}" if spec.tensor_parallel > 1 else f'parallel="{spec.parallel}"'
@@ -161,3 +186,26 @@ def check(spec: Any) -> None:
             f"ema={spec.ema} with {given}: no rank holds all parameters there, and the average is of all; leave ema out, or try "
             'parallel="ddp" or "zero1" with tensor_parallel=1'
         )
+
+
+def _check_compile(spec: Any) -> None:
+    what, options = parse_call("compile", spec.compile, COMPILES, "blocks(backend=aot_eager)")
+    if what == "none":
+        return
+    if not isinstance(options["backend"], str):
+        raise SpecError(f'compile={spec.compile!r:.80}: backend={options["backend"]!r}: a name is allowed, such as "inductor"')
+    for knob, clashes, why in (
+        ("micro_batch", spec.micro_batch == "auto", "it is chosen for the step as it is without torch.compile; give a number"),
+        ("tensor_parallel", spec.tensor_parallel > 1, "split layers exchange data in the midst of the graph; leave one of them out"),
+        ("checkpointing", spec.checkpointing != "none", "torch.compile decides itself what the backward recomputes; leave one of them out"),
+        ("offload", spec.offload == "activations", "what a compiled graph keeps for its backward is not moved; leave one of them out"),
+        ("parallel", what == "model" and spec.parallel in SHARDED, 'the model is gathered block by block; try compile="blocks"'),
+    ):
+        if clashes:
+            raise SpecError(f'compile="{spec.compile}" with {given(spec, knob)}: {why}')
+
+
+def given(spec: Any, knob: str) -> str:
+    """A knob and its value, as it is written in Python."""
+    value = getattr(spec, knob)
+    return f'{knob}="{value}"' if isinstance(value, str) else f"{knob}={value}"

@@ -103,7 +103,7 @@ class Recording:
 
     def leave_out(self, first: int, last: int) -> None:
         """Let statistics leave out the steps from `first` to `last`."""
-        self._profiled = tuple(range(first, last + 1))
+        self._profiled += tuple(range(first, last + 1))
         if self._log and self._logging:
             self._log.say({"profiled": [self._done + first, self._done + last]})
 

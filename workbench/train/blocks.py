@@ -1,9 +1,13 @@
-"""Finds a model's repeated blocks, such as its layers: the units of activation checkpointing and of FSDP2's gathers."""
+"""Finds a model's repeated blocks, such as its layers: the units of activation checkpointing, of FSDP2's gathers and of torch.compile."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 
+import torch
 from torch import nn
+
+from workbench.runs.spec import SpecError
+from workbench.runs.training_knobs import COMPILES, parse_call
 
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
@@ -26,6 +30,31 @@ def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
     if not repeated:
         repeated = _repeated(elements)
     return {name: module for name, module in repeated.items() if not any(_inside(name, outer) for outer in repeated)}
+
+
+def compile_parts(model: nn.Module, knob: str) -> None:
+    """Have torch compile a model or its blocks when they are first called, in place, so that names and state_dict stay.
+
+    DDP must wrap the model afterwards: torch then cuts the graph at DDP's buckets, and reduces some while it computes others.
+
+    Args:
+        model: of the training.
+        knob: `RunSpec.compile`.
+
+    Raises:
+        SpecError: torch has no such backend, or the model no blocks.
+    """
+    what, options = parse_call("compile", knob, COMPILES, "blocks")
+    if what == "none":
+        return
+    allowed = torch.compiler.list_backends(exclude_tags=())
+    if options["backend"] not in (*allowed, "eager", "aot_eager"):
+        raise SpecError(f'compile="{knob}": this torch has no backend {options["backend"]!r}; it has {", ".join(allowed)}')
+    blocks = find_blocks(model)
+    if what == "blocks" and not blocks:
+        raise SpecError(f'compile="{knob}": the {type(model).__name__} has no blocks that repeat; try compile="model"')
+    for part in blocks.values() if what == "blocks" else [model]:
+        part.compile(backend=options["backend"])
 
 
 def _inside(name: str, outer: str) -> bool:

@@ -111,6 +111,9 @@ def train(
     if spec.profile:
         about = {"rank": ranks.rank, "queue": spec.queue, "steps": spec.steps}
         profiled = RunProfiler(spec.profile, run_dir / run_directory.TRACES, timer.leave_out, **about)
+    if spec.compile != "none":
+        timer.leave_out(0, 0)
+    began = time.perf_counter()
     step, waiting, loss_of_step = done, spec.accumulation, torch.zeros((), device=ranks.device)
     with (
         contextlib.closing(metrics) if metrics else contextlib.nullcontext(),
@@ -141,6 +144,9 @@ def train(
                 if prints:
                     prints.step(loss_of_step)
                 trainer.update()
+                if spec.compile != "none" and step == done + 1:
+                    chosen["first_step_seconds"] = time.perf_counter() - began
+                    print(f"rank {ranks.rank}: step {step}, in which torch compiled, took {chosen['first_step_seconds']:.1f} s", flush=True)
                 if metrics:
                     metrics.step(step, loss=loss_of_step, lr=lr, samples=step * samples_per_step)
                 if timer.failed:

@@ -17,6 +17,7 @@ from workbench.harness.tf32 import set_tf32
 from workbench.runs.spec import SHARDED, RunSpec
 from workbench.runs.task import Task, TaskError
 from workbench.train.activation_checkpointing import apply_checkpointing
+from workbench.train.blocks import compile_parts
 from workbench.train.label_smoothing import LabelSmoothing
 from workbench.train.loader import build_loader, micro_batches, to_device
 from workbench.train.offload import activations_on_host, check_offload, host_computes, mark_on_host
@@ -103,6 +104,7 @@ class Trainer:
             self.module = self.module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         apply_checkpointing(self.module, spec.checkpointing)
         split_layers(self.module, task, self.layout, ranks.device)
+        compile_parts(self.module, spec.compile)
         self.model = self.module if alone else distribute(self.module, spec, self.layout, ranks.device)
         self.optimizer = place_optimizer(
             build_optimizer(self.module, task.optimizer, override=spec.optimizer, lr=spec.lr, decayed=spec.weight_decay_on),

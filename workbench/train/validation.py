@@ -245,7 +245,8 @@ def _undisturbed(trainer: Trainer) -> Iterator[None]:
     random, modes = trainer.random_state(), [(part, part.training) for part in trainer.module.modules()]
     try:
         trainer.module.eval()
-        with torch.no_grad():
+        eager = trainer.spec.compile != "none"  # its batches may have other shapes
+        with torch.no_grad(), torch.compiler.set_stance("force_eager") if eager else contextlib.nullcontext():
             yield
     finally:
         for part, training in modes:
