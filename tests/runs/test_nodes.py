@@ -57,8 +57,6 @@ def test_the_world_is_all_machines() -> None:
         ({"nnodes": 0}, "nnodes=0: a whole number of at least 1"),
         ({"nnodes": 3, "nproc_per_node": 1, "tensor_parallel": 2}, r"does not divide the 3 ranks \(nnodes × nproc_per_node\)"),
         ({"checkpoint_every": 0}, "checkpoint_every=0: a whole number of at least 1"),
-        ({"checkpoint_every": 5, "parallel": "fsdp"}, r'checkpoint_every=5 with parallel="fsdp": .* try parallel="ddp"'),
-        ({"checkpoint_every": 5, "tensor_parallel": 2, "nproc_per_node": 2}, "with tensor_parallel=2"),
     ],
 )
 def test_knobs_that_are_refused(knobs: dict[str, Any], said: str) -> None:

@@ -89,6 +89,12 @@ def test_dropout_and_augmentation_of_workers_go_on_exactly(here: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_model_that_ranks_share_goes_on_exactly(here: Path) -> None:
+    proof = wb.prove_resume(spec(nproc_per_node=2, parallel="fsdp", precision="amp_bf16"), steps=8, kills=1)
+    assert proof.exact, proof
+
+
+@pytest.mark.slow
 def test_three_ranks_add_their_gradients_in_the_same_order(here: Path) -> None:
     proof = wb.prove_resume(spec(nproc_per_node=3, micro_batch=2, num_workers=1, precision="amp_fp16"), steps=24, kills=2)
     assert proof.exact, proof
@@ -184,7 +190,6 @@ def test_the_verdict_says_what_happened() -> None:
         (7, {}, ValueError, "expected a RunSpec"),
         ("build", {"kills": 0}, ValueError, "kills=0"),
         ("build", {"kills": 5, "steps": 6, "checkpoint_every": 3}, ValueError, "a kill needs a checkpoint before it"),
-        ("build", {"parallel": "fsdp"}, ValueError, "leave checkpoint_every out"),
         ("build", {"micro_batch": "auto"}, LaunchError, "give prove_resume"),
         ("build", {"timeout": -1}, LaunchError, "timeout=-1"),
         ("build", {"stepz": 3}, ValueError, "steps"),

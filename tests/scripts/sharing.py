@@ -140,6 +140,9 @@ def main(path: str, *run_dirs: str) -> None:
             results[name] = trained(globals()[task](), knobs, ranks)
         except ValueError as error:
             results[name] = {"error": f"{type(error).__name__}: {error}"}
+    from tests.scripts import checkpoint_ranks
+
+    results["checkpoints"] = checkpoint_ranks.compare(ranks, Path(path).parent, **checkpoint_ranks.IN_MAKE_TEST)
     if ranks.rank == 0:
         Path(path).with_suffix(".out").write_text(json.dumps(results))
     folders = [Path(name) for name in run_dirs]

@@ -146,8 +146,8 @@ def test_the_checksum_is_in_the_file_and_others_read_it(checkpoints: Checkpoints
     assert same(checkpoint_file.load(path, CPU), state)
 
 
-def of_format_2(data: bytes) -> bytes:
-    return data.replace(b'"format": 1', b'"format": 2')
+def of_format_3(data: bytes) -> bytes:
+    return data.replace(b'"format": 1', b'"format": 3')
 
 
 def saved(value: Any) -> Callable[[bytes], bytes]:
@@ -171,7 +171,7 @@ def saved(value: Any) -> Callable[[bytes], bytes]:
         (lambda data: data[:-3], "its checksum is damaged", "damaged"),
         (lambda data: data.replace(b"optimizer", b"0ptimizer", 1), "content has changed", "damaged"),
         (lambda data: data[:100] + data[101:], "bytes, and was written with", "damaged"),
-        (of_format_2, "of format 2, of a newer workbench; this one reads formats up to 1", "newer"),
+        (of_format_3, "of format 3, of a newer workbench; this one reads formats up to 2", "newer"),
         (saved({"weights": torch.ones(3)}), "it is not a checkpoint of the workbench: it has no module, optimizer", "foreign"),
         (saved(torch.ones(3)), "it is not a checkpoint of the workbench: it holds a Tensor", "foreign"),
         (saved({"step": Path("/")}), "it holds objects other than tensors, numbers and strings", "foreign"),

@@ -208,6 +208,12 @@ def test_fused_where_weights_are_shared(results: dict[str, dict[str, Any]]) -> N
     assert len(results["split, fused"]["losses"]) == 5
 
 
+def test_checkpoints_go_on_in_the_same_layout_and_in_others(results: dict[str, dict[str, Any]]) -> None:
+    found = results["checkpoints"]
+    assert len(found) == 6
+    assert not {name: text for name, text in found.items() if text}
+
+
 # --- alone
 
 

@@ -191,7 +191,7 @@ class RunSpec(_Spec):
     """Batches of micro_batch samples in an evaluation, of all ranks together; None = the whole `Task.validation`."""
     checkpoint_every: int | None = None
     """Steps between two checkpoints in the run directory, from which a job goes on that Slurm puts back into its queue (`Slurm(requeue=
-    True)`), and a run of this machine with `wb.launch(resume=run)`; None = none. With parallel="ddp"; see `train.checkpoints`."""
+    True)`), and a run of this machine with `wb.launch(resume=run)`; None = none. See `train.checkpoints`."""
     noise_scale: bool | int = False
     """Write the norms of which `run.noise_scale` is made: n = of each n-th step, at 1/n of the cost (1 = of each, in a long run 10 is
     plenty), True = of each fourth, or of fewer where that took more than 5 % of the time. Needs two groups of samples in a step: ranks, or
@@ -371,12 +371,6 @@ def _check_parallel(spec: RunSpec) -> None:
         raise SpecError(
             f"tensor_parallel={spec.tensor_parallel} does not divide the {spec.world_size} ranks ({of}): "
             f"try tensor_parallel={_nearest_divisor(spec.world_size, spec.tensor_parallel)}"
-        )
-    if spec.checkpoint_every and (spec.parallel != "ddp" or spec.tensor_parallel > 1):
-        given = f'parallel="{spec.parallel}"' if spec.parallel != "ddp" else f"tensor_parallel={spec.tensor_parallel}"
-        raise SpecError(
-            f"checkpoint_every={spec.checkpoint_every} with {given}: rank 0 writes checkpoints, and does not hold all of it there; "
-            'leave checkpoint_every out, or try parallel="ddp" with tensor_parallel=1'
         )
     if spec.parallel == "hsdp":
         ranks_per_shard(spec, spec.data_ranks)

@@ -20,8 +20,8 @@ import torch
 
 from workbench.runs.errors import is_out_of_memory
 
-FORMAT = 1
-"""Number of the format of checkpoints; a file with a larger one was written by a newer workbench."""
+FORMAT = 2
+"""Number of the format of checkpoints; a file with a larger one was written by a newer workbench. In 2, ranks have files of their own."""
 MARK = b"workbench checkpoint "
 """Begins the comment; `{"format": 1, "bytes": 12345, "crc32": "89abcdef"}` follows."""
 _END = b"PK\5\6"
@@ -69,16 +69,21 @@ class _Summed:
     def flush(self) -> None:
         self._file.flush()
 
-    def add_comment(self) -> None:
-        """Write length and checksum behind the zip file, which ends without a comment."""
+    @property
+    def checksum(self) -> str:
+        """Of all that was written."""
+        return f"{self._crc:08x}"
+
+    def add_comment(self, number: int) -> None:
+        """Write format, length and checksum behind the zip file, which ends without a comment."""
         if self._end.startswith(_END) and self._end.endswith(b"\0\0"):
-            comment = MARK + json.dumps({"format": FORMAT, "bytes": self._size, "crc32": f"{self._crc:08x}"}).encode()
+            comment = MARK + json.dumps({"format": number, "bytes": self._size, "crc32": self.checksum}).encode()
             self._file.seek(self._size - 2)
             self._file.write(len(comment).to_bytes(2, "little") + comment)
 
 
-def save(state: dict[str, Any], path: Path) -> None:
-    """Write a checkpoint; when this returns, it is on the disk.
+def save(state: dict[str, Any], path: Path) -> str:
+    """Write a checkpoint, or a rank's part of one; when this returns, it is on the disk. Returns its checksum.
 
     Raises:
         OSError: that of the disk.
@@ -93,9 +98,10 @@ def save(state: dict[str, Any], path: Path) -> None:
             if _OF_TORCH.search(str(error)):
                 raise OSError(errno.ENOSPC, str(error)) from error  # nothing else is known to lead to it
             raise
-        summed.add_comment()
+        summed.add_comment(FORMAT if "shards" in state else 1)
         file.flush()
         os.fsync(file.fileno())
+    return summed.checksum
 
 
 def load(path: Path, device: torch.device) -> dict[str, Any]:
@@ -108,23 +114,40 @@ def load(path: Path, device: torch.device) -> dict[str, Any]:
     with open(path, "rb") as file:  # torch's own reader would turn the disk's OSError into a RuntimeError
         verify(file)
         file.seek(0)
-        try:
-            state = torch.load(file, map_location=device, weights_only=True)
-        except Exception as error:
-            if isinstance(error, pickle.UnpicklingError):
-                raise UnusableCheckpointError("it holds objects other than tensors, numbers and strings", "foreign") from error
-            if _is_damage(error):
-                why = f"{type(error).__name__}: {str(error).partition(chr(10))[0]:.200}"
-                raise UnusableCheckpointError(f"torch cannot read it: {why}") from error
-            raise
+        state = _loaded(file, map_location=device)
     if not isinstance(state, dict) or not state.keys() >= _PARTS:
         what = f"it has no {', '.join(sorted(_PARTS - state.keys()))}" if isinstance(state, dict) else f"it holds a {type(state).__name__}"
         raise UnusableCheckpointError(f"it is not a checkpoint of the workbench: {what}", "foreign")
     return state
 
 
-def verify(file: BinaryIO) -> None:
-    """Compare the content of a checkpoint file with its checksum; of one without, that of each tensor.
+def load_part(path: Path) -> dict[str, Any]:
+    """What a rank wrote of a checkpoint, mapped into memory: only the tensors that are used are read. `verify` comes before it.
+
+    Raises:
+        UnusableCheckpointError: it holds something else.
+        OSError, MemoryError, RuntimeError: it could not be read now.
+    """
+    state = _loaded(str(path), map_location="cpu", mmap=True)
+    if not isinstance(state, dict) or not all(isinstance(state.get(name), dict) for name in ("parts", "other")):
+        raise UnusableCheckpointError(f"{path.name} is no part of a checkpoint of the workbench", "foreign")
+    return state
+
+
+def _loaded(file: Any, **options: Any) -> Any:
+    try:
+        return torch.load(file, weights_only=True, **options)
+    except Exception as error:
+        if isinstance(error, pickle.UnpicklingError):
+            raise UnusableCheckpointError("it holds objects other than tensors, numbers and strings", "foreign") from error
+        if _is_damage(error):
+            why = f"{type(error).__name__}: {str(error).partition(chr(10))[0]:.200}"
+            raise UnusableCheckpointError(f"torch cannot read it: {why}") from error
+        raise
+
+
+def verify(file: BinaryIO) -> str:
+    """Compare the content of a checkpoint file with its checksum, and return it; of one without, that of each tensor ("" is returned).
 
     Raises:
         UnusableCheckpointError: the checksum differs, the file is incomplete or not from `torch.save`, or a newer workbench wrote it.
@@ -145,13 +168,13 @@ def verify(file: BinaryIO) -> None:
         raise UnusableCheckpointError("its end is missing")
     comment = tail[at + _END_BYTES :]
     if comment.startswith(MARK):
-        _compare(file, size - len(comment), comment)
-    else:
-        _compare_parts(file)
+        return _compare(file, size - len(comment), comment)
+    _compare_parts(file)
+    return ""
 
 
-def _compare(file: BinaryIO, size: int, comment: bytes) -> None:
-    """Compare the first `size` bytes, but for the length of the comment in the last two, with what the comment says."""
+def _compare(file: BinaryIO, size: int, comment: bytes) -> str:
+    """Compare the first `size` bytes, but for the length of the comment in the last two, with what the comment says; their checksum."""
     try:
         stated = json.loads(comment[len(MARK) :])
         written, checksum, length = stated["format"], stated["crc32"], stated["bytes"]
@@ -171,6 +194,7 @@ def _compare(file: BinaryIO, size: int, comment: bytes) -> None:
         crc, left = zlib.crc32(piece, crc), left - len(piece)
     if f"{zlib.crc32(bytes(2), crc):08x}" != checksum:
         raise UnusableCheckpointError("its content has changed since it was written: its checksum (CRC-32) differs")
+    return str(checksum)
 
 
 def _compare_parts(file: BinaryIO) -> None:

@@ -1,10 +1,16 @@
 """Writes and reads a run's checkpoints, from which it resumes after it was interrupted. A file is written completely, or not at all.
 
+With "ddp" a checkpoint is one file, `step00000100.pt`. Where ranks share the model or the optimizer, each writes its part into its own
+file, `step00000100.rank1.pt`; the one file names them with their checksums, and is written when all of them are on the disk. Parts have the
+names of the parameters, so that other numbers of ranks and other values of `parallel` can load them, too (`named_state`).
+
 The order of the samples continues, and so do the random numbers of each rank and of its workers: a resumed run is bit for bit the same as
 an uninterrupted one, as far as its arithmetic is. `wb.prove_resume` finds out whether that holds for a task.
 """
 
+import functools
 import io
+import json
 import math
 import re
 import time
@@ -17,9 +23,9 @@ from torch.utils.data import IterableDataset
 
 from workbench.core import run_directory, units
 from workbench.runs.errors import is_out_of_memory
-from workbench.train import checkpoint_file
+from workbench.train import checkpoint_file, named_state
 from workbench.train.checkpoint_file import UnusableCheckpointError
-from workbench.train.ranks import TIMEOUT, Ranks
+from workbench.train.ranks import TIMEOUT, Ranks, layout_knobs
 
 if TYPE_CHECKING:
     from workbench.train.trainer import Trainer
@@ -50,12 +56,43 @@ class Checkpoints:
             DamagedRunError: none can be used. Nothing was changed.
             OSError, MemoryError, RuntimeError: one could not be read now, though it may be undamaged. Nothing was changed.
         """
-        path, state = self._latest_usable() if not self._ranks.rank else (None, {})
+        while True:
+            usable, state = self._latest_usable() if not self._ranks.rank else (None, {})
+            name = self._share(usable.name if usable else "")[0]
+            if not name:
+                return None
+            path = self._folder / name
+            state = state or self.read(path)
+            if not state.get("shards"):
+                return path, state
+            bad = [json.loads(text) for text in self._share(json.dumps(self._damage(path, state))) if text != "null"]
+            if not bad:
+                return path, state
+            self._passed_over[path] = UnusableCheckpointError(*bad[0])
+
+    def _share(self, text: str) -> list[str]:
         self._choices += 1
-        name = self._ranks.share(f"checkpoint {self._choices}", path.name.encode() if path else b"")[0].decode()
-        if not name:
-            return None
-        return self._folder / name, state or self.read(self._folder / name)
+        return [value.decode() for value in self._ranks.share(f"checkpoint {self._choices}", text.encode())]
+
+    def _damage(self, path: Path, state: Mapping[str, Any]) -> tuple[str, str] | None:
+        """What is wrong with the ranks' files of a checkpoint, and its kind. Each rank looks at some of them."""
+        shards: list[Any] = state["shards"] if isinstance(state["shards"], list) else [None]
+        for number in range(self._ranks.rank, len(shards), self._ranks.world_size):
+            part = _part_path(path, number)
+            try:
+                stated = shards[number]["crc32"]
+                with open(part, "rb") as file:
+                    checksum = checkpoint_file.verify(file)
+                if checksum != stated:
+                    raise UnusableCheckpointError("it is of another checkpoint than the others: its checksum (CRC-32) differs")
+                checkpoint_file.load_part(part)
+            except FileNotFoundError:
+                return f"{part.name} is missing", "partial"
+            except UnusableCheckpointError as error:
+                return f"{part.name}: {error}", error.kind
+            except (LookupError, TypeError):
+                return "its list of the ranks' files is no list of them", "foreign"
+        return None
 
     def _latest_usable(self) -> tuple[Path | None, dict[str, Any]]:
         for path in reversed(self._all()):
@@ -96,14 +133,22 @@ class Checkpoints:
         Raises:
             DamagedRunError: none fits the model. Nothing was changed.
         """
-        while checkpoint and (why := _mismatch(trainer, checkpoint[1])):
-            self._passed_over[checkpoint[0]] = UnusableCheckpointError(why, "foreign")
+        source = None
+        while checkpoint:
+            try:
+                source = self._source(trainer, checkpoint)
+                why = UnusableCheckpointError(text, "foreign") if (text := _mismatch(trainer, checkpoint[1], source)) else None
+            except UnusableCheckpointError as error:
+                why = error
+            if not why:
+                break
+            self._passed_over[checkpoint[0]] = why
             checkpoint = self.latest()  # raises if there is no other
         if not checkpoint:
             self._cut_rows(0, "")
             return 0
         path, state = checkpoint
-        trainer.load_state(state)
+        trainer.load_state(state, source)
         done = int(state["step"])
         rows = state.get("rows") or {}  # those of earlier workbenches have none
         self._cut_rows(done, rows.get(self._ranks.rank, ""))
@@ -111,6 +156,22 @@ class Checkpoints:
         if not self._ranks.rank:
             self._tell(path, state, trainer)
         return done
+
+    def _source(self, trainer: "Trainer", checkpoint: Checkpoint) -> named_state.Source | None:
+        """A checkpoint's tensors by name, where ranks share the model or the optimizer, now or before.
+
+        Raises:
+            UnusableCheckpointError: it has no names, or is no such checkpoint.
+        """
+        path, state = checkpoint
+        if not state.get("shards") and not _is_shared(trainer):
+            return None
+        try:
+            return named_state.Source(state, functools.partial(_part_path, path))
+        except (LookupError, TypeError, AttributeError, ValueError) as error:
+            if isinstance(error, UnusableCheckpointError):
+                raise
+            raise UnusableCheckpointError(f"its parts have no names: {error!r:.100}", "foreign") from error
 
     def _tell(self, path: Path, state: Mapping[str, Any], trainer: "Trainer") -> None:
         """Say what was passed over, and why, in the log and in the run directory; rename it, so that it is not tried again."""
@@ -122,7 +183,10 @@ class Checkpoints:
         before, now = state.get("samples"), _samples(trainer)
         if "samples" in state and before != now:
             notes.append(f"the dataset has {_many(now)} now, and had {_many(before)} before: the order of the samples differs")
-            print(f"note: {notes[-1]}")
+        if changed := _changed_layout(trainer, state):
+            notes.append(changed)
+        for note in notes:
+            print(f"note: {note}")
         row = {"step": state["step"], "checkpoint": path.name, "passed_over": passed_over, "notes": notes, "time": time.time()}
         writer = run_directory.LineWriter(self._folder.parent / run_directory.RESUMES)
         writer.write([row])
@@ -160,7 +224,7 @@ class Checkpoints:
     def write(self, step: int, trainer: "Trainer", row: str = "") -> None:
         """Write a checkpoint, completely or not at all. All ranks call it, when they have written the rows of all earlier steps.
 
-        Rank 0 writes. It waits for the others' rows: no rank's file lacks a step when the run goes on from here.
+        Rank 0 waits for the others' rows, and for their parts: no rank's file lacks a step when the run goes on from here.
 
         Args:
             step: how many steps are done.
@@ -171,17 +235,54 @@ class Checkpoints:
             DiskFullError: the disk is full; the last checkpoint is kept.
             OSError: another error of the disk; the last checkpoint is kept.
         """
-        parts = self._collect(step, {"row": row, "random": trainer.random_state()})
+        path, shared = self._folder / f"step{step:08d}.pt", _is_shared(trainer)
+        groups = named_state.optimizer_groups(trainer)
+        mine: dict[str, Any] = {"row": row, "random": trainer.random_state()}
+        try:
+            mine |= {"shard": self._write_part(path, trainer) if shared else None}
+        except OSError as error:
+            if not self._ranks.rank:
+                self._collect(step, mine)
+                raise
+            mine |= {"error": [error.errno, error.strerror or str(error)]}
+        parts = self._collect(step, mine)
         if self._ranks.rank:
             return
-        self._folder.mkdir(exist_ok=True)
-        path = self._folder / f"step{step:08d}.pt"
-        part = path.with_suffix(".part")
-        rows, random = ({rank: part[name] for rank, part in parts.items()} for name in ("row", "random"))
-        state = {"step": step, "micro_batch": trainer.spec.micro_batch, "samples": _samples(trainer)}
-        state |= {"rows": rows, "random": random, **trainer.state()}
+        state = {"step": step, "micro_batch": trainer.spec.micro_batch, "samples": _samples(trainer), "spec": trainer.spec.to_json()}
+        state |= {"layout": layout_knobs(trainer.spec), "rows": {rank: part["row"] for rank, part in parts.items()}}
+        state |= {"random": {rank: part["random"] for rank, part in parts.items()}}
+        if shared:
+            state |= {"shards": [parts[rank].get("shard") for rank in sorted(parts)]}
+            state |= {**trainer.state(), "module": {}, "optimizer": {"groups": groups}, "ema": {}}
+        else:
+            state |= {**trainer.state(), "names": [group["names"] for group in groups]}
+        for rank, part in parts.items():
+            if "error" in part:
+                self._delete_parts(path)
+                raise OSError(part["error"][0], f"rank {rank} could not write its part: {part['error'][1]}", str(_part_path(path, rank)))
         try:
-            checkpoint_file.save(state, part)
+            self._save(state, path)
+        except BaseException:
+            self._delete_parts(path)
+            raise
+        for old in [path for path in self._all() if _step_of(path) <= step][:-KEPT]:
+            old.unlink(missing_ok=True)
+            self._delete_parts(old)
+
+    def _write_part(self, path: Path, trainer: "Trainer") -> dict[str, Any]:
+        """Write this rank's part of a checkpoint; returns what the checkpoint says of it."""
+        parts, values = named_state.parts_to_write(trainer)
+        tensors = {key: part.tensor.to("cpu", copy=True) for key, part in parts.items()}  # a view would bring all that it is a view of
+        state = {"parts": tensors, "other": named_state.other_entries(trainer.module)}
+        where = {key: (part.shape, part.offset, tuple(part.tensor.shape)) for key, part in parts.items()}
+        return {"crc32": self._save(state, _part_path(path, self._ranks.rank)), "parts": where, "values": values}
+
+    def _save(self, state: dict[str, Any], path: Path) -> str:
+        """Write a file, completely or not at all; returns its checksum."""
+        self._folder.mkdir(exist_ok=True)
+        part = path.with_suffix(".part")
+        try:
+            checksum = checkpoint_file.save(state, part)
             part.replace(path)
         except OSError as error:
             needed = max((file.stat().st_size for file in (part, *self._all()) if file.exists()), default=0)
@@ -191,8 +292,11 @@ class Checkpoints:
         except BaseException:
             part.unlink(missing_ok=True)
             raise
-        for old in [path for path in self._all() if _step_of(path) <= step][:-KEPT]:
-            old.unlink(missing_ok=True)
+        return checksum
+
+    def _delete_parts(self, path: Path) -> None:
+        for part in self._folder.glob(f"{path.stem}.rank*.pt"):
+            part.unlink(missing_ok=True)
 
     def _collect(self, step: int, part: dict[str, Any]) -> dict[int, dict[str, Any]]:
         """On rank 0 what each rank adds to a checkpoint, by rank; the others hand theirs over and go on."""
@@ -218,8 +322,41 @@ class Checkpoints:
         return sorted((path for path in paths if re.fullmatch(r"step\d+\.pt", path.name)), key=_step_of)
 
 
-def _mismatch(trainer: "Trainer", state: Mapping[str, Any]) -> str:
-    """In what a checkpoint differs from the model; "" = it was loaded, by the model's own rules: a buffer may have another shape."""
+def _part_path(path: Path, rank: int) -> Path:
+    """The file of a rank, beside that of the checkpoint."""
+    return path.with_name(f"{path.stem}.rank{rank}.pt")
+
+
+def _is_shared(trainer: "Trainer") -> bool:
+    """Do ranks share the model or the optimizer?"""
+    return trainer.spec.parallel != "ddp" or trainer.spec.tensor_parallel > 1
+
+
+def _changed_layout(trainer: "Trainer", state: Mapping[str, Any]) -> str:
+    """What it means that a checkpoint was written by other ranks; "" = by the same."""
+    now = layout_knobs(trainer.spec)
+    before = state.get("layout") or now
+    if before == now:
+        return ""
+    changes = ", ".join(f"{name}={now[name]} (it was {before.get(name)})" for name in now if now[name] != before.get(name))
+    then = {**trainer.spec.to_json(), **{name: state["spec"][name] for name in ("micro_batch", "accumulation")}, **before}
+    samples = then["micro_batch"] * then["accumulation"] * before["nproc_per_node"] * before["nnodes"] // before["tensor_parallel"]
+    order = "" if samples == trainer.spec.global_batch else (
+        f"; a step takes {trainer.spec.global_batch} samples now, and took {samples}: the order of the samples differs"
+    )  # fmt: skip
+    return (
+        f"it goes on with {changes}: weights, optimizer and schedule are those of the checkpoint; random numbers begin anew, and sums are "
+        f"added in another order, so the further training is not bit for bit that of before{order}"
+    )
+
+
+def _mismatch(trainer: "Trainer", state: Mapping[str, Any], source: named_state.Source | None = None) -> str:
+    """In what a checkpoint differs from the model; "" = it was loaded, by the model's own rules: a buffer may have another shape.
+
+    By name, with a source, it is only compared.
+    """
+    if source:
+        return named_state.difference(trainer, source)
     try:
         trainer.module.load_state_dict(state["module"])
     except RuntimeError as error:

@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from workbench.core import run_directory
 from workbench.train.sample_order import SampleOrder
+from workbench.train.sharded_tensors import local_part
 
 if TYPE_CHECKING:
     from workbench.train.trainer import Trainer
@@ -105,7 +106,10 @@ class Fingerprints:
 
 
 def digest(value: Any) -> str:
-    """A digest of tensors, arrays, numbers and texts in containers, in the order of their keys; of other things, of their type."""
+    """A digest of tensors, arrays, numbers and texts in containers, in the order of their keys; of other things, of their type.
+
+    Of a sharded tensor it is that of this rank's part.
+    """
     total = hashlib.blake2b(digest_size=8)
     _add(total, value)
     return total.hexdigest()
@@ -113,7 +117,7 @@ def digest(value: Any) -> str:
 
 def _add(total: Any, value: Any) -> None:
     if isinstance(value, Tensor):
-        value = value.detach()
+        value = local_part(value.detach())
         total.update(f"{value.dtype} {tuple(value.shape)} {value.layout}".encode())
         if value.layout != torch.strided:
             value = value.to_dense()

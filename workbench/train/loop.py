@@ -131,7 +131,13 @@ def train(
                 profiled.step(done)
             for batch in () if done >= spec.steps else timer.batches(profiled.batches(batches) if profiled else batches):
                 waiting -= 1
-                if done and step == done and ranks.world_size > 2 and waiting == spec.accumulation - 1:
+                if (
+                    done
+                    and step == done
+                    and ranks.world_size > 2
+                    and trainer.model is not trainer.module
+                    and waiting == spec.accumulation - 1
+                ):
                     trainer.rehearse(batch)
                 if prints:
                     prints.batch(batch)

@@ -148,8 +148,12 @@ class HostOptimizer(Optimizer):
         return self.inner.state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load the state into the optimizer on the host."""
+        """Load the state into the optimizer on the host; its copies of the weights become what the weights are now."""
         self.inner.load_state_dict(dict(state_dict))
+        with torch.no_grad():
+            for group, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
+                for weight, master in zip(group["params"], inner["params"], strict=True):
+                    master.copy_(weight)
         for group, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             group.update(_options(inner))
 

@@ -24,7 +24,7 @@ from workbench.runs.task import TaskError
 from workbench.runs.training_knobs import lr_factor
 from workbench.train.large_batch_optimizers import LAMB, LARS
 from workbench.train.offload import HostOptimizer
-from workbench.train.sharded_tensors import is_dtensor
+from workbench.train.sharded_tensors import dtensor_spec, is_dtensor
 
 _OURS: dict[str, type[Optimizer]] = {"LAMB": LAMB, "LARS": LARS}
 OPTIMIZERS: dict[str, type[Optimizer]] = {
@@ -206,7 +206,8 @@ def place_optimizer(optimizer: Optimizer, *, share: bool, group: dist.ProcessGro
 
 def _check_fused(optimizer: Optimizer) -> None:
     sharded = any(is_dtensor(weight) for group in optimizer.param_groups for weight in group["params"])
-    if sharded and isinstance(optimizer, torch.optim.Adafactor):
+    split = any(dtensor_spec(weight) is not None for group in optimizer.param_groups for weight in group["params"])
+    if split and isinstance(optimizer, torch.optim.Adafactor):
         raise SpecError(
             "adafactor on parameters that ranks share (FSDP2, tensor parallelism): it needs the means of whole rows and columns, and sees "
             'parts of them; try parallel="ddp", "zero1", or "adamw"'

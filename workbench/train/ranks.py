@@ -211,6 +211,15 @@ class Layout:
         return layout
 
 
+LAYOUT_KNOBS = ("parallel", "tensor_parallel", "shard_ranks", "nproc_per_node", "nnodes")
+"""Knobs that say which rank holds what of the model, and how many ranks there are."""
+
+
+def layout_knobs(spec: RunSpec) -> dict[str, Any]:
+    """Those knobs of a spec, as a checkpoint keeps them."""
+    return {name: getattr(spec, name) for name in LAYOUT_KNOBS}
+
+
 def join_group_creation(spec: RunSpec, members: Sequence[int]) -> None:
     """On a rank that a spec does not use: take part in creating its process groups, as all ranks of the launch must.
 

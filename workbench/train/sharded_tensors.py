@@ -46,6 +46,14 @@ def dtensor_spec(tensor: Tensor) -> Any:
     return tensor._spec if is_dtensor(tensor) else getattr(tensor, "_dtensor_spec", None)
 
 
+def local_region(spec: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Where this rank's part of a sharded tensor begins in the whole one, and its shape; `spec` is torch's DTensorSpec."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # underscored, and the same since torch 2.5
+
+    shape, offset = compute_local_shape_and_global_offset(spec.shape, spec.mesh, spec.placements)
+    return tuple(offset), tuple(shape)
+
+
 def broadcast_parameters(module: nn.Module, group: dist.ProcessGroup | None, device: torch.device) -> None:
     """Broadcast the parameters and buffers of the first rank to all, as DistributedDataParallel does.
 

@@ -16,6 +16,7 @@ from workbench.harness.batches import map_tensors
 from workbench.harness.tf32 import set_tf32
 from workbench.runs.spec import SHARDED, RunSpec
 from workbench.runs.task import Task, TaskError
+from workbench.train import named_state
 from workbench.train.activation_checkpointing import apply_checkpointing
 from workbench.train.blocks import compile_parts
 from workbench.train.label_smoothing import LabelSmoothing
@@ -24,7 +25,7 @@ from workbench.train.offload import activations_on_host, check_offload, host_com
 from workbench.train.optimizers import build_optimizer, build_scheduler, place_optimizer
 from workbench.train.precision import Precision, check_tf32
 from workbench.train.random_numbers import random_state, restore_random_state, seed_all
-from workbench.train.ranks import Layout, Ranks
+from workbench.train.ranks import Layout, Ranks, layout_knobs
 from workbench.train.sharded_tensors import local_part
 from workbench.train.sharding import accumulating, distribute, gathered
 from workbench.train.split_on_oom import MicroBatchSplitter
@@ -155,30 +156,46 @@ class Trainer:
             self._random = None
 
     def state(self) -> dict[str, Any]:
-        """All that the next step depends on and all ranks share; not for sharded or split models."""
+        """All that the next step depends on, as this rank has it: where ranks share the model or the optimizer, its part."""
         parts: dict[str, Any] = {
             "module": self.module,
-            "optimizer": self.optimizer,
+            "optimizer": named_state.local_optimizer(self.optimizer),
             "scheduler": self._scheduler,
             "scaler": self.precision.scaler,
             **({"ema": self._average} if self._average else {}),
         }
         return {name: part.state_dict() for name, part in parts.items()}
 
-    def load_state(self, state: dict[str, Any]) -> None:
+    def load_state(self, state: dict[str, Any], source: named_state.Source | None = None) -> None:
         """Resume from a `state` after its `step` steps, with the `random` numbers of each rank; without these, they are seeded again.
 
         They get their values when `batches` gives the first batch: what is read to get there uses some.
+
+        Args:
+            state: of a checkpoint.
+            source: the tensors by name, where they are sharded here or were sharded there.
         """
-        parts: dict[str, Any] = {"module": self.module, "optimizer": self.optimizer, "scheduler": self._scheduler}
-        for name, part in parts.items():
-            part.load_state_dict(state[name])
+        if source:
+            named_state.load(self, source)
+        else:
+            self.module.load_state_dict(state["module"])
+            self.optimizer.load_state_dict(state["optimizer"])
+            if self._average:
+                self._average.load_state_dict(state["ema"])
+        groups = self.optimizer.param_groups  # there may be more of them than there were
+        self._scheduler.load_state_dict(
+            {
+                **state["scheduler"],
+                "base_lrs": [group["initial_lr"] for group in groups],
+                "_last_lr": [group["lr"] for group in groups],
+                "lr_lambdas": [None] * len(groups),
+            }
+        )
         self.precision.scaler.load_state_dict(state["scaler"])
-        if self._average:
-            self._average.load_state_dict(state["ema"])
         readers = self.layout.readers
         seed_all((self.spec.seed * readers.world_size + readers.rank + _RESUMED * state["step"]) % 2**32)
-        self._random = (state.get("random") or {}).get(self.ranks.rank)
+        if state.get("layout") in (None, layout_knobs(self.spec)):  # else the ranks have other parts of the work
+            self._random = (state.get("random") or {}).get(self.ranks.rank)
 
     def step(self, batches: Sequence[Any]) -> Tensor:
         """One whole optimizer step of `spec.accumulation` micro-batches; its loss."""

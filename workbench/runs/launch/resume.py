@@ -238,7 +238,8 @@ def _refuse_as_it_stands(run: Run, spec: RunSpec, host: str) -> None:
             f"{run!r} was launched on {host}, and this is {platform.node()}: from here nobody can see whether it still runs there. "
             f"Resume it there; or, where that machine is gone, delete {lock} and try again"
         )
-    checkpoints = list((run.path / run_directory.CHECKPOINTS).glob("step*.pt"))
+    folder = run.path / run_directory.CHECKPOINTS
+    checkpoints = [path for path in folder.glob("step*.pt") if path.stem.removeprefix("step").isdecimal()]  # not a rank's part of one
     if not checkpoints:
         every = f"ended before its first one (every {spec.checkpoint_every} steps)" if spec.checkpoint_every else "was to keep none"
         raise LaunchError(f"{run!r} has no checkpoint to go on from: it {every}. Launch it anew: wb.launch(run.spec, checkpoint_every=…)")

@@ -1,0 +1,236 @@
+"""Checkpoints of models that ranks share: parts in files of their own, which any layout loads, and nothing of which is executed."""
+
+import json
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests import toy_tasks
+from tests.train.test_checkpoints import names, spec_of, train, weights
+from workbench.core import run_directory
+from workbench.train import checkpoint_file
+from workbench.train.checkpoints import Checkpoints
+from workbench.train.fingerprints import digest
+from workbench.train.offload import DryRunHooks, HostOptimizer, offloading_dry_run
+from workbench.train.ranks import Ranks
+from workbench.train.sharded_tensors import full_tensor
+from workbench.train.trainer import Trainer
+
+CPU = torch.device("cpu")
+SCRIPT = Path(__file__).parents[1] / "scripts" / "checkpoint_ranks.py"
+
+
+@pytest.fixture(scope="module")
+def alone() -> Iterator[Ranks]:
+    """A process group of this process alone."""
+    yield Ranks.join(spec_of())
+    dist.destroy_process_group()
+
+
+def whole(module: nn.Module) -> torch.Tensor:
+    return torch.cat([full_tensor(weight).detach().flatten() for weight in module.parameters()])
+
+
+@pytest.fixture(scope="module")
+def written(alone: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with checkpoints of an FSDP model after 12 and 18 of 20 steps."""
+    run_dir = tmp_path_factory.mktemp("fsdp")
+    train(spec_of(parallel="fsdp", optimizer="adam(lr=0.01)"), toy_tasks.numbers(), alone, run_dir)
+    return run_dir
+
+
+@pytest.fixture
+def here(written: Path, tmp_path: Path) -> Path:
+    """A copy of its checkpoints."""
+    folder = tmp_path / run_directory.CHECKPOINTS
+    folder.mkdir()
+    for path in (written / run_directory.CHECKPOINTS).iterdir():
+        (folder / path.name).write_bytes(path.read_bytes())
+    return folder
+
+
+def made(alone: Ranks, **knobs: Any) -> Trainer:
+    return Trainer(spec_of(**{"optimizer": "adam(lr=0.01)", **knobs}), toy_tasks.numbers(), alone)
+
+
+def resumed(alone: Ranks, folder: Path, trainer: Trainer) -> int:
+    checkpoints = Checkpoints(folder.parent, alone, 6)
+    return checkpoints.resume(trainer, checkpoints.latest())
+
+
+def test_two_files_are_rotated_together(written: Path) -> None:
+    both = ["step00000012.pt", "step00000012.rank0.pt", "step00000018.pt", "step00000018.rank0.pt"]
+    assert names(written) == both
+
+
+def test_other_modes_load_the_same_and_say_that_the_training_is_another(
+    alone: Ranks, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fsdp, ddp = made(alone, parallel="fsdp"), made(alone)
+    assert resumed(alone, here, fsdp) == resumed(alone, here, ddp) == 18
+    assert torch.equal(whole(fsdp.module), weights(ddp.module))
+    for (_, one), (_, other) in zip(fsdp.optimizer.state.items(), ddp.optimizer.state.items(), strict=True):
+        assert all(torch.equal(full_tensor(one[kind]), other[kind]) for kind in other)
+    assert ddp.lr == fsdp.lr
+    said = capsys.readouterr().out
+    assert said.count("note: ") == 1
+    assert "it goes on with parallel=ddp (it was fsdp): weights, optimizer and schedule are those of the checkpoint" in said
+    assert "not bit for bit" in said
+    Checkpoints(here.parent, alone, 6).write(19, ddp)  # one file, which FSDP loads
+    assert resumed(alone, here, again := made(alone, parallel="fsdp")) == 19
+    assert torch.equal(whole(again.module), weights(ddp.module))
+    capsys.readouterr()
+    resumed(alone, here, made(alone, parallel="fsdp", micro_batch=4))
+    assert "; a step takes 4 samples now, and took 8: the order of the samples differs" in capsys.readouterr().out
+
+
+def edit(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    state = checkpoint_file.load(path, CPU)
+    change(state)
+    checkpoint_file.save(state, path)
+
+
+class Bomb:
+    """Unpickling it would make a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.path,)
+
+
+def swapped(folder: Path) -> None:
+    (folder / "step00000018.rank0.pt").write_bytes((folder / "step00000012.rank0.pt").read_bytes())
+
+
+def turned_over(folder: Path) -> None:
+    path = folder / "step00000018.rank0.pt"
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def hostile(folder: Path) -> None:
+    part = folder / "step00000018.rank0.pt"
+    checksum = checkpoint_file.save({"parts": {}, "other": {}, "bomb": Bomb(folder / "bang")}, part)
+    edit(folder / "step00000018.pt", lambda state: state["shards"][0].update(crc32=checksum))
+
+
+def hostile_index(folder: Path) -> None:
+    checkpoint_file.save({"step": 18, "shards": [Bomb(folder / "bang")]}, folder / "step00000018.pt")
+
+
+def torch_index(folder: Path) -> None:
+    """As torch.distributed.checkpoint keeps it."""
+    (folder / ".metadata").write_bytes(pickle.dumps(Bomb(folder / "bang")))
+    (folder / "step00000018.rank0.pt").unlink()
+
+
+def shorter(folder: Path) -> None:
+    def cut(state: dict[str, Any]) -> None:
+        parts = state["shards"][0]["parts"]
+        key = next(key for key in parts if key[0] == "module")
+        shape, offset, size = parts[key]
+        parts[key] = (tuple(2 * length for length in shape), offset, size)
+
+    edit(folder / "step00000018.pt", cut)
+
+
+def unnamed(folder: Path) -> None:
+    edit(folder / "step00000018.pt", lambda state: state["shards"][0].update(parts=7))
+
+
+def no_list(folder: Path) -> None:
+    edit(folder / "step00000018.pt", lambda state: state.update(shards={"0": "../../elsewhere"}))
+
+
+def wider(folder: Path) -> None:
+    def widen(state: dict[str, Any]) -> None:
+        parts = state["shards"][0]["parts"]
+        parts["module", "more", ""] = ((1,), (0,), (1,))
+
+    edit(folder / "step00000018.pt", widen)
+
+
+@pytest.mark.parametrize(
+    ("become", "why", "kind"),
+    [
+        (swapped, "step00000018.rank0.pt: it is of another checkpoint than the others", "damaged"),
+        (turned_over, "step00000018.rank0.pt: its content has changed", "damaged"),
+        (hostile, "step00000018.rank0.pt: it holds objects other than tensors", "foreign"),
+        (hostile_index, "it holds objects other than tensors", "foreign"),
+        (torch_index, "step00000018.rank0.pt is missing", "partial"),
+        (shorter, "it is of another model: its", "foreign"),
+        (unnamed, "its parts have no names", "foreign"),
+        (no_list, "no list", "foreign"),
+        (wider, "this one has no more", "foreign"),
+    ],
+)
+def test_what_is_passed_over_says_why_and_executes_nothing(
+    alone: Ranks, here: Path, capsys: pytest.CaptureFixture[str], become: Callable[[Path], None], why: str, kind: str
+) -> None:
+    become(here)
+    assert resumed(alone, here, made(alone, parallel="fsdp")) == 12
+    assert f"step00000018.pt is {kind} and passed over: " in (said := capsys.readouterr().out)
+    assert why in said
+    assert not (here / "bang").exists()
+    assert (here / f"step00000018.pt.{kind}").exists()
+
+
+def test_a_training_on_one_rank_goes_on_bit_for_bit(alone: Ranks, written: Path, here: Path) -> None:
+    """And a checkpoint that is not whole is not there."""
+    (here / "step00000018.pt").unlink()  # the machine was switched off before it was written
+    spec = spec_of(parallel="fsdp", optimizer="adam(lr=0.01)")
+    again = train(spec, toy_tasks.numbers(), alone, here.parent)
+    other = made(alone, parallel="fsdp")
+    resumed(alone, written / run_directory.CHECKPOINTS, other)
+    batches = other.batches(18)
+    for _ in range(2):
+        other.step([next(batches)])
+    assert digest(list(again.parameters())) == digest(list(other.module.parameters()))
+
+
+@pytest.mark.slow
+def test_four_ranks_two_and_one(tmp_path: Path) -> None:
+    names, others = (
+        ["hsdp", "split, fsdp"],
+        [("hsdp", 2, "fsdp"), ("hsdp", 1, "ddp"), ("split, fsdp", 3, "fsdp"), ("split, fsdp", 1, "fsdp")],
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=4", str(SCRIPT), str(tmp_path / "out.json")]
+    done = subprocess.run([*command, json.dumps(names), json.dumps(others)], capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert len(found) == len(names) + len(others)
+    assert not {name: text for name, text in found.items() if text}
+
+
+def test_a_file_of_an_earlier_workbench_has_no_names(alone: Ranks, tmp_path: Path) -> None:
+    ddp = made(alone)
+    Checkpoints(tmp_path, alone, 6).write(6, ddp)
+    edit(tmp_path / run_directory.CHECKPOINTS / "step00000006.pt", lambda state: state.pop("names"))
+    with pytest.raises(run_directory.DamagedRunError, match='with parallel="ddp" only'):
+        resumed(alone, tmp_path / run_directory.CHECKPOINTS, made(alone, parallel="fsdp"))
+    assert resumed(alone, tmp_path / run_directory.CHECKPOINTS, made(alone)) == 6
+
+
+def test_an_optimizer_on_the_host_goes_on_with_the_weights_of_the_checkpoint() -> None:
+    nothing = DryRunHooks(on_host=lambda tensor: None, host_computes=torch.enable_grad)
+    with offloading_dry_run(nothing):
+        weight = nn.Parameter(torch.ones(3))
+        optimizer = HostOptimizer([{"params": [weight]}], torch.optim.SGD, lr=0.5)
+        state = optimizer.state_dict()
+        with torch.no_grad():
+            weight.fill_(7.0)  # those of a checkpoint
+        optimizer.load_state_dict(state)
+        weight.grad = torch.ones(3)
+        optimizer.step()
+    assert weight.tolist() == [6.5] * 3
