@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 from collections import Counter
 from typing import Any
 
@@ -24,6 +25,7 @@ from workbench.cluster.analysis.plan.timing import UPDATE, HardwareRates, Second
 from workbench.cluster.analysis.plan.workload import Workload, workload_of_transformer
 from workbench.cluster.analysis.transformer import Transformer
 from workbench.cluster.analysis.volumes import gather_seconds, sharded_step, volume
+from workbench.cluster.read_model import LAUNCH
 from workbench.core.device import Device
 from workbench.core.statistics import Interval
 from workbench.memory.analysis.non_pytorch import non_pytorch_memory
@@ -658,6 +660,10 @@ def test_a_module_is_counted_and_planned() -> None:
     assert {plan.checkpointing for plan in found} <= {"none", "full"}
     assert "0.95 … 1.25 times what is predicted, as 19 published steps of programs imply" in str(found)
     assert found.best.memory["weights"] <= 4 * count + 1e6
+    operators = int(re.search(r"launch the (\d+) operators of each micro-batch", str(found))[1])  # type: ignore[index]
+    for span in (found.best.seconds, found.front[0].seconds):  # a small model waits for the host, and its range says so
+        assert span.high == pytest.approx(operators * LAUNCH * found.best.accumulation)
+        assert span.high > 5 * span.mid
     whole = wb.RunSpec(task="text-gpt").replace(**found.changes())
     assert whole.global_batch == 1024
     with pytest.raises(PlanError, match="this is what a plan finds"):

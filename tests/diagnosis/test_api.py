@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ import torch
 
 import workbench as wb
 from tests.conftest import HandMade, processes_with
+from tests.made import World as Made
 from workbench.core import run_directory
 from workbench.core.statistics import Interval
 from workbench.diagnosis import api
@@ -385,7 +387,7 @@ def test_an_epoch_of_one_batch(tmp_path: Path) -> None:
 
 
 def test_an_interrupt_of_a_launch_returns_what_is_known_and_leaves_nothing(tmp_path: Path) -> None:
-    spec = SPEC.replace(num_workers=1).to_json()
+    spec = SPEC.replace(num_workers=1, nproc_per_node=2).to_json()
     code = f"import workbench as wb; print(wb.diagnose(wb.RunSpec.from_json({spec!r}), runs_dir={str(tmp_path)!r}))"
     program = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     while not any(json.loads(path.read_text())["known"] for path in tmp_path.glob("*/progress.json")):
@@ -421,6 +423,22 @@ def test_an_interrupt_before_anything_is_known_says_so(
     monkeypatch.setattr("workbench.diagnosis.api.launch", lambda *_, **__: few)
     with pytest.raises(KeyboardInterrupt, match=r"stopped by Ctrl-C: .*at least 8 are needed"):
         wb.diagnose("train.py")
+
+
+def test_the_budget_counts_what_passes_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    budgets = []
+
+    def experiment(*_: object, budget_s: float, **__: object) -> Evidence:
+        budgets.append(budget_s)
+        return Made(cpu=0.03).evidence()
+
+    monkeypatch.setattr("workbench.diagnosis.measure.experiment.experiment", experiment)
+    for passed in (20.0, 70.0):
+        clock = iter([0.0])
+        monotonic = lambda clock=clock, passed=passed: next(clock, passed)  # noqa: E731
+        monkeypatch.setattr("workbench.core.progress.time", SimpleNamespace(monotonic=monotonic))
+        wb.diagnose(print, [1, 2])
+    assert budgets == [40.0, 15.0]
 
 
 def test_the_program_of_a_rank_ends_early_when_asked(by_hand: Callable[..., HandMade], monkeypatch: pytest.MonkeyPatch) -> None:

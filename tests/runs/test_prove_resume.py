@@ -9,6 +9,7 @@ import pytest
 
 import workbench as wb
 from workbench.core import run_directory
+from workbench.core.progress import Waiting
 from workbench.runs.launch.new_run import LaunchError
 from workbench.runs.launch.prove_resume import PARTS, Difference, Kill, first_difference
 
@@ -72,12 +73,17 @@ def spec(task: str = "build", **knobs: Any) -> wb.RunSpec:
 
 
 @pytest.mark.slow
-def test_dropout_and_augmentation_of_workers_go_on_exactly(here: Path) -> None:
+def test_dropout_and_augmentation_of_workers_go_on_exactly(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = set[str]()
+    monkeypatch.setattr(Waiting, "say", lambda self, now, known=None: said.add(now))
     knobs = {"nproc_per_node": 2, "num_workers": 1, "accumulation": 2, "precision": "amp_bf16", "persistent_workers": True, "ema": 0.9}
     proof = wb.prove_resume(spec(**knobs), steps=16, kills=1)
     assert proof.exact, proof
     assert (proof.steps, proof.ranks) == (16, 2)
     (kill,) = proof.kills
+    assert "the undisturbed training, 0 of 16 steps" in said
+    assert f"rank {kill.rank} is killed in step {kill.step} (kill 1 of 1), 0 of 16 steps" in said
+    assert any(words.startswith("resumed after kill 1 of 1, ") for words in said)
     assert 3 < kill.step <= 16
     assert kill.resumed_from == (kill.step - 1) // 3 * 3
     assert kill.restart_s > 0

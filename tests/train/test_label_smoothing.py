@@ -70,6 +70,26 @@ def test_a_loss_without_cross_entropy_is_refused(alone: Ranks) -> None:
         trainer.step([next(trainer.batches())])
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # of dynamo, about the tensors it is given
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_loss_that_was_compiled_before_is_smoothed_in_training_alone(alone: Ranks, backend: str) -> None:
+    compiled = torch.compile(cross_entropy_of, backend=backend)
+    outputs, labels = torch.randn(5, 3, requires_grad=True), torch.tensor([0, 1, 2, 0, 1])
+    plain = compiled(outputs, labels).item()
+    both = lambda model, batch: compiled(model(batch[0]), batch[1]) + cross_entropy(model(batch[0]), batch[1])  # noqa: E731
+    trainer = Trainer(spec_of(label_smoothing=0.2), task_of(both), alone)
+    batch = next(trainer.batches())
+    for _ in range(2):
+        expected = 2 * cross_entropy(trainer.module(batch[0]), batch[1], label_smoothing=0.2).item()
+        assert trainer.step([batch]).item() == pytest.approx(expected, rel=1e-6)
+    with torch.no_grad():
+        assert compiled(outputs, labels).item() == plain
+
+
+def cross_entropy_of(outputs: Tensor, labels: Tensor) -> Tensor:
+    return cross_entropy(outputs, labels)
+
+
 def test_outside_of_a_training_nothing_is_smoothed(alone: Ranks) -> None:
     def fails(model: Any, batch: Any) -> Tensor:
         cross_entropy(model(batch[0]), batch[1])

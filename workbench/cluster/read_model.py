@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from workbench.memory.estimate.plan import Plan as Program
 
 
+LAUNCH = 20e-6
+"""Seconds in which the host launches an eager operator, at most: most take 5 to 10 µs with autograd, slow hosts twice that. Assumed."""
 DRY_RUN_SIZES = (12, 32)
 """Micro-batches of the dry runs. The memory of all others follows exactly (`memory.family`); their time is a straight line."""
 CHECKPOINTINGS = ("none", "full")
@@ -173,6 +175,7 @@ def _workload(counted: Mapping[str, _Counted], precision: str, target: Any, note
         layers=first.blocks,
         shared=0.0,
         broadcasts=first.tensors,
+        launching=first.operators * LAUNCH,
         flops=min(step.flops for step in counted.values()),
         computed={kind: step.equivalent for kind, step in counted.items()},
         once={kind: step.once for kind, step in counted.items()},
@@ -187,7 +190,8 @@ def _workload(counted: Mapping[str, _Counted], precision: str, target: Any, note
         spec=target if isinstance(target, RunSpec) else None,
         notes=(
             "counted by fake runs on one rank, operators at the roofline of the GPU; tensor and pipeline parallelism are planned for "
-            f"a Transformer only; launching the {first.operators:,} operators of a step is left out, which small models wait for",
+            f"a Transformer only; the upper end of a step is no less than what the host may take to launch the {first.operators:,} "
+            f"operators of each micro-batch ({units.seconds(first.operators * LAUNCH)})",
             *notes,
         ),
     )

@@ -34,6 +34,8 @@ from workbench.timeline.timeline import Timeline
 
 BUDGET = 60.0
 """Default of `budget_s`: seconds that an experiment may take; most need fewer."""
+MIN_SHARE = 0.25
+"""Part of the budget that an experiment in this process has at least, however long it took to begin."""
 MIN_CLIMB_SPEEDUP = 1.05
 """Predicted speedup from which on `climb` tries a remedy."""
 MIN_CLIMB_SECONDS = 15.0
@@ -74,7 +76,7 @@ def diagnose(
         model: with a step: the module, or several; None = found by looking at the step.
         optimizer: with a step: the optimizer, or several; None = found as well.
         budget_s: seconds to spend at most, the start of a launch included. It ends earlier when the verdict is clear. At Ctrl-C
-            the result is what is known by then; where that is nothing, or several ranks are at work, the KeyboardInterrupt says so.
+            the result is what is known by then; where that is nothing, the KeyboardInterrupt says so.
         runs_dir: with a spec: where its run directory goes; None = `runs` in the current folder.
 
     Raises:
@@ -96,10 +98,11 @@ def diagnose(
         return _from_experiment(run, LaunchedSpec(runs_dir=runs_dir))
     if isinstance(given, Run):
         return _from_run(given)
-    from workbench.diagnosis.measure.experiment import experiment
-
     with say_what_was_interrupted("diagnose"), Waiting("diagnose", budget_s) as line:
-        evidence = experiment(given.step, given.loader, model=model, optimizer=optimizer, budget_s=budget_s, progress=line.say)
+        from workbench.diagnosis.measure.experiment import experiment  # on a busy machine this takes long, and the budget counts it
+
+        left = max(line.left, MIN_SHARE * budget_s)
+        evidence = experiment(given.step, given.loader, model=model, optimizer=optimizer, budget_s=left, progress=line.say)
     return Diagnosis.of(evidence, subject=given, adjust=Calibration.load().adjust)
 
 

@@ -1,6 +1,7 @@
 """Smooths the labels of a task whose loss calls torch's cross entropy, without a change to the task."""
 
 import contextlib
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,7 +15,10 @@ TorchFunctionMode sees the calls of `cross_entropy` too, and costs 7 µs for eac
 
 
 class LabelSmoothing:
-    """Smooths the labels of each `cross_entropy` without a label smoothing of its own, also of `nn.CrossEntropyLoss` and inside a model."""
+    """Smooths the labels of each `cross_entropy` without a label smoothing of its own, also of `nn.CrossEntropyLoss` and inside a model.
+
+    What is compiled (torch.compile) is compiled anew: once when smoothing begins, and, by torch's own guards, where gradients are off.
+    """
 
     def __init__(self, smoothing: float) -> None:
         self._smoothing, self._calls = smoothing, 0
@@ -26,6 +30,8 @@ class LabelSmoothing:
         Raises:
             TaskError: nothing has called `cross_entropy`.
         """
+        if not self._calls and "torch._dynamo" in sys.modules:  # graphs that were compiled before have labels that are not smoothed
+            torch._dynamo.reset()
         usual = getattr(_TORCH, _NAME)
 
         def smoothed(*args: Any) -> Any:
@@ -42,5 +48,5 @@ class LabelSmoothing:
         if not self._calls:
             raise TaskError(
                 f"label_smoothing={self._smoothing}: the task's loss does not call torch.nn.functional.cross_entropy, whose labels it "
-                "smooths, or calls it in a graph compiled before; leave label_smoothing out, or smooth the labels in the task's loss"
+                "smooths; leave label_smoothing out, or smooth the labels in the task's loss"
             )

@@ -75,7 +75,8 @@ def experiment(
         progress: called with what is tried now, and what is known so far.
 
     Returns:
-        The evidence, the same on all ranks. After Ctrl-C, that of the experiments so far, if one rank trains and the loader was tried.
+        The evidence, the same on all ranks. After Ctrl-C, that of the experiments so far, if the loader was tried; of several ranks only
+        where it is `progress` that raises the KeyboardInterrupt, at which all of them stop together.
 
     Raises:
         DiagnoseError: step() cannot be called with a batch, or raised an error.
@@ -85,6 +86,7 @@ def experiment(
     notes: list[str] = []
     objects = discover_training(step, model, optimizer, loader, notes)
     with Peers.join() as peers, contextlib.ExitStack() as undo:
+        budget_s = peers.agree(budget_s, min)  # what is left of it may differ
         keep = SavedState(objects)
         undo.callback(keep.restore)
         feed = undo.enter_context(Feed(loader, accumulation))
@@ -120,6 +122,10 @@ def _gpu_load(device: torch.device) -> GpuLoad | None:
 def _allocator_retries(device: torch.device) -> int:
     """How often PyTorch's allocator has given back its cached memory because no more was left."""
     return int(torch.cuda.memory_stats(device).get("num_alloc_retries", 0)) if device.type == "cuda" else 0
+
+
+class _StopTogether(KeyboardInterrupt):
+    """Ctrl-C, of which all ranks know at the same point."""
 
 
 class _Experiment:
@@ -164,8 +170,8 @@ class _Experiment:
                 self._probe_loader()
                 self._trials(self.bench.timings.typical("full"))
                 self._wait_for_stalls(cached)
-            except KeyboardInterrupt:
-                if self.peers.world_size > 1 or not self.rounds.pairs:
+            except KeyboardInterrupt as stop:  # of one rank alone: the others wait for it somewhere
+                if not self.rounds.pairs or (self.peers.world_size > 1 and not isinstance(stop, _StopTogether)):
                     raise
                 self.notes.append(f"stopped by Ctrl-C after {units.seconds(self.bench.tick())}: this is the result so far")
             self.notes += new_pages_note([block.laps[self.peers.rank] for block in self.bench.timings.blocks["cached"]])
@@ -191,11 +197,21 @@ class _Experiment:
         return BUDGET_SHARES[part] * self.budget
 
     def _say(self, now: str) -> None:
-        """Tell what is tried now, and what saves most of all that was tried."""
+        """Tell what is tried now, and what saves most of all that was tried. Collective.
+
+        Raises:
+            _StopTogether: Ctrl-C came meanwhile, on one of the ranks.
+        """
         known = {"no loader": saved_by_caching(self.sums.arm("cached").pairs)} if self.rounds.pairs > 1 else {}
         if self.trials:
             known |= {what_changes(name): self.trials.saved(name) for name in self.trials.tried}
-        self.progress(now, max(((saved.mid, as_words(what, saved)) for what, saved in known.items()), default=(0.0, ""))[1])
+        stop = False
+        try:
+            self.progress(now, max(((saved.mid, as_words(what, saved)) for what, saved in known.items()), default=(0.0, ""))[1])
+        except KeyboardInterrupt:
+            stop = True
+        if any(self.peers.gather(stop)):
+            raise _StopTogether
 
     # The parts
 

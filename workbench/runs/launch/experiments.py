@@ -42,8 +42,8 @@ def run_diagnosis(spec: RunSpec, *, budget_s: float, runs_dir: str | os.PathLike
     """
     check(spec)
     order = {"kind": "diagnose", "budget_s": budget_s}
-    show, finish = so_far("diagnose", budget_s), spec.world_size == 1
-    return run_experiment(spec, f"{label(spec)} diagnose", order, runs_dir, program=entrypoints.EXPERIMENT, show=show, finish=finish)
+    show = so_far("diagnose", budget_s)
+    return run_experiment(spec, f"{label(spec)} diagnose", order, runs_dir, program=entrypoints.EXPERIMENT, show=show, finish=True)
 
 
 def run_ab_test(spec: RunSpec, changed: RunSpec, *, name: str, budget_s: float, runs_dir: str | os.PathLike[str] | None = None) -> Run:

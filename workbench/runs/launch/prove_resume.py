@@ -13,7 +13,9 @@ from workbench.core import run_directory, units
 from workbench.core.checks import whole_number
 from workbench.core.codec import JsonDataclass
 from workbench.core.display import table as display
+from workbench.core.progress import Waiting
 from workbench.runs.entrypoints import spec_entrypoint
+from workbench.runs.launch.experiments import wait_for
 from workbench.runs.launch.launch import check, check_timeout, label, launch
 from workbench.runs.launch.new_run import LaunchError, NewRun
 from workbench.runs.launch.prove_script_resume import OUT, ScriptResumeProof, prove_script_resume
@@ -196,7 +198,8 @@ def prove_resume(
             )
         folder = NewRun(runs_dir, f"{Path(target).stem}-resume").path
         given: dict[str, Any] = {"args": args, "result": result, "kills": kills, "seed": seed, "timeout": timeout}
-        return prove_script_resume(target, folder=folder, **given, **knobs)
+        with _waiting(kills, timeout, "script") as line:
+            return prove_script_resume(target, folder=folder, say=line.say, **given, **knobs)
     if args or result:
         raise ValueError(f"prove_resume(…, {'args' if args else 'result'}=…) with a RunSpec: only a script takes it")
     spec = _prepared(read_spec("prove_resume", target, because="whose training is killed and resumed"), knobs)
@@ -210,24 +213,58 @@ def prove_resume(
     check(spec)
     chosen = random.Random(seed)
     planned = [(step, chosen.randrange(spec.world_size)) for step in sorted(chosen.sample(choices, kills))]
-    undisturbed = _trained(_start(spec, runs_dir, "undisturbed"), timeout).path
+    with _waiting(kills, timeout, "training") as line:
+        return _prove(spec, planned, timeout, runs_dir, line)
+
+
+def _waiting(kills: int, timeout: float | None, what: str) -> Waiting:
+    limit = "" if timeout is None else f"; each launch may take {units.seconds(timeout)}"
+    return Waiting("prove_resume", None, begin=f"an undisturbed {what}, then one that is killed {_several(kills, 'time')}{limit}")
+
+
+def _prove(
+    spec: RunSpec, planned: Sequence[tuple[int, int]], timeout: float | None, runs_dir: str | os.PathLike[str] | None, line: Waiting
+) -> ResumeProof:
+    now, kills = "the undisturbed training", len(planned)
+
+    def _wait(run: Run) -> Run:
+        """The run, when it has ended."""
+        limit = math.inf if timeout is None else time.monotonic() + timeout
+
+        def tick() -> None:
+            line.say("{}, {} of {} steps".format(now, *run.progress))
+            if time.monotonic() > limit:
+                raise TimeoutError(f"{run!r} still ran after {units.seconds(timeout)}, and was stopped")
+
+        return wait_for(run, tick=tick, check=False)
+
+    def _trained(run: Run) -> Run:
+        """The run, when it has ended well.
+
+        Raises:
+            RunError: it has not.
+        """
+        return _wait(run).wait(check=True)
+
+    undisturbed = _trained(_start(spec, runs_dir, "undisturbed")).path
     run = _start(spec, runs_dir, "interrupted", planned[0])
     done = []
     for number, (step, rank) in enumerate(planned, 1):
-        _wait(run, timeout)
+        now = f"rank {rank} is killed in step {step} (kill {number} of {kills})"
+        _wait(run)
         if run.state != "failed":
-            _trained(run, timeout)
+            _trained(run)
             raise LaunchError(f"{run!r} ended before step {step}, in which it was to be killed: its task ends a training by itself")
         _plan(run.path, planned[number] if number < kills else None)
-        begun = time.time()
+        begun, now = time.time(), f"resumed after kill {number} of {kills}"
         run = launch(resume=run, timeout=timeout)
-        _wait(run, timeout)
+        _wait(run)
         rows = _rows(run.path, 0, number + 1)
         if not rows:
-            _trained(run, timeout)
+            _trained(run)
         first = min(rows)
         done.append(Kill(step=step, rank=rank, resumed_from=first - 1, restart_s=max(0.0, rows[first]["time"] - begun)))
-    _trained(run, timeout)
+    _trained(run)
     return ResumeProof(
         steps=spec.steps,
         ranks=spec.world_size,
@@ -262,23 +299,6 @@ def _plan(path: Path, kill: tuple[int, int] | None) -> None:
         plan.unlink(missing_ok=True)
     else:
         run_directory.write_json(plan, {"step": kill[0], "rank": kill[1]})
-
-
-def _wait(run: Run, timeout: float | None) -> Run:
-    try:
-        return run.wait(timeout)
-    except TimeoutError:
-        run.stop()
-        raise
-
-
-def _trained(run: Run, timeout: float | None) -> Run:
-    """The run, when it has ended well.
-
-    Raises:
-        RunError: it has not.
-    """
-    return _wait(run, timeout).wait(check=True)
 
 
 def first_difference(undisturbed: Path, interrupted: Path, ranks: int) -> Difference | None:

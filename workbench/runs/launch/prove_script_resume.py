@@ -6,7 +6,7 @@ import random
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -100,6 +100,7 @@ def prove_script_resume(
     kills: int,
     seed: int,
     timeout: float | None,
+    say: Callable[[str], object] = str,
     **launched: Any,
 ) -> ScriptResumeProof:
     """See `prove_resume`.
@@ -112,6 +113,7 @@ def prove_script_resume(
         kills: how often it is killed.
         seed: of the choice of moments and ranks.
         timeout: seconds that each launch may take.
+        say: told what happens now, again and again.
         **launched: arguments of `launch`.
 
     Raises:
@@ -129,7 +131,7 @@ def prove_script_resume(
 
     def to_the_end(name: str) -> tuple[Run, int]:
         run = begin(name)
-        _, writes = _watched(run, folder / name)
+        _, writes = _watched(run, folder / name, say=lambda writes: say(f"the {name} script, {_writes(writes)} so far"))
         return run.wait(check=True), writes
 
     run, left = to_the_end("undisturbed")
@@ -137,7 +139,11 @@ def prove_script_resume(
     chosen, done = random.Random(seed), list[float]()
     while len(done) < kills and left > 1:  # the last write is the result
         run, after = begin("interrupted"), chosen.randint(1, left - 1)
-        killed, writes = _watched(run, folder / "interrupted", after, chosen)
+        number = len(done) + 1
+        next_kill = f"kill {number} of {kills} comes after {_writes(after)}"
+        killed, writes = _watched(
+            run, folder / "interrupted", after, chosen, say=lambda writes, what=next_kill: say(f"{what}, {writes} so far")
+        )
         if not killed:
             break
         done.append(killed)
@@ -175,7 +181,14 @@ def _differing(expected: Mapping[str, Any], path: Path) -> tuple[Entry, ...]:
     return tuple(Entry(name=name, difference=difference) for name, difference in each)
 
 
-def _watched(run: Run, out: Path, kill_after: int | None = None, chosen: random.Random | None = None) -> tuple[float, int]:
+def _watched(
+    run: Run,
+    out: Path,
+    kill_after: int | None = None,
+    chosen: random.Random | None = None,
+    *,
+    say: Callable[[int], object] = int,
+) -> tuple[float, int]:
     """Count how often a script writes into its folder, until it ends or is killed.
 
     Args:
@@ -183,6 +196,7 @@ def _watched(run: Run, out: Path, kill_after: int | None = None, chosen: random.
         out: its folder.
         kill_after: writes after which a rank is killed; None = it is not.
         chosen: of a rank, and of a pause before.
+        say: told the writes so far, again and again.
 
     Returns:
         Seconds after which it was killed, 0 = it was not; writes.
@@ -194,6 +208,7 @@ def _watched(run: Run, out: Path, kill_after: int | None = None, chosen: random.
         if now != before:
             writes, before = writes + 1, now
             times.append(time.monotonic())
+        say(writes)
         if chosen and kill_after is not None and writes >= kill_after:
             time.sleep(chosen.random() * (times[-1] - times[-2]))  # not always right after a write
             if ranks := _ranks(run.id):
@@ -226,6 +241,10 @@ def _ranks(run_id: str) -> list[int]:
                 if entry.startswith(b"RANK="):
                     eldest.setdefault(entry, pid)
     return list(eldest.values())
+
+
+def _writes(number: int) -> str:
+    return f"{number} write{'s' * (number != 1)}"
 
 
 def _kills(number: int) -> str:

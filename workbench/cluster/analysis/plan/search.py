@@ -120,7 +120,7 @@ class PlanSearch:
     def _plan(self, selection: "Selection", layouts: Layouts, row: int, parts: Seconds, held: Memory, fits: Any, total: Floats) -> Plan:
         layout = layouts.select(np.array([row]))
         corners = self.corners(layout)
-        span = intervals_around([corner.total for corner in corners], total[[row]])[0]
+        span = self._spans(layout, corners, total[[row]])[0]
         numbers = {name: int(getattr(layout, name)[0]) for name in ("gpus", "data", "tensor", "pipeline", "chunks", "micro_batch")}
         useful = self.workload.flops * self.batch / numbers["gpus"] / self.peak
         sharing = SHARINGS[int(layout.sharing[0])]
@@ -161,6 +161,11 @@ class PlanSearch:
             efficiency=self.efficiency.mid,
         )
 
+    def _spans(self, layouts: Layouts, corners: Sequence[Seconds], mid: Floats) -> list[Interval]:
+        """Seconds of a step between the corners; the upper end is no less than what the host may take to launch it."""
+        columns = [corner.total for corner in corners]
+        return intervals_around([*columns, np.maximum(mid, layouts.accumulation * self.workload.launching)], mid)
+
     def _energy(self, gpus: int, span: Interval, computing: Interval) -> Energy | None:
         where = self.cluster
         try:
@@ -183,7 +188,7 @@ class PlanSearch:
         by_size = [where[layouts.gpus[where] == size] for size in np.unique(layouts.gpus[where])]
         rows = np.array([same[np.argmin(total[same])] for same in by_size])
         fastest = layouts.select(rows)
-        spans = intervals_around([corner.total for corner in self.corners(fastest)], total[rows])
+        spans = self._spans(fastest, self.corners(fastest), total[rows])
         return tuple(
             Front(
                 gpus=int(fastest.gpus[i]),

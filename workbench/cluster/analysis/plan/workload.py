@@ -53,6 +53,8 @@ class Workload:
     """Checkpointing → all-reduces of tensor parallelism per block and micro-batch, and bytes per sample of each; empty = none."""
     boundary: float = 0.0
     """Bytes per sample that a pipeline's stage sends to the next."""
+    launching: float = 0.0
+    """Seconds that the host may take to launch the operators of a micro-batch, at most: no step is sure to be faster. 0 = not known."""
     states: tuple[float, float, float] = (2.0, 4.0, 12.0)
     """Bytes per parameter: weights, gradients, optimizer's states with the fp32 weights."""
     counted: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
