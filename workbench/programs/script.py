@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from workbench.core.temporary import use_multiprocessing_folder
-from workbench.runs import failure
+from workbench.runs import failure, rank_watchdog
 from workbench.runs.profile import Profile
 
 if TYPE_CHECKING:
@@ -125,6 +125,7 @@ def main() -> None:
         from workbench.timeline import watch_script
 
         watch_script.install(borders)
+    rank_watchdog.start()
     run(words[0], words[1:])
 
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from workbench.batch.measure.noise_watch import NoiseLog
 from workbench.core import run_directory
 from workbench.memory.measure.at_oom import held
-from workbench.runs import entrypoints, failure
+from workbench.runs import entrypoints, failure, rank_watchdog
 from workbench.runs.root_cause import first_failure
 from workbench.runs.spec import AUTO, RunSpec, SpecError, spec_from_json
 from workbench.runs.task import resolve
@@ -37,6 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog=f"python -m {entrypoints.TRAIN}", description=__doc__)
     parser.add_argument("run_dirs", metavar="RUN_DIR", type=Path, nargs="+", help="directory with a run.json")
     run_dirs = parser.parse_args(arguments).run_dirs
+    rank_watchdog.start()
     try:
         specs = [read_spec(run_dir) for run_dir in run_dirs]
         if len(specs) == 1:

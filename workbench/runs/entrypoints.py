@@ -6,6 +6,7 @@ programs' names. Each module has a function `main`.
 
 import dataclasses
 import json
+import sys
 from pathlib import Path
 
 from workbench.runs.spec import RunSpec, Spec
@@ -22,6 +23,10 @@ ALONE = "workbench.programs.alone"
 """Trains a spec that was not launched, in a pod of Kubernetes."""
 NODE = "workbench.runs.launch.nodes"
 """Begins a job of Slurm, and runs each machine's part of it."""
+WATCHDOG = "workbench.programs.watchdog"
+"""Finds out who holds up a run; its guard starts it when a rank makes no progress."""
+ON_HANG = ("report", "stop")
+"""What is done about a run that hangs."""
 
 EXPERIMENT = "workbench.programs.experiment"
 """Diagnoses a step, or times two specs against each other."""
@@ -49,6 +54,11 @@ WORKERS = (CHOOSE_MICRO_BATCH, COUNTING, ESTIMATE_WORKER)
 def entrypoint(program: str, *run_dirs: Path) -> list[str]:
     """What torchrun runs in each rank: one of these programs with its run directories."""
     return ["-m", START, program, *map(str, run_dirs)]
+
+
+def watchdog(run_dir: Path, on_hang: str) -> list[str]:
+    """What a guard starts when a rank makes no progress."""
+    return [sys.executable, "-m", WATCHDOG, str(run_dir), on_hang]
 
 
 def spec_entrypoint(spec: Spec, *run_dirs: Path) -> list[str]:

@@ -9,10 +9,10 @@ from typing import Any
 
 KINDS = (
     *("exception", "exit", "out-of-memory", "killed", "crash", "address-in-use", "task"),
-    *("disk-full", "timeout", "launcher", "node", "rendezvous"),
+    *("disk-full", "timeout", "launcher", "node", "rendezvous", "hang"),
 )
 """Kinds of failure. `exit`: left with an exit code; `killed`: by a signal from outside; `crash`: by one of its own making.
-`node`: a machine died; `rendezvous`: machines did not find each other."""
+`node`: a machine died; `rendezvous`: machines did not find each other; `hang`: a rank held up the others until the end."""
 
 LESS_MEMORY = "Try a smaller micro_batch (accumulation keeps the global batch), fewer num_workers, or on a GPU precision='amp_bf16'."
 

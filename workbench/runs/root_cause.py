@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from workbench.core import run_directory
 from workbench.runs.errors import LESS_MEMORY, is_consequence, symptom_of
 from workbench.runs.failure import Failure
+from workbench.runs.hang import Hang
 
 if TYPE_CHECKING:
     from workbench.runs.out_of_memory import OutOfMemory
@@ -37,7 +38,9 @@ _ENDED_BY_TORCHRUN = 1_000_000_000
 
 
 def first_failure(run_dir: Path, outcome: Mapping[str, Any]) -> Failure | None:
-    """The rank that failed first, and why: by the ranks' records, the guard's times of death and torchrun's table of exit codes.
+    """The rank that held up the others until the end, else the rank that failed first, and why.
+
+    By the ranks' records, the guard's times of death, torchrun's table of exit codes, and what the watchdog saw.
 
     Args:
         run_dir: of the launch.
@@ -46,9 +49,15 @@ def first_failure(run_dir: Path, outcome: Mapping[str, Any]) -> Failure | None:
     Returns:
         None for a run that finished or was stopped on purpose.
     """
-    state = outcome["state"]
-    if state in ("finished", "stopped"):
+    if outcome["state"] in ("finished", "stopped"):
         return None
+    failure, hang = _first_failure(run_dir, outcome), Hang.load(run_dir)
+    return hang.failure if hang is not None and hang.explains(failure) else failure
+
+
+def _first_failure(run_dir: Path, outcome: Mapping[str, Any]) -> Failure:
+    """The rank that failed first, and why."""
+    state = outcome["state"]
     records = _records(run_dir)
     clocks = outcome.get("clocks") or {}  # of ranks on other machines, whose monotonic clocks began at another time
     records = [record | {"time_ns": record["time_ns"] + clocks.get(str(record["rank"]), 0)} for record in records]

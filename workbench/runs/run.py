@@ -22,6 +22,7 @@ from workbench.core.display import table
 from workbench.core.run_directory import CHECKPOINTS, ERRORS, LOCK, LOGS, METRICS, NODES, RUN_JSON, TRACES, DamagedRunError
 from workbench.runs.failure import Failure, RunError
 from workbench.runs.guards import end_guard, find_guard
+from workbench.runs.hang import Hang, hang_note
 from workbench.runs.rank_steps import RankMeans
 from workbench.runs.root_cause import first_failure
 from workbench.runs.rows import RunRows, loss_note, losses_of, resume_notes
@@ -35,9 +36,8 @@ killed, so nobody saw the end."""
 
 ACTIVE = ("queued", "running")
 """States of a run that has not ended."""
-_TICK = 0.05
-_CANCELLING = 60.0
-"""Seconds that Slurm may take to end a job, at least."""
+_TICK, _CANCELLING = 0.05, 60.0
+"""Seconds between two looks at the state of a run, and those that Slurm may take to end a job, at least."""
 _OUTPUT = f"{LOGS}/*/attempt_*/*/std*.log"
 _WRITTEN_BY_RANKS = ("*.jsonl", run_directory.ENERGY, f"{CHECKPOINTS}/*", f"{TRACES}/*", f"{ERRORS}/*", _OUTPUT, f"{NODES}/*/{_OUTPUT}")
 """Files that only the ranks of a run write: all others change also when somebody tries to resume it."""
@@ -174,6 +174,11 @@ class Run(NearestAttribute):
         failure = first_failure(self._launch_dir, self._outcome or {"state": self.state})
         return failure and self._with_advice(failure)
 
+    @property
+    def hang(self) -> Hang | None:
+        """Who holds up the run: the rank, its line, what the others wait in. `over` says that it went on; None = there was no hang."""
+        return Hang.load(self._launch_dir)
+
     def _with_advice(self, failure: Failure) -> Failure:
         """Add a hint to `would_fit` where memory ran out in steps that it can predict."""
         if failure.memory is None or not isinstance(self.spec, RunSpec) or self.spec.micro_batch == AUTO:
@@ -278,9 +283,8 @@ class Run(NearestAttribute):
     @property
     def join_command(self) -> str:
         """What to type on each further machine of a run on several; "" where there is nothing to be typed."""
-        if not self._meeting or getattr(self.spec, "nnodes", 1) == 1:
-            return ""
-        return f"workbench join {shlex.quote(str(self.path))}"
+        several = self._meeting and getattr(self.spec, "nnodes", 1) > 1
+        return f"workbench join {shlex.quote(str(self.path))}" if several else ""
 
     @property
     def queue(self) -> str | None:
@@ -309,7 +313,7 @@ class Run(NearestAttribute):
     def metrics(self) -> Any:
         """A DataFrame of what rank 0 reported: step, loss, lr, samples, seconds, and evaluation figures where there are any."""
         rows: dict[int, dict[str, Any]] = {}
-        for row in self.metric_rows:  # the evaluation after a step goes into that step's row
+        for row in self._read(METRICS):  # the evaluation after a step goes into that step's row
             rows.setdefault(row["step"], {}).update(row)
         return table.frame(rows.values(), columns=None if rows else sorted(run_directory.METRIC_KEYS))
 
@@ -331,12 +335,12 @@ class Run(NearestAttribute):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Notes on the run: NaN losses, ranks or workers that read the same samples, checkpoints passed over, damaged rows left out."""
-        of_ranks, left_out = self._files.rank_notes(self.spec.world_size)
-        resumes = resume_notes(self._read(run_directory.RESUMES))
+        """Notes on the run: a hang, NaN losses, ranks or workers that read the same samples, checkpoints passed over, rows left out."""
+        (of_ranks, left_out), resumes = self._files.rank_notes(self.spec.world_size), resume_notes(self._read(run_directory.RESUMES))
         set_back = self.state in ACTIVE and time.time() < self._begun
         clock = "the clock of this machine was set back: how long it ran is not known" * set_back
-        return tuple(filter(None, [loss_note(losses_of(self._read(METRICS))), *of_ranks, *resumes, clock, *left_out, *self._files.notes]))
+        first = hang_note(self.hang, self.state in (*ACTIVE, "stopped")), loss_note(losses_of(self._read(METRICS)))
+        return tuple(filter(None, [*first, *of_ranks, *resumes, clock, *left_out, *self._files.notes]))
 
     @property
     def memory(self) -> list[int | None]:
@@ -473,8 +477,8 @@ class Run(NearestAttribute):
     plot = table.plot_method("step_time")
 
     def __repr__(self) -> str:
-        several = f"nnodes={self.spec.nnodes}, " if self.spec.nnodes > 1 else ""
-        return f"Run({self.name!r}, {several}nproc_per_node={self.spec.nproc_per_node})"  # no clock, no path: equal in every execution
+        several = f"nnodes={self.spec.nnodes}, " if self.spec.nnodes > 1 else ""  # no clock, no path: equal in every execution
+        return f"Run({self.name!r}, {several}nproc_per_node={self.spec.nproc_per_node})"
 
     def __str__(self) -> str:
         return f"{self!r}: {self.summary}"

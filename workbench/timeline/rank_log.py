@@ -74,6 +74,11 @@ def default_path() -> Path | None:
     return None
 
 
+def steps_written() -> int | None:
+    """Steps that this process has written so far; None = it measures none."""
+    return sum(log._steps for log in _LOGS.values()) if _LOGS else None
+
+
 def attach(path: Path, recording: Source) -> "RankLog":
     """Write the steps of a recording to `path` from now on.
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from workbench.core import run_directory
 from workbench.core.package import ROOT
+from workbench.runs import flight_recorder
 from workbench.runs.entrypoints import START, TORCHRUN
 from workbench.runs.launch.rendezvous import HERE
 
@@ -74,6 +75,7 @@ def for_ranks(
         "MPLBACKEND": "Agg",
         "NO_COLOR": "1",
         "KINETO_LOG_LEVEL": "6",
+        **flight_recorder.switched_on(versions().get("torch", ""), os.environ),
         **more,
     }
     if not _installed():  # imported from a checkout by way of sys.path, which the ranks do not share

@@ -23,9 +23,8 @@ part has failed, or its heartbeat has stopped; the guard of machine 0 writes run
 The keeper is the guard's parent and a subreaper as well: it passes SIGTERM on, and if the guard is killed, it kills what the guard would
 have. If the keeper is killed, the guard gets a signal (PDEATHSIG) and stops the run. Either way there is no outcome: the run is "lost".
 
-Not covered: keeper and guard killed in the same instant end torchrun and its ranks (PDEATHSIG again), but not a rank's own children in a
-session of their own. macOS has no subreaper, no PDEATHSIG, no pidfd: there the processes of the run are found by the run's id in their
-environment, and only the end of the pipe shows a killed guard (not tested).
+Not covered: keeper and guard killed in the same instant end torchrun and its ranks (PDEATHSIG), but not a rank's own children in another
+session. macOS has no subreaper, PDEATHSIG and pidfd: the run's processes are known by its id in their environment (not tested).
 """
 
 import contextlib
@@ -45,6 +44,7 @@ from pathlib import Path
 from typing import Any
 
 RUN_JSON, RESERVE, NODES, NODE_JSON, BEAT, ENV_RUN_ID = "run.json", "reserve", "nodes", "node.json", "beat", "WORKBENCH_RUN_ID"
+HANG, STOP = "hang", "stop"
 """As in `core/run_directory.py`, which cannot be imported here; a test compares them."""
 LINUX = sys.platform == "linux"
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
@@ -59,11 +59,10 @@ END_LIMIT = 30.0
 FOREIGN_LIMIT = 2.0
 """Seconds that those are waited for that may not be killed."""
 HEARTBEAT = 1.0
-"""Seconds between two heartbeats of a guard, where there are several machines."""
-QUIET = 8.0
-"""Seconds without a heartbeat after which machine 0 no longer waits for another machine's outcome."""
-LEAVE = 8.0
-"""Seconds in which a part of the run may end by itself, with an error record of its own, after another part has failed."""
+"""Seconds between two heartbeats of a guard, where there are several machines, and between two looks for ranks without progress."""
+QUIET = LEAVE = 8.0
+"""Seconds without a heartbeat after which machine 0 no longer waits for another machine's outcome; seconds in which a part of the run may
+end by itself, with an error record of its own, after another part has failed."""
 
 
 def prctl(option: int, value: int) -> None:
@@ -124,13 +123,7 @@ def reap(wanted: int) -> int | None:
 
 
 def end_all(wanted: int, run_id: str, beat: Callable[[], object] = int) -> int | None:
-    """Kill every descendant, and wait until it is gone; the exit code of `wanted` if it was reaped here.
-
-    Args:
-        wanted: process number of torchrun, or of the guard.
-        run_id: of the run.
-        beat: called again and again meanwhile.
-    """
+    """Kill every descendant, and wait until it is gone; the exit code of `wanted` (torchrun, or the guard) if it was reaped here."""
     code, began = None, time.monotonic()
     while True:
         left, limit = descendants(os.getpid(), run_id), FOREIGN_LIMIT
@@ -294,12 +287,7 @@ class Peers:
 
 
 def combine_outcomes(mine: dict[str, Any], others: dict[int, dict[str, Any] | None]) -> dict[str, Any]:
-    """The outcome of a run on several machines, on the monotonic clock of machine 0.
-
-    Args:
-        mine: the status of machine 0.
-        others: the status of the others, by number; None = they never came.
-    """
+    """The outcome of a run on several machines, on the clock of machine 0, by its status and the others' (None = they never came)."""
     outcome = dict(mine["outcome"])
     exits, clocks, nodes = dict(outcome["exits"]), dict[str, int](), dict[int, dict[str, Any]]()
     for rank, there in others.items():
@@ -410,17 +398,22 @@ def watch(torchrun: int, config: dict[str, Any], deaths: Deaths, woken: int, pee
         with contextlib.suppress(OSError):  # gone already: the pipe says so, too
             launcher.append(os.pidfd_open(config["launcher"]))
     time_up, kill_at = time.monotonic() + (config["timeout"] or never), never
-    why, stopped_ns = "", None
+    why, stopped_ns, hang, watchdog, look_at = "", None, Path(config["run_dir"], HANG), 0, 0.0 if config.get("watchdog") else never
     while (code := reap(torchrun)) is None and (now := time.monotonic()) < kill_at:
         if deaths.looking:
             deaths.look()
         if not why and now >= time_up:
             why = "timeout"
         why = why or peers.look(now, deaths)
+        if now >= look_at and not why:
+            look_at = now + HEARTBEAT
+            if any(hang.glob("rank*.json")) and not (watchdog and os.path.exists(f"/proc/{watchdog}")):
+                watchdog = start(config["watchdog"])  # it finds out who makes no progress
+            why = "failed" if (hang / STOP).exists() else ""
         if why and stopped_ns is None:
             os.kill(torchrun, signal.SIGTERM)
             stopped_ns, kill_at = time.monotonic_ns(), now + config["grace"]
-        wait = min((kill_at if why else time_up) - now, LOOK_FOR_RANKS if deaths.looking else never, peers.next - now)
+        wait = min((kill_at if why else time_up) - now, LOOK_FOR_RANKS if deaths.looking else never, peers.next - now, look_at - now)
         listening = [woken, *deaths.watched, *([] if why else launcher)]
         ready = select.select(listening, [], [], None if wait == never else max(0.0, wait))[0]
         deaths.note(ready)

@@ -4,11 +4,11 @@ import os
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from workbench.core.checks import did_you_mean, real_number
+from workbench.core.checks import choice, did_you_mean, real_number
 from workbench.runs import task
-from workbench.runs.entrypoints import spec_entrypoint
+from workbench.runs.entrypoints import ON_HANG, spec_entrypoint
 from workbench.runs.launch import environment
 from workbench.runs.launch.new_run import LaunchError, NewRun
 from workbench.runs.launch.rendezvous import TIMEOUT, Rendezvous, free_endpoint
@@ -33,6 +33,7 @@ def launch(
     rdzv_endpoint: str | None = None,
     rdzv_timeout: float = TIMEOUT,
     on: Slurm | None = None,
+    on_hang: Literal["report", "stop"] = "report",
     **knobs: Any,
 ) -> Run:
     """Start a RunSpec, or any training script as it is, under torchrun, and return at once.
@@ -58,6 +59,8 @@ def launch(
         rdzv_endpoint: host:port of this machine as the others reach it; None = its host name with a free port. With nnodes of 2 or more.
         rdzv_timeout: seconds in which all machines have to come.
         on: Slurm, whose job it becomes, followed through the run directory; None = it starts here and now.
+        on_hang: what is done when no rank makes progress any more and the rank that holds up the others is known (`run.hang`): "report"
+            says so and lets the run go on, "stop" also ends it, after 30 s without progress or more.
         **knobs: fields of the RunSpec to change, as `spec.replace` does; for a script `threads`, and with `watch` also `profile`.
 
     Raises:
@@ -68,7 +71,7 @@ def launch(
     """
     if resume is not None:
         given: dict[str, Any] = {"args": list(args), "nproc_per_node": nproc_per_node, "watch": watch, "runs_dir": runs_dir, "name": name}
-        given |= {"nnodes": nnodes, "rdzv_endpoint": rdzv_endpoint, "rdzv_timeout": rdzv_timeout, "on": on}
+        given |= {"nnodes": nnodes, "rdzv_endpoint": rdzv_endpoint, "rdzv_timeout": rdzv_timeout, "on": on, "on_hang": on_hang}
         _refuse_changes(given, knobs)
         check_timeout(timeout)
         ended = resumable(resume, target)
@@ -89,6 +92,7 @@ def launch(
         ranks = {"nproc_per_node": 1 if nproc_per_node is None else nproc_per_node, "nnodes": 1 if nnodes is None else nnodes}
         spec = script_spec(target, knobs, args=args, watch=watch, **ranks)
     check_profile(spec)
+    choice("on_hang", on_hang, ON_HANG, error=LaunchError)
     check_timeout(timeout)
     check_timeout(rdzv_timeout, "rdzv_timeout")
     if on is not None:
@@ -98,14 +102,14 @@ def launch(
         check(spec, here=False)
         new = NewRun(runs_dir, name or label(spec))
         batch = {"system": "slurm", "rdzv_timeout": rdzv_timeout} | on.kept
-        return new.start(spec, spec_entrypoint(spec, new.path), timeout, submit=on.submit, batch=batch)
+        return new.start(spec, spec_entrypoint(spec, new.path), timeout, submit=on.submit, batch=batch, on_hang=on_hang)
     if rdzv_endpoint is not None and spec.nnodes == 1:
         raise LaunchError(f"rdzv_endpoint={rdzv_endpoint!r} with one machine, which has no other to meet; add nnodes=2 or more")
     check(spec, alone=False)
     several = spec.nnodes > 1
     meeting = Rendezvous(nnodes=spec.nnodes, endpoint=rdzv_endpoint or free_endpoint(), timeout=rdzv_timeout) if several else None
     new = NewRun(runs_dir, name or label(spec))
-    return new.start(spec, spec_entrypoint(spec, new.path), timeout, rendezvous=meeting)
+    return new.start(spec, spec_entrypoint(spec, new.path), timeout, rendezvous=meeting, on_hang=on_hang)
 
 
 def _refuse_changes(given: dict[str, Any], knobs: dict[str, Any]) -> None:
@@ -114,7 +118,7 @@ def _refuse_changes(given: dict[str, Any], knobs: dict[str, Any]) -> None:
     Raises:
         LaunchError: there is one.
     """
-    usual = {"args": [], "watch": False, "rdzv_timeout": TIMEOUT}
+    usual = {"args": [], "watch": False, "rdzv_timeout": TIMEOUT, "on_hang": "report"}
     for name, value in ({name: value for name, value in given.items() if value != usual.get(name)} | knobs).items():
         raise LaunchError(
             f"{name}={value!r} with resume=…: a run goes on as it was launched, with its own spec; launch a new run for another"

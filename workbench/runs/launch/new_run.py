@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from workbench.core import run_directory
+from workbench.runs import entrypoints
 from workbench.runs.guards import guards
 from workbench.runs.launch import environment
 from workbench.runs.launch.rendezvous import BACKEND, Rendezvous, loopback_environ
@@ -62,6 +63,7 @@ class NewRun:
         rendezvous: Rendezvous | None = None,
         submit: Callable[[Path, str], None] | None = None,
         batch: Mapping[str, Any] | None = None,
+        on_hang: str = "report",
     ) -> Run:
         """Fill the directory and start the guard in it; `children` (name, spec) get run directories of their own, `000`, `001`, …
 
@@ -74,18 +76,19 @@ class NewRun:
             rendezvous: where the machines of the run meet; None = there is only this one.
             submit: gives the filled directory (and the run's id) to a batch system, in the place of starting a guard here.
             batch: what the run directory keeps of that batch system.
+            on_hang: one of `entrypoints.ON_HANG`.
 
         Raises:
             LaunchError: the disk is full, the batch system refuses, or the guard cannot be started. The directory is gone again.
         """
         try:
             if submit:
-                self._write(spec, program, timeout, children, experiment, batch=batch)
+                self._write(spec, program, timeout, children, experiment, batch=batch, on_hang=on_hang)
                 submit(self.path, self.id)
                 return Run.load(self.path)
             lock = open_lock(self.path)
             try:
-                info, environ = self._write(spec, program, timeout, children, experiment, rendezvous)
+                info, environ = self._write(spec, program, timeout, children, experiment, rendezvous, on_hang=on_hang)
                 self._start_guard(info, environ, lock)
             finally:
                 os.close(lock)
@@ -107,6 +110,7 @@ class NewRun:
         experiment: Mapping[str, Any] | None,
         rendezvous: Rendezvous | None = None,
         batch: Mapping[str, Any] | None = None,
+        on_hang: str = "report",
     ) -> tuple[dict[str, Any], dict[str, str]]:
         """Write what the run starts from; returns run.json's content and the environment of the ranks."""
         (self.path / run_directory.RESERVE).write_bytes(
@@ -134,6 +138,7 @@ class NewRun:
             "launch_dir": ".",
             "command": environment.torchrun(spec.nproc_per_node, self.path / run_directory.LOGS, program, self.id, *meeting),
             "timeout": timeout,
+            "on_hang": on_hang,
             "cwd": str(Path.cwd()),
             "environment": {"set": added, "removed": removed},
             "versions": environment.versions(),
@@ -163,6 +168,7 @@ class NewRun:
             "timeout": info["timeout"],
             "lock": lock,
             "launcher": os.getpid(),
+            "watchdog": entrypoints.watchdog(self.path, info.get("on_hang", "report")),
             "node": Rendezvous(**info["rendezvous"]).node(self.path, 0) if info.get("rendezvous") else None,
         }
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # inherited: no stop before the guard listens

@@ -16,7 +16,7 @@ from typing import Any
 
 from workbench.core import run_directory
 from workbench.core.checks import number_in_environment
-from workbench.runs.entrypoints import spec_entrypoint
+from workbench.runs.entrypoints import spec_entrypoint, watchdog
 from workbench.runs.launch import environment
 from workbench.runs.launch.new_run import GRACE, LaunchError, open_lock
 from workbench.runs.launch.rendezvous import Rendezvous, free_endpoint
@@ -141,6 +141,7 @@ def _prepared(
         "nproc": spec.nproc_per_node,
         "grace": GRACE,
         "timeout": info["timeout"] if not rank else None,
+        "watchdog": None if rank else watchdog(path, info.get("on_hang", "report")),
         "node": node,
     }
     return config, environ

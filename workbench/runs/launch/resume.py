@@ -24,7 +24,7 @@ from workbench.runs.spec import RunSpec
 
 ATTEMPTS = "attempts"
 """Folder of earlier attempts."""
-_OF_ATTEMPT = (run_directory.NODES, run_directory.LOGS, run_directory.ERRORS, run_directory.LAUNCHER_LOG)
+_OF_ATTEMPT = (run_directory.HANG, run_directory.NODES, run_directory.LOGS, run_directory.ERRORS, run_directory.LAUNCHER_LOG)
 
 
 def attempts(path: Path) -> int:

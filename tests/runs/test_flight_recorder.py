@@ -1,0 +1,42 @@
+"""The last collectives of a process, and what is said where torch does not record them."""
+
+import pickle
+import sys
+import types
+from typing import Any
+
+import pytest
+
+from workbench.runs import flight_recorder
+
+ENTRY = {
+    "process_group": ("0", "default_pg"), "collective_seq_id": 11, "profiling_name": "gloo:all_reduce", "input_sizes": [[20]],
+    "input_dtypes": ["Float"], "state": "scheduled", "retired": False, "is_p2p": False,
+    "frames": [{"name": "backward", "filename": "/t/_tensor.py", "line": 623}],
+}  # fmt: skip
+
+
+def test_reads_what_torch_records_under_either_name_and_says_where_it_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
+    dumped = pickle.dumps({"pg_status": {"0": {"last_enqueued_collective": 11}}, "entries": [ENTRY]})
+    for name in ("_dump_fr_trace", "_dump_nccl_trace"):
+        monkeypatch.setitem(sys.modules, "torch._C._distributed_c10d", types.SimpleNamespace(**{name: lambda *_: dumped}))
+        assert flight_recorder.numbers() == {"0": 11}
+        (row,) = flight_recorder.last_collectives()
+        assert row["op"] == "all_reduce"
+        assert row["pending"]
+        assert row["frames"] == [("/t/_tensor.py", 623, "backward")]
+    monkeypatch.setitem(sys.modules, "torch", types.SimpleNamespace(__version__="9.9"))
+    strange: dict[str, Any] = {"_dump_fr_trace": lambda *_: b"?"}
+    for there, why in (({}, "torch 9.9 has no flight recorder"), (strange, "the flight recorder of torch 9.9 cannot be read")):
+        monkeypatch.setitem(sys.modules, "torch._C._distributed_c10d", types.SimpleNamespace(**there))
+        assert flight_recorder.numbers() == {}
+        assert flight_recorder.last_collectives() == []
+        assert why in flight_recorder.why_missing()
+
+
+def test_this_torch_has_a_recorder() -> None:
+    import torch.distributed
+
+    assert torch.distributed.is_available()
+    assert flight_recorder.why_missing() == ""
+    assert isinstance(flight_recorder.members(), dict)

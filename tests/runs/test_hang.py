@@ -1,0 +1,264 @@
+"""Who holds up a run: judged by what ranks have written, of planted hangs and of healthy runs that are merely slow."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from workbench.core import run_directory
+from workbench.runs import hang
+from workbench.runs.failure import Failure
+from workbench.runs.hang import Hang, judge
+from workbench.runs.root_cause import first_failure
+
+TORCH, C10D = "/env/site-packages/torch", "/env/site-packages/torch/distributed/distributed_c10d.py"
+MAIN = ("/home/me/train.py", 70, "<module>", "main()", True)
+BACKWARD = [
+    (f"{TORCH}/autograd/graph.py", 979, "_engine_run_backward", "return run_backward(", False),
+    (f"{TORCH}/_tensor.py", 623, "backward", "torch.autograd.backward(", False),
+    ("/home/me/train.py", 61, "train", "loss.backward()", True),
+    MAIN,
+]
+
+
+def row(number: int | None, op: str = "all_reduce", **more: Any) -> dict[str, Any]:
+    """A collective in a rank's report."""
+    return {"group": "0", "number": number, "op": op, "sizes": [[20]], "dtype": "Float", "pending": False, "frames": []} | more
+
+
+def report(rank: int, frames: Any, *, last: int = 412, done: bool = True, quiet: float = 9.0, **more: Any) -> dict[str, Any]:
+    """What a rank writes: its main thread's frames (innermost first), and how many collectives it has called."""
+    rows = [row(n) for n in range(max(1, last - 8), last)] + [row(last, pending=not done, frames=[tuple(frame[:3]) for frame in frames])]
+    base = {"rank": rank, "pid": 1, "time": 1000.0, "quiet": quiet, "usual": 0.2, "steps": 100, "numbers": {"0": last}, "works": False}
+    base |= {"repeats": False, "threads": [{"name": "MainThread", "main": True, "frames": list(frames)}], "collectives": rows}
+    return base | {"groups": {}, "no_recorder": ""} | more
+
+
+def waits(rank: int, **more: Any) -> dict[str, Any]:
+    """A rank that waits in the reduction of its gradients."""
+    return report(rank, BACKWARD, done=False, **more)
+
+
+def at(text: str, *outer: Any, name: str = "train", line: int = 88, above: Any = ()) -> list[Any]:
+    """A stack that ends in a line of the user."""
+    return [*above, ("/home/me/train.py", line, name, text, True), *outer, MAIN]
+
+
+def call(op: str, line: int = 95, name: str = "train") -> list[Any]:
+    """A stack in a collective that the user's code calls."""
+    wrapper = ("/env/site-packages/torch/distributed/c10d_logger.py", 83, "wrapper", "return func(*args)", False)
+    return at(f"dist.{op}(x)", name=name, line=line, above=[(C10D, 3245, op, "work.wait()", False), wrapper])
+
+
+LIBRARY = {
+    "threading": ("/usr/lib/python3.11/threading.py", 320, "wait", "waiter.acquire()", False),
+    "queue": ("/usr/lib/python3.11/queue.py", 171, "get", "self.not_empty.wait()", False),
+    "subprocess": ("/usr/lib/python3.11/subprocess.py", 1264, "wait", "return self._wait()", False),
+    "loader": (f"{TORCH}/utils/data/dataloader.py", 1295, "_next_data", "self._get_data()", False),
+    "exit": ("/usr/lib/python3.11/threading.py", 1590, "_shutdown", "lock.acquire()", False),
+    "destroy": (C10D, 2000, "destroy_process_group", "pg.shutdown()", False),
+    "init": (C10D, 1800, "init_process_group", "store.wait()", False),
+    "share": ("/wt/workbench/train/ranks.py", 90, "share", "self.store.wait(keys, timeout)", False),
+}
+PLANTED: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
+    "sleep": (report(1, at("time.sleep(100)"), last=411), {}, "rank 1 sleeps in train(), train.py:88", ""),
+    "validate, idle": (
+        report(1, at("time.sleep(100)", name="validate"), last=411, quiet=13.0),
+        {"quiet": 13.0},
+        "rank 1 sleeps in validate(), train.py:88",
+        "",
+    ),
+    "lock": (report(1, at("with self.lock:"), last=411), {}, "waits for a lock or another thread in train(), train.py:88", ""),
+    "condition": (report(1, at("done.wait()", above=[LIBRARY["threading"]]), last=411), {}, "waits for a lock or another thread", ""),
+    "queue": (report(1, at("q.get()", above=[LIBRARY["threading"], LIBRARY["queue"]]), last=411), {}, "waits for a queue", ""),
+    "process": (report(1, at("p.wait()", above=[LIBRARY["subprocess"]]), last=411), {}, "waits for a process that it started", ""),
+    "loader": (
+        report(1, at("for x in loader:", above=[LIBRARY["loader"]], line=40), last=411),
+        {},
+        "waits for its loader, train.py:40",
+        "",
+    ),
+    "loop": (report(1, at("while not ok: n += 1"), last=411, works=True, repeats=True), {}, "repeats a loop in train() without", ""),
+    "native": (report(1, at("library.call()"), last=411), {}, "is stuck in train(), train.py:88", ""),
+    "left": (report(1, [LIBRARY["exit"]], last=411), {}, "rank 1 has left its script", ""),
+    "destroy": (report(1, at("close()", above=[LIBRARY["destroy"]]), last=411), {}, "has ended its training", ""),
+    "agree": (report(1, [LIBRARY["share"]], last=411), {}, "rank 1 waits in a message of all ranks (has it ended its loop?)", ""),
+    "other op": (
+        report(1, call("barrier"), done=False, collectives=[row(411), row(412, "barrier", pending=True)]),
+        {},
+        "waits in barrier number 412",
+        "",
+    ),
+    "other shape": (
+        report(1, call("all_reduce", 96), done=False, collectives=[row(411), row(412, sizes=[[7]], pending=True)]),
+        {},
+        "rank 1 waits in all_reduce number 412 ([7] Float)",
+        "",
+    ),
+    "evaluates alone": (
+        report(1, call("all_gather", 30, "validate"), done=False, collectives=[row(411), row(412, "all_gather", pending=True)]),
+        {},
+        "rank 1 waits in all_gather number 412",
+        "in validate(), train.py:30",
+    ),
+}
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("case", PLANTED)
+def test_names_the_rank_that_holds_up_the_others_its_line_and_what_they_wait_in(case: str, world_size: int) -> None:
+    culprit, others, words, more = PLANTED[case]
+    reports = {rank: waits(rank, **others) for rank in range(world_size)} | {1: culprit}
+
+    said = judge(reports, world_size)
+
+    assert said is not None
+    assert said.rank == 1
+    who = "rank 0 waits" if world_size == 2 else "ranks 0, 2, 3 wait"
+    assert words in str(said)
+    assert more in str(said)
+    assert f"while {who} in all_reduce number 412 ([20] Float), called by backward, train.py:61" in str(said)
+    assert "train.py" in said.stacks[0]
+    assert "line 61, in train" in said.stacks[0]
+
+
+def test_names_ranks_that_cannot_speak_for_themselves() -> None:
+    others = {rank: waits(rank) for rank in (0, 2, 3)}
+    dump = 'Current thread 0x1 (most recent call first):\n  File "/me/native.py", line 7 in fft\n  File "/me/t.py", line 9 in <module>'
+
+    assert "rank 1 has ended: its process is gone, while ranks 0, 2, 3" in str(judge(others, 4, ended=[1]))
+    stuck = judge(others, 4, silent={1: ("is in C code that holds Python's lock", dump)})
+    assert stuck
+    assert "rank 1 is in C code that holds Python's lock, native.py:7 in fft()" in str(stuck)
+    assert stuck.stacks[1] == dump
+    assert "rank 1 is stopped" in str(judge(others, 4, silent={1: ("is stopped (SIGSTOP)", "")}))
+    assert judge(others, 4) is None  # nobody knows anything of rank 1
+    worker = 'Thread 0x1 (most recent call first):\n  File "/home/me/data.py", line 14 in __getitem__'
+    loader = others | {1: report(1, at("for x in loader:", above=[LIBRARY["loader"]]), last=411)}
+    said = judge(loader, 4, workers={1: ("data.py:14 in __getitem__()", worker)})
+    assert said
+    assert "waits for its loader, whose worker is at data.py:14 in __getitem__()" in str(said)
+    assert worker in said.stacks[1]
+
+
+def test_a_subgroup_waits_for_its_member_that_is_elsewhere() -> None:
+    groups = {"0": [0, 1, 2, 3], "5": [0, 1]}
+    sub = [row(412), row(9, group="5", pending=True)]
+    reports: dict[int, Any] = {
+        0: report(0, call("all_reduce", 33), collectives=sub, numbers={"0": 412, "5": 9}, groups=groups),
+        1: report(1, at("time.sleep(9)"), numbers={"0": 412, "5": 8}, groups=groups),
+        2: waits(2, last=413, groups=groups),
+        3: waits(3, last=413, groups=groups),
+    }
+
+    said = judge(reports, 4)
+
+    assert said
+    assert said.rank == 1
+    assert "rank 0 waits in all_reduce number 9 of group 5" in str(said)
+    reports[1] = waits(1, last=413, numbers={"0": 413, "5": 8}, groups=groups)  # it skipped the call, and waits for rank 0 itself
+    said = judge(reports, 4)
+    assert said
+    assert said.rank in (0, 1)
+    assert "of group 5" in str(said)
+
+
+def test_ranks_that_wait_for_each_other_are_told_apart_by_what_followed_before() -> None:
+    usual = [row(n, ("all_reduce", "broadcast")[n % 2]) for n in range(400, 412)]
+    reports = {
+        0: report(0, call("barrier"), done=False, collectives=[*usual, row(412, "barrier", pending=True)]),
+        1: report(1, call("all_reduce"), done=False, collectives=[*usual, row(412, "all_reduce", pending=True)]),
+    }
+
+    said = judge(reports, 2)
+
+    assert said
+    assert said.rank == 0
+
+
+def test_without_a_recorder_the_stacks_say_who_waits() -> None:
+    bare = {"collectives": [], "numbers": {}, "no_recorder": "torch 2.6 has none", "steps": 5}
+    said = judge({0: report(0, call("all_reduce"), **bare), 1: report(1, at("time.sleep(9)"), **bare)}, 2)
+    assert said
+    assert "rank 1 sleeps in train(), train.py:88, while rank 0 waits in all_reduce, train.py:95" in str(said)
+    first = judge({0: report(0, at("init()", above=[LIBRARY["init"]]), quiet=31.0, **bare | {"steps": None}),
+                   1: report(1, at("time.sleep(9)"), quiet=31.0, **bare | {"steps": None})}, 2)  # fmt: skip
+    assert first
+    assert first.rank == 1
+    assert "rank 0 waits in init_process_group" in str(first)
+
+
+HEALTHY: dict[str, dict[int, dict[str, Any]]] = {
+    "rank 1 computes for a minute": {0: waits(0, quiet=60), 1: report(1, at("model(x)"), last=411, works=True, quiet=60)},
+    "rank 1 evaluates for four minutes": {
+        0: waits(0, quiet=240),
+        1: report(1, at("f(x)", name="evaluate"), works=True, last=411, quiet=240),
+    },
+    "rank 0 writes a checkpoint": {1: waits(1, quiet=11), 0: report(0, at("torch.save(m)", name="save_checkpoint"), last=411, quiet=11)},
+    "the first step is slow": {0: waits(0, quiet=20, steps=0), 1: report(1, at("time.sleep(60)"), last=411, quiet=20, steps=0)},
+    "a script starts": {0: waits(0, last=3, quiet=20, steps=None), 1: report(1, at("sleep(9)"), last=2, quiet=20, steps=None)},
+    "the loader is as slow as ever": {
+        0: waits(0, quiet=20, usual=8.0),
+        1: report(1, at("for x in loader", above=[LIBRARY["loader"]]), last=411, quiet=20, usual=8.0),
+    },
+    "workers decode": {0: waits(0, quiet=60), 1: report(1, at("for", above=[LIBRARY["loader"]]), last=411, works=True, quiet=60)},
+    "all wait for their loaders": {r: report(r, at("for", above=[LIBRARY["loader"]]), quiet=25) for r in range(2)},
+    "a large collective": {r: waits(r, quiet=50) for r in range(2)},
+    "one rank goes on": {0: waits(0), 1: report(1, at("step()"), last=411, quiet=0.5)},
+    "just now": {0: waits(0, quiet=6), 1: report(1, at("time.sleep(60)"), last=411, quiet=6)},
+}
+
+
+@pytest.mark.parametrize("case", HEALTHY)
+def test_a_run_that_is_merely_slow_is_not_said_to_hang(case: str) -> None:
+    assert judge(HEALTHY[case], 2) is None
+
+
+def test_a_collective_that_does_not_end_is_nobodys_fault_and_idle_ranks_that_wait_for_nobody_are_named_late() -> None:
+    stuck = judge({rank: waits(rank, quiet=61) for rank in range(2)}, 2)
+    assert stuck
+    assert stuck.rank is None
+    assert "all have called the same collective" in str(stuck)
+    alone = judge({0: report(0, at("lock.acquire()"), quiet=31)}, 1)
+    assert alone
+    assert alone.rank == 0
+    assert "waits for a lock" in str(alone)
+    assert "while" not in str(alone)
+
+
+@given(rank=st.integers(0, 7), world_size=st.integers(2, 8), usual=st.floats(0, 20), quiet=st.floats(0, 120), works=st.booleans())
+@settings(max_examples=60, deadline=None)
+def test_whoever_is_behind_is_named_once_the_silence_is_out_of_the_ordinary(
+    rank: int, world_size: int, usual: float, quiet: float, works: bool
+) -> None:
+    rank %= world_size
+    reports = {other: waits(other, quiet=quiet, usual=usual) for other in range(world_size)}
+    reports[rank] = report(rank, at("time.sleep(9)"), last=411, quiet=quiet, usual=usual, works=works)
+
+    said = judge(reports, world_size)
+
+    assert (said is not None) == (quiet >= max(hang.WORKING if works else hang.FLOOR, hang.USUAL * usual))
+    assert said is None or (said.rank == rank and said.waiting[0].ranks == tuple(sorted(reports.keys() - {rank})))
+
+
+def test_is_written_read_and_explains_a_run_that_failed_because_of_it(tmp_path: Any) -> None:
+    said = judge({0: waits(0), 1: PLANTED["sleep"][0]}, 2)
+    assert said is not None
+    (tmp_path / run_directory.HANG).mkdir()
+    run_directory.write_json(tmp_path / run_directory.RUN_JSON, {"timeout": 60})
+    said.write(tmp_path)
+    read = Hang.load(tmp_path)
+    assert read == said
+
+    failure = first_failure(tmp_path, {"state": "timeout"})
+    assert failure
+    assert failure.rank == 1
+    assert failure.kind == "hang"
+    assert failure.traceback == said.stacks[1]
+    assert not said.explains(Failure(rank=0, kind="exception", message="ValueError", traceback=None, hint=None))
+    assert hang.hang_note(said, False) == ""
+    assert "no progress for 9 s (usually 0.2 s at most)" in hang.hang_note(said, True)
+    for damaged in ("{", "{}", '{"stacks": {"x": 1}, "waiting": []}', '{"stacks": {}, "waiting": [{"ranks": 3}]}'):
+        (tmp_path / run_directory.HANG / run_directory.HANG_JSON).write_text(damaged)
+        assert Hang.load(tmp_path) is None

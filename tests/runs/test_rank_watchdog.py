@@ -1,0 +1,132 @@
+"""What a rank writes about itself while it makes no progress."""
+
+import json
+import threading
+import time
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from workbench.core import run_directory
+from workbench.runs import flight_recorder, rank_watchdog
+from workbench.runs.rank_watchdog import QUIET, TICK, RankWatchdog
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def counts(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    numbers = {"0": 0}
+    monkeypatch.setattr(flight_recorder, "numbers", lambda: dict(numbers))
+    monkeypatch.setattr(rank_watchdog.rank_log, "steps_written", lambda: None)
+    return numbers
+
+
+def pass_time(watchdog: RankWatchdog, clock: Clock, seconds: float) -> None:
+    for _ in range(round(seconds / TICK)):
+        clock.now += TICK
+        watchdog.tick()
+
+
+def test_writes_nothing_while_there_is_progress_and_its_stacks_when_there_is_none(tmp_path: Path, counts: dict[str, int]) -> None:
+    clock, folder = Clock(), tmp_path / run_directory.HANG
+    watchdog = RankWatchdog(folder, 3, clock=clock)
+    for _ in range(8):
+        counts["0"] += 1
+        pass_time(watchdog, clock, QUIET / 2)
+    assert not folder.exists()
+
+    pass_time(watchdog, clock, QUIET)
+
+    written = json.loads((folder / "rank3.json").read_text())
+    assert written["rank"] == 3
+    assert written["quiet"] == pytest.approx(QUIET, abs=2 * TICK)
+    assert written["numbers"] == {"0": 8}
+    assert written["usual"] == pytest.approx(QUIET / 2, abs=TICK)
+    main = written["threads"][0]
+    assert main["main"]
+    assert any(name == "test_writes_nothing_while_there_is_progress_and_its_stacks_when_there_is_none" for _, _, name, *_ in main["frames"])
+    counts["0"] += 1
+    pass_time(watchdog, clock, TICK)
+    assert not (folder / "rank3.json").exists()
+    (folder / run_directory.ASK).touch()
+    pass_time(watchdog, clock, 1)
+    assert (folder / "rank3.json").exists()  # whoever is asked answers
+
+
+def test_one_long_gap_is_not_usual_and_a_single_rank_without_steps_is_not_judged(
+    tmp_path: Path, counts: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock()
+    watchdog = RankWatchdog(tmp_path, 0, clock=clock)
+    for seconds in (30, 1, 20, 1, 1):  # the start, a step, a compilation, two steps
+        pass_time(watchdog, clock, seconds)
+        counts["0"] += 1
+    pass_time(watchdog, clock, QUIET + 1)
+    assert json.loads((tmp_path / "rank0.json").read_text())["usual"] == pytest.approx(1, abs=2 * TICK)
+
+    monkeypatch.setattr(flight_recorder, "numbers", dict)
+    other = RankWatchdog(tmp_path / "other", 0, clock=clock)
+    pass_time(other, clock, 60)
+    assert not (tmp_path / "other").exists()
+
+
+def sample(**more: Any) -> dict[str, Any]:
+    return {"where": ((1, 2),), "state": "S", "loop": None, "threads": 0.0, "children": 0.0, "io": 0} | more
+
+
+@pytest.mark.parametrize(
+    ("samples", "works", "repeats"),
+    [
+        ([sample() for _ in range(10)], False, False),
+        ([sample(state="R", where=((1, i),)) for i in range(10)], True, False),
+        ([sample(where=((1, i),)) for i in range(10)], True, False),  # a download: other lines all the time
+        ([sample(state="D") for _ in range(10)], True, False),
+        ([sample(children=0.4 * i) for i in range(10)], True, False),  # its loader's workers decode
+        ([sample(threads=0.4 * i) for i in range(10)], True, False),
+        ([sample(io=10**6 * i) for i in range(10)], True, False),
+        ([sample(state="R", loop=(((1, i % 2),), ("same",))) for i in range(10)], True, True),
+        ([sample(state="R", loop=(((1, 1),), (f"x{i}",))) for i in range(10)], True, False),
+        ([sample(), sample()], True, False),  # too early to say
+    ],
+)
+def test_tells_work_from_waiting(tmp_path: Path, samples: list[dict[str, Any]], works: bool, repeats: bool) -> None:
+    watchdog = RankWatchdog(tmp_path, 0)
+    watchdog._samples = deque(one | {"time": TICK * i} for i, one in enumerate(samples))
+
+    assert watchdog._works() == (works, repeats)
+
+
+def _spin(done: threading.Event) -> None:
+    n = 0
+    while not done.is_set():
+        n += 1
+
+
+def _count(done: threading.Event) -> None:
+    for _ in range(10**12):
+        if done.is_set():
+            return
+
+
+@pytest.mark.parametrize(("function", "kind"), [(_spin, True), (_count, False)])
+def test_knows_a_while_loop_from_a_for_loop(function: Any, kind: bool) -> None:
+    import sys
+
+    done = threading.Event()
+    thread = threading.Thread(target=function, args=(done,))
+    thread.start()
+    try:
+        time.sleep(0.02)
+        answers = [rank_watchdog._repeats_while(rank_watchdog._frames(sys._current_frames()[thread.ident or 0])[:-3]) for _ in range(5)]
+    finally:
+        done.set()
+        thread.join()
+    assert answers == [kind] * 5

@@ -1,0 +1,84 @@
+"""Reads torch's flight recorder: the last collectives of this process, with number, shapes, state and the lines that called them.
+
+The only file that knows these private functions of torch, which move between releases. It imports nothing: a rank that has not loaded
+`torch.distributed` has no collectives.
+"""
+
+import pickle
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+BUFFER = 256
+"""Collectives that a rank keeps, at some 0.5 kB each."""
+KEPT = 40
+"""Collectives, the last ones, that go into a report."""
+
+
+def switched_on(torch_version: str, environ: Mapping[str, str]) -> dict[str, str]:
+    """The variable that switches the recorder on; none where the user has set one. torch 2.6 and 2.7 record NCCL only.
+
+    >>> switched_on("2.13.0+cpu", {}), switched_on("2.6.0", {})
+    ({'TORCH_FR_BUFFER_SIZE': '256'}, {'TORCH_NCCL_TRACE_BUFFER_SIZE': '256'})
+    """
+    names = "TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"
+    old = torch_version.startswith(("2.6.", "2.7."))
+    return {} if any(name in environ for name in names) else {names[old]: str(BUFFER)}
+
+
+def _dump(**options: bool) -> Any:
+    bindings = sys.modules.get("torch._C._distributed_c10d")
+    dump = getattr(bindings, "_dump_fr_trace", None) or getattr(bindings, "_dump_nccl_trace", None)
+    return None if dump is None else pickle.loads(dump(*options.values()))  # of this process
+
+
+def why_missing() -> str:
+    """Why collectives have no numbers here; "" where the recorder can be read."""
+    if "torch._C._distributed_c10d" not in sys.modules:
+        return "torch.distributed is not loaded"
+    torch = sys.modules["torch"]
+    try:
+        return "" if _dump(entries=False, stacks=False, active=False) is not None else f"torch {torch.__version__} has no flight recorder"
+    except Exception as error:
+        return f"the flight recorder of torch {torch.__version__} cannot be read: {type(error).__name__}: {error!s:.200}"
+
+
+def numbers() -> dict[str, int]:
+    """Process group → collectives called so far. Takes some microseconds, and touches no process group."""
+    try:
+        status = (_dump(entries=False, stacks=False, active=False) or {}).get("pg_status") or {}
+        return {str(group): int(state["last_enqueued_collective"]) for group, state in status.items()}
+    except Exception:  # another release of torch
+        return {}
+
+
+def members() -> dict[str, list[int]]:
+    """Process group → its ranks. For a rank that makes no progress: it holds the groups for a moment, while they could be destroyed."""
+    c10d = sys.modules.get("torch.distributed.distributed_c10d")
+    try:
+        world = c10d._world  # type: ignore[union-attr]
+        return {str(world.pg_names[group]): sorted(map(int, ranks)) for group, ranks in list(world.pg_group_ranks.items())}
+    except Exception:
+        return {}
+
+
+def last_collectives() -> list[dict[str, Any]]:
+    """The last collectives, oldest first: group, number (None: send or recv), op, sizes, dtype, pending, frames (file, line, function)."""
+    try:
+        entries = (_dump(entries=True, stacks=True, active=False) or {}).get("entries") or []
+        return [_shortened(entry) for entry in entries[-KEPT:]]
+    except Exception:
+        return []
+
+
+def _shortened(entry: Any) -> dict[str, Any]:
+    peer = bool(entry.get("is_p2p"))
+    return {
+        "group": str(entry["process_group"][0]),
+        "number": None if peer else int(entry["collective_seq_id"]),
+        "op": str(entry["profiling_name"]).partition(":")[2] or str(entry["profiling_name"]),
+        "sizes": [list(map(int, size)) for size in entry["input_sizes"]][:8],
+        "dtype": str(next(iter(entry.get("input_dtypes") or []), "")),
+        "pending": not entry.get("retired") and entry.get("state") != "completed",
+        "frames": [(str(frame["filename"]), int(frame["line"]), str(frame["name"])) for frame in (entry.get("frames") or [])[:40]],
+    }

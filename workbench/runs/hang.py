@@ -1,0 +1,401 @@
+"""Judges whether a run hangs, and names who holds up whom, from what each rank wrote about itself (`rank_watchdog.py`).
+
+A rank that waits in a collective waits for the members of its group that have not called it. Whoever is waited for and waits for nobody
+holds up the others. Where ranks wait for each other, they have called different collectives.
+
+How long the ranks must have been without progress depends on what that rank does: short where nothing can follow (it waits itself, or has
+ended), longer where it sleeps or waits for something outside, and minutes where it works.
+"""
+
+import contextlib
+import re
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from workbench.core import run_directory
+from workbench.core.package import is_users
+from workbench.runs.failure import Failure
+
+FLOOR = 8.0
+"""Seconds without progress of any rank before which nothing is called a hang. Chosen: a stack is collected and judged within 15 s."""
+USUAL = 3.0
+"""No progress for so many times the longest usual gap between two signs of progress is out of the ordinary."""
+PLANNED = 12.0
+"""Seconds for a rank that is idle in an evaluation or a checkpoint."""
+STARTING = 30.0
+"""Seconds for a rank that is idle before its second step."""
+ALONE = 30.0
+"""Seconds where no rank waits for another."""
+IN_TRANSIT = 60.0
+"""Seconds where all ranks are in the same collective: it may be large, or the network slow."""
+WORKING = 300.0
+"""Seconds for a rank that works while others wait, such as an evaluation on rank 0."""
+STOP = 30.0
+"""Seconds without progress after which `on_hang="stop"` ends a run, at least."""
+FRESH = 12.0
+"""Seconds for which a report of a rank counts. One that works writes again within 5 s."""
+FIRST_COLLECTIVES = 6
+"""Collectives with which a script begins, where its steps are not counted: DDP compares and sends the weights."""
+
+_PLANNED = re.compile(r"(^|_)(eval|evaluate|evaluation|valid|validate|validation|save|saving|checkpoint|checkpoints|ckpt|snapshot)(_|$)")
+_WAITS = re.compile(
+    r"\.(wait|item|tolist|cpu|numpy|synchronize|result)\(|\b(barrier|all_\w+|reduce\w*|broadcast\w*|gather\w*|scatter\w*)\("
+)
+_SKIPPED = ("wrapper", "wrapped", "decorate_context", "_wrapped_call_impl", "_call_impl", "inner", "_fn")
+Frame = tuple[str, int, str, str, bool]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Waiting:
+    """Ranks that wait in the same place."""
+
+    ranks: tuple[int, ...]
+    what: str
+    """What they wait in, such as `all_reduce number 412 ([20] Float), called by backward`."""
+    line: str
+    """The user's line, such as `train.py:61`."""
+
+    def __str__(self) -> str:
+        wait = "waits" if len(self.ranks) == 1 else "wait"
+        return f"{_ranks(self.ranks)} {wait} in {self.what}" + (f", {self.line}" if self.line else "")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hang:
+    """Who holds up a run, where, and who waits for it."""
+
+    rank: int | None
+    """The rank that holds up the others; None = none of them (all are in the same collective)."""
+    doing: str
+    """What that rank does, such as `sleeps in validate()`."""
+    line: str
+    """The line where it does it, the user's if there is one, such as `train.py:88`."""
+    waiting: tuple[Waiting, ...]
+    """What the others wait in."""
+    seconds: float
+    """Seconds without progress when it was judged."""
+    usual: float
+    """The longest usual gap between two signs of progress, in seconds."""
+    since: float
+    """When the last progress was, by the wall clock."""
+    stacks: Mapping[int, str] = field(default_factory=dict)
+    """The stacks of all threads of each rank, innermost call last."""
+    over: float | None = None
+    """Seconds that it lasted, if the run went on by itself."""
+    stopped: bool = False
+    """Was the run ended because of it (`on_hang="stop"`)?"""
+
+    @property
+    def message(self) -> str:
+        """Who holds up whom, in one sentence."""
+        who = "no rank goes on" if self.rank is None else f"rank {self.rank}"
+        text = f"{who} {self.doing}" if self.rank is not None else f"{who}: {self.doing}"
+        text += f", {self.line}" if self.line else ""
+        return text + (", while " + "; ".join(map(str, self.waiting)) if self.waiting else "")
+
+    def __str__(self) -> str:
+        if self.over is not None:
+            return f"for {self.over:.0f} s no rank made progress, then the run went on: {self.message}"
+        usual = f" (usually {self.usual:.1f} s at most)" if self.usual >= 0.05 else ""
+        return f"hangs: no progress for {max(self.seconds, 0):.0f} s{usual}: {self.message}"
+
+    @property
+    def failure(self) -> Failure:
+        """The same as the reason why a run failed."""
+        return Failure(
+            rank=self.rank, kind="hang", message=f"the run hung: {self.message}", traceback=self.stacks.get(self.rank or 0), hint=HINT
+        )
+
+    def explains(self, failure: Failure | None) -> bool:
+        """Is this hang why the run failed? It is not where a rank failed by an error of its own."""
+        return self.over is None and (self.stopped or failure is None or failure.kind == "timeout")
+
+    @classmethod
+    def load(cls, run_dir: Path) -> "Hang | None":
+        """The last hang of a run; None where there was none, or what was written is damaged."""
+        with contextlib.suppress(run_directory.DamagedRunError, OSError, KeyError, TypeError, ValueError, AttributeError):
+            value = run_directory.read_json(run_dir / run_directory.HANG / run_directory.HANG_JSON)
+            value["stacks"] = {int(rank): str(text) for rank, text in value["stacks"].items()}
+            value["waiting"] = tuple(
+                Waiting(ranks=tuple(map(int, row["ranks"])), what=str(row["what"]), line=str(row["line"])) for row in value["waiting"]
+            )
+            hang = cls(**value)
+            _ = str(hang), hang.failure  # what cannot be shown is damaged
+            return hang
+        return None
+
+    def write(self, run_dir: Path) -> None:
+        """Write it into the run directory."""
+        run_directory.write_json(run_dir / run_directory.HANG / run_directory.HANG_JSON, asdict(self))
+
+
+def hang_note(hang: Hang | None, lasting: bool) -> str:
+    """A note on the last hang of a run; "" where there was none, or its error says it.
+
+    Args:
+        hang: of the run.
+        lasting: has the run no error that could say it?
+    """
+    return str(hang) if hang is not None and (lasting or hang.over is not None) else ""
+
+
+HINT = "The stacks of all threads of all ranks are in run.hang.stacks; how to read them: docs, How-to, My run hangs."
+
+
+@dataclass(slots=True, kw_only=True)
+class _Act:
+    """What one rank does."""
+
+    words: str
+    line: str = ""
+    works: bool = False
+    certain: bool = False
+    """It will not go on by itself, whatever it does."""
+    planned: bool = False
+    """It evaluates, or writes a checkpoint."""
+    waits: bool = False
+    """It waits for other ranks."""
+    collective: Mapping[str, Any] | None = None
+    """In which collective, as far as that is known."""
+    what: str = ""
+
+
+def judge(
+    reports: Mapping[int, Mapping[str, Any]],
+    world_size: int,
+    *,
+    ended: Iterable[int] = (),
+    silent: Mapping[int, tuple[str, str]] | None = None,
+    workers: Mapping[int, tuple[str, str]] | None = None,
+) -> Hang | None:
+    """Does the run hang, and who holds up whom? None while that cannot be said.
+
+    Args:
+        reports: what each rank has written about itself just now.
+        world_size: ranks of the run.
+        ended: ranks whose process is gone.
+        silent: ranks that cannot answer → what they do, and their stacks as faulthandler prints them.
+        workers: ranks → line and stack of a DataLoader's worker of theirs, where that was asked for.
+    """
+    silent, ended = silent or {}, set(ended)
+    live = {rank: report for rank, report in reports.items() if rank not in ended and rank not in silent}
+    if len(live) + len(ended) + len(silent) < world_size or not live:
+        return None
+    quiet, usual = min(report["quiet"] for report in live.values()), max(report["usual"] for report in live.values())
+    if quiet < FLOOR:
+        return None
+    acts = {rank: _act(report, (workers or {}).get(rank)) for rank, report in live.items()}
+    acts |= {rank: _Act(words="has ended: its process is gone", certain=True) for rank in ended}
+    acts |= {rank: _Act(words=words, line=place_in_dump(stack), certain=True) for rank, (words, stack) in silent.items()}
+    rank, patience, act = _culprit(acts, live)
+    if quiet < max(patience, USUAL * usual):
+        return None
+    stacks = {number: _stack_text(report["threads"]) for number, report in live.items()}
+    stacks |= {number: stack for number, (_, stack) in silent.items()}
+    for number, (_, stack) in (workers or {}).items():
+        stacks[number] = f"{stacks.get(number, '')}\n\nIn a worker of its loader:\n{stack}"
+    return Hang(
+        rank=rank,
+        doing=act.words,
+        line=act.line,
+        waiting=_grouped({number: other for number, other in acts.items() if number != rank and other.waits}) if act.words else (),
+        seconds=quiet,
+        usual=usual,
+        since=min(report["time"] - report["quiet"] for report in live.values()),
+        stacks=dict(sorted(stacks.items())),
+    )
+
+
+def _culprit(acts: Mapping[int, _Act], live: Mapping[int, Mapping[str, Any]]) -> tuple[int | None, float, _Act]:
+    """Who holds up the others, after how many seconds that is to be said, and what it does."""
+    for_whom = {rank: _waits_for(rank, act, acts, live) for rank, act in acts.items()}
+    awaited = Counter(other for others in for_whom.values() for other in others)
+    free = [rank for rank in awaited if not for_whom[rank]]
+    if free:
+        rank = min(free, key=lambda rank: (acts[rank].works, -awaited[rank], rank))
+        act = acts[rank]
+        if act.certain or act.waits:
+            return rank, FLOOR, act
+        if act.works:
+            return rank, WORKING, act
+        return rank, STARTING if _starting(live[rank]) else PLANNED if act.planned else FLOOR, act
+    if awaited:  # in a circle
+        rank = _odd_one_out(acts, live, for_whom)
+        return rank, FLOOR, acts[rank]
+    if all(act.waits for act in acts.values()):
+        return None, IN_TRANSIT, _Act(words="all have called the same collective, which does not end (is the network up?)", what="all")
+    rank = next((rank for rank, act in acts.items() if not act.works), min(acts))
+    idle = not any(act.works for act in acts.values())
+    return rank, max(ALONE, STARTING) if idle and not any(map(_starting, live.values())) else float("inf"), acts[rank]
+
+
+def _starting(report: Mapping[str, Any]) -> bool:
+    """Has this rank not taken its second step yet?"""
+    steps = report["steps"]
+    return bool(steps < 2 if steps is not None else max(report["numbers"].values(), default=0) < FIRST_COLLECTIVES)
+
+
+def _waits_for(rank: int, act: _Act, acts: Mapping[int, _Act], live: Mapping[int, Mapping[str, Any]]) -> set[int]:
+    """The ranks that this one waits for."""
+    if not act.waits:
+        return set()
+    called = act.collective
+    if called is None or called["number"] is None:  # a store, a send, or a torch without a recorder
+        return {other for other, theirs in acts.items() if other != rank and not theirs.waits}
+    awaited, group = set(), called["group"]
+    for other in set(live[rank]["groups"].get(group) or acts) - {rank}:
+        if other not in live:
+            awaited |= {other} & set(acts)
+            continue
+        report = live[other]
+        if report["numbers"].get(group, 0) < called["number"]:
+            awaited.add(other)
+        else:
+            same = _entry(report, group, called["number"])
+            if same is not None and (same["op"] != called["op"] or (_comparable(same, called) and same["sizes"] != called["sizes"])):
+                awaited.add(other)
+    return awaited
+
+
+def _comparable(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Must all ranks give the same shapes?"""
+    return "reduce" in one["op"] and bool(one["sizes"]) and bool(other["sizes"])
+
+
+def _entry(report: Mapping[str, Any], group: str, number: int) -> Mapping[str, Any] | None:
+    return next((row for row in report["collectives"] if row["group"] == group and row["number"] == number), None)
+
+
+def _odd_one_out(acts: Mapping[int, _Act], live: Mapping[int, Mapping[str, Any]], for_whom: Mapping[int, set[int]]) -> int:
+    """Of ranks that wait for each other, the one that took another branch: it does what fewest do, or what did not follow before."""
+    places = Counter(act.what for rank, act in acts.items() if for_whom[rank])
+    rare = min(places.values())
+    some = [rank for rank, act in acts.items() if for_whom[rank] and places[act.what] == rare]
+    return min(some, key=lambda rank: (not _unusual(live[rank], acts[rank].collective), not acts[rank].planned, -rank))
+
+
+def _unusual(report: Mapping[str, Any], called: Mapping[str, Any] | None) -> bool:
+    """Is this collective another than the one that followed the same predecessors before?"""
+    if called is None or called["number"] is None:
+        return False
+    keys = [(row["op"], row["sizes"]) for row in report["collectives"] if row["group"] == called["group"] and row["number"] is not None]
+    if len(keys) < 3:
+        return False
+    for place in range(len(keys) - 2, 0, -1):
+        if keys[place - 1] == keys[-2]:
+            return keys[place] != keys[-1]
+    return False
+
+
+def _grouped(acts: Mapping[int, _Act]) -> tuple[Waiting, ...]:
+    places: dict[tuple[str, str], list[int]] = {}
+    for rank, act in sorted(acts.items()):
+        places.setdefault((act.what, act.line), []).append(rank)
+    return tuple(Waiting(ranks=tuple(ranks), what=what, line=line) for (what, line), ranks in places.items())
+
+
+def _act(report: Mapping[str, Any], worker: tuple[str, str] | None) -> _Act:
+    """What a rank does, by its stacks and its last collectives."""
+    main: list[Frame] = next(([tuple(f) for f in thread["frames"]] for thread in report["threads"] if thread["main"]), [])  # type: ignore[misc]
+    user = next((frame for frame in main if frame[4]), None)
+    place = user or next((frame for frame in main if "/workbench/" in frame[0] and "/programs/" not in frame[0]), None)
+    line = f"{Path(place[0]).name}:{place[1]}" if place else ""
+    inside = f" in {user[2]}()" if user and not user[2].startswith("<") else ""
+    planned = any(_PLANNED.search(frame[2].lower()) for frame in main)
+    names, files = [frame[2] for frame in main], [frame[0].replace("\\", "/") for frame in main]
+    text = main[0][3] if main else ""
+    act = _Act(words="", line=line, works=bool(report["works"]), planned=planned)
+    in_torch = bool(files) and "/torch/" in files[0] and "/torch/utils/data/" not in files[0]
+    in_distributed = next((at for at, file in enumerate(files[:20]) if "/torch/distributed/" in file), None)
+    pending = next((row for row in report["collectives"] if row["pending"] and row["number"] is not None), None)
+    pending = pending or next((row for row in report["collectives"] if row["pending"]), None)
+    if any(file.endswith("torch/utils/data/dataloader.py") and name == "_next_data" for file, name in zip(files, names, strict=True)):
+        act.words = "waits for its loader" + (f", whose worker is at {worker[0]}" if worker else "")
+    elif "destroy_process_group" in names[:20]:
+        act.words, act.certain = f"has ended its training, and is in destroy_process_group(){inside}", True
+    elif pending and (in_torch or in_distributed is not None or _WAITS.search(text) or "/workbench/train/" in files[0]):
+        act.waits, act.collective, act.what = True, pending, _words_of(pending, main)
+        if frame := next((frame for frame in pending["frames"] if user and frame[0] == user[0]), None):
+            act.line = f"{Path(frame[0]).name}:{frame[1]}"
+        act.words = f"waits in {act.what}{inside}"
+    elif in_distributed is not None or (files and files[0].endswith("workbench/train/ranks.py") and names[0] == "share"):
+        inner = [name for name, file in zip(names, files, strict=True) if "/torch/distributed/" in file and name not in _SKIPPED]
+        act.waits, act.what = True, inner[-1] if inner else "a message of all ranks (has it ended its loop?)"
+        act.words = f"waits in {act.what}{inside}"
+    elif report["repeats"]:
+        act.words, act.works, act.certain = f"repeats a loop{inside} without a change", False, False
+    elif act.works:
+        act.words = f"works{inside}"
+    elif not user and main and any("_shutdown" in name or "_exit_function" in name for name in names):
+        act.words, act.certain = "has left its script, and waits for a thread or a process of its own", True
+    elif "sleep(" in text:
+        act.words = f"sleeps{inside}"
+    elif any(file.endswith("/subprocess.py") for file in files[:4]):
+        act.words = f"waits for a process that it started{inside}"
+    elif any(file.endswith("/queue.py") or "/multiprocessing/queues.py" in file for file in files[:3]):
+        act.words = f"waits for a queue{inside}"
+    elif any(file.endswith("/threading.py") for file in files[:3]) or re.search(r"\.acquire\(|\.join\(|^with .*lock", text, re.IGNORECASE):
+        act.words = f"waits for a lock or another thread{inside}"
+    else:
+        act.words = f"is stuck{inside}"
+    return act
+
+
+def _words_of(row: Mapping[str, Any], main: list[Frame]) -> str:
+    """A collective with its number, shapes and caller."""
+    op, shapes = row["op"], ", ".join(map(str, row["sizes"][:3])) + ", …" * (len(row["sizes"]) > 3)
+    text = op if row["number"] is None else f"{op} number {row['number']}"
+    text += f" of group {row['group']}" if row["group"] not in ("0", "default_pg") else ""
+    text += f" ({shapes} {row['dtype']})" if shapes else ""
+    stack = [frame[2] for frame in row["frames"]] or [frame[2] for frame in main]
+    users = {frame[:3] for frame in main if frame[4]}
+    before = []
+    for frame in row["frames"] or [frame[:3] for frame in main]:
+        if tuple(frame) in users:
+            break
+        before.append(frame[2])
+    caller = next((name for name in reversed(before) if name not in _SKIPPED), "") if len(before) < len(stack) else ""
+    return text + (f", called by {caller}" if caller and not op.lstrip("_").startswith(caller.rstrip("_")) and caller != op else "")
+
+
+def _ranks(ranks: tuple[int, ...]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    return f"ranks {shown}"
+
+
+def _stack_text(threads: Iterable[Mapping[str, Any]]) -> str:
+    """The stacks of all threads as a traceback shows them, the main thread first."""
+    parts = []
+    for thread in threads:
+        lines = [
+            f'  File "{file}", line {line}, in {name}\n' + f"    {text}\n" * bool(text) for file, line, name, text, _ in thread["frames"]
+        ]
+        parts.append(f"Thread {thread['name']} (most recent call last):\n" + "".join(reversed(lines)))
+    return "\n".join(parts).rstrip()
+
+
+_DUMPED = re.compile(r'^  File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<name>.+)$', re.MULTILINE)
+
+
+def frames_of_dump(text: str) -> list[tuple[str, int, str]]:
+    """File, line and function of each frame of the main thread (or the only one) that faulthandler printed, innermost first."""
+    threads = re.split(r"^(?=(?:Current t|T)hread 0x)", text, flags=re.MULTILINE)
+    return [(match["file"], int(match["line"]), match["name"]) for match in _DUMPED.finditer(threads[-1])]
+
+
+def place_in_dump(stack: str) -> str:
+    """The user's line in stacks that faulthandler printed, such as `data.py:14 in __getitem__()`; "" = there is no stack."""
+    frames = frames_of_dump(stack)
+    frame = next((frame for frame in frames if is_users(frame[0])), frames[0] if frames else None)
+    return f"{Path(frame[0]).name}:{frame[1]}" + (f" in {frame[2]}()" * (not frame[2].startswith("<"))) if frame else ""
+
+
+def is_fresh(report: Mapping[str, Any], now: float | None = None) -> bool:
+    """Has a rank written this just now?"""
+    return abs((time.time() if now is None else now) - report["time"]) < FRESH

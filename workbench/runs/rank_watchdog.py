@@ -1,0 +1,211 @@
+"""Watches, in a thread of each rank, whether the rank makes progress; where it makes none, writes what its threads do.
+
+Progress is a finished step or a new collective. A rank without either writes `hang/rank<r>.json`: the stacks of all threads, its last
+collectives, and whether it works (CPU, disk, children) or is stuck. `hang.py` judges what all ranks have written, `programs/watchdog.py`
+collects it. While there is progress the thread looks at two counters twice a second, and writes nothing.
+
+A rank in C code that holds Python's lock cannot run this thread. For it, a signal lets `faulthandler` print all stacks to stderr.
+"""
+
+import contextlib
+import dis
+import faulthandler
+import itertools
+import linecache
+import os
+import signal
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from functools import lru_cache
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+from workbench.core import run_directory
+from workbench.core.checks import number_or_default
+from workbench.core.package import is_users
+from workbench.core.system_load import cpu_of_process, cpu_of_tree
+from workbench.runs import flight_recorder
+from workbench.timeline import rank_log
+
+TICK = 0.5
+"""Seconds between two looks."""
+QUIET = 4.0
+"""Seconds without progress after which a rank writes what it does."""
+LATER = 60.0
+"""Seconds without progress after which it does so less often."""
+WINDOW = 5.0
+"""Seconds over which a rank judges whether it works or is stuck."""
+DUMP_SIGNAL = getattr(signal, "SIGRTMAX", signal.SIGUSR2) - 5
+"""The signal upon which a rank prints its stacks: none that batch systems or users send."""
+MOST_FRAMES = 60
+
+
+class RankWatchdog:
+    """What this rank does, seen from another thread."""
+
+    def __init__(self, folder: Path, rank: int, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._folder, self._rank, self._clock = folder, rank, clock
+        self._path = folder / f"rank{rank}.json"
+        self._main = threading.main_thread()
+        self._count: tuple[int | None, dict[str, int]] = (None, {})
+        self._since, self._gaps, self._written = clock(), [0.0, 0.0], -1e9
+        self._samples: deque[dict[str, Any]] = deque(maxlen=round(WINDOW / TICK))
+
+    def tick(self) -> None:
+        """Look once; write, or delete what was written, where that is due."""
+        now, count = self._clock(), (rank_log.steps_written(), flight_recorder.numbers())
+        if count != self._count:
+            if any(self._count[1].values()) or self._count[0]:  # the first sign of progress ends the start-up, which is no gap
+                self._gaps = sorted([*self._gaps, now - self._since])[-2:]
+            self._count, self._since = count, now
+            self._samples.clear()
+        quiet = now - self._since
+        counts = count[0] is not None or bool(count[1]) or number_or_default("WORLD_SIZE", 1) > 1  # else nothing shows its progress
+        if counts and quiet >= QUIET / 2:
+            self._samples.append(self._sample())
+        if counts and (quiet >= QUIET or (self._folder / run_directory.ASK).exists()):
+            if now - self._written >= (1.0 if quiet < LATER else 5.0):
+                self._written = now
+                with contextlib.suppress(OSError):
+                    self._folder.mkdir(exist_ok=True)
+                    run_directory.write_json(self._path, self._report(quiet))
+        elif self._written > 0:
+            self._written = -1e9
+            self._path.unlink(missing_ok=True)
+
+    def _sample(self) -> dict[str, Any]:
+        """What the main thread does at this moment."""
+        frames = _frames(sys._current_frames().get(self._main.ident or 0))
+        where = tuple((id(frame.f_code), frame.f_lasti) for frame in frames)
+        state, pid = _thread_state(self._main.native_id), os.getpid()
+        loop = state == "R" and not _in_torch(frames) and _repeats_while(frames)
+        own = cpu_of_process(pid)
+        return {
+            "where": where,
+            "state": state,
+            "loop": (where, _digest(frames)) if loop else None,
+            "threads": own - time.clock_gettime(time.pthread_getcpuclockid(self._main.ident or 0)) - time.thread_time(),
+            "children": cpu_of_tree(pid) - own,
+            "io": _bytes_moved(),
+            "time": self._clock(),
+        }
+
+    def _works(self) -> tuple[bool, bool]:
+        """Does this rank work, and does it repeat a `while` loop in which nothing but numbers changes?"""
+        samples = [*self._samples]
+        if len(samples) < 4:
+            return True, False
+        first, last, count = samples[0], samples[-1], len(samples)
+        seconds = max(last["time"] - first["time"], TICK)
+        share = sum(sample["state"] in "RD" for sample in samples) / count
+        moved = sum(a["where"] != b["where"] for a, b in itertools.pairwise(samples)) / count
+        others = max((last["threads"] - first["threads"]) / seconds, (last["children"] - first["children"]) / seconds)
+        loops = [sample["loop"] for sample in samples if sample["loop"]]
+        repeats = len(loops) >= 0.7 * count and len({digest for _, digest in loops}) == 1
+        return share >= 0.2 or moved >= 0.5 or others >= 0.1 or (last["io"] - first["io"]) / seconds > 2**18, repeats
+
+    def _report(self, quiet: float) -> dict[str, Any]:
+        works, repeats = self._works()
+        names = {thread.ident: thread.name for thread in threading.enumerate()}
+        threads = [
+            {"name": names.get(ident, "?"), "main": ident == self._main.ident, "frames": [describe(f) for f in _frames(frame)]}
+            for ident, frame in sys._current_frames().items()
+            if ident == self._main.ident or ident != threading.get_ident()
+        ]
+        leaving = any(frame[2] == "destroy_process_group" for thread in threads for frame in thread["frames"])
+        return {
+            "rank": self._rank,
+            "pid": os.getpid(),
+            "time": time.time(),
+            "quiet": quiet,
+            "usual": self._gaps[0],
+            "steps": self._count[0],
+            "numbers": self._count[1],
+            "works": works,
+            "repeats": repeats,
+            "threads": sorted(threads, key=lambda thread: not thread["main"]),
+            "collectives": flight_recorder.last_collectives(),
+            "groups": {} if leaving else flight_recorder.members(),
+            "no_recorder": flight_recorder.why_missing(),
+        }
+
+    def run(self) -> None:
+        """Look for ever. An error of the watchdog ends the watchdog, not the training."""
+        with contextlib.suppress(Exception):
+            while True:
+                time.sleep(TICK)
+                self.tick()
+
+
+def start() -> None:
+    """Watch this rank, if it is one of a run; what a forked child (a DataLoader worker) does is not watched."""
+    with contextlib.suppress(ValueError, OSError, AttributeError, RuntimeError):  # no such folder; stderr is no file
+        if (run_dir := run_directory.in_environment()) is None or sys.platform != "linux":
+            return
+        faulthandler.register(DUMP_SIGNAL, all_threads=True)
+        watchdog = RankWatchdog(run_dir / run_directory.HANG, rank_log.rank())
+        threading.Thread(target=watchdog.run, name="workbench-watchdog", daemon=True).start()
+
+
+def _frames(frame: FrameType | None) -> list[FrameType]:
+    """The frames of a stack, the innermost first."""
+    frames: list[FrameType] = []
+    while frame is not None and len(frames) < MOST_FRAMES:
+        frames.append(frame)
+        frame = frame.f_back
+    return frames
+
+
+def describe(frame: FrameType) -> tuple[str, int, str, str, bool]:
+    """File, line, function and text of a frame; is it the user's code?"""
+    file = frame.f_code.co_filename
+    line = frame.f_lineno or 0
+    return file, line, frame.f_code.co_name, linecache.getline(file, line).strip()[:200], is_users(file)
+
+
+def _thread_state(native: int | None) -> str:
+    """The kernel's letter for the state of a thread: R runs or waits for a core, S sleeps, D waits for a disk."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/self/task/{native}/stat").read_text().rpartition(")")[2].split()[0]
+    return "R"
+
+
+def _bytes_moved() -> int:
+    """Bytes that this process has read and written so far."""
+    with contextlib.suppress(OSError, ValueError):
+        return sum(int(line.split()[1]) for line in Path("/proc/self/io").read_text().splitlines()[:2])
+    return 0
+
+
+def _in_torch(frames: list[FrameType]) -> bool:
+    """Does the main thread compute in torch, or in a package that is built on it?"""
+    return any("/torch/" in frame.f_code.co_filename and "/torch/distributed/" not in frame.f_code.co_filename for frame in frames[:20])
+
+
+def _digest(frames: list[FrameType]) -> tuple[Any, ...]:
+    """What the user's variables are, without numbers: equal in a loop that only counts."""
+    seen = []
+    for frame in [frame for frame in frames if is_users(frame.f_code.co_filename)][:4]:
+        for name, value in list(frame.f_locals.items())[:200]:
+            if not isinstance(value, int | float | complex):
+                size = len(value) if isinstance(value, list | dict | set | str | bytes | tuple | deque) else 0
+                seen.append((name, id(value), size))
+    return tuple(seen)
+
+
+def _repeats_while(frames: list[FrameType]) -> bool:
+    """Is the innermost loop of the user's code a `while`?"""
+    kinds = (_loop_around(frame.f_code, frame.f_lasti) for frame in frames if is_users(frame.f_code.co_filename))
+    return next(filter(None, kinds), "") == "while"
+
+
+@lru_cache(maxsize=256)
+def _loop_around(code: CodeType, at: int) -> str:
+    """The kind of the innermost loop around an instruction; "" = there is none."""
+    instructions = {instruction.offset: instruction for instruction in dis.get_instructions(code)}
+    loops = [int(jump.argval) for jump in instructions.values() if "JUMP_BACKWARD" in jump.opname and int(jump.argval) <= at <= jump.offset]
+    return ("for" if instructions[max(loops)].opname == "FOR_ITER" else "while") if loops else ""
