@@ -427,12 +427,8 @@ class Run(NearestAttribute):
         files = self.log_files()
         if rank is not None and rank not in files:
             raise ValueError(f"{self!r} has no log of rank {rank!r}: it has ranks {', '.join(map(str, files)) or 'none yet'}")
-        lines = []
-        for number, paths in files.items():
-            if rank in (None, number):
-                for path in paths:
-                    prefix = f"[{number}] " if rank is None else ""
-                    lines += [prefix + line for line in run_directory.TextTail(path).read(last=True)]
+        wanted = [(number, path) for number, paths in files.items() if rank in (None, number) for path in paths]
+        lines = [f"[{number}] " * (rank is None) + line for number, path in wanted for line in run_directory.TextTail(path).read(last=True)]
         return "\n".join(lines)
 
     # --- how it shows itself
