@@ -14,7 +14,7 @@ import torch
 from workbench.core import run_directory
 from workbench.programs import start
 from workbench.programs.start import libraries
-from workbench.runs.entrypoints import CHOOSE_MICRO_BATCH, COUNTING, ESTIMATE_WORKER, TRAIN, entrypoint
+from workbench.runs.entrypoints import CHOOSE_MICRO_BATCH, COUNTING, ESTIMATE_WORKER, TORCHRUN, TRAIN, entrypoint
 from workbench.runs.spec import RunSpec
 from workbench.train import lazy_dynamo
 
@@ -140,6 +140,32 @@ def test_what_a_training_loads_anyway_is_loaded_first(tmp_path: Path) -> None:
     assert not [*libraries(COUNTING, "clipart-resnet")]
     run_directory.write_json(tmp_path / run_directory.RUN_JSON, {"spec": {"kind": "script"}})
     assert not [*libraries(TRAIN, str(tmp_path))]
+
+
+@pytest.mark.parametrize("program", [TORCHRUN, TRAIN])
+def test_torchrun_alone_does_without_what_computes_tensors_that_have_no_data(monkeypatch: pytest.MonkeyPatch, program: str) -> None:
+    loaded = []
+    there = types.SimpleNamespace(main=lambda: loaded.append(sys.modules.get(start.NOT_COMPUTED)))
+    monkeypatch.setattr(start.importlib, "import_module", lambda _: there)
+    monkeypatch.setattr(start, "gc", types.SimpleNamespace(disable=lambda: None, freeze=lambda: None, enable=lambda: None))
+    monkeypatch.setattr(start, "use_multiprocessing_folder", lambda: None)
+    monkeypatch.setattr(lazy_dynamo, "defer", lambda: None)
+    monkeypatch.setattr(sys, "argv", ["start", program])
+    monkeypatch.delitem(sys.modules, start.NOT_COMPUTED)
+    start.main()
+    assert [type(module) for module in loaded] == [start.Later if program == TORCHRUN else type(None)]
+
+
+def test_what_is_asked_for_after_all_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "loaded_later.py").write_text("value = 3")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(sys.modules, "loaded_later", later := start.Later("loaded_later"))
+    assert not hasattr(later, "__file__")  # as `inspect` asks of all modules
+    assert sys.modules["loaded_later"] is later
+    from loaded_later import value
+
+    assert (value, later.value) == (3, 3)
+    assert sys.modules["loaded_later"] is not later
 
 
 def test_an_import_that_fails_is_on_record(tmp_path: Path) -> None:
