@@ -149,22 +149,70 @@ def pytest_report_header() -> list[str]:
 
 
 LONGEST = (
+    # in `make test-slow`
+    "runs/test_random_kills.py",
     "runs/test_slurm.py",
-    "memory/test_memory.py",
-    "memory/test_leaks.py",
-    "runs/test_nothing_outlives_a_run.py",
-    "memory/test_predicted_and_measured.py",
+    "runs/test_signals.py",
+    "runs/test_failure.py",
+    "programs/test_train.py",
+    "test_frameworks.py",
+    "test_docs.py",
+    "runs/test_prove_script_resume.py",
+    "runs/test_prove_resume.py",
+    "cluster/test_collectives.py",
     "diagnosis/test_experiment.py",
-    "scaling/test_api.py",
-    "runs/test_sweep.py",
-    "diagnosis/test_api.py",
+    # in `make test`
     "train/test_sharding.py",
-    "runs/test_resume.py",
+    "traces/test_capture.py",
+    "memory/test_api.py",
+    "memory/test_transformers_models.py",
     "timeline/test_watch_script.py",
+    "test_left_behind.py",
+    "runs/test_nothing_outlives_a_run.py",
+    "programs/test_script.py",
+    "memory/test_predicted_and_measured.py",
+    "memory/test_leaks.py",
+    "memory/test_would_fit.py",
+    "memory/test_fake_process_group.py",
     "runs/test_launch.py",
+    "runs/test_sweep.py",
+    "runs/test_resume.py",
+    "runs/test_out_of_memory.py",
+    "train/test_large_batch_optimizers.py",
+    "test_readme.py",
+    "test_packaging.py",
+    "diagnosis/test_api.py",
+    "diagnosis/test_inside.py",
+    "scaling/test_api.py",
+    "memory/test_memory.py",
     "train/test_auto_micro_batch.py",
 )
 """Files that take longest; they come first, so that none of them is left over at the end, with idle cores beside it."""
+APART = (
+    "runs/test_signals.py",
+    "runs/test_failure.py",
+    "programs/test_train.py",
+    "test_docs.py",
+    "runs/test_prove_script_resume.py",
+    "runs/test_prove_resume.py",
+    "diagnosis/test_experiment.py",
+)
+"""Files whose long tests share nothing: workers take their tests one by one."""
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With `--dist loadfile`, a file is a worker's as a whole, unless its tests go apart."""
+    if config.getvalue("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class ByFile(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            name: str = super()._split_scope(nodeid)
+            return nodeid if name.removeprefix("tests/") in APART else name
+
+    return ByFile(config, log)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
