@@ -180,6 +180,21 @@ def begun(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     return found
 
 
+def test_a_new_run_begins_with_the_checkpoint_of_one_in_another_layout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun = list[dict[str, Any]]()
+    monkeypatch.setattr(new_run.NewRun, "_start_guard", lambda new, info, environ, lock: begun.append(info))
+    path = ended(tmp_path / "run", SPEC.replace(parallel="fsdp", nproc_per_node=2))
+    before = (path / run_directory.RUN_JSON).read_text()
+    run = wb.launch(SPEC.replace(micro_batch=16), resume=path, runs_dir=tmp_path / "runs")
+    assert run.path != path
+    assert run.spec == SPEC.replace(micro_batch=16)
+    assert (run.path / run_directory.CHECKPOINTS / "step00000005.pt").samefile(path / run_directory.CHECKPOINTS / "step00000005.pt")
+    assert len(begun) == 1
+    assert (path / run_directory.RUN_JSON).read_text() == before
+    with pytest.raises(LaunchError, match=r"with lr=None and not 0\.5: leave the spec out"):
+        wb.launch(SPEC.replace(lr=0.5, parallel="fsdp", nproc_per_node=2), resume=path)
+
+
 def test_a_run_that_somebody_else_has_resumed_meanwhile_does_not_begin_twice(tmp_path: Path, begun: list[dict[str, Any]]) -> None:
     path = ended(tmp_path / "run")
     lock = open_lock(path)

@@ -150,7 +150,7 @@ class Checkpoints:
         path, state = checkpoint
         trainer.load_state(state, source)
         done = int(state["step"])
-        rows = state.get("rows") or {}  # those of earlier workbenches have none
+        rows = (not _changed_layout(trainer, state) and state.get("rows")) or {}  # those of earlier workbenches have none
         self._cut_rows(done, rows.get(self._ranks.rank, ""))
         print(f"rank {self._ranks.rank} goes on from step {done}: {path}")
         if not self._ranks.rank:
@@ -339,8 +339,8 @@ def _changed_layout(trainer: "Trainer", state: Mapping[str, Any]) -> str:
     if before == now:
         return ""
     changes = ", ".join(f"{name}={now[name]} (it was {before.get(name)})" for name in now if now[name] != before.get(name))
-    then = {**trainer.spec.to_json(), **{name: state["spec"][name] for name in ("micro_batch", "accumulation")}, **before}
-    samples = then["micro_batch"] * then["accumulation"] * before["nproc_per_node"] * before["nnodes"] // before["tensor_parallel"]
+    ranks = before["nproc_per_node"] * before["nnodes"] // before["tensor_parallel"]
+    samples = before["micro_batch"] * before["accumulation"] * ranks
     order = "" if samples == trainer.spec.global_batch else (
         f"; a step takes {trainer.spec.global_batch} samples now, and took {samples}: the order of the samples differs"
     )  # fmt: skip

@@ -211,8 +211,8 @@ class Layout:
         return layout
 
 
-LAYOUT_KNOBS = ("parallel", "tensor_parallel", "shard_ranks", "nproc_per_node", "nnodes")
-"""Knobs that say which rank holds what of the model, and how many ranks there are."""
+LAYOUT_KNOBS = ("parallel", "tensor_parallel", "shard_ranks", "nproc_per_node", "nnodes", "micro_batch", "accumulation")
+"""Knobs that say which rank holds what of the model, and which samples it works on."""
 
 
 def layout_knobs(spec: RunSpec) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from workbench.runs.entrypoints import ON_HANG, spec_entrypoint
 from workbench.runs.launch import environment
 from workbench.runs.launch.new_run import LaunchError, NewRun
 from workbench.runs.launch.rendezvous import TIMEOUT, Rendezvous, free_endpoint
-from workbench.runs.launch.resume import go_on, resumable
+from workbench.runs.launch.resume import differs_in_layout, go_on, resumable, take_checkpoints
 from workbench.runs.launch.slurm import Slurm
 from workbench.runs.run import Run
 from workbench.runs.spec import RunSpec, ScriptSpec, Spec, check_profile
@@ -48,7 +48,9 @@ def launch(
         resume: a run of this machine (or its directory) that was killed, stopped or failed, with checkpoints (`checkpoint_every=`): it
             goes on from the last sound one, in its directory, from the folder where it was launched and with its spec; nothing but
             `timeout` can be given with it. Order of samples, random numbers, weights and schedule go on where they were; `prove_resume`
-            finds out whether that makes the run the same bit for bit. What its processes printed before is in `attempts/`.
+            finds out whether that makes the run the same bit for bit. What its processes printed before is in `attempts/`. With a
+            `target` that differs from its spec in how ranks share the work (`parallel`, `nproc_per_node`, `micro_batch`, …), a new run
+            begins with its last checkpoint: the same weights and states of the optimizer, on other ranks.
         args: the script's arguments.
         nproc_per_node: ranks on this machine; None = the spec's own, 1 for a script.
         watch: find the script's loaders, modules and optimizers as it runs and write a Timeline per rank (a RunSpec always has one).
@@ -70,11 +72,19 @@ def launch(
         TaskError: the task's file or function is not there.
     """
     if resume is not None:
-        given: dict[str, Any] = {"args": list(args), "nproc_per_node": nproc_per_node, "watch": watch, "runs_dir": runs_dir, "name": name}
+        other = isinstance(target, RunSpec) and differs_in_layout(resume, target)
+        given: dict[str, Any] = {"args": list(args), "nproc_per_node": nproc_per_node, "watch": watch}
+        given |= {} if other else {"runs_dir": runs_dir, "name": name}
         given |= {"nnodes": nnodes, "rdzv_endpoint": rdzv_endpoint, "rdzv_timeout": rdzv_timeout, "on": on, "on_hang": on_hang}
         _refuse_changes(given, knobs)
         check_timeout(timeout)
-        ended = resumable(resume, target)
+        ended = resumable(resume, None if other else target)
+        if other:
+            spec = target.replace(task=ended.spec.task)
+            check(spec)
+            new = NewRun(runs_dir, name or label(spec))
+            take_checkpoints(ended.run, new)
+            return new.start(spec, spec_entrypoint(spec, new.path), timeout)
         check(ended.spec)
         return go_on(ended, timeout)
     for word in ("task", "spec", "script"):

@@ -25,6 +25,8 @@ from workbench.runs.spec import RunSpec
 ATTEMPTS = "attempts"
 """Folder of earlier attempts."""
 _OF_ATTEMPT = (run_directory.HANG, run_directory.NODES, run_directory.LOGS, run_directory.ERRORS, run_directory.LAUNCHER_LOG)
+LAYOUT_KNOBS = ("parallel", "nproc_per_node", "tensor_parallel", "shard_ranks", "micro_batch", "accumulation", "offload")
+"""Knobs that another run may have which begins with this run's checkpoint."""
 
 
 def attempts(path: Path) -> int:
@@ -126,6 +128,30 @@ def resumable(old: Run | str | os.PathLike[str], target: Any = None) -> Ended:
                 "Check it; if it is yours, move it elsewhere and launch it: wb.launch(run.spec)"
             )
     return Ended(run=run, spec=spec, info=info, folder=folder, seconds=run.seconds)
+
+
+def differs_in_layout(old: Run | str | os.PathLike[str], target: RunSpec) -> bool:
+    """Does a spec differ from that of a run in how ranks share the work, and in nothing else?"""
+    if not isinstance(old, Run | str | os.PathLike):
+        return False  # `resumable` refuses it
+    spec = Run.load(old.path if isinstance(old, Run) else old).spec
+    changes = spec.changes(target) if isinstance(spec, RunSpec) else {}
+    return bool(changes) and changes.keys() <= set(LAYOUT_KNOBS) and spec.checkpoint_every is not None
+
+
+def take_checkpoints(run: Run, new: NewRun) -> None:
+    """Give a new run the checkpoints of another, as links or copies."""
+    folder = new.path / run_directory.CHECKPOINTS
+    folder.mkdir()
+    try:
+        for path in (run.path / run_directory.CHECKPOINTS).glob("step*.pt"):
+            try:
+                os.link(path, folder / path.name, follow_symlinks=False)
+            except OSError:  # another disk
+                shutil.copyfile(path, folder / path.name)
+    except OSError as error:
+        shutil.rmtree(new.path, ignore_errors=True)
+        raise LaunchError(f"the checkpoints of {run!r} could not be copied: {error}. The run is as it had ended") from error
 
 
 def go_on(ended: Ended, timeout: float | None = None) -> Run:
