@@ -18,6 +18,20 @@ def _say(answer: object, right: bool, because: str, hint: str) -> None:
         print(f"Right: {because}" if right else f"Not yet: {hint}")
 
 
+def again(expected: str, *measured: object) -> str:
+    """The message of a measurement that did not come out as the text says.
+
+    >>> again("input-bound", 0.25)
+    'expected: input-bound. Measured: 0.25. A busy machine does that: run the measurement again when nothing else computes'
+
+    Args:
+        expected: what the text says.
+        measured: what came out.
+    """
+    came = ", ".join(map(str, measured))
+    return f"expected: {expected}. Measured: {came}. A busy machine does that: run the measurement again when nothing else computes"
+
+
 def _judge(
     written: Callable[..., Any],
     truth: Callable[..., Any],

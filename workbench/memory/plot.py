@@ -15,13 +15,13 @@ from workbench.core.display.axes import (
     area,
     draw_bars,
     end_labels,
-    halo,
     height,
     ink,
     kinds,
     legend,
     limit,
     prepared,
+    ring,
     rows,
     scale_of_bytes,
     share_beside,
@@ -277,7 +277,7 @@ def memory_timeline(result: MemoryBreakdown | MemoryTimeline, ax: Axes | None = 
     ax.set_ylim(0, _ROOM * max(total) / scale)
     _phases(ax, timeline)
     moment = result.peak_moment if isinstance(result, MemoryBreakdown) else timeline.moment
-    _peak(ax, timeline.position[timeline.peak], total[timeline.peak] / scale, f"peak: {moment}")
+    ring(ax, timeline.position[timeline.peak], total[timeline.peak] / scale, textwrap.fill(f"peak: {moment}", _LETTERS), size=9)
     ax.set_xlabel("allocations and frees, in the order of the program")
     kind = f", {result.kind}" if isinstance(result, MemoryBreakdown) else ""
     ax.set_ylabel(f"allocated{kind} ({unit})")
@@ -316,31 +316,4 @@ def _word(ax: Axes, place: float, word: str, side: str, height: float) -> None:
         va="top",
         fontsize=8.5,
         color=ink(ax),
-    )
-
-
-def _peak(ax: Axes, place: float, height: float, words: str) -> None:
-    """A ring around the peak, and its moment in words on the side with more space."""
-    ax.plot(
-        [place],
-        [height],
-        marker="o",
-        markersize=8,
-        markerfacecolor="none",
-        markeredgecolor=ink(ax),
-        markeredgewidth=1.4,
-        path_effects=halo(ax),
-    )
-    left, right = ax.get_xlim()
-    on_the_left = place > (left + right) / 2
-    ax.annotate(
-        textwrap.fill(words, _LETTERS),
-        (place, height),
-        (-9 if on_the_left else 9, 3),
-        textcoords="offset points",
-        ha="right" if on_the_left else "left",
-        va="bottom",
-        fontsize=9,
-        color=ink(ax),
-        path_effects=halo(ax),
     )

@@ -117,6 +117,41 @@ def halo(ax: Axes, width: float = 2.6) -> list[Any]:
     return [patheffects.withStroke(linewidth=width, foreground=ground(ax))]
 
 
+def ring(ax: Axes, place: float, height: float, words: str, *, size: float = 8.5) -> None:
+    """A ring around a point, and words about it on the side with more space.
+
+    Args:
+        ax: where.
+        place: along the x axis.
+        height: along the y axis.
+        words: beside it.
+        size: of the words, in points.
+    """
+    ax.plot(
+        [place],
+        [height],
+        marker="o",
+        markersize=8,
+        markerfacecolor="none",
+        markeredgecolor=ink(ax),
+        markeredgewidth=1.4,
+        path_effects=halo(ax),
+    )
+    left, right = ax.get_xlim()
+    late = place > (left + right) / 2
+    ax.annotate(
+        words,
+        (place, height),
+        (-9 if late else 9, 3),
+        textcoords="offset points",
+        ha="right" if late else "left",
+        va="bottom",
+        fontsize=size,
+        color=ink(ax),
+        path_effects=halo(ax),
+    )
+
+
 def limit(ax: Axes, place: float, label: str) -> Artist:
     """The most that a device has, as an upright line across the rows."""
     line: Artist = ax.axvline(place, color=LIMIT, linewidth=1.8, label=label, path_effects=halo(ax), zorder=3)

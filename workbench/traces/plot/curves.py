@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from workbench.core import units
-from workbench.core.display.axes import WIDTH, area, curves_over_time, halo, ink, legend, prepared, scale_of, scale_of_bytes
+from workbench.core.display.axes import WIDTH, area, curves_over_time, legend, prepared, ring, scale_of, scale_of_bytes
 from workbench.core.display.colors import SERIES
 from workbench.traces.analysis.copies import Copies, Copy
 from workbench.traces.analysis.launch_queue import Launches
@@ -78,7 +78,7 @@ def memory_curve(result: Trace | MemoryCurve, ax: Axes | None = None) -> Axes:
         places, heights = np.array(device.times) * times, np.array(device.allocated) / scale
         drawn += ax.step(places, heights, where="post", color=color, linewidth=1.2, label=device.device)
         ax.fill_between(places, heights, step="post", **area(ax, color, pale=True) | {"linewidth": 0})
-        _peak(ax, device, device.at * times, device.peak / scale)
+        ring(ax, device.at * times, device.peak / scale, _peak_words(device))
     ax.set_ylim(0, 1.32 * shown[0].peak / scale)
     ax.set_xlabel(f"time since the first event of the trace ({seconds})")
     ax.set_ylabel(f"allocated ({unit})")
@@ -86,31 +86,8 @@ def memory_curve(result: Trace | MemoryCurve, ax: Axes | None = None) -> Axes:
     return ax
 
 
-def _peak(ax: Axes, device: DeviceMemory, place: float, height: float) -> None:
-    """A ring around the peak, and who holds most of it, on the side with more space."""
-    ax.plot(
-        [place],
-        [height],
-        marker="o",
-        markersize=8,
-        markerfacecolor="none",
-        markeredgecolor=ink(ax),
-        markeredgewidth=1.4,
-        path_effects=halo(ax),
-    )
+def _peak_words(device: DeviceMemory) -> str:
+    """The peak, and who holds most of it."""
     first = device.holders[0] if device.holders else None
     name = clip(first.name.rpartition(": ")[2], _LETTERS) if first else ""
-    words = f"peak {units.bytes_(device.peak)}" + (f"\n{units.percent(first.bytes / device.peak)}: {name}" if first else "")
-    left, right = ax.get_xlim()
-    late = place > (left + right) / 2
-    ax.annotate(
-        words,
-        (place, height),
-        (-9 if late else 9, 3),
-        textcoords="offset points",
-        ha="right" if late else "left",
-        va="bottom",
-        fontsize=8.5,
-        color=ink(ax),
-        path_effects=halo(ax),
-    )
+    return f"peak {units.bytes_(device.peak)}" + (f"\n{units.percent(first.bytes / device.peak)}: {name}" if first else "")
