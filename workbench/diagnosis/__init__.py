@@ -14,6 +14,7 @@ the loader and looks for stalls. What it measures is `Evidence` (`analysis/evide
     calibration.py  Calibration: how right earlier predictions on this machine were
 
 Whether a training is right at all: `sanity.py` checks it for the usual faults (`measure/sanity.py`) and returns a `SanityReport`.
+`divergence.py` finds where two trainings that should agree differ first (`measure/divergence.py`), and tells rounding from a bug.
 
 `api.py` has `diagnose`, `prove` and `climb`; `plot.py` the pictures; `panel/` the ThroughputDoctor.
 """

@@ -1,0 +1,210 @@
+"""The first divergence: planted ones are placed at their operator or module, and healthy pairs are never called a bug."""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import workbench as wb
+from workbench.diagnosis.analysis.divergence import VERDICTS, Divergence
+
+X = torch.randn(6, 5, 8, generator=torch.Generator().manual_seed(1))
+
+
+class Scale(torch.autograd.Function):
+    """Doubles; the gradient may be wrong."""
+
+    factor = 2.0
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        return grad * ctx.factor, None
+
+
+class Doubling(nn.Module):
+    """Doubles its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = 2.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = Scale.apply(x, self.factor)  # type: ignore[no-untyped-call]
+        return made
+
+
+class Attention(nn.Module):
+    """One head, in one of several ways."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+        self.how, self.scale = "math", 8**-0.5
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.q(x), self.k(x), self.v(x)
+        if self.how == "torch":
+            return F.scaled_dot_product_attention(q[:, None], k[:, None], v[:, None])[:, 0]
+        scores = q @ k.transpose(1, 2) * self.scale
+        if self.how == "masked":
+            scores = scores.masked_fill(torch.ones(5, 5).triu(1).bool(), -1e9)
+        weighted: Tensor = scores.softmax(-1) @ v
+        return weighted
+
+
+class Net(nn.Module):
+    """A block with everything that may differ."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.norm, self.attention = nn.Linear(8, 8), nn.LayerNorm(8), Attention()
+        self.act, self.twice, self.drop = nn.GELU(), Doubling(), nn.Dropout(0.0)
+        self.batch_norm, self.head = nn.BatchNorm1d(8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        x = x + self.attention(self.norm(x))
+        x = self.drop(self.twice(self.act(x)))
+        logits: Tensor = self.head(self.batch_norm(x.mean(1)))
+        return logits
+
+
+def net(change: Callable[[Net], object] = lambda net: None) -> Net:
+    torch.manual_seed(0)
+    made = Net()
+    change(made)
+    return made
+
+
+def adam(**options: Any) -> Callable[[Any], Any]:
+    return lambda weights: torch.optim.AdamW(weights, lr=0.01, **options)
+
+
+def setting(path: str, value: Any) -> Callable[[Net], object]:
+    """A change of an attribute in a module."""
+    module, _, name = path.rpartition(".")
+    return lambda net: setattr(net.get_submodule(module), name, value)
+
+
+BUGS: dict[str, tuple[Callable[[Net], object], str, str, str]] = {
+    "eps of a norm": (setting("norm.eps", 1e-3), "forward", "norm", "native_layer_norm"),
+    "another GELU": (setting("act.approximate", "tanh"), "forward", "act", "gelu"),
+    "scale of the attention": (setting("attention.scale", 0.3), "forward", "attention", "mul"),
+    "a mask": (setting("attention.how", "masked"), "forward", "attention", ""),
+    "wrong gradient": (setting("twice.factor", 1.9), "backward", "twice", "mul"),
+    "eps of batch norm": (setting("batch_norm.eps", 1e-2), "forward", "batch_norm", "native_batch_norm"),
+    "momentum of batch norm": (setting("batch_norm.momentum", 0.3), "after", "batch_norm", ""),
+    "no bias": (lambda net: setattr(net.head, "forward", lambda x: F.linear(x, net.head.weight)), "forward", "head", ""),
+    "a gradient that is cut": (lambda net: net.norm.register_forward_hook(lambda m, i, o: o.detach()), "backward", "norm", ""),
+}
+
+
+@pytest.mark.parametrize("name", BUGS)
+def test_a_planted_bug_is_placed(name: str) -> None:
+    change, phase, module, operator = BUGS[name]
+    first = net()
+    before = {name: value.clone() for name, value in first.state_dict().items()}
+    found = wb.diverge(first, net(change), batch=X)
+    assert found.verdict == "bug", found
+    assert found.first is not None
+    assert (found.first.phase, found.first.module.split(".")[0]) == (phase, module), found
+    assert operator in found.first.operator
+    assert all(torch.equal(value, before[name]) and value.dtype == before[name].dtype for name, value in first.state_dict().items())
+    assert Divergence.from_json(json.loads(json.dumps(found.to_json()))) == found
+
+
+def test_an_optimizer_that_differs_is_placed() -> None:
+    spec = wb.RunSpec(task="fashion-mlp", device="cpu", micro_batch=8, optimizer="adamw(lr=0.01)")
+    found = wb.diverge(spec, spec.replace(optimizer="adamw(lr=0.01, eps=1e-3)"))
+    assert (found.verdict, found.first and found.first.phase) == ("bug", "optimizer"), found
+    assert "optimizer='adamw(lr=0.01, eps=1e-3)'" in str(found)
+    other = wb.diverge(spec, spec.replace(seed=3))
+    assert other.verdict == "start"
+    assert VERDICTS["start"] in str(other)
+
+
+def compiled(net: nn.Module) -> Any:
+    return torch.compile(net, backend="aot_eager")
+
+
+def transposed(net: Net) -> None:
+    """The same product in another order of memory."""
+    net.embed.forward = lambda x: (net.embed.weight @ x.transpose(1, 2)).transpose(1, 2) + net.embed.bias  # type: ignore[method-assign]
+
+
+def in_parts(net: Net) -> None:
+    weight = net.head.weight
+    net.head.forward = lambda x: F.linear(x[:, :3], weight[:, :3]) + F.linear(x[:, 3:], weight[:, 3:]) + net.head.bias  # type: ignore[method-assign]
+
+
+HEALTHY: dict[str, Callable[[], tuple[Any, Any, dict[str, Any]]]] = {
+    "the same": lambda: (net(), net(), {}),
+    "fused attention": lambda: (net(), net(setting("attention.how", "torch")), {}),
+    "transposed product": lambda: (net(), net(transposed), {}),
+    "sum in parts": lambda: (net(), net(in_parts), {}),
+    "another layout": lambda: ((net(), X), (net(), X.transpose(0, 1).contiguous().transpose(0, 1)), {}),
+    "a model with itself": lambda: ((shared := net()), shared, {"optimizer": adam()}),
+}
+
+
+@pytest.mark.parametrize("name", HEALTHY)
+def test_a_healthy_pair_is_no_bug(name: str) -> None:
+    a, b, options = HEALTHY[name]()
+    found = wb.diverge(a, b, **({} if isinstance(a, tuple) else {"batch": X}) | options)
+    assert found.verdict == ("identical" if name in ("the same", "a model with itself", "another layout") else "rounding"), found
+
+
+@pytest.mark.parametrize(
+    "knobs",
+    [{"accumulation": 2, "micro_batch": 4}, {"precision": "amp_bf16"}, {"optimizer": "fused"}, {"checkpointing": "full"}],
+    ids=str,
+)
+def test_knobs_that_only_round_are_no_bug(knobs: dict[str, Any]) -> None:
+    if "checkpointing" in knobs:
+        spec = wb.RunSpec(task="text-gpt", device="cpu", micro_batch=2)
+    else:
+        spec = wb.RunSpec(task="fashion-mlp", device="cpu", micro_batch=8)
+    random, threads = torch.get_rng_state(), torch.get_num_threads()
+    found = wb.diverge(spec, spec.replace(**knobs))
+    assert found.verdict in ("rounding", "identical"), found
+    assert torch.equal(random, torch.get_rng_state())
+    assert threads == torch.get_num_threads()
+
+
+def test_dropout_in_another_order_is_random() -> None:
+    noisy = net(setting("drop.p", 0.5))
+    other = net(setting("drop.p", 0.5))
+    other.embed.register_forward_hook(lambda *_: (torch.rand(3), None)[1])
+    found = wb.diverge(noisy, other, batch=X)
+    assert (found.verdict, found.first and found.first.module) == ("random", "drop"), found
+
+
+@pytest.mark.slow
+def test_eager_and_compiled() -> None:
+    def plain(approximate: str = "none") -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(8, 8), nn.GELU(approximate), nn.Linear(8, 3))
+
+    assert wb.diverge(plain(), compiled(plain()), batch=X).verdict in ("rounding", "identical")
+    found = wb.diverge(plain(), compiled(plain("tanh")), batch=X)
+    assert (found.verdict, found.by, found.first and found.first.phase) == ("bug", "modules", "forward")
+
+
+def test_what_cannot_be_compared_is_refused() -> None:
+    with pytest.raises(ValueError, match="a module needs a batch"):
+        wb.diverge(net(), net())
+    with pytest.raises(ValueError, match="two specs or tasks"):
+        wb.diverge("text-gpt", net(), batch=X)
+    with pytest.raises(ValueError, match="allowed are a RunSpec"):
+        wb.diverge(3, 4, batch=X)
+    with pytest.raises(ValueError, match="several ranks"):
+        wb.diverge(wb.RunSpec(task="text-gpt", nproc_per_node=2), "text-gpt")
