@@ -360,7 +360,7 @@ def pod(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., wb.Run
     """One rank of a pod, with something in the place of the training."""
 
     def run(rank: int, *words: str, training: Callable[[Path], object] = str, run_id: str = "r") -> wb.Run:
-        monkeypatch.setattr(alone.program, "main", lambda given: training(Path(given[0])))
+        monkeypatch.setattr(alone.program, "main", lambda given: "SIGTERM" if training(Path(given[0])) == "SIGTERM" else "")
         for name, value in {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "RANK": str(rank), "TORCHELASTIC_RUN_ID": run_id}.items():
             monkeypatch.setenv(name, value)
         monkeypatch.setenv(run_directory.ENV_RUN_DIR, "")
@@ -376,6 +376,14 @@ def test_a_pod_trains_what_nobody_launched(pod: Callable[..., wb.Run]) -> None:
     assert run.spec == wb.RunSpec(task=TINY, nnodes=2, nproc_per_node=2, micro_batch=4, precision="amp_bf16")
     assert seen == ["running"]
     assert (run.state, run.ok, run.error) == ("finished", True, None)
+
+
+def test_a_signal_that_ends_a_training_leaves_a_run_that_goes_on(pod: Callable[..., wb.Run], tmp_path: Path) -> None:
+    for rank in (0, 1):
+        with pytest.raises(SystemExit, match="143"):
+            pod(rank, *WORDS, "checkpoint_every=2", training=lambda path: "SIGTERM")
+    assert wb.Run.load(next(tmp_path.iterdir())).state == "stopped"
+    assert pod(0, *WORDS, "checkpoint_every=2").state == "finished"
 
 
 def test_a_run_id_that_is_empty_is_none(pod: Callable[..., wb.Run]) -> None:

@@ -24,6 +24,9 @@ from workbench.runs.task import label
 _LONGEST_ID = 128
 """Letters of torchrun's run id, which becomes a part of a folder's name."""
 
+_PREEMPTED = 128 + 15
+"""Exit status of a training that a signal ended, as that of a process that SIGTERM ended: its pod is to start again."""
+
 
 def main(words: list[str] | None = None) -> None:
     """Make the run directory, and train in it.
@@ -48,7 +51,8 @@ def main(words: list[str] | None = None) -> None:
     os.environ[run_directory.ENV_RUN_DIR] = str(path.absolute())
     if rank:
         _write_unless_there(path / run_directory.RUN_JSON, info, rank)
-        program.main([str(path)])
+        if program.main([str(path)]):
+            raise SystemExit(_PREEMPTED)
         return
     lock = _lock(path)
     for old in (path / run_directory.ERRORS).glob("rank*.json"):  # of an earlier attempt
@@ -56,13 +60,15 @@ def main(words: list[str] | None = None) -> None:
     run_directory.write_json(path / run_directory.RUN_JSON, info)
     before = signal.signal(signal.SIGTERM, lambda *_: _on_sigterm(path))
     try:
-        program.main([str(path)])
+        preempted = program.main([str(path)])
     except BaseException as error:
         clean = isinstance(error, SystemExit) and not error.code
         _end(path, "finished" if clean else "failed")
         raise
     else:
-        _end(path, "finished")
+        _end(path, "stopped" if preempted else "finished")
+        if preempted:
+            raise SystemExit(_PREEMPTED)
     finally:
         signal.signal(signal.SIGTERM, before)
         os.close(lock)

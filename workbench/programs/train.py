@@ -32,18 +32,23 @@ WARMUP_BATCH = 2
 """Its micro-batch where that of the first run is yet to be chosen."""
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Train; an error is recorded before anything is torn down, so that the rank at fault can be distinguished from its victims."""
+def main(arguments: Sequence[str] | None = None) -> str:
+    """Train; an error is recorded before anything is torn down, so that the rank at fault can be distinguished from its victims.
+
+    Returns:
+        The name of the signal that ended the training before its last step, with a checkpoint; "" = none did.
+    """
     parser = argparse.ArgumentParser(prog=f"python -m {entrypoints.TRAIN}", description=__doc__)
     parser.add_argument("run_dirs", metavar="RUN_DIR", type=Path, nargs="+", help="directory with a run.json")
-    run_dirs = parser.parse_args(arguments).run_dirs
+    run_dirs, preempted = parser.parse_args(arguments).run_dirs, ""
     rank_watchdog.start()
     try:
         specs = [read_spec(run_dir) for run_dir in run_dirs]
         if len(specs) == 1:
             task = resolve(specs[0].task)  # before the group: a wrong name needs no peers to be found
             ranks = Ranks.join(specs[0])
-            train(specs[0], task, ranks, run_dirs[0], held=held, noise_log=NoiseLog)
+            train(specs[0], task, ranks, run_dirs[0], held=held, noise_log=NoiseLog, preemptible=True)
+            preempted = ranks.preempted
             ranks.agree(True)  # nobody leaves while rank 0 evaluates
         else:
             train_all(specs, run_dirs, Ranks.join(specs[0]))
@@ -51,6 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         failure.record(error, run_dir=_of_the_launch() or run_dirs[0], held=held)
         raise
     Ranks.leave()
+    return preempted
 
 
 def _of_the_launch() -> Path | None:

@@ -224,13 +224,16 @@ def loss_note(losses: Sequence[tuple[int, float]]) -> str:
 
 
 def resume_notes(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Notes on what was passed over, or has changed, when a run went on; from the rows of RESUMES."""
+    """Notes on signals that ended a run, and on what was passed over, or has changed, when it went on; from the rows of RESUMES."""
     notes = []
     for row in rows:
         passed_over = row.get("passed_over")
         if isinstance(passed_over, Mapping) and passed_over:
             each = "; ".join(f"{name}, {why!s:.200}" for name, why in passed_over.items())
             notes.append(f"it resumed from step {row.get('step')}, because a later checkpoint could not be used: {each}")
+        if row.get("ended_by"):
+            notes.append(f"{row['ended_by']!s:.20} ended it after step {row.get('step')}, with a checkpoint: wb.launch(resume=run) goes on")
+            continue
         more = row.get("notes")
         notes += [f"when it resumed from step {row.get('step')}: {note}" for note in (more if isinstance(more, list) else [])]
     return notes

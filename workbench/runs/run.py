@@ -245,7 +245,7 @@ class Run(NearestAttribute):
             raise RunError(self.error or Failure.of_launcher(f"{self!r} was {self.state}"))
         return self
 
-    def stop(self, timeout: float = 20.0) -> "Run":
+    def stop(self, timeout: float = 40.0) -> "Run":
         """End all processes of the run and return when they are gone. A run that has ended is left as it is; one of a sweep ends it all.
 
         Raises:

@@ -21,6 +21,7 @@ from workbench.traces.measure.profiled_run import RunProfiler
 from workbench.train.checkpoints import Checkpoints
 from workbench.train.choose_micro_batch import choose
 from workbench.train.fingerprints import Fingerprints
+from workbench.train.preemption import Preemption
 from workbench.train.ranks import Ranks
 from workbench.train.trainer import Trainer
 from workbench.train.validation import Evaluations
@@ -53,6 +54,7 @@ def train(
     *,
     held: Callable[[BaseException], Held],
     noise_log: Callable[[Trainer, Path], GradientLog],
+    preemptible: bool = False,
 ) -> nn.Module:
     """Train, and write the steps and the report into a run directory.
 
@@ -65,6 +67,7 @@ def train(
         group: the process group that reduces the gradients; None = that of all.
         held: returns what this rank holds in memory; called if memory has run out.
         noise_log: opens the log of gradient norms, for `spec.noise_scale`.
+        preemptible: where checkpoints are written, SIGTERM and SIGUSR1 end the training after the present step, with a checkpoint.
 
     Returns:
         The trained module, without its DDP wrapper; this rank's part of it where the spec shares or splits it.
@@ -120,6 +123,7 @@ def train(
         contextlib.closing(noise) if noise else contextlib.nullcontext(),
         contextlib.closing(profiled) if profiled else contextlib.nullcontext(),
         contextlib.closing(prints) if prints else contextlib.nullcontext(),
+        Preemption(ranks, done, spec.steps) if preemptible and checkpoints else contextlib.nullcontext() as preemption,
     ):
         with (
             record_energy(run_dir, rank=ranks.rank, gpus=spec.nproc_per_node if ranks.device.type == "cuda" else 0),
@@ -163,12 +167,16 @@ def train(
                     figures = evaluations.run(step)
                     if metrics:
                         metrics.figures(figures, step)
-                if checkpoints and checkpoints.due(step):
+                last = preemption is not None and preemption.reached(step)
+                if checkpoints and (last or checkpoints.due(step)):
                     if metrics:  # else rows before this step would be missing when the run goes on
                         metrics.flush()
                     if noise:
                         noise.flush()
                     checkpoints.write(step, trainer, timer.unfinished_row(spec.micro_batch * spec.accumulation))
+                if preemption and last:
+                    preemption.end(run_dir, step)
+                    return trainer.module
                 if step == spec.steps:
                     break
                 waiting, loss_of_step = spec.accumulation, torch.zeros_like(loss_of_step)

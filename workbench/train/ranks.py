@@ -39,6 +39,8 @@ class Ranks:
     """Device on which it computes."""
     store: Any
     """A `torch.distributed` store for messages between ranks: it works whatever has become of a device or a reduction."""
+    preempted: str = ""
+    """Name of the signal that ended the training before its last step."""
     agreements: int = 0
     """Calls of `agree` so far."""
 

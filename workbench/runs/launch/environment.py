@@ -19,8 +19,11 @@ from workbench.runs import flight_recorder
 from workbench.runs.entrypoints import START, TORCHRUN
 from workbench.runs.launch.rendezvous import HERE
 
-SHUTDOWN = 4
-"""Seconds that torchrun gives its ranks between SIGTERM and SIGKILL (torch's own default is 30)."""
+SHUTDOWN, SHUTDOWN_WITH_CHECKPOINT = 4, 25
+"""Seconds that torchrun gives its ranks between SIGTERM and SIGKILL (torch's own default is 30), in which they may write a checkpoint.
+
+Slurm kills 30 s after SIGTERM unless its KillWait is another.
+"""
 
 _INHERITED = re.compile(
     r"(PET_|TORCHELASTIC_|TORCH_ELASTIC_|WORKBENCH_(RUN|WATCH)|OMPI_|PMI_|PMIX_|JPY_|PYDEVD_).*"
@@ -32,7 +35,14 @@ inherited PET_NNODES=2 makes it wait for ever; an outer torchrun or Slurm step l
 _KEEP = {"MALLOC_MMAP_THRESHOLD_": str(32 * 2**20), "MALLOC_TRIM_THRESHOLD_": str(4 * 2**30)}
 
 
-def torchrun(nproc_per_node: int, logs: Path, program: list[str], run_id: str, rendezvous: Sequence[str] = HERE) -> list[str]:
+def shutdown_s(spec: Mapping[str, Any]) -> int:
+    """Seconds that the ranks of a spec, as it is in run.json, get to end."""
+    return SHUTDOWN_WITH_CHECKPOINT if spec.get("checkpoint_every") else SHUTDOWN
+
+
+def torchrun(
+    nproc_per_node: int, logs: Path, program: list[str], run_id: str, rendezvous: Sequence[str] = HERE, shutdown: int = SHUTDOWN
+) -> list[str]:
     """The command that starts `program` (`["-m", module, …]`) in `nproc_per_node` ranks on this machine.
 
     Args:
@@ -41,6 +51,7 @@ def torchrun(nproc_per_node: int, logs: Path, program: list[str], run_id: str, r
         program: what each rank runs.
         run_id: of the run.
         rendezvous: options that say how machines find each other; see `rendezvous.Rendezvous`.
+        shutdown: seconds from SIGTERM to SIGKILL.
 
     Not the bare `torchrun`: a kernel started by its absolute path has no `bin` on PATH; and `--standalone` listens on all network
     interfaces, and unpickles what it is sent. The port is chosen as it is opened, so any number of launches run at once. Without
@@ -50,7 +61,7 @@ def torchrun(nproc_per_node: int, logs: Path, program: list[str], run_id: str, r
     flags = [*rendezvous, "--rdzv-id", run_id.replace("/", "-"), "--nproc-per-node", str(nproc_per_node)]
     flags += ["--max-restarts", "0", "--redirects", "3", "--log-dir", str(logs)]
     if "--shutdown-timeout" in _torch_source("distributed", "run.py"):
-        flags += ["--shutdown-timeout", str(SHUTDOWN)]
+        flags += ["--shutdown-timeout", str(shutdown)]
     return [sys.executable, "-m", START, TORCHRUN, *flags, *program]
 
 

@@ -8,7 +8,7 @@ torchrun puts every rank into a session of its own, so neither a signal to its p
 owns the tree instead. It is a *child subreaper*: whoever loses a parent becomes the guard's child and is found by one walk over the
 process table. It stops the run when
 
-* it gets SIGTERM ("stopped": `run.stop()`),
+* it gets SIGTERM ("stopped": `run.stop()`), or SIGUSR1, by which Slurm can announce the end,
 * the launching process is gone ("abandoned": the pipe on stdin ends, or its pidfd becomes readable; a kernel's interrupt, restart and
   SIGKILL all come down to that),
 * its time is up ("timeout"),
@@ -44,7 +44,7 @@ from pathlib import Path
 from typing import Any
 
 RUN_JSON, RESERVE, NODES, NODE_JSON, BEAT, ENV_RUN_ID = "run.json", "reserve", "nodes", "node.json", "beat", "WORKBENCH_RUN_ID"
-HANG, STOP = "hang", "stop"
+HANG, STOP, PREEMPTED = "hang", "stop", "preempted.json"
 """As in `core/run_directory.py`, which cannot be imported here; a test compares them."""
 LINUX = sys.platform == "linux"
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
@@ -372,7 +372,7 @@ def start(command: list[str]) -> int:
     try:
         os.setsid()
         signal.set_wakeup_fd(-1)
-        for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGCHLD):
+        for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1, signal.SIGCHLD):
             signal.signal(number, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
         end_with_parent(guard)
@@ -417,7 +417,7 @@ def watch(torchrun: int, config: dict[str, Any], deaths: Deaths, woken: int, pee
         listening = [woken, *deaths.watched, *([] if why else launcher)]
         ready = select.select(listening, [], [], None if wait == never else max(0.0, wait))[0]
         deaths.note(ready)
-        if woken in ready and signal.SIGTERM in os.read(woken, 4096):
+        if woken in ready and {signal.SIGTERM, signal.SIGUSR1} & set(os.read(woken, 4096)):
             why = why or "stopped"
         if not set(launcher).isdisjoint(ready):
             why = why or "abandoned"
@@ -430,7 +430,7 @@ def guard(config: dict[str, Any], keeper: int) -> int:
     woken, waker = os.pipe()
     os.set_blocking(waker, False)
     signal.set_wakeup_fd(waker)  # each signal arrives as a byte with its number
-    for number in (signal.SIGTERM, signal.SIGCHLD):
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGCHLD):
         signal.signal(number, lambda *_: None)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     end_with_parent(keeper)
@@ -448,9 +448,9 @@ def guard(config: dict[str, Any], keeper: int) -> int:
     code = ended if code is None else code
     if os.getppid() != keeper:
         return 1  # the keeper was killed: how this run ended is nobody's decision
-    kills = oom_kills()
+    kills, preempted = oom_kills(), Path(config["run_dir"], PREEMPTED).exists()
     outcome = {
-        "state": "finished" if code == 0 else why or "failed",
+        "state": "finished" if code == 0 and not preempted else why or ("stopped" if preempted else "failed"),
         "returncode": code,
         "seconds": seconds,
         "oom_kills": None if kills is None or kills_before is None else kills - kills_before,
@@ -478,7 +478,8 @@ def main() -> int:
     if not child:
         prctl(PR_SET_CHILD_SUBREAPER, 1)  # not inherited
         return guard(config, keeper)
-    signal.signal(signal.SIGTERM, lambda *_: os.kill(child, signal.SIGTERM))
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, lambda *_: os.kill(child, signal.SIGTERM))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     os.close(0)
     while (ended := os.waitpid(-1, 0))[0] != child:

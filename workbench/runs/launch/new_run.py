@@ -27,8 +27,8 @@ from workbench.runs.launch.rendezvous import BACKEND, Rendezvous, loopback_envir
 from workbench.runs.run import Run
 from workbench.runs.spec import RunSpec, ScriptSpec, Spec
 
-GRACE = environment.SHUTDOWN + 2
-"""Seconds from SIGTERM to torchrun until the guard kills what is left; torchrun kills its ranks earlier."""
+GRACE = 2
+"""Seconds longer than torchrun waits for its ranks after SIGTERM, until the guard kills what is left."""
 GIT_PATIENCE = 0.02
 """Seconds to wait for git once everything else is ready: a large repository is not worth a slow launch."""
 TIMED = ("diagnose", "prove")
@@ -136,7 +136,14 @@ class NewRun:
             "gpus": environment.gpu_count(),
             "spec": spec.to_json(),
             "launch_dir": ".",
-            "command": environment.torchrun(spec.nproc_per_node, self.path / run_directory.LOGS, program, self.id, *meeting),
+            "command": environment.torchrun(
+                spec.nproc_per_node,
+                self.path / run_directory.LOGS,
+                program,
+                self.id,
+                *meeting,
+                shutdown=environment.shutdown_s(spec.to_json()),
+            ),
             "timeout": timeout,
             "on_hang": on_hang,
             "cwd": str(Path.cwd()),
@@ -164,7 +171,7 @@ class NewRun:
             "id": self.id,
             "command": info["command"],
             "nproc": info["spec"]["nproc_per_node"],
-            "grace": GRACE,
+            "grace": GRACE + environment.shutdown_s(info["spec"]),
             "timeout": info["timeout"],
             "lock": lock,
             "launcher": os.getpid(),

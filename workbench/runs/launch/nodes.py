@@ -137,9 +137,11 @@ def _prepared(
     config = {
         "run_dir": str(path),
         "id": info["id"],
-        "command": environment.torchrun(spec.nproc_per_node, logs, program, meeting, rendezvous.flags(rank)),
+        "command": environment.torchrun(
+            spec.nproc_per_node, logs, program, meeting, rendezvous.flags(rank), shutdown=environment.shutdown_s(info["spec"])
+        ),
         "nproc": spec.nproc_per_node,
-        "grace": GRACE,
+        "grace": GRACE + environment.shutdown_s(info["spec"]),
         "timeout": info["timeout"] if not rank else None,
         "watchdog": None if rank else watchdog(path, info.get("on_hang", "report")),
         "node": node,

@@ -24,7 +24,14 @@ from workbench.runs.spec import RunSpec
 
 ATTEMPTS = "attempts"
 """Folder of earlier attempts."""
-_OF_ATTEMPT = (run_directory.HANG, run_directory.NODES, run_directory.LOGS, run_directory.ERRORS, run_directory.LAUNCHER_LOG)
+_OF_ATTEMPT = (
+    run_directory.PREEMPTED,
+    run_directory.HANG,
+    run_directory.NODES,
+    run_directory.LOGS,
+    run_directory.ERRORS,
+    run_directory.LAUNCHER_LOG,
+)
 LAYOUT_KNOBS = ("parallel", "nproc_per_node", "tensor_parallel", "shard_ranks", "micro_batch", "accumulation", "offload")
 """Knobs that another run may have which begins with this run's checkpoint."""
 
@@ -311,7 +318,9 @@ class _Attempt(NewRun):
         environ, added, removed = environment.for_ranks(self.path, self.id, ended.spec.threads, loopback_environ())
         # not as it was launched: an older workbench may have had its programs, and Python itself, elsewhere
         program = spec_entrypoint(ended.spec, self.path)
-        command = environment.torchrun(ended.spec.nproc_per_node, self.path / run_directory.LOGS, program, self.id)
+        command = environment.torchrun(
+            ended.spec.nproc_per_node, self.path / run_directory.LOGS, program, self.id, shutdown=environment.shutdown_s(ended.info["spec"])
+        )
         info = ended.info | {
             "command": command,
             "cwd": str(ended.folder),

@@ -1,0 +1,123 @@
+"""A signal ends a training after a step that all ranks agree on."""
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import HashStore
+
+import workbench as wb
+from workbench.core import run_directory
+from workbench.train import preemption
+from workbench.train.preemption import Preemption
+from workbench.train.ranks import Ranks
+
+
+class Rank(threading.Thread):
+    """Takes steps, each of which ends when all ranks have begun it, as a reduction does."""
+
+    def __init__(self, number: int, world: int, store: Any, begun: list[int], steps: int, asked_at: int | None) -> None:
+        super().__init__(daemon=True)
+        ranks = Ranks(rank=number, world_size=world, device=torch.device("cpu"), store=store)
+        self.number, self.begun, self.steps, self.asked_at, self.last = number, begun, steps, asked_at, 0
+        self.preemption = Preemption(ranks, 0, steps)
+
+    def run(self) -> None:
+        with self.preemption:
+            for step in range(1, self.steps + 1):
+                self.begun[self.number] = step
+                while min(self.begun) < step:
+                    time.sleep(0.001)
+                if step == self.asked_at:
+                    self.preemption._handle(signal.SIGUSR1, None)
+                time.sleep(0.002 * (self.number + 1))
+                self.last = step
+                if self.preemption.reached(step):
+                    return
+
+
+@pytest.mark.parametrize("asked", [{0: 5}, {2: 5}, {0: 5, 1: 5, 2: 6}, {1: 400}, {}])
+def test_all_ranks_end_after_the_same_step(monkeypatch: pytest.MonkeyPatch, asked: dict[int, int]) -> None:
+    monkeypatch.setattr(preemption, "POLL_S", 0.02)
+    store, begun, steps = HashStore(), [0, 0, 0], 100 if asked != {1: 400} else 400
+    ranks = [Rank(number, 3, store, begun, steps if asked else 10, asked.get(number)) for number in range(3)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(30)
+    assert not any(rank.is_alive() for rank in ranks)
+    assert len({rank.last for rank in ranks}) == 1
+    if asked in ({}, {1: 400}):
+        assert ranks[0].last == (400 if asked else 10)
+    else:
+        assert 5 <= ranks[0].last < 100
+        assert {rank.preemption.signal for rank in ranks} == {"SIGUSR1"}
+
+
+TASK = """
+import os, signal, time
+import torch
+import workbench as wb
+
+class Data(torch.utils.data.Dataset):
+    def __len__(self):
+        return 400
+
+    def __getitem__(self, index):
+        time.sleep(0.005)
+        return torch.sin(torch.arange(8.0) * (index + 1)), torch.ones(1)
+
+def loss(model, batch):
+    return (model(batch[0]) - batch[1]).square().mean()
+
+def build():
+    return wb.Task(model=lambda: torch.nn.Linear(8, 1), dataset=Data, loss=loss, optimizer="adamw(lr=0.01)")
+"""
+
+
+def rank_process(run: wb.Run, rank: int) -> int:
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            environ = (folder / "environ").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if f"{run_directory.ENV_RUN_ID}={run.id}".encode() in environ and f"RANK={rank}".encode() in environ:
+            return int(folder.name)
+    raise AssertionError(f"no rank {rank}")
+
+
+@pytest.mark.slow
+def test_a_signal_to_one_rank_and_a_stop_leave_a_checkpoint_from_which_the_run_goes_on(tmp_path: Path) -> None:
+    (tmp_path / "task.py").write_text(TASK)
+    spec = wb.RunSpec(task=f"{tmp_path}/task.py:build", device="cpu", micro_batch=4, steps=150, nproc_per_node=2, checkpoint_every=1000)
+    run = wb.launch(spec, runs_dir=tmp_path / "runs")
+
+    def stepped(count: int) -> None:
+        limit = time.monotonic() + 90
+        while len(run.metric_rows) < count:
+            assert time.monotonic() < limit
+            assert run.state == "running", run.logs()
+            time.sleep(0.05)
+
+    stepped(3)
+    os.kill(rank_process(run, 1), signal.SIGUSR1)
+    assert run.wait(60).state == "stopped"
+    (first,) = (run.path / run_directory.CHECKPOINTS).iterdir()
+    done = int(first.stem.removeprefix("step"))
+    assert any(f"SIGUSR1 ended it after step {done}, with a checkpoint: wb.launch(resume=run) goes on" in note for note in run.notes)
+    assert f"ended by SIGUSR1 after step {done} of 150" in run.logs()
+    assert [row["step"] for row in run.metric_rows] == list(range(1, done + 1))
+    run = wb.launch(resume=run)
+    stepped(done + 3)
+    run.stop()  # SIGTERM
+    assert run.state == "stopped"
+    assert max(int(path.stem.removeprefix("step")) for path in (run.path / run_directory.CHECKPOINTS).iterdir()) > done
+    assert any("SIGTERM ended it" in note for note in run.notes)
+    run = wb.launch(resume=run).wait(90, check=True)
+    assert run.state == "finished"
+    assert [row["step"] for row in run.metric_rows if "loss" in row] == list(range(1, 151))

@@ -1,0 +1,117 @@
+"""Ends a training after a step that all ranks agree on, when SIGTERM or SIGUSR1 says that the machine is needed or the run is to stop.
+
+A signal may reach one rank only, and ranks may be steps apart: while one is at the end of a step, others may wait for it in a reduction.
+So a thread of each rank promises a step at whose end the rank waits, and all ranks go on to the last of these steps.
+"""
+
+import contextlib
+import ctypes
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+from workbench.core import run_directory
+from workbench.train.ranks import Ranks
+
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+"""What Slurm, Kubernetes and `run.stop()` send before they kill, and what Slurm can send earlier (`--signal=USR1@60`)."""
+GONE_S = 3.0
+"""Seconds in which all ranks promise a step, or one of them is dead: torchrun sends SIGTERM to the others then, and they end at once."""
+POLL_S = 0.5
+"""Seconds between two looks whether another rank got a signal."""
+WAIT_S = 0.01
+"""Seconds between two looks for the promises of the others."""
+
+
+class Preemption:
+    """Signals of this process, while it is entered, and what all ranks make of them."""
+
+    def __init__(self, ranks: Ranks, done: int, steps: int) -> None:
+        """Nothing is changed yet.
+
+        Args:
+            ranks: this process among the others.
+            done: steps that were taken before.
+            steps: of the training; it ends there by itself.
+        """
+        self._ranks, self._step, self._steps = ranks, done, steps
+        self._key = f"{ranks.agreements}/preemption"
+        self._asked, self._decided, self._closed = threading.Event(), threading.Event(), threading.Event()
+        self._lock, self._before = threading.Lock(), dict[signal.Signals, Any]()
+        self._promised: int | None = None
+        self._last = steps
+        self.signal = ""
+        """Name of the signal that came first to any rank, once the ranks have agreed."""
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():  # elsewhere signals cannot be handled; another rank may get one
+            self._before = {number: signal.signal(number, self._handle) for number in SIGNALS}
+        if self._ranks.world_size > 1:
+            threading.Thread(target=self._agree, name="preemption", daemon=True).start()
+        return self
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self.signal = self.signal or signal.Signals(number).name
+        self._asked.set()
+
+    def reached(self, step: int) -> bool:
+        """Called at the end of each step, with its number: is it the last, because of a signal?"""
+        if self._ranks.world_size == 1:
+            return self._asked.is_set() and step < self._steps
+        with self._lock:
+            self._step, promised = step, self._promised
+        if promised is None or step < promised or step >= self._steps:
+            return False
+        self._decided.wait()
+        return step >= self._last
+
+    def end(self, run_dir: Path, step: int) -> None:
+        """Say that the training ends here, after its checkpoint was written."""
+        self._ranks.preempted = self.signal
+        if not self._ranks.rank:
+            print(f"ended by {self.signal} after step {step} of {self._steps}: wb.launch(resume={str(run_dir)!r}) goes on from there")
+            row = {"step": step, "ended_by": self.signal, "time": time.time()}
+            run_directory.write_json(run_dir / run_directory.PREEMPTED, row)
+            writer = run_directory.LineWriter(run_dir / run_directory.RESUMES)
+            writer.write([row])
+            writer.close()
+
+    def _agree(self) -> None:
+        """Promise a step when a rank got a signal, and find out the last."""
+        store, ranks = self._ranks.store, range(self._ranks.world_size)
+        with contextlib.suppress(RuntimeError):  # the store is gone: another rank has failed
+            while not self._asked.wait(POLL_S) and not store.check([self._key]):
+                if self._closed.is_set():
+                    return
+            if self._asked.is_set():
+                store.set(self._key, self.signal)
+            with self._lock:
+                self._promised = self._step + 1  # the step that is under way
+            self._promise(self._promised)
+            keys, limit = [f"{self._key}/{rank}" for rank in ranks], time.monotonic() + GONE_S
+            while not store.check(keys):  # not wait(): it would keep the store from the training
+                if self._closed.wait(WAIT_S):
+                    return
+                if time.monotonic() > limit:  # as if there was no handler: Python lets only the main thread, which may wait, take it back
+                    ctypes.CDLL(None).signal(signal.SIGTERM, None)
+                    os.kill(os.getpid(), signal.SIGTERM)
+            self._last = max(int(store.get(key)) for key in keys)
+            self.signal = store.get(self._key).decode()
+        self._decided.set()
+
+    def _promise(self, step: int) -> None:
+        self._ranks.store.set(f"{self._key}/{self._ranks.rank}", str(step))
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._closed.set()
+        with self._lock:
+            unpromised, self._promised = self._promised is None, self._steps
+        if unpromised and self._ranks.world_size > 1 and kind is None:
+            with contextlib.suppress(RuntimeError):
+                self._promise(self._steps)  # others may have got a signal after this rank's last step
