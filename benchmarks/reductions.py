@@ -75,7 +75,7 @@ def rank(case: str, seconds: float, out: Path) -> None:
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    loop = judge.build(judge.ALL[case])
+    loop = judge.build(judge.find(case))
     turns = Turns(loop, seconds)
     before = turns.saved()
     found = wb.diagnose(loop.step, loop.loader, model=loop.model, optimizer=loop.optimizer, budget_s=30)

@@ -18,6 +18,7 @@ import json
 import os
 import platform
 import re
+import shutil
 import socket
 import statistics
 import subprocess
@@ -37,6 +38,8 @@ from cases import CASES, Case  # noqa: E402
 from held_out import HELD_OUT  # noqa: E402
 
 TOOLS = ("truth", "ours", "traceml", "plugin")
+SPEEDS = "speeds-*.json"
+"""Files of `MachineSpeeds`."""
 LIMIT = 240
 """Seconds that a judge may take."""
 TIMED_MINUTES = 12.0
@@ -58,11 +61,13 @@ MEANT = {
 def judge(case: Case, tool: str, out: Path, peer: Path, budget: float, prove: bool) -> dict[str, Any]:
     """What a tool says of a case, from a fresh process."""
     words = [case.name, tool, str(out)]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "KINETO_LOG_LEVEL": "6", "PYTHONPATH": str(GALLERY.parents[1])}
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "KINETO_LOG_LEVEL": "6", "PYTHONPATH": str(GALLERY.parents[2])}
     program = str(GALLERY / "judge.py")
     command = [sys.executable, program, *words]
     with tempfile.TemporaryDirectory() as folder:
         env |= {"WORKBENCH_CACHE": folder}  # what was proved of other cases does not help this one
+        for speeds in out.parent.glob(SPEEDS):  # which every machine measures once
+            shutil.copy(speeds, folder)
         if tool == "ours":
             command += ["--budget", str(budget), *["--prove"] * prove]
         if tool == "traceml":
@@ -78,6 +83,8 @@ def judge(case: Case, tool: str, out: Path, peer: Path, budget: float, prove: bo
             said = done.stdout + done.stderr
         except subprocess.TimeoutExpired:
             return {"error": f"no answer within {LIMIT} s"}
+        for speeds in Path(folder).glob(SPEEDS):
+            shutil.copy(speeds, out.parent)
         summaries = list(Path(folder).rglob("final_summary.json"))
         if tool == "traceml" and summaries:
             found = json.loads(summaries[0].read_text())["primary_diagnosis"]
@@ -185,10 +192,13 @@ def show(cases: list[Case], tools: list[str], answers: dict[tuple[str, str], lis
                 cells[-1] = f"{cells[-1]}, {statistics.fmean(one.get('seconds', LIMIT) for one in found):.0f} s"
         saved = units.percent(true["saved"]) if "saved" in true else "–"
         rows.append([case.name, f"{'|'.join(case.answers)}, {saved}", *cells])
-    seconds = [one["seconds"] for (_, tool), found in answers.items() if tool == "ours" for one in found if "seconds" in one]
-    if seconds:
+    timed = [one for (_, tool), found in answers.items() if tool == "ours" for one in found if "seconds" in one]
+    if timed:
+        took, seconds = ([one[key] for one in timed] for key in ("took", "seconds"))
         times = f"median time to a verdict {statistics.median(seconds):.1f} s, longest {max(seconds):.1f} s"
-        note = f"{times}, in {len(seconds)} diagnoses; {note}"
+        if not any(one["proofs"] for one in timed):
+            times += f" ({statistics.median(took):.1f} s and {max(took):.1f} s with the start of the process)"
+        note = f"{times}, in {len(timed)} diagnoses; {note}"
     total = ["right", ""] + [f"{good} of {count} ({units.percent(good / max(1, count))})" for good, count in scores.values()]
     names = {"ours": "workbench", "traceml": "TraceML 0.5.0", "plugin": "torch-tb-profiler 0.4.3"}
     columns = ("case", "planted, and what its removal saves", *(names[tool] for tool in judges))

@@ -34,7 +34,10 @@ BUDGET = 4.0
 
 def test_rounds_end_after_as_many_looks_as_their_interval_allows_for() -> None:
     equal, noisy = [(1.0, 0.5)] * LOOKS, [(1.0, 0.1), (1.0, 0.9)] * LOOKS
-    assert [_is_decided(equal[:count]) for count in (0, 2, 4)] == [False, False, True]
+    near = [(1.0, 0.88)] * LOOKS
+    assert [_is_decided(equal[:count]) for count in (0, 1, 2)] == [False, False, True]
+    assert [_is_decided(equal[:count], least=3) for count in (2, 3)] == [False, True]
+    assert [_is_decided(near[:count]) for count in (2, 4)] == [False, True]
     assert [_is_decided(noisy[:count]) for count in (4, LOOKS - 1, LOOKS, LOOKS + 1)] == [False, False, True, True]
 
 

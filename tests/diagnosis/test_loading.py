@@ -21,7 +21,7 @@ from tests.made import World
 from workbench.diagnosis.analysis.diagnosis import Diagnosis
 from workbench.diagnosis.analysis.evidence import Loading
 from workbench.diagnosis.measure.fetch_meter import BatchCost, WorkerMeter, without_delay
-from workbench.diagnosis.measure.loading import _cpu_here, probe, slow_share
+from workbench.diagnosis.measure.loading import Steady, _cpu_here, probe, slow_share
 from workbench.harness.feed import Feed
 from workbench.harness.loaders import with_knobs
 
@@ -105,6 +105,18 @@ def probed(loader: Any, budget: float = 0.6) -> Loading:
         found, notes = probe(loader, feed, budget)
     assert not notes
     return found
+
+
+@pytest.mark.parametrize(
+    ("values", "steady"),
+    [([0.02] * 5, False), ([0.02] * 16, True), ([0.02, 0.021] * 8, True), ([0.02, 0.04] * 8, False)],
+)
+def test_a_mean_is_known_when_enough_values_agree(values: list[float], steady: bool) -> None:
+    known = Steady(16)
+    for value in values:
+        assert not known or steady
+        known.add(value)
+    assert bool(known) == steady
 
 
 @pytest.mark.parametrize("workers", [0, 1])

@@ -20,8 +20,9 @@ from workbench.harness.restore import SavedState
 from workbench.timeline.timeline import Timeline
 from workbench.timeline.watch import Watch
 
-BLOCK_SECONDS = 0.35
-"""Seconds of a block of the full loop, where steps are not longer than that."""
+BLOCK_SECONDS, SHORT_BLOCK_SECONDS = 0.35, 0.25
+"""Seconds of a block of the full loop, where steps are not longer than that: usually, and on one CPU whose loader has no queue that a block
+begins with."""
 MIN_WATCHED_SECONDS = 1e-3
 """Shorter steps run without the clocks of `wb.watch`, except in a block of their own. Chosen: the clocks take 5 µs a step on the machine of
 `FITTED_ON`, half a percent of it."""
@@ -96,9 +97,11 @@ class InterleavedRounds:
         whole = workers if workers * step < 3 * BLOCK_SECONDS else 1
         per_pass = common_length(self.steps_per_pass, bench.peers) if device_clock.is_asynchronous(bench.device) else math.inf
         self.whole_passes = per_pass * step <= MAX_PASS_SECONDS
-        self.steps = steps_for(step, BLOCK_SECONDS, least=least, multiple=int(per_pass) if self.whole_passes else whole)
+        behind = feed.queue or self.parallel or device_clock.is_asynchronous(bench.device)
+        block = BLOCK_SECONDS if behind else SHORT_BLOCK_SECONDS
+        self.steps = steps_for(step, block, least=least, multiple=int(per_pass) if self.whole_passes else whole)
         some = (min(least, 3), workers if workers * alone < 2 * BLOCK_SECONDS else 1) if feed.queue else (1, 1)
-        self.loads = steps_for(alone, BLOCK_SECONDS / 2, least=some[0], most=self.steps, multiple=some[1])
+        self.loads = steps_for(alone, block / 2, least=some[0], most=self.steps, multiple=some[1])
         self.warm = 0 if least == 1 else max(1 if step > 0.25 else 2, whole if feed.queue and self.steps > whole else 1)
         if feed.kind == "once":
             self.steps, self.loads, self.warm = min(self.steps, STEPS_OF_ITERATOR), 1, 1

@@ -37,7 +37,7 @@ from workbench.harness.restore import SavedState
 
 BUDGET_SHARES = {"warm-up": 0.1, "rounds": 0.4, "inside": 0.5, "loading": 0.6, "trials": 0.9}
 """Until which fraction of the budget each part may go on, at most."""
-LOADING_SECONDS, INSIDE_SECONDS = 3.0, 1.2
+LOADING_SECONDS, INSIDE_SECONDS = 3.0, 0.9
 """Most that these parts take of a large budget."""
 CHEAP_LOADER, CHEAP_LOADER_SECONDS = 0.08, 1.0
 """Fraction of the step below which the loader does not matter, and seconds for which it is probed then."""
@@ -233,7 +233,8 @@ class _Experiment:
             if max(self.peers.gather(self.feed.exhausted)) or bench.elapsed + rounds.cost > self._until("rounds"):
                 break
             pairs = self.sums.arm("cached").pairs
-            if self.peers.agree(_is_decided(pairs), all):  # passes may have other lengths elsewhere
+            least = FEW_PAIRS if self.peers.world_size > 1 else 2  # which rank is slow has to be known as well
+            if self.peers.agree(_is_decided(pairs, least=least), all):  # passes may have other lengths elsewhere
                 break
         if not rounds.watched:
             rounds.clocked(50)
@@ -387,12 +388,14 @@ def as_words(what: str, saved: Interval) -> str:
     return f"{what}: {100 * saved.mid:.0f} % less ({100 * saved.low:.0f} to {100 * saved.high:.0f})"
 
 
-def _is_decided(pairs: Sequence[tuple[float, float]]) -> bool:
+def _is_decided(pairs: Sequence[tuple[float, float]], *, least: int = 2) -> bool:
     """Is it clear whether the loader is to blame, and if so, what it costs? After LOOKS, more would not make it so."""
-    if not FEW_PAIRS <= len(pairs) < LOOKS:
+    if not least <= len(pairs) < LOOKS:
         return len(pairs) >= LOOKS
     saved, width = saved_by_caching(pairs), saved_by_caching(pairs, looks=1).width
-    return saved.high < MIN_BLAMED_SAVING or width <= (CLEAR_INTERVAL if saved.low > BLAMED_LOADER else NARROW_INTERVAL)
+    if saved.low > BLAMED_LOADER:
+        return width <= CLEAR_INTERVAL
+    return saved.high < MIN_BLAMED_SAVING or (len(pairs) >= FEW_PAIRS and width <= NARROW_INTERVAL)
 
 
 SPEEDS_BUDGET = 20.0

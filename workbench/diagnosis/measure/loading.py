@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import itertools
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -31,6 +32,12 @@ ITERATOR_BATCHES = 8
 """Batches that a probe takes from an iterator which cannot be read again."""
 TURNS = 4
 """In which batches are made here and in a worker."""
+STEADY_ERROR = 0.02
+"""A mean of what batches take is known well enough if its standard error is at most this fraction of it. Chosen below what equal blocks of
+steps vary by; the rest of the time of a probe would not make a predicted gain better."""
+STEADY_SECONDS, STEADY_BATCHES, STEADY_SAMPLES = 0.3, 16, 240
+"""Seconds, batches, and samples where those are timed, after which a probe may end because its mean is known. Chosen: the kernel counts a
+worker's time in hundredths of a second, and fewer samples hold too few of a slowest twentieth."""
 WORKER_TIMEOUT = 30
 """Seconds to wait for a batch of a worker."""
 PAGE = 4096
@@ -194,13 +201,16 @@ def _as_it_is(feed: Feed, budget: float) -> _LoaderCost:
 
 def _taken(feed: Feed, last: Any, most: int, deadline: float) -> _LoaderCost:
     count, pids, passes, paid = 0, feed.worker_pids, feed.passes, sum(feed.start_ups) + sum(feed.ends)
+    steady = Steady(STEADY_BATCHES)
     start, before = clocks(), [cpu_of_process(pid) for pid in pids]
-    while count < most and (count < MIN_BATCHES or time.perf_counter() < deadline):
+    now = start.wall
+    while count < most and (count < MIN_BATCHES or now < deadline) and not (now - start.wall >= STEADY_SECONDS and steady):
         try:
             last = feed.batch()
         except Exhausted:
             break
-        count += 1
+        count, begun, now = count + 1, now, time.perf_counter()
+        steady.add(now - begun)
     end, after = clocks(), [cpu_of_process(pid) for pid in pids]
     wall = end.wall - start.wall
     if (new := feed.passes - passes) and count > new:  # short passes: their first batches come with the start-up, which is apart
@@ -295,11 +305,41 @@ class _WorkerProbe:
             shut_down(self._source)
 
 
-def _until(source: Iterator[Any], deadline: float) -> Iterator[Any]:
-    """Batches until the time is up: at least two, and not endlessly."""
-    for count, batch in enumerate(source, 1):
-        yield batch
-        if count >= MAX_BATCHES or (count > 1 and time.perf_counter() > deadline):
+class Steady:
+    """Is a mean known so well that more values would not change it? False at first."""
+
+    def __init__(self, count: int, error: float = STEADY_ERROR) -> None:
+        """No value yet.
+
+        Args:
+            count: how many there have to be.
+            error: largest standard error, as a fraction of the mean.
+        """
+        self._least, self._error = count, error
+        self._count, self._sum, self._squares = 0, 0.0, 0.0  # sums only: this goes on between batches that are timed
+
+    def add(self, value: float) -> None:
+        """A new value."""
+        self._count, self._sum, self._squares = self._count + 1, self._sum + value, self._squares + value * value
+
+    def __bool__(self) -> bool:
+        if (count := self._count) < max(2, self._least):
+            return False
+        variance = max(0.0, self._squares - self._sum**2 / count) / (count - 1)
+        return math.sqrt(count * variance) <= self._error * self._sum
+
+
+def _until(source: Iterator[tuple[Any, BatchCost]], deadline: float) -> Iterator[tuple[Any, BatchCost]]:
+    """Batches until the time is up, or it is known what they take: at least two, and not endlessly."""
+    steady, samples = Steady(STEADY_BATCHES // TURNS, math.sqrt(TURNS) * STEADY_ERROR), 0
+    enough = time.perf_counter() + STEADY_SECONDS / TURNS
+    for count, (batch, cost) in enumerate(source, 1):
+        yield batch, cost
+        steady.add(cost.wall)
+        samples += len(cost.samples)
+        now = time.perf_counter()
+        known = now > enough and steady and not 0 < samples < STEADY_SAMPLES / TURNS
+        if count >= MAX_BATCHES or (count > 1 and (known or now > deadline)):
             return
 
 

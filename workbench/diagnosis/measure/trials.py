@@ -24,7 +24,11 @@ from workbench.harness.tf32 import has_tf32, tf32, uses_tf32
 BLOCK_SECONDS = 0.12
 """Seconds of a block, where steps are not longer than that."""
 FEW_PAIRS = 3
-"""Pairs that a variant takes at least, unless it is hopeless or there is no time."""
+"""Pairs that a variant near its limit takes at least, unless there is no time. Two are enough where intervals are clear of the limit, or as
+narrow as a remedy needs: they allow for what few pairs do not show."""
+VARIANTS_PER_BASELINE = 2
+"""Variants tried between two blocks of the unchanged step. Chosen: a block each takes a quarter of the time more, and with three a variant
+is compared with blocks that are further from it."""
 NARROW_INTERVAL, CLEAR_INTERVAL = 0.06, 0.12
 """Widths at which the interval of the saved fraction of the full step is narrow enough: near its limit, and clear of it. Chosen by the
 distance between the two numbers of most limits. With half, a diagnosis takes up to four times as long; with twice, more close cases are
@@ -231,14 +235,17 @@ class Trials:
         before = self._baseline() if active else 0
         for turn in range(MAX_PAIRS):
             self.rewind()
+            since: list[Variant] = []  # the last baseline
             for treatment in [*active] if turn % 2 == 0 else [*reversed(active)]:
                 self.begun(treatment.name)
                 if not self._try(treatment):
                     active.remove(treatment)
                     continue
-                after = self._baseline(more=SETTLING_STEPS if treatment.name.startswith("threads=") else 0)
-                self._pairs.setdefault(treatment.name, []).append(((before, after), len(self.bench.timings.blocks[treatment.name]) - 1))
-                before = after
+                since.append(treatment)
+                threads = treatment.name.startswith("threads=")
+                if threads or len(since) == VARIANTS_PER_BASELINE:
+                    before = self._pair(since, before, more=SETTLING_STEPS if threads else 0)
+            before = self._pair(since, before) if since else before
             active = [treatment for treatment in active if not self._is_decided(treatment.name, least)]
             if not active or (turn + 1 >= least and self.bench.elapsed > until) or self.bench.elapsed > 1.3 * until:
                 break
@@ -282,13 +289,20 @@ class Trials:
         saved, limit = self.saved(name), BLAMED_SAVING.get(name)
         if saved.high < (MIN_SAVING if limit is None else MIN_BLAMED_SAVING):
             return True
-        if count < least:
-            return False
         width = self.saved(name, looks=1).width  # how well a value is known is no decision that may be wrong
         if limit is None:
             return width <= NARROW_FOR_REMEDY or count >= MAX_REMEDY_PAIRS
-        clear = saved.low > limit or saved.high < max(limit, self.lead)
-        return width <= (CLEAR_INTERVAL if clear else NARROW_INTERVAL)
+        if saved.low > limit or saved.high < max(limit, self.lead):
+            return width <= CLEAR_INTERVAL
+        return count >= least and width <= NARROW_INTERVAL
+
+    def _pair(self, since: list[Variant], before: int, more: int = 0) -> int:
+        """Time the unchanged step again, after some variants: each is compared with the mean of both blocks around them."""
+        after = self._baseline(more)
+        for variant in since:
+            self._pairs.setdefault(variant.name, []).append(((before, after), len(self.bench.timings.blocks[variant.name]) - 1))
+        since.clear()
+        return after
 
     def _baseline(self, more: int = 0) -> int:
         self.bench.warm(self.replay.give(self.warm + more))
