@@ -131,7 +131,7 @@ def test_wrong_schedules_say_what_is_allowed(schedule: str, message: str) -> Non
         ({"ema": True}, "ema=True: a decay"),
         ({"ema": 0.9, "parallel": "fsdp"}, 'ema=0.9 with parallel="fsdp": no rank holds all parameters there'),
         ({"ema": 0.9, "tensor_parallel": 2, "nproc_per_node": 2}, "ema=0.9 with tensor_parallel=2"),
-        ({"gradient_compression": "int8"}, "gradient_compression='int8': allowed are 'none', 'fp16', 'bf16'"),
+        ({"gradient_compression": "int8"}, "gradient_compression='int8': allowed are 'none', 'fp16', 'bf16', 'powersgd'"),
         ({"gradient_compression": "fp16", "parallel": "fsdp"}, 'gradient_compression="fp16" with parallel="fsdp": it is a hook of DDP'),
         ({"weight_decay_on": "norms"}, "weight_decay_on='norms': allowed are 'all', 'matrices'"),
     ],
@@ -175,3 +175,20 @@ def test_what_cannot_be_compiled_is_refused(knobs: dict[str, Any], message: str)
     with pytest.raises(SpecError, match=message):
         spec_of(**knobs)
     assert spec_of(compile="blocks(backend='eager')", parallel="fsdp").compile
+
+
+@pytest.mark.parametrize(
+    ("knobs", "message"),
+    [
+        ({"stop_when": 3}, r'stop_when=3: a figure of the evaluation is allowed, such as "validation_loss\(patience=3\)", or None'),
+        ({"stop_when": "loss(patience=0)"}, "stop_when: patience=0"),
+        ({"stop_when": "loss(best=up)"}, "stop_when: best='up': allowed are 'min', 'max'"),
+        ({"stop_when": "loss"}, 'stop_when="loss" with evaluate=False: .* try evaluate="epoch"'),
+        ({"gradient_compression": "powersgd(rank=0)"}, "rank=0: a whole number"),
+        ({"gradient_compression": "powersgd", "checkpoint_every": 5}, 'with checkpoint_every=5: each rank keeps .* try "fp16"'),
+        ({"gradient_compression": "powersgd", "parallel": "fsdp"}, 'with parallel="fsdp": it is a hook of DDP'),
+    ],
+)
+def test_recipes_that_are_refused(knobs: dict[str, Any], message: str) -> None:
+    with pytest.raises(SpecError, match=message):
+        spec_of(**knobs)

@@ -227,6 +227,21 @@ def test_a_single_rank(alone: Ranks, parallel: str) -> None:
     assert other.figures() == pytest.approx(usual.figures(), abs=1e-6)
 
 
+def test_gradients_are_compressed_by_powersgd(alone: Ranks) -> None:
+    """From its start on, it reduces a matrix of rank 1, and adds what was left out later; before, it reduces what is there."""
+    parameters = []
+    for kind in ("none", "powersgd(rank=1, start=3)"):
+        wide = toy_tasks.numbers(model=lambda: nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 2)))
+        trainer, losses = Trainer(spec_of(gradient_compression=kind, optimizer="sgd(lr=0.05)"), wide, alone), []
+        for batch, _ in zip(trainer.batches(), range(6), strict=False):
+            losses.append(trainer.step([batch]).item())
+            parameters.append([weight.detach().clone() for weight in trainer.module.parameters()])
+        assert losses[-1] < losses[0]
+    equal = [all(map(torch.equal, *pair)) for pair in zip(parameters[:6], parameters[6:], strict=True)]
+    assert equal[:2] == [True, True]
+    assert equal[4:] == [False, False]
+
+
 def test_a_knob_of_ddp_reaches_it(alone: Ranks) -> None:
     one = Trainer(spec_of(gradient_as_bucket_view=True, bucket_cap_mb=3, find_unused_parameters=True), toy_tasks.numbers(), alone)
     assert isinstance(one.model, DistributedDataParallel)

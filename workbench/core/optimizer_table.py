@@ -108,6 +108,15 @@ _TABLE = (
         offered=("lamb",),
     ),
     NamedOptimizer(
+        name="muon",
+        class_name="MuonWithAdamW",
+        family="other",
+        defaults={**_ADAM, "momentum": 0.95, "weight_decay": 0.1},
+        other_options=("nesterov", "ns_steps"),
+        of_torch=False,
+        decoupled=True,
+    ),
+    NamedOptimizer(
         name="adafactor",
         class_name="Adafactor",
         family="other",

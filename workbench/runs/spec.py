@@ -151,9 +151,11 @@ class RunSpec(_Spec):
     """Let DDP look for parameters without a gradient in every step; needed where some layers are skipped, and slower."""
     gradient_as_bucket_view: bool = False
     """Let gradients lie in DDP's buckets, which saves one copy of them in the optimizer's step."""
-    gradient_compression: str = knob("none", choices=training_knobs.COMPRESSIONS, elsewhere=("ddp_comm_hook", "comm_hook"))
-    """What DDP reduces in place of fp32 gradients, by a communication hook of torch: "fp16" and "bf16" halve what is sent. fp16 overflows
-    above 65,504; bf16 needs GPUs and NCCL."""
+    gradient_compression: str = knob("none", elsewhere=("ddp_comm_hook", "comm_hook"))
+    """What DDP reduces in place of fp32 gradients, by a communication hook of torch: "none"; "fp16" and "bf16" halve what is sent (fp16
+    overflows above 65,504; bf16 needs GPUs and NCCL); "powersgd(rank=1, start=10)": from step `start` on, two thin matrices of so many
+    columns for each matrix, from which each rank makes an approximation of the mean, and adds what was left out in the next step. Its
+    memory, another gradient per rank, is not in estimates."""
     parallel: str = knob("ddp", choices=PARALLELS, panels=("memory",), elsewhere=("strategy", "fsdp", "zero", "sharding", "zero_stage"))
     """What the ranks share: "ddp" nothing, "zero1" optimizer states, "zero2" all but the weights while a step lasts, "fsdp" all; "hsdp": as
     "fsdp" among `shard_ranks`, as "ddp" among such groups. Under the last three, amp_bf16 keeps the weights in fp32, gathers them in bf16,
@@ -187,6 +189,10 @@ class RunSpec(_Spec):
     evaluate: bool | str = False
     """When the task's evaluation runs: "end" (or True) after the last step; "epoch", "checkpoint" (before each) or "every(steps=500)"
     then too. The training goes on as if it had not been evaluated, bit for bit. False = never."""
+    stop_when: str | None = knob(None, elsewhere=("early_stopping", "early_stopping_patience"))
+    """End the training early when a figure of its evaluations does not become better: "validation_loss(patience=3)": in 3 of them;
+    "accuracy(patience=5, best=max, by=0.001)": larger is better, by more than 0.001. Needs evaluate="epoch", "every(steps=…)" or
+    "checkpoint"; None = all steps are taken."""
     evaluate_batches: int | None = None
     """Batches of micro_batch samples in an evaluation, of all ranks together; None = the whole `Task.validation`."""
     checkpoint_every: int | None = None

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from workbench.core.checks import choice, is_number, real_number
+from workbench.core.checks import choice, is_number, real_number, whole_number
 from workbench.runs.knobs import SHARDED, SpecError
 
 SCHEDULES: Mapping[str, Mapping[str, float]] = {
@@ -24,8 +24,8 @@ _ENDLESS = ("constant", "inverse_sqrt")
 DECAYED = ("all", "matrices")
 """Parameters that weight decay shrinks."""
 
-COMPRESSIONS = ("none", "fp16", "bf16")
-"""Types in which DDP may reduce gradients."""
+COMPRESSIONS: Mapping[str, Mapping[str, Any]] = {"none": {}, "fp16": {}, "bf16": {}, "powersgd": {"rank": 1, "start": 10}}
+"""What DDP may reduce in place of gradients → its options with their defaults."""
 
 
 COMPILES: Mapping[str, Mapping[str, Any]] = {"none": {}, "model": {"backend": "inductor"}, "blocks": {"backend": "inductor"}}
@@ -170,6 +170,16 @@ def check(spec: Any) -> None:
     if spec.evaluate_batches and not when:
         raise SpecError(f'evaluate_batches={spec.evaluate_batches} with evaluate=False: say when, as in evaluate="end"')
     _check_compile(spec)
+    _check_stop(spec)
+    kind, options = parse_call("gradient_compression", spec.gradient_compression, COMPRESSIONS, "powersgd(rank=2)")
+    for option, least in (("rank", 1), ("start", 2)):
+        if option in options:
+            whole_number(f'gradient_compression="{spec.gradient_compression}": {option}', options[option], least=least, error=SpecError)
+    if kind == "powersgd" and spec.checkpoint_every:
+        raise SpecError(
+            f'gradient_compression="{spec.gradient_compression}" with checkpoint_every={spec.checkpoint_every}: each rank keeps what its '
+            'compression left out, and a checkpoint does not have it; leave one of them out, or try "fp16"'
+        )
     real_number("label_smoothing", spec.label_smoothing, least=0, below=1, error=SpecError)
     if spec.gradient_compression != "none" and (spec.parallel in SHARDED or spec.tensor_parallel > 1):
         given = f"tensor_parallel={spec.tensor_parallel}" if spec.tensor_parallel > 1 else f'parallel="{spec.parallel}"'
@@ -203,6 +213,37 @@ def _check_compile(spec: Any) -> None:
     ):
         if clashes:
             raise SpecError(f'compile="{spec.compile}" with {given(spec, knob)}: {why}')
+
+
+def parse_stop(text: Any) -> tuple[str, Mapping[str, Any]]:
+    """The figure that ends a training, and its options: patience, best and by.
+
+    >>> parse_stop("validation_loss(patience=3)")
+    ('validation_loss', mappingproxy({'patience': 3, 'best': 'min', 'by': 0.0}))
+
+    Raises:
+        SpecError: not of this form.
+    """
+    figure = text.partition("(")[0].strip() if isinstance(text, str) else ""
+    known = {figure: {"patience": 5, "best": "min", "by": 0.0}} if figure.isidentifier() else {}
+    if not known:
+        raise SpecError(f'stop_when={text!r:.80}: a figure of the evaluation is allowed, such as "validation_loss(patience=3)", or None')
+    figure, options = parse_call("stop_when", text, known, "accuracy(patience=3, best=max)")
+    whole_number("stop_when: patience", options["patience"], least=1, error=SpecError)
+    choice("stop_when: best", options["best"], ("min", "max"), error=SpecError)
+    real_number("stop_when: by", options["by"], least=0, error=SpecError)
+    return figure, options
+
+
+def _check_stop(spec: Any) -> None:
+    if spec.stop_when is None:
+        return
+    parse_stop(spec.stop_when)
+    if parse_evaluate(spec.evaluate)[0] in ("", "end"):
+        raise SpecError(
+            f'stop_when="{spec.stop_when}" with evaluate={spec.evaluate!r}: it looks at evaluations while the training lasts; try '
+            'evaluate="epoch" or "every(steps=500)"'
+        )
 
 
 def given(spec: Any, knob: str) -> str:

@@ -20,6 +20,7 @@ from workbench.timeline.step_timer import StepTimer
 from workbench.traces.measure.profiled_run import RunProfiler
 from workbench.train.checkpoints import Checkpoints
 from workbench.train.choose_micro_batch import choose
+from workbench.train.early_stop import EarlyStop
 from workbench.train.fingerprints import Fingerprints
 from workbench.train.preemption import Preemption
 from workbench.train.ranks import Ranks
@@ -109,6 +110,7 @@ def train(
     metrics = Metrics(run_dir, steps=spec.steps) if ranks.rank == 0 else None
     noise = noise_log(trainer, run_dir) if spec.noise_scale else None
     evaluations = Evaluations(trainer, run_dir, timer) if spec.evaluate else None
+    early_stop, stopped = EarlyStop(spec.stop_when, ranks, run_dir) if spec.stop_when else None, False
     prints = Fingerprints(folder, trainer, done) if (folder := run_dir / run_directory.FINGERPRINTS).is_dir() else None
     profiled = None
     if spec.profile:
@@ -167,6 +169,7 @@ def train(
                     figures = evaluations.run(step)
                     if metrics:
                         metrics.figures(figures, step)
+                    stopped = early_stop is not None and early_stop.after(step)
                 last = preemption is not None and preemption.reached(step)
                 if checkpoints and (last or checkpoints.due(step)):
                     if metrics:  # else rows before this step would be missing when the run goes on
@@ -177,16 +180,16 @@ def train(
                 if preemption and last:
                     preemption.end(run_dir, step)
                     return trainer.module
-                if step == spec.steps:
+                if step == spec.steps or stopped:
                     break
                 waiting, loss_of_step = spec.accumulation, torch.zeros_like(loss_of_step)
-            figures = chosen | (evaluations.run(spec.steps) if evaluations else {})
+            figures = chosen | (evaluations.run(spec.steps) if evaluations and not stopped else {})
         if timer.failed:  # at its last flush
             raise timer.failed
         if prints:
             prints.end()
         if metrics:
-            metrics.figures(figures, spec.steps)
+            metrics.figures(figures, step if stopped else spec.steps)
     skipped = trainer.precision.skipped
     if skipped and ranks.rank == 0:
         print(f"{skipped} of {step} optimizer steps were left out: fp16 gradients overflowed (a few at the start are normal)")

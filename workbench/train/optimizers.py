@@ -23,10 +23,11 @@ from workbench.runs.spec import IMPLEMENTATIONS, RunSpec, SpecError
 from workbench.runs.task import TaskError
 from workbench.runs.training_knobs import lr_factor
 from workbench.train.large_batch_optimizers import LAMB, LARS
+from workbench.train.muon import MuonWithAdamW, hidden_matrices
 from workbench.train.offload import HostOptimizer
 from workbench.train.sharded_tensors import dtensor_spec, is_dtensor
 
-_OURS: dict[str, type[Optimizer]] = {"LAMB": LAMB, "LARS": LARS}
+_OURS: dict[str, type[Optimizer]] = {"LAMB": LAMB, "LARS": LARS, "MuonWithAdamW": MuonWithAdamW}
 OPTIMIZERS: dict[str, type[Optimizer]] = {
     name: getattr(torch.optim, row.class_name) if row.of_torch else _OURS[row.class_name] for name, row in NAMED.items()
 }
@@ -151,7 +152,8 @@ def _built(model: nn.Module, own: Callable[[Iterable[nn.Parameter]], Optimizer] 
         if implementation:
             options = {option: value for option, value in options.items() if option not in IMPLEMENTATIONS} | {implementation: True}
         try:
-            return OPTIMIZERS[name](model.parameters(), **options | ({} if lr is None else {"lr": lr}))
+            weights = hidden_matrices(model) if name == "muon" else model.parameters()
+            return OPTIMIZERS[name](weights, **options | ({} if lr is None else {"lr": lr}))
         except (TypeError, ValueError, RuntimeError) as error:
             raise SpecError(f"optimizer={override or chosen!r}: {name} refuses it: {error}") from error
     optimizer = chosen(model.parameters())
@@ -207,9 +209,11 @@ def place_optimizer(optimizer: Optimizer, *, share: bool, group: dist.ProcessGro
 def _check_fused(optimizer: Optimizer) -> None:
     sharded = any(is_dtensor(weight) for group in optimizer.param_groups for weight in group["params"])
     split = any(dtensor_spec(weight) is not None for group in optimizer.param_groups for weight in group["params"])
-    if split and isinstance(optimizer, torch.optim.Adafactor):
+    if split and isinstance(optimizer, torch.optim.Adafactor | MuonWithAdamW):
+        name = "muon" if isinstance(optimizer, MuonWithAdamW) else "adafactor"
+        needs = "whole matrices" if name == "muon" else "the means of whole rows and columns"
         raise SpecError(
-            "adafactor on parameters that ranks share (FSDP2, tensor parallelism): it needs the means of whole rows and columns, and sees "
+            f"{name} on parameters that ranks share (FSDP2, tensor parallelism): it needs {needs}, and sees "
             'parts of them; try parallel="ddp", "zero1", or "adamw"'
         )
     fused = any(group.get("fused") for group in optimizer.param_groups)

@@ -20,6 +20,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 from workbench.runs.spec import SHARDED, RunSpec, SpecError
+from workbench.runs.training_knobs import COMPRESSIONS, parse_call
 from workbench.train.blocks import find_blocks
 from workbench.train.offload import mark_on_host
 from workbench.train.precision import TYPES
@@ -50,12 +51,18 @@ def distribute(module: nn.Module, spec: RunSpec, layout: Layout, device: torch.d
         gradient_as_bucket_view=spec.gradient_as_bucket_view,
         process_group=layout.data,
     )
-    if spec.gradient_compression != "none":
+    kind, options = parse_call("gradient_compression", spec.gradient_compression, COMPRESSIONS, "fp16")
+    if kind == "powersgd":
+        from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+
+        state = powerSGD_hook.PowerSGDState(layout.data, options["rank"], options["start"], random_seed=spec.seed)
+        model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    elif kind != "none":
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
         hooks = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}
         try:
-            model.register_comm_hook(layout.data, hooks[spec.gradient_compression])
+            model.register_comm_hook(layout.data, hooks[kind])
         except TypeError as error:  # where the ranks have no GPU after all
             raise SpecError(f'gradient_compression="{spec.gradient_compression}": {error}; try "fp16"') from error
     return model

@@ -1,0 +1,98 @@
+"""Muon: orthogonalised momentum for the matrices of a model's blocks, by torch's own Muon; AdamW, as torch recommends, for all others."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from workbench.train.blocks import find_blocks
+
+_MUONS = ("momentum", "nesterov", "ns_steps")
+_OWN = {"ns_coefficients": (3.4445, -4.775, 2.0315), "adjust_lr_fn": "match_rms_adamw"}
+
+
+def hidden_matrices(model: nn.Module) -> list[dict[str, Any]]:
+    """The parameters of a model in two groups: the matrices in its repeated blocks, or in all of it but embeddings if it has none; others.
+
+    Args:
+        model: of the training.
+    """
+    parts = find_blocks(model).values() or [model]
+    embedded = {id(weight) for part in model.modules() if isinstance(part, nn.Embedding | nn.EmbeddingBag) for weight in part.parameters()}
+    hidden = {id(weight) for part in parts for weight in part.parameters() if weight.dim() == 2} - embedded
+    groups = [
+        {"params": [weight for weight in model.parameters() if (id(weight) in hidden) is matrices], "muon": matrices}
+        for matrices in (True, False)
+    ]
+    return [group for group in groups if group["params"]]
+
+
+class MuonWithAdamW(Optimizer):
+    """torch.optim.Muon for groups with `muon=True`, torch.optim.AdamW for the others, as one optimizer with one learning rate.
+
+    Muon's step is scaled to the size of AdamW's ("match_rms_adamw"), so that both take the same learning rate and weight decay.
+    Source: Liu et al. 2025, arXiv:2502.16982. Given plain parameters, matrices are Muon's.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_steps: int = 5,
+    ) -> None:
+        """
+        Args:
+            params: parameters, or groups of them as `hidden_matrices` makes them.
+            lr: learning rate of both.
+            betas: of AdamW.
+            eps: of AdamW.
+            weight_decay: of both.
+            momentum: of Muon.
+            nesterov: of Muon.
+            ns_steps: of Muon's Newton-Schulz iteration.
+
+        Raises:
+            RuntimeError: this torch has no Muon.
+        """
+        if not hasattr(torch.optim, "Muon"):
+            raise RuntimeError(f"torch {torch.__version__} has no Muon, which came with torch 2.9; try adamw")
+        given = list(params)
+        if given and not isinstance(given[0], dict):
+            matrices, others = ([weight for weight in given if (weight.dim() == 2) is two] for two in (True, False))
+            given = [{"params": part, "muon": two} for part, two in ((matrices, True), (others, False)) if part]
+        self._inner: dict[bool, Optimizer] = {}
+        options = {"momentum": momentum, "nesterov": nesterov, "ns_steps": ns_steps}
+        super().__init__(given, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, **options})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Take a step of both.
+
+        Args:
+            closure: computes the loss again; None = the gradients are there.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for muon in (True, False):
+            groups = [group for group in self.param_groups if bool(group.get("muon")) is muon]
+            if not groups:
+                continue
+            if muon not in self._inner:
+                kind: Any = torch.optim.Muon if muon else torch.optim.AdamW
+                names = ("lr", "weight_decay", *(_MUONS if muon else ("betas", "eps")))
+                options = {**(_OWN if muon else {}), **{name: groups[0][name] for name in names}}
+                self._inner[muon] = kind([weight for group in groups for weight in group["params"]], **options)
+            inner = self._inner[muon]
+            inner.param_groups = [{**inner.defaults, **group, **({"eps": inner.defaults["eps"]} if muon else {})} for group in groups]
+            inner.state = self.state
+            inner.step()
+        return loss
