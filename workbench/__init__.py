@@ -161,7 +161,9 @@ __all__ = sorted(_HOMES)
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
-        raise AttributeError(f"module 'workbench' has no attribute {name!r}: it offers {', '.join(__all__)}")
+        from workbench.core.checks import did_you_mean
+
+        raise AttributeError(f"module 'workbench' has no attribute {name!r}: {did_you_mean(name, __all__)}it offers {', '.join(__all__)}")
     home = importlib.import_module(_HOMES[name])
     value = globals()[name] = home if home.__name__ == f"workbench.{name}" else getattr(home, name)
     return value

@@ -4,6 +4,7 @@ import argparse
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 import textwrap
@@ -401,7 +402,8 @@ def _refuse(parser: argparse.ArgumentParser, given: argparse.Namespace, rest: li
     if hint := did_you_mean(strange, options, cutoff=0.7).strip():
         pass
     elif given.command == "launch":
-        hint = "processes: --nproc-per-node 2; what is meant for the script comes after --: workbench launch train.py -- --epochs 1"
+        own = f"workbench launch {given.target} -- {shlex.join(rest)}"
+        hint = f"what is meant for the script comes after --: {own}; processes: --nproc-per-node 2"
     elif "--set" in options:
         hint = f"knobs are turned with --set: workbench {given.command} {given.target} --set micro_batch=16 precision=amp_bf16"
     else:

@@ -35,6 +35,8 @@ def test_another_name_is_taken_where_it_is_free() -> None:
 def test_what_is_no_argument() -> None:
     with pytest.raises(TypeError, match=r"curve\(repeat=…, repeats=…\): both names are of one argument; give repeat"):
         curve("spec", repeat=2, repeats=2)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"curve\(str, list\): only spec is given by place; all else by name: repeat=…, budget_s=…"):
+        curve("spec", [1])  # type: ignore[misc]
     with pytest.raises(TypeError, match=r"curve\(repaet=…\): did you mean 'repeat'\? It takes spec, repeat, budget_s, seconds"):
         curve("spec", repaet=2)  # type: ignore[call-arg]
 

@@ -86,6 +86,12 @@ def test_a_model_that_does_not_accept_the_batch() -> None:
         wb.estimate_memory(lambda: nn.Linear(8, 8), {"input": X}, loss=lambda m, b: m(b["input"]).sum() + b["labels"])
 
 
+def test_what_a_model_does_not_take_of_a_mapping_is_its_target() -> None:
+    classes = torch.zeros(4, dtype=torch.long)
+    found = wb.estimate_memory(lambda: nn.Linear(8, 8), {"input": X, "label": classes})
+    assert any("the cross-entropy of the output and the batch's last part" in note for note in found.notes)
+
+
 def test_what_is_no_model() -> None:
     with pytest.raises(ValueError, match=r"expected a RunSpec, a Task, a function that builds a model, or a torch.nn.Module, not a int"):
         wb.estimate_memory(3, X)

@@ -20,6 +20,7 @@ from workbench.runs.panel.follow import Follower
 from workbench.runs.rows import RunRows
 from workbench.runs.run import Run, RunFormatError
 from workbench.runs.spec import RunSpec
+from workbench.timeline.watch import watch
 
 Make = Callable[..., HandMade]
 
@@ -336,6 +337,8 @@ def test_an_attribute_that_a_run_does_not_have(by_hand: Make, monkeypatch: pytes
     for name, near in (("timeline", "timelines"), ("log", "logs")):
         with pytest.raises(AttributeError, match=f"'Run' object has no attribute '{name}': did you mean '{near}'"):
             getattr(run, name)
+    with pytest.raises(ValueError, match=r"a run is watched already: run shows it live in a notebook, run\.wait\(\) waits"):
+        watch(run)  # type: ignore[arg-type]
     monkeypatch.setattr(Run, "memory", property(lambda self: [].nothing))  # type: ignore[attr-defined]
     with pytest.raises(AttributeError, match="'list' object has no attribute 'nothing'"):
         _ = run.memory

@@ -624,6 +624,8 @@ def test_what_is_refused(clock: Clock, model: Net, optimizer: Slow) -> None:
         ValueError, match=r"wb\.watch was given None: it takes a DataLoader or any other iterable of batches, e\.g\. wb\.wat"
     ):
         wb.watch(None)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"a spec is launched: wb\.launch\(spec\)$"):
+        wb.watch(wb.RunSpec(task="text-gpt"))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"which is measured already: give it the loader itself"):
         wb.watch(wb.watch([1]))
     with pytest.raises(ValueError, match=r"which is measured already"):

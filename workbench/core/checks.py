@@ -288,6 +288,11 @@ def unknown_names(
     return f"{what}{'s' * (len(strange) > 1)} {told}{end}"
 
 
+def shown(value: object) -> str:
+    """A value in a message: the name of a function or class, else of its type."""
+    return getattr(value, "__name__", type(value).__name__)
+
+
 class NearestAttribute:
     """Base of a class that answers an attribute which it does not have with the nearest that it has."""
 

@@ -3,10 +3,11 @@
 import dataclasses
 import functools
 import inspect
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, ParamSpec, TypeVar
 
-from workbench.core.checks import did_you_mean, unknown_names
+from workbench.core.checks import did_you_mean, shown, unknown_names
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -38,6 +39,8 @@ def accept_synonyms(function: Callable[P, R]) -> Callable[P, R]:
     parameters = inspect.signature(function).parameters
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     names = [name for name, parameter in parameters.items() if parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)]
+    by_place = sum(parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD) for parameter in parameters.values())
+    most = math.inf if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters.values()) else by_place
     meant = {word: name for name in names for word in SYNONYMS.get(name, ()) if word not in names}
 
     @functools.wraps(function)
@@ -50,6 +53,12 @@ def accept_synonyms(function: Callable[P, R]) -> Callable[P, R]:
             elif not takes_any:
                 takes = ", ".join(name for name in names if name != "self")
                 raise TypeError(f"{function.__name__}({word}=…): {did_you_mean(word, names, cutoff=0.5)}It takes {takes}")
+        if len(args) > most:
+            raise TypeError(
+                f"{function.__name__}({', '.join(map(shown, args))}): only {', '.join(names[:by_place])} "
+                f"{'is' if by_place == 1 else 'are'} given by place; all else by name: "
+                + ", ".join(f"{name}=…" for name in names[by_place:])
+            )
         return function(*args, **given)
 
     return call

@@ -16,6 +16,7 @@ from typing import Any, ParamSpec, TypeVar, cast
 
 from workbench.core import run_directory
 from workbench.core.checks import did_you_mean
+from workbench.core.checks import shown as shown
 from workbench.core.device import Device
 from workbench.runs.run import Run
 from workbench.runs.spec import RunSpec, ScriptSpec
@@ -301,8 +302,3 @@ def _its_spec(name: str, target: Any) -> str:
     if isinstance(target, Task):
         return f"a task is given by its spec, {name}({AS_SPEC})"
     return f"a run has its spec: {name}(run.spec)" if isinstance(target, Run) and isinstance(target.spec, RunSpec) else ""
-
-
-def shown(target: object) -> str:
-    """A target in a message: the name of a function or class, else of its type."""
-    return getattr(target, "__name__", type(target).__name__)

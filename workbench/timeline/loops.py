@@ -72,7 +72,16 @@ def check_loader(loader: object, caller: str) -> None:
     if isinstance(loader, (str, bytes)) or not (isinstance(loader, Iterable) or hasattr(type(loader), "__getitem__")):
         raise ValueError(
             f"{caller} was given {loader!r}: it takes a DataLoader or any other iterable of batches, e.g. {caller}(train_loader)"
+            + _INSTEAD.get(type(loader).__name__, "")
         )
+
+
+_INSTEAD = {
+    "Run": "; a run is watched already: run shows it live in a notebook, run.wait() waits for it, and run.timelines are its steps",
+    "RunSpec": "; a spec is launched: wb.launch(spec)",
+    "str": '; a script is launched: wb.launch("train.py", watch=True)',
+}
+"""Type of what is no loader → what to do with it."""
 
 
 class MeasuredBatches(Generic[T]):

@@ -130,9 +130,9 @@ def _length(tensors: list[Tensor]) -> int | None:
 class DefaultLoss:
     """A loss for a model that has none.
 
-    The model gets the batch as its arguments (a mapping by name) or, where it takes fewer, the first parts of it. The loss is `output.loss`
-    or `output["loss"]` if there is one, the output itself if it is one number; the cross-entropy with whole numbers that are left over of
-    the batch and fit, the squared error with others that fit; else the mean of the output.
+    The model gets the batch as its arguments (a mapping by name) or, where it takes fewer, the parts that it takes. The loss is
+    `output.loss` or `output["loss"]` if there is one, the output itself if it is one number; the cross-entropy with whole numbers that are
+    left over of the batch and fit, the squared error with others that fit; else the mean of the output.
 
     Attributes:
         how: what it was when it was last computed, in words.
@@ -144,7 +144,8 @@ class DefaultLoss:
     def __call__(self, model: nn.Module, batch: Any) -> Tensor:
         rest: list[Any] = []
         if isinstance(batch, Mapping):
-            output = model(**batch)
+            named = _named(getattr(model, "module", model), batch)
+            output, rest = model(**{name: batch[name] for name in named}), [part for name, part in batch.items() if name not in named]
         elif isinstance(batch, list | tuple):
             taken = _taken(getattr(model, "module", model), batch)
             output, rest = model(*batch[:taken]), list(batch[taken:])
@@ -152,6 +153,17 @@ class DefaultLoss:
             output = model(batch)
         loss, self.how = _one_number(output, rest)
         return loss
+
+
+def _named(model: nn.Module, batch: Mapping[str, Any]) -> list[str]:
+    """Parts of a batch that the model's forward takes by name; all where it takes any name, or none of them."""
+    try:
+        parameters = inspect.signature(model.forward).parameters
+    except (TypeError, ValueError):
+        return list(batch)
+    if any(parameter.kind == inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return list(batch)
+    return [name for name in batch if name in parameters] or list(batch)
 
 
 def _taken(model: nn.Module, batch: list[Any] | tuple[Any, ...]) -> int:

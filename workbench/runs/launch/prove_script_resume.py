@@ -129,9 +129,12 @@ def prove_script_resume(
         given = [arg.replace(OUT, str(out)) for arg in args]
         return launch(script, args=given, timeout=timeout, runs_dir=folder, name=f"{Path(script).stem}-{name}", **launched)
 
+    def told(what: str) -> Callable[[int], object]:
+        return lambda writes: say(f"{what}, {_writes(writes)} so far")
+
     def to_the_end(name: str) -> tuple[Run, int]:
         run = begin(name)
-        _, writes = _watched(run, folder / name, say=lambda writes: say(f"the {name} script, {_writes(writes)} so far"))
+        _, writes = _watched(run, folder / name, say=told(f"the {name} script"))
         return run.wait(check=True), writes
 
     run, left = to_the_end("undisturbed")
@@ -139,11 +142,8 @@ def prove_script_resume(
     chosen, done = random.Random(seed), list[float]()
     while len(done) < kills and left > 1:  # the last write is the result
         run, after = begin("interrupted"), chosen.randint(1, left - 1)
-        number = len(done) + 1
-        next_kill = f"kill {number} of {kills} comes after {_writes(after)}"
-        killed, writes = _watched(
-            run, folder / "interrupted", after, chosen, say=lambda writes, what=next_kill: say(f"{what}, {writes} so far")
-        )
+        what = f"kill {len(done) + 1} of {kills} comes after {_writes(after)}"
+        killed, writes = _watched(run, folder / "interrupted", after, chosen, say=told(what))
         if not killed:
             break
         done.append(killed)
