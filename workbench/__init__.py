@@ -6,6 +6,7 @@ The types of results, and how each leads to the next:
 * A `RunSpec` has every knob as a field. A what-if is a changed spec: `spec.replace(num_workers=2)`.
 * `launch` starts a spec, or any training script, under torchrun and returns a `Run` at once: live in a notebook, a directory on disk.
 * `prove_resume` kills a training and resumes it: a `ResumeProof` says whether it ends bit for bit as one that was never killed.
+* `same_twice` trains a spec twice: a `RepeatProof` names the first thing in which the two trainings differ.
 * A Run holds a `Timeline` per rank: where each step's time went, phase by phase, summing to the step.
 * `watch` and `StepTimer` get a Timeline from a loop of your own, in this process.
 * `sweep` runs many specs; `compare` sets runs side by side; `check_run` holds one against budgets; `list_runs` lists those of a folder.
@@ -82,6 +83,8 @@ if TYPE_CHECKING:
     from workbench.runs.launch.prove_resume import ResumeProof as ResumeProof
     from workbench.runs.launch.prove_resume import prove_resume as prove_resume
     from workbench.runs.launch.prove_script_resume import ScriptResumeProof as ScriptResumeProof
+    from workbench.runs.launch.same_twice import RepeatProof as RepeatProof
+    from workbench.runs.launch.same_twice import same_twice as same_twice
     from workbench.runs.launch.slurm import Slurm as Slurm
     from workbench.runs.launch.sweep import sweep as sweep
     from workbench.runs.listing import list_runs as list_runs
@@ -132,6 +135,7 @@ _NAMES = {
     "workbench.runs.launch.kubernetes": "kubernetes",
     "workbench.runs.launch.prove_resume": "ResumeProof prove_resume",
     "workbench.runs.launch.prove_script_resume": "ScriptResumeProof",
+    "workbench.runs.launch.same_twice": "RepeatProof same_twice",
     "workbench.runs.launch.slurm": "Slurm",
     "workbench.runs.launch.sweep": "sweep",
     "workbench.scaling.analysis.law.law": "ScalingLaw",

@@ -151,6 +151,8 @@ def compare(given: argparse.Namespace) -> int:
         for run, label, step, speedup in zip(compared.runs, compared.labels, compared.seconds(), compared.speedups, strict=True)
     ]
     show(facts if given.json else compared, given)
+    if given.differences and not given.json:
+        print(f"\n{compared.differences}")
     return 0
 
 
@@ -386,6 +388,9 @@ def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
     option("report", "path", help="the directory of the run")
     option("report", "--would-fit", action="store_true", help="if memory ran out: predict which changes would have fitted")
     option("compare", "runs", nargs="+", metavar="RUN_DIR", help="directories of runs, the baseline first")
+    option(
+        "compare", "--differences", action="store_true", help="list what differs in spec, environment, versions, git, code, data, outcome"
+    )
     option("check", "run_dir", help="the directory of the run")
     limits = 'TOML with limits: step = "120 ms", peak_memory = "+5 %%", …'
     option("check", "--budgets", required=True, metavar="FILE", help=limits)

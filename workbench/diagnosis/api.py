@@ -143,7 +143,7 @@ def prove(diagnosis: Diagnosis, remedy: Remedy, *, budget_s: float = BUDGET) -> 
         baseline=samples / statistics.fmean(base for base, _ in arm.pairs),
         notes=(arm.note,) if arm.note else (),
     )
-    if os.environ.get("RANK", "0") == "0" and (trouble := calibration.keep(proof, task=name)):
+    if remedy.low > 0 and os.environ.get("RANK", "0") == "0" and (trouble := calibration.keep(proof, task=name)):
         proof = Proof(remedy=remedy, measured=proof.measured, baseline=proof.baseline, notes=(*proof.notes, trouble))
     return proof
 

@@ -166,7 +166,7 @@ def measure_change(
         step: `step(batch)` does one optimizer step.
         loader: gives the batches.
         change: num_workers, prefetch_factor, persistent_workers, pin_memory, micro_batch of the loader; precision ("amp_bf16",
-            "amp_fp16"), optimizer ("fused", "foreach"), channels_last, tf32, threads, gc (False) of the step.
+            "amp_fp16"), optimizer ("fused", "foreach"), channels_last, tf32, threads, deterministic, gc (False) of the step.
         model: what is trained; None = discovered from the step.
         optimizer: likewise.
         budget_s: seconds that it may take, about.

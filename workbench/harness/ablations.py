@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import OneCycleLR
 
 from workbench.core.gc import without_gc
 from workbench.harness.batches import map_tensors
+from workbench.harness.deterministic import deterministic
 from workbench.harness.tf32 import tf32
 
 Step = Callable[[Any], Any]
@@ -291,6 +292,8 @@ def changed_step(change: Mapping[str, Any], models: Sequence[nn.Module], optimiz
                 undo.enter_context(channels_last(models, optimizers))
             elif name == "tf32" and value is not None:
                 undo.enter_context(tf32(value))
+            elif name == "deterministic" and value:
+                undo.enter_context(deterministic())
             elif name == "gc" and not value:
                 undo.enter_context(without_gc())
         yield

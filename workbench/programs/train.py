@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import gc
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Sequence
@@ -20,6 +21,7 @@ from workbench.batch.measure.noise_watch import NoiseLog
 from workbench.core import run_directory
 from workbench.memory.measure.at_oom import held
 from workbench.runs import entrypoints, failure, rank_watchdog
+from workbench.runs.launch import environment
 from workbench.runs.root_cause import first_failure
 from workbench.runs.spec import AUTO, RunSpec, SpecError, spec_from_json
 from workbench.runs.task import resolve
@@ -47,16 +49,32 @@ def main(arguments: Sequence[str] | None = None) -> str:
         if len(specs) == 1:
             task = resolve(specs[0].task)  # before the group: a wrong name needs no peers to be found
             ranks = Ranks.join(specs[0])
+            _record_git(run_dirs, ranks)
             train(specs[0], task, ranks, run_dirs[0], held=held, noise_log=NoiseLog, preemptible=True)
             preempted = ranks.preempted
             ranks.agree(True)  # nobody leaves while rank 0 evaluates
         else:
-            train_all(specs, run_dirs, Ranks.join(specs[0]))
+            ranks = Ranks.join(specs[0])
+            _record_git(run_dirs, ranks)
+            train_all(specs, run_dirs, ranks)
     except BaseException as error:
         failure.record(error, run_dir=_of_the_launch() or run_dirs[0], held=held)
         raise
     Ranks.leave()
     return preempted
+
+
+def _record_git(run_dirs: Sequence[Path], ranks: Ranks) -> None:
+    """Write the state of this folder in git beside each run, from a thread: a large repository is not worth a wait."""
+
+    def write() -> None:
+        state = environment.git_state(Path.cwd())
+        with contextlib.suppress(OSError):
+            for run_dir in run_dirs if state else ():
+                run_directory.write_json(run_dir / run_directory.GIT, state)
+
+    if ranks.rank == 0:
+        threading.Thread(target=write, name="workbench-git", daemon=True).start()
 
 
 def _of_the_launch() -> Path | None:

@@ -8,6 +8,7 @@ from typing import Any
 from workbench.core import units
 from workbench.core.display import table as display
 from workbench.core.vocabulary import PHASES
+from workbench.runs.provenance import difference_table
 from workbench.runs.run import Run
 
 
@@ -64,6 +65,11 @@ class Comparison(display.Shown):
             title="Before and after",
             note="\n".join((note, *self.notes)),
         )
+
+    @property
+    def differences(self) -> display.Table:
+        """All that differs in spec, environment, versions, git, code, data and outcome, as far as the runs recorded it."""
+        return difference_table(self.runs)
 
     @property
     def notes(self) -> list[str]:

@@ -184,6 +184,9 @@ class RunSpec(_Spec):
     """Weights and images in memory as (batch, height, width, channel), which many convolutions prefer; sharded weights stay as they are."""
     gc: bool = knob(True, turned_in="step", predicted=True)
     """Python's cyclic garbage collector runs when it likes; False = in every thousandth step only."""
+    deterministic: bool = knob(False, turned_in="step", predicted=True, elsewhere=("use_deterministic_algorithms", "full_determinism"))
+    """Use deterministic algorithms alone (torch, cuDNN, cuBLAS), and give each batch of a loader's worker a seed of its own, so that two
+    runs are equal bit for bit. An operator that has no such algorithm fails, and the error names it."""
     seed: int = 0
     """Seed of the model, the data order and the augmentation."""
     evaluate: bool | str = False

@@ -21,7 +21,8 @@ def build_loader(task: Task, spec: RunSpec, ranks: Ranks, seed: int) -> "DataLoa
     """The loader of this rank.
 
     A dataset with a length is shuffled and split over the ranks in each epoch. An `IterableDataset` is read as it is: it has to give each
-    rank, and each worker, its own part. Where checkpoints are written, the random numbers of a worker begin anew with each batch.
+    rank, and each worker, its own part. Where checkpoints are written, or
+    with `deterministic`, the random numbers of a worker begin anew with each batch.
 
     Args:
         task: whose dataset and collate function to use.
@@ -51,7 +52,7 @@ def build_loader(task: Task, spec: RunSpec, ranks: Ranks, seed: int) -> "DataLoa
     if spec.num_workers:
         workers = {"prefetch_factor": spec.prefetch_factor, "persistent_workers": spec.persistent_workers}
     order = None if stream else SampleOrder(dataset, ranks.world_size, ranks.rank, seed=spec.seed, drop_last=True)
-    if order and spec.checkpoint_every and spec.num_workers:
+    if order and (spec.checkpoint_every or spec.deterministic) and spec.num_workers:
         order.batch, dataset = spec.micro_batch, SeededBatches(dataset)
     return DataLoader(
         dataset,

@@ -18,6 +18,7 @@ from workbench.runs.spec import AUTO, RunSpec, check_profile
 from workbench.runs.task import Task, TaskError
 from workbench.timeline.step_timer import StepTimer
 from workbench.traces.measure.profiled_run import RunProfiler
+from workbench.train import provenance
 from workbench.train.checkpoints import Checkpoints
 from workbench.train.choose_micro_batch import choose
 from workbench.train.early_stop import EarlyStop
@@ -119,6 +120,7 @@ def train(
     if spec.compile != "none":
         timer.leave_out(0, 0)
     began = time.perf_counter()
+    first = True
     step, waiting, loss_of_step = done, spec.accumulation, torch.zeros((), device=ranks.device)
     with (
         contextlib.closing(metrics) if metrics else contextlib.nullcontext(),
@@ -145,6 +147,9 @@ def train(
                     and waiting == spec.accumulation - 1
                 ):
                     trainer.rehearse(batch)
+                if first and not ranks.rank:
+                    provenance.record(run_dir, trainer, batch, resumed=bool(done))
+                first = False
                 if prints:
                     prints.batch(batch)
                 loss_of_step = loss_of_step + trainer.micro_step(batch, last=not waiting)

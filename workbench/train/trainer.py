@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from workbench.harness.batches import map_tensors
+from workbench.harness.deterministic import set_deterministic
 from workbench.harness.tf32 import set_tf32
 from workbench.runs.spec import SHARDED, RunSpec
 from workbench.runs.task import Task, TaskError
@@ -124,9 +125,10 @@ class Trainer:
         self.loader = build_loader(task, spec, readers, own_seed) if loader is None else loader
 
     def apply_process_settings(self) -> None:
-        """Set threads, garbage collection and TF32 of the process; another Trainer in it may have set others."""
+        """Set threads, garbage collection, TF32 and deterministic algorithms of the process; another Trainer in it may have set others."""
         torch.set_num_threads(self.spec.threads)
         set_tf32(self.spec.tf32)
+        set_deterministic(self.spec.deterministic)
         if self.spec.gc:
             gc.enable()
         else:

@@ -3,7 +3,7 @@
 import json
 import math
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -19,7 +19,7 @@ from workbench.diagnosis.analysis.evidence import Evidence
 from workbench.diagnosis.analysis.loader_model import LoaderCurve
 from workbench.diagnosis.analysis.proof import Proof
 from workbench.diagnosis.analysis.remedies import remedies_for
-from workbench.diagnosis.analysis.remedy import Remedy, gain_of, sort_key
+from workbench.diagnosis.analysis.remedy import Remedy, gain_of, of_knobs, sort_key
 from workbench.diagnosis.analysis.step_model import Parts, StepModel
 from workbench.diagnosis.analysis.verdict import HIDDEN_REDUCTION, UNMARKED, Judgement, judge
 from workbench.runs.spec import RunSpec, ScriptSpec, Spec
@@ -135,14 +135,18 @@ class Diagnosis(JsonDataclass):
         curve = feeding.curve(persistent_workers=loading.persistent_workers)
         return curve.with_measured(loader={now: loading.alone}, step={now: self.model.costs.clean})
 
-    def remedy(self, which: Remedy | int | str | None = None) -> Remedy:
+    def remedy(self, which: Remedy | Mapping[str, Any] | int | str | None = None) -> Remedy:
         """One of the remedies: the best that can be proved (None), by its number in the table (from 1), by its name, or itself.
+
+        Knobs with values, such as {"deterministic": True}, are a remedy, too, or a price.
 
         Raises:
             ValueError: there is none, or none of that name or number.
         """
         if isinstance(which, Remedy):
             return which
+        if isinstance(which, Mapping):
+            return of_knobs(self.model, which)
         names = ", ".join(f"{i} ({remedy.name})" for i, remedy in enumerate(self.remedies, 1)) or "none"
         if which is None:
             best = next((remedy for remedy in self.remedies if remedy.provable), None)
@@ -156,11 +160,12 @@ class Diagnosis(JsonDataclass):
         return matching[0]
 
     @accept_synonyms
-    def prove(self, which: Remedy | int | str | None = None, *, budget_s: float = 60.0) -> Proof:
+    def prove(self, which: Remedy | Mapping[str, Any] | int | str | None = None, *, budget_s: float = 60.0) -> Proof:
         """Run a remedy, interleaved with the step as it is; the proof is kept in `proofs`.
 
         Args:
-            which: a remedy, its number in the table or its name; None = the best that can be proved.
+            which: a remedy, its number in the table or its name; knobs with values, such as {"deterministic": True}; None = the best that
+                can be proved.
             budget_s: seconds it may take.
 
         Raises:

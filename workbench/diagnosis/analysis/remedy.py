@@ -14,6 +14,7 @@ from workbench.core.codec import JsonDataclass, OrInf
 from workbench.core.statistics import Interval
 from workbench.diagnosis.analysis.costs import Costs, saved_by
 from workbench.diagnosis.analysis.evidence import Evidence
+from workbench.diagnosis.analysis.step_model import KNOBS as PREDICTED
 from workbench.diagnosis.analysis.step_model import StepModel
 from workbench.diagnosis.analysis.verdict import Judgement
 from workbench.runs.spec import IMPLEMENTATIONS, KNOBS, RunSpec, ScriptSpec, Spec, check_names
@@ -80,6 +81,21 @@ class Remedy(JsonDataclass):
             f"It costs: {self.costs or 'nothing we know of'}.",
         ]
         return "\n".join(lines)
+
+
+def of_knobs(model: StepModel, change: Mapping[str, Any]) -> Remedy:
+    """A change that somebody asks about; where no experiment tried it, nothing is known of its gain before the proof.
+
+    Raises:
+        SpecError: no such knob.
+    """
+    check_names(RunSpec, change)
+    name = ", ".join(f"{knob}={value}" for knob, value in change.items())
+    known = all(knob in PREDICTED and knob != "deterministic" for knob in change)
+    gain = model.with_cores(**change) if known else Interval(low=0.0, mid=1.0, high=math.inf)
+    formula = "the model of the step" if known else "nothing: no experiment has tried it"
+    return Remedy(name=name, change=dict(change), what=f"Set {name}.", speedup=gain.mid, low=gain.low, high=gain.high, formula=formula,
+                  scope="general")  # fmt: skip
 
 
 def gain_of(remedy: Remedy) -> float:

@@ -248,7 +248,7 @@ class StepModel:
         for name, value in new.items():
             if name == "tf32" and new.get("precision", "fp32") != "fp32":
                 notes.append("tf32 beside mixed precision: its products are in 16 bits already")
-            elif name in ("precision", "channels_last", "tf32") or (name == "gc" and not value):
+            elif name in ("precision", "channels_last", "tf32", "deterministic") or (name == "gc" and not value):
                 ratio = 1 - self._tried(name, value, notes) / max(c.compute + c.host.mid, 1e-12)
                 compute, host = compute * max(0.05, ratio), host * max(0.05, ratio)
             elif name == "optimizer":

@@ -1,6 +1,8 @@
 """Builds torchrun's command and the environment of the ranks; reads versions, git state, cores and GPUs; never imports torch."""
 
+import contextlib
 import functools
+import hashlib
 import importlib.metadata
 import importlib.util
 import os
@@ -33,6 +35,10 @@ _INHERITED = re.compile(
 """Variables of the launching process that would lead a run astray. Every option of torchrun is also a variable PET_<OPTION>, and an
 inherited PET_NNODES=2 makes it wait for ever; an outer torchrun or Slurm step leaves ranks; a kernel leaves its inline MPLBACKEND."""
 _KEEP = {"MALLOC_MMAP_THRESHOLD_": str(32 * 2**20), "MALLOC_TRIM_THRESHOLD_": str(4 * 2**30)}
+
+
+DETERMINISTIC = {} if "CUBLAS_WORKSPACE_CONFIG" in os.environ else {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+"""Variables of a run with `deterministic`: cuBLAS reads it before its first product."""
 
 
 def shutdown_s(spec: Mapping[str, Any]) -> int:
@@ -147,7 +153,19 @@ class GitQuery:
         commits = [line.split()[-1] for line in lines if line.startswith("# branch.oid ")]
         if not commits or commits[0] == "(initial)":
             return None
-        return {"commit": commits[0], "dirty": any(not line.startswith("#") for line in lines)}
+        branch = next((line.split()[-1] for line in lines if line.startswith("# branch.head ")), "")
+        return {"commit": commits[0], "branch": branch, "dirty": any(not line.startswith("#") for line in lines)}
+
+
+def git_state(folder: Path, timeout: float = 30.0) -> dict[str, Any] | None:
+    """As GitQuery says, with a digest of all changes to the commit, where there are any."""
+    state = GitQuery(folder).answer(timeout)
+    if state and state["dirty"]:
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            command = ["git", "-C", str(folder), "--no-optional-locks", "diff", "--no-ext-diff", "HEAD"]
+            changes = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=timeout, check=True).stdout
+            state["changes"] = hashlib.blake2b(changes, digest_size=8).hexdigest()
+    return state
 
 
 def core_count() -> int | None:

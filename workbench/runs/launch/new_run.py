@@ -122,6 +122,9 @@ class NewRun:
         more = {} if batch else rendezvous.environ() if rendezvous else loopback_environ()
         if experiment is not None and experiment["kind"] in TIMED:
             more |= environment.steady_malloc()
+        every = [spec.to_json(), *(child.to_json() for _, child in children), (experiment or {}).get("changed") or {}]
+        if any(each.get("deterministic") for each in every):
+            more |= environment.DETERMINISTIC
         environ, added, removed = environment.for_ranks(self.path, self.id, spec.threads, more)
         meeting = [rendezvous.flags(0)] if rendezvous else []
         if batch:  # the endpoint is chosen when the job begins

@@ -39,7 +39,7 @@ PARTS = {
     "gradients": "the reduced gradients",
 }
 """What a step depends on and computes, in this order: of several parts that differ in a step, the first is the cause."""
-_HINTS = {
+HINTS = {
     "weights": "the step before computed the same gradients and another result: an optimizer with a state beside its state_dict, or "
     "arithmetic that is not repeatable",
     "buffers": "a buffer that is changed outside of the step, or not persistent (register_buffer(…, persistent=False))",
@@ -51,10 +51,10 @@ _HINTS = {
     "batch": "the samples are the same, their content is not: augmentation with a generator of its own that the workbench cannot seed "
     "(such as np.random.default_rng()), the time, or files that have changed",
     "random": "something draws random numbers outside of the steps, or in another order",
-    "loss": "all that goes into the forward is the same: arithmetic that is not repeatable (try torch.use_deterministic_algorithms(True)), "
+    "loss": "all that goes into the forward is the same: arithmetic that is not repeatable (try deterministic=True), "
     "or a state that the model keeps outside of its state_dict",
     "gradients": "the loss is the same: the ranks' gradients are added in another order (with three ranks or more that shows), or the "
-    "backward is not repeatable: try torch.use_deterministic_algorithms(True)",
+    "backward is not repeatable: try deterministic=True",
 }
 
 
@@ -111,7 +111,7 @@ class ResumeProof(JsonDataclass, display.Shown):
     @property
     def verdict(self) -> str:
         """The answer in words, with what to do."""
-        killed = f"killed {_several(len(self.kills), 'time')} in {_several(self.steps, 'step')} on {_several(self.ranks, 'rank')}"
+        killed = f"killed {several(len(self.kills), 'time')} in {several(self.steps, 'step')} on {several(self.ranks, 'rank')}"
         if self.difference is None:
             return (
                 f"Exact: {killed}, the training ends bit for bit as the undisturbed one. Samples, random numbers, losses and gradients of "
@@ -119,7 +119,7 @@ class ResumeProof(JsonDataclass, display.Shown):
             )
         first = self.difference
         at = f"at the end, on rank {first.rank}" if first.step > self.steps else f"in step {first.step}, on rank {first.rank}"
-        what = f"{PARTS[first.part]} ({_HINTS[first.part]})"
+        what = f"{PARTS[first.part]} ({HINTS[first.part]})"
         if not first.kills:
             return (
                 "Not repeatable: two trainings with the same seed differ before the first kill, so no checkpoint can make them equal. "
@@ -219,7 +219,7 @@ def prove_resume(
 
 def _waiting(kills: int, timeout: float | None, what: str) -> Waiting:
     limit = "" if timeout is None else f"; each launch may take {units.seconds(timeout)}"
-    return Waiting("prove_resume", None, begin=f"an undisturbed {what}, then one that is killed {_several(kills, 'time')}{limit}")
+    return Waiting("prove_resume", None, begin=f"an undisturbed {what}, then one that is killed {several(kills, 'time')}{limit}")
 
 
 def _prove(
@@ -246,8 +246,8 @@ def _prove(
         """
         return _wait(run).wait(check=True)
 
-    undisturbed = _trained(_start(spec, runs_dir, "undisturbed")).path
-    run = _start(spec, runs_dir, "interrupted", planned[0])
+    undisturbed = _trained(start(spec, runs_dir, "undisturbed")).path
+    run = start(spec, runs_dir, "interrupted", planned[0])
     done = []
     for number, (step, rank) in enumerate(planned, 1):
         now = f"rank {rank} is killed in step {step} (kill {number} of {kills})"
@@ -275,7 +275,8 @@ def _prove(
     )
 
 
-def _several(number: int, what: str) -> str:
+def several(number: int, what: str) -> str:
+    """A number of things, in words."""
     return f"{number} {what}{'s' * (number != 1)}"
 
 
@@ -286,7 +287,8 @@ def _prepared(spec: RunSpec, knobs: Mapping[str, Any]) -> RunSpec:
     return spec if spec.checkpoint_every else spec.replace(checkpoint_every=max(1, math.ceil(spec.steps / 6)))
 
 
-def _start(spec: RunSpec, runs_dir: str | os.PathLike[str] | None, name: str, kill: tuple[int, int] | None = None) -> Run:
+def start(spec: RunSpec, runs_dir: str | os.PathLike[str] | None, name: str, kill: tuple[int, int] | None = None) -> Run:
+    """Start a training whose ranks write fingerprints."""
     new = NewRun(runs_dir, f"{label(spec)}-{name}")
     (new.path / run_directory.FINGERPRINTS).mkdir()
     _plan(new.path, kill)

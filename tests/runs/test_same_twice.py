@@ -1,0 +1,159 @@
+"""Is a training repeatable? And in what do two runs differ: versions, git, code, data, outcome."""
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import workbench as wb
+from tests import toy_tasks
+from tests.hostile import CONTROLS, EVIL, assert_is_text
+from tests.train.test_checkpoints import spec_of, train
+from workbench.core import run_directory
+from workbench.harness.ab_test import CHANGEABLE, measure_change
+from workbench.harness.deterministic import set_deterministic
+from workbench.runs.launch import environment, same_twice
+from workbench.runs.run import Run
+from workbench.train.ranks import Ranks
+from workbench.train.sample_order import SeededBatches
+from workbench.train.trainer import Trainer
+
+
+@pytest.fixture(scope="module")
+def alone() -> Iterator[Ranks]:
+    yield Ranks.join(spec_of())
+    set_deterministic(False)
+    dist.destroy_process_group()
+
+
+def made(path: Path, task: wb.Task, alone: Ranks, **knobs: Any) -> Run:
+    """A run directory as a launch makes it, trained in this process."""
+    path.mkdir(parents=True)
+    (path / run_directory.FINGERPRINTS).mkdir()
+    spec = spec_of(**{"steps": 6, "checkpoint_every": None, **knobs})
+    info = {"format": run_directory.FORMAT, "id": path.name, "name": path.name, "created": time.time(), "host": "h", "launch_dir": "."}
+    info |= {"spec": spec.to_json(), "versions": environment.versions(), "git": {"commit": "1", "dirty": False}}
+    run_directory.write_json(path / run_directory.RUN_JSON, info | {"outcome": {"state": "finished", "seconds": 1.0}})
+    train(spec, task, alone, path)
+    return Run.load(path)
+
+
+class Astray:
+    """Draws noise that no seed reaches from its fourth call on."""
+
+    calls = 0
+
+    def __call__(self, model: nn.Module, batch: Any) -> Tensor:
+        self.calls += 1
+        noise = torch.tensor([float(os.urandom(1)[0])]) if self.calls > 3 else torch.zeros(1)
+        return toy_tasks.squared_error(model, batch) * (1 + noise)
+
+
+def test_what_differs_first_is_named(alone: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(same_twice, "check", lambda spec: None)
+    monkeypatch.setattr(same_twice, "trained", lambda run, timeout: run)
+
+    def proof(loss: Any, folder: Path) -> wb.RepeatProof:
+        start = lambda spec, runs_dir, name: made(folder / name, toy_tasks.numbers(loss=loss() if loss is Astray else loss), alone)  # noqa: E731
+        monkeypatch.setattr(same_twice, "start", start)
+        return wb.same_twice(spec_of(steps=6, checkpoint_every=None))
+
+    same, other = proof(toy_tasks.noisy_error, tmp_path / "same"), proof(Astray, tmp_path / "other")
+    assert same.same
+    assert "equal bit for bit" in str(same)
+    assert other.difference is not None
+    assert (other.difference.step, other.difference.part) == (4, "loss")
+    assert "differ first in step 4, on rank 0: the loss" in other.verdict
+    assert "try deterministic=True" in other.verdict
+    assert dict(other.table.rows)["the content of the batch"] == "equal"
+    assert dict(other.table.rows)["the reduced gradients"] == "not compared"
+
+
+def test_what_cannot_be_compared_is_refused() -> None:
+    with pytest.raises(ValueError, match="no rank holds the whole model"):
+        wb.same_twice(spec_of(parallel="fsdp", checkpoint_every=None))
+    with pytest.raises(ValueError, match="each training could choose another"):
+        wb.same_twice(spec_of(micro_batch="auto"))
+
+
+def test_deterministic_algorithms_come_and_go_with_the_knob(alone: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    before = torch.get_deterministic_debug_mode()
+    plain, strict = (
+        Trainer(spec_of(deterministic=on, num_workers=1, checkpoint_every=None), toy_tasks.numbers(), alone) for on in (False, True)
+    )
+    assert isinstance(strict.loader.dataset, SeededBatches)
+    assert not isinstance(plain.loader.dataset, SeededBatches)
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    with pytest.raises(RuntimeError, match="put_ does not have a deterministic implementation"):
+        torch.zeros(3).put_(torch.tensor([0, 0]), torch.ones(2))
+    plain.apply_process_settings()  # as where two trainings alternate
+    assert torch.get_deterministic_debug_mode() == before
+    assert (torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark) == (False, False)
+
+
+def test_its_price_is_measured_interleaved() -> None:
+    """As of any other knob of a step: what is in force only on the changed side is paid there only."""
+    assert CHANGEABLE["deterministic"] == "step"
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(batch: Tensor) -> None:
+        time.sleep(0.004 if torch.are_deterministic_algorithms_enabled() else 0.001)
+        model(batch).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    times = measure_change(step, [torch.ones(2, 4)] * 8, {"deterministic": True}, budget_s=1.0)
+    assert times.speedup.mid < 0.6
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_a_comparison_says_what_differs(alone: Ranks, tmp_path: Path) -> None:
+    one = made(tmp_path / "one", toy_tasks.numbers(), alone)
+    two = made(tmp_path / "two", toy_tasks.numbers(), alone)
+    rows = {(row[0], row[1]): row[2:] for row in wb.compare(one, two).differences.rows}
+    assert rows == {}
+    assert wb.compare(one, two).differences.note == "nothing that was recorded differs"
+    three = made(tmp_path / "three", toy_tasks.numbers(dataset=lambda: toy_tasks.Numbers(128), evaluate=None), alone, lr=0.05)
+    recorded = run_directory.read_json(three.path / run_directory.ENVIRONMENT)
+    assert recorded["versions"]["torch"] == torch.__version__
+    recorded["versions"]["numpy"], recorded["code"]["toy_tasks.py"] = EVIL + CONTROLS, "0"
+    run_directory.write_json(three.path / run_directory.ENVIRONMENT, recorded)
+    run_directory.write_json(three.path / run_directory.GIT, {"commit": "2", "dirty": True, "changes": "abc"})
+    table = wb.compare(one, three).differences
+    rows = {(row[0], row[1]): row[2:] for row in table.rows}
+    assert table.note == "the first difference: spec, lr"
+    assert rows["spec", "lr"] == ["–", "0.05"]
+    assert rows["git", "commit"] == ["1", "2"]
+    assert rows["code", "toy_tasks.py"][1] == "0"
+    assert rows["data", "samples"] == ["64", "128"]
+    assert {("data", "first samples"), ("outcome", "last loss"), ("versions", "numpy"), ("git", "changes")} <= rows.keys()
+    assert_is_text(table._repr_html_())
+
+
+def test_the_state_of_a_folder_in_git(tmp_path: Path) -> None:
+    def git(*words: str) -> None:
+        environment.subprocess.run(
+            ["git", "-C", str(tmp_path), "-c", "user.name=n", "-c", "user.email=e@e", *words], check=True, capture_output=True
+        )
+
+    assert environment.git_state(tmp_path / "nowhere") is None
+    git("init", "-b", "trunk")
+    (tmp_path / "a.py").write_text("1")
+    git("add", "a.py")
+    git("commit", "-m", "first")
+    clean = environment.git_state(tmp_path)
+    (tmp_path / "a.py").write_text("2")
+    changed = environment.git_state(tmp_path)
+    assert clean is not None
+    assert changed is not None
+    assert (clean["branch"], clean["dirty"], changed["dirty"]) == ("trunk", False, True)
+    assert "changes" not in clean
+    assert len(changed["changes"]) == 16

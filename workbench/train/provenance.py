@@ -1,0 +1,112 @@
+"""Records what a training depends on beside its spec: versions, devices, switches of torch, the files of its task, the data it read."""
+
+import contextlib
+import functools
+import hashlib
+import inspect
+import os
+import platform
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import IterableDataset
+
+from workbench.core import run_directory
+from workbench.harness.batches import map_tensors
+from workbench.runs.task import Task
+from workbench.train.fingerprints import digest
+from workbench.train.trainer import Trainer
+
+SAMPLES = 8
+"""Samples of the first batch whose content is digested: the same for each micro_batch from 8 on, where seed and ranks are the same."""
+_PLAIN = (str, int, float, bool, Path)
+
+
+def record(run_dir: Path, trainer: Trainer, first_batch: Any, *, resumed: bool) -> None:
+    """Write ENVIRONMENT: called on rank 0 with the first micro-batch. A run that goes on keeps what it wrote on its data."""
+    path = run_dir / run_directory.ENVIRONMENT
+    data = data_identity(trainer.loader.dataset, first_batch)
+    if resumed:
+        with contextlib.suppress(run_directory.DamagedRunError):
+            data = run_directory.read_json(path).get("data", data)
+    run_directory.write_json(path, {**environment(trainer.ranks.device), "code": code_identity(trainer.task), "data": data})
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """Versions of all imported packages, and what of this machine and of torch's switches changes results or speed."""
+    versions = {"python": platform.python_version()}
+    for name, module in sorted(sys.modules.items()):
+        version = getattr(module, "__dict__", {}).get("__version__")  # not by getattr: a module may warn or import something
+        if "." not in name and isinstance(version, str) and name not in sys.stdlib_module_names:
+            versions[name] = version
+    versions |= {"torch": torch.__version__, "cuda": str(torch.version.cuda)}
+    if torch.backends.cudnn.is_available():
+        versions["cudnn"] = str(torch.backends.cudnn.version())
+    on_gpu = device.type == "cuda"
+    switches = {
+        "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
+        "cudnn.benchmark": torch.backends.cudnn.benchmark,
+        "products of matrices": torch.get_float32_matmul_precision(),
+        "threads": torch.get_num_threads(),
+    }
+    machine = {
+        "host": platform.node(),
+        "platform": platform.platform(),
+        "cpu": _cpu(),
+        "cpu capability": torch.backends.cpu.get_cpu_capability(),
+        "device": torch.cuda.get_device_name(device) if on_gpu else "cpu",
+    }
+    names = ("OMP_NUM_THREADS", "CUBLAS_WORKSPACE_CONFIG", "PYTORCH_CUDA_ALLOC_CONF", "PYTHONHASHSEED", "NCCL_ALGO", "NCCL_PROTO")
+    variables = {name: os.environ[name] for name in names if name in os.environ}
+    return {"versions": versions, "environment": {**machine, **switches, **variables}}
+
+
+def _cpu() -> str:
+    with contextlib.suppress(OSError, StopIteration):
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return platform.processor()
+
+
+def code_identity(task: Task) -> dict[str, str]:
+    """A digest of each file that defines a function of the task, by its name."""
+    files = {}
+    for function in (task.model, task.dataset, task.loss, task.optimizer, task.collate, task.evaluate, task.validation):
+        while isinstance(function, functools.partial):
+            function = function.func
+        with contextlib.suppress(TypeError, OSError):
+            path = Path(inspect.getsourcefile(function) or "")  # type: ignore[arg-type]
+            files[path.name] = hashlib.blake2b(path.read_bytes(), digest_size=8).hexdigest()
+    return dict(sorted(files.items()))
+
+
+def data_identity(dataset: Any, first_batch: Any) -> dict[str, Any]:
+    """What says whether two runs read the same data: type, length, plain attributes, and the content of the first samples.
+
+    A dataset that knows its own identity has it as `fingerprint` or, as those of Hugging Face, as `_fingerprint`.
+    """
+    inside = getattr(dataset, "dataset", dataset) if type(dataset).__name__ == "SeededBatches" else dataset
+    identity: dict[str, Any] = {"type": f"{type(inside).__module__}.{type(inside).__qualname__}"}
+    if not isinstance(inside, IterableDataset):
+        identity["samples"] = len(inside)
+    for name in ("fingerprint", "_fingerprint"):
+        if isinstance(own := getattr(inside, name, None), str):
+            identity["fingerprint"] = own[:200]
+            break
+    identity |= {f".{name}": value for name, value in _attributes(inside)}
+    identity["first samples"] = digest(map_tensors(_first, first_batch))
+    return identity
+
+
+def _attributes(dataset: Any) -> Iterator[tuple[str, Any]]:
+    for name, value in sorted(getattr(dataset, "__dict__", {}).items())[:40]:
+        if isinstance(value, _PLAIN) and not name.startswith("_"):
+            yield name, f"{value}"[:200] if isinstance(value, str | Path) else value
+
+
+def _first(tensor: Tensor) -> Tensor:
+    return tensor[:SAMPLES] if tensor.dim() else tensor
