@@ -27,13 +27,20 @@ _PLAIN = (str, int, float, bool, Path)
 
 
 def record(run_dir: Path, trainer: Trainer, first_batch: Any, *, resumed: bool) -> None:
-    """Write ENVIRONMENT: called on rank 0 with the first micro-batch. A run that goes on keeps what it wrote on its data."""
+    """Write ENVIRONMENT: called on rank 0 with the first micro-batch. A run that goes on keeps what it wrote on its data.
+
+    It ends no training: data that cannot be described have the reason as their identity, and a full disk is noticed by what has to be kept.
+    """
     path = run_dir / run_directory.ENVIRONMENT
-    data = data_identity(trainer.loader.dataset, first_batch)
+    try:
+        data = data_identity(trainer.loader.dataset, first_batch)
+    except Exception as error:
+        data = {"not known": f"{type(error).__name__}: {error!s:.200}"}
     if resumed:
         with contextlib.suppress(run_directory.DamagedRunError):
             data = run_directory.read_json(path).get("data", data)
-    run_directory.write_json(path, {**environment(trainer.ranks.device), "code": code_identity(trainer.task), "data": data})
+    with contextlib.suppress(OSError):
+        run_directory.write_json(path, {**environment(trainer.ranks.device), "code": code_identity(trainer.task), "data": data})
 
 
 def environment(device: torch.device) -> dict[str, Any]:
