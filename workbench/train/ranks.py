@@ -3,6 +3,7 @@
 import datetime
 import gc
 import os
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,6 +24,8 @@ FAILED_TIMEOUT = datetime.timedelta(seconds=60)
 """How long a failed rank waits for the others, which may be waiting for it in a reduction that it will never join."""
 NCCL_TIMEOUT, GLOO_TIMEOUT = datetime.timedelta(minutes=10), datetime.timedelta(minutes=30)
 """How long a collective waits for a rank that does not come, such as one that waits for its data; then the waiting ones fail."""
+POLL_S = 0.005
+"""Seconds between two looks whether all ranks have evaluated."""
 TIMEOUT = datetime.timedelta(days=7)
 """How long the others wait: an evaluation may be slow, and if a rank dies, torchrun ends them."""
 
@@ -91,13 +94,13 @@ class Ranks:
             return [value]
         keys = [f"{self.agreements}/{topic}/{rank}" for rank in range(self.world_size)]
         self.store.set(keys[self.rank], value)
+        awaited = [f"{self.agreements}/{topic}"] if self.rank else keys
+        while not self.store.check(awaited):  # not wait(): it would keep the store from other threads
+            time.sleep(POLL_S)
         if self.rank:
-            self.store.wait([f"{self.agreements}/{topic}"], TIMEOUT)
             return []
-        values = []
+        values = [self.store.get(key) for key in keys]
         for key in keys:
-            self.store.wait([key], TIMEOUT)
-            values.append(self.store.get(key))
             self.store.delete_key(key)
         self.store.set(f"{self.agreements}/{topic}", b"")
         return values
