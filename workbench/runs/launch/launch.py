@@ -72,7 +72,7 @@ def launch(
         TaskError: the task's file or function is not there.
     """
     if resume is not None:
-        other = isinstance(target, RunSpec) and differs_in_layout(resume, target)
+        other = target if isinstance(target, RunSpec) and differs_in_layout(resume, target) else None
         given: dict[str, Any] = {"args": list(args), "nproc_per_node": nproc_per_node, "watch": watch}
         given |= {} if other else {"runs_dir": runs_dir, "name": name}
         given |= {"nnodes": nnodes, "rdzv_endpoint": rdzv_endpoint, "rdzv_timeout": rdzv_timeout, "on": on, "on_hang": on_hang}
@@ -80,11 +80,11 @@ def launch(
         check_timeout(timeout)
         ended = resumable(resume, None if other else target)
         if other:
-            spec = target.replace(task=ended.spec.task)
-            check(spec)
-            new = NewRun(runs_dir, name or label(spec))
+            other = other.replace(task=ended.spec.task)
+            check(other)
+            new = NewRun(runs_dir, name or label(other))
             take_checkpoints(ended.run, new)
-            return new.start(spec, spec_entrypoint(spec, new.path), timeout)
+            return new.start(other, spec_entrypoint(other, new.path), timeout)
         check(ended.spec)
         return go_on(ended, timeout)
     for word in ("task", "spec", "script"):

@@ -23,7 +23,7 @@ from workbench.core import run_directory
 from workbench.runs import entrypoints
 from workbench.runs.guards import guards
 from workbench.runs.launch import environment
-from workbench.runs.launch.rendezvous import BACKEND, Rendezvous, loopback_environ
+from workbench.runs.launch.rendezvous import BACKEND, HERE, Rendezvous, loopback_environ
 from workbench.runs.run import Run
 from workbench.runs.spec import RunSpec, ScriptSpec, Spec
 
@@ -126,9 +126,9 @@ class NewRun:
         if any(each.get("deterministic") for each in every):
             more |= environment.DETERMINISTIC
         environ, added, removed = environment.for_ranks(self.path, self.id, spec.threads, more)
-        meeting = [rendezvous.flags(0)] if rendezvous else []
+        meeting = rendezvous.flags(0) if rendezvous else HERE
         if batch:  # the endpoint is chosen when the job begins
-            meeting = [["--nnodes", str(spec.nnodes), "--rdzv-backend", BACKEND]]
+            meeting = ["--nnodes", str(spec.nnodes), "--rdzv-backend", BACKEND]
         info = {
             "format": run_directory.FORMAT,
             "id": self.id,
@@ -144,7 +144,7 @@ class NewRun:
                 self.path / run_directory.LOGS,
                 program,
                 self.id,
-                *meeting,
+                meeting,
                 shutdown=environment.shutdown_s(spec.to_json()),
             ),
             "timeout": timeout,

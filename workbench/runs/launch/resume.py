@@ -142,8 +142,8 @@ def differs_in_layout(old: Run | str | os.PathLike[str], target: RunSpec) -> boo
     if not isinstance(old, Run | str | os.PathLike):
         return False  # `resumable` refuses it
     spec = Run.load(old.path if isinstance(old, Run) else old).spec
-    changes = spec.changes(target) if isinstance(spec, RunSpec) else {}
-    return bool(changes) and changes.keys() <= set(LAYOUT_KNOBS) and spec.checkpoint_every is not None
+    changes = spec.changes(target) if isinstance(spec, RunSpec) and spec.checkpoint_every else {}
+    return bool(changes) and changes.keys() <= set(LAYOUT_KNOBS)
 
 
 def take_checkpoints(run: Run, new: NewRun) -> None:
