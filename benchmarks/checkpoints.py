@@ -1,8 +1,13 @@
-"""Measures what the checksum of a checkpoint costs, against torch.save and torch.load alone, in interleaved pairs.
+"""Measures what a checksum costs a checkpoint, against torch.save and torch.load alone, and what a checkpoint costs the training beside it.
+
+The training is the sample GPT. Blocks of steps are interleaved: without a checkpoint, with one by torch.save in the loop, and with one as
+the workbench writes it, by a thread. The price is the time of a block beyond that of a block without: the stall, and the slower steps
+beside it.
 
 python benchmarks/checkpoints.py [MEGABYTES [FOLDER]]
 """
 
+import dataclasses
 import os
 import statistics
 import sys
@@ -13,8 +18,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
+from workbench.runs.spec import RunSpec
+from workbench.runs.task import resolve
 from workbench.train import checkpoint_file
+from workbench.train.checkpoints import Checkpoints
+from workbench.train.models import Gpt
+from workbench.train.ranks import Ranks
+from workbench.train.trainer import Trainer
 
 ROUNDS = 11
 
@@ -34,8 +46,45 @@ def seconds(call: Callable[[], object]) -> float:
     return time.perf_counter() - begin
 
 
+def prices(folder: Path, blocks: int = 5, steps: int = 12) -> None:
+    """Print what a checkpoint costs a training of the sample GPT, made wider, in seconds and as a share of the time at one a minute."""
+    spec = RunSpec(task="text-gpt", device="cpu", micro_batch=4, optimizer="adamw", checkpoint_every=1)
+    ranks = Ranks.join(spec)
+    task = dataclasses.replace(resolve(spec.task), model=lambda: Gpt(length=64, width=384, layers=8, heads=6))
+    trainer = Trainer(spec, task, ranks)
+    checkpoints, batches = Checkpoints(folder, ranks, 1), trainer.batches()
+    trainer.step([next(batches)])
+    number, stalls = 0, dict[str, list[float]]()
+
+    def block(kind: str) -> float:
+        nonlocal number
+        begin = time.perf_counter()
+        for step in range(steps):
+            trainer.step([next(batches)])
+            if not step:
+                number += 1
+                before = time.perf_counter()
+                if kind == "torch.save":
+                    saved_by_torch(trainer.state(), folder / "plain.pt")
+                elif kind == "a thread":
+                    checkpoints.write(number, trainer, wait=False)
+                stalls.setdefault(kind, []).append(time.perf_counter() - before)
+        seconds = time.perf_counter() - begin
+        checkpoints.finish()
+        return seconds
+
+    rounds = [{kind: block(kind) for kind in ("none", "torch.save", "a thread")} for _ in range(blocks)]
+    size = (folder / "plain.pt").stat().st_size
+    step_s = statistics.median(each["none"] for each in rounds) / steps
+    print(f"GPT, a checkpoint of {size / 1e6:.0f} MB in {steps} steps of {step_s:.3f} s")
+    for kind in ("torch.save", "a thread"):
+        price = statistics.median(each[kind] - each["none"] for each in rounds)
+        print(f"by {kind}: stall {statistics.median(stalls[kind]):.3f} s, price {price:.3f} s, {price / 60:.2%} at one a minute")
+    dist.destroy_process_group()
+
+
 def main() -> None:
-    """Print the ratios."""
+    """Print the ratios and the prices."""
     megabytes = int(sys.argv[1]) if len(sys.argv) > 1 else 256
     weights = {f"w{i}": torch.randn(megabytes * 1_000_000 // 64) for i in range(16)}
     state = {"step": 1, "module": weights, "optimizer": {}, "scheduler": {}, "scaler": {}}
@@ -51,6 +100,7 @@ def main() -> None:
             ratios = sorted(seconds(ours) / seconds(bare) for _ in range(ROUNDS))
             quarter = len(ratios) // 4
             print(f"{what}: {statistics.median(ratios):.2f} times ({ratios[quarter]:.2f} … {ratios[-1 - quarter]:.2f}), {megabytes} MB")
+        prices(Path(folder))
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ import dataclasses
 import errno
 import functools
 import shutil
+import threading
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,7 +23,7 @@ from workbench.memory.measure.at_oom import held
 from workbench.runs.run import Run
 from workbench.runs.spec import RunSpec
 from workbench.timeline.timeline import Timeline
-from workbench.train import loop
+from workbench.train import checkpoint_file, loop
 from workbench.train.checkpoints import Checkpoints
 from workbench.train.loader import micro_batches
 from workbench.train.ranks import Ranks
@@ -252,8 +253,43 @@ def test_a_full_disk_leaves_the_last_one(alone: Ranks, tmp_path: Path, monkeypat
         save(state, file)
 
     monkeypatch.setattr(torch, "save", full)
-    with pytest.raises(run_directory.DiskFullError, match="make room"):
-        train(spec_of(), toy_tasks.numbers(), alone, tmp_path)
+    train(spec_of(), toy_tasks.numbers(), alone, tmp_path)  # it goes on
+    assert names(tmp_path) == ["step00000006.pt", "step00000018.pt"]
+    (note,) = [note for note in HandMadeRun(tmp_path).run.notes if "checkpoint" in note]
+    assert "the checkpoint after step 12 could not be written, and the last is step00000006.pt: " in note
+    assert "make room" in note
+    assert "The training goes on, and the next is tried after step 18" in note
+
+
+def test_a_folder_that_may_not_be_written_ends_no_training(alone: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(state: object, path: Path) -> str:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    train(spec_of(steps=6, parallel="fsdp"), toy_tasks.numbers(), alone, tmp_path)
+    before = names(tmp_path)
+    monkeypatch.setattr(checkpoint_file, "save", refused)  # root may write everywhere
+    train(spec_of(steps=18, parallel="fsdp"), toy_tasks.numbers(), alone, tmp_path)
+    assert names(tmp_path) == before
+    (note,) = [note for note in HandMadeRun(tmp_path).run.notes if "after step 12" in note]
+    assert "could not be written, and the last is step00000006.pt: [Errno 13] Permission denied" in note
+
+
+def test_what_is_written_is_the_state_of_the_step(alone: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though the training goes on meanwhile; a rank that never comes is not waited for when the training fails."""
+    trainer, begin = Trainer(spec_of(), toy_tasks.numbers(), alone), threading.Event()
+    save = checkpoint_file.save
+    monkeypatch.setattr(checkpoint_file, "save", lambda *arguments: begin.wait(30) and save(*arguments))
+    before = weights(trainer.module).clone()
+    with Checkpoints(tmp_path, alone, 6) as checkpoints:
+        checkpoints.write(6, trainer, wait=False)
+        trainer.step([next(trainer.batches())])
+        assert not torch.equal(weights(trainer.module), before)
+        begin.set()
+    checkpoints.resume(trainer, checkpoints.latest())
+    assert torch.equal(weights(trainer.module), before)
+    waiting = Checkpoints(tmp_path, dataclasses.replace(alone, world_size=2), 6)
+    waiting.write(12, trainer, wait=False)
+    waiting.__exit__(KeyError, None, None)
     assert names(tmp_path) == ["step00000006.pt"]
 
 
@@ -271,7 +307,7 @@ def test_the_order_of_samples_goes_on(alone: Ranks, done: int) -> None:
 def test_no_row_is_missing_where_the_run_was_killed_at_a_checkpoint(alone: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spec, task, write = spec_of(noise_scale=1, accumulation=2, checkpoint_every=5), toy_tasks.numbers(), Checkpoints.write
 
-    def killed_after(checkpoints: Checkpoints, step: int, *arguments: Any) -> None:
+    def killed_after(checkpoints: Checkpoints, step: int, *arguments: Any, **_: Any) -> None:
         write(checkpoints, step, *arguments)
         shutil.copytree(tmp_path, tmp_path.with_name(f"killed{step}"))  # what would be there, had the machine been switched off now
 

@@ -8,33 +8,59 @@ The order of the samples continues, and so do the random numbers of each rank an
 an uninterrupted one, as far as its arithmetic is. `wb.prove_resume` finds out whether that holds for a task.
 """
 
+import contextlib
+import copy
 import functools
 import io
 import json
 import math
 import re
+import threading
 import time
 from collections.abc import Callable, Mapping, Sized
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
+from torch import Tensor
 from torch.utils.data import IterableDataset
 
 from workbench.core import run_directory, units
 from workbench.runs.errors import is_out_of_memory
 from workbench.train import checkpoint_file, named_state
 from workbench.train.checkpoint_file import UnusableCheckpointError
-from workbench.train.ranks import TIMEOUT, Ranks, layout_knobs
+from workbench.train.ranks import Ranks, layout_knobs
 
 if TYPE_CHECKING:
     from workbench.train.trainer import Trainer
 
 
+WAIT_S = 0.01
+"""Seconds between two looks for the parts of other ranks."""
 KEPT = 2
 """Checkpoints that are kept: the last, and the one before in case the last is damaged with its disk."""
 Checkpoint = tuple[Path, dict[str, Any]]
 """Path and content of a checkpoint."""
+
+
+class _Copies:
+    """Copies values into host memory; tensors that are the same stay the same."""
+
+    def __init__(self) -> None:
+        self._made: dict[Any, Tensor] = {}
+
+    def __call__(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            key = value.data_ptr(), value.dtype, value.shape, value.stride(), value.device
+            if key not in self._made or not value.numel():
+                self._made[key] = value.detach().to("cpu", copy=True)
+            return self._made[key]
+        if isinstance(value, Mapping):
+            return {name: self(each) for name, each in value.items()}
+        if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
+            return type(value)(map(self, value))
+        return copy.deepcopy(value)
 
 
 class Checkpoints:
@@ -48,6 +74,11 @@ class Checkpoints:
         self._folder, self._ranks, self._every = run_dir / run_directory.CHECKPOINTS, ranks, every
         self._passed_over: dict[Path, UnusableCheckpointError] = {}
         self._choices = 0
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self._given_up = threading.Event()
+        self._step = 0
+        self._warn: Callable[[str], None] = print
 
     def latest(self) -> Checkpoint | None:
         """The last usable checkpoint; None if there is none at all. Rank 0 chooses, so that all take the same.
@@ -221,7 +252,7 @@ class Checkpoints:
         """Is a checkpoint written after a step?"""
         return not step % self._every
 
-    def write(self, step: int, trainer: "Trainer", row: str = "") -> None:
+    def write(self, step: int, trainer: "Trainer", row: str = "", *, wait: bool = True) -> None:
         """Write a checkpoint, completely or not at all. All ranks call it, when they have written the rows of all earlier steps.
 
         Rank 0 waits for the others' rows, and for their parts: no rank's file lacks a step when the run goes on from here.
@@ -230,63 +261,117 @@ class Checkpoints:
             step: how many steps are done.
             trainer: whose state is written.
             row: the line of this step in the rank's own file, as far as it is known. It gets there when the next step begins.
+            wait: until it is written. Else the state is copied to host memory, and a thread writes it; what goes wrong there is a warning
+                of the trainer, and the training goes on.
 
         Raises:
             DiskFullError: the disk is full; the last checkpoint is kept.
             OSError: another error of the disk; the last checkpoint is kept.
         """
-        path, shared = self._folder / f"step{step:08d}.pt", _is_shared(trainer)
-        groups = named_state.optimizer_groups(trainer)
-        mine: dict[str, Any] = {"row": row, "random": trainer.random_state()}
-        try:
-            mine |= {"shard": self._write_part(path, trainer) if shared else None}
-        except OSError as error:
-            if not self._ranks.rank:
-                self._collect(step, mine)
-                raise
-            mine |= {"error": [error.errno, error.strerror or str(error)]}
-        parts = self._collect(step, mine)
-        if self._ranks.rank:
+        self.finish()
+        job = self._job(step, trainer, row, _Copies() if not wait else _same)
+        if wait:
+            job()
             return
-        state = {"step": step, "micro_batch": trainer.spec.micro_batch, "samples": _samples(trainer), "spec": trainer.spec.to_json()}
-        state |= {"layout": layout_knobs(trainer.spec), "rows": {rank: part["row"] for rank, part in parts.items()}}
-        state |= {"random": {rank: part["random"] for rank, part in parts.items()}}
-        if shared:
-            state |= {"shards": [parts[rank].get("shard") for rank in sorted(parts)]}
-            state |= {**trainer.state(), "module": {}, "optimizer": {"groups": groups}, "ema": {}}
-        else:
-            state |= {**trainer.state(), "names": [group["names"] for group in groups]}
-        for rank, part in parts.items():
-            if "error" in part:
-                self._delete_parts(path)
-                raise OSError(part["error"][0], f"rank {rank} could not write its part: {part['error'][1]}", str(_part_path(path, rank)))
+        self._step, self._warn = step, trainer.warn
+        self._thread = threading.Thread(target=self._run, args=(job,), name=f"checkpoint of step {step}", daemon=True)
+        self._thread.start()
+
+    def _run(self, job: Callable[[], None]) -> None:
         try:
+            job()
+        except BaseException as error:
+            self._error = error
+
+    def finish(self) -> None:
+        """Wait until the last checkpoint is written, and warn if it was not.
+
+        Raises:
+            Exception: an error that is not about the disk.
+        """
+        if self._thread is None:
+            return
+        self._thread.join()
+        self._thread, error, self._error = None, self._error, None
+        if isinstance(error, OSError):
+            last = next((f"the last is {path.name}" for path in reversed(self._all())), "there is none yet")
+            self._warn(
+                f"the checkpoint after step {self._step} could not be written, and {last}: {error}. The training goes on, and the next is "
+                f"tried after step {(self._step // self._every + 1) * self._every}"
+            )
+        elif error:
+            raise error
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if kind:
+            self._given_up.set()  # another rank may be dead, whose part never comes
+        self.finish()
+
+    def _job(self, step: int, trainer: "Trainer", row: str, copy: Callable[[Any], Any]) -> Callable[[], None]:
+        """What remains to be done when the training goes on; it uses copies only."""
+        path, shared = self._folder / f"step{step:08d}.pt", _is_shared(trainer)
+        mine: dict[str, Any] = {"row": row, "random": trainer.random_state()}
+        part: dict[str, Any] = {}
+        state: dict[str, Any] = {}
+        if shared:
+            parts, values = named_state.parts_to_write(trainer)
+            tensors = _Copies()  # always: a view would bring all that it is a view of
+            part = {"parts": {key: tensors(each.tensor) for key, each in parts.items()}}
+            part["other"] = copy(named_state.other_entries(trainer.module))
+            where = {key: (each.shape, each.offset, tuple(each.tensor.shape)) for key, each in parts.items()}
+            mine["shard"] = {"parts": where, "values": copy(values)}
+        if not self._ranks.rank:
+            groups = named_state.optimizer_groups(trainer)
+            state = {"step": step, "micro_batch": trainer.spec.micro_batch, "samples": _samples(trainer), "spec": trainer.spec.to_json()}
+            state |= {"layout": layout_knobs(trainer.spec)}
+            if shared:
+                small = {name: value for name, value in trainer.state().items() if name in ("scheduler", "scaler")}
+                state |= copy({**small, "module": {}, "optimizer": {"groups": groups}, "ema": {}})
+            else:
+                state |= copy({**trainer.state(), "names": [group["names"] for group in groups]})
+        return functools.partial(self._finish_job, step, path, mine, part, state)
+
+    def _finish_job(self, step: int, path: Path, mine: dict[str, Any], part: dict[str, Any], state: dict[str, Any]) -> None:
+        own: OSError | None = None
+        if part:
+            try:
+                mine["shard"]["crc32"] = self._save(part, _part_path(path, self._ranks.rank))
+            except OSError as error:
+                own = error
+                mine["error"] = [error.errno, error.strerror or str(error)]
+        parts = self._collect(step, mine)
+        if self._ranks.rank or not parts:
+            return
+        try:
+            for rank, each in parts.items():
+                if "error" in each:
+                    code, why = each["error"]
+                    raise own or OSError(code, f"rank {rank} could not write its part: {why}", str(_part_path(path, rank)))
+            state |= {name: {rank: each[key] for rank, each in parts.items()} for name, key in (("rows", "row"), ("random", "random"))}
+            if part:
+                state["shards"] = [parts[rank]["shard"] for rank in sorted(parts)]
             self._save(state, path)
         except BaseException:
-            self._delete_parts(path)
+            for file in self._folder.glob(f"{path.stem}.rank*.pt"):
+                file.unlink(missing_ok=True)
             raise
-        for old in [path for path in self._all() if _step_of(path) <= step][:-KEPT]:
-            old.unlink(missing_ok=True)
-            self._delete_parts(old)
-
-    def _write_part(self, path: Path, trainer: "Trainer") -> dict[str, Any]:
-        """Write this rank's part of a checkpoint; returns what the checkpoint says of it."""
-        parts, values = named_state.parts_to_write(trainer)
-        tensors = {key: part.tensor.to("cpu", copy=True) for key, part in parts.items()}  # a view would bring all that it is a view of
-        state = {"parts": tensors, "other": named_state.other_entries(trainer.module)}
-        where = {key: (part.shape, part.offset, tuple(part.tensor.shape)) for key, part in parts.items()}
-        return {"crc32": self._save(state, _part_path(path, self._ranks.rank)), "parts": where, "values": values}
+        self._delete_old(step)
 
     def _save(self, state: dict[str, Any], path: Path) -> str:
         """Write a file, completely or not at all; returns its checksum."""
-        self._folder.mkdir(exist_ok=True)
         part = path.with_suffix(".part")
         try:
+            self._folder.mkdir(exist_ok=True)
             checksum = checkpoint_file.save(state, part)
             part.replace(path)
         except OSError as error:
-            needed = max((file.stat().st_size for file in (part, *self._all()) if file.exists()), default=0)
-            part.unlink(missing_ok=True)
+            needed = 0
+            with contextlib.suppress(OSError):
+                needed = max((file.stat().st_size for file in (part, *self._all()) if file.exists()), default=0)
+                part.unlink(missing_ok=True)
             run_directory.raise_if_full(path, error, needed=f", and a checkpoint takes {units.bytes_(needed)} or more")
             raise
         except BaseException:
@@ -294,12 +379,17 @@ class Checkpoints:
             raise
         return checksum
 
-    def _delete_parts(self, path: Path) -> None:
-        for part in self._folder.glob(f"{path.stem}.rank*.pt"):
-            part.unlink(missing_ok=True)
+    def _delete_old(self, step: int) -> None:
+        """Delete older checkpoints, and what ranks wrote of some that never were complete; of later ones none."""
+        for old in [path for path in self._all() if _step_of(path) <= step][:-KEPT]:
+            old.unlink(missing_ok=True)
+        there = {path.stem for path in self._all()}
+        for path in self._folder.iterdir():
+            if (match := re.fullmatch(r"(step(\d+))(\.rank\d+)?\.(pt|part)", path.name)) and match[1] not in there and int(match[2]) < step:
+                path.unlink(missing_ok=True)
 
     def _collect(self, step: int, part: dict[str, Any]) -> dict[int, dict[str, Any]]:
-        """On rank 0 what each rank adds to a checkpoint, by rank; the others hand theirs over and go on."""
+        """On rank 0 what each rank adds to a checkpoint, by rank, or nothing if one does not come; the others go on at once."""
         ranks, store = self._ranks, self._ranks.store
         keys = [f"{ranks.agreements}/checkpoint of step {step}, rank {rank}" for rank in range(ranks.world_size)]
         if ranks.rank:
@@ -308,7 +398,9 @@ class Checkpoints:
             return {}
         parts = {0: part}
         for rank, key in list(enumerate(keys))[1:]:
-            store.wait([key], TIMEOUT)
+            while not store.check([key]):  # not wait(): it would keep the store from the training
+                if self._given_up.wait(WAIT_S):
+                    return {}
             parts[rank] = torch.load(io.BytesIO(store.get(key)), weights_only=True)
             store.delete_key(key)
         return parts
@@ -320,6 +412,10 @@ class Checkpoints:
         except FileNotFoundError:
             return []
         return sorted((path for path in paths if re.fullmatch(r"step\d+\.pt", path.name)), key=_step_of)
+
+
+def _same(value: Any) -> Any:
+    return value
 
 
 def _part_path(path: Path, rank: int) -> Path:

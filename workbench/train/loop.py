@@ -127,6 +127,7 @@ def train(
         contextlib.closing(noise) if noise else contextlib.nullcontext(),
         contextlib.closing(profiled) if profiled else contextlib.nullcontext(),
         contextlib.closing(prints) if prints else contextlib.nullcontext(),
+        checkpoints or contextlib.nullcontext(),
         Preemption(ranks, done, spec.steps) if preemptible and checkpoints else contextlib.nullcontext() as preemption,
     ):
         with (
@@ -181,8 +182,9 @@ def train(
                         metrics.flush()
                     if noise:
                         noise.flush()
-                    checkpoints.write(step, trainer, timer.unfinished_row(spec.micro_batch * spec.accumulation))
-                if preemption and last:
+                    checkpoints.write(step, trainer, timer.unfinished_row(spec.micro_batch * spec.accumulation), wait=False)
+                if checkpoints and preemption and last:
+                    checkpoints.finish()
                     preemption.end(run_dir, step)
                     return trainer.module
                 if step == spec.steps or stopped:
