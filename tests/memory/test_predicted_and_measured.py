@@ -19,8 +19,7 @@ NEAR = 0.1 * 2**20
     [
         {"precision": "amp_bf16", "accumulation": 2, "optimizer": "sgd(momentum=0.9)"},
         {"checkpointing": "full"},
-        {"nproc_per_node": 2},
-        {"nproc_per_node": 2, "parallel": "zero1"},
+        pytest.param({"nproc_per_node": 2, "parallel": "zero1"}, marks=pytest.mark.slow),
         {"nproc_per_node": 2, "parallel": "fsdp"},
     ],
     ids=lambda knobs: ", ".join(map(str, knobs.values())),

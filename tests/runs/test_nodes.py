@@ -135,6 +135,7 @@ def test_a_machine_that_does_not_come(tmp_path: Path) -> None:
     gone(run)
 
 
+@pytest.mark.slow
 def test_an_end_on_one_machine_is_an_end_on_all(tmp_path: Path) -> None:
     run = wb.launch(SPEC, nnodes=2, runs_dir=tmp_path, steps=10_000_000, rdzv_timeout=120)
     other = joined(run)

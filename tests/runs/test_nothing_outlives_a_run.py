@@ -103,7 +103,7 @@ def test_torchrun_killed(deaf: wb.Run) -> None:
     assert run.error.message.startswith("torchrun was ended from outside by SIGKILL")
 
 
-@pytest.mark.parametrize("which", [0, 1], ids=["keeper", "guard"])
+@pytest.mark.parametrize("which", [pytest.param(0, marks=pytest.mark.slow), 1], ids=["keeper", "guard"])
 def test_guard_killed(deaf: wb.Run, which: int) -> None:
     run = deaf
     pair = pids(run, "guard.py")
@@ -138,7 +138,7 @@ def launched_elsewhere(runs_dir: Path, args: list[str], then: str) -> tuple[subp
 @pytest.mark.parametrize(
     ("how", "then"),
     [
-        ("ends", "sys.stdin.read()"),
+        pytest.param("ends", "sys.stdin.read()", marks=pytest.mark.slow),
         ("is killed", "sys.stdin.read()"),
         ("is killed, but not its child, which has the pipe open", "os.fork(); sys.stdin.read()"),
     ],

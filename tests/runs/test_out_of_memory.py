@@ -345,6 +345,7 @@ def test_the_kernels_kill(tmp_path: Path) -> None:
     assert found.memory.this_process == 3 * GIB  # its last report
 
 
+@pytest.mark.slow
 def test_a_real_kill_by_hand(runs: Path) -> None:
     run = wb.launch(wb.RunSpec(task=f"{TASKS}:killed", device="cpu", micro_batch=4, steps=4), runs_dir=runs).wait()
     assert run.error is not None

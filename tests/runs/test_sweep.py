@@ -101,6 +101,7 @@ def test_a_configuration_that_breaks_the_launch_does_not_take_the_others_along(t
     assert Counter(len(list(launch.glob("00?"))) for launch in tmp_path.iterdir()) == {2: 1, 0: 1}
 
 
+@pytest.mark.slow
 def test_a_task_that_does_not_import_fails_all_at_once(tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text("import nowhere\n\ndef build():\n    ...\n")
     runs = wb.sweep(SPEC.replace(task=f"{tmp_path / 'broken.py'}:build"), runs_dir=tmp_path / "runs", quiet=True, micro_batch=[4, 8, 16])

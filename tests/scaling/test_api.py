@@ -32,6 +32,7 @@ def test_the_sample_task_in_three_widths(tmp_path: Path) -> None:
     assert len(launches) == 1, "all runs share one launch"
 
 
+@pytest.mark.slow
 def test_own_tasks_one_of_which_fails(tmp_path: Path) -> None:
     spec = SPEC.replace(task=TASKS[0], schedule="constant")
     law = wb.scaling_law(spec, tasks=TASKS, samples=[8, 40, 160], seeds=2, runs_dir=tmp_path, quiet=True, draws=5)
