@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import matplotlib.pyplot as plt
 import pytest
@@ -175,10 +176,20 @@ def test_not_even_one_sample() -> None:
     assert "not even one" in str(found)
 
 
-def test_the_ladder_fits_and_none_of_its_rungs_is_for_nothing() -> None:
+def test_the_ladder_fits_and_none_of_its_rungs_is_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     start = estimate_memory(Net, device=device(1e6), **GIVEN)
     where = device(0.8 * needed(start) / 1e6)
+    tried: list[dict[str, Any]] = []
+
+    def timed(*args: Any, **options: Any) -> Any:
+        tried.append(options)
+        return timed_estimate(*args, **options)
+
+    monkeypatch.setattr("workbench.memory.ladder.timed_estimate", timed)
     ladder = memory_ladder(Net, where, margin=0.0, **GIVEN)
+    most = max(options.get("accumulation", 1) for options in tried)
+    alone = [options for options in tried if options.get("accumulation") == most]
+    assert [options.get("checkpointing") for options in alone] == [None]  # fits by itself: all together need not be tried
     assert ladder.fits
     assert ladder.rungs
     assert needed(ladder.start) > where.memory >= needed(ladder.end)

@@ -92,7 +92,7 @@ class _Climb:
         """Does nothing fit? Where each move alone saves memory, only the sets that no further move can join need to be checked."""
         singles = [self._run((place,)) for place in range(len(self._moves))]
         least = needed(self._found(())[0])
-        if any(run is None or needed(run[0]) > least for run in singles):
+        if any(run is None or not self._limit < needed(run[0]) <= least for run in singles):  # such as one that fits by itself
             return False
         widest = [chosen for chosen in sets if not any(set(chosen) < set(other) for other in sets)]
         return not any((run := self._run(chosen)) and needed(run[0]) <= self._limit for chosen in widest)
