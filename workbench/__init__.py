@@ -12,6 +12,7 @@ The types of results, and how each leads to the next:
 * `sweep` runs many specs; `compare` sets runs side by side; `check_run` holds one against budgets; `list_runs` lists those of a folder.
 * `sanity` checks model, loss and data for the usual faults before a large run: a `SanityReport`.
 * `diverge` finds the first operator at which two trainings that should agree differ, and tells a bug from rounding: a `Divergence`.
+* `replay` repeats a step of a run that went wrong, and blames data, learning rate or numerics: a `StepReplay`.
 * `diagnose` finds out by experiment what holds a step back: a `Diagnosis`, with remedies and what each is predicted to gain.
 * `diagnosis.prove()` runs a remedy and sets prediction and measurement side by side: a `Proof`. `climb` repeats
   this until no remedy is left.
@@ -62,6 +63,7 @@ if TYPE_CHECKING:
     from workbench.diagnosis.api import climb as climb
     from workbench.diagnosis.api import diagnose as diagnose
     from workbench.diagnosis.divergence import diverge as diverge
+    from workbench.diagnosis.replay import replay as replay
     from workbench.diagnosis.sanity import sanity as sanity
     from workbench.memory.analysis.breakdown import MemoryBreakdown as MemoryBreakdown
     from workbench.memory.api import compare_memory as compare_memory
@@ -124,6 +126,7 @@ _NAMES = {
     "workbench.diagnosis.analysis.evidence": "Evidence",
     "workbench.diagnosis.analysis.proof": "Proof",
     "workbench.diagnosis.divergence": "diverge",
+    "workbench.diagnosis.replay": "replay",
     "workbench.diagnosis.sanity": "sanity",
     "workbench.memory.api": "compare_memory estimate_memory find_leaks measure_memory",
     "workbench.runs.failure": "Failure RunError",

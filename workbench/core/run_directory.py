@@ -101,6 +101,11 @@ def noise_file(rank: int) -> str:
     return f"noise{rank}.jsonl"
 
 
+def ring_file(rank: int) -> str:
+    """Name of a rank's file of its last steps: `ring0.json`."""
+    return f"ring{rank}.json"
+
+
 def part_of(path: Path) -> Path:
     """Where a file is written before it is renamed: a path that no other process uses, on any machine or in any container."""
     return path.with_name(f"{path.name}.{platform.node()}-{uuid.uuid4().hex}.part")

@@ -15,6 +15,7 @@ the loader and looks for stalls. What it measures is `Evidence` (`analysis/evide
 
 Whether a training is right at all: `sanity.py` checks it for the usual faults (`measure/sanity.py`) and returns a `SanityReport`.
 `divergence.py` finds where two trainings that should agree differ first (`measure/divergence.py`), and tells rounding from a bug.
+`replay.py` repeats a bad step of a run with changes (`measure/step_replay.py`) and blames data, learning rate or numerics.
 
 `api.py` has `diagnose`, `prove` and `climb`; `plot.py` the pictures; `panel/` the ThroughputDoctor.
 """

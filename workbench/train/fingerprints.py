@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from workbench.core import run_directory
-from workbench.train.sample_order import SampleOrder
+from workbench.train.sample_order import StepSamples
 from workbench.train.sharded_tensors import local_part
 
 if TYPE_CHECKING:
@@ -27,22 +27,21 @@ if TYPE_CHECKING:
 class Fingerprints:
     """The fingerprints of a rank."""
 
-    def __init__(self, folder: Path, trainer: "Trainer", done: int) -> None:
+    def __init__(self, folder: Path, trainer: "Trainer", done: int, samples: StepSamples) -> None:
         """Open the file of this attempt.
 
         Args:
             folder: of the fingerprints. A file `kill.json` in it says which rank ends itself by SIGKILL, in which step.
             trainer: whose steps are written.
             done: steps that were taken before.
+            samples: of its steps.
         """
         rank = trainer.ranks.rank
         attempt = 1 + len(list(folder.glob(f"rank{rank}-*.jsonl")))
         self._writer = run_directory.LineWriter(folder / f"rank{rank}-{attempt}.jsonl")
         self._trainer, self._step, self._parts = trainer, done + 1, dict[str, str]()
         self._batches = hashlib.blake2b(digest_size=8)
-        self._order = trainer.loader.sampler if isinstance(trainer.loader.sampler, SampleOrder) else None
-        if self._order:
-            self._order.given = {}
+        self._samples = samples
         kill = folder / run_directory.KILL
         planned = run_directory.read_json(kill) if kill.exists() else {}
         self._killed_in = planned.get("step") if planned.get("rank") == rank else None
@@ -56,7 +55,7 @@ class Fingerprints:
 
     def step(self, loss: Tensor) -> None:
         """Called with the loss of a step when its gradients are complete, before the optimizer uses them."""
-        if (samples := self._samples()) is not None:
+        if (samples := self._samples.of(self._step)) is not None:
             self._parts["samples"] = digest(samples)
         self._parts["batch"] = self._batches.hexdigest()
         self._parts["loss"] = digest(loss)
@@ -89,16 +88,6 @@ class Fingerprints:
             "scaler": digest(state["scaler"]),
             **({"ema": digest(state["ema"])} if "ema" in state else {}),
         }
-
-    def _samples(self) -> list[int] | None:
-        """The indices of this step's samples, as the sampler gave them; None = they have none."""
-        order, loader, accumulation = self._order, self._trainer.loader, self._trainer.spec.accumulation
-        if order is None or order.given is None or not loader.batch_size:
-            return None
-        whole = len(loader) // accumulation * accumulation
-        epoch, first = divmod((self._step - 1) * accumulation, whole)
-        size = loader.batch_size
-        return [order.given.pop((epoch, position), -1) for position in range(first * size, (first + accumulation) * size)]
 
     def _write(self) -> None:
         self._writer.write([{"step": self._step, "time": time.time(), "parts": self._parts}])

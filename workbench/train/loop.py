@@ -25,6 +25,8 @@ from workbench.train.early_stop import EarlyStop
 from workbench.train.fingerprints import Fingerprints
 from workbench.train.preemption import Preemption
 from workbench.train.ranks import Ranks
+from workbench.train.sample_order import StepSamples
+from workbench.train.step_ring import StepRing
 from workbench.train.trainer import Trainer
 from workbench.train.validation import Evaluations
 
@@ -112,7 +114,9 @@ def train(
     noise = noise_log(trainer, run_dir) if spec.noise_scale else None
     evaluations = Evaluations(trainer, run_dir, timer) if spec.evaluate else None
     early_stop, stopped = EarlyStop(spec.stop_when, ranks, run_dir) if spec.stop_when else None, False
-    prints = Fingerprints(folder, trainer, done) if (folder := run_dir / run_directory.FINGERPRINTS).is_dir() else None
+    samples = StepSamples(trainer.loader, spec.accumulation)
+    ring = StepRing(run_dir / run_directory.ring_file(ranks.rank), trainer, samples, done)
+    prints = Fingerprints(folder, trainer, done, samples) if (folder := run_dir / run_directory.FINGERPRINTS).is_dir() else None
     profiled = None
     if spec.profile:
         about = {"rank": ranks.rank, "queue": spec.queue, "steps": spec.steps}
@@ -129,6 +133,7 @@ def train(
         contextlib.closing(prints) if prints else contextlib.nullcontext(),
         checkpoints or contextlib.nullcontext(),
         Preemption(ranks, done, spec.steps) if preemptible and checkpoints else contextlib.nullcontext() as preemption,
+        contextlib.closing(ring),
     ):
         with (
             record_energy(run_dir, rank=ranks.rank, gpus=spec.nproc_per_node if ranks.device.type == "cuda" else 0),
@@ -162,6 +167,7 @@ def train(
                 if prints:
                     prints.step(loss_of_step)
                 trainer.update()
+                ring.step(step)
                 if spec.compile != "none" and step == done + 1:
                     chosen["first_step_seconds"] = time.perf_counter() - began
                     print(f"rank {ranks.rank}: step {step}, in which torch compiled, took {chosen['first_step_seconds']:.1f} s", flush=True)

@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
-from torch.utils.data import Dataset, get_worker_info
+from torch.utils.data import DataLoader, Dataset, get_worker_info
 from torch.utils.data.distributed import DistributedSampler
 
 from workbench.train.random_numbers import mixed_seed, seed_all
@@ -37,6 +37,32 @@ class SampleOrder(DistributedSampler[int]):
                 self.given[epoch, position] = index
             first = self.batch and position % self.batch == 0
             yield SeededIndex.of(index, mixed_seed(self.seed, self.rank, epoch, position)) if first else index
+
+
+class StepSamples:
+    """Which samples a rank's steps have: their indices, as the sampler gave them."""
+
+    def __init__(self, loader: "DataLoader[Any]", accumulation: int) -> None:
+        """From now on the sampler keeps what it gives."""
+        self._order = loader.sampler if isinstance(loader.sampler, SampleOrder) and loader.batch_size else None
+        if self._order:
+            self._order.given = {}
+            self._whole, self._size = len(loader) // accumulation * accumulation, int(loader.batch_size or 1)
+        self._accumulation, self._epoch = accumulation, 0
+        self._last: tuple[int, list[int]] | None = None
+
+    def of(self, step: int) -> list[int] | None:
+        """Those of a step, from 1, when its batches were given; each step is asked for in its turn. None = they have no indices."""
+        if self._order is None or self._order.given is None:
+            return None
+        if self._last is None or self._last[0] != step:
+            epoch, first = divmod((step - 1) * self._accumulation, self._whole)
+            if epoch != self._epoch:  # what an epoch's end has dropped
+                self._epoch = epoch
+                self._order.given = {key: index for key, index in self._order.given.items() if key[0] >= epoch}
+            places = range(first * self._size, (first + self._accumulation) * self._size)
+            self._last = step, [self._order.given.pop((epoch, place), -1) for place in places]
+        return self._last[1]
 
 
 class SeededIndex(int):

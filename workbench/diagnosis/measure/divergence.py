@@ -42,19 +42,19 @@ def of_spec(spec: RunSpec, task: Task, steps: int, double: bool) -> list[Entry]:
     """What the first steps of a spec compute, on one rank."""
     ranks = Ranks(rank=0, world_size=1, device=choose_device(spec, 0, 1), store=HashStore())
     spec = spec.replace(precision="fp32") if double else spec
-    with _process_settings():
+    with process_settings():
         trainer = Trainer(spec, task, ranks, layout=Layout(readers=ranks, data=None), alone=True)
         module = trainer.module.double() if double else trainer.module
         compiled = trainer.model is not module or _is_compiled(module) or spec.compile != "none"
         recorder = Recorder(module, operators=not compiled)
-        with contextlib.closing(trainer.batches()) as batches, _default_dtype(double):
+        with contextlib.closing(trainer.batches()) as batches, default_dtype(double):
             recorder.step = 0
             for name, value in module.state_dict().items():
                 recorder.value("start", name, value)
             for step in range(1, steps + 1):
                 recorder.begin(step)
                 taken = [next(batches) for _ in range(spec.accumulation)]
-                taken = [_doubled(batch) for batch in taken] if double else taken
+                taken = [doubled(batch) for batch in taken] if double else taken
                 recorder.value("start", "the batch", _joined(taken))
                 with recorder.on():
                     total: Any = 0.0
@@ -76,10 +76,10 @@ def of_pair(pair: Pair, seed: int, steps: int, double: bool) -> list[Entry]:
     dtypes = [(tensor, tensor.data) for tensor in (*model.parameters(), *model.buffers())]
     seed_all(seed)
     try:
-        with _default_dtype(double):
+        with default_dtype(double):
             if double:
                 model.double()
-                batch = _doubled(batch)
+                batch = doubled(batch)
             optimizer = pair.optimizer(model.parameters()) if pair.optimizer else None
             recorder = Recorder(model, operators=not _is_compiled(model))
             recorder.step = 0
@@ -140,7 +140,7 @@ def _is_compiled(model: nn.Module) -> bool:
     return any("_orig_mod" in part._modules or getattr(part, "_compiled_call_impl", None) for part in model.modules())
 
 
-def _doubled(batch: Any) -> Any:
+def doubled(batch: Any) -> Any:
     return map_tensors(lambda tensor: tensor.double() if tensor.is_floating_point() else tensor, batch)
 
 
@@ -151,7 +151,7 @@ def _joined(batches: Sequence[Any]) -> list[Tensor]:
 
 
 @contextlib.contextmanager
-def _default_dtype(double: bool) -> Iterator[None]:
+def default_dtype(double: bool) -> Iterator[None]:
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64 if double else before)
     try:
@@ -161,7 +161,7 @@ def _default_dtype(double: bool) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _process_settings() -> Iterator[None]:
+def process_settings() -> Iterator[None]:
     """Inside, a Trainer may set threads, garbage collection and random numbers."""
     threads, collects, keep = torch.get_num_threads(), gc.isenabled(), SavedState(discover())
     try:

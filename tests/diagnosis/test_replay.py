@@ -1,0 +1,173 @@
+"""A bad step of a run is repeated: the planted cause is named, and the samples to blame."""
+
+import functools
+import json
+import math
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+import workbench as wb
+from workbench.batch.measure.noise_watch import NoiseLog
+from workbench.core import run_directory
+from workbench.diagnosis.analysis.step_replay import StepReplay, first_bad_step
+from workbench.memory.measure.at_oom import held
+from workbench.runs.run import Run
+from workbench.train.loop import train
+from workbench.train.ranks import Ranks
+from workbench.train.step_ring import read_ring
+
+COUNT, WIDTH, BATCH, BAD = 256, 6, 8, 12
+"""Samples, values of each, samples of a step, and the step in which something is planted."""
+
+
+def samples_of(step: int) -> list[int]:
+    """Indices of a step's samples in the first epoch."""
+    order: list[int] = torch.randperm(COUNT, generator=torch.Generator().manual_seed(0)).tolist()
+    return order[(step - 1) * BATCH : step * BATCH]
+
+
+class Points(Dataset[tuple[Tensor, Tensor]]):
+    """Points on both sides of a plane, far from it."""
+
+    def __init__(self, change: Callable[[Tensor, Tensor], object]) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.labels = torch.randint(2, (COUNT,), generator=generator)
+        self.inputs = torch.randn(COUNT, WIDTH, generator=generator) * 0.3 + (self.labels[:, None] * 2.0 - 1)
+        change(self.inputs, self.labels)
+
+    def __len__(self) -> int:
+        return COUNT
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.inputs[index], self.labels[index]
+
+
+def network() -> nn.Module:
+    return nn.Sequential(nn.Linear(WIDTH, 16), nn.Tanh(), nn.Dropout(0.1), nn.Linear(16, 2))
+
+
+def linear() -> nn.Module:
+    return nn.Linear(WIDTH, 2)
+
+
+def classify(model: nn.Module, batch: Any) -> Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+def squares(model: nn.Module, batch: Any) -> Tensor:
+    return F.mse_loss(model(batch[0])[:, 0], batch[0].sum(1))
+
+
+def naive(model: nn.Module, batch: Any) -> Tensor:
+    """Cross entropy of enlarged logits, by exp: beyond 88 it overflows in fp32."""
+    logits = model(batch[0]) * 30
+    return (logits.exp().sum(1).log() - logits.gather(1, batch[1][:, None])[:, 0]).mean()
+
+
+def planted(sample: float | None = None, storm: bool = False, stretch: float = 1.0, **task: Any) -> wb.Task:
+    def change(inputs: Tensor, labels: Tensor) -> None:
+        index = samples_of(BAD)[3]
+        if sample is not None:
+            inputs[index, 2] = sample * (1 - 2 * float(labels[index]))  # on the wrong side
+        inputs[index] *= stretch
+        if storm:
+            labels[samples_of(BAD)] = 1 - labels[samples_of(BAD)]
+
+    made: dict[str, Any] = {"model": network, "loss": classify, "optimizer": "sgd(lr=0.3)"}
+    return wb.Task(**made | {"dataset": lambda: Points(change)} | task)
+
+
+nan_sample = functools.partial(planted, math.nan)
+inf_sample = functools.partial(planted, math.inf)
+huge_sample = functools.partial(planted, 3e4, model=linear, optimizer="sgd(lr=0.05)")
+outlier = functools.partial(planted, 80.0, model=linear, loss=squares, optimizer="sgd(lr=0.01)")
+label_storm = functools.partial(planted, storm=True)
+rate = functools.partial(planted, model=linear, loss=squares, optimizer="sgd(lr=0.02)")
+momentum = functools.partial(planted, model=linear, loss=squares, optimizer="sgd(lr=0.02, momentum=0.5)")
+overflow = functools.partial(planted, stretch=20.0, model=linear, loss=naive, optimizer="sgd(lr=0.0005)")
+sound = functools.partial(planted)
+
+WARM = {"lr": 3.0, "schedule": "constant", "warmup_steps": 40}
+CASES: dict[str, tuple[dict[str, Any], str]] = {
+    "nan_sample": ({}, "data"),
+    "inf_sample": ({"checkpoint_every": 5, "steps": 14}, "data"),
+    "huge_sample": ({}, "data"),
+    "outlier": ({}, "data"),
+    "label_storm": ({"checkpoint_every": 4, "steps": 14}, "data"),
+    "rate": (WARM, "learning rate"),
+    "momentum": (WARM, "learning rate"),
+    "overflow": ({}, "numerics"),
+}
+
+
+@pytest.fixture(scope="module")
+def alone() -> Iterator[Ranks]:
+    yield Ranks.join(wb.RunSpec(task="text-gpt", device="cpu"))
+    dist.destroy_process_group()
+
+
+def trained(path: Path, ranks: Ranks, task: str, **knobs: Any) -> Run:
+    """The directory of a run that was trained in this process."""
+    spec = wb.RunSpec(task=f"{__file__}:{task}", device="cpu", micro_batch=BATCH, **{"steps": 20} | knobs)
+    (path / run_directory.ERRORS).mkdir(parents=True)
+    outcome = {"state": "finished", "returncode": 0, "seconds": 1.0}
+    info = {"format": run_directory.FORMAT, "id": "x", "name": task, "created": time.time(), "host": "here", "spec": spec.to_json()}
+    run_directory.write_json(path / run_directory.RUN_JSON, info | {"launch_dir": ".", "timeout": None, "outcome": outcome})
+    train(spec, globals()[task](), ranks, path, held=held, noise_log=NoiseLog)
+    return Run.load(path)
+
+
+@pytest.mark.parametrize("task", CASES)
+def test_the_planted_cause_is_named(tmp_path: Path, alone: Ranks, task: str) -> None:
+    knobs, cause = CASES[task]
+    run = trained(tmp_path / "run", alone, task, **knobs)
+    random = torch.get_rng_state()
+    found = wb.replay(run)
+    assert found.verdict == cause, found
+    if cause == "data":
+        assert found.step == BAD
+        assert found.samples == (() if task == "label_storm" else (samples_of(BAD)[3],)), found
+    assert ("checkpoint" in found.start) == ("checkpoint_every" in knobs), found
+    assert "not repeatable" not in str(found)
+    assert torch.equal(random, torch.get_rng_state())
+    assert StepReplay.from_json(json.loads(json.dumps(found.to_json()))).verdict == cause
+
+
+def test_an_ordinary_step_and_what_the_ring_has(tmp_path: Path, alone: Ranks) -> None:
+    run = trained(tmp_path / "run", alone, "sound")
+    with pytest.raises(ValueError, match="no loss stands out among its 20 steps: name one"):
+        wb.replay(run)
+    found = wb.replay(tmp_path / "run", 9)
+    assert (found.verdict, found.step, found.start) == ("nothing", 9, "the first step"), found
+    assert found.recorded == pytest.approx(found.trials[0].loss, rel=1e-3)
+    ring = read_ring(tmp_path / "run" / run_directory.ring_file(0))
+    assert list(ring)[:1] == [5]
+    assert ring[BAD]["samples"] == samples_of(BAD)
+    with pytest.raises(ValueError, match="it has taken 20 steps, counted from 1"):
+        wb.replay(run, 30)
+    with pytest.raises(ValueError, match="no time was left after step 0"):
+        wb.replay(run, 9, budget_s=1e-9)
+
+
+def test_the_first_bad_step() -> None:
+    assert first_bad_step({1: 2.0, 2: math.nan}) == 2
+    assert first_bad_step({1: 2.0, 2: 2.2, 3: 1.8, 4: 2.4}) is None
+
+
+@pytest.mark.slow
+def test_the_batches_of_all_ranks_are_repeated(tmp_path: Path) -> None:
+    spec = wb.RunSpec(task=f"{__file__}:label_storm", device="cpu", micro_batch=BATCH // 2, nproc_per_node=2, steps=9, checkpoint_every=4)
+    run = wb.launch(spec, runs_dir=tmp_path).wait(check=True)
+    found = wb.replay(run, 8)
+    assert "not repeatable" not in str(found), found
+    assert "other samples" not in str(found), found
+    assert (found.verdict, found.start) == ("nothing", "the checkpoint of step 4"), found

@@ -1,0 +1,358 @@
+"""Repeats a run in this process up to a step, takes that step with changes, and finds what is to blame."""
+
+import copy
+import math
+import os
+import statistics
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+
+from workbench.core import run_directory
+from workbench.diagnosis.analysis.step_replay import StepReplay, Trial, limit
+from workbench.diagnosis.measure.divergence import default_dtype, doubled, process_settings
+from workbench.harness.batches import map_tensors, tensors_of
+from workbench.runs.spec import AUTO, RunSpec
+from workbench.runs.task import resolve
+from workbench.timeline.loops import samples_in
+from workbench.train import checkpoint_file
+from workbench.train.loader import build_loader, micro_batches
+from workbench.train.precision import Precision
+from workbench.train.random_numbers import random_state, restore_random_state, seed_all
+from workbench.train.ranks import Layout, Ranks, choose_device
+from workbench.train.sample_order import StepSamples
+from workbench.train.step_ring import read_ring
+from workbench.train.trainer import Trainer
+
+BACK = 4
+"""Steps before the one that is asked for to which the search goes back."""
+OTHERS = 2
+"""Batches of later steps beside which a step is judged."""
+UNUSUAL = 30.0
+"""Times the gradient of another batch, from which on one is no ordinary one."""
+ALONE = 256
+"""Most samples of a step that are left out one at a time."""
+
+
+@dataclass
+class Taken:
+    """A step as it was taken: what it began with."""
+
+    step: int
+    state: dict[str, Any]
+    batches: list[Any]
+    samples: list[int]
+    random: dict[str, Any]
+
+
+class Replayer:
+    """A run that is repeated on one process: the batches of all its ranks, one after the other."""
+
+    def __init__(self, run_dir: Path, spec: RunSpec, before: int, time_left: Callable[[], float]) -> None:
+        """
+        Args:
+            run_dir: of the run.
+            spec: of the run.
+            before: a step; the start is a checkpoint before it, at best `BACK` steps before.
+            time_left: seconds.
+        """
+        self.notes: list[str] = []
+        device, self._time_left = choose_device(spec.replace(nproc_per_node=1), 0, 1), time_left
+        folder = run_dir / run_directory.CHECKPOINTS
+        steps = sorted(int(path.stem.removeprefix("step")) for path in folder.glob("step*.pt"))
+        early = [step for step in steps if step < before - BACK] or [step for step in steps if step < before]
+        state = checkpoint_file.load(folder / f"step{early[-1]:08d}.pt", device) if early else None
+        self.start = f"the checkpoint of step {early[-1]}" if early else "the first step"
+        spec = spec.replace(compile="none")
+        if spec.micro_batch == AUTO:
+            size = (state or {}).get("micro_batch")
+            if not size:
+                raise ValueError('replay: the run has micro_batch="auto" and no checkpoint before that step, which would tell the size')
+            spec = spec.replace(micro_batch=size)
+        self.spec, self.world = spec, spec.world_size
+        task = resolve(spec.task)
+        ranks = [Ranks(rank=rank, world_size=self.world, device=device, store=HashStore()) for rank in range(self.world)]
+        self.trainer = Trainer(spec, task, ranks[0], layout=Layout(readers=ranks[0], data=None), alone=True)
+        self.trainer.warn = self.notes.append
+        self.done = 0
+        loaders, self._random = [self.trainer.loader], [random_state(device)]
+        for rank in ranks[1:]:
+            seed_all(own := spec.seed * self.world + rank.rank)
+            loaders.append(build_loader(task, spec, rank, own))
+            self._random.append(random_state(device))
+        if state:
+            self.trainer.load_state(state)
+            self.done = int(state["step"])
+            self._random = [state["random"].get(rank, known) for rank, known in enumerate(self._random)]
+        self._samples = [StepSamples(loader, spec.accumulation) for loader in loaders]
+        self._streams = [
+            micro_batches(loader, spec.accumulation, rank, self.done, self.notes.append, ready=self._restore(number))
+            for number, (loader, rank) in enumerate(zip(loaders, ranks, strict=True))
+        ]
+        self._rings = [read_ring(run_dir / run_directory.ring_file(rank)) for rank in range(self.world)]
+
+    def _restore(self, rank: int) -> Callable[[], None]:
+        return lambda: restore_random_state(self._random[rank], self.trainer.ranks.device)
+
+    def next(self) -> Taken:
+        """The batches of the next step, with what it begins with."""
+        step, device = self.done + 1, self.trainer.ranks.device
+        batches: list[Any] = []
+        samples: list[int] = []
+        for rank, stream in enumerate(self._streams):
+            known = self._rings[rank].get(step - 1, {}).get("random")
+            self._random[rank] = known or self._random[rank]
+            restore_random_state(self._random[rank], device)
+            batches += [next(stream) for _ in range(self.spec.accumulation)]
+            self._random[rank] = random_state(device)
+            given = self._samples[rank].of(step) or []
+            recorded = self._rings[rank].get(step, {}).get("samples")
+            if recorded and recorded != given:
+                self.notes.append(f"step {step} had other samples in the run: the dataset or its order has changed")
+            samples += given
+        restore_random_state(self._random[0], device)
+        return Taken(step, copy.deepcopy(self.trainer.state()), batches, samples, random_state(device))
+
+    def take(self, taken: Taken) -> float:
+        """Take the step; its loss on rank 0."""
+        loss = self._gradients(self.trainer, taken.batches, ranks=True)
+        self.trainer.update()
+        self.done = taken.step
+        return loss
+
+    def _gradients(self, trainer: Trainer, batches: Sequence[Any], *, ranks: bool = False) -> float:
+        """Add the gradients of a step's batches; the loss of rank 0, or of all."""
+        losses: list[float] = []
+        parts = len(batches) // self.spec.accumulation
+        for number, batch in enumerate(copy.deepcopy(list(batches))):
+            if ranks and number % self.spec.accumulation == 0:
+                restore_random_state(self._random[number // self.spec.accumulation], trainer.ranks.device)
+            loss = trainer.forward(trainer.placed(batch))
+            trainer.backward(loss / parts)
+            losses.append(float(loss.detach()))
+            if ranks and (number + 1) % self.spec.accumulation == 0:
+                self._random[number // self.spec.accumulation] = random_state(trainer.ranks.device)
+        return math.fsum(losses[: self.spec.accumulation]) if ranks else sum(losses) / parts
+
+    def loss(self, batches: Sequence[Any]) -> float:
+        """The loss of batches with the present weights, in training mode. Buffers stay."""
+        buffers = {name: value.clone() for name, value in self.trainer.module.named_buffers()}
+        with torch.no_grad():
+            losses = [float(self.trainer.forward(self.trainer.placed(batch))) for batch in copy.deepcopy(list(batches))]
+            for name, value in self.trainer.module.named_buffers():
+                value.copy_(buffers[name])
+        return sum(losses) / (len(batches) // self.spec.accumulation)
+
+    def begin(self, taken: Taken) -> None:
+        """Put the weights, optimizer and random numbers back to those before a step."""
+        trainer, state = self.trainer, copy.deepcopy(taken.state)
+        trainer.module.load_state_dict(state["module"])
+        trainer.optimizer.load_state_dict(state["optimizer"])
+        trainer._scheduler.load_state_dict(state["scheduler"])
+        trainer.precision.scaler.load_state_dict(state["scaler"])
+        trainer.optimizer.zero_grad()
+        restore_random_state(taken.random, trainer.ranks.device)
+
+    def trial(
+        self,
+        name: str,
+        taken: Taken,
+        others: Sequence[Sequence[Any]],
+        *,
+        batches: Sequence[Any] | None = None,
+        rate: float = 1.0,
+        higher: bool = False,
+    ) -> Trial:
+        """Take a step, with changes.
+
+        Args:
+            name: of the changes.
+            taken: the step.
+            others: batches whose loss is taken after the update.
+            batches: other ones than the step's.
+            rate: factor of the learning rate.
+            higher: in fp32 if the run's precision is lower, else in fp64.
+        """
+        self.begin(taken)
+        trainer, chosen = self.trainer, taken.batches if batches is None else list(batches)
+        precision = trainer.precision
+        double = higher and self.spec.precision == "fp32"
+        try:
+            if higher:
+                trainer.precision = Precision("fp32", trainer.ranks.device)
+            if double:
+                trainer.module.double()
+                trainer.optimizer.load_state_dict(copy.deepcopy(taken.state["optimizer"]))
+                chosen, others = [doubled(batch) for batch in chosen], [[doubled(batch) for batch in other] for other in others]
+            with default_dtype(double):
+                loss = self._gradients(trainer, chosen)
+                scale = trainer.precision.loss_scale()
+                grads = [weight.grad.detach().double() for weight in trainer.module.parameters() if weight.grad is not None]
+                norm = math.hypot(*(float(grad.norm()) for grad in grads)) / (1.0 if scale is None else float(scale))
+                for group in trainer.optimizer.param_groups:
+                    group["lr"] = group["lr"] * rate
+                trainer.precision.step(trainer.optimizer, trainer.model, clip_grad_norm=self.spec.clip_grad_norm)
+                after = statistics.fmean(map(self.loss, others)) if others else math.nan
+        finally:
+            trainer.precision = precision
+            trainer.optimizer.zero_grad()
+            if double:
+                trainer.module.float()
+        return Trial(name=name, loss=_finite(loss), gradient=_finite(norm), others=_finite(after))
+
+
+def _finite(value: float) -> float:
+    return value if math.isfinite(value) else math.nan
+
+
+def without(batch: Any, left_out: int, count: int) -> Any:
+    """The batch without one of its samples."""
+
+    def rest(tensor: Tensor) -> Tensor:
+        if not tensor.ndim or len(tensor) != count:
+            return tensor
+        return tensor[torch.arange(count, device=tensor.device) != left_out]
+
+    return map_tensors(rest, batch)
+
+
+def replay(run_dir: Path, spec: RunSpec, step: int, losses: Mapping[int, float], say: Callable[[str], object],
+           time_left: Callable[[], float]) -> StepReplay:  # fmt: skip
+    """Repeat a run up to a step, and find what is to blame for what it did.
+
+    Args:
+        run_dir: of the run.
+        spec: of the run.
+        step: that went wrong.
+        losses: of the run by step, as recorded.
+        say: told what comes now.
+        time_left: seconds.
+
+    Raises:
+        ValueError: the step cannot be reached.
+    """
+    with process_settings():
+        player = Replayer(run_dir, spec, step, time_left)
+        history: deque[Taken] = deque(maxlen=BACK + 1)
+        while player.done < step:
+            say(f"repeating step {player.done + 1} of {step}, from {player.start}")
+            if time_left() <= 0:
+                raise ValueError(
+                    f"replay: no time was left after step {player.done}, from {player.start}: give a larger budget_s, or write checkpoints "
+                    "more often (checkpoint_every)"
+                )
+            history.append(player.next())
+            replayed = player.take(history[-1])
+        recorded = losses.get(step)
+        if recorded is not None and math.isfinite(recorded) and abs(replayed - recorded) > 1e-3 * max(abs(recorded), 1e-6):
+            player.notes.append(f"the loss was {recorded:.4g} in the run and is {replayed:.4g} here: the training is not repeatable")
+        others = []
+        for _ in range(OTHERS):
+            others.append(player.next().batches)
+            player.done += 1
+        return _judge(run_dir, player, list(history), others, step, losses, say)
+
+
+def _judge(run_dir: Path, player: Replayer, history: list[Taken], others: list[list[Any]], asked: int, losses: Mapping[int, float],
+           say: Callable[[str], object]) -> StepReplay:  # fmt: skip
+    known = [loss for step, loss in sorted(losses.items()) if step <= asked - 2 and math.isfinite(loss)][-20:]
+    taken, usual, bad = history[-1], math.nan, True
+    for taken in reversed(history):
+        say(f"other batches before step {taken.step}")
+        player.begin(taken)
+        beside = [player.loss(batch) for batch in others]
+        usual = statistics.fmean(beside)
+        earlier = [loss for step, loss in sorted(losses.items()) if step < taken.step - 1 and math.isfinite(loss)][-20:]
+        bad = not math.isfinite(usual) or bool(earlier and usual > limit(earlier))
+        if not bad:
+            break
+    earlier = [loss for loss in known if math.isfinite(loss)] or [usual]
+    most = limit([*([usual] if math.isfinite(usual) else []), *earlier[-20:]])
+
+    def result(verdict: str, samples: Sequence[int] = ()) -> StepReplay:
+        return StepReplay(
+            run=str(run_dir), asked=asked, step=taken.step, verdict=verdict, samples=tuple(samples), usual=usual,
+            recorded=losses.get(taken.step), trials=tuple(trials), start=player.start, notes=tuple(dict.fromkeys(player.notes)),
+        )  # fmt: skip
+
+    def ordinary(trial: Trial) -> bool:
+        return math.isfinite(trial.loss) and trial.loss <= most and math.isfinite(trial.gradient) and trial.gradient <= UNUSUAL * typical
+
+    earlier_all = [loss for step, loss in losses.items() if step < taken.step and math.isfinite(loss)]
+    say(f"step {taken.step} with changes")
+    other = player.trial("with the batch of a later step", taken, others[1:], batches=others[0])
+    typical = other.gradient if math.isfinite(other.gradient) else math.inf
+    plain = player.trial("as it was", taken, others)
+    higher = player.trial("in fp64" if player.spec.precision == "fp32" else "in fp32", taken, others, higher=True)
+    slower = player.trial("a tenth of the learning rate", taken, others, rate=0.1)
+    trials = [plain, higher, slower, other]
+    if bad and not math.isfinite(usual):
+        return result("earlier")
+    if not ordinary(plain):
+        finite = math.isfinite(higher.loss) and math.isfinite(higher.gradient)
+        overflowed = math.isnan(plain.loss) or math.isnan(plain.gradient)
+        if (overflowed and finite and higher.loss <= max([most, *earlier_all])) or (ordinary(higher) and higher.loss < 0.5 * plain.loss):
+            return result("numerics")
+        return result("data", _blamed(player, taken, others, ordinary, trials, say))
+    worse = math.isnan(plain.others) or plain.others > max(1.2 * usual, usual + 0.1 * abs(usual))
+    if worse and not math.isnan(higher.others) and higher.others <= 1.1 * usual:
+        return result("numerics")
+    if worse and not math.isnan(slower.others) and (math.isnan(plain.others) or slower.others - usual < 0.5 * (plain.others - usual)):
+        return result("learning rate")
+    return result("earlier" if bad else "nothing")
+
+
+def _blamed(player: Replayer, taken: Taken, others: Sequence[Sequence[Any]], ordinary: Callable[[Trial], bool], trials: list[Trial],
+            say: Callable[[str], object]) -> list[int]:  # fmt: skip
+    """The samples without which the step is an ordinary one; empty = it takes more than a few."""
+    batches, blamed = list(taken.batches), list[int]()
+    counts = [samples_in(batch) or 0 for batch in batches]
+    numbers = [list(range(sum(counts[:i]), sum(counts[: i + 1]))) for i in range(len(counts))]
+    if sum(counts) > ALONE or min(counts) < 2:
+        return []
+    for _ in range(4):
+        best: tuple[float, int, int, Trial] | None = None
+        for part, place in ((part, place) for part, left in enumerate(numbers) for place in range(len(left)) if len(left) > 1):
+            if player._time_left() <= 0:
+                return []
+            number = numbers[part][place]
+            index = taken.samples[number] if number < len(taken.samples) else number
+            say(f"without sample {index}")
+            changed = [without(batch, place, len(numbers[part])) if at == part else batch for at, batch in enumerate(batches)]
+            trial = player.trial(f"without sample {', '.join(map(str, [*blamed, index]))}", taken, others, batches=changed)
+            score = math.inf if math.isnan(trial.loss) or math.isnan(trial.gradient) else trial.loss
+            if best is None or score < best[0]:
+                best = (score, part, place, trial)
+        if best is None:
+            return []
+        score, part, place, trial = best
+        if math.isinf(score):  # several are not finite: those that are not by themselves
+            rows = [
+                (part, place)
+                for part, left in enumerate(numbers)
+                for place in range(len(left))
+                if not all(bool(torch.isfinite(t[place]).all()) for t in tensors_of(batches[part]) if t.ndim and len(t) == len(left))
+            ]
+            return [taken.samples[numbers[part][place]] if taken.samples else numbers[part][place] for part, place in rows]
+        number = numbers[part].pop(place)
+        batches[part] = without(batches[part], place, len(numbers[part]) + 1)
+        blamed.append(taken.samples[number] if number < len(taken.samples) else number)
+        trials.append(trial)
+        if ordinary(trial):
+            return blamed
+    del trials[-4:]
+    return []
+
+
+def named_task(spec: RunSpec, folder: str | None) -> RunSpec:
+    """The spec with the path of its task's file as seen from here."""
+    file, colon, function = spec.task.rpartition(":")
+    if colon and file.endswith(".py") and not os.path.exists(file) and folder and os.path.exists(os.path.join(folder, file)):
+        return spec.replace(task=f"{os.path.join(folder, file)}:{function}")
+    return spec
