@@ -72,7 +72,8 @@ def diverge(
         trainings = [(RunSpec(task=each.name or "task"), each) if isinstance(each, Task) else (each, resolve(each.task)) for each in given]
 
         def run(which: int, double: bool) -> Any:
-            return measure.of_spec(*trainings[which], steps, double)
+            spec, task = trainings[which]
+            return measure.of_spec(spec, task, steps, double)
 
         first, second = (spec.to_json() for spec, _ in trainings)
         changed = [f"{name}={value!r}" for name, value in second.items() if name in first and value != first[name]]
