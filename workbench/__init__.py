@@ -6,6 +6,7 @@ The types of results, and how each leads to the next:
 * A `RunSpec` has every knob as a field. A what-if is a changed spec: `spec.replace(num_workers=2)`.
 * `launch` starts a spec, or any training script, under torchrun and returns a `Run` at once: live in a notebook, a directory on disk.
 * `prove_resume` kills a training and resumes it: a `ResumeProof` says whether it ends bit for bit as one that was never killed.
+* `export_weights` writes a checkpoint's weights as safetensors, as the Hugging Face hub has them; `import_weights` loads such files.
 * `same_twice` trains a spec twice: a `RepeatProof` names the first thing in which the two trainings differ.
 * A Run holds a `Timeline` per rank: where each step's time went, phase by phase, summing to the step.
 * `watch` and `StepTimer` get a Timeline from a loop of your own, in this process.
@@ -104,6 +105,8 @@ if TYPE_CHECKING:
     from workbench.traces.analysis.trace import Trace as Trace
     from workbench.traces.analysis.trace_set import TraceSet as TraceSet
     from workbench.traces.api import trace as trace
+    from workbench.train.export_weights import export_weights as export_weights
+    from workbench.train.export_weights import import_weights as import_weights
 
 
 __version__ = "0.1.0"
@@ -137,6 +140,7 @@ _NAMES = {
     "workbench.runs.launch.launch": "launch",
     "workbench.runs.launch.kubernetes": "kubernetes",
     "workbench.runs.launch.prove_resume": "ResumeProof prove_resume",
+    "workbench.train.export_weights": "export_weights import_weights",
     "workbench.runs.launch.prove_script_resume": "ScriptResumeProof",
     "workbench.runs.launch.same_twice": "RepeatProof same_twice",
     "workbench.runs.launch.slurm": "Slurm",

@@ -109,7 +109,7 @@ class Checkpoints:
         """What is wrong with the ranks' files of a checkpoint, and its kind. Each rank looks at some of them."""
         shards: list[Any] = state["shards"] if isinstance(state["shards"], list) else [None]
         for number in range(self._ranks.rank, len(shards), self._ranks.world_size):
-            part = _part_path(path, number)
+            part = part_path(path, number)
             try:
                 stated = shards[number]["crc32"]
                 with open(part, "rb") as file:
@@ -198,7 +198,7 @@ class Checkpoints:
         if not state.get("shards") and not _is_shared(trainer):
             return None
         try:
-            return named_state.Source(state, functools.partial(_part_path, path))
+            return named_state.Source(state, functools.partial(part_path, path))
         except (LookupError, TypeError, AttributeError, ValueError) as error:
             if isinstance(error, UnusableCheckpointError):
                 raise
@@ -338,7 +338,7 @@ class Checkpoints:
         own: OSError | None = None
         if part:
             try:
-                mine["shard"]["crc32"] = self._save(part, _part_path(path, self._ranks.rank))
+                mine["shard"]["crc32"] = self._save(part, part_path(path, self._ranks.rank))
             except OSError as error:
                 own = error
                 mine["error"] = [error.errno, error.strerror or str(error)]
@@ -349,7 +349,7 @@ class Checkpoints:
             for rank, each in parts.items():
                 if "error" in each:
                     code, why = each["error"]
-                    raise own or OSError(code, f"rank {rank} could not write its part: {why}", str(_part_path(path, rank)))
+                    raise own or OSError(code, f"rank {rank} could not write its part: {why}", str(part_path(path, rank)))
             state |= {name: {rank: each[key] for rank, each in parts.items()} for name, key in (("rows", "row"), ("random", "random"))}
             if part:
                 state["shards"] = [parts[rank]["shard"] for rank in sorted(parts)]
@@ -418,7 +418,7 @@ def _same(value: Any) -> Any:
     return value
 
 
-def _part_path(path: Path, rank: int) -> Path:
+def part_path(path: Path, rank: int) -> Path:
     """The file of a rank, beside that of the checkpoint."""
     return path.with_name(f"{path.stem}.rank{rank}.pt")
 

@@ -248,6 +248,27 @@ class Source:
         return self._opened[number]
 
 
+def whole_tensors(state: Mapping[str, Any], path_of: Callable[[int], Path], *, average: bool = False) -> dict[str, Tensor]:
+    """The weights and buffers in a checkpoint by their names in the module's state_dict; none without averages.
+
+    Args:
+        state: content of the checkpoint file.
+        path_of: the file of a rank, verified.
+        average: averaged weights in the place of the weights.
+    """
+    if state.get("shards"):
+        source = Source(state, path_of)
+        entries = {**{name: source.read(("module", name, "")) for name in source.shapes("module")}, **source.other(0)}
+        averages = {name: source.read(("ema", name, "")) for name in source.shapes("ema")}
+    else:
+        entries, averages = state["module"], state.get("ema", {})
+    tensors = {name: value for name, value in entries.items() if isinstance(value, Tensor)}
+    if not average:
+        return tensors
+    names = {tensors[name].data_ptr(): name for name in averages}  # of a weight that two modules share, one name has an average
+    return {name: averages.get(names.get(value.data_ptr(), name), value) for name, value in tensors.items()} if averages else {}
+
+
 def difference(trainer: Training, source: Source) -> str:
     """In what a checkpoint differs from the model of a trainer; "" = it can be loaded."""
     mine = {name: tuple((dtensor_spec(weight) or weight).shape) for name, weight in trainer.module.named_parameters()}

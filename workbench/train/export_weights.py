@@ -1,0 +1,141 @@
+"""Exports the weights of a run's checkpoint as safetensors, laid out as on the Hugging Face hub, and imports such files into a model.
+
+Nothing is executed: a checkpoint is loaded as a resumed run loads it, and safetensors files hold tensors and texts only.
+"""
+
+import functools
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+
+from workbench.core import run_directory
+from workbench.runs.run import Run
+from workbench.train.checkpoints import Checkpoints, part_path
+from workbench.train.named_state import whole_tensors
+from workbench.train.ranks import Ranks
+
+ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
+"""Files of the layout: all weights, or, beside several files, which has which."""
+FILE_BYTES = 5_000_000_000
+"""Bytes of a file at most, as on the hub."""
+
+
+def export_weights(
+    run: Run | str | os.PathLike[str],
+    path: str | os.PathLike[str],
+    *,
+    average: bool = False,
+    config: Any = None,
+    file_bytes: int = FILE_BYTES,
+) -> Path:
+    """Write the weights of a run's last sound checkpoint into a folder, from which `from_pretrained` loads them; returns the folder.
+
+    Args:
+        run: a run with checkpoints (`checkpoint_every=`), whichever way its ranks shared the model, or its directory.
+        path: the folder, which is made; one that has weights already is refused.
+        average: the averaged weights (`ema=`) in the place of the weights.
+        config: a Hugging Face configuration, or a model that has one, which is written beside them as `config.json`.
+        file_bytes: bytes of a file; more weights go into several files with an index.
+
+    Raises:
+        ValueError: the run has no checkpoint, or no averaged weights, or the folder has weights already.
+        DamagedRunError: no checkpoint can be used.
+        ImportError: the package safetensors is missing.
+    """
+    save = _safetensors("export_weights").save_file
+    run_dir, folder = Path(run.path if isinstance(run, Run) else run), Path(path).expanduser()
+    if (folder / ONE_FILE).exists() or (folder / INDEX).exists():
+        raise ValueError(f"path={str(path)!r}: it has weights already; give another folder")
+    checkpoints = Checkpoints(run_dir, Ranks(rank=0, world_size=1, device=torch.device("cpu"), store=HashStore()), 1)
+    checkpoint = checkpoints.latest()
+    if checkpoint is None:
+        raise ValueError(f"{run_dir} has no checkpoint to export: launch it with checkpoint_every=")
+    tensors = dict(_distinct(whole_tensors(checkpoint[1], functools.partial(part_path, checkpoint[0]), average=average)))
+    if average and not tensors:
+        raise ValueError(f"average=True: {run_dir} keeps no averaged weights; launch it with ema=0.999, or leave average out")
+    folder.mkdir(parents=True, exist_ok=True)
+    files = list(_files(tensors, file_bytes))
+    names = [ONE_FILE] if len(files) == 1 else [f"model-{i:05d}-of-{len(files):05d}.safetensors" for i in range(1, len(files) + 1)]
+    for name, content in zip(names, files, strict=True):
+        part = folder / f"{name}.part"
+        save(content, part, metadata={"format": "pt"})
+        part.replace(folder / name)
+    if len(files) > 1:
+        places = {tensor: name for name, content in zip(names, files, strict=True) for tensor in content}
+        total = sum(tensor.nbytes for tensor in tensors.values())
+        run_directory.write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": places})
+    if config is not None:
+        getattr(config, "config", config).save_pretrained(folder)
+    return folder
+
+
+def import_weights(model: nn.Module, path: str | os.PathLike[str]) -> nn.Module:
+    """Load weights in the layout of the Hugging Face hub into a model, by name; returns the model.
+
+    Args:
+        model: changed in place; in a task's `model()`, all ranks call this, before the model is sharded.
+        path: the folder, or one file of safetensors.
+
+    Raises:
+        ValueError: names or shapes differ; nothing was changed.
+        FileNotFoundError: there are no such weights.
+        ImportError: the package safetensors is missing.
+    """
+    load, folder = _safetensors("import_weights").load_file, Path(path).expanduser()
+    paths = [folder]
+    if folder.is_dir():
+        paths = [folder / ONE_FILE]
+        if (folder / INDEX).exists():
+            places = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
+            paths = sorted({folder / Path(str(name)).name for name in places.values()})  # never outside
+    tensors = {name: tensor for each in paths for name, tensor in load(each).items()}
+    mine = model.state_dict(keep_vars=True)
+    same = {name: other for name, value in mine.items() for other in tensors if other in mine and mine[other] is value}  # tied weights
+    missing = [name for name, value in mine.items() if isinstance(value, nn.Parameter) and name not in same]
+    strange = [name for name in tensors if name not in mine]
+    shapes = [
+        f"{name} is {tuple(tensors[name].shape)} there and {tuple(value.shape)} here"
+        for name, value in mine.items()
+        if name in tensors and tensors[name].shape != value.shape
+    ]
+    if missing or strange or shapes:
+        words = [
+            f"{len(names)} {what}, such as {names[0]}" for names, what in ((missing, "are missing"), (strange, "are unknown here")) if names
+        ]
+        raise ValueError(f"{path}: these are weights of another model: {'; '.join([*words, *shapes[:3]])}. Nothing was changed")
+    model.load_state_dict(tensors, strict=False)
+    return model
+
+
+def _safetensors(wanted_by: str) -> Any:
+    try:
+        import safetensors.torch
+    except ImportError as error:
+        raise ImportError(f"wb.{wanted_by} needs the package safetensors: pip install safetensors") from error
+    return safetensors.torch
+
+
+def _distinct(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Each tensor once: of two names of a tied weight the first, as the hub has it."""
+    seen = set()
+    for name, tensor in tensors.items():
+        place = tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tuple(tensor.shape)
+        if not tensor.numel() or place not in seen:
+            seen.add(place)
+            yield name, tensor.contiguous()
+
+
+def _files(tensors: Mapping[str, Tensor], limit: int) -> Iterator[dict[str, Tensor]]:
+    content = dict[str, Tensor]()
+    for name, tensor in tensors.items():
+        if content and sum(each.nbytes for each in content.values()) + tensor.nbytes > limit:
+            yield content
+            content = {}
+        content[name] = tensor
+    yield content
