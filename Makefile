@@ -69,8 +69,7 @@ lint: setup ## ruff (code and notebooks) and mypy --strict
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-# mypy keeps one core busy, so the other builds the documentation meanwhile
-lint-docs: setup
+lint-docs: setup ## both at once: mypy keeps one core busy, the other builds the documentation
 	@mkdir -p build; $(MAKE) --no-print-directory docs > build/docs.log 2>&1 & docs=$$!; \
 	  $(MAKE) --no-print-directory lint && linted=0 || linted=$$?; \
 	  wait $$docs && built=0 || built=$$?; cat build/docs.log; exit $$((linted || built))
