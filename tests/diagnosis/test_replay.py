@@ -21,7 +21,10 @@ from workbench.core import run_directory
 from workbench.diagnosis.analysis.step_replay import StepReplay, first_bad_step
 from workbench.memory.measure.at_oom import held
 from workbench.runs.run import Run
+from workbench.train import step_ring
+from workbench.train.fingerprints import digest
 from workbench.train.loop import train
+from workbench.train.random_numbers import random_state, restore_random_state
 from workbench.train.ranks import Ranks
 from workbench.train.step_ring import read_ring
 
@@ -142,7 +145,8 @@ def test_the_planted_cause_is_named(tmp_path: Path, alone: Ranks, task: str) -> 
     assert StepReplay.from_json(json.loads(json.dumps(found.to_json()))).verdict == cause
 
 
-def test_an_ordinary_step_and_what_the_ring_has(tmp_path: Path, alone: Ranks) -> None:
+def test_an_ordinary_step_and_what_the_ring_has(tmp_path: Path, alone: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_ring, "RANDOM_EVERY_S", -1.0)
     run = trained(tmp_path / "run", alone, "sound")
     with pytest.raises(ValueError, match="no loss stands out among its 20 steps: name one"):
         wb.replay(run)
@@ -152,6 +156,12 @@ def test_an_ordinary_step_and_what_the_ring_has(tmp_path: Path, alone: Ranks) ->
     ring = read_ring(tmp_path / "run" / run_directory.ring_file(0))
     assert list(ring)[:1] == [5]
     assert ring[BAD]["samples"] == samples_of(BAD)
+    kept = [row["random"] for row in ring.values() if row["random"]]
+    assert kept
+    before = random_state(torch.device("cpu"))
+    restore_random_state(kept[0], torch.device("cpu"))
+    assert digest(random_state(torch.device("cpu"))) == digest(kept[0])
+    restore_random_state(before, torch.device("cpu"))
     with pytest.raises(ValueError, match="it has taken 20 steps, counted from 1"):
         wb.replay(run, 30)
     with pytest.raises(ValueError, match="no time was left after step 0"):
