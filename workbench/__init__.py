@@ -63,9 +63,9 @@ if TYPE_CHECKING:
     from workbench.diagnosis.analysis.proof import Proof as Proof
     from workbench.diagnosis.api import climb as climb
     from workbench.diagnosis.api import diagnose as diagnose
-    from workbench.diagnosis.divergence import diverge as diverge
-    from workbench.diagnosis.replay import replay as replay
-    from workbench.diagnosis.sanity import sanity as sanity
+    from workbench.diagnosis.correctness import diverge as diverge
+    from workbench.diagnosis.correctness import replay as replay
+    from workbench.diagnosis.correctness import sanity as sanity
     from workbench.memory.analysis.breakdown import MemoryBreakdown as MemoryBreakdown
     from workbench.memory.api import compare_memory as compare_memory
     from workbench.memory.api import estimate_memory as estimate_memory
@@ -125,12 +125,10 @@ _NAMES = {
     "workbench.cluster.analysis.cluster": "Cluster",
     "workbench.core.device": "Device",
     "workbench.diagnosis.api": "climb diagnose",
+    "workbench.diagnosis.correctness": "diverge replay sanity",
     "workbench.diagnosis.analysis.diagnosis": "Diagnosis",
     "workbench.diagnosis.analysis.evidence": "Evidence",
     "workbench.diagnosis.analysis.proof": "Proof",
-    "workbench.diagnosis.divergence": "diverge",
-    "workbench.diagnosis.replay": "replay",
-    "workbench.diagnosis.sanity": "sanity",
     "workbench.memory.api": "compare_memory estimate_memory find_leaks measure_memory",
     "workbench.runs.failure": "Failure RunError",
     "workbench.memory.would_fit": "would_fit",

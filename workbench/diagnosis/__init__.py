@@ -13,9 +13,9 @@ the loader and looks for stalls. What it measures is `Evidence` (`analysis/evide
     proof.py        Proof: a remedy's predicted beside its measured speedup; Ladder: one proved remedy on top of another
     calibration.py  Calibration: how right earlier predictions on this machine were
 
-Whether a training is right at all: `sanity.py` checks it for the usual faults (`measure/sanity.py`) and returns a `SanityReport`.
-`divergence.py` finds where two trainings that should agree differ first (`measure/divergence.py`), and tells rounding from a bug.
-`replay.py` repeats a bad step of a run with changes (`measure/step_replay.py`) and blames data, learning rate or numerics.
+Whether a training is right at all: `correctness.py` has `sanity`, which checks it for the usual faults (`measure/sanity.py`), `diverge`,
+which finds where two trainings that should agree differ first (`measure/divergence.py`), and `replay`, which repeats a bad step of a run with
+changes (`measure/step_replay.py`) and blames data, learning rate or numerics.
 
 `api.py` has `diagnose`, `prove` and `climb`; `plot.py` the pictures; `panel/` the ThroughputDoctor.
 """

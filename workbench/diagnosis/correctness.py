@@ -1,0 +1,208 @@
+"""`sanity`, `diverge` and `replay`: whether a training is sound, where two that should agree differ, and what spoilt a step of a run."""
+
+import contextlib
+import math
+import os
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from workbench.core import run_directory
+from workbench.core.checks import whole_number
+from workbench.core.progress import INTERRUPTED, Waiting, say_what_was_interrupted
+from workbench.core.synonyms import accept_synonyms
+from workbench.diagnosis.analysis.divergence import Divergence
+from workbench.diagnosis.analysis.sanity import CHECKS, Check, SanityReport
+from workbench.diagnosis.analysis.step_replay import StepReplay, first_bad_step
+from workbench.diagnosis.api import BUDGET, check_budget
+from workbench.runs.run import Run
+from workbench.runs.spec import RunSpec, ScriptSpec
+from workbench.runs.target import Measured, Step, named_task, shown
+from workbench.runs.task import Task, resolve
+
+_TARGET = Measured(name="sanity", verb="checked", script="a script by the step and the loader in it, sanity(step, loader)")
+
+
+@accept_synonyms
+def sanity(
+    target: Task | RunSpec | str | os.PathLike[str] | Callable[[Any], Any],
+    loader: Iterable[Any] | None = None,
+    *,
+    model: Any = None,
+    optimizer: Any = None,
+    frozen: Sequence[str] = (),
+    budget_s: float = BUDGET,
+) -> SanityReport:
+    """Check a training for the usual faults before a large run: gradients, chance level, leaks, modes, labels.
+
+    Everything runs in this process, on one device, in fp32; a step's model, optimizer, loader and random generators are restored.
+
+    Args:
+        target: a Task, a RunSpec, the name of a task, or a step function that returns its loss. Of a step alone less can be judged.
+        loader: with a step: its batches.
+        model: with a step: the module, or several; None = found by looking at the step.
+        optimizer: with a step: the optimizer, or several; None = found as well.
+        frozen: patterns of parameters that are not trained on purpose, such as "backbone.*".
+        budget_s: seconds to spend at most. What is not reached by then, or by Ctrl-C, is not judged.
+
+    Raises:
+        ValueError: something else was given, or it cannot be built.
+    """
+    check_budget(budget_s)
+    frozen = (frozen,) if isinstance(frozen, str) else tuple(frozen)
+    if isinstance(target, Task):
+        _TARGET.refuse(target, {"loader": loader, "model": model, "optimizer": optimizer}, "a step", "step, loader")
+        given: Any = RunSpec(task=target.name or "task")
+    else:
+        given = _TARGET.read(target, loader, model=model, optimizer=optimizer)
+    if isinstance(given, Run):
+        if isinstance(given.spec, ScriptSpec):
+            raise ValueError(f"sanity({given!r}): it is the run of a script; {_TARGET.script}")
+        given = given.spec
+    from workbench.diagnosis.measure import checked_training
+    from workbench.diagnosis.measure.sanity import check as make_checks
+
+    checks: list[Check] = []
+    notes: tuple[str, ...] = ()
+    with Waiting("sanity", budget_s) as line:
+        try:
+            with contextlib.ExitStack() as stack:
+                if isinstance(given, Step):
+                    training = stack.enter_context(checked_training.of_step(given, frozen))
+                else:
+                    training = checked_training.of_task(target if isinstance(target, Task) else resolve(given.task), given, frozen)
+                notes = tuple(training.notes)
+                for check in make_checks(training, line, CHECKS):
+                    checks.append(check)
+                    failed = [each.name for each in checks if each.passed is False]
+                    line.say(check.name, f"failed: {', '.join(failed)}" if failed else f"{len(checks)} checks done")
+        except KeyboardInterrupt:
+            notes += (INTERRUPTED,)
+    missing = [Check(name=name, passed=None, figure="not reached") for name in CHECKS if name not in {check.name for check in checks}]
+    name = shown(target) if isinstance(given, Step) else given.task
+    return SanityReport(target=name, checks=(*checks, *missing), seconds=line.seconds, notes=notes)
+
+
+def diverge(
+    a: Task | RunSpec | str | os.PathLike[str] | Any,
+    b: Task | RunSpec | str | os.PathLike[str] | Any,
+    *,
+    batch: Any = None,
+    loss: Callable[[Any, Any], Any] | None = None,
+    optimizer: Callable[[Any], Any] | None = None,
+    steps: int = 2,
+    seed: int = 0,
+) -> Divergence:
+    """Find where two trainings that should agree differ first, and say whether that is rounding or a bug.
+
+    Both take the same steps in this process. Each operator's result is compared, or, where the two do not run the same operators, each
+    module's, then gradients and updates by parameter. Then both run in fp64: a difference that is as large there is no rounding.
+
+    * `diverge(spec, spec.replace(channels_last=True))`: two specs that differ in a knob, on one rank.
+    * `diverge(model, torch.compile(model), batch=x)`: two modules, which are called with the batch and restored afterwards. A tuple or a
+      dictionary as the batch is spread over the arguments.
+    * `diverge((model, x), (other, y))`: each with a batch of its own.
+
+    Args:
+        a: a RunSpec, a Task, the name of a task, a module, or a module with its batch.
+        b: the same kind.
+        batch: with modules: their input.
+        loss: with modules: `loss(model, batch)`; None = a weighted mean of the squares of the output.
+        optimizer: with modules: takes the parameters and returns an optimizer; None = none, and a single step.
+        steps: optimizer steps to compare at most.
+        seed: with modules: of the random numbers.
+
+    Raises:
+        ValueError: something else was given, or a spec that needs several ranks.
+    """
+    whole_number("steps", steps, least=1, error=ValueError)
+    given: list[Any] = [named_task(each) or each for each in (a, b)]
+    specs = [isinstance(each, RunSpec | Task) for each in given]
+    if any(specs) and (not all(specs) or batch is not None or loss or optimizer):
+        raise ValueError(
+            "diverge(a, b): give two specs or tasks, which have batch, loss and optimizer, or two modules with batch=; "
+            f"given were {shown(given[0])} and {shown(given[1])}"
+        )
+    if not any(specs):
+        pairs = [each if isinstance(each, tuple) and len(each) == 2 else (each, batch) for each in given]
+        for each, (model, its) in zip(given, pairs, strict=True):
+            if not hasattr(model, "named_modules"):
+                raise ValueError(f"diverge({shown(each)}, …): allowed are a RunSpec, a Task, the name of a task, or a torch.nn.Module")
+            if its is None:
+                raise ValueError(f"diverge({shown(each)}, …): a module needs a batch: diverge(a, b, batch=…), or ((a, x), (b, y))")
+    else:
+        for each in given:
+            if isinstance(each, RunSpec) and (each.world_size > 1 or each.parallel != "ddp" or each.tensor_parallel > 1):
+                raise ValueError(
+                    f"diverge compares what one process computes, and {each!r} has several ranks, or shards its model: try "
+                    'spec.replace(nproc_per_node=1, parallel="ddp")'
+                )
+    from workbench.diagnosis.measure import divergence as measure
+
+    if any(specs):
+        trainings = [(RunSpec(task=each.name or "task"), each) if isinstance(each, Task) else (each, resolve(each.task)) for each in given]
+
+        def run(which: int, double: bool) -> Any:
+            spec, task = trainings[which]
+            return measure.of_spec(spec, task, steps, double)
+
+        first, second = (spec.to_json() for spec, _ in trainings)
+        changed = [f"{name}={value!r}" for name, value in second.items() if name in first and value != first[name]]
+        names = ["a task" if isinstance(each, Task) else each.task for each in given]
+        if changed and all(isinstance(each, RunSpec) for each in given):
+            names[1] = ", ".join(changed)
+    else:
+        made = [measure.Pair(model, its, loss, optimizer) for model, its in pairs]
+
+        def run(which: int, double: bool) -> Any:
+            return measure.of_pair(made[which], seed, steps, double)
+
+        names = [type(model).__name__ for model, _ in pairs]
+    with say_what_was_interrupted("diverge"), Waiting("diverge", None) as line:
+        return measure.compare((names[0], names[1]), run, line.say)
+
+
+@accept_synonyms
+def replay(run: Run | str | os.PathLike[str], step: int | None = None, *, budget_s: float = BUDGET) -> StepReplay:
+    """Repeat a step of a run alone, with changes, and say whether data, learning rate or numerics are to blame for it.
+
+    The run is repeated in this process from the nearest checkpoint before the step, or from its first step, with the same samples and
+    random numbers. Then the step is taken as it was, in a higher precision, with a tenth of the learning rate, with the batch of a later
+    step, and without each of its samples. Where the weights were bad already, the steps before it are looked at.
+
+    Args:
+        run: of a RunSpec, or its directory. Its task's code runs here.
+        step: from 1; None = the first whose loss is not finite, or far above those before it.
+        budget_s: seconds to spend at most.
+
+    Raises:
+        ValueError: it is the run of a script or shards its model, has no such step, or the step cannot be reached in time.
+    """
+    check_budget(budget_s)
+    run = run if isinstance(run, Run) else Run.load(run)
+    spec = run.spec
+    if not isinstance(spec, RunSpec):
+        raise ValueError(f"replay({run!r}): only the run of a task can be repeated, and this is one of a script")
+    if spec.parallel != "ddp" or spec.tensor_parallel > 1:
+        raise ValueError(
+            f"replay({run!r}): a run that shards or splits its model (parallel={spec.parallel!r}) cannot be repeated in one process"
+        )
+    losses = {int(row["step"]): _number(row["loss"]) for row in run.metric_rows if "loss" in row and "lr" in row}
+    if step is None:
+        step = first_bad_step(losses)
+        if step is None:
+            raise ValueError(f"replay({run!r}): no loss stands out among its {len(losses)} steps: name one, replay(run, step)")
+    whole_number("step", step, least=1, error=ValueError)
+    if step > spec.steps or (losses and step > max(losses) + 1):
+        raise ValueError(f"replay({run!r}, step={step}): it has taken {max(losses, default=0)} steps, counted from 1")
+    from workbench.diagnosis.measure import step_replay as measure
+
+    folder = run_directory.read_json(run.path / run_directory.RUN_JSON).get("cwd")
+    with say_what_was_interrupted("replay"), Waiting("replay", budget_s) as line:
+        return measure.replay(run.path, measure.named_task(spec, folder), step, losses, line.say, lambda: line.left)
+
+
+def _number(value: object) -> float:
+    try:
+        return float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        return math.nan
