@@ -14,8 +14,8 @@ the loader and looks for stalls. What it measures is `Evidence` (`analysis/evide
     calibration.py  Calibration: how right earlier predictions on this machine were
 
 Whether a training is right at all: `correctness.py` has `sanity`, which checks it for the usual faults (`measure/sanity.py`), `diverge`,
-which finds where two trainings that should agree differ first (`measure/divergence.py`), and `replay`, which repeats a bad step of a run with
-changes (`measure/step_replay.py`) and blames data, learning rate or numerics.
+which finds where two trainings that should agree differ first (`measure/divergence.py`), and `replay`, which repeats a bad step of a run
+with changes (`measure/step_replay.py`) and blames data, learning rate or numerics.
 
 `api.py` has `diagnose`, `prove` and `climb`; `plot.py` the pictures; `panel/` the ThroughputDoctor.
 """
