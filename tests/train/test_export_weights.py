@@ -12,7 +12,7 @@ from torch import nn
 
 import workbench as wb
 from tests import toy_tasks
-from tests.train.test_checkpoints import spec_of
+from tests.train.test_checkpoints import names, spec_of
 from workbench.train.checkpoints import Checkpoints
 from workbench.train.ranks import Ranks
 from workbench.train.sharded_tensors import full_tensor
@@ -99,3 +99,22 @@ def test_a_model_of_transformers_is_loaded_by_from_pretrained(alone: Ranks, tmp_
     for name, value in trainer.module.state_dict().items():
         assert torch.equal(full_tensor(value), loaded.state_dict()[name])
         assert torch.equal(full_tensor(value), back.state_dict()[name])
+
+
+def test_the_best_checkpoint_is_kept_and_exported(alone: Ranks, tmp_path: Path) -> None:
+    trainer, checkpoints = Trainer(spec_of(), toy_tasks.numbers(model=tied), alone), Checkpoints(tmp_path, alone, 1)
+    for step, loss in enumerate((3.0, 1.0, 2.0, float("nan"), 1.0, None), 1):
+        checkpoints.write(step, trainer, loss=loss)
+        if step == 2:
+            wanted = trainer.module[3].weight.detach().clone()
+        trainer.step([next(trainer.batches())])
+    assert names(tmp_path) == ["step00000002.pt", "step00000005.pt", "step00000006.pt"]
+    again = Checkpoints(tmp_path, alone, 1)
+    again.resume(trainer, again.latest())
+    again.write(7, trainer, loss=1.5)
+    assert names(tmp_path) == ["step00000002.pt", "step00000006.pt", "step00000007.pt"]
+    assert torch.equal(wb.import_weights(tied(), wb.export_weights(tmp_path, tmp_path / "out", best=True))[3].weight, wanted)
+    (tmp_path / "other").mkdir()
+    Checkpoints(tmp_path / "other", alone, 1).write(1, trainer)
+    with pytest.raises(ValueError, match=r"best=True: .* was not validated where checkpoints were written"):
+        wb.export_weights(tmp_path / "other", tmp_path / "out2", best=True)

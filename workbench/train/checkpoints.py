@@ -9,7 +9,6 @@ an uninterrupted one, as far as its arithmetic is. `wb.prove_resume` finds out w
 """
 
 import contextlib
-import copy
 import functools
 import io
 import json
@@ -23,7 +22,6 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
-from torch import Tensor
 from torch.utils.data import IterableDataset
 
 from workbench.core import run_directory, units
@@ -44,25 +42,6 @@ Checkpoint = tuple[Path, dict[str, Any]]
 """Path and content of a checkpoint."""
 
 
-class _Copies:
-    """Copies values into host memory; tensors that are the same stay the same."""
-
-    def __init__(self) -> None:
-        self._made: dict[Any, Tensor] = {}
-
-    def __call__(self, value: Any) -> Any:
-        if isinstance(value, Tensor):
-            key = value.data_ptr(), value.dtype, value.shape, value.stride(), value.device
-            if key not in self._made or not value.numel():
-                self._made[key] = value.detach().to("cpu", copy=True)
-            return self._made[key]
-        if isinstance(value, Mapping):
-            return {name: self(each) for name, each in value.items()}
-        if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
-            return type(value)(map(self, value))
-        return copy.deepcopy(value)
-
-
 class Checkpoints:
     """The checkpoints of a run directory.
 
@@ -78,6 +57,7 @@ class Checkpoints:
         self._error: BaseException | None = None
         self._given_up = threading.Event()
         self._step = 0
+        self._best: tuple[float, int] | None = None
         self._warn: Callable[[str], None] = print
 
     def latest(self) -> Checkpoint | None:
@@ -100,6 +80,20 @@ class Checkpoints:
             if not bad:
                 return path, state
             self._passed_over[path] = UnusableCheckpointError(*bad[0])
+
+    def best(self, last: Checkpoint) -> Checkpoint | None:
+        """The checkpoint with the lowest loss of a validation, as the last one has it; None = nothing was validated where one was written.
+
+        Raises:
+            UnusableCheckpointError: it is damaged.
+        """
+        if not last[1].get("best"):
+            return None
+        path = self._folder / f"step{last[1]['best'][1]:08d}.pt"
+        state = self.read(path)
+        if state.get("shards") and (damage := self._damage(path, state)):
+            raise UnusableCheckpointError(*damage)
+        return path, state
 
     def _share(self, text: str) -> list[str]:
         self._choices += 1
@@ -180,7 +174,7 @@ class Checkpoints:
             return 0
         path, state = checkpoint
         trainer.load_state(state, source)
-        done = int(state["step"])
+        done, self._best = int(state["step"]), state.get("best")
         rows = (not _changed_layout(trainer, state) and state.get("rows")) or {}  # those of earlier workbenches have none
         self._cut_rows(done, rows.get(self._ranks.rank, ""))
         print(f"rank {self._ranks.rank} goes on from step {done}: {path}")
@@ -252,7 +246,7 @@ class Checkpoints:
         """Is a checkpoint written after a step?"""
         return not step % self._every
 
-    def write(self, step: int, trainer: "Trainer", row: str = "", *, wait: bool = True) -> None:
+    def write(self, step: int, trainer: "Trainer", row: str = "", *, wait: bool = True, loss: float | None = None) -> None:
         """Write a checkpoint, completely or not at all. All ranks call it, when they have written the rows of all earlier steps.
 
         Rank 0 waits for the others' rows, and for their parts: no rank's file lacks a step when the run goes on from here.
@@ -263,13 +257,16 @@ class Checkpoints:
             row: the line of this step in the rank's own file, as far as it is known. It gets there when the next step begins.
             wait: until it is written. Else the state is copied to host memory, and a thread writes it; what goes wrong there is a warning
                 of the trainer, and the training goes on.
+            loss: of a validation after this step; the checkpoint with the lowest is kept beside the last ones. Rank 0 knows it.
 
         Raises:
             DiskFullError: the disk is full; the last checkpoint is kept.
             OSError: another error of the disk; the last checkpoint is kept.
         """
         self.finish()
-        job = self._job(step, trainer, row, _Copies() if not wait else _same)
+        if loss is not None and not math.isnan(loss) and (self._best is None or loss < self._best[0]):
+            self._best = float(loss), step
+        job = self._job(step, trainer, row, named_state.Copies() if not wait else _same)
         if wait:
             job()
             return
@@ -318,7 +315,7 @@ class Checkpoints:
         state: dict[str, Any] = {}
         if shared:
             parts, values = named_state.parts_to_write(trainer)
-            tensors = _Copies()  # always: a view would bring all that it is a view of
+            tensors = named_state.Copies()  # always: a view would bring all that it is a view of
             part = {"parts": {key: tensors(each.tensor) for key, each in parts.items()}}
             part["other"] = copy(named_state.other_entries(trainer.module))
             where = {key: (each.shape, each.offset, tuple(each.tensor.shape)) for key, each in parts.items()}
@@ -326,7 +323,7 @@ class Checkpoints:
         if not self._ranks.rank:
             groups = named_state.optimizer_groups(trainer)
             state = {"step": step, "micro_batch": trainer.spec.micro_batch, "samples": _samples(trainer), "spec": trainer.spec.to_json()}
-            state |= {"layout": layout_knobs(trainer.spec)}
+            state |= {"layout": layout_knobs(trainer.spec), "best": self._best}
             if shared:
                 small = {name: value for name, value in trainer.state().items() if name in ("scheduler", "scaler")}
                 state |= copy({**small, "module": {}, "optimizer": {"groups": groups}, "ema": {}})
@@ -382,7 +379,8 @@ class Checkpoints:
     def _delete_old(self, step: int) -> None:
         """Delete older checkpoints, and what ranks wrote of some that never were complete; of later ones none."""
         for old in [path for path in self._all() if _step_of(path) <= step][:-KEPT]:
-            old.unlink(missing_ok=True)
+            if self._best is None or _step_of(old) != self._best[1]:
+                old.unlink(missing_ok=True)
         there = {path.stem for path in self._all()}
         for path in self._folder.iterdir():
             if (match := re.fullmatch(r"(step(\d+))(\.rank\d+)?\.(pt|part)", path.name)) and match[1] not in there and int(match[2]) < step:

@@ -31,6 +31,7 @@ def export_weights(
     path: str | os.PathLike[str],
     *,
     average: bool = False,
+    best: bool = False,
     config: Any = None,
     file_bytes: int = FILE_BYTES,
 ) -> Path:
@@ -40,6 +41,7 @@ def export_weights(
         run: a run with checkpoints (`checkpoint_every=`), whichever way its ranks shared the model, or its directory.
         path: the folder, which is made; one that has weights already is refused.
         average: the averaged weights (`ema=`) in the place of the weights.
+        best: the checkpoint with the lowest loss of a validation (`evaluate="checkpoint"`), in the place of the last.
         config: a Hugging Face configuration, or a model that has one, which is written beside them as `config.json`.
         file_bytes: bytes of a file; more weights go into several files with an index.
 
@@ -56,6 +58,8 @@ def export_weights(
     checkpoint = checkpoints.latest()
     if checkpoint is None:
         raise ValueError(f"{run_dir} has no checkpoint to export: launch it with checkpoint_every=")
+    if best and not (checkpoint := checkpoints.best(checkpoint)):
+        raise ValueError(f'best=True: {run_dir} was not validated where checkpoints were written; launch it with evaluate="checkpoint"')
     tensors = dict(_distinct(whole_tensors(checkpoint[1], functools.partial(part_path, checkpoint[0]), average=average)))
     if average and not tensors:
         raise ValueError(f"average=True: {run_dir} keeps no averaged weights; launch it with ema=0.999, or leave average out")

@@ -177,6 +177,7 @@ def train(
                     raise timer.failed
                 if profiled:
                     profiled.step(step)
+                figures = {}
                 if evaluations and evaluations.due(step):
                     figures = evaluations.run(step)
                     if metrics:
@@ -188,7 +189,8 @@ def train(
                         metrics.flush()
                     if noise:
                         noise.flush()
-                    checkpoints.write(step, trainer, timer.unfinished_row(spec.micro_batch * spec.accumulation), wait=False)
+                    checkpoints.write(step, trainer, timer.unfinished_row(spec.micro_batch * spec.accumulation), wait=False,
+                                      loss=figures.get("validation_loss"))  # fmt: skip
                 if checkpoints and preemption and last:
                     checkpoints.finish()
                     preemption.end(run_dir, step)

@@ -4,6 +4,7 @@ Torch's own `torch.distributed.checkpoint` is not used: its index (`.metadata`) 
 rank's parts are in a checkpoint file of the workbench, which is verified and loaded with `weights_only`, and the index is plain numbers.
 """
 
+import copy
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -138,6 +139,25 @@ def _writes(trainer: Training, weight: Tensor | None, *, holder: bool = False) -
     first = all(not at for at, placement in zip(spec.mesh.get_coordinate(), spec.placements, strict=True) if placement.is_replicate())
     of_data = axes != ("tensor",) or holder or not layout.readers.rank
     return first and of_data and ("tensor" in axes or not tensor_rank)
+
+
+class Copies:
+    """Copies values into host memory; tensors that are the same stay the same."""
+
+    def __init__(self) -> None:
+        self._made: dict[Any, Tensor] = {}
+
+    def __call__(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            key = value.data_ptr(), value.dtype, value.shape, value.stride(), value.device
+            if key not in self._made or not value.numel():
+                self._made[key] = value.detach().to("cpu", copy=True)
+            return self._made[key]
+        if isinstance(value, Mapping):
+            return {name: self(each) for name, each in value.items()}
+        if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
+            return type(value)(map(self, value))
+        return copy.deepcopy(value)
 
 
 class Source:
