@@ -189,13 +189,20 @@ def test_without_a_recorder_the_stacks_say_who_waits() -> None:
     assert "rank 0 waits in init_process_group" in str(first)
 
 
+IMPORTING = [
+    (f"{TORCH}/distributed/tensor/__init__.py", 4, "<module>", "import torch.distributed.tensor._ops", False),
+    ("<frozen importlib._bootstrap>", 241, "_call_with_frames_removed", "", False),
+]
 HEALTHY: dict[str, dict[int, dict[str, Any]]] = {
+    "both load torch, on a busy machine": {
+        r: report(r, at("import torch", above=IMPORTING), last=0, quiet=90, steps=None) for r in range(2)
+    },
     "rank 1 computes for a minute": {0: waits(0, quiet=60), 1: report(1, at("model(x)"), last=411, works=True, quiet=60)},
     "rank 1 evaluates for four minutes": {
         0: waits(0, quiet=240),
         1: report(1, at("f(x)", name="evaluate"), works=True, last=411, quiet=240),
     },
-    "rank 0 writes a checkpoint": {1: waits(1, quiet=11), 0: report(0, at("torch.save(m)", name="save_checkpoint"), last=411, quiet=11)},
+    "rank 0 writes a checkpoint": {1: waits(1, quiet=9), 0: report(0, at("torch.save(m)", name="save_checkpoint"), last=411, quiet=9)},
     "the first step is slow": {0: waits(0, quiet=20, steps=0), 1: report(1, at("time.sleep(60)"), last=411, quiet=20, steps=0)},
     "a script starts": {0: waits(0, last=3, quiet=20, steps=None), 1: report(1, at("sleep(9)"), last=2, quiet=20, steps=None)},
     "the loader is as slow as ever": {

@@ -3,14 +3,16 @@
 from typing import Any
 
 from workbench.core.vocabulary import PHASES
+from workbench.runs.health import health, new_faults
 from workbench.runs.rank_ends import extremes
 from workbench.runs.run import Run
 
 
 def report(run: Run) -> str:
-    """A run as text: how it ended, and where the time went on each rank; of very many ranks on the first and those at the extremes."""
+    """A run as text: how it ended, what went wrong, and where the time went on each rank; of very many on the first and the extremes."""
     timelines = run.timelines
-    return "\n\n".join([str(run), *(str(timelines[place]) for place in extremes(run.rank_means))])
+    faults = "\n".join(f"fault: {fault}" for fault in new_faults(run))
+    return "\n\n".join(filter(None, [str(run), faults, *(str(timelines[place]) for place in extremes(run.rank_means))]))
 
 
 def run_facts(run: Run) -> dict[str, Any]:
@@ -19,6 +21,7 @@ def run_facts(run: Run) -> dict[str, Any]:
     return {
         "run": str(run.path), "name": run.name, "state": run.state, "steps_done": done, "steps": steps, "seconds": run.seconds,
         "samples_per_sec": run.samples_per_sec, "spec": run.spec, "notes": run.notes, "memory": run.memory,
+        "faults": [str(fault) for fault in health(run).faults],
         "error": None if run.error is None else str(run.error),
         "ranks": [{"rank": mean.rank, "step": mean.mean(), **{phase: mean.mean(phase) for phase in PHASES}} for mean in run.rank_means],
     }  # fmt: skip

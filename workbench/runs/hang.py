@@ -24,7 +24,7 @@ FLOOR = 8.0
 """Seconds without progress of any rank before which nothing is called a hang. Chosen: a stack is collected and judged within 15 s."""
 USUAL = 3.0
 """No progress for so many times the longest usual gap between two signs of progress is out of the ordinary."""
-PLANNED = 12.0
+PLANNED = 10.0
 """Seconds for a rank that is idle in an evaluation or a checkpoint."""
 STARTING = 30.0
 """Seconds for a rank that is idle before its second step."""
@@ -76,6 +76,8 @@ class Hang:
     """The line where it does it, the user's if there is one, such as `train.py:88`."""
     waiting: tuple[Waiting, ...]
     """What the others wait in."""
+    missing: tuple[int, ...] = ()
+    """Ranks that have not called the collective in which that rank waits itself."""
     seconds: float
     """Seconds without progress when it was judged."""
     usual: float
@@ -95,6 +97,7 @@ class Hang:
         who = "no rank goes on" if self.rank is None else f"rank {self.rank}"
         text = f"{who} {self.doing}" if self.rank is not None else f"{who}: {self.doing}"
         text += f", {self.line}" if self.line else ""
+        text += f", which {_ranks(self.missing)} {'has' if len(self.missing) == 1 else 'have'} not called" if self.missing else ""
         return text + (", while " + "; ".join(map(str, self.waiting)) if self.waiting else "")
 
     def __str__(self) -> str:
@@ -123,7 +126,7 @@ class Hang:
             value["waiting"] = tuple(
                 Waiting(ranks=tuple(map(int, row["ranks"])), what=str(row["what"]), line=str(row["line"])) for row in value["waiting"]
             )
-            hang = cls(**value)
+            hang = cls(**value | {"missing": tuple(map(int, value["missing"]))})
             _ = str(hang), hang.failure  # what cannot be shown is damaged
             return hang
         return None
@@ -162,6 +165,7 @@ class _Act:
     collective: Mapping[str, Any] | None = None
     """In which collective, as far as that is known."""
     what: str = ""
+    missing: tuple[int, ...] = ()
 
 
 def judge(
@@ -203,6 +207,7 @@ def judge(
         doing=act.words,
         line=act.line,
         waiting=_grouped({number: other for number, other in acts.items() if number != rank and other.waits}) if act.words else (),
+        missing=act.missing,
         seconds=quiet,
         usual=usual,
         since=min(report["time"] - report["quiet"] for report in live.values()),
@@ -225,9 +230,15 @@ def _culprit(acts: Mapping[int, _Act], live: Mapping[int, Mapping[str, Any]]) ->
         return rank, STARTING if _starting(live[rank]) else PLANNED if act.planned else FLOOR, act
     if awaited:  # in a circle
         rank = _odd_one_out(acts, live, for_whom)
+        acts[rank].missing = tuple(sorted(for_whom[rank]))
         return rank, FLOOR, acts[rank]
     if all(act.waits for act in acts.values()):
-        return None, IN_TRANSIT, _Act(words="all have called the same collective, which does not end (is the network up?)", what="all")
+        known = all(act.collective for act in acts.values())  # else they may meet as yet
+        return (
+            None,
+            IN_TRANSIT if known else float("inf"),
+            _Act(words="all have called the same collective, which does not end (is the network up?)", what="all"),
+        )
     rank = next((rank for rank, act in acts.items() if not act.works), min(acts))
     idle = not any(act.works for act in acts.values())
     return rank, max(ALONE, STARTING) if idle and not any(map(_starting, live.values())) else float("inf"), acts[rank]
@@ -300,7 +311,7 @@ def _grouped(acts: Mapping[int, _Act]) -> tuple[Waiting, ...]:
 
 def _act(report: Mapping[str, Any], worker: tuple[str, str] | None) -> _Act:
     """What a rank does, by its stacks and its last collectives."""
-    main: list[Frame] = next(([tuple(f) for f in thread["frames"]] for thread in report["threads"] if thread["main"]), [])  # type: ignore[misc]
+    main: list[Frame] = next(([tuple(f) for f in thread["frames"]] for thread in report["threads"] if thread["main"]), [])
     user = next((frame for frame in main if frame[4]), None)
     place = user or next((frame for frame in main if "/workbench/" in frame[0] and "/programs/" not in frame[0]), None)
     line = f"{Path(place[0]).name}:{place[1]}" if place else ""
@@ -313,7 +324,9 @@ def _act(report: Mapping[str, Any], worker: tuple[str, str] | None) -> _Act:
     in_distributed = next((at for at, file in enumerate(files[:20]) if "/torch/distributed/" in file), None)
     pending = next((row for row in report["collectives"] if row["pending"] and row["number"] is not None), None)
     pending = pending or next((row for row in report["collectives"] if row["pending"]), None)
-    if any(file.endswith("torch/utils/data/dataloader.py") and name == "_next_data" for file, name in zip(files, names, strict=True)):
+    if any("importlib" in file for file in files[:20]):
+        act.words, act.works = "loads a module", True
+    elif any(file.endswith("torch/utils/data/dataloader.py") and name == "_next_data" for file, name in zip(files, names, strict=True)):
         act.words = "waits for its loader" + (f", whose worker is at {worker[0]}" if worker else "")
     elif "destroy_process_group" in names[:20]:
         act.words, act.certain = f"has ended its training, and is in destroy_process_group(){inside}", True
@@ -398,4 +411,4 @@ def place_in_dump(stack: str) -> str:
 
 def is_fresh(report: Mapping[str, Any], now: float | None = None) -> bool:
     """Has a rank written this just now?"""
-    return abs((time.time() if now is None else now) - report["time"]) < FRESH
+    return abs((time.time() if now is None else now) - float(report["time"])) < FRESH

@@ -115,6 +115,11 @@ class RunRows:
         steps = self._plain_steps(name)
         return [row for row in self.read(name) if "step" not in row] if steps is None else steps.other_rows
 
+    @property
+    def other_rows(self) -> dict[int, Sequence[Mapping[str, Any]]]:
+        """Rank → the rows of its file that are no steps."""
+        return {run_directory.rank_of(name) or 0: self._other_rows(name) for name in self.ranks}
+
     def _end(self, name: str) -> RankEnds:
         return self._ends.setdefault(name, RankEnds(self._run_dir / name)).read()
 

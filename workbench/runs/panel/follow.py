@@ -10,6 +10,8 @@ from typing import Any
 
 from workbench.core import run_directory
 from workbench.runs.failure import Failure
+from workbench.runs.hang import hang_note
+from workbench.runs.health import not_falling, spikes
 from workbench.runs.rank_ends import MANY_RANKS, SAMPLED, RankEnds
 from workbench.runs.rank_steps import RankMeans, RankSteps
 from workbench.runs.rows import Rows, check_metric, loss_note, losses_of, resume_notes, slowest, training_notes
@@ -20,7 +22,9 @@ _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")  # colours and cursor moveme
 LOG_START = 64 * 1024
 """Bytes of each log that a panel opened late starts with."""
 ENDS_EVERY = 10.0
-"""Seconds between two looks at the ends of the files of very many ranks, while they run."""
+"""Seconds between two looks at the ends of the files of very many ranks, while they run, and between two looks for spikes of the loss."""
+LOSSES = 20_000
+"""Losses, the last ones, in which spikes are looked for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,7 +192,8 @@ class Follower:
         self._sums = {rank: sums(run.path / run_directory.rank_file(rank)) for rank in range(run.spec.world_size)}
         self._ranks: tuple[RankShare, ...] = ()
         self._damage, self._training = list[str](), list[str]()
-        self._ranks_read = -math.inf
+        self._ranks_read, self._judged = -math.inf, -math.inf
+        self._faults, self._seen = list[str](), 0
         self._logs: dict[Path, run_directory.TextTail] = {}
         self._losses: list[tuple[int, float]] = []
         self._figures: dict[str, float] = {}
@@ -223,8 +228,15 @@ class Follower:
             figures=dict(self._figures),
             evaluations=tuple(self._evaluated),
             error=self._run.error,
-            notes=tuple(filter(None, [loss_note(self._losses), *self._training, *self._resume_notes, self._metrics.note, *self._damage])),
+            notes=tuple(filter(None, [*self._problems(state), *self._training, *self._resume_notes, self._metrics.note, *self._damage])),
         )
+
+    def _problems(self, state: State) -> list[str]:
+        """The hang, losses that are not finite, and, looked for now and then, spikes of the loss and a loss that does not fall."""
+        if time.monotonic() - self._judged >= ENDS_EVERY or len(self._losses) - self._seen >= LOSSES:
+            self._judged, self._seen = time.monotonic(), len(self._losses)
+            self._faults = [*map(str, [*spikes(self._losses[-LOSSES:]), *not_falling(self._losses[-LOSSES:])])]
+        return [hang_note(self._run.hang, state in (*ACTIVE, "stopped")), loss_note(self._losses), *self._faults]
 
     def _read_ranks(self) -> None:
         self._damage = [sums.read() for sums in self._sums.values()]

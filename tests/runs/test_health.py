@@ -1,0 +1,157 @@
+"""What goes wrong with the numbers of a run is named; healthy runs of different kinds raise no alarm."""
+
+import math
+import random
+from collections.abc import Callable
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.conftest import HandMade
+from workbench.core import run_directory
+from workbench.runs.health import exploding, health, not_falling, not_finite, slow_ranks, spikes
+from workbench.runs.run import Run
+from workbench.timeline.timeline import Step, Timeline
+
+Make = Callable[..., HandMade]
+Losses = list[tuple[int, float]]
+
+
+def classifier(r: random.Random, n: int) -> Losses:
+    """Falls exponentially, with even noise."""
+    return [(i + 1, 0.3 + 2 * math.exp(-i / (n / 4)) + r.gauss(0, 0.05)) for i in range(n)]
+
+
+def language_model(r: random.Random, n: int) -> Losses:
+    """A power law, noise in proportion."""
+    return [(i + 1, (1.7 + 6 * (1 + i) ** -0.3) * math.exp(r.gauss(0, 0.02))) for i in range(n)]
+
+
+def tiny_batches(r: random.Random, n: int) -> Losses:
+    """Skewed noise, as of single samples."""
+    return [(i + 1, (0.5 + math.exp(-i / n * 3)) * math.exp(r.gauss(0, 0.8))) for i in range(n)]
+
+
+def converged(r: random.Random, n: int) -> Losses:
+    """Falls in the first tenth, flat after that."""
+    return [(i + 1, (2.3 if i < n // 20 else 0.4) + r.gauss(0, 0.03)) for i in range(n)]
+
+
+def contrastive(r: random.Random, n: int) -> Losses:
+    """A loss that is noisier than it falls, and periodic over an epoch."""
+    return [(i + 1, 5 - i / n + 0.3 * math.sin(i / 9) + r.gauss(0, 0.3)) for i in range(n)]
+
+
+HEALTHY = (classifier, language_model, tiny_batches, converged, contrastive)
+
+
+@given(seed=st.integers(0, 10**6), n=st.sampled_from([20, 60, 150, 400, 1000]), kind=st.sampled_from(HEALTHY))
+@settings(max_examples=80, deadline=None)
+def test_healthy_losses_raise_no_alarm(seed: int, n: int, kind: Callable[[random.Random, int], Losses]) -> None:
+    losses = kind(random.Random(seed), n)
+
+    assert not [*not_finite(losses, {}), *spikes(losses), *not_falling(losses)]
+
+
+@given(seed=st.integers(0, 10**6), at=st.integers(60, 340), kind=st.sampled_from([classifier, language_model, contrastive]))
+@settings(max_examples=40, deadline=None)
+def test_a_spike_is_found_at_its_step(seed: int, at: int, kind: Callable[[random.Random, int], Losses]) -> None:
+    losses = kind(random.Random(seed), 400)
+    usual = losses[at][1]
+    losses[at : at + 15] = [(step, loss + 3 * usual * 0.8**i) for i, (step, loss) in enumerate(losses[at : at + 15])]
+
+    (fault,) = spikes(losses)
+
+    assert fault.step is not None
+    assert at - 1 <= fault.step <= at + 2
+    assert "back in step" in fault.message
+
+
+@given(seed=st.integers(0, 10**6), rising=st.booleans())
+@settings(max_examples=30, deadline=None)
+def test_a_loss_that_does_not_fall_is_said_to_stay_or_rise(seed: int, rising: bool) -> None:
+    r = random.Random(seed)
+    (fault,) = not_falling([(i + 1, 2.3 + r.gauss(0, 0.02) + i / 400 * rising) for i in range(400)])
+
+    assert ("rises" if rising else "stays at 2.") in fault.message
+
+
+@given(seed=st.integers(0, 10**6), at=st.integers(40, 90))
+@settings(max_examples=20, deadline=None)
+def test_gradients_that_explode_are_found_and_noisy_ones_are_not(seed: int, at: int) -> None:
+    r = random.Random(seed)
+    norms = [math.exp(r.gauss(0, 0.4)) for _ in range(120)]
+    rows = [{"step": step, "big": norm**2} for step, norm in enumerate(norms, 1)]
+    assert not exploding([{"every": 1}, *rows, {"step": 121, "big": None}])
+
+    (fault,) = exploding([row | {"big": row["big"] * 9.0 ** (2 * max(0, row["step"] - at))} for row in rows])
+
+    assert fault.step is not None
+    assert at < fault.step <= at + 4
+
+
+def ranks(r: random.Random, slow: Callable[[int, int], float], *, count: int = 3, n: int = 160) -> list[Timeline]:
+    """Steps of 100 ms of which the others wait in backward for the slowest; `slow(rank, step)` is what a rank takes longer."""
+    own = [[0.05 * math.exp(r.gauss(0, 0.1)) + slow(rank, step) for step in range(n)] for rank in range(count)]
+    slowest = [max(times) for times in zip(*own, strict=True)]
+    return [
+        Timeline(
+            rank=rank,
+            clock="host",
+            steps=tuple(Step(index=i, phases=(0.0, 0.0, own[rank][i], 0.05 + slowest[i] - own[rank][i], 0.0, 0.0)) for i in range(n)),
+        )
+        for rank in range(count)
+    ]
+
+
+@given(seed=st.integers(0, 10**6), count=st.integers(1, 4))
+@settings(max_examples=15, deadline=None)
+def test_a_rank_that_is_slow_for_a_while_is_named_and_even_ranks_are_not(seed: int, count: int) -> None:
+    r = random.Random(seed)
+    assert slow_ranks(ranks(r, lambda rank, step: 0.0, count=count)) == []
+
+    came = slow_ranks(ranks(r, lambda rank, step: 0.1 * (rank == 1 and (40 <= step < 60 or 100 <= step < 130)), count=3))
+    ever = slow_ranks(ranks(r, lambda rank, step: 0.1 * (rank == 2), count=3))
+
+    assert [(fault.rank, "and 1 more times" in fault.message) for fault in came] == [(1, True)]
+    assert came[0].step is not None
+    assert 36 <= came[0].step <= 45
+    assert [(fault.rank, "all the time" in fault.message) for fault in ever] == [(2, True)]
+
+
+def test_the_first_nan_of_any_rank_counts() -> None:
+    rows = {
+        0: [{"note": "x"}],
+        1: [{"not_finite": {"step": 7, "weights": "2 of 4 weights are not finite, first 0.weight"}}, {"not_finite": 3}],
+    }
+    losses = [(step, math.nan if step >= 9 else 1.0) for step in range(1, 20)]
+
+    (fault,) = not_finite(losses, rows)
+
+    assert (fault.step, fault.rank) == (7, 1)
+    assert "from step 7 on, on rank 1" in fault.message
+    assert "first 0.weight" in fault.message
+    (alone,) = not_finite(losses, {})
+    assert (alone.step, alone.rank) == (9, None)
+
+
+def test_a_run_tells_its_faults_in_report_and_panel(by_hand: Make) -> None:
+    from workbench.runs.facts import report, run_facts
+    from workbench.runs.panel.follow import Follower
+
+    made = by_hand()
+    r = random.Random(1)
+    losses = classifier(r, 400)
+    losses[200:206] = [(step, 30.0) for step, _ in losses[200:206]]
+    rows = [{"step": step, "steps": 400, "loss": loss, "lr": 0.1, "samples": step, "seconds": step / 10} for step, loss in losses]
+    run_directory.LineWriter(made.path / run_directory.METRICS).write(rows)
+
+    run = Run.load(made.ended("finished").path)
+    found = health(made.path)
+
+    assert [fault.kind for fault in found.faults] == ["spike"]
+    assert not found.ok
+    assert "fault: the loss jumps from" in str(found)
+    assert "fault: the loss jumps from" in report(run)
+    assert run_facts(run)["faults"][0].startswith("the loss jumps")
+    assert any("the loss jumps from" in note for note in Follower(run).snapshot().notes)

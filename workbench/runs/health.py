@@ -1,0 +1,270 @@
+"""Finds what went wrong with the numbers of a run: NaN, loss spikes, a loss that does not fall, gradients that explode, slow ranks.
+
+Each is held against the run's own noise, not against a fixed threshold: a spike against the largest deviations before it, a slow rank
+against how much ranks differ anyway. `health(run)` gives all of it, with the hang, if there was one.
+"""
+
+import math
+import os
+from bisect import bisect_left, insort
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from workbench.core import run_directory, units
+from workbench.core.checks import is_number, is_whole
+from workbench.core.vocabulary import PHASES
+from workbench.runs.rank_ends import MANY_RANKS
+from workbench.runs.rows import RunRows, losses_of
+from workbench.runs.run import Run
+from workbench.timeline.timeline import Timeline
+
+WINDOW = 200
+"""Values before a step that say how much the run varies."""
+LEVEL = 15
+"""Losses whose median is the level that a loss has now."""
+LEAST = 30
+"""Values that are needed before anything can be called out of the ordinary."""
+SPIKE = 10.0
+"""Deviations (scaled MAD) above the running median that make a spike, if it is also twice the largest deviation of the window and lasts."""
+ALONE = 6.0
+"""Times the largest deviation of the window, for a spike of a single step."""
+LASTS = 3
+"""Of the next five steps, how many must be high as well, where a spike is smaller."""
+EXPLODES = 10.0
+"""Times the usual norm of the gradients for which they explode."""
+FLAT = 0.02
+"""A loss whose fall over the run is surely less than this share of it does not fall."""
+LONG = 100
+"""Steps before a loss is said not to fall."""
+MOST_STEPS = 5_000
+"""Steps, the last ones, in which ranks are compared."""
+EPISODE, DIPS = 8, 0.25
+"""Steps that a rank must be slow in a row, and by which share of a step, to be named."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """Something that went wrong in a run."""
+
+    kind: str
+    """"hang", "not finite", "spike", "not falling", "exploding gradients" or "slow rank"."""
+    step: int | None
+    """The first step in which it shows, from 1; None = it belongs to no step."""
+    rank: int | None
+    """The rank; None = all, or not known."""
+    message: str
+    """What was seen, with its figures."""
+    hint: str
+    """What to try."""
+
+    def __str__(self) -> str:
+        return f"{self.message}: {self.hint}" if self.hint else self.message
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Health:
+    """What went wrong in a run, and what was looked at."""
+
+    faults: tuple[Fault, ...]
+    """What was seen, by step."""
+    losses: int
+    """Losses that were looked at."""
+    ranks: int
+    """Ranks whose times were compared."""
+
+    @property
+    def ok(self) -> bool:
+        """Was nothing wrong?"""
+        return not self.faults
+
+    def __str__(self) -> str:
+        if self.faults:
+            return "\n".join(f"fault: {fault}" for fault in self.faults)
+        looked = [f"{self.losses} losses"] * bool(self.losses) + [f"the steps of {self.ranks} ranks"] * (self.ranks > 1)
+        return f"nothing wrong in {' and '.join(looked)}" if looked else "nothing to look at yet: no losses, and no two ranks to compare"
+
+
+def health(run: Run | str | os.PathLike[str]) -> Health:
+    """Find out what went wrong with the numbers of a run, finished or not.
+
+    Args:
+        run: a Run, or its directory.
+    """
+    run = run if isinstance(run, Run) else Run.load(run)
+    files, hang = RunRows(run.path), run.hang
+    losses = losses_of(files.read(run_directory.METRICS))
+    many = run.spec.world_size > MANY_RANKS
+    rows = {} if many else files.other_rows
+    timelines = [] if many else list(files.timelines)
+    faults = [Fault(kind="hang", step=None, rank=hang.rank, message=str(hang), hint="")] if hang else []
+    faults += not_finite(losses, rows) + spikes(losses) + not_falling(losses)
+    faults += exploding(files.read(run_directory.noise_file(0)))
+    faults += slow_ranks(timelines)
+    faults.sort(key=lambda fault: -1 if fault.step is None else fault.step)
+    return Health(faults=tuple(faults), losses=len(losses), ranks=len(timelines))
+
+
+def not_finite(losses: Sequence[tuple[int, float]], rows: Mapping[int, Sequence[Mapping[str, Any]]]) -> list[Fault]:
+    """The first loss that is NaN or infinite, on whichever rank.
+
+    Args:
+        losses: (step, loss) of rank 0.
+        rows: the rows of each rank's file that are no steps; `not_finite` in them is what the rank itself saw.
+    """
+    first = [(step, 0, "") for step, loss in losses if not math.isfinite(loss)][:1]
+    for rank, more in rows.items():
+        for row in more:
+            seen = row.get("not_finite")
+            if isinstance(seen, Mapping) and is_whole(seen.get("step"), least=1):
+                first.append((seen["step"], rank, str(seen.get("weights") or "")[:300]))
+    if not first:
+        return []
+    step = min(place[0] for place in first)
+    ranks = sorted({rank for at, rank, _ in first if at == step})
+    weights = next((words for _, _, words in sorted(first) if words), "")
+    who = "" if not rows or len(ranks) == len(rows) else f", on rank {', '.join(map(str, ranks))}"
+    message = f"the loss is NaN or infinite from step {step} on{who}" + (f"; soon after, {weights}" if weights else "")
+    hint = "a smaller learning rate, a warm-up, clip_grad_norm=1.0, or precision='amp_bf16'; on one rank only, look at its samples"
+    return [Fault(kind="not finite", step=step, rank=ranks[0] if who else None, message=message, hint=hint)]
+
+
+def new_faults(run: Run) -> list[Fault]:
+    """The faults that the notes of a run do not say already."""
+    return [fault for fault in health(run).faults if fault.kind != "hang" and (fault.kind != "not finite" or fault.rank is not None)]
+
+
+class _Recent:
+    """The last values, in order, for medians."""
+
+    def __init__(self, window: int = WINDOW) -> None:
+        self.values: list[float] = []
+        self._sorted: list[float] = []
+        self._window = window
+
+    def add(self, value: float) -> None:
+        self.values.append(value)
+        insort(self._sorted, value)
+        if len(self.values) > self._window:
+            del self._sorted[bisect_left(self._sorted, self.values.pop(0))]
+
+    @property
+    def middle(self) -> float:
+        return self._sorted[len(self._sorted) // 2]
+
+
+def spikes(losses: Sequence[tuple[int, float]], most: int = 3) -> list[Fault]:
+    """Steps in which the loss jumps up, out of proportion to how much it varied before."""
+    recent, level, above = _Recent(), _Recent(LEVEL), _Recent()  # of a falling loss the level is that of the last steps
+    faults: list[Fault] = []
+    count, quiet_until = 0, -1
+    finite = [(step, loss) for step, loss in losses if math.isfinite(loss)]
+    for place, (step, loss) in enumerate(finite):
+        if len(recent.values) >= LEAST and place > quiet_until:
+            usual, noise, largest = level.middle, 1.4826 * recent.middle, max(above.values)
+            over = loss - usual
+            later = [value - usual for _, value in finite[place + 1 : place + 6]]
+            limit = max(SPIKE * noise, 2 * largest)
+            lasts = sum(value > max(4 * noise, largest) for value in later) >= LASTS
+            if over > limit and noise > 0 and (lasts or over > max(2 * limit, ALONE * largest)):
+                count, quiet_until = count + 1, place + 20
+                after = next((at for at, value in finite[place:] if value - usual < 3 * noise), None)
+                back = f"back in step {after}" if after else "not back yet"
+                message = f"the loss jumps from {usual:.4g} to {loss:.4g} in step {step} ({over / noise:.0f} times its noise), {back}"
+                hint = "a smaller learning rate, clip_grad_norm=1.0, or look at the samples of that step"
+                faults.append(Fault(kind="spike", step=step, rank=None, message=message, hint=hint))
+        if place > quiet_until or not level.values:
+            level.add(loss)
+            recent.add(abs(loss - level.middle))
+            above.add(max(loss - level.middle, 0.0))
+    if count > most:
+        faults = [*faults[:most], Fault(kind="spike", step=faults[most].step, rank=None, message=f"{count - most} more spikes", hint="")]
+    return faults
+
+
+def not_falling(losses: Sequence[tuple[int, float]]) -> list[Fault]:
+    """A loss that surely has not fallen over the whole run; where it may have, and noise hides it, nothing is said."""
+    values = [loss for _, loss in losses if math.isfinite(loss)]
+    if len(values) < LONG or len(values) < len(losses):
+        return []
+    part = len(values) // 4
+    first, last = values[:part], values[-part:]
+    error = math.sqrt(sum((v - median(part_)) ** 2 for part_ in (first, last) for v in part_)) / part * 1.25
+    fall, level = median(first) - median(last), abs(median(first))
+    earliest = median(values[: max(5, part // 5)])  # it may have fallen at once, and have stayed there
+    if level == 0 or fall + 2 * error > FLAT * level or earliest - median(last) > max(3 * FLAT * level, 4 * error):
+        return []
+    how = f"rises from {median(first):.4g} to {median(last):.4g}" if fall < -2 * error else f"stays at {median(last):.4g}"
+    message = f"the loss {how} over {len(values)} steps"
+    hint = "is the learning rate too small or too large, are labels shuffled, are weights frozen? wb.sanity and wb.find_lr find out"
+    return [Fault(kind="not falling", step=losses[0][0], rank=None, message=message, hint=hint)]
+
+
+def exploding(rows: Sequence[Mapping[str, Any]]) -> list[Fault]:
+    """Gradients whose norm grows far beyond what is usual, and stays there; from the rows of a run with `noise_scale=True`."""
+    norms = [(row["step"], _norm(row)) for row in rows if is_whole(row.get("step"))]
+    known = [(step, norm) for step, norm in norms if norm is not None]
+    for place in range(LEAST, len(known) - 2):
+        before = [norm for _, norm in known[max(0, place - WINDOW) : place]]
+        usual, now = median(before), [norm for _, norm in known[place : place + 3]]
+        if usual > 0 and min(now) > max(EXPLODES * usual, 2 * max(before)):
+            message = f"the norm of the gradients grows from {usual:.3g} to {now[-1]:.3g} within 3 steps, from step {known[place][0]} on"
+            hint = "clip_grad_norm=1.0, a smaller learning rate or a warm-up"
+            return [Fault(kind="exploding gradients", step=known[place][0], rank=None, message=message, hint=hint)]
+    return []
+
+
+def _norm(row: Mapping[str, Any]) -> float | None:
+    """The norm of the mean gradient of a step."""
+    value = row.get("big")
+    return math.sqrt(value) if is_number(value, least=0) else None
+
+
+def slow_ranks(timelines: Sequence[Timeline]) -> list[Fault]:
+    """Ranks that are slower than the others for a while, or come back to it; by their time outside of backward, where ranks wait."""
+    measured = {timeline.rank: {step.index: step for step in timeline.measured} for timeline in timelines}
+    common = sorted(set.intersection(*(set(steps) for steps in measured.values()))) if len(measured) > 1 else []
+    common = common[-MOST_STEPS:]
+    if len(common) < 2 * LEAST:
+        return []
+    own = {rank: [steps[index].seconds - steps[index].phases[BACKWARD] for index in common] for rank, steps in measured.items()}
+    length = median(steps[index].seconds for steps in measured.values() for index in common)
+    faults = []
+    for rank, seconds in own.items():
+        others = [median(theirs[at] for other, theirs in own.items() if other != rank) for at in range(len(common))]
+        smooth = [median(seconds[at : at + 5]) - median(others[at : at + 5]) for at in range(len(common) - 4)]
+        usual = median(smooth)
+        noise = 1.4826 * median(abs(value - usual) for value in smooth)
+        if usual > DIPS * length and usual > 4 * noise:
+            message = f"rank {rank} is slower than the others all the time, by {units.seconds(usual)} of {units.seconds(length)} a step"
+            faults.append(Fault(kind="slow rank", step=common[0] + 1, rank=rank, message=message, hint=_SLOW))
+            continue
+        spans = _spans([value - usual > max(DIPS * length, 8 * noise) for value in smooth])
+        if spans:
+            first, last = spans[0]
+            more = f", and {len(spans) - 1} more times" if len(spans) > 1 else ""
+            by = median(value - usual for begin, end in spans for value in smooth[begin:end])
+            message = (
+                f"rank {rank} is slower than usual by {units.seconds(by)} of {units.seconds(length)} a step, in steps {common[first] + 1} "
+                f"to {common[min(last + 3, len(common) - 1)] + 1}{more}; the others wait for it"
+            )
+            faults.append(Fault(kind="slow rank", step=common[first] + 1, rank=rank, message=message, hint=_SLOW))
+    return faults
+
+
+BACKWARD = PHASES.index("backward")
+_SLOW = "another program on its cores or GPU, heat (clocks), a slow disk for its samples? Compare its machine: wb.diagnose(run)"
+
+
+def _spans(flags: Sequence[bool]) -> list[tuple[int, int]]:
+    """(begin, end) of each stretch of at least EPISODE."""
+    spans, begin = [], None
+    for place, flag in enumerate([*flags, False]):
+        if flag and begin is None:
+            begin = place
+        elif not flag and begin is not None:
+            if place - begin >= EPISODE:
+                spans.append((begin, place))
+            begin = None
+    return spans
