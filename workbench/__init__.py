@@ -8,6 +8,7 @@ The types of results, and how each leads to the next:
 * `prove_resume` kills a training and resumes it: a `ResumeProof` says whether it ends bit for bit as one that was never killed.
 * `export_weights` writes a checkpoint's weights as safetensors, as the Hugging Face hub has them; `import_weights` loads such files.
 * `same_twice` trains a spec twice: a `RepeatProof` names the first thing in which the two trainings differ.
+* `health` names what went wrong in a run: a hang, NaN, loss spikes, a loss that does not fall, slow ranks.
 * A Run holds a `Timeline` per rank: where each step's time went, phase by phase, summing to the step.
 * `watch` and `StepTimer` get a Timeline from a loop of your own, in this process.
 * `sweep` runs many specs; `compare` sets runs side by side; `check_run` holds one against budgets; `list_runs` lists those of a folder.
@@ -81,6 +82,7 @@ if TYPE_CHECKING:
     from workbench.runs.compare import compare as compare
     from workbench.runs.failure import Failure as Failure
     from workbench.runs.failure import RunError as RunError
+    from workbench.runs.health import health as health
     from workbench.runs.launch.kubernetes import kubernetes as kubernetes
     from workbench.runs.launch.launch import launch as launch
     from workbench.runs.launch.prove_resume import ResumeProof as ResumeProof
@@ -131,6 +133,7 @@ _NAMES = {
     "workbench.diagnosis.analysis.proof": "Proof",
     "workbench.memory.api": "compare_memory estimate_memory find_leaks measure_memory",
     "workbench.runs.failure": "Failure RunError",
+    "workbench.runs.health": "health",
     "workbench.memory.would_fit": "would_fit",
     "workbench.memory.ladder": "memory_ladder",
     "workbench.memory.max_micro_batch": "max_micro_batch",

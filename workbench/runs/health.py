@@ -28,7 +28,7 @@ LEAST = 30
 """Values that are needed before anything can be called out of the ordinary."""
 SPIKE = 10.0
 """Deviations (scaled MAD) above the running median that make a spike, if it is also twice the largest deviation of the window and lasts."""
-ALONE = 6.0
+ALONE = 8.0
 """Times the largest deviation of the window, for a spike of a single step."""
 LASTS = 3
 """Of the next five steps, how many must be high as well, where a spike is smaller."""

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from workbench.core.vocabulary import PHASES
 from workbench.timeline import watch_script
@@ -108,6 +108,10 @@ class StepTimer:
     def warn(self, text: str) -> None:
         """Add a warning about the training to the timeline's notes, and print it."""
         self._recording.warn(text)
+
+    def say(self, row: dict[str, Any]) -> None:
+        """Write a row that is no step to the file, if there is one."""
+        self._recording.say(row)
 
     def go_on(self, done: int) -> None:
         """Count the steps in the file on from `done`, of a run that goes on from a checkpoint; `leave_out` still counts from 0."""

@@ -23,6 +23,7 @@ from workbench.train.checkpoints import Checkpoints
 from workbench.train.choose_micro_batch import choose
 from workbench.train.early_stop import EarlyStop
 from workbench.train.fingerprints import Fingerprints
+from workbench.train.not_finite import FirstNotFinite
 from workbench.train.preemption import Preemption
 from workbench.train.ranks import Ranks
 from workbench.train.sample_order import StepSamples
@@ -117,6 +118,7 @@ def train(
     samples = StepSamples(trainer.loader, spec.accumulation)
     ring = StepRing(run_dir / run_directory.ring_file(ranks.rank), trainer, samples, done)
     prints = Fingerprints(folder, trainer, done, samples) if (folder := run_dir / run_directory.FINGERPRINTS).is_dir() else None
+    finite = FirstNotFinite(trainer.module, timer.say)
     profiled = None
     if spec.profile:
         about = {"rank": ranks.rank, "queue": spec.queue, "steps": spec.steps}
@@ -168,6 +170,7 @@ def train(
                     prints.step(loss_of_step)
                 trainer.update()
                 ring.step(step)
+                finite.step(step, loss_of_step)
                 if spec.compile != "none" and step == done + 1:
                     chosen["first_step_seconds"] = time.perf_counter() - began
                     print(f"rank {ranks.rank}: step {step}, in which torch compiled, took {chosen['first_step_seconds']:.1f} s", flush=True)
@@ -198,6 +201,7 @@ def train(
                 if step == spec.steps or stopped:
                     break
                 waiting, loss_of_step = spec.accumulation, torch.zeros_like(loss_of_step)
+            finite.look()
             figures = chosen | (evaluations.run(spec.steps) if evaluations and not stopped else {})
         if timer.failed:  # at its last flush
             raise timer.failed
