@@ -81,7 +81,7 @@ def hang():
     elif case == "recv":
         dist.recv(torch.ones(3), src=0)  # recv
     elif case == "native":
-        ctypes.CDLL(None).sleep(1000)  # native
+        ctypes.CDLL(None).pause()  # native
     elif case == "gil":
         ctypes.PyDLL(None).sleep(1000)  # gil
     elif case == "signal":
@@ -130,7 +130,7 @@ class Samples(torch.utils.data.Dataset):
 steps = 0
 
 
-def loss(output, target):
+def loss(model, batch):
     global steps
     steps += 1
     if steps == 40 and dist.get_rank() == culprit:
@@ -138,11 +138,11 @@ def loss(output, target):
         if case == "loss":
             time.sleep(1000)  # loss
         dist.barrier()  # collective
-    return torch.nn.functional.cross_entropy(output, target)
+    return torch.nn.functional.cross_entropy(model(batch[0]), batch[1])
 
 
 def build():
-    return wb.Task(lambda: torch.nn.Linear(4, 2), Samples, loss=loss)
+    return wb.Task(model=lambda: torch.nn.Linear(4, 2), dataset=Samples, loss=loss)
 """
 )
 

@@ -111,7 +111,7 @@ class RankWatchdog:
     def _report(self, quiet: float) -> dict[str, Any]:
         works, repeats = self._works()
         names = {thread.ident: thread.name for thread in threading.enumerate()}
-        threads = [
+        threads: list[dict[str, Any]] = [
             {"name": names.get(ident, "?"), "main": ident == self._main.ident, "frames": [describe(f) for f in _frames(frame)]}
             for ident, frame in sys._current_frames().items()
             if ident == self._main.ident or ident != threading.get_ident()

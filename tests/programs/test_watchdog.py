@@ -1,0 +1,77 @@
+"""Real hangs of real ranks: the rank and its line are named while the run goes on, and where that is asked for the run is ended."""
+
+import json
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from benchmarks import hangs
+from workbench.core import run_directory
+from workbench.programs.watchdog import Watchdog
+from workbench.runs.hang import Hang
+
+
+def test_a_lock_that_is_taken_twice_is_named_while_the_run_goes_on(tmp_path: Path) -> None:
+    run = hangs.start("lock", tmp_path)
+    try:
+        named = hangs.follow("lock", run, tmp_path)
+        assert named.hang is not None, named.wrong
+        assert not named.wrong or named.wrong.startswith("it took")  # how soon is judged by the slow test
+        assert run.state == "running"
+        assert run.error is None
+        assert any("waits for a lock" in note and "all_reduce number" in note for note in run.notes)
+        assert "in hang" in named.hang.stacks[1]
+        assert "_engine_run_backward" in named.hang.stacks[0]
+    finally:
+        run.stop()
+    assert run.state == "stopped"
+
+
+@pytest.mark.slow
+@pytest.mark.alone
+@pytest.mark.parametrize("name", ["worker", "gil", "barrier of four"])
+def test_planted_hangs_are_named_within_15_seconds_and_end_the_run_if_that_is_asked_for(name: str, tmp_path: Path) -> None:
+    stop = name == "gil"
+    run = hangs.start(name, tmp_path, **({"on_hang": "stop"} if stop else {}))
+    try:
+        named = hangs.follow(name, run, tmp_path)
+        assert not named.wrong, named
+        if stop:
+            run.wait(90)
+            assert run.state == "failed"
+            assert run.error is not None
+            assert (run.error.rank, run.error.kind) == (1, "hang")
+            assert "holds Python's lock" in str(run.error)
+    finally:
+        run.stop()
+
+
+def report(rank: int, *, quiet: float, steps: int) -> dict[str, object]:
+    stack = [["/me/train.py", 5 + rank, "train", "time.sleep(9)" if rank else "dist.barrier()", True]]
+    pending = {"group": "0", "number": 9, "op": "barrier", "sizes": [], "dtype": "", "pending": True, "frames": []}
+    more = {"rank": rank, "pid": os.getpid(), "time": time.time(), "quiet": quiet, "usual": 0.1, "steps": steps, "works": False}
+    more |= {"numbers": {"0": 9 - rank}, "repeats": False, "threads": [{"name": "MainThread", "main": True, "frames": stack}]}
+    return more | {"collectives": [] if rank else [pending], "groups": {}, "no_recorder": ""}
+
+
+def test_writes_who_holds_up_the_run_and_that_it_went_on(tmp_path: Path) -> None:
+    (tmp_path / run_directory.HANG).mkdir()
+    spec = {"nproc_per_node": 2}
+    (tmp_path / run_directory.RUN_JSON).write_text(json.dumps({"id": "none", "spec": spec}))
+    for on_hang in ("report", "stop"):
+        watchdog = Watchdog(tmp_path, on_hang)
+
+        assert not watchdog.look({rank: report(rank, quiet=5, steps=9) for rank in range(2)})
+        assert not watchdog.look({rank: report(rank, quiet=9, steps=9) for rank in range(2)})
+        named = Hang.load(tmp_path)
+        assert named is not None
+        assert (named.rank, named.line, named.over) == (1, "train.py:6", None)
+        if on_hang == "report":
+            assert not watchdog.look({rank: report(rank, quiet=1, steps=10) for rank in range(2)})
+            over = Hang.load(tmp_path)
+            assert over is not None
+            assert "then the run went on: rank 1 sleeps in train()" in str(over)
+        assert watchdog.look({rank: report(rank, quiet=31, steps=9) for rank in range(2)}) is (on_hang == "stop")
+    assert (tmp_path / run_directory.HANG / run_directory.STOP).exists()
