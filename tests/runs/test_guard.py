@@ -294,7 +294,7 @@ def test_memory_kills_are_counted(guarded: Callable[..., Guarded], small_memory:
 
 def test_names_of_files_are_those_of_the_run_directory() -> None:
     """The guard imports nothing of ours, and so has them a second time."""
-    for name in ("RUN_JSON", "RESERVE", "NODES", "NODE_JSON", "BEAT", "PREEMPTED", "ENV_RUN_ID"):
+    for name in ("RUN_JSON", "RESERVE", "NODES", "NODE_JSON", "BEAT", "HANG", "STOP", "PREEMPTED", "ENV_RUN_ID"):
         assert getattr(guard_program, name) == getattr(run_directory, name)
 
 

@@ -39,7 +39,7 @@ def test_writes_nothing_while_there_is_progress_and_its_stacks_when_there_is_non
     clock, folder = Clock(), tmp_path / run_directory.HANG
     watchdog = RankWatchdog(folder, 3, clock=clock)
     for _ in range(8):
-        counts["0"] += 1
+        counts["0"] += 2
         pass_time(watchdog, clock, QUIET / 2)
     assert not folder.exists()
 
@@ -48,7 +48,7 @@ def test_writes_nothing_while_there_is_progress_and_its_stacks_when_there_is_non
     written = json.loads((folder / "rank3.json").read_text())
     assert written["rank"] == 3
     assert written["quiet"] == pytest.approx(QUIET, abs=2 * TICK)
-    assert written["numbers"] == {"0": 8}
+    assert written["numbers"] == {"0": 16}
     assert written["usual"] == pytest.approx(QUIET / 2, abs=TICK)
     main = written["threads"][0]
     assert main["main"]
@@ -65,6 +65,7 @@ def test_one_long_gap_is_not_usual_and_a_single_rank_without_steps_is_not_judged
     tmp_path: Path, counts: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = Clock()
+    counts["0"] = rank_watchdog.FIRST_COLLECTIVES - 1
     watchdog = RankWatchdog(tmp_path, 0, clock=clock)
     for seconds in (30, 1, 20, 1, 1):  # the start, a step, a compilation, two steps
         pass_time(watchdog, clock, seconds)

@@ -21,7 +21,7 @@ from workbench.runs.rank_watchdog import DUMP_SIGNAL, QUIET
 
 PAUSE = 0.4
 """Seconds between two looks."""
-ANSWER = 3.0
+ANSWER = 2.0
 """Seconds in which a rank that was asked for its stacks answers; then a signal asks it again."""
 IDLE = 6.0
 """Seconds without a report after which nobody is in need of a watchdog."""

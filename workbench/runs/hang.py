@@ -19,6 +19,7 @@ from typing import Any
 from workbench.core import run_directory
 from workbench.core.package import is_users
 from workbench.runs.failure import Failure
+from workbench.runs.rank_watchdog import FIRST_COLLECTIVES
 
 FLOOR = 8.0
 """Seconds without progress of any rank before which nothing is called a hang. Chosen: a stack is collected and judged within 15 s."""
@@ -38,8 +39,6 @@ STOP = 30.0
 """Seconds without progress after which `on_hang="stop"` ends a run, at least."""
 FRESH = 12.0
 """Seconds for which a report of a rank counts. One that works writes again within 5 s."""
-FIRST_COLLECTIVES = 6
-"""Collectives with which a script begins, where its steps are not counted: DDP compares and sends the weights."""
 
 _PLANNED = re.compile(r"(^|_)(eval|evaluate|evaluation|valid|validate|validation|save|saving|checkpoint|checkpoints|ckpt|snapshot)(_|$)")
 _WAITS = re.compile(

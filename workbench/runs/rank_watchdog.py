@@ -42,6 +42,9 @@ WINDOW = 5.0
 DUMP_SIGNAL = getattr(signal, "SIGRTMAX", signal.SIGUSR2) - 5
 """The signal upon which a rank prints its stacks: none that batch systems or users send."""
 MOST_FRAMES = 60
+FIRST_COLLECTIVES = 6
+"""Collectives with which a script begins, where its steps are not counted: DDP compares and sends the weights. Pauses until then, or until
+the first step, are those of the start."""
 
 
 class RankWatchdog:
@@ -59,7 +62,7 @@ class RankWatchdog:
         """Look once; write, or delete what was written, where that is due."""
         now, count = self._clock(), (rank_log.steps_written(), flight_recorder.numbers())
         if count != self._count:
-            if any(self._count[1].values()) or self._count[0]:  # the first sign of progress ends the start-up, which is no gap
+            if self._count[0] or (self._count[0] is None and max(self._count[1].values(), default=0) >= FIRST_COLLECTIVES):
                 self._gaps = sorted([*self._gaps, now - self._since])[-2:]
             self._count, self._since = count, now
             self._samples.clear()
