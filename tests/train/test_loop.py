@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from workbench.train.not_finite import LOOK_EVERY, FirstNotFinite
+from workbench.train.loop import LOOK_EVERY, FirstNotFinite
 
 
 def test_notes_the_first_bad_step_and_the_weights_that_are_bad_by_then_and_a_sound_training_notes_nothing() -> None:
