@@ -1,5 +1,8 @@
-"""The models of the sample tasks: a small residual network for small images and a small GPT on bytes."""
+"""The models of the sample tasks: a small residual network for small images and a small GPT on bytes, also as a mixture of experts."""
 
+import math
+
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -103,3 +106,67 @@ class Gpt(nn.Module):
         """(batch, length) integers → (batch, length, vocabulary) logits."""
         x = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
         return self.head(self.norm(self.layers(x)))  # type: ignore[no-any-return]
+
+
+class Experts(nn.Module):
+    """Perceptrons of which a router gives each token to a few, in the place of a layer's own (GShard, Lepikhin et al. 2020).
+
+    An expert takes so many tokens of a sequence and no more; those beyond go on without it. Capacity and balance are counted in each
+    sequence by itself, so that what a sample adds to the gradient does not depend on its batch, and all shapes are known beforehand.
+
+    Args:
+        width: of the residual stream.
+        experts: perceptrons.
+        top: experts of each token.
+        spare: an expert takes so many times its even share of a sequence.
+
+    Attributes:
+        imbalance: of the last forward: 1 if all experts get as much, up to `experts` (Fedus et al. 2021, equation 4).
+    """
+
+    def __init__(self, width: int, experts: int, top: int = 2, spare: float = 1.25) -> None:
+        super().__init__()
+        self.top, self.spare, self.imbalance = top, spare, torch.zeros(())
+        self.router = nn.Linear(width, experts, bias=False)
+        self.up = nn.Parameter(torch.empty(experts, width, 2 * width))
+        self.down = nn.Parameter(torch.empty(experts, 2 * width, width))
+        for weight in (self.up, self.down):
+            nn.init.normal_(weight, std=weight.shape[1] ** -0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, length, width) → the same."""
+        batch, length, width = x.shape
+        experts = len(self.up)
+        capacity = math.ceil(self.spare * self.top * length / experts)
+        chances = self.router(x).float().softmax(2)
+        shares, chosen = chances.topk(self.top, dim=2)
+        shares = (shares / shares.sum(2, keepdim=True)).flatten(1)
+        taken = F.one_hot(chosen.flatten(1), experts)
+        self.imbalance = experts * (taken.float().mean(1) * chances.mean(1)).sum(1).mean()
+        place = (taken.cumsum(1) * taken).sum(2) - 1
+        place = torch.where(place < capacity, chosen.flatten(1) * capacity + place, experts * capacity)  # the last is thrown away
+        where = place[..., None].expand(-1, -1, width)
+        rows = x.new_zeros(batch, experts * capacity + 1, width).scatter(1, where, x.repeat_interleave(self.top, 1))
+        inputs = rows[:, :-1].reshape(batch, experts, capacity, width).transpose(0, 1).flatten(1, 2)
+        outputs = torch.bmm(F.gelu(torch.bmm(inputs, self.up)), self.down).view(experts, batch, capacity, width).transpose(0, 1)
+        outputs = F.pad(outputs.flatten(1, 2), (0, 0, 0, 1)).gather(1, where) * shares[..., None].to(x.dtype)
+        return outputs.view(batch, length, self.top, width).sum(2)
+
+
+class MoeGpt(Gpt):
+    """A Gpt in which each layer's perceptron is a mixture of experts.
+
+    Args:
+        experts: of each layer.
+        **sizes: of the Gpt.
+    """
+
+    def __init__(self, *, experts: int = 4, **sizes: int) -> None:
+        super().__init__(**sizes)
+        for layer in self.layers:
+            layer.mlp = Experts(self.tokens.embedding_dim, experts)
+
+    @property
+    def imbalance(self) -> Tensor:
+        """Mean of the layers' in the last forward."""
+        return torch.stack([layer.mlp.imbalance for layer in self.layers]).mean()  # type: ignore[union-attr]

@@ -1,6 +1,7 @@
 """The sample tasks: zero-argument functions that return a Task, as a user's own file would.
 
-The last four are run by the calibration of memory estimates: their needs of a GPU differ widely.
+`moe_gpt` has no short name: `"workbench.train.tasks:moe_gpt"`. The last four are run by the calibration of memory estimates: their needs of
+a GPU differ widely.
 """
 
 import dataclasses
@@ -17,10 +18,12 @@ from torch.utils.data import DataLoader, Dataset
 
 from workbench.data.samples import ByteText, ClipArt, Fashion
 from workbench.runs.task import Task
-from workbench.train.models import Gpt, ResNet
+from workbench.train.models import Gpt, MoeGpt, ResNet
 
 WINDOW = 64
 """Bytes that the text model reads at once."""
+BALANCE = 0.01
+"""Weight of the experts' imbalance in the loss of `moe_gpt`. Source: Fedus et al. 2021, arXiv:2101.03961."""
 
 
 def clipart_resnet() -> Task:
@@ -111,6 +114,18 @@ def _batches(model: nn.Module, data: "Dataset[Any]") -> Iterator[list[Tensor]]:
     device = next(model.parameters()).device
     for batch in DataLoader(data, batch_size=128):
         yield [tensor.to(device) for tensor in ([batch] if isinstance(batch, torch.Tensor) else batch)]
+
+
+def moe_gpt() -> Task:
+    """The text model as a mixture of experts (0.20 M parameters): each byte passes 2 of 4 in each layer; a part of the loss balances."""
+    model = partial(MoeGpt, length=WINDOW, width=64, layers=2, heads=4, experts=4)
+    return dataclasses.replace(text_gpt(), model=model, loss=_next_byte_balanced, name="moe-gpt")
+
+
+def _next_byte_balanced(model: nn.Module, batch: Tensor) -> Tensor:
+    loss = _next_byte(model, batch)
+    balanced: Any = getattr(model, "module", model)  # DDP's own
+    return loss + BALANCE * balanced.imbalance
 
 
 def wide_gpt() -> Task:
