@@ -11,7 +11,8 @@ The types of results, and how each leads to the next:
 * `health` names what went wrong in a run: a hang, NaN, loss spikes, a loss that does not fall, slow ranks.
 * A Run holds a `Timeline` per rank: where each step's time went, phase by phase, summing to the step.
 * `watch` and `StepTimer` get a Timeline from a loop of your own, in this process.
-* `sweep` runs many specs; `compare` sets runs side by side; `check_run` holds one against budgets; `list_runs` lists those of a folder.
+* `sweep` runs many specs; `compare` sets runs side by side; `check_run` holds one against budgets; `list_runs` lists those of a folder;
+  `report` makes a page of a run, `export` writes it for TensorBoard, MLflow or Weights & Biases.
 * `sanity` checks model, loss and data for the usual faults before a large run: a `SanityReport`.
 * `diverge` finds the first operator at which two trainings that should agree differ, and tells a bug from rounding: a `Divergence`.
 * `replay` repeats a step of a run that went wrong, and blames data, learning rate or numerics: a `StepReplay`.
@@ -80,19 +81,21 @@ if TYPE_CHECKING:
     from workbench.runs.budgets import check_run as check_run
     from workbench.runs.compare import Comparison as Comparison
     from workbench.runs.compare import compare as compare
+    from workbench.runs.export import export as export
     from workbench.runs.failure import Failure as Failure
     from workbench.runs.failure import RunError as RunError
     from workbench.runs.health import health as health
     from workbench.runs.launch.kubernetes import kubernetes as kubernetes
     from workbench.runs.launch.launch import launch as launch
+    from workbench.runs.launch.prove_resume import RepeatProof as RepeatProof
     from workbench.runs.launch.prove_resume import ResumeProof as ResumeProof
     from workbench.runs.launch.prove_resume import prove_resume as prove_resume
+    from workbench.runs.launch.prove_resume import same_twice as same_twice
     from workbench.runs.launch.prove_script_resume import ScriptResumeProof as ScriptResumeProof
-    from workbench.runs.launch.same_twice import RepeatProof as RepeatProof
-    from workbench.runs.launch.same_twice import same_twice as same_twice
     from workbench.runs.launch.slurm import Slurm as Slurm
     from workbench.runs.launch.sweep import sweep as sweep
     from workbench.runs.listing import list_runs as list_runs
+    from workbench.runs.page import report as report
     from workbench.runs.run import Run as Run
     from workbench.runs.spec import RunSpec as RunSpec
     from workbench.runs.task import Task as Task
@@ -132,6 +135,8 @@ _NAMES = {
     "workbench.diagnosis.analysis.evidence": "Evidence",
     "workbench.diagnosis.analysis.proof": "Proof",
     "workbench.memory.api": "compare_memory estimate_memory find_leaks measure_memory",
+    "workbench.runs.export": "export",
+    "workbench.runs.page": "report",
     "workbench.runs.failure": "Failure RunError",
     "workbench.runs.health": "health",
     "workbench.memory.would_fit": "would_fit",
@@ -140,10 +145,9 @@ _NAMES = {
     "workbench.scaling.api": "scaling_curve scaling_law",
     "workbench.runs.launch.launch": "launch",
     "workbench.runs.launch.kubernetes": "kubernetes",
-    "workbench.runs.launch.prove_resume": "ResumeProof prove_resume",
+    "workbench.runs.launch.prove_resume": "RepeatProof ResumeProof prove_resume same_twice",
     "workbench.train.export_weights": "export_weights import_weights",
     "workbench.runs.launch.prove_script_resume": "ScriptResumeProof",
-    "workbench.runs.launch.same_twice": "RepeatProof same_twice",
     "workbench.runs.launch.slurm": "Slurm",
     "workbench.runs.launch.sweep": "sweep",
     "workbench.scaling.analysis.law.law": "ScalingLaw",

@@ -122,9 +122,22 @@ def show_run(given: argparse.Namespace) -> int:
         ValueError: it is none, or cannot be read.
     """
     run = Run.load(given.path)
-    show(run_facts(run) if given.json else report(run), given)
+    if given.html:
+        workbench.report(run).save(given.html)
+    if given.json or not given.html:
+        show(run_facts(run) if given.json else report(run), given)
     if given.would_fit:
         print(f"\n{workbench.would_fit(run)}")
+    return 0
+
+
+def export(given: argparse.Namespace) -> int:
+    """Write a run for another tool; returns the exit status.
+
+    Raises:
+        ValueError: no such run or target, or its package is not installed.
+    """
+    print(workbench.export(Run.load(given.path), given.to, given.folder))
     return 0
 
 
@@ -385,7 +398,10 @@ def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
     columns = "created, run, state, steps, loss, throughput or 'differs in' (oldest first)"
     option("runs", "--sort", metavar="COLUMN", help=columns)
     option("runs", "--all", action="store_true", help="list the experiments of the workbench itself as well")
-    option("report", "path", help="the directory of the run")
+    option("report export", "path", help="the directory of the run")
+    option("report", "--html", metavar="FILE", help="write it as one page of HTML that stands alone")
+    option("export", "to", choices=("tensorboard", "mlflow", "wandb"), help="what it is for")
+    option("export", "folder", help="where it goes; what is new is added")
     option("report", "--would-fit", action="store_true", help="if memory ran out: predict which changes would have fitted")
     option("compare", "runs", nargs="+", metavar="RUN_DIR", help="directories of runs, the baseline first")
     option(
@@ -417,7 +433,7 @@ def _refuse(parser: argparse.ArgumentParser, given: argparse.Namespace, rest: li
 
 
 _RUN: Mapping[str, Callable[[argparse.Namespace], int]] = {
-    "doctor": doctor, "runs": runs, "report": show_run, "check": check, "compare": compare, "trace": trace, "plan": plan,
+    "doctor": doctor, "runs": runs, "report": show_run, "export": export, "check": check, "compare": compare, "trace": trace, "plan": plan,
     "diagnose": diagnose, "sanity": sanity, "estimate": estimate, "calibrate": calibrate, "join": lambda given: join(given.run_dir),
 }  # fmt: skip
 """Command → what runs it; `lab` and `launch` hand further arguments on."""

@@ -51,7 +51,7 @@ HOMES = {
 }
 """Package from outside → the folders (`…/`) and files that may import it; `*` stands for any letters between two slashes."""
 
-LATE = ("core/late.py", "__init__.py", "runs/task.py", "programs/start.py", "train/lazy_dynamo.py", "programs/script.py")
+LATE = ("core/late.py", "__init__.py", "runs/task.py", "programs/start.py", "train/lazy_dynamo.py", "programs/script.py", "runs/export.py")
 """The files that import what they know only at the call: the late calls, the public names, a task, and a program or script."""
 QUESTIONS = ("importlib.metadata", "importlib.resources", "importlib.util.find_spec")
 """Parts of importlib that tell something about a package and do not import it."""

@@ -59,6 +59,11 @@ COMMANDS: Mapping[str, tuple[str, str, str]] = {
         "Says how the run ended and where the time of each rank went.",
         "workbench report runs/2026-01-31T12-00-00-train",
     ),
+    "export": (
+        "write a run for TensorBoard, MLflow or Weights & Biases, without a network",
+        "Adds what is new since the last time, so it can be repeated while the run goes on.",
+        "workbench export runs/2026-01-31T12-00-00-train tensorboard board",
+    ),
     "compare": (
         "set runs side by side; the first is the baseline",
         "Shows the knobs that differ, the time of a step, throughput and speedup.",

@@ -18,7 +18,7 @@ from tests.train.test_checkpoints import spec_of, train
 from workbench.core import run_directory
 from workbench.harness.ab_test import CHANGEABLE, measure_change
 from workbench.harness.deterministic import set_deterministic
-from workbench.runs.launch import environment, same_twice
+from workbench.runs.launch import environment, prove_resume
 from workbench.runs.run import Run
 from workbench.train.ranks import Ranks
 from workbench.train.sample_order import SeededBatches
@@ -56,12 +56,12 @@ class Astray:
 
 
 def test_what_differs_first_is_named(alone: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(same_twice, "check", lambda spec: None)
-    monkeypatch.setattr(same_twice, "trained", lambda run, timeout: run)
+    monkeypatch.setattr(prove_resume, "check", lambda spec: None)
+    monkeypatch.setattr(prove_resume, "trained", lambda run, timeout: run)
 
     def proof(loss: Any, folder: Path) -> wb.RepeatProof:
         start = lambda spec, runs_dir, name: made(folder / name, toy_tasks.numbers(loss=loss() if loss is Astray else loss), alone)  # noqa: E731
-        monkeypatch.setattr(same_twice, "start", start)
+        monkeypatch.setattr(prove_resume, "start", start)
         return wb.same_twice(spec_of(steps=6, checkpoint_every=None))
 
     same, other = proof(toy_tasks.noisy_error, tmp_path / "same"), proof(Astray, tmp_path / "other")

@@ -1,0 +1,159 @@
+"""wb.export: writes a run for TensorBoard, MLflow or Weights & Biases, from its directory, as far as it has come; without a network."""
+
+import contextlib
+import importlib
+import math
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from workbench.core import run_directory
+from workbench.core.checks import choice
+from workbench.runs.page import figures_of, throughput
+from workbench.runs.run import ACTIVE, Run
+
+STATE = "workbench-export.json"
+"""In the folder: the last step of each run that was exported, and what its counterpart is called there."""
+_STRANGE = re.compile(r"[^A-Za-z0-9_\-. :/]")
+"""What MLflow does not take in a name."""
+Rows = Sequence[tuple[int, float, Mapping[str, float]]]
+"""Step, seconds since 1970 and values by name."""
+State = dict[str, Any]
+
+
+class ExportError(ValueError):
+    """A run cannot be exported so; the message says what to try."""
+
+
+def export(run: Run, to: str, folder: str | os.PathLike[str]) -> Path:
+    """Write what is new of a run into a folder; call it again while the run goes on, and after its end.
+
+    Args:
+        run: in any state.
+        to: "tensorboard" (a folder of event files), "mlflow" (a file store) or "wandb" (offline runs, which `wandb sync --append` uploads).
+        folder: made if it is not there.
+
+    Returns:
+        The folder.
+
+    Raises:
+        ValueError: no such target.
+        ExportError: its package is not installed, or the folder is not one that `export` has made.
+    """
+    choice("to", to, WRITERS)
+    path = Path(folder).expanduser().absolute()
+    path.mkdir(parents=True, exist_ok=True)
+    state: State = {}
+    if (path / STATE).exists():
+        state = run_directory.read_json(path / STATE)
+    mine = state.setdefault(f"{to} {run.id}", {})
+    last = mine.get("step", -1)
+    rows = [row for row in merged(run) if row[0] > last]
+    ended = run.state not in ACTIVE
+    if not ended and rows:  # its evaluation may follow
+        rows = rows[:-1]
+    if rows or "step" not in mine:
+        WRITERS[to](run, path, rows, mine, ended)
+        mine["step"] = rows[-1][0] if rows else last
+        run_directory.write_json(path / STATE, state)
+    return path
+
+
+def merged(run: Run) -> Rows:
+    """A row per step: loss, learning rate and throughput, and what was evaluated after it."""
+    steps: dict[int, dict[str, float]] = {}
+    times: dict[int, float] = {}
+    rows = run.metric_rows
+    rates = {row["step"]: rate for row, rate in throughput(rows)}
+    for row in rows:
+        values = steps.setdefault(row["step"], {})
+        if "lr" in row:
+            values |= {name: float(row[name]) for name in ("loss", "lr") if row.get(name) is not None}
+            times[row["step"]] = run.created + (row.get("seconds") or 0.0)
+        else:
+            values |= {f"evaluation/{name}": float(row[name]) for name in row.keys() - run_directory.METRIC_KEYS if row[name] is not None}
+        if row["step"] in rates:
+            values["samples_per_sec"] = rates[row["step"]]
+    for row in run.evaluations:
+        if (figures := figures_of(row)) and row["step"] in steps:
+            steps[row["step"]] |= {f"evaluation/{name.removeprefix('validation_')}": value for name, value in figures.items()}
+            for name in figures:
+                steps[row["step"]].pop(f"evaluation/validation_{name}", None)
+    return [
+        (step, times.get(step, run.created), {_STRANGE.sub("_", name)[:200]: value for name, value in values.items()})
+        for step, values in sorted(steps.items())
+    ]
+
+
+def _package(name: str, extra: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise ExportError(f"{name.partition('.')[0]} is not installed ({error}): pip install {extra}") from None
+
+
+def _tensorboard(run: Run, folder: Path, rows: Rows, mine: State, ended: bool) -> None:
+    writers = _package("tensorboard.summary.writer.event_file_writer", "'training-workbench[tensorboard]'")
+    event, summary = (_package(f"tensorboard.compat.proto.{name}", "tensorboard") for name in ("event_pb2", "summary_pb2"))
+    text = _package("tensorboard.plugins.text.summary_v2", "tensorboard")
+    writer = writers.EventFileWriter(str(folder / "".join(c if c.isalnum() or c in "-_." else "-" for c in f"{run.name}-{run.id[:8]}")))
+    try:
+        if "begun" not in mine:
+            mine["begun"] = True
+            spec = "\n".join(f"    {name}: {value}" for name, value in run.spec.to_json().items())
+            writer.add_event(event.Event(wall_time=run.created, step=0, summary=text.text_pb("spec", spec)))
+        for step, seconds, values in rows:
+            parts = [summary.Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
+            writer.add_event(event.Event(wall_time=seconds, step=step, summary=summary.Summary(value=parts)))
+    finally:
+        writer.close()
+
+
+def _mlflow(run: Run, folder: Path, rows: Rows, mine: State, ended: bool) -> None:
+    os.environ |= {"MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_ALLOW_FILE_STORE": "true"}
+    os.environ.setdefault("GIT_PYTHON_REFRESH", "quiet")
+    mlflow, entities = _package("mlflow.tracking", "mlflow-skinny"), _package("mlflow.entities", "mlflow-skinny")
+    client = mlflow.MlflowClient(tracking_uri=folder.as_uri())
+    if "run" not in mine:
+        known = client.get_experiment_by_name("workbench")
+        experiment = known.experiment_id if known else client.create_experiment("workbench")
+        made = client.create_run(experiment, start_time=int(run.created * 1000), run_name=run.name, tags={"workbench_id": run.id})
+        mine["run"] = made.info.run_id
+        params = [entities.Param(name, str(value)[:500]) for name, value in run.spec.to_json().items()]
+        client.log_batch(mine["run"], params=params)
+    metrics = [entities.Metric(name, value, int(seconds * 1000), step) for step, seconds, values in rows for name, value in values.items()]
+    for first in range(0, len(metrics), 1000):
+        client.log_batch(mine["run"], metrics=metrics[first : first + 1000])
+    if ended:
+        client.set_terminated(mine["run"], "FINISHED" if run.ok else "FAILED")
+
+
+def _wandb(run: Run, folder: Path, rows: Rows, mine: State, ended: bool) -> None:
+    os.environ |= {"WANDB_MODE": "offline", "WANDB_ERROR_REPORTING": "false", "WANDB_SILENT": "true"}
+    wandb = _package("wandb", "wandb")
+    quiet = {"mode": "offline", "disable_git": True, "console": "off", "silent": True, "x_disable_stats": True, "x_disable_meta": True}
+    settings = wandb.Settings(**{name: value for name, value in quiet.items() if name in getattr(wandb.Settings, "model_fields", quiet)})
+    words = {"project": "workbench", "id": run.id[:32], "name": run.name, "config": run.spec.to_json(), "dir": str(folder)}
+    alone = wandb.run is None
+    with contextlib.closing(_Finished(wandb.init(settings=settings, **words))) as made:
+        for step, _, values in rows:
+            made.run.log({name: value for name, value in values.items() if not math.isnan(value)}, step=step)
+
+    if alone:  # else a run of the caller's own goes on
+        wandb.teardown()
+
+
+class _Finished:
+    """Finishes an offline run of W&B when it is closed."""
+
+    def __init__(self, run: Any) -> None:
+        self.run = run
+
+    def close(self) -> None:
+        self.run.finish()
+
+
+WRITERS: Mapping[str, Callable[[Run, Path, Rows, State, bool], None]] = {"tensorboard": _tensorboard, "mlflow": _mlflow, "wandb": _wandb}
+"""Target → what writes the rows that are new."""

@@ -1,0 +1,233 @@
+"""wb.report: one page of HTML about a run that stands alone. It loads nothing and executes nothing; all text in it is escaped."""
+
+import itertools
+import math
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from workbench.core import run_directory, units
+from workbench.core.checks import is_number, real_number
+from workbench.core.device import Device
+from workbench.core.display.colors import LINE, PHASES, text_on
+from workbench.core.display.table import Table, escape
+from workbench.runs import facts
+from workbench.runs.compare import SECTIONS, provenance
+from workbench.runs.rank_ends import extremes
+from workbench.runs.run import Run
+from workbench.runs.spec import RunSpec
+
+_STYLE = (
+    "body{font:15px/1.5 system-ui,sans-serif;margin:2em auto;max-width:64em;padding:0 1em}h2{margin-top:2em}"
+    "table{border-collapse:collapse;margin:.5em 0}th,td{padding:.2em .8em;border-bottom:1px solid #8888;vertical-align:top}"
+    "figure{display:inline-block;margin:.5em 1em .5em 0}svg{border:1px solid #8888}pre{white-space:pre-wrap;border-left:3px solid #d0342c;"
+    "padding-left:1em}.bar{display:flex;height:20px}.bar div{overflow:hidden;white-space:nowrap;font-size:11px;line-height:20px;"
+    "text-align:center}"
+)
+_SIZE = (360, 120)
+_POINTS = 400
+"""Points of a curve at most."""
+_FORMATS = {"amp_bf16": "bf16", "amp_fp16": "fp16"}
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a run was, did and came to; `save` writes it as a page of HTML that stands alone."""
+
+    run: Run
+    flops_per_sample: float | None = None
+    """Floating-point operations of a sample's forward and backward; None = not known."""
+
+    @property
+    def mfu(self) -> tuple[float | None, str]:
+        """Model FLOPs utilisation, 0..1, and how it was computed; None and the reason where it cannot be said.
+
+        Observed throughput × FLOPs per sample over the dense peak of all GPUs. Source: PaLM, arXiv:2204.02311, appendix B.
+        """
+        if self.flops_per_sample is None:
+            return None, "the FLOPs of a sample are not known: wb.report(run, flops_per_sample=…)"
+        name = str(provenance(self.run)["environment"].get("device", "unknown"))
+        device = Device.known(name)
+        if device is None:
+            return None, f"the peak of {name:.80} is not known"
+        spec, rate = self.run.spec, self.run.samples_per_sec
+        wanted = "fp32"
+        if isinstance(spec, RunSpec):
+            wanted = _FORMATS.get(spec.precision, "tf32" if spec.tf32 else "fp32")
+        peak = device.flops_per_sec.get(wanted)
+        if not peak or not rate > 0:
+            return None, f"the peak of {name} in {wanted} is not known" if not peak else "no step was measured"
+        used = rate * self.flops_per_sample / (peak * spec.world_size)
+        if used > 1:
+            return None, f"{units.percent(used)} of the peak is impossible: flops_per_sample={self.flops_per_sample:g} is too large"
+        return (
+            used,
+            f"{units.rate(rate)} × {self.flops_per_sample:g} FLOPs, over {units.count(peak, 'FLOP/s')} ({wanted}) × {spec.world_size}",
+        )
+
+    @property
+    def html(self) -> str:
+        """The page."""
+        run = self.run
+        parts = [
+            f"<h1>{escape(run.name)}</h1><p>{escape(run.summary)}</p>",
+            *(("<h2>Failure</h2>", f"<pre>{escape(run.error.traceback or run.error)}</pre>") if run.error else ()),
+            _resumes(run),
+            "<h2>Where a step goes</h2>",
+            _bars(run),
+            "<h2>Curves</h2>",
+            *(_curve(*each) for each in _series(run)),
+            self._figures(),
+            *_evaluations(run.evaluations),
+            *self._tables(),
+        ]
+        return (
+            '<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="color-scheme" content="light dark">'
+            f"<title>{escape(run.name)}</title><style>{_STYLE}</style></head><body>{''.join(parts)}</body></html>\n"
+        )
+
+    def _figures(self) -> str:
+        used, why = self.mfu
+        memory = max((peak for peak in self.run.memory if peak is not None), default=None)
+        rows = [
+            ["throughput", units.rate(self.run.samples_per_sec), "samples of all ranks per second, warm-up left out"],
+            ["peak memory", "–" if memory is None else units.bytes_(memory), "of the fullest rank"],
+            ["MFU", "–" if used is None else units.percent(used), why],
+        ]
+        try:
+            energy = self.run.energy()
+            kind = "measured" if energy.measured else "estimated"
+            rows.append(
+                ["energy", units.count(energy.joules, "J"), f"{kind}, {units.count(energy.watts, 'W')} on average: {energy.source}"]
+            )
+        except ValueError as error:
+            rows.append(["energy", "–", str(error)])
+        return f"<h2>Figures</h2>{Table(columns=('what', 'value', 'how'), rows=rows)._repr_html_()}"
+
+    def _tables(self) -> Iterable[str]:
+        sections = provenance(self.run)
+        for section in SECTIONS:
+            rows = [[name, str(value)[:300]] for name, value in sections[section].items()]
+            yield f"<h2>{section.capitalize()}</h2>{Table(columns=('what', 'value'), rows=rows)._repr_html_()}" if rows else ""
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write the page, and return its path."""
+        Path(path).write_text(self.html, encoding="utf-8")
+        return Path(path)
+
+    def __str__(self) -> str:
+        return facts.report(self.run)
+
+    def __repr__(self) -> str:
+        return f"Report({self.run!r})"
+
+
+def report(run: Run, *, flops_per_sample: float | None = None) -> Report:
+    """A report of a run: spec, environment, curves, step times, evaluations, failures. `print` shows the text, `save` writes the page.
+
+    Args:
+        run: in any state.
+        flops_per_sample: floating-point operations of a sample's forward and backward, for the MFU.
+
+    Raises:
+        ValueError: it is no run, or no such number.
+    """
+    if not isinstance(run, Run):
+        raise ValueError(f"report() got a {type(run).__name__}: expected a run, report(wb.Run.load(path))")
+    if flops_per_sample is not None:
+        real_number("flops_per_sample", flops_per_sample, above=0, error=ValueError)
+    return Report(run, flops_per_sample)
+
+
+def _resumes(run: Run) -> str:
+    rows = run_directory.LineTail(run.path / run_directory.RESUMES).read(salvage=True)
+    shown = [[row.get("step", "–"), row.get("checkpoint", row.get("ended_by", "–"))] for row in rows]
+    return "<h2>Resumed</h2>" + Table(columns=("after step", "from, or ended by"), rows=shown)._repr_html_() if shown else ""
+
+
+def _bars(run: Run) -> str:
+    timelines = run.timelines
+    ranks = [timelines[place] for place in extremes(run.rank_means)]
+    ranks = [timeline for timeline in ranks if timeline.count]
+    longest, bars = max((timeline.mean() for timeline in ranks), default=0.0), []
+    for timeline in ranks:
+        pieces = "".join(
+            f'<div title="{phase}: {units.seconds(timeline.mean(phase))}" style="width:{100 * timeline.mean(phase) / longest:.2f}%;'
+            f'background:{color};color:{text_on(color)}">{phase}</div>'
+            for phase, color in PHASES.items()
+        )
+        more = f", {len(timeline.validations)} evaluations between the steps: {units.seconds(sum(timeline.validations))}"
+        text = f"rank {timeline.rank}: {units.seconds(timeline.mean())}" + more * bool(timeline.validations)
+        bars.append(f'<p>{text}</p><div class="bar" role="img" aria-label="{text}">{pieces}</div>')
+    return "".join(bars) or "<p>no step was measured</p>"
+
+
+def _series(run: Run) -> Iterable[tuple[str, list[tuple[float, float]]]]:
+    rows = run.metric_rows
+    for name in ("loss", "lr"):
+        yield name, [(row["step"], row[name]) for row in rows if row.get(name) is not None and "lr" in row]
+    yield "samples per second", [(row["step"], value) for row, value in throughput(rows)]
+    timeline = next(iter(run.timelines), None)
+    if timeline:
+        yield "seconds of a step, rank 0", [(step.index, step.seconds) for step in timeline.steps]
+        yield "peak memory in bytes, rank 0", [(step.index, step.memory) for step in timeline.steps if step.memory is not None]
+    figures = dict.fromkeys(name for row in run.evaluations for name in figures_of(row))
+    for name in list(figures)[:12]:
+        yield name, [(row["step"], figures_of(row)[name]) for row in run.evaluations if name in figures_of(row)]
+
+
+def throughput(rows: Sequence[Mapping[str, Any]]) -> list[tuple[Mapping[str, Any], float]]:
+    """Samples per second between a row of METRICS and the next."""
+    known = [row for row in rows if row.get("samples") is not None and row.get("seconds") is not None]
+    return [
+        (after, (after["samples"] - before["samples"]) / (after["seconds"] - before["seconds"]))
+        for before, after in itertools.pairwise(known)
+        if after["seconds"] > before["seconds"]
+    ]
+
+
+def figures_of(row: Mapping[str, Any]) -> dict[str, float]:
+    """The figures of a row of EVALUATIONS that are numbers."""
+    figures = row.get("figures")
+    sound = isinstance(figures, Mapping) and is_number(row.get("step"), least=0)
+    return {str(name): float(value) for name, value in figures.items() if is_number(value)} if sound and figures else {}
+
+
+def _curve(name: str, points: Sequence[tuple[float, float]]) -> str:
+    """A curve as SVG, with its first and its last value in words; "" below two finite points."""
+    points = [(x, y) for x, y in points if math.isfinite(y)]
+    if len(points) < 2:
+        return ""
+    points = [*points[: -1 : -(-len(points) // _POINTS)], points[-1]]
+    (width, height), xs, ys = _SIZE, [x for x, _ in points], [y for _, y in points]
+    wide, tall = max(xs) - min(xs) or 1, max(ys) - min(ys) or 1
+    places = " ".join(f"{width * (x - min(xs)) / wide:.1f},{2 + (height - 4) * (1 - (y - min(ys)) / tall):.1f}" for x, y in points)
+    words = f"{name}: {ys[0]:.4g} at step {xs[0]:g}, {ys[-1]:.4g} at step {xs[-1]:g}; from {min(ys):.4g} to {max(ys):.4g}"
+    return (
+        f'<figure><svg width="{width}" height="{height}" viewBox="0 0 {width} {height}" role="img" aria-label="{escape(words)}">'
+        f'<polyline points="{places}" fill="none" stroke="{LINE}" stroke-width="1.6"/></svg>'
+        f"<figcaption>{escape(words)}</figcaption></figure>"
+    )
+
+
+def _evaluations(rows: Sequence[Mapping[str, Any]]) -> Iterable[str]:
+    if not rows:
+        return
+    last = rows[-1]
+    shown = [[name, f"{value:.4g}"] for name, value in figures_of(last).items()]
+    yield f"<h2>Evaluation</h2>{Table(columns=('figure', 'after the last'), rows=shown)._repr_html_()}"
+    classes, worst = last.get("classes"), last.get("worst")
+    if isinstance(classes, Mapping):
+        columns = ("count", "recall", "precision")
+        table = [[name, *(_short(entry.get(each)) for each in columns)] for name, entry in classes.items() if isinstance(entry, Mapping)]
+        yield f"<h3>Classes</h3>{Table(columns=('class', *columns), rows=table[:100])._repr_html_()}"
+    if isinstance(worst, list):
+        columns = ("index", "loss", "target", "predicted", "confidence")
+        table = [[_short(entry.get(each)) for each in columns] for entry in worst if isinstance(entry, Mapping)]
+        yield f"<h3>Worst examples</h3>{Table(columns=columns, rows=table)._repr_html_()}"
+
+
+def _short(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else "–" if value is None else str(value)[:80]
