@@ -21,7 +21,7 @@ from workbench.core.gpu_load import GpuLoad, load_nvml
 from workbench.core.machine_speeds import Machine, MachineSpeeds, slowness
 from workbench.core.statistics import LOOKS, Interval, repeated_interval
 from workbench.core.system_load import LoadMeter
-from workbench.diagnosis.analysis.evidence import ARMS, SMALL_OP, Evidence, Gradients, Inside, Loading
+from workbench.diagnosis.analysis.evidence import ARMS, SMALL_OP, Evidence, Gradients, Inside, Loading, Stalls
 from workbench.diagnosis.measure import inside, loading
 from workbench.diagnosis.measure.evidence import EvidenceBuilder
 from workbench.diagnosis.measure.trials import CLEAR_INTERVAL, FEW_PAIRS, MIN_BLAMED_SAVING, NARROW_INTERVAL, Trials, reaching, treatments
@@ -37,8 +37,8 @@ from workbench.harness.restore import SavedState
 
 BUDGET_SHARES = {"warm-up": 0.1, "rounds": 0.4, "inside": 0.5, "loading": 0.6, "trials": 0.9}
 """Until which fraction of the budget each part may go on, at most."""
-LOADING_SECONDS, INSIDE_SECONDS = 3.0, 0.9
-"""Most that these parts take of a large budget."""
+LOADING_SECONDS, INSIDE_SECONDS, INSIDE_DEVICE_SECONDS = 3.0, 0.9, 1.2
+"""Most that these parts take of a large budget: the loader, and a look inside the step on a CPU and on a device."""
 CHEAP_LOADER, CHEAP_LOADER_SECONDS = 0.08, 1.0
 """Fraction of the step below which the loader does not matter, and seconds for which it is probed then."""
 BLAMED_LOADER = 0.15
@@ -49,6 +49,9 @@ MIN_CALLS = 120
 """So many calls of step() should be seen, for stalls to show, unless they take more than a third of the budget."""
 MIN_STALLS = 3
 """Stalls that are waited for once one was seen, for half of the budget at most."""
+LOOSE_STALLS = 0.04
+"""Fraction of the step: where irregular stalls take a share that is known less closely, to `share / √n`, more of them are waited for, for a
+third of the budget at most. Chosen: as closely as the other parts are known."""
 
 
 def experiment(
@@ -233,13 +236,20 @@ class _Experiment:
             if max(self.peers.gather(self.feed.exhausted)) or bench.elapsed + rounds.cost > self._until("rounds"):
                 break
             pairs = self.sums.arm("cached").pairs
-            least = FEW_PAIRS if self.peers.world_size > 1 else 2  # which rank is slow has to be known as well
-            if self.peers.agree(_is_decided(pairs, least=least), all):  # passes may have other lengths elsewhere
+            if self.peers.agree(_is_decided(pairs, least=self._few_pairs()), all):  # passes may have other lengths elsewhere
                 break
         if not rounds.watched:
             rounds.clocked(50)
         self.retries = (_allocator_retries(bench.device) - retries) / max(1, bench.called - called)
         self._note_the_loader()
+
+    def _few_pairs(self) -> int:
+        """Pairs that are enough where their interval is clear.
+
+        More, where it has to be known as well which rank is slow or what stalls, and on a device, whose blocks depend on what is queued.
+        """
+        several = self.peers.world_size > 1 or self.bench.device.type != "cpu"
+        return FEW_PAIRS if several or self.sums.stalls().at else 2
 
     def _note_the_loader(self) -> None:
         feed = self.feed
@@ -258,7 +268,8 @@ class _Experiment:
         self._say("a trace of a step")
         bench, replay = self.bench, self.rounds.replay
         self.rounds.settle()
-        seconds = min(INSIDE_SECONDS, max(0.0, self._until("inside") - bench.elapsed))
+        most = INSIDE_SECONDS if bench.device.type == "cpu" else INSIDE_DEVICE_SECONDS
+        seconds = min(most, max(0.0, self._until("inside") - bench.elapsed))
         traced, plain = inside.step_counts(cached, budget_s=seconds) if cached < SLOW_STEP else (1, 1)
         batches = chain.from_iterable(iter(lambda: replay.give(8), None))
         with bench.unsampled():
@@ -295,6 +306,7 @@ class _Experiment:
             self.keep.restore_weights,
             full=full,
             lead=self.peers.agree(cached.low if cached.low > BLAMED_LOADER else 0.0, min),
+            few=self._few_pairs(),
             alone=lambda: ablations.without_reduction(self.models),
         )
         look = self.inside if self.inside and self.inside.step > 0 else None
@@ -333,10 +345,16 @@ class _Experiment:
                 seen = max(self.peers.gather(len(self.sums.stalls().at)))
                 if seen and alone:  # whose are they? A rank shows that only while it does not wait for the others
                     seen = max(self.peers.gather(len(self.sums.stalls(alone=True).at))) or 1
-                few = bench.called < MIN_CALLS and bench.elapsed < self.budget / 3
+                loose = max(self.peers.gather(_are_loose(self.sums.stalls())))
+                few = (loose or bench.called < MIN_CALLS) and bench.elapsed < self.budget / 3
                 if not few and (not 0 < seen < MIN_STALLS or bench.elapsed > self.budget / 2):
                     return
                 bench.run(name, replay.give(count), count)
+
+
+def _are_loose(stalls: Stalls) -> bool:
+    """Is the share of irregular stalls known too loosely?"""
+    return not stalls.every and stalls.share > LOOSE_STALLS * math.sqrt(len(stalls.at))
 
 
 def saved_by_caching(pairs: Sequence[tuple[float, float]], *, looks: int = LOOKS) -> Interval:

@@ -27,8 +27,8 @@ FEW_PAIRS = 3
 """Pairs that a variant near its limit takes at least, unless there is no time. Two are enough where intervals are clear of the limit, or as
 narrow as a remedy needs: they allow for what few pairs do not show."""
 VARIANTS_PER_BASELINE = 2
-"""Variants tried between two blocks of the unchanged step. Chosen: a block each takes a quarter of the time more, and with three a variant
-is compared with blocks that are further from it."""
+"""Variants tried between two blocks of the unchanged step on a CPU. Chosen: a block each takes a quarter of the time more, and with three a
+variant is compared with blocks that are further from it. On a device each has its own: what a block costs depends on what is queued."""
 NARROW_INTERVAL, CLEAR_INTERVAL = 0.06, 0.12
 """Widths at which the interval of the saved fraction of the full step is narrow enough: near its limit, and clear of it. Chosen by the
 distance between the two numbers of most limits. With half, a diagnosis takes up to four times as long; with twice, more close cases are
@@ -47,6 +47,8 @@ MAX_POOLED = 8
 """Degrees of freedom that the spread of the other variants counts for, beside a variant's own."""
 SETTLING_STEPS = 2
 """Steps after which idle threads sleep."""
+LONG_STEP = 0.01
+"""Seconds: before steps of that length on a CPU one does not count, since it reads more than caches hold; before shorter ones, two."""
 MAX_WARM_UP_SLOWDOWN = 4.0
 """Steps that warm up so many times slower make shorter blocks, or two threads on a busy core could take a minute. Chosen; it decides how
 long a variant takes."""
@@ -187,6 +189,7 @@ class Trials:
         *,
         full: float,
         lead: float = 0.0,
+        few: int = 2,
         alone: ablations.Switch = contextlib.nullcontext,
     ) -> None:
         """Prepare; nothing is run yet.
@@ -197,9 +200,10 @@ class Trials:
             rewind: puts the weights back.
             full: seconds of a full step.
             lead: fraction of it that the removal of a part saves which was tried before, for certain: a part that saves less is not blamed.
+            few: pairs that each variant takes at least, unless it is hopeless.
             alone: inside, no rank waits for another.
         """
-        self.alone = alone
+        self.alone, self.few = alone, few
         self.bench, self.replay, self.rewind, self.full, self.lead = bench, replay, rewind, full, lead
         self.notes: list[str] = []
         self.begun: Callable[[str], object] = lambda name: None
@@ -214,7 +218,8 @@ class Trials:
         if bench.peers.agree(replay.varied):
             count = max(count, bench.peers.agree(len(replay)))
         self.count = bench.peers.agree(replay.fitting(count), min)
-        self.warm = 2 if step < 0.15 else 1 if step < 1 else 0
+        few = LONG_STEP if bench.device.type == "cpu" else 0.15  # a device's queue is empty at first
+        self.warm = 2 if step < few else 1 if step < 1 else 0
 
     def run(self, treatments: Sequence[Variant], until: float) -> None:
         """Try them until all are decided or the time is up: an arm that is decided gets no more blocks.
@@ -243,7 +248,7 @@ class Trials:
                     continue
                 since.append(treatment)
                 threads = treatment.name.startswith("threads=")
-                if threads or len(since) == VARIANTS_PER_BASELINE:
+                if threads or len(since) == (VARIANTS_PER_BASELINE if self.bench.device.type == "cpu" else 1):
                     before = self._pair(since, before, more=SETTLING_STEPS if threads else 0)
             before = self._pair(since, before) if since else before
             active = [treatment for treatment in active if not self._is_decided(treatment.name, least)]
@@ -289,6 +294,8 @@ class Trials:
         saved, limit = self.saved(name), BLAMED_SAVING.get(name)
         if saved.high < (MIN_SAVING if limit is None else MIN_BLAMED_SAVING):
             return True
+        if count < self.few:
+            return False
         width = self.saved(name, looks=1).width  # how well a value is known is no decision that may be wrong
         if limit is None:
             return width <= NARROW_FOR_REMEDY or count >= MAX_REMEDY_PAIRS
