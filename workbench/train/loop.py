@@ -195,6 +195,8 @@ def train(
                         noise.flush()
                     checkpoints.write(step, trainer, timer.unfinished_row(spec.micro_batch * spec.accumulation), wait=False,
                                       loss=figures.get("validation_loss"))  # fmt: skip
+                    if prints:  # a rank that is killed in the next step is to go on from here
+                        checkpoints.finish()
                 if checkpoints and preemption and last:
                     checkpoints.finish()
                     preemption.end(run_dir, step)
