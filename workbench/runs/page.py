@@ -224,9 +224,9 @@ def _evaluations(rows: Sequence[Mapping[str, Any]]) -> Iterable[str]:
         table = [[name, *(_short(entry.get(each)) for each in columns)] for name, entry in classes.items() if isinstance(entry, Mapping)]
         yield f"<h3>Classes</h3>{Table(columns=('class', *columns), rows=table[:100])._repr_html_()}"
     if isinstance(worst, list):
-        columns = ("index", "loss", "target", "predicted", "confidence")
-        table = [[_short(entry.get(each)) for each in columns] for entry in worst if isinstance(entry, Mapping)]
-        yield f"<h3>Worst examples</h3>{Table(columns=columns, rows=table)._repr_html_()}"
+        fields = ("index", "loss", "target", "predicted", "confidence")
+        table = [[_short(entry.get(each)) for each in fields] for entry in worst if isinstance(entry, Mapping)]
+        yield f"<h3>Worst examples</h3>{Table(columns=fields, rows=table)._repr_html_()}"
 
 
 def _short(value: Any) -> str:

@@ -51,8 +51,9 @@ def environment(device: torch.device) -> dict[str, Any]:
         if "." not in name and isinstance(version, str) and name not in sys.stdlib_module_names:
             versions[name] = version
     versions |= {"torch": torch.__version__, "cuda": str(torch.version.cuda)}
-    if torch.backends.cudnn.is_available():
-        versions["cudnn"] = str(torch.backends.cudnn.version())
+    cudnn: Any = torch.backends.cudnn
+    if cudnn.is_available():
+        versions["cudnn"] = str(cudnn.version())
     on_gpu = device.type == "cuda"
     switches = {
         "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
