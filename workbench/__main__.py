@@ -20,6 +20,7 @@ from workbench.core.interrupts import Terminated, terminated_as_interrupted
 from workbench.core.machine_speeds import MachineSpeeds
 from workbench.diagnosis.api import BUDGET
 from workbench.runs.commands import COMMANDS
+from workbench.runs.entrypoints import ON_HANG
 from workbench.runs.facts import report as report
 from workbench.runs.facts import run_facts
 from workbench.runs.failure import RunError
@@ -57,6 +58,7 @@ def _launch(given: argparse.Namespace, script_args: list[str]) -> dict[str, Any]
     """
     knobs = knobs_of(given.set or []) | ({} if given.profile is None else {"profile": given.profile})
     common = {"nproc_per_node": given.nproc_per_node, "nnodes": given.nnodes, "rdzv_endpoint": given.rdzv_endpoint}
+    common |= {"on_hang": given.on_hang}
     if given.target.endswith(".py"):
         if given.steps is not None:
             raise ValueError(f"--steps {given.steps} with a script: its own arguments come after --; a task in it: {given.target}:build")
@@ -374,6 +376,7 @@ def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
     profile = f"trace so many steps with torch's profiler ({STEPS})"
     option("launch", "--profile", type=int, nargs="?", const=STEPS, metavar="STEPS", help=profile)
     option("launch", "--nnodes", type=int, default=1, metavar="N", help="machines: this one, and as many that join it")
+    option("launch", "--on-hang", choices=ON_HANG, default="report", help="what is done about a run that hangs (report)")
     option("launch", "--rdzv-endpoint", metavar="HOST:PORT", help="of this machine, as the others reach it (its name, and a free port)")
     most = f"seconds to spend at most ({BUDGET:g})"
     option("diagnose sanity", "--budget", "--budget-s", type=float, default=BUDGET, metavar="S", help=most)
