@@ -1,6 +1,7 @@
 """The models of the sample tasks: a small residual network for small images and a small GPT on bytes, also as a mixture of experts."""
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -150,7 +151,8 @@ class Experts(nn.Module):
         inputs = rows[:, :-1].reshape(batch, experts, capacity, width).transpose(0, 1).flatten(1, 2)
         outputs = torch.bmm(F.gelu(torch.bmm(inputs, self.up)), self.down).view(experts, batch, capacity, width).transpose(0, 1)
         outputs = F.pad(outputs.flatten(1, 2), (0, 0, 0, 1)).gather(1, where) * shares[..., None].to(x.dtype)
-        return outputs.view(batch, length, self.top, width).sum(2)
+        summed: Tensor = outputs.view(batch, length, self.top, width).sum(2)
+        return summed
 
 
 class MoeGpt(Gpt):
@@ -169,4 +171,5 @@ class MoeGpt(Gpt):
     @property
     def imbalance(self) -> Tensor:
         """Mean of the layers' in the last forward."""
-        return torch.stack([layer.mlp.imbalance for layer in self.layers]).mean()  # type: ignore[union-attr]
+        layers: list[Any] = list(self.layers)
+        return torch.stack([layer.mlp.imbalance for layer in layers]).mean()

@@ -72,7 +72,7 @@ class MuonWithAdamW(Optimizer):
         super().__init__(given, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, **options})
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take a step of both.
 
         Args:

@@ -125,7 +125,8 @@ def moe_gpt() -> Task:
 def _next_byte_balanced(model: nn.Module, batch: Tensor) -> Tensor:
     loss = _next_byte(model, batch)
     balanced: Any = getattr(model, "module", model)  # DDP's own
-    return loss + BALANCE * balanced.imbalance
+    total: Tensor = loss + BALANCE * balanced.imbalance
+    return total
 
 
 def wide_gpt() -> Task:

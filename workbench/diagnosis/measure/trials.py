@@ -218,8 +218,8 @@ class Trials:
         if bench.peers.agree(replay.varied):
             count = max(count, bench.peers.agree(len(replay)))
         self.count = bench.peers.agree(replay.fitting(count), min)
-        few = LONG_STEP if bench.device.type == "cpu" else 0.15  # a device's queue is empty at first
-        self.warm = 2 if step < few else 1 if step < 1 else 0
+        long = LONG_STEP if bench.device.type == "cpu" else 0.15  # a device's queue is empty at first
+        self.warm = 2 if step < long else 1 if step < 1 else 0
 
     def run(self, treatments: Sequence[Variant], until: float) -> None:
         """Try them until all are decided or the time is up: an arm that is decided gets no more blocks.
