@@ -124,8 +124,8 @@ def test_the_time_to_a_verdict_is_printed(capsys: pytest.CaptureFixture[str]) ->
     verdicts = importlib.import_module("benchmarks.verdicts")
     cases = [verdicts.CASES[name] for name in ("healthy_mlp", "python_metric", "slow_storage")]
     answers = {
-        ("healthy_mlp", "ours"): [{"verdict": "compute-bound", "cause": "compute", "seconds": 10.0}],
-        ("python_metric", "ours"): [{"verdict": "input-bound", "cause": "loader", "seconds": 13.0}],
+        ("healthy_mlp", "ours"): [{"verdict": "compute-bound", "cause": "compute", "seconds": 10.0, "took": 12.0, "proofs": []}],
+        ("python_metric", "ours"): [{"verdict": "input-bound", "cause": "loader", "seconds": 13.0, "took": 16.0, "proofs": []}],
     }
     verdicts.show(cases, ["ours"], answers)
     printed = capsys.readouterr().out
@@ -133,4 +133,4 @@ def test_the_time_to_a_verdict_is_printed(capsys: pytest.CaptureFixture[str]) ->
     assert "✗ 0/1 input-bound (loader), 13 s" in printed
     assert "no time was left" in printed
     assert "1 of 2 (50 %)" in printed
-    assert "median time to a verdict 11.5 s, longest 13.0 s, in 2 diagnoses" in printed
+    assert "median time to a verdict 11.5 s, longest 13.0 s (14.0 s and 16.0 s with the start of the process), in 2 diagnoses" in printed

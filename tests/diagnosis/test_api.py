@@ -187,8 +187,8 @@ def test_a_remedy_turned(knobs: dict[str, Any], change: dict[str, Any], then: di
 
 
 def test_a_remedy_that_no_spec_can_take() -> None:
-    with pytest.raises(SpecError, match="RunSpec has no knob 'compile'"):
-        apply_remedy(SPEC, remedy(compile=True))
+    with pytest.raises(SpecError, match="RunSpec has no knob 'jit'"):
+        apply_remedy(SPEC, remedy(jit=True))
 
 
 # --- how a climb decides

@@ -50,7 +50,7 @@ ODD = {
 LINES = ("newline", "escape", "not unicode")
 
 PRESENCE = {
-    "CI", "KINETO_LOG_LEVEL", "GLIBC_TUNABLES", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_",
+    "CI", "CUBLAS_WORKSPACE_CONFIG", "KINETO_LOG_LEVEL", "GLIBC_TUNABLES", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_",
     "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME",
 }  # fmt: skip
 """Variables of which only whether they are set matters."""

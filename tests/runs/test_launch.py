@@ -324,17 +324,17 @@ def test_the_commit_is_noted(tmp_path: Path) -> None:
         return environment.GitQuery(tmp_path).answer(timeout=30)
 
     assert answer() is None
-    git("init")
+    git("init", "--initial-branch", "trunk")
     assert answer() is None
     (tmp_path / "a").write_text("1")
     git("add", "a")
     git("commit", "-m", "first")
     commit = git("rev-parse", "HEAD")
-    assert answer() == {"commit": commit, "dirty": False}
+    assert answer() == {"commit": commit, "dirty": False, "branch": "trunk"}
     (tmp_path / "new").write_text("untracked files are no change")
-    assert answer() == {"commit": commit, "dirty": False}
+    assert answer() == {"commit": commit, "dirty": False, "branch": "trunk"}
     (tmp_path / "a").write_text("2")
-    assert answer() == {"commit": commit, "dirty": True}
+    assert answer() == {"commit": commit, "dirty": True, "branch": "trunk"}
     assert environment.GitQuery(tmp_path).answer(timeout=0) is None
 
 

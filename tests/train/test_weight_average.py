@@ -149,6 +149,6 @@ def test_adafactor_keeps_a_row_and_a_column_of_each_matrix_and_is_not_sharded(al
         state = trainer.optimizer.state[weight]
         kept = sum(value.numel() for name, value in state.items() if name != "step")
         assert kept == (sum(weight.shape) if weight.dim() == 2 else weight.numel())
-    monkeypatch.setattr(optimizers, "is_dtensor", lambda weight: True)
+    monkeypatch.setattr(optimizers, "dtensor_spec", lambda weight: "split")
     with pytest.raises(SpecError, match=r'adafactor on parameters that ranks share .*; try parallel="ddp"'):
         optimizers.place_optimizer(trainer.optimizer, share=False)
