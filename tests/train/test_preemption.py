@@ -1,5 +1,6 @@
 """A signal ends a training after a step that all ranks agree on."""
 
+import multiprocessing
 import os
 import signal
 import threading
@@ -57,6 +58,20 @@ def test_all_ranks_end_after_the_same_step(monkeypatch: pytest.MonkeyPatch, aske
     else:
         assert 5 <= ranks[0].last < 100
         assert {rank.preemption.signal for rank in ranks} == {"SIGUSR1"}
+
+
+def test_sigterm_ends_a_process_that_the_training_forked() -> None:
+    alone = Ranks(rank=0, world_size=1, device=torch.device("cpu"), store=None)
+    with Preemption(alone, 0, 10) as entered:
+        child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(30,), daemon=True)
+        child.start()
+        child.terminate()
+        child.join(10)
+        code = child.exitcode
+        child.kill()
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert entered.reached(1)  # here it is handled as before
+    assert code == -signal.SIGTERM
 
 
 TASK = """

@@ -25,6 +25,8 @@ POLL_S = 0.5
 """Seconds between two looks whether another rank got a signal."""
 WAIT_S = 0.01
 """Seconds between two looks for the promises of the others."""
+_entered: "list[Preemption]" = []
+"""What a process that is forked now gives up."""
 
 
 class Preemption:
@@ -50,6 +52,7 @@ class Preemption:
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():  # elsewhere signals cannot be handled; another rank may get one
             self._before = {number: signal.signal(number, self._handle) for number in SIGNALS}
+            _entered.append(self)
         if self._ranks.world_size > 1:
             threading.Thread(target=self._agree, name="preemption", daemon=True).start()
         return self
@@ -106,12 +109,27 @@ class Preemption:
     def _promise(self, step: int) -> None:
         self._ranks.store.set(f"{self._key}/{self._ranks.rank}", str(step))
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def _restore(self) -> None:
+        """Let signals do what they did before."""
         for number, handler in self._before.items():
             signal.signal(number, handler)
+        if self in _entered:
+            _entered.remove(self)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._restore()
         self._closed.set()
         with self._lock:
             unpromised, self._promised = self._promised is None, self._steps
         if unpromised and self._ranks.world_size > 1 and kind is None:
             with contextlib.suppress(RuntimeError):
                 self._promise(self._steps)  # others may have got a signal after this rank's last step
+
+
+def _after_fork() -> None:
+    """A process that the training forked is no rank: SIGTERM ends it, else multiprocessing would wait for it for ever at exit."""
+    for preemption in list(_entered):
+        preemption._restore()
+
+
+os.register_at_fork(after_in_child=_after_fork)
