@@ -261,6 +261,26 @@ def test_a_full_disk_leaves_the_last_one(alone: Ranks, tmp_path: Path, monkeypat
     assert "The training goes on, and the next is tried after step 18" in note
 
 
+def test_the_best_is_one_that_was_written(alone: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoints, trainer, save = Checkpoints(tmp_path, alone, 6), Trainer(spec_of(), toy_tasks.numbers(), alone), checkpoint_file.save
+
+    def broken(state: dict[str, Any], path: Path) -> str:
+        if state["step"] == 12:
+            raise OSError(errno.EIO, "Input/output error")
+        return save(state, path)
+
+    monkeypatch.setattr(checkpoint_file, "save", broken)
+    for step, loss in ((6, 1.0), (12, 0.5), (18, 2.0), (24, 3.0), (30, 4.0)):
+        checkpoints.write(step, trainer, wait=False, loss=loss)
+    checkpoints.finish()
+    assert names(tmp_path) == [f"step000000{step}.pt" for step in ("06", 24, 30)]
+    last = checkpoints.latest()
+    assert last
+    best = checkpoints.best(last)
+    assert best
+    assert (best[0].name, best[1]["best"]) == ("step00000006.pt", (1.0, 6))
+
+
 def test_a_folder_that_may_not_be_written_ends_no_training(alone: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(state: object, path: Path) -> str:
         raise PermissionError(errno.EACCES, "Permission denied", str(path))

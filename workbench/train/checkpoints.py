@@ -264,9 +264,10 @@ class Checkpoints:
             OSError: another error of the disk; the last checkpoint is kept.
         """
         self.finish()
-        if loss is not None and not math.isnan(loss) and (self._best is None or loss < self._best[0]):
-            self._best = float(loss), step
-        job = self._job(step, trainer, row, named_state.Copies() if not wait else _same)
+        best = self._best
+        if loss is not None and not math.isnan(loss) and (best is None or loss < best[0]):
+            best = float(loss), step
+        job = self._job(step, trainer, row, named_state.Copies() if not wait else _same, best)
         if wait:
             job()
             return
@@ -307,7 +308,9 @@ class Checkpoints:
             self._given_up.set()  # another rank may be dead, whose part never comes
         self.finish()
 
-    def _job(self, step: int, trainer: "Trainer", row: str, copy: Callable[[Any], Any]) -> Callable[[], None]:
+    def _job(
+        self, step: int, trainer: "Trainer", row: str, copy: Callable[[Any], Any], best: tuple[float, int] | None
+    ) -> Callable[[], None]:
         """What remains to be done when the training goes on; it uses copies only."""
         path, shared = self._folder / f"step{step:08d}.pt", _is_shared(trainer)
         mine: dict[str, Any] = {"row": row, "random": trainer.random_state()}
@@ -323,7 +326,7 @@ class Checkpoints:
         if not self._ranks.rank:
             groups = named_state.optimizer_groups(trainer)
             state = {"step": step, "micro_batch": trainer.spec.micro_batch, "samples": _samples(trainer), "spec": trainer.spec.to_json()}
-            state |= {"layout": layout_knobs(trainer.spec), "best": self._best}
+            state |= {"layout": layout_knobs(trainer.spec), "best": best}
             if shared:
                 small = {name: value for name, value in trainer.state().items() if name in ("scheduler", "scaler")}
                 state |= copy({**small, "module": {}, "optimizer": {"groups": groups}, "ema": {}})
@@ -351,6 +354,7 @@ class Checkpoints:
             if part:
                 state["shards"] = [parts[rank]["shard"] for rank in sorted(parts)]
             self._save(state, path)
+            self._best = state["best"]  # not before: the best so far is kept if this could not be written
         except BaseException:
             for file in self._folder.glob(f"{path.stem}.rank*.pt"):
                 file.unlink(missing_ok=True)
