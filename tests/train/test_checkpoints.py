@@ -3,7 +3,9 @@
 import dataclasses
 import errno
 import functools
+import os
 import shutil
+import signal
 import threading
 import weakref
 from collections.abc import Iterator
@@ -279,6 +281,35 @@ def test_the_best_is_one_that_was_written(alone: Ranks, tmp_path: Path, monkeypa
     best = checkpoints.best(last)
     assert best
     assert (best[0].name, best[1]["best"]) == ("step00000006.pt", (1.0, 6))
+
+
+@pytest.mark.parametrize(("last", "goes_on"), [(13, "goes on"), (6, "goes on from step 6"), (0, "begins anew")])
+def test_a_signal_says_from_which_checkpoint_the_run_goes_on(
+    alone: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], last: int, goes_on: str
+) -> None:
+    ranks, save, update = dataclasses.replace(alone), checkpoint_file.save, Trainer.update
+    updates: list[int] = []
+
+    def broken(state: dict[str, Any], path: Path) -> str:
+        if state["step"] > last:
+            raise OSError(errno.EIO, "Input/output error")
+        return save(state, path)
+
+    def signalled(trainer: Trainer) -> None:
+        update(trainer)
+        updates.append(1)
+        if len(updates) == 13:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(checkpoint_file, "save", broken)
+    monkeypatch.setattr(Trainer, "update", signalled)
+    train(spec_of(), toy_tasks.numbers(), ranks, tmp_path, preemptible=True)
+    assert ranks.preempted == "SIGTERM"
+    words = "goes on from there" if last == 13 else goes_on
+    assert f"ended by SIGTERM after step 13 of 20: wb.launch(resume={str(tmp_path)!r}) {words}\n" in capsys.readouterr().out
+    (note,) = [note for note in HandMadeRun(tmp_path).run.notes if "SIGTERM" in note]
+    how = "with a checkpoint" if last == 13 else "without a checkpoint"
+    assert note == f"SIGTERM ended it after step 13, {how}: wb.launch(resume=run) {goes_on}"
 
 
 def test_a_folder_that_may_not_be_written_ends_no_training(alone: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -237,7 +237,11 @@ def resume_notes(rows: Sequence[Mapping[str, Any]]) -> list[str]:
             each = "; ".join(f"{name}, {why!s:.200}" for name, why in passed_over.items())
             notes.append(f"it resumed from step {row.get('step')}, because a later checkpoint could not be used: {each}")
         if row.get("ended_by"):
-            notes.append(f"{row['ended_by']!s:.20} ended it after step {row.get('step')}, with a checkpoint: wb.launch(resume=run) goes on")
+            step, kept = row.get("step"), row.get("goes_on_from", row.get("step"))
+            how = "with a checkpoint: wb.launch(resume=run) goes on"
+            if kept != step:
+                how = f"without a checkpoint: wb.launch(resume=run) {f'goes on from step {kept}' if kept else 'begins anew'}"
+            notes.append(f"{row['ended_by']!s:.20} ended it after step {step}, {how}")
             continue
         more = row.get("notes")
         notes += [f"when it resumed from step {row.get('step')}: {note}" for note in (more if isinstance(more, list) else [])]

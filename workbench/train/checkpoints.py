@@ -300,6 +300,11 @@ class Checkpoints:
         elif error:
             raise error
 
+    @property
+    def last_step(self) -> int:
+        """Of the last whole checkpoint, from which the run goes on; 0 if there is none."""
+        return max(map(_step_of, self._all()), default=0)
+
     def __enter__(self) -> Self:
         return self
 

@@ -199,7 +199,7 @@ def train(
                         checkpoints.finish()
                 if checkpoints and preemption and last:
                     checkpoints.finish()
-                    preemption.end(run_dir, step)
+                    preemption.end(run_dir, step, checkpoints.last_step)
                     return trainer.module
                 if step == spec.steps or stopped:
                     break

@@ -27,6 +27,7 @@ WAIT_S = 0.01
 """Seconds between two looks for the promises of the others."""
 _entered: "list[Preemption]" = []
 """What a process that is forked now gives up."""
+_forking = threading.local()
 
 
 class Preemption:
@@ -72,12 +73,13 @@ class Preemption:
         self._decided.wait()
         return step >= self._last
 
-    def end(self, run_dir: Path, step: int) -> None:
-        """Say that the training ends here, after its checkpoint was written."""
+    def end(self, run_dir: Path, step: int, kept: int) -> None:
+        """Say that the training ends here, and goes on from the step `kept` of the last checkpoint: an earlier one if none was written."""
         self._ranks.preempted = self.signal
         if not self._ranks.rank:
-            print(f"ended by {self.signal} after step {step} of {self._steps}: wb.launch(resume={str(run_dir)!r}) goes on from there")
-            row = {"step": step, "ended_by": self.signal, "time": time.time()}
+            where = "goes on from there" if kept == step else f"goes on from step {kept}" if kept else "begins anew"
+            print(f"ended by {self.signal} after step {step} of {self._steps}: wb.launch(resume={str(run_dir)!r}) {where}")
+            row = {"step": step, "ended_by": self.signal, "goes_on_from": kept, "time": time.time()}
             run_directory.write_json(run_dir / run_directory.PREEMPTED, row)
             writer = run_directory.LineWriter(run_dir / run_directory.RESUMES)
             writer.write([row])
@@ -126,10 +128,20 @@ class Preemption:
                 self._promise(self._steps)  # others may have got a signal after this rank's last step
 
 
+def _before_fork() -> None:
+    """Hold signals back: Python would forget one that comes to the new process before it has its handlers."""
+    _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS if _entered else ())
+
+
 def _after_fork() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, _forking.mask)
+
+
+def _in_child() -> None:
     """A process that the training forked is no rank: SIGTERM ends it, else multiprocessing would wait for it for ever at exit."""
     for preemption in list(_entered):
         preemption._restore()
+    _after_fork()
 
 
-os.register_at_fork(after_in_child=_after_fork)
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_in_child)
