@@ -88,3 +88,12 @@ def test_a_run_that_goes_on_has_the_row_of_each_step_by_the_device_s_clock(by_ha
     assert timeline.clock == "device"
     assert [step.index for step in timeline.steps] == list(range(12))
     assert timeline.steps[7].seconds > 0
+
+
+def test_a_deterministic_evaluation(by_hand: Make) -> None:
+    """Sums by class and by confidence, which torch adds up in any order on a GPU, and refuses to where only one order is allowed."""
+    task = f"{Path(__file__).parents[1] / 'toy_tasks.py'}:validated"
+    spec = RunSpec(task=task, device="cuda", steps=4, micro_batch=4, deterministic=True, evaluate="every(steps=2)")
+    (run,) = train(by_hand(spec=spec.to_json()).path)
+    assert run.state == "finished", run.error
+    assert 0 <= run.evaluations[-1]["figures"]["accuracy"] <= 1

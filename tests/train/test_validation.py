@@ -9,6 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from tests import toy_tasks
 from tests.train.test_checkpoints import spec_of, train
@@ -17,6 +19,7 @@ from workbench.runs.launch.prove_resume import first_difference
 from workbench.runs.spec import RunSpec, SpecError
 from workbench.runs.task import TaskError
 from workbench.timeline.timeline import Timeline
+from workbench.train import validation
 from workbench.train.ranks import Ranks
 from workbench.train.validation import summary, sums_of
 
@@ -115,6 +118,44 @@ def test_figures_follow_from_counts() -> None:
     assert wrong["figures"]["ece"] == pytest.approx(1.0)
     tokens = summary([sums_of({"logits": torch.zeros(2, 5, 3), "targets": torch.zeros(2, 5, dtype=torch.long)}, [7, 9])])
     assert {row["index"] for row in tokens["worst"]} == {7, 9}
+
+
+class Largest(TorchDispatchMode):
+    """Inside, the bytes of the largest tensor that is made."""
+
+    bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **kwargs or {})
+        given = {each.untyped_storage().data_ptr() for each in tree_leaves(args) if isinstance(each, Tensor)}
+        for each in tree_leaves(made):
+            if isinstance(each, Tensor) and each.untyped_storage().data_ptr() not in given:
+                self.bytes = max(self.bytes, each.untyped_storage().nbytes())
+        return made
+
+
+@pytest.mark.parametrize("shape", [(3, 70, 500), (600, 500)], ids=["tokens", "pictures"])
+@pytest.mark.parametrize("shifted", [False, True])
+def test_large_logits_are_not_copied_whole(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], shifted: bool) -> None:
+    """And the figures are those of all at once."""
+    torch.manual_seed(0)
+    logits, targets = (torch.randn(shape) * 3).bfloat16(), torch.randint(-50, shape[-1], shape[:-1])
+    logits, targets = (logits[:, :-1], targets[..., :-1] if len(shape) > 2 else targets) if shifted else (logits, targets)
+    targets = targets.clamp(max=logits.shape[-1] - 1)
+    given, indices = {"logits": logits, "targets": targets}, list(range(len(targets)))
+    whole = summary([sums_of(given, indices)])
+    monkeypatch.setattr(validation, "PIECE", 8192)
+    with Largest() as made:
+        pieces = summary([sums_of(given, indices)])
+    assert made.bytes <= max(4 * 8192, logits[0].nbytes)
+    for name in ("figures", "calibration", "classes", "worst"):
+        for one, other in zip(*map(tree_leaves, (whole[name], pieces[name])), strict=True):
+            assert one == pytest.approx(other)
+    rows, kept = logits.reshape(-1, logits.shape[-1]).double(), targets.reshape(-1) >= 0
+    exact = nn.functional.cross_entropy(rows[kept], targets.reshape(-1)[kept]).item()
+    assert pieces["figures"]["validation_loss"] == pytest.approx(exact)
+    sure = rows[kept].softmax(1).max(1).values.sum().item()
+    assert sum(row["count"] * row["confidence"] for row in pieces["calibration"]) == pytest.approx(sure)
 
 
 @pytest.mark.parametrize(

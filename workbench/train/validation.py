@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -34,6 +33,8 @@ WORST = 10
 """Examples with the largest loss that an evaluation keeps."""
 MAX_CLASSES = 1000
 """With more classes, such as the words of a language model, there are no figures per class."""
+PIECE = 2**22
+"""Logits that are looked at together."""
 
 Sums = dict[str, Any]
 """What a rank has summed: numbers, lists of them, and tables by name, which add up."""
@@ -168,12 +169,9 @@ def _classified(logits: Any, targets: Any, indices: list[int]) -> Sums:
             "logits (samples, …, classes) and whole numbers as targets (samples, …)"
         )
     classes, each = logits.shape[-1], targets.numel() // len(indices)
-    logits, targets = logits.detach().reshape(-1, classes).double(), targets.reshape(-1)
-    kept = targets >= 0
-    places = torch.arange(len(targets), device=targets.device)[kept]
-    logits, targets = logits[kept], targets[kept]
-    loss = F.cross_entropy(logits, targets, reduction="none")
-    confidence, predicted = logits.softmax(1).max(1)
+    loss, confidence, predicted, targets = _per_target(logits.detach(), targets)
+    places = (targets >= 0).nonzero()[:, 0]
+    loss, confidence, predicted, targets = (column[places] for column in (loss, confidence, predicted, targets))
     right = (predicted == targets).double()
     bins = (confidence * BINS).ceil().long().clamp(1, BINS) - 1
     binned = [torch.bincount(bins, weights, BINS) for weights in (torch.ones_like(right), confidence, right)]
@@ -191,6 +189,26 @@ def _classified(logits: Any, targets: Any, indices: list[int]) -> Sums:
     rows = zip(*(column.tolist() for column in columns), strict=True)
     sums["worst"] = [[value, indices[sample], *rest] for value, sample, *rest in rows]
     return sums
+
+
+def _per_target(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Loss, confidence, predicted class and class of each target, on the CPU, where counting is deterministic.
+
+    It looks at a piece of the logits at a time: those of a language model fill a large part of a GPU, and a copy of them all may not fit.
+    """
+    classes = logits.shape[-1]
+    samples = max(1, PIECE // max(1, logits[0].numel()))
+    columns: list[tuple[Tensor, Tensor, Tensor]] = []
+    for some, its in zip(logits.split(samples), targets.split(samples), strict=True):
+        rows = max(1, PIECE // max(1, classes))
+        for part, wanted in zip(some.reshape(-1, classes).split(rows), its.reshape(-1).split(rows), strict=True):
+            largest, predicted = (part if part.dtype == torch.double else part.float()).max(1)
+            part = part - largest[:, None]  # in the type of `largest`
+            chosen = part.gather(1, wanted.clamp(min=0)[:, None].long())[:, 0]
+            total = part.exp_().sum(1)
+            columns.append((total.log() - chosen, 1 / total, predicted))
+    loss, confidence, found = (torch.cat(column).cpu() for column in zip(*columns, strict=True))
+    return loss.double(), confidence.double(), found, targets.reshape(-1).cpu().long()
 
 
 def added(a: Any, b: Any) -> Any:
