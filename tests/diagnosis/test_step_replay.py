@@ -3,6 +3,7 @@
 import functools
 import json
 import math
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -166,6 +167,17 @@ def test_an_ordinary_step_and_what_the_ring_has(tmp_path: Path, alone: Ranks, mo
         wb.replay(run, 30)
     with pytest.raises(ValueError, match="no time was left after step 0"):
         wb.replay(run, 9, budget_s=1e-9)
+
+
+def test_a_run_that_goes_on_from_a_sharded_checkpoint(tmp_path: Path, alone: Ranks) -> None:
+    sharded = trained(tmp_path / "sharded", alone, "label_storm", parallel="zero1", checkpoint_every=5, steps=5)
+    there, here = (path / run_directory.CHECKPOINTS for path in (sharded.path, tmp_path / "run"))
+    shutil.copytree(there, here)
+    assert list(here.glob("step*.rank0.pt"))
+    run = trained(tmp_path / "run", alone, "label_storm", steps=14)
+    found = wb.replay(run)
+    assert (found.verdict, found.step, found.start) == ("data", BAD, "the checkpoint of step 5"), found
+    assert "not repeatable" not in str(found)
 
 
 def test_the_first_bad_step() -> None:

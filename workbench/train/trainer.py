@@ -194,10 +194,13 @@ class Trainer:
             }
         )
         self.precision.scaler.load_state_dict(state["scaler"])
-        readers = self.layout.readers
-        seed_all((self.spec.seed * readers.world_size + readers.rank + _RESUMED * state["step"]) % 2**32)
+        seed_all(self.resumed_seed(state["step"], self.layout.readers.rank))
         if state.get("layout") in (None, layout_knobs(self.spec)):  # else the ranks have other parts of the work
             self._random = (state.get("random") or {}).get(self.ranks.rank)
+
+    def resumed_seed(self, done: int, rank: int) -> int:
+        """Seed of a rank that goes on after so many steps without random numbers of its own."""
+        return (self.spec.seed * self.layout.readers.world_size + rank + _RESUMED * done) % 2**32
 
     def step(self, batches: Sequence[Any]) -> Tensor:
         """One whole optimizer step of `spec.accumulation` micro-batches; its loss."""

@@ -1,6 +1,7 @@
 """Repeats a run in this process up to a step, takes that step with changes, and finds what is to blame."""
 
 import copy
+import functools
 import math
 import os
 import statistics
@@ -22,10 +23,12 @@ from workbench.runs.spec import AUTO, RunSpec
 from workbench.runs.task import resolve
 from workbench.timeline.loops import samples_in
 from workbench.train import checkpoint_file
+from workbench.train.checkpoints import part_path
 from workbench.train.loader import build_loader, micro_batches
+from workbench.train.named_state import Source
 from workbench.train.precision import Precision
 from workbench.train.random_numbers import random_state, restore_random_state, seed_all
-from workbench.train.ranks import Layout, Ranks, choose_device
+from workbench.train.ranks import Layout, Ranks, choose_device, layout_knobs
 from workbench.train.sample_order import StepSamples
 from workbench.train.step_ring import read_ring
 from workbench.train.trainer import Trainer
@@ -65,7 +68,8 @@ class Replayer:
         self.notes: list[str] = []
         device, self._time_left = choose_device(spec.replace(nproc_per_node=1), 0, 1), time_left
         folder = run_dir / run_directory.CHECKPOINTS
-        steps = sorted(int(path.stem.removeprefix("step")) for path in folder.glob("step*.pt"))
+        stems = (path.stem.removeprefix("step") for path in folder.glob("step*.pt"))
+        steps = sorted(int(stem) for stem in stems if stem.isdecimal())  # the others are ranks' parts of one
         early = [step for step in steps if step < before - BACK] or [step for step in steps if step < before]
         state = checkpoint_file.load(folder / f"step{early[-1]:08d}.pt", device) if early else None
         self.start = f"the checkpoint of step {early[-1]}" if early else "the first step"
@@ -87,8 +91,12 @@ class Replayer:
             loaders.append(build_loader(task, spec, rank, own))
             self._random.append(random_state(device))
         if state:
-            self.trainer.load_state(state)
+            path = folder / f"step{early[-1]:08d}.pt"
+            self.trainer.load_state(state, Source(state, functools.partial(_verified_part, path)) if state.get("shards") else None)
             self.done = int(state["step"])
+            for rank in range(self.world) if state.get("layout") not in (None, layout_knobs(spec)) else ():
+                seed_all(self.trainer.resumed_seed(self.done, rank))
+                state["random"][rank] = random_state(device)  # as the run went on, whose ranks had other parts of the work
             self._random = [state["random"].get(rank, known) for rank, known in enumerate(self._random)]
         self._samples = [StepSamples(loader, spec.accumulation) for loader in loaders]
         self._streams = [
@@ -205,6 +213,13 @@ class Replayer:
             if double:
                 trainer.module.float()
         return Trial(name=name, loss=_finite(loss), gradient=_finite(norm), others=_finite(after))
+
+
+def _verified_part(path: Path, rank: int) -> Path:
+    """The file of a rank of a checkpoint, after its checksum was compared."""
+    with open(part := part_path(path, rank), "rb") as file:
+        checkpoint_file.verify(file)
+    return part
 
 
 def _finite(value: float) -> float:
