@@ -15,6 +15,7 @@ import workbench as wb
 from workbench.__main__ import main
 from workbench.diagnosis.analysis.sanity import CAUSES, CHECKS, Check, SanityReport
 from workbench.diagnosis.measure import sanity
+from workbench.diagnosis.measure.checked_training import Unjudged, observe, of_task
 
 CLASSES, WIDTH = 4, 6
 
@@ -77,6 +78,15 @@ def classify(model: nn.Module, batch: Any, **options: Any) -> Tensor:
 def task(fault: str = "", **changes: Any) -> wb.Task:
     made: dict[str, Any] = {"model": lambda: Net(fault), "dataset": Blobs, "loss": classify, "optimizer": "adamw(lr=0.01)"}
     return wb.Task(**made | {"name": fault or "sound"} | changes)
+
+
+class Impatient:
+    """A progress line whose time passes with what it is told."""
+
+    left = 1.0
+
+    def say(self, *_: object) -> None:
+        self.left *= 0.8
 
 
 def shuffled(inputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
@@ -145,6 +155,25 @@ def test_a_sound_training_is_not_blamed(fault: str) -> None:
     assert report.ok, report
     assert sum(check.passed is not None for check in report.checks) == len(CHECKS)
     assert ("batch norm in 1 modules" in str(report)) == (fault == "batch norm")
+    accumulated = next(check.figure for check in report.checks if check.name == "accumulation")
+    assert "in evaluation mode" in accumulated
+    assert ("in training mode batch norm makes them differ" in accumulated) == (fault == "batch norm")
+
+
+@pytest.mark.parametrize(
+    ("offset", "scale", "passed", "says"),
+    [(0.0, 2.0, True, "the variance of the targets is"), (50.0, 2.0, None, "normalise the targets"), (0.0, 1e-3, None, "last layer")],
+)
+def test_a_mean_squared_error_is_held_against_the_variance(offset: float, scale: float, passed: bool | None, says: str) -> None:
+    def targets(inputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        return inputs, inputs[:, :CLASSES] * scale + offset
+
+    torch.manual_seed(0)
+    squared = task(dataset=lambda: Blobs(targets), loss=lambda model, batch: F.mse_loss(model(batch[0]), batch[1]))
+    training = of_task(squared, wb.RunSpec(task="squared", device="cpu"), ())
+    check = next(each for each in sanity.check(training, Impatient(), ["initial loss"]))
+    assert check.passed is passed, check
+    assert says in check.figure
 
 
 def test_what_is_frozen_on_purpose_is_said() -> None:
@@ -190,6 +219,13 @@ def test_ctrl_c_and_the_budget_leave_what_is_known(monkeypatch: pytest.MonkeyPat
     assert passed["gradient flow"] is None is passed["overfitting"]
     assert "Ctrl-C" in str(report)
     assert "no time was left" in str(wb.sanity(task(), budget_s=1e-9))
+
+
+def test_too_few_steps_have_a_remedy() -> None:
+    made = task()
+    training = of_task(made, wb.RunSpec(task="sound", device="cpu", optimizer=made.optimizer or "adamw"), ())
+    with pytest.raises(Unjudged, match=r"3 steps are too few to tell: give a larger budget_s"):
+        sanity._label_alignment(training, observe(training), Impatient(), {})
 
 
 def test_what_is_no_training_is_refused() -> None:

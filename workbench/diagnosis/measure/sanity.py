@@ -149,8 +149,10 @@ def _initial_loss(training: Training, seen: Seen, line: Line, done: dict[str, Ch
         return result(False, f"{loss:.4g}, {ratio:.4g} times the mean of {targets} targets", "sum_reduction")
     if targets > 1 and abs(ratio * targets - 1) < 0.01:
         return result(False, f"{loss:.4g}, the mean {mean:.4g} divided by {targets} again", "wrong_reduction")
+    if one.name == "mse_loss" and one.input.shape == one.target.shape and one.target.ndim and len(one.target) > 1:
+        return _beside_variance(mean, one.target.double())
     if one.name not in ("cross_entropy", "nll_loss") or one.input.ndim < 2:
-        raise Unjudged(f"{loss:.3g}; what chance gives is known of cross entropy alone")
+        raise Unjudged(f"{loss:.3g}; what chance gives is known of cross entropy, and of the mean squared error of a batch, alone")
     chance = math.log(one.input.shape[1])
     figure = f"{mean:.3f}, chance is ln({one.input.shape[1]}) = {chance:.3f}"
     if mean > 1.5 * chance + 1:
@@ -158,6 +160,17 @@ def _initial_loss(training: Training, seen: Seen, line: Line, done: dict[str, Ch
     if mean < 0.5 * chance:
         raise Unjudged(f"{figure}: the weights are trained already, or the inputs tell the labels")
     return result(True, figure)
+
+
+def _beside_variance(mean: float, targets: Tensor) -> Check:
+    """The first mean squared error beside that of the targets' mean, the best that can be said without the inputs."""
+    variance = float((targets - targets.mean(0)).square().mean())
+    figure = f"{mean:.3g}, the variance of the targets is {variance:.3g}"
+    if not mean >= 0.5 * variance:
+        raise Unjudged(f"{figure}: the weights are trained already, or the inputs tell the targets")
+    if mean > 10 * variance:
+        raise Unjudged(f"{figure}: normalise the targets, or make the last layer's initial weights smaller")
+    return Check(name="initial loss", passed=True, figure=figure)
 
 
 def _mean(call: LossCall) -> tuple[float, int]:
@@ -369,7 +382,9 @@ def _accumulation(training: Training, seen: Seen, line: Line, done: dict[str, Ch
     if not norm or not math.isfinite(norm):
         raise Unjudged("the gradient is zero or not finite")
     difference = float((total - whole).norm()) / norm
-    figure = f"{parts} micro-batches of {size} differ from the batch of {count} by {difference:.2g}"
+    norms = any(isinstance(part, NORMS) for part in model.modules())
+    mode = "in evaluation mode" + "; in training mode batch norm makes them differ" * norms
+    figure = f"{parts} micro-batches of {size} differ from the batch of {count} by {difference:.2g}, {mode}"
     if difference < UNEQUAL:
         return Check(name="accumulation", passed=True, figure=figure)
     slope = float(total @ whole) / norm**2
@@ -442,7 +457,7 @@ def _label_alignment(training: Training, seen: Seen, line: Line, done: dict[str,
     keep = SavedState(discover(training.step, *training.models, *training.optimizers))
     batches: list[Any] = []
     size = 0
-    until = line.left * 0.6
+    until, more = line.left * 0.6, ""
     arms: list[list[float]] = []
     for shuffled in (None, torch.Generator().manual_seed(1)):
         watched = Watched(training.models, shuffle=shuffled)
@@ -455,14 +470,15 @@ def _label_alignment(training: Training, seen: Seen, line: Line, done: dict[str,
                 losses.append(loss_value(training.step(batch)))
                 watched.losses.clear()
                 line.say(f"learning from {'true' if shuffled is None else 'shuffled'} labels, step {len(losses)}")
-                if (shuffled is None and (line.left < until or size > 2**28)) or line.left <= 0:
+                more = ": give a larger budget_s" if line.left <= 0 or (shuffled is None and line.left < until) else more
+                if (shuffled is None and (more or size > 2**28)) or line.left <= 0:
                     break
         keep.restore()
         arms.append(losses)
     true, other = arms
     gains = [second - first for first, second in zip(true, other, strict=False)][len(true) // 3 :]
     if len(gains) < 5 or not all(map(math.isfinite, gains)):
-        raise Unjudged(f"{len(true)} steps are too few to tell")
+        raise Unjudged(f"{len(true)} steps are too few to tell{more}")
     mean, error = statistics.fmean(gains), statistics.stdev(gains) / math.sqrt(len(gains))
     usual = abs(statistics.fmean(other[len(true) // 3 :]))
     call = seen.watched.losses[0]
@@ -473,7 +489,7 @@ def _label_alignment(training: Training, seen: Seen, line: Line, done: dict[str,
     needed = 30 * call.input.shape[1] if call.name in ("cross_entropy", "nll_loss") and call.input.ndim > 1 else 500
     if samples >= needed and mean + 2 * error < 0.05 * usual:
         return Check(name="label alignment", passed=False, figure=f"{figure}, after {samples} targets", cause="labels_carry_nothing")
-    raise Unjudged(f"{figure}, after {samples} targets: too few to tell")
+    raise Unjudged(f"{figure}, after {samples} targets: too few to tell{more}")
 
 
 _JUDGES: dict[str, Callable[[Training, Seen, Line, dict[str, Check]], Check]] = {
