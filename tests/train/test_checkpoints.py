@@ -312,6 +312,34 @@ def test_a_signal_says_from_which_checkpoint_the_run_goes_on(
     assert note == f"SIGTERM ended it after step 13, {how}: wb.launch(resume=run) {goes_on}"
 
 
+def test_a_last_checkpoint_that_cannot_be_written_is_a_note(alone: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save = checkpoint_file.save
+
+    def broken(state: dict[str, Any], path: Path) -> str:
+        if state["step"] == 18:
+            raise OSError(errno.EIO, "Input/output error")
+        return save(state, path)
+
+    monkeypatch.setattr(checkpoint_file, "save", broken)
+    train(spec_of(), toy_tasks.numbers(), alone, tmp_path)
+    (note,) = [note for note in HandMadeRun(tmp_path).run.notes if "checkpoint" in note]
+    assert "the checkpoint after step 18 could not be written, and the last is step00000012.pt: [Errno 5] Input/output error" in note
+    assert "The training goes on" not in note
+
+
+def test_the_last_step_may_be_the_best(alone: Ranks, tmp_path: Path) -> None:
+    values = iter([3.0, 2.0, 1.0, 9.0])
+    task = toy_tasks.numbers(evaluate=lambda model: {"validation_loss": next(values)})
+    train(spec_of(steps=18, evaluate="checkpoint"), task, alone, tmp_path)
+    checkpoints = Checkpoints(tmp_path, alone, 6)
+    last = checkpoints.latest()
+    assert last
+    assert last[1]["best"] == (1.0, 18)
+    assert next(values) == 9.0  # the last step was evaluated once
+    rows = run_directory.LineTail(tmp_path / run_directory.METRICS).read()
+    assert [row["validation_loss"] for row in rows if "validation_loss" in row] == [3.0, 2.0, 1.0]
+
+
 def test_a_folder_that_may_not_be_written_ends_no_training(alone: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(state: object, path: Path) -> str:
         raise PermissionError(errno.EACCES, "Permission denied", str(path))

@@ -12,6 +12,7 @@ from tests import toy_tasks
 from tests.train.test_checkpoints import spec_of, train
 from workbench.core import run_directory
 from workbench.runs.task import TaskError
+from workbench.train.checkpoints import Checkpoints
 from workbench.train.ranks import Ranks
 
 
@@ -43,6 +44,30 @@ def test_it_ends_after_as_many_evaluations_as_it_has_patience(alone: Ranks, tmp_
     rows = run_directory.LineTail(tmp_path / run_directory.METRICS).read()
     assert rows[-1]["step"] == (last if stop_when != "score(patience=2, best=max)" else 18)  # 9 was better than 8, at step 14
     assert len(rows) >= before
+
+
+def test_a_run_that_was_killed_where_it_was_to_stop_takes_no_further_step(
+    alone: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = spec_of(stop_when="score(patience=1)", evaluate="every(steps=6)")
+    values = iter([1.0, 2.0, 0.5])
+    task = toy_tasks.numbers(evaluate=lambda model: {"score": next(values)})
+    with monkeypatch.context() as killed:
+        killed.setattr("workbench.train.early_stop.EarlyStop.after", lambda stop, step: False)  # killed after the checkpoint of step 12
+        write = Checkpoints.write
+
+        def last(checkpoints: Checkpoints, step: int, *arguments: Any, **options: Any) -> None:
+            write(checkpoints, step, *arguments, **{**options, "wait": True})
+            if step == 12:
+                raise KeyboardInterrupt
+
+        killed.setattr(Checkpoints, "write", last)
+        with pytest.raises(KeyboardInterrupt):
+            train(spec, task, alone, tmp_path)
+    train(spec, task, alone, tmp_path)
+    rows = run_directory.LineTail(tmp_path / run_directory.METRICS).read()
+    assert rows[-1]["step"] == 12
+    assert next(values) == 0.5
 
 
 def test_a_figure_that_there_is_not_is_named(alone: Ranks, tmp_path: Path) -> None:

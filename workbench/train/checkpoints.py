@@ -263,7 +263,7 @@ class Checkpoints:
             DiskFullError: the disk is full; the last checkpoint is kept.
             OSError: another error of the disk; the last checkpoint is kept.
         """
-        self.finish()
+        self.finish(goes_on=True)
         best = self._best
         if loss is not None and not math.isnan(loss) and (best is None or loss < best[0]):
             best = float(loss), step
@@ -281,8 +281,11 @@ class Checkpoints:
         except BaseException as error:
             self._error = error
 
-    def finish(self) -> None:
+    def finish(self, *, goes_on: bool = False) -> None:
         """Wait until the last checkpoint is written, and warn if it was not.
+
+        Args:
+            goes_on: the warning says when the next is tried, for the training does not end here.
 
         Raises:
             Exception: an error that is not about the disk.
@@ -293,9 +296,10 @@ class Checkpoints:
         self._thread, error, self._error = None, self._error, None
         if isinstance(error, OSError):
             last = next((f"the last is {path.name}" for path in reversed(self._all())), "there is none yet")
+            following = (self._step // self._every + 1) * self._every
             self._warn(
-                f"the checkpoint after step {self._step} could not be written, and {last}: {error}. The training goes on, and the next is "
-                f"tried after step {(self._step // self._every + 1) * self._every}"
+                f"the checkpoint after step {self._step} could not be written, and {last}: {error}"
+                + f". The training goes on, and the next is tried after step {following}" * goes_on
             )
         elif error:
             raise error

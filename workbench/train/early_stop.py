@@ -22,7 +22,7 @@ class EarlyStop:
         self._ranks, self._path = ranks, run_dir / run_directory.EVALUATIONS
 
     def after(self, step: int) -> bool:
-        """Is the training to end after this step, which was evaluated? All ranks call it, and get the same answer.
+        """Is the training to end after this step, if it was evaluated? All ranks call it, and get the same answer.
 
         Raises:
             TaskError: the evaluation has no such figure.
@@ -31,7 +31,10 @@ class EarlyStop:
         return self._ranks.share(f"stop {step}", b"1" if stop else b"")[0] == b"1" if self._ranks.world_size > 1 else stop
 
     def _is_over(self, step: int) -> bool:
-        rows = [row["figures"] for row in run_directory.LineTail(self._path).read() if row["step"] <= step]
+        evaluated = [row for row in run_directory.LineTail(self._path).read() if row["step"] <= step]
+        if not evaluated or evaluated[-1]["step"] != step:
+            return False
+        rows = [row["figures"] for row in evaluated]
         name = self._figure if self._figure in rows[-1] else self._figure.removeprefix("validation_")
         if name not in rows[-1]:
             raise TaskError(f"stop_when: the evaluation has no figure {self._figure!r}; it has {', '.join(rows[-1])}")

@@ -116,6 +116,8 @@ def train(
     noise = noise_log(trainer, run_dir) if spec.noise_scale else None
     evaluations = Evaluations(trainer, run_dir, timer) if spec.evaluate else None
     early_stop, stopped = EarlyStop(spec.stop_when, ranks, run_dir) if spec.stop_when else None, False
+    if early_stop and done:  # it may have been killed before it ended there
+        stopped = early_stop.after(done)
     samples = StepSamples(trainer.loader, spec.accumulation)
     ring = StepRing(run_dir / run_directory.ring_file(ranks.rank), trainer, samples, done)
     prints = Fingerprints(folder, trainer, done, samples) if (folder := run_dir / run_directory.FINGERPRINTS).is_dir() else None
@@ -127,7 +129,7 @@ def train(
     if spec.compile != "none":
         timer.leave_out(0, 0)
     began = time.perf_counter()
-    first = True
+    first, at_end = True, None
     step, waiting, loss_of_step = done, spec.accumulation, torch.zeros((), device=ranks.device)
     with (
         contextlib.closing(metrics) if metrics else contextlib.nullcontext(),
@@ -146,7 +148,7 @@ def train(
         ):
             if profiled:
                 profiled.step(done)
-            for batch in () if done >= spec.steps else timer.batches(profiled.batches(batches) if profiled else batches):
+            for batch in () if done >= spec.steps or stopped else timer.batches(profiled.batches(batches) if profiled else batches):
                 waiting -= 1
                 if (
                     done
@@ -182,7 +184,9 @@ def train(
                 if profiled:
                     profiled.step(step)
                 figures = {}
-                if evaluations and evaluations.due(step):
+                if evaluations and evaluations.repeated and step == spec.steps and checkpoints and checkpoints.due(step):
+                    figures = at_end = evaluations.run(step)  # before the checkpoint: it may be the best
+                elif evaluations and evaluations.due(step):
                     figures = evaluations.run(step)
                     if metrics:
                         metrics.figures(figures, step)
@@ -196,7 +200,7 @@ def train(
                     checkpoints.write(step, trainer, timer.unfinished_row(spec.micro_batch * spec.accumulation), wait=False,
                                       loss=figures.get("validation_loss"))  # fmt: skip
                     if prints:  # a rank that is killed in the next step is to go on from here
-                        checkpoints.finish()
+                        checkpoints.finish(goes_on=step < spec.steps)
                 if checkpoints and preemption and last:
                     checkpoints.finish()
                     preemption.end(run_dir, step, checkpoints.last_step)
@@ -205,7 +209,11 @@ def train(
                     break
                 waiting, loss_of_step = spec.accumulation, torch.zeros_like(loss_of_step)
             finite.look()
-            figures = chosen | (evaluations.run(spec.steps) if evaluations and not stopped else {})
+            if at_end is None:
+                at_end = evaluations.run(spec.steps) if evaluations and not stopped else {}
+            figures = chosen | at_end
+            if checkpoints:  # before the timer is closed, which writes the warning
+                checkpoints.finish()
         if timer.failed:  # at its last flush
             raise timer.failed
         if prints:

@@ -59,6 +59,11 @@ class Evaluations:
         self._path = run_dir / run_directory.EVALUATIONS
         self._data: Any = None
 
+    @property
+    def repeated(self) -> bool:
+        """Are there any before the last step?"""
+        return bool(self._every)
+
     def due(self, step: int) -> bool:
         """Is it time for one after a step that is not the last?"""
         return bool(self._every) and not step % self._every and step < self._trainer.spec.steps
