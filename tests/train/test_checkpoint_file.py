@@ -308,3 +308,19 @@ def test_an_interrupt_while_it_is_written_is_no_full_disk(tmp_path: Path, monkey
     monkeypatch.setattr(checkpoint_file.zlib, "crc32", interrupted)
     with pytest.raises(KeyboardInterrupt):
         checkpoint_file.save({"step": 1, "module": torch.zeros(4)}, tmp_path / "step00000001.pt")
+
+
+@pytest.mark.parametrize(
+    "entry", [{"random": [1]}, {"random": {0: 7}}, {"rows": "x"}, {"rows": {0: 1}}, {"best": [1.0]}, {"best": (1.0, "x")}]
+)
+def test_one_whose_entries_have_other_types_is_foreign(
+    checkpoints: Checkpoints, alone: Ranks, tmp_path: Path, entry: dict[str, Any]
+) -> None:
+    path = file_of(tmp_path, 12)
+    checkpoint_file.save(torch.load(path, weights_only=True) | entry, path)
+    with pytest.raises(UnusableCheckpointError, match=f"its {next(iter(entry))} is") as raised:
+        checkpoint_file.load(path, CPU)
+    assert raised.value.kind == "foreign"
+    latest = Checkpoints(tmp_path, alone, 6).latest()
+    assert latest
+    assert latest[0] == file_of(tmp_path, 6)

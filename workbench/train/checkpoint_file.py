@@ -18,6 +18,7 @@ from typing import IO, Any, BinaryIO, cast
 
 import torch
 
+from workbench.core.checks import is_number, is_whole
 from workbench.runs.errors import is_out_of_memory
 
 FORMAT = 2
@@ -118,6 +119,16 @@ def load(path: Path, device: torch.device) -> dict[str, Any]:
     if not isinstance(state, dict) or not state.keys() >= _PARTS:
         what = f"it has no {', '.join(sorted(_PARTS - state.keys()))}" if isinstance(state, dict) else f"it holds a {type(state).__name__}"
         raise UnusableCheckpointError(f"it is not a checkpoint of the workbench: {what}", "foreign")
+    for name, of in (("random", dict), ("rows", str)):  # by rank
+        values = state.get(name) or {}
+        if not isinstance(values, dict) or not all(isinstance(value, of | None) for value in values.values()):
+            raise UnusableCheckpointError(f"it is not a checkpoint of the workbench: its {name} is no table by rank", "foreign")
+    best = state.get("best")
+    if best and not (isinstance(best, tuple | list) and len(best) == 2 and is_number(best[0], finite=False)
+                     and is_whole(best[1], least=0, most=2**53)):  # fmt: skip
+        raise UnusableCheckpointError(
+            f"it is not a checkpoint of the workbench: its best is {best!r:.40}, not a loss and a step", "foreign"
+        )
     return state
 
 
