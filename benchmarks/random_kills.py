@@ -243,7 +243,9 @@ OF_RANK = {
     "SEGV": r"{0}: crashed \(SIGSEGV\)",
 }
 OF_WORKER = r": (RuntimeError: DataLoader worker \(pid.* (is killed by signal|exited unexpectedly)|.*\(a worker of the DataLoader ended)"
-LOST, STOPPED, ABANDONED = r"its guard was killed", r"stopped$", "stopped because the process that launched it ended"
+LOST, STOPPED, ABANDONED = r"its guard was killed", r"stopped($|: SIGTERM)", "stopped because the process that launched it ended"
+PREEMPTED = "stopped: SIGTERM led to a checkpoint"
+"""Said of a rank that got SIGTERM where checkpoints are written."""
 
 
 def expected(role: str, name: str) -> str:
@@ -252,12 +254,20 @@ def expected(role: str, name: str) -> str:
     if role.startswith("worker"):
         return role.removeprefix("worker of ") + OF_WORKER
     if role.startswith("rank"):
-        return OF_RANK[name].format(role)
+        return OF_RANK[name].format(role) + (f"|{PREEMPTED}" if name == "TERM" else "")
     if role == TORCHRUN:
         return r"torchrun crashed \(SIGSEGV\)" if name == "SEGV" else f"torchrun was ended from outside by SIG{name}"
     if role == PROGRAM:
         return ABANDONED
     return {"TERM": STOPPED, "INT": ""}.get(name, LOST)
+
+
+def said_of(run: Run) -> str:
+    """What a run says of its end."""
+    if run.error:
+        return str(run.error)
+    path = run.path / run_directory.PREEMPTED
+    return f"{run.state}: {run_directory.read_json(path)['ended_by']} led to a checkpoint" if path.exists() else run.state
 
 
 def draw(who: dict[str, int], rng: random.Random) -> list[tuple[str, str]]:
@@ -357,7 +367,7 @@ class Trial:
                     time.sleep(0.02)
                 kill.survivors, _ = gone(self.mark, program.pid)
                 kill.gone = time.monotonic() - began
-                kill.state, kill.said = run.state, str(run.error) if run.error else run.state
+                kill.state, kill.said = run.state, said_of(run)
                 kill.right = any(re.match(pattern, kill.said) for pair in kill.sent if (pattern := expected(*pair)))
         if kill.state == "finished":
             return False
@@ -384,7 +394,7 @@ class Trial:
             run = Run.load(self.path)
             while run.state == "running" and time.monotonic() - began < ENDED:
                 time.sleep(0.02)
-            kill.state, kill.said = run.state, str(run.error) if run.error else run.state
+            kill.state, kill.said = run.state, said_of(run)
         else:
             kill.state, kill.said = "none", "there is no run"
         kill.counted = self._begun() != begun

@@ -1,6 +1,7 @@
 """Checkpoints of models that ranks share: parts in files of their own, which any layout loads, and nothing of which is executed."""
 
 import json
+import os
 import pickle
 import subprocess
 import sys
@@ -206,7 +207,8 @@ def test_four_ranks_two_and_one(tmp_path: Path) -> None:
         [("hsdp", 2, "fsdp"), ("hsdp", 1, "ddp"), ("split, fsdp", 3, "fsdp"), ("split, fsdp", 1, "fsdp")],
     )
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=4", str(SCRIPT), str(tmp_path / "out.json")]
-    done = subprocess.run([*command, json.dumps(names), json.dumps(others)], capture_output=True, text=True, timeout=240)
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(SCRIPT.parents[2])}
+    done = subprocess.run([*command, json.dumps(names), json.dumps(others)], env=env, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "out.json").read_text())
     assert len(found) == len(names) + len(others)
