@@ -1,5 +1,6 @@
 """A signal ends a training after a step that all ranks agree on."""
 
+import datetime
 import multiprocessing
 import os
 import signal
@@ -58,6 +59,18 @@ def test_all_ranks_end_after_the_same_step(monkeypatch: pytest.MonkeyPatch, aske
     else:
         assert 5 <= ranks[0].last < 100
         assert {rank.preemption.signal for rank in ranks} == {"SIGUSR1"}
+
+
+def test_a_rank_learns_of_a_signal_while_its_main_thread_waits_for_another() -> None:
+    store, before = HashStore(), signal.set_wakeup_fd(-1)
+    store.set("0/preemption/1", "3")  # what the other rank promises
+    with Preemption(Ranks(rank=0, world_size=2, device=torch.device("cpu"), store=store), 1, 10) as entered:
+        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGUSR1)).start()
+        store.wait(["0/preemption/0"], datetime.timedelta(seconds=20))  # no Python handler runs in here
+        assert store.get("0/preemption") == b"SIGUSR1"
+        assert not entered.reached(2)
+        assert entered.reached(3)
+    assert signal.set_wakeup_fd(before) == -1
 
 
 def test_sigterm_ends_a_process_that_the_training_forked() -> None:

@@ -7,6 +7,7 @@ So a thread of each rank promises a step at whose end the rank waits, and all ra
 import contextlib
 import ctypes
 import os
+import select
 import signal
 import threading
 import time
@@ -45,6 +46,8 @@ class Preemption:
         self._key = f"{ranks.agreements}/preemption"
         self._asked, self._decided, self._closed = threading.Event(), threading.Event(), threading.Event()
         self._lock, self._before = threading.Lock(), dict[signal.Signals, Any]()
+        self._pipe: tuple[int, int] | None = None
+        self._wakeup = -1
         self._promised: int | None = None
         self._last = steps
         self.signal = ""
@@ -54,8 +57,12 @@ class Preemption:
         if threading.current_thread() is threading.main_thread():  # elsewhere signals cannot be handled; another rank may get one
             self._before = {number: signal.signal(number, self._handle) for number in SIGNALS}
             _entered.append(self)
+            if self._ranks.world_size > 1:  # the handler would wait for the main thread, which may wait for another rank or a device
+                self._pipe = os.pipe()
+                os.set_blocking(self._pipe[1], False)
+                self._wakeup = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
         if self._ranks.world_size > 1:
-            threading.Thread(target=self._agree, name="preemption", daemon=True).start()
+            threading.Thread(target=self._follow, name="preemption", daemon=True).start()
         return self
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
@@ -85,11 +92,17 @@ class Preemption:
             writer.write([row])
             writer.close()
 
+    def _follow(self) -> None:
+        self._agree()
+        self._closed.wait()
+        if self._pipe:
+            os.close(self._pipe[0])
+
     def _agree(self) -> None:
         """Promise a step when a rank got a signal, and find out the last."""
         store, ranks = self._ranks.store, range(self._ranks.world_size)
         with contextlib.suppress(RuntimeError):  # the store is gone: another rank has failed
-            while not self._asked.wait(POLL_S) and not store.check([self._key]):
+            while not self._was_asked(POLL_S) and not store.check([self._key]):
                 if self._closed.is_set():
                     return
             if self._asked.is_set():
@@ -108,6 +121,16 @@ class Preemption:
             self.signal = store.get(self._key).decode()
         self._decided.set()
 
+    def _was_asked(self, timeout: float) -> bool:
+        """Did this rank get a signal? Waits for one for so long, and does not need the main thread for it."""
+        if self._pipe is None:
+            return self._asked.wait(timeout)
+        if select.select([self._pipe[0]], [], [], timeout)[0]:
+            for number in os.read(self._pipe[0], 512):
+                if number in SIGNALS:
+                    self._handle(number, None)
+        return self._asked.is_set()
+
     def _promise(self, step: int) -> None:
         self._ranks.store.set(f"{self._key}/{self._ranks.rank}", str(step))
 
@@ -117,10 +140,14 @@ class Preemption:
             signal.signal(number, handler)
         if self in _entered:
             _entered.remove(self)
+        if self._pipe:
+            signal.set_wakeup_fd(self._wakeup)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._restore()
         self._closed.set()
+        if self._pipe:
+            os.close(self._pipe[1])  # wakes the thread, which may still read
         with self._lock:
             unpromised, self._promised = self._promised is None, self._steps
         if unpromised and self._ranks.world_size > 1 and kind is None:
