@@ -60,6 +60,8 @@ LIBRARY = {
     "destroy": (C10D, 2000, "destroy_process_group", "pg.shutdown()", False),
     "init": (C10D, 1800, "init_process_group", "store.wait()", False),
     "share": ("/wt/workbench/train/ranks.py", 90, "share", "self.store.wait(keys, timeout)", False),
+    "collect": ("/wt/workbench/train/ranks.py", 99, "collect", "time.sleep(POLL_S)", False),
+    "run": ("/wt/workbench/train/validation.py", 78, "run", "parts = trainer.layout.readers.collect(", False),
 }
 PLANTED: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
     "sleep": (report(1, at("time.sleep(100)"), last=411), {}, "rank 1 sleeps in train(), train.py:88", ""),
@@ -140,6 +142,29 @@ def test_names_ranks_that_cannot_speak_for_themselves() -> None:
     assert said
     assert "waits for its loader, whose worker is at data.py:14 in __getitem__()" in str(said)
     assert worker in said.stacks[1]
+
+
+@pytest.mark.parametrize("checking", [False, True])
+def test_ranks_that_have_evaluated_wait_for_the_one_that_still_does(checking: bool) -> None:
+    inner = [(f"{TORCH}/distributed/_store.py", 5, "check", "return self._check(keys)", False)] if checking else []
+    collecting = [*inner, LIBRARY["collect"], LIBRARY["run"]]
+    others = {rank: report(rank, collecting, quiet=70.0, works=checking) for rank in (1, 2)}
+    scoring = [("/home/me/task.py", 30, "score", "time.sleep(70)", True), LIBRARY["run"]]
+
+    assert judge(others | {0: report(0, scoring, works=True, quiet=70.0)}, 3) is None  # it computes, however long others wait
+    within = {rank: rows | {"quiet": 9.0} for rank, rows in (others | {0: report(0, scoring)}).items()}
+    assert judge(within, 3) is None
+    idle = judge(others | {0: report(0, scoring, quiet=70.0)}, 3)
+    assert idle is not None
+    assert (idle.rank, idle.line) == (0, "task.py:30")
+    assert "rank 0 sleeps in score(), task.py:30, while ranks 1, 2 wait in the evaluation" in str(idle)
+    late = judge({0: others[1] | {"rank": 0}, 1: report(1, scoring, quiet=70.0), 2: others[2]}, 3)
+    assert late is not None
+    assert late.rank == 1  # rank 0 collects what all have evaluated
+    skipped = judge({0: others[1] | {"rank": 0}, 1: waits(1, last=413, quiet=70.0), 2: others[2]}, 3)
+    assert skipped is not None
+    assert skipped.rank == 1  # it goes on without evaluating
+    assert judge({rank: others[1] | {"rank": rank} for rank in range(3)}, 3) is None
 
 
 def test_a_subgroup_waits_for_its_member_that_is_elsewhere() -> None:

@@ -44,6 +44,8 @@ _PLANNED = re.compile(r"(^|_)(eval|evaluate|evaluation|valid|validate|validation
 _WAITS = re.compile(
     r"\.(wait|item|tolist|cpu|numpy|synchronize|result)\(|\b(barrier|all_\w+|reduce\w*|broadcast\w*|gather\w*|scatter\w*)\("
 )
+COLLECTS = "the evaluation, until all ranks have evaluated"
+"""What a rank waits in that has evaluated its part."""
 _SKIPPED = ("wrapper", "wrapped", "decorate_context", "_wrapped_call_impl", "_call_impl", "inner", "_fn")
 Frame = tuple[str, int, str, str, bool]
 
@@ -254,6 +256,8 @@ def _waits_for(rank: int, act: _Act, acts: Mapping[int, _Act], live: Mapping[int
     if not act.waits:
         return set()
     called = act.collective
+    if act.what == COLLECTS:  # rank 0 waits for all, the others for rank 0, and so for all
+        return {other for other, theirs in acts.items() if other != rank and theirs.what != COLLECTS}
     if called is None or called["number"] is None:  # a store, a send, or a torch without a recorder
         return {other for other, theirs in acts.items() if other != rank and not theirs.waits}
     awaited, group = set(), called["group"]
@@ -315,7 +319,7 @@ def _act(report: Mapping[str, Any], worker: tuple[str, str] | None) -> _Act:
     place = user or next((frame for frame in main if "/workbench/" in frame[0] and "/programs/" not in frame[0]), None)
     line = f"{Path(place[0]).name}:{place[1]}" if place else ""
     inside = f" in {user[2]}()" if user and not user[2].startswith("<") else ""
-    planned = any(_PLANNED.search(frame[2].lower()) for frame in main)
+    planned = any(_PLANNED.search(frame[2].lower()) or frame[0].endswith("/workbench/train/validation.py") for frame in main)
     names, files = [frame[2] for frame in main], [frame[0].replace("\\", "/") for frame in main]
     text = main[0][3] if main else ""
     act = _Act(words="", line=line, works=bool(report["works"]), planned=planned)
@@ -323,7 +327,10 @@ def _act(report: Mapping[str, Any], worker: tuple[str, str] | None) -> _Act:
     in_distributed = next((at for at, file in enumerate(files[:20]) if "/torch/distributed/" in file), None)
     pending = next((row for row in report["collectives"] if row["pending"] and row["number"] is not None), None)
     pending = pending or next((row for row in report["collectives"] if row["pending"]), None)
-    if any("importlib" in file for file in files[:20]):
+    if any(file.endswith("workbench/train/ranks.py") and name == "collect" for file, name in zip(files[:4], names[:4], strict=True)):
+        act.waits, act.what, act.works = True, COLLECTS, False  # it polls, so no collective is pending, and it sleeps
+        act.words = f"waits in {act.what}{inside}"
+    elif any("importlib" in file for file in files[:20]):
         act.words, act.works = "loads a module", True
     elif any(file.endswith("torch/utils/data/dataloader.py") and name == "_next_data" for file, name in zip(files, names, strict=True)):
         act.words = "waits for its loader" + (f", whose worker is at {worker[0]}" if worker else "")
