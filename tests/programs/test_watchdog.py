@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks import hangs
 from workbench.core import run_directory
-from workbench.programs.watchdog import Watchdog
+from workbench.programs.watchdog import Watchdog, _usage
 from workbench.runs.hang import Hang
 
 
@@ -75,3 +75,29 @@ def test_writes_who_holds_up_the_run_and_that_it_went_on(tmp_path: Path) -> None
             assert "then the run went on: rank 1 sleeps in train()" in str(over)
         assert watchdog.look({rank: report(rank, quiet=31, steps=9) for rank in range(2)}) is (on_hang == "stop")
     assert (tmp_path / run_directory.HANG / run_directory.STOP).exists()
+
+
+def test_a_rank_that_does_not_answer_and_gets_no_core_is_not_said_to_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / run_directory.HANG).mkdir()
+    (tmp_path / run_directory.RUN_JSON).write_text(json.dumps({"id": "none", "spec": {"nproc_per_node": 2}}))
+    monkeypatch.setattr(Watchdog, "_ranks", lambda self: iter([(1, os.getpid())]))
+    monkeypatch.setattr(Watchdog, "_dump", lambda self, rank, pid: "")
+    for waited, cpu, steps, named in (
+        (0.6, 0.0, 9, False),
+        (0.0, 0.9, 1, False),
+        (0.0, 0.0, 1, False),
+        (0.0, 0.9, 9, True),
+        (0.0, 0.0, 9, True),
+    ):
+        readings = ((0.4 * look, 0.4 * look * cpu, 0.4 * look * waited) for look in range(100))
+        watchdog = Watchdog(tmp_path, "stop", usage=lambda pid, readings=readings: next(readings))  # type: ignore[misc]
+        watchdog._asked -= 10
+
+        looks = [watchdog.look({0: report(0, quiet=8 + 0.4 * look, steps=steps)}) for look in range(12)]
+
+        assert not any(looks)
+        assert (watchdog._named is not None) == named, (waited, cpu, steps)
+    busy = _usage(os.getpid())
+    while time.process_time() - busy[1] < 0.02:
+        pass
+    assert _usage(os.getpid())[1] > busy[1]

@@ -144,6 +144,39 @@ def test_names_ranks_that_cannot_speak_for_themselves() -> None:
     assert worker in said.stacks[1]
 
 
+IN_C, EVALUATES = (
+    'Current thread 0x1 (most recent call first):\n  File "/me/native.py", line 7 in fft\n' + outer
+    for outer in ('  File "/me/train.py", line 9 in <module>', '  File "/me/train.py", line 30 in evaluate')
+)
+
+
+@pytest.mark.parametrize(
+    ("busy", "steps", "dump", "seconds"),
+    [
+        ("", 100, IN_C, hang.FLOOR),
+        (hang.USES_CPU, 100, IN_C, hang.FLOOR),
+        (hang.WAITS_FOR_A_CORE, 100, IN_C, hang.WORKING),
+        ("", 1, IN_C, hang.SILENT_START),
+        (hang.USES_CPU, 1, IN_C, hang.WORKING),
+        (hang.WAITS_FOR_A_CORE, 0, IN_C, hang.WORKING),
+        ("", 100, EVALUATES, hang.PLANNED),
+        (hang.USES_CPU, 100, EVALUATES, hang.WORKING),
+    ],
+)
+def test_a_rank_that_cannot_answer_has_more_time_where_it_starts_or_gets_no_core(busy: str, steps: int, dump: str, seconds: float) -> None:
+    silent = {1: ("is in C code that holds Python's lock", dump)}
+
+    before, after = (judge({0: waits(0, quiet=seconds + d, steps=steps)}, 2, silent=silent, busy={1: busy}) for d in (-0.5, 0.5))
+
+    assert before is None
+    assert after is not None
+    assert after.rank == 1
+    assert ("does not get a core" in after.doing) == (busy == hang.WAITS_FOR_A_CORE)
+    stopped = judge({0: waits(0, steps=steps)}, 2, silent={1: ("is stopped (SIGSTOP)", "")}, busy={1: busy})
+    assert stopped is not None
+    assert "rank 1 is stopped" in str(stopped)
+
+
 @pytest.mark.parametrize("checking", [False, True])
 def test_ranks_that_have_evaluated_wait_for_the_one_that_still_does(checking: bool) -> None:
     inner = [(f"{TORCH}/distributed/_store.py", 5, "check", "return self._check(keys)", False)] if checking else []

@@ -9,12 +9,14 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from workbench.core import run_directory
+from workbench.core.system_load import cpu_of_process
 from workbench.runs import hang
 from workbench.runs.hang import Hang
 from workbench.runs.rank_watchdog import DUMP_SIGNAL, QUIET
@@ -23,6 +25,10 @@ PAUSE = 0.4
 """Seconds between two looks."""
 ANSWER = 2.0
 """Seconds in which a rank that was asked for its stacks answers; then a signal asks it again."""
+WINDOW = 5.0
+"""Seconds over which a rank that does not answer is judged to use its CPU or to wait for a core."""
+BUSY = 0.2
+"""Share of these seconds. A thread that waits for Python's lock looks for it 200 times a second, which takes some hundredths."""
 IDLE = 6.0
 """Seconds without a report after which nobody is in need of a watchdog."""
 
@@ -30,7 +36,7 @@ IDLE = 6.0
 class Watchdog:
     """What is known of the ranks of a run that makes no progress."""
 
-    def __init__(self, run_dir: Path, on_hang: str) -> None:
+    def __init__(self, run_dir: Path, on_hang: str, *, usage: "Callable[[int], tuple[float, float, float]] | None" = None) -> None:
         self._run_dir, self._folder, self._on_hang = run_dir, run_dir / run_directory.HANG, on_hang
         info = run_directory.read_json(run_dir / run_directory.RUN_JSON)
         self._id, spec = info["id"], info["spec"]
@@ -39,6 +45,8 @@ class Watchdog:
         self._asked = time.monotonic()
         self._silent: dict[int, tuple[str, str]] = {}
         self._workers: dict[int, tuple[str, str]] = {}
+        self._usage = usage or _usage
+        self._used: dict[int, deque[tuple[float, float, float]]] = {}
         self._named: Hang | None = None
         self._numbers: Any = None
 
@@ -69,16 +77,20 @@ class Watchdog:
         processes = dict(self._ranks())
         missing = set(range(self._world_size)) - reports.keys()
         ended = set() if self._several else missing - processes.keys()
+        self._used = {rank: self._used.get(rank, deque(maxlen=round(WINDOW / PAUSE))) for rank in missing & processes.keys()}
+        for rank, used in self._used.items():
+            used.append(self._usage(processes[rank]))
         for rank in sorted(missing & processes.keys() - self._silent.keys()):
             if time.monotonic() - self._asked > ANSWER and any(report["quiet"] >= hang.FLOOR - 1 for report in reports.values()):
                 self._silent[rank] = self._ask(rank, processes[rank])
         self._silent = {rank: said for rank, said in self._silent.items() if rank in missing}
-        found = hang.judge(reports, self._world_size, ended=ended, silent=self._silent, workers=self._workers)
+        known: dict[str, Any] = {"ended": ended, "silent": self._silent, "busy": {r: _busy(used) for r, used in self._used.items()}}
+        found = hang.judge(reports, self._world_size, **known, workers=self._workers)
         if found is None:
             return False
         if self._named is None and found.rank is not None and "loader" in found.doing and found.rank in processes:
             self._workers |= self._ask_workers(found.rank, processes[found.rank])
-            found = hang.judge(reports, self._world_size, ended=ended, silent=self._silent, workers=self._workers) or found
+            found = hang.judge(reports, self._world_size, **known, workers=self._workers) or found
         if self._named is None or (found.rank, found.line) != (self._named.rank, self._named.line):
             self._named, self._numbers = found, numbers
             found.write(self._run_dir)
@@ -144,6 +156,22 @@ class Watchdog:
                 file.seek(before)
                 return file.read(100_000).rstrip()
         return ""
+
+
+def _usage(pid: int) -> tuple[float, float, float]:
+    """The time, the CPU time of a process so far, and for how long its main thread was ready and waited for a core; all in seconds."""
+    waited = 0.0
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        waited = int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
+    return time.monotonic(), cpu_of_process(pid), waited
+
+
+def _busy(used: deque[tuple[float, float, float]]) -> str:
+    """Does a process wait for a core, or use its CPU? "" = neither. Until that is known, it counts as waiting for a core."""
+    seconds, cpu, waited = (last - first for first, last in zip(used[0], used[-1], strict=True))
+    if seconds < 2 * PAUSE or waited >= BUSY * seconds:
+        return hang.WAITS_FOR_A_CORE
+    return hang.USES_CPU if cpu >= BUSY * seconds else ""
 
 
 def _stat(pid: int) -> tuple[str, int]:

@@ -5,6 +5,11 @@ holds up the others. Where ranks wait for each other, they have called different
 
 How long the ranks must have been without progress depends on what that rank does: short where nothing can follow (it waits itself, or has
 ended), longer where it sleeps or waits for something outside, and minutes where it works.
+
+A rank that cannot answer is in C code that holds Python's lock, or does not get a core. If it waits for a core, it works. In C code it may
+compute or be stuck, and nothing tells the one from the other. So what it did before decides: a rank that has taken steps, each of which let
+others answer, is named soon, whether it uses its CPU or not; before the second step, where modules and data are loaded, it has
+SILENT_START; there and in an evaluation or a checkpoint it works if it uses its CPU.
 """
 
 import contextlib
@@ -29,6 +34,8 @@ PLANNED = 10.0
 """Seconds for a rank that is idle in an evaluation or a checkpoint."""
 STARTING = 30.0
 """Seconds for a rank that is idle before its second step."""
+SILENT_START = 60.0
+"""Seconds for a rank that cannot answer and has not taken its second step."""
 ALONE = 30.0
 """Seconds where no rank waits for another."""
 IN_TRANSIT = 60.0
@@ -44,6 +51,8 @@ _PLANNED = re.compile(r"(^|_)(eval|evaluate|evaluation|valid|validate|validation
 _WAITS = re.compile(
     r"\.(wait|item|tolist|cpu|numpy|synchronize|result)\(|\b(barrier|all_\w+|reduce\w*|broadcast\w*|gather\w*|scatter\w*)\("
 )
+USES_CPU, WAITS_FOR_A_CORE = "uses its CPU", "waits for a core"
+"""What a rank does that cannot answer, as the kernel counts it."""
 COLLECTS = "the evaluation, until all ranks have evaluated"
 """What a rank waits in that has evaluated its part."""
 _SKIPPED = ("wrapper", "wrapped", "decorate_context", "_wrapped_call_impl", "_call_impl", "inner", "_fn")
@@ -159,6 +168,8 @@ class _Act:
     works: bool = False
     certain: bool = False
     """It will not go on by itself, whatever it does."""
+    patience: float = FLOOR
+    """Seconds for a rank of which that is certain."""
     planned: bool = False
     """It evaluates, or writes a checkpoint."""
     waits: bool = False
@@ -175,6 +186,7 @@ def judge(
     *,
     ended: Iterable[int] = (),
     silent: Mapping[int, tuple[str, str]] | None = None,
+    busy: Mapping[int, str] | None = None,
     workers: Mapping[int, tuple[str, str]] | None = None,
 ) -> Hang | None:
     """Does the run hang, and who holds up whom? None while that cannot be said.
@@ -184,6 +196,7 @@ def judge(
         world_size: ranks of the run.
         ended: ranks whose process is gone.
         silent: ranks that cannot answer → what they do, and their stacks as faulthandler prints them.
+        busy: of these, those that use their CPU → USES_CPU, and those that wait for a core → WAITS_FOR_A_CORE.
         workers: ranks → line and stack of a DataLoader's worker of theirs, where that was asked for.
     """
     silent, ended = silent or {}, set(ended)
@@ -195,7 +208,8 @@ def judge(
         return None
     acts = {rank: _act(report, (workers or {}).get(rank)) for rank, report in live.items()}
     acts |= {rank: _Act(words="has ended: its process is gone", certain=True) for rank in ended}
-    acts |= {rank: _Act(words=words, line=place_in_dump(stack), certain=True) for rank, (words, stack) in silent.items()}
+    starting = any(map(_starting, live.values()))
+    acts |= {rank: _silent(words, stack, (busy or {}).get(rank, ""), starting) for rank, (words, stack) in silent.items()}
     rank, patience, act = _culprit(acts, live)
     if quiet < max(patience, USUAL * usual):
         return None
@@ -225,7 +239,7 @@ def _culprit(acts: Mapping[int, _Act], live: Mapping[int, Mapping[str, Any]]) ->
         rank = min(free, key=lambda rank: (acts[rank].works, -awaited[rank], rank))
         act = acts[rank]
         if act.certain or act.waits:
-            return rank, FLOOR, act
+            return rank, act.patience, act
         if act.works:
             return rank, WORKING, act
         return rank, STARTING if _starting(live[rank]) else PLANNED if act.planned else FLOOR, act
@@ -243,6 +257,19 @@ def _culprit(acts: Mapping[int, _Act], live: Mapping[int, Mapping[str, Any]]) ->
     rank = next((rank for rank, act in acts.items() if not act.works), min(acts))
     idle = not any(act.works for act in acts.values())
     return rank, max(ALONE, STARTING) if idle and not any(map(_starting, live.values())) else float("inf"), acts[rank]
+
+
+def _silent(words: str, stack: str, busy: str, starting: bool) -> _Act:
+    """What a rank does that cannot answer; the module says how long it may."""
+    act = _Act(words=words, line=place_in_dump(stack), certain=True)
+    if words.startswith("is stopped"):
+        return act
+    planned = any(_PLANNED.search(name.lower()) for _, _, name in frames_of_dump(stack))
+    act.works = busy == WAITS_FOR_A_CORE or (busy == USES_CPU and (starting or planned))
+    if busy == WAITS_FOR_A_CORE:
+        act.words = "does not get a core: other processes keep the machine busy"
+    act.patience = WORKING if act.works else SILENT_START if starting else PLANNED if planned else FLOOR
+    return act
 
 
 def _starting(report: Mapping[str, Any]) -> bool:
