@@ -164,7 +164,11 @@ def test_what_launch_hands_on(
     assert (facts["state"], facts["steps_done"], facts["spec"]["task"]) == ("finished", 20, "clipart-resnet")
     assert facts["ranks"][0]["step"] == pytest.approx(sum(facts["ranks"][0][phase] for phase in PHASES))
     assert {"threads": 2, "profile": 5, "args": ["--epochs", "1"], "watch": True}.items() <= given[0].items()
+    log = run.path / "logs/x/attempt_0/0/stdout.log"
+    log.parent.mkdir(parents=True)
+    log.write_text("epoch 1\n")
     main(["launch", "text-gpt", "--set", "nproc_per_node=2", "micro_batch=4"])
+    assert f"what it printed: {log}\n" in capsys.readouterr().out
     spec = given[1]["target"]
     assert (spec.nproc_per_node, spec.micro_batch, spec.steps) == (2, 4, 60)
 

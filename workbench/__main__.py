@@ -90,6 +90,10 @@ def launch(given: argparse.Namespace, script_args: list[str]) -> int:
         print(f"workbench: {run}", file=sys.stderr)
         return 143 if isinstance(stop, Terminated) else 130
     show(run_facts(run) if given.json else report(run), given)
+    printed = [path for path in run.log_files().get(0, []) if path.name == "stdout.log"]
+    if printed and not given.json:
+        of_rank_0 = " (rank 0; the others beside it)" if run.spec.world_size > 1 else ""
+        print(f"\nwhat it printed: {printed[-1]}{of_rank_0}")
     if run.traces and not given.json:
         print(f"\nwhat its steps are made of: workbench trace {run.path}")
     return 0 if run.ok else 1
