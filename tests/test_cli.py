@@ -139,6 +139,11 @@ def test_a_misspelt_command_or_option_is_recognised(capsys: pytest.CaptureFixtur
     assert "unknown arguments: --buget 3 (did you mean '--budget'?)" in refused(["diagnose", "train.py", "--buget", "3"], capsys)
     assert "did you mean '--nproc-per-node'?" in refused(["launch", "train.py", "--nproc_per_node=2"], capsys)
     assert "knobs are turned with --set" in refused(["estimate", "text-gpt", "--hidden", "64"], capsys)
+    two = refused(["diagnose", "runs/a", "runs/b"], capsys)
+    assert "one target is allowed, two were given: runs/b is too much; workbench compare takes several runs" in two
+    assert "unknown" not in two
+    assert "one path is allowed, three were given: b c is too much" in refused(["trace", "a", "b", "c"], capsys)
+    assert "what is meant for the script comes after --" in refused(["launch", "train.py", "data"], capsys)
     assert "runs has --help, --filter, --sort" in refused(["runs", "--verbose"], capsys)
 
 

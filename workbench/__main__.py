@@ -427,6 +427,11 @@ def _refuse(parser: argparse.ArgumentParser, given: argparse.Namespace, rest: li
     """End with a message about arguments that a command, with this parser, does not have."""
     options = [flag for action in parser._actions for flag in action.option_strings]
     strange = next((word.partition("=")[0] for word in rest if word.startswith("--")), "")
+    places = [action.dest.replace("_", " ") for action in parser._actions if not action.option_strings]
+    if len(places) == 1 and given.command != "launch" and not any(word.startswith("-") for word in rest):
+        number = {1: "two", 2: "three"}.get(len(rest), str(len(rest) + 1))
+        more = "; workbench compare takes several runs" if given.command in ("diagnose", "report") else ""
+        parser.error(f"one {places[0]} is allowed, {number} were given: {' '.join(rest)} is too much{more}")
     if hint := did_you_mean(strange, options, cutoff=0.7).strip():
         pass
     elif given.command == "launch":
