@@ -37,7 +37,7 @@ help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(STAMP) ## create .venv with everything (quick when it is there)
-	@$(if $(filter setup,$(MAKECMDGOALS)),echo 'All is in $(VENV). Next: $(BIN)/workbench --help, or make lab for the course in JupyterLab')
+	@$(if $(filter setup,$(MAKECMDGOALS)),echo 'All is in $(VENV). Next: $(BIN)/workbench --help or make lab for the course in JupyterLab')
 
 $(STAMP): pyproject.toml constraints.txt requirements.lock
 	@[ -n "$(PYTHON)" ] && "$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \

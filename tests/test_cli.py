@@ -173,7 +173,7 @@ def test_what_launch_hands_on(
     log.parent.mkdir(parents=True)
     log.write_text("epoch 1\n")
     main(["launch", "text-gpt", "--set", "nproc_per_node=2", "micro_batch=4"])
-    assert f"what it printed: {log}\n" in capsys.readouterr().out
+    assert f"what it printed: {log} (rank 0; the others beside it)\n" in capsys.readouterr().out
     spec = given[1]["target"]
     assert (spec.nproc_per_node, spec.micro_batch, spec.steps) == (2, 4, 60)
 

@@ -56,7 +56,7 @@ def test_help_lists_every_target() -> None:
 def test_make_setup_says_what_to_do_next() -> None:
     for goals, said in ((["setup"], True), (["lint"], False)):
         rule = subprocess.run(["make", "-s", "-n", "-C", str(ROOT), *goals], capture_output=True, text=True, check=True).stdout
-        assert (".venv/bin/workbench --help, or make lab" in rule) == said
+        assert (".venv/bin/workbench --help or make lab" in rule) == said
 
 
 def test_version_is_said_once() -> None:
