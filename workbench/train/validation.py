@@ -204,9 +204,9 @@ def _per_target(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor
     classes = logits.shape[-1]
     samples = max(1, PIECE // max(1, logits[0].numel()))
     columns: list[tuple[Tensor, Tensor, Tensor]] = []
-    for some, its in zip(logits.split(samples), targets.split(samples), strict=True):
+    for some, its in zip(torch.split(logits, samples), torch.split(targets, samples), strict=True):
         rows = max(1, PIECE // max(1, classes))
-        for part, wanted in zip(some.reshape(-1, classes).split(rows), its.reshape(-1).split(rows), strict=True):
+        for part, wanted in zip(torch.split(some.reshape(-1, classes), rows), torch.split(its.reshape(-1), rows), strict=True):
             largest, predicted = (part if part.dtype == torch.double else part.float()).max(1)
             part = part - largest[:, None]  # in the type of `largest`
             chosen = part.gather(1, wanted.clamp(min=0)[:, None].long())[:, 0]

@@ -94,9 +94,9 @@ class Replayer:
             path = folder / f"step{early[-1]:08d}.pt"
             self.trainer.load_state(state, Source(state, functools.partial(_verified_part, path)) if state.get("shards") else None)
             self.done = int(state["step"])
-            for rank in range(self.world) if state.get("layout") not in (None, layout_knobs(spec)) else ():
-                seed_all(self.trainer.resumed_seed(self.done, rank))
-                state["random"][rank] = random_state(device)  # as the run went on, whose ranks had other parts of the work
+            for number in range(self.world) if state.get("layout") not in (None, layout_knobs(spec)) else ():
+                seed_all(self.trainer.resumed_seed(self.done, number))
+                state["random"][number] = random_state(device)  # as the run went on, whose ranks had other parts of the work
             self._random = [state["random"].get(rank, known) for rank, known in enumerate(self._random)]
         self._samples = [StepSamples(loader, spec.accumulation) for loader in loaders]
         self._streams = [
