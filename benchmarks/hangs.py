@@ -83,7 +83,8 @@ def hang():
     elif case == "native":
         ctypes.CDLL(None).pause()  # native
     elif case == "gil":
-        ctypes.PyDLL(None).sleep(1000)  # gil
+        mutex, lock = ctypes.create_string_buffer(64), ctypes.PyDLL(None).pthread_mutex_lock
+        lock(mutex), lock(mutex)  # gil
     elif case == "signal":
         os.kill(os.getpid(), signal.SIGSTOP)
     elif case == "end":

@@ -81,7 +81,7 @@ class Watchdog:
         for rank, used in self._used.items():
             used.append(self._usage(processes[rank]))
         for rank in sorted(missing & processes.keys() - self._silent.keys()):
-            if time.monotonic() - self._asked > ANSWER and any(report["quiet"] >= hang.FLOOR - 1 for report in reports.values()):
+            if time.monotonic() - self._asked > ANSWER and any(report["quiet"] >= hang.FLOOR for report in reports.values()):
                 self._silent[rank] = self._ask(rank, processes[rank])
         self._silent = {rank: said for rank, said in self._silent.items() if rank in missing}
         known: dict[str, Any] = {"ended": ended, "silent": self._silent, "busy": {r: _busy(used) for r, used in self._used.items()}}

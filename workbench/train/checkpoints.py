@@ -205,9 +205,9 @@ class Checkpoints:
             print(f"{unusable} is {why.kind} and passed over: {why}")
             unusable.rename(unusable.with_name(f"{unusable.name}.{why.kind}"))
         notes = []
-        before, now = state.get("samples"), _samples(trainer)
+        before, now = (f"{n:,} samples" if isinstance(n, int) else "no length" for n in (state.get("samples"), _samples(trainer)))
         if "samples" in state and before != now:
-            notes.append(f"the dataset has {_many(now)} now, and had {_many(before)} before: the order of the samples differs")
+            notes.append(f"the dataset has {now} now, and had {before} before: the order of the samples differs")
         if changed := _changed_layout(trainer, state):
             notes.append(changed)
         for note in notes:
@@ -488,10 +488,6 @@ def _samples(trainer: "Trainer") -> int | None:
     """Samples of the dataset; None = a stream."""
     dataset = trainer.loader.dataset
     return len(dataset) if isinstance(dataset, Sized) and not isinstance(dataset, IterableDataset) else None
-
-
-def _many(samples: int | None) -> str:
-    return "no length" if samples is None else f"{samples:,} samples"
 
 
 def _step_of(path: Path) -> int:
