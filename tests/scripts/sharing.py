@@ -140,6 +140,7 @@ def main(path: str, *run_dirs: str) -> None:
             results[name] = trained(globals()[task](), knobs, ranks)
         except ValueError as error:
             results[name] = {"error": f"{type(error).__name__}: {error}"}
+    sys.path.append(str(Path(__file__).parents[2]))  # torchrun starts this file from anywhere
     from tests.scripts import checkpoint_ranks
 
     results["checkpoints"] = checkpoint_ranks.compare(ranks, Path(path).parent, **checkpoint_ranks.IN_MAKE_TEST)
