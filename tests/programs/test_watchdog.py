@@ -76,6 +76,11 @@ def test_writes_who_holds_up_the_run_and_that_it_went_on(tmp_path: Path) -> None
         assert watchdog.look({rank: report(rank, quiet=31, steps=9) for rank in range(2)}) is (on_hang == "stop")
     assert (tmp_path / run_directory.HANG / run_directory.STOP).exists()
 
+    stopped = Hang.load(tmp_path)
+    run_directory.write_json(tmp_path / run_directory.HANG / "rank0.json", report(0, quiet=31, steps=9))
+    Watchdog(tmp_path, "stop").run()  # the ranks that end now, one after another, are not judged any more
+    assert Hang.load(tmp_path) == stopped
+
 
 def test_a_rank_that_does_not_answer_and_gets_no_core_is_not_said_to_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / run_directory.HANG).mkdir()

@@ -40,6 +40,7 @@ class Watchdog:
         self._run_dir, self._folder, self._on_hang = run_dir, run_dir / run_directory.HANG, on_hang
         info = run_directory.read_json(run_dir / run_directory.RUN_JSON)
         self._id, spec = info["id"], info["spec"]
+        self._stop = self._folder / run_directory.STOP
         self._several = spec.get("nnodes", 1) > 1
         self._world_size = spec.get("nproc_per_node", 1) * spec.get("nnodes", 1)
         self._asked = time.monotonic()
@@ -56,7 +57,7 @@ class Watchdog:
         (self._folder / run_directory.ASK).touch()
         last = time.monotonic()
         try:
-            while time.monotonic() - last < IDLE:
+            while time.monotonic() - last < IDLE and not self._stop.exists():  # ranks of a run that is being ended do not hang
                 reports = self._reports()
                 if any(report["quiet"] >= QUIET for report in reports.values()):
                     last = time.monotonic()
@@ -98,7 +99,7 @@ class Watchdog:
         if self._on_hang == "stop" and found.seconds >= max(hang.STOP, 2 * hang.USUAL * found.usual):
             self._named = replace(found, stopped=True)
             self._named.write(self._run_dir)
-            (self._folder / run_directory.STOP).touch()
+            self._stop.touch()
             return True
         return False
 
