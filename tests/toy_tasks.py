@@ -111,7 +111,7 @@ def too_large() -> Task:
 
 def boom_on_rank_1() -> Task:
     """One rank fails in its third step, while the other waits for its gradients."""
-    ranks.PATIENCE = datetime.timedelta(seconds=1)
+    ranks.FAILED_TIMEOUT = datetime.timedelta(seconds=1)
     calls = 0
 
     def loss(model: nn.Module, batch: Pair) -> Tensor:

@@ -178,6 +178,20 @@ def test_a_trial_ends_at_the_crossing() -> None:
     assert gone.after < 5
 
 
+@pytest.mark.parametrize("evaluate", [None, lambda model, batch: {"validation_loss": (model(batch) - batch).square()}])
+def test_a_figure_of_validation_data_is_a_target(evaluate: Any) -> None:
+    """Once for all samples, of which the last batch has fewer: weights 1, 1, 1, 1, 4 of the squared errors."""
+    samples = [torch.ones(())] * 4 + [torch.tensor(2.0)]
+    here = runner(SPEC.replace(micro_batch=1), target="validation_loss", validation=lambda: samples, evaluate=evaluate)
+    assert here.untrained() == pytest.approx(8 / 5)
+    plan = {"warmup_steps": 0}
+    job = Job(batch=12, rule="none", optimizer="", lr=0.05, seed=0)
+    trial = here.run(job, plan, Target(name="validation_loss", value=0.8, rises=False), lambda: 100, 100)
+    assert (trial.outcome, trial.after) == ("reached", 4)
+    with pytest.raises(SpecError, match="the task's evaluate measures validation_loss"):
+        runner(target="accuracy", validation=lambda: samples, evaluate=evaluate).untrained()
+
+
 def test_micro_batches_are_no_larger_than_the_specs() -> None:
     made: list[Line] = []
 

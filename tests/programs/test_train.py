@@ -146,7 +146,7 @@ def check_validations(runs: list[Run]) -> None:
     assert [len(timeline.validations) for timeline in often.timelines] == [3, 3]
 
 
-@pytest.mark.slow  # torchrun gives the rank that waits half a minute
+@pytest.mark.slow
 def test_a_launch_ends_when_ranks_cannot_agree(by_hand: Make) -> None:
     """One rank fails, the other waits for its gradients: the one at fault is on record, and no configuration can follow."""
     made = [by_hand(spec=spec_of(task, nproc_per_node=2).to_json()).path for task in ("numbers", "boom_on_rank_1", "numbers")]

@@ -187,11 +187,13 @@ def test_ranks_that_have_evaluated_wait_for_the_one_that_still_does(checking: bo
     assert judge(others | {0: report(0, scoring, works=True, quiet=70.0)}, 3) is None  # it computes, however long others wait
     within = {rank: rows | {"quiet": 9.0} for rank, rows in (others | {0: report(0, scoring)}).items()}
     assert judge(within, 3) is None
-    idle = judge(others | {0: report(0, scoring, quiet=70.0)}, 3)
+    late_ones = {rank: rows | {"quiet": 310.0} for rank, rows in others.items()}
+    assert judge(others | {0: report(0, scoring, quiet=70.0)}, 3) is None  # it was planned, and may wait for a disk or another program
+    idle = judge(late_ones | {0: report(0, scoring, quiet=310.0)}, 3)
     assert idle is not None
     assert (idle.rank, idle.line) == (0, "task.py:30")
     assert "rank 0 sleeps in score(), task.py:30, while ranks 1, 2 wait in the evaluation" in str(idle)
-    late = judge({0: others[1] | {"rank": 0}, 1: report(1, scoring, quiet=70.0), 2: others[2]}, 3)
+    late = judge({0: late_ones[1] | {"rank": 0}, 1: report(1, scoring, quiet=310.0), 2: late_ones[2]}, 3)
     assert late is not None
     assert late.rank == 1  # rank 0 collects what all have evaluated
     skipped = judge({0: others[1] | {"rank": 0}, 1: waits(1, last=413, quiet=70.0), 2: others[2]}, 3)

@@ -327,6 +327,17 @@ def test_a_last_checkpoint_that_cannot_be_written_is_a_note(alone: Ranks, tmp_pa
     assert "The training goes on" not in note
 
 
+def test_a_folder_that_cannot_be_listed_ends_no_training(alone: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any) -> Any:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(checkpoint_file, "save", broken)
+    monkeypatch.setattr(Checkpoints, "_all", lambda checkpoints: broken() if checkpoints._step else [])
+    train(spec_of(steps=6), toy_tasks.numbers(), alone, tmp_path)
+    (note,) = [note for note in HandMadeRun(tmp_path).run.notes if "checkpoint" in note]
+    assert "could not be written, and their folder cannot be listed: " in note
+
+
 def test_the_last_step_may_be_the_best(alone: Ranks, tmp_path: Path) -> None:
     values = iter([3.0, 2.0, 1.0, 9.0])
     task = toy_tasks.numbers(evaluate=lambda model: {"validation_loss": next(values)})

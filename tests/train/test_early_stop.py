@@ -1,5 +1,7 @@
 """A training ends when its evaluations do not become better, and so does one that is resumed."""
 
+import dataclasses
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from tests.train.test_checkpoints import spec_of, train
 from workbench.core import run_directory
 from workbench.runs.task import TaskError
 from workbench.train.checkpoints import Checkpoints
+from workbench.train.early_stop import EarlyStop
 from workbench.train.ranks import Ranks
 
 
@@ -68,6 +71,23 @@ def test_a_run_that_was_killed_where_it_was_to_stop_takes_no_further_step(
     rows = run_directory.LineTail(tmp_path / run_directory.METRICS).read()
     assert rows[-1]["step"] == 12
     assert next(values) == 0.5
+
+
+def test_no_rank_waits_for_the_decision_of_one_that_failed(alone: Ranks, tmp_path: Path) -> None:
+    (tmp_path / run_directory.EVALUATIONS).write_text('{"step": 2, "figures": {"score": 1.0}}\n')
+    said: list[str] = []
+
+    def after(rank: int) -> None:
+        with pytest.raises(TaskError) as error:
+            EarlyStop("loss", dataclasses.replace(alone, rank=rank, world_size=2), tmp_path).after(2)
+        said.append(str(error.value))
+
+    threads = [threading.Thread(target=after, args=(rank,), daemon=True) for rank in (1, 0)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert said == ["stop_when: the evaluation has no figure 'loss'; it has score"] * 2
 
 
 def test_a_figure_that_there_is_not_is_named(alone: Ranks, tmp_path: Path) -> None:

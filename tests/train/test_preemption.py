@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed import HashStore
+from torch.distributed import HashStore, TCPStore
 
 import workbench as wb
 from workbench.core import run_directory
@@ -71,6 +71,25 @@ def test_a_rank_learns_of_a_signal_while_its_main_thread_waits_for_another() -> 
         assert not entered.reached(2)
         assert entered.reached(3)
     assert signal.set_wakeup_fd(before) == -1
+
+
+def test_a_rank_that_waits_for_the_answers_of_all_leaves_the_store_to_other_threads() -> None:
+    """One thread of a store's connection waits in C as long as it likes, and all others wait for it."""
+    server = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    store = TCPStore("localhost", server.port, is_master=False, wait_for_workers=False)
+    ranks = Ranks(rank=0, world_size=2, device=torch.device("cpu"), store=store)
+    answers: list[bytes] = []
+    waiting = threading.Thread(target=lambda: answers.extend(ranks.share("x", b"mine")), daemon=True)
+    waiting.start()
+    looked = threading.Event()
+    threading.Thread(target=lambda: (time.sleep(0.2), store.check(["0/preemption"]), looked.set()), daemon=True).start()
+    assert looked.wait(20)
+    assert not answers
+    server.set("0/x/1", "theirs")
+    waiting.join(20)
+    assert answers == [b"mine", b"theirs"]
+    with pytest.raises(RuntimeError, match=r"no answer in 0\.01 s of rank 1"):
+        ranks.share("y", b"mine", datetime.timedelta(seconds=0.01))
 
 
 def test_sigterm_ends_a_process_that_the_training_forked() -> None:

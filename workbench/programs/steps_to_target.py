@@ -37,7 +37,8 @@ from workbench.train.loader import to_device
 from workbench.train.optimizers import build_optimizer, described, parse_optimizer
 from workbench.train.random_numbers import seed_all
 from workbench.train.ranks import Layout, Ranks, choose_device
-from workbench.train.trainer import Trainer, build_model, evaluate, loss_of
+from workbench.train.trainer import Trainer, build_model, loss_of
+from workbench.train.validation import evaluate_alone, validation_data
 
 SPACING = 1.03
 """Steps of a look at the model over those of the last one: the same relative resolution for 50 steps and for 5,000, since what one look
@@ -75,6 +76,7 @@ class TrialRunner:
             )
         self.task = dataclasses.replace(task, dataset=lambda: self.dataset)
         self._probe = self._drawn(probe) if target == "loss" else []
+        self._validation = validation_data(task) if task.validation and target != "loss" else None
 
     def check(self, batch: int) -> None:
         """Check that a batch can be drawn.
@@ -97,9 +99,9 @@ class TrialRunner:
         seed_all(self.spec.seed)
         module = build_model(self.task).to(self.device)
         if self._name != "loss":
-            if self.task.evaluate is None:
+            if self.task.evaluate is None and self._validation is None:
                 raise SpecError(f'target {self._name!r}: the task has no evaluate=; only a "loss" can be a target (target_loss=…)')
-            figures = evaluate(self.task, module)
+            figures = self._figures(module)
             if self._name not in figures:
                 raise SpecError(f"target {self._name!r}: the task's evaluate measures {', '.join(figures)}; or there is target_loss=…")
         return self.value(module)
@@ -150,13 +152,16 @@ class TrialRunner:
     def value(self, module: nn.Module) -> float:
         """The target's figure: the mean loss on the probe, in evaluation mode and fp32, or one of the task's evaluation."""
         if self._name != "loss":
-            value = evaluate(self.task, module).get(self._name, math.nan)
+            value = self._figures(module).get(self._name, math.nan)
         else:
             module.eval()
             parts = [(loss_of(self.task, module, batch), samples) for batch, samples in self._probe]
             value = float(sum(loss * samples for loss, samples in parts)) / sum(samples for _, samples in parts)
         module.train()
         return value
+
+    def _figures(self, module: nn.Module) -> dict[str, float]:
+        return evaluate_alone(self.task, module, self._validation, 4 * self.spec.micro_batch, self.device)
 
     def _trainer(self, job: Job, plan: Mapping[str, Any]) -> Trainer:
         micro = next(size for size in range(min(self.spec.micro_batch, job.batch), 0, -1) if job.batch % size == 0)

@@ -41,7 +41,7 @@ ALONE = 30.0
 IN_TRANSIT = 60.0
 """Seconds where all ranks are in the same collective: it may be large, or the network slow."""
 WORKING = 300.0
-"""Seconds for a rank that works while others wait, such as an evaluation on rank 0."""
+"""Seconds for a rank that works while others wait; for an evaluation that the spec planned (`evaluate=`), idle or not."""
 STOP = 30.0
 """Seconds without progress after which `on_hang="stop"` ends a run, at least."""
 FRESH = 12.0
@@ -171,7 +171,9 @@ class _Act:
     patience: float = FLOOR
     """Seconds for a rank of which that is certain."""
     planned: bool = False
-    """It evaluates, or writes a checkpoint."""
+    """It evaluates, or writes a checkpoint, by the name of its function."""
+    evaluates: bool = False
+    """It is in an evaluation of the workbench's training, for which all ranks wait."""
     waits: bool = False
     """It waits for other ranks."""
     collective: Mapping[str, Any] | None = None
@@ -242,7 +244,8 @@ def _culprit(acts: Mapping[int, _Act], live: Mapping[int, Mapping[str, Any]]) ->
             return rank, act.patience, act
         if act.works:
             return rank, WORKING, act
-        return rank, STARTING if _starting(live[rank]) else PLANNED if act.planned else FLOOR, act
+        patience = STARTING if _starting(live[rank]) else WORKING if act.evaluates else PLANNED if act.planned else FLOOR
+        return rank, patience, act
     if awaited:  # in a circle
         rank = _odd_one_out(acts, live, for_whom)
         acts[rank].missing = tuple(sorted(for_whom[rank]))
@@ -346,10 +349,11 @@ def _act(report: Mapping[str, Any], worker: tuple[str, str] | None) -> _Act:
     place = user or next((frame for frame in main if "/workbench/" in frame[0] and "/programs/" not in frame[0]), None)
     line = f"{Path(place[0]).name}:{place[1]}" if place else ""
     inside = f" in {user[2]}()" if user and not user[2].startswith("<") else ""
-    planned = any(_PLANNED.search(frame[2].lower()) or frame[0].endswith("/workbench/train/validation.py") for frame in main)
+    evaluates = any(frame[0].endswith("/workbench/train/validation.py") for frame in main)
+    planned = evaluates or any(_PLANNED.search(frame[2].lower()) for frame in main)
     names, files = [frame[2] for frame in main], [frame[0].replace("\\", "/") for frame in main]
     text = main[0][3] if main else ""
-    act = _Act(words="", line=line, works=bool(report["works"]), planned=planned)
+    act = _Act(words="", line=line, works=bool(report["works"]), planned=planned, evaluates=evaluates)
     in_torch = bool(files) and "/torch/" in files[0] and "/torch/utils/data/" not in files[0]
     in_distributed = next((at for at, file in enumerate(files[:20]) if "/torch/distributed/" in file), None)
     pending = next((row for row in report["collectives"] if row["pending"] and row["number"] is not None), None)

@@ -267,7 +267,7 @@ class Checkpoints:
         best = self._best
         if loss is not None and not math.isnan(loss) and (best is None or loss < best[0]):
             best = float(loss), step
-        job = self._job(step, trainer, row, named_state.Copies() if not wait else _same, best)
+        job = self._job(step, trainer, row, named_state.Copies() if not wait else lambda value: value, best)
         if wait:
             job()
             return
@@ -295,11 +295,12 @@ class Checkpoints:
         self._thread.join()
         self._thread, error, self._error = None, self._error, None
         if isinstance(error, OSError):
-            last = next((f"the last is {path.name}" for path in reversed(self._all())), "there is none yet")
-            following = (self._step // self._every + 1) * self._every
+            last = "their folder cannot be listed"  # which ends no training
+            with contextlib.suppress(OSError):
+                last = next((f"the last is {path.name}" for path in reversed(self._all())), "there is none yet")
             self._warn(
                 f"the checkpoint after step {self._step} could not be written, and {last}: {error}"
-                + f". The training goes on, and the next is tried after step {following}" * goes_on
+                + f". The training goes on, and the next is tried after step {(self._step // self._every + 1) * self._every}" * goes_on
             )
         elif error:
             raise error
@@ -423,10 +424,6 @@ class Checkpoints:
         except FileNotFoundError:
             return []
         return sorted((path for path in paths if re.fullmatch(r"step\d+\.pt", path.name)), key=_step_of)
-
-
-def _same(value: Any) -> Any:
-    return value
 
 
 def part_path(path: Path, rank: int) -> Path:

@@ -1,5 +1,6 @@
 """Ends a training when a figure of its evaluations has not become better for some of them (`RunSpec.stop_when`)."""
 
+import json
 from pathlib import Path
 
 from workbench.core import run_directory
@@ -27,8 +28,17 @@ class EarlyStop:
         Raises:
             TaskError: the evaluation has no such figure.
         """
-        stop = self._ranks.rank == 0 and self._is_over(step)
-        return self._ranks.share(f"stop {step}", b"1" if stop else b"")[0] == b"1" if self._ranks.world_size > 1 else stop
+        stop, why = False, ""
+        if self._ranks.rank == 0:
+            try:
+                stop = self._is_over(step)
+            except TaskError as error:  # of all ranks: none is to wait for the decision of one that failed
+                why = str(error)
+        if self._ranks.world_size > 1:
+            stop, why = json.loads(self._ranks.share(f"stop {step}", json.dumps([stop, why]).encode())[0])
+        if why:
+            raise TaskError(why)
+        return stop
 
     def _is_over(self, step: int) -> bool:
         evaluated = [row for row in run_directory.LineTail(self._path).read() if row["step"] <= step]

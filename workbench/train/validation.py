@@ -16,16 +16,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from workbench.core import run_directory
 from workbench.runs.spec import SHARDED
-from workbench.runs.task import TaskError
+from workbench.runs.task import Task, TaskError
 from workbench.runs.training_knobs import parse_evaluate
 from workbench.timeline.step_timer import StepTimer
+from workbench.train.loader import to_device
 from workbench.train.random_numbers import restore_random_state
-from workbench.train.trainer import Trainer, loss_of
+from workbench.train.trainer import Trainer, evaluate, loss_of
 
 BINS = 15
 """Bins of confidence in the expected calibration error. Source: Guo et al. 2017, arXiv:1706.04599."""
@@ -96,11 +97,8 @@ class Evaluations:
     def _shared(self) -> Sums:
         """The sums of this rank's part of the validation data."""
         trainer, task, spec = self._trainer, self._trainer.task, self._trainer.spec
-        assert task.validation
         if self._data is None:
-            self._data = task.validation()
-            if not hasattr(self._data, "__len__") or not len(self._data):
-                raise TaskError(f"the task's validation() returned a {type(self._data).__name__}; expected a dataset with a length above 0")
+            self._data = validation_data(task)
         ranks, size = trainer.layout.readers, spec.micro_batch
         indices = list(range(len(self._data)))
         if spec.evaluate_batches:  # the same samples in each evaluation of each run, and not the first: they may be sorted
@@ -120,11 +118,53 @@ class Evaluations:
         average = trainer.average_in_place() if not together else contextlib.nullcontext()
         with average, _buffers_of_first(trainer):
             for number, batch in enumerate(loader):
-                batch = trainer.placed(batch)
-                given = task.evaluate(trainer.module, batch) if task.evaluate else {"validation_loss": loss_of(task, trainer.module, batch)}
+                indices = mine[number] if number < len(mine) else batches[0]
+                given = _of_batch(task, trainer.module, trainer.placed(batch), indices)
                 if number < len(mine):
-                    sums = added(sums, {"samples": len(mine[number]), **sums_of(given, mine[number])})
+                    sums = added(sums, given)
         return sums
+
+
+def evaluate_alone(task: Task, module: nn.Module, data: Any, size: int, device: torch.device) -> dict[str, float]:
+    """The figures of a whole model in evaluation mode, which this process evaluates by itself.
+
+    Args:
+        task: which evaluates.
+        module: the model.
+        data: what the task's `validation()` gave; None = the task has none.
+        size: samples of a batch.
+        device: of the model.
+
+    Raises:
+        TaskError: the task's functions do not return what they should.
+    """
+    if data is None:
+        return evaluate(task, module)
+    module.eval()
+    sums: Sums = {}
+    with torch.no_grad():
+        for number, batch in enumerate(DataLoader(data, size, collate_fn=task.collate, generator=torch.Generator())):
+            indices = list(range(number * size, min((number + 1) * size, len(data))))
+            sums = added(sums, _of_batch(task, module, to_device(batch, device), indices))
+    return dict(summary([sums])["figures"])
+
+
+def _of_batch(task: Task, module: nn.Module, batch: Any, indices: list[int]) -> Sums:
+    given = task.evaluate(module, batch) if task.evaluate else {"validation_loss": loss_of(task, module, batch)}
+    return {"samples": len(indices), **sums_of(given, indices)}
+
+
+def validation_data(task: Task) -> Any:
+    """The task's validation data.
+
+    Raises:
+        TaskError: they have no length.
+    """
+    assert task.validation
+    data = task.validation()
+    if not hasattr(data, "__len__") or not len(data):
+        raise TaskError(f"the task's validation() returned a {type(data).__name__}; expected a dataset with a length above 0")
+    return data
 
 
 def _on_first(trainer: Trainer) -> Sums:
