@@ -245,7 +245,7 @@ OF_RANK = {
 OF_WORKER = r": (RuntimeError: DataLoader worker \(pid.* (is killed by signal|exited unexpectedly)|.*\(a worker of the DataLoader ended)"
 LOST, STOPPED, ABANDONED = r"its guard was killed", r"stopped($|: SIGTERM)", "stopped because the process that launched it ended"
 PREEMPTED = "stopped: SIGTERM led to a checkpoint"
-"""Said of a rank that got SIGTERM where checkpoints are written."""
+"""Said where a rank got SIGTERM, from torchrun or from outside, and checkpoints are written."""
 
 
 def expected(role: str, name: str) -> str:
@@ -256,7 +256,8 @@ def expected(role: str, name: str) -> str:
     if role.startswith("rank"):
         return OF_RANK[name].format(role) + (f"|{PREEMPTED}" if name == "TERM" else "")
     if role == TORCHRUN:
-        return r"torchrun crashed \(SIGSEGV\)" if name == "SEGV" else f"torchrun was ended from outside by SIG{name}"
+        passed_on = f"|{PREEMPTED}" if name == "TERM" else ""
+        return r"torchrun crashed \(SIGSEGV\)" if name == "SEGV" else f"torchrun was ended from outside by SIG{name}{passed_on}"
     if role == PROGRAM:
         return ABANDONED
     return {"TERM": STOPPED, "INT": ""}.get(name, LOST)
@@ -413,14 +414,20 @@ class Trial:
             problems.append(f"{where}: named {kill.said!r:.300}")
         if kill.state not in (*RESUMABLE, "none"):
             problems.append(f"{where}: the run is {kill.state}")
-        if self.path and list(Path(tempfile.gettempdir()).glob(f"pymp-{Run.load(self.path).id[:12]}*")):
-            problems.append(f"{where}: a folder of multiprocessing is left")
+        if not {GUARD, KEEPER} <= {role for role, _ in kill.sent}:  # else nobody tidies up until it is resumed
+            problems.extend(f"{where}: {what}" for what in self._left())
+
+    def _left(self) -> list[str]:
+        """What of multiprocessing's is left of the run."""
+        left = self.path and list(Path(tempfile.gettempdir()).glob(f"pymp-{Run.load(self.path).id[:12]}*"))
+        return ["a folder of multiprocessing is left"] if left else []
 
     def finish(self) -> Run:
         """Let the run go on to its end."""
         with self.launched() as program:
-            run = self.begun(program)
-            return run.wait(READY, check=True)
+            run = self.begun(program).wait(READY, check=True)
+        self.chain.problems.extend(f"{END}: {what}" for what in self._left())
+        return run
 
 
 END = "the end"

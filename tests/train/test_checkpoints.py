@@ -435,3 +435,13 @@ def test_a_dataset_that_has_changed_is_said(alone: Ranks, tmp_path: Path, capsys
     words = "the dataset has 48 samples now, and had 64 samples before: the order of the samples differs"
     assert f"note: {words}" in capsys.readouterr().out
     assert [row["notes"] for row in run_directory.LineTail(tmp_path / run_directory.RESUMES).read()] == [[], [words]]
+
+
+def test_an_interrupt_while_the_thread_starts_is_not_hidden(alone: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = Trainer(spec_of(), toy_tasks.numbers(), alone)
+    checkpoints = Checkpoints(tmp_path, alone, 6)
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", lambda _: signal.raise_signal(signal.SIGINT))
+        with pytest.raises(KeyboardInterrupt):
+            checkpoints.write(6, trainer, wait=False)
+    checkpoints.finish()

@@ -14,8 +14,11 @@ import torch
 from torch.distributed import HashStore, TCPStore
 
 import workbench as wb
+from tests import toy_tasks
 from workbench.core import run_directory
+from workbench.timeline.reading import may_split
 from workbench.train import preemption
+from workbench.train.loader import build_loader
 from workbench.train.preemption import Preemption
 from workbench.train.ranks import Ranks
 
@@ -106,6 +109,27 @@ def test_sigterm_ends_a_process_that_the_training_forked() -> None:
     assert code == -signal.SIGTERM
 
 
+def test_a_worker_of_a_loader_outlives_sigterm_while_its_rank_trains() -> None:
+    """Torchrun sends the signal to the whole process group of a rank, whose last steps need the worker."""
+    alone = Ranks(rank=0, world_size=1, device=torch.device("cpu"), store=None)
+    spec = wb.RunSpec(task="toy", device="cpu", micro_batch=4, steps=9, num_workers=1, checkpoint_every=3)
+    loader = build_loader(toy_tasks.numbers(), spec, alone, seed=0)
+    with Preemption(alone, 0, 10):
+        batches = iter(loader)
+        (worker,) = batches._workers  # type: ignore[attr-defined]
+        next(batches)
+        os.kill(worker.pid, signal.SIGTERM)
+        assert len(list(batches)) == len(loader) - 1
+        batches = iter(loader)
+        (worker,) = batches._workers  # type: ignore[attr-defined]
+        next(batches)
+    os.kill(worker.pid, signal.SIGTERM)
+    worker.join(10)
+    assert worker.exitcode == 0
+    batches._shutdown_workers()  # type: ignore[attr-defined]
+    assert not may_split(torch.utils.data.DataLoader(range(8), worker_init_fn=loader.worker_init_fn))  # type: ignore[arg-type]
+
+
 TASK = """
 import os, signal, time
 import torch
@@ -128,7 +152,7 @@ def build():
 
 
 def rank_process(run: wb.Run, rank: int) -> int:
-    for folder in Path("/proc").glob("[0-9]*"):
+    for folder in sorted(Path("/proc").glob("[0-9]*"), key=lambda path: int(path.name)):  # a rank is older than its workers
         try:
             environ = (folder / "environ").read_bytes().split(b"\0")
         except OSError:
@@ -141,7 +165,9 @@ def rank_process(run: wb.Run, rank: int) -> int:
 @pytest.mark.slow
 def test_a_signal_to_one_rank_and_a_stop_leave_a_checkpoint_from_which_the_run_goes_on(tmp_path: Path) -> None:
     (tmp_path / "task.py").write_text(TASK)
-    spec = wb.RunSpec(task=f"{tmp_path}/task.py:build", device="cpu", micro_batch=4, steps=150, nproc_per_node=2, checkpoint_every=1000)
+    spec = wb.RunSpec(
+        task=f"{tmp_path}/task.py:build", device="cpu", micro_batch=4, steps=150, nproc_per_node=2, checkpoint_every=1000, num_workers=1
+    )
     run = wb.launch(spec, runs_dir=tmp_path / "runs")
 
     def stepped(count: int) -> None:

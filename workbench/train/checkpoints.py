@@ -272,8 +272,9 @@ class Checkpoints:
             job()
             return
         self._step, self._warn = step, trainer.warn
-        self._thread = threading.Thread(target=self._run, args=(job,), name=f"checkpoint of step {step}", daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=self._run, args=(job,), name=f"checkpoint of step {step}", daemon=True)
+        thread.start()
+        self._thread = thread  # only now: an interrupt may come at the start, and a thread that did not start cannot be waited for
 
     def _run(self, job: Callable[[], None]) -> None:
         try:

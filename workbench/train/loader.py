@@ -13,6 +13,7 @@ from workbench.harness.batches import map_tensors
 from workbench.runs.spec import RunSpec, SpecError
 from workbench.runs.task import Task, TaskError
 from workbench.timeline.reading import FirstBatches
+from workbench.train.preemption import spare_worker
 from workbench.train.ranks import Ranks
 from workbench.train.sample_order import SampleOrder, SeededBatches
 
@@ -51,6 +52,7 @@ def build_loader(task: Task, spec: RunSpec, ranks: Ranks, seed: int) -> "DataLoa
     workers: dict[str, Any] = {}
     if spec.num_workers:
         workers = {"prefetch_factor": spec.prefetch_factor, "persistent_workers": spec.persistent_workers}
+        workers |= {"worker_init_fn": spare_worker} if spec.checkpoint_every else {}
     order = None if stream else SampleOrder(dataset, ranks.world_size, ranks.rank, seed=spec.seed, drop_last=True)
     if order and (spec.checkpoint_every or spec.deterministic) and spec.num_workers:
         order.batch, dataset = spec.micro_batch, SeededBatches(dataset)

@@ -6,6 +6,7 @@ So a thread of each rank promises a step at whose end the rank waits, and all ra
 
 import contextlib
 import ctypes
+import multiprocessing
 import os
 import select
 import signal
@@ -16,6 +17,7 @@ from types import FrameType, TracebackType
 from typing import Any, Self
 
 from workbench.core import run_directory
+from workbench.core.system_load import catches
 from workbench.train.ranks import Ranks
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
@@ -153,6 +155,22 @@ class Preemption:
         if unpromised and self._ranks.world_size > 1 and kind is None:
             with contextlib.suppress(RuntimeError):
                 self._promise(self._steps)  # others may have got a signal after this rank's last step
+
+
+def spare_worker(worker: int) -> None:
+    """In a worker of a loader: let it go on until its rank has reached its last step. Torchrun and Slurm send their signals to it, too.
+
+    Args:
+        worker: its number, as for every `worker_init_fn`.
+    """
+    parent = multiprocessing.parent_process()
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if parent is None or not catches(parent.pid or 0, signal.SIGUSR1):  # as a rank does while it trains
+            os._exit(0)  # as torch's own handler, which keeps the rank from an error
+
+    for number in SIGNALS:
+        signal.signal(number, handle)
 
 
 def _before_fork() -> None:
