@@ -237,7 +237,7 @@ def test_a_target_is_seen_from_the_untrained_model() -> None:
         reach.with_direction(runner(scale=float("nan")), Target(name="loss", value=0.5))
     with pytest.raises(SpecError, match=r"target 'accuracy': the task's evaluate measures weight"):
         runner(target="accuracy", evaluate=lambda model: {"weight": 0.0}).untrained()
-    with pytest.raises(SpecError, match=r"the task has no evaluate="):
+    with pytest.raises(SpecError, match=r"the task has neither evaluate= nor validation="):
         runner(target="accuracy").untrained()
     with pytest.raises(TaskError, match="a generator without length"):
         runner(dataset=lambda: (i for i in range(3)))

@@ -161,6 +161,7 @@ IN_C, EVALUATES = (
         (hang.WAITS_FOR_A_CORE, 0, IN_C, hang.WORKING),
         ("", 100, EVALUATES, hang.PLANNED),
         (hang.USES_CPU, 100, EVALUATES, hang.WORKING),
+        ("", 1, IN_C.replace("/me/train.py", "/lib/workbench/train/validation.py"), hang.WORKING),
     ],
 )
 def test_a_rank_that_cannot_answer_has_more_time_where_it_starts_or_gets_no_core(busy: str, steps: int, dump: str, seconds: float) -> None:

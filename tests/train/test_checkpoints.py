@@ -445,3 +445,10 @@ def test_an_interrupt_while_the_thread_starts_is_not_hidden(alone: Ranks, tmp_pa
         with pytest.raises(KeyboardInterrupt):
             checkpoints.write(6, trainer, wait=False)
     checkpoints.finish()
+    started = threading.Thread.start
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", lambda thread: (started(thread), signal.raise_signal(signal.SIGINT)))
+        with pytest.raises(KeyboardInterrupt):
+            checkpoints.write(6, trainer, wait=False)
+    checkpoints.finish()
+    assert names(tmp_path) == ["step00000006.pt"]

@@ -4,6 +4,8 @@ import datetime
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -16,6 +18,7 @@ from torch.distributed import HashStore, TCPStore
 import workbench as wb
 from tests import toy_tasks
 from workbench.core import run_directory
+from workbench.core.package import ROOT
 from workbench.timeline.reading import may_split
 from workbench.train import preemption
 from workbench.train.loader import build_loader
@@ -97,6 +100,7 @@ def test_a_rank_that_waits_for_the_answers_of_all_leaves_the_store_to_other_thre
 
 def test_sigterm_ends_a_process_that_the_training_forked() -> None:
     alone = Ranks(rank=0, world_size=1, device=torch.device("cpu"), store=None)
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)  # another test may have left a handler
     with Preemption(alone, 0, 10) as entered:
         child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(30,), daemon=True)
         child.start()
@@ -106,6 +110,7 @@ def test_sigterm_ends_a_process_that_the_training_forked() -> None:
         child.kill()
         os.kill(os.getpid(), signal.SIGTERM)
         assert entered.reached(1)  # here it is handled as before
+    signal.signal(signal.SIGTERM, before)
     assert code == -signal.SIGTERM
 
 
@@ -120,14 +125,34 @@ def test_a_worker_of_a_loader_outlives_sigterm_while_its_rank_trains() -> None:
         next(batches)
         os.kill(worker.pid, signal.SIGTERM)
         assert len(list(batches)) == len(loader) - 1
-        batches = iter(loader)
-        (worker,) = batches._workers  # type: ignore[attr-defined]
-        next(batches)
-    os.kill(worker.pid, signal.SIGTERM)
-    worker.join(10)
-    assert worker.exitcode == 0
-    batches._shutdown_workers()  # type: ignore[attr-defined]
     assert not may_split(torch.utils.data.DataLoader(range(8), worker_init_fn=loader.worker_init_fn))  # type: ignore[arg-type]
+
+
+STUCK = """
+import ctypes, sys, time
+import torch
+from workbench.train.preemption import Preemption, spare_worker
+from workbench.train.ranks import Ranks
+
+class Stuck(torch.utils.data.Dataset):
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        mutex, lock = ctypes.create_string_buffer(64), ctypes.PyDLL(None).pthread_mutex_lock
+        lock(mutex), lock(mutex)
+
+with Preemption(Ranks(rank=0, world_size=1, device=torch.device("cpu"), store=None), 0, 10):
+    batches = iter(torch.utils.data.DataLoader(Stuck(), num_workers=1, worker_init_fn=spare_worker))
+    time.sleep(1)
+sys.exit(7)
+"""
+
+
+@pytest.mark.slow  # torch gives the worker five seconds
+def test_a_worker_that_is_stuck_does_not_keep_its_rank_from_its_exit() -> None:
+    ended = subprocess.run([sys.executable, "-c", STUCK], timeout=60, capture_output=True, text=True, cwd=ROOT.parent, check=False)
+    assert ended.returncode == 7, ended.stderr
 
 
 TASK = """

@@ -7,7 +7,6 @@ run-queue delay of threads, the CPU time of processes, and the limits of control
 import contextlib
 import gc
 import os
-import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -375,12 +374,3 @@ def text_of(path: Path) -> str:
     with contextlib.suppress(OSError, UnicodeDecodeError):
         return path.read_text()
     return ""
-
-
-def catches(pid: int, number: int) -> bool:
-    """Has a process a handler for a signal? False also where there is no /proc, or no such process."""
-    try:
-        caught = re.search(r"^SigCgt:\s*([0-9a-f]+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
-    except OSError:
-        return False
-    return bool(caught and int(caught[1], 16) >> (number - 1) & 1)

@@ -100,10 +100,13 @@ class TrialRunner:
         module = build_model(self.task).to(self.device)
         if self._name != "loss":
             if self.task.evaluate is None and self._validation is None:
-                raise SpecError(f'target {self._name!r}: the task has no evaluate=; only a "loss" can be a target (target_loss=…)')
+                raise SpecError(
+                    f'target {self._name!r}: the task has neither evaluate= nor validation=; only a "loss" can be a target (target_loss=…)'
+                )
             figures = self._figures(module)
             if self._name not in figures:
                 raise SpecError(f"target {self._name!r}: the task's evaluate measures {', '.join(figures)}; or there is target_loss=…")
+            return figures[self._name]
         return self.value(module)
 
     def run(self, job: Job, plan: Mapping[str, Any], target: Target, limit: Callable[[], int], cap: int) -> Trial:

@@ -6,6 +6,7 @@ again, or with the run.
 
 import contextlib
 import os
+import re
 import sys
 import time
 from collections import deque
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from workbench.core import run_directory
-from workbench.core.system_load import catches, cpu_of_process
+from workbench.core.system_load import cpu_of_process
 from workbench.runs import hang
 from workbench.runs.hang import Hang
 from workbench.runs.rank_watchdog import DUMP_SIGNAL, QUIET
@@ -145,7 +146,8 @@ class Watchdog:
     def _dump(self, rank: int, pid: int) -> str:
         """The stacks that faulthandler prints in a process upon our signal: into the stderr of its rank."""
         with contextlib.suppress(OSError, ValueError, IndexError):
-            if not catches(pid, DUMP_SIGNAL):
+            caught = re.search(r"^SigCgt:\s*([0-9a-f]+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+            if caught is None or not int(caught[1], 16) >> (DUMP_SIGNAL - 1) & 1:
                 return ""  # it would end the process
             logs = [path for path, number in run_directory.log_files(self._run_dir) if number == rank and path.name == "stderr.log"]
             before = logs[-1].stat().st_size

@@ -244,7 +244,7 @@ def _culprit(acts: Mapping[int, _Act], live: Mapping[int, Mapping[str, Any]]) ->
             return rank, act.patience, act
         if act.works:
             return rank, WORKING, act
-        patience = STARTING if _starting(live[rank]) else WORKING if act.evaluates else PLANNED if act.planned else FLOOR
+        patience = WORKING if act.evaluates else STARTING if _starting(live[rank]) else PLANNED if act.planned else FLOOR
         return rank, patience, act
     if awaited:  # in a circle
         rank = _odd_one_out(acts, live, for_whom)
@@ -267,12 +267,19 @@ def _silent(words: str, stack: str, busy: str, starting: bool) -> _Act:
     act = _Act(words=words, line=place_in_dump(stack), certain=True)
     if words.startswith("is stopped"):
         return act
-    planned = any(_PLANNED.search(name.lower()) for _, _, name in frames_of_dump(stack))
+    planned, evaluates = _planned((file, name) for file, _, name in frames_of_dump(stack))
     act.works = busy == WAITS_FOR_A_CORE or (busy == USES_CPU and (starting or planned))
     if busy == WAITS_FOR_A_CORE:
         act.words = "does not get a core: other processes keep the machine busy"
-    act.patience = WORKING if act.works else SILENT_START if starting else PLANNED if planned else FLOOR
+    act.patience = WORKING if act.works or evaluates else SILENT_START if starting else PLANNED if planned else FLOOR
     return act
+
+
+def _planned(frames: Iterable[tuple[str, str]]) -> tuple[bool, bool]:
+    """By the files and functions of a stack: is it an evaluation or a checkpoint, and is it an evaluation of the workbench's training?"""
+    frames = [*frames]
+    evaluates = any(file.endswith("/workbench/train/validation.py") for file, _ in frames)
+    return evaluates or any(_PLANNED.search(name.lower()) for _, name in frames), evaluates
 
 
 def _starting(report: Mapping[str, Any]) -> bool:
@@ -349,8 +356,7 @@ def _act(report: Mapping[str, Any], worker: tuple[str, str] | None) -> _Act:
     place = user or next((frame for frame in main if "/workbench/" in frame[0] and "/programs/" not in frame[0]), None)
     line = f"{Path(place[0]).name}:{place[1]}" if place else ""
     inside = f" in {user[2]}()" if user and not user[2].startswith("<") else ""
-    evaluates = any(frame[0].endswith("/workbench/train/validation.py") for frame in main)
-    planned = evaluates or any(_PLANNED.search(frame[2].lower()) for frame in main)
+    planned, evaluates = _planned((frame[0], frame[2]) for frame in main)
     names, files = [frame[2] for frame in main], [frame[0].replace("\\", "/") for frame in main]
     text = main[0][3] if main else ""
     act = _Act(words="", line=line, works=bool(report["works"]), planned=planned, evaluates=evaluates)

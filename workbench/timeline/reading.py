@@ -67,8 +67,7 @@ def is_stream_dataset(dataset: Any) -> bool:
 def may_split(loader: Any) -> bool:
     """Does the code of a stream, or of its loader, seem to give each worker its own part?"""
     init = loader.worker_init_fn
-    theirs = init is not None and not str(getattr(init, "__module__", "")).startswith("workbench.train.")
-    return theirs or _mentions_splitting(loader.dataset, 4)
+    return (init is not None and getattr(init, "splits_streams", True)) or _mentions_splitting(loader.dataset, 4)
 
 
 def _mentions_splitting(value: Any, depth: int) -> bool:

@@ -54,8 +54,8 @@ class Checkpoints:
         self._passed_over: dict[Path, UnusableCheckpointError] = {}
         self._choices = 0
         self._thread: threading.Thread | None = None
+        self._begun, self._given_up = threading.Event(), threading.Event()
         self._error: BaseException | None = None
-        self._given_up = threading.Event()
         self._step = 0
         self._best: tuple[float, int] | None = None
         self._warn: Callable[[str], None] = print
@@ -272,11 +272,12 @@ class Checkpoints:
             job()
             return
         self._step, self._warn = step, trainer.warn
-        thread = threading.Thread(target=self._run, args=(job,), name=f"checkpoint of step {step}", daemon=True)
-        thread.start()
-        self._thread = thread  # only now: an interrupt may come at the start, and a thread that did not start cannot be waited for
+        self._begun = threading.Event()
+        self._thread = threading.Thread(target=self._run, args=(job,), name=f"checkpoint of step {step}", daemon=True)
+        self._thread.start()
 
     def _run(self, job: Callable[[], None]) -> None:
+        self._begun.set()
         try:
             job()
         except BaseException as error:
@@ -293,7 +294,8 @@ class Checkpoints:
         """
         if self._thread is None:
             return
-        self._thread.join()
+        if self._begun.wait(1.0):  # else an interrupt came before it was started, and it cannot be waited for
+            self._thread.join()
         self._thread, error, self._error = None, self._error, None
         if isinstance(error, OSError):
             last = "their folder cannot be listed"  # which ends no training

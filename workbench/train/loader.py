@@ -13,7 +13,7 @@ from workbench.harness.batches import map_tensors
 from workbench.runs.spec import RunSpec, SpecError
 from workbench.runs.task import Task, TaskError
 from workbench.timeline.reading import FirstBatches
-from workbench.train.preemption import spare_worker
+from workbench.train.preemption import spare_worker, start_workers
 from workbench.train.ranks import Ranks
 from workbench.train.sample_order import SampleOrder, SeededBatches
 
@@ -52,7 +52,6 @@ def build_loader(task: Task, spec: RunSpec, ranks: Ranks, seed: int) -> "DataLoa
     workers: dict[str, Any] = {}
     if spec.num_workers:
         workers = {"prefetch_factor": spec.prefetch_factor, "persistent_workers": spec.persistent_workers}
-        workers |= {"worker_init_fn": spare_worker} if spec.checkpoint_every else {}
     order = None if stream else SampleOrder(dataset, ranks.world_size, ranks.rank, seed=spec.seed, drop_last=True)
     if order and (spec.checkpoint_every or spec.deterministic) and spec.num_workers:
         order.batch, dataset = spec.micro_batch, SeededBatches(dataset)
@@ -64,9 +63,15 @@ def build_loader(task: Task, spec: RunSpec, ranks: Ranks, seed: int) -> "DataLoa
         collate_fn=task.collate,
         pin_memory=spec.pin_memory and ranks.device.type == "cuda",  # there is nothing to pin for on a CPU, and torch would warn
         drop_last=True,
+        worker_init_fn=worker_init(spec),
         generator=torch.Generator().manual_seed(seed),
         **workers,
     )
+
+
+def worker_init(spec: RunSpec) -> Callable[[int], None] | None:
+    """What each worker of a loader of a training calls first."""
+    return spare_worker if spec.checkpoint_every else None
 
 
 def _steps_per_epoch(samples: int, spec: RunSpec, ranks: Ranks) -> int:
@@ -112,7 +117,7 @@ def micro_batches(
                 shuffled.set_epoch(epoch)
         batch: Any = None
         count = None if whole is None else whole - (skipped if epoch == first else 0)
-        for i, batch in enumerate(look.of(loader) if stream and epoch == 0 else itertools.islice(loader, count)):
+        for i, batch in enumerate(look.of(loader) if stream and epoch == 0 else itertools.islice(start_workers(loader), count)):
             if stream and epoch == 0 and i == 0:
                 _check_parts_differ(batch, ranks)
             if left_out:

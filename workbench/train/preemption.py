@@ -4,6 +4,7 @@ A signal may reach one rank only, and ranks may be steps apart: while one is at 
 So a thread of each rank promises a step at whose end the rank waits, and all ranks go on to the last of these steps.
 """
 
+import atexit
 import contextlib
 import ctypes
 import multiprocessing
@@ -12,12 +13,14 @@ import select
 import signal
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Self
 
+from torch.utils.data import DataLoader
+
 from workbench.core import run_directory
-from workbench.core.system_load import catches
 from workbench.train.ranks import Ranks
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
@@ -56,6 +59,7 @@ class Preemption:
         """Name of the signal that came first to any rank, once the ranks have agreed."""
 
     def __enter__(self) -> Self:
+        atexit.register(_end_workers)  # runs before multiprocessing's own, which was registered earlier
         if threading.current_thread() is threading.main_thread():  # elsewhere signals cannot be handled; another rank may get one
             self._before = {number: signal.signal(number, self._handle) for number in SIGNALS}
             _entered.append(self)
@@ -158,19 +162,36 @@ class Preemption:
 
 
 def spare_worker(worker: int) -> None:
-    """In a worker of a loader: let it go on until its rank has reached its last step. Torchrun and Slurm send their signals to it, too.
+    """In a worker of a loader: ignore the signals that its rank answers with a checkpoint. Torchrun and Slurm send them to it, too.
+
+    The rank ends it without them (`_end_workers`); if the rank is killed, torch's own look at the parent does.
 
     Args:
         worker: its number, as for every `worker_init_fn`.
     """
-    parent = multiprocessing.parent_process()
-
-    def handle(number: int, frame: FrameType | None) -> None:
-        if parent is None or not catches(parent.pid or 0, signal.SIGUSR1):  # as a rank does while it trains
-            os._exit(0)  # as torch's own handler, which keeps the rank from an error
-
     for number in SIGNALS:
-        signal.signal(number, handle)
+        signal.signal(number, lambda *_: None)  # not SIG_IGN, which the programs that a worker starts would inherit
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+
+
+def start_workers(loader: "DataLoader[Any]") -> Iterator[Any]:
+    """The batches of a loader, whose workers are started with the signals held back until they ignore them (`spare_worker`)."""
+    _forking.workers = getattr(loader, "worker_init_fn", None) is spare_worker
+    try:
+        return iter(loader)
+    finally:
+        _forking.workers = False
+
+
+spare_worker.splits_streams = False  # type: ignore[attr-defined]
+
+
+def _end_workers() -> None:
+    """At the rank's exit: kill the workers that are left. Multiprocessing would send them SIGTERM, and wait for ever."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would call it an error
+    for child in multiprocessing.active_children():
+        if child.daemon:
+            child.kill()
 
 
 def _before_fork() -> None:
@@ -186,7 +207,8 @@ def _in_child() -> None:
     """A process that the training forked is no rank: SIGTERM ends it, else multiprocessing would wait for it for ever at exit."""
     for preemption in list(_entered):
         preemption._restore()
-    _after_fork()
+    if not getattr(_forking, "workers", False):
+        _after_fork()
 
 
 os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_in_child)

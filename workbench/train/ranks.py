@@ -27,7 +27,7 @@ NCCL_TIMEOUT, GLOO_TIMEOUT = datetime.timedelta(minutes=10), datetime.timedelta(
 POLL_S = 0.005
 """Seconds between two looks whether all ranks have evaluated."""
 SLOW_POLL_S = 0.1
-"""Seconds between two looks at a store, at most, while a rank waits for the answers of all: of many ranks, one serves all the looks."""
+"""The same, at most, while a rank waits for the answers of all: rank 0's store serves the looks of every rank."""
 TIMEOUT = datetime.timedelta(days=7)
 """How long the others wait: an evaluation may be slow, and if a rank dies, torchrun ends them."""
 
@@ -88,12 +88,13 @@ class Ranks:
         keys = [f"{self.agreements}/{topic}/{rank}" for rank in range(self.world_size)]
         self.store.set(keys[self.rank], value)
         end, pause = time.monotonic() + timeout.total_seconds(), POLL_S
-        while not self.store.check(keys):  # not wait(): it would keep the store from other threads, such as the one that learns of SIGTERM
-            if time.monotonic() > end:
-                missing = [rank for rank, key in enumerate(keys) if not self.store.check([key])]
-                raise RuntimeError(f"no answer in {timeout.total_seconds():g} s of rank {', '.join(map(str, missing))}")
-            time.sleep(pause)
-            pause = min(1.5 * pause, SLOW_POLL_S)
+        for key in keys:
+            while not self.store.check([key]):  # not wait(): it would keep the store from the thread that learns of signals
+                if time.monotonic() > end:
+                    missing = ", ".join(str(rank) for rank, other in enumerate(keys) if not self.store.check([other]))
+                    raise RuntimeError(f"no answer in {timeout.total_seconds():g} s of rank {missing or key.rpartition('/')[2]}")
+                time.sleep(pause)
+                pause = min(1.5 * pause, SLOW_POLL_S)
         return [self.store.get(key) for key in keys]
 
     def collect(self, topic: str, value: bytes) -> list[bytes]:

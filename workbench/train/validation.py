@@ -24,7 +24,8 @@ from workbench.runs.spec import SHARDED
 from workbench.runs.task import Task, TaskError
 from workbench.runs.training_knobs import parse_evaluate
 from workbench.timeline.step_timer import StepTimer
-from workbench.train.loader import to_device
+from workbench.train.loader import to_device, worker_init
+from workbench.train.preemption import start_workers
 from workbench.train.random_numbers import restore_random_state
 from workbench.train.trainer import Trainer, evaluate, loss_of
 
@@ -112,12 +113,13 @@ class Evaluations:
             batch_sampler=[*mine, *([batches[0]] if idle else [])],
             collate_fn=task.collate,
             num_workers=min(spec.num_workers, len(mine)),
+            worker_init_fn=worker_init(spec),
             generator=torch.Generator(),
         )
         sums: Sums = {"samples": 0}
         average = trainer.average_in_place() if not together else contextlib.nullcontext()
         with average, _buffers_of_first(trainer):
-            for number, batch in enumerate(loader):
+            for number, batch in enumerate(start_workers(loader)):
                 indices = mine[number] if number < len(mine) else batches[0]
                 given = _of_batch(task, trainer.module, trainer.placed(batch), indices)
                 if number < len(mine):
