@@ -39,6 +39,7 @@ import torch
 from workbench.core import run_directory
 from workbench.core.display.table import Table
 from workbench.runs import entrypoints
+from workbench.runs.launch.resume import checkpoints_of
 from workbench.runs.run import Run
 from workbench.train import checkpoint_file
 
@@ -309,7 +310,7 @@ class Trial:
     @contextlib.contextmanager
     def launched(self) -> Iterator["subprocess.Popen[str]"]:
         """A program that launches the training, or resumes it where it has a checkpoint."""
-        resume = self.path if self.path and list(self.path.glob(f"{run_directory.CHECKPOINTS}/step*.pt")) else None
+        resume = self.path if self.path and checkpoints_of(self.path) else None
         if not resume:
             self.path = None
         paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])

@@ -4,8 +4,11 @@ import ast
 import errno
 import fcntl
 import os
+import platform
 import re
 import signal
+import subprocess
+import sys
 import threading
 import time
 import zipfile
@@ -22,7 +25,7 @@ from workbench.core import run_directory
 from workbench.runs.entrypoints import TRAIN, entrypoint
 from workbench.runs.launch import environment, new_run
 from workbench.runs.launch.new_run import LaunchError, open_lock
-from workbench.runs.launch.resume import _Attempt
+from workbench.runs.launch.resume import _Attempt, checkpoints_of
 from workbench.runs.run import Run
 from workbench.runs.spec import ScriptSpec
 
@@ -122,14 +125,58 @@ def test_what_cannot_go_on(tmp_path: Path, more: dict[str, Any], said: str) -> N
 
 
 def test_without_a_checkpoint_there_is_nothing_to_go_on_from(tmp_path: Path) -> None:
-    for name, spec, said in (
-        ("a", SPEC, r"ended before its first one \(every 5 steps\)"),
-        ("b", SPEC.replace(checkpoint_every=None), "keep none"),
+    part = f"{run_directory.CHECKPOINTS}/step00000005.rank1.pt"  # of ranks that share the model, before the file that names their parts
+    for name, spec, left, said in (
+        ("a", SPEC, None, r"ended before its first one was written \(every 5 steps, and it had taken 3\)\. Launch it anew: wb\.launch\("),
+        ("b", SPEC.replace(parallel="fsdp"), part, r"ended while its first one was written \(every 5 steps, and it had taken 3\)"),
+        (
+            "c",
+            SPEC.replace(checkpoint_every=None),
+            None,
+            r"keeps no checkpoints, so it cannot go on.*wb\.launch\(run\.spec, checkpoint_every=",
+        ),
     ):
         path = ended(tmp_path / name, spec)
-        (path / run_directory.CHECKPOINTS / "step00000005.pt").unlink()
+        whole = path / run_directory.CHECKPOINTS / "step00000005.pt"
+        assert checkpoints_of(path) == [whole]
+        whole.unlink()
+        (path / run_directory.METRICS).write_text('{"step": 3, "steps": 10}\n')
+        if left:
+            (path / left).touch()
         with pytest.raises(LaunchError, match=said):
             wb.launch(resume=path)
+        assert checkpoints_of(path) == []
+
+
+LAST_WORDS = """
+import pathlib, sys, time, zipfile
+time.sleep(1.0)
+with zipfile.ZipFile(sys.argv[1] + ".part", "w") as file:
+    file.writestr("data.pkl", "")
+pathlib.Path(sys.argv[1] + ".part").rename(sys.argv[1])
+"""
+"""A rank whose guard was killed: it still writes a checkpoint, upon SIGTERM from torchrun."""
+
+
+def test_ranks_whose_guard_was_killed_write_their_checkpoint_before_the_run_goes_on(
+    tmp_path: Path, begun: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = ended(tmp_path / "run", id=f"lost-{os.getpid()}", outcome=None, host=platform.node())
+    (first := checkpoints_of(path)[0]).unlink()
+    environ = {**os.environ, run_directory.ENV_RUN_ID: f"lost-{os.getpid()}", "RANK": "1"}
+    with subprocess.Popen([sys.executable, "-c", LAST_WORDS, str(first)], env=environ) as rank:
+        wb.launch(resume=path)  # was refused: it "ended before its first one"
+        assert rank.poll() == 0
+    assert [info["path"] for info in begun] == [path]
+    monkeypatch.setattr("workbench.runs.launch.resume.PATIENCE", 0.05)
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], env=environ) as rank:
+        try:
+            ended(tmp_path / "other", id=f"lost-{os.getpid()}", outcome=None, host=platform.node())
+            with pytest.raises(LaunchError, match=rf"still run, though its guard was killed: end them first \(kill {rank.pid}\)"):
+                wb.launch(resume=tmp_path / "other")
+        finally:
+            rank.kill()
+    assert len(begun) == 1
 
 
 def test_a_run_goes_on_as_it_was_launched(tmp_path: Path) -> None:

@@ -283,7 +283,7 @@ def test_the_best_is_one_that_was_written(alone: Ranks, tmp_path: Path, monkeypa
     assert (best[0].name, best[1]["best"]) == ("step00000006.pt", (1.0, 6))
 
 
-@pytest.mark.parametrize(("last", "goes_on"), [(13, "goes on"), (6, "goes on from step 6"), (0, "begins anew")])
+@pytest.mark.parametrize(("last", "goes_on"), [(13, "goes on"), (6, "goes on from step 6"), (0, "")])
 def test_a_signal_says_from_which_checkpoint_the_run_goes_on(
     alone: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], last: int, goes_on: str
 ) -> None:
@@ -305,11 +305,13 @@ def test_a_signal_says_from_which_checkpoint_the_run_goes_on(
     monkeypatch.setattr(Trainer, "update", signalled)
     train(spec_of(), toy_tasks.numbers(), ranks, tmp_path, preemptible=True)
     assert ranks.preempted == "SIGTERM"
-    words = "goes on from there" if last == 13 else goes_on
-    assert f"ended by SIGTERM after step 13 of 20: wb.launch(resume={str(tmp_path)!r}) {words}\n" in capsys.readouterr().out
+    words = f"wb.launch(resume={str(tmp_path)!r}) {'goes on from there' if last == 13 else goes_on}"
+    words = words if last else "there is no checkpoint, so it begins anew"  # and `resume=` would be refused
+    assert f"ended by SIGTERM after step 13 of 20: {words}\n" in capsys.readouterr().out
     (note,) = [note for note in HandMadeRun(tmp_path).run.notes if "SIGTERM" in note]
     how = "with a checkpoint" if last == 13 else "without a checkpoint"
-    assert note == f"SIGTERM ended it after step 13, {how}: wb.launch(resume=run) {goes_on}"
+    words = f"wb.launch(resume=run) {goes_on}" if last else "there is none before it, so it begins anew"
+    assert note == f"SIGTERM ended it after step 13, {how}: {words}"
 
 
 def test_a_last_checkpoint_that_cannot_be_written_is_a_note(alone: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
+from workbench.core.run_directory import ENV_RUN_ID
+
 guards: dict[str, "subprocess.Popen[bytes]"] = {}
 """Run id → the guard that this process has started, whose stdin it holds open. When this process ends, however it ends, the pipes end and
 the guards stop their runs."""
@@ -35,6 +37,19 @@ def find_guard(launch_dir: Path, run_id: str | None) -> int | None:
                 if os.getsid(pid) == pid:  # the keeper, which passes signals on to the guard
                     return pid
     return None
+
+
+def ranks_of(run_id: str) -> dict[int, list[int]]:
+    """Rank → its live processes on this machine that carry the run's id, eldest first: the rank, then its workers and what it started."""
+    ranks: dict[int, list[int]] = {}
+    for pid in sorted(map(int, filter(str.isdigit, os.listdir("/proc")))) if sys.platform == "linux" else ():
+        with contextlib.suppress(OSError, ValueError):  # ended while we looked, or another user's
+            environ = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")  # empty of a zombie
+            if f"{ENV_RUN_ID}={run_id}".encode() in environ and pid != os.getpid():
+                for entry in environ:
+                    if entry.startswith(b"RANK="):
+                        ranks.setdefault(int(entry[5:]), []).append(pid)
+    return ranks
 
 
 def end_guard(find: Callable[[], int | None], runs: Callable[[], bool], timeout: float) -> Literal["ended", "none", "late"]:

@@ -240,7 +240,8 @@ def resume_notes(rows: Sequence[Mapping[str, Any]]) -> list[str]:
             step, kept = row.get("step"), row.get("goes_on_from", row.get("step"))
             how = "with a checkpoint: wb.launch(resume=run) goes on"
             if kept != step:
-                how = f"without a checkpoint: wb.launch(resume=run) {f'goes on from step {kept}' if kept else 'begins anew'}"
+                goes_on = f"wb.launch(resume=run) goes on from step {kept}" if kept else "there is none before it, so it begins anew"
+                how = f"without a checkpoint: {goes_on}"
             notes.append(f"{row['ended_by']!s:.20} ended it after step {step}, {how}")
             continue
         more = row.get("notes")

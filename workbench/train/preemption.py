@@ -90,8 +90,9 @@ class Preemption:
         """Say that the training ends here, and goes on from the step `kept` of the last checkpoint: an earlier one if none was written."""
         self._ranks.preempted = self.signal
         if not self._ranks.rank:
-            where = "goes on from there" if kept == step else f"goes on from step {kept}" if kept else "begins anew"
-            print(f"ended by {self.signal} after step {step} of {self._steps}: wb.launch(resume={str(run_dir)!r}) {where}")
+            where = "goes on from there" if kept == step else f"goes on from step {kept}"
+            how = f"wb.launch(resume={str(run_dir)!r}) {where}" if kept else "there is no checkpoint, so it begins anew"
+            print(f"ended by {self.signal} after step {step} of {self._steps}: {how}")
             row = {"step": step, "ended_by": self.signal, "goes_on_from": kept, "time": time.time()}
             run_directory.write_json(run_dir / run_directory.PREEMPTED, row)
             writer = run_directory.LineWriter(run_dir / run_directory.RESUMES)

@@ -14,7 +14,7 @@ from typing import Any
 from workbench.core import late
 from workbench.core.codec import JsonDataclass
 from workbench.core.display import table as display
-from workbench.core.run_directory import ENV_RUN_ID
+from workbench.runs.guards import ranks_of
 from workbench.runs.launch.launch import launch
 from workbench.runs.launch.new_run import LaunchError
 from workbench.runs.run import ACTIVE, Run
@@ -211,7 +211,7 @@ def _watched(
         say(writes)
         if chosen and kill_after is not None and writes >= kill_after:
             time.sleep(chosen.random() * (times[-1] - times[-2]))  # not always right after a write
-            if ranks := _ranks(run.id):
+            if ranks := [pids[0] for pids in ranks_of(run.id).values()]:
                 os.kill(chosen.choice(ranks), signal.SIGKILL)
                 after = time.monotonic() - start
                 return (after, writes) if run.wait().state == "failed" else (0.0, writes)
@@ -226,21 +226,6 @@ def _written(out: Path) -> int:
         with contextlib.suppress(OSError):  # renamed meanwhile
             times.append(path.stat().st_mtime_ns)
     return max(times)
-
-
-def _ranks(run_id: str) -> list[int]:
-    """The processes of the ranks of a run: the eldest of those with the same RANK."""
-    eldest: dict[bytes, int] = {}
-    for pid in sorted(map(int, filter(str.isdigit, os.listdir("/proc")))):
-        try:
-            environ = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-        except OSError:  # ended while we looked, or another user's
-            continue
-        if f"{ENV_RUN_ID}={run_id}".encode() in environ:
-            for entry in environ:
-                if entry.startswith(b"RANK="):
-                    eldest.setdefault(entry, pid)
-    return list(eldest.values())
 
 
 def _writes(number: int) -> str:

@@ -16,6 +16,7 @@ from typing import Any
 
 from workbench.core import run_directory
 from workbench.runs.entrypoints import spec_entrypoint
+from workbench.runs.guards import ranks_of
 from workbench.runs.launch import environment
 from workbench.runs.launch.new_run import GIT_PATIENCE, LaunchError, NewRun, end_guard, open_lock, wait_for_reaped
 from workbench.runs.launch.rendezvous import loopback_environ
@@ -271,17 +272,48 @@ def _refuse_as_it_stands(run: Run, spec: RunSpec, host: str) -> None:
             f"{run!r} was launched on {host}, and this is {platform.node()}: from here nobody can see whether it still runs there. "
             f"Resume it there; or, where that machine is gone, delete {lock} and try again"
         )
-    folder = run.path / run_directory.CHECKPOINTS
-    checkpoints = [path for path in folder.glob("step*.pt") if path.stem.removeprefix("step").isdecimal()]  # not a rank's part of one
+    if state == "lost":
+        _wait_for_ranks(run)
+    checkpoints = checkpoints_of(run.path)
     if not checkpoints:
-        every = f"ended before its first one (every {spec.checkpoint_every} steps)" if spec.checkpoint_every else "was to keep none"
-        raise LaunchError(f"{run!r} has no checkpoint to go on from: it {every}. Launch it anew: wb.launch(run.spec, checkpoint_every=…)")
+        if not spec.checkpoint_every:
+            raise LaunchError(f"{run!r} keeps no checkpoints, so it cannot go on. Launch it anew: wb.launch(run.spec, checkpoint_every=…)")
+        begun = (run.path / run_directory.CHECKPOINTS).exists() and any((run.path / run_directory.CHECKPOINTS).iterdir())
+        when = "while its first one was written" if begun else "before its first one was written"
+        raise LaunchError(
+            f"{run!r} has no checkpoint to go on from: it ended {when} (every {spec.checkpoint_every} steps, and it had taken "
+            f"{run.progress[0]}). Launch it anew: wb.launch(run.spec), or with a smaller checkpoint_every="
+        )
     if not any(zipfile.is_zipfile(path) for path in checkpoints):  # as torch writes them; the ranks will see whether all is well inside
         names = ", ".join(sorted(path.name for path in checkpoints))
         raise LaunchError(
             f"{run!r} has no whole checkpoint to go on from: {names} in {checkpoints[0].parent} cannot be read. "
             "Put a sound one there, or launch it anew: wb.launch(run.spec)"
         )
+
+
+def checkpoints_of(path: Path) -> list[Path]:
+    """The checkpoints in a run directory, by step. Parts of ranks that share the model do not count: they are written before the file that
+    names them.
+    """
+    found = [file for file in (path / run_directory.CHECKPOINTS).glob("step*.pt") if file.stem.removeprefix("step").isdecimal()]
+    return sorted(found, key=lambda file: int(file.stem.removeprefix("step")))
+
+
+def _wait_for_ranks(run: Run) -> None:
+    """Wait for the ranks of a run whose guard and keeper were killed: they get SIGTERM from torchrun then, and write a checkpoint.
+
+    Raises:
+        LaunchError: they go on: another attempt would write into the same files.
+    """
+    limit = time.monotonic() + PATIENCE
+    while ranks := ranks_of(run.id):
+        if time.monotonic() >= limit:
+            left = " ".join(str(pid) for pids in ranks.values() for pid in pids)
+            raise LaunchError(
+                f"ranks of {run!r} still run, though its guard was killed: end them first (kill {left}), or wait for their end"
+            )
+        time.sleep(0.02)
 
 
 class _Attempt(NewRun):
