@@ -16,7 +16,7 @@ from typing import Any
 import notebook_pages
 import workbench
 from workbench import __main__ as command_line
-from workbench import plot, widgets
+from workbench import data, plot, widgets
 from workbench.diagnosis.analysis import verdict
 from workbench.runs import spec
 
@@ -30,6 +30,7 @@ SUBJECTS = {
     "scaling": "Scaling",
     "cluster": "Clusters and communication",
     "traces": "Traces",
+    "data": "Data",
     "core": "Devices",
 }
 """Package → heading, in the order of the page."""
@@ -37,7 +38,8 @@ SUBJECTS = {
 
 def api() -> str:
     """All public names, by subject, for mkdocstrings to fill in."""
-    homes = {name: module for module, names in workbench._NAMES.items() for name in names.split() if name not in ("plot", "widgets")}
+    modules = {name: module for module, names in workbench._NAMES.items() for name in names.split()}
+    homes = {name: module for name, module in modules.items() if name not in ("data", "plot", "widgets")} | data._HOMES
     lines = []
     for package, heading in SUBJECTS.items():
         names = sorted((name for name, home in homes.items() if home.split(".")[1] == package), key=lambda name: (name[0].isupper(), name))

@@ -31,6 +31,7 @@ The types of results, and how each leads to the next:
 * A `Cluster` has the GPUs and links that predictions beyond this machine are for; `plan` finds the layouts of a model on it that fit.
 * `collectives` counts what the ranks of your module would send each other in a step, in a dry run: `Traffic`. `measure_collectives`
   times collectives between real ranks, `ddp_twin` runs DDP's own reducer over a simulated network.
+* `wb.data` reads samples from any storage format behind one interface.
 
     import workbench as wb
     run = wb.launch("train.py", nproc_per_node=2, watch=True).wait()
@@ -45,6 +46,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from workbench import data as data
     from workbench import plot as plot
     from workbench import widgets as widgets
     from workbench.batch.analysis.lr_scaling_rules import scale_lr as scale_lr
@@ -165,10 +167,11 @@ _NAMES = {
     "workbench.traces.analysis.trace_set": "TraceSet",
     "workbench.traces.analysis.trace": "Trace",
     "workbench.traces.api": "trace",
+    "workbench.data": "data",
     "workbench.plot": "plot",
     "workbench.widgets": "widgets",
 }
-"""Module → the public names that it has; the last two are modules themselves. The block above says the same to type checkers."""
+"""Module → the public names that it has; the last three are modules themselves. The block above says the same to type checkers."""
 
 _HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
 

@@ -47,12 +47,19 @@ HOMES = {
     "anywidget": PANEL,
     "traitlets": PANEL,
     "PIL": ("data/",),
+    "fsspec": ("data/storage.py",),
+    "pyarrow": ("data/formats/",),
+    "h5py": ("data/formats/",),
+    "lmdb": ("data/formats/",),
     "pynvml": ("core/energy_counters.py", "core/gpu_load.py"),
 }
 """Package from outside → the folders (`…/`) and files that may import it; `*` stands for any letters between two slashes."""
 
-LATE = ("core/late.py", "__init__.py", "runs/task.py", "programs/start.py", "train/lazy_dynamo.py", "programs/script.py", "runs/export.py")
-"""The files that import what they know only at the call: the late calls, the public names, a task, and a program or script."""
+LATE = (
+    *("core/late.py", "__init__.py", "runs/task.py", "programs/start.py", "train/lazy_dynamo.py", "programs/script.py", "runs/export.py"),
+    *("data/__init__.py", "data/formats/__init__.py"),
+)
+"""The files that import what they know only at the call: the late calls, the public names, a task, a program or script, and a format."""
 QUESTIONS = ("importlib.metadata", "importlib.resources", "importlib.util.find_spec")
 """Parts of importlib that tell something about a package and do not import it."""
 

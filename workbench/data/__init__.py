@@ -1,6 +1,38 @@
-"""The repository's sample data as datasets. (Your own data come with a `Task`, see `runs/task.py`.)
+"""Data: samples in any storage format, shards with checksums, and the repository's sample data.
 
-`shards.py` reads files out of tar shards by their offsets; `samples.py` has the datasets: `ClipArt`
-(pictures to decode), `FashionMnist` (pictures that cost nothing), `Fashion` (the same, smaller, whole batches at once) and `ByteText`
-(a novel).
+`wb.data.open_source` and `as_source` (`adapters.py`) read samples from a folder, tar shards and other formats (`formats/`) behind one
+interface; `samples.py` has the repository's data as datasets: `ClipArt` (pictures to decode), `FashionMnist` (pictures that cost nothing),
+`Fashion` (the same, smaller, whole batches at once) and `ByteText` (a novel), which it reads by `shards.py`. Your own data come with a
+`Task`, see `runs/task.py`.
+
+Names are loaded when they are used: importing this package loads neither torch nor numpy.
 """
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from workbench.data.adapters import as_source as as_source
+    from workbench.data.adapters import open_source as open_source
+    from workbench.data.manifest import Manifest as Manifest
+    from workbench.data.source import Source as Source
+
+_NAMES = {
+    "workbench.data.manifest": "Manifest",
+    "workbench.data.adapters": "as_source open_source",
+    "workbench.data.source": "Source",
+}
+"""Module → the public names that it has, as `wb.data.NAME`. The block above says the same to type checkers."""
+
+_HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'workbench.data' has no attribute {name!r}; it offers {', '.join(sorted(_HOMES))}")
+    value = globals()[name] = getattr(importlib.import_module(_HOMES[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(_HOMES)

@@ -7,9 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-
-class CorruptSampleError(ValueError):
-    """The bytes of a sample are not those that the index was written for."""
+from workbench.data.sample import CorruptSampleError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

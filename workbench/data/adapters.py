@@ -1,0 +1,166 @@
+"""Makes a source of whatever holds samples: a path or URL in any format, or a dataset of another library."""
+
+import inspect
+import itertools
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from workbench.core.checks import shown
+from workbench.data.formats import find_format, format_class
+from workbench.data.sample import KEY, Sample, plain
+from workbench.data.source import Damage, Source
+
+
+class NoRandomAccessError(TypeError):
+    """A dataset that can only be gone through was asked for a sample by its number."""
+
+
+class DatasetSource(Source):
+    """A dataset of another library with `len` and `[i]`: of torch, Hugging Face datasets, litdata, grain, or a list."""
+
+    format = "dataset"
+
+    def __init__(self, dataset: Any, fields: Sequence[str] | None = None) -> None:
+        """
+        Args:
+            dataset: its samples are dicts, or tuples, or single values.
+            fields: names of the parts of tuples; None = "input" and "label" for two, else "0", "1" …
+        """
+        super().__init__()
+        self.dataset, self.fields = dataset, fields
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def _read(self, index: int) -> Sample:
+        return as_sample(self.dataset[index], index, self.fields)
+
+    def _read_many(self, indices: list[int]) -> Iterator[Sample | Damage]:
+        several = getattr(self.dataset, "__getitems__", None)
+        if several is None or not indices:
+            yield from super()._read_many(indices)
+            return
+        found = several(indices)
+        if not isinstance(found, list) or len(found) != len(indices):  # whole batches, ready
+            yield from super()._read_many(indices)
+            return
+        yield from (as_sample(sample, index, self.fields) for sample, index in zip(found, indices, strict=True))
+
+
+class IterableSource(Source):
+    """A dataset of another library that can only be gone through, such as webdataset.WebDataset."""
+
+    format = "iterable"
+
+    def __init__(self, dataset: Iterable[Any], fields: Sequence[str] | None = None) -> None:
+        super().__init__()
+        self.dataset, self.fields = dataset, fields
+        self._length: int | None = None
+
+    def __len__(self) -> int:
+        if self._length is None:
+            self._length = sum(1 for _ in self.dataset)
+        return self._length
+
+    def _read(self, index: int) -> Sample:
+        raise NoRandomAccessError(
+            f"{type(self.dataset).__name__} can only be gone through: iterate, or write it once as shards, "
+            "wb.data.write_shards(source, folder), and open those"
+        )
+
+    def _scan(self, start: int, stop: int) -> Iterator[Sample | Damage]:
+        for index, sample in enumerate(itertools.islice(self.dataset, start, stop), start):
+            yield as_sample(sample, index, self.fields)
+
+    def iterate(self, start: int = 0, stop: int | None = None) -> Iterator[Sample]:
+        """The samples from `start` to before `stop` (None = the end)."""
+        return self._by_policy(self._scan(start, stop))  # type: ignore[arg-type]
+
+    def _raw(self) -> Iterator[Sample]:
+        return self.iterate()
+
+    def __repr__(self) -> str:
+        return f"IterableSource({type(self.dataset).__name__})"
+
+
+def as_sample(value: Any, index: int, fields: Sequence[str] | None = None) -> Sample:
+    """What a dataset gives for a sample, as a dict of plain values with a key.
+
+    Raises:
+        ValueError: a field is of no kind that can be stored; names it.
+    """
+    if isinstance(value, Mapping):
+        parts = {str(name): item for name, item in value.items() if not (str(name).startswith("__") and str(name) != KEY)}
+    elif isinstance(value, tuple | list):
+        names = fields or (("input", "label") if len(value) == 2 else tuple(map(str, range(len(value)))))
+        if len(names) != len(value):
+            raise ValueError(f"sample {index} has {len(value)} parts, and fields={list(names)!r} has {len(names)} names: one for each part")
+        parts = dict(zip(names, value, strict=True))
+    else:
+        parts = {(fields or ("input",))[0]: value}
+    key = parts.pop(KEY, None)
+    sample: Sample = {KEY: str(key) if key is not None else f"{index:08d}"}
+    for name, item in parts.items():
+        if (converted := plain(item, name)) is not None:
+            sample[name] = converted
+    return sample
+
+
+def as_source(data: Any, *, fields: Sequence[str] | None = None, **options: Any) -> Source:
+    """A source of whatever holds samples: a path or URL, a dataset of torch, webdataset, litdata or Hugging Face, or a list.
+
+    Args:
+        data: a source (returned as it is); a path or URL, or several of tar files (see `open_source`); a map-style dataset, with `len`
+            and `[i]`; or an iterable dataset. Tensors become arrays, and pictures of Pillow, too.
+        fields: names of the parts of samples that are tuples; None = "input" and "label" for two, else "0", "1" …
+        options: for `open_source`.
+
+    Raises:
+        ValueError: it is nothing of that.
+    """
+    if isinstance(data, Source):
+        return data
+    if isinstance(data, str | os.PathLike) or (
+        isinstance(data, list | tuple) and data and all(isinstance(p, str | os.PathLike) for p in data)
+    ):
+        return open_source(data, **options)
+    if options:
+        raise ValueError(f"{', '.join(options)}: allowed for paths only, and {type(data).__name__} is a dataset")
+    kind = type(data)
+    gone_through = "IterableDataset" in {base.__name__ for base in kind.__mro__}
+    if hasattr(kind, "__getitem__") and hasattr(kind, "__len__") and (not gone_through or "__getitem__" in _own_methods(kind)):
+        return DatasetSource(data, fields)
+    if hasattr(kind, "__iter__"):
+        return IterableSource(data, fields)
+    raise ValueError(
+        f"{shown(data):.90} is a {kind.__name__}: a path or URL, a dataset with len() and [i], or an iterable of samples is allowed"
+    )
+
+
+def _own_methods(kind: type) -> set[str]:
+    """The methods of a class that are not torch's, whose IterableDataset inherits a `__getitem__` that raises."""
+    return {name for base in inspect.getmro(kind) if not base.__module__.startswith("torch.") for name in vars(base)}
+
+
+def open_source(path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], *, format: str | None = None, **options: Any) -> Source:
+    """The samples at a path or URL, in any of the formats that are known.
+
+    Args:
+        path: a folder or a file; what it is follows from a manifest in it, from the extensions of its files ("tar", "tfrecord",
+            "parquet", "arrow", "h5", "npy", "mdb"), else it is a folder of files. Several paths, or one with `*` or `{000000..000012}`
+            in its last part, are tar files. A URL such as "s3://bucket/folder" goes through fsspec.
+        format: its name, if it should not be found out.
+        options: `check` and `on_error` as for `Source`; `storage_options` for fsspec; others of the format.
+
+    Raises:
+        ValueError: there is no such format, or an option that the format does not have.
+        FileNotFoundError: nothing is there.
+        MissingPackageError: the format needs a package that is not installed; the message has the line that installs it.
+    """
+    chosen = format_class(format) if format is not None else find_format(path, options.get("storage_options"))
+    allowed = inspect.signature(chosen).parameters
+    if unknown := [name for name in options if name not in allowed]:
+        raise ValueError(f"{unknown[0]}=: {chosen.__name__} takes {', '.join(name for name in allowed if name != 'path')}")
+    made: Callable[..., Source] = chosen
+    return made(path, **options)

@@ -1,0 +1,96 @@
+"""The storage formats: one file each, found by the names of files.
+
+A format is a subclass of `Source` and, where it can be written, a function `write(path, samples, schema)` for one shard.
+"""
+
+import glob
+import importlib
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from workbench.core.checks import choice, shown
+from workbench.data.manifest import MANIFEST
+from workbench.data.sample import Sample
+from workbench.data.source import Source
+from workbench.data.storage import DataMissingError, Storage
+
+FORMATS: Mapping[str, tuple[str, str, tuple[str, ...]]] = {
+    "folder": ("folder", "FolderSource", ()),
+    "tar": ("tar", "TarSource", (".tar",)),
+}
+"""Name → module, class, and extensions of its files; the first extension is the one that is written."""
+Write = Callable[..., Any]
+
+
+def format_class(name: str) -> type[Source]:
+    """The class that reads a format.
+
+    Raises:
+        ValueError: there is no such format.
+    """
+    choice("format", name, FORMATS)
+    module, cls, _ = FORMATS[name]
+    found: type[Source] = getattr(importlib.import_module(f"{__name__}.{module}"), cls)
+    return found
+
+
+def writer(name: str) -> Callable[[str, Iterable[tuple[str, Sample]], Mapping[str, str]], Any]:
+    """The function that writes a shard of a format: (path, (key, sample) pairs, schema).
+
+    Raises:
+        ValueError: there is no such format.
+    """
+    choice("format", name, FORMATS)
+    module = importlib.import_module(f"{__name__}.{FORMATS[name][0]}")
+    found: Write = module.writers()[name] if hasattr(module, "writers") else module.write
+    return found
+
+
+def extension(name: str) -> str:
+    """What the names of a format's files end with."""
+    return next(iter(FORMATS[name][2]), "")
+
+
+def find_format(path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], options: Mapping[str, Any] | None = None) -> type[Source]:
+    """The class that reads what is at a path.
+
+    Raises:
+        DataMissingError: nothing is there.
+    """
+    if not isinstance(path, str | os.PathLike):
+        return format_class("tar")
+    text = os.fspath(path)
+    by_extension = {end: name for name, (_, _, ends) in FORMATS.items() for end in ends}
+    for end, name in by_extension.items():
+        if text.rstrip("/").endswith(end):
+            return format_class(name)
+    storage = Storage(text, options)
+    if not storage.exists():
+        close = sorted(glob.glob(f"{glob.escape(os.path.dirname(text) or '.')}/*"))[:5] if not storage.remote else []
+        beside = f"; beside it are {', '.join(os.path.basename(name) for name in close)}" if close else ""
+        raise DataMissingError(f"there is nothing at {shown(text):.200}{beside}")
+    if storage.is_file():
+        raise ValueError(f"{text}: no format is known for its name; known are {', '.join(sorted(by_extension))}, or give format=")
+    if storage.exists(MANIFEST) and (told := _in_manifest(storage)) in FORMATS:
+        return format_class(told)
+    names = [name for name, _, _ in _some(storage)]
+    found = {by_extension[end] for name in names if (end := os.path.splitext(name)[1]) in by_extension and not name.startswith(".")}
+    if len(found) > 1:
+        raise ValueError(f"{text} has files of several formats ({', '.join(sorted(found))}): give format=")
+    return format_class(found.pop() if found else "folder")
+
+
+def _in_manifest(storage: Storage) -> str:
+    match = re.search(rb'"format": *"([a-z0-9-]+)"', storage.read(MANIFEST, 0, 1 << 16))
+    return match[1].decode() if match else ""
+
+
+def _some(storage: Storage) -> list[tuple[str, int, bool]]:
+    """The files right below the folder, at most a thousand of them."""
+    if storage.remote:
+        found = storage.file_system.ls(storage.root, detail=True)
+        return [(os.path.basename(about["name"].rstrip("/")), 0, False) for about in found[:1000]]
+    with os.scandir(storage.root) as entries:
+        return [(entry.name, 0, False) for entry, _ in zip(entries, range(1000), strict=False)]

@@ -1,0 +1,277 @@
+"""The manifest of a dataset in shards: what is in it, where it comes from, and checksums of every shard and every sample.
+
+`manifest.json` is for people and programs; `index.npz` beside it has a row per sample: key, CRC-32 of each field, and where the format has
+offsets, those. The manifest is written last: where there is one, the dataset is whole.
+"""
+
+import io
+import json
+import zipfile
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from typing import Any
+from zlib import crc32
+
+import numpy as np
+
+from workbench.core.codec import JsonDataclass
+from workbench.data.sample import Strings, digest, encode
+from workbench.data.storage import Storage
+
+MANIFEST, INDEX = "manifest.json", "index.npz"
+VERSION_OF_LAYOUT = 1
+Array = np.ndarray[Any, Any]
+
+
+class ManifestError(ValueError):
+    """A manifest is missing or damaged, or does not describe the files beside it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shard(JsonDataclass):
+    """One file of a dataset."""
+
+    name: str
+    bytes: int
+    count: int
+    """Samples."""
+    sha256: str
+    """Of the file, in hexadecimal digits; of a folder, over the names and digests of its files."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest(JsonDataclass):
+    """What a dataset in shards says of itself: its data card."""
+
+    format: str
+    count: int
+    """Samples."""
+    schema: Mapping[str, str]
+    """Field → kind: "bytes", "int", "float", "str" or "array"."""
+    shards: tuple[Shard, ...]
+    payload_bytes: int
+    """Bytes of the fields, without what the format adds."""
+    dataset_sha256: str
+    """Over the sorted digests of the samples: the same in any order, number of shards and format."""
+    index_sha256: str
+    """Of the index's file."""
+    seed: int | None = None
+    """Of the shuffle before writing; None = the order of the source was kept."""
+    description: str = ""
+    licence: str = ""
+    provenance: str = ""
+    """Where the data come from and what was done to them, in the words of whoever wrote them."""
+    preprocessing: tuple[str, ...] = ()
+    """What was done to each sample before it was written."""
+    classes: tuple[str, ...] = ()
+    """Names of the values of "cls", where the source had names."""
+    written_with: str = "training-workbench"
+    version: int = VERSION_OF_LAYOUT
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of all shards."""
+        return sum(shard.bytes for shard in self.shards)
+
+    def imbalance(self, readers: int) -> float:
+        """The slowest reader's number of samples over the mean, where whole shards are dealt to that many readers (ranks × workers)."""
+        return imbalance([shard.count for shard in self.shards], readers)
+
+
+def imbalance(counts: Sequence[int], readers: int) -> float:
+    """The largest share over the mean where whole shards, numbers of samples, are dealt to readers in turn; 1 is even.
+
+    >>> imbalance([100] * 10, 8)
+    1.6
+    """
+    shares = [sum(counts[reader::readers]) for reader in range(readers)]
+    return max(shares) * readers / sum(counts) if sum(counts) else 1.0
+
+
+@dataclass(slots=True, kw_only=True)
+class Index:
+    """One row per sample, in the order of the shards."""
+
+    shards: list[str]
+    edges: Array
+    """Number of the first sample of each shard, and of all samples."""
+    keys: Strings
+    schema: dict[str, str]
+    offsets: Array
+    """(samples, fields): where each field begins in its shard; (samples, 0) in formats that have no offsets."""
+    lengths: Array
+    """Bytes of each field; -1 = the sample has no such field."""
+    crcs: Array | None
+    """CRC-32 of each field as `sample.encode` writes it; None = not known."""
+
+
+class Rows:
+    """The part of an index that one shard gives while it is written."""
+
+    def __init__(self, fields: Iterable[str]) -> None:
+        self.fields = tuple(fields)
+        self._sorted = [(place, b"%d:%b" % (len(name), name.encode())) for name, place in sorted(zip(fields, range(10**9), strict=False))]
+        self._keys: list[str] = []
+        self._offsets: list[Sequence[int]] = []
+        self._lengths: list[list[int]] = []
+        self._crcs: list[list[int]] = []
+        self._digests: list[bytes] = []
+
+    def add(self, key: str, parts: Sequence[bytes | None], offsets: Sequence[int] = ()) -> None:
+        """A sample.
+
+        Args:
+            key: its name.
+            parts: its fields as `sample.encode` writes them; None = it has no such field.
+            offsets: where they begin in the shard, in formats that have offsets.
+        """
+        self._keys.append(key)
+        self._offsets.append(offsets)
+        self._lengths.append([-1 if part is None else len(part) for part in parts])
+        self._crcs.append([0 if part is None else crc32(part) for part in parts])
+        whole: list[bytes] = []
+        for place, name in self._sorted:  # the same as `sample.digest`
+            if (part := parts[place]) is not None:
+                whole += (name, b"%d:" % len(part), part)
+        self._digests.append(sha256(b"".join(whole)).digest())
+
+    def arrays(self) -> dict[str, Array]:
+        """As arrays by name, to be saved."""
+        data, ends = Strings(self._keys).arrays
+        count, fields = len(self._keys), len(self.fields)
+        return {
+            "keys": data,
+            "ends": ends,
+            "offsets": np.array(self._offsets, np.int64).reshape(count, len(self._offsets[0]) if self._offsets else 0),
+            "lengths": np.array(self._lengths, np.int64).reshape(count, fields),
+            "crcs": np.array(self._crcs, np.uint32).reshape(count, fields),
+            "digests": np.frombuffer(b"".join(self._digests), np.uint8).reshape(count, 32),
+        }
+
+
+def merge(parts: Iterable[Mapping[str, Array]]) -> dict[str, Array]:
+    """The rows of several shards, one after the other."""
+    parts = list(parts)
+    names = ("keys", "offsets", "lengths", "crcs")
+    merged = {name: np.concatenate([part[name] for part in parts]) for name in names}
+    lengths = np.concatenate([np.diff(part["ends"]) for part in parts])
+    return {**merged, "ends": np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)}
+
+
+def packed(arrays: Mapping[str, Array]) -> bytes:
+    """Arrays as the bytes of an .npz file, the same for equal arrays."""
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
+        for name in sorted(arrays):
+            part = io.BytesIO()
+            np.lib.format.write_array(part, np.ascontiguousarray(arrays[name]), version=(1, 0), allow_pickle=False)
+            archive.writestr(zipfile.ZipInfo(f"{name}.npy", (1980, 1, 1, 0, 0, 0)), part.getvalue())
+    return file.getvalue()
+
+
+def unpacked(data: bytes, where: str) -> dict[str, Array]:
+    """Inverse of `packed`.
+
+    Raises:
+        ManifestError: the bytes are damaged.
+    """
+    try:
+        with np.load(io.BytesIO(data), allow_pickle=False) as found:
+            return {name: found[name] for name in found.files}
+    except (ValueError, OSError, KeyError, EOFError, zipfile.BadZipFile) as error:
+        raise ManifestError(f"{where} is damaged ({error}): write the dataset again, or restore the file") from None
+
+
+def dataset_digest(digests: Array) -> str:
+    """SHA-256 over sorted digests of samples: (samples, 32) of uint8."""
+    return sha256(b"".join(sorted(row.tobytes() for row in digests))).hexdigest()
+
+
+def digest_of(samples: Iterable[Mapping[str, Any]]) -> str:
+    """The dataset digest of samples, however they are stored: equal to `Manifest.dataset_sha256` if they are those of the manifest."""
+    return sha256(b"".join(sorted(map(digest, samples)))).hexdigest()
+
+
+def read_manifest(storage: Storage) -> Manifest | None:
+    """The manifest of a folder; None = it has none.
+
+    Raises:
+        ManifestError: it is damaged, or of a later version.
+    """
+    if storage.is_file() or not storage.exists(MANIFEST):
+        return None
+    where = storage.path(MANIFEST)
+    try:
+        value = json.loads(storage.read(MANIFEST))
+        version = value.get("version") if isinstance(value, dict) else None
+        if not isinstance(value, dict) or "dataset_sha256" not in value:
+            return None  # of something else
+        if version != VERSION_OF_LAYOUT:
+            raise ManifestError(f"{where} is of version {version!r}: this workbench reads {VERSION_OF_LAYOUT}; use a newer one")
+        manifest = Manifest.from_json(value)
+    except ManifestError:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise ManifestError(f"{where} is damaged: {error}. Restore it, or remove it to read the files without checksums") from None
+    if sum(shard.count for shard in manifest.shards) != manifest.count:
+        raise ManifestError(f"{where} is wrong: its shards have {sum(s.count for s in manifest.shards):,} samples, not {manifest.count:,}")
+    for shard in manifest.shards:
+        storage.path(shard.name)  # raises where a name leads out of the folder
+    return manifest
+
+
+def load_index(storage: Storage, kind: str, names: Sequence[str] | None = None) -> Index | None:
+    """The index of a dataset with a manifest; None = the folder has no manifest of that format.
+
+    Args:
+        storage: the folder.
+        kind: name of the format.
+        names: shards to read; None = all.
+
+    Raises:
+        ManifestError: manifest and index do not belong together.
+    """
+    manifest = read_manifest(storage)
+    if manifest is None or manifest.format != kind:
+        return None
+    data = storage.read(INDEX)
+    where = storage.path(INDEX)
+    if sha256(data).hexdigest() != manifest.index_sha256:
+        raise ManifestError(
+            f"{where} is not the index that {MANIFEST} describes: one of them is damaged, or of another dataset; restore both"
+        )
+    arrays = unpacked(data, where)
+    if len(arrays["ends"]) != manifest.count + 1:
+        raise ManifestError(f"{where} has {len(arrays['ends']) - 1:,} samples, and {MANIFEST} {manifest.count:,}")
+    shards = list(manifest.shards)
+    edges = np.cumsum([0, *(shard.count for shard in shards)], dtype=np.int64)
+    keys = Strings.of(arrays["keys"], arrays["ends"])
+    chosen = slice(None)
+    if names is not None and list(names) != [shard.name for shard in shards]:
+        numbers = {shard.name: number for number, shard in enumerate(shards)}
+        if unknown := [name for name in names if name not in numbers]:
+            raise ManifestError(f"{storage.path(unknown[0])} is not in {MANIFEST} beside it, which describes {len(shards)} shards")
+        chosen = np.concatenate([np.arange(edges[numbers[name]], edges[numbers[name] + 1]) for name in names])  # type: ignore[assignment]
+        keys = Strings(keys[int(i)] for i in chosen)  # type: ignore[attr-defined]
+        shards = [shards[numbers[name]] for name in names]
+        edges = np.cumsum([0, *(shard.count for shard in shards)], dtype=np.int64)
+    return Index(
+        shards=[shard.name for shard in shards],
+        edges=edges,
+        keys=keys,
+        schema=dict(manifest.schema),
+        offsets=arrays["offsets"][chosen],
+        lengths=arrays["lengths"][chosen],
+        crcs=arrays["crcs"][chosen],
+    )
+
+
+def check_sample(sample: Mapping[str, Any], crcs: Sequence[int], lengths: Sequence[int], fields: Sequence[str], what: str) -> str:
+    """What is wrong with a sample by the index; "" = nothing."""
+    for name, crc, length in zip(fields, crcs, lengths, strict=True):
+        if (length >= 0) != (name in sample):
+            return f"{what}: field {name!r} is {'missing' if length >= 0 else 'there, and was not written'}"
+        if length >= 0 and crc32(encode(sample[name])) != crc:
+            return f"{what}, field {name!r}: its bytes are not those that were written; restore the file"
+    return ""

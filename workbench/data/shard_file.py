@@ -1,0 +1,128 @@
+"""Writes the file of a shard: a thread hashes and writes while the next samples are made; what was written is on the disk at the end."""
+
+import hashlib
+import os
+import queue
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+from workbench.data.manifest import Rows
+from workbench.data.sample import Sample, encode
+
+PIECE = 1 << 20
+"""Bytes that are collected before they are handed to the thread."""
+QUEUE = 8
+"""Pieces that wait for the thread at most."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Written:
+    """A shard that was written."""
+
+    bytes: int
+    sha256: str
+    rows: Rows
+
+
+class HashedFile:
+    """A new file that is written in order; `finish` gives the SHA-256 of what was written, once it is on the disk.
+
+    SHA-256 and the write leave Python's lock, so that the thread works beside the caller.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        self._parts: list[bytes] = []
+        self._size = 0
+        self._hash = hashlib.sha256()
+        self._queue: queue.Queue[list[bytes] | None] = queue.Queue(QUEUE)
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._work, name="wb-write-shard", daemon=True)
+        self._thread.start()
+
+    def write(self, parts: Sequence[bytes]) -> None:
+        """Append some bytes.
+
+        Raises:
+            OSError: an earlier piece could not be written.
+        """
+        self._parts += parts
+        self._size += sum(map(len, parts))
+        if self._size >= PIECE:
+            self._hand_over()
+
+    def _hand_over(self) -> None:
+        if self._error is not None:
+            raise self._error
+        self._queue.put(self._parts)
+        self._parts, self._size = [], 0
+
+    def _work(self) -> None:
+        while (parts := self._queue.get()) is not None:
+            if self._error is not None:
+                continue
+            try:
+                data = b"".join(parts)
+                self._hash.update(data)
+                view = memoryview(data)
+                while view:
+                    view = view[os.write(self._descriptor, view) :]
+            except BaseException as error:
+                self._error = error
+
+    def finish(self) -> str:
+        """Wait until all is on the disk; the SHA-256 of the file, in hexadecimal digits.
+
+        Raises:
+            OSError: it could not be written.
+        """
+        self._hand_over()
+        self._end()
+        if self._error is not None:
+            raise self._error
+        os.fsync(self._descriptor)
+        return self._hash.hexdigest()
+
+    def _end(self) -> None:
+        if self._thread.is_alive():
+            self._queue.put(None)
+            self._thread.join()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end()
+        os.close(self._descriptor)
+
+
+def hash_file(path: str | Path) -> tuple[int, str]:
+    """Bytes and SHA-256 of a file that a library has written, once it is on the disk; of a folder, over its files."""
+    if os.path.isdir(path):
+        total, size = hashlib.sha256(), 0
+        for found in sorted(Path(path).rglob("*")):
+            if found.is_file():
+                length, inner = hash_file(found)
+                total.update(f"{found.relative_to(path).as_posix()}\0{inner}\n".encode())
+                size += length
+        return size, total.hexdigest()
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+        return os.fstat(file.fileno()).st_size, hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def noted(samples: Iterable[tuple[str, Sample]], rows: Rows) -> Iterator[tuple[str, Sample]]:
+    """Samples passed on, with a row for each in an index without offsets."""
+    for key, sample in samples:
+        values = [sample.get(name) for name in rows.fields]
+        rows.add(key, [None if value is None else encode(value) for value in values])
+        yield key, sample
+
+
+def written(path: str, rows: Rows) -> Written:
+    """What a library has written, hashed."""
+    size, sha256 = hash_file(path)
+    return Written(bytes=size, sha256=sha256, rows=rows)
