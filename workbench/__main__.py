@@ -58,7 +58,7 @@ def _launch(given: argparse.Namespace, script_args: list[str]) -> dict[str, Any]
     """
     knobs = knobs_of(given.set or []) | ({} if given.profile is None else {"profile": given.profile})
     common = {"nproc_per_node": given.nproc_per_node, "nnodes": given.nnodes, "rdzv_endpoint": given.rdzv_endpoint}
-    common |= {"on_hang": given.on_hang}
+    common |= {"on_hang": given.on_hang, "max_restarts": given.max_restarts, "min_ranks": given.min_ranks}
     if given.target.endswith(".py"):
         if given.steps is not None:
             raise ValueError(f"--steps {given.steps} with a script: its own arguments come after --; a task in it: {given.target}:build")
@@ -380,6 +380,8 @@ def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
     profile = f"trace so many steps with torch's profiler ({STEPS})"
     option("launch", "--profile", type=int, nargs="?", const=STEPS, metavar="STEPS", help=profile)
     option("launch", "--nnodes", type=int, default=1, metavar="N", help="machines: this one, and as many that join it")
+    option("launch", "--max-restarts", metavar="N", type=int, default=0, help="start a task with checkpoints again after a failure (0)")
+    option("launch", "--min-ranks", metavar="N", type=int, help="a restart goes on with the ranks that are left, at least so many (all)")
     option("launch", "--on-hang", choices=ON_HANG, default="report", help="what is done about a run that hangs (report)")
     option("launch", "--rdzv-endpoint", metavar="HOST:PORT", help="of this machine, as the others reach it (its name, and a free port)")
     most = f"seconds to spend at most ({BUDGET:g})"

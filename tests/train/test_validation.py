@@ -1,10 +1,12 @@
 """Evaluations during a training: exact sums, no trace in the training, a phase of their own, and a resume that keeps them."""
 
 import json
+import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tests import toy_tasks
+from tests.toy_tasks import Numbers
 from tests.train.test_checkpoints import spec_of, train
 from workbench.core import run_directory
 from workbench.runs.launch.prove_resume import first_difference
@@ -20,6 +23,7 @@ from workbench.runs.spec import RunSpec, SpecError
 from workbench.runs.task import TaskError
 from workbench.timeline.timeline import Timeline
 from workbench.train import validation
+from workbench.train.random_numbers import seed_all
 from workbench.train.ranks import Ranks
 from workbench.train.validation import summary, sums_of
 
@@ -184,6 +188,29 @@ def test_what_an_evaluation_may_not_return(given: Any, message: str) -> None:
 def test_knobs_that_are_refused(knobs: dict[str, Any], message: str) -> None:
     with pytest.raises(SpecError, match=message):
         RunSpec(task="toy", **knobs)
+
+
+class Noisy(Numbers):
+    """Each sample is drawn anew from the generators of torch, numpy and Python."""
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        x, y = super().__getitem__(index)
+        return x + torch.randn(4) * float(np.random.rand()) * random.random(), y
+
+
+@pytest.mark.parametrize("data", [Noisy(12), None], ids=["per batch", "whole"])
+def test_an_evaluation_alone_leaves_random_numbers_and_modes(data: Any) -> None:
+    def whole(model: nn.Module) -> dict[str, float]:
+        return {"drawn": float(torch.rand(()))}
+
+    task, model, device = toy_tasks.validated(**{} if data else {"evaluate": whole}), Normed(), torch.device("cpu")
+    seed_all(5)
+    undisturbed = float(torch.rand(())), float(np.random.rand()), random.random()
+    seed_all(5)
+    validation.evaluate_alone(task, model, data, 4, device)
+    assert (float(torch.rand(())), float(np.random.rand()), random.random()) == undisturbed
+    assert model.training
+    assert not model.frozen.training
 
 
 def test_data_that_are_refused(alone: Ranks, tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ from workbench.train.optimizers import build_optimizer, described, parse_optimiz
 from workbench.train.random_numbers import seed_all
 from workbench.train.ranks import Layout, Ranks, choose_device
 from workbench.train.trainer import Trainer, build_model, loss_of
-from workbench.train.validation import evaluate_alone, validation_data
+from workbench.train.validation import evaluate_alone, evaluating, validation_data
 
 SPACING = 1.03
 """Steps of a look at the model over those of the last one: the same relative resolution for 50 steps and for 5,000, since what one look
@@ -151,17 +151,13 @@ class TrialRunner:
         given = dataclasses.asdict(job)
         return Trial(**given, steps=steps, after=step, outcome=outcome, best=best if math.isfinite(best) else None, seconds=seconds)
 
-    @torch.no_grad()
     def value(self, module: nn.Module) -> float:
         """The target's figure: the mean loss on the probe, in evaluation mode and fp32, or one of the task's evaluation."""
         if self._name != "loss":
-            value = self._figures(module).get(self._name, math.nan)
-        else:
-            module.eval()
+            return self._figures(module).get(self._name, math.nan)
+        with evaluating(module, self.device):
             parts = [(loss_of(self.task, module, batch), samples) for batch, samples in self._probe]
-            value = float(sum(loss * samples for loss, samples in parts)) / sum(samples for _, samples in parts)
-        module.train()
-        return value
+            return float(sum(loss * samples for loss, samples in parts)) / sum(samples for _, samples in parts)
 
     def _figures(self, module: nn.Module) -> dict[str, float]:
         return evaluate_alone(self.task, module, self._validation, 4 * self.spec.micro_batch, self.device)

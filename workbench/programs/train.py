@@ -22,6 +22,7 @@ from workbench.core import run_directory
 from workbench.memory.measure.at_oom import held
 from workbench.runs import entrypoints, failure, rank_watchdog
 from workbench.runs.launch import environment
+from workbench.runs.restarts import present_spec
 from workbench.runs.root_cause import first_failure
 from workbench.runs.spec import AUTO, RunSpec, SpecError, spec_from_json
 from workbench.runs.task import resolve
@@ -91,7 +92,7 @@ def read_spec(run_dir: Path) -> RunSpec:
         DamagedRunError: it has no run.json that can be read.
         SpecError: it is the spec of a script, or holds what this workbench does not know.
     """
-    spec = spec_from_json(run_directory.read_json(run_dir / run_directory.RUN_JSON)["spec"])
+    spec = spec_from_json(present_spec(run_directory.read_json(run_dir / run_directory.RUN_JSON)))
     if not isinstance(spec, RunSpec):
         raise SpecError(f"{run_dir} holds the spec of a script: python -m {entrypoints.SCRIPT} runs those")
     return spec

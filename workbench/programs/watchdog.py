@@ -20,6 +20,7 @@ from workbench.core.system_load import cpu_of_process
 from workbench.runs import hang
 from workbench.runs.hang import Hang
 from workbench.runs.rank_watchdog import DUMP_SIGNAL, QUIET
+from workbench.runs.restarts import present_spec
 
 PAUSE = 0.4
 """Seconds between two looks."""
@@ -39,7 +40,7 @@ class Watchdog:
     def __init__(self, run_dir: Path, on_hang: str, *, usage: "Callable[[int], tuple[float, float, float]] | None" = None) -> None:
         self._run_dir, self._folder, self._on_hang = run_dir, run_dir / run_directory.HANG, on_hang
         info = run_directory.read_json(run_dir / run_directory.RUN_JSON)
-        self._id, spec = info["id"], info["spec"]
+        self._id, spec = info["id"], present_spec(info)
         self._stop = self._folder / run_directory.STOP
         self._several = spec.get("nnodes", 1) > 1
         self._world_size = spec.get("nproc_per_node", 1) * spec.get("nnodes", 1)

@@ -25,6 +25,8 @@ NODE = "workbench.runs.launch.nodes"
 """Begins a job of Slurm, and runs each machine's part of it."""
 WATCHDOG = "workbench.programs.watchdog"
 """Finds out who holds up a run; its guard starts it when a rank makes no progress."""
+RESTART = "workbench.programs.restart"
+"""Decides how a run goes on that lost a rank; its guard starts it after a failure."""
 ON_HANG = ("report", "stop")
 """What is done about a run that hangs."""
 
@@ -59,6 +61,11 @@ def entrypoint(program: str, *run_dirs: Path) -> list[str]:
 def watchdog(run_dir: Path, on_hang: str) -> list[str]:
     """What a guard starts when a rank makes no progress."""
     return [sys.executable, "-m", WATCHDOG, str(run_dir), on_hang]
+
+
+def restart(run_dir: Path) -> list[str]:
+    """What a guard starts after a failure, where restarts are allowed."""
+    return [sys.executable, "-m", RESTART, str(run_dir)]
 
 
 def spec_entrypoint(spec: Spec, *run_dirs: Path) -> list[str]:

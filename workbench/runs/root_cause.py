@@ -55,6 +55,24 @@ def first_failure(run_dir: Path, outcome: Mapping[str, Any]) -> Failure | None:
     return hang.failure if hang is not None and hang.explains(failure) else failure
 
 
+def lost_ranks(run_dir: Path, outcome: Mapping[str, Any], first: Failure | None) -> tuple[int, ...]:
+    """The ranks that ended by themselves or were killed: that of the first failure, and those that a signal ended at that time.
+
+    Args:
+        run_dir: of the launch.
+        outcome: of a run that failed.
+        first: as `first_failure` gives it.
+    """
+    lost, deaths = {first.rank} if first and first.rank is not None else set(), outcome.get("exits") or {}
+    moment = min((time_ns for rank, time_ns in deaths.items() if int(rank) in lost), default=None)
+    for rank, code in _exit_codes(run_dir).items():
+        when = {int(number): time_ns for number, time_ns in deaths.items()}.get(rank)
+        together = moment is not None and when is not None and abs(when - moment) < _ENDED_BY_TORCHRUN
+        if together and -code in (signal.SIGKILL, *_OF_ITS_OWN) and -code != signal.SIGABRT:
+            lost.add(rank)
+    return tuple(sorted(lost))
+
+
 def _first_failure(run_dir: Path, outcome: Mapping[str, Any]) -> Failure:
     """The rank that failed first, and why."""
     state = outcome["state"]

@@ -24,6 +24,7 @@ from workbench.runs.failure import Failure, RunError
 from workbench.runs.guards import end_guard, find_guard
 from workbench.runs.hang import Hang, hang_note
 from workbench.runs.rank_steps import RankMeans
+from workbench.runs.restarts import Restart, restarts_of
 from workbench.runs.root_cause import first_failure
 from workbench.runs.rows import RunRows, loss_note, losses_of, resume_notes
 from workbench.runs.slurm_queue import Job, is_final
@@ -120,6 +121,7 @@ class Run(NearestAttribute):
         self._outcome = info.get("outcome")
         self._begun: float = info.get("begun", self.created)
         self._before: float = info.get("seconds_before", 0.0)
+        self._ranks = (info.get("layout") or {}).get("nproc_per_node", self.spec.world_size)  # fewer where some were lost
 
     def _read_info(self) -> None:
         self._written = self._last_written()  # before it is read: whatever is written later is read another time
@@ -183,8 +185,8 @@ class Run(NearestAttribute):
         """Add a hint to `would_fit` where memory ran out in steps that it can predict."""
         if failure.memory is None or not isinstance(self.spec, RunSpec) or self.spec.micro_batch == AUTO:
             return failure
-        hint = " ".join(filter(None, [failure.hint, "Which changes would have fitted: wb.would_fit(run)."]))
-        return dataclasses.replace(failure, hint=hint)
+        advice = "Which changes would have fitted: wb.would_fit(run)."
+        return dataclasses.replace(failure, hint=" ".join(filter(None, [failure.hint, advice])))
 
     @property
     def seconds(self) -> float:
@@ -328,9 +330,14 @@ class Run(NearestAttribute):
         return list(self._read(run_directory.EVALUATIONS))
 
     @property
+    def restarts(self) -> list[Restart]:
+        """How it went on by itself after failures, of a run with `max_restarts`: who was lost, and how long it took; empty = nobody was."""
+        return restarts_of(self._read(run_directory.RESTARTS))
+
+    @property
     def samples_per_sec(self) -> float:
         """Samples per second over all ranks, warm-up left out; nan before there is a measured step."""
-        rates = [rank.samples_per_sec for rank in self.rank_means if rank.count]
+        rates = [rank.samples_per_sec for rank in self.rank_means if rank.count and rank.rank < self._ranks]
         return sum(rates) if rates else math.nan
 
     @property
@@ -340,7 +347,7 @@ class Run(NearestAttribute):
         set_back = self.state in ACTIVE and time.time() < self._begun
         clock = "the clock of this machine was set back: how long it ran is not known" * set_back
         first = hang_note(self.hang, self.state in (*ACTIVE, "stopped")), loss_note(losses_of(self._read(METRICS)))
-        return tuple(filter(None, [*first, *of_ranks, *resumes, clock, *left_out, *self._files.notes]))
+        return tuple(filter(None, [*map(str, self.restarts), *first, *of_ranks, *resumes, clock, *left_out, *self._files.notes]))
 
     @property
     def memory(self) -> list[int | None]:
@@ -356,9 +363,7 @@ class Run(NearestAttribute):
         read = late.load("MemoryBreakdown").from_json
         ranks = [read(run_directory.read_json(path)) for path in sorted(self.path.glob(f"{run_directory.MEMORY}/rank*.json"))]
         if not ranks:
-            raise ValueError(
-                f"{self!r} has no breakdown of its memory: measure_memory(spec) makes one, in a launch of its own. Its peaks are run.memory"
-            )
+            raise ValueError(f"{self!r} has no breakdown of its memory: measure_memory(spec) makes one. Its peaks are run.memory")
         if not (chosen := [breakdown for breakdown in ranks if rank in (None, breakdown.rank)]):
             raise ValueError(f"{self!r} has no rank {rank!r}: it has {', '.join(str(breakdown.rank) for breakdown in ranks)}")
         return max(chosen, key=lambda breakdown: breakdown.total)
@@ -404,10 +409,8 @@ class Run(NearestAttribute):
             ValueError: the run does not measure it, or there are too few steps yet, or its gradients were NaN from the first.
         """
         if not getattr(self.spec, "noise_scale", False):
-            raise ValueError(
-                f"{self!r} does not measure its noise scale: launch it with noise_scale=True, or call wb.noise_scale(spec). In a loop of "
-                "your own: workbench.batch.measure.noise_watch.NoiseWatch"
-            )
+            loop = "in a loop of your own: workbench.batch.measure.noise_watch.NoiseWatch"
+            raise ValueError(f"{self!r} does not measure its noise scale: launch it with noise_scale=True, or wb.noise_scale(spec); {loop}")
         ranks = [self._read(run_directory.noise_file(rank)) for rank in range(self.spec.world_size)]
         return late.load("NoiseScale.of_run")([rows for rows in ranks if rows])
 
@@ -488,11 +491,7 @@ class Run(NearestAttribute):
 
 @contextlib.contextmanager
 def on_run_started(callback: Callable[[Run], None]) -> Iterator[None]:
-    """While this context lasts, call `callback` with each run as soon as this thread has launched or loaded it.
-
-    A function that launches a run and waits for it, such as `diagnose`, returns it too late for a caller who wants to stop it. What the
-    callback raises is raised by the launch.
-    """
+    """Meanwhile, call `callback` with each run as soon as this thread has launched or loaded it; what it raises is raised by the launch."""
     token = _on_run_started.set(callback)
     try:
         yield

@@ -52,11 +52,10 @@ class Checkpoints:
     def __init__(self, run_dir: Path, ranks: Ranks, every: int) -> None:
         self._folder, self._ranks, self._every = run_dir / run_directory.CHECKPOINTS, ranks, every
         self._passed_over: dict[Path, UnusableCheckpointError] = {}
-        self._choices = 0
         self._thread: threading.Thread | None = None
         self._begun, self._given_up = threading.Event(), threading.Event()
         self._error: BaseException | None = None
-        self._step = 0
+        self._step = self._choices = 0
         self._best: tuple[float, int] | None = None
         self._warn: Callable[[str], None] = print
 
@@ -170,13 +169,12 @@ class Checkpoints:
             self._passed_over[checkpoint[0]] = why
             checkpoint = self.latest()  # raises if there is no other
         if not checkpoint:
-            self._cut_rows(0, "")
+            self._cut_rows(0, {})
             return 0
         path, state = checkpoint
         trainer.load_state(state, source)
         done, self._best = int(state["step"]), state.get("best")
-        rows = (not _changed_layout(trainer, state) and state.get("rows")) or {}  # those of earlier workbenches have none
-        self._cut_rows(done, rows.get(self._ranks.rank, ""))
+        self._cut_rows(done, state.get("rows") or {})  # those of earlier workbenches have none
         print(f"rank {self._ranks.rank} goes on from step {done}: {path}")
         if not self._ranks.rank:
             self._tell(path, state, trainer)
@@ -208,8 +206,7 @@ class Checkpoints:
         before, now = (f"{n:,} samples" if isinstance(n, int) else "no length" for n in (state.get("samples"), _samples(trainer)))
         if "samples" in state and before != now:
             notes.append(f"the dataset has {now} now, and had {before} before: the order of the samples differs")
-        if changed := _changed_layout(trainer, state):
-            notes.append(changed)
+        notes += filter(None, [_changed_layout(trainer, state)])
         for note in notes:
             print(f"note: {note}")
         row = {"step": state["step"], "checkpoint": path.name, "passed_over": passed_over, "notes": notes, "time": time.time()}
@@ -217,12 +214,12 @@ class Checkpoints:
         writer.write([row])
         writer.close()
 
-    def _cut_rows(self, done: int, last: str) -> None:
+    def _cut_rows(self, done: int, last: Mapping[int, str]) -> None:
         """Keep the rows of the first `done` steps. Steps count from 0 in a rank's own file, from 1 in the others.
 
         Args:
             done: steps that were taken.
-            last: the line of the last of them in the rank's own file, if that did not get there before the run ended.
+            last: by rank, the line of the last of them in its own file, if that did not get there before the run ended.
         """
         rank, run_dir = self._ranks.rank, self._folder.parent
         files: dict[str, Callable[[Mapping[str, Any]], bool]] = {
@@ -232,15 +229,17 @@ class Checkpoints:
         if not rank:  # the evaluation after the last step is done again: it is the row without a learning rate
             for name in (run_directory.METRICS, run_directory.EVALUATIONS):
                 files[name] = lambda row: _step_in(row, math.inf) < done + ("lr" in row or row.get("step") != row.get("steps"))
+            names = [path.name for path in run_dir.glob("rank*.jsonl")]  # of ranks that were lost, too
+            more = [name for name in names if (run_directory.rank_of(name) or 0) >= self._ranks.world_size]
+            files |= dict.fromkeys(more, files[run_directory.rank_file(0)])
         for name, keep in files.items():
             if (run_dir / name).exists():
                 run_directory.keep_rows(run_dir / name, keep)
-        if last:
-            path = run_dir / run_directory.rank_file(rank)
-            if not any(_step_in(row, -1) == done - 1 for row in run_directory.LineTail(path).read()):
-                writer = run_directory.LineWriter(path)
-                writer.append(last.encode())
-                writer.close()
+        for path, line in ((run_dir / name, last.get(run_directory.rank_of(name) or 0)) for name in files if name.startswith("rank")):
+            there = {_step_in(row, -1) for row in run_directory.LineTail(path).read()}
+            if line and path.exists() and done - 1 not in there:  # a new run that begins with this checkpoint has no rows of before
+                with contextlib.closing(run_directory.LineWriter(path)) as writer:
+                    writer.append(line.encode())
 
     def due(self, step: int) -> bool:
         """Is a checkpoint written after a step?"""
@@ -327,8 +326,7 @@ class Checkpoints:
         """What remains to be done when the training goes on; it uses copies only."""
         path, shared = self._folder / f"step{step:08d}.pt", _is_shared(trainer)
         mine: dict[str, Any] = {"row": row, "random": trainer.random_state()}
-        part: dict[str, Any] = {}
-        state: dict[str, Any] = {}
+        part, state = dict[str, Any](), dict[str, Any]()
         if shared:
             parts, values = named_state.parts_to_write(trainer)
             tensors = named_state.Copies()  # always: a view would bring all that it is a view of

@@ -14,6 +14,7 @@ from workbench.core import run_directory, units
 from workbench.core.energy_counters import record_energy
 from workbench.runs import failure
 from workbench.runs.out_of_memory import Held
+from workbench.runs.restarts import first_step
 from workbench.runs.spec import AUTO, RunSpec, check_profile
 from workbench.runs.task import Task, TaskError
 from workbench.timeline.step_timer import StepTimer
@@ -177,6 +178,8 @@ def train(
                 if spec.compile != "none" and step == done + 1:
                     chosen["first_step_seconds"] = time.perf_counter() - began
                     print(f"rank {ranks.rank}: step {step}, in which torch compiled, took {chosen['first_step_seconds']:.1f} s", flush=True)
+                if step == done + 1 and not ranks.rank and (restart := first_step(run_dir, done=done, now=time.time())):
+                    print(restart, flush=True)
                 if metrics:
                     metrics.step(step, loss=loss_of_step, lr=lr, samples=step * samples_per_step)
                 if timer.failed:

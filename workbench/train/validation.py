@@ -26,7 +26,7 @@ from workbench.runs.training_knobs import parse_evaluate
 from workbench.timeline.step_timer import StepTimer
 from workbench.train.loader import to_device, worker_init
 from workbench.train.preemption import start_workers
-from workbench.train.random_numbers import restore_random_state
+from workbench.train.random_numbers import random_state, restore_random_state
 from workbench.train.trainer import Trainer, evaluate, loss_of
 
 BINS = 15
@@ -128,7 +128,7 @@ class Evaluations:
 
 
 def evaluate_alone(task: Task, module: nn.Module, data: Any, size: int, device: torch.device) -> dict[str, float]:
-    """The figures of a whole model in evaluation mode, which this process evaluates by itself.
+    """The figures of a whole model, which this process evaluates by itself. Random numbers and modes are as before afterwards.
 
     Args:
         task: which evaluates.
@@ -140,11 +140,10 @@ def evaluate_alone(task: Task, module: nn.Module, data: Any, size: int, device: 
     Raises:
         TaskError: the task's functions do not return what they should.
     """
-    if data is None:
-        return evaluate(task, module)
-    module.eval()
     sums: Sums = {}
-    with torch.no_grad():
+    with evaluating(module, device):
+        if data is None:
+            return evaluate(task, module)
         for number, batch in enumerate(DataLoader(data, size, collate_fn=task.collate, generator=torch.Generator())):
             indices = list(range(number * size, min((number + 1) * size, len(data))))
             sums = added(sums, _of_batch(task, module, to_device(batch, device), indices))
@@ -305,22 +304,32 @@ def _class_names(data: Any) -> list[str] | None:
 
 
 @contextlib.contextmanager
-def _undisturbed(trainer: Trainer) -> Iterator[None]:
-    """Evaluation mode without gradients inside; random numbers and modes are as before afterwards, and sharded weights are sharded."""
-    random, modes = trainer.random_state(), [(part, part.training) for part in trainer.module.modules()]
+def evaluating(module: nn.Module, device: torch.device) -> Iterator[None]:
+    """Evaluation mode without gradients inside; random numbers and modes are as before afterwards."""
+    random, modes = random_state(device), [(part, part.training) for part in module.modules()]
     try:
-        trainer.module.eval()
-        eager = trainer.spec.compile != "none"  # its batches may have other shapes
-        with torch.no_grad(), torch.compiler.set_stance("force_eager") if eager else contextlib.nullcontext():
+        module.eval()
+        with torch.no_grad():
             yield
     finally:
         for part, training in modes:
             part.training = training
-        fsdp = sys.modules.get("torch.distributed.fsdp")
-        for part, _ in modes:
-            if fsdp and isinstance(part, fsdp.FSDPModule):
-                part.reshard()
-        restore_random_state(random, trainer.ranks.device)
+        restore_random_state(random, device)
+
+
+@contextlib.contextmanager
+def _undisturbed(trainer: Trainer) -> Iterator[None]:
+    """The same for the model of a training, which is not compiled meanwhile; sharded weights are sharded afterwards."""
+    eager = trainer.spec.compile != "none"  # its batches may have other shapes
+    with evaluating(trainer.module, trainer.ranks.device):
+        try:
+            with torch.compiler.set_stance("force_eager") if eager else contextlib.nullcontext():
+                yield
+        finally:
+            fsdp = sys.modules.get("torch.distributed.fsdp")
+            for part in trainer.module.modules():
+                if fsdp and isinstance(part, fsdp.FSDPModule):
+                    part.reshard()
 
 
 @contextlib.contextmanager

@@ -1,30 +1,24 @@
 """Guards a run: starts torchrun, ends all that it leaves behind, and writes the outcome into run.json.
 
-A program of its own, with the standard library only, so that nothing that a launch started outlives the process that launched it.
-
-    launching process -> keeper -> guard -> torchrun -> ranks -> their loaders' workers
+A program of its own, with the standard library only, so that nothing that a launch started outlives the process that launched it:
+launching process -> keeper -> guard -> torchrun -> ranks -> their loaders' workers.
 
 torchrun puts every rank into a session of its own, so neither a signal to its process group nor its death ends them all. The guard
 owns the tree instead. It is a *child subreaper*: whoever loses a parent becomes the guard's child and is found by one walk over the
-process table. It stops the run when
+process table. It stops the run when it gets SIGTERM ("stopped": `run.stop()`), or SIGUSR1, by which Slurm can announce the end; when the
+launching process is gone ("abandoned": the pipe on stdin ends, or its pidfd becomes readable, at a kernel's interrupt, restart or SIGKILL);
+or when its time is up ("timeout"): by SIGTERM to torchrun, which passes it on, and after the grace period by SIGKILL to every descendant.
+When torchrun ends by itself, what it left behind is killed, too. After a failure a program decides whether torchrun is started again
+(`programs/restart.py`, where restarts are allowed). Last, the outcome goes into run.json.
 
-* it gets SIGTERM ("stopped": `run.stop()`), or SIGUSR1, by which Slurm can announce the end,
-* the launching process is gone ("abandoned": the pipe on stdin ends, or its pidfd becomes readable; a kernel's interrupt, restart and
-  SIGKILL all come down to that),
-* its time is up ("timeout"),
-
-by SIGTERM to torchrun, which passes it on, and after the grace period by SIGKILL to every descendant. When torchrun ends by itself,
-what it left behind is killed, too. Last, the outcome goes into run.json.
-
-On several machines each has a guard of its own (in a job of Slurm: inside the job's step, without a launching process). They communicate
-by files in the run directory, which all of them see: a heartbeat, and how each part ended. A guard stops its part of the run when another
-part has failed, or its heartbeat has stopped; the guard of machine 0 writes run.json when all others have ended.
+On several machines each has a guard (in a job of Slurm: in the job's step, without a launching process). They write heartbeats and
+outcomes into the run directory. A guard stops its part when another has failed or fallen silent; that of machine 0 writes run.json last.
 
 The keeper is the guard's parent and a subreaper as well: it passes SIGTERM on, and if the guard is killed, it kills what the guard would
 have. If the keeper is killed, the guard gets a signal (PDEATHSIG) and stops the run. Either way there is no outcome: the run is "lost".
 
-Not covered: keeper and guard killed in the same instant end torchrun and its ranks (PDEATHSIG), but not a rank's own children in another
-session. macOS has no subreaper, PDEATHSIG and pidfd: the run's processes are known by its id in their environment (not tested).
+Not covered: keeper and guard killed in the same instant leave a rank's own children in another session (all others get PDEATHSIG). macOS
+has no subreaper, PDEATHSIG and pidfd: the run's processes are known by its id in their environment (not tested).
 """
 
 import contextlib
@@ -44,25 +38,19 @@ from pathlib import Path
 from typing import Any
 
 RUN_JSON, RESERVE, NODES, NODE_JSON, BEAT, ENV_RUN_ID = "run.json", "reserve", "nodes", "node.json", "beat", "WORKBENCH_RUN_ID"
-HANG, STOP, PREEMPTED = "hang", "stop", "preempted.json"
+HANG, STOP, PREEMPTED, NEXT = "hang", "stop", "preempted.json", "next.json"
 """As in `core/run_directory.py`, which cannot be imported here; a test compares them."""
 LINUX = sys.platform == "linux"
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
-LOOK_FOR_RANKS = 0.1
-"""Seconds between two looks for ranks, until all are known; none after that."""
-START_OF_ALL = 5.0
-"""Seconds after the first rank has started in which the others do; who has not been seen by then ended unseen."""
-END_PAUSES = 0.02, 0.2
-"""Seconds between two looks at what was killed: in the first second, and afterwards."""
-END_LIMIT = 30.0
-"""Seconds from SIGKILL within which a process is gone: one with a GPU takes until the driver has freed its memory."""
-FOREIGN_LIMIT = 2.0
-"""Seconds that those are waited for that may not be killed."""
+LOOK_FOR_RANKS, START_OF_ALL = 0.1, 5.0
+"""Seconds between two looks for ranks, until all are known; seconds after the first in which all start, or have ended unseen."""
+END_PAUSES, END_LIMIT, FOREIGN_LIMIT = (0.02, 0.2), 30.0, 2.0
+"""Seconds between two looks at what was killed, in the first second and afterwards; from SIGKILL until a process is gone (one with a GPU
+when its memory is freed), and for those that may not be killed."""
 HEARTBEAT = 1.0
 """Seconds between two heartbeats of a guard, where there are several machines, and between two looks for ranks without progress."""
 QUIET = LEAVE = 8.0
-"""Seconds without a heartbeat after which machine 0 no longer waits for another machine's outcome; seconds in which a part of the run may
-end by itself, with an error record of its own, after another part has failed."""
+"""Seconds of silence after which machine 0 waits no longer for another machine; in which a part may end by itself after another failed."""
 
 
 def prctl(option: int, value: int) -> None:
@@ -217,8 +205,7 @@ class Peers:
     def read(self, rank: int) -> dict[str, Any] | None:
         """The status of another machine; None before it has come."""
         with contextlib.suppress(OSError, ValueError):
-            status: dict[str, Any] = json.loads((self._folder(rank) / NODE_JSON).read_text())
-            return status
+            return dict(json.loads((self._folder(rank) / NODE_JSON).read_text()))
         return None
 
     def publish(self, **more: Any) -> None:
@@ -335,13 +322,12 @@ def memory_limit() -> int | None:
 def kernel_messages(since: float) -> list[str]:
     """The kernel's messages about processes that it killed because memory ran out, since a time on the monotonic clock; if readable."""
     messages = []
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        fd = os.open("/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        with contextlib.closing(os.fdopen(fd, "rb", buffering=0)) as log:
-            while entry := log.read(8192):  # one message at a time: "level,number,microseconds,flags;text"
-                head, _, text = entry.decode(errors="replace").partition(";")
-                if "Killed process" in text and int(head.split(",")[2]) >= 1e6 * since:
-                    messages.append(text.splitlines()[0])
+    opened = lambda path, flags: os.open(path, flags | os.O_NONBLOCK)  # noqa: E731
+    with contextlib.suppress(OSError, ValueError, IndexError), open("/dev/kmsg", "rb", buffering=0, opener=opened) as log:
+        while entry := log.read(8192):  # one message at a time: "level,number,microseconds,flags;text"
+            head, _, text = entry.decode(errors="replace").partition(";")
+            if "Killed process" in text and int(head.split(",")[2]) >= 1e6 * since:
+                messages.append(text.splitlines()[0])
     return messages
 
 
@@ -397,7 +383,7 @@ def watch(torchrun: int, config: dict[str, Any], deaths: Deaths, woken: int, pee
     elif hasattr(os, "pidfd_open"):
         with contextlib.suppress(OSError):  # gone already: the pipe says so, too
             launcher.append(os.pidfd_open(config["launcher"]))
-    time_up, kill_at = time.monotonic() + (config["timeout"] or never), never
+    time_up, kill_at = config["time_up"], never
     why, stopped_ns, hang, watchdog, look_at = "", None, Path(config["run_dir"], HANG), 0, 0.0 if config.get("watchdog") else never
     while (code := reap(torchrun)) is None and (now := time.monotonic()) < kill_at:
         if deaths.looking:
@@ -425,6 +411,21 @@ def watch(torchrun: int, config: dict[str, Any], deaths: Deaths, woken: int, pee
     return code, why, stopped_ns
 
 
+def go_on(config: dict[str, Any], outcome: dict[str, Any], woken: int, peers: Peers) -> bool:
+    """After a failure, put what the program of `config["restart"]` says into `config`; False = the run has ended."""
+    answer = Path(config["run_dir"], NEXT)
+    with contextlib.suppress(OSError, ValueError):
+        answer.write_text(json.dumps(outcome))
+        asked = start(config["restart"])
+        code, why, _ = watch(asked, config | {"watchdog": None}, Deaths(asked, 0), woken, peers)
+        end_all(asked, config["id"])
+        outcome["state"] = why or "failed"
+        config |= json.loads(answer.read_text())
+        answer.unlink()
+        return code == 0 and not why
+    return False
+
+
 def guard(config: dict[str, Any], keeper: int) -> int:
     """Start torchrun, wait for its end, leave no process behind, write the outcome; returns the exit status, for a batch system."""
     woken, waker = os.pipe()
@@ -434,32 +435,37 @@ def guard(config: dict[str, Any], keeper: int) -> int:
         signal.signal(number, lambda *_: None)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     end_with_parent(keeper)
-    kills_before, started = oom_kills(), time.monotonic()
+    started = time.monotonic()
+    config["time_up"] = started + (config["timeout"] or float("inf"))
     peers = Peers(config)
     peers.publish()
     os.environ["WORKBENCH_RUN_MACHINE"] = str(machine_of(config))
-    torchrun = start(config["command"])
-    deaths = Deaths(torchrun, config["nproc"])
-    code, why, stopped_ns = watch(torchrun, config, deaths, woken, peers)
-    peers.publish(ranks=dict(deaths.places))
-    seconds = time.monotonic() - started
-    ended = end_all(torchrun, config["id"], lambda: peers.beat(time.monotonic()))
-    remove_temporary(config)
-    code = ended if code is None else code
-    if os.getppid() != keeper:
-        return 1  # the keeper was killed: how this run ended is nobody's decision
-    kills, preempted = oom_kills(), Path(config["run_dir"], PREEMPTED).exists()
-    outcome = {
-        "state": "finished" if code == 0 and not preempted else why or ("stopped" if preempted else "failed"),
-        "returncode": code,
-        "seconds": seconds,
-        "oom_kills": None if kills is None or kills_before is None else kills - kills_before,
-        "memory_limit": memory_limit(),
-        "kernel": kernel_messages(started) if kills is None or kills != kills_before else [],
-        "exits": deaths.times,
-        "stopped_ns": stopped_ns,
-        **({} if peers.cause is None else {"cause": peers.cause}),
-    }
+    while True:
+        kills_before, begun = oom_kills(), time.monotonic()
+        torchrun = start(config["command"])
+        deaths = Deaths(torchrun, config["nproc"])
+        code, why, stopped_ns = watch(torchrun, config, deaths, woken, peers)
+        peers.publish(ranks=dict(deaths.places))
+        seconds = time.monotonic() - started
+        ended = end_all(torchrun, config["id"], lambda: peers.beat(time.monotonic()))
+        remove_temporary(config)
+        code = ended if code is None else code
+        if os.getppid() != keeper:
+            return 1  # the keeper was killed: how this run ended is nobody's decision
+        kills, preempted = oom_kills(), Path(config["run_dir"], PREEMPTED).exists()
+        outcome = {
+            "state": "finished" if code == 0 and not preempted else why or ("stopped" if preempted else "failed"),
+            "returncode": code,
+            "seconds": seconds,
+            "oom_kills": None if kills is None or kills_before is None else kills - kills_before,
+            "memory_limit": memory_limit(),
+            "kernel": kernel_messages(begun) if kills is None or kills != kills_before else [],
+            "exits": deaths.times,
+            "stopped_ns": stopped_ns,
+            **({} if peers.cause is None else {"cause": peers.cause}),
+        }
+        if outcome["state"] != "failed" or not config.get("restart") or not go_on(config, outcome, woken, peers):
+            break
     outcome = peers.conclude(outcome)
     if not machine_of(config):
         write_outcome(Path(config["run_dir"]), outcome)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from workbench.core.checks import choice, did_you_mean, real_number
-from workbench.runs import task
+from workbench.runs import restarts, task
 from workbench.runs.entrypoints import ON_HANG, spec_entrypoint
 from workbench.runs.launch import environment
 from workbench.runs.launch.new_run import LaunchError, NewRun
@@ -34,6 +34,8 @@ def launch(
     rdzv_timeout: float = TIMEOUT,
     on: Slurm | None = None,
     on_hang: Literal["report", "stop"] = "report",
+    max_restarts: int = 0,
+    min_ranks: int | None = None,
     **knobs: Any,
 ) -> Run:
     """Start a RunSpec, or any training script as it is, under torchrun, and return at once.
@@ -63,6 +65,10 @@ def launch(
         on: Slurm, whose job it becomes, followed through the run directory; None = it starts here and now.
         on_hang: what is done when no rank makes progress any more and the rank that holds up the others is known (`run.hang`): "report"
             says so and lets the run go on, "stop" also ends it, after 30 s without progress or more.
+        max_restarts: how often a RunSpec with checkpoints starts again by itself from the last one, after a rank was killed, crashed or
+            raised an error, or a hang was stopped; not where the same error came again before a further step. `run.restarts` lists them.
+        min_ranks: a restart goes on with the ranks that are left, at least so many: the samples of a step stay the same, by more
+            accumulation; None = always with all ranks.
         **knobs: fields of the RunSpec to change, as `spec.replace` does; for a script `threads`, and with `watch` also `profile`.
 
     Raises:
@@ -76,6 +82,7 @@ def launch(
         given: dict[str, Any] = {"args": list(args), "nproc_per_node": nproc_per_node, "watch": watch}
         given |= {} if other else {"runs_dir": runs_dir, "name": name}
         given |= {"nnodes": nnodes, "rdzv_endpoint": rdzv_endpoint, "rdzv_timeout": rdzv_timeout, "on": on, "on_hang": on_hang}
+        given |= {"max_restarts": max_restarts, "min_ranks": min_ranks}
         _refuse_changes(given, knobs)
         check_timeout(timeout)
         ended = resumable(resume, None if other else target)
@@ -105,6 +112,9 @@ def launch(
     choice("on_hang", on_hang, ON_HANG, error=LaunchError)
     check_timeout(timeout)
     check_timeout(rdzv_timeout, "rdzv_timeout")
+    if on is not None and max_restarts:
+        raise LaunchError(f"max_restarts={max_restarts} with on={on!r}: Slurm starts a job again by itself, with Slurm(requeue=True)")
+    restarts.check(spec, max_restarts, min_ranks, LaunchError)
     if on is not None:
         if rdzv_endpoint is not None:
             raise LaunchError(f"rdzv_endpoint={rdzv_endpoint!r} with on={on!r}: the job chooses one on its first machine; leave it out")
@@ -119,7 +129,8 @@ def launch(
     several = spec.nnodes > 1
     meeting = Rendezvous(nnodes=spec.nnodes, endpoint=rdzv_endpoint or free_endpoint(), timeout=rdzv_timeout) if several else None
     new = NewRun(runs_dir, name or label(spec))
-    return new.start(spec, spec_entrypoint(spec, new.path), timeout, rendezvous=meeting, on_hang=on_hang)
+    elastic = {"max_restarts": max_restarts, "min_ranks": min_ranks} if max_restarts else None
+    return new.start(spec, spec_entrypoint(spec, new.path), timeout, rendezvous=meeting, on_hang=on_hang, elastic=elastic)
 
 
 def _refuse_changes(given: dict[str, Any], knobs: dict[str, Any]) -> None:
@@ -128,7 +139,7 @@ def _refuse_changes(given: dict[str, Any], knobs: dict[str, Any]) -> None:
     Raises:
         LaunchError: there is one.
     """
-    usual = {"args": [], "watch": False, "rdzv_timeout": TIMEOUT, "on_hang": "report"}
+    usual = {"args": [], "watch": False, "rdzv_timeout": TIMEOUT, "on_hang": "report", "max_restarts": 0}
     for name, value in ({name: value for name, value in given.items() if value != usual.get(name)} | knobs).items():
         raise LaunchError(
             f"{name}={value!r} with resume=…: a run goes on as it was launched, with its own spec; launch a new run for another"

@@ -64,6 +64,7 @@ class NewRun:
         submit: Callable[[Path, str], None] | None = None,
         batch: Mapping[str, Any] | None = None,
         on_hang: str = "report",
+        elastic: Mapping[str, Any] | None = None,
     ) -> Run:
         """Fill the directory and start the guard in it; `children` (name, spec) get run directories of their own, `000`, `001`, …
 
@@ -77,6 +78,7 @@ class NewRun:
             submit: gives the filled directory (and the run's id) to a batch system, in the place of starting a guard here.
             batch: what the run directory keeps of that batch system.
             on_hang: one of `entrypoints.ON_HANG`.
+            elastic: `max_restarts` and `min_ranks` of a run that may be restarted.
 
         Raises:
             LaunchError: the disk is full, the batch system refuses, or the guard cannot be started. The directory is gone again.
@@ -88,7 +90,7 @@ class NewRun:
                 return Run.load(self.path)
             lock = open_lock(self.path)
             try:
-                info, environ = self._write(spec, program, timeout, children, experiment, rendezvous, on_hang=on_hang)
+                info, environ = self._write(spec, program, timeout, children, experiment, rendezvous, on_hang=on_hang, elastic=elastic)
                 self._start_guard(info, environ, lock)
             finally:
                 os.close(lock)
@@ -111,6 +113,7 @@ class NewRun:
         rendezvous: Rendezvous | None = None,
         batch: Mapping[str, Any] | None = None,
         on_hang: str = "report",
+        elastic: Mapping[str, Any] | None = None,
     ) -> tuple[dict[str, Any], dict[str, str]]:
         """Write what the run starts from; returns run.json's content and the environment of the ranks."""
         (self.path / run_directory.RESERVE).write_bytes(
@@ -155,6 +158,8 @@ class NewRun:
             "git": git.answer(GIT_PATIENCE),
             "outcome": None,
         }
+        if elastic:
+            info["elastic"] = dict(elastic)
         if experiment is not None:
             info["experiment"] = dict(experiment)
         if rendezvous or batch:  # what other machines start from
@@ -179,11 +184,12 @@ class NewRun:
             "lock": lock,
             "launcher": os.getpid(),
             "watchdog": entrypoints.watchdog(self.path, info.get("on_hang", "report")),
+            "restart": entrypoints.restart(self.path) if info.get("elastic") else None,
             "node": Rendezvous(**info["rendezvous"]).node(self.path, 0) if info.get("rendezvous") else None,
         }
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # inherited: no stop before the guard listens
         try:
-            with open(self.path / run_directory.LAUNCHER_LOG, "wb") as log:
+            with open(self.path / run_directory.LAUNCHER_LOG, "ab") as log:  # a restart cuts it
                 guard = guards[self.id] = subprocess.Popen(
                     [sys.executable, "-I", str(Path(__file__).with_name("guard.py")), json.dumps(config)],
                     stdin=subprocess.PIPE,

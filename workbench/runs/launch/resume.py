@@ -42,17 +42,21 @@ def attempts(path: Path) -> int:
     return max((int(folder.name) + 1 for folder in (path / ATTEMPTS).glob("*") if folder.name.isdecimal()), default=0)
 
 
-def archive_attempt(path: Path, number: int | None = None) -> None:
+def archive_attempt(path: Path, number: int | None = None, *, copy_log: bool = False) -> None:
     """Move what processes of the last attempt wrote to `attempts/<n>`; steps, metrics and checkpoints stay, cut to whole lines.
 
     Args:
         path: of the run.
         number: of that attempt; None = by `attempts`.
+        copy_log: the guard goes on, and writes into its log.
     """
     old = path / ATTEMPTS / str(attempts(path) if number is None else number)
     old.mkdir(parents=True)
     for name in _OF_ATTEMPT:
-        if (path / name).exists():
+        if name == run_directory.LAUNCHER_LOG and copy_log:
+            shutil.copyfile(path / name, old / name)
+            os.truncate(path / name, 0)
+        elif (path / name).exists():
             shutil.move(path / name, old / name)
     for name in (run_directory.ERRORS, run_directory.LOGS):
         (path / name).mkdir()
@@ -367,4 +371,5 @@ class _Attempt(NewRun):
             "seconds_before": 0.0 if math.isnan(ended.seconds) else ended.seconds,
             "outcome": None,
         }
+        info.pop("layout", None)  # that of a restart with fewer ranks: all are here again
         return info, environ
