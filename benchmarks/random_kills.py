@@ -1,8 +1,9 @@
 """Kills processes of small trainings at random, resumes these, and checks that nothing survives, is lost or differs in the end.
 
-python benchmarks/random_kills.py [KILLS [FILE]] [--at-once N] [--seed N]    about 10 s per kill; a second call with the same FILE goes on
+python benchmarks/random_kills.py [KILLS [FILE]] [--at-once N] [--seed N] [--parallel fsdp tp …]    about 10 s per kill
 
-Each chain is a training of one or two ranks, without or with a worker per loader, that is killed up to five times and resumed each time.
+A second call with the same FILE goes on. Each chain is a training of one or two ranks (two where they share the model: "zero1", "fsdp",
+"tp"), without or with a worker per loader, that is killed up to five times and resumed each time.
 Killed are ranks, workers of loaders, torchrun, the guard, its keeper and the launching program; by KILL, TERM, INT, SEGV, or STOP and later
 KILL; alone and in bursts; while processes start, while it trains, while a checkpoint or a row of the timeline is written, and while
 `wb.launch` itself runs. After each kill: no process that carries the mark of the trial is left, and the culprit that is named was hit.
@@ -27,7 +28,7 @@ import threading
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from datetime import date
@@ -66,20 +67,26 @@ class Slow(torch.utils.data.Dataset):
 def build():
     loss = lambda model, batch: (model(batch[0]) - batch[1]).square().mean()
     model = lambda: torch.nn.Sequential(torch.nn.Linear({inputs}, {hidden}), torch.nn.Tanh(), torch.nn.Linear({hidden}, 1))
-    return wb.Task(model=model, dataset=Slow, loss=loss, optimizer="sgd(lr={lr}, momentum=0.9)")
+    return wb.Task(model=model, dataset=Slow, loss=loss, optimizer="sgd(lr={lr}, momentum=0.9)",
+                   tensor_parallel={{"0": "colwise", "2": "rowwise"}})
 """
 """A file with a small task that takes its time; `tests/runs/test_resume.py` trains it, too."""
 LAUNCH = f"""
 import sys, time
 import workbench as wb
-resume, ranks, workers = sys.argv[1:]
+resume, ranks, workers, parallel = sys.argv[1:]
+share = {{"tensor_parallel": int(ranks)}} if parallel == "tp" else {{"parallel": parallel}}
 spec = wb.RunSpec(task="task.py:build", device="cpu", micro_batch=2, steps={STEPS}, checkpoint_every={EVERY}, schedule="cosine",
-                  nproc_per_node=int(ranks), num_workers=int(workers))
+                  nproc_per_node=int(ranks), num_workers=int(workers), **share)
 run = wb.launch(resume=resume) if resume else wb.launch(spec, runs_dir="runs")
 print(run.path, flush=True)
 time.sleep(600)
 """
 SIGNALS = ("KILL", "TERM", "INT", "SEGV", "STOP+KILL")
+MODES = ("ddp", "zero1", "fsdp", "tp")
+"""How two ranks share the model: not, their optimizer, in shards, or in split layers."""
+Kind = tuple[int, int, str]
+"""Ranks, workers of each, and mode of a training."""
 MOMENTS = ("launching", "starting", "training", "checkpoint", "row")
 PROGRAM, GUARD, KEEPER, TORCHRUN = "launching program", "guard", "keeper", "torchrun"
 MOST = 5
@@ -115,6 +122,7 @@ class Chain:
     number: int
     ranks: int
     workers: int
+    parallel: str = "ddp"
     kills: list[Kill] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
@@ -316,7 +324,7 @@ class Trial:
         paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         with open(self.folder / "stderr", "a") as errors:
             program = subprocess.Popen(
-                [sys.executable, "-c", LAUNCH, str(resume or ""), str(self.chain.ranks), str(self.chain.workers)],
+                [sys.executable, "-c", LAUNCH, str(resume or ""), str(self.chain.ranks), str(self.chain.workers), self.chain.parallel],
                 cwd=self.folder,
                 env={**os.environ, MARK: self.mark, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
                 stdout=subprocess.PIPE,
@@ -439,8 +447,11 @@ END = "the end"
 
 def content(run: Run) -> tuple[dict[str, Any], list[tuple[int, float]]]:
     """Weights and optimizer after the last step, and the losses of all steps."""
-    state = checkpoint_file.load(run.path / run_directory.CHECKPOINTS / f"step{STEPS:08d}.pt", torch.device("cpu"))
-    return {name: state[name] for name in ("module", "optimizer", "scheduler")}, [(row["step"], row["loss"]) for row in run.metric_rows]
+    path = run.path / run_directory.CHECKPOINTS / f"step{STEPS:08d}.pt"
+    state = checkpoint_file.load(path, torch.device("cpu"))
+    kept = {name: state[name] for name in ("module", "optimizer", "scheduler")}
+    shards = [torch.load(part, weights_only=True) for part in sorted(path.parent.glob(f"{path.stem}.rank*.pt"))]
+    return kept | {"shards": shards}, [(row["step"], row["loss"]) for row in run.metric_rows]
 
 
 def equal(left: Any, right: Any) -> bool:
@@ -471,11 +482,11 @@ def differences(run: Run, reference: Any, ranks: int) -> Iterator[str]:
             yield f"the timeline of a rank has {len(steps)} steps, lacks {missing}, twice {[s for s, n in Counter(steps).items() if n > 1]}"
 
 
-def played(number: int, seed: int, folder: Path, references: dict[tuple[int, int], Any]) -> Chain:
+def played(number: int, seed: int, folder: Path, references: dict[Kind, Any]) -> Chain:
     """One chain, from its first launch to the comparison at its end."""
     rng = random.Random(f"{seed} {number}")
-    ranks, workers = rng.choice((1, 2)), rng.choice((0, 1))
-    chain = Chain(number=number, ranks=ranks, workers=workers)
+    ranks, workers, parallel = rng.choice(sorted(references))
+    chain = Chain(number=number, ranks=ranks, workers=workers, parallel=parallel)
     trial = Trial(chain, folder, rng)
     try:
         for _ in range(rng.randint(1, MOST)):
@@ -483,15 +494,15 @@ def played(number: int, seed: int, folder: Path, references: dict[tuple[int, int
                 break
         ended = trial.path is not None and Run.load(trial.path).state == "finished"  # before its moment came
         run = Run.load(trial.path) if trial.path and ended else trial.finish()
-        chain.problems += (f"{END}: {problem}" for problem in differences(run, references[ranks, workers], ranks))
+        chain.problems += (f"{END}: {problem}" for problem in differences(run, references[ranks, workers, parallel], ranks))
     except Exception as error:
         chain.problems.append(f"{END}: {type(error).__name__}: {error}")
     return chain
 
 
-def reference(ranks: int, workers: int, folder: Path) -> Any:
+def reference(ranks: int, workers: int, parallel: str, folder: Path) -> Any:
     """What an undisturbed training leaves."""
-    chain = Chain(number=-1, ranks=ranks, workers=workers)
+    chain = Chain(number=-1, ranks=ranks, workers=workers, parallel=parallel)
     run = Trial(chain, folder, random.Random(0)).finish()
     kept = content(run)
     assert not chain.problems, chain.problems
@@ -499,7 +510,7 @@ def reference(ranks: int, workers: int, folder: Path) -> Any:
     return kept
 
 
-def play(kills: int, file: Path | None, at_once: int, seed: int) -> list[Chain]:
+def play(kills: int, file: Path | None, at_once: int, seed: int, modes: Sequence[str] = ("ddp",)) -> list[Chain]:
     """Chains until there are so many kills; those that stand in the file count."""
     chains = []
     if file and file.exists():
@@ -528,9 +539,9 @@ def play(kills: int, file: Path | None, at_once: int, seed: int) -> list[Chain]:
                 print(f"{done} of {kills} kills; chain {number}: {chain.problems or 'well'}", file=sys.stderr, flush=True)
 
     with ThreadPoolExecutor(at_once) as pool:
-        pairs = [(ranks, workers) for ranks in (1, 2) for workers in (0, 1)]
-        made = pool.map(lambda pair: reference(*pair, folder / f"reference{pair[0]}{pair[1]}"), pairs)
-        references = dict(zip(pairs, made, strict=True))
+        kinds: list[Kind] = [(n, workers, mode) for mode in modes for n in ((1, 2) if mode == "ddp" else (2,)) for workers in (0, 1)]
+        made = pool.map(lambda kind: reference(*kind, folder / f"reference-{kind[0]}-{kind[1]}-{kind[2]}"), kinds)
+        references = dict(zip(kinds, made, strict=True))
         list(pool.map(more, range(at_once)))
     if not any(chain.problems for chain in chains):
         shutil.rmtree(folder)
@@ -550,8 +561,10 @@ def table(chains: list[Chain]) -> Table:
         "all": lambda kill: True,
     }
     rows = []
-    for name, chosen in kinds.items():
-        kills = [kill for chain in chains for kill in chain.kills if kill.counted and chosen(kill)]
+    of_modes = {f"mode: {mode}": [chain for chain in chains if chain.parallel == mode] for mode in sorted({c.parallel for c in chains})}
+    every = [(name, chains, chosen) for name, chosen in kinds.items()]
+    for name, some, chosen in [*((mode, some, kinds["all"]) for mode, some in of_modes.items()), *every]:
+        kills = [kill for chain in some for kill in chain.kills if kill.counted and chosen(kill)]
         if kills:
             latest = max(kill.gone for kill in kills)
             rows.append(
@@ -579,9 +592,10 @@ def main() -> int:
     parser.add_argument("file", nargs="?", type=Path)
     parser.add_argument("--at-once", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--parallel", nargs="+", choices=MODES, default=["ddp"], metavar="MODE", help=f"of {', '.join(MODES)} (ddp)")
     given = parser.parse_args()
     signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background it is ignored, and children would inherit that
-    chains = play(given.kills, given.file, given.at_once, given.seed)
+    chains = play(given.kills, given.file, given.at_once, given.seed, given.parallel)
     print(table(chains))
     for chain in chains:
         for problem in chain.problems:
