@@ -8,9 +8,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed import HashStore
 from torch.utils.data import DataLoader, Dataset
 
-from workbench.train.sample_order import SampleOrder, SeededBatches, SeededIndex
+from workbench.data.resumable_sampler import SampleIndex
+from workbench.train.loader import micro_batches
+from workbench.train.ranks import Ranks
+from workbench.train.sample_order import SampleOrder, SeededBatches, StepSamples, go_on, position_of
 
 
 class Augmented(Dataset[torch.Tensor]):
@@ -37,17 +41,71 @@ class AtOnce(Augmented):
 @given(samples=st.integers(1, 60), ranks=st.integers(1, 4), epoch=st.integers(0, 3), start=st.integers(0, 60), seed=st.integers(0, 5))
 def test_an_order_that_begins_later_gives_the_rest(samples: int, ranks: int, epoch: int, start: int, seed: int) -> None:
     for rank in range(ranks):
-        order = SampleOrder(range(samples), ranks, rank, seed=seed, drop_last=True)  # type: ignore[arg-type]
+        order = SampleOrder(samples, rank=rank, world_size=ranks, seed=seed)
         order.set_epoch(epoch)
         whole = list(order)
-        order.start = start
+        assert len(whole) == len(order) == samples // ranks
+        order.consumed = min(start * ranks, samples)
         assert list(order) == whole[start:]
+        order.set_epoch(epoch + 1)
+        order.set_epoch(epoch)
         assert list(order) == whole  # only one epoch begins later
 
 
+@given(samples=st.integers(1, 500), layouts=st.lists(st.tuples(st.integers(1, 20), st.integers(0, 30)), min_size=1, max_size=4))
+def test_a_place_is_found_after_any_steps_on_any_ranks(samples: int, layouts: list[tuple[int, int]]) -> None:
+    """Step by step, an epoch ends where no whole step is left; `after` computes the same at once."""
+    order, step, epoch, consumed = SampleOrder(samples), 0, 0, 0
+    for per_step, steps in layouts:
+        if per_step > samples:
+            continue
+        order.origin = step, epoch, consumed
+        for _ in range(steps):
+            if samples - consumed < per_step:
+                epoch, consumed = epoch + 1, 0
+            consumed += per_step
+            step += 1
+        if samples - consumed < per_step:
+            epoch, consumed = epoch + 1, 0
+        assert order.after(step, per_step) == (epoch, consumed)
+
+
+def trained_on(layouts: list[tuple[int, int, int]], samples: int) -> list[int]:
+    """The samples of steps on changing layouts: (ranks, micro-batch, steps), each from the state of the one before."""
+    state: dict[str, Any] = {}
+    done, seen = 0, list[int]()
+    for ranks, size, steps in layouts:
+        streams, loaders = [], []
+        for rank in range(ranks):
+            order = SampleOrder(samples, rank=rank, world_size=ranks, seed=3)
+            loader: DataLoader[Any] = DataLoader(range(samples), size, sampler=order, drop_last=True)  # type: ignore[arg-type]
+            go_on(loader, state)
+            loaders.append(loader)
+            streams.append(
+                micro_batches(loader, 2, Ranks(rank=rank, world_size=ranks, device=torch.device("cpu"), store=HashStore()), done)
+            )
+        known = StepSamples(loaders[0], 2)
+        for step in range(done + 1, done + steps + 1):
+            of_step = [[int(index) for _ in range(2) for index in next(stream)] for stream in streams]
+            assert known.of(step) == of_step[0]
+            seen += [index for of_rank in of_step for index in of_rank]
+        done += steps
+        state = {"step": done, "position": position_of(loaders[0], done, ranks * size * 2)}
+    return seen
+
+
+def test_a_training_goes_on_with_the_rest_of_the_epoch_on_other_ranks_and_batches() -> None:
+    seen = trained_on([(4, 2, 3), (2, 3, 2), (3, 1, 4), (1, 1, 2)], samples=101)
+    assert len(seen) == 48 + 24 + 24 + 4 == len(set(seen))
+    assert set(trained_on([(4, 2, 3), (2, 3, 2), (1, 1, 14)], samples=101)[:100]) == set(seen)  # the same first 100 of the epoch
+    more = trained_on([(4, 2, 6), (2, 3, 2)], samples=101)  # 96 of the epoch, then the next: 5 are not enough for a step of 12
+    assert len(set(more[:96])) == 96
+    assert len(set(more[96:])) == 24
+
+
 def batches(dataset: Dataset[Any], start: int, workers: int, persistent: bool = False) -> list[torch.Tensor]:
-    order = SampleOrder(dataset, 2, 1, seed=3, drop_last=True)
-    order.batch, order.start = 4, start * 4
+    order = SampleOrder(len(dataset), rank=1, world_size=2, seed=3)  # type: ignore[arg-type]
+    order.batch, order.consumed = 4, start * 8
     loader = DataLoader(
         SeededBatches(dataset), 4, sampler=order, num_workers=workers, drop_last=True, persistent_workers=persistent,
         multiprocessing_context="fork" if workers else None,
@@ -74,7 +132,7 @@ def test_the_generators_of_the_training_process_are_left_alone() -> None:
     np.random.seed(0)
     noise = float(np.random.rand())
     np.random.seed(0)
-    assert torch.allclose(SeededBatches(Augmented())[SeededIndex.of(5, 99)], expected + noise)
+    assert torch.allclose(SeededBatches(Augmented())[SampleIndex.of(5, 99)], expected + noise)
 
 
 def test_the_dataset_inside_is_reached_and_travels() -> None:
@@ -83,13 +141,13 @@ def test_the_dataset_inside_is_reached_and_travels() -> None:
     assert len(dataset) == 50
     assert not hasattr(dataset, "__getitems__")
     assert hasattr(SeededBatches(AtOnce()), "__getitems__")
-    index = pickle.loads(pickle.dumps(SeededIndex.of(7, 12)))
+    index = pickle.loads(pickle.dumps(SampleIndex.of(7, 12)))
     assert (index, index.seed) == (7, 12)
 
 
 def test_what_was_given_is_kept() -> None:
-    order = SampleOrder(range(8), 2, 0, shuffle=False)  # type: ignore[arg-type]
+    order = SampleOrder(8, rank=0, world_size=2, shuffle=False)
     order.given = {}
-    order.start = 1
+    order.consumed = 2
     assert list(order) == [2, 4, 6]
     assert order.given == {(0, 1): 2, (0, 2): 4, (0, 3): 6}

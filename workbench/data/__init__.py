@@ -1,4 +1,4 @@
-"""Data: samples in any storage format, shards with checksums, and the repository's sample data.
+"""Data: samples in any storage format, shards with checksums, orders that resume anywhere, and the repository's sample data.
 
 `wb.data.open_source` and `as_source` (`adapters.py`) read samples from a folder, tar shards and other formats (`formats/`) behind one
 interface; `samples.py` has the repository's data as datasets: `ClipArt` (pictures to decode), `FashionMnist` (pictures that cost nothing),
@@ -15,12 +15,18 @@ if TYPE_CHECKING:
     from workbench.data.adapters import as_source as as_source
     from workbench.data.adapters import open_source as open_source
     from workbench.data.manifest import Manifest as Manifest
+    from workbench.data.resumable_sampler import Mixture as Mixture
+    from workbench.data.resumable_sampler import ResumableSampler as ResumableSampler
+    from workbench.data.resume_histories import ResumeHistories as ResumeHistories
+    from workbench.data.resume_histories import prove_resumable as prove_resumable
     from workbench.data.source import Source as Source
 
 _NAMES = {
     "workbench.data.manifest": "Manifest",
     "workbench.data.adapters": "as_source open_source",
     "workbench.data.source": "Source",
+    "workbench.data.resumable_sampler": "Mixture ResumableSampler",
+    "workbench.data.resume_histories": "ResumeHistories prove_resumable",
 }
 """Module → the public names that it has, as `wb.data.NAME`. The block above says the same to type checkers."""
 

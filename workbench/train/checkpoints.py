@@ -337,7 +337,7 @@ class Checkpoints:
         if not self._ranks.rank:
             groups = named_state.optimizer_groups(trainer)
             state = {"step": step, "micro_batch": trainer.spec.micro_batch, "samples": _samples(trainer), "spec": trainer.spec.to_json()}
-            state |= {"layout": layout_knobs(trainer.spec), "best": best}
+            state |= {"layout": layout_knobs(trainer.spec), "best": best, "position": trainer.position(step)}
             if shared:
                 small = {name: value for name, value in trainer.state().items() if name in ("scheduler", "scaler")}
                 state |= copy({**small, "module": {}, "optimizer": {"groups": groups}, "ema": {}})
@@ -447,7 +447,7 @@ def _changed_layout(trainer: "Trainer", state: Mapping[str, Any]) -> str:
     ranks = before["nproc_per_node"] * before["nnodes"] // before["tensor_parallel"]
     samples = before["micro_batch"] * before["accumulation"] * ranks
     order = "" if samples == trainer.spec.global_batch else (
-        f"; a step takes {trainer.spec.global_batch} samples now, and took {samples}: the order of the samples differs"
+        f"; a step takes {trainer.spec.global_batch} samples now, and took {samples}: the epoch goes on with the samples it has left"
     )  # fmt: skip
     return (
         f"it goes on with {changes}: weights, optimizer and schedule are those of the checkpoint; random numbers begin anew, and sums are "

@@ -52,7 +52,7 @@ def build_loader(task: Task, spec: RunSpec, ranks: Ranks, seed: int) -> "DataLoa
     workers: dict[str, Any] = {}
     if spec.num_workers:
         workers = {"prefetch_factor": spec.prefetch_factor, "persistent_workers": spec.persistent_workers}
-    order = None if stream else SampleOrder(dataset, ranks.world_size, ranks.rank, seed=spec.seed, drop_last=True)
+    order = None if stream else SampleOrder(dataset, rank=ranks.rank, world_size=ranks.world_size, seed=spec.seed)
     if order and (spec.checkpoint_every or spec.deterministic) and spec.num_workers:
         order.batch, dataset = spec.micro_batch, SeededBatches(dataset)
     return DataLoader(
@@ -104,10 +104,11 @@ def micro_batches(
     stream = isinstance(loader.dataset, IterableDataset)
     whole = None if stream else len(loader) // accumulation * accumulation
     first, left_out = divmod(done * accumulation, whole) if whole else (0, done * accumulation)
-    skipped = 0
-    if whole and loader.batch_size and isinstance(loader.sampler, SampleOrder):
-        skipped, left_out = left_out, 0
-        loader.sampler.start = skipped * loader.batch_size
+    order = loader.sampler if whole and loader.batch_size and isinstance(loader.sampler, SampleOrder) else None
+    per_step = accumulation * int(loader.batch_size or 1) * ranks.world_size
+    begin = 0
+    if order:
+        (first, begin), left_out = order.after(done, per_step), 0
     if ready and not left_out:
         ready()
     look = FirstBatches(warn=warn, say=lambda row: None, steps=lambda: 0)
@@ -116,7 +117,10 @@ def micro_batches(
             if hasattr(shuffled, "set_epoch"):
                 shuffled.set_epoch(epoch)
         batch: Any = None
-        count = None if whole is None else whole - (skipped if epoch == first else 0)
+        count = whole
+        if order:
+            order.consumed = begin if epoch == first else 0
+            count = (order.samples - order.consumed) // per_step * accumulation
         for i, batch in enumerate(look.of(loader) if stream and epoch == 0 else itertools.islice(start_workers(loader), count)):
             if stream and epoch == 0 and i == 0:
                 _check_parts_differ(batch, ranks)

@@ -1,42 +1,78 @@
-"""The order of a rank's samples: it begins anywhere in an epoch without reading what came before, and gives each batch of a worker a seed.
+"""The order of a training's samples: where a step is in it, also on other ranks than before, and a seed for each batch of a worker.
 
 A resumed run so gets the batches that the undisturbed one would have got, with the same augmentation, however many samples came before.
+On other ranks, or with other batches, it gets the samples of the epoch that are left.
 """
 
-import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch.utils.data import DataLoader, Dataset, get_worker_info
-from torch.utils.data.distributed import DistributedSampler
 
+from workbench.data.resumable_sampler import ResumableSampler, SampleIndex
 from workbench.train.random_numbers import mixed_seed, seed_all
 
 
-class SampleOrder(DistributedSampler[int]):
-    """A DistributedSampler that can begin within an epoch.
+class SampleOrder(ResumableSampler):
+    """A ResumableSampler that counts in optimizer steps.
 
     Attributes:
-        start: samples of this rank that the next epoch leaves out; only that epoch.
         batch: samples of a batch where each batch of a worker gets a seed of its own; 0 = none does.
         given: where it is kept which samples were given: (epoch, position in the rank's part) → index; None = it is not.
+        origin: (step, epoch, consumed) where this layout of ranks and batches began.
     """
 
-    start = 0
     batch = 0
     given: dict[tuple[int, int], int] | None = None
+    origin: tuple[int, int, int] = (0, 0, 0)
+
+    def __len__(self) -> int:
+        return self.samples // self.world_size  # of a whole epoch, wherever this one began
 
     def __iter__(self) -> Iterator[int]:
-        start, self.start = self.start, 0
-        order = itertools.islice(super().__iter__(), start, None)
-        return order if self.given is None and not self.batch else self._marked(order, self.epoch, start)
+        order = super().__iter__()
+        return order if self.given is None and not self.batch else self._marked(order, self.epoch, self.consumed // self.world_size)
 
     def _marked(self, order: Iterator[int], epoch: int, start: int) -> Iterator[int]:
         for position, index in enumerate(order, start):
             if self.given is not None:
                 self.given[epoch, position] = index
-            first = self.batch and position % self.batch == 0
-            yield SeededIndex.of(index, mixed_seed(self.seed, self.rank, epoch, position)) if first else index
+            first = self.batch and (position - start) % self.batch == 0
+            yield SampleIndex.of(index, mixed_seed(self.seed, self.rank, epoch, position)) if first else index
+
+    def after(self, step: int, per_step: int) -> tuple[int, int]:
+        """Epoch and consumed samples after some steps; an epoch ends where it has no whole step left.
+
+        Args:
+            step: how many were taken, at least those of `origin`.
+            per_step: samples that all ranks take in a step.
+        """
+        begun, epoch, consumed = self.origin
+        steps = step - begun
+        if steps < (left := max(0, self.samples - consumed) // per_step):
+            return epoch, consumed + steps * per_step
+        further, within = divmod(steps - left, self.samples // per_step)
+        return epoch + 1 + further, within * per_step
+
+
+def go_on(loader: "DataLoader[Any]", state: Mapping[str, Any]) -> None:
+    """Let a loader begin where a checkpoint was written, with its `step` and `position`.
+
+    A checkpoint of an earlier workbench has no position: its steps count as of these ranks and batches.
+    """
+    if (position := state.get("position")) and isinstance(loader.sampler, SampleOrder):
+        loader.sampler.origin = int(state["step"]), int(position["epoch"]), int(position["consumed"])
+
+
+def position_of(loader: "DataLoader[Any]", step: int, per_step: int) -> dict[str, int] | None:
+    """What a checkpoint keeps of a loader's place after some steps: `epoch` and `consumed`; None = it has no such order."""
+    if not isinstance(loader.sampler, SampleOrder):
+        return None
+    begun, epoch, consumed = loader.sampler.origin
+    if step > begun:  # not where the next step begins: smaller ones may use what the epoch has left
+        epoch, consumed = loader.sampler.after(step - 1, per_step)
+        consumed += per_step
+    return {"epoch": epoch, "consumed": consumed}
 
 
 class StepSamples:
@@ -47,8 +83,8 @@ class StepSamples:
         self._order = loader.sampler if isinstance(loader.sampler, SampleOrder) and loader.batch_size else None
         if self._order:
             self._order.given = {}
-            self._whole, self._size = len(loader) // accumulation * accumulation, int(loader.batch_size or 1)
-        self._accumulation, self._epoch = accumulation, 0
+            self._of_rank = int(loader.batch_size or 1) * accumulation
+        self._epoch = 0
         self._last: tuple[int, list[int]] | None = None
 
     def of(self, step: int) -> list[int] | None:
@@ -56,26 +92,14 @@ class StepSamples:
         if self._order is None or self._order.given is None:
             return None
         if self._last is None or self._last[0] != step:
-            epoch, first = divmod((step - 1) * self._accumulation, self._whole)
+            epoch, consumed = self._order.after(step - 1, self._of_rank * self._order.world_size)
             if epoch != self._epoch:  # what an epoch's end has dropped
                 self._epoch = epoch
                 self._order.given = {key: index for key, index in self._order.given.items() if key[0] >= epoch}
-            places = range(first * self._size, (first + self._accumulation) * self._size)
+            first = consumed // self._order.world_size
+            places = range(first, first + self._of_rank)
             self._last = step, [self._order.given.pop((epoch, place), -1) for place in places]
         return self._last[1]
-
-
-class SeededIndex(int):
-    """The index of a batch's first sample, with the seed of the batch."""
-
-    seed: int
-
-    @classmethod
-    def of(cls, index: int, seed: int) -> "SeededIndex":
-        """An index with a seed, which travels with it to a worker."""
-        made = cls(index)
-        made.seed = seed
-        return made
 
 
 class SeededBatches(Dataset[Any]):
@@ -107,5 +131,5 @@ def _seeded(several: Any) -> Any:
 
 
 def _seed(index: int) -> None:
-    if isinstance(index, SeededIndex) and get_worker_info() is not None:  # in the training process, a checkpoint has its generators
+    if isinstance(index, SampleIndex) and get_worker_info() is not None:  # in the training process, a checkpoint has its generators
         seed_all(index.seed)

@@ -27,6 +27,7 @@ from workbench.train.optimizers import build_optimizer, build_scheduler, place_o
 from workbench.train.precision import Precision, check_tf32
 from workbench.train.random_numbers import random_state, restore_random_state, seed_all
 from workbench.train.ranks import Layout, Ranks, layout_knobs
+from workbench.train.sample_order import go_on, position_of
 from workbench.train.sharded_tensors import local_part
 from workbench.train.sharding import accumulating, distribute, gathered
 from workbench.train.split_on_oom import MicroBatchSplitter
@@ -148,6 +149,10 @@ class Trainer:
         """Endless micro-batches, without those of the first `done` steps; see `micro_batches`."""
         return micro_batches(self.loader, self.spec.accumulation, self.layout.readers, done, self.warn, ready=self._restore_random)
 
+    def position(self, step: int) -> dict[str, int] | None:
+        """Where the samples are after so many steps: epoch and samples of it that all ranks consumed; None = nobody knows."""
+        return position_of(self.loader, step, self.spec.micro_batch * self.spec.accumulation * self.layout.readers.world_size)
+
     def random_state(self) -> dict[str, Any]:
         """The random numbers of this rank: with `state`, all that its next step depends on."""
         return random_state(self.ranks.device)
@@ -194,6 +199,7 @@ class Trainer:
             }
         )
         self.precision.scaler.load_state_dict(state["scaler"])
+        go_on(self.loader, state)
         seed_all(self.resumed_seed(state["step"], self.layout.readers.rank))
         if state.get("layout") in (None, layout_knobs(self.spec)):  # else the ranks have other parts of the work
             self._random = (state.get("random") or {}).get(self.ranks.rank)

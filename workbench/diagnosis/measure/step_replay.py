@@ -29,7 +29,7 @@ from workbench.train.named_state import Source
 from workbench.train.precision import Precision
 from workbench.train.random_numbers import random_state, restore_random_state, seed_all
 from workbench.train.ranks import Layout, Ranks, choose_device, layout_knobs
-from workbench.train.sample_order import StepSamples
+from workbench.train.sample_order import StepSamples, go_on
 from workbench.train.step_ring import read_ring
 from workbench.train.trainer import Trainer
 
@@ -94,6 +94,8 @@ class Replayer:
             path = folder / f"step{early[-1]:08d}.pt"
             self.trainer.load_state(state, Source(state, functools.partial(_verified_part, path)) if state.get("shards") else None)
             self.done = int(state["step"])
+            for loader in loaders[1:]:
+                go_on(loader, state)
             for number in range(self.world) if state.get("layout") not in (None, layout_knobs(spec)) else ():
                 seed_all(self.trainer.resumed_seed(self.done, number))
                 state["random"][number] = random_state(device)  # as the run went on, whose ranks had other parts of the work

@@ -1,0 +1,1 @@
+"""What was found out about data, and orders of samples: arithmetic that needs no torch."""
