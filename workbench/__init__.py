@@ -31,7 +31,7 @@ The types of results, and how each leads to the next:
 * A `Cluster` has the GPUs and links that predictions beyond this machine are for; `plan` finds the layouts of a model on it that fit.
 * `collectives` counts what the ranks of your module would send each other in a step, in a dry run: `Traffic`. `measure_collectives`
   times collectives between real ranks, `ddp_twin` runs DDP's own reducer over a simulated network.
-* `wb.data` reads samples from any storage format behind one interface; its ResumableSampler goes on anywhere in an epoch, on other ranks too.
+* `wb.data` reads samples from any storage format behind one interface; its ResumableSampler goes on anywhere in an epoch.
 
     import workbench as wb
     run = wb.launch("train.py", nproc_per_node=2, watch=True).wait()
