@@ -13,6 +13,7 @@ import numpy as np
 
 import workbench as wb
 from tests.memory_logs import training
+from tests.planted_gap import planted
 from tests.slow_loader import diagnosis
 from tests.traced import data, event, launched, op, step, write
 from workbench import plot
@@ -108,6 +109,12 @@ def ladder(folder: Path) -> Ladder:
 
 RAW = LoaderModel(cpu=0.030, worker_cpu=0.032, handover=0.0005, compute=0.020, cores=4)
 READY = LoaderModel(cpu=0.0005, worker_cpu=0.004, handover=0.0005, compute=0.020, cores=4)
+
+
+def why_not_linear(folder: Path) -> wb.WhyNotLinear:
+    """Four ranks, one of them slow, with reductions and a loader that suffers."""
+    evidence = planted(ranks=4, slow=0.004, loaders=0.002, reduction=0.005, buckets=12, start=0.05, unexplained=0.0008)
+    return wb.WhyNotLinear(evidence=evidence)
 
 
 # --- memory
@@ -370,6 +377,7 @@ PICTURES: dict[str, Draw] = {
     "scaling": of("scaling", curve),
     "scaling_efficiency": of("scaling_efficiency", curve),
     "scaling_law": draw_law,
+    "why_not_linear": of("why_not_linear", why_not_linear),
     "breakdown": of("breakdown", on_gpu),
     "ranks": of("ranks", ranks),
     "critical": of("critical", on_gpu),

@@ -28,6 +28,7 @@ The types of results, and how each leads to the next:
 * A `ScalingLaw` says how the loss falls with parameters and data, from many small runs that `scaling_law` makes.
 * A `ScalingCurve` is throughput against the number of processes, which `scaling_curve` measures; a fit predicts it for more processes,
   always beside the linear extrapolation.
+* `why_not_linear` says by experiment why N ranks give less than N times one: a `WhyNotLinear`, whose parts add up to the gap.
 * A `Cluster` has the GPUs and links that predictions beyond this machine are for; `plan` finds the layouts of a model on it that fit.
 * `collectives` counts what the ranks of your module would send each other in a step, in a dry run: `Traffic`. `measure_collectives`
   times collectives between real ranks, `ddp_twin` runs DDP's own reducer over a simulated network.
@@ -65,11 +66,13 @@ if TYPE_CHECKING:
     from workbench.diagnosis.analysis.diagnosis import Diagnosis as Diagnosis
     from workbench.diagnosis.analysis.evidence import Evidence as Evidence
     from workbench.diagnosis.analysis.proof import Proof as Proof
+    from workbench.diagnosis.analysis.why_not_linear import WhyNotLinear as WhyNotLinear
     from workbench.diagnosis.api import climb as climb
     from workbench.diagnosis.api import diagnose as diagnose
     from workbench.diagnosis.correctness import diverge as diverge
     from workbench.diagnosis.correctness import replay as replay
     from workbench.diagnosis.correctness import sanity as sanity
+    from workbench.diagnosis.why_not_linear import why_not_linear as why_not_linear
     from workbench.memory.analysis.breakdown import MemoryBreakdown as MemoryBreakdown
     from workbench.memory.api import compare_memory as compare_memory
     from workbench.memory.api import estimate_memory as estimate_memory
@@ -135,6 +138,8 @@ _NAMES = {
     "workbench.diagnosis.correctness": "diverge replay sanity",
     "workbench.diagnosis.analysis.diagnosis": "Diagnosis",
     "workbench.diagnosis.analysis.evidence": "Evidence",
+    "workbench.diagnosis.analysis.why_not_linear": "WhyNotLinear",
+    "workbench.diagnosis.why_not_linear": "why_not_linear",
     "workbench.diagnosis.analysis.proof": "Proof",
     "workbench.memory.api": "compare_memory estimate_memory find_leaks measure_memory",
     "workbench.runs.export": "export",

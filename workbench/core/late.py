@@ -17,6 +17,7 @@ HOMES = {
     "differences": "workbench.train.saved_entries:differences",
     "entries_of": "workbench.train.saved_entries:entries_of",
     "prove": "workbench.diagnosis.api:prove",
+    "prove_spec": "workbench.diagnosis.api:prove_spec",
 }
 """Name → `module:attribute`. Pictures and panels are found in `workbench.plot` and `workbench.widgets`."""
 

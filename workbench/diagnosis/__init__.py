@@ -13,6 +13,9 @@ the loader and looks for stalls. What it measures is `Evidence` (`analysis/evide
     proof.py        Proof: a remedy's predicted beside its measured speedup; Ladder: one proved remedy on top of another
     calibration.py  Calibration: how right earlier predictions on this machine were
 
+Why N ranks give less than N times one: `why_not_linear.py` launches one, strangers and all (`measure/gap.py`), `analysis/gap.py` takes the
+gap apart (from `gap_evidence.py`), `gap_forecast.py` predicts more ranks, `gap_remedies.py` what would narrow it; `plot_gap.py` draws it.
+
 Whether a training is right at all: `correctness.py` has `sanity`, which checks it for the usual faults (`measure/sanity.py`), `diverge`,
 which finds where two trainings that should agree differ first (`measure/divergence.py`), and `replay`, which repeats a bad step of a run
 with changes (`measure/step_replay.py`) and blames data, learning rate or numerics.

@@ -115,28 +115,39 @@ def prove(diagnosis: Diagnosis, remedy: Remedy, *, budget_s: float = BUDGET) -> 
     """
     check_budget(budget_s)
     spec, subject = diagnosis.spec, diagnosis.subject
-    name = ""
     if isinstance(spec, RunSpec):
-        runs_dir = subject.runs_dir if isinstance(subject, LaunchedSpec) else None
-        changed = apply_remedy(spec, remedy)
-        with say_what_was_interrupted("prove"):
-            run = experiments.run_ab_test(spec, changed, name=remedy.name, budget_s=budget_s, runs_dir=runs_dir)
-        arm, samples = read_ab_test(run), float(spec.global_batch)
-        name = task.label(spec.task)
-    elif isinstance(subject, Step):
-        from workbench.harness.ab_test import measure_change
-
-        arm = measure_change(
-            subject.step, subject.loader, dict(remedy.change), model=subject.model, optimizer=subject.optimizer, budget_s=budget_s
-        )
-        samples = diagnosis.evidence.samples or 1.0
-    else:
+        return prove_spec(spec, remedy, budget_s=budget_s, runs_dir=subject.runs_dir if isinstance(subject, LaunchedSpec) else None)
+    if not isinstance(subject, Step):
         script = isinstance(spec, ScriptSpec)
         raise ValueError(
             f"{remedy.name} cannot be proved from here: "
             + ("a script's knobs are its own; change it there, and " if script else "the step that was diagnosed is not in this process; ")
             + "diagnose(step, loader) or diagnose(spec) gives a diagnosis whose remedies can be tried"
         )
+    from workbench.harness.ab_test import measure_change
+
+    arm = measure_change(
+        subject.step, subject.loader, dict(remedy.change), model=subject.model, optimizer=subject.optimizer, budget_s=budget_s
+    )
+    return _kept(remedy, arm, samples=diagnosis.evidence.samples or 1.0)
+
+
+def prove_spec(spec: RunSpec, remedy: Remedy, *, budget_s: float = BUDGET, runs_dir: str | os.PathLike[str] | None = None) -> Proof:
+    """Run a spec with a remedy interleaved with the spec as it is, in one launch, and keep the result for later predictions.
+
+    Raises:
+        ValueError: the spec does not take the change.
+        RunError: one of the two failed in its launch.
+    """
+    check_budget(budget_s)
+    changed = apply_remedy(spec, remedy)
+    with say_what_was_interrupted("prove"):
+        run = experiments.run_ab_test(spec, changed, name=remedy.name, budget_s=budget_s, runs_dir=runs_dir)
+    return _kept(remedy, read_ab_test(run), samples=float(spec.global_batch), name=task.label(spec.task))
+
+
+def _kept(remedy: Remedy, arm: VariantTimes, *, samples: float, name: str = "") -> Proof:
+    """The proof that an A/B test is, kept for later predictions on this machine."""
     proof = Proof(
         remedy=remedy,
         measured=arm.speedup,

@@ -1,7 +1,7 @@
-"""Diagnoses a step of a spec, or times two specs against each other; `run_program` also runs the other programs that measure.
+"""Diagnoses a step of a spec, times two specs against each other, or finds what ranks cost each other; `run_program` runs such programs.
 
 torchrun starts `python -m workbench.programs.experiment RUN_DIR` once per rank. run.json says under "experiment" what to do. Rank 0 writes
-the result, `evidence.json` or `contest.json`.
+the result, `evidence.json`, `contest.json` or `gap.json`.
 """
 
 import argparse
@@ -21,6 +21,7 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from workbench.core import run_directory
 from workbench.core.checks import number_in_environment
 from workbench.diagnosis.measure.experiment import experiment
+from workbench.diagnosis.measure.gap import measure_gap
 from workbench.harness.ab_test import run_ab_test
 from workbench.harness.blocks import StepFailed
 from workbench.harness.feed import PATIENCE, Feed
@@ -94,10 +95,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def run_experiment(assignment: Assignment) -> dict[str, Any]:
-    """Evidence about a step, or the result of an A/B test; rank 0 writes it."""
-    diagnosing = assignment.order["kind"] == "diagnose"
-    result = diagnose(assignment) if diagnosing else prove(assignment)
-    return {run_directory.EVIDENCE if diagnosing else run_directory.CONTEST: result} if assignment.ranks.rank == 0 else {}
+    """Evidence about a step, the result of an A/B test, or what ranks cost each other; rank 0 writes it."""
+    measure, file = KINDS[assignment.order["kind"]]
+    result = measure(assignment)
+    return {file: result} if assignment.ranks.rank == 0 else {}
 
 
 def diagnose(assignment: Assignment) -> dict[str, Any]:
@@ -118,6 +119,23 @@ def diagnose(assignment: Assignment) -> dict[str, Any]:
         progress=progress_writer(assignment.run_dir) if assignment.ranks.rank == 0 else None,
     )
     return dataclasses.replace(evidence, precision=spec.precision).to_json()
+
+
+def measure_ranks(assignment: Assignment) -> dict[str, Any]:
+    """What the ranks of the spec cost each other; see `diagnosis.measure.gap`."""
+    spec = assignment.spec
+    trainer = Trainer(spec, assignment.task, assignment.ranks)
+    evidence = measure_gap(
+        lambda batches: trainer.step(batches if spec.accumulation > 1 else (batches,)),
+        trainer.loader,
+        [trainer.model],
+        budget_s=_budget(assignment),
+        accumulation=spec.accumulation,
+        threads=spec.threads,
+        large=assignment.order["large"],
+        progress=progress_writer(assignment.run_dir) if assignment.ranks.rank == 0 else None,
+    )
+    return evidence.to_json()
 
 
 def progress_writer(run_dir: Path) -> Callable[[str, str], None]:
@@ -150,6 +168,14 @@ def prove(assignment: Assignment) -> dict[str, Any]:
         ]
         arm = run_ab_test(*trainings, budget_s=_budget(assignment), peers=peers)
     return dataclasses.asdict(dataclasses.replace(arm, samples=specs[1].global_batch / specs[0].global_batch, note=turns.note))
+
+
+KINDS: Mapping[str, tuple[Callable[[Assignment], dict[str, Any]], str]] = {
+    "diagnose": (diagnose, run_directory.EVIDENCE),
+    "prove": (prove, run_directory.CONTEST),
+    "gap": (measure_ranks, run_directory.GAP),
+}
+"""Kind of an order → what does it, and the file with its result."""
 
 
 def _budget(assignment: Assignment) -> float:

@@ -13,6 +13,7 @@ from workbench.core import units
 from workbench.core.checks import did_you_mean
 from workbench.core.codec import JsonDataclass
 from workbench.core.display import table as display
+from workbench.core.machine_speeds import MachineSpeeds
 from workbench.core.statistics import Interval
 from workbench.core.vocabulary import PART_WORDS, PARTS
 from workbench.diagnosis.analysis.costs import MAX_FRESH_COST, Costs, mean_saved
@@ -296,7 +297,7 @@ class StepModel:
             return self.costs.communication.mid * (_bare(e.gradients, ranks) / was if was else 1.0)
         if e.world_size > 1:
             return self.costs.communication.mid * (ranks - 1) / ranks * e.world_size / (e.world_size - 1)
-        pair, known = between_two(e)
+        pair, known = between_two(e.device, e.speeds)
         rate = f"{units.seconds(pair.latency)} and {units.count(1 / pair.per_byte, 'B/s')}"
         source = "as measured between two ranks of this machine" if known else "which are assumed"
         notes.append(f"one rank reduces nothing, so a reduction is predicted with {rate}, {source}")
@@ -349,10 +350,10 @@ class StepModel:
         return min(max(0.0, self.unexplained), MAX_FRESH_COST * self.costs.cached)
 
 
-def between_two(e: Evidence) -> tuple[Gradients, bool]:
+def between_two(device: str, speeds: MachineSpeeds | None) -> tuple[Gradients, bool]:
     """What a reduction between two ranks of the machine costs, and whether that was measured on it."""
-    name = "gloo" if e.device == "cpu" else "nccl"
-    latency, rate = (e.speeds.get(name), e.speeds.get(f"{name}_rate")) if e.speeds else (None, None)
+    name = "gloo" if device == "cpu" else "nccl"
+    latency, rate = (speeds.get(name), speeds.get(f"{name}_rate")) if speeds else (None, None)
     if latency is None or rate is None:
         return LOOPBACK, False
     return Gradients(size=0, buckets=1, latency=latency, per_byte=1 / rate), True

@@ -66,6 +66,21 @@ def run_ab_test(spec: RunSpec, changed: RunSpec, *, name: str, budget_s: float, 
     return run_experiment(larger, f"{label(spec)} prove {name}", order, runs_dir, program=entrypoints.EXPERIMENT, show=show)
 
 
+def run_gap(spec: RunSpec, *, large: int, budget_s: float, runs_dir: str | os.PathLike[str] | None = None) -> Run:
+    """Measure what the ranks of a spec cost each other; the run directory then holds `gap.json`.
+
+    Args:
+        spec: to launch.
+        large: how many batches one rank alone is given at once; 0 = as many as there are ranks.
+        budget_s: seconds for all of it, the start included.
+        runs_dir: see above.
+    """
+    check(spec)
+    order = {"kind": "gap", "budget_s": budget_s, "large": large}
+    name, show = f"{label(spec)} why not linear", so_far("why_not_linear", budget_s)
+    return run_experiment(spec, name, order, runs_dir, program=entrypoints.EXPERIMENT, show=show, finish=True)
+
+
 def run_memory_measurement(spec: RunSpec, *, steps: int, runs_dir: str | os.PathLike[str] | None = None) -> Run:
     """Record the memory of some steps of a spec; the run directory then has a folder `memory` with a file of each rank."""
     check(spec)

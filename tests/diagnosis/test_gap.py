@@ -1,0 +1,151 @@
+"""The gap between N × one rank and N ranks, on made measurements whose parts are known."""
+
+import itertools
+import json
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.planted_gap import planted
+from workbench.diagnosis.analysis.evidence import Gradients
+from workbench.diagnosis.analysis.gap import UNEXPLAINED, Gap, gap_of
+from workbench.diagnosis.analysis.gap_evidence import GapBlock, GapEvidence, expected_largest, seconds_of
+from workbench.diagnosis.analysis.gap_forecast import predict_gap
+
+CAUSES = [
+    ("slow rank", {"slow": 0.006}),
+    ("uneven data", {"data": 0.006}),
+    ("uneven data", {"longer_samples": 0.006}),
+    ("uneven steps", {"uneven": 0.012}),
+    ("large gradients", {"reduction": 0.008, "buckets": 1}),
+    ("many reductions", {"reduction": 0.008, "buckets": 60}),
+    ("memory", {"sharing": 0.006}),
+    ("cores", {"waits": 0.006}),
+    ("loaders", {"loaders": 0.006}),
+    ("epochs", {"start": 0.2, "steps_per_pass": 20.0}),
+]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize(("cause", "what"), CAUSES, ids=[f"{cause}-{'-'.join(what)}" for cause, what in CAUSES])
+def test_a_planted_cause_is_named_and_the_parts_add_up(cause: str, what: dict[str, float], ranks: int) -> None:
+    gap = gap_of(planted(ranks=ranks, rounds=12, **what))
+    assert gap.cause == cause
+    assert gap.linear.mid + sum(part.seconds.mid for part in gap.parts) == pytest.approx(gap.step.mid)
+    assert gap.residual <= (0.2 if cause == "uneven steps" else 0.1)  # its steps differ by half: a dozen rounds leave some chance
+    assert gap[cause].low > 0
+
+
+def test_a_smaller_micro_batch_counts_at_the_same_global_batch_alone() -> None:
+    evidence = planted(ranks=4, large=0.026)
+    assert gap_of(evidence).cause == ""
+    gap = gap_of(evidence, "global_batch")
+    assert gap.cause == "micro-batch"
+    assert gap["micro-batch"].mid == pytest.approx(0.020 - 0.026 / 4, rel=0.05)
+    assert gap.linear.mid < gap_of(evidence).linear.mid
+
+
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_healthy_training_is_not_blamed(ranks: int, seed: int) -> None:
+    gap = gap_of(planted(ranks=ranks, noise=0.01, seed=seed))
+    assert gap.cause == ""
+    assert gap.efficiency > 0.95
+
+
+def test_what_nothing_accounts_for_is_said_and_not_blamed_on_a_part() -> None:
+    gap = gap_of(planted(unexplained=0.008))
+    assert gap.cause == UNEXPLAINED
+    assert gap.residual > 0.8
+
+
+def test_the_amount_of_two_parts_is_right() -> None:
+    gap = gap_of(planted(ranks=4, slow=0.005, reduction=0.004, buckets=1))
+    assert gap["slow rank"].mid == pytest.approx(0.005, rel=0.1)
+    assert gap["large gradients"].mid + gap["many reductions"].mid == pytest.approx(0.004, rel=0.15)
+    assert gap.cost("slow rank", 128) + gap.cost("large gradients", 128) < 128 * (1 / gap.linear.mid - 1 / gap.step.mid)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.lists(st.floats(0, 0.02), min_size=8, max_size=8),
+    st.integers(2, 5),
+    st.integers(1, 4),
+    st.sampled_from(["micro_batch", "global_batch"]),
+)
+def test_parts_always_add_up_to_the_step(values: list[float], ranks: int, rounds: int, same: str) -> None:
+    names = ("sharing", "loaders", "slow", "data", "longer_samples", "uneven", "reduction", "waits")
+    gap = gap_of(planted(ranks=ranks, rounds=rounds, seed=rounds, **dict(zip(names, values, strict=True))), same)
+    assert gap.linear.mid + math.fsum(part.seconds.mid for part in gap.parts) == pytest.approx(gap.step.mid)
+    lost = math.fsum(gap.cost(part.cause, 64.0) for part in gap.parts)
+    assert lost == pytest.approx(64 * (1 / gap.linear.mid - 1 / gap.step.mid), abs=1e-6)
+    assert all(part.seconds.low <= part.seconds.mid <= part.seconds.high for part in gap.parts)
+
+
+def test_waits_for_a_core_are_kept_out_of_all_other_parts() -> None:
+    """What other processes take of the machine disturbs some blocks and not others."""
+    quiet, disturbed = planted(slow=0.006), planted(slow=0.006)
+    hit = [
+        GapBlock(arm=b.arm, steps=tuple(tuple(s + 0.01 * (i % 3) for s in row) for row in b.steps),
+                 delays=tuple(tuple(d + 0.01 * (i % 3) for d in row) for row in b.delays))
+        for i, b in enumerate(disturbed.blocks)
+    ]  # fmt: skip
+    busy = GapEvidence(blocks=tuple(hit), world_size=2, samples=64.0, cores=2.0, foreign=1.0, steps_per_pass=100.0)
+    gap, still = gap_of(busy), gap_of(quiet)
+    assert gap["slow rank"].mid == pytest.approx(still["slow rank"].mid)
+    assert gap.cause == "slow rank"
+    assert gap["cores"].mid == 0.0  # it has another name, since it is no property of the training
+    assert "other processes" in {part.cause for part in gap.parts}
+
+
+def test_a_block_knows_what_waiting_for_each_other_costs() -> None:
+    block = GapBlock(arm="strangers", steps=((1.0, 3.0) * 4, (3.0, 1.0) * 4), delays=((0.0,) * 8, (0.0,) * 8))
+    assert block.means == [2.0, 2.0]
+    assert block.pace == 3.0
+    assert GapBlock(arm="one", steps=((1.0, math.nan, 3.0), ())).mean(0) == 2.0
+    assert math.isnan(GapBlock(arm="one", steps=((1.0,), ())).mean(1))
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.floats(0.001, 10), min_size=1, max_size=30), st.integers(1, 64))
+def test_the_expected_largest_lies_between_mean_and_maximum_and_grows(values: list[float], ranks: int) -> None:
+    mean = sum(values) / len(values)
+    now, more = expected_largest(values, ranks), expected_largest(values, 2 * ranks)
+    assert mean * (1 - 1e-9) <= now * (1 + 1e-9)
+    assert now <= more * (1 + 1e-9) <= max(values) * (1 + 1e-8)
+
+
+def test_an_answer_needs_a_complete_round() -> None:
+    with pytest.raises(ValueError, match="larger budget_s"):
+        gap_of(GapEvidence(blocks=(), world_size=2))
+    with pytest.raises(ValueError, match="micro_batch"):
+        gap_of(planted(), "batch")
+
+
+def test_more_ranks_are_predicted_from_several_and_from_one() -> None:
+    evidence = planted(reduction=0.006, buckets=40, uneven=0.006, start=0.05, steps_per_pass=200.0)
+    gaps = [predict_gap(evidence, ranks) for ranks in (4, 16, 64)]
+    assert all(gap.predicted and all(part.predicted for part in gap.parts) for gap in gaps)
+    for gap, more in itertools.pairwise(gaps):
+        for cause in ("many reductions", "uneven steps", "epochs"):
+            assert more[cause].mid > gap[cause].mid > 0
+        assert more.efficiency < gap.efficiency
+    alone = planted(ranks=1, start=0.05, steps_per_pass=400.0)
+    link = Gradients(size=0, buckets=1, latency=3e-4, per_byte=1e-9)
+    few, many = (predict_gap(alone, ranks, link=link) for ranks in (2, 8))
+    assert many["epochs"].mid > few["epochs"].mid > 0
+    assert few["cores"].mid > 0, "two ranks on one core"
+    assert many["large gradients"].high >= few["large gradients"].high > 0
+    with pytest.raises(ValueError, match="ranks=1"):
+        predict_gap(evidence, 1)
+
+
+def test_evidence_and_gap_are_written_and_read_back() -> None:
+    evidence = planted(slow=0.006)
+    copy = GapEvidence.from_json(json.loads(json.dumps(evidence.to_json())))
+    assert copy == evidence
+    assert seconds_of(copy) == seconds_of(evidence)
+    gap = gap_of(evidence)
+    assert Gap.from_json(json.loads(json.dumps(gap.to_json()))) == gap

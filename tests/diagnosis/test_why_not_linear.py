@@ -1,0 +1,220 @@
+"""`why_not_linear`: the answer on made measurements, of scripts by their timelines, what is refused, and real ranks (slow)."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import workbench as wb
+from tests.planted_gap import planted
+from workbench.diagnosis.analysis.evidence import Gradients
+from workbench.diagnosis.analysis.why_not_linear import BRIEF_BYTES, WhyNotLinear
+from workbench.diagnosis.why_not_linear import script_evidence, why_not_linear
+from workbench.timeline.timeline import Step, Timeline
+
+SPEC = wb.RunSpec(task="text-gpt", nproc_per_node=2, device="cpu")
+
+
+def answer(spec: wb.RunSpec | None = SPEC, **planted_parts: Any) -> WhyNotLinear:
+    return WhyNotLinear(evidence=planted(**planted_parts), spec=spec)
+
+
+def test_the_answer_shows_itself_everywhere() -> None:
+    result = answer(slow=0.006, reduction=0.004)
+    assert result.cause == "slow rank"
+    text = str(result)
+    for words in ("slow rank", "2 × one", "what you get", "not explained", "Is it worth it?", "It is rank 1", "measured in 6 rounds"):
+        assert words in text
+    assert "<table>" in result._repr_html_()
+    frame = result.to_frame()
+    assert frame.seconds.sum() == pytest.approx(result.gap.seconds)
+    assert frame.lost.sum() == pytest.approx(64 / result.gap.linear.mid - 64 / result.gap.step.mid)
+    copy = WhyNotLinear.from_json(json.loads(json.dumps(result.to_json())))
+    assert (copy.cause, str(copy)) == (result.cause, text)
+
+
+def test_an_agent_gets_it_in_two_kilobytes() -> None:
+    result = answer(
+        slow=0.004, data=0.004, reduction=0.009, buckets=40, uneven=0.009, loaders=0.002, start=0.1, notes=("a note " * 30,) * 9
+    )
+    brief = result.brief()
+    assert len(json.dumps(brief, ensure_ascii=False).encode()) <= BRIEF_BYTES
+    assert brief["kind"] == "measured"
+    assert brief["claim"]["cause"] == result.cause
+    assert brief["next"]["command"].startswith("workbench why-not-linear text-gpt --prove")
+    assert set(brief["parts_s"]) >= {"slow rank", "many reductions", "not explained"}
+
+
+@pytest.mark.parametrize(
+    ("parts", "name", "change"),
+    [
+        ({"reduction": 0.01, "buckets": 60}, "accumulation=4", {"accumulation": 4}),
+        ({"reduction": 0.01, "buckets": 60}, "bucket_cap_mb=1.3", {"bucket_cap_mb": 1.3}),
+        ({"start": 0.2, "steps_per_pass": 20.0, "num_workers": 2, "cores": 8.0}, "persistent_workers=True", {"persistent_workers": True}),
+        ({"data": 0.006}, "num_workers=1", {"num_workers": 1, "persistent_workers": True}),
+        ({"loaders": 0.006}, "num_workers=1", {"num_workers": 1, "persistent_workers": True}),
+        ({"large": 0.024}, "micro_batch=64", {"micro_batch": 64}),
+        ({"waits": 0.01, "threads": 2}, "threads=1", {"threads": 1}),
+        ({"slow": 0.006}, "rank 1 as fast as the others", {}),
+        ({"longer_samples": 0.006}, "samples shared out by length", {}),
+    ],
+)
+def test_each_part_has_its_remedy(parts: dict[str, Any], name: str, change: dict[str, Any]) -> None:
+    remedies = {remedy.name: remedy for remedy in answer(**parts).remedies}
+    assert name in remedies
+    remedy = remedies[name]
+    assert remedy.change == change
+    assert remedy.low <= remedy.speedup <= remedy.high
+    SPEC.replace(**({"num_workers": 2} if "num_workers" not in change else {}), **change)  # raises where a spec does not take it
+    script = {remedy.name: remedy for remedy in answer(None, **parts).remedies}
+    assert not any(remedy.change for remedy in script.values()), "what is no spec cannot be turned from here"
+
+
+def test_a_predicted_gain_is_what_its_formula_says() -> None:
+    result = answer(reduction=0.010, buckets=1)
+    accumulate = result.remedy("accumulation=4")
+    step = result.gap.step.mid
+    reduction = result.gap["large gradients"].mid + result.gap["many reductions"].mid
+    assert accumulate.speedup == pytest.approx(4 * step / (4 * (step - reduction) + reduction), rel=0.03)
+    half = result.remedy("gradients in 16 bits")
+    assert half.speedup == pytest.approx(step / (step - result.gap["large gradients"].mid / 2), rel=1e-6)
+    assert half.ceiling
+
+
+def test_uneven_steps_even_out_over_more_micro_batches() -> None:
+    result = answer(uneven=0.02, rounds=12)
+    assert result.cause == "uneven steps"
+    remedy = result.remedy(None)
+    assert remedy.name == "accumulation=4"
+    saved = result.gap["uneven steps"].mid
+    assert 1.02 < remedy.speedup < result.gap.step.mid / (result.gap.step.mid - saved), "it halves the waits; it does not remove them"
+
+
+def test_healthy_ranks_get_no_advice() -> None:
+    result = answer(noise=0.002)
+    assert result.cause == ""
+    assert "close to linear" in str(result)
+    assert result.remedies == ()
+    with pytest.raises(ValueError, match="nothing to prove"):
+        result.prove()
+
+
+def test_is_it_worth_it() -> None:
+    result = answer(reduction=0.005)
+    table = result.worth([1, 2, 8], price_per_hour=3.6)
+    assert [row[0] for row in table.rows] == [1, 2, 8]
+    assert [str(row[-1]).split(";")[0] for row in table.rows] == ["measured", "measured", "predicted"]
+    rate = 32 / 0.022
+    assert float(str(table.rows[0][4])) == pytest.approx(3.6 / 3600 / rate * 1e6, rel=0.02)
+    relative = result.worth()
+    assert relative.rows[0][4] == "1.00×"
+    with pytest.raises(ValueError, match="price_per_hour"):
+        result.worth(price_per_hour=-1)
+    forecast = result.forecast(8)
+    assert forecast is not None
+    assert forecast.low < forecast.mid
+    assert answer(threads=2).forecast(8) is None, "no curve goes through a point with more threads than cores"
+
+
+def test_one_process_is_asked_what_more_would_bring() -> None:
+    link = Gradients(size=0, buckets=1, latency=3e-4, per_byte=1e-9)
+    spec = SPEC.replace(nproc_per_node=1)
+    result = WhyNotLinear(evidence=planted(ranks=1, cores=64.0), spec=spec, ranks=8, link=link)
+    assert result.gap.predicted
+    assert "8 ranks would give" in result.why
+    assert "(predicted)" in result.summary
+    assert result.at(64).efficiency < result.efficiency < 1
+    assert [row[0] for row in result.worth().rows] == [1, 2, 4, 8]
+    assert not any(remedy.provable for remedy in result.remedies), "eight ranks are not here"
+
+
+def test_more_ranks_than_measured_are_marked_as_predicted() -> None:
+    result = answer(reduction=0.005).at(64)
+    assert result.gap.predicted
+    assert all(patch.get_hatch() for patch in result.plot().patches[1:])
+    with pytest.raises(ValueError, match="ranks=1"):
+        answer().at(1)
+
+
+def timeline(rank: int, forward: float, backward: float, *, samples: int = 32, count: int = 80) -> Timeline:
+    steps = tuple(
+        Step(index=i, phases=(0.002, 0.0, forward * (1 + 0.01 * (i % 3)), backward, 0.001, 0.0), samples=samples) for i in range(count)
+    )
+    return Timeline(rank=rank, steps=steps)
+
+
+def test_a_script_is_explained_by_its_timelines() -> None:
+    alone = [timeline(0, 0.010, 0.020)]
+    strangers = [timeline(0, 0.012, 0.022), timeline(1, 0.012, 0.022)]
+    slow = [timeline(0, 0.012, 0.033), timeline(1, 0.020, 0.025)]  # the first one waits in its backward
+    evidence = script_evidence({"one": alone, "strangers": strangers, "all": slow})
+    gap = WhyNotLinear(evidence=evidence).gap
+    assert gap["memory"].mid + gap["cores"].mid == pytest.approx(0.004, rel=0.1)
+    assert gap["slow rank"].mid == pytest.approx(0.008, rel=0.1)
+    assert gap["large gradients"].mid == pytest.approx(0.003, rel=0.3)
+    assert gap.cause == "slow rank"
+    assert evidence.slowest == 1
+    shared = script_evidence({"one": [timeline(0, 0.01, 0.02, samples=64)], "strangers": strangers, "all": slow})
+    assert any("shares its batch out" in note for note in shared.notes)
+    with pytest.raises(ValueError, match="8 are needed"):
+        script_evidence({"one": [timeline(0, 0.01, 0.02, count=6)], "strangers": strangers, "all": slow})
+
+
+@pytest.mark.parametrize(
+    ("target", "options", "words"),
+    [
+        (SPEC.replace(parallel="fsdp"), {}, "no rank can compute without the others' weights"),
+        (SPEC.replace(micro_batch="auto"), {}, "another number for one rank"),
+        (SPEC, {"same": "batch"}, "micro_batch"),
+        (SPEC, {"ranks": 1}, "ranks"),
+        (SPEC.replace(nproc_per_node=4), {"ranks": 2}, "more ranks than are measured"),
+        (SPEC, {"args": ["--x"]}, "only a script takes them"),
+        (SPEC, {"budget_s": 0}, "budget_s"),
+        (3, {}, "expected a RunSpec"),
+    ],
+)
+def test_what_cannot_be_answered_is_refused_before_anything_starts(
+    target: Any, options: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=words):
+        why_not_linear(target, runs_dir=tmp_path, **options)
+    assert not any(tmp_path.iterdir())
+
+
+SLOW_RANK = """
+import os, time, torch, workbench as wb
+
+class Work(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(8, 8)
+
+    def forward(self, batch):
+        time.sleep(0.02 + 0.012 * (os.environ.get("RANK") == "1"))
+        return self.layer(batch)
+
+def dataset():
+    return torch.utils.data.TensorDataset(torch.randn(4096, 8))
+
+def task():
+    return wb.Task(model=Work, dataset=dataset, loss=lambda model, batch: model(batch[0]).square().mean(), optimizer="sgd(lr=0.01)")
+"""
+
+
+@pytest.mark.slow
+def test_real_ranks_one_of_which_is_slow(tmp_path: Path) -> None:
+    (tmp_path / "work.py").write_text(SLOW_RANK)
+    spec = wb.RunSpec(task=f"{tmp_path / 'work.py'}:task", nproc_per_node=2, device="cpu", micro_batch=8)
+    result = why_not_linear(spec, budget_s=25, runs_dir=tmp_path)
+    assert result.cause == "slow rank"
+    assert result.gap["slow rank"].mid == pytest.approx(0.012, rel=0.25)
+    assert "It is rank 1" in result.why
+    assert result.evidence.tail is not None
+    assert result.evidence.gradients is not None
+    assert {block.arm for block in result.evidence.blocks} >= {"one", "strangers", "all", "strangers, same batches"}
+    proof = result.prove({"micro_batch": 16}, budget_s=15)
+    assert proof.measured.mid > 1.3, "twice the samples in the same sleep"
+    assert result.proofs == [proof]
+    assert math.isfinite(result.residual)

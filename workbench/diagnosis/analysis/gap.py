@@ -1,0 +1,251 @@
+"""Explains the gap between N × one rank and N ranks: parts in seconds per step that add up to it, and what is not explained."""
+
+import dataclasses
+import math
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from workbench.core.codec import JsonDataclass
+from workbench.core.statistics import Interval
+from workbench.diagnosis.analysis.gap_evidence import ArmSeconds, GapEvidence, Rounds
+
+CAUSES = {
+    "micro-batch": "each rank has a smaller batch than one process would have",
+    "cores": "threads are ready and wait for a core, which another one has",
+    "memory": "the ranks share memory bandwidth, caches and clocks",
+    "loaders": "the ranks' loaders share the machine",
+    "slow rank": "one rank computes longer than the others",
+    "uneven data": "one rank's data take longer than the others'",
+    "uneven steps": "steps take longer now on one rank, now on another, and all wait",
+    "many reductions": "starting the reductions of gradients",
+    "large gradients": "sending the bytes of the gradients",
+    "other processes": "threads are ready and wait for a core, which a process of others has",
+    "epochs": "starting the loader anew, which comes more often the more ranks share an epoch",
+}
+"""Part of the gap → what it is."""
+UNEXPLAINED = "not explained"
+"""What no experiment accounts for."""
+REDUCTION = ("many reductions", "large gradients")
+"""The two parts of the reduction of gradients."""
+NO_CAUSE = (UNEXPLAINED, "other processes")
+"""Parts that are no property of the training."""
+SAME = {
+    "micro_batch": "each rank keeps its micro-batch, the global batch grows with the ranks",
+    "global_batch": "the global batch stays, each rank has a part of it",
+}
+"""With what one process is compared."""
+NAMED = 0.05
+"""Fraction of the step from which on a part is named as a cause. Chosen: neighbouring blocks on a shared machine differ by 1 to 4 %, and a
+part is the difference of several. With half, healthy trainings are blamed now and then; with twice, a tenth is lost unsaid."""
+DRAWS, LEVEL = 200, 0.9
+"""Resamples of the rounds, and the probability that a part's interval holds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GapPart(JsonDataclass):
+    """One part of the gap. Below 0: N ranks do better there than one."""
+
+    cause: str
+    """One of CAUSES, or UNEXPLAINED."""
+    seconds: Interval
+    """Per step of N ranks."""
+    predicted: bool = False
+    """True: from formulas, for ranks that are not here."""
+
+    @property
+    def words(self) -> str:
+        """What it is."""
+        return CAUSES.get(self.cause, "what no experiment accounts for")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gap(JsonDataclass):
+    """From one rank to N: seconds per step in parts that add up."""
+
+    linear: Interval
+    """Seconds of a step if N ranks gave N times one."""
+    step: Interval
+    """Seconds of a step as it is."""
+    parts: tuple[GapPart, ...]
+    """In the order of CAUSES, those that could be measured; the last one is UNEXPLAINED."""
+    same: str = "micro_batch"
+    """One of SAME."""
+    predicted: bool = False
+
+    @property
+    def seconds(self) -> float:
+        """The gap: what a step takes longer than if scaling were linear."""
+        return self.step.mid - self.linear.mid
+
+    @property
+    def efficiency(self) -> float:
+        """Throughput over N times that of one."""
+        return self.linear.mid / self.step.mid
+
+    @property
+    def residual(self) -> float:
+        """What is not explained, as a fraction of the gap; of a gap below NAMED of the step, as a fraction of that."""
+        rest = abs(self[UNEXPLAINED].mid)
+        return rest / max(abs(self.seconds), NAMED * self.step.mid)
+
+    def share(self, cause: str) -> float:
+        """A part as a fraction of the step."""
+        return self[cause].mid / self.step.mid
+
+    def __getitem__(self, cause: str) -> Interval:
+        """Seconds of a part; 0 if it was not measured."""
+        return next((part.seconds for part in self.parts if part.cause == cause), Interval(low=0.0, mid=0.0, high=0.0))
+
+    @property
+    def named(self) -> tuple[GapPart, ...]:
+        """The parts that are beyond doubt and large enough to be named, the largest first."""
+        large = [p for p in self.parts if p.seconds.mid >= NAMED * self.step.mid and p.seconds.low > 0 and p.cause not in NO_CAUSE]
+        return tuple(sorted(large, key=lambda part: -part.seconds.mid))
+
+    @property
+    def cause(self) -> str:
+        """The largest part that can be named; "" where scaling is close to linear, UNEXPLAINED where the rest is larger than any part."""
+        if self.step.mid - self.linear.mid < NAMED * self.step.mid:
+            return ""
+        reduction = sum(part.seconds.mid for part in self.named if part.cause in REDUCTION)  # one cause in two parts
+
+        def weight(part: GapPart) -> tuple[float, float]:
+            return reduction if part.cause in REDUCTION else part.seconds.mid, part.seconds.mid
+
+        largest = max(self.named, key=weight, default=None)
+        rest = self[UNEXPLAINED]
+        if rest.mid > (largest.seconds.mid if largest else NAMED * self.step.mid) and rest.low > 0:
+            return UNEXPLAINED
+        return largest.cause if largest else ""
+
+    def cost(self, cause: str, samples: float) -> float:
+        """Samples per second that a part costs: losses are shared out as the seconds are, so they add up to the whole loss."""
+        if not self.seconds:
+            return 0.0
+        return self[cause].mid / self.seconds * samples * (1 / self.linear.mid - 1 / self.step.mid)
+
+
+def gap_of(evidence: GapEvidence, same: str = "micro_batch") -> Gap:
+    """Explain the gap.
+
+    Args:
+        evidence: of one rank and of all.
+        same: one of SAME.
+
+    Raises:
+        ValueError: `same` is no such word, or not a round is complete.
+    """
+    if same not in SAME:
+        raise ValueError(f"same={same!r}: allowed are " + " and ".join(f'"{name}" ({what})' for name, what in SAME.items()))
+    if not evidence.count:
+        raise ValueError("no round of experiments is complete, so nothing can be said of the gap: give it a larger budget_s")
+    figures = Rounds.of(evidence)
+    middle = _parts(evidence, figures.seconds(), same)
+    drawn: dict[str, list[float]] = {name: [] for name in middle}
+    chance, rounds = random.Random(0), evidence.count
+    for _ in range(DRAWS if rounds > 1 else 0):
+        picks = chance.choices(range(rounds), k=rounds)
+        for name, value in _parts(evidence, figures.seconds(picks), same).items():
+            drawn[name].append(value)
+    intervals = {name: _interval(value, drawn[name], middle["step"]) for name, value in middle.items()}
+    parts = tuple(GapPart(cause=name, seconds=intervals[name]) for name in (*CAUSES, UNEXPLAINED) if name in intervals)
+    return Gap(linear=intervals["linear"], step=intervals["step"], parts=parts, same=same)
+
+
+ONE_ROUND = 0.05
+"""Fraction of the step by which a part that was measured in one round may be off."""
+
+
+def _interval(mid: float, drawn: list[float], step: float) -> Interval:
+    if not drawn:
+        return Interval(low=mid - ONE_ROUND * step, mid=mid, high=mid + ONE_ROUND * step)
+    ordered = sorted(drawn)
+    edge = round((1 - LEVEL) / 2 * (len(ordered) - 1))
+    return Interval(low=min(ordered[edge], mid), mid=mid, high=max(ordered[-1 - edge], mid))
+
+
+def _parts(e: GapEvidence, s: ArmSeconds, same: str) -> dict[str, float]:
+    """Seconds of each part, of the step and of the linear step: linear + parts = step, exactly."""
+    parts: dict[str, float] = {}
+    starts = _starts(e, s)
+    linear = s.one + s.one_waits + starts[0]
+    cached = _known(s.one_cached, s.strangers_cached)
+    if same == "global_batch" and e.large and _known(s.one_large):
+        base = s.one_cached if _known(s.one_cached) else s.one
+        parts["micro-batch"] = base - s.one_large / e.large
+        linear -= parts["micro-batch"]
+    compute = s.strangers_cached - s.one_cached if cached else s.strangers - s.one
+    crowding = max(0.0, compute) if e.crowded else 0.0  # threads that poll for each other do not wait, and take their core all the same
+    parts["cores"] = s.waits - s.one_waits + crowding
+    parts["memory"] = compute - crowding
+    if e.disturbed:
+        parts["other processes"] = parts.pop("cores")
+    if cached:
+        parts["loaders"] = (s.strangers - s.strangers_cached) - (s.one - s.one_cached)
+    parts |= _uneven(s, cached)
+    reduction = _reduction(e, s)
+    if reduction is not None:
+        parts |= reduction
+    if e.steps_per_pass:
+        parts["epochs"] = starts[1] - starts[0]
+    step = s.together + s.waits + starts[1]
+    rest = step - linear - sum(parts.values())
+    if reduction is None and _known(s.together):  # a script: what is beyond its ranks' own pace is the reduction
+        parts["large gradients"], rest = rest, 0.0
+    return {"linear": linear, "step": step, **parts, UNEXPLAINED: rest}
+
+
+def _uneven(s: ArmSeconds, cached: bool) -> dict[str, float]:
+    """What the slowest rank takes longer than a typical one, and what all wait by chance."""
+    slow = s.strangers_slowest - s.strangers
+    computing = min(max(0.0, s.cached_slowest - s.strangers_cached), max(0.0, slow)) if cached else slow
+    if cached and _known(s.same, s.same_slowest):  # with the same batches the rank itself is slow, or it is not
+        computing = min(computing, max(0.0, s.same_slowest - s.same))
+    return {"slow rank": computing, "uneven data": slow - computing, "uneven steps": s.pace - s.strangers_slowest}
+
+
+def _reduction(e: GapEvidence, s: ArmSeconds) -> dict[str, float] | None:
+    """What the reduction adds to the pace of the slowest rank, by what starts and what bytes cost; None = no such arm has run."""
+    if not _known(s.together_cached, s.cached_pace):
+        return None
+    whole = s.together_cached - s.cached_pace
+    starts = starting_share(e)
+    return {"many reductions": whole * starts, "large gradients": whole * (1 - starts)}
+
+
+def starting_share(e: GapEvidence) -> float:
+    """Of the reduction: what its starts cost, the rest goes with the bytes."""
+    g = e.gradients
+    if g is None or not g.buckets * g.latency + g.size * g.per_byte > 0:
+        return 0.0
+    return g.buckets * g.latency / (g.buckets * g.latency + g.size * g.per_byte)
+
+
+def _starts(e: GapEvidence, s: ArmSeconds) -> tuple[float, float]:
+    """Seconds per step that the starts of the loader add: to one process, which has N times as many steps in an epoch, and to N."""
+    if not e.steps_per_pass:
+        return 0.0, 0.0
+    alone = max(0.0, s.start_alone) if _known(s.start_alone) else 0.0
+    together = max(0.0, s.start_together) if _known(s.start_together) else alone
+    return alone / (e.steps_per_pass * e.world_size), together / e.steps_per_pass
+
+
+def _known(*values: float) -> bool:
+    return all(math.isfinite(value) for value in values)
+
+
+def without(gap: Gap, seconds: Mapping[str, float]) -> float:
+    """Speedup of the step where so many seconds of its parts are gone."""
+    left = gap.step.mid - sum(seconds.values())
+    return gap.step.mid / left if left > 0 else math.inf
+
+
+def scaled(gap: Gap, by: float) -> Gap:
+    """The same gap in another unit of time."""
+
+    def times(interval: Interval) -> Interval:
+        return interval.of(lambda value: by * value)
+
+    parts = tuple(dataclasses.replace(part, seconds=times(part.seconds)) for part in gap.parts)
+    return dataclasses.replace(gap, linear=times(gap.linear), step=times(gap.step), parts=parts)

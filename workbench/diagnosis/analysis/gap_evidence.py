@@ -1,0 +1,314 @@
+"""GapEvidence: what experiments measured of N ranks and of one of them alone, before it is explained. Seconds and bytes only.
+
+Each experiment is an arm, and arms take turns in rounds, so that neighbours in time are compared. A step is one optimizer step.
+"""
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from workbench.core.codec import JsonDataclass
+from workbench.diagnosis.analysis.evidence import Gradients
+
+T = TypeVar("T")
+
+ARMS = {
+    "one": "one rank alone, as a training with one process",
+    "one, cached": "one rank alone, with batches that it has already",
+    "one, large batch": "one rank alone, with the batch of all ranks at once",
+    "strangers": "all ranks at once, and no gradient is reduced",
+    "strangers, cached": "the same with batches that they have already",
+    "strangers, same batches": "the same with the batches of one of them on all",
+    "all, cached": "all ranks reduce their gradients, with batches that they have already",
+    "all": "the training as it is",
+}
+"""Arm → what runs in it."""
+FOREIGN = 0.1
+"""Share of the cores taken by others from which on waits for a core are taken to be theirs. Chosen; it decides the name of a part."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GapBlock(JsonDataclass):
+    """Some successive steps of an arm.
+
+    For how long threads were ready and waited for a core is kept apart (see `core.system_load.RunQueueDelay`): what other processes take
+    of the machine would disturb every part otherwise.
+    """
+
+    arm: str
+    """One of ARMS."""
+    steps: tuple[tuple[float, ...], ...]
+    """Of each rank: seconds of its steps, nan where a pass over the loader began; empty for a rank that idled."""
+    delays: tuple[tuple[float, ...], ...] = ()
+    """Of each rank and step: of these, waiting for a core; empty = not known."""
+
+    def busy(self, rank: int) -> tuple[float, ...]:
+        """Seconds of a rank's steps without waiting for a core; nan where a pass began."""
+        if not self.delays:
+            return self.steps[rank]
+        return tuple(step - delay for step, delay in zip(self.steps[rank], self.delays[rank], strict=True))
+
+    def mean(self, rank: int) -> float:
+        """Mean of `busy`; nan if the rank idled."""
+        return mean_of(self.busy(rank))
+
+    @property
+    def means(self) -> list[float]:
+        """Of all ranks."""
+        return [self.mean(rank) for rank in range(len(self.steps))]
+
+    @property
+    def joint(self) -> float:
+        """Mean seconds of a step that ranks take together, without the longest wait of any of them for a core."""
+        return mean_of([largest(steps) - longest for steps, longest in zip(self._rows(self.steps), self._longest(), strict=True)])
+
+    @property
+    def waits(self) -> float:
+        """Mean seconds per step that the ranks that took part waited for a core, the longest of each step."""
+        known = mean_of(self._longest())
+        return known if known == known else 0.0
+
+    @property
+    def whole(self) -> float:
+        """Mean seconds of a step of the slowest rank, waits for a core included."""
+        return mean_of(list(map(largest, self._rows(self.steps))))
+
+    @property
+    def pace(self) -> float:
+        """Mean seconds of the slowest rank of each step: what a step would take if ranks that run at their own pace met after each."""
+        return mean_of([largest(row) for row in self._rows([self.busy(rank) for rank in range(len(self.steps))])])
+
+    def _longest(self) -> list[float]:
+        if not self.delays:
+            return [0.0] * len(self._rows(self.steps))
+        return [max(row) for row in self._rows(self.delays)]
+
+    @staticmethod
+    def _rows(values: Sequence[Sequence[float]]) -> list[tuple[float, ...]]:
+        """Step by step, of the ranks that took part."""
+        return list(zip(*(row for row in values if row), strict=False))
+
+
+def largest(values: Sequence[float]) -> float:
+    """The largest; nan if one is not known."""
+    return max(values) if all(value == value for value in values) else math.nan
+
+
+def mean_of(values: Sequence[float]) -> float:
+    """Their mean without nan; nan if none is left."""
+    known = [value for value in values if value == value]
+    return statistics.fmean(known) if known else math.nan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tail(JsonDataclass):
+    """When gradients are ready within a step, as a hook at each parameter sees it. Mean seconds of the rank that waits least."""
+
+    first: float
+    """From the start of the step to its first gradient: before it nothing can be sent."""
+    backward: float
+    """From the first gradient to the last."""
+    after: float
+    """From the last gradient to the optimizer's step, with reduction: what of it nothing hides."""
+    silent: float
+    """The same without reduction."""
+
+    @property
+    def exposed(self) -> float:
+        """Seconds of reduction after the last gradient."""
+        return max(0.0, self.after - self.silent)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GapEvidence(JsonDataclass):
+    """All that was measured of N ranks beside one of them."""
+
+    blocks: tuple[GapBlock, ...]
+    """In the order in which they ran; the n-th of an arm is of the n-th round."""
+    world_size: int
+    one: int = 0
+    """The rank that ran alone: a typical one."""
+    samples: float | None = None
+    """Per step over all ranks; None = not known."""
+    accumulation: int = 1
+    device: str = "cpu"
+    cores: float | None = None
+    """That the ranks share; None = not known."""
+    foreign: float = 0.0
+    """Cores that other processes took meanwhile."""
+    threads: int = 1
+    """Of each rank, for one operator."""
+    num_workers: int = 0
+    """Of each rank's loader."""
+    persistent_workers: bool = False
+    steps_per_pass: float | None = None
+    """Steps of each rank from one start of its loader to the next; None = it has no end, or it is not known."""
+    starts_alone: tuple[float, ...] = ()
+    """Seconds that the start of a pass adds to a step, one rank alone."""
+    starts_together: tuple[float, ...] = ()
+    """The same where all ranks begin one at once: of the slowest rank."""
+    gradients: Gradients | None = None
+    """What is reduced, and what bare reductions cost between these ranks; None = nothing, or not known."""
+    tail: Tail | None = None
+    large: int = 0
+    """How many times as large the batch of "one, large batch" was; 0 = not tried."""
+    script: bool = False
+    """Were whole processes compared, since a script cannot be taken apart?"""
+    seconds: float = 0.0
+    """What the experiments took."""
+    notes: tuple[str, ...] = ()
+
+    def rounds(self, arm: str) -> list[GapBlock]:
+        """The blocks of an arm."""
+        return [block for block in self.blocks if block.arm == arm]
+
+    @property
+    def count(self) -> int:
+        """Rounds that are complete."""
+        named = {block.arm for block in self.blocks} & {"one", "strangers", "all"}
+        return min((len(self.rounds(arm)) for arm in named), default=0)
+
+    @property
+    def crowded(self) -> bool:
+        """Do the ranks have more threads, workers included, than there are cores?"""
+        busy = self.world_size * (self.threads + self.num_workers)
+        return self.device == "cpu" and self.cores is not None and busy > self.cores + 0.5
+
+    @property
+    def disturbed(self) -> bool:
+        """Did other processes take so much of the machine that waits for a core say nothing of the ranks?"""
+        return not self.crowded and self.cores is not None and self.foreign > FOREIGN * self.cores
+
+    @property
+    def slowest(self) -> int:
+        """The rank whose steps take longest without a reduction; the one that ran alone where none is known."""
+        known = {rank: typical([block.mean(rank) for block in self.rounds("strangers")]) for rank in range(self.world_size)}
+        known = {rank: seconds for rank, seconds in known.items() if seconds == seconds}
+        return max(known, key=known.__getitem__, default=self.one)
+
+
+@dataclass(frozen=True, slots=True)
+class ArmSeconds:
+    """Seconds per step of each arm, typical of some rounds, without waits for a core. nan = that arm did not run."""
+
+    one: float
+    one_cached: float
+    one_large: float
+    strangers: float
+    """Of the rank that ran alone, as all below unless they say otherwise."""
+    strangers_cached: float
+    strangers_slowest: float
+    """Of the slowest rank."""
+    cached_slowest: float
+    """Of that rank, with cached batches."""
+    same_slowest: float
+    """Of that rank, with the batches of the other one."""
+    same: float
+    pace: float
+    cached_pace: float
+    """Of strangers that meet after each step: see `GapBlock.pace`."""
+    together: float
+    """All ranks, with reduction."""
+    together_cached: float
+    one_waits: float
+    waits: float
+    """For a core: one rank alone, and all that reduce."""
+    start_alone: float
+    start_together: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Figures:
+    """Of a block; computed once, since a bootstrap asks for them again and again."""
+
+    means: list[float]
+    pace: float
+    joint: float
+    waits: float
+
+
+@dataclass(slots=True)
+class Rounds:
+    """The figures of all blocks, by arm and round."""
+
+    evidence: GapEvidence
+    slowest: int
+    arms: Mapping[str, list[_Figures]]
+
+    @classmethod
+    def of(cls, evidence: GapEvidence) -> "Rounds":
+        """Of all blocks."""
+
+        def figures(block: GapBlock) -> _Figures:
+            return _Figures(block.means, block.pace, block.joint, block.waits)
+
+        return cls(evidence, evidence.slowest, {arm: list(map(figures, evidence.rounds(arm))) for arm in ARMS})
+
+    def seconds(self, picks: Sequence[int] | None = None) -> ArmSeconds:
+        """The medians over rounds of each arm.
+
+        Args:
+            picks: numbers of the rounds, as often as they count; None = each once. A bootstrap gives others.
+        """
+        e, one, slow = self.evidence, self.evidence.one, self.slowest
+        chosen = {arm: _picked(blocks, picks) for arm, blocks in self.arms.items()}
+
+        def of(arm: str, rank: int = one) -> float:
+            return typical([block.means[rank] for block in chosen[arm]])
+
+        def waits(arm: str) -> float:
+            return statistics.fmean(block.waits for block in chosen[arm]) if chosen[arm] else 0.0
+
+        return ArmSeconds(
+            one=of("one"),
+            one_cached=of("one, cached"),
+            one_large=of("one, large batch"),
+            strangers=of("strangers"),
+            strangers_cached=of("strangers, cached"),
+            strangers_slowest=of("strangers", slow),
+            cached_slowest=of("strangers, cached", slow),
+            same_slowest=of("strangers, same batches", slow),
+            same=of("strangers, same batches"),
+            pace=typical([block.pace for block in chosen["strangers"]]),
+            cached_pace=typical([block.pace for block in chosen["strangers, cached"]]),
+            together=typical([block.joint for block in chosen["all"]]),
+            together_cached=typical([block.joint for block in chosen["all, cached"]]),
+            one_waits=waits("one"),
+            waits=waits("all"),
+            start_alone=typical(_picked(e.starts_alone, picks)),
+            start_together=typical(_picked(e.starts_together, picks)),
+        )
+
+
+def seconds_of(evidence: GapEvidence) -> ArmSeconds:
+    """The medians over rounds of each arm."""
+    return Rounds.of(evidence).seconds()
+
+
+def _picked(values: Sequence[T], picks: Sequence[int] | None) -> list[T]:
+    if picks is None or not values:
+        return list(values)
+    return [values[pick % len(values)] for pick in picks]
+
+
+def typical(values: Sequence[float]) -> float:
+    """Their median without nan; nan if none is left.
+
+    >>> typical([1.0, math.nan, 3.0, 10.0]), typical([])
+    (3.0, nan)
+    """
+    known = [value for value in values if value == value]
+    return statistics.median(known) if known else math.nan
+
+
+def expected_largest(values: Sequence[float], ranks: int) -> float:
+    """The mean of the largest of so many draws from measured values.
+
+    >>> expected_largest([1.0, 3.0], 1), expected_largest([1.0, 3.0], 2)
+    (2.0, 2.5)
+    """
+    ordered = sorted(values)
+    count = len(ordered)
+    return sum(value * (((i + 1) / count) ** ranks - (i / count) ** ranks) for i, value in enumerate(ordered))

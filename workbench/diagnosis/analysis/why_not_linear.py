@@ -1,0 +1,439 @@
+"""WhyNotLinear: why N ranks give less than N times one, what would narrow the gap, what more ranks would bring, and what a sample costs."""
+
+import json
+import math
+import shlex
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from workbench.core import late, units
+from workbench.core.checks import real_number
+from workbench.core.codec import NOT_STORED, JsonDataclass, to_json
+from workbench.core.display import table as display
+from workbench.core.statistics import Interval
+from workbench.core.synonyms import accept_synonyms
+from workbench.diagnosis.analysis.evidence import Gradients
+from workbench.diagnosis.analysis.gap import SAME, UNEXPLAINED, Gap, gap_of
+from workbench.diagnosis.analysis.gap_evidence import GapEvidence
+from workbench.diagnosis.analysis.gap_forecast import predict_gap
+from workbench.diagnosis.analysis.gap_remedies import remedies_for_gap
+from workbench.diagnosis.analysis.proof import Proof
+from workbench.diagnosis.analysis.remedy import Remedy
+from workbench.runs.spec import RunSpec, ScriptSpec, Spec
+from workbench.scaling.analysis.curve.curve import ScalingCurve
+from workbench.scaling.analysis.curve.fit import CurveForecast
+from workbench.scaling.analysis.curve.point import CurveError, ScalingPoint
+
+BRIEF_BYTES = 2000
+"""Most bytes of `brief()` as JSON."""
+HOURS = 3600.0
+WORTH = 0.8
+"""Efficiency of the last doubling from which on it is called worth its price. Chosen; a matter of words: the table has the figures."""
+FEW = (2, 4, 8)
+"""Numbers of ranks that are predicted where one process was measured."""
+
+
+@dataclass(kw_only=True, eq=False)
+class WhyNotLinear(JsonDataclass):
+    """From N × one rank down to what N ranks give, in parts that add up. Get one from `why_not_linear`."""
+
+    evidence: GapEvidence
+    """What was measured."""
+    spec: Spec | None = None
+    """What was measured, if it was a spec or a script."""
+    same: str = "micro_batch"
+    """With what one process is compared, for verdict and remedies: one of SAME."""
+    ranks: int = 0
+    """Ranks that are asked about where one process was measured; 0 = those that were measured."""
+    link: Gradients | None = None
+    """What a reduction between two ranks is taken to cost where it was not measured."""
+    subject: Any = field(default=None, metadata=NOT_STORED)
+    """What `prove` needs to launch."""
+    proofs: list[Proof] = field(default_factory=list)
+    """What `prove` showed so far."""
+
+    # --- the gap
+
+    @property
+    def world_size(self) -> int:
+        """The ranks that are explained."""
+        return self.ranks or self.evidence.world_size
+
+    @cached_property
+    def gap(self) -> Gap:
+        """The gap at the same micro-batch, or global batch, as `same` says."""
+        return self.gap_at(self.same)
+
+    def gap_at(self, same: str) -> Gap:
+        """The gap at "micro_batch" or at "global_batch".
+
+        Raises:
+            ValueError: another word.
+        """
+        if self.evidence.world_size == 1 or self.world_size > self.evidence.world_size:
+            return predict_gap(self.evidence, self.world_size, same=same, link=self.link)
+        return gap_of(self.evidence, same)
+
+    @property
+    def cause(self) -> str:
+        """The largest part of the gap that is beyond doubt; "" = scaling is close to linear, or no part stands out."""
+        return self.gap.cause
+
+    @property
+    def efficiency(self) -> float:
+        """Throughput over that of N times one rank."""
+        return self.gap.efficiency
+
+    @property
+    def residual(self) -> float:
+        """What is not explained, as a fraction of the gap."""
+        return self.gap.residual
+
+    @property
+    def samples(self) -> float:
+        """Samples of a step of all ranks; steps of ranks where their samples are not known."""
+        return (self.evidence.samples or self.evidence.world_size) / self.evidence.world_size * self.world_size
+
+    @property
+    def unit(self) -> str:
+        """What is counted: "samples", or "steps" of a rank where the samples of a batch are not known."""
+        return "samples" if self.evidence.samples else "steps"
+
+    def at(self, ranks: int) -> "WhyNotLinear":
+        """The same question about more ranks than were measured: predicted.
+
+        Raises:
+            ValueError: fewer ranks than were measured.
+        """
+        if ranks != self.evidence.world_size:
+            predict_gap(self.evidence, ranks, same=self.same, link=self.link)  # raises where it cannot be predicted
+        return WhyNotLinear(evidence=self.evidence, spec=self.spec, same=self.same, ranks=ranks, link=self.link, subject=self.subject)
+
+    # --- words
+
+    @property
+    def why(self) -> str:
+        """The reason, with its numbers."""
+        gap, n = self.gap, self.world_size
+        what = "would give" if gap.predicted else "give"
+        head = (
+            f"{n} ranks {what} {units.rate(self.samples / gap.step.mid, self.unit)}: {units.percent(gap.efficiency)} of {n} × one "
+            f"({units.rate(self.samples / gap.linear.mid, self.unit)})."
+        )
+        if not self.cause:
+            close = gap.efficiency > 1 - 0.05
+            return f"{head} {'Scaling is close to linear' if close else 'No part of the gap stands out'}."
+        if self.cause == UNEXPLAINED:
+            return f"{head} No experiment accounts for most of the gap ({units.seconds(gap[UNEXPLAINED].mid)} per step)."
+        parts = "; ".join(f"{units.percent(part.seconds.mid / gap.step.mid)} of the step: {part.words}" for part in gap.named[:3])
+        return f"{head} {parts[:1].upper()}{parts[1:]}.{self._details()}"
+
+    def _details(self) -> str:
+        e, tail = self.evidence, self.evidence.tail
+        if self.cause in ("slow rank", "uneven data"):
+            return f" It is rank {e.slowest}."
+        if self.cause not in ("many reductions", "large gradients") or tail is None or e.gradients is None:
+            return ""
+        g = e.gradients
+        last = g.latency + g.size / max(1, g.buckets) * g.per_byte
+        return (
+            f" {units.bytes_(g.size)} in {g.buckets} reduction{'s' * (g.buckets != 1)}: nothing can be sent in the first "
+            f"{units.seconds(tail.first)} of a step; after the last gradient {units.seconds(tail.exposed)} are left "
+            f"(the last bucket alone takes {units.seconds(last)})."
+        )
+
+    @property
+    def next(self) -> str:
+        """What to try first."""
+        if not self.remedies:
+            return "There is no remedy here whose gain could be predicted." if self.cause else "Nothing: more ranks pay off here."
+        best = self.remedies[0]
+        costs = f" It costs: {best.costs}." if best.costs else ""
+        return f"{best.advice} Predicted: {best.gain}.{costs}"
+
+    @property
+    def summary(self) -> str:
+        """Cause, why, next."""
+        head = self.cause or ("close to linear" if self.gap.efficiency > 1 - 0.05 else "no single cause")
+        return f"{head}{' (predicted)' if self.gap.predicted else ''}\nWhy: {self.why}\nNext: {self.next}"
+
+    # --- remedies
+
+    @cached_property
+    def remedies(self) -> tuple[Remedy, ...]:
+        """What would narrow the gap, first what removes its largest part. Their gains do not multiply."""
+        return remedies_for_gap(self.evidence, self.gap, self.spec)
+
+    def remedy(self, which: Remedy | Mapping[str, Any] | int | str | None = None) -> Remedy:
+        """One of the remedies: the best that can be proved (None), by its number in the table (from 1), by its name, or itself.
+
+        Raises:
+            ValueError: there is none, or none of that name or number.
+        """
+        if isinstance(which, Remedy):
+            return which
+        if isinstance(which, Mapping):
+            name = ", ".join(f"{knob}={value}" for knob, value in which.items())
+            return Remedy(name=name, change=dict(which), what=f"Set {name}.", speedup=1.0, low=0.0, high=math.inf, formula="nothing",
+                          scope="general")  # fmt: skip
+        names = ", ".join(f"{i} ({remedy.name})" for i, remedy in enumerate(self.remedies, 1)) or "none"
+        if which is None:
+            best = next((remedy for remedy in self.remedies if remedy.provable), None)
+            if best is None:
+                raise ValueError(f"there is nothing to prove: the cause is {self.cause or 'none'}, its remedies are {names}. {self.next}")
+            return best
+        matching = [remedy for i, remedy in enumerate(self.remedies, 1) if which in (i, remedy.name)]
+        if not matching:
+            raise ValueError(f"no remedy {which!r}: here are {names}")
+        return matching[0]
+
+    @accept_synonyms
+    def prove(self, which: Remedy | Mapping[str, Any] | int | str | None = None, *, budget_s: float = 60.0) -> Proof:
+        """Run a remedy, interleaved with the spec as it is, on all its ranks; the proof is kept in `proofs`.
+
+        Args:
+            which: a remedy, its number in the table or its name; knobs with values; None = the best that can be proved.
+            budget_s: seconds it may take.
+
+        Raises:
+            ValueError: there is no such remedy, or it cannot be changed from here.
+            RunError: one of the two failed in its launch.
+        """
+        remedy = self.remedy(which)
+        if not remedy.provable or not isinstance(self.spec, RunSpec):
+            raise ValueError(f"{remedy.name} is not ours to turn: {remedy.what} Then ask again")
+        proof: Proof = late.load("prove_spec")(self.spec, remedy, budget_s=budget_s, runs_dir=self.subject)
+        self.proofs.append(proof)
+        return proof
+
+    # --- more ranks, and what they cost
+
+    @cached_property
+    def curve(self) -> ScalingCurve:
+        """One rank and all, as a curve; its `fit()` predicts more, beside the linear extrapolation."""
+        e = self.evidence
+        each = self.samples / self.world_size
+        points = [ScalingPoint(world_size=1, rates=_rates(e, "one", each), of_one_spec=True)]
+        if e.world_size > 1:
+            rates = _rates(e, "all", each * e.world_size)
+            points.append(ScalingPoint(world_size=e.world_size, rates=rates, oversubscribed=e.crowded, of_one_spec=True))
+        return ScalingCurve(points, unit=self.unit, notes=e.notes)
+
+    def forecast(self, ranks: int) -> CurveForecast | None:
+        """What the fitted curve predicts; None where it cannot be fitted, such as with more ranks than cores."""
+        try:
+            return self.curve.fit().predict(ranks)
+        except CurveError:
+            return None
+
+    def worth(self, ranks: Sequence[int] | None = None, *, price_per_hour: float | None = None) -> display.Table:
+        """Is it worth it? Throughput and cost of a sample by the number of ranks.
+
+        Args:
+            ranks: to be listed; None = one, those that were measured, and twice and four times as many.
+            price_per_hour: of one rank's device, in any currency; None = cost relative to one rank's.
+
+        Raises:
+            ValueError: no price above 0, or ranks that are no whole numbers from 1 on.
+        """
+        if price_per_hour is not None:
+            real_number("price_per_hour", price_per_hour, above=0, what="money per hour of one device")
+        e = self.evidence
+        sizes = sorted({1, e.world_size, *(FEW if e.world_size == 1 else (2 * e.world_size, 4 * e.world_size))} if ranks is None else ranks)
+        one = self.curve.base.samples_per_sec if self.curve.base else math.nan
+        rows, last = [], (1, one)
+        for size in sizes:
+            rate, low, high, kind = self._rate(size)
+            cost = size * one / rate
+            money = f"{price_per_hour * size / HOURS / rate * 1e6:.4g}" if price_per_hour else units.times(cost)
+            fit = self.forecast(size) if size > e.world_size else None
+            gain = (rate / last[1]) / (size / last[0]) if size > last[0] else math.nan
+            rows.append(
+                [
+                    size,
+                    units.rate(rate, self.unit),
+                    f"{units.rate(low, self.unit)} … {units.rate(high, self.unit)}",
+                    units.times(rate / one),
+                    money,
+                    units.rate(fit.mid, self.unit) if fit else units.MISSING,
+                    kind + ("" if math.isnan(gain) else f"; of the added ranks {units.percent(max(0.0, _added(last, (size, rate), one)))}"
+                                                        " is used"),
+                ]
+            )  # fmt: skip
+            last = (size, rate)
+        price = f"a million {self.unit} cost" if price_per_hour else "a sample costs"
+        return display.Table(
+            columns=("ranks", "throughput", "interval", "speedup", price, "by the fitted curve", ""),
+            rows=rows,
+            title="Is it worth it?",
+            note="what is measured is of this machine; predicted: reductions by the ring's formula, waits by the measured steps, "
+            "and beside it the curve that is fitted to the measured points",
+        )
+
+    def _rate(self, size: int) -> tuple[float, float, float, str]:
+        e, each = self.evidence, self.samples / self.world_size
+        point = next((point for point in self.curve.points if point.world_size == size), None)
+        if point is not None:
+            ends = (point.samples_per_sec if math.isnan(end) else end for end in (point.low, point.high))
+            low, high = ends
+            return point.samples_per_sec, low, high, "measured"
+        if size > e.world_size:
+            step = self.at(size).gap.step
+            return each * size / step.mid, each * size / step.high, each * size / step.low, "predicted"
+        step = self.gap.step.of(lambda seconds: self.gap.linear.mid + (seconds - self.gap.linear.mid) * (size - 1) / (e.world_size - 1))
+        return each * size / step.mid, each * size / step.high, each * size / step.low, "between what was measured"
+
+    # --- how it shows itself
+
+    @property
+    def caption(self) -> str:
+        """One line that says what the numbers are."""
+        e = self.evidence
+        if self.gap.predicted:
+            text = f"predicted from {e.world_size} rank{'s' * (e.world_size > 1)}"
+        else:
+            text = f"measured in {e.count} rounds of {len({block.arm for block in e.blocks})} experiments in {units.seconds(e.seconds)}"
+        return "; ".join([text, SAME[self.same], *e.notes])
+
+    @property
+    def table(self) -> display.Table:
+        """One row per part: seconds per step, and what it costs in throughput; the ends are N × one and what you get."""
+        gap, n = self.gap, self.world_size
+        rows: list[list[object]] = [
+            [f"{n} × one", units.seconds(gap.linear.mid), units.MISSING, units.rate(self.samples / gap.linear.mid, self.unit), ""]
+        ]
+        for part in gap.parts:
+            low, high = part.seconds.low, part.seconds.high
+            lost = -gap.cost(part.cause, self.samples)
+            rows.append(
+                [
+                    part.cause,
+                    _signed(part.seconds.mid, units.seconds),
+                    f"{_signed(low, units.seconds)} … {_signed(high, units.seconds)}",
+                    _signed(lost, lambda value: units.rate(value, self.unit)),
+                    part.words,
+                ]
+            )
+        rows.append(["what you get", units.seconds(gap.step.mid), units.MISSING, units.rate(self.samples / gap.step.mid, self.unit), ""])
+        return display.Table(
+            columns=("part", "per step", "90 % interval", "throughput", ""),
+            rows=rows,
+            title=f"From {n} × one to what {n} ranks {'would give' if gap.predicted else 'give'}",
+            note=self.caption,
+        )
+
+    @property
+    def remedy_table(self) -> display.Table:
+        """One row per remedy, with its proof."""
+        rows = []
+        for i, remedy in enumerate(self.remedies, 1):
+            proved = [proof for proof in self.proofs if proof.remedy.name == remedy.name]
+            measured = units.times(proved[-1].measured.mid) if proved else ("not yet" if remedy.provable else units.MISSING)
+            rows.append([i, remedy.name, remedy.gain, measured, remedy.advice])
+        return display.Table(
+            columns=("", "remedy", "predicted", "measured", "what to do"),
+            rows=rows,
+            title="What would help",
+            note=f"predicted throughput of {self.world_size} ranks over that of now, each alone: gains do not multiply",
+        )
+
+    @property
+    def _tables(self) -> list[display.Table]:
+        return [self.table, *([self.remedy_table] if self.remedies else []), self.worth()]
+
+    def to_frame(self) -> Any:
+        """A DataFrame with one row per part: seconds per step with their interval, and what it costs in throughput."""
+        return display.frame(
+            {
+                "cause": part.cause,
+                "seconds": part.seconds.mid,
+                "low": part.seconds.low,
+                "high": part.seconds.high,
+                "share": part.seconds.mid / self.gap.step.mid,
+                "lost": self.gap.cost(part.cause, self.samples),
+                "predicted": part.predicted,
+                "what": part.words,
+            }
+            for part in self.gap.parts
+        )
+
+    plot = display.plot_method("why_not_linear")
+
+    def brief(self) -> dict[str, Any]:
+        """The answer for a program or an agent, as plain JSON values that take at most BRIEF_BYTES as text."""
+        gap = self.gap
+        parts = {part.cause: _three(part.seconds) for part in gap.parts if abs(gap.share(part.cause)) >= 0.005 or part.cause == UNEXPLAINED}
+        remedies = [
+            {"change": r.name, "speedup": _three(r.interval), "at_most": r.ceiling, "provable": r.provable} for r in self.remedies[:4]
+        ]
+        value: dict[str, Any] = {
+            "claim": {"cause": self.cause or None, "why": _short(self.why)},
+            "ranks": self.world_size,
+            "kind": "predicted" if gap.predicted else "measured",
+            "same": self.same,
+            "efficiency": _number(gap.efficiency),
+            "linear_s": _number(gap.linear.mid),
+            "step_s": _number(gap.step.mid),
+            "parts_s": parts,
+            "residual": _number(gap.residual),
+            "predicted": remedies,
+            "proved": [{"change": p.remedy.name, "measured": _three(p.measured), "helps": p.gained} for p in self.proofs],
+            "unknown": [_short(note) for note in self.evidence.notes],
+            "next": {"do": _short(self.next), "command": self._command()},
+        }
+        for name in ("unknown", "predicted", "proved"):
+            while value[name] and len(json.dumps(value, ensure_ascii=False).encode()) > BRIEF_BYTES:
+                value[name].pop()
+        return value
+
+    def _command(self) -> str | None:
+        if not isinstance(self.spec, RunSpec) or not any(remedy.provable for remedy in self.remedies):
+            return None
+        turned = [f"{name}={new}" for name, (_, new) in RunSpec(task=self.spec.task).changes(self.spec).items()]
+        command = shlex.join(["workbench", "why-not-linear", self.spec.task, "--prove", *(["--set", *turned] if turned else [])])
+        return command if len(command) <= 300 else None
+
+    def __repr__(self) -> str:
+        kind = "script" if isinstance(self.spec, ScriptSpec) else "spec"
+        return f"WhyNotLinear({self.world_size} ranks of a {kind}, {units.percent(self.gap.efficiency)} of linear, cause={self.cause!r})"
+
+    def __str__(self) -> str:
+        return "\n\n".join([self.summary, *map(str, self._tables)])
+
+    def _repr_html_(self) -> str:
+        name = self.cause or "close to linear"
+        head = f"<p><strong>{display.escape(name)}</strong></p><p>{display.escape(self.why)}</p>"
+        return head + f"<p><strong>Next:</strong> {display.escape(self.next)}</p>" + "".join(t._repr_html_() for t in self._tables)
+
+
+def _rates(e: GapEvidence, arm: str, samples: float) -> tuple[float, ...]:
+    rates = [samples / block.whole for block in e.rounds(arm) if block.whole > 0]
+    if not rates:
+        return ()
+    middle = statistics.median(rates)  # a burst of load in one round says nothing of scaling
+    return tuple(rate for rate in rates if middle / 1.5 < rate < 1.5 * middle)
+
+
+def _added(before: tuple[int, float], now: tuple[int, float], one: float) -> float:
+    """Of the ranks that are added, the part that arrives as throughput."""
+    return (now[1] - before[1]) / ((now[0] - before[0]) * one)
+
+
+def _signed(value: float, show: Any) -> str:
+    return f"{'–' if value < 0 else '+'}{show(abs(value))}"
+
+
+def _number(value: float) -> float | None:
+    number: float | None = to_json(float(f"{value:.3g}"))
+    return number
+
+
+def _three(interval: Interval) -> list[float | None]:
+    return [_number(value) for value in (interval.low, interval.mid, interval.high)]
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 260 else f"{text[:259]}…"

@@ -1,0 +1,254 @@
+"""`why_not_linear`: launches a spec, or a script, with one rank, with strangers and with all ranks, and explains what N ranks lose."""
+
+import math
+import os
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+from workbench.core import run_directory, units
+from workbench.core.checks import whole_number
+from workbench.core.machine_speeds import MachineSpeeds
+from workbench.core.progress import INTERRUPTED, Waiting, say_what_was_interrupted
+from workbench.core.synonyms import accept_synonyms
+from workbench.core.system_load import usable_cores
+from workbench.core.vocabulary import PHASES
+from workbench.diagnosis.analysis.evidence import Gradients
+from workbench.diagnosis.analysis.gap import SAME
+from workbench.diagnosis.analysis.gap_evidence import GapBlock, GapEvidence, typical
+from workbench.diagnosis.analysis.step_model import between_two
+from workbench.diagnosis.analysis.why_not_linear import FEW, WhyNotLinear
+from workbench.diagnosis.api import BUDGET, check_budget
+from workbench.runs.launch import experiments
+from workbench.runs.launch.launch import launch
+from workbench.runs.run import Run
+from workbench.runs.spec import AUTO, SHARDED, RunSpec, ScriptSpec
+from workbench.runs.target import read_spec
+from workbench.timeline.timeline import Timeline
+
+LARGE_ALONE = 4
+"""Batches that one process is given at once where it is asked about more ranks than it has."""
+LEAST_STEPS = 8
+"""Steps of a script, after its warm-up, below which nothing is said."""
+CHUNKS = 4
+"""Into so many rounds the steps of a script's launch are divided."""
+TICK = 0.2
+BACKWARD = PHASES.index("backward")
+START_SECONDS = 12.0
+"""Seconds that a launch of a script may take beside its steps, about."""
+
+
+@accept_synonyms
+def why_not_linear(
+    target: RunSpec | str | os.PathLike[str],
+    *,
+    same: str = "micro_batch",
+    ranks: int | None = None,
+    args: Sequence[str] = (),
+    nproc_per_node: int | None = None,
+    budget_s: float = BUDGET,
+    runs_dir: str | os.PathLike[str] | None = None,
+) -> WhyNotLinear:
+    """Why N ranks give less than N times one, by experiment: parts of the gap that add up, each with its remedy and predicted gain.
+
+    A spec is measured in one launch of its ranks, whose arms take turns: one rank alone while the others rest, all at once without
+    reducing gradients (strangers), all with it, each with batches from the loader and with batches that are there already; one rank with
+    the batch of all; the start of a pass over the loader. `prove()` runs a remedy beside the spec as it is.
+
+    A script is launched as it is: alone, as strangers (as many launches of one process at a time), and with its ranks, and its steps are
+    watched. Its reduction is what its ranks take longer than the slowest stranger.
+
+    With one process only, it says what more would bring: their waits by the distribution of its steps, their reductions by the ring's
+    formula and this machine's links. Whatever is not measured is marked as predicted.
+
+    Args:
+        target: a RunSpec, the name of a task, or a script.
+        same: with what one process is compared: "micro_batch" (each rank keeps its batch) or "global_batch" (each has a part of it).
+            Both are measured, and `gap_at` gives either.
+        ranks: to be asked about, more than the spec has; None = those of the spec, or 8 for a spec with one. Further ones: `at(64)`.
+        args: of a script.
+        nproc_per_node: ranks; None = the spec's own, 2 for a script.
+        budget_s: seconds for all of it, the start included. At Ctrl-C the result is what is known by then.
+        runs_dir: where run directories go; None = `runs` in the current folder.
+
+    Raises:
+        ValueError: something else was given; ranks that cannot compute alone (FSDP, tensor_parallel, SyncBatchNorm); a script with too few
+            steps.
+        LaunchError, TaskError: it cannot run here. Nothing was started.
+        RunError: a launch failed; its run directory stays.
+    """
+    check_budget(budget_s)
+    if same not in SAME:
+        raise ValueError(f"same={same!r}: allowed are " + " and ".join(f'"{name}" ({what})' for name, what in SAME.items()))
+    if ranks is not None:
+        whole_number("ranks", ranks, least=2)
+    if isinstance(target, str | os.PathLike) and os.fspath(target).endswith(".py"):
+        with say_what_was_interrupted("why_not_linear"), Waiting("why_not_linear", budget_s, begin="one process alone") as line:
+            return _script(target, args, nproc_per_node or 2, same, line, runs_dir)
+    spec = read_spec("why_not_linear", target, because="whose ranks can be launched", instead='or a script: why_not_linear("train.py")')
+    if nproc_per_node is not None:
+        spec = spec.replace(nproc_per_node=nproc_per_node)
+    _check(spec, args)
+    whole = spec.world_size
+    if ranks is not None and ranks < whole:
+        raise ValueError(f"ranks={ranks} with a spec of {whole}: leave it out, or give more ranks than are measured, such as {4 * whole}")
+    with say_what_was_interrupted("why_not_linear"):
+        run = experiments.run_gap(spec, large=LARGE_ALONE if whole == 1 else 0, budget_s=budget_s, runs_dir=runs_dir)
+    evidence = GapEvidence.from_json(run_directory.read_json(run.path / run_directory.GAP))
+    asked = 0 if ranks in (None, whole) else ranks or 0
+    link: Gradients | None = None
+    notes: tuple[str, ...] = ()
+    if whole == 1:
+        asked = asked or FEW[-1]
+        link, measured = between_two(evidence.device, MachineSpeeds.load())
+        if not measured:
+            notes = (
+                "what a reduction between two ranks costs here is assumed: wb.measure_collectives, or workbench calibrate, measures it",
+            )
+    evidence = replace(evidence, notes=(*evidence.notes, *notes))
+    return WhyNotLinear(evidence=evidence, spec=spec, same=same, ranks=asked, link=link, subject=runs_dir)
+
+
+def _check(spec: RunSpec, args: Sequence[str]) -> None:
+    """Refuse what cannot be taken apart.
+
+    Raises:
+        ValueError: it cannot.
+    """
+    if args:
+        raise ValueError(f"args={list(args)!r} with a spec: only a script takes them; turn its knobs instead")
+    if spec.parallel in SHARDED or spec.tensor_parallel > 1:
+        odd = f"parallel={spec.parallel!r}" if spec.parallel in SHARDED else f"tensor_parallel={spec.tensor_parallel}"
+        raise ValueError(
+            f'{odd}: no rank can compute without the others\' weights, so one cannot be set beside them. Ask with parallel="ddp" and a '
+            "smaller model, or measure whole runs: wb.scaling_curve(spec, values=(1, 2))"
+        )
+    if spec.micro_batch == AUTO:
+        raise ValueError('micro_batch="auto" may be another number for one rank than for all: give one, such as micro_batch=32')
+
+
+# --- scripts
+
+
+def _script(
+    script: str | os.PathLike[str],
+    args: Sequence[str],
+    ranks: int,
+    same: str,
+    line: Waiting,
+    runs_dir: str | os.PathLike[str] | None,
+) -> WhyNotLinear:
+    """From whole launches of a script."""
+    whole_number("nproc_per_node", ranks, least=2)
+    each = max(2.0, line.left / 3 - START_SECONDS)
+    began = line.seconds
+    timelines: dict[str, list[Timeline]] = {}
+    notes: list[str] = []
+    for arm, launches, nproc in (("one", 1, 1), ("strangers", ranks, 1), ("all", 1, ranks)):
+        line.say({"one": "one process alone", "strangers": f"{ranks} strangers", "all": f"{ranks} ranks together"}[arm])
+        runs = [launch(script, args=args, nproc_per_node=nproc, watch=True, runs_dir=runs_dir) for _ in range(launches)]
+        try:
+            _wait(runs, each + START_SECONDS, line)
+        except KeyboardInterrupt:
+            if arm != "all":
+                raise
+            notes.append(f"{INTERRUPTED}: this is the result so far")
+        timelines[arm] = [timeline for run in runs for timeline in run.timelines]
+        for run in runs:
+            if (error := experiments.error_of(run)) and run.state == "failed":
+                raise error
+    evidence = script_evidence(timelines, notes=notes, seconds=line.seconds - began)
+    spec = ScriptSpec(script=os.fspath(script), args=tuple(args), nproc_per_node=ranks, watch=True)
+    return WhyNotLinear(evidence=evidence, spec=spec, same=same, subject=runs_dir)
+
+
+def _wait(runs: Sequence[Run], seconds: float, line: Waiting) -> None:
+    """Until they end, or their time is over: then they are stopped."""
+    end = time.monotonic() + seconds
+    try:
+        while any(run.state == "running" for run in runs) and time.monotonic() < end:
+            line.tick()
+            time.sleep(TICK)
+    finally:
+        for run in runs:
+            if run.state == "running":
+                run.stop()
+
+
+def script_evidence(timelines: dict[str, list[Timeline]], *, notes: Sequence[str] = (), seconds: float = 0.0) -> GapEvidence:
+    """What the timelines of a script tell: one process, strangers, and all ranks.
+
+    The ranks of "all" wait for each other in the backward, so how long a rank works is seen in the rest of its step: a stranger is taken to
+    be as much slower than the others as the rank in its place is.
+
+    Args:
+        timelines: by arm: "one" has one, "strangers" and "all" one per rank.
+        notes: to be kept.
+        seconds: what the launches took.
+
+    Raises:
+        ValueError: a launch has too few steps.
+    """
+    for arm, some in timelines.items():
+        fewest = min((timeline.count for timeline in some), default=0)
+        if fewest < LEAST_STEPS:
+            raise ValueError(
+                f"the script took {fewest} steps ({arm}) that could be timed, and {LEAST_STEPS} are needed: give it more steps or a larger "
+                "budget_s, and check that its loop reads a DataLoader"
+            )
+    together = timelines["all"]
+    size = len(together)
+    own = [statistics.fmean(step.seconds - step.phases[BACKWARD] for step in timeline.measured) for timeline in together]
+    usual = sorted(own)[(size - 1) // 2]
+    slower = [max(0.0, seconds - usual) for seconds in own]
+    strangers = [
+        tuple(step.seconds + late for step in timeline.measured) for timeline, late in zip(timelines["strangers"], slower, strict=True)
+    ]
+    one = tuple(step.seconds for step in timelines["one"][0].measured)
+    rows = [tuple(step.seconds for step in timeline.measured) for timeline in together]
+    blocks = []
+    for number in range(CHUNKS):
+        alone = [_chunk(one, number), *[()] * (size - 1)]
+        blocks.append(GapBlock(arm="one", steps=tuple(alone)))
+        blocks.append(GapBlock(arm="strangers", steps=tuple(_chunk(row, number) for row in strangers)))
+        blocks.append(GapBlock(arm="all", steps=tuple(_chunk(row, number) for row in rows)))
+    per_rank = [_samples(timelines["one"][0]), _samples(together[0])]
+    said = list(notes)
+    samples = None
+    if None not in per_rank:
+        samples = float(per_rank[1] or 0) * size
+        if per_rank[0] != per_rank[1]:
+            said.append(
+                f"a step of one process has {per_rank[0]:g} samples, one of a rank {per_rank[1]:g}: the script shares its batch out, and "
+                "its steps are compared as they are"
+            )
+    return GapEvidence(
+        blocks=tuple(blocks),
+        world_size=size,
+        samples=samples,
+        cores=usable_cores(),
+        script=True,
+        seconds=seconds,
+        notes=(*said, f"whole launches of a script, one after the other: a change of the machine's load between them counts, too "
+                      f"({units.percent(_drift(blocks))} between their parts)"),
+    )  # fmt: skip
+
+
+def _chunk(values: Sequence[float], number: int) -> tuple[float, ...]:
+    step = len(values) // CHUNKS
+    return tuple(values[number * step : (number + 1) * step])
+
+
+def _samples(timeline: Timeline) -> float | None:
+    known = [step.samples for step in timeline.measured if step.samples]
+    return statistics.median(known) if known else None
+
+
+def _drift(blocks: Sequence[GapBlock]) -> float:
+    """How far the parts of a launch differ."""
+    widths = []
+    for arm in {block.arm for block in blocks}:
+        means = [typical(block.means) for block in blocks if block.arm == arm]
+        widths.append((max(means) - min(means)) / statistics.median(means))
+    return max((width for width in widths if math.isfinite(width)), default=0.0)
