@@ -91,7 +91,9 @@ def test_the_code_of_the_pages_runs(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["my-task", "frameworks", "training-loops", "ci-gate", "resume", "evaluate", "repeat", "replay", "report"])
+@pytest.mark.parametrize(
+    "name", ["my-task", "frameworks", "training-loops", "ci-gate", "resume", "evaluate", "repeat", "replay", "report", "why-not-linear"]
+)
 def test_the_code_that_launches_runs(name: str, tmp_path: Path) -> None:
     page = PAGES / f"how-to/{name}.md"
     chosen = [
@@ -106,7 +108,18 @@ def test_the_code_that_launches_runs(name: str, tmp_path: Path) -> None:
 
 def test_each_launching_page_is_tested() -> None:
     launching = {page.stem for page in PAGES.rglob("*.md") if any(block.mark in ("slow", "needs") for block in blocks(page))}
-    assert launching == {"my-task", "frameworks", "training-loops", "ci-gate", "resume", "evaluate", "repeat", "replay", "report"}
+    assert launching == {
+        "my-task",
+        "frameworks",
+        "training-loops",
+        "ci-gate",
+        "resume",
+        "evaluate",
+        "repeat",
+        "replay",
+        "report",
+        "why-not-linear",
+    }
 
 
 def test_commands_and_their_options_exist() -> None:

@@ -39,7 +39,7 @@ NAMED = 0.05
 """Fraction of the step from which on a part is named as a cause. Chosen: neighbouring blocks on a shared machine differ by 1 to 4 %, and a
 part is the difference of several. With half, healthy trainings are blamed now and then; with twice, a tenth is lost unsaid."""
 DRAWS, LEVEL = 200, 0.9
-"""Resamples of the rounds, and the probability that a part's interval holds."""
+"""Resamples of the rounds, and the probability that a part's interval holds. Chosen as for other intervals here."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

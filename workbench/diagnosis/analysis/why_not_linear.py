@@ -29,7 +29,7 @@ from workbench.scaling.analysis.curve.point import CurveError, ScalingPoint
 
 BRIEF_BYTES = 2000
 """Most bytes of `brief()` as JSON."""
-HOURS = 3600.0
+HOURS = 3600
 WORTH = 0.8
 """Efficiency of the last doubling from which on it is called worth its price. Chosen; a matter of words: the table has the figures."""
 FEW = (2, 4, 8)
