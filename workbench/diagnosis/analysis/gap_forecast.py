@@ -12,7 +12,7 @@ BACKWARD = 0.6
 """Part of a step without loader that is backward, where it was not measured: two of three parts of the compute, less the optimizer's.
 Chosen. It decides how much of a reduction is taken to be hidden."""
 CHANCE_RANGE = (0.5, 1.5)
-"""By how much the predicted wait for the slowest of many may be off: steps of different ranks are neither quite independent nor alike. Chosen."""
+"""By how much the predicted wait for the slowest of many may be off. Chosen: steps of ranks are neither quite independent nor alike."""
 NOTHING = Interval(low=0.0, mid=0.0, high=0.0)
 
 
