@@ -19,6 +19,13 @@ from workbench.data.storage import DataMissingError, Storage
 FORMATS: Mapping[str, tuple[str, str, tuple[str, ...]]] = {
     "folder": ("folder", "FolderSource", ()),
     "tar": ("tar", "TarSource", (".tar",)),
+    "tfrecord": ("tfrecord", "TFRecordSource", (".tfrecord", ".tfrecords")),
+    "lmdb": ("lmdb", "LmdbSource", (".mdb",)),
+    "parquet": ("tables", "ParquetSource", (".parquet",)),
+    "parquet-untuned": ("tables", "UntunedParquetSource", ()),
+    "arrow": ("tables", "ArrowSource", (".arrow", ".feather")),
+    "hdf5": ("columns", "Hdf5Source", (".h5", ".hdf5")),
+    "npy": ("columns", "NpySource", (".npy",)),
 }
 """Name → module, class, and extensions of its files; the first extension is the one that is written."""
 Write = Callable[..., Any]
@@ -50,7 +57,7 @@ def writer(name: str) -> Callable[[str, Iterable[tuple[str, Sample]], Mapping[st
 
 def extension(name: str) -> str:
     """What the names of a format's files end with."""
-    return next(iter(FORMATS[name][2]), "")
+    return {"parquet-untuned": ".parquet", "npy": ""}.get(name, next(iter(FORMATS[name][2]), ""))
 
 
 def find_format(path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], options: Mapping[str, Any] | None = None) -> type[Source]:
@@ -79,7 +86,20 @@ def find_format(path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
     found = {by_extension[end] for name in names if (end := os.path.splitext(name)[1]) in by_extension and not name.startswith(".")}
     if len(found) > 1:
         raise ValueError(f"{text} has files of several formats ({', '.join(sorted(found))}): give format=")
+    inside = [name for folder in names[:1] if not found and not os.path.splitext(folder)[1] for name in _inside(storage, folder)]
+    if inside and all(name.endswith(".npy") for name in inside):
+        found.add("npy")
     return format_class(found.pop() if found else "folder")
+
+
+def _inside(storage: Storage, folder: str) -> list[str]:
+    """The names of files in a folder of the folder."""
+    try:
+        if storage.remote:
+            return [about["name"] for about in storage.file_system.ls(storage.path(folder), detail=True)[:100]]
+        return os.listdir(storage.path(folder))[:100]
+    except OSError:
+        return []
 
 
 def _in_manifest(storage: Storage) -> str:
