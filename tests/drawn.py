@@ -37,8 +37,11 @@ from workbench.cluster.analysis.transformer import Transformer
 from workbench.cluster.analysis.twin_run import TwinBucket, TwinLayer, TwinRun, closed_form
 from workbench.core import run_directory
 from workbench.core.statistics import Interval
+from workbench.diagnosis.analysis.bisection import Bisection, Commit
 from workbench.diagnosis.analysis.loader_model import LoaderModel
+from workbench.diagnosis.analysis.owner_search import Rerun
 from workbench.diagnosis.analysis.proof import Ladder, Proof, Rung
+from workbench.diagnosis.analysis.what_changed import RunDifference, WhatChanged
 from workbench.memory.analysis.breakdown import MemoryBreakdown
 from workbench.memory.analysis.whatif import MemoryLadder, MemoryRung
 from workbench.runs.spec import RunSpec
@@ -345,6 +348,30 @@ def of(name: str, make: Callable[[Path], Any], **options: Any) -> Draw:
     return lambda folder, ax: getattr(plot, name)(make(folder), ax, **options)
 
 
+def changed(folder: Path) -> WhatChanged:
+    values = ((), 0.1), (("precision", "NCCL_ALGO"), 0.141), ((), 0.101), (("precision",), 0.102), (("NCCL_ALGO",), 0.142), ((), 0.1)
+    rows = (("spec", "precision", "amp_bf16", "fp32"), ("variables", "NCCL_ALGO", "–", "Ring"))
+    return WhatChanged(
+        of="time",
+        runs=("a", "b"),
+        recorded=(0.1, 0.14),
+        change=Interval(low=0.31, mid=0.336, high=0.36),
+        differences=tuple(RunDifference(section=section, name=name, a=a, b=b, change=name) for section, name, a, b in rows),
+        reruns=tuple(Rerun(changes=names, value=value) for names, value in values * 2),
+        kind="owner",
+        owner=("NCCL_ALGO",),
+    )
+
+
+def bisected(folder: Path) -> Bisection:
+    words = {"a": "faster", "b": "new loader", "c": "typo", "d": "docs"}
+    commits = tuple(Commit(id=name * 40, subject=f"{name * 7} {said}") for name, said in words.items())
+    values = ((), 0.1), (("d" * 40,), 0.12), ((), 0.101), (("b" * 40,), 0.121), ((), 0.1), (("a" * 40,), 0.1), ((), 0.1)
+    reruns = tuple(Rerun(changes=names, value=value) for names, value in values * 2)
+    good = Commit(id="0" * 40, subject="0000000 first")
+    return Bisection(of="time", good=good, commits=commits, reruns=reruns, kind="commit", first_bad=("b" * 40,), steps=40)
+
+
 PICTURES: dict[str, Draw] = {
     "step_time": of("step_time", lambda folder: run(folder, "as it is")),
     "compare": of("compare", lambda folder: [run(folder, "as it is"), run(folder, "three workers", data_wait=0.002)]),
@@ -392,6 +419,8 @@ PICTURES: dict[str, Draw] = {
     "launches": of("launches", on_gpu),
     "memory_curve": of("memory_curve", on_gpu),
     "timeline": of("timeline", on_gpu),
+    "what_changed": of("what_changed", changed),
+    "bisection": of("bisection", bisected),
 }
 """Name in `wb.plot` → how to draw it."""
 

@@ -16,6 +16,7 @@ The types of results, and how each leads to the next:
 * `sanity` checks model, loss and data for the usual faults before a large run: a `SanityReport`.
 * `diverge` finds the first operator at which two trainings that should agree differ, and tells a bug from rounding: a `Divergence`.
 * `replay` repeats a step of a run that went wrong, and blames data, learning rate or numerics: a `StepReplay`.
+* `what_changed` finds what made a run slower, larger or worse than another one: a `WhatChanged`; `bisect` finds the commit: a `Bisection`.
 * `diagnose` finds out by experiment what holds a step back: a `Diagnosis`, with remedies and what each is predicted to gain.
 * `diagnosis.prove()` runs a remedy and sets prediction and measurement side by side: a `Proof`. `climb` repeats
   this until no remedy is left.
@@ -72,6 +73,8 @@ if TYPE_CHECKING:
     from workbench.diagnosis.correctness import diverge as diverge
     from workbench.diagnosis.correctness import replay as replay
     from workbench.diagnosis.correctness import sanity as sanity
+    from workbench.diagnosis.regression import bisect as bisect
+    from workbench.diagnosis.regression import what_changed as what_changed
     from workbench.diagnosis.why_not_linear import why_not_linear as why_not_linear
     from workbench.memory.analysis.breakdown import MemoryBreakdown as MemoryBreakdown
     from workbench.memory.api import compare_memory as compare_memory
@@ -136,6 +139,7 @@ _NAMES = {
     "workbench.core.device": "Device",
     "workbench.diagnosis.api": "climb diagnose",
     "workbench.diagnosis.correctness": "diverge replay sanity",
+    "workbench.diagnosis.regression": "bisect what_changed",
     "workbench.diagnosis.analysis.diagnosis": "Diagnosis",
     "workbench.diagnosis.analysis.evidence": "Evidence",
     "workbench.diagnosis.analysis.why_not_linear": "WhyNotLinear",

@@ -18,6 +18,8 @@ from workbench.core import codec, units
 from workbench.core.checks import choice, did_you_mean
 from workbench.core.interrupts import Terminated, terminated_as_interrupted
 from workbench.core.machine_speeds import MachineSpeeds
+from workbench.diagnosis import commands, regression
+from workbench.diagnosis.analysis.what_changed import QUANTITIES
 from workbench.diagnosis.api import BUDGET
 from workbench.runs.commands import COMMANDS
 from workbench.runs.entrypoints import ON_HANG
@@ -154,7 +156,10 @@ def check(given: argparse.Namespace) -> int:
         ValueError: a budget that cannot be read, or a run that still runs.
     """
     checked = workbench.check_run(given.run_dir, given.budgets, against=given.against)
-    show(checked, given)
+    why = commands.reason_of(checked, given.budget) if given.why else None
+    show({**codec.to_json(checked), "why": why and why.brief()} if why and given.json else checked, given)
+    if why and not given.json:
+        print(f"\n{why}")
     return 0 if checked.ok else 1
 
 
@@ -387,7 +392,7 @@ def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
     most = f"seconds to spend at most ({BUDGET:g})"
     option("diagnose sanity", "--budget", "--budget-s", type=float, default=BUDGET, metavar="S", help=most)
     knobs = f"knobs to turn: micro_batch=16 num_workers=2. There are {', '.join(list(KNOBS)[1:])}"
-    option("launch diagnose estimate plan sanity", "--set", nargs="+", action="extend", metavar="KNOB=VALUE", help=knobs)
+    option("launch diagnose estimate plan sanity bisect", "--set", nargs="+", action="extend", metavar="KNOB=VALUE", help=knobs)
     option("diagnose", "--prove", action="store_true", help="run the best remedy as well, predicted against measured")
     option("estimate", "--device", default="cuda", help='a name, such as "H200"; "cpu"; or "cuda" (any GPU)')
     option("estimate", "--sequence", type=int, help="length of the sequences, instead of the task's own")
@@ -420,7 +425,19 @@ def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
     limits = 'TOML with limits: step = "120 ms", peak_memory = "+5 %%", …'
     option("check", "--budgets", required=True, metavar="FILE", help=limits)
     option("check", "--against", metavar="RUN_DIR", help="the run that relative limits refer to")
+    option("check", "--why", action="store_true", help="if a limit is exceeded: find the reason by short trainings of the other run")
+    option("what-changed", "run_a", help="the directory of the run that was good")
+    option("what-changed", "run_b", help="the directory of the run that was not")
+    option("what-changed", "--recorded", action="store_true", help="only compare what was recorded; train nothing")
+    option("bisect", "target", help='a task that all commits have, such as "train/task.py:build"')
+    option("bisect", "--good", required=True, metavar="COMMIT", help="an older commit without the fault")
+    option("bisect", "--bad", default="HEAD", metavar="COMMIT", help="a newer commit with it (HEAD)")
+    option("what-changed bisect", "--of", choices=QUANTITIES, default="time", help="what is compared (time)")
+    spent = f"seconds that the trainings may take ({regression.BUDGET:g}; bisect: {3 * regression.BUDGET:g})"
+    option("what-changed check", "--budget", "--budget-s", type=float, default=regression.BUDGET, metavar="S", help=spent)
+    option("bisect", "--budget", "--budget-s", type=float, default=3 * regression.BUDGET, metavar="S", help=spent)
     option("diagnose", "--json", action="store_true", help="print the brief for a program: at most 2 kB of JSON")
+    option("what-changed bisect", "--json", action="store_true", help="print the answer for a program: at most 2 kB of JSON")
     option("doctor calibrate launch sanity estimate plan trace runs report compare check", "--json", action="store_true", help="print JSON")
     return parser, made
 
@@ -449,6 +466,7 @@ def _refuse(parser: argparse.ArgumentParser, given: argparse.Namespace, rest: li
 _RUN: Mapping[str, Callable[[argparse.Namespace], int]] = {
     "doctor": doctor, "runs": runs, "report": show_run, "export": export, "check": check, "compare": compare, "trace": trace, "plan": plan,
     "diagnose": diagnose, "sanity": sanity, "estimate": estimate, "calibrate": calibrate, "join": lambda given: join(given.run_dir),
+    "what-changed": commands.why, "bisect": lambda given: commands.first_bad(given, knobs_of(given.set or [])),
 }  # fmt: skip
 """Command → what runs it; `lab` and `launch` hand further arguments on."""
 

@@ -11,6 +11,7 @@ carry the unit and never a measured number. What is measured is solid; what is p
 * `diagnosis`: what a step is made of, and what each remedy would make of it.
 * `proof`: one remedy, predicted beside measured.
 * `ladder`: the throughput after one proved remedy on top of another.
+* `what_changed`: what each difference between two runs brings; `bisection`: what the commits of a range bring.
 * `scaled_lr`: a learning rate over the batch, by each rule, and where the one that was used leads.
 * `schedule`: the learning rate over the steps, from the real scheduler; old and new plan in one picture.
 * `lr_range`: losses over the learning rate for several seeds, what each rule suggests, and the race that decided.
@@ -47,6 +48,7 @@ from workbench.batch.plot_steps import critical_batch, steps_to_target, time_to_
 from workbench.cluster.plot import links, plan, plan_front, plan_memory, traffic, twin
 from workbench.diagnosis.plot import diagnosis, ladder, loader_curve, proof, unprepared
 from workbench.diagnosis.plot_gap import why_not_linear
+from workbench.diagnosis.plot_regression import bisection, what_changed
 from workbench.memory.plot import memory, memory_ladder, memory_timeline
 from workbench.runs.plot import compare, metrics, step_time
 from workbench.scaling.plot import scaling, scaling_efficiency, scaling_law
@@ -62,5 +64,5 @@ __all__ = [
     "proof", "ladder", "loader_curve", "lr_range", "memory", "memory_ladder", "memory_timeline", "scaled_lr", "schedule",
     "steps_to_target", "critical_batch", "time_to_target", "noise_scale", "breakdown", "ranks", "flame", "memory_curve", "launches",
     "idle", "roofline", "modules", "critical", "critical_path", "kernels", "copies", "sequences", "timeline", "unprepared", "scaling",
-    "scaling_efficiency", "scaling_law", "why_not_linear",
+    "scaling_efficiency", "scaling_law", "why_not_linear", "what_changed", "bisection",
 ]  # fmt: skip

@@ -20,5 +20,9 @@ Whether a training is right at all: `correctness.py` has `sanity`, which checks 
 which finds where two trainings that should agree differ first (`measure/divergence.py`), and `replay`, which repeats a bad step of a run
 with changes (`measure/step_replay.py`) and blames data, learning rate or numerics.
 
+What made a training slower, larger or worse: `regression.py` has `what_changed` between two runs and `bisect` over commits. `swaps.py`
+lists the differences and how each is put into a training, `rerun.py` makes it, and `analysis/owner_search.py` and `analysis/bisection.py`
+decide which to make next. `commands.py` has their commands, `plot_regression.py` their pictures.
+
 `api.py` has `diagnose`, `prove` and `climb`; `plot.py` the pictures; `panel/` the ThroughputDoctor.
 """

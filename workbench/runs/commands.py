@@ -69,9 +69,19 @@ COMMANDS: Mapping[str, tuple[str, str, str]] = {
         "Shows the knobs that differ, the time of a step, throughput and speedup.",
         "workbench compare runs/before runs/after",
     ),
+    "what-changed": (
+        "find out by short trainings why one run is slower, larger or worse than another",
+        "Puts what differs into the good run, one by one, until the regression is there again; or says that it is the machine.",
+        "workbench what-changed runs/yesterday runs/today",
+    ),
+    "bisect": (
+        "find the commit that made a training slower, larger or worse",
+        "Trains some commits of a range, each in a folder of its own, as often as the noise asks for.",
+        "workbench bisect train/task.py:build --good v1.2",
+    ),
     "check": (
         "hold a run against budgets: exit status 0 if all are kept, 1 if not",
-        "For CI: limits of time, throughput, memory, waiting and loss, alone or beside another run.",
+        "For CI: limits of time, throughput, memory, waiting and loss, alone or beside another run; --why finds the reason.",
         "workbench check runs/after --budgets budgets.toml --against runs/before",
     ),
 }

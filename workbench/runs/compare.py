@@ -126,7 +126,7 @@ def compare(*runs: Run | str | os.PathLike[str]) -> Comparison:
     return Comparison(loaded)
 
 
-SECTIONS = ("spec", "environment", "versions", "git", "code", "data", "outcome")
+SECTIONS = ("spec", "variables", "environment", "versions", "git", "code", "data", "outcome")
 Sections = dict[str, dict[str, Any]]
 
 
@@ -139,13 +139,15 @@ def provenance(run: Run) -> Sections:
     with contextlib.suppress(DamagedRunError):
         git = run_directory.read_json(run.path / run_directory.GIT)
     spec = {name: value for name, value in run.spec.to_json().items() if name != "kind"}
-    machine = {"host": info.get("host"), "cores": info.get("cores"), "GPUs": info.get("gpus")}
+    boot = _dict(info.get("machine")).get("boot")
+    machine = {"host": info.get("host"), "cores": info.get("cores"), "GPUs": info.get("gpus"), **({"started": boot} if boot else {})}
     rows = run.metric_rows
     losses = [row["loss"] for row in rows if row.get("loss") is not None and "lr" in row]
     figures = {name: value for row in rows for name, value in row.items() if name not in METRIC_KEYS}
     outcome = {"state": run.state, "steps": run.progress[0], **({"last loss": losses[-1]} if losses else {}), **figures}
     return {
         "spec": spec,
+        "variables": _dict(info.get("variables")),
         "environment": machine | _dict(recorded.get("environment")),
         "versions": _dict(info.get("versions")) | _dict(recorded.get("versions")),
         "git": _dict(info.get("git")) | git,

@@ -20,6 +20,7 @@ from workbench.core.package import ROOT
 from workbench.runs import flight_recorder
 from workbench.runs.entrypoints import START, TORCHRUN
 from workbench.runs.launch.rendezvous import HERE
+from workbench.runs.spec import ScriptSpec, Spec
 
 SHUTDOWN, SHUTDOWN_WITH_CHECKPOINT = 4, 25
 """Seconds that torchrun gives its ranks between SIGTERM and SIGKILL (torch's own default is 30), in which they may write a checkpoint.
@@ -47,7 +48,13 @@ def shutdown_s(spec: Mapping[str, Any]) -> int:
 
 
 def torchrun(
-    nproc_per_node: int, logs: Path, program: list[str], run_id: str, rendezvous: Sequence[str] = HERE, shutdown: int = SHUTDOWN
+    nproc_per_node: int,
+    logs: Path,
+    program: list[str],
+    run_id: str,
+    rendezvous: Sequence[str] = HERE,
+    shutdown: int = SHUTDOWN,
+    python: str = sys.executable,
 ) -> list[str]:
     """The command that starts `program` (`["-m", module, …]`) in `nproc_per_node` ranks on this machine.
 
@@ -58,6 +65,7 @@ def torchrun(
         run_id: of the run.
         rendezvous: options that say how machines find each other; see `rendezvous.Rendezvous`.
         shutdown: seconds from SIGTERM to SIGKILL.
+        python: the interpreter.
 
     Not the bare `torchrun`: a kernel started by its absolute path has no `bin` on PATH; and `--standalone` listens on all network
     interfaces, and unpickles what it is sent. The port is chosen as it is opened, so any number of launches run at once. Without
@@ -68,7 +76,7 @@ def torchrun(
     flags += ["--max-restarts", "0", "--redirects", "3", "--log-dir", str(logs)]
     if "--shutdown-timeout" in _torch_source("distributed", "run.py"):
         flags += ["--shutdown-timeout", str(shutdown)]
-    return [sys.executable, "-m", START, TORCHRUN, *flags, *program]
+    return [python, "-m", START, TORCHRUN, *flags, *program]
 
 
 @functools.cache
@@ -80,9 +88,13 @@ def _torch_source(*path: str) -> str:
 
 
 def for_ranks(
-    run_dir: Path, run_id: str, threads: int, more: Mapping[str, str] = MappingProxyType({})
+    run_dir: Path,
+    run_id: str,
+    threads: int,
+    more: Mapping[str, str] = MappingProxyType({}),
+    environ: Mapping[str, str] = os.environ,
 ) -> tuple[dict[str, str], dict[str, str], list[str]]:
-    """The environment of the ranks, and how it differs from ours: what was set (`more` included), and which names were removed."""
+    """The environment of the ranks, and how it differs from `environ`: what was set (`more` included), and which names were removed."""
     ours = {
         run_directory.ENV_RUN_DIR: str(run_dir),
         run_directory.ENV_RUN_ID: run_id,
@@ -92,14 +104,70 @@ def for_ranks(
         "MPLBACKEND": "Agg",
         "NO_COLOR": "1",
         "KINETO_LOG_LEVEL": "6",
-        **flight_recorder.switched_on(versions().get("torch", ""), os.environ),
+        **flight_recorder.switched_on(versions().get("torch", ""), environ),
         **more,
     }
     if not _installed():  # imported from a checkout by way of sys.path, which the ranks do not share
-        ours["PYTHONPATH"] = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(ROOT.parent.resolve())]))
-    removed = sorted(name for name in os.environ if _INHERITED.fullmatch(name))
-    kept = {name: value for name, value in os.environ.items() if name not in removed}
+        ours["PYTHONPATH"] = os.pathsep.join(filter(None, [environ.get("PYTHONPATH"), str(ROOT.parent.resolve())]))
+    removed = sorted(name for name in environ if _INHERITED.fullmatch(name))
+    kept = {name: value for name, value in environ.items() if name not in removed}
     return kept | ours, ours, removed
+
+
+_KEPT = re.compile(
+    r"(OMP|KMP|GOMP|MKL|OPENBLAS|BLIS|NUMEXPR|DNNL|ONEDNN|ATEN|TORCH|PYTORCH|TORCHINDUCTOR|TRITON|CUDA|CUBLAS|CUBLASLT|CUDNN|NVIDIA|NCCL|RCCL"
+    r"|HIP|ROCR|HSA|MIOPEN|GLOO|TP|UCX|FI|MALLOC|GLIBC|LD|PYTHON|HF|TRANSFORMERS|TOKENIZERS|DATASETS|XLA|NUMBA|TF)(_.*)?|PYTHON.+|GLIBC_TUNABLES"
+)
+"""Variables that libraries of a training read, by the word they begin with."""
+_SECRET = re.compile(r".*(^|_)(TOKEN|KEY|KEYS|SECRET|PASS|PASSWORD|PASSWD|CREDENTIALS?|AUTH|COOKIE)(_|$).*|.*(PASSWORD|SECRET|APIKEY).*")
+_NAMED = re.compile(r"""["']([A-Z][A-Z0-9_]{2,63})["']""")
+_LONGEST = 2000
+_NOT_KEPT = {"PYTHONUNBUFFERED", "PYTHONFAULTHANDLER", "OMP_NUM_THREADS"}
+"""What each launch sets."""
+
+
+def is_kept(name: str, source: str = "") -> bool:
+    """Is it a variable whose value a run keeps: one that libraries of a training read, or that `source` names, and no secret?
+
+    >>> is_kept("NCCL_ALGO"), is_kept("HF_TOKEN"), is_kept("TOKENIZERS_PARALLELISM"), is_kept("DATA_DIR", "os.environ['DATA_DIR']")
+    (True, False, True, True)
+    """
+    if name in _NOT_KEPT or _SECRET.fullmatch(name) or _INHERITED.fullmatch(name):
+        return False
+    return bool(_KEPT.fullmatch(name)) or name in _NAMED.findall(source)
+
+
+def kept_variables(environ: Mapping[str, str], source: str) -> dict[str, str]:
+    """The variables of an environment that a run keeps, by name: see `is_kept`. PYTHONPATH is always among them, empty if it is not set."""
+    return {"PYTHONPATH": ""} | {name: value[:_LONGEST] for name, value in sorted(environ.items()) if is_kept(name, source)}
+
+
+def source_of(spec: Spec, folder: Path) -> str:
+    """The text of a script, or of the file of a task; empty where only an import would find it."""
+    if isinstance(spec, ScriptSpec):
+        path = Path(spec.script)
+    else:
+        where = spec.task.rpartition(":")[0]
+        path = Path(where if where.endswith(".py") else f"{where.replace('.', '/')}.py")
+    with contextlib.suppress(OSError):
+        return (folder / path).read_text(encoding="utf-8", errors="replace")
+    return ""
+
+
+def machine_state() -> dict[str, Any]:
+    """What of this machine's state changes how fast it is: since when it runs, and how many processes want a core; what is not known is
+    left out.
+    """
+    state: dict[str, Any] = {}
+    with contextlib.suppress(OSError):
+        state["boot"] = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    with contextlib.suppress(OSError, AttributeError):
+        state["load"] = round(os.getloadavg()[0], 2)
+    with contextlib.suppress(OSError, ValueError):
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        clocks = [float(line.partition(":")[2]) for line in lines if line.startswith("cpu MHz")]
+        state |= {"MHz": round(sum(clocks) / len(clocks))} if clocks else {}
+    return state
 
 
 def steady_malloc() -> dict[str, str]:

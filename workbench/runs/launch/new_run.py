@@ -39,10 +39,30 @@ class LaunchError(ValueError):
     """Nothing was started: the run is not possible here, or its directory cannot be written."""
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Surroundings:
+    """Where a run starts, in place of where this process is: its folder, environment variables and Python."""
+
+    folder: Path | None = None
+    """Where its processes start; None = the current folder."""
+    variables: Mapping[str, str | None] = dataclasses.field(default_factory=dict)
+    """Environment variables that differ from those of this process; None = not set."""
+    python: str | None = None
+    """The interpreter of its ranks; None = this one."""
+
+    def environ(self) -> dict[str, str]:
+        """The variables of this process with those that differ."""
+        return {name: value for name, value in {**os.environ, **self.variables}.items() if value is not None}
+
+
+HERE_AND_NOW = Surroundings()
+
+
 class NewRun:
     """A new, empty run directory, which becomes a run or is deleted again."""
 
-    def __init__(self, runs_dir: str | os.PathLike[str] | None, name: str) -> None:
+    def __init__(self, runs_dir: str | os.PathLike[str] | None, name: str, around: Surroundings = HERE_AND_NOW) -> None:
+        self._around = around
         self.id, self.name, self.created = uuid.uuid4().hex, name, time.time()
         word = "".join(c if c.isalnum() or c in "-_." else "-" for c in name).strip(".") or "run"
         base = f"{time.strftime('%Y-%m-%dT%H-%M-%S', time.localtime(self.created))}-{word}"
@@ -121,14 +141,16 @@ class NewRun:
         )  # bytes that no file system compresses away
         for sub in (run_directory.ERRORS, run_directory.LOGS):
             (self.path / sub).mkdir()
-        git = environment.GitQuery(Path(spec.script).parent if isinstance(spec, ScriptSpec) else Path.cwd())
+        around, folder = self._around, self._around.folder or Path.cwd()
+        git = environment.GitQuery(Path(spec.script).parent if isinstance(spec, ScriptSpec) else folder)
         more = {} if batch else rendezvous.environ() if rendezvous else loopback_environ()
         if experiment is not None and experiment["kind"] in TIMED:
             more |= environment.steady_malloc()
         every = [spec.to_json(), *(child.to_json() for _, child in children), (experiment or {}).get("changed") or {}]
         if any(each.get("deterministic") for each in every):
             more |= environment.DETERMINISTIC
-        environ, added, removed = environment.for_ranks(self.path, self.id, spec.threads, more)
+        inherited = around.environ()
+        environ, added, removed = environment.for_ranks(self.path, self.id, spec.threads, more, inherited)
         meeting = rendezvous.flags(0) if rendezvous else HERE
         if batch:  # the endpoint is chosen when the job begins
             meeting = ["--nnodes", str(spec.nnodes), "--rdzv-backend", BACKEND]
@@ -149,11 +171,14 @@ class NewRun:
                 self.id,
                 meeting,
                 shutdown=environment.shutdown_s(spec.to_json()),
+                python=around.python or sys.executable,
             ),
             "timeout": timeout,
             "on_hang": on_hang,
-            "cwd": str(Path.cwd()),
+            "cwd": str(folder),
             "environment": {"set": added, "removed": removed},
+            "variables": environment.kept_variables(inherited, environment.source_of(spec, folder)),
+            "machine": environment.machine_state(),
             "versions": environment.versions(),
             "git": git.answer(GIT_PATIENCE),
             "outcome": None,

@@ -1,0 +1,172 @@
+"""Which difference owns a regression: planted owners under noise, with the measurements made by arithmetic in the place of launches."""
+
+import math
+import random
+from collections.abc import Callable, Mapping
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from workbench.core.statistics import USUAL_SPREAD
+from workbench.diagnosis.analysis import bisection
+from workbench.diagnosis.analysis.owner_search import MOST, Changes, Decision, Rerun, decide, effects, recorded_change
+from workbench.diagnosis.regression import search
+from workbench.diagnosis.rerun import RerunError
+
+Cost = Callable[[Changes], float]
+
+
+class Trainings:
+    """Trainings that take what a function says, on a machine that varies and becomes slower."""
+
+    def __init__(self, cost: Cost, *, noise: float = 0.01, drift: float = 0.0, seed: int = 0) -> None:
+        self.cost, self.noise, self.drift = cost, noise, drift
+        self.chance, self.count = random.Random(seed), 0
+
+    def __call__(self, changes: Changes) -> float:
+        self.count += 1
+        value = self.cost(changes)
+        if math.isnan(value):
+            raise RerunError("ValueError: boom")
+        return value * math.exp(self.chance.gauss(0, self.noise) + self.drift * self.count)
+
+
+def found(trainings: Trainings, names: Changes, recorded: tuple[float, float]) -> Decision:
+    return search(trainings, lambda made: decide(made, names, recorded, USUAL_SPREAD))[1]
+
+
+def product(factors: Mapping[str, float]) -> Cost:
+    return lambda changes: 0.1 * math.prod(factors.get(name, 1.0) for name in changes)
+
+
+NAMES = ("precision", "num_workers", "NCCL_ALGO", "PYTHONPATH", "code", "data", "optimizer", "threads")
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_planted_owner_is_named_among_others_on_a_machine_that_drifts(seed: int) -> None:
+    names = NAMES[: 2 + seed % 7]
+    owner, factor = names[seed % len(names)], (0.7, 1.05, 1.1, 1.3, 2.0)[seed % 5]
+    trainings = Trainings(product({owner: factor}), drift=0.003, seed=seed)
+    assert found(trainings, names, (0.1, 0.1 * factor)) == Decision(kind="owner", owner=(owner,))
+    assert trainings.count < 80
+
+
+@pytest.mark.parametrize(("today", "kind"), [(0.14, "still"), (0.1, "over")])
+@pytest.mark.parametrize("names", [(), ("lr",), NAMES])
+def test_the_machine_is_said_where_no_difference_brings_it(names: Changes, today: float, kind: str) -> None:
+    trainings = Trainings(lambda changes: today, noise=0.02)
+    assert found(trainings, names, (0.1, 0.14)).kind == kind
+    assert trainings.count <= 2 * MOST + 1
+
+
+def test_a_run_that_became_faster_has_an_owner_too_and_the_machine_the_same_words() -> None:
+    assert found(Trainings(product({"lr": 0.7})), ("lr", "code"), (0.1, 0.07)).owner == ("lr",)
+    assert found(Trainings(lambda changes: 0.07), ("lr",), (0.1, 0.07)).kind == "still"
+
+
+def test_two_owners_with_half_of_it_each_are_both_named() -> None:
+    assert set(found(Trainings(product({"lr": 1.3, "code": 1.3})), ("lr", "code", "data"), (0.1, 0.169)).owner) == {"lr", "code"}
+
+
+def test_differences_that_act_only_together_are_named_together() -> None:
+    both = {"pin_memory", "num_workers"}
+    decision = found(Trainings(lambda changes: 0.2 if both <= {*changes} else 0.1), ("pin_memory", "num_workers"), (0.1, 0.2))
+    assert (set(decision.owner), decision.together) == (both, True)
+
+
+def test_what_does_not_run_alone_is_the_owner_by_elimination() -> None:
+    cost: Cost = lambda changes: math.nan if changes == ("code",) else 0.2 if "code" in changes else 0.1  # noqa: E731
+    decision = found(Trainings(cost), ("lr", "code"), (0.1, 0.2))
+    assert (decision.owner, decision.why) == (("code",), "by elimination: alone it does not run")
+
+
+@pytest.mark.parametrize(("broken", "name"), [((), "run A"), (("lr", "code"), "run B")])
+def test_a_run_that_cannot_be_repeated_is_said_so(broken: Changes, name: str) -> None:
+    trainings = Trainings(lambda changes: math.nan if changes == broken else 0.1)
+    decision = found(trainings, ("lr", "code"), (0.1, 0.2))
+    assert (decision.kind, decision.why) == ("cannot run", f"{name} does not run today: ValueError: boom")
+    assert trainings.count <= 2
+
+
+def test_no_verdict_comes_out_of_noise() -> None:
+    """Two per cent under noise of thirty: nothing is named, and after so many trainings nothing more is tried."""
+    trainings = Trainings(product({"lr": 1.02}), noise=0.3)
+    decision = found(trainings, ("lr", "code"), (0.1, 0.102))
+    assert decision.kind == "unclear"
+    assert trainings.count <= 2 * MOST + 1
+
+
+def test_two_per_cent_are_found_on_a_quiet_machine() -> None:
+    assert found(Trainings(product({"data": 1.02}), noise=0.002), ("lr", "data"), (0.1, 0.102)).owner == ("data",)
+
+
+def test_the_budget_and_ctrl_c_end_the_search_with_what_is_known() -> None:
+    left = iter([100.0, 100.0, *[60.0 - 10 * count for count in range(20)]])
+    noisy = Trainings(product({"lr": 1.1}), noise=0.2)
+    reruns, decision, notes = search(noisy, lambda made: decide(made, ("lr",), (0.1, 0.11), USUAL_SPREAD), left=lambda: next(left))
+    assert decision.kind == "unclear"
+    assert notes == (f"the budget ended the search after {len(reruns)} trainings; a larger budget_s goes on",)
+
+    def interrupted(changes: Changes) -> float:
+        if len(done) == 4:
+            raise KeyboardInterrupt
+        done.append(changes)
+        return 0.1
+
+    done: list[Changes] = []
+    reruns, decision, notes = search(interrupted, lambda made: decide(made, ("lr",), (0.1, 0.11), USUAL_SPREAD))
+    assert (len(reruns), decision.kind, notes) == (4, "unclear", ("stopped by Ctrl-C after 4 trainings",))
+
+
+@given(st.floats(-0.02, 0.02), st.lists(st.sampled_from(["lr", "code"]), min_size=1, max_size=8), st.floats(0.5, 2))
+def test_a_drift_that_is_even_is_in_no_effect(drift: float, order: list[str], factor: float) -> None:
+    sequence: list[Changes] = [()]
+    for name in order:
+        sequence += [(name,), ()]
+    reruns = [Rerun(changes=changes, value=(factor if changes else 1) * math.exp(drift * place)) for place, changes in enumerate(sequence)]
+    for values in effects(reruns).values():
+        assert values == pytest.approx([math.log(factor)] * len(values), abs=1e-9)
+
+
+def test_the_recorded_change_has_the_interval_of_its_blocks() -> None:
+    assert 0 in recorded_change(([1.0, 1.1, 0.9], [1.02, 1.12, 0.92]))
+    assert recorded_change(([1.0, 1.01, 0.99], [1.2, 1.21, 1.19])).low > 0.1
+
+
+# --- commits
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_planted_commit_is_found_in_as_many_tries_as_halves(seed: int) -> None:
+    count = (1, 2, 3, 5, 8, 13, 21, 34, 55, 100)[seed]
+    commits, place = [f"{number:040x}" for number in range(count)], random.Random(seed).randrange(count)
+    trainings = Trainings(lambda changes: 0.1 * (1.15 if changes and commits.index(changes[0]) >= place else 1), drift=0.002, seed=seed)
+    reruns, decision, _ = search(trainings, lambda made: bisection.decide(made, commits, USUAL_SPREAD))
+    assert decision == Decision(kind="owner", owner=(commits[place],))
+    assert len(effects(reruns)) <= 2 + math.ceil(math.log2(count))
+
+
+@settings(deadline=None)
+@given(st.integers(1, 40), st.data())
+def test_commits_that_do_not_run_are_passed_over(count: int, data: st.DataObject) -> None:
+    commits = [str(number) for number in range(count)]
+    place = data.draw(st.integers(0, count - 1))
+    broken = data.draw(st.sets(st.integers(0, count - 2))) if count > 1 else set()
+
+    def cost(changes: Changes) -> float:
+        number = int(changes[0]) if changes else -1
+        return math.nan if number in broken else 0.2 if number >= place else 0.1
+
+    trainings = Trainings(cost)
+    decision = search(trainings, lambda made: bisection.decide(made, commits, USUAL_SPREAD))[1]
+    assert decision.kind == "owner"
+    assert str(place) in decision.owner
+    assert len(decision.owner) == 1 or {int(name) for name in decision.owner[:-1]} <= broken
+
+
+def test_a_range_without_a_change_has_no_first_bad_commit() -> None:
+    decide_commit = lambda made: bisection.decide(made, ["1", "2"], USUAL_SPREAD)  # noqa: E731
+    assert search(Trainings(lambda changes: 0.1), decide_commit)[1].kind == "nothing"
+    broken = search(Trainings(lambda changes: math.nan if changes == ("2",) else 0.1), decide_commit)[1]
+    assert (broken.kind, broken.why) == ("cannot run", "the bad commit does not run: ValueError: boom")

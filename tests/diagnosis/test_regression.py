@@ -1,0 +1,325 @@
+"""what_changed and bisect: what is read from two run directories, what is put back, and real trainings with a planted owner."""
+
+import contextlib
+import json
+import os
+import subprocess
+import uuid
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import workbench as wb
+from tests.drawn import bisected, changed
+from workbench.__main__ import main
+from workbench.core import run_directory
+from workbench.diagnosis import regression, swaps
+from workbench.diagnosis.analysis.bisection import Bisection
+from workbench.diagnosis.analysis.what_changed import BRIEF_BYTES, RunDifference, WhatChanged
+from workbench.diagnosis.rerun import Arm, RerunError, Reruns, measured
+from workbench.runs.launch import environment, worktrees
+from workbench.runs.run import Run
+from workbench.runs.spec import RunSpec, ScriptSpec
+
+TASK = """
+import os, time
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+import workbench as wb
+
+SLOW = 1.0
+
+
+class Numbers(Dataset):
+    def __len__(self):
+        return 640
+
+    def __getitem__(self, index):
+        time.sleep(0.001 * SLOW * float(os.environ.get("SLOW_FACTOR", "1")))
+        return torch.ones(4), torch.zeros(2)
+
+
+def build():
+    return wb.Task(
+        model=lambda: nn.Linear(4, 2),
+        dataset=Numbers,
+        loss=lambda model, batch: (model(batch[0]) - batch[1]).square().mean(),
+        optimizer="sgd(lr=0.1)",
+    )
+"""
+
+
+def git(folder: Path, *words: str) -> str:
+    command = ["git", "-C", str(folder), "-c", "user.name=n", "-c", "user.email=e@e", *words]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def made(path: Path, spec: Any = None, *, step: float = 0.01, loss: float = 1.0, memory: int = 2**30, **info: Any) -> Run:
+    """A run directory as a launch leaves it, of forty steps that vary by 2 %."""
+    path.mkdir(parents=True)
+    spec = spec or RunSpec(task="task.py:build", steps=40)
+    about = {"format": run_directory.FORMAT, "id": path.name, "name": path.name, "created": 1.0, "host": "here", "launch_dir": "."}
+    about |= {
+        "spec": spec.to_json(),
+        "cwd": str(path.parent),
+        "variables": {"PYTHONPATH": ""},
+        "outcome": {"state": "finished", "seconds": 1.0},
+    }
+    run_directory.write_json(path / run_directory.RUN_JSON, about | info)
+    (path / run_directory.LOCK).touch()
+    with contextlib.closing(run_directory.LineWriter(path / run_directory.rank_file(0))) as writer:
+        writer.write([{"rank": 0, "world_size": 1, "clock": "host", "pid": 1, "device": "cpu"}])
+        writer.write({"step": i, "samples": 32, "forward": step * (1 + 0.02 * (i % 3)), "memory": memory + 1000 * i} for i in range(40))
+    with contextlib.closing(run_directory.LineWriter(path / run_directory.METRICS)) as writer:
+        writer.write(
+            {"step": i + 1, "steps": 40, "loss": loss if i > 10 else 1.0, "lr": 0.1, "samples": 32, "seconds": 1} for i in range(40)
+        )
+    return Run.load(path)
+
+
+class Emulated:
+    """Trainings that take what a function of their Arm says."""
+
+    def __init__(self, seconds: Any, path: Path) -> None:
+        self.seconds, self.path, self.arms = seconds, path, list[Arm]()
+
+    def __call__(self, reruns: Reruns, arm: Arm, name: str) -> tuple[float, Run]:
+        self.arms.append(arm)
+        reruns.seconds.append(1.0)
+        value = self.seconds(arm)
+        if value is None:
+            raise RerunError("ImportError: no module")
+        return value, made(self.path / uuid.uuid4().hex, arm.spec, step=value)
+
+
+@pytest.fixture
+def emulated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    def use(seconds: Any) -> Emulated:
+        trainings = Emulated(seconds, tmp_path / "reruns")
+        monkeypatch.setattr(Reruns, "measure", lambda self, arm, name: trainings(self, arm, name))
+        return trainings
+
+    return use
+
+
+def test_a_variable_among_knobs_is_named_and_each_arm_has_what_it_should(
+    tmp_path: Path, emulated: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NCCL_PROTO", "LL")
+    spec = RunSpec(task="clipart-resnet", steps=40)
+    a = made(tmp_path / "a", spec, variables={"PYTHONPATH": ""})
+    b = made(
+        tmp_path / "b",
+        spec.replace(num_workers=2, prefetch_factor=4, lr=0.2),
+        step=0.014,
+        variables={"PYTHONPATH": "", "NCCL_ALGO": "Ring"},
+    )
+    trainings = emulated(lambda arm: 0.014 if arm.variables.get("NCCL_ALGO") else 0.01)
+    result = wb.what_changed(a, b)
+    assert (result.kind, result.owner) == ("owner", ("NCCL_ALGO",))
+    assert result.changes == ("prefetch_factor, num_workers", "lr", "NCCL_ALGO")
+    assert "Run B's step is 40 % slower, and NCCL_ALGO is the reason" in str(result)
+    assert trainings.arms[0].spec == a.spec
+    assert trainings.arms[0].variables["NCCL_PROTO"] is None  # it is set now, and was not then
+    assert trainings.arms[1].spec == b.spec
+    assert WhatChanged.from_json(json.loads(json.dumps(result.to_json()))) == result
+    assert result.to_frame().iloc[0].to_dict() == {"changes": "run A", "value": 0.01, "error": ""}
+    assert result.ratio.mid == pytest.approx(1.4, rel=0.01)
+
+
+def test_equal_runs_of_which_one_was_slow_show_the_machine(tmp_path: Path, emulated: Any) -> None:
+    spec, busy = RunSpec(task="clipart-resnet", steps=40), {"load": 7.0, "MHz": 2400, "boot": "2"}
+    a = made(tmp_path / "a", spec, machine={"load": 0.5, "MHz": 3000, "boot": "1"})
+    b = made(tmp_path / "b", spec, step=0.013, machine=busy)
+    emulated(lambda arm: 0.01)
+    over = wb.what_changed(a, b)
+    assert (over.kind, over.changes) == ("over", ())
+    assert "the reason is the machine, as it was while B ran" in over.verdict
+    rows = {each.name: (each.a, each.b) for each in over.differences}
+    assert rows["processes that want a core"] == ("0.5", "7")
+    assert rows["clock of the cores in MHz"] == ("3000", "2400")
+    assert rows["started"] == ("1", "2")
+    emulated(lambda arm: 0.013)
+    assert "and the reason is the machine: run A is today as run B was" in wb.what_changed(a, b).verdict
+
+
+def test_what_nobody_put_back_is_named_beside_the_machine(tmp_path: Path, emulated: Any) -> None:
+    runs = [made(tmp_path / name, RunSpec(task="clipart-resnet"), step=step) for name, step in (("a", 0.01), ("b", 0.02))]
+    for run, version in zip(runs, ("1.26", "2.0"), strict=True):
+        run_directory.write_json(run.path / run_directory.ENVIRONMENT, {"versions": {"numpy": version}, "data": {"samples": 5}})
+    emulated(lambda arm: 0.02)
+    result = wb.what_changed(*runs)
+    assert (result.kind, result.left_over) == ("still", ("numpy (1.26 → 2.0)",))
+    assert "either numpy (1.26 → 2.0), which could not be put back, or the machine" in result.verdict
+    with_paths = wb.what_changed(*runs, also={"numpy": ({"PYTHONPATH": "/old"}, {"PYTHONPATH": "/new"})})
+    assert with_paths.changes == ("numpy",)
+    trainings = emulated(lambda arm: 0.02 if arm.variables["PYTHONPATH"] == "/new" else 0.01)
+    assert wb.what_changed(*runs, also={"numpy": ({"PYTHONPATH": "/old"}, {"PYTHONPATH": "/new"})}).owner == ("numpy",)
+    assert trainings.arms[0].variables["PYTHONPATH"] == "/old"
+
+
+def test_memory_and_loss_are_compared_after_as_many_steps_as_show_it(tmp_path: Path, emulated: Any) -> None:
+    spec = RunSpec(task="clipart-resnet", steps=40)
+    a, b = made(tmp_path / "a", spec), made(tmp_path / "b", spec.replace(lr=0.3), loss=2.0, memory=2**31)
+    assert measured((a, b), "loss").steps == 15  # it shows from the twelfth on
+    emulated(lambda arm: 2.0 if arm.spec.lr else 1.0)
+    loss = wb.what_changed(a, b, of="loss")
+    assert (loss.owner, loss.recorded) == (("lr",), (1.0, 2.0))
+    assert "100 % higher" in loss.verdict
+    memory = wb.what_changed(a, b, of="memory", rerun=False)
+    assert memory.recorded == pytest.approx((2**30, 2**31), rel=1e-4)
+    assert (memory.kind, memory.reruns) == ("not run", ())
+    assert wb.what_changed(a, made(tmp_path / "c", spec)).kind == "nothing"
+
+
+def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:
+    a = made(tmp_path / "a")
+    with pytest.raises(ValueError, match="a task beside a script"):
+        wb.what_changed(a, made(tmp_path / "s", ScriptSpec(script="/x.py")))
+    with pytest.raises(ValueError, match="of='speed': allowed are 'time', 'memory', 'loss'"):
+        wb.what_changed(a, a, of="speed")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="budget_s=0"):
+        wb.what_changed(a, a, budget_s=0)
+    with pytest.raises(ValueError, match="expected the environment variables of run A and of run B"):
+        wb.what_changed(a, a, also={"data": "/old"})  # type: ignore[dict-item]
+    with pytest.raises(ValueError, match="has no loss to compare"):
+        wb.what_changed(a, made(tmp_path / "n", loss=-1.0), of="loss")
+
+
+def test_variables_are_kept_where_libraries_or_the_task_read_them_and_secrets_never() -> None:
+    environ = {
+        "NCCL_ALGO": "Ring",
+        "HF_TOKEN": "x",
+        "WANDB_API_KEY": "y",
+        "DATA_DIR": "/d",
+        "HOME": "/h",
+        "MY_PASSWORD": "z",
+        "LD_PRELOAD": "m",
+    }
+    kept = environment.kept_variables(environ, """os.environ["DATA_DIR"], os.environ["MY_PASSWORD"], os.getenv('WANDB_API_KEY')""")
+    assert kept == {"PYTHONPATH": "", "DATA_DIR": "/d", "LD_PRELOAD": "m", "NCCL_ALGO": "Ring"}
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    top = tmp_path / "repo"
+    top.mkdir()
+    git(top, "init", "-q", "-b", "main")
+    (top / ".gitignore").write_text("data/\nruns/\n")
+    (top / "data").mkdir()
+    (top / "data" / "x.txt").write_text("kept")
+    for number in range(4):
+        (top / "task.py").write_text(TASK.replace("SLOW = 1.0", f"SLOW = {2.0 if number >= 2 else 1.0}  # {number}"))
+        git(top, "add", ".")
+        git(top, "commit", "-q", "-m", f"change {number}")
+    return top
+
+
+def test_a_commit_is_in_a_folder_of_its_own_and_the_checkout_stays(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hook = repository / ".git" / "hooks" / "post-checkout"
+    hook.write_text("#!/bin/sh\ntouch hooked\n")
+    hook.chmod(0o755)
+    (repository / "task.py").write_text("work in progress")
+    before = git(repository, "status", "--porcelain")
+    first, *_ = git(repository, "rev-list", "--reverse", "HEAD").split()
+    with worktrees.checkout(repository, first) as made:
+        assert "SLOW = 1.0  # 0" in (made.folder / "task.py").read_text()
+        assert (made.folder / "data" / "x.txt").read_text() == "kept"
+        assert made.path(repository / "task.py") == made.folder / "task.py"
+        assert made.path(Path("/elsewhere/x.py")) == Path("/elsewhere/x.py")
+        monkeypatch.syspath_prepend(str(repository))
+        assert made.search_path("/mine").split(os.pathsep) == ["/mine", str(made.folder)]
+        folder = made.folder
+    assert not folder.parent.exists()
+    assert (repository / "data" / "x.txt").read_text() == "kept"
+    assert git(repository, "status", "--porcelain") == before
+    assert len(git(repository, "worktree", "list").splitlines()) == 1
+    assert not (repository / "hooked").exists()
+    assert len(worktrees.commits_between(repository, "HEAD~3", "HEAD")) == 3
+    for good, bad, said in (("HEAD", "HEAD~1", "not an ancestor"), ("v9", "HEAD", "'v9' is no commit"), ("--all", "HEAD", "is no commit")):
+        with pytest.raises(worktrees.GitError, match=said):
+            worktrees.commits_between(repository, good, bad)
+
+
+def test_code_is_a_commit_what_is_in_the_folder_or_gone(repository: Path, tmp_path: Path) -> None:
+    ids = git(repository, "rev-list", "--reverse", "HEAD").split()
+
+    def run(name: str, state: dict[str, Any], folder: Path = repository) -> Run:
+        return made(tmp_path / name, RunSpec(task="task.py:build"), cwd=str(folder), git=state)
+
+    old, new = run("old", {"commit": ids[0], "dirty": False}), run("new", {"commit": ids[3], "dirty": False})
+    found = swaps.swaps_of(old, new, {})
+    assert found.base.code.commit == ids[0]
+    (change,) = found.changes
+    assert change.name == "code"
+    assert change.code is not None
+    assert change.code.commit is None  # it is checked out
+    lost = swaps.swaps_of(run("dirty", {"commit": ids[1], "dirty": True, "changes": "0"}), new, {})
+    assert (lost.changes, lost.notes) == ((), ("code: that of run A cannot be had: it had changes that were not committed",))
+    gone = swaps.swaps_of(old, run("gone", {"commit": ids[3], "dirty": False}, tmp_path / "nowhere"), {})
+    assert "is gone" in gone.notes[0]
+    assert next(each.why_not for each in gone.differences if each.section == "git") in gone.notes[0]
+
+
+def test_bisect_needs_a_repository_and_a_range(repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path))
+    with pytest.raises(ValueError, match="is in no repository of git"):
+        wb.bisect("task.py:build", good="HEAD~1")
+    monkeypatch.chdir(repository)
+    with pytest.raises(ValueError, match="are the same commit"):
+        wb.bisect("task.py:build", good="HEAD")
+
+
+def test_bisect_tries_commits_beside_the_good_one(repository: Path, monkeypatch: pytest.MonkeyPatch, emulated: Any) -> None:
+    monkeypatch.chdir(repository)
+    ids = git(repository, "rev-list", "--reverse", "HEAD").split()
+    trainings = emulated(lambda arm: 0.02 if ids.index(arm.code.commit) >= 2 else 0.01)
+    result = wb.bisect("task.py:build", good="HEAD~3", lr=0.3)
+    assert (result.kind, result.first_bad) == ("commit", (ids[2],))
+    assert f"The step became 100 % slower with {ids[2][:7]} change 2: 1.00× of the good one before it, 2.00× with it." in result.verdict
+    assert {arm.spec.lr for arm in trainings.arms} == {0.3}
+    assert Bisection.from_json(json.loads(json.dumps(result.to_json()))) == result
+
+
+def test_answers_for_programs_are_short(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], emulated: Any
+) -> None:
+    rows = tuple(RunDifference(section="versions", name=f"package{i}" * 9, a="1" * 60, b="2" * 60, change=str(i)) for i in range(200))
+    long = WhatChanged.from_json(changed(tmp_path).to_json() | {"differences": [row.to_json() for row in rows], "notes": ["é" * 999] * 9})
+    for result in (long, bisected(tmp_path), changed(tmp_path)):
+        assert len(json.dumps(result.brief(), ensure_ascii=False).encode()) <= BRIEF_BYTES
+    assert long.brief()["left_out"] > 100
+    spec = RunSpec(task="clipart-resnet", steps=40)
+    made(tmp_path / "a", spec)
+    made(tmp_path / "b", spec.replace(lr=0.2), step=0.014)
+    emulated(lambda arm: 0.014 if arm.spec.lr else 0.01)
+    assert main(["what-changed", str(tmp_path / "a"), str(tmp_path / "b"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["owner"] == ["lr"]
+    (tmp_path / "limits.toml").write_text('step = "+5 %"')
+    words = ["check", str(tmp_path / "b"), "--budgets", str(tmp_path / "limits.toml"), "--against", str(tmp_path / "a")]
+    assert main([*words, "--why", "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["why"]["owner"] == ["lr"]
+    assert main([*words, "--why"]) == 1
+    assert "and lr is the reason" in capsys.readouterr().out
+    assert regression.BUDGET == 600
+
+
+@pytest.mark.slow
+def test_a_variable_and_a_commit_own_real_trainings(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sleeping steps of 8 ms against 16: by a variable that only the task's file names; then by the commit that doubles them."""
+    monkeypatch.chdir(repository)
+    git(repository, "checkout", "-q", "HEAD~2")
+    spec = RunSpec(task="task.py:build", micro_batch=8, steps=30)
+    a = wb.launch(spec).wait(check=True)
+    monkeypatch.setenv("SLOW_FACTOR", "2")
+    b = wb.launch(spec).wait(check=True)
+    monkeypatch.delenv("SLOW_FACTOR")
+    result = wb.what_changed(a, b)
+    assert result.owner == ("SLOW_FACTOR",), result
+    git(repository, "checkout", "-q", "main")
+    found = wb.bisect("task.py:build", good="HEAD~2", bad="HEAD~1", micro_batch=8, steps=20)
+    assert found.first_bad == (git(repository, "rev-parse", "HEAD~1"),), found
+    assert git(repository, "status", "--porcelain") == ""

@@ -1,0 +1,177 @@
+"""Bisection: which commit of a range made a training slower, larger or worse, found by short trainings of some of them."""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from workbench.core import units
+from workbench.core.codec import JsonDataclass
+from workbench.core.display import table as display
+from workbench.core.statistics import Interval
+from workbench.diagnosis.analysis.owner_search import MINE, MOST, Decision, Rerun, effect, effects
+from workbench.diagnosis.analysis.what_changed import BRIEF_BYTES, QUANTITIES, USUAL
+
+KINDS: Mapping[str, str] = {
+    "commit": "one commit, or one of several that do not run, brings it",
+    "nothing": "the bad commit is no worse than the good one",
+    "cannot run": "the good or the bad commit does not run",
+    "unclear": "the trainings vary too much to say",
+}
+"""Kind of verdict → what it means."""
+NO_CHANGE = 0.01
+"""An effect whose interval lies within this is none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Commit(JsonDataclass):
+    """A commit of the range."""
+
+    id: str
+    """Its full id."""
+    subject: str
+    """Its short id and the first line of its message; empty = it was not tried."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bisection(display.Shown, JsonDataclass):
+    """A range of commits, the trainings of some of them, and the first bad one."""
+
+    of: str
+    """"time", "memory" or "loss"."""
+    good: Commit
+    """The commit that all others are compared with."""
+    commits: tuple[Commit, ...]
+    """Those after it, oldest first; the last is the bad one."""
+    reruns: tuple[Rerun, ...]
+    """The trainings, in order; `changes` has the id of the commit, and is empty for the good one."""
+    kind: str
+    """A key of `KINDS`."""
+    first_bad: tuple[str, ...] = ()
+    """The id of the first bad commit; of several, where those before it do not run."""
+    why: str = ""
+    """What stands in the way of a verdict, in words."""
+    steps: int = 0
+    """Steps of each training."""
+    seconds: float = 0.0
+    """How long the trainings took."""
+    notes: tuple[str, ...] = ()
+    """What the reader should know."""
+
+    def ratio(self, commit: str) -> Interval | None:
+        """What a commit gives over what the good one gives; None = not measured."""
+        seen = effect(self.reruns, (commit,), USUAL[self.of])
+        return seen and seen.of(math.exp)
+
+    @property
+    def _tried(self) -> list[Commit]:
+        names = {name for rerun in self.reruns for name in rerun.changes}
+        return [commit for commit in self.commits if commit.id in names]
+
+    @property
+    def verdict(self) -> str:
+        """The answer in words, with what to do."""
+        what, more, less = QUANTITIES[self.of]
+        whole = self.ratio(self.commits[-1].id)
+        if self.kind == "commit":
+            assert whole
+            said = f"The {what} became {units.percent(abs(whole.mid - 1))} {more if whole.mid > 1 else less}"
+            named = [commit.subject or commit.id[:10] for commit in self.commits if commit.id in self.first_bad]
+            if len(named) > 1:
+                return f"{said} with one of {len(named)} commits, of which only the last runs: {'; '.join(named)}."
+            place = [commit.id for commit in self.commits].index(self.first_bad[0])
+            before = self.ratio(self.commits[place - 1].id) if place else Interval(low=1, mid=1, high=1)
+            here = self.ratio(self.first_bad[0])
+            step = f": {units.times(before.mid)} of the good one before it, {units.times(here.mid)} with it" if before and here else ""
+            return f"{said} with {named[0]}{step}."
+        if self.kind == "nothing":
+            ends = f" ({whole.low:.3g} to {whole.high:.3g} of the good one)" if whole else ""
+            return f"Nothing to find: the {what} of the bad commit is that of the good one{ends}; if it once was not, it was the machine."
+        return f"No commit is named: {self.why}."
+
+    @property
+    def table(self) -> display.Table:
+        """A row per commit that was tried, oldest first, and the verdict."""
+        rows = [(self.good.subject, str(sum(not rerun.changes for rerun in self.reruns)), "1×", "good")]
+        counts = effects(self.reruns)
+        whole = self.ratio(self.commits[-1].id)
+        for commit in self._tried:
+            seen = self.ratio(commit.id)
+            error = next((rerun.error for rerun in self.reruns if rerun.error and rerun.changes == (commit.id,)), "")
+            word = f"does not run: {error}" if error else "first bad" if commit.id in self.first_bad else ""
+            if not word and seen and whole:
+                word = "bad" if abs(math.log(seen.mid)) > MINE * abs(math.log(whole.mid)) else "good"
+            ratio = f"{units.times(seen.mid)} ({seen.low:.3g} to {seen.high:.3g})" if seen else units.MISSING
+            rows.append((commit.subject, str(len(counts.get((commit.id,), ()))), ratio, word))
+        last = f"{len(self.reruns)} trainings of {self.steps} steps in {units.seconds(self.seconds)}, {len(self.commits)} commits"
+        return display.Table(
+            columns=("commit", "trainings", f"{QUANTITIES[self.of][0]} beside the good one", ""),
+            rows=rows,
+            title="Which commit it was",
+            note="\n".join([self.verdict, last, *self.notes]),
+        )
+
+    def to_frame(self) -> Any:
+        """A DataFrame with one row per training: the commit and what it gave."""
+        rows = [{"commit": (rerun.changes or (self.good.id,))[0], "value": rerun.value, "error": rerun.error} for rerun in self.reruns]
+        return display.frame(rows, columns=["commit", "value", "error"])
+
+    plot = display.plot_method("bisection")
+
+    def brief(self) -> dict[str, Any]:
+        """The answer for a program or an agent, as plain JSON values that take at most `what_changed.BRIEF_BYTES` as text."""
+        tried = []
+        for commit in self._tried:
+            seen = self.ratio(commit.id)
+            tried.append([commit.subject[:60], [round(end, 4) for end in (seen.low, seen.mid, seen.high)] if seen else None])
+        value: dict[str, Any] = {"verdict": self.verdict[:400], "kind": self.kind, "of": self.of, "first_bad": [*self.first_bad[:8]]}
+        value |= {"commits": len(self.commits), "trainings": len(self.reruns), "tried": tried, "notes": [note[:120] for note in self.notes]}
+        while len(json.dumps(value, ensure_ascii=False).encode()) > BRIEF_BYTES and tried:
+            tried.pop(0)
+            value["left_out"] = value.get("left_out", 0) + 1
+        return value
+
+    def __repr__(self) -> str:
+        return f"Bisection(of={self.of!r}, kind={self.kind!r}, first_bad={tuple(commit[:10] for commit in self.first_bad)!r})"
+
+
+def decide(reruns: Sequence[Rerun], commits: Sequence[str], usual: float) -> Decision:
+    """Which commit to train next, always beside the good one, or which is the first bad one.
+
+    Args:
+        reruns: the trainings so far, in order.
+        commits: ids of those after the good one, oldest first; the last is bad.
+        usual: standard deviation of the ratio of two equal trainings, as known beforehand.
+
+    Returns:
+        A decision of kind "measure", "owner" (the first bad commit, or those among which it is), "nothing", "cannot run" or "unclear".
+    """
+    failed = {rerun.changes: rerun.error for rerun in reruns if rerun.error}
+    counts = {changes: len(values) for changes, values in effects(reruns).items()}
+    bad = (commits[-1],)
+    for changes, name in (((), "good"), (bad, "bad")):
+        if changes in failed:
+            return Decision(kind="cannot run", why=f"the {name} commit does not run: {failed[changes]}")
+    whole = effect(reruns, bad, usual)
+    if whole is None or whole.low <= 0 <= whole.high:
+        if whole and whole.low > -NO_CHANGE and whole.high < NO_CHANGE:
+            return Decision(kind="nothing")
+        if counts.get(bad, 0) >= MOST:
+            return Decision(kind="nothing")
+        return Decision(kind="measure", measure=(bad,))
+    sign, limit = math.copysign(1.0, whole.mid), MINE * abs(whole.mid)
+    low, high = -1, len(commits) - 1
+    while trained := [place for place in range(low + 1, high) if (commits[place],) not in failed]:
+        middle = min(trained, key=lambda place: abs(2 * place - low - high))
+        seen = effect(reruns, (commits[middle],), usual)
+        ends = sorted((sign * seen.low, sign * seen.high)) if seen else [-math.inf, math.inf]
+        if ends[0] > limit:
+            high = middle
+        elif ends[1] < limit:
+            low = middle
+        elif counts.get((commits[middle],), 0) >= MOST:
+            return Decision(kind="unclear", why=f"{MOST} trainings of {commits[middle][:10]} lie between good and bad")
+        else:
+            return Decision(kind="measure", measure=((commits[middle],),))
+    return Decision(kind="owner", owner=tuple(commits[low + 1 : high + 1]))

@@ -1,0 +1,203 @@
+"""Decides which trainings to run next to find the difference between two runs that owns a regression, and when that is clear.
+
+The trainings are short ones of run A with some differences of run B: `Rerun.changes` names them, none = run A as it was. They run in the
+order A, changed, A, changed, …, A, and each changed one is compared with the A's around it, so that a machine which becomes slower in the
+meantime is not taken for a change. Nothing is kept between two decisions: each follows from the trainings so far.
+"""
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from workbench.core.codec import JsonDataclass
+from workbench.core.statistics import SPREAD_DEGREES, Interval, Spread, repeated_interval
+
+Changes = tuple[str, ...]
+"""Names of differences, in the order in which they are listed."""
+MOST = 12
+"""Trainings of one set of differences, at most. Chosen: with the usual spread of 3 % the interval is then ± 3 %, and more of them gain
+little."""
+SINGLY = 4
+"""Up to so many differences are tried one by one; of more, halves are."""
+REPRODUCED = 0.25
+"""Part of the recorded regression that the differences must bring again before its owner is looked for."""
+MINE = 0.5
+"""Part of a set's effect from which on a part of the set is said to bring it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rerun(JsonDataclass):
+    """A short training of run A with some differences of run B."""
+
+    changes: Changes
+    """The differences; empty = run A as it was."""
+    value: float
+    """What was measured: seconds, bytes or loss; nan = it failed."""
+    error: str = ""
+    """Why it failed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """What follows from the trainings so far."""
+
+    kind: str
+    """A key of `what_changed.KINDS`, or "measure"."""
+    owner: Changes = ()
+    """The differences that bring the regression, of kind "owner"."""
+    together: bool = False
+    """Do they bring it only together?"""
+    measure: tuple[Changes, ...] = ()
+    """What to run next, of kind "measure"; run A comes after it."""
+    why: str = ""
+    """What stands in the way, in words."""
+
+
+def effects(reruns: Sequence[Rerun]) -> dict[Changes, list[float]]:
+    """Set of differences → log ratio of each of its trainings to the A's before and after it, interpolated by their places."""
+    base = [(place, math.log(rerun.value)) for place, rerun in enumerate(reruns) if not rerun.changes and rerun.value > 0]
+    found: dict[Changes, list[float]] = {}
+    for place, rerun in enumerate(reruns):
+        if not rerun.changes or not rerun.value > 0 or not base:
+            continue
+        before = max((at for at in base if at[0] < place), default=None)
+        after = min((at for at in base if at[0] > place), default=None)
+        if before and after:
+            part = (place - before[0]) / (after[0] - before[0])
+            level = before[1] + part * (after[1] - before[1])
+        else:
+            level = (before or after or base[0])[1]
+        found.setdefault(rerun.changes, []).append(math.log(rerun.value) - level)
+    return found
+
+
+def effect(reruns: Sequence[Rerun], changes: Changes, usual: float) -> Interval | None:
+    """The log ratio that some differences bring, with its interval; None = not measured.
+
+    Args:
+        reruns: all trainings so far; the spread of the other sets counts as well.
+        changes: the differences.
+        usual: standard deviation of such ratios, as known beforehand.
+    """
+    each = effects(reruns)
+    if changes not in each:
+        return None
+    spread = Spread(usual**2, SPREAD_DEGREES)
+    for other, values in each.items():
+        if other != changes:
+            spread = spread.with_values(values)
+    return repeated_interval(each[changes], spread=spread)
+
+
+def level(reruns: Sequence[Rerun], usual: float) -> Interval | None:
+    """The log of what run A gives today, with its interval; None = not measured."""
+    values = [math.log(rerun.value) for rerun in reruns if not rerun.changes and rerun.value > 0]
+    return repeated_interval(values, spread=Spread(usual**2, SPREAD_DEGREES)) if values else None
+
+
+def decide(reruns: Sequence[Rerun], differences: Sequence[str], recorded: tuple[float, float], usual: float) -> Decision:
+    """What to run next, or what is to blame.
+
+    Args:
+        reruns: the trainings so far, in order.
+        differences: those that can be put into run A one by one, the most suspect first.
+        recorded: what runs A and B gave.
+        usual: standard deviation of the ratio of two equal trainings, as known beforehand.
+    """
+    whole, regression = tuple(differences), math.log(recorded[1] / recorded[0])
+    failed = {rerun.changes: rerun.error for rerun in reruns if rerun.error}
+    if () in failed:
+        return Decision(kind="cannot run", why=f"run A does not run today: {failed[()]}")
+    if not whole:
+        return _machine(reruns, recorded, usual)
+    if whole in failed:
+        return Decision(kind="cannot run", why=f"run B does not run today: {failed[whole]}")
+    seen = effect(reruns, whole, usual)
+    if seen is None:
+        return Decision(kind="measure", measure=(whole,))
+    sign = math.copysign(1.0, regression)
+    low, _, high = _along(seen, sign)
+    if low > REPRODUCED * abs(regression):
+        return _owner(reruns, whole, sign, usual, failed)
+    if high < MINE * abs(regression):
+        return _machine(reruns, recorded, usual)
+    if (count := len(effects(reruns)[whole])) >= MOST:
+        return Decision(kind="unclear", why=f"{count} trainings of each vary too much")
+    return Decision(kind="measure", measure=(whole,))
+
+
+def _along(seen: Interval, sign: float) -> tuple[float, float, float]:
+    """An effect in the direction of the regression: low, mid, high."""
+    return (seen.low, seen.mid, seen.high) if sign > 0 else (-seen.high, -seen.mid, -seen.low)
+
+
+def _machine(reruns: Sequence[Rerun], recorded: tuple[float, float], usual: float) -> Decision:
+    """Is run A today as run B was ("still"), or as it was itself ("over")?"""
+    now = level(reruns, usual)
+    if now is None:
+        return Decision(kind="measure", measure=((),))
+    middle, up = (math.log(recorded[0]) + math.log(recorded[1])) / 2, recorded[1] > recorded[0]
+    if now.low > middle:
+        return Decision(kind="still" if up else "over")
+    if now.high < middle:
+        return Decision(kind="over" if up else "still")
+    if (count := sum(not rerun.changes for rerun in reruns)) >= MOST:
+        return Decision(kind="unclear", why=f"{count} trainings of run A lie between what the two runs gave")
+    return Decision(kind="measure", measure=((),))
+
+
+def _owner(reruns: Sequence[Rerun], whole: Changes, sign: float, usual: float, failed: Mapping[Changes, str]) -> Decision:
+    """The parts of a set that bring its effect."""
+    if len(whole) == 1:
+        return Decision(kind="owner", owner=whole)
+    total = effect(reruns, whole, usual)
+    assert total is not None
+    limit = MINE * sign * total.mid
+    half = len(whole) // 2
+    parts = [(name,) for name in whole] if len(whole) <= SINGLY else [whole[:half], whole[half:]]
+    counts = {part: len(values) for part, values in effects(reruns).items()}
+    most, some, undecided, taken = [], [], [], 0.0
+    for part in parts:
+        if part in failed:
+            continue
+        seen = effect(reruns, part, usual)
+        low, _, high = _along(seen, sign) if seen else (-math.inf, 0.0, math.inf)
+        if low > limit:
+            most.append(part)
+            taken += high
+        elif high >= limit and counts.get(part, 0) < MOST:
+            undecided.append(part)
+        elif low > 0:
+            some.append(part)
+    rest = taken < (1 - REPRODUCED) * sign * total.mid
+    if undecided and (rest or not most):
+        return Decision(kind="measure", measure=tuple(undecided))
+    if most or some:
+        return _each(reruns, most or some, sign, usual, failed)
+    if left := tuple(name for part in parts if part in failed for name in part):
+        return Decision(kind="owner", owner=left, why="by elimination: alone it does not run")
+    return Decision(kind="owner", owner=whole, together=True)
+
+
+def _each(reruns: Sequence[Rerun], parts: Sequence[Changes], sign: float, usual: float, failed: Mapping[Changes, str]) -> Decision:
+    """The owners in the parts of a set that have some."""
+    decisions = [_owner(reruns, part, sign, usual, failed) for part in parts]
+    if wanted := tuple(changes for decision in decisions if decision.kind == "measure" for changes in decision.measure):
+        return Decision(kind="measure", measure=wanted)
+    if len(decisions) == 1:
+        return decisions[0]
+    return Decision(kind="owner", owner=tuple(name for decision in decisions for name in decision.owner))
+
+
+def recorded_change(values: tuple[Sequence[float], Sequence[float]]) -> Interval:
+    """The log ratio of B's to A's recorded values, with Welch's interval over blocks of steps, which follow one another.
+
+    Args:
+        values: what each run gave in some blocks of steps, at least one each; those of one step follow each other too closely.
+    """
+    logs = [[math.log(value) for value in each] for each in values]
+    mid = statistics.fmean(logs[1]) - statistics.fmean(logs[0])
+    variance = sum(statistics.variance(each) / len(each) for each in logs if len(each) > 1)
+    half = 2.0 * math.sqrt(variance)
+    return Interval(low=mid - half, mid=mid, high=mid + half)

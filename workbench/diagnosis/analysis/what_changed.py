@@ -1,0 +1,244 @@
+"""WhatChanged: in what two runs differ, and which of it owns that one is slower, needs more memory or learns less than the other."""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from workbench.core import units
+from workbench.core.codec import JsonDataclass
+from workbench.core.display import table as display
+from workbench.core.statistics import USUAL_SPREAD, Interval
+from workbench.diagnosis.analysis.owner_search import Changes, Rerun, effect, level
+
+QUANTITIES: Mapping[str, tuple[str, str, str]] = {
+    "time": ("step", "slower", "faster"),
+    "memory": ("peak memory", "larger", "smaller"),
+    "loss": ("loss", "higher", "lower"),
+}
+"""What two runs are compared for → what it is called, and what more and less of it are called."""
+USUAL: Mapping[str, float] = {"time": USUAL_SPREAD, "memory": 0.003, "loss": 0.003}
+"""Standard deviation of the ratio of two equal trainings, as known beforehand. Chosen: resident memory varies by pages, the loss of
+a seed by the order in which ranks add up. Measured trainings replace it as they come."""
+KINDS: Mapping[str, str] = {
+    "owner": "a difference brings it, also today",
+    "still": "nothing that was put back brings it, and run A is today as run B was",
+    "over": "nothing that was put back brings it, and run A is today as it was",
+    "nothing": "the two runs do not differ by more than their own steps do",
+    "cannot run": "a run cannot be repeated today",
+    "unclear": "the trainings vary too much to say",
+    "not run": "only what was recorded is compared",
+}
+"""Kind of verdict → what it means."""
+BRIEF_BYTES = 2000
+"""The most that the brief takes as text."""
+_WORDS, _ROWS = 120, 12
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunDifference(JsonDataclass):
+    """Something in which two runs differ."""
+
+    section: str
+    """"spec", "code", "variables", "environment", "versions", "git", "data" or "given"."""
+    name: str
+    """What differs: a knob, a variable, a package, …"""
+    a: str
+    """Its value in run A, as text."""
+    b: str
+    """Its value in run B, as text."""
+    change: str = ""
+    """The name under which it is tried; several differences that only go together have one. Empty = it cannot be tried."""
+    why_not: str = ""
+    """Why it cannot be tried."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WhatChanged(display.Shown, JsonDataclass):
+    """Two runs, their differences, and the trainings that show which of these own a regression."""
+
+    of: str
+    """"time", "memory" or "loss"."""
+    runs: tuple[str, str]
+    """Directories of the runs."""
+    recorded: tuple[float, float]
+    """What they gave: seconds of the slowest rank per step, peak bytes of the fullest, or loss."""
+    change: Interval
+    """Log of B's over A's, with the interval that the runs' own steps give."""
+    differences: tuple[RunDifference, ...]
+    """In what they differ, what can be tried first."""
+    reruns: tuple[Rerun, ...] = ()
+    """The trainings that were made, in order."""
+    kind: str = "not run"
+    """A key of `KINDS`."""
+    owner: Changes = ()
+    """What brings the regression, of kind "owner"."""
+    together: bool = False
+    """Do these bring it only together?"""
+    why: str = ""
+    """What stands in the way of a verdict, in words."""
+    brings: tuple[str, ...] = ()
+    """What else differs between the trainings with and without the owner: packages, data, code."""
+    left_over: tuple[str, ...] = ()
+    """What differed between the runs, and does not between the trainings of today, though nobody tried it: it could not be put back."""
+    steps: int = 0
+    """Steps of each training."""
+    per: str = "step"
+    """Of time: what it is counted per, "step", or "sample" where the steps of the two differ in size."""
+    seconds: float = 0.0
+    """How long the trainings took."""
+    notes: tuple[str, ...] = ()
+    """What the reader should know."""
+
+    @property
+    def ratio(self) -> Interval:
+        """What B gave over what A gave, as recorded."""
+        return self.change.of(math.exp)
+
+    @property
+    def today(self) -> Interval | None:
+        """The same of today's trainings, with all differences that can be tried; None = not measured."""
+        return self._ratio(self.changes)
+
+    @property
+    def changes(self) -> Changes:
+        """The names under which differences are tried."""
+        return tuple(dict.fromkeys(each.change for each in self.differences if each.change))
+
+    def _ratio(self, changes: Changes) -> Interval | None:
+        seen = effect(self.reruns, changes, USUAL[self.of])
+        return seen and seen.of(math.exp)
+
+    @property
+    def ratios(self) -> dict[Changes, Interval]:
+        """Set of differences → what run A gives with them over what it gives without, in the order in which they were first tried."""
+        each = dict.fromkeys(rerun.changes for rerun in self.reruns if rerun.changes)
+        return {changes: seen for changes in each if (seen := self._ratio(changes))}
+
+    @property
+    def verdict(self) -> str:
+        """The answer in words, with what to do."""
+        what, more, less = QUANTITIES[self.of]
+        by = abs(self.ratio.mid - 1)
+        said = f"Run B's {what} is {units.percent(by)} {more if self.ratio.mid > 1 else less}"
+        if self.kind == "nothing":
+            return f"Nothing to explain: {said.lower()}, and the steps of the runs themselves vary as much ({_ends(self.ratio)})."
+        today = self._ratio(self.owner) if self.owner else self.today
+        if self.kind == "owner":
+            many = "are" if len(self.owner) > 1 else "is"
+            alone = " together" if self.together else ""
+            seen = f": run A with it is today {_ends(today)} of itself" if today else ""
+            return f"{said}, and {_list(self.owner)} {many} the reason{alone}{seen}.{_because(self.why)}{self._brought}"
+        if self.kind == "still":
+            cause = f"either {_list(self.left_over)}, which could not be put back, or the machine" if self.left_over else "the machine"
+            return f"{said}, and the reason is {cause}: run A is today as run B was ({self._now}){self._alike}."
+        when = "B" if self.ratio.mid > 1 else "A"
+        if self.kind == "over":
+            return (
+                f"{said}, and the reason is the machine, as it was while {when} ran: run A is today as it was "
+                f"itself ({self._now}){self._alike}."
+            )
+        where = {"not run": "what was recorded says no more", "cannot run": self.why, "unclear": f"not yet clear why: {self.why}"}
+        return f"{said}; {where[self.kind]}."
+
+    @property
+    def _brought(self) -> str:
+        return f" With it {'comes' if len(self.brings) == 1 else 'come'} {_list(self.brings)}." if self.brings else ""
+
+    @property
+    def _alike(self) -> str:
+        return f", and with B's {_list(self.changes)} it is {_ends(self.today)} of itself" if self.today and self.changes else ""
+
+    @property
+    def _now(self) -> str:
+        now = level(self.reruns, USUAL[self.of])
+        texts = [self.text(value) for value in (self.recorded if now is None else (math.exp(now.mid), *self.recorded))]
+        return texts[0] if now is None else f"{texts[0]}; then A {texts[1]}, B {texts[2]}"
+
+    def text(self, value: float) -> str:
+        """A value of what is compared, as text."""
+        if math.isnan(value):
+            return units.MISSING
+        return {"time": units.seconds, "memory": units.bytes_}[self.of](value) if self.of != "loss" else f"{value:.4g}"
+
+    @property
+    def table(self) -> display.Table:
+        """A row per difference with what it brings, and the verdict."""
+        found, rows = self.ratios, []
+        for each in self.differences:
+            alone = found.get((each.change,)) if each.change else None
+            among = next((changes for changes in found if each.change in changes), None) if each.change else None
+            if alone:
+                result = f"{_ends(alone)}{' ←' if each.change in self.owner else ''}"
+            elif error := next((rerun.error for rerun in self.reruns if rerun.error and rerun.changes == (each.change,)), ""):
+                result = f"does not run: {error}"
+            elif among:
+                result = f"among {len(among)}: {_ends(found[among])}"
+            else:
+                result = each.why_not or "not tried"
+            rows.append((each.section, each.name, each.a, each.b, result))
+        what = QUANTITIES[self.of][0] + (" per sample" if self.per == "sample" else "")
+        texts = [self.text(value) for value in self.recorded]
+        last = f"{len(self.reruns)} trainings of {self.steps} steps in {units.seconds(self.seconds)}" if self.reruns else ""
+        return display.Table(
+            columns=("section", "what differs", "run A", "run B", f"{what} of A with it"),
+            rows=rows,
+            title=f"What changed: {what} {texts[0]} in A, {texts[1]} in B",
+            note="\n".join(filter(None, [self.verdict, last, *self.notes])),
+        )
+
+    def to_frame(self) -> Any:
+        """A DataFrame with one row per training: what was changed in run A, and what it gave."""
+        return display.frame(
+            [{"changes": ", ".join(rerun.changes) or "run A", "value": rerun.value, "error": rerun.error} for rerun in self.reruns],
+            columns=["changes", "value", "error"],
+        )
+
+    plot = display.plot_method("what_changed")
+
+    def brief(self) -> dict[str, Any]:
+        """The answer for a program or an agent, as plain JSON values that take at most BRIEF_BYTES as text."""
+        found = self.ratios
+        lists: dict[str, list[Any]] = {
+            "tried": [
+                [" + ".join(changes)[:_WORDS], [round(end, 4) for end in (seen.low, seen.mid, seen.high)]]
+                for changes, seen in found.items()
+            ],
+            "differs": [[each.section, each.name[:40], each.a[:30], each.b[:30]] for each in self.differences],
+            "notes": [note[:_WORDS] for note in self.notes],
+        }
+        left_out = 0
+        while True:
+            value = {
+                "verdict": self.verdict[: 4 * _WORDS],
+                "kind": self.kind,
+                "owner": [name[:40] for name in self.owner[:_ROWS]],
+                "of": self.of,
+                "recorded": [float(f"{each:.5g}") for each in self.recorded],
+                **lists,
+                **({"left_out": left_out} if left_out else {}),
+            }
+            longest = max(lists.values(), key=lambda items: len(json.dumps(items)))
+            if len(json.dumps(value, ensure_ascii=False).encode()) <= BRIEF_BYTES or not longest:
+                return value
+            longest.pop()
+            left_out += 1
+
+    def __repr__(self) -> str:
+        return f"WhatChanged(of={self.of!r}, kind={self.kind!r}, owner={self.owner!r})"
+
+
+def _ends(ratio: Interval | None) -> str:
+    """A ratio with its interval: "1.42× (1.37 to 1.47)"."""
+    if ratio is None:
+        return units.MISSING
+    return f"{units.times(ratio.mid)} ({ratio.low:.3g} to {ratio.high:.3g})"
+
+
+def _because(why: str) -> str:
+    return f" ({why})" if why else ""
+
+
+def _list(names: tuple[str, ...]) -> str:
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}" if names else ""

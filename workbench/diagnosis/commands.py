@@ -1,0 +1,56 @@
+"""The commands `what-changed` and `bisect`, and `check --why`, of the command line."""
+
+import argparse
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from workbench.diagnosis.analysis.bisection import Bisection
+from workbench.diagnosis.analysis.what_changed import WhatChanged
+from workbench.diagnosis.regression import bisect, what_changed
+from workbench.runs.budgets import RunCheck
+from workbench.runs.spec import RunSpec
+
+_OF: Mapping[str, str] = {"step": "time", "samples_per_sec": "time", "peak_memory": "memory", "loss": "loss"}
+"""Name of a budget → what two runs are compared for where it is exceeded; the share of a phase is one of time."""
+
+
+def why(given: argparse.Namespace) -> int:
+    """Find what made a run worse than another; returns the exit status: 0 where a reason is named, or there is nothing to explain.
+
+    Raises:
+        ValueError: a run that cannot be read, or has nothing to compare.
+    """
+    result = what_changed(given.run_a, given.run_b, of=given.of, budget_s=given.budget, rerun=not given.recorded)
+    _show(result, given)
+    return 0 if result.kind in ("owner", "still", "over", "nothing", "not run") else 1
+
+
+def first_bad(given: argparse.Namespace, knobs: Mapping[str, Any]) -> int:
+    """Find the commit that made a training worse; returns the exit status: 0 where it is found.
+
+    Raises:
+        ValueError: no such task, knob or commit.
+    """
+    steps = knobs.get("steps")
+    rest = {name: value for name, value in knobs.items() if name != "steps"}
+    spec = RunSpec(task=given.target).replace(**rest)
+    result = bisect(spec, good=given.good, bad=given.bad, of=given.of, steps=steps, budget_s=given.budget)
+    _show(result, given)
+    return 0 if result.kind == "commit" else 1
+
+
+def reason_of(checked: RunCheck, budget_s: float) -> WhatChanged | None:
+    """What made a run exceed its budgets, beside the run that it was held against; None = there is none, or it kept them all.
+
+    Raises:
+        ValueError: the two cannot be compared.
+    """
+    exceeded = next((budget.name for budget in checked.budgets if budget.state == "exceeded"), None)
+    if exceeded is None or checked.against is None:
+        return None
+    return what_changed(checked.against, checked.run, of=_OF.get(exceeded, "time"), budget_s=budget_s)  # type: ignore[arg-type]
+
+
+def _show(result: WhatChanged | Bisection, given: argparse.Namespace) -> None:
+    print(json.dumps(result.brief(), ensure_ascii=False) if given.json else result, flush=True)

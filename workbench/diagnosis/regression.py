@@ -1,0 +1,277 @@
+"""`what_changed` and `bisect`: which difference between two runs, or which commit, made a training slower, larger or worse."""
+
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+from workbench.core.checks import choice
+from workbench.core.progress import INTERRUPTED, Waiting
+from workbench.diagnosis.analysis import bisection
+from workbench.diagnosis.analysis.bisection import Bisection, Commit
+from workbench.diagnosis.analysis.owner_search import Changes, Decision, Rerun, decide, recorded_change
+from workbench.diagnosis.analysis.what_changed import QUANTITIES, USUAL, WhatChanged
+from workbench.diagnosis.api import check_budget
+from workbench.diagnosis.rerun import FEWEST, QUICK, Arm, Code, Measured, RerunError, Reruns, measured, steps_of
+from workbench.diagnosis.swaps import Swaps, brought, lost, swaps_of
+from workbench.runs.launch import worktrees
+from workbench.runs.launch.launch import check
+from workbench.runs.launch.new_run import LaunchError
+from workbench.runs.run import ACTIVE, Run
+from workbench.runs.spec import RunSpec, ScriptSpec, SpecError
+from workbench.runs.target import read_spec
+from workbench.runs.task import TaskError
+
+BUDGET = 600.0
+"""Default of `budget_s` of `what_changed`: some twenty to sixty short launches."""
+LEAST = 0.01
+"""The smallest recorded change that trainings are made for. Chosen: it would take dozens of launches on a quiet machine."""
+Measure = Callable[[Changes], float]
+"""Makes a short training with some differences and says what it gave.
+
+Raises `RerunError` where it does not run.
+"""
+
+
+def what_changed(
+    run_a: Run | str | os.PathLike[str],
+    run_b: Run | str | os.PathLike[str],
+    *,
+    of: Literal["time", "memory", "loss"] = "time",
+    budget_s: float = BUDGET,
+    also: Mapping[str, tuple[Mapping[str, str], Mapping[str, str]]] | None = None,
+    rerun: bool = True,
+    runs_dir: str | os.PathLike[str] | None = None,
+) -> WhatChanged:
+    """Find out why run B is slower than run A, needs more memory, or has another loss: by putting B's differences into A one by one.
+
+    First the two are compared as recorded: spec, code by git, environment variables, Python and packages, data, machine. Then run A is
+    repeated, short, with all of B's differences that can be put back: knobs, variables, the commit (in a folder of its own), the
+    interpreter. If that brings the regression again, they are tried one by one, or in halves where there are many, always beside
+    run A as it was, in turns, until it is clear which brings it. If not, the reason is the machine, or what could not be put back.
+
+    Args:
+        run_a: the run that was good, or its directory.
+        run_b: the run that was not.
+        of: what is compared: the "time" of a step on the slowest rank, the peak "memory" of the fullest, or the "loss".
+        budget_s: seconds that the trainings may take, about. What is known by then, or by Ctrl-C, is returned.
+        also: further differences, by name: the environment variables with which run A had it, and those with which run B had it. So
+            `{"numpy": ({"PYTHONPATH": "/old"}, {"PYTHONPATH": "/new"})}` tries a package in two folders, and the same goes for data.
+        rerun: False = only compare what was recorded.
+        runs_dir: where the trainings' run directories go; None = they are deleted.
+
+    Raises:
+        ValueError: a run still runs or did not record what is compared, one is of a task and the other of a script, or no such `of`.
+    """
+    choice("of", of, QUANTITIES, error=ValueError)
+    check_budget(budget_s)
+    runs = (_ended(run_a), _ended(run_b))
+    also = _checked(also or {})
+    swaps = swaps_of(*runs, also)
+    _check_steps(runs, of)
+    what = measured(runs, of)
+    blocks = tuple(_blocks(run, name, what) for run, name in zip(runs, "AB", strict=True))
+    result: dict[str, Any] = {
+        "of": of,
+        "per": what.per,
+        "steps": what.steps,
+        "runs": tuple(str(run.path) for run in runs),
+        "recorded": tuple(sum(values) / len(values) for values in blocks),
+        "change": recorded_change((blocks[0], blocks[1])),
+        "differences": swaps.differences,
+        "notes": swaps.notes,
+    }
+    change = result["change"]
+    if 0 in change or abs(change.mid) < (LEAST if of == "time" else LEAST / 10):
+        return WhatChanged(**result, kind="nothing")
+    if not rerun:
+        return WhatChanged(**result)
+    try:
+        if isinstance(runs[0].spec, RunSpec) and swaps.base.code == Code(Path.cwd(), Path.cwd()):
+            check(runs[0].spec)
+    except (LaunchError, TaskError) as error:
+        return WhatChanged(**result, kind="cannot run", why=f"run A does not run here: {str(error).splitlines()[0]}")
+    return _experiment(result, swaps, runs, what, budget_s, runs_dir)
+
+
+def _experiment(
+    result: dict[str, Any], swaps: Swaps, runs: tuple[Run, Run], what: Measured, budget_s: float, runs_dir: str | os.PathLike[str] | None
+) -> WhatChanged:
+    of, named, last = result["of"], {change.name: change for change in swaps.changes}, dict[Changes, Run]()
+    with Waiting("what_changed", budget_s) as line, Reruns(what, runs_dir=runs_dir, tick=line.tick) as made:
+
+        def measure(changes: Changes) -> float:
+            line.say(f"run A with {', '.join(changes)}" if changes else "run A as it was")
+            value, last[changes] = made.measure(swaps.base.with_changes([named[name] for name in changes]), " ".join(changes) or "A")
+            return value
+
+        recorded, usual = result["recorded"], USUAL[of]
+        reruns, decision, notes = search(measure, lambda made: decide(made, tuple(named), recorded, usual), left=lambda: line.left)
+        owner, whole = decision.owner, tuple(named)
+        base, changed = last.get(()), last.get(owner or whole)
+        brings = brought(base, changed) if owner and base and changed else ()
+        left_over = lost(runs, [run for run in (base, last.get(whole)) if run]) if decision.kind == "still" else ()
+        seconds = sum(made.seconds)
+    return WhatChanged(
+        **{**result, "notes": (*result["notes"], *notes)},
+        reruns=reruns,
+        kind=decision.kind,
+        owner=owner,
+        together=decision.together,
+        why=decision.why,
+        brings=brings,
+        left_over=left_over,
+        seconds=seconds,
+    )
+
+
+def bisect(
+    target: RunSpec | str,
+    *,
+    good: str,
+    bad: str = "HEAD",
+    of: Literal["time", "memory", "loss"] = "time",
+    steps: int | None = None,
+    budget_s: float = 3 * BUDGET,
+    runs_dir: str | os.PathLike[str] | None = None,
+    **knobs: Any,
+) -> Bisection:
+    """Find the commit that made a training slower, larger or worse, by short trainings of some commits between a good one and a bad one.
+
+    Each commit is in a folder of its own (`git worktree`, deleted at the end), with links to what git does not track, such as data; the
+    user's checkout is not touched. Every training is made beside one of the good commit, in turns, as often as the noise asks for; of n
+    commits log2(n) are tried. Commits that do not run are passed over.
+
+    Args:
+        target: a RunSpec or the name of a task, "train/task.py:build", which each commit has in the same place.
+        good: an older commit without the fault, as git names it.
+        bad: a newer commit with it.
+        of: what is compared: the "time" of a step on the slowest rank, the peak "memory" of the fullest, or the "loss" after `steps`.
+        steps: of each training; None = for time some seconds, else the spec's own.
+        budget_s: seconds that all may take, about. What is known by then, or by Ctrl-C, is returned.
+        runs_dir: where the trainings' run directories go; None = they are deleted.
+        **knobs: fields of the RunSpec to change.
+
+    Raises:
+        ValueError: it is no RunSpec, the folder is in no repository, or the commits are not in one history.
+        SpecError: no such knob.
+    """
+    choice("of", of, QUANTITIES, error=ValueError)
+    check_budget(budget_s)
+    spec, folder = read_spec("bisect", target, because="which is trained at each commit").replace(**knobs), Path.cwd()
+    if worktrees.top_of(folder) is None:
+        raise worktrees.GitError(f"{folder} is in no repository of git: call bisect from within the one whose commits are to be tried")
+    first, commits = worktrees.commit_of(folder, good), worktrees.commits_between(folder, good, bad)
+    if not commits:
+        raise worktrees.GitError(f"good={good!r} and bad={bad!r} are the same commit: expected an older and a newer one")
+    notes: tuple[str, ...] = ()
+    what = Measured(of=of, steps=steps or spec.steps, part=QUICK)
+    with Waiting("bisect", budget_s) as line, Reruns(what, runs_dir=runs_dir, tick=line.tick) as made:
+
+        def measure(changes: Changes) -> float:
+            commit = changes[0] if changes else first
+            line.say(f"commit {commit[:10]}")
+            return made.measure(Arm(spec, Code(folder, folder, commit), {}, None), commit[:10])[0]
+
+        if of == "time" and steps is None:
+            made.measured = replace(what, steps=FEWEST)
+            try:
+                made.measured = replace(what, steps=steps_of(measure(())))
+            except (RerunError, KeyboardInterrupt) as error:
+                notes = (f"the first training of the good commit did not end: {error}",)
+        reruns, decision, more = search(measure, lambda trained: bisection.decide(trained, commits, USUAL[of]), left=lambda: line.left)
+    named = {*decision.owner, first, commits[-1], *(name for rerun in reruns for name in rerun.changes)}
+    named |= {commits[place - 1] for each in decision.owner if (place := commits.index(each))}
+    listed = [Commit(id=each, subject=worktrees.subject_of(folder, each) if each in named else "") for each in (first, *commits)]
+    return Bisection(
+        of=of,
+        good=listed[0],
+        commits=tuple(listed[1:]),
+        reruns=reruns,
+        kind="commit" if decision.kind == "owner" else decision.kind,
+        first_bad=decision.owner,
+        why=decision.why,
+        steps=made.measured.steps,
+        seconds=sum(made.seconds),
+        notes=(*notes, *more),
+    )
+
+
+def search(
+    measure: Measure, decide: Callable[[Sequence[Rerun]], Decision], *, left: Callable[[], float] = lambda: math.inf
+) -> tuple[tuple[Rerun, ...], Decision, tuple[str, ...]]:
+    """Make trainings until it is clear what owns a regression, the budget is spent, or Ctrl-C comes.
+
+    Args:
+        measure: makes one.
+        decide: what follows from those so far: the next ones, or a verdict.
+        left: seconds that are left.
+
+    Returns:
+        The trainings, what follows from them, and notes.
+    """
+    reruns: list[Rerun] = []
+    begun = left()
+    notes: tuple[str, ...] = ()
+    try:
+        while (decision := decide(reruns)).kind == "measure":
+            wanted: list[Changes] = [*decision.measure, ()] if decision.measure != ((),) else [()]
+            wanted = wanted if reruns or wanted == [()] else [(), *wanted]
+            each = (begun - left()) / len(reruns) if reruns and math.isfinite(begun) else 0.0
+            if each * len(wanted) > left() or left() <= 0:
+                notes = (f"the budget ended the search after {len(reruns)} trainings; a larger budget_s goes on",)
+                break
+            for changes in wanted:
+                try:
+                    reruns.append(Rerun(changes=changes, value=measure(changes)))
+                except (RerunError, LaunchError, SpecError, TaskError) as error:
+                    reruns.append(Rerun(changes=changes, value=math.nan, error=str(error).splitlines()[0]))
+                    break
+    except KeyboardInterrupt:
+        notes = (f"{INTERRUPTED} after {len(reruns)} trainings",)
+        decision = decide(reruns)
+    if decision.kind == "measure":
+        decision = Decision(kind="unclear", why=f"{len(reruns)} trainings were too few")
+    return tuple(reruns), decision, notes
+
+
+def _ended(given: Run | str | os.PathLike[str]) -> Run:
+    run = given if isinstance(given, Run) else Run.load(given)
+    if run.state in ACTIVE:
+        raise ValueError(f"what_changed: {run!r} still runs: wait for it, run.wait()")
+    return run
+
+
+def _checked(also: Mapping[str, Any]) -> Mapping[str, tuple[Mapping[str, str], Mapping[str, str]]]:
+    for name, pair in also.items():
+        sides = list(pair) if isinstance(pair, tuple | list) else []
+        if len(sides) != 2 or not all(
+            isinstance(side, Mapping) and all(isinstance(text, str) for both in side.items() for text in both) for side in sides
+        ):
+            raise ValueError(
+                f"also={{{name!r}: {pair!r:.80}}}: expected the environment variables of run A and of run B, such as "
+                f'{{{name!r}: ({{"PYTHONPATH": "/old"}}, {{"PYTHONPATH": "/new"}})}}'
+            )
+    return also
+
+
+def _check_steps(runs: tuple[Run, Run], of: str) -> None:
+    """Raise where a run has no measured step."""
+    for run, name in zip(runs, "AB", strict=True):
+        if of != "loss" and not any(rank.count for rank in run.rank_means):
+            hint = "; a script's steps are measured with watch=True" if isinstance(run.spec, ScriptSpec) else ""
+            raise ValueError(f"what_changed: run {name}, {run!r}, has no measured step ({run.state}){hint}")
+
+
+def _blocks(run: Run, name: str, what: Measured) -> list[float]:
+    values = what.blocks(run)
+    if not all(0 < value < math.inf for value in values):
+        hint = {
+            "loss": "wb.health(run) says since when, and only positive losses can be compared",
+            "memory": "its ranks wrote none",
+            "time": "it has no step",
+        }[what.of]
+        raise ValueError(f"what_changed: run {name}, {run!r}, has no {what.of} to compare: {hint}")
+    return values

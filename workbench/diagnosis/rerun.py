@@ -1,0 +1,300 @@
+"""Runs a short training as a recorded run had it, with some of what another run had: knobs, variables, code, Python; and measures it."""
+
+import contextlib
+import dataclasses
+import itertools
+import math
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+from workbench.runs.budgets import QUANTITIES
+from workbench.runs.entrypoints import spec_entrypoint
+from workbench.runs.launch import environment, worktrees
+from workbench.runs.launch.experiments import wait_for
+from workbench.runs.launch.launch import label
+from workbench.runs.launch.new_run import NewRun, Surroundings
+from workbench.runs.run import Run
+from workbench.runs.spec import RunSpec, ScriptSpec, Spec
+from workbench.timeline.timeline import MAX_WARMUP
+
+MEASURED_S = 3.0
+"""Seconds of steps, beside the warm-up, that a training is to have. Chosen: starting it takes longer anyway."""
+FEWEST, MOST = 10, 300
+"""Steps beside the warm-up."""
+BLOCKS = 8
+"""Parts into which the steps of a recorded run are divided, to see how it varies."""
+QUICK, SHOWN = 0.25, 0.7
+"""The part of the steps that are faster than the value, and how much of the mean's change it has to show. Chosen: on two cores with eleven
+processes that want them the mean of 150 steps varied by 20 % from launch to launch."""
+HALF = 0.5
+"""Part of a recorded difference in memory or loss that a training has to be long enough to show."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Code:
+    """The code of a run."""
+
+    folder: Path
+    """Where it ran."""
+    source: Path
+    """A folder of the repository that it is in."""
+    commit: str | None = None
+    """The commit to take in place of what is in the folder now; None = what is there."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Arm:
+    """What a training is made of."""
+
+    spec: Spec
+    """Its spec."""
+    code: Code
+    """Its code."""
+    variables: Mapping[str, str | None]
+    """Environment variables that differ from those of this process; None = not set."""
+    python: str | None
+    """Its interpreter; None = that of this process."""
+
+    def with_changes(self, changes: Sequence["Change"]) -> "Arm":
+        """With what some changes set; the later ones win."""
+        arm = self
+        for change in changes:
+            arm = dataclasses.replace(
+                arm,
+                spec=arm.spec.replace(**change.knobs) if change.knobs else arm.spec,
+                code=change.code or arm.code,
+                variables={**arm.variables, **change.variables},
+                python=change.python or arm.python,
+            )
+        return arm
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """What is put from one run into another."""
+
+    name: str
+    """For people."""
+    knobs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Of the spec."""
+    variables: Mapping[str, str | None] = dataclasses.field(default_factory=dict)
+    """Environment variables; None = not set."""
+    code: Code | None = None
+    """The code."""
+    python: str | None = None
+    """The interpreter."""
+
+
+class RerunError(ValueError):
+    """A training did not run; the message says why, in a line."""
+
+
+class Reruns:
+    """Makes trainings, one after the other, and keeps the folders of commits that they need until it is left."""
+
+    def __init__(self, measured: "Measured", *, runs_dir: str | os.PathLike[str] | None, tick: Callable[[], object] = int) -> None:
+        """Nothing runs yet.
+
+        Args:
+            measured: what is measured in each training.
+            runs_dir: where run directories go; None = into a folder that goes with the last training.
+            tick: called again and again while one runs.
+        """
+        self.measured = measured
+        self.seconds: list[float] = []
+        """How long each took, its start included."""
+        self._tick, self._given = tick, runs_dir
+        self._stack = contextlib.ExitStack()
+        self._checkouts: dict[tuple[Path, str], worktrees.Checkout] = {}
+
+    def __enter__(self) -> Self:
+        self._runs_dir = self._given or self._stack.enter_context(
+            tempfile.TemporaryDirectory(prefix="workbench-reruns-", ignore_cleanup_errors=True)
+        )
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def measure(self, arm: Arm, name: str) -> tuple[float, Run]:
+        """What a training gives: seconds, bytes or loss; and its run.
+
+        Raises:
+            RerunError: it did not run.
+        """
+        began = time.monotonic()
+        spec, around = self._placed(arm)
+        new = NewRun(self._runs_dir, f"{label(spec)} {name}"[:80], around)
+        run = new.start(spec, spec_entrypoint(spec, new.path), experiment={"kind": "what_changed", "name": name})
+
+        def tick() -> None:
+            self._tick()
+            if isinstance(spec, ScriptSpec) and run.progress[0] >= self.measured.steps:
+                run.stop()
+
+        wait_for(run, tick=tick, check=False)
+        self.seconds.append(time.monotonic() - began)
+        value = self.measured.value(run, self.measured.steps)
+        if not (run.ok or (run.state == "stopped" and isinstance(spec, ScriptSpec))) or not value > 0:
+            why = run.error.message if run.error else f"it {run.state}, and recorded no {self.measured.of}"
+            raise RerunError(why.splitlines()[0][:200] if why else run.state)
+        return value, run
+
+    def _placed(self, arm: Arm) -> tuple[Spec, Surroundings]:
+        """A spec and its surroundings, with paths of the repository in the folder of the commit."""
+        spec, variables = arm.spec, dict(arm.variables)
+        spec = spec.replace(steps=self.measured.steps) if isinstance(spec, RunSpec) else spec
+        folder = arm.code.folder
+        if arm.code.commit is not None:
+            checkout = self._checkout(arm.code.source, arm.code.commit)
+            folder = checkout.path(folder)
+            if isinstance(spec, RunSpec):
+                where, _, function = spec.task.rpartition(":")
+                spec = spec.replace(task=f"{checkout.path(Path(where))}:{function}") if where.endswith(".py") else spec
+            else:
+                spec = spec.replace(script=str(checkout.path(Path(spec.script))))
+            variables["PYTHONPATH"] = checkout.search_path(variables.get("PYTHONPATH", os.environ.get("PYTHONPATH"))) or None
+        return spec, Surroundings(folder=folder, variables=variables, python=arm.python)
+
+    def _checkout(self, folder: Path, commit: str) -> worktrees.Checkout:
+        top = worktrees.top_of(folder)
+        if top is None:
+            raise RerunError(f"{folder} is in no repository of git any more")
+        if (top, commit) not in self._checkouts:
+            try:
+                self._checkouts[top, commit] = self._stack.enter_context(worktrees.checkout(top, commit))
+            except worktrees.GitError as error:
+                raise RerunError(str(error)) from error
+        return self._checkouts[top, commit]
+
+
+def surroundings_of(info: Mapping[str, Any], spec: Spec) -> tuple[Path, dict[str, str | None], str | None]:
+    """The folder, the variables and the interpreter of a run, as its run.json says.
+
+    A variable that runs keep, and that is set now but was not then, is not set.
+    """
+    folder = Path(info.get("cwd") or Path.cwd())
+    kept = info.get("variables")
+    variables: dict[str, str | None] = {}
+    if isinstance(kept, Mapping):
+        source = environment.source_of(spec, folder)
+        variables = {name: None for name in os.environ if environment.is_kept(name, source)}
+        variables |= {str(name): str(value) if value else None for name, value in kept.items()}
+    command = info.get("command")
+    python = command[0] if isinstance(command, list) and command and isinstance(command[0], str) else None
+    return folder, variables, python
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """What is measured in a training."""
+
+    of: str
+    """"time", "memory" or "loss"."""
+    steps: int
+    """Steps of each training."""
+    per: str = "step"
+    """Of time: "step", or "sample" of all ranks."""
+    part: float | None = None
+    """Of time: the part of the steps that are faster than the value; None = it is their mean."""
+
+    def value(self, run: Run, steps: int | None = None) -> float:
+        """Seconds of the slowest rank per step or per sample, peak bytes of the fullest, or the loss; nan = there is none.
+
+        Args:
+            run: that has ended.
+            steps: those that count, from the first; None = all.
+        """
+        if self.of == "loss":
+            losses = [loss for step, loss in _losses(run) if steps is None or step <= steps]
+            return statistics.fmean(losses[-max(1, len(losses) // 10) :]) if losses else math.nan
+        if self.of == "memory":
+            return max((value for _, value in _peaks(run, steps)[-1:]), default=QUANTITIES["peak_memory"].read(run))
+        return self.of_steps(step_times(run), run)
+
+    def of_steps(self, times: Sequence[float], run: Run) -> float:
+        """The value of some steps of a run."""
+        if not times:
+            return math.nan
+        value = statistics.fmean(times) if self.part is None else sorted(times)[int(self.part * (len(times) - 1))]
+        return value / samples_per_step(run) if self.per == "sample" else value
+
+    def blocks(self, run: Run) -> list[float]:
+        """The values of a run in some blocks of steps that follow one another; of memory and loss there is one."""
+        if self.of != "time":
+            return [self.value(run, self.steps)]
+        times = step_times(run)
+        size = max(4, len(times) // BLOCKS)
+        return [self.of_steps(times[i : i + size], run) for i in range(0, len(times) - size + 1, size)] or [self.of_steps(times, run)]
+
+
+def measured(runs: Sequence[Run], of: str) -> Measured:
+    """What to measure to see a regression between two recorded runs again.
+
+    Of time it is the step that a quarter of the steps are faster than, where that shows the regression as well as the mean: other processes
+    disturb it least. Where it does not, such as where some steps stall, it is the mean.
+    """
+    sizes = [samples_per_step(run) for run in runs] if of == "time" else [1.0, 1.0]
+    per = "step" if not all(sizes) or math.isclose(*sizes, rel_tol=0.01) else "sample"
+    mean = Measured(of=of, steps=steps_for(runs, of), per=per)
+    if of != "time" or not all(step_times(run) for run in runs):
+        return mean
+    quick = dataclasses.replace(mean, part=QUICK)
+    apart = [math.log(each.value(runs[1]) / each.value(runs[0])) for each in (mean, quick)]
+    return quick if apart[1] * apart[0] > 0 and abs(apart[1]) > SHOWN * abs(apart[0]) else mean
+
+
+def step_times(run: Run) -> list[float]:
+    """Seconds of each step of the slowest rank, without its warm-up."""
+    slowest = max((timeline for timeline in run.timelines if timeline.count), key=lambda timeline: timeline.mean(), default=None)
+    return [step.seconds for step in slowest.steps[-slowest.count :]] if slowest else []
+
+
+def samples_per_step(run: Run) -> float:
+    """Samples of all ranks in a step; 0 = not known."""
+    means = [rank for rank in run.rank_means if rank.count]
+    return sum(rank.samples_per_sec * rank.mean() for rank in means if rank.samples_per_sec == rank.samples_per_sec)
+
+
+def steps_of(seconds: float) -> int:
+    """Steps of a training that times such steps, its warm-up among them."""
+    wanted = min(MOST, max(FEWEST, math.ceil(MEASURED_S / seconds))) if seconds > 0 else FEWEST
+    return wanted + min(MAX_WARMUP, max(3, wanted // 4))
+
+
+def steps_for(runs: Sequence[Run], of: str) -> int:
+    """Steps of a training that is to show in what two runs differ: some seconds of time, or as many as it took for half the difference."""
+    recorded = min(max(2, run.progress[0]) for run in runs)
+    if of == "time":
+        return steps_of(max(QUANTITIES["step"].read(run) for run in runs))
+    series = [dict(_losses(run) if of == "loss" else _peaks(run, None)) for run in runs]
+    shared = sorted(series[0].keys() & series[1].keys())
+    if not shared or not all(values[shared[-1]] > 0 for values in series):
+        return recorded
+
+    def apart(step: int) -> float:
+        return math.log(max(series[1][step], 1e-30) / max(series[0][step], 1e-30))
+
+    final = apart(shared[-1])
+    enough = next((step for step in shared if apart(step) * final >= HALF * final * final), shared[-1])
+    return min(recorded, max(FEWEST, math.ceil(1.2 * enough)))
+
+
+def _losses(run: Run) -> list[tuple[int, float]]:
+    return [(row["step"], float(row["loss"])) for row in run.metric_rows if row.get("loss") is not None and "lr" in row]
+
+
+def _peaks(run: Run, steps: int | None) -> list[tuple[int, float]]:
+    """Step (from 1) → the largest memory of any rank so far."""
+    peaks: dict[int, float] = {}
+    for timeline in run.timelines:
+        for step in timeline.steps:
+            if step.memory is not None and (steps is None or step.index < steps):
+                peaks[step.index + 1] = max(peaks.get(step.index + 1, 0.0), float(step.memory))
+    numbers = sorted(peaks)
+    return list(zip(numbers, itertools.accumulate((peaks[number] for number in numbers), max), strict=True))

@@ -1,0 +1,197 @@
+"""Lists in what two runs differ, and how each difference is put from one run into a training of the other, where that can be done."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from workbench.core import run_directory, units
+from workbench.diagnosis.analysis.what_changed import RunDifference
+from workbench.diagnosis.rerun import Arm, Change, Code, surroundings_of
+from workbench.runs.compare import differences, provenance
+from workbench.runs.launch import worktrees
+from workbench.runs.run import Run
+from workbench.runs.spec import ScriptSpec, Spec, SpecError
+
+CODE = "code"
+"""The name of the change of all code."""
+OF_RERUNS = ("steps", "watch", "profile", "kind")
+"""Fields of a spec that a short training sets by itself."""
+MAY_BE_LEFT = ("versions", "data", "code", "git")
+"""Sections whose differences a training of today has only if something put them back."""
+_ALSO = "also"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Swaps:
+    """Two runs as trainings of today."""
+
+    base: Arm
+    """Run A."""
+    changes: tuple[Change, ...]
+    """What of run B can be put into it, the most suspect first."""
+    differences: tuple[RunDifference, ...]
+    """All in which the two differ; what can be tried first."""
+    notes: tuple[str, ...]
+    """What the reader should know."""
+
+
+def swaps_of(a: Run, b: Run, also: Mapping[str, tuple[Mapping[str, str], Mapping[str, str]]]) -> Swaps:
+    """The differences of two runs.
+
+    Args:
+        a: the run that is repeated.
+        b: the run whose differences are put into it.
+        also: name of a further difference → the environment variables with which run A and run B have it.
+    """
+    infos = [run_directory.read_json(run.path / run_directory.RUN_JSON) for run in (a, b)]
+    folder, variables, python = surroundings_of(infos[0], a.spec)
+    _, _, other = surroundings_of(infos[1], b.spec)
+    notes: list[str] = []
+    rows: list[RunDifference] = []
+    changes: list[Change] = []
+
+    def add(section: str, name: str, values: tuple[Any, Any], change: Change | None, why_not: str = "") -> None:
+        if change and change.name not in [each.name for each in changes]:
+            changes.append(change)
+        texts = [_text(value) for value in values]
+        named = change.name if change else ""
+        rows.append(RunDifference(section=section, name=name, a=texts[0], b=texts[1], change=named, why_not=why_not))
+
+    for group in knob_groups(a.spec, b.spec):
+        theirs = b.spec.to_json()
+        change = Change(name=", ".join(group), knobs={name: theirs[name] for name in group})
+        for name in group:
+            add("spec", name, (a.spec.to_json()[name], theirs[name]), change)
+    kept = [each for info in infos if isinstance(each := info.get("variables"), Mapping)]
+    if len(kept) == len(infos):
+        for name in sorted({*kept[0], *kept[1]}):
+            then, later = (each.get(name) or None for each in kept)
+            if then != later:
+                add("variables", name, (then, later), Change(name=name, variables={name: later}))
+    else:
+        notes.append("environment variables: a run of an earlier version recorded none, so none is tried")
+    for name, pair in also.items():
+        variables |= dict(pair[0])
+        add("given", name, (_pairs(pair[0]), _pairs(pair[1])), Change(name=name, variables=dict(pair[1])))
+    if python and other and python != other:
+        there = Path(other).exists() and Path(python).exists()
+        add("environment", "python", (python, other), Change(name="python", python=other) if there else None, "" if there else "it is gone")
+    code, of_code, why_not = _code(a, b, infos)
+    if not of_code and why_not:
+        notes.append(f"code: {why_not}")
+    for section, name, values in differences((a, b)):
+        if section in ("git", CODE):
+            if name != "branch":
+                add(section, name, (values[0], values[1]), of_code, why_not)
+        elif section in ("versions", "data", "environment"):
+            add(section, name, (values[0], values[1]), None, "cannot be put back alone")
+    rows += _load(infos)
+    tried = [each for each in rows if each.change]
+    return Swaps(
+        base=Arm(a.spec, code or Code(folder, folder), variables, python if python and Path(python).exists() else None),
+        changes=tuple(changes),
+        differences=(*tried, *(each for each in rows if not each.change)),
+        notes=tuple(notes),
+    )
+
+
+def knob_groups(a: Spec, b: Spec) -> list[list[str]]:
+    """The knobs in which two specs differ; those that only go together are in one group.
+
+    Raises:
+        ValueError: one is of a task, the other of a script.
+    """
+    if type(a) is not type(b):
+        raise ValueError("a task beside a script: they are no two runs of one training; compare two runs of the same kind")
+    mine, theirs = a.to_json(), b.to_json()
+    groups = [[name] for name in mine if name not in OF_RERUNS and mine[name] != theirs[name]]
+
+    def valid(names: Sequence[str]) -> bool:
+        try:
+            a.replace(**{name: theirs[name] for name in names})
+        except SpecError:
+            return False
+        return True
+
+    while (odd := next((group for group in groups if not valid(group)), None)) and len(groups) > 1:
+        others = [group for group in groups if group is not odd]
+        with_odd = next((group for group in others if valid([*odd, *group])), others[0])
+        groups = [[*odd, *with_odd] if group is odd else group for group in groups if group is not with_odd]
+    return groups
+
+
+def _code(a: Run, b: Run, infos: Sequence[Mapping[str, Any]]) -> tuple[Code | None, Change | None, str]:
+    """The code of run A, the change to that of run B, and why there is none where the two differ."""
+    sides, whys, states = [], [], []
+    for run, info in zip((a, b), infos, strict=True):
+        state = provenance(run)["git"]
+        code, why = _code_of(run, info, state)
+        sides.append(code)
+        whys.append(why)
+        states.append({name: state.get(name) for name in ("commit", "dirty", "changes")})
+    alike = states[0] == states[1] and infos[0].get("cwd") == infos[1].get("cwd")
+    if alike and (states[0]["commit"] or not any(section == CODE for section, _, _ in differences((a, b)))):
+        return sides[0], None, ""
+    if sides[0] and sides[1] and sides[0] != sides[1]:
+        return sides[0], Change(name=CODE, code=sides[1]), ""
+    if sides[0] == sides[1]:
+        return sides[0], None, "no git was there when they ran, and the folder has one of the two versions at most"
+    return sides[0] or sides[1], None, f"that of run {'A' if sides[0] is None else 'B'} cannot be had: {whys[0] or whys[1]}"
+
+
+def _code_of(run: Run, info: Mapping[str, Any], state: Mapping[str, Any]) -> tuple[Code | None, str]:
+    """The code that a run had, or why it cannot be had."""
+    folder = Path(info.get("cwd") or ".")
+    source = Path(run.spec.script).parent if isinstance(run.spec, ScriptSpec) else folder
+    if not folder.is_dir():
+        return None, f"its folder {folder} is gone"
+    commit = state.get("commit")
+    if not commit or worktrees.is_as_recorded(source, dict(state)):
+        return Code(folder, source), ""
+    if state.get("dirty"):
+        return None, "it had changes that were not committed"
+    try:
+        return Code(folder, source, worktrees.commit_of(source, str(commit))), ""
+    except worktrees.GitError as error:
+        return None, str(error)
+
+
+def _load(infos: Sequence[Mapping[str, Any]]) -> list[RunDifference]:
+    """How busy the machine was when each began, and its clock, where they differ much."""
+    states = [dict(info["machine"]) if isinstance(info.get("machine"), Mapping) else {} for info in infos]
+    rows = []
+    for name, word, least in (("load", "processes that want a core", 0.5), ("MHz", "clock of the cores in MHz", 200)):
+        values = [state.get(name) for state in states]
+        if all(isinstance(value, int | float) for value in values) and abs(values[1] - values[0]) >= least:  # type: ignore[operator]
+            rows.append(RunDifference(section="environment", name=word, a=f"{values[0]:g}", b=f"{values[1]:g}", why_not="the machine"))
+    return rows
+
+
+def lost(recorded: tuple[Run, Run], today: Sequence[Run]) -> tuple[str, ...]:
+    """What differed between two runs, and does not between their trainings of today; with one training all that differed."""
+    then = {(section, name): values for section, name, values in differences(recorded) if section in MAY_BE_LEFT}
+    now = {(section, name) for section, name, _ in differences(today)} if len(today) > 1 else set()
+    return tuple(
+        _arrow(section, name, values) for (section, name), values in then.items() if (section, name) not in now and name != "branch"
+    )
+
+
+def brought(without: Run, with_it: Run) -> tuple[str, ...]:
+    """In what a training with a change differs from one without, beside the change: packages, data, code."""
+    return tuple(_arrow(section, name, values) for section, name, values in differences((without, with_it)) if section in MAY_BE_LEFT[:3])
+
+
+def _arrow(section: str, name: str, values: Sequence[Any]) -> str:
+    where = {"versions": "", "git": "git ", CODE: "the code of ", "data": "the data's "}[section]
+    return f"{where}{name} ({_text(values[0])} → {_text(values[1])})"
+
+
+def _pairs(variables: Mapping[str, str]) -> str:
+    return " ".join(f"{name}={value}" for name, value in variables.items())
+
+
+def _text(value: Any) -> str:
+    if value is None or value == "":
+        return units.MISSING
+    return value[:60] if isinstance(value, str) else run_directory.short(value)
