@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from tests.played_steps import Clock
-from workbench.core.system_load import Noise
+from workbench.core.system_load import Noise, RunQueueDelay
 from workbench.diagnosis.measure.trials import (
     FEW_PAIRS,
+    MAX_CORE_WAIT,
     MAX_PAIRS,
     MAX_REMEDY_PAIRS,
     Trials,
@@ -29,7 +30,10 @@ from workbench.harness.tf32 import set_tf32, uses_tf32
 
 
 @pytest.fixture
-def clock() -> Clock:
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """A clock of a machine on which nobody takes a core."""
+    monkeypatch.setattr(BlockTimer, "knows_delays", True)
+    monkeypatch.setattr(RunQueueDelay, "read", lambda _: 0.0)
     return Clock()
 
 
@@ -84,10 +88,43 @@ def test_a_slow_drift_does_no_harm(clock: Clock) -> None:
     assert trials.results()["no_optimizer"].saved.mid == pytest.approx(0.5, abs=0.01)
 
 
-def test_a_hopeless_arm_is_not_asked_a_third_time(clock: Clock) -> None:
+def test_a_hopeless_arm_is_not_asked_a_second_time(clock: Clock) -> None:
     trials, bench = tried(clock, 0.01, {"threads=2": lambda: 0.9}, budget=1000)
-    assert len(trials.results()["threads=2"].pairs) == 2
+    assert len(trials.results()["threads=2"].pairs) == 1
     assert all(len(block.laps[0].calls) == 1 for block in bench.timings.blocks["threads=2"])  # nor for long
+    assert clock.now < 3.1  # two steps to warm up, and one
+
+
+@pytest.mark.parametrize(("seconds", "pairs"), [(0.005, 1), (0.0095, 2), (0.010, 2), (0.02, 1)])
+def test_one_pair_tells_a_gain_beyond_doubt(clock: Clock, seconds: float, pairs: int) -> None:
+    """Or that there is none; where it may be small, a second one is needed."""
+    trials, _ = tried(clock, 0.01, {"no_optimizer": lambda: 0.01, "threads=2": lambda: seconds}, budget=1000)
+    assert {name: len(arm.pairs) for name, arm in trials.results().items()} == {"no_optimizer": 2, "threads=2": pairs}
+
+
+@pytest.mark.parametrize(("known", "waited"), [(False, 0.0), (True, 0.01)])
+def test_one_pair_tells_nothing_where_the_thread_may_have_waited_for_a_core(
+    clock: Clock, known: bool, waited: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(BlockTimer, "knows_delays", known)
+    monkeypatch.setattr(RunQueueDelay, "read", lambda _: waited * clock.now)
+    trials, _ = tried(clock, 0.01, {"threads=2": lambda: 0.005, "precision=amp_bf16": lambda: 0.05}, budget=1000)
+    assert {len(arm.pairs) for arm in trials.results().values()} == {1 if waited < MAX_CORE_WAIT and known else 2}
+
+
+def test_another_implementation_is_not_tried_where_the_better_one_can_be(clock: Clock) -> None:
+    def run(fused: Callable[[Any], Any]) -> set[str]:
+        with BlockTimer(lambda _: setattr(clock, "now", clock.now + 0.01), Peers(), torch.device("cpu"), clock=clock) as bench:
+            replay = CachedBatches()
+            replay.hold([torch.zeros(2)] * 3)
+            bench.run("cached", replay.give(4), 4)
+            trials = Trials(bench, replay, lambda: None, full=0.01)
+            first = Variant(name="optimizer=fused", wrap=lambda step: fused)
+            trials.run([first, Variant(name="optimizer=foreach", instead_of="optimizer=fused")], 1000)
+        return set(trials.results())
+
+    assert run(lambda _: setattr(clock, "now", clock.now + 0.009)) == {"optimizer=fused"}
+    assert run(full_device) == {"optimizer=foreach"}
 
 
 def test_noise_makes_more_pairs(clock: Clock) -> None:

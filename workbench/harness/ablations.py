@@ -45,6 +45,8 @@ class Variant:
     samples: float = 1.0
     """Samples per step, relative to before."""
     note: str | None = None
+    instead_of: str = ""
+    """The variant whose place it takes: it is not tried where that one can be."""
 
 
 @contextlib.contextmanager

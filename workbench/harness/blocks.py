@@ -164,6 +164,11 @@ class BlockTimer:
         self.sampler.__exit__(None, None, None)
         self._delay.close()
 
+    @property
+    def knows_delays(self) -> bool:
+        """Is it known how long calls wait for a core?"""
+        return self._delay.known
+
     @contextlib.contextmanager
     def unsampled(self) -> Iterator[None]:
         """Inside, the stack is not sampled."""

@@ -39,8 +39,9 @@ BUDGET_SHARES = {"warm-up": 0.1, "rounds": 0.4, "inside": 0.5, "loading": 0.6, "
 """Until which fraction of the budget each part may go on, at most."""
 LOADING_SECONDS, INSIDE_SECONDS, INSIDE_DEVICE_SECONDS = 3.0, 0.9, 1.2
 """Most that these parts take of a large budget: the loader, and a look inside the step on a CPU and on a device."""
-CHEAP_LOADER, CHEAP_LOADER_SECONDS = 0.08, 1.0
-"""Fraction of the step below which the loader does not matter, and seconds for which it is probed then."""
+CHEAP_LOADER, HIDDEN_LOADER_SECONDS, CHEAP_LOADER_SECONDS = 0.08, 1.0, 0.5
+"""Fraction of the step below which the loader does not matter. Seconds for which it is probed where that is what it adds to the step, and
+where all of its work is no more."""
 BLAMED_LOADER = 0.15
 """Fraction of the step from which on the loader is to blame; see `diagnosis.analysis.verdict.USUAL`."""
 SLOW_STEP = 0.7
@@ -287,8 +288,8 @@ class _Experiment:
     def _probe_loader(self) -> None:
         """What making a batch takes: on rank 0, while the others rest."""
         self._say("the loader by itself")
-        costs = self.sums.arm("cached").saved
-        most = CHEAP_LOADER_SECONDS if costs.high < CHEAP_LOADER else LOADING_SECONDS
+        adds, works = self.sums.arm("cached").saved.mid, 1 - self.sums.arm("loader").saved.high
+        most = LOADING_SECONDS if adds > CHEAP_LOADER else HIDDEN_LOADER_SECONDS if works > CHEAP_LOADER else CHEAP_LOADER_SECONDS
         seconds = min(most, max(1.0, self._until("loading") - self.bench.elapsed))
         if self.peers.rank == 0 and self.feed.exhausted:
             self.loading = Loading(kind="once", alone=self.bench.timings.typical("loader") / self.feed.accumulation)
@@ -411,8 +412,8 @@ def _is_decided(pairs: Sequence[tuple[float, float]], *, least: int = 2) -> bool
     if not least <= len(pairs) < LOOKS:
         return len(pairs) >= LOOKS
     saved, width = saved_by_caching(pairs), saved_by_caching(pairs, looks=1).width
-    if saved.low > BLAMED_LOADER:
-        return width <= CLEAR_INTERVAL
+    if BLAMED_LOADER not in saved and width <= CLEAR_INTERVAL:
+        return True
     return saved.high < MIN_BLAMED_SAVING or (len(pairs) >= FEW_PAIRS and width <= NARROW_INTERVAL)
 
 

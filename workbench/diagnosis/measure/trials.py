@@ -47,11 +47,14 @@ MAX_POOLED = 8
 """Degrees of freedom that the spread of the other variants counts for, beside a variant's own."""
 SETTLING_STEPS = 2
 """Steps after which idle threads sleep."""
+MAX_CORE_WAIT = 0.02
+"""Share of the blocks of a pair in which the thread waited for a core, above which one pair decides nothing: it may be the wait. Chosen
+below what equal blocks differ by. With half, busy machines take a pair more; with twice, a burst of other work may pass for a gain."""
 LONG_STEP = 0.01
 """Seconds: before steps of that length on a CPU one does not count, since it reads more than caches hold; before shorter ones, two."""
 MAX_WARM_UP_SLOWDOWN = 4.0
-"""Steps that warm up so many times slower make shorter blocks, or two threads on a busy core could take a minute. Chosen; it decides how
-long a variant takes."""
+"""A variant whose steps warm up so many times slower takes no more of them, and its blocks have fewer steps, or two threads on a busy core
+could take a minute. Chosen; it decides how long a variant takes."""
 MAX_DOUBLED_BYTES = 2**29
 """Bytes: larger batches are not doubled."""
 MIN_GC_SHARE = 0.02
@@ -110,7 +113,11 @@ def treatments(
         more = [count for count in thread_counts() if count > torch.get_num_threads()]
         treatments += [_with_threads(count) for count in more if not noise.is_crowded(world_size * count)]
     treatments += [
-        Variant(name=f"optimizer={name}", on=partial(ablations.optimizer_implementation, optimizers, name))
+        Variant(
+            name=f"optimizer={name}",
+            on=partial(ablations.optimizer_implementation, optimizers, name),
+            instead_of="" if name == "fused" else "optimizer=fused",  # in the gallery it saves no more, but for noise
+        )
         for name in ("fused", "foreach")
         if (device.type != "cpu" or MAX_OPTIMIZER_COST * optimizer_share >= MIN_SAVING)
         and ablations.has_unused_implementation(optimizers, name)
@@ -242,6 +249,9 @@ class Trials:
             self.rewind()
             since: list[Variant] = []  # the last baseline
             for treatment in [*active] if turn % 2 == 0 else [*reversed(active)]:
+                if treatment.instead_of in self._treatments:
+                    active.remove(treatment)
+                    continue
                 self.begun(treatment.name)
                 if not self._try(treatment):
                     active.remove(treatment)
@@ -289,11 +299,15 @@ class Trials:
 
     def _is_decided(self, name: str, least: int) -> bool:
         """Would more pairs change neither the verdict nor what is recommended?"""
-        if (count := len(self._logarithms(name))) < 2:
+        if not (count := len(self._logarithms(name))):
             return False
         saved, limit = self.saved(name), BLAMED_SAVING.get(name)
+        if count == 1 and not self._had_its_core(name):
+            return False
         if saved.high < (MIN_SAVING if limit is None else MIN_BLAMED_SAVING):
             return True
+        if count == 1:  # a gain beyond doubt, unless a part of the step is to be blamed
+            return self.few < FEW_PAIRS and limit is None and name != "doubled" and saved.low > MIN_SAVING
         if count < self.few:
             return False
         width = self.saved(name, looks=1).width  # how well a value is known is no decision that may be wrong
@@ -302,6 +316,14 @@ class Trials:
         if saved.low > limit or saved.high < max(limit, self.lead):
             return width <= CLEAR_INTERVAL
         return count >= least and width <= NARROW_INTERVAL
+
+    def _had_its_core(self, name: str) -> bool:
+        """Did nobody take the core from the blocks of its only pair, on any rank? False where that is not known."""
+        ((before, after), own) = self._pairs[name][0]
+        cached = self.bench.timings.blocks["cached"]
+        laps = [lap for block in (cached[before], self.bench.timings.blocks[name][own], cached[after]) for lap in block.laps]
+        waits = all(sum(lap.delays) <= MAX_CORE_WAIT * sum(lap.calls) for lap in laps)
+        return all(self.bench.peers.gather(waits and self.bench.knows_delays))
 
     def _pair(self, since: list[Variant], before: int, more: int = 0) -> int:
         """Time the unchanged step again, after some variants: each is compared with the mean of both blocks around them."""
@@ -321,7 +343,8 @@ class Trials:
         bench, step = self.bench, treatment.wrap(self.bench.step)
         change = None if treatment.batch is ablations.unchanged else treatment.batch
         first = treatment.name not in self._treatments
-        warm = max(self.warm, 1) + 1 if first else self.warm
+        least, warm = (min(2, self.warm + 1), max(self.warm, 1) + 1) if first else (self.warm, self.warm)
+        usual = bench.timings.typical("cached")
         if first and bench.peers.world_size > 1:
             # once without a reduction: a rank that fails (out of memory) would leave the others waiting in it
             with self._switched_on(treatment, self.alone) as failed:
@@ -330,19 +353,24 @@ class Trials:
                     return self._cannot(treatment, failures[0])
         with self._switched_on(treatment) as failed:
             batches: list[Any] = []
+            start, taken = bench.clock(), 0
 
             def prepare() -> None:
-                bench.warm(self.replay.give(warm, change), step)
+                nonlocal taken
+                for taken in range(1, warm + 1):
+                    bench.warm(self.replay.give(1, change), step)
+                    slow = bench.clock() - start > MAX_WARM_UP_SLOWDOWN * warm * usual
+                    if slow and taken >= least and bench.peers.world_size == 1:  # ranks have to take equally many
+                        break
                 batches.extend(self.replay.give(self.count, change))
 
-            start = bench.clock()
             failed = failed or self._failure(prepare)
-            warmed = bench.peers.gather((failed, (bench.clock() - start) / warm if warm else 0.0))
+            warmed = bench.peers.gather((failed, (bench.clock() - start) / taken if taken else 0.0))
             if failures := [failed for failed, _ in warmed if failed]:
                 return self._cannot(treatment, failures[0])
             self._treatments[treatment.name] = treatment
-            slower = max(seconds for _, seconds in warmed) / bench.timings.typical("cached")
-            count = self.count if slower < MAX_WARM_UP_SLOWDOWN else max(1, round(self.count * MAX_WARM_UP_SLOWDOWN / slower))
+            slower = max(seconds for _, seconds in warmed) / usual
+            count = self.count if slower < MAX_WARM_UP_SLOWDOWN else max(1, round(self.count / slower))
             try:
                 bench.run(treatment.name, batches[:count], count, step=step)
             except StepFailed as error:
