@@ -100,6 +100,13 @@ momentum = functools.partial(planted, model=linear, loss=squares, optimizer="sgd
 overflow = functools.partial(planted, stretch=20.0, seed=3, model=linear, loss=naive, optimizer="sgd(lr=0.0005)")
 sound = functools.partial(planted)
 
+
+def plain() -> nn.Module:
+    return nn.Sequential(nn.Linear(WIDTH, 16), nn.Tanh(), nn.Linear(16, 2))
+
+
+split = functools.partial(planted, math.nan, model=plain, tensor_parallel={"0": "colwise", "2": "rowwise"})
+
 WARM = {"lr": 3.0, "schedule": "constant", "warmup_steps": 40}
 CASES: dict[str, tuple[dict[str, Any], str]] = {
     "nan_sample": ({}, "data"),
@@ -184,11 +191,48 @@ def test_the_first_bad_step() -> None:
     assert first_bad_step({1: 2.0, 2: 2.2, 3: 1.8, 4: 2.4}) is None
 
 
+def test_a_sharded_run_is_repeated_whole(tmp_path: Path, alone: Ranks) -> None:
+    run = trained(tmp_path / "run", alone, "split", parallel="fsdp", checkpoint_every=5, steps=14)
+    found = wb.replay(run)
+    assert (found.verdict, found.step, found.samples) == ("data", BAD, (samples_of(BAD)[3],)), found
+    assert found.start == "the checkpoint of step 5"
+
+
+def test_after_a_restart_the_ranks_that_were_left_are_repeated(tmp_path: Path, alone: Ranks) -> None:
+    """Launched on two ranks, which shared a step; after step 5 one had it all."""
+    run = trained(tmp_path / "run", alone, "split", steps=14)
+    info = run_directory.read_json(run.path / run_directory.RUN_JSON)
+    layout = {"nproc_per_node": 1, "micro_batch": BATCH}
+    info |= {"layout": layout, "spec": info["spec"] | {"nproc_per_node": 2, "micro_batch": BATCH // 2}}
+    run_directory.write_json(run.path / run_directory.RUN_JSON, info)
+    writer = run_directory.LineWriter(run.path / run_directory.RESTARTS)
+    row = {"number": 1, "of": 1, "lost": [1], "why": "rank 1: was killed", "before": 2, "ranks": 1, "goes_on_from": 5, "seconds": 1.0}
+    writer.write([row])
+    writer.close()
+    found = wb.replay(run.path)
+    assert (found.verdict, found.step, found.samples) == ("data", BAD, (samples_of(BAD)[3],)), found
+    assert "not repeatable" not in str(found)
+    assert "had other samples" not in str(found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("share", [{"parallel": "fsdp", "micro_batch": 4}, {"tensor_parallel": 2}], ids=["fsdp", "tensor parallel"])
+def test_ranks_that_share_a_model_are_repeated_in_one_process(tmp_path: Path, share: dict[str, Any]) -> None:
+    spec = wb.RunSpec(task=f"{__file__}:split", device="cpu", micro_batch=BATCH, nproc_per_node=2, steps=14, checkpoint_every=5)
+    run = wb.launch(spec.replace(**share), runs_dir=tmp_path).wait(check=True)
+    found = wb.replay(run)
+    assert (found.verdict, found.step, found.samples) == ("data", BAD, (samples_of(BAD)[3],)), found
+    before = wb.replay(run, BAD - 4)
+    assert before.verdict == "nothing"
+    assert "not repeatable" not in str(before), before
+    assert "had other samples" not in str(before), before
+
+
 @pytest.mark.slow
 def test_the_batches_of_all_ranks_are_repeated(tmp_path: Path) -> None:
     spec = wb.RunSpec(task=f"{__file__}:label_storm", device="cpu", micro_batch=BATCH // 2, nproc_per_node=2, steps=9, checkpoint_every=4)
     run = wb.launch(spec, runs_dir=tmp_path).wait(check=True)
     found = wb.replay(run, 8)
     assert "not repeatable" not in str(found), found
-    assert "other samples" not in str(found), found
+    assert "had other samples" not in str(found), found
     assert (found.verdict, found.start) == ("nothing", "the checkpoint of step 4"), found

@@ -66,14 +66,15 @@ class Replayer:
             time_left: seconds.
         """
         self.notes: list[str] = []
-        device, self._time_left = choose_device(spec.replace(nproc_per_node=1), 0, 1), time_left
+        device, self._time_left = choose_device(whole(spec).replace(nproc_per_node=1), 0, 1), time_left
         folder = run_dir / run_directory.CHECKPOINTS
         stems = (path.stem.removeprefix("step") for path in folder.glob("step*.pt"))
         steps = sorted(int(stem) for stem in stems if stem.isdecimal())  # the others are ranks' parts of one
         early = [step for step in steps if step < before - BACK] or [step for step in steps if step < before]
         state = checkpoint_file.load(folder / f"step{early[-1]:08d}.pt", device) if early else None
         self.start = f"the checkpoint of step {early[-1]}" if early else "the first step"
-        spec = spec.replace(compile="none")
+        written, split = layout_knobs(spec), spec.tensor_parallel
+        spec = whole(spec)
         if spec.micro_batch == AUTO:
             size = (state or {}).get("micro_batch")
             if not size:
@@ -96,16 +97,16 @@ class Replayer:
             self.done = int(state["step"])
             for loader in loaders[1:]:
                 go_on(loader, state)
-            for number in range(self.world) if state.get("layout") not in (None, layout_knobs(spec)) else ():
+            for number in range(self.world) if state.get("layout") not in (None, written) else ():
                 seed_all(self.trainer.resumed_seed(self.done, number))
-                state["random"][number] = random_state(device)  # as the run went on, whose ranks had other parts of the work
-            self._random = [state["random"].get(rank, known) for rank, known in enumerate(self._random)]
+                state["random"][number * split] = random_state(device)  # as the run went on, whose ranks had other parts of the work
+            self._random = [state["random"].get(rank * split, known) for rank, known in enumerate(self._random)]
         self._samples = [StepSamples(loader, spec.accumulation) for loader in loaders]
         self._streams = [
             micro_batches(loader, spec.accumulation, rank, self.done, self.notes.append, ready=self._restore(number))
             for number, (loader, rank) in enumerate(zip(loaders, ranks, strict=True))
         ]
-        self._rings = [read_ring(run_dir / run_directory.ring_file(rank)) for rank in range(self.world)]
+        self._rings = [read_ring(run_dir / run_directory.ring_file(rank * split)) for rank in range(self.world)]
 
     def _restore(self, rank: int) -> Callable[[], None]:
         return lambda: restore_random_state(self._random[rank], self.trainer.ranks.device)
@@ -215,6 +216,13 @@ class Replayer:
             if double:
                 trainer.module.float()
         return Trial(name=name, loss=_finite(loss), gradient=_finite(norm), others=_finite(after))
+
+
+def whole(spec: RunSpec) -> RunSpec:
+    """The spec of the same training with the whole model in one process, which takes the samples of all data-parallel ranks in turn."""
+    alone = {"parallel": "ddp", "shard_ranks": None, "tensor_parallel": 1, "compile": "none", "nnodes": 1}
+    on_host = {"offload": "none"} if spec.offload == "optimizer" else {}
+    return spec.replace(**alone, **on_host, nproc_per_node=spec.data_ranks)
 
 
 def _verified_part(path: Path, rank: int) -> Path:
