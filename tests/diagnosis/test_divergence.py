@@ -206,5 +206,5 @@ def test_what_cannot_be_compared_is_refused() -> None:
         wb.diverge("text-gpt", net(), batch=X)
     with pytest.raises(ValueError, match="allowed are a RunSpec"):
         wb.diverge(3, 4, batch=X)
-    with pytest.raises(ValueError, match="several ranks"):
-        wb.diverge(wb.RunSpec(task="text-gpt", nproc_per_node=2), "text-gpt")
+    with pytest.raises(ValueError, match="a step of the one has 16 samples, of the other 8"):
+        wb.diverge(wb.RunSpec(task="text-gpt", micro_batch=8, nproc_per_node=2), wb.RunSpec(task="text-gpt", micro_batch=8))

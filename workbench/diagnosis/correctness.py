@@ -14,6 +14,7 @@ from workbench.diagnosis.analysis.divergence import Divergence
 from workbench.diagnosis.analysis.sanity import CHECKS, Check, SanityReport
 from workbench.diagnosis.analysis.step_replay import StepReplay, first_bad_step
 from workbench.diagnosis.api import BUDGET, check_budget
+from workbench.runs.launch.experiments import run_recording
 from workbench.runs.restarts import present_spec
 from workbench.runs.run import Run
 from workbench.runs.spec import RunSpec, ScriptSpec, spec_from_json
@@ -92,13 +93,16 @@ def diverge(
     optimizer: Callable[[Any], Any] | None = None,
     steps: int = 2,
     seed: int = 0,
+    runs_dir: str | os.PathLike[str] | None = None,
 ) -> Divergence:
     """Find where two trainings that should agree differ first, and say whether that is rounding or a bug.
 
     Both take the same steps in this process. Each operator's result is compared, or, where the two do not run the same operators, each
     module's, then gradients and updates by parameter. Then both run in fp64: a difference that is as large there is no rounding.
 
-    * `diverge(spec, spec.replace(channels_last=True))`: two specs that differ in a knob, on one rank.
+    * `diverge(spec, spec.replace(channels_last=True))`: two specs that differ in a knob.
+    * `diverge(spec, spec.replace(parallel="fsdp", nproc_per_node=2, micro_batch=4))`: one process against ranks that share the model. A
+      spec of several ranks is launched; what its ranks compute is put together, and modules, gradients and updates are compared.
     * `diverge(model, torch.compile(model), batch=x)`: two modules, which are called with the batch and restored afterwards. A tuple or a
       dictionary as the batch is spread over the arguments.
     * `diverge((model, x), (other, y))`: each with a batch of its own.
@@ -111,9 +115,11 @@ def diverge(
         optimizer: with modules: takes the parameters and returns an optimizer; None = none, and a single step.
         steps: optimizer steps to compare at most.
         seed: with modules: of the random numbers.
+        runs_dir: where the run directories of specs of several ranks go; None = `runs` in the current folder.
 
     Raises:
-        ValueError: something else was given, or a spec that needs several ranks.
+        ValueError: something else was given, or two specs whose steps have different samples.
+        RunError: a spec of several ranks failed.
     """
     whole_number("steps", steps, least=1, error=ValueError)
     given: list[Any] = [named_task(each) or each for each in (a, b)]
@@ -130,21 +136,30 @@ def diverge(
                 raise ValueError(f"diverge({shown(each)}, …): allowed are a RunSpec, a Task, the name of a task, or a torch.nn.Module")
             if its is None:
                 raise ValueError(f"diverge({shown(each)}, …): a module needs a batch: diverge(a, b, batch=…), or ((a, x), (b, y))")
-    else:
-        for each in given:
-            if isinstance(each, RunSpec) and (each.world_size > 1 or each.parallel != "ddp" or each.tensor_parallel > 1):
-                raise ValueError(
-                    f"diverge compares what one process computes, and {each!r} has several ranks, or shards its model: try "
-                    'spec.replace(nproc_per_node=1, parallel="ddp")'
-                )
+    sizes = [each.global_batch for each in given if isinstance(each, RunSpec)]
+    if len(set(sizes)) > 1:
+        raise ValueError(
+            f"diverge: a step of the one has {sizes[0]} samples, of the other {sizes[1]} (micro_batch × accumulation × ranks that read "
+            "different samples), so they compute different things: change micro_batch in one of them"
+        )
     from workbench.diagnosis.measure import divergence as measure
+    from workbench.diagnosis.measure.divergence_ranks import unpacked
 
     if any(specs):
         trainings = [(RunSpec(task=each.name or "task"), each) if isinstance(each, Task) else (each, resolve(each.task)) for each in given]
 
+        launched: dict[int, Any] = {}
+
         def run(which: int, double: bool) -> Any:
             spec, task = trainings[which]
-            return measure.of_spec(spec, task, steps, double)
+            if spec.world_size == 1 and spec.parallel == "ddp":
+                return measure.of_spec(spec, task, steps, double)
+            if which not in launched:
+                path = run_recording(spec, steps=steps, runs_dir=runs_dir).path
+                launched[which] = run_directory.read_json(path / run_directory.DIVERGENCE)
+            if double and launched[which]["error"]:
+                raise ValueError(launched[which]["error"])
+            return unpacked(launched[which]["double" if double else "plain"])
 
         first, second = (spec.to_json() for spec, _ in trainings)
         changed = [f"{name}={value!r}" for name, value in second.items() if name in first and value != first[name]]

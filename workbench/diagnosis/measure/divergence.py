@@ -55,7 +55,7 @@ def of_spec(spec: RunSpec, task: Task, steps: int, double: bool) -> list[Entry]:
                 recorder.begin(step)
                 taken = [next(batches) for _ in range(spec.accumulation)]
                 taken = [doubled(batch) for batch in taken] if double else taken
-                recorder.value("start", "the batch", _joined(taken))
+                recorder.value("start", "the batch", joined(taken))
                 with recorder.on():
                     total: Any = 0.0
                     for batch in taken:
@@ -144,7 +144,7 @@ def doubled(batch: Any) -> Any:
     return map_tensors(lambda tensor: tensor.double() if tensor.is_floating_point() else tensor, batch)
 
 
-def _joined(batches: Sequence[Any]) -> list[Tensor]:
+def joined(batches: Sequence[Any]) -> list[Tensor]:
     """The tensors of several micro-batches, joined."""
     columns = zip(*(tensors_of(batch) for batch in batches), strict=False)
     return [torch.cat(column) for column in columns if column[0].ndim and len({tensor.shape[1:] for tensor in column}) == 1]
@@ -208,7 +208,7 @@ def compare(names: tuple[str, str], run: Callable[[int, bool], list[Entry]], say
         return dataclasses.replace(result, verdict="rounding", exact=largest_exact, notes=notes)
     verdict = "start" if wrong.phase == "start" else "bug"
     if by == "modules":  # where both run the same operators, they draw the same random numbers
-        drawn = any(entry.random and entry.module == wrong.module and entry.step == wrong.step for entry in exact_first)
+        drawn = any(entry.random and entry.module == wrong.module and entry.step == wrong.step for entry in (*exact_first, *exact_second))
         verdict = "random" if verdict == "bug" and drawn and wrong.phase == "forward" else verdict
         wrong = dataclasses.replace(wrong, operator=_other_operator(exact_first, exact_second, wrong))
     return dataclasses.replace(result, verdict=verdict, first=wrong, exact=largest_exact, by=by, compared=len(exact))
@@ -224,11 +224,10 @@ def _points(first: Sequence[Entry], second: Sequence[Entry]) -> tuple[list[Point
     def signature(entries: Sequence[Entry]) -> list[Any]:
         return [(entry.kind, entry.key, tuple(s.shape for s in entry.sketches)) for entry in entries if entry.kind != "module"]
 
-    aligned = signature(first) == signature(second)
+    aligned = any(entry.kind == "operator" for entry in first) and signature(first) == signature(second)
     if aligned:
         chosen = [entry for entry in first if entry.kind != "module"]
         pairs = list(zip(chosen, (entry for entry in second if entry.kind != "module"), strict=True))
-        aligned = any(entry.kind == "operator" for entry in chosen)
     else:
         others = {(entry.kind, entry.key): entry for entry in second if entry.kind != "operator"}
         pairs = [(entry, others[entry.kind, entry.key]) for entry in first if (entry.kind, entry.key) in others]

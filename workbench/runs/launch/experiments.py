@@ -141,6 +141,13 @@ def run_lr_range(spec: RunSpec, *, options: Mapping[str, Any], runs_dir: str | o
     return run_experiment(spec, f"{label(spec)} find_lr", order, runs_dir, program=entrypoints.LR_RANGE, show=progress)
 
 
+def run_recording(spec: RunSpec, *, steps: int, runs_dir: str | os.PathLike[str] | None = None) -> Run:
+    """Record the first steps of a spec on its ranks, as they are and in fp64; the run directory then holds `divergence.json`."""
+    check(spec)
+    order = {"kind": "diverge", "budget_s": STEP * steps, "steps": steps}
+    return run_experiment(spec, f"{label(spec)} diverge", order, runs_dir, program=entrypoints.DIVERGENCE)
+
+
 def run_experiment(
     spec: RunSpec,
     name: str,

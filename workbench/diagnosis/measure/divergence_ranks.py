@@ -1,0 +1,151 @@
+"""Records what the first steps of a spec compute on several ranks, in the words in which one process records them (`divergence`).
+
+What belongs to samples is put together over the data-parallel ranks, in the order in which one process has the samples; gradients and
+updates are whole tensors, wherever their parts lie. So the recording can be compared with that of one process that has the whole batch.
+"""
+
+import contextlib
+import dataclasses
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from workbench.diagnosis.measure.divergence import default_dtype, doubled, joined, process_settings
+from workbench.diagnosis.measure.operator_recorder import ROOT, Entry, Sketch, sketch
+from workbench.harness.batches import tensors_of
+from workbench.runs.spec import RunSpec
+from workbench.runs.task import Task
+from workbench.train.random_numbers import seed_all
+from workbench.train.ranks import Layout, Ranks
+from workbench.train.sharded_tensors import dtensor_spec, from_local_part, full_tensor, is_dtensor
+from workbench.train.trainer import Trainer, build_model
+
+
+class RanksRecorder:
+    """Records inside `on`. All ranks record the same in the same order, since they communicate; rank 0 keeps it."""
+
+    def __init__(self, model: nn.Module, layout: Layout, *, keep: bool) -> None:
+        """
+        Args:
+            model: whose modules are named.
+            layout: of the ranks.
+            keep: does this rank keep what is recorded?
+        """
+        self.entries: list[Entry] = []
+        self.step, self.samples, self.forward = 0, 0, False
+        self._model, self._readers, self._group, self._keep = model, layout.readers, layout.data, keep
+        self._calls: Counter[str] = Counter()
+
+    def whole(self, tensor: Tensor) -> Tensor:
+        """What all data-parallel ranks have of a tensor of samples, in the order of one process: a sampler deals them out in turn."""
+        if self._readers.world_size == 1:
+            return tensor.detach()
+        parts = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(self._readers.world_size)]
+        dist.all_gather(parts, tensor.detach().contiguous(), group=self._group)
+        return torch.stack(parts, 1).flatten(0, 1)
+
+    def mean(self, value: Tensor) -> Tensor:
+        """The mean of a number over the data-parallel ranks."""
+        total = value.detach().clone()
+        if self._readers.world_size > 1:
+            dist.all_reduce(total, group=self._group)
+        return total / self._readers.world_size
+
+    def add(self, kind: str, key: tuple[Any, ...], phase: str, module: str, tensors: Sequence[Tensor]) -> None:
+        """Keep the sketches of tensors that are whole."""
+        if self._keep and tensors:
+            sketches = tuple(sketch(tensor) for tensor in tensors if tensor.numel() and not tensor.is_complex())
+            self.entries.append(Entry(kind, key, self.step, phase, module, "", sketches))
+
+    def value(self, phase: str, name: str, *tensors: Tensor) -> None:
+        """Keep a value of the training by its name."""
+        self.add("value", (self.step, phase, name), phase, name, tensors)
+
+    @contextlib.contextmanager
+    def on(self) -> Any:
+        """Record what modules give in the forward."""
+        names = {id(part): name.replace("_orig_mod.", "").replace("_orig_mod", "") or ROOT for name, part in self._model.named_modules()}
+
+        def leave(module: nn.Module, args: Any, output: Any) -> None:
+            if not self.forward:  # recomputed in the backward
+                return
+            name = names[id(module)]
+            given = [full_tensor(tensor) if is_dtensor(tensor) else tensor for tensor in tensors_of(output)]
+            rows = [self.whole(tensor) for tensor in given if tensor.ndim and len(tensor) == self.samples and tensor.is_floating_point()]
+            self._calls[name] += 1
+            self.add("module", (self.step, "output", name, self._calls[name]), "forward", name, rows)
+
+        self._calls.clear()
+        handles = [part.register_forward_hook(leave) for part in self._model.modules()]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+def of_ranks(spec: RunSpec, task: Task, ranks: Ranks, steps: int, double: bool) -> list[Entry]:
+    """What the first steps of a spec compute, on all ranks together. All call it; rank 0 gets it, the others nothing."""
+    spec = spec.replace(precision="fp32") if double else spec
+    with process_settings():
+        seed_all(spec.seed)
+        trainer = Trainer(spec, task, ranks, module=build_model(task).double() if double else None)
+        module, keep = trainer.module, ranks.rank == 0
+        recorder = RanksRecorder(module, trainer.layout, keep=keep)
+        with contextlib.closing(trainer.batches()) as batches, default_dtype(double):
+            for name, value in module.state_dict(keep_vars=True).items():
+                recorder.value("start", name, full_tensor(value))
+            for step in range(1, steps + 1):
+                recorder.step = step
+                taken = [next(batches) for _ in range(spec.accumulation)]
+                taken = [doubled(batch) for batch in taken] if double else taken
+                columns = [[recorder.whole(tensor) if tensor.ndim else tensor for tensor in tensors_of(batch)] for batch in taken]
+                recorder.value("start", "the batch", *joined(columns))
+                total: Any = 0.0
+                for left, batch in zip(reversed(range(len(taken))), taken, strict=True):
+                    recorder.samples = next((len(tensor) for tensor in tensors_of(batch) if tensor.ndim), 0)
+                    recorder.forward = True
+                    with recorder.on():
+                        total = total + trainer.micro_step(batch, last=not left)
+                recorder.forward = False
+                recorder.value("forward", "the loss", recorder.mean(total))
+                scale = trainer.precision.loss_scale()
+                for name, weight in reversed(list(module.named_parameters())):
+                    if weight.grad is not None:
+                        recorder.value("backward", name, _whole_gradient(weight) / (1.0 if scale is None else float(scale)))
+                before = {name: full_tensor(value).detach().clone() for name, value in module.state_dict(keep_vars=True).items()}
+                trainer.update()
+                for name, value in module.state_dict(keep_vars=True).items():
+                    now = full_tensor(value).detach()
+                    recorder.value("optimizer", f"the change of {name}", now - before[name] if now.is_floating_point() else now)
+                for name, buffer in module.named_buffers():
+                    recorder.value("after", name, full_tensor(buffer))
+    return recorder.entries
+
+
+def _whole_gradient(weight: Tensor) -> Tensor:
+    """The gradient of a parameter, wherever its parts lie."""
+    assert weight.grad is not None
+    spec = dtensor_spec(weight)
+    return full_tensor(weight.grad if spec is None or is_dtensor(weight.grad) else from_local_part(weight.grad, spec))
+
+
+def packed(entries: Sequence[Entry]) -> list[dict[str, Any]]:
+    """As JSON values."""
+    return [dataclasses.asdict(entry) for entry in entries]
+
+
+def unpacked(rows: Sequence[Mapping[str, Any]]) -> list[Entry]:
+    """Inverse of `packed`, after JSON."""
+    return [
+        Entry(**{**row, "key": tuple(row["key"]), "sketches": tuple(_sketch(value) for value in row["sketches"])})  # type: ignore[arg-type]
+        for row in rows
+    ]
+
+
+def _sketch(value: Mapping[str, Any]) -> Sketch:
+    return Sketch(tuple(value["shape"]), float(value["norm"]), tuple(map(float, value["projections"])))
