@@ -141,10 +141,7 @@ def packed(entries: Sequence[Entry]) -> list[dict[str, Any]]:
 
 def unpacked(rows: Sequence[Mapping[str, Any]]) -> list[Entry]:
     """Inverse of `packed`, after JSON."""
-    return [
-        Entry(**{**row, "key": tuple(row["key"]), "sketches": tuple(_sketch(value) for value in row["sketches"])})  # type: ignore[arg-type]
-        for row in rows
-    ]
+    return [Entry(**{**row, "key": tuple(row["key"]), "sketches": tuple(_sketch(value) for value in row["sketches"])}) for row in rows]
 
 
 def _sketch(value: Mapping[str, Any]) -> Sketch:
