@@ -3,6 +3,8 @@
 `draw(name, folder)` draws one. The tests look at all of them, and `docs/generated.py` shows them in the gallery.
 """
 
+import base64
+import io
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from PIL import Image
 
 import workbench as wb
 from tests.memory_logs import training
@@ -37,6 +40,7 @@ from workbench.cluster.analysis.transformer import Transformer
 from workbench.cluster.analysis.twin_run import TwinBucket, TwinLayer, TwinRun, closed_form
 from workbench.core import run_directory
 from workbench.core.statistics import Interval
+from workbench.data.analysis.data_audit import DataAudit, Group, Member
 from workbench.diagnosis.analysis.bisection import Bisection, Commit
 from workbench.diagnosis.analysis.loader_model import LoaderModel
 from workbench.diagnosis.analysis.owner_search import Rerun
@@ -372,6 +376,37 @@ def bisected(folder: Path) -> Bisection:
     return Bisection(of="time", good=good, commits=commits, reruns=reruns, kind="commit", first_bad=("b" * 40,), steps=40)
 
 
+def audited() -> DataAudit:
+    """Three groups of small pictures."""
+
+    def picture(shade: int) -> str:
+        pixels = np.full((32, 32, 3), 235, np.uint8)
+        pixels[6:26, 4 + shade % 9 : 22] = (shade, 90, 140)
+        kept = io.BytesIO()
+        Image.fromarray(pixels).save(kept, "JPEG")
+        return base64.b64encode(kept.getvalue()).decode()
+
+    def group(kind: str, shades: list[int], splits: str, labels: str) -> Group:
+        each = zip(shades, splits, labels, strict=True)
+        names = {"t": "train", "v": "validation", "b": "boats", "f": "food"}
+        return Group(
+            kind=kind,
+            members=tuple(
+                Member(split=names[split], index=shade, key=str(shade), label=names[label], picture=picture(shade))
+                for shade, split, label in each
+            ),
+        )
+
+    groups = (
+        group("pixels", [40, 40], "vt", "bb"),
+        group("bytes", [90] * 5, "ttttt", "bfbbf"),
+        group("near pictures", [150, 158], "tt", "ff"),
+    )
+    samples = {"train": 200, "validation": 50}
+    empty: dict[str, Any] = {"kinds": {"picture": 250}, "classes": {}, "unusable": (), "sizes": ()}
+    return DataAudit(target="clip art", samples=samples, groups=groups, seconds=1.0, **empty)
+
+
 PICTURES: dict[str, Draw] = {
     "step_time": of("step_time", lambda folder: run(folder, "as it is")),
     "compare": of("compare", lambda folder: [run(folder, "as it is"), run(folder, "three workers", data_wait=0.002)]),
@@ -380,6 +415,7 @@ PICTURES: dict[str, Draw] = {
     "proof": of("proof", lambda folder: proof()),
     "ladder": of("ladder", ladder),
     "loader_curve": of("loader_curve", lambda folder: RAW.curve(5).with_measured(step={0: 0.052, 2: 0.024}, loader={0: 0.029, 2: 0.0175})),
+    "duplicates": of("duplicates", lambda folder: audited()),
     "unprepared": lambda folder, ax: plot.unprepared(RAW, READY, num_workers=2, ax=ax),
     "memory": of("memory", memories),
     "memory_ladder": of("memory_ladder", memory_ladder),

@@ -14,7 +14,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from workbench.data.adapters import as_source as as_source
     from workbench.data.adapters import open_source as open_source
+    from workbench.data.analysis.data_audit import DataAudit as DataAudit
     from workbench.data.manifest import Manifest as Manifest
+    from workbench.data.quality import audit as audit
+    from workbench.data.quality import shuffle_quality as shuffle_quality
     from workbench.data.resumable_sampler import Mixture as Mixture
     from workbench.data.resumable_sampler import ResumableSampler as ResumableSampler
     from workbench.data.resume_histories import ResumeHistories as ResumeHistories
@@ -25,6 +28,8 @@ _NAMES = {
     "workbench.data.manifest": "Manifest",
     "workbench.data.adapters": "as_source open_source",
     "workbench.data.source": "Source",
+    "workbench.data.analysis.data_audit": "DataAudit",
+    "workbench.data.quality": "audit shuffle_quality",
     "workbench.data.resumable_sampler": "Mixture ResumableSampler",
     "workbench.data.resume_histories": "ResumeHistories prove_resumable",
 }
