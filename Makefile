@@ -46,7 +46,7 @@ $(STAMP): pyproject.toml constraints.txt requirements.lock
 	  { rm -rf $(VENV); echo "This Python cannot make virtual environments. Debian: apt-get install python3-venv"; exit 1; }
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps --require-hashes -r requirements.lock
 	@# what the lock leaves to pip: torch, and this package itself
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[notebooks,tensorboard,trace,docs,dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[notebooks,tensorboard,trace,formats,docs,dev]'
 	@# pip compiles on one core, and what nobody imports, too
 	@$(BIN)/python -m compileall -qq -j 0 -x '/tests/|transformers/models/|/pytorch_lightning/|/lightning_fabric/|/aiohttp/' $(VENV)/lib || true
 	@touch $@
