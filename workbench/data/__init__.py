@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from workbench.data.adapters import as_source as as_source
     from workbench.data.adapters import open_source as open_source
     from workbench.data.analysis.data_audit import DataAudit as DataAudit
+    from workbench.data.analysis.loader_report import LoaderReport as LoaderReport
+    from workbench.data.loader_doctor import doctor as doctor
     from workbench.data.manifest import Manifest as Manifest
     from workbench.data.quality import audit as audit
     from workbench.data.quality import shuffle_quality as shuffle_quality
@@ -29,6 +31,8 @@ _NAMES = {
     "workbench.data.adapters": "as_source open_source",
     "workbench.data.source": "Source",
     "workbench.data.analysis.data_audit": "DataAudit",
+    "workbench.data.analysis.loader_report": "LoaderReport",
+    "workbench.data.loader_doctor": "doctor",
     "workbench.data.quality": "audit shuffle_quality",
     "workbench.data.resumable_sampler": "Mixture ResumableSampler",
     "workbench.data.resume_histories": "ResumeHistories prove_resumable",

@@ -1,0 +1,187 @@
+"""The doctor names each planted fault of a loader, with its fix, and finds nothing in a sound one."""
+
+import json
+import os
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
+from torch.utils.data.distributed import DistributedSampler
+
+import workbench as wb
+from workbench.data import loader_doctor
+from workbench.data.analysis.loader_report import CHECKS, LoaderReport
+
+
+class Rows(Dataset[torch.Tensor]):
+    """Rows of a file of records, read by their path; or whatever is given as attributes."""
+
+    def __init__(self, **held: Any) -> None:
+        self.__dict__.update(held)
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.full((3,), float(index))
+
+
+class SharedFile(Dataset[torch.Tensor]):
+    """Reads by seek and read in a file that the parent has opened."""
+
+    def __init__(self, path: Path) -> None:
+        self.file = path.open("rb")
+
+    def __len__(self) -> int:
+        return 200
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        self.file.seek(index * 4096)
+        return torch.frombuffer(bytearray(self.file.read(4096)), dtype=torch.uint8)
+
+
+class Stream(IterableDataset[int]):
+    """The numbers from 0, by all workers or each its part."""
+
+    def __init__(self, parts: bool) -> None:
+        self.parts = parts
+
+    def __iter__(self) -> Iterator[int]:
+        info = get_worker_info()
+        first, step = (info.id, info.num_workers) if self.parts and info else (0, 1)
+        return iter(range(first, 400, step))
+
+
+def forked(dataset: Any, **knobs: Any) -> "DataLoader[Any]":
+    return DataLoader(dataset, 8, **{"num_workers": 1, "multiprocessing_context": "fork"} | knobs)
+
+
+def test_a_sound_loader_has_no_fault_and_the_report_travels() -> None:
+    report = wb.data.doctor(DataLoader(Rows(), 8))
+    assert report.ok
+    assert not report.faults
+    assert [each.check for each in report.findings] == list(CHECKS)
+    assert "nothing found in 13 checks" in str(report)
+    assert LoaderReport.from_json(json.loads(json.dumps(report.to_json()))) == report
+    assert "<table>" in report._repr_html_()
+    assert len(report.to_frame()) == len(CHECKS)
+    assert report["runs"].proved
+    with pytest.raises(KeyError, match=r"'lunch': allowed are runs, pickling"):
+        report["lunch"]
+    with pytest.raises(ValueError, match=r"doctor looks at a torch.utils.data.DataLoader, and this is a list"):
+        wb.data.doctor([1, 2])  # type: ignore[arg-type]
+
+
+def test_what_cannot_be_pickled_is_named_by_its_place() -> None:
+    found = wb.data.doctor(forked(Rows(steps={"crop": lambda x: x})), run=False)
+    assert found["pickling"].severity == "breaks"
+    assert found["pickling"].figure.startswith("dataset.steps['crop'] cannot be pickled")
+    assert "under Python 3.14" in found["pickling"].figure
+    assert "instead of a lambda" in found["pickling"].fix
+    assert wb.data.doctor(DataLoader(Rows(), 8, collate_fn=lambda x: x), run=False)["pickling"].severity == "fine"  # nothing is sent
+
+
+def test_a_memory_map_is_sent_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loader_doctor, "LARGE_PICKLE", 100_000)
+    np.save(tmp_path / "x.npy", np.zeros(50_000))
+    found = wb.data.doctor(forked(Rows(pixels=np.load(tmp_path / "x.npy", mmap_mode="r"))), run=False)["pickling"]
+    assert found.severity == "slow"
+    assert "dataset.pixels is a memory map, and is sent as a whole" in found.figure
+
+
+def test_a_file_that_workers_share_is_read_wrongly_and_shown_to_be(tmp_path: Path) -> None:
+    (tmp_path / "records").write_bytes(np.repeat(np.arange(200, dtype=np.uint8), 4096).tobytes())
+    data = SharedFile(tmp_path / "records")
+    found = wb.data.doctor(forked(data))
+    assert found["open handles"].severity == "wrong"
+    assert "dataset.file is an open file" in found["open handles"].figure
+    assert "os.getpid()" in found["open handles"].fix
+    spawned = wb.data.doctor(DataLoader(data, 8, num_workers=1, multiprocessing_context="spawn"), run=False)
+    assert (spawned["open handles"].severity, spawned["pickling"].severity) == ("breaks", "breaks")
+    assert "with this start method" in spawned["pickling"].figure
+    assert "nothing shares it" in wb.data.doctor(DataLoader(data, 8), run=False)["open handles"].figure
+    data.file.close()
+    assert wb.data.doctor(DataLoader(data, 8), run=False)["open handles"].figure == "the dataset holds none"
+
+
+def test_workers_of_a_stream_that_give_the_same_are_found() -> None:
+    same = wb.data.doctor(forked(Stream(parts=False), num_workers=2))["stream parts"]
+    assert (same.severity, same.proved) == ("wrong", True)
+    assert "2 of 2 workers give the same samples" in same.figure
+    assert wb.data.doctor(forked(Stream(parts=True), num_workers=2))["stream parts"].severity == "fine"
+
+
+def test_samplers_that_repeat_samples_or_orders_are_found() -> None:
+    sampler = DistributedSampler[Any](Rows(), 5, 0)
+    found = wb.data.doctor(DataLoader(Rows(), 8, sampler=sampler), run=False)
+    assert "repeats 1 of 64 samples" in found["padding"].figure
+    assert found["set_epoch"].severity == "wrong"
+    assert "sampler.set_epoch(epoch)" in found["set_epoch"].fix
+    mine = wb.data.ResumableSampler(64, rank=0, world_size=5)
+    sound = wb.data.doctor(DataLoader(Rows(), 8, sampler=mine), run=False)
+    assert sound["padding"].severity == sound["set_epoch"].severity == "fine"
+    assert wb.data.doctor(forked(Rows(), in_order=False), run=False)["in_order"].severity == "wrong"
+
+
+def test_budgets_of_shared_memory_and_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Full:
+        f_bavail, f_frsize = 1, 64
+
+    monkeypatch.setattr(loader_doctor.os, "statvfs", lambda folder: Full())
+    monkeypatch.setattr(loader_doctor.resource, "getrlimit", lambda kind: (16, 16))
+    found = wb.data.doctor(forked(Rows()))
+    assert found["shared memory"].severity == "breaks"
+    assert "3 batches of 96 B take 288 B of 64 B" in found["shared memory"].figure
+    assert found["descriptors"].severity == "breaks"
+    assert "7 for 1 tensors in 3 batches" in found["descriptors"].figure
+    assert "ulimit -n" in found["descriptors"].fix
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/smaps_rollup"), reason="needs Linux's smaps_rollup")
+def test_growing_memory_of_workers_is_measured() -> None:
+    class Names(Rows):
+        def __getitem__(self, index: int) -> torch.Tensor:
+            mine = self.names[index * 2500 : (index + 1) * 2500]  # type: ignore[attr-defined]
+            return torch.tensor(sum(name[1] for name in mine))
+
+    found = wb.data.doctor(forked(Names(names=[(f"folder/{i:09d}.jpg", i) for i in range(160_000)])))["copy-on-write"]
+    assert (found.severity, found.proved) == ("slow", True)
+    assert "dataset.names has 480,000 Python objects" in found.figure
+    packed = wb.data.doctor(forked(Rows(names=np.zeros(400_000, "S20"))))["copy-on-write"]
+    assert packed.severity == "fine"
+
+
+def test_pinning_cores_and_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = wb.data.doctor(DataLoader(Rows(), 8, pin_memory=True), run=False)["pin_memory"]
+    assert torch.accelerator.is_available() or found.severity == "slow"
+    loader = forked(Rows())
+    monkeypatch.setattr(loader_doctor, "usable_cores", lambda: 0.5)
+    many = wb.data.doctor(loader, run=False)["cores"]
+    assert many.severity == "slow"
+
+    class Broken(Rows):
+        def __getitem__(self, index: int) -> torch.Tensor:
+            raise OSError("the disk is gone")
+
+    broken = wb.data.doctor(DataLoader(Broken(), 8))["runs"]
+    assert (broken.severity, broken.figure) == ("breaks", "OSError: the disk is gone")
+    assert wb.data.doctor(DataLoader(Rows(), 100, drop_last=True))["runs"].severity == "wrong"
+
+
+def test_a_class_of_a_notebook_cannot_be_imported_by_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Mine(Rows):
+        __module__ = "__main__"
+
+    monkeypatch.setitem(sys.modules, "__main__", types.ModuleType("__main__"))  # as in a kernel, it has no file
+    now = wb.data.doctor(forked(Mine(), multiprocessing_context="spawn"), run=False)["main class"]
+    later = wb.data.doctor(forked(Mine()), run=False)["main class"]
+    assert (now.severity, later.severity) == ("breaks", "slow")
+    assert "dataset is defined in a notebook or a prompt, which workers cannot import" in now.figure
+    assert "%%writefile" in now.fix
+    assert wb.data.doctor(DataLoader(Mine(), 8), run=False)["main class"].fix == ""
