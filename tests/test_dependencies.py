@@ -24,7 +24,7 @@ requirements = pytest.importorskip("packaging.requirements", reason="needs packa
 ROOT = Path(__file__).parents[1]
 ALLOWED = re.compile(
     r"MIT(-0|-CMU)?|Apache(-2\.0)?|(0|3-Clause )?BSD(-[23]-Clause|-3)?|0BSD|ISC|PSF(-2\.0|L)?|MPL-2\.0|Zlib|BSL-1\.0|CC0-1\.0|Unlicense"
-    r"|CNRI-Python|LLVM-exception|HPND"
+    r"|CNRI-Python|LLVM-exception|HPND|OLDAP-2\.8"
 )
 """Identifiers of SPDX, and how some packages write them."""
 ALLOWED_NAMES = re.compile(
