@@ -11,7 +11,7 @@ from typing import Any
 
 from workbench.core import run_directory
 from workbench.core.checks import choice
-from workbench.runs.page import figures_of, throughput
+from workbench.runs.page import figures_of, norms_of, throughput, usage_of
 from workbench.runs.run import ACTIVE, Run
 
 STATE = "workbench-export.json"
@@ -62,7 +62,7 @@ def export(run: Run, to: str, folder: str | os.PathLike[str]) -> Path:
 
 
 def merged(run: Run) -> Rows:
-    """A row per step: loss, learning rate and throughput, and what was evaluated after it."""
+    """A row per step: loss, learning rate, throughput, gradient norms and usage, and what was evaluated after it."""
     steps: dict[int, dict[str, float]] = {}
     times: dict[int, float] = {}
     rows = run.metric_rows
@@ -81,6 +81,10 @@ def merged(run: Run) -> Rows:
             steps[row["step"]] |= {f"evaluation/{name.removeprefix('validation_')}": value for name, value in figures.items()}
             for name in figures:
                 steps[row["step"]].pop(f"evaluation/validation_{name}", None)
+    for kind, more, of in (("usage", run.usage, usage_of), ("gradients", run.gradient_norms, norms_of)):
+        for row in more:
+            if (found := of(row)) and row["step"] in steps:
+                steps[row["step"]] |= {f"{kind}/{name}": value for name, value in found.items()}
     return [
         (step, times.get(step, run.created), {_STRANGE.sub("_", name)[:200]: value for name, value in values.items()})
         for step, values in sorted(steps.items())

@@ -173,6 +173,11 @@ def _series(run: Run) -> Iterable[tuple[str, list[tuple[float, float]]]]:
     if timeline:
         yield "seconds of a step, rank 0", [(step.index, step.seconds) for step in timeline.steps]
         yield "peak memory in bytes, rank 0", [(step.index, step.memory) for step in timeline.steps if step.memory is not None]
+    for name, words in USAGE.items():
+        yield words, [(row["step"], usage_of(row)[name]) for row in run.usage if name in usage_of(row)]
+    layers = dict.fromkeys(layer for row in run.gradient_norms for layer in norms_of(row))
+    for layer in list(layers)[:24]:
+        yield f"gradient norm of {layer}", [(row["step"], norms_of(row)[layer]) for row in run.gradient_norms if layer in norms_of(row)]
     figures = dict.fromkeys(name for row in run.evaluations for name in figures_of(row))
     for name in list(figures)[:12]:
         yield name, [(row["step"], figures_of(row)[name]) for row in run.evaluations if name in figures_of(row)]
@@ -186,6 +191,32 @@ def throughput(rows: Sequence[Mapping[str, Any]]) -> list[tuple[Mapping[str, Any
         for before, after in itertools.pairwise(known)
         if after["seconds"] > before["seconds"]
     ]
+
+
+USAGE: Mapping[str, str] = {
+    "cpu": "share of rank 0's cores that were busy",
+    "memory": "bytes of its machine's memory in use",
+    "network_in": "bytes per second from the network",
+    "network_out": "bytes per second to the network",
+    "disk_read": "bytes per second from disks",
+    "disk_write": "bytes per second to disks",
+    "gpu": "share of the time in which its GPUs computed",
+    "watts": "watts of processors, memory and GPUs",
+}
+"""What a row of USAGE may have, and what it is."""
+
+
+def usage_of(row: Mapping[str, Any]) -> dict[str, float]:
+    """What could be read of a machine, in a row of USAGE."""
+    sound = is_number(row.get("step"), least=0)
+    return {name: float(row[name]) for name in USAGE if is_number(row.get(name), least=0)} if sound else {}
+
+
+def norms_of(row: Mapping[str, Any]) -> dict[str, float]:
+    """The norms of a row of GRADIENTS, by layer; one may be infinite or NaN."""
+    norms = row.get("norms")
+    sound = isinstance(norms, Mapping) and is_number(row.get("step"), least=0)
+    return {str(layer): float(value) for layer, value in norms.items() if isinstance(value, int | float)} if sound and norms else {}
 
 
 def figures_of(row: Mapping[str, Any]) -> dict[str, float]:

@@ -255,7 +255,8 @@ class Run(NearestAttribute):
             ValueError: it runs on another machine or in another container, or Slurm does not let it be cancelled.
         """
         if self._job is not None:
-            return self._cancelled(max(timeout, _CANCELLING))
+            self._job.end(lambda: self.state in ACTIVE, max(timeout, _CANCELLING))
+            return self
         lock, log = self._launch_dir / LOCK, self._launch_dir / run_directory.LAUNCHER_LOG
         gone = self._outcome is None and not (self._launch_dir / RUN_JSON).exists()
         if not gone and self.state == "running" and self._host != platform.node():
@@ -269,17 +270,6 @@ class Run(NearestAttribute):
             raise ValueError(f"{self!r} has no guard among the processes here, though {lock} is locked: stop it in its own container")
         if gone:
             self._outcome = {"state": "stopped" if was else "lost", "returncode": None, "seconds": time.time() - self._begun}
-        return self
-
-    def _cancelled(self, timeout: float) -> "Run":
-        assert self._job
-        limit = time.monotonic() + timeout
-        if self.state in ACTIVE:
-            self._job.cancel()
-        while self.state in ACTIVE:
-            if time.monotonic() > limit:
-                raise TimeoutError(f"{self._job.words} has not ended {units.seconds(timeout)} after scancel")
-            time.sleep(_TICK)
         return self
 
     @property
@@ -328,6 +318,16 @@ class Run(NearestAttribute):
     def evaluations(self) -> list[dict[str, Any]]:
         """A row per evaluation: step, samples, figures, seconds of each rank, and where it has logits classes, calibration and worst."""
         return list(self._read(run_directory.EVALUATIONS))
+
+    @property
+    def gradient_norms(self) -> list[dict[str, Any]]:
+        """A row per step that was looked at, of a run with `gradient_norms=`: step, and norms by layer."""
+        return list(self._read(run_directory.GRADIENTS))
+
+    @property
+    def usage(self) -> list[dict[str, Any]]:
+        """A row now and then of what rank 0's machine did: step, time, and what could be read; see `core.machine_usage`."""
+        return list(self._read(run_directory.USAGE))
 
     @property
     def restarts(self) -> list[Restart]:

@@ -7,7 +7,7 @@ import re
 import shutil
 import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from workbench.core import run_directory
 
 POLL, POLL_LATER, LATER = 1.0, 10.0, 60.0
 """Seconds between two queries: at first, later, and after how long."""
+_TICK = 0.05
 PATIENCE = 30
 """Seconds that one of Slurm's programs may take to answer."""
 WAITING = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD")
@@ -120,6 +121,21 @@ class Job:
             return f"Slurm job {self.number}, of which Slurm says nothing here"
         why = f" ({seen.reason})" if seen.waits and seen.reason != "None" else f" on {seen.nodes}" if seen.nodes else ""
         return f"Slurm job {self.number} {seen.state.lower()}{why}{_NEVER.get(seen.reason, '') if seen.waits else ''}"
+
+    def end(self, active: Callable[[], bool], timeout: float) -> None:
+        """Cancel it, and wait until it has ended.
+
+        Raises:
+            TimeoutError: it is still active after `timeout` seconds.
+            ValueError: as `cancel` says.
+        """
+        limit = time.monotonic() + timeout
+        if active():
+            self.cancel()
+        while active():
+            if time.monotonic() > limit:
+                raise TimeoutError(f"{self.words} has not ended {timeout:g} s after scancel")
+            time.sleep(_TICK)
 
     def cancel(self) -> None:
         """Ask Slurm to end it.

@@ -205,6 +205,8 @@ class RunSpec(_Spec):
     """Write the norms of which `run.noise_scale` is made: n = of each n-th step, at 1/n of the cost (1 = of each, in a long run 10 is
     plenty), True = of each fourth, or of fewer where that took more than 5 % of the time. Needs two groups of samples in a step: ranks, or
     accumulation."""
+    gradient_norms: int | None = None
+    """Write the norm of the gradients of each layer in each n-th step, before clipping: `run.gradient_norms`; None = never."""
     profile: Profile | Any = None
     """Trace some steps with torch.profiler, into `traces/` of the run directory: how many, or a mapping of `Profile`'s fields: steps, ranks
     ("all" or a list), wait, shapes, stacks, memory, flops. These steps count in no figure of the run. None = none."""
@@ -220,7 +222,7 @@ class RunSpec(_Spec):
             _check_whole(self, name, 1)
         for name in ("num_workers", "warmup_steps"):
             _check_whole(self, name, 0)
-        for name in ("prefetch_factor", "shard_ranks", "checkpoint_every", "evaluate_batches"):
+        for name in ("prefetch_factor", "shard_ranks", "checkpoint_every", "evaluate_batches", "gradient_norms"):
             if getattr(self, name) is not None:
                 _check_whole(self, name, 1)
         for name in ("lr", "clip_grad_norm", "bucket_cap_mb"):

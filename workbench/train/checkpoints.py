@@ -227,7 +227,7 @@ class Checkpoints:
             run_directory.noise_file(rank): lambda row: _step_in(row, 0) <= done,
         }
         if not rank:  # the evaluation after the last step is done again: it is the row without a learning rate
-            for name in (run_directory.METRICS, run_directory.EVALUATIONS):
+            for name in (run_directory.METRICS, run_directory.EVALUATIONS, run_directory.GRADIENTS, run_directory.USAGE):
                 files[name] = lambda row: _step_in(row, math.inf) < done + ("lr" in row or row.get("step") != row.get("steps"))
             names = [path.name for path in run_dir.glob("rank*.jsonl")]  # of ranks that were lost, too
             more = [name for name in names if (run_directory.rank_of(name) or 0) >= self._ranks.world_size]

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from workbench.core import run_directory, units
 from workbench.core.energy_counters import record_energy
+from workbench.core.machine_usage import record_usage
 from workbench.runs import failure
 from workbench.runs.out_of_memory import Held
 from workbench.runs.restarts import first_step
@@ -24,6 +25,7 @@ from workbench.train.checkpoints import Checkpoints
 from workbench.train.choose_micro_batch import choose
 from workbench.train.early_stop import EarlyStop
 from workbench.train.fingerprints import Fingerprints
+from workbench.train.gradient_norms import GradientNorms
 from workbench.train.preemption import Preemption
 from workbench.train.ranks import Ranks
 from workbench.train.sample_order import StepSamples
@@ -115,6 +117,7 @@ def train(
         timer.go_on(done)
     metrics = Metrics(run_dir, steps=spec.steps) if ranks.rank == 0 else None
     noise = noise_log(trainer, run_dir) if spec.noise_scale else None
+    norms = GradientNorms(trainer, run_dir / run_directory.GRADIENTS, spec.gradient_norms) if spec.gradient_norms else None
     evaluations = Evaluations(trainer, run_dir, timer) if spec.evaluate else None
     early_stop, stopped = EarlyStop(spec.stop_when, ranks, run_dir) if spec.stop_when else None, False
     if early_stop and done:  # it may have been killed before it ended there
@@ -129,12 +132,14 @@ def train(
         profiled = RunProfiler(spec.profile, run_dir / run_directory.TRACES, timer.leave_out, **about)
     if spec.compile != "none":
         timer.leave_out(0, 0)
+    gpus = spec.nproc_per_node if ranks.device.type == "cuda" else 0
     began = time.perf_counter()
     first, at_end = True, None
     step, waiting, loss_of_step = done, spec.accumulation, torch.zeros((), device=ranks.device)
     with (
         contextlib.closing(metrics) if metrics else contextlib.nullcontext(),
         contextlib.closing(noise) if noise else contextlib.nullcontext(),
+        contextlib.closing(norms) if norms else contextlib.nullcontext(),
         contextlib.closing(profiled) if profiled else contextlib.nullcontext(),
         contextlib.closing(prints) if prints else contextlib.nullcontext(),
         checkpoints or contextlib.nullcontext(),
@@ -142,7 +147,8 @@ def train(
         contextlib.closing(ring),
     ):
         with (
-            record_energy(run_dir, rank=ranks.rank, gpus=spec.nproc_per_node if ranks.device.type == "cuda" else 0),
+            record_energy(run_dir, rank=ranks.rank, gpus=gpus),
+            record_usage(run_dir, rank=ranks.rank, gpus=gpus, step=done) as usage,
             contextlib.closing(timer),
             recorded(run_dir, ranks.rank, held),
             contextlib.closing(trainer.batches(done)) as batches,
@@ -170,10 +176,14 @@ def train(
                 step, lr = step + 1, trainer.lr
                 if noise:
                     noise.step(step)
+                if norms:
+                    norms.step(step)
                 if prints:
                     prints.step(loss_of_step)
                 trainer.update()
                 ring.step(step)
+                if usage:
+                    usage.step = step
                 finite.step(step, loss_of_step)
                 if spec.compile != "none" and step == done + 1:
                     chosen["first_step_seconds"] = time.perf_counter() - began
@@ -198,8 +208,8 @@ def train(
                 if checkpoints and (last or checkpoints.due(step)):
                     if metrics:  # else rows before this step would be missing when the run goes on
                         metrics.flush()
-                    if noise:
-                        noise.flush()
+                    for log in filter(None, (noise, norms)):
+                        log.flush()
                     checkpoints.write(step, trainer, timer.unfinished_row(spec.micro_batch * spec.accumulation), wait=False,
                                       loss=figures.get("validation_loss"))  # fmt: skip
                     if prints:  # a rank that is killed in the next step is to go on from here
