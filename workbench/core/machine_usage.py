@@ -47,7 +47,9 @@ class MachineUsage:
         """
         self._proc, self._block, self._clock = proc, block, clock
         self._counters = energy_counters(gpus) if counters is None else counters
-        self._nvml: Any = load_nvml() if gpus else None
+        self._nvml: Any = None
+        if gpus:
+            self._nvml = load_nvml()
         self._gpus: list[Any] = []
         for visible in visible_gpus(gpus) if self._nvml else ():
             by = self._nvml.nvmlDeviceGetHandleByIndex if isinstance(visible, int) else self._nvml.nvmlDeviceGetHandleByUUID
