@@ -41,6 +41,7 @@ from workbench.cluster.analysis.twin_run import TwinBucket, TwinLayer, TwinRun, 
 from workbench.core import run_directory
 from workbench.core.statistics import Interval
 from workbench.data.analysis.data_audit import DataAudit, Group, Member
+from workbench.data.data_card import DataCard
 from workbench.diagnosis.analysis.bisection import Bisection, Commit
 from workbench.diagnosis.analysis.loader_model import LoaderModel
 from workbench.diagnosis.analysis.owner_search import Rerun
@@ -344,6 +345,19 @@ def ranks(folder: Path) -> TraceSet:
     return TraceSet.load(paths)
 
 
+# --- data
+
+
+def card() -> DataCard:
+    """A dataset with pictures of two shapes, a text, and a picture that cannot be decoded."""
+    pixels = [np.full((20 + 8 * (i % 2), 24, 3), 20 * i, np.uint8) for i in range(9)]
+    examples: list[dict[str, Any]] = [{"__key__": f"{i}", "image": pixels[i], "cls": i} for i in range(9)]
+    examples += [{"__key__": "9", "txt": "Once upon a time"}, {"__key__": "10", "jpg": b"no picture", "cls": 3}]
+    return DataCard(
+        path="", format="tar", count=11, stored_bytes=4096, schema={"image": "array", "cls": "int"}, looked_at=11, examples=tuple(examples)
+    )
+
+
 Draw = Callable[[Path, "Axes | None"], "Axes"]
 """Draws a picture into Axes, or a new figure; traces and runs are written into the folder."""
 
@@ -437,6 +451,7 @@ PICTURES: dict[str, Draw] = {
     "traffic": of("traffic", traffic),
     "links": of("links", links),
     "twin": of("twin", twin),
+    "samples": of("samples", lambda folder: card()),
     "scaling": of("scaling", curve),
     "scaling_efficiency": of("scaling_efficiency", curve),
     "scaling_law": draw_law,

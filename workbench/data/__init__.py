@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from workbench.data.adapters import open_source as open_source
     from workbench.data.analysis.data_audit import DataAudit as DataAudit
     from workbench.data.analysis.loader_report import LoaderReport as LoaderReport
+    from workbench.data.data_card import DataCard as DataCard
+    from workbench.data.data_card import Verification as Verification
+    from workbench.data.data_card import describe as describe
+    from workbench.data.data_card import verify as verify
     from workbench.data.loader_doctor import doctor as doctor
     from workbench.data.manifest import Manifest as Manifest
     from workbench.data.quality import audit as audit
@@ -24,10 +28,16 @@ if TYPE_CHECKING:
     from workbench.data.resumable_sampler import ResumableSampler as ResumableSampler
     from workbench.data.resume_histories import ResumeHistories as ResumeHistories
     from workbench.data.resume_histories import prove_resumable as prove_resumable
+    from workbench.data.shard_plan import ShardPlan as ShardPlan
+    from workbench.data.shard_plan import plan_shards as plan_shards
+    from workbench.data.shard_writer import write_shards as write_shards
     from workbench.data.source import Source as Source
 
 _NAMES = {
+    "workbench.data.data_card": "DataCard Verification describe verify",
     "workbench.data.manifest": "Manifest",
+    "workbench.data.shard_plan": "ShardPlan plan_shards",
+    "workbench.data.shard_writer": "write_shards",
     "workbench.data.adapters": "as_source open_source",
     "workbench.data.source": "Source",
     "workbench.data.analysis.data_audit": "DataAudit",

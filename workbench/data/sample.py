@@ -32,6 +32,7 @@ _KIND_OF = {
 }
 """Extension → kind, as WebDataset decodes them; all others are bytes. Source: webdataset/autodecode.py."""
 _LONGEST_KEY = 1000
+_USUAL = re.compile(r"[A-Za-z0-9_-]{1,100}(?:/[A-Za-z0-9_-]{1,100}){0,8}")
 _ILLEGAL = re.compile(r"[\x00-\x1f\x7f\\]")
 
 
@@ -60,6 +61,8 @@ def checked_key(key: str, *, dots: bool = True) -> str:
     >>> checked_key("./cats/0001")
     'cats/0001'
     """
+    if _USUAL.fullmatch(key):
+        return key
     name = key[2:] if key.startswith("./") else key
     parts = name.split("/")
     why = (

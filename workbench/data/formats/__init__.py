@@ -56,7 +56,12 @@ def writer(name: str) -> Callable[[str, Iterable[tuple[str, Sample]], Mapping[st
 
 
 def extension(name: str) -> str:
-    """What the names of a format's files end with."""
+    """What the names of a format's files end with.
+
+    Raises:
+        ValueError: there is no such format.
+    """
+    choice("format", name, FORMATS)
     return {"parquet-untuned": ".parquet", "npy": ""}.get(name, next(iter(FORMATS[name][2]), ""))
 
 

@@ -1,0 +1,500 @@
+"""write_shards: writes samples as shards of equal counts, shuffled once, byte for byte alike; a killed writer goes on where it stopped.
+
+Each shard is written under another name, and renamed when it is on the disk; then a row in the work folder says that it is done. The
+manifest is written last. Which samples a shard has follows from the arguments alone, so shards can be written in parallel and in any order.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import itertools
+import json
+import os
+import pickle
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from dataclasses import dataclass, field, replace
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from workbench.core import run_directory, units
+from workbench.core.checks import whole_number
+from workbench.core.progress import ProgressLine
+from workbench.data.adapters import IterableSource, as_source, open_source
+from workbench.data.formats import extension, writer
+from workbench.data.manifest import (
+    INDEX,
+    MANIFEST,
+    Array,
+    Manifest,
+    Shard,
+    dataset_digest,
+    merge,
+    packed,
+    read_manifest,
+    unpacked,
+)
+from workbench.data.sample import KEY, NameCollisionError, Sample, Strings, checked_key, digest, encode, kind_of, plain, schema_of
+from workbench.data.shard_file import Written
+from workbench.data.shard_plan import TARGET, ShardPlan, plan_shards, shuffled
+from workbench.data.source import Source
+from workbench.data.storage import Storage
+
+PROBE = 256
+"""Samples that sizes and kinds are estimated from."""
+WORK, LOCK, PLAN = ".writing", "lock", "plan.json"
+COPY = "__copy__"
+"""Where `transform` finds the number of the copy."""
+MARGIN = 1.05
+"""Of the predicted bytes, so much has to be free."""
+OVERHEAD = {"tar": 1024, "folder": 0, "tfrecord": 60, "lmdb": 40}
+"""Bytes that a format adds to a field (tar: a header, and padding of half a block in the mean) or to a sample."""
+
+
+class WriterBusyError(ValueError):
+    """Another writer is at work in the folder."""
+
+
+class UnfinishedError(ValueError):
+    """The folder has an unfinished dataset of other arguments, or a finished one."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Job:
+    """What each process that writes shards knows."""
+
+    source: Source
+    out: Path
+    format: str
+    schema: dict[str, str]
+    order: Array
+    edges: list[int]
+    numbered: bool
+    transform: Callable[[Sample], Any] | None
+    copies: int
+    """Samples that are made of one of the source, one after the other."""
+    names: list[str] = field(default_factory=list)
+    probe: str = ""
+    """Digest of some samples, by which a resumed writer knows that they are the same."""
+
+    def samples(self, shard: int) -> Iterator[tuple[str, Sample]]:
+        """The samples of a shard with their keys."""
+        numbers = self.order[self.edges[shard] : self.edges[shard + 1]].tolist()
+        for first in range(0, len(numbers), 64):
+            some = numbers[first : first + 64]
+            found: list[Sample] = self.source.__getitems__([number // self.copies for number in some])
+            if len(found) != len(some):
+                raise ValueError(f"{len(some) - len(found)} samples of {self.source!r} are damaged: {self.source.damaged[-1]}")
+            for number, sample in zip(some, found, strict=True):
+                yield self.made(number, sample)
+
+    def made(self, number: int, sample: Sample) -> tuple[str, Sample]:
+        """Key and sample as they are written, of a sample of the source."""
+        key = str(sample.get(KEY, f"{number:08d}"))
+        if self.transform is not None:
+            sample = self.transform({**sample, COPY: number % self.copies} if self.copies > 1 else dict(sample))
+            sample = {name: plain(value, name) for name, value in sample.items() if name != COPY}
+        if self.numbered:
+            key = f"{number:08d}"
+        elif "." in key:
+            folder, slash, last = key.rpartition("/")
+            key = folder + slash + last.replace(".", "_")
+        if self.copies > 1 and not self.numbered:
+            key = f"{key}-{number % self.copies}"
+        for name, value in sample.items() if self.schema else ():
+            if name not in self.schema and name != KEY and value is not None:
+                raise ValueError(
+                    f"sample {number} ({key:.60}) has a field {name!r} that the first {PROBE} samples of the source lack: "
+                    f"give schema={{…, {name!r}: {kind_of(value, name)!r}}}"
+                )
+        return checked_key(key, dots=False), sample
+
+
+_job: Job | None = None  # of this worker process
+
+
+def _begin(job: Job) -> None:
+    global _job
+    _job = job
+
+
+def _write_in_worker(shard: int) -> int:
+    assert _job is not None
+    return write_one(_job, shard)
+
+
+def write_one(job: Job, shard: int) -> int:
+    """Write a shard: under another name, then renamed, then noted as done. The number of its samples."""
+    name, work = job.names[shard], job.out / WORK
+    part = work / f"{name}.part"
+    _remove(part)
+    try:
+        done = writer(job.format)(str(part), job.samples(shard), job.schema)
+    except OSError as error:
+        _remove(part)
+        run_directory.raise_if_full(job.out, error, "Finished shards stay: free some space and call again with the same arguments")
+        raise
+    except BaseException:
+        _remove(part)
+        raise
+    target = job.out / name
+    _remove(target)
+    os.replace(part, target)
+    _write_whole(work / f"{name}.done", packed(_rows(done)))
+    return job.edges[shard + 1] - job.edges[shard]
+
+
+def _rows(done: Written) -> dict[str, Array]:
+    """The rows of a shard, with its bytes and SHA-256."""
+    return {**done.rows.arrays(), "about": np.frombuffer(f"{done.bytes} {done.sha256}".encode(), np.uint8)}
+
+
+def _write_whole(path: Path, data: bytes) -> None:
+    part = path.with_name(f"{path.name}.part")
+    with open(part, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(part, path)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def write_shards(
+    source: Any,
+    out: str | os.PathLike[str],
+    *,
+    format: str = "tar",
+    shard_bytes: int = TARGET,
+    shards: int | None = None,
+    readers: int = 1,
+    seed: int | None = 0,
+    keys: str = "source",
+    transform: Callable[[Sample], Any] | None = None,
+    copies: int = 1,
+    schema: Mapping[str, str] | None = None,
+    workers: int = 0,
+    start_method: str = "forkserver",
+    description: str = "",
+    licence: str = "",
+    provenance: str = "",
+    preprocessing: Sequence[str] = (),
+    overwrite: bool = False,
+    quiet: bool = False,
+) -> Manifest:
+    """Write samples as shards, with a manifest that has checksums of every shard and sample.
+
+    The same samples and arguments give the same bytes, however many workers write. Called again after a kill, it keeps the shards that are
+    done and gives the same bytes as if it had not been killed. Counts of shards are equal within one.
+
+    Args:
+        source: whatever `as_source` takes.
+        out: folder to write; it is made. It may not have a finished dataset, unless `overwrite`.
+        format: of the shards: "tar" (WebDataset reads it), "tfrecord", "parquet", "parquet-untuned", "arrow", "hdf5", "lmdb", "npy" or
+            "folder".
+        shard_bytes: about so many bytes per shard.
+        shards: their number; None = by `shard_bytes`, and at least four for each reader.
+        readers: ranks × workers that will read them: the shares of all are made as equal as they can be.
+        seed: of the shuffle of all samples before they are written; None = keep the order. Without it, a source sorted by class gives
+            shards of one class, and readers that shuffle shards get batches of few classes.
+        keys: "source" = those of the samples, with dots replaced by "_"; "number" = their numbers.
+        transform: makes of each sample another (decode, resize, encode); a function of a module where there are workers.
+        copies: samples made of each one of the source: `transform` finds the number of the copy under "__copy__".
+        schema: field → kind; None = that of the source, or of its first samples.
+        workers: processes that write; 0 = this one.
+        start_method: of workers: "forkserver", "spawn" or "fork".
+        description: what the data are, for the manifest.
+        licence: of the data, such as "CC-BY-4.0".
+        provenance: where they come from.
+        preprocessing: what `transform` does, in words.
+        overwrite: replace a finished dataset in `out`.
+        quiet: show no progress.
+
+    Returns:
+        The manifest.
+
+    Raises:
+        ValueError: an argument is wrong, two keys are equal, or a sample cannot be stored.
+        WriterBusyError: another writer is at work in the folder.
+        UnfinishedError: the folder has a finished dataset, or an unfinished one of other arguments.
+        DiskFullError: the predicted bytes do not fit, or the disk became full; finished shards stay.
+    """
+    given = as_source(source)
+    root = Path(out)
+    for name, value in (("shard_bytes", shard_bytes), ("readers", readers), ("copies", copies)):
+        whole_number(name, value, least=1)
+    whole_number("workers", workers, least=0)
+    if keys not in ("source", "number"):
+        raise ValueError(f"keys={keys!r}: allowed are 'source', 'number'")
+    end = extension(format)
+    writer(format)
+    root.mkdir(parents=True, exist_ok=True)
+    with _locked(root):
+        if (root / MANIFEST).exists():
+            if not overwrite:
+                raise UnfinishedError(f"{root} has a finished dataset: give another folder, or overwrite=True")
+            _clear(root)
+        if isinstance(given, IterableSource):
+            given = _spooled(given, root / WORK)
+        if not len(given):
+            raise ValueError(f"{given!r} has no sample to write")
+        job = Job(
+            source=given,
+            out=root,
+            format=format,
+            schema=dict(schema or {}),
+            order=np.arange(0),
+            edges=[],
+            numbered=keys == "number",
+            transform=transform,
+            copies=copies,
+        )
+        plan = _plan(job, schema, shard_bytes, readers, shards, seed)
+        _check_space(root, plan)
+        job.names = [f"shard-{number:06d}{end}" for number in range(plan.shards)]
+        made_by = getattr(transform, "__qualname__", type(transform).__name__) if transform else ""
+        same = {"format": format, "count": plan.count, "shards": plan.shards, "schema": job.schema, "samples": job.probe}
+        _resume(job, {**same, "seed": seed, "keys": keys, "copies": copies, "transform": made_by})
+        _write_all(job, workers, start_method, quiet)
+        return _finish(
+            job,
+            Manifest(
+                format=format,
+                count=plan.count,
+                schema=job.schema,
+                shards=(),
+                payload_bytes=0,
+                dataset_sha256="",
+                index_sha256="",
+                seed=seed,
+                description=description,
+                licence=licence,
+                provenance=provenance,
+                preprocessing=tuple(preprocessing),
+                classes=tuple(getattr(given, "classes", ()) or ()),
+            ),
+        )
+
+
+def _plan(job: Job, schema: Mapping[str, str] | None, target: int, readers: int, shards: int | None, seed: int | None) -> ShardPlan:
+    """How the samples are cut, from some of them; sets the order, the edges and the schema of the job."""
+    count = len(job.source) * job.copies
+    places = sorted({round(i * (count - 1) / max(1, PROBE - 1)) for i in range(min(PROBE, count))})
+    probe = [job.made(place, job.source[place // job.copies])[1] for place in places]
+    if not schema:
+        found = {} if job.transform is not None else dict(getattr(job.source, "_schema", None) or {})
+        job.schema = {**found, **schema_of(probe)}
+    payload = float(np.mean([_bytes(sample) for sample in probe])) * count
+    added = OVERHEAD.get(job.format, 16) * (len(job.schema) if job.format == "tar" else 1)
+    plan = plan_shards(count, payload, target=target, readers=readers, shards=shards, stored=payload + added * count)
+    job.order, job.edges = shuffled(count, seed), plan.edges
+    job.probe = hashlib.sha256(b"".join(map(digest, probe))).hexdigest()
+    return plan
+
+
+def _bytes(sample: Mapping[str, Any]) -> int:
+    return sum(len(encode(value)) for name, value in sample.items() if name != KEY and value is not None)
+
+
+def _check_space(root: Path, plan: ShardPlan) -> None:
+    """Raise if the predicted bytes do not fit."""
+    free = os.statvfs(root)
+    have, need = free.f_bavail * free.f_frsize, round(plan.stored_bytes * MARGIN)
+    done = sum(path.stat().st_size for path in root.glob("shard-*") if path.is_file())  # of a writer that was killed
+    if need - done > have:
+        raise run_directory.DiskFullError(
+            28, f"{root}: about {units.bytes_(need)} are needed and {units.bytes_(have)} are free: free some space, or give another folder"
+        )
+
+
+def _resume(job: Job, identity: dict[str, Any]) -> None:
+    """Note what is being written, or check that an unfinished dataset is of the same samples and arguments."""
+    work = job.out / WORK
+    work.mkdir(exist_ok=True)
+    path = work / PLAN
+    if path.exists():
+        before = json.loads(path.read_text(encoding="utf-8"))
+        if different := [name for name in identity if before.get(name) != identity[name]]:
+            raise UnfinishedError(
+                f"{job.out} has an unfinished dataset of other samples or arguments ({', '.join(different)} differ): call with those, "
+                f"or remove {work} and the shards beside it"
+            )
+    else:
+        run_directory.write_json(path, identity)
+
+
+def _done(job: Job, shard: int) -> dict[str, Array] | None:
+    """The rows of a shard that is on the disk, as it was noted; None = it has to be written."""
+    name = job.names[shard]
+    noted, target = job.out / WORK / f"{name}.done", job.out / name
+    if not noted.exists() or not target.exists():
+        return None
+    rows = unpacked(noted.read_bytes(), str(noted))
+    if target.is_file() and target.stat().st_size != int(_about(rows)[0]):
+        return None
+    return rows
+
+
+def _about(rows: Mapping[str, Array]) -> list[str]:
+    """Bytes and SHA-256 of a shard."""
+    return rows["about"].tobytes().decode().split()
+
+
+def _write_all(job: Job, workers: int, start_method: str, quiet: bool) -> None:
+    """Write the shards that are not done yet."""
+    waiting = [shard for shard in range(len(job.names)) if _done(job, shard) is None]
+    began, total = time.monotonic(), job.edges[-1]
+    written = total - sum(job.edges[shard + 1] - job.edges[shard] for shard in waiting)
+    before = written
+
+    def text() -> str:
+        took = time.monotonic() - began
+        speed = (written - before) / took if took else 0.0
+        left = f", {units.seconds((total - written) / speed)} left" if speed else ""
+        return f"write_shards: {written:,} of {total:,} samples, {units.rate(speed)}{left}"
+
+    line = ProgressLine(text, notebook=not quiet) if not quiet else None
+    if not workers:
+        for shard in waiting:
+            written += write_one(job, shard)
+            if line:
+                line.show()
+    else:
+        with _pool(job, min(workers, max(1, len(waiting))), start_method) as pool:
+            running = {pool.submit(_write_in_worker, shard) for shard in waiting}
+            try:
+                while running:
+                    ready, running = wait(running, timeout=0.5, return_when=FIRST_COMPLETED)
+                    written += sum(one.result() for one in ready)
+                    if line:
+                        line.show()
+            except BaseException:
+                pool.shutdown(wait=True, cancel_futures=True)
+                raise
+    if line:
+        line.close(text())
+
+
+def _pool(job: Job, workers: int, start_method: str) -> ProcessPoolExecutor:
+    if start_method not in ("forkserver", "spawn", "fork"):
+        raise ValueError(f"start_method={start_method!r}: allowed are 'forkserver', 'spawn', 'fork'")
+    if start_method != "fork":
+        for what, value in (("source", job.source), ("transform", job.transform)):
+            try:
+                pickle.dumps(value)
+            except Exception as error:
+                raise ValueError(
+                    f"the {what} cannot be sent to workers ({error}): define it in a module, or use workers=0 or start_method='fork'"
+                ) from None
+    return ProcessPoolExecutor(workers, mp_context=get_context(start_method), initializer=_begin, initargs=(job,))
+
+
+def _finish(job: Job, about: Manifest) -> Manifest:
+    """Write index and manifest; the work folder goes."""
+    parts = []
+    for shard in range(len(job.names)):
+        rows = _done(job, shard)
+        assert rows is not None
+        parts.append(rows)
+    try:
+        manifest = store(job.out, job.names, parts, about)
+    except NameCollisionError:
+        for name in (WORK, *job.names):
+            _remove(job.out / name)
+        raise
+    shutil.rmtree(job.out / WORK, ignore_errors=True)
+    return manifest
+
+
+def store(out: Path, names: Sequence[str], parts: Sequence[Mapping[str, Array]], about: Manifest) -> Manifest:
+    """Write the index and the manifest of shards; the manifest last.
+
+    Raises:
+        NameCollisionError: two samples have the same key.
+    """
+    seen: set[str] = set()
+    for part in parts:
+        for key in Strings.of(part["keys"], part["ends"]):
+            if key in seen:
+                raise NameCollisionError(f'two samples have the key {key!r}: give keys="number"')
+            seen.add(key)
+    index = packed(merge(parts))
+    shards = []
+    for name, part in zip(names, parts, strict=True):
+        size, sha256 = _about(part)
+        shards.append(Shard(name=name, bytes=int(size), count=len(part["lengths"]), sha256=sha256))
+    manifest = replace(
+        about,
+        count=len(seen),
+        shards=tuple(shards),
+        payload_bytes=int(sum(part["lengths"][part["lengths"] > 0].sum() for part in parts)),
+        dataset_sha256=dataset_digest(np.concatenate([part["digests"] for part in parts])),
+        index_sha256=hashlib.sha256(index).hexdigest(),
+    )
+    _write_whole(out / INDEX, index)
+    run_directory.write_json(out / MANIFEST, manifest.to_json())
+    return manifest
+
+
+@contextlib.contextmanager
+def _locked(root: Path) -> Iterator[None]:
+    """Inside, no other writer works in the folder.
+
+    Raises:
+        WriterBusyError: one does.
+    """
+    (root / WORK).mkdir(exist_ok=True)
+    with open(root / WORK / LOCK, "w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise WriterBusyError(f"another writer is at work in {root}: wait until it has finished, or give another folder") from None
+        try:
+            yield
+        finally:
+            if not (root / WORK / PLAN).exists():
+                shutil.rmtree(root / WORK, ignore_errors=True)
+
+
+def _clear(root: Path) -> None:
+    """Remove a finished dataset: what its manifest names, and nothing else."""
+    storage = Storage(root)
+    manifest = read_manifest(storage)
+    (root / MANIFEST).unlink()
+    for name in (INDEX, *(shard.name for shard in manifest.shards if manifest)) if manifest else ():
+        _remove(Path(storage.path(name)))
+
+
+def _spooled(source: Source, work: Path) -> Source:
+    """A source that can only be gone through, written once as a tar file in the order in which it comes."""
+    folder = work / "spool"
+    _remove(folder)
+    folder.mkdir()
+    schema = schema_of(itertools.islice(source, PROBE))
+    if not schema:
+        raise ValueError(f"{source!r} has no sample to write")
+
+    def keyed() -> Iterator[tuple[str, Sample]]:
+        for sample in source:
+            if strange := set(sample) - set(schema) - {KEY}:
+                raise ValueError(f"a sample has a field {strange.pop()!r} that the first {PROBE} lack: give each sample the same fields")
+            yield str(sample[KEY]), sample
+
+    done = writer("tar")(str(folder / "spool.tar"), keyed(), schema)
+    store(
+        folder,
+        ["spool.tar"],
+        [_rows(done)],
+        Manifest(format="tar", count=0, schema=schema, shards=(), payload_bytes=0, dataset_sha256="", index_sha256=""),
+    )
+    return open_source(folder)
