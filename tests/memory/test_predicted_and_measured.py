@@ -21,6 +21,7 @@ NEAR = 0.1 * 2**20
         {"checkpointing": "full"},
         pytest.param({"nproc_per_node": 2, "parallel": "zero1"}, marks=pytest.mark.slow),
         {"nproc_per_node": 2, "parallel": "fsdp"},
+        pytest.param({"nproc_per_node": 2, "pipeline_parallel": 2, "accumulation": 3}, marks=pytest.mark.slow),
     ],
     ids=lambda knobs: ", ".join(map(str, knobs.values())),
 )

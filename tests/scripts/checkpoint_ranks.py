@@ -31,19 +31,29 @@ MODES: dict[str, dict[str, Any]] = {
     "split": {"tensor_parallel": 2},
     "split, zero1": {"tensor_parallel": 2, "parallel": "zero1"},
     "split, fsdp": {"tensor_parallel": 2, "parallel": "fsdp"},
+    "stages": {"pipeline_parallel": 2, "accumulation": 2, "ema": 0.9},
+    "stages, zero1": {"pipeline_parallel": 2, "accumulation": 4, "pipeline_schedule": "zero_bubble", "parallel": "zero1"},
 }
+STAGES = [("stages", 2, "fsdp"), ("stages", 1, "ddp"), ("zero1", 2, "stages")]
 IN_MAKE_TEST: dict[str, Any] = {
-    "names": ["zero1", "fsdp", "split"],
-    "others": [("zero1", 2, "split"), ("fsdp", 2, "ddp"), ("split", 2, "fsdp")],
+    "names": ["zero1", "fsdp", "split", "stages"],
+    "others": [
+        ("zero1", 2, "split"),
+        ("fsdp", 2, "ddp"),
+        ("split", 2, "fsdp"),
+        ("stages", 2, "fsdp"),
+        ("stages", 1, "ddp"),
+        ("zero1", 2, "stages"),
+    ],
 }
 OPTIMIZER = "adamw(lr=0.01, weight_decay=0.1)"
 
 
 def spec_of(ranks: int, knobs: dict[str, Any]) -> RunSpec:
-    data = ranks // knobs.get("tensor_parallel", 1)
+    samples = 8 // (ranks // knobs.get("tensor_parallel", 1) // knobs.get("pipeline_parallel", 1))
     return RunSpec(
-        task="gpt", device="cpu", nproc_per_node=ranks, micro_batch=8 // data, steps=6, checkpoint_every=3, schedule="cosine",
-        clip_grad_norm=0.5, optimizer=OPTIMIZER, weight_decay_on="matrices", **knobs,
+        task="gpt", device="cpu", nproc_per_node=ranks, micro_batch=samples // knobs.get("accumulation", 1), steps=6, checkpoint_every=3,
+        schedule="cosine", clip_grad_norm=0.5, optimizer=OPTIMIZER, weight_decay_on="matrices", **knobs,
     )  # fmt: skip
 
 
@@ -68,10 +78,10 @@ class Made:
     def steps(self, done: int, count: int) -> None:
         batches = self.trainer.batches(done)
         for step in range(count):
-            batch = next(batches)
-            if done and not step and not self.stepped and self.trainer.model is not self.trainer.module:
-                self.trainer.rehearse(batch)  # as the loop does when it resumes
-            self.trainer.step([batch])
+            micro = [next(batches) for _ in range(self.spec.accumulation)]
+            if done and not step and not self.stepped and self.trainer.has_buckets:
+                self.trainer.rehearse(micro[0])  # as the loop does when it resumes
+            self.trainer.step(micro)
             self.stepped = True
         batches.close()
 

@@ -55,6 +55,7 @@ def gpt(**changes: Any) -> Task:
         "loss": next_byte,
         "evaluate": squares,
         "tensor_parallel": PLAN,
+        "pipeline": Gpt.pieces,
     }
     return Task(**known | changes)
 
@@ -108,6 +109,7 @@ def pictures() -> Task:
         dataset=lambda: images,
         loss=lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]),
         evaluate=None,
+        pipeline=ResNet.pieces,
     )
 
 

@@ -203,8 +203,15 @@ def test_a_training_on_one_rank_goes_on_bit_for_bit(alone: Ranks, written: Path,
 @pytest.mark.slow
 def test_four_ranks_two_and_one(tmp_path: Path) -> None:
     names, others = (
-        ["hsdp", "split, fsdp"],
-        [("hsdp", 2, "fsdp"), ("hsdp", 1, "ddp"), ("split, fsdp", 3, "fsdp"), ("split, fsdp", 1, "fsdp")],
+        ["hsdp", "split, fsdp", "stages, zero1"],
+        [
+            ("stages, zero1", 2, "stages"),
+            ("stages, zero1", 3, "fsdp"),
+            ("hsdp", 2, "fsdp"),
+            ("hsdp", 1, "ddp"),
+            ("split, fsdp", 3, "fsdp"),
+            ("split, fsdp", 1, "fsdp"),
+        ],
     )
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=4", str(SCRIPT), str(tmp_path / "out.json")]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(SCRIPT.parents[2])}

@@ -34,6 +34,7 @@ CLIPPED = {"optimizer": "sgd(lr=0.3)", "clip_grad_norm": 0.5}
 MANY = {"accumulation": 2, "clip_grad_norm": 0.5, "warmup_steps": 2, "schedule": "cosine", "optimizer": "sgd(lr=0.3, momentum=0.9)"}
 SPLIT = {"micro_batch": 8, "tensor_parallel": 2}
 BOTH = {**SPLIT, **CLIPPED}
+STAGED = {"micro_batch": 4, "accumulation": 4, "pipeline_parallel": 2, "clip_grad_norm": 0.5, "optimizer": "sgd(lr=0.3, momentum=0.9)"}
 GROUPS: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
     "plain": {
         "ddp": ("gpt", {}),
@@ -97,6 +98,18 @@ GROUPS: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
         "split, fsdp, foreach": ("gpt", {**BOTH, "parallel": "fsdp", "optimizer": "sgd(lr=0.3, foreach=True)"}),
         "split, full": ("gpt", {**BOTH, "checkpointing": "full"}),
     },
+    "stages": {  # two ranks of 2 samples each are a pipeline of 4
+        "ddp": ("gpt", {**STAGED, "micro_batch": 2, "pipeline_parallel": 1}),
+        "gpipe": ("gpt", {**STAGED, "pipeline_schedule": "gpipe"}),
+        "1f1b, full": ("gpt", {**STAGED, "checkpointing": "full"}),
+        "interleaved": ("gpt", {**STAGED, "pipeline_schedule": "interleaved"}),
+        "zero_bubble": ("gpt", {**STAGED, "pipeline_schedule": "zero_bubble"}),
+        "zero1": ("gpt", {**STAGED, "parallel": "zero1"}),
+    },
+    "stages of pictures": {
+        "ddp": ("pictures", {**STAGED, "pipeline_schedule": "gpipe"}),
+        "interleaved": ("pictures", {**STAGED, "pipeline_schedule": "interleaved", "channels_last": True}),
+    },
 }
 HALF: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
     "bf16": {"ddp": ("gpt", {"precision": "amp_bf16"}), "fsdp": ("gpt", {"precision": "amp_bf16", "parallel": "fsdp"})},
@@ -107,6 +120,7 @@ HALF: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
     },
 }
 LAUNCHED: list[dict[str, Any]] = [{}, {"parallel": "fsdp"}, {"parallel": "hsdp", "shard_ranks": 1}, {"parallel": "fsdp", "accumulation": 2}]
+LAUNCHED += [{"accumulation": 2, "pipeline_parallel": 2}]
 PAIRS = [(group, name) for group, cases in GROUPS.items() for name in cases if name != "ddp"]
 
 
@@ -175,6 +189,9 @@ def test_what_each_rank_keeps(results: dict[str, dict[str, Any]]) -> None:
     assert plain["zero1"][0] == weights
     assert plain["zero1"][1] == pytest.approx(weights, rel=0.2)  # whole parameters are dealt out
     assert results["split: split"]["weights"] < weights
+    halves = {results[f"stages: {name}"]["weights"] for name in ("gpipe", "1f1b, full", "zero1")}
+    assert len(halves) == 1
+    assert max(halves) < 0.5 * weights  # the other stage has the head
 
 
 def test_what_a_dry_run_is_told_of_the_host(results: dict[str, dict[str, Any]]) -> None:
@@ -194,6 +211,7 @@ def test_a_launch_evaluates_the_whole_model_once(results: dict[str, dict[str, An
     usual, *others = ([value for name, value in run["rows"][-1].items() if name[0] == "p"] for run in runs)
     assert len(usual) == 58
     assert others[0] == others[1] == pytest.approx(usual, abs=1e-6)
+    assert others[3] == pytest.approx(usual, abs=1e-6)  # two micro-batches through two stages
     assert len(others[2]) == 58
     assert others[2] != pytest.approx(usual, abs=1e-4)  # with twice the samples per step
     assert runs[0]["rows"][-2]["samples"] == runs[1]["rows"][-2]["samples"] == 6 * 16
@@ -210,7 +228,7 @@ def test_fused_where_weights_are_shared(results: dict[str, dict[str, Any]]) -> N
 
 def test_checkpoints_go_on_in_the_same_layout_and_in_others(results: dict[str, dict[str, Any]]) -> None:
     found = results["checkpoints"]
-    assert len(found) == 6
+    assert len(found) == 4 + 6
     assert not {name: text for name, text in found.items() if text}
 
 

@@ -82,7 +82,7 @@ def largest_micro_batch(spec: RunSpec, device: str | Device | None, largest: Any
         return None, ""
     from workbench.memory.max_micro_batch import WholeDataset, max_micro_batch
 
-    fits = max_micro_batch(spec.replace(accumulation=1), device, world_size=ranks * spec.tensor_parallel)
+    fits = max_micro_batch(spec.replace(accumulation=1), device, world_size=ranks * spec.tensor_parallel * spec.pipeline_parallel)
     if not fits.micro_batch:
         raise SpecError(f"nothing fits: {fits.word}")
     if isinstance(fits, WholeDataset):
@@ -167,7 +167,7 @@ def throughput_for(
     """The throughput that was given, or that of a short sweep over micro-batches that fit."""
     if given is not None:
         return Throughput.of(given, micro_batch=spec.micro_batch, world_size=spec.data_ranks)
-    here = local_ranks(spec, ranks * spec.tensor_parallel)
+    here = local_ranks(spec, ranks * spec.tensor_parallel * spec.pipeline_parallel)
     tops = [limit or MAX_INCREASE * spec.micro_batch, batch // ranks if batch else math.inf]
     if dataset is not None:
         tops.append(dataset // (2 * here))  # the run with accumulation takes two

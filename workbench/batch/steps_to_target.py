@@ -19,7 +19,7 @@ from workbench.runs.launch.experiments import wait_for
 from workbench.runs.launch.launch import check, label
 from workbench.runs.launch.new_run import NewRun
 from workbench.runs.run import Run
-from workbench.runs.spec import AUTO, SHARDED, RunSpec
+from workbench.runs.spec import AUTO, RunSpec
 from workbench.runs.target import named_task, read_spec
 from workbench.runs.training_knobs import depends_on_steps
 
@@ -169,8 +169,9 @@ def _check(spec: RunSpec) -> None:
         raise ValueError(
             'micro_batch="auto": steps to a target need a number, the largest micro-batch; wb.max_micro_batch(spec, device) has one'
         )
-    if spec.parallel in SHARDED or spec.tensor_parallel > 1:
-        knob = f"tensor_parallel={spec.tensor_parallel}" if spec.tensor_parallel > 1 else f"parallel={spec.parallel!r}"
+    if not spec.whole_models:
+        knob = next((f"{name}={n}" for name in ("tensor_parallel", "pipeline_parallel") if (n := getattr(spec, name)) > 1), "")
+        knob = knob or f"parallel={spec.parallel!r}"
         raise ValueError(
             f"{knob}: each trial is trained by one rank, with gradient accumulation, so that ranks can do different trials; "
             'try parallel="ddp" with checkpointing="full", if memory is short'

@@ -24,8 +24,17 @@ CHECKPOINTINGS = ("none", "full")
 """Kinds of checkpointing that are planned by default: each costs two dry runs."""
 SINGLE_SIZES = (2, 4, 8, 16, 32, 64)
 """Micro-batches that are run one by one where memory does not follow."""
-_FIXED = ("nproc_per_node", "parallel", "tensor_parallel", "shard_ranks", "accumulation", "micro_batch", "checkpointing")
-_ONE_RANK = {"nproc_per_node": 1, "parallel": "ddp", "tensor_parallel": 1, "shard_ranks": None, "accumulation": 1}
+_FIXED = (
+    "nproc_per_node",
+    "parallel",
+    "tensor_parallel",
+    "pipeline_parallel",
+    "shard_ranks",
+    "accumulation",
+    "micro_batch",
+    "checkpointing",
+)
+_ONE_RANK = {"nproc_per_node": 1, "parallel": "ddp", "tensor_parallel": 1, "pipeline_parallel": 1, "shard_ranks": None, "accumulation": 1}
 
 
 def read(

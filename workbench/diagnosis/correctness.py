@@ -142,6 +142,9 @@ def diverge(
             f"diverge: a step of the one has {sizes[0]} samples, of the other {sizes[1]} (micro_batch × accumulation × ranks that read "
             "different samples), so they compute different things: change micro_batch in one of them"
         )
+    for each in given:
+        if isinstance(each, RunSpec) and each.pipeline_parallel > 1:
+            raise ValueError(f"diverge: pipeline_parallel={each.pipeline_parallel}: no rank calls the whole model there; leave it out")
     from workbench.diagnosis.measure import divergence as measure
     from workbench.diagnosis.measure.divergence_ranks import unpacked
 
@@ -199,6 +202,8 @@ def replay(run: Run | str | os.PathLike[str], step: int | None = None, *, budget
     spec = run.spec
     if not isinstance(spec, RunSpec):
         raise ValueError(f"replay({run!r}): only the run of a task can be repeated, and this is one of a script")
+    if spec.pipeline_parallel > 1:
+        raise ValueError(f"replay({run!r}): pipeline_parallel={spec.pipeline_parallel}: a run whose layers are divided cannot be repeated")
     losses = {int(row["step"]): _number(row["loss"]) for row in run.metric_rows if "loss" in row and "lr" in row}
     if step is None:
         step = first_bad_step(losses)

@@ -134,6 +134,12 @@ def record(plan: "Plan", *, watch: Watch | None = None) -> tuple[MemoryLog, int]
         if plan.rank is None and fullest:
             rank = fullest
             log, _ = _attempt(plan, rank, on_meta=on_meta, watch=watch)
+        if plan.rank is None and plan.spec.pipeline_parallel > 1:
+            first, neighbours = rank, plan.spec.data_ranks  # of each other stage the rank with the same samples
+            for other in range(first + neighbours, plan.world_size, neighbours):
+                another, _ = _attempt(plan, other, on_meta=on_meta, watch=watch)
+                if breakdown_of(plan, another, other).total > breakdown_of(plan, log, rank).total:
+                    log, rank = another, other
     return log, rank
 
 
@@ -149,7 +155,7 @@ def _attempt(plan: "Plan", rank: int, *, on_meta: bool, watch: Watch | None) -> 
     from workbench.train.trainer import Trainer, build_model
 
     spec = plan.spec.replace(gc=False, tf32=None, device="cpu", backend="auto", compile="none")
-    dealt = plan.gpu is not None and (spec.parallel in SHARDED or spec.tensor_parallel > 1)
+    dealt = plan.gpu is not None and (spec.parallel in SHARDED or spec.tensor_parallel > 1 or spec.pipeline_parallel > 1)
     with fake_process_group(plan.world_size, rank, bucket_seen=lambda bucket: recorder.track(bucket, "bucket")) as here:
         ranks = Ranks(rank=here.rank, world_size=here.world_size, device=here.device, store=here.store)
         layout = Layout.of(spec, ranks)
@@ -159,12 +165,15 @@ def _attempt(plan: "Plan", rank: int, *, on_meta: bool, watch: Watch | None) -> 
             run.model(model)
             if not dealt:
                 recorder.attach(model)
+            passed = run.between_stages(model, plan.task, spec, plan.example) if spec.pipeline_parallel > 1 else None
             with (
                 estimate_errors(recorder, model, plan.example),
                 offloading_dry_run(DryRunHooks(on_host=recorder.leave_out, host_computes=recorder.pause)),
             ):
                 with run.host(model) if dealt else contextlib.nullcontext():
-                    trainer = Trainer(spec, plan.task, ranks, module=model, loader=NO_LOADER, layout=layout, alone=plan.own_loop)
+                    trainer = Trainer(
+                        spec, plan.task, ranks, module=model, loader=NO_LOADER, layout=layout, alone=plan.own_loop, passed=passed
+                    )
                 recorder.attach(trainer.module, trainer.averages)
                 trainer.phase = recorder.phase
                 with (

@@ -81,7 +81,7 @@ def answer(question: Question) -> Answer:
     plan = plan_of(spec, example, device=question.device, micro_batch=spec.micro_batch, sequence=question.sequence, image=question.image)
     log, rank = record(plan)
     kind = repr(spec.replace(micro_batch=1))
-    first = (spec.parallel in SHARDED or spec.tensor_parallel > 1) and kind not in _SEEN
+    first = (spec.parallel in SHARDED or spec.tensor_parallel > 1 or spec.pipeline_parallel > 1) and kind not in _SEEN
     _SEEN.add(kind)
     sizes = sizes_of(plan.example)
     return Answer(log=log, device=plan.device, rank=rank, world_size=plan.world_size, **sizes, first=first)

@@ -79,6 +79,8 @@ def libraries(program: str, *run_dirs: str) -> Iterator[str]:
                 yield "torch.distributed.fsdp"
             if split:
                 yield "torch.distributed.tensor.parallel"
+            if spec.get("pipeline_parallel", 1) > 1:
+                yield "torch.distributed.pipelining"
             if spec.get("parallel") == "zero1":
                 yield "torch.distributed.optim"
 

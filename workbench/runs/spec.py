@@ -164,6 +164,15 @@ class RunSpec(_Spec):
     """Ranks that share one copy of the model under "hsdp"; None = 8, or all where there are fewer."""
     tensor_parallel: int = knob(1, elsewhere=("tp", "tensor_parallel_size", "tensor_model_parallel_size"))
     """Ranks that split each layer of the Task's `tensor_parallel` plan; they work on the same samples."""
+    pipeline_parallel: int = knob(
+        1, elsewhere=("pp", "pipeline_stages", "pipeline_parallel_size", "pipeline_parallel_degree", "pipeline_model_parallel_size")
+    )
+    """Ranks among which the layers are divided: each has consecutive layers, its stage, and the micro-batches of a step, as many as
+    `accumulation` says, flow through all of them. A model that is no `nn.Sequential` needs a `Task.pipeline` that cuts it."""
+    pipeline_schedule: str = knob("1f1b", elsewhere=("pipeline_parallel_schedule", "pp_schedule"))
+    """Order in which the stages of a pipeline compute: "gpipe", all forwards and then all backwards; "1f1b", a backward as soon as there is
+    one, which keeps fewer activations; "interleaved(chunks=2)", so many smaller stages on each rank, which wait less and send more;
+    "zero_bubble" (ZBV), two stages on each rank and the backward in two parts, of which the second fills what would be waiting."""
     checkpointing: str = knob(
         "none", choices=CHECKPOINTINGS, panels=("memory",), elsewhere=("gradient_checkpointing", "activation_checkpointing", "recompute")
     )
@@ -218,7 +227,7 @@ class RunSpec(_Spec):
             object.__setattr__(self, "micro_batch", AutoBatch(AUTO))
         else:
             _check_whole(self, "micro_batch", 1, ', or "auto"')
-        for name in ("accumulation", "nproc_per_node", "nnodes", "steps", "threads", "tensor_parallel"):
+        for name in ("accumulation", "nproc_per_node", "nnodes", "steps", "threads", "tensor_parallel", "pipeline_parallel"):
             _check_whole(self, name, 1)
         for name in ("num_workers", "warmup_steps"):
             _check_whole(self, name, 0)
@@ -264,9 +273,14 @@ class RunSpec(_Spec):
         return self.nnodes * self.nproc_per_node
 
     @property
+    def whole_models(self) -> bool:
+        """Does each rank have the whole model, its optimizer's states perhaps left out?"""
+        return self.parallel not in SHARDED and self.tensor_parallel == self.pipeline_parallel == 1
+
+    @property
     def data_ranks(self) -> int:
-        """Ranks that work on different samples: all, divided by `tensor_parallel`."""
-        return self.world_size // self.tensor_parallel
+        """Ranks that work on different samples: all, divided by `tensor_parallel` and `pipeline_parallel`."""
+        return self.world_size // (self.tensor_parallel * self.pipeline_parallel)
 
     @property
     def global_batch(self) -> int:
@@ -377,12 +391,12 @@ def _check_parallel(spec: RunSpec) -> None:
         raise SpecError(
             f'shard_ranks={spec.shard_ranks} with parallel="{spec.parallel}": only "hsdp" has groups that shard; try parallel="hsdp"'
         )
-    if spec.world_size % spec.tensor_parallel:
-        of = "nproc_per_node" if spec.nnodes == 1 else "nnodes × nproc_per_node"
-        raise SpecError(
-            f"tensor_parallel={spec.tensor_parallel} does not divide the {spec.world_size} ranks ({of}): "
-            f"try tensor_parallel={_nearest_divisor(spec.world_size, spec.tensor_parallel)}"
-        )
+    for name in ("tensor_parallel", "pipeline_parallel"):
+        if spec.world_size % (ways := getattr(spec, name)):
+            of = "nproc_per_node" if spec.nnodes == 1 else "nnodes × nproc_per_node"
+            raise SpecError(
+                f"{name}={ways} does not divide the {spec.world_size} ranks ({of}): try {name}={_nearest_divisor(spec.world_size, ways)}"
+            )
     if spec.parallel == "hsdp":
         ranks_per_shard(spec, spec.data_ranks)
     if spec.tensor_parallel > 1 and spec.precision == "amp_fp16" and spec.parallel not in SHARDED:

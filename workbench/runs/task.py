@@ -54,6 +54,10 @@ class Task:
     """Which layers are split over ranks with `RunSpec(tensor_parallel=…)`: pattern of module names → "colwise" (by outputs) or "rowwise"
     (by inputs), such as {"layers.*.mlp.0": "colwise", "layers.*.mlp.2": "rowwise"}; None = a Hugging Face model's own plan, if it has
     one."""
+    pipeline: Callable[[Any], Any] | None = None
+    """`pipeline(model)` → the model's parts in the order in which they are called, each with what the one before gave, for
+    `RunSpec(pipeline_parallel=…)`: `lambda model: [model.embedding, *model.layers, nn.Sequential(model.norm, model.head)]`. Modules of the
+    model, or such that hold some of them; None = the children of an `nn.Sequential`."""
     name: str = ""
     """For people; the function's name is used where this is empty."""
 
@@ -68,7 +72,7 @@ class Task:
             raise TaskError(
                 f"Task(model=…) got a {kind} that is built already: write model=lambda: {kind}(…) so that each process builds its own"
             )
-        for field in ("collate", "evaluate", "validation"):
+        for field in ("collate", "evaluate", "validation", "pipeline"):
             if (value := getattr(self, field)) is not None and not callable(value):
                 raise TaskError(f"Task({field}=…) got a {type(value).__name__}, expected a function or None")
         if not (callable(self.optimizer) or isinstance(self.optimizer, str)):

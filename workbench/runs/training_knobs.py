@@ -28,6 +28,9 @@ COMPRESSIONS: Mapping[str, Mapping[str, Any]] = {"none": {}, "fp16": {}, "bf16":
 """What DDP may reduce in place of gradients → its options with their defaults."""
 
 
+PIPELINES: Mapping[str, Mapping[str, Any]] = {"gpipe": {}, "1f1b": {}, "interleaved": {"chunks": 2}, "zero_bubble": {}}
+"""Order in which the ranks of a pipeline compute → its options with their defaults."""
+
 COMPILES: Mapping[str, Mapping[str, Any]] = {"none": {}, "model": {"backend": "inductor"}, "blocks": {"backend": "inductor"}}
 """What torch.compile compiles → its options with their defaults."""
 
@@ -92,6 +95,25 @@ def parse_call(knob: str, text: Any, known: Mapping[str, Mapping[str, Any]], exa
         except (ValueError, SyntaxError, MemoryError, RecursionError):
             raise SpecError(f"{knob}={text!r:.80}: {keyword.arg} is not a number or a word") from None
     return name, MappingProxyType(options)
+
+
+@functools.lru_cache(maxsize=64)
+def parse_pipeline(text: Any) -> tuple[str, int]:
+    """Name of a pipeline's schedule, and the stages of each rank.
+
+    >>> parse_pipeline("1f1b"), parse_pipeline("interleaved(chunks=4)"), parse_pipeline("zero_bubble")
+    (('1f1b', 1), ('interleaved', 4), ('zero_bubble', 2))
+
+    Raises:
+        SpecError: not of this form, or an unknown name or option.
+    """
+    if isinstance(text, str) and text.strip() == "1f1b":  # which is no name in Python
+        return "1f1b", 1
+    name, options = parse_call("pipeline_schedule", text, PIPELINES, "interleaved(chunks=2)")
+    if name == "interleaved":
+        whole_number(f'pipeline_schedule="{text}": chunks', options["chunks"], least=2, error=SpecError)
+        return name, int(options["chunks"])
+    return name, 2 if name == "zero_bubble" else 1
 
 
 def parse_evaluate(value: bool | str) -> tuple[str, int]:
@@ -171,6 +193,7 @@ def check(spec: Any) -> None:
         raise SpecError(f'evaluate_batches={spec.evaluate_batches} with evaluate=False: say when, as in evaluate="end"')
     _check_compile(spec)
     _check_stop(spec)
+    _check_pipeline(spec)
     kind, options = parse_call("gradient_compression", spec.gradient_compression, COMPRESSIONS, "powersgd(rank=2)")
     for option, least in (("rank", 1), ("start", 2)):
         if option in options:
@@ -213,6 +236,34 @@ def _check_compile(spec: Any) -> None:
     ):
         if clashes:
             raise SpecError(f'compile="{spec.compile}" with {given(spec, knob)}: {why}')
+
+
+def _check_pipeline(spec: Any) -> None:
+    name, _ = parse_pipeline(spec.pipeline_schedule)
+    stages, given_stages = spec.pipeline_parallel, f"pipeline_parallel={spec.pipeline_parallel}"
+    if stages == 1:
+        return
+    fewest = {"1f1b": stages, "zero_bubble": 2 * stages}.get(name, 1)
+    if spec.accumulation < fewest or (name == "interleaved" and spec.accumulation % stages):
+        needs = f"a multiple of {stages}" if name == "interleaved" else f"{fewest} or more"
+        raise SpecError(
+            f'accumulation={spec.accumulation} with {given_stages} and pipeline_schedule="{spec.pipeline_schedule}": the micro-batches of '
+            f"a step flow through the pipeline, and this schedule takes {needs} of them; try accumulation="
+            f"{max(fewest, -(-spec.accumulation // stages) * stages)}" + ', or pipeline_schedule="gpipe"' * (spec.accumulation > 1)
+        )
+    for knob, clashes, why in (
+        ("parallel", spec.parallel not in ("ddp", "zero1"), 'FSDP2 gathers a stage for each micro-batch; try parallel="ddp" or "zero1"'),
+        ("tensor_parallel", spec.tensor_parallel > 1, "layers are either split or put into stages here; leave one of them out"),
+        ("micro_batch", spec.micro_batch == "auto", "a size is tried out on each rank alone, and none has the whole model; give a number"),
+        ("precision", spec.precision == "amp_fp16", 'each stage would scale its gradients by itself; try precision="amp_bf16"'),
+        ("compile", spec.compile != "none", "a schedule takes the backward of a stage apart; leave one of them out"),
+        ("offload", spec.offload != "none", "several micro-batches are under way at once; leave one of them out"),
+        ("gradient_compression", spec.gradient_compression != "none", "it has not been tried on stages; leave one of them out"),
+        ("find_unused_parameters", spec.find_unused_parameters, "each stage uses all of its parameters; leave it out"),
+        ("noise_scale", spec.noise_scale, "no rank has the whole gradient of a sample; measure it with pipeline_parallel=1"),
+    ):
+        if clashes:
+            raise SpecError(f"{given(spec, knob)} with {given_stages}: {why}")
 
 
 def parse_stop(text: Any) -> tuple[str, Mapping[str, Any]]:

@@ -58,6 +58,8 @@ class CurveSpec(JsonDataclass):
             return f"exposed communication is not measured under {', '.join(SHARDED)}: no rank can compute without the others' weights"
         if any(spec.tensor_parallel > 1 for _, spec in self.points):
             return "exposed communication is not measured with tensor_parallel: no rank can compute without the others"
+        if any(spec.pipeline_parallel > 1 for _, spec in self.points):
+            return "exposed communication is not measured with pipeline_parallel: no stage can compute without the others"
         return ""
 
     def continues(self, other: "CurveSpec") -> bool:
@@ -120,7 +122,7 @@ def point_of(spec: RunSpec, over: str, value: Any, kind: str) -> RunSpec:
         good = [
             n
             for n in range(1, 2 * max(value, 4) + 1)
-            if n % spec.tensor_parallel == 0 and whole % (spec.accumulation * n // spec.tensor_parallel) == 0
+            if n % (ways := spec.tensor_parallel * spec.pipeline_parallel) == 0 and whole % (spec.accumulation * n // ways) == 0
         ]
         raise CurveError(
             f"{value} processes cannot share a global batch of {whole} evenly ({_said(spec, alone)}): numbers that divide it are "

@@ -7,7 +7,7 @@ A Trainer is made of: `loader` (batches of this rank), `precision` (autocast and
 learning-rate schedule) with `large_batch_optimizers` (LARS, LAMB).
 
 Several ranks: `ranks` (this process, process groups, `Layout`), `sharding` (DDP and FSDP2), `tensor_parallel` (split layers),
-`sharded_tensors` (DTensor arithmetic for both).
+`sharded_tensors` (DTensor arithmetic for both), `stages` (a model cut for a pipeline) and `pipeline` (its schedules).
 
 Less memory: `blocks` (a model's repeated layers), `activation_checkpointing` (recompute them in the backward), `offload` (to host memory),
 `choose_micro_batch` (micro_batch="auto") and `split_on_oom` (when that does not fit after all).

@@ -28,7 +28,7 @@ from workbench.core import run_directory, units
 from workbench.runs.errors import is_out_of_memory
 from workbench.train import checkpoint_file, named_state
 from workbench.train.checkpoint_file import UnusableCheckpointError
-from workbench.train.ranks import Ranks, layout_knobs
+from workbench.train.ranks import Ranks, changed_layout, layout_knobs
 
 if TYPE_CHECKING:
     from workbench.train.trainer import Trainer
@@ -164,6 +164,9 @@ class Checkpoints:
                 why = UnusableCheckpointError(text, "foreign") if (text := _mismatch(trainer, checkpoint[1], source)) else None
             except UnusableCheckpointError as error:
                 why = error
+            if trainer.pipeline:  # each rank has compared its own stages only
+                answers = [json.loads(text) for text in self._share(json.dumps(why and [str(why), why.kind]))]
+                why = next((UnusableCheckpointError(*answer) for answer in answers if answer), None)
             if not why:
                 break
             self._passed_over[checkpoint[0]] = why
@@ -206,7 +209,7 @@ class Checkpoints:
         before, now = (f"{n:,} samples" if isinstance(n, int) else "no length" for n in (state.get("samples"), _samples(trainer)))
         if "samples" in state and before != now:
             notes.append(f"the dataset has {now} now, and had {before} before: the order of the samples differs")
-        notes += filter(None, [_changed_layout(trainer, state)])
+        notes += filter(None, [changed_layout(trainer.spec, state.get("layout"))])
         for note in notes:
             print(f"note: {note}")
         row = {"step": state["step"], "checkpoint": path.name, "passed_over": passed_over, "notes": notes, "time": time.time()}
@@ -334,8 +337,10 @@ class Checkpoints:
             part["other"] = copy(named_state.other_entries(trainer.module))
             where = {key: (each.shape, each.offset, tuple(each.tensor.shape)) for key, each in parts.items()}
             mine["shard"] = {"parts": where, "values": copy(values)}
+        groups = named_state.optimizer_groups(trainer)
+        if trainer.pipeline and not trainer.layout.readers.rank:
+            mine["groups"] = copy(groups)
         if not self._ranks.rank:
-            groups = named_state.optimizer_groups(trainer)
             state = {"step": step, "micro_batch": trainer.spec.micro_batch, "samples": _samples(trainer), "spec": trainer.spec.to_json()}
             state |= {"layout": layout_knobs(trainer.spec), "best": best, "position": trainer.position(step)}
             if shared:
@@ -364,6 +369,8 @@ class Checkpoints:
             state |= {name: {rank: each[key] for rank, each in parts.items()} for name, key in (("rows", "row"), ("random", "random"))}
             if part:
                 state["shards"] = [parts[rank]["shard"] for rank in sorted(parts)]
+            if "groups" in mine:
+                state["optimizer"]["groups"] = [group for rank in sorted(parts) for group in parts[rank].get("groups", ())]
             self._save(state, path)
             self._best = state["best"]  # not before: the best so far is kept if this could not be written
         except BaseException:
@@ -434,25 +441,7 @@ def part_path(path: Path, rank: int) -> Path:
 
 def _is_shared(trainer: "Trainer") -> bool:
     """Do ranks share the model or the optimizer?"""
-    return trainer.spec.parallel != "ddp" or trainer.spec.tensor_parallel > 1
-
-
-def _changed_layout(trainer: "Trainer", state: Mapping[str, Any]) -> str:
-    """What it means that a checkpoint was written by other ranks; "" = by the same."""
-    now = layout_knobs(trainer.spec)
-    before = state.get("layout") or now
-    if before == now:
-        return ""
-    changes = ", ".join(f"{name}={now[name]} (it was {before.get(name)})" for name in now if now[name] != before.get(name))
-    ranks = before["nproc_per_node"] * before["nnodes"] // before["tensor_parallel"]
-    samples = before["micro_batch"] * before["accumulation"] * ranks
-    order = "" if samples == trainer.spec.global_batch else (
-        f"; a step takes {trainer.spec.global_batch} samples now, and took {samples}: the epoch goes on with the samples it has left"
-    )  # fmt: skip
-    return (
-        f"it goes on with {changes}: weights, optimizer and schedule are those of the checkpoint; random numbers begin anew, and sums are "
-        f"added in another order, so the further training is not bit for bit that of before{order}"
-    )
+    return trainer.spec.parallel != "ddp" or trainer.spec.tensor_parallel > 1 or trainer.pipeline is not None
 
 
 def _mismatch(trainer: "Trainer", state: Mapping[str, Any], source: named_state.Source | None = None) -> str:

@@ -107,7 +107,8 @@ def train(
         chosen = {"micro_batch": spec.micro_batch}
     trainer = Trainer(spec, task, ranks, group, split_on_oom=bool(chosen))
     weights = sum(weight.numel() for weight in trainer.module.parameters())
-    print(f"rank {ranks.rank} of {ranks.world_size} on {ranks.device}: {units.count(weights)} parameters, batches of {spec.micro_batch}")
+    here = units.count(weights) + " parameters" + (f" ({trainer.pipeline})" if trainer.pipeline else "")
+    print(f"rank {ranks.rank} of {ranks.world_size} on {ranks.device}: {here}, batches of {spec.micro_batch}")
     samples_per_step = spec.micro_batch * spec.accumulation * trainer.layout.readers.world_size
     done = checkpoints.resume(trainer, checkpoint) if checkpoints else 0  # before the files are opened: it cuts them
     del checkpoint  # as large as the model and its optimizer
@@ -157,13 +158,7 @@ def train(
                 profiled.step(done)
             for batch in () if done >= spec.steps or stopped else timer.batches(profiled.batches(batches) if profiled else batches):
                 waiting -= 1
-                if (
-                    done
-                    and step == done
-                    and ranks.world_size > 2
-                    and trainer.model is not trainer.module
-                    and waiting == spec.accumulation - 1
-                ):
+                if done and step == done and ranks.world_size > 2 and trainer.has_buckets and waiting == spec.accumulation - 1:
                     trainer.rehearse(batch)
                 if first and not ranks.rank:
                     provenance.record(run_dir, trainer, batch, resumed=bool(done))

@@ -53,6 +53,16 @@ class ResNet(nn.Module):
         """(batch, 3, height, width) → (batch, classes)."""
         return self.head(self.stages(self.stem(x)).mean((2, 3)))  # type: ignore[no-any-return]
 
+    def pieces(self) -> list[nn.Module]:
+        """The parts of its forward, in order, for a pipeline."""
+        stages: list[Any] = list(self.stages)
+        return [self.stem, *(block for stage in stages for block in stage), nn.Sequential(_MeanOfPixels(), self.head)]
+
+
+class _MeanOfPixels(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mean((2, 3))
+
 
 class Attention(nn.Module):
     """Causal self-attention with several heads."""
@@ -107,6 +117,19 @@ class Gpt(nn.Module):
         """(batch, length) integers → (batch, length, vocabulary) logits."""
         x = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
         return self.head(self.norm(self.layers(x)))  # type: ignore[no-any-return]
+
+    def pieces(self) -> list[nn.Module]:
+        """The parts of its forward, in order, for a pipeline."""
+        return [_Embedding(self.tokens, self.positions), *self.layers, nn.Sequential(self.norm, self.head)]
+
+
+class _Embedding(nn.Module):
+    def __init__(self, tokens: nn.Embedding, positions: nn.Embedding) -> None:
+        super().__init__()
+        self.tokens, self.positions = tokens, positions
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]  # type: ignore[no-any-return]
 
 
 class Experts(nn.Module):

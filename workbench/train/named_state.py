@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -22,6 +22,9 @@ from workbench.train import checkpoint_file
 from workbench.train.checkpoint_file import UnusableCheckpointError
 from workbench.train.ranks import Layout, Ranks
 from workbench.train.sharded_tensors import dtensor_spec, from_local_part, is_dtensor, local_part, local_region
+
+if TYPE_CHECKING:
+    from workbench.train.pipeline import Pipeline
 
 Key = tuple[str, str, str]
 """"module", "optimizer" or "ema"; the parameter; the state of the optimizer, or ""."""
@@ -35,6 +38,7 @@ class Training(Protocol):
     layout: Layout
     module: torch.nn.Module
     optimizer: Optimizer
+    pipeline: "Pipeline | None"
 
     @property
     def averages(self) -> dict[str, Tensor]:
@@ -175,6 +179,7 @@ class Source:
         """
         self._path_of, self._opened = path_of, dict[int, dict[str, Any]]()
         self._shards: Sequence[Mapping[str, Any]] = state.get("shards") or ()
+        self._in_stages = state.get("layout", {}).get("pipeline_parallel", 1) > 1
         self._pieces: dict[Key, list[tuple[int | Tensor, tuple[int, ...], tuple[int, ...]]]] = defaultdict(list)
         self._shapes: dict[Key, tuple[int, ...]] = {}
         self.values: dict[Key, Any] = {}
@@ -227,9 +232,12 @@ class Source:
         return self._shapes[key]
 
     def other(self, rank: int) -> dict[str, Any]:
-        """What a rank's module had beside parameters; of a rank that there was not, what rank 0 had."""
+        """What a rank's module had beside parameters; of a rank that there was not, what rank 0 had; of other stages, what those had."""
         if not self._shards:
             return self._other
+        if self._in_stages:
+            numbers = [*reversed(range(len(self._shards))), *([rank] if rank < len(self._shards) else [])]
+            return {name: value for number in numbers for name, value in self._open(number)["other"].items()}
         entries: dict[str, Any] = self._open(rank if rank < len(self._shards) else 0)["other"]
         return entries
 
@@ -298,7 +306,7 @@ def difference(trainer: Training, source: Source) -> str:
             return f"it is of another model: it has no {name}"
         if its[name] != shape:
             return f"it is of another model: its {name} has the shape {its[name]}, this model's has {shape}"
-    known = {*mine, *trainer.module.state_dict()}
+    known = {*mine, *trainer.module.state_dict(), *(trainer.pipeline.entries if trainer.pipeline else ())}
     if strange := [name for name in (*its, *entries) if name not in known]:
         return f"it is of another model: this one has no {strange[0]}"
     for key, (has, size) in source.sizes().items():

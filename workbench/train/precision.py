@@ -4,6 +4,7 @@ import contextlib
 from contextlib import AbstractContextManager
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
@@ -75,8 +76,16 @@ class Precision:
         scale: Tensor = self.scaler.scale(torch.ones((), device=self._device))
         return scale
 
-    def step(self, optimizer: Optimizer, model: nn.Module, *, clip_grad_norm: float | None = None) -> bool:
+    def step(
+        self, optimizer: Optimizer, model: nn.Module, *, clip_grad_norm: float | None = None, across: dist.ProcessGroup | None = None
+    ) -> bool:
         """One optimizer step: unscale, clip, update; the gradients are cleared.
+
+        Args:
+            optimizer: of the model.
+            model: whose gradients are clipped.
+            clip_grad_norm: the largest norm; None = any.
+            across: ranks that have other parts of the model.
 
         Returns:
             False if the step was skipped because gradients overflowed.
@@ -84,7 +93,7 @@ class Precision:
         scale = self.scaler.get_scale()
         if clip_grad_norm is not None:
             self.scaler.unscale_(optimizer)  # a norm of scaled gradients would be clipped to nothing
-            clip_gradients(model.parameters(), clip_grad_norm, self._device)
+            clip_gradients(model.parameters(), clip_grad_norm, self._device, across)
         self.scaler.step(optimizer)
         self.scaler.update()
         optimizer.zero_grad()

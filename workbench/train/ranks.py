@@ -4,7 +4,7 @@ import datetime
 import gc
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
@@ -190,6 +190,8 @@ class Layout:
     """Mesh of the data-parallel ranks; two axes under "hsdp": groups, and ranks in a group. None where nothing is sharded."""
     tensor: DeviceMesh | None = None
     """Mesh of the ranks that split each layer; None without tensor parallelism."""
+    pipeline: dist.ProcessGroup | None = None
+    """Process group of the ranks that have the stages of one copy of the model; None without pipeline parallelism."""
 
     @classmethod
     def of(cls, spec: RunSpec, ranks: Ranks, group: dist.ProcessGroup | None = None) -> Self:
@@ -198,14 +200,18 @@ class Layout:
         It does not work under fake tensors: a mesh reads its numbers.
 
         Args:
-            spec: its `parallel`, `shard_ranks` and `tensor_parallel`.
+            spec: its `parallel`, `shard_ranks`, `tensor_parallel` and `pipeline_parallel`.
             ranks: this process among those of the spec.
             group: their process group; None = that of all.
 
         Raises:
             SpecError: the number of ranks does not fit the spec.
         """
-        grid = _grid(spec, dist.get_process_group_ranks(group or dist.group.WORLD))
+        members = dist.get_process_group_ranks(group or dist.group.WORLD)
+        if spec.pipeline_parallel > 1:
+            made = _pipeline_groups(spec, members, dist.get_backend(group))
+            return cls(readers=_readers(ranks, spec.pipeline_parallel, outer=True), data=made[0], pipeline=made[1])
+        grid = _grid(spec, members)
         layout = cls(readers=_readers(ranks, spec.tensor_parallel), data=group)
         device = ranks.device.type
         if not _needs_a_mesh(spec):
@@ -225,13 +231,41 @@ class Layout:
         return layout
 
 
-LAYOUT_KNOBS = ("parallel", "tensor_parallel", "shard_ranks", "nproc_per_node", "nnodes", "micro_batch", "accumulation")
+LAYOUT_KNOBS = (
+    *("parallel", "tensor_parallel", "pipeline_parallel", "pipeline_schedule", "shard_ranks", "nproc_per_node", "nnodes"),
+    *("micro_batch", "accumulation"),
+)
 """Knobs that say which rank holds what of the model, and which samples it works on."""
+ONE_STAGE: Mapping[str, Any] = {"pipeline_parallel": 1, "pipeline_schedule": "1f1b"}
+"""Those that checkpoints of earlier workbenches lack."""
 
 
 def layout_knobs(spec: RunSpec) -> dict[str, Any]:
     """Those knobs of a spec, as a checkpoint keeps them."""
     return {name: getattr(spec, name) for name in LAYOUT_KNOBS}
+
+
+def changed_layout(spec: RunSpec, before: Mapping[str, Any] | None) -> str:
+    """What it means that a checkpoint was written by other ranks; "" = by the same.
+
+    Args:
+        spec: of the run that goes on.
+        before: what `layout_knobs` gave when it was written; None = not known, taken to be the same.
+    """
+    now = layout_knobs(spec)
+    before = {**ONE_STAGE, **(before or now)}
+    if before == now:
+        return ""
+    changes = ", ".join(f"{name}={now[name]} (it was {before.get(name)})" for name in now if now[name] != before.get(name))
+    ranks = before["nproc_per_node"] * before["nnodes"] // (before["tensor_parallel"] * before["pipeline_parallel"])
+    samples = before["micro_batch"] * before["accumulation"] * ranks
+    order = "" if samples == spec.global_batch else (
+        f"; a step takes {spec.global_batch} samples now, and took {samples}: the epoch goes on with the samples it has left"
+    )  # fmt: skip
+    return (
+        f"it goes on with {changes}: weights, optimizer and schedule are those of the checkpoint; random numbers begin anew, and sums are "
+        f"added in another order, so the further training is not bit for bit that of before{order}"
+    )
 
 
 def join_group_creation(spec: RunSpec, members: Sequence[int]) -> None:
@@ -241,7 +275,9 @@ def join_group_creation(spec: RunSpec, members: Sequence[int]) -> None:
         spec: whose layout other ranks make.
         members: those ranks.
     """
-    if _needs_a_mesh(spec):
+    if spec.pipeline_parallel > 1:
+        _pipeline_groups(spec, members, None)
+    elif _needs_a_mesh(spec):
         _groups(_grid(spec, members), spec, None)
 
 
@@ -279,8 +315,24 @@ def _groups(grid: torch.Tensor, spec: RunSpec, backend: Any) -> list[dist.Proces
     return known[key]
 
 
-def _readers(ranks: Ranks, split: int) -> Ranks:
+def _pipeline_groups(spec: RunSpec, members: Sequence[int], backend: Any) -> list[dist.ProcessGroup]:
+    """The process groups of this rank's stage and of its pipeline. The ranks of a stage are neighbours: little passes between stages."""
+    count, rest = divmod(len(members), spec.pipeline_parallel)
+    if rest:
+        raise SpecError(f"pipeline_parallel={spec.pipeline_parallel} does not divide the {len(members)} ranks of this launch")
+    grid = torch.tensor(members).view(spec.pipeline_parallel, count)
+    world: Any = dist.group.WORLD
+    known, key = _created.setdefault(world, {}), ("pipeline", tuple(grid.shape), tuple(members))
+    if key not in known:
+        made = [(line, dist.new_group(line, backend=backend)) for lines in (grid, grid.T) for line in lines.tolist()]
+        known[key] = [group for line, group in made if dist.get_rank() in line]
+    return known[key]
+
+
+def _readers(ranks: Ranks, split: int, *, outer: bool = False) -> Ranks:
+    """This rank among those with other samples; `outer`: those with the same samples are no neighbours."""
     if split == 1:
         return ranks
-    store = PrefixStore(f"part {ranks.rank % split}", ranks.store)
-    return replace(ranks, rank=ranks.rank // split, world_size=ranks.world_size // split, store=store)
+    count = ranks.world_size // split
+    rank, part = (ranks.rank % count, ranks.rank // count) if outer else (ranks.rank // split, ranks.rank % split)
+    return replace(ranks, rank=rank, world_size=count, store=PrefixStore(f"part {part}", ranks.store))

@@ -107,20 +107,21 @@ class _ForwardSwap:
 
 
 @torch.no_grad()
-def clip_gradients(parameters: Iterable[nn.Parameter], limit: float, device: torch.device) -> None:
+def clip_gradients(parameters: Iterable[nn.Parameter], limit: float, device: torch.device, across: dist.ProcessGroup | None = None) -> None:
     """Scale gradients so that their norm over all parameters and ranks is at most `limit`, as torch's clip_grad_norm_ does.
 
     Args:
         parameters: sharded over one or several meshes, or not at all; in host or device memory.
         limit: the largest norm.
         device: of the run, where its process groups communicate.
+        across: ranks that have other parameters of the same model.
     """
     with_gradients = [parameter for parameter in parameters if parameter.grad is not None]
     parts: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = defaultdict(list)
     for parameter in with_gradients:
         assert parameter.grad is not None
         parts[shard_groups(parameter)].append(local_part(parameter.grad))
-    if not any(parts):
+    if not any(parts) and across is None:
         nn.utils.clip_grad_norm_(with_gradients, limit)
         return
     squares = torch.zeros((), device=device)
@@ -129,6 +130,8 @@ def clip_gradients(parameters: Iterable[nn.Parameter], limit: float, device: tor
         for group in groups:
             dist.all_reduce(square, group=group)
         squares = squares + square
+    if across is not None:
+        dist.all_reduce(squares, group=across)
     factor = (limit / (squares.sqrt() + 1e-6)).clamp(max=1.0)  # as torch has it
     for gradients in parts.values():
         for gradient in gradients:

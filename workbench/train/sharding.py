@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
@@ -66,6 +67,34 @@ def distribute(module: nn.Module, spec: RunSpec, layout: Layout, device: torch.d
         except TypeError as error:  # where the ranks have no GPU after all
             raise SpecError(f'gradient_compression="{spec.gradient_compression}": {error}; try "fp16"') from error
     return model
+
+
+BUCKET_MB = 25.0
+"""Size in MiB of what is reduced at once, as DDP has it."""
+
+
+@torch.no_grad()
+def reduce_gradients(module: nn.Module, group: dist.ProcessGroup | None, bucket_cap_mb: float | None = None) -> None:
+    """Set each gradient to the mean over ranks, after the backward and in buckets, where DDP's hooks do not see it complete. A collective.
+
+    Args:
+        module: whose parameters have gradients, the same on all ranks.
+        group: the ranks; None = all.
+        bucket_cap_mb: size of a bucket in MiB, at most, unless a gradient is larger.
+    """
+    ranks, limit = dist.get_world_size(group), (bucket_cap_mb or BUCKET_MB) * 2**20
+    buckets: list[list[Tensor]] = [[]]
+    for gradient in [weight.grad for weight in module.parameters() if weight.grad is not None]:
+        last = buckets[-1]
+        if last and (last[0].dtype != gradient.dtype or sum(each.nbytes for each in (*last, gradient)) > limit):
+            buckets.append([])
+        buckets[-1].append(gradient)
+    for bucket in filter(None, buckets):
+        flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
+        dist.all_reduce(flat, group=group)
+        flat.div_(ranks)
+        for gradient, mean in zip(bucket, torch.split(flat, [gradient.numel() for gradient in bucket]), strict=True):
+            gradient.copy_(mean.view_as(gradient))
 
 
 def _sharded(module: nn.Module, spec: RunSpec, layout: Layout, device: torch.device) -> nn.Module:

@@ -34,6 +34,7 @@ def clipart_resnet() -> Task:
         loss=_classify,
         optimizer="adamw(lr=0.005, weight_decay=0.05)",
         evaluate=_accuracy,
+        pipeline=ResNet.pieces,
         name="clipart-resnet",
     )
 
@@ -46,6 +47,7 @@ def text_gpt() -> Task:
         loss=_next_byte,
         optimizer="adamw(lr=0.01, betas=(0.9, 0.95), weight_decay=0.1)",
         evaluate=_bits_per_byte,
+        pipeline=Gpt.pieces,
         name="text-gpt",
     )
 

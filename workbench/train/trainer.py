@@ -5,7 +5,7 @@ import copy
 import gc
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,7 @@ from workbench.harness.deterministic import set_deterministic
 from workbench.harness.tf32 import set_tf32
 from workbench.runs.spec import SHARDED, RunSpec
 from workbench.runs.task import Task, TaskError
+from workbench.runs.training_knobs import parse_pipeline
 from workbench.train import named_state
 from workbench.train.activation_checkpointing import apply_checkpointing
 from workbench.train.blocks import compile_parts
@@ -26,13 +27,17 @@ from workbench.train.offload import activations_on_host, check_offload, host_com
 from workbench.train.optimizers import build_optimizer, build_scheduler, place_optimizer
 from workbench.train.precision import Precision, check_tf32
 from workbench.train.random_numbers import random_state, restore_random_state, seed_all
-from workbench.train.ranks import Layout, Ranks, layout_knobs
+from workbench.train.ranks import Layout, Ranks, changed_layout
 from workbench.train.sample_order import go_on, position_of
-from workbench.train.sharded_tensors import local_part
-from workbench.train.sharding import accumulating, distribute, gathered
+from workbench.train.sharded_tensors import broadcast_parameters, local_part
+from workbench.train.sharding import accumulating, distribute, gathered, reduce_gradients
 from workbench.train.split_on_oom import MicroBatchSplitter
+from workbench.train.stages import cut, keep_only
 from workbench.train.tensor_parallel import split_layers
 from workbench.train.weight_average import WeightAverage
+
+if TYPE_CHECKING:
+    from workbench.train.pipeline import Pipeline
 
 COLLECT_EVERY = 1000
 """Steps between two garbage collections with gc=False: reference cycles of a model must be freed sometimes."""
@@ -68,6 +73,7 @@ class Trainer:
         layout: Layout | None = None,
         alone: bool = False,
         split_on_oom: bool = False,
+        passed: list[tuple[Tensor, ...]] | None = None,
     ) -> None:
         """Build everything, in an order that gives each rank the same model and other data.
 
@@ -82,6 +88,7 @@ class Trainer:
             alone: there are no other ranks: call the module without a wrapper, as a user's own loop does.
             split_on_oom: take a micro-batch in parts when memory runs out. Ignored where layers communicate in the forward ("zero2",
                 "fsdp", "hsdp" and `tensor_parallel`): a rank cannot call them again alone.
+            passed: what passes between the stages of a pipeline, in a dry run, in which no other rank says it.
 
         Raises:
             TaskError: the task's functions do not return what they should.
@@ -93,6 +100,7 @@ class Trainer:
         self.spec, self.task, self.ranks = spec, task, ranks
         self._updates = 0
         self._random: dict[str, Any] | None = None
+        self._waiting: list[Any] = []
         self.phase: Phase = _unmarked
         self.warn: Callable[[str], None] = print
         self.apply_process_settings()
@@ -101,29 +109,59 @@ class Trainer:
         self.precision = Precision(spec.precision, ranks.device, by_weights=sharded)
         seed_all(spec.seed)  # the same model on every rank
         self.module = build_model(task) if module is None else module
+        readers = self.layout.readers
+        own_seed = spec.seed * readers.world_size + readers.rank
+        apply_checkpointing(self.module, spec.checkpointing)
+        self.pipeline = self._pipeline(own_seed, passed) if self.layout.pipeline else None
         if not sharded:  # FSDP2 moves block by block: the full model need not fit
             self.module = self.module.to(ranks.device)
         if spec.channels_last and not sharded:
             self.module = self.module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        apply_checkpointing(self.module, spec.checkpointing)
         split_layers(self.module, task, self.layout, ranks.device)
         compile_parts(self.module, spec.compile)
-        self.model = self.module if alone else distribute(self.module, spec, self.layout, ranks.device)
+        if self.pipeline:
+            self.model = self.module
+            self.pipeline.wrap(self._distributed_stage, self.precision.autocast)
+        else:
+            self.model = self.module if alone else distribute(self.module, spec, self.layout, ranks.device)
         self.optimizer = place_optimizer(
             build_optimizer(self.module, task.optimizer, override=spec.optimizer, lr=spec.lr, decayed=spec.weight_decay_on),
             share=spec.parallel == "zero1",
             group=self.layout.data,
             on_host=spec.offload == "optimizer" and not sharded,
         )
-        can_split = split_on_oom and not sharded and spec.tensor_parallel == 1
+        can_split = split_on_oom and not sharded and spec.tensor_parallel == 1 and not self.pipeline
         self.splitter = MicroBatchSplitter(self, self.layout.readers.world_size) if can_split else None
         self._scheduler = build_scheduler(self.optimizer, spec)
         self._average = WeightAverage(self.module, spec.ema) if spec.ema else None
         self._smoothing = LabelSmoothing(spec.label_smoothing) if spec.label_smoothing else None
-        readers = self.layout.readers
-        own_seed = spec.seed * readers.world_size + readers.rank
         seed_all(own_seed)  # other augmentation and dropout on each
         self.loader = build_loader(task, spec, readers, own_seed) if loader is None else loader
+
+    def _pipeline(self, seed: int, passed: list[tuple[Tensor, ...]] | None) -> "Pipeline":
+        """This rank's part of a pipeline; the module keeps its stages only."""
+        from workbench.train.pipeline import Pipeline  # takes long
+
+        assert self.layout.pipeline is not None
+        stages = cut(self.module, self.task, self.spec)
+        about: dict[str, Any] = {"seed": seed, "loss": self._loss, "passed": passed}
+        made = Pipeline(self.spec, self.task, stages, self.layout.pipeline, self.ranks.device, **about)
+        made.phase = lambda phase: self.phase(phase)
+        keep_only(self.module, made.kept)
+        return made
+
+    def _distributed_stage(self, stage: nn.Module) -> nn.Module:
+        if self.layout.readers.world_size == 1 or not any(weight.requires_grad for weight in stage.parameters()):
+            return stage
+        if self._reduces_afterwards:
+            broadcast_parameters(stage, self.layout.data, self.ranks.device)
+            return stage
+        return distribute(stage, self.spec, self.layout, self.ranks.device)
+
+    @property
+    def _reduces_afterwards(self) -> bool:
+        """Is the backward taken apart, so that DDP does not see when a gradient is complete?"""
+        return self.layout.readers.world_size > 1 and parse_pipeline(self.spec.pipeline_schedule)[0] == "zero_bubble"
 
     def apply_process_settings(self) -> None:
         """Set threads, garbage collection, TF32 and deterministic algorithms of the process; another Trainer in it may have set others."""
@@ -139,6 +177,11 @@ class Trainer:
     def lr(self) -> float:
         """The learning rate of the next step."""
         return float(self._scheduler.get_last_lr()[0])
+
+    @property
+    def inference_module(self) -> nn.Module:
+        """The whole model as it is called without gradients: where ranks have parts of it, its forward is a collective."""
+        return self.pipeline.whole(self.module) if self.pipeline else self.module
 
     @property
     def averages(self) -> dict[str, Tensor]:
@@ -201,7 +244,9 @@ class Trainer:
         self.precision.scaler.load_state_dict(state["scaler"])
         go_on(self.loader, state)
         seed_all(self.resumed_seed(state["step"], self.layout.readers.rank))
-        if state.get("layout") in (None, layout_knobs(self.spec)):  # else the ranks have other parts of the work
+        if self.pipeline:
+            self.pipeline.steps = state["step"]
+        if not changed_layout(self.spec, state.get("layout")):  # else the ranks have other parts of the work
             self._random = (state.get("random") or {}).get(self.ranks.rank)
 
     def resumed_seed(self, done: int, rank: int) -> int:
@@ -217,14 +262,32 @@ class Trainer:
         return loss
 
     def micro_step(self, batch: Any, *, last: bool) -> Tensor:
-        """Add the gradients of a micro-batch, reduced across the ranks after the `last` of a step; returns its part of the loss."""
+        """Add the gradients of a micro-batch, reduced across the ranks after the `last` of a step; returns its part of the loss.
+
+        In a pipeline all of them wait for the last, which then returns the loss of all.
+        """
         if self.splitter is not None:
             return self.splitter.micro_step(batch, last=last)
         batch = self.placed(batch)
+        if self.pipeline:
+            self._waiting.append(batch)
+            if not last:
+                return torch.zeros((), device=self.ranks.device)
+            waiting, self._waiting = self._waiting, []
+            total = self.pipeline.step(waiting)
+            if self._reduces_afterwards:
+                with self.phase("backward"):
+                    reduce_gradients(self.module, self.layout.data, self.spec.bucket_cap_mb)
+            return total
         with accumulating(self.model, last=last):
             loss = self.forward(batch)
             self.backward(loss)
         return loss.detach()
+
+    @property
+    def has_buckets(self) -> bool:
+        """Does DDP put gradients into buckets, or something else that depends on the first step?"""
+        return self.model is not self.module or (self.pipeline is not None and self.layout.readers.world_size > 1)
 
     def rehearse(self, batch: Any) -> None:
         """Compute the gradients of a micro-batch and forget them: DDP then has the buckets that it has after its first step.
@@ -235,7 +298,8 @@ class Trainer:
         random = self.random_state()
         kept = [(part, dict(part._buffers), {name: value.clone() for name, value in part._buffers.items() if value is not None})
                 for part in self.module.modules()]  # fmt: skip
-        self.micro_step(copy.deepcopy(batch), last=True)  # a loss may change its batch in place
+        for left in reversed(range(self.spec.accumulation if self.pipeline else 1)):
+            self.micro_step(copy.deepcopy(batch), last=not left)  # a loss may change its batch in place
         self.model.zero_grad()
         with torch.no_grad():
             for part, buffers, values in kept:
@@ -253,9 +317,12 @@ class Trainer:
 
     def forward(self, batch: Any) -> Tensor:
         """A micro-batch's part of the loss of a step."""
+        return self._loss(self.model, batch)
+
+    def _loss(self, model: Any, batch: Any) -> Tensor:
         smoothing = self._smoothing.in_forward() if self._smoothing else contextlib.nullcontext()
         with self.phase("forward"), self.precision.autocast(), self._offloaded_activations(), smoothing:
-            return loss_of(self.task, self.model, batch) / self.spec.accumulation
+            return loss_of(self.task, model, batch) / self.spec.accumulation
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradients of a loss."""
@@ -265,7 +332,7 @@ class Trainer:
     def update(self) -> None:
         """Take the optimizer's step, and clear the gradients."""
         with self.phase("optimizer"), self._host_step():
-            if self.precision.step(self.optimizer, self.model, clip_grad_norm=self.spec.clip_grad_norm):
+            if self.precision.step(self.optimizer, self.model, clip_grad_norm=self.spec.clip_grad_norm, across=self.layout.pipeline):
                 self._scheduler.step()
                 if self._average:
                     self._average.update()
@@ -300,12 +367,17 @@ class Trainer:
         Raises:
             TaskError: it did not return numbers by name.
         """
-        sharded = self.spec.parallel in SHARDED or self.layout.tensor is not None
+        sharded = self.spec.parallel in SHARDED or self.layout.tensor is not None or self.pipeline is not None
         first = self.ranks.rank == 0
         if not sharded:
             with self.average_in_place():
                 return evaluate(self.task, self.module) if first else {}
-        weights = gathered(self.module, keep=first)
+        if self.pipeline:
+            with self.average_in_place():
+                own = gathered(self.module, keep=not self.layout.readers.rank)
+            weights = self.pipeline.gathered(own) if own else {}
+        else:
+            weights = gathered(self.module, keep=first)
         if not first:
             return {}
         full_model = build_model(self.task)

@@ -117,11 +117,12 @@ class Evaluations:
             generator=torch.Generator(),
         )
         sums: Sums = {"samples": 0}
+        model = trainer.inference_module
         average = trainer.average_in_place() if not together else contextlib.nullcontext()
         with average, _buffers_of_first(trainer):
             for number, batch in enumerate(start_workers(loader)):
                 indices = mine[number] if number < len(mine) else batches[0]
-                given = _of_batch(task, trainer.module, trainer.placed(batch), indices)
+                given = _of_batch(task, model, trainer.placed(batch), indices)
                 if number < len(mine):
                     sums = added(sums, given)
         return sums

@@ -156,7 +156,7 @@ class BatchPlan(display.Shown, JsonDataclass):
             warmup_steps=spec.warmup_steps,
             optimizer=None if described is None else described.text,
             own=named is None,
-            tensor_parallel=spec.tensor_parallel,
+            tensor_parallel=spec.tensor_parallel * spec.pipeline_parallel,
             reasons=dict.fromkeys(_REASONED, "as in the spec") | ({"optimizer": "the task's own"} if named is None else {}),
         )
 

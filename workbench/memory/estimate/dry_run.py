@@ -27,6 +27,8 @@ from workbench.memory.estimate.external_tensors import CapturedTensors
 from workbench.memory.estimate.fake_tensors import fake_tensors, foreach_on_fakes, movable_modules
 from workbench.memory.estimate.values import KnownValues
 from workbench.memory.measure.recorder import Recorder
+from workbench.runs.spec import RunSpec
+from workbench.runs.task import Task
 
 ENDLESS = 10_000
 """Answers at one line in one forward or backward, from which on it counts as a loop that a value has to end."""
@@ -295,6 +297,13 @@ class DryRun:
         for parameter in whole:
             if id(parameter) in kept:
                 self.recorder.bring(parameter)
+
+    def between_stages(self, model: nn.Module, task: Task, spec: RunSpec, example: Any) -> list[tuple[Tensor, ...]]:
+        """What passes between the stages of a pipeline; not recorded."""
+        from workbench.train.pipeline import passed_between  # takes long
+
+        with self.recorder.pause():
+            return passed_between(model, task, spec, map_tensors(building.fake_like, example))
 
     def batch(self, example: Any) -> Any:
         """A fresh fake batch with the shapes of an example, recorded as an input."""

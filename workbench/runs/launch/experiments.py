@@ -16,7 +16,7 @@ from workbench.core.progress import ProgressLine, status_text
 from workbench.runs import entrypoints
 from workbench.runs.failure import Failure, RunError
 from workbench.runs.launch.launch import check, label
-from workbench.runs.launch.new_run import NewRun
+from workbench.runs.launch.new_run import LaunchError, NewRun
 from workbench.runs.run import Run
 from workbench.runs.spec import RunSpec
 
@@ -40,6 +40,7 @@ def run_diagnosis(spec: RunSpec, *, budget_s: float, runs_dir: str | os.PathLike
         budget_s: seconds for all of it, the start included.
         runs_dir: see above.
     """
+    _check_stages(spec, "diagnose")
     check(spec)
     order = {"kind": "diagnose", "budget_s": budget_s}
     show = so_far("diagnose", budget_s)
@@ -58,8 +59,9 @@ def run_ab_test(spec: RunSpec, changed: RunSpec, *, name: str, budget_s: float, 
         budget_s: seconds for all of it, the start included.
         runs_dir: see above.
     """
-    check(spec)
-    check(changed)
+    for each in (spec, changed):
+        _check_stages(each, f"prove {name}")
+        check(each)
     larger = max(spec, changed, key=lambda each: each.nproc_per_node)
     order = {"kind": "prove", "budget_s": budget_s, "baseline": spec.to_json(), "changed": changed.to_json()}
     show = so_far(f"prove {name}", budget_s)
@@ -134,6 +136,7 @@ def run_lr_range(spec: RunSpec, *, options: Mapping[str, Any], runs_dir: str | o
             that it may take (None = no limit).
         runs_dir: see above.
     """
+    _check_stages(spec, "find_lr")
     check(spec)
     steps = (options["sweeps"] + 1) * options["iterations"] + _RACES * options["race_steps"]
     order = {"kind": "lr_range", "budget_s": STEP * steps, **options}
@@ -146,6 +149,14 @@ def run_recording(spec: RunSpec, *, steps: int, runs_dir: str | os.PathLike[str]
     check(spec)
     order = {"kind": "diverge", "budget_s": STEP * steps, "steps": steps}
     return run_experiment(spec, f"{label(spec)} diverge", order, runs_dir, program=entrypoints.DIVERGENCE)
+
+
+def _check_stages(spec: RunSpec, what: str) -> None:
+    if spec.pipeline_parallel > 1:
+        raise LaunchError(
+            f"{what}: pipeline_parallel={spec.pipeline_parallel}: an experiment takes steps on some ranks alone, and no stage "
+            "of a pipeline can; try it with pipeline_parallel=1 and a model, or a micro_batch, that fits one rank"
+        )
 
 
 def run_experiment(

@@ -20,8 +20,9 @@ from workbench.runs.launch.launch import check, check_timeout, label, launch
 from workbench.runs.launch.new_run import LaunchError, NewRun
 from workbench.runs.launch.prove_script_resume import OUT, ScriptResumeProof, prove_script_resume
 from workbench.runs.run import Run
-from workbench.runs.spec import AUTO, SHARDED, RunSpec, SpecError
+from workbench.runs.spec import AUTO, RunSpec, SpecError
 from workbench.runs.target import read_spec
+from workbench.runs.training_knobs import given
 
 STEPS = 60
 """Steps that are trained at most, unless `steps=` is given: what a checkpoint leaves out shows in the first step after it."""
@@ -408,8 +409,9 @@ def same_twice(
     spec = spec.replace(**{"steps": min(spec.steps, STEPS), **knobs})
     if spec.micro_batch == AUTO:
         raise LaunchError('micro_batch="auto": each training could choose another; give same_twice(…, micro_batch=…) a number')
-    if spec.parallel in SHARDED or spec.tensor_parallel > 1:
-        raise SpecError(f'same_twice() with parallel="{spec.parallel}": no rank holds the whole model; try parallel="ddp"')
+    if not spec.whole_models:
+        knob = next((knob for knob in ("tensor_parallel", "pipeline_parallel") if getattr(spec, knob) > 1), "parallel")
+        raise SpecError(f'same_twice() with {given(spec, knob)}: no rank holds the whole model; try parallel="ddp" without it')
     check(spec)
     runs = [trained(start(spec, runs_dir, name), timeout) for name in ("first", "second")]
     first, second = (run.path for run in runs)

@@ -33,7 +33,10 @@ _OF_ATTEMPT = (
     run_directory.ERRORS,
     run_directory.LAUNCHER_LOG,
 )
-LAYOUT_KNOBS = ("parallel", "nproc_per_node", "tensor_parallel", "shard_ranks", "micro_batch", "accumulation", "offload")
+LAYOUT_KNOBS = (
+    *("parallel", "nproc_per_node", "tensor_parallel", "pipeline_parallel", "pipeline_schedule", "shard_ranks", "micro_batch"),
+    *("accumulation", "offload"),
+)
 """Knobs that another run may have which begins with this run's checkpoint."""
 
 

@@ -1,0 +1,342 @@
+"""Pipeline parallelism: this rank's stages, through which the micro-batches of a step flow in the order of one of torch's schedules.
+
+All ranks of a pipeline read the same micro-batches. The task's loss runs twice: on the rank of the first stage up to where it calls its
+model, whose arguments are the stage's inputs; on that of the last stage with the stage's outputs in place of what the model gives.
+
+torch's schedules take a batch and cut it; here the micro-batches are given, so that `_step_microbatches` is called, which all of them have.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import pipelining
+from torch.distributed.pipelining import PipelineStage
+
+from workbench.harness.batches import tensors_of
+from workbench.runs.spec import RunSpec
+from workbench.runs.task import Task, TaskError
+from workbench.runs.training_knobs import parse_pipeline
+from workbench.train.fingerprints import digest
+from workbench.train.precision import Precision
+from workbench.train.random_numbers import mixed_seed
+from workbench.train.stages import StageModule, Stages, as_tensors, cut
+
+SCHEDULES: dict[str, Any] = {
+    "gpipe": pipelining.ScheduleGPipe,
+    "1f1b": pipelining.Schedule1F1B,
+    "interleaved": pipelining.ScheduleInterleaved1F1B,
+    "zero_bubble": pipelining.ScheduleZBVZeroBubble,
+}
+"""Name of a schedule → torch's class."""
+Context = Callable[[], AbstractContextManager[Any]]
+
+
+class Pipeline:
+    """The part of a pipeline that is on this rank.
+
+    Attributes:
+        rank: of this process in its pipeline.
+        group: the ranks of this pipeline.
+        entries: names in the state_dict of the whole model.
+        modules: of the stages on this rank, by their number.
+        steps: taken so far; with `seed`, what the random numbers of the next depend on.
+        phase: entered around forwards and backwards, as that of a Trainer.
+    """
+
+    def __init__(
+        self,
+        spec: RunSpec,
+        task: Task,
+        stages: Stages,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        *,
+        seed: int,
+        loss: Callable[[Any, Any], Tensor],
+        passed: list[tuple[Tensor, ...]] | None = None,
+    ) -> None:
+        """Nothing is run yet.
+
+        Args:
+            spec: its `pipeline_schedule`.
+            task: whose loss calls the model.
+            stages: of the whole model.
+            group: the ranks of this pipeline.
+            device: of this rank.
+            seed: of this pipeline's random numbers.
+            loss: of a model and a micro-batch, as it is to be added to the loss of a step.
+            passed: what passes between the stages, in a dry run; None = each is called once to learn it.
+        """
+        self.rank, self.group, self.entries = dist.get_rank(group), group, stages.entries
+        self.modules = {number: StageModule(stages.pieces[number]) for number, rank in enumerate(stages.ranks) if rank == self.rank}
+        self.steps = 0
+        self.phase: Callable[[str], AbstractContextManager[None]] = lambda phase: contextlib.nullcontext()
+        self._spec, self._task, self._device, self._seed, self._loss = spec, task, device, seed, loss
+        self._ranks = stages.ranks
+        self._stages: list[_Stage] = []
+        self._called: dict[int, nn.Module] = dict(self.modules)
+        self._schedule: Any = None
+        self._shapes: list[Any] = []
+        self._passed = passed
+
+    def __str__(self) -> str:
+        """Which stages this rank has, by the classes of their pieces."""
+        kinds = {number: [type(piece).__name__.lstrip("_") for piece in module.pieces] for number, module in self.modules.items()}
+        return " and ".join(f"stage {number} of {len(self._ranks)}: {', '.join(names)}" for number, names in kinds.items())
+
+    @property
+    def kept(self) -> list[nn.Module]:
+        """The pieces on this rank."""
+        return [piece for module in self.modules.values() for piece in module.pieces]
+
+    def wrap(self, wrapped: Callable[[nn.Module], nn.Module], in_forward: Context) -> None:
+        """Have stages called by a wrapper, such as DistributedDataParallel, and forwards run in a context, such as autocast."""
+        self._called = {number: wrapped(module) for number, module in self.modules.items()}
+        for module in self.modules.values():
+            _enter_around(module, in_forward)
+
+    def step(self, batches: Sequence[Any]) -> Tensor:
+        """Add the gradients of the micro-batches of a step, reduced across pipelines; returns the loss. All ranks of a pipeline call it.
+
+        Raises:
+            TaskError: micro-batches differ in shape, or the task's loss does something with its model that a stage cannot.
+        """
+        self._check(batches)
+        with self._own_random_numbers():
+            given = [_arguments(self._task, batch) for batch in batches] if 0 in self.modules else [None] * len(batches)
+            if self._schedule is None:
+                self._schedule = self._build(given[0], batches)
+            losses: list[Tensor] = []
+            for stage in self._stages:
+                stage.has_backward = True
+                stage.clear_runtime_states()
+            self._schedule._step_microbatches(
+                [()] * len(batches), [{"given": each} for each in given], list(batches), losses, return_outputs=False
+            )
+        self.steps += 1
+        total = torch.stack([loss.detach() for loss in losses]).sum() if losses else torch.zeros((), device=self._device)
+        return self._from_last(total)
+
+    def _from_last(self, total: Tensor) -> Tensor:
+        dist.broadcast(total, dist.get_global_rank(self.group, self._ranks[-1]), group=self.group)
+        return total
+
+    def _check(self, batches: Sequence[Any]) -> None:
+        shapes = [[(tuple(tensor.shape), tensor.dtype) for tensor in tensors_of(batch)] for batch in batches]
+        if not self._shapes:
+            self._shapes = shapes[0]
+            if self._passed is None:
+                answers: list[Any] = [None] * dist.get_world_size(self.group)
+                dist.all_gather_object(answers, digest(batches[0]), group=self.group)
+                if len(set(answers)) > 1:
+                    raise TaskError(
+                        "pipeline_parallel: the ranks of a pipeline read different samples, though the last needs the targets of what the "
+                        "first computes; a dataset has to give each index the same sample everywhere, and a stream (IterableDataset) that "
+                        "is divided by rank cannot be used"
+                    )
+        if strange := next((each for each in shapes if each != self._shapes), None):
+            raise TaskError(
+                f"pipeline_parallel: a micro-batch has tensors of the shapes {[shape for shape, _ in strange]}, and the first had "
+                f"{[shape for shape, _ in self._shapes]}: buffers between stages have one size; pad all samples to one length"
+            )
+
+    @contextlib.contextmanager
+    def _own_random_numbers(self) -> Iterator[None]:
+        """Random numbers of the layers of this rank: the others compute other layers, but have to read the same augmented samples."""
+        if self._passed is not None:  # a dry run
+            yield
+            return
+        cuda = self._device.type == "cuda"
+        with torch.random.fork_rng([self._device] if cuda else []):
+            torch.manual_seed(mixed_seed(self._seed, self.rank, self.steps))
+            yield
+
+    def _loss_of_output(self, output: Any, batch: Any) -> Tensor:
+        return self._loss(_ModelCall(output), batch)
+
+    def _build(self, given: Any, batches: Sequence[Any]) -> Any:
+        passed = self._passed if self._passed is not None else self._learn_boundaries(given)
+        count = len(self._ranks)
+        first = tuple(tensor.detach().to("meta") for tensor in tensors_of(given)) if given else ()
+        for number, module in self._called.items():
+            inputs = passed[number - 1] if number else first
+            outputs = passed[number] if number < count - 1 else (torch.zeros((), device="meta"),)
+            stage = _Stage(module, number, count, self._device, _like(inputs), _like(outputs), group=self.group)
+            stage.phase = lambda phase: self.phase(phase)
+            self._stages.append(stage)
+        name, chunks = parse_pipeline(self._spec.pipeline_schedule)
+        return SCHEDULES[name](
+            self._stages if chunks > 1 else self._stages[0], n_microbatches=len(batches), loss_fn=self._loss_of_output, scale_grads=False
+        )
+
+    def _learn_boundaries(self, given: Any) -> list[tuple[Tensor, ...]]:
+        """Shapes of what passes between stages: each is called once with zeros, and tells all ranks what it gave. A collective."""
+        passed: list[tuple[Tensor, ...]] = []
+        for number, rank in enumerate(self._ranks[:-1]):
+            shapes: list[Any] = [None]
+            if number in self.modules:
+                module = self.modules[number]
+                with _evaluating(module), torch.no_grad():
+                    zeros = [torch.zeros_like(tensor, device=self._device) for tensor in passed[-1]] if passed else []
+                    out = as_tensors(module(*zeros) if number else module(given=given))
+                shapes = [[(tuple(tensor.shape), tensor.dtype) for tensor in out]]
+            dist.broadcast_object_list(shapes, dist.get_global_rank(self.group, rank), group=self.group)
+            passed.append(tuple(torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in shapes[0]))
+        return passed
+
+    def forward(self, *args: Any, **named: Any) -> Any:
+        """What the whole model gives, on each rank of the pipeline. A collective, for evaluations: without gradients."""
+        out: Any = None
+        for number, rank in enumerate(self._ranks):
+            shapes: list[Any] = [None]
+            if number in self.modules:
+                module = self.modules[number]
+                given = out if isinstance(out, tuple) else (out,)
+                out = module(*given) if number else module(given=(args, named))
+                tensors = as_tensors(out) if number < len(self._ranks) - 1 else out if isinstance(out, tuple) else (out,)
+                shapes = [[(tuple(tensor.shape), tensor.dtype) for tensor in tensors]]
+            source = dist.get_global_rank(self.group, rank)
+            dist.broadcast_object_list(shapes, source, group=self.group)
+            if number not in self.modules:
+                tensors = tuple(torch.empty(shape, dtype=dtype, device=self._device) for shape, dtype in shapes[0])
+                out = tensors if len(tensors) > 1 else tensors[0]
+            for tensor in tensors:
+                dist.broadcast(tensor.contiguous() if number in self.modules else tensor, source, group=self.group)
+        return out
+
+    def whole(self, module: nn.Module) -> nn.Module:
+        """The whole model as a module in the mode of this rank's part of it, for evaluations: its forward is a collective."""
+        model = _WholeModel(self, module)
+        return model.train(module.training)
+
+    def gathered(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Tensors by name of all ranks of a pipeline, on its first; the others get none. A collective."""
+        parts: list[Any] | None = None if self.rank else [None] * dist.get_world_size(self.group)
+        dist.gather_object(tensors, parts, dist.get_global_rank(self.group, 0), group=self.group)
+        return {name: value for part in parts or () for name, value in part.items()}
+
+
+class _WholeModel(nn.Module):
+    def __init__(self, pipeline: Pipeline, module: nn.Module) -> None:
+        super().__init__()
+        self.part = module
+        self._pipeline = pipeline
+
+    def forward(self, *args: Any, **named: Any) -> Any:
+        """What the whole model gives."""
+        for stage in self._pipeline.modules.values():
+            stage.train(self.training)
+        return self._pipeline.forward(*args, **named)
+
+
+class _Stage(PipelineStage):
+    """torch's stage, with its phases timed, and errors as they were."""
+
+    phase: Callable[[str], AbstractContextManager[None]]
+
+    def forward_one_chunk(self, fwd_chunk_id: int, args: Any, kwargs: Any = None, save_forward_output: bool = True) -> Any:
+        with self.phase("forward"):
+            try:
+                return super().forward_one_chunk(fwd_chunk_id, (), kwargs if self.is_first else {}, save_forward_output)
+            except RuntimeError as error:
+                raise error.__cause__ or error from None
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **options: Any) -> Any:
+        with self.phase("backward"):
+            super().backward_one_chunk(bwd_chunk_id, *args, **options)
+            self.bwd_cache[bwd_chunk_id] = tuple(_sendable(gradient) for gradient in self.bwd_cache[bwd_chunk_id])
+
+    def backward_weight_one_chunk(self, *args: Any, **options: Any) -> Any:
+        with self.phase("backward"):
+            return super().backward_weight_one_chunk(*args, **options)
+
+
+def _sendable(value: Any) -> Any:
+    """A tensor as it can be sent: images in channels_last are not contiguous."""
+    return value.contiguous() if isinstance(value, Tensor) else value
+
+
+class _Called(Exception):
+    """The task's loss has called its model."""
+
+
+class _ModelCall:
+    """Stands for the model in the task's loss: keeps the arguments of its call, or answers it."""
+
+    def __init__(self, *output: Any) -> None:
+        self.given: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
+        self.training, self._output = True, list(output)
+        self._answers = bool(output)
+
+    def __call__(self, *args: Any, **named: Any) -> Any:
+        if not self._answers:
+            self.given = args, named
+            raise _Called
+        if not self._output:
+            raise TaskError("pipeline_parallel: the task's loss(model, batch) calls its model twice; call it once with all that is needed")
+        return self._output.pop()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise TaskError(
+            f"pipeline_parallel: the task's loss(model, batch) uses model.{name}; there it can be called, and nothing else, since no rank "
+            "has the whole model: have the model return what the loss needs"
+        )
+
+
+def _arguments(task: Task, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments with which the task's loss calls its model.
+
+    Raises:
+        TaskError: it does not.
+    """
+    model = _ModelCall()
+    try:
+        task.loss(model, batch)
+    except _Called:
+        return model.given
+    raise TaskError("pipeline_parallel: the task's loss(model, batch) does not call its model")
+
+
+def passed_between(model: nn.Module, task: Task, spec: RunSpec, batch: Any) -> list[tuple[Tensor, ...]]:
+    """What each stage but the last gives to the next, computed here by the whole model."""
+    stages = [StageModule(pieces) for pieces in cut(model, task, spec).pieces]
+    passed: list[tuple[Tensor, ...]] = []
+    with torch.no_grad(), Precision(spec.precision, torch.device("cpu")).autocast():
+        for stage in stages[:-1]:
+            passed.append(as_tensors(stage(*passed[-1]) if passed else stage(given=_arguments(task, batch))))
+    return passed
+
+
+def _like(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Tensors of the same shapes and types without values, whose gradients are sent back."""
+    return tuple(torch.empty(t.shape, dtype=t.dtype, device="meta", requires_grad=t.is_floating_point()) for t in tensors)
+
+
+def _enter_around(module: nn.Module, context: Context) -> None:
+    """Have a module's forward run in a context."""
+    forward = module.forward
+
+    def inside(*args: Any, **named: Any) -> Any:
+        with context():
+            return forward(*args, **named)
+
+    module.forward = inside
+
+
+@contextlib.contextmanager
+def _evaluating(module: nn.Module) -> Iterator[None]:
+    """In evaluation mode inside: batch statistics and random numbers stay."""
+    modes = [(part, part.training) for part in module.modules()]
+    module.eval()
+    try:
+        yield
+    finally:
+        for part, training in modes:
+            part.training = training
