@@ -116,10 +116,10 @@ def with_fewer(spec: RunSpec, ranks: int, least: int) -> tuple[RunSpec | None, l
     """
     why = []
     for count in range(ranks, least - 1, -1):
-        if count % spec.tensor_parallel:
-            why.append(f"tensor_parallel={spec.tensor_parallel} does not divide {_ranks(count)}")
+        if uneven := [name for name in ("tensor_parallel", "pipeline_parallel") if count % getattr(spec, name)]:
+            why.append(f"{uneven[0]}={getattr(spec, uneven[0])} does not divide {_ranks(count)}")
             continue
-        each, rest = divmod(spec.global_batch, count // spec.tensor_parallel)
+        each, rest = divmod(spec.global_batch, count // (spec.tensor_parallel * spec.pipeline_parallel))
         if rest:
             why.append(f"{_ranks(count)} cannot share the {spec.global_batch} samples of a step evenly")
             continue
