@@ -7,10 +7,10 @@ rank's parts are in a checkpoint file of the workbench, which is verified and lo
 import copy
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -22,9 +22,6 @@ from workbench.train import checkpoint_file
 from workbench.train.checkpoint_file import UnusableCheckpointError
 from workbench.train.ranks import Layout, Ranks
 from workbench.train.sharded_tensors import dtensor_spec, from_local_part, is_dtensor, local_part, local_region
-
-if TYPE_CHECKING:
-    from workbench.train.pipeline import Pipeline
 
 Key = tuple[str, str, str]
 """"module", "optimizer" or "ema"; the parameter; the state of the optimizer, or ""."""
@@ -38,11 +35,15 @@ class Training(Protocol):
     layout: Layout
     module: torch.nn.Module
     optimizer: Optimizer
-    pipeline: "Pipeline | None"
 
     @property
     def averages(self) -> dict[str, Tensor]:
         """Averages of the parameters by name."""
+        ...
+
+    @property
+    def entries_elsewhere(self) -> Collection[str]:
+        """Names in the state_dict of the whole model of which other ranks may have the tensors."""
         ...
 
 
@@ -306,7 +307,7 @@ def difference(trainer: Training, source: Source) -> str:
             return f"it is of another model: it has no {name}"
         if its[name] != shape:
             return f"it is of another model: its {name} has the shape {its[name]}, this model's has {shape}"
-    known = {*mine, *trainer.module.state_dict(), *(trainer.pipeline.entries if trainer.pipeline else ())}
+    known = {*mine, *trainer.module.state_dict(), *trainer.entries_elsewhere}
     if strange := [name for name in (*its, *entries) if name not in known]:
         return f"it is of another model: this one has no {strange[0]}"
     for key, (has, size) in source.sizes().items():

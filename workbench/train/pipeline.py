@@ -7,6 +7,7 @@ torch's schedules take a batch and cut it; here the micro-batches are given, so 
 """
 
 import contextlib
+import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -21,7 +22,6 @@ from workbench.harness.batches import tensors_of
 from workbench.runs.spec import RunSpec
 from workbench.runs.task import Task, TaskError
 from workbench.runs.training_knobs import parse_pipeline
-from workbench.train.fingerprints import digest
 from workbench.train.precision import Precision
 from workbench.train.random_numbers import mixed_seed
 from workbench.train.stages import StageModule, Stages, as_tensors, cut
@@ -132,7 +132,7 @@ class Pipeline:
             self._shapes = shapes[0]
             if self._passed is None:
                 answers: list[Any] = [None] * dist.get_world_size(self.group)
-                dist.all_gather_object(answers, digest(batches[0]), group=self.group)
+                dist.all_gather_object(answers, _digest(batches[0]), group=self.group)
                 if len(set(answers)) > 1:
                     raise TaskError(
                         "pipeline_parallel: the ranks of a pipeline read different samples, though the last needs the targets of what the "
@@ -312,6 +312,13 @@ def passed_between(model: nn.Module, task: Task, spec: RunSpec, batch: Any) -> l
         for stage in stages[:-1]:
             passed.append(as_tensors(stage(*passed[-1]) if passed else stage(given=_arguments(task, batch))))
     return passed
+
+
+def _digest(batch: Any) -> bytes:
+    digest = hashlib.blake2b(digest_size=8)
+    for tensor in tensors_of(batch):
+        digest.update(tensor.detach().cpu().reshape(-1).contiguous().view(torch.uint8).numpy().data)
+    return digest.digest()
 
 
 def _like(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:

@@ -3,7 +3,7 @@
 import contextlib
 import copy
 import gc
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -182,6 +182,11 @@ class Trainer:
     def inference_module(self) -> nn.Module:
         """The whole model as it is called without gradients: where ranks have parts of it, its forward is a collective."""
         return self.pipeline.whole(self.module) if self.pipeline else self.module
+
+    @property
+    def entries_elsewhere(self) -> Collection[str]:
+        """Names in the state_dict of the whole model of which other ranks may have the tensors: those of a pipeline."""
+        return self.pipeline.entries if self.pipeline else ()
 
     @property
     def averages(self) -> dict[str, Tensor]:
