@@ -150,18 +150,19 @@ def _with_change(case: Case, loop: Loop, change: dict[str, Any]) -> float:
         return other.seconds_per_step() * case.samples / knobs.get("batch_size", case.samples)
 
 
-def judge_ranks(case: Case, *, budget_s: float) -> Answer:
+def judge_ranks(case: Case, *, budget_s: float, proofs: int = 0) -> Answer:
     """Run a case of several ranks, each in a process of its own."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "WORLD_SIZE": str(case.ranks), "WORKBENCH_CACHE": name}
         out = folder / "answer.json"
-        command = [sys.executable, "-m", "tests.diagnosis.emulated_judge", case.name, str(out), "--budget", str(budget_s), "--folder", name]
+        command = [sys.executable, "-m", "tests.diagnosis.emulated_judge", case.name, str(out), "--folder", name]
+        command += ["--budget", str(budget_s), "--proofs", str(proofs)]
         logs = [(folder / f"log-{rank}").open("w+") for rank in range(case.ranks)]
         start = partial(subprocess.Popen, command, cwd=ROOT, stderr=subprocess.STDOUT)
         processes = [start(env={**env, "RANK": str(rank)}, stdout=log) for rank, log in enumerate(logs)]
         try:
-            codes = [process.wait(LIMIT) for process in processes]
+            codes = [process.wait(LIMIT * (1 + proofs)) for process in processes]
         finally:
             for process in processes:
                 process.kill()
@@ -181,7 +182,7 @@ def main() -> None:
     given = parser.parse_args()
     case = CASES[given.case]
     if given.folder is None:
-        answer = judge_ranks(case, budget_s=given.budget) if case.ranks > 1 else judge(case, budget_s=given.budget, proofs=given.proofs)
+        answer = (judge_ranks if case.ranks > 1 else judge)(case, budget_s=given.budget, proofs=given.proofs)
     else:
         import torch.distributed as dist
 
@@ -189,7 +190,7 @@ def main() -> None:
         dist.init_process_group("gloo", init_method=f"file://{given.folder}/store", rank=rank, world_size=world_size)
         with contextlib.ExitStack() as undo:
             undo.callback(dist.destroy_process_group)
-            answer = judge(case, budget_s=given.budget, rank=rank, folder=given.folder)
+            answer = judge(case, budget_s=given.budget, proofs=given.proofs, rank=rank, folder=given.folder)
             dist.barrier()
         if rank:
             return

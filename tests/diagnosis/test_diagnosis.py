@@ -11,6 +11,7 @@ import pytest
 
 from tests.made import World
 from workbench.core.statistics import Interval
+from workbench.core.system_load import Noise
 from workbench.diagnosis.analysis.costs import Costs
 from workbench.diagnosis.analysis.diagnosis import Diagnosis
 from workbench.diagnosis.analysis.proof import Ladder, Proof, Rung
@@ -331,3 +332,19 @@ def test_next_names_what_takes_away_the_cause_before_what_shortens_any_step() ->
     assert f"In general: {faster.what}" in str(both)
     only = dataclasses.replace(found, remedies=(faster,))
     assert only.next.startswith("In general: ")
+
+
+def test_a_busy_machine_is_told_before_the_verdict() -> None:
+    evidence = World(blocked=0.03).evidence()
+    quiet = Diagnosis.of(evidence)
+    assert quiet.doubt == ""
+    assert quiet.summary.startswith(quiet.verdict)
+    assert "doubt" not in quiet.brief()
+    busy = Diagnosis.of(dataclasses.replace(evidence, noise=Noise(cores=2.0, foreign=1.4)))
+    assert busy.verdict == "input-bound"
+    assert busy.doubt.startswith("The machine was busy: Other processes took 1.4 of 2 cores. ")
+    assert str(busy).startswith(f"Doubt: {busy.doubt}")
+    assert busy._repr_html_().index("Doubt:") < busy._repr_html_().index(busy.verdict)
+    assert busy.brief()["doubt"].startswith("The machine was busy")
+    unsaid = Diagnosis.of(dataclasses.replace(evidence, noise=Noise(cores=2.0, foreign=1.4), arms={}))
+    assert (unsaid.verdict, unsaid.doubt) == ("inconclusive", "")

@@ -196,6 +196,37 @@ def test_the_own_wait_and_waits_for_copies_are_no_syncs() -> None:
     assert read.syncs == 1  # of what came after the copy
 
 
+@pytest.mark.parametrize("ahead", [0, 3, 40])
+@pytest.mark.parametrize("name", ["cudaStreamSynchronize", "cudaDeviceSynchronize"])
+def test_how_far_clocks_differ_is_measured_on_the_trace(name: str, ahead: int) -> None:
+    """A wait ends after what it waited for: idle time is its own, however far the device's clock is ahead."""
+    seen = trace(
+        ("cudaLaunchKernel", 50, 60, "cuda_runtime", 1, 1),
+        ("gemm", 60, 200 + ahead, "kernel", 7, 1),
+        ("cudaMemcpyAsync", 100, 105, "cuda_runtime", 1, 2),
+        ("Memcpy DtoH (Device -> Pageable)", 200 + ahead, 210 + ahead, "gpu_memcpy", 7, 2),
+        (name, 110, 210, "cuda_runtime", 1, 3),
+        ("cudaLaunchKernel", 500, 510, "cuda_runtime", 1, 4),
+        ("gemm", 520, 1000, "kernel", 7, 4),
+    )
+    assert us(seen.sync_idle) == 520 - 210 - ahead
+
+
+def test_work_that_nobody_waited_for_shows_no_difference_of_clocks() -> None:
+    """Of another stream, of another thread, or far later."""
+
+    def idle(*rows: tuple[Any, ...]) -> float:
+        wait = ("cudaStreamSynchronize", 110, 210, "cuda_runtime", 1, 3)
+        return us(trace(("gemm", 520, 1000, "kernel", 7, 4), wait, *rows).sync_idle)
+
+    assert idle(("cudaLaunchKernel", 50, 60, "cuda_runtime", 1, 1), ("gemm", 60, 230, "kernel", 7, 1)) == 0
+    copy = ("Memcpy DtoH (Device -> Pageable)", 60, 230, "gpu_memcpy", 7, 1)
+    assert idle(("cudaMemcpyAsync", 50, 60, "cuda_runtime", 2, 1), copy) == 0
+    assert idle(("cudaMemcpyAsync", 50, 60, "cuda_runtime", 1, 1), copy) == 520 - 230
+    late = ("Memcpy DtoH (Device -> Pageable)", 60, 400, "gpu_memcpy", 7, 1)
+    assert idle(("cudaMemcpyAsync", 50, 60, "cuda_runtime", 1, 1), late) == 0
+
+
 def test_what_a_device_idles_is_told_apart() -> None:
     inside = trace(
         ("aten::mm", 0, 100),

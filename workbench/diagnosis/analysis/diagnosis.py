@@ -14,7 +14,7 @@ from workbench.core.display import table as display
 from workbench.core.statistics import Interval
 from workbench.core.synonyms import accept_synonyms
 from workbench.core.vocabulary import PART_WORDS, PARTS
-from workbench.diagnosis.analysis.costs import MAX_BLOCK_SPREAD, is_crowded
+from workbench.diagnosis.analysis.costs import MAX_BLOCK_SPREAD, is_crowded, noise_warnings
 from workbench.diagnosis.analysis.evidence import Evidence
 from workbench.diagnosis.analysis.loader_model import LoaderCurve
 from workbench.diagnosis.analysis.proof import Proof
@@ -181,9 +181,22 @@ class Diagnosis(JsonDataclass):
     # --- how it shows itself
 
     @property
+    def doubt(self) -> str:
+        """What to know before the verdict: the machine was busy, so close decisions and gains may be wrong. "" = it was quiet, or the
+        verdict says so itself.
+        """
+        warnings = noise_warnings(self.evidence)
+        if not warnings or self.evidence.observed or self.verdict == "inconclusive":
+            return ""
+        return (
+            f"The machine was busy: {' '.join(warnings)} Close decisions and predicted gains may be wrong; diagnose again when it is quiet."
+        )
+
+    @property
     def summary(self) -> str:
-        """Verdict, why, next."""
-        return f"{self.verdict} ({self.cause})\nWhy: {self.why}\nNext: {self.next}"
+        """Doubt, if there is any, then verdict, why, next."""
+        doubt = f"Doubt: {self.doubt}\n" if self.doubt else ""
+        return f"{doubt}{self.verdict} ({self.cause})\nWhy: {self.why}\nNext: {self.next}"
 
     @property
     def caption(self) -> str:
@@ -255,7 +268,8 @@ class Diagnosis(JsonDataclass):
         """The diagnosis for a program or an agent, as plain JSON values that take at most BRIEF_BYTES as text.
 
         Returns:
-            `claim`: verdict, cause and why. `step_s`: seconds per step, and `shares`: the fraction of it that each part adds.
+            `doubt`: where the machine was busy, that. `claim`: verdict, cause and why. `step_s`: seconds per step, and `shares`: the
+            fraction of it that each part adds.
             `experiments`: name → [low, mid, high], the fraction of the step that was saved. `predicted` and `proved`: remedies with their
             speedups as [low, mid, high], the best first. `unknown`: notes on what is doubtful. `next`: what to do, and a `command` or call.
             None stands for a number that is infinite or not known. Where all that is too long, the ends of lists are left out, and
@@ -278,6 +292,7 @@ class Diagnosis(JsonDataclass):
                 "claim": {"verdict": self.verdict, "cause": self.cause, "why": _short(self.why)},
                 "step_s": _number(self.parts.step),
                 "shares": {part: _number(self.parts.share(part)) for part in PARTS if self.parts.seconds(part)},
+                **({"doubt": _short(self.doubt)} if self.doubt else {}),
                 **lists,
                 "experiments": dict(lists["experiments"]),
                 "next": {"do": _short(self.next), "command": None if proved else self._command()},
@@ -318,7 +333,8 @@ class Diagnosis(JsonDataclass):
         return "\n\n".join([self.summary, *map(str, self._tables)])
 
     def _repr_html_(self) -> str:
-        head = f"<p><strong>{display.escape(self.verdict)}</strong> ({display.escape(self.cause)})</p>"
+        doubt = f"<p><strong>Doubt:</strong> {display.escape(self.doubt)}</p>" if self.doubt else ""
+        head = f"{doubt}<p><strong>{display.escape(self.verdict)}</strong> ({display.escape(self.cause)})</p>"
         reason = f"<p>{display.escape(self.why)}</p><p><strong>Next:</strong> {display.escape(self.next)}</p>"
         return head + reason + "".join(table._repr_html_() for table in self._tables)
 

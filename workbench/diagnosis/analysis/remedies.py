@@ -4,7 +4,7 @@ Where an experiment tried the change itself, its ratio is put into the full step
 an interval as wide as its known errors. Where nothing predicts what replaces a part, the removal of the part is the ceiling.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 
 from workbench.core import units
@@ -40,6 +40,9 @@ REMOVES = {
 }
 """Knob → the causes that a change of it removes. It shortens other steps, too."""
 
+ANSWERS = {"small buckets": "bucket_cap_mb"}
+"""Cause → the knob that removes that very cause. Where it is offered, what shortens the same part in another way comes after it."""
+
 
 def remedies_for(evidence: Evidence, judgement: Judgement, *, spec: Spec | None = None, noise_only: bool = False) -> tuple[Remedy, ...]:
     """The remedies of a step: first those that remove the cause, the best first. Every cause but computing has one.
@@ -61,7 +64,16 @@ def remedies_for(evidence: Evidence, judgement: Judgement, *, spec: Spec | None 
         remedies.setdefault(remedy.name, remedy if noise_only else with_model_error(remedy, is_crowded(evidence)))
     if not inconclusive and judgement.verdict != "compute-bound" and not any(remedy.scope == "cause" for remedy in remedies.values()):
         remedies |= {remedy.name: remedy for remedy in _without_part(case)}
-    return tuple(sorted(remedies.values(), key=sort_key))
+    return tuple(sorted(_named_cause_first(remedies.values(), judgement.cause), key=sort_key))
+
+
+def _named_cause_first(remedies: Collection[Remedy], cause: str) -> Iterator[Remedy]:
+    """The remedies; where one removes the named cause, those that only shorten the same part are general ones."""
+    answer = ANSWERS.get(cause)
+    offered = any(remedy.name.partition("=")[0] == answer for remedy in remedies)
+    for remedy in remedies:
+        other = offered and remedy.scope == "cause" and remedy.name.partition("=")[0] != answer
+        yield replace(remedy, scope="general") if other else remedy
 
 
 def _tried(case: Case) -> Iterator[Remedy]:

@@ -106,13 +106,15 @@ def _category(event: Any) -> str:
 
 LAUNCH = r"(cuda|hip|cu)(LaunchKernel|GraphLaunch|MemcpyAsync|MemsetAsync)"
 """Calls that give a device work."""
+TO_HOST = r"(?i).*(dtoh|device ?-> ?(host|pageable|pinned)|devicetohost)"
+"""Names of copies from the device to the host."""
 GRAPH_LAUNCH = r"(cuda|hip|cu)GraphLaunch"
 OWN_WAIT = "workbench: wait for the device"
 """The mark in the trace around the wait at the end of the steps, which is not the loop's own."""
-CLOCK_ERROR = 5_000
-"""Nanoseconds by which the clocks of host and device may differ in a trace. Chosen by what Kineto's conversion of clocks leaves, some
-microseconds; not measured. Idle time that begins so long after a wait is the wait's. With half or twice as much, some of it changes between
-*syncs* and *python*; how much the host holds up stays."""
+MAX_CLOCK_ERROR = 100_000
+"""Nanoseconds by which the clocks of host and device differ at most in a trace that is read so; see `clock_error`. Chosen: 20 times what
+Kineto's conversion leaves. What ends later after a wait was not what was waited for. With half or twice as much, nothing changes where
+clocks are right."""
 
 
 def read_events(events: Events, steps: int, *, ranks: bool = False, short: float = SMALL_OP) -> Inside:
@@ -147,7 +149,7 @@ def _read_device(events: Events, steps: int, ranks: bool) -> Inside:
     host_waits = (
         waits & ~inside(events.spans[:, 0], union(events.spans[events.where(name=f"{OWN_WAIT}$")])) & ~_waits_for_copies(events, waits)
     )
-    after = union(_extended(events.spans[host_waits], CLOCK_ERROR))
+    after = union(_extended(events.spans[host_waits], clock_error(events) + 1))
     calling = union(events.spans[events.where("operator", "backward", "optimizer", "runtime", "collective_call")])
     calling = intersection(idle, subtract(calling, union(events.spans[waits])))
     nano = 1e-9 / steps
@@ -163,6 +165,31 @@ def _read_device(events: Events, steps: int, ranks: bool) -> Inside:
         waits=length(union(events.spans[waits & (events.threads == events.training)])) * nano,
         graphs=int(events.where("runtime", name=GRAPH_LAUNCH).sum()) / steps,
     )
+
+
+def clock_error(events: Events) -> int:
+    """Nanoseconds by which the device's clock is ahead of the host's in this trace, at least; 0 = nothing shows that it is.
+
+    Measured on the trace itself: a wait ends after what it waits for. Where that ends later, by the device's clock, than the wait, the
+    clocks differ by as much. It is known of what a thread launched before it waited for the whole device, and of a copy to the host that
+    was launched just before the wait, as by `.item()`. Idle time that begins so long after a wait is the wait's.
+    """
+    calls = np.flatnonzero(events.where("runtime", "wait"))
+    calls = calls[np.lexsort((events.spans[calls, 0], events.threads[calls]))]
+    work = np.flatnonzero(events.where(*DEVICE) & (events.correlations > 0))
+    ends = dict(zip(events.correlations[work].tolist(), events.spans[work, 1].tolist(), strict=True))
+    copied = set(events.correlations[events.where("copy", name=TO_HOST)].tolist()) - {0}
+    waits, whole = events.where("wait"), events.where("wait", name=".*(Device|Ctx)Synchronize")
+    error, last, before, thread = 0, 0, 0, -1
+    for call in calls.tolist():
+        if events.threads[call] != thread:
+            thread, last, before = int(events.threads[call]), 0, 0
+        known = last if whole[call] else ends[before] if waits[call] and before in copied else 0
+        late = known - int(events.spans[call, 1])
+        error = max(error, late if late <= MAX_CLOCK_ERROR else 0)
+        before = int(events.correlations[call])
+        last = max(last, ends.get(before, 0))
+    return error
 
 
 def _extended(spans: Spans, by: int) -> Spans:
