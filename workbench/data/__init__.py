@@ -16,6 +16,13 @@ if TYPE_CHECKING:
     from workbench.data.adapters import open_source as open_source
     from workbench.data.analysis.data_audit import DataAudit as DataAudit
     from workbench.data.analysis.loader_report import LoaderReport as LoaderReport
+    from workbench.data.analysis.packing import Packing as Packing
+    from workbench.data.analysis.packing import PackingPolicies as PackingPolicies
+    from workbench.data.analysis.packing import compare_packing as compare_packing
+    from workbench.data.analysis.packing import pack as pack
+    from workbench.data.augmentation import Augmentation as Augmentation
+    from workbench.data.augmentation import Augmented as Augmented
+    from workbench.data.augmentation import mix as mix
     from workbench.data.data_card import DataCard as DataCard
     from workbench.data.data_card import Verification as Verification
     from workbench.data.data_card import describe as describe
@@ -42,6 +49,8 @@ _NAMES = {
     "workbench.data.source": "Source",
     "workbench.data.analysis.data_audit": "DataAudit",
     "workbench.data.analysis.loader_report": "LoaderReport",
+    "workbench.data.analysis.packing": "Packing PackingPolicies compare_packing pack",
+    "workbench.data.augmentation": "Augmentation Augmented mix",
     "workbench.data.loader_doctor": "doctor",
     "workbench.data.quality": "audit shuffle_quality",
     "workbench.data.resumable_sampler": "Mixture ResumableSampler",
