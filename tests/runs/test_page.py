@@ -58,6 +58,8 @@ def made(path: Path, **knobs: Any) -> wb.Run:
     row |= {"classes": {EVIL: {"count": 3, "recall": None}, "b": EVIL}, "worst": [{"index": EVIL, "loss": 2.0}, 7], "calibration": EVIL}
     write(path / "evaluations.jsonl", [{"step": EVIL, "figures": []}, row])
     write(path / "resumes.jsonl", [{"step": 5, "checkpoint": EVIL}])
+    write(path / "usage.jsonl", [{"step": EVIL}, {"step": 4, "cpu": 0.25, EVIL: 1.0, "gpu": EVIL}, {"step": 6, "cpu": 0.75, "watts": -1.0}])
+    write(path / "gradients.jsonl", [{"step": 4, "norms": EVIL}, *({"step": n, "norms": {EVIL: 3.0, "layer": 0.5 * n}} for n in (4, 8))])
     facts = {"environment": {"device": "NVIDIA H100 80GB HBM3", EVIL: EVIL}, "versions": {"torch": EVIL}, "data": {"type": EVIL}, "code": 7}
     run_directory.write_json(path / run_directory.ENVIRONMENT, facts)
     return wb.Run.load(path)
@@ -139,6 +141,9 @@ def test_tensorboard(tmp_path: Path) -> None:
     assert losses[3].wall_time == pytest.approx(1.8e9 + 2)
     assert read.Scalars("evaluation/loss")[0].value == pytest.approx(0.7)
     assert read.Scalars("samples_per_sec")[0].value == pytest.approx(64)
+    assert [(event.step, event.value) for event in read.Scalars("usage/cpu")] == [(4, 0.25), (6, 0.75)]
+    assert [(event.step, event.value) for event in read.Scalars("gradients/layer")] == [(4, 2.0), (8, 4.0)]
+    assert not {"usage/watts", "usage/gpu"} & set(read.Tags()["scalars"])
     assert "spec/text_summary" in read.Tags()["tensors"] or "spec" in read.Tags()["tensors"]
 
 
@@ -152,6 +157,8 @@ def test_mlflow(tmp_path: Path) -> None:
     (stored,) = client.search_runs([experiment.experiment_id])
     assert [metric.step for metric in client.get_metric_history(stored.info.run_id, "loss")] == [*range(1, 13)]
     assert stored.data.metrics["evaluation/accuracy"] == 0.5
+    assert [metric.value for metric in client.get_metric_history(stored.info.run_id, "gradients/layer")] == [2.0, 4.0]
+    assert stored.data.metrics["usage/cpu"] == 0.75
     assert stored.data.params["steps"] == "20"
     assert stored.info.status == "FAILED"
 
@@ -162,7 +169,7 @@ def test_wandb(tmp_path: Path) -> None:
     files = sorted(folder.glob("wandb/offline-run-*/*.wandb"))
     assert len(files) == 2
     assert all(file.stat().st_size > 500 for file in files)
-    assert b"samples_per_sec" in files[0].read_bytes()
+    assert all(name in files[0].read_bytes() for name in (b"samples_per_sec", b"usage/cpu", b"gradients/layer"))
 
 
 def test_what_cannot_be_exported_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
