@@ -42,6 +42,7 @@ BENCHMARKS = {
     "large_runs": Benchmark(),
     "launch_overhead": Benchmark(),
     "culprits": Benchmark(),
+    "what_changed": Benchmark(),
     "hangs": Benchmark(),
     "random_kills": Benchmark(),
     "checkpoints": Benchmark(),

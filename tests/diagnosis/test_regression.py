@@ -284,6 +284,17 @@ def test_bisect_tries_commits_beside_the_good_one(repository: Path, monkeypatch:
     assert Bisection.from_json(json.loads(json.dumps(result.to_json()))) == result
 
 
+def test_ctrl_c_in_the_first_training_ends_the_search(repository: Path, monkeypatch: pytest.MonkeyPatch, emulated: Any) -> None:
+    monkeypatch.chdir(repository)
+
+    def interrupted(arm: Arm) -> float:
+        raise KeyboardInterrupt
+
+    trainings = emulated(interrupted)
+    result = wb.bisect("task.py:build", good="HEAD~3")
+    assert (result.kind, result.notes[0], len(trainings.arms)) == ("unclear", "stopped by Ctrl-C", 1)
+
+
 def test_answers_for_programs_are_short(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], emulated: Any
 ) -> None:

@@ -5,6 +5,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from workbench.core.interrupts import terminated_as_interrupted
 from workbench.diagnosis.analysis.bisection import Bisection
 from workbench.diagnosis.analysis.what_changed import WhatChanged
 from workbench.diagnosis.regression import bisect, what_changed
@@ -21,7 +22,8 @@ def why(given: argparse.Namespace) -> int:
     Raises:
         ValueError: a run that cannot be read, or has nothing to compare.
     """
-    result = what_changed(given.run_a, given.run_b, of=given.of, budget_s=given.budget, rerun=not given.recorded)
+    with terminated_as_interrupted():
+        result = what_changed(given.run_a, given.run_b, of=given.of, budget_s=given.budget, rerun=not given.recorded)
     _show(result, given)
     return 0 if result.kind in ("owner", "still", "over", "nothing", "not run") else 1
 
@@ -35,7 +37,8 @@ def first_bad(given: argparse.Namespace, knobs: Mapping[str, Any]) -> int:
     steps = knobs.get("steps")
     rest = {name: value for name, value in knobs.items() if name != "steps"}
     spec = RunSpec(task=given.target).replace(**rest)
-    result = bisect(spec, good=given.good, bad=given.bad, of=given.of, steps=steps, budget_s=given.budget)
+    with terminated_as_interrupted():
+        result = bisect(spec, good=given.good, bad=given.bad, of=given.of, steps=steps, budget_s=given.budget)
     _show(result, given)
     return 0 if result.kind == "commit" else 1
 

@@ -179,8 +179,11 @@ def bisect(
             made.measured = replace(what, steps=FEWEST)
             try:
                 made.measured = replace(what, steps=steps_of(measure(())))
-            except (RerunError, KeyboardInterrupt) as error:
+            except (RerunError, LaunchError, SpecError, TaskError) as error:
                 notes = (f"the first training of the good commit did not end: {error}",)
+            except KeyboardInterrupt:
+                line.spend()
+                notes = (INTERRUPTED,)
         reruns, decision, more = search(measure, lambda trained: bisection.decide(trained, commits, USUAL[of]), left=lambda: line.left)
     named = {*decision.owner, first, commits[-1], *(name for rerun in reruns for name in rerun.changes)}
     named |= {commits[place - 1] for each in decision.owner if (place := commits.index(each))}

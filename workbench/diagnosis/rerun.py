@@ -113,7 +113,7 @@ class Reruns:
         self._checkouts: dict[tuple[Path, str], worktrees.Checkout] = {}
 
     def __enter__(self) -> Self:
-        self._runs_dir = self._given or self._stack.enter_context(
+        self.runs_dir = self._given or self._stack.enter_context(
             tempfile.TemporaryDirectory(prefix="workbench-reruns-", ignore_cleanup_errors=True)
         )
         return self
@@ -129,7 +129,17 @@ class Reruns:
         """
         began = time.monotonic()
         spec, around = self._placed(arm)
-        new = NewRun(self._runs_dir, f"{label(spec)} {name}"[:80], around)
+        run = self.train(spec, around, name)
+        self.seconds.append(time.monotonic() - began)
+        value = self.measured.value(run, self.measured.steps)
+        if not (run.ok or (run.state == "stopped" and isinstance(spec, ScriptSpec))) or not value > 0:
+            why = run.error.message if run.error else f"it {run.state}, and recorded no {self.measured.of}"
+            raise RerunError(why.splitlines()[0][:200] if why else run.state)
+        return value, run
+
+    def train(self, spec: Spec, around: Surroundings, name: str) -> Run:
+        """A training, when it has ended, well or not."""
+        new = NewRun(self.runs_dir, f"{label(spec)} {name}"[:80], around)
         run = new.start(spec, spec_entrypoint(spec, new.path), experiment={"kind": "what_changed", "name": name})
 
         def tick() -> None:
@@ -137,13 +147,7 @@ class Reruns:
             if isinstance(spec, ScriptSpec) and run.progress[0] >= self.measured.steps:
                 run.stop()
 
-        wait_for(run, tick=tick, check=False)
-        self.seconds.append(time.monotonic() - began)
-        value = self.measured.value(run, self.measured.steps)
-        if not (run.ok or (run.state == "stopped" and isinstance(spec, ScriptSpec))) or not value > 0:
-            why = run.error.message if run.error else f"it {run.state}, and recorded no {self.measured.of}"
-            raise RerunError(why.splitlines()[0][:200] if why else run.state)
-        return value, run
+        return wait_for(run, tick=tick, check=False)
 
     def _placed(self, arm: Arm) -> tuple[Spec, Surroundings]:
         """A spec and its surroundings, with paths of the repository in the folder of the commit."""
