@@ -1,4 +1,4 @@
-"""Runs Python scripts, each in a process of its own that has imported torch already: a fork, which is there seconds sooner than a new one.
+"""Runs Python scripts, alone or as ranks, in processes that have imported torch already: forks, there seconds sooner than new ones.
 
 What runs there starts as `python script.py …` does, and ends as that does: threads are joined, exit handlers called. What has to see torch
 being imported needs a new process.
@@ -11,7 +11,7 @@ import runpy
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +35,30 @@ class Forks:
 
     def run(self, folder: Path, *argv: str | Path, env: Mapping[str, str] | None = None) -> "subprocess.CompletedProcess[str]":
         """What a script (a path, or "-c" and code) leaves, as `subprocess.run` says it; its streams are files in the folder."""
+        return self._run(folder, argv, os.environ if env is None else env, [{}])
+
+    def ranks(
+        self, count: int, folder: Path, *argv: str | Path, env: Mapping[str, str] | None = None
+    ) -> "subprocess.CompletedProcess[str]":
+        """The same of a script in so many processes with the variables of torchrun; where one fails, the others are killed."""
+        from torch.distributed import TCPStore
+
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # as torchrun's, it outlives the ranks
+        shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+        shared |= {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
+        own = [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
+        return self._run(folder, argv, os.environ if env is None else env, own)
+
+    def _run(
+        self, folder: Path, argv: Sequence[str | Path], env: Mapping[str, str], own: Sequence[Mapping[str, str]]
+    ) -> "subprocess.CompletedProcess[str]":
+        """Of a process for each of the `own` variables."""
         assert self._process.stdin
         assert self._process.stdout
         streams = [str(folder / f"forked.{name}") for name in ("stdout", "stderr")]
-        order = {"argv": list(map(str, argv)), "env": dict(os.environ if env is None else env), "streams": streams}
+        for stream in streams:
+            Path(stream).write_text("")
+        order = {"argv": list(map(str, argv)), "envs": [{**env, **variables} for variables in own], "streams": streams}
         try:
             self._process.stdin.write(json.dumps(order) + "\n")
             self._process.stdin.flush()
@@ -64,12 +84,21 @@ def orders() -> Iterator[dict[str, Any]]:
     """What is to be run, in a fork each; the process that waits gets none and says how each ended."""
     answers = os.fdopen(os.dup(1), "w")
     for line in sys.stdin:
-        if not (pid := os.fork()):
-            answers.detach()
-            yield json.loads(line)
-            return
-        _, status = os.waitpid(pid, 0)
-        print(os.waitstatus_to_exitcode(status), file=answers, flush=True)
+        order, there, code = json.loads(line), set[int](), 0
+        for env in order["envs"]:
+            if not (pid := os.fork()):
+                answers.detach()
+                yield order | {"env": env}
+                return
+            there.add(pid)
+        while there:
+            pid, status = os.wait()
+            there.discard(pid)
+            if ended := os.waitstatus_to_exitcode(status):
+                code = code or ended
+                for other in there:
+                    os.kill(other, signal.SIGKILL)
+        print(code, file=answers, flush=True)
 
 
 def become(order: dict[str, Any]) -> None:
@@ -77,7 +106,7 @@ def become(order: dict[str, Any]) -> None:
     os.environ.clear()
     os.environ.update(order["env"])
     for number, name in ((0, os.devnull), *zip((1, 2), order["streams"], strict=True)):
-        opened = os.open(name, os.O_RDWR | os.O_CREAT | os.O_TRUNC if number else os.O_RDONLY)
+        opened = os.open(name, os.O_WRONLY | os.O_APPEND if number else os.O_RDONLY)
         os.dup2(opened, number)
         os.close(opened)
     first, *rest = order["argv"]

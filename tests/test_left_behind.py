@@ -110,6 +110,15 @@ def test_a_fork_starts_and_ends_as_a_new_process_does(tmp_path: Path, forks: For
     assert forks.run(tmp_path, "-c", "import os; os.kill(os.getpid(), 9)").returncode == -9
 
 
+def test_forked_ranks_meet_and_where_one_fails_the_others_are_killed(tmp_path: Path, forks: Forks) -> None:
+    meet = "import os, torch.distributed as dist\ndist.init_process_group('gloo')\n"
+    done = forks.ranks(2, tmp_path, "-c", f"{meet}dist.barrier()\nprint(os.environ['LOCAL_RANK'], dist.get_rank(), dist.get_world_size())")
+    assert (done.returncode, sorted(done.stdout.splitlines()), done.stderr) == (0, ["0 0 2", "1 1 2"], "")
+    done = forks.ranks(2, tmp_path, "-c", f"{meet}assert dist.get_rank() == 0, 'of rank 1'\ndist.barrier()")
+    assert done.returncode == 1
+    assert "AssertionError: of rank 1" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("expression", "paths", "selected"),
     [

@@ -3,7 +3,6 @@
 import os
 import queue
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -15,6 +14,7 @@ import pytest
 import torch
 
 import workbench as wb
+from tests.forked import Forks
 from workbench.core import interrupts
 from workbench.harness import observe
 
@@ -51,10 +51,10 @@ assert came == len(turns)
 
 
 @pytest.mark.parametrize("turns", [range(3, 12, 5), pytest.param(range(12), marks=pytest.mark.slow)], ids=["some", "many"])
-def test_an_estimate_is_interrupted_at_any_moment(tmp_path: Path, turns: range) -> None:
+def test_an_estimate_is_interrupted_at_any_moment(tmp_path: Path, turns: range, forks: Forks) -> None:
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
-    done = subprocess.run([sys.executable, str(program), *map(str, turns)], capture_output=True, text=True, timeout=170, check=False)
+    done = forks.run(tmp_path, program, *map(str, turns))
     assert done.returncode == 0, done.stderr[-3000:]
 
 

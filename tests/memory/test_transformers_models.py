@@ -26,7 +26,7 @@ GROUPED = {**SIZES, "num_key_value_heads": 2}
 
 def tokens() -> dict[str, Tensor]:
     """Without padding; every token is to be predicted."""
-    ids = torch.randint(2, VOCABULARY, (4, 32))
+    ids = torch.randint(2, VOCABULARY, (4, 16))
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
 
 

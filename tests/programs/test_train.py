@@ -83,7 +83,7 @@ def train_alone(spec: RunSpec, ranks: Ranks, run_dir: Path, task: Task | None = 
 # --- equivalences
 
 
-def test_a_sweep_of_two_ranks(by_hand: Make, tmp_path: Path, alone: Ranks) -> None:
+def test_a_sweep_of_two_ranks(by_hand: Make, tmp_path: Path, alone: Ranks, forks: Forks) -> None:
     """One launch: two ranks equal one, a stream must be dealt out, and a configuration that fails leaves the next alone."""
     specs = [
         spec_of(evaluate=True),
@@ -97,7 +97,9 @@ def test_a_sweep_of_two_ranks(by_hand: Make, tmp_path: Path, alone: Ranks) -> No
         spec_of("validated", micro_batch=4, evaluate="every(steps=2)"),
     ]
     made = [by_hand(spec=spec.replace(nproc_per_node=2).to_json()) for spec in specs]
-    done = torchrun([directory.path for directory in made])
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", run_directory.ENV_RUN_DIR: str(made[0].path.parent)}
+    code = "from workbench.programs.train import main\nmain()"
+    done = forks.ranks(2, tmp_path, "-c", code, *(directory.path for directory in made), env=environment)
     assert done.returncode == 0, done.stderr
     runs = [Run.load(directory.path) for directory in made]
     assert [run.state for run in runs] == ["finished", "failed", "finished", "failed", "failed", *["finished"] * 5]

@@ -115,7 +115,7 @@ def pictures() -> Task:
 
 def trained(task: Task, knobs: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
     """The mean loss of each step over the ranks, the evaluation, this rank's number of parameters."""
-    spec = RunSpec(**{"task": "made-here", "device": "cpu", "micro_batch": 4, "steps": 5, "nproc_per_node": 2, **knobs})
+    spec = RunSpec(**{"task": "made-here", "device": "cpu", "micro_batch": 4, "steps": 3, "nproc_per_node": 2, **knobs})
     on_host: list[int] = []
     hooks = DryRunHooks(on_host=lambda tensor: on_host.append(tensor.nbytes), host_computes=contextlib.nullcontext)
     with offloading_dry_run(hooks) if spec.offload != "none" else contextlib.nullcontext():

@@ -1,6 +1,7 @@
 """The auto-watch: real little training scripts that know nothing of us, each in a process of its own."""
 
 import contextlib
+import functools
 import json
 import os
 import statistics
@@ -95,18 +96,17 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 class Watched:
     """What a watched script left; in a new process, or in one that has imported torch already."""
 
-    def __init__(
-        self, folder: Path, code: str, *args: str, launcher: tuple[str, ...] = (), forks: Forks | None = None, expect: int = 0
-    ) -> None:
+    def __init__(self, folder: Path, code: str, *args: str, forks: Forks | None = None, ranks: int = 0, expect: int = 0) -> None:
         script = folder / "train.py"
         script.write_text(BASE + textwrap.dedent(code))
         runner = folder / "runner.py"
         runner.write_text(RUNNER)
         env = {k: v for k, v in os.environ.items() if k != "RANK"} | {"WORKBENCH_RUN_DIR": str(folder), "OMP_NUM_THREADS": "1"}
         if forks:
-            done = forks.run(folder, runner, script, *args, env=env)
+            run = functools.partial(forks.ranks, ranks) if ranks else forks.run
+            done = run(folder, runner, script, *args, env=env)
         else:
-            command = [sys.executable, *launcher, str(runner), str(script), *args]
+            command = [sys.executable, str(runner), str(script), *args]
             done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
         assert done.returncode == expect, done.stderr
         self.folder, self.stdout, self.stderr = folder, done.stdout, done.stderr
@@ -149,7 +149,7 @@ def test_training_and_validation(tmp_path: Path, forks: Forks, workers: str) -> 
     assert done.notes() == ["12 batches with no optimizer step after them are no steps (evaluation, or the rest of an accumulation)"]
 
 
-def test_two_ranks_under_ddp(tmp_path: Path) -> None:
+def test_two_ranks_under_ddp(tmp_path: Path, forks: Forks) -> None:
     code = """
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
@@ -159,7 +159,7 @@ def test_two_ranks_under_ddp(tmp_path: Path) -> None:
         train_on(x, y, wrapped)
     dist.destroy_process_group()
     """
-    done = Watched(tmp_path, code, launcher=("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"))
+    done = Watched(tmp_path, code, forks=forks, ranks=2)
     for rank in (0, 1):
         header, steps = done.rows(rank)[0], done.steps(rank)
         assert (header["rank"], header["world_size"]) == (rank, 2)

@@ -24,7 +24,7 @@ from workbench.memory.estimate.cuda.emulation import emulate_cuda
 from workbench.memory.estimate.cuda.overrides import replaced
 from workbench.memory.estimate.errors import EstimateError
 from workbench.memory.estimate.external_tensors import CapturedTensors
-from workbench.memory.estimate.fake_tensors import fake_tensors, foreach_on_fakes, movable_modules
+from workbench.memory.estimate.fake_tensors import asked_device, fake_tensors, foreach_on_fakes, movable_modules
 from workbench.memory.estimate.values import KnownValues
 from workbench.memory.measure.recorder import Recorder
 from workbench.runs.spec import RunSpec
@@ -200,6 +200,10 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
         self.captured = CapturedTensors(_bytes_like, lambda tensor, category: self.track(tensor, category, module=""), self._is_dry)
         self._workspace = gpu.workspace if gpu else 0
         self._handles: set[bool] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        device = asked_device(func, args)
+        return super().__torch_dispatch__(func, types, args, kwargs) if device is None else device
 
     def call(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operator on fake tensors, or answer it."""

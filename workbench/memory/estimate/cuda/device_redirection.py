@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from workbench.core import interrupts
 from workbench.memory.estimate.cuda.overrides import Overrides, composed, replaced
+from workbench.memory.estimate.fake_tensors import asked_device
 
 CPU = torch.device("cpu")
 
@@ -33,6 +34,8 @@ class CudaMeans(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._home = home
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if (device := asked_device(func, args)) is not None:
+            return device
         if kwargs and "device" in kwargs:
             kwargs = {**kwargs, "device": _here(kwargs["device"], self._home)}
         return func(*args, **(kwargs or {}))
