@@ -186,6 +186,19 @@ LONGEST = (
     "scaling/test_api.py",
     "memory/test_memory.py",
     "train/test_auto_micro_batch.py",
+    "memory/test_max_micro_batch.py",
+    "memory/test_explorer.py",
+    "architecture/test_architecture.py",
+    "batch/test_find_lr.py",
+    "batch/test_steps_to_target.py",
+    "core/test_visual_language.py",
+    "cluster/test_plans.py",
+    "diagnosis/test_loading.py",
+    "core/test_interrupts.py",
+    "memory/test_building.py",
+    "programs/test_watchdog.py",
+    "runs/test_nodes.py",
+    "runs/test_entrypoints.py",
 )
 """Files that take longest; they come first, so that none of them is left over at the end, with idle cores beside it."""
 APART = (
