@@ -47,6 +47,7 @@ BENCHMARKS = {
     "random_kills": Benchmark(),
     "checkpoints": Benchmark(),
     "estimates": Benchmark(),
+    "near_duplicates": Benchmark(),
     "memory": Benchmark(commands=("[--install {peers}]",), parts=MEMORY),
     "verdicts": Benchmark(commands=("", "--held-out")),
     "proofs": Benchmark(commands=("", "--held-out")),

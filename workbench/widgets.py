@@ -10,11 +10,13 @@ it, and the panel's own file holds the widgets. Every panel also has a static fo
 * `MemoryExplorer`: what a step's memory is made of, what each knob would change, and whether it fits.
 * `ScalingExplorer`: what up to 10,000 GPUs would bring, with its interval and the linear extrapolation, and what limits.
 * `BatchPlanner`: the learning rate for another batch, whether its rule holds there, and the steps and time to a target.
+* `DataExplorer`: what an audit of data has found: its groups with their pictures, the classes, and the order of an epoch.
 * `TraceExplorer`: the threads and streams of a trace, to zoom into, to search, and to find operators in.
 * `perfetto`: a trace in Perfetto's own viewer, without a network (extra `trace`).
 """
 
 from workbench.batch.panel.planner import BatchPlanner
+from workbench.data.panel.explorer import DataExplorer
 from workbench.diagnosis.panel.doctor import ThroughputDoctor
 from workbench.memory.panel.explorer import MemoryExplorer
 from workbench.runs.panel.panel import LogView, RunPanel, run_panel
@@ -25,5 +27,5 @@ from workbench.traces.panel.perfetto import perfetto
 
 __all__ = [
     "RunPanel", "run_panel", "runs", "LogView", "ThroughputDoctor", "MemoryExplorer", "BatchPlanner", "ScalingExplorer", "TraceExplorer",
-    "perfetto",
+    "perfetto", "DataExplorer",
 ]  # fmt: skip

@@ -1,0 +1,1 @@
+"""Panels of data: what an audit has found."""
