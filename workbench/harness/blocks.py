@@ -130,7 +130,15 @@ class Timings:
 class BlockTimer:
     """Times blocks: counts the calls of step(), keeps the time, and shares with all ranks what each has measured."""
 
-    def __init__(self, step: Callable[[Any], Any], peers: Peers, device: torch.device, *, clock: Callable[[], float] = time.perf_counter):
+    def __init__(
+        self,
+        step: Callable[[Any], Any],
+        peers: Peers,
+        device: torch.device,
+        *,
+        clock: Callable[[], float] = time.perf_counter,
+        helpers: bool = True,
+    ) -> None:
         """Nothing runs yet.
 
         Args:
@@ -138,8 +146,10 @@ class BlockTimer:
             peers: the ranks that take part.
             device: where it computes.
             clock: gives the time in seconds.
+            helpers: count waits for a core of all threads of the process; False = of the calling one alone, which is right where
+                operators run in it and the other threads (of gloo, say) work beside it.
         """
-        self.step, self.peers, self.device = step, peers, device
+        self.step, self.peers, self.device, self._helpers = step, peers, device, helpers
         self.timings = Timings()
         self.called = 0
         """Calls of step() so far."""
@@ -217,7 +227,8 @@ class BlockTimer:
         return block
 
     def _time(self, source: Iterable[Any], count: int, step: Callable[[Any], Any], passes: Callable[[], int]) -> StepTimes:
-        now, delay, collections = self.clock, self._delay.read, self._collections
+        now, collections = self.clock, self._collections
+        delay = self._delay.read if self._helpers else self._delay.own
         waits, calls, delays, gcs, fresh = array("d"), array("d"), array("d"), array("d"), []
         begun = passes()
         batches = iter(source)

@@ -25,6 +25,9 @@ ARMS = {
     "all": "the training as it is",
 }
 """Arm → what runs in it."""
+CROWDED = 0.85
+"""Part of the cores from which on ranks that use so much get into each other's way. Chosen: threads that wake up at the same moment do so
+well before all cores are busy all the time. It decides whether a part is called cores or other processes."""
 FOREIGN = 0.1
 """Share of the cores taken by others from which on waits for a core are taken to be theirs. Chosen; it decides the name of a part."""
 
@@ -138,6 +141,8 @@ class GapEvidence(JsonDataclass):
     """That the ranks share; None = not known."""
     foreign: float = 0.0
     """Cores that other processes took meanwhile."""
+    wanted: float | None = None
+    """Cores that all ranks and their loaders would use together if none waited for one; None = not known."""
     threads: int = 1
     """Of each rank, for one operator."""
     num_workers: int = 0
@@ -172,9 +177,12 @@ class GapEvidence(JsonDataclass):
 
     @property
     def crowded(self) -> bool:
-        """Do the ranks have more threads, workers included, than there are cores?"""
-        busy = self.world_size * (self.threads + self.num_workers)
-        return self.device == "cpu" and self.cores is not None and busy > self.cores + 0.5
+        """Do the ranks want more cores than there are? By what they use, or where that is not known by their threads and workers."""
+        if self.cores is None:
+            return False
+        if self.wanted is not None:
+            return self.wanted > CROWDED * self.cores
+        return self.device == "cpu" and self.world_size * (self.threads + self.num_workers) > self.cores + 0.5
 
     @property
     def disturbed(self) -> bool:

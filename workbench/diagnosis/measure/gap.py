@@ -18,7 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from workbench.core import units
 from workbench.core.progress import INTERRUPTED
-from workbench.core.system_load import LoadMeter, usable_cores
+from workbench.core.system_load import LoadMeter, cpu_of_process, usable_cores
 from workbench.diagnosis.analysis.gap import gap_of
 from workbench.diagnosis.analysis.gap_evidence import GapBlock, GapEvidence, Tail
 from workbench.diagnosis.measure.experiment import measure_gradients
@@ -89,7 +89,7 @@ def measure_gap(
         feed = undo.enter_context(Feed(loader, accumulation))
         if max(peers.gather(feed.kind == "once")):
             raise DiagnoseError("the loader can be read only once: give a DataLoader, or another iterable that can be read again")
-        bench = undo.enter_context(BlockTimer(step, peers, timed_device_of(models), clock=clock))
+        bench = undo.enter_context(BlockTimer(step, peers, timed_device_of(models), clock=clock, helpers=threads > 1))
         undo.enter_context(bench.unsampled())
         arms = _Arms(bench, feed, models, large or peers.world_size)
         undo.callback(arms.meter.close)
@@ -112,6 +112,8 @@ class _Arms:
         self.count = 1
         self.seconds = math.nan
         self.foreign = 0.0
+        self.used: list[float] = []
+        self.wanted: float | None = None
 
     @property
     def parallel(self) -> bool:
@@ -139,6 +141,7 @@ class _Arms:
         tail = self.tail() if self.parallel else None
         self.bench.tick()
         self.foreign = self.peers.agree(self.meter.noise().foreign, min)
+        self.wanted = self.peers.agree(statistics.median(self.used), sum) if self.used else None  # type: ignore[arg-type]
         if self.foreign > MIN_FOREIGN:
             self.notes.append(f"other processes took {self.foreign:.1f} of {usable_cores():.1f} cores meanwhile")
         return self.evidence(threads, gradients, tail)
@@ -182,6 +185,7 @@ class _Arms:
             device=self.bench.device.type,
             cores=usable_cores(),
             foreign=self.foreign,
+            wanted=self.wanted,
             threads=threads,
             num_workers=feed.num_workers,
             persistent_workers=bool(getattr(feed.loader, "persistent_workers", False)),
@@ -321,7 +325,12 @@ class _Arms:
 
     def add(self, arm: str, source: Any, count: int, *, passes: Callable[[], int] = int) -> None:
         """Time a block."""
+        before = self._cpu()
         block = self.bench.run(arm, source, count, passes=passes)
+        if arm == "all":
+            laps = block.laps[self.peers.rank]
+            busy = math.fsum(laps.waits) + math.fsum(laps.calls) - math.fsum(laps.delays)
+            self.used.append((self._cpu() - before) / busy if busy > 0 else 0.0)
         self.blocks.append(
             GapBlock(
                 arm=arm,
@@ -329,6 +338,10 @@ class _Arms:
                 delays=tuple(tuple(laps.delays) for laps in block.laps),
             )
         )
+
+    def _cpu(self) -> float:
+        """CPU seconds of this rank and its loader's workers so far."""
+        return time.process_time() + sum(map(cpu_of_process, self.feed.worker_pids))
 
     def passes(self) -> int:
         """Passes that have begun, where their beginnings can be left out of blocks."""

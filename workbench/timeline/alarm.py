@@ -1,0 +1,304 @@
+"""Alarm: follows the steps of a training in a background thread and tells when a phase, the throughput or the memory changes for good.
+
+The loop itself pays nothing: it records marks as without it. What changed is told once, by the phase that explains it, with what else
+changed on the machine: the clock of its cores, and, where it is allowed, a small computation whose time was known before.
+"""
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from workbench.core import units
+from workbench.core.checks import choice
+from workbench.core.vocabulary import PHASES
+from workbench.timeline.change_points import BLOCK, Change, ChangePoints
+from workbench.timeline.steps import Row
+
+ENV_ALARM = "WORKBENCH_ALARM"
+"""Set by a launch whose ranks raise alarms: one of ALARMS."""
+ALARMS = {"watch": "tells what changed", "experiments": "also times a small computation at an alarm"}
+"""What an alarm may do."""
+INTERVAL = 0.3
+"""Seconds between two looks."""
+SERIES = ("step", *PHASES, "throughput", "memory")
+"""What is followed."""
+WORDS = {
+    "step": "a step",
+    "data_wait": "the wait for data",
+    "h2d": "the copy to the device",
+    "forward": "the forward",
+    "backward": "the backward",
+    "optimizer": "the optimizer's step",
+    "other": "what lies between the phases",
+}
+"""A phase in a sentence."""
+SHARED = "the backward, with the reduction of gradients,"
+"""The same where there are several ranks."""
+WORTH = 0.03
+"""Part of the step by which a phase has to change to be told: a copy that takes twice 1 % of the step is no alarm."""
+HELD = 3
+"""Blocks for which a change is held back: the phase that explains it may show a little later."""
+SAME = 25
+"""Blocks in which changes of one direction belong together."""
+CLOCK = 0.05
+"""Relative change of the cores' clock, or of a small computation, that is mentioned."""
+_MEMORY_EVERY = 8
+_PROBE = 200
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Told:
+    """One alarm."""
+
+    rank: int
+    step: int
+    """The first step at the new level, about, from 0."""
+    phase: str
+    """One of SERIES."""
+    before: float
+    """Seconds, samples per second, or bytes."""
+    after: float
+    share: float
+    """The change of the phase as a part of the step before; 0 for memory."""
+    circumstances: tuple[str, ...] = ()
+    """What else changed."""
+
+    @property
+    def slower(self) -> bool:
+        """Does the training lose by it?"""
+        return (self.after < self.before) == (self.phase == "throughput")
+
+    def words(self, ranks: int = 1) -> str:
+        """As a sentence."""
+        change = abs(self.after / self.before - 1) if self.before > 0 else 1.0
+        where = f" on rank {self.rank}" if ranks > 1 else ""
+        more = "".join(f"; {text}" for text in self.circumstances)
+        since = f"since step {self.step:,}"
+        if self.phase == "memory":
+            how = f"{'more' if self.after > self.before else 'less'} memory{where}: {units.bytes_(self.after)}, {units.bytes_(self.before)} before"
+            return f"{since} {how}{more}"
+        if self.phase == "throughput":
+            return f"{since} {units.percent(change)} {'fewer' if self.slower else 'more'} samples per second{where}{more}"
+        what = SHARED if self.phase == "backward" and ranks > 1 else WORDS[self.phase]
+        took = f"{units.seconds(self.before)} → {units.seconds(self.after)}"
+        return f"{since} {what} takes {units.percent(change)} {'longer' if self.slower else 'less'}{where} ({took}){more}"
+
+    def to_row(self) -> dict[str, Any]:
+        """For the rank's file."""
+        return {name: getattr(self, name) for name in ("rank", "step", "phase", "before", "after", "share")} | {
+            "circumstances": list(self.circumstances)
+        }
+
+
+class StepAlarm:
+    """Follows the steps of one rank: what has changed, and which phase explains it. Arithmetic alone."""
+
+    def __init__(self, rank: int = 0, *, memory: Callable[[], float] | None = None) -> None:
+        """Nothing is known yet.
+
+        Args:
+            rank: of this process.
+            memory: bytes that it holds now; None = not followed.
+        """
+        self.rank, self._memory = rank, memory
+        self._points = ChangePoints(SERIES)
+        self._pending: list[tuple[int, Change]] = []
+        self._step = 0
+        self._length = 0.0
+        self._told: list[tuple[int, bool]] = []
+        self._held = float("nan")
+
+    def see(self, rows: Sequence[Row]) -> list[Told]:
+        """Finished steps, in their order; the alarms that are due now."""
+        told = []
+        for row in rows:
+            seconds = [value / 1e9 for value in row[:-1]]
+            whole = sum(seconds)
+            if self._memory is not None and self._step % _MEMORY_EVERY == 0:
+                self._held = self._memory()
+            samples = row[-1]
+            rate = samples / whole if samples and whole > 0 else float("nan")
+            changes = self._points.add(self._step, (whole, *seconds, rate, self._held))
+            self._pending += [(self._step, change) for change in changes]
+            self._step += 1
+            if self._pending and self._step % BLOCK == 0 and self._step - self._pending[0][0] > HELD * BLOCK:
+                told += self._explained()
+        return told
+
+    def _explained(self) -> list[Told]:
+        """The pending changes: of those that belong together, the phase that changes most."""
+        changes, self._pending = [change for _, change in self._pending], []
+        known = {change.series: change for change in changes}
+        told = []
+        if memory := known.pop("memory", None):
+            told.append(self._as_told(memory, 0.0))
+        length = known["step"].before if "step" in known else self._level("step")
+        phases = [change for name, change in known.items() if name in PHASES]
+        phases = [change for change in phases if abs(change.after - change.before) >= WORTH * length]
+        chosen = max(phases, key=lambda change: abs(change.after - change.before), default=None)
+        chosen = chosen or known.get("step") or known.get("throughput")
+        if chosen is not None:
+            rate = chosen.series == "throughput"
+            share = abs(chosen.ratio - 1) if rate else (chosen.after - chosen.before) / length if length > 0 else 0.0
+            slower = (chosen.after < chosen.before) == rate
+            if not any(abs(chosen.step - step) < SAME * BLOCK and worse == slower for step, worse in self._told):
+                self._told.append((chosen.step, slower))
+                told.append(self._as_told(chosen, share))
+        return told
+
+    def _level(self, name: str) -> float:
+        return self._points.level(name)
+
+    def _as_told(self, change: Change, share: float) -> Told:
+        return Told(rank=self.rank, step=change.step, phase=change.series, before=change.before, after=change.after, share=share)
+
+
+class Circumstances:
+    """What else may have changed: the clock of the cores, and a small computation."""
+
+    def __init__(self, *, experiments: bool, cpufreq: str = "/sys/devices/system/cpu") -> None:
+        """Read them now, for later.
+
+        Args:
+            experiments: is the computation allowed?
+            cpufreq: for tests: where clocks are read.
+        """
+        self._cpufreq, self._experiments = Path(cpufreq), experiments
+        self._clock = self._clocks()
+        self._probe = self._computed() if experiments else None
+
+    def changed(self) -> tuple[str, ...]:
+        """What is other than before, in words."""
+        words = []
+        clock = self._clocks()
+        if clock and self._clock and abs(clock / self._clock - 1) > CLOCK:
+            way = "fell" if clock < self._clock else "rose"
+            words.append(f"the clock of the cores {way} from {self._clock / 1e6:.1f} to {clock / 1e6:.1f} GHz")
+        if self._probe is not None:
+            (cpu, wall), (cpu_before, _) = self._computed(), self._probe
+            if cpu > (1 + 2 * CLOCK) * cpu_before:
+                words.append(f"a product of matrices takes {units.percent(cpu / cpu_before - 1)} more CPU time than before: the machine is slower")
+            elif wall > 1.5 * cpu:
+                words.append(f"a thread gets {units.percent(cpu / wall)} of a core: others have the rest")
+            else:
+                words.append("a product of matrices takes as long as before: it is not the cores")
+        return tuple(words)
+
+    def _clocks(self) -> float | None:
+        """Mean kHz of the cores; None where the kernel does not say."""
+        values = []
+        for path in self._cpufreq.glob("cpu[0-9]*/cpufreq/scaling_cur_freq"):
+            with contextlib.suppress(OSError, ValueError):
+                values.append(float(path.read_text()))
+        return sum(values) / len(values) if values else None
+
+    def _computed(self) -> tuple[float, float]:
+        """CPU and wall seconds of a small product, the best of five."""
+        matrix = np.full((_PROBE, _PROBE), 0.5)
+        best = (float("inf"), float("inf"))
+        for _ in range(5):
+            wall, cpu = time.perf_counter(), time.thread_time()
+            matrix @ matrix
+            best = min(best, (time.thread_time() - cpu, time.perf_counter() - wall))
+        return best
+
+
+def resident() -> float:
+    """Bytes of main memory that this process holds now; nan off Linux."""
+    try:
+        with open("/proc/self/statm", "rb") as file:
+            return float(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError, IndexError):
+        return float("nan")
+
+
+class Alarm:
+    """A background thread that looks at what a recording has finished, and tells."""
+
+    def __init__(
+        self,
+        take: Callable[[], Sequence[Row]],
+        tell: Callable[[Told, str], object],
+        *,
+        rank: int = 0,
+        ranks: int = 1,
+        experiments: bool = False,
+    ) -> None:
+        """Begin to follow.
+
+        Args:
+            take: gives the steps finished since it was called last.
+            tell: called with each alarm and its sentence.
+            rank: of this process.
+            ranks: how many there are.
+            experiments: may a small computation be timed at an alarm?
+        """
+        self._take, self._tell, self._ranks = take, tell, ranks
+        self._alarm = StepAlarm(rank, memory=resident)
+        self._around = Circumstances(experiments=experiments)
+        self.told: list[Told] = []
+        self._pid = os.getpid()
+        self._lock, self._stop = threading.Lock(), threading.Event()
+        threading.Thread(target=self._follow, name="workbench-alarm", daemon=True).start()
+
+    def look(self) -> None:
+        """Look at what is new."""
+        with self._lock:
+            for told in self._alarm.see(self._take()):
+                full = Told(**{**{n: getattr(told, n) for n in Told.__slots__}, "circumstances": self._around.changed()})
+                self.told.append(full)
+                self._tell(full, full.words(self._ranks))
+
+    def close(self) -> str:
+        """Look a last time, and end. Returns the digest: "" where nothing was told."""
+        self._stop.set()
+        if os.getpid() == self._pid:
+            self.look()
+        return digest(self.told, self._ranks)
+
+    def _follow(self) -> None:
+        while not self._stop.wait(INTERVAL):
+            try:
+                self.look()
+            except Exception as error:  # noqa: BLE001  # an alarm never ends a training
+                self._stop.set()
+                print(f"workbench: no more alarms: {error!r}", flush=True)
+
+
+def digest(told: Sequence[Told], ranks: int = 1) -> str:
+    """What an alarm told over a run, in a line; ranks and phases that became slow again and again come first."""
+    if not told:
+        return ""
+    slow: dict[tuple[int, str], list[int]] = {}
+    for alarm in told:
+        if alarm.slower and alarm.phase != "memory":
+            slow.setdefault((alarm.rank, alarm.phase), []).append(alarm.step)
+    again = [(key, steps) for key, steps in slow.items() if len(steps) > 1]
+    words = [
+        f"{'rank ' + str(rank) + ': ' if ranks > 1 else ''}{WORDS.get(phase, phase)} became slower {len(steps)} times, at steps "
+        + ", ".join(f"{step:,}" for step in steps[:6])
+        for (rank, phase), steps in sorted(again, key=lambda item: -len(item[1]))
+    ]
+    words += [f"{len(told)} change{'s' * (len(told) > 1)} in all"]
+    return "; ".join(words)
+
+
+def allowed(alarm: bool | str) -> str:
+    """What an `alarm=` argument allows, one of ALARMS; "" = no alarm, unless the launch asks for one.
+
+    Raises:
+        ValueError: another word.
+    """
+    if alarm is True:
+        return "watch"
+    if alarm is False:
+        asked = os.environ.get(ENV_ALARM, "")
+        return asked if asked in ALARMS else ""
+    return choice("alarm", alarm, ALARMS)
