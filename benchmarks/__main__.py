@@ -64,6 +64,8 @@ BENCHMARKS = {
     "large_batch": Benchmark(),
     "steps_to_target": Benchmark(),
     "noise_scale": Benchmark(),
+    "why_not_linear": Benchmark(parts=("planted_ranks",)),
+    "change_points": Benchmark(),
 }
 
 

@@ -3,9 +3,10 @@
 Computing is sleep, so that many ranks fit on two cores and the truth is known; gradients, loaders, locks and workers are real.
 """
 
-import fcntl
 import json
+import mmap
 import os
+import random
 import tempfile
 import time
 from typing import Any
@@ -16,6 +17,10 @@ from torch import Tensor, nn
 import workbench as wb
 
 SAMPLES = 1 << 20
+RANKS = 16
+"""The most there may be."""
+SLICE = 0.002
+"""Seconds for which something shared is used before its other users are counted again."""
 
 
 def planted() -> dict[str, float]:
@@ -41,11 +46,24 @@ def burn(seconds: float) -> None:
         pass
 
 
-def locked(name: str, seconds: float) -> None:
-    """Use something for some seconds that serves one process at a time."""
-    with open(os.path.join(tempfile.gettempdir(), f"planted-{name}-{os.environ.get('PLANTED_ID', '')}"), "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        time.sleep(seconds)
+def shared(name: str, seconds: float) -> None:
+    """Use something whose speed is divided among those that use it at a moment, such as the bandwidth of memory or of a disk."""
+    path = os.path.join(tempfile.gettempdir(), f"planted-{name}-{os.environ.get('PLANTED_ID', '')}")
+    with open(path, "a+b") as file:
+        if os.fstat(file.fileno()).st_size < RANKS:
+            os.ftruncate(file.fileno(), RANKS)
+        users = mmap.mmap(file.fileno(), RANKS)
+    users[rank()] = 1
+    try:
+        left, before = seconds, time.perf_counter()
+        while left > 0:
+            time.sleep(min(SLICE, left))
+            now = time.perf_counter()
+            left -= (now - before) / max(1, sum(users[:]))
+            before = now
+    finally:
+        users[rank()] = 0
+        users.close()
 
 
 class Pass(torch.autograd.Function):
@@ -82,8 +100,10 @@ class Work(nn.Module):
         if last():
             burn(what.get("burner", 0.0))
         burn(what.get("burn", 0.0))
-        if "locked" in what:
-            locked("device", what["locked"])
+        if "shared" in what:
+            shared("memory", what["shared"])
+        if "uneven" in what and random.random() < 0.5:
+            seconds += what["uneven"]
         return Pass.apply(self.first(lengths[:, None]), seconds, *self.weights)  # type: ignore[no-any-return, no-untyped-call]
 
 
@@ -101,10 +121,8 @@ class Lengths(torch.utils.data.Dataset[Tensor]):
         if last() and what.get("data"):
             time.sleep(what["data"] / 8)
         if what.get("disk"):
-            locked("disk", what["disk"] / 8)
+            shared("disk", what["disk"] / 8)
         length = 1.0 + (what.get("longer", 0.0) if last() else 0.0)
-        if what.get("uneven") and int(torch.randint(0, 24, ())) == 0:
-            length += what["uneven"]
         return torch.tensor(length)
 
 

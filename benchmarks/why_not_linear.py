@@ -47,22 +47,22 @@ def cases() -> dict[str, Case]:
     for ranks in (2, 4):
         both = {
             "slow rank": Case(cause="slow rank", ranks=ranks, what={"slow": 0.015}),
-            "slightly slow rank": Case(cause="slow rank", ranks=ranks, what={"slow": 0.006}),
             "slow storage of a rank": Case(cause="uneven data", ranks=ranks, what={"data": 0.012}),
             "longer samples of a rank": Case(cause="uneven data", ranks=ranks, what={"longer": 0.4}),
-            "steps of uneven length": Case(cause="uneven steps", ranks=ranks, what={"uneven": 8.0}),
+            "steps of uneven length": Case(cause="uneven steps", ranks=ranks, what={"uneven": 0.02, "computing": 0.01}),
             "large gradients": Case(cause="reduction", ranks=ranks, what={"numbers": 8e6}),
             "many small buckets": Case(
                 cause="many reductions", ranks=ranks, what={"tensors": 120, "numbers": 120_000}, knobs={"bucket_cap_mb": 0.001}
             ),
-            "a disk that serves one at a time": Case(cause="loaders", ranks=ranks, what={"disk": 0.012}),
-            "a device that serves one at a time": Case(cause="memory", ranks=ranks, what={"locked": 0.02, "computing": 0.01}),
+            "a disk that is shared": Case(cause="loaders", ranks=ranks, what={"disk": 0.03, "computing": 0.004}),
+            "memory that is shared": Case(cause="memory", ranks=ranks, what={"shared": 0.02, "computing": 0.002}),
             "short epochs": Case(
                 cause="epochs", ranks=ranks, what={"samples": 8 * 6 * ranks}, knobs={"num_workers": 1}
             ),
-            "smaller micro-batches": Case(cause="micro-batch", ranks=ranks, what={"fixed": 0.02}, same="global_batch"),
+            "smaller micro-batches": Case(cause="micro-batch", ranks=ranks, what={"fixed": 0.05}, same="global_batch"),
         }  # fmt: skip
         found |= {f"{name}, {ranks} ranks": case for name, case in both.items()}
+    found["slightly slow rank, 2 ranks"] = Case(cause="slow rank", ranks=2, what={"slow": 0.006})
     found["CPU work on a rank, 2 ranks"] = Case(cause="slow rank", ranks=2, what={"burner": 0.012})
     found["four ranks on two cores"] = Case(cause="cores", ranks=4, what={"burn": 0.03, "computing": 0.005})
     for number, (ranks, knobs) in enumerate(

@@ -13,10 +13,12 @@ import pytest
 
 from tests.conftest import HandMade
 from tests.made import World
+from tests.planted_gap import planted
 from tests.traced import on_cpu, write
 from workbench.__main__ import COMMANDS, main
 from workbench.core.vocabulary import PHASES
 from workbench.diagnosis.analysis.diagnosis import Diagnosis
+from workbench.diagnosis.analysis.why_not_linear import WhyNotLinear
 from workbench.runs.run import Run
 from workbench.runs.spec import RunSpec
 
@@ -215,3 +217,22 @@ def test_the_examples_that_predict_work(capsys: pytest.CaptureFixture[str]) -> N
     assert json.loads(capsys.readouterr().out)["fits"] is True
     assert main([*shlex.split(COMMANDS["plan"][2])[1:], "--json"]) == 0
     assert json.loads(capsys.readouterr().out)[0]["gpus"] == 8
+
+
+def test_why_not_linear_prints_the_answer_and_proves(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = []
+
+    def answer(target: object, **options: object) -> WhyNotLinear:
+        asked.append((target, options))
+        return WhyNotLinear(evidence=planted(reduction=0.01), spec=target if isinstance(target, RunSpec) else None)
+
+    monkeypatch.setattr("workbench.diagnosis.commands.why_not_linear", answer)
+    assert main(["why-not-linear", "text-gpt", "--json", "--set", "micro_batch=8"]) == 0
+    brief = json.loads(capsys.readouterr().out)
+    assert brief["claim"]["cause"] == "large gradients"
+    assert asked[0][0] == RunSpec(task="text-gpt", nproc_per_node=2, micro_batch=8)
+    assert main(["why-not-linear", "train.py", "--nproc-per-node", "4"]) == 0
+    assert asked[1] == ("train.py", {"nproc_per_node": 4, "budget_s": 60.0})
+    assert "what you get" in capsys.readouterr().out
+    assert main(["why-not-linear", "train.py", "--set", "lr=1"]) == 2
+    assert "leave --set out" in capsys.readouterr().err

@@ -377,10 +377,10 @@ def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
     option("doctor", "--html", metavar="FILE", help="write it as a self-contained HTML page")
     option("launch", "target", help='a script ("train.py"), a task ("my_task.py:build") or a sample ("clipart-resnet")')
     what = 'a script ("train.py"), a task ("my_task.py:build"), a sample ("clipart-resnet") or the directory of a run'
-    option("diagnose", "target", help=what)
+    option("diagnose why-not-linear", "target", help=what)
     option("estimate plan sanity", "target", help='a task ("my_task.py:build") or a sample ("clipart-resnet")')
     option("launch", "--nproc-per-node", type=int, default=1, metavar="N", help="ranks on this machine, such as one for each GPU (1)")
-    option("diagnose", "--nproc-per-node", type=int, metavar="N", help="ranks on this machine (1)")
+    option("diagnose why-not-linear", "--nproc-per-node", type=int, metavar="N", help="ranks on this machine (1; why-not-linear: 2)")
     option("launch", "--steps", type=int, metavar="N", help="optimizer steps of a task (60)")
     profile = f"trace so many steps with torch's profiler ({STEPS})"
     option("launch", "--profile", type=int, nargs="?", const=STEPS, metavar="STEPS", help=profile)
@@ -390,10 +390,10 @@ def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
     option("launch", "--on-hang", choices=ON_HANG, default="report", help="what is done about a run that hangs (report)")
     option("launch", "--rdzv-endpoint", metavar="HOST:PORT", help="of this machine, as the others reach it (its name, and a free port)")
     most = f"seconds to spend at most ({BUDGET:g})"
-    option("diagnose sanity", "--budget", "--budget-s", type=float, default=BUDGET, metavar="S", help=most)
-    knobs = f"knobs to turn: micro_batch=16 num_workers=2. There are {', '.join(list(KNOBS)[1:])}"
-    option("launch diagnose estimate plan sanity bisect", "--set", nargs="+", action="extend", metavar="KNOB=VALUE", help=knobs)
-    option("diagnose", "--prove", action="store_true", help="run the best remedy as well, predicted against measured")
+    option("diagnose sanity why-not-linear", "--budget", "--budget-s", type=float, default=BUDGET, metavar="S", help=most)
+    by = f"knobs to turn: micro_batch=16 num_workers=2. There are {', '.join(list(KNOBS)[1:])}"
+    option("launch diagnose estimate plan sanity bisect why-not-linear", "--set", nargs="+", action="extend", metavar="KNOB=VALUE", help=by)
+    option("diagnose why-not-linear", "--prove", action="store_true", help="run the best remedy as well, predicted against measured")
     option("estimate", "--device", default="cuda", help='a name, such as "H200"; "cpu"; or "cuda" (any GPU)')
     option("estimate", "--sequence", type=int, help="length of the sequences, instead of the task's own")
     option("estimate", "--image", type=int, help="side of the images in pixels, instead of the task's own")
@@ -409,8 +409,7 @@ def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
     option("join", "run_dir", help="its run directory, on a file system that both see")
     option("runs", "runs_dir", nargs="?", help="where run directories are (runs)")
     option("runs", "--filter", default="", metavar="TEXT", help="only runs whose directory, name, state or knobs contain each word")
-    columns = "created, run, state, steps, loss, throughput or 'differs in' (oldest first)"
-    option("runs", "--sort", metavar="COLUMN", help=columns)
+    option("runs", "--sort", metavar="COLUMN", help="created, run, state, steps, loss, throughput or 'differs in' (oldest first)")
     option("runs", "--all", action="store_true", help="list the experiments of the workbench itself as well")
     option("report export", "path", help="the directory of the run")
     option("report", "--html", metavar="FILE", help="write it as one page of HTML that stands alone")
@@ -436,7 +435,7 @@ def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
     spent = f"seconds that the trainings may take ({regression.BUDGET:g}; bisect: {3 * regression.BUDGET:g})"
     option("what-changed check", "--budget", "--budget-s", type=float, default=regression.BUDGET, metavar="S", help=spent)
     option("bisect", "--budget", "--budget-s", type=float, default=3 * regression.BUDGET, metavar="S", help=spent)
-    option("diagnose", "--json", action="store_true", help="print the brief for a program: at most 2 kB of JSON")
+    option("diagnose why-not-linear", "--json", action="store_true", help="print the brief for a program: at most 2 kB of JSON")
     option("what-changed bisect", "--json", action="store_true", help="print the answer for a program: at most 2 kB of JSON")
     option("doctor calibrate launch sanity estimate plan trace runs report compare check", "--json", action="store_true", help="print JSON")
     return parser, made
@@ -467,6 +466,7 @@ _RUN: Mapping[str, Callable[[argparse.Namespace], int]] = {
     "doctor": doctor, "runs": runs, "report": show_run, "export": export, "check": check, "compare": compare, "trace": trace, "plan": plan,
     "diagnose": diagnose, "sanity": sanity, "estimate": estimate, "calibrate": calibrate, "join": lambda given: join(given.run_dir),
     "what-changed": commands.why, "bisect": lambda given: commands.first_bad(given, knobs_of(given.set or [])),
+    "why-not-linear": lambda given: commands.not_linear(given, knobs_of(given.set or [])),
 }  # fmt: skip
 """Command → what runs it; `lab` and `launch` hand further arguments on."""
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.conftest import HandMade
 from workbench.core import run_directory
-from workbench.runs.health import exploding, health, not_falling, not_finite, slow_ranks, spikes
+from workbench.runs.health import changes, exploding, health, not_falling, not_finite, slow_ranks, spikes
 from workbench.runs.run import Run
 from workbench.timeline.timeline import Step, Timeline
 
@@ -155,3 +155,32 @@ def test_a_run_tells_its_faults_in_report_and_panel(by_hand: Make) -> None:
     assert "fault: the loss jumps from" in report(run)
     assert run_facts(run)["faults"][0].startswith("the loss jumps")
     assert any("the loss jumps from" in note for note in Follower(run).snapshot().notes)
+
+
+def test_what_ranks_told_is_a_fault_of_the_rank_that_is_slow() -> None:
+    """The others wait for it in their backward; what comes again is one fault."""
+
+    def row(rank: int, step: int, phase: str, before: float = 0.02, after: float = 0.03, share: float = 0.15) -> dict[str, object]:
+        told = {
+            "rank": rank,
+            "step": step,
+            "phase": phase,
+            "before": before,
+            "after": after,
+            "share": share,
+            "circumstances": ["its clock fell"],
+        }
+        return {"alarm": told}
+
+    rows = {
+        0: [row(0, 41_208, "backward"), row(0, 50_000, "forward", 0.03, 0.02)],
+        3: [row(3, 41_200, "forward"), row(3, 60_000, "forward"), row(3, 100, "memory", 1e9, 2e9), {"alarm": {"rank": "x"}}, {"note": "n"}],
+    }
+    faults = changes(rows)
+    assert [(fault.kind, fault.rank, fault.step) for fault in faults] == [("change", 3, 41_200), ("change", 3, 100)]
+    assert faults[0].message.startswith("since step 41,200 the forward takes 50 % longer on rank 3")
+    assert "its clock fell" in faults[0].message
+    assert "1 more times, at steps 60,000" in faults[0].message
+    assert "find_leaks" in faults[1].hint
+    alone = changes({0: rows[0]})
+    assert [fault.rank for fault in alone] == [0], "nobody else is slow: its own backward is"

@@ -52,6 +52,10 @@ TRACES = "traces"
 """Folder of what torch's profiler wrote; TensorBoard finds it there."""
 ENV_RUN_DIR, ENV_RUN_ID, ENV_MACHINE = "WORKBENCH_RUN_DIR", "WORKBENCH_RUN_ID", "WORKBENCH_RUN_MACHINE"
 """Variables of the processes of a run: its directory, its id, and the number of this machine (torchrun may number machines otherwise)."""
+ENV_ALARM = "WORKBENCH_ALARM"
+"""Variable of ranks that raise alarms: one of ALARMS."""
+ALARMS = {"always": "tells since when a phase takes longer, and where", "experiments": "also times a small computation at an alarm"}
+"""What `launch(watch=…)` takes besides True and False, and `watch(alarm=…)` as well."""
 STATES = ("queued", "running", "finished", "failed", "stopped", "timeout", "abandoned", "lost")
 """The states that a run can have."""
 METRIC_KEYS = frozenset({"step", "steps", "loss", "lr", "samples", "seconds"})

@@ -1,7 +1,8 @@
-"""The commands `what-changed` and `bisect`, and `check --why`, of the command line."""
+"""The commands `what-changed`, `bisect` and `why-not-linear`, and `check --why`, of the command line."""
 
 import argparse
 import json
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,7 +10,9 @@ from workbench.core.interrupts import terminated_as_interrupted
 from workbench.diagnosis.analysis.bisection import Bisection
 from workbench.diagnosis.analysis.what_changed import WhatChanged
 from workbench.diagnosis.regression import bisect, what_changed
+from workbench.diagnosis.why_not_linear import why_not_linear
 from workbench.runs.budgets import RunCheck
+from workbench.runs.failure import RunError
 from workbench.runs.spec import RunSpec
 
 _OF: Mapping[str, str] = {"step": "time", "samples_per_sec": "time", "peak_memory": "memory", "loss": "loss"}
@@ -41,6 +44,31 @@ def first_bad(given: argparse.Namespace, knobs: Mapping[str, Any]) -> int:
         result = bisect(spec, good=given.good, bad=given.bad, of=given.of, steps=steps, budget_s=given.budget)
     _show(result, given)
     return 0 if result.kind == "commit" else 1
+
+
+def not_linear(given: argparse.Namespace, knobs: Mapping[str, Any]) -> int:
+    """Say why N ranks give less than N times one, and prove the best remedy if asked to; returns the exit status.
+
+    Raises:
+        ValueError: no such task, script or knob, or ranks that cannot be set beside one.
+    """
+    ranks = given.nproc_per_node or 2
+    if given.target.endswith(".py"):
+        if knobs:
+            raise ValueError(f"{given.target} is a script, which has its own knobs ({', '.join(knobs)} are given): leave --set out")
+        target: Any = given.target
+    else:
+        target = RunSpec(task=given.target).replace(**{"nproc_per_node": ranks, **knobs})
+    try:
+        answer = why_not_linear(target, nproc_per_node=ranks if isinstance(target, str) else None, budget_s=given.budget)
+        proof = answer.prove(budget_s=given.budget) if given.prove and any(remedy.provable for remedy in answer.remedies) else None
+    except RunError as error:
+        print("\n".join([f"workbench: {error}", *getattr(error, "__notes__", [])]), file=sys.stderr)
+        return 1
+    print(json.dumps(answer.brief(), ensure_ascii=False) if given.json else answer, flush=True)
+    if proof and not given.json:
+        print(f"\n{proof}")
+    return 0
 
 
 def reason_of(checked: RunCheck, budget_s: float) -> WhatChanged | None:

@@ -19,6 +19,11 @@ COMMANDS: Mapping[str, tuple[str, str, str]] = {
         "Tries a task with parts of its step left out and says which part limits it. A script is run and observed; a run is read.",
         "workbench diagnose clipart-resnet --budget 30 --set num_workers=2",
     ),
+    "why-not-linear": (
+        "find out by experiment why N ranks give less than N times one",
+        "Launches one rank, strangers and all in turns; the parts of the gap add up, each with its remedy. A script is launched as it is.",
+        "workbench why-not-linear clipart-resnet --nproc-per-node 2 --budget 40",
+    ),
     "sanity": (
         "check a task for the usual faults before a large run",
         "Tries model, loss, labels and data in this process: gradients, chance level, leaks, modes. Exit status 1 if a check fails.",

@@ -18,6 +18,7 @@ from workbench.core.vocabulary import PHASES
 from workbench.runs.rank_ends import MANY_RANKS
 from workbench.runs.rows import RunRows, losses_of
 from workbench.runs.run import Run
+from workbench.timeline.alarm import Told
 from workbench.timeline.timeline import Timeline
 
 WINDOW = 200
@@ -49,7 +50,7 @@ class Fault:
     """Something that went wrong in a run."""
 
     kind: str
-    """"hang", "not finite", "spike", "not falling", "exploding gradients" or "slow rank"."""
+    """"hang", "not finite", "spike", "not falling", "exploding gradients", "slow rank" or "change"."""
     step: int | None
     """The first step in which it shows, from 1; None = it belongs to no step."""
     rank: int | None
@@ -101,7 +102,7 @@ def health(run: Run | str | os.PathLike[str]) -> Health:
     faults = [Fault(kind="hang", step=None, rank=hang.rank, message=str(hang), hint="")] if hang else []
     faults += not_finite(losses, rows) + spikes(losses) + not_falling(losses)
     faults += exploding(files.read(run_directory.noise_file(0)))
-    faults += slow_ranks(timelines)
+    faults += slow_ranks(timelines) + changes(rows)
     faults.sort(key=lambda fault: -1 if fault.step is None else fault.step)
     return Health(faults=tuple(faults), losses=len(losses), ranks=len(timelines))
 
@@ -130,9 +131,50 @@ def not_finite(losses: Sequence[tuple[int, float]], rows: Mapping[int, Sequence[
     return [Fault(kind="not finite", step=step, rank=ranks[0] if who else None, message=message, hint=hint)]
 
 
+def changes(rows: Mapping[int, Sequence[Mapping[str, Any]]]) -> list[Fault]:
+    """What ranks told while they ran (`launch(watch="always")`), where the training lost by it; a rank that became slow again and again has
+    one fault for all its times.
+
+    Where a rank gets slower before its backward, the others wait for it in theirs: that is told once, of the rank that is slow.
+
+    Args:
+        rows: the rows of each rank's file that are no steps.
+    """
+    told = [
+        alarm for more in rows.values() for row in more if (alarm := _told(row.get("alarm"))) and (alarm.slower or alarm.phase == "memory")
+    ]
+    culprits = [alarm for alarm in told if alarm.phase not in ("backward", "step", "throughput", "memory")]
+    kept = [a for a in told if a in culprits or not any(c.rank != a.rank and abs(c.step - a.step) <= MEETS and c.share >= a.share / 2
+                                                        for c in culprits)]  # fmt: skip
+    faults = []
+    for rank, phase in dict.fromkeys((alarm.rank, alarm.phase) for alarm in kept):
+        own = [alarm for alarm in kept if (alarm.rank, alarm.phase) == (rank, phase)]
+        again = f"; and {len(own) - 1} more times, at steps {', '.join(f'{a.step:,}' for a in own[1:6])}" if len(own) > 1 else ""
+        hint = "a leak? wb.find_leaks finds what stays" if phase == "memory" else _SLOW if len(rows) > 1 else _SLOW.partition(" Compare")[0]
+        faults.append(Fault(kind="change", step=own[0].step, rank=rank, message=own[0].words(len(rows)) + again, hint=hint))
+    return faults
+
+
+MEETS = 64
+"""Steps within which alarms of two ranks are taken to have one reason."""
+
+
+def _told(row: Any) -> Told | None:
+    """An alarm as a rank's file has it; None where it is damaged."""
+    try:
+        told = Told(**{**row, "circumstances": tuple(map(str, row["circumstances"]))})
+        return told if is_whole(told.step) and is_whole(told.rank) and all(map(is_number, (told.before, told.after, told.share))) else None
+    except (TypeError, KeyError):
+        return None
+
+
 def new_faults(run: Run) -> list[Fault]:
     """The faults that the notes of a run do not say already."""
-    return [fault for fault in health(run).faults if fault.kind != "hang" and (fault.kind != "not finite" or fault.rank is not None)]
+    return [
+        fault
+        for fault in health(run).faults
+        if fault.kind not in ("hang", "change") and (fault.kind != "not finite" or fault.rank is not None)
+    ]
 
 
 class _Recent:

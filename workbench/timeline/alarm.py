@@ -6,6 +6,7 @@ changed on the machine: the clock of its cores, and, where it is allowed, a smal
 
 import contextlib
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -17,14 +18,11 @@ import numpy as np
 
 from workbench.core import units
 from workbench.core.checks import choice
+from workbench.core.run_directory import ALARMS, ENV_ALARM
 from workbench.core.vocabulary import PHASES
 from workbench.timeline.change_points import BLOCK, Change, ChangePoints
 from workbench.timeline.steps import Row
 
-ENV_ALARM = "WORKBENCH_ALARM"
-"""Set by a launch whose ranks raise alarms: one of ALARMS."""
-ALARMS = {"watch": "tells what changed", "experiments": "also times a small computation at an alarm"}
-"""What an alarm may do."""
 INTERVAL = 0.3
 """Seconds between two looks."""
 SERIES = ("step", *PHASES, "throughput", "memory")
@@ -82,8 +80,8 @@ class Told:
         more = "".join(f"; {text}" for text in self.circumstances)
         since = f"since step {self.step:,}"
         if self.phase == "memory":
-            how = f"{'more' if self.after > self.before else 'less'} memory{where}: {units.bytes_(self.after)}, {units.bytes_(self.before)} before"
-            return f"{since} {how}{more}"
+            how = "more" if self.after > self.before else "less"
+            return f"{since} {how} memory{where}: {units.bytes_(self.after)}, {units.bytes_(self.before)} before{more}"
         if self.phase == "throughput":
             return f"{since} {units.percent(change)} {'fewer' if self.slower else 'more'} samples per second{where}{more}"
         what = SHARED if self.phase == "backward" and ranks > 1 else WORDS[self.phase]
@@ -184,7 +182,9 @@ class Circumstances:
         if self._probe is not None:
             (cpu, wall), (cpu_before, _) = self._computed(), self._probe
             if cpu > (1 + 2 * CLOCK) * cpu_before:
-                words.append(f"a product of matrices takes {units.percent(cpu / cpu_before - 1)} more CPU time than before: the machine is slower")
+                words.append(
+                    f"a product of matrices takes {units.percent(cpu / cpu_before - 1)} more CPU time than before: the machine is slower"
+                )
             elif wall > 1.5 * cpu:
                 words.append(f"a thread gets {units.percent(cpu / wall)} of a core: others have the rest")
             else:
@@ -267,9 +267,9 @@ class Alarm:
         while not self._stop.wait(INTERVAL):
             try:
                 self.look()
-            except Exception as error:  # noqa: BLE001  # an alarm never ends a training
+            except Exception as error:  # an alarm never ends a training
                 self._stop.set()
-                print(f"workbench: no more alarms: {error!r}", flush=True)
+                print(f"workbench: no more alarms: {error!r}", file=sys.stderr, flush=True)
 
 
 def digest(told: Sequence[Told], ranks: int = 1) -> str:
@@ -297,8 +297,9 @@ def allowed(alarm: bool | str) -> str:
         ValueError: another word.
     """
     if alarm is True:
-        return "watch"
+        return "always"
     if alarm is False:
         asked = os.environ.get(ENV_ALARM, "")
         return asked if asked in ALARMS else ""
-    return choice("alarm", alarm, ALARMS)
+    choice("alarm", alarm, ALARMS, meant={"always": "always"}, also=", True, False")
+    return alarm

@@ -63,7 +63,7 @@ class Change:
 
 
 class ChangePoints:
-    """Follows several series; `add` takes one value of each per step. About 3 µs a step for seven series."""
+    """Follows several series; `add` takes one value of each per step. About 14 µs a step for seven series on a busy machine."""
 
     def __init__(self, series: Sequence[str], *, floor: float = 0.02) -> None:
         """Nothing is known yet.

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from workbench.core.checks import number_or_default
+from workbench.timeline import alarm as alarm_module
 from workbench.timeline import rank_log
 from workbench.timeline.loops import Loop
 from workbench.timeline.marks import MarkRecorder
@@ -24,6 +26,7 @@ class Recording:
         log: Path | None = None,
         notes: Iterable[str] = (),
         expected: Mapping[int, str] | None = None,
+        alarm: bool | str = False,
     ) -> None:
         """Start with no steps.
 
@@ -33,6 +36,7 @@ class Recording:
             log: File of JSON lines to write; None = that of this rank if a run directory is set in the environment, else no file.
             notes: What the timeline should say about the way it was measured.
             expected: Notes by phase, to be added if no step spent any time in that phase.
+            alarm: tell when a phase changes for good, see `alarm.Alarm`; False = only if the launch asks for it.
         """
         self._new_recorder, self._rules, self._expected = recorder, StepRules(steps_by=steps_by), expected or {}
         self._notes = (*notes, *rank_log.notes_on_environment())
@@ -46,6 +50,8 @@ class Recording:
         self.device: int | None = None  # of the latest loop: asked for on its thread, as every thread has a current device of its own
         self._log = rank_log.attach(log, self) if log else self._default_log()
         self._logging = self._log is not None
+        self._alarms, self._seen = alarm_module.allowed(alarm), 0
+        self._alarm: alarm_module.Alarm | None = None
 
     def _default_log(self) -> "rank_log.RankLog | None":
         """The file in the run directory of the environment; None = there is none, or it cannot be written: then a note says so."""
@@ -64,7 +70,32 @@ class Recording:
         loop = Loop(recorder, self._rules)
         with self._lock:
             self._loops.append(loop)
+        if self._alarms and self._alarm is None:
+            self._alarm = alarm_module.Alarm(
+                self._unseen,
+                self._told,
+                rank=rank_log.rank(),
+                ranks=number_or_default("WORLD_SIZE", 1),
+                experiments=self._alarms == "experiments",
+            )
         return loop
+
+    def _unseen(self) -> list[Row]:
+        """The steps finished since the alarm looked last."""
+        if not (self._log and self._logging):
+            self.harvest()  # else the writer of the file does
+        with self._lock:
+            rows, self._seen = self._rows[self._seen :], len(self._rows)
+        return rows
+
+    def _told(self, told: "alarm_module.Told", words: str) -> None:
+        self.warn(words)
+        self.say({"alarm": told.to_row()})
+
+    @property
+    def told(self) -> "tuple[alarm_module.Told, ...]":
+        """The alarms so far."""
+        return tuple(self._alarm.told) if self._alarm else ()
 
     def harvest(self) -> list[Row]:
         """The steps finished since the last harvest. Never waits for the device, so any thread may do it at any time."""
@@ -90,6 +121,11 @@ class Recording:
     def close(self) -> None:
         """Settle, write what is left, and detach from the file."""
         self.settle()
+        if self._alarm:
+            alarm, self._alarm = self._alarm, None
+            if words := alarm.close():
+                self._notes += (f"alarms: {words}",)
+                print(f"workbench: alarms: {words}", file=sys.stderr, flush=True)
         if self._log and self._logging:
             self._log.detach(self)
             self._logging = False

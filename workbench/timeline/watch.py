@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from workbench.core.checks import objects
 from workbench.timeline import hooks, watch_script
+from workbench.timeline.alarm import Told
 from workbench.timeline.loops import MeasuredBatches, check_loader
 from workbench.timeline.marks import BACKWARD, FORWARD, MarkRecorder, new_recorder
 from workbench.timeline.reading import FirstBatches
@@ -25,6 +26,7 @@ def watch(
     *,
     model: "torch.nn.Module | Sequence[torch.nn.Module] | None" = None,
     optimizer: "torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None" = None,
+    alarm: bool | str = False,
 ) -> "Watch[T]":
     """Watch a training loop: `for batch in wb.watch(loader, model=model, optimizer=optimizer):`, and nothing else changes.
 
@@ -38,6 +40,9 @@ def watch(
         loader: A DataLoader or any iterable of batches.
         model: The module that the loop calls (under DDP or DataParallel: the wrapper), or several.
         optimizer: The optimizer, or several. Without one every batch counts as a step.
+        alarm: Tell, on stderr, in the notes and in the run directory, when a phase, the throughput or the memory has changed for good, and
+            since which step; a thread of its own does it. "experiments" lets it time a small computation then, which says whether the
+            machine got slower.
 
     Returns:
         An iterable of the loader's batches; its `.timeline` grows with every pass.
@@ -45,7 +50,7 @@ def watch(
     Raises:
         ValueError: not an iterable, a module, an optimizer.
     """
-    return Watch(loader, model=model, optimizer=optimizer)
+    return Watch(loader, model=model, optimizer=optimizer, alarm=alarm)
 
 
 class Watch(MeasuredBatches[T]):
@@ -58,6 +63,7 @@ class Watch(MeasuredBatches[T]):
         model: "torch.nn.Module | Sequence[torch.nn.Module] | None" = None,
         optimizer: "torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None" = None,
         recorder: Callable[[], MarkRecorder] | None = None,
+        alarm: bool | str = False,
     ) -> None:
         """See `watch`; `recorder`, for tests, makes the mark recorder of a pass in place of a real clock."""
         import torch
@@ -80,7 +86,11 @@ class Watch(MeasuredBatches[T]):
         if not self._optimizers:
             notes.append("the optimizer's time is in other, and every batch counts as a step: wb.watch was not given an optimizer=")
         self._recording = Recording(
-            recorder=recorder or self._make_recorder, steps_by="optimizer" if self._optimizers else "batch", notes=notes, expected=expected
+            recorder=recorder or self._make_recorder,
+            steps_by="optimizer" if self._optimizers else "batch",
+            notes=notes,
+            expected=expected,
+            alarm=alarm,
         )
 
         self._first_batches = FirstBatches(warn=self._recording.warn, say=self._recording.say, steps=itertools.count().__next__)
@@ -103,6 +113,11 @@ class Watch(MeasuredBatches[T]):
     def timeline(self) -> Timeline:
         """The steps so far, of all passes, without the one that is under way."""
         return self._recording.timeline
+
+    @property
+    def alarms(self) -> "tuple[Told, ...]":
+        """What has changed so far, with `alarm=True`."""
+        return self._recording.told
 
     def close(self) -> None:
         """Write what is left to the rank's file, if there is one, and close it."""

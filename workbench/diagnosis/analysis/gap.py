@@ -187,6 +187,11 @@ def _parts(e: GapEvidence, s: ArmSeconds, same: str) -> dict[str, float]:
     reduction = _reduction(e, s)
     if reduction is not None:
         parts |= reduction
+        if e.disturbed:  # threads that reduce wait for cores as well, which nobody sees: what the fastest steps do not have is of others
+            whole = sum(reduction.values())
+            foreign = max(0.0, whole - max(0.0, s.shift))
+            parts |= {name: part * (1 - foreign / whole) for name, part in reduction.items()} if foreign else {}
+            parts["other processes"] += foreign
     if e.steps_per_pass:
         parts["epochs"] = starts[1] - starts[0]
     step = s.together + s.waits + starts[1]

@@ -65,7 +65,12 @@ class GapBlock(JsonDataclass):
     @property
     def joint(self) -> float:
         """Mean seconds of a step that ranks take together, without the longest wait of any of them for a core."""
-        return mean_of([largest(steps) - longest for steps, longest in zip(self._rows(self.steps), self._longest(), strict=True)])
+        return mean_of(self.joint_steps)
+
+    @property
+    def joint_steps(self) -> list[float]:
+        """Of each step: seconds of the slowest rank, less the longest wait of any of them for a core."""
+        return [largest(steps) - longest for steps, longest in zip(self._rows(self.steps), self._longest(), strict=True)]
 
     @property
     def waits(self) -> float:
@@ -81,7 +86,12 @@ class GapBlock(JsonDataclass):
     @property
     def pace(self) -> float:
         """Mean seconds of the slowest rank of each step: what a step would take if ranks that run at their own pace met after each."""
-        return mean_of([largest(row) for row in self._rows([self.busy(rank) for rank in range(len(self.steps))])])
+        return mean_of(self.paces)
+
+    @property
+    def paces(self) -> list[float]:
+        """Of each step: seconds of the slowest rank, without waiting for a core."""
+        return [largest(row) for row in self._rows([self.busy(rank) for rank in range(len(self.steps))])]
 
     def _longest(self) -> list[float]:
         if not self.delays:
@@ -220,6 +230,8 @@ class ArmSeconds:
     together: float
     """All ranks, with reduction."""
     together_cached: float
+    shift: float
+    """By how much a step of all that reduce, with cached batches, is longer than the pace, in the fastest quarter of the steps."""
     one_waits: float
     waits: float
     """For a core: one rank alone, and all that reduce."""
@@ -235,6 +247,8 @@ class _Figures:
     pace: float
     joint: float
     waits: float
+    low_pace: float
+    low_joint: float
 
 
 @dataclass(slots=True)
@@ -250,7 +264,8 @@ class Rounds:
         """Of all blocks."""
 
         def figures(block: GapBlock) -> _Figures:
-            return _Figures(block.means, block.pace, block.joint, block.waits)
+            lows = (lower_quartile(block.paces), lower_quartile(block.joint_steps))
+            return _Figures(block.means, block.pace, block.joint, block.waits, *lows)
 
         return cls(evidence, evidence.slowest, {arm: list(map(figures, evidence.rounds(arm))) for arm in ARMS})
 
@@ -283,11 +298,23 @@ class Rounds:
             cached_pace=typical([block.pace for block in chosen["strangers, cached"]]),
             together=typical([block.joint for block in chosen["all"]]),
             together_cached=typical([block.joint for block in chosen["all, cached"]]),
+            shift=typical([block.low_joint for block in chosen["all, cached"]])
+            - typical([block.low_pace for block in chosen["strangers, cached"]]),
             one_waits=waits("one"),
             waits=waits("all"),
             start_alone=typical(_picked(e.starts_alone, picks)),
             start_together=typical(_picked(e.starts_together, picks)),
         )
+
+
+def lower_quartile(values: Sequence[float]) -> float:
+    """Below it lies a quarter of the values; nan if none is known.
+
+    >>> lower_quartile([3.0, 1.0, 2.0, 4.0, 5.0])
+    2.0
+    """
+    known = sorted(value for value in values if value == value)
+    return known[len(known) // 4] if known else math.nan
 
 
 def seconds_of(evidence: GapEvidence) -> ArmSeconds:

@@ -141,7 +141,7 @@ class _Arms:
         tail = self.tail() if self.parallel else None
         self.bench.tick()
         self.foreign = self.peers.agree(self.meter.noise().foreign, min)
-        self.wanted = self.peers.agree(statistics.median(self.used), sum) if self.used else None  # type: ignore[arg-type]
+        self.wanted = self.peers.agree(statistics.median(self.used), sum) if self.used else None
         if self.foreign > MIN_FOREIGN:
             self.notes.append(f"other processes took {self.foreign:.1f} of {usable_cores():.1f} cores meanwhile")
         return self.evidence(threads, gradients, tail)

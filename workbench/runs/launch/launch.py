@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from workbench.core import run_directory
 from workbench.core.checks import choice, did_you_mean, real_number
 from workbench.runs import restarts, task
 from workbench.runs.entrypoints import ON_HANG, spec_entrypoint
@@ -25,7 +26,7 @@ def launch(
     resume: Run | str | os.PathLike[str] | None = None,
     args: Sequence[str] = (),
     nproc_per_node: int | None = None,
-    watch: bool = False,
+    watch: bool | str = False,
     timeout: float | None = None,
     runs_dir: str | os.PathLike[str] | None = None,
     name: str | None = None,
@@ -56,6 +57,8 @@ def launch(
         args: the script's arguments.
         nproc_per_node: ranks on this machine; None = the spec's own, 1 for a script.
         watch: find the script's loaders, modules and optimizers as it runs and write a Timeline per rank (a RunSpec always has one).
+            "always", for scripts and specs: each rank also tells when a phase, the throughput or its memory changes for good
+            (`wb.health(run)` and the run's notes have it); "experiments": it may time a small computation then.
         timeout: seconds after which the run is stopped; None = never.
         runs_dir: where run directories go; None = `runs` in the current folder.
         name: for people, and the end of the run directory's name; None = after the task or script.
@@ -97,9 +100,10 @@ def launch(
     for word in ("task", "spec", "script"):
         target = knobs.pop(word, None) if target is None else target
     check_launchable(target, error=LaunchError)
+    alarm = _alarm(watch, on)
     target = named_task(target) or target
     if isinstance(target, RunSpec):
-        if args or watch:
+        if args or watch is True:
             odd = f"args={list(args)!r}" if args else "watch=True"
             raise LaunchError(f"{odd} with a RunSpec: only a script takes it. Turn the spec's knobs instead: launch(spec, micro_batch=64)")
         ranks = {"nproc_per_node": nproc_per_node, "nnodes": nnodes}
@@ -107,7 +111,7 @@ def launch(
     else:
         assert target is not None
         ranks = {"nproc_per_node": 1 if nproc_per_node is None else nproc_per_node, "nnodes": 1 if nnodes is None else nnodes}
-        spec = script_spec(target, knobs, args=args, watch=watch, **ranks)
+        spec = script_spec(target, knobs, args=args, watch=bool(watch), **ranks)
     check_profile(spec)
     choice("on_hang", on_hang, ON_HANG, error=LaunchError)
     check_timeout(timeout)
@@ -130,7 +134,22 @@ def launch(
     meeting = Rendezvous(nnodes=spec.nnodes, endpoint=rdzv_endpoint or free_endpoint(), timeout=rdzv_timeout) if several else None
     new = NewRun(runs_dir, name or label(spec))
     elastic = {"max_restarts": max_restarts, "min_ranks": min_ranks} if max_restarts else None
-    return new.start(spec, spec_entrypoint(spec, new.path), timeout, rendezvous=meeting, on_hang=on_hang, elastic=elastic)
+    program = spec_entrypoint(spec, new.path)
+    return new.start(spec, program, timeout, rendezvous=meeting, on_hang=on_hang, elastic=elastic, alarm=alarm)
+
+
+def _alarm(watch: bool | str, on: Slurm | None) -> str:
+    """What alarms the ranks may raise; "" = none.
+
+    Raises:
+        LaunchError: no such word, or with Slurm, whose jobs set their own variables.
+    """
+    if isinstance(watch, bool):
+        return ""
+    choice("watch", watch, run_directory.ALARMS, also=", True, False", error=LaunchError)
+    if on is not None:
+        raise LaunchError(f"watch={watch!r} with on={on!r}: export {run_directory.ENV_ALARM}={watch} in the job instead")
+    return watch
 
 
 def _refuse_changes(given: dict[str, Any], knobs: dict[str, Any]) -> None:

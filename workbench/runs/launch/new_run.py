@@ -85,6 +85,7 @@ class NewRun:
         batch: Mapping[str, Any] | None = None,
         on_hang: str = "report",
         elastic: Mapping[str, Any] | None = None,
+        alarm: str = "",
     ) -> Run:
         """Fill the directory and start the guard in it; `children` (name, spec) get run directories of their own, `000`, `001`, …
 
@@ -99,6 +100,7 @@ class NewRun:
             batch: what the run directory keeps of that batch system.
             on_hang: one of `entrypoints.ON_HANG`.
             elastic: `max_restarts` and `min_ranks` of a run that may be restarted.
+            alarm: one of `run_directory.ALARMS`; "" = its ranks raise none.
 
         Raises:
             LaunchError: the disk is full, the batch system refuses, or the guard cannot be started. The directory is gone again.
@@ -110,7 +112,9 @@ class NewRun:
                 return Run.load(self.path)
             lock = open_lock(self.path)
             try:
-                info, environ = self._write(spec, program, timeout, children, experiment, rendezvous, on_hang=on_hang, elastic=elastic)
+                info, environ = self._write(
+                    spec, program, timeout, children, experiment, rendezvous, on_hang=on_hang, elastic=elastic, alarm=alarm
+                )
                 self._start_guard(info, environ, lock)
             finally:
                 os.close(lock)
@@ -134,6 +138,7 @@ class NewRun:
         batch: Mapping[str, Any] | None = None,
         on_hang: str = "report",
         elastic: Mapping[str, Any] | None = None,
+        alarm: str = "",
     ) -> tuple[dict[str, Any], dict[str, str]]:
         """Write what the run starts from; returns run.json's content and the environment of the ranks."""
         (self.path / run_directory.RESERVE).write_bytes(
@@ -146,6 +151,7 @@ class NewRun:
         more = {} if batch else rendezvous.environ() if rendezvous else loopback_environ()
         if experiment is not None and experiment["kind"] in TIMED:
             more |= environment.steady_malloc()
+        more |= {run_directory.ENV_ALARM: alarm} if alarm else {}
         every = [spec.to_json(), *(child.to_json() for _, child in children), (experiment or {}).get("changed") or {}]
         if any(each.get("deterministic") for each in every):
             more |= environment.DETERMINISTIC

@@ -1,0 +1,171 @@
+"""Alarms: the phase that explains a change, told once, with what else changed on the machine; the thread of a watched loop."""
+
+import json
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import workbench as wb
+from workbench.core.run_directory import ENV_ALARM
+from workbench.core.vocabulary import PHASES
+from workbench.timeline.alarm import Alarm, Circumstances, StepAlarm, Told, allowed, digest
+from workbench.timeline.marks import HostRecorder
+from workbench.timeline.steps import Row
+from workbench.timeline.watch import Watch
+
+USUAL = {"data_wait": 2e-3, "h2d": 1e-4, "forward": 0.02, "backward": 0.04, "optimizer": 5e-3, "other": 1e-3}
+
+
+def rows(count: int, chance: np.random.Generator, samples: int | None = 32, **factors: float) -> list[Row]:
+    """Steps with some noise, and phases that take so many times as long."""
+    some = []
+    for _ in range(count):
+        phases = [int(1e9 * USUAL[p] * factors.get(p, 1.0) * np.exp(chance.normal(0, 0.03))) for p in PHASES]
+        some.append((*phases, samples))
+    return some  # type: ignore[return-value]
+
+
+def play(*parts: list[Row], rank: int = 0, memory: Any = None) -> list[Told]:
+    follower = StepAlarm(rank, memory=memory)
+    return [told for part in parts for row in part for told in follower.see([row])]
+
+
+@pytest.mark.parametrize(("phase", "factor"), [("backward", 1.31), ("forward", 1.5), ("data_wait", 6.0), ("optimizer", 2.0)])
+def test_the_phase_that_explains_a_slower_step_is_told_once(phase: str, factor: float) -> None:
+    chance = np.random.default_rng(0)
+    told = play(rows(1200, chance), rows(800, chance, **{phase: factor}), rank=3)
+    assert [(t.phase, t.rank, t.slower) for t in told] == [(phase, 3, True)]
+    assert abs(told[0].step - 1200) <= 24
+    assert told[0].share == pytest.approx(USUAL[phase] * (factor - 1) / sum(USUAL.values()), rel=0.2)
+    words = told[0].words(ranks=4)
+    assert words.startswith("since step 1,")
+    assert " on rank 3 " in words
+    assert ("with the reduction of gradients" in words) == (phase == "backward")
+
+
+def test_recovery_is_told_too_and_a_tiny_phase_is_not() -> None:
+    chance = np.random.default_rng(1)
+    told = play(rows(1000, chance), rows(500, chance, forward=1.6), rows(1000, chance))
+    assert [t.slower for t in told] == [True, False]
+    assert play(rows(1000, chance), rows(600, chance, h2d=3.0)) == []
+
+
+def test_smaller_batches_are_fewer_samples_and_no_slower_phase() -> None:
+    chance = np.random.default_rng(2)
+    told = play(rows(1000, chance), rows(800, chance, samples=16))
+    assert [(t.phase, t.slower) for t in told] == [("throughput", True)]
+    assert "50 % fewer samples per second" in told[0].words()
+
+
+def test_memory_that_jumps_is_told() -> None:
+    chance, held = np.random.default_rng(3), iter([1e9] * 150 + [1.4e9] * 150)
+    told = play(rows(2000, chance), memory=lambda: next(held))
+    assert [(t.phase, round(t.after / t.before, 1)) for t in told] == [("memory", 1.4)]
+    assert "more memory: 1.30 GiB, 954 MiB before" in told[0].words()
+
+
+def test_a_digest_follows_what_becomes_slow_again_and_again() -> None:
+    def slow(rank: int, step: int, before: float = 1.0, after: float = 2.0) -> Told:
+        return Told(rank=rank, step=step, phase="forward", before=before, after=after, share=0.2)
+
+    told = [slow(3, 1000), slow(3, 1100, 2.0, 1.0), slow(3, 41_200), slow(1, 500)]
+    assert digest(told, ranks=4) == "rank 3: the forward became slower 2 times, at steps 1,000, 41,200; 4 changes in all"
+    assert digest([]) == ""
+
+
+def test_what_else_changed_is_said(tmp_path: Path) -> None:
+    for cpu in (0, 1):
+        (tmp_path / f"cpu{cpu}/cpufreq").mkdir(parents=True)
+        (tmp_path / f"cpu{cpu}/cpufreq/scaling_cur_freq").write_text("2400000")
+    around = Circumstances(experiments=False, cpufreq=str(tmp_path))
+    assert around.changed() == ()
+    for cpu in (0, 1):
+        (tmp_path / f"cpu{cpu}/cpufreq/scaling_cur_freq").write_text("1700000")
+    assert around.changed() == ("the clock of the cores fell from 2.4 to 1.7 GHz",)
+    tried = Circumstances(experiments=True, cpufreq=str(tmp_path / "none"))
+    tried._probe = tuple(seconds / 4 for seconds in tried._computed())  # type: ignore[assignment]  # as if the machine had been faster
+    assert "the machine is slower" in tried.changed()[0]
+
+
+def test_an_alarm_follows_what_a_recording_finishes_and_survives_its_own_faults(capsys: pytest.CaptureFixture[str]) -> None:
+    chance = np.random.default_rng(4)
+    waiting = [rows(1200, chance), rows(400, chance, forward=1.5), []]
+    told: list[str] = []
+    follower = Alarm(lambda: waiting.pop(0) if waiting else [], lambda _, words: told.append(words), rank=1, ranks=2)
+    for _ in range(3):
+        follower.look()
+    assert len(told) == 1
+    assert "the forward takes" in told[0]
+    assert follower.close() == "1 change in all"
+
+    def fails() -> list[Row]:
+        raise RuntimeError("no rows")
+
+    broken = Alarm(fails, print)
+    end = time.monotonic() + 5
+    while not broken._stop.is_set() and time.monotonic() < end:
+        time.sleep(0.05)
+    assert "no more alarms: RuntimeError('no rows')" in capsys.readouterr().err
+
+
+def test_a_watched_loop_raises_alarms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Real hooks, thread and file; the clock is the loop's own."""
+    monkeypatch.setenv("WORKBENCH_RUN_DIR", str(tmp_path))
+    now = [0]
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    recorder = partial(HostRecorder, lambda: now[0])
+    loop = Watch([torch.zeros(2, 4)] * 800, model=model, optimizer=optimizer, alarm=True, recorder=recorder)
+    for number, batch in enumerate(loop):
+        now[0] += (1_000_000 if number < 400 else 1_400_000) + 5_000 * (number % 7)  # before the forward: "other"
+        model(batch).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    loop.close()
+    written = [json.loads(line) for line in (tmp_path / "rank0.jsonl").read_text().splitlines()]
+    alarms = [row["alarm"] for row in written if "alarm" in row]
+    assert [told["phase"] for told in alarms if told["phase"] != "memory"] == ["other"]
+    assert abs(next(told["step"] for told in alarms if told["phase"] == "other") - 400) <= 16
+    assert any("what lies between the phases takes" in row.get("note", "") for row in written)
+    assert "since step" in capsys.readouterr().err
+
+
+def test_alarms_are_asked_for_by_argument_or_by_the_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [allowed(True), allowed(False), allowed("experiments")] == ["always", "", "experiments"]
+    monkeypatch.setenv(ENV_ALARM, "experiments")
+    assert allowed(False) == "experiments"
+    monkeypatch.setenv(ENV_ALARM, "anything")
+    assert allowed(False) == ""
+    with pytest.raises(ValueError, match="alarm='loud'"):
+        allowed("loud")
+
+
+SLOWER = """
+import time, torch
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+loader = torch.utils.data.DataLoader(torch.zeros(1600, 4), batch_size=2)
+for number, batch in enumerate(loader):
+    loss = model(batch).sum()
+    time.sleep(0.005 if number < 500 else 0.025)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.slow
+def test_a_launched_script_tells_what_changed(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SLOWER)
+    run = wb.launch(tmp_path / "train.py", watch="experiments", runs_dir=tmp_path / "runs").wait(check=True)
+    slower = [fault for fault in wb.health(run).faults if fault.kind == "change"]
+    assert len(slower) == 1
+    assert abs((slower[0].step or 0) - 500) <= 64
+    assert "the forward takes" in slower[0].message
+    assert "a product of matrices" in slower[0].message or "of a core" in slower[0].message
+    assert any("the forward takes" in note for note in run.notes)

@@ -1,0 +1,79 @@
+"""Change points of noisy series: slowdowns are found, healthy series raise no alarm, and one change is told once."""
+
+import math
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from benchmarks.change_points import noisy
+from workbench.timeline.change_points import BLOCK, LEAST_CHANGE, Change, ChangePoints
+
+
+def told(values: np.ndarray, **options: float) -> list[tuple[int, Change]]:
+    """At which step each change was told."""
+    points = ChangePoints(["step"], **options)
+    return [(step, change) for step, value in enumerate(values.tolist()) for change in points.add(step, [value])]
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 2**31), start=st.integers(600, 1500), size=st.sampled_from([1.1, 1.2, 1.5, 3.0]))
+def test_a_slowdown_of_a_hundred_steps_is_found_while_it_lasts(seed: int, start: int, size: float) -> None:
+    values = noisy(start + 400, np.random.default_rng(seed))
+    values[start : start + 100] *= size
+    slower = [(step, change) for step, change in told(values) if change.ratio > 1]
+    assert slower, "it was missed"
+    step, change = slower[0]
+    assert step <= start + 100 + 2 * BLOCK
+    assert abs(change.step - start) <= 5 * BLOCK
+    assert change.ratio == pytest.approx(size, rel=0.08)
+
+
+def test_what_comes_back_is_told_as_well_and_each_once() -> None:
+    values = noisy(6000, np.random.default_rng(3))
+    values[2000:4000] *= 1.3
+    changes = [change for _, change in told(values)]
+    assert [round(change.ratio, 1) for change in changes] == [1.3, 0.8]
+    assert [abs(change.step - at) <= 3 * BLOCK for change, at in zip(changes, (2000, 4000), strict=True)] == [True, True]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_healthy_series_with_heavy_tails_and_drift_raise_no_alarm(seed: int) -> None:
+    assert told(noisy(12_000, np.random.default_rng(seed))) == []
+
+
+def test_small_changes_single_long_steps_and_slow_drift_are_no_change() -> None:
+    chance = np.random.default_rng(0)
+    quiet = 0.1 * np.exp(chance.normal(0, 0.005, 4000))
+    small, spikes, drift = quiet.copy(), quiet.copy(), quiet * np.linspace(1, 1.3, 4000)
+    small[2000:] *= 1 + LEAST_CHANGE / 2
+    spikes[::50] *= 20
+    assert told(small) == told(spikes) == told(drift) == []
+
+
+def test_unknown_values_and_zeros_do_no_harm() -> None:
+    points = ChangePoints(["step", "h2d", "throughput"])
+    changes = []
+    for step in range(3000):
+        slow = 1.4 if step >= 1500 else 1.0
+        changes += points.add(step, [0.1 * slow, 0.0, math.nan if step % 3 else 320 / slow])
+    assert {change.series for change in changes} == {"step", "throughput"}
+    assert all(abs(change.step - 1500) <= 3 * BLOCK for change in changes)
+    assert all(math.isnan(value) for value in [ChangePoints(["a"]).level("a")])
+
+
+def test_a_step_costs_microseconds() -> None:
+    """CPU time, against the sorting of eight numbers in Python, which a machine of any speed does in about 1 µs."""
+    rows = np.stack([noisy(8000, np.random.default_rng(seed)) for seed in range(9)], axis=1).tolist()
+    points = ChangePoints([f"series {number}" for number in range(9)])
+    begin = time.thread_time()
+    for step, row in enumerate(rows):
+        points.add(step, row)
+    each = (time.thread_time() - begin) / len(rows)
+    begin = time.thread_time()
+    for row in rows:
+        sorted(row[:8])
+    unit = (time.thread_time() - begin) / len(rows)
+    assert each < 120 * unit
