@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from workbench.core.display.table import Table
-from workbench.timeline.change_points import ChangePoints
+from workbench.timeline.analysis.change_points import ChangePoints
 
 SIZES = (1.1, 1.15, 1.25, 1.5, 2.0)
 LASTS = 100

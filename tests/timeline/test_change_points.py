@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.change_points import noisy
-from workbench.timeline.change_points import BLOCK, LEAST_CHANGE, Change, ChangePoints
+from workbench.timeline.analysis.change_points import BLOCK, LEAST_CHANGE, Change, ChangePoints
 
 
 def told(values: np.ndarray, **options: float) -> list[tuple[int, Change]]:

@@ -14,13 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from workbench.core import units
 from workbench.core.checks import choice
 from workbench.core.run_directory import ALARMS, ENV_ALARM
 from workbench.core.vocabulary import PHASES
-from workbench.timeline.change_points import BLOCK, Change, ChangePoints
+from workbench.timeline.analysis.change_points import BLOCK, Change, ChangePoints
 from workbench.timeline.steps import Row
 
 INTERVAL = 0.3
@@ -48,7 +46,7 @@ SAME = 25
 CLOCK = 0.05
 """Relative change of the cores' clock, or of a small computation, that is mentioned."""
 _MEMORY_EVERY = 8
-_PROBE = 200
+_PROBE = 30_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,12 +181,12 @@ class Circumstances:
             (cpu, wall), (cpu_before, _) = self._computed(), self._probe
             if cpu > (1 + 2 * CLOCK) * cpu_before:
                 words.append(
-                    f"a product of matrices takes {units.percent(cpu / cpu_before - 1)} more CPU time than before: the machine is slower"
+                    f"a small computation takes {units.percent(cpu / cpu_before - 1)} more CPU time than before: the machine is slower"
                 )
             elif wall > 1.5 * cpu:
                 words.append(f"a thread gets {units.percent(cpu / wall)} of a core: others have the rest")
             else:
-                words.append("a product of matrices takes as long as before: it is not the cores")
+                words.append("a small computation takes as long as before: it is not the cores")
         return tuple(words)
 
     def _clocks(self) -> float | None:
@@ -200,12 +198,11 @@ class Circumstances:
         return sum(values) / len(values) if values else None
 
     def _computed(self) -> tuple[float, float]:
-        """CPU and wall seconds of a small product, the best of five."""
-        matrix = np.full((_PROBE, _PROBE), 0.5)
+        """CPU and wall seconds of a small sum, the best of five."""
         best = (float("inf"), float("inf"))
         for _ in range(5):
             wall, cpu = time.perf_counter(), time.thread_time()
-            matrix @ matrix
+            sum(map(abs, range(_PROBE)))
             best = min(best, (time.thread_time() - cpu, time.perf_counter() - wall))
         return best
 
