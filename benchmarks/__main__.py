@@ -46,6 +46,7 @@ BENCHMARKS = {
     "hangs": Benchmark(),
     "random_kills": Benchmark(),
     "checkpoints": Benchmark(),
+    "loss_equality": Benchmark(),
     "estimates": Benchmark(),
     "near_duplicates": Benchmark(),
     "memory": Benchmark(commands=("[--install {peers}]",), parts=MEMORY),

@@ -107,3 +107,12 @@ def test_offloaded_activations_do_not_count() -> None:
     kept = wb.estimate_memory(gpt, BATCH, loss=loss)
     gone = wb.estimate_memory(gpt, BATCH, loss=loss, offload="activations")
     assert gone.largest["activations"] < kept.largest["activations"] / 2
+
+
+def test_powersgd_keeps_another_gradient() -> None:
+    """torch's hook keeps what it left out of each bucket, and copies a bucket while it compresses it."""
+    spec = wb.RunSpec(task="text-gpt", micro_batch=8, nproc_per_node=2, device="cpu")
+    plain = wb.estimate_memory(spec, device="cpu")
+    kept = wb.estimate_memory(spec.replace(gradient_compression="powersgd(rank=2)"), device="cpu")
+    gradients = plain.largest["parameters"]
+    assert gradients < kept.total - plain.total < 2.2 * gradients

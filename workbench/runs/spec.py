@@ -154,8 +154,8 @@ class RunSpec(_Spec):
     gradient_compression: str = knob("none", elsewhere=("ddp_comm_hook", "comm_hook"))
     """What DDP reduces in place of fp32 gradients, by a communication hook of torch: "none"; "fp16" and "bf16" halve what is sent (fp16
     overflows above 65,504; bf16 needs GPUs and NCCL); "powersgd(rank=1, start=10)": from step `start` on, two thin matrices of so many
-    columns for each matrix, from which each rank makes an approximation of the mean, and adds what was left out in the next step. Its
-    memory, another gradient per rank, is not in estimates."""
+    columns for each matrix, from which each rank makes an approximation of the mean, and adds what was left out in the next step; it
+    keeps that, another gradient per rank, and estimates have it as it is from `start` on."""
     parallel: str = knob("ddp", choices=PARALLELS, panels=("memory",), elsewhere=("strategy", "fsdp", "zero", "sharding", "zero_stage"))
     """What the ranks share: "ddp" nothing, "zero1" optimizer states, "zero2" all but the weights while a step lasts, "fsdp" all; "hsdp": as
     "fsdp" among `shard_ranks`, as "ddp" among such groups. Under the last three, amp_bf16 keeps the weights in fp32, gathers them in bf16,

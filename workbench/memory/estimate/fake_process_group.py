@@ -104,6 +104,38 @@ _COMPRESSED = {"fp16_compress_hook": torch.float16, "bf16_compress_hook": torch.
 """Communication hook of torch → the type in which it sends gradients."""
 
 
+class _Compression:
+    """What a communication hook of torch allocates beside a bucket."""
+
+    def __init__(self) -> None:
+        self._types: list[torch.dtype] = []
+        self._rank = 0
+        self._kept: dict[int, list[Tensor]] = {}
+
+    def learn(self, state: Any, hook: Callable[..., Any]) -> None:
+        """Take a hook, as `register_comm_hook` does."""
+        if hook.__name__ == "powerSGD_hook":
+            self._rank = state.matrix_approximation_rank
+        else:
+            self._types.append(_COMPRESSED[hook.__name__])
+
+    def allocate(self, bucket: dist.GradBucket) -> None:
+        """Allocate for a bucket; PowerSGD as it does from its start on, and keeps what it left out."""
+        buffer = bucket.buffer()
+        for kind in self._types:
+            buffer.to(kind)  # there until it is reduced
+        if not self._rank:
+            return
+        thin = 0
+        for gradient in bucket.gradients():
+            rows = len(gradient) if gradient.dim() > 1 else 1
+            sides = self._rank * (rows + gradient.numel() // rows)
+            thin += sides if rows > 1 and 2 * sides < gradient.numel() else 0
+        kept = self._kept.setdefault(bucket.index(), [torch.zeros_like(buffer), buffer.new_empty(thin)])
+        before = buffer.clone()
+        kept[0] = before - buffer
+
+
 @contextlib.contextmanager
 def fake_data_parallel(bucket_seen: Callable[[Tensor], None]) -> Iterator[None]:
     """Inside, DistributedDataParallel can be built on fake tensors; its reducer is the real one, and so are its buckets.
@@ -115,10 +147,9 @@ def fake_data_parallel(bucket_seen: Callable[[Tensor], None]) -> Iterator[None]:
     """
     build = DistributedDataParallel.__init__
 
-    def reduced(compressed: list[torch.dtype], bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]
+    def reduced(compression: _Compression, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]
         bucket_seen(bucket.buffer())
-        for kind in compressed:
-            bucket.buffer().to(kind)  # there until it is reduced
+        compression.allocate(bucket)
         future: torch.futures.Future[Tensor] = torch.futures.Future()
         future.set_result(bucket.buffer())
         return future
@@ -126,9 +157,9 @@ def fake_data_parallel(bucket_seen: Callable[[Tensor], None]) -> Iterator[None]:
     @wraps(build)
     def build_fake(self: DistributedDataParallel, *args: Any, **options: Any) -> None:
         build(self, *args, **options | {"init_sync": False})
-        compressed: list[torch.dtype] = []
-        self.register_comm_hook(compressed, reduced)
-        self.register_comm_hook = lambda state, hook: compressed.append(_COMPRESSED[hook.__name__])  # type: ignore[method-assign]
+        compression = _Compression()
+        self.register_comm_hook(compression, reduced)
+        self.register_comm_hook = compression.learn  # type: ignore[method-assign]
         self.reducer = _NeverRebuilds(self.reducer)  # type: ignore[assignment]
 
     DistributedDataParallel.__init__ = build_fake  # type: ignore[method-assign]
