@@ -119,7 +119,7 @@ class _Compression:
         else:
             self._types.append(_COMPRESSED[hook.__name__])
 
-    def allocate(self, bucket: dist.GradBucket) -> None:
+    def allocate(self, bucket: Any) -> None:
         """Allocate for a bucket; PowerSGD as it does from its start on, and keeps what it left out."""
         buffer = bucket.buffer()
         for kind in self._types:
