@@ -18,7 +18,7 @@ from workbench.memory.estimate.examples import DefaultLoss
 
 VOCABULARY, STEPS = 256, 3
 LAYERS = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
-PATCHES = {"hidden_size": 192, "num_hidden_layers": 6, "num_attention_heads": 3, "intermediate_size": 768, "patch_size": 8}
+PATCHES = {"hidden_size": 192, "num_hidden_layers": 3, "num_attention_heads": 3, "intermediate_size": 768, "patch_size": 8}
 STAGES = {"embedding_size": 64, "hidden_sizes": [64, 128, 256, 512]}
 SIZES = {**LAYERS, "vocab_size": VOCABULARY}
 GROUPED = {**SIZES, "num_key_value_heads": 2}
