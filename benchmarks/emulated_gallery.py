@@ -97,7 +97,7 @@ def main() -> None:
     parser.add_argument("cases", nargs="*", metavar="CASE", help="names; none = all")
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--budget", type=float, default=10.0, help="seconds for each diagnosis, and for each proof")
-    parser.add_argument("--proofs", type=int, default=2, help="remedies to prove per case; cases of several ranks have no proofs")
+    parser.add_argument("--proofs", type=int, default=2, help="remedies to prove per case")
     parser.add_argument("--beside", type=int, default=1, help="cases that run at the same time")
     parser.add_argument("--results", type=Path, help="folder for the answers; what it has is not run again")
     given = parser.parse_args()

@@ -23,11 +23,11 @@ AT_ONCE = 4
 QUICK = ("item at each 10th step",)
 
 
-def judged(name: str, folder: Path, budget_s: float) -> Answer:
+def judged(name: str, folder: Path, budget_s: float, proofs: int = 0) -> Answer:
     """What `emulated_judge` finds in a process of its own."""
     out = folder / "answer.json"
-    command = [sys.executable, "-m", "tests.diagnosis.emulated_judge", name, str(out), "--budget", str(budget_s)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT)
+    command = [sys.executable, "-m", "tests.diagnosis.emulated_judge", name, str(out), "--budget", str(budget_s), "--proofs", str(proofs)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT * (1 + proofs))
     assert done.returncode == 0, done.stderr[-4000:]
     return Answer.read(out)
 
@@ -78,6 +78,18 @@ def test_the_gallery_on_an_emulated_gpu(tmp_path: Path) -> None:
     errors = {answer.case: answer.error for answer in answers if not answer.timed}
     assert len(errors) <= 0.05 * len(answers), errors
     assert statistics.median(abs(answer.error) for answer in answers) < 0.03
+
+
+@pytest.mark.slow
+def test_two_ranks_prove_what_the_wall_clock_shows(tmp_path: Path) -> None:
+    """Where one rank computes longer: all ranks change together, and the slow one sets the time."""
+    answer = judged("two ranks, one computes longer", tmp_path, 16.0, proofs=1)
+    assert answer.right, answer.text
+    (change,) = answer.changes
+    assert change.wall > 1.3
+    assert change.proved == pytest.approx(change.wall, rel=0.1)
+    assert abs(change.error) < 0.25
+    assert change.inside
 
 
 def test_a_thread_that_sleeps_until_the_device_is_done_does_not_sleep_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
