@@ -92,7 +92,8 @@ def test_the_code_of_the_pages_runs(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", ["my-task", "frameworks", "training-loops", "ci-gate", "resume", "evaluate", "repeat", "replay", "report", "why-not-linear"]
+    "name",
+    ["my-task", "frameworks", "training-loops", "ci-gate", "resume", "evaluate", "repeat", "replay", "report", "why-not-linear", "stages"],
 )
 def test_the_code_that_launches_runs(name: str, tmp_path: Path) -> None:
     page = PAGES / f"how-to/{name}.md"
@@ -119,6 +120,7 @@ def test_each_launching_page_is_tested() -> None:
         "replay",
         "report",
         "why-not-linear",
+        "stages",
     }
 
 
