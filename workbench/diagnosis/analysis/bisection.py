@@ -21,7 +21,7 @@ KINDS: Mapping[str, str] = {
 }
 """Kind of verdict → what it means."""
 NO_CHANGE = 0.01
-"""An effect whose interval lies within this is none."""
+"""An effect whose interval lies within this is none. Chosen: trainings that were never changed differ by about as much."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

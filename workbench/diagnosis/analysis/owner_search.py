@@ -21,9 +21,10 @@ little."""
 SINGLY = 4
 """Up to so many differences are tried one by one; of more, halves are."""
 REPRODUCED = 0.25
-"""Part of the recorded regression that the differences must bring again before its owner is looked for."""
+"""Part of the recorded regression that the differences must bring again before its owner is looked for. Chosen: below it, the machine
+explains more than the differences."""
 MINE = 0.5
-"""Part of a set's effect from which on a part of the set is said to bring it."""
+"""Part of a set's effect from which on a part of the set is said to bring it. Derived: of two halves that add up, one brings so much."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
