@@ -41,6 +41,7 @@ from workbench.cluster.analysis.twin_run import TwinBucket, TwinLayer, TwinRun, 
 from workbench.core import run_directory
 from workbench.core.statistics import Interval
 from workbench.data.analysis.data_audit import DataAudit, Group, Member
+from workbench.data.analysis.format_costs import AS_IT_IS, PLAIN, FormatComparison, Reading, StoredFormat
 from workbench.data.data_card import DataCard
 from workbench.diagnosis.analysis.bisection import Bisection, Commit
 from workbench.diagnosis.analysis.loader_model import LoaderModel
@@ -348,6 +349,20 @@ def ranks(folder: Path) -> TraceSet:
 # --- data
 
 
+def comparison(costs: dict[str, float], *, decode: float = 0.0, cpu: float = 0.5) -> FormatComparison:
+    """Formats that take so many milliseconds per sample, half of it CPU; what is there takes 10, and 1 of CPU."""
+    readings = [
+        Reading(format=name, place="local", order="random", cache="cold", seconds=1e-3 * cost, cpu=1e-3 * cpu * cost)
+        for name, cost in costs.items()
+    ]
+    readings.append(Reading(format=AS_IT_IS, place="local", order="random", cache="cold", seconds=10e-3, cpu=1e-3))
+    stored = [
+        StoredFormat(format=name, stored_bytes=4096, write_seconds=1e-4, needs="" if name in PLAIN else name, rows_read_for_one=1)
+        for name in (AS_IT_IS, *costs)
+    ]
+    return FormatComparison(samples=100, payload_bytes=3400, readings=tuple(readings), formats=tuple(stored), decode_cpu=1e-3 * decode)
+
+
 def card() -> DataCard:
     """A dataset with pictures of two shapes, a text, and a picture that cannot be decoded."""
     pixels = [np.full((20 + 8 * (i % 2), 24, 3), 20 * i, np.uint8) for i in range(9)]
@@ -452,6 +467,7 @@ PICTURES: dict[str, Draw] = {
     "links": of("links", links),
     "twin": of("twin", twin),
     "samples": of("samples", lambda folder: card()),
+    "formats": of("formats", lambda folder: comparison({"tar": 1.0, "lmdb": 0.9, "hdf5": 4.0})),
     "scaling": of("scaling", curve),
     "scaling_efficiency": of("scaling_efficiency", curve),
     "scaling_law": draw_law,

@@ -41,7 +41,7 @@ carry the unit and never a measured number. What is measured is solid; what is p
 * `why_not_linear`: a waterfall from N × one rank, part by part, down to what N ranks give.
 * `scaling_law`: loss against compute, a line for each size of the model, and the best that compute can buy.
 * `duplicates`: equal and nearly equal pictures of a dataset, with their splits and labels.
-* `samples`: some samples of a dataset.
+* `samples`: some samples of a dataset; `formats`: what reading one costs in each format.
 * `traffic`: what a rank sends in a step, by module; `links`: measured collectives over their size; `twin`: the buckets of DDP's twin.
 """
 
@@ -49,7 +49,7 @@ from workbench.batch.plot import lr_range, noise_scale, plan_proof, scaled_lr, s
 from workbench.batch.plot_steps import critical_batch, steps_to_target, time_to_target
 from workbench.cluster.plot import links, plan, plan_front, plan_memory, traffic, twin
 from workbench.data.plot import duplicates
-from workbench.data.plot_formats import samples
+from workbench.data.plot_formats import formats, samples
 from workbench.diagnosis.plot import diagnosis, ladder, loader_curve, proof, unprepared
 from workbench.diagnosis.plot_gap import why_not_linear
 from workbench.diagnosis.plot_regression import bisection, what_changed
@@ -68,5 +68,5 @@ __all__ = [
     "proof", "ladder", "loader_curve", "lr_range", "memory", "memory_ladder", "memory_timeline", "scaled_lr", "schedule",
     "steps_to_target", "critical_batch", "time_to_target", "noise_scale", "breakdown", "ranks", "flame", "memory_curve", "launches",
     "idle", "roofline", "modules", "critical", "critical_path", "kernels", "copies", "sequences", "timeline", "unprepared", "scaling",
-    "scaling_efficiency", "scaling_law", "why_not_linear", "what_changed", "bisection", "duplicates", "samples",
+    "scaling_efficiency", "scaling_law", "why_not_linear", "what_changed", "bisection", "duplicates", "samples", "formats",
 ]  # fmt: skip

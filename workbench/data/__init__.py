@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from workbench.data.adapters import as_source as as_source
     from workbench.data.adapters import open_source as open_source
     from workbench.data.analysis.data_audit import DataAudit as DataAudit
+    from workbench.data.analysis.format_costs import FormatComparison as FormatComparison
     from workbench.data.analysis.loader_report import LoaderReport as LoaderReport
     from workbench.data.analysis.packing import Packing as Packing
     from workbench.data.analysis.packing import PackingPolicies as PackingPolicies
@@ -23,10 +24,13 @@ if TYPE_CHECKING:
     from workbench.data.augmentation import Augmentation as Augmentation
     from workbench.data.augmentation import Augmented as Augmented
     from workbench.data.augmentation import mix as mix
+    from workbench.data.conversion import Conversion as Conversion
+    from workbench.data.conversion import convert as convert
     from workbench.data.data_card import DataCard as DataCard
     from workbench.data.data_card import Verification as Verification
     from workbench.data.data_card import describe as describe
     from workbench.data.data_card import verify as verify
+    from workbench.data.format_comparison import compare_formats as compare_formats
     from workbench.data.loader_doctor import doctor as doctor
     from workbench.data.manifest import Manifest as Manifest
     from workbench.data.quality import audit as audit
@@ -43,6 +47,9 @@ if TYPE_CHECKING:
 _NAMES = {
     "workbench.data.data_card": "DataCard Verification describe verify",
     "workbench.data.manifest": "Manifest",
+    "workbench.data.conversion": "Conversion convert",
+    "workbench.data.format_comparison": "compare_formats",
+    "workbench.data.analysis.format_costs": "FormatComparison",
     "workbench.data.shard_plan": "ShardPlan plan_shards",
     "workbench.data.shard_writer": "write_shards",
     "workbench.data.adapters": "as_source open_source",

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from workbench.core.display.axes import ink, prepared
+from workbench.core import units
+from workbench.core.display.axes import Bar, bar_chart, ink, prepared
+from workbench.core.display.colors import SERIES
+from workbench.data.analysis.format_costs import FormatComparison
 from workbench.data.data_card import DataCard, picture_of
 from workbench.data.sample import CorruptSampleError
 
@@ -46,3 +49,25 @@ def samples(result: DataCard, ax: Axes | None = None) -> Axes:
     ax.set_ylim(rows, 0)
     ax.set_axis_off()
     return ax
+
+
+_WORDS_OF = {"cold": "cold", "warm": "from memory"}
+_COLORS = {"CPU (measured)": SERIES[0], "waiting (measured)": SERIES[1]}
+
+
+def formats(result: FormatComparison, ax: Axes | None = None) -> Axes:
+    """Time per sample of each format, in the order in which it will be read: CPU and waiting, measured; fastest above.
+
+    One bar per format: the slowest of what was measured of it (remote before local, cold before warm), as the recommendation counts it.
+    """
+    names = [stored.format for stored in result.formats]
+    shown = sorted((r for name in names if (r := result.reading(name)) is not None), key=lambda reading: reading.seconds)
+    bars = [
+        Bar(
+            label=f"{reading.format} ({reading.place}, {_WORDS_OF[reading.cache]})",
+            pieces=(min(reading.cpu, reading.seconds), reading.blocked),
+            end=units.seconds(reading.seconds),
+        )
+        for reading in shown
+    ]
+    return bar_chart(ax, bars, f"time per sample, read {'at random' if result.order == 'random' else 'in order'}", _COLORS)

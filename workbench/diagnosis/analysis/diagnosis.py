@@ -1,5 +1,6 @@
 """Diagnosis: what limits a step, what would help and by how much, and what was proved of it."""
 
+import dataclasses
 import json
 import math
 import shlex
@@ -14,6 +15,7 @@ from workbench.core.display import table as display
 from workbench.core.statistics import Interval
 from workbench.core.synonyms import accept_synonyms
 from workbench.core.vocabulary import PART_WORDS, PARTS
+from workbench.data.analysis.format_costs import FormatComparison
 from workbench.diagnosis.analysis.costs import MAX_BLOCK_SPREAD, is_crowded, noise_warnings
 from workbench.diagnosis.analysis.evidence import Evidence
 from workbench.diagnosis.analysis.loader_model import LoaderCurve
@@ -81,6 +83,14 @@ class Diagnosis(JsonDataclass):
         if adjust:
             remedies = tuple(sorted(map(adjust, remedies), key=sort_key))
         return cls(evidence=evidence, judgement=judgement, remedies=remedies, spec=spec, subject=subject)
+
+    def with_formats(self, formats: FormatComparison) -> "Diagnosis":
+        """The same diagnosis, in which the gains of faster storage, shards and prepared data follow from measured formats.
+
+        Args:
+            formats: from `wb.data.compare_formats`, of the data that the loader reads.
+        """
+        return Diagnosis.of(dataclasses.replace(self.evidence, formats=formats), spec=self.spec, subject=self.subject)
 
     @property
     def verdict(self) -> str:

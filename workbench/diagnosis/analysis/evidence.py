@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from workbench.core.codec import JsonDataclass
 from workbench.core.machine_speeds import MachineSpeeds
 from workbench.core.system_load import Noise
+from workbench.data.analysis.format_costs import FormatComparison
 from workbench.harness.results import VariantTimes
 from workbench.timeline.timeline import Timeline
 
@@ -230,6 +231,8 @@ class Evidence(JsonDataclass):
     """What could not be measured, and what was done instead."""
     speeds: MachineSpeeds | None = None
     """What basic operations cost on the machine, which scales some limits; None = not measured: they are as they were fitted."""
+    formats: FormatComparison | None = None
+    """What the data cost in other formats (`wb.data.compare_formats`); None = not measured: remedies of the data are ceilings."""
 
     def arm(self, name: str) -> VariantTimes | None:
         """The variant of that name, if it was run."""

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Iterator
 
 from workbench.core import units
+from workbench.data.analysis.format_costs import PREPARED
 from workbench.diagnosis.analysis.evidence import Loading
 from workbench.diagnosis.analysis.loader_model import LoaderModel
 from workbench.diagnosis.analysis.remedy import MIN_SPEEDUP, Case, Remedy, ceiling, from_formula
@@ -130,34 +131,37 @@ def _prefetch(case: Case, loading: Loading) -> Iterator[Remedy | None]:
 
 
 def _prepared(case: Case, loading: Loading) -> Iterator[Remedy | None]:
-    """Work done once, beforehand, instead of in every epoch. What remains to be done is not known, so these are ceilings."""
+    """Work done once, beforehand, instead of in every epoch: ceilings, but where formats were compared what remains is measured."""
     feeding, cause = case.model.feeding, case.judgement.cause
     if feeding is None:
         return
     cpu = feeding.cpu or 1e-12
+    compared = case.evidence.formats
+    waiting, preparing = (compared.left_of_waiting(), compared.left_of_cpu()) if compared else (None, None)
+    left_waiting, left_cpu = LEFT_SHARE if waiting is None else waiting, LEFT_SHARE if preparing is None else preparing
     options = (
         (
             ("storage", "slow samples"),
             "faster storage",
             "Copy the data to a local disk or into memory before training, or read it in large sequential pieces (shards).",
-            dataclasses.replace(feeding, blocked=feeding.blocked * LEFT_SHARE),
-            f"{units.percent(1 - LEFT_SHARE)} of the waiting for storage is gone",
+            dataclasses.replace(feeding, blocked=feeding.blocked * left_waiting),
+            f"{units.percent(1 - left_waiting)} of the waiting for storage is gone",
             "disk space, and the time to copy",
         ),
         (
             ("small files",),
             "shards",
             "Pack the small files into a few large ones (tar with an index), and read those.",
-            dataclasses.replace(feeding, blocked=feeding.blocked * LEFT_SHARE),
-            f"{units.percent(1 - LEFT_SHARE)} of the waiting for files is gone",
+            dataclasses.replace(feeding, blocked=feeding.blocked * left_waiting),
+            f"{units.percent(1 - left_waiting)} of the waiting for files is gone",
             "a second copy of the data",
         ),
         (
             ("decode", "oversubscribed", "slow samples"),
             "prepared data",
             "Decode and resize once, beforehand, and store the result as arrays.",
-            _less_cpu(feeding, (loading.fetch_cpu or 0.0) * (1 - LEFT_SHARE)),
-            f"{units.percent(1 - LEFT_SHARE)} of the dataset's CPU, {units.percent((loading.fetch_cpu or 0.0) / cpu)} of making a batch, "
+            _less_cpu(feeding, (loading.fetch_cpu or 0.0) * (1 - left_cpu)),
+            f"{units.percent(1 - left_cpu)} of the dataset's CPU, {units.percent((loading.fetch_cpu or 0.0) / cpu)} of making a batch, "
             "is gone",
             "disk space (decoded images take about 14 times that of JPEG); augmentation has to stay",
         ),
@@ -171,7 +175,13 @@ def _prepared(case: Case, loading: Loading) -> Iterator[Remedy | None]:
         ),
     )
     for causes, name, what, better, formula, costs in options:
-        if cause.startswith(causes):
+        measured = compared is not None and (preparing if name == "prepared data" else waiting) is not None
+        if cause.startswith(causes) and measured and name != "faster collate_fn":
+            assert compared is not None
+            speedup = 1 / max(1e-3, 1 - _saved(case, better, loading))
+            formula = f"{formula}, as measured in the format {PREPARED if name == 'prepared data' else compared.best}"
+            yield from_formula(case, name, {}, what, speedup, WORKERS_ERROR, formula, costs)
+        elif cause.startswith(causes):
             yield ceiling(case, name, what, _saved(case, better, loading), formula, costs)
 
 

@@ -1,0 +1,73 @@
+"""compare_formats: what is measured and recommended, on real files; and what it makes of the diagnosis's remedies, on figures by hand."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+import workbench as wb
+from tests.data.test_conversion import pictures
+from tests.drawn import comparison
+from tests.slow_loader import diagnosis
+from workbench.data.analysis.format_costs import AS_IT_IS, PREPARED, FormatComparison
+from workbench.diagnosis.analysis.diagnosis import Diagnosis
+
+
+def test_formats_are_compared_on_the_users_samples(tmp_path: Path) -> None:
+    wb.data.write_shards(pictures(40), tmp_path / "now", format="folder", quiet=True)
+    found = wb.data.compare_formats(tmp_path / "now", ["tar", "npy"], rounds=1, folder=tmp_path, quiet=True)
+    assert [stored.format for stored in found.formats] == [AS_IT_IS, "tar", "npy", PREPARED]
+    ways = {(r.format, r.order, r.cache) for r in found.readings}
+    assert ways == {
+        (name, order, cache)
+        for name in (AS_IT_IS, "tar", "npy", PREPARED)
+        for order in ("random", "sequential")
+        for cache in ("cold", "warm")
+    }
+    assert all(reading.seconds > 0 for reading in found.readings)
+    assert found.decode_cpu > 0
+    assert found.best in ("tar", "npy")
+    assert found.best in found.recommendation
+    assert found.left_of_cpu() is not None
+    assert FormatComparison.from_json(json.loads(json.dumps(found.to_json()))) == found
+    assert len(found.to_frame()) == 16
+    assert "recommended" in str(found)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["now"]
+    with pytest.raises(ValueError, match="order='any'"):
+        wb.data.compare_formats(tmp_path / "now", order="any")
+
+
+def test_read_amplification_is_measured_and_named(tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow")
+    found = wb.data.compare_formats(pictures(60), ["parquet-untuned"], rounds=1, folder=tmp_path, quiet=True)
+    assert found.stored("parquet-untuned").rows_read_for_one == 60
+    assert "read amplification 60" in found.warnings[0]
+
+
+def test_the_recommendation_is_the_fastest_or_one_about_as_fast_without_a_package() -> None:
+    alike = comparison({"lmdb": 1.0, "tar": 1.1, "npy": 3.0})
+    assert alike.best == "tar"
+    assert "about as long as the fastest (lmdb" in alike.recommendation
+    assert "needs no package" in alike.recommendation
+    assert comparison({"lmdb": 1.0, "tar": 1.3}).best == "lmdb"
+    assert alike.speedup == pytest.approx(10 / 1.1)
+
+
+def test_the_gain_of_prepared_data_follows_from_the_measured_format() -> None:
+    """A loader of 30 ms of CPU per batch; decoded pictures leave a quarter of it, instead of the tenth that is assumed."""
+    plain = diagnosis()
+    assert plain.remedy("prepared data").ceiling
+    measured = plain.with_formats(comparison({"tar": 1.0, PREPARED: 1.0}, decode=1.0))
+    remedy = measured.remedy("prepared data")
+    assert not remedy.ceiling
+    assert "as measured in the format decoded" in remedy.formula
+    assert "75 % of the dataset's CPU" in remedy.formula
+    assert 1 < remedy.speedup < plain.remedy("prepared data").speedup
+    assert remedy.low < remedy.speedup < remedy.high
+    assert Diagnosis.from_json(json.loads(json.dumps(measured.to_json()))).remedy("prepared data").formula == remedy.formula
+
+
+def test_what_is_left_of_waiting_is_that_of_the_best_local_format() -> None:
+    assert comparison({"tar": 1.0}).left_of_waiting() == pytest.approx(0.5 / 9)
+    assert comparison({"tar": 40.0}).left_of_waiting() == 1.0
+    assert comparison({"tar": 1.0}).left_of_cpu() is None
