@@ -67,6 +67,7 @@ BENCHMARKS = {
     "noise_scale": Benchmark(),
     "why_not_linear": Benchmark(parts=("planted_ranks",)),
     "change_points": Benchmark(),
+    "formats": Benchmark(commands=("",), peers="webdataset, litdata, grain with array-record, datasets"),
 }
 
 
