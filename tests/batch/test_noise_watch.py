@@ -620,7 +620,7 @@ def test_mixed_precision_changes_little(precision: str, by_hand: Make) -> None:
 
 def test_a_run_that_does_not_measure_it(by_hand: Make) -> None:
     run = Run.load(by_hand(spec=spec_of().to_json()).path)
-    with pytest.raises(ValueError, match=r"launch it with noise_scale=True, or call wb.noise_scale\(spec\)"):
+    with pytest.raises(ValueError, match=r"launch it with noise_scale=True, or wb.noise_scale\(spec\)"):
         _ = run.noise_scale
     with pytest.raises(ValueError, match="a run has taken its steps"):
         noise_scale(run, steps=5)

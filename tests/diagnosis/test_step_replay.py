@@ -220,7 +220,7 @@ def test_after_a_restart_the_ranks_that_were_left_are_repeated(tmp_path: Path, a
 def test_ranks_that_share_a_model_are_repeated_in_one_process(tmp_path: Path, share: dict[str, Any]) -> None:
     spec = wb.RunSpec(task=f"{__file__}:split", device="cpu", micro_batch=BATCH, nproc_per_node=2, steps=14, checkpoint_every=5)
     run = wb.launch(spec.replace(**share), runs_dir=tmp_path).wait(check=True)
-    found = wb.replay(run)
+    found = wb.replay(run, BAD)
     assert (found.verdict, found.step, found.samples) == ("data", BAD, (samples_of(BAD)[3],)), found
     before = wb.replay(run, BAD - 4)
     assert before.verdict == "nothing"

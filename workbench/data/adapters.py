@@ -132,6 +132,10 @@ def as_source(data: Any, *, fields: Sequence[str] | None = None, **options: Any)
     if hasattr(kind, "__getitem__") and hasattr(kind, "__len__") and (not gone_through or "__getitem__" in _own_methods(kind)):
         return DatasetSource(data, fields)
     if hasattr(kind, "__iter__"):
+        if isinstance(data, Iterator) and not gone_through:
+            raise ValueError(
+                f"a {kind.__name__} can be gone through once only: give an object whose __iter__ begins anew, or list(…) of it"
+            )
         return IterableSource(data, fields)
     raise ValueError(
         f"{shown(data):.90} is a {kind.__name__}: a path or URL, a dataset with len() and [i], or an iterable of samples is allowed"

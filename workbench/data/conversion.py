@@ -58,6 +58,9 @@ class Prepare:
                 pixels = resized(pixels, self.resize)
             if self.augment is not None:
                 pixels = np.asarray(self.augment(pixels, random.Random(f"{self.seed} {sample.get(KEY, '')} {copy}")))
+            target = ENCODINGS[self.encode][0] if self.encode else IMAGE
+            if target in prepared:
+                raise ValueError(f"{name!r} would replace another picture of the sample as {target!r}: one picture per sample is allowed")
             if self.encode is None:
                 prepared[IMAGE] = np.ascontiguousarray(pixels)
             else:

@@ -218,6 +218,8 @@ def read_manifest(storage: Storage) -> Manifest | None:
         raise ManifestError(f"{where} is wrong: its shards have {sum(s.count for s in manifest.shards):,} samples, not {manifest.count:,}")
     for shard in manifest.shards:
         storage.path(shard.name)  # raises where a name leads out of the folder
+        if not shard.name or "." in shard.name.split("/"):
+            raise ManifestError(f"{where} is wrong: {shard.name!r} is not the name of a shard")
     return manifest
 
 

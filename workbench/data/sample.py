@@ -10,6 +10,7 @@ import io
 import itertools
 import re
 import struct
+import tokenize
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -186,7 +187,10 @@ def _npy_header(header: bytes) -> tuple[np.dtype[Any], tuple[int, ...], bool]:
     file = io.BytesIO(header)
     version = np.lib.format.read_magic(file)
     read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-    shape, fortran, dtype = read(file)
+    try:
+        shape, fortran, dtype = read(file)
+    except (SyntaxError, TypeError, tokenize.TokenError) as error:  # numpy parses it as Python
+        raise ValueError(f"its header is no array's: {error}") from None
     if dtype.hasobject:
         raise ValueError("it holds Python objects, which are not read")
     return dtype, shape, fortran

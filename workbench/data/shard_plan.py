@@ -2,17 +2,23 @@
 
 import hashlib
 import itertools
+import os
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 
-from workbench.core import units
+from workbench.core import run_directory, units
 from workbench.data.manifest import Array, imbalance
 
 TARGET = 256 << 20
 """Bytes of a shard: large enough to be read in order at the speed of a disk, small enough to be sent again."""
 SHARDS_PER_READER = 4
 """With fewer, readers that get one shard more than others have much more to read."""
+
+
+MARGIN = 1.05
+"""Of the predicted bytes, so much has to be free."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,3 +86,14 @@ def shuffled(count: int, seed: int | None) -> Array:
         x = (x ^ x >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
         x = (x ^ x >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
     return np.argsort(x ^ x >> np.uint64(31), kind="stable")
+
+
+def check_space(root: Path, plan: ShardPlan) -> None:
+    """Raise if the predicted bytes do not fit."""
+    free = os.statvfs(root)
+    have, need = free.f_bavail * free.f_frsize, round(plan.stored_bytes * MARGIN)
+    done = sum(path.stat().st_size for path in root.glob("shard-*") if path.is_file())  # of a writer that was killed
+    if need - done > have:
+        raise run_directory.DiskFullError(
+            28, f"{root}: about {units.bytes_(need)} are needed and {units.bytes_(have)} are free: free some space, or give another folder"
+        )

@@ -25,6 +25,7 @@ import numpy as np
 from workbench.core import run_directory, units
 from workbench.core.checks import whole_number
 from workbench.core.progress import ProgressLine
+from workbench.data import sample as samples
 from workbench.data.adapters import IterableSource, as_source, open_source
 from workbench.data.formats import extension, writer
 from workbench.data.manifest import (
@@ -41,7 +42,7 @@ from workbench.data.manifest import (
 )
 from workbench.data.sample import KEY, NameCollisionError, Sample, Strings, checked_key, digest, encode, kind_of, plain, schema_of
 from workbench.data.shard_file import Written
-from workbench.data.shard_plan import TARGET, ShardPlan, plan_shards, shuffled
+from workbench.data.shard_plan import TARGET, ShardPlan, check_space, plan_shards, shuffled
 from workbench.data.source import Source
 from workbench.data.storage import Storage
 
@@ -50,8 +51,6 @@ PROBE = 256
 WORK, LOCK, PLAN = ".writing", "lock", "plan.json"
 COPY = "__copy__"
 """Where `transform` finds the number of the copy."""
-MARGIN = 1.05
-"""Of the predicted bytes, so much has to be free."""
 OVERHEAD = {"tar": 1024, "folder": 0, "tfrecord": 60, "lmdb": 40}
 """Bytes that a format adds to a field (tar: a header, and padding of half a block in the mean) or to a sample."""
 
@@ -107,11 +106,19 @@ class Job:
         if self.copies > 1 and not self.numbered:
             key = f"{key}-{number % self.copies}"
         for name, value in sample.items() if self.schema else ():
-            if name not in self.schema and name != KEY and value is not None:
+            if name == KEY or value is None:
+                continue
+            if name not in self.schema:
                 raise ValueError(
                     f"sample {number} ({key:.60}) has a field {name!r} that the first {PROBE} samples of the source lack: "
                     f"give schema={{…, {name!r}: {kind_of(value, name)!r}}}"
                 )
+            if (kind := kind_of(value, name)) == "array":  # as every format gives it back
+                sample[name] = np.asarray(value, value.dtype.newbyteorder("="), order="C")
+            elif kind == "int" and self.schema[name] == "float":
+                sample[name] = float(value)
+            if kind != self.schema[name] and (kind, self.schema[name]) != ("int", "float"):
+                raise ValueError(f"sample {number} ({key:.60}), field {name!r} is {kind}, and the schema says {self.schema[name]}")
         return checked_key(key, dots=False), sample
 
 
@@ -243,9 +250,10 @@ def write_shards(
         if (root / MANIFEST).exists():
             if not overwrite:
                 raise UnfinishedError(f"{root} has a finished dataset: give another folder, or overwrite=True")
-            _clear(root)
+            if given.path and root.resolve() in (place := Path(given.path).resolve(), *place.parents):
+                raise ValueError(f"the source lies in {root}, which overwrite=True would remove: write into another folder")
         if isinstance(given, IterableSource):
-            given = _spooled(given, root / WORK)
+            given = _spooled(given, root / WORK, keys == "number")
         if not len(given):
             raise ValueError(f"{given!r} has no sample to write")
         job = Job(
@@ -260,7 +268,9 @@ def write_shards(
             copies=copies,
         )
         plan = _plan(job, schema, shard_bytes, readers, shards, seed)
-        _check_space(root, plan)
+        check_space(root, plan)
+        if (root / MANIFEST).exists():
+            _clear(root)
         job.names = [f"shard-{number:06d}{end}" for number in range(plan.shards)]
         made_by = getattr(transform, "__qualname__", type(transform).__name__) if transform else ""
         same = {"format": format, "count": plan.count, "shards": plan.shards, "schema": job.schema, "samples": job.probe}
@@ -289,11 +299,15 @@ def write_shards(
 def _plan(job: Job, schema: Mapping[str, str] | None, target: int, readers: int, shards: int | None, seed: int | None) -> ShardPlan:
     """How the samples are cut, from some of them; sets the order, the edges and the schema of the job."""
     count = len(job.source) * job.copies
-    places = sorted({round(i * (count - 1) / max(1, PROBE - 1)) for i in range(min(PROBE, count))})
+    some = min(PROBE, count)
+    places = sorted({round(i * (count - 1) / max(1, some - 1)) for i in range(some)})
     probe = [job.made(place, job.source[place // job.copies])[1] for place in places]
     if not schema:
         found = {} if job.transform is not None else dict(getattr(job.source, "_schema", None) or {})
         job.schema = {**found, **schema_of(probe)}
+    for name in job.schema:
+        if not name or set(name) & set("/\\\0"):
+            raise samples.UnsafeNameError(f"the field {name[:60]!r} cannot be part of a file's name: rename it")
     payload = float(np.mean([_bytes(sample) for sample in probe])) * count
     added = OVERHEAD.get(job.format, 16) * (len(job.schema) if job.format == "tar" else 1)
     plan = plan_shards(count, payload, target=target, readers=readers, shards=shards, stored=payload + added * count)
@@ -304,17 +318,6 @@ def _plan(job: Job, schema: Mapping[str, str] | None, target: int, readers: int,
 
 def _bytes(sample: Mapping[str, Any]) -> int:
     return sum(len(encode(value)) for name, value in sample.items() if name != KEY and value is not None)
-
-
-def _check_space(root: Path, plan: ShardPlan) -> None:
-    """Raise if the predicted bytes do not fit."""
-    free = os.statvfs(root)
-    have, need = free.f_bavail * free.f_frsize, round(plan.stored_bytes * MARGIN)
-    done = sum(path.stat().st_size for path in root.glob("shard-*") if path.is_file())  # of a writer that was killed
-    if need - done > have:
-        raise run_directory.DiskFullError(
-            28, f"{root}: about {units.bytes_(need)} are needed and {units.bytes_(have)} are free: free some space, or give another folder"
-        )
 
 
 def _resume(job: Job, identity: dict[str, Any]) -> None:
@@ -475,7 +478,7 @@ def _clear(root: Path) -> None:
         _remove(Path(storage.path(name)))
 
 
-def _spooled(source: Source, work: Path) -> Source:
+def _spooled(source: Source, work: Path, numbered: bool) -> Source:
     """A source that can only be gone through, written once as a tar file in the order in which it comes."""
     folder = work / "spool"
     _remove(folder)
@@ -485,16 +488,12 @@ def _spooled(source: Source, work: Path) -> Source:
         raise ValueError(f"{source!r} has no sample to write")
 
     def keyed() -> Iterator[tuple[str, Sample]]:
-        for sample in source:
+        for number, sample in enumerate(source):
             if strange := set(sample) - set(schema) - {KEY}:
                 raise ValueError(f"a sample has a field {strange.pop()!r} that the first {PROBE} lack: give each sample the same fields")
-            yield str(sample[KEY]), sample
+            yield f"{number:08d}" if numbered else str(sample[KEY]), sample
 
     done = writer("tar")(str(folder / "spool.tar"), keyed(), schema)
-    store(
-        folder,
-        ["spool.tar"],
-        [_rows(done)],
-        Manifest(format="tar", count=0, schema=schema, shards=(), payload_bytes=0, dataset_sha256="", index_sha256=""),
-    )
+    about = Manifest(format="tar", count=0, schema=schema, shards=(), payload_bytes=0, dataset_sha256="", index_sha256="")
+    store(folder, ["spool.tar"], [_rows(done)], about)
     return open_source(folder)

@@ -205,6 +205,15 @@ class MappedSource(Source):
         """The samples from `start` to before `stop` (None = the end), passed through the function."""
         return map(self.function, self.source.iterate(start, stop))
 
+    def _read(self, index: int) -> Any:
+        return self.function(self.source._read(index))
+
+    def _read_many(self, indices: list[int]) -> Iterator[Any]:
+        return (self.function(found) if isinstance(found, dict) else found for found in self.source._read_many(indices))
+
+    def _scan(self, start: int, stop: int) -> Iterator[Any]:
+        return (self.function(found) if isinstance(found, dict) else found for found in self.source._scan(start, stop))
+
     def _raw(self) -> Iterator[Sample]:
         return map(self.function, self.source._raw())
 

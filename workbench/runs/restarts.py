@@ -171,6 +171,8 @@ def first_step(run_dir: Path, *, done: int, now: float) -> Restart | None:
     rows = run_directory.LineTail(path).read() if path.exists() else []
     if not rows or "lost_at" not in rows[-1]:
         return None
+    if run_directory.read_json(run_dir / run_directory.RUN_JSON).get("begun", 0.0) > rows[-1]["lost_at"]:
+        return None  # somebody resumed the run since: that is not this restart
     writer = run_directory.LineWriter(path)
     writer.write([{"number": rows[-1]["number"], "goes_on_from": done, "seconds": max(0.0, now - rows[-1]["lost_at"])}])
     writer.close()

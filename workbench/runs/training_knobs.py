@@ -261,6 +261,7 @@ def _check_pipeline(spec: Any) -> None:
         ("gradient_compression", spec.gradient_compression != "none", "it has not been tried on stages; leave one of them out"),
         ("find_unused_parameters", spec.find_unused_parameters, "each stage uses all of its parameters; leave it out"),
         ("noise_scale", spec.noise_scale, "no rank has the whole gradient of a sample; measure it with pipeline_parallel=1"),
+        ("gradient_norms", spec.gradient_norms, "rank 0, which writes them, has the layers of its own stages only; leave it out"),
     ):
         if clashes:
             raise SpecError(f"{given(spec, knob)} with {given_stages}: {why}")

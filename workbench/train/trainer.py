@@ -306,6 +306,8 @@ class Trainer:
         for left in reversed(range(self.spec.accumulation if self.pipeline else 1)):
             self.micro_step(copy.deepcopy(batch), last=not left)  # a loss may change its batch in place
         self.model.zero_grad()
+        if self.pipeline:
+            self.pipeline.steps -= 1  # the seed of the next step's random numbers
         with torch.no_grad():
             for part, buffers, values in kept:
                 part._buffers.clear()

@@ -121,7 +121,9 @@ class NpySource(ColumnSource):
         file = io.BytesIO(self.storage.read(name, 0, 4096))
         version = np.lib.format.read_magic(file)
         read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-        shape, _, dtype = read(file)
+        shape, fortran, dtype = read(file)
+        if fortran:  # its rows are no ranges of bytes
+            return np.load(io.BytesIO(self.storage.read(name)), allow_pickle=False)
         return _RemoteRows(self.storage, name, file.tell(), dtype, shape)
 
     def stored_bytes(self) -> int:

@@ -94,9 +94,9 @@ class FolderSource(Source):
                 if not self.storage.link_inside(name):
                     raise UnsafeNameError(f"{self.storage.path(name)} is a symbolic link that leads out of the folder: it is not followed")
                 size = self.storage.size(name)
-            key, field = folder + slash + stem, field.lower()
+            key, field = folder + slash + stem, field if manifest else field.lower()
             row = rows.setdefault(key.split("/", 1)[1] if manifest else key, {})
-            other = next((there for there in row if field == there or (field in PICTURES and there in PICTURES)), None)
+            other = next((there for there in row if field == there or (not manifest and field in PICTURES and there in PICTURES)), None)
             if other is not None:
                 raise NameCollisionError(
                     f"{self.storage.path(row[other][0])} and {last} would be two fields of the sample {key!r}: a sample has one picture. "

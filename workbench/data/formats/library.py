@@ -23,7 +23,7 @@ class LibrarySource(Source):
     """That has to be installed."""
     endings: ClassVar[tuple[str, ...]] = ()
     local_only: ClassVar[bool] = False
-    damage: ClassVar[tuple[type[Exception], ...]] = (OSError, ValueError, KeyError, IndexError)
+    damage: ClassVar[tuple[type[Exception], ...]] = (OSError, ValueError, KeyError, IndexError, RuntimeError)
     """What the library raises for damaged files."""
 
     def __init__(

@@ -211,8 +211,8 @@ def members(storage: Storage, name: str) -> Iterator[tuple[str, int, int]]:
         length = _number(head[124:136], path, at)
         kind, start = head[156:157], at + BLOCK
         if "size" in pax:
-            length = int(pax["size"])
-        if start + length > size:
+            length = int(pax["size"]) if pax["size"].isdecimal() else -1
+        if length < 0 or start + length > size:
             raise CorruptSampleError(
                 f"{path}: the file at byte {at:,} is said to have {length:,} bytes, and {max(0, size - start):,} are left: "
                 "the tar file is truncated, or the header is wrong; restore it"

@@ -158,7 +158,7 @@ def decide(reruns: Sequence[Rerun], commits: Sequence[str], usual: float) -> Dec
         if whole and whole.low > -NO_CHANGE and whole.high < NO_CHANGE:
             return Decision(kind="nothing")
         if counts.get(bad, 0) >= MOST:
-            return Decision(kind="nothing")
+            return Decision(kind="unclear", why=f"after {MOST} trainings the bad commit may be as good as the good one, or not")
         return Decision(kind="measure", measure=(bad,))
     sign, limit = math.copysign(1.0, whole.mid), MINE * abs(whole.mid)
     low, high = -1, len(commits) - 1

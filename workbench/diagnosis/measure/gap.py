@@ -175,6 +175,7 @@ class _Arms:
     def evidence(self, threads: int, gradients: Any, tail: Tail | None) -> GapEvidence:
         feed = self.feed
         loader = feed.epoch // feed.accumulation if feed.epoch else 0
+        loader = loader if loader >= MIN_STEPS_PER_PASS else 0  # starts of shorter passes are in the blocks already: see `passes`
         samples = samples_of(self.cached.first, feed.accumulation)
         return GapEvidence(
             blocks=tuple(self.blocks),

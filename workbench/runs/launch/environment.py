@@ -119,7 +119,11 @@ _KEPT = re.compile(
     r"|HIP|ROCR|HSA|MIOPEN|GLOO|TP|UCX|FI|MALLOC|GLIBC|LD|PYTHON|HF|TRANSFORMERS|TOKENIZERS|DATASETS|XLA|NUMBA|TF)(_.*)?|PYTHON.+|GLIBC_TUNABLES"
 )
 """Variables that libraries of a training read, by the word they begin with."""
-_SECRET = re.compile(r".*(^|_)(TOKEN|KEY|KEYS|SECRET|PASS|PASSWORD|PASSWD|CREDENTIALS?|AUTH|COOKIE)(_|$).*|.*(PASSWORD|SECRET|APIKEY).*")
+_SECRET = re.compile(
+    r".*(^|_)(TOKENS?|KEYS?|SECRET|PASS|PASSWORD|PASSWD|PWD|PASSPHRASE|PAT|CREDS?|CREDENTIALS?|AUTH|COOKIE|DSN)(_|$).*"
+    r"|.*(PASSWORD|SECRET|APIKEY).*"
+)
+_WITH_PASSWORD = re.compile(r"://[^/\s@]*:[^/\s@]+@")
 _NAMED = re.compile(r"""["']([A-Z][A-Z0-9_]{2,63})["']""")
 _LONGEST = 2000
 _NOT_KEPT = {"PYTHONUNBUFFERED", "PYTHONFAULTHANDLER", "OMP_NUM_THREADS"}
@@ -139,7 +143,8 @@ def is_kept(name: str, source: str = "") -> bool:
 
 def kept_variables(environ: Mapping[str, str], source: str) -> dict[str, str]:
     """The variables of an environment that a run keeps, by name: see `is_kept`. PYTHONPATH is always among them, empty if it is not set."""
-    return {"PYTHONPATH": ""} | {name: value[:_LONGEST] for name, value in sorted(environ.items()) if is_kept(name, source)}
+    kept = {name: value[:_LONGEST] for name, value in sorted(environ.items()) if is_kept(name, source) and not _WITH_PASSWORD.search(value)}
+    return {"PYTHONPATH": ""} | kept
 
 
 def source_of(spec: Spec, folder: Path) -> str:

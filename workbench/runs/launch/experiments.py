@@ -77,6 +77,7 @@ def run_gap(spec: RunSpec, *, large: int, budget_s: float, runs_dir: str | os.Pa
         budget_s: seconds for all of it, the start included.
         runs_dir: see above.
     """
+    _check_stages(spec, "why_not_linear")
     check(spec)
     order = {"kind": "gap", "budget_s": budget_s, "large": large}
     name, show = f"{label(spec)} why not linear", so_far("why_not_linear", budget_s)

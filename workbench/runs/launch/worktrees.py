@@ -132,8 +132,6 @@ def checkout(top: Path, commit: str) -> Iterator[Checkout]:
         with contextlib.suppress(GitError):
             git(top, "worktree", "remove", "--force", "--force", str(folder / "tree"))
         shutil.rmtree(folder, ignore_errors=True)  # links are removed, not what they lead to
-        with contextlib.suppress(GitError):
-            git(top, "worktree", "prune")
 
 
 def _link_untracked(top: Path, folder: Path) -> None:
