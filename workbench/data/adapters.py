@@ -13,7 +13,7 @@ from workbench.data.source import Damage, Source
 
 
 class NoRandomAccessError(TypeError):
-    """A dataset that can only be gone through was asked for a sample by its number."""
+    """A sample was asked for by its number, but the dataset can only be iterated."""
 
 
 class DatasetSource(Source):
@@ -49,7 +49,7 @@ class DatasetSource(Source):
 
 
 class IterableSource(Source):
-    """A dataset of another library that can only be gone through, such as webdataset.WebDataset."""
+    """A dataset of another library that can only be iterated, such as webdataset.WebDataset."""
 
     format = "iterable"
 
@@ -117,7 +117,7 @@ def as_source(data: Any, *, fields: Sequence[str] | None = None, **options: Any)
         options: for `open_source`.
 
     Raises:
-        ValueError: it is nothing of that.
+        ValueError: it is none of these.
     """
     if isinstance(data, Source):
         return data
@@ -148,7 +148,7 @@ def _own_methods(kind: type) -> set[str]:
 
 
 def open_source(path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], *, format: str | None = None, **options: Any) -> Source:
-    """The samples at a path or URL, in any of the formats that are known.
+    """Open the samples at a path or URL, in any supported format.
 
     Args:
         path: a folder or a file; what it is follows from a manifest in it, from the extensions of its files ("tar", "tfrecord",

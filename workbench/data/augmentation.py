@@ -1,6 +1,6 @@
 """Augmentation of pictures, whole batches at once: crop, flip, colour, RandAugment's operations, erasing; and mixup and cutmix.
 
-What happens to a sample follows from its seed alone, so it is the same in whatever batch, worker or resumed run it comes.
+What happens to a sample follows from its seed alone, so it is the same in every batch, worker or resumed run.
 """
 
 import math

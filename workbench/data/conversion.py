@@ -1,4 +1,4 @@
-"""convert: writes a dataset in another format, with what can be done once instead of in every epoch; size and time are predicted before."""
+"""convert: writes a dataset in another format and does once what need not be done in every epoch; predicts size and time before."""
 
 import io
 import os
@@ -168,7 +168,7 @@ def convert(
     quiet: bool = False,
     **options: Any,
 ) -> Conversion:
-    """Write a dataset in another format, and do beforehand what need not be done in every epoch.
+    """Write a dataset in another format, and do once what need not be done in every epoch.
 
     Args:
         source: whatever `as_source` takes.

@@ -1,4 +1,4 @@
-"""verify and describe: whether the files of a dataset are those of its manifest, and what it says of itself, with a picture of samples."""
+"""verify checks the files of a dataset against its manifest; describe says what the dataset is, with a picture of samples."""
 
 import hashlib
 import io

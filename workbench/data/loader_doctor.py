@@ -1,4 +1,4 @@
-"""`doctor`: what of a data loader will break, give wrong data, or crawl; tried where it can be."""
+"""`doctor`: finds what in a data loader will break, give wrong data, or be very slow; tries what can be tried."""
 
 import contextlib
 import hashlib
@@ -37,7 +37,7 @@ FUTURE = (3, 14)
 
 
 def doctor(loader: "DataLoader[Any]", *, run: bool = True, shm: str = "/dev/shm", processes: bool = False) -> LoaderReport:
-    """Look for what will break in a loader, give wrong data, or crawl, and say how to fix it.
+    """Look for what in a loader will break, give wrong data, or be very slow, and say how to fix it.
 
     Args:
         loader: of torch. Some of its batches are read, by workers of its own that end again.

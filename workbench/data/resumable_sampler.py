@@ -1,4 +1,4 @@
-"""ResumableSampler: an order of samples that goes on anywhere in an epoch, on other ranks, workers or batches; Mixture: several sources."""
+"""ResumableSampler: an order of samples that resumes anywhere in an epoch, on other ranks, workers or batches. Mixture: several sources."""
 
 import bisect
 import itertools
@@ -219,8 +219,8 @@ def _order(dataset: Sized | int, shuffle: bool, blocks: int | Sequence[int] | No
 class Mixture(Dataset[Any]):
     """Several map datasets as one, of which a `ResumableSampler` takes fixed shares.
 
-    In each `period` of samples the shares are exact. A source gives a sample again only when all of its samples came, also across epochs;
-    a small source with a large weight so is repeated, and `repeats` says how often.
+    In each `period` of samples the shares are exact. A source repeats a sample only after it has given all its samples, also across epochs;
+    so a small source with a large weight is repeated, and `repeats` says how often.
     """
 
     def __init__(self, sources: Mapping[str, Any], weights: Mapping[str, float], *, samples: int | None = None, period: int = 1000) -> None:

@@ -1,4 +1,4 @@
-"""ResumeHistories: whether a sampler loses or repeats samples when a training stops and goes on on other ranks, workers and batches."""
+"""ResumeHistories: whether a sampler loses or repeats samples when a training stops and resumes on other ranks, workers and batches."""
 
 import random
 from collections import Counter

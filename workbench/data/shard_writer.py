@@ -1,4 +1,4 @@
-"""write_shards: writes samples as shards of equal counts, shuffled once, byte for byte alike; a killed writer goes on where it stopped.
+"""write_shards: writes samples as shards of equal counts, shuffled once, always with the same bytes; continues where it was killed.
 
 Each shard is written under another name, and renamed when it is on the disk; then a row in the work folder says that it is done. The
 manifest is written last. Which samples a shard has follows from the arguments alone, so shards can be written in parallel and in any order.

@@ -141,8 +141,8 @@ def bisect(
     """Find the commit that made a training slower, larger or worse, by short trainings of some commits between a good one and a bad one.
 
     Each commit is in a folder of its own (`git worktree`, deleted at the end), with links to what git does not track, such as data; the
-    user's checkout is not touched. Every training is made beside one of the good commit, in turns, as often as the noise asks for; of n
-    commits log2(n) are tried. Commits that do not run are passed over.
+    user's checkout is not touched. Every commit is trained by turns with the good commit, as often as the noise requires; of n
+    commits log2(n) are tried. Commits that do not run are skipped.
 
     Args:
         target: a RunSpec or the name of a task, "train/task.py:build", which each commit has in the same place.

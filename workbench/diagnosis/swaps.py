@@ -1,4 +1,4 @@
-"""Lists in what two runs differ, and how each difference is put from one run into a training of the other, where that can be done."""
+"""Lists how two runs differ, and how each difference can be put from one run into a training of the other, where possible."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Pipeline parallelism: this rank's stages, through which the micro-batches of a step flow in the order of one of torch's schedules.
+"""Pipeline parallelism: this rank's stages; the micro-batches of a step pass through them in the order of one of torch's schedules.
 
 All ranks of a pipeline read the same micro-batches. The task's loss runs twice: on the rank of the first stage up to where it calls its
 model, whose arguments are the stage's inputs; on that of the last stage with the stage's outputs in place of what the model gives.

@@ -1,4 +1,4 @@
-"""Cuts a model into the stages of a pipeline: consecutive pieces, of which a rank keeps its own and lets go of the rest."""
+"""Cuts a model into the stages of a pipeline: consecutive pieces, of which a rank keeps its own and frees the rest."""
 
 import itertools
 from collections.abc import Sequence

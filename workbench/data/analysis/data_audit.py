@@ -87,7 +87,7 @@ class Unusable(JsonDataclass):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drop(JsonDataclass):
-    """A sample that would better be left out."""
+    """A sample that should be left out."""
 
     member: Member
     """Which."""
@@ -177,7 +177,7 @@ class DataAudit(JsonDataclass, Shown):
 
     @property
     def drop_list(self) -> tuple[Drop, ...]:
-        """What would better be left out, with the reason; each sample once, in the order of `REASONS`. Of near duplicates none is."""
+        """Samples that should be left out, with the reason; each once, in the order of `REASONS`. Near duplicates are not among them."""
         drops: dict[tuple[str, int], Drop] = {}
 
         def add(member: Member, reason: str, why: str) -> None:

@@ -1,4 +1,4 @@
-"""LoaderReport: what of a data loader will break, give wrong data, or crawl, with the fix of each."""
+"""LoaderReport: what in a data loader will break, give wrong data, or be very slow, with a fix for each finding."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

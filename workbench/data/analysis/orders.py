@@ -1,4 +1,4 @@
-"""Orders of samples in which each position is computed by itself: shuffled, shuffled in blocks, mixed from several sources.
+"""Orders of samples in which each position is computed independently: shuffled, shuffled in blocks, mixed from several sources.
 
 An order maps positions in an epoch to indices of samples. Nothing is kept that grows with the number of samples, and nothing that came
 before has to be read or drawn again, so a training begins anywhere in an epoch at once.

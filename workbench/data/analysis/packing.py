@@ -104,7 +104,7 @@ class PackingPolicies(JsonDataclass, Shown):
 
 
 def pack(lengths: Sequence[int], length: int, policy: str = "best fit") -> Packing:
-    """Lay documents out in rows of one length.
+    """Pack documents into rows of one length.
 
     Args:
         lengths: tokens of each document; those without tokens are in no row.

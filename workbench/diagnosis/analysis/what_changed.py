@@ -1,4 +1,4 @@
-"""WhatChanged: in what two runs differ, and which of it owns that one is slower, needs more memory or learns less than the other."""
+"""WhatChanged: how two runs differ, and which difference makes one slower, need more memory or learn less than the other."""
 
 import json
 import math

@@ -38,7 +38,7 @@ FEW = (2, 4, 8)
 
 @dataclass(kw_only=True, eq=False)
 class WhyNotLinear(JsonDataclass):
-    """From N × one rank down to what N ranks give, in parts that add up. Get one from `why_not_linear`."""
+    """From N × one rank down to what N ranks give, in parts that add up. `why_not_linear` returns it."""
 
     evidence: GapEvidence
     """What was measured."""

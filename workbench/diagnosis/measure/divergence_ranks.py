@@ -1,4 +1,4 @@
-"""Records what the first steps of a spec compute on several ranks, in the words in which one process records them (`divergence`).
+"""Records what the first steps of a spec compute on several ranks, in the form in which one process records them (`divergence`).
 
 What belongs to samples is put together over the data-parallel ranks, in the order in which one process has the samples; gradients and
 updates are whole tensors, wherever their parts lie. So the recording can be compared with that of one process that has the whole batch.

@@ -1,4 +1,4 @@
-"""Commits of a repository in folders of their own, for as long as something runs there; the user's checkout is not touched."""
+"""Checks commits out into folders of their own, for as long as something runs there; the user's checkout is not touched."""
 
 import contextlib
 import os
