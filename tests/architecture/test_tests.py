@@ -12,6 +12,7 @@ BEHAVIOURS = {
     "cluster/test_published_scaling.py": "predictors of scaling against published results (benchmarks/reality.py)",
     "core/test_control_groups.py": "control groups, the part of system_load.py that may be tested beside other work",
     "core/test_visual_language.py": "how all pictures draw what is measured and what is predicted, in core/display/ and every plot.py",
+    "data/test_strange_samples.py": "samples and manifests that other programs made, in every format and writer",
     "diagnosis/test_constants.py": "numbers that decide a verdict or a prediction say where they come from",
     "diagnosis/test_emulated_device.py": "verdicts on a device that works behind the host's back",
     "diagnosis/test_time_to_verdict.py": "how long experiments take to a verdict, by a fake clock",

@@ -88,6 +88,10 @@ def what_changed(
         return WhatChanged(**result, kind="nothing")
     if not rerun:
         return WhatChanged(**result)
+    for run in runs:  # from here on, what the runs name is executed
+        if run.path.stat().st_uid != os.getuid():
+            text = f"{run.path} belongs to another user: trainings would execute what it names, as you"
+            raise LaunchError(f"{text}; compare without them: what_changed(…, rerun=False), or copy it if you trust it")
     try:
         if isinstance(runs[0].spec, RunSpec) and swaps.base.code == Code(Path.cwd(), Path.cwd()):
             check(runs[0].spec)
@@ -140,9 +144,9 @@ def bisect(
 ) -> Bisection:
     """Find the commit that made a training slower, larger or worse, by short trainings of some commits between a good one and a bad one.
 
-    Each commit is in a folder of its own (`git worktree`, deleted at the end), with links to what git does not track, such as data; the
-    user's checkout is not touched. Every commit is trained by turns with the good commit, as often as the noise requires; of n
-    commits log2(n) are tried. Commits that do not run are skipped.
+    Each commit is in a folder of its own (`git worktree`, deleted at the end), with links to what git does not track, such as data: a
+    task that writes into such a folder writes into the user's. The user's tracked files are not touched. Every commit is trained by turns
+    with the good commit, as often as the noise requires; of n commits log2(n) are tried. Commits that do not run are skipped.
 
     Args:
         target: a RunSpec or the name of a task, "train/task.py:build", which each commit has in the same place.

@@ -147,6 +147,16 @@ class Hdf5Source(ColumnSource):
 
         remote = self.storage.open(name) if self.storage.remote else None
         file = h5py.File(remote if remote is not None else self.storage.path(name), "r")
+        try:
+            return self._datasets(name, file, remote is not None), file
+        except BaseException:
+            file.close()  # else h5py keeps what it has read of it, also when the file has been restored
+            raise
+
+    def _datasets(self, name: str, file: Any, remote: bool) -> dict[str, Any]:
+        """The rows of each field of an open file."""
+        import h5py
+
         columns: dict[str, Any] = {}
         for field, dataset in file.items():
             if not isinstance(dataset, h5py.Dataset) or not dataset.ndim:
@@ -155,11 +165,11 @@ class Hdf5Source(ColumnSource):
             if offset is None or dataset.size == 0:
                 columns[field] = dataset if dataset.size else dataset[()]
                 self._warn(name, field, dataset)
-            elif remote is None:
+            elif not remote:
                 columns[field] = np.memmap(self.storage.path(name), dataset.dtype, "r", offset, dataset.shape)
             else:
                 columns[field] = _RemoteRows(self.storage, name, offset, dataset.dtype, dataset.shape)
-        return columns, file
+        return columns
 
     def _warn(self, name: str, field: str, dataset: Any) -> None:
         rows = dataset.chunks[0] if dataset.chunks else 1

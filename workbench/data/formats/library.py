@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import tokenize
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -23,7 +24,9 @@ class LibrarySource(Source):
     """That has to be installed."""
     endings: ClassVar[tuple[str, ...]] = ()
     local_only: ClassVar[bool] = False
-    damage: ClassVar[tuple[type[Exception], ...]] = (OSError, ValueError, KeyError, IndexError, RuntimeError)
+    damage: ClassVar[tuple[type[Exception], ...]] = (
+        OSError, ValueError, KeyError, IndexError, RuntimeError, SyntaxError, tokenize.TokenError,
+    )  # fmt: skip
     """What the library raises for damaged files."""
 
     def __init__(

@@ -22,6 +22,8 @@ KINDS: Mapping[str, str] = {
 """Kind of verdict → what it means."""
 NO_CHANGE = 0.01
 """An effect whose interval lies within this is none. Chosen: trainings that were never changed differ by about as much."""
+STILL_NONE = 0.05
+"""The same after as many trainings as are allowed. Chosen: the interval is then ± 3 % with the usual spread."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,6 +160,8 @@ def decide(reruns: Sequence[Rerun], commits: Sequence[str], usual: float) -> Dec
         if whole and whole.low > -NO_CHANGE and whole.high < NO_CHANGE:
             return Decision(kind="nothing")
         if counts.get(bad, 0) >= MOST:
+            if whole and max(-whole.low, whole.high) < STILL_NONE:
+                return Decision(kind="nothing")
             return Decision(kind="unclear", why=f"after {MOST} trainings the bad commit may be as good as the good one, or not")
         return Decision(kind="measure", measure=(bad,))
     sign, limit = math.copysign(1.0, whole.mid), MINE * abs(whole.mid)
