@@ -32,7 +32,7 @@ MODES: dict[str, dict[str, Any]] = {
     "split, zero1": {"tensor_parallel": 2, "parallel": "zero1"},
     "split, fsdp": {"tensor_parallel": 2, "parallel": "fsdp"},
     "stages": {"pipeline_parallel": 2, "accumulation": 2, "ema": 0.9},
-    "stages, zero1": {"pipeline_parallel": 2, "accumulation": 4, "pipeline_schedule": "zero_bubble", "parallel": "zero1"},
+    "stages, zero1": {"pipeline_parallel": 2, "accumulation": 4, "pipeline_schedule": "zero_bubble", "parallel": "zero1", "ema": 0.9},
 }
 STAGES = [("stages", 2, "fsdp"), ("stages", 1, "ddp"), ("zero1", 2, "stages")]
 IN_MAKE_TEST: dict[str, Any] = {
