@@ -2,6 +2,7 @@
 
 import json
 import math
+import random
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -378,6 +379,15 @@ def test_noise_that_lifts_a_loss_is_averaged_with_what_follows() -> None:
     found = report([5.0, 1.0, 3.0, 2.0, 1.0], 10, 10.0)
     assert found.falling == [(10, 5.0), (30, 2.0), (50, 1.0)]
     assert found.at(30) == found.at(found.reaches(2.0)) == 2.0
+
+
+def test_a_last_low_loss_does_not_pull_the_end_of_the_curve_down() -> None:
+    noise, points, off = random.Random(0), range(1, 26), list[float]()
+    for _ in range(200):
+        found = report([2 * point**-0.25 + noise.gauss(0, 0.03) for point in points], 10, 10.0)
+        place, loss = found.falling[-1]
+        off.append(loss - 2 * (place / 10) ** -0.25)
+    assert abs(sum(off)) / 200 < 0.008  # 0.012 too low with a last pool of any size
 
 
 @settings(max_examples=100, deadline=None)

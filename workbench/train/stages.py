@@ -94,7 +94,7 @@ def even_parts(sizes: Sequence[int], count: int) -> list[range]:
     """Consecutive parts, none of them empty, of which the largest is as small as possible.
 
     >>> even_parts([4, 1, 1, 1, 3], 3)
-    [range(0, 1), range(1, 4), range(4, 5)]
+    [range(0, 1), range(1, 3), range(3, 5)]
 
     Args:
         sizes: of what is divided, in order.

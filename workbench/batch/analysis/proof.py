@@ -82,14 +82,16 @@ class LossCurve:
     @property
     def falling(self) -> list[tuple[float, float]]:
         """(Samples, loss) of isotonic regression: the least-squares curve that never rises (pool adjacent violators, Ayer and others 1955);
-        a pool is at the middle of its samples.
+        a pool is at the middle of its samples. At its end that regression follows a single low value down (Woodroofe and Sun 1993), so
+        the last pool has at least a tenth of the points.
         """
         pools: list[tuple[float, float, int]] = []  # sum of samples, sum of losses, points
         for seen, loss in zip(self.samples, self.losses, strict=True):
             pools.append((seen, loss, 1))
             while len(pools) > 1 and pools[-2][1] / pools[-2][2] <= pools[-1][1] / pools[-1][2]:
-                last, before = pools.pop(), pools.pop()
-                pools.append((before[0] + last[0], before[1] + last[1], before[2] + last[2]))
+                _merge_last(pools)
+        while len(pools) > 1 and pools[-1][2] < len(self.samples) / 10:
+            _merge_last(pools)
         return [(samples / count, loss / count) for samples, loss, count in pools]
 
     def at(self, samples: float) -> float:
@@ -129,6 +131,11 @@ class LossCurve:
         """Inverse of `to_json`."""
         read = {"samples": tuple(value["samples"]), "losses": tuple(map(_read, value["losses"]))}
         return cls(**{**value, **read, "samples_per_sec": _read(value["samples_per_sec"])})
+
+
+def _merge_last(pools: list[tuple[float, float, int]]) -> None:
+    last, before = pools.pop(), pools.pop()
+    pools.append((before[0] + last[0], before[1] + last[1], before[2] + last[2]))
 
 
 def _number_or_text(value: float) -> float | str | None:
