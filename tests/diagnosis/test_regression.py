@@ -202,6 +202,18 @@ def test_variables_are_kept_where_libraries_or_the_task_read_them_and_secrets_ne
     assert kept == {"PYTHONPATH": "", "DATA_DIR": "/d", "LD_PRELOAD": "m", "NCCL_ALGO": "Ring"}
 
 
+@pytest.mark.parametrize(
+    "name", ["HF_PAT", "TORCH_DSN", "HF_TOKENS", "MINIO_PASS", "HF_COOKIE", "CUDA_AUTH_X", "TORCH_PASSPHRASE", "HF_MYPASSWORD", "TF_APIKEY"]
+)
+def test_no_name_of_a_secret_is_kept(name: str) -> None:
+    assert name not in environment.kept_variables({name: "x"}, f"""os.environ["{name}"]""")
+
+
+def test_a_password_within_an_address_is_not_kept() -> None:
+    kept = environment.kept_variables({"HF_ENDPOINT": "https://me:hidden@host.example/", "HF_HOME": "https://host.example/a:b"}, "")
+    assert kept == {"PYTHONPATH": "", "HF_HOME": "https://host.example/a:b"}
+
+
 @pytest.fixture
 def repository(tmp_path: Path) -> Path:
     top = tmp_path / "repo"

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import FrameType
+from types import CellType, FrameType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -274,3 +274,11 @@ def test_what_lies_around_the_engine_is_not_looked_at() -> None:
     frame = frame_in(engine, outer, "save", source)
     assert place_of(frame) == Place("train.py:2 work")
     assert place_of(frame.f_back) is None
+
+
+def test_a_frame_that_is_half_made_is_passed_over() -> None:
+    sampler = StackSampler()
+    sampler._note(SimpleNamespace(f_code=CellType(1), f_back=None, f_lineno=1))  # type: ignore[arg-type]
+    sampler._note(sys._getframe())
+    (line,) = sampler.lines()
+    assert line[0].endswith("test_a_frame_that_is_half_made_is_passed_over")

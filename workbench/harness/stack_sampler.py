@@ -192,7 +192,10 @@ class StackSampler:
         since, self._last = now - self._last, now
         self.looks += 1
         if frame is not None and call is not None:
-            place = place_of(frame) if self._operators or not in_torch(frame) else None
+            try:
+                place = place_of(frame) if self._operators or not in_torch(frame) else None
+            except AttributeError:  # torch.compile's frames are seen half made on Python 3.11: f_code is a cell then
+                return
             with self._lock:
                 self._seen.setdefault(call, Counter())[place] += since  # type: ignore[assignment]
 
