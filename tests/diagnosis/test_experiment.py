@@ -112,6 +112,7 @@ def test_a_slow_loader_shows_and_nothing_else_changes() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_a_full_queue_hides_nothing() -> None:
     training = Training(0.005)
     loader = DataLoader(Samples(0.003, 400), batch_size=4, num_workers=1, prefetch_factor=8)
@@ -120,6 +121,7 @@ def test_a_full_queue_hides_nothing() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_a_step_that_sleeps_is_not_the_loaders_fault() -> None:
     training = Training(0.01)
     evidence = experiment(training.step, DataLoader(Samples(), batch_size=4), budget_s=BUDGET)
@@ -131,6 +133,7 @@ def test_a_step_that_sleeps_is_not_the_loaders_fault() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_stalls_are_counted_apart() -> None:
     training, calls = Training(0.002), [0]
 
@@ -373,6 +376,7 @@ CHECKS: dict[str, Callable[[Evidence], bool]] = {
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_two_ranks(tmp_path: Path) -> None:
     found = launched(tmp_path, 6, *CHECKS)
     if doubtful := [mode for mode, check in CHECKS.items() if not check(found[mode])]:  # a machine that is shared: once more
@@ -458,6 +462,7 @@ CALLS = {"gathered": "all_gather", "sharded": "all_gather and reduce_scatter", "
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_two_ranks_say_what_communication_no_sync_does_not_take_away(tmp_path: Path) -> None:
     for mode, found in launched(tmp_path, 3, "plain", *CALLS).items():
         assert (found.world_size, len(found.ranks), found.samples) == (2, 2, 16.0)

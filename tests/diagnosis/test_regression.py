@@ -219,7 +219,7 @@ def repository(tmp_path: Path) -> Path:
     top = tmp_path / "repo"
     top.mkdir()
     git(top, "init", "-q", "-b", "main")
-    (top / ".gitignore").write_text("data/\nruns/\n")
+    (top / ".gitignore").write_text("data/\nruns/\n__pycache__/\n")
     (top / "data").mkdir()
     (top / "data" / "x.txt").write_text("kept")
     for number in range(4):
