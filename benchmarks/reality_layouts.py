@@ -22,7 +22,7 @@ from workbench.cluster.analysis.cluster import Cluster
 from workbench.cluster.analysis.plan.layouts import Layouts, list_layouts
 from workbench.cluster.analysis.plan.memory import memory
 from workbench.cluster.analysis.plan.plans import Plans
-from workbench.cluster.analysis.plan.ranges import EFFICIENCY, HELD, LINKS, PlanError
+from workbench.cluster.analysis.plan.ranges import EFFICIENCY, HELD, HOST, LINKS, PlanError
 from workbench.cluster.analysis.plan.timing import HardwareRates, seconds
 from workbench.cluster.analysis.plan.workload import Workload, workload_of_transformer
 from workbench.cluster.analysis.transformer import Transformer
@@ -70,8 +70,8 @@ class Row:
 
 
 @cache
-def rows(grid: Grid) -> dict[tuple[int, int, int, str], Row]:
-    """All layouts that were tried."""
+def candidates(grid: Grid) -> tuple[Workload, Layouts]:
+    """What is trained, and all its layouts without interleaved pipelines."""
     workload = workload_of_transformer(
         model_of(grid),
         sequence=None,
@@ -82,14 +82,24 @@ def rows(grid: Grid) -> dict[tuple[int, int, int, str], Row]:
         gradient_bytes=GRADIENTS,
     )
     everything = list_layouts(workload, CLUSTER, [grid.gpus], grid.batch, ["zero1"], Counter())
-    everything = everything.select(everything.chunks == 1)
+    return workload, everything.select(everything.chunks == 1)
+
+
+def keys(workload: Workload, found: Layouts) -> list[tuple[int, int, int, str]]:
+    """Of layouts, as a Grid has them."""
+    kinds = list(workload.computed)
+    columns = zip(found.tensor.tolist(), found.pipeline.tolist(), found.micro_batch.tolist(), found.checkpointing.tolist(), strict=True)
+    return [(tensor, pipeline, micro, kinds[kind]) for tensor, pipeline, micro, kind in columns]
+
+
+@cache
+def rows(grid: Grid) -> dict[tuple[int, int, int, str], Row]:
+    """All layouts that were tried."""
+    workload, everything = candidates(grid)
     held = memory(workload, everything, CLUSTER.device.name)
     spans = ranges(workload, everything)
-    kinds = list(workload.computed)
     found = {}
-    for place, span in enumerate(spans):
-        at = [int(getattr(everything, name)[place]) for name in ("tensor", "pipeline", "micro_batch", "checkpointing")]
-        key = (at[0], at[1], at[2], kinds[at[3]])
+    for place, (key, span) in enumerate(zip(keys(workload, everything), spans, strict=True)):
         if key in grid.seconds:
             needed = (float(held.low[place]), float(held.high[place]))
             outside, total = float(held.groups["outside"][place]), float(held.total[place])
@@ -101,10 +111,31 @@ def rows(grid: Grid) -> dict[tuple[int, int, int, str], Row]:
 def ranges(workload: Workload, found: Layouts) -> list[Interval]:
     """Seconds of a step of each layout, low to high."""
     ends = [
-        seconds(workload, found, HardwareRates.of(CLUSTER, PEAK, getattr(EFFICIENCY, end), getattr(LINKS, end)), 8).total
-        for end in ("high", "mid", "low")
+        seconds(workload, found, HardwareRates.of(CLUSTER, PEAK, getattr(EFFICIENCY, end), getattr(LINKS, end), host), 8).total
+        for end, host in (("high", HOST.low), ("mid", HOST.mid), ("low", HOST.high))
     ]
     return [Interval(low=float(low), mid=float(mid), high=float(high)) for low, mid, high in zip(*ends, strict=True)]
+
+
+def errors_once_calibrated() -> list[float]:
+    """Of every layout that ran, the error of its seconds if the efficiency follows from another layout of its grid; each of them once."""
+    errors = []
+    for grid in GRIDS:
+        workload, found = candidates(grid)
+        measured = np.array([grid.seconds.get(key, math.inf) for key in keys(workload, found)])
+        ran = np.flatnonzero(np.isfinite(measured))
+
+        def taken(share: float, workload: Workload = workload, found: Layouts = found) -> Any:
+            return seconds(workload, found, HardwareRates.of(CLUSTER, PEAK, share, LINKS.mid, HOST.mid), 8).total
+
+        for one in ran:
+            low, high = 0.05, 1.5
+            for _ in range(30):
+                middle = (low + high) / 2
+                low, high = (middle, high) if taken(middle)[one] > measured[one] else (low, middle)
+            said = taken(low)
+            errors += [abs(float(said[other] / measured[other]) - 1) for other in ran if other != one]
+    return errors
 
 
 @cache
@@ -137,6 +168,8 @@ class Regret:
     """Seconds of our first plan that was tried, over the best's, less 1; infinite if it ran out of memory."""
     shortlist: float
     """The same of the best of our list."""
+    five: float
+    """The same of the best of the first five of our list that were tried."""
 
 
 def regret(grid: Grid) -> Regret:
@@ -145,7 +178,8 @@ def regret(grid: Grid) -> Regret:
     best = min(known, key=lambda key: known[key])
     ours = [(one.tensor, one.pipeline, one.micro_batch, one.checkpointing) for one in short_list(grid) or ()]
     tried = [known[key] / known[best] - 1 for key in ours if key in known]
-    return Regret(grid=grid, best=best, listed=best in ours, first=tried[0] if tried else math.inf, shortlist=min(tried, default=math.inf))
+    least = [min(some, default=math.inf) for some in (tried, tried[:5])]
+    return Regret(grid=grid, best=best, listed=best in ours, first=tried[0] if tried else math.inf, shortlist=least[0], five=least[1])
 
 
 def iteration_ranges() -> list[tuple[str, Interval, float]]:
@@ -212,9 +246,12 @@ def summary() -> dict[str, float]:
     return {
         "shortlist regret": statistics.mean(one.shortlist for one in lists),
         "first regret": statistics.median(one.first for one in lists),
+        "first reached": statistics.mean(1 / (1 + one.first) for one in lists),
+        "five reached": statistics.mean(1 / (1 + one.five) for one in lists),
         "best listed": sum(one.listed for one in lists),
         "step covered": sum(row.measured in row.said for row in ran) / len(ran),
         "step error": statistics.median(abs(row.said.mid / row.measured - 1) for row in ran),
+        "step error calibrated": statistics.median(errors_once_calibrated()),
         "memory right": sum(row.fits == math.isfinite(row.measured) for row in every) / len(every),
         "memory covered": sum(row.told for row in every) / len(every),
         "memory open": sum(row.open for row in every) / len(every),

@@ -402,7 +402,7 @@ def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
     option("plan", "--cluster", required=True, metavar="NAME", help='a cluster of the catalogue, such as "DGX-H100"')
     option("plan", "--gpus", type=int, metavar="N", help="how many GPUs; left out: any number")
     option("plan", "--global-batch", type=int, metavar="N", help="samples per step of all GPUs; left out: that of the task")
-    option("plan", "--top", type=int, default=6, metavar="N", help="plans to list at most (6)")
+    option("plan", "--top", type=int, default=8, metavar="N", help="plans to list at most (8)")
     option("trace", "path", help="a file of torch's profiler, a folder of such files, or the directory of a run")
     option("trace", "--operators", action="store_true", help="list the operators as well, those that take longest first")
     option("calibrate", "--models", type=int, default=4, metavar="N", help="how many models to run on a GPU, half a minute each (4)")

@@ -18,14 +18,14 @@ from workbench.cluster.analysis.collective_cost import CostError, Link, broadcas
 from workbench.cluster.analysis.iteration import Layout, bubble
 from workbench.cluster.analysis.links import Sweep
 from workbench.cluster.analysis.plan.layouts import SHARINGS, Layouts, list_layouts
-from workbench.cluster.analysis.plan.memory import memory
+from workbench.cluster.analysis.plan.memory import Memory, memory
 from workbench.cluster.analysis.plan.plans import Plan, Plans
-from workbench.cluster.analysis.plan.ranges import EFFICIENCY, HELD, LINKS, MEASURED_LINKS, PlanError, link_share
-from workbench.cluster.analysis.plan.timing import UPDATE, HardwareRates, Seconds, seconds
-from workbench.cluster.analysis.plan.workload import Workload, workload_of_transformer
+from workbench.cluster.analysis.plan.ranges import EFFICIENCY, HELD, HOST, LINKS, MEASURED_LINKS, PlanError, link_share
+from workbench.cluster.analysis.plan.search import short_list
+from workbench.cluster.analysis.plan.timing import BUCKET, UPDATE, HardwareRates, Seconds, seconds
+from workbench.cluster.analysis.plan.workload import OPERATORS, Workload, workload_of_transformer
 from workbench.cluster.analysis.transformer import Transformer
 from workbench.cluster.analysis.volumes import gather_seconds, sharded_step, volume
-from workbench.cluster.read_model import LAUNCH
 from workbench.core.device import Device
 from workbench.core.statistics import Interval
 from workbench.memory.analysis.non_pytorch import non_pytorch_memory
@@ -115,7 +115,40 @@ def test_stages_that_are_not_equal_wait_for_the_fullest() -> None:
 @pytest.mark.parametrize("gpus", [8, 64])
 def test_ddp_sums_as_the_cluster_does(gpus: int) -> None:
     found = timed(one(gpus, batch=gpus))
-    assert found["communication"] + found["hidden"] == pytest.approx(A100.all_reduce(4 * GPT.parameters, gpus))
+    buckets = 4 * GPT.parameters / BUCKET
+    assert buckets > 100
+    assert found["communication"] + found["hidden"] == pytest.approx(buckets * A100.all_reduce(BUCKET, gpus))
+
+
+def test_more_ranks_pay_the_latency_of_every_bucket() -> None:
+    """64 copies of split layers send less than 256 whole ones, which earlier versions ranked the other way round."""
+    slow = dataclasses.replace(BEST, inter=Link(latency=50e-6, bandwidth=BEST.inter.bandwidth), flops_per_sec=1e30)
+    zero, ddp = (timed(one(256, batch=256, sharing=name), rates=slow) for name in ("zero1", "ddp"))
+    split = timed(one(256, tensor=4, batch=256, sharing="zero1"), rates=slow)
+    assert zero["communication"] > ddp["communication"]  # rings of gathers, against trees of an all-reduce
+    assert zero["communication"] > split["communication"]
+
+
+def test_what_tensor_parallelism_leaves_whole_is_computed_by_every_rank() -> None:
+    split, left = (
+        seconds(workload(sequence_parallel=parallel), one(8, tensor=8, batch=8), BEST, 8).compute[0] for parallel in (True, False)
+    )
+    moved = GPT.layers * 44 * GPT.sequence * GPT.hidden * 7 / 8
+    assert left - split == pytest.approx(8 * moved / A100.device.bandwidth)
+    alone = [seconds(workload(sequence_parallel=parallel), one(1, batch=8), BEST, 8).compute[0] for parallel in (True, False)]
+    assert alone[0] == alone[1]
+
+
+def test_no_micro_batch_is_faster_than_the_host_launches_it() -> None:
+    small = Transformer(layers=24, hidden=256, vocabulary=1000, sequence=128, heads=8)
+    hosted = dataclasses.replace(BEST, host=8e-6)
+    found = {tensor: seconds(workload(small), one(8, tensor=tensor, batch=64), hosted, 8) for tensor in (1, 8)}
+    for tensor, micro_batches in ((1, 8), (8, 64)):
+        least = micro_batches * 24 * OPERATORS["none"] * 8e-6
+        assert found[tensor].total[0] == pytest.approx(least, rel=0.1)
+        assert found[tensor].total[0] >= least
+    large = seconds(workload(LARGE), one(8, tensor=8, batch=8), hosted, 8)
+    assert large.total[0] == seconds(workload(LARGE), one(8, tensor=8, batch=8), BEST, 8).total[0]
 
 
 @pytest.mark.parametrize("gpus", [8, 64, 512])
@@ -128,14 +161,16 @@ def test_fsdp_is_the_sharded_step_and_the_first_gather(gpus: int) -> None:
     whole = alone + found["communication"]
     assert found["compute"] == pytest.approx(alone + update)
     assert whole >= step
-    hops = (3 * 24 - 3) * ((gpus // 8 - 1) * A100.inter.latency + 7 * A100.intra.latency)  # latencies of every layer's three
+    hops = (3 * 24 - 2) * ((gpus // 8 - 1) * A100.inter.latency + 7 * A100.intra.latency)  # latencies of every layer's three
     assert whole <= step + gather / 20 + hops + 1e-9
 
 
 def test_zero_gathers_what_ddp_does_not() -> None:
     zero = timed(one(8, batch=8, sharing="zero1"))
     sent = volume(GPT.parameters, 8, "zero1", parameter_bytes=2, gradient_bytes=4)
-    assert zero["communication"] + zero["hidden"] == pytest.approx(sent.total / A100.intra.bandwidth + 14 * A100.intra.latency)
+    assert zero["communication"] + zero["hidden"] == pytest.approx(
+        sent.total / A100.intra.bandwidth + 14 * 4 * GPT.parameters / BUCKET * A100.intra.latency
+    )
 
 
 def test_accumulation_repeats_what_zero2_and_fsdp_send() -> None:
@@ -162,11 +197,13 @@ def test_gradients_of_two_bytes_are_sent_in_two(sharing: str) -> None:
         seconds(workload(gradient_bytes=size), one(64, batch=64, sharing=sharing), dataclasses.replace(BEST, flops_per_sec=1e30), 8)
         for size in (4, 2)
     )
-    less = {"ddp": 0.5, "zero1": 4 / 6, "zero2": 4 / 6}.get(sharing)
+    less = {"ddp": 0.5}.get(sharing)
     sent = [float((found.communication + found.hidden)[0]) for found in (wide, narrow)]
     assert sent[1] < 0.9 * sent[0]
     if less is not None:
         assert sent[1] / sent[0] == pytest.approx(less, rel=0.01)
+    if sharing in ("zero1", "zero2"):
+        assert 0.5 < sent[1] / sent[0] < 4 / 6  # bytes of the weights stay, and there are half as many buckets
 
 
 @pytest.mark.parametrize("gpus", [1, 2, 3, 4, 5, 6, 7, 8])
@@ -306,8 +343,8 @@ def test_every_plan_uses_exactly_the_gpus_and_makes_the_batch(gpus: int | None) 
         assert plan.energy.grams == pytest.approx(300 * plan.energy.kwh)
         assert not plan.energy.measured
         assert plan.mfu.mid == pytest.approx(GPT.flops(512) / plan.gpus / plan.seconds.mid / 989.4e12)
-    assert found.best is found["fastest"] is found[0]
-    assert [plan.seconds.mid for plan in found] == sorted(plan.seconds.mid for plan in found)
+    assert found.best is found["fastest"] is found[0]  # its memory is plenty
+    assert [plan.seconds.mid for plan in found if not plan.tight] == sorted(plan.seconds.mid for plan in found if not plan.tight)
 
 
 def test_open_numbers_of_gpus_trade_time_against_money() -> None:
@@ -348,8 +385,8 @@ def test_no_more_plans_than_the_most_and_the_first_roles_stay(gpus: int | None) 
         assert found.considered == sum(found.ruled_out.values()) + top
         assert "cheapest" in found.roles or gpus is not None or top <= 2
     two = plans(model=model, gpus=256, top=2)
-    assert (two["fastest"].tight, two["safe"].tight) == (True, False)
-    with pytest.raises(KeyError, match=r"there are fastest, simplest, safe; a larger top= may list more"):
+    assert two["fastest"].tight
+    with pytest.raises(KeyError, match=r"no plan is the 'leanest' one: there are .*fastest.*; a larger top= may list more"):
         two["leanest"]
 
 
@@ -394,8 +431,8 @@ def test_faster_links_and_gpus_are_never_slower(nodes: int, tensor: int, pipelin
 def test_given_shares_make_no_range_and_measured_links_a_narrow_one() -> None:
     sure = plans(efficiency=0.45, links=0.9).best.seconds
     assert sure.low == sure.mid == sure.high
-    links = plans(efficiency=0.45, cluster=A100.with_links(intra=A100.intra), tensor=8).best.seconds
-    loose = plans(efficiency=0.45, cluster=A100, tensor=8).best.seconds
+    links = plans(efficiency=0.45, cluster=A100.with_links(intra=A100.intra), tensor=8)["fastest"].seconds
+    loose = plans(efficiency=0.45, cluster=A100, tensor=8)["fastest"].seconds
     assert 0 < links.high - links.low < loose.high - loose.low
     assert LINKS.mid < 1
     half = A100.with_links(intra=A100.intra)
@@ -581,6 +618,31 @@ def test_beside_the_fastest_that_is_tight_stands_the_fastest_that_is_not() -> No
     assert "fits by its upper end too" in str(found)
 
 
+def test_the_first_plan_has_the_most_throughput_to_expect() -> None:
+    """A plan that runs out of memory trains nothing: one that is a little faster and likely not to fit does not come first."""
+
+    def chosen(*rows: tuple[float, float]) -> list[str]:
+        columns = list_layouts(workload(), A100, [64], 512, ["zero1"], Counter())
+        different = [*{(int(t), int(p)): i for i, (t, p) in enumerate(zip(columns.tensor, columns.pipeline, strict=True))}.values()]
+        layouts = columns.select(np.array(different[: len(rows)]))
+        total, chance = (np.array([row[i] for row in rows]) for i in (0, 1))
+        picks = short_list(layouts, total, np.ones(len(rows)), 64 * total, chance > 0.95, chance, top=9, one_size=True)
+        return [f"{pick.row}: {', '.join(pick.roles)}" for pick in picks]
+
+    assert chosen((1.0, 0.7), (1.1, 0.99))[0].startswith("1: best bet")
+    assert chosen((1.0, 0.95), (1.1, 0.99))[0].startswith("0: fastest")
+    assert [text[0] for text in chosen((1.0, 1.0), (1.3, 1.0), (1.1, 1.0), (1.2, 1.0), (1.4, 1.0))] == ["0", "2", "3", "1", "4"]
+
+
+@given(st.floats(0.5, 0.99), st.floats(1.01, 2.0), st.floats(0.3, 3.0))
+def test_the_chance_that_memory_suffices_passes_the_ends_of_its_range(low: float, high: float, usable: float) -> None:
+    needed = Memory(groups={"weights": np.array([1.0])}, low=np.array([low]), high=np.array([high]))
+    assert [needed.chance(size)[0] for size in (low, 1.0, high)] == pytest.approx([0.05, 0.5, 0.95])
+    assert 0 <= needed.chance(usable)[0] <= needed.chance(usable * 1.01)[0] <= 1
+    known = Memory(groups=needed.groups, low=np.array([1.0]), high=np.array([1.0]))
+    assert [known.chance(size)[0] for size in (0.99, 1.01)] == [0, 1]
+
+
 def test_it_shows_itself() -> None:
     found = plans(price=2.5)
     text = str(found)
@@ -660,10 +722,11 @@ def test_a_module_is_counted_and_planned() -> None:
     assert {plan.checkpointing for plan in found} <= {"none", "full"}
     assert "0.95 … 1.25 times what is predicted, as 19 published steps of programs imply" in str(found)
     assert found.best.memory["weights"] <= 4 * count + 1e6
-    operators = int(re.search(r"launch the (\d+) operators of each micro-batch", str(found))[1])  # type: ignore[index]
-    for span in (found.best.seconds, found.front[0].seconds):  # a small model waits for the host, and its range says so
-        assert span.high == pytest.approx(operators * LAUNCH * found.best.accumulation)
-        assert span.high > 5 * span.mid
+    operators = int(re.search(r"launches the (\d+) operators of each micro-batch", str(found))[1])  # type: ignore[index]
+    span = found.best.seconds  # a small model waits for the host
+    for end in ("low", "mid", "high"):
+        launched = operators * getattr(HOST, end) * found.best.accumulation
+        assert launched <= getattr(span, end) <= 1.5 * launched
     whole = wb.RunSpec(task="text-gpt").replace(**found.changes())
     assert whole.global_batch == 1024
     with pytest.raises(PlanError, match="this is what a plan finds"):
@@ -840,7 +903,8 @@ def test_one_money_and_ranges_from_the_fastest_step_to_the_slowest() -> None:
     each = whole.gpus * whole.steps
     assert used.low == pytest.approx(each * whole.spans["compute"].low * 700)
     assert used.high == pytest.approx(each / 8 * whole.seconds.high * 10_200)
-    assert whole.kwh == Interval(low=used.low * 1.2 / 3.6e6, mid=used.kwh, high=used.high * 1.2 / 3.6e6)
+    assert (whole.kwh.low, whole.kwh.mid) == (pytest.approx(used.low * 1.2 / 3.6e6), used.kwh)
+    assert whole.kwh.high == pytest.approx(used.high * 1.2 / 3.6e6)
     assert whole.grams.high == pytest.approx(300 * whole.kwh.high)
     assert whole.money.low == pytest.approx(each * whole.seconds.low / 3600 * 2.0 + 5.0 * whole.kwh.low)
     bare = plans(model=GPT, electricity=5.0).best

@@ -89,6 +89,9 @@ def test_plans_on_published_sweeps_over_layouts(reality: Any) -> None:
     found = plans.summary()
     assert found["shortlist regret"] <= 0.05
     assert found["best listed"] >= 7
+    assert found["first reached"] >= 0.85
+    assert found["five reached"] >= 0.95
+    assert found["step error calibrated"] <= 0.15
     assert 0.85 <= found["step covered"] <= 0.97
     assert found["memory right"] >= 0.8
     assert found["memory covered"] >= 0.95
@@ -102,5 +105,6 @@ def test_plans_on_published_sweeps_over_layouts(reality: Any) -> None:
     low, mid, high = plans.implied_held()
     assert (low, mid, high) == (pytest.approx(0.92, abs=0.006), pytest.approx(1.14, abs=0.006), pytest.approx(1.41, abs=0.006))
     worst = next(one for one in plans.GRIDS if one.model == "65B")
-    assert plans.regret(worst).first < 0.01
+    assert plans.regret(worst).first < 0.1
+    assert all(plans.regret(one).first < 0.2 for one in plans.GRIDS)  # no first plan runs out of memory
     assert set(plans.rows(worst)) == set(worst.seconds)

@@ -36,7 +36,7 @@ def plan(
     sequence: int | None = None,
     precision: str | None = None,
     batch: Any = None,
-    top: int = 6,
+    top: int = 8,
     steps: int = 1000,
     price: float | None = None,
     electricity: float | None = None,
@@ -65,7 +65,8 @@ def plan(
     every figure has one. A measured step of yours narrows it: `efficiency=` what it reached, `held=` measured over predicted bytes.
 
     A plan fits if its predicted memory is at most what may be used of a GPU (all but `margin`). If the upper end of the prediction is more,
-    the plan is marked tight; if the fastest plan is tight, the fastest that is not is listed, too ("safe"), unless `top` is 1.
+    the plan is marked tight; if the fastest plan is tight, the fastest that is not is listed, too ("safe"), unless `top` is 1. The first
+    plan is that with the most throughput to expect: its speed times the chance that its memory suffices.
 
     Args:
         model: a `Transformer` with its sizes; or a Task, a RunSpec, a module or a function that builds one, of which parameters, FLOPs
@@ -76,7 +77,7 @@ def plan(
         sequence: tokens of a sample, if others than the Transformer's, or than those of the batch.
         precision: "fp32", "amp_bf16" or "amp_fp16"; None = that of a RunSpec, else "amp_bf16".
         batch: an example of it, for a module.
-        top: plans to return at most. The fastest comes first, then the safe one, those of other roles, and other kinds of layout.
+        top: plans to return at most, by the throughput to expect of them: the five with most of it, and those of other roles.
         steps: that money, energy and carbon are of.
         price: money per GPU and hour.
         electricity: money per kWh, where it is paid beside.

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from workbench.cluster.analysis.cluster import Cluster
-from workbench.cluster.analysis.plan.ranges import PlanError, peak_of
+from workbench.cluster.analysis.plan.ranges import HOST, PlanError, peak_of
 from workbench.cluster.analysis.plan.workload import MICRO_BATCHES, Workload
 from workbench.core import units
 from workbench.runs.spec import RunSpec
@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from workbench.memory.estimate.plan import Plan as Program
 
 
-LAUNCH = 20e-6
-"""Seconds in which the host launches an eager operator, at most: most take 5 to 10 µs with autograd, slow hosts twice that. Assumed."""
 DRY_RUN_SIZES = (12, 32)
 """Micro-batches of the dry runs. The memory of all others follows exactly (`memory.family`); their time is a straight line."""
 CHECKPOINTINGS = ("none", "full")
@@ -95,7 +93,7 @@ class _Counted:
     once: float
     """FLOPs of every micro-batch whatever its size, without the optimizer's step, likewise."""
     operators: int
-    """Of a step."""
+    """Of a micro-batch, without the optimizer's step."""
     states: Mapping[str, float]
     """Memory group → bytes, independent of the batch."""
     peaks: Mapping[int, float]
@@ -129,6 +127,7 @@ def _count(target: Any, options: dict[str, Any], cluster: Cluster) -> _Counted:
     few, many = (seen[size] for size in DRY_RUN_SIZES)
     record(plan_of(target, **{**options, "micro_batch": DRY_RUN_SIZES[0], "accumulation": 2}), watch=watch)
     each = rooflines[-1].seconds - few.seconds  # one more micro-batch without the optimizer's step
+    launched = rooflines[-1].operators - few.operators
     # a few samples may be bound by loading the weights: more of them are not
     per_sample = max(many.computing / DRY_RUN_SIZES[1], (many.seconds - few.seconds) / (DRY_RUN_SIZES[1] - DRY_RUN_SIZES[0]))
     shown = breakdown_of(program, logs[DRY_RUN_SIZES[-1]], 0)
@@ -137,7 +136,7 @@ def _count(target: Any, options: dict[str, Any], cluster: Cluster) -> _Counted:
         flops=many.flops / (DRY_RUN_SIZES[1] * program.steps),
         equivalent=per_sample / program.steps * peak,
         once=max(0.0, each - per_sample * DRY_RUN_SIZES[0]) / program.steps * peak,
-        operators=many.operators // program.steps,
+        operators=max(0, launched) // program.steps,
         states={name: float(shown.largest[name]) for name in ("parameters", "gradients", "optimizer_states")},
         peaks=_peaks(target, options, logs),
         blocks=blocks,
@@ -184,7 +183,7 @@ def _workload(counted: Mapping[str, _Counted], precision: str, target: Any, note
         layers=first.blocks,
         shared=0.0,
         broadcasts=first.tensors,
-        launching=first.operators * LAUNCH,
+        operators={kind: float(step.operators) for kind, step in counted.items()},
         flops=min(step.flops for step in counted.values()),
         computed={kind: step.equivalent for kind, step in counted.items()},
         once={kind: step.once for kind, step in counted.items()},
@@ -199,8 +198,9 @@ def _workload(counted: Mapping[str, _Counted], precision: str, target: Any, note
         spec=target if isinstance(target, RunSpec) else None,
         notes=(
             "counted by fake runs on one rank, operators at the roofline of the GPU; tensor and pipeline parallelism are planned for "
-            f"a Transformer only; the upper end of a step is no less than what the host may take to launch the {first.operators:,} "
-            f"operators of each micro-batch ({units.seconds(first.operators * LAUNCH)})",
+            f"a Transformer only; no step is faster than the host launches the {first.operators:,} operators of each micro-batch "
+            f"({units.seconds(first.operators * HOST.mid)}; {units.seconds(first.operators * HOST.low)} … "
+            f"{units.seconds(first.operators * HOST.high)})",
             *notes,
         ),
     )

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from statistics import NormalDist
 
 import numpy as np
 
@@ -13,6 +14,9 @@ from workbench.memory.analysis.non_pytorch import non_pytorch_memory
 
 _STAGE = {sharing: stage for stage, sharing in enumerate(("ddp", "zero1", "zero2", "fsdp"))} | {"hsdp": 3}
 """Sharing → stage of ZeRO."""
+_NORMAL = NormalDist()
+_NINETY_FIFTH = _NORMAL.inv_cdf(0.95)
+_below = np.frompyfunc(_NORMAL.cdf, 1, 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +35,19 @@ class Memory:
         """Bytes of all groups."""
         total: Floats = np.sum(list(self.groups.values()), 0)
         return total
+
+    def chance(self, usable: float) -> Floats:
+        """Probability that so many bytes suffice, if `low`, `total` and `high` are the 5th, 50th and 95th percentile of what is needed, and
+        its logarithm is normal on either side of the middle.
+
+        Args:
+            usable: bytes of a GPU that may be used.
+        """
+        away = np.log(usable / self.total)
+        widths = np.where(away < 0, np.log(self.total / self.low), np.log(self.high / self.total)) / _NINETY_FIFTH
+        scores = np.where(widths > 0, away / np.where(widths > 0, widths, 1.0), np.where(away < 0, -np.inf, np.inf))
+        probability: Floats = np.asarray(_below(scores), float)
+        return probability
 
 
 def memory(workload: Workload, layouts: Layouts, device: str, held: Interval = HELD) -> Memory:

@@ -347,7 +347,7 @@ class Front:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plans(Sequence[Plan], display.Shown):
-    """The short list, best first; `plans[0]` is the fastest."""
+    """The short list; `plans[0]` has the most throughput to expect: its speed times the chance that its memory suffices."""
 
     plans: tuple[Plan, ...]
     front: tuple[Front, ...]

@@ -44,6 +44,10 @@ MEASURED_LINKS = Interval(low=0.9, mid=1.0, high=1.05)
 """The same of links that were measured, at least: they repeat within a few percent, and fall a little with more nodes. Where a link has an
 interval of its own that is wider, it counts."""
 
+HOST = Interval(low=4e-6, mid=8e-6, high=20e-6)
+"""Seconds in which the host launches an eager operator with autograd: most take 5 to 10 µs, fused or captured ones less, slow hosts twice
+that. `MachineSpeeds` measures it on your own machine ("dispatch": 2 µs without a GPU's launch, of 3 to 5 µs). Assumed."""
+
 
 HELD = Interval(low=0.95, mid=1.0, high=1.25)
 """What PyTorch's allocator really holds over the predicted bytes: fragmentation, workspaces, buffers that no formula has. Round ends, for

@@ -14,7 +14,7 @@ from workbench.cluster.analysis.energy import Energy
 from workbench.cluster.analysis.plan.layouts import MEGATRON, SHARINGS, Floats, Layouts, list_layouts
 from workbench.cluster.analysis.plan.memory import Memory, memory
 from workbench.cluster.analysis.plan.plans import Front, Plan, Plans, Power
-from workbench.cluster.analysis.plan.ranges import HELD_SOURCES, PlanError, between, intervals_around
+from workbench.cluster.analysis.plan.ranges import HELD_SOURCES, HOST, PlanError, between, intervals_around
 from workbench.cluster.analysis.plan.timing import PARTS, HardwareRates, Seconds, seconds
 from workbench.cluster.analysis.plan.workload import Workload
 from workbench.core import units
@@ -27,6 +27,10 @@ NEAR = 0.10
 """The simplest plan may be this much slower than the fastest."""
 FASTER = 0.05
 """Memory limits a plan if a layout that does not fit would be faster by this much."""
+FAST = 5
+"""Layouts of the most throughput to expect that come before the simplest and the leanest."""
+MOST_LISTED = 1000
+"""Most layouts of a list."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +87,8 @@ class PlanSearch:
         fitting = candidates.select(where)
         gpu_seconds = fitting.gpus * total[where]
         sure = held.high[where] <= self.usable_memory
-        picks = short_list(fitting, total[where], used[where], gpu_seconds, sure, top=self.top, one_size=len(sizes) == 1)
+        chance = held.chance(self.usable_memory)[where]
+        picks = short_list(fitting, total[where], used[where], gpu_seconds, sure, chance, top=self.top, one_size=len(sizes) == 1)
         plans = [self._plan(pick, candidates, int(where[pick.row]), parts, held, fits, total) for pick in picks]
         perhaps = ~fits & (held.low <= self.usable_memory)
         out["memory"] = int((~fits & ~perhaps).sum())
@@ -106,7 +111,8 @@ class PlanSearch:
 
     def _rates(self, efficiency: str, links: str) -> HardwareRates:
         intra, inter = (getattr(share, links) for share in self.links)
-        return HardwareRates.of(self.cluster, self.peak, getattr(self.efficiency, efficiency), (intra, inter))
+        host = HOST.mid if self.efficiency_given else getattr(HOST, {"low": "high", "high": "low"}.get(efficiency, "mid"))
+        return HardwareRates.of(self.cluster, self.peak, getattr(self.efficiency, efficiency), (intra, inter), host)
 
     def corners(self, layouts: Layouts) -> list[Seconds]:
         """Seconds of a step at all ends of both ranges: fast kernels with slow links, for instance, expose the most communication."""
@@ -162,9 +168,8 @@ class PlanSearch:
         )
 
     def _spans(self, layouts: Layouts, corners: Sequence[Seconds], mid: Floats) -> list[Interval]:
-        """Seconds of a step between the corners; the upper end is no less than what the host may take to launch it."""
-        columns = [corner.total for corner in corners]
-        return intervals_around([*columns, np.maximum(mid, layouts.accumulation * self.workload.launching)], mid)
+        """Seconds of a step between the corners."""
+        return intervals_around([corner.total for corner in corners], mid)
 
     def _energy(self, gpus: int, span: Interval, computing: Interval) -> Energy | None:
         where = self.cluster
@@ -294,12 +299,15 @@ def short_list(
     used: Floats,
     gpu_seconds: Floats,
     sure: np.ndarray[tuple[int], np.dtype[np.bool_]],
+    chance: Floats,
     *,
     top: int,
     one_size: bool,
 ) -> list[Selection]:
-    """The fastest, and if its memory is tight, the fastest whose upper end fits too; the cheapest, the best value and the fewest GPUs where
-    their number is open; the simplest; the leanest; and then the fastest of each other kind, until there are `top`.
+    """The layouts with the most throughput to expect: speed times the chance that the memory suffices, since a plan that runs out of memory
+    trains nothing. Among them the fastest, if its memory is tight the fastest whose upper end fits too; the cheapest, the best value and
+    the fewest GPUs where their number is open; then the next ones to FAST of them, the simplest, the leanest, and more, until there are
+    `top`.
 
     Args:
         layouts: that fit.
@@ -307,14 +315,20 @@ def short_list(
         used: bytes of each.
         gpu_seconds: GPUs × seconds of each.
         sure: does the upper end of its memory fit, too?
+        chance: that its memory suffices.
         top: most layouts to select; roles of one layout count once.
         one_size: do all have the same number of GPUs?
     """
-    fastest = _first(total, used)
+    expected = total / np.maximum(chance, 1e-9)
+    fastest, likely = _first(total, used), _first(expected, used)
     near = total <= (1 + NEAR) * total[fastest]
     soon = total <= (1 + SLACK) * total[fastest]
     kinds = complexity(layouts)
     picks: list[tuple[str, int, str]] = [("fastest", fastest, "the least time per step")]
+    if likely != fastest:
+        odds = f"its memory suffices with a chance of {units.percent(float(chance[likely]))}, that of the fastest with "
+        odds += units.percent(float(chance[fastest]))
+        picks.insert(0, ("best bet", likely, f"the most throughput to expect: {odds}"))
     if sure.any() and not sure[fastest]:
         picks.append(("safe", _first(np.where(sure, total, np.inf), used), "the fastest whose memory fits by its upper end too"))
     if not one_size:
@@ -325,28 +339,25 @@ def short_list(
             ("best value", _first(cheap, gpu_seconds), f"the fastest that is at most {100 * SLACK:.0f} % more expensive than the cheapest")
         )
         picks.append(("fewest GPUs", _first(layouts.gpus.astype(float), total), "the fewest GPUs on which it fits"))
+    following = [(f"next {place}", row, "the next most throughput to expect") for place, row in enumerate(_different(layouts, expected), 1)]
+    picks += following[:FAST]
     leanest = _first(np.where(soon, used, np.inf), total)
     simplest = _first(np.where(near, kinds, np.inf), total)
     picks.append(("simplest", simplest, f"the fewest kinds of parallelism within {100 * NEAR:.0f} % of the fastest"))
     picks.append(("leanest", leanest, f"the least memory within {100 * SLACK:.0f} % of the fastest"))
+    picks += following[FAST:]
     rows: dict[int, list[tuple[str, str]]] = {}
     for role, row, why in picks:
-        if row in rows or len(rows) < top:
+        known = row in rows
+        if (known and not role.startswith("next")) or (not known and len(rows) < top):
             rows.setdefault(row, []).append((role, why))
-    for row in _others(layouts, total, set(rows)):
-        if len(rows) >= top:
-            break
-        rows[row] = [(f"next {len(rows)}", "the fastest of another kind")]
-    chosen = [
-        Selection(row=row, roles=tuple(role for role, _ in reasons), why="; ".join(why for _, why in reasons))
-        for row, reasons in rows.items()
-    ]
-    ordered = sorted(chosen, key=lambda pick: (total[pick.row], used[pick.row]))
-    names = iter(range(1, len(ordered) + 1))
-    return [
-        Selection(row=pick.row, roles=(f"another way {next(names)}",), why=pick.why) if pick.roles[0].startswith("next") else pick
-        for pick in ordered
-    ]
+    ordered = sorted(rows, key=lambda row: (expected[row], used[row]))
+    names = iter(range(2, len(ordered) + 2))
+    chosen = []
+    for row in ordered:
+        reasons = [(role, why) for role, why in rows[row] if not role.startswith("next")] or [(f"choice {next(names)}", rows[row][0][1])]
+        chosen.append(Selection(row=row, roles=tuple(role for role, _ in reasons), why="; ".join(why for _, why in reasons)))
+    return chosen
 
 
 def _first(value: Floats, then: Floats) -> int:
@@ -362,19 +373,13 @@ def complexity(layouts: Layouts) -> Floats:
     return total + 0.25 * (layouts.checkpointing > 0)
 
 
-def kinds_of(layouts: Layouts) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """An identifier of the kind of each layout: GPUs, tensor and pipeline degree, and whether weights are shared."""
-    whole = np.isin(layouts.sharing, [SHARINGS.index(sharing) for sharing in ("fsdp", "hsdp")])
-    return ((layouts.gpus * 1024 + layouts.tensor) * 4096 + layouts.pipeline) * 2 + whole
-
-
-def _others(layouts: Layouts, total: Floats, taken: set[int]) -> list[int]:
-    """The fastest of each kind that is not taken, fastest first."""
-    kinds = kinds_of(layouts)
-    order = np.argsort(total, kind="stable")
-    seen = {int(kinds[row]) for row in taken}
-    _, first = np.unique(kinds[order], return_index=True)
-    return [int(order[index]) for index in np.sort(first) if int(kinds[order[index]]) not in seen]
+def _different(layouts: Layouts, expected: Floats) -> list[int]:
+    """Rows by rising expected time; of layouts that differ only in what ranks share, or in the pieces of a pipeline, the best."""
+    order = np.argsort(expected, kind="stable")
+    columns = ("gpus", "tensor", "pipeline", "micro_batch", "checkpointing")
+    kinds = np.stack([getattr(layouts, name)[order] for name in columns], 1)
+    _, first = np.unique(kinds, axis=0, return_index=True)
+    return [int(order[index]) for index in np.sort(first)[:MOST_LISTED]]
 
 
 def limiting_part(layouts: Layouts, total: Floats, fits: np.ndarray[tuple[int], np.dtype[np.bool_]], parts: Seconds, row: int) -> str:

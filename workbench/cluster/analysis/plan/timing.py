@@ -1,5 +1,6 @@
 """Predicts the step time of layouts as parts that add up: computing, exposed communication, and the pipeline's bubble."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,6 +15,9 @@ _BACKWARD = 2 / 3
 """Share of a micro-batch that its backward takes: two of three products."""
 UPDATE = 30
 """Bytes that an Adam step moves per parameter: gradient 4, weights 4 + 4, moments 8 + 8, weights in 16 bit 2."""
+
+BUCKET = 25 * 2**20
+"""Bytes of gradients that are reduced at once: torch's DistributedDataParallel, `bucket_cap_mb`. Each pays the latency of its messages."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,33 +47,37 @@ class HardwareRates:
     """Bytes per second of its memory."""
     intra: Link
     inter: Link
+    host: float = 0.0
+    """Seconds in which the host launches an operator."""
 
     @classmethod
-    def of(cls, cluster: Cluster, peak: float, efficiency: float, links: float | tuple[float, float]) -> "HardwareRates":
+    def of(cls, cluster: Cluster, peak: float, efficiency: float, links: float | tuple[float, float], host: float = 0.0) -> "HardwareRates":
         """A cluster's rates at shares of its peaks; `links` is one share for all, or (inside nodes, between them)."""
         shares = links if isinstance(links, tuple) else (links, links)
         pairs = zip((cluster.intra, cluster.inter), shares, strict=True)
         intra, inter = (Link(latency=link.latency, bandwidth=link.bandwidth * share) for link, share in pairs)
-        return cls(flops_per_sec=peak * efficiency, memory=cluster.device.bandwidth, intra=intra, inter=inter)
+        return cls(flops_per_sec=peak * efficiency, memory=cluster.device.bandwidth, intra=intra, inter=inter, host=host)
 
 
 def seconds(workload: Workload, layouts: Layouts, rates: HardwareRates, per_node: int) -> Seconds:
     """Seconds of a step of each layout.
 
-    Computing: FLOPs over what a GPU achieves; the optimizer's step at the memory's bandwidth. Tensor parallelism: the all-reduces of every
-    micro-batch, as rings in a node, all exposed (Shoeybi et al. 2019). Pipelines: (p−1)/(m v) of both (Narayanan et al. 2021), and one
-    message per boundary, chunk and direction. Data parallelism, per micro-batch with ZeRO-2 and 3, else once a step: what the backward of
-    that micro-batch does not hide, and at least its last bucket or layer (`iteration.overlap`); ZeRO-1 and 2 gather the new weights
-    exposed (torch's own ZeRO-1 broadcasts them one by one, after a whole all-reduce); under ZeRO-3 gathers and reductions hide behind the
-    whole micro-batch, except the first layer's (`volumes.sharded_step`).
-    Stages with fewer layers wait for the longest. Left out: what stages have besides layers, stragglers, the loader, checkpoints on disk.
+    Computing: FLOPs over what a GPU achieves; under tensor parallelism what it does not split, at the memory's bandwidth; no less than what
+    the host takes to launch the operators of a micro-batch, however small; the optimizer's step at the memory's bandwidth.
+    Tensor parallelism: the all-reduces of every micro-batch, as rings in a node, all exposed (Shoeybi et al. 2019). Pipelines: (p−1)/(m v)
+    of both (Narayanan et al. 2021), and one message per boundary, chunk and direction. Data parallelism, per micro-batch with ZeRO-2 and 3,
+    else once a step: what the backward of that micro-batch does not hide, and at least its last bucket or layer (`iteration.overlap`);
+    ZeRO-1 and 2 gather the new weights exposed (torch's own ZeRO-1 broadcasts them one by one, after a whole all-reduce); under ZeRO-3
+    gathers and reductions hide behind the whole micro-batch, except the first layer's (`volumes.sharded_step`). Gradients are reduced in
+    buckets, each of which pays its latency. Stages with fewer layers wait for the longest. Left out: what stages have besides layers,
+    stragglers, the loader, checkpoints on disk.
     """
-    kinds = list(workload.computed)
-    t, p, m, b = layouts.tensor, layouts.pipeline, layouts.accumulation, layouts.micro_batch
-    share = layouts.share(workload.layers)
-    flops, fixed = (np.array([of.get(kind, 0.0) for kind in kinds])[layouts.checkpointing] for of in (workload.computed, workload.once))
-    unit = (flops * b + fixed) * share / (t * rates.flops_per_sec)  # a micro-batch on one stage
+    p, m = layouts.pipeline, layouts.accumulation
+    unit = _stage(workload, layouts, rates)
     sent = _tensor_parallel(workload, layouts, rates)
+    if workload.operators:
+        launched = _of(workload, layouts, workload.operators) * layouts.share(workload.layers) * rates.host
+        unit = np.maximum(unit, launched - sent)  # the host launches collectives, too
     handed = _pipeline_messages(workload, layouts, rates, per_node)
     working = unit + sent
     often, once, hidden = _data_parallel(workload, layouts, rates, working)
@@ -81,6 +89,22 @@ def seconds(workload: Workload, layouts: Layouts, rates: HardwareRates, per_node
         bubble=idle * busy,
         hidden=hidden,
     )
+
+
+def _of(workload: Workload, layouts: Layouts, kinds: Mapping[str, float]) -> Floats:
+    """A figure of each layout's kind of checkpointing."""
+    found: Floats = np.array([kinds.get(kind, 0.0) for kind in workload.computed], float)[layouts.checkpointing]
+    return found
+
+
+def _stage(workload: Workload, layouts: Layouts, rates: HardwareRates) -> Floats:
+    """Seconds in which the stage with most to do computes a micro-batch."""
+    t, b = layouts.tensor, layouts.micro_batch
+    share = layouts.share(workload.layers)
+    flops = _of(workload, layouts, workload.computed) * b + _of(workload, layouts, workload.once)
+    undivided = _of(workload, layouts, workload.undivided) * b * share * (t - 1) / t
+    seconds: Floats = flops * share / (t * rates.flops_per_sec) + undivided / rates.memory
+    return seconds
 
 
 def _tensor_parallel(workload: Workload, layouts: Layouts, rates: HardwareRates) -> Floats:
@@ -113,12 +137,13 @@ def _data_parallel(workload: Workload, layouts: Layouts, rates: HardwareRates, w
         hops = (nodes - 1) * rates.inter.latency + (inside - 1) * rates.intra.latency
         return pieces * hops + np.where(nodes > 1, np.maximum(between, within), within)
 
-    reduced = ring(inside, gradients, rates.intra, 2) + tree_or_ring(nodes, gradients / inside, rates.inter)
-    scattered, collected = gathered(gradients, 1), gathered(weights, 1)
+    buckets = np.maximum(1.0, gradients / BUCKET)
+    reduced = ring(inside, gradients, rates.intra, 2, buckets) + tree_or_ring(nodes, gradients / inside, rates.inter, buckets)
+    scattered, collected = gathered(gradients, buckets), gathered(weights, buckets)
     piece = 1 / layers
     # ZeRO-3: two gathers and a reduction of every micro-batch, layer by layer
     streams = 2 * gathered(weights, layers) + gathered(gradients, layers)
-    sharded = np.maximum(0.0, streams - working) + collected * piece
+    sharded = np.maximum(0.0, streams - working) + gathered(weights, layers) * piece
     # HSDP: the same inside a node, and an all-reduce of the shard between nodes
     near = 2 * ring(inside, weights, rates.intra, 1, layers) + ring(inside, gradients, rates.intra, 1, layers)
     hybrid = np.maximum(0.0, near - working) + ring(inside, weights, rates.intra, 1) * piece
@@ -161,10 +186,10 @@ def ring(ranks: Ints, size: Floats, link: Link, rounds: int, pieces: Floats | fl
     return total
 
 
-def tree_or_ring(ranks: Ints, size: Floats, link: Link) -> Floats:
-    """Seconds of an all-reduce by the faster of the two."""
+def tree_or_ring(ranks: Ints, size: Floats, link: Link, pieces: Floats | float = 1.0) -> Floats:
+    """Seconds of all-reduces by the faster of the two, of so many bytes together."""
     hops = np.minimum(ranks - 1, np.ceil(np.log2(ranks)))
-    total: Floats = 2 * (hops * link.latency + (ranks - 1) / ranks * size / link.bandwidth)
+    total: Floats = 2 * (pieces * hops * link.latency + (ranks - 1) / ranks * size / link.bandwidth)
     return total
 
 

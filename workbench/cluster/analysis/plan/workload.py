@@ -20,6 +20,13 @@ LOGITS = 14
 """Bytes per token and word of the vocabulary at the end of the forward, in 16 bit: the logits (2), log_softmax (4) and two gradients
 (4 + 4), as eager PyTorch keeps them; in fp32 two more."""
 
+OPERATORS = {"none": 105, "selective": 120, "full": 125}
+"""Checkpointing → operators that an eager block calls, forward, backward and forward again. Counted in dry runs of GPT-2 of transformers
+5 with autocast, without views (104, 121, 126); its Llama has 170, 208 and 215, fused kernels make fewer."""
+UNDIVIDED = {"none": 44, "selective": 44, "full": 64}
+"""Checkpointing → bytes per token and width, in 16 bit, that norms and residual sums of a block move: tensor parallelism leaves them whole.
+Each of two norms reads 2 and writes 2 forward, reads 4 and writes 2 backward; each of two sums reads 4 and writes 2 both ways."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
@@ -53,8 +60,10 @@ class Workload:
     """Checkpointing → all-reduces of tensor parallelism per block and micro-batch, and bytes per sample of each; empty = none."""
     boundary: float = 0.0
     """Bytes per sample that a pipeline's stage sends to the next."""
-    launching: float = 0.0
-    """Seconds that the host may take to launch the operators of a micro-batch, at most: no step is sure to be faster. 0 = not known."""
+    operators: Mapping[str, float] = field(default_factory=dict)
+    """Checkpointing → operators that the host launches for a micro-batch, of all blocks: no step is faster. Empty = not known."""
+    undivided: Mapping[str, float] = field(default_factory=dict)
+    """Checkpointing → bytes per sample that elementwise operators of all blocks move, and tensor parallelism does not split."""
     states: tuple[float, float, float] = (2.0, 4.0, 12.0)
     """Bytes per parameter: weights, gradients, optimizer's states with the fp32 weights."""
     counted: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
@@ -114,6 +123,7 @@ def workload_of_transformer(
         layer["selective"], outside["selective"], working["selective"] = keeps * unit * wide, outside["none"], scores
     kinds = [kind for kind in CHECKPOINTINGS if kind in layer]
     exchanges = {kind: model.exchanges(kind) for kind in kinds}
+    moved = {kind: 0.0 if sequence_parallel else model.layers * UNDIVIDED[kind] * unit * wide for kind in kinds}
     return Workload(
         name=f"transformer of {model.layers} × {model.hidden:,}, {units.count(model.parameters)} parameters, {s:,} tokens",
         parameters=model.parameters,
@@ -128,6 +138,8 @@ def workload_of_transformer(
         split_head=loss_parallel,
         exchanged={kind: (exchanges[kind], unit * ELEMENT[precision]) for kind in kinds},
         boundary=model.boundary_bytes(1, ELEMENT[precision]),
+        operators={kind: float(model.layers * OPERATORS[kind]) for kind in kinds},
+        undivided=moved,
         states=(4.0, 4.0, 8.0) if precision == "fp32" else (2.0, float(gradient_bytes), 12.0),
         tensors=[t for t in _divisors(gpus_per_node) if heads % t == 0],
         stages=sorted({*_divisors(model.layers), *(2**power for power in range(12) if 2**power <= model.layers)}),
