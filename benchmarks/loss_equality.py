@@ -22,7 +22,7 @@ from workbench.runs.spec import RunSpec
 from workbench.runs.task import Task
 from workbench.train.models import Gpt
 from workbench.train.ranks import Ranks
-from workbench.train.tasks import WINDOW, text_gpt
+from workbench.train.tasks import WINDOW, moe_gpt, text_gpt
 from workbench.train.trainer import Trainer
 
 STEPS = 6
@@ -51,20 +51,28 @@ ON_FOUR = {
     **{f"ZeRO-1 × {name}": {**stages, "parallel": "zero1"} for name, stages in STAGES.items()},
     **{f"PP {name} of 4": {"pipeline_parallel": 4, "pipeline_schedule": name} for name in ("gpipe", "1f1b")},
 }
-MODES = {1: {"one process": {}}, 2: ON_TWO, 4: ON_FOUR}
+EXPERTS = "MoE "
+"""How the names of the modes begin whose model is the mixture of experts, which is compared with itself on one process."""
+DIVIDED: dict[str, Any] = {"expert_parallel": 2}
+ON_TWO |= {"MoE DDP": {}, "MoE EP": DIVIDED, "MoE EP, checkpointing": {**DIVIDED, "checkpointing": "full"}}
+ON_FOUR |= {"MoE EP": {"expert_parallel": 4}, "MoE DDP × EP": DIVIDED}
+ALONE = {"one process": {}, "MoE one process": {}}
+MODES: dict[int, dict[str, dict[str, Any]]] = {1: ALONE, 2: ON_TWO, 4: ON_FOUR}
 
 
-def task() -> Task:
-    """The text model with four layers, which can be split and cut."""
+def task(name: str) -> Task:
+    """The text model with four layers, which can be split and cut, or with two layers of four experts."""
+    if name.startswith(EXPERTS):
+        return dataclasses.replace(moe_gpt(), optimizer="sgd(lr=0.3, momentum=0.9)")
     model = partial(Gpt, length=WINDOW, width=64, layers=4, heads=4)
     return dataclasses.replace(text_gpt(), model=model, tensor_parallel=PLAN, optimizer="sgd(lr=0.3, momentum=0.9)")
 
 
-def losses(knobs: dict[str, Any], ranks: Ranks, steps: int) -> list[float]:
+def losses(name: str, knobs: dict[str, Any], ranks: Ranks, steps: int) -> list[float]:
     """The mean loss of each step over all ranks."""
     spec = RunSpec(task="text-gpt", device="cpu", steps=steps, clip_grad_norm=1.0, nproc_per_node=ranks.world_size, accumulation=4, **knobs)
     spec = spec.replace(micro_batch=SAMPLES // spec.accumulation // spec.data_ranks)
-    trainer, found = Trainer(spec, task(), ranks), []
+    trainer, found = Trainer(spec, task(name), ranks), []
     with contextlib.closing(trainer.batches()) as batches:
         for _ in range(steps):
             loss = trainer.step([next(batches) for _ in range(spec.accumulation)])
@@ -76,7 +84,7 @@ def losses(knobs: dict[str, Any], ranks: Ranks, steps: int) -> list[float]:
 def on_ranks(path: Path, steps: int) -> None:
     """What torchrun starts: all modes of this number of ranks, one after the other."""
     ranks = Ranks.join(RunSpec(task="text-gpt", device="cpu"))
-    found = {name: losses(knobs, ranks, steps) for name, knobs in MODES[ranks.world_size].items()}
+    found = {name: losses(name, knobs, ranks, steps) for name, knobs in MODES[ranks.world_size].items()}
     if not ranks.rank:
         path.write_text(json.dumps(found), encoding="utf-8")
     ranks.agree(True)
@@ -114,15 +122,21 @@ def difference(one: list[float], other: list[float]) -> float:
     return max(abs(a - b) for a, b in zip(one, other, strict=True))
 
 
+def beside(alone: dict[str, list[float]], name: str) -> list[float]:
+    """The losses of the model of a mode on one process."""
+    return alone["MoE one process" if name.startswith(EXPERTS) else "one process"]
+
+
 def main(steps: int = STEPS) -> int:
     """Print the table; 1 if a mode is beyond the tolerance."""
-    alone = measured(1, steps)["one process"]
-    print(f"one process: {', '.join(f'{loss:.4f}' for loss in alone)}\n")
+    alone = measured(1, steps)
+    for name, found in alone.items():
+        print(f"{name}: {', '.join(f'{loss:.4f}' for loss in found)}\n")
     print("| ranks | mode | largest difference of a loss from one process |\n| --- | --- | --- |")
     worst, count = 0.0, 0
     for ranks in (2, 4):
         for name, found in measured(ranks, steps).items():
-            print(f"| {ranks} | {name} | {(gap := difference(alone, found)):.1e} |")
+            print(f"| {ranks} | {name} | {(gap := difference(beside(alone, name), found)):.1e} |")
             worst, count = max(worst, gap), count + 1
     print(f"\n{count} modes and pairs, {steps} steps; largest difference {worst:.1e}, tolerance {TOLERANCE:.0e}")
     return int(worst > TOLERANCE)

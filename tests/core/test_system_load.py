@@ -2,6 +2,7 @@
 
 import gc
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from workbench.core.system_load import TICKS, GcTimer, LoadMeter, Noise, RunQueueDelay, cpu_of_process, usable_cores
+from workbench.core.system_load import MAX_FOREIGN_SHARE, TICKS, GcTimer, LoadMeter, Noise, RunQueueDelay, cpu_of_process, usable_cores
 
 pytestmark = pytest.mark.alone
 
@@ -26,6 +27,8 @@ class Proc:
         self.root, self.now = root, 100.0
         self.busy = dict.fromkeys([*CORES, 997], 50.0)
         """Seconds per core; the last one is none that we may use."""
+        self.stolen = 0.0
+        """Seconds that the host took of the first core."""
         self.waited: dict[int, float] = {}
         self.thread(threading.get_native_id())
         self.write()
@@ -39,7 +42,8 @@ class Proc:
             file.write(text)
 
     def write(self) -> None:
-        lines = [f"cpu{core} {round(seconds * TICKS)} 0 0 9999 99 0 0 0 0 0" for core, seconds in self.busy.items()]
+        steal = {CORES[0]: round(self.stolen * TICKS)}
+        lines = [f"cpu{core} {round(seconds * TICKS)} 0 0 9999 99 0 0 {steal.get(core, 0)} 0 0" for core, seconds in self.busy.items()]
         (self.root / "stat").write_text("\n".join(["cpu 1 2 3 4 5 6 7 8 9 10", *lines, "intr 5"]))
 
     def clock(self) -> float:
@@ -119,6 +123,42 @@ def test_foreign_cores_are_what_is_busy_and_not_ours(proc: Proc) -> None:
     assert meter.total().foreign == pytest.approx(0.3, abs=0.02)
     assert meter.noise(0.2).foreign == pytest.approx(0.3, abs=0.02)
     assert meter.noise(0.2).spread == 0.2
+    meter.close()
+
+
+@linux
+def test_time_that_the_host_takes_is_not_sleep(proc: Proc, monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu = [0.0]
+    monkeypatch.setattr(time, "thread_time", lambda: cpu[0])
+    meter = LoadMeter(proc=proc.root, clock=proc.clock)
+    proc.now += 100
+    cpu[0] += 60
+    proc.busy[CORES[0]] += 60  # nothing else computes: all that was taken was taken from this thread
+    proc.stolen += 30
+    proc.write()
+    alone = meter.lap()
+    assert alone.stolen == pytest.approx(30)
+    assert alone.blocked == pytest.approx(10)
+    proc.now += 100
+    cpu[0] += 20
+    proc.busy[CORES[0]] += 80  # three quarters of it are another process's, which lost as much of what was taken
+    proc.stolen += 20
+    proc.write()
+    shared = meter.lap()
+    assert shared.stolen == pytest.approx(5)
+    assert shared.blocked == pytest.approx(75)
+    meter.close()
+
+
+@linux
+def test_others_that_need_our_cores_are_said(proc: Proc) -> None:
+    meter = LoadMeter(proc=proc.root, clock=proc.clock)
+    proc.now += 100
+    proc.write()
+    assert meter.crowding() == ""
+    proc.busy[CORES[0]] += 100 * (0.5 + MAX_FOREIGN_SHARE * len(CORES))
+    proc.write()
+    assert re.fullmatch(r"other processes took \d+\.\d of \d+ cores", meter.crowding())
     meter.close()
 
 

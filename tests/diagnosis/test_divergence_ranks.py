@@ -59,6 +59,10 @@ def test_one_rank_that_shards_is_recorded_as_a_process_is() -> None:
                 assert {point.phase for point in points} == {"start", "forward", "backward", "optimizer"}
                 assert {point.module for point in points if point.phase == "forward"} == {"0", "1", "2", "the model", "the loss"}
                 assert max(point.difference for point in points) < (1e-12 if double else 1e-4)
+        several = ONE.replace(accumulation=2)
+        points, _ = divergence._points(divergence.of_spec(several, built(), 2, True), of_ranks(several, built(), ranks, 2, True))
+        assert max(point.difference for point in points) < 1e-12  # each micro-batch is compared with the same of the other
+        assert len([point for point in points if point.phase == "forward" and point.module == "1"]) == 2 * 2
     finally:
         dist.destroy_process_group()
 

@@ -9,6 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
+from tests.diagnosis.test_diagnosis import remedy
+from workbench.core.system_load import LoadMeter
+from workbench.diagnosis.api import _kept
 from workbench.harness import ablations
 from workbench.harness.ab_test import MAX_PAIRS, MIN_PAIRS, measure_change, run_ab_test
 from workbench.harness.blocks import DiagnoseError
@@ -77,6 +80,16 @@ def test_noise_makes_more_pairs_and_the_budget_ends_them() -> None:
     short = run_ab_test(Fake(clock, 3.0), Fake(clock, 3.0), budget_s=30, peers=Peers(), clock=clock)
     assert 1 <= len(short.pairs) <= 3
     assert clock.now < 60
+
+
+@pytest.mark.parametrize("crowding", ["", "other processes took 1.0 of 2 cores"])
+def test_a_busy_machine_is_in_the_note(crowding: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LoadMeter, "crowding", lambda meter: crowding)
+    clock = Clock()
+    arm = run_ab_test(Fake(clock, 0.1), Fake(clock, 0.05), budget_s=1000, peers=Peers(), clock=clock)
+    said = f"the machine was busy: {crowding}, so the measured gain may be wrong; prove it again when it is quiet"
+    assert arm.note == (said if crowding else None)
+    assert _kept(remedy(low=0.0), arm, samples=1.0).notes == ((said,) if crowding else ())
 
 
 def test_stalls_of_both_count() -> None:

@@ -63,6 +63,28 @@ def test_the_fullest_rank_is_reported() -> None:
     assert breakdowns[reported.rank].total == reported.total
 
 
+def test_the_fullest_rank_of_each_stage_is_looked_at() -> None:
+    """ZeRO-1 deals the parameters of each stage by themselves: the second rank of the last stage has two of its three."""
+
+    def model() -> nn.Sequential:
+        wide = [nn.Linear(40, 100, bias=False), nn.Linear(100, 30, bias=False), nn.Linear(30, 100, bias=False)]
+        return nn.Sequential(nn.Linear(40, 40, bias=False), nn.Sequential(*wide))
+
+    task = wb.Task(
+        model=model,
+        dataset=lambda: [torch.zeros(40)] * 8,
+        loss=lambda model, batch: model(batch).sum(),
+        tensor_parallel={"0": "colwise_rep"},
+    )
+    about: dict[str, Any] = {"device": "cpu", "world_size": 4, "parallel": "zero1", "micro_batch": 2, "accumulation": 2}
+    for knobs, fullest in (({"pipeline_parallel": 2}, (3,)), ({"tensor_parallel": 2}, (2, 3))):
+        totals = [wb.estimate_memory(task, rank=rank, **about, **knobs).total for rank in range(4)]
+        assert {rank for rank, total in enumerate(totals) if total == max(totals)} == set(fullest)
+        reported = wb.estimate_memory(task, **about, **knobs)
+        assert reported.total == max(totals)
+        assert reported.rank in fullest
+
+
 @pytest.mark.parametrize("ranks", [2, 64])
 def test_fsdp_shares_everything(ranks: int) -> None:
     breakdown = estimate(ranks, parallel="fsdp")

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.scripts.sharing import gpt
+from tests.scripts import sharing
 from workbench.runs.spec import RunSpec
 from workbench.train.checkpoints import Checkpoints
 from workbench.train.fingerprints import digest
@@ -34,9 +34,11 @@ MODES: dict[str, dict[str, Any]] = {
     "stages": {"pipeline_parallel": 2, "accumulation": 2, "ema": 0.9},
     "stages, zero1": {"pipeline_parallel": 2, "accumulation": 4, "pipeline_schedule": "zero_bubble", "parallel": "zero1", "ema": 0.9},
 }
+MIXED = {"task": "mixture", "ema": None}
+MODES |= {"experts": {**MIXED, "expert_parallel": 2}, "experts of 4": {**MIXED, "expert_parallel": 4}, "experts, ddp": MIXED}
 STAGES = [("stages", 2, "fsdp"), ("stages", 1, "ddp"), ("zero1", 2, "stages")]
 IN_MAKE_TEST: dict[str, Any] = {
-    "names": ["zero1", "fsdp", "split", "stages"],
+    "names": ["zero1", "fsdp", "split", "stages", "experts"],
     "others": [
         ("zero1", 2, "split"),
         ("fsdp", 2, "ddp"),
@@ -44,6 +46,7 @@ IN_MAKE_TEST: dict[str, Any] = {
         ("stages", 2, "fsdp"),
         ("stages", 1, "ddp"),
         ("zero1", 2, "stages"),
+        ("experts", 1, "experts, ddp"),
     ],
 }
 OPTIMIZER = "adamw(lr=0.01, weight_decay=0.1)"
@@ -52,8 +55,8 @@ OPTIMIZER = "adamw(lr=0.01, weight_decay=0.1)"
 def spec_of(ranks: int, knobs: dict[str, Any]) -> RunSpec:
     samples = 8 // (ranks // knobs.get("tensor_parallel", 1) // knobs.get("pipeline_parallel", 1))
     return RunSpec(
-        task="gpt", device="cpu", nproc_per_node=ranks, micro_batch=samples // knobs.get("accumulation", 1), steps=6, checkpoint_every=3,
-        schedule="cosine", clip_grad_norm=0.5, optimizer=OPTIMIZER, weight_decay_on="matrices", **knobs,
+        device="cpu", nproc_per_node=ranks, micro_batch=samples // knobs.get("accumulation", 1), steps=6, checkpoint_every=3,
+        schedule="cosine", clip_grad_norm=0.5, optimizer=OPTIMIZER, weight_decay_on="matrices", **{"task": "gpt", **knobs},
     )  # fmt: skip
 
 
@@ -72,7 +75,7 @@ class Made:
             join_group_creation(self.spec, members)
             return
         layout = Layout.of(self.spec, self.ranks, group)
-        self.trainer = Trainer(self.spec, gpt(), self.ranks, layout.data or group, layout=layout)
+        self.trainer = Trainer(self.spec, getattr(sharing, self.spec.task)(), self.ranks, layout.data or group, layout=layout)
         self.group = group
 
     def steps(self, done: int, count: int) -> None:

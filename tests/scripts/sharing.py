@@ -4,25 +4,30 @@ After that they train the specs of run directories, as a launch does.
 """
 
 import contextlib
+import dataclasses
 import json
+import random
 import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from workbench.cluster.estimate.collectives import CollectiveRecorder
 from workbench.core import run_directory
 from workbench.data.samples import ByteText
 from workbench.programs.train import train_all
 from workbench.runs.spec import RunSpec
 from workbench.runs.task import Task
-from workbench.train.models import Gpt, ResNet
+from workbench.train.models import Gpt, MoeGpt, ResNet
 from workbench.train.offload import DryRunHooks, offloading_dry_run
 from workbench.train.ranks import Ranks
 from workbench.train.sharded_tensors import local_part
+from workbench.train.sharding import gathered
 from workbench.train.trainer import Trainer
 
 PLAN = {"layers.*.mlp.0": "colwise", "layers.*.mlp.2": "rowwise", "head": "colwise_rep"}
@@ -64,6 +69,15 @@ def dropping() -> Task:
     return gpt(model=Dropping)
 
 
+def counted(kind: str = "gpt") -> Task:
+    """The bytes of its collectives are counted."""
+    return dataclasses.replace(globals()[kind](), name="counted")
+
+
+def counted_mixture() -> Task:
+    return counted("mixture")
+
+
 def unplanned() -> Task:
     return gpt(tensor_parallel=None)
 
@@ -102,6 +116,32 @@ def tied() -> Task:
     return gpt(model=build)
 
 
+def mixture() -> Task:
+    """Two layers of four experts; a part of the loss balances them."""
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        total: Tensor = next_byte(model, batch) + 0.01 * getattr(model, "module", model).imbalance  # type: ignore[operator]
+        return total
+
+    return gpt(model=lambda: MoeGpt(length=16, width=32, layers=2, heads=4), loss=loss, tensor_parallel=None, pipeline=None)
+
+
+def denoising() -> Task:
+    """A model that gives what it gets, and a loss that asks it for the noise that it was given, by three generators."""
+
+    def build() -> nn.Module:
+        model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+        for layer in model:
+            nn.init.eye_(layer.weight)  # type: ignore[arg-type]
+        return model
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        noise = torch.randn(batch.shape) + float(np.random.rand()) + random.random()
+        return F.mse_loss(model(noise), noise)
+
+    return gpt(model=build, dataset=lambda: list(torch.randn(128, 4)), loss=loss, evaluate=None, pipeline=None)
+
+
 def pictures() -> Task:
     images = [(torch.randn(3, 32, 32, generator=torch.Generator().manual_seed(i)), i % 4) for i in range(128)]
     return gpt(
@@ -121,16 +161,33 @@ def trained(task: Task, knobs: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
     with offloading_dry_run(hooks) if spec.offload != "none" else contextlib.nullcontext():
         trainer = Trainer(spec, task, ranks)
         losses = []
+        sends = CollectiveRecorder(str, lambda part: "", [])
+        trainer.phase = lambda phase: contextlib.nullcontext(setattr(sends, "phase", phase))
         with contextlib.closing(trainer.batches()) as batches:
             for _ in range(spec.steps):
-                loss = trainer.step([next(batches) for _ in range(spec.accumulation)])
+                micro = [next(batches) for _ in range(spec.accumulation)]
+                with sends if task.name == "counted" else contextlib.nullcontext():
+                    loss = trainer.step(micro)
                 dist.all_reduce(loss)
                 losses.append(loss.item() / 2)
         figures = trainer.figures() if task.evaluate else {}
     here = sum(local_part(weight).numel() for weight in trainer.module.parameters())
     states = getattr(trainer.optimizer, "optim", trainer.optimizer).state.values()
     kept = sum(local_part(value).numel() for state in states for value in state.values() if isinstance(value, Tensor) and value.ndim)
-    return {"losses": losses, "figures": figures, "weights": here, "states": kept, "host": sum(on_host)}
+    sent = {kind: sum(call.size for call in sends.calls if call.kind == kind) for kind in {call.kind for call in sends.calls}}
+    equal: list[Any] = [None] * ranks.world_size
+    dist.all_gather_object(equal, [float(local_part(weight).double().sum()) for weight in trainer.module.parameters()])
+    uneven = 0.0
+    if spec.expert_parallel > 1:  # in an evaluation ranks may have batches of different sizes
+        whole, tokens = task.model(), torch.arange(48).view(3, 16)[: ranks.rank + 1]
+        whole.load_state_dict(gathered(trainer.module, keep=True))
+        with torch.no_grad():
+            uneven = float((trainer.module.eval()(tokens) - whole.eval()(tokens)).abs().max())
+        every: list[Any] = [None] * ranks.world_size
+        dist.all_gather_object(every, uneven)
+        uneven = max(every)
+    found = {"uneven": uneven, "losses": losses, "figures": figures, "weights": here, "states": kept, "host": sum(on_host)}
+    return {**found, "sent": sent, "equal": len(set(map(str, equal))) == 1}
 
 
 def main(path: str, *run_dirs: str) -> None:

@@ -203,7 +203,7 @@ def test_a_training_on_one_rank_goes_on_bit_for_bit(alone: Ranks, written: Path,
 @pytest.mark.slow
 def test_four_ranks_two_and_one(tmp_path: Path) -> None:
     names, others = (
-        ["hsdp", "split, fsdp", "stages, zero1"],
+        ["hsdp", "split, fsdp", "stages, zero1", "experts of 4", "experts"],
         [
             ("stages, zero1", 2, "stages"),
             ("stages, zero1", 3, "fsdp"),
@@ -211,6 +211,9 @@ def test_four_ranks_two_and_one(tmp_path: Path) -> None:
             ("hsdp", 1, "ddp"),
             ("split, fsdp", 3, "fsdp"),
             ("split, fsdp", 1, "fsdp"),
+            ("experts of 4", 2, "experts"),
+            ("experts of 4", 1, "experts, ddp"),
+            ("experts", 2, "experts"),
         ],
     )
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=4", str(SCRIPT), str(tmp_path / "out.json")]

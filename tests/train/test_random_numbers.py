@@ -6,7 +6,7 @@ import random
 import numpy as np
 import torch
 
-from workbench.train.random_numbers import mixed_seed, random_state, restore_random_state, seed_all
+from workbench.train.random_numbers import mixed_seed, random_state, restore_random_state, seed_all, seeded
 
 CPU = torch.device("cpu")
 
@@ -24,6 +24,19 @@ def test_all_generators_go_on_where_they_were() -> None:
     file.seek(0)
     restore_random_state(torch.load(file, weights_only=True), CPU)
     assert [draw() for _ in range(3)] == expected
+
+
+def test_a_seed_for_a_while() -> None:
+    seed_all(7)
+    expected = [draw() for _ in range(2)]
+    seed_all(7)
+    found = [draw()]
+    with seeded(5, CPU):
+        inside = draw()
+    found.append(draw())
+    assert found == expected
+    seed_all(5)
+    assert draw() == inside
 
 
 def test_seeds_of_neighbours_differ() -> None:

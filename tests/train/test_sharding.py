@@ -14,8 +14,10 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
+import workbench as wb
 from tests import toy_tasks
 from tests.forked import Forks
+from tests.scripts import sharing
 from workbench.core import run_directory
 from workbench.runs.spec import RunSpec, SpecError
 from workbench.runs.task import TaskError
@@ -105,6 +107,12 @@ GROUPS: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
         "zero_bubble": ("gpt", {**STAGED, "pipeline_schedule": "zero_bubble"}),
         "zero1": ("gpt", {**STAGED, "parallel": "zero1"}),
     },
+    "experts": {
+        "ddp": ("mixture", CLIPPED),
+        "divided": ("counted_mixture", {**CLIPPED, "expert_parallel": 2}),
+        "divided, full": ("mixture", {**CLIPPED, "expert_parallel": 2, "checkpointing": "full"}),
+        "divided, in two": ("mixture", {**CLIPPED, "expert_parallel": 2, "micro_batch": 2, "accumulation": 2}),
+    },
     "stages of pictures": {
         "ddp": ("pictures", {**STAGED, "pipeline_schedule": "gpipe"}),
         "interleaved": ("pictures", {**STAGED, "pipeline_schedule": "interleaved", "channels_last": True}),
@@ -133,6 +141,14 @@ HALF: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
 }
 LAUNCHED: list[dict[str, Any]] = [{}, {"parallel": "fsdp"}, {"parallel": "hsdp", "shard_ranks": 1}, {"parallel": "fsdp", "accumulation": 2}]
 LAUNCHED += [{"accumulation": 2, "pipeline_parallel": 2}]
+LOCAL: dict[str, tuple[int, dict[str, Any]]] = {
+    "ddp": (6, {}),
+    "before its start": (6, {"local_sgd": "periodic(period=3, start=6)"}),
+    "each step": (6, {"local_sgd": "periodic(period=1, start=0)", "clip_grad_norm": None}),
+    "ddp, not clipped": (6, {"clip_grad_norm": None}),
+    "periodic": (6, {"local_sgd": "periodic(period=3, start=0)"}),
+    "among both": (6, {"local_sgd": "periodic(period=3, start=0, local_ranks=2)"}),
+}
 PAIRS = [(group, name) for group, cases in GROUPS.items() for name in cases if name != "ddp"]
 
 
@@ -146,6 +162,8 @@ def results(tmp_path_factory: pytest.TempPathFactory, forks: Forks) -> dict[str,
     cases: dict[str, Any] = {f"{group}: {name}": case for group, some in {**GROUPS, **NORMS, **HALF}.items() for name, case in some.items()}
     cases["fused sgd"] = ("gpt", {"parallel": "fsdp", "optimizer": "sgd(lr=0.1, fused=True)"})
     cases["split, fused"] = ("gpt", {**SPLIT, "parallel": "fsdp", "optimizer": "adamw(fused=True)"})
+    cases |= {f"local: {name}": ("counted", {**CLIPPED, "steps": steps, **knobs}) for name, (steps, knobs) in LOCAL.items()}
+    cases["denoising"] = ("denoising", STAGED)
     cases["no plan"] = ("unplanned", SPLIT)
     path = tmp_path_factory.mktemp("sharing") / "cases.json"
     path.write_text(json.dumps(cases))
@@ -199,6 +217,10 @@ def test_mixed_precision_is_near(results: dict[str, dict[str, Any]], group: str)
     assert other["losses"][0] != results["plain: ddp"]["losses"][0]
 
 
+def test_ranks_exchange_batches_of_different_sizes_in_an_evaluation(results: dict[str, dict[str, Any]]) -> None:
+    assert 0 <= results["experts: divided"]["uneven"] < 1e-5
+
+
 def test_what_each_rank_keeps(results: dict[str, dict[str, Any]]) -> None:
     plain = {name: (results[f"plain: {name}"]["weights"], results[f"plain: {name}"]["states"]) for name in GROUPS["plain"]}
     weights = sum(weight.numel() for weight in Gpt(length=16, width=32, layers=3, heads=4).parameters())
@@ -236,6 +258,38 @@ def test_a_launch_evaluates_the_whole_model_once(results: dict[str, dict[str, An
     assert runs[0]["rows"][-2]["samples"] == runs[1]["rows"][-2]["samples"] == 6 * 16
 
 
+def test_both_ends_of_a_pipeline_draw_the_same_random_numbers_for_a_loss(results: dict[str, dict[str, Any]]) -> None:
+    assert results["denoising"]["losses"] == [0.0, 0.0, 0.0]
+
+
+def test_local_sgd_averages_parameters_now_and_then(results: dict[str, dict[str, Any]]) -> None:
+    found = {name: results[f"local: {name}"] for name in LOCAL}
+    assert found["before its start"]["losses"] == pytest.approx(found["ddp"]["losses"], abs=1e-6)
+    assert found["each step"]["losses"] == pytest.approx(
+        found["ddp, not clipped"]["losses"], abs=1e-5
+    )  # the mean of steps is a step of means
+    assert found["among both"]["losses"] == pytest.approx(found["ddp"]["losses"], abs=1e-5)
+    losses = found["periodic"]["losses"]
+    assert losses[0] == pytest.approx(found["ddp"]["losses"][0], abs=1e-6)
+    assert losses[-1] < losses[0]
+    assert losses[-1] != pytest.approx(found["ddp"]["losses"][-1], abs=1e-4)
+    assert all(each["equal"] for each in found.values())  # after the last step at the latest all ranks have one model
+
+
+def test_the_bytes_that_ranks_send_are_those_predicted(results: dict[str, dict[str, Any]]) -> None:
+    for name, task, knobs, kind in (
+        ("experts: divided", sharing.mixture(), {"expert_parallel": 2}, "all_to_all"),
+        ("local: periodic", sharing.gpt(), LOCAL["periodic"][1], "all_reduce"),
+    ):
+        traffic = wb.collectives(task, world_size=2, micro_batch=4, **{**CLIPPED, **knobs})
+        measured, steps = results[name]["sent"], 6 if name.startswith("local") else 3
+        predicted = steps * sum(call.size for call in traffic.calls if call.kind == kind)
+        assert 0 < measured[kind] == pytest.approx(predicted, abs=steps), name  # a third of the bytes is rounded in each step
+    usual = wb.collectives(sharing.gpt(), world_size=2, micro_batch=4)
+    assert traffic.sent() == pytest.approx(usual.sent() / 3, rel=1e-3)
+    assert traffic.notes[-1].endswith("parameters are averaged in each 3-th step, and counted with a 3-th of their bytes in each")
+
+
 def test_a_split_without_a_plan(results: dict[str, dict[str, Any]]) -> None:
     assert results["no plan"]["error"].startswith("SpecError: tensor_parallel=2: the task has no plan, and its Gpt brings none of its own")
 
@@ -247,7 +301,7 @@ def test_fused_where_weights_are_shared(results: dict[str, dict[str, Any]]) -> N
 
 def test_checkpoints_go_on_in_the_same_layout_and_in_others(results: dict[str, dict[str, Any]]) -> None:
     found = results["checkpoints"]
-    assert len(found) == 4 + 6
+    assert len(found) == 5 + 7
     assert not {name: text for name, text in found.items() if text}
 
 

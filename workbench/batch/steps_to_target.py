@@ -170,7 +170,8 @@ def _check(spec: RunSpec) -> None:
             'micro_batch="auto": steps to a target need a number, the largest micro-batch; wb.max_micro_batch(spec, device) has one'
         )
     if not spec.whole_models:
-        knob = next((f"{name}={n}" for name in ("tensor_parallel", "pipeline_parallel") if (n := getattr(spec, name)) > 1), "")
+        names = ("tensor_parallel", "pipeline_parallel", "expert_parallel")
+        knob = next((f"{name}={n}" for name in names if (n := getattr(spec, name)) > 1), "")
         knob = knob or f"parallel={spec.parallel!r}"
         raise ValueError(
             f"{knob}: each trial is trained by one rank, with gradient accumulation, so that ranks can do different trials; "

@@ -11,6 +11,7 @@ from workbench.cluster.analysis.traffic import Traffic
 from workbench.core.synonyms import accept_synonyms
 from workbench.runs.spec import RunSpec
 from workbench.runs.task import Task
+from workbench.runs.training_knobs import averaging_at_once, parse_local_sgd
 
 if TYPE_CHECKING:
     from workbench.cluster.estimate.collectives import CollectiveRecorder
@@ -105,6 +106,7 @@ def _count(plan: "Plan", *, on_meta: bool) -> Traffic:
     from workbench.train.trainer import Trainer, build_model
 
     spec = plan.spec.replace(gc=False, tf32=None, device="cpu", backend="auto", find_unused_parameters=False, compile="none")
+    spec = spec.replace(local_sgd=averaging_at_once(spec))
     on_bucket: list[Callable[[Any], None]] = []  # set when the recorder exists; called with DDP's buckets
     with fake_process_group(plan.world_size, 0, bucket_seen=lambda bucket: on_bucket[-1](bucket) if on_bucket else None) as here:
         ranks = Ranks(rank=here.rank, world_size=here.world_size, device=here.device, store=here.store)
@@ -128,7 +130,7 @@ def _count(plan: "Plan", *, on_meta: bool) -> Traffic:
                     with collector, gradient_order(trainer.module) as order:
                         unused = _run_step(trainer, run, plan, collector)
                     on_bucket.clear()
-            calls = _calls_of_later_steps(trainer, collector, order, layout, plan.spec.find_unused_parameters)
+            calls = _calls_of_later_steps(trainer, collector, order, layout, plan.spec)
     return Traffic(
         calls=tuple(calls),
         world_size=plan.world_size,
@@ -138,7 +140,7 @@ def _count(plan: "Plan", *, on_meta: bool) -> Traffic:
         blocks=blocks,
         unused=unused,
         looks_for_unused=plan.spec.find_unused_parameters,
-        notes=tuple(recorder.log.notes),
+        notes=(*recorder.log.notes, *_notes(plan.spec)),
     )
 
 
@@ -147,6 +149,8 @@ def _collector(trainer: "Trainer", layout: "Layout", recorder: Any) -> "Collecti
 
     names = {id(part): name for name, part in trainer.module.named_modules()}
     axes: list[tuple[str, Any]] = [("tensor", layout.tensor.get_group())] if layout.tensor is not None else []
+    if layout.experts is not None:
+        axes += [("copy", layout.experts.get_group(0)), ("expert", layout.experts.get_group(1))]
     if layout.replicas is not None:
         dims = layout.replicas.mesh_dim_names or ("shard",)
         axes += [("replica" if name == "replica" else "shard", layout.replicas.get_group(axis)) for axis, name in enumerate(dims)]
@@ -178,29 +182,45 @@ def _run_step(trainer: "Trainer", run: Any, plan: "Plan", collector: "Collective
 
 
 def _calls_of_later_steps(
-    trainer: "Trainer", collector: "CollectiveRecorder", order: Sequence[Any], layout: "Layout", find_unused: bool
+    trainer: "Trainer", collector: "CollectiveRecorder", order: Sequence[Any], layout: "Layout", spec: RunSpec
 ) -> list[CollectiveCall]:
     """The collectives of a later step; those during which nothing is computed are marked as waited for."""
     from workbench.cluster.estimate.collectives import with_rebuilt_buckets
 
     names = {id(weight): name for name, part in trainer.module.named_modules() for weight in part.parameters(recurse=False)}
-    like = collector.reduced(0, layout.data)
-    return mark_waited(
-        with_rebuilt_buckets(collector.calls, collector.buckets, trainer.model, order, names, like=like, find_unused=find_unused)
-    )
+    like, options = collector.reduced(0, layout.data), parse_local_sgd(spec.local_sgd)
+    if period := options["period"]:
+        like = collector.reduced(0, layout.neighbours)
+        averages = [replace(call, size=round(call.size / period)) if call.phase == "optimizer" else call for call in collector.calls]
+        collector.calls[:] = averages
+    buckets: dict[str, Any] = {"like": like, "find_unused": spec.find_unused_parameters}
+    calls = with_rebuilt_buckets(collector.calls, collector.buckets, trainer.model, order, names, **buckets)
+    if period and options["local_ranks"] == 1:
+        calls = [call for call in calls if call.phase != "backward" or call.kind != "all_reduce"]
+    return mark_waited(calls)
+
+
+def _notes(spec: RunSpec) -> list[str]:
+    options = parse_local_sgd(spec.local_sgd)
+    if not (period := options["period"]):
+        return []
+    return [
+        f'local_sgd="{spec.local_sgd}": a step after the first {options["start"]:,}; parameters are averaged in each {period}-th step, and '
+        f"counted with a {period}-th of their bytes in each"
+    ]
 
 
 def mark_waited(calls: Sequence[CollectiveCall]) -> list[CollectiveCall]:
     """Mark the collectives that the rank has to wait for.
 
     FSDP2 gathers one block ahead and reduces asynchronously, so that it waits for the first gather of a forward and for the last reductions
-    of a backward; DDP waits for a forward's broadcast of buffers.
+    of a backward; DDP waits for a forward's broadcast of buffers. Experts wait for the tokens that are exchanged.
     """
     waited: set[int] = set()
     first: set[int] = set()
     last: dict[tuple[int, str], int] = {}
     for index, call in enumerate(calls):
-        if call.phase == "forward" and call.kind == "broadcast":
+        if call.kind == "all_to_all" or (call.phase == "forward" and call.kind == "broadcast"):
             waited.add(index)
         if call.phase == "forward" and call.kind == "all_gather" and call.axis == "shard" and call.micro not in first:
             first.add(call.micro)

@@ -27,12 +27,21 @@ _FIXED = (
     "parallel",
     "tensor_parallel",
     "pipeline_parallel",
+    "expert_parallel",
     "shard_ranks",
     "accumulation",
     "micro_batch",
     "checkpointing",
 )
-_ONE_RANK = {"nproc_per_node": 1, "parallel": "ddp", "tensor_parallel": 1, "pipeline_parallel": 1, "shard_ranks": None, "accumulation": 1}
+_ONE_RANK = {
+    "nproc_per_node": 1,
+    "parallel": "ddp",
+    "tensor_parallel": 1,
+    "pipeline_parallel": 1,
+    "expert_parallel": 1,
+    "shard_ranks": None,
+    "accumulation": 1,
+}
 
 
 def read(

@@ -58,7 +58,7 @@ ALARMS = {"always": "tells since when a phase takes longer, and where", "experim
 """What `launch(watch=…)` takes besides True and False, and `watch(alarm=…)` as well."""
 STATES = ("queued", "running", "finished", "failed", "stopped", "timeout", "abandoned", "lost")
 """The states that a run can have."""
-METRIC_KEYS = frozenset({"step", "steps", "loss", "lr", "samples", "seconds"})
+METRIC_KEYS = frozenset({"step", "steps", "loss", "lr", "samples", "seconds", "expert_shares", "dropped_tokens"})
 """What every row of METRICS may hold. Any other key is a figure of an evaluation."""
 RESERVE_BYTES = 64 * 1024
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}

@@ -219,12 +219,17 @@ class Load:
     waiting: float
     """That thread was ready and waited for a core; 0 where the kernel does not tell."""
     foreign: float
-    """Cores taken by processes that are not ours, on average; 0 where the kernel does not tell."""
+    """Cores taken by processes that are not ours, on average, or by the host of a virtual machine; 0 where the kernel does not tell."""
+    ours: float = 0.0
+    """Cores that our processes kept busy, on average."""
+    stolen: float = 0.0
+    """The host of a virtual machine had the core of that thread, which would have computed (steal in `/proc/stat`). It is known for all
+    processes together: that thread gets the share that it has of their CPU time."""
 
     @property
     def blocked(self) -> float:
-        """Seconds in which that thread neither computed nor waited for a core."""
-        return max(0.0, self.seconds - self.thread_cpu - self.waiting)
+        """Seconds in which that thread neither computed, nor waited for a core, nor had its core taken away by the host."""
+        return max(0.0, self.seconds - self.thread_cpu - self.waiting - self.stolen)
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,6 +239,7 @@ class _Moment:
     thread_cpu: float
     waiting: float
     busy: float | None
+    stolen: float
     ours: float
 
 
@@ -277,36 +283,48 @@ class LoadMeter:
         waiting = total.waiting / total.seconds if total.seconds > 0 else 0.0
         return Noise(cores=usable_cores(), foreign=total.foreign, waiting=waiting, spread=spread, gpu=gpu)
 
+    def crowding(self) -> str:
+        """That others needed the cores of our processes since the start, in words; "" = they did not."""
+        total = self.total()
+        noise = Noise(cores=usable_cores(), foreign=total.foreign)
+        return f"other processes took {noise.foreign:.1f} of {noise.cores:.0f} cores" if noise.is_crowded(total.ours) else ""
+
     def close(self) -> None:
         """Close the files it reads."""
         self.delay.close()
 
     def _between(self, before: _Moment, after: _Moment) -> Load:
-        seconds = after.at - before.at
+        seconds, thread_cpu, stolen = after.at - before.at, after.thread_cpu - before.thread_cpu, after.stolen - before.stolen
+        ours = after.ours - before.ours
         foreign = 0.0
         if before.busy is not None and after.busy is not None and seconds > 0:
-            foreign = max(0.0, after.busy - before.busy - (after.ours - before.ours)) / seconds
+            busy = after.busy - before.busy
+            foreign = max(0.0, busy - ours) / seconds
+            stolen *= min(1.0, thread_cpu / (busy - stolen)) if busy > stolen else 1.0
         return Load(
             seconds=seconds,
             cpu=after.cpu - before.cpu,
-            thread_cpu=after.thread_cpu - before.thread_cpu,
+            thread_cpu=thread_cpu,
             waiting=after.waiting - before.waiting,
             foreign=foreign,
+            ours=ours / seconds if seconds > 0 else 0.0,
+            stolen=stolen,
         )
 
     def _now(self) -> _Moment:
-        return _Moment(self._clock(), time.process_time(), time.thread_time(), self.delay.own(), self._busy(), self._ours())
+        return _Moment(self._clock(), time.process_time(), time.thread_time(), self.delay.own(), *self._busy(), self._ours())
 
-    def _busy(self) -> float | None:
-        """Seconds that the cores we may use were busy, or taken away by the host of a virtual machine; None off Linux."""
+    def _busy(self) -> tuple[float | None, float]:
+        """Seconds that the cores we may use were busy, or taken away by the host of a virtual machine, and these alone; None off Linux."""
         cores = {f"cpu{number}" for number in _affinity()}
-        busy = None
+        busy, stolen = None, 0.0
         for line in text_of(self._proc / "stat").splitlines():
             name, *ticks = line.split()
             if name in cores:
                 user, nice, system, _idle, _iowait, irq, softirq, steal = [int(tick) for tick in ticks[:8]]
                 busy = (busy or 0.0) + (user + nice + system + irq + softirq + steal) / TICKS  # guests are in user already
-        return busy
+                stolen += steal / TICKS
+        return busy, stolen
 
     def _ours(self) -> float:
         """CPU of all our processes, ended ones included."""

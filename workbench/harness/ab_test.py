@@ -12,6 +12,7 @@ from typing import Any, Protocol, Self
 from torch import nn
 from torch.optim import Optimizer
 
+from workbench.core.system_load import LoadMeter
 from workbench.harness import ablations, device_clock
 from workbench.harness.blocks import MAX_PASS_SECONDS, DiagnoseError, StepFailed, common_length, steps_for
 from workbench.harness.discover import discover
@@ -60,9 +61,9 @@ def run_ab_test(
 
     Returns:
         The pairs of neighbouring blocks, in seconds per step of the slowest rank; the same on all ranks. Nothing is left out: steps
-        that stall now and then count here.
+        that stall now and then count here. A note says whether other processes needed the cores meanwhile.
     """
-    start = clock()
+    start, meter = clock(), LoadMeter()
     timers = [_SideTimer(side, peers, clock) for side in (baseline, changed)]
     pairs: list[tuple[float, float]] = []
     while True:
@@ -75,7 +76,11 @@ def run_ab_test(
         if narrow or len(pairs) >= MAX_PAIRS or spent * (1 + 1 / len(pairs)) > budget_s:
             break
     extra = [peers.agree(timer.per_step_of_passes()) for timer in timers]
-    return VariantTimes(name="changed", baseline="full", pairs=tuple((first + extra[0], second + extra[1]) for first, second in pairs))
+    crowding = peers.agree(meter.crowding())
+    meter.close()
+    note = f"the machine was busy: {crowding}, so the measured gain may be wrong; prove it again when it is quiet" if crowding else None
+    whole = tuple((first + extra[0], second + extra[1]) for first, second in pairs)
+    return VariantTimes(name="changed", baseline="full", pairs=whole, note=note)
 
 
 class _SideTimer:
@@ -202,9 +207,10 @@ def measure_change(
         with_change = _StepSide(active, ablations.wrap_step(step, change, device), feeds[1], changed)
         times = run_ab_test(baseline, with_change, budget_s=budget_s, peers=peers)
         sizes = [samples_of(feed.next(), 1) for feed in feeds] if "micro_batch" in change else [1, 1]
-    note = None
+    note = times.note
     if None in sizes:
-        sizes, note = [getattr(loader, "batch_size", None) or 1, change["micro_batch"]], "samples per batch as the loader says"
+        sizes = [getattr(loader, "batch_size", None) or 1, change["micro_batch"]]
+        note = "; ".join(filter(None, ("samples per batch as the loader says", note)))
     return VariantTimes(name="changed", baseline="full", pairs=times.pairs, samples=(sizes[1] or 1) / (sizes[0] or 1), note=note)
 
 

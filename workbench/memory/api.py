@@ -21,9 +21,10 @@ from workbench.memory.analysis.non_pytorch import is_known
 from workbench.memory.analysis.whatif import MemoryComparison, WhatIf
 from workbench.runs.launch import experiments
 from workbench.runs.run import Run
-from workbench.runs.spec import SHARDED, RunSpec, check_names
+from workbench.runs.spec import RunSpec, check_names
 from workbench.runs.target import Measured, check_step, device_or_batch
 from workbench.runs.task import Task
+from workbench.runs.training_knobs import averaging_at_once
 
 if TYPE_CHECKING:
     from workbench.memory.estimate.dry_run import DryRun
@@ -131,15 +132,19 @@ def record(plan: "Plan", *, watch: Watch | None = None) -> tuple[MemoryLog, int]
         except BuildError:
             log, fullest = _attempt(plan, rank, on_meta=False, watch=watch)
             on_meta = False
-        if plan.rank is None and fullest:
+        if plan.rank is not None:
+            return log, rank
+        if fullest:
             rank = fullest
             log, _ = _attempt(plan, rank, on_meta=on_meta, watch=watch)
-        if plan.rank is None and plan.spec.pipeline_parallel > 1:
-            first, neighbours = rank, plan.spec.data_ranks  # of each other stage the rank with the same samples
-            for other in range(first + neighbours, plan.world_size, neighbours):
+        stage_ranks = plan.world_size // plan.spec.pipeline_parallel
+        for first in range(stage_ranks, plan.world_size, stage_ranks):  # of each other stage
+            other, (another, fullest) = first, _attempt(plan, first, on_meta=on_meta, watch=watch)
+            if fullest:  # its parameters are others, and so is the rank that has most of their states
+                other = first + fullest
                 another, _ = _attempt(plan, other, on_meta=on_meta, watch=watch)
-                if breakdown_of(plan, another, other).total > breakdown_of(plan, log, rank).total:
-                    log, rank = another, other
+            if breakdown_of(plan, another, other).total > breakdown_of(plan, log, rank).total:
+                log, rank = another, other
     return log, rank
 
 
@@ -154,8 +159,8 @@ def _attempt(plan: "Plan", rank: int, *, on_meta: bool, watch: Watch | None) -> 
     from workbench.train.ranks import Layout, Ranks
     from workbench.train.trainer import Trainer, build_model
 
-    spec = plan.spec.replace(gc=False, tf32=None, device="cpu", backend="auto", compile="none")
-    dealt = plan.gpu is not None and (spec.parallel in SHARDED or spec.tensor_parallel > 1 or spec.pipeline_parallel > 1)
+    spec = plan.spec.replace(gc=False, tf32=None, device="cpu", backend="auto", compile="none", local_sgd=averaging_at_once(plan.spec))
+    dealt = plan.gpu is not None and not spec.whole_models
     with fake_process_group(plan.world_size, rank, bucket_seen=lambda bucket: recorder.track(bucket, "bucket")) as here:
         ranks = Ranks(rank=here.rank, world_size=here.world_size, device=here.device, store=here.store)
         layout = Layout.of(spec, ranks)
@@ -184,7 +189,7 @@ def _attempt(plan: "Plan", rank: int, *, on_meta: bool, watch: Watch | None) -> 
                     _drive(trainer, run, plan)
             recorder.recognise_unsharded(trainer.module)
             recorder.close()
-            fullest = _fullest(trainer.optimizer)
+            fullest = _fullest(trainer.optimizer) * spec.tensor_parallel
     recorder.log.notes += _notes(plan)
     return recorder.log, fullest
 
@@ -204,7 +209,7 @@ def _drive(trainer: "Trainer", run: "DryRun", plan: "Plan") -> None:
 
 
 def _fullest(optimizer: Any) -> int:
-    """The rank that has most of an optimizer's states: ZeroRedundancyOptimizer assigns whole parameters to ranks."""
+    """The data-parallel rank that has most of an optimizer's states: ZeroRedundancyOptimizer assigns whole parameters to ranks."""
     deal = getattr(optimizer, "_partition_parameters", None)
     if deal is None:
         return 0

@@ -15,7 +15,6 @@ from typing import Any
 
 from workbench.core.package import ROOT
 from workbench.memory.estimator_process import Answer, Question
-from workbench.runs.spec import SHARDED
 
 TICK = 1.0
 """Seconds between two checks that the parent is alive."""
@@ -81,7 +80,7 @@ def answer(question: Question) -> Answer:
     plan = plan_of(spec, example, device=question.device, micro_batch=spec.micro_batch, sequence=question.sequence, image=question.image)
     log, rank = record(plan)
     kind = repr(spec.replace(micro_batch=1))
-    first = (spec.parallel in SHARDED or spec.tensor_parallel > 1 or spec.pipeline_parallel > 1) and kind not in _SEEN
+    first = not spec.whole_models and kind not in _SEEN
     _SEEN.add(kind)
     sizes = sizes_of(plan.example)
     return Answer(log=log, device=plan.device, rank=rank, world_size=plan.world_size, **sizes, first=first)

@@ -167,7 +167,8 @@ def prove(assignment: Assignment) -> dict[str, Any]:
             stack.enter_context(enter_training(spec, assignment.task, assignment.ranks, index, turns)) for index, spec in enumerate(specs)
         ]
         arm = run_ab_test(*trainings, budget_s=_budget(assignment), peers=peers)
-    return dataclasses.asdict(dataclasses.replace(arm, samples=specs[1].global_batch / specs[0].global_batch, note=turns.note))
+    note = "; ".join(filter(None, (turns.note, arm.note))) or None
+    return dataclasses.asdict(dataclasses.replace(arm, samples=specs[1].global_batch / specs[0].global_batch, note=note))
 
 
 KINDS: Mapping[str, tuple[Callable[[Assignment], dict[str, Any]], str]] = {

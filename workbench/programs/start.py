@@ -77,6 +77,8 @@ def libraries(program: str, *run_dirs: str) -> Iterator[str]:
                 yield "torch._dynamo"
             if sharded:
                 yield "torch.distributed.fsdp"
+            if spec.get("expert_parallel", 1) > 1:
+                yield "torch.distributed.tensor"
             if split:
                 yield "torch.distributed.tensor.parallel"
             if spec.get("pipeline_parallel", 1) > 1:

@@ -116,7 +116,7 @@ def with_fewer(spec: RunSpec, ranks: int, least: int) -> tuple[RunSpec | None, l
     """
     why = []
     for count in range(ranks, least - 1, -1):
-        if uneven := [name for name in ("tensor_parallel", "pipeline_parallel") if count % getattr(spec, name)]:
+        if uneven := [name for name in ("tensor_parallel", "pipeline_parallel", "expert_parallel") if count % getattr(spec, name)]:
             why.append(f"{uneven[0]}={getattr(spec, uneven[0])} does not divide {_ranks(count)}")
             continue
         each, rest = divmod(spec.global_batch, count // (spec.tensor_parallel * spec.pipeline_parallel))

@@ -173,6 +173,13 @@ class RunSpec(_Spec):
     """Order in which the stages of a pipeline compute: "gpipe", all forwards and then all backwards; "1f1b", a backward as soon as there is
     one, which keeps fewer activations; "interleaved(chunks=2)", so many smaller stages on each rank, which wait less and send more;
     "zero_bubble" (ZBV), two stages on each rank and the backward in two parts, of which the second fills what would be waiting."""
+    expert_parallel: int = knob(1, elsewhere=("ep", "expert_parallel_size", "moe_expert_parallel_size", "expert_model_parallel_size"))
+    """Ranks among which the experts of a mixture of experts are divided. They read different samples, and send each token to the ranks of
+    its experts and back; all else is as with "ddp". With more ranks there are several copies of the experts."""
+    local_sgd: str = knob("none", elsewhere=("post_local_sgd", "localsgd", "periodic_averaging"))
+    """Post-local SGD: "none", or "periodic(period=4, start=100, local_ranks=1)": after `start` steps gradients are reduced among
+    `local_ranks` neighbours only (1 = not at all), and the parameters are averaged over all ranks in each `period`-th step. Then less is
+    sent, and the training is another one: ranks differ between two averages."""
     checkpointing: str = knob(
         "none", choices=CHECKPOINTINGS, panels=("memory",), elsewhere=("gradient_checkpointing", "activation_checkpointing", "recompute")
     )
@@ -227,7 +234,7 @@ class RunSpec(_Spec):
             object.__setattr__(self, "micro_batch", AutoBatch(AUTO))
         else:
             _check_whole(self, "micro_batch", 1, ', or "auto"')
-        for name in ("accumulation", "nproc_per_node", "nnodes", "steps", "threads", "tensor_parallel", "pipeline_parallel"):
+        for name in ("accumulation", "nproc_per_node", "nnodes", "steps", "threads", *_WAYS):
             _check_whole(self, name, 1)
         for name in ("num_workers", "warmup_steps"):
             _check_whole(self, name, 0)
@@ -275,7 +282,7 @@ class RunSpec(_Spec):
     @property
     def whole_models(self) -> bool:
         """Does each rank have the whole model, its optimizer's states perhaps left out?"""
-        return self.parallel not in SHARDED and self.tensor_parallel == self.pipeline_parallel == 1
+        return self.parallel not in SHARDED and all(getattr(self, name) == 1 for name in _WAYS)
 
     @property
     def data_ranks(self) -> int:
@@ -376,6 +383,8 @@ KNOBS: Mapping[str, Knob] = {
     for field in dataclasses.fields(RunSpec)
 }
 """Name of a field of RunSpec → what is known of it."""
+_WAYS = ("tensor_parallel", "pipeline_parallel", "expert_parallel")
+"""Knobs that say among how many ranks parts of the model are divided."""
 _SWITCHES = tuple(field.name for field in dataclasses.fields(RunSpec) if field.type is bool)
 
 
@@ -391,7 +400,7 @@ def _check_parallel(spec: RunSpec) -> None:
         raise SpecError(
             f'shard_ranks={spec.shard_ranks} with parallel="{spec.parallel}": only "hsdp" has groups that shard; try parallel="hsdp"'
         )
-    for name in ("tensor_parallel", "pipeline_parallel"):
+    for name in _WAYS:
         if spec.world_size % (ways := getattr(spec, name)):
             of = "nproc_per_node" if spec.nnodes == 1 else "nnodes × nproc_per_node"
             raise SpecError(

@@ -31,6 +31,9 @@ COMPRESSIONS: Mapping[str, Mapping[str, Any]] = {"none": {}, "fp16": {}, "bf16":
 PIPELINES: Mapping[str, Mapping[str, Any]] = {"gpipe": {}, "1f1b": {}, "interleaved": {"chunks": 2}, "zero_bubble": {}}
 """Order in which the ranks of a pipeline compute → its options with their defaults."""
 
+LOCAL_SGD: Mapping[str, Mapping[str, Any]] = {"none": {}, "periodic": {"period": 4, "start": 100, "local_ranks": 1}}
+"""When ranks average their parameters in place of gradients → its options with their defaults."""
+
 COMPILES: Mapping[str, Mapping[str, Any]] = {"none": {}, "model": {"backend": "inductor"}, "blocks": {"backend": "inductor"}}
 """What torch.compile compiles → its options with their defaults."""
 
@@ -116,6 +119,28 @@ def parse_pipeline(text: Any) -> tuple[str, int]:
     return name, 2 if name == "zero_bubble" else 1
 
 
+@functools.lru_cache(maxsize=64)
+def parse_local_sgd(text: Any) -> Mapping[str, int]:
+    """The options of `RunSpec.local_sgd`; with a period of 0 where it is "none".
+
+    >>> dict(parse_local_sgd("periodic(period=8)"))
+    {'period': 8, 'start': 100, 'local_ranks': 1}
+
+    Raises:
+        SpecError: not of this form, an unknown name or option, or a value that is not allowed.
+    """
+    kind, options = parse_call("local_sgd", text, LOCAL_SGD, "periodic(period=4, start=100)")
+    for option, value in options.items():
+        whole_number(f'local_sgd="{text}": {option}', value, least=int(option != "start"), error=SpecError)
+    return MappingProxyType({"period": 0, "start": 0, "local_ranks": 1} if kind == "none" else dict(options))
+
+
+def averaging_at_once(spec: Any) -> str:
+    """`spec.local_sgd` with an average after each step, for dry runs of few steps."""
+    options = parse_local_sgd(spec.local_sgd)
+    return f"periodic(period=1, start=0, local_ranks={options['local_ranks']})" if options["period"] else "none"
+
+
 def parse_evaluate(value: bool | str) -> tuple[str, int]:
     """When an evaluation runs: "" (never), "end", "epoch", "checkpoint" or "every", and the steps between two of the last.
 
@@ -194,6 +219,8 @@ def check(spec: Any) -> None:
     _check_compile(spec)
     _check_stop(spec)
     _check_pipeline(spec)
+    _check_experts(spec)
+    _check_local_sgd(spec)
     kind, options = parse_call("gradient_compression", spec.gradient_compression, COMPRESSIONS, "powersgd(rank=2)")
     for option, least in (("rank", 1), ("start", 2)):
         if option in options:
@@ -265,6 +292,51 @@ def _check_pipeline(spec: Any) -> None:
     ):
         if clashes:
             raise SpecError(f"{given(spec, knob)} with {given_stages}: {why}")
+
+
+def _check_experts(spec: Any) -> None:
+    if spec.expert_parallel == 1:
+        return
+    alone = "a size is tried out on each rank alone, and ranks need each other's experts; give a number"
+    for knob, clashes, why in (
+        ("parallel", spec.parallel != "ddp", 'each rank has experts of its own, and this would share them again; try parallel="ddp"'),
+        ("tensor_parallel", spec.tensor_parallel > 1, "ranks that split layers read the same samples; leave one of them out"),
+        ("pipeline_parallel", spec.pipeline_parallel > 1, "the loss sees no balance of experts in other stages; leave one of them out"),
+        ("micro_batch", spec.micro_batch == "auto", alone),
+        ("precision", spec.precision == "amp_fp16", 'a rank whose experts overflow would leave out a step alone; try "amp_bf16"'),
+        ("compile", spec.compile != "none", "tokens are exchanged in the midst of the graph; leave one of them out"),
+        ("offload", spec.offload != "none", "it has not been tried on divided experts; leave one of them out"),
+        ("gradient_compression", spec.gradient_compression != "none", "DDP does not reduce the experts; leave one of them out"),
+        ("noise_scale", spec.noise_scale, "an expert's gradient is of samples of all ranks; measure it with expert_parallel=1"),
+        ("ema", spec.ema is not None, "no rank holds all parameters, and the average is of all; leave one of them out"),
+    ):
+        if clashes:
+            raise SpecError(f"{given(spec, knob)} with expert_parallel={spec.expert_parallel}: {why}")
+
+
+def _check_local_sgd(spec: Any) -> None:
+    options = parse_local_sgd(spec.local_sgd)
+    if not options["period"]:
+        return
+    if spec.world_size % options["local_ranks"]:
+        raise SpecError(f'local_sgd="{spec.local_sgd}": local_ranks={options["local_ranks"]} does not divide the {spec.world_size} ranks')
+    when, _ = parse_evaluate(spec.evaluate)
+    apart = "between two averages each rank has parameters of its own, and this needs those of all"
+    for knob, clashes, why in (
+        ("parallel", spec.parallel != "ddp", 'the ranks share the optimizer or the model there; try parallel="ddp"'),
+        ("tensor_parallel", spec.tensor_parallel > 1, "ranks that split layers have no parameters to average; leave one of them out"),
+        ("pipeline_parallel", spec.pipeline_parallel > 1, "it has not been tried on stages; leave one of them out"),
+        ("expert_parallel", spec.expert_parallel > 1, "an expert is on one rank, which would change it without the others"),
+        ("precision", spec.precision == "amp_fp16", 'a rank whose gradients overflow would leave out a step alone; try "amp_bf16"'),
+        ("gradient_compression", spec.gradient_compression != "none", "DDP has one hook for both; leave one of them out"),
+        ("checkpoint_every", spec.checkpoint_every, "each rank has momenta of its own, and a checkpoint has those of one; leave it out"),
+        ("evaluate", when not in ("", "end"), f'{apart}; try evaluate="end", before which they are averaged'),
+        ("ema", spec.ema is not None, f"{apart}; leave one of them out"),
+        ("noise_scale", spec.noise_scale, "the gradients of all ranks are not reduced; leave one of them out"),
+        ("micro_batch", spec.micro_batch == "auto", "a micro-batch that is split would be reduced twice; give a number"),
+    ):
+        if clashes:
+            raise SpecError(f'{given(spec, knob)} with local_sgd="{spec.local_sgd}": {why}')
 
 
 def parse_stop(text: Any) -> tuple[str, Mapping[str, Any]]:

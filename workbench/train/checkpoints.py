@@ -441,7 +441,7 @@ def part_path(path: Path, rank: int) -> Path:
 
 def _is_shared(trainer: "Trainer") -> bool:
     """Do ranks share the model or the optimizer?"""
-    return trainer.spec.parallel != "ddp" or trainer.spec.tensor_parallel > 1 or trainer.pipeline is not None
+    return trainer.spec.parallel != "ddp" or not trainer.spec.whole_models
 
 
 def _mismatch(trainer: "Trainer", state: Mapping[str, Any], source: named_state.Source | None = None) -> str:

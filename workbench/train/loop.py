@@ -24,6 +24,7 @@ from workbench.train import provenance
 from workbench.train.checkpoints import Checkpoints
 from workbench.train.choose_micro_batch import choose
 from workbench.train.early_stop import EarlyStop
+from workbench.train.expert_parallel import ExpertBalance
 from workbench.train.fingerprints import Fingerprints
 from workbench.train.gradient_norms import GradientNorms
 from workbench.train.preemption import Preemption
@@ -116,7 +117,7 @@ def train(
     trainer.warn = timer.warn
     if checkpoints:
         timer.go_on(done)
-    metrics = Metrics(run_dir, steps=spec.steps) if ranks.rank == 0 else None
+    metrics, balance = Metrics(run_dir, steps=spec.steps) if ranks.rank == 0 else None, ExpertBalance(trainer.module)
     noise = noise_log(trainer, run_dir) if spec.noise_scale else None
     norms = GradientNorms(trainer, run_dir / run_directory.GRADIENTS, spec.gradient_norms) if spec.gradient_norms else None
     evaluations = Evaluations(trainer, run_dir, timer) if spec.evaluate else None
@@ -186,7 +187,7 @@ def train(
                 if step == done + 1 and not ranks.rank and (restart := first_step(run_dir, done=done, now=time.time())):
                     print(restart, flush=True)
                 if metrics:
-                    metrics.step(step, loss=loss_of_step, lr=lr, samples=step * samples_per_step)
+                    metrics.step(step, loss=loss_of_step, lr=lr, samples=step * samples_per_step, experts=balance.take())
                 if timer.failed:
                     raise timer.failed
                 if profiled:
@@ -304,11 +305,12 @@ class Metrics:
         self._steps = steps
         self._flushed = time.perf_counter()
         self._began = self._flushed - (before[-1].get("seconds", 0.0) if before else 0.0)
-        self._rows: list[dict[str, float]] = []
+        self._rows: list[dict[str, Any]] = []
         self._losses: list[Tensor] = []
+        self._experts: list[Tensor | None] = []
         self._printed = 0
 
-    def step(self, step: int, *, loss: Tensor, lr: float, samples: int) -> None:
+    def step(self, step: int, *, loss: Tensor, lr: float, samples: int, experts: Tensor | None = None) -> None:
         """Report an optimizer step; it is written with the next flush.
 
         Args:
@@ -316,12 +318,14 @@ class Metrics:
             loss: of rank 0's samples; stays on its device for now.
             lr: learning rate of the step.
             samples: seen so far by all ranks.
+            experts: how rank 0's tokens of the step were spread over experts, as `ExpertBalance` has it.
 
         Raises:
             DiskFullError: the disk is full; the lines before are whole.
         """
         now = time.perf_counter()
         self._losses.append(loss)
+        self._experts.append(experts)
         self._rows.append({"step": step, "steps": self._steps, "lr": lr, "samples": samples, "seconds": now - self._began})
         if now - self._flushed > REPORT_INTERVAL_S:
             self.flush()
@@ -330,13 +334,18 @@ class Metrics:
         """Write all that was reported."""
         if self._rows:
             losses = torch.stack(self._losses).tolist()  # one wait for all
-            self._writer.write({**row, "loss": loss} for row, loss in zip(self._rows, losses, strict=True))
+            rows = [{**row, "loss": loss} for row, loss in zip(self._rows, losses, strict=True)]
+            for row, shares in zip(rows, self._experts, strict=True):
+                if shares is not None:
+                    *row["expert_shares"], row["dropped_tokens"] = shares.tolist()
+            self._writer.write(rows)
             step = int(self._rows[-1]["step"])
             if LOG_LINES * step // self._steps > self._printed:
                 self._printed = LOG_LINES * step // self._steps
                 print(f"step {step} of {self._steps}: loss {losses[-1]:.3f}")
             self._rows.clear()
             self._losses.clear()
+            self._experts.clear()
         self._flushed = time.perf_counter()
 
     def figures(self, values: dict[str, float], step: int) -> None:

@@ -146,11 +146,18 @@ class Experts(nn.Module):
 
     Attributes:
         imbalance: of the last forward: 1 if all experts get as much, up to `experts` (Fedus et al. 2021, equation 4).
+        routed: choices of each expert in training since this was set to None, and behind them those for which it had no room.
+        exchange: with other ranks, each of which has some of the experts; None = all are here. See `expert_parallel`.
     """
+
+    expert_parameters = ("up", "down")
+    """Parameters whose first dimension counts the experts."""
 
     def __init__(self, width: int, experts: int, top: int = 2, spare: float = 1.25) -> None:
         super().__init__()
-        self.top, self.spare, self.imbalance = top, spare, torch.zeros(())
+        self.experts, self.top, self.spare, self.imbalance = experts, top, spare, torch.zeros(())
+        self.routed: Tensor | None = None
+        self.exchange: Any = None
         self.router = nn.Linear(width, experts, bias=False)
         self.up = nn.Parameter(torch.empty(experts, width, 2 * width))
         self.down = nn.Parameter(torch.empty(experts, 2 * width, width))
@@ -160,7 +167,7 @@ class Experts(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """(batch, length, width) → the same."""
         batch, length, width = x.shape
-        experts = len(self.up)
+        experts = self.experts
         capacity = math.ceil(self.spare * self.top * length / experts)
         chances = self.router(x).float().softmax(2)
         shares, chosen = chances.topk(self.top, dim=2)
@@ -172,7 +179,14 @@ class Experts(nn.Module):
         where = place[..., None].expand(-1, -1, width)
         rows = x.new_zeros(batch, experts * capacity + 1, width).scatter(1, where, x.repeat_interleave(self.top, 1))
         inputs = rows[:, :-1].reshape(batch, experts, capacity, width).transpose(0, 1).flatten(1, 2)
-        outputs = torch.bmm(F.gelu(torch.bmm(inputs, self.up)), self.down).view(experts, batch, capacity, width).transpose(0, 1)
+        sizes = self.exchange.sizes(inputs) if self.exchange else []
+        inputs = self.exchange.to_experts(inputs, sizes) if self.exchange else inputs
+        outputs = torch.bmm(F.gelu(torch.bmm(inputs, self.up)), self.down)
+        outputs = self.exchange.back(outputs, sizes) if self.exchange else outputs
+        outputs = outputs.view(experts, batch, capacity, width).transpose(0, 1)
+        if self.training:
+            counts = torch.cat([taken.sum((0, 1)), (place == experts * capacity).sum()[None]])
+            self.routed = counts if self.routed is None else self.routed + counts
         outputs = F.pad(outputs.flatten(1, 2), (0, 0, 0, 1)).gather(1, where) * shares[..., None].to(x.dtype)
         summed: Tensor = outputs.view(batch, length, self.top, width).sum(2)
         return summed

@@ -2,6 +2,7 @@
 
 All ranks of a pipeline read the same micro-batches. The task's loss runs twice: on the rank of the first stage up to where it calls its
 model, whose arguments are the stage's inputs; on that of the last stage with the stage's outputs in place of what the model gives.
+Both times it draws the same random numbers, so that noise which it adds to the inputs is the noise that it compares the outputs with.
 
 torch's schedules take a batch and cut it; here the micro-batches are given, so that `_step_microbatches` is called, which all of them have.
 """
@@ -23,7 +24,7 @@ from workbench.runs.spec import RunSpec
 from workbench.runs.task import Task, TaskError
 from workbench.runs.training_knobs import parse_pipeline
 from workbench.train.precision import Precision
-from workbench.train.random_numbers import mixed_seed
+from workbench.train.random_numbers import mixed_seed, seeded
 from workbench.train.stages import StageModule, Stages, as_tensors, cut
 
 SCHEDULES: dict[str, Any] = {
@@ -108,7 +109,7 @@ class Pipeline:
         """
         self._check(batches)
         with self._own_random_numbers():
-            given = [_arguments(self._task, batch) for batch in batches] if 0 in self.modules else [None] * len(batches)
+            given = [self._given(number, batch) for number, batch in enumerate(batches)] if 0 in self.modules else [None] * len(batches)
             if self._schedule is None:
                 self._schedule = self._build(given[0], batches)
             losses: list[Tensor] = []
@@ -116,7 +117,7 @@ class Pipeline:
                 stage.has_backward = True
                 stage.clear_runtime_states()
             self._schedule._step_microbatches(
-                [()] * len(batches), [{"given": each} for each in given], list(batches), losses, return_outputs=False
+                [()] * len(batches), [{"given": each} for each in given], list(enumerate(batches)), losses, return_outputs=False
             )
         self.steps += 1
         total = torch.stack([loss.detach() for loss in losses]).sum() if losses else torch.zeros((), device=self._device)
@@ -156,8 +157,20 @@ class Pipeline:
             torch.manual_seed(mixed_seed(self._seed, self.rank, self.steps))
             yield
 
-    def _loss_of_output(self, output: Any, batch: Any) -> Tensor:
-        return self._loss(_ModelCall(output), batch)
+    def _loss_seed(self, number: int) -> AbstractContextManager[None]:
+        """Inside, the loss of a micro-batch draws the same random numbers on the ranks of the first and of the last stage."""
+        if self._passed is not None:  # a dry run
+            return contextlib.nullcontext()
+        return seeded(mixed_seed(self._seed, dist.get_world_size(self.group) + number, self.steps), self._device)
+
+    def _given(self, number: int, batch: Any) -> Any:
+        with self._loss_seed(number):
+            return _arguments(self._task, batch)
+
+    def _loss_of_output(self, output: Any, target: tuple[int, Any]) -> Tensor:
+        number, batch = target
+        with self._loss_seed(number):
+            return self._loss(_ModelCall(output), batch)
 
     def _build(self, given: Any, batches: Sequence[Any]) -> Any:
         passed = self._passed if self._passed is not None else self._learn_boundaries(given)

@@ -1,8 +1,9 @@
 """The random numbers of a training process: seeds its generators, and saves and restores their states for a checkpoint."""
 
+import contextlib
 import hashlib
 import random
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -49,3 +50,14 @@ def restore_random_state(state: Mapping[str, Any], device: torch.device) -> None
     random.setstate((version, tuple(numbers.tolist()), next_gauss))
     if device.type == "cuda" and "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"].cpu(), device)
+
+
+@contextlib.contextmanager
+def seeded(seed: int, device: torch.device) -> Iterator[None]:
+    """Inside, the generators of torch, numpy and Python begin with a seed; afterwards they are as they were."""
+    before = random_state(device)
+    seed_all(seed)
+    try:
+        yield
+    finally:
+        restore_random_state(before, device)

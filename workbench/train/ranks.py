@@ -19,6 +19,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from workbench.core.checks import number_in_environment
 from workbench.runs.spec import SHARDED, RunSpec, SpecError, ranks_per_shard
+from workbench.runs.training_knobs import parse_local_sgd
 
 FAILED_TIMEOUT = datetime.timedelta(seconds=60)
 """How long a failed rank waits for the others, which may be waiting for it in a reduction that it will never join."""
@@ -192,6 +193,10 @@ class Layout:
     """Mesh of the ranks that split each layer; None without tensor parallelism."""
     pipeline: dist.ProcessGroup | None = None
     """Process group of the ranks that have the stages of one copy of the model; None without pipeline parallelism."""
+    neighbours: dist.ProcessGroup | None = None
+    """Process group of the ranks that reduce gradients under "local_sgd"; None = each is alone."""
+    experts: DeviceMesh | None = None
+    """Mesh of two axes: copies of the experts, and ranks that divide one copy among them; None without expert parallelism."""
 
     @classmethod
     def of(cls, spec: RunSpec, ranks: Ranks, group: dist.ProcessGroup | None = None) -> Self:
@@ -200,7 +205,7 @@ class Layout:
         It does not work under fake tensors: a mesh reads its numbers.
 
         Args:
-            spec: its `parallel`, `shard_ranks`, `tensor_parallel` and `pipeline_parallel`.
+            spec: its `parallel`, `shard_ranks`, `tensor_parallel`, `pipeline_parallel` and `expert_parallel`.
             ranks: this process among those of the spec.
             group: their process group; None = that of all.
 
@@ -211,6 +216,13 @@ class Layout:
         if spec.pipeline_parallel > 1:
             made = _pipeline_groups(spec, members, dist.get_backend(group))
             return cls(readers=_readers(ranks, spec.pipeline_parallel, outer=True), data=made[0], pipeline=made[1])
+        if spec.expert_parallel > 1:
+            copies, own = _expert_groups(spec, members, dist.get_backend(group))
+            numbers = torch.tensor(members).view(-1, spec.expert_parallel)
+            mesh = DeviceMesh.from_group([copies, own], ranks.device.type, mesh=numbers, mesh_dim_names=("copy", "expert"))
+            return cls(readers=ranks, data=group, experts=mesh)
+        if parse_local_sgd(spec.local_sgd)["local_ranks"] > 1:
+            return cls(readers=ranks, data=group, neighbours=_neighbours(spec, members, dist.get_backend(group)))
         grid = _grid(spec, members)
         layout = cls(readers=_readers(ranks, spec.tensor_parallel), data=group)
         device = ranks.device.type
@@ -232,11 +244,11 @@ class Layout:
 
 
 LAYOUT_KNOBS = (
-    *("parallel", "tensor_parallel", "pipeline_parallel", "pipeline_schedule", "shard_ranks", "nproc_per_node", "nnodes"),
-    *("micro_batch", "accumulation"),
+    *("parallel", "tensor_parallel", "pipeline_parallel", "pipeline_schedule", "expert_parallel", "shard_ranks"),
+    *("nproc_per_node", "nnodes", "micro_batch", "accumulation"),
 )
 """Knobs that say which rank holds what of the model, and which samples it works on."""
-ONE_STAGE: Mapping[str, Any] = {"pipeline_parallel": 1, "pipeline_schedule": "1f1b"}
+ONE_STAGE: Mapping[str, Any] = {"pipeline_parallel": 1, "pipeline_schedule": "1f1b", "expert_parallel": 1}
 """Those that checkpoints of earlier workbenches lack."""
 
 
@@ -277,6 +289,10 @@ def join_group_creation(spec: RunSpec, members: Sequence[int]) -> None:
     """
     if spec.pipeline_parallel > 1:
         _pipeline_groups(spec, members, None)
+    elif spec.expert_parallel > 1:
+        _expert_groups(spec, members, None)
+    elif parse_local_sgd(spec.local_sgd)["local_ranks"] > 1:
+        _neighbours(spec, members, None)
     elif _needs_a_mesh(spec):
         _groups(_grid(spec, members), spec, None)
 
@@ -320,9 +336,26 @@ def _pipeline_groups(spec: RunSpec, members: Sequence[int], backend: Any) -> lis
     count, rest = divmod(len(members), spec.pipeline_parallel)
     if rest:
         raise SpecError(f"pipeline_parallel={spec.pipeline_parallel} does not divide the {len(members)} ranks of this launch")
-    grid = torch.tensor(members).view(spec.pipeline_parallel, count)
+    return _lines("pipeline", torch.tensor(members).view(spec.pipeline_parallel, count), backend)
+
+
+def _expert_groups(spec: RunSpec, members: Sequence[int], backend: Any) -> list[dist.ProcessGroup]:
+    """The process groups of the ranks with this rank's experts, and of those that have all experts together, which are neighbours."""
+    if len(members) % spec.expert_parallel:
+        raise SpecError(f"expert_parallel={spec.expert_parallel} does not divide the {len(members)} ranks of this launch")
+    return _lines("experts", torch.tensor(members).view(-1, spec.expert_parallel).T, backend)
+
+
+def _neighbours(spec: RunSpec, members: Sequence[int], backend: Any) -> dist.ProcessGroup:
+    if len(members) % parse_local_sgd(spec.local_sgd)["local_ranks"]:
+        raise SpecError(f'local_sgd="{spec.local_sgd}": local_ranks does not divide the {len(members)} ranks of this launch')
+    return _lines("neighbours", torch.tensor(members).view(-1, parse_local_sgd(spec.local_sgd)["local_ranks"]), backend)[0]
+
+
+def _lines(use: str, grid: torch.Tensor, backend: Any) -> list[dist.ProcessGroup]:
+    """This rank's process group among those of the rows of a grid of ranks, and among those of its columns."""
     world: Any = dist.group.WORLD
-    known, key = _created.setdefault(world, {}), ("pipeline", tuple(grid.shape), tuple(members))
+    known, key = _created.setdefault(world, {}), (use, tuple(grid.shape), tuple(grid.flatten().tolist()))
     if key not in known:
         made = [(line, dist.new_group(line, backend=backend)) for lines in (grid, grid.T) for line in lines.tolist()]
         known[key] = [group for line, group in made if dist.get_rank() in line]

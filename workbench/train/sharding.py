@@ -10,7 +10,7 @@ reduced in fp32, and the model's output is cast to fp32, so that a loss outside 
 
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -74,27 +74,39 @@ BUCKET_MB = 25.0
 
 
 @torch.no_grad()
-def reduce_gradients(module: nn.Module, group: dist.ProcessGroup | None, bucket_cap_mb: float | None = None) -> None:
+def reduce_gradients(weights: Iterable[nn.Parameter], group: dist.ProcessGroup | None, bucket_cap_mb: float | None = None) -> None:
     """Set each gradient to the mean over ranks, after the backward and in buckets, where DDP's hooks do not see it complete. A collective.
 
     Args:
-        module: whose parameters have gradients, the same on all ranks.
+        weights: whose gradients; the same on all ranks.
         group: the ranks; None = all.
         bucket_cap_mb: size of a bucket in MiB, at most, unless a gradient is larger.
     """
+    average([weight.grad for weight in weights if weight.grad is not None], group, bucket_cap_mb)
+
+
+@torch.no_grad()
+def average(tensors: Iterable[Tensor], group: dist.ProcessGroup | None, bucket_cap_mb: float | None = None) -> None:
+    """Set each tensor to its mean over ranks, in buckets. A collective.
+
+    Args:
+        tensors: the same on all ranks.
+        group: the ranks; None = all.
+        bucket_cap_mb: size of a bucket in MiB, at most, unless a tensor is larger.
+    """
     ranks, limit = dist.get_world_size(group), (bucket_cap_mb or BUCKET_MB) * 2**20
     buckets: list[list[Tensor]] = [[]]
-    for gradient in [weight.grad for weight in module.parameters() if weight.grad is not None]:
+    for tensor in tensors:
         last = buckets[-1]
-        if last and (last[0].dtype != gradient.dtype or sum(each.nbytes for each in (*last, gradient)) > limit):
+        if last and (last[0].dtype != tensor.dtype or sum(each.nbytes for each in (*last, tensor)) > limit):
             buckets.append([])
-        buckets[-1].append(gradient)
+        buckets[-1].append(tensor)
     for bucket in filter(None, buckets):
-        flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
+        flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
         dist.all_reduce(flat, group=group)
         flat.div_(ranks)
-        for gradient, mean in zip(bucket, torch.split(flat, [gradient.numel() for gradient in bucket]), strict=True):
-            gradient.copy_(mean.view_as(gradient))
+        for tensor, mean in zip(bucket, torch.split(flat, [tensor.numel() for tensor in bucket]), strict=True):
+            tensor.copy_(mean.view_as(tensor))
 
 
 def _sharded(module: nn.Module, spec: RunSpec, layout: Layout, device: torch.device) -> nn.Module:

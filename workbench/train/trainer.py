@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from workbench.harness.batches import map_tensors
@@ -21,8 +22,10 @@ from workbench.runs.training_knobs import parse_pipeline
 from workbench.train import named_state
 from workbench.train.activation_checkpointing import apply_checkpointing
 from workbench.train.blocks import compile_parts
+from workbench.train.expert_parallel import DividedExperts
 from workbench.train.label_smoothing import LabelSmoothing
 from workbench.train.loader import build_loader, micro_batches, to_device
+from workbench.train.local_sgd import LocalSgd
 from workbench.train.offload import activations_on_host, check_offload, host_computes, mark_on_host
 from workbench.train.optimizers import build_optimizer, build_scheduler, place_optimizer
 from workbench.train.precision import Precision, check_tf32
@@ -118,6 +121,7 @@ class Trainer:
         if spec.channels_last and not sharded:
             self.module = self.module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         split_layers(self.module, task, self.layout, ranks.device)
+        self._experts = DividedExperts(self.module, self.layout, ranks.device) if self.layout.experts else None
         compile_parts(self.module, spec.compile)
         if self.pipeline:
             self.model = self.module
@@ -130,8 +134,11 @@ class Trainer:
             group=self.layout.data,
             on_host=spec.offload == "optimizer" and not sharded,
         )
-        can_split = split_on_oom and not sharded and spec.tensor_parallel == 1 and not self.pipeline
+        can_split = split_on_oom and spec.whole_models
         self.splitter = MicroBatchSplitter(self, self.layout.readers.world_size) if can_split else None
+        self._local: LocalSgd | None = None
+        if spec.local_sgd != "none" and isinstance(self.model, DistributedDataParallel):
+            self._local = LocalSgd(self.model, spec.local_sgd, self.layout)
         self._scheduler = build_scheduler(self.optimizer, spec)
         self._average = WeightAverage(self.module, spec.ema) if spec.ema else None
         self._smoothing = LabelSmoothing(spec.label_smoothing) if spec.label_smoothing else None
@@ -282,11 +289,14 @@ class Trainer:
             total = self.pipeline.step(waiting)
             if self._reduces_afterwards:
                 with self.phase("backward"):
-                    reduce_gradients(self.module, self.layout.data, self.spec.bucket_cap_mb)
+                    reduce_gradients(self.module.parameters(), self.layout.data, self.spec.bucket_cap_mb)
             return total
         with accumulating(self.model, last=last):
             loss = self.forward(batch)
             self.backward(loss)
+            if self._experts and last:
+                with self.phase("backward"):
+                    self._experts.finish_gradients()
         return loss.detach()
 
     @property
@@ -343,6 +353,8 @@ class Trainer:
                 self._scheduler.step()
                 if self._average:
                     self._average.update()
+            if self._local:
+                self._local.after_step(last=self._updates + 1 == self.spec.steps)
         self._updates += 1
         if not self.spec.gc and self._updates % COLLECT_EVERY == 0:
             gc.collect()
@@ -374,7 +386,7 @@ class Trainer:
         Raises:
             TaskError: it did not return numbers by name.
         """
-        sharded = self.spec.parallel in SHARDED or self.layout.tensor is not None or self.pipeline is not None
+        sharded = not self.spec.whole_models
         first = self.ranks.rank == 0
         if not sharded:
             with self.average_in_place():

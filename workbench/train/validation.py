@@ -106,7 +106,7 @@ class Evaluations:
             indices = torch.randperm(len(indices), generator=torch.Generator().manual_seed(0)).tolist()[: spec.evaluate_batches * size]
         batches = [indices[first : first + size] for first in range(0, len(indices), size)]
         mine = batches[ranks.rank :: ranks.world_size]
-        together = spec.parallel in SHARDED or spec.tensor_parallel > 1
+        together = spec.parallel in SHARDED or spec.tensor_parallel > 1 or spec.expert_parallel > 1
         idle = together and len(mine) < -(-len(batches) // ranks.world_size)
         loader: DataLoader[Any] = DataLoader(
             self._data,

@@ -209,7 +209,9 @@ def with_rebuilt_buckets(
     later = next((index for index, call in enumerate(calls) if call.phase == "optimizer"), len(calls))
     begin = min(bucket_positions, default=later)
     rest = [call for index, call in enumerate(calls) if index not in set(bucket_positions)]
+    left_out = {id(weight) for name, weight in model.module.named_parameters() if name in model.parameters_to_ignore}
     known = [weight for weight in model.parameters() if weight.requires_grad] if find_unused else list(order)
+    known = [weight for weight in known if id(weight) not in left_out]
     made = [
         replace(
             like,

@@ -61,6 +61,11 @@ class RanksRecorder:
             sketches = tuple(sketch(tensor) for tensor in tensors if tensor.numel() and not tensor.is_complex())
             self.entries.append(Entry(kind, key, self.step, phase, module, "", sketches))
 
+    def begin(self, step: int) -> None:
+        """A step begins: its calls of a module are counted over all of its micro-batches, as in one process."""
+        self.step = step
+        self._calls.clear()
+
     def value(self, phase: str, name: str, *tensors: Tensor) -> None:
         """Keep a value of the training by its name."""
         self.add("value", (self.step, phase, name), phase, name, tensors)
@@ -79,7 +84,6 @@ class RanksRecorder:
             self._calls[name] += 1
             self.add("module", (self.step, "output", name, self._calls[name]), "forward", name, rows)
 
-        self._calls.clear()
         handles = [part.register_forward_hook(leave) for part in self._model.modules()]
         try:
             yield
@@ -100,7 +104,7 @@ def of_ranks(spec: RunSpec, task: Task, ranks: Ranks, steps: int, double: bool) 
             for name, value in module.state_dict(keep_vars=True).items():
                 recorder.value("start", name, full_tensor(value))
             for step in range(1, steps + 1):
-                recorder.step = step
+                recorder.begin(step)
                 taken = [next(batches) for _ in range(spec.accumulation)]
                 taken = [doubled(batch) for batch in taken] if double else taken
                 columns = [[recorder.whole(tensor) if tensor.ndim else tensor for tensor in tensors_of(batch)] for batch in taken]

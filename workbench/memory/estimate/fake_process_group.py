@@ -84,6 +84,19 @@ def process_group(world_size: int, rank: int) -> Iterator[None]:
     finally:
         dist.destroy_process_group()
         sys.excepthook = hook
+        _forget_groups()
+
+
+def _forget_groups() -> None:
+    """Clear what DTensor keeps of its operators: with them their process groups, which the next layout of the same shape would use."""
+    if "torch.distributed.tensor" not in sys.modules:
+        return
+    from torch.distributed.tensor import DTensor
+
+    with contextlib.suppress(AttributeError):  # underscored: another torch may keep nothing, or elsewhere
+        propagator: Any = DTensor._op_dispatcher.sharding_propagator
+        propagator.propagate_op_sharding.cache_clear()
+        torch._C._clear_DTensor_sharding_propagator_cache()
 
 
 class _NeverRebuilds:
@@ -116,7 +129,7 @@ class _Compression:
         """Take a hook, as `register_comm_hook` does."""
         if hook.__name__ == "powerSGD_hook":
             self._rank = state.matrix_approximation_rank
-        else:
+        elif hook.__name__ != "post_localSGD_hook":  # which sends the bucket as it is
             self._types.append(_COMPRESSED[hook.__name__])
 
     def allocate(self, bucket: Any) -> None:

@@ -19,6 +19,7 @@ from workbench.runs.launch.launch import check, label
 from workbench.runs.launch.new_run import LaunchError, NewRun
 from workbench.runs.run import Run
 from workbench.runs.spec import RunSpec
+from workbench.runs.training_knobs import given
 
 PATIENCE = 600.0
 """Seconds beyond three times the budget after which an experiment is stopped: a model or a dataset may take long to build, and one step
@@ -157,6 +158,12 @@ def _check_stages(spec: RunSpec, what: str) -> None:
         raise LaunchError(
             f"{what}: pipeline_parallel={spec.pipeline_parallel}: an experiment takes steps on some ranks alone, and no stage "
             "of a pipeline can; try it with pipeline_parallel=1 and a model, or a micro_batch, that fits one rank"
+        )
+    if spec.expert_parallel > 1 or spec.local_sgd != "none":
+        knob = "expert_parallel" if spec.expert_parallel > 1 else "local_sgd"
+        raise LaunchError(
+            f"{what}: {given(spec, knob)}: an experiment takes steps on some ranks alone, and the others would wait for "
+            f"{'the tokens' if spec.expert_parallel > 1 else 'the parameters'} that all of them exchange; leave {knob} out"
         )
 
 

@@ -410,7 +410,7 @@ def same_twice(
     if spec.micro_batch == AUTO:
         raise LaunchError('micro_batch="auto": each training could choose another; give same_twice(…, micro_batch=…) a number')
     if not spec.whole_models:
-        knob = next((knob for knob in ("tensor_parallel", "pipeline_parallel") if getattr(spec, knob) > 1), "parallel")
+        knob = next((knob for knob in ("tensor_parallel", "pipeline_parallel", "expert_parallel") if getattr(spec, knob) > 1), "parallel")
         raise SpecError(f'same_twice() with {given(spec, knob)}: no rank holds the whole model; try parallel="ddp" without it')
     check(spec)
     runs = [trained(start(spec, runs_dir, name), timeout) for name in ("first", "second")]

@@ -34,8 +34,8 @@ _OF_ATTEMPT = (
     run_directory.LAUNCHER_LOG,
 )
 LAYOUT_KNOBS = (
-    *("parallel", "nproc_per_node", "tensor_parallel", "pipeline_parallel", "pipeline_schedule", "shard_ranks", "micro_batch"),
-    *("accumulation", "offload"),
+    *("parallel", "nproc_per_node", "tensor_parallel", "pipeline_parallel", "pipeline_schedule", "expert_parallel"),
+    *("shard_ranks", "micro_batch", "accumulation", "offload"),
 )
 """Knobs that another run may have which begins with this run's checkpoint."""
 
