@@ -108,7 +108,7 @@ def test_a_run_without_a_step_has_a_page(tmp_path: Path) -> None:
 
 def needs(package: str) -> None:
     if importlib.util.find_spec(package) is None:
-        pytest.skip(f"{package} is not installed: it is not among the development packages")
+        pytest.skip(f"{package} is not installed: pip install 'training-workbench[exporters]'")
 
 
 def written(folder: Path) -> dict[Path, int]:
@@ -128,6 +128,7 @@ def exported_twice(tmp_path: Path, to: str) -> tuple[wb.Run, Path]:
     return run, folder
 
 
+@pytest.mark.slow
 def test_tensorboard(tmp_path: Path) -> None:
     needs("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -147,6 +148,7 @@ def test_tensorboard(tmp_path: Path) -> None:
     assert "spec/text_summary" in read.Tags()["tensors"] or "spec" in read.Tags()["tensors"]
 
 
+@pytest.mark.slow
 def test_mlflow(tmp_path: Path) -> None:
     needs("mlflow")
     from mlflow.tracking import MlflowClient
@@ -163,6 +165,7 @@ def test_mlflow(tmp_path: Path) -> None:
     assert stored.info.status == "FAILED"
 
 
+@pytest.mark.slow
 def test_wandb(tmp_path: Path) -> None:
     needs("wandb")
     _, folder = exported_twice(tmp_path, "wandb")

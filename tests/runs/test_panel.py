@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 pytest.importorskip("ipywidgets", reason="panels need Jupyter's packages (pip install '.[notebooks]')")
 
 from tests.conftest import HandMade
-from workbench.core.run_directory import METRICS, RUN_JSON, LineWriter, keep_rows, rank_file
+from workbench.core.run_directory import GRADIENTS, METRICS, RUN_JSON, USAGE, LineWriter, keep_rows, rank_file
 from workbench.core.vocabulary import PHASES
 from workbench.runs.panel import html as faces
-from workbench.runs.panel.follow import LOG_START, Follower, RankShare, Snapshot
+from workbench.runs.panel.follow import KEPT, LOG_START, Follower, RankShare, Snapshot
 from workbench.runs.panel.panel import LogView, RunPanel, run_panel
 from workbench.runs.run import Run
 from workbench.runs.spec import RunSpec, ScriptSpec
@@ -205,6 +205,56 @@ def test_a_run_shows_itself_by_its_one_panel(by_hand: ByHand) -> None:
     assert run._repr_mimebundle_()["text/plain"] == repr(run)
     assert run_panel(run) is run_panel(Run.load(run.path))
     assert repr(run_panel(run)) == "RunPanel(Run('by-hand', nproc_per_node=2))"
+
+
+def written(made: HandMade, file: str, rows: list[dict[str, object]]) -> None:
+    writer = LineWriter(made.path / file)
+    writer.write(rows)
+    writer.close()
+
+
+def test_what_the_machine_did_is_shown_with_its_curve(by_hand: ByHand) -> None:
+    made = by_hand().alive().steps(3)
+    follower = Follower(Run.load(made.path))
+    assert follower.snapshot().usage == {}
+    written(made, USAGE, [{"step": 1, "cpu": 0.25, "network_in": 1024, "network_out": 2048, "watts": 80, "memory": 2**30, "gpu": "x"}])
+    assert follower.snapshot().usage["cpu"] == ((1, 0.25),)
+    written(made, USAGE, [{"step": 3, "cpu": 0.75, "network_in": 0, "network_out": 4096, "memory": 2**30}, {"step": "x", "cpu": 1}])
+    now = follower.snapshot()
+    html = faces.figures(now)
+    assert now.usage["cpu"] == ((1, 0.25), (3, 0.75))
+    assert '<span class="wb-label">cores</span><span class="wb-value">75 %</span>' in html
+    assert 'aria-label="cores from 25 % at step 1 to 75 % at step 3"' in html
+    assert '<span class="wb-value">0 B/s in, 4.00 KiB/s out</span>' in html
+    assert 'aria-label="network from 3.00 KiB/s at step 1 to 4.00 KiB/s at step 3"' in html
+    assert '<span class="wb-label">power</span><span class="wb-value">80 W</span></div>' in html  # one value makes no curve
+    assert not any(f">{word}</span>" in html for word in ("GPUs", "disks"))
+    written(made, USAGE, [{"step": 4, "cpu": 0.5}] * (KEPT + 9))
+    assert len(follower.snapshot().usage["cpu"]) == KEPT
+
+
+def test_norms_of_gradients_are_shown_beside_those_before(by_hand: ByHand) -> None:
+    made = by_hand().alive().steps(3)
+    panel = RunPanel(Run.load(made.path))
+    assert panel.gradients.value == ""
+    rows = [{"step": step, "norms": {"first": 0.01, "<last>": norm}} for step, norm in ((10, 1.0), (20, 3.0), (30, 8.0))]
+    written(made, GRADIENTS, rows)
+    html = panel.refresh() and panel.gradients.value
+    assert "step 30; logarithmic, from 1e-2 to 1e1" in html
+    assert 'aria-label="&lt;last&gt;: 8 (4.00×)"' in html
+    assert 'title="first: 0.01 (1.00×)" style="width:0.00%' in html
+    assert "<last>" not in html
+    written(made, GRADIENTS, [{"step": 40, "norms": {"first": math.inf, "<last>": 0.0}}])
+    html = panel.refresh() and panel.gradients.value
+    assert 'aria-label="first: not finite"' in html
+    assert 'title="first: not finite" style="width:100.00%' in html
+    many = {f"layer{number}": 10.0**number for number in range(-9, 12)}
+    written(made, GRADIENTS, [{"step": 50, "norms": many}])
+    html = panel.refresh() and panel.gradients.value
+    made.ended("finished")
+    assert "16 of 23 layers: the largest and the smallest" in html
+    assert all(f"{layer}: " in html for layer in ("layer-9", "layer11", "first"))
+    assert "layer1: " not in html
 
 
 # --- how it lives

@@ -91,15 +91,18 @@ def merged(run: Run) -> Rows:
     ]
 
 
-def _package(name: str, extra: str) -> Any:
+def _package(name: str, wheel: str) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        raise ExportError(f"{name.partition('.')[0]} is not installed ({error}): pip install {extra}") from None
+        package = name.partition(".")[0]
+        raise ExportError(
+            f"{package} is not installed ({error}): pip install {wheel}, or all three with pip install 'training-workbench[exporters]'"
+        ) from None
 
 
 def _tensorboard(run: Run, folder: Path, rows: Rows, mine: State, ended: bool) -> None:
-    writers = _package("tensorboard.summary.writer.event_file_writer", "'training-workbench[tensorboard]'")
+    writers = _package("tensorboard.summary.writer.event_file_writer", "tensorboard")
     event, summary = (_package(f"tensorboard.compat.proto.{name}", "tensorboard") for name in ("event_pb2", "summary_pb2"))
     text = _package("tensorboard.plugins.text.summary_v2", "tensorboard")
     writer = writers.EventFileWriter(str(folder / "".join(c if c.isalnum() or c in "-_." else "-" for c in f"{run.name}-{run.id[:8]}")))

@@ -3,7 +3,8 @@
 import math
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from workbench.core import run_directory
 from workbench.runs.failure import Failure
 from workbench.runs.hang import hang_note
 from workbench.runs.health import not_falling, spikes
+from workbench.runs.page import norms_of, usage_of
 from workbench.runs.rank_ends import MANY_RANKS, SAMPLED, RankEnds
 from workbench.runs.rank_steps import RankMeans, RankSteps
 from workbench.runs.rows import Rows, check_metric, loss_note, losses_of, resume_notes, slowest, training_notes
@@ -25,6 +27,10 @@ ENDS_EVERY = 10.0
 """Seconds between two looks at the ends of the files of very many ranks, while they run, and between two looks for spikes of the loss."""
 LOSSES = 20_000
 """Losses, the last ones, in which spikes are looked for."""
+KEPT = 240
+"""Rows, the last ones, of a machine's usage and of the norms of gradients that are shown."""
+Series = Mapping[str, tuple[tuple[int, float], ...]]
+"""Name → (step, value), the last `KEPT`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +93,10 @@ class Snapshot:
     """What an evaluation found."""
     evaluations: tuple[float, ...] = ()
     """Seconds of each evaluation, on the slowest rank; they are in no step."""
+    usage: Series = field(default_factory=dict)
+    """What the machine of rank 0 did, by the names of `page.USAGE`."""
+    norms: Series = field(default_factory=dict)
+    """Norms of the gradients by layer, of a run with `gradient_norms=`; one may be infinite or NaN."""
     error: Failure | None = None
     """Why it failed."""
     notes: tuple[str, ...] = ()
@@ -180,6 +190,27 @@ class _EndSums:
         return RankShare.of(rank, self._ends.means)
 
 
+class _Series:
+    """The last values of a file whose rows have numbers by name."""
+
+    def __init__(self, path: Path, values_of: Callable[[Mapping[str, Any]], dict[str, float]]) -> None:
+        self._rows, self._values_of = Rows(path), values_of
+        self._kept: dict[str, deque[tuple[int, float]]] = {}
+        self.now: Series = {}
+
+    def read(self) -> Series:
+        """All that is kept, with what is new."""
+        new = self._rows.read()
+        if self._rows.anew:
+            self._kept.clear()
+        for row in new:
+            for name, value in self._values_of(row).items():
+                self._kept.setdefault(name, deque(maxlen=KEPT)).append((int(row["step"]), value))
+        if new or self._rows.anew:
+            self.now = {name: tuple(points) for name, points in self._kept.items()}
+        return self.now
+
+
 class Follower:
     """Reads a run as it grows. It has its own view on the directory, so it may live in a thread of its own."""
 
@@ -198,6 +229,8 @@ class Follower:
         self._losses: list[tuple[int, float]] = []
         self._figures: dict[str, float] = {}
         self._evaluations, self._evaluated = Rows(run.path / run_directory.EVALUATIONS), list[float]()
+        self._usage = _Series(run.path / run_directory.USAGE, usage_of)
+        self._norms = _Series(run.path / run_directory.GRADIENTS, norms_of)
         self._progress: tuple[int, int | None] = (0, getattr(run.spec, "steps", None))
 
     def snapshot(self) -> Snapshot:
@@ -227,6 +260,8 @@ class Follower:
             losses=tuple(self._losses),
             figures=dict(self._figures),
             evaluations=tuple(self._evaluated),
+            usage=self._usage.read(),
+            norms=self._norms.read(),
             error=self._run.error,
             notes=tuple(filter(None, [*self._problems(state), *self._training, *self._resume_notes, self._metrics.note, *self._damage])),
         )

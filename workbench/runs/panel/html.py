@@ -6,16 +6,18 @@ notebook that is not trusted yet); the style sheet of the panel only adds comfor
 
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from statistics import median
 
 from workbench.core import units
 from workbench.core.display import html as stack
+from workbench.core.display.colors import LIMIT
 from workbench.core.display.colors import PHASES as COLORS
 from workbench.core.display.table import Table, escape
 from workbench.core.vocabulary import PHASES
 from workbench.runs.failure import Failure
-from workbench.runs.panel.follow import RankShare, Snapshot
+from workbench.runs.panel.follow import RankShare, Series, Snapshot
 from workbench.runs.rank_ends import extremes
 from workbench.runs.run import ACTIVE, Run
 from workbench.runs.spec import ScriptSpec, Spec
@@ -24,6 +26,23 @@ SIGNS = {"queued": "⏸", "running": "▶", "finished": "✔", "stopped": "■",
 """State → the sign before its word, so that colour is never alone."""
 _CURVE = (240, 44)  # view box of the loss curve
 _POINTS = 120  # drawn at most
+_LAYERS = 16
+"""Layers whose norms are shown: of more, those with the largest and the smallest."""
+
+
+def _per_second(value: float) -> str:
+    return f"{units.bytes_(value)}/s"
+
+
+_MACHINE: Mapping[str, tuple[Mapping[str, str], Callable[[float], str], str]] = {
+    "cores": ({"cpu": ""}, units.percent, "of rank 0's machine that were busy"),
+    "GPUs": ({"gpu": ""}, units.percent, "share of the time in which the GPUs of rank 0's machine computed"),
+    "memory of the machine": ({"memory": ""}, units.bytes_, "in use on rank 0's machine"),
+    "network": ({"network_in": "in", "network_out": "out"}, _per_second, "of rank 0's machine"),
+    "disks": ({"disk_read": "read", "disk_write": "written"}, _per_second, "of rank 0's machine"),
+    "power": ({"watts": ""}, lambda watts: units.count(watts, "W"), "of processors, memory and GPUs of rank 0's machine"),
+}
+"""Label of a tile → the names of `page.USAGE` in it with a word for each, how a value is written, and what it is."""
 
 
 def _many(count: int, what: str) -> str:
@@ -83,7 +102,48 @@ def figures(now: Snapshot) -> str:
     if now.evaluations:
         text = f"{len(now.evaluations)} × {units.seconds(sum(now.evaluations) / len(now.evaluations))}"
         tiles.append(_tile("validation", text, "evaluations and their mean time on the slowest rank, beside the steps"))
+    tiles += _machine(now.usage)
     return f'<div class="wb-tiles">{"".join(tiles)}</div>' if tiles else ""
+
+
+def _machine(usage: Series) -> Iterable[str]:
+    """A tile for each thing of the machine that could be read, with its last value; the curve is the sum of those in a tile."""
+    for label, (parts, text, title) in _MACHINE.items():
+        if not (there := {name: usage[name] for name in parts if usage.get(name)}):
+            continue
+        value = ", ".join(f"{text(points[-1][1])} {parts[name]}".rstrip() for name, points in there.items())
+        together = zip(*there.values(), strict=False)
+        sums = [(points[0][0], sum(value for _, value in points)) for points in together]
+        yield _tile(label, value, title, curve(sums, label, text))
+
+
+def gradients(now: Snapshot) -> str:
+    """The last norm of each layer's gradients as a bar on a logarithmic scale, and how it compares with those before it."""
+    last = {layer: points[-1] for layer, points in now.norms.items() if points}
+    if not last:
+        return ""
+    finite = {layer: norm for layer, (_, norm) in last.items() if math.isfinite(norm) and norm > 0}
+    low = math.floor(min(map(math.log10, finite.values()), default=0))
+    high = max(math.ceil(max(map(math.log10, finite.values()), default=1)), low + 1)
+    by_size = sorted(last, key=lambda layer: (math.isfinite(last[layer][1]), last[layer][1]))
+    extreme = {*by_size[: _LAYERS // 2], *by_size[-_LAYERS // 2 :]} if len(last) > _LAYERS else set(last)
+    what = f"step {max(step for step, _ in last.values()):,}; logarithmic, from 1e{low} to 1e{high}; × the median of those before"
+    if len(last) > len(extreme):
+        what += f"; {len(extreme)} of {len(last):,} layers: the largest and the smallest"
+    rows = []
+    for layer, (_, norm) in last.items():
+        if layer not in extreme:
+            continue
+        before = [value for _, value in now.norms[layer][:-1] if math.isfinite(value)]
+        usual = median(before) if before else 0.0
+        end = "not finite" if not math.isfinite(norm) else f"{norm:.2g}" + (f" ({units.times(norm / usual)})" if usual else "")
+        share = (math.log10(norm) - low) / (high - low) if layer in finite else 0.0 if norm == 0 else 1.0
+        color = COLORS["backward"] if math.isfinite(norm) else LIMIT
+        rows.append(stack.row(layer, [stack.piece(share, color, title=f"{layer}: {end}")], end, end, wide=150, room=120, tall=12))
+    return (
+        f'<div class="wb-steps"><div class="wb-label">norm of each layer\'s gradients <span class="wb-what">({what})</span></div>'
+        f"{''.join(rows)}</div>"
+    )
 
 
 def _tile(label: str, value: str, title: str, more: str = "") -> str:
@@ -93,21 +153,21 @@ def _tile(label: str, value: str, title: str, more: str = "") -> str:
     )
 
 
-def curve(losses: Iterable[tuple[int, float]]) -> str:
-    """A small SVG curve of the loss; nothing below two finite points."""
-    points = [(step, loss) for step, loss in losses if math.isfinite(loss)]
+def curve(values: Iterable[tuple[int, float]], name: str = "loss", text: Callable[[float], str] = lambda value: f"{value:.4g}") -> str:
+    """A small SVG curve of the loss, or of something else; nothing below two finite points."""
+    points = [(step, value) for step, value in values if math.isfinite(value)]
     if len(points) < 2:
         return ""
     stride = -(-len(points) // _POINTS)
     points = [*points[:-1:stride], points[-1]]
-    (left, *_, right), values = [step for step, _ in points], [loss for _, loss in points]
-    low, high = min(values), max(values)
+    (left, *_, right), heights = [step for step, _ in points], [value for _, value in points]
+    low, high = min(heights), max(heights)
     width, height = _CURVE
     places = [
-        (width * (step - left) / (right - left or 1), 2 + (height - 4) * (1 - (loss - low) / (high - low or 1))) for step, loss in points
+        (width * (step - left) / (right - left or 1), 2 + (height - 4) * (1 - (value - low) / (high - low or 1))) for step, value in points
     ]
     line = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
-    label = f"loss from {values[0]:.4g} at step {left} to {values[-1]:.4g} at step {right}"
+    label = escape(f"{name} from {text(heights[0])} at step {left} to {text(heights[-1])} at step {right}")
     return (
         f'<svg class="wb-curve" viewBox="0 0 {width} {height}" preserveAspectRatio="none" role="img" aria-label="{label}">'
         f'<polyline points="{line}" fill="none" stroke-width="1.6" stroke-linejoin="round" vector-effect="non-scaling-stroke"/></svg>'
@@ -185,4 +245,4 @@ def static(run: Run, now: Snapshot) -> str:
             for r in chosen([rank for rank in now.ranks if math.isfinite(rank.seconds)])
         ],
     )
-    return f"<div>{head}{problem(now, traceback=False)}{phases(now)}{table._repr_html_() if table.rows else ''}</div>"
+    return f"<div>{head}{problem(now, traceback=False)}{phases(now)}{gradients(now)}{table._repr_html_() if table.rows else ''}</div>"

@@ -23,14 +23,15 @@ TICK = 0.25
 
 
 class RunPanel:
-    """Progress, throughput, loss, where the steps go, what the ranks print, and a Stop button. It holds widgets and is itself no widget.
+    """Progress, throughput, loss, the machine's usage, where the steps go, norms of gradients, what the ranks print, and a Stop button.
 
+    It holds widgets and is itself no widget.
     One thread looks at the run's directory until the run ends, and touches nothing but traits of the widgets.
 
     Attributes:
         run: the run that is shown.
         widget: everything below, in one box.
-        status, words, problem, figures, phases: HTML.
+        status, words, problem, figures, phases, gradients: HTML; the last is empty without `gradient_norms=`.
         stop: the button.
         log: what the ranks print.
         now: the run when it was last looked at.
@@ -39,18 +40,19 @@ class RunPanel:
     def __init__(self, run: Run) -> None:
         self.run = run
         self._follower, self._complaint, self._lock = Follower(run), "", threading.Lock()
-        self.status, self.words, self.problem, self.figures, self.phases = (ipywidgets.HTML() for _ in range(5))
+        self.status, self.words, self.problem, self.figures, self.phases, self.gradients = (ipywidgets.HTML() for _ in range(6))
         self.stop = ipywidgets.Button(
             description="Stop", icon="stop", tooltip="End all processes of this run. While a cell waits for the run, interrupt the kernel."
         )
         many = run.spec.world_size / MANY_RANKS
         self._tick = TICK * max(1.0, 2 * many)  # each look takes the longer, the more files there are
         self.log = LogView(range(run.spec.world_size) if many <= 1 else [0])
-        for name in ("status", "words", "problem", "figures", "phases", "stop"):
+        for name in ("status", "words", "problem", "figures", "phases", "gradients", "stop"):
             getattr(self, name).add_class(f"wb-{name}")
         self.stop.on_click(self._stop)
         top = ipywidgets.HBox([self.status, self.stop]).add_class("wb-top")
-        self.widget = ipywidgets.VBox([top, self.words, self.problem, self.figures, self.phases, self.log]).add_class("wb-panel")
+        parts = [top, self.words, self.problem, self.figures, self.phases, self.gradients, self.log]
+        self.widget = ipywidgets.VBox(parts).add_class("wb-panel")
         self.now = self.refresh()
         self._thread = threading.Thread(target=self._follow, name=f"follow {run.name}", daemon=True)
         if self.now.state in ACTIVE:
@@ -78,6 +80,7 @@ class RunPanel:
         self.words.value = faces.words(now)
         self.figures.value = faces.figures(now)
         self.phases.value = faces.phases(now)
+        self.gradients.value = faces.gradients(now)
         self.problem.value = faces.problem(now) + (self._complaint if now.error is None else "")
         if not running:
             self.stop.layout.display = "none"
