@@ -16,6 +16,7 @@ from tests.made import World
 from tests.planted_gap import planted
 from tests.traced import on_cpu, write
 from workbench.__main__ import COMMANDS, main
+from workbench.core.interrupts import Terminated
 from workbench.core.vocabulary import PHASES
 from workbench.diagnosis.analysis.diagnosis import Diagnosis
 from workbench.diagnosis.analysis.why_not_linear import WhyNotLinear
@@ -224,6 +225,9 @@ def test_why_not_linear_prints_the_answer_and_proves(monkeypatch: pytest.MonkeyP
 
     def answer(target: object, **options: object) -> WhyNotLinear:
         asked.append((target, options))
+        assert callable(signal.getsignal(signal.SIGTERM))
+        with pytest.raises(Terminated):  # else what it has launched would stay behind
+            signal.raise_signal(signal.SIGTERM)
         return WhyNotLinear(evidence=planted(reduction=0.01), spec=target if isinstance(target, RunSpec) else None)
 
     monkeypatch.setattr("workbench.diagnosis.commands.why_not_linear", answer)

@@ -7,6 +7,7 @@ it, and the panel's own file holds the widgets. Every panel also has a static fo
 * `runs`: the runs of a folder, to filter, to sort, to open and to compare.
 * `LogView`: append-only text of many ranks, with a tab per rank.
 * `ThroughputDoctor`: what holds a step back, what each knob would change, and the proof.
+* `WhyNotLinear`: why N ranks give less than N times one, part by part, with more ranks, other links and mended parts predicted.
 * `MemoryExplorer`: what a step's memory is made of, what each knob would change, and whether it fits.
 * `ScalingExplorer`: what up to 10,000 GPUs would bring, with its interval and the linear extrapolation, and what limits.
 * `BatchPlanner`: the learning rate for another batch, whether its rule holds there, and the steps and time to a target.
@@ -18,6 +19,7 @@ it, and the panel's own file holds the widgets. Every panel also has a static fo
 from workbench.batch.panel.planner import BatchPlanner
 from workbench.data.panel.explorer import DataExplorer
 from workbench.diagnosis.panel.doctor import ThroughputDoctor
+from workbench.diagnosis.panel.linear import WhyNotLinear
 from workbench.memory.panel.explorer import MemoryExplorer
 from workbench.runs.panel.panel import LogView, RunPanel, run_panel
 from workbench.runs.panel.run_list import runs
@@ -27,5 +29,5 @@ from workbench.traces.panel.perfetto import perfetto
 
 __all__ = [
     "RunPanel", "run_panel", "runs", "LogView", "ThroughputDoctor", "MemoryExplorer", "BatchPlanner", "ScalingExplorer", "TraceExplorer",
-    "perfetto", "DataExplorer",
+    "perfetto", "DataExplorer", "WhyNotLinear",
 ]  # fmt: skip

@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -11,8 +12,8 @@ from hypothesis import strategies as st
 from tests.planted_gap import planted
 from workbench.diagnosis.analysis.evidence import Gradients
 from workbench.diagnosis.analysis.gap import UNEXPLAINED, Gap, gap_of
-from workbench.diagnosis.analysis.gap_evidence import GapBlock, GapEvidence, expected_largest, seconds_of
-from workbench.diagnosis.analysis.gap_forecast import predict_gap
+from workbench.diagnosis.analysis.gap_evidence import GapBlock, GapEvidence, Tail, expected_largest, seconds_of
+from workbench.diagnosis.analysis.gap_forecast import link_of, predict_gap
 
 CAUSES = [
     ("slow rank", {"slow": 0.006}),
@@ -140,6 +141,39 @@ def test_more_ranks_are_predicted_from_several_and_from_one() -> None:
     assert many["large gradients"].high >= few["large gradients"].high > 0
     with pytest.raises(ValueError, match="ranks=1"):
         predict_gap(evidence, 1)
+
+
+def test_what_is_left_without_some_parts() -> None:
+    gap = gap_of(planted(ranks=4, slow=0.005, reduction=0.004, buckets=1))
+    left = gap.without(["slow rank", "large gradients"])
+    assert left.step.mid == pytest.approx(gap.step.mid - gap["slow rank"].mid - gap["large gradients"].mid)
+    assert left.linear.mid + math.fsum(part.seconds.mid for part in left.parts) == pytest.approx(left.step.mid)
+    assert left.step.low <= left.step.mid <= left.step.high
+    assert left.predicted
+    assert gap.without([]).step.mid == gap.step.mid
+    gain = gap.gain(["slow rank", "large gradients"])
+    assert gain.mid == pytest.approx(gap.step.mid / left.step.mid)
+    assert gain.low <= gain.mid <= gain.high
+    with pytest.raises(ValueError, match="the parts of this gap are cores, memory"):
+        gap.without(["slow ranks"])
+
+
+def test_another_link_changes_what_is_reduced_and_nothing_else() -> None:
+    tail = Tail(first=0.002, backward=0.004, after=0.004, silent=0.0)
+    evidence = planted(ranks=4, reduction=0.004, buckets=12, tail=tail)  # by itself 7.6 ms
+    link = link_of(evidence)
+    assert link is not None
+    gap = gap_of(evidence)
+    same = predict_gap(evidence, 4, link=link)
+    for cause in ("many reductions", "large gradients", "memory", "uneven steps"):
+        assert same[cause].mid == pytest.approx(gap[cause].mid, abs=2e-4)
+    halved = predict_gap(evidence, 4, link=replace(link, latency=link.latency / 2, per_byte=link.per_byte / 2))
+    slower = predict_gap(evidence, 4, link=replace(link, per_byte=10 * link.per_byte))
+    reduced = [sum(gap_[cause].mid for cause in ("many reductions", "large gradients")) for gap_ in (halved, same, slower)]
+    assert reduced == pytest.approx([0.0038 - 0.9 * 0.0038, 0.004, 43.6e-3 - 0.0036], abs=5e-4), "the backward hides 3.6 of its 4 ms"
+    assert slower["memory"] == same["memory"]
+    assert predict_gap(evidence, 64, link=link)["large gradients"].mid > same["large gradients"].mid
+    assert link_of(planted(ranks=1)) is None
 
 
 def test_evidence_and_gap_are_written_and_read_back() -> None:

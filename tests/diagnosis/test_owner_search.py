@@ -1,5 +1,6 @@
 """Which difference owns a regression: planted owners under noise, with the measurements made by arithmetic in the place of launches."""
 
+import itertools
 import math
 import random
 from collections.abc import Callable, Mapping
@@ -12,7 +13,7 @@ from workbench.core.statistics import USUAL_SPREAD
 from workbench.diagnosis.analysis import bisection
 from workbench.diagnosis.analysis.owner_search import MOST, Changes, Decision, Rerun, decide, effects, recorded_change
 from workbench.diagnosis.regression import search
-from workbench.diagnosis.rerun import RerunError
+from workbench.diagnosis.rerun import BudgetError, RerunError
 
 Cost = Callable[[Changes], float]
 
@@ -73,6 +74,45 @@ def test_differences_that_act_only_together_are_named_together() -> None:
     both = {"pin_memory", "num_workers"}
     decision = found(Trainings(lambda changes: 0.2 if both <= {*changes} else 0.1), ("pin_memory", "num_workers"), (0.1, 0.2))
     assert (set(decision.owner), decision.together) == (both, True)
+
+
+def alone_noisy(effects: Mapping[str, float], noise: Mapping[str, float]) -> Cost:
+    """What brings its effect only on average: a training with it alone is off by so much, up and down in turns, after the first."""
+    turns = {name: itertools.chain([0.0], itertools.cycle([1.0, -1.0])) for name in noise}
+
+    def cost(changes: Changes) -> float:
+        value = 0.1 * math.prod(effects.get(name, 1.0) for name in changes)
+        if len(changes) == 1 and changes[0] in noise:
+            value *= math.exp(next(turns[changes[0]]) * noise[changes[0]])
+        return value
+
+    return cost
+
+
+def test_parts_that_vary_too_much_are_called_unclear_and_not_together() -> None:
+    cost = alone_noisy({"lr": 1.2, "code": 1.2}, {"lr": 0.3, "code": 0.3})
+    decision = found(Trainings(cost, noise=0.001), ("lr", "code"), (0.1, 0.144))
+    assert (decision.kind, decision.owner, decision.together) == ("unclear", (), False)
+    assert decision.why == "lr and code bring it, and 12 trainings with lr or code vary too much to say which"
+
+
+def test_an_owner_of_half_is_named_and_what_may_bring_the_rest_is_said() -> None:
+    cost = alone_noisy({"lr": 1.3, "code": 1.3}, {"code": 0.7})
+    decision = found(Trainings(cost, noise=0.001), ("lr", "code", "data"), (0.1, 0.169))
+    assert (decision.kind, decision.owner, decision.together) == ("owner", ("code",), False)  # its mean is half of it and more
+    assert decision.why == "lr or data may bring a part of it as well"
+
+
+def test_a_training_that_the_budget_ends_ends_the_search() -> None:
+    def late(changes: Changes) -> float:
+        if changes:
+            raise BudgetError
+        return 0.1
+
+    reruns, decision, notes = search(late, lambda made: decide(made, ("lr",), (0.1, 0.11), USUAL_SPREAD))
+    assert [rerun.error for rerun in reruns] == [""]
+    assert decision.kind == "unclear"
+    assert notes == ("the budget ended training 2; a larger budget_s goes on",)
 
 
 def test_what_does_not_run_alone_is_the_owner_by_elimination() -> None:

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import subprocess
+import time
 import uuid
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from workbench.core import run_directory
 from workbench.diagnosis import regression, swaps
 from workbench.diagnosis.analysis.bisection import Bisection
 from workbench.diagnosis.analysis.what_changed import BRIEF_BYTES, RunDifference, WhatChanged
-from workbench.diagnosis.rerun import Arm, RerunError, Reruns, measured
+from workbench.diagnosis.rerun import Arm, BudgetError, Code, Measured, RerunError, Reruns, measured
 from workbench.runs.launch import environment, worktrees
 from workbench.runs.run import Run
 from workbench.runs.spec import RunSpec, ScriptSpec
@@ -305,6 +306,16 @@ def test_ctrl_c_in_the_first_training_ends_the_search(repository: Path, monkeypa
     trainings = emulated(interrupted)
     result = wb.bisect("task.py:build", good="HEAD~3")
     assert (result.kind, result.notes[0], len(trainings.arms)) == ("unclear", "stopped by Ctrl-C", 1)
+
+
+def test_the_budget_ends_a_training_that_goes_on(tmp_path: Path) -> None:
+    (tmp_path / "sleeps.py").write_text("import time\ntime.sleep(600)\n")
+    arm = Arm(ScriptSpec(script=str(tmp_path / "sleeps.py")), Code(tmp_path, tmp_path), {}, None)
+    began = time.monotonic()
+    with Reruns(Measured(of="time", steps=10), runs_dir=None, left=lambda: 0.5) as reruns, pytest.raises(BudgetError):
+        reruns.measure(arm, "A")
+    assert time.monotonic() - began < 60
+    assert len(reruns.seconds) == 1
 
 
 def test_answers_for_programs_are_short(

@@ -12,6 +12,7 @@ from tests.planted_gap import planted
 from workbench.diagnosis.analysis.evidence import Gradients
 from workbench.diagnosis.analysis.why_not_linear import BRIEF_BYTES, WhyNotLinear
 from workbench.diagnosis.why_not_linear import script_evidence, why_not_linear
+from workbench.runs.run import _on_run_started, on_run_started
 from workbench.timeline.timeline import Step, Timeline
 
 SPEC = wb.RunSpec(task="text-gpt", nproc_per_node=2, device="cpu")
@@ -160,6 +161,37 @@ def test_a_script_is_explained_by_its_timelines() -> None:
     assert any("shares its batch out" in note for note in shared.notes)
     with pytest.raises(ValueError, match="8 are needed"):
         script_evidence({"one": [timeline(0, 0.01, 0.02, count=6)], "strangers": strangers, "all": slow})
+
+
+class Launched:
+    """A run as far as the wait for it is concerned."""
+
+    def __init__(self, state: str, steps: int = 80) -> None:
+        self.state = state
+        self.ok, self.timelines = True, [timeline(0, 0.01, 0.02, count=steps)]
+
+    def stop(self) -> None:
+        self.state = "stopped" if self.state == "running" else self.state
+
+
+def test_ctrl_c_while_strangers_start_leaves_none_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs: list[Any] = []
+
+    def launch(*_: object, **options: Any) -> None:
+        """The first process ends; of three strangers, Ctrl-C comes as the third begins."""
+        if len(runs) == 3:
+            raise KeyboardInterrupt
+        runs.append(Launched("running" if runs else "finished"))
+        announce = _on_run_started.get()
+        assert announce is not None
+        announce(runs[-1])
+
+    outside: list[Any] = []
+    monkeypatch.setattr("workbench.diagnosis.why_not_linear.launch", launch)
+    with on_run_started(outside.append), pytest.raises(KeyboardInterrupt, match="why_not_linear was stopped by Ctrl-C"):
+        why_not_linear(tmp_path / "train.py", nproc_per_node=3)
+    assert [run.state for run in runs] == ["finished", "stopped", "stopped"]
+    assert outside == runs, "who waits outside, such as a panel with a Stop button, hears of them, too"
 
 
 @pytest.mark.parametrize(

@@ -265,6 +265,11 @@ def test_who_joins_runs_the_spec_and_not_the_program_that_stands_there(tmp_path:
     assert config["command"][-4:] == entrypoint(TRAIN, path)
     assert "/bin/sh" not in config["command"]
     assert environ[run_directory.ENV_RUN_ID] == info["id"]
+    assert run_directory.ENV_ALARM not in environ
+    asked = info | {"environment": {"set": {run_directory.ENV_ALARM: "always", "LD_PRELOAD": "evil.so"}, "removed": []}}
+    _, environ = nodes._prepared(path, asked, Rendezvous(nnodes=2, endpoint="127.0.0.1:9"), 1)
+    assert environ[run_directory.ENV_ALARM] == "always"
+    assert "LD_PRELOAD" not in environ
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")

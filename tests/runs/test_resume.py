@@ -272,6 +272,21 @@ def test_a_lost_run_of_another_machine_goes_on_there(tmp_path: Path, begun: list
     assert len(begun) == 1
 
 
+def test_alarms_and_determinism_stay_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    environs = list[dict[str, str]]()
+    monkeypatch.setattr(new_run.NewRun, "_start_guard", lambda new, info, environ, lock: environs.append(environ))
+    for name, alarm, known in (("a", "experiments", True), ("b", "anything", False)):
+        path = ended(
+            tmp_path / name, SPEC.replace(deterministic=True), environment={"set": {run_directory.ENV_ALARM: alarm}, "removed": []}
+        )
+        wb.launch(resume=path)
+        wb.launch(Run.load(path).spec.replace(micro_batch=16), resume=path, runs_dir=tmp_path / "runs")  # another run, by another layout
+        for environ in environs:
+            assert (environ.get(run_directory.ENV_ALARM) == alarm) == known
+            assert environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+        environs.clear()
+
+
 def test_another_life_says_what_it_runs_on_and_counts_the_time_of_those_before(
     tmp_path: Path, begun: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -62,6 +62,15 @@ def test_smaller_batches_are_fewer_samples_and_no_slower_phase() -> None:
     assert "50 % fewer samples per second" in told[0].words()
 
 
+def test_after_a_restart_steps_count_from_the_first_of_all() -> None:
+    chance = np.random.default_rng(5)
+    follower = StepAlarm(done=41_203)
+    told = follower.see([*rows(1200, chance), *rows(400, chance, forward=1.5)])
+    assert [t.phase for t in told] == ["forward"]
+    assert abs(told[0].step - 41_203 - 1200) <= 24
+    assert told[0].words().startswith("since step 42,")
+
+
 def test_memory_that_jumps_is_told() -> None:
     chance, held = np.random.default_rng(3), iter([1e9] * 150 + [1.4e9] * 150)
     told = play(rows(2000, chance), memory=lambda: next(held))
@@ -121,6 +130,7 @@ def test_a_watched_loop_raises_alarms(tmp_path: Path, monkeypatch: pytest.Monkey
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     recorder = partial(HostRecorder, lambda: now[0])
     loop = Watch([torch.zeros(2, 4)] * 800, model=model, optimizer=optimizer, alarm=True, recorder=recorder)
+    loop._recording.go_on(5_000)  # as after a restart
     for number, batch in enumerate(loop):
         now[0] += (1_000_000 if number < 400 else 1_400_000) + 5_000 * (number % 7)  # before the forward: "other"
         model(batch).sum().backward()
@@ -130,7 +140,8 @@ def test_a_watched_loop_raises_alarms(tmp_path: Path, monkeypatch: pytest.Monkey
     written = [json.loads(line) for line in (tmp_path / "rank0.jsonl").read_text().splitlines()]
     alarms = [row["alarm"] for row in written if "alarm" in row]
     assert [told["phase"] for told in alarms if told["phase"] != "memory"] == ["other"]
-    assert abs(next(told["step"] for told in alarms if told["phase"] == "other") - 400) <= 16
+    assert abs(next(told["step"] for told in alarms if told["phase"] == "other") - 5_400) <= 16
+    assert [told.to_row() for told in loop.alarms] == alarms, "they are there after close(), too"
     assert any("what lies between the phases takes" in row.get("note", "") for row in written)
     assert "since step" in capsys.readouterr().err
 

@@ -24,5 +24,5 @@ What made a training slower, larger or worse: `regression.py` has `what_changed`
 lists the differences and how each is put into a training, `rerun.py` makes it, and `analysis/owner_search.py` and `analysis/bisection.py`
 decide which to make next. `commands.py` has their commands, `plot_regression.py` their pictures.
 
-`api.py` has `diagnose`, `prove` and `climb`; `plot.py` the pictures; `panel/` the ThroughputDoctor.
+`api.py` has `diagnose`, `prove` and `climb`; `plot.py` the pictures; `panel/` the ThroughputDoctor and (`linear.py`) WhyNotLinear.
 """

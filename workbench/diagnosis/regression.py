@@ -14,7 +14,7 @@ from workbench.diagnosis.analysis.bisection import Bisection, Commit
 from workbench.diagnosis.analysis.owner_search import Changes, Decision, Rerun, decide, recorded_change
 from workbench.diagnosis.analysis.what_changed import QUANTITIES, USUAL, WhatChanged
 from workbench.diagnosis.api import check_budget
-from workbench.diagnosis.rerun import FEWEST, QUICK, Arm, Code, Measured, RerunError, Reruns, measured, steps_of
+from workbench.diagnosis.rerun import FEWEST, QUICK, Arm, BudgetError, Code, Measured, RerunError, Reruns, measured, steps_of
 from workbench.diagnosis.swaps import Swaps, brought, lost, swaps_of
 from workbench.runs.launch import worktrees
 from workbench.runs.launch.launch import check
@@ -31,7 +31,7 @@ LEAST = 0.01
 Measure = Callable[[Changes], float]
 """Makes a short training with some differences and says what it gave.
 
-Raises `RerunError` where it does not run.
+Raises `RerunError` where it does not run, and `BudgetError` where no time is left for it.
 """
 
 
@@ -56,7 +56,8 @@ def what_changed(
         run_a: the run that was good, or its directory.
         run_b: the run that was not.
         of: what is compared: the "time" of a step on the slowest rank, the peak "memory" of the fullest, or the "loss".
-        budget_s: seconds that the trainings may take, about. What is known by then, or by Ctrl-C, is returned.
+        budget_s: seconds that the trainings may take, about; the one that runs by then is ended. What is known by then, or by Ctrl-C, is
+            returned.
         also: further differences, by name: the environment variables with which run A had it, and those with which run B had it. So
             `{"numpy": ({"PYTHONPATH": "/old"}, {"PYTHONPATH": "/new"})}` tries a package in two folders, and the same goes for data.
         rerun: False = only compare what was recorded.
@@ -104,7 +105,10 @@ def _experiment(
     result: dict[str, Any], swaps: Swaps, runs: tuple[Run, Run], what: Measured, budget_s: float, runs_dir: str | os.PathLike[str] | None
 ) -> WhatChanged:
     of, named, last = result["of"], {change.name: change for change in swaps.changes}, dict[Changes, Run]()
-    with Waiting("what_changed", budget_s) as line, Reruns(what, runs_dir=runs_dir, tick=line.tick) as made:
+    with (
+        Waiting("what_changed", budget_s) as line,
+        Reruns(what, runs_dir=runs_dir, tick=line.tick, left=lambda: line.left) as made,
+    ):
 
         def measure(changes: Changes) -> float:
             line.say(f"run A with {', '.join(changes)}" if changes else "run A as it was")
@@ -154,7 +158,8 @@ def bisect(
         bad: a newer commit with it.
         of: what is compared: the "time" of a step on the slowest rank, the peak "memory" of the fullest, or the "loss" after `steps`.
         steps: of each training; None = for time some seconds, else the spec's own.
-        budget_s: seconds that all may take, about. What is known by then, or by Ctrl-C, is returned.
+        budget_s: seconds that all may take, about; the training that runs by then is ended. What is known by then, or by Ctrl-C, is
+            returned.
         runs_dir: where the trainings' run directories go; None = they are deleted.
         **knobs: fields of the RunSpec to change.
 
@@ -172,7 +177,7 @@ def bisect(
         raise worktrees.GitError(f"good={good!r} and bad={bad!r} are the same commit: expected an older and a newer one")
     notes: tuple[str, ...] = ()
     what = Measured(of=of, steps=steps or spec.steps, part=QUICK)
-    with Waiting("bisect", budget_s) as line, Reruns(what, runs_dir=runs_dir, tick=line.tick) as made:
+    with Waiting("bisect", budget_s) as line, Reruns(what, runs_dir=runs_dir, tick=line.tick, left=lambda: line.left) as made:
 
         def measure(changes: Changes) -> float:
             commit = changes[0] if changes else first
@@ -188,6 +193,9 @@ def bisect(
             except KeyboardInterrupt:
                 line.spend()
                 notes = (INTERRUPTED,)
+            except BudgetError:
+                line.spend()
+                notes = ("the first training of the good commit takes longer than the budget",)
         reruns, decision, more = search(measure, lambda trained: bisection.decide(trained, commits, USUAL[of]), left=lambda: line.left)
     named = {*decision.owner, first, commits[-1], *(name for rerun in reruns for name in rerun.changes)}
     named |= {commits[place - 1] for each in decision.owner if (place := commits.index(each))}
@@ -238,6 +246,9 @@ def search(
                     break
     except KeyboardInterrupt:
         notes = (f"{INTERRUPTED} after {len(reruns)} trainings",)
+        decision = decide(reruns)
+    except BudgetError:
+        notes = (f"the budget ended training {len(reruns) + 1}; a larger budget_s goes on",)
         decision = decide(reruns)
     if decision.kind == "measure":
         decision = Decision(kind="unclear", why=f"{len(reruns)} trainings were too few")

@@ -31,6 +31,8 @@ BLOCKS = 8
 QUICK, SHOWN = 0.25, 0.7
 """The part of the steps that are faster than the value, and how much of the mean's change it has to show. Chosen: on two cores with eleven
 processes that want them the mean of 150 steps varied by 20 % from launch to launch."""
+SHORTEST = 0.1
+"""Seconds that a training gets where nothing is left of the budget."""
 HALF = 0.5
 """Part of a recorded difference in memory or loss that a training has to be long enough to show."""
 
@@ -94,21 +96,33 @@ class RerunError(ValueError):
     """A training did not run; the message says why, in a line."""
 
 
+class BudgetError(Exception):
+    """A training was ended, since the budget of all was spent."""
+
+
 class Reruns:
     """Makes trainings, one after the other, and keeps the folders of commits that they need until it is left."""
 
-    def __init__(self, measured: "Measured", *, runs_dir: str | os.PathLike[str] | None, tick: Callable[[], object] = int) -> None:
+    def __init__(
+        self,
+        measured: "Measured",
+        *,
+        runs_dir: str | os.PathLike[str] | None,
+        tick: Callable[[], object] = int,
+        left: Callable[[], float] = lambda: math.inf,
+    ) -> None:
         """Nothing runs yet.
 
         Args:
             measured: what is measured in each training.
             runs_dir: where run directories go; None = into a folder that goes with the last training.
             tick: called again and again while one runs.
+            left: seconds that are left for all; a training that takes longer is ended.
         """
         self.measured = measured
         self.seconds: list[float] = []
         """How long each took, its start included."""
-        self._tick, self._given = tick, runs_dir
+        self._tick, self._given, self._left = tick, runs_dir, left
         self._stack = contextlib.ExitStack()
         self._checkouts: dict[tuple[Path, str], worktrees.Checkout] = {}
 
@@ -126,11 +140,14 @@ class Reruns:
 
         Raises:
             RerunError: it did not run.
+            BudgetError: it was ended, since no time was left.
         """
         began = time.monotonic()
         spec, around = self._placed(arm)
         run = self.train(spec, around, name)
         self.seconds.append(time.monotonic() - began)
+        if run.state == "timeout":
+            raise BudgetError(name)
         value = self.measured.value(run, self.measured.steps)
         if not (run.ok or (run.state == "stopped" and isinstance(spec, ScriptSpec))) or not value > 0:
             why = run.error.message if run.error else f"it {run.state}, and recorded no {self.measured.of}"
@@ -140,7 +157,9 @@ class Reruns:
     def train(self, spec: Spec, around: Surroundings, name: str) -> Run:
         """A training, when it has ended, well or not."""
         new = NewRun(self.runs_dir, f"{label(spec)} {name}"[:80], around)
-        run = new.start(spec, spec_entrypoint(spec, new.path), experiment={"kind": "what_changed", "name": name})
+        left = self._left()
+        timeout = max(left, SHORTEST) if math.isfinite(left) else None
+        run = new.start(spec, spec_entrypoint(spec, new.path), timeout, experiment={"kind": "what_changed", "name": name})
 
         def tick() -> None:
             self._tick()

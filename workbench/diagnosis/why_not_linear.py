@@ -1,10 +1,11 @@
 """`why_not_linear`: launches a spec, or a script, with one rank, with strangers and with all ranks, and explains what N ranks lose."""
 
+import contextlib
 import math
 import os
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from workbench.core import run_directory, units
@@ -22,7 +23,7 @@ from workbench.diagnosis.analysis.why_not_linear import FEW, WhyNotLinear
 from workbench.diagnosis.api import BUDGET, check_budget
 from workbench.runs.launch import experiments
 from workbench.runs.launch.launch import launch
-from workbench.runs.run import Run
+from workbench.runs.run import Run, on_run_started
 from workbench.runs.spec import AUTO, SHARDED, RunSpec, ScriptSpec
 from workbench.runs.target import read_spec
 from workbench.timeline.timeline import Timeline
@@ -89,7 +90,7 @@ def why_not_linear(
     spec = read_spec("why_not_linear", target, because="whose ranks can be launched", instead='or a script: why_not_linear("train.py")')
     if nproc_per_node is not None:
         spec = spec.replace(nproc_per_node=nproc_per_node)
-    _check(spec, args)
+    check(spec, args)
     whole = spec.world_size
     if ranks is not None and ranks < whole:
         raise ValueError(f"ranks={ranks} with a spec of {whole}: leave it out, or give more ranks than are measured, such as {4 * whole}")
@@ -110,7 +111,7 @@ def why_not_linear(
     return WhyNotLinear(evidence=evidence, spec=spec, same=same, ranks=asked, link=link, subject=runs_dir)
 
 
-def _check(spec: RunSpec, args: Sequence[str]) -> None:
+def check(spec: RunSpec, args: Sequence[str] = ()) -> None:
     """Refuse what cannot be taken apart.
 
     Raises:
@@ -147,11 +148,15 @@ def _script(
     notes: list[str] = []
     for arm, launches, nproc in (("one", 1, 1), ("strangers", ranks, 1), ("all", 1, ranks)):
         line.say({"one": "one process alone", "strangers": f"{ranks} strangers", "all": f"{ranks} ranks together"}[arm])
-        runs = [launch(script, args=args, nproc_per_node=nproc, watch=True, runs_dir=runs_dir) for _ in range(launches)]
+        runs: list[Run] = []
         try:
-            _wait(runs, each + START_SECONDS, line)
+            with _ended_with(runs):
+                for _ in range(launches):
+                    launch(script, args=args, nproc_per_node=nproc, watch=True, runs_dir=runs_dir)
+                _wait(runs, each + START_SECONDS, line)
         except KeyboardInterrupt:
-            if arm != "all":
+            steps = [timeline.count for run in runs for timeline in run.timelines]
+            if arm != "all" or len(steps) < ranks or min(steps) < LEAST_STEPS:
                 raise
             notes.append(f"{INTERRUPTED}: this is the result so far")
         timelines[arm] = [timeline for run in runs for timeline in run.timelines]
@@ -163,17 +168,25 @@ def _script(
     return WhyNotLinear(evidence=evidence, spec=spec, same=same, subject=runs_dir)
 
 
+@contextlib.contextmanager
+def _ended_with(runs: list[Run]) -> Iterator[None]:
+    """Keep each run that is launched inside in the list, and stop those that still run at the end, whatever ends it."""
+    with contextlib.ExitStack() as stack:
+
+        def launched(run: Run) -> None:
+            runs.append(run)
+            stack.callback(run.stop)
+
+        with on_run_started(launched):
+            yield
+
+
 def _wait(runs: Sequence[Run], seconds: float, line: Waiting) -> None:
-    """Until they end, or their time is over: then they are stopped."""
+    """Until they have ended, or their time is over."""
     end = time.monotonic() + seconds
-    try:
-        while any(run.state == "running" for run in runs) and time.monotonic() < end:
-            line.tick()
-            time.sleep(TICK)
-    finally:
-        for run in runs:
-            if run.state == "running":
-                run.stop()
+    while any(run.state == "running" for run in runs) and time.monotonic() < end:
+        line.tick()
+        time.sleep(TICK)
 
 
 def script_evidence(timelines: dict[str, list[Timeline]], *, notes: Sequence[str] = (), seconds: float = 0.0) -> GapEvidence:

@@ -491,8 +491,18 @@ class Run(NearestAttribute):
 
 @contextlib.contextmanager
 def on_run_started(callback: Callable[[Run], None]) -> Iterator[None]:
-    """Meanwhile, call `callback` with each run as soon as this thread has launched or loaded it; what it raises is raised by the launch."""
-    token = _on_run_started.set(callback)
+    """Meanwhile, call `callback` with each run as soon as this thread has launched or loaded it; what it raises is raised by the launch.
+
+    Nested, the inner one is called first, then the outer one.
+    """
+    outer = _on_run_started.get()
+
+    def both(run: Run) -> None:
+        callback(run)
+        if outer:
+            outer(run)
+
+    token = _on_run_started.set(both)
     try:
         yield
     finally:

@@ -96,18 +96,18 @@ class Told:
 class StepAlarm:
     """Follows the steps of one rank: what has changed, and which phase explains it. Arithmetic alone."""
 
-    def __init__(self, rank: int = 0, *, memory: Callable[[], float] | None = None) -> None:
+    def __init__(self, rank: int = 0, *, memory: Callable[[], float] | None = None, done: int = 0) -> None:
         """Nothing is known yet.
 
         Args:
             rank: of this process.
             memory: bytes that it holds now; None = not followed.
+            done: steps that were taken before, such as before a restart.
         """
         self.rank, self._memory = rank, memory
         self._points = ChangePoints(SERIES)
         self._pending: list[tuple[int, Change]] = []
-        self._step = 0
-        self._length = 0.0
+        self._done = self._step = done
         self._told: list[tuple[int, bool]] = []
         self._held = float("nan")
 
@@ -117,14 +117,14 @@ class StepAlarm:
         for row in rows:
             seconds = [value / 1e9 for value in row[:-1]]
             whole = sum(seconds)
-            if self._memory is not None and self._step % _MEMORY_EVERY == 0:
+            if self._memory is not None and (self._step - self._done) % _MEMORY_EVERY == 0:
                 self._held = self._memory()
             samples = row[-1]
             rate = samples / whole if samples and whole > 0 else float("nan")
             changes = self._points.add(self._step, (whole, *seconds, rate, self._held))
             self._pending += [(self._step, change) for change in changes]
             self._step += 1
-            if self._pending and self._step % BLOCK == 0 and self._step - self._pending[0][0] > HELD * BLOCK:
+            if self._pending and (self._step - self._done) % BLOCK == 0 and self._step - self._pending[0][0] > HELD * BLOCK:
                 told += self._explained()
         return told
 
@@ -226,6 +226,7 @@ class Alarm:
         *,
         rank: int = 0,
         ranks: int = 1,
+        done: int = 0,
         experiments: bool = False,
     ) -> None:
         """Begin to follow.
@@ -235,10 +236,11 @@ class Alarm:
             tell: called with each alarm and its sentence.
             rank: of this process.
             ranks: how many there are.
+            done: steps that were taken before, such as before a restart.
             experiments: may a small computation be timed at an alarm?
         """
         self._take, self._tell, self._ranks = take, tell, ranks
-        self._alarm = StepAlarm(rank, memory=resident)
+        self._alarm = StepAlarm(rank, memory=resident, done=done)
         self._around = Circumstances(experiments=experiments)
         self.told: list[Told] = []
         self._pid = os.getpid()

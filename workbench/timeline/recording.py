@@ -52,6 +52,7 @@ class Recording:
         self._logging = self._log is not None
         self._alarms, self._seen = alarm_module.allowed(alarm), 0
         self._alarm: alarm_module.Alarm | None = None
+        self._alarms_before: tuple[alarm_module.Told, ...] = ()  # of passes before the last close()
 
     def _default_log(self) -> "rank_log.RankLog | None":
         """The file in the run directory of the environment; None = there is none, or it cannot be written: then a note says so."""
@@ -76,6 +77,7 @@ class Recording:
                 self._told,
                 rank=rank_log.rank(),
                 ranks=number_or_default("WORLD_SIZE", 1),
+                done=self._done + self._seen,
                 experiments=self._alarms == "experiments",
             )
         return loop
@@ -95,7 +97,7 @@ class Recording:
     @property
     def told(self) -> "tuple[alarm_module.Told, ...]":
         """The alarms so far."""
-        return tuple(self._alarm.told) if self._alarm else ()
+        return (*self._alarms_before, *(self._alarm.told if self._alarm else ()))
 
     def harvest(self) -> list[Row]:
         """The steps finished since the last harvest. Never waits for the device, so any thread may do it at any time."""
@@ -122,8 +124,9 @@ class Recording:
         """Settle, write what is left, and detach from the file."""
         self.settle()
         if self._alarm:
-            alarm, self._alarm = self._alarm, None
-            if words := alarm.close():
+            words = self._alarm.close()
+            self._alarms_before, self._alarm = self.told, None
+            if words:
                 self._notes += (f"alarms: {words}",)
                 print(f"workbench: alarms: {words}", file=sys.stderr, flush=True)
         if self._log and self._logging:

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import random
-from collections.abc import Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from workbench.core.codec import JsonDataclass
@@ -118,6 +118,35 @@ class Gap(JsonDataclass):
         if rest.mid > (largest.seconds.mid if largest else NAMED * self.step.mid) and rest.low > 0:
             return UNEXPLAINED
         return largest.cause if largest else ""
+
+    def without(self, causes: Collection[str]) -> "Gap":
+        """What would be left if some parts were gone, all else as it is: predicted.
+
+        Args:
+            causes: of `parts`.
+
+        Raises:
+            ValueError: there is no such part.
+        """
+        gone = [part.seconds for part in self.parts if part.cause in causes]
+        if len(gone) < len(set(causes)):
+            raise ValueError(f"without({sorted(causes)}): the parts of this gap are {', '.join(part.cause for part in self.parts)}")
+        mid = self.step.mid - math.fsum(part.mid for part in gone)
+        down = math.hypot(self.step.mid - self.step.low, *(part.high - part.mid for part in gone))
+        up = math.hypot(self.step.high - self.step.mid, *(part.mid - part.low for part in gone))
+        step = Interval(low=max(mid / 2, mid - down), mid=mid, high=mid + up)
+        parts = tuple(part for part in self.parts if part.cause not in causes)
+        return dataclasses.replace(self, step=step, parts=parts, predicted=True)
+
+    def gain(self, causes: Collection[str]) -> Interval:
+        """Speedup if some parts were gone, with the interval of these parts."""
+        gone = [self[cause] for cause in causes]
+
+        def speedup(seconds: float) -> float:
+            return self.step.mid / (self.step.mid - seconds) if seconds < self.step.mid else math.inf
+
+        low, mid, high = (speedup(math.fsum(getattr(part, end) for part in gone)) for end in ("low", "mid", "high"))
+        return Interval(low=low, mid=mid, high=high)
 
     def cost(self, cause: str, samples: float) -> float:
         """Samples per second that a part costs: losses are shared out as the seconds are, so they add up to the whole loss."""
@@ -238,12 +267,6 @@ def _starts(e: GapEvidence, s: ArmSeconds) -> tuple[float, float]:
 
 def _known(*values: float) -> bool:
     return all(math.isfinite(value) for value in values)
-
-
-def without(gap: Gap, seconds: Mapping[str, float]) -> float:
-    """Speedup of the step where so many seconds of its parts are gone."""
-    left = gap.step.mid - sum(seconds.values())
-    return gap.step.mid / left if left > 0 else math.inf
 
 
 def scaled(gap: Gap, by: float) -> Gap:

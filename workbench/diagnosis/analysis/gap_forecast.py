@@ -1,11 +1,12 @@
 """Predicts the gap for ranks that are not here: reductions by the ring, waits by the distribution of steps, epochs that get shorter."""
 
+import dataclasses
 import math
 import statistics
 
 from workbench.core.statistics import Interval
 from workbench.diagnosis.analysis.evidence import Gradients
-from workbench.diagnosis.analysis.gap import CAUSES, UNEXPLAINED, Gap, GapPart, gap_of
+from workbench.diagnosis.analysis.gap import CAUSES, REDUCTION, UNEXPLAINED, Gap, GapPart, gap_of
 from workbench.diagnosis.analysis.gap_evidence import GapEvidence, expected_largest, seconds_of
 
 BACKWARD = 0.6
@@ -23,17 +24,56 @@ def predict_gap(evidence: GapEvidence, ranks: int, *, same: str = "micro_batch",
         evidence: of one rank, or of several.
         ranks: how many there shall be.
         same: with what one process is compared, see `gap.SAME`.
-        link: what a reduction between two ranks costs, where only one was measured.
+        link: what a reduction between two ranks costs; None = as it was measured, and nothing where only one rank was.
 
     Raises:
         ValueError: fewer ranks than two, or than were measured.
     """
     if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < max(2, evidence.world_size):
         raise ValueError(f"ranks={ranks!r}: a whole number from {max(2, evidence.world_size)} on, such as {4 * evidence.world_size}")
-    return _from_one(evidence, ranks, same, link) if evidence.world_size == 1 else _from_several(evidence, ranks, same)
+    return _from_one(evidence, ranks, same, link) if evidence.world_size == 1 else _from_several(evidence, ranks, same, link)
 
 
-def _from_several(e: GapEvidence, ranks: int, same: str) -> Gap:
+def link_of(e: GapEvidence) -> Gradients | None:
+    """What a reduction between two of the measured ranks would cost, by what it costs between all of them; None = not known."""
+    if e.gradients is None or e.world_size < 2:
+        return None
+    turns, volume = math.sqrt((e.world_size - 1) * math.log2(e.world_size)), 2 * (1 - 1 / e.world_size)
+    return dataclasses.replace(e.gradients, latency=e.gradients.latency / turns, per_byte=e.gradients.per_byte / volume)
+
+
+def _over_link(e: GapEvidence, gap: Gap, ranks: int, link: Gradients) -> dict[str, Interval]:
+    """The two parts of the reduction over another link, of which the backward hides as large a part as it does now.
+
+    Now: `exposed` seconds of the `bare` ones are seen. The rest is hidden, and no more than the backward lasts can be.
+    """
+    g, measured = e.gradients, link_of(e)
+    assert g is not None
+    assert measured is not None
+    ring, tree = (ranks - 1) / (e.world_size - 1), math.log2(ranks) / math.log2(e.world_size)
+    bare, exposed = g.buckets * g.latency + g.size * g.per_byte, max(0.0, sum(gap[cause].mid for cause in REDUCTION))
+    s = seconds_of(e)
+    hideable = e.tail.backward if e.tail else BACKWARD * (s.one_cached if math.isfinite(s.one_cached) else s.one)
+    more = max(1.0, exposed / bare) if bare else 1.0  # beside the training a reduction may take longer than by itself
+    hidden = min(max(0.0, bare - exposed), hideable)
+    overlap = hidden / min(bare, hideable) if min(bare, hideable) > 0 else 0.0
+    starts = more * g.buckets * g.latency * (link.latency / measured.latency if measured.latency else 1.0)
+    bytes_ = more * g.size * link.per_byte * 2 * (1 - 1 / ranks)
+
+    def seen(growth: float) -> tuple[float, float]:
+        """Of starts and bytes."""
+        whole = starts * growth + bytes_
+        part = (whole - overlap * min(whole, hideable)) / whole if whole else 0.0
+        return starts * growth * part, bytes_ * part
+
+    (low, low_bytes), (mid, mid_bytes), (high, high_bytes) = seen(tree), seen(math.sqrt(ring * tree)), seen(ring)
+    return {
+        "many reductions": Interval(low=min(low, mid), mid=mid, high=max(mid, high)),
+        "large gradients": Interval(low=min(low_bytes, mid_bytes), mid=mid_bytes, high=max(mid_bytes, high_bytes)),
+    }
+
+
+def _from_several(e: GapEvidence, ranks: int, same: str, link: Gradients | None) -> Gap:
     """What belongs to a machine stays as it is; what ranks do together grows as its formula says."""
     gap, s = gap_of(e, same), seconds_of(e)
     grown: dict[str, Interval] = {part.cause: part.seconds for part in gap.parts}
@@ -44,6 +84,8 @@ def _from_several(e: GapEvidence, ranks: int, same: str) -> Gap:
         grown["many reductions"] = Interval(low=max(0.0, now.low) * tree, mid=now.mid * math.sqrt(ring * tree), high=now.high * ring)
     if "large gradients" in grown:
         grown["large gradients"] = grown["large gradients"].of(lambda seconds: seconds * volume)
+    if link is not None and e.gradients is not None and "large gradients" in grown:
+        grown |= _over_link(e, gap, ranks, link)
     steps = _busy_steps(e)
     if steps and "uneven steps" in grown:
         usual = statistics.fmean(steps)

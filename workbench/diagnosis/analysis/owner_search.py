@@ -8,7 +8,7 @@ meantime is not taken for a change. Nothing is kept between two decisions: each 
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from workbench.core.codec import JsonDataclass
 from workbench.core.statistics import SPREAD_DEGREES, Interval, Spread, repeated_interval
@@ -158,7 +158,7 @@ def _owner(reruns: Sequence[Rerun], whole: Changes, sign: float, usual: float, f
     half = len(whole) // 2
     parts = [(name,) for name in whole] if len(whole) <= SINGLY else [whole[:half], whole[half:]]
     counts = {part: len(values) for part, values in effects(reruns).items()}
-    most, some, undecided, taken = [], [], [], 0.0
+    most, some, undecided, vague, taken = [], [], [], [], 0.0
     for part in parts:
         if part in failed:
             continue
@@ -171,11 +171,20 @@ def _owner(reruns: Sequence[Rerun], whole: Changes, sign: float, usual: float, f
             undecided.append(part)
         elif low > 0:
             some.append(part)
+        elif high >= limit:
+            vague.append(part)
     rest = taken < (1 - REPRODUCED) * sign * total.mid
     if undecided and (rest or not most):
         return Decision(kind="measure", measure=tuple(undecided))
+    names = " or ".join(", ".join(part) for part in vague)
     if most or some:
-        return _each(reruns, most or some, sign, usual, failed)
+        found = _each(reruns, most or some, sign, usual, failed)
+        if vague and rest and found.kind == "owner":
+            found = replace(found, why="; ".join(filter(None, [found.why, f"{names} may bring a part of it as well"])))
+        return found
+    if vague:
+        all_ = f"{', '.join(whole[:-1])} and {whole[-1]}"
+        return Decision(kind="unclear", why=f"{all_} bring it, and {MOST} trainings with {names} vary too much to say which")
     if left := tuple(name for part in parts if part in failed for name in part):
         return Decision(kind="owner", owner=left, why="by elimination: alone it does not run")
     return Decision(kind="owner", owner=whole, together=True)
@@ -188,7 +197,9 @@ def _each(reruns: Sequence[Rerun], parts: Sequence[Changes], sign: float, usual:
         return Decision(kind="measure", measure=wanted)
     if len(decisions) == 1:
         return decisions[0]
-    return Decision(kind="owner", owner=tuple(name for decision in decisions for name in decision.owner))
+    owners = tuple(name for decision in decisions for name in decision.owner)
+    why = "; ".join(decision.why for decision in decisions if decision.why)
+    return Decision(kind="owner" if owners else "unclear", owner=owners, why=why)
 
 
 def recorded_change(values: tuple[Sequence[float], Sequence[float]]) -> Interval:

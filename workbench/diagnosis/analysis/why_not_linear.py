@@ -49,7 +49,7 @@ class WhyNotLinear(JsonDataclass):
     ranks: int = 0
     """Ranks that are asked about where one process was measured; 0 = those that were measured."""
     link: Gradients | None = None
-    """What a reduction between two ranks is taken to cost where it was not measured."""
+    """What a reduction between two ranks is taken to cost: where it was not measured, or over another link than that of here."""
     subject: Any = field(default=None, metadata=NOT_STORED)
     """What `prove` needs to launch."""
     proofs: list[Proof] = field(default_factory=list)
@@ -73,7 +73,7 @@ class WhyNotLinear(JsonDataclass):
         Raises:
             ValueError: another word.
         """
-        if self.evidence.world_size == 1 or self.world_size > self.evidence.world_size:
+        if self.evidence.world_size == 1 or self.world_size > self.evidence.world_size or self.link is not None:
             return predict_gap(self.evidence, self.world_size, same=same, link=self.link)
         return gap_of(self.evidence, same)
 

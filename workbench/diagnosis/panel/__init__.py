@@ -1,1 +1,1 @@
-"""The ThroughputDoctor panel: knobs with predicted steps, a verdict, and remedies to prove."""
+"""The ThroughputDoctor and WhyNotLinear panels: knobs with predicted steps, a verdict, and remedies to prove."""

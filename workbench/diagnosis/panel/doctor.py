@@ -1,7 +1,5 @@
 """ThroughputDoctor: a panel that predicts the step for every knob, measures it, and proves remedies."""
 
-import functools
-import math
 import os
 import threading
 import time
@@ -19,6 +17,7 @@ from workbench.diagnosis.analysis.remedy import Remedy
 from workbench.diagnosis.analysis.step_model import Parts, StepModel
 from workbench.diagnosis.panel import html
 from workbench.diagnosis.panel.knobs import Knobs, WhatIf, knob_values, what_if
+from workbench.diagnosis.panel.remedy_rows import RemedyRows
 from workbench.runs.failure import RunError
 from workbench.runs.panel import html as faces
 from workbench.runs.run import Run, on_run_started
@@ -43,7 +42,6 @@ class ThroughputDoctor:
         num_workers, prefetch_factor, micro_batch, precision, nproc_per_node: the knobs; `.value` turns one.
         knobs: all of them.
         measure, climb, stop: buttons.
-        proves: the remedies' buttons, by name.
         bars, verdict, remedies, ladder_view, problem, status: what is shown.
         widget: everything in one box.
     """
@@ -92,8 +90,8 @@ class ThroughputDoctor:
         self.num_workers, self.prefetch_factor, self.micro_batch = knobs["num_workers"], knobs["prefetch_factor"], knobs["micro_batch"]
         self.precision, self.nproc_per_node = knobs["precision"], knobs["nproc_per_node"]
         self.head, self.bars, self.verdict, self.ladder_view = (ipywidgets.HTML() for _ in range(4))
-        self.remedies = ipywidgets.VBox().add_class("wb-remedies")
-        self.proves: dict[str, ipywidgets.Button] = {}
+        self._rows = RemedyRows(self._prove)
+        self.remedies = self._rows.box
         self.measure = ipywidgets.Button(
             description="Measure", tooltip="Run the step with the current knobs, remove its parts in turn, and measure the change"
         )
@@ -107,6 +105,11 @@ class ThroughputDoctor:
         top = ipywidgets.HBox([self.head.add_class("wb-status"), buttons]).add_class("wb-top")
         shown = [top, self.status, self.problem, self.knobs.box, self.bars, self.verdict, self.remedies, self.ladder_view, Style()]
         self.widget = ipywidgets.VBox(shown).add_class("wb-panel").add_class("wb-doctor")
+
+    @property
+    def proves(self) -> dict[str, ipywidgets.Button]:
+        """The remedies' buttons, by name."""
+        return self._rows.proves
 
     @property
     def chosen(self) -> RunSpec | None:
@@ -135,29 +138,7 @@ class ThroughputDoctor:
         self.head.value = html.head(self.title)
         self._redraw()
         self.verdict.value = html.verdict(result)
-        self.proves = {}
-        self._rows = {remedy.name: self._row(remedy) for remedy in result.remedies}
-        self.remedies.children = tuple(self._rows.values())
-        for remedy in result.remedies:
-            self._show_remedy(remedy)
-
-    def _row(self, remedy: Remedy) -> ipywidgets.HBox:
-        words = ipywidgets.HTML()
-        if not remedy.provable:
-            return ipywidgets.HBox([words]).add_class("wb-choice")
-        button = ipywidgets.Button(description="Prove", tooltip=f"Run {remedy.name} in turns with the step as it is, and see what it gains")
-        button.disabled = self._background.busy  # until what runs has ended
-        button.add_class("wb-prove")
-        button.on_click(functools.partial(self._prove, remedy))
-        self.proves[remedy.name] = button
-        return ipywidgets.HBox([words, button]).add_class("wb-choice")
-
-    def _show_remedy(self, remedy: Remedy) -> None:
-        assert self.result is not None
-        proof = next((p for p in reversed(self.result.proofs) if p.remedy.name == remedy.name), None)
-        gains = [r.speedup for r in self.result.remedies] + [p.measured.mid for p in self.result.proofs]
-        scale = max([1.0, *(gain for gain in gains if math.isfinite(gain))])
-        self._rows[remedy.name].children[0].value = html.remedy(remedy, proof, min(scale, 10.0))
+        self._rows.show(result.remedies, result.proofs, busy=self._background.busy)
 
     # --- what runs
 
@@ -177,15 +158,14 @@ class ThroughputDoctor:
 
         self._start("measuring: parts of the step are taken away in turn", work, self._budget, hold=True)
 
-    def _prove(self, remedy: Remedy, _button: object) -> None:
+    def _prove(self, remedy: Remedy) -> None:
         result = self.result
         assert result is not None
 
         def work() -> None:
             result.prove(remedy, budget_s=self._budget)
             if self.result is result:
-                for other in result.remedies:  # all, since they share a scale
-                    self._show_remedy(other)
+                self._rows.update(result.proofs)
 
         self._start(f"proving {remedy.name}, in turns with the step as it is", work, self._budget)
 
@@ -215,8 +195,7 @@ class ThroughputDoctor:
         here = isinstance(getattr(self.result, "subject", None), Step)
         self.measure.disabled = busy or not (self.spec or here)
         self.climb.disabled = busy or self.spec is None
-        for button in self.proves.values():
-            button.disabled = busy
+        self._rows.hold(busy)
         self.knobs.hold(busy and self._holds)
 
     # --- how it shows itself

@@ -114,6 +114,20 @@ def for_ranks(
     return kept | ours, ours, removed
 
 
+def asked_of_launch(spec: Mapping[str, Any], info: Mapping[str, Any]) -> dict[str, str]:
+    """Variables of the ranks that a run was launched with, for those that start later: after a resume, or on another machine.
+
+    Args:
+        spec: as JSON.
+        info: the run's run.json.
+    """
+    before = info.get("environment")
+    given = before.get("set") if isinstance(before, Mapping) else None
+    alarm = given.get(run_directory.ENV_ALARM) if isinstance(given, Mapping) else None
+    more = {run_directory.ENV_ALARM: str(alarm)} if alarm in run_directory.ALARMS else {}
+    return more | (DETERMINISTIC if spec.get("deterministic") else {})
+
+
 _KEPT = re.compile(
     r"(OMP|KMP|GOMP|MKL|OPENBLAS|BLIS|NUMEXPR|DNNL|ONEDNN|ATEN|TORCH|PYTORCH|TORCHINDUCTOR|TRITON|CUDA|CUBLAS|CUBLASLT|CUDNN|NVIDIA|NCCL|RCCL"
     r"|HIP|ROCR|HSA|MIOPEN|GLOO|TP|UCX|FI|MALLOC|GLIBC|LD|PYTHON|HF|TRANSFORMERS|TOKENIZERS|DATASETS|XLA|NUMBA|TF)(_.*)?|PYTHON.+|GLIBC_TUNABLES"

@@ -94,7 +94,8 @@ def launch(
             check(other)
             new = NewRun(runs_dir, name or label(other))
             take_checkpoints(ended.run, new)
-            return new.start(other, spec_entrypoint(other, new.path), timeout)
+            alarm = environment.asked_of_launch({}, ended.info).get(run_directory.ENV_ALARM, "")
+            return new.start(other, spec_entrypoint(other, new.path), timeout, alarm=alarm)
         check(ended.spec)
         return go_on(ended, timeout)
     for word in ("task", "spec", "script"):

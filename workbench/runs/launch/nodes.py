@@ -132,7 +132,8 @@ def _prepared(
     node = rendezvous.node(path, rank, name)
     program = spec_entrypoint(spec, path)  # never what stands in run.json; and the shared folder may be mounted elsewhere
     logs = path / run_directory.NODES / str(rank) / run_directory.LOGS if rank else path / run_directory.LOGS
-    environ, _, _ = environment.for_ranks(path, info["id"], spec.threads, rendezvous.environ())
+    more = rendezvous.environ() | environment.asked_of_launch(info["spec"], info)
+    environ, _, _ = environment.for_ranks(path, info["id"], spec.threads, more)
     meeting = f"{info['id']}-{attempts(path)}" if info["batch"] else info["id"]
     config = {
         "run_dir": str(path),

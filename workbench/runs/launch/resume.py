@@ -354,7 +354,8 @@ class _Attempt(NewRun):
     def _anew(self, ended: Ended, timeout: float | None) -> tuple[dict[str, Any], dict[str, str]]:
         """run.json's content for another attempt, and the environment of the ranks."""
         git = environment.GitQuery(ended.folder)
-        environ, added, removed = environment.for_ranks(self.path, self.id, ended.spec.threads, loopback_environ())
+        more = loopback_environ() | environment.asked_of_launch(ended.info["spec"], ended.info)
+        environ, added, removed = environment.for_ranks(self.path, self.id, ended.spec.threads, more)
         # not as it was launched: an older workbench may have had its programs, and Python itself, elsewhere
         program = spec_entrypoint(ended.spec, self.path)
         command = environment.torchrun(
