@@ -20,6 +20,7 @@ from workbench.diagnosis.analysis.why_not_linear import WhyNotLinear as Answer
 from workbench.diagnosis.panel import linear_html as html
 from workbench.diagnosis.panel.doctor import Background
 from workbench.diagnosis.panel.remedy_rows import RemedyRows
+from workbench.diagnosis.plot_gap import COLORS
 from workbench.runs.panel import html as faces
 from workbench.runs.spec import RunSpec, ScriptSpec, Spec
 
@@ -113,7 +114,7 @@ class WhyNotLinear:
         for knob in knobs:
             knob.observe(self._turned, names="value")
         self.mend = {cause: ipywidgets.Checkbox(value=False, indent=False) for cause in CAUSES}
-        self._rows = {cause: ipywidgets.HTML() for cause in html.COLORS}
+        self._rows = {cause: ipywidgets.HTML() for cause in COLORS}
         self._lines: dict[str, ipywidgets.HBox] = {}
         for cause, row in self._rows.items():
             box = self.mend.get(cause) or ipywidgets.HTML()
@@ -178,7 +179,7 @@ class WhyNotLinear:
         """The link that the knobs say; None = as it is."""
         result = self.result
         if result is None or not (self.latency.value or self.bandwidth.value):
-            return result and result.link
+            return None if result is None else result.link
         now = link_of(result.evidence) or result.link
         if now is None:
             return None
