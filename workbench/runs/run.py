@@ -43,7 +43,7 @@ _OUTPUT = f"{LOGS}/*/attempt_*/*/std*.log"
 _WRITTEN_BY_RANKS = ("*.jsonl", run_directory.ENERGY, f"{CHECKPOINTS}/*", f"{TRACES}/*", f"{ERRORS}/*", _OUTPUT, f"{NODES}/*/{_OUTPUT}")
 """Files that only the ranks of a run write: all others change also when somebody tries to resume it."""
 
-_on_run_started: ContextVar[Callable[["Run"], None] | None] = ContextVar("on_run_started", default=None)
+_on_run_started: ContextVar[tuple[Callable[["Run"], None], ...]] = ContextVar("on_run_started", default=())
 
 
 class RunFormatError(ValueError):
@@ -109,7 +109,7 @@ class Run(NearestAttribute):
             run = cls(file.parent, info)
         except (KeyError, TypeError, AttributeError, SpecError) as error:
             raise DamagedRunError(f"{file} is damaged: {type(error).__name__}: {error!s:.500}") from error
-        if callback := _on_run_started.get():
+        for callback in _on_run_started.get():
             callback(run)
         return run
 
@@ -491,18 +491,8 @@ class Run(NearestAttribute):
 
 @contextlib.contextmanager
 def on_run_started(callback: Callable[[Run], None]) -> Iterator[None]:
-    """Meanwhile, call `callback` with each run as soon as this thread has launched or loaded it; what it raises is raised by the launch.
-
-    Nested, the inner one is called first, then the outer one.
-    """
-    outer = _on_run_started.get()
-
-    def both(run: Run) -> None:
-        callback(run)
-        if outer:
-            outer(run)
-
-    token = _on_run_started.set(both)
+    """Meanwhile, call `callback` with each run as soon as this thread has launched or loaded it; what it raises is raised by the launch."""
+    token = _on_run_started.set((callback, *_on_run_started.get()))  # nested ones are all called, the inner one first
     try:
         yield
     finally:
