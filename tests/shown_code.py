@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import workbench
+import workbench.data
 
 ROOT = Path(__file__).parents[1]
 SCRIPTS = ROOT / "notebooks/scripts"
@@ -129,12 +130,15 @@ def library(tree: ast.Module) -> set[Path]:
 
 
 def homes(name: str) -> Iterator[Path]:
-    """Where a public name is defined: `diagnose`, `plot.loader_curve`, `widgets.ThroughputDoctor`."""
+    """Where a public name is defined: `diagnose`, `plot.loader_curve`, `widgets.ThroughputDoctor`, `data.audit`."""
     head, _, tail = name.partition(".")
     if head in ("plot", "widgets"):
         for module in imported_by(ROOT / f"workbench/{head}.py"):
             if module.endswith(f".{tail}") and (path := file_of(module.removesuffix(f".{tail}"))):
                 yield path
+    elif head == "data":
+        if (home := workbench.data._HOMES.get(tail.partition(".")[0])) and (path := file_of(home)):
+            yield path
     elif head in workbench._HOMES and (path := file_of(workbench._HOMES[head])):
         yield path
 
@@ -144,7 +148,7 @@ def results(path: Path, name: str) -> Iterator[Path]:
     tree = ast.parse(path.read_text())
     origins = {module.rpartition(".")[2]: module.rpartition(".")[0] for module in imported(tree)}
     for node in tree.body:
-        if isinstance(node, ast.FunctionDef) and node.name == name.partition(".")[0] and node.returns is not None:
+        if isinstance(node, ast.FunctionDef) and node.name == name.removeprefix("data.").partition(".")[0] and node.returns is not None:
             for word in re.findall(r"\w+", ast.unparse(node.returns)):
                 if word in origins and (found := file_of(origins[word])):
                     yield found

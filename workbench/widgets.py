@@ -11,7 +11,7 @@ it, and the panel's own file holds the widgets. Every panel also has a static fo
 * `MemoryExplorer`: what a step's memory is made of, what each knob would change, and whether it fits.
 * `ScalingExplorer`: what up to 10,000 GPUs would bring, with its interval and the linear extrapolation, and what limits.
 * `BatchPlanner`: the learning rate for another batch, whether its rule holds there, and the steps and time to a target.
-* `DataExplorer`: what an audit of data has found: its groups with their pictures, the classes, and the order of an epoch.
+* `DataExplorer`: what an audit of data has found (groups with their pictures, classes, the order of an epoch), samples and shards.
 * `TraceExplorer`: the threads and streams of a trace, to zoom into, to search, and to find operators in.
 * `perfetto`: a trace in Perfetto's own viewer, without a network (extra `trace`).
 """

@@ -612,3 +612,123 @@ def exposed(written: Callable[..., Any]) -> None:
     ]
     hint = "Two spans overlap from the later start to the earlier end, if that is positive."
     _judge(written, _exposed, cases, "all communication, less what computing hides.", hint)
+
+
+def epoch_seconds(written: Callable[..., Any]) -> None:
+    """Notebook 13, exercise 1: seconds of an epoch from a store that answers late."""
+
+    def truth(requests: int, size: float, latency: float, together: int, bandwidth: float) -> float:
+        return math.ceil(requests / together) * latency + size / bandwidth
+
+    cases = [
+        {"requests": 1277, "size": 2e6, "latency": 0.02, "together": 16, "bandwidth": 1e8},
+        {"requests": 17, "size": 1e9, "latency": 0.1, "together": 16, "bandwidth": 1e8},
+        {"requests": 1, "size": 1e9, "latency": 0.1, "together": 16, "bandwidth": 1e8},
+    ]
+    hint = "Requests that are made together wait once; the bytes pass one after the other."
+    _judge(written, truth, cases, "all waits, and all bytes.", hint, 1e-3)
+
+
+epoch_seconds.wrong = (  # type: ignore[attr-defined]
+    lambda requests, size, latency, together, bandwidth: requests * latency + size / bandwidth,
+    lambda requests, size, latency, together, bandwidth: max(requests / together * latency, size / bandwidth),
+)
+
+
+def chunks_fetched(written: Callable[..., Any]) -> None:
+    """Notebook 13, exercise 2: chunks that a batch of random samples touches, on average."""
+    cases = [{"chunks": 16, "batch": 32}, {"chunks": 10_000, "batch": 32}, {"chunks": 1, "batch": 8}]
+    hint = "A chunk is missed with probability (1 - 1 / chunks) by one sample; by all of them?"
+    because = "each chunk is fetched unless all samples of the batch miss it."
+    _judge(written, lambda chunks, batch: chunks * (1 - (1 - 1 / chunks) ** batch), cases, because, hint, 1e-3)
+
+
+chunks_fetched.wrong = (lambda chunks, batch: min(chunks, batch), lambda chunks, batch: batch)  # type: ignore[attr-defined]
+
+
+def noticed(guess: int | None, found: int) -> None:
+    """Notebook 13: how many flipped bits the decoder notices; within 30 is right."""
+    hint = f"{found}: most damage in compressed pictures decodes to something else, without an error."
+    _say(guess, guess is not None and abs(guess - found) <= 30, f"{found}.", hint)
+
+
+def slowest_reader(written: Callable[..., Any]) -> None:
+    """Notebook 13, exercise 3: the largest share of shards over the mean."""
+    cases = [{"shards": 10, "readers": 8}, {"shards": 64, "readers": 8}, {"shards": 33, "readers": 8}, {"shards": 4, "readers": 8}]
+    hint = "How many whole shards does the reader have that has most?"
+    because = "the slowest has a whole shard more than a fair share, at worst."
+    _judge(written, lambda shards, readers: math.ceil(shards / readers) * readers / shards, cases, because, hint)
+
+
+slowest_reader.wrong = (lambda shards, readers: shards / readers, lambda shards, readers: 1.0)  # type: ignore[attr-defined]
+
+
+def leaking_share(written: Callable[..., Any]) -> None:
+    """Notebook 14, exercise 1: the share of held-out samples that have an equal one in training."""
+
+    def truth(groups: Sequence[int], samples: int, validation: float) -> float:
+        return sum(size * (1 - validation ** (size - 1)) for size in groups) / samples
+
+    cases = [
+        {"groups": [2, 2, 3], "samples": 100, "validation": 0.2},
+        {"groups": [2] * 10, "samples": 20, "validation": 0.5},
+        {"groups": [], "samples": 10, "validation": 0.2},
+    ]
+    hint = "A picture in a group of n is safe only if the n - 1 others are held out, too."
+    _judge(written, truth, cases, "a twin leaks unless all of its group are held out.", hint)
+
+
+leaking_share.wrong = (  # type: ignore[attr-defined]
+    lambda groups, samples, validation: sum(groups) / samples,
+    lambda groups, samples, validation: len(groups) / samples * (1 - validation),
+)
+
+
+def honest(written: Callable[..., Any]) -> None:
+    """Notebook 14, exercise 2: the accuracy on samples that a model has never seen."""
+    cases = [
+        {"reported": 0.91, "leaked": 0.3, "by_heart": 1.0},
+        {"reported": 0.5, "leaked": 0.5, "by_heart": 0.9},
+        {"reported": 0.8, "leaked": 0.0, "by_heart": 1.0},
+    ]
+    hint = "reported = leaked × by_heart + (1 - leaked) × what you look for."
+    because = "what was answered by heart is taken out, and the rest is shared by fewer samples."
+    _judge(written, lambda reported, leaked, by_heart: (reported - leaked * by_heart) / (1 - leaked), cases, because, hint)
+
+
+honest.wrong = (  # type: ignore[attr-defined]
+    lambda reported, leaked, by_heart: reported - leaked,
+    lambda reported, leaked, by_heart: reported * (1 - leaked),
+)
+
+
+def percent(guess: float | None, measured: float) -> None:
+    """Notebook 14: the accuracy without the leak, in percent; within 3 points is right."""
+    right = guess is not None and abs(guess - 100 * measured) <= 3
+    _say(
+        guess,
+        right,
+        f"it is {units.percent(measured)}.",
+        f"{units.percent(measured)}: what was known by heart hid that share of the errors.",
+    )
+
+
+def most_suspect(written: Callable[..., Any]) -> None:
+    """Notebook 14, exercise 3: the samples whose own label is least probable."""
+
+    def truth(probabilities: Sequence[Sequence[float]], labels: Sequence[int], count: int) -> list[int]:
+        own = [row[label] for row, label in zip(probabilities, labels, strict=True)]
+        return sorted(range(len(own)), key=own.__getitem__)[:count]
+
+    cases = [
+        {"probabilities": [[0.9, 0.1], [0.2, 0.8], [0.4, 0.6]], "labels": [0, 0, 0], "count": 2},
+        {"probabilities": [[0.1, 0.2, 0.7], [0.05, 0.9, 0.05], [0.3, 0.3, 0.4]], "labels": [1, 1, 2], "count": 3},
+    ]
+    hint = "Look at the probability of the label that a sample was given, not at the largest."
+    _judge(written, truth, cases, "the least probable own labels come first.", hint)
+
+
+most_suspect.wrong = (  # type: ignore[attr-defined]
+    lambda probabilities, labels, count: sorted(range(len(labels)), key=lambda index: max(probabilities[index]))[:count][::-1],
+    lambda probabilities, labels, count: list(range(count)),
+)

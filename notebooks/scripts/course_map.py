@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.patches import FancyBboxPatch
 
 from workbench.core.display.axes import WIDTH, ink, prepared
-from workbench.core.display.colors import LINE, PHASES
+from workbench.core.display.colors import LINE, PHASES, SERIES
 
 FOLDER = Path(__file__).parents[1]
 ROADS = {
@@ -17,11 +17,12 @@ ROADS = {
     "Does it fit?": ("04",),
     "Which batch?": ("05", "06"),
     "Does it scale?": ("07", "09", "10"),
+    "Good data?": ("13", "14"),
 }
 """A question → the notebooks that answer it, in the order in which to read them."""
-COLORS = dict(zip(ROADS, (LINE, PHASES["optimizer"], PHASES["data_wait"], PHASES["backward"]), strict=True))
-LETTERS = 23
-"""Of a line in a box."""
+COLORS = dict(zip(ROADS, (LINE, PHASES["optimizer"], PHASES["data_wait"], PHASES["backward"], SERIES[1]), strict=True))
+LETTERS = 92
+"""Of a line in the boxes of all columns together."""
 
 
 def head(path: Path) -> tuple[str, str]:
@@ -35,8 +36,9 @@ def draw(ax: Axes | None = None) -> Axes:
     """Draw a column per question, with its notebooks from top to bottom."""
     ax = prepared(ax, WIDTH, 4.4)
     ax.axis("off")
+    letters, heading = LETTERS // len(ROADS), 48 / max(4, len(ROADS))
     for column, (question, numbers) in enumerate(ROADS.items()):
-        ax.text(column, 0.62, question, ha="center", va="bottom", color=COLORS[question], fontsize=12, fontweight="bold")
+        ax.text(column, 0.62, question, ha="center", va="bottom", color=COLORS[question], fontsize=heading, fontweight="bold")
         paths = [path for number in numbers for path in FOLDER.glob(f"{number}_*.ipynb")]
         for row, path in enumerate(paths):
             title, times = head(path)
@@ -51,8 +53,8 @@ def draw(ax: Axes | None = None) -> Axes:
                     linewidth=1.4,
                 )
             )
-            text = "\n".join([path.name[:2], *textwrap.wrap(title.partition(":")[0], LETTERS), times])
-            ax.text(column, -row, text, ha="center", va="center", color=ink(ax), fontsize=8, linespacing=1.25)
+            text = "\n".join([path.name[:2], *textwrap.wrap(title.partition(":")[0], letters), times])
+            ax.text(column, -row, text, ha="center", va="center", color=ink(ax), fontsize=8 if len(ROADS) < 5 else 7.2, linespacing=1.25)
     ax.set_xlim(-0.55, len(ROADS) - 0.45)
     ax.set_ylim(-max(map(len, ROADS.values())) + 0.45, 0.85)
     return ax

@@ -1,6 +1,7 @@
 """The DataExplorer shows what its knobs choose: groups with pictures, findings, classes, and the order of an epoch."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -58,7 +59,30 @@ def test_it_shows_itself_and_what_is_wrong_is_refused() -> None:
     assert "equal by pixels" in bundle["text/html"]
     assert "have no labels" in bundle["text/html"]
     assert DataExplorer(audited(), kind="near").result[0].kind == "near pictures"
-    with pytest.raises(ValueError, match=r"DataExplorer\(list\): what wb.data.audit\(data\) gave"):
+    with pytest.raises(ValueError, match=r"DataExplorer\(list\): what wb.data.audit\(data\) gave is allowed, or wb.data.describe"):
         DataExplorer([])  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"kind='worst': allowed are 'all'"):
         DataExplorer(audited(), kind="worst")
+
+
+def test_samples_and_shards_of_a_dataset_have_tabs_of_their_own(tmp_path: Path) -> None:
+    some = wb.data.open_source(folder("openclipart"))[0:20]
+    wb.data.write_shards([{**sample, "cls": n} for n, sample in enumerate(some)], tmp_path / "a", shards=10, quiet=True)
+    card = wb.data.describe(tmp_path / "a")
+    panel = card.explore()
+    assert list(panel.tabs) == ["samples", "shards"]
+    assert panel.samples.value.count("<img") == len(card.examples) > 8
+    assert "20 samples as tar" in panel.head.value
+    assert "1.60× the mean" in panel.shards.value  # 10 shards on 8 readers
+    panel.readers.value = 10
+    assert "1.00× the mean" in panel.shards.value
+    assert panel.shards.value.count("wb-row") == 20
+    assert panel.result == ()
+    both = DataExplorer(audited(), card=card)
+    assert list(both.tabs) == ["findings", "groups", "epoch", "samples", "shards"]
+    assert "wb-shards" in both._repr_mimebundle_()["text/html"]
+    plain = wb.data.describe([{"txt": "<b>a</b>"}]).explore()
+    assert list(plain.tabs) == ["samples"], "without a manifest nobody knows of shards"
+    assert "&lt;b&gt;a" in plain.samples.value
+    with pytest.raises(ValueError, match=r"DataExplorer\(str\)"):
+        DataExplorer(audited(), card="x")  # type: ignore[arg-type]

@@ -185,6 +185,32 @@ def test_tables_and_databases_of_others_are_read(tmp_path: Path) -> None:
     assert wb.data.open_source(tmp_path / "set")[0] == {"__key__": "k", "value": b"v"}
 
 
+def test_columns_of_any_type_and_with_gaps_are_read_from_an_arrow_file(tmp_path: Path) -> None:
+    pa = pytest.importorskip("pyarrow")
+    values: dict[str, tuple[Any, list[Any]]] = {
+        "txt": (pa.string(), ["ä", "", "ccc", "d"]),
+        "long": (pa.large_string(), ["a", "bb", "", "d"]),
+        "jpg": (pa.binary(), [b"", b"\0", b"xyz", b"w"]),
+        "large": (pa.large_binary(), [b"1", b"22", b"333", b""]),
+        "cls": (pa.int64(), [-(1 << 63), 0, 1, (1 << 63) - 1]),
+        "small": (pa.int8(), [-128, 0, 1, 127]),
+        "x": (pa.float64(), [0.5, -1e300, 3.0, 4.0]),
+        "gaps": (pa.int64(), [1, None, None, 4]),
+        "holes": (pa.string(), [None, "b", None, None]),
+    }
+    schema = pa.schema([(name, kind) for name, (kind, _) in values.items()])
+    batch = pa.record_batch([pa.array(given, kind) for kind, given in values.values()], schema=schema)
+    with pa.OSFile(str(tmp_path / "a.arrow"), "wb") as file, pa.ipc.new_file(file, schema) as writer:
+        writer.write_batch(batch)
+        writer.write_batch(batch.slice(1, 2))
+    source = wb.data.open_source(tmp_path / "a.arrow")
+    rows = [0, 1, 2, 3, 1, 2]
+    expected = [{name: given[row] for name, (_, given) in values.items() if given[row] is not None} for row in rows]
+    for read in ([source[i] for i in range(6)], source[[5, 4, 3, 2, 1, 0]][::-1], list(source)):
+        assert [{name: value for name, value in sample.items() if name != "__key__"} for sample in read] == expected
+    assert [type(value) for value in source[0].values()] == [str, str, str, bytes, bytes, int, int, float, int]
+
+
 def test_chunks_of_hdf5_are_named_before_they_hurt(tmp_path: Path) -> None:
     h5py = pytest.importorskip("h5py")
     with h5py.File(tmp_path / "a.h5", "w") as file:

@@ -208,6 +208,29 @@ def test_every_value_becomes_bytes_and_is_read_back(value: Any) -> None:
         assert found.shape == value.shape
 
 
+@given(
+    dtype=st.sampled_from(["u1", "<i4", ">i4", "<f8", "<c8", "?", "<f2"]),
+    shape=st.lists(st.integers(0, 4), max_size=4).map(tuple),
+    order=st.sampled_from(["C", "F", "slice"]),
+)
+def test_an_array_is_stored_as_numpy_stores_it(dtype: str, shape: tuple[int, ...], order: Any) -> None:
+    array = np.zeros(shape, dtype, order="F" if order == "F" else "C")
+    array.fill(1)
+    if order == "slice" and array.ndim:
+        array = array[::2]
+    file = io.BytesIO()
+    np.save(file, array, allow_pickle=False)
+    assert encode(array) == file.getvalue()
+
+
+def test_what_a_list_of_samples_gives_is_no_part_of_the_list() -> None:
+    given = [{"__key__": 7, "cls": 1, "__url__": "x"}, {"__key__": "b", "cls": 2}, {"__key__": "c", "cls": True}]
+    source = wb.data.as_source(given)
+    assert [source[i] for i in range(3)] == [{"__key__": "7", "cls": 1}, {"__key__": "b", "cls": 2}, {"__key__": "c", "cls": 1}]
+    source[1]["cls"] = 9
+    assert given[1] == {"__key__": "b", "cls": 2}
+
+
 @given(st.lists(st.text(max_size=9)))
 def test_packed_texts_are_a_list(texts: list[str]) -> None:
     packed = Strings(texts)

@@ -1,5 +1,6 @@
 """Makes a source of whatever holds samples: a path or URL in any format, or a dataset of another library."""
 
+import functools
 import inspect
 import itertools
 import os
@@ -8,7 +9,7 @@ from typing import Any
 
 from workbench.core.checks import shown
 from workbench.data.formats import find_format, format_class
-from workbench.data.sample import KEY, Sample, plain
+from workbench.data.sample import KEY, USUAL_KINDS, Sample, plain
 from workbench.data.source import Damage, Source
 
 
@@ -90,6 +91,8 @@ def as_sample(value: Any, index: int, fields: Sequence[str] | None = None) -> Sa
     Raises:
         ValueError: a field is of no kind that can be stored; names it.
     """
+    if type(value) is dict and KEY in value and USUAL_KINDS.keys() >= set(map(type, value.values())) and _usual_names(tuple(value)):
+        return {**value, KEY: str(value[KEY])}
     if isinstance(value, Mapping):
         parts = {str(name): item for name, item in value.items() if not (str(name).startswith("__") and str(name) != KEY)}
     elif isinstance(value, tuple | list):
@@ -105,6 +108,12 @@ def as_sample(value: Any, index: int, fields: Sequence[str] | None = None) -> Sa
         if (converted := plain(item, name)) is not None:
             sample[name] = converted
     return sample
+
+
+@functools.lru_cache(maxsize=256)
+def _usual_names(names: tuple[Any, ...]) -> bool:
+    """Are these names of fields that stay as they are?"""
+    return all(type(name) is str and (name == KEY or not name.startswith("__")) for name in names)
 
 
 def as_source(data: Any, *, fields: Sequence[str] | None = None, **options: Any) -> Source:

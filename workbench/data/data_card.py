@@ -13,7 +13,7 @@ import numpy as np
 
 from workbench.core import units
 from workbench.core.codec import NOT_STORED, JsonDataclass
-from workbench.core.display.table import Shown, Table, frame, plot_method
+from workbench.core.display.table import Shown, Table, frame, panel, plot_method
 from workbench.data.adapters import as_source
 from workbench.data.manifest import INDEX, MANIFEST, Manifest, ManifestError, read_manifest
 from workbench.data.sample import KEY, PICTURES, CorruptSampleError, digest
@@ -192,6 +192,10 @@ class DataCard(Shown, JsonDataclass):
     def to_frame(self) -> Any:
         """One row per fact."""
         return self.table.to_frame()
+
+    def explore(self) -> Any:
+        """A panel of samples and shards: `wb.widgets.DataExplorer`."""
+        return panel("DataExplorer")(self)
 
 
 def describe(data: Any, *, look_at: int = 1000, **options: Any) -> DataCard:

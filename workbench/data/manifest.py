@@ -269,11 +269,12 @@ def load_index(storage: Storage, kind: str, names: Sequence[str] | None = None) 
     )
 
 
-def check_sample(sample: Mapping[str, Any], crcs: Sequence[int], lengths: Sequence[int], fields: Sequence[str], what: str) -> str:
+def check_sample(sample: Mapping[str, Any], crcs: Sequence[int], lengths: Sequence[int], fields: Iterable[str], what: str) -> str:
     """What is wrong with a sample by the index; "" = nothing."""
     for name, crc, length in zip(fields, crcs, lengths, strict=True):
-        if (length >= 0) != (name in sample):
+        value = sample.get(name)
+        if (length >= 0) != (value is not None):
             return f"{what}: field {name!r} is {'missing' if length >= 0 else 'there, and was not written'}"
-        if length >= 0 and crc32(encode(sample[name])) != crc:
+        if value is not None and crc32(value if type(value) is bytes else encode(value)) != crc:
             return f"{what}, field {name!r}: its bytes are not those that were written; restore the file"
     return ""

@@ -32,6 +32,8 @@ _KIND_OF = {
     "npy": "array",
 }
 """Extension → kind, as WebDataset decodes them; all others are bytes. Source: webdataset/autodecode.py."""
+USUAL_KINDS: Mapping[type, str] = {bytes: "bytes", str: "str", int: "int", float: "float"}
+"""Type → kind, of values that are stored as they are."""
 _LONGEST_KEY = 1000
 _USUAL = re.compile(r"[A-Za-z0-9_-]{1,100}(?:/[A-Za-z0-9_-]{1,100}){0,8}")
 _ILLEGAL = re.compile(r"[\x00-\x1f\x7f\\]")
@@ -95,6 +97,8 @@ def kind_of(value: object, field: str = "") -> str:
     Raises:
         ValueError: it is none of KINDS.
     """
+    if (kind := USUAL_KINDS.get(type(value))) is not None:
+        return kind
     if isinstance(value, bytes):
         return "bytes"
     if isinstance(value, str):
@@ -144,12 +148,23 @@ def encode(value: Any) -> bytes:
     if isinstance(value, bytes):
         return value
     if isinstance(value, np.ndarray):
+        if value.flags.c_contiguous:
+            return _npy_head(value.dtype, value.shape) + value.tobytes()
         file = io.BytesIO()
         np.lib.format.write_array(file, value, version=(1, 0), allow_pickle=False)
         return file.getvalue()
     if isinstance(value, str):
         return value.encode()
     return repr(value).encode()
+
+
+@functools.lru_cache(maxsize=512)
+def _npy_head(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
+    """What an .npy file of an array in C order begins with."""
+    file = io.BytesIO()
+    like = np.broadcast_to(np.zeros((), dtype), shape)  # of any size, in no memory
+    np.lib.format.write_array_header_1_0(file, {**np.lib.format.header_data_from_array_1_0(like), "fortran_order": False})
+    return file.getvalue()
 
 
 def decode(kind: str, data: bytes) -> Any:

@@ -36,29 +36,33 @@ class HashedFile:
     def __init__(self, path: str) -> None:
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
         self._parts: list[bytes] = []
-        self._size = 0
+        self._handed_over = 0
         self._hash = hashlib.sha256()
         self._queue: queue.Queue[list[bytes] | None] = queue.Queue(QUEUE)
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._work, name="wb-write-shard", daemon=True)
         self._thread.start()
 
-    def write(self, parts: Sequence[bytes]) -> None:
+    def write(self, parts: Sequence[bytes], size: int) -> None:
         """Append some bytes.
+
+        Args:
+            parts: what is appended.
+            size: bytes of the file with them.
 
         Raises:
             OSError: an earlier piece could not be written.
         """
         self._parts += parts
-        self._size += sum(map(len, parts))
-        if self._size >= PIECE:
+        if size - self._handed_over >= PIECE:
+            self._handed_over = size
             self._hand_over()
 
     def _hand_over(self) -> None:
         if self._error is not None:
             raise self._error
         self._queue.put(self._parts)
-        self._parts, self._size = [], 0
+        self._parts = []
 
     def _work(self) -> None:
         while (parts := self._queue.get()) is not None:

@@ -106,7 +106,7 @@ class Job:
         if self.copies > 1 and not self.numbered:
             key = f"{key}-{number % self.copies}"
         for name, value in sample.items() if self.schema else ():
-            if name == KEY or value is None:
+            if name == KEY or value is None or self.schema.get(name, "") == samples.USUAL_KINDS.get(type(value)):
                 continue
             if name not in self.schema:
                 raise ValueError(

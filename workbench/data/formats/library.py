@@ -113,7 +113,10 @@ class LibrarySource(Source):
             raise CorruptSampleError(f"{where} is damaged or truncated: {said:.200}; restore it") from error
 
     def _read(self, index: int) -> Sample:
-        found = next(iter(self._read_many([index])))
+        shard = int(self.edges.searchsorted(index, "right")) - 1
+        base = int(self.edges[shard])
+        samples: list[Sample] = self._try(shard, self._get, [index - base], base)
+        found = self._checked(index, samples[0])
         if isinstance(found, dict):
             return found
         raise found
@@ -148,7 +151,7 @@ class LibrarySource(Source):
         if not isinstance(found, dict) or self._index is None or self._index.crcs is None or not self.check:
             return found
         crcs, lengths = self._index.crcs[index].tolist(), self._index.lengths[index].tolist()
-        wrong = check_sample(found, crcs, lengths, list(self._index.schema), f"sample {index} of {self.path}")
+        wrong = check_sample(found, crcs, lengths, self._index.schema, f"sample {index} of {self.path}")
         return corrupt(wrong, found) if wrong else found
 
     def stored_bytes(self) -> int:

@@ -5,6 +5,8 @@ million rows; "parquet" is tuned (groups of 128 KiB, checksums per page, no dict
 "parquet-untuned" is the default, for comparison. Arrow files are memory-mapped, so that a sample is a copy of its bytes.
 """
 
+import bisect
+import itertools
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -135,14 +137,58 @@ class ArrowSource(TableSource):
             "file": source,
             "batches": batches,
             "edges": np.cumsum([0, *(batch.num_rows for batch in batches)], dtype=np.int64),
+            "firsts": list(itertools.accumulate((batch.num_rows for batch in batches), initial=0)),
             "kinds": self._kinds(reader.schema),
+            "columns": {},
         }
 
     def _group(self, handle: Any, group: int) -> Any:
         return handle["batches"][group]
 
+    def _get(self, handle: Any, rows: Sequence[int], base: int) -> list[Sample]:
+        if len(rows) > 8:
+            return super()._get(handle, rows, base)
+        found = []
+        for row in rows:
+            group = bisect.bisect_right(handle["firsts"], row) - 1
+            if (columns := handle["columns"].get(group)) is None:
+                columns = handle["columns"][group] = self._columns(handle, group)
+            inside = row - handle["firsts"][group]
+            sample: Sample = {KEY: f"{base + row:08d}"}
+            for name, read in columns:
+                if (value := read(inside)) is not None:
+                    sample[name] = value
+            found.append(sample)
+        return found
+
+    def _columns(self, handle: Any, group: int) -> list[tuple[str, Callable[[int], Any]]]:
+        """Name of each column of a record batch, and what gives its value in a row."""
+        batch = handle["batches"][group]
+        return [(name, _rows_of(batch.column(name), handle["kinds"].get(name))) for name in batch.schema.names]
+
     def _shut(self, handle: Any) -> None:
+        handle["columns"].clear()
         handle["batches"].clear()
+
+
+def _rows_of(column: Any, kind: str | None) -> Callable[[int], Any]:
+    """What gives the value of a column in a row. Usual columns are read from their buffers: pyarrow makes an object for each value."""
+    import pyarrow as pa
+
+    kept, codes = column.type, {pa.binary(): "i", pa.string(): "i", pa.large_binary(): "q", pa.large_string(): "q"}
+    if not column.null_count and not column.offset and kept in codes and kind in (None, "bytes", "str", "array"):
+        _, ends, values = column.buffers()
+        places = memoryview(ends).cast("B").cast(codes[kept])
+        data = memoryview(values if values is not None else b"")
+        if kind == "array":
+            return lambda row: decode("array", bytes(data[places[row] : places[row + 1]]))
+        if kept in (pa.string(), pa.large_string()):
+            return lambda row: str(data[places[row] : places[row + 1]], "utf-8")
+        return lambda row: bytes(data[places[row] : places[row + 1]])
+    if not column.null_count and not column.offset and kept in (pa.int64(), pa.float64()) and kind in (None, "int", "float"):
+        numbers = memoryview(column.buffers()[1]).cast("B").cast("q" if kept == pa.int64() else "d")
+        return lambda row: numbers[row]
+    return lambda row: TableSource._values(column, [row], kind)[0]
 
 
 def _arrow_schema(schema: Mapping[str, str]) -> Any:

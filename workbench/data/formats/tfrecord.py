@@ -306,7 +306,7 @@ def write(path: str, samples: Iterable[tuple[str, Sample]], schema: Mapping[str,
                     features[field] = value if isinstance(value, int | float) else part
             data = build_example(features)
             head = struct.pack("<Q", len(data))
-            file.write([head, struct.pack("<I", masked(head)), data, struct.pack("<I", masked(data))])
             rows.add(key, parts, (at, at + FRAME + len(data)))
             at += FRAME + len(data)
+            file.write([head, struct.pack("<I", masked(head)), data, struct.pack("<I", masked(data))], at)
         return Written(bytes=at, sha256=file.finish(), rows=rows)

@@ -1,8 +1,11 @@
-"""The HTML of the DataExplorer: findings, classes, groups with their pictures, and the classes along an epoch."""
+"""The HTML of the DataExplorer: findings, classes, groups with their pictures, the classes along an epoch, samples and shards."""
 
+import base64
+import io
 from collections.abc import Sequence
 
 import numpy as np
+from PIL import Image
 
 from workbench.core import units
 from workbench.core.display.colors import LINE, OUTLINE, SERIES, SIZES, mixed
@@ -10,16 +13,27 @@ from workbench.core.display.html import piece, row
 from workbench.core.display.table import escape
 from workbench.data.analysis.data_audit import DataAudit, Group
 from workbench.data.analysis.orders import AsStored, InBlocks, Order, Shuffled, block_sizes
+from workbench.data.data_card import DataCard, picture_of
+from workbench.data.manifest import Manifest
+from workbench.data.sample import CorruptSampleError
 
 BATCHES, BATCH = 12, 32
 """Batches of an epoch that are drawn, evenly over it, and their samples."""
 _CLASSES = 12
+_SHARDS = 24
+"""Shards, and readers, that are drawn."""
 
 
-def head(audit: DataAudit) -> str:
-    """What was audited, and the verdict."""
-    counts = ", ".join(f"{units.count(count)} samples{f' of {split}' if split else ''}" for split, count in audit.samples.items())
-    return f"<p><strong>{escape(audit.target)}</strong> · {escape(counts)}<br>{escape(audit.verdict)}</p>"
+def head(result: DataAudit | DataCard) -> str:
+    """What was audited, and the verdict; or what a dataset is."""
+    if isinstance(result, DataCard):
+        size = f", {units.bytes_(result.stored_bytes)}" if result.stored_bytes else ""
+        checked = "with checksums" if result.manifest is not None else "without checksums"
+        fields = ", ".join(f"{name} ({kind})" for name, kind in result.schema.items())
+        named = f"<strong>{escape(result.path or 'dataset')}</strong>"
+        return f"<p>{named} · {result.count:,} samples as {escape(result.format)}{size}, {checked}<br>{escape(fields)}</p>"
+    counts = ", ".join(f"{units.count(count)} samples{f' of {split}' if split else ''}" for split, count in result.samples.items())
+    return f"<p><strong>{escape(result.target)}</strong> · {escape(counts)}<br>{escape(result.verdict)}</p>"
 
 
 def health(audit: DataAudit) -> str:
@@ -87,3 +101,50 @@ def epoch(audit: DataAudit, how: str, block: int, window: int) -> str:
         bars.append(row(f"batch {number + 1}", pieces, several, several, wide=76))
     title = f"classes in batches of {BATCH}, {how}{f', {split}' if split else ''}"
     return f'<div class="wb-epoch"><p>{escape(title)}</p>{"".join(bars)}</div>'
+
+
+def samples(card: DataCard) -> str:
+    """Some samples with their labels: pictures, or the begin of their texts."""
+    cells = []
+    for sample in card.examples:
+        try:
+            pixels, label = picture_of(sample)
+        except CorruptSampleError:
+            pixels, label = None, "cannot be decoded"
+        picture = ""
+        if pixels is not None:
+            image = Image.fromarray(np.ascontiguousarray(pixels)).convert("RGB")
+            image.thumbnail((96, 96))
+            image.save(kept := io.BytesIO(), "JPEG", quality=85)
+            picture = base64.b64encode(kept.getvalue()).decode()
+        cells.append(
+            f'<div style="display:inline-block;margin:4px;text-align:center">{_cell(picture, label, None)}<br>{escape(label[:24])}</div>'
+        )
+    return f'<div class="wb-samples">{"".join(cells) or "<p>the card has no samples: describe the dataset again</p>"}</div>'
+
+
+def shards(manifest: Manifest, readers: int) -> str:
+    """A bar for each shard, and one for each reader's share where whole shards are dealt in turn."""
+    counts = [shard.count for shard in manifest.shards]
+    most = max(counts, default=1)
+    bars = [
+        row(
+            shard.name,
+            [piece(shard.count / most, LINE)],
+            f"{shard.count:,}",
+            f"{shard.count:,}, {units.bytes_(shard.bytes)}",
+            wide=150,
+            room=140,
+        )
+        for shard in manifest.shards[:_SHARDS]
+    ]
+    more = f"<p>{len(counts) - _SHARDS:,} more shards</p>" if len(counts) > _SHARDS else ""
+    shares = [sum(counts[reader::readers]) for reader in range(min(readers, _SHARDS))]
+    largest = max(1, *shares) if shares else 1
+    dealt = [
+        row(f"reader {number}", [piece(share / largest, SERIES[1])], f"{share:,}", f"{share:,}", wide=150, room=140)
+        for number, share in enumerate(shares)
+    ]
+    others = f"<p>{readers - _SHARDS:,} more readers</p>" if readers > _SHARDS else ""
+    slowest = f"<p>On {readers:,} readers (ranks × workers) the slowest reads {units.times(manifest.imbalance(readers))} the mean.</p>"
+    return f'<div class="wb-shards">{"".join(bars)}{more}{slowest}{"".join(dealt)}{others}</div>'
