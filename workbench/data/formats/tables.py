@@ -9,7 +9,7 @@ import bisect
 import itertools
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -175,7 +175,8 @@ def _rows_of(column: Any, kind: str | None) -> Callable[[int], Any]:
     """What gives the value of a column in a row. Usual columns are read from their buffers: pyarrow makes an object for each value."""
     import pyarrow as pa
 
-    kept, codes = column.type, {pa.binary(): "i", pa.string(): "i", pa.large_binary(): "q", pa.large_string(): "q"}
+    kept = column.type
+    codes: dict[Any, Literal["i", "q"]] = {pa.binary(): "i", pa.string(): "i", pa.large_binary(): "q", pa.large_string(): "q"}
     if not column.null_count and not column.offset and kept in codes and kind in (None, "bytes", "str", "array"):
         _, ends, values = column.buffers()
         places = memoryview(ends).cast("B").cast(codes[kept])
