@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from _pytest.assertion import rewrite
 
 from tests import no_hypothesis
 from tests.forked import Forks
@@ -140,8 +141,36 @@ def pytest_configure(config: pytest.Config) -> None:
         config.option.doctest_ignore_import_errors = True
     if not _is_worker(config):  # those of pytest-xdist carry the mark of their session
         os.environ[MARK] = SESSION  # every process started from here on carries it
+        if getattr(config.option, "numprocesses", None):
+            rewrite_assertions(config)
     os.environ["PET_LOG_DIR"] = tempfile.mkdtemp(prefix="torchrun-tests-")  # else each torchrun that a test starts leaves a folder
     os.environ["WORKBENCH_CACHE"] = tempfile.mkdtemp(prefix="workbench-tests-")  # what tests prove says nothing about this machine
+
+
+def rewrite_assertions(config: pytest.Config) -> None:
+    """Rewrite the assertions of all test modules now, on all cores, where that is to do: each worker would do it for all of them."""
+    chosen = [Path(str(name).partition("::")[0]) for name in config.args]
+    files = sorted({path for name in chosen for path in (name.rglob("test_*.py") if name.is_dir() else [name])})
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    children = []
+    for share in range(cores):
+        if not (child := os.fork()):
+            with contextlib.suppress(BaseException):  # of what is wrong with a file its collection tells
+                for path in files[share::cores]:
+                    rewritten(path.absolute(), config)
+            os._exit(0)
+        children.append(child)
+    for child in children:
+        os.waitpid(child, 0)
+
+
+def rewritten(path: Path, config: pytest.Config) -> None:
+    """Store a module with its assertions rewritten, as pytest does at its import, unless it is stored."""
+    pyc = rewrite.get_cache_dir(path) / f"{path.stem}{rewrite.PYC_TAIL}"
+    if rewrite._read_pyc(path, pyc) is None:
+        pyc.parent.mkdir(exist_ok=True)
+        digest, code = rewrite._rewrite_test(path, config)
+        rewrite._write_pyc(config.stash[rewrite.assertstate_key], code, digest, pyc)
 
 
 def pytest_report_header() -> list[str]:
