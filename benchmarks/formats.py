@@ -1,8 +1,8 @@
 """Times reading and writing of stored samples beside webdataset, litdata, grain and Hugging Face datasets, on the same bytes.
 
-    python benchmarks/formats.py [--samples 4000] [--rounds 5] [--peers FOLDER]
+    python benchmarks/formats.py [--samples 4000] [--bytes 3400] [--rounds 5] [--peers FOLDER] [--writing]
 
-Samples are of 3.4 KB with a label, written once; all read the same tar file (litdata, Arrow and array_record files of their own), warm,
+Samples are of 3.4 KB with a label, if not said otherwise, written once; all read the same tar file (litdata, Arrow and array_record files of their own), warm,
 without decoding. Each round reads with all of them in turn. The table has medians over rounds of the CPU and the wall time per sample, and
 the ratio of the CPU to that of our tar in the same round. Peers that are not installed are left out; `--peers` names a folder where they
 are, made by `pip install --target FOLDER webdataset litdata grain array-record datasets`. Writing is compared with what it cannot do
@@ -33,10 +33,10 @@ BYTES = 3400
 Read = Callable[[], int]
 
 
-def samples(count: int) -> list[dict[str, Any]]:
+def samples(count: int, size: int = BYTES) -> list[dict[str, Any]]:
     """Random bytes, as incompressible as pictures, and a label."""
     rng = random.Random(0)
-    return [{"__key__": f"{i:08d}", "jpg": rng.randbytes(BYTES), "cls": i % 10} for i in range(count)]
+    return [{"__key__": f"{i:08d}", "jpg": rng.randbytes(size), "cls": i % 10} for i in range(count)]
 
 
 def readers(data: list[dict[str, Any]], folder: Path, left_out: list[str]) -> dict[str, tuple[str, Read]]:
@@ -198,17 +198,20 @@ def main() -> None:
     """Print both tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--samples", type=int, default=4000)
+    parser.add_argument("--bytes", type=int, default=BYTES, help="of a sample")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--peers", default="", metavar="FOLDER", help="where the peers are installed")
+    parser.add_argument("--writing", action="store_true", help="time writing only")
     given = parser.parse_args()
     if given.peers:
         sys.path.append(given.peers)
     warnings.simplefilter("ignore")
-    data = samples(given.samples)
+    data = samples(given.samples, given.bytes)
     left_out: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
         print(writing(data, Path(folder), given.rounds), flush=True)
-        print(compare(readers(data, Path(folder), left_out), given.samples, given.rounds), flush=True)
+        if not given.writing:
+            print(compare(readers(data, Path(folder), left_out), given.samples, given.rounds), flush=True)
     for line in left_out:
         print(f"left out: {line}")
 

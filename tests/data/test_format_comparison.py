@@ -1,15 +1,24 @@
 """compare_formats: what is measured and recommended, on real files; and what it makes of the diagnosis's remedies, on figures by hand."""
 
 import json
+import statistics
+import time
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
+from PIL import Image
+from torch.utils.data import DataLoader
 
 import workbench as wb
 from tests.data.test_conversion import pictures
 from tests.drawn import comparison
 from tests.slow_loader import diagnosis
 from workbench.data.analysis.format_costs import AS_IT_IS, PREPARED, FormatComparison
+from workbench.data.conversion import encoded
+from workbench.data.data_card import decode_picture
 from workbench.diagnosis.analysis.diagnosis import Diagnosis
 
 
@@ -71,3 +80,41 @@ def test_what_is_left_of_waiting_is_that_of_the_best_local_format() -> None:
     assert comparison({"tar": 1.0}).left_of_waiting() == pytest.approx(0.5 / 9)
     assert comparison({"tar": 40.0}).left_of_waiting() == 1.0
     assert comparison({"tar": 1.0}).left_of_cpu() is None
+
+
+def as_tensor(sample: dict[str, Any]) -> torch.Tensor:
+    """The pixels of a sample, decoded here where they are not stored as an array."""
+    return torch.from_numpy(sample["image"] if "image" in sample else decode_picture(sample["jpg"], "a sample").copy())
+
+
+@pytest.mark.slow
+@pytest.mark.alone
+def test_the_gain_of_prepared_data_that_a_measured_format_predicts_is_the_gain_of_a_run(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    drawn = [Image.fromarray(rng.integers(0, 255, (32, 32, 3), dtype=np.uint8)).resize((256, 256)) for _ in range(96)]
+    wb.data.write_shards(
+        [{"__key__": f"{n}", "jpg": encoded(np.asarray(each), "JPEG", 90)} for n, each in enumerate(drawn)], tmp_path / "a"
+    )
+    wb.data.convert(tmp_path / "a", tmp_path / "b", format="npy", decode=True, quiet=True)
+    raw, ready = (DataLoader(wb.data.open_source(tmp_path / name).map(as_tensor), batch_size=16, shuffle=True) for name in "ab")
+    weights = torch.randn(768, 768)
+
+    def step(batch: torch.Tensor) -> None:
+        found = batch[:, ::16, ::16].flatten(1).float()
+        for _ in range(40):
+            found = torch.tanh(found @ weights)
+
+    diagnosed = wb.diagnose(step, raw, budget_s=12)
+    assert diagnosed.cause.startswith("decode"), diagnosed.why
+    compared = wb.data.compare_formats(tmp_path / "a", ["tar"], samples=96, rounds=2, folder=tmp_path, quiet=True)
+    remedy = diagnosed.with_formats(compared).remedy("prepared data")
+    took: dict[str, list[float]] = {"raw": [], "ready": []}
+    for _ in range(7):  # in turns, so that what else computes disturbs both alike
+        for name, loader in (("raw", raw), ("ready", ready)):
+            began = time.process_time()
+            for batch in loader:
+                step(batch)
+            took[name].append(time.process_time() - began)
+    gain = statistics.median(before / after for before, after in zip(took["raw"][1:], took["ready"][1:], strict=True))
+    assert gain > 1.3
+    assert remedy.speedup / gain == pytest.approx(1, abs=0.3), (remedy.speedup, remedy.low, remedy.high, gain)
