@@ -2,11 +2,11 @@
 
     python benchmarks/formats.py [--samples 4000] [--bytes 3400] [--rounds 5] [--peers FOLDER] [--writing]
 
-Samples are of 3.4 KB with a label, if not said otherwise, written once; all read the same tar file (litdata, Arrow and array_record files of their own), warm,
-without decoding. Each round reads with all of them in turn. The table has medians over rounds of the CPU and the wall time per sample, and
-the ratio of the CPU to that of our tar in the same round. Peers that are not installed are left out; `--peers` names a folder where they
-are, made by `pip install --target FOLDER webdataset litdata grain array-record datasets`. Writing is compared with what it cannot do
-without, in CPU time of all threads: the same bytes written by `os.write` and `fsync`, and the same checksums.
+Samples have 3.4 KB, if not said otherwise, and a label, written once; all read the same tar file (litdata, Arrow and array_record files of
+their own), warm, without decoding. Each round reads with all of them in turn. The table has medians over rounds of the CPU and the wall
+time per sample, and the ratio of the CPU to that of our tar in the same round. Peers that are not installed are left out; `--peers` names
+a folder where they are, made by `pip install --target FOLDER webdataset litdata grain array-record datasets`. Writing is compared with
+what it cannot do without, in CPU time of all threads: the same bytes written by `os.write` and `fsync`, and the same checksums.
 """
 
 import argparse
