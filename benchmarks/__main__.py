@@ -48,6 +48,7 @@ BENCHMARKS = {
     "checkpoints": Benchmark(),
     "loss_equality": Benchmark(),
     "estimates": Benchmark(),
+    "estimate_time": Benchmark(),
     "near_duplicates": Benchmark(),
     "memory": Benchmark(commands=("[--install {peers}]",), parts=MEMORY),
     "verdicts": Benchmark(commands=("", "--held-out")),

@@ -35,6 +35,7 @@ from workbench.cluster.analysis.collective_cost import Link, collective_seconds
 from workbench.cluster.analysis.iteration import buckets
 from workbench.cluster.analysis.links import LinkPoint, Links
 from workbench.cluster.analysis.plan.plans import Plans
+from workbench.cluster.analysis.step_time import Operator, StepTime
 from workbench.cluster.analysis.traffic import Traffic
 from workbench.cluster.analysis.transformer import Transformer
 from workbench.cluster.analysis.twin_run import TwinBucket, TwinLayer, TwinRun, closed_form
@@ -230,6 +231,22 @@ def plans(gpus: int | None = 64) -> Plans:
     found = wb.plan(LARGE, "DGX-H100", gpus=gpus, global_batch=512)
     assert isinstance(found, Plans)
     return found
+
+
+def estimated_time(folder: Path) -> StepTime:
+    sizes = [("aten.mm", "forward", 2e12, 4e8, 96), ("aten.mm", "backward", 2e12, 4e8, 192), ("aten.add", "forward", 0, 3e8, 200)]
+    sizes += [("aten._flash_attention_forward", "forward", 4e11, 2e8, 24), ("aten._fused_adamw_", "update", 0, 1e10, 1)]
+    return StepTime(
+        title="gpt, 16 samples, amp_bf16, adamw",
+        device=wb.Device.named("H100"),
+        operators=tuple(
+            Operator(name=name, phase=phase, dtype="bf16", flops=flops, bytes=moved, calls=calls)
+            for name, phase, flops, moved, calls in sizes
+        ),
+        samples=128,
+        ranks=8,
+        exposed=Interval(low=0.01, mid=0.02, high=0.05),
+    )
 
 
 def traffic(folder: Path) -> Traffic:
@@ -463,6 +480,7 @@ PICTURES: dict[str, Draw] = {
     "plan": of("plan", lambda folder: plans()),
     "plan_memory": of("plan_memory", lambda folder: plans()),
     "plan_front": of("plan_front", lambda folder: plans(None)),
+    "estimated_time": of("estimated_time", estimated_time),
     "traffic": of("traffic", traffic),
     "links": of("links", links),
     "twin": of("twin", twin),

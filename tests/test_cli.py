@@ -63,6 +63,11 @@ def test_a_script_with_ranks_and_arguments_of_its_own(tmp_path: Path, monkeypatc
         (["launch", "train.py", "--set", "watch=False"], "--set watch=… with a script: only threads and profile can be set from here"),
         (["launch", "train.py", "--set", "micro_batch=3"], "after --: workbench launch train.py -- --micro-batch 3"),
         (["runs", "nowhere"], "nowhere is not a folder; runs are in the folder runs where they were launched"),
+        (["estimate-time", "text-gpt", "--device", "cpu"], "CPUs have no datasheet whose shares are known. Measure one step"),
+        (
+            ["estimate-time", "text-gpt", "--device", "H100", "--measured", "fast"],
+            "--measured fast: expected seconds of a step, or the dir",
+        ),
         (["plan", "text-gpt", "--cluster", "DGX-H1000"], "--cluster='DGX-H1000': allowed are 'DGX-A100', 'DGX-H100', "),
         (["diagnose", "text-gpt", "--set", "precision=int3"], "precision='int3': allowed are"),
         (["diagnose", "text-gpt", "--nproc-per-node", "0"], "nproc_per_node=0: a whole number"),
@@ -216,6 +221,8 @@ def test_the_examples_that_predict_work(capsys: pytest.CaptureFixture[str]) -> N
     assert "fits" in capsys.readouterr().out
     assert main([*shlex.split(COMMANDS["estimate"][2])[1:], "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["fits"] is True
+    assert main([*shlex.split(COMMANDS["estimate-time"][2])[1:], "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["device"]["name"] == "H100-SXM"
     assert main([*shlex.split(COMMANDS["plan"][2])[1:], "--json"]) == 0
     assert json.loads(capsys.readouterr().out)[0]["gpus"] == 8
 

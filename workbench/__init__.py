@@ -26,11 +26,13 @@ The types of results, and how each leads to the next:
 * A `BatchPlan` is micro_batch × accumulation × world_size with its learning rate. `scale_lr` takes a rate to another batch and says how far
   that holds; `find_lr` finds one by sweeps and a race; `noise_scale` says from which batch on more samples gain less;
   `steps_to_target` tests it; `batch_plan` recommends a plan by memory, throughput and noise, and proves it against the present one.
+* `batch_lengths` says from the lengths of the samples which step will run out of memory, and what padding costs: a `BatchLengths`.
 * A `ScalingLaw` says how the loss falls with parameters and data, from many small runs that `scaling_law` makes.
 * A `ScalingCurve` is throughput against the number of processes, which `scaling_curve` measures; a fit predicts it for more processes,
   always beside the linear extrapolation.
 * `why_not_linear` says by experiment why N ranks give less than N times one: a `WhyNotLinear`, whose parts add up to the gap.
 * A `Cluster` has the GPUs and links that predictions beyond this machine are for; `plan` finds the layouts of a model on it that fit.
+* `estimate_time` predicts the seconds of a step on a device that is not here: a `StepTime`, by kind of operator.
 * `collectives` counts what the ranks of your module would send each other in a step, in a dry run: `Traffic`. `measure_collectives`
   times collectives between real ranks, `ddp_twin` runs DDP's own reducer over a simulated network.
 * `wb.data` reads samples from any storage format behind one interface; its ResumableSampler goes on anywhere in an epoch.
@@ -56,11 +58,13 @@ if TYPE_CHECKING:
     from workbench.batch.api import find_lr as find_lr
     from workbench.batch.api import noise_scale as noise_scale
     from workbench.batch.batch_plan import batch_plan as batch_plan
+    from workbench.batch.lengths import batch_lengths as batch_lengths
     from workbench.batch.steps_to_target import steps_to_target as steps_to_target
     from workbench.cluster.analysis.cluster import Cluster as Cluster
     from workbench.cluster.api import ddp_twin as ddp_twin
     from workbench.cluster.api import measure_collectives as measure_collectives
     from workbench.cluster.count_collectives import collectives as collectives
+    from workbench.cluster.estimate_time import estimate_time as estimate_time
     from workbench.cluster.plan import energy as energy
     from workbench.cluster.plan import plan as plan
     from workbench.core.device import Device as Device
@@ -129,6 +133,7 @@ _NAMES = {
     "workbench.batch.analysis.lr_scaling_rules": "scale_lr",
     "workbench.batch.api": "find_lr noise_scale",
     "workbench.batch.batch_plan": "batch_plan",
+    "workbench.batch.lengths": "batch_lengths",
     "workbench.batch.steps_to_target": "steps_to_target",
     "workbench.memory.calibrate": "calibrate",
     "workbench.cluster.count_collectives": "collectives",
@@ -167,6 +172,7 @@ _NAMES = {
     "workbench.timeline.watch_script": "watching",
     "workbench.memory.analysis.breakdown": "MemoryBreakdown",
     "workbench.cluster.plan": "energy plan",
+    "workbench.cluster.estimate_time": "estimate_time",
     "workbench.runs.listing": "list_runs",
     "workbench.runs.run": "Run",
     "workbench.scaling.analysis.curve.curve": "ScalingCurve",

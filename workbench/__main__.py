@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import workbench
-from workbench.cluster.analysis.cluster import CLUSTERS
+from workbench.cluster import commands as cluster_commands
 from workbench.core import codec, units
-from workbench.core.checks import choice, did_you_mean
+from workbench.core.checks import did_you_mean
 from workbench.core.interrupts import Terminated, terminated_as_interrupted
 from workbench.core.machine_speeds import MachineSpeeds
 from workbench.diagnosis import commands, regression
@@ -198,19 +198,6 @@ def trace(given: argparse.Namespace) -> int:
     return 0
 
 
-def plan(given: argparse.Namespace) -> int:
-    """Find layouts of a task on a cluster that fit and are fast; returns the exit status.
-
-    Raises:
-        ValueError: no such task, cluster or knob; or nothing fits.
-    """
-    spec = workbench.RunSpec(task=given.target).replace(**knobs_of(given.set or []))
-    choice("--cluster", given.cluster, [cluster.name for cluster in CLUSTERS])
-    plans = workbench.plan(spec, given.cluster, gpus=given.gpus, global_batch=given.global_batch, top=given.top)
-    show(list(plans) if given.json else plans, given)
-    return 0
-
-
 def diagnose(given: argparse.Namespace) -> int:
     """Diagnose a task or a run, and prove the best remedy if asked to; returns the exit status.
 
@@ -378,7 +365,7 @@ def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
     option("launch", "target", help='a script ("train.py"), a task ("my_task.py:build") or a sample ("clipart-resnet")')
     what = 'a script ("train.py"), a task ("my_task.py:build"), a sample ("clipart-resnet") or the directory of a run'
     option("diagnose why-not-linear", "target", help=what)
-    option("estimate plan sanity", "target", help='a task ("my_task.py:build") or a sample ("clipart-resnet")')
+    option("estimate estimate-time plan sanity", "target", help='a task ("my_task.py:build") or a sample ("clipart-resnet")')
     option("launch", "--nproc-per-node", type=int, default=1, metavar="N", help="ranks on this machine, such as one for each GPU (1)")
     option("diagnose why-not-linear", "--nproc-per-node", type=int, metavar="N", help="ranks on this machine (1; why-not-linear: 2)")
     option("launch", "--steps", type=int, metavar="N", help="optimizer steps of a task (60)")
@@ -392,11 +379,15 @@ def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
     most = f"seconds to spend at most ({BUDGET:g})"
     option("diagnose sanity why-not-linear", "--budget", "--budget-s", type=float, default=BUDGET, metavar="S", help=most)
     by = f"knobs to turn: micro_batch=16 num_workers=2. There are {', '.join(list(KNOBS)[1:])}"
-    option("launch diagnose estimate plan sanity bisect why-not-linear", "--set", nargs="+", action="extend", metavar="KNOB=VALUE", help=by)
+    knobbed = "launch diagnose estimate estimate-time plan sanity bisect why-not-linear"
+    option(knobbed, "--set", nargs="+", action="extend", metavar="KNOB=VALUE", help=by)
     option("diagnose why-not-linear", "--prove", action="store_true", help="run the best remedy as well, predicted against measured")
     option("estimate", "--device", default="cuda", help='a name, such as "H200"; "cpu"; or "cuda" (any GPU)')
-    option("estimate", "--sequence", type=int, help="length of the sequences, instead of the task's own")
-    option("estimate", "--image", type=int, help="side of the images in pixels, instead of the task's own")
+    option("estimate-time", "--device", required=True, help='a name, such as "H100"; "cpu" with --measured')
+    option("estimate-time", "--cluster", metavar="NAME", help='nodes and links of several ranks, such as "DGX-H100"')
+    option("estimate-time", "--measured", metavar="STEP", help="a step that was measured there: seconds, or the directory of the run")
+    option("estimate estimate-time", "--sequence", type=int, help="length of the sequences, instead of the task's own")
+    option("estimate estimate-time", "--image", type=int, help="side of the images in pixels, instead of the task's own")
     option("estimate", "--ladder", action="store_true", help="find the cheapest changes that make it fit")
     option("estimate", "--max-batch", action="store_true", help="find the largest micro-batch that fits")
     option("plan", "--cluster", required=True, metavar="NAME", help='a cluster of the catalogue, such as "DGX-H100"')
@@ -437,7 +428,8 @@ def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
     option("bisect", "--budget", "--budget-s", type=float, default=3 * regression.BUDGET, metavar="S", help=spent)
     option("diagnose why-not-linear", "--json", action="store_true", help="print the brief for a program: at most 2 kB of JSON")
     option("what-changed bisect", "--json", action="store_true", help="print the answer for a program: at most 2 kB of JSON")
-    option("doctor calibrate launch sanity estimate plan trace runs report compare check", "--json", action="store_true", help="print JSON")
+    printed = "doctor calibrate launch sanity estimate estimate-time plan trace runs report compare check"
+    option(printed, "--json", action="store_true", help="print JSON")
     return parser, made
 
 
@@ -463,8 +455,10 @@ def _refuse(parser: argparse.ArgumentParser, given: argparse.Namespace, rest: li
 
 
 _RUN: Mapping[str, Callable[[argparse.Namespace], int]] = {
-    "doctor": doctor, "runs": runs, "report": show_run, "export": export, "check": check, "compare": compare, "trace": trace, "plan": plan,
+    "doctor": doctor, "runs": runs, "report": show_run, "export": export, "check": check, "compare": compare, "trace": trace,
     "diagnose": diagnose, "sanity": sanity, "estimate": estimate, "calibrate": calibrate, "join": lambda given: join(given.run_dir),
+    "plan": lambda given: cluster_commands.plan(given, knobs_of(given.set or []), show),
+    "estimate-time": lambda given: cluster_commands.estimate_time(given, knobs_of(given.set or []), show),
     "what-changed": commands.why, "bisect": lambda given: commands.first_bad(given, knobs_of(given.set or [])),
     "why-not-linear": lambda given: commands.not_linear(given, knobs_of(given.set or [])),
 }  # fmt: skip

@@ -35,6 +35,7 @@ carry the unit and never a measured number. What is measured is solid; what is p
 * `timeline`: the threads and streams of a trace, and what each was at when.
 * `unprepared`: what preparing the data beforehand would gain, over the costs of training and of loading.
 * `plan`: what the steps of planned layouts are made of; `plan_memory`: their memory; `plan_front`: GPUs against time.
+* `estimated_time`: what a step on a device that is not here is made of, by kind of operator.
 * `plan_proof`: the loss over the samples under two plans of a batch, and where the new one was predicted to catch up.
 * `scaling`: throughput over the number of processes, its prediction beyond them, and the naive line.
 * `scaling_efficiency`: the same as a share of perfect scaling.
@@ -47,7 +48,7 @@ carry the unit and never a measured number. What is measured is solid; what is p
 
 from workbench.batch.plot import lr_range, noise_scale, plan_proof, scaled_lr, schedule
 from workbench.batch.plot_steps import critical_batch, steps_to_target, time_to_target
-from workbench.cluster.plot import links, plan, plan_front, plan_memory, traffic, twin
+from workbench.cluster.plot import estimated_time, links, plan, plan_front, plan_memory, traffic, twin
 from workbench.data.plot import duplicates
 from workbench.data.plot_formats import formats, samples
 from workbench.diagnosis.plot import diagnosis, ladder, loader_curve, proof, unprepared
@@ -65,7 +66,7 @@ from workbench.traces.plot.timeline import breakdown, ranks, timeline
 
 __all__ = [
     "step_time", "compare", "traffic", "links", "twin", "metrics", "diagnosis", "plan", "plan_front", "plan_memory", "plan_proof",
-    "proof", "ladder", "loader_curve", "lr_range", "memory", "memory_ladder", "memory_timeline", "scaled_lr", "schedule",
+    "estimated_time", "proof", "ladder", "loader_curve", "lr_range", "memory", "memory_ladder", "memory_timeline", "scaled_lr", "schedule",
     "steps_to_target", "critical_batch", "time_to_target", "noise_scale", "breakdown", "ranks", "flame", "memory_curve", "launches",
     "idle", "roofline", "modules", "critical", "critical_path", "kernels", "copies", "sequences", "timeline", "unprepared", "scaling",
     "scaling_efficiency", "scaling_law", "why_not_linear", "what_changed", "bisection", "duplicates", "samples", "formats",

@@ -39,7 +39,9 @@ BOTH = frozenset(
     ]
 )
 """Pictures with measurements and predictions."""
-PREDICTED = BOTH | frozenset(["memory_ladder", "memory_timeline", "plan", "plan_front", "plan_memory", "time_to_target", "twin"])
+PREDICTED = BOTH | frozenset(
+    ["estimated_time", "memory_ladder", "memory_timeline", "plan", "plan_front", "plan_memory", "time_to_target", "twin"]
+)
 """Pictures with predictions."""
 RINGS = frozenset(["loader_curve", "memory_curve", "memory_timeline", "scaling_law", "steps_to_target", "time_to_target"])
 """Pictures in which a ring points at something."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from workbench.cluster.analysis.links import Links
 from workbench.cluster.analysis.plan.plans import Plan, Plans
+from workbench.cluster.analysis.step_time import KINDS, StepTime
 from workbench.cluster.analysis.traffic import Traffic
 from workbench.cluster.analysis.twin_run import TwinRun
 from workbench.core import units
@@ -169,6 +170,42 @@ def _label(candidate: Plan) -> str:
 
 def _end(candidate: Plan) -> str:
     return f"{units.seconds(candidate.seconds.mid)}, {candidate.bound}"
+
+
+TIME_COLORS = {"update": PARTS["optimizer"], "launch gaps": PARTS["stalls"], "exposed communication": PARTS["communication"]}
+"""Part of an estimated step → colour; all others compute."""
+
+
+def estimated_time(result: StepTime, ax: Axes | None = None) -> Axes:
+    """The predicted seconds of a step by kind of operator, launch gaps and exposed communication, longest first; a line from the low to the
+    high end of each kind.
+
+    Args:
+        result: of `wb.estimate_time`.
+        ax: the Axes to draw into; None makes a figure.
+    """
+    parts = sorted(((name, seconds) for name, seconds in result.parts.items() if seconds), key=lambda item: -item[1])
+    names = [wrapped(KINDS.get(name, name)) for name, _ in parts]
+    ax = prepared(ax, WIDTH, height(names))
+    scale, unit = scale_of(parts[0][1])
+    draw_bars(
+        ax, [seconds * scale for _, seconds in parts], None, [TIME_COLORS.get(name, PARTS["compute"]) for name, _ in parts], predicted=True
+    )
+    rows(ax, names)
+    reaches = []
+    for place, (name, seconds) in enumerate(parts):
+        ends = [result.exposed.low, result.exposed.high] if name == "exposed communication" else [seconds, seconds]
+        if name in KINDS and result.calibration is None:
+            ends = [result.computing(end)[name] for end in ("low", "high")]
+        reaches.append(max(ends[1], seconds) * scale)
+        if ends[1] > ends[0]:
+            ax.plot(
+                [end * scale for end in ends], [place] * 2, linewidth=1.4, marker="|", markersize=9, color=ink(ax), path_effects=halo(ax)
+            )
+    whole = result.seconds.mid
+    end_labels(ax, reaches, [f"{units.seconds(seconds)}, {units.percent(seconds / whole)}" for _, seconds in parts])
+    ax.set_xlabel(f"predicted time of a step ({unit})")
+    return ax
 
 
 TRAFFIC_COLORS = dict(zip(("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"), SERIES, strict=True))

@@ -34,6 +34,11 @@ COMMANDS: Mapping[str, tuple[str, str, str]] = {
         "Runs a step on tensors without values, so no GPU is needed. The exit status is 1 if it does not fit.",
         "workbench estimate clipart-resnet --device H200 --set micro_batch=64",
     ),
+    "estimate-time": (
+        "say how long a step of a task takes, on a device that need not be here",
+        "Counts the operators of a step on tensors without values; rates of the datasheet, or a measured step, make seconds of them.",
+        "workbench estimate-time text-gpt --device H100 --set precision=amp_bf16",
+    ),
     "plan": (
         "find the layouts of a task on a cluster that fit and are fast",
         "Computes step time and memory of all layouts by closed forms; nothing is run.",

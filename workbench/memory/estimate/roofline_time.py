@@ -1,7 +1,8 @@
 """Roofline: the least time that a device needs for a step's operators, counted in the dry run that gives the memory."""
 
+from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,6 +12,21 @@ from torch.utils.flop_counter import flop_registry
 from workbench.core.device import Device
 from workbench.harness.tf32 import uses_tf32
 from workbench.memory.estimate.fake_tensors import DryRunMode
+
+
+class Call(NamedTuple):
+    """An operator with its sizes, as often as it was called."""
+
+    name: str
+    """Such as "aten.mm"."""
+    phase: str
+    """"forward", "backward" or "update"."""
+    dtype: str
+    """Number format in which it computes."""
+    flops: int
+    bytes: int
+    """Of all tensors that it reads and writes."""
+
 
 _NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 
@@ -28,6 +44,7 @@ class Roofline(DryRunMode):  # type: ignore[no-untyped-call]
         flops: floating point operations.
         bytes: read and written.
         operators: that do something (views do nothing).
+        calls: each of them with its sizes → how often it was called.
     """
 
     def __init__(self, device: Device) -> None:
@@ -38,6 +55,7 @@ class Roofline(DryRunMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._device = device
         self.seconds, self.computing, self.flops, self.bytes, self.operators = 0.0, 0.0, 0, 0, 0
+        self.calls: Counter[Call] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(kind.__name__ == "DTensor" for kind in types):
@@ -52,22 +70,43 @@ class Roofline(DryRunMode):  # type: ignore[no-untyped-call]
         tensors = [leaf for leaf in tree_leaves((args, kwargs, out)) if isinstance(leaf, Tensor)]
         moved = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         count: Callable[..., int] | None = flop_registry.get(getattr(func, "overloadpacket", None))
-        flops = count(*args, **kwargs, out_val=out) if count else 0
+        flops = count(*args, **kwargs, out_val=out) if count else _attention_flops(func, args)
         self.operators += 1
         self.flops += flops
         self.bytes += moved
-        computing = flops / self._peak(func, tensors)
+        dtype, peak = self._format(func, tensors)
+        computing = flops / peak
+        name = f"{getattr(func, 'namespace', '')}.{getattr(getattr(func, 'overloadpacket', func), '__name__', func)}"
+        self.calls[Call(name, _phase(), dtype, int(flops), moved)] += 1
         self.computing += computing
         self.seconds += max(computing, moved / self._device.bandwidth)
 
-    def _peak(self, func: Any, tensors: list[Tensor]) -> float:
-        """FLOP/s of the format in which an operator computes: 16 bits if its largest tensor has them, else fp32 as torch is set up."""
+    def _format(self, func: Any, tensors: list[Tensor]) -> tuple[str, float]:
+        """The format in which an operator computes, and its FLOP/s: 16 bits if its largest tensor has them, else fp32 as set up."""
         peaks = self._device.flops_per_sec
         widest = max(tensors, key=Tensor.numel, default=None)
         name = _NAMES.get(widest.dtype, "fp32") if widest is not None else "fp32"
         if name == "fp32" and uses_tf32(convolution="convolution" in func.__name__):
             name = "tf32"
-        return peaks.get(name) or peaks.get("fp32") or max(peaks.values())
+        return name, peaks.get(name) or peaks.get("fp32") or max(peaks.values())
+
+
+def _phase() -> str:
+    """Of a step: an operator of the engine's threads is of the backward, one without gradients of the optimizer's update."""
+    if torch._C._current_graph_task_id() != -1:
+        return "backward"
+    return "forward" if torch.is_grad_enabled() else "update"
+
+
+def _attention_flops(func: Any, args: Any) -> int:
+    """FLOPs of the CPU's fused attention, which torch's counter lacks (pytorch #195460): two products forward, five backward."""
+    name = getattr(getattr(func, "overloadpacket", None), "__name__", "")
+    if not name.startswith("_scaled_dot_product_flash_attention_for_cpu"):
+        return 0
+    query, key = (args[1], args[2]) if name.endswith("backward") else (args[0], args[1])
+    *batch, rows, width = query.shape
+    product: int = 2 * torch.Size(batch).numel() * rows * key.shape[-2] * width
+    return product * (5 if name.endswith("backward") else 2)
 
 
 def _is_view(func: Any) -> bool:

@@ -1,0 +1,155 @@
+"""`batch_lengths`: the step that will run out of memory is the loader's own, padding is counted, what-ifs hold the same tokens."""
+
+import numpy as np
+import pytest
+
+import workbench as wb
+from workbench.batch.analysis.lengths import BatchLengths, LengthsError
+from workbench.batch.lengths import length_of
+from workbench.runs import task as tasks
+
+TASK = """
+import torch
+from torch import nn
+from torch.nn import functional
+import workbench as wb
+
+LENGTHS = torch.randint(4, 60, (64,), generator=torch.Generator().manual_seed(3)).tolist()
+LENGTHS[41] = 400
+
+
+class Words(torch.utils.data.Dataset):
+    def __len__(self):
+        return len(LENGTHS)
+
+    def __getitem__(self, index):
+        return torch.ones(LENGTHS[index], dtype=torch.long)
+
+
+def pad(samples):
+    return nn.utils.rnn.pad_sequence(samples, batch_first=True)
+
+
+def fixed(samples):
+    return torch.stack([functional.pad(sample, (0, len(samples[0]) - len(sample))) for sample in samples])
+
+
+def loss(model, batch):
+    return functional.cross_entropy(model(batch).flatten(0, 1), batch.flatten())
+
+
+def build():
+    model = lambda: nn.Sequential(nn.Embedding(50, 64), nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 50))
+    return wb.Task(model=model, dataset=Words, loss=loss, collate=pad)
+
+
+def cut():
+    model = lambda: nn.Sequential(nn.Embedding(50, 64), nn.Linear(64, 50))
+    return wb.Task(model=model, dataset=Words, loss=loss, collate=fixed)
+"""
+
+
+@pytest.fixture(scope="module")
+def spec(tmp_path_factory: pytest.TempPathFactory) -> wb.RunSpec:
+    path = tmp_path_factory.mktemp("lengths") / "words_of_lengths.py"
+    path.write_text(TASK)
+    return wb.RunSpec(task=f"{path}:build", micro_batch=4, accumulation=2, seed=5, precision="fp32")
+
+
+@pytest.fixture(scope="module")
+def roomy(spec: wb.RunSpec) -> BatchLengths:
+    return wb.batch_lengths(spec, device="cpu", capacity=10**10, steps=16)
+
+
+def test_the_longest_batches_are_those_that_the_loader_gives(spec: wb.RunSpec, roomy: BatchLengths) -> None:
+    """Two epochs: their orders differ."""
+    import itertools
+
+    import torch
+
+    from workbench.train.loader import build_loader, micro_batches
+    from workbench.train.ranks import Ranks
+
+    for ranks in (1, 2):
+        found = roomy if ranks == 1 else wb.batch_lengths(spec, device="cpu", capacity=10**10, steps=8, nproc_per_node=2)
+        real = []
+        for rank in range(ranks):
+            here = Ranks(rank=rank, world_size=ranks, device=torch.device("cpu"), store=None)
+            loader = build_loader(tasks.resolve(spec.task), spec, here, seed=0)
+            given = itertools.islice(micro_batches(loader, spec.accumulation, here), 2 * found.steps)
+            real.append([batch.shape[1] for batch in given])
+        steps = np.array(real).reshape(ranks, found.steps, 2).max((0, 2))
+        assert found.lengths == tuple(steps.tolist())
+    assert max(roomy.lengths) == 400
+    assert roomy.lengths.count(400) == 2  # one step in each epoch
+
+
+def test_the_step_that_runs_out_of_memory_is_named(spec: wb.RunSpec, roomy: BatchLengths) -> None:
+    assert (roomy.first_over, roomy.over) == (None, 0)
+    assert "all 16 steps fit" in str(roomy)
+    capacity = int(roomy.memory[400] * 0.9)
+    found = wb.batch_lengths(spec, device="cpu", capacity=capacity, steps=16, margin=0.0)
+    assert found.first_over == roomy.lengths.index(400) + 1
+    assert (found.over, found.fitting) == (2, sorted({*found.lengths})[-2])
+    assert f"step {found.first_over} will run out of memory: its longest batch has 400 tokens" in str(found)
+    assert found.to_frame()["fits"].tolist() == [length < 400 for length in found.lengths]
+    assert not found["as it is"].fits
+    assert list(found.memory.values()) == sorted(found.memory.values())
+    assert BatchLengths.from_json(found.to_json()) == found
+
+
+def test_padding_and_what_ifs_hold_the_same_tokens(roomy: BatchLengths) -> None:
+    plain, bucketed, packed = (roomy[name] for name in ("as it is", "bucketed", "packed"))
+    tokens = [plan.tokens * (1 - plan.padding) for plan in (plain, bucketed, packed)]
+    assert tokens == pytest.approx([tokens[0]] * 3)
+    assert plain.padding > bucketed.padding > 0
+    assert plain.padding > packed.padding
+    assert roomy.gain("bucketed") > 1.1
+    assert roomy.gain("as it is") == 1
+    assert plain.longest == bucketed.longest == 400
+    with pytest.raises(KeyError, match="there are as it is, bucketed, packed"):
+        roomy["sorted"]
+
+
+@pytest.mark.slow
+@pytest.mark.alone
+def test_sorted_batches_are_as_much_faster_as_predicted(spec: wb.RunSpec, roomy: BatchLengths) -> None:
+    """Proved by a short run of both, in turns."""
+    import time
+
+    import torch
+
+    task = tasks.resolve(spec.task)
+    dataset, model = task.dataset(), task.model()
+    order = np.random.default_rng(0).permutation(64)
+    by_size = sorted(order, key=lambda place: len(dataset[int(place)]))
+    batches = {
+        name: [task.collate([dataset[int(place)] for place in places[start : start + 4]]) for start in range(0, 64, 4)]
+        for name, places in (("as it is", order), ("bucketed", by_size))
+    }
+    taken: dict[str, float] = dict.fromkeys(batches, 0.0)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        for _ in range(30):
+            for name, own in batches.items():
+                begun = time.process_time()
+                for batch in own:
+                    task.loss(model, batch).backward()
+                taken[name] += time.process_time() - begun
+    finally:
+        torch.set_num_threads(threads)
+    assert taken["bucketed"] < taken["as it is"]
+    assert 0.6 < taken["as it is"] / taken["bucketed"] / roomy.gain("bucketed") < 1.4
+
+
+def test_what_is_refused(spec: wb.RunSpec) -> None:
+    with pytest.raises(LengthsError, match=r"expected a RunSpec"):
+        wb.batch_lengths("text-gpt", device="H100")  # type: ignore[arg-type]
+    with pytest.raises(LengthsError, match=r"takes 1024 samples, and the dataset has 64"):
+        wb.batch_lengths(spec, device="H100", micro_batch=512)
+    with pytest.raises(LengthsError, match=r"pads to the longest sample of the batch"):
+        wb.batch_lengths(spec.replace(task=spec.task.replace(":build", ":cut")), device="H100")
+    assert (length_of({"input_ids": [1, 2, 3], "mask": [1]}), length_of(("abc", 1)), length_of(np.zeros((5, 2)))) == (3, 3, 5)
+    with pytest.raises(LengthsError, match=r"not known from a int: give length="):
+        length_of(7)

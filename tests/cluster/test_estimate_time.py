@@ -1,0 +1,174 @@
+"""`estimate_time`: the arithmetic of parts and intervals, what is refused, and dry runs against a roofline by hand and real steps."""
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import workbench as wb
+from workbench.cluster.analysis.plan.ranges import HOST
+from workbench.cluster.analysis.step_time import (
+    CPU,
+    FARTHEST,
+    KERNEL,
+    OTHER,
+    SAME,
+    SHARES,
+    EstimateTimeError,
+    Operator,
+    StepTime,
+    checked_calibration,
+    distance,
+    measured_seconds,
+)
+from workbench.core.device import Device
+from workbench.core.statistics import Interval
+
+H100 = Device.named("H100")
+MM = Operator(name="aten.mm", phase="forward", dtype="bf16", flops=1e13, bytes=1e8, calls=30)
+ADD = Operator(name="aten.add", phase="backward", dtype="bf16", flops=0, bytes=1e9, calls=40)
+ADAM = Operator(name="aten._fused_adamw_", phase="update", dtype="fp32", flops=0, bytes=1e10, calls=1)
+
+
+def step(*operators: Operator, **changes: Any) -> StepTime:
+    return StepTime(**{"title": "gpt", "device": H100, "operators": operators or (MM, ADD, ADAM), "samples": 16, **changes})
+
+
+def test_parts_are_rates_times_sizes_and_add_up() -> None:
+    found = step(exposed=Interval(low=0.01, mid=0.02, high=0.03))
+    parts = found.parts
+    assert parts["products"] == pytest.approx(30 * 1e13 / (989.4e12 * SHARES["products"].mid))
+    assert parts["memory"] == pytest.approx(40 * 1e9 / (3.35e12 * SHARES["memory"].mid))
+    assert parts["update"] == pytest.approx(1e10 / (3.35e12 * SHARES["update"].mid))
+    assert (parts["launch gaps"], parts["exposed communication"]) == (0, 0.02)
+    assert sum(parts.values()) == pytest.approx(found.seconds.mid)
+    assert found.seconds.low < found.seconds.mid < found.seconds.high
+    assert found.samples_per_sec.mid == pytest.approx(16 / found.seconds.mid)
+    assert found.mfu.mid == pytest.approx(30 * 1e13 / 989.4e12 / found.seconds.mid)
+    assert found.mfu.high < 1
+
+
+def test_many_small_operators_wait_for_the_host() -> None:
+    small = Operator(name="aten.add", phase="forward", dtype="bf16", flops=0, bytes=1e3, calls=1000)
+    found = step(MM, small)
+    assert found.parts["memory"] == pytest.approx(1000 * KERNEL)
+    only = step(dataclasses.replace(MM, flops=1e6, calls=1), small)
+    assert only.seconds.mid == pytest.approx(1001 * HOST.mid)
+    assert (only.seconds.low, only.seconds.high) == (pytest.approx(1001 * HOST.low), pytest.approx(1001 * HOST.high))
+
+
+@given(st.floats(1e9, 1e16), st.floats(1e3, 1e12), st.integers(1, 500))
+def test_ends_enclose_the_middle_whatever_the_sizes(flops: float, moved: float, calls: int) -> None:
+    found = step(dataclasses.replace(MM, flops=flops, bytes=moved, calls=calls), ADD)
+    assert 0 < found.seconds.low <= found.seconds.mid <= found.seconds.high
+    assert sum(found.mix.values()) == pytest.approx(1)
+    assert found.mfu.high <= SHARES["products"].high + 1e-9
+
+
+def test_a_measured_step_sets_the_level_and_narrows_the_interval() -> None:
+    bare = step()
+    known = bare.calibrate(1.2 * bare.seconds.mid)
+    assert known.seconds.mid == pytest.approx(1.2 * bare.seconds.mid)
+    assert known.seconds.high == pytest.approx(known.seconds.mid * (1 + SAME))
+    assert known.calibration is not None
+    other = checked_calibration(step(title="longer", operators=(MM, MM, ADD, ADD, ADAM)), known.calibration)
+    assert other.seconds.mid == pytest.approx(1.2 * step(MM, MM, ADD, ADD, ADAM).seconds.mid)
+    away = distance(other.mix, bare.mix)
+    assert other.seconds.high / other.seconds.mid == pytest.approx(1 + OTHER + away)
+    assert "calibrated on gpt" in str(other)
+    with pytest.raises(EstimateTimeError, match=r"is of H100-SXM, and the step is for A100-80GB: measure one step there"):
+        checked_calibration(step(device=Device.named("A100-80GB")), known.calibration)
+    far = step(dataclasses.replace(ADD, calls=1e5), title="sums")
+    assert distance(far.mix, bare.mix) > FARTHEST
+    with pytest.raises(EstimateTimeError, match=r"other kinds of operators than gpt.*Measure one step of a program like it on H100-SXM"):
+        checked_calibration(far, known.calibration)
+
+
+def test_more_than_the_peak_is_refused_with_the_reason() -> None:
+    with pytest.raises(EstimateTimeError, match=r"would be 303 % of the dense peak of H100-SXM.*synchronize"):
+        step().calibrate(0.1)
+    for wrong in (0, -1.0, math.inf, "fast", True, None):
+        with pytest.raises(EstimateTimeError, match=r"expected seconds of a step above 0, a Run, or a Trace"):
+            measured_seconds(wrong)
+
+
+def test_it_shows_itself_and_comes_back_from_json() -> None:
+    found = step(notes=("does not fit",)).calibrate(1.0)
+    assert StepTime.from_json(found.to_json()) == found
+    for words in ("matrix products", "launch gaps", "does not fit", "of the peak", "predicted"):
+        assert words in str(found)
+    assert "<table>" in found._repr_html_()
+    frame = found.to_frame()
+    assert frame["seconds"].sum() == pytest.approx(sum(found.computing().values()))
+    assert repr(found) == "StepTime('gpt' on 1 × H100-SXM: 1.00 s)"
+    assert found.plot().get_xlabel() == "predicted time of a step (ms)"
+
+
+def gpt() -> Any:
+    from torch import nn
+
+    layer = nn.TransformerEncoderLayer(128, 4, 512, batch_first=True, dropout=0.0)
+    return nn.Sequential(nn.Embedding(1000, 128), nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), nn.Linear(128, 1000))
+
+
+def batch(samples: int = 4) -> Any:
+    import torch
+
+    tokens = torch.zeros(samples, 64, dtype=torch.long)
+    return tokens, tokens
+
+
+def loss(model: Any, given: Any) -> Any:
+    from torch.nn import functional
+
+    return functional.cross_entropy(model(given[0]).flatten(0, 1), given[1].flatten())
+
+
+def test_operators_are_those_of_the_step_and_what_cannot_be_known_is_refused() -> None:
+    options: dict[str, Any] = {"loss": loss, "precision": "amp_bf16"}
+    found = wb.estimate_time(gpt, batch(), device="H100", optimizer="adamw(fused=True)", **options)
+    tokens, layers = 4 * 64, 2 * (4 * 128**2 + 2 * 128 * 512)
+    by_hand = 6 * tokens * (layers + 128 * 1000) + 12 * 2 * tokens * 64 * 128
+    assert found.flops == pytest.approx(by_hand, rel=0.1)
+    fused = [one for one in found.operators if "fused_adam" in one.name]
+    assert {one.phase for one in fused} == {"update"}
+    assert {one.phase for one in found.operators} == {"forward", "backward", "update"}
+    assert found.seconds.mid >= sum(one.calls for one in found.operators) * HOST.mid * 0.999  # it is tiny: the host sets the pace
+    twice = wb.estimate_time(gpt, batch(8), device="H100", optimizer="adamw(fused=True)", **options)
+    assert twice.flops == pytest.approx(2 * found.flops)
+    for changes, words in (
+        ({"device": "cuda"}, r"is any GPU.*give a name"),
+        ({"device": "cpu"}, r"CPUs have no datasheet.*measured="),
+        ({"compile": "model"}, r"Measure one compiled step on H100-SXM"),
+        ({"device": "V100"}, r"datasheet of V100-32GB has fp16, fp32 only"),
+        ({"measured": 1.0, "calibration": found.calibrate(1.0).calibration}, r"give one of them"),
+        ({"world_size": 2}, r"2 ranks exchange messages.*give cluster="),
+    ):
+        with pytest.raises(EstimateTimeError, match=words):
+            wb.estimate_time(gpt, batch(), **{"device": "H100", **options, **changes})
+    many = wb.estimate_time(gpt, batch(), device="H100", cluster="DGX-H100", world_size=8, parallel="ddp", **options)
+    assert many.samples == 8 * found.samples
+    assert many.exposed.low <= many.exposed.mid <= many.exposed.high
+    assert many.exposed.high > 0
+
+
+@pytest.mark.slow
+@pytest.mark.alone
+def test_a_cpu_step_follows_from_another_that_was_measured(tmp_path: Path) -> None:
+    """Twice the batch and another length, from one run of the sample GPT on this machine."""
+    spec = wb.RunSpec(task="text-gpt", micro_batch=8, steps=12, nproc_per_node=1)
+
+    def run(of: wb.RunSpec) -> wb.Run:
+        return wb.launch(of, runs_dir=tmp_path).wait()
+
+    first = run(spec)
+    known = wb.estimate_time(spec, device="cpu", measured=first)
+    assert known.seconds.mid == pytest.approx(first.timelines[0].median())
+    assert known.device == CPU
+    other = spec.replace(micro_batch=32)
+    said, took = wb.estimate_time(other, device="cpu", calibration=known.calibration).seconds, run(other).timelines[0].median()
+    assert 0.5 < said.mid / took < 2

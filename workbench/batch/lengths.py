@@ -1,0 +1,181 @@
+"""`batch_lengths`: memory and time over the dataset's own lengths: which step runs out of memory, what padding costs, what would help."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from workbench.batch.analysis.lengths import BatchLengths, DryRuns, LengthGrid, LengthsError
+from workbench.cluster.analysis.step_time import CPU
+from workbench.core.checks import whole_number
+from workbench.core.device import Device
+from workbench.memory.analysis.fit import MARGIN, usable_memory
+from workbench.memory.analysis.whatif import needed
+from workbench.memory.ladder import timed_estimate
+from workbench.runs import task as tasks
+from workbench.runs.spec import RunSpec
+from workbench.runs.task import Task
+
+NODES = 5
+"""Lengths at which a dry run is made; time between them follows a parabola, the memory of the border is made sure by more dry runs."""
+MOST_RUNS = 8
+"""More dry runs, at most, to find the length from which a batch does not fit."""
+MOST_SAMPLES = 1_000_000
+"""Samples whose length is read at most."""
+
+
+def batch_lengths(
+    target: RunSpec,
+    *,
+    device: str | Device,
+    capacity: int | None = None,
+    steps: int | None = None,
+    length: Callable[[Any], int] | None = None,
+    margin: float = MARGIN,
+    **knobs: Any,
+) -> BatchLengths:
+    """Predict from the lengths of the samples, in the order of the training, which step runs out of memory, and what padding costs.
+
+    The order is that of the run: seed, ranks, micro-batch and accumulation of the spec, epoch by epoch. Each sample is read once for its
+    length. Dry runs at a few lengths say memory and time; the length from which a batch no longer fits is found by more of them.
+    What-ifs: samples sorted by length within 50 micro-batches ("bucketed"), and several in a row of the longest one ("packed", whose loss
+    and attention must keep them apart).
+
+    Args:
+        target: a RunSpec, whose task's collate function pads each batch to its longest sample.
+        device: a name such as "A100-80GB", or a Device; "cpu" with a capacity.
+        capacity: bytes that one rank can have; None = the device's.
+        steps: optimizer steps to look at; None = those of an epoch.
+        length: sample → its tokens; None = the length of its first tensor, list or text, or of "input_ids".
+        margin: share of the memory that stays free.
+        **knobs: of the RunSpec.
+
+    Raises:
+        LengthsError: no RunSpec, a dataset without a length, samples without one, or batches that are not padded to their longest sample.
+        ValueError: as `estimate_memory`.
+    """
+    if not isinstance(target, RunSpec):
+        raise LengthsError(
+            f"batch_lengths({target!r:.60}): expected a RunSpec, whose seed, ranks and batches make the order of the samples"
+        )
+    from workbench.data.resumable_sampler import ResumableSampler
+
+    spec = target.replace(**knobs) if knobs else target
+    task = tasks.resolve(spec.task)
+    dataset = task.dataset()
+    if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+        raise LengthsError(f"the dataset of {spec.task} is a {type(dataset).__name__}: expected one with a length, which has an order")
+    count = len(dataset)
+    if count > MOST_SAMPLES:
+        raise LengthsError(f"the dataset of {spec.task} has {count:,} samples, and each is read: give one of at most {MOST_SAMPLES:,}")
+    sizes = [(length or length_of)(dataset[number]) for number in range(count)]
+    ranks, per_rank = spec.data_ranks, spec.micro_batch * spec.accumulation
+    whole = count // ranks // per_rank
+    if not whole:
+        raise LengthsError(f"one optimizer step takes {per_rank * ranks} samples, and the dataset has {count}: try a smaller micro_batch")
+    wanted = whole if steps is None else whole_number("steps", steps, least=1, error=LengthsError)
+    epochs = -(-wanted // whole)
+    samplers = [ResumableSampler(count, rank=rank, world_size=ranks, seed=spec.seed) for rank in range(ranks)]
+    orders = []
+    for epoch in range(epochs):
+        for sampler in samplers:
+            sampler.set_epoch(epoch)
+            orders.append(list(sampler))
+    grid = LengthGrid.of(sizes, orders, ranks=ranks, accumulation=spec.accumulation, micro_batch=spec.micro_batch)
+    name, room = usable_memory(device, capacity, margin)
+    where = CPU if device == "cpu" else device if isinstance(device, Device) else Device.named(device)
+    model = _Model(spec, task, dataset, sizes, where)
+    fitting = model.fitting(grid.longest, room)
+    return BatchLengths(
+        title=f"{spec.task}, {spec.micro_batch} samples",
+        device=name,
+        capacity=room,
+        micro_batch=spec.micro_batch,
+        steps=wanted,
+        lengths=grid.of_steps(wanted),
+        plans=grid.plans(DryRuns(nodes=model.nodes, bytes_at=model.bytes_at), room),
+        memory=dict(sorted(model.memory.items())),
+        fitting=fitting,
+    )
+
+
+def length_of(sample: Any) -> int:
+    """Tokens of a sample: the length of "input_ids", or of its first tensor, list or text.
+
+    Raises:
+        LengthsError: it has none.
+    """
+    if isinstance(sample, Mapping):
+        sample = sample["input_ids"] if "input_ids" in sample else next(iter(sample.values()), None)
+    elif isinstance(sample, tuple) and sample:
+        sample = sample[0]
+    if hasattr(sample, "shape"):
+        if len(sample.shape):
+            return int(sample.shape[0])
+    elif isinstance(sample, str | bytes | Sequence):
+        return len(sample)
+    raise LengthsError(f"a sample's length is not known from a {type(sample).__name__}: give length=, a function of a sample")
+
+
+class _Model:
+    """Memory and seconds of a micro-batch over the length of its longest sample, by dry runs."""
+
+    def __init__(self, spec: RunSpec, task: Task, dataset: Any, sizes: Sequence[int], device: Device) -> None:
+        self._spec, self._device, self._task = spec, device, task
+        order = sorted(range(len(sizes)), key=sizes.__getitem__)
+        places = [order[number * (len(order) - 1) // (NODES - 1)] for number in range(NODES)]
+        self._batches = {sizes[place]: self._batch([dataset[place]]) for place in places}
+        self.memory: dict[int, int] = {}
+        self.nodes: dict[int, float] = {}
+        for size in self._batches:
+            self._run(size)
+        self._check_padding(dataset[order[0]], dataset[order[-1]], self._batches[sizes[order[-1]]])
+
+    def _batch(self, samples: list[Any]) -> Any:
+        """A micro-batch of some samples in turns, collated as the loader would."""
+        from workbench.memory.estimate.examples import sample_batch
+
+        return sample_batch(dataclasses.replace(self._task, dataset=lambda: samples), self._spec.micro_batch)
+
+    def _check_padding(self, short: Any, long: Any, longest: Any) -> None:
+        from workbench.harness.batches import tensors_of
+
+        if self._spec.micro_batch < 2:
+            return
+        shapes = [[tuple(tensor.shape) for tensor in tensors_of(batch)] for batch in (self._batch([short, long]), longest)]
+        if shapes[0] != shapes[1]:
+            raise LengthsError(
+                f"a batch with the shortest and the longest sample has tensors of {shapes[0]}, one of longest ones {shapes[1]}: expected a "
+                "collate function that pads to the longest sample of the batch"
+            )
+
+    def _run(self, size: int) -> None:
+        if size in self.memory:
+            return
+        if size in self._batches:
+            batch, options = self._batches[size], {}
+        else:
+            near = min(self._batches, key=lambda known: abs(known - size))
+            batch, options = self._batches[near], {"sequence": size}
+        breakdown, seconds = timed_estimate(self._spec, device=self._device, batch=batch, **options)
+        self.memory[size] = needed(breakdown)
+        self.nodes[size] = seconds * self._spec.micro_batch
+
+    def fitting(self, lengths: Sequence[int], room: int) -> int:
+        """The longest of some lengths whose batch fits; 0 = none."""
+        self._run(lengths[-1])
+        low, high = -1, len(lengths)
+        for place, size in enumerate(lengths):
+            if size in self.memory:
+                low, high = (max(low, place), high) if self.memory[size] <= room else (low, min(high, place))
+        for _ in range(MOST_RUNS):
+            if high - low <= 1:
+                break
+            middle = (low + high) // 2
+            self._run(lengths[middle])
+            low, high = (middle, high) if self.memory[lengths[middle]] <= room else (low, middle)
+        return lengths[low] if low >= 0 else 0
+
+    def bytes_at(self, size: int) -> int:
+        """Of a step with such a batch."""
+        self._run(size)
+        return self.memory[size]

@@ -1,0 +1,321 @@
+"""The seconds of a step on hardware that is not here, from its operators: rates by kind of operator, launch gaps, exposed communication."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from workbench.cluster.analysis.plan.ranges import ENDS, HOST
+from workbench.core import units
+from workbench.core.codec import JsonDataclass
+from workbench.core.device import Device
+from workbench.core.display import table as display
+from workbench.core.statistics import Interval
+
+KINDS = {
+    "products": "matrix products",
+    "convolutions": "convolutions",
+    "attention": "fused attention",
+    "memory": "elementwise, norms, copies and sums: bound by memory",
+    "update": "the optimizer's update",
+}
+"""Kind of operator → what it is, in words."""
+SHARES: Mapping[str, Interval] = {
+    "products": Interval(low=0.45, mid=0.65, high=0.85),
+    "convolutions": Interval(low=0.2, mid=0.4, high=0.65),
+    "attention": Interval(low=0.2, mid=0.4, high=0.7),
+    "memory": Interval(low=0.55, mid=0.75, high=0.92),
+    "update": Interval(low=0.5, mid=0.75, high=0.92),
+}
+"""Kind → share of the datasheet's dense peak, or of its bandwidth, that kernels of it reach where nothing was measured. Attention:
+FlashAttention-2 reaches 0.3 … 0.7 on A100 forward and backward and 0.35 on H100 (Dao 2023, arXiv 2307.08691; Shah et al. 2024, 2407.08608).
+The others are round figures for what large and small kernels reach, assumed; `benchmarks/estimate_time.py` holds the sum against published
+steps."""
+KERNEL = 3e-6
+"""Seconds of the shortest kernel. Assumed: launching and retiring its blocks."""
+SAME, OTHER = 0.05, 0.12
+"""Half the width of a calibrated interval over its middle: for the program that was measured, and for another that spends its time on the
+same kinds of operators. What differs adds to it (`StepTime.calibrate`)."""
+FARTHEST = 0.5
+"""Share of the time that may be spent on other kinds of operators than the calibrated program's; beyond it an estimate is refused."""
+
+
+class EstimateTimeError(ValueError):
+    """A step whose time cannot be estimated; the message says what was given, what is allowed and what to measure."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operator(JsonDataclass):
+    """An operator with its sizes, as often as it is called in a step."""
+
+    name: str
+    """Such as "aten.mm"."""
+    phase: str
+    """"forward", "backward" or "update"."""
+    dtype: str
+    """Number format in which it computes."""
+    flops: float
+    """Of one call."""
+    bytes: float
+    """Read and written by one call."""
+    calls: float
+    """Per step."""
+
+    @property
+    def kind(self) -> str:
+        """A key of KINDS."""
+        if "attention" in self.name:
+            return "attention"
+        if "convolution" in self.name:
+            return "convolutions"
+        if self.flops:
+            return "products"
+        return "update" if self.phase == "update" else "memory"
+
+    def seconds(self, device: Device, share: float) -> float:
+        """Of all its calls, at a share of the device's peak and, for those that are bound by memory, of its bandwidth.
+
+        Args:
+            device: whose datasheet counts.
+            share: of the peaks; the bandwidth's is that of "memory" at best.
+        """
+        peak = device.flops_per_sec.get(self.dtype) or device.flops_per_sec.get("fp32") or max(device.flops_per_sec.values())
+        moved = self.bytes / (device.bandwidth * (share if self.kind in ("memory", "update") else SHARES["memory"].mid))
+        return self.calls * max(self.flops / (share * peak), moved, KERNEL)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimeCalibration(JsonDataclass):
+    """What one measured step says about a device: how much longer it takes than estimated."""
+
+    device: str
+    """Name of the device."""
+    factor: float
+    """Measured seconds over those estimated without calibration."""
+    mix: Mapping[str, float]
+    """Kind of operator → its share of the computing."""
+    program: str
+    """What was measured."""
+    seconds: float
+    """That were measured."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTime(display.Shown, JsonDataclass):
+    """The predicted seconds of an optimizer step on a device, in parts that add up; nothing was run there."""
+
+    title: str
+    """What is estimated."""
+    device: Device
+    operators: tuple[Operator, ...]
+    """Of one rank."""
+    samples: int
+    """That all ranks take in a step."""
+    ranks: int = 1
+    exposed: Interval = field(default_factory=lambda: Interval(low=0.0, mid=0.0, high=0.0))
+    """Seconds of communication that computing does not hide."""
+    calibration: TimeCalibration | None = None
+    """The measured step that sets the level; None = shares of datasheets."""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def flops(self) -> float:
+        """Floating point operations of a rank in a step, recomputation included."""
+        return sum(one.flops * one.calls for one in self.operators)
+
+    def computing(self, end: str = "mid", *, phase: str | None = None) -> dict[str, float]:
+        """Kind of operator → seconds of a rank, at an end of the interval.
+
+        Args:
+            end: "low" (fast kernels), "mid" or "high".
+            phase: only of one phase.
+        """
+        share_end = {"low": "high", "mid": "mid", "high": "low"}[end]
+        factor = self.calibration.factor if self.calibration else 1.0
+        found = dict.fromkeys(KINDS, 0.0)
+        for one in self.operators:
+            if phase in (None, one.phase):
+                found[one.kind] += factor * one.seconds(self.device, getattr(SHARES[one.kind], share_end))
+        return {kind: seconds for kind, seconds in found.items() if seconds}
+
+    def gaps(self, end: str = "mid") -> float:
+        """Seconds in which the device waits for the host: what launching all operators takes longer than running them."""
+        if self.device.name == CPU.name:
+            return 0.0  # there an operator is launched where it runs: calibration includes it
+        host: float = sum(one.calls for one in self.operators) * getattr(HOST, end)
+        return max(0.0, host - sum(self.computing(end).values()))
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """Part → seconds, in the middle; they add up to the step."""
+        return {**self.computing(), "launch gaps": self.gaps(), "exposed communication": self.exposed.mid}
+
+    @property
+    def mix(self) -> dict[str, float]:
+        """Kind of operator → its share of the computing."""
+        parts = self.computing()
+        whole = sum(parts.values())
+        return {kind: seconds / whole for kind, seconds in parts.items()}
+
+    @property
+    def seconds(self) -> Interval:
+        """Of an optimizer step."""
+        low, mid, high = (sum(self.computing(end).values()) + self.gaps(end) + getattr(self.exposed, end) for end in ENDS)
+        if self.calibration:
+            width = SAME if self.calibration.program == self.title else OTHER + distance(self.mix, self.calibration.mix)
+            return Interval(low=mid / (1 + width), mid=mid, high=mid * (1 + width))
+        return Interval(low=low, mid=mid, high=high)
+
+    @property
+    def samples_per_sec(self) -> Interval:
+        """Of all ranks."""
+        return self.seconds.of(lambda seconds: self.samples / seconds)
+
+    @property
+    def mfu(self) -> Interval:
+        """FLOPs of a rank over its dense peak, in the format of most of them; with recomputation it is the hardware's utilization."""
+        return self.seconds.of(lambda seconds: self.flops / seconds / self.peak)
+
+    @property
+    def peak(self) -> float:
+        """Dense FLOP/s of the device in the number format of most operations."""
+        by_format: dict[str, float] = {}
+        for one in self.operators:
+            by_format[one.dtype] = by_format.get(one.dtype, 0.0) + one.flops * one.calls
+        most = max(by_format, key=lambda name: by_format[name])
+        peaks = self.device.flops_per_sec
+        return peaks.get(most) or peaks.get("fp32") or max(peaks.values())
+
+    def calibrate(self, measured: Any) -> "StepTime":
+        """The same step at the level of a measured one; its `calibration` sets that of other programs on this device.
+
+        Args:
+            measured: seconds of an optimizer step of this very program on this device; or a Run, or a Trace, of it.
+
+        Raises:
+            EstimateTimeError: not a number above 0, or so short that the FLOPs would exceed the device's peak.
+        """
+        seconds = measured_seconds(measured)
+        bare = replace(self, calibration=None)
+        reached = self.flops / seconds / self.peak
+        if reached > 1 and self.device.name != CPU.name:
+            raise EstimateTimeError(
+                f"measured={units.seconds(seconds)} for {units.count(self.flops, 'FLOP')} would be {units.percent(reached)} of the dense "
+                f"peak of {self.device.name}, {units.count(self.peak, 'FLOP/s')}: no device exceeds its peak. Usual reasons: the clock was "
+                "read before the device had finished (torch.cuda.synchronize), the step is one micro-batch or one rank of what is "
+                "estimated, the precision is another, or samples are counted twice. Try the median of some synchronised steps of it"
+            )
+        level = sum(bare.computing().values())
+        left = seconds - self.exposed.mid
+        if left <= 0:
+            raise EstimateTimeError(
+                f"measured={units.seconds(seconds)}: the communication alone is predicted to take {units.seconds(self.exposed.mid)}; "
+                "measure one rank, or the links (wb.measure_collectives)"
+            )
+        factor = left / max(level + bare.gaps(), 1e-12)
+        if bare.gaps():  # the host sets the pace, and says nothing of the kernels
+            factor = max(1.0, left / level) if left > level else left / level
+        known = TimeCalibration(device=self.device.name, factor=factor, mix=bare.mix, program=self.title, seconds=seconds)
+        return replace(self, calibration=known)
+
+    @property
+    def word(self) -> str:
+        """The step in one sentence."""
+        span = self.seconds
+        text = f"{units.seconds(span.mid)} a step ({units.seconds(span.low)} … {units.seconds(span.high)})"
+        text += f", {units.rate(self.samples_per_sec.mid)}"
+        if self.device.name != CPU.name:
+            text += f", {units.percent(self.mfu.mid)} of the peak"
+        level = f"calibrated on {self.calibration.program}" if self.calibration else "shares of datasheets"
+        return f"{text}; predicted, {level}"
+
+    @property
+    def table(self) -> display.Table:
+        """A row per part: seconds, share of the step, calls, FLOPs and bytes."""
+        whole = self.seconds.mid
+        rows = []
+        for name, seconds in sorted(self.parts.items(), key=lambda item: -item[1]):
+            own = [one for one in self.operators if one.kind == name]
+            sums = (sum(one.flops * one.calls for one in own), sum(one.bytes * one.calls for one in own))
+            counted = (
+                [f"{sum(one.calls for one in own):,.0f}", units.count(sums[0], "FLOP"), units.bytes_(sums[1])]
+                if own
+                else [units.MISSING] * 3
+            )
+            rows.append([KINDS.get(name, name), units.seconds(seconds), units.percent(seconds / whole), *counted])
+        return display.Table(
+            columns=("part", "predicted", "share", "calls", "FLOPs", "moved"),
+            rows=rows,
+            title=f"{self.title} on {self.ranks} × {self.device.name}: predicted",
+            note="\n".join([self.word, *self.notes]),
+        )
+
+    def to_frame(self) -> Any:
+        """A DataFrame with one row per operator and size: seconds at the middle."""
+        factor = self.calibration.factor if self.calibration else 1.0
+        rows = [
+            {"kind": one.kind, **asdict(one), "seconds": factor * one.seconds(self.device, SHARES[one.kind].mid)} for one in self.operators
+        ]
+        return display.frame(rows)
+
+    plot = display.plot_method("estimated_time")
+
+    def __repr__(self) -> str:
+        return f"StepTime({self.title!r} on {self.ranks} × {self.device.name}: {units.seconds(self.seconds.mid)})"
+
+
+CPU = Device(
+    name="cpu",
+    memory=2**40,
+    bandwidth=1e10,
+    flops_per_sec={"fp32": 5e10, "bf16": 5e10, "fp16": 5e10},
+    source="round figures of a core, whose level a measured step sets",
+)
+"""Stands for a CPU, which has no datasheet of this kind."""
+
+
+def distance(one: Mapping[str, float], other: Mapping[str, float]) -> float:
+    """Share of the time that two programs spend on different kinds of operators.
+
+    >>> distance({"products": 1.0}, {"products": 0.75, "memory": 0.25})
+    0.25
+    """
+    return 0.5 * sum(abs(one.get(kind, 0.0) - other.get(kind, 0.0)) for kind in {*one, *other})
+
+
+def measured_seconds(measured: Any) -> float:
+    """Seconds of a step: a number; the median step of a Run's first rank; the mean step of a Trace.
+
+    Raises:
+        EstimateTimeError: something else, or not above 0.
+    """
+    value = measured
+    if hasattr(measured, "timelines"):  # a Run
+        lines = measured.timelines
+        if not lines:
+            raise EstimateTimeError(
+                f"measured={measured!r:.80}: it has no timeline, so its steps have no times; expected a finished run of a RunSpec"
+            )
+        value = lines[0].median()
+    elif hasattr(measured, "windows"):  # a Trace
+        value = measured.seconds / max(1, len(measured.steps))
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+        raise EstimateTimeError(f"measured={measured!r:.80}: expected seconds of a step above 0, a Run, or a Trace")
+    return float(value)
+
+
+def checked_calibration(step: StepTime, known: TimeCalibration) -> StepTime:
+    """A step at the level of a calibration.
+
+    Raises:
+        EstimateTimeError: it is of another device, or of a program that spends its time on other operators.
+    """
+    if known.device != step.device.name:
+        raise EstimateTimeError(f"calibration= is of {known.device}, and the step is for {step.device.name}: measure one step there")
+    apart = distance(step.mix, known.mix)
+    if apart > FARTHEST:
+        most = max(step.mix, key=lambda kind: step.mix[kind] - known.mix.get(kind, 0.0))
+        raise EstimateTimeError(
+            f"{step.title} spends {units.percent(apart)} of its time on other kinds of operators than {known.program}, which was measured: "
+            f"most of all {KINDS[most]}. Measure one step of a program like it on {known.device}, and give its calibration"
+        )
+    return replace(step, calibration=known)

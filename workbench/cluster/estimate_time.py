@@ -1,0 +1,145 @@
+"""`estimate_time`: predicts the seconds of a training step on a device that need not be here, from the operators of a dry run."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from workbench.cluster.analysis.cluster import Cluster
+from workbench.cluster.analysis.plan.ranges import FORMATS, link_share
+from workbench.cluster.analysis.step_time import CPU, EstimateTimeError, Operator, StepTime, TimeCalibration, checked_calibration
+from workbench.core.device import Device
+from workbench.core.statistics import Interval
+from workbench.core.synonyms import accept_synonyms
+from workbench.memory.analysis.fit import MARGIN, usable_bytes
+
+if TYPE_CHECKING:
+    from workbench.runs.spec import RunSpec
+    from workbench.runs.task import Task
+
+
+@accept_synonyms
+def estimate_time(
+    target: "RunSpec | Task | Callable[[], Any] | Any",
+    batch: Any = None,
+    *,
+    device: str | Device,
+    cluster: str | Cluster | None = None,
+    measured: Any = None,
+    calibration: TimeCalibration | None = None,
+    **options: Any,
+) -> StepTime:
+    """Predict the seconds of an optimizer step on a device that need not be here, with an interval.
+
+    A dry run counts the operators of the step with their shapes, number formats, FLOPs and bytes; nothing is computed. Each kind of
+    operator has a range of what its kernels reach of the datasheet's peak or bandwidth; where the host launches operators more slowly than
+    the device runs them, the device waits. Between ranks counts what computing does not hide. One measured step narrows the interval.
+
+    Args:
+        target: as `estimate_memory` takes it.
+        batch: likewise.
+        device: a name such as "H100", or a Device; "cpu" with `measured` or a calibration alone.
+        cluster: nodes and links, a name or a Cluster, where several ranks take part.
+        measured: seconds of a step of this very program on this device, or a Run or a Trace of it: sets the level of the estimate.
+        calibration: `.calibration` of such an estimate, of a similar program on the same device.
+        options: as `estimate_memory` takes them: loss, optimizer, sequence, image, and knobs such as precision="amp_bf16".
+
+    Raises:
+        EstimateTimeError: an estimate would be a guess: no such device or number format, several ranks without a cluster, compiled steps or
+            a CPU without a measured step, or a calibration by a program of other operators. It says what to measure.
+        ValueError: as `estimate_memory`.
+    """
+    if measured is not None and calibration is not None:
+        raise EstimateTimeError("measured= and calibration= both set the level: give one of them")
+    where = _device(device, known=measured is not None or calibration is not None)
+    from workbench.memory.api import breakdown_of, record
+    from workbench.memory.estimate.plan import plan_of
+    from workbench.memory.estimate.roofline_time import Roofline
+
+    plan = plan_of(target, batch, device="cpu" if where is CPU else where, asked="estimate_time", **options)
+    _check(plan.spec, where, known=measured is not None or calibration is not None)
+    counts: list[Roofline] = []  # one per attempt; the last one counts
+
+    def watch() -> Roofline:
+        counts.append(Roofline(where))
+        return counts[-1]
+
+    log, rank = record(plan, watch=watch)
+    memory = breakdown_of(plan, log, rank)
+    operators = tuple(
+        Operator(name=one.name, phase=one.phase, dtype=one.dtype, flops=one.flops, bytes=one.bytes, calls=calls / plan.steps)
+        for one, calls in counts[-1].calls.items()
+        if not one.name.startswith(("c10d", "_c10d"))
+    )
+    if not any(one.flops for one in operators):
+        raise EstimateTimeError(f"{plan.title}: no operator has FLOPs that are known, so nothing is known of its time; measure a step")
+    notes = []
+    if where is not CPU and not memory.fits(where, margin=MARGIN):
+        notes.append(f"it does not fit: {memory.total:,} bytes of {usable_bytes(where, MARGIN):,}; wb.memory_ladder finds what would")
+    if plan.spec.checkpointing != "none":
+        notes.append("FLOPs include what is computed again: the share of the peak is the hardware's utilization")
+    step = StepTime(
+        title=plan.title,
+        device=where,
+        operators=operators,
+        samples=plan.spec.micro_batch * plan.spec.accumulation * plan.spec.data_ranks,
+        ranks=plan.world_size,
+        notes=tuple(notes),
+    )
+    if plan.world_size > 1:
+        step = _with_communication(step, target, batch, cluster, options)
+    if measured is not None:
+        return step.calibrate(measured)
+    return checked_calibration(step, calibration) if calibration is not None else step
+
+
+def _device(device: str | Device, *, known: bool) -> Device:
+    if device == "cuda":
+        raise EstimateTimeError('device="cuda" is any GPU, and each has other rates: give a name, such as "H100"')
+    if device == "cpu":
+        if not known:
+            raise EstimateTimeError(
+                'device="cpu": CPUs have no datasheet whose shares are known. Measure one step of this program there, and give '
+                "measured=seconds, or the run: wb.estimate_time(spec, device='cpu', measured=wb.launch(spec).wait())"
+            )
+        return CPU
+    return device if isinstance(device, Device) else Device.named(device)
+
+
+def _check(spec: "RunSpec", device: Device, *, known: bool) -> None:
+    if spec.compile != "none" and not known:
+        raise EstimateTimeError(
+            f"compile={spec.compile!r}: how much compiling fuses is not known before it runs. Measure one compiled step on {device.name} "
+            "(measured=seconds), or estimate the eager one with compile='none'"
+        )
+    if device is not CPU and FORMATS[spec.precision] not in device.flops_per_sec:
+        raise EstimateTimeError(
+            f"precision={spec.precision!r}: the datasheet of {device.name} has {', '.join(device.flops_per_sec)} only; "
+            "try another precision"
+        )
+    if spec.pipeline_parallel > 1:
+        raise EstimateTimeError(
+            f"pipeline_parallel={spec.pipeline_parallel}: stages wait for each other, which one rank's operators do not show; "
+            "wb.plan has the bubble of a Transformer"
+        )
+
+
+def _with_communication(step: StepTime, target: Any, batch: Any, cluster: str | Cluster | None, options: dict[str, Any]) -> StepTime:
+    """The same with the seconds that its collectives are exposed, at both ends of the links' bandwidth."""
+    from dataclasses import replace
+
+    from workbench.cluster.count_collectives import collectives
+
+    if cluster is None:
+        raise EstimateTimeError(
+            f"{step.ranks} ranks exchange messages, and their links are not known: give cluster=, such as 'DGX-H100', or a Cluster with "
+            "your own links (wb.measure_collectives)"
+        )
+    where = Cluster.named(cluster) if isinstance(cluster, str) else cluster
+    sent = collectives(target, batch, **{name: value for name, value in options.items() if name not in ("rank", "steps")}).on(where)
+    shares = link_share(where, "inter" if step.ranks > where.gpus_per_node else "intra")
+    ends = {}
+    for end, share in (("low", shares.high), ("mid", shares.mid), ("high", shares.low)):
+        computing = {phase: sum(step.computing(end, phase=phase).values()) for phase in ("forward", "backward")}
+        slower = replace(sent, each=tuple(seconds / share for seconds in sent.each))
+        ends[end] = slower.exposed(**computing)
+    low, mid, high = sorted(ends.values())
+    return replace(step, exposed=Interval(low=low, mid=mid, high=high))
