@@ -732,3 +732,137 @@ most_suspect.wrong = (  # type: ignore[attr-defined]
     lambda probabilities, labels, count: sorted(range(len(labels)), key=lambda index: max(probabilities[index]))[:count][::-1],
     lambda probabilities, labels, count: list(range(count)),
 )
+
+
+def times_as_long(guess: float | None, ratio: float) -> None:
+    """Notebook 15: how many times as long a step takes that computes its forward twice; the nearest of 1.05, 1.3, 2 and 3 is right."""
+    nearest = min((1.05, 1.3, 2, 3), key=lambda choice: abs(math.log(choice / ratio)))
+    said = f"{units.times(ratio)} as long"
+    _say(guess, guess == nearest, f"{said}.", f"{said}: of the three parts of a step (a forward, and a backward of two) one comes again.")
+
+
+def loss_scale(written: Callable[..., Any]) -> None:
+    """Notebook 15, exercise 1: the loss scale after a step, as torch's GradScaler has it."""
+
+    def truth(scale: float, overflowed: bool, good: int, every: int) -> float:
+        return scale / 2 if overflowed else scale * 2 if good + 1 == every else scale
+
+    cases = [
+        {"scale": 65536.0, "overflowed": True, "good": 1999, "every": 2000},
+        {"scale": 1024.0, "overflowed": False, "good": 1998, "every": 2000},
+        {"scale": 1024.0, "overflowed": False, "good": 1999, "every": 2000},
+    ]
+    because = "it climbs until gradients overflow, and that step is thrown away: a search for the largest scale, all the time."
+    _judge(written, truth, cases, because, "Halve it when gradients overflowed; double it when this good step completes `every` of them.")
+
+
+def shares_of(written: Callable[..., Any]) -> None:
+    """Notebook 15, exercise 2: what the mean loss of each micro-batch is multiplied with, so that their sum is the mean of all samples."""
+    cases = [{"sizes": [8, 8, 8, 8]}, {"sizes": [8, 8, 8, 2]}, {"sizes": [1, 3]}]
+    because = "each sample counts the same; with a quarter each, those of a short last micro-batch would count four times as much."
+    hint = "Each of all the samples should count the same."
+    _judge(written, lambda sizes: [size / sum(sizes) for size in sizes], cases, because, hint)
+
+
+shares_of.wrong = (lambda sizes: [1 / len(sizes)] * len(sizes), lambda sizes: list(sizes))  # type: ignore[attr-defined]
+
+
+def kept(written: Callable[..., Any]) -> None:
+    """Notebook 15, exercise 3: bytes at the peak of the backward with a checkpoint in front of each `every` layers."""
+
+    def truth(layers: int, inside: float, between: float, every: int) -> float:
+        return layers / every * between + every * inside
+
+    cases = [{"layers": 16, "inside": 10.0, "between": 1.0, "every": every} for every in (1, 4, 16)]
+    hint = "One input for each segment is kept all the time, and the inside of the one segment that is computed again."
+    _judge(written, truth, cases, "few inputs, or a small inside: the least lies between.", hint)
+
+
+def bucket_sizes(written: Callable[..., Any]) -> None:
+    """Notebook 16, exercise 1: how DDP packs gradients, from the last parameter to the first, into buckets of a size."""
+
+    def truth(sizes: Sequence[int], cap: int) -> list[int]:
+        buckets, open_ = [], 0
+        for size in reversed(sizes):
+            open_ += size
+            if open_ >= cap:
+                buckets.append(open_)
+                open_ = 0
+        return [*buckets, open_] if open_ else buckets
+
+    cases = [{"sizes": [4, 4, 4, 4], "cap": 8}, {"sizes": [5, 1, 2, 9], "cap": 8}, {"sizes": [3], "cap": 8}]
+    because = "the last layers' gradients are complete first, so they are sent while the first layers still compute."
+    _judge(written, truth, cases, because, "Go from the last to the first, and close a bucket as soon as it holds `cap` or more.")
+
+
+def sent(written: Callable[..., Any]) -> None:
+    """Notebook 16, exercise 2: bytes that a rank sends in a step, with fp32, in rings."""
+
+    def truth(parameters: int, ranks: int, mode: str) -> float:
+        return (2 if mode == "ddp" else 3) * (ranks - 1) / ranks * 4 * parameters
+
+    cases = [{"parameters": 10**6, "ranks": ranks, "mode": mode} for ranks in (2, 8) for mode in ("ddp", "fsdp")]
+    because = "FSDP sends half as much again, and holds a part of everything."
+    hint = "A pass around the ring is (ranks − 1) / ranks of the bytes. An all-reduce makes two; FSDP gathers twice and scatters once."
+    _judge(written, truth, cases, because, hint)
+
+
+def bubble(written: Callable[..., Any]) -> None:
+    """Notebook 16, exercise 3: the share of a step in which a rank of a pipeline waits (Narayanan et al. 2021)."""
+    cases = [{"stages": 2, "micro_batches": 4}, {"stages": 8, "micro_batches": 8}, {"stages": 8, "micro_batches": 64}]
+    because = "eight stages wait half of the time with 8 micro-batches, and a tenth of it with 64."
+    hint = "A stage works for `micro_batches` turns. The last begins after `stages − 1`, and all wait that long, at one end or the other."
+    _judge(written, lambda stages, micro_batches: (stages - 1) / (micro_batches + stages - 1), cases, because, hint)
+
+
+def holds_least(guess: str | None, held: Mapping[str, float]) -> None:
+    """Notebook 16: which way of sharing lets a rank hold the least of parameters, gradients and optimizer states."""
+    least = min(held, key=held.__getitem__)
+    _say(guess, guess == least, f"{least} holds least.", f"it is {least}: look at the bars of what each rank holds.")
+
+
+def loses(guess: str | None, part: str) -> None:
+    """Notebook 17: what a checkpoint lacks of a task that draws its noise from a generator of its own."""
+    _say(guess, guess == part, f"the proof names the {part}.", f"the proof names the {part}: weights and order of samples were restored.")
+
+
+def first_difference(written: Callable[..., Any]) -> None:
+    """Notebook 17, exercise 1: the first step and part in which two trainings differ; None where they do not."""
+
+    def truth(one: Sequence[Mapping[str, str]], other: Sequence[Mapping[str, str]], parts: Sequence[str]) -> Any:
+        for step, (a, b) in enumerate(zip(one, other, strict=True), 1):
+            for part in parts:
+                if a[part] != b[part]:
+                    return [step, part]
+        return "none"
+
+    parts = ["weights", "samples", "loss"]
+    plain = [{"weights": f"w{step}", "samples": f"s{step}", "loss": f"l{step}"} for step in range(3)]
+    late = [plain[0], plain[1], {**plain[2], "loss": "x"}]
+    early = [plain[0], {**plain[1], "loss": "x", "samples": "x"}, dict.fromkeys(parts, "x")]
+    cases = [{"one": plain, "other": other, "parts": parts} for other in (early, late, plain)]
+    hint = "Go step by step, and in a step through the parts in their order: what comes first is the cause of the rest."
+    _judge(written, truth, cases, "the first difference is the cause, and all later ones follow from it.", hint)
+
+
+def awaited(written: Callable[..., Any]) -> None:
+    """Notebook 17, exercise 2: which ranks hold up the others, from the number of collectives that each has called."""
+
+    def truth(calls: Mapping[int, int]) -> list[int]:
+        return sorted(rank for rank, count in calls.items() if count < max(calls.values()))
+
+    cases = [{"calls": {0: 412, 1: 411, 2: 412}}, {"calls": {0: 7, 1: 7}}, {"calls": {0: 3, 1: 9, 2: 5}}]
+    hint = "Whoever has called fewer than another is waited for."
+    _judge(written, truth, cases, "the counts alone say who is waited for; the stacks say what they do instead.", hint)
+
+
+def validated(written: Callable[..., Any]) -> None:
+    """Notebook 17, exercise 3: the mean loss of all samples, from the sum and the count of each rank."""
+    cases = [{"sums": [20.0, 20.0], "counts": [10, 10]}, {"sums": [30.0, 2.0], "counts": [10, 1]}, {"sums": [3.0, 0.0], "counts": [2, 0]}]
+    hint = "Add up before you divide; a rank without samples has nothing to divide by."
+    _judge(written, lambda sums, counts: sum(sums) / sum(counts), cases, "each sample counts once, on whatever rank it was.", hint)
+
+
+validated.wrong = (  # type: ignore[attr-defined]
+    lambda sums, counts: sum(a / max(n, 1) for a, n in zip(sums, counts, strict=True)) / len(sums) + 1e-3,
+)
