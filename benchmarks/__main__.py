@@ -50,7 +50,7 @@ BENCHMARKS = {
     "loss_equality": Benchmark(),
     "estimates": Benchmark(),
     "estimate_time": Benchmark(),
-    "near_duplicates": Benchmark(),
+    "near_duplicates": Benchmark(peers="imagededup 0.3.3 without its CNN"),
     "memory": Benchmark(commands=("[--install {peers}]",), parts=MEMORY),
     "verdicts": Benchmark(commands=("", "--held-out")),
     "proofs": Benchmark(commands=("", "--held-out")),

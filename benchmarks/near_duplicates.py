@@ -1,15 +1,22 @@
-"""Near duplicates of pictures: recall and precision of wb.data.audit's two stages, beside a plain perceptual hash (PHash).
+"""Near duplicates of pictures: recall and precision of wb.data.audit's two stages, beside perceptual hashes and imagededup.
 
-    python benchmarks/near_duplicates.py
+    python benchmarks/near_duplicates.py [--peers FOLDER]
 
 Of the sample clip art, one picture of each group of equal ones is taken, and of every fifth a changed copy is planted: resized, JPEG at
 quality 40, darker, less contrast, cropped by 5 % on each side, or mirrored. A pair is right if it is a copy and its original; pairs among
 the originals are left out, since some are near duplicates themselves. PHash is this file's own implementation of imagehash's (32 × 32
-grey, DCT, the 8 × 8 lowest frequencies against their median; 10 bits of 64 may differ, imagededup's default).
+grey, DCT, the 8 × 8 lowest frequencies against their median; 10 bits of 64 may differ, imagededup's default). `--peers` names a folder
+with imagededup, made by `pip install --no-deps --target FOLDER imagededup PyWavelets scikit-learn joblib threadpoolctl cloudpickle
+narwhals`; its hashes are used, and not its CNN, which needs torchvision.
 """
 
+import argparse
+import importlib
 import io
+import logging
+import sys
 import time
+import types
 from collections import defaultdict
 from collections.abc import Callable
 
@@ -58,8 +65,36 @@ def phash_pairs(images: list[Image.Image]) -> set[tuple[int, int]]:
     return set(map(tuple, pairs.tolist()))
 
 
+def our_pairs(images: list[Image.Image]) -> set[tuple[int, int]]:
+    """Pairs that the stages of `wb.data.audit` call near."""
+    return set(map(tuple, near_pictures([look_of(image.convert("L")) for image in images]).tolist()))
+
+
+def imagededup_pairs(method: str) -> Callable[[list[Image.Image]], set[tuple[int, int]]]:
+    """What imagededup's hash of that name finds, as it comes."""
+    for name in ("imagededup.methods.cnn", "imagededup.utils.models"):  # they import torchvision
+        sys.modules[name] = empty = types.ModuleType(name)
+        empty.__getattr__ = lambda name: type(name, (), {})  # type: ignore[method-assign]
+    hasher = getattr(importlib.import_module("imagededup.methods"), method)(verbose=False)
+
+    def pairs(images: list[Image.Image]) -> set[tuple[int, int]]:
+        codes = {str(number): hasher.encode_image(image_array=np.asarray(image)) for number, image in enumerate(images)}
+        found = hasher.find_duplicates(encoding_map=codes, max_distance_threshold=BITS, num_dist_workers=0)
+        return {(int(one), int(other)) for one, others in found.items() for other in others if int(one) < int(other)}
+
+    return pairs
+
+
 def main() -> None:
-    """Print recall for each change, and precision, of both."""
+    """Print recall for each change, and precision, of all."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--peers", default="", metavar="FOLDER", help="where imagededup is installed")
+    given = parser.parse_args()
+    ways: dict[str, Callable[[list[Image.Image]], set[tuple[int, int]]]] = {"workbench": our_pairs, "PHash": phash_pairs}
+    if given.peers:
+        sys.path.append(given.peers)
+        logging.disable(logging.WARNING)
+        ways |= {f"imagededup {method}": imagededup_pairs(method) for method in ("PHash", "DHash", "AHash", "WHash")}
     images = originals()
     count, planted, kinds = len(images), {}, {}
     for number, place in enumerate(range(0, count, EVERY)):
@@ -68,11 +103,9 @@ def main() -> None:
         images.append(CHANGES[kind](images[place]))
     kinds = {kind: sum(each == kind for each in planted.values()) for kind in CHANGES}
     print(f"{count} different pictures, {len(planted)} planted copies")
-    for name in ("workbench", "PHash"):
+    for name, find in ways.items():
         begun = time.process_time()
-        pairs = (
-            phash_pairs(images) if name == "PHash" else set(map(tuple, near_pictures([look_of(i.convert("L")) for i in images]).tolist()))
-        )
+        pairs = find(images)
         seconds = time.process_time() - begun
         found: dict[str, int] = defaultdict(int)
         for pair, kind in planted.items():
@@ -81,7 +114,7 @@ def main() -> None:
         right = sum(found.values())
         recalls = ", ".join(f"{kind} {found[kind] / kinds[kind]:.2f}" for kind in CHANGES)
         print(
-            f"{name:10s} recall {right / len(planted):.2f}, precision {right / max(1, right + wrong):.2f}; {recalls}; {seconds:.1f} s CPU"
+            f"{name:18s} recall {right / len(planted):.2f}, precision {right / max(1, right + wrong):.2f}; {recalls}; {seconds:.1f} s CPU"
         )
 
 
