@@ -79,7 +79,7 @@ def imagededup_pairs(method: str) -> Callable[[list[Image.Image]], set[tuple[int
 
     def pairs(images: list[Image.Image]) -> set[tuple[int, int]]:
         codes = {str(number): hasher.encode_image(image_array=np.asarray(image)) for number, image in enumerate(images)}
-        found = hasher.find_duplicates(encoding_map=codes, max_distance_threshold=BITS, num_dist_workers=0)
+        found = hasher.find_duplicates(encoding_map=codes, max_distance_threshold=BITS, num_dist_workers=0, num_enc_workers=0)
         return {(int(one), int(other)) for one, others in found.items() for other in others if int(one) < int(other)}
 
     return pairs
