@@ -33,6 +33,7 @@ QUICK = {
     "wb.diagnose(spec)": "wb.diagnose(spec, budget_s=20)",
     ".prove()": ".prove(budget_s=4)",
     "range(3)": "range(1)",
+    'for script in ("train_trainer.py", "train_accelerate.py")': 'for script in ("train_trainer.py",)',  # test_frameworks.py has both
     "steps=40": "steps=12",
     "< 1.5, ratios": "< 10, ratios",  # others compute beside a test
 }
