@@ -107,7 +107,12 @@ def test_a_launch_measures_what_was_predicted_and_shows_the_balance(tmp_path: An
     assert all(0 <= row["dropped_tokens"] < 0.5 for row in rows)
     assert "bits_per_byte" in run.metric_rows[-1]
     predicted, measured = wb.estimate_memory(spec, device="cpu"), wb.measure_memory(spec, runs_dir=tmp_path)
-    assert measured.total == pytest.approx(predicted.total, rel=0.02), str(measured - predicted)
+    for part in ("parameters", "gradients", "optimizer_states"):
+        assert abs(measured.largest[part] - predicted.largest[part]) < 1024, str(measured - predicted)
+    sent = max(call.size for call in wb.collectives(spec).calls if call.kind == "all_to_all")
+    assert abs(measured.total - predicted.total) <= 2 * sent, str(
+        measured - predicted
+    )  # gloo's threads let go of what they sent a little later
 
 
 @pytest.fixture(scope="module")

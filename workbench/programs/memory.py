@@ -68,13 +68,14 @@ def record_memory(assignment: Assignment) -> dict[str, Any]:
 
 
 def _charge_buckets(recorder: Recorder, trainer: Trainer) -> None:
-    """Count DDP's buckets, together as large as all gradients: they live from its construction on, and no operator shows them.
+    """Count DDP's buckets, as large as all gradients that it reduces: they live from its construction on, and no operator shows them.
 
     Those that are the gradients themselves, with `gradient_as_bucket_view`, are seen as gradients.
     """
     if not isinstance(trainer.model, DistributedDataParallel) or trainer.spec.gradient_as_bucket_view:
         return
-    size = sum(weight.nbytes for weight in trainer.module.parameters() if weight.requires_grad)
+    left_out = trainer.model.parameters_to_ignore  # divided experts
+    size = sum(weight.nbytes for name, weight in trainer.module.named_parameters() if weight.requires_grad and name not in left_out)
     recorder.charge(size, "bucket", "DistributedDataParallel")
 
 
