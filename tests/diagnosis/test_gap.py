@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+from array import array
 from dataclasses import replace
 
 import pytest
@@ -14,6 +15,8 @@ from workbench.diagnosis.analysis.evidence import Gradients
 from workbench.diagnosis.analysis.gap import UNEXPLAINED, Gap, gap_of
 from workbench.diagnosis.analysis.gap_evidence import GapBlock, GapEvidence, Tail, expected_largest, seconds_of
 from workbench.diagnosis.analysis.gap_forecast import link_of, predict_gap
+from workbench.diagnosis.measure.gap import typical_rank
+from workbench.harness.blocks import StepTimes
 
 CAUSES = [
     ("slow rank", {"slow": 0.006}),
@@ -54,6 +57,16 @@ def test_a_healthy_training_is_not_blamed(ranks: int, seed: int) -> None:
     gap = gap_of(planted(ranks=ranks, noise=0.01, seed=seed))
     assert gap.cause == ""
     assert gap.efficiency > 0.95
+
+
+def test_reductions_are_not_blamed_where_others_had_the_cores_that_they_wait_for() -> None:
+    busy = {"ranks": 4, "reduction": 0.004, "buckets": 1, "cores": 2.0, "wanted": 0.5}
+    assert gap_of(planted(**busy, foreign=0.0)).cause == "large gradients"
+    gap = gap_of(planted(**busy, foreign=1.8))
+    assert gap.cause == ""
+    reduced = sum(gap[cause].low for cause in ("many reductions", "large gradients"))
+    assert reduced == pytest.approx(0.004 * 0.1, rel=0.2)
+    assert gap_of(planted(**busy | {"reduction": 0.060}, foreign=1.8)).cause == "large gradients", "that much is beyond what others took"
 
 
 def test_what_nothing_accounts_for_is_said_and_not_blamed_on_a_part() -> None:
@@ -141,6 +154,19 @@ def test_more_ranks_are_predicted_from_several_and_from_one() -> None:
     assert many["large gradients"].high >= few["large gradients"].high > 0
     with pytest.raises(ValueError, match="ranks=1"):
         predict_gap(evidence, 1)
+
+
+def test_the_rank_that_runs_alone_has_neither_slow_data_nor_a_slow_device() -> None:
+    def steps(wait: float, call: float) -> StepTimes:
+        names = {"waits": wait, "calls": call, "delays": 0.0, "gcs": 0.0}
+        return StepTimes(**{name: array("d", [seconds] * 4) for name, seconds in names.items()})
+
+    fed, slow_data = steps(0.001, 0.020), steps(0.011, 0.020)
+    cached, quicker, slow_device = steps(0.0, 0.020), steps(0.0, 0.0199), steps(0.0, 0.030)
+    assert typical_rank([quicker, cached], [slow_data, fed]) == 1, "with cached batches the first is a little quicker by chance"
+    assert typical_rank([cached, quicker], [fed, slow_data]) == 0
+    assert typical_rank([slow_device, cached], [fed, fed]) == 1
+    assert typical_rank([cached, cached, slow_device, cached], [slow_data, fed, fed, fed]) == 1
 
 
 def test_what_is_left_without_some_parts() -> None:

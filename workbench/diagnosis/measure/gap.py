@@ -41,6 +41,8 @@ WARM_STEPS = 3
 """Steps before a block, after its arm has changed."""
 CHOOSING_STEPS = 6
 """Steps of each rank from which a typical one is chosen."""
+FED_STEPS = 3
+"""The same with batches from the loader: as few as a median needs that one long wait does not move."""
 UNEVEN = 0.05
 """Fraction of its step by which a rank with cached batches is slower than another one, from which on both get the same batches."""
 MAX_SHARED_BYTES = 2**26
@@ -211,9 +213,8 @@ class _Arms:
         with ablations.without_reduction(self.models):
             bench.warm(self.cached.give(2))
             laps = bench.run("first", self.cached.give(CHOOSING_STEPS), CHOOSING_STEPS).laps
-        fastest = [min(call - delay for call, delay in zip(each.calls, each.delays, strict=True)) for each in laps]
-        self.one = fastest.index(sorted(fastest)[(len(fastest) - 1) // 2])  # the faster one of two
-        block = bench.run("first", self._fed(2), 2, passes=self.passes)
+        block = bench.run("first", self._fed(FED_STEPS), FED_STEPS, passes=self.passes)
+        self.one = typical_rank(laps, block.laps)
         self.seconds = max(_mean(laps) for laps in block.laps)
         workers = max(1, self.feed.num_workers)
         whole = workers if workers * self.seconds < 2 * BLOCK_SECONDS else 1
@@ -434,6 +435,20 @@ class _Moments:
 
 def _mean(laps: StepTimes) -> float:
     return (math.fsum(laps.waits) + math.fsum(laps.calls) + laps.tail) / max(1, len(laps.calls))
+
+
+def typical_rank(cached: Sequence[StepTimes], fed: Sequence[StepTimes]) -> int:
+    """The rank that is neither the fastest nor the slowest by its compute and its wait for data; the faster one of two.
+
+    Args:
+        cached: steps of each rank with batches that are there already, without waiting for each other.
+        fed: steps of each rank with batches from its loader.
+    """
+    seconds = []
+    for steps, waiting in zip(cached, fed, strict=True):
+        computing = min(call - delay for call, delay in zip(steps.calls, steps.delays, strict=True))
+        seconds.append(computing + statistics.median(waiting.waits))
+    return seconds.index(sorted(seconds)[(len(seconds) - 1) // 2])
 
 
 def _steps(laps: StepTimes) -> tuple[float, ...]:
