@@ -16,7 +16,7 @@ from tests.conftest import LEFT
 ROOT = Path(__file__).parents[1]
 NBVAL = ["-p", "tests.conftest", "--nbval", "--nbval-cell-timeout", "300", "--nbval-sanitize-with", "tests/nbval.cfg"]
 TWO_AT_A_TIME = ["-n", "2", "--dist", "loadfile"]
-SLOW = ("04_", "05_", "06_", "07_", "09_", "10_", "15_", "16_", "17_")
+SLOW = ("04_", "05_", "06_", "07_", "09_", "10_", "11_", "12_", "15_", "16_", "17_")
 """How the names of those begin that take longest."""
 ALONE = ("02_", "03_")
 """How the names of those begin that judge times by experiment: slow, too, and nothing may run beside them."""

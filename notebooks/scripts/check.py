@@ -866,3 +866,70 @@ def validated(written: Callable[..., Any]) -> None:
 validated.wrong = (  # type: ignore[attr-defined]
     lambda sums, counts: sum(a / max(n, 1) for a, n in zip(sums, counts, strict=True)) / len(sums) + 1e-3,
 )
+
+
+def met_after_each(written: Callable[..., Any]) -> None:
+    """Notebook 11, exercise 1: mean seconds of a step in which all ranks wait for the slowest."""
+
+    def truth(ranks: Sequence[Sequence[float]]) -> float:
+        steps = list(zip(*ranks, strict=True))
+        return sum(map(max, steps)) / len(steps)
+
+    cases = [{"ranks": [[10, 30, 10, 30], [30, 10, 30, 10]]}, {"ranks": [[10, 10, 10], [12, 12, 12], [8, 15, 8]]}]
+    because = "in every step the slowest one counts, whoever it is."
+    _judge(written, truth, cases, because, "Take the slowest rank of each step first, and the mean afterwards.")
+
+
+met_after_each.wrong = (  # type: ignore[attr-defined]
+    lambda ranks: max(sum(rank) / len(rank) for rank in ranks),
+    lambda ranks: sum(map(sum, ranks)) / sum(map(len, ranks)),
+)
+
+
+def mended(written: Callable[..., Any]) -> None:
+    """Notebook 11, exercise 2: speedup if some parts of the step were gone."""
+
+    def truth(step: float, parts: Mapping[str, float], gone: Sequence[str]) -> float:
+        return step / (step - sum(parts[name] for name in gone))
+
+    parts = {"slow rank": 6.0, "loaders": 2.0, "large gradients": 4.0}
+    cases = [{"step": 32.0, "parts": parts, "gone": gone} for gone in (["slow rank"], ["slow rank", "loaders"], [])]
+    _judge(written, truth, cases, "the parts add up, so they can be taken away together.", "What is left of the step? Old over new.")
+
+
+def price(written: Callable[..., Any]) -> None:
+    """Notebook 11, exercise 3: what a sample costs on N ranks, beside one."""
+    cases = [{"ranks": 2, "speedup": 1.5}, {"ranks": 8, "speedup": 8.0}, {"ranks": 64, "speedup": 20.0}]
+    hint = "N ranks cost N times as much per hour. How many samples come out of an hour?"
+    _judge(written, lambda ranks, speedup: ranks / speedup, cases, "N ranks are paid, and the speedup comes out.", hint)
+
+
+def beside_neighbours(written: Callable[..., Any]) -> None:
+    """Notebook 12, exercise 1: the ratio of a changed training to the two beside it, on a machine that drifts."""
+    cases = [{"before": 10.0, "changed": 13.2, "after": 12.0}, {"before": 8.0, "changed": 8.0, "after": 8.0}]
+    because = "a drift that is even is in no ratio."
+    _judge(
+        written, lambda before, changed, after: changed / ((before + after) / 2), cases, because, "What would A have taken at that moment?"
+    )
+
+
+beside_neighbours.wrong = (lambda before, changed, after: changed / before,)  # type: ignore[attr-defined]
+
+
+def commit(guess: int | None, place: int) -> None:
+    """Notebook 12: is the guess the commit that was found?"""
+    _say(guess, guess == place, f"{place}, which claims to do something harmless.", f"it was {place}.")
+
+
+def tries(written: Callable[..., Any]) -> None:
+    """Notebook 12, exercise 2: how many commits a bisection trains at most, beside the good one and the last."""
+    cases = [{"commits": commits} for commits in (1, 2, 5, 64, 1000)]
+    because = "a thousand commits take ten."
+    _judge(written, lambda commits: math.ceil(math.log2(commits)), cases, because, "Each training leaves half of the commits.")
+
+
+def pairs(written: Callable[..., Any]) -> None:
+    """Notebook 12, exercise 3: pairs of trainings until a change is larger than twice its standard error."""
+    cases = [{"change": 0.02, "spread": 0.03}, {"change": 0.10, "spread": 0.03}, {"change": 0.05, "spread": 0.20}]
+    hint = "The mean of n has a standard error of spread / √n. When is the change more than two of them?"
+    _judge(written, lambda change, spread: math.ceil((2 * spread / change) ** 2), cases, "half the change takes four times as many.", hint)
