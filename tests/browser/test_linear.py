@@ -37,7 +37,8 @@ def test_a_tick_mends_a_part_and_keys_move_the_ranks(open_notebook: Open, stored
         return panel.locator(f'.wb-bar[aria-label^="{name}:"]')
 
     expect(bar("slow rank")).to_be_visible()
-    tick = panel.locator(".wb-line-of").filter(has=bar("slow rank")).locator("input[type=checkbox]")
+    row = panel.locator(".wb-line-of").filter(has=nb.page.locator('.wb-bar[aria-label^="slow rank:"]'))
+    tick = row.locator("input[type=checkbox]")
     tick.focus()
     nb.page.keyboard.press("Space")
     expect(panel.locator(".wb-tiles")).to_contain_text("mended, predicted")
