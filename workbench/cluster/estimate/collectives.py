@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from workbench.cluster.analysis.collective_call import CollectiveCall
 from workbench.cluster.analysis.iteration import CAP, FIRST
-from workbench.memory.estimate.fake_tensors import DryRunMode
 
 NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 """Namespaces of torch's operators that are collectives."""
@@ -48,7 +48,7 @@ _NOT_COLLECTIVE = ("wait_tensor", "wrap_tensor_autograd", "wait", "_wrap_tensor_
 _FUNCTIONAL = NAMESPACES[1:]
 
 
-class CollectiveRecorder(DryRunMode):  # type: ignore[no-untyped-call]
+class CollectiveRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records the collectives made while it is active.
 
     Attributes:

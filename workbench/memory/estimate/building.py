@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from workbench.harness.batches import map_tensors
 from workbench.memory.estimate.cuda.device_redirection import CallsMeanHome, cuda_means
 from workbench.memory.estimate.cuda.overrides import replaced
-from workbench.memory.estimate.fake_tensors import DryRunMode
 from workbench.runs.task import TaskError
 
 MANY = 4096
@@ -140,7 +140,7 @@ class BuildError(ValueError):
     """A model that cannot be built or copied; the message says why and what to try."""
 
 
-class _Unfilled(DryRunMode):  # type: ignore[no-untyped-call]
+class _Unfilled(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Leaves large new weights without values: memory that is never written is never taken."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -24,7 +24,7 @@ from workbench.memory.estimate.cuda.emulation import emulate_cuda
 from workbench.memory.estimate.cuda.overrides import replaced
 from workbench.memory.estimate.errors import EstimateError
 from workbench.memory.estimate.external_tensors import CapturedTensors
-from workbench.memory.estimate.fake_tensors import DryRunMode, asked_device, fake_tensors, foreach_on_fakes, movable_modules
+from workbench.memory.estimate.fake_tensors import asked_device, fake_tensors, foreach_on_fakes, movable_modules
 from workbench.memory.estimate.values import KnownValues
 from workbench.memory.measure.recorder import Recorder
 from workbench.runs.spec import RunSpec
@@ -185,7 +185,7 @@ class Gpu:
     """Bytes that cuBLAS takes from the allocator at its first matrix product in a thread."""
 
 
-class FakeRecorder(DryRunMode, Recorder):  # type: ignore[no-untyped-call]
+class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
     """A Recorder of fake tensors that also answers requests for values.
 
     Attributes:
@@ -203,7 +203,7 @@ class FakeRecorder(DryRunMode, Recorder):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         device = asked_device(func, args)
-        return self.dispatch(func, types, args, kwargs) if device is None else device
+        return super().__torch_dispatch__(func, types, args, kwargs) if device is None else device
 
     def call(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operator on fake tensors, or answer it."""

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from workbench.memory.estimate.cuda.overrides import replaced
 
@@ -25,20 +24,6 @@ def asked_device(func: Any, args: Any) -> torch.device | None:
     if func is not _DEVICE or type(args[0]) is not FakeTensor:
         return None
     return _META if args[0].fake_mode.in_kernel_invocation else args[0].fake_device
-
-
-class DryRunMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A mode of dry runs, which compile nothing: torch need not keep its compiler out of each call, a quarter of a dry run's time."""
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False
-
-
-class Shapes(DryRunMode, FakeTensorMode):  # type: ignore[no-untyped-call]
-    """torch's mode of fake tensors, without that care."""
-
-    __torch_dispatch__ = getattr(FakeTensorMode.__torch_dispatch__, "__wrapped__", FakeTensorMode.__torch_dispatch__)
 
 
 class _HiddenFakeTensor(type):
@@ -76,7 +61,7 @@ def fake_tensors() -> Iterator[None]:
         quiet(),
         formatted(),
         hidden_from_isinstance(),
-        Shapes(allow_non_fake_inputs=True),
+        FakeTensorMode(allow_non_fake_inputs=True),
     ):
         yield
 

@@ -6,12 +6,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from workbench.core.device import Device
 from workbench.harness.tf32 import uses_tf32
-from workbench.memory.estimate.fake_tensors import DryRunMode
 
 
 class Call(NamedTuple):
@@ -31,7 +31,7 @@ class Call(NamedTuple):
 _NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 
-class Roofline(DryRunMode):  # type: ignore[no-untyped-call]
+class Roofline(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Adds up, operator by operator, the longer of two times: its floating point operations at the device's dense peak, and the bytes of
     its tensors at the device's bandwidth (Williams, Waterman and Patterson 2009).
 

@@ -192,10 +192,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._paused -= 1
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return self.dispatch(func, types, args, kwargs)
-
-    def dispatch(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        """Run an operator and record what it made."""
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
             return NotImplemented  # a tensor made of tensors unwraps itself: those come back here
         in_place = self._phase in ("init", "backward") and self._accumulation.in_place(func, args, kwargs)

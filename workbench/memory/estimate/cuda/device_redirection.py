@@ -12,10 +12,11 @@ from torch.nn.parameter import Parameter
 from torch.optim import optimizer, swa_utils
 from torch.overrides import TorchFunctionMode
 from torch.utils import _foreach_utils
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from workbench.core import interrupts
 from workbench.memory.estimate.cuda.overrides import Overrides, composed, replaced
-from workbench.memory.estimate.fake_tensors import DryRunMode, asked_device
+from workbench.memory.estimate.fake_tensors import asked_device
 
 CPU = torch.device("cpu")
 
@@ -25,7 +26,7 @@ def _here(device: Any, home: torch.device = CPU) -> Any:
     return home if isinstance(device, torch.device) and device.type == "cuda" else device
 
 
-class CudaMeans(DryRunMode):  # type: ignore[no-untyped-call]
+class CudaMeans(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Factories (`torch.zeros(…, device="cuda")`, `torch.arange`, `x.new_empty`, `with torch.device("cuda")`) make tensors at home."""
 
     def __init__(self, home: torch.device = CPU) -> None:
