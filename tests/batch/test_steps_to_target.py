@@ -111,6 +111,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "no seeds": ({}, {"target_loss": 1.0, "seeds": 0}, "seeds=0: a whole number of at least 1"),
     "shared": ({"parallel": "fsdp"}, {"target_loss": 1.0}, "parallel='fsdp': each trial is trained by one rank"),
     "cosine": ({"schedule": "cosine"}, {"target_loss": 1.0}, "schedule='cosine': it depends on the number of steps"),
+    "averages": ({"local_sgd": "periodic"}, {"target_loss": 1.0}, 'local_sgd="periodic": each trial is trained by one rank'),
     "auto": ({"micro_batch": "auto"}, {"target_loss": 1.0}, 'micro_batch="auto": steps to a target need a number'),
 }
 

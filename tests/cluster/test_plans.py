@@ -500,7 +500,7 @@ def test_knobs_of_a_run() -> None:
     wide = spec.replace(**far.changes())
     assert wide.global_batch == 512
     staged = plans(pipeline=4)
-    with pytest.raises(PlanError, match=r"a RunSpec has no pipeline.*pipeline=1"):
+    with pytest.raises(PlanError, match=r"planned as Megatron runs it.*pipeline=1"):
         staged.changes()
     theirs = plans(model=GPT, gpus=8, pipeline=1, tensor=1, sharing="zero1")
     assert "Megatron" in str(theirs)

@@ -132,7 +132,13 @@ def test_points_that_can_share_a_launch_do() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"), [({"parallel": "fsdp"}, "zero2, fsdp"), ({"tensor_parallel": 2, "nproc_per_node": 2}, "tensor")]
+    ("changes", "said"),
+    [
+        ({"parallel": "fsdp"}, "zero2, fsdp"),
+        ({"tensor_parallel": 2, "nproc_per_node": 2}, "tensor"),
+        ({"expert_parallel": 2, "nproc_per_node": 2}, "others' experts"),
+        ({"local_sgd": "periodic"}, "averages parameters"),
+    ],
 )
 def test_where_communication_cannot_be_taken_away(changes: dict[str, Any], said: str) -> None:
     asked = curve_spec(SPEC.replace(**changes), over="micro_batch", values=(1, 2))

@@ -11,6 +11,7 @@ import torch.distributed as dist
 import workbench as wb
 from tests import toy_tasks
 from tests.train.test_checkpoints import spec_of as one_rank
+from workbench.diagnosis.measure.step_replay import whole
 from workbench.runs.spec import RunSpec, SpecError
 from workbench.runs.task import resolve
 from workbench.train.expert_parallel import DividedExperts, Exchange, ExpertBalance
@@ -40,7 +41,7 @@ def spec_of(**knobs: Any) -> RunSpec:
         ({"gradient_compression": "fp16"}, 'gradient_compression="fp16" with expert_parallel=2'),
         ({"noise_scale": True}, "noise_scale=True with expert_parallel=2"),
         ({"ema": 0.9}, "ema=0.9 with expert_parallel=2"),
-        ({"local_sgd": "periodic"}, 'expert_parallel=2 with local_sgd="periodic": an expert is on one rank'),
+        ({"local_sgd": "periodic"}, 'expert_parallel=2 with local_sgd="periodic": parameters are averaged over all ranks'),
     ],
 )
 def test_what_does_not_combine_is_refused_before_the_launch(knobs: dict[str, Any], said: str) -> None:
@@ -62,6 +63,7 @@ def test_what_does_not_combine_is_refused_before_the_launch(knobs: dict[str, Any
         ({"tensor_parallel": 2}, "tensor_parallel=2 with local_sgd"),
         ({"precision": "amp_fp16"}, 'precision="amp_fp16" with local_sgd'),
         ({"ema": 0.9}, "ema=0.9 with local_sgd"),
+        ({"offload": "optimizer"}, 'offload="optimizer" with local_sgd.* would not be averaged'),
     ],
 )
 def test_what_does_not_combine_with_local_sgd(knobs: dict[str, Any], said: str) -> None:
@@ -96,6 +98,21 @@ def test_memory_and_bytes_are_predicted() -> None:
     assert reduced[1] - reduced[2] == layer  # the gradients of the experts are not reduced
     copies = wb.collectives(spec.replace(nproc_per_node=4, expert_parallel=2))
     assert sum(call.size for call in copies.calls if call.axis == "copy") == layer // 2
+    assert all(call.waited for call in copies.calls if call.axis == "copy")  # after the backward
+    assert "inside a node" in next(found.tries for found in traffic[2].lint if found.kind == "waited")
+    averaged = wb.collectives(spec.replace(local_sgd="periodic(period=4)"))
+    assert "larger period" in next(found.tries for found in averaged.lint if found.kind == "waited")
+
+
+def test_one_process_repeats_a_run_of_divided_experts() -> None:
+    alone = whole(spec_of(nproc_per_node=2))
+    assert (alone.expert_parallel, alone.nproc_per_node, alone.replace(nproc_per_node=1).world_size) == (1, 2, 1)
+
+
+def test_a_plan_for_a_spec_with_local_sgd_leaves_it_out() -> None:
+    spec = spec_of(task="text-gpt", expert_parallel=1, local_sgd="periodic(local_ranks=2)")
+    plan = wb.plan(spec, "DGX-H100", gpus=8).best
+    assert spec.replace(**plan.changes()).local_sgd == "none"
 
 
 @pytest.mark.slow

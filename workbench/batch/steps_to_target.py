@@ -177,6 +177,11 @@ def _check(spec: RunSpec) -> None:
             f"{knob}: each trial is trained by one rank, with gradient accumulation, so that ranks can do different trials; "
             'try parallel="ddp" with checkpointing="full", if memory is short'
         )
+    if spec.local_sgd != "none":
+        raise ValueError(
+            f'local_sgd="{spec.local_sgd}": each trial is trained by one rank, which has nothing to average; leave it out, and compare the '
+            "losses of both runs"
+        )
     if depends_on_steps(spec.schedule):
         raise ValueError(
             f'schedule={spec.schedule!r}: it depends on the number of steps, which is measured here; try schedule="constant", '

@@ -214,13 +214,14 @@ def mark_waited(calls: Sequence[CollectiveCall]) -> list[CollectiveCall]:
     """Mark the collectives that the rank has to wait for.
 
     FSDP2 gathers one block ahead and reduces asynchronously, so that it waits for the first gather of a forward and for the last reductions
-    of a backward; DDP waits for a forward's broadcast of buffers. Experts wait for the tokens that are exchanged.
+    of a backward; DDP waits for a forward's broadcast of buffers. Experts wait for the tokens that are exchanged, and
+    their gradients are reduced over their copies after the backward.
     """
     waited: set[int] = set()
     first: set[int] = set()
     last: dict[tuple[int, str], int] = {}
     for index, call in enumerate(calls):
-        if call.kind == "all_to_all" or (call.phase == "forward" and call.kind == "broadcast"):
+        if call.kind == "all_to_all" or call.axis == "copy" or (call.phase == "forward" and call.kind == "broadcast"):
             waited.add(index)
         if call.phase == "forward" and call.kind == "all_gather" and call.axis == "shard" and call.micro not in first:
             first.add(call.micro)

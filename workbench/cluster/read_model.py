@@ -28,6 +28,7 @@ _FIXED = (
     "tensor_parallel",
     "pipeline_parallel",
     "expert_parallel",
+    "local_sgd",
     "shard_ranks",
     "accumulation",
     "micro_batch",
@@ -39,6 +40,7 @@ _ONE_RANK = {
     "tensor_parallel": 1,
     "pipeline_parallel": 1,
     "expert_parallel": 1,
+    "local_sgd": "none",
     "shard_ranks": None,
     "accumulation": 1,
 }

@@ -243,7 +243,7 @@ def describe(data: Any, *, look_at: int = 1000, **options: Any) -> DataCard:
 
 
 def picture_of(sample: Mapping[str, Any]) -> tuple[Any, str]:
-    """The pixels of a sample (height × width × 3 or height × width), or None, and a word below: its label, or the begin of its text.
+    """The pixels of a sample (height × width × 3 or height × width), or None, and a word below: its label, or the beginning of its text.
 
     Raises:
         CorruptSampleError: the picture cannot be decoded, or declares more pixels than Pillow takes.

@@ -204,6 +204,10 @@ def replay(run: Run | str | os.PathLike[str], step: int | None = None, *, budget
         raise ValueError(f"replay({run!r}): only the run of a task can be repeated, and this is one of a script")
     if spec.pipeline_parallel > 1:
         raise ValueError(f"replay({run!r}): pipeline_parallel={spec.pipeline_parallel}: a run whose layers are divided cannot be repeated")
+    if spec.local_sgd != "none":
+        raise ValueError(
+            f'replay({run!r}): local_sgd="{spec.local_sgd}": each rank has parameters of its own, and one process cannot repeat them'
+        )
     losses = {int(row["step"]): _number(row["loss"]) for row in run.metric_rows if "loss" in row and "lr" in row}
     if step is None:
         step = first_bad_step(losses)

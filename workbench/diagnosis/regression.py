@@ -236,7 +236,7 @@ def search(
             wanted = wanted if reruns or wanted == [()] else [(), *wanted]
             each = (begun - left()) / len(reruns) if reruns and math.isfinite(begun) else 0.0
             if each * len(wanted) > left() or left() <= 0:
-                notes = (f"the budget ended the search after {len(reruns)} trainings; a larger budget_s goes on",)
+                notes = (f"the budget ended the search after {len(reruns)} trainings; give a larger budget_s to continue",)
                 break
             for changes in wanted:
                 try:
@@ -248,7 +248,7 @@ def search(
         notes = (f"{INTERRUPTED} after {len(reruns)} trainings",)
         decision = decide(reruns)
     except BudgetError:
-        notes = (f"the budget ended training {len(reruns) + 1}; a larger budget_s goes on",)
+        notes = (f"the budget ended training {len(reruns) + 1}; give a larger budget_s to continue",)
         decision = decide(reruns)
     if decision.kind == "measure":
         decision = Decision(kind="unclear", why=f"{len(reruns)} trainings were too few")

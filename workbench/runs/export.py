@@ -71,6 +71,10 @@ def merged(run: Run) -> Rows:
         values = steps.setdefault(row["step"], {})
         if "lr" in row:
             values |= {name: float(row[name]) for name in ("loss", "lr") if row.get(name) is not None}
+            experts = row.get("expert_shares")
+            tokens = {f"expert_share/{i}": share for i, share in enumerate(experts if isinstance(experts, list) else ())}
+            tokens["dropped_tokens"] = row.get("dropped_tokens")
+            values |= {name: float(value) for name, value in tokens.items() if isinstance(value, int | float)}
             times[row["step"]] = run.created + (row.get("seconds") or 0.0)
         else:
             values |= {f"evaluation/{name}": float(row[name]) for name in row.keys() - run_directory.METRIC_KEYS if row[name] is not None}

@@ -201,7 +201,7 @@ class Run(NearestAttribute):
         return self._before + self._last_sign() - self._begun
 
     def _last_sign(self) -> float:
-        """When its ranks wrote last in its last attempt; the begin of that attempt, if they have not written yet."""
+        """When its ranks wrote last in its last attempt; the beginning of that attempt, if they have not written yet."""
         times = [self._begun]
         for path in (path for pattern in _WRITTEN_BY_RANKS for path in self.path.glob(pattern)):
             with contextlib.suppress(OSError):  # deleted while we look

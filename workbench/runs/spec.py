@@ -179,7 +179,7 @@ class RunSpec(_Spec):
     local_sgd: str = knob("none", elsewhere=("post_local_sgd", "localsgd", "periodic_averaging"))
     """Post-local SGD: "none", or "periodic(period=4, start=100, local_ranks=1)": after `start` steps gradients are reduced among
     `local_ranks` neighbours only (1 = not at all), and the parameters are averaged over all ranks in each `period`-th step. Then less is
-    sent, and the training is another one: ranks differ between two averages."""
+    sent, and the result differs from DDP's: ranks differ between two averages."""
     checkpointing: str = knob(
         "none", choices=CHECKPOINTINGS, panels=("memory",), elsewhere=("gradient_checkpointing", "activation_checkpointing", "recompute")
     )

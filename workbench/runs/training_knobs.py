@@ -301,7 +301,7 @@ def _check_experts(spec: Any) -> None:
     for knob, clashes, why in (
         ("parallel", spec.parallel != "ddp", 'each rank has experts of its own, and this would share them again; try parallel="ddp"'),
         ("tensor_parallel", spec.tensor_parallel > 1, "ranks that split layers read the same samples; leave one of them out"),
-        ("pipeline_parallel", spec.pipeline_parallel > 1, "the loss sees no balance of experts in other stages; leave one of them out"),
+        ("pipeline_parallel", spec.pipeline_parallel > 1, "the balancing loss needs the experts of all stages in one place; leave one out"),
         ("micro_batch", spec.micro_batch == "auto", alone),
         ("precision", spec.precision == "amp_fp16", 'a rank whose experts overflow would leave out a step alone; try "amp_bf16"'),
         ("compile", spec.compile != "none", "tokens are exchanged in the midst of the graph; leave one of them out"),
@@ -326,7 +326,8 @@ def _check_local_sgd(spec: Any) -> None:
         ("parallel", spec.parallel != "ddp", 'the ranks share the optimizer or the model there; try parallel="ddp"'),
         ("tensor_parallel", spec.tensor_parallel > 1, "ranks that split layers have no parameters to average; leave one of them out"),
         ("pipeline_parallel", spec.pipeline_parallel > 1, "it has not been tried on stages; leave one of them out"),
-        ("expert_parallel", spec.expert_parallel > 1, "an expert is on one rank, which would change it without the others"),
+        ("expert_parallel", spec.expert_parallel > 1, "parameters are averaged over all ranks, and each has other experts"),
+        ("offload", spec.offload == "optimizer", "it steps on copies in host memory, which would not be averaged; leave one of them out"),
         ("precision", spec.precision == "amp_fp16", 'a rank whose gradients overflow would leave out a step alone; try "amp_bf16"'),
         ("gradient_compression", spec.gradient_compression != "none", "DDP has one hook for both; leave one of them out"),
         ("checkpoint_every", spec.checkpoint_every, "each rank has momenta of its own, and a checkpoint has those of one; leave it out"),

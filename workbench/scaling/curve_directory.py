@@ -60,6 +60,10 @@ class CurveSpec(JsonDataclass):
             return "exposed communication is not measured with tensor_parallel: no rank can compute without the others"
         if any(spec.pipeline_parallel > 1 for _, spec in self.points):
             return "exposed communication is not measured with pipeline_parallel: no stage can compute without the others"
+        if any(spec.expert_parallel > 1 for _, spec in self.points):
+            return "exposed communication is not measured with expert_parallel: no rank can compute without the others' experts"
+        if any(spec.local_sgd != "none" for _, spec in self.points):
+            return "exposed communication is not measured with local_sgd: a step that averages parameters takes longer than the others"
         return ""
 
     def continues(self, other: "CurveSpec") -> bool:
@@ -122,7 +126,8 @@ def point_of(spec: RunSpec, over: str, value: Any, kind: str) -> RunSpec:
         good = [
             n
             for n in range(1, 2 * max(value, 4) + 1)
-            if n % (ways := spec.tensor_parallel * spec.pipeline_parallel) == 0 and whole % (spec.accumulation * n // ways) == 0
+            if n % (ways := spec.tensor_parallel * spec.pipeline_parallel) == n % spec.expert_parallel == 0
+            and whole % (spec.accumulation * n // ways) == 0
         ]
         raise CurveError(
             f"{value} processes cannot share a global batch of {whole} evenly ({_said(spec, alone)}): numbers that divide it are "

@@ -161,6 +161,7 @@ def train(
                 waiting -= 1
                 if done and step == done and ranks.world_size > 2 and trainer.has_buckets and waiting == spec.accumulation - 1:
                     trainer.rehearse(batch)
+                    balance.take()  # its tokens are of no step
                 if first and not ranks.rank:
                     provenance.record(run_dir, trainer, batch, resumed=bool(done))
                 first = False

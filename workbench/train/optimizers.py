@@ -213,8 +213,8 @@ def _check_fused(optimizer: Optimizer) -> None:
         name = "muon" if isinstance(optimizer, MuonWithAdamW) else "adafactor"
         needs = "whole matrices" if name == "muon" else "the means of whole rows and columns"
         raise SpecError(
-            f"{name} on parameters that ranks share (FSDP2, tensor parallelism): it needs {needs}, and sees "
-            'parts of them; try parallel="ddp", "zero1", or "adamw"'
+            f"{name} on parameters that ranks share (FSDP2, tensor or expert parallelism): it needs {needs}, and sees "
+            'parts of them; try parallel="ddp" without tensor_parallel and expert_parallel, or "adamw"'
         )
     fused = any(group.get("fused") for group in optimizer.param_groups)
     if sharded and fused and not isinstance(optimizer, torch.optim.Adam):

@@ -438,6 +438,12 @@ def _waited(traffic: Traffic) -> Iterator[Finding]:
     axis, kind, phase = max(sums, key=lambda key: sums[key])
     if axis == "tensor":
         tries = "keep the ranks that split layers inside a node"
+    elif axis == "expert":
+        tries = "keep the ranks that divide experts inside a node, or take a smaller expert_parallel"
+    elif axis == "copy":
+        tries = "divide the experts among more ranks: fewer copies of each are reduced"
+    elif phase == "optimizer" and kind == "all_reduce":
+        tries = "a larger period in local_sgd averages less often"
     elif phase == "optimizer":
         tries = 'nothing is left to compute in the optimizer\'s step: parallel="ddp" sends nothing there, "fsdp" while it computes'
     elif kind == "all_reduce" and axis == "data":

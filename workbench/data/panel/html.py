@@ -104,7 +104,7 @@ def epoch(audit: DataAudit, how: str, block: int, window: int) -> str:
 
 
 def samples(card: DataCard) -> str:
-    """Some samples with their labels: pictures, or the begin of their texts."""
+    """Some samples with their labels: pictures, or the beginning of their texts."""
     cells = []
     for sample in card.examples:
         try:

@@ -220,7 +220,7 @@ class Replayer:
 
 def whole(spec: RunSpec) -> RunSpec:
     """The spec of the same training with the whole model in one process, which takes the samples of all data-parallel ranks in turn."""
-    alone = {"parallel": "ddp", "shard_ranks": None, "tensor_parallel": 1, "compile": "none", "nnodes": 1}
+    alone = {"parallel": "ddp", "shard_ranks": None, "tensor_parallel": 1, "expert_parallel": 1, "compile": "none", "nnodes": 1}
     on_host = {"offload": "none"} if spec.offload == "optimizer" else {}
     return spec.replace(**alone, **on_host, nproc_per_node=spec.data_ranks)
 

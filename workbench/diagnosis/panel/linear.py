@@ -21,6 +21,7 @@ from workbench.diagnosis.panel import linear_html as html
 from workbench.diagnosis.panel.doctor import Background
 from workbench.diagnosis.panel.remedy_rows import RemedyRows
 from workbench.diagnosis.plot_gap import COLORS
+from workbench.runs.launch.environment import gpu_count
 from workbench.runs.panel import html as faces
 from workbench.runs.spec import RunSpec, ScriptSpec, Spec
 
@@ -91,7 +92,7 @@ class WhyNotLinear:
         if isinstance(target, Answer):
             self._take(target)
         else:
-            most = max(usable_cores(), self.spec.world_size if self.spec else 1)
+            most = max(self._places, self.spec.world_size if self.spec else 1)
             self._sizes(range(2, int(most) + 1), self.spec.world_size if self.spec else 2)
             self._redraw()
         self._allow()
@@ -209,7 +210,7 @@ class WhyNotLinear:
         for part in drawn.parts:
             self._rows[part.cause].value = drawn.part(part.cause)
             if box := self.mend.get(part.cause):
-                box.disabled = part.seconds.mid <= 0  # nothing is lost there
+                box.disabled = part.seconds.mid <= 0 and not box.value  # nothing is lost there
         children = (self._ends[0], *(self._lines[part.cause] for part in drawn.parts), self._ends[1])
         if self.waterfall.children != children:  # else what has the focus would lose it
             self.waterfall.children = children
@@ -249,12 +250,22 @@ class WhyNotLinear:
         self._background.start(f"proving {remedy.name}, in turns with the spec as it is", work, self._budget)
 
     @property
+    def _on_gpus(self) -> bool:
+        return gpu_count() > 0 and getattr(self.spec, "device", "auto") != "cpu"
+
+    @property
+    def _places(self) -> int:
+        """Ranks that this machine has room for."""
+        return gpu_count() if self._on_gpus else usable_cores()
+
+    @property
     def why_not_here(self) -> str:
         """Why the picked ranks cannot be measured; "" = they can."""
         if self.spec is None:
             return "there is no spec that could be launched"
-        if self.ranks.value > max(usable_cores(), self.spec.world_size):
-            return f"{self.ranks.value} ranks have no place on {units.count(usable_cores())} cores: they are predicted"
+        if self.ranks.value > max(self._places, self.spec.world_size):
+            places = f"{units.count(self._places)} {'GPUs' if self._on_gpus else 'cores'}"
+            return f"{self.ranks.value} ranks do not fit on {places}, so they are only predicted"
         if self.ranks.value % self.spec.nnodes:
             return f"{self.ranks.value} ranks cannot be shared out over {self.spec.nnodes} machines"
         return ""

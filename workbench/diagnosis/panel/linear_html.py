@@ -131,7 +131,7 @@ def _price(answer: WhyNotLinear, drawn: Waterfall, price: float) -> tuple[str, s
     rate = drawn.after if drawn.mended else drawn.now
     if price > 0:
         return f"a million {answer.unit} cost", f"{price * answer.world_size / 3600 / rate * 1e6:,.4g}"
-    return "a sample costs, beside one rank", units.times(drawn.full / rate)
+    return "cost of a sample, relative to one rank", units.times(drawn.full / rate)
 
 
 def _tile(label: str, value: str, small: str) -> str:
@@ -143,7 +143,7 @@ def _tile(label: str, value: str, small: str) -> str:
 
 def legend(drawn: Waterfall) -> str:
     """What the hatch means, and that mended parts are taken one by one."""
-    words = "filled: measured; hatched: predicted; a part that is mended goes as it was measured, and may uncover another"
+    words = "filled: measured; hatched: predicted; a mended part is taken away in full; another may then become visible"
     return f'<div class="wb-what">{escape(words if drawn.parts else "")}</div>'
 
 

@@ -260,13 +260,14 @@ class Plan(display.Shown):
         """The knobs of a RunSpec: `spec.replace(**plan.changes())`.
 
         Raises:
-            PlanError: it has pipeline stages or Megatron's ZeRO-1, which a RunSpec does not have.
+            PlanError: it has Megatron's pipeline or ZeRO-1, which a RunSpec does not have.
         """
         from workbench.runs.spec import RunSpec
 
         if self.pipeline > 1:
             raise PlanError(
-                f"{self.layout}: a RunSpec has no pipeline, this is a plan for a framework that has. Plan without: wb.plan(…, pipeline=1)"
+                f"{self.layout}: its pipeline is planned as Megatron runs it. Plan without, wb.plan(…, pipeline=1), or try "
+                f"RunSpec(pipeline_parallel={self.pipeline}), of which wb.estimate_memory has the memory"
             )
         if self.megatron:
             raise PlanError(f'{self.layout}: {MEGATRON}. Plan without: wb.plan(…, sharing="zero2"), or one of ddp, fsdp, hsdp')
@@ -276,6 +277,9 @@ class Plan(display.Shown):
             "precision": self.precision,
             "parallel": self.sharing,
             "tensor_parallel": self.tensor,
+            "pipeline_parallel": 1,
+            "expert_parallel": 1,
+            "local_sgd": "none",
             "checkpointing": self.checkpointing,
             "shard_ranks": self.shard_ranks if self.sharing == "hsdp" else None,
             "nproc_per_node": self.gpus,
