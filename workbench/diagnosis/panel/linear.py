@@ -251,12 +251,12 @@ class WhyNotLinear:
 
     @property
     def _on_gpus(self) -> bool:
-        return gpu_count() > 0 and getattr(self.spec, "device", "auto") != "cpu"
+        return bool(gpu_count()) and getattr(self.spec, "device", "auto") != "cpu"
 
     @property
     def _places(self) -> int:
         """Ranks that this machine has room for."""
-        return gpu_count() if self._on_gpus else usable_cores()
+        return (gpu_count() or 0) if self._on_gpus else usable_cores()
 
     @property
     def why_not_here(self) -> str:
