@@ -1,6 +1,7 @@
 """WhyNotLinear: a panel of the gap between N × one rank and N, with knobs for ranks and links, parts to be mended, and proofs."""
 
 import dataclasses
+import math
 import os
 from typing import Any
 
@@ -256,7 +257,7 @@ class WhyNotLinear:
     @property
     def _places(self) -> int:
         """Ranks that this machine has room for."""
-        return (gpu_count() or 0) if self._on_gpus else usable_cores()
+        return (gpu_count() or 0) if self._on_gpus else math.floor(usable_cores())
 
     @property
     def why_not_here(self) -> str:
