@@ -127,9 +127,7 @@ def test_a_launch_measures_what_was_predicted_and_shows_the_balance(tmp_path: An
     for part in ("parameters", "gradients", "optimizer_states"):
         assert abs(getattr(measured, part) - getattr(predicted, part)) < 1024, str(measured - predicted)
     sent = max(call.size for call in wb.collectives(spec).calls if call.kind == "all_to_all")
-    assert abs(measured.total - predicted.total) <= 2 * sent, str(
-        measured - predicted
-    )  # gloo's threads let go of what they sent a little later
+    assert abs(measured.total - predicted.total) <= 2 * sent + 1024, str(measured - predicted)  # gloo holds what it sent for a while
 
 
 @pytest.fixture(scope="module")
