@@ -126,8 +126,7 @@ def test_a_launch_measures_what_was_predicted_and_shows_the_balance(tmp_path: An
     predicted, measured = wb.estimate_memory(spec, device="cpu"), wb.measure_memory(spec, runs_dir=tmp_path)
     for part in ("parameters", "gradients", "optimizer_states"):
         assert abs(getattr(measured, part) - getattr(predicted, part)) < 1024, str(measured - predicted)
-    sent = max(call.size for call in wb.collectives(spec).calls if call.kind == "all_to_all")
-    assert abs(measured.total - predicted.total) <= 2 * sent + 1024, str(measured - predicted)  # gloo holds what it sent for a while
+    assert -0.01 < measured.total / predicted.total - 1 < 0.1, str(measured - predicted)  # gloo holds what it sent for a while
 
 
 @pytest.fixture(scope="module")
