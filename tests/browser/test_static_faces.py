@@ -77,5 +77,5 @@ def test_every_face_shows_before_anything_is_run_and_a_panel_after(open_notebook
     nb.run(sources.index(cells["run"][0]))
     nb.run(sources.index("run"))
     expect(nb.page.locator(".wb-panel .wb-badge")).to_have_text(re.compile("finished"))
-    expect(nb.page.locator(".wb-panel .wb-curve")).to_be_visible()
+    expect(nb.page.locator(".wb-panel .wb-curve").first).to_be_visible()
     nb.see("panel-finished")

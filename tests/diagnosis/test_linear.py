@@ -85,7 +85,7 @@ def test_more_ranks_and_another_link_are_predicted_and_start_nothing() -> None:
     few = panel.answer.efficiency
     assert panel.answer.gap.predicted
     assert panel.measure.disabled
-    assert "they are predicted" in panel.measure.tooltip
+    assert "they are only predicted" in panel.measure.tooltip
     panel.bandwidth.value = 1e7
     assert panel.answer.efficiency < few
     assert panel.answer.cause == "large gradients"

@@ -112,7 +112,7 @@ def test_a_training_that_the_budget_ends_ends_the_search() -> None:
     reruns, decision, notes = search(late, lambda made: decide(made, ("lr",), (0.1, 0.11), USUAL_SPREAD))
     assert [rerun.error for rerun in reruns] == [""]
     assert decision.kind == "unclear"
-    assert notes == ("the budget ended training 2; a larger budget_s goes on",)
+    assert notes == ("the budget ended training 2; give a larger budget_s to continue",)
 
 
 def test_what_does_not_run_alone_is_the_owner_by_elimination() -> None:
@@ -146,7 +146,7 @@ def test_the_budget_and_ctrl_c_end_the_search_with_what_is_known() -> None:
     noisy = Trainings(product({"lr": 1.1}), noise=0.2)
     reruns, decision, notes = search(noisy, lambda made: decide(made, ("lr",), (0.1, 0.11), USUAL_SPREAD), left=lambda: next(left))
     assert decision.kind == "unclear"
-    assert notes == (f"the budget ended the search after {len(reruns)} trainings; a larger budget_s goes on",)
+    assert notes == (f"the budget ended the search after {len(reruns)} trainings; give a larger budget_s to continue",)
 
     def interrupted(changes: Changes) -> float:
         if len(done) == 4:
