@@ -123,7 +123,9 @@ class WhatChanged(display.Shown, JsonDataclass):
         by = abs(self.ratio.mid - 1)
         said = f"Run B's {what} is {units.percent(by)} {more if self.ratio.mid > 1 else less}"
         if self.kind == "nothing":
-            return f"Nothing to explain: {said[0].lower()}{said[1:]}, and the steps of the runs themselves vary as much ({_ends(self.ratio)})."
+            return (
+                f"Nothing to explain: {said[0].lower()}{said[1:]}, and the steps of the runs themselves vary as much ({_ends(self.ratio)})."
+            )
         today = self._ratio(self.owner) if self.owner else self.today
         if self.kind == "owner":
             many = "are" if len(self.owner) > 1 else "is"
