@@ -124,9 +124,11 @@ def test_a_launch_measures_what_was_predicted_and_shows_the_balance(tmp_path: An
     assert all(0 <= row["dropped_tokens"] < 0.5 for row in rows)
     assert "bits_per_byte" in run.metric_rows[-1]
     predicted, measured = wb.estimate_memory(spec, device="cpu"), wb.measure_memory(spec, runs_dir=tmp_path)
-    for part in ("parameters", "gradients", "optimizer_states"):
+    for part in ("parameters", "gradients", "optimizer_states", "activations"):
         assert abs(getattr(measured, part) - getattr(predicted, part)) < 1024, str(measured - predicted)
-    assert -0.01 < measured.total / predicted.total - 1 < 0.1, str(measured - predicted)  # gloo holds what it sent for a while
+    sent = max(call.size for call in wb.collectives(spec).calls if call.kind == "all_to_all")
+    held = (measured.total - predicted.total) / sent  # exchanges whose buffers gloo still holds: 0 to 2 were seen, out of 8 in a step
+    assert -0.1 < held < 4.1, str(measured - predicted)
 
 
 @pytest.fixture(scope="module")
