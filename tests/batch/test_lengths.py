@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import workbench as wb
-from workbench.batch.analysis.lengths import BatchLengths, LengthsError
+from workbench.batch.analysis.lengths import BatchLengths, DryRuns, LengthGrid, LengthsError
 from workbench.batch.lengths import length_of
 from workbench.runs import task as tasks
 
@@ -96,6 +96,23 @@ def test_the_step_that_runs_out_of_memory_is_named(spec: wb.RunSpec, roomy: Batc
     assert not found["as it is"].fits
     assert list(found.memory.values()) == sorted(found.memory.values())
     assert BatchLengths.from_json(found.to_json()) == found
+
+
+def test_the_rows_are_of_all_ranks_and_of_the_steps_that_are_asked_for() -> None:
+    sizes = [2] * 8
+    sizes[5] = 90  # rank 1's, in step 2 of 2
+    grid = LengthGrid.of(sizes, [[0, 2, 4, 6], [1, 3, 5, 7]], ranks=2, accumulation=1, micro_batch=2)
+    dry = DryRuns(nodes={2: 1.0, 30: 1.0, 60: 1.0, 90: 1.0}, bytes_at=lambda size: size)
+    assert grid.of_steps(2) == (2, 90)
+    assert [(plan.longest, plan.fits) for plan in grid.plans(2, dry, room=50)] == [(90, False)] * 3
+    assert [(plan.longest, plan.fits) for plan in grid.plans(1, dry, room=50)] == [(2, True)] * 3
+    assert [plan.seconds for plan in grid.plans(2, dry, room=50)[:2]] == pytest.approx([2.0, 2.0])  # of a rank
+
+
+def test_what_does_not_fit_is_not_recommended(spec: wb.RunSpec, roomy: BatchLengths) -> None:
+    assert "faster" in roomy.word
+    tight = wb.batch_lengths(spec, device="cpu", capacity=int(roomy.memory[400] * 0.9), steps=16, margin=0.0)
+    assert "faster" not in tight.word
 
 
 def test_padding_and_what_ifs_hold_the_same_tokens(roomy: BatchLengths) -> None:

@@ -88,6 +88,30 @@ def test_a_measured_step_sets_the_level_and_narrows_the_interval() -> None:
         checked_calibration(far, known.calibration)
 
 
+def test_a_step_at_the_pace_of_the_host_says_nothing_of_the_kernels() -> None:
+    small = step(dataclasses.replace(MM, flops=1e6, calls=1), dataclasses.replace(ADD, bytes=1e3, calls=1000), title="small")
+    for seconds in (0.5 * small.seconds.mid, 2 * small.seconds.mid, 20 * small.seconds.mid):
+        known = small.calibrate(seconds)
+        assert known.seconds.mid == pytest.approx(seconds)
+        assert known.calibration is not None
+        assert known.calibration.factor <= 1
+    large = step(title="large")
+    assert dataclasses.replace(large, calibration=known.calibration).computing() == large.computing()
+    assert dataclasses.replace(large, calibration=known.calibration).seconds.high >= large.seconds.high
+
+
+def test_a_program_of_the_same_name_and_other_work_is_another_one() -> None:
+    known = step().calibrate(2.0)
+    longer = dataclasses.replace(known, operators=tuple(dataclasses.replace(one, calls=2 * one.calls) for one in known.operators))
+    assert longer.seconds.high / longer.seconds.mid == pytest.approx(1 + OTHER)
+
+
+@given(st.floats(0.01, 100), st.integers(1, 5000))
+def test_a_calibrated_step_takes_what_was_measured(seconds: float, calls: int) -> None:
+    found = step(dataclasses.replace(MM, flops=1e6, calls=1), dataclasses.replace(ADD, bytes=1e3, calls=calls))
+    assert found.calibrate(seconds).seconds.mid == pytest.approx(seconds)
+
+
 def test_more_than_the_peak_is_refused_with_the_reason() -> None:
     with pytest.raises(EstimateTimeError, match=r"would be 303 % of the dense peak of H100-SXM.*synchronize"):
         step().calibrate(0.1)

@@ -17,8 +17,6 @@ from workbench.runs.task import Task
 
 NODES = 5
 """Lengths at which a dry run is made; time between them follows a parabola, the memory of the border is made sure by more dry runs."""
-MOST_RUNS = 8
-"""More dry runs, at most, to find the length from which a batch does not fit."""
 MOST_SAMPLES = 1_000_000
 """Samples whose length is read at most."""
 
@@ -92,7 +90,7 @@ def batch_lengths(
         micro_batch=spec.micro_batch,
         steps=wanted,
         lengths=grid.of_steps(wanted),
-        plans=grid.plans(DryRuns(nodes=model.nodes, bytes_at=model.bytes_at), room),
+        plans=grid.plans(wanted, DryRuns(nodes=model.nodes, bytes_at=model.bytes_at), room),
         memory=dict(sorted(model.memory.items())),
         fitting=fitting,
     )
@@ -167,9 +165,7 @@ class _Model:
         for place, size in enumerate(lengths):
             if size in self.memory:
                 low, high = (max(low, place), high) if self.memory[size] <= room else (low, min(high, place))
-        for _ in range(MOST_RUNS):
-            if high - low <= 1:
-                break
+        while high - low > 1:
             middle = (low + high) // 2
             self._run(lengths[middle])
             low, high = (middle, high) if self.memory[lengths[middle]] <= room else (low, middle)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from workbench.cluster.analysis.cluster import CLUSTERS
+from workbench.core import codec
 from workbench.core.checks import choice
 from workbench.runs.run import Run
 from workbench.runs.spec import RunSpec
@@ -46,5 +47,7 @@ def estimate_time(given: argparse.Namespace, knobs: Mapping[str, Any], show: Sho
         except ValueError:
             raise ValueError(f"--measured {measured}: expected seconds of a step, or the directory of a run") from None
     shapes = {name: value for name in ("sequence", "image") if (value := getattr(given, name)) is not None}
-    show(elsewhere.estimate_time(spec, device=given.device, cluster=given.cluster, measured=measured, **shapes), given)
+    step = elsewhere.estimate_time(spec, device=given.device, cluster=given.cluster, measured=measured, **shapes)
+    figures = {"seconds": step.seconds, "parts": step.parts, "samples_per_sec": step.samples_per_sec, "mfu": step.mfu, "notes": step.notes}
+    show(codec.to_json({"title": step.title, "device": step.device.name, **figures}) if given.json else step, given)
     return 0

@@ -1,5 +1,6 @@
 """The lengths of a dataset's samples in the order of a training: which steps do not fit, what padding costs, and what-ifs; arithmetic."""
 
+import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,7 +34,7 @@ class LengthPlan(JsonDataclass):
     padding: float
     """Share of the places that no token has."""
     seconds: float
-    """Of an epoch's micro-batches by the roofline, of a rank."""
+    """Of the micro-batches of all steps by the roofline, on average over the ranks."""
     needed: int
     """Bytes of the longest batch."""
     fits: bool
@@ -98,7 +99,7 @@ class BatchLengths(JsonDataclass, display.Shown):
                 f"fit {self.device}; so will {self.over - 1:,} more of {self.steps:,} steps"
             )
         waste = self["as it is"].padding
-        best = max(self.plans, key=lambda plan: self.gain(plan.name))
+        best = max((plan for plan in self.plans if plan.fits), key=lambda plan: self.gain(plan.name), default=self["as it is"])
         gain = f"; {best.name}: {units.times(self.gain(best.name))} faster" if best.name != "as it is" else ""
         return f"{text}. {units.percent(waste)} of all places are padding{gain}"
 
@@ -173,20 +174,23 @@ class LengthGrid:
         """Longest sample of the first steps, over ranks and micro-batches."""
         return tuple(map(int, self.sizes.max((1, 3, 4)).reshape(-1)[:count]))
 
-    def plans(self, dry: DryRuns, room: int) -> tuple[LengthPlan, ...]:
-        """As it is, and the what-ifs, of the first rank.
+    def plans(self, count: int, dry: DryRuns, room: int) -> tuple[LengthPlan, ...]:
+        """As it is, and the what-ifs, of the first steps of all ranks, rank after rank.
 
         Args:
+            count: of steps.
             dry: memory and seconds over the length.
             room: bytes that may be used.
         """
-        own = self.sizes[:, 0].reshape(-1, self.sizes.shape[-1])
+        _, ranks, _, accumulation, micro = self.sizes.shape
+        own = np.moveaxis(self.sizes, 1, 0).reshape(ranks, -1, accumulation, micro)[:, :count].reshape(-1, micro)
         bucketed = _bucketed(own)
-        return (
+        plans = (
             _plan("as it is", own.max(1), own, dry, room),
             _plan("bucketed", *bucketed, dry, room),
             _packed(own, own.shape[1], dry, room),
         )
+        return tuple(dataclasses.replace(plan, seconds=plan.seconds / ranks) for plan in plans)
 
 
 def _plan(name: str, longest: Any, samples: Any, dry: DryRuns, room: int) -> LengthPlan:

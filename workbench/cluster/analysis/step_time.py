@@ -1,5 +1,6 @@
 """The seconds of a step on hardware that is not here, from its operators: rates by kind of operator, launch gaps, exposed communication."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -97,6 +98,12 @@ class TimeCalibration(JsonDataclass):
     """What was measured."""
     seconds: float
     """That were measured."""
+    flops: float
+    """Of the measured step, of a rank: a program of that name and with these is the same one."""
+    host: float
+    """Seconds in which the host launches an operator, at most."""
+    host_bound: bool = False
+    """Did the host set the pace? Then nothing was learnt of the kernels."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,7 +148,8 @@ class StepTime(display.Shown, JsonDataclass):
         """Seconds in which the device waits for the host: what launching all operators takes longer than running them."""
         if self.device.name == CPU.name:
             return 0.0  # there an operator is launched where it runs: calibration includes it
-        host: float = sum(one.calls for one in self.operators) * getattr(HOST, end)
+        launch: float = self.calibration.host if self.calibration else getattr(HOST, end)
+        host: float = sum(one.calls for one in self.operators) * launch
         return max(0.0, host - sum(self.computing(end).values()))
 
     @property
@@ -161,7 +169,10 @@ class StepTime(display.Shown, JsonDataclass):
         """Of an optimizer step."""
         low, mid, high = (sum(self.computing(end).values()) + self.gaps(end) + getattr(self.exposed, end) for end in ENDS)
         if self.calibration:
-            width = SAME if self.calibration.program == self.title else OTHER + distance(self.mix, self.calibration.mix)
+            same = self.calibration.program == self.title and math.isclose(self.calibration.flops, self.flops, rel_tol=1e-6)
+            if self.calibration.host_bound and not same:
+                return Interval(low=low, mid=mid, high=high)
+            width = SAME if same else OTHER + distance(self.mix, self.calibration.mix)
             return Interval(low=mid / (1 + width), mid=mid, high=mid * (1 + width))
         return Interval(low=low, mid=mid, high=high)
 
@@ -211,10 +222,17 @@ class StepTime(display.Shown, JsonDataclass):
                 f"measured={units.seconds(seconds)}: the communication alone is predicted to take {units.seconds(self.exposed.mid)}; "
                 "measure one rank, or the links (wb.measure_collectives)"
             )
-        factor = left / max(level + bare.gaps(), 1e-12)
-        if bare.gaps():  # the host sets the pace, and says nothing of the kernels
-            factor = max(1.0, left / level) if left > level else left / level
-        known = TimeCalibration(device=self.device.name, factor=factor, mix=bare.mix, program=self.title, seconds=seconds)
+        host_bound, calls = bare.gaps() > 0 and left >= level, sum(one.calls for one in self.operators)
+        known = TimeCalibration(
+            device=self.device.name,
+            factor=1.0 if host_bound else left / level,
+            mix=bare.mix,
+            program=self.title,
+            seconds=seconds,
+            flops=self.flops,
+            host=left / calls if host_bound else min(left / calls, HOST.mid),
+            host_bound=host_bound,
+        )
         return replace(self, calibration=known)
 
     @property

@@ -223,12 +223,12 @@ class WhyNotLinear:
     def _measure(self, _button: object) -> None:
         spec, ranks = self.spec, self.ranks.value
         assert spec is not None
-        answer = self.answer
-        predicted = answer.samples / answer.gap.step.mid if answer and answer.gap.predicted else None
+        answer, same, turned = self.answer, self.same.value, self.latency.value or self.bandwidth.value  # a link that is not here
+        predicted = answer.samples / answer.gap.step.mid if answer and answer.gap.predicted and not turned else None
         chosen = spec.replace(nproc_per_node=ranks // spec.nnodes)
 
         def work() -> None:
-            options: dict[str, Any] = {"same": self.same.value, "budget_s": self._budget, "runs_dir": self._runs_dir}
+            options: dict[str, Any] = {"same": same, "budget_s": self._budget, "runs_dir": self._runs_dir}
             if isinstance(chosen, ScriptSpec):
                 result = measuring.why_not_linear(chosen.script, args=chosen.args, nproc_per_node=ranks, **options)
             else:
