@@ -7,6 +7,9 @@ PYTHON ?= $(firstword $(foreach p,python3.11 python3.12 python3.13 python3,$(she
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
+LOCKED := --no-deps --require-hashes -r requirements.lock
+UV := 0.13.9
 # an environment of its own for the tools that look at the other one
 AUDIT := $(VENV)/audit/.installed
 ARGS ?=
@@ -44,11 +47,13 @@ $(STAMP): pyproject.toml constraints.txt requirements.lock
 	  { echo "Python 3.11 or newer is needed. Debian: apt-get install python3 python3-venv; or make PYTHON=/path/to/python3.11"; exit 1; }
 	@"$(PYTHON)" -m venv $(VENV) || \
 	  { rm -rf $(VENV); echo "This Python cannot make virtual environments. Debian: apt-get install python3-venv"; exit 1; }
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps --require-hashes -r requirements.lock
-	@# what the lock leaves to pip: torch, and this package itself
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[notebooks,tensorboard,trace,formats,docs,dev]'
-	@# pip compiles on one core, and what nobody imports, too
-	@$(BIN)/python -m compileall -qq -j 0 -x '/tests/|transformers/models/|/pytorch_lightning/|/lightning_fabric/|/aiohttp/' $(VENV)/lib || true
+	@# torch, which the lock leaves to pip, beside the rest, which uv installs in seconds and pip, where uv cannot, in a minute
+	@$(PIP) --no-deps -c constraints.txt torch & torch=$$!; \
+	  echo 'installing torch, and the $(shell grep -c == requirements.lock) packages of requirements.lock'; \
+	  { $(PIP) uv==$(UV) && $(BIN)/uv pip install --quiet --python $(BIN)/python $(LOCKED); } || $(PIP) $(LOCKED); wait $$torch
+	$(PIP) -c constraints.txt -e '.[notebooks,tensorboard,trace,formats,docs,dev]'
+	@# on all cores, and without what nobody imports: an installer compiles on one core, or not at all
+	@$(BIN)/python -m compileall -qq -j 0 -x '/tests/|transformers/models/|/(pip|mypy|moto|sympy|networkx|debugpy|pytorch_lightning|lightning_fabric|aiohttp)/' $(VENV)/lib || true
 	@touch $@
 
 lab: setup ## open JupyterLab on the start page of the course (ARGS=--no-browser where there is no screen)
@@ -114,7 +119,7 @@ gpu-check: ## check on an NVIDIA GPU what only a GPU can tell, in about 15 minut
 
 $(AUDIT): Makefile
 	@"$(PYTHON)" -m venv $(dir $(AUDIT))
-	$(dir $(AUDIT))bin/python -m pip install --quiet --disable-pip-version-check --no-compile pip-audit==2.10.1 uv==0.13.9
+	$(dir $(AUDIT))bin/python -m pip install --quiet --disable-pip-version-check --no-compile pip-audit==2.10.1 uv==$(UV)
 	@touch $@
 
 audit: $(AUDIT) ## look up known vulnerabilities of what is pinned; fails for each, and says so where nobody can be asked (ARGS=--strict)
