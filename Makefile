@@ -29,12 +29,12 @@ GIVEN = $(if $(filter-out file,$(origin PYTHON)),$(PYTHON),$(if $(wildcard $(STA
 CAN_TEST = @"$(GIVEN)" -c 'import torch, numpy, msgspec, scipy, pandas, matplotlib, PIL, pytest' || { \
   echo 'The last line above names a package that $(GIVEN) lacks, and the tests need.'; \
   echo 'Try: $(GIVEN) -m pip install -e . pytest, or another Python: make $@ PYTHON=/path/to/python, or make setup'; exit 1; }
-test test-slow test-core unit together alone slow slow-alone notebooks slow-notebooks browser refresh bench coverage: export OMP_NUM_THREADS = 1
+test test-slow test-core unit unit-browser together alone slow slow-alone notebooks slow-notebooks browser refresh bench coverage: export OMP_NUM_THREADS = 1
 # where it is set, as in many containers, each of a thousand processes compiles all that it imports
 export PYTHONDONTWRITEBYTECODE =
 export KINETO_LOG_LEVEL ?= 6
 
-.PHONY: help setup lab docs test test-slow lint lint-docs architecture unit together alone slow slow-alone notebooks slow-notebooks browser test-gpu test-core gpu-check audit lock student refresh bench coverage format clean
+.PHONY: help setup lab docs test test-slow lint lint-docs architecture unit unit-browser together alone slow slow-alone notebooks slow-notebooks browser test-gpu test-core gpu-check audit lock student refresh bench coverage format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -64,7 +64,7 @@ lab: setup ## open JupyterLab on the start page of the course (ARGS=--no-browser
 docs: setup ## build the documentation as a site, build/docs/site/index.html; broken links are errors
 	$(BIN)/python docs/make_site.py $(ARGS)
 
-test: lint-docs unit notebooks browser ## all but what is slow (CI runs this, then test-slow)
+test: lint-docs unit-browser alone notebooks ## all but what is slow (CI runs this, then test-slow)
 	@echo "all of make test passed"
 
 test-slow: slow slow-alone slow-notebooks ## what judges statistics or takes minutes
@@ -84,6 +84,11 @@ architecture: ## print packages, files, circles and upward imports, and what bre
 	@$(if $(wildcard $(STAMP)),$(BIN)/python,$(PYTHON)) -m tests.architecture.rules
 
 unit: together alone ## library, process and documentation tests
+
+unit-browser: setup ## what may run beside others, and the browser, which half of the time waits: both at once
+	@mkdir -p build; $(MAKE) --no-print-directory browser > build/browser.log 2>&1 & browser=$$!; \
+	  $(MAKE) --no-print-directory together && unit=0 || unit=$$?; \
+	  wait $$browser && shown=0 || shown=$$?; cat build/browser.log; exit $$((unit || shown))
 
 together: setup ## of these, what may run beside others
 	$(PYTEST) -m "not gpu and not browser and not alone and not slow" $(if $(ARGS),,--ignore=tests/browser --ignore=tests/gpu) $(THREE) $(AGAIN) --durations=10 $(ARGS) $(CHOSEN)
