@@ -1,5 +1,6 @@
 """Dry runs of one rank among many: what is shared is shared, what is not is whole."""
 
+import functools
 import sys
 from typing import Any
 
@@ -11,18 +12,19 @@ from torch import Tensor, nn
 import workbench as wb
 from workbench.train.models import Gpt
 
-WEIGHTS = 4 * sum(weight.numel() for weight in Gpt(vocabulary=512, length=32, width=64, layers=4, heads=2).parameters())
+WEIGHTS = 4 * sum(weight.numel() for weight in Gpt(vocabulary=512, length=32, width=64, layers=2, heads=2).parameters())
 BATCH = torch.zeros(2, 33, dtype=torch.int64)
 
 
 def gpt() -> nn.Module:
-    return Gpt(vocabulary=512, length=32, width=64, layers=4, heads=2)
+    return Gpt(vocabulary=512, length=32, width=64, layers=2, heads=2)
 
 
 def loss(model: nn.Module, batch: Tensor) -> Tensor:
     return F.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
 
 
+@functools.cache
 def estimate(world_size: int, device: str = "cpu", **knobs: Any) -> wb.MemoryBreakdown:
     return wb.estimate_memory(gpt, BATCH, loss=loss, device=device, world_size=world_size, **knobs)
 
