@@ -318,15 +318,141 @@ def test_no_file_outside_is_written_by_a_link(tmp_path: Path, monkeypatch: pytes
     (path / name).unlink(missing_ok=True)
     (path / name).symlink_to(mine)
     monkeypatch.setattr(new_run.NewRun, "_start_guard", lambda self, info, environ, lock: None)
-    if name == run_directory.LOCK:
-        with pytest.raises(LaunchError, match="cannot be written to"):
-            wb.launch(resume=path)
-    elif name == "rank0.jsonl":
+    with pytest.raises(LaunchError, match=f"{name} is a symbolic link to .*/mine: a run that goes on would write there"):
+        wb.launch(resume=path)
+    if name == "rank0.jsonl":
         with pytest.raises(OSError, match="symbolic links"):
             run_directory.LineWriter(path / name)
-    else:
-        wb.launch(resume=path)
     assert mine.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    "name", [run_directory.CHECKPOINTS, run_directory.NEXT, run_directory.FINGERPRINTS, "run.json.guard.part", "attempts"]
+)
+def test_a_run_with_links_does_not_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Its guard writes into next.json, and its ranks write and delete checkpoints: through a link, those of somebody else."""
+    started = list[Any]()
+    monkeypatch.setattr(new_run.NewRun, "_start_guard", lambda self, info, environ, lock: started.append(info))
+    path = ended(tmp_path / "run", cwd=str(tmp_path))
+    mine = tmp_path / "mine"
+    if (path / name).exists():
+        (path / name).rename(mine)
+    else:
+        mine.mkdir()
+    (path / name).symlink_to(mine)
+    with pytest.raises(LaunchError, match=f"{name} is a symbolic link to {mine}: .* runs_dir="):
+        wb.launch(resume=path)
+    info = {
+        **run_directory.read_json(path / run_directory.RUN_JSON),
+        "outcome": None,
+        "rendezvous": {"nnodes": 2, "endpoint": "127.0.0.1:9"},
+    }
+    run_directory.write_json(path / run_directory.RUN_JSON, info)
+    with pytest.raises(LaunchError, match="is a symbolic link"):
+        nodes.join(path)
+    assert not started
+
+
+# --- to repeat a run, or to ask its task, is to execute, too
+
+
+def repeats(path: Path) -> dict[str, Callable[[], object]]:
+    """What executes the task that a run names, beside `launch(resume=…)` and `join`."""
+    return {
+        "replay": lambda: wb.replay(path, 1),
+        "sanity": lambda: wb.sanity(path),
+        "would_fit": lambda: wb.would_fit(path),
+        "what_changed": lambda: wb.what_changed(path, path.with_name("other")),
+    }
+
+
+def repeatable(by_hand: Make, **more: Any) -> Path:
+    """A run that could be repeated, and asked what would have fitted; and another, slower one."""
+    slow = by_hand(**more, outcome={"state": "finished", "seconds": 1.0}).steps(20, forward=0.5)
+    made = by_hand(**more, outcome={"state": "failed", "returncode": 1, "seconds": 1.0}).steps(20).losses(20)
+    slow.path.rename(slow.path.with_name("other"))
+    (made.path / run_directory.ERRORS).mkdir()
+    said = "OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 8.00 GiB of which 1.00 GiB is free."  # noqa: E501
+    record = {"rank": 0, "time_ns": 1, "kind": "oom", "message": said, "traceback": None, "consequence": False}
+    run_directory.write_json(made.path / run_directory.ERRORS / "rank0.json", record)
+    return made.path
+
+
+@pytest.mark.parametrize("call", ["replay", "sanity", "would_fit", "what_changed"])
+def test_code_that_came_with_a_run_is_not_executed_to_repeat_it(by_hand: Make, tmp_path: Path, call: str) -> None:
+    path = repeatable(by_hand, spec=wb.RunSpec(task=f"{tmp_path}/runs/001/evil.py:build", device="cpu", steps=20).to_json())
+    (path / "evil.py").write_text(f"open({str(tmp_path / 'executed')!r}, 'w')\ndef build(): pass\n")
+    with pytest.raises(LaunchError, match="inside its own run directory, where a launch never puts code"):
+        repeats(path)[call]()
+    assert not (tmp_path / "executed").exists()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
+@pytest.mark.parametrize("call", ["replay", "sanity", "would_fit", "what_changed"])
+def test_a_run_of_another_user_is_not_repeated(by_hand: Make, call: str) -> None:
+    path = repeatable(by_hand, spec=wb.RunSpec(task="text-gpt", device="cpu", steps=20).to_json())
+    os.chown(path, 12345, -1)
+    with pytest.raises(LaunchError, match="belongs to another user"):
+        repeats(path)[call]()
+
+
+def test_the_interpreter_of_a_run_directory_is_not_executed(by_hand: Make, tmp_path: Path) -> None:
+    path = repeatable(by_hand, command=[f"{tmp_path}/runs/001/python"])
+    (path / "python").symlink_to("/bin/true")
+    with pytest.raises(LaunchError, match=r"would run code from .*/001/python"):
+        wb.what_changed(path, path.with_name("other"))
+
+
+def test_comparing_two_runs_asks_no_repository(by_hand: Make, tmp_path: Path) -> None:
+    """git executes what the settings of a repository name, and a run names the folder."""
+    repository, mark = tmp_path / "repository", tmp_path / "executed"
+    repository.mkdir()
+    git = ["git", "-C", str(repository), "-c", "user.name=n", "-c", "user.email=e@e"]
+    for words in (["init", "-q"], ["commit", "-q", "--allow-empty", "-m", "x"], ["config", "core.fsmonitor", f"touch {mark}; false"]):
+        subprocess.run([*git, *words], check=True)
+    mark.unlink(missing_ok=True)
+    commit = subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
+    path = repeatable(by_hand, cwd=str(repository), git={"commit": commit, "dirty": False}, spec=wb.RunSpec(task="t.py:build").to_json())
+    found = wb.what_changed(path, path.with_name("other"), rerun=False)
+    assert found.kind == "not run"
+    assert not mark.exists()
+    subprocess.run([*git, "status"], check=True, capture_output=True)
+    assert mark.exists()  # it would have
+
+
+# --- values of other types
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("exits", "x"), ("exits", {"x": 1}), ("exits", {"0": "x"}), ("stopped_ns", {}), ("seconds", {}), ("seconds", "x"), ("nodes", {"1": 5}),
+     ("kernel", [1]), ("kernel", "x"), ("oom_kills", "x"), ("memory_limit", []), ("error", "x"), ("clocks", {"0": None})],
+)  # fmt: skip
+def test_an_outcome_of_other_types_is_damage(by_hand: Make, name: str, value: Any) -> None:
+    with pytest.raises(DamagedRunError, match=f"the {name} of its outcome is "):
+        Run.load(by_hand(outcome={"state": "failed", "seconds": 1.0, name: value}).path)
+
+
+@pytest.mark.parametrize("layout", [5, {"nproc_per_node": "x"}, {"micro_batch": None}])
+def test_a_layout_of_other_types_is_damage(by_hand: Make, layout: Any) -> None:
+    with pytest.raises(DamagedRunError, match="its layout is "):
+        Run.load(by_hand(layout=layout).path)
+
+
+def test_what_an_outcome_says_of_an_error_and_of_machines_is_taken_as_far_as_it_is_sound(by_hand: Make) -> None:
+    error = {"rank": [], "kind": 7, "message": "boom", "memory": {"a": 1}, "b": 2}
+    made = by_hand(outcome={"state": "failed", "seconds": 1.0, "error": error})
+    assert str(Run.load(made.path).error) == "boom"
+    made = by_hand(outcome={"state": "failed", "seconds": 1.0, "nodes": {"1": {"state": "silent"}, "2": {}}})
+    for node, text in (("x", "{}"), ("1", '{"ranks": 5}'), ("2", "[]")):
+        (made.path / run_directory.NODES / node).mkdir(parents=True)
+        (made.path / run_directory.NODES / node / run_directory.NODE_JSON).write_text(text)
+    (made.path / "logs" / "none" / "attempt_0" / "x").mkdir(parents=True)
+    (made.path / "logs" / "none" / "attempt_0" / "x" / "stdout.log").write_text("words")
+    run = Run.load(made.path)
+    assert "machine 1 (None) died or was cut off" in str(run.error)
+    assert run.summary
+    assert run.logs() == ""
 
 
 def test_what_is_no_run_is_not_resumed() -> None:

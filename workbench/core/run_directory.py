@@ -155,6 +155,17 @@ _INFO: Mapping[str, tuple[type | tuple[type, ...], str]] = {
     "spec": (dict, "an object"),
 }
 _OPTIONAL = ("begun", "seconds_before")
+_OUTCOME: Mapping[str, tuple[type | tuple[type, ...], type | tuple[type, ...]]] = {
+    "seconds": ((int, float), object),
+    **dict.fromkeys(("returncode", "stopped_ns", "oom_kills", "memory_limit", "cause"), (int, object)),
+    **dict.fromkeys(("exits", "clocks"), (dict, int)),
+    "nodes": (dict, dict),
+    "kernel": (list, str),
+    "error": (dict, object),
+}
+"""Of an outcome: the type of each value that is there, and of what is in it."""
+_OF_LAYOUT = ("nproc_per_node", "micro_batch", "accumulation")
+"""Numbers of the layout with which a run went on after ranks were lost."""
 
 
 def _is_id(text: str) -> bool:
@@ -168,9 +179,17 @@ def check_info(path: Path, info: Mapping[str, Any]) -> None:
     Raises:
         DamagedRunError: one is missing, or is not of its type.
     """
-    outcome = info.get("outcome")
+    outcome, layout = info.get("outcome"), info.get("layout")
     if outcome is not None and not (isinstance(outcome, dict) and outcome.get("state") in STATES):
         raise DamagedRunError(f"{path} is damaged: its outcome has no state: {short(outcome)}")
+    for name, (kinds, inside) in _OUTCOME.items():
+        value = (outcome or {}).get(name)
+        parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+        numbered = name != "exits" or all(map(str.isdecimal, value or ()))
+        if value is not None and not (isinstance(value, kinds) and all(isinstance(part, inside) for part in parts) and numbered):
+            raise DamagedRunError(f"{path} is damaged: the {name} of its outcome is {short(value)}")
+    if layout is not None and not (isinstance(layout, dict) and all(isinstance(layout.get(name, 1), int) for name in _OF_LAYOUT)):
+        raise DamagedRunError(f"{path} is damaged: its layout is {short(layout)}")
     for name, (kind, expected) in _INFO.items():
         if name not in info and name not in _OPTIONAL:
             raise DamagedRunError(f"{path} is damaged: it has no {name}")
@@ -218,12 +237,15 @@ def free_reserve(run_dir: Path) -> None:
 
 def log_files(run_dir: Path) -> list[tuple[Path, int]]:
     """The files with what the ranks of a launch printed, each with its rank. torchrun names them by the local rank."""
-    logs = [(path, int(path.parent.name)) for path in sorted(run_dir.glob(f"{LOGS}/*/attempt_*/*/std*.log"))]
+    found = sorted(run_dir.glob(f"{LOGS}/*/attempt_*/*/std*.log"))
+    logs = [(path, int(path.parent.name)) for path in found if path.parent.name.isdecimal()]
     if not (run_dir / NODES).exists():
         return logs
     for folder in sorted((run_dir / NODES).iterdir()):
         with contextlib.suppress(DamagedRunError):  # a machine that has not said anything yet
-            ranks = read_json(folder / NODE_JSON)["ranks"]
+            ranks = read_json(folder / NODE_JSON).get("ranks")
+            if not (isinstance(ranks, dict) and all(isinstance(rank, int) for rank in ranks.values())):
+                continue
             if folder.name == "0":
                 logs = [(path, ranks.get(str(local), local)) for path, local in logs]
                 continue

@@ -218,8 +218,10 @@ def read_manifest(storage: Storage) -> Manifest | None:
         raise ManifestError(f"{where} is wrong: its shards have {sum(s.count for s in manifest.shards):,} samples, not {manifest.count:,}")
     for shard in manifest.shards:
         storage.path(shard.name)  # raises where a name leads out of the folder
-        if not shard.name or "." in shard.name.split("/"):
-            raise ManifestError(f"{where} is wrong: {shard.name!r} is not the name of a shard")
+        if "/" in shard.name or shard.name in ("", ".", MANIFEST, INDEX):  # below a link there may be anything
+            raise ManifestError(f"{where} is wrong: {shard.name!r:.90} is not the name of a shard")
+        if shard.count < 0 or shard.bytes < 0:
+            raise ManifestError(f"{where} is wrong: {shard.name!r:.90} has {shard.count:,} samples and {shard.bytes:,} bytes")
     return manifest
 
 
@@ -244,8 +246,8 @@ def load_index(storage: Storage, kind: str, names: Sequence[str] | None = None) 
             f"{where} is not the index that {MANIFEST} describes: one of them is damaged, or of another dataset; restore both"
         )
     arrays = unpacked(data, where)
-    if len(arrays["ends"]) != manifest.count + 1:
-        raise ManifestError(f"{where} has {len(arrays['ends']) - 1:,} samples, and {MANIFEST} {manifest.count:,}")
+    if wrong := _wrong_in_index(arrays, manifest):
+        raise ManifestError(f"{where} does not describe the samples of {MANIFEST}: {wrong}")
     shards = list(manifest.shards)
     edges = np.cumsum([0, *(shard.count for shard in shards)], dtype=np.int64)
     keys = Strings.of(arrays["keys"], arrays["ends"])
@@ -267,6 +269,28 @@ def load_index(storage: Storage, kind: str, names: Sequence[str] | None = None) 
         lengths=arrays["lengths"][chosen],
         crcs=arrays["crcs"][chosen],
     )
+
+
+def _wrong_in_index(arrays: Mapping[str, Array], manifest: Manifest) -> str:
+    """Which array of an index has not the form that its readers rely on; "" = none."""
+    count, fields = manifest.count, len(manifest.schema)
+    for name, kind in {"keys": np.uint8, "ends": np.int64, "offsets": np.int64, "lengths": np.int64, "crcs": np.uint32}.items():
+        if name not in arrays:
+            return f"it has no {name}"
+        if arrays[name].dtype != kind or arrays[name].ndim != (1 if name in ("keys", "ends") else 2):
+            return f"its {name} are of another type"
+    keys, ends, offsets, lengths, crcs = (arrays[name] for name in ("keys", "ends", "offsets", "lengths", "crcs"))
+    columns = {"tar": fields, "tfrecord": 2}.get(manifest.format, 0)
+    if len(ends) != count + 1 or offsets.shape != (count, columns) or lengths.shape != (count, fields) or crcs.shape != (count, fields):
+        return f"it has {len(ends) - 1:,} samples, and the manifest {count:,}, or other fields"
+    if ends[0] or ends[-1] != len(keys) or (np.diff(ends) < 0).any():
+        return "its keys overlap"
+    sizes = np.repeat([shard.bytes for shard in manifest.shards], [shard.count for shard in manifest.shards])[:, None]
+    if (offsets < 0).any() or (offsets > sizes).any() or (lengths < -1).any():
+        return "a field lies outside of its shard"
+    if manifest.format == "tar" and (lengths > sizes - offsets).any():
+        return "a field is longer than its shard"
+    return ""
 
 
 def check_sample(sample: Mapping[str, Any], crcs: Sequence[int], lengths: Sequence[int], fields: Iterable[str], what: str) -> str:

@@ -241,6 +241,17 @@ def schema_of(samples: Iterable[Mapping[str, Any]]) -> dict[str, str]:
     return schema
 
 
+def stored_schema(value: object) -> dict[str, str]:
+    """Field → kind, as a file says it.
+
+    Raises:
+        ValueError: it says something else.
+    """
+    if not isinstance(value, dict) or not all(kind in KINDS for kind in value.values()):
+        raise ValueError(f"its schema is {shown(value):.90}: expected the kind of each field")
+    return value
+
+
 class Strings(Sequence[str]):
     """Many texts in two arrays: small, and not copied into each forked worker when they are looked at, as a list of texts would be."""
 

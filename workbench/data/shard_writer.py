@@ -28,18 +28,7 @@ from workbench.core.progress import ProgressLine
 from workbench.data import sample as samples
 from workbench.data.adapters import IterableSource, as_source, open_source
 from workbench.data.formats import extension, writer
-from workbench.data.manifest import (
-    INDEX,
-    MANIFEST,
-    Array,
-    Manifest,
-    Shard,
-    dataset_digest,
-    merge,
-    packed,
-    read_manifest,
-    unpacked,
-)
+from workbench.data.manifest import INDEX, MANIFEST, Array, Manifest, Shard, dataset_digest, merge, packed, read_manifest, unpacked
 from workbench.data.sample import KEY, NameCollisionError, Sample, Strings, checked_key, digest, encode, kind_of, plain, schema_of
 from workbench.data.shard_file import Written
 from workbench.data.shard_plan import TARGET, ShardPlan, check_space, plan_shards, shuffled
@@ -163,7 +152,8 @@ def _rows(done: Written) -> dict[str, Array]:
 
 def _write_whole(path: Path, data: bytes) -> None:
     part = path.with_name(f"{path.name}.part")
-    with open(part, "wb") as file:
+    part.unlink(missing_ok=True)  # of a writer that was killed; or a link, which would lead elsewhere
+    with open(part, "xb") as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
@@ -455,8 +445,12 @@ def _locked(root: Path) -> Iterator[None]:
 
     Raises:
         WriterBusyError: one does.
+        UnsafeNameError: the folder has links in the place of the writer's own files.
     """
     (root / WORK).mkdir(exist_ok=True)
+    for place in (root / WORK, root / WORK / LOCK, root / WORK / PLAN):
+        if place.is_symlink():
+            raise samples.UnsafeNameError(f"{place} is a symbolic link, which a writer would follow out of the folder: remove it")
     with open(root / WORK / LOCK, "w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -15,6 +15,7 @@ from workbench.diagnosis.analysis.sanity import CHECKS, Check, SanityReport
 from workbench.diagnosis.analysis.step_replay import StepReplay, first_bad_step
 from workbench.diagnosis.api import BUDGET, check_budget
 from workbench.runs.launch.experiments import run_recording
+from workbench.runs.launch.resume import refuse_code_of_others
 from workbench.runs.restarts import present_spec
 from workbench.runs.run import Run
 from workbench.runs.spec import RunSpec, ScriptSpec, spec_from_json
@@ -59,6 +60,7 @@ def sanity(
     if isinstance(given, Run):
         if isinstance(given.spec, ScriptSpec):
             raise ValueError(f"sanity({given!r}): it is the run of a script; {_TARGET.script}")
+        refuse_code_of_others(given)
         given = given.spec
     from workbench.diagnosis.measure import checked_training
     from workbench.diagnosis.measure.sanity import check as make_checks
@@ -196,6 +198,7 @@ def replay(run: Run | str | os.PathLike[str], step: int | None = None, *, budget
 
     Raises:
         ValueError: it is the run of a script, has no such step, or the step cannot be reached in time.
+        LaunchError: the directory is another user's, or has the code in it: it would be executed as you.
     """
     check_budget(budget_s)
     run = run if isinstance(run, Run) else Run.load(run)
@@ -218,6 +221,7 @@ def replay(run: Run | str | os.PathLike[str], step: int | None = None, *, budget
         raise ValueError(f"replay({run!r}, step={step}): it has taken {max(losses, default=0)} steps, counted from 1")
     from workbench.diagnosis.measure import step_replay as measure
 
+    refuse_code_of_others(run)
     info = run_directory.read_json(run.path / run_directory.RUN_JSON)
     if run.restarts and step > (run.restarts[-1].goes_on_from or 0):
         spec = cast(RunSpec, spec_from_json(present_spec(info)))  # with the ranks that were left

@@ -19,6 +19,7 @@ from workbench.diagnosis.swaps import Swaps, brought, lost, swaps_of
 from workbench.runs.launch import worktrees
 from workbench.runs.launch.launch import check
 from workbench.runs.launch.new_run import LaunchError
+from workbench.runs.launch.resume import refuse_code_of_others
 from workbench.runs.run import ACTIVE, Run
 from workbench.runs.spec import RunSpec, ScriptSpec, SpecError
 from workbench.runs.target import read_spec
@@ -60,7 +61,7 @@ def what_changed(
             returned.
         also: further differences, by name: the environment variables with which run A had it, and those with which run B had it. So
             `{"numpy": ({"PYTHONPATH": "/old"}, {"PYTHONPATH": "/new"})}` tries a package in two folders, and the same goes for data.
-        rerun: False = only compare what was recorded.
+        rerun: False = only compare what was recorded; nothing is executed then, git neither.
         runs_dir: where the trainings' run directories go; None = they are deleted.
 
     Raises:
@@ -70,7 +71,8 @@ def what_changed(
     check_budget(budget_s)
     runs = (_ended(run_a), _ended(run_b))
     also = _checked(also or {})
-    swaps = swaps_of(*runs, also)
+    own = all(run.path.stat().st_uid == os.getuid() for run in runs)
+    swaps = swaps_of(*runs, also, ask_git=rerun and own)
     _check_steps(runs, of)
     what = measured(runs, of)
     blocks = tuple(_blocks(run, name, what) for run, name in zip(runs, "AB", strict=True))
@@ -93,6 +95,7 @@ def what_changed(
         if run.path.stat().st_uid != os.getuid():
             text = f"{run.path} belongs to another user: trainings would execute what it names, as you"
             raise LaunchError(f"{text}; compare without them: what_changed(…, rerun=False), or copy it if you trust it")
+        refuse_code_of_others(run)
     try:
         if isinstance(runs[0].spec, RunSpec) and swaps.base.code == Code(Path.cwd(), Path.cwd()):
             check(runs[0].spec)

@@ -36,13 +36,14 @@ class Swaps:
     """What the reader should know."""
 
 
-def swaps_of(a: Run, b: Run, also: Mapping[str, tuple[Mapping[str, str], Mapping[str, str]]]) -> Swaps:
+def swaps_of(a: Run, b: Run, also: Mapping[str, tuple[Mapping[str, str], Mapping[str, str]]], *, ask_git: bool = True) -> Swaps:
     """The differences of two runs.
 
     Args:
         a: the run that is repeated.
         b: the run whose differences are put into it.
         also: name of a further difference → the environment variables with which run A and run B have it.
+        ask_git: whether the code is there still. False for runs of others: git executes what the settings of a repository name.
     """
     infos = [run_directory.read_json(run.path / run_directory.RUN_JSON) for run in (a, b)]
     folder, variables, python = surroundings_of(infos[0], a.spec)
@@ -77,7 +78,7 @@ def swaps_of(a: Run, b: Run, also: Mapping[str, tuple[Mapping[str, str], Mapping
     if python and other and python != other:
         there = Path(other).exists() and Path(python).exists()
         add("environment", "python", (python, other), Change(name="python", python=other) if there else None, "" if there else "it is gone")
-    code, of_code, why_not = _code(a, b, infos)
+    code, of_code, why_not = _code(a, b, infos, ask_git)
     if not of_code and why_not:
         notes.append(f"code: {why_not}")
     for section, name, values in differences((a, b)):
@@ -121,12 +122,12 @@ def knob_groups(a: Spec, b: Spec) -> list[list[str]]:
     return groups
 
 
-def _code(a: Run, b: Run, infos: Sequence[Mapping[str, Any]]) -> tuple[Code | None, Change | None, str]:
+def _code(a: Run, b: Run, infos: Sequence[Mapping[str, Any]], ask_git: bool) -> tuple[Code | None, Change | None, str]:
     """The code of run A, the change to that of run B, and why there is none where the two differ."""
     sides, whys, states = [], [], []
     for run, info in zip((a, b), infos, strict=True):
         state = provenance(run)["git"]
-        code, why = _code_of(run, info, state)
+        code, why = _code_of(run, info, state, ask_git)
         sides.append(code)
         whys.append(why)
         states.append({name: state.get(name) for name in ("commit", "dirty", "changes")})
@@ -140,17 +141,19 @@ def _code(a: Run, b: Run, infos: Sequence[Mapping[str, Any]]) -> tuple[Code | No
     return sides[0] or sides[1], None, f"that of run {'A' if sides[0] is None else 'B'} cannot be had: {whys[0] or whys[1]}"
 
 
-def _code_of(run: Run, info: Mapping[str, Any], state: Mapping[str, Any]) -> tuple[Code | None, str]:
+def _code_of(run: Run, info: Mapping[str, Any], state: Mapping[str, Any], ask_git: bool) -> tuple[Code | None, str]:
     """The code that a run had, or why it cannot be had."""
     folder = Path(info.get("cwd") or ".")
     source = Path(run.spec.script).parent if isinstance(run.spec, ScriptSpec) else folder
     if not folder.is_dir():
         return None, f"its folder {folder} is gone"
     commit = state.get("commit")
-    if not commit or worktrees.is_as_recorded(source, dict(state)):
+    if not commit or (ask_git and worktrees.is_as_recorded(source, dict(state))):
         return Code(folder, source), ""
     if state.get("dirty"):
         return None, "it had changes that were not committed"
+    if not ask_git:
+        return Code(folder, source, str(commit)), ""
     try:
         return Code(folder, source, worktrees.commit_of(source, str(commit))), ""
     except worktrees.GitError as error:

@@ -12,6 +12,7 @@ from workbench.memory.analysis.fit import MARGIN
 from workbench.memory.analysis.whatif import MaxMicroBatch, MemoryLadder, changes_in_words, needed
 from workbench.memory.ladder import memory_ladder
 from workbench.memory.max_micro_batch import max_micro_batch
+from workbench.runs.launch.resume import refuse_code_of_others
 from workbench.runs.out_of_memory import HOST, OutOfMemory
 from workbench.runs.run import Run
 from workbench.runs.spec import AUTO, RunSpec
@@ -115,6 +116,7 @@ def would_fit(run: Run | str | os.PathLike[str], *, margin: float = MARGIN) -> W
 
     Raises:
         ValueError: it is a script's, did not run out of memory, or the memory that it had is not known; or its task cannot be estimated.
+        LaunchError: the directory is another user's, or has the code in it: its task would be executed as you.
     """
     if not isinstance(run, Run | str | os.PathLike):
         instead = " Of a spec: wb.max_micro_batch(spec, …)." if isinstance(run, RunSpec) else ""
@@ -135,6 +137,7 @@ def would_fit(run: Run | str | os.PathLike[str], *, margin: float = MARGIN) -> W
             f"would_fit({run!r}): its micro_batch was chosen when it started, and its first lines say which (run.logs(0)). What fits: "
             "wb.memory_ladder(run.spec.replace(micro_batch=…), device, capacity=bytes_per_rank)"
         )
+    refuse_code_of_others(run)  # its task is imported to be estimated
     spec, gpu = run.spec, _gpu_of(run, failure.rank or 0)
     if reason.device == HOST and (gpu or spec.device == "cuda"):
         raise ValueError(

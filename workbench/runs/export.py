@@ -109,7 +109,9 @@ def _tensorboard(run: Run, folder: Path, rows: Rows, mine: State, ended: bool) -
     writers = _package("tensorboard.summary.writer.event_file_writer", "tensorboard")
     event, summary = (_package(f"tensorboard.compat.proto.{name}", "tensorboard") for name in ("event_pb2", "summary_pb2"))
     text = _package("tensorboard.plugins.text.summary_v2", "tensorboard")
-    writer = writers.EventFileWriter(str(folder / "".join(c if c.isalnum() or c in "-_." else "-" for c in f"{run.name}-{run.id[:8]}")))
+    writer = writers.EventFileWriter(
+        str(folder / "".join(c if c.isalnum() or c in "-_." else "-" for c in f"{run.name[:80]}-{run.id[:8]}"))
+    )
     try:
         if "begun" not in mine:
             mine["begun"] = True
@@ -146,7 +148,13 @@ def _wandb(run: Run, folder: Path, rows: Rows, mine: State, ended: bool) -> None
     wandb = _package("wandb", "wandb")
     quiet = {"mode": "offline", "disable_git": True, "console": "off", "silent": True, "x_disable_stats": True, "x_disable_meta": True}
     settings = wandb.Settings(**{name: value for name, value in quiet.items() if name in getattr(wandb.Settings, "model_fields", quiet)})
-    words = {"project": "workbench", "id": run.id[:32], "name": run.name, "config": run.spec.to_json(), "dir": str(folder)}
+    words = {
+        "project": "workbench",
+        "id": re.sub(r"[^\w-]", "-", run.id, flags=re.ASCII)[:32],
+        "name": run.name,
+        "config": run.spec.to_json(),
+        "dir": str(folder),
+    }
     alone = wandb.run is None
     with contextlib.closing(_Finished(wandb.init(settings=settings, **words))) as made:
         for step, _, values in rows:

@@ -9,7 +9,7 @@ import re
 import time
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,6 +47,25 @@ class Failure:
     def of_launcher(cls, message: str) -> "Failure":
         """A failure that no rank recorded, such as a run that was stopped."""
         return cls(rank=None, kind="launcher", message=message, traceback=None, hint=None)
+
+    @classmethod
+    def from_outcome(cls, value: Mapping[str, Any]) -> "Failure":
+        """As the outcome of a run of a sweep has it; what is not of its type is left out."""
+        text = {name: each if isinstance(each := value.get(name), str) else None for name in ("kind", "message", "traceback", "hint")}
+        rank, memory = value.get("rank"), value.get("memory")
+        made = cls(
+            rank=rank if isinstance(rank, int) else None,
+            kind=text["kind"] or "launcher",
+            message=text["message"] or "",
+            traceback=text["traceback"],
+            hint=text["hint"],
+        )
+        if isinstance(memory, Mapping):
+            from workbench.runs.out_of_memory import OutOfMemory
+
+            with contextlib.suppress(ValueError, TypeError):
+                return replace(made, memory=OutOfMemory.from_json(memory))
+        return made
 
     def __post_init__(self) -> None:
         if isinstance(self.memory, Mapping):  # as it stands in JSON

@@ -226,7 +226,7 @@ def _early_leavers(suspects: list[_Suspect], deaths: Mapping[int, int]) -> list[
 
 def _lost_machine(suspects: list[_Suspect], outcome: Mapping[str, Any]) -> Failure | None:
     """The machine that stopped sending heartbeats, or never joined, where no rank failed by itself."""
-    nodes = {rank: node for rank, node in (outcome.get("nodes") or {}).items() if node["state"] in ("silent", "absent")}
+    nodes = {rank: node for rank, node in (outcome.get("nodes") or {}).items() if node.get("state") in ("silent", "absent")}
     if not nodes or any(suspect.tier < 2 for suspect in suspects):
         return None
     rank, node = next(iter(nodes.items()))
@@ -237,7 +237,7 @@ def _lost_machine(suspects: list[_Suspect], outcome: Mapping[str, Any]) -> Failu
     return Failure(
         rank=None,
         kind="node",
-        message=f"machine {rank} ({node['name']}) died or was cut off: its guard has not been heard of any more{effect}",
+        message=f"machine {rank} ({node.get('name')}) died or was cut off: its guard has not been heard of any more{effect}",
         traceback=victim.failure.traceback if victim else None,
         hint="Is it up, and does it reach the shared file system? A job of Slurm goes on by itself, on others: Slurm(requeue=True) with "
         "checkpoint_every=.",

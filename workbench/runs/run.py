@@ -172,7 +172,7 @@ class Run(NearestAttribute):
         if self.state in (*ACTIVE, "finished", "stopped"):
             return None
         if self._outcome is not None and self._outcome.get("error"):  # one of a sweep that failed while the launch went on
-            return self._with_advice(Failure(**self._outcome["error"]))
+            return self._with_advice(Failure.from_outcome(self._outcome["error"]))
         failure = first_failure(self._launch_dir, self._outcome or {"state": self.state})
         return failure and self._with_advice(failure)
 
@@ -286,8 +286,8 @@ class Run(NearestAttribute):
     @property
     def nodes(self) -> list[dict[str, Any]]:
         """The machines that have joined so far, of a run on several: the last status of each (name, ranks by local rank, outcome)."""
-        files = sorted(self.path.glob(f"{NODES}/*/{run_directory.NODE_JSON}"), key=lambda path: int(path.parent.name))
-        return [run_directory.read_json(path) for path in files]
+        files = [path for path in self.path.glob(f"{NODES}/*/{run_directory.NODE_JSON}") if path.parent.name.isdecimal()]
+        return [run_directory.read_json(path) for path in sorted(files, key=lambda path: int(path.parent.name))]
 
     # --- what it has measured
 

@@ -86,6 +86,8 @@ def _unpacked(packed: dict[str, Any]) -> dict[str, Any]:
         "numpy": [_tensor(keys, np.uint32), *rest],
         "python": [version, _tensor(numbers, np.uint32), next_gauss],
     }
+    if (len(state["torch"]), len(state["numpy"][0]), len(state["python"][1])) != (len(torch.get_rng_state()), 624, 625):
+        raise ValueError("random numbers of another length than their generators take")
     return state if packed["cuda"] is None else state | {"cuda": _tensor(packed["cuda"], np.uint8)}
 
 
@@ -99,11 +101,16 @@ def _tensor(text: str, kind: Any) -> torch.Tensor:
 
 
 def read_ring(path: Path) -> dict[int, dict[str, Any]]:
-    """What is known of a rank's last steps, by step; empty = nothing. Random numbers as `restore_random_state` takes them."""
+    """What is known of a rank's last steps, by step; empty = nothing, or the file is damaged. Random numbers as `restore_random_state`
+    takes them.
+    """
     if not path.exists():
         return {}
-    rows = run_directory.read_json(path)["steps"]
-    for row in rows:
-        if packed := row.get("random"):
-            row["random"] = _unpacked(packed)
-    return {row["step"]: row for row in rows}
+    try:
+        rows = run_directory.read_json(path)["steps"]
+        for row in rows:
+            if packed := row.get("random"):
+                row["random"] = _unpacked(packed)
+        return {int(row["step"]): row for row in rows}
+    except (LookupError, TypeError, ValueError, AttributeError):  # damaged: then the run is repeated without it
+        return {}

@@ -17,7 +17,7 @@ import numpy as np
 from workbench.core import units
 from workbench.data.formats.library import LibrarySource
 from workbench.data.manifest import Rows
-from workbench.data.sample import KEY, Sample, decode, encode
+from workbench.data.sample import KEY, Sample, UnsafeNameError, decode, encode
 from workbench.data.shard_file import Written, noted, written
 from workbench.data.storage import Storage, need
 
@@ -135,7 +135,8 @@ class Hdf5Source(ColumnSource):
     """Samples in HDF5 files: each dataset in the root of a file is a field.
 
     Contiguous datasets are mapped into memory past the library. Where others' datasets are chunked or compressed, opening the file warns
-    if a sample read at random costs the whole chunk of many.
+    if a sample read at random costs the whole chunk of many. A field that is a link to another file, or whose values lie in other files
+    (HDF5 can name any path for both), is refused: `UnsafeNameError`.
     """
 
     format = "hdf5"
@@ -158,9 +159,19 @@ class Hdf5Source(ColumnSource):
         import h5py
 
         columns: dict[str, Any] = {}
-        for field, dataset in file.items():
+        for field in file:
+            link = file.get(field, getlink=True)  # before it is followed
+            if isinstance(link, h5py.ExternalLink):
+                raise self._elsewhere(name, field, f"is a link to the file {link.filename!r:.90}")
+            dataset = file.get(field)
             if not isinstance(dataset, h5py.Dataset) or not dataset.ndim:
                 continue
+            if dataset.file.id != file.id:  # a link inside of the file, to a link out of it
+                raise self._elsewhere(name, field, f"is in the file {dataset.file.filename!r:.90}")
+            parts = dataset.virtual_sources() if dataset.is_virtual else ()
+            others = [path for path, _, _ in dataset.external or ()] + [part.file_name for part in parts if part.file_name != "."]
+            if others:
+                raise self._elsewhere(name, field, f"has its values in the file {others[0]!r:.90}")
             offset = None if dataset.chunks or dataset.dtype.hasobject else dataset.id.get_offset()
             if offset is None or dataset.size == 0:
                 columns[field] = dataset if dataset.size else dataset[()]
@@ -170,6 +181,12 @@ class Hdf5Source(ColumnSource):
             else:
                 columns[field] = _RemoteRows(self.storage, name, offset, dataset.dtype, dataset.shape)
         return columns
+
+    def _elsewhere(self, name: str, field: str, where: str) -> UnsafeNameError:
+        return UnsafeNameError(
+            f"{self.storage.path(name)}: the field {field!r:.60} {where}, which is not read: a file may name any path there. If it is "
+            "yours, copy the values into one file: h5repack, or h5py's create_dataset"
+        )
 
     def _warn(self, name: str, field: str, dataset: Any) -> None:
         rows = dataset.chunks[0] if dataset.chunks else 1

@@ -131,16 +131,17 @@ class IndexedSource(Source):
             return
         buffer = bytearray(PIECE)
         for first, last, part in pieces:
-            if part.length > len(buffer):
-                buffer = bytearray(part.length)
             try:
                 descriptor = self.storage.descriptor(part.name)
             except DataMissingError as error:
                 yield from (error for _ in range(first, last))
                 continue
-            view = memoryview(buffer)[: part.length]
+            length = max(0, min(part.length, os.fstat(descriptor).st_size - part.offset))  # what is there, whatever an index says
+            if length > len(buffer):
+                buffer = bytearray(length)
+            view = memoryview(buffer)[:length]
             done = 0
-            while done < part.length and (more := os.preadv(descriptor, [view[done:]], part.offset + done)):
+            while done < length and (more := os.preadv(descriptor, [view[done:]], part.offset + done)):
                 done += more
             yield from self._parse(first, last, view[:done], part.offset)
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import struct
 import tokenize
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
@@ -9,7 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from workbench.data.manifest import Index, check_sample, load_index
-from workbench.data.sample import CorruptSampleError, Sample
+from workbench.data.sample import CorruptSampleError, Sample, UnsafeNameError
 from workbench.data.source import Damage, OnError, Source, corrupt
 from workbench.data.storage import DataMissingError, Storage, need
 
@@ -25,7 +26,7 @@ class LibrarySource(Source):
     endings: ClassVar[tuple[str, ...]] = ()
     local_only: ClassVar[bool] = False
     damage: ClassVar[tuple[type[Exception], ...]] = (
-        OSError, ValueError, KeyError, IndexError, RuntimeError, SyntaxError, tokenize.TokenError,
+        OSError, ValueError, KeyError, IndexError, RuntimeError, OverflowError, SyntaxError, tokenize.TokenError, struct.error,
     )  # fmt: skip
     """What the library raises for damaged files."""
 
@@ -105,7 +106,7 @@ class LibrarySource(Source):
         """Something that is done with a handle; what the library raises becomes damage of the shard."""
         try:
             return call(self.handle(shard), *arguments)
-        except (CorruptSampleError, DataMissingError):
+        except (CorruptSampleError, DataMissingError, UnsafeNameError):
             raise
         except self.damage as error:
             said = str(error).splitlines()[0] if str(error) else type(error).__name__

@@ -12,7 +12,7 @@ from typing import Any
 
 from workbench.data.formats.library import LibrarySource
 from workbench.data.manifest import Rows
-from workbench.data.sample import KEY, CorruptSampleError, Sample, decode, encode
+from workbench.data.sample import KEY, CorruptSampleError, Sample, decode, encode, stored_schema
 from workbench.data.shard_file import Written, written
 from workbench.data.storage import need
 
@@ -42,7 +42,8 @@ class LmdbSource(LibrarySource):
             raise CorruptSampleError(f"{self.storage.path(name)} has {size:,} bytes of {last:,}: it is truncated; restore it")
         with environment.begin(buffers=False) as transaction:
             meta = transaction.get(META)
-            fields = json.loads(meta)["schema"] if meta is not None else None
+            about = json.loads(meta) if meta is not None else {}
+            fields = stored_schema(about.get("schema") if isinstance(about, dict) else about) if meta is not None else None
             keys = None if fields is not None else list(transaction.cursor().iternext(values=False))
         return environment, fields, keys
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from workbench.data.formats.library import LibrarySource
 from workbench.data.manifest import Rows
-from workbench.data.sample import KEY, PICTURES, Sample, decode, encode, plain
+from workbench.data.sample import KEY, PICTURES, Sample, decode, encode, plain, stored_schema
 from workbench.data.shard_file import Written, noted, written
 from workbench.data.storage import need
 
@@ -68,7 +68,7 @@ class TableSource(LibrarySource):
     def _kinds(schema: Any) -> dict[str, str]:
         """Field → kind, as our writer noted it; empty for others' files."""
         about = (schema.metadata or {}).get(META)
-        return {KEY: "str", **json.loads(about)} if about else {}
+        return {KEY: "str", **stored_schema(json.loads(about))} if about else {}
 
 
 class ParquetSource(TableSource):
@@ -140,10 +140,15 @@ class ArrowSource(TableSource):
             "firsts": list(itertools.accumulate((batch.num_rows for batch in batches), initial=0)),
             "kinds": self._kinds(reader.schema),
             "columns": {},
+            "sound": set(),
         }
 
     def _group(self, handle: Any, group: int) -> Any:
-        return handle["batches"][group]
+        batch = handle["batches"][group]
+        if group not in handle["sound"]:
+            batch.validate(full=True)  # pyarrow itself follows any offset, beyond the end of the file and of the process's memory
+            handle["sound"].add(group)
+        return batch
 
     def _get(self, handle: Any, rows: Sequence[int], base: int) -> list[Sample]:
         if len(rows) > 8:
@@ -163,7 +168,7 @@ class ArrowSource(TableSource):
 
     def _columns(self, handle: Any, group: int) -> list[tuple[str, Callable[[int], Any]]]:
         """Name of each column of a record batch, and what gives its value in a row."""
-        batch = handle["batches"][group]
+        batch = self._group(handle, group)
         return [(name, _rows_of(batch.column(name), handle["kinds"].get(name))) for name in batch.schema.names]
 
     def _shut(self, handle: Any) -> None:

@@ -86,6 +86,8 @@ def _varint(data: memoryview, at: int) -> tuple[int, int]:
         if byte < 0x80:
             return value, at
         shift += 7
+        if shift >= 70:
+            raise CorruptSampleError("a number in the Example has more than 64 bits")
 
 
 def _fields(data: memoryview) -> Iterator[tuple[int, Any]]:

@@ -20,7 +20,7 @@ from workbench.runs.entrypoints import spec_entrypoint, watchdog
 from workbench.runs.launch import environment
 from workbench.runs.launch.new_run import GRACE, LaunchError, open_lock
 from workbench.runs.launch.rendezvous import Rendezvous, free_endpoint
-from workbench.runs.launch.resume import archive_attempt, attempts, refuse_foreign
+from workbench.runs.launch.resume import archive_attempt, attempts, refuse_foreign, refuse_links
 from workbench.runs.run import Run
 from workbench.runs.spec import Spec, spec_from_json
 
@@ -44,6 +44,7 @@ def join(run_dir: str | os.PathLike[str]) -> int:
     if info["outcome"]:
         raise LaunchError(f"{run!r} has ended ({run.state}): nobody can join it any more")
     refuse_foreign(run)
+    refuse_links(run)
     rendezvous = Rendezvous(**info["rendezvous"])
     rank = _take_place(path, rendezvous.nnodes)
     lock = open_lock(path / run_directory.NODES / str(rank))

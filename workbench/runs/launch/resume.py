@@ -125,6 +125,7 @@ def resumable(old: Run | str | os.PathLike[str], target: Any = None) -> Ended:
     info = run_directory.read_json(run.path / run_directory.RUN_JSON)
     spec = _checked_spec(run, info, target)
     refuse_foreign(run)
+    refuse_links(run)
     home = Path(info["command"][-1])
     if home != run.path:  # a link leads to it: its processes know it by one name
         run = Run.load(home)
@@ -136,12 +137,7 @@ def resumable(old: Run | str | os.PathLike[str], target: Any = None) -> Ended:
     file, colon, function = spec.task.rpartition(":")
     if file.endswith(".py"):
         spec = spec.replace(task=f"{folder / file}{colon}{function}")
-    for code in (folder, folder / file if file.endswith(".py") else folder):
-        if code.resolve().is_relative_to(run.path.resolve()):
-            raise LaunchError(
-                f"{run!r} would run code from {code}, inside its own run directory, where a launch never puts code. "
-                "Check it; if it is yours, move it elsewhere and launch it: wb.launch(run.spec)"
-            )
+    _refuse_code_inside(run, folder, folder / file if file.endswith(".py") else folder)
     return Ended(run=run, spec=spec, info=info, folder=folder, seconds=run.seconds)
 
 
@@ -243,14 +239,58 @@ def refuse_foreign(run: Run) -> None:
         probe.touch(exist_ok=False)
         ours = probe.stat().st_uid  # on some shared file systems not our own number
         probe.unlink()
-    except OSError:  # `go_on` says that it cannot be written to
-        return
+    except OSError:  # it cannot be written to, and may be read
+        ours = os.geteuid()
     for path in (run.path, run.path / run_directory.RUN_JSON):
         if path.stat().st_uid != ours:
             raise LaunchError(
                 f"{path} belongs to {_user(path)}: this would execute what the run names, {code}, as you. "
                 "Check run.spec, and launch it as a run of your own: wb.launch(run.spec)"
             )
+
+
+def refuse_code_of_others(run: Run) -> None:
+    """Refuse a run to repeat it, or to ask its task, where its code is somebody else's: another user's, or brought by its directory.
+
+    Raises:
+        LaunchError: it is.
+    """
+    refuse_foreign(run)
+    info = run_directory.read_json(run.path / run_directory.RUN_JSON)
+    file = run.spec.task.rpartition(":")[0] if isinstance(run.spec, RunSpec) else run.spec.script
+    folder, command = info.get("cwd"), info.get("command")
+    named = [
+        folder,
+        os.path.join(folder or "", file) if file.endswith(".py") else None,
+        command[0] if isinstance(command, list) and command else None,
+    ]
+    _refuse_code_inside(run, *(Path(path) for path in named if isinstance(path, str) and path))
+
+
+def _refuse_code_inside(run: Run, *paths: Path) -> None:
+    """Refuse code, folders of code and interpreters that lie in the directory of a run, or are a link there or to there."""
+    for code in paths:
+        absolute = Path(os.path.abspath(code))  # a link to Python has its packages beside itself
+        if absolute.is_relative_to(run.path) or code.resolve().is_relative_to(run.path.resolve()):
+            raise LaunchError(
+                f"{run!r} would run code from {code}, inside its own run directory, where a launch never puts code. "
+                "Check it; if it is yours, move it elsewhere and launch it: wb.launch(run.spec)"
+            )
+
+
+def refuse_links(run: Run) -> None:
+    """Refuse a run directory with symbolic links: a run that goes on would write, and delete old checkpoints, where they lead.
+
+    Raises:
+        LaunchError: it has one.
+    """
+    with os.scandir(run.path) as entries:
+        for entry in entries:
+            if entry.is_symlink():
+                raise LaunchError(
+                    f"{entry.path} is a symbolic link to {os.readlink(entry.path)}: a run that goes on would write there, and a launch "
+                    "makes no links. If it is yours, put what it leads to there; checkpoints on another disk: wb.launch(spec, runs_dir=…)"
+                )
 
 
 def _user(path: Path) -> str:
