@@ -170,6 +170,11 @@ def test_an_ordinary_step_and_what_the_ring_has(tmp_path: Path, alone: Ranks, mo
     restore_random_state(kept[0], torch.device("cpu"))
     assert digest(random_state(torch.device("cpu"))) == digest(kept[0])
     restore_random_state(before, torch.device("cpu"))
+    path = tmp_path / "run" / run_directory.ring_file(0)
+    short = path.read_text().replace('"torch": "', '"torch": "AAAA", "was": "')  # numbers that no generator takes
+    for damaged in (short, "{", "{}", '{"steps": 5}', '{"steps": [5]}', '{"steps": [{"step": 1, "random": {"torch": "A"}}]}'):
+        (tmp_path / "damaged.json").write_text(damaged)
+        assert read_ring(tmp_path / "damaged.json") == {}
     with pytest.raises(ValueError, match="it has taken 20 steps, counted from 1"):
         wb.replay(run, 30)
     with pytest.raises(ValueError, match="no time was left after step 0"):

@@ -81,7 +81,7 @@ def _packed(state: tuple[Any, ...] | None) -> dict[str, Any] | None:
 def _unpacked(packed: dict[str, Any]) -> dict[str, Any]:
     keys, *rest = packed["numpy"]
     version, numbers, next_gauss = packed["python"]
-    state = {
+    state: dict[str, Any] = {
         "torch": _tensor(packed["torch"], np.uint8),
         "numpy": [_tensor(keys, np.uint32), *rest],
         "python": [version, _tensor(numbers, np.uint32), next_gauss],
