@@ -124,10 +124,11 @@ def test_measure_launches_the_picked_ranks_and_holds_the_prediction_against_them
     assert panel.spec == SPEC.replace(nproc_per_node=4)
     assert "4 ranks, measured" in panel.tiles.value
     assert re.search("predicted before.*too (high|low)", panel.tiles.value)
-    script = WhyNotLinear(ScriptSpec(script="train.py", args=("--x",), nproc_per_node=2))
+    spec = ScriptSpec(script="train.py", args=("--x",), nproc_per_node=2, threads=3)
+    script = WhyNotLinear(spec)
     script.measure.click()
     until(lambda: quiet(script))
-    assert asked[1] == ("train.py", {"args": ("--x",), "nproc_per_node": 2, "same": "micro_batch", "budget_s": 60.0, "runs_dir": None})
+    assert asked[1] == (spec, {"same": "micro_batch", "budget_s": 60.0, "runs_dir": None})
     assert script.problem.value == ""
 
 

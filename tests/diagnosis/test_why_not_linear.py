@@ -13,6 +13,7 @@ from workbench.diagnosis.analysis.evidence import Gradients
 from workbench.diagnosis.analysis.why_not_linear import BRIEF_BYTES, WhyNotLinear
 from workbench.diagnosis.why_not_linear import script_evidence, why_not_linear
 from workbench.runs.run import _on_run_started, on_run_started
+from workbench.runs.spec import ScriptSpec
 from workbench.timeline.timeline import Step, Timeline
 
 SPEC = wb.RunSpec(task="text-gpt", nproc_per_node=2, device="cpu")
@@ -193,9 +194,30 @@ def test_ctrl_c_while_strangers_start_leaves_none_behind(tmp_path: Path, monkeyp
     assert outside == runs, "who waits outside, such as a panel with a Stop button, hears of them, too"
 
 
+def test_a_script_s_spec_keeps_its_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[dict[str, Any]] = []
+
+    def launch(*_: object, **options: Any) -> None:
+        asked.append(options)
+        run: Any = Launched("finished")
+        run.timelines *= options["nproc_per_node"]
+        for announce in _on_run_started.get():
+            announce(run)
+
+    monkeypatch.setattr("workbench.diagnosis.why_not_linear.launch", launch)
+    spec = ScriptSpec(script=str(tmp_path / "train.py"), args=("--x",), nproc_per_node=2, threads=3)
+    answer = why_not_linear(spec)
+    assert [(options["nproc_per_node"], options["threads"], options["args"]) for options in asked] == [
+        (ranks, 3, ("--x",)) for ranks in (1, 1, 1, 2)
+    ]
+    assert (answer.spec, answer.evidence.threads) == (spec.replace(watch=True), 3)
+    assert why_not_linear(tmp_path / "train.py", args=["--y"], nproc_per_node=2).spec.args == ("--y",)  # type: ignore[union-attr]
+
+
 @pytest.mark.parametrize(
     ("target", "options", "words"),
     [
+        (ScriptSpec(script="train.py", nnodes=2), {}, r"nnodes=2: several machines are for wb.launch.* try spec.replace\(nnodes=1\)"),
         (SPEC.replace(parallel="fsdp"), {}, "no rank can compute without the others' weights"),
         (SPEC.replace(micro_batch="auto"), {}, "another number for one rank"),
         (SPEC, {"same": "batch"}, "micro_batch"),

@@ -22,6 +22,7 @@ from workbench.diagnosis.analysis.step_model import between_two
 from workbench.diagnosis.analysis.why_not_linear import FEW, WhyNotLinear
 from workbench.diagnosis.api import BUDGET, check_budget
 from workbench.runs.launch import experiments
+from workbench.runs.launch.launch import check as check_launch
 from workbench.runs.launch.launch import launch
 from workbench.runs.run import Run, on_run_started
 from workbench.runs.spec import AUTO, SHARDED, RunSpec, ScriptSpec
@@ -42,7 +43,7 @@ START_SECONDS = 12.0
 
 @accept_synonyms
 def why_not_linear(
-    target: RunSpec | str | os.PathLike[str],
+    target: RunSpec | ScriptSpec | str | os.PathLike[str],
     *,
     same: str = "micro_batch",
     ranks: int | None = None,
@@ -64,7 +65,7 @@ def why_not_linear(
     formula and this machine's links. Whatever is not measured is marked as predicted.
 
     Args:
-        target: a RunSpec, the name of a task, or a script.
+        target: a RunSpec, the name of a task, a script, or its ScriptSpec.
         same: with what one process is compared: "micro_batch" (each rank keeps its batch) or "global_batch" (each has a part of it).
             Both are measured, and `gap_at` gives either.
         ranks: to be asked about, more than the spec has; None = those of the spec, or 8 for a spec with one. Further ones: `at(64)`.
@@ -85,8 +86,13 @@ def why_not_linear(
     if ranks is not None:
         whole_number("ranks", ranks, least=2)
     if isinstance(target, str | os.PathLike) and os.fspath(target).endswith(".py"):
+        target = ScriptSpec(script=os.fspath(target), nproc_per_node=2, watch=True)
+    if isinstance(target, ScriptSpec):
+        given = {"nproc_per_node": nproc_per_node, "args": args or None}
+        script = target.replace(**{knob: value for knob, value in given.items() if value is not None})
+        check_launch(script)
         with say_what_was_interrupted("why_not_linear"), Waiting("why_not_linear", budget_s, begin="one process alone") as line:
-            return _script(target, args, nproc_per_node or 2, same, line, runs_dir)
+            return _script(script, same, line, runs_dir)
     spec = read_spec("why_not_linear", target, because="whose ranks can be launched", instead='or a script: why_not_linear("train.py")')
     if nproc_per_node is not None:
         spec = spec.replace(nproc_per_node=nproc_per_node)
@@ -133,15 +139,13 @@ def check(spec: RunSpec, args: Sequence[str] = ()) -> None:
 
 
 def _script(
-    script: str | os.PathLike[str],
-    args: Sequence[str],
-    ranks: int,
+    spec: ScriptSpec,
     same: str,
     line: Waiting,
     runs_dir: str | os.PathLike[str] | None,
 ) -> WhyNotLinear:
     """From whole launches of a script."""
-    whole_number("nproc_per_node", ranks, least=2)
+    ranks = whole_number("nproc_per_node", spec.nproc_per_node, least=2)
     each = max(2.0, line.left / 3 - START_SECONDS)
     began = line.seconds
     timelines: dict[str, list[Timeline]] = {}
@@ -152,7 +156,7 @@ def _script(
         try:
             with _ended_with(runs):
                 for _ in range(launches):
-                    launch(script, args=args, nproc_per_node=nproc, watch=True, runs_dir=runs_dir)
+                    launch(spec.script, args=spec.args, nproc_per_node=nproc, watch=True, runs_dir=runs_dir, threads=spec.threads)
                 _wait(runs, each + START_SECONDS, line)
         except KeyboardInterrupt:
             steps = [timeline.count for run in runs for timeline in run.timelines]
@@ -163,9 +167,8 @@ def _script(
         for run in runs:
             if (error := experiments.error_of(run)) and run.state == "failed":
                 raise error
-    evidence = script_evidence(timelines, notes=notes, seconds=line.seconds - began)
-    spec = ScriptSpec(script=os.fspath(script), args=tuple(args), nproc_per_node=ranks, watch=True)
-    return WhyNotLinear(evidence=evidence, spec=spec, same=same, subject=runs_dir)
+    evidence = script_evidence(timelines, notes=notes, seconds=line.seconds - began, threads=spec.threads)
+    return WhyNotLinear(evidence=evidence, spec=spec.replace(watch=True), same=same, subject=runs_dir)
 
 
 @contextlib.contextmanager
@@ -189,7 +192,9 @@ def _wait(runs: Sequence[Run], seconds: float, line: Waiting) -> None:
         time.sleep(TICK)
 
 
-def script_evidence(timelines: dict[str, list[Timeline]], *, notes: Sequence[str] = (), seconds: float = 0.0) -> GapEvidence:
+def script_evidence(
+    timelines: dict[str, list[Timeline]], *, notes: Sequence[str] = (), seconds: float = 0.0, threads: int = 1
+) -> GapEvidence:
     """What the timelines of a script tell: one process, strangers, and all ranks.
 
     The ranks of "all" wait for each other in the backward, so how long a rank works is seen in the rest of its step: a stranger is taken to
@@ -199,6 +204,7 @@ def script_evidence(timelines: dict[str, list[Timeline]], *, notes: Sequence[str
         timelines: by arm: "one" has one, "strangers" and "all" one per rank.
         notes: to be kept.
         seconds: what the launches took.
+        threads: of each rank.
 
     Raises:
         ValueError: a launch has too few steps.
@@ -241,6 +247,7 @@ def script_evidence(timelines: dict[str, list[Timeline]], *, notes: Sequence[str
         world_size=size,
         samples=samples,
         cores=usable_cores(),
+        threads=threads,
         script=True,
         seconds=seconds,
         notes=(*said, f"whole launches of a script, one after the other: a change of the machine's load between them counts, too "

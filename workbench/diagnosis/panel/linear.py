@@ -229,10 +229,7 @@ class WhyNotLinear:
 
         def work() -> None:
             options: dict[str, Any] = {"same": same, "budget_s": self._budget, "runs_dir": self._runs_dir}
-            if isinstance(chosen, ScriptSpec):
-                result = measuring.why_not_linear(chosen.script, args=chosen.args, nproc_per_node=ranks, **options)
-            else:
-                result = measuring.why_not_linear(chosen, **options)
+            result = measuring.why_not_linear(chosen, **options)
             self._background.heed()  # what was stopped half way is no result
             self.spec, self._earlier = chosen, predicted
             self._take(result)
