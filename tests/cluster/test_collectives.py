@@ -3,6 +3,7 @@
 import functools
 import json
 import os
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -139,6 +140,27 @@ def test_micro_batches() -> None:
 
 def kinds(traffic: Traffic) -> set[str]:
     return {one.kind for one in traffic.lint}
+
+
+@pytest.mark.parametrize(("schedule", "chunks"), [("gpipe", 1), ("1f1b", 1), ("interleaved(chunks=2)", 2), ("zero_bubble", 2)])
+def test_stages_send_activations_on_and_gradients_back(schedule: str, chunks: int) -> None:
+    spec = wb.RunSpec(task="workbench.train.tasks:wide_gpt", device="cpu", micro_batch=2, nproc_per_node=8)
+    traffic = wb.collectives(spec, pipeline_parallel=4, accumulation=8, pipeline_schedule=schedule)
+    size, between = 4 * 2 * 64 * 1024, [call for call in traffic if call.kind in ("send", "recv")]
+    assert {(call.size, call.axis, call.ranks, call.waited) for call in between} == {(size, "pipeline", 2, kind) for kind in (False, True)}
+    assert {call.stride for call in between} <= {2, 6}  # ranks of a stage are neighbours; the last sends to the first
+    sent = Counter((call.kind, call.phase, call.micro) for call in between)
+    assert {micro for _, _, micro in sent} == set(range(8))
+    assert set(sent.values()) <= set(range(1, chunks + 1)), sent
+    assert traffic.sent("send") == size * sum(count for (kind, _, _), count in sent.items() if kind == "send")
+    assert traffic.sent("recv") == 0
+    assert len(traffic.of("send")) == 8 * 2 * chunks  # of a rank in the middle
+    gradients = sum(call.size for call in traffic.of("all_reduce", axis="data"))
+    assert 0.1 < gradients / (4 * traffic.parameters) < 0.5  # of its stages
+    assert re.match(r"rank \d is shown: of the 4 ranks of a pipeline it sends most", traffic.notes[0])
+    seconds = traffic.on(H100)
+    assert seconds.seconds > len(between) * H100.inter.latency / 2
+    assert not any("no formula" in note for note in seconds.notes)
 
 
 def test_padding_is_found_with_its_module() -> None:

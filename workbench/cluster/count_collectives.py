@@ -38,6 +38,8 @@ def collectives(
 ) -> Traffic:
     """Every collective of an optimizer step of one rank, with its bytes, its module and its ranks; no hardware is needed.
 
+    Of a pipeline these are also the messages between stages ("send", "recv"), on the rank whose stages send most.
+
     The program that runs is the Trainer of real runs with torch's own DDP, FSDP2, ZeroRedundancyOptimizer and DTensor, on fake tensors and
     a fake process group; so counts and bytes are those of a real step (the second and later ones: DDP's first step has other buckets).
     It takes seconds, whatever the number of ranks.
@@ -86,13 +88,20 @@ def collectives_of_plan(plan: "Plan") -> Traffic:
     from workbench.memory.estimate.dry_run import kept_state
 
     with defer_interrupts(), collected_before(RECENT), kept_state():
+        stages = plan.spec.pipeline_parallel
+        ranks = range(0, plan.world_size, plan.world_size // stages)  # the first of each stage
         try:
-            return _count(plan, on_meta=True)
+            counted = [_count(plan, rank, on_meta=True) for rank in ranks]
         except BuildError:
-            return _count(plan, on_meta=False)
+            counted = [_count(plan, rank, on_meta=False) for rank in ranks]
+    most = max(counted, key=Traffic.sent)
+    if stages == 1:
+        return most
+    said = f"rank {ranks[counted.index(most)]} is shown: of the {stages} ranks of a pipeline it sends most"
+    return replace(most, notes=(said, *most.notes))
 
 
-def _count(plan: "Plan", *, on_meta: bool) -> Traffic:
+def _count(plan: "Plan", rank: int, *, on_meta: bool) -> Traffic:
     from workbench.cluster.estimate.collectives import gradient_order
     from workbench.memory.estimate.building import build
     from workbench.memory.estimate.cuda.overrides import replaced
@@ -108,7 +117,7 @@ def _count(plan: "Plan", *, on_meta: bool) -> Traffic:
     spec = plan.spec.replace(gc=False, tf32=None, device="cpu", backend="auto", find_unused_parameters=False, compile="none")
     spec = spec.replace(local_sgd=averaging_at_once(spec))
     on_bucket: list[Callable[[Any], None]] = []  # set when the recorder exists; called with DDP's buckets
-    with fake_process_group(plan.world_size, 0, bucket_seen=lambda bucket: on_bucket[-1](bucket) if on_bucket else None) as here:
+    with fake_process_group(plan.world_size, rank, bucket_seen=lambda bucket: on_bucket[-1](bucket) if on_bucket else None) as here:
         ranks = Ranks(rank=here.rank, world_size=here.world_size, device=here.device, store=here.store)
         layout = Layout.of(spec, ranks)
         model = build(lambda: build_model(plan.task), on_meta=on_meta)
@@ -118,14 +127,19 @@ def _count(plan: "Plan", *, on_meta: bool) -> Traffic:
             recorder = run.recorder
             run.model(model)
             recorder.attach(model)
+            passed = run.between_stages(model, plan.task, spec, plan.example) if spec.pipeline_parallel > 1 else None
             with (
                 estimate_errors(recorder, model, plan.example),
                 offloading_dry_run(DryRunHooks(on_host=recorder.leave_out, host_computes=recorder.pause)),
             ):
-                trainer = Trainer(spec, plan.task, ranks, module=model, loader=_NO_LOADER, layout=layout, alone=plan.own_loop)
+                trainer = Trainer(
+                    spec, plan.task, ranks, module=model, loader=_NO_LOADER, layout=layout, alone=plan.own_loop, passed=passed
+                )
                 recorder.attach(trainer.module)
                 with recorder.hooks(), replaced(activation_checkpointing, "recomputing", recorder.tracker.inside):
                     collector = _collector(trainer, layout, recorder)
+                    if trainer.pipeline:
+                        trainer.pipeline.announce = collector.announce
                     on_bucket.append(lambda bucket: collector.bucket(bucket, layout.data))
                     with collector, gradient_order(trainer.module) as order:
                         unused = _run_step(trainer, run, plan, collector)
@@ -149,6 +163,8 @@ def _collector(trainer: "Trainer", layout: "Layout", recorder: Any) -> "Collecti
 
     names = {id(part): name for name, part in trainer.module.named_modules()}
     axes: list[tuple[str, Any]] = [("tensor", layout.tensor.get_group())] if layout.tensor is not None else []
+    if layout.pipeline is not None:
+        axes += [("pipeline", layout.pipeline)]
     if layout.experts is not None:
         axes += [("copy", layout.experts.get_group(0)), ("expert", layout.experts.get_group(1))]
     if layout.replicas is not None:
@@ -194,7 +210,8 @@ def _calls_of_later_steps(
         averages = [replace(call, size=round(call.size / period)) if call.phase == "optimizer" else call for call in collector.calls]
         collector.calls[:] = averages
     buckets: dict[str, Any] = {"like": like, "find_unused": spec.find_unused_parameters}
-    calls = with_rebuilt_buckets(collector.calls, collector.buckets, trainer.model, order, names, **buckets)
+    models = trainer.pipeline.called if trainer.pipeline else [trainer.model]
+    calls = with_rebuilt_buckets(collector.calls, collector.buckets, models, order, names, **buckets)
     if period and options["local_ranks"] == 1:
         calls = [call for call in calls if call.phase != "backward" or call.kind != "all_reduce"]
     return mark_waited(calls)
@@ -214,14 +231,15 @@ def mark_waited(calls: Sequence[CollectiveCall]) -> list[CollectiveCall]:
     """Mark the collectives that the rank has to wait for.
 
     FSDP2 gathers one block ahead and reduces asynchronously, so that it waits for the first gather of a forward and for the last reductions
-    of a backward; DDP waits for a forward's broadcast of buffers. Experts wait for the tokens that are exchanged, and
-    their gradients are reduced over their copies after the backward.
+    of a backward; DDP waits for a forward's broadcast of buffers, and the ranks of a pipeline for the loss that its last stage tells them.
+    Experts wait for the tokens that are exchanged, and their gradients are reduced over their copies after the backward.
     """
     waited: set[int] = set()
     first: set[int] = set()
     last: dict[tuple[int, str], int] = {}
     for index, call in enumerate(calls):
-        if call.kind == "all_to_all" or call.axis == "copy" or (call.phase == "forward" and call.kind == "broadcast"):
+        told = call.kind == "broadcast" and (call.phase == "forward" or call.axis == "pipeline")
+        if call.kind == "all_to_all" or call.axis == "copy" or told:
             waited.add(index)
         if call.phase == "forward" and call.kind == "all_gather" and call.axis == "shard" and call.micro not in first:
             first.add(call.micro)

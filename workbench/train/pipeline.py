@@ -35,6 +35,7 @@ SCHEDULES: dict[str, Any] = {
 }
 """Name of a schedule → torch's class."""
 Context = Callable[[], AbstractContextManager[Any]]
+Announce = Callable[[str, int, Sequence[dist.P2POp]], None]
 
 
 class Pipeline:
@@ -47,6 +48,7 @@ class Pipeline:
         modules: of the stages on this rank, by their number.
         steps: taken so far; with `seed`, what the random numbers of the next depend on.
         phase: entered around forwards and backwards, as that of a Trainer.
+        announce: called with the phase, the micro-batch and the operators of messages to and from other stages, before they are sent.
     """
 
     def __init__(
@@ -77,6 +79,7 @@ class Pipeline:
         self.modules = {number: StageModule(stages.pieces[number]) for number, rank in enumerate(stages.ranks) if rank == self.rank}
         self.steps = 0
         self.phase: Callable[[str], AbstractContextManager[None]] = lambda phase: contextlib.nullcontext()
+        self.announce: Announce = lambda phase, micro, messages: None
         self._spec, self._task, self._device, self._seed, self._loss = spec, task, device, seed, loss
         self._ranks = stages.ranks
         self._stages: list[_Stage] = []
@@ -89,6 +92,11 @@ class Pipeline:
         """Which stages this rank has, by the classes of their pieces."""
         kinds = {number: [type(piece).__name__.lstrip("_") for piece in module.pieces] for number, module in self.modules.items()}
         return " and ".join(f"stage {number} of {len(self._ranks)}: {', '.join(names)}" for number, names in kinds.items())
+
+    @property
+    def called(self) -> list[nn.Module]:
+        """The stages on this rank as they are called: their DistributedDataParallel, or they themselves."""
+        return list(self._called.values())
 
     @property
     def kept(self) -> list[nn.Module]:
@@ -181,6 +189,7 @@ class Pipeline:
             outputs = passed[number] if number < count - 1 else (torch.zeros((), device="meta"),)
             stage = _Stage(module, number, count, self._device, _like(inputs), _like(outputs), group=self.group)
             stage.phase = lambda phase: self.phase(phase)
+            stage.announce = lambda phase, micro, messages: self.announce(phase, micro, messages)
             self._stages.append(stage)
         name, chunks = parse_pipeline(self._spec.pipeline_schedule)
         return SCHEDULES[name](
@@ -248,9 +257,26 @@ class _WholeModel(nn.Module):
 
 
 class _Stage(PipelineStage):
-    """torch's stage, with its phases timed, and errors as they were."""
+    """torch's stage, with its phases timed, its messages announced, and errors as they were."""
 
     phase: Callable[[str], AbstractContextManager[None]]
+    announce: Announce
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        return self._announced("forward", fwd_chunk_id, super().get_fwd_recv_ops(fwd_chunk_id))
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        return self._announced("forward", fwd_chunk_id, super().get_fwd_send_ops(fwd_chunk_id))
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        return self._announced("backward", bwd_chunk_id, super().get_bwd_recv_ops(bwd_chunk_id))
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        return self._announced("backward", bwd_chunk_id, super().get_bwd_send_ops(bwd_chunk_id))
+
+    def _announced(self, phase: str, micro: int, messages: list[dist.P2POp]) -> list[dist.P2POp]:
+        self.announce(phase, micro, messages)
+        return messages
 
     def forward_one_chunk(self, fwd_chunk_id: int, args: Any, kwargs: Any = None, save_forward_output: bool = True) -> Any:
         with self.phase("forward"):

@@ -17,6 +17,8 @@ from workbench.core.codec import JsonDataclass
 
 PHASES = ("forward", "backward", "optimizer")
 """When collectives happen, in the order of a step."""
+MESSAGES = ("send", "recv")
+"""Kinds that are a message from one rank to another, as between the stages of a pipeline."""
 ALGORITHMS = ("best", "ring", "tree")
 """How consecutive messages are counted; "best": the faster of the two, as libraries choose by size."""
 
@@ -31,7 +33,7 @@ class CollectiveCall(JsonDataclass):
     """
 
     kind: str
-    """One of BUS_FACTORS; or a name of torch's, such as "barrier", for what has no formula here."""
+    """One of BUS_FACTORS or of MESSAGES; or a name of torch's, such as "barrier", for what has no formula here."""
     size: int
     """Bytes of the message: what each rank has (all_reduce, broadcast), or all ranks' parts together (all_gather, reduce_scatter)."""
     ranks: int
@@ -44,7 +46,7 @@ class CollectiveCall(JsonDataclass):
     """Module whose parameters or activations are sent; "" = the model itself."""
     axis: str = "data"
     """The kind of group: "data" (copies of the model), "shard" (ranks of one sharded copy), "replica" (copies of a shard), "tensor" (ranks
-    that split layers)."""
+    that split layers), "expert" and "copy" (ranks that divide experts, copies of an expert), "pipeline" (stages of one copy)."""
     micro: int = 0
     """Micro-batch of the step, from 0."""
     needed: int | None = None
@@ -62,7 +64,9 @@ class CollectiveCall(JsonDataclass):
 
     @property
     def sent(self) -> float:
-        """Bytes that a rank sends, and as many receives, in a ring; of a broadcast the whole."""
+        """Bytes that a rank sends, and as many receives, in a ring; of a broadcast the whole; of a "recv" none."""
+        if self.kind == "recv":
+            return 0.0
         return bus_factor(self.kind, self.ranks) * self.size if self.kind in BUS_FACTORS else float(self.size)
 
     @property
@@ -73,6 +77,8 @@ class CollectiveCall(JsonDataclass):
 
     def seconds(self, cluster: Cluster, algorithm: str = "best") -> float:
         """On a cluster whose nodes are filled with neighbouring ranks; nothing for a kind that has no formula. See `group_seconds`."""
+        if self.kind in MESSAGES:
+            return (cluster.intra if placed(cluster, self.ranks, self.stride)[0] == 1 else cluster.inter).send(self.size)
         if self.kind not in BUS_FACTORS:
             return 0.0
         return group_seconds(self.kind, self.size, cluster, ranks=self.ranks, stride=self.stride, algorithm=algorithm)

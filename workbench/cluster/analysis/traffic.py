@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from workbench.cluster.analysis.cluster import NETWORK_LATENCY, Cluster
-from workbench.cluster.analysis.collective_call import PHASES, CollectiveCall
+from workbench.cluster.analysis.collective_call import MESSAGES, PHASES, CollectiveCall
 from workbench.cluster.analysis.collective_cost import BUS_FACTORS, CostError
 from workbench.cluster.analysis.iteration import overlap
 from workbench.core import units
@@ -289,7 +289,7 @@ def _seconds_on_cluster(
     """Seconds of collectives on a cluster, one by one."""
     each = tuple(call.seconds(cluster, algorithm) for call in calls)
     notes = []
-    if unknown := sorted({call.kind for call in calls} - set(BUS_FACTORS)):
+    if unknown := sorted({call.kind for call in calls} - {*BUS_FACTORS, *MESSAGES}):
         notes.append(f"no formula for {', '.join(unknown)}: taken as no time")
     if world_size > cluster.gpus_per_node and world_size % cluster.gpus_per_node:
         notes.append(f"{world_size} ranks do not fill whole nodes of {cluster.gpus_per_node}")
@@ -405,7 +405,7 @@ def small_below(ranks: int) -> float:
 
 
 def _small(traffic: Traffic) -> Iterator[Finding]:
-    own = [call for call in traffic if call.axis != "tensor" and call.ranks > 1]
+    own = [call for call in traffic if call.axis not in ("tensor", "pipeline") and call.ranks > 1]
     small = [call for call in own if call.size < small_below(call.ranks)]
     if len(small) <= MAX_SMALL_CALLS or len(small) < MAJORITY * len(own):
         return

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from workbench.cluster.analysis.collective_call import CollectiveCall
+from workbench.cluster.analysis.collective_call import MESSAGES, PHASES, CollectiveCall
 from workbench.cluster.analysis.iteration import CAP, FIRST
 
 NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
@@ -71,15 +71,20 @@ class CollectiveRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.buckets: list[int] = []
         self.phase, self.micro = "forward", 0
         self._module_at_work, self._names = module_at_work, names
+        self._messages: dict[int, tuple[str, int]] = {}
         self._axes = [(name, tuple(dist.get_process_group_ranks(group))) for name, group in axes]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
             return NotImplemented  # a tensor made of tensors unwraps itself: those come back here
         out = func(*args, **(kwargs or {}))
-        if getattr(func, "namespace", "") in NAMESPACES and self.phase in ("forward", "backward", "optimizer"):
+        if getattr(func, "namespace", "") in NAMESPACES:
             self._record(func, args, kwargs or {}, out)
         return out
+
+    def announce(self, phase: str, micro: int, messages: Sequence[dist.P2POp]) -> None:
+        """Learn to which phase and micro-batch the messages between stages belong that are sent next."""
+        self._messages |= {id(message.tensor): (phase, micro) for message in messages}
 
     def bucket(self, bucket: Tensor, group: Any) -> None:
         """Record that DDP reduces a bucket of gradients among the ranks of a group; None = all."""
@@ -97,6 +102,13 @@ class CollectiveRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return
         size = max([_bytes(out) if func.namespace in _FUNCTIONAL else 0, *map(_bytes, args[:2])])
         ranks = _ranks((*args, *kwargs.values()))
+        if packet in MESSAGES and (announced := self._messages.get(id(args[0][0]))):
+            both = sorted((dist.get_rank(), ranks[args[2]]))
+            about: dict[str, Any] = {"phase": announced[0], "micro": announced[1], "axis": "pipeline", "waited": packet == "recv"}
+            self.calls.append(self._call(packet, size, both, **about))
+            return
+        if self.phase not in PHASES:
+            return
         module, share = self._module_and_unpadded_share()
         needed = None if share is None else round(size * share)
         waited = func.namespace in _FUNCTIONAL
@@ -183,7 +195,7 @@ def gradient_order(module: nn.Module) -> Iterator[list[nn.Parameter]]:
 def with_rebuilt_buckets(
     calls: Sequence[CollectiveCall],
     bucket_positions: Sequence[int],
-    model: nn.Module,
+    models: Sequence[nn.Module],
     order: Sequence[nn.Parameter],
     names: Mapping[int, str],
     *,
@@ -198,30 +210,28 @@ def with_rebuilt_buckets(
     Args:
         calls: of a first step.
         bucket_positions: of the buckets in `calls`; none where a gradient was missing.
-        model: the DDP, built without find_unused_parameters; any other module has no buckets.
+        models: each DDP, built without find_unused_parameters (a rank of a pipeline has one per stage); any other module has no buckets.
         order: parameters in the order in which gradients arrived.
         names: id of a parameter → name of its module.
         like: an example of a bucket's collective.
         find_unused: does the planned model use find_unused_parameters?
     """
-    if not isinstance(model, DistributedDataParallel):
+    wrapped = [model for model in models if isinstance(model, DistributedDataParallel)]
+    if not wrapped:
         return list(calls)
     later = next((index for index, call in enumerate(calls) if call.phase == "optimizer"), len(calls))
     begin = min(bucket_positions, default=later)
     rest = [call for index, call in enumerate(calls) if index not in set(bucket_positions)]
-    left_out = {id(weight) for name, weight in model.module.named_parameters() if name in model.parameters_to_ignore}
-    known = [weight for weight in model.parameters() if weight.requires_grad] if find_unused else list(order)
-    known = [weight for weight in known if id(weight) not in left_out]
-    made = [
-        replace(
-            like,
-            size=sum(known[index].nbytes for index in bucket),
-            module=common_prefix([names.get(id(known[index]), "") for index in bucket]),
-        )
-        for bucket in bucket_assignment(known, model, ordered=not find_unused)
-    ]
-    if find_unused:
-        made.append(replace(like, size=4 * len(known)))
+    made: list[CollectiveCall] = []
+    for model in wrapped:
+        reduced = {id(weight) for name, weight in model.module.named_parameters() if name not in model.parameters_to_ignore}
+        known = [weight for weight in model.parameters() if weight.requires_grad] if find_unused else order
+        known = [weight for weight in known if id(weight) in reduced]
+        for bucket in bucket_assignment(known, model, ordered=not find_unused):
+            module = common_prefix([names.get(id(known[index]), "") for index in bucket])
+            made.append(replace(like, size=sum(known[index].nbytes for index in bucket), module=module))
+        if find_unused:
+            made.append(replace(like, size=4 * len(known)))
     if made:
         made[-1] = replace(made[-1], waited=True)  # the last bucket is complete when nothing is left to compute
     return [*rest[:begin], *made, *rest[begin:]]

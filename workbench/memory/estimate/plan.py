@@ -72,6 +72,7 @@ class Plan:
         words += [spec.precision, optimizer if isinstance(optimizer, str) else getattr(optimizer, "__name__", "own optimizer")]
         words += [f"checkpointing {spec.checkpointing}"] if spec.checkpointing != "none" else []
         words += [f"{spec.parallel} on {self.world_size} ranks"] if self.world_size > 1 else []
+        words += [f"a pipeline of {spec.pipeline_parallel}, {spec.pipeline_schedule}"] if spec.pipeline_parallel > 1 else []
         return ", ".join(words)
 
 
