@@ -11,6 +11,7 @@ import pytest
 import workbench as wb
 from tests.hostile import CONTROLS, EVIL, STEERING, harmful
 from workbench.__main__ import main
+from workbench.cluster.analysis.pipeline_idle import pipeline_idle
 from workbench.core import run_directory
 from workbench.runs.export import STATE, ExportError
 from workbench.runs.page import throughput
@@ -146,6 +147,27 @@ def test_tensorboard(tmp_path: Path) -> None:
     assert [(event.step, event.value) for event in read.Scalars("gradients/layer")] == [(4, 2.0), (8, 4.0)]
     assert not {"usage/watts", "usage/gpu"} & set(read.Tags()["scalars"])
     assert "spec/text_summary" in read.Tags()["tensors"] or "spec" in read.Tags()["tensors"]
+
+
+def test_a_pipeline_s_idle_time_is_beside_its_prediction(tmp_path: Path) -> None:
+    run = made(tmp_path / "run", nproc_per_node=4, pipeline_parallel=2, accumulation=4)
+    assert wb.report(run).pipeline_idle is None  # the second stage has not written yet
+    for rank, (computes, waits) in enumerate(((0.3, 0.1), (0.5, 0.1), (0.2, 0.2), (0.2, 0.4))):
+        steps = [{"step": n, "data_wait": 0.1, "forward": 0.1, "backward": computes - 0.1, "other": waits} for n in range(10)]
+        write(tmp_path / "run" / f"rank{rank}.new", [{"rank": rank, "world_size": 4, "clock": "host", "device": "cpu"}, *steps])
+        (tmp_path / "run" / f"rank{rank}.new").rename(tmp_path / "run" / f"rank{rank}.jsonl")
+    report = wb.report(wb.Run.load(run.path))
+    found = report.pipeline_idle
+    assert [(stage.computes, stage.waits) for stage in found.stages] == [pytest.approx((0.4, 0.1)), pytest.approx((0.2, 0.3))]
+    assert (found.idle, found.bubble, found.predicted) == (pytest.approx(0.4), 0.25, 0.2)
+    assert [found.of_stage(rank) for rank in (0, 1)] == [pytest.approx(0.2), pytest.approx(0.6)]
+    assert list(found.to_frame().columns) == ["computes", "waits", "idle", "predicted"]
+    assert type(found).from_json(found.to_json()) == found
+    for shown in (report.html, str(report)):
+        assert "40 % idle; predicted 20 % with equal stages" in shown
+    for schedule, expected in (("gpipe", 0.25), ("interleaved(chunks=3)", 1 / 12), ("zero_bubble", 0.0)):
+        other = run.spec.replace(pipeline_schedule=schedule)
+        assert pipeline_idle(other, run.rank_means).bubble == pytest.approx(expected)  # type: ignore[union-attr]
 
 
 @pytest.mark.slow

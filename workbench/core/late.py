@@ -1,7 +1,7 @@
 """Imports late, at the call, what a lower package uses of a higher one.
 
 A result draws itself (`result.plot()`) although its picture is in a higher layer, and a Run returns types of higher packages
-(`run.memory_breakdown`, `run.energy`). This file lists all such uses.
+(`run.memory_breakdown`, `run.energy`, `report.pipeline_idle`). This file lists all such uses.
 """
 
 import importlib
@@ -16,6 +16,7 @@ HOMES = {
     "TraceSet": "workbench.traces.analysis.trace_set:TraceSet",
     "differences": "workbench.train.saved_entries:differences",
     "entries_of": "workbench.train.saved_entries:entries_of",
+    "pipeline_idle": "workbench.cluster.analysis.pipeline_idle:pipeline_idle",
     "prove": "workbench.diagnosis.api:prove",
     "prove_spec": "workbench.diagnosis.api:prove_spec",
 }

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from workbench.core import late
 from workbench.core.vocabulary import PHASES
 from workbench.runs.health import health, new_faults
 from workbench.runs.rank_ends import extremes
@@ -12,7 +13,14 @@ def report(run: Run) -> str:
     """A run as text: how it ended, what went wrong, and where the time went on each rank; of very many on the first and the extremes."""
     timelines = run.timelines
     faults = "\n".join(f"fault: {fault}" for fault in new_faults(run))
-    return "\n\n".join(filter(None, [str(run), faults, *(str(timelines[place]) for place in extremes(run.rank_means))]))
+    idle = pipeline_idle(run)
+    ranks = [str(timelines[place]) for place in extremes(run.rank_means)]
+    return "\n\n".join(filter(None, [str(run), faults, *ranks, "" if idle is None else str(idle)]))
+
+
+def pipeline_idle(run: Run) -> Any:
+    """What part of a step each stage of a pipeline waits for the others, measured and predicted: a PipelineIdle; None = no pipeline."""
+    return late.load("pipeline_idle")(run.spec, run.rank_means) if getattr(run.spec, "pipeline_parallel", 1) > 1 else None
 
 
 def run_facts(run: Run) -> dict[str, Any]:

@@ -68,6 +68,13 @@ class Report:
         )
 
     @property
+    def pipeline_idle(self) -> Any:
+        """What part of a step each stage of a pipeline waits for the others, measured and predicted: a PipelineIdle; None = no pipeline, or
+        no step of it was measured.
+        """
+        return facts.pipeline_idle(self.run)
+
+    @property
     def html(self) -> str:
         """The page."""
         run = self.run
@@ -77,6 +84,7 @@ class Report:
             _resumes(run),
             "<h2>Where a step goes</h2>",
             _bars(run),
+            "" if self.pipeline_idle is None else self.pipeline_idle._repr_html_(),
             "<h2>Curves</h2>",
             *(_curve(*each) for each in _series(run)),
             self._figures(),
