@@ -78,6 +78,24 @@ def counted_mixture() -> Task:
     return counted("mixture")
 
 
+def ragged_targets(batch: Tensor) -> Tensor:
+    """Of each sequence as many as its first byte says; the rest is padding."""
+    return torch.where(torch.arange(batch.shape[1] - 1) < 1 + batch[:, :1] % 16, batch[:, 1:], -100)
+
+
+def ragged() -> Task:
+    """The loss is a mean over targets, of which micro-batches have different numbers."""
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        return F.cross_entropy(model(batch[:, :-1]).flatten(0, 1), ragged_targets(batch).flatten(), ignore_index=-100)
+
+    return gpt(loss=loss)
+
+
+def weighed() -> Task:
+    return dataclasses.replace(ragged(), weight=lambda batch: (ragged_targets(batch) != -100).sum())
+
+
 def unplanned() -> Task:
     return gpt(tensor_parallel=None)
 
@@ -163,6 +181,8 @@ def trained(task: Task, knobs: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
         losses = []
         sends = CollectiveRecorder(str, lambda part: "", [])
         trainer.phase = lambda phase: contextlib.nullcontext(setattr(sends, "phase", phase))
+        if trainer.pipeline:
+            trainer.pipeline.announce = sends.announce
         with contextlib.closing(trainer.batches()) as batches:
             for _ in range(spec.steps):
                 micro = [next(batches) for _ in range(spec.accumulation)]
@@ -177,17 +197,44 @@ def trained(task: Task, knobs: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
     sent = {kind: sum(call.size for call in sends.calls if call.kind == kind) for kind in {call.kind for call in sends.calls}}
     equal: list[Any] = [None] * ranks.world_size
     dist.all_gather_object(equal, [float(local_part(weight).double().sum()) for weight in trainer.module.parameters()])
-    uneven = 0.0
-    if spec.expert_parallel > 1:  # in an evaluation ranks may have batches of different sizes
+    uneven = gradients = 0.0
+    if spec.expert_parallel > 1:  # ranks may have batches of different sizes
         whole, tokens = task.model(), torch.arange(48).view(3, 16)[: ranks.rank + 1]
         whole.load_state_dict(gathered(trainer.module, keep=True))
+        gradients = uneven_step(trainer, task, whole)
         with torch.no_grad():
             uneven = float((trainer.module.eval()(tokens) - whole.eval()(tokens)).abs().max())
         every: list[Any] = [None] * ranks.world_size
         dist.all_gather_object(every, uneven)
         uneven = max(every)
-    found = {"uneven": uneven, "losses": losses, "figures": figures, "weights": here, "states": kept, "host": sum(on_host)}
+        dist.all_gather_object(every, gradients)
+        gradients = max(every)
+    found = {
+        "uneven": uneven,
+        "uneven gradients": gradients,
+        "losses": losses,
+        "figures": figures,
+        "weights": here,
+        "states": kept,
+        "host": sum(on_host),
+    }
     return {**found, "sent": sent, "equal": len(set(map(str, equal))) == 1}
+
+
+def uneven_step(trainer: Trainer, task: Task, whole: nn.Module) -> float:
+    """How far the gradients of this rank are from those of the whole model, where ranks have one sequence and two shorter ones."""
+    batches = [(7 * torch.arange(51)).view(3, 17)[: rank + 1, : 17 - 4 * rank] for rank in range(2)]
+    trainer.micro_step(batches[trainer.ranks.rank], last=True)
+    (sum(task.loss(whole.train(), batch) for batch in batches) / 2 / trainer.spec.accumulation).backward()  # type: ignore[union-attr]
+    furthest, expected = 0.0, dict(whole.named_parameters())
+    for name, weight in trainer.module.named_parameters():
+        gradient = expected[name].grad
+        assert gradient is not None
+        assert weight.grad is not None
+        mine = gradient if gradient.shape == weight.shape else gradient.chunk(2)[trainer.ranks.rank]
+        furthest = max(furthest, float((weight.grad - mine).abs().max() / gradient.abs().max()))
+    trainer.module.zero_grad()
+    return furthest
 
 
 def main(path: str, *run_dirs: str) -> None:

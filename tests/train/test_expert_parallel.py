@@ -12,11 +12,12 @@ import workbench as wb
 from tests import toy_tasks
 from tests.train.test_checkpoints import spec_of as one_rank
 from workbench.diagnosis.measure.step_replay import whole
+from workbench.memory.estimate.fake_process_group import fake_process_group
 from workbench.runs.spec import RunSpec, SpecError
 from workbench.runs.task import resolve
 from workbench.train.expert_parallel import DividedExperts, Exchange, ExpertBalance
 from workbench.train.models import Experts, MoeGpt
-from workbench.train.ranks import Layout, Ranks
+from workbench.train.ranks import Layout, Ranks, join_group_creation
 
 MOE = "workbench.train.tasks:moe_gpt"
 
@@ -69,6 +70,15 @@ def test_what_does_not_combine_is_refused_before_the_launch(knobs: dict[str, Any
 def test_what_does_not_combine_with_local_sgd(knobs: dict[str, Any], said: str) -> None:
     with pytest.raises(SpecError, match=said):
         spec_of(**{"expert_parallel": 1, "local_sgd": "periodic", **knobs})
+
+
+@pytest.mark.parametrize(
+    "knobs",
+    [{"local_sgd": "periodic(local_ranks=2)"}, {"expert_parallel": 2}, {"pipeline_parallel": 2, "accumulation": 2}, {"parallel": "fsdp"}],
+)
+def test_a_rank_that_a_spec_does_not_use_takes_part_in_creating_its_groups(knobs: dict[str, Any]) -> None:
+    with fake_process_group(4, 3):
+        join_group_creation(spec_of(**{"expert_parallel": 1, "nproc_per_node": 2, **knobs}), [0, 1])
 
 
 @pytest.mark.parametrize("knobs", [{"expert_parallel": 2}, {"expert_parallel": 1, "local_sgd": "periodic"}])

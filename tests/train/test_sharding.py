@@ -18,7 +18,9 @@ import workbench as wb
 from tests import toy_tasks
 from tests.forked import Forks
 from tests.scripts import sharing
+from workbench.cluster.analysis.pipeline_idle import pipeline_idle
 from workbench.core import run_directory
+from workbench.runs.rows import RunRows
 from workbench.runs.spec import RunSpec, SpecError
 from workbench.runs.task import TaskError
 from workbench.train.models import Gpt
@@ -101,10 +103,10 @@ GROUPS: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
     },
     "stages": {  # two ranks of 2 samples each are a pipeline of 4
         "ddp": ("gpt", {**STAGED, "micro_batch": 2, "pipeline_parallel": 1}),
-        "gpipe": ("gpt", {**STAGED, "pipeline_schedule": "gpipe"}),
+        "gpipe": ("counted", {**STAGED, "pipeline_schedule": "gpipe"}),
         "1f1b, full": ("gpt", {**STAGED, "checkpointing": "full"}),
-        "interleaved": ("gpt", {**STAGED, "pipeline_schedule": "interleaved"}),
-        "zero_bubble": ("gpt", {**STAGED, "pipeline_schedule": "zero_bubble"}),
+        "interleaved": ("counted", {**STAGED, "pipeline_schedule": "interleaved"}),
+        "zero_bubble": ("counted", {**STAGED, "pipeline_schedule": "zero_bubble"}),
         "zero1": ("gpt", {**STAGED, "parallel": "zero1"}),
     },
     "experts": {
@@ -149,6 +151,18 @@ LOCAL: dict[str, tuple[int, dict[str, Any]]] = {
     "periodic": (6, {"local_sgd": "periodic(period=3, start=0)"}),
     "among both": (6, {"local_sgd": "periodic(period=3, start=0, local_ranks=2)"}),
 }
+RAGGED = {"micro_batch": 2, "accumulation": 4, "optimizer": "sgd(lr=0.3)"}
+WEIGHED: dict[str, tuple[str, dict[str, Any]]] = {
+    "at once": ("weighed", {**RAGGED, "micro_batch": 8, "accumulation": 1}),
+    "ddp": ("weighed", RAGGED),
+    "zero1": ("weighed", {**RAGGED, "parallel": "zero1"}),
+    "fsdp": ("weighed", {**RAGGED, "parallel": "fsdp"}),
+    "split": ("weighed", {**RAGGED, "micro_batch": 4, "tensor_parallel": 2}),
+    "1f1b": ("weighed", {**RAGGED, "micro_batch": 4, "pipeline_parallel": 2}),
+    "zero_bubble": ("weighed", {**RAGGED, "micro_batch": 4, "pipeline_parallel": 2, "pipeline_schedule": "zero_bubble"}),
+    "each the same": ("ragged", RAGGED),
+}
+"""Micro-batches with different numbers of targets; of the same samples in each step. Where both ranks read the same, there is one mean."""
 PAIRS = [(group, name) for group, cases in GROUPS.items() for name in cases if name != "ddp"]
 
 
@@ -163,6 +177,7 @@ def results(tmp_path_factory: pytest.TempPathFactory, forks: Forks) -> dict[str,
     cases["fused sgd"] = ("gpt", {"parallel": "fsdp", "optimizer": "sgd(lr=0.1, fused=True)"})
     cases["split, fused"] = ("gpt", {**SPLIT, "parallel": "fsdp", "optimizer": "adamw(fused=True)"})
     cases |= {f"local: {name}": ("counted", {**CLIPPED, "steps": steps, **knobs}) for name, (steps, knobs) in LOCAL.items()}
+    cases |= {f"weighed: {name}": case for name, case in WEIGHED.items()}
     cases["denoising"] = ("denoising", STAGED)
     cases["no plan"] = ("unplanned", SPLIT)
     path = tmp_path_factory.mktemp("sharing") / "cases.json"
@@ -178,7 +193,8 @@ def results(tmp_path_factory: pytest.TempPathFactory, forks: Forks) -> dict[str,
     for folder in folders:
         found[f"launched: {folder.name}"] = {
             "rows": run_directory.LineTail(folder / run_directory.METRICS).read(),
-            **run_directory.read_json(folder / run_directory.RUN_JSON),
+            **(info := run_directory.read_json(folder / run_directory.RUN_JSON)),
+            "idle": pipeline_idle(RunSpec.from_json(info["spec"]), RunRows(folder).all_means),
         }
     return found
 
@@ -221,6 +237,22 @@ def test_ranks_exchange_batches_of_different_sizes_in_an_evaluation(results: dic
     assert 0 <= results["experts: divided"]["uneven"] < 1e-5
 
 
+def test_ranks_exchange_batches_of_different_sizes_and_lengths_in_a_training(results: dict[str, dict[str, Any]]) -> None:
+    for name in ("divided", "divided, full", "divided, in two"):
+        assert 0 < results[f"experts: {name}"]["uneven gradients"] < 1e-4, name
+
+
+def test_each_target_counts_the_same_in_whatever_micro_batch_and_rank_it_is(results: dict[str, dict[str, Any]]) -> None:
+    found = {name: results[f"weighed: {name}"]["figures"] for name in WEIGHED}
+    usual = found.pop("1f1b")  # all samples of a step have one mean
+    other = found.pop("each the same")
+    for name, figures in found.items():
+        assert figures == pytest.approx(usual, rel=1e-6), name
+    assert other != pytest.approx(usual, rel=1e-4)
+    losses = {name: results[f"weighed: {name}"]["losses"] for name in ("ddp", "at once", "fsdp")}
+    assert losses["ddp"] == pytest.approx(losses["at once"], abs=1e-5) == losses["fsdp"]
+
+
 def test_what_each_rank_keeps(results: dict[str, dict[str, Any]]) -> None:
     plain = {name: (results[f"plain: {name}"]["weights"], results[f"plain: {name}"]["states"]) for name in GROUPS["plain"]}
     weights = sum(weight.numel() for weight in Gpt(length=16, width=32, layers=3, heads=4).parameters())
@@ -253,6 +285,10 @@ def test_a_launch_evaluates_the_whole_model_once(results: dict[str, dict[str, An
     assert len(usual) == 58
     assert others[0] == others[1] == pytest.approx(usual, abs=1e-6)
     assert others[3] == pytest.approx(usual, abs=1e-6)  # two micro-batches through two stages
+    idle = runs[4]["idle"]
+    assert (idle.bubble, idle.predicted, len(idle.stages)) == (0.5, pytest.approx(1 / 3), 2)
+    assert all(0 < stage.idle < 1 and stage.computes > 0 for stage in idle.stages), idle
+    assert runs[0]["idle"] is None
     assert len(others[2]) == 58
     assert others[2] != pytest.approx(usual, abs=1e-4)  # with twice the samples per step
     assert runs[0]["rows"][-2]["samples"] == runs[1]["rows"][-2]["samples"] == 6 * 16
@@ -288,6 +324,15 @@ def test_the_bytes_that_ranks_send_are_those_predicted(results: dict[str, dict[s
     usual = wb.collectives(sharing.gpt(), world_size=2, micro_batch=4)
     assert traffic.sent() == pytest.approx(usual.sent() / 3, rel=1e-3)
     assert traffic.notes[-1].endswith("parameters are averaged in each 3-th step, and counted with a 3-th of their bytes in each")
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "interleaved", "zero_bubble"])
+def test_the_messages_between_stages_are_those_predicted(results: dict[str, dict[str, Any]], schedule: str) -> None:
+    traffic = wb.collectives(sharing.gpt(), world_size=2, **{**STAGED, "pipeline_schedule": schedule})
+    assert "rank 0 is shown" in traffic.notes[0]
+    measured = results[f"stages: {schedule}"]["sent"]
+    for kind in ("send", "recv", "broadcast"):
+        assert 0 < measured[kind] == 3 * sum(call.size for call in traffic.of(kind)), kind
 
 
 def test_a_split_without_a_plan(results: dict[str, dict[str, Any]]) -> None:

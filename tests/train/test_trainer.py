@@ -16,7 +16,7 @@ from workbench.batch.measure.noise_watch import NoiseLog
 from workbench.harness.tf32 import uses_tf32
 from workbench.memory.measure.at_oom import held
 from workbench.runs.spec import RunSpec, SpecError
-from workbench.runs.task import Task
+from workbench.runs.task import Task, TaskError
 from workbench.train import loop, trainer
 from workbench.train.optimizers import build_optimizer
 from workbench.train.ranks import Ranks
@@ -65,6 +65,39 @@ def test_the_loss_of_a_step_is_the_mean_over_all_its_batches(alone: Ranks) -> No
     parts = [(inputs, targets) for inputs, targets in zip(batch[0].split(4), batch[1].split(4), strict=True)]
     assert several.step(parts).item() == pytest.approx(one.step([batch]).item())
     assert torch.allclose(weights(several.module), weights(one.module), atol=1e-6)
+
+
+def test_uneven_micro_batches_have_the_gradient_of_the_whole_batch(alone: Ranks) -> None:
+    counted = toy_tasks.numbers(weight=lambda batch: len(batch[0]), optimizer="sgd(lr=1.0)")
+    one, several = (Trainer(spec_of(micro_batch=size, accumulation=parts), counted, alone) for size, parts in ((16, 1), (6, 3)))
+    usual = Trainer(spec_of(micro_batch=6, accumulation=3), toy_tasks.numbers(optimizer="sgd(lr=1.0)"), alone)
+    assert torch.equal(weights(one.module), weights(several.module))
+    batches = one.batches()
+    for batch in (next(batches), next(batches)):
+        parts = list(zip(batch[0].split(6), batch[1].split(6), strict=True))  # of 6, 6 and 4
+        assert several.step(parts).item() == pytest.approx(one.step([batch]).item(), rel=1e-5)
+        usual.step(parts)
+        assert torch.allclose(weights(several.module), weights(one.module), atol=1e-6)
+    assert not torch.allclose(weights(usual.module), weights(one.module), atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("weight", "knobs", "said"),
+    [
+        (lambda batch: "many", {}, r"the task's weight\(batch\) returned 'many'; expected a number, such as that of its samples"),
+        (lambda batch: batch[0], {}, r"(?s)the task's weight\(batch\) returned tensor.*expected a number"),
+        (len, {"noise_scale": True, "accumulation": 2}, "the task's weight with noise_scale=True, for which all micro-batches"),
+        (len, {"local_sgd": "periodic"}, r'weight with local_sgd="periodic"'),
+    ],
+)
+def test_weights_that_cannot_be_taken(alone: Ranks, weight: Any, knobs: dict[str, Any], said: str) -> None:
+    task = toy_tasks.numbers(weight=weight)
+    with pytest.raises(TaskError, match=said):
+        Trainer(spec_of(**knobs), task, alone).step([next(Trainer(spec_of(), toy_tasks.numbers(), alone).batches())])
+    with pytest.raises(TaskError, match=r'weight with micro_batch="auto".*give a number'):
+        Trainer(spec_of(), toy_tasks.numbers(weight=len), alone, split_on_oom=True)
+    with pytest.raises(TaskError, match=r"Task\(weight=…\) got a int, expected a function or None"):
+        toy_tasks.numbers(weight=3)
 
 
 def test_fp32_gives_way_to_a_precision_that_is_tried_out_around_it(alone: Ranks) -> None:

@@ -43,6 +43,9 @@ class Task:
     """Takes the parameters and returns an optimizer; or a name with options, such as "sgd(lr=0.1, momentum=0.9)"."""
     collate: Callable[[list[Any]], Any] | None = None
     """The loader's `collate_fn`; None = torch's own."""
+    weight: Callable[[Any], Any] | None = None
+    """`weight(batch)` → what a micro-batch counts in the mean over those of a step and over the ranks: the number over which its loss is a
+    mean, such as its targets that are not padding, `lambda batch: (batch[1] != -100).sum()`; None = each counts the same."""
     evaluate: Callable[..., Any] | None = None
     """`evaluate(model)` → figures by name, such as accuracy; called on rank 0, without gradients and in evaluation mode. With `validation`,
     `evaluate(model, batch)`, called on all ranks: {"logits": …, "targets": …}, of which accuracy, loss, calibration, figures per class and
@@ -72,7 +75,7 @@ class Task:
             raise TaskError(
                 f"Task(model=…) got a {kind} that is built already: write model=lambda: {kind}(…) so that each process builds its own"
             )
-        for field in ("collate", "evaluate", "validation", "pipeline"):
+        for field in ("collate", "weight", "evaluate", "validation", "pipeline"):
             if (value := getattr(self, field)) is not None and not callable(value):
                 raise TaskError(f"Task({field}=…) got a {type(value).__name__}, expected a function or None")
         if not (callable(self.optimizer) or isinstance(self.optimizer, str)):

@@ -23,20 +23,26 @@ from workbench.train.sharding import reduce_gradients
 class Exchange:
     """Sends rows to the ranks that have their experts, and back."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group, self.ranks = group, dist.get_world_size(group)
+    def __init__(self, group: dist.ProcessGroup, hosts: dist.ProcessGroup | None = None) -> None:
+        """
+        Args:
+            group: the ranks that have all experts together.
+            hosts: the same ranks, where `group` sends nothing that is in host memory; None = `group` does.
+        """
+        self._group, self._hosts, self.ranks = group, hosts or group, dist.get_world_size(group)
 
     def sizes(self, rows: Tensor) -> list[int]:
-        """Rows that each rank has for an expert. In a training they are as many; an evaluation may have smaller batches, and asks.
+        """Rows that each rank has for an expert. Ranks may have batches of other sizes or lengths, so they tell each other: 8 bytes from
+        host to host, which no device waits for. In a dry run, in which no other rank says it, all have as many.
 
         Args:
             rows: of this rank, (experts, rows, width).
         """
-        if torch.is_grad_enabled():
+        if dist.get_backend(self._hosts) == "fake":
             return [rows.shape[1]] * self.ranks
-        mine = torch.tensor([rows.shape[1]], device=rows.device)
+        mine = torch.tensor([rows.shape[1]])
         every = [torch.empty_like(mine) for _ in range(self.ranks)]
-        dist.all_gather(every, mine, group=self._group)
+        dist.all_gather(every, mine, group=self._hosts)
         return [int(size) for size in every]
 
     def to_experts(self, rows: Tensor, sizes: Sequence[int]) -> Tensor:
@@ -111,7 +117,7 @@ class DividedExperts:
                     )
                 setattr(layer, parameter, _own_part(whole, layout.experts))
                 self.weights.append(getattr(layer, parameter))
-            layer.exchange = Exchange(layout.experts.get_group(1))
+            layer.exchange = Exchange(layout.experts.get_group(1), layout.expert_hosts)
         mine = {id(weight) for weight in self.weights}
         names = [name for name, weight in module.named_parameters() if id(weight) in mine]
         leave_out: Any = DistributedDataParallel._set_params_and_buffers_to_ignore_for_model

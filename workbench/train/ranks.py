@@ -197,6 +197,8 @@ class Layout:
     """Process group of the ranks that reduce gradients under "local_sgd"; None = each is alone."""
     experts: DeviceMesh | None = None
     """Mesh of two axes: copies of the experts, and ranks that divide one copy among them; None without expert parallelism."""
+    expert_hosts: dist.ProcessGroup | None = None
+    """Process group of the ranks that divide one copy of the experts, for what is in host memory; None = that of the mesh sends it."""
 
     @classmethod
     def of(cls, spec: RunSpec, ranks: Ranks, group: dist.ProcessGroup | None = None) -> Self:
@@ -217,12 +219,12 @@ class Layout:
             made = _pipeline_groups(spec, members, dist.get_backend(group))
             return cls(readers=_readers(ranks, spec.pipeline_parallel, outer=True), data=made[0], pipeline=made[1])
         if spec.expert_parallel > 1:
-            copies, own = _expert_groups(spec, members, dist.get_backend(group))
+            copies, own, *hosts = _expert_groups(spec, members, dist.get_backend(group))
             numbers = torch.tensor(members).view(-1, spec.expert_parallel)
             mesh = DeviceMesh.from_group([copies, own], ranks.device.type, mesh=numbers, mesh_dim_names=("copy", "expert"))
-            return cls(readers=ranks, data=group, experts=mesh)
+            return cls(readers=ranks, data=group, experts=mesh, expert_hosts=hosts[0] if hosts else None)
         if parse_local_sgd(spec.local_sgd)["local_ranks"] > 1:
-            return cls(readers=ranks, data=group, neighbours=_neighbours(spec, members, dist.get_backend(group)))
+            return cls(readers=ranks, data=group, neighbours=_neighbours(spec, members, dist.get_backend(group))[0])
         grid = _grid(spec, members)
         layout = cls(readers=_readers(ranks, spec.tensor_parallel), data=group)
         device = ranks.device.type
@@ -340,16 +342,21 @@ def _pipeline_groups(spec: RunSpec, members: Sequence[int], backend: Any) -> lis
 
 
 def _expert_groups(spec: RunSpec, members: Sequence[int], backend: Any) -> list[dist.ProcessGroup]:
-    """The process groups of the ranks with this rank's experts, and of those that have all experts together, which are neighbours."""
+    """The process groups of the ranks with this rank's experts, and of those that have all experts together, which are neighbours; with
+    NCCL, which sends nothing that is in host memory, also the latter with gloo.
+    """
     if len(members) % spec.expert_parallel:
         raise SpecError(f"expert_parallel={spec.expert_parallel} does not divide the {len(members)} ranks of this launch")
-    return _lines("experts", torch.tensor(members).view(-1, spec.expert_parallel).T, backend)
+    grid = torch.tensor(members).view(-1, spec.expert_parallel).T
+    made = _lines("experts", grid, backend)
+    return made + (_lines("experts, hosts", grid, "gloo")[1:] if (backend or dist.get_backend()) == "nccl" else [])
 
 
-def _neighbours(spec: RunSpec, members: Sequence[int], backend: Any) -> dist.ProcessGroup:
+def _neighbours(spec: RunSpec, members: Sequence[int], backend: Any) -> list[dist.ProcessGroup]:
+    """The process group of the ranks that reduce gradients with this rank, first; none where this rank is no member."""
     if len(members) % parse_local_sgd(spec.local_sgd)["local_ranks"]:
         raise SpecError(f'local_sgd="{spec.local_sgd}": local_ranks does not divide the {len(members)} ranks of this launch')
-    return _lines("neighbours", torch.tensor(members).view(-1, parse_local_sgd(spec.local_sgd)["local_ranks"]), backend)[0]
+    return _lines("neighbours", torch.tensor(members).view(-1, parse_local_sgd(spec.local_sgd)["local_ranks"]), backend)
 
 
 def _lines(use: str, grid: torch.Tensor, backend: Any) -> list[dist.ProcessGroup]:

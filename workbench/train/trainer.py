@@ -36,6 +36,7 @@ from workbench.train.sharded_tensors import broadcast_parameters, local_part
 from workbench.train.sharding import accumulating, distribute, gathered, reduce_gradients
 from workbench.train.split_on_oom import MicroBatchSplitter
 from workbench.train.stages import cut, keep_only
+from workbench.train.step_weights import StepWeights
 from workbench.train.tensor_parallel import split_layers
 from workbench.train.weight_average import WeightAverage
 
@@ -139,6 +140,7 @@ class Trainer:
         self._local: LocalSgd | None = None
         if spec.local_sgd != "none" and isinstance(self.model, DistributedDataParallel):
             self._local = LocalSgd(self.model, spec.local_sgd, self.layout)
+        self._weights = StepWeights(task, spec, self.layout, ranks.device, splits=can_split) if task.weight else None
         self._scheduler = build_scheduler(self.optimizer, spec)
         self._average = WeightAverage(self.module, spec.ema) if spec.ema else None
         self._smoothing = LabelSmoothing(spec.label_smoothing) if spec.label_smoothing else None
@@ -281,6 +283,17 @@ class Trainer:
         if self.splitter is not None:
             return self.splitter.micro_step(batch, last=last)
         batch = self.placed(batch)
+        if not self._weights:
+            return self._micro_step(batch, last=last)
+        with self.phase("forward"):
+            self._weights.count(batch, last=last)
+        loss = self._micro_step(batch, last=last)
+        if not last:
+            return self._weights.kept(loss)
+        with self.phase("backward"):
+            return self._weights.finish(self.module.parameters(), loss)
+
+    def _micro_step(self, batch: Any, *, last: bool) -> Tensor:
         if self.pipeline:
             self._waiting.append(batch)
             if not last:
@@ -339,7 +352,12 @@ class Trainer:
     def _loss(self, model: Any, batch: Any) -> Tensor:
         smoothing = self._smoothing.in_forward() if self._smoothing else contextlib.nullcontext()
         with self.phase("forward"), self.precision.autocast(), self._offloaded_activations(), smoothing:
-            return loss_of(self.task, model, batch) / self.spec.accumulation
+            loss = loss_of(self.task, model, batch)
+            return self._weights.scaled(loss, batch) if self._weights else loss / self.spec.accumulation
+
+    def divisor(self, batches: Sequence[Any]) -> float:
+        """What the sum of the `forward` of some micro-batches is divided by to get the mean of their loss; 1 for those of a step."""
+        return self._weights.divisor(batches) if self._weights else len(batches) / self.spec.accumulation
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradients of a loss."""

@@ -27,6 +27,7 @@ from workbench.timeline.step_timer import StepTimer
 from workbench.train.loader import to_device, worker_init
 from workbench.train.preemption import start_workers
 from workbench.train.random_numbers import random_state, restore_random_state
+from workbench.train.step_weights import weight_of
 from workbench.train.trainer import Trainer, evaluate, loss_of
 
 BINS = 15
@@ -152,6 +153,9 @@ def evaluate_alone(task: Task, module: nn.Module, data: Any, size: int, device: 
 
 
 def _of_batch(task: Task, module: nn.Module, batch: Any, indices: list[int]) -> Sums:
+    if task.weight and not task.evaluate:
+        loss, weight = float(loss_of(task, module, batch)), float(weight_of(task, batch))
+        return {"samples": len(indices), "figures": {"validation_loss": [loss * weight, weight]}}
     given = task.evaluate(module, batch) if task.evaluate else {"validation_loss": loss_of(task, module, batch)}
     return {"samples": len(indices), **sums_of(given, indices)}
 

@@ -43,7 +43,7 @@ CAUSES: Mapping[str, str] = {
     "random_in_eval": "pass training=self.training to functional dropout, and draw no random numbers in evaluation mode",
     "mode_not_restored": "call model.train() after an evaluation: dropout is off and batch norm is fixed in all steps that follow",
     "evaluates_in_train_mode": "call model.eval() in evaluate, not model.train()",
-    "unequal_micro_batches": "micro-batches have different numbers of targets (padding, ignore_index): divide a sum by the number of all",
+    "unequal_micro_batches": "micro-batches have different numbers of targets (padding, ignore_index): give a Task weight=, their number",
     "batch_statistics": "the loss of a batch is not the mean of its samples' losses: accumulation is another training; keep accumulation=1",
     "learning_rate": "Adam learns these samples with another rate: choose one with wb.find_lr",
     "does_not_overfit": "the model cannot fit a few samples: look at the loss, its targets and the shape of the outputs",

@@ -26,6 +26,7 @@ from workbench.train.loader import to_device
 from workbench.train.optimizers import build_optimizer
 from workbench.train.random_numbers import seed_all
 from workbench.train.ranks import choose_device
+from workbench.train.step_weights import weight_of
 from workbench.train.trainer import build_model, loss_of
 
 OBSERVED = 4
@@ -64,6 +65,8 @@ class Training:
     """A batch of the samples from a number to another, the first ones of `few`."""
     loss: Callable[[Any], Tensor] | None = None
     """The loss of a batch, without a step."""
+    weight: Callable[[Any], float] | None = None
+    """What a micro-batch counts; None = each the same."""
     evaluate: Callable[[], object] | None = None
     frozen: Sequence[str] = ()
     notes: list[str] = field(default_factory=list)
@@ -133,8 +136,9 @@ def of_task(task: Task, spec: RunSpec, frozen: Sequence[str]) -> Training:
 
     evaluate = functools.partial(task.evaluate, model) if task.evaluate else None
     return Training(
-        step, [model], [optimizer], stream, few=lambda count: samples(0, count), part=samples, loss=loss, evaluate=evaluate, frozen=frozen
-    )
+        step, [model], [optimizer], stream, few=lambda count: samples(0, count), part=samples, loss=loss, evaluate=evaluate, frozen=frozen,
+        weight=(lambda batch: float(weight_of(task, batch))) if task.weight else None,
+    )  # fmt: skip
 
 
 @contextlib.contextmanager

@@ -365,19 +365,19 @@ def _accumulation(training: Training, seen: Seen, line: Line, done: dict[str, Ch
     count, parts = FEW, 4
     size = count // parts
 
-    def gradient(batch: Any) -> tuple[Tensor, int]:
+    def gradient(batch: Any) -> tuple[Tensor, int, float]:
         watched = Watched(training.models)
         with watched.on():
             loss = training.loss(batch)  # type: ignore[misc]
             grads = torch.autograd.grad(loss, weights, allow_unused=True)
         flat = torch.cat([(torch.zeros_like(w) if g is None else g).flatten().double() for w, g in zip(weights, grads, strict=True)])
-        return flat, sum(_mean(call)[1] for call in watched.losses)
+        return flat, sum(_mean(call)[1] for call in watched.losses), training.weight(batch) if training.weight else 1.0
 
     if not weights or samples_in(training.few(count)) != count:
         raise Unjudged(f"there are no {count} samples")
-    whole, _ = gradient(training.few(count))
+    whole, *_ = gradient(training.few(count))
     several = [gradient(training.part(first, first + size)) for first in range(0, count, size)]
-    total = torch.stack([part for part, _ in several]).mean(0)
+    total = torch.stack([part * weight for part, _, weight in several]).sum(0) / sum(weight for _, _, weight in several)
     norm = float(whole.norm())
     if not norm or not math.isfinite(norm):
         raise Unjudged("the gradient is zero or not finite")
@@ -390,7 +390,7 @@ def _accumulation(training: Training, seen: Seen, line: Line, done: dict[str, Ch
     slope = float(total @ whole) / norm**2
     if float((total - slope * whole).norm()) / norm < UNEQUAL * 10 and abs(slope * parts - 1) < 0.05:
         return Check(name="accumulation", passed=False, figure=figure, cause="sum_reduction")
-    cause = "unequal_micro_batches" if len({targets for _, targets in several}) > 1 else "batch_statistics"
+    cause = "unequal_micro_batches" if len({targets for _, targets, _ in several}) > 1 else "batch_statistics"
     return Check(name="accumulation", passed=False, figure=figure, cause=cause)
 
 

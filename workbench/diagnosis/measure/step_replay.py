@@ -140,16 +140,16 @@ class Replayer:
     def _gradients(self, trainer: Trainer, batches: Sequence[Any], *, ranks: bool = False) -> float:
         """Add the gradients of a step's batches; the loss of rank 0, or of all."""
         losses: list[float] = []
-        parts = len(batches) // self.spec.accumulation
+        divisor, first = trainer.divisor(batches), trainer.divisor(batches[: self.spec.accumulation])
         for number, batch in enumerate(copy.deepcopy(list(batches))):
             if ranks and number % self.spec.accumulation == 0:
                 restore_random_state(self._random[number // self.spec.accumulation], trainer.ranks.device)
             loss = trainer.forward(trainer.placed(batch))
-            trainer.backward(loss / parts)
+            trainer.backward(loss / divisor)
             losses.append(float(loss.detach()))
             if ranks and (number + 1) % self.spec.accumulation == 0:
                 self._random[number // self.spec.accumulation] = random_state(trainer.ranks.device)
-        return math.fsum(losses[: self.spec.accumulation]) if ranks else sum(losses) / parts
+        return math.fsum(losses[: self.spec.accumulation]) / first if ranks else sum(losses) / divisor
 
     def loss(self, batches: Sequence[Any]) -> float:
         """The loss of batches with the present weights, in training mode. Buffers stay."""
@@ -158,7 +158,7 @@ class Replayer:
             losses = [float(self.trainer.forward(self.trainer.placed(batch))) for batch in copy.deepcopy(list(batches))]
             for name, value in self.trainer.module.named_buffers():
                 value.copy_(buffers[name])
-        return sum(losses) / (len(batches) // self.spec.accumulation)
+        return sum(losses) / self.trainer.divisor(batches)
 
     def begin(self, taken: Taken) -> None:
         """Put the weights, optimizer and random numbers back to those before a step."""
