@@ -51,7 +51,7 @@ $(STAMP): pyproject.toml constraints.txt requirements.lock
 	@$(PIP) --no-deps -c constraints.txt torch & torch=$$!; \
 	  echo 'installing torch, and the $(shell grep -c == requirements.lock) packages of requirements.lock'; \
 	  { $(PIP) uv==$(UV) && $(BIN)/uv pip install --quiet --python $(BIN)/python $(LOCKED); } || $(PIP) $(LOCKED); wait $$torch
-	$(PIP) -c constraints.txt -e '.[notebooks,tensorboard,trace,formats,docs,dev]'
+	$(PIP) -c constraints.txt -e '.[notebooks,tensorboard,exporters,trace,formats,docs,dev]'
 	@# on all cores, and without what nobody imports: an installer compiles on one core, or not at all
 	@$(BIN)/python -m compileall -qq -j 0 -x '/tests/|transformers/models/|/(pip|mypy|moto|sympy|networkx|debugpy|pytorch_lightning|lightning_fabric|aiohttp)/' $(VENV)/lib || true
 	@touch $@

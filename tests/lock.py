@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-EXTRAS = ("notebooks", "tensorboard", "trace", "formats", "docs", "dev")
+EXTRAS = ("notebooks", "tensorboard", "exporters", "trace", "formats", "docs", "dev")
 """As `make setup` has them; a test compares them."""
 LEFT_OUT = re.compile(r"(torch|triton|nvidia-.*|cuda-.*)==")
 HEAD = """\
