@@ -154,7 +154,7 @@ def test_leaks_between_splits_are_found_and_the_copy_in_training_goes() -> None:
     }  # fmt: skip
     assert len(found.leaks) == 1
     assert {(d.member.where, d.reason) for d in found.drop_list} == {("train: 00000002", "duplicate"), ("train: 00000001", "leak")}
-    assert "figures of validation are too good" in found.verdict
+    assert "validation figures are too good" in found.verdict
     assert found.kept("validation") == [0]
     broken = audit(Broken())
     assert [(each.member.index, each.why) for each in broken.unusable] == [(2, "the disk is gone")]

@@ -282,12 +282,8 @@ class DataAudit(JsonDataclass, Shown):
             return f"{self.target}: nothing wrong in {count:,} samples."
         kinds = Counter(drop.reason for drop in drops)
         told = ", ".join(f"{number} {reason}" for reason, number in kinds.items())
-        found = (
-            f"{self.target}: {len(drops):,} of {count:,} samples would better go ({told})"
-            if drops
-            else f"{self.target}: no sample has to go"
-        )
-        leaks = f" {len(self.leaks)} groups are in several splits: figures of validation are too good." if self.leaks else ""
+        found = f"{self.target}: {len(drops):,} of {count:,} samples should go ({told})" if drops else f"{self.target}: no sample has to go"
+        leaks = f" {len(self.leaks)} groups are in several splits: validation figures are too good." if self.leaks else ""
         near = f" {len(self.near)} groups of near duplicates are for review." if self.near else ""
         return f"{found}.{leaks}{near}"
 

@@ -67,8 +67,9 @@ def not_identified(
             )
         elif effect < max(MIN_EFFECT_OVER_SCATTER * scatter, MIN_EFFECT):
             problems.append(
-                f"from the fewest to the most {what} the loss falls by {_share(effect)}, and single runs scatter by {_share(scatter)}: "
-                f"{name}, and with it the best size, cannot be determined; a wider range of {what} or several seeds of each are needed"
+                f"from the fewest to the most {what} the loss falls by {_share(effect)} of its median, and single runs scatter by "
+                f"{_share(scatter)}: {name}, and with it the best size, cannot be determined; a wider range of {what} or several seeds of "
+                "each are needed"
             )
         elif not _inside(power):
             problems.append(
