@@ -1,20 +1,29 @@
 """Times reading and writing of stored samples beside webdataset, litdata, grain and Hugging Face datasets, on the same bytes.
 
-    python benchmarks/formats.py [--samples 4000] [--bytes 3400] [--rounds 5] [--peers FOLDER] [--writing]
+    python benchmarks/formats.py [--samples 4000] [--bytes 3400] [--rounds 5] [--peers FOLDER] [--writing] [--cold] [--latency SECONDS]
 
 Samples have 3.4 KB, if not said otherwise, and a label, written once; all read the same tar file (litdata, Arrow and array_record files of
 their own), warm, without decoding. Each round reads with all of them in turn. The table has medians over rounds of the CPU and the wall
-time per sample, and the ratio of the CPU to that of our tar in the same round. Peers that are not installed are left out; `--peers` names
-a folder where they are, made by `pip install --target FOLDER webdataset litdata grain array-record datasets`. Writing is compared with
-what it cannot do without, in CPU time of all threads: the same bytes written by `os.write` and `fsync`, and the same checksums.
+time per sample, and the ratio to that of our tar in the same round: of the CPU, and with --cold and --latency of the wall time, since then
+it is waiting that counts. --cold: before each reading everything is closed, and the system is asked to forget the files; opening counts.
+--latency: from a server of S3 that runs beside and waits so long before each answer; ours and litdata read at random, as torch's
+DataLoader asks them to: ours 32 samples at once, litdata one by one. Peers that are not installed are left out; `--peers` names a folder
+where they are, made by `pip install --target FOLDER webdataset litdata grain array-record datasets`.
+
+Writing is compared with the least that this machine needs: the same bytes written by `os.write` and `fsync`, and the same checksums
+(CRC-32 and SHA-256 of each sample, SHA-256 of the shard). In CPU time that is their sum; in wall time the larger of that sum over the
+number of cores and the time of the write alone, and the table says which.
 """
 
 import argparse
 import contextlib
+import functools
+import gc
 import hashlib
 import importlib.util
 import os
 import random
+import shutil
 import statistics
 import sys
 import tarfile
@@ -31,6 +40,7 @@ from workbench.core.display.table import Table
 
 BYTES = 3400
 Read = Callable[[], int]
+Open = Callable[[], Read]
 
 
 def samples(count: int, size: int = BYTES) -> list[dict[str, Any]]:
@@ -39,34 +49,53 @@ def samples(count: int, size: int = BYTES) -> list[dict[str, Any]]:
     return [{"__key__": f"{i:08d}", "jpg": rng.randbytes(size), "cls": i % 10} for i in range(count)]
 
 
-def readers(data: list[dict[str, Any]], folder: Path, left_out: list[str]) -> dict[str, tuple[str, Read]]:
-    """Name → (order, function that reads all samples and gives their number)."""
+def readers(data: list[dict[str, Any]], folder: Path, left_out: list[str]) -> dict[str, tuple[str, Open]]:
+    """Name → (order, function that opens and gives a function that reads all samples and gives their number)."""
     import workbench as wb
 
     shuffled = list(range(len(data)))
     random.Random(1).shuffle(shuffled)
-    found: dict[str, tuple[str, Read]] = {}
+    found: dict[str, tuple[str, Open]] = {}
     tar = folder / "tar"
     wb.data.write_shards(data, tar, shards=1, seed=None, quiet=True)
     for name in ("tar", "arrow", "lmdb", "npy", "tfrecord"):
         if name != "tar":
             wb.data.write_shards(data, folder / name, format=name, shards=1, seed=None, quiet=True)
         for check in (True, False):
-            source = wb.data.open_source(folder / name, check=check)
+            made = functools.partial(wb.data.open_source, folder / name, check=check)
             label = f"workbench, {name}{'' if check else ', unchecked'}"
-            found[f"{label}, in order"] = ("in order", lambda source=source: sum(1 for _ in source))
-            found[f"{label}, random"] = ("random", lambda source=source: sum(len(source[i]) > 2 for i in shuffled))
+            found[f"{label}, in order"] = ("in order", functools.partial(_in_order, made))
+            found[f"{label}, random"] = ("random", functools.partial(_at_random, made, shuffled))
     shard = tar / "shard-000000.tar"
-    found["tarfile, in order"] = ("in order", lambda: _tarfile(shard))
+    found["tarfile, in order"] = ("in order", lambda: lambda: _tarfile(shard))
     for name, make in (("webdataset", _webdataset), ("datasets", _datasets), ("litdata", _litdata), ("grain", _grain)):
-        if importlib.util.find_spec(name) is None:
-            left_out.append(f"{name} is not installed")
-            continue
-        try:
-            found.update(make(data, folder, shard, shuffled))
-        except Exception as error:
-            left_out.append(f"{name} failed: {type(error).__name__}: {str(error)[:200]}")
+        _try(name, lambda make=make: make(data, folder, shard, shuffled), found, left_out)
     return found
+
+
+def _try(name: str, make: Callable[[], Iterator[Any]], found: dict[str, tuple[str, Open]], left_out: list[str]) -> None:
+    if importlib.util.find_spec(name) is None:
+        left_out.append(f"{name} is not installed")
+        return
+    try:
+        for label, (order, opened) in make():
+            opened()()  # what fails, fails here
+            found[label] = order, opened
+    except Exception as error:
+        left_out.append(f"{name} failed: {type(error).__name__}: {str(error)[:200]}")
+
+
+def _in_order(make: Callable[[], Any]) -> Read:
+    source = make()
+    return lambda: sum(1 for _ in source)
+
+
+def _at_random(make: Callable[[], Any], shuffled: list[int], at_once: int = 1) -> Read:
+    source = make()
+    if at_once == 1:
+        return lambda: sum(bool(source[i]) for i in shuffled)
+    batches = [shuffled[at : at + at_once] for at in range(0, len(shuffled), at_once)]
+    return lambda: sum(len(source.__getitems__(batch)) for batch in batches)
 
 
 def _tarfile(shard: Path) -> int:
@@ -74,26 +103,24 @@ def _tarfile(shard: Path) -> int:
         return sum(bool(tar.extractfile(member).read()) for member in tar) // 2  # type: ignore[union-attr]
 
 
-def _webdataset(data: Any, folder: Path, shard: Path, shuffled: list[int]) -> Iterator[tuple[str, tuple[str, Read]]]:
+def _webdataset(data: Any, folder: Path, shard: Path, shuffled: list[int]) -> Iterator[tuple[str, tuple[str, Open]]]:
     import webdataset
 
-    def read() -> int:
-        return sum(1 for _ in webdataset.WebDataset(str(shard), shardshuffle=False, empty_check=False))
-
-    yield "webdataset, tar, in order", ("in order", read)
+    made = functools.partial(webdataset.WebDataset, str(shard), shardshuffle=False, empty_check=False)
+    yield "webdataset, tar, in order", ("in order", functools.partial(_in_order, made))
 
 
-def _datasets(data: Any, folder: Path, shard: Path, shuffled: list[int]) -> Iterator[tuple[str, tuple[str, Read]]]:
+def _datasets(data: Any, folder: Path, shard: Path, shuffled: list[int]) -> Iterator[tuple[str, tuple[str, Open]]]:
     import datasets
 
     columns = {name: [sample[name] for sample in data] for name in ("jpg", "cls")}
     datasets.Dataset.from_dict(columns).save_to_disk(str(folder / "hf"))
-    made = datasets.load_from_disk(str(folder / "hf"))
-    yield "datasets, arrow, in order", ("in order", lambda: sum(1 for _ in made))
-    yield "datasets, arrow, random", ("random", lambda: sum(len(made[i]) == 2 for i in shuffled))
+    made = functools.partial(datasets.load_from_disk, str(folder / "hf"))
+    yield "datasets, arrow, in order", ("in order", functools.partial(_in_order, made))
+    yield "datasets, arrow, random", ("random", functools.partial(_at_random, made, shuffled))
 
 
-def _litdata(data: Any, folder: Path, shard: Path, shuffled: list[int]) -> Iterator[tuple[str, tuple[str, Read]]]:
+def _litdata(data: Any, folder: Path, shard: Path, shuffled: list[int]) -> Iterator[tuple[str, tuple[str, Open]]]:
     import litdata
     from litdata.streaming.writer import BinaryWriter
 
@@ -103,24 +130,81 @@ def _litdata(data: Any, folder: Path, shard: Path, shuffled: list[int]) -> Itera
         writer.add_item(number, {"jpg": sample["jpg"], "cls": sample["cls"]})
     writer.done()
     writer.merge()
-    made = litdata.StreamingDataset(str(out))
-    yield "litdata, in order", ("in order", lambda: sum(1 for _ in made))
-    again = litdata.StreamingDataset(str(out))
-    yield "litdata, random", ("random", lambda: sum(len(again[i]) == 2 for i in shuffled))
+    made = functools.partial(litdata.StreamingDataset, str(out))
+    yield "litdata, in order", ("in order", functools.partial(_in_order, made))
+    yield "litdata, random", ("random", functools.partial(_at_random, made, shuffled))
 
 
-def _grain(data: Any, folder: Path, shard: Path, shuffled: list[int]) -> Iterator[tuple[str, tuple[str, Read]]]:
+def _grain(data: Any, folder: Path, shard: Path, shuffled: list[int]) -> Iterator[tuple[str, tuple[str, Open]]]:
     import grain.python as grain
     from array_record.python.array_record_module import ArrayRecordWriter
 
-    path = str(folder / "a.array_record")
+    (folder / "grain").mkdir()
+    path = str(folder / "grain" / "a.array_record")
     writer = ArrayRecordWriter(path, "group_size:1")
     for sample in data:
         writer.write(sample["jpg"])
     writer.close()
-    made = grain.ArrayRecordDataSource(path)
-    yield "grain, array_record, in order", ("in order", lambda: sum(bool(made[i]) for i in range(len(made))))
-    yield "grain, array_record, random", ("random", lambda: sum(bool(made[i]) for i in shuffled))
+    made = functools.partial(grain.ArrayRecordDataSource, path)
+    order = list(range(len(data)))
+    yield "grain, array_record, in order", ("in order", functools.partial(_at_random, made, order))
+    yield "grain, array_record, random", ("random", functools.partial(_at_random, made, shuffled))
+    yield "grain, array_record, random, 32 at once", ("random", functools.partial(_at_random, made, shuffled, 32))
+
+
+def remote_readers(data: list[dict[str, Any]], folder: Path, options: dict[str, Any], left_out: list[str]) -> dict[str, tuple[str, Open]]:
+    """As `readers`, of files that are uploaded to a server of S3 first."""
+    import fsspec
+
+    import workbench as wb
+
+    readers(data, folder, [])  # writes the files
+    files = fsspec.filesystem("s3", **options)
+    files.mkdir("bucket")
+    for name in ("tar", "litdata"):
+        if (folder / name).is_dir():
+            files.put(str(folder / name), f"bucket/{name}", recursive=True)
+    shuffled = list(range(len(data)))
+    random.Random(1).shuffle(shuffled)
+    made = functools.partial(wb.data.open_source, "s3://bucket/tar", storage_options=options)
+    found: dict[str, tuple[str, Open]] = {
+        "workbench, tar, in order": ("in order", functools.partial(_in_order, made)),
+        "workbench, tar, random": ("random", functools.partial(_at_random, made, shuffled, 32)),
+    }
+    server = options["endpoint_url"]
+
+    def webdataset() -> Iterator[tuple[str, tuple[str, Open]]]:
+        import webdataset
+
+        made = functools.partial(
+            webdataset.WebDataset, f"pipe:curl -s {server}/bucket/tar/shard-000000.tar", shardshuffle=False, empty_check=False
+        )
+        yield "webdataset, tar, in order", ("in order", functools.partial(_in_order, made))
+
+    def hugging_face() -> Iterator[tuple[str, tuple[str, Open]]]:
+        import datasets
+
+        url = "s3://bucket/tar/shard-000000.tar"
+        made = functools.partial(
+            datasets.load_dataset, "webdataset", data_files=url, storage_options=options, streaming=True, split="train"
+        )
+        yield "datasets, tar, in order", ("in order", functools.partial(_in_order, made))
+
+    def litdata() -> Iterator[tuple[str, tuple[str, Open]]]:
+        import litdata
+
+        keys = {"endpoint_url": server, "aws_access_key_id": options["key"], "aws_secret_access_key": options["secret"]}
+
+        def made() -> Any:
+            shutil.rmtree(folder / "cache", ignore_errors=True)
+            return litdata.StreamingDataset("s3://bucket/litdata", cache_dir=str(folder / "cache"), storage_options=keys)
+
+        yield "litdata, in order", ("in order", functools.partial(_in_order, made))
+        yield "litdata, random", ("random", functools.partial(_at_random, made, shuffled))
+
+    for name, make in (("webdataset", webdataset), ("datasets", hugging_face), ("litdata", litdata)):
+        _try(name, make, found, left_out)
+    return found
 
 
 def timed(read: Read, count: int) -> tuple[float, float]:
@@ -131,67 +215,104 @@ def timed(read: Read, count: int) -> tuple[float, float]:
     return (time.process_time() - cpu) / count, (time.perf_counter() - began) / count
 
 
-def compare(found: dict[str, tuple[str, Read]], count: int, rounds: int) -> Table:
-    """All readers in turn, round by round."""
+def compare(found: dict[str, tuple[str, Open]], count: int, rounds: int, *, before: Callable[[], None] | None = None) -> Table:
+    """All readers in turn, round by round.
+
+    Args:
+        found: by `readers`.
+        count: samples.
+        rounds: one more is read first, to fill caches.
+        before: called before each reading, for which everything is opened anew; None = opened once.
+    """
     took: dict[str, list[tuple[float, float]]] = {name: [] for name in found}
+    opened = {name: make() for name, (_, make) in found.items()} if before is None else {}
     for number in range(rounds + 1):
-        for name, (_, read) in found.items():
-            once = timed(read, count)
-            if number:  # the first one fills caches
+        for name, (_, make) in found.items():
+            if before is not None:
+                gc.collect()
+                before()
+            once = timed(opened[name] if before is None else lambda make=make: make()(), count)
+            if number:
                 took[name].append(once)
+    which = 0 if before is None else 1
     rows = []
     for order in ("in order", "random"):
-        ours = [cpu for cpu, _ in took[f"workbench, tar, {order}"]]
+        ours = [both[which] for both in took[f"workbench, tar, {order}"]]
         names = [name for name, (kind, _) in found.items() if kind == order]
-        for name in sorted(names, key=lambda name: statistics.median(cpu for cpu, _ in took[name])):
+        for name in sorted(names, key=lambda name: statistics.median(both[which] for both in took[name])):
             cpu, wall = (statistics.median(values) for values in zip(*took[name], strict=True))
-            ratio = statistics.median(mine[0] / own for mine, own in zip(took[name], ours, strict=True))
+            ratio = statistics.median(mine[which] / own for mine, own in zip(took[name], ours, strict=True))
             rows.append((name, units.seconds(cpu), units.seconds(wall), units.times(ratio)))
-    return Table(columns=("reader", "CPU per sample", "wall per sample", "CPU, times our tar's"), rows=rows)
+    return Table(columns=("reader", "CPU per sample", "wall per sample", f"{('CPU', 'wall')[which]}, times our tar's"), rows=rows)
+
+
+def forget(folder: Path) -> None:
+    """Ask the system to forget the contents of all files of a folder."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            descriptor = os.open(path, os.O_RDONLY)
+            os.fsync(descriptor)  # pages that were not written yet would stay
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(descriptor)
 
 
 def writing(data: list[dict[str, Any]], folder: Path, rounds: int) -> Table:
-    """CPU of writing tar shards beside what it cannot do without, in turn; medians per sample."""
+    """CPU and wall time of writing a tar shard beside what it cannot do without, in turn; medians per sample."""
     import workbench as wb
     from workbench.data.formats.tar import write
-    from workbench.data.sample import encode
 
-    took: dict[str, list[float]] = {"disk": [], "cpu": [], "shard": [], "write_shards": []}
-    size = 0
+    names = ("disk", "sums", "shard", "write_shards")
+    took: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
+    wb.data.write_shards(data, folder / "once", shards=1, quiet=True)  # loads what is needed
+    blob = (folder / "once/shard-000000.tar").read_bytes()
+    parts = [(sample["jpg"], str(sample["cls"]).encode()) for sample in data]
     for number in range(rounds):
         out = folder / f"write-{number}"
-        began = time.process_time()
-        wb.data.write_shards(data, out, shards=1, quiet=True)
-        took["write_shards"].append(time.process_time() - began)
-        blob = (out / "shard-000000.tar").read_bytes()
-        size = len(blob)
-        began = time.process_time()
-        write(str(folder / f"one-{number}.tar"), ((sample["__key__"], sample) for sample in data), {"jpg": "bytes", "cls": "int"})
-        took["shard"].append(time.process_time() - began)
-        began = time.process_time()
-        descriptor = os.open(folder / f"raw-{number}", os.O_WRONLY | os.O_CREAT)
-        for at in range(0, size, 1 << 20):
-            os.write(descriptor, blob[at : at + (1 << 20)])
-        os.fsync(descriptor)
-        os.close(descriptor)
-        took["disk"].append(time.process_time() - began)
-        began = time.process_time()
-        for sample in data:
-            for name in ("jpg", "cls"):
-                part = encode(sample[name])
-                zlib.crc32(part)
-            hashlib.sha256(sample["jpg"]).digest()
-        hashlib.sha256(blob).hexdigest()
-        took["cpu"].append(time.process_time() - began)
-        with contextlib.suppress(OSError):
-            os.unlink(folder / f"raw-{number}")
-    bound = [disk + cpu for disk, cpu in zip(took["disk"], took["cpu"], strict=True)]
-    rows = []
-    for name, words in (("disk", "the same bytes, os.write and fsync"), ("cpu", "the same checksums alone"), ("shard", "one shard"),
+        runs: dict[str, Callable[[], Any]] = {
+            "write_shards": lambda out=out: wb.data.write_shards(data, out, shards=1, quiet=True),
+            "shard": lambda out=out: write(f"{out}.tar", ((s["__key__"], s) for s in data), {"jpg": "bytes", "cls": "int"}),
+            "disk": lambda out=out: _write(blob, f"{out}.raw"),
+            "sums": lambda: _sums(parts, blob),
+        }
+        for name, run in runs.items():
+            cpu, began = time.process_time(), time.perf_counter()
+            run()
+            took[name].append(((time.process_time() - cpu) / len(data), (time.perf_counter() - began) / len(data)))
+        for path in (f"{out}.tar", f"{out}.raw", out / "shard-000000.tar"):
+            os.unlink(path)
+    cores = len(os.sched_getaffinity(0))
+    least = [(disk[0] + sums[0], max((disk[0] + sums[0]) / cores, disk[1])) for disk, sums in zip(took["disk"], took["sums"], strict=True)]
+    cpu, wall = (statistics.median(values) for values in zip(*least, strict=True))
+    binds = "the disk" if wall > cpu / cores * 1.001 else f"the CPU, on {cores} cores"
+    rows = [(f"the least: both of these ({binds}, limits the wall time)", units.seconds(cpu), units.percent(1), units.seconds(wall), "")]
+    for name, words in (("disk", "the same bytes, os.write and fsync"), ("sums", "the same checksums alone"), ("shard", "one shard"),
                         ("write_shards", "write_shards: plan, shuffle, shard, index, manifest")):  # fmt: skip
-        share = statistics.median(least / own for least, own in zip(bound, took[name], strict=True))
-        rows.append((words, units.seconds(statistics.median(took[name]) / len(data)), units.percent(share)))
-    return Table(columns=("writing", "CPU per sample", "bound (both of the first) / own"), rows=rows, title=f"{units.bytes_(size)}")
+        cpu, wall = (statistics.median(values) for values in zip(*took[name], strict=True))
+        shares = [statistics.median(a[i] / b[i] for a, b in zip(least, took[name], strict=True)) for i in (0, 1)]
+        shown = map(units.percent, shares) if name in ("shard", "write_shards") else ("", "")
+        of_cpu, of_wall = shown
+        rows.append((words, units.seconds(cpu), of_cpu, units.seconds(wall), of_wall))
+    columns = ("writing", "CPU per sample", "least CPU / own", "wall per sample", "least wall / own")
+    return Table(columns=columns, rows=rows, title=f"{len(data):,} samples, {units.bytes_(len(blob))}")
+
+
+def _write(blob: bytes, path: str) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT)
+    view = memoryview(blob)
+    for at in range(0, len(blob), 1 << 20):
+        os.write(descriptor, view[at : at + (1 << 20)])
+    os.fsync(descriptor)
+    os.close(descriptor)
+
+
+def _sums(parts: list[tuple[bytes, bytes]], blob: bytes) -> None:
+    for sample in parts:
+        whole = hashlib.sha256()
+        for part in sample:
+            zlib.crc32(part)
+            whole.update(part)
+        whole.digest()
+    hashlib.sha256(blob).hexdigest()
 
 
 def main() -> None:
@@ -202,16 +323,28 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--peers", default="", metavar="FOLDER", help="where the peers are installed")
     parser.add_argument("--writing", action="store_true", help="time writing only")
+    parser.add_argument("--cold", action="store_true", help="read from the disk")
+    parser.add_argument("--latency", type=float, default=0.0, metavar="SECONDS", help="read from a server of S3 that answers so late")
     given = parser.parse_args()
     if given.peers:
         sys.path.append(given.peers)
     warnings.simplefilter("ignore")
     data = samples(given.samples, given.bytes)
     left_out: list[str] = []
-    with tempfile.TemporaryDirectory() as folder:
-        print(writing(data, Path(folder), given.rounds), flush=True)
-        if not given.writing:
-            print(compare(readers(data, Path(folder), left_out), given.samples, given.rounds), flush=True)
+    with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
+        folder = Path(name)
+        if given.writing:
+            print(writing(data, folder, given.rounds))
+        elif given.latency:
+            from tests.data.formats import s3_beside
+
+            options = stack.enter_context(s3_beside(given.latency))
+            found = remote_readers(data, folder, options, left_out)
+            print(compare(found, given.samples, given.rounds, before=lambda: None), flush=True)
+        else:
+            found = readers(data, folder, left_out)
+            before = (lambda: forget(folder)) if given.cold else None
+            print(compare(found, given.samples, given.rounds, before=before), flush=True)
     for line in left_out:
         print(f"left out: {line}")
 

@@ -7,11 +7,14 @@ quality 40, darker, less contrast, cropped by 5 % on each side, or mirrored. A p
 the originals are left out, since some are near duplicates themselves. PHash is this file's own implementation of imagehash's (32 × 32
 grey, DCT, the 8 × 8 lowest frequencies against their median; 10 bits of 64 may differ, imagededup's default). `--peers` names a folder
 with imagededup, made by `pip install --no-deps --target FOLDER imagededup PyWavelets scikit-learn joblib threadpoolctl cloudpickle
-narwhals`; its hashes are used, and not its CNN, which needs torchvision.
+narwhals`; its hashes are used, and not its CNN, which needs torchvision. With cleanlab and Hugging Face datasets there, too (`pip install
+cleanlab datasets`), Datalab looks for near duplicates among the grey pixels, 32 × 32, since it has no features of its own. What is not
+there is left out.
 """
 
 import argparse
 import importlib
+import importlib.util
 import io
 import logging
 import sys
@@ -85,6 +88,17 @@ def imagededup_pairs(method: str) -> Callable[[list[Image.Image]], set[tuple[int
     return pairs
 
 
+def cleanlab_pairs(images: list[Image.Image]) -> set[tuple[int, int]]:
+    """What cleanlab's Datalab calls near duplicates, by its defaults, with pixels as features."""
+    from cleanlab import Datalab
+
+    features = np.stack([np.asarray(image.convert("L").resize((32, 32), 1), np.float32).ravel() / 255 for image in images])
+    lab = Datalab(data={"number": list(range(len(images)))}, verbosity=0)
+    lab.find_issues(features=features, issue_types={"near_duplicate": {}})
+    sets = lab.get_info("near_duplicate")["near_duplicate_sets"]
+    return {(min(one, int(other)), max(one, int(other))) for one, others in enumerate(sets) for other in others}
+
+
 def main() -> None:
     """Print recall for each change, and precision, of all."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -94,7 +108,10 @@ def main() -> None:
     if given.peers:
         sys.path.append(given.peers)
         logging.disable(logging.WARNING)
-        ways |= {f"imagededup {method}": imagededup_pairs(method) for method in ("PHash", "DHash", "AHash", "WHash")}
+        if importlib.util.find_spec("imagededup"):
+            ways |= {f"imagededup {method}": imagededup_pairs(method) for method in ("PHash", "DHash", "AHash", "WHash")}
+        if importlib.util.find_spec("cleanlab"):
+            ways["cleanlab, pixels"] = cleanlab_pairs
     images = originals()
     count, planted, kinds = len(images), {}, {}
     for number, place in enumerate(range(0, count, EVERY)):

@@ -1,6 +1,14 @@
-"""A few samples with a field of each kind, and the same in every format; and a server of S3 with latency."""
+"""A few samples with a field of each kind, and the same in every format; and a server of S3 with latency.
 
+python -m tests.data.formats SECONDS    starts such a server, which waits so long before each answer, and prints its port
+"""
+
+import contextlib
 import functools
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,3 +43,47 @@ def write(format: str, folder: Path, name: str = "", some: list[tuple[str, dict[
 def first(folder: Path) -> Path:
     """The first file of a folder."""
     return sorted(folder.iterdir())[0]
+
+
+class Latency:
+    """Waits before each request that a server answers, as an object store does, and counts them."""
+
+    def __init__(self, application: Any, seconds: float) -> None:
+        self.application, self.seconds, self.requests = application, seconds, 0
+
+    def __call__(self, environ: Any, respond: Any) -> Any:
+        self.requests += 1
+        time.sleep(self.seconds)
+        return self.application(environ, respond)
+
+
+def s3_server(seconds: float) -> tuple[Any, Latency]:
+    """A server of S3 that is not started yet, on a free port, and its latency."""
+    from moto.server import DomainDispatcherApplication, create_backend_app
+    from werkzeug.serving import make_server
+
+    latency = Latency(DomainDispatcherApplication(create_backend_app), seconds)
+    return make_server("127.0.0.1", 0, latency, threaded=True), latency
+
+
+def s3_options(port: int) -> dict[str, Any]:
+    """For fsspec."""
+    return {"endpoint_url": f"http://127.0.0.1:{port}", "key": "k", "secret": "s"}
+
+
+@contextlib.contextmanager
+def s3_beside(seconds: float) -> Iterator[dict[str, Any]]:
+    """Options for fsspec of a server in a process of its own, whose CPU does not count as ours."""
+    program = [sys.executable, "-m", "tests.data.formats", str(seconds)]
+    with subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, cwd=Path(__file__).parents[2]) as server:
+        try:
+            assert server.stdout is not None
+            yield s3_options(int(server.stdout.readline()))
+        finally:
+            server.kill()
+
+
+if __name__ == "__main__":
+    served, _ = s3_server(float(sys.argv[1]))
+    print(served.server_port, flush=True)
+    served.serve_forever()

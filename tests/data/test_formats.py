@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 import workbench as wb
-from tests.data.formats import COUNT, SCHEMA, first, samples, write
+from tests.data.formats import COUNT, SCHEMA, Latency, first, s3_options, s3_server, samples, write
 from workbench.data.formats import FORMATS
 from workbench.data.formats.tfrecord import build_example, crc32c, parse_example
 from workbench.data.manifest import digest_of
@@ -251,32 +251,16 @@ def test_every_format_is_read_through_fsspec(tmp_path: Path) -> None:
         assert digest(source[5]) == digest(source[[5]][0])
 
 
-class Latency:
-    """Waits before each request that a server answers, as an object store does, and counts them."""
-
-    def __init__(self, application: Any, seconds: float) -> None:
-        self.application, self.seconds, self.requests = application, seconds, 0
-
-    def __call__(self, environ: Any, respond: Any) -> Any:
-        self.requests += 1
-        time.sleep(self.seconds)
-        return self.application(environ, respond)
-
-
 @pytest.fixture(scope="module")
 def bucket() -> Iterator[tuple[dict[str, Any], Latency]]:
     """Options for fsspec, and the latency of a server of S3 that runs here."""
     pytest.importorskip("moto")
     pytest.importorskip("s3fs")
-    from moto.server import DomainDispatcherApplication, create_backend_app
-    from werkzeug.serving import make_server
-
-    latency = Latency(DomainDispatcherApplication(create_backend_app), 0.0)
-    server = make_server("127.0.0.1", 0, latency, threaded=True)
+    server, latency = s3_server(0.0)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     try:
-        yield {"endpoint_url": f"http://127.0.0.1:{server.server_port}", "key": "k", "secret": "s"}, latency
+        yield s3_options(server.server_port), latency
     finally:
         server.shutdown()
         server.server_close()

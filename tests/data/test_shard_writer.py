@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tarfile
 import time
 import zlib
 from collections.abc import Iterator
@@ -27,13 +28,21 @@ from workbench.core.run_directory import DiskFullError
 from workbench.data.data_card import decode_picture
 from workbench.data.formats import FORMATS
 from workbench.data.manifest import Manifest, ManifestError, digest_of
-from workbench.data.sample import CorruptSampleError, NameCollisionError, UnsafeNameError
+from workbench.data.sample import CorruptSampleError, NameCollisionError, UnsafeNameError, encode
 from workbench.data.shard_plan import plan_shards, shuffled
 from workbench.data.shard_writer import UnfinishedError, WriterBusyError
 from workbench.data.storage import DataMissingError
 
 SAMPLES = [sample for _, sample in samples()]
 EXPECTED = digest_of(SAMPLES)
+SHARD, INDEX = (
+    "f5d4e8bbf2c1720a20818f26f70df9677ac49f51715d74d5cc67d60c922c5b16",
+    "97b660fff8ac336e5652bd5c7060fdc17da4662e18e3a1ae2a49b22c9705b555",
+)
+SHARD_WITH_GAPS, INDEX_WITH_GAPS = (
+    "a981b9ed86071984a899af0729f719cf11d03a81aaa92ffe2b6b6a48ea745d69",
+    "a51e3182afe4e379964e52ddb0e0f0b5c415acf6ca4b43dcb7b8dd5daa7551ad",
+)
 LIBRARIES = {"parquet": "pyarrow", "parquet-untuned": "pyarrow", "arrow": "pyarrow", "hdf5": "h5py", "lmdb": "lmdb"}
 
 
@@ -64,6 +73,41 @@ def test_the_same_samples_give_the_same_bytes_and_the_digest_survives_other_shar
     full = wb.data.verify(tmp_path / "a", full=True)
     assert full.ok, full
     assert (full.samples, full.shards) == (COUNT, 3)
+
+
+def with_gaps() -> list[dict[str, Any]]:
+    """The samples, of which fields are missing here and there."""
+    return [{name: v for name, v in s.items() if name == "__key__" or (i + len(name)) % 3} for i, s in enumerate(SAMPLES)]
+
+
+def test_tar_shards_and_digests_are_those_of_every_version(tmp_path: Path) -> None:
+    """Written one sample and field after the other by the version of 2026-11-24; now field by field for many samples."""
+    for number, (data, shard, index) in enumerate(((SAMPLES, SHARD, INDEX), (with_gaps(), SHARD_WITH_GAPS, INDEX_WITH_GAPS))):
+        manifest = wb.data.write_shards(data, tmp_path / str(number), schema=SCHEMA, quiet=True)
+        assert (manifest.shards[0].sha256, manifest.index_sha256) == (shard, index)
+        assert manifest.dataset_sha256 == digest_of(data)
+
+
+def test_tarfile_reads_what_is_written_of_strange_samples(tmp_path: Path) -> None:
+    """Long names, names with percent signs, gaps, empty values, and more samples than are written at once."""
+    data = [
+        {"__key__": f"{'folder' * (20 * (i % 3 == 1))}/{i:03d}".strip("/"), "%d": b"x" * (i % 700), "txt": "ä" * (i % 5), "cls": -i}
+        for i in range(150)
+    ]
+    for sample in data[::7]:
+        del sample["txt"]
+    manifest = wb.data.write_shards(data, tmp_path / "a", seed=None, quiet=True)
+    assert manifest.dataset_sha256 == digest_of(data)
+    expected = [(f"{s['__key__']}.{name}", encode(value)) for s in data for name, value in s.items() if name != "__key__"]
+    with tarfile.open(tmp_path / "a/shard-000000.tar") as tar:
+        members = {member.name: (member.offset_data, tar.extractfile(member).read()) for member in tar}  # type: ignore[union-attr]
+    assert sorted((name, value) for name, (_, value) in members.items()) == sorted(expected)
+    source: Any = wb.data.open_source(tmp_path / "a")
+    assert list(source) == data
+    at = {name: place for name, (place, _) in members.items()}
+    for i, sample in enumerate(data):
+        for name, place in zip(source.fields, source._offsets[i].tolist(), strict=True):
+            assert name not in sample or place == at[f"{sample['__key__']}.{name}"]
 
 
 def flipped(path: Path, at: int, bit: int) -> None:
@@ -224,6 +268,19 @@ def test_two_writers_and_a_disk_that_is_full(tmp_path: Path, monkeypatch: pytest
         patch.setattr(os, "statvfs", lambda path: os.statvfs_result((512, 512, 10, 10, 10, 0, 0, 0, 0, 255)))
         with pytest.raises(DiskFullError, match=r"are needed and 5\.00 KiB are free"):
             wb.data.write_shards(SAMPLES, tmp_path / "c", quiet=True)
+
+
+def test_a_writer_killed_after_the_manifest_leaves_a_finished_dataset(tmp_path: Path) -> None:
+    """What it had not removed yet goes with the next call, and another dataset can be written over it."""
+    wb.data.write_shards(SAMPLES, tmp_path, quiet=True)
+    for overwrite in (False, True):
+        (tmp_path / ".writing").mkdir()
+        (tmp_path / ".writing/plan.json").write_text(json.dumps({"format": "tar", "count": COUNT, "seed": 0}))
+        (tmp_path / ".writing/shard-000000.tar.done").write_bytes(b"")
+        with contextlib.nullcontext() if overwrite else pytest.raises(UnfinishedError, match="has a finished dataset"):
+            wb.data.write_shards(SAMPLES[:9], tmp_path, seed=3, overwrite=overwrite, quiet=True)
+        assert not (tmp_path / ".writing").exists()
+    assert wb.data.verify(tmp_path, full=True).samples == 9
 
 
 PROGRAM = """

@@ -38,6 +38,9 @@ class DatasetSource(Source):
         return as_sample(self.dataset[index], index, self.fields)
 
     def _read_many(self, indices: list[int]) -> Iterator[Sample | Damage]:
+        if type(self.dataset) is list:
+            yield from (as_sample(self.dataset[index], index, self.fields) for index in indices)
+            return
         several = getattr(self.dataset, "__getitems__", None)
         if several is None or not indices:
             yield from super()._read_many(indices)
@@ -91,8 +94,11 @@ def as_sample(value: Any, index: int, fields: Sequence[str] | None = None) -> Sa
     Raises:
         ValueError: a field is of no kind that can be stored; names it.
     """
-    if type(value) is dict and KEY in value and USUAL_KINDS.keys() >= set(map(type, value.values())) and _usual_names(tuple(value)):
-        return {**value, KEY: str(value[KEY])}
+    if type(value) is dict and _is_plain(tuple(value), tuple(map(type, value.values()))):
+        sample = value.copy()
+        if type(key := value[KEY]) is not str:
+            sample[KEY] = str(key)
+        return sample
     if isinstance(value, Mapping):
         parts = {str(name): item for name, item in value.items() if not (str(name).startswith("__") and str(name) != KEY)}
     elif isinstance(value, tuple | list):
@@ -102,8 +108,8 @@ def as_sample(value: Any, index: int, fields: Sequence[str] | None = None) -> Sa
         parts = dict(zip(names, value, strict=True))
     else:
         parts = {(fields or ("input",))[0]: value}
-    key = parts.pop(KEY, None)
-    sample: Sample = {KEY: str(key) if key is not None else f"{index:08d}"}
+    given = parts.pop(KEY, None)
+    sample = {KEY: str(given) if given is not None else f"{index:08d}"}
     for name, item in parts.items():
         if (converted := plain(item, name)) is not None:
             sample[name] = converted
@@ -111,9 +117,10 @@ def as_sample(value: Any, index: int, fields: Sequence[str] | None = None) -> Sa
 
 
 @functools.lru_cache(maxsize=256)
-def _usual_names(names: tuple[Any, ...]) -> bool:
-    """Are these names of fields that stay as they are?"""
-    return all(type(name) is str and (name == KEY or not name.startswith("__")) for name in names)
+def _is_plain(names: tuple[Any, ...], kinds: tuple[type, ...]) -> bool:
+    """Are these the names and types of fields that stay as they are?"""
+    usual = all(type(name) is str and (name == KEY or not name.startswith("__")) for name in names)
+    return KEY in names and usual and USUAL_KINDS.keys() >= set(kinds)
 
 
 def as_source(data: Any, *, fields: Sequence[str] | None = None, **options: Any) -> Source:

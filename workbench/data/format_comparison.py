@@ -23,7 +23,7 @@ from workbench.data.shard_writer import write_shards
 from workbench.data.source import Source, take
 from workbench.data.storage import MissingPackageError, Storage
 
-ORDERS, BATCH = ("random", "sequential"), 32
+ORDERS = ("random", "sequential")
 FORGET = 100_000
 """Files of a folder that the system is asked to forget at most: it takes 10 µs each."""
 NEEDS = {"lmdb": "lmdb", "parquet": "pyarrow", "parquet-untuned": "pyarrow", "arrow": "pyarrow", "hdf5": "h5py"}
@@ -35,6 +35,7 @@ def compare_formats(
     *,
     order: str = "random",
     samples: int = 500,
+    batch_size: int = 32,
     rounds: int = 3,
     folder: str | os.PathLike[str] | None = None,
     remote: str | None = None,
@@ -46,7 +47,7 @@ def compare_formats(
 ) -> FormatComparison:
     """Measure what reading your samples costs in every format, on this machine, and recommend a format.
 
-    Some samples are written in each format into a temporary folder, and read at random in batches of 32 and in order: cold, which means
+    Some samples are written in each format into a temporary folder, and read at random in batches and in order: cold, which means
     that the system was asked to forget the files (`posix_fadvise` after `fsync`; whether a network file system obeys is its own affair),
     and warm. Rounds of all formats are interleaved, and the fastest counts. The source is read as it is, too.
 
@@ -55,6 +56,7 @@ def compare_formats(
         formats: names; None = all whose packages are installed.
         order: how you will read, "random" or "sequential": the recommendation is for that.
         samples: to compare with; they are kept in memory while they are written.
+        batch_size: samples that are read at once at random: those of your loader, since a server answers a batch in one round of requests.
         rounds: of reading.
         folder: on the disk that counts; None = among the temporary files, which may lie in memory.
         remote: a URL such as "s3://bucket/folder" to try as well: each format is uploaded, read and removed there.
@@ -69,6 +71,7 @@ def compare_formats(
     """
     choice("order", order, ORDERS)
     whole_number("samples", samples, least=1)
+    whole_number("batch_size", batch_size, least=1)
     whole_number("rounds", rounds, least=1)
     real_number("budget_s", budget_s, above=0)
     given = as_source(source, **options)
@@ -88,7 +91,7 @@ def compare_formats(
                 stored.insert(0, StoredFormat(format=AS_IT_IS, stored_bytes=each, write_seconds=0.0, rows_read_for_one=rows))
             if remote is not None:
                 _upload(root, remote, storage_options, sources, notes, line)
-            readings = _measure(sources, rounds, budget_s, line)
+            readings = _measure(sources, batch_size, rounds, budget_s, line)
     finally:
         for one in sources.values():
             one.close()
@@ -101,6 +104,7 @@ def compare_formats(
         readings=tuple(readings),
         formats=tuple(stored),
         order=order,
+        batch_size=batch_size,
         decode_cpu=_decode_cpu(kept),
         notes=tuple(notes),
     )
@@ -187,7 +191,7 @@ def _remove_remote(remote: str, options: Mapping[str, Any] | None) -> None:
             target.file_system.rm(target.path(name), recursive=True)
 
 
-def _measure(sources: Mapping[tuple[str, str], Source], rounds: int, budget_s: float, line: Any) -> list[Reading]:
+def _measure(sources: Mapping[tuple[str, str], Source], batch_size: int, rounds: int, budget_s: float, line: Any) -> list[Reading]:
     """The fastest reading of each way, over rounds in which all sources are read in turn."""
     found: dict[tuple[str, str, str, str], list[Reading]] = {}
     began = time.perf_counter()
@@ -200,12 +204,12 @@ def _measure(sources: Mapping[tuple[str, str], Source], rounds: int, budget_s: f
                 for cache in ("cold", "warm") if place == "local" else ("cold",):
                     if cache == "cold":
                         forget(source)
-                    reading = timed(source, name, place, way, cache, seed=number)
+                    reading = timed(source, name, place, way, cache, seed=number, batch_size=batch_size)
                     found.setdefault((name, place, way, cache), []).append(reading)
     return [fastest(readings) for readings in found.values()]
 
 
-def timed(source: Source, name: str, place: str, order: str, cache: str, *, seed: int = 0) -> Reading:
+def timed(source: Source, name: str, place: str, order: str, cache: str, *, seed: int = 0, batch_size: int = 32) -> Reading:
     """Read all samples of a source once; what one costs."""
     count = len(source)
     numbers = list(range(count))
@@ -213,7 +217,7 @@ def timed(source: Source, name: str, place: str, order: str, cache: str, *, seed
     disk = _disk_bytes()
     cpu, began = time.process_time(), time.perf_counter()
     done = 0
-    for batch in _batches(source, numbers if order == "random" else None):
+    for batch in _batches(source, numbers if order == "random" else None, batch_size):
         done += len(batch)
     wall, spent, after = time.perf_counter() - began, time.process_time() - cpu, _disk_bytes()
     read = (after - disk) / done if disk is not None and after is not None and place == "local" else None
@@ -228,12 +232,12 @@ def timed(source: Source, name: str, place: str, order: str, cache: str, *, seed
     )
 
 
-def _batches(source: Source, numbers: list[int] | None) -> Iterator[list[Any]]:
+def _batches(source: Source, numbers: list[int] | None, batch_size: int) -> Iterator[list[Any]]:
     if numbers is None:
         yield from ([sample] for sample in source)
         return
-    for first in range(0, len(numbers), BATCH):
-        yield source.__getitems__(numbers[first : first + BATCH])
+    for first in range(0, len(numbers), batch_size):
+        yield source.__getitems__(numbers[first : first + batch_size])
 
 
 def forget(source: Source) -> None:

@@ -86,6 +86,12 @@ def checked_key(key: str, *, dots: bool = True) -> str:
     return name
 
 
+def are_usual(keys: Iterable[Any]) -> bool:
+    """Are these texts that `checked_key` gives back as they are, without a dot?"""
+    keys = list(keys)
+    return set(map(type, keys)) == {str} and all(map(_USUAL.fullmatch, keys))
+
+
 def kind_of_field(field: str) -> str:
     """The kind that the name of a field stands for where nothing else says it: "cls" an int, "txt" a text, "npy" an array."""
     return _KIND_OF.get(field.rpartition(".")[2].lower(), "bytes")
@@ -156,6 +162,22 @@ def encode(value: Any) -> bytes:
     if isinstance(value, str):
         return value.encode()
     return repr(value).encode()
+
+
+def encoded_columns(samples: Sequence[Sample], fields: Iterable[str]) -> tuple[list[list[bytes]], list[list[int]]]:
+    """Some samples field by field: what `encode` makes of each value, and its bytes; b"" and -1 where a sample has no such field."""
+    columns, lengths = [], []
+    for field in fields:
+        values: list[Any] = [sample.get(field) for sample in samples]
+        kinds = set(map(type, values))
+        if kinds <= {int}:
+            values = list(map(b"%d".__mod__, values))
+        elif not kinds <= {bytes}:
+            values = [None if value is None else encode(value) for value in values]
+        gaps = type(None) in kinds
+        lengths.append([-1 if value is None else len(value) for value in values] if gaps else list(map(len, values)))
+        columns.append([value or b"" for value in values] if gaps else values)
+    return columns, lengths
 
 
 @functools.lru_cache(maxsize=512)

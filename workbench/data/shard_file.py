@@ -1,6 +1,7 @@
 """Writes the file of a shard: a thread hashes and writes while the next samples are made; what was written is on the disk at the end."""
 
 import hashlib
+import itertools
 import os
 import queue
 import threading
@@ -10,10 +11,14 @@ from pathlib import Path
 from typing import Self
 
 from workbench.data.manifest import Rows
-from workbench.data.sample import Sample, encode
+from workbench.data.sample import Sample, encoded_columns
 
 PIECE = 1 << 20
 """Bytes that are collected before they are handed to the thread."""
+FEWEST, MOST, MOST_BYTES = 16, 256, 16 << 20
+"""Samples that are taken at once: at least, at most, and so many that they have about so many bytes."""
+SMALL = 8 << 10
+"""Bytes of a part, in the mean, below which joining them is cheaper than hashing and writing each."""
 QUEUE = 8
 """Pieces that wait for the thread at most."""
 
@@ -54,28 +59,43 @@ class HashedFile:
             OSError: an earlier piece could not be written.
         """
         self._parts += parts
-        if size - self._handed_over >= PIECE:
+        waiting = size - self._handed_over
+        if waiting >= PIECE:
             self._handed_over = size
-            self._hand_over()
+            self._hand_over(waiting >= 2 * PIECE)
 
-    def _hand_over(self) -> None:
-        if self._error is not None:
-            raise self._error
-        self._queue.put(self._parts)
-        self._parts = []
+    def _hand_over(self, cut: bool = False) -> None:
+        """Give all that waits to the thread; in several pieces where it is much, so that the queue never holds more."""
+        pieces, self._parts = [self._parts], []
+        if cut:
+            ends = itertools.accumulate(map(len, pieces[0]))
+            pieces = [
+                [part for part, _ in some] for _, some in itertools.groupby(zip(pieces[0], ends, strict=True), lambda x: x[1] // PIECE)
+            ]
+        for piece in pieces:
+            if self._error is not None:
+                raise self._error
+            self._queue.put(piece)
 
     def _work(self) -> None:
         while (parts := self._queue.get()) is not None:
             if self._error is not None:
                 continue
             try:
-                data = b"".join(parts)
-                self._hash.update(data)
-                view = memoryview(data)
-                while view:
-                    view = view[os.write(self._descriptor, view) :]
+                self._write(parts)
             except BaseException as error:
                 self._error = error
+
+    def _write(self, parts: list[bytes]) -> None:
+        size = sum(map(len, parts))
+        if size < SMALL * len(parts):
+            parts = [b"".join(parts)]
+        for part in parts:
+            self._hash.update(part)
+        done = os.writev(self._descriptor, parts) if parts else 0
+        rest = memoryview(b"".join(parts) if done < size else b"")[done:]
+        while rest:
+            rest = rest[os.write(self._descriptor, rest) :]
 
     def finish(self) -> str:
         """Wait until all is on the disk; the SHA-256 of the file, in hexadecimal digits.
@@ -118,12 +138,23 @@ def hash_file(path: str | Path) -> tuple[int, str]:
         return os.fstat(file.fileno()).st_size, hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def several(samples: Iterable[tuple[str, Sample]]) -> Iterator[list[tuple[str, Sample]]]:
+    """(key, sample) pairs, many at once where they are small."""
+    pairs, many = iter(samples), FEWEST
+    while some := list(itertools.islice(pairs, many)):
+        yield some
+        size = max(
+            sum(len(v) if type(v) in (bytes, str) else getattr(v, "nbytes", 64) for v in sample.values()) for _, sample in some[::FEWEST]
+        )
+        many = min(MOST, max(FEWEST, MOST_BYTES // max(1, size)))
+
+
 def noted(samples: Iterable[tuple[str, Sample]], rows: Rows) -> Iterator[tuple[str, Sample]]:
     """Samples passed on, with a row for each in an index without offsets."""
-    for key, sample in samples:
-        values = [sample.get(name) for name in rows.fields]
-        rows.add(key, [None if value is None else encode(value) for value in values])
-        yield key, sample
+    for some in several(samples):
+        keys, found = zip(*some, strict=True)
+        rows.add_columns(keys, *encoded_columns(found, rows.fields))
+        yield from some
 
 
 def written(path: str, rows: Rows) -> Written:

@@ -15,7 +15,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -28,8 +28,19 @@ from workbench.core.progress import ProgressLine
 from workbench.data import sample as samples
 from workbench.data.adapters import IterableSource, as_source, open_source
 from workbench.data.formats import extension, writer
-from workbench.data.manifest import INDEX, MANIFEST, Array, Manifest, Shard, dataset_digest, merge, packed, read_manifest, unpacked
-from workbench.data.sample import KEY, NameCollisionError, Sample, Strings, checked_key, digest, encode, kind_of, plain, schema_of
+from workbench.data.manifest import (
+    INDEX,
+    MANIFEST,
+    Array,
+    Manifest,
+    about_shard,
+    packed,
+    read_manifest,
+    store,
+    unpacked,
+    write_whole,
+)
+from workbench.data.sample import KEY, NameCollisionError, Sample, checked_key, digest, encode, kind_of, plain, schema_of
 from workbench.data.shard_file import Written
 from workbench.data.shard_plan import TARGET, ShardPlan, check_space, plan_shards, shuffled
 from workbench.data.source import Source
@@ -37,6 +48,8 @@ from workbench.data.storage import Storage
 
 PROBE = 256
 """Samples that sizes and kinds are estimated from."""
+PROBE_BYTES = 8 << 20
+"""Of those samples, about so many bytes are hashed, by which a resumed writer knows its data; more would take long for large samples."""
 WORK, LOCK, PLAN = ".writing", "lock", "plan.json"
 COPY = "__copy__"
 """Where `transform` finds the number of the copy."""
@@ -78,8 +91,20 @@ class Job:
             found: list[Sample] = self.source.__getitems__([number // self.copies for number in some])
             if len(found) != len(some):
                 raise ValueError(f"{len(some) - len(found)} samples of {self.source!r} are damaged: {self.source.damaged[-1]}")
-            for number, sample in zip(some, found, strict=True):
-                yield self.made(number, sample)
+            usual = self._usual_keys(found)
+            yield from zip(usual, found, strict=True) if usual else map(self.made, some, found)
+
+    def _usual_keys(self, found: list[Sample]) -> list[str] | None:
+        """The keys of samples that are written as they are: where nothing is to be done to them, which is seen at once; else None."""
+        if self.transform is not None or self.numbered or self.copies > 1 or not self.schema:
+            return None
+        for name, kind in self.schema.items():
+            if set(map(samples.USUAL_KINDS.get, map(type, [sample.get(name) for sample in found]))) != {kind}:
+                return None
+        if set(map(len, found)) != {len(self.schema) + 1}:  # the fields of the schema, a key, and no other
+            return None
+        keys = [sample.get(KEY, "") for sample in found]
+        return keys if samples.are_usual(keys) else None
 
     def made(self, number: int, sample: Sample) -> tuple[str, Sample]:
         """Key and sample as they are written, of a sample of the source."""
@@ -141,23 +166,13 @@ def write_one(job: Job, shard: int) -> int:
     target = job.out / name
     _remove(target)
     os.replace(part, target)
-    _write_whole(work / f"{name}.done", packed(_rows(done)))
+    write_whole(work / f"{name}.done", packed(_rows(done)))
     return job.edges[shard + 1] - job.edges[shard]
 
 
 def _rows(done: Written) -> dict[str, Array]:
     """The rows of a shard, with its bytes and SHA-256."""
     return {**done.rows.arrays(), "about": np.frombuffer(f"{done.bytes} {done.sha256}".encode(), np.uint8)}
-
-
-def _write_whole(path: Path, data: bytes) -> None:
-    part = path.with_name(f"{path.name}.part")
-    part.unlink(missing_ok=True)  # of a writer that was killed; or a link, which would lead elsewhere
-    with open(part, "xb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(part, path)
 
 
 def _remove(path: Path) -> None:
@@ -238,6 +253,9 @@ def write_shards(
     root.mkdir(parents=True, exist_ok=True)
     with _locked(root):
         if (root / MANIFEST).exists():
+            for left in (root / WORK).iterdir():  # by a writer that was killed after it had written the manifest
+                if left.name != LOCK:
+                    _remove(left)
             if not overwrite:
                 raise UnfinishedError(f"{root} has a finished dataset: give another folder, or overwrite=True")
             if given.path and root.resolve() in (place := Path(given.path).resolve(), *place.parents):
@@ -298,11 +316,12 @@ def _plan(job: Job, schema: Mapping[str, str] | None, target: int, readers: int,
     for name in job.schema:
         if not name or set(name) & set("/\\\0"):
             raise samples.UnsafeNameError(f"the field {name[:60]!r} cannot be part of a file's name: rename it")
-    payload = float(np.mean([_bytes(sample) for sample in probe])) * count
+    sizes = [_bytes(sample) for sample in probe]
+    payload = float(np.mean(sizes)) * count
     added = OVERHEAD.get(job.format, 16) * (len(job.schema) if job.format == "tar" else 1)
     plan = plan_shards(count, payload, target=target, readers=readers, shards=shards, stored=payload + added * count)
     job.order, job.edges = shuffled(count, seed), plan.edges
-    job.probe = hashlib.sha256(b"".join(map(digest, probe))).hexdigest()
+    job.probe = hashlib.sha256(b"".join(map(digest, probe[:: 1 + sum(sizes) // PROBE_BYTES]))).hexdigest()
     return plan
 
 
@@ -333,14 +352,9 @@ def _done(job: Job, shard: int) -> dict[str, Array] | None:
     if not noted.exists() or not target.exists():
         return None
     rows = unpacked(noted.read_bytes(), str(noted))
-    if target.is_file() and target.stat().st_size != int(_about(rows)[0]):
+    if target.is_file() and target.stat().st_size != int(about_shard(rows)[0]):
         return None
     return rows
-
-
-def _about(rows: Mapping[str, Array]) -> list[str]:
-    """Bytes and SHA-256 of a shard."""
-    return rows["about"].tobytes().decode().split()
 
 
 def _write_all(job: Job, workers: int, start_method: str, quiet: bool) -> None:
@@ -406,36 +420,6 @@ def _finish(job: Job, about: Manifest) -> Manifest:
             _remove(job.out / name)
         raise
     shutil.rmtree(job.out / WORK, ignore_errors=True)
-    return manifest
-
-
-def store(out: Path, names: Sequence[str], parts: Sequence[Mapping[str, Array]], about: Manifest) -> Manifest:
-    """Write the index and the manifest of shards; the manifest last.
-
-    Raises:
-        NameCollisionError: two samples have the same key.
-    """
-    seen: set[str] = set()
-    for part in parts:
-        for key in Strings.of(part["keys"], part["ends"]):
-            if key in seen:
-                raise NameCollisionError(f'two samples have the key {key!r}: give keys="number"')
-            seen.add(key)
-    index = packed(merge(parts))
-    shards = []
-    for name, part in zip(names, parts, strict=True):
-        size, sha256 = _about(part)
-        shards.append(Shard(name=name, bytes=int(size), count=len(part["lengths"]), sha256=sha256))
-    manifest = replace(
-        about,
-        count=len(seen),
-        shards=tuple(shards),
-        payload_bytes=int(sum(part["lengths"][part["lengths"] > 0].sum() for part in parts)),
-        dataset_sha256=dataset_digest(np.concatenate([part["digests"] for part in parts])),
-        index_sha256=hashlib.sha256(index).hexdigest(),
-    )
-    _write_whole(out / INDEX, index)
-    run_directory.write_json(out / MANIFEST, manifest.to_json())
     return manifest
 
 

@@ -114,7 +114,8 @@ class Source:
     def __getitems__(self, indices: Sequence[int]) -> list[Sample]:
         length = len(self)
         wanted = [i if type(i) is int and 0 <= i < length else self._number(i) for i in indices]
-        return list(self._by_policy(self._read_many(wanted)))
+        found = list(self._read_many(wanted))
+        return found if set(map(type, found)) == {dict} else list(self._by_policy(iter(found)))  # type: ignore[return-value]
 
     def __iter__(self) -> Iterator[Sample]:
         return self.iterate()

@@ -68,6 +68,8 @@ class FormatComparison(Shown, JsonDataclass):
     formats: tuple[StoredFormat, ...]
     order: str = "random"
     """How the samples will be read: what the recommendation is for."""
+    batch_size: int = 32
+    """Samples that were read at once at random."""
     decode_cpu: float = 0.0
     """Seconds of CPU per sample for decoding its picture, which only the format "decoded" saves; 0 = there are no pictures."""
     notes: tuple[str, ...] = field(default=())
@@ -141,13 +143,20 @@ class FormatComparison(Shown, JsonDataclass):
 
         Where the source hardly waits, there is nothing to gain, and the fraction is 1.
         """
-        now = self.reading(AS_IT_IS)
-        found = [
-            r for stored in self.formats if stored.format != AS_IT_IS and (r := self.reading(stored.format, place="local")) is not None
-        ]
-        if now is None or not found:
+        now, copy = self.reading(AS_IT_IS), self._local_copy()
+        if now is None or copy is None:
             return None
-        return min(1.0, min(reading.blocked for reading in found) / now.blocked) if now.blocked > 0 else 1.0
+        return min(1.0, copy.blocked / now.blocked) if now.blocked > 0 else 1.0
+
+    def saved_cpu(self) -> float | None:
+        """Seconds of CPU per sample that reading the best format from the local disk saves, such as those of the requests to a server;
+        negative where it takes more; None = not measured.
+        """
+        now, copy = self.reading(AS_IT_IS), self._local_copy()
+        return now.cpu - copy.cpu if now is not None and copy is not None else None
+
+    def _local_copy(self) -> Reading | None:
+        return self.reading(self.best, place="local") if self.ranked else None
 
     def left_of_cpu(self) -> float | None:
         """The fraction of the CPU of reading and decoding that is left where pictures are stored decoded; None = not measured."""

@@ -5,6 +5,7 @@ The headers are read and written here and not by `tarfile`, which takes 20 times
 
 import functools
 import glob
+import itertools
 import os
 import re
 import zlib
@@ -25,16 +26,16 @@ from workbench.data.sample import (
     UnsafeNameError,
     checked_key,
     decode,
-    encode,
+    encoded_columns,
     kind_of_field,
 )
-from workbench.data.shard_file import HashedFile, Written
+from workbench.data.shard_file import HashedFile, Written, several
 from workbench.data.source import Damage, OnError, corrupt
 from workbench.data.storage import Storage
 
 BLOCK = 512
-WRITE = 1 << 20
-"""Bytes that are collected before they are written."""
+NAMES = 1 << 20
+"""Bytes that a long name may have."""
 _RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
 _LINKS = b"12"
 _PAX, _LONG_NAME = b"xg", b"L"
@@ -220,7 +221,7 @@ def members(storage: Storage, name: str) -> Iterator[tuple[str, int, int]]:
             )
         at = start + -(-length // BLOCK) * BLOCK
         if kind in (b"L", b"x", b"g", b"K"):
-            if length > WRITE:
+            if length > NAMES:
                 raise CorruptSampleError(f"{path}: a name of {length:,} bytes is declared at byte {start - BLOCK:,}")
             more = window.get(start, length)
             if kind == b"L":
@@ -306,14 +307,20 @@ def header(name: bytes, length: int) -> bytes:
     if length >= _LARGEST:
         raise ValueError(f"{name!r} has {length:,} bytes: a tar file takes up to {_LARGEST - 1:,} per field")
     size, of_size = _size(length)
-    return b"".join((name, _PADDING[100 - len(name)], _BEFORE, size, _BETWEEN, b"%06o\0 " % (of_size + sum(name)), _AFTER))
+    return b"".join((name, _PADDING[100 - len(name)], size, _end(of_size + sum(name))))
 
 
 @functools.lru_cache(maxsize=65536)
 def _size(length: int) -> tuple[bytes, int]:
-    """A size as a header has it, and the sum of all bytes of the header but those of the name."""
+    """What a header has between name and checksum, by the size of the file, and the sum of all its bytes but those of the name."""
     size = b"%011o\0" % length
-    return size, _SUM + sum(size)
+    return _BEFORE + size + _BETWEEN, _SUM + sum(size)
+
+
+@functools.lru_cache(maxsize=8192)
+def _end(total: int) -> bytes:
+    """What a header has from its checksum on."""
+    return b"%06o\0 " % total + _AFTER
 
 
 def _long(name: bytes, length: int) -> bytes:
@@ -332,30 +339,41 @@ def _long(name: bytes, length: int) -> bytes:
 def write(path: str, samples: Iterable[tuple[str, Sample]], schema: Mapping[str, str]) -> Written:
     """Write a tar shard: the fields of each sample one after the other, in the order of the schema.
 
+    Samples are taken some at a time and their fields as columns: one by one, Python would take longer than the checksums of a small sample.
+
     Args:
         path: of the file, which must not exist.
         samples: (key, sample) pairs.
         schema: field → kind.
     """
-    rows = Rows(schema)
-    names = [(field, b"." + field.encode()) for field in schema]
-    at = 0
+    rows, at = Rows(schema), 0
     with HashedFile(path) as file:
-        for key, sample in samples:
-            stem = key.encode()
-            offsets: list[int] = []
-            fields: list[bytes | None] = []
-            pieces: list[bytes] = []
-            for field, ending in names:
-                value = sample.get(field)
-                data = value if value is None or type(value) is bytes else encode(value)
-                fields.append(data)
-                offsets.append(at + BLOCK)
-                if data is not None:
-                    length = len(data)
-                    pieces += (header(stem + ending, length), data, _PADDING[-length % BLOCK])
-                    at += BLOCK + length + -length % BLOCK
-            rows.add(key, fields, offsets)
-            file.write(pieces, at)
+        for some in several(samples):
+            keys, found = zip(*some, strict=True)
+            stems = list(map(str.encode, keys))
+            columns, lengths = encoded_columns(found, schema)
+            sizes = np.array(lengths, np.int64).reshape(len(columns), len(some)).T.ravel()
+            ends = at + np.where(sizes < 0, 0, BLOCK + sizes + -sizes % BLOCK).cumsum()
+            rows.add_columns(keys, columns, lengths, (np.concatenate([[at], ends])[:-1] + BLOCK).tolist())
+            pieces: list[Iterable[bytes]] = []
+            for field, column, length in zip(schema, columns, lengths, strict=True):
+                ending = b"." + field.encode()
+                pieces += (
+                    _headers([stem + ending for stem in stems], length),
+                    column,
+                    [_PADDING[-size % BLOCK if size > 0 else 0] for size in length],
+                )
+            at = int(ends[-1]) if columns else at
+            file.write(list(itertools.chain.from_iterable(zip(*pieces, strict=True))), at)
         file.write([bytes(2 * BLOCK)], at + 2 * BLOCK)
         return Written(bytes=at + 2 * BLOCK, sha256=file.finish(), rows=rows)
+
+
+def _headers(names: list[bytes], lengths: list[int]) -> list[bytes]:
+    """The header of each file; b"" where there is none, whose length is -1."""
+    if min(lengths) < 0 or max(lengths) >= _LARGEST or max(map(len, names)) > 100:
+        return [header(name, length) if length >= 0 else b"" for name, length in zip(names, lengths, strict=True)]
+    return [
+        b"".join((name, _PADDING[100 - len(name)], size, _end(of_size + sum(name))))
+        for name, (size, of_size) in zip(names, map(_size, lengths), strict=True)
+    ]

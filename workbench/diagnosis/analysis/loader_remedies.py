@@ -139,21 +139,24 @@ def _prepared(case: Case, loading: Loading) -> Iterator[Remedy | None]:
     compared = case.evidence.formats
     waiting, preparing = (compared.left_of_waiting(), compared.left_of_cpu()) if compared else (None, None)
     left_waiting, left_cpu = LEFT_SHARE if waiting is None else waiting, LEFT_SHARE if preparing is None else preparing
+    saved = min(loading.fetch_cpu or 0.0, (loading.batch_size or 0) * ((compared.saved_cpu() if compared else None) or 0.0))
+    copied = dataclasses.replace(_less_cpu(feeding, saved), blocked=feeding.blocked * left_waiting)
+    also = f", and {units.percent(saved / cpu)} of the CPU of making a batch" if saved > 0 else ""
     options = (
         (
             ("storage", "slow samples"),
             "faster storage",
             "Copy the data to a local disk or into memory before training, or read it in large sequential pieces (shards).",
-            dataclasses.replace(feeding, blocked=feeding.blocked * left_waiting),
-            f"{units.percent(1 - left_waiting)} of the waiting for storage is gone",
+            copied,
+            f"{units.percent(1 - left_waiting)} of the waiting for storage{also} is gone",
             "disk space, and the time to copy",
         ),
         (
             ("small files",),
             "shards",
             "Pack the small files into a few large ones (tar with an index), and read those.",
-            dataclasses.replace(feeding, blocked=feeding.blocked * left_waiting),
-            f"{units.percent(1 - left_waiting)} of the waiting for files is gone",
+            copied,
+            f"{units.percent(1 - left_waiting)} of the waiting for files{also} is gone",
             "a second copy of the data",
         ),
         (
@@ -180,6 +183,8 @@ def _prepared(case: Case, loading: Loading) -> Iterator[Remedy | None]:
             assert compared is not None
             speedup = 1 / max(1e-3, 1 - _saved(case, better, loading))
             formula = f"{formula}, as measured in the format {PREPARED if name == 'prepared data' else compared.best}"
+            if loading.batch_size and loading.batch_size != compared.batch_size:
+                formula += f" with {compared.batch_size} samples read at once (the loader reads {loading.batch_size}: give batch_size=)"
             yield from_formula(case, name, {}, what, speedup, WORKERS_ERROR, formula, costs)
         elif cause.startswith(causes):
             yield ceiling(case, name, what, _saved(case, better, loading), formula, costs)
