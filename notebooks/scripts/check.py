@@ -887,7 +887,7 @@ met_after_each.wrong = (  # type: ignore[attr-defined]
 )
 
 
-def mended(written: Callable[..., Any]) -> None:
+def speedup_without(written: Callable[..., Any]) -> None:
     """Notebook 11, exercise 2: speedup if some parts of the step were gone."""
 
     def truth(step: float, parts: Mapping[str, float], gone: Sequence[str]) -> float:

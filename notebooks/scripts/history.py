@@ -33,7 +33,7 @@ def build():
     loss = lambda model, batch: (model(batch[0]) - batch[1]).square().mean()
     return wb.Task(model=lambda: nn.Linear(4, 2), dataset=Numbers, loss=loss, optimizer="sgd(lr=0.1)")
 '''
-SUBJECTS = ("First version", "Rename a variable", "Longer docstring", "Read samples one by one", "Mend a typo", "Prepare the release")
+SUBJECTS = ("First version", "Rename a variable", "Longer docstring", "Read samples one by one", "Fix a typo", "Prepare the release")
 """What each commit says of itself."""
 SLOWER = 3
 """Number of the commit that makes a sample take more than twice as long."""

@@ -118,7 +118,7 @@ def kept(every: int, samples: int = 1024) -> int:
 
 
 def figures(rows: Mapping[str, tuple[float, float, float]], predicted: Mapping[str, float]) -> None:
-    """Draw what each technique gives: time and memory as shares of what they were, and how far the losses move.
+    """Draw what each technique gives: time and memory as multiples of those without it, and how far the losses move.
 
     Args:
         rows: technique → time, memory, largest difference of a loss.
@@ -131,7 +131,7 @@ def figures(rows: Mapping[str, tuple[float, float, float]], predicted: Mapping[s
     figure.clear()
     axes = [style_axes(ax) for ax in figure.subplots(1, 3, sharey=True)]
     names, places = list(rows), range(len(rows))
-    words = "time of a step", "memory at its peak", "largest change of a loss"
+    words = "time of a step (× as it is)", "memory at its peak (× as it is)", "largest change of a loss"
     for column, (ax, word) in enumerate(zip(axes, words, strict=True)):
         values = [rows[name][column] for name in names]
         if column < 2:

@@ -68,11 +68,11 @@ def test_a_mended_part_is_gone_from_the_bars_and_the_throughput_is_predicted() -
     panel.mend["slow rank"].value = True
     gain = gap.gain(["slow rank"])
     assert f"{gain.mid:.2f}× ({gain.low:.2f}× … {gain.high:.2f}×)" in panel.tiles.value
-    assert "mended (was" in panel._lines["slow rank"].children[1].value
-    assert "mended: predicted" in panel._last.value
+    assert "fixed (was" in panel._lines["slow rank"].children[1].value
+    assert "fixed: predicted" in panel._last.value
     assert panel.waterfall.children == rows, "what has the focus keeps it"
     panel.mend["slow rank"].value = False
-    assert "mended" not in panel.tiles.value + panel._last.value
+    assert "fixed" not in panel.tiles.value + panel._last.value
 
 
 def test_more_ranks_and_another_link_are_predicted_and_start_nothing() -> None:

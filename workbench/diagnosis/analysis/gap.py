@@ -12,15 +12,15 @@ from workbench.diagnosis.analysis.gap_evidence import ArmSeconds, GapEvidence, R
 
 CAUSES = {
     "micro-batch": "each rank has a smaller batch than one process would have",
-    "cores": "threads are ready and wait for a core, which another one has",
+    "cores": "threads that are ready wait for a core that another rank uses",
     "memory": "the ranks share memory bandwidth, caches and clocks",
     "loaders": "the ranks' loaders share the machine",
     "slow rank": "one rank computes longer than the others",
     "uneven data": "one rank's data take longer than the others'",
-    "uneven steps": "steps take longer now on one rank, now on another, and all wait",
+    "uneven steps": "steps take longer now on one rank, now on another, and all ranks wait",
     "many reductions": "starting the reductions of gradients",
     "large gradients": "sending the bytes of the gradients",
-    "other processes": "threads are ready and wait for a core, which a process of others has",
+    "other processes": "threads that are ready wait for a core that another process uses",
     "epochs": "starting the loader anew, which comes more often the more ranks share an epoch",
 }
 """Part of the gap → what it is."""

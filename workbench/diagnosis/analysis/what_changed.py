@@ -130,7 +130,8 @@ class WhatChanged(display.Shown, JsonDataclass):
         if self.kind == "owner":
             many = "are" if len(self.owner) > 1 else "is"
             alone = " together" if self.together else ""
-            seen = f": run A with it is today {_ends(today)} of itself" if today else ""
+            with_ = "them" if len(self.owner) > 1 else "it"
+            seen = f": with {with_}, run A is now {_ends(today)} of what it is without" if today else ""
             return f"{said}, and {_list(self.owner)} {many} the reason{alone}{seen}.{_because(self.why)}{self._brought}"
         if self.kind == "still":
             cause = f"either {_list(self.left_over)}, which could not be put back, or the machine" if self.left_over else "the machine"
@@ -150,7 +151,9 @@ class WhatChanged(display.Shown, JsonDataclass):
 
     @property
     def _alike(self) -> str:
-        return f", and with B's {_list(self.changes)} it is {_ends(self.today)} of itself" if self.today and self.changes else ""
+        return (
+            f", and with B's {_list(self.changes)} it is {_ends(self.today)} of what it is without" if self.today and self.changes else ""
+        )
 
     @property
     def _now(self) -> str:

@@ -68,7 +68,7 @@ class Waterfall:
         now = next(part for part in self.parts if part.cause == cause)
         share = units.percent(abs(now.seconds.mid) / self._gap.step.mid)
         if cause in self.mended:
-            return self._row(cause, 0.0, 0.0, LINE, f"mended (was {share})", predicted=True)
+            return self._row(cause, 0.0, 0.0, LINE, f"fixed (was {share})", predicted=True)
         level = self.full - sum(self.then.cost(part.cause, self._samples) for part in self._gap.parts if part not in self.parts)
         for part in self.parts:
             lost = self.then.cost(part.cause, self._samples) if part.cause not in self.mended else 0.0
@@ -86,7 +86,7 @@ class Waterfall:
         rows = self._row(f"{answer.world_size} ranks", 0.0, self.now, LINE, text, predicted=gap.predicted)
         if self.mended:
             text = f"{units.rate(self.after, answer.unit)}: {units.percent(self.then.efficiency)}"
-            rows += self._row("mended", 0.0, self.after, LINE, text, predicted=True)
+            rows += self._row("fixed", 0.0, self.after, LINE, text, predicted=True)
         return rows
 
     @property
@@ -122,7 +122,7 @@ def tiles(answer: WhyNotLinear, drawn: Waterfall, price: float, earlier: float |
     if drawn.mended:
         gain = gap.gain(drawn.mended)
         words = f"{units.times(gain.mid)} ({units.times(gain.low)} … {units.times(gain.high)})"
-        boxes.append(("mended, predicted", units.rate(drawn.after, unit), words))
+        boxes.append(("fixed, predicted", units.rate(drawn.after, unit), words))
     boxes.append((*_price(answer, drawn, price), ""))
     return f'<div class="wb-tiles" style="display:flex;flex-wrap:wrap;gap:8px 36px">{"".join(_tile(*box) for box in boxes)}</div>'
 
@@ -143,7 +143,7 @@ def _tile(label: str, value: str, small: str) -> str:
 
 def legend(drawn: Waterfall) -> str:
     """What the hatch means, and that mended parts are taken one by one."""
-    words = "filled: measured; hatched: predicted; a mended part is taken away in full; another may then become visible"
+    words = "filled: measured; hatched: predicted; a fixed part is taken away in full; another may then become visible"
     return f'<div class="wb-what">{escape(words if drawn.parts else "")}</div>'
 
 

@@ -12,7 +12,7 @@ from workbench.memory.analysis.replay import Replay
 
 _PARTS = {part.name: part for part in MEMORY_PARTS}
 _LASTING = tuple(part.name for part in MEMORY_PARTS if part.lasting)
-_MADE = {"to_copy": "copies in another number format", "empty": "scratch memory or empty tensors"}
+_MADE = {"to_copy": "dtype casts", "empty": "scratch memory or empty tensors"}
 _LOSS = ("log_softmax", "nll_loss", "cross_entropy", "mse_loss", "binary_cross_entropy", "logsumexp", "kl_div", "smooth_l1")
 _SCRATCH, _UNSPLIT = "scratch", "unsplit"
 _OWN = {_SCRATCH: "scratch memory of kernels", _UNSPLIT: "rests of blocks that are not split off", "cublas": "workspace of cuBLAS"}
