@@ -1,5 +1,6 @@
 """How a rank of ours starts: what is there before the task is out of the collector's way, and torch's compiler is not there."""
 
+import gc
 import json
 import os
 import subprocess
@@ -202,3 +203,23 @@ def test_an_import_that_fails_in_a_worker_is_not_the_rank_s_error(
     with pytest.raises(ImportError, match=program):
         start.main()
     assert (tmp_path / run_directory.ERRORS / "rank0.json").exists() == recorded
+
+
+def test_what_keeps_torchrun_from_starting_is_no_rank_s_doing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An interrupt while it loaded torch was recorded as one of rank 0, who did not exist yet."""
+
+    def interrupted(name: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setenv(run_directory.ENV_RUN_DIR, str(tmp_path))
+    monkeypatch.delenv("RANK", raising=False)
+    for program, recorded in ((TORCHRUN, []), (TRAIN, ["rank0.json"])):
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "argv", ["start", program, str(tmp_path)])
+            patch.setattr(start.importlib, "import_module", interrupted)
+            try:
+                with pytest.raises(KeyboardInterrupt):
+                    start.main()
+            finally:
+                gc.enable()
+        assert sorted(path.name for path in tmp_path.glob(f"{run_directory.ERRORS}/*")) == recorded

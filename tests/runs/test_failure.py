@@ -438,6 +438,8 @@ def test_a_signal_to_torchrun_is_no_rank_s_doing(run_dir: Path, number: int, nam
     log.write_text(f"W{now}.123000 7 api.py:1] Received {text} death signal, shutting down workers\n")
     assert first(run_dir, failed(r0=2.3, r1=2.2))[0] == 1
     log.write_text(f"Received {text} death signal")
+    lost = (None, "launcher", "its guard was killed, so nobody saw how it ended")  # at the same time
+    assert first(run_dir, {"state": "lost"}) == lost
     assert first_failure(run_dir, failed() | {"state": "stopped"}) is None
     assert first(run_dir, failed() | {"nodes": {"1": {"state": "failed", "name": "b"}}})[0] is not None  # a guard has ended it
 

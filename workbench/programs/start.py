@@ -56,7 +56,7 @@ def main() -> None:
 
             lazy_dynamo.defer()
     except BaseException as error:
-        if sys.argv[0] not in WORKERS:  # a worker tells whoever started it, who may be a rank
+        if sys.argv[0] not in (TORCHRUN, *WORKERS):  # torchrun is no rank, and a worker tells whoever started it, who may be one
             failure.record(error)
         raise
     gc.freeze()

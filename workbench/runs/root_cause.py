@@ -83,11 +83,11 @@ def _first_failure(run_dir: Path, outcome: Mapping[str, Any]) -> Failure:
         records = [record for record in records if record["time_ns"] < stopped_ns]
     suspects = [_from_record(record) for record in records]
     number, when = _signal_to_torchrun(run_dir, outcome)
-    if state != "failed":
-        suspects = [suspect for suspect in suspects if suspect.tier == 0]
-    elif number:  # torchrun passes it on to all ranks: only an error from before counts
+    if number:  # torchrun passes it on to all ranks: only an error from before counts
         before = [record for record in records if record["written"] < when - _CLOCK_TICK and record["message"] != _INTERRUPT]
         suspects = [suspect for suspect in map(_from_record, before) if suspect.tier == 0]
+    elif state != "failed":
+        suspects = [suspect for suspect in suspects if suspect.tier == 0]
     else:
         deaths = {int(rank): time_ns for rank, time_ns in (outcome.get("exits") or {}).items()}
         late = min((suspect.time_ns + _ENDED_BY_TORCHRUN for suspect in suspects), default=float("inf"))
@@ -146,7 +146,7 @@ def _signal_to_torchrun(run_dir: Path, outcome: Mapping[str, Any]) -> tuple[int,
 
     On several machines guards end torchrun, where another machine has failed: there nothing is said.
     """
-    if outcome["state"] != "failed" or outcome.get("stopped_ns") or outcome.get("nodes"):
+    if outcome["state"] not in ("failed", "lost") or outcome.get("stopped_ns") or outcome.get("nodes"):
         return 0, 0.0
     log = _log_of_torchrun(run_dir)
     code = outcome.get("returncode") or 0
