@@ -34,7 +34,7 @@ def head(path: Path) -> tuple[str, str]:
 
 def draw(ax: Axes | None = None) -> Axes:
     """Draw a column per question, with its notebooks from top to bottom."""
-    ax = prepared(ax, WIDTH, 4.4)
+    ax = prepared(ax, WIDTH, 0.4 + 1.05 * max(map(len, ROADS.values())))
     ax.axis("off")
     letters, heading = LETTERS // len(ROADS), 48 / max(4, len(ROADS))
     for column, (question, numbers) in enumerate(ROADS.items()):
