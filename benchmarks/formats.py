@@ -177,17 +177,18 @@ def remote_readers(data: list[dict[str, Any]], folder: Path, options: dict[str, 
         import webdataset
 
         made = functools.partial(
-            webdataset.WebDataset, f"pipe:curl -s {server}/bucket/tar/shard-000000.tar", shardshuffle=False, empty_check=False
+            webdataset.WebDataset, f"pipe:curl -s '{files.sign('bucket/tar/shard-000000.tar')}'", shardshuffle=False, empty_check=False
         )
         yield "webdataset, tar, in order", ("in order", functools.partial(_in_order, made))
 
     def hugging_face() -> Iterator[tuple[str, tuple[str, Open]]]:
         import datasets
 
-        url = "s3://bucket/tar/shard-000000.tar"
-        made = functools.partial(
-            datasets.load_dataset, "webdataset", data_files=url, storage_options=options, streaming=True, split="train"
-        )
+        def made() -> Any:
+            mine = {"storage_options": dict(options)}  # which it changes
+            url = "s3://bucket/tar/shard-000000.tar"
+            return datasets.load_dataset("webdataset", data_files=url, streaming=True, split="train", **mine)
+
         yield "datasets, tar, in order", ("in order", functools.partial(_in_order, made))
 
     def litdata() -> Iterator[tuple[str, tuple[str, Open]]]:
