@@ -21,6 +21,7 @@ from tests.slow_loader import diagnosis
 from tests.traced import data, event, launched, op, step, write
 from workbench import plot
 from workbench.batch.analysis.critical_batch import CriticalBatch
+from workbench.batch.analysis.lengths import BatchLengths, LengthPlan
 from workbench.batch.analysis.lr_race import conclude, first_candidates, race
 from workbench.batch.analysis.lr_range import LrFound, LrSweep, geometric, suggestions_over_seeds
 from workbench.batch.analysis.lr_scaling_rules import scale_lr
@@ -246,6 +247,24 @@ def estimated_time(folder: Path) -> StepTime:
         samples=128,
         ranks=8,
         exposed=Interval(low=0.01, mid=0.02, high=0.05),
+    )
+
+
+def batch_lengths(folder: Path) -> BatchLengths:
+    """A thousand steps, of which a few are too long."""
+    lengths = [int(256 + 900 * (math.sin(7 * step) ** 8) + (2500 if step in (412, 871) else 0)) for step in range(1000)]
+    memory = {length: int(9 * GIB + length * 6e6 + length**2 * 900) for length in range(256, 4000, 256)}
+    plan = LengthPlan(name="as it is", longest=max(lengths), tokens=9_000_000, padding=0.41, seconds=900.0, needed=42 * GIB, fits=False)
+    return BatchLengths(
+        title="words, 16 samples",
+        device="RTX-4090",
+        capacity=int(22.5 * GIB),
+        micro_batch=16,
+        steps=1000,
+        lengths=tuple(lengths),
+        memory=memory,
+        fitting=1500,
+        plans=(plan, replace(plan, name="bucketed", tokens=6_000_000, padding=0.08, seconds=610.0)),
     )
 
 
@@ -481,6 +500,7 @@ PICTURES: dict[str, Draw] = {
     "plan_memory": of("plan_memory", lambda folder: plans()),
     "plan_front": of("plan_front", lambda folder: plans(None)),
     "estimated_time": of("estimated_time", estimated_time),
+    "batch_lengths": of("batch_lengths", batch_lengths),
     "traffic": of("traffic", traffic),
     "links": of("links", links),
     "twin": of("twin", twin),

@@ -64,6 +64,7 @@ def test_a_script_with_ranks_and_arguments_of_its_own(tmp_path: Path, monkeypatc
         (["launch", "train.py", "--set", "micro_batch=3"], "after --: workbench launch train.py -- --micro-batch 3"),
         (["runs", "nowhere"], "nowhere is not a folder; runs are in the folder runs where they were launched"),
         (["estimate-time", "text-gpt", "--device", "cpu"], "CPUs have no datasheet whose shares are known. Measure one step"),
+        (["batch-lengths", "text-gpt", "--device", "H10"], "unknown device 'H10'"),
         (
             ["estimate-time", "text-gpt", "--device", "H100", "--measured", "fast"],
             "--measured fast: expected seconds of a step, or the dir",
@@ -225,6 +226,12 @@ def test_the_examples_that_predict_work(capsys: pytest.CaptureFixture[str]) -> N
     answer = json.loads(capsys.readouterr().out)
     assert answer["device"] == "H100-SXM"
     assert 0 < answer["seconds"]["low"] < answer["seconds"]["mid"] < answer["seconds"]["high"]
+    assert main([*shlex.split(COMMANDS["batch-lengths"][2])[1:], "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert (answer["first_over"], answer["steps"], answer["unit"], answer["proof"]) == (None, 50, "tokens", None)
+    assert [plan["name"] for plan in answer["plans"]] == ["as it is", "bucketed", "packed"]
+    assert main(["batch-lengths", "text-gpt", "--device", "cpu", "--capacity", "1000", "--steps", "2"]) == 1
+    assert "step 1 will run out of memory" in capsys.readouterr().out
     assert main([*shlex.split(COMMANDS["plan"][2])[1:], "--json"]) == 0
     assert json.loads(capsys.readouterr().out)[0]["gpus"] == 8
 

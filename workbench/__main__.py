@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import workbench
+from workbench.batch import lengths as batch_lengths
 from workbench.cluster import commands as cluster_commands
 from workbench.core import codec, units
 from workbench.core.checks import did_you_mean
@@ -365,10 +366,12 @@ def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
     option("launch", "target", help='a script ("train.py"), a task ("my_task.py:build") or a sample ("clipart-resnet")')
     what = 'a script ("train.py"), a task ("my_task.py:build"), a sample ("clipart-resnet") or the directory of a run'
     option("diagnose why-not-linear", "target", help=what)
-    option("estimate estimate-time plan sanity", "target", help='a task ("my_task.py:build") or a sample ("clipart-resnet")')
+    option("estimate estimate-time batch-lengths plan sanity", "target", help='a task ("my_task.py:build") or a sample ("clipart-resnet")')
     option("launch", "--nproc-per-node", type=int, default=1, metavar="N", help="ranks on this machine, such as one for each GPU (1)")
     option("diagnose why-not-linear", "--nproc-per-node", type=int, metavar="N", help="ranks on this machine (1; why-not-linear: 2)")
-    option("launch", "--steps", type=int, metavar="N", help="optimizer steps of a task (60)")
+    option(
+        "launch batch-lengths", "--steps", type=int, metavar="N", help="optimizer steps of a task (60; batch-lengths: those of an epoch)"
+    )
     profile = f"trace so many steps with torch's profiler ({STEPS})"
     option("launch", "--profile", type=int, nargs="?", const=STEPS, metavar="STEPS", help=profile)
     option("launch", "--nnodes", type=int, default=1, metavar="N", help="machines: this one, and as many that join it")
@@ -379,11 +382,12 @@ def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
     most = f"seconds to spend at most ({BUDGET:g})"
     option("diagnose sanity why-not-linear", "--budget", "--budget-s", type=float, default=BUDGET, metavar="S", help=most)
     by = f"knobs to turn: micro_batch=16 num_workers=2. There are {', '.join(list(KNOBS)[1:])}"
-    knobbed = "launch diagnose estimate estimate-time plan sanity bisect why-not-linear"
+    knobbed = "launch diagnose estimate estimate-time batch-lengths plan sanity bisect why-not-linear"
     option(knobbed, "--set", nargs="+", action="extend", metavar="KNOB=VALUE", help=by)
-    option("diagnose why-not-linear", "--prove", action="store_true", help="run the best remedy as well, predicted against measured")
+    option("diagnose why-not-linear batch-lengths", "--prove", action="store_true", help="run the best as well, predicted against measured")
     option("estimate", "--device", default="cuda", help='a name, such as "H200"; "cpu"; or "cuda" (any GPU)')
-    option("estimate-time", "--device", required=True, help='a name, such as "H100"; "cpu" with --measured')
+    option("estimate-time batch-lengths", "--device", required=True, help='a name, such as "H100"; "cpu" with --measured or --capacity')
+    option("batch-lengths", "--capacity", type=int, metavar="BYTES", help="that one rank can have, instead of the device's")
     option("estimate-time", "--cluster", metavar="NAME", help='nodes and links of several ranks, such as "DGX-H100"')
     option("estimate-time", "--measured", metavar="STEP", help="a step that was measured there: seconds, or the directory of the run")
     option("estimate estimate-time", "--sequence", type=int, help="length of the sequences, instead of the task's own")
@@ -428,7 +432,7 @@ def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
     option("bisect", "--budget", "--budget-s", type=float, default=3 * regression.BUDGET, metavar="S", help=spent)
     option("diagnose why-not-linear", "--json", action="store_true", help="print the brief for a program: at most 2 kB of JSON")
     option("what-changed bisect", "--json", action="store_true", help="print the answer for a program: at most 2 kB of JSON")
-    printed = "doctor calibrate launch sanity estimate estimate-time plan trace runs report compare check"
+    printed = "doctor calibrate launch sanity estimate estimate-time batch-lengths plan trace runs report compare check"
     option(printed, "--json", action="store_true", help="print JSON")
     return parser, made
 
@@ -458,6 +462,7 @@ _RUN: Mapping[str, Callable[[argparse.Namespace], int]] = {
     "doctor": doctor, "runs": runs, "report": show_run, "export": export, "check": check, "compare": compare, "trace": trace,
     "diagnose": diagnose, "sanity": sanity, "estimate": estimate, "calibrate": calibrate, "join": lambda given: join(given.run_dir),
     "plan": lambda given: cluster_commands.plan(given, knobs_of(given.set or []), show),
+    "batch-lengths": lambda given: batch_lengths.command(given, knobs_of(given.set or []), show),
     "estimate-time": lambda given: cluster_commands.estimate_time(given, knobs_of(given.set or []), show),
     "what-changed": commands.why, "bisect": lambda given: commands.first_bad(given, knobs_of(given.set or [])),
     "why-not-linear": lambda given: commands.not_linear(given, knobs_of(given.set or [])),

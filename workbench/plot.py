@@ -21,6 +21,7 @@ carry the unit and never a measured number. What is measured is solid; what is p
 * `memory_timeline`: the same over the steps, with the peak and its moment.
 * `steps_to_target`: steps to a target over the batch, by rule, with the law they follow; `critical_batch`: that law alone.
 * `time_to_target`: time to a target over the batch, by the number of processes.
+* `batch_lengths`: the memory of each step by the longest batch in it, and what a device has.
 * `noise_scale`: the gradient noise scale as its estimate narrows, and how it moves over the training.
 * `breakdown`: each step of a trace in parts that add up to it.
 * `flame`: the calls of a thread of a trace, each below its caller and as wide as its share of the step.
@@ -47,7 +48,7 @@ carry the unit and never a measured number. What is measured is solid; what is p
 """
 
 from workbench.batch.plot import lr_range, noise_scale, plan_proof, scaled_lr, schedule
-from workbench.batch.plot_steps import critical_batch, steps_to_target, time_to_target
+from workbench.batch.plot_steps import batch_lengths, critical_batch, steps_to_target, time_to_target
 from workbench.cluster.plot import estimated_time, links, plan, plan_front, plan_memory, traffic, twin
 from workbench.data.plot import duplicates
 from workbench.data.plot_formats import formats, samples
@@ -70,4 +71,5 @@ __all__ = [
     "steps_to_target", "critical_batch", "time_to_target", "noise_scale", "breakdown", "ranks", "flame", "memory_curve", "launches",
     "idle", "roofline", "modules", "critical", "critical_path", "kernels", "copies", "sequences", "timeline", "unprepared", "scaling",
     "scaling_efficiency", "scaling_law", "why_not_linear", "what_changed", "bisection", "duplicates", "samples", "formats",
+    "batch_lengths",
 ]  # fmt: skip

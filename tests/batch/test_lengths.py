@@ -1,11 +1,15 @@
 """`batch_lengths`: the step that will run out of memory is the loader's own, padding is counted, what-ifs hold the same tokens."""
 
+import dataclasses
+from typing import Any
+
 import numpy as np
 import pytest
+import torch
 
 import workbench as wb
-from workbench.batch.analysis.lengths import BatchLengths, DryRuns, LengthGrid, LengthsError
-from workbench.batch.lengths import length_of
+from workbench.batch.analysis.lengths import BatchLengths, DryRuns, LengthGrid, LengthsError, LengthsProof
+from workbench.batch.lengths import _measure, joined, length_of
 from workbench.runs import task as tasks
 
 TASK = """
@@ -43,6 +47,20 @@ def build():
     return wb.Task(model=model, dataset=Words, loss=loss, collate=pad)
 
 
+class Texts(Words):
+    def __getitem__(self, index):
+        return " ".join(["words"] * LENGTHS[index])
+
+
+def tokens(samples):
+    return pad([torch.ones(len(text.split()), dtype=torch.long) for text in samples])
+
+
+def texts():
+    model = lambda: nn.Sequential(nn.Embedding(50, 64), nn.Linear(64, 50))
+    return wb.Task(model=model, dataset=Texts, loss=loss, collate=tokens)
+
+
 def cut():
     model = lambda: nn.Sequential(nn.Embedding(50, 64), nn.Linear(64, 50))
     return wb.Task(model=model, dataset=Words, loss=loss, collate=fixed)
@@ -64,8 +82,6 @@ def roomy(spec: wb.RunSpec) -> BatchLengths:
 def test_the_longest_batches_are_those_that_the_loader_gives(spec: wb.RunSpec, roomy: BatchLengths) -> None:
     """Two epochs: their orders differ."""
     import itertools
-
-    import torch
 
     from workbench.train.loader import build_loader, micro_batches
     from workbench.train.ranks import Ranks
@@ -128,36 +144,107 @@ def test_padding_and_what_ifs_hold_the_same_tokens(roomy: BatchLengths) -> None:
         roomy["sorted"]
 
 
+def test_a_text_has_characters_unless_its_tokens_are_counted(spec: wb.RunSpec, roomy: BatchLengths) -> None:
+    assert roomy.unit == "tokens"
+    texts = spec.replace(task=spec.task.replace(":build", ":texts"))
+    given: dict[str, Any] = {"device": "cpu", "capacity": 10**10, "steps": 2}
+    letters = wb.batch_lengths(texts, **given)
+    assert letters.unit == "characters"
+    for words in ("characters a sample", "longest (characters)", "no tokens", "tokenizer="):
+        assert words in str(letters)
+    counted = wb.batch_lengths(texts, tokenizer=str.split, **given)
+    assert counted.unit == "tokens"
+    assert "no tokens" not in str(counted)
+    assert max(letters.lengths) == 6 * max(counted.lengths) - 1  # five letters and a space each
+    assert counted.memory[max(counted.lengths)] == letters.memory[max(letters.lengths)]  # the same batch, however it is measured
+    assert counted.lengths == wb.batch_lengths(texts, length=lambda text: len(text.split()), **given).lengths
+
+
+def test_tokenizers_are_called_as_they_are_made() -> None:
+    class Encoder:
+        def encode(self, text: str) -> list[int]:
+            return [0] * (len(text) + 2)
+
+    counts = [
+        _measure(["abc"], 1, None, tokenizer)[1](sample)
+        for tokenizer, sample in (
+            (Encoder(), "abc"),
+            (lambda text: {"input_ids": [1] * 7, "attention_mask": [1] * 7}, {"label": 3, "text": "abc"}),
+            (str.split, ("a b c", 1)),
+        )
+    ]
+    assert counts == [5, 7, 3]
+    with pytest.raises(LengthsError, match=r"a sample, a Tensor, has no text; give length="):
+        _measure(["abc"], 1, None, str.split)[1](torch.zeros(3))
+    with pytest.raises(LengthsError, match=r"both count tokens: give one of them"):
+        _measure(["abc"], 1, len, str.split)
+    unit, count = _measure(["abc", torch.zeros(3)], 2, None, None)
+    assert (unit, count("abcd")) == ("characters", 4)
+    with pytest.raises(LengthsError, match=r"a sample has tokens, the first one characters"):
+        count(torch.zeros(3))
+
+
+def test_samples_in_a_row_keep_what_has_no_length() -> None:
+    row = joined([(torch.arange(3), 7), (torch.arange(2), 8)], [3, 2])
+    assert row[0].tolist() == [0, 1, 2, 0, 1]
+    assert row[1] == 7
+    ids = joined([{"input_ids": [1, 2], "label": 0}, {"input_ids": [3], "label": 1}], [2, 1])
+    assert ids == {"input_ids": [1, 2, 3], "label": 0}
+    assert joined(["ab", "c"], [2, 1]) == "abc"
+    assert joined([np.zeros((2, 5)), np.ones((1, 5))], [2, 1]).shape == (3, 5)
+    with pytest.raises(LengthsError, match=r"samples such as <object.* cannot be put into one row"):
+        joined([object(), object()], [1, 2])
+
+
+def test_what_is_proved_has_the_same_samples_and_is_shown_beside_the_prediction(
+    roomy: BatchLengths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The times are made; what runs is counted."""
+    from workbench.harness import ab_test
+    from workbench.harness.results import VariantTimes
+
+    sides: list[Any] = []
+
+    def timed(*both: Any, budget_s: float, peers: Any) -> VariantTimes:
+        sides.append(both)
+        for side in both:
+            side.step()
+        return VariantTimes(name="changed", baseline="full", pairs=((2.0, 1.0), (2.2, 1.1), (1.8, 0.9)), note="busy")
+
+    monkeypatch.setattr(ab_test, "run_ab_test", timed)
+    threads = torch.get_num_threads()
+    for name in ("bucketed", "packed"):
+        proof = roomy.prove(name)
+        plain, made = (sum(int((batch > 0).sum()) for batch in side.batches) for side in sides[-1])
+        assert plain == made > 0
+        assert proof.measured.mid == pytest.approx(2.0)
+        assert proof.measured_places == pytest.approx(proof.places)
+        assert proof.places < 1 < proof.predicted
+        assert f"{name}: predicted" in str(proof)
+        assert "busy" in str(proof)
+        assert LengthsProof.from_json(proof.to_json()) == proof
+    assert roomy.prove().name == roomy.best.name
+    assert torch.get_num_threads() == threads
+    with pytest.raises(LengthsError, match=r"which='sorted': allowed are 'bucketed', 'packed'"):
+        roomy.prove("sorted")
+    with pytest.raises(LengthsError, match=r"read from JSON, without their samples"):
+        BatchLengths.from_json(roomy.to_json()).prove()
+    with pytest.raises(LengthsError, match=r"a proof takes 4"):
+        dataclasses.replace(roomy, fitting=4).prove("bucketed")
+    with pytest.raises(LengthsError, match=r"budget_s=1e-06: a micro-batch takes"):
+        roomy.prove("bucketed", budget_s=1e-6)
+    alike = dataclasses.replace(roomy, plans=tuple(dataclasses.replace(plan, seconds=1.0) for plan in roomy.plans))
+    with pytest.raises(LengthsError, match=r"nothing to prove: of bucketed and packed none is faster and fits"):
+        alike.prove()
+
+
 @pytest.mark.slow
 @pytest.mark.alone
-def test_sorted_batches_are_as_much_faster_as_predicted(spec: wb.RunSpec, roomy: BatchLengths) -> None:
-    """Proved by a short run of both, in turns."""
-    import time
-
-    import torch
-
-    task = tasks.resolve(spec.task)
-    dataset, model = task.dataset(), task.model()
-    order = np.random.default_rng(0).permutation(64)
-    by_size = sorted(order, key=lambda place: len(dataset[int(place)]))
-    batches = {
-        name: [task.collate([dataset[int(place)] for place in places[start : start + 4]]) for start in range(0, 64, 4)]
-        for name, places in (("as it is", order), ("bucketed", by_size))
-    }
-    taken: dict[str, float] = dict.fromkeys(batches, 0.0)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        for _ in range(30):
-            for name, own in batches.items():
-                begun = time.process_time()
-                for batch in own:
-                    task.loss(model, batch).backward()
-                taken[name] += time.process_time() - begun
-    finally:
-        torch.set_num_threads(threads)
-    assert taken["bucketed"] < taken["as it is"]
-    assert 0.6 < taken["as it is"] / taken["bucketed"] / roomy.gain("bucketed") < 1.4
+def test_sorted_batches_are_as_much_faster_as_predicted(roomy: BatchLengths) -> None:
+    """Proved by real steps of both, in turns."""
+    proof = roomy.prove("bucketed", budget_s=20)
+    assert proof.measured.low > 1
+    assert abs(proof.error) < 0.4
 
 
 def test_what_is_refused(spec: wb.RunSpec) -> None:

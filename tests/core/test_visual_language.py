@@ -40,7 +40,7 @@ BOTH = frozenset(
 )
 """Pictures with measurements and predictions."""
 PREDICTED = BOTH | frozenset(
-    ["estimated_time", "memory_ladder", "memory_timeline", "plan", "plan_front", "plan_memory", "time_to_target", "twin"]
+    ["batch_lengths", "estimated_time", "memory_ladder", "memory_timeline", "plan", "plan_front", "plan_memory", "time_to_target", "twin"]
 )
 """Pictures with predictions."""
 RINGS = frozenset(["loader_curve", "memory_curve", "memory_timeline", "scaling_law", "steps_to_target", "time_to_target"])
@@ -254,7 +254,7 @@ def test_no_words_overlap_or_leave_the_picture(picture: tuple[str, Axes]) -> Non
 
 
 def test_a_limit_of_a_device_has_one_look_and_its_name(folder: Path) -> None:
-    for name in ("memory", "memory_ladder", "plan_memory", "roofline"):
+    for name in ("batch_lengths", "memory", "memory_ladder", "plan_memory", "roofline"):
         ax = draw(name, folder)
         limits = [line for line in ax.get_lines() if to_hex(line.get_color()) == colors.LIMIT]
         assert limits, name

@@ -1,4 +1,4 @@
-"""Draws steps, samples and time to a target against the batch, on logarithmic axes, with the law that the best follow."""
+"""Draws steps, samples and time to a target against the batch, with the law that the best follow; and the memory of steps by length."""
 
 from __future__ import annotations
 
@@ -7,11 +7,15 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from workbench.batch.analysis.critical_batch import CriticalBatch
+from workbench.batch.analysis.lengths import BatchLengths
 from workbench.batch.analysis.steps_to_target import StepsToTarget, TimeToTarget
 from workbench.batch.analysis.trials import Mark
-from workbench.core.display.axes import DASHES, WIDTH, band, ink, kinds, legend, marker_look, prepared, scale_of
-from workbench.core.display.colors import LINE, SERIES
+from workbench.core import units
+from workbench.core.display.axes import DASHES, WIDTH, band, halo, ink, kinds, legend, marker_look, prepared, scale_of, scale_of_bytes
+from workbench.core.display.colors import LIMIT, LINE, SERIES
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -124,6 +128,48 @@ def time_to_target(result: TimeToTarget, ax: Axes | None = None) -> Axes:
     _axes(ax, tuple(sorted({row.batch for row in result.rows})))
     ax.set_ylabel(f"time to {result.target} ({unit})")
     legend(ax, [*handles, *kinds(ax, of_lines=True)[1:]])
+    return ax
+
+
+_DRAWN = 400
+"""Places of a curve over many steps; of those in between the longest counts."""
+
+
+def batch_lengths(result: BatchLengths, ax: Axes | None = None) -> Axes:
+    """Predicted memory of each step, by the longest batch in it, below what the device has; hollow circles are steps that do not fit.
+
+    Of many steps some are drawn as one, by the longest batch of all of them. Between lengths with a dry run the memory is interpolated.
+
+    Args:
+        result: of `wb.batch_lengths`.
+        ax: the Axes to draw into; None makes a figure.
+    """
+    ax = prepared(ax, WIDTH, 3.4)
+    known = sorted(result.memory)
+    needed = np.interp(result.lengths, known, [result.memory[length] for length in known])
+    over = [length > result.fitting for length in result.lengths]
+    wide = -(-len(needed) // _DRAWN)
+    starts = range(0, len(needed), wide)
+    places = [start + int(np.argmax(needed[start : start + wide])) for start in starts]
+    scale, unit = scale_of_bytes(max(result.capacity, *needed))
+    ax.plot(
+        [place + 1 for place in places],
+        needed[places] / scale,
+        color=LINE,
+        linestyle=DASHES,
+        linewidth=1.2,
+        label="predicted memory of a step",
+    )
+    if out := [place for place in places if over[place]]:
+        look = marker_look(ax, LIMIT, predicted=True) | {"linestyle": "none"}
+        ax.plot([place + 1 for place in out], needed[out] / scale, marker="o", markersize=6, label="does not fit, predicted", **look)
+    words = f"may be used: {units.bytes_(result.capacity)} of {result.device}"
+    ax.axhline(result.capacity / scale, color=LIMIT, linewidth=1.8, label=words, path_effects=halo(ax), zorder=3)
+    ax.set_ylim(bottom=0, top=1.08 * max(result.capacity, *needed) / scale)
+    ax.xaxis.set_major_formatter("{x:,.0f}")
+    ax.set_xlabel("optimizer step")
+    ax.set_ylabel(f"memory ({unit})")
+    legend(ax, ax.get_legend_handles_labels()[0])
     return ax
 
 

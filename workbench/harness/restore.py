@@ -1,10 +1,12 @@
 """Saves the state of a step or a loader and restores it bit for bit, in place, so that references to tensors stay valid."""
 
+import contextlib
+import gc
 import io
 import random
 import warnings
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -13,7 +15,7 @@ import torch
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from workbench.harness.discover import ReachableState, in_slots
+from workbench.harness.discover import ReachableState, discover, in_slots
 
 MAX_ITEMS = 1_000_000
 """Containers with more items are not restored: they hold data."""
@@ -225,3 +227,15 @@ def _generator(generator: Any) -> Undo:
     if isinstance(generator, random.Random):
         return partial(generator.setstate, generator.getstate())
     return partial(generator.set_state, generator.get_state())
+
+
+@contextlib.contextmanager
+def process_settings() -> Iterator[None]:
+    """Inside, a Trainer may set threads, garbage collection and random numbers."""
+    threads, collects, keep = torch.get_num_threads(), gc.isenabled(), SavedState(discover())
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+        (gc.enable if collects else gc.disable)()
+        keep.restore()

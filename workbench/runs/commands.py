@@ -39,6 +39,11 @@ COMMANDS: Mapping[str, tuple[str, str, str]] = {
         "Counts the operators of a step on tensors without values; rates of the datasheet, or a measured step, make seconds of them.",
         "workbench estimate-time text-gpt --device H100 --set precision=amp_bf16",
     ),
+    "batch-lengths": (
+        "find the step that will run out of memory, by the lengths of a task's samples",
+        "Follows the order of the training through the samples' lengths: memory, padding, and what bucketing and packing would gain.",
+        "workbench batch-lengths text-gpt --device H100 --steps 50",
+    ),
     "plan": (
         "find the layouts of a task on a cluster that fit and are fast",
         "Computes step time and memory of all layouts by closed forms; nothing is run.",

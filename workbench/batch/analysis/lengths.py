@@ -3,18 +3,26 @@
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from workbench.core import units
-from workbench.core.codec import JsonDataclass
+from workbench.core.checks import choice
+from workbench.core.codec import NOT_STORED, JsonDataclass
 from workbench.core.display import table as display
+from workbench.core.statistics import Interval
 from workbench.data.analysis.packing import pack
 
 WINDOW = 50
 """Micro-batches whose samples are sorted by length before they are cut into batches, as loaders that bucket do."""
+OF_TEXT = (
+    "lengths count what a text has, no tokens: texts of one length may need other memory and time; tokenizer= or length= counts tokens"
+)
+"""Note on lengths of texts."""
+FAR = 0.25
+"""Share of the measured gain by which a prediction may miss it and still be said to hold."""
 
 
 class LengthsError(ValueError):
@@ -28,17 +36,74 @@ class LengthPlan(JsonDataclass):
     name: str
     """"as it is", "bucketed" or "packed"."""
     longest: int
-    """Tokens of a sample in the longest batch."""
+    """Length of a sample in the longest batch."""
     tokens: int
     """Places in all batches, padding included."""
     padding: float
-    """Share of the places that no token has."""
+    """Share of the places that nothing fills."""
     seconds: float
     """Of the micro-batches of all steps by the roofline, on average over the ranks."""
     needed: int
     """Bytes of the longest batch."""
     fits: bool
     """Does it fit?"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LengthsProof(JsonDataclass, display.Shown):
+    """Batches made in another way, predicted and measured beside those as they are: the same samples, in turns."""
+
+    name: str
+    """Of the plan."""
+    device: str
+    """Where it was measured."""
+    micro_batches: int
+    """As they are; the plan has the same samples."""
+    predicted: float
+    """Times as fast, of these very batches."""
+    measured: Interval
+    """Times as fast; 90 % interval."""
+    places: float
+    """Places of all batches, padding included, over those as they are: predicted."""
+    measured_places: float
+    """The same, counted in the batches that were trained on."""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def error(self) -> float:
+        """Predicted over measured, less 1."""
+        return self.predicted / self.measured.mid - 1
+
+    @property
+    def held(self) -> bool:
+        """Is the prediction inside the measured interval, or within FAR of its middle?"""
+        return self.predicted in self.measured or abs(self.error) <= FAR
+
+    @property
+    def word(self) -> str:
+        """What was predicted, what was measured, and whether they agree."""
+        gained = "a gain" if self.measured.low > 1 else "no slower beyond doubt" if self.measured.high > 1 else "slower"
+        off = "held" if self.held else f"the prediction was {units.percent(abs(self.error))} too {'high' if self.error > 0 else 'low'}"
+        return (
+            f"{self.name}: predicted {units.times(self.predicted)}, measured {units.times(self.measured.mid)} "
+            f"({units.times(self.measured.low)} … {units.times(self.measured.high)}) on {self.device}: {gained}; {off}"
+        )
+
+    @property
+    def table(self) -> display.Table:
+        """Predicted beside measured."""
+        return display.Table(
+            columns=("", "predicted", "measured"),
+            rows=[
+                ["speed over that as it is", units.times(self.predicted), units.times(self.measured.mid)],
+                ["places, padding included, over those as it is", units.times(self.places), units.times(self.measured_places)],
+            ],
+            title=f"Proof of {self.name} batches, {self.micro_batches} micro-batches in turns",
+            note="\n".join([self.word, *self.notes]),
+        )
+
+    def __repr__(self) -> str:
+        return f"LengthsProof({self.word})"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +125,10 @@ class BatchLengths(JsonDataclass, display.Shown):
     """Longest of the dataset's batches that fits; 0 = none."""
     plans: tuple[LengthPlan, ...]
     """As it is, and the what-ifs."""
+    unit: str = "tokens"
+    """What lengths count: "tokens", "characters" or "bytes"."""
+    prover: Callable[..., LengthsProof] | None = field(default=None, metadata=NOT_STORED, compare=False, repr=False)
+    """What `prove` calls: it knows the samples."""
 
     @property
     def first_over(self) -> int | None:
@@ -86,20 +155,49 @@ class BatchLengths(JsonDataclass, display.Shown):
         return self["as it is"].seconds / self[name].seconds
 
     @property
+    def best(self) -> LengthPlan:
+        """The fastest way that fits; as it is, if none does."""
+        return max((plan for plan in self.plans if plan.fits), key=lambda plan: self.gain(plan.name), default=self["as it is"])
+
+    def prove(self, which: str | None = None, *, budget_s: float = 60.0) -> LengthsProof:
+        """Train on batches made in another way and on those as they are, in turns, on one rank of this machine.
+
+        The same samples are taken by both, up to WINDOW micro-batches from the start of the training; those that are too long for the
+        device are left out of both. Predicted is the time of these very batches.
+
+        Args:
+            which: "bucketed" or "packed"; None = the fastest that fits.
+            budget_s: seconds it may take, about.
+
+        Raises:
+            LengthsError: no such way, none that is faster, samples that cannot be packed, or a result that was read from JSON.
+        """
+        names = [plan.name for plan in self.plans if plan.name != "as it is"]
+        name = self.best.name if which is None else which
+        if name == "as it is" and which is None:
+            raise LengthsError(
+                f"there is nothing to prove: of {' and '.join(names)} none is faster and fits; prove({names[0]!r}) runs it all the same"
+            )
+        choice("which", name, names, error=LengthsError)
+        if self.prover is None:
+            raise LengthsError("these lengths were read from JSON, without their samples: call wb.batch_lengths again, and prove that")
+        return self.prover(name, fitting=self.fitting, budget_s=budget_s)
+
+    @property
     def word(self) -> str:
         """What happens first."""
         longest = max(self.lengths)
         if self.first_over is None:
-            text = f"all {self.steps:,} steps fit: the longest batch has {longest:,} tokens a sample, at step "
+            text = f"all {self.steps:,} steps fit: the longest batch has {longest:,} {self.unit} a sample, at step "
             text += f"{self.lengths.index(longest) + 1:,}"
         else:
             length = self.lengths[self.first_over - 1]
             text = (
-                f"step {self.first_over:,} will run out of memory: its longest batch has {length:,} tokens a sample, and {self.fitting:,} "
-                f"fit {self.device}; so will {self.over - 1:,} more of {self.steps:,} steps"
+                f"step {self.first_over:,} will run out of memory: its longest batch has {length:,} {self.unit} a sample, and "
+                f"{self.fitting:,} fit {self.device}; so will {self.over - 1:,} more of {self.steps:,} steps"
             )
         waste = self["as it is"].padding
-        best = max((plan for plan in self.plans if plan.fits), key=lambda plan: self.gain(plan.name), default=self["as it is"])
+        best = self.best
         gain = f"; {best.name}: {units.times(self.gain(best.name))} faster" if best.name != "as it is" else ""
         return f"{text}. {units.percent(waste)} of all places are padding{gain}"
 
@@ -112,15 +210,17 @@ class BatchLengths(JsonDataclass, display.Shown):
             for plan in self.plans
         ]  # fmt: skip
         return display.Table(
-            columns=("batches", "longest", "padding", "memory of the longest", "fits", "predicted speed"),
+            columns=("batches", f"longest ({self.unit})", "padding", "memory of the longest", "fits", "predicted speed"),
             rows=rows,
             title=f"{self.title} on {self.device}: predicted from the lengths of its samples",
-            note=self.word,
+            note="\n".join([self.word, *([OF_TEXT] if self.unit != "tokens" else [])]),
         )
 
     def to_frame(self) -> Any:
         """A DataFrame with one row per step: its longest batch, and whether it fits."""
         return display.frame({"step": step, "length": each, "fits": each <= self.fitting} for step, each in enumerate(self.lengths, 1))
+
+    plot = display.plot_method("batch_lengths")
 
     def __repr__(self) -> str:
         return f"BatchLengths({self.title!r}: {'all fit' if self.first_over is None else f'step {self.first_over} does not fit'})"
@@ -147,6 +247,8 @@ class LengthGrid:
     """The lengths of all samples in the order in which the ranks take them: epoch, rank, step, micro-batch, sample."""
 
     sizes: Any
+    places: Any
+    """Index of each sample in the dataset."""
 
     @classmethod
     def of(cls, sizes: Sequence[int], orders: Sequence[Sequence[int]], *, ranks: int, accumulation: int, micro_batch: int) -> "LengthGrid":
@@ -162,7 +264,8 @@ class LengthGrid:
         per_rank = accumulation * micro_batch
         whole = len(orders[0]) // per_rank
         taken = np.array([list(order)[: whole * per_rank] for order in orders])
-        return cls(sizes=np.array(sizes)[taken].reshape(-1, ranks, whole, accumulation, micro_batch))
+        places = taken.reshape(-1, ranks, whole, accumulation, micro_batch)
+        return cls(sizes=np.array(sizes)[places], places=places)
 
     @property
     def longest(self) -> list[int]:
@@ -209,11 +312,19 @@ def _plan(name: str, longest: Any, samples: Any, dry: DryRuns, room: int) -> Len
 
 def _bucketed(samples: Any) -> tuple[Any, Any]:
     """Longest samples of micro-batches, and these, if each window of them is sorted by length."""
-    micro = samples.shape[1]
-    flat = samples.reshape(-1)
-    sorted_ = np.concatenate([np.sort(flat[start : start + WINDOW * micro]) for start in range(0, len(flat), WINDOW * micro)])
-    again = sorted_.reshape(-1, micro)
+    again = np.take(samples.reshape(-1), bucketed_order(samples.reshape(-1), samples.shape[1])).reshape(samples.shape)
     return again.max(1), again
+
+
+def bucketed_order(sizes: Any, micro_batch: int) -> Any:
+    """Places of samples by their length, window after window of WINDOW micro-batches.
+
+    Args:
+        sizes: length of each, in the order of the training.
+        micro_batch: samples of a micro-batch.
+    """
+    window = WINDOW * micro_batch
+    return np.concatenate([start + np.argsort(sizes[start : start + window], kind="stable") for start in range(0, len(sizes), window)])
 
 
 def _packed(samples: Any, micro: int, dry: DryRuns, room: int) -> LengthPlan:

@@ -3,7 +3,6 @@
 import contextlib
 import copy
 import dataclasses
-import gc
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from workbench.diagnosis.analysis.divergence import EXACT, Divergence, Point
 from workbench.diagnosis.measure.operator_recorder import Entry, Recorder
 from workbench.harness.batches import map_tensors, tensors_of
 from workbench.harness.discover import discover
-from workbench.harness.restore import SavedState
+from workbench.harness.restore import SavedState, process_settings
 from workbench.runs.spec import RunSpec
 from workbench.runs.task import Task
 from workbench.train.random_numbers import seed_all
@@ -158,18 +157,6 @@ def default_dtype(double: bool) -> Iterator[None]:
         yield
     finally:
         torch.set_default_dtype(before)
-
-
-@contextlib.contextmanager
-def process_settings() -> Iterator[None]:
-    """Inside, a Trainer may set threads, garbage collection and random numbers."""
-    threads, collects, keep = torch.get_num_threads(), gc.isenabled(), SavedState(discover())
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
-        (gc.enable if collects else gc.disable)()
-        keep.restore()
 
 
 def compare(names: tuple[str, str], run: Callable[[int, bool], list[Entry]], say: Say) -> Divergence:

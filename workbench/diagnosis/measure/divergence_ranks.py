@@ -14,9 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from workbench.diagnosis.measure.divergence import default_dtype, doubled, joined, process_settings
+from workbench.diagnosis.measure.divergence import default_dtype, doubled, joined
 from workbench.diagnosis.measure.operator_recorder import ROOT, Entry, Sketch, sketch
 from workbench.harness.batches import tensors_of
+from workbench.harness.restore import process_settings
 from workbench.runs.spec import RunSpec
 from workbench.runs.task import Task
 from workbench.train.random_numbers import seed_all

@@ -17,8 +17,9 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from workbench.core import run_directory
 from workbench.diagnosis.analysis.step_replay import StepReplay, Trial, limit
-from workbench.diagnosis.measure.divergence import default_dtype, doubled, process_settings
+from workbench.diagnosis.measure.divergence import default_dtype, doubled
 from workbench.harness.batches import map_tensors, tensors_of
+from workbench.harness.restore import process_settings
 from workbench.runs.spec import AUTO, RunSpec
 from workbench.runs.task import resolve
 from workbench.timeline.loops import samples_in
