@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import workbench as wb
+from workbench.cluster.analysis.cluster import Cluster
+from workbench.cluster.analysis.collective_call import CollectiveCall
 from workbench.cluster.analysis.plan.ranges import HOST
 from workbench.cluster.analysis.step_time import (
     CPU,
@@ -25,8 +28,10 @@ from workbench.cluster.analysis.step_time import (
     distance,
     measured_seconds,
 )
+from workbench.cluster.analysis.traffic import Traffic
 from workbench.core.device import Device
 from workbench.core.statistics import Interval
+from workbench.traces.analysis import operators
 
 H100 = Device.named("H100")
 MM = Operator(name="aten.mm", phase="forward", dtype="bf16", flops=1e13, bytes=1e8, calls=30)
@@ -112,6 +117,108 @@ def test_a_calibrated_step_takes_what_was_measured(seconds: float, calls: int) -
     assert found.calibrate(seconds).seconds.mid == pytest.approx(seconds)
 
 
+def test_the_level_of_a_compiled_step_is_not_that_of_an_eager_one() -> None:
+    eager, compiled = step(), step(compiled=True, title="compiled gpt")
+    known = eager.calibrate(2.0).calibration, compiled.calibrate(1.0).calibration
+    assert all(known)
+    with pytest.raises(EstimateTimeError, match=r"calibration= is of an eager step, and compiled gpt is compiled.*Measure a compiled step"):
+        checked_calibration(compiled, known[0])  # type: ignore[arg-type]
+    with pytest.raises(
+        EstimateTimeError, match=r"calibration= is of a compiled step, and gpt is eager.*compile='none'|Measure an eager step"
+    ):
+        checked_calibration(eager, known[1])  # type: ignore[arg-type]
+    run = SimpleNamespace(timelines=[SimpleNamespace(median=lambda: 2.0)], spec=wb.RunSpec(task="text-gpt", compile="model"))
+    with pytest.raises(EstimateTimeError, match=r"measured= is of a compiled step, and gpt is eager"):
+        eager.calibrate(run)
+    assert compiled.calibrate(run).seconds.mid == pytest.approx(2.0)
+
+
+def trafficked(**changes: Any) -> StepTime:
+    """With two gradients of 40 GB among 8 ranks, which take a third of a second."""
+    call = CollectiveCall(kind="all_reduce", size=40 * 10**9, ranks=8, phase="backward")
+    sent = Traffic(calls=(call, call), world_size=8, parameters=10**10, title="gpt").on("DGX-H100")
+    return step(traffic=sent, links=Interval(low=0.7, mid=0.85, high=1.0), **changes).with_exposed()
+
+
+@pytest.mark.parametrize("times", [0.5, 1.0, 3.0])
+def test_a_slower_device_hides_more(times: float) -> None:
+    """What is exposed follows from the measured pace, and the parts still add up to what was measured."""
+    bare = trafficked()
+    assert 0 < bare.exposed.low <= bare.exposed.mid <= bare.exposed.high
+    known = bare.calibrate(times * bare.seconds.mid)
+    assert known.seconds.mid == pytest.approx(times * bare.seconds.mid, rel=1e-6)
+    assert sum(known.parts.values()) == pytest.approx(known.seconds.mid)
+    if times > 1:
+        assert known.exposed.mid < bare.exposed.mid
+    elif times < 1:
+        assert known.exposed.mid > bare.exposed.mid
+    computing = sum(known.computing().values()) + known.gaps()
+    assert known.exposed.mid == pytest.approx(known.hidden_behind("mid", computing), rel=1e-6, abs=1e-9)
+    assert known.calibration is not None
+    other = checked_calibration(trafficked(title="other"), known.calibration)
+    assert other.exposed.mid == pytest.approx(known.exposed.mid, rel=1e-6, abs=1e-9)
+    with pytest.raises(EstimateTimeError, match=r"the communication alone is predicted to take"):
+        bare.calibrate(0.31)
+
+
+def test_parameters_that_are_averaged_now_and_then_wait_for_the_link_as_often() -> None:
+    each = CollectiveCall(kind="all_reduce", size=8 * 10**6, ranks=8, phase="optimizer")
+    eighth = dataclasses.replace(each, size=10**6, every=8)
+    where = Cluster.named("DGX-H100")
+    assert eighth.seconds(where) == pytest.approx(each.seconds(where) / 8)
+    assert eighth.seconds(where) < dataclasses.replace(each, size=10**6).seconds(where)  # which pays the latency in each step
+    assert (8 * eighth.sent, CollectiveCall.from_json(eighth.to_json())) == (each.sent, eighth)
+
+
+def traced(seconds: float, device: bool = True, **kinds: float) -> Any:
+    """A trace of two steps, with so many seconds of some operators in each."""
+    names = {"products": "aten::mm", "memory": "aten::add_", "attention": "aten::_scaled_dot_product_flash_attention"}
+    rows = [SimpleNamespace(name=names[kind], device_seconds=2 * own * device, self_seconds=2 * own) for kind, own in kinds.items()]
+    rows += [SimpleNamespace(name=name, device_seconds=9.0 * device, self_seconds=9.0) for name in ("c10d::allreduce_", "Optimizer.step#A")]
+    nothing: Any = None
+    return SimpleNamespace(windows=(), seconds=2 * seconds, steps=(1, 2), columns=rows, kinds=nothing, host_steps=nothing)
+
+
+@pytest.fixture
+def _rows_of_made_traces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(operators, "ops", lambda columns, *_: SimpleNamespace(rows=columns))
+
+
+@pytest.mark.usefixtures("_rows_of_made_traces")
+def test_a_trace_sets_a_level_for_each_kind() -> None:
+    bare = step()
+    parts = bare.computing()
+    rest = parts["memory"] + parts["update"]
+    slow = traced(1.5 * parts["products"] + 3 * rest, products=1.5 * parts["products"], memory=3 * rest)
+    known = bare.calibrate(slow)
+    assert known.calibration is not None
+    assert known.calibration.factors == pytest.approx({"products": 1.5, "memory": 3.0, "update": 3.0})
+    assert known.seconds.mid == pytest.approx(slow.seconds / 2)
+    wide = step(MM, dataclasses.replace(ADD, calls=4000), title="wide")  # most of it elementwise: too far for one level
+    assert distance(wide.mix, bare.mix) > 0.4
+    assert checked_calibration(wide, known.calibration).computing()["memory"] == pytest.approx(3 * wide.computing()["memory"])
+    assert StepTime.from_json(known.to_json()) == known
+    idle = bare.calibrate(traced(2 * sum(parts.values()), products=parts["products"], memory=rest))
+    assert idle.parts["launch gaps"] == pytest.approx(sum(parts.values()), rel=1e-6)
+    assert idle.calibration is not None
+    assert idle.calibration.factors == pytest.approx({"products": 1, "memory": 1, "update": 1})
+    at_once = bare.calibrate(traced(0.9 * sum(parts.values()), products=parts["products"], memory=rest))
+    assert at_once.seconds.mid == pytest.approx(0.9 * sum(parts.values()))
+
+
+@pytest.mark.usefixtures("_rows_of_made_traces")
+def test_a_trace_that_does_not_tell_kinds_apart_sets_one_level() -> None:
+    bare = step()
+    known = bare.calibrate(traced(2.0, products=1.0))
+    assert known.calibration is not None
+    assert known.calibration.factors == {}
+    assert known.seconds.mid == pytest.approx(2.0)
+    here = dataclasses.replace(bare, device=CPU)
+    host = here.calibrate(traced(2.0, device=False, products=0.9, memory=0.3))
+    assert host.seconds.mid == pytest.approx(2.0)
+    assert host.computing()["products"] == pytest.approx(1.5)
+
+
 def test_more_than_the_peak_is_refused_with_the_reason() -> None:
     with pytest.raises(EstimateTimeError, match=r"would be 303 % of the dense peak of H100-SXM.*synchronize"):
         step().calibrate(0.1)
@@ -168,6 +275,7 @@ def test_operators_are_those_of_the_step_and_what_cannot_be_known_is_refused() -
         ({"device": "cuda"}, r"is any GPU.*give a name"),
         ({"device": "cpu"}, r"CPUs have no datasheet.*measured="),
         ({"compile": "model"}, r"Measure one compiled step on H100-SXM"),
+        ({"device": "H10"}, r"device='H10': unknown device.*did you mean|device='H10': unknown device.*H100"),
         ({"device": "V100"}, r"datasheet of V100-32GB has fp16, fp32 only"),
         ({"measured": 1.0, "calibration": found.calibrate(1.0).calibration}, r"give one of them"),
         ({"world_size": 2}, r"2 ranks exchange messages.*give cluster="),
@@ -178,6 +286,33 @@ def test_operators_are_those_of_the_step_and_what_cannot_be_known_is_refused() -
     assert many.samples == 8 * found.samples
     assert many.exposed.low <= many.exposed.mid <= many.exposed.high
     assert many.exposed.high > 0
+
+
+def test_a_causal_mask_halves_what_fused_kernels_compute_and_not_what_single_products_do() -> None:
+    import torch
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.nn.functional import scaled_dot_product_attention
+
+    class Attention(torch.nn.Module):
+        def __init__(self, causal: bool) -> None:
+            super().__init__()
+            self.causal, self.weight = causal, torch.nn.Linear(16, 16)
+
+        def forward(self, x: Any) -> Any:
+            heads = self.weight(x).view(2, 64, 4, 4).transpose(1, 2).repeat(1, 1, 1, 2)
+            return scaled_dot_product_attention(heads, heads, heads, is_causal=self.causal)
+
+    def counted(causal: bool) -> float:
+        options: dict[str, Any] = {"loss": lambda model, x: model(x).sum(), "precision": "amp_bf16"}
+        found = wb.estimate_time(lambda: Attention(causal), torch.zeros(2, 64, 16), device="A100-80GB", **options)
+        products = [one for one in found.operators if one.flops and "attention" in one.name]
+        return sum(one.flops * one.calls for one in products or [one for one in found.operators if "bmm" in one.name])
+
+    whole = 7 * 2 * (2 * 4) * 64 * 64 * 8  # two products forward and five backward
+    assert counted(False) == whole
+    assert counted(True) == pytest.approx(whole * 65 / 128)
+    with sdpa_kernel(SDPBackend.MATH):
+        assert counted(True) == counted(False) == pytest.approx(whole * 6 / 7)  # nothing is made again
 
 
 @pytest.mark.slow

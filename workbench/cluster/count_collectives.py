@@ -207,7 +207,9 @@ def _calls_of_later_steps(
     like, options = collector.reduced(0, layout.data), parse_local_sgd(spec.local_sgd)
     if period := options["period"]:
         like = collector.reduced(0, layout.neighbours)
-        averages = [replace(call, size=round(call.size / period)) if call.phase == "optimizer" else call for call in collector.calls]
+        averages = [
+            replace(call, size=round(call.size / period), every=period) if call.phase == "optimizer" else call for call in collector.calls
+        ]
         collector.calls[:] = averages
     buckets: dict[str, Any] = {"like": like, "find_unused": spec.find_unused_parameters}
     models = trainer.pipeline.called if trainer.pipeline else [trainer.model]
@@ -223,7 +225,7 @@ def _notes(spec: RunSpec) -> list[str]:
         return []
     return [
         f'local_sgd="{spec.local_sgd}": a step after the first {options["start"]:,}; parameters are averaged in each {period}-th step, and '
-        f"counted with a {period}-th of their bytes in each"
+        f"counted with a {period}-th of their bytes and seconds in each"
     ]
 
 

@@ -7,11 +7,11 @@ from workbench.cluster.analysis.cluster import Cluster
 from workbench.cluster.analysis.plan.ranges import FORMATS, link_share
 from workbench.cluster.analysis.step_time import CPU, EstimateTimeError, Operator, StepTime, TimeCalibration, checked_calibration
 from workbench.core.device import Device
-from workbench.core.statistics import Interval
 from workbench.core.synonyms import accept_synonyms
 from workbench.memory.analysis.fit import MARGIN, usable_bytes
 
 if TYPE_CHECKING:
+    from workbench.memory.estimate.plan import Plan
     from workbench.runs.spec import RunSpec
     from workbench.runs.task import Task
 
@@ -50,23 +50,15 @@ def estimate_time(
     if measured is not None and calibration is not None:
         raise EstimateTimeError("measured= and calibration= both set the level: give one of them")
     where = _device(device, known=measured is not None or calibration is not None)
-    from workbench.memory.api import breakdown_of, record
     from workbench.memory.estimate.plan import plan_of
-    from workbench.memory.estimate.roofline_time import Roofline
+    from workbench.memory.ladder import counted
 
     plan = plan_of(target, batch, device="cpu" if where is CPU else where, asked="estimate_time", **options)
     _check(plan.spec, where, known=measured is not None or calibration is not None)
-    counts: list[Roofline] = []  # one per attempt; the last one counts
-
-    def watch() -> Roofline:
-        counts.append(Roofline(where))
-        return counts[-1]
-
-    log, rank = record(plan, watch=watch)
-    memory = breakdown_of(plan, log, rank)
+    memory, floor = counted(plan, where)
     operators = tuple(
         Operator(name=one.name, phase=one.phase, dtype=one.dtype, flops=one.flops, bytes=one.bytes, calls=calls / plan.steps)
-        for one, calls in counts[-1].calls.items()
+        for one, calls in floor.calls.items()
         if not one.name.startswith(("c10d", "_c10d"))
     )
     if not any(one.flops for one in operators):
@@ -82,10 +74,11 @@ def estimate_time(
         operators=operators,
         samples=plan.spec.micro_batch * plan.spec.accumulation * plan.spec.data_ranks,
         ranks=plan.world_size,
+        compiled=plan.spec.compile != "none",
         notes=tuple(notes),
     )
     if plan.world_size > 1:
-        step = _with_communication(step, target, batch, cluster, options)
+        step = _with_communication(step, plan, cluster)
     if measured is not None:
         return step.calibrate(measured)
     return checked_calibration(step, calibration) if calibration is not None else step
@@ -101,7 +94,10 @@ def _device(device: str | Device, *, known: bool) -> Device:
                 "measured=seconds, or the run: wb.estimate_time(spec, device='cpu', measured=wb.launch(spec).wait())"
             )
         return CPU
-    return device if isinstance(device, Device) else Device.named(device)
+    try:
+        return device if isinstance(device, Device) else Device.named(device)
+    except ValueError as error:
+        raise EstimateTimeError(f"device={device!r}: {error}") from None
 
 
 def _check(spec: "RunSpec", device: Device, *, known: bool) -> None:
@@ -122,11 +118,11 @@ def _check(spec: "RunSpec", device: Device, *, known: bool) -> None:
         )
 
 
-def _with_communication(step: StepTime, target: Any, batch: Any, cluster: str | Cluster | None, options: dict[str, Any]) -> StepTime:
-    """The same with the seconds that its collectives are exposed, at both ends of the links' bandwidth."""
+def _with_communication(step: StepTime, plan: "Plan", cluster: str | Cluster | None) -> StepTime:
+    """The same with its collectives, and the seconds that they are exposed at both ends of the links' bandwidth."""
     from dataclasses import replace
 
-    from workbench.cluster.count_collectives import collectives
+    from workbench.cluster.count_collectives import collectives_of_plan
 
     if cluster is None:
         raise EstimateTimeError(
@@ -134,12 +130,6 @@ def _with_communication(step: StepTime, target: Any, batch: Any, cluster: str | 
             "your own links (wb.measure_collectives)"
         )
     where = Cluster.named(cluster) if isinstance(cluster, str) else cluster
-    sent = collectives(target, batch, **{name: value for name, value in options.items() if name not in ("rank", "steps")}).on(where)
+    sent = collectives_of_plan(plan).on(where)
     shares = link_share(where, "inter" if step.ranks > where.gpus_per_node else "intra")
-    ends = {}
-    for end, share in (("low", shares.high), ("mid", shares.mid), ("high", shares.low)):
-        computing = {phase: sum(step.computing(end, phase=phase).values()) for phase in ("forward", "backward")}
-        slower = replace(sent, each=tuple(seconds / share for seconds in sent.each))
-        ends[end] = slower.exposed(**computing)
-    low, mid, high = sorted(ends.values())
-    return replace(step, exposed=Interval(low=low, mid=mid, high=high))
+    return replace(step, traffic=sent, links=shares).with_exposed()

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from workbench.core.device import Device
 from workbench.memory.analysis.breakdown import MemoryBreakdown
@@ -11,6 +11,10 @@ from workbench.memory.analysis.whatif import MemoryLadder, MemoryRung, combinati
 from workbench.memory.api import estimate_memory
 from workbench.runs.spec import RunSpec
 from workbench.runs.target import device_or_batch
+
+if TYPE_CHECKING:
+    from workbench.memory.estimate.plan import Plan
+    from workbench.memory.estimate.roofline_time import Roofline
 
 HALVINGS = 3
 """The ladder splits a micro-batch up to 2 to the power of it."""
@@ -198,11 +202,26 @@ def timed_estimate(target: Any, *, device: Device, **options: Any) -> tuple[Memo
     Raises:
         ValueError: as `estimate_memory`.
     """
-    from workbench.memory.api import breakdown_of, record
     from workbench.memory.estimate.plan import plan_of
-    from workbench.memory.estimate.roofline_time import Roofline
 
     plan = plan_of(target, device=device, **options)
+    breakdown, floor = counted(plan, device)
+    return breakdown, floor.seconds / (plan.spec.micro_batch * plan.spec.accumulation * plan.steps)
+
+
+def counted(plan: "Plan", device: Device) -> "tuple[MemoryBreakdown, Roofline]":
+    """The memory of a plan's steps, and their operators at a device's roofline; both of one dry run.
+
+    Args:
+        plan: what to run on fake tensors.
+        device: whose datasheet counts.
+
+    Raises:
+        ValueError: it cannot run without values.
+    """
+    from workbench.memory.api import breakdown_of, record
+    from workbench.memory.estimate.roofline_time import Roofline
+
     rooflines: list[Roofline] = []  # one per attempt; the last one counts
 
     def watch() -> Roofline:
@@ -210,5 +229,4 @@ def timed_estimate(target: Any, *, device: Device, **options: Any) -> tuple[Memo
         return rooflines[-1]
 
     log, rank = record(plan, watch=watch)
-    samples = plan.spec.micro_batch * plan.spec.accumulation * plan.steps
-    return breakdown_of(plan, log, rank), rooflines[-1].seconds / samples
+    return breakdown_of(plan, log, rank), rooflines[-1]

@@ -53,11 +53,14 @@ class CollectiveCall(JsonDataclass):
     """Bytes of `size` without padding; None = all."""
     waited: bool = False
     """Does the rank wait for it? Others can be hidden behind computing, if that takes long enough."""
+    every: int = 1
+    """Steps from one such collective to the next; `size` is a step's part of its message."""
 
     def __post_init__(self) -> None:
         checked_ranks(self.ranks)
         checked_ranks(self.stride)
         choice("phase", self.phase, PHASES, error=CostError)
+        whole_number("every", self.every, least=1, error=CostError)
         whole_number("size", self.size, least=0, what="a whole number of bytes", error=CostError)
         if self.needed is not None and not 0 <= self.needed <= self.size:
             raise CostError(f"needed={self.needed!r}: 0 to {self.size} bytes, the size, are allowed")
@@ -76,12 +79,16 @@ class CollectiveCall(JsonDataclass):
         return self.size / needed - 1 if needed else 0.0
 
     def seconds(self, cluster: Cluster, algorithm: str = "best") -> float:
-        """On a cluster whose nodes are filled with neighbouring ranks; nothing for a kind that has no formula. See `group_seconds`."""
+        """On a cluster whose nodes are filled with neighbouring ranks; nothing for a kind that has no formula. See `group_seconds`.
+
+        Of a collective that is not in each step: a step's part of its seconds, latency included.
+        """
         if self.kind in MESSAGES:
             return (cluster.intra if placed(cluster, self.ranks, self.stride)[0] == 1 else cluster.inter).send(self.size)
         if self.kind not in BUS_FACTORS:
             return 0.0
-        return group_seconds(self.kind, self.size, cluster, ranks=self.ranks, stride=self.stride, algorithm=algorithm)
+        whole = group_seconds(self.kind, self.size * self.every, cluster, ranks=self.ranks, stride=self.stride, algorithm=algorithm)
+        return whole / self.every
 
 
 def placed(cluster: Cluster, ranks: int, stride: int = 1) -> tuple[int, int]:

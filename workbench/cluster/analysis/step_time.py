@@ -7,7 +7,7 @@ from typing import Any
 
 from workbench.cluster.analysis.plan.ranges import ENDS, HOST
 from workbench.core import units
-from workbench.core.codec import JsonDataclass
+from workbench.core.codec import NOT_STORED, JsonDataclass
 from workbench.core.device import Device
 from workbench.core.display import table as display
 from workbench.core.statistics import Interval
@@ -104,6 +104,14 @@ class TimeCalibration(JsonDataclass):
     """Seconds in which the host launches an operator, at most."""
     host_bound: bool = False
     """Did the host set the pace? Then nothing was learnt of the kernels."""
+    factors: Mapping[str, float] = field(default_factory=dict)
+    """Kind of operator → its own factor, where a trace tells kinds apart; `factor` is that of all others."""
+    compiled: bool = False
+    """Was the measured step compiled? Compiling fuses, so that its level is not that of eager steps."""
+
+    def of(self, kind: str) -> float:
+        """The factor of a kind of operator."""
+        return self.factors.get(kind, self.factor)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,7 +127,13 @@ class StepTime(display.Shown, JsonDataclass):
     """That all ranks take in a step."""
     ranks: int = 1
     exposed: Interval = field(default_factory=lambda: Interval(low=0.0, mid=0.0, high=0.0))
-    """Seconds of communication that computing does not hide."""
+    """Seconds of communication that computing does not hide; with `traffic` it follows from the computing."""
+    compiled: bool = False
+    """Is the step to be compiled? Its operators are those of the eager one, and a measured compiled step sets the level."""
+    traffic: Any = field(default=None, metadata=NOT_STORED, compare=False, repr=False)
+    """A TrafficTime: its collectives on the cluster at the links' full bandwidth; None = `exposed` stands as it is."""
+    links: Interval = field(default_factory=lambda: Interval(low=1.0, mid=1.0, high=1.0))
+    """Share of the links' bandwidth that collectives reach."""
     calibration: TimeCalibration | None = None
     """The measured step that sets the level; None = shares of datasheets."""
     notes: tuple[str, ...] = ()
@@ -137,12 +151,36 @@ class StepTime(display.Shown, JsonDataclass):
             phase: only of one phase.
         """
         share_end = {"low": "high", "mid": "mid", "high": "low"}[end]
-        factor = self.calibration.factor if self.calibration else 1.0
         found = dict.fromkeys(KINDS, 0.0)
         for one in self.operators:
             if phase in (None, one.phase):
-                found[one.kind] += factor * one.seconds(self.device, getattr(SHARES[one.kind], share_end))
+                found[one.kind] += self._factor(one.kind) * one.seconds(self.device, getattr(SHARES[one.kind], share_end))
         return {kind: seconds for kind, seconds in found.items() if seconds}
+
+    def _factor(self, kind: str) -> float:
+        return self.calibration.of(kind) if self.calibration else 1.0
+
+    def hidden_behind(self, end: str, seconds: float) -> float:
+        """Seconds of communication that a step exposes whose operators take so long, launch gaps included.
+
+        Args:
+            end: of the links: "low" is the fastest.
+            seconds: of forward, backward and update; each takes its part of it.
+        """
+        if self.traffic is None:
+            return float(getattr(self.exposed, end))
+        share = getattr(self.links, {"low": "high", "mid": "mid", "high": "low"}[end])
+        whole = sum(self.computing().values())
+        taken = {phase: seconds * sum(self.computing(phase=phase).values()) / whole for phase in ("forward", "backward")}
+        return float(replace(self.traffic, each=tuple(each / share for each in self.traffic.each)).exposed(**taken))
+
+    def with_exposed(self) -> "StepTime":
+        """The same with the communication that its computing, at its calibration, does not hide."""
+        if self.traffic is None:
+            return self
+        of = {end: "mid" if self.calibration else end for end in ENDS}
+        low, mid, high = sorted(self.hidden_behind(end, sum(self.computing(of[end]).values()) + self.gaps(of[end])) for end in ENDS)
+        return replace(self, exposed=Interval(low=low, mid=mid, high=high))
 
     def gaps(self, end: str = "mid") -> float:
         """Seconds in which the device waits for the host: what launching all operators takes longer than running them."""
@@ -199,13 +237,19 @@ class StepTime(display.Shown, JsonDataclass):
     def calibrate(self, measured: Any) -> "StepTime":
         """The same step at the level of a measured one; its `calibration` sets that of other programs on this device.
 
+        A trace that tells its operators apart sets a level for each kind of them, anything else one for all.
+
         Args:
             measured: seconds of an optimizer step of this very program on this device; or a Run, or a Trace, of it.
 
         Raises:
-            EstimateTimeError: not a number above 0, or so short that the FLOPs would exceed the device's peak.
+            EstimateTimeError: not a number above 0, so short that the FLOPs would exceed the device's peak, or the run of a compiled
+                step where this one is eager, or the other way round.
         """
         seconds = measured_seconds(measured)
+        compiled = getattr(getattr(measured, "spec", None), "compile", None)
+        if compiled is not None and (compiled != "none") != self.compiled:
+            raise _other_level(self, compiled != "none", "measured=")
         bare = replace(self, calibration=None)
         reached = self.flops / seconds / self.peak
         if reached > 1 and self.device.name != CPU.name:
@@ -215,25 +259,50 @@ class StepTime(display.Shown, JsonDataclass):
                 "read before the device had finished (torch.cuda.synchronize), the step is one micro-batch or one rank of what is "
                 "estimated, the precision is another, or samples are counted twice. Try the median of some synchronised steps of it"
             )
-        level = sum(bare.computing().values())
-        left = seconds - self.exposed.mid
+        left = bare._without_exposed(seconds)
         if left <= 0:
+            alone = units.seconds(bare.hidden_behind("mid", 0.0))
             raise EstimateTimeError(
-                f"measured={units.seconds(seconds)}: the communication alone is predicted to take {units.seconds(self.exposed.mid)}; "
+                f"measured={units.seconds(seconds)}: the communication alone is predicted to take {alone}; "
                 "measure one rank, or the links (wb.measure_collectives)"
             )
-        host_bound, calls = bare.gaps() > 0 and left >= level, sum(one.calls for one in self.operators)
+        parts, calls = bare.computing(), sum(one.calls for one in self.operators)
+        level = sum(parts.values())
+        told = _told_apart(parts, measured_kinds(measured))
+        host_bound = not told and bare.gaps() > 0 and left >= level
+        factor, waits = 1.0 if host_bound else left / level, host_bound
+        if told:
+            factor = sum(told[kind] * parts[kind] for kind in told) / sum(parts[kind] for kind in told)
+            kernels = sum(told.get(kind, factor) * own for kind, own in parts.items())
+            waits = kernels < left and self.device.name != CPU.name
+            if not waits:  # a CPU's host is the device; elsewhere some ran at once
+                told = {kind: own * left / kernels for kind, own in told.items()}
+                factor *= left / kernels
         known = TimeCalibration(
             device=self.device.name,
-            factor=1.0 if host_bound else left / level,
+            factor=factor,
             mix=bare.mix,
             program=self.title,
             seconds=seconds,
             flops=self.flops,
-            host=left / calls if host_bound else min(left / calls, HOST.mid),
+            host=left / calls if waits else min(left / calls, HOST.mid),
             host_bound=host_bound,
+            factors=told,
+            compiled=self.compiled,
         )
-        return replace(self, calibration=known)
+        return replace(self, calibration=known).with_exposed()
+
+    def _without_exposed(self, seconds: float) -> float:
+        """What of a measured step is not exposed communication: the longer it is, the more it hides."""
+        if self.traffic is None:
+            return seconds - self.exposed.mid
+        low, high = 0.0, seconds
+        if self.hidden_behind("mid", 0.0) >= seconds:
+            return 0.0
+        for _ in range(60):
+            middle = (low + high) / 2
+            low, high = (middle, high) if middle + self.hidden_behind("mid", middle) <= seconds else (low, middle)
+        return low
 
     @property
     def word(self) -> str:
@@ -269,9 +338,9 @@ class StepTime(display.Shown, JsonDataclass):
 
     def to_frame(self) -> Any:
         """A DataFrame with one row per operator and size: seconds at the middle."""
-        factor = self.calibration.factor if self.calibration else 1.0
         rows = [
-            {"kind": one.kind, **asdict(one), "seconds": factor * one.seconds(self.device, SHARES[one.kind].mid)} for one in self.operators
+            {"kind": one.kind, **asdict(one), "seconds": self._factor(one.kind) * one.seconds(self.device, SHARES[one.kind].mid)}
+            for one in self.operators
         ]
         return display.frame(rows)
 
@@ -321,19 +390,67 @@ def measured_seconds(measured: Any) -> float:
     return float(value)
 
 
+def measured_kinds(measured: Any) -> dict[str, float]:
+    """Kind of operator → seconds of it in a step of a Trace: of the device where it has one, else of the host; nothing of anything else.
+
+    The optimizer's update is part of "memory", since names do not tell one from the other.
+    """
+    if not hasattr(measured, "windows"):
+        return {}
+    from workbench.traces.analysis.kernels import could_use_tensor_cores
+    from workbench.traces.analysis.operators import ops
+
+    rows = ops(measured.columns, measured.kinds, "operator", False, measured.host_steps).rows
+    on_device = any(row.device_seconds for row in rows)
+    found: dict[str, float] = {}
+    for row in rows:
+        space, _, name = row.name.partition("::")
+        if name and space not in ("c10d", "_c10d_functional", "autograd") and row.name != "record_param_comms":
+            own = row.device_seconds if on_device else row.self_seconds
+            product = "products" if could_use_tensor_cores(row.name) else "memory"
+            kind = "attention" if "attention" in name else "convolutions" if "conv" in name else product
+            found[kind] = found.get(kind, 0.0) + own / max(1, len(measured.steps))
+    return {kind: seconds for kind, seconds in found.items() if seconds}
+
+
+def _told_apart(parts: Mapping[str, float], measured: Mapping[str, float]) -> dict[str, float]:
+    """Kind → measured over estimated seconds, where both have at least two kinds; else nothing.
+
+    Args:
+        parts: kind → estimated seconds.
+        measured: as `measured_kinds`.
+    """
+    rest = parts.get("memory", 0.0) + parts.get("update", 0.0)
+    known = {kind: measured[kind] / seconds for kind, seconds in {**parts, "memory": rest}.items() if seconds and measured.get(kind)}
+    known |= {"update": known["memory"]} if "memory" in known else {}
+    return {kind: factor for kind, factor in known.items() if parts.get(kind)} if len({*known} - {"update"}) > 1 else {}
+
+
+def _other_level(step: StepTime, compiled: bool, given: str) -> EstimateTimeError:
+    one, other = ("compiled", "eager") if compiled else ("eager", "compiled")
+    return EstimateTimeError(
+        f"{given} is of {'a' if compiled else 'an'} {one} step, and {step.title} is {other}: compiling fuses operators, so that one says "
+        f"nothing of the other. Measure {'an' if compiled else 'a'} {other} step on {step.device.name}, or estimate with "
+        f"compile={'the same setting' if compiled else repr('none')}"
+    )
+
+
 def checked_calibration(step: StepTime, known: TimeCalibration) -> StepTime:
     """A step at the level of a calibration.
 
     Raises:
-        EstimateTimeError: it is of another device, or of a program that spends its time on other operators.
+        EstimateTimeError: it is of another device, of a compiled step where this one is eager (or the other way round), or of a program
+            that spends its time on other operators, whose level it does not have.
     """
     if known.device != step.device.name:
         raise EstimateTimeError(f"calibration= is of {known.device}, and the step is for {step.device.name}: measure one step there")
-    apart = distance(step.mix, known.mix)
+    if known.compiled != step.compiled:
+        raise _other_level(step, known.compiled, "calibration=")
+    apart = distance(*({kind: share for kind, share in mix.items() if kind not in known.factors} for mix in (step.mix, known.mix)))
     if apart > FARTHEST:
         most = max(step.mix, key=lambda kind: step.mix[kind] - known.mix.get(kind, 0.0))
         raise EstimateTimeError(
             f"{step.title} spends {units.percent(apart)} of its time on other kinds of operators than {known.program}, which was measured: "
             f"most of all {KINDS[most]}. Measure one step of a program like it on {known.device}, and give its calibration"
         )
-    return replace(step, calibration=known)
+    return replace(step, calibration=known).with_exposed()
