@@ -17,6 +17,8 @@ from workbench.timeline.alarm import Alarm, Circumstances, StepAlarm, Told, allo
 from workbench.timeline.marks import HostRecorder
 from workbench.timeline.steps import Row
 from workbench.timeline.watch import Watch
+from workbench.traces.analysis.trace import Trace
+from workbench.traces.measure.profiled_run import MOST_ALARMS, AlarmTraces
 
 USUAL = {"data_wait": 2e-3, "h2d": 1e-4, "forward": 0.02, "backward": 0.04, "optimizer": 5e-3, "other": 1e-3}
 
@@ -146,8 +148,84 @@ def test_a_watched_loop_raises_alarms(tmp_path: Path, monkeypatch: pytest.Monkey
     assert "since step" in capsys.readouterr().err
 
 
+def test_only_what_became_slower_is_traced_and_only_files_that_exist_are_named() -> None:
+    asked: list[int] = []
+
+    class Traces:
+        def ask(self, step: int) -> str:
+            asked.append(step)
+            return f"alarms/step{step}"
+
+        def written(self, name: str) -> bool:
+            return name == f"alarms/step{asked[0]}"
+
+    chance = np.random.default_rng(6)
+    waiting = [rows(1200, chance), rows(500, chance, forward=1.5), rows(900, chance), rows(500, chance, forward=1.5), rows(900, chance)]
+    told: list[tuple[Told, str]] = []
+    follower = Alarm(lambda: waiting.pop(0) if waiting else [], lambda *given: told.append(given), traces=Traces())
+    for _ in range(5):
+        follower.look()
+    assert [bool(alarm.trace) for alarm, _ in told] == [alarm.slower for alarm, _ in told]
+    assert asked == [alarm.step for alarm, _ in told if alarm.slower]
+    assert len(asked) == 2
+    assert all(f"traced: {alarm.trace}" in words for alarm, words in told if alarm.slower)
+    assert all("traced" not in words for alarm, words in told if not alarm.slower)
+    assert follower.close().endswith(f"traced: alarms/step{asked[0]}")
+
+
+def test_a_watched_loop_traces_a_few_steps_at_an_alarm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Real steps under the real profiler, with two batches each; the clock is the loop's own."""
+    monkeypatch.setenv("WORKBENCH_RUN_DIR", str(tmp_path))
+    now = [0]
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    recorder = partial(HostRecorder, lambda: now[0])
+    loop = Watch([torch.zeros(2, 4)] * 1400, model=model, optimizer=optimizer, alarm="trace", recorder=recorder)
+    for number, batch in enumerate(loop):
+        now[0] += (1_000_000 if number < 800 else 1_600_000) + 5_000 * (number % 7)
+        model(batch).sum().backward()
+        if number % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+        if number == 1200:
+            loop._recording.settle()
+            assert loop._recording._alarm is not None
+            loop._recording._alarm.look()
+    loop.close()
+    slower = [alarm for alarm in loop.alarms if alarm.phase != "memory"]
+    assert [alarm.slower for alarm in slower] == [True]
+    (path,) = (tmp_path / "alarms").glob("*.pt.trace.json.gz")
+    assert slower[0].trace == f"alarms/{path.name}"
+    assert path.name.startswith(f"rank0_step{slower[0].step}_")
+    trace = Trace.load(path)
+    assert len(trace.steps) == 3
+    assert trace.per_step()["aten::addmm"][1] == 2  # two batches a step
+    assert path.stat().st_size < 2**20
+    left_out = loop.timeline.profiled
+    assert left_out == tuple(range(left_out[0], left_out[0] + 6))
+    assert left_out[0] == pytest.approx(604, abs=2)
+    assert any(f"traced: {slower[0].trace}" in note for note in loop.timeline.notes)
+
+
+def test_traces_at_alarms_are_few_and_need_a_run_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    traces = AlarmTraces(tmp_path / "alarms", lambda: 0, lambda first, last: None)
+    names = []
+    for step in range(6):
+        names.append(traces.ask(step))
+        assert traces.ask(step) == "", "one is under way"
+        traces.close()
+    assert [bool(name) for name in names] == [True] * MOST_ALARMS + [False] * (6 - MOST_ALARMS)
+    assert not (tmp_path / "alarms").exists()
+    assert not traces.written(names[0])
+    monkeypatch.delenv("WORKBENCH_RUN_DIR", raising=False)
+    loop = Watch([torch.zeros(2, 4)] * 2, alarm="trace")
+    list(loop)
+    assert any("without a run directory nothing is traced" in note for note in loop.timeline.notes)
+    loop.close()
+
+
 def test_alarms_are_asked_for_by_argument_or_by_the_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert [allowed(True), allowed(False), allowed("experiments")] == ["always", "", "experiments"]
+    assert [allowed(True), allowed(False), allowed("experiments"), allowed("trace")] == ["always", "", "experiments", "trace"]
     monkeypatch.setenv(ENV_ALARM, "experiments")
     assert allowed(False) == "experiments"
     monkeypatch.setenv(ENV_ALARM, "anything")

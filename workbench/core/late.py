@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 HOMES = {
+    "AlarmTraces": "workbench.traces.measure.profiled_run:AlarmTraces",
     "Energy.by_time": "workbench.cluster.analysis.energy:by_time",
     "Energy.measured": "workbench.cluster.analysis.energy:measured",
     "MemoryBreakdown": "workbench.memory.analysis.breakdown:MemoryBreakdown",

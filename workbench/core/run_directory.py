@@ -50,11 +50,17 @@ SCALING, COMMUNICATION = "scaling.json", "communication.json"
 """Of the directory of a curve: what is measured. Of a run: its steps with and without the reduction of gradients."""
 TRACES = "traces"
 """Folder of what torch's profiler wrote; TensorBoard finds it there."""
+ALARM_TRACES = "alarms"
+"""Folder of traces that were made at alarms; not among TRACES, which has one file of each rank."""
 ENV_RUN_DIR, ENV_RUN_ID, ENV_MACHINE = "WORKBENCH_RUN_DIR", "WORKBENCH_RUN_ID", "WORKBENCH_RUN_MACHINE"
 """Variables of the processes of a run: its directory, its id, and the number of this machine (torchrun may number machines otherwise)."""
 ENV_ALARM = "WORKBENCH_ALARM"
 """Variable of ranks that raise alarms: one of ALARMS."""
-ALARMS = {"always": "tells since when a phase takes longer, and where", "experiments": "also times a small computation at an alarm"}
+ALARMS = {
+    "always": "tells since when a phase takes longer, and where",
+    "experiments": "also times a small computation at an alarm",
+    "trace": "also traces a few steps after an alarm that something became slower",
+}
 """What `launch(watch=…)` takes besides True and False, and `watch(alarm=…)` as well."""
 STATES = ("queued", "running", "finished", "failed", "stopped", "timeout", "abandoned", "lost")
 """The states that a run can have."""

@@ -1,7 +1,8 @@
 """Alarm: follows the steps of a training in a background thread and tells when a phase, the throughput or the memory changes for good.
 
 The loop itself pays nothing: it records marks as without it. What changed is told once, by the phase that explains it, with what else
-changed on the machine: the clock of its cores, and, where it is allowed, a small computation whose time was known before.
+changed on the machine: the clock of its cores, and, where it is allowed, a small computation whose time was known before. Where that is
+allowed, the training thread then traces a few steps (`traces/measure/profiled_run.py:AlarmTraces`).
 """
 
 import contextlib
@@ -10,9 +11,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from workbench.core import units
 from workbench.core.checks import choice
@@ -49,6 +50,16 @@ _MEMORY_EVERY = 8
 _PROBE = 30_000
 
 
+class Traces(Protocol):
+    """Traces steps at an alarm."""
+
+    def ask(self, step: int) -> str:
+        """Have the next steps traced; the name of the file in the run directory, "" if none will be."""
+
+    def written(self, name: str) -> bool:
+        """Is the file there?"""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Told:
     """One alarm."""
@@ -65,6 +76,8 @@ class Told:
     """The change of the phase as a part of the step before; 0 for memory."""
     circumstances: tuple[str, ...] = ()
     """What else changed."""
+    trace: str = ""
+    """File in the run directory with a trace of steps after the alarm; "" = none was asked for."""
 
     @property
     def slower(self) -> bool:
@@ -75,7 +88,7 @@ class Told:
         """As a sentence."""
         change = abs(self.after / self.before - 1) if self.before > 0 else 1.0
         where = f" on rank {self.rank}" if ranks > 1 else ""
-        more = "".join(f"; {text}" for text in self.circumstances)
+        more = "".join(f"; {text}" for text in (*self.circumstances, *([f"a few steps are traced: {self.trace}"] if self.trace else [])))
         since = f"since step {self.step:,}"
         if self.phase == "memory":
             how = "more" if self.after > self.before else "less"
@@ -89,7 +102,8 @@ class Told:
     def to_row(self) -> dict[str, Any]:
         """For the rank's file."""
         return {name: getattr(self, name) for name in ("rank", "step", "phase", "before", "after", "share")} | {
-            "circumstances": list(self.circumstances)
+            "circumstances": list(self.circumstances),
+            "trace": self.trace,
         }
 
 
@@ -228,6 +242,7 @@ class Alarm:
         ranks: int = 1,
         done: int = 0,
         experiments: bool = False,
+        traces: Traces | None = None,
     ) -> None:
         """Begin to follow.
 
@@ -238,7 +253,9 @@ class Alarm:
             ranks: how many there are.
             done: steps that were taken before, such as before a restart.
             experiments: may a small computation be timed at an alarm?
+            traces: traces steps after an alarm that a phase or the throughput became slower; None = that is not allowed.
         """
+        self._traces = traces
         self._take, self._tell, self._ranks = take, tell, ranks
         self._alarm = StepAlarm(rank, memory=resident, done=done)
         self._around = Circumstances(experiments=experiments)
@@ -251,7 +268,8 @@ class Alarm:
         """Look at what is new."""
         with self._lock:
             for told in self._alarm.see(self._take()):
-                full = Told(**{**{n: getattr(told, n) for n in Told.__slots__}, "circumstances": self._around.changed()})
+                slow = self._traces if told.slower and told.phase != "memory" else None
+                full = replace(told, circumstances=self._around.changed(), trace=slow.ask(told.step) if slow else "")
                 self.told.append(full)
                 self._tell(full, full.words(self._ranks))
 
@@ -260,7 +278,8 @@ class Alarm:
         self._stop.set()
         if os.getpid() == self._pid:
             self.look()
-        return digest(self.told, self._ranks)
+        traces = [told.trace for told in self.told if told.trace and self._traces and self._traces.written(told.trace)]
+        return digest(self.told, self._ranks, traces)
 
     def _follow(self) -> None:
         while not self._stop.wait(INTERVAL):
@@ -271,8 +290,14 @@ class Alarm:
                 print(f"workbench: no more alarms: {error!r}", file=sys.stderr, flush=True)
 
 
-def digest(told: Sequence[Told], ranks: int = 1) -> str:
-    """What an alarm told over a run, in a line; ranks and phases that became slow again and again come first."""
+def digest(told: Sequence[Told], ranks: int = 1, traces: Sequence[str] = ()) -> str:
+    """What an alarm told over a run, in a line; ranks and phases that became slow again and again come first.
+
+    Args:
+        told: the alarms.
+        ranks: how many there are.
+        traces: files that were written at alarms.
+    """
     if not told:
         return ""
     slow: dict[tuple[int, str], list[int]] = {}
@@ -285,7 +310,7 @@ def digest(told: Sequence[Told], ranks: int = 1) -> str:
         + ", ".join(f"{step:,}" for step in steps[:6])
         for (rank, phase), steps in sorted(again, key=lambda item: -len(item[1]))
     ]
-    words += [f"{len(told)} change{'s' * (len(told) > 1)} in all"]
+    words += [f"{len(told)} change{'s' * (len(told) > 1)} in all", *([f"traced: {', '.join(traces)}"] if traces else [])]
     return "; ".join(words)
 
 

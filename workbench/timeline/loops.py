@@ -106,6 +106,8 @@ class Loop:
         """Has it called `next()` since a loop below it did?"""
         self.thread: int | None = None
         """The thread that runs it."""
+        self.between: Callable[[], object] | None = None
+        """Called by the thread that trains, between two batches."""
         self.side_by_side = False
         """Does the loop on top also wait for this one's batch?"""
         self._sizes: deque[int | None] = deque()  # samples per batch, each put here before its mark
@@ -149,6 +151,8 @@ class Loop:
                         marks.extend((now(), NEXT))
                         if read:
                             read()
+                        if self.between:
+                            self.between()
                     else:
                         open_loops.wait(self)
             finally:
@@ -163,6 +167,8 @@ class Loop:
         self._sizes.append(None)
         self.mark(NEXT)
         self.recorder.read()
+        if self.between:
+            self.between()
         self.mark(BORDER)
 
     def harvest(self) -> list[Row]:

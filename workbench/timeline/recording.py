@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from workbench.core import late, run_directory
 from workbench.core.checks import number_or_default
 from workbench.timeline import alarm as alarm_module
 from workbench.timeline import rank_log
@@ -52,6 +53,7 @@ class Recording:
         self._logging = self._log is not None
         self._alarms, self._seen = alarm_module.allowed(alarm), 0
         self._alarm: alarm_module.Alarm | None = None
+        self._traces: Any = None  # `AlarmTraces`, where they are allowed
         self._alarms_before: tuple[alarm_module.Told, ...] = ()  # of passes before the last close()
 
     def _default_log(self) -> "rank_log.RankLog | None":
@@ -72,15 +74,33 @@ class Recording:
         with self._lock:
             self._loops.append(loop)
         if self._alarms and self._alarm is None:
+            if self._alarms == "trace" and self._traces is None:
+                self._traces = self._alarm_traces()
             self._alarm = alarm_module.Alarm(
                 self._unseen,
                 self._told,
+                traces=self._traces,
                 rank=rank_log.rank(),
                 ranks=number_or_default("WORLD_SIZE", 1),
                 done=self._done + self._seen,
-                experiments=self._alarms == "experiments",
+                experiments=self._alarms in ("experiments", "trace"),
             )
+        if self._traces:
+            loop.between = self._traces.between
         return loop
+
+    def _alarm_traces(self) -> Any:
+        """What traces steps at an alarm; None without a run directory."""
+        if self._log is None:
+            self._notes += ('alarm="trace": without a run directory nothing is traced; wb.launch makes one',)
+            return None
+        folder = self._log.path.parent / run_directory.ALARM_TRACES
+        return late.load("AlarmTraces")(folder, self._steps_now, self.leave_out, rank=rank_log.rank())
+
+    def _steps_now(self) -> int:
+        """Finished steps, of this process."""
+        self.settle()
+        return len(self._rows)
 
     def _unseen(self) -> list[Row]:
         """The steps finished since the alarm looked last."""
@@ -123,6 +143,8 @@ class Recording:
     def close(self) -> None:
         """Settle, write what is left, and detach from the file."""
         self.settle()
+        if self._traces:
+            self._traces.close()
         if self._alarm:
             words = self._alarm.close()
             self._alarms_before, self._alarm = self.told, None

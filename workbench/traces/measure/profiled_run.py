@@ -1,4 +1,4 @@
-"""Traces a stretch of a training run on the chosen ranks, and times steps without the profiler before and after it."""
+"""Traces a stretch of a training run on the chosen ranks, or at an alarm, and times steps without the profiler before and after it."""
 
 import contextlib
 import sys
@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from workbench.core import units
 from workbench.runs.profile import PLAIN, Profile
 from workbench.traces.analysis.captured import Captured
 from workbench.traces.measure.capture import FETCH, Options, TimedStep, export, file_name, profiling, seconds_of, write_captured
@@ -31,6 +32,7 @@ class RunProfiler:
         rank: int = 0,
         queue: int = 0,
         steps: int | None = None,
+        name: str = "",
     ) -> None:
         """Mark the steps that will not count.
 
@@ -42,6 +44,7 @@ class RunProfiler:
             rank: of this process.
             queue: steps whose batches the loader makes ahead at most.
             steps: of the run; None = not known.
+            name: how the file's name begins; "" = with the rank.
         """
         self._profile, self._rank, self._folder, self._leave_out = profile, rank, folder, leave_out
         self._on = profile.on(rank)
@@ -58,7 +61,17 @@ class RunProfiler:
         self._laps: dict[str, list[TimedStep]] = {"plain": [], "traced": []}
         self._stretch = ""
         self._lap = TimedStep()
-        self._captured = Captured(path=folder / file_name(f"rank{rank}_"))
+        self._captured = Captured(path=folder / file_name(name or f"rank{rank}_"))
+
+    @property
+    def path(self) -> Path:
+        """Of the file that it writes."""
+        return self._captured.path
+
+    @property
+    def over(self) -> bool:
+        """Is nothing traced or timed any more?"""
+        return not self._on or self._done > self._end + self._late
 
     @property
     def measuring(self) -> bool:
@@ -169,3 +182,105 @@ class RunProfiler:
         self._captured.compare(*(seconds_of(self._laps[stretch]) for stretch in ("plain", "traced")))
         self._folder.mkdir(parents=True, exist_ok=True)
         write_captured(self._captured)
+
+
+ALARM_STEPS = 3
+"""Steps that are traced at an alarm; as many without the profiler are timed before and after them."""
+MOST_ALARMS = 3
+"""Traces that a process makes at alarms."""
+MOST_BYTES = 64 * 2**20
+"""Of such a file; a larger one is removed."""
+NO_OPTIMIZER = 32
+"""Batches in a row without an optimizer's step from which on each batch counts as a step."""
+
+
+class AlarmTraces:
+    """Traces a few steps when an alarm asks for it. The alarm's thread asks, and the one that trains does it between two of its batches.
+
+    A step ends at the batch border after an optimizer's step, as in a timeline. Shapes are left out, which keeps files small.
+    """
+
+    def __init__(self, folder: Path, steps_now: Callable[[], int], leave_out: Callable[[int, int], None], *, rank: int = 0) -> None:
+        """Nothing is asked for.
+
+        Args:
+            folder: where the files go, in the run directory; it is made when there is one.
+            steps_now: steps that this process has finished.
+            leave_out: called with the first and the last step that will not count, from 0 for the first that this process took.
+            rank: of this process.
+        """
+        self._folder, self._steps_now, self._leave_out, self._rank = folder, steps_now, leave_out, rank
+        self._asked = 0
+        self._profiled: RunProfiler | None = None
+        self._hook: Any = None
+        self._base = self._done = self._batches = 0
+        self._stepped = False
+        self._lap: TimedStep | None = None
+
+    def ask(self, step: int) -> str:
+        """Have the next steps traced.
+
+        Args:
+            step: of the alarm.
+
+        Returns:
+            The file's name in the run directory; "" = none will be made, since one is under way or there are enough.
+        """
+        if self._profiled is not None or self._asked >= MOST_ALARMS:
+            return ""
+        self._asked += 1
+        profile = Profile(steps=ALARM_STEPS, ranks="all", wait=ALARM_STEPS + 1, shapes=False)
+        name = f"rank{self._rank}_step{step}_"
+        self._profiled = RunProfiler(profile, self._folder, self._not_counted, rank=self._rank, name=name)
+        return f"{self._folder.name}/{self._profiled.path.name}"
+
+    def written(self, name: str) -> bool:
+        """Is the file there?
+
+        Args:
+            name: as `ask` gave it.
+        """
+        return (self._folder.parent / name).exists()
+
+    def between(self) -> None:
+        """The training is between two batches."""
+        if self._profiled is None:
+            return
+        if self._hook is None:
+            from torch.optim.optimizer import register_optimizer_step_post_hook
+
+            self._base, self._done, self._batches, self._stepped = self._steps_now(), 0, 0, False
+            self._hook = register_optimizer_step_post_hook(self._optimizer_stepped)
+            self._profiled.step(0)
+        elif self._stepped or self._batches >= NO_OPTIMIZER:
+            self._stepped = False
+            self._done += 1
+            self._profiled.step(self._done, self._lap)
+            if self._profiled.over:
+                self.close()
+                return
+        else:
+            self._batches += 1
+            return
+        self._lap = TimedStep()
+        self._lap.begin()
+
+    def close(self) -> None:
+        """Stop a trace that is under way."""
+        profiled, hook, self._profiled, self._hook = self._profiled, self._hook, None, None
+        if hook is not None:
+            hook.remove()
+        if profiled is None:
+            return
+        profiled.close()
+        with contextlib.suppress(OSError):
+            if (size := profiled.path.stat().st_size) > MOST_BYTES:
+                profiled.path.unlink()
+                self._asked = MOST_ALARMS
+                print(f"workbench: the trace at an alarm had {units.bytes_(size)}, and was removed", file=sys.stderr, flush=True)
+
+    def _optimizer_stepped(self, *_: Any) -> None:
+        self._stepped, self._batches = True, 0
+
+    def _not_counted(self, first: int, last: int) -> None:
+        self._leave_out(self._base + first, self._base + last)
