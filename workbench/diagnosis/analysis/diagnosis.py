@@ -4,9 +4,9 @@ import dataclasses
 import json
 import math
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from workbench.core import late, units
@@ -21,7 +21,7 @@ from workbench.diagnosis.analysis.evidence import Evidence
 from workbench.diagnosis.analysis.loader_model import LoaderCurve
 from workbench.diagnosis.analysis.proof import Proof
 from workbench.diagnosis.analysis.remedies import remedies_for
-from workbench.diagnosis.analysis.remedy import Remedy, gain_of, of_knobs, sort_key
+from workbench.diagnosis.analysis.remedy import Choice, Remedy, find_remedy, gain_of, of_knobs, sort_key
 from workbench.diagnosis.analysis.step_model import Parts, StepModel
 from workbench.diagnosis.analysis.verdict import HIDDEN_REDUCTION, UNMARKED, Judgement, judge
 from workbench.runs.spec import RunSpec, ScriptSpec, Spec
@@ -145,7 +145,7 @@ class Diagnosis(JsonDataclass):
         curve = feeding.curve(persistent_workers=loading.persistent_workers)
         return curve.with_measured(loader={now: loading.alone}, step={now: self.model.costs.clean})
 
-    def remedy(self, which: Remedy | Mapping[str, Any] | int | str | None = None) -> Remedy:
+    def remedy(self, which: Choice = None) -> Remedy:
         """One of the remedies: the best that can be proved (None), by its number in the table (from 1), by its name, or itself.
 
         Knobs with values, such as {"deterministic": True}, are a remedy, too, or a price.
@@ -153,24 +153,16 @@ class Diagnosis(JsonDataclass):
         Raises:
             ValueError: there is none, or none of that name or number.
         """
-        if isinstance(which, Remedy):
-            return which
-        if isinstance(which, Mapping):
-            return of_knobs(self.model, which)
-        names = ", ".join(f"{i} ({remedy.name})" for i, remedy in enumerate(self.remedies, 1)) or "none"
-        if which is None:
-            best = next((remedy for remedy in self.remedies if remedy.provable), None)
-            if best is None:
-                has = f"its remedies are not ours to turn ({names})" if self.remedies else "it has no remedy"
-                raise ValueError(f"there is nothing to prove: the verdict is {self.verdict} ({self.cause}), and {has}. {self.next}")
-            return best
-        matching = [remedy for i, remedy in enumerate(self.remedies, 1) if which in (i, remedy.name)]
-        if not matching:
-            raise ValueError(f"no remedy {which!r}: this diagnosis has {names}")
-        return matching[0]
+
+        def nothing(names: str) -> str:
+            has = f"its remedies are not ours to turn ({names})" if self.remedies else "it has no remedy"
+            return f"the verdict is {self.verdict} ({self.cause}), and {has}. {self.next}"
+
+        of_these = partial(of_knobs, self.model)
+        return find_remedy(self.remedies, which, of_knobs=of_these, nothing=nothing, whose="this diagnosis has")
 
     @accept_synonyms
-    def prove(self, which: Remedy | Mapping[str, Any] | int | str | None = None, *, budget_s: float = 60.0) -> Proof:
+    def prove(self, which: Choice = None, *, budget_s: float = 60.0) -> Proof:
         """Run a remedy, interleaved with the step as it is; the proof is kept in `proofs`.
 
         Args:

@@ -5,7 +5,7 @@
 
 import ast
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -96,6 +96,36 @@ def of_knobs(model: StepModel, change: Mapping[str, Any]) -> Remedy:
     formula = "the model of the step" if known else "nothing: no experiment has tried it"
     return Remedy(name=name, change=dict(change), what=f"Set {name}.", speedup=gain.mid, low=gain.low, high=gain.high, formula=formula,
                   scope="general")  # fmt: skip
+
+
+Choice = Remedy | Mapping[str, Any] | int | str | None
+"""How a user names a remedy; None = the best that can be proved."""
+
+
+def find_remedy(
+    remedies: Sequence[Remedy], which: Choice, *, of_knobs: Callable[[Mapping[str, Any]], Remedy], nothing: Callable[[str], str], whose: str
+) -> Remedy:
+    """One of some remedies: the best that can be proved (None), by its number from 1, by its name, or itself; or knobs with values.
+
+    Args:
+        remedies: the best first.
+        which: what the user gave.
+        of_knobs: knobs with values → a remedy.
+        nothing: names and numbers of all → why none of them can be proved.
+        whose: "this diagnosis has".
+
+    Raises:
+        ValueError: there is none, or none of that name or number.
+    """
+    if isinstance(which, Remedy):
+        return which
+    if isinstance(which, Mapping):
+        return of_knobs(which)
+    names = ", ".join(f"{i} ({remedy.name})" for i, remedy in enumerate(remedies, 1)) or "none"
+    matching = [remedy for i, remedy in enumerate(remedies, 1) if (remedy.provable if which is None else which in (i, remedy.name))]
+    if not matching:
+        raise ValueError(f"there is nothing to prove: {nothing(names)}" if which is None else f"no remedy {which!r}: {whose} {names}")
+    return matching[0]
 
 
 def gain_of(remedy: Remedy) -> float:

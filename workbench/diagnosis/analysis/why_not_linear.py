@@ -21,7 +21,7 @@ from workbench.diagnosis.analysis.gap_evidence import GapEvidence
 from workbench.diagnosis.analysis.gap_forecast import predict_gap
 from workbench.diagnosis.analysis.gap_remedies import remedies_for_gap
 from workbench.diagnosis.analysis.proof import Proof
-from workbench.diagnosis.analysis.remedy import Remedy
+from workbench.diagnosis.analysis.remedy import Choice, Remedy, find_remedy
 from workbench.runs.spec import RunSpec, ScriptSpec, Spec
 from workbench.scaling.analysis.curve.curve import ScalingCurve
 from workbench.scaling.analysis.curve.fit import CurveForecast
@@ -167,31 +167,20 @@ class WhyNotLinear(JsonDataclass):
         """What would narrow the gap, first what removes its largest part. Their gains do not multiply."""
         return remedies_for_gap(self.evidence, self.gap, self.spec)
 
-    def remedy(self, which: Remedy | Mapping[str, Any] | int | str | None = None) -> Remedy:
+    def remedy(self, which: Choice = None) -> Remedy:
         """One of the remedies: the best that can be proved (None), by its number in the table (from 1), by its name, or itself.
 
         Raises:
             ValueError: there is none, or none of that name or number.
         """
-        if isinstance(which, Remedy):
-            return which
-        if isinstance(which, Mapping):
-            name = ", ".join(f"{knob}={value}" for knob, value in which.items())
-            return Remedy(name=name, change=dict(which), what=f"Set {name}.", speedup=1.0, low=0.0, high=math.inf, formula="nothing",
-                          scope="general")  # fmt: skip
-        names = ", ".join(f"{i} ({remedy.name})" for i, remedy in enumerate(self.remedies, 1)) or "none"
-        if which is None:
-            best = next((remedy for remedy in self.remedies if remedy.provable), None)
-            if best is None:
-                raise ValueError(f"there is nothing to prove: the cause is {self.cause or 'none'}, its remedies are {names}. {self.next}")
-            return best
-        matching = [remedy for i, remedy in enumerate(self.remedies, 1) if which in (i, remedy.name)]
-        if not matching:
-            raise ValueError(f"no remedy {which!r}: here are {names}")
-        return matching[0]
+
+        def nothing(names: str) -> str:
+            return f"the cause is {self.cause or 'none'}, its remedies are {names}. {self.next}"
+
+        return find_remedy(self.remedies, which, of_knobs=_of_knobs, nothing=nothing, whose="here are")
 
     @accept_synonyms
-    def prove(self, which: Remedy | Mapping[str, Any] | int | str | None = None, *, budget_s: float = 60.0) -> Proof:
+    def prove(self, which: Choice = None, *, budget_s: float = 60.0) -> Proof:
         """Run a remedy, interleaved with the spec as it is, on all its ranks; the proof is kept in `proofs`.
 
         Args:
@@ -437,3 +426,10 @@ def _three(interval: Interval) -> list[float | None]:
 
 def _short(text: str) -> str:
     return text if len(text) <= 260 else f"{text[:259]}…"
+
+
+def _of_knobs(knobs: Mapping[str, Any]) -> Remedy:
+    """Knobs with values as a remedy of which nothing is predicted."""
+    name = ", ".join(f"{knob}={value}" for knob, value in knobs.items())
+    what, nothing = f"Set {name}.", "nothing"
+    return Remedy(name=name, change=dict(knobs), what=what, speedup=1.0, low=0.0, high=math.inf, formula=nothing, scope="general")

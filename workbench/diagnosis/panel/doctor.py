@@ -159,14 +159,7 @@ class ThroughputDoctor:
         self._start("measuring: parts of the step are taken away in turn", work, self._budget, hold=True)
 
     def _prove(self, remedy: Remedy) -> None:
-        result = self.result
-        assert result is not None
-
-        def work() -> None:
-            result.prove(remedy, budget_s=self._budget)
-            if self.result is result:
-                self._rows.update(result.proofs)
-
+        work = self._rows.proof(remedy, lambda: self.result, self._budget)
         self._start(f"proving {remedy.name}, in turns with the step as it is", work, self._budget)
 
     def _climb(self, _button: object) -> None:

@@ -237,14 +237,7 @@ class WhyNotLinear:
         self._background.start(f"measuring {ranks} ranks beside one", work, self._budget)
 
     def _prove(self, remedy: Remedy) -> None:
-        result = self.result
-        assert result is not None
-
-        def work() -> None:
-            result.prove(remedy, budget_s=self._budget)
-            if self.result is result:
-                self._remedies.update(result.proofs)
-
+        work = self._remedies.proof(remedy, lambda: self.result, self._budget)
         self._background.start(f"proving {remedy.name}, in turns with the spec as it is", work, self._budget)
 
     @property

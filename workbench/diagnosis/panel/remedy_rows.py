@@ -3,6 +3,7 @@
 import functools
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import ipywidgets
 
@@ -47,6 +48,23 @@ class RemedyRows:
         for remedy in self._remedies:
             proof = next((proof for proof in reversed(proofs) if proof.remedy.name == remedy.name), None)
             self._rows[remedy.name].children[0].value = html.remedy(remedy, proof, min(scale, WIDEST))
+
+    def proof(self, remedy: Remedy, result: Callable[[], Any], budget_s: float) -> Callable[[], None]:
+        """What proves a remedy, and shows the proof if the panel still has the same result then.
+
+        Args:
+            remedy: to be proved.
+            result: gives what the panel shows.
+            budget_s: seconds it may take.
+        """
+        proved = result()
+
+        def work() -> None:
+            proved.prove(remedy, budget_s=budget_s)
+            if result() is proved:
+                self.update(proved.proofs)
+
+        return work
 
     def hold(self, busy: bool) -> None:
         """Lock all buttons, or unlock them."""
