@@ -185,6 +185,10 @@ def test_what_launch_hands_on(
     assert f"what it printed: {log} (rank 0; the others beside it)\n" in capsys.readouterr().out
     spec = given[1]["target"]
     assert (spec.nproc_per_node, spec.micro_batch, spec.steps) == (2, 4, 60)
+    assert "watch" not in given[1]
+    for target, alarm in (("train.py", "trace"), ("text-gpt", "always")):
+        main(["launch", target, "--watch", alarm])
+        assert given[-1]["watch"] == alarm
 
 
 def test_the_examples_about_runs_and_traces_work(

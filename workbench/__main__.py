@@ -19,6 +19,7 @@ from workbench.core import codec, units
 from workbench.core.checks import did_you_mean
 from workbench.core.interrupts import Terminated, terminated_as_interrupted
 from workbench.core.machine_speeds import MachineSpeeds
+from workbench.core.run_directory import ALARMS
 from workbench.diagnosis import commands, regression
 from workbench.diagnosis.analysis.what_changed import QUANTITIES
 from workbench.diagnosis.api import BUDGET
@@ -62,6 +63,7 @@ def _launch(given: argparse.Namespace, script_args: list[str]) -> dict[str, Any]
     knobs = knobs_of(given.set or []) | ({} if given.profile is None else {"profile": given.profile})
     common = {"nproc_per_node": given.nproc_per_node, "nnodes": given.nnodes, "rdzv_endpoint": given.rdzv_endpoint}
     common |= {"on_hang": given.on_hang, "max_restarts": given.max_restarts, "min_ranks": given.min_ranks}
+    common |= {"watch": given.watch} if given.watch else {}
     if given.target.endswith(".py"):
         if given.steps is not None:
             raise ValueError(f"--steps {given.steps} with a script: its own arguments come after --; a task in it: {given.target}:build")
@@ -377,6 +379,7 @@ def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
     option("launch", "--nnodes", type=int, default=1, metavar="N", help="machines: this one, and as many that join it")
     option("launch", "--max-restarts", metavar="N", type=int, default=0, help="start a task with checkpoints again after a failure (0)")
     option("launch", "--min-ranks", metavar="N", type=int, help="a restart goes on with the ranks that are left, at least so many (all)")
+    option("launch", "--watch", choices=ALARMS, help="tell when it becomes slower; also time a small sum, or trace a few steps, then")
     option("launch", "--on-hang", choices=ON_HANG, default="report", help="what is done about a run that hangs (report)")
     option("launch", "--rdzv-endpoint", metavar="HOST:PORT", help="of this machine, as the others reach it (its name, and a free port)")
     most = f"seconds to spend at most ({BUDGET:g})"
@@ -412,9 +415,7 @@ def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
     option("export", "folder", help="where it goes; what is new is added")
     option("report", "--would-fit", action="store_true", help="if memory ran out: predict which changes would have fitted")
     option("compare", "runs", nargs="+", metavar="RUN_DIR", help="directories of runs, the baseline first")
-    option(
-        "compare", "--differences", action="store_true", help="list what differs in spec, environment, versions, git, code, data, outcome"
-    )
+    option("compare", "--differences", action="store_true", help="list what differs in spec, environment, git, code, data, outcome")
     option("check", "run_dir", help="the directory of the run")
     limits = 'TOML with limits: step = "120 ms", peak_memory = "+5 %%", …'
     option("check", "--budgets", required=True, metavar="FILE", help=limits)

@@ -290,7 +290,7 @@ def prove_lengths(spec: RunSpec, grid: LengthGrid, dry: DryRuns, name: str, *, f
         raise LengthsError(f"{len(sizes)} samples of a rank fit, {whole} micro-batches of {micro}: a proof takes {LEAST_BATCHES}")
     task = tasks.resolve(spec.task)
     dataset, collate = task.dataset(), task.collate or default_collate
-    notes = ("one rank, without communication",) if spec.world_size > 1 else ()
+    notes: tuple[str, ...] = ("one rank, without communication",) if spec.world_size > 1 else ()
     with process_settings():
         trainer = _alone(spec, task)
         few = _Side(trainer, [collate([dataset[int(place)] for place in row]) for row in places[: 2 * micro].reshape(2, micro)], 1)
@@ -331,7 +331,7 @@ def _alone(spec: RunSpec, task: Task) -> "Trainer":
     """The training of one rank, without a loader and without the others."""
     from types import SimpleNamespace
 
-    from torch.distributed import HashStore
+    from torch.distributed import HashStore  # type: ignore[attr-defined]
 
     from workbench.train.ranks import Layout, Ranks, choose_device
     from workbench.train.trainer import Trainer
@@ -420,7 +420,7 @@ def _joined_part(parts: Sequence[Any], sizes: Sequence[int]) -> Any:
     if hasattr(first, "shape"):
         return np.concatenate(list(parts))
     if isinstance(first, str | bytes):
-        return type(first)().join(parts)  # type: ignore[arg-type]
+        return type(first)().join(parts)
     return [value for part in parts for value in part]
 
 

@@ -161,7 +161,7 @@ def batch_lengths(result: BatchLengths, ax: Axes | None = None) -> Axes:
         label="predicted memory of a step",
     )
     if out := [place for place in places if over[place]]:
-        look = marker_look(ax, LIMIT, predicted=True) | {"linestyle": "none"}
+        look = marker_look(ax, ink(ax), predicted=True) | {"linestyle": "none"}
         ax.plot([place + 1 for place in out], needed[out] / scale, marker="o", markersize=6, label="does not fit, predicted", **look)
     words = f"may be used: {units.bytes_(result.capacity)} of {result.device}"
     ax.axhline(result.capacity / scale, color=LIMIT, linewidth=1.8, label=words, path_effects=halo(ax), zorder=3)

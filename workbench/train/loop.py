@@ -130,7 +130,7 @@ def train(
     finite = FirstNotFinite(trainer.module, timer.say)
     profiled = None
     if spec.profile:
-        about = {"rank": ranks.rank, "queue": spec.queue, "steps": spec.steps}
+        about: dict[str, Any] = {"rank": ranks.rank, "queue": spec.queue, "steps": spec.steps}
         profiled = RunProfiler(spec.profile, run_dir / run_directory.TRACES, timer.leave_out, **about)
     if spec.compile != "none":
         timer.leave_out(0, 0)

@@ -124,7 +124,7 @@ def _attended(func: Any, args: Any, kwargs: Any) -> float:
     full = max(0, rows - columns)  # rows below the diagonal's end, which attend to all columns
     part = rows - full
     cells: int = part * (part + 1) // 2 + full * columns
-    return cells / (rows * columns)
+    return cells / int(rows * columns)
 
 
 def _is_view(func: Any) -> bool:
