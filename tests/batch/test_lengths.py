@@ -9,7 +9,8 @@ import torch
 
 import workbench as wb
 from workbench.batch.analysis.lengths import BatchLengths, DryRuns, LengthGrid, LengthsError, LengthsProof
-from workbench.batch.lengths import _measure, joined, length_of
+from workbench.batch.lengths import _measure, length_of
+from workbench.batch.measure.length_proof import joined
 from workbench.runs import task as tasks
 
 TASK = """

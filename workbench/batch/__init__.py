@@ -12,7 +12,8 @@ The types, and how each follows from others:
 * `steps_to_target` measures that batch directly by many trainings: a `StepsToTarget`, its law `CriticalBatch`, and `TimeToTarget`.
 * A `BatchPlan` is micro_batch × accumulation × world_size with a learning rate (`analysis/plan.py`). `batch_plan` proposes one from memory,
   `Throughput` and noise; a `PlanProof` compares it with the plan before (`batch_plan.py`, `facts.py`, `analysis/proof.py`).
-* `batch_lengths` follows the order of a training through the lengths of its samples: `BatchLengths` (`lengths.py`, `analysis/lengths.py`).
+* `batch_lengths` follows the order of a training through the lengths of its samples: `BatchLengths` (`lengths.py`, `analysis/lengths.py`);
+  `measure/length_proof.py` proves what other batches of them gain.
 * A `Schedule` is the learning rate at each step (`analysis/schedule.py`).
 
 `measure/` runs the range test, gradient norms, per-sample gradients and schedulers; `plot.py` and `plot_steps.py` draw; `panel/` has the

@@ -29,6 +29,11 @@ class LengthsError(ValueError):
     """Lengths that cannot be read or planned with; the message says what was given, what is allowed and what to try."""
 
 
+def parts_of(sample: Any) -> Sequence[Any]:
+    """What a sample consists of: the values of a mapping, the parts of a tuple, or itself."""
+    return list(sample.values()) if isinstance(sample, Mapping) else sample if isinstance(sample, tuple) else [sample]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LengthPlan(JsonDataclass):
     """One way to make batches of the same samples."""
