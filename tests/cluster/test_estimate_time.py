@@ -288,6 +288,33 @@ def test_operators_are_those_of_the_step_and_what_cannot_be_known_is_refused() -
     assert many.exposed.high > 0
 
 
+def test_a_causal_mask_halves_what_fused_kernels_compute_and_not_what_single_products_do() -> None:
+    import torch
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.nn.functional import scaled_dot_product_attention
+
+    class Attention(torch.nn.Module):
+        def __init__(self, causal: bool) -> None:
+            super().__init__()
+            self.causal, self.weight = causal, torch.nn.Linear(16, 16)
+
+        def forward(self, x: Any) -> Any:
+            heads = self.weight(x).view(2, 64, 4, 4).transpose(1, 2).repeat(1, 1, 1, 2)
+            return scaled_dot_product_attention(heads, heads, heads, is_causal=self.causal)
+
+    def counted(causal: bool) -> float:
+        options: dict[str, Any] = {"loss": lambda model, x: model(x).sum(), "precision": "amp_bf16"}
+        found = wb.estimate_time(lambda: Attention(causal), torch.zeros(2, 64, 16), device="A100-80GB", **options)
+        products = [one for one in found.operators if one.flops and "attention" in one.name]
+        return sum(one.flops * one.calls for one in products or [one for one in found.operators if "bmm" in one.name])
+
+    whole = 7 * 2 * (2 * 4) * 64 * 64 * 8  # two products forward and five backward
+    assert counted(False) == whole
+    assert counted(True) == pytest.approx(whole * 65 / 128)
+    with sdpa_kernel(SDPBackend.MATH):
+        assert counted(True) == counted(False) == pytest.approx(whole * 6 / 7)  # nothing is made again
+
+
 @pytest.mark.slow
 @pytest.mark.alone
 def test_a_cpu_step_follows_from_another_that_was_measured(tmp_path: Path) -> None:

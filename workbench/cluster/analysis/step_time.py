@@ -23,12 +23,13 @@ KINDS = {
 SHARES: Mapping[str, Interval] = {
     "products": Interval(low=0.45, mid=0.65, high=0.85),
     "convolutions": Interval(low=0.2, mid=0.4, high=0.65),
-    "attention": Interval(low=0.2, mid=0.4, high=0.7),
+    "attention": Interval(low=0.2, mid=0.3, high=0.7),
     "memory": Interval(low=0.55, mid=0.75, high=0.92),
     "update": Interval(low=0.5, mid=0.75, high=0.92),
 }
 """Kind → share of the datasheet's dense peak, or of its bandwidth, that kernels of it reach where nothing was measured. Attention:
-FlashAttention-2 reaches 0.3 … 0.7 on A100 forward and backward and 0.35 on H100 (Dao 2023, arXiv 2307.08691; Shah et al. 2024, 2407.08608).
+FlashAttention-2 reaches 0.3 … 0.7 on A100 forward and backward and 0.35 on H100, its predecessor 0.25 … 0.4 (Dao 2023, arXiv 2307.08691;
+Shah et al. 2024, 2407.08608), of the FLOPs that are left with a causal mask; the middle is that of the times at both ends, rounded.
 The others are round figures for what large and small kernels reach, assumed; `benchmarks/estimate_time.py` holds the sum against published
 steps."""
 KERNEL = 3e-6

@@ -71,6 +71,8 @@ class Roofline(TorchDispatchMode):  # type: ignore[no-untyped-call]
         moved = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         count: Callable[..., int] | None = flop_registry.get(getattr(func, "overloadpacket", None))
         flops = count(*args, **kwargs, out_val=out) if count else _attention_flops(func, args)
+        if flops and "attention" in getattr(func, "__name__", ""):
+            flops = round(flops * _attended(func, args, kwargs))
         self.operators += 1
         self.flops += flops
         self.bytes += moved
@@ -107,6 +109,22 @@ def _attention_flops(func: Any, args: Any) -> int:
     *batch, rows, width = query.shape
     product: int = 2 * torch.Size(batch).numel() * rows * key.shape[-2] * width
     return product * (5 if name.endswith("backward") else 2)
+
+
+def _attended(func: Any, args: Any, kwargs: Any) -> float:
+    """Share of the scores that a fused attention computes: with a causal mask its kernels skip what lies above the diagonal; 1 without.
+
+    torch's counter counts all, which is what attention made of single products (the math backend) computes.
+    """
+    given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
+    if not given.get("is_causal") and given.get("custom_mask_type") != 1:  # 1: of `_efficient_attention_forward`, from the top left
+        return 1.0
+    length = -2 if func.__name__.startswith("_scaled") else 1  # (samples, heads, length, width), or the length second
+    rows, columns = given["query"].shape[length], given["key"].shape[length]
+    full = max(0, rows - columns)  # rows below the diagonal's end, which attend to all columns
+    part = rows - full
+    cells: int = part * (part + 1) // 2 + full * columns
+    return cells / int(rows * columns)
 
 
 def _is_view(func: Any) -> bool:
