@@ -510,8 +510,13 @@ def reference(ranks: int, workers: int, parallel: str, folder: Path) -> Any:
     return kept
 
 
-def play(kills: int, file: Path | None, at_once: int, seed: int, modes: Sequence[str] = ("ddp",)) -> list[Chain]:
-    """Chains until there are so many kills; those that stand in the file count."""
+def kinds_of(modes: Sequence[str]) -> list[Kind]:
+    """Trainings in these modes, without and with a worker per loader."""
+    return [(ranks, workers, mode) for mode in modes for ranks in ((1, 2) if mode == "ddp" else (2,)) for workers in (0, 1)]
+
+
+def play(kills: int, file: Path | None, at_once: int, seed: int, kinds: Sequence[Kind]) -> list[Chain]:
+    """Chains until there are so many kills, each of one of these kinds; those that stand in the file count."""
     chains = []
     if file and file.exists():
         for line in file.read_text().splitlines():
@@ -539,7 +544,6 @@ def play(kills: int, file: Path | None, at_once: int, seed: int, modes: Sequence
                 print(f"{done} of {kills} kills; chain {number}: {chain.problems or 'well'}", file=sys.stderr, flush=True)
 
     with ThreadPoolExecutor(at_once) as pool:
-        kinds: list[Kind] = [(n, workers, mode) for mode in modes for n in ((1, 2) if mode == "ddp" else (2,)) for workers in (0, 1)]
         made = pool.map(lambda kind: reference(*kind, folder / f"reference-{kind[0]}-{kind[1]}-{kind[2]}"), kinds)
         references = dict(zip(kinds, made, strict=True))
         list(pool.map(more, range(at_once)))
@@ -595,7 +599,7 @@ def main() -> int:
     parser.add_argument("--parallel", nargs="+", choices=MODES, default=["ddp"], metavar="MODE", help=f"of {', '.join(MODES)} (ddp)")
     given = parser.parse_args()
     signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background it is ignored, and children would inherit that
-    chains = play(given.kills, given.file, given.at_once, given.seed, given.parallel)
+    chains = play(given.kills, given.file, given.at_once, given.seed, kinds_of(given.parallel))
     print(table(chains))
     for chain in chains:
         for problem in chain.problems:

@@ -179,15 +179,18 @@ def pytest_report_header() -> list[str]:
 
 LONGEST = (
     # in `make test-slow`
-    "runs/test_random_kills.py",
+    "test_docs.py",
     "runs/test_slurm.py",
+    "runs/test_random_kills.py",
     "runs/test_signals.py",
+    "test_frameworks.py",
+    "diagnosis/test_regression.py",
+    "diagnosis/test_why_not_linear.py",
+    "runs/test_prove_resume.py",
+    "runs/test_prove_script_resume.py",
+    "train/test_named_state.py",
     "runs/test_failure.py",
     "programs/test_train.py",
-    "test_frameworks.py",
-    "test_docs.py",
-    "runs/test_prove_script_resume.py",
-    "runs/test_prove_resume.py",
     "cluster/test_collectives.py",
     "diagnosis/test_experiment.py",
     # in `make test`

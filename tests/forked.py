@@ -49,6 +49,18 @@ class Forks:
         own = [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
         return self._run(folder, argv, os.environ if env is None else env, own)
 
+    def train(self, ranks: int, folder: Path, *run_dirs: Path) -> "subprocess.CompletedProcess[str]":
+        """Train what run directories say in so many ranks; of several their parent is that of the launch."""
+        launched = run_dirs[0] if len(run_dirs) == 1 else run_dirs[0].parent
+        return self.program("workbench.programs.train", ranks, folder, *run_dirs, launched=launched)
+
+    def program(self, name: str, ranks: int, folder: Path, *words: str | Path, launched: Path) -> "subprocess.CompletedProcess[str]":
+        """One of `workbench.programs` in so many ranks, as a launch starts it that has this directory."""
+        from workbench.core.run_directory import ENV_RUN_DIR  # here: a process that waits has nothing of the library
+
+        env = {**os.environ, "OMP_NUM_THREADS": "1", ENV_RUN_DIR: str(launched)}
+        return self.ranks(ranks, folder, "-c", f"from {name} import main\nmain()", *words, env=env)
+
     def _run(
         self, folder: Path, argv: Sequence[str | Path], env: Mapping[str, str], own: Sequence[Mapping[str, str]]
     ) -> "subprocess.CompletedProcess[str]":
@@ -58,7 +70,7 @@ class Forks:
         streams = [str(folder / f"forked.{name}") for name in ("stdout", "stderr")]
         for stream in streams:
             Path(stream).write_text("")
-        order = {"argv": list(map(str, argv)), "envs": [{**env, **variables} for variables in own], "streams": streams}
+        order = {"cwd": os.getcwd(), "argv": list(map(str, argv)), "envs": [{**env, **variables} for variables in own], "streams": streams}
         try:
             self._process.stdin.write(json.dumps(order) + "\n")
             self._process.stdin.flush()
@@ -103,6 +115,7 @@ def orders() -> Iterator[dict[str, Any]]:
 
 def become(order: dict[str, Any]) -> None:
     """This process is the one that the order is about."""
+    os.chdir(order["cwd"])
     os.environ.clear()
     os.environ.update(order["env"])
     for number, name in ((0, os.devnull), *zip((1, 2), order["streams"], strict=True)):

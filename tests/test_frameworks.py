@@ -3,8 +3,7 @@
 import importlib
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,12 @@ import pytest
 import torch
 
 import workbench as wb
+from tests.conftest import HandMade
+from tests.forked import Forks
 from tests.test_docs import PAGES, blocks
+from workbench.runs.entrypoints import SCRIPT, spec_entrypoint
+from workbench.runs.profile import Profile
+from workbench.runs.spec import ScriptSpec
 
 SCRIPTS = {
     block.title: block.code for page in ("frameworks", "training-loops") for block in blocks(PAGES / f"how-to/{page}.md") if block.title
@@ -49,32 +53,19 @@ def can_run(name: str) -> bool:
     return all(find_spec(package) for package in needed)
 
 
-@pytest.fixture(scope="module")
-def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, "Future[wb.Run]"]]:
-    """The scripts that are asked for, launched with slow batches, two at a time."""
-    folder = tmp_path_factory.mktemp("frameworks")
-    asked = {
-        item.callspec.params.get("name")
-        for item in request.session.items
-        if isinstance(item, pytest.Function) and hasattr(item, "callspec")
-    }
-    names = [name for name in sorted(SCRIPTS) if name in asked and can_run(name)]
-    for name in names:
-        (folder / name).write_text(planted(name))
-
-    def launched(name: str) -> wb.Run:
-        return wb.launch(folder / name, watch=True, profile=3, threads=1, runs_dir=folder / "runs").wait(timeout=200)
-
-    with ThreadPoolExecutor(2) as pool:
-        yield {name: pool.submit(launched, name) for name in names}
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(SCRIPTS))
-def test_a_script_is_watched_diagnosed_and_traced(name: str, runs: dict[str, "Future[wb.Run]"]) -> None:
-    if name not in runs:
+def test_a_script_is_watched_diagnosed_and_traced(name: str, by_hand: Callable[..., HandMade], forks: Forks, tmp_path: Path) -> None:
+    """As a launch runs it, but in a fork; the pages launch three of them (test_docs.py)."""
+    if not can_run(name):
         pytest.skip(f"{name} needs packages that are not installed, or do not load")
-    run = runs[name].result()
+    (tmp_path / name).write_text(planted(name))
+    spec = ScriptSpec(script=str(tmp_path / name), watch=True, profile=Profile(steps=3))
+    made = by_hand(spec=spec.to_json())
+    words = spec_entrypoint(spec, made.path)
+    done = forks.program(SCRIPT, 1, tmp_path, *words[words.index(SCRIPT) + 1 :], launched=made.path)
+    assert done.returncode == 0, done.stderr
+    run = wb.Run.load(made.ended("finished").path)
     assert run.state == "finished", run.error
     timeline = run.timelines[0]
     phases = {phase: timeline.mean(phase) for phase in ("data_wait", "forward", "backward", "optimizer", "other")}

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests import refresh, shown_code, student
+from tests import notebooks, refresh, shown_code, student
 from workbench.core.statistics import Interval
 
 if TYPE_CHECKING:  # it takes seconds to import
@@ -44,6 +44,27 @@ def test_there_is_one() -> None:
 
 def test_it_was_executed_from_top_to_bottom(notebook: "nbformat.NotebookNode") -> None:
     assert [cell.execution_count for cell in code(notebook)] == list(range(1, len(code(notebook)) + 1)), "make refresh"
+
+
+def test_what_is_executed_differs_in_budgets_alone(tmp_path: Path) -> None:
+    """And in no cell whose output is compared."""
+    nbformat = pytest.importorskip("nbformat", reason="needs Jupyter's packages (pip install '.[notebooks,dev]')")
+    shortened = set()
+    for path in NOTEBOOKS:
+        cells, copies = (nbformat.read(each, as_version=4).cells for each in (path, notebooks.copied(path, tmp_path)))
+        for cell, copy in zip(cells, copies, strict=True):
+            if cell.source != copy.source:
+                shortened.add(path.name[:3])
+                assert re.sub(r"budget_s=\d+", "", cell.source) == re.sub(r"budget_s=\d+", "", copy.source)
+                assert "nbval-ignore-output" in cell.metadata.get("tags", []) or not cell.outputs
+    assert shortened == notebooks.QUICK.keys()
+    (tmp_path / "02_other.ipynb").write_text("{}")
+    with pytest.raises(AssertionError, match=r"02_other.ipynb has no budget_s="):
+        notebooks.copied(tmp_path / "02_other.ipynb", tmp_path)
+
+
+def test_the_slow_ones_are_there() -> None:
+    assert {*notebooks.SLOW, *notebooks.ALONE} <= {path.name[:3] for path in NOTEBOOKS}
 
 
 def test_it_stores_no_error_that_it_does_not_announce(notebook: "nbformat.NotebookNode") -> None:

@@ -6,8 +6,6 @@ import io
 import itertools
 import json
 import random
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import workbench as wb
+from tests.forked import Forks
 from workbench.batch.analysis.lr_range import LrFound, LrRangeError
 from workbench.batch.api import find_lr
 from workbench.batch.measure import lr_range
@@ -353,9 +352,8 @@ def _without(run: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_two_ranks_take_one_decision(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(SCRIPT), str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+def test_two_ranks_take_one_decision(tmp_path: Path, forks: Forks) -> None:
+    done = forks.ranks(2, tmp_path, SCRIPT, tmp_path)
     assert not done.returncode, done.stderr[-3000:]
     one, other = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1))
     assert one["found"] == other["found"]

@@ -6,8 +6,6 @@ import json
 import math
 import os
 import random
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tests import toy_tasks
+from tests.forked import Forks
 from workbench.batch import api
 from workbench.batch.analysis.noise_scale import NoiseScale, noise_scale_of_ranks
 from workbench.batch.analysis.noise_scale_estimator import NoiseScaleError
@@ -83,20 +82,10 @@ def by_hand_norms(model: nn.Module, batch: Pair, parts: int) -> tuple[float, flo
 
 
 @pytest.mark.slow
-def test_every_way_to_spread_a_step_gives_the_same_norms(tmp_path: Path) -> None:
+def test_every_way_to_spread_a_step_gives_the_same_norms(tmp_path: Path, forks: Forks) -> None:
     """DDP with any buckets and with a user's own hook, FSDP2, HSDP and accumulation: one truth."""
     script = Path(__file__).parents[1] / "scripts" / "noise_ranks.py"
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc_per_node=2",
-        str(script),
-        str(tmp_path / "found.json"),
-    ]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    done = forks.ranks(2, tmp_path, script, tmp_path / "found.json", env=os.environ | {"OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads((tmp_path / "found.json").read_text())
     assert len(found) == 16

@@ -4,8 +4,6 @@ import functools
 import json
 import os
 import re
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -18,6 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import workbench as wb
+from tests.forked import Forks
 from tests.scripts.counted_ranks import BATCH, CASES, GPT, ODD, Skipping, gpt, gpt_loss
 from workbench.cluster.analysis.cluster import CLUSTERS, Cluster
 from workbench.cluster.analysis.collective_call import CollectiveCall, group_seconds, placed
@@ -43,15 +42,11 @@ def of_gpt(**knobs: Any) -> Traffic:
 
 
 @pytest.mark.slow
-def test_counts_and_bytes_are_those_of_two_real_ranks() -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(SCRIPT)]
-    root = str(Path(__file__).parents[2])
-    environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": root}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ) as ranks:
-        traffics = {name: wb.collectives(task, batch, world_size=2, **knobs) for name, (task, batch, knobs) in CASES.items()}  # meanwhile
-        out, said = ranks.communicate(timeout=300)
-    assert ranks.returncode == 0, said[-3000:]
-    rows = [json.loads(line) for line in out.splitlines() if line.startswith('{"case"')]
+def test_counts_and_bytes_are_those_of_two_real_ranks(forks: Forks, tmp_path: Path) -> None:
+    done = forks.ranks(2, tmp_path, SCRIPT, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr[-3000:]
+    traffics = {name: wb.collectives(task, batch, world_size=2, **knobs) for name, (task, batch, knobs) in CASES.items()}
+    rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"case"')]
     truth = {row["case"]: Counter((kind, size) for kind, size in row["seen"]) for row in rows}
     assert truth.keys() == CASES.keys()
     for name, traffic in traffics.items():

@@ -5,8 +5,6 @@ import json
 import os
 import random
 import re
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -21,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
+from tests.forked import Forks
 from tests.played_steps import laps
 from workbench.core.statistics import LOOKS
 from workbench.diagnosis.analysis.diagnosis import Diagnosis
@@ -357,13 +356,10 @@ def test_not_even_a_model_is_needed() -> None:
     assert any("no model was found behind step" in note for note in evidence.notes)
 
 
-def launched(folder: Path, budget: float, *modes: str) -> dict[str, Evidence]:
-    """The evidence of two ranks about each of these troubles, from one launch of a script that asks for it on each rank."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+def on_two_ranks(forks: Forks, folder: Path, budget: float, *modes: str) -> dict[str, Evidence]:
+    """The evidence of two ranks about each of these troubles, from one run of a script that asks for it on each rank."""
     script = Path(__file__).parents[1] / "scripts" / "two_ranks.py"
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
-    whole = [*command, str(script), str(folder / "found.json"), str(budget), *modes]
-    done = subprocess.run(whole, env=environment, capture_output=True, text=True, timeout=170)
+    done = forks.ranks(2, folder, script, folder / "found.json", str(budget), *modes, env=os.environ | {"OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr[-3000:]
     return {mode: Evidence.from_json(found) for mode, found in json.loads((folder / "found.json").read_text()).items()}
 
@@ -377,10 +373,10 @@ CHECKS: dict[str, Callable[[Evidence], bool]] = {
 
 @pytest.mark.slow
 @pytest.mark.alone
-def test_two_ranks(tmp_path: Path) -> None:
-    found = launched(tmp_path, 6, *CHECKS)
+def test_two_ranks(tmp_path: Path, forks: Forks) -> None:
+    found = on_two_ranks(forks, tmp_path, 6, *CHECKS)
     if doubtful := [mode for mode, check in CHECKS.items() if not check(found[mode])]:  # a machine that is shared: once more
-        found |= launched(tmp_path, 6, *doubtful)
+        found |= on_two_ranks(forks, tmp_path, 6, *doubtful)
     for mode, check in CHECKS.items():
         assert check(found[mode]), (mode, found[mode])
         assert not any("true cost was not measured" in note for note in found[mode].notes)
@@ -463,8 +459,8 @@ CALLS = {"gathered": "all_gather", "sharded": "all_gather and reduce_scatter", "
 
 @pytest.mark.slow
 @pytest.mark.alone
-def test_two_ranks_say_what_communication_no_sync_does_not_take_away(tmp_path: Path) -> None:
-    for mode, found in launched(tmp_path, 3, "plain", *CALLS).items():
+def test_two_ranks_say_what_communication_no_sync_does_not_take_away(tmp_path: Path, forks: Forks) -> None:
+    for mode, found in on_two_ranks(forks, tmp_path, 3, "plain", *CALLS).items():
         assert (found.world_size, len(found.ranks), found.samples) == (2, 2, 16.0)
         waits = [one.wait for one in found.ranks]
         assert 0.999 * max(waits) <= found.longest_wait <= 1.001 * sum(waits)

@@ -18,8 +18,8 @@ from held_out_proofs import HELD_OUT_PROOFS  # noqa: E402
 from workbench.diagnosis.analysis.verdict import VERDICTS  # noqa: E402
 from workbench.runs.task import check  # noqa: E402
 
-QUICK = ("python_metric", "many_tensors", "slow_compute_on_rank_1", "healthy_mlp")
-"""Judged in every test run; other kinds are diagnosed in other tests, from specs and in notebooks."""
+QUICK = ("slow_compute_on_rank_1", "healthy_mlp")
+"""Judged here; other kinds are diagnosed in other tests, from specs and in notebooks (a metric in Python and many tensors in 03)."""
 
 
 def judged(case: Case, tool: str, folder: Path, *options: str) -> dict[str, Any]:

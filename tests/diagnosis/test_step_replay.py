@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import workbench as wb
+from tests.conftest import HandMade
+from tests.forked import Forks
 from workbench.batch.measure.noise_watch import NoiseLog
 from workbench.core import run_directory
 from workbench.diagnosis.analysis.step_replay import StepReplay, first_bad_step
@@ -220,11 +222,24 @@ def test_after_a_restart_the_ranks_that_were_left_are_repeated(tmp_path: Path, a
     assert "had other samples" not in str(found)
 
 
+@pytest.fixture
+def on_two_ranks(by_hand: Callable[..., HandMade], forks: Forks, tmp_path: Path) -> Callable[[wb.RunSpec], Run]:
+    """A run of a spec, trained in forks."""
+
+    def trained(spec: wb.RunSpec) -> Run:
+        made = by_hand(spec=spec.to_json())
+        done = forks.train(2, tmp_path, made.path)
+        assert done.returncode == 0, done.stderr
+        return Run.load(made.ended("finished").path)
+
+    return trained
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("share", [{"parallel": "fsdp", "micro_batch": 4}, {"tensor_parallel": 2}], ids=["fsdp", "tensor parallel"])
-def test_ranks_that_share_a_model_are_repeated_in_one_process(tmp_path: Path, share: dict[str, Any]) -> None:
+def test_ranks_that_share_a_model_are_repeated_in_one_process(on_two_ranks: Callable[[wb.RunSpec], Run], share: dict[str, Any]) -> None:
     spec = wb.RunSpec(task=f"{__file__}:split", device="cpu", micro_batch=BATCH, nproc_per_node=2, steps=14, checkpoint_every=5)
-    run = wb.launch(spec.replace(**share), runs_dir=tmp_path).wait(check=True)
+    run = on_two_ranks(spec.replace(**share))
     found = wb.replay(run, BAD)
     assert (found.verdict, found.step, found.samples) == ("data", BAD, (samples_of(BAD)[3],)), found
     before = wb.replay(run, BAD - 4)
@@ -234,9 +249,9 @@ def test_ranks_that_share_a_model_are_repeated_in_one_process(tmp_path: Path, sh
 
 
 @pytest.mark.slow
-def test_the_batches_of_all_ranks_are_repeated(tmp_path: Path) -> None:
+def test_the_batches_of_all_ranks_are_repeated(on_two_ranks: Callable[[wb.RunSpec], Run]) -> None:
     spec = wb.RunSpec(task=f"{__file__}:label_storm", device="cpu", micro_batch=BATCH // 2, nproc_per_node=2, steps=9, checkpoint_every=4)
-    run = wb.launch(spec, runs_dir=tmp_path).wait(check=True)
+    run = on_two_ranks(spec)
     found = wb.replay(run, 8)
     assert "not repeatable" not in str(found), found
     assert "had other samples" not in str(found), found

@@ -5,8 +5,6 @@ import dataclasses
 import functools
 import itertools
 import math
-import os
-import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -26,7 +24,6 @@ from workbench.batch.measure.noise_watch import NoiseLog
 from workbench.core import run_directory
 from workbench.memory.measure.at_oom import held
 from workbench.programs import train as program
-from workbench.runs.entrypoints import TRAIN, entrypoint
 from workbench.runs.root_cause import first_failure
 from workbench.runs.run import Run
 from workbench.runs.spec import RunSpec, SpecError
@@ -56,13 +53,6 @@ def alone() -> Iterator[Ranks]:
 
 
 Make = Callable[..., Any]
-
-
-def torchrun(directories: list[Path], ranks: int = 2) -> subprocess.CompletedProcess[str]:
-    """Train what the directories say, as the launcher would; the launch directory is the first one's parent."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", run_directory.ENV_RUN_DIR: str(directories[0].parent)}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", *entrypoint(TRAIN)]
-    return subprocess.run([*command, *map(str, directories)], env=environment, capture_output=True, text=True, timeout=120)
 
 
 def metrics(path: Path) -> list[dict[str, Any]]:
@@ -97,9 +87,7 @@ def test_a_sweep_of_two_ranks(by_hand: Make, tmp_path: Path, alone: Ranks, forks
         spec_of("validated", micro_batch=4, evaluate="every(steps=2)"),
     ]
     made = [by_hand(spec=spec.replace(nproc_per_node=2).to_json()) for spec in specs]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", run_directory.ENV_RUN_DIR: str(made[0].path.parent)}
-    code = "from workbench.programs.train import main\nmain()"
-    done = forks.ranks(2, tmp_path, "-c", code, *(directory.path for directory in made), env=environment)
+    done = forks.train(2, tmp_path, *(directory.path for directory in made))
     assert done.returncode == 0, done.stderr
     runs = [Run.load(directory.path) for directory in made]
     assert [run.state for run in runs] == ["finished", "failed", "finished", "failed", "failed", *["finished"] * 5]
@@ -149,10 +137,10 @@ def check_validations(runs: list[Run]) -> None:
 
 
 @pytest.mark.slow
-def test_a_launch_ends_when_ranks_cannot_agree(by_hand: Make) -> None:
+def test_a_launch_ends_when_ranks_cannot_agree(by_hand: Make, forks: Forks, tmp_path: Path) -> None:
     """One rank fails, the other waits for its gradients: the one at fault is on record, and no configuration can follow."""
     made = [by_hand(spec=spec_of(task, nproc_per_node=2).to_json()).path for task in ("numbers", "boom_on_rank_1", "numbers")]
-    done = torchrun(made)
+    done = forks.train(2, tmp_path, *made)
     assert done.returncode != 0
     assert Run.load(made[0]).ok
     found = first_failure(made[0].parent, {"state": "failed"})

@@ -1,17 +1,22 @@
 """A training is killed and resumed: whether it ends bit for bit as an undisturbed one, and what differs first if it does not."""
 
 import json
-from collections.abc import Mapping
+import math
+import signal
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import workbench as wb
+from tests.conftest import HandMade
+from tests.forked import Forks
 from workbench.core import run_directory
 from workbench.core.progress import Waiting
 from workbench.runs.launch.new_run import LaunchError
 from workbench.runs.launch.prove_resume import PARTS, Difference, Kill, first_difference
+from workbench.runs.launch.resume import archive_attempt
 
 TASK = """
 import random
@@ -94,40 +99,62 @@ def test_dropout_and_augmentation_of_workers_go_on_exactly(here: Path, monkeypat
     assert wb.ResumeProof.from_json(json.loads(json.dumps(proof.to_json()))) == proof
 
 
-@pytest.mark.slow
-def test_a_model_that_ranks_share_goes_on_exactly(here: Path) -> None:
-    proof = wb.prove_resume(spec(nproc_per_node=2, parallel="fsdp", precision="amp_bf16"), steps=8, kills=1)
-    assert proof.exact, proof
-
-
-@pytest.mark.slow
-def test_three_ranks_add_their_gradients_in_the_same_order(here: Path) -> None:
-    proof = wb.prove_resume(spec(nproc_per_node=3, micro_batch=2, num_workers=1, precision="amp_fp16"), steps=12, kills=1)
-    assert proof.exact, proof
-
-
 RECIPE: dict[str, Any] = {
     "schedule": "warmup_stable_decay(decay=0.5, end=0.1)", "warmup_steps": 3, "ema": 0.9, "optimizer": "adamw(weight_decay=0.1)",
     "weight_decay_on": "matrices", "gradient_compression": "fp16", "clip_grad_norm": 1.0, "precision": "amp_bf16",
 }  # fmt: skip
+Prove = Callable[[wb.RunSpec, int], tuple[Path, int, Difference | None]]
+
+
+@pytest.fixture
+def prove(here: Path, by_hand: Callable[..., HandMade], forks: Forks) -> Prove:
+    """As `wb.prove_resume` does with one kill, of rank 0, but in forks and without launches.
+
+    A spec and the step of the kill → the run directory of the training that was killed, the step from which it went on, what differs.
+    """
+
+    def proved(spec: wb.RunSpec, kill: int) -> tuple[Path, int, Difference | None]:
+        every = math.ceil(spec.steps / 6)
+        undisturbed, interrupted = (by_hand(spec=spec.replace(checkpoint_every=every).to_json()).path for _ in range(2))
+        for path, step in ((undisturbed, None), (interrupted, kill), (interrupted, None)):
+            (prints := path / run_directory.FINGERPRINTS).mkdir(exist_ok=True)
+            run_directory.write_json(prints / run_directory.KILL, {"step": step, "rank": 0})
+            done = forks.train(spec.world_size, here, path)
+            assert done.returncode == (-signal.SIGKILL if step else 0), done.stderr
+            if step:
+                archive_attempt(path)
+        (again,) = (interrupted / run_directory.FINGERPRINTS).glob("rank0-2*")
+        went_on = json.loads(again.read_text().partition("\n")[0])["step"] - 1
+        assert 0 < went_on < kill
+        return interrupted, went_on, first_difference(undisturbed, interrupted, spec.world_size)
+
+    return proved
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("knobs", [RECIPE, RECIPE | {"optimizer": "adafactor", "weight_decay_on": "all"}], ids=["adamw", "adafactor"])
-def test_a_recipe_of_many_knobs_goes_on_exactly(here: Path, knobs: dict[str, Any]) -> None:
-    proof = wb.prove_resume(spec(nproc_per_node=2, **knobs), steps=12, kills=1)
-    assert proof.exact, proof
-    rows = [json.loads(line) for line in next(Path(proof.interrupted, run_directory.FINGERPRINTS).glob("rank0*")).read_text().splitlines()]
-    assert all("ema" in row["parts"] for row in rows)
+@pytest.mark.parametrize(
+    "knobs",
+    [
+        {"nproc_per_node": 2, "parallel": "fsdp", "precision": "amp_bf16"},
+        {"nproc_per_node": 3, "micro_batch": 2, "num_workers": 1, "precision": "amp_fp16"},
+        {"nproc_per_node": 2, **RECIPE},
+        {"nproc_per_node": 2, **RECIPE, "optimizer": "adafactor", "weight_decay_on": "all"},
+    ],
+    ids=["fsdp", "three ranks", "a recipe of many knobs", "adafactor"],
+)
+def test_trainings_of_all_kinds_go_on_exactly(prove: Prove, knobs: dict[str, Any]) -> None:
+    """Ranks that share a model; three, which must add their gradients in the same order; averages, schedules, compression."""
+    path, _, difference = prove(spec(steps=30, **knobs), 23)  # the first ten steps of fp16 are passed over, until the scale fits
+    assert difference is None
+    rows = [json.loads(line) for line in next((path / run_directory.FINGERPRINTS).glob("rank0*")).read_text().splitlines()]
+    assert all(("ema" in row["parts"]) == ("ema" in knobs) for row in rows)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("task", "part"), [("own_generator", "batch"), ("counting", "loss")])
-def test_what_no_checkpoint_has_is_named(here: Path, task: str, part: str) -> None:
-    proof = wb.prove_resume(spec(task), steps=12, kills=1)
-    assert proof.difference == Difference(step=proof.kills[0].resumed_from + 1, rank=0, part=part, kills=1)
-    assert "Not exact: killed 1 time in 12 steps on 1 rank" in str(proof)
-    assert PARTS[part] in str(proof)
+def test_what_no_checkpoint_has_is_named(prove: Prove, task: str, part: str) -> None:
+    _, went_on, difference = prove(spec(task, steps=12), 8)
+    assert difference == Difference(step=went_on + 1, rank=0, part=part, kills=1)
 
 
 # --- what differs first, of fingerprints that are given
@@ -181,6 +208,8 @@ def test_the_verdict_says_what_happened() -> None:
     assert not proof(Difference(step=2, rank=0, part="batch", kills=0)).exact
     assert "Not repeatable: two trainings with the same seed differ" in str(proof(Difference(step=2, rank=0, part="batch", kills=0)))
     after = proof(Difference(step=16, rank=0, part="samples", kills=2))
+    assert "Not exact: killed 2 times in 20 steps on 1 rank" in str(after)
+    assert PARTS["samples"] in str(after)
     assert "first in step 16, on rank 0, after it went on from step 15: the order of the samples" in str(after)
     assert [row[-1] for row in after.table.rows] == ["equal", "differs"]
     assert "at the end, on rank 0" in str(proof(Difference(step=21, rank=0, part="optimizer", kills=1)))

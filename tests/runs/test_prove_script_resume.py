@@ -1,12 +1,21 @@
 """A script is killed and launched again: whether it writes what an undisturbed one writes, and which entries differ if it does not."""
 
 import json
+import os
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import workbench as wb
+from workbench.core import run_directory
 from workbench.runs.failure import RunError
+from workbench.runs.launch import prove_script_resume
 from workbench.runs.launch.new_run import LaunchError
 from workbench.train.saved_entries import entries_of
 
@@ -16,10 +25,8 @@ import torch
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--out", type=pathlib.Path)
-parser.add_argument("--mode", default="exact")
 args = parser.parse_args()
-if args.mode != "unseeded":
-    torch.manual_seed(0)
+torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 1))
 optimizer, done, last = torch.optim.AdamW(model.parameters()), 0, args.out / "last.pt"
 if last.exists():
@@ -27,71 +34,121 @@ if last.exists():
     model.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
     done = state["step"]
-    if args.mode == "exact":
-        torch.set_rng_state(state["random"])
+    torch.set_rng_state(state["random"])
 for step in range(done + 1, 25):
     model(torch.sin(torch.arange(64.0).reshape(8, 8) * step)).square().mean().backward()
     optimizer.step()
     optimizer.zero_grad()
     time.sleep(0.02)
-    if step % 4 == 0 and (args.mode != "late" or step == 24):
+    if step % 4 == 0:
         state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step, "random": torch.get_rng_state()}
         torch.save(state, args.out / "part")
         os.replace(args.out / "part", last)
-if args.mode == "fails":
+"""
+PLAIN = """
+import os, pathlib, random, sys, time
+
+out, mode = pathlib.Path(sys.argv[1]), sys.argv[2]
+if mode != "unseeded":
+    random.seed(0)
+last, done, total = out / "last.txt", 0, 0.0
+if last.exists():
+    words = last.read_text().split()
+    done, total = int(words[0]), float(words[1])
+    if mode == "exact":
+        random.setstate(eval(" ".join(words[2:])))
+for step in range(done + 1, 25):
+    total += random.random()
+    time.sleep(0.02)
+    if step % 4 == 0 and (mode != "late" or step == 24):
+        (out / "part").write_text(f"{step} {total} {random.getstate()}")
+        os.replace(out / "part", last)
+if mode == "fails":
     raise SystemExit(3)
 """
+"""The same arithmetic without torch."""
+
+
+class Started:
+    """A script as a process of this test, with what the proof asks of a run."""
+
+    def __init__(self, script: str, *, args: Sequence[str], runs_dir: Path, **_: Any) -> None:
+        self.id, self.began = uuid.uuid4().hex, time.monotonic()
+        environment = {**os.environ, run_directory.ENV_RUN_ID: self.id, "RANK": "0"}
+        self.process = subprocess.Popen([sys.executable, script, *args], env=environment)
+
+    @property
+    def state(self) -> str:
+        code = self.process.poll()
+        return "running" if code is None else "failed" if code else "finished"
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self.began
+
+    def wait(self, *, check: bool = False) -> "Started":
+        assert not self.process.wait() or not check
+        return self
 
 
 @pytest.fixture
 def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     (tmp_path / "train.py").write_text(SCRIPT)
+    (tmp_path / "plain.py").write_text(PLAIN)
     monkeypatch.chdir(tmp_path)
     return "train.py"
 
 
-def prove(script: str, mode: str = "exact", kills: int = 1, result: str = "last.pt") -> wb.ScriptResumeProof:
-    proof = wb.prove_resume(script, args=["--out", "{out}", "--mode", mode], result=result, kills=kills)
+@pytest.fixture
+def plain(script: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setattr(prove_script_resume, "launch", Started)
+    return "plain.py"
+
+
+def prove(script: str, args: Sequence[str], result: str = "last.txt", kills: int = 1) -> wb.ScriptResumeProof:
+    proof = wb.prove_resume(script, args=args, result=result, kills=kills)
     assert isinstance(proof, wb.ScriptResumeProof)
     return proof
 
 
 @pytest.mark.slow
 def test_a_script_that_keeps_its_random_numbers_is_exact(script: str) -> None:
-    proof = prove(script, kills=2)
+    proof = prove(script, ["--out", "{out}"], "last.pt")
     assert proof.exact, proof
-    assert len(proof.kills) >= 1
+    assert len(proof.kills) == 1
     assert "bit for bit those of the undisturbed script" in str(proof)
     assert wb.ScriptResumeProof.from_json(json.loads(json.dumps(proof.to_json()))) == proof
     assert entries_of(Path(proof.interrupted) / "last.pt")["step"] == 24
 
 
 @pytest.mark.slow
-def test_what_a_checkpoint_lacks_shows(script: str) -> None:
-    proof = prove(script, "forgets")
+def test_a_script_that_fails_by_itself_is_not_blamed_on_its_checkpoints(script: str) -> None:
+    with pytest.raises(RunError, match="3"):
+        prove("plain.py", ["{out}", "fails"])
+
+
+def test_each_kill_comes_after_the_one_before(plain: str) -> None:
+    proof = prove(plain, ["{out}", "exact"], kills=2)
+    assert proof.exact, proof
+    assert 1 <= len(proof.kills) <= 2
+
+
+def test_what_a_checkpoint_lacks_shows(plain: str) -> None:
+    proof = prove(plain, ["{out}", "forgets"])
     assert not proof.exact
     assert proof.repeatable
-    assert any(entry.name == "model.0.weight" for entry in proof.differing)
+    assert [entry.name for entry in proof.differing] == ["last.txt"]
     assert "its checkpoint lacks something" in str(proof)
 
 
-@pytest.mark.slow
-def test_a_script_that_differs_without_a_kill_says_nothing_of_its_checkpoints(script: str) -> None:
-    assert not prove(script, "unseeded").repeatable
+def test_a_script_that_differs_without_a_kill_says_nothing_of_its_checkpoints(plain: str) -> None:
+    assert not prove(plain, ["{out}", "unseeded"]).repeatable
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("mode", "result", "error", "words"),
-    [
-        ("late", "last.pt", LaunchError, "wrote nothing into"),
-        ("fails", "last.pt", RunError, "3"),
-        ("exact", "best.pt", LaunchError, "no best.pt"),
-    ],
-)
-def test_what_cannot_be_compared_is_said(script: str, mode: str, result: str, error: type[Exception], words: str) -> None:
-    with pytest.raises(error, match=words):
-        prove(script, mode, result=result)
+@pytest.mark.parametrize(("mode", "result", "words"), [("late", "last.txt", "wrote nothing into"), ("exact", "best.pt", "no best.pt")])
+def test_what_cannot_be_compared_is_said(plain: str, mode: str, result: str, words: str) -> None:
+    with pytest.raises(LaunchError, match=words):
+        prove(plain, ["{out}", mode], result)
 
 
 @pytest.mark.parametrize("given", [{}, {"args": ["--out", "{out}"]}, {"args": ["--out", "x"], "result": "last.pt"}])

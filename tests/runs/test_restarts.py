@@ -16,12 +16,13 @@ from hypothesis import strategies as st
 import workbench as wb
 from benchmarks import random_kills
 from tests.conftest import HandMade
+from tests.forked import Forks
 from tests.runs.test_resume import TASK
 from workbench.core import run_directory
 from workbench.programs import restart
 from workbench.runs.launch import guard
 from workbench.runs.launch.new_run import LaunchError
-from workbench.runs.restarts import Restart, check, first_step, present_spec, restarts_of, with_fewer
+from workbench.runs.restarts import RESHAPED, Restart, check, first_step, present_spec, restarts_of, with_fewer
 from workbench.runs.run import Run
 from workbench.runs.spec import RunSpec, ScriptSpec, SpecError
 from workbench.train import checkpoint_file
@@ -232,18 +233,33 @@ def test_a_lost_rank_is_made_up_for_by_those_that_are_left(tmp_path: Path, monke
 
 
 @pytest.mark.slow
-def test_a_restart_with_all_ranks_is_exact_and_one_with_fewer_is_the_same_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_restart_with_all_ranks_is_exact_and_one_with_fewer_is_the_same_training(
+    by_hand: Make, forks: Forks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A launch whose rank is killed, beside trainings in forks: an undisturbed one, and one that goes on with the rank that is left."""
     (tmp_path / "task.py").write_text(random_kills.TASK.format(samples=200, seconds=2e-3, inputs=8, hidden=16, lr=0.05))
     monkeypatch.chdir(tmp_path)
-    whole = wb.launch(TWO, runs_dir="runs").wait(120, check=True)
-    same = wb.launch(TWO, runs_dir="runs", max_restarts=2)
+    same = wb.launch(TWO, runs_dir="launched", max_restarts=2)
     kill_rank(same, 0)
+    whole, fewer = (Run.load(by_hand(spec=TWO.to_json()).path) for _ in range(2))
+    done = forks.train(2, tmp_path, whole.path)
+    assert done.returncode == 0, done.stderr
     same.wait(120, check=True)
     assert same.restarts[0].lost == (0,)
     assert [(row["step"], row["loss"]) for row in same.metric_rows] == [(row["step"], row["loss"]) for row in whole.metric_rows]
     assert all(torch.equal(weights(same)[name], weight) for name, weight in weights(whole).items())
-    fewer = wb.launch(TWO, runs_dir="runs", max_restarts=2, min_ranks=1)
-    kill_rank(fewer, 1)
-    fewer.wait(120, check=True)
+
+    (prints := fewer.path / run_directory.FINGERPRINTS).mkdir()
+    run_directory.write_json(prints / run_directory.KILL, {"step": 26, "rank": 1})
+    assert forks.train(2, tmp_path, fewer.path).returncode == -signal.SIGKILL
+    left, _ = with_fewer(TWO, 1, 1)
+    for name in (run_directory.ERRORS, run_directory.LOGS):
+        (fewer.path / name).mkdir(exist_ok=True)
+    (fewer.path / run_directory.LAUNCHER_LOG).touch()
+    restart.go_on(fewer.path, {"number": 1, "layout": {name: getattr(left, name) for name in RESHAPED}})
+    (prints / run_directory.KILL).unlink()
+    done = forks.train(1, tmp_path, fewer.path)
+    assert done.returncode == 0, done.stderr
+    assert "goes on from step 20" in done.stdout
     for name, weight in weights(whole).items():
         torch.testing.assert_close(weights(fewer)[name], weight, rtol=1e-4, atol=1e-5)

@@ -6,7 +6,6 @@ import functools
 import json
 import os
 import resource
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,6 +21,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from tests import toy_tasks
+from tests.forked import Forks
 from workbench.batch.measure.noise_watch import NoiseLog
 from workbench.core import run_directory
 from workbench.core.device import Device
@@ -31,7 +31,6 @@ from workbench.memory.ladder import memory_ladder
 from workbench.memory.max_micro_batch import max_micro_batch
 from workbench.memory.measure.at_oom import held
 from workbench.programs.choose_micro_batch import choose_micro_batch
-from workbench.runs.entrypoints import TRAIN, entrypoint
 from workbench.runs.run import Run
 from workbench.runs.spec import RunSpec, SpecError
 from workbench.runs.task import Task
@@ -448,7 +447,7 @@ def test_where_a_number_is_needed(alone: Ranks) -> None:
 
 
 @pytest.mark.slow
-def test_one_of_two_ranks_runs_out_of_memory(by_hand: Callable[..., Any]) -> None:
+def test_one_of_two_ranks_runs_out_of_memory(by_hand: Callable[..., Any], forks: Forks, tmp_path: Path) -> None:
     """In a forward, after it in the loss, and in a backward that reduces nothing; with DDP's buffers going around all the time."""
     specs = [
         auto_of("full_forward", nproc_per_node=2),
@@ -456,11 +455,7 @@ def test_one_of_two_ranks_runs_out_of_memory(by_hand: Callable[..., Any]) -> Non
         spec_of(f"{HERE}:never", nproc_per_node=2, micro_batch=32),
     ]
     made = [by_hand(spec=spec.replace(evaluate=True).to_json()) for spec in specs]
-    folder = made[0].path.parent
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", run_directory.ENV_RUN_DIR: str(folder)}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", *entrypoint(TRAIN)]
-    command += [str(directory.path) for directory in made]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    done = forks.train(2, tmp_path, *(directory.path for directory in made))
     assert done.returncode == 0, done.stderr
     runs = [Run.load(directory.path) for directory in made]
     assert [run.state for run in runs] == ["finished"] * 3, [run.error for run in runs]

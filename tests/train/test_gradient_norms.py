@@ -1,7 +1,7 @@
 """The norms of gradients by layer are those of the whole gradients, however ranks share the model, and a resume keeps each row once."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +11,11 @@ import torch.distributed as dist
 
 import workbench as wb
 from tests import toy_tasks
+from tests.conftest import HandMade
+from tests.forked import Forks
 from tests.train.test_checkpoints import spec_of, train
 from workbench.core import run_directory
+from workbench.runs.run import Run
 from workbench.runs.spec import RunSpec, SpecError
 from workbench.train.gradient_norms import GradientNorms
 from workbench.train.ranks import Ranks
@@ -69,10 +72,13 @@ def test_the_knob_is_checked() -> None:
 
 
 @pytest.mark.slow
-def test_ranks_that_share_a_model_write_what_one_process_writes(tmp_path: Path) -> None:
+def test_ranks_that_share_a_model_write_what_one_process_writes(tmp_path: Path, by_hand: Callable[..., HandMade], forks: Forks) -> None:
     spec = wb.RunSpec(task=f"{toy_tasks.__file__}:numbers", device="cpu", micro_batch=8, steps=3, gradient_norms=1)
-    shared = wb.launch(spec.replace(parallel="fsdp", nproc_per_node=2, micro_batch=4), runs_dir=tmp_path).wait(check=True)
-    one = wb.launch(spec, runs_dir=tmp_path).wait(check=True)
+    of_one, of_two = spec, spec.replace(parallel="fsdp", nproc_per_node=2, micro_batch=4)
+    one, shared = (Run.load(by_hand(spec=each.to_json()).path) for each in (of_one, of_two))
+    for run in (one, shared):
+        done = forks.train(run.spec.world_size, tmp_path, run.path)
+        assert done.returncode == 0, done.stderr
     for mine, its in zip(one.gradient_norms, shared.gradient_norms, strict=True):
         assert its["norms"] == pytest.approx(mine["norms"], rel=1e-4)
     assert torch.isfinite(torch.tensor([*one.gradient_norms[0]["norms"].values()])).all()

@@ -3,8 +3,6 @@
 import json
 import os
 import pickle
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests import toy_tasks
+from tests.forked import Forks
 from tests.train.test_checkpoints import names, spec_of, train, weights
 from workbench.core import run_directory
 from workbench.train import checkpoint_file
@@ -201,7 +200,7 @@ def test_a_training_on_one_rank_goes_on_bit_for_bit(alone: Ranks, written: Path,
 
 
 @pytest.mark.slow
-def test_four_ranks_two_and_one(tmp_path: Path) -> None:
+def test_four_ranks_two_and_one(tmp_path: Path, forks: Forks) -> None:
     names, others = (
         ["hsdp", "split, fsdp", "stages, zero1", "experts of 4", "experts"],
         [
@@ -216,9 +215,8 @@ def test_four_ranks_two_and_one(tmp_path: Path) -> None:
             ("experts", 2, "experts"),
         ],
     )
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=4", str(SCRIPT), str(tmp_path / "out.json")]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(SCRIPT.parents[2])}
-    done = subprocess.run([*command, json.dumps(names), json.dumps(others)], env=env, capture_output=True, text=True, timeout=240)
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = forks.ranks(4, tmp_path, SCRIPT, tmp_path / "out.json", json.dumps(names), json.dumps(others), env=env)
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "out.json").read_text())
     assert len(found) == len(names) + len(others)

@@ -1,16 +1,13 @@
 """The sample tasks train for real, in seconds, on two ranks and two cores."""
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from workbench.core import run_directory
-from workbench.runs.entrypoints import TRAIN, entrypoint
+from tests.forked import Forks
 from workbench.runs.run import Run
 from workbench.runs.spec import RunSpec
 from workbench.runs.task import SAMPLES, resolve
@@ -18,13 +15,11 @@ from workbench.train.models import Gpt, ResNet
 
 
 @pytest.mark.slow
-def test_samples_learn(by_hand: Callable[..., Any]) -> None:
+def test_samples_learn(by_hand: Callable[..., Any], forks: Forks, tmp_path: Path) -> None:
     """60 steps beat the largest class (13 % of the pictures) and the frequencies of the bytes (4.46 bits)."""
     spec = RunSpec(task="clipart-resnet", nproc_per_node=2, steps=60, warmup_steps=5, schedule="cosine", evaluate=True, device="cpu")
     directories = [by_hand(spec=spec.replace(task=task).to_json()).path for task in ("clipart-resnet", "text-gpt")]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", *entrypoint(TRAIN)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", run_directory.ENV_RUN_DIR: str(directories[0].parent)}
-    done = subprocess.run([*command, *map(str, directories)], env=environment, capture_output=True, text=True, timeout=300)
+    done = forks.train(2, tmp_path, *directories)
     assert done.returncode == 0, done.stderr
     pictures, text = (Run.load(directory) for directory in directories)
     assert 0.2 < pictures.metric_rows[-1]["accuracy"] < 1
