@@ -49,10 +49,11 @@ $(STAMP): pyproject.toml constraints.txt requirements.lock
 	  { rm -rf $(VENV); echo "This Python cannot make virtual environments. Debian: apt-get install python3-venv"; exit 1; }
 	@# torch, which the lock leaves to pip, beside the rest, which uv installs in seconds and pip, where uv cannot, in a minute
 	@$(PIP) --no-deps -c constraints.txt torch & torch=$$!; \
-	  echo 'installing torch, and the $(shell grep -c == requirements.lock) packages of requirements.lock'; \
+	  echo 'installing torch, and the $(shell grep -c == requirements.lock) packages of requirements.lock, into $(VENV): some minutes, 2.4 GB'; \
 	  { $(PIP) uv==$(UV) && $(BIN)/uv pip install --quiet --python $(BIN)/python $(LOCKED); } || $(PIP) $(LOCKED); wait $$torch
 	$(PIP) -c constraints.txt -e '.[notebooks,tensorboard,exporters,trace,formats,docs,dev]'
 	@# on all cores, and without what nobody imports: an installer compiles on one core, or not at all
+	@echo 'compiling what is imported most'
 	@$(BIN)/python -m compileall -qq -j 0 -x '/tests/|transformers/models/|/(pip|mypy|moto|sympy|networkx|debugpy|pytorch_lightning|lightning_fabric|aiohttp)/' $(VENV)/lib || true
 	@touch $@
 

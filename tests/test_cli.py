@@ -6,8 +6,9 @@ import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -53,6 +54,8 @@ def test_a_script_with_ranks_and_arguments_of_its_own(tmp_path: Path, monkeypatc
         (["report", "nowhere"], "is not a run directory"),
         (["diagnose", "nonsense"], "no such task"),
         (["diagnose", "missing.py"], "missing.py does not exist"),
+        (["diagnose", r"C:\Users\me\train.py"], "a path of this machine has / where yours has"),
+        (["diagnose", f"{Path(__file__).parent}/test_cli.p"], f'did you mean "{Path(__file__)}"?'),
         (["diagnose", "train.py", "--set", "lr=1"], "train.py is a script, which runs on one process here and has its own knobs (lr"),
         (
             ["diagnose", "text-gpt", "--set", "micro_batch"],
@@ -92,6 +95,22 @@ def test_an_unknown_option_says_where_the_scripts_own_go(capsys: pytest.CaptureF
     assert "what is meant for the script comes after --" in capsys.readouterr().err
 
 
+def test_a_scripts_own_options_reach_it_also_in_a_diagnosis(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    got = []
+
+    def launch(script: str, args: Sequence[str], **_: object) -> NoReturn:
+        got.append((script, list(args)))
+        raise ValueError("enough")
+
+    monkeypatch.setattr("workbench.diagnosis.api.launch", launch)
+    assert main(["diagnose", "train.py", "--", "--epochs", "1"]) == 2
+    assert got == [("train.py", ["--epochs", "1"])]
+    for option in ("--data", "--text"):
+        assert f"workbench diagnose train.py -- {option} x" in refused(["diagnose", "train.py", option, "x"], capsys)
+    assert main(["diagnose", "text-gpt", "--", "--epochs", "1"]) == 2
+    assert "what comes after -- is for a script, and there is none here: --epochs 1" in capsys.readouterr().err
+
+
 def test_doctor(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("workbench.runs.launch.machine_report.probe_torch", lambda: {"gloo": {"here": "works"}})
     assert main(["doctor"]) == 0
@@ -108,7 +127,7 @@ def test_doctor(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPa
 
 def test_a_diagnosis_as_json_is_its_brief(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     diagnosis = Diagnosis.of(World(cpu=0.03, bf16=0.6).evidence())
-    monkeypatch.setattr("workbench.diagnose", lambda target, budget_s: diagnosis)
+    monkeypatch.setattr("workbench.diagnose", lambda target, args, budget_s: diagnosis)
     assert main(["diagnose", "text-gpt", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == diagnosis.brief()
 
@@ -141,6 +160,11 @@ def refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     with pytest.raises(SystemExit):
         main(words)
     return capsys.readouterr().err
+
+
+def test_no_command_lists_them_all(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    assert "say what this machine has" in capsys.readouterr().err
 
 
 def test_a_misspelt_command_or_option_is_recognised(capsys: pytest.CaptureFixture[str]) -> None:
@@ -221,11 +245,19 @@ def test_the_examples_about_runs_and_traces_work(
     assert len(json.loads(capsys.readouterr().out)) == 5
 
 
-def test_the_examples_that_predict_work(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(shlex.split(COMMANDS["estimate"][2])[1:]) == 0
-    assert "fits" in capsys.readouterr().out
+def test_the_examples_that_predict_work(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    with monkeypatch.context() as terminal:
+        terminal.setattr(sys.stderr, "isatty", lambda: True)
+        assert main(shlex.split(COMMANDS["estimate"][2])[1:]) == 0
+    said = capsys.readouterr()
+    assert "fits" in said.out
+    assert "some seconds" in said.err  # nobody waits in silence
     assert main([*shlex.split(COMMANDS["estimate"][2])[1:], "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["fits"] is True
+    printed = capsys.readouterr().out
+    assert len(printed.encode()) <= 2 * 1024, "what a program or an agent has to read"
+    told = json.loads(printed)
+    assert told["fits"] is True
+    assert 0 < told["memory"]["parameters"] < told["memory"]["allocated"] < told["memory"]["device_used"]
     assert main([*shlex.split(COMMANDS["estimate-time"][2])[1:], "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
     assert answer["device"] == "H100-SXM"
@@ -256,7 +288,7 @@ def test_why_not_linear_prints_the_answer_and_proves(monkeypatch: pytest.MonkeyP
     assert brief["claim"]["cause"] == "large gradients"
     assert asked[0][0] == RunSpec(task="text-gpt", nproc_per_node=2, micro_batch=8)
     assert main(["why-not-linear", "train.py", "--nproc-per-node", "4"]) == 0
-    assert asked[1] == ("train.py", {"nproc_per_node": 4, "budget_s": 60.0})
+    assert asked[1] == ("train.py", {"args": [], "nproc_per_node": 4, "budget_s": 60.0})
     assert "what you get" in capsys.readouterr().out
     assert main(["why-not-linear", "train.py", "--set", "lr=1"]) == 2
     assert "leave --set out" in capsys.readouterr().err

@@ -94,7 +94,10 @@ def launch(given: argparse.Namespace, script_args: list[str]) -> int:
     except KeyboardInterrupt as stop:  # the wait has stopped the run
         print(f"workbench: {run}", file=sys.stderr)
         return 143 if isinstance(stop, Terminated) else 130
-    show(run_facts(run) if given.json else report(run), given)
+    text = report(run)
+    if sys.stderr.isatty() and sys.stdout.isatty():  # there the progress line has ended with how the run ended
+        text = text.removeprefix(str(run)).lstrip("\n")
+    show(run_facts(run) if given.json else text, given)
     printed = [path for path in run.log_files().get(0, []) if path.name == "stdout.log"]
     if printed and not given.json:
         of_rank_0 = " (rank 0; the others beside it)" if run.spec.world_size > 1 else ""
@@ -223,10 +226,11 @@ def diagnose(given: argparse.Namespace) -> int:
         target = workbench.RunSpec(task=given.target).replace(**knobs)
     elif knobs:
         raise ValueError(f"{target} is a run that was made: it has no knobs to turn any more ({', '.join(knobs)})")
-    if sys.stderr.isatty():
-        print(f"workbench: experiments with {given.target}, at most {units.seconds(given.budget)} …", file=sys.stderr)
+    if sys.stderr.isatty() and not (Path(given.target) / "run.json").is_file():
+        does = "watching a run of" if isinstance(target, str) else "experiments with"
+        print(f"workbench: {does} {given.target}, at most {units.seconds(given.budget)} …", file=sys.stderr)
     try:
-        diagnosis = workbench.diagnose(target, budget_s=given.budget)
+        diagnosis = workbench.diagnose(target, args=given.args, budget_s=given.budget)
         provable = any(remedy.provable for remedy in diagnosis.remedies)
         if given.json:
             if given.prove and provable:
@@ -256,34 +260,6 @@ def sanity(given: argparse.Namespace) -> int:
     report = workbench.sanity(workbench.RunSpec(task=given.target).replace(**knobs_of(given.set or [])), budget_s=given.budget)
     show(report, given)
     return 0 if report.ok else 1
-
-
-def estimate(given: argparse.Namespace) -> int:
-    """Say what a task needs on a device, and what would make it fit if asked to; returns the exit status: 0 if it fits.
-
-    Raises:
-        ValueError: no such task, device, knob or value; or it cannot be estimated.
-    """
-    target = workbench.RunSpec(task=given.target).replace(**knobs_of(given.set or []))
-    if given.json and (given.ladder or given.max_batch):
-        raise ValueError("--json has the estimate alone: leave out --ladder and --max-batch")
-    if given.device in ("cpu", "cuda") and (given.ladder or given.max_batch):
-        raise ValueError(f"--device {given.device} has no capacity of its own: name one, such as --device H200")
-    shapes = {name: value for name in ("sequence", "image") if (value := getattr(given, name)) is not None}
-    breakdown = workbench.estimate_memory(target, device=given.device, **shapes)
-    if given.json:
-        fits = None if given.device in ("cpu", "cuda") else breakdown.fits(given.device)
-        show({"memory": breakdown, "fits": None if fits is None else bool(fits), "spare": None if fits is None else fits.spare}, given)
-        return 0 if fits is None or fits else 1
-    print(breakdown)
-    if given.device in ("cpu", "cuda"):
-        return 0
-    print(f"\n{breakdown.fits(given.device)}")
-    if given.ladder:
-        print(f"\n{workbench.memory_ladder(target, given.device, **shapes)}")
-    if given.max_batch:
-        print(f"\n{workbench.max_micro_batch(target, given.device, **shapes)}")
-    return 0 if breakdown.fits(given.device) else 1
 
 
 def calibrate(given: argparse.Namespace) -> int:
@@ -348,7 +324,7 @@ def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
     """The parser of the command line, and those of its commands."""
     parser = _Parser(prog="workbench", description="See where a training step goes, predict what a change gains, prove it.")
     parser.add_argument("--version", action="version", version=workbench.__version__)
-    commands = parser.add_subparsers(dest="command", required=True)
+    commands = parser.add_subparsers(dest="command")
     made: dict[str, argparse.ArgumentParser] = {}
     for name, (about, more, example) in COMMANDS.items():
         made[name] = commands.add_parser(
@@ -368,6 +344,8 @@ def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
     option("launch", "target", help='a script ("train.py"), a task ("my_task.py:build") or a sample ("clipart-resnet")')
     what = 'a script ("train.py"), a task ("my_task.py:build"), a sample ("clipart-resnet") or the directory of a run'
     option("diagnose why-not-linear", "target", help=what)
+    for name in ("diagnose", "why-not-linear"):
+        made[name].set_defaults(args=[])
     option("estimate estimate-time batch-lengths plan sanity", "target", help='a task ("my_task.py:build") or a sample ("clipart-resnet")')
     option("launch", "--nproc-per-node", type=int, default=1, metavar="N", help="ranks on this machine, such as one for each GPU (1)")
     option("diagnose why-not-linear", "--nproc-per-node", type=int, metavar="N", help="ranks on this machine (1; why-not-linear: 2)")
@@ -447,10 +425,11 @@ def _refuse(parser: argparse.ArgumentParser, given: argparse.Namespace, rest: li
         number = {1: "two", 2: "three"}.get(len(rest), str(len(rest) + 1))
         more = "; workbench compare takes several runs" if given.command in ("diagnose", "report") else ""
         parser.error(f"one {places[0]} is allowed, {number} were given: {' '.join(rest)} is too much{more}")
-    if hint := did_you_mean(strange, options, cutoff=0.7).strip():
+    scripts = given.command == "launch" or ("args" in given and given.target.endswith(".py"))
+    if hint := did_you_mean(strange, options, cutoff=0.85 if scripts else 0.7).strip():  # --text is no --set, but an option of the script
         pass
-    elif given.command == "launch":
-        own = f"workbench launch {given.target} -- {shlex.join(rest)}"
+    elif scripts:
+        own = f"workbench {given.command} {given.target} -- {shlex.join(rest)}"
         hint = f"what is meant for the script comes after --: {own}; processes: --nproc-per-node 2"
     elif "--set" in options:
         hint = f"knobs are turned with --set: workbench {given.command} {given.target} --set micro_batch=16 precision=amp_bf16"
@@ -461,7 +440,8 @@ def _refuse(parser: argparse.ArgumentParser, given: argparse.Namespace, rest: li
 
 _RUN: Mapping[str, Callable[[argparse.Namespace], int]] = {
     "doctor": doctor, "runs": runs, "report": show_run, "export": export, "check": check, "compare": compare, "trace": trace,
-    "diagnose": diagnose, "sanity": sanity, "estimate": estimate, "calibrate": calibrate, "join": lambda given: join(given.run_dir),
+    "diagnose": diagnose, "sanity": sanity, "calibrate": calibrate, "join": lambda given: join(given.run_dir),
+    "estimate": lambda given: cluster_commands.estimate(given, knobs_of(given.set or []), show),
     "plan": lambda given: cluster_commands.plan(given, knobs_of(given.set or []), show),
     "batch-lengths": lambda given: batch_lengths.command(given, knobs_of(given.set or []), show),
     "estimate-time": lambda given: cluster_commands.estimate_time(given, knobs_of(given.set or []), show),
@@ -477,12 +457,22 @@ def main(argv: list[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else argv
     words, script_args = (words[: words.index("--")], words[words.index("--") + 1 :]) if "--" in words else (words, [])
     given, rest = parser.parse_known_args(words)
+    if given.command is None:
+        parser.print_help(sys.stderr)
+        return 2
     if given.command == "lab":
         return subprocess.call([sys.executable, "-m", "jupyterlab", *rest])
     if rest:
         _refuse(made[given.command], given, rest)
     try:
-        return launch(given, script_args) if given.command == "launch" else _RUN[given.command](given)
+        if given.command == "launch":
+            return launch(given, script_args)
+        if script_args and not ("args" in given and given.target.endswith(".py")):
+            raise ValueError(f"what comes after -- is for a script, and there is none here: {shlex.join(script_args)}")
+        given.args = script_args
+        if given.command in ("estimate", "estimate-time", "plan") and sys.stderr.isatty():
+            print(f"workbench: a dry run of {given.target} on tensors without values, some seconds …", file=sys.stderr)
+        return _RUN[given.command](given)
     except BrokenPipeError:
         raise
     except (ValueError, OSError) as error:

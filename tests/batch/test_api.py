@@ -15,7 +15,7 @@ class Measuring:
     """A run that measures a step in each second of a fake clock."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, enough: int) -> None:
-        self.now, self.enough, self.stopped_at = 100.0, enough, 0.0
+        self.now, self.enough, self.stopped_at, self.left_out = 100.0, enough, 0.0, 0
         monkeypatch.setattr(time, "monotonic", lambda: self.now)
 
     @property
@@ -24,6 +24,10 @@ class Measuring:
         if steps < 2:
             raise ValueError("too few steps yet")
         return SimpleNamespace(steps=steps, enough=steps >= self.enough, summary=f"noise scale {steps}")
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        return int(self.now - 100) + self.left_out, 200
 
     def stop(self) -> None:
         self.stopped_at = self.now - 100
@@ -53,6 +57,16 @@ def test_at_the_end_of_its_budget_it_returns_what_it_has(monkeypatch: pytest.Mon
     watch = run.watched(60)
     assert (run.stopped_at, watch.steps) == (60, 60)
     assert watch.stopped.startswith("the budget was spent after 60 of 200 steps: a larger budget_s=")
+
+
+def test_the_line_counts_the_steps_that_were_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(Waiting, "say", lambda _, now, known="": said.append(now))
+    run = Measuring(monkeypatch, enough=1000)
+    run.left_out = 5  # while the scale changed
+    watch = run.watched(60)
+    assert said[-1] == "step 65 of 200, the last 60 count"
+    assert watch.stopped.startswith("the budget was spent after 65 of 200 steps")
 
 
 @pytest.mark.parametrize("budget", [0, -1.0, "long"])

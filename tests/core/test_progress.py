@@ -55,6 +55,7 @@ def test_nothing_is_asked_or_written_where_the_output_is_no_terminal(monkeypatch
 
 def test_words_of_a_run_without_an_end_or_a_report() -> None:
     assert progress.progress_text("script", 7, None, 3.0, []) == "script 7 steps · 3.00 s"
+    assert progress.progress_text("script", 0, None, 3.0, []) == "script no step yet · 3.00 s"
     assert progress.progress_text("gpt", 1, 20, 3.0, [{"loss": 2.5, "samples": 80, "seconds": 0.0}]).endswith("1/20 · loss 2.500 · 3.00 s")
 
 

@@ -259,6 +259,7 @@ def test_a_remedy_tells_its_formula() -> None:
         ((1.9, 2.0, 2.1), False, True, True, "it helps; the prediction was 20 % too low"),
         ((1.1, 1.2, 1.3), False, True, False, "it helps; the prediction was 33 % too high"),
         ((0.95, 1.0, 1.05), False, False, False, "it did not help"),
+        ((0.997, 1.37, 1.88), False, False, False, "not clear whether it helps: the measured range includes no gain"),
         ((1.001, 1.01, 1.02), False, False, False, "it did not help"),
         ((1.1, 1.2, 1.3), True, True, True, "it helps; within the predicted ceiling"),
         ((1.9, 2.0, 2.1), True, True, False, "it helps; more than the predicted ceiling"),

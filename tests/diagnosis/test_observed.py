@@ -44,7 +44,8 @@ def test_a_healthy_run(by_hand: Make) -> None:
     assert d.verdict == "compute-bound"
     assert not d.remedies
     assert d.parts.step == pytest.approx(0.0205)
-    assert d.caption.startswith("observed in 50 steps; nothing was tried")
+    assert d.caption.startswith("observed in 50 steps; nothing was tried: diagnose(step, loader)")
+    assert "Three sources" not in str(d)  # there is one
     assert "only an experiment could settle" in d.caption
     assert d.parts.samples == 8
 
@@ -124,6 +125,9 @@ def test_reductions_cannot_be_seen(by_hand: Make) -> None:
 def test_a_run_without_steps(by_hand: Make) -> None:
     with pytest.raises(ValueError, match=r"has 0 measured steps, and at least 8 are needed .*no more steps of an optimizer were seen"):
         observe(Run.load(by_hand().ended("finished").path))
+    script = ScriptSpec(script="/a/my_task.py", watch=True).to_json()
+    with pytest.raises(ValueError, match=r"no steps of an optimizer were seen.*diagnose\('my_task\.py:build'\)"):
+        observe(Run.load(by_hand(spec=script).ended("finished").path))
     with pytest.raises(ValueError, match=r"wait for it: run\.wait\(\)"):
         observe(Run.load(by_hand().alive().steps(6).path))
 

@@ -144,6 +144,7 @@ def test_steps_of_seconds_still_get_an_answer_within_the_budget(clock: Clock, se
     assert all(len(arm.pairs) >= 2 for arm in results.values())
     assert clock.now < 90
     assert len(results) == len(names) or any("no time was left to try" in note for note in trials.notes)
+    assert not any("doubled" in note for note in trials.notes)  # a name of ours
 
 
 def test_remedies_are_not_measured_as_closely_as_parts_of_the_step(clock: Clock) -> None:

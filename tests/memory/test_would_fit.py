@@ -146,6 +146,8 @@ def test_the_wrong_runs(by_hand: Make) -> None:
         would_fit(SPEC)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"it is finished\. Of others: wb\.max_micro_batch"):
         would_fit(by_hand().ended("finished").path)
+    with pytest.raises(ValueError, match=r"Of others: wb\.estimate_memory\(model, batch, …\)"):
+        would_fit(by_hand(spec=ScriptSpec(script="/a/train.py").to_json()).ended("finished").path)
     with pytest.raises(ValueError, match="it failed of something else: ValueError: boom"):
         would_fit(died(by_hand, "ValueError: boom", kind="exception"))
     with pytest.raises(ValueError, match="main memory ran out, and its steps were on a GPU"):

@@ -1,5 +1,6 @@
 """Who failed first and why: from records made by hand, and from real launches in which rank 1 fails in every way there is."""
 
+import argparse
 import json
 import os
 import time
@@ -154,6 +155,16 @@ def test_no_record_without_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.chdir(tmp_path)
     failure.record(raised(ValueError("boom")))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_options_that_argparse_refuses_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--data", required=True)
+    with pytest.raises(SystemExit) as left:
+        parser.parse_args([])
+    assert failure.describe(left.value).startswith(
+        "SystemExit: 2: the following arguments are required: --data (options of a script: launch("
+    )
 
 
 @pytest.mark.parametrize(("code", "recorded"), [(None, False), (0, False), (3, True), ("no data", True)])

@@ -43,15 +43,27 @@ def finished(run: wb.Run) -> wb.Run:
 @pytest.mark.parametrize(
     ("target", "options", "error", "said"),
     [
-        (SCRIPTS / "helo.py", {}, LaunchError, r"scripts/helo\.py does not exist; in that folder there are .*deaf\.py, .*hello\.py"),
+        (
+            SCRIPTS / "helo.py",
+            {},
+            LaunchError,
+            r"scripts/helo\.py does not exist: did you mean 'hello\.py'\? in that folder there are .*deaf\.py",
+        ),
         (SCRIPTS, {}, LaunchError, r"scripts is not a Python script \(\*\.py\)"),
-        ("nowhere/train.py", {}, LaunchError, r"nowhere/train\.py does not exist; that folder has no \.py file"),
+        ("nowhere/train.py", {}, LaunchError, r"nowhere/train\.py does not exist: that folder has no \.py file"),
+        (r"C:\Users\me\train.py", {}, LaunchError, r"train\.py does not exist: a path of this machine has / where yours has \\"),
         ("clipart-resnet", {"steps": 0}, SpecError, "steps=0"),
         (
             HELLO,
             {"micro_batch": 64},
             LaunchError,
-            r"micro_batch=64 with a script: .* nproc_per_node, threads and profile.*\"--micro-batch\", \"64\"",
+            r"a script has no knob 'micro_batch': It has args, nproc_per_node, .*\"--micro-batch\", \"64\"",
+        ),
+        (
+            HELLO,
+            {"nproc_per_nod": 2, "gpus": 2, "whatch": True},
+            LaunchError,
+            r"no knobs 'nproc_per_nod': did you mean 'nproc_per_node'\? 'gpus': .* nproc_per_node; 'whatch': did you mean 'watch'\?",
         ),
         (3, {}, LaunchError, r"launch\(int\): expected a RunSpec, the name of a task or the path of a script"),
         (HELLO, {"nproc_per_node": 0}, SpecError, r"nproc_per_node=0: a whole number of at least 1"),

@@ -247,14 +247,12 @@ class _NoiseWatcher:
             now: NoiseScale = self._run.noise_scale
         except ValueError:  # too few steps yet
             return
-        self.steps = now.steps
-        self._line.say(f"step {self.steps} of {self._planned}", now.summary)
+        self.steps, taken = now.steps, max(now.steps, self._run.progress[0])  # the first steps are left out while the scale still changes
+        self._line.say(f"step {taken} of {self._planned}" + f", the last {self.steps} count" * (taken > self.steps), now.summary)
         if self._early and now.steps >= MIN_NOISE_STEPS and now.enough:
             self.stopped = f"{now.steps} steps were enough"
         elif self._line.left <= 0:
-            self.stopped = (
-                f"the budget was spent after {now.steps} of {self._planned} steps: a larger budget_s= makes the interval narrower"
-            )
+            self.stopped = f"the budget was spent after {taken} of {self._planned} steps: a larger budget_s= makes the interval narrower"
         if self.stopped:
             self._run.stop()
 

@@ -1,4 +1,4 @@
-"""The commands `plan` and `estimate-time` of the command line."""
+"""The commands `estimate`, `estimate-time` and `plan` of the command line: what a task needs on machines that need not be here."""
 
 import argparse
 from collections.abc import Callable, Mapping
@@ -12,6 +12,41 @@ from workbench.runs.run import Run
 from workbench.runs.spec import RunSpec
 
 Show = Callable[[Any, argparse.Namespace], None]
+
+
+def estimate(given: argparse.Namespace, knobs: Mapping[str, Any], show: Show) -> int:
+    """Say what a task needs on a device, and what would make it fit if asked to; returns the exit status: 0 if it fits.
+
+    Raises:
+        ValueError: no such task, device, knob or value; or it cannot be estimated.
+    """
+    from workbench.memory.api import estimate_memory
+    from workbench.memory.ladder import memory_ladder
+    from workbench.memory.max_micro_batch import max_micro_batch
+
+    target = RunSpec(task=given.target).replace(**knobs)
+    if given.json and (given.ladder or given.max_batch):
+        raise ValueError("--json has the estimate alone: leave out --ladder and --max-batch")
+    if given.device in ("cpu", "cuda") and (given.ladder or given.max_batch):
+        raise ValueError(f"--device {given.device} has no capacity of its own: name one, such as --device H200")
+    shapes = {name: value for name in ("sequence", "image") if (value := getattr(given, name)) is not None}
+    breakdown = estimate_memory(target, device=given.device, **shapes)
+    if given.json:
+        fits = None if given.device in ("cpu", "cuda") else breakdown.fits(given.device)
+        memory = codec.to_json(breakdown)
+        memory.pop("timeline", None)  # a hundred kB
+        memory |= {"allocated": breakdown.allocated, "device_used": breakdown.device_used, "holders": memory["holders"][:3]}
+        show({"memory": memory, "fits": None if fits is None else bool(fits), "spare": None if fits is None else fits.spare}, given)
+        return 0 if fits is None or fits else 1
+    print(breakdown)
+    if given.device in ("cpu", "cuda"):
+        return 0
+    print(f"\n{breakdown.fits(given.device)}")
+    if given.ladder:
+        print(f"\n{memory_ladder(target, given.device, **shapes)}")
+    if given.max_batch:
+        print(f"\n{max_micro_batch(target, given.device, **shapes)}")
+    return 0 if breakdown.fits(given.device) else 1
 
 
 def plan(given: argparse.Namespace, knobs: Mapping[str, Any], show: Show) -> int:

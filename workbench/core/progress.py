@@ -186,7 +186,7 @@ def progress_text(name: str, done: int, steps: int | None, seconds: float, rows:
     >>> progress_text("gpt", 5, 20, 3.0, [{"loss": 2.5, "samples": 80, "seconds": 2.0}])
     'gpt █████░░░░░░░░░░░░░░░ 5/20 · 40.0 samples/s · loss 2.500 · 3.00 s'
     """
-    bar = f"{'█' * (_CELLS * done // steps):░<{_CELLS}} {done}/{steps}" if steps else f"{done} steps"
+    bar = f"{'█' * (_CELLS * done // steps):░<{_CELLS}} {done}/{steps}" if steps else (f"{done} steps" if done else "no step yet")
     last: Mapping[str, Any] = next((row for row in reversed(rows) if row.get("loss") is not None), {})
     pace = f" · {units.rate(last['samples'] / last['seconds'])}" if last.get("seconds") and last.get("samples") is not None else ""
     loss = f" · loss {last['loss']:.3f}" if last else ""

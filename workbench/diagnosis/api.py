@@ -6,7 +6,7 @@ Experiments on a step and its loader run in this process, those on a spec in lau
 import math
 import os
 import statistics
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -57,6 +57,7 @@ def diagnose(
     *,
     model: Any = None,
     optimizer: Any = None,
+    args: Sequence[str] = (),
     budget_s: float = BUDGET,
     runs_dir: str | os.PathLike[str] | None = None,
 ) -> Diagnosis:
@@ -75,6 +76,7 @@ def diagnose(
         loader: with a step: its batches, from a DataLoader or any other iterable.
         model: with a step: the module, or several; None = found by looking at the step.
         optimizer: with a step: the optimizer, or several; None = found as well.
+        args: with a script: its own options, args=["--epochs", "1"].
         budget_s: seconds to spend at most, the start of a launch included. It ends earlier when the verdict is clear. At Ctrl-C
             the result is what is known by then; where that is nothing, the KeyboardInterrupt says so.
         runs_dir: with a spec: where its run directory goes; None = `runs` in the current folder.
@@ -87,7 +89,9 @@ def diagnose(
     if loader is None and isinstance(target, str | os.PathLike) and os.fspath(target).endswith(".py"):
         _TARGET.refuse(target, {"model": model, "optimizer": optimizer}, "a step", "step, loader")
         with say_what_was_interrupted("diagnose"):
-            return _diagnose_script(target, budget_s, runs_dir)
+            return _diagnose_script(target, args, budget_s, runs_dir)
+    if args:
+        raise ValueError(f'args={list(args)!r}: only a script has options of its own, diagnose("train.py", args=["--epochs", "1"])')
     if isinstance(target, Timeline):
         _TARGET.refuse(target, {"loader": loader, "model": model, "optimizer": optimizer}, "a step", "step, loader")
         return Diagnosis.of(observe(target), adjust=Calibration.load().adjust)
@@ -264,15 +268,18 @@ def check_budget(budget_s: float) -> None:
 _TARGET = Measured(name="diagnose", verb="diagnosed", script='a script by a run of it, diagnose(wb.launch("train.py", watch=True).wait())')
 
 
-def _diagnose_script(script: str | os.PathLike[str], budget_s: float, runs_dir: str | os.PathLike[str] | None) -> Diagnosis:
+def _diagnose_script(
+    script: str | os.PathLike[str], args: Sequence[str], budget_s: float, runs_dir: str | os.PathLike[str] | None
+) -> Diagnosis:
     """From a watched run of a script, stopped when the budget is spent or at Ctrl-C.
 
     Raises:
         LaunchError: no such script.
+        SpecError: options that are no list of words.
         RunError: it failed.
         ValueError: it took too few steps to tell anything.
     """
-    run, stopped = launch(script, watch=True, runs_dir=runs_dir), ""
+    run, stopped = launch(script, args=args, watch=True, runs_dir=runs_dir), ""
     try:
         run = run.wait(timeout=budget_s, check=True)
     except TimeoutError:

@@ -61,7 +61,9 @@ def not_linear(given: argparse.Namespace, knobs: Mapping[str, Any]) -> int:
         target = RunSpec(task=given.target).replace(**{"nproc_per_node": ranks, **knobs})
     try:
         with terminated_as_interrupted():
-            answer = why_not_linear(target, nproc_per_node=ranks if isinstance(target, str) else None, budget_s=given.budget)
+            answer = why_not_linear(
+                target, args=given.args, nproc_per_node=ranks if isinstance(target, str) else None, budget_s=given.budget
+            )
             proof = answer.prove(budget_s=given.budget) if given.prove and any(remedy.provable for remedy in answer.remedies) else None
     except RunError as error:
         print("\n".join([f"workbench: {error}", *getattr(error, "__notes__", [])]), file=sys.stderr)

@@ -15,7 +15,7 @@ from workbench.memory.max_micro_batch import max_micro_batch
 from workbench.runs.launch.resume import refuse_code_of_others
 from workbench.runs.out_of_memory import HOST, OutOfMemory
 from workbench.runs.run import Run
-from workbench.runs.spec import AUTO, RunSpec
+from workbench.runs.spec import AUTO, RunSpec, ScriptSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,7 +126,8 @@ def would_fit(run: Run | str | os.PathLike[str], *, margin: float = MARGIN) -> W
     reason = failure and (failure.memory or OutOfMemory.parse(failure.message))
     if not failure or not reason:
         how = f"it failed of something else: {failure.message:.200}" if failure else f"it is {run.state}"
-        raise ValueError(f"would_fit({run!r}): expected a run whose memory ran out, and {how}. Of others: wb.max_micro_batch(run.spec, …)")
+        other = "wb.estimate_memory(model, batch, …)" if isinstance(run.spec, ScriptSpec) else "wb.max_micro_batch(run.spec, …)"
+        raise ValueError(f"would_fit({run!r}): expected a run whose memory ran out, and {how}. Of others: {other}")
     if not isinstance(run.spec, RunSpec):
         raise ValueError(
             f"would_fit({run!r}): it ran a script, whose step is not known before it runs. With its model and batch it is: "

@@ -204,6 +204,15 @@ def _is_clean(error: BaseException) -> bool:
     return isinstance(error, SystemExit) and error.code in (None, 0)
 
 
+def _refused_by_argparse(error: BaseException) -> str:
+    """What argparse printed before it left; "" = it was not argparse that left. For missing options the exit itself has a number alone."""
+    if isinstance(error, SystemExit):
+        for frame, _ in traceback.walk_tb(error.__traceback__):
+            if frame.f_code.co_name == "error" and frame.f_code.co_filename.replace("\\", "/").endswith("/argparse.py"):
+                return str(frame.f_locals.get("message", ""))
+    return ""
+
+
 def describe(error: BaseException) -> str:
     """Type and text of an error; for `sys.exit(1)` in an `except` block, of what led to it.
 
@@ -213,6 +222,8 @@ def describe(error: BaseException) -> str:
     'ValueError: boom'
     """
     text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    if refused := _refused_by_argparse(error):
+        return f"{text}: {refused} (options of a script: launch(…, args=[…]), in a terminal after --)"
     if isinstance(error, SystemExit) and (cause := error.__cause__ or error.__context__):
         return f"{describe(cause)} (then sys.exit({error.code!r}))"
     return f"{text} ({full})" if (full := full_device(error)) else text

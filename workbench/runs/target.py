@@ -140,11 +140,12 @@ def named_task(target: object) -> RunSpec | None:
     """The RunSpec of a task that is given by its name: a sample's, "path/file.py:function" or "package.module:function".
 
     Returns:
-        None if this is no such name, or the path of a folder.
+        None if this is no such name, or the path of a folder or of a script.
     """
-    if isinstance(target, str) and (target in SAMPLES or ":" in target) and not os.path.isdir(os.path.expanduser(target)):
-        return RunSpec(task=target)
-    return None
+    if not isinstance(target, str) or target.endswith(".py"):  # r"C:\train.py" is a path as well
+        return None
+    named = target in SAMPLES or ":" in target
+    return RunSpec(task=target) if named and not os.path.isdir(os.path.expanduser(target)) else None
 
 
 def check_step(name: str, step: Any, loader: Any, *, returns: str = "", others: str = "") -> None:

@@ -206,6 +206,9 @@ def _split(name: str) -> tuple[str, str]:
         hint = f'; did you mean "{near}"?' if near else "."
         if name.endswith(".py"):
             hint = f', but a file. Name the function in it that returns a wb.Task, as in "{name}:build".'
+        elif not near and Path(name).parent.is_dir():
+            near = nearest(Path(name).name, (script.name for script in Path(name).parent.glob("*.py")))
+            hint = f'; did you mean "{Path(name).with_name(near)}"?' if near else hint
         raise TaskError(f"task={name!r}: no such task{hint} A task is named {_FORMS}")
     return where, function
 

@@ -205,7 +205,7 @@ class Diagnosis(JsonDataclass):
         """One line that says what the numbers are."""
         e = self.evidence
         if e.observed:
-            text = f"observed in {e.steps} steps; nothing was tried"
+            text = f"observed in {e.steps} steps; nothing was tried: diagnose(step, loader) or diagnose(spec) makes experiments"
         else:
             text = f"measured by {len(e.arms)} experiments in {units.seconds(e.seconds)}, {e.steps} calls of step()"
         if e.noise and e.noise.foreign > MIN_FOREIGN_SHARE * e.noise.cores and not is_crowded(e):  # from there on, it is among the notes
@@ -250,7 +250,8 @@ class Diagnosis(JsonDataclass):
 
     @property
     def _tables(self) -> list[display.Table]:
-        return [self.table, *([self.remedy_table] if self.remedies else []), self.judgement.table]
+        compared = any(source.agree is not None for source in self.judgement.sources)  # one source alone says what the first table says
+        return [self.table, *([self.remedy_table] if self.remedies else []), *([self.judgement.table] if compared else [])]
 
     def to_frame(self) -> Any:
         """A DataFrame with one row per remedy: predicted speedup with its interval, and the measured one where it was proved."""

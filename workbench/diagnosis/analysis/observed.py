@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import os
 import statistics
 from collections.abc import Sequence
 
@@ -26,6 +27,9 @@ def _hint(run: Run) -> str:
         return "a script's steps are measured with watch=True"
     if run.state == "stopped":
         return "it was stopped, or its budget ended, before: let it run longer, diagnose(…, budget_s=120) or --budget 120"
+    if isinstance(run.spec, ScriptSpec) and not run.progress[0]:
+        task = f"{os.path.basename(run.spec.script)}:build"
+        return f"no steps of an optimizer were seen. A function of it that returns a wb.Task is diagnosed by its name, diagnose({task!r})"
     return "no more steps of an optimizer were seen"
 
 

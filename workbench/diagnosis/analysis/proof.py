@@ -74,6 +74,8 @@ class Proof(display.Shown, JsonDataclass):
         """How the proof went, in words."""
         if math.isnan(self.measured.mid):
             return "it could not be run"
+        if not self.gained and self.measured.mid >= MIN_GAIN:
+            return "not clear whether it helps: the measured range includes no gain"
         if not self.gained:
             return "it did not help"
         error = f"the prediction was {units.percent(abs(self.error))} too {'high' if self.error > 0 else 'low'}"

@@ -96,11 +96,11 @@ class Judgement(JsonDataclass):
             for s in self.sources
         ]
         return display.Table(
-            columns=("part", "clocks", "arms", "trace", ""),
+            columns=("part", "clocks", "experiments", "trace", ""),
             rows=rows,
             title="Three sources",
-            note="share of the step as marks in the loop see it; saved when it is taken away; seen from inside a cached step. "
-            "The verdict goes by what was saved",
+            note="clocks: its share of the step by marks in the loop; experiments: what was saved without it; "
+            "trace: its share inside a step whose batches are cached. The verdict goes by the experiments",
         )
 
     def to_json(self) -> dict[str, Any]:

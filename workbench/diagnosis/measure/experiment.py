@@ -403,8 +403,15 @@ def as_words(what: str, saved: Interval) -> str:
 
     >>> as_words("no loader", Interval(low=0.55, mid=0.61, high=0.67))
     'no loader: 61 % less (55 to 67)'
+    >>> as_words("no loader", Interval(low=-0.2, mid=-0.15, high=-0.1))
+    'no loader: 15 % more (10 to 20)'
+    >>> as_words("no optimizer step", Interval(low=0.1, mid=0.5, high=0.9))
+    'no optimizer step: not clear yet'
     """
-    return f"{what}: {100 * saved.mid:.0f} % less ({100 * saved.low:.0f} to {100 * saved.high:.0f})"
+    if saved.high - saved.low > MAX_TOLD_WIDTH:
+        return f"{what}: not clear yet"
+    word, low, high = ("less", saved.low, saved.high) if saved.mid >= 0 else ("more", -saved.high, -saved.low)
+    return f"{what}: {100 * abs(saved.mid):.0f} % {word} ({100 * low:.0f} to {100 * high:.0f})"
 
 
 def _is_decided(pairs: Sequence[tuple[float, float]], *, least: int = 2) -> bool:
@@ -417,6 +424,8 @@ def _is_decided(pairs: Sequence[tuple[float, float]], *, least: int = 2) -> bool
     return saved.high < MIN_BLAMED_SAVING or (len(pairs) >= FEW_PAIRS and width <= NARROW_INTERVAL)
 
 
+MAX_TOLD_WIDTH = 0.4
+"""Fractions of the step: while an interval is wider, the progress line tells no figure, since the diagnosis will not go by it. Chosen."""
 SPEEDS_BUDGET = 20.0
 """Seconds: experiments with a smaller budget take the machine's speeds from file, and do not measure what is not there."""
 SPEEDS_SECONDS = 0.5

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from workbench.core.gc import without_gc
 from workbench.core.statistics import LOOKS, Interval, Spread, repeated_interval
 from workbench.core.system_load import Noise, usable_cores
+from workbench.diagnosis.analysis.evidence import ARMS
 from workbench.harness import ablations
 from workbench.harness.ablations import Variant
 from workbench.harness.batches import CachedBatches, bytes_of, doubled, map_tensors, padding_of, tensors_of, trimmed
@@ -240,9 +241,8 @@ class Trials:
         least = FEW_PAIRS if FEW_PAIRS * cost <= left / 2 else 2
         fit = max(1, int(left / max(cost * least, 1e-9)))
         if len(treatments) > fit:
-            self.notes.append(
-                f"no time was left to try {', '.join(treatment.name for treatment in treatments[fit:])}: a larger budget_s= would do"
-            )
+            untried = ", ".join(ARMS.get(treatment.name, treatment.name).partition(":")[0] for treatment in treatments[fit:])
+            self.notes.append(f"no time was left to try {untried}: a larger budget_s= would do")
         active = [*treatments[:fit]]
         before = self._baseline() if active else 0
         for turn in range(MAX_PAIRS):

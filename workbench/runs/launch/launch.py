@@ -1,5 +1,6 @@
 """launch: checks a RunSpec or script, and starts it under torchrun."""
 
+import json
 import os
 import warnings
 from collections.abc import Sequence
@@ -7,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from workbench.core import run_directory
-from workbench.core.checks import choice, did_you_mean, real_number
+from workbench.core.checks import choice, did_you_mean, real_number, unknown_names
 from workbench.runs import restarts, task
 from workbench.runs.entrypoints import ON_HANG, spec_entrypoint
 from workbench.runs.launch import environment
@@ -16,7 +17,7 @@ from workbench.runs.launch.rendezvous import TIMEOUT, Rendezvous, free_endpoint
 from workbench.runs.launch.resume import differs_in_layout, go_on, resumable, take_checkpoints
 from workbench.runs.launch.slurm import Slurm
 from workbench.runs.run import Run
-from workbench.runs.spec import RunSpec, ScriptSpec, Spec, check_profile
+from workbench.runs.spec import KNOBS, RunSpec, ScriptSpec, Spec, check_profile
 from workbench.runs.target import check_launchable, named_task
 
 
@@ -177,15 +178,16 @@ def script_spec(script: str | os.PathLike[str], knobs: dict[str, Any], **fields:
     if path.suffix != ".py" or not path.is_file():
         near = sorted(p.name for p in path.parent.glob("*.py")) if path.parent.is_dir() else []
         there = f"in that folder there are {', '.join(near[:8])}" if near else "that folder has no .py file"
+        there = "a path of this machine has / where yours has \\" if "\\" in str(script) and os.sep == "/" else there
         what = "is not a Python script (*.py)" if path.exists() else "does not exist"
-        raise LaunchError(f"{path} {what}; {there}.")
-    strange = [knob for knob in knobs if knob not in ("threads", "profile")]
+        raise LaunchError(f"{path} {what}: {did_you_mean(path.name, near)}{there}.")
+    strange = {knob: value for knob, value in knobs.items() if knob not in ("threads", "profile")}
     if strange:
-        meant = did_you_mean(strange[0], ("args", "nproc_per_node", "nnodes", "watch", "threads", "profile", "timeout", "runs_dir", "name"))
-        raise LaunchError(
-            f"{strange[0]}={knobs[strange[0]]!r} with a script: {meant}a script takes the knobs nproc_per_node, threads and profile. "
-            f'Its own options go into args: args=["--{strange[0].replace("_", "-")}", "{knobs[strange[0]]}"]'
-        )
+        own = [word for knob, value in strange.items() for word in (f"--{knob.replace('_', '-')}", str(value))]
+        known = ("args", "nproc_per_node", "nnodes", "watch", "threads", "profile", "timeout", "runs_dir", "name", "on_hang")
+        meant = dict.fromkeys(KNOBS["nproc_per_node"].elsewhere, "nproc_per_node")
+        told = unknown_names("a script has no knob", strange, known, meant=meant, listed="nproc_per_node, threads and profile")
+        raise LaunchError(f"{told}. Its own options go into args: args={json.dumps(own)}")
     return ScriptSpec(script=str(path), **fields, **knobs)
 
 
