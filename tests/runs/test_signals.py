@@ -58,21 +58,21 @@ def expected(sent: Sent) -> list[str]:
 
 
 ALONE: list[Sent] = [
-    *[((whom, name),) for whom, name in itertools.product(("torchrun", "guard"), OF_RANK)],
-    *[((whom, name),) for whom, name in (("rank 0", "KILL"), ("rank 0", "INT"), ("rank 1", "TERM"), ("rank 1", "SEGV"))],
-    (("launching program", "KILL"),),
-    (("launching program", "INT"),),
+    ((whom, name),)
+    for whom, name in itertools.product(("rank 0", "rank 1", "torchrun", "guard", "launching program"), ("KILL", "TERM", "INT", "SEGV"))
 ]
 TOGETHER: list[Sent] = [
-    (("rank 0", "KILL"), ("rank 1", "KILL")),
-    (("rank 0", "TERM"), ("rank 1", "TERM")),
+    *[(("rank 0", name), ("rank 1", name)) for name in ("KILL", "TERM", "INT", "SEGV")],
     (("rank 1", "TERM"), ("torchrun", "TERM")),
+    (("torchrun", "TERM"), ("rank 0", "KILL")),
     (("rank 0", "SEGV"), ("torchrun", "INT")),
+    (("rank 1", "INT"), ("torchrun", "KILL")),
+    (("rank 0", "TERM"), ("guard", "TERM")),
     (("rank 1", "KILL"), ("guard", "KILL")),
     (("rank 0", "TERM"), ("launching program", "KILL")),
+    (("rank 1", "TERM"), ("rank 0", "KILL")),
 ]
-BY_GLOO: list[Sent] = [((whom, name),) for whom, name in (("rank 0", "TERM"), ("rank 0", "SEGV"), ("rank 1", "KILL"), ("rank 1", "INT"))]
-"""With those by socket, each signal hits each rank once."""
+BY_GLOO: list[Sent] = [((whom, name),) for whom, name in itertools.product(("rank 0", "rank 1"), ("KILL", "TERM", "INT", "SEGV"))]
 
 
 def told(sent: Sent, way: str, folder: Path) -> str:
@@ -128,5 +128,5 @@ def check(trials: list[tuple[Sent, str]], tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_right_culprit_of_24_signals(tmp_path: Path) -> None:
+def test_the_right_culprit_of_40_signals(tmp_path: Path) -> None:
     check([*((sent, "socket") for sent in [*ALONE, *TOGETHER]), *((sent, "gloo") for sent in BY_GLOO)], tmp_path)
