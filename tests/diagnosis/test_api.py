@@ -134,7 +134,7 @@ def test_a_script_is_run_watched_until_it_ends_or_the_budget_is_spent(
 
     monkeypatch.setattr("workbench.diagnosis.api.launch", launch)
     found = wb.diagnose(str(tmp_path / "train.py"), budget_s=7)
-    assert calls == [(str(tmp_path / "train.py"), {"watch": True, "runs_dir": None}), {"timeout": 7, "check": True}]
+    assert calls == [(str(tmp_path / "train.py"), {"args": (), "watch": True, "runs_dir": None}), {"timeout": 7, "check": True}]
     assert found.caption.startswith("observed in 50 steps")
 
 

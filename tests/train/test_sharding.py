@@ -323,7 +323,7 @@ def test_the_bytes_that_ranks_send_are_those_predicted(results: dict[str, dict[s
         assert 0 < measured[kind] == pytest.approx(predicted, abs=steps), name  # a third of the bytes is rounded in each step
     usual = wb.collectives(sharing.gpt(), world_size=2, micro_batch=4)
     assert traffic.sent() == pytest.approx(usual.sent() / 3, rel=1e-3)
-    assert traffic.notes[-1].endswith("parameters are averaged in each 3-th step, and counted with a 3-th of their bytes in each")
+    assert traffic.notes[-1].endswith("averaged once in 3 steps, and each step is counted with 1/3 of their bytes and seconds")
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "interleaved", "zero_bubble"])

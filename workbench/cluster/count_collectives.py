@@ -223,10 +223,9 @@ def _notes(spec: RunSpec) -> list[str]:
     options = parse_local_sgd(spec.local_sgd)
     if not (period := options["period"]):
         return []
-    return [
-        f'local_sgd="{spec.local_sgd}": a step after the first {options["start"]:,}; parameters are averaged in each {period}-th step, and '
-        f"counted with a {period}-th of their bytes and seconds in each"
-    ]
+    first = f"a step after the first {options['start']:,}; " if options["start"] else ""
+    often = f"averaged once in {period} steps, and each step is counted with 1/{period} of their bytes and seconds"
+    return [f'local_sgd="{spec.local_sgd}": {first}parameters are {often}']
 
 
 def mark_waited(calls: Sequence[CollectiveCall]) -> list[CollectiveCall]:
