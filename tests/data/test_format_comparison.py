@@ -4,6 +4,7 @@ import dataclasses
 import json
 import statistics
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +115,22 @@ def as_tensor(sample: dict[str, Any]) -> torch.Tensor:
 
 
 @pytest.mark.slow
+def measured_gain(
+    step: Callable[[Any], None], before: DataLoader[Any], after: DataLoader[Any], turns: int, clock: Callable[[], float]
+) -> float:
+    """How many times as fast a pass over the second loader is: both in turns, so that what else computes disturbs them alike."""
+    ratios = []
+    for _ in range(turns):
+        took = []
+        for loader in (before, after):
+            began = clock()
+            for batch in loader:
+                step(batch)
+            took.append(clock() - began)
+        ratios.append(took[0] / took[1])
+    return statistics.median(ratios[1:])
+
+
 @pytest.mark.alone
 def test_the_gain_of_prepared_data_that_a_measured_format_predicts_is_the_gain_of_a_run(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
@@ -134,14 +151,7 @@ def test_the_gain_of_prepared_data_that_a_measured_format_predicts_is_the_gain_o
     assert diagnosed.cause.startswith("decode"), diagnosed.why
     compared = wb.data.compare_formats(tmp_path / "a", ["tar"], samples=96, rounds=2, folder=tmp_path, quiet=True)
     remedy = diagnosed.with_formats(compared).remedy("prepared data")
-    took: dict[str, list[float]] = {"raw": [], "ready": []}
-    for _ in range(7):  # in turns, so that what else computes disturbs both alike
-        for name, loader in (("raw", raw), ("ready", ready)):
-            began = time.process_time()
-            for batch in loader:
-                step(batch)
-            took[name].append(time.process_time() - began)
-    gain = statistics.median(before / after for before, after in zip(took["raw"][1:], took["ready"][1:], strict=True))
+    gain = measured_gain(step, raw, ready, 7, time.process_time)
     assert gain > 1.3
     assert remedy.speedup / gain == pytest.approx(1, abs=0.3), (remedy.speedup, remedy.low, remedy.high, gain)
 
@@ -178,14 +188,7 @@ def test_a_run_gains_at_least_what_a_measured_copy_predicts_of_faster_storage(tm
         assert diagnosed.cause.startswith("storage"), diagnosed.why
         compared = wb.data.compare_formats(far, ["tar"], batch_size=8, rounds=2, folder=tmp_path, quiet=True)
         remedy = diagnosed.with_formats(compared).remedy("faster storage")
-        took: dict[str, list[float]] = {"remote": [], "local": []}
-        for _ in range(5):  # in turns, so that what else computes disturbs both alike
-            for name, loader in (("remote", remote), ("local", local)):
-                began = time.perf_counter()
-                for batch in loader:
-                    step(batch)
-                took[name].append(time.perf_counter() - began)
-    gain = statistics.median(before / after for before, after in zip(took["remote"][1:], took["local"][1:], strict=True))
+        gain = measured_gain(step, remote, local, 5, time.perf_counter)
     assert gain > 1.3
     said = remedy.speedup, remedy.low, remedy.high, gain, remedy.formula
     assert 1.3 < remedy.speedup < 1.3 * gain, said  # at least: on a quiet machine 8.0 times were measured where 4.2 were predicted
