@@ -2,7 +2,8 @@
 
 python benchmarks/large_runs.py [RANKS [STEPS]]
 
-Without arguments: 64 and 1,024 ranks of 10,000 steps, and a folder of 1,000 runs. The run directories are made in the temporary folder.
+Without arguments: 64 and 1,024 ranks of 10,000 steps, with and without totals, and a folder of 1,000 runs. The run directories are made
+in the temporary folder.
 Each question is asked in a process of its own, whose CPU time and peak memory are printed; files are in the page cache.
 """
 
@@ -20,37 +21,40 @@ from pathlib import Path
 
 from workbench.core import run_directory
 from workbench.runs.spec import RunSpec
-from workbench.timeline.rank_log import _LINE
+from workbench.timeline.rank_log import Totals, lines_of
+from workbench.timeline.steps import Row
 
 DISTINCT = 16
 """Files of steps that are written; those of further ranks are links to them."""
 READ_EVERY = 6
 """Steps from one reading of memory and CPU time to the next: 0.3 s of 50 ms each."""
+PHASE_MEANS = 2_000_000, 0, 15_000_000, 28_000_000, 4_000_000, 1_000_000
+"""Nanoseconds of each phase in the mean."""
 LINES = 100_000
 """Lines that json.loads reads; its figure for a run is as many times that as the run has lines."""
 
 
-def rank_steps(steps: int, seed: int) -> str:
-    """The lines of a rank's steps, as the workbench writes them."""
+def rank_steps(steps: int, seed: int, with_totals: bool) -> str:
+    """The lines of a rank's steps, as the workbench writes them; without totals, as it did before November 26, 2026."""
     random.seed(seed)
-    lines = []
-    for number in range(steps):
-        phases = [int(mean * random.uniform(0.9, 1.1)) for mean in (2_000_000, 0, 15_000_000, 28_000_000, 4_000_000, 1_000_000)]
-        line = _LINE % (number, *phases, 32)
-        if number % READ_EVERY == READ_EVERY - 1:
-            line = f'{line.removesuffix("}" + chr(10))},"memory":{10**9 + seed},"cpu":{0.06 * number:.3f}}}\n'
-        lines.append(line)
+    lines, totals = [], Totals() if with_totals else None
+    for start in range(0, steps, READ_EVERY):
+        rows: list[Row] = []
+        for _ in range(start, min(steps, start + READ_EVERY)):
+            wait, h2d, forward, backward, optimizer, other = [int(mean * random.uniform(0.9, 1.1)) for mean in PHASE_MEANS]
+            rows.append((wait, h2d, forward, backward, optimizer, other, 32))
+        lines.append(lines_of(rows, start, totals, memory=10**9 + seed, cpu=0.06 * start))
     return "".join(lines)
 
 
-def make(path: Path, ranks: int, steps: int) -> Path:
+def make(path: Path, ranks: int, steps: int, with_totals: bool = True) -> Path:
     """A run directory of a run that has finished."""
     path.mkdir(parents=True)
     spec = RunSpec(task="text-gpt", nproc_per_node=min(ranks, 8), nnodes=max(1, ranks // 8), steps=steps)
     for rank in range(ranks):
         file = path / run_directory.rank_file(rank)
         if rank < DISTINCT:
-            file.write_text(rank_steps(steps, rank))
+            file.write_text(rank_steps(steps, rank, with_totals))
         else:
             os.link(path / run_directory.rank_file(rank % DISTINCT), file)
     with open(path / run_directory.METRICS, "w") as metrics:
@@ -116,11 +120,11 @@ def main() -> None:
     given = [int(word) for word in sys.argv[1:]]
     steps = given[1] if len(given) > 1 else 10_000
     with tempfile.TemporaryDirectory(prefix="workbench-large-") as folder:
-        for ranks in given[:1] or [64, 1024]:
-            place = Path(folder, str(ranks))
+        for ranks, with_totals in [(given[0], True)] if given else [(64, True), (64, False), (1024, True), (1024, False)]:
+            place = Path(folder, f"{ranks} {with_totals}")
             for name in "ab":
-                make(place / name, ranks, steps)
-            print(f"{ranks} ranks of {steps:,} steps", flush=True)
+                make(place / name, ranks, steps, with_totals)
+            print(f"{ranks} ranks of {steps:,} steps" + ", without totals" * (not with_totals), flush=True)
             for name in ("json", "summary", "panel", "compare", "rank 0", *(["timelines"] if ranks <= 64 else [])):
                 ask(name, place)
         if not given:

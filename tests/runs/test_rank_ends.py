@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 import workbench as wb
 from tests.conftest import STEP, HandMade
@@ -17,6 +19,8 @@ from workbench.runs.panel import html as faces
 from workbench.runs.panel.follow import Follower
 from workbench.runs.rank_ends import HEAD, MANY_RANKS, TAIL, RankEnds, extremes
 from workbench.runs.rank_steps import RankMeans
+from workbench.runs.rows import RunRows
+from workbench.timeline import rank_log
 from workbench.timeline.timeline import WARNING, Timeline
 
 Make = Callable[..., HandMade]
@@ -212,3 +216,118 @@ def test_a_growing_run_is_read_once(by_hand: Make, monkeypatch: pytest.MonkeyPat
         name: sizes[name] for name in ("rank0.jsonl", "metrics.jsonl")
     }
     assert reads.of["rank1.jsonl"] < 1.7 * sizes["rank1.jsonl"]
+
+
+ROWS = st.lists(st.tuples(*[st.integers(0, 10**9)] * 6, st.sampled_from([8, 8, 32, None])), min_size=1, max_size=60)
+
+
+class Written:
+    """A file as a rank writes it: steps at each flush, and other rows between them."""
+
+    def __init__(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("workbench.timeline.rank_log.INTERVAL", 3600)
+        self.clock, self.device, self.notes, self.new = "host", None, (), list[Any]()
+        self.path = path
+        self.log = rank_log.attach(path, self)
+
+    def harvest(self) -> list[Any]:
+        new, self.new = self.new, []
+        return new
+
+    def close(self) -> None:
+        self.log.detach(self)
+
+    def steps(self, rows: list[Any]) -> "Written":
+        self.new = rows
+        self.log.flush()
+        return self
+
+
+def check_whole(path: Path) -> RankMeans:
+    """The ends say what all rows come to."""
+    ends = RankEnds(path).whole()
+    assert ends
+    rows = run_directory.LineTail(path).read()
+    expected, means = RankMeans.of(Timeline.from_lines(rows)), ends.means
+    assert (means.steps, means.left_out, means.count, means.memory) == (expected.steps, expected.left_out, expected.count, expected.memory)
+    assert means.notes == expected.notes
+    for phase in (None, *PHASES):
+        assert means.mean(phase) == pytest.approx(expected.mean(phase), rel=1e-12, nan_ok=True)
+    assert means.samples_per_sec == pytest.approx(expected.samples_per_sec, rel=1e-12, nan_ok=True)
+    assert list(ends.other_rows) == [row for row in rows if "step" not in row]
+    return means
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=40)
+@given(flushes=st.lists(ROWS, min_size=3, max_size=5), last=ROWS)
+def test_the_ends_of_a_long_file_say_what_all_its_steps_come_to(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch, flushes: list[Any], last: list[Any]
+) -> None:
+    written = Written(tmp_path_factory.mktemp("run") / "rank0.jsonl", monkeypatch)
+    written.log.say({"reads": {"first": "a", "data": "b"}})
+    for rows in flushes:
+        written.steps(rows * 5)
+    written.log.say({"note": f"{WARNING}at the end"})
+    written.steps(last[:20])
+    written.close()
+    if written.path.stat().st_size > HEAD + TAIL:
+        check_whole(written.path)
+
+
+def test_totals_that_are_not_those_of_all_rows_are_not_believed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = [(10**6, 0, 10**7, 2 * 10**7, 10**6, 10**5, 8)] * 300
+    between = Written(tmp_path / "rank0.jsonl", monkeypatch).steps(steps)
+    between.log.say({"note": f"{WARNING}in the middle"})
+    between.steps(steps).close()
+    assert not RankEnds(between.path).whole()
+    assert RunRows(tmp_path).rank_notes(1)[0] == ["in the middle"]
+
+    profiled = Written(tmp_path / "rank1.jsonl", monkeypatch).steps(steps)
+    profiled.log.say({"profiled": [200, 210]})
+    profiled.steps(steps[:30]).close()
+    assert not RankEnds(profiled.path).whole()
+
+    path = tmp_path / "rank2.jsonl"
+    Written(path, monkeypatch).steps(steps).close()
+    check_whole(path)
+    with open(path, "a") as file:  # another process, which wrote no totals
+        file.writelines(json.dumps({"step": number, **STEP}) + "\n" for number in range(300, 320))
+    assert check_whole(path).steps == 320
+    Written(path, monkeypatch).steps(steps[:20]).close()  # this one again, which knows nothing of those
+    assert check_whole(path).steps == 340
+    Written(path, monkeypatch).steps(steps).close()
+    assert not RankEnds(path).whole()
+    assert RunRows(tmp_path).means(path.name).steps == 640
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"steps": -1}, {"steps": 2.5}, {"steps": 5}, {"steps": "9"}, {"rows": None}, {"rows": 7}, {"phases": []}, {"phases": 5},
+        {"phases": [1, 1, 1, 1, 1, "x"]}, {"phases": [1, 1, 1, 1, 1, -1]}, {"samples": None}, {"timed": 1e300}, {"memory": []},
+    ],
+)  # fmt: skip
+def test_damaged_totals_are_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any]) -> None:
+    written = Written(tmp_path / "rank0.jsonl", monkeypatch).steps([(10**6, 0, 10**7, 10**7, 10**6, 10**5, 8)] * 300)
+    written.close()
+    *lines, last = written.path.read_text().splitlines()
+    row = json.loads(last)
+    written.path.write_text("\n".join([*lines, json.dumps({**row, "totals": {**row["totals"], **change}})]) + "\n")
+    assert not RankEnds(written.path).whole()
+    assert RunRows(tmp_path).means("rank0.jsonl").steps == 300
+
+
+def test_a_panel_and_a_summary_of_long_files_read_their_ends(by_hand: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = by_hand().losses(20)
+    for rank in range(2):
+        path = made.path / run_directory.rank_file(rank)
+        path.unlink(missing_ok=True)
+        Written(path, monkeypatch).steps([((rank + 1) * 10**6, 0, 10**7, 10**7, 10**6, 10**5, 8)] * 3000).close()
+    made.ended("finished")
+    reads, run = Reads(monkeypatch), wb.Run.load(made.path)
+    now = Follower(run).snapshot()
+    assert [(rank.rank, rank.steps, round(rank.phases[0], 9)) for rank in now.ranks] == [(0, 3000, 0.001), (1, 3000, 0.002)]
+    assert [rank.mean("data_wait") for rank in run.rank_means] == pytest.approx([0.001, 0.002])
+    assert run.summary
+    assert whole(reads) == []
+    assert [timeline.count for timeline in run.timelines] == [2990, 2990]

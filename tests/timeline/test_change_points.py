@@ -5,7 +5,7 @@ import time
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from benchmarks.change_points import noisy
@@ -20,6 +20,7 @@ def told(values: np.ndarray, **options: float) -> list[tuple[int, Change]]:
 
 @settings(max_examples=25, deadline=None)
 @given(seed=st.integers(0, 2**31), start=st.integers(600, 1500), size=st.sampled_from([1.1, 1.2, 1.5, 3.0]))
+@example(seed=220256, start=698, size=1.5)  # whose beginning the posterior places too late, so that it seemed to have been there before
 def test_a_slowdown_of_a_hundred_steps_is_found_while_it_lasts(seed: int, start: int, size: float) -> None:
     values = noisy(start + 400, np.random.default_rng(seed))
     values[start : start + 100] *= size

@@ -138,6 +138,19 @@ def write_json(path: Path, value: object) -> None:
         raise
 
 
+Version = tuple[int, int, int]
+"""Number, time and size of a run.json, which is replaced when a run ends or goes on."""
+
+
+def version_of(run_dir: Path) -> Version | None:
+    """Which run.json a run has; None where none can be seen, as when it was deleted after the end."""
+    try:
+        stat = os.stat(run_dir / RUN_JSON)
+    except OSError:
+        return None
+    return stat.st_ino, stat.st_mtime_ns, stat.st_size
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object.
 
@@ -301,6 +314,11 @@ class LineWriter:
             raise_if_full(self.path, error)
             raise
         self._size += len(data)
+
+    @property
+    def size(self) -> int:
+        """Bytes of the file, whoever wrote them."""
+        return os.fstat(self._fd).st_size
 
     def close(self) -> None:
         """Close the file; a second call does nothing."""

@@ -189,7 +189,7 @@ class RunFolder:
         loaded, self._loaded = self._loaded, {}
         read = []
         for path in _directories(self.path):
-            versions = _version(path), _version(path.parent)
+            versions = run_directory.version_of(path), run_directory.version_of(path.parent)
             known, before = ended.get(path), loaded.get(path)
             if known and known[0] == versions:
                 self._ended[path] = known
@@ -209,31 +209,20 @@ class RunFolder:
 _Read = tuple[ListedRun, Mapping[str, Any]]
 """A run, and its spec as JSON; empty where it cannot be read."""
 
-_Version = tuple[int, ...] | None
-_Versions = tuple[_Version, _Version]
-
-
-def _version(path: Path) -> _Version:
-    """Which run.json a run has; it is replaced when a run ends or goes on."""
-    try:
-        stat = os.stat(path / run_directory.RUN_JSON)
-    except OSError:
-        return None
-    return stat.st_ino, stat.st_mtime_ns, stat.st_size
+_Versions = tuple[run_directory.Version | None, run_directory.Version | None]
 
 
 def _directories(folder: Path) -> Iterator[Path]:
     """Every readable run directory in a folder. A launch that several runs share is replaced by those runs."""
     for entry in os.scandir(folder):
-        path = Path(entry.path)
-        if _is_run(path):
-            parts = sorted(path.glob("[0-9][0-9][0-9]*")) if _is_run(path / "000") else [path]
-            yield from filter(_is_run, parts)
+        if _is_run(entry.path):
+            path = Path(entry.path)
+            yield from filter(_is_run, sorted(path.glob("[0-9][0-9][0-9]*"))) if _is_run(f"{entry.path}/000") else [path]
 
 
-def _is_run(path: Path) -> bool:
+def _is_run(path: str | Path) -> bool:
     """Is it a run directory? One that this user may not read, such as another user's in a shared folder, does not count."""
-    return os.path.exists(path / run_directory.RUN_JSON)
+    return os.path.exists(f"{path}/{run_directory.RUN_JSON}")
 
 
 def _may_change(path: Path, state: str) -> bool:

@@ -1,5 +1,6 @@
-"""Reads only the beginning and the end of a rank's file: enough for the means of its last steps, in runs of very many ranks."""
+"""Reads only the beginning and the end of a rank's file: enough for its means where it has totals, else for those of its last steps."""
 
+import contextlib
 import dataclasses
 import math
 import os
@@ -8,14 +9,16 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from workbench.core import run_directory
+from workbench.core.checks import is_number, is_whole
 from workbench.core.vocabulary import PHASES
 from workbench.runs.rank_steps import RankMeans, RankSteps
-from workbench.timeline.timeline import Timeline
+from workbench.timeline.timeline import LARGEST, MAX_WARMUP, StepSums, Timeline, warmup_of
 
 MANY_RANKS = 128
-"""Up to so many ranks, all files are read whole. Of more, `RankEnds` reads the ends, and the rest is read when it is asked for."""
+"""Up to so many ranks, files without totals are read whole. Of more, `RankEnds` reads the ends, and the rest when it is asked for."""
 HEAD, TAIL = 4 * 1024, 16 * 1024
 """Bytes read at the beginning of a file (its first row, warnings, what it reads) and at its end: about a hundred steps."""
+_TOTALS = b'"totals":'
 SAMPLED = "figures of {0:,} ranks are means of the last steps of each (about a hundred); run.timelines[rank] has all steps of a rank"
 """A note on figures that `RankEnds` has read."""
 
@@ -24,11 +27,13 @@ class RankEnds:
     """The ends of one rank's file.
 
     Attributes:
-        means: of the last steps; of all measured steps of a short file.
+        complete: is it a long file whose totals give the means of all measured steps, and are `other_rows` all that it has?
+        means: of all measured steps of a short or a complete file, else of the last ones.
         other_rows: the rows read that are no steps.
     """
 
     def __init__(self, path: Path) -> None:
+        self.complete = False
         self._path, self._rank, self._seen = path, run_directory.rank_of(path.name) or 0, (0, 0, 0)
         self.means = RankMeans.of(Timeline(rank=self._rank))
         self.other_rows: Sequence[Mapping[str, Any]] = ()
@@ -45,12 +50,20 @@ class RankEnds:
             pass
         return self
 
+    def whole(self) -> "RankEnds | None":
+        """Itself, newly read, where they stand for the whole of a long file: see `complete`."""
+        with contextlib.suppress(FileNotFoundError):
+            if os.stat(self._path).st_size > HEAD + TAIL and self.read().complete:
+                return self
+        return None
+
     def _take(self, head: bytes, tail: bytes) -> None:
-        columns = RankSteps(self._path)
+        self.complete, columns = False, RankSteps(self._path)
         if columns.take(head):
             columns.skip = len(columns) if tail else None
             if columns.take(tail):
-                self.means, self.other_rows = columns.means, columns.other_rows
+                whole = self._by_totals(columns, tail)
+                self.complete, self.means, self.other_rows = whole is not None, whole or columns.means, columns.other_rows
                 return
         begin, end = ([row for line in part.split(b"\n") if (row := run_directory.parse_row(line)) is not None] for part in (head, tail))
         skip = sum("step" in row for row in begin) if tail else None
@@ -60,6 +73,40 @@ class RankEnds:
             steps = timeline.steps[-1].index + 1
             means = dataclasses.replace(means, steps=steps, left_out=steps - means.count)
         self.means, self.other_rows = means, [row for row in (*begin, *end) if "step" not in row]
+
+    def _by_totals(self, ends: RankSteps, tail: bytes) -> RankMeans | None:
+        """The means of all measured steps: the last totals in the tail, and the steps after them.
+
+        Returns:
+            None where there are no totals, or where rows that are no steps lie between the ends.
+        """
+        end = tail.find(b"\n", tail.rfind(_TOTALS)) + 1 if _TOTALS in tail else 0
+        totals = _totals_in(tail[:end].rstrip(b"\n").rpartition(b"\n")[2])
+        late = RankSteps(self._path)
+        late.skip = 0
+        if totals is None or not late.take(tail[end:]):
+            return None
+        steps, rows = totals["steps"] + len(late), totals["rows"] + len(late.other_rows)
+        if rows != len(ends.other_rows) or warmup_of(steps) != MAX_WARMUP:
+            return None
+        counted = StepSums(
+            count=totals["steps"] - MAX_WARMUP, phases=tuple(totals["phases"]), samples=totals["samples"], timed=totals["timed"]
+        )
+        sums, memory = counted + late.means.sums, [peak for peak in (ends.means.memory, totals["memory"]) if peak is not None]
+        return dataclasses.replace(
+            ends.means, steps=steps, left_out=MAX_WARMUP, sums=sums, seconds=sum(sums.phases), memory=max(memory, default=None)
+        )
+
+
+def _totals_in(line: bytes) -> Mapping[str, Any] | None:
+    """What `rank_log.Totals` wrote into a line; None where it is nothing of the kind."""
+    totals = (run_directory.parse_row(line) or {}).get("totals")
+    if not isinstance(totals, Mapping) or not all(is_whole(totals.get(name), least=0, most=2**53) for name in ("steps", "rows", "memory")):
+        return None
+    phases = totals.get("phases")
+    numbers = [*(phases if isinstance(phases, list) else []), totals.get("samples"), totals.get("timed")]
+    sound = len(numbers) == len(PHASES) + 2 and all(is_number(number, least=0, most=LARGEST) for number in numbers)
+    return totals if sound and totals["steps"] > MAX_WARMUP else None
 
 
 def _ends(path: Path) -> tuple[bytes, bytes]:

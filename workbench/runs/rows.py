@@ -103,15 +103,18 @@ class RunRows:
     def rank_notes(self, world_size: int) -> tuple[list[str], list[str]]:
         """Notes on the training itself, and on rows of the ranks' files that were left out."""
         names = self.ranks
+        sampled = len(names) > MANY_RANKS and not all(self._end(name).complete for name in names)
         other_rows = [self._end(name).other_rows if len(names) > MANY_RANKS else self._other_rows(name) for name in names]
         training = training_notes(
             {run_directory.rank_of(name) or 0: rows for name, rows in zip(names, other_rows, strict=True)}, world_size
         )
         left_out = [f"{name}: {note}" for name, rank in zip(names, self._means(names), strict=True) for note in left_out_notes(rank)]
-        return [*training, *([SAMPLED.format(len(names))] if len(names) > MANY_RANKS else [])], left_out
+        return [*training, *([SAMPLED.format(len(names))] if sampled else [])], left_out
 
     def _other_rows(self, name: str) -> Sequence[Mapping[str, Any]]:
         """The rows of a rank's file that are no steps."""
+        if ends := self._whole(name):
+            return ends.other_rows
         steps = self._plain_steps(name)
         return [row for row in self.read(name) if "step" not in row] if steps is None else steps.other_rows
 
@@ -122,6 +125,10 @@ class RunRows:
 
     def _end(self, name: str) -> RankEnds:
         return self._ends.setdefault(name, RankEnds(self._run_dir / name)).read()
+
+    def _whole(self, name: str) -> RankEnds | None:
+        """The ends of a long file that say what the whole of it comes to; None for one of which each step is read already."""
+        return None if name in self._steps else self._ends.setdefault(name, RankEnds(self._run_dir / name)).whole()
 
     @property
     def ranks(self) -> list[str]:
@@ -147,7 +154,11 @@ class RunRows:
         return [self._end(name).means if len(names) > MANY_RANKS else self.means(name) for name in names]
 
     def means(self, name: str) -> RankMeans:
-        """What the steps of a rank's file come to; without an object of each step where all rows are sound."""
+        """What the steps of a rank's file come to; without an object of each step where all rows are sound, and without reading it whole
+        where it says what they come to.
+        """
+        if ends := self._whole(name):
+            return ends.means
         steps = self._plain_steps(name)
         return RankMeans.of(self.timeline(name)) if steps is None else steps.means
 

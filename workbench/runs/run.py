@@ -65,8 +65,8 @@ class Run(NearestAttribute):
         experiment: what the workbench measured by it, such as "diagnose"; empty = it is a training.
     """
 
-    def __init__(self, path: Path, info: Mapping[str, Any]) -> None:
-        self.path = path
+    def __init__(self, path: Path, info: Mapping[str, Any], written: run_directory.Version | None = None) -> None:
+        self.path, self._written = path, written
         self.id: str = info["id"]
         self.name: str = info["name"]
         self.created: float = info["created"]
@@ -77,7 +77,6 @@ class Run(NearestAttribute):
         self._launch_dir = (path / info["launch_dir"]).resolve()
         self._host: str = info["host"]
         self._outcome: Mapping[str, Any] | None = None
-        self._written: tuple[int, int] | None = None
         self._take(info)
         self._job = Job.of(path) if info.get("batch") else None
         if info.get("batch"):  # an outcome may be that of an attempt before the job went back into the queue
@@ -95,6 +94,7 @@ class Run(NearestAttribute):
             RunFormatError: a newer workbench wrote it.
         """
         file = Path(path).expanduser().absolute() / RUN_JSON
+        version = run_directory.version_of(file.parent)
         info = run_directory.read_json(file)
         written = info.get("format")
         if not isinstance(written, int):
@@ -106,7 +106,7 @@ class Run(NearestAttribute):
             )
         run_directory.check_info(file, info)
         try:
-            run = cls(file.parent, info)
+            run = cls(file.parent, info, version)
         except (KeyError, TypeError, AttributeError, SpecError) as error:
             raise DamagedRunError(f"{file} is damaged: {type(error).__name__}: {error!s:.500}") from error
         for callback in _on_run_started.get():
@@ -124,7 +124,7 @@ class Run(NearestAttribute):
         self._ranks = (info.get("layout") or {}).get("nproc_per_node", self.spec.world_size)  # fewer where some were lost
 
     def _read_info(self) -> None:
-        self._written = self._last_written()  # before it is read: whatever is written later is read another time
+        self._written = run_directory.version_of(self.path)  # before it is read: whatever is written later is read another time
         try:
             self._take(run_directory.read_json(self.path / RUN_JSON))
         except DamagedRunError as error:
@@ -137,20 +137,13 @@ class Run(NearestAttribute):
         """The id of the process that guards the run on this machine; None = none."""
         return find_guard(self._launch_dir, self.id if self._launch_dir == self.path.resolve() else None)
 
-    def _last_written(self) -> tuple[int, int] | None:
-        """Which run.json is there; None where none can be seen, as when it was deleted after the end."""
-        with contextlib.suppress(OSError):
-            stat = os.stat(self.path / RUN_JSON)
-            return stat.st_ino, stat.st_mtime_ns
-        return None
-
     @property
     def state(self) -> State:
         """The state of the run at this moment."""
         if self._job is not None and not is_final(self._outcome):
             state, self._outcome = self._job.standing(run_directory.read_json(self.path / RUN_JSON).get("outcome"))
             return cast(State, state)
-        if self._job is None and self._outcome is not None and self._last_written() not in (None, self._written):
+        if self._job is None and self._outcome is not None and run_directory.version_of(self.path) not in (None, self._written):
             self._read_info()  # it goes on from a checkpoint, maybe
         if self._outcome is None:
             alive = run_directory.is_locked(self._launch_dir / LOCK)  # first the lock, then the file: the guard writes, then lets go

@@ -7,6 +7,7 @@ forked child (a DataLoader worker) inherits the loops but neither the thread nor
 import atexit
 import contextlib
 import json
+import operator
 import os
 import resource
 import sys
@@ -20,13 +21,16 @@ from workbench.core.checks import number_in_environment, number_or_default
 from workbench.core.system_load import cpu_of_tree
 from workbench.core.vocabulary import PHASES
 from workbench.timeline.steps import Row
-from workbench.timeline.timeline import WARNING, Clock
+from workbench.timeline.timeline import MAX_WARMUP, WARNING, Clock
 
 INTERVAL = 0.3
 """Seconds between two writes."""
 
 _LINE = '{"step":%d,' + ",".join(f'"{phase}":%de-9' for phase in PHASES) + ',"samples":%s}\n'
 """A step's line. Nanoseconds are written as `123e-9`: exact seconds for every JSON reader, at an eighth of the cost of `json.dumps`."""
+
+_TOTALS = ',"totals":{"steps":%d,"rows":%d,"phases":[' + ",".join(["%de-9"] * len(PHASES)) + '],"samples":%d,"timed":%de-9,"memory":%d}'
+"""What all lines so far come to, so that a long file needs not be read whole: see `Totals`."""
 
 _LOGS: dict[Path, "RankLog"] = {}
 """The files of this process: two timers on one path share a writer and go on counting."""
@@ -120,6 +124,51 @@ def _peak_resident() -> int:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # KiB on Linux
 
 
+class Totals:
+    """What the lines of one file come to.
+
+    Attributes:
+        steps: in all.
+        rows: lines that are no steps.
+        phases: nanoseconds per phase, of all steps but the first `MAX_WARMUP`.
+        samples: of the steps among those whose samples are known.
+        timed: nanoseconds of these.
+        memory: peak bytes of the process.
+    """
+
+    def __init__(self) -> None:
+        self.steps = self.rows = self.samples = self.timed = self.memory = 0
+        self.phases = [0] * len(PHASES)
+
+    def add(self, rows: list[Row], memory: int) -> None:
+        """Add steps, and what memory was read after them."""
+        for *phases, samples in rows[max(0, MAX_WARMUP - self.steps) :]:
+            self.phases = [*map(operator.add, self.phases, phases)]
+            if samples is not None:
+                self.samples, self.timed = self.samples + samples, self.timed + sum(phases)
+        self.steps, self.memory = self.steps + len(rows), max(self.memory, memory)
+
+    def __str__(self) -> str:
+        """As the last line of each write has them."""
+        return _TOTALS % (self.steps, self.rows, *self.phases, self.samples, self.timed, self.memory)
+
+
+def lines_of(rows: list[Row], start: int, totals: Totals | None, *, memory: int, cpu: float) -> str:
+    """The lines of steps; the last one also has what was read after them.
+
+    Args:
+        rows: the steps.
+        start: number of the first one.
+        totals: of the file so far, to which these are added; None where they are not known.
+        memory: peak bytes of the process.
+        cpu: CPU seconds of the process and its workers.
+    """
+    lines = "".join([_LINE % (number, *row) for number, row in enumerate(rows, start)]).replace("None", "null")
+    if totals:
+        totals.add(rows, memory)
+    return f'{lines.removesuffix("}" + chr(10))},"memory":{memory},"cpu":{cpu:.3f}{totals or ""}}}\n'
+
+
 class RankLog:
     """One rank's file."""
 
@@ -132,6 +181,8 @@ class RankLog:
         self._lock = threading.Lock()
         self._writer: run_directory.LineWriter | None = None
         self._headed = False
+        self._totals: Totals | None = Totals()
+        self._size = 0  # of what was written here
         self._stop = threading.Event()
 
     @property
@@ -154,7 +205,7 @@ class RankLog:
             if recording in self._recordings:
                 self._recordings.remove(recording)
                 with self._unless_it_fails():
-                    notes = "".join(json.dumps({"note": note}) + "\n" for note in recording.notes if not note.startswith(WARNING))
+                    notes = "".join(self._row({"note": note}) for note in recording.notes if not note.startswith(WARNING))
                     if recording.clock:
                         self._write(self._header(recording) + notes)
             if not self._recordings:
@@ -166,7 +217,12 @@ class RankLog:
             rows = [row for recording in self._recordings for row in recording.harvest()]
             if rows and self._writer:
                 recording = next(r for r in self._recordings if r.clock)
-                self._write(self._header(recording) + self._text(rows, recording.device))
+                if self._writer.size != self._size:  # others wrote to it, before or meanwhile, what no totals here have
+                    self._totals = None
+                header = self._header(recording)
+                cpu = cpu_of_tree(os.getpid())
+                self._write(header + lines_of(rows, self._steps, self._totals, memory=peak_bytes(recording.device), cpu=cpu))
+                self._steps += len(rows)
 
     def line(self, row: Row) -> str:
         """The line of a step that comes after all that were written; it is not written."""
@@ -176,7 +232,7 @@ class RankLog:
         """Write a row that is not a step."""
         with self._lock, self._unless_it_fails():
             header = next((self._header(recording) for recording in self._recordings if recording.clock), "")
-            self._write(header + json.dumps(row) + "\n")
+            self._write(header + self._row(row))
 
     def go_on(self, done: int) -> None:
         """Give the next step the number `done`."""
@@ -199,18 +255,18 @@ class RankLog:
         if clock == "device":
             device = sys.modules["torch"].cuda.get_device_name(recording.device)
         world_size = number_or_default("WORLD_SIZE", 1)
-        return json.dumps({"rank": rank(), "world_size": world_size, "clock": clock, "pid": os.getpid(), "device": device}) + "\n"
+        return self._row({"rank": rank(), "world_size": world_size, "clock": clock, "pid": os.getpid(), "device": device})
 
-    def _text(self, rows: list[Row], device: int | None) -> str:
-        """Lines of steps; the last line also has the peak of memory and the CPU time."""
-        lines = "".join([_LINE % (number, *row) for number, row in enumerate(rows, self._steps)]).replace("None", "null")
-        self._steps += len(rows)
-        more = f',"memory":{peak_bytes(device)},"cpu":{cpu_of_tree(os.getpid()):.3f}}}\n'
-        return lines.removesuffix("}\n") + more
+    def _row(self, row: dict[str, Any]) -> str:
+        """The line of a row that is no step."""
+        if self._totals:
+            self._totals.rows += 1
+        return json.dumps(row) + "\n"
 
     def _write(self, text: str) -> None:
         if self._writer and text:
-            self._writer.append(text.encode())
+            self._writer.append(data := text.encode())
+            self._size += len(data)
 
     @contextlib.contextmanager
     def _unless_it_fails(self) -> Iterator[None]:

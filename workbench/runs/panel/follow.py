@@ -125,18 +125,23 @@ class _RankSums:
     """Running sums of one rank's steps; its first ones are kept, because how many are left out grows with the number of steps."""
 
     def __init__(self, path: Path) -> None:
+        self._ends: RankEnds | None = RankEnds(path)
         self._plain, self._was_plain = RankSteps(path), False
         self._rows = Rows(path)
         self._first: list[Step] = []
         self._sums = StepSums()
         self._memory: int | None = None
-        self.other_rows: list[dict[str, Any]] = []
+        self.other_rows: list[Mapping[str, Any]] = []
         """Rows that are no steps."""
 
     def read(self) -> str:
         """Take the steps that are new; returns a note on damaged rows, which are left out."""
+        if self._ends and (ends := self._ends.whole()):
+            self.other_rows, self._was_plain = [*ends.other_rows], True
+            return ""
+        self._ends = None  # from here on, what is new is read
         if self._plain.read():
-            self.other_rows, self._was_plain = self._plain.other_rows, True
+            self.other_rows, self._was_plain = [*self._plain.other_rows], True
             return ""
         if self._was_plain:
             self.other_rows, self._was_plain = [], False
@@ -159,6 +164,8 @@ class _RankSums:
         return self._rows.note
 
     def share(self, rank: int) -> RankShare:
+        if self._ends:
+            return RankShare.of(rank, self._ends.means)
         if self._plain.plain:
             return RankShare.of(rank, self._plain.means)
         left_out = warmup_of(self._sums.count)

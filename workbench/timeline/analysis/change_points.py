@@ -40,6 +40,8 @@ BEYOND = 1.3
 (`benchmarks/change_points.py`): with 1, a day of steps has false alarms; with 2, a slowdown of 10 % under such noise may be missed."""
 CONTRAST = 5.0
 """Standard errors of the two medians by which they must differ."""
+SAME = 12
+"""Blocks before a change that do not count as what was before: the posterior may take it for younger than it is."""
 HISTORY = 300
 """Blocks that are remembered for that."""
 
@@ -193,7 +195,7 @@ class ChangePoints:
         change = new - old
         noise = 1.4826 * float(np.median(np.abs(near - old)))
         error = 1.2533 * noise * math.sqrt(1 / age + 1 / len(near))
-        if abs(change) < max(math.log1p(LEAST_CHANGE), CONTRAST * error) or abs(change) < BEYOND * _largest(earlier, age):
+        if abs(change) < max(math.log1p(LEAST_CHANGE), CONTRAST * error) or abs(change) < BEYOND * _largest(earlier[:-SAME], age):
             return None
         self._first[place] = self._blocks - age
         return Change(series=self.series[place], step=self._steps - age * BLOCK, before=max(0.0, before), after=max(0.0, after))
