@@ -117,6 +117,19 @@ def _count(done: threading.Event) -> None:
             return
 
 
+def test_what_the_watchdog_reads_itself_is_no_work_of_its_rank(tmp_path: Path) -> None:
+    """Its first report reads the sources of all frames, megabytes: for five seconds the rank seemed to work."""
+    file = tmp_path / "source"
+    file.write_bytes(bytes(2**20))
+    before = rank_watchdog._bytes_moved()
+    file.read_bytes()
+    assert rank_watchdog._bytes_moved() - before < 2**16
+    reader = threading.Thread(target=file.read_bytes)
+    reader.start()
+    reader.join()
+    assert rank_watchdog._bytes_moved() - before >= 2**20
+
+
 @pytest.mark.parametrize(("function", "kind"), [(_spin, True), (_count, False)])
 def test_knows_a_while_loop_from_a_for_loop(function: Any, kind: bool) -> None:
     import sys

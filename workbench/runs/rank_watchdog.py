@@ -178,9 +178,12 @@ def _thread_state(native: int | None) -> str:
 
 
 def _bytes_moved() -> int:
-    """Bytes that this process has read and written so far."""
+    """Bytes that this process has read and written so far, without this thread: its first report reads the source of each frame."""
     with contextlib.suppress(OSError, ValueError):
-        return sum(int(line.split()[1]) for line in Path("/proc/self/io").read_text().splitlines()[:2])
+        whole, own = (
+            [int(line.split()[1]) for line in Path(f"/proc/{of}/io").read_text().splitlines()[:2]] for of in ("self", "thread-self")
+        )
+        return sum(whole) - sum(own)
     return 0
 
 
