@@ -48,6 +48,7 @@ BENCHMARKS = {
     "random_kills": Benchmark(),
     "checkpoints": Benchmark(),
     "loss_equality": Benchmark(),
+    "deterministic": Benchmark(),
     "estimates": Benchmark(),
     "estimate_time": Benchmark(),
     "near_duplicates": Benchmark(peers="imagededup 0.3.3 without its CNN"),
