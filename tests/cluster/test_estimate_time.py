@@ -66,6 +66,24 @@ def test_many_small_operators_wait_for_the_host() -> None:
     assert (only.seconds.low, only.seconds.high) == (pytest.approx(1001 * HOST.low), pytest.approx(1001 * HOST.high))
 
 
+def test_a_pipeline_idles_as_its_bubble_says_and_not_in_the_update() -> None:
+    """By hand: of (p - 1) / m over the time of forward and backward."""
+    plain, found = step(), step(bubble=3 / 8)
+    passes = plain.parts["products"] + plain.parts["memory"]
+    assert found.parts["pipeline idle"] == pytest.approx(3 / 8 * passes)
+    assert found.seconds.mid == pytest.approx(sum(plain.parts.values()) + 3 / 8 * passes) == pytest.approx(sum(found.parts.values()))
+    assert found.seconds.low < found.seconds.mid < found.seconds.high
+    assert "pipeline idle" not in plain.parts
+    known = found.calibrate(1.3 * found.seconds.mid)
+    assert known.seconds.mid == pytest.approx(1.3 * found.seconds.mid)
+    assert known.parts["pipeline idle"] == pytest.approx(1.3 * found.parts["pipeline idle"])
+    assert known.calibration is not None
+    more = checked_calibration(step(bubble=3 / 16), known.calibration)  # of twice as many micro-batches: less of the step is idle
+    assert more.seconds.mid < known.seconds.mid
+    sent = dataclasses.replace(trafficked(bubble=0.5), calibration=None).with_exposed()
+    assert sent.calibrate(3.0).seconds.mid == pytest.approx(3.0)
+
+
 @given(st.floats(1e9, 1e16), st.floats(1e3, 1e12), st.integers(1, 500))
 def test_ends_enclose_the_middle_whatever_the_sizes(flops: float, moved: float, calls: int) -> None:
     found = step(dataclasses.replace(MM, flops=flops, bytes=moved, calls=calls), ADD)
@@ -286,6 +304,21 @@ def test_operators_are_those_of_the_step_and_what_cannot_be_known_is_refused() -
     assert many.samples == 8 * found.samples
     assert many.exposed.low <= many.exposed.mid <= many.exposed.high
     assert many.exposed.high > 0
+
+
+def test_the_slowest_stage_of_a_pipeline_sets_the_pace() -> None:
+    """Of two stages the second has the head, and so more than half of the work."""
+    known: dict[str, Any] = {"task": "workbench.train.tasks:middle_gpt", "micro_batch": 2, "accumulation": 4}
+    whole = wb.estimate_time(wb.RunSpec(**known), device="H100")
+    spec = wb.RunSpec(**known, nproc_per_node=2, pipeline_parallel=2)
+    found = wb.estimate_time(spec, device="H100", cluster="DGX-H100")
+    assert 0.5 < found.flops / whole.flops < 0.75
+    assert found.bubble == 1 / 4
+    assert found.parts["pipeline idle"] == pytest.approx(found.idle())
+    assert found.samples == whole.samples
+    rank = wb.estimate_time(spec, device="H100", cluster="DGX-H100", rank=0)
+    assert rank.flops <= found.flops
+    assert wb.estimate_time(spec, device="H100", cluster="DGX-H100", pipeline_schedule="zero_bubble").bubble == 0
 
 
 def test_a_causal_mask_halves_what_fused_kernels_compute_and_not_what_single_products_do() -> None:

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from workbench.cluster.analysis.cluster import Cluster
+from workbench.cluster.analysis.pipeline_idle import bubble_of
 from workbench.cluster.analysis.plan.ranges import FORMATS, link_share
 from workbench.cluster.analysis.step_time import CPU, EstimateTimeError, Operator, StepTime, TimeCalibration, checked_calibration
 from workbench.core.device import Device
@@ -11,7 +12,9 @@ from workbench.core.synonyms import accept_synonyms
 from workbench.memory.analysis.fit import MARGIN, usable_bytes
 
 if TYPE_CHECKING:
+    from workbench.memory.analysis.breakdown import MemoryBreakdown
     from workbench.memory.estimate.plan import Plan
+    from workbench.memory.estimate.roofline_time import Roofline
     from workbench.runs.spec import RunSpec
     from workbench.runs.task import Task
 
@@ -31,7 +34,8 @@ def estimate_time(
 
     A dry run counts the operators of the step with their shapes, number formats, FLOPs and bytes; nothing is computed. Each kind of
     operator has a range of what its kernels reach of the datasheet's peak or bandwidth; where the host launches operators more slowly than
-    the device runs them, the device waits. Between ranks counts what computing does not hide. One measured step narrows the interval.
+    the device runs them, the device waits. Between ranks counts what computing does not hide. In a pipeline the slowest stage sets the
+    pace, and waits as its schedule says. One measured step narrows the interval.
 
     Args:
         target: as `estimate_memory` takes it.
@@ -51,11 +55,10 @@ def estimate_time(
         raise EstimateTimeError("measured= and calibration= both set the level: give one of them")
     where = _device(device, known=measured is not None or calibration is not None)
     from workbench.memory.estimate.plan import plan_of
-    from workbench.memory.ladder import counted
 
     plan = plan_of(target, batch, device="cpu" if where is CPU else where, asked="estimate_time", **options)
     _check(plan.spec, where, known=measured is not None or calibration is not None)
-    memory, floor = counted(plan, where)
+    memory, floor = _counted(plan, where)
     operators = tuple(
         Operator(name=one.name, phase=one.phase, dtype=one.dtype, flops=one.flops, bytes=one.bytes, calls=calls / plan.steps)
         for one, calls in floor.calls.items()
@@ -74,6 +77,7 @@ def estimate_time(
         operators=operators,
         samples=plan.spec.micro_batch * plan.spec.accumulation * plan.spec.data_ranks,
         ranks=plan.world_size,
+        bubble=bubble_of(plan.spec) if plan.spec.pipeline_parallel > 1 else 0.0,
         compiled=plan.spec.compile != "none",
         notes=tuple(notes),
     )
@@ -111,11 +115,21 @@ def _check(spec: "RunSpec", device: Device, *, known: bool) -> None:
             f"precision={spec.precision!r}: the datasheet of {device.name} has {', '.join(device.flops_per_sec)} only; "
             "try another precision"
         )
-    if spec.pipeline_parallel > 1:
-        raise EstimateTimeError(
-            f"pipeline_parallel={spec.pipeline_parallel}: stages wait for each other, which one rank's operators do not show; "
-            "wb.plan has the bubble of a Transformer"
-        )
+
+
+def _counted(plan: "Plan", device: Device) -> "tuple[MemoryBreakdown, Roofline]":
+    """The memory of the fullest rank, and the operators of the slowest: those of a pipeline's stages differ, all others have the same."""
+    from dataclasses import replace
+
+    from workbench.memory.ladder import counted
+
+    ranks = range(0, plan.world_size, plan.world_size // plan.spec.pipeline_parallel)
+    if len(ranks) == 1 or plan.rank is not None:
+        return counted(plan, device)
+    stages = [counted(replace(plan, rank=rank), device) for rank in ranks]
+    return max((memory for memory, _ in stages), key=lambda memory: memory.total), max(
+        (floor for _, floor in stages), key=lambda one: one.seconds
+    )
 
 
 def _with_communication(step: StepTime, plan: "Plan", cluster: str | Cluster | None) -> StepTime:

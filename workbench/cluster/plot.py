@@ -172,13 +172,18 @@ def _end(candidate: Plan) -> str:
     return f"{units.seconds(candidate.seconds.mid)}, {candidate.bound}"
 
 
-TIME_COLORS = {"update": PARTS["optimizer"], "launch gaps": PARTS["stalls"], "exposed communication": PARTS["communication"]}
+TIME_COLORS = {
+    "update": PARTS["optimizer"],
+    "launch gaps": PARTS["stalls"],
+    "pipeline idle": PARTS["stalls"],
+    "exposed communication": PARTS["communication"],
+}
 """Part of an estimated step → colour; all others compute."""
 
 
 def estimated_time(result: StepTime, ax: Axes | None = None) -> Axes:
-    """The predicted seconds of a step by kind of operator, launch gaps and exposed communication, longest first; a line from the low to the
-    high end of each kind.
+    """The predicted seconds of a step by kind of operator, launch gaps, idle stages and exposed communication, longest first; a line from
+    the low to the high end of each kind.
 
     Args:
         result: of `wb.estimate_time`.

@@ -106,7 +106,6 @@ def pipeline_idle(spec: RunSpec, means: Sequence[Any]) -> PipelineIdle | None:
     of_stage = [[each for each in means if each.rank // share == stage and each.count] for stage in range(stages)]
     if stages == 1 or not all(of_stage):
         return None
-    name, chunks = parse_pipeline(spec.pipeline_schedule)
     times = [
         StageTimes(
             computes=statistics.fmean(each.mean("forward") + each.mean("backward") for each in some),
@@ -114,5 +113,10 @@ def pipeline_idle(spec: RunSpec, means: Sequence[Any]) -> PipelineIdle | None:
         )
         for some in of_stage
     ]
-    idle = bubble(stages, spec.accumulation, NAMES.get(name, name), chunks if name == "interleaved" else 1)
-    return PipelineIdle(schedule=spec.pipeline_schedule, micro_batches=spec.accumulation, stages=tuple(times), bubble=idle)
+    return PipelineIdle(schedule=spec.pipeline_schedule, micro_batches=spec.accumulation, stages=tuple(times), bubble=bubble_of(spec))
+
+
+def bubble_of(spec: RunSpec) -> float:
+    """Idle time of a spec's pipeline over the computing of its slowest stage, as `iteration.bubble` predicts it."""
+    name, chunks = parse_pipeline(spec.pipeline_schedule)
+    return bubble(spec.pipeline_parallel, spec.accumulation, NAMES.get(name, name), chunks if name == "interleaved" else 1)

@@ -1,4 +1,4 @@
-"""The seconds of a step on hardware that is not here, from its operators: rates by kind of operator, launch gaps, exposed communication."""
+"""The seconds of a step on hardware that is not here: rates by kind of operator, launch gaps, idle stages, exposed communication."""
 
 import math
 from collections.abc import Mapping
@@ -129,6 +129,9 @@ class StepTime(display.Shown, JsonDataclass):
     ranks: int = 1
     exposed: Interval = field(default_factory=lambda: Interval(low=0.0, mid=0.0, high=0.0))
     """Seconds of communication that computing does not hide; with `traffic` it follows from the computing."""
+    bubble: float = 0.0
+    """In a pipeline, whose slowest stage sets the pace and has the operators: idle time over that of forward and backward; see
+    `iteration.bubble`."""
     compiled: bool = False
     """Is the step to be compiled? Its operators are those of the eager one, and a measured compiled step sets the level."""
     traffic: Any = field(default=None, metadata=NOT_STORED, compare=False, repr=False)
@@ -171,9 +174,22 @@ class StepTime(display.Shown, JsonDataclass):
         if self.traffic is None:
             return float(getattr(self.exposed, end))
         share = getattr(self.links, {"low": "high", "mid": "mid", "high": "low"}[end])
-        whole = sum(self.computing().values())
-        taken = {phase: seconds * sum(self.computing(phase=phase).values()) / whole for phase in ("forward", "backward")}
+        taken = {phase: seconds * self._share(phase) for phase in ("forward", "backward")}
         return float(replace(self.traffic, each=tuple(each / share for each in self.traffic.each)).exposed(**taken))
+
+    def _share(self, phase: str) -> float:
+        """Share of a phase in the computing."""
+        whole = sum(self.computing().values())
+        return sum(self.computing(phase=phase).values()) / whole if whole else 0.0
+
+    def idle(self, end: str = "mid") -> float:
+        """Seconds in which the slowest stage of a pipeline waits for the others: they grow with its forward and backward."""
+        return self._idle_share * (sum(self.computing(end).values()) + self.gaps(end))
+
+    @property
+    def _idle_share(self) -> float:
+        """Idle time over that of the operators, launch gaps included: there is none in the optimizer's update."""
+        return self.bubble * (self._share("forward") + self._share("backward")) if self.bubble else 0.0
 
     def with_exposed(self) -> "StepTime":
         """The same with the communication that its computing, at its calibration, does not hide."""
@@ -194,7 +210,8 @@ class StepTime(display.Shown, JsonDataclass):
     @property
     def parts(self) -> dict[str, float]:
         """Part → seconds, in the middle; they add up to the step."""
-        return {**self.computing(), "launch gaps": self.gaps(), "exposed communication": self.exposed.mid}
+        idle = {"pipeline idle": self.idle()} if self.bubble else {}
+        return {**self.computing(), "launch gaps": self.gaps(), **idle, "exposed communication": self.exposed.mid}
 
     @property
     def mix(self) -> dict[str, float]:
@@ -206,7 +223,7 @@ class StepTime(display.Shown, JsonDataclass):
     @property
     def seconds(self) -> Interval:
         """Of an optimizer step."""
-        low, mid, high = (sum(self.computing(end).values()) + self.gaps(end) + getattr(self.exposed, end) for end in ENDS)
+        low, mid, high = (sum(self.computing(end).values()) + self.gaps(end) + self.idle(end) + getattr(self.exposed, end) for end in ENDS)
         if self.calibration:
             same = self.calibration.program == self.title and math.isclose(self.calibration.flops, self.flops, rel_tol=1e-6)
             if self.calibration.host_bound and not same:
@@ -294,15 +311,16 @@ class StepTime(display.Shown, JsonDataclass):
         return replace(self, calibration=known).with_exposed()
 
     def _without_exposed(self, seconds: float) -> float:
-        """What of a measured step is not exposed communication: the longer it is, the more it hides."""
+        """What of a measured step is neither exposed communication, nor a pipeline's idling: the longer it is, the more it hides."""
+        times = 1 + self._idle_share
         if self.traffic is None:
-            return seconds - self.exposed.mid
+            return (seconds - self.exposed.mid) / times
         low, high = 0.0, seconds
         if self.hidden_behind("mid", 0.0) >= seconds:
             return 0.0
         for _ in range(60):
             middle = (low + high) / 2
-            low, high = (middle, high) if middle + self.hidden_behind("mid", middle) <= seconds else (low, middle)
+            low, high = (middle, high) if times * middle + self.hidden_behind("mid", middle) <= seconds else (low, middle)
         return low
 
     @property
