@@ -2,8 +2,9 @@
 
 python benchmarks/random_kills.py [KILLS [FILE]] [--at-once N] [--seed N] [--parallel fsdp tp …]    about 10 s per kill
 
-A second call with the same FILE goes on. Each chain is a training of one or two ranks (two where they share the model: "zero1", "fsdp",
-"tp"), without or with a worker per loader, that is killed up to five times and resumed each time.
+A second call with the same FILE goes on. Each chain is a training of one or two ranks, without or with a worker per loader, that is killed
+up to five times and resumed each time. Two ranks share the model ("zero1", "fsdp", "tp"), average it now and then ("local_sgd"), or follow
+a learning-rate schedule from a file ("schedule").
 Killed are ranks, workers of loaders, torchrun, the guard, its keeper and the launching program; by KILL, TERM, INT, SEGV, or STOP and later
 KILL; alone and in bursts; while processes start, while it trains, while a checkpoint or a row of the timeline is written, and while
 `wb.launch` itself runs. After each kill: no process that carries the mark of the trial is left, and the culprit that is named was hit.
@@ -71,20 +72,24 @@ def build():
                    tensor_parallel={{"0": "colwise", "2": "rowwise"}})
 """
 """A file with a small task that takes its time; `tests/runs/test_resume.py` trains it, too."""
+LOCAL = "periodic(period=6, start=3)"
+"""Most checkpoints are written between two averages, where ranks have parameters of their own."""
+RATES = "def rate(step):\n    return 1 / (1 + 0.1 * step) if step % 7 else 0.5\n"
+"""A learning-rate schedule of the user's own."""
 LAUNCH = f"""
 import sys, time
 import workbench as wb
-resume, ranks, workers, parallel = sys.argv[1:]
-share = {{"tensor_parallel": int(ranks)}} if parallel == "tp" else {{"parallel": parallel}}
-spec = wb.RunSpec(task="task.py:build", device="cpu", micro_batch=2, steps={STEPS}, checkpoint_every={EVERY}, schedule="cosine",
-                  nproc_per_node=int(ranks), num_workers=int(workers), **share)
+resume, ranks, workers, mode = sys.argv[1:]
+modes = {{"tp": {{"tensor_parallel": int(ranks)}}, "local_sgd": {{"local_sgd": "{LOCAL}"}}, "schedule": {{"schedule": "rates.py:rate"}}}}
+spec = wb.RunSpec(task="task.py:build", device="cpu", micro_batch=2, steps={STEPS}, checkpoint_every={EVERY}, nproc_per_node=int(ranks),
+                  num_workers=int(workers), **{{"schedule": "cosine", **modes.get(mode, {{"parallel": mode}})}})
 run = wb.launch(resume=resume) if resume else wb.launch(spec, runs_dir="runs")
 print(run.path, flush=True)
 time.sleep(600)
 """
 SIGNALS = ("KILL", "TERM", "INT", "SEGV", "STOP+KILL")
-MODES = ("ddp", "zero1", "fsdp", "tp")
-"""How two ranks share the model: not, their optimizer, in shards, or in split layers."""
+MODES = ("ddp", "zero1", "fsdp", "tp", "local_sgd", "schedule")
+"""How two ranks share the model: not, their optimizer, in shards, in split layers, by an average now and then; or not, with `RATES`."""
 Kind = tuple[int, int, str]
 """Ranks, workers of each, and mode of a training."""
 MOMENTS = ("launching", "starting", "training", "checkpoint", "row")
@@ -313,6 +318,7 @@ class Trial:
         self.path: Path | None = None
         """The run directory, once there is one."""
         folder.mkdir(parents=True)
+        (folder / "rates.py").write_text(RATES)
         (folder / "task.py").write_text(TASK.format(samples=4096, seconds=8e-3, inputs=64, hidden=4096, lr=0.001))
 
     @contextlib.contextmanager

@@ -79,6 +79,7 @@ def test_what_fewer_ranks_cannot_do_is_said() -> None:
         (SPEC.replace(nnodes=2), 1, None, r"on Slurm, Slurm\(requeue=True\)"),
         (SPEC.replace(micro_batch="auto"), 1, 1, "share a known batch"),
         (SPEC.replace(noise_scale=True), 1, 1, "leave one of them out"),
+        (SPEC.replace(local_sgd="periodic"), 1, 1, 'min_ranks=1 with local_sgd="periodic": each rank has parameters of its own'),
         (ScriptSpec(script="train.py"), 1, None, "whose checkpoints are its own"),
     ],
 )

@@ -454,3 +454,31 @@ def test_an_interrupt_while_the_thread_starts_is_not_hidden(alone: Ranks, tmp_pa
             checkpoints.write(6, trainer, wait=False)
     checkpoints.finish()
     assert names(tmp_path) == ["step00000006.pt"]
+
+
+class Named(toy_tasks.Numbers):
+    """Numbers of two classes."""
+
+    def __init__(self, classes: list[str] | dict[str, int], root: str = "here") -> None:
+        super().__init__()
+        self.root = root
+        if isinstance(classes, dict):
+            self.class_to_idx = classes
+        else:
+            self.classes = classes
+
+
+def test_a_checkpoint_of_other_classes_is_refused_and_other_data_are_said(
+    alone: Ranks, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What target 1 means is not in the weights: a model would go on with cats that it has learnt as dogs."""
+    train(spec_of(steps=12), toy_tasks.numbers(dataset=lambda: Named(["cat", "dog"])), alone, tmp_path)
+    with pytest.raises(run_directory.DamagedRunError, match="it is of other classes: target 0 was 'cat', and is 'dog' now"):
+        train(spec_of(), toy_tasks.numbers(dataset=lambda: Named(["dog", "cat"])), alone, tmp_path)
+    with pytest.raises(run_directory.DamagedRunError, match="target 2 was 'none', and is 'emu' now"):
+        train(spec_of(), toy_tasks.numbers(dataset=lambda: Named({"dog": 1, "emu": 2, "cat": 0})), alone, tmp_path)
+    capsys.readouterr()
+    train(spec_of(), toy_tasks.numbers(dataset=lambda: Named({"dog": 1, "cat": 0}, "there")), alone, tmp_path)
+    said = capsys.readouterr().out
+    assert "note: the data's .root is 'there' now, and was 'here' before" in said
+    assert "goes on from step 12" in said

@@ -58,7 +58,6 @@ def test_what_does_not_combine_is_refused_before_the_launch(knobs: dict[str, Any
         ({"local_sgd": "periodic(start=-1)"}, "start=-1"),
         ({"local_sgd": "periodic(local_ranks=3)"}, "local_ranks=3 does not divide the 4 ranks"),
         ({"parallel": "zero1"}, 'parallel="zero1" with local_sgd="periodic": the ranks share'),
-        ({"checkpoint_every": 5}, "checkpoint_every=5 with local_sgd.* each rank has momenta of its own"),
         ({"evaluate": "every(steps=5)"}, r'evaluate="every\(steps=5\)" with local_sgd.*; try evaluate="end"'),
         ({"gradient_compression": "fp16"}, 'gradient_compression="fp16" with local_sgd'),
         ({"tensor_parallel": 2}, "tensor_parallel=2 with local_sgd"),

@@ -16,7 +16,7 @@ from tests import toy_tasks
 from tests.forked import Forks
 from tests.train.test_checkpoints import names, spec_of, train, weights
 from workbench.core import run_directory
-from workbench.train import checkpoint_file
+from workbench.train import checkpoint_file, named_state
 from workbench.train.checkpoints import Checkpoints
 from workbench.train.fingerprints import digest
 from workbench.train.offload import DryRunHooks, HostOptimizer, offloading_dry_run
@@ -202,7 +202,7 @@ def test_a_training_on_one_rank_goes_on_bit_for_bit(alone: Ranks, written: Path,
 @pytest.mark.slow
 def test_four_ranks_two_and_one(tmp_path: Path, forks: Forks) -> None:
     names, others = (
-        ["hsdp", "split, fsdp", "stages, zero1", "experts of 4", "experts"],
+        ["hsdp", "split, fsdp", "stages, zero1", "experts of 4", "experts", "averages", "static graph"],
         [
             ("stages, zero1", 2, "stages"),
             ("stages, zero1", 3, "fsdp"),
@@ -221,6 +221,23 @@ def test_four_ranks_two_and_one(tmp_path: Path, forks: Forks) -> None:
     found = json.loads((tmp_path / "out.json").read_text())
     assert len(found) == len(names) + len(others)
     assert not {name: text for name, text in found.items() if text}
+
+
+def test_where_each_rank_has_its_own_parameters_it_gets_them_and_their_mean_is_that_of_all(tmp_path: Path) -> None:
+    key, own = ("module", "weight", ""), [torch.tensor([1.0, 2.0]), torch.tensor([3.0, 6.0])]
+    shard = {"parts": {key: ((2,), (0,), (2,))}, "values": {}}
+    state = {"shards": [shard, shard], "optimizer": {"groups": []}, "spec": {"local_sgd": "periodic(period=4)"}}
+    for rank, value in enumerate(own):
+        checkpoint_file.save({"parts": {key: value}, "other": {"count": torch.tensor(7 + rank)}}, tmp_path / f"{rank}.pt")
+
+    def path_of(rank: int) -> Path:
+        return tmp_path / f"{rank}.pt"
+
+    assert all(torch.equal(named_state.Source(state, path_of, (rank, 2)).read(key), own[rank]) for rank in range(2))
+    everywhere = named_state.whole_tensors(state, path_of)
+    assert (everywhere["weight"].tolist(), everywhere["count"].item()) == ([2.0, 4.0], 7)
+    with pytest.raises(checkpoint_file.UnusableCheckpointError, match="each of its 2 ranks has parameters of its own, and now there are 3"):
+        named_state.Source(state, path_of, (0, 3))
 
 
 def test_a_file_of_an_earlier_workbench_has_no_names(alone: Ranks, tmp_path: Path) -> None:

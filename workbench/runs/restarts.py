@@ -94,6 +94,8 @@ def check(spec: Spec, max_restarts: int, min_ranks: int | None, error: type[Valu
         raise error(f"{said} without checkpoints: it would begin anew each time; try checkpoint_every=100")
     if min_ranks is not None and spec.micro_batch == AUTO:
         raise error(f'min_ranks={min_ranks} with micro_batch="auto": the ranks that are left have to share a known batch; give a number')
+    if min_ranks is not None and spec.local_sgd != "none":
+        raise error(f'min_ranks={min_ranks} with local_sgd="{spec.local_sgd}": each rank has parameters of its own; leave one of them out')
     if min_ranks is not None and spec.noise_scale:
         raise error(f"min_ranks={min_ranks} with noise_scale={spec.noise_scale}: it compares the ranks of all steps; leave one of them out")
 

@@ -1,8 +1,9 @@
 """Writes and reads a run's checkpoints, from which it resumes after it was interrupted. A file is written completely, or not at all.
 
-With "ddp" a checkpoint is one file, `step00000100.pt`. Where ranks share the model or the optimizer, each writes its part into its own
-file, `step00000100.rank1.pt`; the one file names them with their checksums, and is written when all of them are on the disk. Parts have the
-names of the parameters, so that other numbers of ranks and other values of `parallel` can load them, too (`named_state`).
+With "ddp" a checkpoint is one file, `step00000100.pt`. Where ranks share the model or the optimizer, or have parameters of their own
+(`local_sgd`), each writes its part into its own file, `step00000100.rank1.pt`; the one file names them with their checksums, and is written
+when all of them are on the disk. Parts have the names of the parameters, so that other numbers of ranks and other values of `parallel` can
+load them, too (`named_state`).
 
 The order of the samples continues, and so do the random numbers of each rank and of its workers: a resumed run is bit for bit the same as
 an uninterrupted one, as far as its arithmetic is. `wb.prove_resume` finds out whether that holds for a task.
@@ -11,6 +12,7 @@ an uninterrupted one, as far as its arithmetic is. `wb.prove_resume` finds out w
 import contextlib
 import functools
 import io
+import itertools
 import json
 import math
 import re
@@ -28,6 +30,7 @@ from workbench.core import run_directory, units
 from workbench.runs.errors import is_out_of_memory
 from workbench.train import checkpoint_file, named_state
 from workbench.train.checkpoint_file import UnusableCheckpointError
+from workbench.train.provenance import classes_of, dataset_identity
 from workbench.train.ranks import Ranks, changed_layout, layout_knobs
 
 if TYPE_CHECKING:
@@ -193,7 +196,7 @@ class Checkpoints:
         if not state.get("shards") and not _is_shared(trainer):
             return None
         try:
-            return named_state.Source(state, functools.partial(part_path, path))
+            return named_state.Source(state, functools.partial(part_path, path), (trainer.ranks.rank, trainer.ranks.world_size))
         except (LookupError, TypeError, AttributeError, ValueError) as error:
             if isinstance(error, UnusableCheckpointError):
                 raise
@@ -209,6 +212,9 @@ class Checkpoints:
         before, now = (f"{n:,} samples" if isinstance(n, int) else "no length" for n in (state.get("samples"), _samples(trainer)))
         if "samples" in state and before != now:
             notes.append(f"the dataset has {now} now, and had {before} before: the order of the samples differs")
+        was, is_now = state.get("data") or {}, dataset_identity(trainer.loader.dataset)
+        changed = [name for name in was.keys() | is_now.keys() if was.get(name) != is_now.get(name) and name != "samples"] if was else []
+        notes += [f"the data's {name} is {is_now.get(name)!r:.80} now, and was {was.get(name)!r:.80} before" for name in sorted(changed)]
         notes += filter(None, [changed_layout(trainer.spec, state.get("layout"))])
         for note in notes:
             print(f"note: {note}")
@@ -343,6 +349,7 @@ class Checkpoints:
         if not self._ranks.rank:
             state = {"step": step, "micro_batch": trainer.spec.micro_batch, "samples": _samples(trainer), "spec": trainer.spec.to_json()}
             state |= {"layout": layout_knobs(trainer.spec), "best": best, "position": trainer.position(step)}
+            state |= {"classes": classes_of(trainer.loader.dataset), "data": dataset_identity(trainer.loader.dataset)}
             if shared:
                 small = {name: value for name, value in trainer.state().items() if name in ("scheduler", "scaler")}
                 state |= copy({**small, "module": {}, "optimizer": {"groups": groups}, "ema": {}})
@@ -440,8 +447,8 @@ def part_path(path: Path, rank: int) -> Path:
 
 
 def _is_shared(trainer: "Trainer") -> bool:
-    """Do ranks share the model or the optimizer?"""
-    return trainer.spec.parallel != "ddp" or not trainer.spec.whole_models
+    """Do ranks share the model or the optimizer, or has each its own?"""
+    return trainer.spec.parallel != "ddp" or not trainer.spec.whole_models or trainer.spec.local_sgd != "none"
 
 
 def _mismatch(trainer: "Trainer", state: Mapping[str, Any], source: named_state.Source | None = None) -> str:
@@ -449,6 +456,11 @@ def _mismatch(trainer: "Trainer", state: Mapping[str, Any], source: named_state.
 
     By name, with a source, it is only compared.
     """
+    was, now = state.get("classes"), classes_of(trainer.loader.dataset)
+    if was and now and was != now:
+        pairs = enumerate(itertools.zip_longest(was, now, fillvalue="none"))
+        target, (before, after) = next((target, pair) for target, pair in pairs if pair[0] != pair[1])
+        return f"it is of other classes: target {target} was {before!r:.80}, and is {after!r:.80} now"
     if source:
         return named_state.difference(trainer, source)
     try:

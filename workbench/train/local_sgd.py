@@ -33,8 +33,12 @@ class LocalSgd:
         every: Any = layout.data or dist.group.WORLD
         among = options["local_ranks"] > 1
         make: Any = PostLocalSGDState
-        state = make(every, layout.neighbours or every, self._start, post_local_gradient_allreduce=among)
-        model.register_comm_hook(state, post_localSGD_hook)
+        self._state = make(every, layout.neighbours or every, self._start, post_local_gradient_allreduce=among)
+        model.register_comm_hook(self._state, post_localSGD_hook)
+
+    def go_on(self, steps: int) -> None:
+        """Have so many steps behind it, as after a resume."""
+        self._steps = self._state.iter = steps
 
     def after_step(self, *, last: bool) -> None:
         """Average the parameters if it is time, and after the last step, so that all ranks have one model. A collective."""

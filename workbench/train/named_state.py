@@ -136,6 +136,8 @@ def _part(value: Tensor, spec: Any) -> Part:
 
 def _writes(trainer: Training, weight: Tensor | None, *, holder: bool = False) -> bool:
     """Does this rank write what it holds of a parameter, or of something that is not sharded? `holder`: no other replica has it."""
+    if trainer.spec.local_sgd != "none":
+        return True
     layout, spec = trainer.layout, None if weight is None else dtensor_spec(weight)
     tensor_rank = layout.tensor.get_local_rank() if layout.tensor else 0
     if spec is None:
@@ -168,15 +170,17 @@ class Copies:
 class Source:
     """Tensors by name in a checkpoint, whichever ranks wrote it."""
 
-    def __init__(self, state: Mapping[str, Any], path_of: Callable[[int], Path]) -> None:
+    def __init__(self, state: Mapping[str, Any], path_of: Callable[[int], Path], place: tuple[int, int] | None = None) -> None:
         """Nothing is read yet.
 
         Args:
             state: content of the checkpoint file.
             path_of: the file of a rank, verified.
+            place: rank and number of ranks, for whose parameters it reads where each had its own (`local_sgd`); None = those of rank 0.
 
         Raises:
-            UnusableCheckpointError: one file of an earlier workbench, which does not name the parameters of the optimizer.
+            UnusableCheckpointError: one file of an earlier workbench, which does not name the parameters of the optimizer; or each rank
+                had parameters of its own, and there were more or fewer of them.
         """
         self._path_of, self._opened = path_of, dict[int, dict[str, Any]]()
         self._shards: Sequence[Mapping[str, Any]] = state.get("shards") or ()
@@ -188,7 +192,14 @@ class Source:
         self._other: dict[str, Any] = {}
         if self._shards:
             self.groups = state["optimizer"]["groups"]
+            apart, (own, count) = has_own_parameters(state), place or (0, len(self._shards))
+            if apart and count != len(self._shards):
+                raise UnusableCheckpointError(
+                    f"with local_sgd each of its {len(self._shards)} ranks has parameters of its own, and now there are {count}", "foreign"
+                )
             for number, shard in enumerate(self._shards):
+                if apart and number != own:
+                    continue
                 self.values |= shard["values"]
                 for key, (shape, offset, size) in shard["parts"].items():
                     self._shapes[key] = tuple(shape)
@@ -277,8 +288,15 @@ class Source:
         return self._opened[number]
 
 
+def has_own_parameters(state: Mapping[str, Any]) -> bool:
+    """Has each rank parameters of its own in a checkpoint, between two averages of `local_sgd`?"""
+    return bool(state.get("shards")) and (state.get("spec") or {}).get("local_sgd", "none") != "none"
+
+
 def whole_tensors(state: Mapping[str, Any], path_of: Callable[[int], Path], *, average: bool = False) -> dict[str, Tensor]:
     """The weights and buffers in a checkpoint by their names in the module's state_dict; none without averages.
+
+    Where each rank has parameters of its own, they are the mean over the ranks, as the training itself averages them.
 
     Args:
         state: content of the checkpoint file.
@@ -287,7 +305,10 @@ def whole_tensors(state: Mapping[str, Any], path_of: Callable[[int], Path], *, a
     """
     if state.get("shards"):
         source = Source(state, path_of)
-        entries = {**{name: source.read(("module", name, "")) for name in source.shapes("module")}, **source.other(0)}
+        count = len(state["shards"])
+        every = [Source(state, path_of, (rank, count)) for rank in range(count)] if has_own_parameters(state) else [source]
+        means = {name: _mean([one.read(("module", name, "")) for one in every]) for name in source.shapes("module")}
+        entries = {**means, **source.other(0)}
         averages = {name: source.read(("ema", name, "")) for name in source.shapes("ema")}
     else:
         entries, averages = state["module"], state.get("ema", {})
@@ -296,6 +317,10 @@ def whole_tensors(state: Mapping[str, Any], path_of: Callable[[int], Path], *, a
         return tensors
     names = {tensors[name].data_ptr(): name for name in averages}  # of a weight that two modules share, one name has an average
     return {name: averages.get(names.get(value.data_ptr(), name), value) for name, value in tensors.items()} if averages else {}
+
+
+def _mean(tensors: Sequence[Tensor]) -> Tensor:
+    return tensors[0] if len(tensors) == 1 else torch.stack(tuple(tensors)).mean(0)
 
 
 def difference(trainer: Training, source: Source) -> str:

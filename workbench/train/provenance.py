@@ -7,7 +7,7 @@ import inspect
 import os
 import platform
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,8 @@ from torch.utils.data import IterableDataset
 
 from workbench.core import run_directory
 from workbench.harness.batches import map_tensors
-from workbench.runs.task import Task
+from workbench.runs.task import Task, imported
+from workbench.runs.training_knobs import is_own_schedule
 from workbench.train.fingerprints import digest
 from workbench.train.trainer import Trainer
 
@@ -40,7 +41,9 @@ def record(run_dir: Path, trainer: Trainer, first_batch: Any, *, resumed: bool) 
         with contextlib.suppress(run_directory.DamagedRunError):
             data = run_directory.read_json(path).get("data", data)
     with contextlib.suppress(OSError):
-        run_directory.write_json(path, {**environment(trainer.ranks.device), "code": code_identity(trainer.task), "data": data})
+        run_directory.write_json(
+            path, {**environment(trainer.ranks.device), "code": code_identity(trainer.task, trainer.spec.schedule), "data": data}
+        )
 
 
 def environment(device: torch.device) -> dict[str, Any]:
@@ -80,10 +83,11 @@ def _cpu() -> str:
     return platform.processor()
 
 
-def code_identity(task: Task) -> dict[str, str]:
-    """A digest of each file that defines a function of the task, by its name."""
+def code_identity(task: Task, schedule: str) -> dict[str, str]:
+    """A digest of each file that defines a function of the task, or the schedule if it is the user's own, by its name."""
     files = {}
-    for function in (task.model, task.dataset, task.loss, task.optimizer, task.collate, task.evaluate, task.validation):
+    own = imported("schedule", schedule) if is_own_schedule(schedule) else None
+    for function in (task.model, task.dataset, task.loss, task.optimizer, task.collate, task.evaluate, task.validation, own):
         while isinstance(function, functools.partial):
             function = function.func
         with contextlib.suppress(TypeError, OSError):
@@ -97,7 +101,12 @@ def data_identity(dataset: Any, first_batch: Any) -> dict[str, Any]:
 
     A dataset that knows its own identity has it as `fingerprint` or, as those of Hugging Face, as `_fingerprint`.
     """
-    inside = getattr(dataset, "dataset", dataset) if type(dataset).__name__ == "SeededBatches" else dataset
+    return {**dataset_identity(dataset), "first samples": digest(map_tensors(_first, first_batch))}
+
+
+def dataset_identity(dataset: Any) -> dict[str, Any]:
+    """The same without the content of samples; none is read."""
+    inside = _inside(dataset)
     identity: dict[str, Any] = {"type": f"{type(inside).__module__}.{type(inside).__qualname__}"}
     if not isinstance(inside, IterableDataset):
         identity["samples"] = len(inside)
@@ -105,9 +114,20 @@ def data_identity(dataset: Any, first_batch: Any) -> dict[str, Any]:
         if isinstance(own := getattr(inside, name, None), str):
             identity["fingerprint"] = own[:200]
             break
-    identity |= {f".{name}": value for name, value in _attributes(inside)}
-    identity["first samples"] = digest(map_tensors(_first, first_batch))
-    return identity
+    return identity | {f".{name}": value for name, value in _attributes(inside)}
+
+
+def classes_of(dataset: Any) -> list[str] | None:
+    """The names of a dataset's classes by target, from its `class_to_idx` or `classes`, as torchvision's have; None = it has none."""
+    inside = _inside(dataset)
+    numbers, names = getattr(inside, "class_to_idx", None), getattr(inside, "classes", None)
+    if isinstance(numbers, Mapping):
+        return sorted(map(str, numbers), key=lambda name: (numbers.get(name, 0), name))
+    return [str(name) for name in names] if isinstance(names, list | tuple) else None
+
+
+def _inside(dataset: Any) -> Any:
+    return getattr(dataset, "dataset", dataset) if type(dataset).__name__ == "SeededBatches" else dataset
 
 
 def _attributes(dataset: Any) -> Iterator[tuple[str, Any]]:

@@ -256,6 +256,9 @@ class Trainer:
             }
         )
         self.precision.scaler.load_state_dict(state["scaler"])
+        self._updates = state["step"]
+        if self._local:
+            self._local.go_on(self._updates)
         go_on(self.loader, state)
         seed_all(self.resumed_seed(state["step"], self.layout.readers.rank))
         if self.pipeline:
@@ -329,6 +332,8 @@ class Trainer:
         for left in reversed(range(self.spec.accumulation if self.pipeline else 1)):
             self.micro_step(copy.deepcopy(batch), last=not left)  # a loss may change its batch in place
         self.model.zero_grad()
+        if self._local:
+            self._local.go_on(self._updates)
         if self.pipeline:
             self.pipeline.steps -= 1  # the seed of the next step's random numbers
         with torch.no_grad():
