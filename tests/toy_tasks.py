@@ -136,3 +136,19 @@ class LateNumbers(Numbers):
 def late_data_on_rank_1() -> Task:
     """A straggler, by its loader."""
     return numbers(dataset=lambda: LateNumbers(4096))
+
+
+def stack() -> nn.Module:
+    """Three equal blocks, which can be compiled, recomputed, split and put into stages."""
+    blocks = [nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)) for _ in range(3)]
+    return nn.Sequential(nn.Linear(4, 8), *blocks, nn.Linear(8, 2))
+
+
+def larger_of_two(model: nn.Module, batch: Pair) -> Tensor:
+    return nn.functional.cross_entropy(model(batch[0]), batch[1].argmax(1))
+
+
+def any_knob() -> Task:
+    """For which each knob of a RunSpec can be turned, but those of experts."""
+    plan = {"*.0": "colwise", "*.2": "rowwise"}
+    return validated(model=stack, loss=larger_of_two, tensor_parallel=plan)

@@ -23,6 +23,7 @@ BEHAVIOURS = {
     "memory/test_predicted_and_measured.py": "an estimate beside a measurement of the same spec",
     "memory/test_published_formulas.py": "published formulas (benchmarks/published_formulas.py)",
     "memory/test_transformers_models.py": "estimates of models of transformers",
+    "runs/test_every_knob.py": "each knob of RunSpec in a run that is really launched",
     "runs/test_foreign_directories.py": "run directories that somebody else has made",
     "runs/test_hostile_environment.py": "environment variables that somebody has set to harm",
     "runs/test_nothing_outlives_a_run.py": "no process is left, however a run ends",

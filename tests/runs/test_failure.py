@@ -226,6 +226,12 @@ def test_a_record_fits_on_a_full_disk(rank2: Path, monkeypatch: pytest.MonkeyPat
         ("RuntimeError: Timed out waiting 1800000ms for recv operation to complete", "timeout", "branches"),
         ("ModuleNotFoundError: No module named 'timm'", "exception", "install"),
         ("RuntimeError: Expected to have finished reduction in the prior iteration before …", "exception", "find_unused_parameters"),
+        (
+            "RuntimeError: Expected to have finished reduction in the prior iteration before starting a new one. This error indicates that "
+            "your training graph has changed in this iteration … this is not compatible with static_graph set to True.",
+            "exception",
+            "static_graph=True promises",
+        ),
     ],
 )
 def test_known_symptoms(message: str, kind: str, advice: str | None) -> None:

@@ -301,6 +301,32 @@ def test_code_that_came_with_the_directory_is_not_executed(tmp_path: Path, task:
         wb.launch(resume=path)
 
 
+EVIL = "import pathlib\npathlib.Path(__file__).with_name('executed').touch()\ndef rate(step):\n    return 1.0\n"
+
+
+def test_a_schedule_of_somebody_else_is_text_until_the_run_goes_on(by_hand: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing that reads, shows, compares, draws or estimates imports it, and a directory that has it inside does not go on."""
+    spec = wb.RunSpec(task="fashion-mlp", device="cpu", steps=20, schedule="{path}/evil.py:rate", checkpoint_every=5)
+    made = [by_hand(spec=spec.replace(schedule=f"{tmp_path}/evil.py:rate").to_json()).steps(20).losses(20) for _ in range(2)]
+    (tmp_path / "evil.py").write_text(EVIL)
+    run = Run.load(made[0].path)
+    assert "evil.py:rate" in repr(run.spec)
+    assert "evil" in shown(run) + str(run.spec)
+    assert wb.compare(run, made[1].path) is not None
+    with pytest.raises(ValueError, match=r"evil.py:rate'.* is a function of your own, and drawing a spec, .* imports nothing"):
+        wb.plot.schedule(run.spec)
+    assert wb.estimate_memory(run.spec, device="H100").total > 0
+    path = ended(tmp_path / "run", spec.replace(schedule=f"{tmp_path}/run/evil.py:rate"), cwd=str(tmp_path))
+    (path / "evil.py").write_text(EVIL)
+    with pytest.raises(LaunchError, match=r"would run code from .*evil\.py, inside its own run directory"):
+        wb.launch(resume=path)
+    ours = by_hand(spec=spec.replace(schedule=f"{tmp_path}/runs/002/evil.py:rate").to_json()).steps(20)
+    (ours.path / "evil.py").write_text(EVIL)
+    with pytest.raises(LaunchError, match="inside its own run directory"):
+        wb.sanity(ours.path)
+    assert not [*tmp_path.rglob("executed")]
+
+
 @pytest.mark.parametrize("name", ["{name}", "/proc/self/cwd/{name}", "./{name}"])
 def test_a_directory_is_known_by_the_name_that_its_launch_gave(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.chdir(tmp_path)

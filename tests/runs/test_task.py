@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import workbench as wb
 from workbench.runs import task
 from workbench.runs.task import Task, TaskError
 
@@ -130,3 +131,46 @@ def test_a_task_with_other_arguments() -> None:
         Task(model=int)  # type: ignore[call-arg]
     with pytest.raises(TaskError, match=r"Task\(3\): its arguments are given by name, Task\(model=…\)"):
         Task(3)
+
+
+RATE = "import helper\ndef rate(step):\n    return 1 / (1 + step)\n"
+
+
+def test_a_schedule_of_ones_own(tmp_path: Path) -> None:
+    name = written(tmp_path, RATE, "my_rates.py") + ":rate"
+    task.check_schedule(name)
+    assert "my_rates" not in sys.modules  # looked at, not imported
+    factor = task.resolve_schedule(name, steps=10)
+    assert [factor(step) for step in (0, 1, 3)] == [1.0, 0.5, 0.25]
+    task.check_schedule("package.module:rate")
+
+
+SCHEDULES = {
+    "no function": ("x = 1", r"my_rates.py has no function 'rate': It defines no function"),
+    "import error": ("import nothing_like_it\ndef rate(step): ...", "does not import: ModuleNotFoundError"),
+    "a number": ("rate = 5", r"rate is a int; expected a function: def rate\(step\): return 1.0"),
+    "nothing": ("def rate(step): pass", r"rate\(0\) returned None; expected a number of at least 0, the learning rate of that step"),
+    "negative": ("def rate(step): return 1 - step", r"rate\(2\) returned -1; expected a number of at least 0"),
+    "not finite": ("def rate(step): return float('nan')", r"rate\(0\) returned nan"),
+    "raises": ("def rate(step): return [1, 1][step]", r"rate\(2\) raised IndexError: list index out of range"),
+    "arguments": ("def rate(): return 1.0", r"raised TypeError: .*it is called with the step alone: def rate\(step\): return 1.0"),
+}
+
+
+@pytest.mark.parametrize(("text", "said"), SCHEDULES.values(), ids=SCHEDULES)
+def test_a_schedule_of_ones_own_is_tried_at_its_steps(tmp_path: Path, text: str, said: str) -> None:
+    """A list with a rate for each step is enough: none is asked for beyond the last."""
+    with pytest.raises(TaskError, match=said):
+        task.resolve_schedule(written(tmp_path, text, "my_rates.py") + ":rate", steps=3)
+    task.resolve_schedule(written(tmp_path, "def rate(step): return [1, 1, 0][step]", "rates_of_3.py") + ":rate", steps=3)
+
+
+@pytest.mark.parametrize(("name", "said"), [("my_rate.py:rate", "there is no file"), ("my_rates.py:rat", "did you mean 'rate'")])
+def test_a_schedule_that_is_not_there_is_refused_before_a_launch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, said: str
+) -> None:
+    written(tmp_path, RATE, "my_rates.py")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(TaskError, match=f"schedule='{name}': .*{said}"):
+        wb.launch(wb.RunSpec(task="text-gpt", device="cpu", schedule=name), runs_dir=tmp_path / "runs")
+    assert not (tmp_path / "runs").exists()

@@ -2,6 +2,8 @@
 
 import itertools
 import math
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,10 +13,11 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.optim import lr_scheduler
 
+import workbench
 from workbench.runs.launch import environment, launch
 from workbench.runs.launch.new_run import LaunchError
 from workbench.runs.spec import RunSpec, SpecError
-from workbench.runs.training_knobs import SCHEDULES, depends_on_steps, lr_factor, parse_schedule
+from workbench.runs.training_knobs import SCHEDULES, UNEVALUATED, depends_on_steps, lr_factor, parse_schedule
 from workbench.train.optimizers import build_scheduler
 
 STEPS = 40
@@ -93,6 +96,34 @@ def test_which_schedules_need_to_know_the_number_of_steps() -> None:
     assert [name for name in SCHEDULES if not depends_on_steps(name)] == ["constant", "inverse_sqrt"]
 
 
+def test_a_schedule_of_the_users_own_follows_the_warm_up_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is asked for the steps of the run alone: a list with a rate for each will do."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "rates_of_mine.py").write_text(f"RATES = [1 / (1 + n) for n in range({STEPS})]\ndef rate(step):\n    return RATES[step]\n")
+    spec = spec_of(schedule=f"{tmp_path}/rates_of_mine.py:rate", warmup_steps=3)
+    assert "rates_of_mine" not in sys.modules
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.5)
+    whole, found = build_scheduler(optimizer, spec), []
+    for step in range(STEPS):
+        if step == 20:
+            again = build_scheduler(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.5), spec)
+            again.load_state_dict(whole.state_dict())
+            assert again.get_last_lr() == whole.get_last_lr()
+        found.append(whole.get_last_lr()[0])
+        optimizer.step()
+        whole.step()
+    assert found == pytest.approx([0.5 * (n + 1) / 3 for n in range(3)] + [0.5 / (1 + n) for n in range(3, STEPS)])
+    assert not depends_on_steps(spec.schedule)
+    with pytest.raises(SpecError, match="a function of your own, which only a run imports"):
+        lr_factor(5, steps=10, warmup_steps=0, schedule=spec.schedule)
+
+
+@pytest.mark.parametrize("schedule", ["rates.py:", ":rate", "my rates:rate", "a.b:c.d", "rates.py:cosine(end=0.1)"])
+def test_a_name_that_is_no_name_of_a_function(schedule: str) -> None:
+    with pytest.raises(SpecError, match=r'a function of your own is named "path/file.py:function" or "package.module:function"'):
+        spec_of(schedule=schedule)
+
+
 @pytest.mark.parametrize(
     ("schedule", "message"),
     [
@@ -133,12 +164,30 @@ def test_wrong_schedules_say_what_is_allowed(schedule: str, message: str) -> Non
         ({"ema": 0.9, "tensor_parallel": 2, "nproc_per_node": 2}, "ema=0.9 with tensor_parallel=2"),
         ({"gradient_compression": "int8"}, "gradient_compression='int8': allowed are 'none', 'fp16', 'bf16', 'powersgd'"),
         ({"gradient_compression": "fp16", "parallel": "fsdp"}, 'gradient_compression="fp16" with parallel="fsdp": it is a hook of DDP'),
+        ({"static_graph": True, "find_unused_parameters": True}, "find_unused_parameters=True with static_graph=True: one says that all"),
+        ({"static_graph": True, "accumulation": 2}, "accumulation=2 with static_graph=True: DDP looks at one whole backward"),
+        ({"static_graph": True, "parallel": "fsdp"}, 'parallel="fsdp" with static_graph=True: it is a knob of DDP'),
+        ({"static_graph": True, "micro_batch": "auto"}, 'micro_batch="auto" with static_graph=True: DDP looks at'),
+        (
+            {"static_graph": True, "pipeline_parallel": 2, "nproc_per_node": 2, "pipeline_schedule": "gpipe"},
+            "pipeline_parallel=2 with static_graph=True: .* a stage has several in each",
+        ),
         ({"weight_decay_on": "norms"}, "weight_decay_on='norms': allowed are 'all', 'matrices'"),
     ],
 )
 def test_values_and_combinations_that_are_refused_before_a_launch(knobs: dict[str, Any], message: str) -> None:
     with pytest.raises(SpecError, match=message):
         spec_of(**knobs)
+
+
+def test_a_run_without_evaluations_has_no_knob_of_them() -> None:
+    """Turned off alone, `evaluate` leaves knobs that need it, and the spec is refused."""
+    spec = spec_of(evaluate="every(steps=5)", evaluate_batches=3, stop_when="accuracy(best=max)")
+    with pytest.raises(SpecError):
+        spec.replace(evaluate=False)
+    assert spec.replace(**UNEVALUATED) == spec_of()
+    others = [path for path in Path(workbench.__file__).parent.rglob("*.py") if "evaluate=False, " in path.read_text()]
+    assert not others  # a changed spec of the library itself
 
 
 def test_a_parsed_schedule_cannot_be_changed() -> None:

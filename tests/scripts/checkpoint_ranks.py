@@ -31,6 +31,8 @@ MODES: dict[str, dict[str, Any]] = {
     "split": {"tensor_parallel": 2},
     "split, zero1": {"tensor_parallel": 2, "parallel": "zero1"},
     "split, fsdp": {"tensor_parallel": 2, "parallel": "fsdp"},
+    "averages": {"local_sgd": "periodic(period=4, start=1)"},
+    "static graph": {"static_graph": True},
     "stages": {"pipeline_parallel": 2, "accumulation": 2, "ema": 0.9},
     "stages, zero1": {"pipeline_parallel": 2, "accumulation": 4, "pipeline_schedule": "zero_bubble", "parallel": "zero1", "ema": 0.9},
 }
@@ -38,7 +40,7 @@ MIXED = {"task": "mixture", "ema": None}
 MODES |= {"experts": {**MIXED, "expert_parallel": 2}, "experts of 4": {**MIXED, "expert_parallel": 4}, "experts, ddp": MIXED}
 STAGES = [("stages", 2, "fsdp"), ("stages", 1, "ddp"), ("zero1", 2, "stages")]
 IN_MAKE_TEST: dict[str, Any] = {
-    "names": ["zero1", "fsdp", "split", "stages", "experts"],
+    "names": ["zero1", "fsdp", "split", "stages", "experts", "averages", "static graph"],
     "others": [
         ("zero1", 2, "split"),
         ("fsdp", 2, "ddp"),

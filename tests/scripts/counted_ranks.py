@@ -68,6 +68,8 @@ CASES: dict[str, tuple[wb.Task, Tensor, dict[str, Any]]] = {
     "ddp, small buckets": (GPT, BATCH, {"bucket_cap_mb": 0.25}),
     "ddp, accumulation": (GPT, BATCH, {"accumulation": 3}),
     "ddp, unused": (SPARE, torch.zeros(2, 8), {"find_unused_parameters": True}),
+    "ddp, static graph": (GPT, BATCH, {"static_graph": True}),
+    "ddp, static graph, unused": (SPARE, torch.zeros(2, 8), {"static_graph": True}),
     "ddp, buffers": (CONV, PICTURES, {}),
     "zero1": (ODD, BATCH, {"parallel": "zero1"}),
     "zero2": (ODD, BATCH, {"parallel": "zero2", "accumulation": 2}),

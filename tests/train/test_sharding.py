@@ -42,6 +42,9 @@ GROUPS: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
     "plain": {
         "ddp": ("gpt", {}),
         "bucket view": ("gpt", {"gradient_as_bucket_view": True}),
+        "static graph": ("gpt", {"static_graph": True}),
+        "static graph, full": ("gpt", {"static_graph": True, "checkpointing": "full"}),
+        "static graph, zero1": ("gpt", {"static_graph": True, "parallel": "zero1"}),
         "zero1": ("gpt", {"parallel": "zero1"}),
         "zero2": ("gpt", {"parallel": "zero2"}),
         "fsdp": ("gpt", {"parallel": "fsdp"}),
@@ -95,6 +98,7 @@ GROUPS: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
     "split": {  # two ranks of 8 samples each are those of two ranks of 4, dealt out otherwise
         "ddp": ("gpt", CLIPPED),
         "split": ("gpt", BOTH),
+        "split, static graph": ("gpt", {**BOTH, "static_graph": True}),
         "split, zero1": ("gpt", {**BOTH, "parallel": "zero1"}),
         "split, fsdp": ("gpt", {**BOTH, "parallel": "fsdp"}),
         "split, hsdp": ("gpt", {**BOTH, "parallel": "hsdp"}),
@@ -112,6 +116,7 @@ GROUPS: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
     "experts": {
         "ddp": ("mixture", CLIPPED),
         "divided": ("counted_mixture", {**CLIPPED, "expert_parallel": 2}),
+        "divided, static graph": ("mixture", {**CLIPPED, "expert_parallel": 2, "static_graph": True}),
         "divided, full": ("mixture", {**CLIPPED, "expert_parallel": 2, "checkpointing": "full"}),
         "divided, in two": ("mixture", {**CLIPPED, "expert_parallel": 2, "micro_batch": 2, "accumulation": 2}),
     },
@@ -346,7 +351,7 @@ def test_fused_where_weights_are_shared(results: dict[str, dict[str, Any]]) -> N
 
 def test_checkpoints_go_on_in_the_same_layout_and_in_others(results: dict[str, dict[str, Any]]) -> None:
     found = results["checkpoints"]
-    assert len(found) == 5 + 7
+    assert len(found) == 7 + 7
     assert not {name: text for name, text in found.items() if text}
 
 
@@ -383,6 +388,8 @@ def test_a_knob_of_ddp_reaches_it(alone: Ranks) -> None:
     assert isinstance(one.model, DistributedDataParallel)
     assert (one.model.gradient_as_bucket_view, one.model.find_unused_parameters) == (True, True)
     assert one.model.bucket_bytes_cap == 3 * 2**20
+    assert not one.model.static_graph
+    assert Trainer(spec_of(static_graph=True), toy_tasks.numbers(), alone).model.static_graph
 
 
 def test_an_optimizer_that_cannot_be_dealt_out(alone: Ranks) -> None:

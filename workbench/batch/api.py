@@ -17,6 +17,7 @@ from workbench.runs.launch.launch import launch
 from workbench.runs.run import Run
 from workbench.runs.spec import AUTO, RunSpec, SpecError
 from workbench.runs.target import Measured, read_spec
+from workbench.runs.training_knobs import UNEVALUATED
 
 if TYPE_CHECKING:
     from workbench.batch.analysis.noise_scale import NoiseScale
@@ -201,7 +202,7 @@ def check_budget(budget_s: float | None) -> None:
 
 
 def _launched(spec: RunSpec, steps: int, runs_dir: str | os.PathLike[str] | None, budget_s: float | None, *, early: bool) -> "NoiseScale":
-    changed, notes = _with_groups(spec.replace(steps=steps, evaluate=False, profile=None))
+    changed, notes = _with_groups(spec.replace(steps=steps, profile=None, **UNEVALUATED))
     run = launch(changed, runs_dir=runs_dir, name="noise-scale")
     stopped = ""
     with Waiting("noise_scale", budget_s, begin=f"{steps} steps at most") as line:

@@ -43,6 +43,7 @@ from workbench.runs.launch.sweep import run_all
 from workbench.runs.run import Run
 from workbench.runs.spec import RunSpec, SpecError
 from workbench.runs.target import read_spec
+from workbench.runs.training_knobs import UNEVALUATED
 
 PROOF_STEPS = 200
 """Optimizer steps of the old plan in a proof."""
@@ -345,7 +346,7 @@ def prove_plan(
 
 
 def _spec(spec: RunSpec, plan: BatchPlan, steps: int, share: float) -> RunSpec:
-    changes: dict[str, Any] = {**plan.changes(), "steps": steps, "schedule": "constant", "evaluate": False}
+    changes: dict[str, Any] = {**plan.changes(), "steps": steps, "schedule": "constant", **UNEVALUATED}
     return spec.replace(**{**changes, "warmup_steps": math.ceil(share * plan.warmup_steps - 1e-9)})
 
 

@@ -14,6 +14,7 @@ from workbench.runs.launch.launch import check
 from workbench.runs.launch.sweep import in_turn, plan
 from workbench.runs.run import Run
 from workbench.runs.spec import RunSpec
+from workbench.runs.training_knobs import UNEVALUATED
 
 STEPS = 60
 """Optimizer steps at each micro-batch at most, warm-up included."""
@@ -87,7 +88,7 @@ class _Sweep:
         line: Waiting,
         runs_dir: str | os.PathLike[str] | None,
     ) -> None:
-        self._plain = spec.replace(accumulation=1, warmup_steps=0, schedule="constant", evaluate=False, profile=None)
+        self._plain = spec.replace(accumulation=1, warmup_steps=0, schedule="constant", profile=None, **UNEVALUATED)
         self._places, self._steps, self._noise, self._line, self._runs_dir = sorted(micro_batches), steps, noise, line, runs_dir
         self._present = min(micro_batches, key=lambda micro: abs(math.log(micro / int(spec.micro_batch))))
         self._taken: dict[int, float] = {self._present: step} if step else {}

@@ -115,7 +115,7 @@ def _count(plan: "Plan", rank: int, *, on_meta: bool) -> Traffic:
     from workbench.train.trainer import Trainer, build_model
 
     spec = plan.spec.replace(gc=False, tf32=None, device="cpu", backend="auto", find_unused_parameters=False, compile="none")
-    spec = spec.replace(local_sgd=averaging_at_once(spec))
+    spec = spec.replace(local_sgd=averaging_at_once(spec), schedule="constant", static_graph=False)  # its first step is unlike later ones
     on_bucket: list[Callable[[Any], None]] = []  # set when the recorder exists; called with DDP's buckets
     with fake_process_group(plan.world_size, rank, bucket_seen=lambda bucket: on_bucket[-1](bucket) if on_bucket else None) as here:
         ranks = Ranks(rank=here.rank, world_size=here.world_size, device=here.device, store=here.store)
@@ -153,7 +153,7 @@ def _count(plan: "Plan", rank: int, *, on_meta: bool) -> Traffic:
         parallel=spec.parallel,
         blocks=blocks,
         unused=unused,
-        looks_for_unused=plan.spec.find_unused_parameters,
+        looks_for_unused=plan.spec.find_unused_parameters or (plan.spec.static_graph and bool(unused)),
         notes=(*recorder.log.notes, *_notes(plan.spec)),
     )
 

@@ -20,6 +20,7 @@ from workbench.runs.launch.launch import label
 from workbench.runs.launch.new_run import NewRun, Surroundings
 from workbench.runs.run import Run
 from workbench.runs.spec import RunSpec, ScriptSpec, Spec
+from workbench.runs.task import with_files_at
 from workbench.timeline.timeline import MAX_WARMUP
 
 MEASURED_S = 3.0
@@ -177,8 +178,7 @@ class Reruns:
             checkout = self._checkout(arm.code.source, arm.code.commit)
             folder = checkout.path(folder)
             if isinstance(spec, RunSpec):
-                where, _, function = spec.task.rpartition(":")
-                spec = spec.replace(task=f"{checkout.path(Path(where))}:{function}") if where.endswith(".py") else spec
+                spec = with_files_at(spec, lambda file: str(checkout.path(Path(file))))
             else:
                 spec = spec.replace(script=str(checkout.path(Path(spec.script))))
             variables["PYTHONPATH"] = checkout.search_path(variables.get("PYTHONPATH", os.environ.get("PYTHONPATH"))) or None

@@ -160,6 +160,9 @@ def _attempt(plan: "Plan", rank: int, *, on_meta: bool, watch: Watch | None) -> 
     from workbench.train.trainer import Trainer, build_model
 
     spec = plan.spec.replace(gc=False, tf32=None, device="cpu", backend="auto", compile="none", local_sgd=averaging_at_once(plan.spec))
+    spec = spec.replace(
+        schedule="constant", static_graph=False
+    )  # no code is imported for a rate; DDP's first step would be unlike later ones
     dealt = plan.gpu is not None and not spec.whole_models
     with fake_process_group(plan.world_size, rank, bucket_seen=lambda bucket: recorder.track(bucket, "bucket")) as here:
         ranks = Ranks(rank=here.rank, world_size=here.world_size, device=here.device, store=here.store)

@@ -26,6 +26,7 @@ from workbench.runs.restarts import present_spec
 from workbench.runs.root_cause import first_failure
 from workbench.runs.spec import AUTO, RunSpec, SpecError, spec_from_json
 from workbench.runs.task import resolve
+from workbench.runs.training_knobs import UNEVALUATED
 from workbench.train.loop import train
 from workbench.train.ranks import Ranks
 
@@ -112,7 +113,7 @@ def train_all(specs: Sequence[RunSpec], run_dirs: Sequence[Path], ranks: Ranks) 
         if len(values) > 1:
             raise SpecError(f"{name}={', '.join(map(repr, sorted(values)))} in one launch: specs of one launch must agree on it")
     with tempfile.TemporaryDirectory() as nowhere:
-        warm = specs[0].replace(steps=min(WARMUP_STEPS, specs[0].steps), evaluate=False, profile=None)
+        warm = specs[0].replace(steps=min(WARMUP_STEPS, specs[0].steps), profile=None, **UNEVALUATED)
         warm = warm.replace(micro_batch=WARMUP_BATCH) if warm.micro_batch == AUTO else warm
         on_gpus = ranks.device.type == "cuda"
         began = time.monotonic()

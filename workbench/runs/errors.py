@@ -118,6 +118,12 @@ _SYMPTOMS = (
     ),
     Symptom(r"No module named", "exception", "The ranks run in the same Python as the process that launched them: install it there."),
     Symptom(
+        r"not compatible with static_graph set to True",
+        "exception",
+        "static_graph=True promises that each step uses the same parameters. Leave it out; where some get no gradient in some steps: "
+        "find_unused_parameters=True in its place.",
+    ),
+    Symptom(
         r"Expected to have finished reduction in the prior iteration",
         "exception",
         "Some parameters get no gradient in some steps: find_unused_parameters=True, for a spec or in DistributedDataParallel(…).",

@@ -132,7 +132,8 @@ class RunSpec(_Spec):
     schedule: str = knob("constant", elsewhere=("lr_scheduler", "lr_scheduler_type", "scheduler"))
     """Name with options, for the steps after the warm-up: "constant"; "cosine" or "polynomial(power=1.0)" down to zero at the last step, or
     to a part of the peak (`end=0.1`); "step(every=0.34, factor=0.1)": × factor after each such part of the steps; "inverse_sqrt";
-    "warmup_stable_decay(decay=0.2)": the peak, and in the last fifth of the steps linearly down to zero, or to `end`."""
+    "warmup_stable_decay(decay=0.2)": the peak, and in the last fifth of the steps linearly down to zero, or to `end`. Or a function of your
+    own, "my_task.py:rate" or "package.module:rate", which gives for a step, from 0, its part of the peak; only runs import it."""
     weight_decay_on: str = knob("all", choices=training_knobs.DECAYED)
     """Which parameters the optimizer's weight decay shrinks: "all", or "matrices", those with two dimensions or more: neither norms nor
     biases."""
@@ -154,6 +155,9 @@ class RunSpec(_Spec):
     """Size of DDP's gradient buckets in MiB; None = torch's own 25."""
     find_unused_parameters: bool = False
     """Let DDP look for parameters without a gradient in every step; needed where some layers are skipped, and slower."""
+    static_graph: bool = False
+    """Promise DDP that each step uses the same parameters in the same way: it looks for those without a gradient in the first step alone,
+    at no cost in the others. A step that breaks the promise ends the training."""
     gradient_as_bucket_view: bool = False
     """Let gradients lie in DDP's buckets, which saves one copy of them in the optimizer's step."""
     gradient_compression: str = knob("none", elsewhere=("ddp_comm_hook", "comm_hook"))

@@ -1,4 +1,7 @@
-"""Defines what is trained (Task), and finds a task by its name: `"file.py:function"`, `"package.module:function"` or a sample's name."""
+"""Defines what is trained (Task), and finds a task by its name: `"file.py:function"`, `"package.module:function"` or a sample's name.
+
+A learning-rate schedule of the user's own is found in the same way. Nothing of a spec is imported but by `resolve` and `resolve_schedule`.
+"""
 
 import ast
 import importlib
@@ -11,8 +14,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from workbench.core.checks import did_you_mean, nearest
+from workbench.core.checks import did_you_mean, is_number, nearest
 from workbench.core.synonyms import check_fields
+from workbench.runs.training_knobs import is_own_schedule
 
 SAMPLES = {
     "clipart-resnet": "workbench.train.tasks:clipart_resnet",
@@ -21,6 +25,8 @@ SAMPLES = {
 }
 """Sample tasks by name."""
 
+TRIED = 10_000
+"""Steps at which a schedule of the user's own is tried before the first, about: a wrong one is not to end a run in its midst."""
 _FORMS = '"path/file.py:function", "package.module:function", or a sample: ' + ", ".join(f'"{name}"' for name in SAMPLES)
 
 
@@ -88,6 +94,27 @@ class Task:
             )
 
 
+def code_names(spec: Any) -> dict[str, str]:
+    """The knobs of a spec that name code, and their values: its task, and a schedule of the user's own."""
+    return {"task": spec.task, **({"schedule": spec.schedule} if is_own_schedule(spec.schedule) else {})}
+
+
+def code_files(spec: Any) -> list[str]:
+    """The files that these knobs name, where they name files and not modules."""
+    return [where for name in code_names(spec).values() if (where := name.rpartition(":")[0]).endswith(".py")]
+
+
+def with_files_at(spec: Any, path_of: Callable[[str], str]) -> Any:
+    """The same spec with other paths of these files.
+
+    Args:
+        spec: a RunSpec.
+        path_of: a file → its path.
+    """
+    parts = {knob: name.rpartition(":") for knob, name in code_names(spec).items()}
+    return spec.replace(**{knob: f"{path_of(file)}:{name}" for knob, (file, _, name) in parts.items() if file.endswith(".py")})
+
+
 def check(name: str) -> None:
     """Check that a task's file and function are there, without importing anything (the notebook's kernel stays free of torch).
 
@@ -97,17 +124,45 @@ def check(name: str) -> None:
     if name in SAMPLES:
         return
     where, function = _split(name)
-    if not where.endswith(".py"):
+    if not where.endswith(".py") or (read := _bound("task", name, where)) is None:
         return
+    tree, bound = read
+    if _set_to_tasks(tree, function):
+        raise TaskError(_is_a_task(name, function))
+    if function not in bound:
+        functions = [n for n, node in bound.items() if isinstance(node, ast.FunctionDef)]
+        raise TaskError(f"task={name!r}: {_missing(function, Path(where).name, functions)}")
+    if isinstance(node := bound[function], ast.FunctionDef):
+        given = node.args.posonlyargs + node.args.args
+        needed = [a.arg for a in given[: len(given) - len(node.args.defaults)]]
+        needed += [a.arg for a, default in zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True) if default is None]
+        if needed:
+            raise TaskError(_takes_arguments(name, function, needed))
+
+
+def check_schedule(name: str) -> None:
+    """The same for a schedule of the user's own.
+
+    Raises:
+        TaskError: no such file or function.
+    """
+    where, _, function = name.rpartition(":")
+    if where.endswith(".py") and (read := _bound("schedule", name, where)) is not None and function not in read[1]:
+        functions = [n for n, node in read[1].items() if isinstance(node, ast.FunctionDef)]
+        raise TaskError(f"schedule={name!r}: {_missing(function, Path(where).name, functions)}")
+
+
+def _bound(knob: str, name: str, where: str) -> tuple[ast.AST, dict[str, ast.AST]] | None:
+    """The syntax tree of a file, and what it defines by name; None = only an import can tell."""
     path = Path(where)
     if not path.is_file():
         near = sorted(p.name for p in path.parent.glob("*.py")) if path.parent.is_dir() else []
         there = f"that folder holds {', '.join(near[:8])}" if near else "that folder holds no .py file"
-        raise TaskError(f"task={name!r}: there is no file {path.absolute()}; {there}")
+        raise TaskError(f"{knob}={name!r}: there is no file {path.absolute()}; {there}")
     try:
         tree = ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
     except (SyntaxError, UnicodeDecodeError) as error:
-        raise TaskError(f"task={name!r}: {path} is not valid Python: {error}") from error
+        raise TaskError(f"{knob}={name!r}: {path} is not valid Python: {error}") from error
     bound: dict[str, ast.AST] = {}
     for node in ast.walk(tree):
         match node:
@@ -119,18 +174,8 @@ def check(name: str) -> None:
                 for alias in node.names:
                     bound.setdefault(alias.asname or alias.name, node)
                     if alias.name == "*":
-                        return  # only the import can tell
-    if _set_to_tasks(tree, function):
-        raise TaskError(_is_a_task(name, function))
-    if function not in bound:
-        functions = [n for n, node in bound.items() if isinstance(node, ast.FunctionDef)]
-        raise TaskError(f"task={name!r}: {_missing(function, path.name, functions)}")
-    if isinstance(node := bound[function], ast.FunctionDef):
-        given = node.args.posonlyargs + node.args.args
-        needed = [a.arg for a in given[: len(given) - len(node.args.defaults)]]
-        needed += [a.arg for a, default in zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True) if default is None]
-        if needed:
-            raise TaskError(_takes_arguments(name, function, needed))
+                        return None
+    return tree, bound
 
 
 def _set_to_tasks(tree: ast.AST, name: str) -> bool:
@@ -163,11 +208,7 @@ def resolve(name: str) -> Task:
         TaskError: it cannot be found, does not import, takes arguments or does not return a Task.
     """
     where, function = _split(SAMPLES.get(name, name))
-    module = _import(name, where)
-    factory = getattr(module, function, None)
-    if factory is None:
-        functions = [n for n, value in vars(module).items() if inspect.isfunction(value)]
-        raise TaskError(f"task={name!r}: {_missing(function, where, functions)}")
+    factory = imported("task", f"{where}:{function}")
     if isinstance(factory, Task):
         raise TaskError(_is_a_task(name, function))
     if not callable(factory):
@@ -185,6 +226,39 @@ def resolve(name: str) -> Task:
     if not isinstance(task, Task):
         raise TaskError(f"task={name!r}: {function}() returned a {type(task).__name__}, expected a wb.Task(model=…, dataset=…, loss=…)")
     return task
+
+
+def resolve_schedule(name: str, steps: int) -> Callable[[int], float]:
+    """Import a learning-rate schedule of the user's own, and try it at all steps, or at some of a long run.
+
+    Args:
+        name: `"path/file.py:function"` or `"package.module:function"`; `function(step)`, with steps from 0, returns the learning rate of
+            a step as a fraction of its peak.
+        steps: of the run.
+
+    Raises:
+        TaskError: it cannot be found, does not import, fails, or returns something else.
+    """
+    function, called = imported("schedule", name), name.rpartition(":")[2]
+    if not callable(function):
+        raise TaskError(f"schedule={name!r}: {called} is a {type(function).__name__}; expected a function: def {called}(step): return 1.0")
+
+    def factor(step: int) -> float:
+        try:
+            value = function(step)
+        except Exception as error:
+            hint = f"; it is called with the step alone: def {called}(step): return 1.0" if isinstance(error, TypeError) else ""
+            raise TaskError(f"schedule={name!r}: {called}({step}) raised {type(error).__name__}: {error}{hint}") from error
+        if not is_number(value, least=0, numpy=True):
+            raise TaskError(
+                f"schedule={name!r}: {called}({step}) returned {value!r:.80}; expected a number of at least 0, the learning rate of that "
+                "step as a fraction of its peak"
+            )
+        return float(value)
+
+    for step in range(0, steps, max(1, steps // TRIED)):
+        factor(step)
+    return factor
 
 
 def label(name: str) -> str:
@@ -213,13 +287,32 @@ def _split(name: str) -> tuple[str, str]:
     return where, function
 
 
-def _import(name: str, where: str) -> ModuleType:
+def imported(knob: str, name: str) -> Any:
+    """What a knob names; its module is imported.
+
+    Args:
+        knob: its name.
+        name: `"path/file.py:function"` or `"package.module:function"`.
+
+    Raises:
+        TaskError: it cannot be found or does not import.
+    """
+    where, _, function = name.rpartition(":")
+    module = _import(knob, name, where)
+    found = getattr(module, function, None)
+    if found is None:
+        functions = [n for n, value in vars(module).items() if inspect.isfunction(value)]
+        raise TaskError(f"{knob}={name!r}: {_missing(function, where, functions)}")
+    return found
+
+
+def _import(knob: str, name: str, where: str) -> ModuleType:
     try:
         if not where.endswith(".py"):
             return importlib.import_module(where)
         path = Path(where).resolve()
         if not path.is_file():
-            raise TaskError(f"task={name!r}: there is no file {path}")
+            raise TaskError(f"{knob}={name!r}: there is no file {path}")
         if str(path.parent) not in sys.path:
             sys.path.insert(0, str(path.parent))  # its neighbours import, also in the loader's workers
         module = importlib.import_module(path.stem)
@@ -227,7 +320,7 @@ def _import(name: str, where: str) -> ModuleType:
     except TaskError:
         raise
     except Exception as error:
-        raise TaskError(f"task={name!r}: {where} does not import: {type(error).__name__}: {error}") from error
+        raise TaskError(f"{knob}={name!r}: {where} does not import: {type(error).__name__}: {error}") from error
 
 
 def _load(path: Path) -> ModuleType:

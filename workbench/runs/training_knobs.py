@@ -4,7 +4,7 @@ import ast
 import functools
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -41,9 +41,14 @@ _RANGES = {"end": (0, 1), "every": (1e-6, 1), "decay": (1e-6, 1), "power": (1e-3
 """Smallest and largest value of each option of a schedule: all give a finite learning rate at each step."""
 
 
+def is_own_schedule(text: Any) -> bool:
+    """Does a schedule name a function of the user's own, as a task does: "path/file.py:function" or "package.module:function"?"""
+    return isinstance(text, str) and ":" in text
+
+
 @functools.lru_cache(maxsize=64)
 def parse_schedule(text: str) -> tuple[str, Mapping[str, float]]:
-    """Name of a schedule, and all of its options.
+    """Name of a schedule, and all of its options; of the user's own it has none. Nothing is imported.
 
     >>> parse_schedule("polynomial(power=2)")
     ('polynomial', mappingproxy({'power': 2, 'end': 0.0}))
@@ -51,6 +56,14 @@ def parse_schedule(text: str) -> tuple[str, Mapping[str, float]]:
     Raises:
         SpecError: not of this form, an unknown name or option, or a value that is not allowed.
     """
+    if is_own_schedule(text):
+        where, _, function = text.rpartition(":")
+        if not function.isidentifier() or not (where.endswith(".py") or all(part.isidentifier() for part in where.split("."))):
+            raise SpecError(
+                f'schedule={text!r:.80}: a function of your own is named "path/file.py:function" or "package.module:function", and is '
+                f"called with the step; or take one of {', '.join(map(repr, SCHEDULES))}"
+            )
+        return text, MappingProxyType({})
     name, options = parse_call("schedule", text, SCHEDULES, "polynomial(power=2.0, end=0.1)")
     for option, value in options.items():
         least, most = _RANGES[option]
@@ -159,12 +172,16 @@ def parse_evaluate(value: bool | str) -> tuple[str, int]:
     raise SpecError(f'evaluate={value!r:.80}: True, False, "end", "epoch", "checkpoint" or "every(steps=500)" is allowed')
 
 
+UNEVALUATED: Mapping[str, Any] = MappingProxyType({"evaluate": False, "evaluate_batches": None, "stop_when": None})
+"""Knobs of a run without evaluations: all that says when, of what and what for."""
+
+
 def depends_on_steps(schedule: str) -> bool:
-    """Does the learning rate of a step depend on how many steps there will be?"""
-    return parse_schedule(schedule)[0] not in _ENDLESS
+    """Does the learning rate of a step depend on how many steps there will be? One of the user's own is given the step alone."""
+    return parse_schedule(schedule)[0] not in _ENDLESS and not is_own_schedule(schedule)
 
 
-def lr_factor(step: int, *, steps: int, warmup_steps: int, schedule: str) -> float:
+def lr_factor(step: int, *, steps: int, warmup_steps: int, schedule: str, own: Callable[[int], float] | None = None) -> float:
     """Learning rate of a step as a fraction of its peak: a linear warm-up, then the schedule.
 
     The warm-up gives (step + 1) / warmup_steps, so that the first step moves. Below, t goes from 0 at the first step after the warm-up to
@@ -181,9 +198,17 @@ def lr_factor(step: int, *, steps: int, warmup_steps: int, schedule: str) -> flo
         steps: of the whole run.
         warmup_steps: steps until the peak is reached.
         schedule: after the warm-up, as in a RunSpec.
+        own: the user's function that `schedule` names, of `runs.task.resolve_schedule`; it is not asked beyond the last step.
+
+    Raises:
+        SpecError: `schedule` names a function of the user's own, and `own` was not given.
     """
     if step < warmup_steps:
         return (step + 1) / warmup_steps
+    if own is not None:
+        return own(min(step, steps - 1))
+    if is_own_schedule(schedule):
+        raise SpecError(f"schedule={schedule!r:.80}: it is a function of your own, which only a run imports")
     name, options = parse_schedule(schedule)
     t = min(1.0, (step - warmup_steps) / max(1, steps - warmup_steps))
     end = options.get("end", 0.0)
@@ -221,6 +246,7 @@ def check(spec: Any) -> None:
     _check_pipeline(spec)
     _check_experts(spec)
     _check_local_sgd(spec)
+    _check_static_graph(spec)
     kind, options = parse_call("gradient_compression", spec.gradient_compression, COMPRESSIONS, "powersgd(rank=2)")
     for option, least in (("rank", 1), ("start", 2)):
         if option in options:
@@ -330,7 +356,6 @@ def _check_local_sgd(spec: Any) -> None:
         ("offload", spec.offload == "optimizer", "it steps on copies in host memory, which would not be averaged; leave one of them out"),
         ("precision", spec.precision == "amp_fp16", 'a rank whose gradients overflow would leave out a step alone; try "amp_bf16"'),
         ("gradient_compression", spec.gradient_compression != "none", "DDP has one hook for both; leave one of them out"),
-        ("checkpoint_every", spec.checkpoint_every, "each rank has momenta of its own, and a checkpoint has those of one; leave it out"),
         ("evaluate", when not in ("", "end"), f'{apart}; try evaluate="end", before which they are averaged'),
         ("ema", spec.ema is not None, f"{apart}; leave one of them out"),
         ("noise_scale", spec.noise_scale, "the gradients of all ranks are not reduced; leave one of them out"),
@@ -338,6 +363,22 @@ def _check_local_sgd(spec: Any) -> None:
     ):
         if clashes:
             raise SpecError(f'{given(spec, knob)} with local_sgd="{spec.local_sgd}": {why}')
+
+
+def _check_static_graph(spec: Any) -> None:
+    if not spec.static_graph:
+        return
+    one = "DDP looks at one whole backward, that of the first step"
+    for knob, clashes, why in (
+        ("parallel", spec.parallel in SHARDED, 'it is a knob of DDP, which "ddp" and "zero1" use; leave it out, or try parallel="ddp"'),
+        ("find_unused_parameters", spec.find_unused_parameters, "one says that all steps use the same parameters, and the other that they "
+         "may not; static_graph alone finds those that are never used"),
+        ("accumulation", spec.accumulation > 1, f"{one}, and fails where its micro-batches are not reduced; leave one of them out"),
+        ("pipeline_parallel", spec.pipeline_parallel > 1, f"{one}, and a stage has several in each; leave one of them out"),
+        ("micro_batch", spec.micro_batch == "auto", f"{one}, and a micro-batch that is split has several; give a number"),
+    ):  # fmt: skip
+        if clashes:
+            raise SpecError(f"{given(spec, knob)} with static_graph=True: {why}")
 
 
 def parse_stop(text: Any) -> tuple[str, Mapping[str, Any]]:

@@ -14,6 +14,7 @@ from workbench.runs.profile import ALL, STEPS, Profile
 from workbench.runs.run import Run
 from workbench.runs.spec import RunSpec, SpecError
 from workbench.runs.target import Measured
+from workbench.runs.training_knobs import UNEVALUATED
 from workbench.traces.analysis.captured import notes_in
 from workbench.traces.analysis.reading import TraceError
 from workbench.traces.analysis.trace import Trace
@@ -160,7 +161,7 @@ def _launched(spec: RunSpec, profile: dict[str, Any], runs_dir: str | os.PathLik
         raise SpecError(f"trace({spec.task!r}, …): {error}") from None
     assert parsed is not None
     steps = parsed.good(spec.queue)
-    changed = spec.replace(profile=parsed, steps=steps, warmup_steps=min(spec.warmup_steps, steps), evaluate=False, noise_scale=False)
+    changed = spec.replace(profile=parsed, steps=steps, warmup_steps=min(spec.warmup_steps, steps), noise_scale=False, **UNEVALUATED)
     run = launch(changed, runs_dir=runs_dir, name=f"{label(spec)} trace")
     return wait_for(run, show=Run.progress_words)
 

@@ -20,8 +20,8 @@ from torch.optim.lr_scheduler import LambdaLR
 from workbench.core.checks import did_you_mean
 from workbench.core.optimizer_table import OPTIMIZERS as NAMED
 from workbench.runs.spec import IMPLEMENTATIONS, RunSpec, SpecError
-from workbench.runs.task import TaskError
-from workbench.runs.training_knobs import lr_factor
+from workbench.runs.task import TaskError, resolve_schedule
+from workbench.runs.training_knobs import is_own_schedule, lr_factor
 from workbench.train.large_batch_optimizers import LAMB, LARS
 from workbench.train.muon import MuonWithAdamW, hidden_matrices
 from workbench.train.offload import HostOptimizer
@@ -241,5 +241,11 @@ def _zero() -> Any:
 
 
 def build_scheduler(optimizer: Optimizer, spec: RunSpec) -> LambdaLR:
-    """The scheduler of a run; call its `step()` after each optimizer step."""
-    return LambdaLR(optimizer, lambda step: lr_factor(step, steps=spec.steps, warmup_steps=spec.warmup_steps, schedule=spec.schedule))
+    """The scheduler of a run; call its `step()` after each optimizer step. A schedule of the user's own is imported.
+
+    Raises:
+        TaskError: it cannot be used; see `resolve_schedule`.
+    """
+    own = resolve_schedule(spec.schedule, spec.steps) if is_own_schedule(spec.schedule) else None
+    shape: dict[str, Any] = {"steps": spec.steps, "warmup_steps": spec.warmup_steps, "schedule": spec.schedule, "own": own}
+    return LambdaLR(optimizer, lambda step: lr_factor(step, **shape))

@@ -50,6 +50,7 @@ def distribute(module: nn.Module, spec: RunSpec, layout: Layout, device: torch.d
         bucket_cap_mb=spec.bucket_cap_mb,
         find_unused_parameters=spec.find_unused_parameters,
         gradient_as_bucket_view=spec.gradient_as_bucket_view,
+        static_graph=spec.static_graph,
         process_group=layout.data,
     )
     kind, options = parse_call("gradient_compression", spec.gradient_compression, COMPRESSIONS, "fp16")

@@ -14,6 +14,7 @@ from workbench.batch.analysis.schedule import Schedule
 from workbench.core.checks import whole_number
 from workbench.runs.spec import RunSpec
 from workbench.runs.task import label
+from workbench.runs.training_knobs import is_own_schedule
 from workbench.train.optimizers import build_scheduler
 
 LENGTHS = ("total_steps", "T_max", "total_iters")
@@ -137,7 +138,15 @@ def schedule_of(spec: RunSpec, *, lr: float | None = None, name: str | None = No
         spec: its `steps`, `warmup_steps` and `schedule` are used.
         lr: peak, where the spec leaves it to the task's optimizer; None = the spec's, or else 1: rates are relative to the peak.
         name: None = the task's name.
+
+    Raises:
+        ValueError: its schedule is a function of the user's own.
     """
+    if is_own_schedule(spec.schedule):
+        raise ValueError(
+            f"schedule={spec.schedule!r:.80} is a function of your own, and drawing a spec, which may be somebody else's, imports nothing. "
+            "Give a scheduler: lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, my_schedule), with steps="
+        )
     peak = lr if lr is not None else spec.lr if spec.lr is not None else 1.0
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=peak)
     batch = spec.global_batch if isinstance(spec.micro_batch, int) else None

@@ -143,22 +143,24 @@ def _in_words(planned: Planned) -> str:
     return ", ".join(f"{batch:,}: {number(lr) if lr == lr else 'none'} ({WORDS[valid]})" for batch, valid, lr in planned.ladder)
 
 
-def schedule(planned: Planned, curves: Sequence[Sequence[float]], samples: int) -> str:
+def schedule(planned: Planned, curves: Sequence[Sequence[float]], samples: int, *, own: bool = False) -> str:
     """The learning rate over the samples of a run: columns for the new plan, a line for the present one.
 
     Args:
         planned: the plan.
         curves: learning rates before and as planned, at the same samples, evenly spaced.
         samples: of the whole run.
+        own: is the schedule a function of the user's own, which is not drawn?
     """
     if planned.plan is None:
         return ""
     most = max(max(curve) for curve in curves)
     columns = "".join(_moment(old, new, most) for old, new in zip(*curves, strict=True))
+    aside = "; without your own schedule, which is not imported here" if own else ""
     ends = f"<span>0</span><span>{units.count(samples)} samples</span>"
     label = f"learning rate over {samples:,} samples: up to {number(max(curves[1]))} as planned, {number(max(curves[0]))} as it is"
     return (
-        f'<div class="wb-steps"><div class="wb-label">learning rate over the samples: planned; the line is as it is now</div>'
+        f'<div class="wb-steps"><div class="wb-label">learning rate over the samples: planned; the line is as it is now{aside}</div>'
         f'<div class="wb-schedule" role="img" aria-label="{escape(label)}" style="display:flex;height:{_HIGH}px">{columns}</div>'
         f'<div class="wb-what" style="display:flex;justify-content:space-between;font-size:12px">{ends}</div>'
         f"{_too_short(planned.plan, samples)}</div>"

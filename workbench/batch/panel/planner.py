@@ -14,7 +14,7 @@ from workbench.core.checks import is_number
 from workbench.core.display.html import Style
 from workbench.runs.panel import html as runs_html
 from workbench.runs.spec import RunSpec
-from workbench.runs.training_knobs import lr_factor
+from workbench.runs.training_knobs import is_own_schedule, lr_factor
 
 POINTS = 120
 """Columns of the schedule's picture."""
@@ -117,7 +117,15 @@ class BatchPlanner:
         self.light.value = planner_html.validity(found)
         self.figures.value = planner_html.figures(found)
         self.ladder.value = planner_html.ladder(found)
-        self.schedule.value = planner_html.schedule(found, *self._curves(found))
+        self.schedule.value = planner_html.schedule(
+            found, *self._curves(found), own=self._given is not None and self._drawn != self._given.schedule
+        )
+
+    @property
+    def _drawn(self) -> str:
+        """The schedule of the spec; in the place of one of the user's own, which is not imported, a constant rate."""
+        own = self._given is None or is_own_schedule(self._given.schedule)
+        return "constant" if own else self._given.schedule  # type: ignore[union-attr]
 
     def _curves(self, found: Planned) -> tuple[list[list[float]], int]:
         """The learning rate over the samples of a run, before and as planned, and the number of these samples."""
@@ -125,7 +133,7 @@ class BatchPlanner:
         schedule, steps = "constant", max(1, WARMUPS * max(plan.warmup_steps for plan in plans))
         samples = max(plan.global_batch for plan in plans) * steps
         if self._given is not None and self.known.samples is not None:
-            schedule, samples = self._given.schedule, self.known.samples
+            schedule, samples = self._drawn, self.known.samples
         curves = []
         for plan in plans:
             steps = max(1, samples // plan.global_batch)

@@ -74,7 +74,7 @@ class Traffic(display.Shown, JsonDataclass):
     unused: tuple[str, ...] = ()
     """Trainable parameters without a gradient."""
     looks_for_unused: bool = False
-    """`find_unused_parameters` of DDP."""
+    """`find_unused_parameters` of DDP, or a `static_graph` that leaves some out."""
     notes: tuple[str, ...] = ()
     """Notes for the reader."""
 

@@ -21,7 +21,7 @@ from workbench.diagnosis.measure.divergence import default_dtype, doubled
 from workbench.harness.batches import map_tensors, tensors_of
 from workbench.harness.restore import process_settings
 from workbench.runs.spec import AUTO, RunSpec
-from workbench.runs.task import resolve
+from workbench.runs.task import resolve, with_files_at
 from workbench.timeline.loops import samples_in
 from workbench.train import checkpoint_file
 from workbench.train.checkpoints import part_path
@@ -377,8 +377,9 @@ def _blamed(player: Replayer, taken: Taken, others: Sequence[Sequence[Any]], ord
 
 
 def named_task(spec: RunSpec, folder: str | None) -> RunSpec:
-    """The spec with the path of its task's file as seen from here."""
-    file, colon, function = spec.task.rpartition(":")
-    if colon and file.endswith(".py") and not os.path.exists(file) and folder and os.path.exists(os.path.join(folder, file)):
-        return spec.replace(task=f"{os.path.join(folder, file)}:{function}")
-    return spec
+    """The spec with the paths of its task's and its schedule's file as seen from here."""
+    there = folder or ""
+    at: RunSpec = with_files_at(
+        spec, lambda file: os.path.join(there, file) if not os.path.exists(file) and os.path.exists(os.path.join(there, file)) else file
+    )
+    return at

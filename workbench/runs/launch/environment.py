@@ -21,6 +21,7 @@ from workbench.runs import flight_recorder
 from workbench.runs.entrypoints import START, TORCHRUN
 from workbench.runs.launch.rendezvous import HERE
 from workbench.runs.spec import ScriptSpec, Spec
+from workbench.runs.task import code_names
 
 SHUTDOWN, SHUTDOWN_WITH_CHECKPOINT = 4, 25
 """Seconds that torchrun gives its ranks between SIGTERM and SIGKILL (torch's own default is 30), in which they may write a checkpoint.
@@ -162,15 +163,17 @@ def kept_variables(environ: Mapping[str, str], source: str) -> dict[str, str]:
 
 
 def source_of(spec: Spec, folder: Path) -> str:
-    """The text of a script, or of the file of a task; empty where only an import would find it."""
+    """The text of a script, or of the files of a task and of its own schedule; without those that only an import would find."""
     if isinstance(spec, ScriptSpec):
-        path = Path(spec.script)
+        files = [spec.script]
     else:
-        where = spec.task.rpartition(":")[0]
-        path = Path(where if where.endswith(".py") else f"{where.replace('.', '/')}.py")
-    with contextlib.suppress(OSError):
-        return (folder / path).read_text(encoding="utf-8", errors="replace")
-    return ""
+        where = [name.rpartition(":")[0] for name in code_names(spec).values()]
+        files = [name if name.endswith(".py") else f"{name.replace('.', '/')}.py" for name in where]
+    texts = []
+    for file in dict.fromkeys(files):
+        with contextlib.suppress(OSError):
+            texts.append((folder / file).read_text(encoding="utf-8", errors="replace"))
+    return "\n".join(texts)
 
 
 def machine_state() -> dict[str, Any]:

@@ -19,6 +19,7 @@ from workbench.runs.launch.slurm import Slurm
 from workbench.runs.run import Run
 from workbench.runs.spec import KNOBS, RunSpec, ScriptSpec, Spec, check_profile
 from workbench.runs.target import check_launchable, named_task
+from workbench.runs.training_knobs import is_own_schedule
 
 
 def launch(
@@ -91,7 +92,12 @@ def launch(
         check_timeout(timeout)
         ended = resumable(resume, None if other else target)
         if other:
-            other = other.replace(task=ended.spec.task)
+            if other.local_sgd != "none":
+                raise LaunchError(
+                    f'local_sgd="{other.local_sgd}": each rank of {ended.run!r} has parameters of its own, so the run goes on with as many '
+                    "ranks in the same layout: launch(resume=run), without a spec"
+                )
+            other = other.replace(**task.code_names(ended.spec))
             check(other)
             new = NewRun(runs_dir, name or label(other))
             take_checkpoints(ended.run, new)
@@ -211,6 +217,8 @@ def check(spec: Spec, *, alone: bool = True, here: bool = True) -> None:
     if isinstance(spec, ScriptSpec):  # what a script does with its ranks is its own affair
         return
     task.check(spec.task)
+    if is_own_schedule(spec.schedule):
+        task.check_schedule(spec.schedule)
     if spec.gradient_compression == "bf16" and ("cpu" in spec.device or "gloo" in spec.backend or (here and environment.gpu_count() == 0)):
         raise LaunchError('gradient_compression="bf16": torch reduces gradients in bf16 on GPUs with NCCL only; try "fp16"')
     if not here:

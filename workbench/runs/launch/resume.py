@@ -22,6 +22,7 @@ from workbench.runs.launch.new_run import GIT_PATIENCE, LaunchError, NewRun, end
 from workbench.runs.launch.rendezvous import loopback_environ
 from workbench.runs.run import ACTIVE, Run
 from workbench.runs.spec import RunSpec
+from workbench.runs.task import code_files, code_names, with_files_at
 
 ATTEMPTS = "attempts"
 """Folder of earlier attempts."""
@@ -100,7 +101,7 @@ class Ended:
     run: Run
     """The run."""
     spec: RunSpec
-    """Its spec; a task in a file has the file's whole path."""
+    """Its spec; a task, or a schedule, in a file has the file's whole path."""
     info: dict[str, Any]
     """What its run.json said."""
     folder: Path
@@ -134,10 +135,8 @@ def resumable(old: Run | str | os.PathLike[str], target: Any = None) -> Ended:
     folder = Path(info.get("cwd") or Path.cwd()).absolute()
     if not folder.is_dir():
         raise LaunchError(f"{run!r} was launched in {folder}, which is gone: its task and its files were found from there. Put it back")
-    file, colon, function = spec.task.rpartition(":")
-    if file.endswith(".py"):
-        spec = spec.replace(task=f"{folder / file}{colon}{function}")
-    _refuse_code_inside(run, folder, folder / file if file.endswith(".py") else folder)
+    spec = with_files_at(spec, lambda file: str(folder / file))
+    _refuse_code_inside(run, folder, *(Path(file) for file in code_files(spec)))
     return Ended(run=run, spec=spec, info=info, folder=folder, seconds=run.seconds)
 
 
@@ -233,7 +232,7 @@ def refuse_foreign(run: Run) -> None:
     Raises:
         LaunchError: it belongs to another user.
     """
-    code = run.spec.task if isinstance(run.spec, RunSpec) else run.spec.script
+    code = " and ".join(code_names(run.spec).values()) if isinstance(run.spec, RunSpec) else run.spec.script
     probe = run_directory.part_of(run.path / run_directory.RUN_JSON)
     try:
         probe.touch(exist_ok=False)
@@ -257,11 +256,11 @@ def refuse_code_of_others(run: Run) -> None:
     """
     refuse_foreign(run)
     info = run_directory.read_json(run.path / run_directory.RUN_JSON)
-    file = run.spec.task.rpartition(":")[0] if isinstance(run.spec, RunSpec) else run.spec.script
+    files = code_files(run.spec) if isinstance(run.spec, RunSpec) else [run.spec.script]
     folder, command = info.get("cwd"), info.get("command")
     named = [
         folder,
-        os.path.join(folder or "", file) if file.endswith(".py") else None,
+        *(os.path.join(folder or "", file) for file in files),
         command[0] if isinstance(command, list) and command else None,
     ]
     _refuse_code_inside(run, *(Path(path) for path in named if isinstance(path, str) and path))
