@@ -1,5 +1,6 @@
 """The experiment: what is planted shows in the arms, everything is as it was afterwards, and errors say what to do."""
 
+import contextlib
 import itertools
 import json
 import os
@@ -20,13 +21,18 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from tests.forked import Forks
-from tests.played_steps import laps
+from tests.played_steps import Clock, laps
 from workbench.core.statistics import LOOKS
 from workbench.diagnosis.analysis.diagnosis import Diagnosis
 from workbench.diagnosis.analysis.evidence import Evidence
-from workbench.diagnosis.measure.experiment import _is_decided, experiment, new_pages_note
+from workbench.diagnosis.measure.evidence import EvidenceBuilder
+from workbench.diagnosis.measure.experiment import MIN_CALLS, _Experiment, _is_decided, experiment, new_pages_note
+from workbench.diagnosis.measure.trials import FEW_PAIRS
+from workbench.harness import ablations
 from workbench.harness.ab_test import measure_change
-from workbench.harness.blocks import DiagnoseError, StepFailed
+from workbench.harness.batches import CachedBatches
+from workbench.harness.blocks import BlockTimer, DiagnoseError, StepFailed
+from workbench.harness.peers import Peers
 
 BUDGET = 4.0
 
@@ -38,6 +44,48 @@ def test_rounds_end_after_as_many_looks_as_their_interval_allows_for() -> None:
     assert [_is_decided(equal[:count], least=3) for count in (2, 3)] == [False, True]
     assert [_is_decided(near[:count]) for count in (2, 4)] == [False, True]
     assert [_is_decided(noisy[:count]) for count in (4, LOOKS - 1, LOOKS, LOOKS + 1)] == [False, False, True, True]
+
+
+@pytest.mark.parametrize(("shares", "decided"), [((0.8, 1.2, 1.0), True), ((0.7, 1.0, 0.9), False), ((1.0, 1.0), False)])
+def test_noise_of_a_loader_that_takes_next_to_nothing_is_not_measured_again(shares: tuple[float, ...], decided: bool) -> None:
+    """Unless three pairs of blocks seem to say that it matters."""
+    pairs = [(1.0, share) for share in shares]
+    assert _is_decided(pairs, cheap=True, least=FEW_PAIRS) is decided
+    assert not _is_decided(pairs, cheap=False, least=FEW_PAIRS)
+
+
+class Pair(Peers):
+    """Two ranks that do the same."""
+
+    def gather(self, value: Any) -> Any:
+        return [value, value]
+
+
+@pytest.mark.parametrize(("elapsed", "known"), [(2.0, True), (20.0, True), (29.0, False)])
+def test_which_rank_pauses_is_found_out_even_late(elapsed: float, known: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a slow machine half of the budget was spent before a rank was seen to pause on its own; it was called stalled."""
+    clock = Clock()
+    monkeypatch.setattr(ablations, "can_skip_reduction", lambda _: True)
+    monkeypatch.setattr(ablations, "without_reduction", lambda _: contextlib.nullcontext())
+
+    def step(_: Any) -> None:
+        clock.now += 0.13 if bench.called % 12 == 7 else 0.01
+
+    with BlockTimer(step, Pair(world_size=2), torch.device("cpu"), clock=clock) as bench:
+        replay = CachedBatches()
+        replay.hold([torch.zeros(2)] * 3)
+        for arm, count in (("full", 60), ("alone", 6), ("cached", 60)):
+            bench.run(arm, [None] * count, count)
+        clock.now = elapsed
+        rounds: Any = SimpleNamespace(replay=replay, pairs=1)
+        feed: Any = SimpleNamespace(forks=False)
+        trial = _Experiment(bench, feed, None, SimpleNamespace(models=[], optimizers=[]), 30.0, [], None)  # type: ignore[arg-type]
+        trial.rounds, trial.sums = rounds, EvidenceBuilder(bench, feed, rounds)
+        bench.tick()
+        trial._wait_for_stalls(0.01, MIN_CALLS)
+    assert len(trial.sums.stalls().at) >= 10
+    assert (len(trial.sums.stalls(alone=True).at) >= 3) is known
+    assert clock.now < elapsed + 1.5  # and no longer
 
 
 class Samples(Dataset[tuple[Tensor, Tensor]]):

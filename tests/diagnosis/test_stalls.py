@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from workbench.diagnosis.analysis.evidence import Stalls
-from workbench.diagnosis.analysis.stalls import Call, find_stalls
+from workbench.diagnosis.analysis.stalls import Call, find_stalls, is_open, stalled_at_most
 from workbench.harness.results import Place
 
 STEP = 0.01
@@ -144,3 +144,47 @@ def test_whatever_the_times_the_answer_is_possible(rows: list[tuple[float, float
     assert set(stalls.at) <= set(range(len(rows)))
     assert stalls.extra >= 0
     assert stalls.steps <= len(rows)
+
+
+def stalling(count: int, steps: int, times: float) -> Stalls:
+    """So many irregular stalls in so many steps, each as long as some steps."""
+    added = times * count / steps
+    return Stalls(steps=steps, at=tuple(range(count)), extra=times * STEP, share=added / (1 + added))
+
+
+@pytest.mark.parametrize(
+    ("stalls", "clear"),
+    [
+        (stalling(0, 100, 0.0), True),
+        (stalling(1, 100, 3.0), True),  # even five of them would take no more than 13 %
+        (stalling(1, 100, 8.0), False),  # five would take 28 %
+        (stalling(1, 400, 8.0), True),
+        (stalling(2, 100, 20.0), False),
+        (stalling(3, 100, 20.0), True),
+    ],
+)
+def test_stalls_that_cannot_be_to_blame_are_not_waited_for(stalls: Stalls, clear: bool) -> None:
+    assert is_open(stalls, []) is not clear
+
+
+def test_what_seldom_happens_by_chance_is_less_than_stalls_may_take() -> None:
+    chance = random.Random(0)
+    below = 0
+    for _ in range(400):
+        count = sum(chance.random() < 0.02 for _ in range(150))
+        below += stalled_at_most(stalling(count, 150, 10.0)) < 0.2 / 1.2 if count else 0
+    assert below < 0.05 * 400
+
+
+@pytest.mark.parametrize(
+    ("together", "own", "clear"),
+    [
+        (stalling(8, 96, 12.0), (stalling(0, 12, 0.0), stalling(0, 12, 0.0)), False),  # one is to be expected in a dozen steps
+        (stalling(8, 96, 12.0), (stalling(0, 16, 0.0), stalling(1, 16, 12.0)), False),
+        (stalling(8, 96, 12.0), (stalling(0, 36, 0.0), stalling(3, 36, 12.0)), True),
+        (stalling(8, 96, 12.0), (stalling(0, 130, 0.0), stalling(1, 130, 12.0)), True),  # it is the reductions that stall
+        (stalling(1, 300, 5.0), (stalling(0, 40, 0.0), stalling(0, 40, 0.0)), True),  # whoever it is, it does not matter
+    ],
+)
+def test_whose_stalls_they_are_is_open_until_a_rank_on_its_own_shows_it(together: Stalls, own: tuple[Stalls, ...], clear: bool) -> None:
+    assert is_open(together, own) is not clear

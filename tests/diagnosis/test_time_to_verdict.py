@@ -37,7 +37,7 @@ CASES = {
     "healthy": Case("compute-bound"),
     "loader 4 %": Case("compute-bound", loader=0.0013),
     "loader 25 %": Case("input-bound", loader=0.0105),
-    "loader 60 %": Case("input-bound", loader=0.05),
+    "loader 60 %": Case("input-bound", loader=0.05, optimizer=0.0015),
     "optimizer 50 %": Case("optimizer-bound", sample=0.0002, optimizer=0.007),
     "optimizer 15 %": Case("compute-bound", optimizer=0.0055),
 }

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.played_steps import Clock
-from workbench.core.system_load import Noise, RunQueueDelay
+from workbench.core.system_load import Noise, RunQueueDelay, usable_cores
 from workbench.diagnosis.measure.trials import (
     FEW_PAIRS,
     MAX_CORE_WAIT,
@@ -270,9 +270,9 @@ def test_more_threads_are_not_tried_where_others_take_the_cores() -> None:
     replay = CachedBatches()
     replay.hold([torch.zeros(2)])
 
-    def names(foreign: float) -> set[str]:
+    def names(foreign: float, ranks: int = 1) -> set[str]:
         noise, cpu = Noise(cores=2.0, foreign=foreign), torch.device("cpu")
-        some = treatments([], [], replay, device=cpu, precision="fp32", accumulation=1, world_size=1, gc_share=0.0, noise=noise)
+        some = treatments([], [], replay, device=cpu, precision="fp32", accumulation=1, world_size=ranks, gc_share=0.0, noise=noise)
         return {one.name for one in some}
 
     before = torch.get_num_threads()
@@ -280,6 +280,7 @@ def test_more_threads_are_not_tried_where_others_take_the_cores() -> None:
         torch.set_num_threads(1)
         assert {f"threads={count}" for count in thread_counts()} <= names(0.1)
         assert not any(name.startswith("threads=") for name in names(0.6))
+        assert not any(name.startswith("threads=") for name in names(0.0, ranks=1 + int(usable_cores()) // 2))  # nor where other ranks do
         torch.set_num_threads(2)
         assert "threads=1" in names(0.6)  # fewer may help then
     finally:
@@ -355,3 +356,16 @@ def test_what_cuda_graphs_hold_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> 
     assert [variant.name for variant in reaching(variants, partial)[0]] == ["no_optimizer", "device_batch", "doubled", "optimizer=fused"]
     assert reaching(variants, Replays()) == (variants, "")
     assert reaching(variants[2:4], whole)[1] == ""
+
+
+@pytest.mark.parametrize(("most", "pairs"), [(1.0, 3), (0.09, 1)])
+def test_what_cannot_be_to_blame_takes_one_pair(clock: Clock, most: float, pairs: int) -> None:
+    """A trace shows how little of the step the optimizer takes: however much blocks vary, its share of the step is not asked again."""
+    with BlockTimer(lambda _: setattr(clock, "now", clock.now + 0.01), Peers(), torch.device("cpu"), clock=clock) as bench:
+        replay = CachedBatches()
+        replay.hold([torch.zeros(2)] * 3)
+        bench.run("cached", replay.give(4), 4)
+        trials = Trials(bench, replay, lambda: None, full=0.01, most={"no_optimizer": most})
+        faster = lambda step: lambda _: setattr(clock, "now", clock.now + 0.0073)  # noqa: E731
+        trials.run([Variant(name="no_optimizer", wrap=faster)], 1000)
+    assert len(trials.results()["no_optimizer"].pairs) == pairs

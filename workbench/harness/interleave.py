@@ -102,7 +102,8 @@ class InterleavedRounds:
         self.steps = steps_for(step, block, least=least, multiple=int(per_pass) if self.whole_passes else whole)
         some = (min(least, 3), workers if workers * alone < 2 * BLOCK_SECONDS else 1) if feed.queue else (1, 1)
         self.loads = steps_for(alone, block / 2, least=some[0], most=self.steps, multiple=some[1])
-        self.warm = 0 if least == 1 else max(1 if step > 0.25 else 2, whole if feed.queue and self.steps > whole else 1)
+        long = 0.05 if bench.device.type == "cpu" else 0.25
+        self.warm = 0 if least == 1 else max(1 if step > long else 2, whole if feed.queue and self.steps > whole else 1)
         if feed.kind == "once":
             self.steps, self.loads, self.warm = min(self.steps, STEPS_OF_ITERATOR), 1, 1
         self.cost = self.steps * 2 * step + self.loads * alone + self.warm * 2 * step

@@ -105,7 +105,7 @@ PLANTED = (
     ),
     Case(
         name="hidden_by_the_queue",
-        plants="one worker is too slow, which a full queue hides for a hundred steps",
+        plants="one worker is too slow, which a full queue hides for dozens of steps",
         answers={INPUT: ("storage",)},
         spec={"micro_batch": 32, "num_workers": 1, "prefetch_factor": 40},
         settle=140,

@@ -123,7 +123,8 @@ def too_many_workers() -> wb.Task:
 
 
 def hidden_by_the_queue(planted: bool = True) -> wb.Task:
-    return stored(Waiting(0.0005) if planted else None)
+    cost = Waiting(0.0005) if planted else None  # 16 ms for a batch, longer than this model trains on it on a slow machine, too
+    return wb.Task(model=mlp, dataset=partial(Vectors, cost=cost), loss=classify, optimizer=SGD)
 
 
 def one_slow_sample_in_twenty(planted: bool = True) -> wb.Task:

@@ -84,6 +84,9 @@ MAX_FRESH_COST = 0.2
 """Most that training slows down on fresh batches, as a fraction of the step on replayed ones. Measured on two cores of the machine of
 `FITTED_ON`: 0.1 to 0.2 where batches are cheap to make. It only cuts what paired blocks measured: with half, the loader may be given a
 tenth of the step too little; with twice, noise as large counts as the loader's."""
+MAX_OPTIMIZER_COST = 2.0
+"""Most that an optimizer takes of a step on a CPU, as a multiple of its time in a trace: its writes push other data out of the caches.
+Derived: they cannot cost more than to read it all again. It decides which variants are tried, and caps what the optimizer seems to take."""
 
 
 def scaled(interval: Interval, by: float) -> Interval:
@@ -163,7 +166,7 @@ def between_sources(arm: Interval, traced: float) -> Interval:
     To read that again takes at most as long as the optimizer, so the interval ends at twice the traced time.
     """
     low, mid, high = min(arm.low, traced), (arm.mid + traced) / 2, max(arm.high, traced)
-    return capped(Interval(low=low, mid=mid, high=high), 2 * traced)
+    return capped(Interval(low=low, mid=mid, high=high), MAX_OPTIMIZER_COST * traced)
 
 
 def widened(e: Evidence, arm: VariantTimes) -> Interval:
@@ -175,6 +178,9 @@ def widened(e: Evidence, arm: VariantTimes) -> Interval:
 
 
 NOTHING = Interval(low=0.0, mid=0.0, high=0.0)
+CHEAP_LOADER = 0.08
+"""Fraction of the step below which the loader does not matter, whatever blocks with and without it seem to say. Chosen: half of what is
+blamed. With half, noisy steps with small loaders take longer to judge; with twice, a loader near its limit is judged by few blocks."""
 MIN_CERTAIN_LOADER = 0.15
 """Fraction of the step. A loader whose interval begins above it costs much, whatever the noise is. That of `verdict.USUAL`, which says
 where it comes from."""
@@ -231,11 +237,13 @@ class Costs:
         data = at_least_0(scaled(ratio, clean))
         loader = _loader(e)
         noise, met = (e.noise.spread if e.noise else 0.05) / 2, NOTHING
-        if not noise_warnings(e):
+        noisy = bool(noise_warnings(e))
+        if not noisy:
             met = _met(e, data, loader, noise)
-        elif e.loading and not e.loading.num_workers and loader < data.mid and data.low < MIN_CERTAIN_LOADER * clean:
+        serial = e.loading is not None and not e.loading.num_workers
+        if serial and (noisy or _is_cheap(e, loader, clean)) and loader < data.mid and data.low < MIN_CERTAIN_LOADER * clean:
             data = serial_loader(data, loader, clean)
-        if e.device == "cpu" and e.world_size == 1 and e.loading and not e.loading.num_workers and loader <= data.high:
+        if e.device == "cpu" and e.world_size == 1 and serial and loader <= data.high:
             data = Interval(low=data.low, mid=max(data.mid, loader), high=data.high)  # nothing hides it
         data, replayed = subtract(data, met.mid), clean - data.mid
         slow = slow_rank(e.ranks)
@@ -249,7 +257,7 @@ class Costs:
             traced = e.inside.optimizer / e.inside.step * replayed
             if "no_optimizer" not in e.arms:
                 optimizer = Interval(low=max(0.0, traced * (1 - max(0.0, e.inside.slowdown))), mid=traced, high=traced)
-            elif e.device == "cpu" and noise_warnings(e):
+            elif e.device == "cpu" and (noise_warnings(e) or len(e.arms["no_optimizer"].pairs) == 1):
                 optimizer = between_sources(optimizer, traced)
         communication = _saved(e, "no_sync", replayed)
         transfer = _saved(e, "device_batch", replayed)
@@ -360,6 +368,11 @@ def _loader(e: Evidence) -> float:
     if e.world_size > 1 and not math.isnan(alone) and not math.isnan(arm):
         return max(alone, arm)  # `loading` is one rank's; the arm is the slowest one's
     return arm if math.isnan(alone) else alone
+
+
+def _is_cheap(e: Evidence, loader: float, clean: float) -> bool:
+    """Does the loader of a single rank, which works while training waits, take so little that few pairs with and without it were timed?"""
+    return e.world_size == 1 and e.loading is not None and e.loading.kind == "DataLoader" and loader < CHEAP_LOADER * clean
 
 
 def _overlap(clean: float, cached: float, loader: float) -> float:

@@ -1,5 +1,6 @@
 """Finds stalls: calls of step() that took far longer than comparable calls, as distinct from noise and from steps of several lengths."""
 
+import math
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -36,6 +37,16 @@ MIN_TURNS = 3
 """With fewer turns no period is recognised. Chosen: two equal distances may be chance."""
 MIN_CALLS_OF_ARM = 4
 """With fewer calls, the normal length of a variant is not known. Chosen: the median of four bears one stall."""
+MIN_STALLS = 3
+"""Stalls after which their share is known well enough. Chosen: an interval of n ± √n has 42 % of them at its lower end."""
+LOOSE_STALLS = 0.04
+"""Fraction of the step: where irregular stalls take a share that is known less closely, to `share / √n`, more of them are waited for.
+Chosen: as closely as the other parts are known."""
+BLAMED_STALLS = 0.15
+"""Fraction of the step below which stalls are not to blame. Chosen: that of `verdict.USUAL`."""
+EXPECTED_OWN, FEWER_OWN = 10, 4
+"""Stalls that a rank should have had on its own after which it is known that it has none: if it has had less than a quarter of them.
+Derived as `costs.MIN_EXPECTED_STALLS`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,3 +206,43 @@ def _named(group: _Group, usual: Sequence[Call], places: Callable[[int], Mapping
     kind = max(kinds, key=lambda name: kinds[name])
     where = max((place for place in surplus if place.kind == kind), key=lambda place: surplus[place]).line
     return replace(group, kind=group.kind or (kind if kinds[kind] >= total / 2 else None), where=where)
+
+
+def stalled_at_most(stalls: Stalls) -> float:
+    """Fraction of the time of all steps that stalls take, if as many came by chance as seldom come: above 95 % of a Poisson distribution.
+
+    >>> rare = Stalls(steps=150, at=(70,), extra=0.08, share=0.05)
+    >>> round(stalled_at_most(rare), 2)
+    0.21
+    """
+    count = len(stalls.at)
+    if not count or stalls.share >= 1:
+        return stalls.share
+    odds = stalls.share / (1 - stalls.share) * (math.sqrt(count + 1) + 0.8) ** 2 / count
+    return odds / (1 + odds)
+
+
+def stalled_at_least(stalls: Stalls) -> float:
+    """The same at the lower end of what is judged: 10 % less where they are regular, else n - √n of n stalls."""
+    return stalls.share * (0.9 if stalls.every else 1 - 1 / math.sqrt(len(stalls.at) or 1))
+
+
+def is_loose(stalls: Stalls) -> bool:
+    """Is the share of irregular stalls known too loosely?"""
+    return not stalls.every and stalls.share > LOOSE_STALLS * math.sqrt(len(stalls.at))
+
+
+def is_open(stalls: Stalls, own: Sequence[Stalls]) -> bool:
+    """Might more steps change whether stalls are to blame, or which ranks have them?
+
+    Args:
+        stalls: in all steps.
+        own: of each rank, in steps in which no rank waits for another; empty = of one rank, or of ranks that cannot do without.
+    """
+    if not stalls.at or stalled_at_most(stalls) < BLAMED_STALLS:
+        return False
+    if not own:
+        return len(stalls.at) < MIN_STALLS
+    worst = max(own, key=lambda rank: rank.share)
+    expected = len(stalls.at) / stalls.steps * worst.steps
+    return len(worst.at) < MIN_STALLS and not (expected >= EXPECTED_OWN and len(worst.at) < expected / FEWER_OWN)

@@ -21,7 +21,9 @@ from workbench.core.gpu_load import GpuLoad, load_nvml
 from workbench.core.machine_speeds import Machine, MachineSpeeds, slowness
 from workbench.core.statistics import LOOKS, Interval, repeated_interval
 from workbench.core.system_load import LoadMeter
-from workbench.diagnosis.analysis.evidence import ARMS, SMALL_OP, Evidence, Gradients, Inside, Loading, Stalls
+from workbench.diagnosis.analysis.costs import CHEAP_LOADER, MAX_OPTIMIZER_COST
+from workbench.diagnosis.analysis.evidence import ARMS, SMALL_OP, Evidence, Gradients, Inside, Loading
+from workbench.diagnosis.analysis.stalls import is_loose, is_open, stalled_at_least
 from workbench.diagnosis.measure import inside, loading
 from workbench.diagnosis.measure.evidence import EvidenceBuilder
 from workbench.diagnosis.measure.trials import CLEAR_INTERVAL, FEW_PAIRS, MIN_BLAMED_SAVING, NARROW_INTERVAL, Trials, reaching, treatments
@@ -39,20 +41,16 @@ BUDGET_SHARES = {"warm-up": 0.1, "rounds": 0.4, "inside": 0.5, "loading": 0.6, "
 """Until which fraction of the budget each part may go on, at most."""
 LOADING_SECONDS, INSIDE_SECONDS, INSIDE_DEVICE_SECONDS = 3.0, 0.9, 1.2
 """Most that these parts take of a large budget: the loader, and a look inside the step on a CPU and on a device."""
-CHEAP_LOADER, HIDDEN_LOADER_SECONDS, CHEAP_LOADER_SECONDS = 0.08, 1.0, 0.5
-"""Fraction of the step below which the loader does not matter. Seconds for which it is probed where that is what it adds to the step, and
-where all of its work is no more."""
-BLAMED_LOADER = 0.15
-"""Fraction of the step from which on the loader is to blame; see `diagnosis.analysis.verdict.USUAL`."""
+HIDDEN_LOADER_SECONDS, CHEAP_LOADER_SECONDS = 1.0, 0.5
+"""Seconds for which the loader is probed where it adds no more than CHEAP_LOADER to the step, and where all of its work is no more."""
+BLAMED = 0.15
+"""Fraction of the step from which on the loader, or stalls, are to blame; see `diagnosis.analysis.verdict.USUAL`."""
 SLOW_STEP = 0.7
 """Seconds: such steps are traced once."""
 MIN_CALLS = 120
 """So many calls of step() should be seen, for stalls to show, unless they take more than a third of the budget."""
-MIN_STALLS = 3
-"""Stalls that are waited for once one was seen, for half of the budget at most."""
-LOOSE_STALLS = 0.04
-"""Fraction of the step: where irregular stalls take a share that is known less closely, to `share / √n`, more of them are waited for, for a
-third of the budget at most. Chosen: as closely as the other parts are known."""
+STALLS_UNTIL, OWNERS_UNTIL = 0.5, 0.75
+"""Fractions of the budget until which more stalls are waited for: so that their share gets clear, and to see which rank has them."""
 
 
 def experiment(
@@ -172,8 +170,9 @@ class _Experiment:
                 cached = self.bench.timings.typical("cached")
                 self._look_inside(cached)
                 self._probe_loader()
+                self._wait_for_stalls(cached, calls=0)
                 self._trials(self.bench.timings.typical("full"))
-                self._wait_for_stalls(cached)
+                self._wait_for_stalls(cached, calls=MIN_CALLS)
             except KeyboardInterrupt as stop:  # of one rank alone: the others wait for it somewhere
                 if not self.rounds.pairs or (self.peers.world_size > 1 and not isinstance(stop, _StopTogether)):
                     raise
@@ -197,9 +196,6 @@ class _Experiment:
         finally:
             meter.close()
 
-    def _until(self, part: str) -> float:
-        return BUDGET_SHARES[part] * self.budget
-
     def _say(self, now: str) -> None:
         """Tell what is tried now, and what saves most of all that was tried. Collective.
 
@@ -222,7 +218,7 @@ class _Experiment:
     def _warm_up(self) -> None:
         """Take the first steps, and observe the step meanwhile."""
         self.progress("the first steps", "")
-        self.seen = run_first_steps(self.bench, self.feed, self.keep, self.found, self._until("warm-up"), self.notes)
+        self.seen = run_first_steps(self.bench, self.feed, self.keep, self.found, BUDGET_SHARES["warm-up"] * self.budget, self.notes)
         self.rounds = InterleavedRounds(self.bench, self.feed, self.keep, self.models, self.optimizers, written=self.seen.written)
         self.sums = EvidenceBuilder(self.bench, self.feed, self.rounds)
 
@@ -234,10 +230,11 @@ class _Experiment:
         while True:
             self._say("no loader")
             rounds.turn()
-            if max(self.peers.gather(self.feed.exhausted)) or bench.elapsed + rounds.cost > self._until("rounds"):
+            if max(self.peers.gather(self.feed.exhausted)) or bench.elapsed + rounds.cost > BUDGET_SHARES["rounds"] * self.budget:
                 break
-            pairs = self.sums.arm("cached").pairs
-            if self.peers.agree(_is_decided(pairs, least=self._few_pairs()), all):  # passes may have other lengths elsewhere
+            pairs, loads = self.sums.arm("cached").pairs, self.sums.arm("loader").pairs
+            cheap = self.feed.kind == "DataLoader" and not self.feed.queue and max(load / full for full, load in loads) < CHEAP_LOADER
+            if self.peers.agree(_is_decided(pairs, least=self._few_pairs(), cheap=cheap), all):  # passes may have other lengths elsewhere
                 break
         if not rounds.watched:
             rounds.clocked(50)
@@ -270,7 +267,7 @@ class _Experiment:
         bench, replay = self.bench, self.rounds.replay
         self.rounds.settle()
         most = INSIDE_SECONDS if bench.device.type == "cpu" else INSIDE_DEVICE_SECONDS
-        seconds = min(most, max(0.0, self._until("inside") - bench.elapsed))
+        seconds = min(most, max(0.0, BUDGET_SHARES["inside"] * self.budget - bench.elapsed))
         traced, plain = inside.step_counts(cached, budget_s=seconds) if cached < SLOW_STEP else (1, 1)
         batches = chain.from_iterable(iter(lambda: replay.give(8), None))
         with bench.unsampled():
@@ -290,7 +287,7 @@ class _Experiment:
         self._say("the loader by itself")
         adds, works = self.sums.arm("cached").saved.mid, 1 - self.sums.arm("loader").saved.high
         most = LOADING_SECONDS if adds > CHEAP_LOADER else HIDDEN_LOADER_SECONDS if works > CHEAP_LOADER else CHEAP_LOADER_SECONDS
-        seconds = min(most, max(1.0, self._until("loading") - self.bench.elapsed))
+        seconds = min(most, max(1.0, BUDGET_SHARES["loading"] * self.budget - self.bench.elapsed))
         if self.peers.rank == 0 and self.feed.exhausted:
             self.loading = Loading(kind="once", alone=self.bench.timings.typical("loader") / self.feed.accumulation)
         elif self.peers.rank == 0:
@@ -300,19 +297,22 @@ class _Experiment:
 
     def _trials(self, full: float) -> None:
         self.rounds.settle()
-        cached = saved_by_caching(self.sums.arm("cached").pairs)
+        look = self.inside if self.inside and self.inside.step > 0 else None
+        gc_share, optimizer = look.gc / look.step if look else 0.0, 1.0
+        if look and look.optimizer is not None and self.bench.device.type == "cpu":
+            optimizer = MAX_OPTIMIZER_COST * look.optimizer / look.step * self.bench.timings.typical("cached") / full
+        optimizer = self.peers.agree(optimizer)
+        known = (saved_by_caching(self.sums.arm("cached").pairs).low, stalled_at_least(self.sums.stalls()))
         self.trials = trials = Trials(
             self.bench,
             self.rounds.replay,
             self.keep.restore_weights,
             full=full,
-            lead=self.peers.agree(cached.low if cached.low > BLAMED_LOADER else 0.0, min),
+            lead=self.peers.agree(max((low for low in known if low > BLAMED), default=0.0), min),
             few=self._few_pairs(),
+            most={"no_optimizer": optimizer},
             alone=lambda: ablations.without_reduction(self.models),
         )
-        look = self.inside if self.inside and self.inside.step > 0 else None
-        gc_share = look.gc / look.step if look else 0.0
-        optimizer_share = look.optimizer / look.step * trials.worth if look and look.optimizer is not None else 1.0
         some = treatments(
             self.models,
             self.optimizers,
@@ -322,7 +322,7 @@ class _Experiment:
             accumulation=self.feed.accumulation,
             world_size=self.peers.world_size,
             gc_share=self.peers.agree(gc_share),
-            optimizer_share=self.peers.agree(optimizer_share),
+            optimizer_share=optimizer,
             noise=self.meter.noise(),
         )
         some, note = reaching(some, self.seen.replays)
@@ -330,32 +330,28 @@ class _Experiment:
         everywhere = set[str].intersection(*(set(names) for names in self.peers.gather([treatment.name for treatment in some])))
         everywhere -= set() if self.seen.reduces else {"no_sync"}  # it would say that communication costs nothing
         trials.begun = lambda name: self._say(what_changes(name))
-        trials.run([treatment for treatment in some if treatment.name in everywhere], self._until("trials"))
+        trials.run([treatment for treatment in some if treatment.name in everywhere], BUDGET_SHARES["trials"] * self.budget)
         self.notes += trials.notes
 
-    def _wait_for_stalls(self, cached: float) -> None:
-        """More cached steps, where too few were seen, or one that stalled and no second one."""
+    def _wait_for_stalls(self, cached: float, calls: int) -> None:
+        """More cached steps: until so many calls were seen, and it is clear what stalls cost and which ranks have them.
+
+        Of several ranks, steps in which none waits for another: only these show whose the stalls are.
+        """
         bench, replay = self.bench, self.rounds.replay
-        count = replay.fitting(steps_for(cached, 0.5, least=1))
         alone = self.peers.world_size > 1 and ablations.can_skip_reduction(self.models)
         arm = ablations.without_reduction(self.models) if alone else contextlib.nullcontext()
-        name = "no_sync" if alone else "cached"
+        name, until = ("no_sync", OWNERS_UNTIL) if alone else ("cached", STALLS_UNTIL)
+        count = replay.fitting(steps_for(cached, 0.5, least=1))
         self._say("more steps, to look for stalls")
         with arm:
             while True:
-                seen = max(self.peers.gather(len(self.sums.stalls().at)))
-                if seen and alone:  # whose are they? A rank shows that only while it does not wait for the others
-                    seen = max(self.peers.gather(len(self.sums.stalls(alone=True).at))) or 1
-                loose = max(self.peers.gather(_are_loose(self.sums.stalls())))
-                few = (loose or bench.called < MIN_CALLS) and bench.elapsed < self.budget / 3
-                if not few and (not 0 < seen < MIN_STALLS or bench.elapsed > self.budget / 2):
+                everyone = self.peers.gather((self.sums.stalls(), self.sums.stalls(alone=True) if alone else None))
+                stalls = max((stalls for stalls, _ in everyone), key=lambda stalls: stalls.share)
+                few = (bench.called < calls or (calls and is_loose(stalls))) and bench.elapsed < self.budget / 3
+                if not few and not (is_open(stalls, [own for _, own in everyone if own]) and bench.elapsed < until * self.budget):
                     return
                 bench.run(name, replay.give(count), count)
-
-
-def _are_loose(stalls: Stalls) -> bool:
-    """Is the share of irregular stalls known too loosely?"""
-    return not stalls.every and stalls.share > LOOSE_STALLS * math.sqrt(len(stalls.at))
 
 
 def saved_by_caching(pairs: Sequence[tuple[float, float]], *, looks: int = LOOKS) -> Interval:
@@ -414,12 +410,17 @@ def as_words(what: str, saved: Interval) -> str:
     return f"{what}: {100 * abs(saved.mid):.0f} % {word} ({100 * low:.0f} to {100 * high:.0f})"
 
 
-def _is_decided(pairs: Sequence[tuple[float, float]], *, least: int = 2) -> bool:
-    """Is it clear whether the loader is to blame, and if so, what it costs? After LOOKS, more would not make it so."""
+def _is_decided(pairs: Sequence[tuple[float, float]], *, least: int = 2, cheap: bool = False) -> bool:
+    """Is it clear whether the loader is to blame, and if so, what it costs? After LOOKS, more would not make it so.
+
+    Where it is cheap, since making batches while training waits takes next to nothing, what cached batches seem to save is noise.
+    """
     if not least <= len(pairs) < LOOKS:
         return len(pairs) >= LOOKS
+    if cheap and len(pairs) >= FEW_PAIRS and sum(arm for _, arm in pairs) > (1 - MIN_BLAMED_SAVING) * sum(full for full, _ in pairs):
+        return True
     saved, width = saved_by_caching(pairs), saved_by_caching(pairs, looks=1).width
-    if BLAMED_LOADER not in saved and width <= CLEAR_INTERVAL:
+    if BLAMED not in saved and width <= CLEAR_INTERVAL:
         return True
     return saved.high < MIN_BLAMED_SAVING or (len(pairs) >= FEW_PAIRS and width <= NARROW_INTERVAL)
 

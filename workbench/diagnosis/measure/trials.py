@@ -2,7 +2,7 @@
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from workbench.core.checks import number_in_environment
 from workbench.core.gc import without_gc
 from workbench.core.statistics import LOOKS, Interval, Spread, repeated_interval
 from workbench.core.system_load import Noise, usable_cores
@@ -43,7 +44,9 @@ BLAMED_SAVING = {"no_sync": 0.15, "no_optimizer": 0.3, "device_batch": 0.15}
 others are remedies: whether they gain 10 or 15 % does not have to be known."""
 NARROW_FOR_REMEDY = 0.1
 """The interval of a remedy's saving is narrow enough if it is no wider."""
-MAX_PAIRS, MAX_REMEDY_PAIRS = LOOKS, 8
+MAX_PAIRS, MAX_REMEDY_PAIRS = LOOKS, 4
+"""Of a part of the step, and of a remedy: with four, a gain is known to a fiftieth of the step where blocks vary by 4 %, less than formulas
+err."""
 MAX_POOLED = 8
 """Degrees of freedom that the spread of the other variants counts for, beside a variant's own."""
 SETTLING_STEPS = 2
@@ -60,10 +63,6 @@ MAX_DOUBLED_BYTES = 2**29
 """Bytes: larger batches are not doubled."""
 MIN_GC_SHARE = 0.02
 """Fraction of the step below which the garbage collector is not worth an ablation. Chosen below `remedy.MIN_SPEEDUP`."""
-MAX_OPTIMIZER_COST = 2.0
-"""Most that an optimizer takes of a step on a CPU, as a multiple of its time in a trace: its writes push other data out of the caches.
-Derived: they cannot cost more than to read it all again. It decides whether other implementations are tried, never what they are said to
-gain."""
 
 
 def treatments(
@@ -90,7 +89,7 @@ def treatments(
         accumulation: batches per step.
         world_size: ranks.
         gc_share: fraction of the step that Python's garbage collector takes.
-        optimizer_share: fraction of the full step that the optimizer takes in a trace; another implementation saves no more.
+        optimizer_share: fraction of the full step that the optimizer takes at most; another implementation saves no more.
         noise: of other processes.
     """
     first = replay.first
@@ -111,7 +110,8 @@ def treatments(
     if each(padding_of)(first) is not None and each(trimmed)(first) is not None:
         treatments.append(Variant(name="trimmed", batch=each(trimmed)))
     if device.type == "cpu":  # threads wait for each other, and where others have a core, for them
-        more = [count for count in thread_counts() if count > torch.get_num_threads()]
+        here = min(world_size, number_in_environment("LOCAL_WORLD_SIZE", world_size))
+        more = [count for count in thread_counts() if torch.get_num_threads() < count <= usable_cores() / here]
         treatments += [_with_threads(count) for count in more if not noise.is_crowded(world_size * count)]
     treatments += [
         Variant(
@@ -120,8 +120,7 @@ def treatments(
             instead_of="" if name == "fused" else "optimizer=fused",  # in the gallery it saves no more, but for noise
         )
         for name in ("fused", "foreach")
-        if (device.type != "cpu" or MAX_OPTIMIZER_COST * optimizer_share >= MIN_SAVING)
-        and ablations.has_unused_implementation(optimizers, name)
+        if optimizer_share >= MIN_SAVING and ablations.has_unused_implementation(optimizers, name)
     ]
     if precision == "fp32" and models and has_tf32(device):
         strict = not uses_tf32() or (has_convolutions(models) and not uses_tf32(convolution=True))
@@ -198,6 +197,7 @@ class Trials:
         full: float,
         lead: float = 0.0,
         few: int = 2,
+        most: Mapping[str, float] | None = None,
         alone: ablations.Switch = contextlib.nullcontext,
     ) -> None:
         """Prepare; nothing is run yet.
@@ -209,9 +209,10 @@ class Trials:
             full: seconds of a full step.
             lead: fraction of it that the removal of a part saves which was tried before, for certain: a part that saves less is not blamed.
             few: pairs that each variant takes at least, unless it is hopeless.
+            most: fractions of a full step that variants, by name, save at most, as a trace shows: one pair of a hopeless one is enough.
             alone: inside, no rank waits for another.
         """
-        self.alone, self.few = alone, few
+        self.alone, self.few, self.most = alone, few, most or {}
         self.bench, self.replay, self.rewind, self.full, self.lead = bench, replay, rewind, full, lead
         self.notes: list[str] = []
         self.begun: Callable[[str], object] = lambda name: None
@@ -302,6 +303,8 @@ class Trials:
         if not (count := len(self._logarithms(name))):
             return False
         saved, limit = self.saved(name), BLAMED_SAVING.get(name)
+        if self.most.get(name, 1.0) < MIN_BLAMED_SAVING:
+            return True
         if count == 1 and not self._had_its_core(name):
             return False
         if saved.high < (MIN_SAVING if limit is None else MIN_BLAMED_SAVING):
@@ -313,8 +316,10 @@ class Trials:
         width = self.saved(name, looks=1).width  # how well a value is known is no decision that may be wrong
         if limit is None:
             return width <= NARROW_FOR_REMEDY or count >= MAX_REMEDY_PAIRS
-        if saved.low > limit or saved.high < max(limit, self.lead):
+        if saved.low > limit:
             return width <= CLEAR_INTERVAL
+        if saved.high < max(limit, self.lead):  # not to blame, whatever it takes
+            return True
         return count >= least and width <= NARROW_INTERVAL
 
     def _had_its_core(self, name: str) -> bool:
