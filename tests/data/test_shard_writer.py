@@ -270,6 +270,44 @@ def test_two_writers_and_a_disk_that_is_full(tmp_path: Path, monkeypatch: pytest
             wb.data.write_shards(SAMPLES, tmp_path / "c", quiet=True)
 
 
+def test_the_manifest_is_on_the_disk_last_and_goes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whenever the power fails: where there is a manifest, everything that it describes is on the disk under its name."""
+    events: list[tuple[str, str]] = []
+    sync, replace, unlink = os.fsync, os.replace, os.unlink
+
+    def synced(descriptor: int) -> None:
+        events.append(("sync", os.readlink(f"/proc/self/fd/{descriptor}")))
+        sync(descriptor)
+
+    def renamed(old: Any, new: Any, **options: Any) -> None:
+        events.append((f"{old} to", str(new)))
+        replace(old, new, **options)
+
+    def removed(path: Any, **options: Any) -> None:
+        events.append(("remove", str(path)))
+        unlink(path, **options)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "replace", renamed)
+    monkeypatch.setattr(os, "unlink", removed)
+    out = tmp_path / "a"
+    for seed in (0, 1):
+        events.clear()
+        wb.data.write_shards(SAMPLES, out, shards=2, seed=seed, overwrite=bool(seed), quiet=True)
+        places = {path: number for number, (what, path) in enumerate(events) if what.endswith(" to")}
+        there = [out / name for name in ("shard-000000.tar", "shard-000001.tar", "index.npz", "manifest.json")]
+        assert max(places[str(path)] for path in there) == places[str(out / "manifest.json")]
+        for path in there:
+            at = places[str(path)]
+            under = events[at][0].removesuffix(" to")
+            assert ("sync", under) in events[:at], path  # its content
+            until = places[str(out / "manifest.json")] if path.name != "manifest.json" else len(events)
+            assert ("sync", str(out)) in events[at:until], path  # its name
+    first = events.index(("remove", str(out / "manifest.json")))
+    shard = events.index(("remove", str(out / "shard-000000.tar")))
+    assert ("sync", str(out)) in events[first:shard]
+
+
 def test_a_writer_killed_after_the_manifest_leaves_a_finished_dataset(tmp_path: Path) -> None:
     """What it had not removed yet goes with the next call, and another dataset can be written over it."""
     wb.data.write_shards(SAMPLES, tmp_path, quiet=True)

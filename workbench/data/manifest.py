@@ -331,18 +331,42 @@ def about_shard(rows: Mapping[str, Array]) -> list[str]:
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Write a file that is there whole and on the disk, or not at all."""
+    """Write a file that is there whole and on the disk, or not at all: what was there before stays until then.
+
+    Raises:
+        DiskFullError: there is no room.
+    """
     part = path.with_name(f"{path.name}.part")
     part.unlink(missing_ok=True)  # of a writer that was killed; or a link, which would lead elsewhere
-    with open(part, "xb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(part, path)
+    try:
+        with open(part, "xb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(part, path)
+    except OSError as error:
+        part.unlink(missing_ok=True)
+        run_directory.raise_if_full(path, error)
+        raise
+    sync_names(path.parent)
+
+
+def write_json(path: Path, value: object) -> None:
+    """As `write_whole`, a value as JSON."""
+    write_whole(path, (json.dumps(value, indent=1) + "\n").encode())
+
+
+def sync_names(folder: Path) -> None:
+    """Wait until the names of a folder's files, as they were made, replaced and removed until now, are on the disk."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def store(out: Path, names: Sequence[str], parts: Sequence[Mapping[str, Array]], about: Manifest) -> Manifest:
-    """Write the index and the manifest of shards; the manifest last.
+    """Write the index and the manifest of shards; the manifest last, when all that it describes is on the disk under its name.
 
     Raises:
         NameCollisionError: two samples have the same key.
@@ -365,7 +389,7 @@ def store(out: Path, names: Sequence[str], parts: Sequence[Mapping[str, Array]],
         index_sha256=sha256(index).hexdigest(),
     )
     write_whole(out / INDEX, index)
-    run_directory.write_json(out / MANIFEST, manifest.to_json())
+    write_json(out / MANIFEST, manifest.to_json())
     return manifest
 
 

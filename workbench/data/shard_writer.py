@@ -37,7 +37,9 @@ from workbench.data.manifest import (
     packed,
     read_manifest,
     store,
+    sync_names,
     unpacked,
+    write_json,
     write_whole,
 )
 from workbench.data.sample import KEY, NameCollisionError, Sample, checked_key, digest, encode, kind_of, plain, schema_of
@@ -166,6 +168,7 @@ def write_one(job: Job, shard: int) -> int:
     target = job.out / name
     _remove(target)
     os.replace(part, target)
+    sync_names(job.out)
     write_whole(work / f"{name}.done", packed(_rows(done)))
     return job.edges[shard + 1] - job.edges[shard]
 
@@ -342,7 +345,7 @@ def _resume(job: Job, identity: dict[str, Any]) -> None:
                 f"or remove {work} and the shards beside it"
             )
     else:
-        run_directory.write_json(path, identity)
+        write_json(path, identity)
 
 
 def _done(job: Job, shard: int) -> dict[str, Array] | None:
@@ -452,6 +455,7 @@ def _clear(root: Path) -> None:
     storage = Storage(root)
     manifest = read_manifest(storage)
     (root / MANIFEST).unlink()
+    sync_names(root)  # before the shards go: a manifest says that they are there
     for name in (INDEX, *(shard.name for shard in manifest.shards if manifest)) if manifest else ():
         _remove(Path(storage.path(name)))
 
