@@ -51,7 +51,7 @@ BENCHMARKS = {
     "deterministic": Benchmark(),
     "estimates": Benchmark(),
     "estimate_time": Benchmark(),
-    "near_duplicates": Benchmark(peers="imagededup 0.3.3 without its CNN"),
+    "near_duplicates": Benchmark(commands=("", "--texts"), peers="imagededup 0.3.3 without its CNN, cleanlab 2.9.0, datatrove 0.10.1"),
     "memory": Benchmark(commands=("[--install {peers}]",), parts=MEMORY),
     "verdicts": Benchmark(commands=("", "--held-out")),
     "proofs": Benchmark(commands=("", "--held-out")),

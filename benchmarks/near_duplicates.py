@@ -1,6 +1,6 @@
-"""Near duplicates of pictures: recall and precision of wb.data.audit's two stages, beside perceptual hashes and imagededup.
+"""Near duplicates of pictures and texts: recall and precision of wb.data.audit, beside imagededup, cleanlab, datatrove and a plain hash.
 
-    python benchmarks/near_duplicates.py [--peers FOLDER]
+    python benchmarks/near_duplicates.py [--texts] [--peers FOLDER]
 
 Of the sample clip art, one picture of each group of equal ones is taken, and of every fifth a changed copy is planted: resized, JPEG at
 quality 40, darker, less contrast, cropped by 5 % on each side, or mirrored. A pair is right if it is a copy and its original; pairs among
@@ -10,23 +10,35 @@ with imagededup, made by `pip install --no-deps --target FOLDER imagededup PyWav
 narwhals`; its hashes are used, and not its CNN, which needs torchvision. With cleanlab and Hugging Face datasets there, too (`pip install
 cleanlab datasets`), Datalab looks for near duplicates among the grey pixels, 32 × 32, since it has no features of its own. What is not
 there is left out.
+
+Texts: passages of 150 words of the sample novel, and of every fifth a changed copy: other case and punctuation, one word in fifty or in
+twenty replaced (which leaves 0.61 of the shingles in common, and by our limit of 0.7 no near duplicate), a sentence before it, or the
+second half of another passage, which is none either. datatrove (`pip install --target FOLDER datatrove`) takes its first two stages with
+its defaults (runs of 5 words, 14 buckets of 8 hashes), SHA-1 as its hash, and words that lie between spaces, since for its own way to
+find them it needs spaCy.
 """
 
 import argparse
+import gzip
 import importlib
 import importlib.util
 import io
 import logging
+import random
+import re
+import struct
 import sys
+import tempfile
 import time
 import types
 from collections import defaultdict
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 from PIL import Image, ImageEnhance
 
-from workbench.data.analysis.duplicates import look_of, near_pictures
+from workbench.data.analysis.duplicates import look_of, near_pictures, near_texts, normalised, shingles
 from workbench.data.samples import folder
 from workbench.data.shards import read_entry, read_index
 
@@ -99,11 +111,100 @@ def cleanlab_pairs(images: list[Image.Image]) -> set[tuple[int, int]]:
     return {(min(one, int(other)), max(one, int(other))) for one, others in enumerate(sets) for other in others}
 
 
+WORDS = 150
+"""Of a passage."""
+NOT_NEAR = "half another's"
+
+
+def passages() -> list[str]:
+    """The sample novel, cut."""
+    words = gzip.decompress((folder("austen") / "pride_and_prejudice.txt.gz").read_bytes()).decode().split()
+    return [" ".join(words[at : at + WORDS]) for at in range(0, len(words) - WORDS + 1, WORDS)]
+
+
+def changed(text: str, other: str, kind: str, chance: random.Random) -> str:
+    """A copy of a passage, changed in one of TEXT_CHANGES."""
+    words = text.split()
+    if kind == "case":
+        return re.sub(r"[,;.]", " ", text).upper()
+    if kind == "sentence before":
+        return "It was on the morning after these events. " + text
+    if kind == NOT_NEAR:
+        return " ".join(words[: WORDS // 2] + other.split()[WORDS // 2 :])
+    for at in chance.sample(range(WORDS), WORDS // (50 if kind == "2 % of words" else 20)):
+        words[at] = "something"
+    return " ".join(words)
+
+
+TEXT_CHANGES = ("case", "2 % of words", "5 % of words", "sentence before", NOT_NEAR)
+
+
+def our_text_pairs(texts: list[str]) -> set[tuple[int, int]]:
+    """What `wb.data.audit` calls near."""
+    return set(map(tuple, near_texts([shingles(normalised(text).split()) for text in texts]).tolist()))
+
+
+def datatrove_pairs(texts: list[str]) -> set[tuple[int, int]]:
+    """Pairs that datatrove's stages connect, with its defaults."""
+    from datatrove.data import Document
+    from datatrove.pipeline.dedup.minhash import MinhashConfig, MinhashDedupBuckets, MinhashDedupSignature
+    from datatrove.utils.hashing import HashConfig
+    from datatrove.utils.logging import logger
+    from datatrove.utils.word_tokenizers import WordTokenizer
+
+    class Spaces(WordTokenizer):
+        """Words are what lies between spaces: datatrove has removed punctuation before."""
+
+        def word_tokenize(self, text: str) -> list[str]:
+            return text.split()
+
+        sent_tokenize = span_tokenize = word_tokenize
+
+    logger.remove()
+    config, pairs = MinhashConfig(hash_config=HashConfig(hash_fc="sha1")), set()  # its default gives xxhash 4 texts, which it refuses
+    with tempfile.TemporaryDirectory() as name:
+        signatures = MinhashDedupSignature(f"{name}/signatures", config, language=Spaces())
+        signatures.run([Document(text, str(number)) for number, text in enumerate(texts)])
+        for rank in range(config.num_buckets):
+            MinhashDedupBuckets(f"{name}/signatures", f"{name}/buckets", config=config).run(rank=rank, world_size=config.num_buckets)
+        for path in Path(name, "buckets").iterdir():
+            for _, one, _, other in struct.iter_unpack("<4I", path.read_bytes()):
+                pairs.add((min(one, other), max(one, other)))
+    return pairs
+
+
+def score_texts(ways: dict[str, Callable[[list[str]], set[tuple[int, int]]]]) -> None:
+    """Print recall for each change, and precision, of all."""
+    texts, chance = passages(), random.Random(0)
+    count, planted = len(texts), {}
+    for number, place in enumerate(range(0, count, EVERY)):
+        kind = TEXT_CHANGES[number % len(TEXT_CHANGES)]
+        planted[place, len(texts)] = kind
+        texts.append(changed(texts[place], texts[(place + count // 2) % count], kind, chance))
+    wanted = {pair for pair, kind in planted.items() if kind != NOT_NEAR}
+    print(f"{count} passages, {len(wanted)} planted copies, {len(planted) - len(wanted)} that share half")
+    for name, find in ways.items():
+        begun = time.process_time()
+        pairs = find(texts)
+        seconds = time.process_time() - begun
+        each = ", ".join(
+            f"{kind} {sum(pair in pairs for pair, of in planted.items() if of == kind) / list(planted.values()).count(kind):.2f}"
+            for kind in TEXT_CHANGES
+        )
+        right = len(wanted & pairs)
+        print(f"{name:18s} recall {right / len(wanted):.2f}, precision {right / max(1, len(pairs)):.2f}; {each}; {seconds:.1f} s CPU")
+
+
 def main() -> None:
     """Print recall for each change, and precision, of all."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--peers", default="", metavar="FOLDER", help="where imagededup is installed")
+    parser.add_argument("--peers", default="", metavar="FOLDER", help="where the peers are installed")
+    parser.add_argument("--texts", action="store_true", help="texts instead of pictures")
     given = parser.parse_args()
+    if given.texts:
+        sys.path += [given.peers] if given.peers else []
+        score_texts({"workbench": our_text_pairs} | ({"datatrove": datatrove_pairs} if importlib.util.find_spec("datatrove") else {}))
+        return
     ways: dict[str, Callable[[list[Image.Image]], set[tuple[int, int]]]] = {"workbench": our_pairs, "PHash": phash_pairs}
     if given.peers:
         sys.path.append(given.peers)
