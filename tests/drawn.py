@@ -385,13 +385,13 @@ def ranks(folder: Path) -> TraceSet:
 # --- data
 
 
-def comparison(costs: dict[str, float], *, decode: float = 0.0, cpu: float = 0.5) -> FormatComparison:
-    """Formats that take so many milliseconds per sample, half of it CPU; what is there takes 10, and 1 of CPU."""
+def comparison(costs: dict[str, float], *, decode: float = 0.0, cpu: float = 0.5, now: float = 1.0) -> FormatComparison:
+    """Formats that take so many milliseconds per sample, half of it CPU; what is there takes 10, and 1 of CPU if not said otherwise."""
     readings = [
         Reading(format=name, place="local", order="random", cache="cold", seconds=1e-3 * cost, cpu=1e-3 * cpu * cost)
         for name, cost in costs.items()
     ]
-    readings.append(Reading(format=AS_IT_IS, place="local", order="random", cache="cold", seconds=10e-3, cpu=1e-3))
+    readings.append(Reading(format=AS_IT_IS, place="local", order="random", cache="cold", seconds=10e-3, cpu=1e-3 * now))
     stored = [
         StoredFormat(format=name, stored_bytes=4096, write_seconds=1e-4, needs="" if name in PLAIN else name, rows_read_for_one=1)
         for name in (AS_IT_IS, *costs)

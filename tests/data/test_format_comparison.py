@@ -20,7 +20,7 @@ from tests.data.test_conversion import pictures
 from tests.drawn import comparison
 from tests.made import World
 from tests.slow_loader import diagnosis
-from workbench.data.analysis.format_costs import AS_IT_IS, PREPARED, FormatComparison
+from workbench.data.analysis.format_costs import ALIKE, AS_IT_IS, PREPARED, FormatComparison
 from workbench.data.conversion import encoded
 from workbench.data.data_card import decode_picture
 from workbench.diagnosis.analysis.diagnosis import Diagnosis
@@ -84,7 +84,7 @@ def test_what_is_left_of_waiting_is_that_of_the_best_local_format() -> None:
     assert comparison({"tar": 1.0}).left_of_waiting() == pytest.approx(0.5 / 9)
     assert comparison({"tar": 40.0}).left_of_waiting() == 1.0
     assert comparison({"tar": 1.0}).left_of_cpu() is None
-    assert comparison({"tar": 1.0}).saved_cpu() == pytest.approx(0.5e-3)
+    assert comparison({"tar": 1.0}).left_of_reading() == pytest.approx(0.5)
     alike = comparison({"lmdb": 1.0, "tar": 1.1, PREPARED: 0.1})
     assert alike.left_of_waiting() == pytest.approx(
         0.55 / 9
@@ -109,12 +109,76 @@ def test_the_gain_of_faster_storage_follows_from_the_measured_copy() -> None:
     assert slow.with_formats(comparison({"tar": 2.0})).remedy("faster storage").speedup < remedy.speedup
 
 
+def test_how_much_of_a_loaders_cpu_is_reading_follows_from_the_transformation_or_stays_open() -> None:
+    """Reading took 1 ms of CPU per sample where formats were compared; the dataset takes 100 ms for a batch of 32."""
+    found = comparison({"tar": 1.0})
+    assert found.reading_cpu(0.1, 32) == pytest.approx((0.032, 0.1))
+    assert found.reading_cpu(0.02, 32) == pytest.approx((0.02, 0.02))  # never more than all
+    assert found.reading_cpu(0.1, None) == pytest.approx((0.0, 0.1))
+    known = dataclasses.replace(found, transform_cpu=3e-3)
+    assert known.reading_cpu(0.1, 32) == pytest.approx((0.025, 0.025))  # a quarter, whatever the pace
+
+
+def test_a_transformation_that_is_not_known_makes_the_predicted_range_wide() -> None:
+    """A loader that waits 30 ms per batch and computes 20 ms, of which reading took 6.4 ms where formats were compared."""
+    slow = Diagnosis.of(World(cpu=0.02, blocked=0.03).evidence())
+    found = comparison({"tar": 1.0}, now=0.2, cpu=0.01)
+    open_end = slow.with_formats(found).remedy("faster storage")
+    nothing, much = (
+        slow.with_formats(dataclasses.replace(found, transform_cpu=cpu)).remedy("faster storage") for cpu in (0.0, 0.2e-3 * 13.6 / 6.4)
+    )
+    assert "32 % to 95 % of the CPU of making a batch" not in nothing.formula
+    assert "not known: give compare_formats your loader's dataset" in open_end.formula
+    assert "not known" not in nothing.formula + much.formula
+    assert open_end.low == pytest.approx(much.low)
+    assert open_end.speedup == pytest.approx(much.speedup)
+    assert open_end.high == pytest.approx(nothing.high, rel=0.1)  # what the noise adds is a share of the middle
+    assert nothing.speedup > 1.5 * much.speedup
+
+
+def test_the_gain_of_faster_storage_does_not_depend_on_the_pace_of_the_probes() -> None:
+    """All waiting goes with the slow reading: also what its CPU takes longer beside training than in the probe, and than alone."""
+    world = World(cpu=0.01, blocked=0.03)
+    evidence = world.evidence()
+    assert evidence.loading is not None
+    found = dataclasses.replace(comparison({"tar": 1.0}, cpu=0.01), transform_cpu=0.0)
+    expected = Diagnosis.of(evidence).with_formats(found).remedy("faster storage").speedup
+    probed = dataclasses.replace(evidence.loading, **{name: 0.8 * getattr(evidence.loading, name) for name in ("cpu", "fetch_cpu")})
+    alone = {**evidence.arms, "loader": world.arm("loader", "full", world.clean, 0.9 * world.loader)}
+    for other in (dataclasses.replace(evidence, loading=probed), dataclasses.replace(evidence, arms=alone)):
+        assert Diagnosis.of(other).with_formats(found).remedy("faster storage").speedup == pytest.approx(expected, rel=0.03)
+
+
+def doubled(sample: dict[str, Any]) -> dict[str, Any]:
+    return {**sample, "jpg": sample["jpg"] * 2}
+
+
+def slowed(sample: dict[str, Any]) -> int:
+    until = time.process_time() + 2e-3
+    while time.process_time() < until:
+        pass
+    return len(sample["jpg"])
+
+
+def test_a_mapped_source_is_compared_as_it_is_stored_and_its_functions_are_timed(tmp_path: Path) -> None:
+    wb.data.write_shards(pictures(20), tmp_path / "now", quiet=True)
+    source = wb.data.open_source(tmp_path / "now")
+    plain = wb.data.compare_formats(source, ["npy"], rounds=1, folder=tmp_path, quiet=True)
+    mapped = wb.data.compare_formats(source.map(doubled).map(slowed), ["npy"], rounds=1, folder=tmp_path, quiet=True)
+    assert mapped.payload_bytes == plain.payload_bytes
+    assert plain.transform_cpu is None
+    assert mapped.transform_cpu is not None
+    assert mapped.transform_cpu >= 2e-3
+    given = wb.data.compare_formats(source, ["npy"], rounds=1, folder=tmp_path, quiet=True, transform=slowed)
+    assert given.transform_cpu is not None
+    assert given.transform_cpu >= 2e-3
+
+
 def as_tensor(sample: dict[str, Any]) -> torch.Tensor:
     """The pixels of a sample, decoded here where they are not stored as an array."""
     return torch.from_numpy(sample["image"] if "image" in sample else decode_picture(sample["jpg"], "a sample").copy())
 
 
-@pytest.mark.slow
 def measured_gain(
     step: Callable[[Any], None], before: DataLoader[Any], after: DataLoader[Any], turns: int, clock: Callable[[], float]
 ) -> float:
@@ -131,6 +195,7 @@ def measured_gain(
     return statistics.median(ratios[1:])
 
 
+@pytest.mark.slow
 @pytest.mark.alone
 def test_the_gain_of_prepared_data_that_a_measured_format_predicts_is_the_gain_of_a_run(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
@@ -163,7 +228,7 @@ def as_numbers(sample: dict[str, Any]) -> torch.Tensor:
 
 @pytest.mark.slow
 @pytest.mark.alone
-def test_a_run_gains_at_least_what_a_measured_copy_predicts_of_faster_storage(tmp_path: Path) -> None:
+def test_a_run_gains_what_a_measured_copy_predicts_of_faster_storage(tmp_path: Path) -> None:
     """Samples on a server of S3 that waits 30 ms before each answer, and the same as tar shards on the local disk."""
     pytest.importorskip("moto")
     fsspec = pytest.importorskip("fsspec")
@@ -186,9 +251,9 @@ def test_a_run_gains_at_least_what_a_measured_copy_predicts_of_faster_storage(tm
         remote, local = (DataLoader(source.map(as_numbers), batch_size=8, shuffle=True) for source in (far, near))
         diagnosed = wb.diagnose(step, remote, budget_s=8)
         assert diagnosed.cause.startswith("storage"), diagnosed.why
-        compared = wb.data.compare_formats(far, ["tar"], batch_size=8, rounds=2, folder=tmp_path, quiet=True)
+        compared = wb.data.compare_formats(remote.dataset, ["tar"], batch_size=8, rounds=2, folder=tmp_path, quiet=True)
         remedy = diagnosed.with_formats(compared).remedy("faster storage")
         gain = measured_gain(step, remote, local, 5, time.perf_counter)
     assert gain > 1.3
     said = remedy.speedup, remedy.low, remedy.high, gain, remedy.formula
-    assert 1.3 < remedy.speedup < 1.3 * gain, said  # at least: on a quiet machine 8.0 times were measured where 4.2 were predicted
+    assert remedy.low / ALIKE < gain < remedy.high * ALIKE, said  # the machine may be another while it runs

@@ -7,7 +7,7 @@ import random
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +20,14 @@ from workbench.data.data_card import decode_picture
 from workbench.data.formats import FORMATS
 from workbench.data.sample import KEY, PICTURES, CorruptSampleError, Sample, encode
 from workbench.data.shard_writer import write_shards
-from workbench.data.source import Source, take
+from workbench.data.source import MappedSource, Source, take
 from workbench.data.storage import MissingPackageError, Storage
 
 ORDERS = ("random", "sequential")
 FORGET = 100_000
 """Files of a folder that the system is asked to forget at most: it takes 10 µs each."""
+TRANSFORMED = 64
+"""Samples on which a transformation is timed, at most."""
 NEEDS = {"lmdb": "lmdb", "parquet": "pyarrow", "parquet-untuned": "pyarrow", "arrow": "pyarrow", "hdf5": "h5py"}
 
 
@@ -41,6 +43,7 @@ def compare_formats(
     remote: str | None = None,
     storage_options: Mapping[str, Any] | None = None,
     resize: int | None = None,
+    transform: Callable[[Sample], Any] | None = None,
     budget_s: float = 60.0,
     quiet: bool = False,
     **options: Any,
@@ -52,7 +55,8 @@ def compare_formats(
     and warm. Rounds of all formats are interleaved, and the fastest counts. The source is read as it is, too.
 
     Args:
-        source: whatever `as_source` takes.
+        source: whatever `as_source` takes. Of a source that was mapped (`source.map(function)`), what is stored is compared, and the
+            function is timed.
         formats: names; None = all whose packages are installed.
         order: how you will read, "random" or "sequential": the recommendation is for that.
         samples: to compare with; they are kept in memory while they are written.
@@ -62,6 +66,8 @@ def compare_formats(
         remote: a URL such as "s3://bucket/folder" to try as well: each format is uploaded, read and removed there.
         storage_options: for fsspec, with `remote`.
         resize: pixels of the shorter side of the pictures stored as "decoded".
+        transform: what your dataset does with a sample once it has read it (decoding, augmentation). Its CPU is timed: a diagnosis needs it
+            to know how much of a loader's work is reading.
         budget_s: no further round begins after that.
         quiet: show no progress.
         options: for `open_source`, where a path is given.
@@ -74,7 +80,10 @@ def compare_formats(
     whole_number("batch_size", batch_size, least=1)
     whole_number("rounds", rounds, least=1)
     real_number("budget_s", budget_s, above=0)
-    given = as_source(source, **options)
+    given, functions = as_source(source, **options), [transform] if transform is not None else []
+    while isinstance(given, MappedSource):
+        functions = [given.function, *functions]
+        given = given.source
     notes: list[str] = []
     part, kept = _kept(given, samples)
     payload = sum(len(encode(value)) for sample in kept for name, value in sample.items() if name != KEY) / len(kept)
@@ -106,6 +115,7 @@ def compare_formats(
         order=order,
         batch_size=batch_size,
         decode_cpu=_decode_cpu(kept),
+        transform_cpu=_transform_cpu(kept, functions, rounds) if functions else None,
         notes=tuple(notes),
     )
 
@@ -276,3 +286,16 @@ def _decode_cpu(kept: Sequence[Sample]) -> float:
         except CorruptSampleError:
             continue
     return (time.process_time() - began) / len(pictures) if pictures else 0.0
+
+
+def _transform_cpu(kept: Sequence[Sample], functions: Sequence[Callable[[Any], Any]], rounds: int) -> float:
+    """CPU seconds per sample of functions that are called one after the other, in the round that was disturbed least."""
+    took = []
+    for _ in range(rounds):
+        copies: list[Any] = [dict(sample) for sample in kept[:TRANSFORMED]]  # which they may change
+        began = time.process_time()
+        for sample in copies:
+            for function in functions:
+                sample = function(sample)
+        took.append((time.process_time() - began) / len(copies))
+    return min(took)

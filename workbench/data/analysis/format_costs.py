@@ -72,6 +72,8 @@ class FormatComparison(Shown, JsonDataclass):
     """Samples that were read at once at random."""
     decode_cpu: float = 0.0
     """Seconds of CPU per sample for decoding its picture, which only the format "decoded" saves; 0 = there are no pictures."""
+    transform_cpu: float | None = None
+    """Seconds of CPU per sample for what the dataset does with a sample once it has read it, in any format; None = not known."""
     notes: tuple[str, ...] = field(default=())
     to_frame = frame_method("readings", Reading, "blocked")
     plot = plot_method("formats")
@@ -148,12 +150,30 @@ class FormatComparison(Shown, JsonDataclass):
             return None
         return min(1.0, copy.blocked / now.blocked) if now.blocked > 0 else 1.0
 
-    def saved_cpu(self) -> float | None:
-        """Seconds of CPU per sample that reading the best format from the local disk saves, such as those of the requests to a server;
-        negative where it takes more; None = not measured.
+    def left_of_reading(self) -> float | None:
+        """The fraction of the CPU of reading, such as that of the requests to a server, that is left with the best format on the local
+        disk; more than 1 where it takes more; None = not measured.
         """
         now, copy = self.reading(AS_IT_IS), self._local_copy()
-        return now.cpu - copy.cpu if now is not None and copy is not None else None
+        return copy.cpu / now.cpu if now is not None and copy is not None and now.cpu > 0 else None
+
+    def reading_cpu(self, fetch_cpu: float, batch_size: int | None) -> tuple[float, float]:
+        """Of a dataset's CPU, what reading takes: (least, most).
+
+        Where it is known what the dataset does besides (`transform_cpu`), both are the share that reading has of the two, which were timed
+        together: a loader beside which a model trains may take more or less for the same. Where it is not, reading takes at least what it
+        took here, and at most all.
+
+        Args:
+            fetch_cpu: seconds of CPU that the dataset takes for a batch, in a loader.
+            batch_size: samples of the batch; None = not known.
+        """
+        now = self.reading(AS_IT_IS)
+        cpu = now.cpu if now is not None else 0.0
+        if self.transform_cpu is not None and cpu > 0:
+            share = fetch_cpu * cpu / (cpu + self.transform_cpu)
+            return share, share
+        return min(fetch_cpu, cpu * (batch_size or 0)), fetch_cpu
 
     def _local_copy(self) -> Reading | None:
         return self.reading(self.best, place="local") if self.ranked else None
