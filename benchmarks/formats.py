@@ -23,7 +23,6 @@ import hashlib
 import importlib.util
 import os
 import random
-import shutil
 import statistics
 import sys
 import tarfile
@@ -159,19 +158,22 @@ def remote_readers(data: list[dict[str, Any]], folder: Path, options: dict[str, 
     import workbench as wb
 
     readers(data, folder, [])  # writes the files
+    server = options["endpoint_url"]
+    # in these words all clients of S3 understand where the server is: boto3, s3fs and obstore
+    os.environ |= {"AWS_ENDPOINT_URL": server, "AWS_ACCESS_KEY_ID": options["key"], "AWS_SECRET_ACCESS_KEY": options["secret"]}
+    os.environ |= {"AWS_DEFAULT_REGION": "us-east-1", "AWS_REGION": "us-east-1"}
     files = fsspec.filesystem("s3", **options)
     files.mkdir("bucket")
-    for name in ("tar", "litdata"):
+    for name in ("tar", "arrow", "litdata", "hf", "grain"):
         if (folder / name).is_dir():
             files.put(str(folder / name), f"bucket/{name}", recursive=True)
     shuffled = list(range(len(data)))
     random.Random(1).shuffle(shuffled)
-    made = functools.partial(wb.data.open_source, "s3://bucket/tar", storage_options=options)
-    found: dict[str, tuple[str, Open]] = {
-        "workbench, tar, in order": ("in order", functools.partial(_in_order, made)),
-        "workbench, tar, random": ("random", functools.partial(_at_random, made, shuffled, 32)),
-    }
-    server = options["endpoint_url"]
+    found: dict[str, tuple[str, Open]] = {}
+    for name in ("tar", "arrow"):
+        made = functools.partial(wb.data.open_source, f"s3://bucket/{name}", storage_options=options)
+        found[f"workbench, {name}, in order"] = ("in order", functools.partial(_in_order, made))
+        found[f"workbench, {name}, random"] = ("random", functools.partial(_at_random, made, shuffled, 32))
 
     def webdataset() -> Iterator[tuple[str, tuple[str, Open]]]:
         import webdataset
@@ -185,25 +187,46 @@ def remote_readers(data: list[dict[str, Any]], folder: Path, options: dict[str, 
         import datasets
 
         def made() -> Any:
-            mine = {"storage_options": dict(options)}  # which it changes
             url = "s3://bucket/tar/shard-000000.tar"
-            return datasets.load_dataset("webdataset", data_files=url, streaming=True, split="train", **mine)
+            return datasets.load_dataset("webdataset", data_files=url, streaming=True, split="train", cache_dir=str(folder / "hf-cache"))
 
         yield "datasets, tar, in order", ("in order", functools.partial(_in_order, made))
 
-    def litdata() -> Iterator[tuple[str, tuple[str, Open]]]:
-        import litdata
-
-        keys = {"endpoint_url": server, "aws_access_key_id": options["key"], "aws_secret_access_key": options["secret"]}
+    def hugging_face_arrow() -> Iterator[tuple[str, tuple[str, Open]]]:
+        import datasets
 
         def made() -> Any:
-            shutil.rmtree(folder / "cache", ignore_errors=True)
-            return litdata.StreamingDataset("s3://bucket/litdata", cache_dir=str(folder / "cache"), storage_options=keys)
+            url = "s3://bucket/hf/*.arrow"
+            return datasets.load_dataset("arrow", data_files=url, streaming=True, split="train", cache_dir=str(folder / "hf-cache"))
+
+        yield "datasets, arrow, in order", ("in order", functools.partial(_in_order, made))
+
+    def litdata() -> Iterator[tuple[str, tuple[str, Open]]]:
+        import litdata
+        from litdata.streaming import downloader
+
+        downloader._OBSTORE_CLIENT_OPTIONS["allow_http"] = "true"  # it has no option for that
+
+        def made() -> Any:
+            return litdata.StreamingDataset("s3://bucket/litdata", cache_dir=tempfile.mkdtemp(dir=folder))
 
         yield "litdata, in order", ("in order", functools.partial(_in_order, made))
         yield "litdata, random", ("random", functools.partial(_at_random, made, shuffled))
 
-    for name, make in (("webdataset", webdataset), ("datasets", hugging_face), ("litdata", litdata)):
+    def grain() -> Iterator[tuple[str, tuple[str, Open]]]:
+        import grain.python
+
+        made = functools.partial(grain.python.ArrayRecordDataSource, "s3://bucket/grain/a.array_record")
+        yield "grain, array_record, random", ("random", functools.partial(_at_random, made, shuffled, 32))
+
+    peers = (
+        ("webdataset", webdataset),
+        ("datasets", hugging_face),
+        ("datasets", hugging_face_arrow),
+        ("litdata", litdata),
+        ("grain", grain),
+    )
+    for name, make in peers:
         _try(name, make, found, left_out)
     return found
 

@@ -292,3 +292,8 @@ def test_a_server_of_s3_gives_the_same_samples_and_a_batch_waits_once(tmp_path: 
         assert took < 0.1 * 3  # together, not one after the other
         loader = batches(wb.data.open_source("s3://bucket/tar", storage_options=options), "spawn", 2)
         assert digest_of(loader) == EXPECTED
+        wb.data.write_shards([sample for _, sample in samples()], tmp_path / "whole", shards=1, quiet=True)
+        files.put(str(tmp_path / "whole"), "bucket/whole", recursive=True)
+        before = latency.requests
+        assert digest_of(wb.data.open_source("s3://bucket/whole", storage_options=options)) == EXPECTED
+        assert latency.requests - before == 4  # the manifest, to know the format and to read it, the index, the shard: each waits once

@@ -231,11 +231,15 @@ def read_manifest(storage: Storage) -> Manifest | None:
     Raises:
         ManifestError: it is damaged, or of a later version.
     """
-    if storage.is_file() or not storage.exists(MANIFEST):
+    if not storage.remote and (storage.is_file() or not storage.exists(MANIFEST)):
         return None
     where = storage.path(MANIFEST)
     try:
-        value = json.loads(storage.read(MANIFEST))
+        data = storage.read(MANIFEST)
+    except FileNotFoundError:  # a server is asked for it, and not first whether it is there: each question waits
+        return None
+    try:
+        value = json.loads(data)
         version = value.get("version") if isinstance(value, dict) else None
         if not isinstance(value, dict) or "dataset_sha256" not in value:
             return None  # of something else
@@ -331,7 +335,7 @@ def about_shard(rows: Mapping[str, Array]) -> list[str]:
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Write a file that is there whole and on the disk, or not at all: what was there before stays until then.
+    """Write a file that is there whole, or not at all: its content is on the disk before it takes the place of what was there.
 
     Raises:
         DiskFullError: there is no room.
@@ -348,7 +352,6 @@ def write_whole(path: Path, data: bytes) -> None:
         part.unlink(missing_ok=True)
         run_directory.raise_if_full(path, error)
         raise
-    sync_names(path.parent)
 
 
 def write_json(path: Path, value: object) -> None:
@@ -389,7 +392,9 @@ def store(out: Path, names: Sequence[str], parts: Sequence[Mapping[str, Array]],
         index_sha256=sha256(index).hexdigest(),
     )
     write_whole(out / INDEX, index)
+    sync_names(out)
     write_json(out / MANIFEST, manifest.to_json())
+    sync_names(out)
     return manifest
 
 

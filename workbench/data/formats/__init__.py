@@ -79,13 +79,15 @@ def find_format(path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
         if text.rstrip("/").endswith(end):
             return format_class(name)
     storage = Storage(text, options)
+    if storage.remote and (told := _in_manifest(storage)) in FORMATS:  # a server is asked once, and not whether it is worth to ask
+        return format_class(told)
     if not storage.exists():
         close = sorted(glob.glob(f"{glob.escape(os.path.dirname(text) or '.')}/*"))[:5] if not storage.remote else []
         beside = f"; beside it are {', '.join(os.path.basename(name) for name in close)}" if close else ""
         raise DataMissingError(f"there is nothing at {shown(text):.200}{beside}")
     if storage.is_file():
         raise ValueError(f"{text}: no format is known for its name; known are {', '.join(sorted(by_extension))}, or give format=")
-    if storage.exists(MANIFEST) and (told := _in_manifest(storage)) in FORMATS:
+    if not storage.remote and storage.exists(MANIFEST) and (told := _in_manifest(storage)) in FORMATS:
         return format_class(told)
     names = [name for name, _, _ in _some(storage)]
     found = {by_extension[end] for name in names if (end := os.path.splitext(name)[1]) in by_extension and not name.startswith(".")}
@@ -108,7 +110,12 @@ def _inside(storage: Storage, folder: str) -> list[str]:
 
 
 def _in_manifest(storage: Storage) -> str:
-    match = re.search(rb'"format": *"([a-z0-9-]+)"', storage.read(MANIFEST, 0, 1 << 16))
+    """The format that the manifest of a folder says; "" = it has none."""
+    try:
+        head = storage.read(MANIFEST, 0, 1 << 16)
+    except FileNotFoundError:
+        return ""
+    match = re.search(rb'"format": *"([a-z0-9-]+)"', head)
     return match[1].decode() if match else ""
 
 
