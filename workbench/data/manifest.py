@@ -9,7 +9,8 @@ import itertools
 import json
 import os
 import zipfile
-from collections import Counter
+from array import array
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
@@ -26,8 +27,9 @@ from workbench.data.storage import Storage
 
 MANIFEST, INDEX = "manifest.json", "index.npz"
 VERSION_OF_LAYOUT = 1
-LARGE = 32 << 10
-"""Bytes of samples, in the mean, from which it is cheaper to hash their parts one after the other than to join them."""
+LARGE = 8 << 10
+"""Bytes of a field, in the mean, from which it is cheaper to hash it by itself than to join it with others."""
+_UPDATE, _DIGEST = type(sha256()).update, type(sha256()).digest
 Array = np.ndarray[Any, Any]
 
 
@@ -120,9 +122,7 @@ class Rows:
         self.fields = tuple(fields)
         self._sorted = [(place, b"%d:%b" % (len(name), name.encode())) for name, place in sorted(zip(fields, range(10**9), strict=False))]
         self._keys: list[str] = []
-        self._offsets: list[int] = []
-        self._lengths: list[int] = []
-        self._crcs: list[int] = []
+        self._offsets, self._lengths, self._crcs = array("q"), array("q"), array("I")
         self._digests: list[bytes] = []
 
     def add(self, key: str, parts: Sequence[bytes | None], offsets: Sequence[int] = ()) -> None:
@@ -148,24 +148,29 @@ class Rows:
             offsets: as for `add`, those of the first sample before those of the second.
         """
         self._keys += keys
-        self._offsets += offsets
-        self._lengths += itertools.chain.from_iterable(zip(*lengths, strict=True))
-        self._crcs += itertools.chain.from_iterable(zip(*(map(crc32, column) for column in columns), strict=True))
-        pieces: list[Iterable[bytes]] = []
-        for place, name in self._sorted:  # the same as `sample.digest`
-            heads = map((name.replace(b"%", b"%%") + b"%d:").__mod__, lengths[place])
+        self._offsets.extend(offsets)
+        self._lengths.extend(itertools.chain.from_iterable(zip(*lengths, strict=True)))
+        self._crcs.extend(itertools.chain.from_iterable(zip(*(map(crc32, column) for column in columns), strict=True)))
+        self._digests += self._hashed(len(keys), columns, lengths)
+
+    def _hashed(self, count: int, columns: Sequence[Sequence[bytes]], lengths: Sequence[Sequence[int]]) -> Iterable[bytes]:
+        """The digest of each sample: what `sample.digest` gives. Small parts are joined, large ones hashed where they are."""
+        hashes, small = [sha256() for _ in range(count)] if not self._sorted else [], []
+        for number, (place, name) in enumerate(self._sorted, 1):
+            heads: Iterable[bytes] = map((name.replace(b"%", b"%%") + b"%d:").__mod__, lengths[place])
             if -1 in lengths[place]:
-                heads = (b"" if length < 0 else head for head, length in zip(heads, lengths[place], strict=True))  # type: ignore[assignment]
-            pieces += (heads, columns[place])
-        wholes = zip(*pieces, strict=True) if pieces else [()] * len(keys)
-        if sum(map(sum, lengths)) < LARGE * len(keys):
-            self._digests += [total.digest() for total in map(sha256, map(b"".join, wholes))]
-            return
-        for parts in wholes:
-            total = sha256()
-            for part in parts:
-                total.update(part)
-            self._digests.append(total.digest())
+                heads = (b"" if length < 0 else head for head, length in zip(heads, lengths[place], strict=True))
+            small.append(heads)
+            large = sum(lengths[place]) > LARGE * count
+            if not large:
+                small.append(columns[place])
+            if large or number == len(self._sorted):
+                joined = map(b"".join, zip(*small, strict=True))
+                hashes = _updated(hashes, joined) if hashes else list(map(sha256, joined))
+                small = []
+            if large:
+                _updated(hashes, columns[place])
+        return map(_DIGEST, hashes)
 
     def arrays(self) -> dict[str, Array]:
         """As arrays by name, to be saved."""
@@ -174,11 +179,17 @@ class Rows:
         return {
             "keys": data,
             "ends": ends,
-            "offsets": np.array(self._offsets, np.int64).reshape(count, len(self._offsets) // max(1, count)),
-            "lengths": np.array(self._lengths, np.int64).reshape(count, fields),
-            "crcs": np.array(self._crcs, np.uint32).reshape(count, fields),
+            "offsets": np.array(self._offsets).reshape(count, len(self._offsets) // max(1, count)),
+            "lengths": np.array(self._lengths).reshape(count, fields),
+            "crcs": np.array(self._crcs).reshape(count, fields),
             "digests": np.frombuffer(b"".join(self._digests), np.uint8).reshape(count, 32),
         }
+
+
+def _updated(hashes: list[Any], parts: Iterable[bytes]) -> list[Any]:
+    """Each hash, after it was given another part."""
+    deque(map(_UPDATE, hashes, parts), maxlen=0)
+    return hashes
 
 
 def merge(parts: Iterable[Mapping[str, Array]]) -> dict[str, Array]:
@@ -216,8 +227,7 @@ def unpacked(data: bytes, where: str) -> dict[str, Array]:
 
 def dataset_digest(digests: Array) -> str:
     """SHA-256 over sorted digests of samples: (samples, 32) of uint8."""
-    data = digests.tobytes()
-    return sha256(b"".join(sorted(data[i : i + 32] for i in range(0, len(data), 32)))).hexdigest()
+    return sha256(np.sort(np.ascontiguousarray(digests).view("S32").ravel()).tobytes()).hexdigest()
 
 
 def digest_of(samples: Iterable[Mapping[str, Any]]) -> str:

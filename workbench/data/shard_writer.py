@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from dataclasses import dataclass, field
 from multiprocessing import get_context
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -100,9 +101,12 @@ class Job:
         """The keys of samples that are written as they are: where nothing is to be done to them, which is seen at once; else None."""
         if self.transform is not None or self.numbered or self.copies > 1 or not self.schema:
             return None
-        for name, kind in self.schema.items():
-            if set(map(samples.USUAL_KINDS.get, map(type, [sample.get(name) for sample in found]))) != {kind}:
-                return None
+        try:
+            for name, kind in self.schema.items():
+                if samples.USUAL_KINDS.get(*set(map(type, map(itemgetter(name), found)))) != kind:
+                    return None
+        except (KeyError, TypeError):  # a field is missing, or has several types
+            return None
         if set(map(len, found)) != {len(self.schema) + 1}:  # the fields of the schema, a key, and no other
             return None
         keys = [sample.get(KEY, "") for sample in found]
@@ -168,7 +172,6 @@ def write_one(job: Job, shard: int) -> int:
     target = job.out / name
     _remove(target)
     os.replace(part, target)
-    sync_names(job.out)
     write_whole(work / f"{name}.done", packed(_rows(done)))
     return job.edges[shard + 1] - job.edges[shard]
 
