@@ -10,9 +10,11 @@ it is waiting that counts. --cold: before each reading everything is closed, and
 DataLoader asks them to: ours 32 samples at once, litdata one by one. Peers that are not installed are left out; `--peers` names a folder
 where they are, made by `pip install --target FOLDER webdataset litdata grain array-record datasets`.
 
-Writing is compared with the least that this machine needs: the same bytes written by `os.write` and `fsync`, and the same checksums
-(CRC-32 and SHA-256 of each sample, SHA-256 of the shard). In CPU time that is their sum; in wall time the larger of that sum over the
-number of cores and the time of the write alone, and the table says which.
+Writing is compared with the least that this machine needs for the same. For a shard: its bytes written by `os.write` and `fsync`, and the
+checksums that a manifest has (CRC-32 of each field, SHA-256 of each sample and of the shard), once each, in the order in which samples are
+written, which is not that of memory. For `write_shards`, which reads the samples besides and leaves an index and a manifest: those files,
+too, and one reading of each sample from the source. In CPU time the least is the sum; in wall time the larger of that sum over the number
+of cores and the time of the write alone, and the table says which.
 """
 
 import argparse
@@ -284,38 +286,60 @@ def writing(data: list[dict[str, Any]], folder: Path, rounds: int) -> Table:
     """CPU and wall time of writing a tar shard beside what it cannot do without, in turn; medians per sample."""
     import workbench as wb
     from workbench.data.formats.tar import write
+    from workbench.data.shard_plan import shuffled
 
-    names = ("disk", "sums", "shard", "write_shards")
-    took: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
     wb.data.write_shards(data, folder / "once", shards=1, quiet=True)  # loads what is needed
-    blob = (folder / "once/shard-000000.tar").read_bytes()
-    parts = [(sample["jpg"], str(sample["cls"]).encode()) for sample in data]
+    blob, *others = (path.read_bytes() for path in sorted((folder / "once").iterdir(), reverse=True))  # the shard; manifest and index
+    numbers = shuffled(len(data), 0).tolist()
+    ordered = [data[number] for number in numbers]
+    parts = [(sample["jpg"], str(sample["cls"]).encode()) for sample in ordered]
+    source = wb.data.as_source(data)
+    took: dict[str, list[tuple[float, float]]] = {}
     for number in range(rounds):
         out = folder / f"write-{number}"
         runs: dict[str, Callable[[], Any]] = {
             "write_shards": lambda out=out: wb.data.write_shards(data, out, shards=1, quiet=True),
-            "shard": lambda out=out: write(f"{out}.tar", ((s["__key__"], s) for s in data), {"jpg": "bytes", "cls": "int"}),
+            "shard": lambda out=out: write(f"{out}.tar", ((s["__key__"], s) for s in ordered), {"jpg": "bytes", "cls": "int"}),
             "disk": lambda out=out: _write(blob, f"{out}.raw"),
+            "others": lambda out=out: [_write(other, f"{out}.raw{place}") for place, other in enumerate(others)],
             "sums": lambda: _sums(parts, blob),
+            "source": lambda: [source.__getitems__(numbers[at : at + 64]) for at in range(0, len(numbers), 64)],
         }
         for name, run in runs.items():
             cpu, began = time.process_time(), time.perf_counter()
             run()
-            took[name].append(((time.process_time() - cpu) / len(data), (time.perf_counter() - began) / len(data)))
-        for path in (f"{out}.tar", f"{out}.raw", out / "shard-000000.tar"):
+            once = (time.process_time() - cpu) / len(data), (time.perf_counter() - began) / len(data)
+            took.setdefault(name, []).append(once)
+        for path in (f"{out}.tar", f"{out}.raw", out / "shard-000000.tar", *(f"{out}.raw{place}" for place in range(len(others)))):
             os.unlink(path)
     cores = len(os.sched_getaffinity(0))
-    least = [(disk[0] + sums[0], max((disk[0] + sums[0]) / cores, disk[1])) for disk, sums in zip(took["disk"], took["sums"], strict=True)]
-    cpu, wall = (statistics.median(values) for values in zip(*least, strict=True))
-    binds = "the disk" if wall > cpu / cores * 1.001 else f"the CPU, on {cores} cores"
-    rows = [(f"the least: both of these ({binds}, limits the wall time)", units.seconds(cpu), units.percent(1), units.seconds(wall), "")]
-    for name, words in (("disk", "the same bytes, os.write and fsync"), ("sums", "the same checksums alone"), ("shard", "one shard"),
-                        ("write_shards", "write_shards: plan, shuffle, shard, index, manifest")):  # fmt: skip
+
+    def least(*names: str) -> list[tuple[float, float]]:
+        both = [[took[name][number] for name in names] for number in range(rounds)]
+        sums = [sum(cpu for cpu, _ in parts) for parts in both]
+        walls = [sum(took[name][number][1] for name in names if name in ("disk", "others")) for number in range(rounds)]
+        return [(cpu, max(cpu / cores, wall)) for cpu, wall in zip(sums, walls, strict=True)]
+
+    rows = []
+    for name, words in (
+        ("disk", "the same bytes, os.write and fsync"),
+        ("sums", "the same checksums"),
+        ("source", "the samples, read once in the order of writing"),
+        ("others", "index and manifest, os.write and fsync"),
+    ):
         cpu, wall = (statistics.median(values) for values in zip(*took[name], strict=True))
-        shares = [statistics.median(a[i] / b[i] for a, b in zip(least, took[name], strict=True)) for i in (0, 1)]
-        shown = map(units.percent, shares) if name in ("shard", "write_shards") else ("", "")
-        of_cpu, of_wall = shown
-        rows.append((words, units.seconds(cpu), of_cpu, units.seconds(wall), of_wall))
+        rows.append((words, units.seconds(cpu), "", units.seconds(wall), ""))
+    for name, words, needs in (
+        ("shard", "one shard", ("disk", "sums")),
+        ("write_shards", "write_shards: plan, shuffle, shard, index, manifest", ("disk", "sums", "source", "others")),
+    ):
+        bound = least(*needs)
+        cpu, wall = (statistics.median(values) for values in zip(*bound, strict=True))
+        binds = f"the CPU, on {cores} cores" if wall <= cpu / cores * 1.001 else "the disk"
+        rows.append((f"the least for the next line ({binds}, limits the wall time)", units.seconds(cpu), "", units.seconds(wall), ""))
+        cpu, wall = (statistics.median(values) for values in zip(*took[name], strict=True))
+        shares = [units.percent(statistics.median(a[i] / b[i] for a, b in zip(bound, took[name], strict=True))) for i in (0, 1)]
+        rows.append((words, units.seconds(cpu), shares[0], units.seconds(wall), shares[1]))
     columns = ("writing", "CPU per sample", "least CPU / own", "wall per sample", "least wall / own")
     return Table(columns=columns, rows=rows, title=f"{len(data):,} samples, {units.bytes_(len(blob))}")
 
