@@ -14,6 +14,7 @@ sys.path.insert(0, str(GALLERY))
 from cases import CASES, Case  # noqa: E402
 from held_out import HELD_OUT  # noqa: E402
 from held_out_proofs import HELD_OUT_PROOFS  # noqa: E402
+from judge import build  # noqa: E402
 
 from workbench.diagnosis.analysis.verdict import VERDICTS  # noqa: E402
 from workbench.runs.task import check  # noqa: E402
@@ -41,6 +42,13 @@ def test_case_is_well_formed(case: Case) -> None:
     assert set(case.answers) <= set(VERDICTS)
     if case.spec is not None:
         case.run_spec(**(case.removed or {}))
+
+
+def test_a_loop_is_built_as_the_judge_builds_it() -> None:
+    loop = build(CASES["python_metric"])
+    batch = next(loop.batches())
+    loop.step(batch)
+    assert len(batch[0]) == 32
 
 
 def test_no_case_is_seen_twice() -> None:

@@ -49,7 +49,7 @@ def build(case: Case, planted: bool = True) -> Any:
 
     from workbench.runs.task import _import
 
-    builder = getattr(_import(case.name, str(case.source)), case.name)
+    builder = getattr(_import("task", case.name, str(case.source)), case.name)
     if case.spec is None:
         return builder(planted)
     spec = case.run_spec()
