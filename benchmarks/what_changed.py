@@ -6,10 +6,10 @@ data are put back and read again; each is forked from a process that has importe
 longer. Their clock is not: `time.sleep` sets it forward, by 5 % more or less from step to step and 1.5 % from training to training, and the
 machine becomes 0.2 % slower with each. So the result does not depend on what else this machine does.
 
-Run: python -m benchmarks.what_changed [CASES]
+Run: python -m benchmarks.what_changed [CASES] [--seed 0]
 """
 
-import itertools
+import argparse
 import json
 import os
 import random
@@ -31,12 +31,14 @@ class Clock:
 
     def __init__(self) -> None:
         self.ns: int | None = None
+        self.history, self.trainings = "", 0
         self.real, self.sleeping, self.chance, self.slow = time.perf_counter_ns, time.sleep, random.Random(), 1.0
         time.perf_counter_ns, time.perf_counter, time.sleep = self.now, lambda: self.now() / 1e9, self.sleep
 
-    def begin(self, number: int) -> None:
+    def begin(self) -> None:
         """From now on it is set forward; the training is one of many, on a machine that varies and becomes slower."""
-        self.ns, self.chance = 0, random.Random(number)
+        number, self.ns = self.trainings, 0
+        self.chance = random.Random(f"{self.history} {number}")
         self.slow = self.chance.lognormvariate(0, 0.015) * 1.002**number
 
     def now(self) -> int:
@@ -104,8 +106,6 @@ def loss(model, batch):
 def build():
     return wb.Task(model=lambda: nn.Linear(4, 2), dataset=Numbers, loss=loss, optimizer="sgd(lr=0.1)")
 """
-NUMBERS = itertools.count()
-"""Of all trainings."""
 DECOYS: Mapping[str, Any] = {"lr": 0.05, "seed": 3, "ema": 0.99, "clip_grad_norm": 1.0}
 """Knobs that cost nothing here."""
 
@@ -148,7 +148,8 @@ class Forked(Reruns):
 
 def train(spec: Spec, around: Surroundings, runs_dir: Any, name: str) -> Run:
     """A run as a launch leaves it, trained in a fork."""
-    new, number = NewRun(runs_dir, name, around), next(NUMBERS)
+    new = NewRun(runs_dir, name, around)
+    CLOCK.trainings += 1
     _, environ = new._write(spec, [], None, (), {"kind": "what_changed"})
     (new.path / run_directory.LOCK).touch()
     child = os.fork()
@@ -157,7 +158,7 @@ def train(spec: Spec, around: Surroundings, runs_dir: Any, name: str) -> Run:
         try:
             for stream in (1, 2):
                 os.dup2(os.open(new.path / f"stream{stream}", os.O_WRONLY | os.O_CREAT), stream)
-            CLOCK.begin(number)
+            CLOCK.begin()
             os.environ.clear()
             os.environ.update(environ)
             folder = around.folder or Path.cwd()
@@ -273,9 +274,13 @@ def main() -> None:
     """Print a row per case, and what comes of all."""
     rerun.MEASURED_S = 1.0  # the clock's noise is that of a training, so that more steps add nothing
     regression.Reruns = Forked  # type: ignore[misc]
-    chosen = [int(word) for word in sys.argv[1:]] or range(len(CASES) + 10)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("cases", nargs="*", type=int, default=range(len(CASES) + 10), metavar="CASE")
+    parser.add_argument("--seed", type=int, default=0, help="of the noise")
+    given = parser.parse_args()
     rows, found, named = [], [], []
-    for number in chosen:
+    for number in given.cases:
+        CLOCK.history, CLOCK.trainings = f"{given.seed} {number}", 0
         if number >= len(CASES):
             ok, count, trainings = bisected(number)
             print(f"history {number}: {'found' if ok else 'NOT found'} among {count - 1} commits, {trainings} trainings", flush=True)

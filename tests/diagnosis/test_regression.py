@@ -57,8 +57,10 @@ def git(folder: Path, *words: str) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
 
-def made(path: Path, spec: Any = None, *, step: float = 0.01, loss: float = 1.0, memory: int = 2**30, **info: Any) -> Run:
-    """A run directory as a launch leaves it, of forty steps that vary by 2 %."""
+def made(
+    path: Path, spec: Any = None, *, step: float = 0.01, loss: float = 1.0, memory: int = 2**30, waves: float = 0.0, **info: Any
+) -> Run:
+    """A run directory as a launch leaves it, of forty steps that vary by 2 %, and in waves of ten steps by more."""
     path.mkdir(parents=True)
     spec = spec or RunSpec(task="task.py:build", steps=40)
     about = {"format": run_directory.FORMAT, "id": path.name, "name": path.name, "created": 1.0, "host": "here", "launch_dir": "."}
@@ -72,7 +74,10 @@ def made(path: Path, spec: Any = None, *, step: float = 0.01, loss: float = 1.0,
     (path / run_directory.LOCK).touch()
     with contextlib.closing(run_directory.LineWriter(path / run_directory.rank_file(0))) as writer:
         writer.write([{"rank": 0, "world_size": 1, "clock": "host", "pid": 1, "device": "cpu"}])
-        writer.write({"step": i, "samples": 32, "forward": step * (1 + 0.02 * (i % 3)), "memory": memory + 1000 * i} for i in range(40))
+        writer.write(
+            {"step": i, "samples": 32, "forward": step * (1 + 0.02 * (i % 3) + waves * (i // 5 % 2)), "memory": memory + 1000 * i}
+            for i in range(40)
+        )
     with contextlib.closing(run_directory.LineWriter(path / run_directory.METRICS)) as writer:
         writer.write(
             {"step": i + 1, "steps": 40, "loss": loss if i > 10 else 1.0, "lr": 0.1, "samples": 32, "seconds": 1} for i in range(40)
@@ -144,6 +149,24 @@ def test_equal_runs_of_which_one_was_slow_show_the_machine(tmp_path: Path, emula
     assert rows["started"] == ("1", "2")
     emulated(lambda arm: 0.013)
     assert "and the reason is the machine: run A is today as run B was" in wb.what_changed(a, b).verdict
+
+
+def test_runs_that_differ_within_their_noise_are_tried_where_something_else_differs(tmp_path: Path, emulated: Any) -> None:
+    spec = RunSpec(task="clipart-resnet", steps=40)
+    a, b = made(tmp_path / "a", spec, waves=0.05), made(tmp_path / "b", spec.replace(lr=0.3), step=0.0102, waves=0.05)
+    trainings = emulated(lambda arm: 0.0105 if arm.spec.lr else 0.01)
+    result = wb.what_changed(a, b)
+    assert 0 in result.change
+    assert (result.kind, result.owner) == ("owner", ("lr",))
+    emulated(lambda arm: 0.01)
+    equal = wb.what_changed(a, b)
+    assert equal.kind == "nothing"
+    assert "and with B's lr it is 1.00× (" in equal.verdict
+    before = len(trainings.arms)
+    assert (
+        wb.what_changed(a, b, rerun=False).kind == wb.what_changed(a, made(tmp_path / "c", spec, step=0.0102, waves=0.05)).kind == "nothing"
+    )
+    assert len(trainings.arms) == before
 
 
 def test_what_nobody_put_back_is_named_beside_the_machine(tmp_path: Path, emulated: Any) -> None:

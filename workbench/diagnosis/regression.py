@@ -28,7 +28,8 @@ from workbench.runs.task import TaskError
 BUDGET = 600.0
 """Default of `budget_s` of `what_changed`: some twenty to sixty short launches."""
 LEAST = 0.01
-"""The smallest recorded change that trainings are made for. Chosen: it would take dozens of launches on a quiet machine."""
+"""The smallest change that trainings are made for, where what was recorded shows it or leaves it open. Chosen: it would take dozens of
+launches on a quiet machine."""
 Measure = Callable[[Changes], float]
 """Makes a short training with some differences and says what it gave.
 
@@ -86,8 +87,8 @@ def what_changed(
         "differences": swaps.differences,
         "notes": swaps.notes,
     }
-    change = result["change"]
-    if 0 in change or abs(change.mid) < (LEAST if of == "time" else LEAST / 10):
+    change, least = result["change"], LEAST if of == "time" else LEAST / 10
+    if max(change.high, -change.low) < least or ((0 in change or abs(change.mid) < least) and not (rerun and own and swaps.changes)):
         return WhatChanged(**result, kind="nothing")
     if not rerun:
         return WhatChanged(**result)
@@ -118,8 +119,10 @@ def _experiment(
             value, last[changes] = made.measure(swaps.base.with_changes([named[name] for name in changes]), " ".join(changes) or "A")
             return value
 
-        recorded, usual = result["recorded"], USUAL[of]
-        reruns, decision, notes = search(measure, lambda made: decide(made, tuple(named), recorded, usual), left=lambda: line.left)
+        recorded, usual, change = result["recorded"], USUAL[of], result["change"]
+        reruns, decision, notes = search(
+            measure, lambda made: decide(made, tuple(named), recorded, usual, change=change), left=lambda: line.left
+        )
         owner, whole = decision.owner, tuple(named)
         base, changed = last.get(()), last.get(owner or whole)
         brings = brought(base, changed) if owner and base and changed else ()

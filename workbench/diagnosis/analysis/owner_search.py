@@ -16,12 +16,15 @@ from workbench.core.statistics import SPREAD_DEGREES, Interval, Spread, repeated
 Changes = tuple[str, ...]
 """Names of differences, in the order in which they are listed."""
 MOST = 12
-"""Trainings of one set of differences, at most. Chosen: with the usual spread of 3 % the interval is then ± 3 %, and more of them gain
-little."""
+"""Trainings of one set of differences, each looked at as it comes. Chosen: with the usual spread of 3 % the interval is then ± 3 %."""
+FURTHER = (16, 24, 32, 48)
+"""How many more of them are made, and looked at, where noise asks for it and so many may decide. Derived: with the first dozen these are
+the `LOOKS` that an interval allows for."""
 SINGLY = 4
 """Up to so many differences are tried one by one; of more, halves are."""
 REPRODUCED = 0.25
-"""Part of the recorded regression that the differences must bring again before its owner is looked for. Chosen: below it, the machine
+"""Part of the recorded regression, of the least in its interval, that the differences must bring again before its owner is looked for.
+Chosen: below it, the machine
 explains more than the differences."""
 MINE = 0.5
 """Part of a set's effect from which on a part of the set is said to bring it. Derived: of two halves that add up, one brings so much."""
@@ -97,7 +100,14 @@ def level(reruns: Sequence[Rerun], usual: float) -> Interval | None:
     return repeated_interval(values, spread=Spread(usual**2, SPREAD_DEGREES)) if values else None
 
 
-def decide(reruns: Sequence[Rerun], differences: Sequence[str], recorded: tuple[float, float], usual: float) -> Decision:
+def decide(
+    reruns: Sequence[Rerun],
+    differences: Sequence[str],
+    recorded: tuple[float, float],
+    usual: float,
+    *,
+    change: Interval | None = None,
+) -> Decision:
     """What to run next, or what is to blame.
 
     Args:
@@ -105,8 +115,12 @@ def decide(reruns: Sequence[Rerun], differences: Sequence[str], recorded: tuple[
         differences: those that can be put into run A one by one, the most suspect first.
         recorded: what runs A and B gave.
         usual: standard deviation of the ratio of two equal trainings, as known beforehand.
+        change: log ratio of what was recorded, with its interval; None = it has none. Where 0 is in it, and today's trainings bring no
+            change either, there is nothing to explain.
     """
     whole, regression = tuple(differences), math.log(recorded[1] / recorded[0])
+    near, far = sorted((abs(change.low), abs(change.high))) if change else (abs(regression),) * 2
+    perhaps = change is not None and 0 in change
     failed = {rerun.changes: rerun.error for rerun in reruns if rerun.error}
     if () in failed:
         return Decision(kind="cannot run", why=f"run A does not run today: {failed[()]}")
@@ -117,15 +131,37 @@ def decide(reruns: Sequence[Rerun], differences: Sequence[str], recorded: tuple[
     seen = effect(reruns, whole, usual)
     if seen is None:
         return Decision(kind="measure", measure=(whole,))
-    sign = math.copysign(1.0, regression)
+    sign = math.copysign(1.0, seen.mid if perhaps else regression)
     low, _, high = _along(seen, sign)
-    if low > REPRODUCED * abs(regression):
+    if low > (0 if perhaps else REPRODUCED * near):
         return _owner(reruns, whole, sign, usual, failed)
-    if high < MINE * abs(regression):
-        return _machine(reruns, recorded, usual)
-    if (count := len(effects(reruns)[whole])) >= MOST:
-        return Decision(kind="unclear", why=f"{count} trainings of each vary too much")
-    return Decision(kind="measure", measure=(whole,))
+    if high < MINE * (far if perhaps else abs(regression)):
+        return Decision(kind="nothing") if perhaps else _machine(reruns, recorded, usual)
+    count = len(effects(reruns)[whole])
+    if more := _further(seen, count, far if perhaps else regression):
+        return Decision(kind="measure", measure=_in_turns({whole: more}))
+    return Decision(kind="nothing" if perhaps else "unclear", why=f"{count} trainings of each vary too much")
+
+
+def _further(seen: Interval, count: int, expected: float) -> int:
+    """How many trainings more of a set there should be; 0 = as many as are allowed would hardly tell its effect from none.
+
+    Args:
+        seen: its effect.
+        count: its trainings so far.
+        expected: the log ratio that it is to be told from.
+    """
+    if count < MOST:
+        return 1
+    if count >= FURTHER[-1] or seen.width / 2 * math.sqrt(count / FURTHER[-1]) > abs(expected):
+        return 0
+    return next(each for each in FURTHER if each > count) - count
+
+
+def _in_turns(numbers: Mapping[Changes, int]) -> tuple[Changes, ...]:
+    """So many trainings of each set, with run A between two of the same."""
+    rounds = [[changes for changes, number in numbers.items() if number > i] for i in range(max(numbers.values()))]
+    return tuple(changes for i, each in enumerate(rounds) for changes in ([()] if i else []) + each)
 
 
 def _along(seen: Interval, sign: float) -> tuple[float, float, float]:
@@ -158,7 +194,8 @@ def _owner(reruns: Sequence[Rerun], whole: Changes, sign: float, usual: float, f
     half = len(whole) // 2
     parts = [(name,) for name in whole] if len(whole) <= SINGLY else [whole[:half], whole[half:]]
     counts = {part: len(values) for part, values in effects(reruns).items()}
-    most, some, undecided, vague, taken = [], [], [], [], 0.0
+    most, some, vague, taken = list[Changes](), list[Changes](), list[Changes](), 0.0
+    undecided = dict[Changes, int]()
     for part in parts:
         if part in failed:
             continue
@@ -167,15 +204,17 @@ def _owner(reruns: Sequence[Rerun], whole: Changes, sign: float, usual: float, f
         if low > limit:
             most.append(part)
             taken += high
-        elif high >= limit and counts.get(part, 0) < MOST:
-            undecided.append(part)
+        elif high >= limit and (count := counts.get(part, 0)) < MOST:
+            undecided[part] = 1
         elif low > 0:
             some.append(part)
+        elif seen and high >= limit and (more := _further(seen, count, total.mid)):
+            undecided[part] = more
         elif high >= limit:
             vague.append(part)
     rest = taken < (1 - REPRODUCED) * sign * total.mid
     if undecided and (rest or not most):
-        return Decision(kind="measure", measure=tuple(undecided))
+        return Decision(kind="measure", measure=_in_turns(undecided))
     names = " or ".join(", ".join(part) for part in vague)
     if most or some:
         found = _each(reruns, most or some, sign, usual, failed)
@@ -184,7 +223,10 @@ def _owner(reruns: Sequence[Rerun], whole: Changes, sign: float, usual: float, f
         return found
     if vague:
         all_ = f"{', '.join(whole[:-1])} and {whole[-1]}"
-        return Decision(kind="unclear", why=f"{all_} bring it, and {MOST} trainings with {names} vary too much to say which")
+        return Decision(
+            kind="unclear",
+            why=f"{all_} bring it, and {max(counts[part] for part in vague)} trainings with {names} vary too much to say which",
+        )
     if left := tuple(name for part in parts if part in failed for name in part):
         return Decision(kind="owner", owner=left, why="by elimination: alone it does not run")
     return Decision(kind="owner", owner=whole, together=True)

@@ -25,7 +25,7 @@ KINDS: Mapping[str, str] = {
     "owner": "a difference brings it, also today",
     "still": "nothing that was put back brings it, and run A is today as run B was",
     "over": "nothing that was put back brings it, and run A is today as it was",
-    "nothing": "the two runs do not differ by more than their own steps do",
+    "nothing": "the two runs do not differ by more than their own steps do, and today's trainings, if any, do not either",
     "cannot run": "a run cannot be repeated today",
     "unclear": "the trainings vary too much to say",
     "not run": "only what was recorded is compared",
@@ -124,7 +124,8 @@ class WhatChanged(display.Shown, JsonDataclass):
         said = f"Run B's {what} is {units.percent(by)} {more if self.ratio.mid > 1 else less}"
         if self.kind == "nothing":
             return (
-                f"Nothing to explain: {said[0].lower()}{said[1:]}, and the steps of the runs themselves vary as much ({_ends(self.ratio)})."
+                f"Nothing to explain: {said[0].lower()}{said[1:]}, and the steps of the runs themselves vary as much "
+                f"({_ends(self.ratio)}){self._alike}."
             )
         today = self._ratio(self.owner) if self.owner else self.today
         if self.kind == "owner":
