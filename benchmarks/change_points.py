@@ -1,17 +1,19 @@
-"""Change points of made step times: slowdowns found, false alarms per million steps, and microseconds a step.
+"""Change points of made step times and losses: slowdowns and rises found, false alarms in healthy steps, and microseconds a step.
 
     python benchmarks/change_points.py [--steps 2000000] [--slowdowns 400]
 
 Noise as trainings have it: independent and correlated variation, 3 % of steps far longer, a level that drifts by 8 % over 20,000 steps.
-Beside it the usual rule of thumb: a step is slow when the mean of the last 50 is 10 % above that of the 500 before.
+Losses fall by a power law, and at once where the learning rate is lowered, and vary by 6 % from batch to batch; 1 % of batches have a far
+larger one. Beside it the usual rule of thumb: a step is slow when the mean of the last 50 is 10 % above that of the 500 before.
 """
 
 import argparse
+import functools
 import itertools
 import statistics
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,9 +36,19 @@ def noisy(count: int, chance: np.random.Generator, *, level: float = 0.1) -> NDA
     return result
 
 
-def told(values: Sequence[float]) -> list[tuple[int, float]]:
-    """Steps since which the level is another one, and by how much."""
-    points = ChangePoints(["step"])
+def losses(count: int, chance: np.random.Generator, *, first: int = 0) -> NDArray[np.float64]:
+    """Losses of a healthy training from its step `first` on, whose learning rate is lowered every 300,000 steps."""
+    steps = first + np.arange(count)
+    correlated = np.array(list(itertools.accumulate(chance.normal(0, 0.006, count).tolist(), lambda before, new: 0.9 * before + new)))
+    far = np.where(chance.random(count) < 0.01, chance.exponential(0.5, count), 0.0)
+    level = (1.7 + 9 * (1 + steps / 50) ** -0.3) * 0.9 ** (steps // 300_000)
+    result: NDArray[np.float64] = level * np.exp(chance.normal(0, 0.06, count) + correlated + far)
+    return result
+
+
+def told(values: Sequence[float], *, upward: bool = False) -> list[tuple[int, float]]:
+    """Steps since which the level is another one, or a higher one, and by how much."""
+    points = ChangePoints(["step"], upward=upward)
     return [(change.step, change.ratio) for step, value in enumerate(values) for change in points.add(step, [value])]
 
 
@@ -70,25 +82,32 @@ def main() -> None:
     parser.add_argument("--slowdowns", type=int, default=400)
     given = parser.parse_args()
     rows = []
-    for name, method in (("Bayesian change points", told), ("mean of 50 against 500", rule_of_thumb)):
+    by_hand = "mean of 50 against 500"
+    tried: list[tuple[str, Callable[..., NDArray[np.float64]], str, Callable[..., list[tuple[int, float]]]]] = [
+        ("step times", noisy, "Bayesian change points", told),
+        ("step times", noisy, by_hand, rule_of_thumb),
+        ("losses", losses, "Bayesian change points", functools.partial(told, upward=True)),
+        ("losses", losses, by_hand, rule_of_thumb),
+    ]
+    for kind, made, name, method in tried:
         chance = np.random.default_rng(1)
         each: dict[float, list[bool]] = {size: [] for size in SIZES}
         for number in range(given.slowdowns):
-            values = noisy(3000, chance)
+            values = made(3000, chance)
             start, size = int(chance.integers(1000, 2600)), SIZES[number % len(SIZES)]
             values[start : start + LASTS] *= size
             each[size].append(any(abs(step - start) <= LASTS and ratio > 1 for step, ratio in method(values.tolist())))
-        healthy = noisy(given.steps, chance).tolist()
+        healthy = made(given.steps, chance).tolist()
         begin = time.process_time()
         alarms = method(healthy)
         cost = (time.process_time() - begin) / given.steps
         false = [ratio for _, ratio in alarms if ratio > 1]
-        found = [f"{sum(some)} of {len(some)}" for some in each.values()]
-        rows.append([name, *found, len(alarms), len(false), f"{1e6 * cost:.1f} µs"])
-    columns = ("", *(f"+{100 * (size - 1):.0f} %" for size in SIZES), "alarms", "of slowdowns", "CPU a step")
+        counts = [f"{sum(some)} of {len(some)}" for some in each.values()]
+        rows.append([f"{kind}: {name}", *counts, len(alarms), len(false), f"{1e6 * cost:.1f} µs"])
+    columns = ("", *(f"+{100 * (size - 1):.0f} %" for size in SIZES), "changes", "upwards", "CPU a step")
     days = given.steps / 864_000
-    note = f"slowdowns of {LASTS} steps that were found; alarms in {given.steps:,} healthy steps: {days:.1f} days at 10 steps a second"
-    print(Table(columns=columns, rows=rows, title="Slowdowns under noise", note=note))
+    note = f"rises of {LASTS} steps that were found; changes in {given.steps:,} healthy steps: {days:.1f} days at 10 steps a second"
+    print(Table(columns=columns, rows=rows, title="Slowdowns and higher losses under noise", note=note))
     assert statistics.fmean(len(row) for row in rows) == len(columns)
 
 

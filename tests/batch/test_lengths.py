@@ -223,6 +223,11 @@ def test_what_is_proved_has_the_same_samples_and_is_shown_beside_the_prediction(
         assert proof.places < 1 < proof.predicted
         assert f"{name}: predicted" in str(proof)
         assert "busy" in str(proof)
+        assert list(proof.held_bytes) == [sorted(proof.held_bytes)[0], max(roomy.lengths)]
+        for predicted, measured in proof.held_bytes.values():
+            assert predicted == pytest.approx(measured, rel=0.03)
+        assert 0.9 * roomy.memory[400] < proof.held_bytes[400][0] < roomy.memory[400]  # a launched run has DDP's buckets, too
+        assert "memory of a step of length 400" in str(proof)
         assert LengthsProof.from_json(proof.to_json()) == proof
     assert roomy.prove().name == roomy.best.name
     assert torch.get_num_threads() == threads

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import subprocess
 import time
 import uuid
@@ -158,6 +159,11 @@ def test_runs_that_differ_within_their_noise_are_tried_where_something_else_diff
     result = wb.what_changed(a, b)
     assert 0 in result.change
     assert (result.kind, result.owner) == ("owner", ("lr",))
+    assert re.fullmatch(
+        r"What was recorded leaves open whether run B's step is another \(1.02× .*\); today's trainings do not, and lr is the reason: "
+        r"with it, run A is now 1.05× .*",
+        result.verdict,
+    )
     emulated(lambda arm: 0.01)
     equal = wb.what_changed(a, b)
     assert equal.kind == "nothing"

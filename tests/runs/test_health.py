@@ -11,6 +11,7 @@ from tests.conftest import HandMade
 from workbench.core import run_directory
 from workbench.runs.health import changes, exploding, health, not_falling, not_finite, slow_ranks, spikes
 from workbench.runs.run import Run
+from workbench.timeline.alarm import Told
 from workbench.timeline.timeline import Step, Timeline
 
 Make = Callable[..., HandMade]
@@ -184,3 +185,14 @@ def test_what_ranks_told_is_a_fault_of_the_rank_that_is_slow() -> None:
     assert "find_leaks" in faults[1].hint
     alone = changes({0: rows[0]})
     assert [fault.rank for fault in alone] == [0], "nobody else is slow: its own backward is"
+
+
+def test_a_loss_that_rose_is_told_once_for_all_ranks_that_saw_it_and_by_rank_where_one_did() -> None:
+    def rose(rank: int, step: int) -> dict[str, object]:
+        return {"alarm": Told(rank=rank, step=step, phase="loss", before=2.0, after=2.5, share=0.0).to_row()}
+
+    both, one = changes({0: [rose(0, 1000)], 1: [rose(1, 1016), rose(1, 5000)]})
+    assert (both.kind, both.rank, both.step) == ("change", None, 1000)
+    assert both.message == "since step 1,000 the loss is 25 % higher (2 → 2.5); on 2 of 2 ranks"
+    assert (one.rank, one.message) == (1, "since step 5,000 the loss is 25 % higher on rank 1 (2 → 2.5)")
+    assert "Compare them with those of other ranks" in one.hint

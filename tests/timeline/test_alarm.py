@@ -1,6 +1,7 @@
 """Alarms: the phase that explains a change, told once, with what else changed on the machine; the thread of a watched loop."""
 
 import json
+import math
 import re
 import time
 from functools import partial
@@ -14,7 +15,7 @@ import torch
 import workbench as wb
 from workbench.core.run_directory import ENV_ALARM
 from workbench.core.vocabulary import PHASES
-from workbench.timeline.alarm import Alarm, Circumstances, StepAlarm, Told, allowed, digest
+from workbench.timeline.alarm import KEPT, Alarm, Circumstances, Losses, StepAlarm, Told, allowed, digest
 from workbench.timeline.marks import HostRecorder
 from workbench.timeline.steps import Row
 from workbench.timeline.watch import Watch
@@ -81,6 +82,68 @@ def test_memory_that_jumps_is_told() -> None:
     assert "more memory: 1.30 GiB, 954 MiB before" in told[0].words()
 
 
+def falling(count: int, chance: np.random.Generator, *, rise: float = 1.0, at: int = 0) -> list[float]:
+    """Losses of batches on the way from 10 down to 3, of which those from one step on are higher."""
+    steps = np.arange(count)
+    return list((3 + 7 / np.sqrt(1 + steps / 100)) * np.exp(chance.normal(0, 0.04, count)) * np.where(steps >= at, rise, 1.0))
+
+
+def follow(losses: list[float]) -> list[Told]:
+    chance, waiting = np.random.default_rng(9), iter(losses)
+    follower = StepAlarm(2, losses=lambda steps: [next(waiting) for _ in range(steps)])
+    return follower.see(rows(len(losses), chance))
+
+
+def test_a_loss_that_rises_for_good_is_told_and_one_that_falls_is_not() -> None:
+    chance = np.random.default_rng(6)
+    assert follow(falling(4000, chance)) == []
+    told = follow(falling(4000, chance, rise=1.2, at=2500))
+    assert [(t.phase, t.rank, t.slower) for t in told] == [("loss", 2, True)]
+    assert abs(told[0].step - 2500) <= 24
+    assert told[0].after / told[0].before == pytest.approx(1.2, rel=0.05)
+    assert re.fullmatch(r"since step 2,\d{3} the loss is \d+ % higher on rank 2 \(.* → .*\)", told[0].words(ranks=4))
+    assert digest(told, ranks=4) == "1 change in all"
+
+
+def test_losses_that_have_no_ratio_or_no_number_are_not_followed() -> None:
+    chance = np.random.default_rng(7)
+    around_0 = [*chance.normal(0, 1, 1000).tolist(), *chance.normal(50, 1, 1000).tolist()]
+    assert follow(around_0) == []
+    late = [*[float("nan")] * 700, *falling(1500, chance)]
+    assert follow(late) == []
+
+
+def test_losses_wait_for_their_steps_whatever_they_are_scaled_by_and_however_many_a_step_has() -> None:
+    losses, weight = Losses(), torch.ones((), requires_grad=True)
+    for step in range(50):
+        for part in range(2):
+            scaler = torch.amp.GradScaler("cpu", init_scale=2.0 ** (4 + step // 10))
+            losses.add(scaler.scale(weight * (step + part)))
+        losses.add([weight])  # several tensors, or one with several numbers, are no loss
+        losses.add(torch.ones(3))
+    assert losses.take(50) == pytest.approx([step + 0.5 for step in range(50)])
+
+    losses = Losses()
+    for step in range(3 * KEPT):
+        losses.add(torch.tensor(float(step)))
+        losses.add(torch.tensor(math.inf if step == 5 else step + 1.0))
+        if step % 100 == 99:
+            taken = losses.take(100)
+            expected = [math.nan if place == 5 else place + 0.5 for place in range(step - 99, step + 1)]
+            assert taken == pytest.approx(expected, nan_ok=True)
+    losses = Losses()
+    losses.add(torch.ones(()))
+    assert losses.take(2) == pytest.approx([1.0, math.nan], nan_ok=True)  # the second has none yet
+
+
+def test_what_cannot_be_copied_ends_the_losses_and_not_the_training(capsys: pytest.CaptureFixture[str]) -> None:
+    losses = Losses()
+    losses.add(torch.ones((), device="meta"))
+    losses.add(torch.ones(()))
+    assert math.isnan(losses.take(1)[0])
+    assert "losses are not followed any more: NotImplementedError" in capsys.readouterr().err
+
+
 def test_a_digest_follows_what_becomes_slow_again_and_again() -> None:
     def slow(rank: int, step: int, before: float = 1.0, after: float = 2.0) -> Told:
         return Told(rank=rank, step=step, phase="forward", before=before, after=after, share=0.2)
@@ -136,13 +199,15 @@ def test_a_watched_loop_raises_alarms(tmp_path: Path, monkeypatch: pytest.Monkey
     loop._recording.go_on(5_000)  # as after a restart
     for number, batch in enumerate(loop):
         now[0] += (1_000_000 if number < 400 else 1_400_000) + 5_000 * (number % 7)  # before the forward: "other"
-        model(batch).sum().backward()
+        loss = model(batch).sum() * 0 + (3.0 if number < 600 else 4.0) + 0.01 * (number % 5)
+        loss.backward()
         optimizer.step()
         optimizer.zero_grad()
     loop.close()
     written = [json.loads(line) for line in (tmp_path / "rank0.jsonl").read_text().splitlines()]
     alarms = [row["alarm"] for row in written if "alarm" in row]
-    assert [told["phase"] for told in alarms if told["phase"] != "memory"] == ["other"]
+    assert [told["phase"] for told in alarms if told["phase"] != "memory"] == ["other", "loss"]
+    assert abs(next(told["step"] for told in alarms if told["phase"] == "loss") - 5_600) <= 16
     assert abs(next(told["step"] for told in alarms if told["phase"] == "other") - 5_400) <= 16
     assert [told.to_row() for told in loop.alarms] == alarms, "they are there after close(), too"
     assert any("what lies between the phases takes" in row.get("note", "") for row in written)
@@ -175,8 +240,9 @@ def test_only_what_became_slower_is_traced_and_only_files_that_exist_are_named()
 
 
 def test_a_watched_loop_traces_a_few_steps_at_an_alarm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Real steps under the real profiler, with two batches each; the clock is the loop's own."""
+    """Real steps under the real profiler, with two batches each; the clock is the loop's own, and the alarm looks when it is told to."""
     monkeypatch.setenv("WORKBENCH_RUN_DIR", str(tmp_path))
+    monkeypatch.setattr("workbench.timeline.alarm.INTERVAL", 1e3)
     now = [0]
     model = torch.nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)

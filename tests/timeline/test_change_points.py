@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from benchmarks.change_points import noisy
+from benchmarks.change_points import losses, noisy
 from workbench.timeline.analysis.change_points import BLOCK, LEAST_CHANGE, Change, ChangePoints
 
 
@@ -43,6 +43,19 @@ def test_what_comes_back_is_told_as_well_and_each_once() -> None:
 @pytest.mark.parametrize("seed", range(4))
 def test_healthy_series_with_heavy_tails_and_drift_raise_no_alarm(seed: int) -> None:
     assert told(noisy(12_000, np.random.default_rng(seed))) == []
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_of_a_falling_loss_only_rises_are_told_and_against_its_own_slope(seed: int) -> None:
+    values = losses(12_000, np.random.default_rng(seed))
+    assert told(values, upward=True) == []
+    values[2000:2100] *= 1.15
+    values[6000:] *= 0.7
+    (step, change), *others = told(values, upward=True)
+    assert others == []
+    assert 2000 < step <= 2100 + 2 * BLOCK
+    assert abs(change.step - 2000) <= 5 * BLOCK
+    assert change.ratio == pytest.approx(1.15, rel=0.06)
 
 
 def test_small_changes_single_long_steps_and_slow_drift_are_no_change() -> None:

@@ -143,6 +143,7 @@ def changes(rows: Mapping[int, Sequence[Mapping[str, Any]]]) -> list[Fault]:
     told = [
         alarm for more in rows.values() for row in more if (alarm := _told(row.get("alarm"))) and (alarm.slower or alarm.phase == "memory")
     ]
+    losses, told = [alarm for alarm in told if alarm.phase == "loss"], [alarm for alarm in told if alarm.phase != "loss"]
     culprits = [alarm for alarm in told if alarm.phase not in ("backward", "step", "throughput", "memory")]
     kept = [a for a in told if a in culprits or not any(c.rank != a.rank and abs(c.step - a.step) <= MEETS and c.share >= a.share / 2
                                                         for c in culprits)]  # fmt: skip
@@ -152,6 +153,25 @@ def changes(rows: Mapping[int, Sequence[Mapping[str, Any]]]) -> list[Fault]:
         again = f"; and {len(own) - 1} more times, at steps {', '.join(f'{a.step:,}' for a in own[1:6])}" if len(own) > 1 else ""
         hint = "a leak? wb.find_leaks finds what stays" if phase == "memory" else _SLOW if len(rows) > 1 else _SLOW.partition(" Compare")[0]
         faults.append(Fault(kind="change", step=own[0].step, rank=rank, message=own[0].words(len(rows)) + again, hint=hint))
+    return faults + _higher_losses(losses, len(rows))
+
+
+def _higher_losses(told: Sequence[Told], ranks: int) -> list[Fault]:
+    """A loss that rose for good; one that rose on several ranks at once is told once."""
+    faults, left = [], sorted(told, key=lambda alarm: (alarm.step, alarm.rank))
+    while left:
+        first = left[0]
+        together = sorted({alarm.rank for alarm in left if alarm.step - first.step <= MEETS})
+        left = [alarm for alarm in left if alarm.step - first.step > MEETS]
+        alone = len(together) == 1
+        others = "" if alone else f"; on {len(together)} of {ranks} ranks"
+        hint = (
+            "its samples? Compare them with those of other ranks"
+            if alone and ranks > 1
+            else "the samples from there on, or the learning rate?"
+        )
+        message = first.words(ranks if alone else 1) + others
+        faults.append(Fault(kind="change", step=first.step, rank=first.rank if alone else None, message=message, hint=hint))
     return faults
 
 

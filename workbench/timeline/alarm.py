@@ -1,4 +1,4 @@
-"""Alarm: follows the steps of a training in a background thread and tells when a phase, the throughput or the memory changes for good.
+"""Alarm: follows the steps of a training in a background thread and tells when a phase, throughput, memory or loss changes for good.
 
 The loop itself pays nothing: it records marks as without it. What changed is told once, by the phase that explains it, with what else
 changed on the machine: the clock of its cores, and, where it is allowed, a small computation whose time was known before. Where that is
@@ -6,6 +6,7 @@ allowed, the training thread then traces a few steps (`traces/measure/profiled_r
 """
 
 import contextlib
+import math
 import os
 import sys
 import threading
@@ -25,7 +26,11 @@ from workbench.timeline.steps import Row
 INTERVAL = 0.3
 """Seconds between two looks."""
 SERIES = ("step", *PHASES, "throughput", "memory")
-"""What is followed."""
+"""What is followed, beside the loss."""
+KEPT = 4096
+"""Losses that wait to be looked at, at most."""
+NOT_TIME = ("memory", "loss")
+"""What is followed and is no time."""
 WORDS = {
     "step": "a step",
     "data_wait": "the wait for data",
@@ -68,12 +73,12 @@ class Told:
     step: int
     """The first step at the new level, about, from 0."""
     phase: str
-    """One of SERIES."""
+    """One of SERIES, or "loss"."""
     before: float
-    """Seconds, samples per second, or bytes."""
+    """Seconds, samples per second, bytes, or the loss."""
     after: float
     share: float
-    """The change of the phase as a part of the step before; 0 for memory."""
+    """The change of the phase as a part of the step before; 0 for memory and loss."""
     circumstances: tuple[str, ...] = ()
     """What else changed."""
     trace: str = ""
@@ -93,6 +98,8 @@ class Told:
         if self.phase == "memory":
             how = "more" if self.after > self.before else "less"
             return f"{since} {how} memory{where}: {units.bytes_(self.after)}, {units.bytes_(self.before)} before{more}"
+        if self.phase == "loss":
+            return f"{since} the loss is {units.percent(change)} higher{where} ({self.before:.4g} → {self.after:.4g}){more}"
         if self.phase == "throughput":
             return f"{since} {units.percent(change)} {'fewer' if self.slower else 'more'} samples per second{where}{more}"
         what = SHARED if self.phase == "backward" and ranks > 1 else WORDS[self.phase]
@@ -110,37 +117,55 @@ class Told:
 class StepAlarm:
     """Follows the steps of one rank: what has changed, and which phase explains it. Arithmetic alone."""
 
-    def __init__(self, rank: int = 0, *, memory: Callable[[], float] | None = None, done: int = 0) -> None:
+    def __init__(
+        self,
+        rank: int = 0,
+        *,
+        memory: Callable[[], float] | None = None,
+        losses: Callable[[int], list[float]] | None = None,
+        done: int = 0,
+    ) -> None:
         """Nothing is known yet.
 
         Args:
             rank: of this process.
             memory: bytes that it holds now; None = not followed.
+            losses: gives the losses of so many steps that follow, nan = not known; None = they are not followed.
             done: steps that were taken before, such as before a restart.
         """
-        self.rank, self._memory = rank, memory
-        self._points = ChangePoints(SERIES)
+        self.rank, self._memory, self._losses = rank, memory, losses
+        self._points, self._loss = ChangePoints(SERIES), ChangePoints(("loss",), upward=True)
         self._pending: list[tuple[int, Change]] = []
         self._done = self._step = done
         self._told: list[tuple[int, bool]] = []
-        self._held = float("nan")
+        self._held = math.nan
 
     def see(self, rows: Sequence[Row]) -> list[Told]:
         """Finished steps, in their order; the alarms that are due now."""
         told = []
-        for row in rows:
+        losses = self._losses(len(rows)) if self._losses else [math.nan] * len(rows)
+        for row, loss in zip(rows, losses, strict=True):
             seconds = [value / 1e9 for value in row[:-1]]
             whole = sum(seconds)
             if self._memory is not None and (self._step - self._done) % _MEMORY_EVERY == 0:
                 self._held = self._memory()
             samples = row[-1]
-            rate = samples / whole if samples and whole > 0 else float("nan")
+            rate = samples / whole if samples and whole > 0 else math.nan
             changes = self._points.add(self._step, (whole, *seconds, rate, self._held))
             self._pending += [(self._step, change) for change in changes]
+            told += self._higher(loss)
             self._step += 1
             if self._pending and (self._step - self._done) % BLOCK == 0 and self._step - self._pending[0][0] > HELD * BLOCK:
                 told += self._explained()
         return told
+
+    def _higher(self, loss: float) -> list[Told]:
+        """Has the loss risen for good? That it falls is what a training is for; of one that is 0 or less, no part can be said."""
+        if loss <= 0:
+            self._losses = None
+        if self._losses is None or (loss != loss and not self._loss.begun):
+            return []
+        return [self._as_told(change, 0.0) for change in self._loss.add(self._step, (loss,))]
 
     def _explained(self) -> list[Told]:
         """The pending changes: of those that belong together, the phase that changes most."""
@@ -221,13 +246,73 @@ class Circumstances:
         return best
 
 
+class Losses:
+    """The losses of a training, taken where they are made and looked at later by another thread, without a wait for the device.
+
+    A loss on a device is copied into the host's memory by the device itself, when it comes to it; a look that comes earlier sees nan.
+    """
+
+    def __init__(self) -> None:
+        """None yet."""
+        self._taken = self._read = self._steps = 0
+        self._values: Any = None
+        self._seen: Any = None  # the same memory, for numpy
+        self._ended = False
+
+    def add(self, loss: Any) -> None:
+        """The tensor from which a backward begins; what is no single number of torch's own is passed over."""
+        import torch
+
+        if self._ended or type(loss) is not torch.Tensor or loss.numel() != 1:
+            return
+        try:
+            value = _unscaled(loss)
+            if self._values is None:
+                self._values = torch.full((KEPT,), math.nan, pin_memory=value.is_cuda)
+                self._seen = self._values.numpy()
+            self._values[self._taken % KEPT : self._taken % KEPT + 1].copy_(value.reshape(1), non_blocking=True)
+            self._taken += 1
+        except Exception as error:  # such as in the capture of a CUDA graph; an alarm never ends a training
+            self._ended = True
+            print(f"workbench: losses are not followed any more: {error!r}", file=sys.stderr, flush=True)
+
+    def take(self, steps: int) -> list[float]:
+        """The mean loss of each of the next steps; nan = not known, or no finite number. Steps have as many losses as they had so far.
+
+        Args:
+            steps: that were finished since the last call.
+        """
+        self._steps += steps
+        each = max(1, round(self._taken / max(1, self._steps)))
+        self._read = max(self._read, self._taken - KEPT // 2)
+        means = []
+        for _ in range(steps):
+            places = [place % KEPT for place in range(self._read, min(self._read + each, self._taken))]
+            values = [float(self._seen[place]) for place in places]
+            for place in places:
+                self._seen[place] = math.nan
+            self._read += len(places)
+            mean = sum(values) / len(values) if values else math.nan
+            means.append(mean if math.isfinite(mean) else math.nan)
+        return means
+
+
+def _unscaled(loss: Any) -> Any:
+    """A loss without its graph, and without what a GradScaler has multiplied it by."""
+    node, value = loss.grad_fn, loss.detach()
+    scale = getattr(node, "_saved_other", None) if node is not None and node.name() == "MulBackward0" else None
+    if scale is None or scale.requires_grad or scale.numel() != 1:
+        return value
+    return value / scale.detach().reshape(value.shape)
+
+
 def resident() -> float:
     """Bytes of main memory that this process holds now; nan off Linux."""
     try:
         with open("/proc/self/statm", "rb") as file:
             return float(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError, IndexError):
-        return float("nan")
+        return math.nan
 
 
 class Alarm:
@@ -243,6 +328,7 @@ class Alarm:
         done: int = 0,
         experiments: bool = False,
         traces: Traces | None = None,
+        losses: Losses | None = None,
     ) -> None:
         """Begin to follow.
 
@@ -254,10 +340,11 @@ class Alarm:
             done: steps that were taken before, such as before a restart.
             experiments: may a small computation be timed at an alarm?
             traces: traces steps after an alarm that a phase or the throughput became slower; None = that is not allowed.
+            losses: those of its steps; None = they are not followed.
         """
         self._traces = traces
         self._take, self._tell, self._ranks = take, tell, ranks
-        self._alarm = StepAlarm(rank, memory=resident, done=done)
+        self._alarm = StepAlarm(rank, memory=resident, losses=losses.take if losses else None, done=done)
         self._around = Circumstances(experiments=experiments)
         self.told: list[Told] = []
         self._pid = os.getpid()
@@ -268,8 +355,9 @@ class Alarm:
         """Look at what is new."""
         with self._lock:
             for told in self._alarm.see(self._take()):
-                slow = self._traces if told.slower and told.phase != "memory" else None
-                full = replace(told, circumstances=self._around.changed(), trace=slow.ask(told.step) if slow else "")
+                slow = self._traces if told.slower and told.phase not in NOT_TIME else None
+                around = self._around.changed() if told.phase != "loss" else ()
+                full = replace(told, circumstances=around, trace=slow.ask(told.step) if slow else "")
                 self.told.append(full)
                 self._tell(full, full.words(self._ranks))
 
@@ -302,7 +390,7 @@ def digest(told: Sequence[Told], ranks: int = 1, traces: Sequence[str] = ()) -> 
         return ""
     slow: dict[tuple[int, str], list[int]] = {}
     for alarm in told:
-        if alarm.slower and alarm.phase != "memory":
+        if alarm.slower and alarm.phase not in NOT_TIME:
             slow.setdefault((alarm.rank, alarm.phase), []).append(alarm.step)
     again = [(key, steps) for key, steps in slow.items() if len(steps) > 1]
     words = [

@@ -140,8 +140,11 @@ def wrap_backward(backward: Callable[..., Any]) -> Callable[..., Any]:
         if get_ident() != OPEN_LOOPS.thread:
             return backward(*args, **kwargs)
         now, marks = OPEN_LOOPS.now, OPEN_LOOPS.marks
-        own = OPEN_LOOPS.losses and _is_own(args[0] if args else kwargs.get("tensors"))
+        begin = args[0] if args else kwargs.get("tensors")
+        own = OPEN_LOOPS.losses and _is_own(begin)
         OPEN_LOOPS.losses = ()
+        if (top := OPEN_LOOPS.top) and top.loss:
+            top.loss(begin)
         marks.extend((now(), OWN_BACKWARD if own else BACKWARD))
         try:
             return backward(*args, **kwargs)

@@ -108,6 +108,8 @@ class Loop:
         """The thread that runs it."""
         self.between: Callable[[], object] | None = None
         """Called by the thread that trains, between two batches."""
+        self.loss: Callable[[Any], object] | None = None
+        """Called by it with what a backward begins from."""
         self.side_by_side = False
         """Does the loop on top also wait for this one's batch?"""
         self._sizes: deque[int | None] = deque()  # samples per batch, each put here before its mark

@@ -53,6 +53,7 @@ class Recording:
         self._logging = self._log is not None
         self._alarms, self._seen = alarm_module.allowed(alarm), 0
         self._alarm: alarm_module.Alarm | None = None
+        self._losses: alarm_module.Losses | None = None
         self._traces: Any = None  # `AlarmTraces`, where they are allowed
         self._alarms_before: tuple[alarm_module.Told, ...] = ()  # of passes before the last close()
 
@@ -76,9 +77,11 @@ class Recording:
         if self._alarms and self._alarm is None:
             if self._alarms == "trace" and self._traces is None:
                 self._traces = self._alarm_traces()
+            self._losses = alarm_module.Losses()
             self._alarm = alarm_module.Alarm(
                 self._unseen,
                 self._told,
+                losses=self._losses,
                 traces=self._traces,
                 rank=rank_log.rank(),
                 ranks=number_or_default("WORLD_SIZE", 1),
@@ -87,7 +90,13 @@ class Recording:
             )
         if self._traces:
             loop.between = self._traces.between
+        loop.loss = self._losses.add if self._losses else None
         return loop
+
+    def loss(self, loss: Any) -> None:
+        """Let the alarm, if there is one, know the loss of the step under way: a tensor, on any device."""
+        if self._losses:
+            self._losses.add(loss)
 
     def _alarm_traces(self) -> Any:
         """What traces steps at an alarm; None without a run directory."""

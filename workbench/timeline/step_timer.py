@@ -113,6 +113,10 @@ class StepTimer:
         """Write a row that is no step to the file, if there is one."""
         self._recording.say(row)
 
+    def loss(self, loss: Any) -> None:
+        """The loss of the step under way, a tensor on any device: followed where the launch asks for alarms, else nothing is done."""
+        self._recording.loss(loss)
+
     def go_on(self, done: int) -> None:
         """Count the steps in the file on from `done`, of a run that goes on from a checkpoint; `leave_out` still counts from 0."""
         self._recording.go_on(done)

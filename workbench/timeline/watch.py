@@ -40,10 +40,10 @@ def watch(
         loader: A DataLoader or any iterable of batches.
         model: The module that the loop calls (under DDP or DataParallel: the wrapper), or several.
         optimizer: The optimizer, or several. Without one every batch counts as a step.
-        alarm: Tell, on stderr, in the notes and in the run directory, when a phase, the throughput or the memory has changed for good, and
-            since which step; a thread of its own does it. "experiments" lets it time a small computation then, which says whether the
-            machine got slower. "trace" lets it trace a few steps as well, if something got slower: at most three times, into the folder
-            `alarms` of the run directory.
+        alarm: Tell, on stderr, in the notes and in the run directory, when a phase, the throughput or the memory has changed for good, or
+            the loss, from which backward begins, has risen for good, and since which step; a thread of its own does it. "experiments" lets
+            it time a small computation then, which says whether the machine got slower. "trace" lets it trace a few steps as well, if
+            something got slower: at most three times, into the folder `alarms` of the run directory.
 
     Returns:
         An iterable of the loader's batches; its `.timeline` grows with every pass.

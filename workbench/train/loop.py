@@ -182,6 +182,7 @@ def train(
                 if usage:
                     usage.step = step
                 finite.step(step, loss_of_step)
+                timer.loss(loss_of_step)
                 if spec.compile != "none" and step == done + 1:
                     chosen["first_step_seconds"] = time.perf_counter() - began
                     print(f"rank {ranks.rank}: step {step}, in which torch compiled, took {chosen['first_step_seconds']:.1f} s", flush=True)

@@ -72,6 +72,9 @@ class LengthsProof(JsonDataclass, display.Shown):
     """Places of all batches, padding included, over those as they are: predicted."""
     measured_places: float
     """The same, counted in the batches that were trained on."""
+    held_bytes: Mapping[int, tuple[int, int]] = field(default_factory=dict)
+    """Length of a batch → bytes that a step with it holds at its peak where this was measured: predicted, and as the allocator counted
+    them; of the middle batch as it is, and of the longest."""
     notes: tuple[str, ...] = ()
 
     @property
@@ -102,6 +105,7 @@ class LengthsProof(JsonDataclass, display.Shown):
             rows=[
                 ["speed over that as it is", units.times(self.predicted), units.times(self.measured.mid)],
                 ["places, padding included, over those as it is", units.times(self.places), units.times(self.measured_places)],
+                *([f"memory of a step of length {length:,}", *map(units.bytes_, both)] for length, both in self.held_bytes.items()),
             ],
             title=f"Proof of {self.name} batches, {self.micro_batches} micro-batches in turns",
             note="\n".join([self.word, *self.notes]),
@@ -168,7 +172,8 @@ class BatchLengths(JsonDataclass, display.Shown):
         """Train on batches made in another way and on those as they are, in turns, on one rank of this machine.
 
         The same samples are taken by both, up to WINDOW micro-batches from the start of the training; those that are too long for the
-        device are left out of both. Predicted is the time of these very batches.
+        device are left out of both. Predicted is the time of these very batches, and the memory that steps with the middle and with the
+        longest of them hold on this machine.
 
         Args:
             which: "bucketed" or "packed"; None = the fastest that fits.

@@ -1,5 +1,6 @@
 """Trains on batches as they are and by another plan of their lengths, in turns, on one rank: the proof of `batch_lengths`."""
 
+import dataclasses
 import time
 from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
@@ -17,6 +18,9 @@ from workbench.harness.batches import tensors_of
 from workbench.harness.device_clock import synchronize
 from workbench.harness.peers import Peers
 from workbench.harness.restore import process_settings
+from workbench.memory.api import STEPS, breakdown_of, record
+from workbench.memory.estimate.plan import plan_of
+from workbench.memory.measure.memory import measure
 from workbench.runs import task as tasks
 from workbench.runs.spec import RunSpec
 from workbench.runs.task import Task
@@ -73,6 +77,8 @@ def prove_lengths(spec: RunSpec, grid: LengthGrid, dry: DryRuns, name: str, *, f
         usual = sizes.reshape(-1, micro).max(1)
         sides = [_Side(trainer, [collate(row) for row in some], spec.accumulation) for some in (plain, rows)]
         times = ab_test.run_ab_test(*sides, budget_s=budget_s, peers=Peers())
+        order = usual.argsort()
+        memory = {int(usual[place]): _memory(trainer, sides[0].batches[place]) for place in (order[len(order) // 2], order[-1])}
     shares = [len(row) / micro for row in rows]
     predicted = dry.seconds(usual) / (dry.seconds(lengths) * sum(shares) / len(rows))
     said = [sum(int(size) * len(row) for size, row in zip(*both, strict=True)) for both in ((usual, plain), (lengths, rows))]
@@ -85,6 +91,7 @@ def prove_lengths(spec: RunSpec, grid: LengthGrid, dry: DryRuns, name: str, *, f
         measured=times.speedup,
         places=said[1] / said[0],
         measured_places=counted[1] / counted[0],
+        held_bytes=memory,
         notes=(*notes, *([times.note] if times.note else [])),
     )
 
@@ -96,6 +103,15 @@ def _alone(spec: RunSpec, task: Task) -> Trainer:
     ranks = Ranks(rank=0, world_size=1, device=choose_device(spec, 0, 1), store=HashStore())
     unused: Any = SimpleNamespace(pin_memory=False)  # batches are made here
     return Trainer(spec, task, ranks, layout=Layout(readers=ranks, data=None), alone=True, loader=unused)
+
+
+def _memory(trainer: Trainer, batch: Any) -> tuple[int, int]:
+    """Bytes that a step with such batches holds at its peak: predicted by a dry run, and counted by the allocator."""
+    plan = dataclasses.replace(plan_of(trainer.spec, batch, device=trainer.ranks.device.type), own_loop=True)  # no DDP here either
+    predicted = breakdown_of(plan, *record(plan))
+    step = [batch] * trainer.spec.accumulation
+    measured = measure(trainer.step, [step] * STEPS, model=trainer.module, optimizer=trainer.optimizer, steps=STEPS)
+    return predicted.total, measured.total
 
 
 class _Side:

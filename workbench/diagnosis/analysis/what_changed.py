@@ -133,6 +133,8 @@ class WhatChanged(display.Shown, JsonDataclass):
             alone = " together" if self.together else ""
             with_ = "them" if len(self.owner) > 1 else "it"
             seen = f": with {with_}, run A is now {_ends(today)} of what it is without" if today else ""
+            if 0 in self.change:
+                said = f"What was recorded leaves open whether run B's {what} is another ({_ends(self.ratio)}); today's trainings do not"
             return f"{said}, and {_list(self.owner)} {many} the reason{alone}{seen}.{_because(self.why)}{self._brought}"
         if self.kind == "still":
             cause = f"either {_list(self.left_over)}, which could not be put back, or the machine" if self.left_over else "the machine"

@@ -59,7 +59,7 @@ def launch(
         args: the script's arguments.
         nproc_per_node: ranks on this machine; None = the spec's own, 1 for a script.
         watch: find the script's loaders, modules and optimizers as it runs and write a Timeline per rank (a RunSpec always has one).
-            "always", for scripts and specs: each rank also tells when a phase, the throughput or its memory changes for good
+            "always", for scripts and specs: each rank also tells when a phase, throughput, memory or loss gets worse for good
             (`wb.health(run)` and the run's notes have it); "experiments": it may time a small computation then.
         timeout: seconds after which the run is stopped; None = never.
         runs_dir: where run directories go; None = `runs` in the current folder.

@@ -67,14 +67,15 @@ class Change:
 class ChangePoints:
     """Follows several series; `add` takes one value of each per step. About 14 µs a step for seven series on a busy machine."""
 
-    def __init__(self, series: Sequence[str], *, floor: float = 0.02) -> None:
+    def __init__(self, series: Sequence[str], *, floor: float = 0.02, upward: bool = False) -> None:
         """Nothing is known yet.
 
         Args:
             series: their names.
-            floor: added to each value, as a part of the first series' level: what is close to 0 does not matter, however it varies.
+            floor: added to each value, as a part of the first series' first level: what is close to 0 does not matter, however it varies.
+            upward: tell only what rises, and hold it only against earlier rises: of what is meant to fall, such as a loss.
         """
-        self.series, self._floor = tuple(series), floor
+        self.series, self._floor, self._upward = tuple(series), floor, upward
         count = len(self.series)
         self._block: list[Sequence[float]] = []
         self._steps = 0
@@ -99,6 +100,11 @@ class ChangePoints:
         middle = [_middle(column) for column in zip(*self._block, strict=True)]
         self._block.clear()
         return self._add_block(middle)
+
+    @property
+    def begun(self) -> bool:
+        """Was there a value?"""
+        return bool(self._block or self._blocks)
 
     def level(self, name: str) -> float:
         """The level of a series now; nan before it is known."""
@@ -189,13 +195,17 @@ class ChangePoints:
         if len(earlier) < WARM_UP:
             return None
         later = np.array(row[len(row) - age :])
-        near = earlier[-max(50, 2 * age) :]
-        old, new = float(np.median(near)), float(np.median(later))
+        near = earlier[-_reach(age, upward=self._upward) :]
+        old, new = _expected(near, age, upward=self._upward), float(np.median(later))
         before, after = math.exp(old) - self._added, math.exp(new) - self._added
         change = new - old
+        if self._upward and change < 0:
+            return None
         noise = 1.4826 * float(np.median(np.abs(near - old)))
-        error = 1.2533 * noise * math.sqrt(1 / age + 1 / len(near))
-        if abs(change) < max(math.log1p(LEAST_CHANGE), CONTRAST * error) or abs(change) < BEYOND * _largest(earlier[:-SAME], age):
+        slope = 4 / len(near) * (1 + age / len(near)) ** 2 if self._upward else 0.0
+        error = 1.2533 * noise * math.sqrt(1 / age + 1 / len(near) + slope)
+        earlier_changes = _largest(earlier[:-SAME], age, upward=self._upward)
+        if abs(change) < max(math.log1p(LEAST_CHANGE), CONTRAST * error, BEYOND * earlier_changes):
             return None
         self._first[place] = self._blocks - age
         return Change(series=self.series[place], step=self._steps - age * BLOCK, before=max(0.0, before), after=max(0.0, after))
@@ -210,12 +220,28 @@ def _middle(values: Sequence[float]) -> float:
     return known[len(known) // 2] if known else math.nan
 
 
-def _largest(values: Floats, width: int) -> float:
-    """The largest change between the median of a window and that of the blocks before it, as it was before."""
+def _reach(width: int, *, upward: bool) -> int:
+    """Blocks before a window that it is held against; more where their slope counts."""
+    return max(100 if upward else 50, 2 * width)
+
+
+def _expected(before: Floats, width: int, *, upward: bool) -> float:
+    """The level of the window that follows, if nothing changes: the median, or on the line of the halves' medians where that falls."""
+    level = float(np.median(before))
+    if not upward:
+        return level
+    half = len(before) // 2
+    slope = (float(np.median(before[half:])) - float(np.median(before[:half]))) / half
+    return level + min(0.0, slope) * (len(before) + width) / 2
+
+
+def _largest(values: Floats, width: int, *, upward: bool) -> float:
+    """The largest change, or rise, of a window beside what was expected from the blocks before it, as it was before."""
     changes = [0.0]
-    reach = max(50, 2 * width)
+    reach = _reach(width, upward=upward)
     for end in range(len(values), WARM_UP + width - 1, -max(1, width // 2)):
         window, before = values[end - width : end], values[max(0, end - width - reach) : end - width]
         if len(before) >= WARM_UP:
-            changes.append(abs(float(np.median(window)) - float(np.median(before))))
+            change = float(np.median(window)) - _expected(before, width, upward=upward)
+            changes.append(change if upward else abs(change))
     return max(changes)
