@@ -26,8 +26,9 @@ LASTS = 100
 """Steps of a slowdown."""
 
 
-def noisy(count: int, chance: np.random.Generator, *, level: float = 0.1) -> NDArray[np.float64]:
-    """Step times of a healthy training, in seconds."""
+def noisy(count: int, chance: np.random.Generator, *, level: float = 0.1, first: int = 0) -> NDArray[np.float64]:
+    """Step times of a healthy training, in seconds, wherever they begin."""
+    del first
     own = chance.normal(0, 0.03, count)
     correlated = np.array(list(itertools.accumulate(chance.normal(0, 0.006, count).tolist(), lambda before, new: 0.9 * before + new)))
     long = np.where(chance.random(count) < 0.03, chance.exponential(0.6, count), 0.0)
@@ -93,7 +94,7 @@ def main() -> None:
         chance = np.random.default_rng(1)
         each: dict[float, list[bool]] = {size: [] for size in SIZES}
         for number in range(given.slowdowns):
-            values = made(3000, chance)
+            values = made(3000, chance, first=int(chance.integers(100_000)))
             start, size = int(chance.integers(1000, 2600)), SIZES[number % len(SIZES)]
             values[start : start + LASTS] *= size
             each[size].append(any(abs(step - start) <= LASTS and ratio > 1 for step, ratio in method(values.tolist())))
