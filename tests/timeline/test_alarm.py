@@ -15,7 +15,8 @@ import torch
 import workbench as wb
 from workbench.core.run_directory import ENV_ALARM
 from workbench.core.vocabulary import PHASES
-from workbench.timeline.alarm import KEPT, Alarm, Circumstances, Losses, StepAlarm, Told, allowed, digest
+from workbench.timeline.alarm import Alarm, Circumstances, StepAlarm, Told, allowed, digest
+from workbench.timeline.hooks import KEPT, Losses
 from workbench.timeline.marks import HostRecorder
 from workbench.timeline.steps import Row
 from workbench.timeline.watch import Watch

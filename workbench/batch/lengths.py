@@ -13,6 +13,7 @@ from workbench.core.checks import whole_number
 from workbench.core.device import Device
 from workbench.memory.analysis.fit import MARGIN, usable_memory
 from workbench.memory.analysis.whatif import needed
+from workbench.memory.api import breakdown_of, record
 from workbench.memory.ladder import timed_estimate
 from workbench.runs import task as tasks
 from workbench.runs.spec import RunSpec
@@ -91,7 +92,7 @@ def batch_lengths(
     where = CPU if device == "cpu" else device if isinstance(device, Device) else Device.named(device)
     model = _Model(spec, task, dataset, sizes, where)
     fitting = model.fitting(grid.longest, room)
-    dry = DryRuns(nodes=model.nodes, bytes_at=model.bytes_at)
+    dry = DryRuns(nodes=model.nodes, bytes_at=model.bytes_at, held_alone=_held_alone)
     return BatchLengths(
         title=f"{spec.task}, {spec.micro_batch} samples",
         device=name,
@@ -105,6 +106,13 @@ def batch_lengths(
         unit=unit,
         prover=functools.partial(_prove, spec, grid, dry),
     )
+
+
+def _held_alone(spec: RunSpec, batch: Any, device: str) -> int:
+    from workbench.memory.estimate.plan import plan_of
+
+    plan = dataclasses.replace(plan_of(spec, batch, device=device), own_loop=True)
+    return breakdown_of(plan, *record(plan)).total
 
 
 def _prove(*given: Any, **options: Any) -> LengthsProof:

@@ -27,8 +27,6 @@ INTERVAL = 0.3
 """Seconds between two looks."""
 SERIES = ("step", *PHASES, "throughput", "memory")
 """What is followed, beside the loss."""
-KEPT = 4096
-"""Losses that wait to be looked at, at most."""
 NOT_TIME = ("memory", "loss")
 """What is followed and is no time."""
 WORDS = {
@@ -246,66 +244,6 @@ class Circumstances:
         return best
 
 
-class Losses:
-    """The losses of a training, taken where they are made and looked at later by another thread, without a wait for the device.
-
-    A loss on a device is copied into the host's memory by the device itself, when it comes to it; a look that comes earlier sees nan.
-    """
-
-    def __init__(self) -> None:
-        """None yet."""
-        self._taken = self._read = self._steps = 0
-        self._values: Any = None
-        self._seen: Any = None  # the same memory, for numpy
-        self._ended = False
-
-    def add(self, loss: Any) -> None:
-        """The tensor from which a backward begins; what is no single number of torch's own is passed over."""
-        import torch
-
-        if self._ended or type(loss) is not torch.Tensor or loss.numel() != 1:
-            return
-        try:
-            value = _unscaled(loss)
-            if self._values is None:
-                self._values = torch.full((KEPT,), math.nan, pin_memory=value.is_cuda)
-                self._seen = self._values.numpy()
-            self._values[self._taken % KEPT : self._taken % KEPT + 1].copy_(value.reshape(1), non_blocking=True)
-            self._taken += 1
-        except Exception as error:  # such as in the capture of a CUDA graph; an alarm never ends a training
-            self._ended = True
-            print(f"workbench: losses are not followed any more: {error!r}", file=sys.stderr, flush=True)
-
-    def take(self, steps: int) -> list[float]:
-        """The mean loss of each of the next steps; nan = not known, or no finite number. Steps have as many losses as they had so far.
-
-        Args:
-            steps: that were finished since the last call.
-        """
-        self._steps += steps
-        each = max(1, round(self._taken / max(1, self._steps)))
-        self._read = max(self._read, self._taken - KEPT // 2)
-        means = []
-        for _ in range(steps):
-            places = [place % KEPT for place in range(self._read, min(self._read + each, self._taken))]
-            values = [float(self._seen[place]) for place in places]
-            for place in places:
-                self._seen[place] = math.nan
-            self._read += len(places)
-            mean = sum(values) / len(values) if values else math.nan
-            means.append(mean if math.isfinite(mean) else math.nan)
-        return means
-
-
-def _unscaled(loss: Any) -> Any:
-    """A loss without its graph, and without what a GradScaler has multiplied it by."""
-    node, value = loss.grad_fn, loss.detach()
-    scale = getattr(node, "_saved_other", None) if node is not None and node.name() == "MulBackward0" else None
-    if scale is None or scale.requires_grad or scale.numel() != 1:
-        return value
-    return value / scale.detach().reshape(value.shape)
-
-
 def resident() -> float:
     """Bytes of main memory that this process holds now; nan off Linux."""
     try:
@@ -328,7 +266,7 @@ class Alarm:
         done: int = 0,
         experiments: bool = False,
         traces: Traces | None = None,
-        losses: Losses | None = None,
+        losses: Callable[[int], list[float]] | None = None,
     ) -> None:
         """Begin to follow.
 
@@ -340,11 +278,11 @@ class Alarm:
             done: steps that were taken before, such as before a restart.
             experiments: may a small computation be timed at an alarm?
             traces: traces steps after an alarm that a phase or the throughput became slower; None = that is not allowed.
-            losses: those of its steps; None = they are not followed.
+            losses: as `StepAlarm` takes them.
         """
         self._traces = traces
         self._take, self._tell, self._ranks = take, tell, ranks
-        self._alarm = StepAlarm(rank, memory=resident, losses=losses.take if losses else None, done=done)
+        self._alarm = StepAlarm(rank, memory=resident, losses=losses, done=done)
         self._around = Circumstances(experiments=experiments)
         self.told: list[Told] = []
         self._pid = os.getpid()

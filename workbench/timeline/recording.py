@@ -9,7 +9,7 @@ from typing import Any
 from workbench.core import late, run_directory
 from workbench.core.checks import number_or_default
 from workbench.timeline import alarm as alarm_module
-from workbench.timeline import rank_log
+from workbench.timeline import hooks, rank_log
 from workbench.timeline.loops import Loop
 from workbench.timeline.marks import MarkRecorder
 from workbench.timeline.steps import Row, StepRules, StepsBy
@@ -53,7 +53,7 @@ class Recording:
         self._logging = self._log is not None
         self._alarms, self._seen = alarm_module.allowed(alarm), 0
         self._alarm: alarm_module.Alarm | None = None
-        self._losses: alarm_module.Losses | None = None
+        self._losses: hooks.Losses | None = None
         self._traces: Any = None  # `AlarmTraces`, where they are allowed
         self._alarms_before: tuple[alarm_module.Told, ...] = ()  # of passes before the last close()
 
@@ -77,11 +77,11 @@ class Recording:
         if self._alarms and self._alarm is None:
             if self._alarms == "trace" and self._traces is None:
                 self._traces = self._alarm_traces()
-            self._losses = alarm_module.Losses()
+            self._losses = hooks.Losses()
             self._alarm = alarm_module.Alarm(
                 self._unseen,
                 self._told,
-                losses=self._losses,
+                losses=self._losses.take,
                 traces=self._traces,
                 rank=rank_log.rank(),
                 ranks=number_or_default("WORLD_SIZE", 1),

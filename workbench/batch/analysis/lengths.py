@@ -244,6 +244,8 @@ class DryRuns:
     """Length → seconds of a micro-batch."""
     bytes_at: Callable[[int], int]
     """Length → bytes of a step with such a batch."""
+    held_alone: Callable[[Any, Any, str], int] | None = None
+    """Spec, batch and kind of device → bytes that tensors of a step with it hold at the peak, of one rank without DDP; a proof asks."""
 
     def seconds(self, lengths: Any) -> float:
         """Of micro-batches of these lengths together; between the nodes by a parabola, since attention is one in the length."""

@@ -1,6 +1,5 @@
 """Trains on batches as they are and by another plan of their lengths, in turns, on one rank: the proof of `batch_lengths`."""
 
-import dataclasses
 import time
 from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
@@ -18,9 +17,7 @@ from workbench.harness.batches import tensors_of
 from workbench.harness.device_clock import synchronize
 from workbench.harness.peers import Peers
 from workbench.harness.restore import process_settings
-from workbench.memory.api import STEPS, breakdown_of, record
-from workbench.memory.estimate.plan import plan_of
-from workbench.memory.measure.memory import measure
+from workbench.memory.measure.memory import STEPS, measure
 from workbench.runs import task as tasks
 from workbench.runs.spec import RunSpec
 from workbench.runs.task import Task
@@ -78,7 +75,7 @@ def prove_lengths(spec: RunSpec, grid: LengthGrid, dry: DryRuns, name: str, *, f
         sides = [_Side(trainer, [collate(row) for row in some], spec.accumulation) for some in (plain, rows)]
         times = ab_test.run_ab_test(*sides, budget_s=budget_s, peers=Peers())
         order = usual.argsort()
-        memory = {int(usual[place]): _memory(trainer, sides[0].batches[place]) for place in (order[len(order) // 2], order[-1])}
+        memory = {int(usual[place]): _memory(trainer, sides[0].batches[place], dry) for place in (order[len(order) // 2], order[-1])}
     shares = [len(row) / micro for row in rows]
     predicted = dry.seconds(usual) / (dry.seconds(lengths) * sum(shares) / len(rows))
     said = [sum(int(size) * len(row) for size, row in zip(*both, strict=True)) for both in ((usual, plain), (lengths, rows))]
@@ -105,13 +102,13 @@ def _alone(spec: RunSpec, task: Task) -> Trainer:
     return Trainer(spec, task, ranks, layout=Layout(readers=ranks, data=None), alone=True, loader=unused)
 
 
-def _memory(trainer: Trainer, batch: Any) -> tuple[int, int]:
+def _memory(trainer: Trainer, batch: Any, dry: DryRuns) -> tuple[int, int]:
     """Bytes that a step with such batches holds at its peak: predicted by a dry run, and counted by the allocator."""
-    plan = dataclasses.replace(plan_of(trainer.spec, batch, device=trainer.ranks.device.type), own_loop=True)  # no DDP here either
-    predicted = breakdown_of(plan, *record(plan))
+    assert dry.held_alone is not None
+    predicted = dry.held_alone(trainer.spec, batch, trainer.ranks.device.type)
     step = [batch] * trainer.spec.accumulation
     measured = measure(trainer.step, [step] * STEPS, model=trainer.module, optimizer=trainer.optimizer, steps=STEPS)
-    return predicted.total, measured.total
+    return predicted, measured.total
 
 
 class _Side:
