@@ -37,13 +37,15 @@ LINES = 100_000
 def rank_steps(steps: int, seed: int, with_totals: bool) -> str:
     """The lines of a rank's steps, as the workbench writes them; without totals, as it did before November 26, 2026."""
     random.seed(seed)
-    lines, totals = [], Totals() if with_totals else None
+    lines, totals, at = list[str](), Totals(), 0
     for start in range(0, steps, READ_EVERY):
         rows: list[Row] = []
         for _ in range(start, min(steps, start + READ_EVERY)):
             wait, h2d, forward, backward, optimizer, other = [int(mean * random.uniform(0.9, 1.1)) for mean in PHASE_MEANS]
             rows.append((wait, h2d, forward, backward, optimizer, other, 32))
-        lines.append(lines_of(rows, start, totals, memory=10**9 + seed, cpu=0.06 * start))
+        totals.untold *= with_totals
+        lines.append(lines_of(rows, start, totals, at=at, memory=10**9 + seed, cpu=0.06 * start))
+        at += len(lines[-1])
     return "".join(lines)
 
 

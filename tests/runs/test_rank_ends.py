@@ -293,16 +293,15 @@ def test_totals_that_are_not_those_of_all_rows_are_not_believed(tmp_path: Path, 
     with open(path, "a") as file:  # another process, which wrote no totals
         file.writelines(json.dumps({"step": number, **STEP}) + "\n" for number in range(300, 320))
     assert check_whole(path).steps == 320
-    Written(path, monkeypatch).steps(steps[:20]).close()  # this one again, which knows nothing of those
-    assert check_whole(path).steps == 340
-    Written(path, monkeypatch).steps(steps).close()
+    Written(path, monkeypatch).steps(steps).close()  # this one again, which knows nothing of those
     assert not RankEnds(path).whole()
-    assert RunRows(tmp_path).means(path.name).steps == 640
+    assert RunRows(tmp_path).means(path.name).steps == 620
 
 
 @pytest.mark.parametrize(
     "change",
     [
+        {"at": 0}, {"at": "0"}, {"at": None},
         {"steps": -1}, {"steps": 2.5}, {"steps": 5}, {"steps": "9"}, {"rows": None}, {"rows": 7}, {"phases": []}, {"phases": 5},
         {"phases": [1, 1, 1, 1, 1, "x"]}, {"phases": [1, 1, 1, 1, 1, -1]}, {"samples": None}, {"timed": 1e300}, {"memory": []},
     ],
@@ -331,3 +330,37 @@ def test_a_panel_and_a_summary_of_long_files_read_their_ends(by_hand: Make, monk
     assert run.summary
     assert whole(reads) == []
     assert [timeline.count for timeline in run.timelines] == [2990, 2990]
+
+
+def test_what_was_read_of_long_files_stands_after_they_are_deleted(by_hand: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = by_hand().alive()
+    path = made.path / run_directory.rank_file(0)
+    Written(path, monkeypatch).steps([(10**6, 0, 10**7, 10**7, 10**6, 10**5, 8)] * 3000).close()
+    follower = Follower(wb.Run.load(made.path))
+    assert [rank.steps for rank in follower.snapshot().ranks] == [3000]
+    path.unlink()
+    assert [rank.steps for rank in follower.snapshot().ranks] == [3000]
+
+
+def test_a_panel_of_very_many_ranks_with_totals_does_not_call_its_means_those_of_the_last_steps(
+    by_hand: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = by_hand(spec=spec(MANY_RANKS + 8)).ended("finished")
+    first = made.path / run_directory.rank_file(0)
+    Written(first, monkeypatch).steps([(10**6, 0, 10**7, 10**7, 10**6, 10**5, 8)] * 3000).close()
+    for rank in range(1, MANY_RANKS + 8):
+        os.link(first, made.path / run_directory.rank_file(rank))
+    run = wb.Run.load(made.path)
+    assert "means of the last steps" not in run.summary
+    assert "means of the last steps" not in " ".join(Follower(run).snapshot().notes)
+    assert run.rank_means[7].count == 2990
+
+
+def test_slow_steps_write_totals_seldom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written = Written(tmp_path / "rank0.jsonl", monkeypatch)
+    for _ in range(300):  # a step at each flush
+        written.steps([(10**6, 0, 10**8, 10**9, 10**6, 10**5, 8)])
+    written.close()
+    lines = written.path.read_text().splitlines()
+    assert 5 <= sum("totals" in line for line in lines) <= 15
+    check_whole(written.path)

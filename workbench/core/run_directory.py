@@ -315,11 +315,6 @@ class LineWriter:
             raise
         self._size += len(data)
 
-    @property
-    def size(self) -> int:
-        """Bytes of the file, whoever wrote them."""
-        return os.fstat(self._fd).st_size
-
     def close(self) -> None:
         """Close the file; a second call does nothing."""
         if self._fd >= 0:

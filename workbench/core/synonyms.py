@@ -80,7 +80,7 @@ def check_fields(
         needed = [field.name for field in fields if field.default is field.default_factory is dataclasses.MISSING]
 
         @functools.wraps(initialise)
-        def checked(self: T, *args: Any, **given: Any) -> None:
+        def checked(self: T, /, *args: Any, **given: Any) -> None:
             if args:
                 raise error(f"{cls.__name__}({args[0]!r:.80}): its arguments are given by name, {cls.__name__}({needed[0]}=…)")
             if check_names:

@@ -1,6 +1,5 @@
 """Reads only the beginning and the end of a rank's file: enough for its means where it has totals, else for those of its last steps."""
 
-import contextlib
 import dataclasses
 import math
 import os
@@ -27,8 +26,9 @@ class RankEnds:
     """The ends of one rank's file.
 
     Attributes:
-        complete: is it a long file whose totals give the means of all measured steps, and are `other_rows` all that it has?
-        means: of all measured steps of a short or a complete file, else of the last ones.
+        complete: are the means those of all measured steps, and `other_rows` all that the file has? So it is with a short one, which is
+            read whole, and with a long one that has totals.
+        means: of all measured steps, or only of the last ones.
         other_rows: the rows read that are no steps.
     """
 
@@ -52,18 +52,21 @@ class RankEnds:
 
     def whole(self) -> "RankEnds | None":
         """Itself, newly read, where they stand for the whole of a long file: see `complete`."""
-        with contextlib.suppress(FileNotFoundError):
-            if os.stat(self._path).st_size > HEAD + TAIL and self.read().complete:
-                return self
-        return None
+        try:
+            size = os.stat(self._path).st_size
+        except FileNotFoundError:
+            size = self._seen[1]  # what was read of a file that is gone still stands
+        return self if size > HEAD + TAIL and self.read().complete else None
 
-    def _take(self, head: bytes, tail: bytes) -> None:
-        self.complete, columns = False, RankSteps(self._path)
+    def _take(self, head: bytes, tail: bytes, start: int) -> None:
+        """Take both ends; the tail begins at `start`."""
+        self.complete, columns = not tail, RankSteps(self._path)
         if columns.take(head):
             columns.skip = len(columns) if tail else None
             if columns.take(tail):
-                whole = self._by_totals(columns, tail)
-                self.complete, self.means, self.other_rows = whole is not None, whole or columns.means, columns.other_rows
+                whole = self._by_totals(columns, tail, start)
+                self.complete |= whole is not None
+                self.means, self.other_rows = whole or columns.means, columns.other_rows
                 return
         begin, end = ([row for line in part.split(b"\n") if (row := run_directory.parse_row(line)) is not None] for part in (head, tail))
         skip = sum("step" in row for row in begin) if tail else None
@@ -74,17 +77,19 @@ class RankEnds:
             means = dataclasses.replace(means, steps=steps, left_out=steps - means.count)
         self.means, self.other_rows = means, [row for row in (*begin, *end) if "step" not in row]
 
-    def _by_totals(self, ends: RankSteps, tail: bytes) -> RankMeans | None:
+    def _by_totals(self, ends: RankSteps, tail: bytes, start: int) -> RankMeans | None:
         """The means of all measured steps: the last totals in the tail, and the steps after them.
 
         Returns:
-            None where there are no totals, or where rows that are no steps lie between the ends.
+            None where there are no totals, where their line is not where its writer put it, since others wrote to the file as well, and
+            where rows that are no steps lie between the ends.
         """
         end = tail.find(b"\n", tail.rfind(_TOTALS)) + 1 if _TOTALS in tail else 0
-        totals = _totals_in(tail[:end].rstrip(b"\n").rpartition(b"\n")[2])
+        line = tail.rfind(b"\n", 0, max(0, end - 1)) + 1
+        totals = _totals_in(tail[line:end])
         late = RankSteps(self._path)
         late.skip = 0
-        if totals is None or not late.take(tail[end:]):
+        if totals is None or totals["at"] != start + line or not late.take(tail[end:]):
             return None
         steps, rows = totals["steps"] + len(late), totals["rows"] + len(late.other_rows)
         if rows != len(ends.other_rows) or warmup_of(steps) != MAX_WARMUP:
@@ -101,7 +106,8 @@ class RankEnds:
 def _totals_in(line: bytes) -> Mapping[str, Any] | None:
     """What `rank_log.Totals` wrote into a line; None where it is nothing of the kind."""
     totals = (run_directory.parse_row(line) or {}).get("totals")
-    if not isinstance(totals, Mapping) or not all(is_whole(totals.get(name), least=0, most=2**53) for name in ("steps", "rows", "memory")):
+    whole = ("at", "steps", "rows", "memory")
+    if not isinstance(totals, Mapping) or not all(is_whole(totals.get(name), least=0, most=2**53) for name in whole):
         return None
     phases = totals.get("phases")
     numbers = [*(phases if isinstance(phases, list) else []), totals.get("samples"), totals.get("timed")]
@@ -109,16 +115,17 @@ def _totals_in(line: bytes) -> Mapping[str, Any] | None:
     return totals if sound and totals["steps"] > MAX_WARMUP else None
 
 
-def _ends(path: Path) -> tuple[bytes, bytes]:
-    """The whole lines at the beginning and at the end of a file; a short one is all beginning."""
+def _ends(path: Path) -> tuple[bytes, bytes, int]:
+    """The whole lines at the beginning and at the end of a file, and where the end begins; a short one is all beginning."""
     with open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size
         if size <= HEAD + TAIL:
-            return _whole(file.read()), b""
+            return _whole(file.read()), b"", size
         head = _whole(file.read(HEAD))
         file.seek(size - TAIL)
         tail = file.read()
-    return head, _whole(tail[tail.find(b"\n") + 1 :])
+    begin = tail.find(b"\n") + 1
+    return head, _whole(tail[begin:]), size - TAIL + begin
 
 
 def _whole(data: bytes) -> bytes:

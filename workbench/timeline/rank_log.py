@@ -29,7 +29,11 @@ INTERVAL = 0.3
 _LINE = '{"step":%d,' + ",".join(f'"{phase}":%de-9' for phase in PHASES) + ',"samples":%s}\n'
 """A step's line. Nanoseconds are written as `123e-9`: exact seconds for every JSON reader, at an eighth of the cost of `json.dumps`."""
 
-_TOTALS = ',"totals":{"steps":%d,"rows":%d,"phases":[' + ",".join(["%de-9"] * len(PHASES)) + '],"samples":%d,"timed":%de-9,"memory":%d}'
+TOTALS_EVERY = 4096
+"""Bytes of steps after which they are told again: seldom enough to add little, and often enough to stand among the last 16 KB."""
+_TOTALS = (
+    ',"totals":{"at":%d,"steps":%d,"rows":%d,"phases":[' + ",".join(["%de-9"] * len(PHASES)) + '],"samples":%d,"timed":%de-9,"memory":%d}'
+)
 """What all lines so far come to, so that a long file needs not be read whole: see `Totals`."""
 
 _LOGS: dict[Path, "RankLog"] = {}
@@ -134,10 +138,11 @@ class Totals:
         samples: of the steps among those whose samples are known.
         timed: nanoseconds of these.
         memory: peak bytes of the process.
+        untold: bytes of steps since the totals were written last.
     """
 
     def __init__(self) -> None:
-        self.steps = self.rows = self.samples = self.timed = self.memory = 0
+        self.steps = self.rows = self.samples = self.timed = self.memory = self.untold = 0
         self.phases = [0] * len(PHASES)
 
     def add(self, rows: list[Row], memory: int) -> None:
@@ -148,25 +153,29 @@ class Totals:
                 self.samples, self.timed = self.samples + samples, self.timed + sum(phases)
         self.steps, self.memory = self.steps + len(rows), max(self.memory, memory)
 
-    def __str__(self) -> str:
-        """As the last line of each write has them."""
-        return _TOTALS % (self.steps, self.rows, *self.phases, self.samples, self.timed, self.memory)
+    def text(self, at: int) -> str:
+        """As a line has them that begins at this place of its file: where it stands elsewhere, others have written to the file, too."""
+        return _TOTALS % (at, self.steps, self.rows, *self.phases, self.samples, self.timed, self.memory)
 
 
-def lines_of(rows: list[Row], start: int, totals: Totals | None, *, memory: int, cpu: float) -> str:
-    """The lines of steps; the last one also has what was read after them.
+def lines_of(rows: list[Row], start: int, totals: Totals, *, at: int, memory: int, cpu: float) -> str:
+    """The lines of steps; the last one also has what was read after them and, now and then, the totals.
 
     Args:
         rows: the steps.
         start: number of the first one.
-        totals: of the file so far, to which these are added; None where they are not known.
+        totals: of the file so far, to which these are added.
+        at: bytes in the file before them.
         memory: peak bytes of the process.
         cpu: CPU seconds of the process and its workers.
     """
-    lines = "".join([_LINE % (number, *row) for number, row in enumerate(rows, start)]).replace("None", "null")
-    if totals:
-        totals.add(rows, memory)
-    return f'{lines.removesuffix("}" + chr(10))},"memory":{memory},"cpu":{cpu:.3f}{totals or ""}}}\n'
+    lines = "".join([_LINE % (number, *row) for number, row in enumerate(rows, start)]).replace("None", "null").removesuffix("}\n")
+    totals.add(rows, memory)
+    totals.untold += len(lines)
+    told = ""
+    if totals.untold >= TOTALS_EVERY:
+        told, totals.untold = totals.text(at + lines.rfind("\n") + 1), 0
+    return f'{lines},"memory":{memory},"cpu":{cpu:.3f}{told}}}\n'
 
 
 class RankLog:
@@ -181,7 +190,7 @@ class RankLog:
         self._lock = threading.Lock()
         self._writer: run_directory.LineWriter | None = None
         self._headed = False
-        self._totals: Totals | None = Totals()
+        self._totals = Totals()
         self._size = 0  # of what was written here
         self._stop = threading.Event()
 
@@ -205,9 +214,9 @@ class RankLog:
             if recording in self._recordings:
                 self._recordings.remove(recording)
                 with self._unless_it_fails():
-                    notes = "".join(self._row({"note": note}) for note in recording.notes if not note.startswith(WARNING))
                     if recording.clock:
-                        self._write(self._header(recording) + notes)
+                        notes = [self._row({"note": note}) for note in recording.notes if not note.startswith(WARNING)]
+                        self._write(self._header(recording) + "".join(notes))
             if not self._recordings:
                 self._close()
 
@@ -217,11 +226,9 @@ class RankLog:
             rows = [row for recording in self._recordings for row in recording.harvest()]
             if rows and self._writer:
                 recording = next(r for r in self._recordings if r.clock)
-                if self._writer.size != self._size:  # others wrote to it, before or meanwhile, what no totals here have
-                    self._totals = None
-                header = self._header(recording)
-                cpu = cpu_of_tree(os.getpid())
-                self._write(header + lines_of(rows, self._steps, self._totals, memory=peak_bytes(recording.device), cpu=cpu))
+                header, memory, cpu = self._header(recording), peak_bytes(recording.device), cpu_of_tree(os.getpid())
+                at = self._size + len(header.encode())
+                self._write(header + lines_of(rows, self._steps, self._totals, at=at, memory=memory, cpu=cpu))
                 self._steps += len(rows)
 
     def line(self, row: Row) -> str:
@@ -259,8 +266,7 @@ class RankLog:
 
     def _row(self, row: dict[str, Any]) -> str:
         """The line of a row that is no step."""
-        if self._totals:
-            self._totals.rows += 1
+        self._totals.rows += 1
         return json.dumps(row) + "\n"
 
     def _write(self, text: str) -> None:

@@ -124,6 +124,8 @@ class Snapshot:
 class _RankSums:
     """Running sums of one rank's steps; its first ones are kept, because how many are left out grows with the number of steps."""
 
+    sampled = False
+
     def __init__(self, path: Path) -> None:
         self._ends: RankEnds | None = RankEnds(path)
         self._plain, self._was_plain = RankSteps(path), False
@@ -187,10 +189,12 @@ class _EndSums:
         self._ends = RankEnds(path)
         self.other_rows: Sequence[Mapping[str, Any]] = ()
         """Rows that are no steps."""
+        self.sampled = False
+        """Are the means those of the last steps only?"""
 
     def read(self) -> str:
         """Read the ends again; there is never a note on damaged rows, as most rows are not read."""
-        self.other_rows = self._ends.read().other_rows
+        self.other_rows, self.sampled = self._ends.read().other_rows, not self._ends.complete
         return ""
 
     def share(self, rank: int) -> RankShare:
@@ -283,7 +287,7 @@ class Follower:
     def _read_ranks(self) -> None:
         self._damage = [sums.read() for sums in self._sums.values()]
         self._training = training_notes({rank: sums.other_rows for rank, sums in self._sums.items()}, len(self._sums))
-        self._training += [SAMPLED.format(len(self._sums))] * self._many
+        self._training += [SAMPLED.format(len(self._sums))] * any(sums.sampled for sums in self._sums.values())
         self._ranks = tuple(sums.share(rank) for rank, sums in self._sums.items())
         self._ranks_read = time.monotonic()
 

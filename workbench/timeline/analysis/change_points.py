@@ -203,7 +203,8 @@ class ChangePoints:
             return None
         noise = float(_spread(near, old, upward=self._upward))
         error = 1.2533 * noise * math.sqrt(1 / age + 1 / len(near))
-        earlier_changes = _largest(earlier[:-SAME], age, upward=self._upward)
+        settled = earlier[:-SAME] if len(earlier) >= WARM_UP + age + SAME else earlier
+        earlier_changes = _largest(settled, age, upward=self._upward)
         if abs(change) < max(math.log1p(LEAST_CHANGE), CONTRAST * error, BEYOND * earlier_changes):
             return None
         self._first[place] = self._blocks - age
