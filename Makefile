@@ -40,7 +40,7 @@ help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(STAMP) ## create .venv with everything (quick when it is there)
-	@$(if $(filter setup,$(MAKECMDGOALS)),echo 'All is in $(VENV). Next: $(BIN)/workbench --help or make lab for the course in JupyterLab')
+	@$(if $(filter setup,$(MAKECMDGOALS)),echo 'Everything is in $(VENV). Next: $(BIN)/workbench --help or make lab for the course in JupyterLab')
 
 $(STAMP): pyproject.toml constraints.txt requirements.lock
 	@[ -n "$(PYTHON)" ] && "$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -49,7 +49,7 @@ $(STAMP): pyproject.toml constraints.txt requirements.lock
 	  { rm -rf $(VENV); echo "This Python cannot make virtual environments. Debian: apt-get install python3-venv"; exit 1; }
 	@# torch, which the lock leaves to pip, beside the rest, which uv installs in seconds and pip, where uv cannot, in a minute
 	@$(PIP) --no-deps -c constraints.txt torch & torch=$$!; \
-	  echo 'installing torch, and the $(shell grep -c == requirements.lock) packages of requirements.lock, into $(VENV): some minutes, 2.4 GB'; \
+	  echo 'installing torch, and the $(shell grep -c == requirements.lock) packages of requirements.lock, into $(VENV): a few minutes, 2.4 GB'; \
 	  { $(PIP) uv==$(UV) && $(BIN)/uv pip install --quiet --python $(BIN)/python $(LOCKED); } || $(PIP) $(LOCKED); wait $$torch
 	$(PIP) -c constraints.txt -e '.[notebooks,tensorboard,exporters,trace,formats,docs,dev]'
 	@# on all cores, and without what nobody imports: an installer compiles on one core, or not at all

@@ -27,7 +27,8 @@ COPIED = {
 }
 """File of the repository → its page."""
 NOTEBOOKS = "      # docs/make_site.py puts the notebooks here"
-INSERT = re.compile(r"^<!-- insert: ([a-z-]+) -->$", re.MULTILINE)
+INSERT = re.compile(r"^<!-- insert: ([a-z-]+) -->(?:\n\*This part is generated: .*\*)?$", re.MULTILINE)
+"""A marker, and what a reader of the source is told there."""
 LINK = re.compile(r"(?<=\]\()(?P<path>[^)#\s]+)(?P<anchor>#[^)\s]*)?(?=\))")
 FENCE = re.compile(r"(^```.*?^```$|`[^`\n]+`)", re.DOTALL | re.MULTILINE)
 

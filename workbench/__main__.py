@@ -322,7 +322,7 @@ class _Parser(argparse.ArgumentParser):
 
 def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentParser]]:
     """The parser of the command line, and those of its commands."""
-    parser = _Parser(prog="workbench", description="See where a training step goes, predict what a change gains, prove it.")
+    parser = _Parser(prog="workbench", description="See where a training step spends its time, predict what a change gains, prove it.")
     parser.add_argument("--version", action="version", version=workbench.__version__)
     commands = parser.add_subparsers(dest="command")
     made: dict[str, argparse.ArgumentParser] = {}
@@ -352,11 +352,13 @@ def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
     option(
         "launch batch-lengths", "--steps", type=int, metavar="N", help="optimizer steps of a task (60; batch-lengths: those of an epoch)"
     )
-    profile = f"trace so many steps with torch's profiler ({STEPS})"
+    profile = f"trace this many steps with torch's profiler ({STEPS})"
     option("launch", "--profile", type=int, nargs="?", const=STEPS, metavar="STEPS", help=profile)
-    option("launch", "--nnodes", type=int, default=1, metavar="N", help="machines: this one, and as many that join it")
+    option("launch", "--nnodes", type=int, default=1, metavar="N", help="machines: this one and those that join it")
     option("launch", "--max-restarts", metavar="N", type=int, default=0, help="start a task with checkpoints again after a failure (0)")
-    option("launch", "--min-ranks", metavar="N", type=int, help="a restart goes on with the ranks that are left, at least so many (all)")
+    option(
+        "launch", "--min-ranks", metavar="N", type=int, help="a restart goes on with the ranks that are left, but no fewer than this (all)"
+    )
     option("launch", "--watch", choices=ALARMS, help="tell when it becomes slower; also time a small sum, or trace a few steps, then")
     option("launch", "--on-hang", choices=ON_HANG, default="report", help="what is done about a run that hangs (report)")
     option("launch", "--rdzv-endpoint", metavar="HOST:PORT", help="of this machine, as the others reach it (its name, and a free port)")

@@ -408,7 +408,9 @@ def test_an_interrupt_before_anything_is_known_says_so(
         raise KeyboardInterrupt
 
     monkeypatch.setattr("workbench.runs.launch.experiments.run_experiment", interrupt)
-    with pytest.raises(KeyboardInterrupt, match="diagnose was stopped by Ctrl-C before it knew anything; what it had started has ended"):
+    with pytest.raises(
+        KeyboardInterrupt, match="diagnose was stopped by Ctrl-C before it knew anything; all processes it started have ended"
+    ):
         wb.diagnose(SPEC, runs_dir=tmp_path)
     monkeypatch.setattr("workbench.diagnosis.measure.experiment.experiment", interrupt)
     with pytest.raises(KeyboardInterrupt, match="diagnose was stopped by Ctrl-C before it knew anything"):

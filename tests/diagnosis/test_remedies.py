@@ -17,6 +17,7 @@ from workbench.core.statistics import Interval
 from workbench.core.system_load import Noise
 from workbench.diagnosis.analysis import causes
 from workbench.diagnosis.analysis.costs import Costs
+from workbench.diagnosis.analysis.diagnosis import AGAIN, Diagnosis
 from workbench.diagnosis.analysis.evidence import Evidence, Gradients, Loading, Stalls
 from workbench.diagnosis.analysis.remedies import PART_OF, remedies_for
 from workbench.diagnosis.analysis.remedy import Remedy
@@ -442,3 +443,17 @@ def test_there_is_advice_where_nothing_says_how(part: str) -> None:
     (one,) = [one for one in remedies_for(world.evidence(loading=None), judgement) if one.scope == "cause"]
     assert one.ceiling
     assert one.speedup == pytest.approx(1 / 0.7)
+
+
+def test_a_change_that_surely_gains_is_told_even_where_the_verdict_is_not_clear() -> None:
+    crowded = World(cpu=0.007, threads=2, crowd=2.4).evidence()
+    paired = dataclasses.replace(crowded.arms["cached"], pairs=((crowded.step, crowded.step * 0.99), (crowded.step, crowded.step * 0.97)))
+    evidence = dataclasses.replace(crowded, arms={**crowded.arms, "cached": paired})
+    unclear = dataclasses.replace(judge(evidence), verdict="inconclusive", cause="noise")
+    remedies = remedies_for(evidence, unclear)
+    assert [(remedy.name, remedy.scope) for remedy in remedies] == [("threads=1", "general")]
+    told = Diagnosis(evidence=evidence, judgement=unclear, remedies=remedies).next
+    assert told.startswith("In general: Use 1 thread per operator")
+    assert AGAIN in told
+    small = World(threads=2, crowd=1.1).evidence()
+    assert remedies_for(small, dataclasses.replace(judge(small), verdict="inconclusive", cause="noise")) == ()

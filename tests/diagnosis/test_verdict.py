@@ -569,3 +569,22 @@ def test_a_step_that_is_not_its_parts_on_a_busy_machine_decides_nothing() -> Non
     assert (judged.verdict, judged.cause) == ("inconclusive", "noise")
     assert CONTRADICTED in judged.why
     assert judge(dataclasses.replace(quick, noise=Noise(cores=2.0))).verdict == "input-bound"  # a quiet machine is believed
+
+
+@pytest.mark.parametrize("noise", [None, BUSY])
+def test_waiting_that_the_clocks_see_and_experiments_do_not_is_not_called_computing(noise: Noise | None) -> None:
+    waits = World(cpu=0.007).evidence()
+    paired = dataclasses.replace(waits.arms["cached"], pairs=((waits.step, waits.step * 0.99), (waits.step, waits.step * 0.97)))
+    judged = judge(dataclasses.replace(waits, arms={**waits.arms, "cached": paired}, noise=noise))
+    assert judged.verdict == "inconclusive"
+    assert CONTRADICTED in judged.why
+    assert "move elsewhere" not in str(judged)
+
+
+def test_a_rank_that_is_slow_beside_other_processes_is_not_blamed_for_it() -> None:
+    slower = World(late_input=(0.008, 0.0))
+    quiet, busy = judge(slower.evidence()), judge(slower.evidence(noise=Noise(cores=2.0, foreign=1.6)))
+    assert quiet.verdict == "straggler"
+    assert busy.verdict == "inconclusive"
+    assert busy.shares["straggler"].width > 0.1
+    assert judge(World(late_input=(0.08, 0.0)).evidence(noise=Noise(cores=2.0, foreign=1.6))).verdict == "straggler"

@@ -178,7 +178,7 @@ def test_a_script_has_the_steps_of_its_timelines_and_experiments_can_be_hidden(b
     assert "the loss of a script is not recorded" in str(runs)
     assert main(["runs", str(made.path.parent)]) == 0
     shown = capsys.readouterr().out
-    assert "1 experiment of the workbench not shown (--all" in shown
+    assert "1 experiment of the workbench hidden (--all" in shown
     assert len(wb.list_runs(made.path.parent, experiments=False)) == 1
     assert main(["runs", str(made.path.parent), "--all"]) == 0
     assert "not shown" not in capsys.readouterr().out

@@ -180,13 +180,13 @@ class MachineSpeeds(display.Shown, JsonDataclass):
                 rows.append([what, value, spread, units.times(self.slowness(name)) if name in FITTED_ON else units.MISSING])
         m = self.machine
         return display.Table(
-            columns=("to …", "takes, or gives", "middle half", "limits times"),
+            columns=("to …", "takes, or gives", "middle half", "factor on limits"),
             rows=rows,
             title=f"Speeds of {m.host}: {m.cpu}, {m.cores:g} cores, Python {m.python}, torch {m.torch or 'not installed'}",
             note="; ".join(
                 [
                     f"measured {self.date}, medians, and the middle half of the blocks" if self.date else "not measured yet",
-                    "limits times: how much slower this is than where the limits of verdicts were fitted, by which they are scaled",
+                    "factor on limits: how much slower this is than where the limits of verdicts were fitted, by which they are scaled",
                     *self.notes,
                 ]
             ),

@@ -29,7 +29,7 @@ def say_what_was_interrupted(name: str) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt as error:
-        said = str(error) or f"{name} was {INTERRUPTED} before it knew anything; what it had started has ended"
+        said = str(error) or f"{name} was {INTERRUPTED} before it knew anything; all processes it started have ended"
         raise KeyboardInterrupt(said) from None
 
 

@@ -137,7 +137,7 @@ def noise_warnings(e: Evidence) -> list[str]:
 
 
 def beside_others(e: Evidence, saved: Interval) -> Interval:
-    """Lower the low end of the fraction that reductions take, if other processes need the ranks' cores.
+    """Lower the low end of the fraction that reductions, or waiting for a slow rank, take, if other processes need the ranks' cores.
 
     While another process has the core of one rank, the other ranks wait for that rank in the reduction. This adds up to
     `crowded / cores × (1 − 1 / ranks)` of the rest of the step. (Measured: with other processes on 0.6 of 2 cores, the reductions of two

@@ -111,10 +111,11 @@ class Diagnosis(JsonDataclass):
     def next(self) -> str:
         """What to try first, and what it is predicted to gain."""
         if not self.remedies or self.verdict == "inconclusive":
-            if untried := next((note for note in self.evidence.notes if note.startswith("no time was left to try")), ""):
-                return f"Diagnose again with a larger budget: {untried}."
             if self.verdict == "inconclusive":
-                return TO_LEARN_MORE.get(self.cause, AGAIN)
+                sure = f"{self.remedies[0].advice} Predicted: {self.remedies[0].gain}. " if self.remedies else ""
+                return sure + TO_LEARN_MORE.get(self.cause, AGAIN)
+            if untried := next((note for note in self.evidence.notes if note.startswith("no time was left to try")), ""):
+                return f"Diagnose again with a larger budget: {untried.partition(': ')[0]}."
             if self.verdict == "compute-bound":
                 return "Nothing we know of would make this step faster here: it computes. More or faster devices would."
             return "There is no remedy here whose gain could be predicted."

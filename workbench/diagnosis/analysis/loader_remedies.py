@@ -73,7 +73,7 @@ def in_workers(case: Case, best: int) -> Remedy | None:
         speedups.mid,
         (WORKERS_ERROR[0] * speedups.mid / speedups.high, WORKERS_ERROR[1] * speedups.mid / speedups.low),
         _formula(feeding, best),
-        f"{units.bytes_(loading.batch_bytes * (2 * best + 1))} of shared memory for batches, and a process each" if best else "",
+        f"{units.bytes_(loading.batch_bytes * (2 * best + 1))} of shared memory for batches, and a process for each worker" if best else "",
     )
 
 

@@ -26,7 +26,7 @@ from workbench.diagnosis.analysis.remedy import (
     sort_key,
 )
 from workbench.diagnosis.analysis.step_model import StepModel
-from workbench.diagnosis.analysis.verdict import UNMARKED, Judgement, unseen
+from workbench.diagnosis.analysis.verdict import UNMARKED, USUAL, Judgement, unseen
 from workbench.runs.spec import Spec
 
 REMOVES = {
@@ -47,7 +47,8 @@ ANSWERS = {"small buckets": "bucket_cap_mb"}
 def remedies_for(evidence: Evidence, judgement: Judgement, *, spec: Spec | None = None, noise_only: bool = False) -> tuple[Remedy, ...]:
     """The remedies of a step: first those that remove the cause, the best first. Every cause but computing has one.
 
-    An inconclusive verdict has none, except those of the other parts where the largest is time outside all phases.
+    An inconclusive verdict has only those that an experiment tried itself and that surely gain, whatever the cause is; and those of the
+    other parts where the largest is time outside all phases.
 
     Args:
         evidence: of one training step.
@@ -56,10 +57,11 @@ def remedies_for(evidence: Evidence, judgement: Judgement, *, spec: Spec | None 
         noise_only: ranges cover the uncertainty of the measurements alone, and not what formulas leave out (see `model_errors`).
     """
     inconclusive = judgement.verdict == "inconclusive"
-    if inconclusive and judgement.cause != UNMARKED:
-        return ()
     case = Case(evidence=evidence, judgement=judgement, model=StepModel.of(evidence), spec=spec)
     remedies: dict[str, Remedy] = {}
+    if inconclusive and judgement.cause != UNMARKED:
+        sure = (remedy for remedy in filter(None, _arms(case)) if remedy.low * (1 - USUAL.least) > 1)
+        return tuple(sorted((replace(remedy, scope="general") for remedy in sure), key=sort_key))
     for remedy in _observed(case) if evidence.observed else _tried(case):
         remedies.setdefault(remedy.name, remedy if noise_only else with_model_error(remedy, is_crowded(evidence)))
     if not inconclusive and judgement.verdict != "compute-bound" and not any(remedy.scope == "cause" for remedy in remedies.values()):

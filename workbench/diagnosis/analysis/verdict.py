@@ -149,6 +149,8 @@ def _data(e: Evidence, c: Costs) -> Source | None:
             note = "workers take cores from training: the loader costs more than it is waited for"
         elif arm > clock:
             note = "the loader costs more than it is waited for, or the load on the machine differed"
+        elif e.world_size == 1 and e.device == "cpu" and e.loading is not None and not e.loading.num_workers:
+            note = "the load on the machine differed"
         else:
             note = "part of the waiting would only move elsewhere: another rank or the device is slower"
     return Source(part="data_wait", clocks=clock, arms=arm, note=note)
@@ -320,6 +322,8 @@ def judge(evidence: Evidence) -> Judgement:
             f"Backward is longer than twice forward by {units.percent(hidden)} of the step, which may be the reduction of gradients or "
             "computing: clocks cannot tell. wb.diagnose(spec) tries it."
         )
+    elif doubt := _unexplained_wait(evidence, costs):
+        verdict, cause, why = "inconclusive", "noise" if notes else "too few measurements", " ".join([doubt, *notes[:1]])
     else:
         computes = causes.compute_cause(evidence, costs)
         verdict, cause, why = "compute-bound", computes.cause, _computes(costs, candidates, computes)
@@ -337,6 +341,23 @@ def _contradiction(e: Evidence, c: Costs) -> str:
     return (
         f"The step takes {units.seconds(c.step)}, although it takes {units.seconds(c.cached)} without its loader, and making its batches "
         f"{units.seconds(made)}: these were measured under different loads."
+    )
+
+
+def _unexplained_wait(e: Evidence, c: Costs) -> str:
+    """Why the loop cannot wait for data as long as its clocks say and gain as little by cached batches; "" = it can.
+
+    A single process on a CPU whose loader has no workers: what it waits for is made by the same cores, and nothing hides it.
+    """
+    clock = _clock(e, "data_wait")
+    if clock is None or e.observed or e.world_size > 1 or e.device != "cpu" or e.loading is None or e.loading.num_workers:
+        return ""
+    saved = c.share(c.data)
+    if clock - saved.high < USUAL.least:
+        return ""
+    return (
+        f"The loop waits for its batches for {units.percent(clock)} of the step by its clocks, although the step without its loader is "
+        f"only {_percents(saved)} shorter: these were measured under different loads."
     )
 
 
@@ -373,7 +394,8 @@ def _candidates(e: Evidence, c: Costs) -> list[Candidate]:
     pausing = causes.pausing_rank(e)
     if c.slow:
         late = c.straggler if c.slow.input >= c.slow.compute else c.saves(c.straggler)
-        candidates.append(Candidate(verdict="straggler", part="straggler", saved=c.share(late), cause=causes.straggler_cause(e, c)))
+        saved = at_least_0(beside_others(e, c.share(late)))
+        candidates.append(Candidate(verdict="straggler", part="straggler", saved=saved, cause=causes.straggler_cause(e, c)))
     for verdict, part, seconds, cause_of in (
         ("communication-bound", "communication", c.communication, causes.communication_cause),
         ("transfer-bound", "transfer", c.transfer, causes.transfer_cause),

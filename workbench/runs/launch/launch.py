@@ -72,7 +72,7 @@ def launch(
             says so and lets the run go on, "stop" also ends it, after 30 s without progress or more.
         max_restarts: how often a RunSpec with checkpoints starts again by itself from the last one, after a rank was killed, crashed or
             raised an error, or a hang was stopped; not where the same error came again before a further step. `run.restarts` lists them.
-        min_ranks: a restart goes on with the ranks that are left, at least so many: the samples of a step stay the same, by more
+        min_ranks: a restart goes on with the ranks that are left, but no fewer than this: the samples of a step stay the same, by more
             accumulation; None = always with all ranks.
         **knobs: fields of the RunSpec to change, as `spec.replace` does; for a script `threads`, and with `watch` also `profile`.
 
