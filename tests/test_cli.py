@@ -12,6 +12,7 @@ from typing import NoReturn
 
 import pytest
 
+import workbench as wb
 from tests.conftest import HandMade
 from tests.made import World
 from tests.planted_gap import planted
@@ -170,7 +171,7 @@ def test_no_command_lists_them_all(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_misspelt_command_or_option_is_recognised(capsys: pytest.CaptureFixture[str]) -> None:
     assert "no command 'diagnos': did you mean 'diagnose'? there are lab, doctor, launch" in refused(["diagnos", "train.py"], capsys)
     assert "unknown arguments: --buget 3 (did you mean '--budget'?)" in refused(["diagnose", "train.py", "--buget", "3"], capsys)
-    assert "did you mean '--nproc-per-node'?" in refused(["launch", "train.py", "--nproc_per_node=2"], capsys)
+    assert "did you mean '--nproc-per-node'?" in refused(["launch", "train.py", "--nproc_per_nod=2"], capsys)
     assert "knobs are turned with --set" in refused(["estimate", "text-gpt", "--hidden", "64"], capsys)
     two = refused(["diagnose", "runs/a", "runs/b"], capsys)
     assert "one target is allowed, two were given: runs/b is too much; workbench compare takes several runs" in two
@@ -292,3 +293,24 @@ def test_why_not_linear_prints_the_answer_and_proves(monkeypatch: pytest.MonkeyP
     assert "what you get" in capsys.readouterr().out
     assert main(["why-not-linear", "train.py", "--set", "lr=1"]) == 2
     assert "leave --set out" in capsys.readouterr().err
+
+
+def test_flags_are_taken_with_underscores_as_torchrun_takes_them(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["launch", "missing.py", "--nproc_per_node=2", "--on_hang", "report"]) != 0
+    said = capsys.readouterr().err
+    assert "does not exist" in said
+    assert "unknown" not in said
+
+
+def test_a_report_says_where_it_is_and_what_is_no_run_directory(
+    by_hand: Callable[..., HandMade], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = by_hand().steps(20).ended("finished")
+    page = tmp_path / "run.html"
+    assert main(["report", str(made.path), "--html", str(page)]) == 0
+    assert str(page) in capsys.readouterr().out
+    assert str(wb.report(made.path)) == str(wb.report(wb.Run.load(made.path)))
+    script = tmp_path / "train.py"
+    script.write_text("")
+    assert main(["report", str(script)]) != 0
+    assert "is not a run directory" in capsys.readouterr().err

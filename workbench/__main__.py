@@ -92,16 +92,18 @@ def launch(given: argparse.Namespace, script_args: list[str]) -> int:
         with terminated_as_interrupted():
             run.wait()
     except KeyboardInterrupt as stop:  # the wait has stopped the run
-        print(f"workbench: {run}", file=sys.stderr)
+        print(f"workbench: {run}\nwhat it measured: workbench report {shlex.quote(str(run.path))}", file=sys.stderr)
         return 143 if isinstance(stop, Terminated) else 130
     text = report(run)
     if sys.stderr.isatty() and sys.stdout.isatty():  # there the progress line has ended with how the run ended
         text = text.removeprefix(str(run)).lstrip("\n")
     show(run_facts(run) if given.json else text, given)
-    printed = [path for path in run.log_files().get(0, []) if path.name == "stdout.log"]
+    failed = run.error.rank if run.error else None
+    stream, rank = ("stdout.log", 0) if failed is None else ("stderr.log", failed)
+    printed = [path for path in run.log_files().get(rank, []) if path.name == stream]
     if printed and not given.json:
-        of_rank_0 = " (rank 0; the others beside it)" if run.spec.world_size > 1 else ""
-        print(f"\nwhat it printed: {printed[-1]}{of_rank_0}")
+        of_rank = f" (rank {rank}; the others beside it)" if run.spec.world_size > 1 else ""
+        print(f"\nwhat it printed: {printed[-1]}{of_rank}")
     if run.traces and not given.json:
         print(f"\nwhat its steps are made of: workbench trace {run.path}")
     return 0 if run.ok else 1
@@ -138,6 +140,8 @@ def show_run(given: argparse.Namespace) -> int:
     run = Run.load(given.path)
     if given.html:
         workbench.report(run).save(given.html)
+        if not given.json:
+            print(f"the report is in {given.html}")
     if given.json or not given.html:
         show(run_facts(run) if given.json else report(run), given)
     if given.would_fit:
@@ -458,6 +462,9 @@ def main(argv: list[str] | None = None) -> int:
     parser, made = _parser()
     words = sys.argv[1:] if argv is None else argv
     words, script_args = (words[: words.index("--")], words[words.index("--") + 1 :]) if "--" in words else (words, [])
+    known = {flag for command in made.values() for action in command._actions for flag in action.option_strings}
+    dashed = [(word.partition("=")[0].replace("_", "-"), word) for word in words]  # torchrun takes both ways of writing
+    words = [flag + word[len(flag) :] if word.startswith("--") and flag in known else word for flag, word in dashed]
     given, rest = parser.parse_known_args(words)
     if given.command is None:
         parser.print_help(sys.stderr)

@@ -42,6 +42,8 @@ def estimate(given: argparse.Namespace, knobs: Mapping[str, Any], show: Show) ->
     if given.device in ("cpu", "cuda"):
         return 0
     print(f"\n{breakdown.fits(given.device)}")
+    if not given.ladder and not breakdown.fits(given.device):
+        print("What would make it fit: the same command with --ladder, or --max-batch for the largest micro-batch.")
     if given.ladder:
         print(f"\n{memory_ladder(target, given.device, **shapes)}")
     if given.max_batch:

@@ -159,7 +159,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise DamagedRunError(f"{path} is missing: {path.parent} is not a run directory, or its launch was cut off") from None
     except (ValueError, RecursionError) as error:
         raise DamagedRunError(f"{path} is damaged: {error}. The lines of rank*.jsonl beside it may still be whole") from error

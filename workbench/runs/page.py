@@ -132,18 +132,19 @@ class Report:
         return f"Report({self.run!r})"
 
 
-def report(run: Run, *, flops_per_sample: float | None = None) -> Report:
+def report(run: Run | str | os.PathLike[str], *, flops_per_sample: float | None = None) -> Report:
     """A report of a run: spec, environment, curves, step times, evaluations, failures. `print` shows the text, `save` writes the page.
 
     Args:
-        run: in any state.
+        run: a Run in any state, or its directory.
         flops_per_sample: floating-point operations of a sample's forward and backward, for the MFU.
 
     Raises:
         ValueError: it is no run, or no such number.
     """
-    if not isinstance(run, Run):
-        raise ValueError(f"report() got a {type(run).__name__}: expected a run, report(wb.Run.load(path))")
+    if not isinstance(run, Run | str | os.PathLike):
+        raise ValueError(f"report() got a {type(run).__name__}: expected a run or its directory, report(run) or report('runs/…')")
+    run = run if isinstance(run, Run) else Run.load(run)
     if flops_per_sample is not None:
         real_number("flops_per_sample", flops_per_sample, above=0, error=ValueError)
     return Report(run, flops_per_sample)
