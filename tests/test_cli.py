@@ -171,7 +171,7 @@ def test_no_command_lists_them_all(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_misspelt_command_or_option_is_recognised(capsys: pytest.CaptureFixture[str]) -> None:
     assert "no command 'diagnos': did you mean 'diagnose'? there are lab, doctor, launch" in refused(["diagnos", "train.py"], capsys)
     assert "unknown arguments: --buget 3 (did you mean '--budget'?)" in refused(["diagnose", "train.py", "--buget", "3"], capsys)
-    assert "did you mean '--nproc-per-node'?" in refused(["launch", "train.py", "--nproc_per_nod=2"], capsys)
+    assert "did you mean '--nproc-per-node'?" in refused(["launch", "train.py", "--nproc-per-nodes=2"], capsys)
     assert "knobs are turned with --set" in refused(["estimate", "text-gpt", "--hidden", "64"], capsys)
     two = refused(["diagnose", "runs/a", "runs/b"], capsys)
     assert "one target is allowed, two were given: runs/b is too much; workbench compare takes several runs" in two

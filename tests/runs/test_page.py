@@ -79,9 +79,9 @@ def test_the_page_stands_alone_and_is_text(tmp_path: Path, capsys: pytest.Captur
     assert "failed" in str(wb.report(run))
     assert main(["report", str(run.path), "--html", str(tmp_path / "other.html")]) == 0
     assert (tmp_path / "other.html").read_text() == page
-    assert capsys.readouterr().out == ""
-    with pytest.raises(ValueError, match=r"report\(\) got a str: expected a run"):
-        wb.report("runs/x")  # type: ignore[arg-type]
+    assert capsys.readouterr().out == f"the report is in {tmp_path / 'other.html'}\n"
+    with pytest.raises(ValueError, match=r"report\(\) got a int: expected a run"):
+        wb.report(5)  # type: ignore[arg-type]
 
 
 def test_a_utilisation_that_cannot_be_is_refused(tmp_path: Path) -> None:

@@ -117,9 +117,7 @@ class RunSpec(_Spec):
     """Keep the workers from one epoch to the next. Needs num_workers."""
     pin_memory: bool = knob(False, turned_in="loader", predicted=True)
     """Batches in page-locked memory, so that the copy to a GPU can overlap with compute."""
-    nproc_per_node: int = knob(
-        1, predicted=True, panels=("doctor", "memory"), elsewhere=("nproc", "gpus", "devices", "processes", "world_size")
-    )
+    nproc_per_node: int = knob(1, predicted=True, panels=("doctor", "memory"), elsewhere=("nproc", "gpus", "devices", "world_size"))
     """Ranks on each machine; on GPUs one rank each."""
     nnodes: int = knob(1, elsewhere=("nodes", "num_nodes", "machines", "num_machines"))
     """Machines; they share the run directory, and torchrun's rendezvous brings them together."""

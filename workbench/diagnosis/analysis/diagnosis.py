@@ -112,7 +112,7 @@ class Diagnosis(JsonDataclass):
         """What to try first, and what it is predicted to gain."""
         if not self.remedies or self.verdict == "inconclusive":
             if self.verdict == "inconclusive":
-                sure = f"{self.remedies[0].advice} Predicted: {self.remedies[0].gain}. " if self.remedies else ""
+                sure = f"{self.remedies[0].advice} Predicted: {self.remedies[0].gain}. " if self.remedies and self.cause != UNMARKED else ""
                 return sure + TO_LEARN_MORE.get(self.cause, AGAIN)
             if untried := next((note for note in self.evidence.notes if note.startswith("no time was left to try")), ""):
                 return f"Diagnose again with a larger budget: {untried.partition(': ')[0]}."

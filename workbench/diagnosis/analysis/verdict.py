@@ -353,7 +353,7 @@ def _unexplained_wait(e: Evidence, c: Costs) -> str:
     if clock is None or e.observed or e.world_size > 1 or e.device != "cpu" or e.loading is None or e.loading.num_workers:
         return ""
     saved = c.share(c.data)
-    if clock - saved.high < USUAL.least:
+    if e.ranks[0].timeline.mean("data_wait") < (saved.high + USUAL.least) * c.step:
         return ""
     return (
         f"The loop waits for its batches for {units.percent(clock)} of the step by its clocks, although the step without its loader is "

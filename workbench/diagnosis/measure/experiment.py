@@ -391,9 +391,7 @@ def new_pages_note(laps: Sequence[StepTimes]) -> list[str]:
 def what_changes(name: str) -> str:
     """What an arm changes in the step, in a few words."""
     kind, _, value = name.partition("=")
-    return (
-        ARMS[name].partition(":")[0] if name in ARMS else f"{value} {kind.removesuffix('s') if value == '1' else kind}" if value else name
-    )
+    return ARMS[name].partition(":")[0] if name in ARMS else f"{value} {kind}".replace("1 threads", "1 thread").strip()
 
 
 def as_words(what: str, saved: Interval) -> str:
