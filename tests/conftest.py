@@ -116,8 +116,8 @@ def mark_of_the_test(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, Any, Any]:
-    """A test that failed leaves no process behind."""
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None, Any, Any]:
+    """A test that failed leaves no process behind, and a file of tests no process group, in which those of the next file would fail."""
     try:
         return (yield from within_limit(item))
     except BaseException:
@@ -126,6 +126,10 @@ def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, Any, Any]:
     finally:
         if item.stash[FAILED] and TEST in item.stash:
             kill_all(MARK_OF_TEST, item.stash[TEST])
+        torch = sys.modules.get("torch.distributed")
+        if (nextitem is None or nextitem.path != item.path) and torch is not None and torch.is_available() and torch.is_initialized():
+            torch.destroy_process_group()
+            pytest.fail(f"{item.path.name} has left a process group behind; this was its last test")
 
 
 def selects_gpu(expression: str, paths: list[str]) -> bool:
