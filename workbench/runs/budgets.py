@@ -128,7 +128,7 @@ class RunCheck(display.Shown):
             limit = f"{budget.given} = {text(budget.limit)}" if budget.given.strip()[0] in "+-" else budget.given
             rows.append([budget.name, text(budget.measured), limit, budget.state])
         failed = [] if self.run.ok else [f"the run is {self.run.state}, not finished"]
-        beside = [] if self.against is None else [f"compared with {self.against.name}: on a shared machine equal runs differ by 10 %"]
+        beside = [] if self.against is None else [f"beside {self.against.name}: on a shared machine identical runs differ by 10 % or more"]
         beside += [f"the two differ in {self.differences}: a limit may be kept or exceeded because of that"] if self.differences else []
         return display.Table(
             columns=("", "measured", "limit", ""),

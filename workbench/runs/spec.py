@@ -1,7 +1,6 @@
 """Defines every knob of a run as a field of RunSpec. A what-if is a changed spec: `spec.replace(num_workers=2)`."""
 
 import ast
-import copy
 import dataclasses
 import functools
 from collections.abc import Mapping
@@ -58,10 +57,10 @@ class _Spec:
 
     def to_json(self) -> dict[str, Any]:
         """As plain JSON values."""
-        values = {name: getattr(self, name) for name in _names(type(self))}  # type: ignore[arg-type]  # dataclasses.asdict takes ten times as long
-        return {"kind": _KINDS[type(self)]} | {
-            name: value if isinstance(value, _PLAIN) else dataclasses.asdict(value) if isinstance(value, Profile) else copy.deepcopy(value)
-            for name, value in values.items()
+        values = ((name, getattr(self, name)) for name in _names(type(self)))  # type: ignore[arg-type]
+        return {
+            "kind": _KINDS[type(self)],
+            **{name: dataclasses.asdict(value) if isinstance(value, Profile) else value for name, value in values},
         }
 
     @classmethod
@@ -70,7 +69,6 @@ class _Spec:
         return cls(**{name: item for name, item in value.items() if name != "kind"})
 
 
-_PLAIN = (str, int, float, tuple, type(None))
 _checked_names = check_fields(SpecError, lambda cls, knobs: check_names(cls, knobs))
 
 
@@ -117,7 +115,9 @@ class RunSpec(_Spec):
     """Keep the workers from one epoch to the next. Needs num_workers."""
     pin_memory: bool = knob(False, turned_in="loader", predicted=True)
     """Batches in page-locked memory, so that the copy to a GPU can overlap with compute."""
-    nproc_per_node: int = knob(1, predicted=True, panels=("doctor", "memory"), elsewhere=("nproc", "gpus", "devices", "world_size"))
+    nproc_per_node: int = knob(
+        1, predicted=True, panels=("doctor", "memory"), elsewhere=("nproc", "gpus", "devices", "processes", "world_size")
+    )
     """Ranks on each machine; on GPUs one rank each."""
     nnodes: int = knob(1, elsewhere=("nodes", "num_nodes", "machines", "num_machines"))
     """Machines; they share the run directory, and torchrun's rendezvous brings them together."""
@@ -387,8 +387,7 @@ def check_names(cls: type, names: Mapping[str, Any]) -> None:
     Raises:
         SpecError: no such knob.
     """
-    known = _names(cls)
-    if names.keys() <= set(known):
+    if names.keys() <= set(known := _names(cls)):
         return
     elsewhere = {other: knob for knob, about in KNOBS.items() if knob in known for other in about.elsewhere}
     if told := unknown_names(f"{cls.__name__} has no knob", names, known, meant=elsewhere, listed="workbench launch --help"):

@@ -391,7 +391,7 @@ def new_pages_note(laps: Sequence[StepTimes]) -> list[str]:
 def what_changes(name: str) -> str:
     """What an arm changes in the step, in a few words."""
     kind, _, value = name.partition("=")
-    return ARMS[name].partition(":")[0] if name in ARMS else f"{value} {kind}".replace("1 threads", "1 thread").strip()
+    return "1 thread" if name == "threads=1" else ARMS[name].partition(":")[0] if name in ARMS else f"{value} {kind}".strip()
 
 
 def as_words(what: str, saved: Interval) -> str:
