@@ -45,19 +45,27 @@ setup: $(STAMP) ## create .venv with everything (quick when it is there)
 $(STAMP): pyproject.toml constraints.txt requirements.lock
 	@[ -n "$(PYTHON)" ] && "$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "Python 3.11 or newer is needed. Debian: apt-get install python3 python3-venv; or make PYTHON=/path/to/python3.11"; exit 1; }
+	@echo 'setup: an environment in $(VENV), with $(PYTHON)'
 	@"$(PYTHON)" -m venv $(VENV) || \
 	  { rm -rf $(VENV); echo "This Python cannot make virtual environments. Debian: apt-get install python3-venv"; exit 1; }
 	@# torch, which the lock leaves to pip, beside the rest, which uv installs in seconds and pip, where uv cannot, in a minute
 	@$(PIP) --no-deps -c constraints.txt torch & torch=$$!; \
-	  echo 'installing torch, and the $(shell grep -c == requirements.lock) packages of requirements.lock, into $(VENV): a few minutes, 2.4 GB'; \
-	  { $(PIP) uv==$(UV) && $(BIN)/uv pip install --quiet --python $(BIN)/python $(LOCKED); } || $(PIP) $(LOCKED); wait $$torch
-	$(PIP) -c constraints.txt -e '.[notebooks,tensorboard,exporters,trace,formats,docs,dev]'
+	  echo 'setup: torch, and the $(shell grep -c == requirements.lock) packages of requirements.lock: a few minutes, 2.4 GB'; \
+	  { $(PIP) uv==$(UV) && $(BIN)/uv pip install --quiet --python $(BIN)/python $(LOCKED); } || \
+	  { echo 'setup: uv could not install them (it says why above), so pip does it: some minutes more'; $(PIP) $(LOCKED); } || \
+	  { echo 'setup: pip could not install them either. Is there a network, and room on the disk? Then try again: make setup'; \
+	    kill $$torch 2> /dev/null || true; exit 1; }; \
+	  echo 'setup: the packages are there; waiting for torch'; \
+	  wait $$torch || { echo 'setup: pip could not install torch. Is there a network, and room on the disk? Then try again: make setup'; exit 1; }
+	@echo 'setup: the workbench itself'
+	@$(PIP) -c constraints.txt -e '.[notebooks,tensorboard,exporters,trace,formats,docs,dev]'
 	@# on all cores, and without what nobody imports: an installer compiles on one core, or not at all
-	@echo 'compiling what is imported most'
+	@echo 'setup: compiling what is imported most'
 	@$(BIN)/python -m compileall -qq -j 0 -x '/tests/|transformers/models/|/(pip|mypy|moto|sympy|networkx|debugpy|pytorch_lightning|lightning_fabric|aiohttp)/' $(VENV)/lib || true
 	@touch $@
 
 lab: setup ## open JupyterLab on the start page of the course (ARGS=--no-browser where there is no screen)
+	@echo 'lab: trusting the notebooks, then opening JupyterLab'
 	@$(BIN)/jupyter trust notebooks/*.ipynb > /dev/null
 	$(BIN)/python -m jupyterlab $(if $(filter 0,$(shell id -u)),--allow-root) --ServerApp.root_dir=notebooks \
 	  --LabApp.default_url=/lab/tree/00_start_here.ipynb $(ARGS)
@@ -77,6 +85,7 @@ lint: setup ## ruff (code and notebooks) and mypy --strict
 	$(BIN)/mypy
 
 lint-docs: setup ## both at once: mypy keeps one core busy, the other builds the documentation
+	@echo 'lint-docs: ruff and mypy, and beside them the documentation, whose output follows: a minute or two'
 	@mkdir -p build; $(MAKE) --no-print-directory docs > build/docs.log 2>&1 & docs=$$!; \
 	  $(MAKE) --no-print-directory lint && linted=0 || linted=$$?; \
 	  wait $$docs && built=0 || built=$$?; cat build/docs.log; exit $$((linted || built))
@@ -87,6 +96,7 @@ architecture: ## print packages, files, circles and upward imports, and what bre
 unit: together alone ## library, process and documentation tests
 
 unit-browser: setup ## what may run beside others, and the browser, which half of the time waits: both at once
+	@echo 'unit-browser: the tests, and beside them those in a browser, whose output follows: many minutes'
 	@mkdir -p build; $(MAKE) --no-print-directory browser > build/browser.log 2>&1 & browser=$$!; \
 	  $(MAKE) --no-print-directory together && unit=0 || unit=$$?; \
 	  wait $$browser && shown=0 || shown=$$?; cat build/browser.log; exit $$((unit || shown))
@@ -95,6 +105,7 @@ together: setup ## of these, what may run beside others
 	$(PYTEST) -m "not gpu and not browser and not alone and not slow" $(if $(ARGS),,--ignore=tests/browser --ignore=tests/gpu) $(THREE) $(AGAIN) --durations=10 $(ARGS) $(CHOSEN)
 
 alone: setup ## of these, what judges times, so that nothing may run beside it
+	@echo 'alone: the tests that judge times'
 	$(PYTEST) -m "alone and not slow" $(call MARKED,alone) $(AGAIN) --durations=10 $(ARGS) $(CHOSEN)
 
 slow: setup ## of the slow tests, what may run beside others
@@ -104,6 +115,7 @@ slow-alone: setup ## of the slow tests, what judges times
 	$(PYTEST) -m "slow and alone" $(call MARKED,alone) $(AGAIN) --durations=10 $(ARGS) $(CHOSEN)
 
 notebooks: setup ## execute the notebooks and compare what they show (strict nbval)
+	@echo 'notebooks: executing them, two at a time'
 	$(BIN)/python -m tests.notebooks $(ARGS)
 
 slow-notebooks: setup ## execute those that take minutes or judge times by experiment

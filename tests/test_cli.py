@@ -153,7 +153,14 @@ def test_sigterm_ends_a_launch_as_ctrl_c_does_and_says_so(
     monkeypatch.setattr("workbench.runs.run.time.sleep", lambda seconds: os.kill(os.getpid(), signal.SIGTERM))
     before = signal.getsignal(signal.SIGTERM)
     assert main(["launch", "text-gpt"]) == 143
-    assert "stopped · 7 of 20 steps" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert said.startswith("workbench: stopped by SIGTERM: Run('by-hand', nproc_per_node=2): stopped · 7 of 20 steps")
+    assert said.endswith(f"\nwhat it measured: workbench report {made.path}\n")
+    monkeypatch.setattr("workbench.runs.run.time.sleep", lambda seconds: os.kill(os.getpid(), signal.SIGINT))
+    other = by_hand().steps(7).alive()
+    monkeypatch.setattr(Run, "stop", lambda self: other.ended("stopped"))
+    with pytest.raises(KeyboardInterrupt, match="stopped by Ctrl-C: Run"):
+        Run.load(other.path).wait()
     assert signal.getsignal(signal.SIGTERM) == before
 
 
@@ -293,6 +300,46 @@ def test_why_not_linear_prints_the_answer_and_proves(monkeypatch: pytest.MonkeyP
     assert "what you get" in capsys.readouterr().out
     assert main(["why-not-linear", "train.py", "--set", "lr=1"]) == 2
     assert "leave --set out" in capsys.readouterr().err
+
+
+def test_an_interrupt_ends_every_command_in_a_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupt(*_: object, **__: object) -> NoReturn:
+        raise KeyboardInterrupt(*said)
+
+    for said in (("prove was stopped by Ctrl-C after 2 pairs",), ()):
+        monkeypatch.setattr("workbench.sanity", interrupt)
+        assert main(["sanity", "text-gpt"]) == 130
+        assert capsys.readouterr().err == f"workbench: {said[0] if said else 'interrupted'}\n"
+
+
+def test_an_interrupt_while_the_command_line_is_loaded_shows_no_traceback() -> None:
+    """A module that all commands import is interrupted as it is imported."""
+    code = """
+import sys
+class Interrupts:
+    def find_spec(self, name, *_):
+        if name == "workbench.runs.commands":
+            raise KeyboardInterrupt
+sys.meta_path.insert(0, Interrupts())
+from workbench.__main__ import main
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (130, "")
+
+
+def test_what_of_a_script_cannot_be_proved_says_what_to_do(by_hand: Callable[..., HandMade], capsys: pytest.CaptureFixture[str]) -> None:
+    run = by_hand(spec={"kind": "script", "script": "/home/me/train.py"}).steps(60).ended("finished").path
+    assert main(["diagnose", str(run), "--prove"]) == 0
+    assert capsys.readouterr().out.endswith("in the same file; then: workbench diagnose train.py:build --prove\n")
+
+
+@pytest.mark.parametrize("command", ["launch", "diagnose", "why-not-linear"])
+def test_the_help_says_where_options_of_a_script_go(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    usage = capsys.readouterr().out.partition("\n\n")[0]
+    assert usage.startswith(f"usage: workbench {command} [-h]")
+    assert usage.endswith("[-- OPTIONS OF THE SCRIPT …]")
 
 
 def test_flags_are_taken_with_underscores_as_torchrun_takes_them(capsys: pytest.CaptureFixture[str]) -> None:

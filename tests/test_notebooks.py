@@ -38,6 +38,11 @@ def code(notebook: "nbformat.NotebookNode") -> "list[nbformat.NotebookNode]":
     return [cell for cell in notebook.cells if cell.cell_type == "code"]
 
 
+def parsed(source: str) -> list[ast.stmt]:
+    """The statements of a cell, without its magics."""
+    return ast.parse("\n".join(line for line in source.splitlines() if not line.startswith("%"))).body
+
+
 def test_there_is_one() -> None:
     assert NOTEBOOKS
 
@@ -206,13 +211,46 @@ def test_a_measurement_is_followed_by_a_check_of_what_the_text_claims(notebook: 
     assert not waiting
 
 
+def statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """The statements of a cell, those inside of `with check.claims():` in its place."""
+    for node in body:
+        yield from statements(node.body) if isinstance(node, ast.With) else [node]
+
+
+def test_a_check_that_a_busy_machine_breaks_is_no_bare_assertion(notebook: "nbformat.NotebookNode") -> None:
+    for cell in code(notebook):
+        bare = [part for part in parsed(cell.source) if isinstance(part, ast.Assert) and "check.again" in ast.unparse(part)]
+        assert not bare, f"it belongs into `with check.claims():`, {cell.source}"
+
+
+def test_what_a_busy_machine_breaks_is_a_note_and_in_ci_an_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(FOLDER)
+    from scripts import check
+
+    def claim(message: str) -> None:
+        with check.claims():
+            raise AssertionError(message)
+
+    monkeypatch.delenv("CI", raising=False)
+    claim(check.again("input-bound", "compute-bound"))
+    said = capsys.readouterr().out
+    assert said.startswith("This time it is not as the text says, and you can go on: expected: input-bound. Measured: compute-bound.")
+    with pytest.raises(AssertionError, match="wrong everywhere"):
+        claim("wrong everywhere")
+    monkeypatch.setenv("CI", "true")
+    with pytest.raises(AssertionError, match="Measured: compute-bound"):
+        claim(check.again("input-bound", "compute-bound"))
+
+
 BOUNDS = re.compile(r"(?<![\d.])(\d+(?:\.\d+)?) ?(%|×)")
 
 
 def test_a_bound_that_a_checked_claim_states_is_the_one_that_is_checked(notebook: "nbformat.NotebookNode") -> None:
     """`assert error < 0.25` and "within 25 %": where a cell checks a claim and prints it, its numbers are those of the check."""
     for cell in code(notebook):
-        body = ast.parse("\n".join(line for line in cell.source.splitlines() if not line.startswith("%"))).body
+        body = list(statements(parsed(cell.source)))
         texts = [node for part in body if isinstance(part, ast.Expr) for node in ast.walk(part) if isinstance(node, ast.Constant)]
         checked = [node.value for part in body if isinstance(part, ast.Assert) for node in ast.walk(part) if isinstance(node, ast.Constant)]
         numbers = [value for value in checked if isinstance(value, int | float)]
@@ -242,7 +280,7 @@ def test_it_carries_nothing_of_a_machine(notebook: "nbformat.NotebookNode") -> N
 
 def test_its_cells_parse(notebook: "nbformat.NotebookNode") -> None:
     for cell in code(notebook):
-        ast.parse("\n".join(line for line in cell.source.splitlines() if not line.startswith("%")))
+        parsed(cell.source)
 
 
 def test_its_pictures_are_sharp_and_no_object_is_printed_beside_them(notebook: "nbformat.NotebookNode") -> None:
@@ -278,8 +316,7 @@ def imported_in(notebook: "nbformat.NotebookNode") -> dict[str, Any]:
     """What the imports of a notebook bind. An exercise has these names, and those of its own cell."""
     names: dict[str, Any] = {}
     for cell in code(notebook):
-        source = "\n".join(line for line in cell.source.splitlines() if not line.startswith("%"))
-        for node in ast.parse(source).body:
+        for node in parsed(cell.source):
             if isinstance(node, ast.Import | ast.ImportFrom):
                 with contextlib.suppress(ModuleNotFoundError):  # an extra that is not installed
                     exec(ast.unparse(node), names)
@@ -347,4 +384,10 @@ def test_the_map_has_every_notebook_and_a_comparison_its_figures(monkeypatch: py
     ax = reveal.reveal(Interval(low=2.9, mid=3.0, high=3.2), 2.5, {"rule of thumb": 4})
     assert [bar.get_width() for bar in ax.patches] == [3.0, 2.5, 4]
     assert [label.get_text() for label in ax.get_yticklabels()] == ["measured", "predicted here", "rule of thumb"]
+    ax = reveal.reveal(3.0, 2.5, {"rule of thumb": 4}, beside={"measured: the other": 2})
+    filled = [bar.get_facecolor()[3] > 0 and not bar.get_hatch() for bar in ax.patches]
+    assert filled == [True, False, True, False], "what is measured is filled, what is said is hollow"
+    lines = reveal.curve({1: 2.0}, {1: 1.5}, {"said": {1: 7}}, "x (s)", "y", beside={"measured: the other": {1: 2}}).get_lines()
+    looks = {line.get_label(): (line.get_marker(), line.get_linestyle()) for line in lines}
+    assert looks["measured: the other"] == ("s", "-")
     pyplot.close("all")

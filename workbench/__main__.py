@@ -1,39 +1,43 @@
 """The command line, made of calls of the public API; `workbench --help` lists the commands."""
 
-import argparse
-import json
-import os
-import re
-import shlex
-import subprocess
-import sys
-import textwrap
-from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import Any, NoReturn
+try:
+    import argparse
+    import json
+    import os
+    import re
+    import shlex
+    import subprocess
+    import sys
+    import textwrap
+    from collections.abc import Callable, Mapping
+    from pathlib import Path
+    from typing import Any, NoReturn
 
-import workbench
-from workbench.batch import lengths as batch_lengths
-from workbench.cluster import commands as cluster_commands
-from workbench.core import codec, units
-from workbench.core.checks import did_you_mean
-from workbench.core.interrupts import Terminated, terminated_as_interrupted
-from workbench.core.machine_speeds import MachineSpeeds
-from workbench.core.run_directory import ALARMS
-from workbench.diagnosis import commands, regression
-from workbench.diagnosis.analysis.what_changed import QUANTITIES
-from workbench.diagnosis.api import BUDGET
-from workbench.runs.commands import COMMANDS
-from workbench.runs.entrypoints import ON_HANG
-from workbench.runs.facts import report as report
-from workbench.runs.facts import run_facts
-from workbench.runs.failure import RunError
-from workbench.runs.launch import environment, machine_report
-from workbench.runs.launch.nodes import join
-from workbench.runs.profile import STEPS
-from workbench.runs.run import Run
-from workbench.runs.spec import KNOBS, parse_knob
-from workbench.runs.task import SAMPLES
+    import workbench
+    from workbench.batch import lengths as batch_lengths
+    from workbench.cluster import commands as cluster_commands
+    from workbench.core import codec, units
+    from workbench.core.checks import did_you_mean
+    from workbench.core.interrupts import Terminated, terminated_as_interrupted
+    from workbench.core.machine_speeds import MachineSpeeds
+    from workbench.core.run_directory import ALARMS
+    from workbench.diagnosis import commands, regression
+    from workbench.diagnosis.analysis.diagnosis import how_to_prove
+    from workbench.diagnosis.analysis.what_changed import QUANTITIES
+    from workbench.diagnosis.api import BUDGET
+    from workbench.runs.commands import COMMANDS
+    from workbench.runs.entrypoints import ON_HANG
+    from workbench.runs.facts import report as report
+    from workbench.runs.facts import run_facts
+    from workbench.runs.failure import RunError
+    from workbench.runs.launch import environment, machine_report
+    from workbench.runs.launch.nodes import join
+    from workbench.runs.profile import STEPS
+    from workbench.runs.run import Run
+    from workbench.runs.spec import KNOBS, ScriptSpec, parse_knob
+    from workbench.runs.task import SAMPLES
+except KeyboardInterrupt:  # in the first second, while all this is loaded
+    raise SystemExit(130) from None
 
 
 def doctor(given: argparse.Namespace) -> int:
@@ -88,20 +92,15 @@ def launch(given: argparse.Namespace, script_args: list[str]) -> int:
     run = workbench.launch(**_launch(given, script_args))
     if run.join_command:
         print(f"on each further machine: {run.join_command}", file=sys.stderr if given.json else sys.stdout, flush=True)
-    try:
-        with terminated_as_interrupted():
-            run.wait()
-    except KeyboardInterrupt as stop:  # the wait has stopped the run
-        print(f"workbench: {run}\nwhat it measured: workbench report {shlex.quote(str(run.path))}", file=sys.stderr)
-        return 143 if isinstance(stop, Terminated) else 130
+    with terminated_as_interrupted():
+        run.wait()
     text = report(run)
     if sys.stderr.isatty() and sys.stdout.isatty():  # there the progress line has ended with how the run ended
         text = text.removeprefix(str(run)).lstrip("\n")
     show(run_facts(run) if given.json else text, given)
-    failed = run.error.rank if run.error else None
-    stream, rank = ("stdout.log", 0) if failed is None else ("stderr.log", failed)
-    printed = [path for path in run.log_files().get(rank, []) if path.name == stream]
-    if printed and not given.json:
+    rank = (run.error.rank or 0) if run.error else 0
+    printed = [path for path in run.log_files().get(rank, []) if path.name == "stdout.log"]
+    if printed and not given.json and not (run.error and run.error.stderr):
         of_rank = f" (rank {rank}; the others beside it)" if run.spec.world_size > 1 else ""
         print(f"\nwhat it printed: {printed[-1]}{of_rank}")
     if run.traces and not given.json:
@@ -244,14 +243,13 @@ def diagnose(given: argparse.Namespace) -> int:
         print(diagnosis, flush=True)
         if given.prove and provable:
             print(f"\n{diagnosis.prove(budget_s=given.budget)}")
+        elif given.prove and isinstance(diagnosis.spec, ScriptSpec):
+            print(f"\nNothing of this can be proved: {how_to_prove(diagnosis.spec.script)}")
         elif given.prove:
             print("\nThere is nothing to prove.")
     except RunError as error:
         print("\n".join(filter(None, [error.failure.traceback, f"workbench: {error}", *getattr(error, "__notes__", [])])), file=sys.stderr)
         return 1
-    except KeyboardInterrupt as error:  # what was launched is stopped
-        print(f"workbench: {str(error) or 'interrupted'}", file=sys.stderr)
-        return 130
     return 0
 
 
@@ -290,9 +288,6 @@ def calibrate(given: argparse.Namespace) -> int:
         except RunError as error:
             print("\n".join(filter(None, [error.failure.traceback, f"workbench: {error}"])), file=sys.stderr)
             return 1
-        except KeyboardInterrupt as error:  # what was launched is stopped
-            print(f"workbench: {str(error) or 'interrupted'}", file=sys.stderr)
-            return 130
     if given.json:
         show({"speeds": speeds, "memory": calibration}, given)
     elif calibration:
@@ -346,6 +341,7 @@ def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
 
     option("doctor", "--html", metavar="FILE", help="write it as a self-contained HTML page")
     option("launch", "target", help='a script ("train.py"), a task ("my_task.py:build") or a sample ("clipart-resnet")')
+    takes_scripts = ("launch", "diagnose", "why-not-linear")
     what = 'a script ("train.py"), a task ("my_task.py:build"), a sample ("clipart-resnet") or the directory of a run'
     option("diagnose why-not-linear", "target", help=what)
     for name in ("diagnose", "why-not-linear"):
@@ -419,6 +415,8 @@ def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
     option("what-changed bisect", "--json", action="store_true", help="print the answer for a program: at most 2 kB of JSON")
     printed = "doctor calibrate launch sanity estimate estimate-time batch-lengths plan trace runs report compare check"
     option(printed, "--json", action="store_true", help="print JSON")
+    for name in takes_scripts:
+        made[name].usage = f"{made[name].format_usage().removeprefix('usage: ').rstrip()}\n{' ' * 8}[-- OPTIONS OF THE SCRIPT …]"
     return parser, made
 
 
@@ -487,6 +485,9 @@ def main(argv: list[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         print(f"workbench: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt as error:  # what was launched is stopped
+        print(f"workbench: {str(error) or 'interrupted'}", file=sys.stderr)
+        return 143 if isinstance(error, Terminated) else 130
 
 
 if __name__ == "__main__":

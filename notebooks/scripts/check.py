@@ -1,8 +1,10 @@
-"""Answers to the exercises: `check.biggest(run, answer)` says right or wrong, and why."""
+"""Answers to the exercises: `check.biggest(run, answer)` says right or wrong, and why; `claims` checks measurements."""
 
+import contextlib
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from scripts import predict
@@ -18,7 +20,11 @@ def _say(answer: object, right: bool, because: str, hint: str) -> None:
         print(f"Right: {because}" if right else f"Not yet: {hint}")
 
 
-def again(expected: str, *measured: object) -> str:
+class Again(str):
+    """The message of a measurement that did not come out as the text says; `claims` knows it by its type."""
+
+
+def again(expected: str, *measured: object) -> Again:
     """The message of a measurement that did not come out as the text says.
 
     >>> again("input-bound", 0.25)
@@ -29,7 +35,21 @@ def again(expected: str, *measured: object) -> str:
         measured: what came out.
     """
     came = ", ".join(map(str, measured))
-    return f"expected: {expected}. Measured: {came}. A busy machine does that: run the measurement again when nothing else computes"
+    return Again(f"expected: {expected}. Measured: {came}. A busy machine does that: run the measurement again when nothing else computes")
+
+
+@contextlib.contextmanager
+def claims() -> Iterator[None]:
+    """What the text claims of a measurement is checked inside. Where it does not hold, a note says what was measured, and you can go on.
+
+    In CI (where the variable CI is set) it is an error. So it is everywhere if something else fails than an assertion with `again`.
+    """
+    try:
+        yield
+    except AssertionError as error:
+        if os.environ.get("CI") or not isinstance(next(iter(error.args), None), Again):
+            raise
+        print(f"This time it is not as the text says, and you can go on: {error}.")
 
 
 def _judge(

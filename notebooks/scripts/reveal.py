@@ -15,6 +15,8 @@ def reveal(
     others: Mapping[str, float],
     what: str = "speedup (×)",
     ax: Axes | None = None,
+    *,
+    beside: Mapping[str, float] | None = None,
 ) -> Axes:
     """Draw a bar for each answer to one question: measured is solid, predicted is hatched, and what others say is hollow.
 
@@ -24,12 +26,17 @@ def reveal(
         others: what else one might have said, by who says it: `{"rule of thumb: twice the workers, half the step": 2.0}`.
         what: the label of the axis, with its unit.
         ax: where to draw; a new figure if there is none.
+        beside: what else was measured, for comparison, by name: solid, too, and pale.
     """
-    rows = [("measured", measured), ("predicted here", predicted), *others.items()]
+    answers = [("measured", measured), ("predicted here", predicted)]
+    rows = [*answers, *(beside or {}).items(), *others.items()]
     ax = prepared(ax, WIDTH, 0.7 + 0.42 * len(rows))
-    for place, (_, value) in enumerate(rows):
+    for place, (name, value) in enumerate(rows):
         middle = value.mid if isinstance(value, Interval) else value
-        look = area(ax, LINE, predicted=place == 1) if place < 2 else {"facecolor": "none", "edgecolor": ink(ax), "linewidth": 0.8}
+        if place < len(rows) - len(others):
+            look = area(ax, LINE, predicted=place == 1, pale=name in (beside or {}))
+        else:
+            look = {"facecolor": "none", "edgecolor": ink(ax), "linewidth": 0.8}
         ax.barh(place, middle, height=0.62, **look)
         end = middle
         if isinstance(value, Interval):
@@ -47,7 +54,13 @@ def reveal(
 
 
 def curve(
-    measured: Mapping[float, float], predicted: Mapping[float, float], others: Mapping[str, Mapping[float, float]], across: str, up: str
+    measured: Mapping[float, float],
+    predicted: Mapping[float, float],
+    others: Mapping[str, Mapping[float, float]],
+    across: str,
+    up: str,
+    *,
+    beside: Mapping[str, Mapping[float, float]] | None = None,
 ) -> Axes:
     """Draw answers that depend on something: measured are dots, predicted is a dashed line with rings, and what others say is dotted.
 
@@ -57,11 +70,14 @@ def curve(
         others: who says it → the same.
         across: label of the horizontal axis, with its unit.
         up: label of the vertical axis, with its unit.
+        beside: what else was measured, for comparison, by name: filled squares on a solid line.
     """
     ax = prepared(None, WIDTH, 3.6)
     drawn = ax.plot(list(measured), list(measured.values()), "o", color=LINE, markersize=5, label="measured", zorder=3)
     look = marker_look(ax, LINE, predicted=True)
     drawn += ax.plot(list(predicted), list(predicted.values()), marker="o", linewidth=1.4, markersize=10, label="predicted here", **look)
+    for name, answers in (beside or {}).items():
+        drawn += ax.plot(list(answers), list(answers.values()), "s-", color=ink(ax), linewidth=1.0, markersize=5, label=name)
     for (name, answers), style in zip(others.items(), (":", "-.", "--"), strict=False):
         drawn += ax.plot(list(answers), list(answers.values()), style, color=ink(ax), linewidth=1.4, label=name)
     ax.set_ylim(bottom=0)

@@ -657,6 +657,11 @@ def test_it_shows_itself() -> None:
         "dp ",
     ):
         assert words in text
+    named = [(place, role) for place, plan in enumerate(found, 1) for role in plan.roles if role.startswith("choice")]
+    assert len(named) > 1
+    assert all(role == f"choice {place}" for place, role in named), "it is the number of its row"
+    assert text.count("the next most throughput to expect") == 1
+    assert f"{', '.join(role for _, role in named).replace(', choice ', ', ')}: the next most" in text
     assert "<table>" in found._repr_html_()
     frame = found.to_frame()
     assert len(frame) == len(found)

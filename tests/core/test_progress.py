@@ -89,6 +89,7 @@ def test_in_a_notebook_the_line_stands_below_its_cell_and_leaves_nothing_there(m
     known = "no loader: 61 % less (55 to 67)"
     assert sent[1][0] == {"text/plain": f"diagnose: {known}; now: no optimizer step … 8 s of at most 60 s"}
     assert sent[2][0] == {}  # nothing stays
+    assert line.words(61).endswith("… 61 s, its 60 s are over: it ends as soon as it can")
     sent.clear()
     monkeypatch.setenv("CI", "true")  # nbval compares outputs, and takes no updates of them
     with Waiting("diagnose", 60) as line:

@@ -136,6 +136,7 @@ def test_a_script_is_run_watched_until_it_ends_or_the_budget_is_spent(
     found = wb.diagnose(str(tmp_path / "train.py"), budget_s=7)
     assert calls == [(str(tmp_path / "train.py"), {"args": (), "watch": True, "runs_dir": None}), {"timeout": 7, "check": True}]
     assert found.caption.startswith("observed in 50 steps")
+    assert ("the budget of 7.00 s ended the script after 60 steps: budget_s= or --budget gives it longer" in found.caption) != ends
 
 
 def test_what_does_not_go_with_a_script_is_refused_before_it_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,8 +160,11 @@ def test_what_cannot_be_proved_from_here(by_hand: Callable[..., Any]) -> None:
     with pytest.raises(ValueError, match=r"num_workers=2 cannot be proved from here: the step that was diagnosed is not in this process"):
         diagnosis_of(remedy(num_workers=2), spec=None).prove()
     script = wb.Run.load(by_hand(spec={"kind": "script", "script": "x.py"}).path).spec
-    with pytest.raises(ValueError, match=r"cannot be proved from here: a script's knobs are its own"):
+    route = r"a script is only observed, .* a function that returns a wb\.Task, .*: workbench diagnose x\.py:build --prove"
+    with pytest.raises(ValueError, match=f"cannot be proved from here: {route}"):
         diagnosis_of(remedy(num_workers=2), spec=script).prove()
+    with pytest.raises(ValueError, match=f"is not ours to turn: .* In a script, {route}"):
+        diagnosis_of(remedy(), spec=script).prove(1)
 
 
 # --- a remedy turns a spec into another one

@@ -223,7 +223,9 @@ def test_choosing_a_remedy() -> None:
         ValueError, match=r"there is nothing to prove: the verdict is compute-bound \(compute\), and it has no remedy\. Nothing we know of"
     ):
         Diagnosis.of(World().evidence()).prove()
-    with pytest.raises(ValueError, match=r"prepared data is not ours to turn: Decode and resize once, .* Then diagnose again"):
+    with pytest.raises(
+        ValueError, match=r"prepared data is not ours to turn: Do once, beforehand, what each epoch repeats .* Then diagnose again"
+    ):
         d.prove("prepared data")
 
 

@@ -60,6 +60,24 @@ def test_waiting_for_data(by_hand: Make) -> None:
     assert best.speedup == pytest.approx(0.0495 / 0.0195, rel=0.01)
 
 
+def test_lines_of_a_watched_script_are_in_the_verdict(by_hand: Make) -> None:
+    places = {"loop": "train.py:31", "step": "train.py:35 step", "dataset": "train.py:12 Pictures.__getitem__", "other": "x"}
+
+    def why(places: object, **phases: float) -> str:
+        made = by_hand()
+        writer = run_directory.LineWriter(made.path / run_directory.rank_file(0))
+        rows = [{"rank": 0, "clock": "host"}, {"places": places}, *({"step": i, "samples": 8, **step(**phases)} for i in range(60))]
+        writer.write(rows)
+        writer.close()
+        return Diagnosis.of(observe(Run.load(made.ended("finished").path))).why
+
+    waiting = why(places, data_wait=0.03)
+    assert waiting.endswith(" The loop over the loader is in train.py:31, its samples come from train.py:12 Pictures.__getitem__.")
+    assert why(places).endswith(" The loop over the loader is in train.py:31, its optimizer step is in train.py:35 step.")
+    assert why({"step": "train.py:35"}, data_wait=0.03).endswith(" The optimizer step is in train.py:35.")
+    assert "is in" not in why({"loop": 7, "dataset": ["x"]}) + why("x")
+
+
 def test_a_queue_that_hid_the_loader_at_first(by_hand: Make) -> None:
     d = judged(by_hand, [step()] * 40 + [step(data_wait=0.015)] * 40)
     assert d.verdict == "input-bound"

@@ -13,9 +13,10 @@ from tests.diagnosis.test_diagnosis import remedy
 from workbench.core.system_load import LoadMeter
 from workbench.diagnosis.api import _kept
 from workbench.harness import ablations
-from workbench.harness.ab_test import MAX_PAIRS, MIN_PAIRS, measure_change, run_ab_test
+from workbench.harness.ab_test import MAX_PAIRS, MIN_PAIRS, WARM_UP_STEPS, measure_change, run_ab_test
 from workbench.harness.blocks import DiagnoseError
 from workbench.harness.peers import Peers
+from workbench.harness.results import VariantTimes
 
 
 class Clock:
@@ -90,6 +91,44 @@ def test_a_busy_machine_is_in_the_note(crowding: str, monkeypatch: pytest.Monkey
     said = f"the machine was busy: {crowding}, so the measured gain may be wrong; prove it again when it is quiet"
     assert arm.note == (said if crowding else None)
     assert _kept(remedy(low=0.0), arm, samples=1.0).notes == ((said,) if crowding else ())
+
+
+def test_an_interrupted_test_has_what_is_known_by_then() -> None:
+    class Interrupted(Fake):
+        after = 0
+
+        def step(self) -> None:
+            super().step()
+            if self.calls == self.after:
+                raise KeyboardInterrupt
+
+    def run(after: int, progress: Any = None) -> VariantTimes:
+        clock = Clock()
+        changed = Interrupted(clock, 0.05)
+        changed.after = after
+        return run_ab_test(Fake(clock, 0.1), changed, budget_s=1000, peers=Peers(), clock=clock, progress=progress)
+
+    told = list[tuple[str, str]]()
+    whole = run(0, lambda *words: told.append(words))
+    steps = WARM_UP_STEPS + (2 + 8) * 3  # three blocks of the changed side
+    stopped = run(steps)
+    assert len(stopped.pairs) == 2
+    assert stopped.note is not None
+    assert stopped.note.startswith("stopped by Ctrl-C after 2 pairs of blocks")
+    assert stopped.speedup.mid == pytest.approx(whole.speedup.mid)
+    assert told[0] == ("warming up both sides", "")
+    assert told[2] == ("pair 3 of blocks", "the step takes 50 % less with it, after 2 pairs")
+    with pytest.raises(KeyboardInterrupt):
+        run(5)
+
+    def asked(now: str, known: str) -> None:
+        if known:
+            raise KeyboardInterrupt
+
+    assert len(run(0, asked).pairs) == 2
+    kept = _kept(remedy(low=1.0), stopped, samples=1.0)
+    assert kept.measured.width > 0  # of two pairs that are alike
+    assert "stopped by Ctrl-C" in str(kept)
 
 
 def test_stalls_of_both_count() -> None:

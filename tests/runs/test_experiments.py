@@ -9,14 +9,15 @@ import pytest
 from workbench.core import run_directory
 from workbench.programs.experiment import progress_writer
 from workbench.runs.launch.experiments import so_far
+from workbench.runs.spec import RunSpec
 
 
 def test_it_shows_what_is_tried_and_what_is_known_so_far(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    words, run = so_far("diagnose", 60), SimpleNamespace(path=tmp_path)
+    words, run = so_far("diagnose", 60), SimpleNamespace(path=tmp_path, spec=RunSpec(task="text-gpt", nproc_per_node=2))
     now[0] += 3
-    assert words(run) == "diagnose: starting the ranks … 3 s of at most 60 s"  # type: ignore[arg-type]
+    assert words(run) == "diagnose: starting 2 processes, which load torch … 3 s of at most 60 s"  # type: ignore[arg-type]
     write = progress_writer(tmp_path)
     write("the first steps", "")
     now[0] += 1
@@ -32,7 +33,7 @@ def test_progress_that_cannot_be_written_or_read_ends_nothing(tmp_path: Path) ->
     """Only rank 0 writes it: the others would wait for a rank that is gone."""
     (tmp_path / run_directory.PROGRESS).mkdir()
     progress_writer(tmp_path)("the first steps", "")
-    assert "starting" in so_far("diagnose", 60)(SimpleNamespace(path=tmp_path))  # type: ignore[arg-type]
+    assert "starting" in so_far("diagnose", 60)(SimpleNamespace(path=tmp_path, spec=RunSpec(task="text-gpt")))  # type: ignore[arg-type]
 
 
 def test_progress_is_written_once_a_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """Who failed first and why: from records made by hand, and from real launches in which rank 1 fails in every way there is."""
 
 import argparse
+import dataclasses
 import json
 import os
 import time
@@ -20,7 +21,7 @@ from workbench.core import run_directory
 from workbench.core.package import ROOT
 from workbench.memory.measure.at_oom import on_host
 from workbench.runs import errors, failure
-from workbench.runs.out_of_memory import HOST, OutOfMemory
+from workbench.runs.out_of_memory import HOST, Held, OutOfMemory
 from workbench.runs.root_cause import first_failure
 from workbench.runs.spec import SpecError
 from workbench.runs.task import TaskError
@@ -360,6 +361,67 @@ def test_an_ordinary_message_is_no_symptom() -> None:
 )
 def test_consequences(message: str) -> None:
     assert errors.is_consequence(message)
+
+
+# --- where it failed
+
+IN_PYTHON = """Traceback (most recent call last):
+  File "/home/me/train.py", line 40, in <module>
+    main()
+  File "/home/me/train.py", line 31, in main
+    model(batch)
+  File "/usr/lib/python3/dist-packages/torch/nn/modules/module.py", line 1518, in _call_impl
+    return forward_call(*args, **kwargs)
+ValueError: boom
+"""
+DUMPED = """Fatal Python error: Segmentation fault
+
+Thread 0x00007f (most recent call first):
+  File "/home/me/reader.py", line 3 in read
+
+Current thread 0x00007e (most recent call first):
+  File "/usr/lib/python3/dist-packages/numpy/core.py", line 7 in call
+  File "/home/me/train.py", line 31 in main
+  File "/home/me/train.py", line 40 in <module>
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "place"),
+    [
+        (IN_PYTHON, "/home/me/train.py:31 in main"),
+        (IN_PYTHON.replace(", in main", ", in <module>"), "/home/me/train.py:31"),
+        (DUMPED, "/home/me/train.py:31 in main"),
+        ("ValueError: boom", ""),
+        (None, ""),
+    ],
+)
+def test_the_users_line_at_which_a_rank_failed(text: str | None, place: str) -> None:
+    why = failure.Failure(rank=1, kind="exception", message="ValueError: boom", traceback=text, hint="Look.")
+    assert why.place == place
+    assert str(why) == "\n".join(["rank 1: ValueError: boom", *([f"at {place}"] if place else []), "Look."])
+    assert failure.Failure(rank=None, kind="launcher", message="x", traceback=text, hint=None).place == ""
+    here = os.path.abspath("scripts/train.py")
+    assert dataclasses.replace(why, traceback=(text or "").replace("/home/me/train.py", here)).place == place.replace("/home/me", "scripts")
+
+
+def test_a_line_that_the_memory_names_already_is_not_said_twice() -> None:
+    full = OutOfMemory.parse("CUDA out of memory. Tried to allocate 2.00 GiB.", Held(groups={}, line="train.py:31: model(batch)"))
+    why = failure.Failure(rank=1, kind="out-of-memory", message="full", traceback=IN_PYTHON, hint=None, memory=full)
+    assert str(why).count("train.py:31") == 1
+    assert "at /home/me/train.py:31" in str(dataclasses.replace(why, memory=OutOfMemory(device=HOST)))
+
+
+def test_a_failed_run_says_where_the_stderr_of_its_rank_is(by_hand: Callable[..., HandMade]) -> None:
+    made = by_hand().log(1, "Look here\n", "stderr").log(0, "", "stderr")
+    (made.path / run_directory.ERRORS).mkdir()
+    recorded(made.path, 1, 1.0, "ValueError: boom")
+    run = wb.Run.load(made.ended("failed", exits={}).path)
+    assert run.error is not None
+    assert str(run.error).endswith(f"what rank 1 printed: {run.log_files()[1][0]}")
+    assert str(run.error) in wb.report(run).__str__()
+    recorded(made.path, 0, 0.5, "ValueError: first")
+    assert "printed" not in str(wb.Run.load(made.path).error)  # nothing
 
 
 # --- who was first

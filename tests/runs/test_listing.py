@@ -42,6 +42,13 @@ def test_what_a_row_says(by_hand: Make, capsys: pytest.CaptureFixture[str]) -> N
     assert capsys.readouterr().out == f"{runs}\n"
 
 
+def test_runs_of_a_script_differ_in_ranks_and_options(by_hand: Make) -> None:
+    for options in ({}, {"nproc_per_node": 2}, {"args": ("--lr", "1")}):
+        made = by_hand(spec=ScriptSpec(script="/x/train.py", **options).to_json()).ended("finished")
+    differ = [run.differs for run in wb.list_runs(made.path.parent)]
+    assert differ == ["args=none, nproc_per_node=1", "args=none, nproc_per_node=2", "args=--lr 1, nproc_per_node=1"]
+
+
 def test_a_loss_that_is_none_hides_no_progress(by_hand: Make) -> None:
     made = by_hand(spec=SPEC.to_json()).losses(2)
     writer = run_directory.LineWriter(made.path / run_directory.METRICS)

@@ -72,9 +72,11 @@ def test_the_page_stands_alone_and_is_text(tmp_path: Path, capsys: pytest.Captur
     assert harmful(page.replace('<meta charset="utf-8">', "").replace('<meta name="color-scheme" content="light dark">', "")) == []
     assert not set(page) & set(STEERING)
     assert "http" not in page
-    for part in ("Where a step goes", "1 evaluations between the steps: 2.00 s", "loss: 1 at step 1, 0.1 at step 10", "samples per second",
-                 "alert(1)", "peak memory in bytes", "Worst examples", "Resumed", "Failure",
-                 "the FLOPs of a sample are not known"):  # fmt: skip
+    for part in (
+        "Where a step goes", "1 evaluations between the steps: 2.00 s", "loss: 1 at step 1, 0.1 at step 10", "alert(1)",
+        "throughput: 64.0 samples/s", "peak memory, rank 0: 0 B at step 0, 8.79 KiB at step 9", "time of a step, rank 0: 500 ms at step 0",
+        "that were busy: 25 % at step 4, 75 % at step 6", "Worst examples", "Resumed", "Failure", "the FLOPs of a sample are not known",
+    ):  # fmt: skip
         assert part in page, part
     assert "failed" in str(wb.report(run))
     assert main(["report", str(run.path), "--html", str(tmp_path / "other.html")]) == 0

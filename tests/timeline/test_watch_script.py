@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import workbench as wb
 from tests.forked import Forks
 from workbench.core.vocabulary import PHASES
+from workbench.timeline.watch_script import _line_of_dataset
 
 BASE = """
 import sys, time, torch
@@ -84,6 +85,17 @@ def test_what_is_trained_inside_a_with_is_watched() -> None:
     assert DataLoader.__iter__ is plain
 
 
+def test_the_line_of_a_dataset_is_that_of_the_users_class() -> None:
+    class Pictures(torch.utils.data.Dataset[int]):
+        def __getitem__(self, index: int) -> int:
+            return index
+
+    line = Pictures.__getitem__.__code__.co_firstlineno
+    inner = torch.utils.data.Subset(Pictures(), [0])
+    assert _line_of_dataset(Pictures()) == _line_of_dataset(inner) == f"test_watch_script.py:{line} Pictures.__getitem__"
+    assert _line_of_dataset(TensorDataset(torch.ones(1))) == _line_of_dataset([1]) == _line_of_dataset(None) == ""
+
+
 RUNNER = """
 import runpy, sys
 from workbench.timeline import watch_script
@@ -137,6 +149,9 @@ def test_training_and_validation(tmp_path: Path, forks: Forks, workers: str) -> 
     """
     done = Watched(tmp_path, code, workers, forks=forks if workers == "0" else None)
     steps = done.steps()
+    lines = [line.strip() for line in (tmp_path / "train.py").read_text().splitlines()]
+    loop, step = (lines.index(text) + 1 for text in ("for i, (x, y) in enumerate(loader):", "optimizer.step()"))
+    assert [row["places"] for row in done.rows() if "places" in row] == [{"loop": f"train.py:{loop}", "step": f"train.py:{step} train_on"}]
     assert done.stderr == ""
     assert [step["step"] for step in steps] == list(range(8))
     assert [step["samples"] for step in steps] == [8] * 8

@@ -9,7 +9,7 @@ from workbench.batch.analysis.lr_race import STEPS
 from workbench.batch.analysis.lr_range import ITERATIONS, SWEEPS, LrFound, check_options
 from workbench.core import run_directory
 from workbench.core.checks import real_number, whole_number
-from workbench.core.progress import INTERRUPTED, Waiting
+from workbench.core.progress import INTERRUPTED, Waiting, say_what_was_interrupted
 from workbench.core.synonyms import accept_synonyms
 from workbench.runs.launch import experiments
 from workbench.runs.launch.experiments import error_of, wait_for
@@ -93,7 +93,8 @@ def find_lr(
     given = _LR_TARGET.read(target, loader, model=model, optimizer=optimizer)
     if isinstance(given, RunSpec):
         check_options(**options)
-        return read_lr_result(experiments.run_lr_range(given, options={**options, "measuring_s": budget_s}, runs_dir=runs_dir))
+        with say_what_was_interrupted("find_lr"):
+            return read_lr_result(experiments.run_lr_range(given, options={**options, "measuring_s": budget_s}, runs_dir=runs_dir))
     if isinstance(given, Run):
         return read_lr_result(given)
     from workbench.batch.measure.lr_range import find

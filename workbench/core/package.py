@@ -3,6 +3,7 @@
 import functools
 import sysconfig
 from pathlib import Path
+from types import CodeType, FrameType
 
 ROOT = Path(__file__).parents[__name__.count(".") - 1]
 """The folder of the package `workbench`."""
@@ -37,6 +38,18 @@ def is_users(path: str) -> bool:
     (True, True, False, False)
     """
     return not (is_workbench(path) or is_installed(path) or is_standard(path))
+
+
+def users_line(frame: FrameType | None) -> str:
+    """The innermost line of the user's in a stack, as "train.py:41 main"; "" = there is none."""
+    while frame is not None and not is_users(frame.f_code.co_filename):
+        frame = frame.f_back
+    return "" if frame is None else line_of(frame.f_code, frame.f_lineno)
+
+
+def line_of(code: CodeType, number: int) -> str:
+    """A line of a function as text: "train.py:41 main", or "train.py:41" outside of functions."""
+    return f"{Path(code.co_filename).name}:{number} {code.co_name}".removesuffix(" <module>")
 
 
 def _posix(path: str) -> str:

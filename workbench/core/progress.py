@@ -30,7 +30,7 @@ def say_what_was_interrupted(name: str) -> Iterator[None]:
         yield
     except KeyboardInterrupt as error:
         said = str(error) or f"{name} was {INTERRUPTED} before it knew anything; all processes it started have ended"
-        raise KeyboardInterrupt(said) from None
+        raise type(error)(said) from None
 
 
 class ProgressLine:
@@ -164,6 +164,8 @@ def status_text(name: str, now: str, known: str, seconds: float, budget_s: float
         budget_s: seconds that it may take; None = there is no limit.
     """
     limit = "" if budget_s is None else f" of at most {_whole(budget_s)}"
+    if budget_s is not None and seconds > budget_s:
+        limit = f", its {_whole(budget_s)} are over: it ends as soon as it can"
     begun = f"{known}; now: {now}" if known else now
     return f"{name}: {begun} … {_whole(seconds)}{limit}"
 

@@ -17,7 +17,7 @@ from workbench.core.statistics import Interval
 from workbench.core.synonyms import accept_synonyms
 from workbench.diagnosis.analysis import calibration
 from workbench.diagnosis.analysis.calibration import Calibration
-from workbench.diagnosis.analysis.diagnosis import Diagnosis
+from workbench.diagnosis.analysis.diagnosis import Diagnosis, how_to_prove
 from workbench.diagnosis.analysis.evidence import Evidence
 from workbench.diagnosis.analysis.observed import observe
 from workbench.diagnosis.analysis.proof import Ladder, Proof, Rung
@@ -122,17 +122,17 @@ def prove(diagnosis: Diagnosis, remedy: Remedy, *, budget_s: float = BUDGET) -> 
     if isinstance(spec, RunSpec):
         return prove_spec(spec, remedy, budget_s=budget_s, runs_dir=subject.runs_dir if isinstance(subject, LaunchedSpec) else None)
     if not isinstance(subject, Step):
-        script = isinstance(spec, ScriptSpec)
+        if isinstance(spec, ScriptSpec):
+            raise ValueError(f"{remedy.name} cannot be proved from here: {how_to_prove(spec.script)}")
         raise ValueError(
-            f"{remedy.name} cannot be proved from here: "
-            + ("a script's knobs are its own; change it there, and " if script else "the step that was diagnosed is not in this process; ")
-            + "diagnose(step, loader) or diagnose(spec) gives a diagnosis whose remedies can be tried"
+            f"{remedy.name} cannot be proved from here: the step that was diagnosed is not in this process; "
+            "diagnose(step, loader) or diagnose(spec) gives a diagnosis whose remedies can be tried"
         )
-    from workbench.harness.ab_test import measure_change
+    with say_what_was_interrupted("prove"), Waiting(f"prove {remedy.name}", budget_s) as line:
+        from workbench.harness.ab_test import measure_change
 
-    arm = measure_change(
-        subject.step, subject.loader, dict(remedy.change), model=subject.model, optimizer=subject.optimizer, budget_s=budget_s
-    )
+        models = {"model": subject.model, "optimizer": subject.optimizer}
+        arm = measure_change(subject.step, subject.loader, dict(remedy.change), **models, budget_s=budget_s, progress=line.say)
     return _kept(remedy, arm, samples=diagnosis.evidence.samples or 1.0)
 
 
@@ -151,14 +151,15 @@ def prove_spec(spec: RunSpec, remedy: Remedy, *, budget_s: float = BUDGET, runs_
 
 
 def _kept(remedy: Remedy, arm: VariantTimes, *, samples: float, name: str = "") -> Proof:
-    """The proof that an A/B test is, kept for later predictions on this machine."""
+    """The proof that an A/B test is, kept for later predictions on this machine if it was not interrupted."""
+    stopped = INTERRUPTED in (arm.note or "")
     proof = Proof(
         remedy=remedy,
-        measured=arm.speedup,
+        measured=arm.speedup_at_few_pairs if stopped else arm.speedup,
         baseline=samples / statistics.fmean(base for base, _ in arm.pairs),
         notes=(arm.note,) if arm.note else (),
     )
-    if remedy.low > 0 and os.environ.get("RANK", "0") == "0" and (trouble := calibration.keep(proof, task=name)):
+    if remedy.low > 0 and not stopped and os.environ.get("RANK", "0") == "0" and (trouble := calibration.keep(proof, task=name)):
         proof = Proof(remedy=remedy, measured=proof.measured, baseline=proof.baseline, notes=(*proof.notes, trouble))
     return proof
 
@@ -279,21 +280,24 @@ def _diagnose_script(
         RunError: it failed.
         ValueError: it took too few steps to tell anything.
     """
-    run, stopped = launch(script, args=args, watch=True, runs_dir=runs_dir), ""
+    run, ended = launch(script, args=args, watch=True, runs_dir=runs_dir), ""
     try:
         run = run.wait(timeout=budget_s, check=True)
     except TimeoutError:
         run = run.stop()
+        ended = (
+            f"the budget of {units.seconds(budget_s)} ended the script after {run.progress[0]} steps: budget_s= or --budget gives it longer"
+        )
     except KeyboardInterrupt:  # the wait has stopped it
-        stopped = f"{INTERRUPTED} after {units.seconds(run.seconds)}: this is the result so far"
+        ended = f"{INTERRUPTED} after {units.seconds(run.seconds)}: this is the result so far"
     try:
         diagnosis = _from_run(run)
     except ValueError as error:
-        if stopped:
+        if ended.startswith(INTERRUPTED):
             raise KeyboardInterrupt(f"{INTERRUPTED}: {error}") from None
         raise
-    if stopped:
-        diagnosis.evidence = replace(diagnosis.evidence, notes=(stopped, *diagnosis.evidence.notes))
+    if ended:
+        diagnosis.evidence = replace(diagnosis.evidence, notes=(ended, *diagnosis.evidence.notes))
     return diagnosis
 
 

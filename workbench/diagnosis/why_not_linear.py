@@ -151,7 +151,7 @@ def _script(
     timelines: dict[str, list[Timeline]] = {}
     notes: list[str] = []
     for arm, launches, nproc in (("one", 1, 1), ("strangers", ranks, 1), ("all", 1, ranks)):
-        line.say({"one": "one process alone", "strangers": f"{ranks} strangers", "all": f"{ranks} ranks together"}[arm])
+        line.say({"one": "one process alone", "strangers": f"{ranks} independent processes", "all": f"{ranks} ranks together"}[arm])
         runs: list[Run] = []
         try:
             with _ended_with(runs):

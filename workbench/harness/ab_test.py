@@ -12,6 +12,8 @@ from typing import Any, Protocol, Self
 from torch import nn
 from torch.optim import Optimizer
 
+from workbench.core import units
+from workbench.core.progress import INTERRUPTED
 from workbench.core.system_load import LoadMeter
 from workbench.harness import ablations, device_clock
 from workbench.harness.blocks import MAX_PASS_SECONDS, DiagnoseError, StepFailed, common_length, steps_for
@@ -30,6 +32,8 @@ WARM_UP_STEPS = 3
 BLOCK_SECONDS, MAX_STEPS = 0.4, 400
 """A block lasts about so long, and has at most so many steps."""
 MIN_PAIRS, MAX_PAIRS = 6, 40
+FEWEST_PAIRS = 2
+"""With so many an interrupted test has a result: two pairs say how much they differ."""
 MIN_STEPS_PER_PASS = 4
 """Passes over the loader with fewer steps are timed as they come, their start included."""
 MAX_WIDTH = 0.04
@@ -48,7 +52,13 @@ class Side(Protocol):
 
 
 def run_ab_test(
-    baseline: Side, changed: Side, *, budget_s: float, peers: Peers, clock: Callable[[], float] = time.perf_counter
+    baseline: Side,
+    changed: Side,
+    *,
+    budget_s: float,
+    peers: Peers,
+    clock: Callable[[], float] = time.perf_counter,
+    progress: Callable[[str, str], object] | None = None,
 ) -> VariantTimes:
     """Time two sides in alternating blocks; all ranks call this together.
 
@@ -58,29 +68,62 @@ def run_ab_test(
         budget_s: seconds it may take, about.
         peers: who takes part.
         clock: gives the time in seconds.
+        progress: called with what comes now and what is known so far, on one rank; a KeyboardInterrupt that it raises ends the test on all.
 
     Returns:
         The pairs of neighbouring blocks, in seconds per step of the slowest rank; the same on all ranks. Nothing is left out: steps
-        that stall now and then count here. A note says whether other processes needed the cores meanwhile.
+        that stall now and then count here. A note says whether other processes needed the cores meanwhile, and whether Ctrl-C ended it.
+
+    Raises:
+        KeyboardInterrupt: it came before FEWEST_PAIRS were timed, or on one of several ranks.
     """
-    start, meter = clock(), LoadMeter()
-    timers = [_SideTimer(side, peers, clock) for side in (baseline, changed)]
+    start, meter, stopped = clock(), LoadMeter(), False
     pairs: list[tuple[float, float]] = []
+
+    def interrupted(now: str) -> bool:
+        try:
+            if progress:
+                progress(now, _known(pairs))
+        except KeyboardInterrupt:
+            return True
+        return False
+
+    interrupted("warming up both sides")
+    timers = [_SideTimer(side, peers, clock) for side in (baseline, changed)]
     while True:
         swapped = len(pairs) % 2 == 1
-        times = [timer.block() for timer in (timers[::-1] if swapped else timers)]
+        try:
+            times = [timer.block() for timer in (timers[::-1] if swapped else timers)]
+        except KeyboardInterrupt:
+            if peers.group is not None or len(pairs) < FEWEST_PAIRS:
+                raise
+            stopped = True
+            break
         first, second = times[::-1] if swapped else times
         pairs.append((first, second))
-        spent = peers.agree(clock() - start)
+        spent = peers.agree(math.inf if interrupted(f"pair {len(pairs) + 1} of blocks") else clock() - start)
+        if stopped := spent == math.inf:
+            if len(pairs) < FEWEST_PAIRS:
+                raise KeyboardInterrupt
+            break
         narrow = len(pairs) >= MIN_PAIRS and VariantTimes(name="changed", baseline="full", pairs=tuple(pairs)).saved.width <= MAX_WIDTH
         if narrow or len(pairs) >= MAX_PAIRS or spent * (1 + 1 / len(pairs)) > budget_s:
             break
     extra = [peers.agree(timer.per_step_of_passes()) for timer in timers]
     crowding = peers.agree(meter.crowding())
     meter.close()
-    note = f"the machine was busy: {crowding}, so the measured gain may be wrong; prove it again when it is quiet" if crowding else None
+    notes = [f"{INTERRUPTED} after {len(pairs)} pairs of blocks: this is the result so far"] if stopped else []
+    notes += [f"the machine was busy: {crowding}, so the measured gain may be wrong; prove it again when it is quiet"] if crowding else []
     whole = tuple((first + extra[0], second + extra[1]) for first, second in pairs)
-    return VariantTimes(name="changed", baseline="full", pairs=whole, note=note)
+    return VariantTimes(name="changed", baseline="full", pairs=whole, note="; ".join(notes) or None)
+
+
+def _known(pairs: Sequence[tuple[float, float]]) -> str:
+    """What so many pairs say, in words; "" = nothing yet. Of batches of other sizes it is the step, not the throughput."""
+    if len(pairs) < FEWEST_PAIRS:
+        return ""
+    saved = VariantTimes(name="changed", baseline="full", pairs=tuple(pairs)).saved.mid
+    return f"the step takes {units.percent(abs(saved))} {'less' if saved >= 0 else 'more'} with it, after {len(pairs)} pairs"
 
 
 class _SideTimer:
@@ -162,6 +205,7 @@ def measure_change(
     model: nn.Module | Sequence[nn.Module] | None = None,
     optimizer: Optimizer | Sequence[Optimizer] | None = None,
     budget_s: float = 60.0,
+    progress: Callable[[str, str], object] | None = None,
 ) -> VariantTimes:
     """Time a step with a change against the step without, in this process. Everything is left as it was.
 
@@ -175,6 +219,7 @@ def measure_change(
         model: what is trained; None = discovered from the step.
         optimizer: likewise.
         budget_s: seconds that it may take, about.
+        progress: see `run_ab_test`.
 
     Raises:
         DiagnoseError: a change that cannot be made from here, or with which the step fails.
@@ -199,14 +244,14 @@ def measure_change(
         undo.enter_context(ablations.frozen_schedules(state.objects))
         active = undo.enter_context(_ActiveSide(saved))
         feeds = [undo.enter_context(Feed(loader)), undo.enter_context(Feed(with_knobs(loader, **knobs) if knobs else loader))]
+        sizes = [samples_of(feed.next(), 1) for feed in feeds] if "micro_batch" in change else [1, 1]  # Ctrl-C ends workers, too
         changed = partial(ablations.changed_step, change, state.models, state.optimizers)
         baseline = _StepSide(active, step, feeds[0], contextlib.nullcontext)
         with on_new_optimizer(state.optimizers, lambda optimizer: saved.add(discover(optimizer))):
             baseline.drain()
             baseline.step()
         with_change = _StepSide(active, ablations.wrap_step(step, change, device), feeds[1], changed)
-        times = run_ab_test(baseline, with_change, budget_s=budget_s, peers=peers)
-        sizes = [samples_of(feed.next(), 1) for feed in feeds] if "micro_batch" in change else [1, 1]
+        times = run_ab_test(baseline, with_change, budget_s=budget_s, peers=peers, progress=progress)
     note = times.note
     if None in sizes:
         sizes = [getattr(loader, "batch_size", None) or 1, change["micro_batch"]]

@@ -49,6 +49,11 @@ class VariantTimes:
         """Throughput in samples over that of the baseline."""
         return interval_of(self.pairs, lambda base, changed: self.samples * base / changed)
 
+    @property
+    def speedup_at_few_pairs(self) -> Interval:
+        """`speedup`, with an interval as wide as that of `saved_at_few_pairs`."""
+        return self.saved_at_few_pairs.of(lambda saved: self.samples / (1 - saved))
+
 
 @dataclass(frozen=True, slots=True)
 class Place:

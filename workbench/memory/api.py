@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from workbench.core.checks import whole_number
 from workbench.core.device import Device
+from workbench.core.progress import say_what_was_interrupted
 from workbench.core.synonyms import accept_synonyms
 from workbench.memory.analysis.breakdown import MemoryBreakdown
 from workbench.memory.analysis.fit import MARGIN, device_of, usable_bytes
@@ -339,7 +340,8 @@ def measure_memory(
         return observed
     count = _checked(steps)
     if isinstance(given, RunSpec):
-        launched: MemoryBreakdown = experiments.run_memory_measurement(given, steps=count, runs_dir=runs_dir).memory_breakdown()
+        with say_what_was_interrupted("measure_memory"):
+            launched: MemoryBreakdown = experiments.run_memory_measurement(given, steps=count, runs_dir=runs_dir).memory_breakdown()
         return launched
     from workbench.memory.measure.memory import measure
 

@@ -72,6 +72,8 @@ def run_program(
         info = run_directory.read_json(run_dir / run_directory.RUN_JSON)
         spec = RunSpec.from_json(info["spec"])
         task = resolve(spec.task)  # before the group: a wrong name needs no peers to be found
+        if number_in_environment("RANK", 0) == 0:
+            progress_writer(run_dir)("torch is loaded, waiting for all ranks", "")
         ranks = Ranks.join(spec)
         for file, result in measure(Assignment(run_dir=run_dir, info=info, spec=spec, task=task, ranks=ranks)).items():
             (run_dir / file).parent.mkdir(exist_ok=True)
@@ -97,6 +99,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def run_experiment(assignment: Assignment) -> dict[str, Any]:
     """Evidence about a step, the result of an A/B test, or what ranks cost each other; rank 0 writes it."""
     measure, file = KINDS[assignment.order["kind"]]
+    if assignment.ranks.rank == 0:
+        progress_writer(assignment.run_dir)("building the model and the loader", "")
     result = measure(assignment)
     return {file: result} if assignment.ranks.rank == 0 else {}
 
@@ -166,7 +170,8 @@ def prove(assignment: Assignment) -> dict[str, Any]:
         trainings = [
             stack.enter_context(enter_training(spec, assignment.task, assignment.ranks, index, turns)) for index, spec in enumerate(specs)
         ]
-        arm = run_ab_test(*trainings, budget_s=_budget(assignment), peers=peers)
+        progress = progress_writer(assignment.run_dir) if assignment.ranks.rank == 0 else None
+        arm = run_ab_test(*trainings, budget_s=_budget(assignment), peers=peers, progress=progress)
     note = "; ".join(filter(None, (turns.note, arm.note))) or None
     return dataclasses.asdict(dataclasses.replace(arm, samples=specs[1].global_batch / specs[0].global_batch, note=note))
 

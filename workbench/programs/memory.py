@@ -17,7 +17,7 @@ from workbench.memory.analysis.log import ALLOC, Event
 from workbench.memory.measure.allocator_counters import allocations
 from workbench.memory.measure.memory import Borders, breakdown, take_in
 from workbench.memory.measure.recorder import Recorder
-from workbench.programs.experiment import Assignment, run_program
+from workbench.programs.experiment import Assignment, progress_writer, run_program
 from workbench.runs.entrypoints import MEMORY
 from workbench.runs.task import label
 from workbench.train.trainer import Trainer
@@ -31,6 +31,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def record_memory(assignment: Assignment) -> dict[str, Any]:
     """Take steps with the very Trainer of a run; gives the memory breakdown of this rank."""
     spec, ranks, steps = assignment.spec, assignment.ranks, int(assignment.order["steps"])
+    if ranks.rank == 0:
+        progress_writer(assignment.run_dir)(f"building the model and recording {steps} steps", "")
     recorder = Recorder(device=ranks.device.type)
     with allocations(ranks.device) as truth, contextlib.ExitStack() as stack:
         trainer = Trainer(spec, assignment.task, ranks)

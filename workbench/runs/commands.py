@@ -21,7 +21,7 @@ COMMANDS: Mapping[str, tuple[str, str, str]] = {
     ),
     "why-not-linear": (
         "find out by experiment why N ranks give less than N times one",
-        "Launches one rank, strangers and all in turns; the parts of the gap add up, each with its remedy. A script is launched as it is.",
+        "Times one rank alone, beside independent ones, and all together, in turns: parts of the gap that add up. A script runs unedited.",
         "workbench why-not-linear clipart-resnet --nproc-per-node 2 --budget 40",
     ),
     "sanity": (

@@ -21,6 +21,17 @@ if TYPE_CHECKING:
     from workbench.runs.out_of_memory import Held, OutOfMemory
 
 
+def near(path: str) -> str:
+    """A path relative to the current folder, if it is in it or below; else as it is."""
+    with contextlib.suppress(OSError, ValueError):  # the folder is gone, or a name such as <stdin>
+        return str(Path(path).relative_to(Path.cwd()))
+    return path
+
+
+_FRAME = re.compile(r'^ *File "([^"]+)", line (\d+)(,?) in (.+)$', re.MULTILINE)
+"""A line of a traceback, or without the comma one of faulthandler."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
     """Why a run failed.
@@ -42,6 +53,22 @@ class Failure:
     """What to do, where that is known."""
     memory: "OutOfMemory | None" = None
     """Why memory ran out, where it did."""
+    stderr: str | None = None
+    """The file with what the rank printed to stderr; None = it printed nothing, or it is not known."""
+
+    @property
+    def place(self) -> str:
+        """The line of the user's code at which it failed, as `train.py:41 in main`; "" = none is in the traceback. Of files in the current
+        folder or below it the path is relative.
+        """
+        if self.rank is None or self.kind == "hang" or self.message.startswith("ended without an error"):
+            return ""  # the traceback is of others, or the message has the line
+        dumped = (self.traceback or "").rpartition("Current thread")[2]  # of a crash: of this thread, the innermost line first
+        lines = [(file, number, comma, name) for file, number, comma, name in _FRAME.findall(dumped) if is_users(file)]
+        if not lines:
+            return ""
+        file, number, _, name = lines[-1 if lines[-1][2] else 0]
+        return f"{near(file)}:{number}" if name == "<module>" else f"{near(file)}:{number} in {name}"
 
     @classmethod
     def of_launcher(cls, message: str) -> "Failure":
@@ -77,8 +104,10 @@ class Failure:
         where = "" if self.rank is None else f"rank {self.rank}: "
         parts = [
             f"{where}{self.message}",
+            *([f"at {self.place}"] if self.place and os.path.basename(self.place.partition(" in ")[0]) not in str(self.memory) else []),
             *([str(self.memory), *self.memory.hints] if self.memory else []),
             *([self.hint] if self.hint else []),
+            *([f"what rank {self.rank} printed: {self.stderr}"] if self.stderr else []),
         ]
         return "\n".join(parts)
 

@@ -242,8 +242,7 @@ def _read(path: Path, run: Run | None) -> tuple[Run | None, _Read]:
     try:
         run = run or Run.load(path)
         state = run.state
-        spec = {"script": run.spec.script, "args": " ".join(run.spec.args)} if isinstance(run.spec, ScriptSpec) else run.spec.to_json()
-        script = isinstance(run.spec, ScriptSpec)
+        script, spec = isinstance(run.spec, ScriptSpec), run.spec.to_json()
         row = _last_metric(path / run_directory.METRICS) or _last_steps(path, run.spec.nproc_per_node)
     except (run_directory.DamagedRunError, RunFormatError, OSError):
         made = ListedRun(

@@ -3,7 +3,7 @@
 import itertools
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -64,7 +64,8 @@ class Report:
             return None, f"{units.percent(used)} of the peak is impossible: flops_per_sample={self.flops_per_sample:g} is too large"
         return (
             used,
-            f"{units.rate(rate)} × {self.flops_per_sample:g} FLOPs, over {units.count(peak, 'FLOP/s')} ({wanted}) × {spec.world_size}",
+            f"{units.rate(rate)} × {units.count(self.flops_per_sample, 'FLOP')}, "
+            f"over {units.count(peak, 'FLOP/s')} ({wanted}) × {spec.world_size}",
         )
 
     @property
@@ -79,7 +80,7 @@ class Report:
         """The page."""
         run = self.run
         parts = [
-            f"<h1>{escape(run.name)}</h1><p>{escape(run.summary)}</p>",
+            f'<h1>{escape(run.name)}</h1><p style="white-space:pre-line">{escape(run.summary)}</p>',
             *(("<h2>Failure</h2>", f"<pre>{escape(run.error.traceback or run.error)}</pre>") if run.error else ()),
             _resumes(run),
             "<h2>Where a step goes</h2>",
@@ -173,23 +174,32 @@ def _bars(run: Run) -> str:
     return "".join(bars) or "<p>no step was measured</p>"
 
 
-def _series(run: Run) -> Iterable[tuple[str, list[tuple[float, float]]]]:
+def _figure(value: float) -> str:
+    return f"{value:.4g}"
+
+
+def _series(run: Run) -> Iterable[tuple[str, list[tuple[float, float]], Callable[[float], str]]]:
+    """Name, points and how a value is written, of each curve."""
     rows = run.metric_rows
     for name in ("loss", "lr"):
-        yield name, [(row["step"], row[name]) for row in rows if row.get(name) is not None and "lr" in row]
-    yield "samples per second", [(row["step"], value) for row, value in throughput(rows)]
+        yield name, [(row["step"], row[name]) for row in rows if row.get(name) is not None and "lr" in row], _figure
+    yield "throughput", [(row["step"], value) for row, value in throughput(rows)], units.rate
     timeline = next(iter(run.timelines), None)
     if timeline:
-        yield "seconds of a step, rank 0", [(step.index, step.seconds) for step in timeline.steps]
-        yield "peak memory in bytes, rank 0", [(step.index, step.memory) for step in timeline.steps if step.memory is not None]
+        yield "time of a step, rank 0", [(step.index, step.seconds) for step in timeline.steps], units.seconds
+        yield "peak memory, rank 0", [(step.index, step.memory) for step in timeline.steps if step.memory is not None], units.bytes_
     for name, words in USAGE.items():
-        yield words, [(row["step"], usage_of(row)[name]) for row in run.usage if name in usage_of(row)]
+        yield words, [(row["step"], usage_of(row)[name]) for row in run.usage if name in usage_of(row)], _usage_text(name)
     layers = dict.fromkeys(layer for row in run.gradient_norms for layer in norms_of(row))
     for layer in list(layers)[:24]:
-        yield f"gradient norm of {layer}", [(row["step"], norms_of(row)[layer]) for row in run.gradient_norms if layer in norms_of(row)]
+        yield (
+            f"gradient norm of {layer}",
+            [(row["step"], norms_of(row)[layer]) for row in run.gradient_norms if layer in norms_of(row)],
+            _figure,
+        )
     figures = dict.fromkeys(name for row in run.evaluations for name in figures_of(row))
     for name in list(figures)[:12]:
-        yield name, [(row["step"], figures_of(row)[name]) for row in run.evaluations if name in figures_of(row)]
+        yield name, [(row["step"], figures_of(row)[name]) for row in run.evaluations if name in figures_of(row)], _figure
 
 
 def throughput(rows: Sequence[Mapping[str, Any]]) -> list[tuple[Mapping[str, Any], float]]:
@@ -202,17 +212,29 @@ def throughput(rows: Sequence[Mapping[str, Any]]) -> list[tuple[Mapping[str, Any
     ]
 
 
+def bytes_per_second(value: float) -> str:
+    """Bytes per second as text."""
+    return f"{units.bytes_(value)}/s"
+
+
 USAGE: Mapping[str, str] = {
     "cpu": "share of rank 0's cores that were busy",
-    "memory": "bytes of its machine's memory in use",
-    "network_in": "bytes per second from the network",
-    "network_out": "bytes per second to the network",
-    "disk_read": "bytes per second from disks",
-    "disk_write": "bytes per second to disks",
+    "memory": "memory of its machine in use",
+    "network_in": "received from the network",
+    "network_out": "sent to the network",
+    "disk_read": "read from disks",
+    "disk_write": "written to disks",
     "gpu": "share of the time in which its GPUs computed",
-    "watts": "watts of processors, memory and GPUs",
+    "watts": "power of processors, memory and GPUs",
 }
-"""What a row of USAGE may have, and what it is."""
+"""What a row of USAGE may have: fractions, bytes, bytes per second and watts; and what it is."""
+
+
+def _usage_text(name: str) -> Callable[[float], str]:
+    """How a value of USAGE is written."""
+    if name in ("cpu", "gpu"):
+        return units.percent
+    return units.bytes_ if name == "memory" else (lambda value: units.count(value, "W")) if name == "watts" else bytes_per_second
 
 
 def usage_of(row: Mapping[str, Any]) -> dict[str, float]:
@@ -235,7 +257,7 @@ def figures_of(row: Mapping[str, Any]) -> dict[str, float]:
     return {str(name): float(value) for name, value in figures.items() if is_number(value)} if sound and figures else {}
 
 
-def _curve(name: str, points: Sequence[tuple[float, float]]) -> str:
+def _curve(name: str, points: Sequence[tuple[float, float]], text: Callable[[float], str] = _figure) -> str:
     """A curve as SVG, with its first and its last value in words; "" below two finite points."""
     points = [(x, y) for x, y in points if math.isfinite(y)]
     if len(points) < 2:
@@ -244,7 +266,7 @@ def _curve(name: str, points: Sequence[tuple[float, float]]) -> str:
     (width, height), xs, ys = _SIZE, [x for x, _ in points], [y for _, y in points]
     wide, tall = max(xs) - min(xs) or 1, max(ys) - min(ys) or 1
     places = " ".join(f"{width * (x - min(xs)) / wide:.1f},{2 + (height - 4) * (1 - (y - min(ys)) / tall):.1f}" for x, y in points)
-    words = f"{name}: {ys[0]:.4g} at step {xs[0]:g}, {ys[-1]:.4g} at step {xs[-1]:g}; from {min(ys):.4g} to {max(ys):.4g}"
+    words = f"{name}: {text(ys[0])} at step {xs[0]:,.0f}, {text(ys[-1])} at step {xs[-1]:,.0f}; from {text(min(ys))} to {text(max(ys))}"
     return (
         f'<figure><svg width="{width}" height="{height}" viewBox="0 0 {width} {height}" role="img" aria-label="{escape(words)}">'
         f'<polyline points="{places}" fill="none" stroke="{LINE}" stroke-width="1.6"/></svg>'

@@ -20,7 +20,7 @@ from workbench.core import late, progress, run_directory, units
 from workbench.core.checks import NearestAttribute, is_whole
 from workbench.core.display import table
 from workbench.core.run_directory import CHECKPOINTS, ERRORS, LOCK, LOGS, METRICS, NODES, RUN_JSON, TRACES, DamagedRunError
-from workbench.runs.failure import Failure, RunError
+from workbench.runs.failure import Failure, RunError, near
 from workbench.runs.guards import end_guard, find_guard
 from workbench.runs.hang import Hang, hang_note
 from workbench.runs.rank_steps import RankMeans
@@ -175,7 +175,10 @@ class Run(NearestAttribute):
         return Hang.load(self._launch_dir)
 
     def _with_advice(self, failure: Failure) -> Failure:
-        """Add a hint to `would_fit` where memory ran out in steps that it can predict."""
+        """Add where its rank's stderr is, and a hint to `would_fit` where memory ran out in steps that it can predict."""
+        files = [] if failure.rank is None else self.log_files().get(failure.rank, [])
+        printed = [path for path in files if path.name == "stderr.log" and path.stat().st_size]
+        failure = dataclasses.replace(failure, stderr=near(str(printed[-1]))) if printed else failure
         if failure.memory is None or not isinstance(self.spec, RunSpec) or self.spec.micro_batch == AUTO:
             return failure
         advice = "Which changes would have fitted: wb.would_fit(run)."
@@ -231,9 +234,11 @@ class Run(NearestAttribute):
                     raise TimeoutError(f"{self!r} still runs after {units.seconds(timeout)}: wait longer, or run.stop()")
                 time.sleep(_TICK)
                 line.show()
-        except KeyboardInterrupt:
+        except KeyboardInterrupt as why:
             self.stop()
-            raise
+            state = str(self).partition("\n")[0]
+            words = f"stopped by {str(why) or 'Ctrl-C'}: {state}\nwhat it measured: workbench report {shlex.quote(str(self.path))}"
+            raise type(why)(words) from None  # in a script one line, and not all of ours that it came through
         finally:
             line.close(self)
         if check and not self.ok:

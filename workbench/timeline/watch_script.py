@@ -4,6 +4,7 @@ import contextlib
 import gc
 import math
 import os
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -13,6 +14,7 @@ from threading import get_ident
 from typing import TYPE_CHECKING, Any, Protocol
 
 from workbench.core import gc as collector
+from workbench.core.package import is_users, line_of, users_line
 from workbench.timeline import hooks, rank_log
 from workbench.timeline.loops import Loop
 from workbench.timeline.marks import BACKWARD, DATA_WAIT, END_PHASE, FORWARD, IDLE, NEXT, MarkRecorder, new_recorder
@@ -118,6 +120,7 @@ class ScriptWatcher:
         self._steps = 0  # of all optimizers
         self._first_batches = FirstBatches(warn=self._recording.warn, say=self._recording.say, steps=lambda: self._steps)
         self._here = True  # False in a forked child
+        self._places: dict[Loop, dict[str, str]] | None = {}  # loop -> the lines that are known of it; None = they are told
         self._bare: Loop | None = None
         self._leader: Callable[[], torch.optim.Optimizer | None] = lambda: None  # its steps end those of the bare loop
         self._strangers = 0  # steps of other optimizers since the leader's last
@@ -169,6 +172,8 @@ class ScriptWatcher:
             if self._borders:
                 self._borders.begin(loader)
             loop = self._recording.open()
+            if self._places is not None:
+                self._places[loop] = {"loop": users_line(sys._getframe(1)), "dataset": _line_of_dataset(getattr(loader, "dataset", None))}
             loop.mark(NEXT)
             batches = iterate(loader)  # starts the workers now, as it would without us; the first batch may be asked for much later
             loop.mark(IDLE)
@@ -203,6 +208,10 @@ class ScriptWatcher:
         now = open_loops.now
         open_loops.marks.extend((now(), END_PHASE))
         self._steps += 1
+        if self._places is not None and open_loops.top is not None:
+            places = {**self._places.get(open_loops.top, {}), "step": users_line(sys._getframe(1))}
+            self._recording.say({"places": {name: line for name, line in places.items() if line}})
+            self._places = None
         if self._borders:
             self._borders.stepped(open_loops.top)
         if open_loops.forward:
@@ -258,6 +267,17 @@ class ScriptWatcher:
         devices = {weight.device for weight in weights if weight is not None and weight.device.type == "cuda"}
         current = rank_log.current_device()
         return new_recorder(None if any(device.index == current for device in devices) else min(devices, key=str, default=None))
+
+
+def _line_of_dataset(dataset: Any) -> str:
+    """Where a dataset of the user's makes a sample, as "train.py:12 Pictures.__getitem__"; "" = it is a package's."""
+    while type(dataset).__module__.startswith("torch.") and hasattr(dataset, "dataset"):  # a Subset, for example
+        dataset = dataset.dataset
+    for name in ("__getitems__", "__getitem__", "__iter__"):
+        code = getattr(getattr(type(dataset), name, None), "__code__", None)
+        if code is not None and is_users(code.co_filename):
+            return line_of(code.replace(co_name=f"{type(dataset).__name__}.{name}"), code.co_firstlineno)
+    return ""
 
 
 def _modules(objects: list[object], kinds: set[type]) -> list[Any]:

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import os
 import shlex
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -32,6 +33,16 @@ BRIEF_COMMAND, IN_PYTHON = 500, "diagnosis.prove()"
 """Most bytes of a command in a brief, and what stands in its place where it is longer."""
 EXPERIMENT = "wb.diagnose(step, loader) experiments, with the body of the loop as step(batch)."
 """How to experiment with what was only observed."""
+
+
+def how_to_prove(script: str) -> str:
+    """How a change of a script can be tried by experiment, which the workbench does with steps and tasks."""
+    return (
+        "a script is only observed, and its knobs are its own. Put its model, dataset, loss and optimizer into a function that returns a "
+        f"wb.Task, such as build() in the same file; then: workbench diagnose {os.path.basename(script)}:build --prove"
+    )
+
+
 AGAIN = "Diagnose again when the machine is quieter, or with a larger budget_s."
 TO_LEARN_MORE = {
     "too few measurements": "Diagnose again with a larger budget_s, for more measurements.",
@@ -104,8 +115,20 @@ class Diagnosis(JsonDataclass):
 
     @property
     def why(self) -> str:
-        """The reason, with its numbers."""
-        return self.judgement.why
+        """The reason, with its numbers, and of a watched script the lines that it is about."""
+        return f"{self.judgement.why}{self._places}"
+
+    @property
+    def _places(self) -> str:
+        """Which lines of a watched script the verdict is about."""
+        places, words = self.evidence.places, []
+        if "loop" in places:
+            words.append(f"The loop over the loader is in {places['loop']}")
+        if self.verdict == "input-bound" and "dataset" in places:
+            words.append(f"its samples come from {places['dataset']}")
+        if (self.verdict != "input-bound" or not words) and "step" in places:
+            words.append(f"{'its' if words else 'The'} optimizer step is in {places['step']}")
+        return f" {', '.join(words)}." if words else ""
 
     @property
     def next(self) -> str:
@@ -169,14 +192,16 @@ class Diagnosis(JsonDataclass):
         Args:
             which: a remedy, its number in the table or its name; knobs with values, such as {"deterministic": True}; None = the best that
                 can be proved.
-            budget_s: seconds it may take.
+            budget_s: seconds it may take. At Ctrl-C the proof is of what was timed by then, with a wider interval; with fewer than two
+                pairs of blocks nothing is known, and the KeyboardInterrupt says so.
 
         Raises:
             ValueError: there is no such remedy, it cannot be changed from here, or what was diagnosed is no longer in this process.
         """
         remedy = self.remedy(which)
         if not remedy.provable:
-            raise ValueError(f"{remedy.name} is not ours to turn: {remedy.what} Then diagnose again")
+            script = f". In a script, {how_to_prove(self.spec.script)}" if isinstance(self.spec, ScriptSpec) else ""
+            raise ValueError(f"{remedy.name} is not ours to turn: {remedy.what} Then diagnose again{script}")
         proof: Proof = late.load("prove")(self, remedy, budget_s=budget_s)
         self.proofs.append(proof)
         return proof

@@ -166,11 +166,11 @@ def _prepared(case: Case, loading: Loading) -> Iterator[Remedy | None]:
         (
             ("decode", "oversubscribed", "slow samples"),
             "prepared data",
-            "Decode and resize once, beforehand, and store the result as arrays.",
+            "Do once, beforehand, what each epoch repeats (decode and resize pictures, tokenize text), and store the result as arrays.",
             _less_cpu(feeding, (loading.fetch_cpu or 0.0) / made * (1 - left_cpu)),
             f"{units.percent(1 - left_cpu)} of the dataset's CPU, {units.percent((loading.fetch_cpu or 0.0) / made)} of making a batch, "
             "is gone",
-            "disk space (decoded images take about 14 times that of JPEG); augmentation has to stay",
+            "disk space (decoded pictures take about 14 times that of JPEG); what is random, such as augmentation, has to stay",
         ),
         (
             ("collate",),

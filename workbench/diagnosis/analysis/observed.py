@@ -5,8 +5,9 @@ import math
 import os
 import statistics
 from collections.abc import Sequence
+from typing import Any
 
-from workbench.core import units
+from workbench.core import run_directory, units
 from workbench.core.vocabulary import PHASES
 from workbench.diagnosis.analysis.evidence import Evidence, Loading, RankEvidence
 from workbench.diagnosis.analysis.stalls import Call, find_stalls
@@ -16,6 +17,8 @@ from workbench.timeline.timeline import LEFT_OUT, WARNING, Timeline
 
 MIN_STEPS = 8
 """Fewer measured steps say nothing about a mean."""
+FIRST_BYTES = 1 << 16
+"""Of the file of rank 0, in which the places of a script are looked for."""
 DATA, BACKWARD = PHASES.index("data_wait"), PHASES.index("backward")
 
 
@@ -70,7 +73,19 @@ def observe(source: Run | Timeline) -> Evidence:
         observed=True,
         steps=sum(timeline.count for timeline in timelines),
         notes=(*(run.notes if run else ()), *_notes(timelines)),
+        places=_places(run) if run else {},
     )
+
+
+def _places(run: Run) -> dict[str, str]:
+    """Lines of a watched script, as rank 0 has written them with its first step: see `Evidence.places`."""
+    try:
+        with open(run.path / run_directory.rank_file(0), "rb") as file:
+            rows = [run_directory.parse_row(line) or {} for line in file.read(FIRST_BYTES).split(b"\n")]
+    except OSError:
+        return {}
+    places: dict[str, Any] = next((row["places"] for row in rows if isinstance(row.get("places"), dict)), {})
+    return {name: places[name][:200] for name in ("loop", "step", "dataset") if isinstance(places.get(name), str)}
 
 
 def after_queue_drained(timeline: Timeline) -> Timeline:

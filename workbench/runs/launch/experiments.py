@@ -66,7 +66,7 @@ def run_ab_test(spec: RunSpec, changed: RunSpec, *, name: str, budget_s: float, 
     larger = max(spec, changed, key=lambda each: each.nproc_per_node)
     order = {"kind": "prove", "budget_s": budget_s, "baseline": spec.to_json(), "changed": changed.to_json()}
     show = so_far(f"prove {name}", budget_s)
-    return run_experiment(larger, f"{label(spec)} prove {name}", order, runs_dir, program=entrypoints.EXPERIMENT, show=show)
+    return run_experiment(larger, f"{label(spec)} prove {name}", order, runs_dir, program=entrypoints.EXPERIMENT, show=show, finish=True)
 
 
 def run_gap(spec: RunSpec, *, large: int, budget_s: float, runs_dir: str | os.PathLike[str] | None = None) -> Run:
@@ -89,7 +89,8 @@ def run_memory_measurement(spec: RunSpec, *, steps: int, runs_dir: str | os.Path
     """Record the memory of some steps of a spec; the run directory then has a folder `memory` with a file of each rank."""
     check(spec)
     order = {"kind": "memory", "budget_s": STEP * steps, "steps": steps}
-    return run_experiment(spec, f"{label(spec)} memory", order, runs_dir, program=entrypoints.MEMORY)
+    show = so_far("measure_memory", None)
+    return run_experiment(spec, f"{label(spec)} memory", order, runs_dir, program=entrypoints.MEMORY, show=show)
 
 
 def run_communication(
@@ -256,17 +257,21 @@ def error_of(run: Run) -> RunError | None:
     return error
 
 
-def so_far(name: str, budget_s: float) -> Callable[[Run], str]:
+def so_far(name: str, budget_s: float | None) -> Callable[[Run], str]:
     """A function that gives what a run tries now and knows so far, as its file says (now, known).
 
     Args:
         name: of the experiment, for people.
-        budget_s: seconds that it may take.
+        budget_s: seconds that it may take; None = there is no limit.
     """
     began = time.monotonic()
 
     def words(run: Run) -> str:
-        status = {"now": "starting the ranks", "known": ""}
+        ranks = run.spec.world_size
+        status = {
+            "now": f"starting {ranks} processes, which load torch" if ranks > 1 else "starting a process, which loads torch",
+            "known": "",
+        }
         with contextlib.suppress(run_directory.DamagedRunError, OSError):  # it has not begun, or a shared disk does not answer
             status = run_directory.read_json(run.path / run_directory.PROGRESS)
         return status_text(name, status["now"], status["known"], time.monotonic() - began, budget_s)

@@ -17,6 +17,7 @@ from workbench.core.display.colors import PHASES as COLORS
 from workbench.core.display.table import Table, escape
 from workbench.core.vocabulary import PHASES
 from workbench.runs.failure import Failure
+from workbench.runs.page import bytes_per_second
 from workbench.runs.panel.follow import RankShare, Series, Snapshot
 from workbench.runs.rank_ends import extremes
 from workbench.runs.run import ACTIVE, Run
@@ -30,16 +31,12 @@ _LAYERS = 16
 """Layers whose norms are shown: of more, those with the largest and the smallest."""
 
 
-def _per_second(value: float) -> str:
-    return f"{units.bytes_(value)}/s"
-
-
 _MACHINE: Mapping[str, tuple[Mapping[str, str], Callable[[float], str], str]] = {
     "cores": ({"cpu": ""}, units.percent, "of rank 0's machine that were busy"),
     "GPUs": ({"gpu": ""}, units.percent, "share of the time in which the GPUs of rank 0's machine computed"),
     "memory of the machine": ({"memory": ""}, units.bytes_, "in use on rank 0's machine"),
-    "network": ({"network_in": "in", "network_out": "out"}, _per_second, "of rank 0's machine"),
-    "disks": ({"disk_read": "read", "disk_write": "written"}, _per_second, "of rank 0's machine"),
+    "network": ({"network_in": "in", "network_out": "out"}, bytes_per_second, "of rank 0's machine"),
+    "disks": ({"disk_read": "read", "disk_write": "written"}, bytes_per_second, "of rank 0's machine"),
     "power": ({"watts": ""}, lambda watts: units.count(watts, "W"), "of processors, memory and GPUs of rank 0's machine"),
 }
 """Label of a tile → the names of `page.USAGE` in it with a word for each, how a value is written, and what it is."""

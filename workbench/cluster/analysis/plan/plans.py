@@ -420,7 +420,10 @@ class Plans(Sequence[Plan], display.Shown):
             ]
             for plan in self.plans
         ]
-        lines = [f"{', '.join(plan.roles)}: {plan.why}" for plan in self.plans]
+        reasons: dict[str, list[str]] = {}
+        for plan in self.plans:
+            reasons.setdefault(plan.why, []).extend(plan.roles)
+        lines = [f"{', '.join(roles).replace(', choice ', ', ')}: {why}" for why, roles in reasons.items()]
         out = "; ".join(f"{count:,} by {reason}" for reason, count in self.ruled_out.items() if count)
         lines.append(f"{self.considered:,} layouts looked at; ruled out: {out or 'none'}")
         return display.Table(

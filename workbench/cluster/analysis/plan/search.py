@@ -352,10 +352,9 @@ def short_list(
         if (known and not role.startswith("next")) or (not known and len(rows) < top):
             rows.setdefault(row, []).append((role, why))
     ordered = sorted(rows, key=lambda row: (expected[row], used[row]))
-    names = iter(range(2, len(ordered) + 2))
     chosen = []
-    for row in ordered:
-        reasons = [(role, why) for role, why in rows[row] if not role.startswith("next")] or [(f"choice {next(names)}", rows[row][0][1])]
+    for place, row in enumerate(ordered, 1):
+        reasons = [(role, why) for role, why in rows[row] if not role.startswith("next")] or [(f"choice {place}", rows[row][0][1])]
         chosen.append(Selection(row=row, roles=tuple(role for role, _ in reasons), why="; ".join(why for _, why in reasons)))
     return chosen
 
