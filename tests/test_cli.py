@@ -124,6 +124,50 @@ def test_doctor(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPa
     assert main(["doctor", "--html", str(page)]) == 0
     assert page.read_text().startswith("<!doctype html>")
     assert main(["doctor", "--html", str(tmp_path / "none" / "doctor.html")]) == 2
+    assert main(["doctor", "--set", "num_workers=2"]) == 2
+    assert "workbench doctor my_task.py:build --set num_workers=2" in capsys.readouterr().err
+
+
+LOADERS = """
+import torch
+import workbench as wb
+from torch.utils.data import DataLoader
+from torch.utils.data.distributed import DistributedSampler
+
+def loader():
+    return DataLoader(torch.zeros(9, 3), 2, sampler=DistributedSampler(range(9), 2, 0))
+
+def neither():
+    return torch.zeros(9, 3)
+
+def task():
+    return wb.Task(model=lambda: torch.nn.Linear(3, 1), dataset=lambda: torch.zeros(9, 3), loss=lambda model, x: model(x).mean())
+"""
+
+
+def test_doctor_of_a_loader(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("workbench.runs.launch.machine_report.probe_torch", lambda: {"gloo": {"here": "works"}})
+    file, page = tmp_path / "my_loaders.py", tmp_path / "doctor.html"
+    file.write_text(LOADERS)
+    assert main(["doctor", f"{file}:loader", "--html", str(page)]) == 1  # DistributedSampler gives a sample twice
+    assert "the sampler repeats 1 of 9 samples" in page.read_text()
+    assert main(["doctor", f"{file}:loader"]) == 1
+    out = capsys.readouterr().out
+    assert "NVIDIA GPUs" in out
+    assert "call loader.sampler.set_epoch(epoch)" in out
+    assert main(["doctor", f"{file}:task", "--set", "micro_batch=4", "nproc_per_node=2", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["loader"]["target"] == "DataLoader of Tensor, batch_size=4, num_workers=0"
+    assert found["checks"]
+    for words, said in (
+        ([f"{file}:neither"], "neither returned a Tensor; expected a wb.Task, or a torch.utils.data.DataLoader"),
+        ([f"{file}:loader", "--set", "num_workers=2"], "returns a DataLoader, which has its own knobs (num_workers are given)"),
+        ([f"{file}:task", "--set", "micro_batch=64"], "the dataset has 9: try micro_batch=9"),
+        ([f"{file}:gone"], "has no function 'gone'"),
+        ([str(file)], "but a file. Name the function in it"),
+    ):
+        assert main(["doctor", *words]) == 2
+        assert said in capsys.readouterr().err
 
 
 def test_a_diagnosis_as_json_is_its_brief(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

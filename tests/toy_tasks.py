@@ -100,6 +100,16 @@ def parted_stream() -> Task:
     return numbers(dataset=Stream)
 
 
+def uneven() -> Task:
+    """Two ranks that took every second sample would have 8 and 7 of them."""
+    return numbers(dataset=lambda: Numbers(15))
+
+
+def uneven_stream() -> Task:
+    """Two ranks have 8 and 7 samples."""
+    return numbers(dataset=lambda: Stream(count=15))
+
+
 def too_large() -> Task:
     """Asks its device for more memory than there is."""
 

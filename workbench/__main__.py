@@ -40,24 +40,6 @@ except KeyboardInterrupt:  # in the first second, while all this is loaded
     raise SystemExit(130) from None
 
 
-def doctor(given: argparse.Namespace) -> int:
-    """Show what this machine has of what a run needs, what will cause trouble, and how to fix it; returns the exit status.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
-    if sys.stderr.isatty():
-        print("workbench: looking at this machine, a few seconds …", file=sys.stderr)
-    report = machine_report.examine()
-    if given.html:
-        Path(given.html).write_text(report.to_page(), encoding="utf-8")
-    if given.json:
-        print(json.dumps(report.to_json(), indent=1))
-    elif not given.html:
-        print(report)
-    return 0
-
-
 def _launch(given: argparse.Namespace, script_args: list[str]) -> dict[str, Any]:
     """The arguments of `launch` for what was typed.
 
@@ -339,6 +321,8 @@ def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
         for name in names.split():
             made[name].add_argument(*flags, **options)
 
+    loader = 'also look at a loader: of a task ("my_task.py:build") or sample, or what a function returns ("data.py:make_loader")'
+    option("doctor", "target", nargs="?", help=loader)
     option("doctor", "--html", metavar="FILE", help="write it as a self-contained HTML page")
     option("launch", "target", help='a script ("train.py"), a task ("my_task.py:build") or a sample ("clipart-resnet")')
     takes_scripts = ("launch", "diagnose", "why-not-linear")
@@ -365,7 +349,7 @@ def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
     most = f"seconds to spend at most ({BUDGET:g})"
     option("diagnose sanity why-not-linear", "--budget", "--budget-s", type=float, default=BUDGET, metavar="S", help=most)
     by = f"knobs to turn: micro_batch=16 num_workers=2. There are {', '.join(list(KNOBS)[1:])}"
-    knobbed = "launch diagnose estimate estimate-time batch-lengths plan sanity bisect why-not-linear"
+    knobbed = "doctor launch diagnose estimate estimate-time batch-lengths plan sanity bisect why-not-linear"
     option(knobbed, "--set", nargs="+", action="extend", metavar="KNOB=VALUE", help=by)
     option("diagnose why-not-linear batch-lengths", "--prove", action="store_true", help="run the best as well, predicted against measured")
     option("estimate", "--device", default="cuda", help='a name, such as "H200"; "cpu"; or "cuda" (any GPU)')
@@ -443,7 +427,8 @@ def _refuse(parser: argparse.ArgumentParser, given: argparse.Namespace, rest: li
 
 
 _RUN: Mapping[str, Callable[[argparse.Namespace], int]] = {
-    "doctor": doctor, "runs": runs, "report": show_run, "export": export, "check": check, "compare": compare, "trace": trace,
+    "doctor": lambda given: commands.doctor(given, knobs_of(given.set or [])),
+    "runs": runs, "report": show_run, "export": export, "check": check, "compare": compare, "trace": trace,
     "diagnose": diagnose, "sanity": sanity, "calibrate": calibrate, "join": lambda given: join(given.run_dir),
     "estimate": lambda given: cluster_commands.estimate(given, knobs_of(given.set or []), show),
     "plan": lambda given: cluster_commands.plan(given, knobs_of(given.set or []), show),

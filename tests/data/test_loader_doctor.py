@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, get_worker_info
 from torch.utils.data.distributed import DistributedSampler
 
 import workbench as wb
+from tests.forked import Forks
 from workbench.data import loader_doctor
 from workbench.data.analysis.loader_report import CHECKS, LoaderReport
 
@@ -58,6 +59,49 @@ class Stream(IterableDataset[int]):
         return iter(range(first, 400, step))
 
 
+class Strided(Sampler[int]):
+    """Every `num_replicas`-th of 9 samples, so that the first rank has one more."""
+
+    def __init__(self, rank: int, num_replicas: int) -> None:
+        self.rank, self.num_replicas = rank, num_replicas
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.rank, 9, self.num_replicas))
+
+    def __len__(self) -> int:
+        return len(range(self.rank, 9, self.num_replicas))
+
+
+RANKS = """
+import json, sys
+import torch, torch.distributed as dist
+from torch.distributed.algorithms.join import Join
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Subset
+import workbench as wb
+
+def trained(batches):
+    steps = 0
+    for batch in batches:
+        model(batch).sum().backward()
+        steps += 1
+    return steps
+
+dist.init_process_group("gloo")
+rank, data = dist.get_rank(), torch.arange(9.0).reshape(9, 1)
+model = DistributedDataParallel(torch.nn.Linear(1, 1))
+sampler = wb.data.ResumableSampler(data)
+sound, plain = DataLoader(data, sampler=sampler), DataLoader(Subset(data, range(rank, 9, 2)))
+found = {"even": [trained(sampler.batches(sound)) for epoch in range(2)]}
+found |= {name: wb.data.doctor(loader, run=False)["equal ranks"].to_json() for name, loader in (("sound", sound), ("plain", plain))}
+with Join([model]):
+    found["joined"] = trained(plain)
+json.dump(found, open(f"{sys.argv[1]}/{rank}.json", "w"))
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
 def forked(dataset: Any, **knobs: Any) -> "DataLoader[Any]":
     return DataLoader(dataset, 8, **{"num_workers": 1, "multiprocessing_context": "fork"} | knobs)
 
@@ -67,7 +111,7 @@ def test_a_sound_loader_has_no_fault_and_the_report_travels() -> None:
     assert report.ok
     assert not report.faults
     assert [each.check for each in report.findings] == list(CHECKS)
-    assert "nothing found in 13 checks" in str(report)
+    assert "nothing found in 14 checks" in str(report)
     assert LoaderReport.from_json(json.loads(json.dumps(report.to_json()))) == report
     assert "<table>" in report._repr_html_()
     assert len(report.to_frame()) == len(CHECKS)
@@ -127,6 +171,41 @@ def test_samplers_that_repeat_samples_or_orders_are_found() -> None:
     sound = wb.data.doctor(DataLoader(Rows(), 8, sampler=mine), run=False)
     assert sound["padding"].severity == sound["set_epoch"].severity == "fine"
     assert wb.data.doctor(forked(Rows(), in_order=False), run=False)["in_order"].severity == "wrong"
+
+
+def test_ranks_that_would_wait_for_a_batch_are_found_from_one_of_them() -> None:
+    found = wb.data.doctor(DataLoader(Rows(), sampler=Strided(1, 2)), run=False)["equal ranks"]
+    assert (found.severity, found.proved) == ("breaks", True)
+    assert "rank 1 of 2 gets 4 batches and rank 0 5: with DDP, rank 0 waits for it without an end" in found.figure
+    assert "ResumableSampler" in found.fix
+    for sampler, size in ((Strided(1, 2), 5), (Strided(0, 3), 2), (DistributedSampler[Any](Rows(), 5, 0), 8)):  # 1 and 1, 2 each, 2 each
+        assert wb.data.doctor(DataLoader(Rows(), size, sampler=sampler), run=False)["equal ranks"].severity == "fine"
+    assert wb.data.doctor(DataLoader(Rows(), 4, sampler=Strided(1, 2), drop_last=True), run=False)["equal ranks"].severity == "fine"
+    assert wb.data.doctor(DataLoader(Rows(), 5, sampler=Strided(1, 2), drop_last=True), run=False)["equal ranks"].severity == "breaks"
+
+
+def test_ranks_finish_uneven_data_or_the_doctor_says_that_they_hang(forks: Forks, tmp_path: Path) -> None:
+    """9 samples on two ranks under DDP: a plain loader has a batch more on one of them."""
+    done = forks.ranks(2, tmp_path, "-c", RANKS, tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr
+    ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
+    assert [rank["even"] for rank in ranks] == [[4, 4], [4, 4]]
+    assert [rank["joined"] for rank in ranks] == [5, 4]
+    for rank in ranks:
+        assert rank["sound"]["severity"] == "fine"
+        assert rank["plain"]["severity"] == "breaks"
+        assert "rank 1 of 2 gets 4 batches and rank 0 5" in rank["plain"]["figure"]
+
+
+def test_a_rank_whose_others_are_not_examined_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loader_doctor, "PATIENCE", 0.0)
+    monkeypatch.setattr(loader_doctor.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(loader_doctor.dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(loader_doctor.dist, "get_rank", lambda: 1)
+    store = torch.distributed.HashStore()
+    monkeypatch.setattr(loader_doctor.dist.distributed_c10d, "_get_default_store", lambda: store)
+    found = wb.data.doctor(DataLoader(Rows(), 8), run=False)["equal ranks"]
+    assert (found.severity, found.figure) == ("not judged", "1 of 2 ranks have been asked: call doctor on all of them")
 
 
 def test_budgets_of_shared_memory_and_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -85,12 +85,13 @@ def test_a_sweep_of_two_ranks(by_hand: Make, tmp_path: Path, alone: Ranks, forks
         *[spec_of("validated", micro_batch=4, evaluate=True, parallel=parallel) for parallel in ("ddp", "fsdp")],
         spec_of("validated", micro_batch=4, evaluate="every(steps=2)", ema=0.9),
         spec_of("validated", micro_batch=4, evaluate="every(steps=2)"),
+        *[spec_of(task, micro_batch=2, steps=9) for task in ("uneven", "uneven_stream")],
     ]
     made = [by_hand(spec=spec.replace(nproc_per_node=2).to_json()) for spec in specs]
     done = forks.train(2, tmp_path, *(directory.path for directory in made))
     assert done.returncode == 0, done.stderr
     runs = [Run.load(directory.path) for directory in made]
-    assert [run.state for run in runs] == ["finished", "failed", "finished", "failed", "failed", *["finished"] * 5]
+    assert [run.state for run in runs] == ["finished", "failed", "finished", "failed", "failed", *["finished"] * 7]
     errors = [run.error for run in runs if run.error]
     assert "gives several ranks the same samples" in errors[0].message
     assert errors[1].kind == "out-of-memory"
@@ -103,7 +104,9 @@ def test_a_sweep_of_two_ranks(by_hand: Make, tmp_path: Path, alone: Ranks, forks
     assert accumulated == pytest.approx(expected, abs=1e-5)
     assert parameters(runs[0].path) == pytest.approx(expected, abs=1e-5)
     assert parameters(runs[5].path) == pytest.approx(expected, abs=1e-5)
-    check_validations(runs[6:])
+    check_validations(runs[6:10])
+    for run in runs[10:]:  # no rank waits for a batch that another does not have: three epochs of 3 steps, or of 4 and 3
+        assert [len(timeline.steps) for timeline in run.timelines] == [9, 9]
     start = torch.cat([p.flatten() for p in toy_tasks.network().parameters()]).tolist()
     assert expected != pytest.approx(start, abs=1e-2)  # it has gone somewhere
 

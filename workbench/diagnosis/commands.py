@@ -1,9 +1,10 @@
-"""The commands `what-changed`, `bisect` and `why-not-linear`, and `check --why`, of the command line."""
+"""The commands `doctor`, `what-changed`, `bisect` and `why-not-linear`, and `check --why`, of the command line."""
 
 import argparse
 import json
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from workbench.core.interrupts import terminated_as_interrupted
@@ -13,10 +14,42 @@ from workbench.diagnosis.regression import bisect, what_changed
 from workbench.diagnosis.why_not_linear import why_not_linear
 from workbench.runs.budgets import RunCheck
 from workbench.runs.failure import RunError
+from workbench.runs.launch import machine_report
 from workbench.runs.spec import RunSpec
 
 _OF: Mapping[str, str] = {"step": "time", "samples_per_sec": "time", "peak_memory": "memory", "loss": "loss"}
 """Name of a budget → what two runs are compared for where it is exceeded; the share of a phase is one of time."""
+
+
+def doctor(given: argparse.Namespace, knobs: Mapping[str, Any]) -> int:
+    """Show what this machine, and a loader, have of what a run needs, what will cause trouble, and how to fix it; returns the exit status.
+
+    It is 1 where the loader breaks or gives wrong data.
+
+    Raises:
+        ValueError: no such task, function or knob.
+        OSError: the file cannot be written.
+    """
+    if knobs and not given.target:
+        raise ValueError(
+            f"--set {next(iter(knobs))}=… turns a knob of a task's loader: workbench doctor my_task.py:build --set num_workers=2"
+        )
+    loader = None
+    if given.target:
+        from workbench.data.loader_doctor import doctor as examine_loader
+        from workbench.train.loader import named_loader
+
+        loader = examine_loader(named_loader(given.target, knobs))
+    if sys.stderr.isatty():
+        print("workbench: looking at this machine, a few seconds …", file=sys.stderr)
+    report = machine_report.examine()
+    if given.html:
+        Path(given.html).write_text(report.to_page(*[loader] * bool(loader)), encoding="utf-8")
+    if given.json:
+        print(json.dumps(report.to_json() | ({"loader": loader.to_json()} if loader else {}), indent=1))
+    elif not given.html:
+        print(report, *[f"\n{loader}"] * bool(loader), sep="\n")
+    return 1 if loader and not loader.ok else 0
 
 
 def why(given: argparse.Namespace) -> int:

@@ -5,9 +5,10 @@ from collections.abc import Mapping
 COMMANDS: Mapping[str, tuple[str, str, str]] = {
     "lab": ("open JupyterLab", "", ""),
     "doctor": (
-        "say what this machine has, what will cause trouble, and how to fix it",
-        "Looks at Python, torch, GPUs, links, memory, limits and disks. Takes a few seconds, and changes nothing.",
-        "workbench doctor --html doctor.html",
+        "say what this machine has, what will cause trouble, and how to fix it; also of a loader",
+        "Looks at Python, torch, GPUs, links, memory, limits and disks; of a loader also at what breaks or gives wrong data: then the exit "
+        "status is 1. Takes a few seconds, and changes nothing.",
+        "workbench doctor my_task.py:build --set num_workers=2",
     ),
     "launch": (
         "run a script or a task under torchrun and show where its time goes",

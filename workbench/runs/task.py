@@ -207,6 +207,19 @@ def resolve(name: str) -> Task:
     Raises:
         TaskError: it cannot be found, does not import, takes arguments or does not return a Task.
     """
+    task = built(name)
+    if not isinstance(task, Task):
+        called = f"task={name!r}: {name.rpartition(':')[2]}()"
+        raise TaskError(f"{called} returned a {type(task).__name__}, expected a wb.Task(model=…, dataset=…, loss=…)")
+    return task
+
+
+def built(name: str) -> Any:
+    """What the function of a task's name returns.
+
+    Raises:
+        TaskError: it cannot be found, does not import, takes arguments or fails.
+    """
     where, function = _split(SAMPLES.get(name, name))
     factory = imported("task", f"{where}:{function}")
     if isinstance(factory, Task):
@@ -218,14 +231,11 @@ def resolve(name: str) -> Task:
     if needed:
         raise TaskError(_takes_arguments(name, function, needed))
     try:
-        task = factory()
+        return factory()
     except TaskError:
         raise
     except Exception as error:
         raise TaskError(f"task={name!r}: {function}() raised {type(error).__name__}: {error}") from error
-    if not isinstance(task, Task):
-        raise TaskError(f"task={name!r}: {function}() returned a {type(task).__name__}, expected a wb.Task(model=…, dataset=…, loss=…)")
-    return task
 
 
 def resolve_schedule(name: str, steps: int) -> Callable[[int], float]:

@@ -2,19 +2,20 @@
 
 import hashlib
 import itertools
-from collections.abc import Callable, Generator, MutableMapping
+from collections.abc import Callable, Generator, Mapping, MutableMapping
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.utils.data import DataLoader, IterableDataset
 
 from workbench.harness.batches import map_tensors
-from workbench.runs.spec import RunSpec, SpecError
-from workbench.runs.task import Task, TaskError
+from workbench.runs.spec import AUTO, RunSpec, SpecError
+from workbench.runs.task import Task, TaskError, built
 from workbench.timeline.reading import FirstBatches
 from workbench.train.preemption import spare_worker, start_workers
-from workbench.train.ranks import Ranks
+from workbench.train.ranks import Ranks, choose_device
 from workbench.train.sample_order import SampleOrder, SeededBatches
 
 
@@ -67,6 +68,31 @@ def build_loader(task: Task, spec: RunSpec, ranks: Ranks, seed: int) -> "DataLoa
         generator=torch.Generator().manual_seed(seed),
         **workers,
     )
+
+
+def named_loader(name: str, knobs: Mapping[str, Any]) -> "DataLoader[Any]":
+    """The loader that a name stands for: what its function returns, or that of rank 0 where it returns a task.
+
+    Args:
+        name: a task's, or "path/file.py:function" of a function that returns a DataLoader.
+        knobs: of a RunSpec, where it is a task.
+
+    Raises:
+        TaskError: there is no such function, or it returns neither.
+        SpecError: the knobs do not fit.
+    """
+    made = built(name)
+    if isinstance(made, DataLoader):
+        if knobs:
+            raise SpecError(f"{name} returns a DataLoader, which has its own knobs ({', '.join(knobs)} are given)")
+        return made
+    if not isinstance(made, Task):
+        raise TaskError(f"{name} returned a {type(made).__name__}; expected a wb.Task, or a torch.utils.data.DataLoader")
+    spec = RunSpec(task=name).replace(**knobs)
+    if spec.micro_batch == AUTO:
+        spec = spec.replace(micro_batch=1)
+    ranks = Ranks(rank=0, world_size=spec.data_ranks, device=choose_device(spec, 0, 1), store=HashStore())
+    return build_loader(made, spec, ranks, spec.seed)
 
 
 def worker_init(spec: RunSpec) -> Callable[[int], None] | None:

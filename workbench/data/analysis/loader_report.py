@@ -14,6 +14,7 @@ CHECKS: Mapping[str, str] = {
     "open handles": "no open file is shared with workers",
     "stream parts": "workers of a stream give parts of their own",
     "padding": "no rank gets a sample twice",
+    "equal ranks": "all ranks get equally many batches",
     "set_epoch": "each epoch has another order",
     "in_order": "the order of batches is repeatable",
     "shared memory": "the batches of all workers fit into /dev/shm",

@@ -80,14 +80,18 @@ class MachineReport(display.Shown, JsonDataclass):
     def _repr_html_(self) -> str:
         return "".join(table._repr_html_() for table in self._tables)
 
-    def to_page(self) -> str:
-        """A page of HTML that loads nothing."""
+    def to_page(self, *others: display.Shown) -> str:
+        """A page of HTML that loads nothing.
+
+        Args:
+            others: reports that come below.
+        """
         return (
             '<!doctype html><html lang="en"><meta charset="utf-8"><meta name="color-scheme" content="light dark">'
             f"<title>workbench doctor: {display.escape(platform.node())}</title>"
             "<style>body{font:15px/1.5 system-ui,sans-serif;margin:2em auto;max-width:75em;padding:0 1em}"
             "table{border-collapse:collapse}th,td{padding:.3em .8em;border-bottom:1px solid #8888;vertical-align:top}</style>"
-            f"<body>{self._repr_html_()}</body></html>\n"
+            f"<body>{''.join(each._repr_html_() for each in (self, *others))}</body></html>\n"
         )
 
 
