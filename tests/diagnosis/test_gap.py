@@ -114,6 +114,14 @@ def test_waits_for_a_core_are_kept_out_of_all_other_parts() -> None:
     assert "other processes" in {part.cause for part in gap.parts}
 
 
+def test_waits_for_a_core_while_a_loader_starts_are_those_of_the_start() -> None:
+    """Four ranks with a worker each on two cores: nan is the step with a start, whose seconds by the clock hold its waits already."""
+    steps, delays = (1.0, math.nan, 1.0, 1.0), (0.1, 30.0, 0.1, 0.1)
+    block = GapBlock(arm="all", steps=(steps, steps), delays=(delays, (0.0,) * 4))
+    assert block.waits == pytest.approx(0.1)
+    assert block.joint == pytest.approx(0.9)
+
+
 def test_a_block_knows_what_waiting_for_each_other_costs() -> None:
     block = GapBlock(arm="strangers", steps=((1.0, 3.0) * 4, (3.0, 1.0) * 4), delays=((0.0,) * 8, (0.0,) * 8))
     assert block.means == [2.0, 2.0]

@@ -74,8 +74,11 @@ class GapBlock(JsonDataclass):
 
     @property
     def waits(self) -> float:
-        """Mean seconds per step that the ranks that took part waited for a core, the longest of each step."""
-        known = mean_of(self._longest())
+        """Mean seconds per step that the ranks that took part waited for a core, the longest of each step.
+
+        Steps with a start of the loader do not count: what starts take is measured by the clock, waits included.
+        """
+        known = mean_of([longest for longest, step in zip(self._longest(), self._rows(self.steps), strict=True) if largest(step) > 0])
         return known if known == known else 0.0
 
     @property
