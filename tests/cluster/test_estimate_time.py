@@ -225,6 +225,13 @@ def test_a_trace_sets_a_level_for_each_kind() -> None:
 
 
 @pytest.mark.usefixtures("_rows_of_made_traces")
+def test_of_several_ranks_the_one_that_computes_longest_sets_the_level() -> None:
+    bare = step()
+    fast, slow = (traced(2.0, products=factor * 0.5, memory=factor * 0.2) for factor in (1.0, 1.6))
+    assert bare.calibrate({0: fast, 1: slow}) == bare.calibrate(slow) != bare.calibrate(fast)
+
+
+@pytest.mark.usefixtures("_rows_of_made_traces")
 def test_a_trace_that_does_not_tell_kinds_apart_sets_one_level() -> None:
     bare = step()
     known = bare.calibrate(traced(2.0, products=1.0))

@@ -258,12 +258,14 @@ class StepTime(display.Shown, JsonDataclass):
         A trace that tells its operators apart sets a level for each kind of them, anything else one for all.
 
         Args:
-            measured: seconds of an optimizer step of this very program on this device; or a Run, or a Trace, of it.
+            measured: seconds of an optimizer step of this very program on this device; or a Run, or a Trace, of it; or traces of several
+                ranks, of which the one counts whose operators take longest, for whom the others wait.
 
         Raises:
             EstimateTimeError: not a number above 0, so short that the FLOPs would exceed the device's peak, or the run of a compiled
                 step where this one is eager, or the other way round.
         """
+        measured = _slowest(measured)
         seconds = measured_seconds(measured)
         compiled = getattr(getattr(measured, "spec", None), "compile", None)
         if compiled is not None and (compiled != "none") != self.compiled:
@@ -407,6 +409,13 @@ def measured_seconds(measured: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
         raise EstimateTimeError(f"measured={measured!r:.80}: expected seconds of a step above 0, a Run, or a Trace")
     return float(value)
+
+
+def _slowest(measured: Any) -> Any:
+    """Of traces by rank, that of the rank whose operators take longest; anything else as it is."""
+    if isinstance(measured, Mapping) and measured and all(hasattr(trace, "windows") for trace in measured.values()):
+        return max(measured.values(), key=lambda trace: sum(measured_kinds(trace).values()))
+    return measured
 
 
 def measured_kinds(measured: Any) -> dict[str, float]:
