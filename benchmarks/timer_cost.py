@@ -2,9 +2,11 @@
 
     python benchmarks/timer_cost.py [--rounds 200] [--steps 200]
 
-Needs `pip install traceml-ai==0.5.0`. Every tool does its work on the same two steps with a DataLoader without workers: an empty one (a
-model of two empty layers, backward of one number, an optimizer that does nothing), which shows the cost of the tool's code; and a small one
-(two linear layers, loss, backward, SGD), whose work drives that code out of the caches, so that the same takes longer there.
+TraceML is left out where it is not installed (`pip install traceml-ai==0.5.0`). "wb.watch + alarm" also takes the loss of each step, and
+looks for changes in a thread of its own, whose CPU time counts. Every tool does its work on the same two steps with a DataLoader without
+workers: an empty one (a model of two empty layers, backward of one number, an optimizer that does nothing), which shows the cost of the
+tool's code; and a small one (two linear layers, loss, backward, SGD), whose work drives that code out of the caches, so that the same takes
+longer there.
 
 Tools that patch torch for good (our auto-watch, TraceML) have a process of their own; blocks of steps take turns across all processes, in
 an order that changes, and every block is compared with the block without a tool of the same round. Blocks are short, so that what else the
@@ -34,6 +36,7 @@ ARMS = {
     "StepTimer": "plain",
     "wb.watch": "plain",
     "wb.watch + rank log": "plain",
+    "wb.watch + alarm": "plain",
     "auto-watch + rank log": "auto",
     "TraceML 0.5.0 auto": "peer",
 }
@@ -127,12 +130,14 @@ def arms_of(role: str, steps: int, folder: str) -> dict[str, Callable[[], None]]
         else:
             os.environ.pop("WORKBENCH_RUN_DIR", None)
             timer, watched = wb.StepTimer(), wb.watch(loader, model=model, optimizer=optimizers[model])
+            alarmed = wb.watch(loader, model=model, optimizer=optimizers[model], alarm=True)
             os.environ["WORKBENCH_RUN_DIR"] = folder
             logged = wb.watch(loader, model=model, optimizer=optimizers[model])
             arms[f"{kind}: nothing"] = partial(train, model, loader)
             arms[f"{kind}: StepTimer"] = partial(train_marked, model, timer)
             arms[f"{kind}: wb.watch"] = partial(train_watched, model, watched)
             arms[f"{kind}: wb.watch + rank log"] = partial(train_watched, model, logged)
+            arms[f"{kind}: wb.watch + alarm"] = partial(train_watched, model, alarmed)
     return arms
 
 
@@ -203,32 +208,46 @@ def main() -> None:
     if given.worker:
         worker(given.worker, given.steps)
         return
-    if importlib.util.find_spec("traceml_ai") is None:
-        sys.exit("traceml-ai not installed: pip install traceml-ai==0.5.0")
     import torch
 
-    spent: dict[str, list[float]] = {f"{kind}: {tool}": [] for kind in STEPS for tool in ARMS}
+    there = importlib.util.find_spec("traceml_ai") is not None
+    arms = {tool: role for tool, role in ARMS.items() if there or role != "peer"}
+    spent: dict[str, list[float]] = {f"{kind}: {tool}": [] for kind in STEPS for tool in arms}
     with tempfile.TemporaryDirectory() as folder:
-        workers = {role: Worker(role, Path(folder), given.steps) for role in dict.fromkeys(ARMS.values())}
+        workers = {role: Worker(role, Path(folder), given.steps) for role in dict.fromkeys(arms.values())}
         for _ in range(given.rounds):
             for kind in STEPS:
-                for tool in random.sample(list(ARMS), len(ARMS)):
-                    spent[f"{kind}: {tool}"].append(workers[ARMS[tool]].block(f"{kind}: {tool}"))
+                for tool in random.sample(list(arms), len(arms)):
+                    spent[f"{kind}: {tool}"].append(workers[arms[tool]].block(f"{kind}: {tool}"))
         for one in workers.values():
             one.close()
     print(f"{platform.machine()}, {os.cpu_count()} CPUs, Python {platform.python_version()}, torch {torch.__version__}, one thread;")
     print(f"{given.rounds} rounds of {given.steps} steps")
     for kind in STEPS:
-        show(kind, {tool: spent[f"{kind}: {tool}"] for tool in ARMS})
+        show(kind, {tool: spent[f"{kind}: {tool}"] for tool in arms})
+    print(f"\ntaking the loss of a step, alone: {loss_cost():.1f} µs")
+
+
+def loss_cost(calls: int = 20_000) -> float:
+    """CPU microseconds in which the loss of a step is taken for the alarm, on a CPU; the backward that follows is not part of it."""
+    import torch
+
+    from workbench.timeline.hooks import Losses
+
+    taken, loss = Losses(), torch.nn.Linear(4, 1)(torch.ones(4)).mean()
+    begun = time.thread_time_ns()
+    for _ in range(calls):
+        taken.add(loss)
+    return (time.thread_time_ns() - begun) / 1e3 / calls
 
 
 def show(kind: str, spent: dict[str, list[float]]) -> None:
     """Print one table."""
     added = {tool: [b - a for a, b in zip(spent["nothing"], values, strict=True)] for tool, values in spent.items()}
-    peer = statistics.median(added["TraceML 0.5.0 auto"])
+    peer = statistics.median(added.get("TraceML 0.5.0 auto", [math.nan]))
     print(f"\nadded to {kind} of {statistics.median(spent['nothing']):.1f} µs of CPU:\n")
     print("| tool | µs per step (median) | 95 % interval of the median | interquartile range | TraceML / tool |\n|---|---|---|---|---|")
-    for tool in list(ARMS)[1:]:
+    for tool in list(spent)[1:]:
         low, middle, high = statistics.quantiles(added[tool], n=4)
         below, above = interval(added[tool])
         print(f"| {tool} | {middle:.1f} | {below:.1f} … {above:.1f} | {low:.1f} … {high:.1f} | {peer / middle:.0f} × |")

@@ -15,6 +15,7 @@ import torch
 import workbench as wb
 from workbench.core.run_directory import ENV_ALARM
 from workbench.core.vocabulary import PHASES
+from workbench.timeline import hooks
 from workbench.timeline.alarm import Alarm, Circumstances, StepAlarm, Told, allowed, digest
 from workbench.timeline.hooks import KEPT, Losses
 from workbench.timeline.marks import HostRecorder
@@ -135,6 +136,26 @@ def test_losses_wait_for_their_steps_whatever_they_are_scaled_by_and_however_man
     losses = Losses()
     losses.add(torch.ones(()))
     assert losses.take(2) == pytest.approx([1.0, math.nan], nan_ok=True)  # the second has none yet
+
+
+def test_nothing_waits_for_a_device_whose_loss_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On an emulated device: its loss is copied without a wait, and never asked for its value."""
+    asked = []
+
+    class OnDevice(torch.Tensor):
+        is_cpu = False
+
+        @classmethod
+        def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            asked.append((function.__name__, kwargs or {}))
+            return super().__torch_function__(function, types, args, kwargs or {})
+
+    monkeypatch.setattr(hooks, "_unscaled", lambda loss: loss.detach().as_subclass(OnDevice))
+    losses = Losses()
+    losses.add(torch.tensor(3.0))
+    assert losses.take(1) == [3.0]
+    assert ("copy_", {"non_blocking": True}) in asked
+    assert not {name for name, _ in asked} & {"item", "tolist", "cpu", "numpy", "__float__", "synchronize"}
 
 
 def test_what_cannot_be_copied_ends_the_losses_and_not_the_training(capsys: pytest.CaptureFixture[str]) -> None:

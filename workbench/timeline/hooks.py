@@ -202,7 +202,8 @@ KEPT = 4096
 class Losses:
     """The losses of a training, taken where they are made and looked at later by another thread, without a wait for the device.
 
-    A loss on a device is copied into the host's memory by the device itself, when it comes to it; a look that comes earlier sees nan.
+    A loss on a device is copied into the host's memory by the device itself, when it comes to it: `item()` would wait for all work before
+    it. A look that comes earlier sees nan. On a CPU there is nothing to wait for, and `item()` takes a tenth of a copy's time.
     """
 
     def __init__(self) -> None:
@@ -223,7 +224,11 @@ class Losses:
             if self._values is None:
                 self._values = torch.full((KEPT,), math.nan, pin_memory=value.is_cuda)
                 self._seen = self._values.numpy()
-            self._values[self._taken % KEPT : self._taken % KEPT + 1].copy_(value.reshape(1), non_blocking=True)
+            place = self._taken % KEPT
+            if value.is_cpu:
+                self._seen[place] = value.item()
+            else:
+                self._values[place : place + 1].copy_(value.reshape(1), non_blocking=True)
             self._taken += 1
         except Exception as error:  # such as in the capture of a CUDA graph; an alarm never ends a training
             self._ended = True
