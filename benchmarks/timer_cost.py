@@ -113,7 +113,7 @@ def arms_of(role: str, steps: int, folder: str) -> dict[str, Callable[[], None]]
                 loss.backward()
                 optimizer.step()
 
-    def train_watched(model: nn.Module, loader: wb.measure.watched.Watch[Any]) -> None:
+    def train_watched(model: nn.Module, loader: Any) -> None:
         train(model, loader)
         loader._recording.settle()
 

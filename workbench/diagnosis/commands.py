@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from workbench.core.interrupts import terminated_as_interrupted
+from workbench.data.analysis.loader_report import LoaderReport
 from workbench.diagnosis.analysis.bisection import Bisection
 from workbench.diagnosis.analysis.what_changed import WhatChanged
 from workbench.diagnosis.regression import bisect, what_changed
@@ -34,22 +35,22 @@ def doctor(given: argparse.Namespace, knobs: Mapping[str, Any]) -> int:
         raise ValueError(
             f"--set {next(iter(knobs))}=… turns a knob of a task's loader: workbench doctor my_task.py:build --set num_workers=2"
         )
-    loader = None
+    loaders: list[LoaderReport] = []
     if given.target:
         from workbench.data.loader_doctor import doctor as examine_loader
         from workbench.train.loader import named_loader
 
-        loader = examine_loader(named_loader(given.target, knobs))
+        loaders = [examine_loader(named_loader(given.target, knobs))]
     if sys.stderr.isatty():
         print("workbench: looking at this machine, a few seconds …", file=sys.stderr)
     report = machine_report.examine()
     if given.html:
-        Path(given.html).write_text(report.to_page(*[loader] * bool(loader)), encoding="utf-8")
+        Path(given.html).write_text(report.to_page(*loaders), encoding="utf-8")
     if given.json:
-        print(json.dumps(report.to_json() | ({"loader": loader.to_json()} if loader else {}), indent=1))
+        print(json.dumps(report.to_json() | ({"loader": loaders[0].to_json()} if loaders else {}), indent=1))
     elif not given.html:
-        print(report, *[f"\n{loader}"] * bool(loader), sep="\n")
-    return 1 if loader and not loader.ok else 0
+        print(report, *(f"\n{loader}" for loader in loaders), sep="\n")
+    return 0 if all(loader.ok for loader in loaders) else 1
 
 
 def why(given: argparse.Namespace) -> int:
