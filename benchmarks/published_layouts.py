@@ -1,14 +1,16 @@
-"""Published seconds per iteration of LLaMA models under every layout of a grid, and which layouts ran out of memory.
+"""Published seconds per iteration of LLaMA models under every layout of a grid, and which layouts ran out of memory; and the fastest
+layouts that another search has found.
 
 The figures are facts, keyed in again.
-Source: Hagemann, Weinbach, Dobler, Schall and de Melo 2023, Efficient Parallelization Layouts for Large-Scale Distributed Model Training,
-arXiv 2311.05610; tables of all runs at github.com/Aleph-Alpha/NeurIPS-WANT-submission-efficient-parallelization-layouts, commit e13c2cb.
+Source of GRIDS: Hagemann, Weinbach, Dobler, Schall and de Melo 2023, Efficient Parallelization Layouts for Large-Scale Distributed Model
+Training, arXiv 2311.05610; tables of all runs at
+github.com/Aleph-Alpha/NeurIPS-WANT-submission-efficient-parallelization-layouts, commit e13c2cb.
 A100 of 80 GB, 8 in a node, ZeRO-1, 1F1B, bf16, a vocabulary of 128,000. Of runs that differ in the kernels only, the fastest with
 FlashAttention-2 counts; runs that failed for other reasons are left out.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 SIZES = {"13B": (40, 5120, 40, 13824), "30B": (60, 6656, 52, 17920), "65B": (80, 8192, 64, 22016)}
@@ -157,3 +159,73 @@ GRIDS = (
         "8.8.1n=201.44 8.8.2n=186.54 ",
     ),
 )
+
+NANOTRON = {  # layers, width, heads, width of the feed-forward, whether embedding and output layer share their weights
+    "1.34B": (16, 2048, 32, 8192, True),
+    "3.57B": (28, 3072, 32, 8192, True),
+    "8.86B": (32, 4096, 32, 14336, False),
+    "80B": (80, 8192, 64, 28672, False),
+}
+"""Model → its sizes, by its number of parameters, with a vocabulary of 131,072."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """The fastest layout that nanotron's authors have found for a model on so many GPUs: 256 sequences of 4,096 tokens in a step.
+
+    Source: github.com/huggingface/nanotron at 2411b022, docs/benchmark_summary.svg (nanotron 0.5, H100, 8 in a node), sizes and batch by
+    scripts/scaling_benchmarks.py, FLOPs by `get_flops` of models/llama.py, which counts all scores of attention. The other layouts that
+    were tried are not in that repository.
+    """
+
+    model: str
+    gpus: int
+    tensor: int
+    pipeline: int
+    micro_batch: int
+    sharing: str
+    seconds: float
+    """Of a step, by the published share of 989.5 TFLOP/s."""
+    gigabytes: float
+    """Memory of the fullest GPU, as printed."""
+
+    @property
+    def name(self) -> str:
+        """In words."""
+        return f"{self.model}, {self.gpus} H100"
+
+
+SEQUENCE, BATCH, VOCABULARY = 4096, 256, 131_072
+
+
+def _found() -> Iterator[Found]:
+    # nodes: model=data.tensor.pipeline.micro_batch/zero/MFU in percent/GB
+    text = """
+    1: 1.34B=4.1.2.4/1/44.32/41.76 3.57B=4.1.2.2/1/46.68/56.87 8.86B=2.1.4.1/1/45.22/63.07
+    2: 1.34B=8.1.2.1/1/41.59/19.45 3.57B=8.1.2.2/1/43.77/54.31 8.86B=4.4.1.4/1/43.94/58.34
+    4: 1.34B=16.1.2.1/1/38.38/16.39 3.57B=16.1.2.2/1/40.39/53.33 8.86B=16.1.2.1/1/43.31/61.10 80B=1.8.4.1/0/14.76/65.97
+    8: 1.34B=32.1.2.1/1/32.47/16.27 3.57B=32.1.2.1/1/35.53/36.73 8.86B=32.1.2.1/1/39.50/59.09 80B=1.4.16.1/0/30.65/63.07
+    16: 1.34B=64.2.1.4/0/29.46/38.84 3.57B=32.4.1.8/0/34.59/66.20 8.86B=16.8.1.8/0/36.33/66.88 80B=1.4.32.1/0/34.29/61.18
+    32: 1.34B=64.4.1.4/0/23.20/19.57 3.57B=64.4.1.4/0/26.77/38.98 8.86B=32.8.1.8/0/32.71/63.39 80B=4.4.16.1/1/30.75/64.21
+    64: 1.34B=128.2.2.2/1/5.25/8.40 3.57B=128.4.1.2/1/10.49/16.42 8.86B=128.4.1.2/0/18.69/57.76 80B=32.16.1.2/1/17.79/53.46
+    """
+    for line in text.strip().splitlines():
+        nodes, entries = line.split(":")
+        for entry in entries.split():
+            model, rest = entry.split("=")
+            layout, zero, share, gigabytes = rest.split("/")
+            data, tensor, pipeline, micro = map(int, layout.split("."))
+            layers, hidden, _, wide, _ = NANOTRON[model]
+            gpus = data * tensor * pipeline
+            assert gpus == 8 * int(nodes)
+            assert BATCH % (data * micro) == 0
+            products = layers * (8 * hidden**2 + 6 * hidden * wide + 4 * SEQUENCE * hidden) + 2 * hidden * VOCABULARY
+            seconds = 3 * products * SEQUENCE * BATCH / (gpus * 989.5e12 * float(share) / 100)
+            sharing = "zero1" if zero == "1" else "ddp"
+            yield Found(
+                model=model, gpus=gpus, tensor=tensor, pipeline=pipeline, micro_batch=micro, sharing=sharing, seconds=seconds,
+                gigabytes=float(gigabytes),
+            )  # fmt: skip
+
+
+FOUND = tuple(_found())

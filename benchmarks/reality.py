@@ -46,11 +46,23 @@ COMMITTED = {
     "step covered": 0.949,
     "step error": 0.1215,
     "step error calibrated": 0.132,
+    "other covered": 0.84,
+    "other error": 0.1322,
+    "other calibrated": 0.2044,
     "memory right": 0.924,
     "memory covered": 0.994,
     "memory open": 0.187,
 }
-MORE_IS_BETTER = ("covered", "best listed", "first reached", "five reached", "step covered", "memory right", "memory covered")
+MORE_IS_BETTER = (
+    "covered",
+    "best listed",
+    "first reached",
+    "five reached",
+    "step covered",
+    "other covered",
+    "memory right",
+    "memory covered",
+)
 """Not to be worse than: mean error of all laws together, on all curves and by kind; curves inside their 90 % interval; median width of the
 interval; largest error of an iteration, and of a step under ZeRO-3; median error of an
 all-reduce, fitted and interpolated; the figures of `reality_layouts.summary`."""

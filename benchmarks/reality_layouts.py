@@ -12,14 +12,14 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-from published_layouts import GRIDS, SIZES, Grid
+from published_layouts import BATCH, FOUND, GRIDS, NANOTRON, SEQUENCE, SIZES, VOCABULARY, Found, Grid
 from published_scaling import ITERATIONS, Iteration
 from scipy.optimize import minimize
 from scipy.stats import norm
 
 import workbench as wb
 from workbench.cluster.analysis.cluster import Cluster
-from workbench.cluster.analysis.plan.layouts import Layouts, list_layouts
+from workbench.cluster.analysis.plan.layouts import SHARINGS, Layouts, list_layouts
 from workbench.cluster.analysis.plan.memory import memory
 from workbench.cluster.analysis.plan.plans import Plans
 from workbench.cluster.analysis.plan.ranges import EFFICIENCY, HELD, HOST, LINKS, PlanError
@@ -30,6 +30,7 @@ from workbench.core.display import table as display
 from workbench.core.statistics import Interval
 
 CLUSTER, PEAK, MEMORY = Cluster.named("DGX-A100"), 312e12, 80e9
+OTHER, OTHER_PEAK = Cluster.named("DGX-H100"), 989.5e12
 ROOM = MEMORY * 0.95
 GRADIENTS = 2
 """Bytes of a gradient there: 13B on single GPUs of 80 GB leaves no room for more."""
@@ -108,11 +109,15 @@ def rows(grid: Grid) -> dict[tuple[int, int, int, str], Row]:
     return found
 
 
-def ranges(workload: Workload, found: Layouts) -> list[Interval]:
+def ranges(workload: Workload, found: Layouts, cluster: Cluster = CLUSTER, peak: float = PEAK) -> list[Interval]:
     """Seconds of a step of each layout, low to high."""
+
+    def rates(end: str, host: float) -> HardwareRates:
+        share = getattr(LINKS, end)
+        return HardwareRates.of(cluster, peak, getattr(EFFICIENCY, end), share, host, (LINKS.mid / share,) * 2)
+
     ends = [
-        seconds(workload, found, HardwareRates.of(CLUSTER, PEAK, getattr(EFFICIENCY, end), getattr(LINKS, end), host), 8).total
-        for end, host in (("high", HOST.low), ("mid", HOST.mid), ("low", HOST.high))
+        seconds(workload, found, rates(end, host), 8).total for end, host in (("high", HOST.low), ("mid", HOST.mid), ("low", HOST.high))
     ]
     return [Interval(low=float(low), mid=float(mid), high=float(high)) for low, mid, high in zip(*ends, strict=True)]
 
@@ -208,6 +213,88 @@ def iteration_range(one: Iteration, kind: str, parallel: bool) -> Interval:
     return ranges(workload, Layouts(**{name: np.array([value]) for name, value in row.items()}))[0]
 
 
+@cache
+def workload_of(model: str) -> Workload:
+    """One of the models of FOUND, as it was trained there: sequence parallel, cross-entropy of divided logits, gradients in fp32."""
+    layers, hidden, heads, wide, tied = NANOTRON[model]
+    sizes = {"layers": layers, "hidden": hidden, "heads": heads, "feed_forward": wide, "vocabulary": VOCABULARY, "sequence": SEQUENCE}
+    return workload_of_transformer(
+        Transformer(**sizes, gated=True, tied=tied),  # type: ignore[arg-type]
+        sequence=None,
+        precision="amp_bf16",
+        fused_attention=True,
+        sequence_parallel=True,
+        gpus_per_node=8,
+        loss_parallel=True,
+    )
+
+
+def layout_of(one: Found) -> Layouts:
+    """Its row."""
+    data = one.gpus // (one.tensor * one.pipeline)
+    row = {"gpus": one.gpus, "data": data, "tensor": one.tensor, "pipeline": one.pipeline, "chunks": 1, "micro_batch": one.micro_batch}
+    row |= {"accumulation": BATCH // data // one.micro_batch, "sharing": SHARINGS.index(one.sharing), "checkpointing": 0, "shard": data}
+    inside = data if one.gpus <= 8 else math.gcd(data, max(1, 8 // one.tensor))
+    return Layouts(**{name: np.array([value]) for name, value in (row | {"inside": inside}).items()})
+
+
+@cache
+def other_source() -> list[tuple[Found, Interval, float]]:
+    """Of each layout that another source has found: what we say its step takes by datasheets alone, and the bytes of its fullest GPU."""
+    found = []
+    for one in FOUND:
+        if one.tensor <= 8:  # tensor parallelism over two nodes is no plan of ours
+            workload, layout = workload_of(one.model), layout_of(one)
+            held = memory(workload, layout, OTHER.device.name)
+            found.append((one, ranges(workload, layout, OTHER, OTHER_PEAK)[0], float(held.total[0])))
+    return found
+
+
+def other_calibrated(most: int = 512) -> list[float]:
+    """Of each of these rows on so many GPUs at most, its error where the efficiency follows from another row of its model."""
+    errors: list[float] = []
+    rows = [one for one, _, _ in other_source() if one.gpus <= most]
+    for one in rows:
+        low, high = 0.05, 1.5
+        for _ in range(30):
+            middle = (low + high) / 2
+            low, high = (middle, high) if _taken(one, middle) > one.seconds else (low, middle)
+        errors += [abs(_taken(other, low) / other.seconds - 1) for other in rows if other != one and other.model == one.model]
+    return errors
+
+
+def places() -> dict[str, int]:
+    """Of the fastest layouts that the other source has found: the place on our list, from 1; 0 = it is not on it."""
+    found = {}
+    for one in FOUND:
+        layers, hidden, heads, wide, tied = NANOTRON[one.model]
+        model = Transformer(
+            layers=layers, hidden=hidden, heads=heads, feed_forward=wide, vocabulary=VOCABULARY, sequence=SEQUENCE, gated=True, tied=tied
+        )
+        try:
+            plans = wb.plan(
+                model,
+                OTHER,
+                gpus=one.gpus,
+                global_batch=BATCH,
+                sharing=["ddp", "zero1"],
+                chunks=1,
+                sequence_parallel=True,
+                loss_parallel=True,
+            )
+            ours = [(plan.tensor, plan.pipeline, plan.micro_batch, plan.checkpointing) for plan in plans]
+        except PlanError:
+            ours = []
+        key = (one.tensor, one.pipeline, one.micro_batch, "none")
+        found[one.name] = ours.index(key) + 1 if key in ours else 0
+    return found
+
+
+def _taken(one: Found, share: float) -> float:
+    rates = HardwareRates.of(OTHER, OTHER_PEAK, share, LINKS.mid, HOST.mid)
+    return float(seconds(workload_of(one.model), layout_of(one), rates, 8).total[0])
+
+
 def implied_efficiency() -> tuple[float, float, float]:
     """5th percentile, median and 95th of the efficiency that published steps imply: the middle of ours, in proportion."""
     shares = [EFFICIENCY.mid * row.said.mid / row.measured for grid in GRIDS for row in rows(grid).values() if math.isfinite(row.measured)]
@@ -252,6 +339,9 @@ def summary() -> dict[str, float]:
         "step covered": sum(row.measured in row.said for row in ran) / len(ran),
         "step error": statistics.median(abs(row.said.mid / row.measured - 1) for row in ran),
         "step error calibrated": statistics.median(errors_once_calibrated()),
+        "other covered": sum(one.seconds in said for one, said, _ in other_source()) / len(other_source()),
+        "other error": statistics.median(abs(said.mid / one.seconds - 1) for one, said, _ in other_source()),
+        "other calibrated": statistics.median(other_calibrated()),
         "memory right": sum(row.fits == math.isfinite(row.measured) for row in every) / len(every),
         "memory covered": sum(row.told for row in every) / len(every),
         "memory open": sum(row.open for row in every) / len(every),
@@ -300,6 +390,20 @@ def main() -> None:
     ran, out = rooms()
     print(f"memory over the prediction: {len(ran)} ran, with {ran[0]:.2f} or more; {len(out)} did not, with {out[-3]:.2f} or less, but for")
     print(f"{out[-2]:.2f} and {out[-1]:.2f}; a normal law: " + " … ".join(f"{share:.2f}" for share in implied_held()))
+    print("another source, its fastest layouts (nothing is fitted to these rows):")
+    for one, said, held in other_source():
+        layout = f"tp {one.tensor} × pp {one.pipeline}, {one.micro_batch} at once"
+        where = "inside" if one.seconds in said else "OUTSIDE"
+        print(
+            f"  {one.name}, {layout}: said {said.mid:.3f} s ({said.low:.3f} … {said.high:.3f}), measured {one.seconds:.3f}, {where}; "
+            f"held {held / 1e9:.0f} GB, printed {one.gigabytes:.0f}"
+        )
+    near = [(one, said) for one, said, _ in other_source() if one.gpus <= 64]
+    print(
+        f"  up to 64 GPUs {statistics.median(abs(said.mid / one.seconds - 1) for one, said in near):.3f}, all of {len(near)} inside but "
+        f"{sum(one.seconds not in said for one, said in near)}; said to fit: {sum(held <= 0.95 * 80e9 for *_, held in other_source())}"
+    )
+    print(f"  up to 64 GPUs, once calibrated: {statistics.median(other_calibrated(64)):.3f}; places on our lists: {places()}")
     for name, said, measured in iteration_ranges():
         print(f"  {name}: said {said.mid:.1f} s ({said.low:.1f} … {said.high:.1f}), measured {measured:.1f}")
 

@@ -437,7 +437,7 @@ def test_given_shares_make_no_range_and_measured_links_a_narrow_one() -> None:
     assert LINKS.mid < 1
     half = A100.with_links(intra=A100.intra)
     assert (link_share(half, "intra"), link_share(half, "inter")) == (MEASURED_LINKS, LINKS)
-    assert "(predicted with 100 %) of the links' bandwidth inside nodes, 60 % … 95 % (predicted with 80 %) between them" in str(
+    assert "(predicted with 100 %) of the links' bandwidth inside nodes, 50 % … 95 % (predicted with 80 %) between them" in str(
         plans(model=GPT, cluster=half)
     )
     far: dict[str, Any] = {"tensor": 1, "pipeline": 1, "gpus": 64, "efficiency": 0.45, "top": 1, "model": GPT, "sharing": "zero2"}
@@ -540,7 +540,13 @@ def test_every_part_of_a_step_lies_between_what_slow_and_fast_hardware_make_of_i
         kind=["none", "full"].index(whole.checkpointing),
     )
     corners = {
-        (efficiency, links): timed(layout, GPT, HardwareRates.of(A100, PEAK, getattr(EFFICIENCY, efficiency), getattr(LINKS, links)))
+        (efficiency, links): timed(
+            layout,
+            GPT,
+            HardwareRates.of(
+                A100, PEAK, getattr(EFFICIENCY, efficiency), getattr(LINKS, links), later=(LINKS.mid / getattr(LINKS, links),) * 2
+            ),
+        )
         for efficiency in ("low", "high")
         for links in ("low", "high")
     }

@@ -51,11 +51,28 @@ class HardwareRates:
     """Seconds in which the host launches an operator."""
 
     @classmethod
-    def of(cls, cluster: Cluster, peak: float, efficiency: float, links: float | tuple[float, float], host: float = 0.0) -> "HardwareRates":
-        """A cluster's rates at shares of its peaks; `links` is one share for all, or (inside nodes, between them)."""
+    def of(
+        cls,
+        cluster: Cluster,
+        peak: float,
+        efficiency: float,
+        links: float | tuple[float, float],
+        host: float = 0.0,
+        later: tuple[float, float] = (1.0, 1.0),
+    ) -> "HardwareRates":
+        """A cluster's rates at shares of its peaks.
+
+        Args:
+            cluster: with the links.
+            peak: FLOP/s by the datasheet.
+            efficiency: share of it.
+            links: share of their bandwidth, one for all, or (inside nodes, between them).
+            host: seconds in which the host launches an operator.
+            later: times the latency of the links, inside nodes and between them.
+        """
         shares = links if isinstance(links, tuple) else (links, links)
-        pairs = zip((cluster.intra, cluster.inter), shares, strict=True)
-        intra, inter = (Link(latency=link.latency, bandwidth=link.bandwidth * share) for link, share in pairs)
+        pairs = zip((cluster.intra, cluster.inter), shares, later, strict=True)
+        intra, inter = (Link(latency=link.latency * times, bandwidth=link.bandwidth * share) for link, share, times in pairs)
         return cls(flops_per_sec=peak * efficiency, memory=cluster.device.bandwidth, intra=intra, inter=inter, host=host)
 
 
