@@ -286,6 +286,17 @@ def test_an_interrupted_climb_keeps_what_was_proved(monkeypatch: pytest.MonkeyPa
     assert ladder.changes == {"num_workers": 2}
     assert ladder.stopped == "stopped by Ctrl-C while micro_batch=8 was tried: this is the result so far"
 
+    def with_what_is_known(*given: Any, **more: Any) -> Proof:
+        return dataclasses.replace(
+            world.prove(*given, **more), notes=("stopped by Ctrl-C after 2 pairs of blocks: this is the result so far",)
+        )
+
+    world = World(monkeypatch, lambda spec: [remedy(1.7, num_workers=2)], TRUTH)
+    monkeypatch.setattr(api, "prove", with_what_is_known)
+    ladder = wb.climb(SPEC, budget_s=1000)
+    assert (ladder.changes, len(ladder.rungs), world.done[-1]) == ({"num_workers": 2}, 1, "num_workers=2")
+    assert ladder.stopped == "stopped by Ctrl-C while num_workers=2 was tried: this is the result so far"
+
     world = World(monkeypatch, offered, TRUTH)
     monkeypatch.setattr(api, "diagnose", lambda *given, **more: interrupt() if world.done else world.diagnose(*given, **more))
     ladder = wb.climb(SPEC, budget_s=1000)

@@ -226,6 +226,9 @@ def _climb(spec: RunSpec, leave: Collection[str], runs_dir: str | os.PathLike[st
         if proof.gained:
             now, rate = apply_remedy(now, remedy), proof.baseline * proof.measured.mid
         rungs.append(Rung(verdict=diagnosis.verdict, cause=diagnosis.cause, proof=proof, samples_per_sec=rate))
+        if any(INTERRUPTED in note for note in proof.notes):
+            stopped = f"{INTERRUPTED} while {remedy.name} was tried: this is the result so far"
+            break
         if not proof.gained:
             dropped.add(remedy.name)
             continue
