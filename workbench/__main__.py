@@ -324,18 +324,17 @@ def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
     loader = 'also look at a loader: of a task ("my_task.py:build") or sample, or what a function returns ("data.py:make_loader")'
     option("doctor", "target", nargs="?", help=loader)
     option("doctor", "--html", metavar="FILE", help="write it as a self-contained HTML page")
-    option("launch", "target", help='a script ("train.py"), a task ("my_task.py:build") or a sample ("clipart-resnet")')
-    takes_scripts = ("launch", "diagnose", "why-not-linear")
-    what = 'a script ("train.py"), a task ("my_task.py:build"), a sample ("clipart-resnet") or the directory of a run'
-    option("diagnose why-not-linear", "target", help=what)
+    what = 'a script ("train.py"), a task ("my_task.py:build") or a sample ("clipart-resnet")'
+    option("launch why-not-linear", "target", help=what)
+    option("diagnose", "target", help=f"{what}, or the directory of a run")
     for name in ("diagnose", "why-not-linear"):
         made[name].set_defaults(args=[])
     option("estimate estimate-time batch-lengths plan sanity", "target", help='a task ("my_task.py:build") or a sample ("clipart-resnet")')
     option("launch", "--nproc-per-node", type=int, default=1, metavar="N", help="ranks on this machine, such as one for each GPU (1)")
-    option("diagnose why-not-linear", "--nproc-per-node", type=int, metavar="N", help="ranks on this machine (1; why-not-linear: 2)")
-    option(
-        "launch batch-lengths", "--steps", type=int, metavar="N", help="optimizer steps of a task (60; batch-lengths: those of an epoch)"
-    )
+    option("diagnose", "--nproc-per-node", type=int, metavar="N", help="ranks on this machine (1)")
+    option("why-not-linear", "--nproc-per-node", type=int, metavar="N", help="ranks on this machine (2)")
+    option("launch", "--steps", type=int, metavar="N", help="optimizer steps of a task (60)")
+    option("batch-lengths", "--steps", type=int, metavar="N", help="optimizer steps (those of an epoch)")
     profile = f"trace this many steps with torch's profiler ({STEPS})"
     option("launch", "--profile", type=int, nargs="?", const=STEPS, metavar="STEPS", help=profile)
     option("launch", "--nnodes", type=int, default=1, metavar="N", help="machines: this one and those that join it")
@@ -353,7 +352,8 @@ def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
     option(knobbed, "--set", nargs="+", action="extend", metavar="KNOB=VALUE", help=by)
     option("diagnose why-not-linear batch-lengths", "--prove", action="store_true", help="run the best as well, predicted against measured")
     option("estimate", "--device", default="cuda", help='a name, such as "H200"; "cpu"; or "cuda" (any GPU)')
-    option("estimate-time batch-lengths", "--device", required=True, help='a name, such as "H100"; "cpu" with --measured or --capacity')
+    option("estimate-time", "--device", required=True, help='a name, such as "H100"; "cpu" with --measured')
+    option("batch-lengths", "--device", required=True, help='a name, such as "H100"; "cpu" with --capacity')
     option("batch-lengths", "--capacity", type=int, metavar="BYTES", help="that one rank can have, instead of the device's")
     option("estimate-time", "--cluster", metavar="NAME", help='nodes and links of several ranks, such as "DGX-H100"')
     option("estimate-time", "--measured", metavar="STEP", help="a step that was measured there: seconds, or the directory of the run")
@@ -399,8 +399,8 @@ def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
     option("what-changed bisect", "--json", action="store_true", help="print the answer for a program: at most 2 kB of JSON")
     printed = "doctor calibrate launch sanity estimate estimate-time batch-lengths plan trace runs report compare check"
     option(printed, "--json", action="store_true", help="print JSON")
-    for name in takes_scripts:
-        made[name].usage = f"{made[name].format_usage().removeprefix('usage: ').rstrip()}\n{' ' * 8}[-- OPTIONS OF THE SCRIPT …]"
+    for name in ("launch", "diagnose", "why-not-linear"):
+        made[name].usage = f"{made[name].format_usage().removeprefix('usage: ').rstrip()} [-- OPTIONS OF THE SCRIPT …]"
     return parser, made
 
 
