@@ -74,9 +74,9 @@ def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("tasks", nargs="*", default=TASKS)
+    tasks, rows = parser.parse_args().tasks, []
     ranks = Ranks.join(RunSpec(task="deterministic", device="cpu"))
-    rows = []
-    for name in parser.parse_args().tasks:
+    for name in tasks:
         step, with_it, without = ratios(name, ranks)
         rows.append([name, f"{step:.2f} ms", spread(with_it), spread(without)])
         print(*rows[-1], sep=" | ", flush=True)

@@ -126,10 +126,17 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
     finally:
         if item.stash[FAILED] and TEST in item.stash:
             kill_all(MARK_OF_TEST, item.stash[TEST])
-        torch = sys.modules.get("torch.distributed")
-        if (nextitem is None or nextitem.path != item.path) and torch is not None and torch.is_available() and torch.is_initialized():
-            torch.destroy_process_group()
+        if (nextitem is None or nextitem.path != item.path) and end_process_group():
             pytest.fail(f"{item.path.name} has left a process group behind; this was its last test")
+
+
+def end_process_group() -> bool:
+    """Whether this process had one, which is ended."""
+    torch = sys.modules.get("torch.distributed")
+    if torch is None or not torch.is_available() or not torch.is_initialized():
+        return False
+    torch.destroy_process_group()
+    return True
 
 
 def selects_gpu(expression: str, paths: list[str]) -> bool:
@@ -309,6 +316,16 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
         print(f"\n{LEFT}:", *commands, sep="\n  ")
         kill_all(MARK, SESSION)
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+@pytest.fixture(autouse=True)
+def no_process_group_stays(request: pytest.FixtureRequest) -> Iterator[None]:
+    """But those of fixtures of a wider scope: every later test of this process that needs one would fail."""
+    torch = sys.modules.get("torch.distributed")
+    before = torch is not None and torch.is_available() and torch.is_initialized()
+    yield
+    if not before and end_process_group() and not request.node.stash[FAILED]:  # of one that failed it is no wonder
+        pytest.fail("this test has left a process group behind")
 
 
 @pytest.fixture(autouse=True)
