@@ -1,4 +1,4 @@
-"""One JupyterLab and one Chromium for all browser tests; a page for each notebook."""
+"""One JupyterLab, one Chromium and one page for all browser tests of a worker, in which each notebook is opened and closed."""
 
 import os
 import shutil
@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import BrowserContext, sync_playwright
 
-from tests.browser.lab import FLAGS, Lab, Notebook, write
+from tests.browser.lab import FLAGS, Lab, Notebook, Pages, write
+from tests.conftest import FAILED
 from workbench import launch
 from workbench.runs.run import Run
 from workbench.runs.spec import RunSpec
@@ -38,19 +39,31 @@ def lab(context: BrowserContext, tmp_path_factory: pytest.TempPathFactory) -> It
     server.stop()
 
 
+@pytest.fixture(scope="session")
+def pages(lab: Lab, context: BrowserContext) -> Pages:
+    return Pages(lab, context)
+
+
 @pytest.fixture
-def open_notebook(lab: Lab, context: BrowserContext) -> Iterator[Callable[..., Notebook]]:
+def open_notebook(lab: Lab, pages: Pages, request: pytest.FixtureRequest) -> Iterator[Callable[..., Notebook]]:
     """`open_notebook("cell", "cell", …)`, or with a Path; `execute=True` runs it first and stores its outputs."""
     opened: list[Notebook] = []
 
     def open_one(*cells: str | Path, execute: bool = False) -> Notebook:
         path = cells[0] if isinstance(cells[0], Path) else write(lab.root, [str(cell) for cell in cells], execute)
-        opened.append(Notebook(lab, context, path))
+        opened.append(Notebook(pages, path))
         return opened[-1]
 
     yield open_one
-    for notebook in opened:
-        notebook.close()
+    try:
+        for notebook in opened:
+            notebook.close()
+    except BaseException:
+        request.node.stash[FAILED] = True
+        raise
+    finally:
+        if request.node.stash[FAILED]:
+            pages.close()
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""A JupyterLab of our own, and one notebook in it: driven by Lab's own commands, waiting on state, never on time."""
+"""A JupyterLab of our own, and one notebook at a time in it: driven by Lab's own commands, waiting on state, never on time."""
 
 import json
 import os
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from playwright.sync_api import BrowserContext, Locator, expect
+from playwright.sync_api import BrowserContext, Locator, Page, expect
 
 TIMEOUT = 45_000  # milliseconds; for a machine that is busy
 FLAGS = [
@@ -89,21 +89,49 @@ class Lab:
             self.process.wait()
 
 
-class Notebook:
-    """One notebook in a page of its own."""
+class Pages:
+    """A page with JupyterLab, which takes seconds to load, for one notebook after the other; a new one after a test that has failed."""
 
-    def __init__(self, lab: Lab, context: BrowserContext, path: Path) -> None:
-        self.page = context.new_page()
-        self.page.set_default_timeout(TIMEOUT)
+    def __init__(self, lab: Lab, context: BrowserContext) -> None:
+        self._lab, self._context = lab, context
+        self._page: Page | None = None
         self.errors: list[str] = []
         self.requests: list[str] = []
-        self.page.on("console", lambda message: self.errors.append(message.text) if message.type == "error" else None)
-        self.page.on("pageerror", lambda error: self.errors.append(str(error)))
-        self.page.on("request", lambda request: self.requests.append(request.url) if request.url.startswith("http") else None)
-        self.page.goto(f"{lab.url}/lab/tree/{path.relative_to(lab.root)}?token={lab.token}&reset")
-        self.page.wait_for_selector("#jupyterlab-splash", state="detached")
+
+    def page(self) -> Page:
+        """With no notebook open."""
+        if self._page is None:
+            self._page = page = self._context.new_page()
+            page.set_default_timeout(TIMEOUT)
+            page.on("console", lambda message: self.errors.append(message.text) if message.type == "error" else None)
+            page.on("pageerror", lambda error: self.errors.append(str(error)))
+            page.on("request", lambda request: self.requests.append(request.url) if request.url.startswith("http") else None)
+            page.goto(f"{self._lab.url}/lab?token={self._lab.token}&reset")
+            page.wait_for_selector("#jupyterlab-splash", state="detached")
+            page.evaluate("() => window.jupyterapp.restored")
+            page.evaluate("() => { window.jupyterapp.commands.execute('application:toggle-left-area') }")
+        return self._page
+
+    def close(self) -> None:
+        """The next notebook gets a page of its own."""
+        if self._page is not None:
+            self._page.close()
+            self._page = None
+        self.errors.clear()
+        self.requests.clear()
+
+    def path(self, notebook: Path) -> str:
+        """Its name on the server."""
+        return str(notebook.relative_to(self._lab.root))
+
+
+class Notebook:
+    """One notebook, alone in its page."""
+
+    def __init__(self, pages: Pages, path: Path) -> None:
+        self._pages, self.page, self.errors = pages, pages.page(), pages.errors
+        self.command("docmanager:open", path=pages.path(path))
         self.until("w => w.sessionContext.session?.kernel?.status === 'idle'")
-        self.command("application:toggle-left-area")
 
     def until(self, test: str) -> None:
         """Wait until a JavaScript function of the notebook's widget is true."""
@@ -146,11 +174,16 @@ class Notebook:
 
     def close(self) -> None:
         """Close, and see that the page had no error and asked nobody outside this machine."""
-        self.page.evaluate("() => window.jupyterapp.shell.currentWidget.sessionContext.shutdown()")
-        self.page.close()
+        self.page.evaluate(
+            "() => (w => w.sessionContext.shutdown().then(() => { w.context.model.dirty = false; w.dispose() }))"
+            "(window.jupyterapp.shell.currentWidget)"
+        )
+        self.page.wait_for_selector(".jp-NotebookPanel", state="detached")
         own = [text for text in self.errors if "Canceled future" not in text]  # Lab says so itself when a kernel is restarted
+        foreign = [url for url in self._pages.requests if "//127.0.0.1:" not in url]
+        self.errors.clear()
+        self._pages.requests.clear()
         assert not own, f"errors of the page: {own}"
-        foreign = [url for url in self.requests if "//127.0.0.1:" not in url]
         assert not foreign, f"the page asked {foreign}"
 
 

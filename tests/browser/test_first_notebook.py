@@ -12,7 +12,7 @@ from tests.browser.lab import Lab, Notebook
 pytestmark = pytest.mark.browser
 FOLDER = Path(__file__).parents[2] / "notebooks"
 MINUTES = 60_000  # milliseconds
-WATCH = """() => { window.seen = new Set(); window.watching = setInterval(() => {
+WATCH = """() => { window.ran = false; window.seen = new Set(); window.watching = setInterval(() => {
     for (const bar of document.querySelectorAll('.wb-progress')) window.seen.add(bar.getAttribute('aria-valuenow')) }, 100) }"""
 RUN = "() => { window.jupyterapp.commands.execute('notebook:run-all-cells').then(() => { window.ran = true }) }"
 ERRORS = """() => window.jupyterapp.shell.currentWidget.content.widgets.flatMap(cell => (cell.model.toJSON().outputs ?? [])
