@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 from _pytest.assertion import rewrite
+from _pytest.doctest import DoctestModule
 
 from tests import no_hypothesis
 from tests.forked import Forks
@@ -148,6 +149,7 @@ def selects_gpu(expression: str, paths: list[str]) -> bool:
 def pytest_configure(config: pytest.Config) -> None:
     if not selects_gpu(config.option.markexpr, config.args):  # what tests expect without saying so is a CPU
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    config.pluginmanager.register(Doctests())
     if MISSING:  # then `--doctest-modules` cannot import the panels
         config.option.doctest_ignore_import_errors = True
     if not _is_worker(config):  # those of pytest-xdist carry the mark of their session
@@ -190,6 +192,7 @@ def pytest_report_header() -> list[str]:
 
 LONGEST = (
     # in `make test-slow`
+    "diagnosis/test_emulated_device.py",
     "test_docs.py",
     "runs/test_slurm.py",
     "runs/test_random_kills.py",
@@ -271,6 +274,15 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return ByFile(config, log)
 
 
+class Doctests:
+    """Doctests are looked for in files that have some, of whatever folder: to look through all else takes each worker seconds."""
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_collect_file(self, file_path: Path) -> Generator[None, list[Any], list[Any]]:
+        found = yield
+        return [each for each in found if not isinstance(each, DoctestModule) or b">>>" in file_path.read_bytes()]
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     tests = Path(__file__).parent
     rank = {tests / name: place for place, name in enumerate(LONGEST)}
@@ -342,6 +354,15 @@ def forks() -> Iterator[Forks]:
     made = Forks()
     yield made
     made.close()
+
+
+@pytest.fixture
+def forked_ranks(forks: Forks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launches have forks for ranks, in the place of torchrun and new processes: seconds sooner. Their guard and all else is as always.
+
+    Not for tests of how processes start and end.
+    """
+    monkeypatch.setattr("workbench.runs.launch.environment.torchrun", forks.torchrun)
 
 
 STEP = {"data_wait": 0.03, "h2d": 0.0, "forward": 0.01, "backward": 0.02, "optimizer": 0.004, "other": 0.001, "samples": 8}

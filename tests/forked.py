@@ -1,16 +1,23 @@
 """Runs Python scripts, alone or as ranks, in processes that have imported torch already: forks, there seconds sooner than new ones.
 
 What runs there starts as `python script.py …` does, and ends as that does: threads are joined, exit handlers called. What has to see torch
-being imported needs a new process.
+being imported needs a new process. Launches may have their ranks from here, too: then this file is started in the place of torchrun.
+
+    process that waits ──fork──▶ parent of an order, who serves the store of its ranks ──fork──▶ one process, or the ranks
 """
 
 import contextlib
 import json
 import os
 import runpy
+import select
+import shutil
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,31 +30,23 @@ class Forks:
     """The process that waits; it ends with the one that started it."""
 
     def __init__(self) -> None:
-        self._start()
-
-    def _start(self) -> None:
         root = Path(__file__).parents[1]
         environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")]))}
-        command = [sys.executable, "-m", "tests.forked"]
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environ, start_new_session=True
-        )
+        self.orders = Path(tempfile.mkdtemp(prefix="forks-")) / "orders"
+        os.mkfifo(self.orders)
+        command = [sys.executable, "-m", "tests.forked", str(self.orders)]
+        self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environ, start_new_session=True)
+        self._held = open(self.orders, "w")  # noqa: SIM115  # until it is closed, orders may come
 
     def run(self, folder: Path, *argv: str | Path, env: Mapping[str, str] | None = None) -> "subprocess.CompletedProcess[str]":
         """What a script (a path, or "-c" and code) leaves, as `subprocess.run` says it; its streams are files in the folder."""
-        return self._run(folder, argv, os.environ if env is None else env, [{}])
+        return self._run(folder, argv, [dict(os.environ if env is None else env)])
 
     def ranks(
         self, count: int, folder: Path, *argv: str | Path, env: Mapping[str, str] | None = None
     ) -> "subprocess.CompletedProcess[str]":
         """The same of a script in so many processes with the variables of torchrun; where one fails, the others are killed."""
-        from torch.distributed import TCPStore
-
-        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # as torchrun's, it outlives the ranks
-        shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-        shared |= {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
-        own = [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
-        return self._run(folder, argv, os.environ if env is None else env, own)
+        return self._run(folder, argv, of_ranks(count, os.environ if env is None else env), meet=True)
 
     def train(self, ranks: int, folder: Path, *run_dirs: Path) -> "subprocess.CompletedProcess[str]":
         """Train what run directories say in so many ranks; of several their parent is that of the launch."""
@@ -61,56 +60,120 @@ class Forks:
         env = {**os.environ, "OMP_NUM_THREADS": "1", ENV_RUN_DIR: str(launched)}
         return self.ranks(ranks, folder, "-c", f"from {name} import main\nmain()", *words, env=env)
 
+    def torchrun(self, *about: Any, **options: Any) -> list[str]:
+        """In the place of `workbench.runs.launch.environment.torchrun`: the command of a launch whose ranks are forks, on one machine."""
+        return torchrun(self.orders, *about, **options)
+
     def _run(
-        self, folder: Path, argv: Sequence[str | Path], env: Mapping[str, str], own: Sequence[Mapping[str, str]]
+        self, folder: Path, argv: Sequence[str | Path], envs: Sequence[Mapping[str, str]], meet: bool = False
     ) -> "subprocess.CompletedProcess[str]":
-        """Of a process for each of the `own` variables."""
-        assert self._process.stdin
-        assert self._process.stdout
+        """Of a process for each environment. Threads may ask at the same time, each with a folder of its own."""
         streams = [str(folder / f"forked.{name}") for name in ("stdout", "stderr")]
-        for stream in streams:
-            Path(stream).write_text("")
-        order = {"cwd": os.getcwd(), "argv": list(map(str, argv)), "envs": [{**env, **variables} for variables in own], "streams": streams}
-        try:
-            self._process.stdin.write(json.dumps(order) + "\n")
-            self._process.stdin.flush()
-            code = int(self._process.stdout.readline())
-        except BaseException:  # such as the limit of time
-            os.killpg(self._process.pid, signal.SIGKILL)
-            self.close()
-            self._start()
-            raise
-        return subprocess.CompletedProcess(order["argv"], code, *(Path(stream).read_text() for stream in streams))
+        code = follow(self.orders, folder, argv, envs, [streams] * len(envs), meet)
+        return subprocess.CompletedProcess(list(map(str, argv)), code, *(Path(stream).read_text() for stream in streams))
 
     def close(self) -> None:
         """No more of them."""
-        assert self._process.stdin
-        assert self._process.stdout
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.close()
+        self._held.close()
         self._process.wait()
-        self._process.stdout.close()
+        shutil.rmtree(self.orders.parent, ignore_errors=True)
 
 
-def orders() -> Iterator[dict[str, Any]]:
-    """What is to be run, in a fork each; the process that waits gets none and says how each ended."""
-    answers = os.fdopen(os.dup(1), "w")
-    for line in sys.stdin:
-        order, there, code = json.loads(line), set[int](), 0
-        for env in order["envs"]:
-            if not (pid := os.fork()):
-                answers.detach()
-                yield order | {"env": env}
+def torchrun(
+    orders: str | Path, nproc_per_node: int, logs: Path, program: Sequence[str], run_id: str, *_: object, **__: object
+) -> list[str]:
+    """The command that starts the ranks of a launch as forks of the process that takes these orders."""
+    return [sys.executable, __file__, str(orders), str(nproc_per_node), str(logs / f"{run_id}_forks"), *program]
+
+
+def of_ranks(count: int, environ: Mapping[str, str]) -> list[dict[str, str]]:
+    """The environment of each rank; where they meet is added by the parent of the order."""
+    shared = {**environ, "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    return [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
+
+
+def follow(
+    orders: Path, folder: Path, argv: Sequence[str | Path], envs: Sequence[Mapping[str, str]], streams: Sequence[Sequence[str]], meet: bool
+) -> int:
+    """Give an order, and wait for the exit code of what it starts; who goes away before that ends it."""
+    for name in {name for both in streams for name in both}:
+        Path(name).write_text("")
+    order, ended = folder / "forked.json", folder / "forked.ended"
+    ended.unlink(missing_ok=True)
+    os.mkfifo(ended)
+    more = {"envs": list(map(dict, envs)), "streams": list(map(list, streams)), "meet": meet, "ended": str(ended)}
+    order.write_text(json.dumps({"cwd": os.getcwd(), "argv": list(map(str, argv)), **more}))
+    with open(os.open(ended, os.O_RDONLY | os.O_NONBLOCK)) as answers:
+        with open(os.open(orders, os.O_WRONLY | os.O_NONBLOCK), "w") as line:
+            line.write(f"{order}\n")
+        select.select([answers], [], [])
+        os.set_blocking(answers.fileno(), True)
+        code = int(answers.readline())
+    for path in (order, ended):
+        path.unlink()
+    return code
+
+
+def received(orders: str) -> Iterator[dict[str, Any]]:
+    """What is to be run, in a fork each; the process that waits gets nothing."""
+    with open(orders) as lines:
+        exec(IMPORTS, {})
+        for line in lines:
+            with contextlib.suppress(ChildProcessError):
+                while os.waitpid(-1, os.WNOHANG)[0]:  # those of earlier orders
+                    pass
+            if not os.fork():
+                os.setpgid(0, 0)
+                yield from processes(json.loads(Path(line.strip()).read_text()))
                 return
-            there.add(pid)
-        while there:
-            pid, status = os.wait()
-            there.discard(pid)
-            if ended := os.waitstatus_to_exitcode(status):
-                code = code or ended
-                for other in there:
-                    os.kill(other, signal.SIGKILL)
-        print(code, file=answers, flush=True)
+
+
+def processes(order: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The order in each of its processes; their parent says when all have ended, and gets nothing."""
+    there, code, store = set[int](), 0, None
+    answers = open(os.open(order["ended"], os.O_WRONLY | os.O_NONBLOCK), "w")  # noqa: SIM115  # fails where nobody waits any more
+    meeting = socket.create_server(("127.0.0.1", 0), backlog=64) if order["meet"] else None
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(meeting.getsockname()[1])} if meeting else {}
+    for env, streams in zip(order["envs"], order["streams"], strict=True):
+        if not (pid := os.fork()):
+            answers.close()
+            if meeting:
+                meeting.close()
+            yield order | {"env": env | place, "streams": streams}
+            return
+        there.add(pid)
+    threading.Thread(target=end_with_listener, args=(answers.fileno(),), daemon=True).start()
+    if meeting:
+        store = serve(meeting, len(order["envs"]))  # as torchrun's, it outlives the ranks
+    while there:
+        pid, status = os.wait()
+        there.discard(pid)
+        if ended := os.waitstatus_to_exitcode(status):
+            code = code or ended
+            for other in there:
+                os.kill(other, signal.SIGKILL)
+    print(code, file=answers, flush=True)
+    del store
+    os._exit(0)
+
+
+def end_with_listener(answers: int) -> None:
+    """Kill this order's processes when nobody waits for its answer any more, such as at the limit of time."""
+    poll = select.poll()
+    poll.register(answers, 0)  # an error is told always
+    poll.poll()
+    os.killpg(0, signal.SIGKILL)
+
+
+def serve(meeting: socket.socket, ranks: int) -> Any:
+    """A store behind a socket that listens already."""
+    import torch
+    from torch.distributed import TCPStore
+
+    host, port = meeting.getsockname()
+    takes_sockets = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 8)
+    options: dict[str, Any] = {"master_listen_fd": meeting.detach(), "use_libuv": takes_sockets}
+    return TCPStore(host, port, ranks, is_master=True, wait_for_workers=False, **options)
 
 
 def become(order: dict[str, Any]) -> None:
@@ -123,15 +186,29 @@ def become(order: dict[str, Any]) -> None:
         os.dup2(opened, number)
         os.close(opened)
     first, *rest = order["argv"]
-    sys.argv = [first, *(rest[1:] if first == "-c" else rest)]
-    sys.path[0] = "" if first == "-c" else str(Path(first).parent)
+    sys.argv = [first, *(rest[1:] if first in ("-c", "-m") else rest)]
+    sys.path[0] = {"-c": "", "-m": os.getcwd()}.get(first, str(Path(first).parent))
+    if first == "-c":
+        exec(compile(rest[0], "<string>", "exec"), {"__name__": "__main__"})
+    elif first == "-m":
+        runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+    else:
+        runpy.run_path(first, run_name="__main__")
+
+
+def as_torchrun(orders: str, count: str, logs: str, *program: str) -> int:
+    """Start the ranks of a launch; 1 where one failed."""
+    folder = Path(logs)
+    streams = [[str(folder / f"attempt_0/{rank}/{name}.log") for name in ("stdout", "stderr")] for rank in range(int(count))]
+    for both in streams:
+        Path(both[0]).parent.mkdir(parents=True)
+    environ = {**os.environ, "GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": folder.name, "TORCHELASTIC_RESTART_COUNT": "0"}
+    argv = [program[0], *program[2:]] if program[1] == "--" else program
+    return int(follow(Path(orders), folder, argv, of_ranks(int(count), environ), streams, meet=True) != 0)
 
 
 if __name__ == "__main__":
-    exec(IMPORTS, {})
-    for order in orders():
+    if sys.argv[2:]:
+        sys.exit(as_torchrun(*sys.argv[1:]))
+    for order in received(sys.argv[1]):
         become(order)
-        if order["argv"][0] == "-c":
-            exec(compile(order["argv"][1], "<string>", "exec"), {"__name__": "__main__"})
-        else:
-            runpy.run_path(order["argv"][0], run_name="__main__")

@@ -2,7 +2,6 @@
 
 import json
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.forked import Forks
 from workbench.core import run_directory
 
 for name in ("ipywidgets", "anywidget"):
@@ -41,8 +41,13 @@ QUICK = {
 }
 """What a reader has time for → what a test has."""
 RUNNER = """
-import json, os, sys, traceback
-for page, files, blocks in json.load(sys.stdin):
+import functools, json, os, sys, traceback
+from pathlib import Path
+from tests.forked import torchrun
+from workbench.runs.launch import environment
+environment.torchrun = functools.partial(torchrun, sys.argv[1])  # what is launched has forks for ranks
+os.chdir(sys.argv[2])
+for page, files, blocks in json.loads(Path("pages.json").read_text()):
     os.makedirs(page)
     os.chdir(page)
     for name, code in files:
@@ -77,37 +82,38 @@ def blocks(page: Path) -> Iterator[Block]:
         yield Block(code=code, mark=match["mark"] or "", why=match["why"] or "", title=match["title"] or "")
 
 
-def run(wanted: dict[Path, list[Block]], folder: Path) -> None:
+def run(wanted: dict[Path, list[Block]], folder: Path, forks: Forks) -> None:
     """Run blocks in one process: each page in a folder of its own, with its files."""
     pages = [
         (page.stem, [(block.title, block.code) for block in blocks(page) if block.title], [block.code for block in chosen])
         for page, chosen in wanted.items()
     ]
-    done = subprocess.run([sys.executable, "-c", RUNNER], input=json.dumps(pages), capture_output=True, text=True, cwd=folder, timeout=500)
+    (folder / "pages.json").write_text(json.dumps(pages))
+    done = forks.run(folder, "-c", RUNNER, forks.orders, folder)
     assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.slow
-def test_the_code_of_the_pages_runs(tmp_path: Path) -> None:
+def test_the_code_of_the_pages_runs(tmp_path: Path, forks: Forks) -> None:
     wanted = {page: [block for block in blocks(page) if not block.mark and not block.title] for page in sorted(PAGES.rglob("*.md"))}
-    run({page: chosen for page, chosen in wanted.items() if chosen}, tmp_path)
+    run({page: chosen for page, chosen in wanted.items() if chosen}, tmp_path, forks)
 
 
 LAUNCHING = (
     ("frameworks", "training-loops", "my-task", "replay"),
     ("resume", "ci-gate", "evaluate", "repeat", "report", "why-not-linear", "stages"),
 )
-"""Pages whose code launches something, in two processes: of their time, half is the import of torch."""
+"""Pages whose code launches something, in two processes."""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("names", LAUNCHING, ids=" ".join)
-def test_the_code_that_launches_runs(names: tuple[str, ...], tmp_path: Path) -> None:
+def test_the_code_that_launches_runs(names: tuple[str, ...], tmp_path: Path, forks: Forks) -> None:
     pages = {PAGES / f"how-to/{name}.md": list[Block]() for name in names}
     for page, chosen in pages.items():
         there = [block for block in blocks(page) if not block.title and block.mark != "skip"]
         chosen += [block for block in there if block.mark != "needs" or find_spec(block.why)]
-    run({page: chosen for page, chosen in pages.items() if chosen}, tmp_path)
+    run({page: chosen for page, chosen in pages.items() if chosen}, tmp_path, forks)
 
 
 def test_each_launching_page_is_tested() -> None:

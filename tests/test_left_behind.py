@@ -4,10 +4,12 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
+import workbench as wb
 from tests.conftest import selects_gpu
 from tests.forked import Forks
 
@@ -79,13 +81,12 @@ def runs(file: Path) -> bool:
 
 
 @pytest.mark.parametrize("arguments", [[], ["-n", "1"]], ids=["here", "in a worker"])
-@pytest.mark.parametrize("leaves", [True, False])
-def test_a_process_that_is_left_is_killed_and_fails_the_session(tmp_path: Path, arguments: list[str], leaves: bool) -> None:
-    done = executed(tmp_path, LEAVES if leaves else "def test_passes(): pass", *arguments)
+def test_a_process_that_is_left_is_killed_and_fails_the_session(tmp_path: Path, arguments: list[str]) -> None:
+    done = executed(tmp_path, LEAVES, *arguments)
     assert "1 passed" in done.stdout, done.stdout + done.stderr
-    assert done.returncode == (1 if leaves else 0)
-    assert ("time.sleep(60)" in done.stdout) == leaves
-    assert not leaves or not runs(tmp_path / "left")
+    assert done.returncode == 1
+    assert "time.sleep(60)" in done.stdout
+    assert not runs(tmp_path / "left")
 
 
 def test_what_a_failing_or_hanging_test_has_started_is_killed_and_interrupts_are_heard(tmp_path: Path) -> None:
@@ -119,6 +120,31 @@ def test_forked_ranks_meet_and_where_one_fails_the_others_are_killed(tmp_path: P
     assert "AssertionError: of rank 1" in done.stderr
 
 
+@pytest.mark.usefixtures("forked_ranks")
+def test_a_launch_with_forks_for_ranks_ends_as_one_with_processes_of_its_own(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, sys, time\nassert 'torch' in sys.modules\nprint(os.getpid(), sys.argv[1:], flush=True)\n"
+        "if os.environ['RANK'] == '1' and sys.argv[1] == 'fails':\n    raise ValueError('boom')\ntime.sleep(600)\n"
+    )
+    failed = wb.launch(script, args=["fails"], nproc_per_node=2, runs_dir=tmp_path / "runs").wait(60)
+    assert failed.state == "failed"
+    assert failed.error is not None
+    assert (failed.error.rank, failed.error.message) == (1, "ValueError: boom")
+    run = wb.launch(script, args=["--", "-m"], nproc_per_node=2, runs_dir=tmp_path / "runs")
+    while len(run.log_files()) < 2 or not all("['--', '-m']" in run.logs(rank) for rank in range(2)):
+        assert run.state == "running", run
+        time.sleep(0.05)
+    pids = tmp_path / "pids"
+    assert run.stop().state == "stopped"
+    for rank in range(2):
+        pids.write_text(run.logs(rank).split()[0])
+        limit = time.monotonic() + 20
+        while runs(pids):
+            assert time.monotonic() < limit
+            time.sleep(0.05)
+
+
 @pytest.mark.parametrize(
     ("expression", "paths", "selected"),
     [
@@ -138,10 +164,12 @@ def test_gpus_are_seen_where_they_are_asked_for(expression: str, paths: list[str
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "", "this test asks for none"
 
 
-def test_what_torchrun_writes_is_removed_with_the_session(tmp_path: Path) -> None:
+def test_a_session_that_leaves_nothing_passes_and_removes_what_torchrun_has_written(tmp_path: Path) -> None:
     """PET_LOG_DIR is torchrun's --log-dir; without one it leaves a folder in the temporary directory."""
     assert Path(os.environ["PET_LOG_DIR"]).is_dir()
     made = tmp_path / "made"
-    done = executed(tmp_path, f"def test_one():\n    import os\n    pathlib.Path({str(made)!r}).write_text(os.environ['PET_LOG_DIR'])\n")
+    tests = f"def test_one():\n    import os\n    pathlib.Path({str(made)!r}).write_text(os.environ['PET_LOG_DIR'])\n"
+    done = executed(tmp_path, tests, "-n", "1")
     assert done.returncode == 0, done.stdout
+    assert "left behind" not in done.stdout
     assert not Path(made.read_text()).exists()

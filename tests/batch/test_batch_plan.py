@@ -94,6 +94,7 @@ def test_places_are_few_and_hold_the_present_one(now: int, largest: int) -> None
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_ranks")
 def test_a_real_sweep(tmp_path: Path) -> None:
     curve = measure_throughput(SPEC.replace(noise_scale=False), [64], steps=14, runs_dir=tmp_path)
     assert (curve.kind, curve.world_size, curve.micro_batches) == ("measured", 2, (64,))
@@ -460,6 +461,7 @@ def test_what_cannot_be_proved(options: dict[str, Any], said: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_ranks")
 def test_a_real_proof(tmp_path: Path) -> None:
     plan = batch_plan(SPEC.replace(lr=0.15, steps=400), global_batch=64, noise_scale=100, throughput=CURVE)
     found = plan.prove(steps=160, seeds=(0,), runs_dir=tmp_path)

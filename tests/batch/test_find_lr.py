@@ -323,6 +323,7 @@ def test_what_cannot_be_searched(arguments: tuple[Any, ...], options: dict[str, 
         find_lr(*arguments, **options)
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_a_spec_in_a_launch_of_its_own(tmp_path: Path) -> None:
     task = tmp_path / "regress.py"
     task.write_text(

@@ -618,6 +618,7 @@ def test_a_run_that_does_not_measure_it(by_hand: Make) -> None:
         _ = started.noise_scale
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_a_spec_is_launched_in_two_halves(tmp_path: Path) -> None:
     found = noise_scale(spec_of(evaluate=True), steps=5, runs_dir=tmp_path)
     assert (found.steps, found.groups, found.micro_batch) == (5, 2, 4)

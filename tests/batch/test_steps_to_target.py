@@ -23,6 +23,7 @@ SPEC = wb.RunSpec(task="fashion-mlp", micro_batch=256, device="cpu", nproc_per_n
 """Two ranks that take trials from one journal."""
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_a_law_of_real_trainings(tmp_path: Path) -> None:
     found = wb.steps_to_target(SPEC, [64, 512], "sqrt", target_loss=0.7, retune=[1, 2], base_batch=64, runs_dir=tmp_path, quiet=True)
     tuned = found.marks(rule="tuned")

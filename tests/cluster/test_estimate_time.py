@@ -315,7 +315,7 @@ def test_operators_are_those_of_the_step_and_what_cannot_be_known_is_refused() -
 
 def test_the_slowest_stage_of_a_pipeline_sets_the_pace() -> None:
     """Of two stages the second has the head, and so more than half of the work."""
-    known: dict[str, Any] = {"task": "workbench.train.tasks:middle_gpt", "micro_batch": 2, "accumulation": 4}
+    known: dict[str, Any] = {"task": "text-gpt", "micro_batch": 2, "accumulation": 4}
     whole = wb.estimate_time(wb.RunSpec(**known), device="H100")
     spec = wb.RunSpec(**known, nproc_per_node=2, pipeline_parallel=2)
     found = wb.estimate_time(spec, device="H100", cluster="DGX-H100")

@@ -1,8 +1,6 @@
 """Verdicts on loops of a device that works behind the host's back, on an emulated GPU; the truth is the time from sync to sync."""
 
 import statistics
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,23 +9,27 @@ import pytest
 import torch
 
 from tests.diagnosis import emulated_loops
-from tests.diagnosis.emulated_judge import LIMIT, ROOT, Answer
+from tests.diagnosis.emulated_judge import Answer
 from tests.diagnosis.emulated_loops import CASES, HEALTHY, PLANTED, Case, Samples, spin
 from tests.emulated_device import EmulatedDevice
+from tests.forked import Forks
 from workbench.diagnosis.analysis.verdict import VERDICTS
 from workbench.diagnosis.measure import inside
 
-pytestmark = pytest.mark.alone  # they compare times
-
-AT_ONCE = 4
+AT_ONCE = 3
+REAL_TIME = tuple(name for name, case in CASES.items() if case.workers)
+"""Loops that wait for processes of their own go by real time: nothing may run beside them."""
 QUICK = ("item at each 10th step",)
 
 
-def judged(name: str, folder: Path, budget_s: float, proofs: int = 0) -> Answer:
-    """What `emulated_judge` finds in a process of its own."""
+JUDGE = "from tests.diagnosis.emulated_judge import main\nmain()"
+
+
+def judged(forks: Forks, name: str, folder: Path, budget_s: float, proofs: int = 0) -> Answer:
+    """What `emulated_judge` finds in a process of its own, which has not imported the library."""
+    folder.mkdir(exist_ok=True)
     out = folder / "answer.json"
-    command = [sys.executable, "-m", "tests.diagnosis.emulated_judge", name, str(out), "--budget", str(budget_s), "--proofs", str(proofs)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT * (1 + proofs))
+    done = forks.run(folder, "-c", JUDGE, name, out, "--budget", str(budget_s), "--proofs", str(proofs))
     assert done.returncode == 0, done.stderr[-4000:]
     return Answer.read(out)
 
@@ -57,21 +59,20 @@ def test_a_worker_that_wakes_late_gives_its_samples_in_time(monkeypatch: pytest.
         now += 1.0
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("name", QUICK)
-def test_the_verdict_goes_by_the_clock_of_the_device(name: str, tmp_path: Path) -> None:
-    answer = judged(name, tmp_path, 6.0)
+def test_the_verdict_goes_by_the_clock_of_the_device(name: str, tmp_path: Path, forks: Forks) -> None:
+    answer = judged(forks, name, tmp_path, 6.0)
     assert answer.right, answer.text
     assert answer.timed
 
 
 @pytest.mark.slow
-def test_the_gallery_on_an_emulated_gpu(tmp_path: Path) -> None:
-    """Some at once: each mostly sleeps, and its clock stands still while it waits for a core."""
+def test_the_gallery_on_an_emulated_gpu(tmp_path: Path, forks: Forks) -> None:
+    """Some at once, and beside other tests: each mostly sleeps, and its clock stands still while it waits for a core."""
+    names = [name for name in CASES if name not in REAL_TIME]
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        folders = [tmp_path / str(number) for number in range(len(CASES))]
-        for folder in folders:
-            folder.mkdir()
-        answers = [*pool.map(judged, CASES, folders, [10.0] * len(CASES))]
+        answers = [*pool.map(lambda name: judged(forks, name, tmp_path / name.replace(" ", "-"), 10.0), names)]
     wrong = {answer.case: answer.text for answer in answers if not answer.right}
     assert not wrong.keys() & {case.name for case in HEALTHY}, wrong
     assert len(wrong) <= 0.05 * len(answers), wrong
@@ -80,10 +81,20 @@ def test_the_gallery_on_an_emulated_gpu(tmp_path: Path) -> None:
     assert statistics.median(abs(answer.error) for answer in answers) < 0.03
 
 
+@pytest.mark.alone
 @pytest.mark.slow
-def test_two_ranks_prove_what_the_wall_clock_shows(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", REAL_TIME)
+def test_the_verdict_on_a_loop_with_workers(name: str, tmp_path: Path, forks: Forks) -> None:
+    answer = judged(forks, name, tmp_path, 10.0)
+    assert answer.right, answer.text
+    assert answer.timed
+
+
+@pytest.mark.alone
+@pytest.mark.slow
+def test_two_ranks_prove_what_the_wall_clock_shows(tmp_path: Path, forks: Forks) -> None:
     """Where one rank computes longer: all ranks change together, and the slow one sets the time."""
-    answer = judged("two ranks, one computes longer", tmp_path, 16.0, proofs=1)
+    answer = judged(forks, "two ranks, one computes longer", tmp_path, 16.0, proofs=1)
     assert answer.right, answer.text
     (change,) = answer.changes
     assert change.wall > 1.3
@@ -92,6 +103,7 @@ def test_two_ranks_prove_what_the_wall_clock_shows(tmp_path: Path) -> None:
     assert change.inside
 
 
+@pytest.mark.alone
 def test_a_thread_that_sleeps_until_the_device_is_done_does_not_sleep_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """CUDA polls, unless it is told not to. Each step waits, so that nothing is left to wait for at the end, where that is measured."""
     device = EmulatedDevice().install(monkeypatch)

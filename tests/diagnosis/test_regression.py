@@ -371,6 +371,7 @@ def test_answers_for_programs_are_short(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_ranks")
 def test_a_variable_and_a_commit_own_real_trainings(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sleeping steps of 8 ms against 16: by a variable that only the task's file names; then by the commit that doubles them."""
     monkeypatch.chdir(repository)

@@ -317,6 +317,7 @@ def test_the_profiler_counts_bytes() -> None:
 # --- in a launch
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_two_ranks(tmp_path: Path) -> None:
     spec = wb.RunSpec(task=f"{TASKS}:modest", device="cpu", micro_batch=16, nproc_per_node=2, optimizer="adamw(foreach=False)")
     found = measure_memory(spec, runs_dir=tmp_path, steps=3)

@@ -25,6 +25,7 @@ NEAR = 0.1 * 2**20
     ],
     ids=lambda knobs: ", ".join(map(str, knobs.values())),
 )
+@pytest.mark.usefixtures("forked_ranks")
 def test_what_is_predicted_is_what_is_measured(knobs: dict[str, Any], tmp_path: Path) -> None:
     spec = wb.RunSpec(task="text-gpt", micro_batch=32, device="cpu", **knobs)
     predicted = wb.estimate_memory(spec, device="cpu")

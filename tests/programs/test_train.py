@@ -336,11 +336,11 @@ def test_a_peak_begins_anew(tmp_path: Path, forks: Forks) -> None:
 import torch
 from workbench.timeline.rank_log import peak_bytes
 from workbench.programs.train import reset_peak
-block = torch.ones(2**28)
+block = torch.ones(2**26)
 before = peak_bytes()
 del block
 reset_peak(torch.device("cpu"))
-print(before - peak_bytes() > 2**29)
+print(before - peak_bytes() > 2**27)
 """
     assert forks.run(tmp_path, "-c", code).stdout.strip() == "True"
 
@@ -622,9 +622,9 @@ def test_a_gpu_that_refuses_everything_after_a_failure(
 
 
 def test_a_full_disk_fails_the_run_and_leaves_whole_lines(by_hand: Make, tmp_path: Path, forks: Forks) -> None:
-    directory = by_hand(spec=spec_of(steps=20_000).to_json()).path
+    directory = by_hand(spec=spec_of(steps=5_000).to_json()).path
     limited = (
-        "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (100_000,) * 2); from workbench.programs import train as m; m.main()"
+        "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (25_000,) * 2); from workbench.programs import train as m; m.main()"
     )
     done = forks.run(tmp_path, "-c", limited, directory)
     assert done.returncode != 0

@@ -21,6 +21,7 @@ import pytest
 import workbench as wb
 from benchmarks import random_kills
 from tests.conftest import HandMade
+from tests.forked import Forks
 from workbench.core import run_directory
 from workbench.runs.entrypoints import TRAIN, entrypoint
 from workbench.runs.launch import environment, new_run
@@ -45,7 +46,9 @@ def ranks_of(run: wb.Run) -> list[int]:
     return found
 
 
-def test_a_killed_run_goes_on_and_ends_where_one_that_was_never_killed_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_killed_run_goes_on_and_ends_where_one_that_was_never_killed_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forks: Forks
+) -> None:
     (tmp_path / "task.py").write_text(TASK)
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "task.py").write_text("def build():\n    raise RuntimeError('another file')\n")
@@ -73,6 +76,7 @@ def test_a_killed_run_goes_on_and_ends_where_one_that_was_never_killed_does(tmp_
     assert again.seconds == pytest.approx(seconds + run_directory.read_json(run.path / run_directory.RUN_JSON)["outcome"]["seconds"])
     monkeypatch.chdir(tmp_path)
     assert (again.path, again.id, again.state, again.progress) == (run.path, run.id, "finished", (300, 300))
+    monkeypatch.setattr(environment, "torchrun", forks.torchrun)
     whole = wb.launch(spec, runs_dir=tmp_path / "whole").wait(120, check=True)
     losses = {row["step"]: row["loss"] for row in again.metric_rows}
     assert len(again.metric_rows) == len(losses)

@@ -71,6 +71,7 @@ def test_every_plan_is_complete_and_fair(repeat: int, batches: set[int], ranks: 
         assert changes == len(ranks) * len(threads) - 1
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_one_launch_serves_many(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     runs = wb.sweep(SPEC, runs_dir=tmp_path, repeat=2, micro_batch=[4, 8])
     assert [run.spec.micro_batch for run in runs] == [4, 4, 8, 8]  # type: ignore[union-attr]
@@ -85,6 +86,7 @@ def test_one_launch_serves_many(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_ranks")
 def test_different_groups_run_one_after_another(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     runs = wb.sweep(SPEC, runs_dir=tmp_path, quiet=True, nproc_per_node=[2, 1])
     assert [(run.state, len(run.timelines)) for run in runs] == [("finished", 2), ("finished", 1)]
@@ -102,6 +104,7 @@ def test_a_configuration_that_breaks_the_launch_does_not_take_the_others_along(t
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_ranks")
 def test_a_task_that_does_not_import_fails_all_at_once(tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text("import nowhere\n\ndef build():\n    ...\n")
     runs = wb.sweep(SPEC.replace(task=f"{tmp_path / 'broken.py'}:build"), runs_dir=tmp_path / "runs", quiet=True, micro_batch=[4, 8, 16])

@@ -23,6 +23,7 @@ SPEC = wb.RunSpec(task="text-gpt", device="cpu", micro_batch=4, schedule="cosine
 TASKS = [f"{OWN}:{name}" for name in ("small", "medium", "large", "failing")]
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_the_sample_task_in_three_widths(tmp_path: Path) -> None:
     law = wb.scaling_law(SPEC, sizes=[8, 16, 24], samples=[8, 16, 32], runs_dir=tmp_path, quiet=True, draws=5)
     assert law.points.sizes == (5760, 13568, 23424)
@@ -33,6 +34,7 @@ def test_the_sample_task_in_three_widths(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_ranks")
 def test_own_tasks_one_of_which_fails(tmp_path: Path) -> None:
     spec = SPEC.replace(task=TASKS[0], schedule="constant")
     law = wb.scaling_law(spec, tasks=TASKS, samples=[8, 40, 160], seeds=2, runs_dir=tmp_path, quiet=True, draws=5)

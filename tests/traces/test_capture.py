@@ -17,9 +17,11 @@ import pytest
 import torch
 
 import workbench as wb
+from tests.forked import Forks
 from tests.traced import on_cpu, write
 from workbench.core import run_directory
 from workbench.core.vocabulary import PHASES
+from workbench.runs.launch import environment
 from workbench.runs.profile import Profile
 from workbench.runs.run import Run
 from workbench.runs.spec import RunSpec, ScriptSpec, SpecError, check_profile, spec_from_json
@@ -398,9 +400,11 @@ def test_a_run_that_went_on_is_counted_on() -> None:
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+def run(tmp_path_factory: pytest.TempPathFactory, forks: Forks) -> Run:
     spec = LATE.replace(steps=19, profile={"steps": 6, "ranks": "all", "wait": 6})
-    return wb.launch(spec, runs_dir=tmp_path_factory.mktemp("runs")).wait(check=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(environment, "torchrun", forks.torchrun)
+        return wb.launch(spec, runs_dir=tmp_path_factory.mktemp("runs")).wait(check=True)
 
 
 def test_the_files_of_a_run(run: Run) -> None:

@@ -125,6 +125,7 @@ def test_a_plan_for_a_spec_with_local_sgd_leaves_it_out() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_ranks")
 def test_a_launch_measures_what_was_predicted_and_shows_the_balance(tmp_path: Any) -> None:
     spec = RunSpec(task=MOE, micro_batch=8, device="cpu", nproc_per_node=2, expert_parallel=2, steps=4, evaluate=True)
     run = wb.launch(spec, runs_dir=tmp_path).wait(check=True)
