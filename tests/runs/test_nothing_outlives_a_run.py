@@ -22,7 +22,7 @@ DEAF = Path(__file__).parents[1] / "scripts" / "deaf.py"
 LIMIT = 10.0
 """Seconds after which nothing may be left."""
 PROCESSES = 9
-"""Of a run of deaf.py in 2 ranks: keeper, guard, torchrun, and per rank itself, its worker and its orphan."""
+"""Of a run of deaf.py in 2 ranks: keeper, guard, torchrun, and per rank itself, its worker and its orphan. A watchdog comes later."""
 
 
 def wait_ready(run: wb.Run, limit: float = 60.0) -> None:
@@ -31,12 +31,10 @@ def wait_ready(run: wb.Run, limit: float = 60.0) -> None:
         assert run.state == "running", (run.error, (run.path / run_directory.LAUNCHER_LOG).read_text())
         assert time.monotonic() < end, run.logs()
         time.sleep(0.05)
-    while (
-        len(processes_with(run_directory.ENV_RUN_ID, run.id)) > PROCESSES
-    ):  # on a busy machine what torch asked at its import is still there
-        assert time.monotonic() < end
+    while len(up := set(commands(run)) - set(pids(run, entrypoints.WATCHDOG))) > PROCESSES:
+        assert time.monotonic() < end, commands(run)  # on a busy machine what torch asked at its import is still there
         time.sleep(0.05)
-    assert len(processes_with(run_directory.ENV_RUN_ID, run.id)) == PROCESSES
+    assert len(up) == PROCESSES
 
 
 def gone(run: wb.Run) -> float:
