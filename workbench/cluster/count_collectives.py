@@ -211,7 +211,7 @@ def _calls_of_later_steps(
             replace(call, size=round(call.size / period), every=period) if call.phase == "optimizer" else call for call in collector.calls
         ]
         collector.calls[:] = averages
-    buckets: dict[str, Any] = {"like": like, "find_unused": spec.find_unused_parameters}
+    buckets: dict[str, Any] = {"like": like, "find_unused": spec.find_unused_parameters, "static_graph": spec.static_graph}
     models = trainer.pipeline.called if trainer.pipeline else [trainer.model]
     calls = with_rebuilt_buckets(collector.calls, collector.buckets, models, order, names, **buckets)
     if period and options["local_ranks"] == 1:

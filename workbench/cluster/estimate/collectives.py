@@ -201,11 +201,12 @@ def with_rebuilt_buckets(
     *,
     like: CollectiveCall,
     find_unused: bool = False,
+    static_graph: bool = False,
 ) -> list[CollectiveCall]:
     """The collectives of a later step: DDP rebuilds its buckets after the first one, in the order in which gradients arrived.
 
     torch's own function assigns the buckets. With find_unused_parameters DDP keeps the first buckets, in the order of the parameters, and
-    reduces which parameters were used: 4 bytes for each.
+    reduces which parameters were used: 4 bytes for each. With static_graph, parameters without a gradient come first, and are reduced.
 
     Args:
         calls: of a first step.
@@ -215,6 +216,7 @@ def with_rebuilt_buckets(
         names: id of a parameter → name of its module.
         like: an example of a bucket's collective.
         find_unused: does the planned model use find_unused_parameters?
+        static_graph: does it use static_graph?
     """
     wrapped = [model for model in models if isinstance(model, DistributedDataParallel)]
     if not wrapped:
@@ -225,7 +227,9 @@ def with_rebuilt_buckets(
     made: list[CollectiveCall] = []
     for model in wrapped:
         reduced = {id(weight) for name, weight in model.module.named_parameters() if name not in model.parameters_to_ignore}
-        known = [weight for weight in model.parameters() if weight.requires_grad] if find_unused else order
+        trained = [weight for weight in model.parameters() if weight.requires_grad]
+        without = [weight for weight in trained if id(weight) not in set(map(id, order))] if static_graph else []
+        known = trained if find_unused else [*without, *order]
         known = [weight for weight in known if id(weight) in reduced]
         for bucket in bucket_assignment(known, model, ordered=not find_unused):
             module = common_prefix([names.get(id(known[index]), "") for index in bucket])
