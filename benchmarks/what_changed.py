@@ -4,7 +4,8 @@ Each of 20 pairs of runs differs in several things, of which one owns the regres
 in a folder of PYTHONPATH, data, or the machine. 10 histories have one slow commit. Trainings are real: spec, code, variables, packages and
 data are put back and read again; each is forked from a process that has imported torch, in the place of a launch, which takes seconds
 longer. Their clock is not: `time.sleep` sets it forward, by 5 % more or less from step to step and 1.5 % from training to training, and the
-machine becomes 0.2 % slower with each. So the result does not depend on what else this machine does.
+machine becomes 0.2 % slower with each. So the result does not depend on what else this machine does. Histories are also searched by hand,
+as with `git bisect run`: one training of a commit, which is bad above the middle of one of the good and one of the bad.
 
 Run: python -m benchmarks.what_changed [CASES] [--seed 0]
 """
@@ -13,6 +14,7 @@ import argparse
 import json
 import os
 import random
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -250,8 +252,25 @@ def right(case: Case, result: Any) -> bool:
     return result.kind == "owner" and set(result.owner) <= wanted
 
 
-def bisected(number: int) -> tuple[bool, int, int]:
-    """Is the planted commit of a history found? With how many commits, and trainings."""
+def by_hand(ids: list[str], spec: RunSpec, top: Path) -> str:
+    """The commit that is named by halving: one training each, which is bad above the middle of the good one's and the bad one's step."""
+
+    def value(place: int) -> float:
+        git(top, "checkout", "-q", ids[place])
+        run = train(spec, Surroundings(folder=top), top.parent / "runs", f"hand {place}")
+        return statistics.fmean(rerun.step_times(run))
+
+    good, bad = 0, len(ids) - 1
+    limit = (value(good) + value(bad)) / 2
+    while bad - good > 1:
+        middle = (good + bad) // 2
+        good, bad = (good, middle) if value(middle) > limit else (middle, bad)
+    git(top, "checkout", "-q", "main")
+    return ids[bad]
+
+
+def bisected(number: int) -> tuple[bool, int, int, bool]:
+    """Is the planted commit of a history found? With how many commits, and trainings; and is it found by hand?"""
     chance = random.Random(number)
     count, factor = chance.randint(4, 24), chance.choice((1.1, 1.2, 1.5))
     place = chance.randrange(1, count)
@@ -267,7 +286,8 @@ def bisected(number: int) -> tuple[bool, int, int]:
         result = wb.bisect(spec, good=ids[0], steps=60, budget_s=3600)
         if result.first_bad != (ids[place],):
             print(result)
-        return result.first_bad == (ids[place],), count, Forked.count
+        by_halving = by_hand(ids, spec.replace(steps=60), top) == ids[place]
+        return result.first_bad == (ids[place],), count, Forked.count, by_halving
 
 
 def main() -> None:
@@ -282,9 +302,10 @@ def main() -> None:
     for number in given.cases:
         CLOCK.history, CLOCK.trainings = f"{given.seed} {number}", 0
         if number >= len(CASES):
-            ok, count, trainings = bisected(number)
-            print(f"history {number}: {'found' if ok else 'NOT found'} among {count - 1} commits, {trainings} trainings", flush=True)
-            found.append((ok, count, trainings))
+            ok, count, trainings, hand = bisected(number)
+            by = f"by hand {'found' if hand else 'NOT found'}"
+            print(f"history {number}: {'found' if ok else 'NOT found'} among {count - 1} commits, {trainings} trainings; {by}", flush=True)
+            found.append((ok, count, trainings, hand))
             continue
         case = CASES[number]
         result, verdict, trainings, seconds = played(case)
@@ -300,7 +321,8 @@ def main() -> None:
     if named:
         print(f"owners: {sum(ok for ok, _ in named)} of {len(named)}, {sum(count for _, count in named) / len(named):.1f} trainings each")
     if found:
-        print(f"commits: {sum(ok for ok, _, _ in found)} of {len(found)}; {[(count - 1, trainings) for _, count, trainings in found]}")
+        print(f"commits: {sum(ok for ok, *_ in found)} of {len(found)}; {[(count - 1, trainings) for _, count, trainings, _ in found]}")
+        print(f"by hand: {sum(hand for *_, hand in found)} of {len(found)}")
 
 
 if __name__ == "__main__":

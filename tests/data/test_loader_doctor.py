@@ -79,6 +79,9 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Subset
 import workbench as wb
+from workbench.data import loader_doctor
+
+loader_doctor.PATIENCE = 300.0
 
 def trained(batches):
     steps = 0

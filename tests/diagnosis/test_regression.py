@@ -32,6 +32,7 @@ from torch.utils.data import Dataset
 import workbench as wb
 
 SLOW = 1.0
+BALLAST = torch.ones(int(os.environ.get("BALLAST_MIB", "0")) << 18)
 
 
 class Numbers(Dataset):
@@ -373,7 +374,7 @@ def test_answers_for_programs_are_short(
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked_ranks")
 def test_a_variable_and_a_commit_own_real_trainings(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sleeping steps of 8 ms against 16: by a variable that only the task's file names; then by the commit that doubles them."""
+    """Sleeping steps of 8 ms against 16: by a variable that only the task names, as is memory; then by the commit that doubles them."""
     monkeypatch.chdir(repository)
     git(repository, "checkout", "-q", "HEAD~2")
     spec = RunSpec(task="task.py:build", micro_batch=8, steps=30)
@@ -383,6 +384,12 @@ def test_a_variable_and_a_commit_own_real_trainings(repository: Path, monkeypatc
     monkeypatch.delenv("SLOW_FACTOR")
     result = wb.what_changed(a, b)
     assert result.owner == ("SLOW_FACTOR",), result
+    monkeypatch.setenv("BALLAST_MIB", "64")
+    large = wb.launch(spec.replace(lr=0.2)).wait(check=True)
+    monkeypatch.delenv("BALLAST_MIB")
+    memory = wb.what_changed(a, large, of="memory")
+    assert (memory.kind, memory.owner) == ("owner", ("BALLAST_MIB",)), memory
+    assert memory.recorded[1] - memory.recorded[0] == pytest.approx(64 << 20, rel=0.3)
     git(repository, "checkout", "-q", "main")
     found = wb.bisect("task.py:build", good="HEAD~2", bad="HEAD~1", micro_batch=8, steps=20)
     assert found.first_bad == (git(repository, "rev-parse", "HEAD~1"),), found
