@@ -95,6 +95,7 @@ def test_a_kind_that_was_not_measured() -> None:
         made(Link(latency=0, bandwidth=1), 2)["reduce"]
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_two_real_ranks(tmp_path: Path) -> None:
     kinds = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce")
     links = wb.measure_collectives(2, sizes=[4096, 1_000_001, 2**23], kinds=kinds, device="cpu", repeats=3, seconds=0.5, runs_dir=tmp_path)

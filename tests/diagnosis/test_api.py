@@ -393,6 +393,7 @@ def test_an_error_in_the_experiment_is_that_of_the_caller(tmp_path: Path, task: 
     nothing_left(run.id)
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_an_epoch_of_one_batch(tmp_path: Path) -> None:
     found = wb.diagnose(SPEC.replace(task=f"{TASKS}:one_batch"), budget_s=5, runs_dir=tmp_path)
     assert found.evidence.loading is not None

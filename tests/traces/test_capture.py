@@ -469,6 +469,7 @@ def test_the_profiler_plugin_of_tensorboard_reads_them(run: Run) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_ranks")
 def test_a_spec_is_traced_in_a_launch_of_its_own(tmp_path: Path) -> None:
     spec = RunSpec(task=f"{TOYS}:numbers", micro_batch=4, device="cpu", steps=1000, evaluate=True, warmup_steps=500)
     trace = wb.trace(spec, steps=2, wait=2, stacks=True, runs_dir=tmp_path)
