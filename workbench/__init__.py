@@ -8,6 +8,7 @@ The types of results, and how each leads to the next:
 * `prove_resume` kills a training and resumes it: a `ResumeProof` says whether it ends bit for bit as one that was never killed.
 * `export_weights` writes a checkpoint's weights as safetensors, as the Hugging Face hub has them; `import_weights` loads such files.
 * `same_twice` trains a spec twice: a `RepeatProof` names the first thing in which the two trainings differ.
+* `recompute` repeats steps of a run on as many ranks: a `Recomputation` names the rank that computed one wrongly.
 * `health` names what went wrong in a run: a hang, NaN, loss spikes, a loss that does not fall, slow ranks.
 * A Run holds a `Timeline` per rank: where each step's time went, phase by phase, summing to the step.
 * `watch` and `StepTimer` get a Timeline from a loop of your own, in this process.
@@ -99,11 +100,14 @@ if TYPE_CHECKING:
     from workbench.runs.health import health as health
     from workbench.runs.launch.kubernetes import kubernetes as kubernetes
     from workbench.runs.launch.launch import launch as launch
+    from workbench.runs.launch.prove_layout_resume import LayoutResumeProof as LayoutResumeProof
     from workbench.runs.launch.prove_resume import RepeatProof as RepeatProof
     from workbench.runs.launch.prove_resume import ResumeProof as ResumeProof
     from workbench.runs.launch.prove_resume import prove_resume as prove_resume
     from workbench.runs.launch.prove_resume import same_twice as same_twice
     from workbench.runs.launch.prove_script_resume import ScriptResumeProof as ScriptResumeProof
+    from workbench.runs.launch.recompute import Recomputation as Recomputation
+    from workbench.runs.launch.recompute import recompute as recompute
     from workbench.runs.launch.slurm import Slurm as Slurm
     from workbench.runs.launch.sweep import sweep as sweep
     from workbench.runs.listing import list_runs as list_runs
@@ -162,6 +166,8 @@ _NAMES = {
     "workbench.runs.launch.launch": "launch",
     "workbench.runs.launch.kubernetes": "kubernetes",
     "workbench.runs.launch.prove_resume": "RepeatProof ResumeProof prove_resume same_twice",
+    "workbench.runs.launch.prove_layout_resume": "LayoutResumeProof",
+    "workbench.runs.launch.recompute": "Recomputation recompute",
     "workbench.train.export_weights": "export_weights import_weights",
     "workbench.runs.launch.prove_script_resume": "ScriptResumeProof",
     "workbench.runs.launch.slurm": "Slurm",

@@ -34,6 +34,7 @@ PARTS: dict[str, Part] = {
         Part(name="memory", title="Estimated memory against the allocator", seconds=90, limit=300),
         Part(name="train", title="Launched trainings", seconds=60, limit=240),
         Part(name="nccl", title="Processes that communicate", seconds=50, limit=200),
+        Part(name="survive", title="Killed, resumed, repeated; hangs named", seconds=170, limit=480),
         Part(name="verdicts", title="Verdicts on planted bottlenecks", seconds=330, limit=570),
         Part(name="proofs", title="Predicted gains against proofs and the wall clock", seconds=240, limit=420),
     )

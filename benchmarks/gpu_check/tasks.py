@@ -1,4 +1,4 @@
-"""Tasks that the parts launch: one whose activations fill any GPU, and one that writes down by the wall clock when its steps begin."""
+"""Tasks that the parts launch: activations that fill any GPU, dropout, and one that writes down by the wall clock when its steps begin."""
 
 import dataclasses
 import os
@@ -44,6 +44,16 @@ class Hungry(nn.Module):
 def hungry() -> Task:
     """Takes much memory for each sample."""
     return Task(model=Hungry, dataset=Few, loss=lambda model, batch: model(batch).square().mean(), name="hungry")
+
+
+def dropping() -> Task:
+    """The sample task text-gpt with dropout before its last layers, which draws random numbers on the device."""
+    task = resolve("text-gpt")
+
+    def loss(model: Any, batch: Any) -> Any:
+        return task.loss(lambda tokens: nn.functional.dropout(model(tokens), 0.1), batch)
+
+    return dataclasses.replace(task, loss=loss, name="dropping")
 
 
 def stamped() -> Task:

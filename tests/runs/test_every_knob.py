@@ -52,6 +52,7 @@ LAUNCHED: dict[str, dict[str, Any]] = {
         "stop_when": "validation_loss(patience=100)",
         "checkpoint_every": 2,
         "gradient_norms": 1,
+        "step_digests": True,
         "noise_scale": 1,
         "profile": {"steps": 1, "wait": 1},
     },

@@ -14,6 +14,7 @@ from tests.conftest import HandMade
 from tests.forked import Forks
 from workbench.core import run_directory
 from workbench.core.progress import Waiting
+from workbench.runs.launch import prove_layout_resume
 from workbench.runs.launch.new_run import LaunchError
 from workbench.runs.launch.prove_resume import PARTS, Difference, Kill, first_difference
 from workbench.runs.launch.resume import archive_attempt
@@ -38,6 +39,11 @@ class Data(torch.utils.data.Dataset):
         x = torch.sin(torch.arange(8.0) * (index + 1)) + torch.rand(8) + random.random() + np.random.rand()
         return x + self.own * OWN.random(), x.sum(0, keepdim=True)
 
+class Still(Data):
+    def __getitem__(self, index):
+        x = torch.sin(torch.arange(8.0) * (index + 1))
+        return x, x.sum(0, keepdim=True)
+
 class Net(torch.nn.Sequential):
     calls = None
 
@@ -57,6 +63,10 @@ def loss(model, batch):
 
 def build():
     return wb.Task(model=net, dataset=Data, loss=loss, optimizer="adamw(lr=0.01)")
+
+def plain():
+    model = lambda: torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
+    return wb.Task(model=model, dataset=Still, loss=loss, optimizer="adamw(lr=0.01)")
 
 def own_generator():
     return wb.Task(model=net, dataset=lambda: Data(own=True), loss=loss, optimizer="adamw(lr=0.01)")
@@ -236,3 +246,89 @@ def test_bad_input_is_refused_before_anything_starts(
     with pytest.raises(error, match=words):
         wb.prove_resume(spec() if given == "build" else given, **knobs)
     assert not (here / "runs").exists()
+
+
+# --- resumed in another layout
+
+
+def printed(spec: wb.RunSpec, steps: range, **changes: Any) -> dict[tuple[int, int], dict[str, Any]]:
+    """Rows of fingerprints: a step's samples are 10 × step and the next seven, shared by the ranks that read different ones; losses are
+    those of rank 0 and one more on each further reader.
+    """
+    found = {}
+    alike = spec.world_size // spec.data_ranks
+    for step in steps:
+        for rank in range(spec.world_size):
+            own = range(10 * step + rank // alike, 10 * step + 8, spec.data_ranks)
+            parts = {part: f"{part} {step}" for part in prove_layout_resume.STATES}
+            value = 2.0 + rank // alike - (spec.data_ranks - 1) / 2
+            row = {"parts": parts, "samples": str(sum(own)), "value": value}
+            found[step, rank] = row | (changes if step == steps[-1] else {})
+    return found
+
+
+ON_TWO, ON_ONE = (wb.RunSpec(task="task.py:build", nproc_per_node=ranks, micro_batch=8 // ranks) for ranks in (2, 1))
+SPLIT = wb.RunSpec(task="task.py:build", nproc_per_node=2, micro_batch=8, tensor_parallel=2)
+
+
+@pytest.mark.parametrize("other", [ON_ONE, SPLIT, wb.RunSpec(task="task.py:build", nproc_per_node=4, micro_batch=2, parallel="fsdp")])
+def test_samples_and_losses_are_those_of_all_ranks(other: wb.RunSpec) -> None:
+    mine = ON_TWO, printed(ON_TWO, range(1, 7))
+    find = prove_layout_resume.first_difference
+    assert find(mine, (other, printed(other, range(4, 7))), 1e-4) == ("", None, 0)
+    part, step, most = find(mine, (other, printed(other, range(4, 7), value=2.1)), 1e-4)
+    assert (part, step, most) == ("loss", 6, pytest.approx(0.05))
+    assert find(mine, (other, printed(other, range(4, 7), samples="7")), 1e-4)[:2] == ("samples", 6)
+    assert find(mine, (other, printed(other, range(4, 5), parts={"schedule": "other"})), 1e-4)[1] == 4
+    nothing = find((ON_TWO, printed(ON_TWO, range(4, 7), samples=None)), (other, printed(other, range(4, 7), samples=None)), 1e-4)
+    assert nothing == ("", None, 0)  # a stream has no indices
+
+
+def test_a_state_that_is_not_restored_comes_before_what_follows_from_it() -> None:
+    mine, its = printed(ON_TWO, range(1, 7)), printed(ON_ONE, range(4, 7))
+    its[4, 0]["parts"]["optimizer"] = "lost"
+    its[4, 0]["value"] = math.nan
+    part, step, most = prove_layout_resume.first_difference((ON_TWO, mine), (ON_ONE, its), 1e-4)
+    assert (part, step) == ("optimizer", 4)
+    assert math.isnan(most)
+
+
+def test_a_first_loss_of_the_same_weights_and_samples_is_nearer() -> None:
+    mine = ON_TWO, printed(ON_TWO, range(1, 7))
+    find = prove_layout_resume.first_difference
+    assert find(mine, (ON_ONE, printed(ON_ONE, range(4, 5), value=2.0001)), 1e-4)[0] == "loss"
+    assert find(mine, (ON_ONE, printed(ON_ONE, range(4, 6), value=2.0001)), 1e-4)[0] == ""
+
+
+@pytest.mark.parametrize(
+    ("layout", "words"),
+    [
+        ({"nproc_per_node": 1}, "a step would have 4 samples, and has 8"),
+        ({"lr": 0.1}, "expected another value of some of parallel, nproc_per_node"),
+        ({"nproc_per_node": 2}, "expected another value"),
+    ],
+)
+def test_a_layout_that_does_not_go_on_is_refused(here: Path, layout: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        wb.prove_resume(spec(nproc_per_node=2), steps=12, resumed=layout)
+    with pytest.raises(ValueError, match="a checkpoint before the kill and one at the end"):
+        wb.prove_resume(spec(nproc_per_node=2), steps=12, checkpoint_every=5, resumed={"nproc_per_node": 1, "micro_batch": 8})
+    assert not (here / "runs").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("task", "knobs", "layout", "part"),
+    [
+        ("plain", {"parallel": "fsdp"}, {"nproc_per_node": 1, "micro_batch": 4, "accumulation": 2, "parallel": "ddp"}, ""),
+        ("build", {}, {"nproc_per_node": 1, "micro_batch": 8}, "loss"),  # dropout, batch norm
+    ],
+)
+def test_trainings_go_on_in_another_layout(here: Path, task: str, knobs: dict[str, Any], layout: dict[str, Any], part: str) -> None:
+    proof = wb.prove_resume(spec(task, nproc_per_node=2, **knobs), steps=12, resumed=layout)
+    assert isinstance(proof, wb.LayoutResumeProof)
+    assert (proof.part, proof.same) == (part, not part), proof
+    assert proof.ranks == (2, 1)
+    assert 0 < proof.resumed_from < proof.killed_in <= 12
+    assert wb.LayoutResumeProof.from_json(json.loads(json.dumps(proof.to_json()))) == proof
+    assert ("The same but for rounding" if not part else "dropout and augmentation draw other random numbers") in str(proof)

@@ -202,7 +202,7 @@ def test_a_training_on_one_rank_goes_on_bit_for_bit(alone: Ranks, written: Path,
 @pytest.mark.slow
 def test_four_ranks_two_and_one(tmp_path: Path, forks: Forks) -> None:
     names, others = (
-        ["hsdp", "split, fsdp", "stages, zero1", "experts of 4", "experts", "averages", "static graph"],
+        ["hsdp", "split, fsdp", "stages, zero1", "experts of 4", "experts", "averages", "static graph", "static graph, after one"],
         [
             ("stages, zero1", 2, "stages"),
             ("stages, zero1", 3, "fsdp"),

@@ -229,6 +229,16 @@ def halved(model: nn.Module, batch: Any) -> Tensor:
     return model(batch[0].mul_(0.5)).square().mean()
 
 
+@pytest.mark.parametrize(("static", "done", "forwards"), [(False, 1, 1), (False, 5, 1), (True, 1, 1), (True, 2, 2), (True, 5, 2)])
+def test_a_static_graph_has_its_buckets_after_two_steps(alone: Ranks, static: bool, done: int, forwards: int) -> None:
+    """What 4 ranks then add up bit for bit as the undisturbed ones is compared in `test_named_state.py`, under "static graph"."""
+    made, calls = Trainer(spec_of(static_graph=static), toy_tasks.numbers(), alone), []
+    made._updates = done
+    made.module.register_forward_hook(lambda *_: calls.append(1))
+    made.rehearse(next(made.batches()))
+    assert len(calls) == forwards
+
+
 def test_a_rehearsed_step_leaves_nothing_but_buckets(alone: Ranks) -> None:
     """Neither the batch nor buffers, gradients or random numbers."""
     torch.manual_seed(0)

@@ -138,12 +138,7 @@ def check(spec: RunSpec, args: Sequence[str] = ()) -> None:
 # --- scripts
 
 
-def _script(
-    spec: ScriptSpec,
-    same: str,
-    line: Waiting,
-    runs_dir: str | os.PathLike[str] | None,
-) -> WhyNotLinear:
+def _script(spec: ScriptSpec, same: str, line: Waiting, runs_dir: str | os.PathLike[str] | None) -> WhyNotLinear:
     """From whole launches of a script."""
     ranks = whole_number("nproc_per_node", spec.nproc_per_node, least=2)
     each = max(2.0, line.left / 3 - START_SECONDS)

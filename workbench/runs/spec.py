@@ -201,11 +201,7 @@ class RunSpec(_Spec):
     offload: str = knob("none", choices=OFFLOADS)
     """What is kept in the host's memory, on GPUs: "none", "activations" from forward to backward, or "optimizer": its states, and
     its steps are taken there."""
-    channels_last: bool = knob(
-        False,
-        turned_in="step",
-        predicted=True,
-    )
+    channels_last: bool = knob(False, turned_in="step", predicted=True)
     """Weights and images in memory as (batch, height, width, channel), which many convolutions prefer; sharded weights stay as they are."""
     gc: bool = knob(True, turned_in="step", predicted=True)
     """Python's cyclic garbage collector runs when it likes; False = in every thousandth step only."""
@@ -232,6 +228,9 @@ class RunSpec(_Spec):
     accumulation."""
     gradient_norms: int | None = None
     """Write the norm of the gradients of each layer in each n-th step, before clipping: `run.gradient_norms`; None = never."""
+    step_digests: bool = False
+    """Write a digest of all that each step depends on and computes, on each rank, with which `wb.recompute` names a rank, and the part of a
+    step, that was computed wrongly. It reads weights, optimizer states and gradients once per step."""
     profile: Profile | Any = None
     """Trace some steps with torch.profiler, into `traces/` of the run directory: how many, or a mapping of `Profile`'s fields: steps, ranks
     ("all" or a list), wait, shapes, stacks, memory, flops. These steps count in no figure of the run. None = none."""

@@ -54,7 +54,7 @@ def export_weights(
     run_dir, folder = Path(run.path if isinstance(run, Run) else run), Path(path).expanduser()
     if (folder / ONE_FILE).exists() or (folder / INDEX).exists():
         raise ValueError(f"path={str(path)!r}: it has weights already; give another folder")
-    checkpoints = Checkpoints(run_dir, Ranks(rank=0, world_size=1, device=torch.device("cpu"), store=HashStore()), 1)
+    checkpoints = _readers(run_dir)
     checkpoint = checkpoints.latest()
     if checkpoint is None:
         raise ValueError(f"{run_dir} has no checkpoint to export: launch it with checkpoint_every=")
@@ -115,6 +115,22 @@ def import_weights(model: nn.Module, path: str | os.PathLike[str]) -> nn.Module:
         raise ValueError(f"{path}: these are weights of another model: {'; '.join([*words, *shapes[:3]])}. Nothing was changed")
     model.load_state_dict(tensors, strict=False)
     return model
+
+
+def last_weights(run_dir: Path) -> dict[str, Tensor]:
+    """The weights and buffers of a run's last sound checkpoint by name, whole, whichever way its ranks shared them.
+
+    Raises:
+        ValueError: it has none.
+        DamagedRunError: none can be used.
+    """
+    if (checkpoint := _readers(run_dir).latest()) is None:
+        raise ValueError(f"{run_dir} has no checkpoint: launch it with checkpoint_every=")
+    return whole_tensors(checkpoint[1], functools.partial(part_path, checkpoint[0]))
+
+
+def _readers(run_dir: Path) -> Checkpoints:
+    return Checkpoints(run_dir, Ranks(rank=0, world_size=1, device=torch.device("cpu"), store=HashStore()), 1)
 
 
 def _safetensors(wanted_by: str) -> Any:

@@ -1,8 +1,10 @@
 """Writes a digest of all that a step depends on, and of what it computes, per step and rank: where two runs differ first.
 
-A run directory with a folder `fingerprints` gets them: `rank<r>-<attempt>.jsonl`. `wb.prove_resume` makes such runs.
+A run directory with a folder `fingerprints` gets them: `rank<r>-<attempt>.jsonl`. `wb.prove_resume`, `wb.recompute` and
+`step_digests=True` make such runs.
 """
 
+import functools
 import hashlib
 import os
 import signal
@@ -31,7 +33,8 @@ class Fingerprints:
         """Open the file of this attempt.
 
         Args:
-            folder: of the fingerprints. A file `kill.json` in it says which rank ends itself by SIGKILL, in which step.
+            folder: of the fingerprints. A file `kill.json` in it says which rank ends itself by SIGKILL, in which step, or
+                which step is the `last`.
             trainer: whose steps are written.
             done: steps that were taken before.
             samples: of its steps.
@@ -39,26 +42,41 @@ class Fingerprints:
         rank = trainer.ranks.rank
         attempt = 1 + len(list(folder.glob(f"rank{rank}-*.jsonl")))
         self._writer = run_directory.LineWriter(folder / f"rank{rank}-{attempt}.jsonl")
-        self._trainer, self._step, self._parts = trainer, done + 1, dict[str, str]()
+        self._trainer, self._step, self._parts, self._more = trainer, done + 1, dict[str, str](), dict[str, Any]()
         self._batches = hashlib.blake2b(digest_size=8)
         self._samples = samples
         kill = folder / run_directory.KILL
         planned = run_directory.read_json(kill) if kill.exists() else {}
+        self.kills, self.last = "step" in planned, planned.get("last")
+        """Is a rank to be killed? The step after which the training ends; None = the last of its spec."""
         self._killed_in = planned.get("step") if planned.get("rank") == rank else None
+        self._own: dict[str, Any] = {}
+        reduced = isinstance(trainer.model, DistributedDataParallel)
+        for name, weight in trainer.module.named_parameters() if reduced else ():
+            if weight.requires_grad:  # called before DDP has the gradient
+                weight.register_hook(functools.partial(self._own_gradient, name))  # type: ignore[no-untyped-call]
 
     def batch(self, batch: Any) -> None:
         """Called with each micro-batch, before it is used."""
         if not self._parts:
             self._parts = self._states()
             self._parts["random"] = digest(self._trainer.random_state())
+            self._own.clear()
         self._batches.update(digest(batch).encode())
+
+    def _own_gradient(self, name: str, gradient: Tensor) -> None:
+        self._own.setdefault(name, []).append(digest(gradient))
 
     def step(self, loss: Tensor) -> None:
         """Called with the loss of a step when its gradients are complete, before the optimizer uses them."""
         if (samples := self._samples.of(self._step)) is not None:
             self._parts["samples"] = digest(samples)
+            self._more["samples"] = str(sum(int(digest(sample), 16) for sample in samples))  # in any order, over any ranks
         self._parts["batch"] = self._batches.hexdigest()
         self._parts["loss"] = digest(loss)
+        self._more["value"] = float(loss)
+        if self._own:
+            self._parts["own gradients"] = digest(self._own)
         self._parts["gradients"] = digest({name: weight.grad for name, weight in self._trainer.module.named_parameters()})
         if self._step == self._killed_in:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -90,8 +108,8 @@ class Fingerprints:
         }
 
     def _write(self) -> None:
-        self._writer.write([{"step": self._step, "time": time.time(), "parts": self._parts}])
-        self._step, self._parts = self._step + 1, {}
+        self._writer.write([{"step": self._step, "time": time.time(), "parts": self._parts, **self._more}])
+        self._step, self._parts, self._more = self._step + 1, {}, {}
 
 
 def digest(value: Any) -> str:

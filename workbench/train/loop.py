@@ -126,6 +126,8 @@ def train(
         stopped = early_stop.after(done)
     samples = StepSamples(trainer.loader, spec.accumulation)
     ring = StepRing(run_dir / run_directory.ring_file(ranks.rank), trainer, samples, done)
+    if spec.step_digests:
+        (run_dir / run_directory.FINGERPRINTS).mkdir(exist_ok=True)
     prints = Fingerprints(folder, trainer, done, samples) if (folder := run_dir / run_directory.FINGERPRINTS).is_dir() else None
     finite = FirstNotFinite(trainer.module, timer.say)
     profiled = None
@@ -178,7 +180,7 @@ def train(
                 if prints:
                     prints.step(loss_of_step)
                 trainer.update()
-                ring.step(step)
+                ring.step(step, loss_of_step)
                 if usage:
                     usage.step = step
                 finite.step(step, loss_of_step)
@@ -210,12 +212,13 @@ def train(
                         log.flush()
                     checkpoints.write(step, trainer, timer.unfinished_row(spec.micro_batch * spec.accumulation), wait=False,
                                       loss=figures.get("validation_loss"))  # fmt: skip
-                    if prints:  # a rank that is killed in the next step is to go on from here
+                    if prints and prints.kills:  # a rank that is killed in the next step is to go on from here
                         checkpoints.finish(goes_on=step < spec.steps)
                 if checkpoints and preemption and last:
                     checkpoints.finish()
                     preemption.end(run_dir, step, checkpoints.last_step)
                     return trainer.module
+                stopped = stopped or (prints is not None and prints.last == step)
                 if step == spec.steps or stopped:
                     break
                 waiting, loss_of_step = spec.accumulation, torch.zeros_like(loss_of_step)

@@ -1,4 +1,4 @@
-"""Keeps what a rank's last steps had in the run directory: samples, random numbers, gradient scale. `wb.replay` reads it."""
+"""Keeps what a rank's last steps had in the run directory: samples, random numbers, gradient scale, loss. `wb.replay` reads it."""
 
 import base64
 import contextlib
@@ -40,15 +40,15 @@ class StepRing:
         self._kept: deque[tuple[Any, ...]] = deque(maxlen=STEPS)
         self._written, self._copied, self._last = time.monotonic(), 0.0, done
 
-    def step(self, step: int) -> None:
-        """Called after each step: its random numbers are those with which the next begins."""
+    def step(self, step: int, loss: torch.Tensor) -> None:
+        """Called after each step, with this rank's loss: its random numbers are those with which the next begins."""
         device, now, state = self._trainer.ranks.device, time.monotonic(), None
         if now - self._copied > RANDOM_EVERY_S:
             cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
             state, self._copied = (torch.get_rng_state(), np.random.get_state(), random.getstate(), cuda), now
         scaler = self._trainer.precision.scaler
         scale = scaler.get_scale() if scaler.is_enabled() else None  # the step has waited for the device already
-        self._kept.append((step, self._samples.of(step), state, scale))
+        self._kept.append((step, self._samples.of(step), state, scale, loss.detach()))
         self._last = step
         if now - self._written > EVERY_S:
             self._write()
@@ -59,7 +59,11 @@ class StepRing:
         self._write([{"step": self._last + 1, "samples": failed}] if failed and -1 not in failed else [])
 
     def _write(self, more: list[dict[str, Any]] | None = None) -> None:
-        rows = [{"step": step, "samples": samples, "scale": scale, "random": _packed(state)} for step, samples, state, scale in self._kept]
+        losses = torch.stack([loss for *_, loss in self._kept]).tolist() if self._kept else []  # one wait for all
+        rows = [
+            {"step": step, "samples": samples, "scale": scale, "loss": repr(loss), "random": _packed(state)}
+            for (step, samples, state, scale, _), loss in zip(self._kept, losses, strict=True)
+        ]
         if rows:
             with contextlib.suppress(OSError):  # a full disk ends the run by what it lacks, not by this
                 run_directory.write_json(self._path, {"steps": rows + (more or [])})

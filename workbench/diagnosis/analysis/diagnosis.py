@@ -74,12 +74,7 @@ class Diagnosis(JsonDataclass):
 
     @classmethod
     def of(
-        cls,
-        evidence: Evidence,
-        *,
-        spec: Spec | None = None,
-        subject: Any = None,
-        adjust: Callable[[Remedy], Remedy] | None = None,
+        cls, evidence: Evidence, *, spec: Spec | None = None, subject: Any = None, adjust: Callable[[Remedy], Remedy] | None = None
     ) -> "Diagnosis":
         """Judge evidence and derive remedies.
 

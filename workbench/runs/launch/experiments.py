@@ -197,12 +197,7 @@ def run_experiment(
 
 
 def wait_for(
-    run: Run,
-    *,
-    show: Callable[[Run], str] | None = None,
-    tick: Callable[[], object] = int,
-    check: bool = True,
-    finish: bool = False,
+    run: Run, *, show: Callable[[Run], str] | None = None, tick: Callable[[], object] = int, check: bool = True, finish: bool = False
 ) -> Run:
     """Wait for the end of a run. Whatever interrupts the wait, such as Ctrl-C or an error of `tick`, stops the run.
 

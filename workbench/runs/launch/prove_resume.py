@@ -15,10 +15,13 @@ from workbench.core.codec import JsonDataclass
 from workbench.core.display import table as display
 from workbench.core.progress import Waiting
 from workbench.runs.entrypoints import spec_entrypoint
+from workbench.runs.launch import prove_layout_resume as layouts
 from workbench.runs.launch.experiments import wait_for
 from workbench.runs.launch.launch import check, check_timeout, label, launch
 from workbench.runs.launch.new_run import LaunchError, NewRun
+from workbench.runs.launch.prove_layout_resume import LayoutResumeProof
 from workbench.runs.launch.prove_script_resume import OUT, ScriptResumeProof, prove_script_resume
+from workbench.runs.launch.resume import LAYOUT_KNOBS, take_checkpoints
 from workbench.runs.run import Run
 from workbench.runs.spec import AUTO, RunSpec, SpecError
 from workbench.runs.target import read_spec
@@ -37,6 +40,7 @@ PARTS = {
     "batch": "the content of the batch",
     "random": "the random numbers of the training process",
     "loss": "the loss",
+    "own gradients": "the gradients of the rank's own samples",
     "gradients": "the reduced gradients",
 }
 """What a step depends on and computes, in this order: of several parts that differ in a step, the first is the cause."""
@@ -54,6 +58,7 @@ HINTS = {
     "random": "something draws random numbers outside of the steps, or in another order",
     "loss": "all that goes into the forward is the same: arithmetic that is not repeatable (try deterministic=True), "
     "or a state that the model keeps outside of its state_dict",
+    "own gradients": "the loss is the same: the backward is not repeatable, try deterministic=True",
     "gradients": "the loss is the same: the ranks' gradients are added in another order (with three ranks or more that shows), or the "
     "backward is not repeatable: try deterministic=True",
 }
@@ -161,8 +166,9 @@ def prove_resume(
     seed: int = 0,
     timeout: float | None = 600.0,
     runs_dir: str | os.PathLike[str] | None = None,
+    resumed: Mapping[str, Any] | None = None,
     **knobs: Any,
-) -> ResumeProof | ScriptResumeProof:
+) -> ResumeProof | ScriptResumeProof | LayoutResumeProof:
     """Train a spec twice, kill one of the two at random steps and resume it from its checkpoints, and compare both bit for bit.
 
     Both write a digest of each step, on each rank: samples, batch, random numbers, weights, buffers, optimizer, schedule, gradient scaler,
@@ -170,6 +176,9 @@ def prove_resume(
 
     A script keeps checkpoints of its own: it is killed at random moments after it has written something into its folder, and launched
     again with the same arguments. What it has written at its end is compared.
+
+    With `resumed=` it is killed once, and goes on in another layout. Then states and samples are to be the same, losses and the weights at
+    the end but for rounding.
 
     Args:
         target: a RunSpec, the name of a task, or the path of a script. Of a spec, at most 60 steps are trained, unless `steps=` is among
@@ -180,6 +189,8 @@ def prove_resume(
         seed: of the choice of steps and ranks.
         timeout: seconds that each of the trainings may take; None = any.
         runs_dir: where the two run directories go; None = `runs` in the current folder.
+        resumed: of a spec: knobs of the layout in which it goes on, such as {"nproc_per_node": 1, "micro_batch": 8}, with as many samples
+            in a step; None = as it was.
         **knobs: fields of the RunSpec to change, as with `spec.replace`; for a script, arguments of `launch` such as nproc_per_node.
 
     Raises:
@@ -201,6 +212,9 @@ def prove_resume(
         given: dict[str, Any] = {"args": args, "result": result, "kills": kills, "seed": seed, "timeout": timeout}
         with _waiting(kills, timeout, "script") as line:
             return prove_script_resume(target, folder=folder, say=line.say, **given, **knobs)
+    if resumed:
+        return _prove_elsewhere(read_spec("prove_resume", target, because="whose training is killed and resumed"), resumed, seed, timeout,
+                                runs_dir, knobs)  # fmt: skip
     if args or result:
         raise ValueError(f"prove_resume(…, {'args' if args else 'result'}=…) with a RunSpec: only a script takes it")
     spec = _prepared(read_spec("prove_resume", target, because="whose training is killed and resumed"), knobs)
@@ -276,6 +290,63 @@ def _prove(
     )
 
 
+def _prove_elsewhere(spec: RunSpec, layout: Mapping[str, Any], seed: int, timeout: float | None, runs_dir: str | os.PathLike[str] | None,
+                     knobs: Mapping[str, Any]) -> LayoutResumeProof:  # fmt: skip
+    spec = _prepared(spec, knobs)
+    if not knobs.get("checkpoint_every"):  # so that there is one at the end
+        spec = spec.replace(checkpoint_every=next(n for n in range(math.ceil(spec.steps / 6), spec.steps + 1) if spec.steps % n == 0))
+    other, every = spec.replace(**layout), spec.checkpoint_every
+    assert every is not None
+    if not (changes := spec.changes(other)) or not changes.keys() <= set(LAYOUT_KNOBS):
+        raise ValueError(f"resumed={dict(layout)!r}: expected another value of some of {', '.join(LAYOUT_KNOBS)}")
+    if spec.global_batch != other.global_batch:
+        raise ValueError(
+            f"resumed={dict(layout)!r}: a step would have {other.global_batch} samples, and has {spec.global_batch} (micro_batch × "
+            "accumulation × ranks that read different samples): change micro_batch or accumulation with it"
+        )
+    if spec.steps % every or every >= spec.steps:
+        raise ValueError(f"steps={spec.steps} with checkpoint_every={every}: a checkpoint before the kill and one at the end are needed")
+    if spec.local_sgd != "none":
+        raise ValueError(f'resumed= with local_sgd="{spec.local_sgd}": each rank has parameters of its own, and goes on in the same layout')
+    for each in (spec, other):
+        check(each)
+    chosen = random.Random(seed)
+    kill = chosen.randrange(every + 1, spec.steps + 1), chosen.randrange(spec.world_size)
+    with _waiting(1, timeout, "training") as line:
+
+        def wait(run: Run, now: str) -> Run:
+            limit = math.inf if timeout is None else time.monotonic() + timeout
+
+            def tick() -> None:
+                line.say("{}, {} of {} steps".format(now, *run.progress))
+                if time.monotonic() > limit:
+                    raise TimeoutError(f"{run!r} still ran after {units.seconds(timeout)}, and was stopped")
+
+            return wait_for(run, tick=tick, check=False)
+
+        undisturbed = wait(start(spec, runs_dir, "undisturbed"), "the undisturbed training").wait(check=True)
+        killed = wait(start(spec, runs_dir, "interrupted", kill), f"rank {kill[1]} is killed in step {kill[0]}")
+        if killed.state != "failed":
+            killed.wait(check=True)
+            raise LaunchError(f"{killed!r} ended before step {kill[0]}, in which it was to be killed: its task ends a training by itself")
+        begun = time.time()
+        run = wait(start(other, runs_dir, "resumed", source=killed), "resumed in the other layout").wait(check=True)
+    mine, its = layouts.read_rows(undisturbed.path, spec.world_size), layouts.read_rows(run.path, other.world_size)
+    went_on, tolerance = min(step for step, _ in its), layouts.ROUNDING[spec.precision]
+    again = first_difference(undisturbed.path, killed.path, spec.world_size)
+    part, step, losses = layouts.first_difference((spec, mine), (other, its), tolerance)
+    weights = layouts.distance(undisturbed.path, run.path)
+    if again:
+        part, step = "repeatable", again.step
+    elif not part and not weights <= tolerance:
+        part, step = "final weights", spec.steps
+    return LayoutResumeProof(
+        steps=spec.steps, ranks=(spec.world_size, other.world_size), layout={name: value for name, (_, value) in changes.items()},
+        killed_in=kill[0], resumed_from=went_on - 1, restart_s=max(0.0, its[went_on, 0]["time"] - begun), part=part, step=step,
+        losses=losses, weights=weights, tolerance=tolerance, undisturbed=str(undisturbed.path), resumed=str(run.path),
+    )  # fmt: skip
+
+
 def several(number: int, what: str) -> str:
     """A number of things, in words."""
     return f"{number} {what}{'s' * (number != 1)}"
@@ -288,11 +359,15 @@ def _prepared(spec: RunSpec, knobs: Mapping[str, Any]) -> RunSpec:
     return spec if spec.checkpoint_every else spec.replace(checkpoint_every=max(1, math.ceil(spec.steps / 6)))
 
 
-def start(spec: RunSpec, runs_dir: str | os.PathLike[str] | None, name: str, kill: tuple[int, int] | None = None) -> Run:
-    """Start a training whose ranks write fingerprints."""
+def start(
+    spec: RunSpec, runs_dir: str | os.PathLike[str] | None, name: str, kill: tuple[int, int] | None = None, *, source: Run | None = None
+) -> Run:
+    """Start a training whose ranks write fingerprints, from the checkpoints of another run if one is given."""
     new = NewRun(runs_dir, f"{label(spec)}-{name}")
     (new.path / run_directory.FINGERPRINTS).mkdir()
     _plan(new.path, kill)
+    if source:
+        take_checkpoints(source, new)
     return new.start(spec, spec_entrypoint(spec, new.path))
 
 

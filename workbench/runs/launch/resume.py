@@ -149,12 +149,12 @@ def differs_in_layout(old: Run | str | os.PathLike[str], target: RunSpec) -> boo
     return bool(changes) and changes.keys() <= set(LAYOUT_KNOBS)
 
 
-def take_checkpoints(run: Run, new: NewRun) -> None:
-    """Give a new run the checkpoints of another, as links or copies."""
+def take_checkpoints(run: Run, new: NewRun, step: int | None = None) -> None:
+    """Give a new run the checkpoints of another, or the one after so many steps, as links or copies."""
     folder = new.path / run_directory.CHECKPOINTS
     folder.mkdir()
     try:
-        for path in (run.path / run_directory.CHECKPOINTS).glob("step*.pt"):
+        for path in (run.path / run_directory.CHECKPOINTS).glob("step*.pt" if step is None else f"step{step:08d}*.pt"):
             try:
                 os.link(path, folder / path.name, follow_symlinks=False)
             except OSError:  # another disk
@@ -258,11 +258,7 @@ def refuse_code_of_others(run: Run) -> None:
     info = run_directory.read_json(run.path / run_directory.RUN_JSON)
     files = code_files(run.spec) if isinstance(run.spec, RunSpec) else [run.spec.script]
     folder, command = info.get("cwd"), info.get("command")
-    named = [
-        folder,
-        *(os.path.join(folder or "", file) for file in files),
-        command[0] if isinstance(command, list) and command else None,
-    ]
+    named = [folder, *(os.path.join(folder or "", file) for file in files), command[0] if isinstance(command, list) and command else None]
     _refuse_code_inside(run, *(Path(path) for path in named if isinstance(path, str) and path))
 
 

@@ -1,0 +1,167 @@
+"""prove_resume in another layout: does a killed training go on with the same states and samples, and losses equal but for rounding?"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from workbench.core import late, run_directory
+from workbench.core.codec import JsonDataclass
+from workbench.core.display import table as display
+from workbench.runs.spec import RunSpec
+
+STATES = {
+    "weights": "the weights with which it goes on",
+    "buffers": "the buffers with which it goes on",
+    "optimizer": "the optimizer's state with which it goes on",
+    "schedule": "the learning-rate schedule",
+    "scaler": "the gradient scaler",
+    "ema": "the averaged weights",
+}
+"""Parts of fingerprints that another number of ranks does not change, if each has them whole."""
+OTHERS = {
+    "repeatable": "the training itself, before it is killed",
+    "samples": "the samples of a step",
+    "loss": "the loss of a step, by more than rounding",
+    "final weights": "the weights at the end, by more than rounding",
+}
+HINTS = {
+    "repeatable": "two trainings of the spec differ: wb.same_twice(spec) names the first part",
+    "samples": "the order does not go on where it was: an iterable dataset, or one that orders its samples by itself",
+    "loss": "dropout and augmentation draw other random numbers on other ranks, batch norm sees other micro-batches; where the task has "
+    "none of them, the layouts compute different things: wb.diverge(spec, other) names the first module",
+    "final weights": "the losses agree: the training amplifies rounding, or parameters that no loss shows differ",
+}
+ROUNDING: Mapping[str, float] = {"fp32": 1e-4, "amp_bf16": 2e-2, "amp_fp16": 5e-3}
+"""By precision: part of a loss, or of the norm of the weights, that other orders of addition explain over a few dozen steps. Chosen: with
+losses of about 5, `benchmarks/loss_equality.py` measures 1e-6 at most in fp32; steps at large rates amplify it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayoutResumeProof(JsonDataclass, display.Shown):
+    """Whether a training that goes on in another layout is the same as far as arithmetic allows."""
+
+    steps: int
+    """Steps of each training."""
+    ranks: tuple[int, int]
+    """Ranks before the kill and after it."""
+    layout: Mapping[str, Any]
+    """Knobs with which it went on."""
+    killed_in: int
+    """The step in which a rank was killed, from 1."""
+    resumed_from: int
+    """Steps of the checkpoint from which it went on."""
+    restart_s: float
+    """Seconds from the call that resumed it to the first step that was computed."""
+    part: str
+    """What differs first, a key of STATES or OTHERS; "" = nothing."""
+    step: int | None
+    """The step in which it does; None = nothing differs."""
+    losses: float
+    """Largest difference of a step's loss over all its samples, as a part of it."""
+    weights: float
+    """Norm of the difference of the weights at the end over that of the weights."""
+    tolerance: float
+    """Of both."""
+    undisturbed: str
+    """Run directory of the training that was not killed."""
+    resumed: str
+    """Run directory of the one that went on."""
+
+    @property
+    def same(self) -> bool:
+        """Are states and samples the same, and losses and weights but for rounding?"""
+        return not self.part
+
+    @property
+    def verdict(self) -> str:
+        """The answer in words, with what to do."""
+        knobs = ", ".join(f"{name}={value!r}" for name, value in self.layout.items())
+        went_on = f"killed in step {self.killed_in} on {self.ranks[0]} ranks, and gone on from step {self.resumed_from} with {knobs}"
+        figures = f"losses differ by {self.losses:.1g} of them at most, the weights at the end by {self.weights:.1g}"
+        if self.same:
+            return (
+                f"The same but for rounding: {went_on}, the training has the same states and samples; {figures} (rounding explains "
+                f"{self.tolerance:g}). It is not the same bit for bit: other ranks add in another order."
+            )
+        what, hint = (STATES | OTHERS)[self.part], HINTS.get(self.part, "the checkpoint does not restore what it has in another layout")
+        return f"Not the same: {went_on}, the first difference is in step {self.step}: {what} ({hint}). {figures.capitalize()}."
+
+    @property
+    def table(self) -> display.Table:
+        """What was compared, and the verdict."""
+        order = ["repeatable", *STATES, *(part for part in OTHERS if part != "repeatable")]
+        place = order.index(self.part) if self.part else len(order)
+        rows = [[(STATES | OTHERS)[part], "the same" if number < place else "differs first" if number == place else "not compared"]
+                for number, part in enumerate(order)]  # fmt: skip
+        return display.Table(columns=("part", "undisturbed and resumed"), rows=rows, title="Resumed in another layout", note=self.verdict)
+
+    def __repr__(self) -> str:
+        return f"LayoutResumeProof(same={self.same}, ranks={self.ranks}, part={self.part!r})"
+
+
+Rows = Mapping[tuple[int, int], Mapping[str, Any]]
+"""(step, rank) → row of the fingerprints."""
+
+
+def first_difference(before: tuple[RunSpec, Rows], after: tuple[RunSpec, Rows], tolerance: float) -> tuple[str, int | None, float]:
+    """What differs first where a training went on in another layout; in which step; and by what part the losses differ at most.
+
+    Args:
+        before: spec and rows of the undisturbed one.
+        after: of the other, from its first step.
+        tolerance: of losses.
+    """
+    (spec, mine), (other, its) = before, after
+    first, last = min(step for step, _ in its), max(step for step, rank in its if "value" in its[step, rank])
+    found: list[tuple[str, int]] = []
+    whole = all(each.whole_models and each.parallel == "ddp" for each in (spec, other))
+    for part in STATES if whole else ("schedule", "scaler"):
+        if mine[first, 0]["parts"].get(part) != its[first, 0]["parts"].get(part):
+            found.append((part, first))
+            break
+    worst = 0.0
+    for step in range(first, last + 1):
+        if not found and _samples(spec, mine, step) != _samples(other, its, step):
+            found.append(("samples", step))
+        one, two = (_loss(each, rows, step) for each, rows in (before, after))
+        gap = 0.0 if str(one) == str(two) else abs(one - two) / max(abs(one), 1e-12)
+        worst = gap if math.isnan(gap) else max(worst, gap)
+        if not found and not gap <= (tolerance if step > first else tolerance / 10):
+            found.append(("loss", step))
+    return (*found[0], worst) if found else ("", None, worst)
+
+
+def _samples(spec: RunSpec, rows: Rows, step: int) -> int | None:
+    """Of all readers, in any order; None = they have no indices."""
+    each = [rows[step, rank].get("samples") for rank in range(spec.world_size)]
+    alike = spec.world_size // spec.data_ranks  # ranks that read the same samples
+    return None if None in each else sum(int(sum_) for sum_ in each if sum_ is not None) // alike
+
+
+def _loss(spec: RunSpec, rows: Rows, step: int) -> float:
+    """The mean over all samples of a step."""
+    return math.fsum(float(rows[step, rank]["value"]) for rank in range(spec.world_size)) / spec.world_size
+
+
+def read_rows(path: Path, ranks: int) -> Rows:
+    """The fingerprints of a run directory, those of its last attempt."""
+    rows = {}
+    for rank in range(ranks):
+        files = sorted((path / run_directory.FINGERPRINTS).glob(f"rank{rank}-*.jsonl"), key=lambda file: int(file.stem.rpartition("-")[2]))
+        for row in run_directory.LineTail(files[-1]).read(salvage=True) if files else ():
+            rows[int(row["step"]), rank] = row
+    return rows
+
+
+def distance(one: Path, other: Path) -> float:
+    """Norm of the difference of the weights in the last checkpoints of two run directories over that of the weights."""
+    weights = late.load("last_weights")
+    mine, its = weights(one), weights(other)
+    square = whole = 0.0
+    for name, value in mine.items():
+        value = value.double()
+        square += float((value - its[name].double()).square().sum())
+        whole += float(value.square().sum())
+    return math.sqrt(square / whole) if whole else math.sqrt(square)

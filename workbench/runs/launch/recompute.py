@@ -1,0 +1,356 @@
+"""recompute: did a machine compute the steps of a run right? They are repeated on as many ranks, and compared bit for bit."""
+
+import contextlib
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from workbench.core import run_directory, units
+from workbench.core.checks import whole_number
+from workbench.core.codec import JsonDataclass
+from workbench.core.display import table as display
+from workbench.core.progress import Waiting
+from workbench.runs.compare import differences
+from workbench.runs.entrypoints import spec_entrypoint
+from workbench.runs.launch.experiments import error_of, wait_for
+from workbench.runs.launch.launch import check, check_timeout, label
+from workbench.runs.launch.new_run import LaunchError, NewRun, Surroundings
+from workbench.runs.launch.prove_resume import PARTS, several
+from workbench.runs.launch.resume import checkpoints_of, refuse_code_of_others, take_checkpoints
+from workbench.runs.run import ACTIVE, Run
+from workbench.runs.spec import AUTO, RunSpec
+from workbench.runs.task import with_files_at
+from workbench.runs.training_knobs import UNEVALUATED
+
+VERDICTS: Mapping[str, str] = {
+    "right": "the run and its repetition are the same, bit for bit",
+    "wrong": "two repetitions agree bit for bit, and the run differs from both: this was computed wrongly in the run",
+    "wrong now": "the run and a repetition agree bit for bit, and another repetition differs from both: this machine computes wrongly now",
+    "inputs": "two repetitions agree, and the run had other inputs: samples or their content have changed; no machine is to blame for that",
+    "elsewhere": "two repetitions agree, and the run differs from both, but it ran under other conditions, which may be the reason",
+    "not repeatable": "the run and two repetitions all differ, so nothing can be said of a machine: try deterministic=True",
+}
+"""Verdict → what it means."""
+INPUTS = ("samples", "batch", "random")
+"""Parts of a step that no arithmetic makes."""
+CONDITIONS = ("variables", "environment", "versions", "git", "code", "data")
+"""Sections of what a run recorded in which a repetition has to agree with it before a machine is blamed."""
+_NOT_CONDITIONS = ("started", "branch")
+_WHERE = {
+    "weights": "the weights before the step: the update of the step before it, or memory",
+    "buffers": "the buffers before the step: the step before it, or memory",
+    "optimizer": "the optimizer's state before the step: the update of the step before it, or memory",
+    "loss": "the loss: the forward, or memory",
+    "own gradients": "the gradients of its own samples: the backward",
+}
+Record = Mapping[tuple[int, int], Mapping[str, str]]
+"""(step, rank) → part of PARTS → what was recorded of it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault(JsonDataclass):
+    """Where a computation differs first from two that agree."""
+
+    step: int
+    """The step, from 1; one more than the last where only what the training ends with differs."""
+    part: str
+    """A key of `PARTS`."""
+    ranks: tuple[int, ...]
+    """The ranks that differ in it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recomputation(JsonDataclass, display.Shown):
+    """Steps of a run, repeated, and whether they were computed right."""
+
+    run: str
+    """Its directory."""
+    since: int
+    """Steps of the checkpoint from which they were repeated; 0 = from the start."""
+    until: int
+    """The last step that was repeated."""
+    ranks: int
+    """Ranks of the run."""
+    digests: bool
+    """Has the run a digest of all parts of each step (`step_digests=True`)? If not, losses alone are compared."""
+    verdict: str
+    """A key of `VERDICTS`."""
+    own_gradients: bool
+    """Do the digests have each rank's gradients before they are reduced?"""
+    fault: Fault | None
+    """Where the run, or with "wrong now" a repetition, differs first; None = nowhere."""
+    conditions: tuple[str, ...]
+    """What was different when the run ran."""
+    repetitions: tuple[str, ...]
+    """Run directories of the repetitions."""
+
+    @property
+    def right(self) -> bool | None:
+        """Was all computed right? None = nobody can tell."""
+        return {"right": True, "wrong": False, "wrong now": False}.get(self.verdict)
+
+    @property
+    def blamed(self) -> tuple[int, ...]:
+        """Ranks that computed wrongly, where the record tells: a loss or a reduced gradient may show what another rank has done."""
+        if self.fault is None or self.right is not False:
+            return ()
+        return self.fault.ranks if self.ranks == 1 or (self.digests and self.fault.part != "gradients") else ()
+
+    @property
+    def explanation(self) -> str:
+        """The verdict in words, with step, rank and part, and what to do."""
+        compared = "all parts of each step" if self.digests else "the losses"
+        text = f"Steps {self.since + 1} to {self.until} on {several(self.ranks, 'rank')}, {compared}: {VERDICTS[self.verdict]}"
+        if (fault := self.fault) is None:
+            return text + "."
+        at = "at the end" if fault.step > self.until else f"in step {fault.step}"
+        listed = f"rank{'s' * (len(fault.ranks) > 1)} {', '.join(map(str, fault.ranks))}"
+        if not self.digests:
+            text += f". It shows first {at}, in the loss of {listed}: something was wrong in that step, or in one before"
+            text += "; which rank computed it, step_digests=True would say" * (self.ranks > 1)
+        elif fault.part != "gradients":
+            text += f". It differs first {at}, on {listed}, in {_WHERE.get(fault.part, PARTS[fault.part])}"
+        elif self.own_gradients:
+            text += f". It differs first {at}, in the reduced gradients of {listed}, though each rank's own are the same: the reduction"
+        else:
+            text += f". It differs first {at}, in the gradients that {listed} holds: the backward of some rank, or the reduction"
+        if self.conditions:
+            text += f". Other conditions: {'; '.join(self.conditions)}"
+        if self.verdict == "wrong" and not self.digests:
+            text += ". It was not recorded what its batches held: that the data are still the same is taken for granted"
+        if self.verdict in ("wrong", "wrong now"):
+            text += ". Test that machine's memory and processors, or train on another"
+        return text + "."
+
+    @property
+    def table(self) -> display.Table:
+        """What was compared with what, and the verdict."""
+        fault, rows = self.fault, []
+        for number, path in enumerate(self.repetitions, 1):
+            rows.append([f"repetition {number}", Path(path).name])
+        first = f"step {fault.step}, {fault.part}, ranks {', '.join(map(str, fault.ranks))}" if fault else "nowhere"
+        rows.append(["first difference", first])
+        return display.Table(columns=("", Path(self.run).name), rows=rows, title="Repeated on the same ranks", note=self.explanation)
+
+    def __repr__(self) -> str:
+        return f"Recomputation(verdict={self.verdict!r}, fault={self.fault!r})"
+
+
+def recompute(
+    run: Run | str | os.PathLike[str],
+    *,
+    since: int | None = None,
+    until: int | None = None,
+    timeout: float | None = 600.0,
+    runs_dir: str | os.PathLike[str] | None = None,
+) -> Recomputation:
+    """Find out whether steps of a run were computed right: repeat them from a checkpoint on as many ranks, and compare bit for bit.
+
+    Where the run and its repetition differ, a second repetition decides which of the three is the odd one. A machine is blamed only where
+    the other two agree bit for bit, under the same conditions (versions, devices, switches, code, data) and with the same inputs: a
+    training that is not repeatable is said to be that.
+
+    With `step_digests=True` a run writes a digest of all parts of each step, on each rank, and the rank and the part that was wrong are
+    named. Without, the losses of rank 0 are compared, and those of each rank in the last 16 steps: they show that something was wrong, and
+    since when at the latest, and of several ranks not which.
+
+    Args:
+        run: of a RunSpec, ended, or its directory. Its task's code runs here.
+        since: steps of the checkpoint from which to repeat, or 0 = from the start; None = the last that has steps after it, or the start.
+        until: the last step to repeat; None = the last of the run.
+        timeout: seconds that each repetition may take; None = any.
+        runs_dir: where the repetitions go; None = `runs` in the current folder.
+
+    Raises:
+        ValueError: it is the run of a script, still runs, or has no such checkpoint or step.
+        LaunchError: it cannot be repeated here, or its code is somebody else's.
+        RunError: a repetition failed.
+        TimeoutError: a repetition took too long; it was stopped.
+    """
+    check_timeout(timeout)
+    run = run if isinstance(run, Run) else Run.load(run)
+    spec = _repeatable(run)
+    digests = bool(_digest_files(run.path))
+    recorded = record(run.path, spec.world_size, digests)
+    begin, end = _span(run, since, until, sorted({step for (step, _), parts in recorded.items() if "loss" in parts}))
+    check(spec)
+    with Waiting("recompute", None, begin=f"steps {begin + 1} to {end} of {run.path.name}, on as many ranks") as line:
+
+        def again(number: int) -> tuple[Run, Record]:
+            repeated = wait_for(
+                started := _start(run, spec, begin, end, timeout, runs_dir),
+                tick=lambda: line.say(f"repetition {number}: step {started.progress[0]} of {end}"),
+                check=False,
+            )
+            if repeated.state == "timeout":
+                raise TimeoutError(f"{repeated!r} took longer than {units.seconds(timeout)}, and was stopped")
+            if error := error_of(repeated):
+                raise error
+            parts = record(repeated.path, spec.world_size, digests)
+            if begin and min(record(repeated.path, spec.world_size, True))[0] != begin + 1:
+                raise LaunchError(f"{repeated!r} did not go on from step {begin}: that checkpoint of {run!r} cannot be read")
+            return repeated, within(parts, begin, end)
+
+        own = within(recorded, begin, end)
+        repetitions, (first, one) = [], again(1)
+        conditions = [
+            f"{name}: {before} in the run, {now} here"
+            for section, name, (before, now) in differences([run, first])
+            if section in CONDITIONS
+            and name not in _NOT_CONDITIONS
+            and not (section == "git" and None in (before, now))
+            and not (begin and name == "first samples")  # those of the step with which it begins
+        ]
+        repetitions.append(first.path)
+        verdict, fault = "right", None
+        if first_fault(own, one):
+            second, other = again(2)
+            repetitions.append(second.path)
+            verdict, fault = judge(own, one, other, conditions)
+    return Recomputation(
+        run=str(run.path), since=begin, until=end, ranks=spec.world_size, digests=digests, verdict=verdict, fault=fault,
+        own_gradients=any("own gradients" in parts for parts in own.values()), repetitions=tuple(map(str, repetitions)),
+        conditions=tuple(conditions) if verdict == "elsewhere" else (),
+    )  # fmt: skip
+
+
+def _repeatable(run: Run) -> RunSpec:
+    """The spec of a run whose steps can be repeated here, without what its steps do not depend on."""
+    spec, info = run.spec, run_directory.read_json(run.path / run_directory.RUN_JSON)
+    if not isinstance(spec, RunSpec):
+        raise ValueError(f"recompute({run!r}): only the run of a task can be repeated, and this is one of a script")
+    if run.state in ACTIVE:
+        raise ValueError(f"recompute({run!r}): it still runs, and its machine is busy with it: run.stop() first, and resume it afterwards")
+    if info.get("experiment") or info["launch_dir"] != ".":
+        raise ValueError(f"recompute({run!r}): only a training that was launched by itself can be repeated")
+    if spec.nnodes > 1 or spec.micro_batch == AUTO or info.get("layout"):
+        why = (
+            'micro_batch="auto"' if spec.micro_batch == AUTO else f"nnodes={spec.nnodes}" if spec.nnodes > 1 else "it lost ranks on its way"
+        )
+        raise ValueError(
+            f"recompute({run!r}): {why}: its steps cannot be taken again on as many ranks of this machine with the same batches"
+        )
+    refuse_code_of_others(run)
+    folder = _folder(run)
+    if not folder.is_dir():
+        raise ValueError(f"recompute({run!r}): it was launched in {folder}, which is gone: its task was found from there. Put it back")
+    at: RunSpec = with_files_at(spec, lambda file: str(folder / file))
+    return at.replace(profile=None, **UNEVALUATED)
+
+
+def _folder(run: Run) -> Path:
+    return Path(run_directory.read_json(run.path / run_directory.RUN_JSON).get("cwd") or Path.cwd()).absolute()
+
+
+def _span(run: Run, since: int | None, until: int | None, steps: Sequence[int]) -> tuple[int, int]:
+    """The step after which a repetition begins, and its last one."""
+    if not steps:
+        raise ValueError(f"recompute({run!r}): it has recorded no step")
+    kept = [step for step in (int(path.stem.removeprefix("step")) for path in checkpoints_of(run.path)) if step < steps[-1]]
+    begin = (kept[-1] if kept else 0) if since is None else since
+    end = steps[-1] if until is None else until
+    whole_number("since", begin, least=0, error=ValueError)
+    whole_number("until", end, least=begin + 1, most=steps[-1], error=ValueError)
+    if begin and begin not in kept:
+        raise ValueError(
+            f"recompute({run!r}, since={begin}): it has no such checkpoint; kept are {', '.join(map(str, kept)) or 'none'}, and 0"
+        )
+    if begin + 1 < steps[0]:
+        raise ValueError(
+            f"recompute({run!r}): its first step is {steps[0]}, since it went on from another run: give since= a checkpoint of its own"
+            + (f" ({', '.join(map(str, kept))})" if kept else "")
+        )
+    return begin, end
+
+
+def _start(run: Run, spec: RunSpec, begin: int, end: int, timeout: float | None, runs_dir: str | os.PathLike[str] | None) -> Run:
+    """Start a repetition, which ends after a step and writes digests."""
+    new = NewRun(runs_dir, f"{label(spec)}-again", Surroundings(folder=_folder(run)))
+    prepare(new, run, begin, end)
+    return new.start(spec, spec_entrypoint(spec, new.path), timeout)
+
+
+def prepare(new: NewRun, run: Run, begin: int, end: int) -> None:
+    """Have a new run begin with a checkpoint of another, end after a step, and write digests."""
+    prints = new.path / run_directory.FINGERPRINTS
+    prints.mkdir()
+    run_directory.write_json(prints / run_directory.KILL, {"last": end})
+    if begin:
+        take_checkpoints(run, new, begin)
+
+
+def judge(recorded: Record, first: Record, second: Record, conditions: Sequence[str]) -> tuple[str, Fault | None]:
+    """Which of three computations of the same steps is the odd one: a key of `VERDICTS`, and where it differs first.
+
+    Args:
+        recorded: of the run.
+        first: of a repetition, which differs from it.
+        second: of another one.
+        conditions: in which the run and its repetitions differ.
+    """
+    fault = first_fault(recorded, first)
+    if not (apart := first_fault(first, second)):
+        if fault and fault.part in INPUTS:
+            return "inputs", fault
+        return ("elsewhere" if conditions else "wrong"), fault
+    if first_fault(recorded, second) is None:
+        return "wrong now", apart
+    return "not repeatable", fault
+
+
+def first_fault(one: Record, other: Record) -> Fault | None:
+    """Where two records differ first, by step and by the order of PARTS, in what both have; None = nowhere."""
+    order = list(PARTS)
+    found: dict[tuple[int, int], list[int]] = {}
+    for (step, rank), parts in one.items():
+        beside = other.get((step, rank), {})
+        for place, part in enumerate(order):
+            if part in parts and part in beside and parts[part] != beside[part]:
+                found.setdefault((step, place), []).append(rank)
+    if not found:
+        return None
+    step, place = min(found)
+    return Fault(step=step, part=order[place], ranks=tuple(sorted(found[step, place])))
+
+
+def within(recorded: Record, begin: int, end: int) -> Record:
+    """What is recorded of the steps after `begin` up to `end`, and, where digests have it, of the states right after them."""
+    states = ("weights", "buffers", "optimizer", "schedule", "scaler", "ema")
+    kept = {}
+    for (step, rank), parts in recorded.items():
+        if begin < step <= end:
+            kept[step, rank] = parts
+        elif step == end + 1 and (after := {part: value for part, value in parts.items() if part in states}):
+            kept[step, rank] = after
+    return kept
+
+
+def record(path: Path, ranks: int, digests: bool) -> Record:
+    """What a run directory has of each step and rank: digests of all parts, or losses.
+
+    Losses are of rank 0, from its metrics, and of each rank's last steps, from its ring. Where a run went on from a checkpoint, a step
+    counts as it was taken last.
+    """
+    rows: dict[tuple[int, int], dict[str, str]] = {}
+    for file in _digest_files(path) if digests else ():
+        rank = int(file.name.removeprefix("rank").partition("-")[0])
+        for row in run_directory.LineTail(file).read(salvage=True):
+            rows[int(row["step"]), rank] = dict(row["parts"])
+    if digests:
+        return rows
+    for row in run_directory.LineTail(path / run_directory.METRICS).read(salvage=True):
+        if "loss" in row and "lr" in row:
+            rows[int(row["step"]), 0] = {"loss": repr(float(row["loss"]))}
+    for rank in range(ranks):
+        with contextlib.suppress(run_directory.DamagedRunError, LookupError, TypeError, ValueError):  # the ring helps where it is whole
+            for row in run_directory.read_json(path / run_directory.ring_file(rank))["steps"]:
+                if "loss" in row:
+                    rows[int(row["step"]), rank] = {"loss": repr(float(row["loss"]))}
+    return rows
+
+
+def _digest_files(path: Path) -> list[Path]:
+    """The files with the digests of a run's steps, those of later attempts last."""
+    files = (path / run_directory.FINGERPRINTS).glob("rank*-*.jsonl")
+    return sorted(files, key=lambda file: int(file.stem.rpartition("-")[2]))
