@@ -52,9 +52,11 @@ class Fingerprints:
         self._killed_in = planned.get("step") if planned.get("rank") == rank else None
         self._own: dict[str, Any] = {}
         reduced = isinstance(trainer.model, DistributedDataParallel)
-        for name, weight in trainer.module.named_parameters() if reduced else ():
-            if weight.requires_grad:  # called before DDP has the gradient
-                weight.register_hook(functools.partial(self._own_gradient, name))  # type: ignore[no-untyped-call]
+        self._hooks: list[Any] = [
+            weight.register_hook(functools.partial(self._own_gradient, name))  # type: ignore[no-untyped-call]
+            for name, weight in (trainer.module.named_parameters() if reduced else ())
+            if weight.requires_grad  # called before DDP has the gradient
+        ]
 
     def batch(self, batch: Any) -> None:
         """Called with each micro-batch, before it is used."""
@@ -89,7 +91,9 @@ class Fingerprints:
         self._write()
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the file, and leave the weights alone: their hooks hold the trainer, and so the workers of its loader."""
+        for hook in self._hooks:
+            hook.remove()
         self._writer.close()
 
     def _states(self) -> dict[str, str]:
