@@ -44,6 +44,7 @@ BENCHMARKS = {
     "culprits": Benchmark(),
     "what_changed": Benchmark(),
     "hangs": Benchmark(),
+    "pipeline_time": Benchmark(),
     "planted_numerics": Benchmark(),
     "random_kills": Benchmark(),
     "checkpoints": Benchmark(),
