@@ -390,7 +390,7 @@ def main() -> None:
     ran, out = rooms()
     print(f"memory over the prediction: {len(ran)} ran, with {ran[0]:.2f} or more; {len(out)} did not, with {out[-3]:.2f} or less, but for")
     print(f"{out[-2]:.2f} and {out[-1]:.2f}; a normal law: " + " … ".join(f"{share:.2f}" for share in implied_held()))
-    print("another source, its fastest layouts (nothing is fitted to these rows):")
+    print("another source, its fastest layouts (only the low share of links and its latency were chosen with these rows in view):")
     for one, said, held in other_source():
         layout = f"tp {one.tensor} × pp {one.pipeline}, {one.micro_batch} at once"
         where = "inside" if one.seconds in said else "OUTSIDE"
