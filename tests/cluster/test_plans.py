@@ -544,7 +544,7 @@ def test_every_part_of_a_step_lies_between_what_slow_and_fast_hardware_make_of_i
             layout,
             GPT,
             HardwareRates.of(
-                A100, PEAK, getattr(EFFICIENCY, efficiency), getattr(LINKS, links), later=(LINKS.mid / getattr(LINKS, links),) * 2
+                A100, PEAK, getattr(EFFICIENCY, efficiency), getattr(LINKS, links), latency_factors=(LINKS.mid / getattr(LINKS, links),) * 2
             ),
         )
         for efficiency in ("low", "high")

@@ -37,11 +37,11 @@ figures for what published steps on A100 imply, bubbles and communication taken 
 Hagemann et al. 2023 (arXiv 2311.05610) and 8 in Korthikanti et al. 2022 (2205.05198); `benchmarks/reality_layouts.py` prints them. Eager
 FSDP2 on H100 comes to 0.36 of the peak, communication and all (torchtitan's tables). Small models and short sequences reach less."""
 LINKS = Interval(low=0.5, mid=0.8, high=0.95)
-"""Share of a datasheet's bandwidth that collectives reach; a message that is slower begins later in proportion. 0.8: protocol overhead of
-about 20 % on NVLink, 370 of 450 GB/s, as a maintainer of NCCL says (github.com/NVIDIA/nccl-tests, issue 212). 0.95: InfiniBand at its best,
-96 of 100 GB/s (issue 119 there). 0.5: for messages of some ten MiB, of which a published sweep on 8 B200 reaches 0.4 to 0.6 with latency
-and all. With 0.6, and latencies without a range, 18 of 25 published steps of another source lie in their range instead of 21
-(`benchmarks/reality_layouts.py`)."""
+"""Share of a datasheet's bandwidth that collectives reach; with another than the middle, the latency is divided by the same ratio (the
+share over the middle). 0.8: protocol overhead of about 20 % on NVLink, 370 of 450 GB/s, as a maintainer of NCCL says
+(github.com/NVIDIA/nccl-tests, issue 212). 0.95: InfiniBand at its best, 96 of 100 GB/s (issue 119 there). 0.5: for messages of some ten
+MiB, of which a published sweep on 8 B200 reaches 0.4 to 0.6 with latency and all. With 0.6, and latencies without a range, 18 of 25
+published steps of another source lie in their range instead of 21 (`benchmarks/reality_layouts.py`)."""
 MEASURED_LINKS = Interval(low=0.9, mid=1.0, high=1.05)
 """The same of links that were measured, at least: they repeat within a few percent, and fall a little with more nodes. Where a link has an
 interval of its own that is wider, it counts."""

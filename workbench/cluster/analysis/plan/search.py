@@ -112,8 +112,8 @@ class PlanSearch:
     def _rates(self, efficiency: str, links: str) -> HardwareRates:
         intra, inter = (getattr(share, links) for share in self.links)
         host = HOST.mid if self.efficiency_given else getattr(HOST, {"low": "high", "high": "low"}.get(efficiency, "mid"))
-        later = self.links[0].mid / intra, self.links[1].mid / inter
-        return HardwareRates.of(self.cluster, self.peak, getattr(self.efficiency, efficiency), (intra, inter), host, later)
+        latency_factors = self.links[0].mid / intra, self.links[1].mid / inter
+        return HardwareRates.of(self.cluster, self.peak, getattr(self.efficiency, efficiency), (intra, inter), host, latency_factors)
 
     def corners(self, layouts: Layouts) -> list[Seconds]:
         """Seconds of a step at all ends of both ranges: fast kernels with slow links, for instance, expose the most communication."""

@@ -58,7 +58,7 @@ class HardwareRates:
         efficiency: float,
         links: float | tuple[float, float],
         host: float = 0.0,
-        later: tuple[float, float] = (1.0, 1.0),
+        latency_factors: tuple[float, float] = (1.0, 1.0),
     ) -> "HardwareRates":
         """A cluster's rates at shares of its peaks.
 
@@ -68,11 +68,11 @@ class HardwareRates:
             efficiency: share of it.
             links: share of their bandwidth, one for all, or (inside nodes, between them).
             host: seconds in which the host launches an operator.
-            later: times the latency of the links, inside nodes and between them.
+            latency_factors: factor by which the links' latency is multiplied, inside nodes and between them.
         """
         shares = links if isinstance(links, tuple) else (links, links)
-        pairs = zip((cluster.intra, cluster.inter), shares, later, strict=True)
-        intra, inter = (Link(latency=link.latency * times, bandwidth=link.bandwidth * share) for link, share, times in pairs)
+        pairs = zip((cluster.intra, cluster.inter), shares, latency_factors, strict=True)
+        intra, inter = (Link(latency=link.latency * factor, bandwidth=link.bandwidth * share) for link, share, factor in pairs)
         return cls(flops_per_sec=peak * efficiency, memory=cluster.device.bandwidth, intra=intra, inter=inter, host=host)
 
 
