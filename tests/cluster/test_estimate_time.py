@@ -228,7 +228,15 @@ def test_a_trace_sets_a_level_for_each_kind() -> None:
 def test_of_several_ranks_the_one_that_computes_longest_sets_the_level() -> None:
     bare = step()
     fast, slow = (traced(2.0, products=factor * 0.5, memory=factor * 0.2) for factor in (1.0, 1.6))
-    assert bare.calibrate({0: fast, 1: slow}) == bare.calibrate(slow) != bare.calibrate(fast)
+    for several in ({0: fast, 1: slow}, [slow, fast], (fast, slow)):
+        assert bare.calibrate(several) == bare.calibrate(slow) != bare.calibrate(fast)
+    for wrong, words in (
+        ({0: fast, 3: 1.5}, r"measured=\{3: 1.5\} is no Trace: of several ranks, give the trace of each"),
+        ([fast, "slow"], r"measured=\{1: 'slow'\} is no Trace"),
+        ({}, "measured= has no traces"),
+    ):
+        with pytest.raises(EstimateTimeError, match=words):
+            bare.calibrate(wrong)
 
 
 @pytest.mark.usefixtures("_rows_of_made_traces")

@@ -42,7 +42,8 @@ def estimate_time(
         batch: likewise.
         device: a name such as "H100", or a Device; "cpu" with `measured` or a calibration alone.
         cluster: nodes and links, a name or a Cluster, where several ranks take part.
-        measured: seconds of a step of this very program on this device, or a Run or a Trace of it, or traces of its ranks: sets the level.
+        measured: seconds of a step of this very program on this device, or a Run or a Trace of it, or the traces of its ranks (a
+            TraceSet, another mapping from rank to Trace, or a list): sets the level.
         calibration: `.calibration` of such an estimate, of a similar program on the same device.
         options: as `estimate_memory` takes them: loss, optimizer, sequence, image, and knobs such as precision="amp_bf16".
 

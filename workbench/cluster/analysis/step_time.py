@@ -258,12 +258,13 @@ class StepTime(display.Shown, JsonDataclass):
         A trace that tells its operators apart sets a level for each kind of them, anything else one for all.
 
         Args:
-            measured: seconds of an optimizer step of this very program on this device; or a Run, or a Trace, of it; or traces of several
-                ranks, of which the one counts whose operators take longest, for whom the others wait.
+            measured: seconds of an optimizer step of this very program on this device; or a Run, or a Trace, of it; or the traces of
+                several ranks: a TraceSet, another mapping from rank to Trace, or a list of traces. Of these, the one counts whose
+                operators take longest, for whom the others wait.
 
         Raises:
-            EstimateTimeError: not a number above 0, so short that the FLOPs would exceed the device's peak, or the run of a compiled
-                step where this one is eager, or the other way round.
+            EstimateTimeError: not a number above 0, something else among traces, so short that the FLOPs would exceed the device's peak,
+                or the run of a compiled step where this one is eager, or the other way round.
         """
         measured = _slowest(measured)
         seconds = measured_seconds(measured)
@@ -412,10 +413,23 @@ def measured_seconds(measured: Any) -> float:
 
 
 def _slowest(measured: Any) -> Any:
-    """Of traces by rank, that of the rank whose operators take longest; anything else as it is."""
-    if isinstance(measured, Mapping) and measured and all(hasattr(trace, "windows") for trace in measured.values()):
-        return max(measured.values(), key=lambda trace: sum(measured_kinds(trace).values()))
-    return measured
+    """Of the traces of several ranks, that of the rank whose operators take longest; anything else as it is.
+
+    Raises:
+        EstimateTimeError: there is none, or something else among them.
+    """
+    if not isinstance(measured, Mapping | list | tuple):
+        return measured
+    traces = dict(measured) if isinstance(measured, Mapping) else dict(enumerate(measured))
+    if not traces:
+        raise EstimateTimeError("measured= has no traces: give the trace of at least one rank, or seconds of a step")
+    for rank, trace in traces.items():
+        if not hasattr(trace, "windows"):
+            raise EstimateTimeError(
+                f"measured={{{rank!r}: {trace!r:.80}}} is no Trace: of several ranks, give the trace of each, as wb.trace or "
+                "wb.TraceSet.load returns them, {rank: trace}, or a list of traces; seconds and runs are given alone"
+            )
+    return max(traces.values(), key=lambda trace: sum(measured_kinds(trace).values()))
 
 
 def measured_kinds(measured: Any) -> dict[str, float]:
