@@ -156,10 +156,13 @@ def test_doctor_of_a_loader(capsys: pytest.CaptureFixture[str], monkeypatch: pyt
     assert "NVIDIA GPUs" in out
     assert "call loader.sampler.set_epoch(epoch)" in out
     assert main(["doctor", f"{file}:task", "--set", "micro_batch=4", "nproc_per_node=2", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    said = capsys.readouterr()
+    found = json.loads(said.out)
     assert found["loader"]["target"] == "DataLoader of Tensor, batch_size=4, num_workers=0"
     assert found["checks"]
-    for words, said in (
+    assert f"workbench: looking at the loader of {file}:task" in said.err
+    for words, why in (
+        ([f"{file}:task", "--set", "micro_batch=auto"], "give a number, such as --set micro_batch=16"),
         ([f"{file}:neither"], "neither returned a Tensor; expected a wb.Task, or a torch.utils.data.DataLoader"),
         ([f"{file}:loader", "--set", "num_workers=2"], "returns a DataLoader, which has its own knobs (num_workers are given)"),
         ([f"{file}:task", "--set", "micro_batch=64"], "the dataset has 9: try micro_batch=9"),
@@ -167,7 +170,7 @@ def test_doctor_of_a_loader(capsys: pytest.CaptureFixture[str], monkeypatch: pyt
         ([str(file)], "but a file. Name the function in it"),
     ):
         assert main(["doctor", *words]) == 2
-        assert said in capsys.readouterr().err
+        assert why in capsys.readouterr().err
 
 
 def test_a_diagnosis_as_json_is_its_brief(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

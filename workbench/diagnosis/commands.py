@@ -40,6 +40,7 @@ def doctor(given: argparse.Namespace, knobs: Mapping[str, Any]) -> int:
         from workbench.data.loader_doctor import doctor as examine_loader
         from workbench.train.loader import named_loader
 
+        print(f"workbench: looking at the loader of {given.target}, some seconds …", file=sys.stderr, flush=True)
         loaders = [examine_loader(named_loader(given.target, knobs))]
     if sys.stderr.isatty():
         print("workbench: looking at this machine, a few seconds …", file=sys.stderr)

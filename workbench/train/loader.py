@@ -79,7 +79,7 @@ def named_loader(name: str, knobs: Mapping[str, Any]) -> "DataLoader[Any]":
 
     Raises:
         TaskError: there is no such function, or it returns neither.
-        SpecError: the knobs do not fit.
+        SpecError: the knobs do not fit, or micro_batch="auto", which only the device can choose.
     """
     made = built(name)
     if isinstance(made, DataLoader):
@@ -90,7 +90,7 @@ def named_loader(name: str, knobs: Mapping[str, Any]) -> "DataLoader[Any]":
         raise TaskError(f"{name} returned a {type(made).__name__}; expected a wb.Task, or a torch.utils.data.DataLoader")
     spec = RunSpec(task=name).replace(**knobs)
     if spec.micro_batch == AUTO:
-        spec = spec.replace(micro_batch=1)
+        raise SpecError('micro_batch="auto" is chosen on the device when a run starts: give a number, such as --set micro_batch=16')
     ranks = Ranks(rank=0, world_size=spec.data_ranks, device=choose_device(spec, 0, 1), store=HashStore())
     return build_loader(made, spec, ranks, spec.seed)
 
