@@ -55,8 +55,8 @@ def why_not_linear(
     """Why N ranks give less than N times one, by experiment: parts of the gap that add up, each with its remedy and predicted gain.
 
     A spec is measured in one launch of its ranks, whose arms take turns: one rank alone while the others rest, all at once without
-    reducing gradients (strangers), all with it, each with batches from the loader and with batches that are there already; one rank with
-    the batch of all; the start of a pass over the loader. `prove()` runs a remedy beside the spec as it is.
+    reducing gradients, as independent processes ("strangers"), all with it, each with batches from the loader and with batches that are
+    there already; one rank with the batch of all; the start of a pass over the loader. `prove()` runs a remedy beside the spec as it is.
 
     A script is launched as it is: alone, as strangers (as many launches of one process at a time), and with its ranks, and its steps are
     watched. Its reduction is what its ranks take longer than the slowest stranger.

@@ -156,7 +156,7 @@ class _Arms:
         """
         stop = False
         try:
-            progress(f"round {rounds + 1}: one rank alone, strangers, all", self.known() if rounds else "")
+            progress(f"round {rounds + 1}: one rank alone, independent processes, all together", self.known() if rounds else "")
         except KeyboardInterrupt:
             stop = True
         stop = any(self.peers.gather(stop))
