@@ -5,18 +5,19 @@ import os
 import sys
 import types
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, get_worker_info
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler, get_worker_info
 from torch.utils.data.distributed import DistributedSampler
 
 import workbench as wb
 from tests.forked import Forks
-from workbench.data import loader_doctor
+from workbench.data import loader_doctor, rank_batches
 from workbench.data.analysis.loader_report import CHECKS, LoaderReport
 
 
@@ -79,9 +80,7 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Subset
 import workbench as wb
-from workbench.data import loader_doctor
-
-loader_doctor.PATIENCE = 300.0
+from workbench.data import rank_batches
 
 def trained(batches):
     steps = 0
@@ -95,6 +94,11 @@ rank, data = dist.get_rank(), torch.arange(9.0).reshape(9, 1)
 model = DistributedDataParallel(torch.nn.Linear(1, 1))
 sampler = wb.data.ResumableSampler(data)
 sound, plain = DataLoader(data, sampler=sampler), DataLoader(Subset(data, range(rank, 9, 2)))
+if rank == 0:  # asks alone, and gives up
+    rank_batches.PATIENCE = 0.0
+    wb.data.doctor(plain, run=False)
+rank_batches.PATIENCE = 300.0
+dist.barrier()
 found = {"even": [trained(sampler.batches(sound)) for epoch in range(2)]}
 found |= {name: wb.data.doctor(loader, run=False)["equal ranks"].to_json() for name, loader in (("sound", sound), ("plain", plain))}
 with Join([model]):
@@ -114,7 +118,8 @@ def test_a_sound_loader_has_no_fault_and_the_report_travels() -> None:
     assert report.ok
     assert not report.faults
     assert [each.check for each in report.findings] == list(CHECKS)
-    assert "nothing found in 14 checks" in str(report)
+    assert "nothing found in 13 checks" in str(report)
+    assert report["equal ranks"].figure == "nothing in the loader says which rank it is for: call doctor on all ranks"
     assert LoaderReport.from_json(json.loads(json.dumps(report.to_json()))) == report
     assert "<table>" in report._repr_html_()
     assert len(report.to_frame()) == len(CHECKS)
@@ -178,13 +183,59 @@ def test_samplers_that_repeat_samples_or_orders_are_found() -> None:
 
 def test_ranks_that_would_wait_for_a_batch_are_found_from_one_of_them() -> None:
     found = wb.data.doctor(DataLoader(Rows(), sampler=Strided(1, 2)), run=False)["equal ranks"]
-    assert (found.severity, found.proved) == ("breaks", True)
-    assert "rank 1 of 2 gets 4 batches and rank 0 5: with DDP, rank 0 waits for it without an end" in found.figure
+    assert (found.severity, found.proved) == ("breaks", False)  # only its len() was read
+    assert "rank 1 of 2 gets 4 batches and rank 0 5 (by the len() of Strided): with DDP, rank 0 waits for it without an end" in found.figure
     assert "ResumableSampler" in found.fix
-    for sampler, size in ((Strided(1, 2), 5), (Strided(0, 3), 2), (DistributedSampler[Any](Rows(), 5, 0), 8)):  # 1 and 1, 2 each, 2 each
-        assert wb.data.doctor(DataLoader(Rows(), size, sampler=sampler), run=False)["equal ranks"].severity == "fine"
-    assert wb.data.doctor(DataLoader(Rows(), 4, sampler=Strided(1, 2), drop_last=True), run=False)["equal ranks"].severity == "fine"
+    for sampler, knobs, said in (
+        (Strided(1, 2), {"batch_size": 5}, "2 ranks have 1 batches each (by the len() of Strided)"),
+        (Strided(1, 2), {"batch_size": 4, "drop_last": True}, "2 ranks have 1 batches each (by the len() of Strided)"),
+        (DistributedSampler[Any](Rows(), 5, 0), {"batch_size": 8}, "5 ranks have 2 batches each"),
+        (wb.data.ResumableSampler(64, rank=0, world_size=1), {}, "its sampler is for one rank"),
+    ):
+        fine = wb.data.doctor(DataLoader(Rows(), sampler=sampler, **knobs), run=False)["equal ranks"]
+        assert (fine.severity, fine.figure) == ("fine", said)
     assert wb.data.doctor(DataLoader(Rows(), 5, sampler=Strided(1, 2), drop_last=True), run=False)["equal ranks"].severity == "breaks"
+
+
+def test_batch_samplers_and_unbatched_loaders_are_looked_through() -> None:
+    for loader in (
+        DataLoader(Rows(), batch_sampler=BatchSampler(Strided(1, 2), 1, drop_last=False)),
+        DataLoader(Rows(), batch_size=None, sampler=Strided(1, 2)),
+    ):
+        found = wb.data.doctor(loader, run=False)["equal ranks"]
+        assert found.severity == "breaks"
+        assert "rank 1 of 2 gets 4 batches and rank 0 5" in found.figure
+    even = DataLoader(Rows(), batch_sampler=BatchSampler(DistributedSampler[Any](Rows(), 2, 0), 5, drop_last=True))
+    assert wb.data.doctor(even, run=False)["equal ranks"].figure == "2 ranks have 6 batches each"
+
+
+def test_what_the_loader_does_not_say_of_ranks_is_not_judged() -> None:
+    class Indices(Strided):
+        def __init__(self, rank: int, num_replicas: int) -> None:
+            super().__init__(rank, num_replicas)
+            self.indices = list(super().__iter__())
+
+        def __len__(self) -> int:
+            return len(self.indices)
+
+    for loader, said in (
+        (DataLoader(Stream(parts=True)), "nothing says which part of the stream a rank gets: call doctor on all ranks"),
+        (
+            DataLoader(Rows(), sampler=Indices(1, 2)),
+            "2 ranks have 4 batches each by the len() of Indices, which may not follow the rank: call doctor on all ranks",
+        ),
+    ):
+        found = wb.data.doctor(loader, run=False)["equal ranks"]
+        assert (found.severity, found.figure) == ("not judged", said)
+
+
+def test_a_rank_that_asked_alone_is_answered_when_all_ask() -> None:
+    store = torch.distributed.HashStore()
+    assert rank_batches.told_by_all(store, 0, 2, "alone", 0.0) == {0: "alone"}
+    with ThreadPoolExecutor(2) as ranks:
+        for answers in ({0: "a", 1: "b"}, {0: "c", 1: "d"}):
+            told = [ranks.submit(rank_batches.told_by_all, store, rank, 2, answer, 60.0) for rank, answer in answers.items()]
+            assert [each.result() for each in told] == [answers] * 2
 
 
 def test_ranks_finish_uneven_data_or_the_doctor_says_that_they_hang(forks: Forks, tmp_path: Path) -> None:
@@ -200,15 +251,20 @@ def test_ranks_finish_uneven_data_or_the_doctor_says_that_they_hang(forks: Forks
         assert "rank 1 of 2 gets 4 batches and rank 0 5" in rank["plain"]["figure"]
 
 
-def test_a_rank_whose_others_are_not_examined_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loader_doctor, "PATIENCE", 0.0)
-    monkeypatch.setattr(loader_doctor.dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(loader_doctor.dist, "get_world_size", lambda: 2)
-    monkeypatch.setattr(loader_doctor.dist, "get_rank", lambda: 1)
+def test_a_rank_whose_others_are_not_examined_or_ask_about_another_loader_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_batches, "PATIENCE", 0.0)
+    monkeypatch.setattr(rank_batches.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(rank_batches.dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(rank_batches.dist, "get_rank", lambda: 1)
     store = torch.distributed.HashStore()
-    monkeypatch.setattr(loader_doctor.dist.distributed_c10d, "_get_default_store", lambda: store)
+    monkeypatch.setattr(rank_batches.dist.distributed_c10d, "_get_default_store", lambda: store)
     found = wb.data.doctor(DataLoader(Rows(), 8), run=False)["equal ranks"]
     assert (found.severity, found.figure) == ("not judged", "1 of 2 ranks have been asked: call doctor on all of them")
+    store.set(f"{rank_batches.KEY}/0/0", json.dumps(["Rows, batch_size=4, SequentialSampler", 16]))
+    found = wb.data.doctor(DataLoader(Rows(), 8), run=False)["equal ranks"]
+    about = "rank 0 about Rows, batch_size=4, SequentialSampler; rank 1 about Rows, batch_size=8, SequentialSampler"
+    assert found.severity == "not judged"
+    assert f"ranks were asked about different loaders ({about})" in found.figure
 
 
 def test_budgets_of_shared_memory_and_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:

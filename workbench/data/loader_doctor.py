@@ -1,7 +1,6 @@
 """`doctor`: finds what in a data loader will break, give wrong data, or be very slow; tries what can be tried."""
 
 import contextlib
-import copy
 import hashlib
 import io
 import itertools
@@ -19,12 +18,12 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset
 
 from workbench.core import units
 from workbench.core.system_load import usable_cores
 from workbench.data.analysis.loader_report import CHECKS, LoaderFinding, LoaderReport
+from workbench.data.rank_batches import batches_of_ranks
 
 LARGE_PICKLE = 50_000_000
 """Bytes from which on each start of a worker that is not forked is slow: 0.1 s for each copy that is written and read."""
@@ -34,8 +33,6 @@ GROWTH = 8 << 20
 """Bytes of private memory that a worker may gain while it reads the same batches again."""
 BATCHES = 8
 """Batches that are read to try something."""
-PATIENCE = 20.0
-"""Seconds that a rank waits for the others to say how many batches they have; those that are not examined never say it."""
 FUTURE = (3, 14)
 """The version of Python from which on Linux starts workers by a fork server, which are sent everything as a pickle."""
 
@@ -206,19 +203,20 @@ class _Exam:
         return self._said("padding", "fine", f"{repeats} samples repeated, as declared" if repeats else "no sample is repeated")
 
     def equal_ranks(self) -> LoaderFinding:
-        counts, missing = _batches_of_ranks(self.loader)
-        if missing:
-            return self._said("equal ranks", "not judged", missing)
+        counts, how = batches_of_ranks(self.loader)
+        if not counts:
+            return self._said("equal ranks", "not judged", how)
         if len(set(counts.values())) < 2:
-            ranks = f"{len(counts)} ranks have {next(iter(counts.values()))} batches each" if counts else "it is the loader of one process"
-            return self._said("equal ranks", "fine", ranks)
+            each = next(iter(counts.values()))
+            said = f"{len(counts)} ranks have {each} batches each{how}" if len(counts) > 1 else "its sampler is for one rank"
+            return self._said("equal ranks", "fine", said)
         (least, few), (most, many) = (pick(counts.items(), key=lambda pair: pair[1]) for pick in (min, max))
         return self._said(
             "equal ranks", "breaks",
-            f"rank {least} of {len(counts)} gets {few} batches and rank {most} {many}: with DDP, rank {most} waits for it without an end",
+            f"rank {least} of {len(counts)} gets {few} batches and rank {most} {many}{how}: "
+            f"with DDP, rank {most} waits for it without an end",
             "sampler=wb.data.ResumableSampler(dataset) gives all ranks equally many; else end the epoch after the fewest, or train inside "
             "torch.distributed.algorithms.join.Join([model])",
-            proved=True,
         )  # fmt: skip
 
     def set_epoch(self) -> LoaderFinding:
@@ -359,49 +357,6 @@ def _batches(loader: "DataLoader[Any]") -> Iterator[Any]:
             elif shutdown:
                 shutdown()
                 loader._iterator = None
-
-
-_asked = itertools.count()
-"""Each rank's number of times that ranks were compared, by which they know that they speak of the same."""
-
-
-def _batches_of_ranks(loader: "DataLoader[Any]") -> tuple[dict[int, int], str]:
-    """Rank → number of its batches, where there are several; and why that is not known. A rank that does not answer is not waited for."""
-    try:
-        mine = len(loader)
-    except TypeError:  # of a stream without a length
-        mine = -1
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        answers = _told_by_all(mine)
-        if len(answers) < dist.get_world_size():
-            return {}, f"{len(answers)} of {dist.get_world_size()} ranks have been asked: call doctor on all of them"
-        return (answers, "") if min(answers.values()) >= 0 else ({}, "a stream without a length may end sooner on one rank than on another")
-    own = loader.batch_sampler if loader.batch_size is None else loader.sampler
-    size = getattr(own, "num_replicas", getattr(own, "world_size", None))
-    if not isinstance(size, int) or size < 2 or not hasattr(own, "rank"):
-        return {}, ""
-    counts = {}
-    for rank in range(size):
-        other: Any = copy.copy(own)
-        other.rank = rank
-        samples = len(other)
-        whole = loader.batch_size is None or loader.drop_last
-        counts[rank] = samples // (loader.batch_size or 1) if whole else -(-samples // int(loader.batch_size or 1))
-    return counts, ""
-
-
-def _told_by_all(value: int) -> dict[int, int]:
-    """What the ranks of the process group say, by rank; those that say nothing for a while are left out."""
-    store: Any = dist.distributed_c10d._get_default_store()
-    question = f"workbench.data.doctor/{next(_asked)}"
-    store.set(f"{question}/{dist.get_rank()}", str(value))
-    keys = {rank: f"{question}/{rank}" for rank in range(dist.get_world_size())}
-    end, told = time.monotonic() + PATIENCE, dict[int, int]()
-    while True:
-        told |= {rank: int(store.get(key)) for rank, key in keys.items() if rank not in told and store.check([key])}
-        if len(told) == len(keys) or time.monotonic() > end:
-            return told
-        time.sleep(0.01)
 
 
 def _trial(dataset: Any, **knobs: Any) -> "DataLoader[Any]":

@@ -1,0 +1,116 @@
+"""How many batches each rank gets from a loader: by a sampler that knows its rank, or as the ranks tell each other."""
+
+import copy
+import json
+import time
+from typing import Any
+
+import torch.distributed as dist
+from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data.distributed import DistributedSampler
+
+from workbench.data.resumable_sampler import ResumableSampler
+
+PATIENCE = 20.0
+"""Seconds that a rank waits for the others to say how many batches they have; those that are not examined never say it."""
+EQUAL = (DistributedSampler, ResumableSampler)
+"""Samplers that give all ranks equally many samples by design."""
+KEY = "workbench.data.doctor"
+ASK_ALL = "call doctor on all ranks"
+
+
+def batches_of_ranks(loader: "DataLoader[Any]") -> tuple[dict[int, int], str]:
+    """The number of batches of each rank, and how it is known; without any, why it is not.
+
+    In a process group of several ranks, each of them has to call it; those that do not are waited for `PATIENCE` seconds.
+
+    Args:
+        loader: of this rank.
+    """
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        return _as_told(loader, dist.get_rank(), dist.get_world_size())
+    if isinstance(loader.dataset, IterableDataset):
+        return {}, f"nothing says which part of the stream a rank gets: {ASK_ALL}"
+    return _by_sampler(loader)
+
+
+def _by_sampler(loader: "DataLoader[Any]") -> tuple[dict[int, int], str]:
+    """What a sampler that knows its rank would give the others. Batch samplers are looked through."""
+    chain: list[Any] = [loader.sampler if loader.batch_sampler is None else loader.batch_sampler]
+    while (size := _ranks(chain[-1])) is None and hasattr(chain[-1], "sampler") and len(chain) < 5:
+        chain.append(chain[-1].sampler)
+    if size is None:
+        return {}, f"nothing in the loader says which rank it is for: {ASK_ALL}"
+    samples, counts = set(), {}
+    for rank in range(size):
+        own = copy.copy(chain[-1])
+        own.rank = rank
+        samples.add(len(own))
+        for outer in reversed(chain[:-1]):
+            inner, own = own, copy.copy(outer)
+            own.sampler = inner
+        counts[rank] = len(own)
+    kind = type(chain[-1]).__name__
+    if size > 1 and len(samples) == 1 and not isinstance(chain[-1], EQUAL):
+        return {}, f"{size} ranks have {counts[0]} batches each by the len() of {kind}, which may not follow the rank: {ASK_ALL}"
+    return counts, "" if isinstance(chain[-1], EQUAL) else f" (by the len() of {kind})"
+
+
+def _ranks(sampler: Any) -> int | None:
+    """For how many ranks a sampler divides the samples; None = it does not know."""
+    size = getattr(sampler, "num_replicas", getattr(sampler, "world_size", None))
+    return size if isinstance(size, int) and size > 0 and hasattr(sampler, "rank") else None
+
+
+def _as_told(loader: "DataLoader[Any]", rank: int, ranks: int) -> tuple[dict[int, int], str]:
+    try:
+        mine = len(loader)
+    except TypeError:  # of a stream without a length
+        mine = -1
+    order = loader.sampler if loader.batch_size else loader.batch_sampler or loader.sampler
+    about = f"{type(loader.dataset).__name__}, batch_size={loader.batch_size}, {type(order).__name__}"
+    answers = told_by_all(dist.distributed_c10d._get_default_store(), rank, ranks, json.dumps([about, mine]), PATIENCE)
+    if len(answers) < ranks:
+        return {}, f"{len(answers)} of {ranks} ranks have been asked: call doctor on all of them"
+    told = {each: json.loads(answer) for each, answer in sorted(answers.items())}
+    other = next((each for each in told if told[each][0] != told[0][0]), None)
+    if other is not None:
+        loaders = f"rank 0 about {told[0][0]}; rank {other} about {told[other][0]}"
+        return {}, f"ranks were asked about different loaders ({loaders}): call doctor on all of them with the same one"
+    counts = {each: int(count) for each, (_, count) in told.items()}
+    if min(counts.values()) < 0:
+        return {}, "a stream without a length may end sooner on one rank than on another"
+    return counts, ""
+
+
+def told_by_all(store: Any, rank: int, ranks: int, answer: str, patience: float) -> dict[int, str]:
+    """What the ranks of a process group say, by rank. A rank that nobody answers in time leaves the question, and asks it again next time.
+
+    Args:
+        store: of the group.
+        rank: of this process.
+        ranks: how many there are.
+        answer: of this rank, not empty.
+        patience: seconds to wait; then those that have said nothing are left out.
+    """
+    answered = f"{KEY}/answered/{rank}"  # in the store, as a new process group begins anew
+    question = f"{KEY}/{store.add(answered, 0)}"
+    keys = {each: f"{question}/{each}" for each in range(ranks)}
+    store.set(keys[rank], answer)
+    end, told = time.monotonic() + patience, dict[int, str]()
+    while True:
+        told |= _said(store, {each: key for each, key in keys.items() if each not in told})
+        late = time.monotonic() > end
+        if late or len(told) == ranks:
+            told = _said(store, keys)  # read again: a rank may have left meanwhile
+            if len(told) == ranks:
+                store.add(answered, 1)
+                return told
+        if late:
+            store.set(keys[rank], "")  # not deleted: a rank that reads it now would wait for it
+            return told
+        time.sleep(0.01)
+
+
+def _said(store: Any, keys: dict[int, str]) -> dict[int, str]:
+    return {each: said for each, key in keys.items() if store.check([key]) and (said := store.get(key).decode())}
