@@ -384,6 +384,11 @@ Current thread 0x00007e (most recent call first):
   File "/home/me/train.py", line 31 in main
   File "/home/me/train.py", line 40 in <module>
 """
+WITH_C_STACK = f"""{DUMPED}
+Current thread's C stack trace (most recent call first):
+  Binary file "/usr/lib/libc.so.6", at +0x94a4d [0x7f2e4e694a4d]
+  Binary file "/usr/bin/python3", at Py_BytesMain+0x29 [0x5d3a8d]
+"""
 
 
 @pytest.mark.parametrize(
@@ -392,6 +397,7 @@ Current thread 0x00007e (most recent call first):
         (IN_PYTHON, "/home/me/train.py:31 in main"),
         (IN_PYTHON.replace(", in main", ", in <module>"), "/home/me/train.py:31"),
         (DUMPED, "/home/me/train.py:31 in main"),
+        (WITH_C_STACK, "/home/me/train.py:31 in main"),  # of Python 3.14
         ("ValueError: boom", ""),
         (None, ""),
     ],
@@ -409,17 +415,28 @@ def test_a_line_that_the_memory_names_already_is_not_said_twice() -> None:
     full = OutOfMemory.parse("CUDA out of memory. Tried to allocate 2.00 GiB.", Held(groups={}, line="train.py:31: model(batch)"))
     why = failure.Failure(rank=1, kind="out-of-memory", message="full", traceback=IN_PYTHON, hint=None, memory=full)
     assert str(why).count("train.py:31") == 1
+    for other in (IN_PYTHON.replace("31", "3"), IN_PYTHON.replace("train.py", "work in progress/ain.py")):
+        assert f"at {(at := dataclasses.replace(why, traceback=other)).place}" in str(at)  # another line, another file
+    assert str(dataclasses.replace(why, traceback=IN_PYTHON.replace("/me/", "/work in progress/"))).count("train.py:31") == 1
     assert "at /home/me/train.py:31" in str(dataclasses.replace(why, memory=OutOfMemory(device=HOST)))
 
 
-def test_a_failed_run_says_where_the_stderr_of_its_rank_is(by_hand: Callable[..., HandMade]) -> None:
+def test_a_failed_run_says_where_the_stderr_of_its_rank_is(by_hand: Callable[..., HandMade], monkeypatch: pytest.MonkeyPatch) -> None:
     made = by_hand().log(1, "Look here\n", "stderr").log(0, "", "stderr")
     (made.path / run_directory.ERRORS).mkdir()
     recorded(made.path, 1, 1.0, "ValueError: boom")
     run = wb.Run.load(made.ended("failed", exits={}).path)
     assert run.error is not None
-    assert str(run.error).endswith(f"what rank 1 printed: {run.log_files()[1][0]}")
+    printed = run.log_files()[1][0]
+    assert str(run.error).endswith(f"what rank 1 printed: {printed}")
     assert str(run.error) in wb.report(run).__str__()
+    monkeypatch.chdir(made.path)
+    assert run.error.stderr == str(printed)
+    assert str(run.error).endswith(f"what rank 1 printed: {printed.relative_to(made.path)}")  # from where it is read
+    monkeypatch.setattr(run, "log_files", lambda: {1: [printed.with_name("gone") / "stderr.log"]})
+    gone = run.error
+    assert gone is not None
+    assert (gone.message, gone.stderr) == ("ValueError: boom", None)  # deleted since it was listed
     recorded(made.path, 0, 0.5, "ValueError: first")
     assert "printed" not in str(wb.Run.load(made.path).error)  # nothing
 
@@ -576,6 +593,11 @@ def test_how_a_silent_rank_died(run_dir: Path, code: int, oom_kills: int, kind: 
     found = first_failure(run_dir, failed())
     assert found is not None
     assert found.traceback == "\n".join(f"line {i}" for i in range(10, 30))
+    with log.open("a") as file:
+        file.write("\nCurrent thread's C stack trace (most recent call first):\n" + '  Binary file "/usr/bin/python3"\n' * 25)
+    again = first_failure(run_dir, failed())
+    assert again is not None
+    assert str(again.traceback).splitlines() == [f"line {i}" for i in range(11, 30)]
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
-"""Says whose code a file is: the workbench's own, Python's standard library's, an installed package's, or the user's."""
+"""Says whose code a file is (the workbench's, Python's, an installed package's, the user's), and names files and lines for messages."""
 
+import contextlib
 import functools
 import sysconfig
 from pathlib import Path
@@ -38,6 +39,13 @@ def is_users(path: str) -> bool:
     (True, True, False, False)
     """
     return not (is_workbench(path) or is_installed(path) or is_standard(path))
+
+
+def near(path: str) -> str:
+    """A path relative to the current folder, if it is in it or below; else as it is."""
+    with contextlib.suppress(OSError, ValueError):  # the folder is gone, or a name such as <stdin>
+        return str(Path(path).relative_to(Path.cwd()))
+    return path
 
 
 def users_line(frame: FrameType | None) -> str:

@@ -14,18 +14,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from workbench.core import run_directory
-from workbench.core.package import is_users
+from workbench.core.package import is_users, near
 from workbench.runs.errors import full_device, is_consequence, symptom_of
 
 if TYPE_CHECKING:
     from workbench.runs.out_of_memory import Held, OutOfMemory
-
-
-def near(path: str) -> str:
-    """A path relative to the current folder, if it is in it or below; else as it is."""
-    with contextlib.suppress(OSError, ValueError):  # the folder is gone, or a name such as <stdin>
-        return str(Path(path).relative_to(Path.cwd()))
-    return path
 
 
 _FRAME = re.compile(r'^ *File "([^"]+)", line (\d+)(,?) in (.+)$', re.MULTILINE)
@@ -61,14 +54,23 @@ class Failure:
         """The line of the user's code at which it failed, as `train.py:41 in main`; "" = none is in the traceback. Of files in the current
         folder or below it the path is relative.
         """
+        file, number, name = self._frame
+        return f"{near(file)}:{number}{f' in {name}' * (name != '<module>')}" if file else ""
+
+    @property
+    def _frame(self) -> tuple[str, str, str]:
+        """File, line and function of that place; three times "" = there is none."""
         if self.rank is None or self.kind == "hang" or self.message.startswith("ended without an error"):
-            return ""  # the traceback is of others, or the message has the line
-        dumped = (self.traceback or "").rpartition("Current thread")[2]  # of a crash: of this thread, the innermost line first
-        lines = [(file, number, comma, name) for file, number, comma, name in _FRAME.findall(dumped) if is_users(file)]
-        if not lines:
-            return ""
-        file, number, _, name = lines[-1 if lines[-1][2] else 0]
-        return f"{near(file)}:{number}" if name == "<module>" else f"{near(file)}:{number} in {name}"
+            return "", "", ""  # the traceback is of others, or the message has the line
+        dumped = (self.traceback or "").rpartition("Current thread 0x")[2]  # of a crash: of this thread, the innermost line first
+        lines = [(comma, (file, number, name)) for file, number, comma, name in _FRAME.findall(dumped) if is_users(file)]
+        return lines[-1 if lines[-1][0] else 0][1] if lines else ("", "", "")
+
+    @property
+    def _in_memory(self) -> bool:
+        """Does the reason for which memory ran out name that line?"""
+        file, number, _ = self._frame
+        return re.search(rf"(?<!\w){re.escape(f'{os.path.basename(file)}:{number}')}(?!\d)", str(self.memory)) is not None
 
     @classmethod
     def of_launcher(cls, message: str) -> "Failure":
@@ -104,10 +106,10 @@ class Failure:
         where = "" if self.rank is None else f"rank {self.rank}: "
         parts = [
             f"{where}{self.message}",
-            *([f"at {self.place}"] if self.place and os.path.basename(self.place.partition(" in ")[0]) not in str(self.memory) else []),
+            *([f"at {self.place}"] if self.place and not self._in_memory else []),
             *([str(self.memory), *self.memory.hints] if self.memory else []),
             *([self.hint] if self.hint else []),
-            *([f"what rank {self.rank} printed: {self.stderr}"] if self.stderr else []),
+            *([f"what rank {self.rank} printed: {near(self.stderr)}"] if self.stderr else []),
         ]
         return "\n".join(parts)
 

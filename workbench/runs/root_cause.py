@@ -12,6 +12,7 @@ import signal
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -288,7 +289,8 @@ def _death(run_dir: Path, rank: int, code: int, outcome: Mapping[str, Any]) -> F
             kind, message, hint = "crash", f"crashed ({_name_of(number)})", "The stack of every thread is at the end of its stderr."
         case _:
             kind, message = "exit", f"ended with exit code {code}, without an exception"
-    return Failure(rank=rank, kind=kind, message=message, traceback="\n".join(lines[-20:]) or None, hint=hint, memory=memory)
+    shown = [*takewhile(lambda line: not line.startswith("Current thread's C stack"), lines)][-20:]  # Python 3.14 prints that one last
+    return Failure(rank=rank, kind=kind, message=message, traceback="\n".join(shown) or None, hint=hint, memory=memory)
 
 
 def _name_of(number: int) -> str:

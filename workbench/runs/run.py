@@ -20,7 +20,7 @@ from workbench.core import late, progress, run_directory, units
 from workbench.core.checks import NearestAttribute, is_whole
 from workbench.core.display import table
 from workbench.core.run_directory import CHECKPOINTS, ERRORS, LOCK, LOGS, METRICS, NODES, RUN_JSON, TRACES, DamagedRunError
-from workbench.runs.failure import Failure, RunError, near
+from workbench.runs.failure import Failure, RunError
 from workbench.runs.guards import end_guard, find_guard
 from workbench.runs.hang import Hang, hang_note
 from workbench.runs.rank_steps import RankMeans
@@ -177,8 +177,9 @@ class Run(NearestAttribute):
     def _with_advice(self, failure: Failure) -> Failure:
         """Add where its rank's stderr is, and a hint to `would_fit` where memory ran out in steps that it can predict."""
         files = [] if failure.rank is None else self.log_files().get(failure.rank, [])
-        printed = [path for path in files if path.name == "stderr.log" and path.stat().st_size]
-        failure = dataclasses.replace(failure, stderr=near(str(printed[-1]))) if printed else failure
+        with contextlib.suppress(OSError):  # deleted while we look
+            printed = [str(path) for path in files if path.name == "stderr.log" and path.stat().st_size]
+            failure = dataclasses.replace(failure, stderr=printed[-1] if printed else None)
         if failure.memory is None or not isinstance(self.spec, RunSpec) or self.spec.micro_batch == AUTO:
             return failure
         advice = "Which changes would have fitted: wb.would_fit(run)."
@@ -238,7 +239,7 @@ class Run(NearestAttribute):
             self.stop()
             state = str(self).partition("\n")[0]
             words = f"stopped by {str(why) or 'Ctrl-C'}: {state}\nwhat it measured: workbench report {shlex.quote(str(self.path))}"
-            raise type(why)(words) from None  # in a script one line, and not all of ours that it came through
+            raise type(why)(words) from None  # without the traceback of the interrupted wait
         finally:
             line.close(self)
         if check and not self.ok:
