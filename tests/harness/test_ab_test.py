@@ -126,6 +126,34 @@ def test_an_interrupted_test_has_what_is_known_by_then() -> None:
             raise KeyboardInterrupt
 
     assert len(run(0, asked).pairs) == 2
+
+    class Late(Clock):
+        known = False
+
+        def __call__(self) -> float:
+            if self.known:
+                self.known = False
+                raise KeyboardInterrupt
+            return super().__call__()
+
+    late = Late()
+    between = run_ab_test(  # it comes after a pair, before the next one
+        *(Fake(late, 0.1), Fake(late, 0.05)),
+        budget_s=1000,
+        peers=Peers(),
+        clock=late,
+        progress=lambda _, known: setattr(late, "known", bool(known)),
+    )
+    assert (len(between.pairs), between.note) == (2, stopped.note)
+
+    def at_once(now: str, known: str) -> None:
+        told.append((now, known))
+        raise KeyboardInterrupt
+
+    told.clear()
+    with pytest.raises(KeyboardInterrupt):
+        run(0, at_once)
+    assert told == [("warming up both sides", "")]
     kept = _kept(remedy(low=1.0), stopped, samples=1.0)
     assert kept.measured.width > 0  # of two pairs that are alike
     assert "stopped by Ctrl-C" in str(kept)

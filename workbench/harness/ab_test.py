@@ -88,27 +88,27 @@ def run_ab_test(
             return True
         return False
 
-    interrupted("warming up both sides")
+    if peers.agree(interrupted("warming up both sides")):
+        raise KeyboardInterrupt
     timers = [_SideTimer(side, peers, clock) for side in (baseline, changed)]
-    while True:
-        swapped = len(pairs) % 2 == 1
-        try:
+    try:
+        while True:
+            swapped = len(pairs) % 2 == 1
             times = [timer.block() for timer in (timers[::-1] if swapped else timers)]
-        except KeyboardInterrupt:
-            if peers.group is not None or len(pairs) < FEWEST_PAIRS:
-                raise
-            stopped = True
-            break
-        first, second = times[::-1] if swapped else times
-        pairs.append((first, second))
-        spent = peers.agree(math.inf if interrupted(f"pair {len(pairs) + 1} of blocks") else clock() - start)
-        if stopped := spent == math.inf:
-            if len(pairs) < FEWEST_PAIRS:
-                raise KeyboardInterrupt
-            break
-        narrow = len(pairs) >= MIN_PAIRS and VariantTimes(name="changed", baseline="full", pairs=tuple(pairs)).saved.width <= MAX_WIDTH
-        if narrow or len(pairs) >= MAX_PAIRS or spent * (1 + 1 / len(pairs)) > budget_s:
-            break
+            first, second = times[::-1] if swapped else times
+            pairs.append((first, second))
+            spent = peers.agree(math.inf if interrupted(f"pair {len(pairs) + 1} of blocks") else clock() - start)
+            if stopped := spent == math.inf:
+                if len(pairs) < FEWEST_PAIRS:
+                    raise KeyboardInterrupt
+                break
+            narrow = len(pairs) >= MIN_PAIRS and VariantTimes(name="changed", baseline="full", pairs=tuple(pairs)).saved.width <= MAX_WIDTH
+            if narrow or len(pairs) >= MAX_PAIRS or spent * (1 + 1 / len(pairs)) > budget_s:
+                break
+    except KeyboardInterrupt:
+        if peers.group is not None or len(pairs) < FEWEST_PAIRS:
+            raise
+        stopped = True
     extra = [peers.agree(timer.per_step_of_passes()) for timer in timers]
     crowding = peers.agree(meter.crowding())
     meter.close()
