@@ -21,6 +21,7 @@ from workbench.core import run_directory
 from workbench.core.statistics import Interval
 from workbench.diagnosis import api
 from workbench.diagnosis.analysis.calibration import Calibration
+from workbench.diagnosis.analysis.diagnosis import how_to_prove
 from workbench.diagnosis.analysis.evidence import Evidence
 from workbench.diagnosis.analysis.proof import Ladder, Proof
 from workbench.diagnosis.analysis.remedy import Remedy, apply_remedy
@@ -136,7 +137,20 @@ def test_a_script_is_run_watched_until_it_ends_or_the_budget_is_spent(
     found = wb.diagnose(str(tmp_path / "train.py"), budget_s=7)
     assert calls == [(str(tmp_path / "train.py"), {"args": (), "watch": True, "runs_dir": None}), {"timeout": 7, "check": True}]
     assert found.caption.startswith("observed in 50 steps")
-    assert ("the budget of 7.00 s ended the script after 60 steps: budget_s= or --budget gives it longer" in found.caption) != ends
+    said = "the budget of 7.00 s ended the script after 60 steps: budget_s= or --budget gives it longer"
+    assert (said in found.caption) != ends
+    made = by_hand().steps(3)
+    with pytest.raises(ValueError, match="step") as refused:
+        wb.diagnose(str(tmp_path / "train.py"), budget_s=7)
+    assert str(refused.value).endswith(f"({said.replace('60', '3')})") != ends
+
+
+def test_a_script_is_proved_by_a_task_in_the_same_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert how_to_prove(str(tmp_path / "examples" / "train.py")).endswith("then: workbench diagnose examples/train.py:build --prove")
+    assert how_to_prove("examples/train.py").endswith(" examples/train.py:build --prove")
+    assert how_to_prove("/home/me/train.py").endswith(" /home/me/train.py:build --prove")
+    assert how_to_prove("my work/train.py").endswith(" 'my work/train.py:build' --prove")
 
 
 def test_what_does_not_go_with_a_script_is_refused_before_it_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

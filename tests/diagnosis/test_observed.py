@@ -72,10 +72,10 @@ def test_lines_of_a_watched_script_are_in_the_verdict(by_hand: Make) -> None:
         return Diagnosis.of(observe(Run.load(made.ended("finished").path))).why
 
     waiting = why(places, data_wait=0.03)
-    assert waiting.endswith(" The loop over the loader is in train.py:31, its samples come from train.py:12 Pictures.__getitem__.")
-    assert why(places).endswith(" The loop over the loader is in train.py:31, its optimizer step is in train.py:35 step.")
-    assert why({"step": "train.py:35"}, data_wait=0.03).endswith(" The optimizer step is in train.py:35.")
-    assert "is in" not in why({"loop": 7, "dataset": ["x"]}) + why("x")
+    assert waiting.endswith(" The loop over the loader is at train.py:31, its samples come from train.py:12 (Pictures.__getitem__).")
+    assert why(places).endswith(" The loop over the loader is at train.py:31, its optimizer step is at train.py:35 (step).")
+    assert why({"step": "train.py:35"}, data_wait=0.03).endswith(" The optimizer step is at train.py:35.")
+    assert "is at" not in why({"loop": 7, "dataset": ["x"]}) + why("x")
 
 
 def test_a_queue_that_hid_the_loader_at_first(by_hand: Make) -> None:

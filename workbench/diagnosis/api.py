@@ -298,6 +298,8 @@ def _diagnose_script(
     except ValueError as error:
         if ended.startswith(INTERRUPTED):
             raise KeyboardInterrupt(f"{INTERRUPTED}: {error}") from None
+        if ended:
+            raise ValueError(f"{error} ({ended})") from None
         raise
     if ended:
         diagnosis.evidence = replace(diagnosis.evidence, notes=(ended, *diagnosis.evidence.notes))

@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import math
-import os
+import re
 import shlex
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -13,6 +13,7 @@ from typing import Any
 from workbench.core import late, units
 from workbench.core.codec import NOT_STORED, JsonDataclass, to_json
 from workbench.core.display import table as display
+from workbench.core.package import near
 from workbench.core.statistics import Interval
 from workbench.core.synonyms import accept_synonyms
 from workbench.core.vocabulary import PART_WORDS, PARTS
@@ -39,7 +40,7 @@ def how_to_prove(script: str) -> str:
     """How a change of a script can be tried by experiment, which the workbench does with steps and tasks."""
     return (
         "a script is only observed, and its knobs are its own. Put its model, dataset, loss and optimizer into a function that returns a "
-        f"wb.Task, such as build() in the same file; then: workbench diagnose {os.path.basename(script)}:build --prove"
+        f"wb.Task, such as build() in the same file; then: workbench diagnose {shlex.quote(f'{near(script)}:build')} --prove"
     )
 
 
@@ -116,13 +117,13 @@ class Diagnosis(JsonDataclass):
     @property
     def _places(self) -> str:
         """Which lines of a watched script the verdict is about."""
-        places, words = self.evidence.places, []
+        places, words = {what: re.sub(r"(:\d+) (.+)$", r"\1 (\2)", line) for what, line in self.evidence.places.items()}, []
         if "loop" in places:
-            words.append(f"The loop over the loader is in {places['loop']}")
+            words.append(f"The loop over the loader is at {places['loop']}")
         if self.verdict == "input-bound" and "dataset" in places:
             words.append(f"its samples come from {places['dataset']}")
         if (self.verdict != "input-bound" or not words) and "step" in places:
-            words.append(f"{'its' if words else 'The'} optimizer step is in {places['step']}")
+            words.append(f"{'its' if words else 'The'} optimizer step is at {places['step']}")
         return f" {', '.join(words)}." if words else ""
 
     @property
