@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import gc
 import json
 import os
 import statistics
@@ -47,6 +48,15 @@ def train_on(x, y, model=model, optimizer=optimizer):
     loss.backward()
     optimizer.step()
 """
+
+
+def test_passes_without_a_step_are_let_go() -> None:
+    with wb.watching() as watched:
+        for _ in range(5):
+            list(DataLoader([1, 2]))  # type: ignore[arg-type]
+        gc.collect()
+        assert watched._places is not None
+        assert len(watched._places) == 0
 
 
 def test_what_is_trained_inside_a_with_is_watched() -> None:

@@ -120,7 +120,8 @@ class ScriptWatcher:
         self._steps = 0  # of all optimizers
         self._first_batches = FirstBatches(warn=self._recording.warn, say=self._recording.say, steps=lambda: self._steps)
         self._here = True  # False in a forked child
-        self._places: dict[Loop, dict[str, str]] | None = {}  # loop -> the lines that are known of it; None = they are told
+        # The lines that are known of each open loop; None = they are told
+        self._places: weakref.WeakKeyDictionary[Loop, dict[str, str]] | None = weakref.WeakKeyDictionary()
         self._bare: Loop | None = None
         self._leader: Callable[[], torch.optim.Optimizer | None] = lambda: None  # its steps end those of the bare loop
         self._strangers = 0  # steps of other optimizers since the leader's last
