@@ -219,7 +219,7 @@ def refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
 
 def test_no_command_lists_them_all(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 2
-    assert "say what this machine has" in capsys.readouterr().err
+    assert "report what this machine has" in capsys.readouterr().err
 
 
 def test_a_misspelt_command_or_option_is_recognised(capsys: pytest.CaptureFixture[str]) -> None:

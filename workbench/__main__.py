@@ -321,7 +321,7 @@ def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
         for name in names.split():
             made[name].add_argument(*flags, **options)
 
-    loader = 'also look at a loader: of a task ("my_task.py:build") or sample, or what a function returns ("data.py:make_loader")'
+    loader = 'check this loader, too: a task ("my_task.py:build"), a sample, or a function that returns a DataLoader'
     option("doctor", "target", nargs="?", help=loader)
     option("doctor", "--html", metavar="FILE", help="write it as a self-contained HTML page")
     what = 'a script ("train.py"), a task ("my_task.py:build") or a sample ("clipart-resnet")'

@@ -5,9 +5,9 @@ from collections.abc import Mapping
 COMMANDS: Mapping[str, tuple[str, str, str]] = {
     "lab": ("open JupyterLab", "", ""),
     "doctor": (
-        "say what this machine has, what will cause trouble, and how to fix it; also of a loader",
-        "Looks at Python, torch, GPUs, links, memory, limits and disks; of a loader also at what breaks or gives wrong data: then the exit "
-        "status is 1. Takes a few seconds, and changes nothing.",
+        "report what this machine has and what will cause trouble, with fixes; given a target, check its data loader, too",
+        "Looks at Python, torch, GPUs, links, memory, limits and disks. Given a target, it also reads batches of its loader and exits with "
+        "status 1 if the loader breaks or gives wrong data. Takes a few seconds, and changes nothing on the machine.",
         "workbench doctor my_task.py:build --set num_workers=2",
     ),
     "launch": (
