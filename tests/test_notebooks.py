@@ -221,6 +221,10 @@ def test_a_check_that_a_busy_machine_breaks_is_no_bare_assertion(notebook: "nbfo
     for cell in code(notebook):
         bare = [part for part in parsed(cell.source) if isinstance(part, ast.Assert) and "check.again" in ast.unparse(part)]
         assert not bare, f"it belongs into `with check.claims():`, {cell.source}"
+        judged = [part for part in parsed(cell.source) if isinstance(part, ast.With) for part in part.body if isinstance(part, ast.Expr)]
+        assert not any(ast.unparse(part).startswith("check.") for part in judged), (
+            f"where a claim fails, nobody judges a guess: {cell.source}"
+        )
 
 
 def test_what_a_busy_machine_breaks_is_a_note_and_in_ci_an_error(
@@ -237,6 +241,10 @@ def test_what_a_busy_machine_breaks_is_a_note_and_in_ci_an_error(
     claim(check.again("input-bound", "compute-bound"))
     said = capsys.readouterr().out
     assert said.startswith("This time it is not as the text says, and you can go on: expected: input-bound. Measured: compute-bound.")
+    claim(check.again("a good model", 0.7, timed=False))
+    said = capsys.readouterr().out
+    assert "expected: a good model. Measured: 0.7. Another processor" in said
+    assert "busy" not in said
     with pytest.raises(AssertionError, match="wrong everywhere"):
         claim("wrong everywhere")
     monkeypatch.setenv("CI", "true")
@@ -275,6 +283,7 @@ def test_it_carries_nothing_of_a_machine(notebook: "nbformat.NotebookNode") -> N
     text = nbformat.writes(notebook)
     assert not re.search(r"/(home|root|Users|work|tmp)/", text)
     assert "widgets" not in notebook.metadata
+    assert "version" not in notebook.metadata.language_info
     assert len(text) < 1_000_000
 
 
