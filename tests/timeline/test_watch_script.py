@@ -54,6 +54,7 @@ def test_passes_without_a_step_are_let_go() -> None:
     with wb.watching() as watched:
         for _ in range(5):
             list(DataLoader([1, 2]))  # type: ignore[arg-type]
+        assert not watched.timeline.steps  # asked, it reads what has ended
         gc.collect()
         assert watched._places is not None
         assert len(watched._places) == 0
