@@ -377,7 +377,7 @@ from workbench.__main__ import main
 def test_what_of_a_script_cannot_be_proved_says_what_to_do(by_hand: Callable[..., HandMade], capsys: pytest.CaptureFixture[str]) -> None:
     run = by_hand(spec={"kind": "script", "script": "/home/me/train.py"}).steps(60).ended("finished").path
     assert main(["diagnose", str(run), "--prove"]) == 0
-    assert capsys.readouterr().out.endswith("in the same file; then: workbench diagnose train.py:build --prove\n")
+    assert capsys.readouterr().out.endswith("in the same file; then: workbench diagnose /home/me/train.py:build --prove\n")
 
 
 @pytest.mark.parametrize("command", ["launch", "diagnose", "why-not-linear"])
