@@ -156,7 +156,7 @@ def test_stages_send_activations_on_and_gradients_back(schedule: str, chunks: in
     assert 0.1 < gradients / (4 * traffic.parameters) < 0.5  # of its stages
     assert re.match(r"rank \d is shown: of the 3 ranks of a pipeline it sends most", traffic.notes[0])
     seconds = traffic.on(H100)
-    assert seconds.seconds > len(between) * H100.inter.latency / 2
+    assert seconds.seconds > len(between) * H100.intra.latency / 2  # six ranks are in one node
     assert not any("no formula" in note for note in seconds.notes)
 
 

@@ -109,7 +109,7 @@ LOGGER.addHandler(logging.StreamHandler(SINK))
 
 def logs() -> None:
     step()
-    for i in range(500):
+    for i in range(2000):
         LOGGER.error("loss %s", i)
 
 
