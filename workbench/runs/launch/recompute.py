@@ -13,11 +13,12 @@ from workbench.core.display import table as display
 from workbench.core.progress import Waiting
 from workbench.runs.compare import differences
 from workbench.runs.entrypoints import spec_entrypoint
+from workbench.runs.failure import RunError
 from workbench.runs.launch.experiments import error_of, wait_for
 from workbench.runs.launch.launch import check, check_timeout, label
 from workbench.runs.launch.new_run import LaunchError, NewRun, Surroundings
 from workbench.runs.launch.prove_resume import PARTS, several
-from workbench.runs.launch.resume import checkpoints_of, refuse_code_of_others, take_checkpoints
+from workbench.runs.launch.resume import checkpoints_of, refuse_code_of_others, refuse_links, take_checkpoints
 from workbench.runs.run import ACTIVE, Run
 from workbench.runs.spec import AUTO, RunSpec
 from workbench.runs.task import with_files_at
@@ -25,11 +26,15 @@ from workbench.runs.training_knobs import UNEVALUATED
 
 VERDICTS: Mapping[str, str] = {
     "right": "the run and its repetition are the same, bit for bit",
-    "wrong": "two repetitions agree bit for bit, and the run differs from both: this was computed wrongly in the run",
+    "wrong": "all repetitions agree bit for bit, and the run differs from them: this was computed wrongly in the run",
     "wrong now": "the run and a repetition agree bit for bit, and another repetition differs from both: this machine computes wrongly now",
-    "inputs": "two repetitions agree, and the run had other inputs: samples or their content have changed; no machine is to blame for that",
+    "inputs": "two repetitions agree, and the run had other inputs: the samples, their content or the random numbers have changed, or the "
+    "checkpoint does not restore what they depend on; no machine is to blame for that",
     "elsewhere": "two repetitions agree, and the run differs from both, but it ran under other conditions, which may be the reason",
-    "not repeatable": "the run and two repetitions all differ, so nothing can be said of a machine: try deterministic=True",
+    "not restored": "two repetitions agree, and the run differs from both, but the checkpoint may not restore everything that a step "
+    "depends on; no machine is blamed",
+    "not repeatable": "two repetitions differ from each other, and the run differs from both, or one of them had other inputs: nothing can "
+    "be said of a machine; try deterministic=True",
 }
 """Verdict → what it means."""
 INPUTS = ("samples", "batch", "random")
@@ -74,6 +79,8 @@ class Recomputation(JsonDataclass, display.Shown):
     """Ranks of the run."""
     digests: bool
     """Has the run a digest of all parts of each step (`step_digests=True`)? If not, losses alone are compared."""
+    alone: bool
+    """Does each rank compute with a whole model of its own, and exchange nothing before its gradients are complete?"""
     verdict: str
     """A key of `VERDICTS`."""
     own_gradients: bool
@@ -82,6 +89,11 @@ class Recomputation(JsonDataclass, display.Shown):
     """Where the run, or with "wrong now" a repetition, differs first; None = nowhere."""
     conditions: tuple[str, ...]
     """What was different when the run ran."""
+    third: int | None
+    """Steps of the checkpoint from which a third repetition began, to see whether checkpoints restore everything; 0 = from the start,
+    None = there was none."""
+    like_third: bool
+    """Are the run and that third repetition the same, bit for bit, in the steps that both have?"""
     repetitions: tuple[str, ...]
     """Run directories of the repetitions."""
 
@@ -92,10 +104,13 @@ class Recomputation(JsonDataclass, display.Shown):
 
     @property
     def blamed(self) -> tuple[int, ...]:
-        """Ranks that computed wrongly, where the record tells: a loss or a reduced gradient may show what another rank has done."""
+        """The rank that computed wrongly, where the record tells: what ranks exchange may show what another has done."""
         if self.fault is None or self.right is not False:
             return ()
-        return self.fault.ranks if self.ranks == 1 or (self.digests and self.fault.part != "gradients") else ()
+        if self.ranks == 1:
+            return self.fault.ranks
+        told = self.digests and self.alone and self.fault.part != "gradients" and len(self.fault.ranks) == 1
+        return self.fault.ranks if told else ()
 
     @property
     def explanation(self) -> str:
@@ -108,15 +123,20 @@ class Recomputation(JsonDataclass, display.Shown):
         listed = f"rank{'s' * (len(fault.ranks) > 1)} {', '.join(map(str, fault.ranks))}"
         if not self.digests:
             text += f". It shows first {at}, in the loss of {listed}: something was wrong in that step, or in one before"
-            text += "; which rank computed it, step_digests=True would say" * (self.ranks > 1)
+            text += "; with step_digests=True the rank would usually be known" * (self.ranks > 1 and self.alone)
         elif fault.part != "gradients":
             text += f". It differs first {at}, on {listed}, in {_WHERE.get(fault.part, PARTS[fault.part])}"
+            if self.right is False and not self.blamed:
+                text += "; ranks exchange what they compute there, so which of them was wrong is not known"
         elif self.own_gradients:
-            text += f". It differs first {at}, in the reduced gradients of {listed}, though each rank's own are the same: the reduction"
+            text += f". It differs first {at}, in the reduced gradients of {listed}, though each rank's own are the same: "
+            text += "the reduction, or a link between the ranks"
         else:
             text += f". It differs first {at}, in the gradients that {listed} holds: the backward of some rank, or the reduction"
         if self.conditions:
             text += f". Other conditions: {'; '.join(self.conditions)}"
+        if self.verdict == "not restored":
+            text += f". {self._unrestored}"
         if self.verdict == "wrong" and not self.digests:
             text += ". It was not recorded what its batches held: that the data are still the same is taken for granted"
         if self.verdict in ("wrong", "wrong now"):
@@ -124,11 +144,30 @@ class Recomputation(JsonDataclass, display.Shown):
         return text + "."
 
     @property
+    def _unrestored(self) -> str:
+        """What a third repetition says of checkpoints, and what to do."""
+        if self.third is None:
+            return (
+                "Whether it does could not be found out: there is no other checkpoint to repeat from, or that repetition failed or took "
+                "longer than timeout= allows. wb.prove_resume names what checkpoints leave out"
+            )
+        third = f"A repetition from {f'step {self.third}' if self.third else 'the start'}"
+        if self.like_third:
+            return f"{third} agrees with the run: its checkpoints leave something out, and wb.prove_resume names it"
+        if self.third > self.since:
+            return f"{third} differs from all of them: checkpoints leave something out, and wb.prove_resume names it"
+        return (
+            f"{third} differs from all of them: either checkpoints leave something out, which wb.prove_resume names, or a step from "
+            f"{self.third + 1} to {self.since} went wrong as well, which recompute(…, since={self.third}) shows"
+        )
+
+    @property
     def table(self) -> display.Table:
         """What was compared with what, and the verdict."""
         fault, rows = self.fault, []
         for number, path in enumerate(self.repetitions, 1):
-            rows.append([f"repetition {number}", Path(path).name])
+            place = f", from step {self.third}" if number == 3 and self.third is not None else ""
+            rows.append([f"repetition {number}{place}", Path(path).name])
         first = f"step {fault.step}, {fault.part}, ranks {', '.join(map(str, fault.ranks))}" if fault else "nowhere"
         rows.append(["first difference", first])
         return display.Table(columns=("", Path(self.run).name), rows=rows, title="Repeated on the same ranks", note=self.explanation)
@@ -147,24 +186,25 @@ def recompute(
 ) -> Recomputation:
     """Find out whether steps of a run were computed right: repeat them from a checkpoint on as many ranks, and compare bit for bit.
 
-    Where the run and its repetition differ, a second repetition decides which of the three is the odd one. A machine is blamed only where
-    the other two agree bit for bit, under the same conditions (versions, devices, switches, code, data) and with the same inputs: a
-    training that is not repeatable is said to be that.
+    Where the run and its repetition differ, a second repetition decides which of the three is the odd one. Where that is the run, a third
+    one begins at an earlier checkpoint, or at the start: it shows whether checkpoints restore everything. A machine is blamed only where
+    the repetitions agree bit for bit, under the same conditions (versions, devices, switches, code, data) and with the same inputs: a
+    training that is not repeatable, or does not resume exactly, is said to be that.
 
-    With `step_digests=True` a run writes a digest of all parts of each step, on each rank, and the rank and the part that was wrong are
-    named. Without, the losses of rank 0 are compared, and those of each rank in the last 16 steps: they show that something was wrong, and
-    since when at the latest, and of several ranks not which.
+    With `step_digests=True` a run writes a digest of all parts of each step, on each rank, and the part that was wrong is named, and the
+    rank as well, unless ranks exchange what they compute before it shows. Without, the losses of rank 0 are compared, and those of each
+    rank in the last 16 steps: they show that something was wrong, and since when at the latest, and of several ranks not which.
 
     Args:
         run: of a RunSpec, ended, or its directory. Its task's code runs here.
         since: steps of the checkpoint from which to repeat, or 0 = from the start; None = the last that has steps after it, or the start.
         until: the last step to repeat; None = the last of the run.
-        timeout: seconds that each repetition may take; None = any.
+        timeout: seconds that each repetition may take; None = any. A third one that takes longer is done without.
         runs_dir: where the repetitions go; None = `runs` in the current folder.
 
     Raises:
-        ValueError: it is the run of a script, still runs, or has no such checkpoint or step.
-        LaunchError: it cannot be repeated here, or its code is somebody else's.
+        ValueError: it is the run of a script, still runs, has no such checkpoint or step, or has recorded nothing of a step.
+        LaunchError: it cannot be repeated here, its code is somebody else's, or its directory has symbolic links.
         RunError: a repetition failed.
         TimeoutError: a repetition took too long; it was stopped.
     """
@@ -173,11 +213,13 @@ def recompute(
     spec = _repeatable(run)
     digests = bool(_digest_files(run.path))
     recorded = record(run.path, spec.world_size, digests)
-    begin, end = _span(run, since, until, sorted({step for (step, _), parts in recorded.items() if "loss" in parts}))
+    ranks = range(spec.world_size if digests else 1)
+    begin, end, places = _span(run, since, until, recorded, ranks)
     check(spec)
+    repetitions: list[Run] = []
     with Waiting("recompute", None, begin=f"steps {begin + 1} to {end} of {run.path.name}, on as many ranks") as line:
 
-        def again(number: int) -> tuple[Run, Record]:
+        def again(number: int, begin: int) -> Record:
             repeated = wait_for(
                 started := _start(run, spec, begin, end, timeout, runs_dir),
                 tick=lambda: line.say(f"repetition {number}: step {started.progress[0]} of {end}"),
@@ -190,27 +232,36 @@ def recompute(
             parts = record(repeated.path, spec.world_size, digests)
             if begin and min(record(repeated.path, spec.world_size, True))[0] != begin + 1:
                 raise LaunchError(f"{repeated!r} did not go on from step {begin}: that checkpoint of {run!r} cannot be read")
-            return repeated, within(parts, begin, end)
+            if gap := unrecorded(parts, begin, end, ranks):
+                raise LaunchError(
+                    f"{repeated!r} has recorded nothing of step {gap[0]} on rank {gap[1]}, so it cannot be compared with {run!r}"
+                )
+            repetitions.append(repeated)
+            return within(parts, begin, end)
 
-        own = within(recorded, begin, end)
-        repetitions, (first, one) = [], again(1)
+        own, one = within(recorded, begin, end), again(1, begin)
         conditions = [
             f"{name}: {before} in the run, {now} here"
-            for section, name, (before, now) in differences([run, first])
+            for section, name, (before, now) in differences([run, repetitions[0]])
             if section in CONDITIONS
             and name not in _NOT_CONDITIONS
             and not (section == "git" and None in (before, now))
             and not (begin and name == "first samples")  # those of the step with which it begins
         ]
-        repetitions.append(first.path)
-        verdict, fault = "right", None
+        verdict, fault, third, like_third = "right", None, None, False
         if first_fault(own, one):
-            second, other = again(2)
-            repetitions.append(second.path)
-            verdict, fault = judge(own, one, other, conditions)
+            verdict, fault = judge(own, one, again(2, begin), conditions)
+        if verdict == "wrong" and fault and (restart := restart_before(run.path, fault.step)) != begin:
+            verdict, place = "not restored", third_place(begin, places, restart)
+            with contextlib.suppress(TimeoutError, LaunchError, RunError):  # what was found so far is to be told
+                if place is not None:
+                    elsewhere = again(3, place)
+                    third, like_third = place, first_fault(own, elsewhere) is None
+                    verdict = "wrong" if first_fault(one, elsewhere) is None else "not restored"
     return Recomputation(
         run=str(run.path), since=begin, until=end, ranks=spec.world_size, digests=digests, verdict=verdict, fault=fault,
-        own_gradients=any("own gradients" in parts for parts in own.values()), repetitions=tuple(map(str, repetitions)),
+        alone=spec.whole_models and spec.local_sgd == "none", third=third, like_third=like_third,
+        own_gradients=any("own gradients" in parts for parts in own.values()), repetitions=tuple(str(each.path) for each in repetitions),
         conditions=tuple(conditions) if verdict == "elsewhere" else (),
     )  # fmt: skip
 
@@ -232,6 +283,7 @@ def _repeatable(run: Run) -> RunSpec:
             f"recompute({run!r}): {why}: its steps cannot be taken again on as many ranks of this machine with the same batches"
         )
     refuse_code_of_others(run)
+    refuse_links(run)
     folder = _folder(run)
     if not folder.is_dir():
         raise ValueError(f"recompute({run!r}): it was launched in {folder}, which is gone: its task was found from there. Put it back")
@@ -243,10 +295,12 @@ def _folder(run: Run) -> Path:
     return Path(run_directory.read_json(run.path / run_directory.RUN_JSON).get("cwd") or Path.cwd()).absolute()
 
 
-def _span(run: Run, since: int | None, until: int | None, steps: Sequence[int]) -> tuple[int, int]:
-    """The step after which a repetition begins, and its last one."""
+def _span(run: Run, since: int | None, until: int | None, recorded: Record, ranks: Sequence[int]) -> tuple[int, int, list[int]]:
+    """The step after which a repetition begins, its last one, and all steps after which one can begin."""
+    taken = sorted({step for (step, _), parts in recorded.items() if "loss" in parts})
+    steps = [step for step in taken if not unrecorded(recorded, step - 1, step, ranks)]
     if not steps:
-        raise ValueError(f"recompute({run!r}): it has recorded no step")
+        raise ValueError(f"recompute({run!r}): it has recorded no step{' on all of its ranks' * bool(taken)}")
     kept = [step for step in (int(path.stem.removeprefix("step")) for path in checkpoints_of(run.path)) if step < steps[-1]]
     begin = (kept[-1] if kept else 0) if since is None else since
     end = steps[-1] if until is None else until
@@ -256,12 +310,14 @@ def _span(run: Run, since: int | None, until: int | None, steps: Sequence[int]) 
         raise ValueError(
             f"recompute({run!r}, since={begin}): it has no such checkpoint; kept are {', '.join(map(str, kept)) or 'none'}, and 0"
         )
-    if begin + 1 < steps[0]:
+    if begin + 1 < taken[0]:
         raise ValueError(
-            f"recompute({run!r}): its first step is {steps[0]}, since it went on from another run: give since= a checkpoint of its own"
-            + (f" ({', '.join(map(str, kept))})" if kept else "")
+            f"recompute({run!r}): the first step that it has recorded is {taken[0]}, as of a run that went on from another one: give "
+            "since= a checkpoint of its own" + (f" ({', '.join(map(str, kept))})" if kept else "")
         )
-    return begin, end
+    if gap := unrecorded(recorded, begin, end, ranks):
+        raise ValueError(f"recompute({run!r}): nothing is recorded of step {gap[0]} on rank {gap[1]}: give since= and until= without it")
+    return begin, end, [place for place in (0, *kept) if place + 1 >= taken[0]]
 
 
 def _start(run: Run, spec: RunSpec, begin: int, end: int, timeout: float | None, runs_dir: str | os.PathLike[str] | None) -> Run:
@@ -280,6 +336,25 @@ def prepare(new: NewRun, run: Run, begin: int, end: int) -> None:
         take_checkpoints(run, new, begin)
 
 
+def restart_before(path: Path, step: int) -> int:
+    """Steps of the checkpoint with which the processes began that took a step of a run; 0 = they began at the start."""
+    rows = run_directory.LineTail(path / run_directory.RESUMES).read(salvage=True)
+    return next((int(row["step"]) for row in reversed(rows) if "checkpoint" in row and row["step"] < step), 0)
+
+
+def third_place(begin: int, places: Sequence[int], restart: int) -> int | None:
+    """After how many steps a third repetition begins that is to show whether checkpoints restore everything; None = it cannot be shown.
+
+    Args:
+        begin: steps after which the other two began.
+        places: steps after which a repetition can begin.
+        restart: steps after which the run's own processes began.
+    """
+    if earlier := [place for place in places if place < begin]:
+        return max(earlier)
+    return restart if restart > begin and restart in places else None
+
+
 def judge(recorded: Record, first: Record, second: Record, conditions: Sequence[str]) -> tuple[str, Fault | None]:
     """Which of three computations of the same steps is the odd one: a key of `VERDICTS`, and where it differs first.
 
@@ -294,7 +369,7 @@ def judge(recorded: Record, first: Record, second: Record, conditions: Sequence[
         if fault and fault.part in INPUTS:
             return "inputs", fault
         return ("elsewhere" if conditions else "wrong"), fault
-    if first_fault(recorded, second) is None:
+    if first_fault(recorded, second) is None and apart.part not in INPUTS:
         return "wrong now", apart
     return "not repeatable", fault
 
@@ -312,6 +387,12 @@ def first_fault(one: Record, other: Record) -> Fault | None:
         return None
     step, place = min(found)
     return Fault(step=step, part=order[place], ranks=tuple(sorted(found[step, place])))
+
+
+def unrecorded(recorded: Record, begin: int, end: int, ranks: Sequence[int]) -> tuple[int, int] | None:
+    """The first step after `begin` up to `end`, and its rank, of which no loss is recorded; None = there are all."""
+    wanted = ((step, rank) for step in range(begin + 1, end + 1) for rank in ranks)
+    return next((key for key in wanted if "loss" not in recorded.get(key, {})), None)
 
 
 def within(recorded: Record, begin: int, end: int) -> Record:
