@@ -231,8 +231,8 @@ def test_of_several_ranks_the_one_that_computes_longest_sets_the_level() -> None
     for several in ({0: fast, 1: slow}, [slow, fast], (fast, slow)):
         assert bare.calibrate(several) == bare.calibrate(slow) != bare.calibrate(fast)
     for wrong, words in (
-        ({0: fast, 3: 1.5}, r"measured=\{3: 1.5\} is no Trace: of several ranks, give the trace of each"),
-        ([fast, "slow"], r"measured=\{1: 'slow'\} is no Trace"),
+        ({0: fast, 3: 1.5}, r"measured=\{3: 1.5\} is not a Trace\. For several ranks give one trace each"),
+        ([fast, "slow"], r"measured=\{1: 'slow'\} is not a Trace"),
         ({}, "measured= has no traces"),
     ):
         with pytest.raises(EstimateTimeError, match=words):

@@ -4,7 +4,7 @@ import json
 import os
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -187,8 +187,8 @@ def test_ranks_that_would_wait_for_a_batch_are_found_from_one_of_them() -> None:
     assert "rank 1 of 2 gets 4 batches and rank 0 5 (by the len() of Strided): with DDP, rank 0 waits for it without an end" in found.figure
     assert "ResumableSampler" in found.fix
     for sampler, knobs, said in (
-        (Strided(1, 2), {"batch_size": 5}, "2 ranks have 1 batches each (by the len() of Strided)"),
-        (Strided(1, 2), {"batch_size": 4, "drop_last": True}, "2 ranks have 1 batches each (by the len() of Strided)"),
+        (Strided(1, 2), {"batch_size": 5}, "2 ranks have 1 batch each (by the len() of Strided)"),
+        (Strided(1, 2), {"batch_size": 4, "drop_last": True}, "2 ranks have 1 batch each (by the len() of Strided)"),
         (DistributedSampler[Any](Rows(), 5, 0), {"batch_size": 8}, "5 ranks have 2 batches each"),
         (wb.data.ResumableSampler(64, rank=0, world_size=1), {}, "its sampler is for one rank"),
     ):
@@ -231,11 +231,46 @@ def test_what_the_loader_does_not_say_of_ranks_is_not_judged() -> None:
 
 def test_a_rank_that_asked_alone_is_answered_when_all_ask() -> None:
     store = torch.distributed.HashStore()
-    assert rank_batches.told_by_all(store, 0, 2, "alone", 0.0) == {0: "alone"}
+    for _ in range(2):
+        assert rank_batches.told_by_all(store, 0, 2, "alone", 0.0) == {0: "alone"}
     with ThreadPoolExecutor(2) as ranks:
         for answers in ({0: "a", 1: "b"}, {0: "c", 1: "d"}):
             told = [ranks.submit(rank_batches.told_by_all, store, rank, 2, answer, 60.0) for rank, answer in answers.items()]
             assert [each.result() for each in told] == [answers] * 2
+
+
+class Before:
+    """A store in which something happens right before a rank writes how a question ends."""
+
+    def __init__(self, store: Any, happens: Callable[..., object]) -> None:
+        self._store, self._happens = store, happens
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def compare_set(self, *given: str) -> bytes:
+        self._happens(*given)
+        end: bytes = self._store.compare_set(*given)
+        return end
+
+
+def test_a_rank_that_gives_up_while_the_other_answers_ends_the_question_as_the_other_does() -> None:
+    ask, store = rank_batches.told_by_all, torch.distributed.HashStore()
+    other: list[dict[int, str]] = []
+
+    def answers(*_: str) -> None:
+        other.append(ask(store, 1, 2, "b", 60.0))
+
+    assert ask(Before(store, answers), 0, 2, "a", -1.0) == {0: "a", 1: "b"}  # rank 1 was first: all have answered
+
+    def gives_up_first(*end: str) -> None:
+        other.append(ask(Before(store, lambda *_: store.compare_set(*end)), 1, 2, "d", 60.0))
+
+    assert ask(Before(store, gives_up_first), 0, 2, "c", -1.0) == {0: "c"}
+    assert other == [{0: "a", 1: "b"}, {1: "d"}]
+    with ThreadPoolExecutor(2) as ranks:
+        told = [ranks.submit(ask, store, rank, 2, answer, 60.0) for rank, answer in enumerate("ef")]
+        assert [each.result() for each in told] == [{0: "e", 1: "f"}] * 2
 
 
 def test_ranks_finish_uneven_data_or_the_doctor_says_that_they_hang(forks: Forks, tmp_path: Path) -> None:
@@ -251,20 +286,56 @@ def test_ranks_finish_uneven_data_or_the_doctor_says_that_they_hang(forks: Forks
         assert "rank 1 of 2 gets 4 batches and rank 0 5" in rank["plain"]["figure"]
 
 
-def test_a_rank_whose_others_are_not_examined_or_ask_about_another_loader_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def rank_1_of_2(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The store of a process group in which this process is rank 1, and waits for nobody."""
+    store = torch.distributed.HashStore()
     monkeypatch.setattr(rank_batches, "PATIENCE", 0.0)
     monkeypatch.setattr(rank_batches.dist, "is_initialized", lambda: True)
     monkeypatch.setattr(rank_batches.dist, "get_world_size", lambda: 2)
     monkeypatch.setattr(rank_batches.dist, "get_rank", lambda: 1)
-    store = torch.distributed.HashStore()
     monkeypatch.setattr(rank_batches.dist.distributed_c10d, "_get_default_store", lambda: store)
+    return store
+
+
+def test_a_rank_whose_others_are_not_examined_or_ask_about_another_loader_goes_on(rank_1_of_2: Any) -> None:
     found = wb.data.doctor(DataLoader(Rows(), 8), run=False)["equal ranks"]
     assert (found.severity, found.figure) == ("not judged", "1 of 2 ranks have been asked: call doctor on all of them")
-    store.set(f"{rank_batches.KEY}/0/0", json.dumps(["Rows, batch_size=4, SequentialSampler", 16]))
+    rank_1_of_2.set(f"{rank_batches.KEY}/1/0", json.dumps(["Rows, batch_size=4, SequentialSampler", 16]))
     found = wb.data.doctor(DataLoader(Rows(), 8), run=False)["equal ranks"]
     about = "rank 0 about Rows, batch_size=4, SequentialSampler; rank 1 about Rows, batch_size=8, SequentialSampler"
     assert found.severity == "not judged"
     assert f"ranks were asked about different loaders ({about})" in found.figure
+
+
+class Batches(Sampler[list[int]]):
+    """Batches of one sample each; None = nobody knows how many."""
+
+    def __init__(self, batches: int | None) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter([[0]] * (self.batches or 0))
+
+    def __len__(self) -> int:
+        if self.batches is None:
+            raise TypeError("nobody knows how many batches there are")
+        return self.batches
+
+
+@pytest.mark.parametrize(
+    ("batches", "severity", "figure"),
+    [
+        (0, "breaks", "rank 1 of 2 gets 0 batches and rank 0 4"),
+        (1, "breaks", "rank 1 of 2 gets 1 batch and rank 0 4"),
+        (None, "not judged", "a loader without a length may end sooner on one rank than on another"),
+    ],
+)
+def test_ranks_name_a_batch_sampler_alike_whatever_its_length(rank_1_of_2: Any, batches: int | None, severity: str, figure: str) -> None:
+    rank_1_of_2.set(f"{rank_batches.KEY}/0/0", json.dumps(["Rows, batch_size=None, Batches", 4]))
+    found = wb.data.doctor(DataLoader(Rows(), batch_sampler=Batches(batches)), run=False)["equal ranks"]
+    assert found.severity == severity
+    assert figure in found.figure
 
 
 def test_budgets_of_shared_memory_and_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,7 +31,7 @@ from workbench.train.loop import train
 from workbench.train.random_numbers import random_state, restore_random_state
 from workbench.train.ranks import Ranks
 from workbench.train.sample_order import SampleOrder
-from workbench.train.step_ring import read_ring
+from workbench.train.step_ring import StepRing, read_ring
 
 COUNT, WIDTH, BATCH, BAD = 256, 6, 8, 12
 """Samples, values of each, samples of a step, and the step in which something is planted."""
@@ -181,6 +182,29 @@ def test_an_ordinary_step_and_what_the_ring_has(tmp_path: Path, alone: Ranks, mo
         wb.replay(run, 30)
     with pytest.raises(ValueError, match="no time was left after step 0"):
         wb.replay(run, 9, budget_s=1e-9)
+
+
+def test_where_the_device_has_failed_the_ring_keeps_what_the_host_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a device-side assert each read of the device raises, and so does the one of the losses."""
+
+    def failed(*_: object) -> Tensor:
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    monkeypatch.setattr(step_ring, "RANDOM_EVERY_S", -1.0)
+    precision = SimpleNamespace(scaler=torch.amp.GradScaler("cpu", init_scale=8.0))
+    trainer: Any = SimpleNamespace(ranks=SimpleNamespace(device=torch.device("cpu")), precision=precision)
+    samples: Any = SimpleNamespace(of=samples_of)
+    ring = StepRing(tmp_path / "ring.json", trainer, samples, 0)
+    for step in (1, 2):
+        ring.step(step, torch.tensor(0.5))
+    monkeypatch.setattr(torch, "stack", failed)
+    ring.close()
+    kept = read_ring(tmp_path / "ring.json")
+    assert {step: row["samples"] for step, row in kept.items()} == {step: samples_of(step) for step in (1, 2, 3)}  # it failed in the third
+    for step in (1, 2):
+        assert kept[step]["scale"] == 8.0
+        assert torch.equal(kept[step]["random"]["torch"], torch.get_rng_state())
+        assert "loss" not in kept[step]
 
 
 def test_a_run_that_goes_on_from_a_sharded_checkpoint(tmp_path: Path, alone: Ranks) -> None:

@@ -300,19 +300,91 @@ def test_a_first_loss_of_the_same_weights_and_samples_is_nearer() -> None:
     assert find(mine, (ON_ONE, printed(ON_ONE, range(4, 6), value=2.0001)), 1e-4)[0] == ""
 
 
+def judged(other: wb.RunSpec, part: str = "", ema: bool = False, **last: Any) -> wb.LayoutResumeProof:
+    """The proof of a training that went on from two ranks as `other`, with these changes in the rows of its last step."""
+    mine, its = printed(ON_TWO, range(1, 7), **last), printed(other, range(4, 7), **last)
+    for row in (*mine.values(), *its.values()) if not ema else ():
+        row["parts"] = {name: value for name, value in row["parts"].items() if name != "ema"}
+    compared, left_out = prove_layout_resume.comparable((ON_TWO, mine), (other, its))
+    return wb.LayoutResumeProof(
+        steps=6, ranks=(2, other.world_size), layout={"nproc_per_node": other.world_size}, killed_in=5, resumed_from=3, restart_s=1.0,
+        part=part, step=6 if part else None, losses=1e-7, weights=1e-6, tolerance=1e-4, compared=compared, not_compared=left_out,
+        undisturbed="a", resumed="b",
+    )  # fmt: skip
+
+
+def test_what_was_not_compared_is_not_called_the_same() -> None:
+    whole = judged(ON_ONE, ema=True)
+    states = "weights, buffers, optimizer states, learning-rate schedule, gradient scaler, averaged weights"
+    assert f"the training goes on with the same {states} and samples; losses differ by" in whole.verdict
+    assert "Not compared" not in whole.verdict
+    assert [row[1] for row in whole.table.rows] == ["the same"] * 10
+
+    shared = judged(wb.RunSpec(task="task.py:build", nproc_per_node=4, micro_batch=2, parallel="fsdp"), samples=None)
+    killed = "killed in step 5 on 2 ranks and resumed from step 3 with nproc_per_node=4"
+    assert f"{killed}, the training goes on with the same learning-rate schedule and gradient scaler; losses" in shared.verdict
+    assert (
+        "Not compared: weights, buffers and optimizer states right after the resume (ranks share the model or the optimizer); samples "
+        "(they have no indices, like those of a stream)."
+    ) in shared.verdict
+    rows, names = {row[0]: row[1] for row in shared.table.rows}, prove_layout_resume.STATES | prove_layout_resume.OTHERS
+    assert all(rows[names[part]] == "not compared" for part in ("weights", "buffers", "optimizer", "samples"))
+    assert all(rows[names[part]] == "the same" for part in ("repeatable", "schedule", "scaler", "loss", "final weights"))
+    assert names["ema"] not in rows  # the training has none
+
+    loss = judged(SPLIT, part="loss")
+    assert [row[1] for row in loss.table.rows][-3:] == ["the same", "differs first", "not compared"]
+    assert "Not compared: weights, buffers and optimizer states" in loss.verdict
+
+
 @pytest.mark.parametrize(
     ("layout", "words"),
     [
         ({"nproc_per_node": 1}, "a step would have 4 samples, and has 8"),
         ({"lr": 0.1}, "expected another value of some of parallel, nproc_per_node"),
         ({"nproc_per_node": 2}, "expected another value"),
+        ({}, r"resumed=\{\}: expected another value"),
     ],
 )
 def test_a_layout_that_does_not_go_on_is_refused(here: Path, layout: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         wb.prove_resume(spec(nproc_per_node=2), steps=12, resumed=layout)
-    with pytest.raises(ValueError, match="a checkpoint before the kill and one at the end"):
-        wb.prove_resume(spec(nproc_per_node=2), steps=12, checkpoint_every=5, resumed={"nproc_per_node": 1, "micro_batch": 8})
+    assert not (here / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("knobs", "given", "better"),
+    [
+        ({"steps": 12, "checkpoint_every": 5}, "steps=12 with checkpoint_every=5", 15),
+        ({"steps": 12, "checkpoint_every": 20}, "steps=12 with checkpoint_every=20", 40),
+        ({"steps": 13}, "steps=13", 18),
+        ({"steps": 1}, "steps=1", 12),
+    ],
+)
+def test_steps_without_a_checkpoint_before_the_kill_and_at_the_end_are_refused(
+    here: Path, knobs: dict[str, int], given: str, better: int
+) -> None:
+    on_two, layout = spec(nproc_per_node=2), {"nproc_per_node": 1, "micro_batch": 8}
+    with pytest.raises(ValueError, match=f"{given}: a checkpoint before the kill and one at the end are needed; try steps={better}, or"):
+        wb.prove_resume(on_two, resumed=layout, **knobs)
+    assert not (here / "runs").exists()
+    every = knobs.get("checkpoint_every")
+    tried = on_two.replace(steps=better, checkpoint_every=every or better // 6)
+    assert prove_layout_resume.resumed_spec(tried, layout, every) == tried.replace(**layout)
+
+
+@pytest.mark.parametrize(
+    ("target", "given", "words"),
+    [
+        ("train.py", {"resumed": {"nproc_per_node": 1}}, r"prove_resume\('train.py', resumed=…\): a script's layout is in its own arguments"),
+        ("train.py", {"resumed": {}, "args": ["{out}"], "result": "last.pt"}, "only a RunSpec takes it"),
+        ("task.py:build", {"resumed": {"micro_batch": 8}, "args": ["--out", "{out}"]}, "args=…. with a RunSpec: only a script takes it"),
+        ("task.py:build", {"resumed": {"micro_batch": 8}, "result": "last.pt"}, "result=…. with a RunSpec"),
+    ],
+)
+def test_what_the_target_does_not_take_is_refused(here: Path, target: str, given: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        wb.prove_resume(target, **given)
     assert not (here / "runs").exists()
 
 
@@ -331,4 +403,5 @@ def test_trainings_go_on_in_another_layout(here: Path, task: str, knobs: dict[st
     assert proof.ranks == (2, 1)
     assert 0 < proof.resumed_from < proof.killed_in <= 12
     assert wb.LayoutResumeProof.from_json(json.loads(json.dumps(proof.to_json()))) == proof
+    assert ("weights" in proof.compared, "weights" in proof.not_compared) == (task == "build", task == "plain")
     assert ("The same but for rounding" if not part else "dropout and augmentation draw other random numbers") in str(proof)

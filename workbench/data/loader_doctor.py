@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from workbench.core import units
 from workbench.core.system_load import usable_cores
 from workbench.data.analysis.loader_report import CHECKS, LoaderFinding, LoaderReport
-from workbench.data.rank_batches import batches_of_ranks
+from workbench.data.rank_batches import batches_of_ranks, in_words
 
 LARGE_PICKLE = 50_000_000
 """Bytes from which on each start of a worker that is not forked is slow: 0.1 s for each copy that is written and read."""
@@ -208,12 +208,12 @@ class _Exam:
             return self._said("equal ranks", "not judged", how)
         if len(set(counts.values())) < 2:
             each = next(iter(counts.values()))
-            said = f"{len(counts)} ranks have {each} batches each{how}" if len(counts) > 1 else "its sampler is for one rank"
+            said = f"{len(counts)} ranks have {in_words(each)} each{how}" if len(counts) > 1 else "its sampler is for one rank"
             return self._said("equal ranks", "fine", said)
         (least, few), (most, many) = (pick(counts.items(), key=lambda pair: pair[1]) for pick in (min, max))
         return self._said(
             "equal ranks", "breaks",
-            f"rank {least} of {len(counts)} gets {few} batches and rank {most} {many}{how}: "
+            f"rank {least} of {len(counts)} gets {in_words(few)} and rank {most} {many}{how}: "
             f"with DDP, rank {most} waits for it without an end",
             "sampler=wb.data.ResumableSampler(dataset) gives all ranks equally many; else end the epoch after the fewest, or train inside "
             "torch.distributed.algorithms.join.Join([model])",

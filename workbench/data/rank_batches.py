@@ -17,6 +17,8 @@ EQUAL = (DistributedSampler, ResumableSampler)
 """Samplers that give all ranks equally many samples by design."""
 KEY = "workbench.data.doctor"
 ASK_ALL = "call doctor on all ranks"
+ALL = "all"
+"""How a question ends that all ranks have answered; another one ends with the number of the rank that gave up."""
 
 
 def batches_of_ranks(loader: "DataLoader[Any]") -> tuple[dict[int, int], str]:
@@ -32,6 +34,11 @@ def batches_of_ranks(loader: "DataLoader[Any]") -> tuple[dict[int, int], str]:
     if isinstance(loader.dataset, IterableDataset):
         return {}, f"nothing says which part of the stream a rank gets: {ASK_ALL}"
     return _by_sampler(loader)
+
+
+def in_words(batches: int) -> str:
+    """A number of batches, as in "1 batch"."""
+    return f"{batches} batch{'es' * (batches != 1)}"
 
 
 def _by_sampler(loader: "DataLoader[Any]") -> tuple[dict[int, int], str]:
@@ -52,7 +59,7 @@ def _by_sampler(loader: "DataLoader[Any]") -> tuple[dict[int, int], str]:
         counts[rank] = len(own)
     kind = type(chain[-1]).__name__
     if size > 1 and len(samples) == 1 and not isinstance(chain[-1], EQUAL):
-        return {}, f"{size} ranks have {counts[0]} batches each by the len() of {kind}, which may not follow the rank: {ASK_ALL}"
+        return {}, f"{size} ranks have {in_words(counts[0])} each by the len() of {kind}, which may not follow the rank: {ASK_ALL}"
     return counts, "" if isinstance(chain[-1], EQUAL) else f" (by the len() of {kind})"
 
 
@@ -65,9 +72,9 @@ def _ranks(sampler: Any) -> int | None:
 def _as_told(loader: "DataLoader[Any]", rank: int, ranks: int) -> tuple[dict[int, int], str]:
     try:
         mine = len(loader)
-    except TypeError:  # of a stream without a length
+    except TypeError:  # it has none, as that of a stream
         mine = -1
-    order = loader.sampler if loader.batch_size else loader.batch_sampler or loader.sampler
+    order = loader.sampler if loader.batch_size or loader.batch_sampler is None else loader.batch_sampler
     about = f"{type(loader.dataset).__name__}, batch_size={loader.batch_size}, {type(order).__name__}"
     answers = told_by_all(dist.distributed_c10d._get_default_store(), rank, ranks, json.dumps([about, mine]), PATIENCE)
     if len(answers) < ranks:
@@ -79,38 +86,40 @@ def _as_told(loader: "DataLoader[Any]", rank: int, ranks: int) -> tuple[dict[int
         return {}, f"ranks were asked about different loaders ({loaders}): call doctor on all of them with the same one"
     counts = {each: int(count) for each, (_, count) in told.items()}
     if min(counts.values()) < 0:
-        return {}, "a stream without a length may end sooner on one rank than on another"
+        return {}, "a loader without a length may end sooner on one rank than on another"
     return counts, ""
 
 
 def told_by_all(store: Any, rank: int, ranks: int, answer: str, patience: float) -> dict[int, str]:
-    """What the ranks of a process group say, by rank. A rank that nobody answers in time leaves the question, and asks it again next time.
+    """The answers of the ranks of a process group, by rank: of all of them, or of fewer where a rank has waited for too long.
+
+    A question ends once, for all ranks: either all have answered it, or one of them has given up, whose answer the others then leave out.
+    The first rank that writes how it ends decides, and the others follow. The next call asks the next question.
 
     Args:
         store: of the group.
         rank: of this process.
         ranks: how many there are.
-        answer: of this rank, not empty.
-        patience: seconds to wait; then those that have said nothing are left out.
+        answer: of this rank.
+        patience: seconds to wait for the others.
     """
-    answered = f"{KEY}/answered/{rank}"  # in the store, as a new process group begins anew
-    question = f"{KEY}/{store.add(answered, 0)}"
-    keys = {each: f"{question}/{each}" for each in range(ranks)}
+    ended = f"{KEY}/ended/{rank}"  # in the store, as a new process group begins anew
+    number = store.add(ended, 0)
+    while store.check([end := f"{KEY}/{number}/end"]):
+        number = store.add(ended, 1)
+    keys = {each: f"{KEY}/{number}/{each}" for each in range(ranks)}
     store.set(keys[rank], answer)
-    end, told = time.monotonic() + patience, dict[int, str]()
+    limit, told = time.monotonic() + patience, dict[int, str]()
     while True:
         told |= _said(store, {each: key for each, key in keys.items() if each not in told})
-        late = time.monotonic() > end
-        if late or len(told) == ranks:
-            told = _said(store, keys)  # read again: a rank may have left meanwhile
-            if len(told) == ranks:
-                store.add(answered, 1)
-                return told
-        if late:
-            store.set(keys[rank], "")  # not deleted: a rank that reads it now would wait for it
-            return told
+        if len(told) == ranks or time.monotonic() > limit or store.check([end]):
+            break
         time.sleep(0.01)
+    decided = store.compare_set(end, "", ALL if len(told) == ranks else str(rank)).decode()  # what another rank wrote first stays
+    if decided == ALL:
+        return told | _said(store, keys)
+    return {each: said for each, said in told.items() if each == rank or str(each) != decided}
 
 
 def _said(store: Any, keys: dict[int, str]) -> dict[int, str]:
-    return {each: said for each, key in keys.items() if store.check([key]) and (said := store.get(key).decode())}
+    return {each: store.get(key).decode() for each, key in keys.items() if store.check([key])}

@@ -230,7 +230,8 @@ class RunSpec(_Spec):
     """Write the norm of the gradients of each layer in each n-th step, before clipping: `run.gradient_norms`; None = never."""
     step_digests: bool = False
     """Write a digest of all that each step depends on and computes, on each rank, with which `wb.recompute` names a rank, and the part of a
-    step, that was computed wrongly. It reads weights, optimizer states and gradients once per step."""
+    step, that was computed wrongly. It copies weights, optimizer states and gradients to the host in each step, and under DDP the gradients
+    of each micro-batch, too."""
     profile: Profile | Any = None
     """Trace some steps with torch.profiler, into `traces/` of the run directory: how many, or a mapping of `Profile`'s fields: steps, ranks
     ("all" or a list), wait, shapes, stacks, memory, flops. These steps count in no figure of the run. None = none."""

@@ -54,16 +54,20 @@ class StepRing:
             self._write()
 
     def close(self) -> None:
-        """Write the rest. What was fetched for a step that failed is kept, too."""
+        """Write the rest. What was fetched for a step that failed is kept, too; where the device has failed, losses are left out."""
         failed = self._samples.of(self._last + 1) if self._kept else None
         self._write([{"step": self._last + 1, "samples": failed}] if failed and -1 not in failed else [])
 
     def _write(self, more: list[dict[str, Any]] | None = None) -> None:
-        losses = torch.stack([loss for *_, loss in self._kept]).tolist() if self._kept else []  # one wait for all
-        rows = [
-            {"step": step, "samples": samples, "scale": scale, "loss": repr(loss), "random": _packed(state)}
-            for (step, samples, state, scale, _), loss in zip(self._kept, losses, strict=True)
-        ]
+        losses: list[float | None]
+        try:
+            losses = torch.stack([loss for *_, loss in self._kept]).tolist() if self._kept else []  # one wait for all
+        except RuntimeError:  # the device has failed; all else is in the host's memory
+            losses = [None] * len(self._kept)
+        rows: list[dict[str, Any]] = []
+        for (step, samples, state, scale, _), loss in zip(self._kept, losses, strict=True):
+            row = {"step": step, "samples": samples, "scale": scale, "random": _packed(state)}
+            rows.append(row if loss is None else row | {"loss": repr(loss)})
         if rows:
             with contextlib.suppress(OSError):  # a full disk ends the run by what it lacks, not by this
                 run_directory.write_json(self._path, {"steps": rows + (more or [])})

@@ -426,8 +426,8 @@ def _slowest(measured: Any) -> Any:
     for rank, trace in traces.items():
         if not hasattr(trace, "windows"):
             raise EstimateTimeError(
-                f"measured={{{rank!r}: {trace!r:.80}}} is no Trace: of several ranks, give the trace of each, as wb.trace or "
-                "wb.TraceSet.load returns them, {rank: trace}, or a list of traces; seconds and runs are given alone"
+                f"measured={{{rank!r}: {trace!r:.80}}} is not a Trace. For several ranks give one trace each, as wb.trace or "
+                "wb.TraceSet.load return them: {rank: trace}, or a list. Seconds or a Run are given by themselves"
             )
     return max(traces.values(), key=lambda trace: sum(measured_kinds(trace).values()))
 

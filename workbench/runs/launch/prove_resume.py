@@ -21,7 +21,7 @@ from workbench.runs.launch.launch import check, check_timeout, label, launch
 from workbench.runs.launch.new_run import LaunchError, NewRun
 from workbench.runs.launch.prove_layout_resume import LayoutResumeProof
 from workbench.runs.launch.prove_script_resume import OUT, ScriptResumeProof, prove_script_resume
-from workbench.runs.launch.resume import LAYOUT_KNOBS, take_checkpoints
+from workbench.runs.launch.resume import take_checkpoints
 from workbench.runs.run import Run
 from workbench.runs.spec import AUTO, RunSpec, SpecError
 from workbench.runs.target import read_spec
@@ -172,20 +172,21 @@ def prove_resume(
     """Train a spec twice, kill one of the two at random steps and resume it from its checkpoints, and compare both bit for bit.
 
     Both write a digest of each step, on each rank: samples, batch, random numbers, weights, buffers, optimizer, schedule, gradient scaler,
-    loss and gradients. Where the two differ, the first step, rank and part is named.
+    loss and gradients, and under DDP also the gradients of each rank's own samples before they are reduced. Where the two differ, the first
+    step, rank and part is named.
 
     A script keeps checkpoints of its own: it is killed at random moments after it has written something into its folder, and launched
     again with the same arguments. What it has written at its end is compared.
 
-    With `resumed=` it is killed once, and goes on in another layout. Then states and samples are to be the same, losses and the weights at
-    the end but for rounding.
+    With `resumed=` it is killed once, and goes on in another layout. States and samples must then be the same, and losses and the weights
+    at the end but for rounding; the result says what could not be compared.
 
     Args:
         target: a RunSpec, the name of a task, or the path of a script. Of a spec, at most 60 steps are trained, unless `steps=` is among
             the knobs, and a checkpoint is written after each sixth of them, unless `checkpoint_every=` is.
         args: of a script: its arguments. "{out}" in them stands for the folder where it finds and writes its checkpoints.
         result: of a script: the file in that folder that is compared, such as "last.pt"; it should hold weights, optimizer and all else.
-        kills: how often it is killed, each time in another step: a random rank, by SIGKILL.
+        kills: how often it is killed, each time in another step: a random rank, by SIGKILL; with `resumed=` once.
         seed: of the choice of steps and ranks.
         timeout: seconds that each of the trainings may take; None = any.
         runs_dir: where the two run directories go; None = `runs` in the current folder.
@@ -203,6 +204,10 @@ def prove_resume(
     check_timeout(timeout)
     whole_number("kills", kills, least=1, error=ValueError)
     if isinstance(target, str | os.PathLike) and os.fspath(target).endswith(".py"):
+        if resumed is not None:
+            raise ValueError(
+                f"prove_resume({os.fspath(target)!r}, resumed=…): a script's layout is in its own arguments; only a RunSpec takes it"
+            )
         if not result or not any(OUT in arg for arg in args):
             raise ValueError(
                 f"prove_resume({os.fspath(target)!r}): a script needs args= with {OUT}, the folder for its checkpoints, and result=, "
@@ -212,11 +217,11 @@ def prove_resume(
         given: dict[str, Any] = {"args": args, "result": result, "kills": kills, "seed": seed, "timeout": timeout}
         with _waiting(kills, timeout, "script") as line:
             return prove_script_resume(target, folder=folder, say=line.say, **given, **knobs)
-    if resumed:
-        return _prove_elsewhere(read_spec("prove_resume", target, because="whose training is killed and resumed"), resumed, seed, timeout,
-                                runs_dir, knobs)  # fmt: skip
     if args or result:
         raise ValueError(f"prove_resume(…, {'args' if args else 'result'}=…) with a RunSpec: only a script takes it")
+    if resumed is not None:
+        return _prove_elsewhere(read_spec("prove_resume", target, because="whose training is killed and resumed"), resumed, seed, timeout,
+                                runs_dir, knobs)  # fmt: skip
     spec = _prepared(read_spec("prove_resume", target, because="whose training is killed and resumed"), knobs)
     assert spec.checkpoint_every is not None
     choices = range(spec.checkpoint_every + 1, spec.steps + 1)
@@ -295,19 +300,8 @@ def _prove_elsewhere(spec: RunSpec, layout: Mapping[str, Any], seed: int, timeou
     spec = _prepared(spec, knobs)
     if not knobs.get("checkpoint_every"):  # so that there is one at the end
         spec = spec.replace(checkpoint_every=next(n for n in range(math.ceil(spec.steps / 6), spec.steps + 1) if spec.steps % n == 0))
-    other, every = spec.replace(**layout), spec.checkpoint_every
+    other, every = layouts.resumed_spec(spec, layout, knobs.get("checkpoint_every")), spec.checkpoint_every
     assert every is not None
-    if not (changes := spec.changes(other)) or not changes.keys() <= set(LAYOUT_KNOBS):
-        raise ValueError(f"resumed={dict(layout)!r}: expected another value of some of {', '.join(LAYOUT_KNOBS)}")
-    if spec.global_batch != other.global_batch:
-        raise ValueError(
-            f"resumed={dict(layout)!r}: a step would have {other.global_batch} samples, and has {spec.global_batch} (micro_batch × "
-            "accumulation × ranks that read different samples): change micro_batch or accumulation with it"
-        )
-    if spec.steps % every or every >= spec.steps:
-        raise ValueError(f"steps={spec.steps} with checkpoint_every={every}: a checkpoint before the kill and one at the end are needed")
-    if spec.local_sgd != "none":
-        raise ValueError(f'resumed= with local_sgd="{spec.local_sgd}": each rank has parameters of its own, and goes on in the same layout')
     for each in (spec, other):
         check(each)
     chosen = random.Random(seed)
@@ -335,15 +329,17 @@ def _prove_elsewhere(spec: RunSpec, layout: Mapping[str, Any], seed: int, timeou
     went_on, tolerance = min(step for step, _ in its), layouts.ROUNDING[spec.precision]
     again = first_difference(undisturbed.path, killed.path, spec.world_size)
     part, step, losses = layouts.first_difference((spec, mine), (other, its), tolerance)
+    compared, left_out = layouts.comparable((spec, mine), (other, its))
     weights = layouts.distance(undisturbed.path, run.path)
     if again:
         part, step = "repeatable", again.step
     elif not part and not weights <= tolerance:
         part, step = "final weights", spec.steps
     return LayoutResumeProof(
-        steps=spec.steps, ranks=(spec.world_size, other.world_size), layout={name: value for name, (_, value) in changes.items()},
-        killed_in=kill[0], resumed_from=went_on - 1, restart_s=max(0.0, its[went_on, 0]["time"] - begun), part=part, step=step,
-        losses=losses, weights=weights, tolerance=tolerance, undisturbed=str(undisturbed.path), resumed=str(run.path),
+        steps=spec.steps, ranks=(spec.world_size, other.world_size), compared=compared, not_compared=left_out,
+        layout={name: value for name, (_, value) in spec.changes(other).items()}, killed_in=kill[0], resumed_from=went_on - 1,
+        restart_s=max(0.0, its[went_on, 0]["time"] - begun), part=part, step=step, losses=losses, weights=weights, tolerance=tolerance,
+        undisturbed=str(undisturbed.path), resumed=str(run.path),
     )  # fmt: skip
 
 
