@@ -376,7 +376,7 @@ def test_steps_without_a_checkpoint_before_the_kill_and_at_the_end_are_refused(
 @pytest.mark.parametrize(
     ("target", "given", "words"),
     [
-        ("train.py", {"resumed": {"nproc_per_node": 1}}, r"prove_resume\('train.py', resumed=…\): a script's layout is in its own arguments"),
+        ("train.py", {"resumed": {"nproc_per_node": 1}}, r"'train.py', resumed=…\): a script's layout is in its own arguments"),
         ("train.py", {"resumed": {}, "args": ["{out}"], "result": "last.pt"}, "only a RunSpec takes it"),
         ("task.py:build", {"resumed": {"micro_batch": 8}, "args": ["--out", "{out}"]}, "args=…. with a RunSpec: only a script takes it"),
         ("task.py:build", {"resumed": {"micro_batch": 8}, "result": "last.pt"}, "result=…. with a RunSpec"),
