@@ -60,9 +60,11 @@ def test_a_worker_that_wakes_late_gives_its_samples_in_time(monkeypatch: pytest.
 
 
 @pytest.mark.alone
-@pytest.mark.parametrize("name", QUICK)
-def test_the_verdict_goes_by_the_clock_of_the_device(name: str, tmp_path: Path, forks: Forks) -> None:
-    answer = judged(forks, name, tmp_path, 6.0)
+@pytest.mark.parametrize(
+    ("name", "budget"), [*((name, 6.0) for name in QUICK), *(pytest.param(name, 10.0, marks=pytest.mark.slow) for name in REAL_TIME)]
+)
+def test_the_verdict_goes_by_the_clock_of_the_device(name: str, budget: float, tmp_path: Path, forks: Forks) -> None:
+    answer = judged(forks, name, tmp_path, budget)
     assert answer.right, answer.text
     assert answer.timed
 
@@ -79,15 +81,6 @@ def test_the_gallery_on_an_emulated_gpu(tmp_path: Path, forks: Forks) -> None:
     errors = {answer.case: answer.error for answer in answers if not answer.timed}
     assert len(errors) <= 0.05 * len(answers), errors
     assert statistics.median(abs(answer.error) for answer in answers) < 0.03
-
-
-@pytest.mark.alone
-@pytest.mark.slow
-@pytest.mark.parametrize("name", REAL_TIME)
-def test_the_verdict_on_a_loop_with_workers(name: str, tmp_path: Path, forks: Forks) -> None:
-    answer = judged(forks, name, tmp_path, 10.0)
-    assert answer.right, answer.text
-    assert answer.timed
 
 
 @pytest.mark.alone

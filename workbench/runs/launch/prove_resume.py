@@ -242,21 +242,25 @@ def _waiting(kills: int, timeout: float | None, what: str) -> Waiting:
     return Waiting("prove_resume", None, begin=f"an undisturbed {what}, then one that is killed {several(kills, 'time')}{limit}")
 
 
+def _ended(run: Run, now: str, timeout: float | None, line: Waiting) -> Run:
+    """The run, when it has ended; `now` says meanwhile what it is for."""
+    limit = math.inf if timeout is None else time.monotonic() + timeout
+
+    def tick() -> None:
+        line.say("{}, {} of {} steps".format(now, *run.progress))
+        if time.monotonic() > limit:
+            raise TimeoutError(f"{run!r} still ran after {units.seconds(timeout)}, and was stopped")
+
+    return wait_for(run, tick=tick, check=False)
+
+
 def _prove(
     spec: RunSpec, planned: Sequence[tuple[int, int]], timeout: float | None, runs_dir: str | os.PathLike[str] | None, line: Waiting
 ) -> ResumeProof:
     now, kills = "the undisturbed training", len(planned)
 
     def _wait(run: Run) -> Run:
-        """The run, when it has ended."""
-        limit = math.inf if timeout is None else time.monotonic() + timeout
-
-        def tick() -> None:
-            line.say("{}, {} of {} steps".format(now, *run.progress))
-            if time.monotonic() > limit:
-                raise TimeoutError(f"{run!r} still ran after {units.seconds(timeout)}, and was stopped")
-
-        return wait_for(run, tick=tick, check=False)
+        return _ended(run, now, timeout, line)
 
     def _trained(run: Run) -> Run:
         """The run, when it has ended well.
@@ -309,14 +313,7 @@ def _prove_elsewhere(spec: RunSpec, layout: Mapping[str, Any], seed: int, timeou
     with _waiting(1, timeout, "training") as line:
 
         def wait(run: Run, now: str) -> Run:
-            limit = math.inf if timeout is None else time.monotonic() + timeout
-
-            def tick() -> None:
-                line.say("{}, {} of {} steps".format(now, *run.progress))
-                if time.monotonic() > limit:
-                    raise TimeoutError(f"{run!r} still ran after {units.seconds(timeout)}, and was stopped")
-
-            return wait_for(run, tick=tick, check=False)
+            return _ended(run, now, timeout, line)
 
         undisturbed = wait(start(spec, runs_dir, "undisturbed"), "the undisturbed training").wait(check=True)
         killed = wait(start(spec, runs_dir, "interrupted", kill), f"rank {kill[1]} is killed in step {kill[0]}")
