@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from workbench.runs.spec import RunSpec
 from workbench.runs.task import resolve
@@ -50,6 +49,14 @@ def prices(folder: Path, blocks: int = 5, steps: int = 12) -> None:
     """Print what a checkpoint costs a training of the sample GPT, made wider, in seconds and as a share of the time at one a minute."""
     spec = RunSpec(task="text-gpt", device="cpu", micro_batch=4, optimizer="adamw", checkpoint_every=1)
     ranks = Ranks.join(spec)
+    try:
+        prices_of(spec, ranks, folder, blocks, steps)
+    finally:
+        ranks.leave()
+
+
+def prices_of(spec: RunSpec, ranks: Ranks, folder: Path, blocks: int, steps: int) -> None:
+    """The same, in a process group."""
     task = dataclasses.replace(resolve(spec.task), model=lambda: Gpt(length=64, width=384, layers=8, heads=6))
     trainer = Trainer(spec, task, ranks)
     checkpoints, batches = Checkpoints(folder, ranks, 1), trainer.batches()
@@ -80,7 +87,6 @@ def prices(folder: Path, blocks: int = 5, steps: int = 12) -> None:
     for kind in ("torch.save", "a thread"):
         price = statistics.median(each[kind] - each["none"] for each in rounds)
         print(f"by {kind}: stall {statistics.median(stalls[kind]):.3f} s, price {price:.3f} s, {price / 60:.2%} at one a minute")
-    dist.destroy_process_group()
 
 
 def main() -> None:

@@ -16,7 +16,6 @@ from datetime import date
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from workbench.core.display.table import Table
 from workbench.harness.deterministic import set_deterministic
@@ -76,14 +75,16 @@ def main() -> None:
     parser.add_argument("tasks", nargs="*", default=TASKS)
     tasks, rows = parser.parse_args().tasks, []
     ranks = Ranks.join(RunSpec(task="deterministic", device="cpu"))
-    for name in tasks:
-        step, with_it, without = ratios(name, ranks)
-        rows.append([name, f"{step:.2f} ms", spread(with_it), spread(without)])
-        print(*rows[-1], sep=" | ", flush=True)
+    try:
+        for name in tasks:
+            step, with_it, without = ratios(name, ranks)
+            rows.append([name, f"{step:.2f} ms", spread(with_it), spread(without)])
+            print(*rows[-1], sep=" | ", flush=True)
+    finally:
+        ranks.leave()
     note = f"{date.today()}, {os.cpu_count()} cores, {platform.machine()}, torch {torch.__version__}, one thread, {PAIRS} pairs"
     columns = ("task", "step as it is", "deterministic / as it is", "as it is / as it is")
     print(Table(columns=columns, rows=rows, title="Price of deterministic=True", note=note))
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -195,12 +195,14 @@ def _cost(rank: int, setting: tuple[str, int, int, int], every: int | None, seco
     knobs = {"micro_batch": micro_batch, "accumulation": accumulation, "nproc_per_node": world_size, "lr": 1e-4}
     spec = wb.RunSpec(task=name, device="cpu", noise_scale=every or True, **knobs)
     ranks = Ranks.join(spec)
-    (own := Path(folder) / str(rank)).mkdir()
-    found = _pairs(Trainer(spec, resolve(name), ranks), own, every, seconds)
-    if rank == 0:
-        (Path(folder) / "found.json").write_text(json.dumps(found))
-    gc.unfreeze()
-    ranks.leave()
+    try:
+        (own := Path(folder) / str(rank)).mkdir()
+        found = _pairs(Trainer(spec, resolve(name), ranks), own, every, seconds)
+        if rank == 0:
+            (Path(folder) / "found.json").write_text(json.dumps(found))
+    finally:
+        gc.unfreeze()
+        ranks.leave()
 
 
 def _pairs(trainer: Trainer, own: Path, every: int | None, seconds: float) -> dict[str, Any]:

@@ -10,8 +10,6 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-import torch.distributed as dist
-
 import workbench as wb
 from tests.diagnosis import test_divergence as pairs
 from tests.diagnosis import test_step_replay as steps
@@ -53,19 +51,21 @@ def healthy() -> Iterator[Row]:
 def bad_steps() -> Iterator[Row]:
     """Eight trainings in which a step goes wrong."""
     ranks = Ranks.join(wb.RunSpec(task="text-gpt", device="cpu"))
-    sample = steps.samples_of(steps.BAD)[3]
-    for name, (knobs, cause) in steps.CASES.items():
-        with tempfile.TemporaryDirectory() as folder:
-            found = wb.replay(steps.trained(Path(folder) / "run", ranks, name, **knobs))
-        right = found.verdict == cause
-        planted, named = cause, found.verdict
-        if cause == "data":
-            blamed = () if name == "label_storm" else (sample,)
-            right &= (found.step, found.samples) == (steps.BAD, blamed)
-            planted += f", step {steps.BAD}" + f", sample {sample}" * bool(blamed)
-            named += f", step {found.step}" + "".join(f", sample {index}" for index in found.samples)
-        yield name.replace("_", " "), planted, named, right
-    dist.destroy_process_group()
+    try:
+        sample = steps.samples_of(steps.BAD)[3]
+        for name, (knobs, cause) in steps.CASES.items():
+            with tempfile.TemporaryDirectory() as folder:
+                found = wb.replay(steps.trained(Path(folder) / "run", ranks, name, **knobs))
+            right = found.verdict == cause
+            planted, named = cause, found.verdict
+            if cause == "data":
+                blamed = () if name == "label_storm" else (sample,)
+                right &= (found.step, found.samples) == (steps.BAD, blamed)
+                planted += f", step {steps.BAD}" + f", sample {sample}" * bool(blamed)
+                named += f", step {found.step}" + "".join(f", sample {index}" for index in found.samples)
+            yield name.replace("_", " "), planted, named, right
+    finally:
+        ranks.leave()
 
 
 def main() -> int:

@@ -4,7 +4,7 @@ import argparse
 import importlib
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -134,3 +134,30 @@ def test_the_time_to_a_verdict_is_printed(capsys: pytest.CaptureFixture[str]) ->
     assert "no time was left" in printed
     assert "1 of 2 (50 %)" in printed
     assert "median time to a verdict 11.5 s, longest 13.0 s (14.0 s and 16.0 s with the start of the process), in 2 diagnoses" in printed
+
+
+@pytest.mark.usefixtures("paths")
+def test_one_that_is_interrupted_leaves_no_process_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else it waits for its threads at the end, and every later test that needs a group fails."""
+    joined = list[bool]()
+
+    def interrupted(*_: object, **__: object) -> None:
+        joined.append(torch.distributed.is_initialized())
+        raise KeyboardInterrupt
+
+    named = {
+        name: importlib.import_module(f"benchmarks.{name}") for name in ("deterministic", "planted_numerics", "checkpoints", "noise_scale")
+    }
+    calls: dict[str, tuple[str, Callable[[], object]]] = {
+        "deterministic": ("ratios", lambda: named["deterministic"].main()),
+        "planted_numerics": ("steps.trained", lambda: list(named["planted_numerics"].bad_steps())),
+        "checkpoints": ("Trainer", lambda: named["checkpoints"].prices(tmp_path)),
+        "noise_scale": ("_pairs", lambda: named["noise_scale"]._cost(0, ("fashion-mlp", 8, 2, 1), None, 1.0, str(tmp_path))),
+    }
+    monkeypatch.setattr(sys, "argv", ["deterministic"])
+    for name, (where, call) in calls.items():
+        monkeypatch.setattr(f"benchmarks.{name}.{where}", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            call()
+        assert not torch.distributed.is_initialized(), name
+    assert joined == [True] * len(calls)
