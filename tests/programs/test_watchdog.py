@@ -36,21 +36,14 @@ HANGS = ("worker", "gil", "barrier of four")
 
 @pytest.mark.slow
 @pytest.mark.alone
-def test_planted_hangs_are_named_within_15_seconds_and_end_the_run_if_that_is_asked_for(tmp_path: Path) -> None:
+def test_planted_hangs_are_named_within_15_seconds(tmp_path: Path) -> None:
     """At once, since they mostly wait; one that is named late beside the others hangs once more, alone."""
 
     def hung(name: str) -> hangs.Named:
-        folder, stop = Path(tempfile.mkdtemp(dir=tmp_path)), name == "gil"
-        run = hangs.start(name, folder, **({"on_hang": "stop"} if stop else {}))
+        folder = Path(tempfile.mkdtemp(dir=tmp_path))
+        run = hangs.start(name, folder)
         try:
-            named = hangs.follow(name, run, folder)
-            if stop and named.hang:
-                run.wait(90)
-                assert run.state == "failed"
-                assert run.error is not None
-                assert (run.error.rank, run.error.kind) == (1, "hang")
-                assert "holds Python's lock" in str(run.error)
-            return named
+            return hangs.follow(name, run, folder)
         finally:
             run.stop()
 
@@ -59,6 +52,21 @@ def test_planted_hangs_are_named_within_15_seconds_and_end_the_run_if_that_is_as
     for name, named in found.items():
         again = hung(name) if named.wrong.startswith("it took") else named
         assert not again.wrong, (name, named, again)
+
+
+@pytest.mark.slow
+def test_a_hang_ends_the_run_if_that_is_asked_for(tmp_path: Path) -> None:
+    run = hangs.start("gil", tmp_path, on_hang="stop")
+    try:
+        named = hangs.follow("gil", run, tmp_path)
+        assert named.hang is not None, named.wrong
+        run.wait(90)
+        assert run.state == "failed"
+        assert run.error is not None
+        assert (run.error.rank, run.error.kind) == (1, "hang")
+        assert "holds Python's lock" in str(run.error)
+    finally:
+        run.stop()
 
 
 def report(rank: int, *, quiet: float, steps: int) -> dict[str, object]:
