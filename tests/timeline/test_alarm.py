@@ -338,12 +338,13 @@ for number, batch in enumerate(loader):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_ranks")
 def test_a_launched_script_tells_what_changed(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SLOWER)
     run = wb.launch(tmp_path / "train.py", watch="experiments", runs_dir=tmp_path / "runs").wait(check=True)
-    changes = [fault for fault in wb.health(run).faults if fault.kind == "change"]  # a busy machine makes some of its own
-    (planted,) = (fault for fault in changes if abs((fault.step or 0) - 500) <= 64)
+    changes = [fault for fault in wb.health(run).faults if fault.kind == "change"]  # a busy machine makes some of its own, also near it
     slower = re.compile(r"(the forward|a step) takes \d+ % longer")  # the busy machine may blur which part
-    assert slower.search(planted.message)
-    assert "a small computation" in planted.message or "of a core" in planted.message
+    planted = [fault.message for fault in changes if abs((fault.step or 0) - 500) <= 64 and slower.search(fault.message)]
+    assert planted, changes
+    assert any("a small computation" in message or "of a core" in message for message in planted)
     assert any(slower.search(note) for note in run.notes)
