@@ -178,7 +178,50 @@ def test_samplers_that_repeat_samples_or_orders_are_found() -> None:
     mine = wb.data.ResumableSampler(64, rank=0, world_size=5)
     sound = wb.data.doctor(DataLoader(Rows(), 8, sampler=mine), run=False)
     assert sound["padding"].severity == sound["set_epoch"].severity == "fine"
+    assert found["set_epoch"].fix.startswith("call loader.sampler.set_epoch(epoch)")
     assert wb.data.doctor(forked(Rows(), in_order=False), run=False)["in_order"].severity == "wrong"
+
+
+def test_padding_and_set_epoch_look_through_batch_samplers() -> None:
+    """Where a batch sampler is given, `loader.sampler` is another one, which torch makes and does not use."""
+    inner: Any = DistributedSampler(Rows(), num_replicas=5, rank=0)
+    found = wb.data.doctor(DataLoader(Rows(), batch_sampler=BatchSampler(inner, batch_size=4, drop_last=False)), run=False)
+    assert found["padding"].severity == "wrong"
+    assert "repeats 1 of 64 samples" in found["padding"].figure
+    assert found["set_epoch"].severity == "wrong"
+    assert found["set_epoch"].proved
+    assert found["set_epoch"].fix.startswith("call loader.batch_sampler.sampler.set_epoch(epoch)")
+    outer: Any = BatchSampler(BatchSampler(inner, 2, False), 2, False)  # type: ignore[arg-type]
+    nested = wb.data.doctor(DataLoader(Rows(), batch_sampler=outer), run=False)
+    assert "loader.batch_sampler.sampler.sampler.set_epoch" in nested["set_epoch"].fix
+    own: Any = wb.data.ResumableSampler(Rows(), rank=1, world_size=3, tail="repeat")
+    declared = wb.data.doctor(DataLoader(Rows(), batch_sampler=BatchSampler(own, 4, False)), run=False)
+    assert "repeated, as declared" in declared["padding"].figure
+    assert declared["set_epoch"].severity == "fine"
+    whole: Any = DistributedSampler(Rows(), num_replicas=4, rank=0, shuffle=False)
+    fine = wb.data.doctor(DataLoader(Rows(), batch_sampler=BatchSampler(whole, 4, False)), run=False)
+    assert fine["padding"].severity == fine["set_epoch"].severity == "fine"
+
+
+def test_a_batch_sampler_that_shuffles_by_its_epoch_is_found() -> None:
+    """One that makes the batches itself, as a sampler by lengths does."""
+
+    class Buckets(Sampler[list[int]]):
+        shuffle, epoch = True, 0
+
+        def set_epoch(self, epoch: int) -> None:
+            self.epoch = epoch
+
+        def __len__(self) -> int:
+            return 16
+
+        def __iter__(self) -> Iterator[list[int]]:
+            order = torch.randperm(64, generator=torch.Generator().manual_seed(self.epoch)).tolist()
+            return iter([order[at : at + 4] for at in range(0, 64, 4)])
+
+    found = wb.data.doctor(DataLoader(Rows(), batch_sampler=Buckets()), run=False)["set_epoch"]
+    assert found.severity == "wrong"
+    assert found.fix.startswith("call loader.batch_sampler.set_epoch(epoch)")
 
 
 def test_ranks_that_would_wait_for_a_batch_are_found_from_one_of_them() -> None:

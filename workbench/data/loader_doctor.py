@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from workbench.core import units
 from workbench.core.system_load import usable_cores
 from workbench.data.analysis.loader_report import CHECKS, LoaderFinding, LoaderReport
-from workbench.data.rank_batches import batches_of_ranks, in_words
+from workbench.data.rank_batches import batches_of_ranks, in_words, samplers_of
 
 LARGE_PICKLE = 50_000_000
 """Bytes from which on each start of a worker that is not forked is slow: 0.1 s for each copy that is written and read."""
@@ -192,7 +192,8 @@ class _Exam:
         return self._said("stream parts", "fine", "the first batches of all workers differ", proved=True)
 
     def padding(self) -> LoaderFinding:
-        sampler: Any = self.loader.sampler
+        chain = list(samplers_of(self.loader).values())
+        sampler = next((each for each in chain if hasattr(each, "total_size") or hasattr(each, "_tail")), None)
         total, samples = getattr(sampler, "total_size", None), None if self.stream else len(self.loader.dataset)  # type: ignore[arg-type]
         if total is not None and samples is not None and total > samples:
             return self._said(
@@ -220,16 +221,17 @@ class _Exam:
         )  # fmt: skip
 
     def set_epoch(self) -> LoaderFinding:
-        sampler: Any = self.loader.sampler
-        if not hasattr(sampler, "set_epoch") or not getattr(sampler, "shuffle", False):
+        chain = {place: each for place, each in samplers_of(self.loader).items() if hasattr(each, "set_epoch")}
+        place, sampler = next(((place, each) for place, each in chain.items() if getattr(each, "shuffle", False)), ("", None))
+        if sampler is None:
             return self._said("set_epoch", "fine", "its sampler needs no set_epoch")
         if hasattr(sampler, "batches"):
             return self._said("set_epoch", "fine", "batches(loader) of its sampler begins each epoch")
-        once, again = (list(itertools.islice(iter(sampler), 1000)) for _ in range(2))
+        once, again = (list(map(repr, itertools.islice(iter(sampler), 1000))) for _ in range(2))
         if once == again and len(set(once)) > 1:
             return self._said(
                 "set_epoch", "wrong", f"two passes have the same order (epoch {getattr(sampler, 'epoch', '?')})",
-                "call loader.sampler.set_epoch(epoch) before each pass, if the training does not do it already", proved=True,
+                f"call {place}.set_epoch(epoch) before each pass, if the training does not do it already", proved=True,
             )  # fmt: skip
         return self._said("set_epoch", "fine", "two passes have different orders", proved=True)
 

@@ -41,11 +41,24 @@ def in_words(batches: int) -> str:
     return f"{batches} batch{'es' * (batches != 1)}"
 
 
+def samplers_of(loader: "DataLoader[Any]") -> dict[str, Any]:
+    """What decides on the order of a loader, from the outside in: how it is reached → the sampler.
+
+    Batch samplers are looked through: where one is given, `loader.sampler` is another, which torch makes and does not use.
+    """
+    place, sampler = ("sampler", loader.sampler) if loader.batch_sampler is None else ("batch_sampler", loader.batch_sampler)
+    place, found = f"loader.{place}", dict[str, Any]()
+    while sampler is not None and len(found) < 5:
+        found["loader.sampler" if sampler is loader.sampler else place] = sampler
+        place, sampler = f"{place}.sampler", getattr(sampler, "sampler", None)
+    return found
+
+
 def _by_sampler(loader: "DataLoader[Any]") -> tuple[dict[int, int], str]:
     """What a sampler that knows its rank would give the others. Batch samplers are looked through."""
-    chain: list[Any] = [loader.sampler if loader.batch_sampler is None else loader.batch_sampler]
-    while (size := _ranks(chain[-1])) is None and hasattr(chain[-1], "sampler") and len(chain) < 5:
-        chain.append(chain[-1].sampler)
+    chain = list(samplers_of(loader).values())
+    depth = next((depth for depth, each in enumerate(chain) if _ranks(each) is not None), -1)
+    chain, size = chain[: depth + 1], _ranks(chain[depth])
     if size is None:
         return {}, f"nothing in the loader says which rank it is for: {ASK_ALL}"
     samples, counts = set(), {}
