@@ -7,6 +7,7 @@ import contextlib
 import functools
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -46,14 +47,20 @@ def first(folder: Path) -> Path:
 
 
 class Latency:
-    """Waits before each request that a server answers, as an object store does, and counts them."""
+    """Waits before each request that a server answers, as an object store does; counts them, and the rounds of those that wait together."""
 
     def __init__(self, application: Any, seconds: float) -> None:
-        self.application, self.seconds, self.requests = application, seconds, 0
+        self.application, self.seconds, self.requests, self.rounds = application, seconds, 0, 0
+        self._waiting, self._lock = 0, threading.Lock()
 
     def __call__(self, environ: Any, respond: Any) -> Any:
-        self.requests += 1
+        with self._lock:
+            self.requests += 1
+            self.rounds += not self._waiting
+            self._waiting += 1
         time.sleep(self.seconds)
+        with self._lock:
+            self._waiting -= 1
         return self.application(environ, respond)
 
 

@@ -1,5 +1,6 @@
 """Makes a source of whatever holds samples: a path or URL in any format, or a dataset of another library."""
 
+import contextlib
 import functools
 import inspect
 import itertools
@@ -8,9 +9,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from workbench.core.checks import shown
-from workbench.data.formats import find_format, format_class
+from workbench.data.formats import by_name, find_format, format_class
+from workbench.data.manifest import INDEX, MANIFEST
 from workbench.data.sample import KEY, USUAL_KINDS, Sample, plain
 from workbench.data.source import Damage, Source
+from workbench.data.storage import Storage
 
 
 class NoRandomAccessError(TypeError):
@@ -178,9 +181,13 @@ def open_source(path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
         FileNotFoundError: nothing is there.
         MissingPackageError: the format needs a package that is not installed; the message has the line that installs it.
     """
-    chosen = format_class(format) if format is not None else find_format(path, options.get("storage_options"))
-    allowed = inspect.signature(chosen).parameters
-    if unknown := [name for name in options if name not in allowed]:
-        raise ValueError(f"{unknown[0]}=: {chosen.__name__} takes {', '.join(name for name in allowed if name != 'path')}")
-    made: Callable[..., Source] = chosen
-    return made(path, **options)
+    asked: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+    if isinstance(path, str | os.PathLike) and not by_name(os.fspath(path)):
+        asked = Storage(path, options.get("storage_options")).fetched(MANIFEST, INDEX)
+    with asked:
+        chosen = format_class(format) if format is not None else find_format(path, options.get("storage_options"))
+        allowed = inspect.signature(chosen).parameters
+        if unknown := [name for name in options if name not in allowed]:
+            raise ValueError(f"{unknown[0]}=: {chosen.__name__} takes {', '.join(name for name in allowed if name != 'path')}")
+        made: Callable[..., Source] = chosen
+        return made(path, **options)

@@ -282,10 +282,11 @@ def load_index(storage: Storage, kind: str, names: Sequence[str] | None = None) 
     Raises:
         ManifestError: manifest and index do not belong together.
     """
-    manifest = read_manifest(storage)
-    if manifest is None or manifest.format != kind:
-        return None
-    data = storage.read(INDEX)
+    with storage.fetched(MANIFEST, INDEX):
+        manifest = read_manifest(storage)
+        if manifest is None or manifest.format != kind:
+            return None
+        data = storage.read(INDEX)
     where = storage.path(INDEX)
     if sha256(data).hexdigest() != manifest.index_sha256:
         raise ManifestError(

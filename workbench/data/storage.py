@@ -9,6 +9,7 @@ import os
 import stat
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ PACKAGES = {
     "https": "aiohttp",
 }
 """Protocol → the package that fsspec needs for it."""
+_fetched: ContextVar[Mapping[str, bytes | Exception]] = ContextVar("fetched", default={})  # noqa: B039 - never changed, only replaced
 
 
 class MissingPackageError(ImportError):
@@ -167,6 +169,12 @@ class Storage:
             DataMissingError: it is not there.
         """
         if self.remote:
+            if (whole := _fetched.get().get(self.path(name))) is not None:
+                if isinstance(whole, FileNotFoundError):
+                    raise self._missing(name) from None
+                if isinstance(whole, Exception):
+                    raise whole
+                return whole[offset : None if length < 0 else offset + length]
             try:
                 data: bytes = self.file_system.cat_file(self.path(name), start=offset, end=None if length < 0 else offset + length)
             except FileNotFoundError:
@@ -183,6 +191,17 @@ class Storage:
             parts.append(data)
             done += len(data)
         return b"".join(parts)
+
+    @contextlib.contextmanager
+    def fetched(self, *names: str) -> Iterator[None]:
+        """Inside, these small files of a server are read out of one round of requests, which wait together; what is missing, too."""
+        missing = [path for name in names if (path := self.path(name)) not in _fetched.get()] if self.remote else []
+        found = self.file_system.cat_ranges(missing, 0, None, on_error="return") if missing else []
+        token = _fetched.set({**_fetched.get(), **dict(zip(missing, found, strict=True))})
+        try:
+            yield
+        finally:
+            _fetched.reset(token)
 
     def read_ranges(self, ranges: Sequence[Range]) -> list[bytes]:
         """Several ranges; from a server all at once, so that they wait together.

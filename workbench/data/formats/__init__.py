@@ -28,6 +28,7 @@ FORMATS: Mapping[str, tuple[str, str, tuple[str, ...]]] = {
     "npy": ("columns", "NpySource", (".npy",)),
 }
 """Name → module, class, and extensions of its files; the first extension is the one that is written."""
+_BY_EXTENSION = {end: name for name, (_, _, ends) in FORMATS.items() for end in ends}
 Write = Callable[..., Any]
 
 
@@ -65,6 +66,11 @@ def extension(name: str) -> str:
     return {"parquet-untuned": ".parquet", "npy": ""}.get(name, next(iter(FORMATS[name][2]), ""))
 
 
+def by_name(path: str) -> str:
+    """The format that the extension of a path says; "" = none."""
+    return next((name for end, name in _BY_EXTENSION.items() if path.rstrip("/").endswith(end)), "")
+
+
 def find_format(path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], options: Mapping[str, Any] | None = None) -> type[Source]:
     """The class that reads what is at a path.
 
@@ -73,11 +79,9 @@ def find_format(path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
     """
     if not isinstance(path, str | os.PathLike):
         return format_class("tar")
-    text = os.fspath(path)
-    by_extension = {end: name for name, (_, _, ends) in FORMATS.items() for end in ends}
-    for end, name in by_extension.items():
-        if text.rstrip("/").endswith(end):
-            return format_class(name)
+    text, by_extension = os.fspath(path), _BY_EXTENSION
+    if told := by_name(text):
+        return format_class(told)
     storage = Storage(text, options)
     if storage.remote and (told := _in_manifest(storage)) in FORMATS:  # a server is asked once, and not whether it is worth to ask
         return format_class(told)
