@@ -351,15 +351,15 @@ def write(path: str, samples: Iterable[tuple[str, Sample]], schema: Mapping[str,
         for some in several(samples):
             keys, found = zip(*some, strict=True)
             stems = list(map(str.encode, keys))
+            sums = list(map(sum, stems))
             columns, lengths = encoded_columns(found, schema)
             sizes = np.array(lengths, np.int64).reshape(len(columns), len(some)).T.ravel()
             ends = at + np.where(sizes < 0, 0, BLOCK + sizes + -sizes % BLOCK).cumsum()
             rows.add_columns(keys, columns, lengths, (np.concatenate([[at], ends])[:-1] + BLOCK).tolist())
             pieces: list[Iterable[bytes]] = []
             for field, column, length in zip(schema, columns, lengths, strict=True):
-                ending = b"." + field.encode()
                 pieces += (
-                    _headers([stem + ending for stem in stems], length),
+                    _headers(stems, sums, b"." + field.encode(), length),
                     column,
                     [_PADDING[-size % BLOCK if size > 0 else 0] for size in length],
                 )
@@ -369,11 +369,19 @@ def write(path: str, samples: Iterable[tuple[str, Sample]], schema: Mapping[str,
         return Written(bytes=at + 2 * BLOCK, sha256=file.finish(), rows=rows)
 
 
-def _headers(names: list[bytes], lengths: list[int]) -> list[bytes]:
-    """The header of each file; b"" where there is none, whose length is -1."""
-    if min(lengths) < 0 or max(lengths) >= _LARGEST or max(map(len, names)) > 100:
-        return [header(name, length) if length >= 0 else b"" for name, length in zip(names, lengths, strict=True)]
+def _headers(stems: list[bytes], sums: list[int], ending: bytes, lengths: list[int]) -> list[bytes]:
+    """The header of a field's file of each sample; b"" where there is none, whose length is -1.
+
+    Args:
+        stems: the names of samples.
+        sums: of the bytes of each.
+        ending: what follows a stem in the name of the file.
+        lengths: of the files.
+    """
+    if min(lengths) < 0 or max(lengths) >= _LARGEST or max(map(len, stems)) + len(ending) > 100:
+        return [header(stem + ending, length) if length >= 0 else b"" for stem, length in zip(stems, lengths, strict=True)]
+    endings, more = [ending + _PADDING[n] for n in range(101 - len(ending))][::-1], sum(ending)
     return [
-        b"".join((name, _PADDING[100 - len(name)], size, _end(of_size + sum(name))))
-        for name, (size, of_size) in zip(names, map(_size, lengths), strict=True)
+        b"".join((stem, endings[len(stem)], size, _end(of_size + of_stem + more)))
+        for stem, of_stem, (size, of_size) in zip(stems, sums, map(_size, lengths), strict=True)
     ]
