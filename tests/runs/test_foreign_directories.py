@@ -379,6 +379,36 @@ def test_a_run_with_links_does_not_go_on(tmp_path: Path, monkeypatch: pytest.Mon
     assert not started
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        f"{run_directory.CHECKPOINTS}/step00000004.pt",
+        f"{run_directory.FINGERPRINTS}/rank0-1.jsonl",
+        f"{run_directory.LOGS}/none/attempt_0/0/stdout.log",
+        f"attempts/0/{run_directory.ERRORS}",
+    ],
+)
+def test_links_in_the_folders_of_a_run_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """A checkpoint or a file of digests that lies elsewhere is not what the run has written."""
+    started = list[Any]()
+    monkeypatch.setattr(new_run.NewRun, "_start_guard", lambda self, info, environ, lock: started.append(info))
+    path = ended(tmp_path / "run", cwd=str(tmp_path))
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    link = path / name
+    link.parent.mkdir(parents=True, exist_ok=True)
+    link.symlink_to(mine)
+    for take in (lambda: wb.launch(resume=path), lambda: wb.recompute(path)):
+        with pytest.raises(LaunchError, match=f"{name} is a symbolic link to {mine}: .* or read what lies there"):
+            take()
+    link.unlink()
+    of_task = path / "wandb" / "latest-run"  # a task may keep what it likes in folders of its own
+    of_task.parent.mkdir()
+    of_task.symlink_to(mine)
+    wb.launch(resume=path)
+    assert len(started) == 1
+
+
 # --- to repeat a run, or to ask its task, is to execute, too
 
 

@@ -34,6 +34,11 @@ _OF_ATTEMPT = (
     run_directory.ERRORS,
     run_directory.LAUNCHER_LOG,
 )
+_FOLDERS = {
+    *(run_directory.CHECKPOINTS, run_directory.FINGERPRINTS, run_directory.LOGS, run_directory.ERRORS, run_directory.HANG),
+    *(run_directory.NODES, run_directory.MEMORY, run_directory.TRACES, run_directory.ALARM_TRACES, ATTEMPTS),
+}
+"""The folders of a run directory that the workbench writes into."""
 LAYOUT_KNOBS = (
     *("parallel", "nproc_per_node", "tensor_parallel", "pipeline_parallel", "pipeline_schedule", "expert_parallel"),
     *("shard_ranks", "micro_batch", "accumulation", "offload"),
@@ -274,18 +279,26 @@ def _refuse_code_inside(run: Run, *paths: Path) -> None:
 
 
 def refuse_links(run: Run) -> None:
-    """Refuse a run directory with symbolic links: a run that goes on would write, and delete old checkpoints, where they lead.
+    """Refuse a run directory with symbolic links, right in it or anywhere in the folders that a launch makes in it.
+
+    A run that goes on would write, and delete old checkpoints, where they lead, and read what lies there as its own. What a task has
+    written beside these folders may have links inside.
 
     Raises:
         LaunchError: it has one.
     """
-    with os.scandir(run.path) as entries:
-        for entry in entries:
-            if entry.is_symlink():
-                raise LaunchError(
-                    f"{entry.path} is a symbolic link to {os.readlink(entry.path)}: a run that goes on would write there, and a launch "
-                    "makes no links. If it is yours, put what it leads to there; checkpoints on another disk: wb.launch(spec, runs_dir=…)"
-                )
+    waiting = [run.path]
+    while waiting:
+        with os.scandir(folder := waiting.pop()) as entries:
+            for entry in entries:
+                if entry.is_symlink():
+                    raise LaunchError(
+                        f"{entry.path} is a symbolic link to {os.readlink(entry.path)}: a run that goes on would write there, or read what "
+                        "lies there, and a launch makes no links. If it is yours, put what it leads to there; checkpoints on another disk: "
+                        "wb.launch(spec, runs_dir=…)"
+                    )
+                if entry.is_dir() and (folder != run.path or entry.name in _FOLDERS):
+                    waiting.append(Path(entry.path))
 
 
 def _user(path: Path) -> str:
