@@ -62,7 +62,7 @@ class Net(torch.nn.Sequential):
     def forward(self, x):
         self.calls += 1
         wrong = self.calls == STEP and os.environ["RANK"] == "1" and Path("flip").exists() and Path("flip").read_text()
-        if wrong:
+        if wrong and wrong != "sent":
             Path("flip").unlink()  # once
         if wrong == "weight":
             with torch.no_grad():
@@ -73,7 +73,22 @@ class Net(torch.nn.Sequential):
 def loss(model, batch):
     return (model(batch[0]) - batch[1]).square().mean()
 
-def build():
+def loss_of_two(model, batch):
+    # that of rank 0 also has what rank 1 computes, of which what is sent may be wrong
+    given = model(batch[0])
+    sent, model.sent = given.detach().clone(), getattr(model, "sent", 0) + 1
+    if model.sent == STEP and os.environ["RANK"] == "1" and Path("flip").exists() and Path("flip").read_text() == "sent":
+        Path("flip").unlink()
+        flip(sent)
+    parts = [torch.zeros_like(sent) for _ in range(2)]
+    torch.distributed.all_gather(parts, sent)
+    own = (given - batch[1]).square().mean()
+    return own if os.environ["RANK"] == "1" else own + 0.1 * (given - parts[1]).square().mean()
+
+def build_of_two():
+    return build(loss_of_two)
+
+def build(loss=loss):
     model = lambda: Net(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
     return wb.Task(model=model, dataset=Data, loss=loss, optimizer="adamw(lr=0.01)")
 """
@@ -99,8 +114,8 @@ def trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by_hand: Callable[.
     def train(flip: str = "", **knobs: Any) -> Run:
         if flip:
             (tmp_path / "flip").write_text(flip)
-        knobs = {"micro_batch": 4, "steps": 12, "checkpoint_every": 5, "nproc_per_node": 2, **knobs}
-        spec = wb.RunSpec(task="task.py:build", device="cpu", **knobs)
+        knobs = {"task": "task.py:build", "micro_batch": 4, "steps": 12, "checkpoint_every": 5, "nproc_per_node": 2, **knobs}
+        spec = wb.RunSpec(device="cpu", **knobs)
         old = run(by_hand(spec=spec.to_json(), cwd=str(tmp_path)), spec)
         assert not (tmp_path / "flip").exists()
         return old
@@ -245,6 +260,26 @@ def test_flips_of_all_kinds_are_found(trained: Trained, flip: str, knobs: dict[s
     if not knobs:  # the same by losses alone; that a wrong gradient shows on rank 1 alone is chance
         losses = [within(record(Path(path), 2, False), since, 12) for path in (found.run, *found.repetitions[:2])]
         assert judge(*losses, []) == ("wrong", Fault(step=9 if flip == "gradient" else 8, part="loss", ranks=(1,)))
+
+
+@pytest.mark.slow
+def test_no_rank_is_blamed_where_a_forward_exchanges_what_ranks_compute(trained: Trained) -> None:
+    """Rank 1 sends a wrong number, and it shows in the loss of rank 0 alone."""
+    found = wb.recompute(trained("sent", task="task.py:build_of_two", step_digests=True), since=0)
+    assert (found.verdict, found.fault) == ("wrong", Fault(step=8, part="loss", ranks=(0,))), found
+    assert (found.alone, found.blamed) == (False, ())
+    assert "ranks exchange what they compute there, so which of them was wrong is not known" in str(found)
+
+
+def test_a_forward_that_exchanges_something_is_noticed(made: Callable[..., Run]) -> None:
+    def exchanging(model: torch.nn.Module, batch: Any) -> torch.Tensor:
+        mean = batch[0].mean()
+        dist.all_reduce(mean)
+        return toy_tasks.squared_error(model, batch) + 0.0 * mean
+
+    found = wb.recompute(made(loss=exchanging))
+    assert (found.verdict, found.alone) == ("right", False), found
+    assert wb.recompute(made()).alone
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ import re
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,8 +17,9 @@ from workbench.__main__ import report
 from workbench.core import run_directory
 from workbench.runs.compare import compare
 from workbench.runs.failure import RunError
+from workbench.runs.launch.resume import archive_attempt
 from workbench.runs.panel.follow import Follower
-from workbench.runs.rows import RunRows
+from workbench.runs.rows import RunRows, digest_files, digest_rows
 from workbench.runs.run import Run, RunFormatError
 from workbench.runs.spec import RunSpec
 from workbench.timeline.watch import watch
@@ -246,6 +248,60 @@ def test_a_clock_that_was_set_back_is_said(by_hand: Make) -> None:
     run = Run.load(by_hand(begun=time.time() + 3600).alive().path)
     assert run.seconds == 0
     assert "running · 0 of 20 steps · 0 s\nnote: the clock of this machine was set back" in run.summary
+
+
+def test_digests_of_steps_are_read_by_attempt(tmp_path: Path) -> None:
+    """Rank 1 has no third attempt: it was lost before it began; tenth attempts come after ninth ones, and other files are left alone."""
+    folder = tmp_path / run_directory.FINGERPRINTS
+    folder.mkdir()
+    for name, steps in {"rank0-2": (3, 4), "rank0-1": (1, 2, 3), "rank1-1": (1, 2), "rank1-2": (3,), "rank0-10": (4, 5)}.items():
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps({"step": step, "parts": {"loss": name}}) + "\n" for step in steps))
+    for name in ("rankx-1.jsonl", "rank0-1.jsonl.part", "kill.json"):
+        (folder / name).write_text("{}")
+    assert [(attempt, rank) for attempt, rank, _ in digest_files(tmp_path)] == [(1, 0), (1, 1), (2, 0), (2, 1), (10, 0)]
+
+    def losses(attempt: Any) -> dict[tuple[int, int], str]:
+        return {key: row["parts"]["loss"] for key, row in digest_rows(tmp_path, attempt).items()}
+
+    assert losses(2) == {(3, 0): "rank0-2", (4, 0): "rank0-2", (3, 1): "rank1-2"}
+    assert losses("last") == {(4, 0): "rank0-10", (5, 0): "rank0-10", (3, 1): "rank1-2"}
+    assert losses("all") == {
+        (1, 0): "rank0-1",
+        (2, 0): "rank0-1",
+        (3, 0): "rank0-2",
+        (4, 0): "rank0-10",
+        (5, 0): "rank0-10",
+        (1, 1): "rank1-1",
+        (2, 1): "rank1-1",
+        (3, 1): "rank1-2",
+    }
+    assert losses(7) == digest_rows(tmp_path / "none") == {}
+
+
+def test_the_signal_of_an_earlier_attempt_does_not_say_how_to_go_on(by_hand: Make) -> None:
+    """After a resume that failed, or finished, "resume it" would be the wrong advice, and which attempt was ended another riddle."""
+    made = by_hand().ended("stopped")
+    row = {"step": 28, "ended_by": "SIGTERM", "goes_on_from": 28}
+    run_directory.write_json(made.path / run_directory.PREEMPTED, row)
+    writer = run_directory.LineWriter(made.path / run_directory.RESUMES)
+    writer.write([row])
+    run = Run.load(made.path)
+    follower, now = Follower(run), "SIGTERM ended it after step 28, with a checkpoint: wb.launch(resume=run) goes on"
+    assert now in run.notes
+    assert now in follower.snapshot().notes
+    archive_attempt(made.path)  # as a resume does, which may fail before it has written anything
+    earlier = "SIGTERM ended an earlier attempt after step 28"
+    for notes in (Run.load(made.path).notes, follower.snapshot().notes):
+        assert [note for note in notes if "SIGTERM" in note] == [earlier]
+    again = {"step": 40, "ended_by": "SIGUSR1", "goes_on_from": 28}
+    run_directory.write_json(made.path / run_directory.PREEMPTED, again)
+    writer.write([{"step": 28, "checkpoint": "step00000028.pt", "passed_over": {}, "notes": []}, again])
+    writer.close()
+    for notes in (Run.load(made.path).notes, follower.snapshot().notes):
+        assert [note for note in notes if "SIG" in note] == [
+            earlier,
+            "SIGUSR1 ended it after step 40, without a checkpoint: wb.launch(resume=run) goes on from step 28",
+        ]
 
 
 def test_what_was_passed_over_when_a_run_went_on_is_said(by_hand: Make) -> None:

@@ -2,9 +2,10 @@
 
 import math
 import os
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, Literal, overload
 
 from workbench.core import run_directory
 from workbench.core.checks import is_number, is_whole
@@ -239,16 +240,25 @@ def loss_note(losses: Sequence[tuple[int, float]]) -> str:
     return f"the loss is NaN or infinite {when}: {help_}" + "; check the data, too" * (len(bad) == len(losses))
 
 
-def resume_notes(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Notes on signals that ended a run, and on what was passed over, or has changed, when it went on; from the rows of RESUMES."""
+def resume_notes(rows: Sequence[Mapping[str, Any]], run_dir: Path) -> list[str]:
+    """Notes on signals that ended a run, and on what was passed over, or has changed, when it went on.
+
+    Args:
+        rows: of RESUMES.
+        run_dir: whether its last attempt was ended by a signal is seen there.
+    """
     notes = []
-    for row in rows:
+    present = len(rows) if (run_dir / run_directory.PREEMPTED).exists() else 0
+    for number, row in enumerate(rows, 1):
         passed_over = row.get("passed_over")
         if isinstance(passed_over, Mapping) and passed_over:
             each = "; ".join(f"{name}, {why!s:.200}" for name, why in passed_over.items())
             notes.append(f"it resumed from step {row.get('step')}, because a later checkpoint could not be used: {each}")
         if row.get("ended_by"):
             step, kept = row.get("step"), row.get("goes_on_from", row.get("step"))
+            if number != present:
+                notes.append(f"{row['ended_by']!s:.20} ended an earlier attempt after step {step}")
+                continue
             how = "with a checkpoint: wb.launch(resume=run) goes on"
             if kept != step:
                 goes_on = f"wb.launch(resume=run) goes on from step {kept}" if kept else "there is none before it, so it begins anew"
@@ -277,3 +287,28 @@ def training_notes(other_rows: Mapping[int, Sequence[Mapping[str, Any]]], world_
             if isinstance(read := row.get("reads"), Mapping) and all(isinstance(read.get(name, ""), str) for name in ("first", "data")):
                 reads[rank] = read
     return [*rank_notes(reads, world_size), *warnings]
+
+
+_DIGESTS = re.compile(r"rank(\d+)-(\d+)\.jsonl")
+
+
+def digest_files(run_dir: Path) -> list[tuple[int, int, Path]]:
+    """(attempt, rank, file) of the files with digests of a run's steps, by attempt, from 1, and rank."""
+    named = ((_DIGESTS.fullmatch(file.name), file) for file in (run_dir / run_directory.FINGERPRINTS).glob("rank*-*.jsonl"))
+    return sorted((int(match[2]), int(match[1]), file) for match, file in named if match)
+
+
+def digest_rows(run_dir: Path, attempt: int | Literal["all", "last"] = "all") -> dict[tuple[int, int], dict[str, Any]]:
+    """(step, rank) → the row with the digests of what that rank had, and computed, in the step.
+
+    Args:
+        run_dir: of the run.
+        attempt: the number of one, from 1; "last" = the last of each rank; "all" = where a step was taken several times, as it was last.
+    """
+    files = digest_files(run_dir)
+    last = {rank: number for number, rank, _ in files}
+    rows = dict[tuple[int, int], dict[str, Any]]()
+    for number, rank, file in files:
+        if attempt == "all" or number == (last[rank] if attempt == "last" else attempt):
+            rows.update(((int(row["step"]), rank), row) for row in run_directory.LineTail(file).read(salvage=True))
+    return rows

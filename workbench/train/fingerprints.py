@@ -9,12 +9,13 @@ import hashlib
 import os
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -57,6 +58,31 @@ class Fingerprints:
             for name, weight in (trainer.module.named_parameters() if reduced else ())
             if weight.requires_grad  # called before DDP has the gradient
         ]
+        self._forward, self._exchanged = trainer.forward, 0
+        if reduced:
+            ddp: Any = trainer.model
+            ddp._pre_forward = self._uncounted(ddp._pre_forward)
+        trainer.forward = self._counted  # type: ignore[method-assign]
+
+    def _counted(self, batch: Any) -> Tensor:
+        """The trainer's forward, and whether it exchanges something with other ranks, so that what one has computed may show on another."""
+        before = collectives()
+        loss = self._forward(batch)
+        self._exchanged += collectives() - before
+        if self._exchanged > 0:
+            self._more["exchanges"] = True
+        return loss
+
+    def _uncounted(self, pre_forward: Callable[..., Any]) -> Callable[..., Any]:
+        """What DDP exchanges before a forward: the buffers of rank 0, which are compared by themselves, and the order of its buckets."""
+
+        def begun(*args: Any, **named: Any) -> Any:
+            before = collectives()
+            inputs = pre_forward(*args, **named)
+            self._exchanged -= collectives() - before
+            return inputs
+
+        return begun
 
     def batch(self, batch: Any) -> None:
         """Called with each micro-batch, before it is used."""
@@ -94,6 +120,8 @@ class Fingerprints:
         """Close the file, and leave the weights alone: their hooks hold the trainer, and so the workers of its loader."""
         for hook in self._hooks:
             hook.remove()
+        for wrapped, name in ((self._trainer, "forward"), (self._trainer.model, "_pre_forward")):
+            vars(wrapped).pop(name, None)
         self._writer.close()
 
     def _states(self) -> dict[str, str]:
@@ -113,7 +141,13 @@ class Fingerprints:
 
     def _write(self) -> None:
         self._writer.write([{"step": self._step, "time": time.time(), "parts": self._parts, **self._more}])
-        self._step, self._parts, self._more = self._step + 1, {}, {}
+        self._step, self._parts, self._more, self._exchanged = self._step + 1, {}, {}, 0
+
+
+def collectives() -> int:
+    """How many collectives this process has begun, over all of its process groups."""
+    groups: Iterable[Any] = dist.distributed_c10d._world.pg_map if dist.is_available() and dist.is_initialized() else ()
+    return sum(group._get_sequence_number_for_group() for group in groups)
 
 
 def digest(value: Any) -> str:

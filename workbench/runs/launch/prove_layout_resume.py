@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from workbench.core import late, run_directory
+from workbench.core import late
 from workbench.core.codec import JsonDataclass
 from workbench.core.display import table as display
 from workbench.runs.launch.resume import LAYOUT_KNOBS
@@ -222,16 +222,6 @@ def _samples(spec: RunSpec, rows: Rows, step: int) -> int | None:
 def _loss(spec: RunSpec, rows: Rows, step: int) -> float:
     """The mean over all samples of a step."""
     return math.fsum(float(rows[step, rank]["value"]) for rank in range(spec.world_size)) / spec.world_size
-
-
-def read_rows(path: Path, ranks: int) -> Rows:
-    """The fingerprints of a run directory, those of its last attempt."""
-    rows = {}
-    for rank in range(ranks):
-        files = sorted((path / run_directory.FINGERPRINTS).glob(f"rank{rank}-*.jsonl"), key=lambda file: int(file.stem.rpartition("-")[2]))
-        for row in run_directory.LineTail(files[-1]).read(salvage=True) if files else ():
-            rows[int(row["step"]), rank] = row
-    return rows
 
 
 def distance(one: Path, other: Path) -> float:

@@ -22,6 +22,7 @@ from workbench.runs.launch.new_run import LaunchError, NewRun
 from workbench.runs.launch.prove_layout_resume import LayoutResumeProof
 from workbench.runs.launch.prove_script_resume import OUT, ScriptResumeProof, prove_script_resume
 from workbench.runs.launch.resume import take_checkpoints
+from workbench.runs.rows import digest_files, digest_rows
 from workbench.runs.run import Run
 from workbench.runs.spec import AUTO, RunSpec, SpecError
 from workbench.runs.target import read_spec
@@ -283,7 +284,7 @@ def _prove(
         begun, now = time.time(), f"resumed after kill {number} of {kills}"
         run = launch(resume=run, timeout=timeout)
         _wait(run)
-        rows = _rows(run.path, 0, number + 1)
+        rows = {step: row for (step, of), row in digest_rows(run.path, number + 1).items() if not of}
         if not rows:
             _trained(run)
         first = min(rows)
@@ -322,7 +323,7 @@ def _prove_elsewhere(spec: RunSpec, layout: Mapping[str, Any], seed: int, timeou
             raise LaunchError(f"{killed!r} ended before step {kill[0]}, in which it was to be killed: its task ends a training by itself")
         begun = time.time()
         run = wait(start(other, runs_dir, "resumed", source=killed), "resumed in the other layout").wait(check=True)
-    mine, its = layouts.read_rows(undisturbed.path, spec.world_size), layouts.read_rows(run.path, other.world_size)
+    mine, its = digest_rows(undisturbed.path, "last"), digest_rows(run.path, "last")
     went_on, tolerance = min(step for step, _ in its), layouts.ROUNDING[spec.precision]
     again = first_difference(undisturbed.path, killed.path, spec.world_size)
     part, step, losses = layouts.first_difference((spec, mine), (other, its), tolerance)
@@ -374,32 +375,22 @@ def _plan(path: Path, kill: tuple[int, int] | None) -> None:
 
 def first_difference(undisturbed: Path, interrupted: Path, ranks: int) -> Difference | None:
     """Where the fingerprints of two run directories differ first: by the attempt of the second, then by step, part and rank."""
-    for attempt in _attempts(interrupted):
-        differences = []
-        for rank in range(ranks):
-            expected, rows = _rows(undisturbed, rank, 1), _rows(interrupted, rank, attempt)
-            differences += [(step, part, rank) for step, part in _differing(expected, rows)]
-        if differences:
-            order = list(PARTS)
-            step, part, rank = min(differences, key=lambda each: (each[0], order.index(each[1]), each[2]))
-            return Difference(step=step, rank=rank, part=part, kills=attempt - 1)
+    expected = digest_rows(undisturbed, 1)
+    for attempt in range(1, 1 + max((number for number, rank, _ in digest_files(interrupted) if not rank), default=0)):
+        rows = {key: row for key, row in digest_rows(interrupted, attempt).items() if key[1] < ranks}
+        if differences := list(_differing(expected, rows)):
+            step, place, rank = min(differences)
+            return Difference(step=step, rank=rank, part=list(PARTS)[place], kills=attempt - 1)
     return None
 
 
-def _differing(expected: Mapping[int, Any], rows: Mapping[int, Any]) -> Iterator[tuple[int, str]]:
-    for step, row in sorted(rows.items()):
-        before = expected.get(step, {}).get("parts", {})
-        yield from ((step, part) for part in PARTS if row["parts"].get(part) != before.get(part))
-
-
-def _attempts(path: Path) -> Sequence[int]:
-    return range(1, 1 + len(list((path / run_directory.FINGERPRINTS).glob("rank0-*.jsonl"))))
-
-
-def _rows(path: Path, rank: int, attempt: int) -> dict[int, Any]:
-    """The rows of a rank in an attempt, by step."""
-    rows = run_directory.LineTail(path / run_directory.FINGERPRINTS / f"rank{rank}-{attempt}.jsonl").read(salvage=True)
-    return {row["step"]: row for row in rows}
+def _differing(
+    expected: Mapping[tuple[int, int], Mapping[str, Any]], rows: Mapping[tuple[int, int], Mapping[str, Any]]
+) -> Iterator[tuple[int, int, int]]:
+    """(step, place in PARTS, rank) of what is not as it was."""
+    for (step, rank), row in rows.items():
+        before = expected.get((step, rank), {}).get("parts", {})
+        yield from ((step, place, rank) for place, part in enumerate(PARTS) if row["parts"].get(part) != before.get(part))
 
 
 def trained(run: Run, timeout: float | None) -> Run:

@@ -19,6 +19,7 @@ from workbench.runs.launch.launch import check, check_timeout, label
 from workbench.runs.launch.new_run import LaunchError, NewRun, Surroundings
 from workbench.runs.launch.prove_resume import PARTS, several
 from workbench.runs.launch.resume import checkpoints_of, refuse_code_of_others, refuse_links, take_checkpoints
+from workbench.runs.rows import digest_files, digest_rows
 from workbench.runs.run import ACTIVE, Run
 from workbench.runs.spec import AUTO, RunSpec
 from workbench.runs.task import with_files_at
@@ -211,7 +212,7 @@ def recompute(
     check_timeout(timeout)
     run = run if isinstance(run, Run) else Run.load(run)
     spec = _repeatable(run)
-    digests = bool(_digest_files(run.path))
+    digests = bool(digest_files(run.path))
     recorded = record(run.path, spec.world_size, digests)
     ranks = range(spec.world_size if digests else 1)
     begin, end, places = _span(run, since, until, recorded, ranks)
@@ -258,9 +259,10 @@ def recompute(
                     elsewhere = again(3, place)
                     third, like_third = place, first_fault(own, elsewhere) is None
                     verdict = "wrong" if first_fault(one, elsewhere) is None else "not restored"
+    exchanged = any(row.get("exchanges") for each in repetitions for row in digest_rows(each.path).values())
     return Recomputation(
         run=str(run.path), since=begin, until=end, ranks=spec.world_size, digests=digests, verdict=verdict, fault=fault,
-        alone=spec.whole_models and spec.local_sgd == "none", third=third, like_third=like_third,
+        alone=spec.whole_models and spec.local_sgd == "none" and not exchanged, third=third, like_third=like_third,
         own_gradients=any("own gradients" in parts for parts in own.values()), repetitions=tuple(str(each.path) for each in repetitions),
         conditions=tuple(conditions) if verdict == "elsewhere" else (),
     )  # fmt: skip
@@ -413,13 +415,9 @@ def record(path: Path, ranks: int, digests: bool) -> Record:
     Losses are of rank 0, from its metrics, and of each rank's last steps, from its ring. Where a run went on from a checkpoint, a step
     counts as it was taken last.
     """
-    rows: dict[tuple[int, int], dict[str, str]] = {}
-    for file in _digest_files(path) if digests else ():
-        rank = int(file.name.removeprefix("rank").partition("-")[0])
-        for row in run_directory.LineTail(file).read(salvage=True):
-            rows[int(row["step"]), rank] = dict(row["parts"])
     if digests:
-        return rows
+        return {key: dict(row["parts"]) for key, row in digest_rows(path).items()}
+    rows: dict[tuple[int, int], dict[str, str]] = {}
     for row in run_directory.LineTail(path / run_directory.METRICS).read(salvage=True):
         if "loss" in row and "lr" in row:
             rows[int(row["step"]), 0] = {"loss": repr(float(row["loss"]))}
@@ -429,9 +427,3 @@ def record(path: Path, ranks: int, digests: bool) -> Record:
                 if "loss" in row:
                     rows[int(row["step"]), rank] = {"loss": repr(float(row["loss"]))}
     return rows
-
-
-def _digest_files(path: Path) -> list[Path]:
-    """The files with the digests of a run's steps, those of later attempts last."""
-    files = (path / run_directory.FINGERPRINTS).glob("rank*-*.jsonl")
-    return sorted(files, key=lambda file: int(file.stem.rpartition("-")[2]))

@@ -228,7 +228,7 @@ class Follower:
     def __init__(self, run: Run) -> None:
         self._run = Run.load(run.path)
         self._metrics = Rows(run.path / run_directory.METRICS, check_metric)
-        self._resumes, self._resume_notes = Rows(run.path / run_directory.RESUMES), list[str]()
+        self._resumes, self._resumed = Rows(run.path / run_directory.RESUMES), list[dict[str, Any]]()
         self._many = run.spec.world_size > MANY_RANKS
         sums: type[_RankSums | _EndSums] = _EndSums if self._many else _RankSums
         self._sums = {rank: sums(run.path / run_directory.rank_file(rank)) for rank in range(run.spec.world_size)}
@@ -258,7 +258,9 @@ class Follower:
             self._take(row)
         evaluated = self._evaluations.read()
         self._evaluated = [*([] if self._evaluations.anew else self._evaluated), *(slowest(row) for row in evaluated)]
-        self._resume_notes += resume_notes(self._resumes.read())
+        resumed = self._resumes.read()
+        self._resumed = [*([] if self._resumes.anew else self._resumed), *resumed]
+        resumes = resume_notes(self._resumed, self._run.path)
         if not self._many or state not in ACTIVE or time.monotonic() - self._ranks_read >= ENDS_EVERY:
             self._read_ranks()
         done, steps = self._progress
@@ -274,7 +276,7 @@ class Follower:
             usage=self._usage.read(),
             norms=self._norms.read(),
             error=self._run.error,
-            notes=tuple(filter(None, [*self._problems(state), *self._training, *self._resume_notes, self._metrics.note, *self._damage])),
+            notes=tuple(filter(None, [*self._problems(state), *self._training, *resumes, self._metrics.note, *self._damage])),
         )
 
     def _problems(self, state: State) -> list[str]:
