@@ -260,7 +260,11 @@ def on_two_ranks(by_hand: Callable[..., HandMade], forks: Forks, tmp_path: Path)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("share", [{"parallel": "fsdp", "micro_batch": 4}, {"tensor_parallel": 2}], ids=["fsdp", "tensor parallel"])
+@pytest.mark.parametrize(
+    "share",
+    [{"parallel": "fsdp", "micro_batch": 4}, {"tensor_parallel": 2}, {"pipeline_parallel": 2, "micro_batch": 4, "accumulation": 2}],
+    ids=["fsdp", "tensor parallel", "pipeline"],
+)
 def test_ranks_that_share_a_model_are_repeated_in_one_process(on_two_ranks: Callable[[wb.RunSpec], Run], share: dict[str, Any]) -> None:
     spec = wb.RunSpec(task=f"{__file__}:split", device="cpu", micro_batch=BATCH, nproc_per_node=2, steps=14, checkpoint_every=5)
     run = on_two_ranks(spec.replace(**share))

@@ -187,7 +187,8 @@ def replay(run: Run | str | os.PathLike[str], step: int | None = None, *, budget
     """Repeat a step of a run alone, with changes, and say whether data, learning rate or numerics are to blame for it.
 
     The run is repeated in this process from the nearest checkpoint before the step, or from its first step, with the samples of all ranks
-    and the same random numbers; ranks that shared the model (`parallel`, `tensor_parallel`) become one whole model here. Then the step is
+    and the same random numbers; ranks that shared the model (`parallel`, `tensor_parallel`, `pipeline_parallel`) become one whole model
+    here. Only the layers of a pipeline draw other random numbers than in the run. Then the step is
     taken as it was, in a higher precision, with a tenth of the learning rate, with the batch of a later step, and without each of its
     samples. Where the weights were bad already, the steps before it are looked at.
 
@@ -205,8 +206,6 @@ def replay(run: Run | str | os.PathLike[str], step: int | None = None, *, budget
     spec = run.spec
     if not isinstance(spec, RunSpec):
         raise ValueError(f"replay({run!r}): only the run of a task can be repeated, and this is one of a script")
-    if spec.pipeline_parallel > 1:
-        raise ValueError(f"replay({run!r}): pipeline_parallel={spec.pipeline_parallel}: a run whose layers are divided cannot be repeated")
     if spec.local_sgd != "none":
         raise ValueError(
             f'replay({run!r}): local_sgd="{spec.local_sgd}": each rank has parameters of its own, and one process cannot repeat them'

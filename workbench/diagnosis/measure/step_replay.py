@@ -29,7 +29,7 @@ from workbench.train.loader import build_loader, micro_batches
 from workbench.train.named_state import Source
 from workbench.train.precision import Precision
 from workbench.train.random_numbers import random_state, restore_random_state, seed_all
-from workbench.train.ranks import Layout, Ranks, choose_device, layout_knobs
+from workbench.train.ranks import ONE_STAGE, Layout, Ranks, choose_device, layout_knobs
 from workbench.train.sample_order import StepSamples, go_on
 from workbench.train.step_ring import read_ring
 from workbench.train.trainer import Trainer
@@ -221,7 +221,7 @@ class Replayer:
 
 def whole(spec: RunSpec) -> RunSpec:
     """The spec of the same training with the whole model in one process, which takes the samples of all data-parallel ranks in turn."""
-    alone = {"parallel": "ddp", "shard_ranks": None, "tensor_parallel": 1, "expert_parallel": 1, "compile": "none", "nnodes": 1}
+    alone = {**ONE_STAGE, "parallel": "ddp", "shard_ranks": None, "tensor_parallel": 1, "compile": "none", "nnodes": 1}
     on_host = {"offload": "none"} if spec.offload == "optimizer" else {}
     return spec.replace(**alone, **on_host, nproc_per_node=spec.data_ranks)
 
@@ -277,7 +277,8 @@ def replay(run_dir: Path, spec: RunSpec, step: int, losses: Mapping[int, float],
             replayed = player.take(history[-1])
         recorded = losses.get(step)
         if recorded is not None and math.isfinite(recorded) and abs(replayed - recorded) > 1e-3 * max(abs(recorded), 1e-6):
-            player.notes.append(f"the loss was {recorded:.4g} in the run and is {replayed:.4g} here: the training is not repeatable")
+            why = "; the layers of a pipeline draw random numbers (dropout) of their own on each rank" * (spec.pipeline_parallel > 1)
+            player.notes.append(f"the loss was {recorded:.4g} in the run and is {replayed:.4g} here: the training is not repeatable{why}")
         others = []
         for _ in range(OTHERS):
             others.append(player.next().batches)
