@@ -302,9 +302,17 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def what_earlier_files_have_left() -> None:
-    """Is left out, too: a measurement of leaks has unfrozen all."""
+    """Is left out, too."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def what_an_earlier_test_has_unfrozen(what_earlier_files_have_left: None) -> None:
+    """Is left out again: a search for leaks, or for what is held where memory ran out, unfreezes all, and later collections look at it."""
+    if not gc.get_freeze_count():
+        gc.collect(1)
+        gc.freeze()
 
 
 def _is_worker(config: pytest.Config) -> bool:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from workbench.core import gc as collector
 from workbench.memory.analysis.log import ALLOC, FREE, MARK, Event, Mark, MemoryLog, Record
 from workbench.memory.api import find_leaks, measure_memory
 from workbench.memory.measure.leaks import Holding, Leak, Leaks, find, held_after, leaks_of, left_behind
@@ -18,6 +19,12 @@ DATA = [torch.randn(32, 64) for _ in range(4)]
 BY_ALL: list[Tensor] = []
 HIDDEN = 32 * 128 * 4
 """Bytes of one output of the hidden layer."""
+
+
+@pytest.fixture(autouse=True)
+def only_what_the_test_makes_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a session has imported and collected stays frozen: a look at all of it, of which each search takes many, is a good second."""
+    monkeypatch.setattr(collector, "live_objects", lambda: [*gc.get_objects(), *DATA])
 
 
 def network() -> nn.Sequential:
@@ -43,14 +50,16 @@ def only(leaks: Leaks) -> Leak:
     return leaks.found[0]
 
 
-def test_losses_with_their_graph() -> None:
+def test_losses_with_their_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()  # the list was there before
     leak = only(find(trained(network(), lambda loss: BY_ALL.append(loss)), DATA))
     assert leak.holder == "BY_ALL (a list, a global variable of test_leaks.py)"
     assert (leak.graph, leak.tensors, leak.per_step) == (True, 1, 4)
     assert BY_ALL == []  # put back
 
 
-def test_a_holder_that_was_frozen() -> None:
+def test_a_holder_that_was_frozen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
     kept: list[Tensor] = []
     train = trained(network(), lambda loss: kept.append(loss))
     gc.freeze()

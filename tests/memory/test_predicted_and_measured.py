@@ -39,6 +39,7 @@ def test_what_is_predicted_is_what_is_measured(knobs: dict[str, Any], tmp_path: 
     assert "measured less predicted" in str(measured - predicted)
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_where_the_peak_lies_in_the_optimizer_step(tmp_path: Path) -> None:
     """DDP's buckets are there twice in no moment: those of the first backward make way for the ones that are made anew."""
     spec = wb.RunSpec(task=f"{WIDE}:build", micro_batch=2, nproc_per_node=2, optimizer="adamw(foreach=False)", device="cpu")

@@ -1,6 +1,7 @@
 """Which changes would have fitted, of runs whose memory ran out: a real one on this machine, and recorded ones of GPUs."""
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,32 @@ MIB, GIB = 2**20, 2**30
 SPEC = wb.RunSpec(task=TASK, device="auto", micro_batch=8192, nproc_per_node=1, steps=2)
 """Needs some 2 GiB."""
 Make = Callable[..., Any]
+ladder, max_batch = (sys.modules[function.__module__] for function in (memory_ladder, max_micro_batch))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def each_step_is_estimated_once() -> Iterator[None]:
+    """The same changes of the same spec are tried in most tests, on devices with less or more memory."""
+    made = dict[str, Any]()
+
+    def once(make: Callable[..., Any]) -> Callable[..., Any]:
+        def known(*args: Any, **options: Any) -> Any:
+            asked = f"{make.__name__} {args} {sorted(options.items())}"
+            if asked not in made:
+                made[asked] = make(*args, **options)
+            return made[asked]
+
+        return known
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module, name in (
+            (ladder, "timed_estimate"),
+            (ladder, "estimate_memory"),
+            (max_batch, "estimate_memory"),
+            (max_batch, "batch_family"),
+        ):
+            patch.setattr(module, name, once(getattr(module, name)))
+        yield
 
 
 def said(capacity: str = "1.50 GiB", beside: str = "") -> str:
@@ -161,7 +188,7 @@ def test_the_wrong_runs(by_hand: Make) -> None:
 
 
 def test_the_limit_that_the_guard_noted(by_hand: Make) -> None:
-    run = died(by_hand, "MemoryError", memory_limit=GIB)
+    run = died(by_hand, "MemoryError", spec=SPEC.replace(device="cpu"), memory_limit=GIB)
     assert would_fit(run).room.bytes == GIB
 
 
