@@ -30,6 +30,10 @@ from workbench.train.sharded_tensors import local_part
 from workbench.train.sharding import gathered
 from workbench.train.trainer import Trainer
 
+STEPS = 2
+"""Of each case that says nothing else: in the second one what the optimizer has kept takes part, and the evaluation sees what it does."""
+SIZES = {"length": 16, "width": 32, "layers": 2, "heads": 4}
+"""Of the models: with the first part and the head, these are as many parts as two ranks have stages where each has two."""
 PLAN = {"layers.*.mlp.0": "colwise", "layers.*.mlp.2": "rowwise", "head": "colwise_rep"}
 
 
@@ -37,7 +41,7 @@ class Dropping(Gpt):
     """With dropout: what is computed anew has to draw the same random numbers again. Unlike from rank to rank when it is built."""
 
     def __init__(self) -> None:
-        super().__init__(length=16, width=32, layers=3, heads=4)
+        super().__init__(**SIZES)
         for layer in self.layers:
             layer.mlp.append(nn.Dropout(0.1))  # type: ignore[operator,union-attr]
 
@@ -55,7 +59,7 @@ def squares(model: nn.Module) -> dict[str, float]:
 
 def gpt(**changes: Any) -> Task:
     known: dict[str, Any] = {
-        "model": lambda: Gpt(length=16, width=32, layers=3, heads=4),
+        "model": lambda: Gpt(**SIZES),
         "dataset": lambda: ByteText(length=16),
         "loss": next_byte,
         "evaluate": squares,
@@ -117,7 +121,7 @@ def unseeded() -> Task:
 
     def build() -> nn.Module:
         torch.manual_seed(dist.get_rank())
-        return Gpt(length=16, width=32, layers=3, heads=4)
+        return Gpt(**SIZES)
 
     return gpt(model=build)
 
@@ -126,7 +130,7 @@ def tied() -> Task:
     """One weight for two layers, and a layer that does not learn."""
 
     def build() -> nn.Module:
-        model = Gpt(length=16, width=32, layers=3, heads=4)
+        model = Gpt(**SIZES)
         model.head.weight = model.tokens.weight
         model.layers[1].requires_grad_(False)
         return model
@@ -141,7 +145,7 @@ def mixture() -> Task:
         total: Tensor = next_byte(model, batch) + 0.01 * getattr(model, "module", model).imbalance  # type: ignore[operator]
         return total
 
-    return gpt(model=lambda: MoeGpt(length=16, width=32, layers=2, heads=4), loss=loss, tensor_parallel=None, pipeline=None)
+    return gpt(model=lambda: MoeGpt(**SIZES), loss=loss, tensor_parallel=None, pipeline=None)
 
 
 def denoising() -> Task:
@@ -173,7 +177,7 @@ def pictures() -> Task:
 
 def trained(task: Task, knobs: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
     """The mean loss of each step over the ranks, the evaluation, this rank's number of parameters."""
-    spec = RunSpec(**{"task": "made-here", "device": "cpu", "micro_batch": 4, "steps": 3, "nproc_per_node": 2, **knobs})
+    spec = RunSpec(**{"task": "made-here", "device": "cpu", "micro_batch": 4, "steps": STEPS, "nproc_per_node": 2, **knobs})
     on_host: list[int] = []
     hooks = DryRunHooks(on_host=lambda tensor: on_host.append(tensor.nbytes), host_computes=contextlib.nullcontext)
     with offloading_dry_run(hooks) if spec.offload != "none" else contextlib.nullcontext():

@@ -34,7 +34,14 @@ TOYS = Path(__file__).parents[1] / "toy_tasks.py"
 SCRIPT = Path(__file__).parents[1] / "scripts" / "sharing.py"
 
 CLIPPED = {"optimizer": "sgd(lr=0.3)", "clip_grad_norm": 0.5}
-MANY = {"accumulation": 2, "clip_grad_norm": 0.5, "warmup_steps": 2, "schedule": "cosine", "optimizer": "sgd(lr=0.3, momentum=0.9)"}
+MANY = {
+    "steps": 3,
+    "accumulation": 2,
+    "clip_grad_norm": 0.5,
+    "warmup_steps": 2,
+    "schedule": "cosine",
+    "optimizer": "sgd(lr=0.3, momentum=0.9)",
+}
 SPLIT = {"micro_batch": 8, "tensor_parallel": 2}
 BOTH = {**SPLIT, **CLIPPED}
 STAGED = {"micro_batch": 4, "accumulation": 4, "pipeline_parallel": 2, "clip_grad_norm": 0.5, "optimizer": "sgd(lr=0.3, momentum=0.9)"}
@@ -260,7 +267,7 @@ def test_each_target_counts_the_same_in_whatever_micro_batch_and_rank_it_is(resu
 
 def test_what_each_rank_keeps(results: dict[str, dict[str, Any]]) -> None:
     plain = {name: (results[f"plain: {name}"]["weights"], results[f"plain: {name}"]["states"]) for name in GROUPS["plain"]}
-    weights = sum(weight.numel() for weight in Gpt(length=16, width=32, layers=3, heads=4).parameters())
+    weights = sum(weight.numel() for weight in Gpt(**sharing.SIZES).parameters())
     whole, half = (weights, 2 * weights), (weights // 2, weights)
     assert plain["ddp"] == plain["hsdp, shards of 1"] == whole
     assert plain["zero2"] == plain["fsdp"] == plain["hsdp, shards of 2"] == half
@@ -269,16 +276,16 @@ def test_what_each_rank_keeps(results: dict[str, dict[str, Any]]) -> None:
     assert results["split: split"]["weights"] < weights
     halves = {results[f"stages: {name}"]["weights"] for name in ("gpipe", "1f1b, full", "zero1")}
     assert len(halves) == 1
-    assert max(halves) < 0.5 * weights  # the other stage has the head
+    assert 0.4 * weights < max(halves) < 0.6 * weights  # the other stage has the head
 
 
 def test_what_a_dry_run_is_told_of_the_host(results: dict[str, dict[str, Any]]) -> None:
-    """Bytes of the copies: weights once, gradients in each of three steps; of activations a good deal."""
+    """Bytes of the copies: weights once, gradients in each step; of activations a good deal."""
     weights = 4 * results["plain: ddp"]["weights"]
     assert results["plain: ddp"]["host"] == 0
-    assert results["plain: optimizer on the host"]["host"] == weights * (1 + 3)
-    assert results["plain: zero1, on the host"]["host"] == pytest.approx(weights * (1 + 3) / 2, rel=0.2)
-    assert results["plain: fsdp, on the host"]["host"] == weights * (1 + 3) / 2
+    assert results["plain: optimizer on the host"]["host"] == weights * (1 + sharing.STEPS)
+    assert results["plain: zero1, on the host"]["host"] == pytest.approx(weights * (1 + sharing.STEPS) / 2, rel=0.2)
+    assert results["plain: fsdp, on the host"]["host"] == weights * (1 + sharing.STEPS) / 2
     assert results["plain: activations on the host"]["host"] > weights
 
 
@@ -300,7 +307,7 @@ def test_a_launch_evaluates_the_whole_model_once(results: dict[str, dict[str, An
 
 
 def test_both_ends_of_a_pipeline_draw_the_same_random_numbers_for_a_loss(results: dict[str, dict[str, Any]]) -> None:
-    assert results["denoising"]["losses"] == [0.0, 0.0, 0.0]
+    assert results["denoising"]["losses"] == [0.0] * sharing.STEPS
 
 
 def test_local_sgd_averages_parameters_now_and_then(results: dict[str, dict[str, Any]]) -> None:
@@ -323,7 +330,7 @@ def test_the_bytes_that_ranks_send_are_those_predicted(results: dict[str, dict[s
         ("local: periodic", sharing.gpt(), LOCAL["periodic"][1], "all_reduce"),
     ):
         traffic = wb.collectives(task, world_size=2, micro_batch=4, **{**CLIPPED, **knobs})
-        measured, steps = results[name]["sent"], 6 if name.startswith("local") else 3
+        measured, steps = results[name]["sent"], 6 if name.startswith("local") else sharing.STEPS
         predicted = steps * sum(call.size for call in traffic.calls if call.kind == kind)
         assert 0 < measured[kind] == pytest.approx(predicted, abs=steps), name  # a third of the bytes is rounded in each step
     usual = wb.collectives(sharing.gpt(), world_size=2, micro_batch=4)
@@ -337,7 +344,7 @@ def test_the_messages_between_stages_are_those_predicted(results: dict[str, dict
     assert "rank 0 is shown" in traffic.notes[0]
     measured = results[f"stages: {schedule}"]["sent"]
     for kind in ("send", "recv", "broadcast"):
-        assert 0 < measured[kind] == 3 * sum(call.size for call in traffic.of(kind)), kind
+        assert 0 < measured[kind] == sharing.STEPS * sum(call.size for call in traffic.of(kind)), kind
 
 
 def test_a_split_without_a_plan(results: dict[str, dict[str, Any]]) -> None:
@@ -346,7 +353,7 @@ def test_a_split_without_a_plan(results: dict[str, dict[str, Any]]) -> None:
 
 def test_fused_where_weights_are_shared(results: dict[str, dict[str, Any]]) -> None:
     assert "a fused SGD on parameters that ranks share (FSDP2): torch has that for Adam and AdamW only" in results["fused sgd"]["error"]
-    assert len(results["split, fused"]["losses"]) == 3
+    assert len(results["split, fused"]["losses"]) == sharing.STEPS
 
 
 def test_checkpoints_go_on_in_the_same_layout_and_in_others(results: dict[str, dict[str, Any]]) -> None:
