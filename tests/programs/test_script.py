@@ -76,13 +76,20 @@ def errors(run_dir: Path) -> list[dict[str, Any]]:
     return [run_directory.read_json(path) for path in sorted((run_dir / run_directory.ERRORS).glob("*"))]
 
 
-@pytest.mark.parametrize("code", [LOOK, SPAWN, LOADERS, PICKLE, NO_ERROR], ids=["look", "spawn", "loaders", "pickle", "sys.exit()"])
+@pytest.mark.parametrize("code", [LOOK, SPAWN, PICKLE, NO_ERROR], ids=["look", "spawn", "pickle", "sys.exit()"])
 def test_as_under_plain_python(script: Path, tmp_path: Path, code: str) -> None:
     script.write_text(code)
     plain = run([sys.executable, script, "--epochs", "1"], tmp_path)
     ours = run([*RUNNER, script, "--epochs", "1"], tmp_path, WORKBENCH_RUN_DIR=str(tmp_path))
     assert plain.returncode == 0, plain.stderr
     assert (ours.returncode, ours.stdout, ours.stderr) == (0, plain.stdout, plain.stderr)
+    assert errors(tmp_path) == []
+
+
+def test_loaders_have_their_workers(script: Path, tmp_path: Path) -> None:
+    script.write_text(LOADERS)
+    ours = run([*RUNNER, script], tmp_path, WORKBENCH_RUN_DIR=str(tmp_path))
+    assert (ours.returncode, ours.stdout, ours.stderr) == (0, 2 * "[[0, 1], [4, 9]]\n", "")
     assert errors(tmp_path) == []
 
 

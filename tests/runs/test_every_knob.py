@@ -7,7 +7,9 @@ import pytest
 import torch
 
 from tests import toy_tasks
+from tests.forked import Forks
 from workbench.core import run_directory
+from workbench.runs.launch import environment
 from workbench.runs.launch.resume import checkpoints_of
 from workbench.runs.launch.sweep import run_all
 from workbench.runs.run import Run
@@ -77,11 +79,12 @@ def test_each_knob_is_turned_in_a_launched_run() -> None:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
+def runs(tmp_path_factory: pytest.TempPathFactory, forks: Forks) -> dict[str, Run]:
     folder = tmp_path_factory.mktemp("every_knob")
     (folder / "rates.py").write_text(RATES)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
+        patch.setattr(environment, "torchrun", forks.torchrun)
         specs = [(name, RunSpec(**{"task": TOY, **ALL, **knobs})) for name, knobs in LAUNCHED.items()]
         return dict(zip(LAUNCHED, run_all(specs, runs_dir=folder / "runs"), strict=True))
 

@@ -71,12 +71,12 @@ def test_a_killed_run_goes_on_and_ends_where_one_that_was_never_killed_does(
     assert 0 < done < 300
     seconds = run.seconds
     monkeypatch.chdir(tmp_path / "elsewhere")
+    monkeypatch.setattr(environment, "torchrun", forks.torchrun)
     again = wb.launch(spec, resume=run).wait(120, check=True)
     assert (run.state, run.seconds) == ("finished", again.seconds)  # the same run, looked at by who had seen it end
     assert again.seconds == pytest.approx(seconds + run_directory.read_json(run.path / run_directory.RUN_JSON)["outcome"]["seconds"])
     monkeypatch.chdir(tmp_path)
     assert (again.path, again.id, again.state, again.progress) == (run.path, run.id, "finished", (300, 300))
-    monkeypatch.setattr(environment, "torchrun", forks.torchrun)
     whole = wb.launch(spec, runs_dir=tmp_path / "whole").wait(120, check=True)
     losses = {row["step"]: row["loss"] for row in again.metric_rows}
     assert len(again.metric_rows) == len(losses)

@@ -483,6 +483,7 @@ def test_a_spec_is_traced_in_a_launch_of_its_own(tmp_path: Path) -> None:
     assert list(run.traces) == [0]
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_an_unedited_script_is_traced(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
