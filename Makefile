@@ -7,9 +7,12 @@ PYTHON ?= $(firstword $(foreach p,python3.11 python3.12 python3.13 python3,$(she
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+COMPILED := $(VENV)/.compiled
 PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 LOCKED := --no-deps --require-hashes -r requirements.lock
 UV := 0.13.9
+# packages of which little or nothing is imported: what is, Python compiles then
+RARELY := pip|setuptools|mypy|mypyc|moto|sympy|networkx|debugpy|pytorch_lightning|lightning_fabric|aiohttp|fastapi|mlflow|databricks|wandb|opentelemetry|google|fontTools|wcwidth|backrefs|prompt_toolkit|jedi|torchgen
 # an environment of its own for the tools that look at the other one
 AUDIT := $(VENV)/audit/.installed
 ARGS ?=
@@ -20,6 +23,8 @@ CHOSEN = $(if $(ARGS),|| [ $$? = 5 ])
 AGAIN := --reruns 1 --reruns-delay 1
 # many tests wait, for ranks or a deadline: three files at a time keep two cores busy; tests/conftest.py says which files come first
 THREE := -n 3 --dist loadfile --no-loadscope-reorder
+# each has a JupyterLab, a Chromium and a page of its own: beside other tests, which take longer anyway, one is enough
+AT_ONCE = -n 2 --maxschedchunk 1
 # files in which some tests have a mark: to collect them all takes seconds
 MARKED = $(if $(ARGS),,$$(grep -rlE 'mark\.($(1))\b' --include='test_*.py' tests))
 # nbval takes seconds to import
@@ -39,7 +44,7 @@ export KINETO_LOG_LEVEL ?= 6
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-setup: $(STAMP) ## create .venv with everything (quick when it is there)
+setup: $(COMPILED) ## create .venv with everything (quick when it is there)
 	@$(if $(filter setup,$(MAKECMDGOALS)),echo 'Everything is in $(VENV). Next: $(BIN)/workbench --help or make lab for the course in JupyterLab')
 
 $(STAMP): pyproject.toml constraints.txt requirements.lock
@@ -59,9 +64,12 @@ $(STAMP): pyproject.toml constraints.txt requirements.lock
 	  wait $$torch || { echo 'setup: pip could not install torch. Is there a network, and room on the disk? Then try again: make setup'; exit 1; }
 	@echo 'setup: the workbench itself'
 	@$(PIP) -c constraints.txt -e '.[notebooks,tensorboard,exporters,trace,formats,docs,dev]'
-	@# on all cores, and without what nobody imports: an installer compiles on one core, or not at all
+	@touch $@
+
+# on all cores, and without what nobody imports: an installer compiles on one core, or not at all
+$(COMPILED): $(STAMP)
 	@echo 'setup: compiling what is imported most'
-	@$(BIN)/python -m compileall -qq -j 0 -x '/tests/|transformers/models/|/(pip|mypy|moto|sympy|networkx|debugpy|pytorch_lightning|lightning_fabric|aiohttp)/' $(VENV)/lib || true
+	@$(BIN)/python -m compileall -qq -j 0 -x '/tests/|transformers/models/|torch/testing/|/($(RARELY))/' $(VENV)/lib || true
 	@touch $@
 
 lab: setup ## open JupyterLab on the start page of the course (ARGS=--no-browser where there is no screen)
@@ -79,12 +87,12 @@ test: lint-docs unit-browser alone notebooks ## all but what is slow (CI runs th
 test-slow: slow slow-alone slow-notebooks ## what judges statistics or takes minutes
 	@echo "all of make test-slow passed"
 
-lint: setup ## ruff (code and notebooks) and mypy --strict
+lint: $(STAMP) ## ruff (code and notebooks) and mypy --strict
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-lint-docs: setup ## both at once: mypy keeps one core busy, the other builds the documentation
+lint-docs: $(STAMP) ## both at once: mypy keeps one core busy, the other compiles what was installed and builds the documentation
 	@echo 'lint-docs: ruff and mypy, and beside them the documentation, whose output follows: a minute or two'
 	@mkdir -p build; $(MAKE) --no-print-directory docs > build/docs.log 2>&1 & docs=$$!; \
 	  $(MAKE) --no-print-directory lint && linted=0 || linted=$$?; \
@@ -97,7 +105,7 @@ unit: together alone ## library, process and documentation tests
 
 unit-browser: setup ## what may run beside others, and the browser, which half of the time waits: both at once
 	@echo 'unit-browser: the tests, and beside them those in a browser, whose output follows: many minutes'
-	@mkdir -p build; $(MAKE) --no-print-directory browser > build/browser.log 2>&1 & browser=$$!; \
+	@mkdir -p build; $(MAKE) --no-print-directory browser AT_ONCE= > build/browser.log 2>&1 & browser=$$!; \
 	  $(MAKE) --no-print-directory together && unit=0 || unit=$$?; \
 	  wait $$browser && shown=0 || shown=$$?; cat build/browser.log; exit $$((unit || shown))
 
@@ -122,7 +130,7 @@ slow-notebooks: setup ## execute those that take minutes or judge times by exper
 	$(BIN)/python -m tests.notebooks --slow $(ARGS)
 
 browser: setup ## drive JupyterLab in Chromium; screenshots in shots/
-	$(PYTEST) -m browser tests/browser -n 2 --maxschedchunk 1 $(AGAIN) $(ARGS)
+	$(PYTEST) -m browser tests/browser $(AT_ONCE) $(AGAIN) $(ARGS)
 
 test-gpu: ## the tests that need an NVIDIA GPU, with whatever Python has torch (PYTHON=…)
 	$(CAN_TEST)

@@ -19,6 +19,8 @@ NBVAL = ["-p", "tests.conftest", "--nbval", "--nbval-cell-timeout", "300", "--nb
 TWO_AT_A_TIME = ["-n", "2", "--dist", "loadfile", "--no-loadscope-reorder"]
 SLOW = ("07_", "04_", "12_", "17_", "05_", "09_", "06_", "16_", "10_", "15_", "11_")
 """How the names of those begin that take longest, the longest first."""
+OTHERS = ("01_", "08_", "14_", "13_", "00_")
+"""Of those that are left, the longest first, too."""
 ALONE = ("02_", "03_")
 """How the names of those begin that judge times by experiment: slow, too, and nothing may run beside them."""
 QUICK = {
@@ -70,8 +72,8 @@ def main(arguments: list[str]) -> int:
     paths = [str(copied(path).relative_to(ROOT)) for path in sorted((ROOT / "notebooks").glob("*.ipynb"))]
     alone = [path for path in paths if Path(path).name.startswith(ALONE)]
     shared = [path for path in paths if path not in alone and Path(path).name.startswith(SLOW) == slow]
-    if slow:
-        shared.sort(key=lambda path: SLOW.index(Path(path).name[:3]))
+    longest = {name: place for place, name in enumerate(SLOW if slow else OTHERS)}
+    shared.sort(key=lambda path: longest.get(Path(path).name[:3], len(longest)))
     results = [execute(shared, [*TWO_AT_A_TIME, *arguments]), *([execute(alone, arguments)] if slow else [])]
     for status, failed in results:
         if status and not failed:

@@ -28,6 +28,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "apputils-extension/notification": {"fetchNews": "false", "checkForUpdates": False},  # its toast covers the page even without news
     "notebook-extension/tracker": {"windowingMode": "none"},  # cells are there though they are not on the screen
 }
+THEMES = {"JupyterLab Dark": "dark", "JupyterLab Light": "light"}
 FOLDERS = {
     "JUPYTER_CONFIG_DIR": "config",
     "JUPYTER_DATA_DIR": "data",
@@ -157,13 +158,15 @@ class Notebook:
         return self.page.locator(".jp-Notebook .jp-Cell").nth(cell).locator(".jp-Cell-outputArea")
 
     def see(self, name: str) -> None:
-        """Take a picture in the light and in the dark theme; what has the focus keeps it."""
+        """Take a picture in each theme, first in the one that is on; the other stays. What has the focus keeps it."""
         folder = Path(os.environ.get("WORKBENCH_SHOTS") or Path(__file__).parents[2] / "shots")
         folder.mkdir(exist_ok=True)
         focused = self.page.evaluate_handle("() => document.activeElement")
-        for theme, word in (("JupyterLab Dark", "dark"), ("JupyterLab Light", "light")):
-            self.theme(theme)
-            self.page.screenshot(path=folder / f"{name}-{word}.png")
+        now = self.page.evaluate("() => document.body.dataset.jpThemeName")
+        for theme in sorted(THEMES, key=lambda theme: theme != now):
+            if theme != now:
+                self.theme(theme)
+            self.page.screenshot(path=folder / f"{name}-{THEMES[theme]}.png")
         focused.evaluate("element => element.focus({ preventScroll: true })")
 
     def theme(self, name: str) -> None:

@@ -65,7 +65,7 @@ def test_keys_alone_turn_a_knob_and_the_bar_follows(open_notebook: Open, stored:
 def test_measure_prove_and_what_they_say(open_notebook: Open, lab: Lab) -> None:
     shutil.copy(TASKS, lab.root)
     spec = 'import workbench as wb\nspec = wb.RunSpec(task="slow_task.py:slow_loader", micro_batch=16)'
-    nb = open_notebook(spec, "doctor = wb.widgets.ThroughputDoctor(spec, budget_s=15)\ndoctor", "print(1 + 1)")
+    nb = open_notebook(spec, "doctor = wb.widgets.ThroughputDoctor(spec, budget_s=8)\ndoctor", "print(1 + 1)")
     nb.run(0)
     nb.run(1)
     expect(nb.page.locator(".wb-doctor")).to_contain_text("Nothing is measured yet")
