@@ -26,7 +26,7 @@ def answer_of(name: str, run: int, given: argparse.Namespace, results: Path) -> 
     """What the library says of a case in one run, or why there is no answer."""
     path = results / f"{name.replace(' ', '_')}.{run}.json"
     if not path.exists():
-        options = ["--budget", str(given.budget), "--proofs", str(given.proofs)]
+        options = ["--budget", str(given.budget), "--proofs", str(given.proofs), "--clean"]
         command = [sys.executable, "-m", "tests.diagnosis.emulated_judge", name, str(path), *options]
         env = {**os.environ, "OMP_NUM_THREADS": "1", "KINETO_LOG_LEVEL": "6", "PYTHONPATH": str(ROOT), "WORKBENCH_CACHE": str(results)}
         limit = LIMIT * (1 + given.proofs)

@@ -365,6 +365,7 @@ def test_a_causal_mask_halves_what_fused_kernels_compute_and_not_what_single_pro
 
 @pytest.mark.slow
 @pytest.mark.alone
+@pytest.mark.usefixtures("forked_ranks")
 def test_a_cpu_step_follows_from_another_that_was_measured(tmp_path: Path) -> None:
     """Twice the batch and another length, from one run of the sample GPT on this machine."""
     spec = wb.RunSpec(task="text-gpt", micro_batch=8, steps=12, nproc_per_node=1)

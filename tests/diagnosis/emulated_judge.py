@@ -1,6 +1,6 @@
 """Judges what the library says of a loop on the emulated GPU against the time from sync to sync, and proves its remedies.
 
-    python -m tests.diagnosis.emulated_judge CASE OUT.json [--budget S] [--proofs N]
+    python -m tests.diagnosis.emulated_judge CASE OUT.json [--budget S] [--proofs N] [--clean]
 
 Cases of several ranks start a process for each.
 """
@@ -66,7 +66,7 @@ class Answer:
     true: tuple[float, float]
     """The step before and after the diagnosis."""
     clean: float | None
-    """Without what was planted."""
+    """Without what was planted; None = it was not asked for."""
     took: float
     text: str
     notes: tuple[str, ...] = ()
@@ -94,7 +94,7 @@ class Answer:
         return cls(**{**content, "true": tuple(content["true"]), "notes": tuple(content["notes"])})
 
 
-def judge(case: Case, *, budget_s: float, proofs: int = 0, rank: int = 0, folder: Path | None = None) -> Answer:
+def judge(case: Case, *, budget_s: float, proofs: int = 0, cleaned: bool = False, rank: int = 0, folder: Path | None = None) -> Answer:
     """Run the case in this process, which has not imported the library yet: others on the machine do not count."""
     with pytest.MonkeyPatch.context() as patch:
         clock = UndisturbedClock(alone=not case.workers)
@@ -104,7 +104,7 @@ def judge(case: Case, *, budget_s: float, proofs: int = 0, rank: int = 0, folder
 
         ranks = Ranks(rank, case.ranks, folder, not_counted=clock.stopped)
         clean = None
-        if not case.healthy:
+        if cleaned and not case.healthy:
             loop = Loop(case.cleaned(), case.cleaned().device(ranks).install(patch))
             clean = loop.seconds_per_step()
         loop = Loop(case, case.device(ranks).install(patch))
@@ -150,14 +150,14 @@ def _with_change(case: Case, loop: Loop, change: dict[str, Any]) -> float:
         return other.seconds_per_step() * case.samples / knobs.get("batch_size", case.samples)
 
 
-def judge_ranks(case: Case, *, budget_s: float, proofs: int = 0) -> Answer:
+def judge_ranks(case: Case, *, budget_s: float, proofs: int = 0, cleaned: bool = False) -> Answer:
     """Run a case of several ranks, each in a process of its own."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "WORLD_SIZE": str(case.ranks), "WORKBENCH_CACHE": name}
         out = folder / "answer.json"
         command = [sys.executable, "-m", "tests.diagnosis.emulated_judge", case.name, str(out), "--folder", name]
-        command += ["--budget", str(budget_s), "--proofs", str(proofs)]
+        command += ["--budget", str(budget_s), "--proofs", str(proofs), *["--clean"] * cleaned]
         logs = [(folder / f"log-{rank}").open("w+") for rank in range(case.ranks)]
         start = partial(subprocess.Popen, command, cwd=ROOT, stderr=subprocess.STDOUT)
         processes = [start(env={**env, "RANK": str(rank)}, stdout=log) for rank, log in enumerate(logs)]
@@ -178,11 +178,12 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--budget", type=float, default=10.0)
     parser.add_argument("--proofs", type=int, default=0)
+    parser.add_argument("--clean", action="store_true", help="time the loop without what was planted, too")
     parser.add_argument("--folder", type=Path, help="of the ranks' files; None = this is no rank")
     given = parser.parse_args()
     case = CASES[given.case]
     if given.folder is None:
-        answer = (judge_ranks if case.ranks > 1 else judge)(case, budget_s=given.budget, proofs=given.proofs)
+        answer = (judge_ranks if case.ranks > 1 else judge)(case, budget_s=given.budget, proofs=given.proofs, cleaned=given.clean)
     else:
         import torch.distributed as dist
 
@@ -190,7 +191,8 @@ def main() -> None:
         dist.init_process_group("gloo", init_method=f"file://{given.folder}/store", rank=rank, world_size=world_size)
         with contextlib.ExitStack() as undo:
             undo.callback(dist.destroy_process_group)
-            answer = judge(case, budget_s=given.budget, proofs=given.proofs, rank=rank, folder=given.folder)
+            options = {"budget_s": given.budget, "proofs": given.proofs, "cleaned": given.clean}
+            answer = judge(case, **options, rank=rank, folder=given.folder)
             dist.barrier()
         if rank:
             return

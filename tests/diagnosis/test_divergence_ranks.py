@@ -1,7 +1,6 @@
 """One process against ranks that share the model: rounding where they agree, and the module where they do not."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import workbench as wb
-from tests.conftest import HandMade
-from tests.forked import Forks
 from tests.toy_tasks import Numbers
-from workbench.diagnosis import correctness
 from workbench.diagnosis.measure import divergence
 from workbench.diagnosis.measure.divergence_ranks import of_ranks, packed, unpacked
-from workbench.runs.entrypoints import DIVERGENCE
 from workbench.train.ranks import Ranks
 
 
@@ -73,23 +68,13 @@ def test_one_rank_that_shards_is_recorded_as_a_process_is() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_ranks")
 @pytest.mark.parametrize(
     "knobs",
     [{"parallel": "fsdp", "micro_batch": 4}, {"tensor_parallel": 2}, {"micro_batch": 2, "accumulation": 2}],
     ids=["fsdp", "tp", "ddp"],
 )
-def test_ranks_that_agree_with_one_process_differ_by_rounding(
-    tmp_path: Path, by_hand: Callable[..., HandMade], forks: Forks, monkeypatch: pytest.MonkeyPatch, knobs: dict[str, Any]
-) -> None:
-    """Recorded in forks; the next test launches."""
-
-    def recorded(spec: wb.RunSpec, *, steps: int, **_: Any) -> HandMade:
-        made = by_hand(spec=spec.to_json(), experiment={"steps": steps})
-        done = forks.program(DIVERGENCE, 2, tmp_path, made.path, launched=made.path)
-        assert done.returncode == 0, done.stderr
-        return made
-
-    monkeypatch.setattr(correctness, "run_recording", recorded)
+def test_ranks_that_agree_with_one_process_differ_by_rounding(tmp_path: Path, knobs: dict[str, Any]) -> None:
     found = wb.diverge(ONE, ONE.replace(nproc_per_node=2, **knobs), runs_dir=tmp_path)
     assert found.verdict in ("rounding", "identical"), found
     assert found.exact is not None
@@ -98,6 +83,7 @@ def test_ranks_that_agree_with_one_process_differ_by_rounding(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_ranks")
 def test_the_module_that_differs_on_several_ranks_is_named(tmp_path: Path) -> None:
     spec = ONE.replace(task=f"{__file__}:wrong")
     found = wb.diverge(spec, spec.replace(nproc_per_node=2, parallel="fsdp", micro_batch=4), runs_dir=tmp_path)

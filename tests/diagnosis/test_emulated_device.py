@@ -16,10 +16,12 @@ from tests.forked import Forks
 from workbench.diagnosis.analysis.verdict import VERDICTS
 from workbench.diagnosis.measure import inside
 
-AT_ONCE = 3
+AT_ONCE = 2
 REAL_TIME = tuple(name for name, case in CASES.items() if case.workers)
 """Loops that wait for processes of their own go by real time: nothing may run beside them."""
 QUICK = ("item at each 10th step",)
+ALIKE = ("item at each 50th step", "item at each 100th step")
+"""Between that and the deep queue. `benchmarks/emulated_gallery.py` judges all."""
 
 
 JUDGE = "from tests.diagnosis.emulated_judge import main\nmain()"
@@ -70,16 +72,17 @@ def test_the_verdict_goes_by_the_clock_of_the_device(name: str, budget: float, t
 
 
 @pytest.mark.slow
-def test_the_gallery_on_an_emulated_gpu(tmp_path: Path, forks: Forks) -> None:
-    """Some at once, and beside other tests: each mostly sleeps, and its clock stands still while it waits for a core."""
-    names = [name for name in CASES if name not in REAL_TIME]
+@pytest.mark.parametrize("half", range(2))
+def test_the_gallery_on_an_emulated_gpu(half: int, tmp_path: Path, forks: Forks) -> None:
+    """Two at once, and beside other tests: each mostly sleeps, and its clock stands still while it waits for a core."""
+    names = [name for name in CASES if name not in (*REAL_TIME, *QUICK, *ALIKE)][half::2]
     with ThreadPoolExecutor(AT_ONCE) as pool:
         answers = [*pool.map(lambda name: judged(forks, name, tmp_path / name.replace(" ", "-"), 10.0), names)]
     wrong = {answer.case: answer.text for answer in answers if not answer.right}
     assert not wrong.keys() & {case.name for case in HEALTHY}, wrong
-    assert len(wrong) <= 0.05 * len(answers), wrong
+    assert len(wrong) <= 1, wrong
     errors = {answer.case: answer.error for answer in answers if not answer.timed}
-    assert len(errors) <= 0.05 * len(answers), errors
+    assert len(errors) <= 1, errors
     assert statistics.median(abs(answer.error) for answer in answers) < 0.03
 
 

@@ -257,6 +257,7 @@ def task():
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_ranks")
 def test_real_ranks_one_of_which_is_slow(tmp_path: Path) -> None:
     (tmp_path / "work.py").write_text(SLOW_RANK)
     spec = wb.RunSpec(task=f"{tmp_path / 'work.py'}:task", nproc_per_node=2, device="cpu", micro_batch=8)

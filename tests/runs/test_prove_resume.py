@@ -396,6 +396,7 @@ def test_what_the_target_does_not_take_is_refused(here: Path, target: str, given
         ("build", {}, {"nproc_per_node": 1, "micro_batch": 8}, "loss"),  # dropout, batch norm
     ],
 )
+@pytest.mark.usefixtures("forked_ranks")
 def test_trainings_go_on_in_another_layout(here: Path, task: str, knobs: dict[str, Any], layout: dict[str, Any], part: str) -> None:
     proof = wb.prove_resume(spec(task, nproc_per_node=2, **knobs), steps=12, resumed=layout)
     assert isinstance(proof, wb.LayoutResumeProof)
