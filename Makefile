@@ -25,6 +25,8 @@ AGAIN := --reruns 1 --reruns-delay 1
 THREE := -n 3 --dist loadfile --no-loadscope-reorder
 # each has a JupyterLab, a Chromium and a page of its own: beside other tests, which take longer anyway, one is enough
 AT_ONCE = -n 2 --maxschedchunk 1
+# the slow ones wait more
+FOUR := -n 4 --dist loadfile --no-loadscope-reorder
 # files in which some tests have a mark: to collect them all takes seconds
 MARKED = $(if $(ARGS),,$$(grep -rlE 'mark\.($(1))\b' --include='test_*.py' tests))
 # nbval takes seconds to import
@@ -117,7 +119,7 @@ alone: setup ## of these, what judges times, so that nothing may run beside it
 	$(PYTEST) -m "alone and not slow" $(call MARKED,alone) $(AGAIN) --durations=10 $(ARGS) $(CHOSEN)
 
 slow: setup ## of the slow tests, what may run beside others
-	$(PYTEST) -m "slow and not gpu and not alone" $(call MARKED,slow) $(THREE) $(AGAIN) --durations=10 $(ARGS) $(CHOSEN)
+	$(PYTEST) -m "slow and not gpu and not alone" $(call MARKED,slow) $(FOUR) $(AGAIN) --durations=10 $(ARGS) $(CHOSEN)
 
 slow-alone: setup ## of the slow tests, what judges times
 	$(PYTEST) -m "slow and alone" $(call MARKED,alone) $(AGAIN) --durations=10 $(ARGS) $(CHOSEN)

@@ -197,6 +197,7 @@ LONGEST = (
     "runs/test_slurm.py",
     "runs/test_random_kills.py",
     "runs/test_signals.py",
+    "programs/test_watchdog.py",
     "test_frameworks.py",
     "diagnosis/test_regression.py",
     "diagnosis/test_why_not_linear.py",
@@ -242,16 +243,17 @@ LONGEST = (
     "diagnosis/test_loading.py",
     "core/test_interrupts.py",
     "memory/test_building.py",
-    "programs/test_watchdog.py",
     "runs/test_nodes.py",
     "runs/test_entrypoints.py",
 )
 """Files that take longest; they come first, so that none of them is left over at the end, with idle cores beside it."""
 APART = (
+    "diagnosis/test_emulated_device.py",
     "runs/test_signals.py",
     "runs/test_failure.py",
     "programs/test_train.py",
     "test_docs.py",
+    "test_frameworks.py",
     "runs/test_prove_script_resume.py",
     "runs/test_prove_resume.py",
     "diagnosis/test_experiment.py",

@@ -1,8 +1,9 @@
 """Execute notebooks and compare what they show (strict nbval): `make notebooks`, two at a time.
 
 Those that take longest: `make slow-notebooks`; of these, those whose claims are about time run alone. What is executed is a copy in
-build/notebooks, with what a test has time for (`QUICK`). One that fails is executed once more, whole and alone, since others compute on
-the machine, too. The output names it; one that fails twice fails, and so does a process that is left behind, whatever the second time says.
+build/notebooks, with what a test has time for (`QUICK`), and in some (`FORKED`) with forks for the ranks that it launches. One that fails
+is executed once more, whole and alone, since others compute on the machine, too. The output names it; one that fails twice fails, and so
+does a process that is left behind, whatever the second time says.
 """
 
 import json
@@ -12,19 +13,27 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests import forked_kernel
 from tests.conftest import LEFT
+from tests.forked import Forks
 
 ROOT = Path(__file__).parents[1]
 NBVAL = ["-p", "tests.conftest", "--nbval", "--nbval-cell-timeout", "300", "--nbval-sanitize-with", "tests/nbval.cfg"]
 TWO_AT_A_TIME = ["-n", "2", "--dist", "loadfile", "--no-loadscope-reorder"]
-SLOW = ("07_", "04_", "12_", "17_", "05_", "09_", "06_", "16_", "10_", "15_", "11_")
+SLOW = ("04_", "07_", "12_", "06_", "17_", "16_", "09_", "05_", "11_", "15_", "10_")
 """How the names of those begin that take longest, the longest first."""
 OTHERS = ("01_", "08_", "14_", "13_", "00_")
 """Of those that are left, the longest first, too."""
 ALONE = ("02_", "03_")
 """How the names of those begin that judge times by experiment: slow, too, and nothing may run beside them."""
+FORKED = ("04_", "05_", "06_", "07_", "09_", "12_", "15_", "16_")
+"""How the names of those begin whose launches have forks for ranks: what they claim is neither about the times of single steps, for which
+new processes have a memory of their own (`workbench.runs.launch.environment.steady_malloc`), nor about how processes meet and end."""
 QUICK = {
     "02_": {"budget_s=30": "budget_s=15", "budget_s=20": "budget_s=10"},
+    "03_": {"budget_s=15": "budget_s=8", "budget_s=110": "budget_s=80"},
+    "09_": {"repeat=2": "repeat=1"},
+    "12_": {"steps=15": "steps=45"},  # launches are quick here: so each takes long enough to outlast what else computes
     "11_": {"budget_s=20": "budget_s=12", "budget_s=15": "budget_s=8"},
 }
 """How the name of a notebook begins → what a reader has time for → what a test has."""
@@ -40,14 +49,18 @@ def copied(path: Path, folder: Path = COPIES) -> Path:
     for slow, quick in QUICK.get(path.name[:3], {}).items():
         assert slow in text, f"{path.name} has no {slow}"
         text = text.replace(slow, quick)
+    if path.name.startswith(FORKED):
+        text = text.replace('"name": "python3"', f'"name": "{forked_kernel.NAME}"')
     (copy := folder / path.name).write_text(text)
     return copy
 
 
-def execute(paths: list[str], arguments: list[str]) -> tuple[int, list[str]]:
+def execute(paths: list[str], arguments: list[str], forks: Forks | None) -> tuple[int, list[str]]:
     """Execute notebooks; returns pytest's exit status, and those that failed: none where once more would not mend it."""
     command = [sys.executable, "-m", "pytest", *NBVAL, "--cache-clear", *paths, *arguments]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "CI": "true"}  # what they store is of a CPU, and has no progress lines
+    if forks:
+        environment |= {"JUPYTER_PATH": str(COPIES / "jupyter"), forked_kernel.ORDERS: str(forks.orders)}
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, env=environment) as pytest:
         assert pytest.stdout is not None
         left = False
@@ -69,20 +82,26 @@ def main(arguments: list[str]) -> int:
     COPIES.mkdir(parents=True)
     for name in ("scripts", "pictures"):
         (COPIES / name).symlink_to(ROOT / "notebooks" / name)
+    forked_kernel.install(COPIES / "jupyter")
     paths = [str(copied(path).relative_to(ROOT)) for path in sorted((ROOT / "notebooks").glob("*.ipynb"))]
     alone = [path for path in paths if Path(path).name.startswith(ALONE)]
     shared = [path for path in paths if path not in alone and Path(path).name.startswith(SLOW) == slow]
     longest = {name: place for place, name in enumerate(SLOW if slow else OTHERS)}
     shared.sort(key=lambda path: longest.get(Path(path).name[:3], len(longest)))
-    results = [execute(shared, [*TWO_AT_A_TIME, *arguments]), *([execute(alone, arguments)] if slow else [])]
-    for status, failed in results:
-        if status and not failed:
-            return status
-    again = [path for _, failed in results for path in failed]
-    if not again:
-        return 0
-    print(f"once more, alone: {', '.join(again)}", flush=True)
-    return execute(again, arguments)[0]
+    forks = Forks() if slow else None
+    try:
+        results = [execute(shared, [*TWO_AT_A_TIME, *arguments], forks), *([execute(alone, arguments, forks)] if slow else [])]
+        for status, failed in results:
+            if status and not failed:
+                return status
+        again = [path for _, failed in results for path in failed]
+        if not again:
+            return 0
+        print(f"once more, alone: {', '.join(again)}", flush=True)
+        return execute(again, arguments, forks)[0]
+    finally:
+        if forks:
+            forks.close()
 
 
 if __name__ == "__main__":

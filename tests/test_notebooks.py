@@ -3,6 +3,7 @@
 import ast
 import contextlib
 import io
+import json
 import re
 from collections.abc import Iterator
 from html.parser import HTMLParser
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests import notebooks, refresh, shown_code, student
+from tests import forked_kernel, notebooks, refresh, shown_code, student
 from workbench.core.statistics import Interval
 
 if TYPE_CHECKING:  # it takes seconds to import
@@ -51,7 +52,7 @@ def test_it_was_executed_from_top_to_bottom(notebook: "nbformat.NotebookNode") -
     assert [cell.execution_count for cell in code(notebook)] == list(range(1, len(code(notebook)) + 1)), "make refresh"
 
 
-def test_what_is_executed_differs_in_budgets_alone(tmp_path: Path) -> None:
+def test_what_is_executed_differs_in_numbers_alone(tmp_path: Path) -> None:
     """And in no cell whose output is compared."""
     nbformat = pytest.importorskip("nbformat", reason="needs Jupyter's packages (pip install '.[notebooks,dev]')")
     shortened = set()
@@ -60,7 +61,7 @@ def test_what_is_executed_differs_in_budgets_alone(tmp_path: Path) -> None:
         for cell, copy in zip(cells, copies, strict=True):
             if cell.source != copy.source:
                 shortened.add(path.name[:3])
-                assert re.sub(r"budget_s=\d+", "", cell.source) == re.sub(r"budget_s=\d+", "", copy.source)
+                assert re.sub(r"\d[\d_]*", "", cell.source) == re.sub(r"\d[\d_]*", "", copy.source)
                 assert "nbval-ignore-output" in cell.metadata.get("tags", []) or not cell.outputs
     assert shortened == notebooks.QUICK.keys()
     (tmp_path / "02_other.ipynb").write_text("{}")
@@ -70,6 +71,17 @@ def test_what_is_executed_differs_in_budgets_alone(tmp_path: Path) -> None:
 
 def test_each_has_its_place_among_those_that_are_executed() -> None:
     assert {*notebooks.SLOW, *notebooks.OTHERS, *notebooks.ALONE} == {path.name[:3] for path in NOTEBOOKS}
+    assert set(notebooks.FORKED) <= set(notebooks.SLOW), "others start no process that waits for orders"
+
+
+def test_some_launch_forks(tmp_path: Path) -> None:
+    nbformat = pytest.importorskip("nbformat", reason="needs Jupyter's packages (pip install '.[notebooks,dev]')")
+    kernels = {path.name[:3]: nbformat.read(notebooks.copied(path, tmp_path), as_version=4).metadata.kernelspec.name for path in NOTEBOOKS}
+    assert {name for name, kernel in kernels.items() if kernel == forked_kernel.NAME} == set(notebooks.FORKED)
+    assert set(kernels.values()) == {"python3", forked_kernel.NAME}
+    forked_kernel.install(tmp_path / "jupyter")
+    (spec,) = (tmp_path / "jupyter").rglob("kernel.json")
+    assert Path(json.loads(spec.read_text())["argv"][1]).samefile(forked_kernel.__file__)
 
 
 def test_it_stores_no_error_that_it_does_not_announce(notebook: "nbformat.NotebookNode") -> None:
