@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 import workbench as wb
 from tests.data.formats import COUNT, SCHEMA, first, samples, write
 from workbench.data.adapters import NoRandomAccessError
-from workbench.data.formats.tar import header, members
+from workbench.data.formats.tar import _headers, header, members
 from workbench.data.manifest import digest_of, imbalance
 from workbench.data.sample import (
     CorruptSampleError,
@@ -181,6 +181,14 @@ def test_headers_that_lie_are_refused_without_reading_what_they_declare(tmp_path
         wb.data.open_source(path)
     with pytest.raises(UnsafeNameError, match="255 with folders"):
         header(b"a" * 101, 1)
+
+
+def test_headers_of_many_files_are_those_of_each() -> None:
+    stems = [b"a", b"cats/0001", b"x" * 85, "süß".encode(), b"folder/" + b"y" * 88]
+    for ending in (b".jpg", b".a", b".longer.npy"):  # with the last the longest names need two fields
+        for lengths in ([0, 1, 512, 3400, 8**11 - 1], [3, -1, 0, -1, 2]):
+            each = [header(stem + ending, length) if length >= 0 else b"" for stem, length in zip(stems, lengths, strict=True)]
+            assert _headers(stems, list(map(sum, stems)), ending, lengths) == each
 
 
 @pytest.mark.parametrize("key", ["", "/a", "../a", "a//b", "a/../../b", "a\0b", "a\\b", "a" * 300, "x/" * 600 + "a"])

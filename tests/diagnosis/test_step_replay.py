@@ -246,6 +246,13 @@ def test_after_a_restart_the_ranks_that_were_left_are_repeated(tmp_path: Path, a
     assert "had other samples" not in str(found)
 
 
+def test_steps_in_which_ranks_have_parameters_of_their_own_are_refused(by_hand: Callable[..., HandMade]) -> None:
+    spec = wb.RunSpec(task="clipart-resnet", steps=20, nproc_per_node=2, local_sgd="periodic(period=2, start=5)")
+    run = by_hand(spec=spec.to_json()).losses(12).ended("finished").path
+    with pytest.raises(ValueError, match=r"after step 5 each rank has parameters of its own, .*: steps up to 5 can be repeated"):
+        wb.replay(run, 6)
+
+
 @pytest.fixture
 def on_two_ranks(by_hand: Callable[..., HandMade], forks: Forks, tmp_path: Path) -> Callable[[wb.RunSpec], Run]:
     """A run of a spec, trained in forks."""
@@ -262,8 +269,13 @@ def on_two_ranks(by_hand: Callable[..., HandMade], forks: Forks, tmp_path: Path)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "share",
-    [{"parallel": "fsdp", "micro_batch": 4}, {"tensor_parallel": 2}, {"pipeline_parallel": 2, "micro_batch": 4, "accumulation": 2}],
-    ids=["fsdp", "tensor parallel", "pipeline"],
+    [
+        {"parallel": "fsdp", "micro_batch": 4},
+        {"tensor_parallel": 2},
+        {"pipeline_parallel": 2, "micro_batch": 4, "accumulation": 2},
+        {"local_sgd": f"periodic(period=2, start={BAD})", "micro_batch": 4},  # till then gradients are reduced in each step
+    ],
+    ids=["fsdp", "tensor parallel", "pipeline", "local sgd"],
 )
 def test_ranks_that_share_a_model_are_repeated_in_one_process(on_two_ranks: Callable[[wb.RunSpec], Run], share: dict[str, Any]) -> None:
     spec = wb.RunSpec(task=f"{__file__}:split", device="cpu", micro_batch=BATCH, nproc_per_node=2, steps=14, checkpoint_every=5)

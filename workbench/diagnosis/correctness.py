@@ -21,6 +21,7 @@ from workbench.runs.run import Run
 from workbench.runs.spec import RunSpec, ScriptSpec, spec_from_json
 from workbench.runs.target import Measured, Step, named_task, shown
 from workbench.runs.task import Task, resolve
+from workbench.runs.training_knobs import parse_local_sgd
 
 _TARGET = Measured(name="sanity", verb="checked", script="a script by the step and the loader in it, sanity(step, loader)")
 
@@ -206,10 +207,6 @@ def replay(run: Run | str | os.PathLike[str], step: int | None = None, *, budget
     spec = run.spec
     if not isinstance(spec, RunSpec):
         raise ValueError(f"replay({run!r}): only the run of a task can be repeated, and this is one of a script")
-    if spec.local_sgd != "none":
-        raise ValueError(
-            f'replay({run!r}): local_sgd="{spec.local_sgd}": each rank has parameters of its own, and one process cannot repeat them'
-        )
     losses = {int(row["step"]): _number(row["loss"]) for row in run.metric_rows if "loss" in row and "lr" in row}
     if step is None:
         step = first_bad_step(losses)
@@ -218,6 +215,11 @@ def replay(run: Run | str | os.PathLike[str], step: int | None = None, *, budget
     whole_number("step", step, least=1, error=ValueError)
     if step > spec.steps or (losses and step > max(losses) + 1):
         raise ValueError(f"replay({run!r}, step={step}): it has taken {max(losses, default=0)} steps, counted from 1")
+    if spec.local_sgd != "none" and step > (start := parse_local_sgd(spec.local_sgd)["start"]):
+        raise ValueError(
+            f'replay({run!r}, step={step}): local_sgd="{spec.local_sgd}": after step {start} each rank has parameters of its own, and one '
+            f"process cannot repeat them{f': steps up to {start} can be repeated' * bool(start)}"
+        )
     from workbench.diagnosis.measure import step_replay as measure
 
     refuse_code_of_others(run)

@@ -221,7 +221,7 @@ class Replayer:
 
 def whole(spec: RunSpec) -> RunSpec:
     """The spec of the same training with the whole model in one process, which takes the samples of all data-parallel ranks in turn."""
-    alone = {**ONE_STAGE, "parallel": "ddp", "shard_ranks": None, "tensor_parallel": 1, "compile": "none", "nnodes": 1}
+    alone = {**ONE_STAGE, "parallel": "ddp", "shard_ranks": None, "tensor_parallel": 1, "compile": "none", "nnodes": 1, "local_sgd": "none"}
     on_host = {"offload": "none"} if spec.offload == "optimizer" else {}
     return spec.replace(**alone, **on_host, nproc_per_node=spec.data_ranks)
 
