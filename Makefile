@@ -10,6 +10,7 @@ STAMP := $(VENV)/.installed
 COMPILED := $(VENV)/.compiled
 PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 LOCKED := --no-deps --require-hashes -r requirements.lock
+WORKBENCH := -c constraints.txt -e '.[notebooks,tensorboard,exporters,trace,formats,docs,dev]'
 UV := 0.13.9
 # packages of which little or nothing is imported: what is, Python compiles then
 RARELY := pip|setuptools|mypy|mypyc|moto|sympy|networkx|debugpy|pytorch_lightning|lightning_fabric|aiohttp|fastapi|mlflow|databricks|wandb|opentelemetry|google|fontTools|wcwidth|backrefs|prompt_toolkit|jedi|torchgen
@@ -65,7 +66,8 @@ $(STAMP): pyproject.toml constraints.txt requirements.lock
 	  echo 'setup: the packages are there; waiting for torch'; \
 	  wait $$torch || { echo 'setup: pip could not install torch. Is there a network, and room on the disk? Then try again: make setup'; exit 1; }
 	@echo 'setup: the workbench itself'
-	@$(PIP) -c constraints.txt -e '.[notebooks,tensorboard,exporters,trace,formats,docs,dev]'
+	@# what it needs is there, as uv sees at once; where something is missing, such as what torch for a GPU needs, it is installed
+	@$(BIN)/uv pip install --quiet --python $(BIN)/python --no-build-isolation $(WORKBENCH) || $(PIP) $(WORKBENCH)
 	@touch $@
 
 # on all cores, and without what nobody imports: an installer compiles on one core, or not at all
