@@ -309,10 +309,24 @@ def what_earlier_files_have_left() -> None:
     gc.freeze()
 
 
+UNFROZEN = [False]
+"""Whether something has unfrozen all since it was frozen last: to count what is frozen would take as long as a collection."""
+
+
+def unfreeze(usual: Callable[[], None] = gc.unfreeze) -> None:
+    """`gc.unfreeze`, noted."""
+    UNFROZEN[0] = True
+    usual()
+
+
+gc.unfreeze = unfreeze
+
+
 @pytest.fixture(autouse=True)
 def what_an_earlier_test_has_unfrozen(what_earlier_files_have_left: None) -> None:
     """Is left out again: a search for leaks, or for what is held where memory ran out, unfreezes all, and later collections look at it."""
-    if not gc.get_freeze_count():
+    if UNFROZEN[0]:
+        UNFROZEN[0] = False
         gc.collect(1)
         gc.freeze()
 
