@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -262,6 +263,30 @@ def test_what_a_busy_machine_breaks_is_a_note_and_in_ci_an_error(
     monkeypatch.setenv("CI", "true")
     with pytest.raises(AssertionError, match="Measured: compute-bound"):
         claim(check.again("input-bound", "compute-bound"))
+
+
+@pytest.mark.parametrize(("name", "diagnosis"), [("00_start_here", "diagnosis"), ("03_what_is_holding_it_back", "b")])
+def test_a_notebook_goes_on_where_nothing_can_be_proved(
+    name: str, diagnosis: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(FOLDER)
+    monkeypatch.delenv("CI", raising=False)
+    from scripts import check
+
+    nbformat = pytest.importorskip("nbformat", reason="needs Jupyter's packages (pip install '.[notebooks,dev]')")
+    cells = [
+        cell.source
+        for cell in code(nbformat.read(FOLDER / f"{name}.ipynb", as_version=4))
+        if re.search(r"\.prove\(|\.remedy\(|(?<!\.)\bproof\b", cell.source)
+    ]
+    assert len(cells) == 3
+    none = SimpleNamespace(remedies=(), summary="inconclusive", judgement=SimpleNamespace(shares={"optimizer": SimpleNamespace(mid=0.5)}))
+    names = {"check": check, "reveal": None, diagnosis: none, "share": 0.5}
+    for cell in cells:
+        exec(cell, names)
+    said = capsys.readouterr().out
+    assert said.count("expected: a remedy to prove. Measured: inconclusive.") >= 1
+    assert len(said.splitlines()) >= 2
 
 
 BOUNDS = re.compile(r"(?<![\d.])(\d+(?:\.\d+)?) ?(%|×)")

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from scripts import predict
-from workbench import Run
+from workbench import Diagnosis, Run, WhyNotLinear
 from workbench.core import units
 from workbench.core.vocabulary import PHASES
 
@@ -55,6 +55,11 @@ def claims() -> Iterator[None]:
         if os.environ.get("CI") or not isinstance(next(iter(error.args), None), Again):
             raise
         print(f"This time it is not as the text says, and you can go on: {error}.")
+
+
+def provable(diagnosis: Diagnosis | WhyNotLinear) -> bool:
+    """Whether a diagnosis has a remedy that can be tried here. On a busy machine it may have none."""
+    return any(remedy.provable for remedy in diagnosis.remedies)
 
 
 def _judge(
