@@ -45,6 +45,7 @@ def main() -> None:
             base_batch=BATCHES[0],
             seeds=given.seeds,
             max_steps=1500,
+            budget_s=None,
             runs_dir=folder,
             quiet=True,
         )

@@ -59,19 +59,21 @@ def predicted(found: StepsToTarget, small: list[int]) -> Table:
 def law(folder: Path, ranks: int) -> None:
     batches = [8, 16, 32, 64, 128, 256, 512, 1024, 2048]
     spec = FASHION.replace(nproc_per_node=ranks)
-    found = wb.steps_to_target(spec, batches, retune=True, target_loss=0.5, base_batch=32, seeds=5, runs_dir=folder)
+    found = wb.steps_to_target(spec, batches, retune=True, target_loss=0.5, base_batch=32, seeds=5, budget_s=None, runs_dir=folder)
     print(found, predicted(found, batches[:5]), sep="\n\n")
 
 
 def text(folder: Path, ranks: int) -> None:
     batches = [2, 4, 8, 16, 32, 64]
     spec = TEXT.replace(nproc_per_node=ranks, optimizer=ADAM)
-    found = wb.steps_to_target(spec, batches, retune=True, target_loss=2.6, base_batch=16, seeds=2, probe=128, runs_dir=folder)
+    found = wb.steps_to_target(
+        spec, batches, retune=True, target_loss=2.6, base_batch=16, seeds=2, probe=128, budget_s=None, runs_dir=folder
+    )
     print(found, predicted(found, batches[:4]), sep="\n\n")
 
 
 def rules(folder: Path, ranks: int) -> None:
-    common: dict[str, Any] = {"retune": True, "target_loss": 0.5, "base_batch": 32, "seeds": 3, "runs_dir": folder}
+    common: dict[str, Any] = {"retune": True, "target_loss": 0.5, "base_batch": 32, "seeds": 3, "budget_s": None, "runs_dir": folder}
     sgd = FASHION.replace(nproc_per_node=ranks, lr=0.2)
     adam = sgd.replace(optimizer="adam(betas=(0.9, 0.99))", lr=0.002)
     print(wb.steps_to_target(sgd, [8, 32, 128, 512, 2048], ["damped", "sqrt", "linear", "none"], critical_batch=130, **common), "\n")
@@ -80,14 +82,22 @@ def rules(folder: Path, ranks: int) -> None:
 
 def optimizers(folder: Path, ranks: int) -> None:
     kinds = ["sgd(lr=0.1, momentum=0.9)", "lars(lr=1.0, momentum=0.9)", "adamw(lr=0.002)", "lamb(lr=0.01)"]
-    common: dict[str, Any] = {"retune": True, "target_loss": 0.5, "base_batch": 32, "seeds": 3, "runs_dir": folder}
+    common: dict[str, Any] = {"retune": True, "target_loss": 0.5, "base_batch": 32, "seeds": 3, "budget_s": None, "runs_dir": folder}
     print(wb.steps_to_target(FASHION.replace(nproc_per_node=ranks, lr=None), [32, 128, 512, 2048], optimizers=kinds, **common))
 
 
 def patience(folder: Path, ranks: int) -> None:
     took: list[list[float]] = []
     factors = [0.125, 0.25, 0.5, 1, 2, 4]
-    common: dict[str, Any] = {"retune": factors, "target_loss": 0.5, "base_batch": 32, "seeds": 1, "max_steps": 3000, "runs_dir": folder}
+    common: dict[str, Any] = {
+        "retune": factors,
+        "target_loss": 0.5,
+        "base_batch": 32,
+        "seeds": 1,
+        "max_steps": 3000,
+        "budget_s": None,
+        "runs_dir": folder,
+    }
     for limit in (3.0, None):
         began = time.monotonic()
         found = wb.steps_to_target(FASHION, [32, 128, 512, 2048], ["linear", "none"], patience=limit, **common)

@@ -1,5 +1,6 @@
 """The documentation: its code runs, its commands exist, its figures are those of the results, and its words those of the code."""
 
+import inspect
 import json
 import re
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import workbench as wb
 from tests.forked import Forks
 from workbench.core import run_directory
 
@@ -150,6 +152,25 @@ def test_figures_are_those_of_the_results() -> None:
     for page, text in stated.items():
         strange = sorted(figure for figure in figures(text) if not re.search(rf"(?<![\d.]){re.escape(figure)}", results))
         assert not strange, f"{page.relative_to(ROOT)} states {strange}, which benchmarks/RESULTS.md does not have"
+
+
+def test_the_page_of_budgets_has_every_call_with_its_default() -> None:
+    page = (PAGES / "reference/budgets.md").read_text()
+    listed = {
+        name: None if default == "None" else float(default) for name, default in re.findall(r"(?m)^\| `([\w.]+)` \| (None|\d+)", page)
+    }
+    data = {name: getattr(wb.data, name) for name in dir(wb.data) if not name.startswith("_")}
+    named = {f"wb.{name}": getattr(wb, name) for name in wb.__all__} | {f"wb.data.{name}": each for name, each in data.items()}
+    named |= {f"{each.__name__}.prove": each.prove for each in (wb.Diagnosis, wb.WhyNotLinear)}
+    takes = {
+        name: inspect.signature(each).parameters["budget_s"].default
+        for name, each in named.items()
+        if inspect.isfunction(each) and "budget_s" in inspect.signature(each).parameters
+    }
+    assert listed == takes
+    longer = {name for name, default in takes.items() if default is None or default > 60}
+    assert longer == {"wb.bisect", "wb.scaling_law"}
+    assert all(f"* `{name}`" in page for name in longer)
 
 
 def test_every_insert_has_a_page_and_every_page_a_place() -> None:

@@ -242,7 +242,10 @@ def sanity(given: argparse.Namespace) -> int:
         ValueError: no such task, knob or value; or it cannot be built.
     """
     report = workbench.sanity(workbench.RunSpec(task=given.target).replace(**knobs_of(given.set or [])), budget_s=given.budget)
-    show(report, given)
+    if given.json:
+        print(json.dumps(report.brief(), ensure_ascii=False))
+    else:
+        print(report)
     return 0 if report.ok else 1
 
 
@@ -392,12 +395,12 @@ def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
     option("bisect", "--good", required=True, metavar="COMMIT", help="an older commit without the fault")
     option("bisect", "--bad", default="HEAD", metavar="COMMIT", help="a newer commit with it (HEAD)")
     option("what-changed bisect", "--of", choices=QUANTITIES, default="time", help="what is compared (time)")
-    spent = f"seconds that the trainings may take ({regression.BUDGET:g}; bisect: {3 * regression.BUDGET:g})"
+    spent = f"seconds that the trainings may take ({regression.BUDGET:g}; bisect: {regression.BISECT_BUDGET:g})"
     option("what-changed check", "--budget", "--budget-s", type=float, default=regression.BUDGET, metavar="S", help=spent)
-    option("bisect", "--budget", "--budget-s", type=float, default=3 * regression.BUDGET, metavar="S", help=spent)
-    option("diagnose why-not-linear", "--json", action="store_true", help="print the brief for a program: at most 2 kB of JSON")
+    option("bisect", "--budget", "--budget-s", type=float, default=regression.BISECT_BUDGET, metavar="S", help=spent)
+    option("diagnose why-not-linear sanity", "--json", action="store_true", help="print the brief for a program: at most 2 kB of JSON")
     option("what-changed bisect", "--json", action="store_true", help="print the answer for a program: at most 2 kB of JSON")
-    printed = "doctor calibrate launch sanity estimate estimate-time batch-lengths plan trace runs report compare check"
+    printed = "doctor calibrate launch estimate estimate-time batch-lengths plan trace runs report compare check"
     option(printed, "--json", action="store_true", help="print JSON")
     for name in ("launch", "diagnose", "why-not-linear"):
         made[name].usage = f"{made[name].format_usage().removeprefix('usage: ').rstrip()} [-- OPTIONS OF THE SCRIPT …]"

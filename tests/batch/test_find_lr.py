@@ -8,6 +8,7 @@ import json
 import random
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,10 @@ from workbench.batch.analysis.lr_range import LrFound, LrRangeError
 from workbench.batch.api import find_lr
 from workbench.batch.measure import lr_range
 from workbench.batch.measure.lr_range import loss_in
+from workbench.core import run_directory
 from workbench.data.samples import Fashion
 from workbench.harness.blocks import StepFailed
+from workbench.programs.lr_range import tell
 
 SHORT: dict[str, Any] = {"sweeps": 2, "iterations": 60, "race_steps": 20}
 SCRIPT = Path(__file__).parents[1] / "scripts" / "two_ranks_lr.py"
@@ -412,6 +415,27 @@ def test_a_slow_first_step_does_not_shorten_the_search(training: Training, monke
     found = find_lr(step, training.loader, model=training.model, optimizer=training.optimizer, budget_s=60)
     assert {sweep.planned for sweep in found.sweeps} == {100}
     assert not [note for note in found.notes if "budget" in note]
+
+
+@pytest.mark.parametrize("at", [130, 330])
+def test_a_launch_that_is_told_to_stop_ends_with_what_it_knows(training: Training, tmp_path: Path, at: int) -> None:
+    """As rank 0 of a launch sees it: the file FINISH is there from some step on, and what is known is in the run directory."""
+    known = partial(tell, tmp_path)
+    asked = itertools.count()
+    found = lr_range.find(
+        training.step, training.loader, model=training.model, optimizer=training.optimizer, known=known, stop=lambda: next(asked) >= at,
+        **SHORT,
+    )  # fmt: skip
+    assert any(note.startswith("stopped by Ctrl-C") for note in found.notes)
+    assert found.suggestions
+    assert (
+        run_directory.read_json(tmp_path / run_directory.PROGRESS)["known"] == f"{len(found.sweeps)} of {SHORT['sweeps']} sweeps are made"
+    )
+
+
+def test_before_the_first_sweep_nothing_is_known(training: Training) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        lr_range.find(training.step, training.loader, model=training.model, optimizer=training.optimizer, stop=lambda: True, **SHORT)
 
 
 @pytest.mark.parametrize("at", [130, 330])

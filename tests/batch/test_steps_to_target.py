@@ -1,8 +1,10 @@
 """Steps to a target, by training: real small launches, what an interrupt leaves, and requests that cannot be met."""
 
+import itertools
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +17,7 @@ from workbench.batch import steps_to_target
 from workbench.batch.analysis.steps_to_target import TRIALS, StepsToTarget
 from workbench.batch.analysis.trials import ExperimentPlan, Job, Target, TrialScheduler
 from workbench.programs import steps_to_target as reach
-from workbench.programs.steps_to_target import Journal, TrialRunner
+from workbench.programs.steps_to_target import Journal, TrialRunner, run_trials
 from workbench.runs.spec import SpecError
 from workbench.runs.task import Task, TaskError
 
@@ -25,7 +27,9 @@ SPEC = wb.RunSpec(task="fashion-mlp", micro_batch=256, device="cpu", nproc_per_n
 
 @pytest.mark.usefixtures("forked_ranks")
 def test_a_law_of_real_trainings(tmp_path: Path) -> None:
-    found = wb.steps_to_target(SPEC, [64, 512], "sqrt", target_loss=0.7, retune=[1, 2], base_batch=64, runs_dir=tmp_path, quiet=True)
+    found = wb.steps_to_target(
+        SPEC, [64, 512], "sqrt", target_loss=0.7, retune=[1, 2], base_batch=64, budget_s=None, runs_dir=tmp_path, quiet=True
+    )
     tuned = found.marks(rule="tuned")
     assert [mark.batch for mark in tuned] == [64, 512]
     assert all(mark.reached and mark.seeds == 2 for mark in tuned)
@@ -52,7 +56,7 @@ def interrupt():
     os.kill(os.getpid(), signal.SIGINT)
 threading.Thread(target=interrupt, daemon=True).start()
 spec = wb.RunSpec(task="fashion-mlp", micro_batch=256, device="cpu")
-print(wb.steps_to_target(spec, [64, 32, 16], "none", target_loss=0.8, base_batch=64, seeds=400, runs_dir=runs))
+print(wb.steps_to_target(spec, [64, 32, 16], "none", target_loss=0.8, base_batch=64, seeds=400, budget_s=None, runs_dir=runs))
 """
 
 
@@ -96,6 +100,27 @@ def test_only_what_was_learnt_is_said_to_be_kept(tmp_path: Path) -> None:
     assert notes() == [f'The results so far are kept: wb.steps_to_target("{tmp_path}")']
     assert StepsToTarget.of(tmp_path).target.start == 1.0
     assert "cut off after 1 of 2 trials" in str(StepsToTarget.of(tmp_path))
+
+
+@pytest.mark.parametrize("lr", [1e-6, 0.05])
+def test_the_budget_ends_a_trial_that_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lr: float) -> None:
+    """With 0.05 the first seed reaches the target at once, and the second rate never would; with 1e-6 none does."""
+    calls = itertools.count()
+    monkeypatch.setattr(time, "monotonic", lambda: 0.6 * next(calls))
+    here = runner()
+    order = ExperimentPlan(
+        target=Target(name="loss", value=0.5), batches=(8, 16), rules=("none",), optimizers=("", "sgd(lr=1e-9)"), retune=(), seeds=1,
+        base_batch=8, patience=None, max_steps=10**9, probe=16, budget_s=60.0, noise_scale=None, critical_batch=None,
+    )  # fmt: skip
+    monkeypatch.setattr(reach, "TrialRunner", lambda *_, **__: here)
+    run_trials(SPEC.replace(nproc_per_node=1, lr=lr), order, here.task, tmp_path)
+    found = StepsToTarget.of(tmp_path)
+    if lr == 0.05:
+        assert [trial.outcome for trial in found.trials] == ["reached", "reached"]  # what was cut is left out
+    else:
+        assert [(trial.outcome, trial.steps) for trial in found.trials] == [("stopped", None)]  # more than it took
+        assert found.trials[0].after > 10
+    assert f"cut off after {len(found.trials)} of 4 trials: the results so far; budget_s=None makes all of them" in str(found)
 
 
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {

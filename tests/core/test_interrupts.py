@@ -148,8 +148,8 @@ def test_a_loader_that_hangs_is_left_at_once() -> None:
         threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT)).start()
         queue.Queue[None]().get(timeout=20)
 
-    with pytest.raises(KeyboardInterrupt):
-        wb.measure_memory(lambda batch: net(batch).sum().backward(), hanging(), model=net)
+    found = wb.measure_memory(lambda batch: net(batch).sum().backward(), hanging(), model=net)
+    assert any(note.startswith("stopped by Ctrl-C after 1 of 3 steps, in which the optimizer makes its states") for note in found.notes)
     assert time.monotonic() - asked[0] < 10
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 

@@ -278,7 +278,7 @@ def test_a_climb_ends_when_its_budget_is_spent(monkeypatch: pytest.MonkeyPatch) 
     world = World(monkeypatch, offered, TRUTH)
     ladder = wb.climb(SPEC, budget_s=40)
     assert world.done == ["diagnose", "precision=amp_bf16", "threads=4"]
-    assert "spent before num_workers=2 could be tried" in ladder.stopped
+    assert "spent before num_workers=2 could be tried; budget_s=600 goes further" in ladder.stopped
     assert ladder.changes is None
     assert ladder.speedup == 1
 
@@ -288,6 +288,22 @@ def test_a_climb_ends_when_its_budget_is_spent(monkeypatch: pytest.MonkeyPatch) 
     assert "spent with num_workers=2; the verdict is that before it" in ladder.stopped
     assert ladder.changes == {"num_workers": 2}
     assert Ladder.from_json(ladder.to_json()).rungs[-1] == ladder.rungs[-1]
+
+
+def test_a_climb_takes_a_minute_and_leaves_half_of_it_for_the_proof(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(monkeypatch, lambda spec: [remedy(1.7, num_workers=2)], TRUTH)
+    given: list[float] = []
+
+    def diagnose(*args: Any, budget_s: float, **more: Any) -> wb.Diagnosis:
+        given.append(budget_s)
+        found = world.diagnose(*args, budget_s=budget_s, **more)
+        world.seconds += max(0.0, budget_s - 10)  # it takes all that it is given
+        return found
+
+    monkeypatch.setattr(api, "diagnose", diagnose)
+    ladder = wb.climb(SPEC)
+    assert ladder.changes == {"num_workers": 2}
+    assert given == [30.0, 15.0]
 
 
 def test_an_interrupted_climb_keeps_what_was_proved(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 import workbench as wb
 from workbench.diagnosis.analysis.divergence import VERDICTS, Divergence
+from workbench.diagnosis.measure import divergence as measure
+from workbench.runs.task import resolve
 
 X = torch.randn(6, 5, 8, generator=torch.Generator().manual_seed(1))
 
@@ -188,14 +190,50 @@ def test_dropout_in_another_order_is_random() -> None:
     assert (found.verdict, found.first and found.first.module) == ("random", "drop"), found
 
 
+@pytest.mark.parametrize(("stop", "said"), [(TimeoutError, "the budget ended before"), (KeyboardInterrupt, "stopped by Ctrl-C")])
+def test_where_no_time_is_left_for_fp64_the_size_of_the_first_difference_decides(stop: type[BaseException], said: str) -> None:
+    def pair(approximate: str) -> measure.Pair:
+        torch.manual_seed(0)
+        return measure.Pair(nn.Sequential(nn.Linear(8, 8), nn.GELU(approximate)), X)
+
+    pairs, left, told = (pair("none"), pair("tanh")), [100.0], list[str]()
+
+    def run(which: int, double: bool, steps: int, enough: Callable[[], bool]) -> Any:
+        if double:
+            raise stop
+        left[0] -= 60.0 if stop is TimeoutError else 1.0
+        return measure.of_pair(pairs[which], 0, steps, double, enough)
+
+    found = measure.compare(("a", "b"), run, lambda now, known: told.append(now), left=lambda: left[0])
+    assert (found.verdict, found.exact) == ("bug", None)
+    assert said in found.notes[-1]
+    assert "judged by the size of the first difference alone" in found.notes[-1]
+    assert told == ["a, as it is", "b, as it is", "both in fp64"]
+
+
+def test_fewer_steps_are_compared_where_the_first_training_takes_long() -> None:
+    seconds, asked = [60.0], list[int]()
+    spec = wb.RunSpec(task="fashion-mlp", micro_batch=8)
+
+    def run(which: int, double: bool, steps: int, enough: Callable[[], bool]) -> Any:
+        asked.append(steps)
+        seconds[0] -= 20.0
+        return measure.of_spec(spec, resolve(spec.task), steps, double, enough)
+
+    found = measure.compare(("a", "b"), run, lambda now, known: None, steps=3, left=lambda: seconds[0])
+    assert asked == [3, 1]
+    assert found.verdict == "identical"
+    assert found.notes == ("the budget ended after 1 of 3 steps: a larger budget_s= compares all",)
+
+
 @pytest.mark.slow
 def test_eager_and_compiled() -> None:
     def plain(approximate: str = "none") -> nn.Module:
         torch.manual_seed(0)
         return nn.Sequential(nn.Linear(8, 8), nn.GELU(approximate), nn.Linear(8, 3))
 
-    assert wb.diverge(plain(), compiled(plain()), batch=X).verdict in ("rounding", "identical")
-    found = wb.diverge(plain(), compiled(plain("tanh")), batch=X)
+    assert wb.diverge(plain(), compiled(plain()), batch=X, budget_s=600).verdict in ("rounding", "identical")
+    found = wb.diverge(plain(), compiled(plain("tanh")), batch=X, budget_s=600)
     assert (found.verdict, found.by, found.first and found.first.phase) == ("bug", "modules", "forward")
 
 

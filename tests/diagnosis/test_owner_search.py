@@ -3,7 +3,7 @@
 import itertools
 import math
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import pytest
 from hypothesis import given, settings
@@ -112,7 +112,7 @@ def test_a_training_that_the_budget_ends_ends_the_search() -> None:
     reruns, decision, notes = search(late, lambda made: decide(made, ("lr",), (0.1, 0.11), USUAL_SPREAD))
     assert [rerun.error for rerun in reruns] == [""]
     assert decision.kind == "unclear"
-    assert notes == ("the budget ended training 2; give a larger budget_s to continue",)
+    assert notes == ("the budget ended training 2: budget_s=600 or more, --budget 600, tells smaller effects",)
 
 
 def test_what_does_not_run_alone_is_the_owner_by_elimination() -> None:
@@ -168,7 +168,9 @@ def test_the_budget_and_ctrl_c_end_the_search_with_what_is_known() -> None:
     noisy = Trainings(product({"lr": 1.1}), noise=0.2)
     reruns, decision, notes = search(noisy, lambda made: decide(made, ("lr",), (0.1, 0.11), USUAL_SPREAD), left=lambda: next(left))
     assert decision.kind == "unclear"
-    assert notes == (f"the budget ended the search after {len(reruns)} trainings; give a larger budget_s to continue",)
+    assert notes == (
+        f"the budget ended the search after {len(reruns)} trainings: budget_s=600 or more, --budget 600, tells smaller effects",
+    )
 
     def interrupted(changes: Changes) -> float:
         if len(done) == 4:
@@ -225,6 +227,23 @@ def test_commits_that_do_not_run_are_passed_over(count: int, data: st.DataObject
     assert decision.kind == "owner"
     assert str(place) in decision.owner
     assert len(decision.owner) == 1 or {int(name) for name in decision.owner[:-1]} <= broken
+
+
+def test_the_commits_that_are_in_doubt_become_fewer_with_each_that_is_decided() -> None:
+    commits = [str(number) for number in range(16)]
+    doubtful = [bisection.in_doubt((), commits, USUAL_SPREAD)]
+    trainings = Trainings(lambda changes: 0.2 if changes and int(changes[0]) >= 11 else 0.1)
+
+    def decide_commit(made: Sequence[Rerun]) -> Decision:
+        doubtful.append(bisection.in_doubt(made, commits, USUAL_SPREAD))
+        return bisection.decide(made, commits, USUAL_SPREAD)
+
+    assert search(trainings, decide_commit)[1].owner == doubtful[-1] == ("11",)
+    sizes = [len(each) for each in doubtful]
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[0] == 16
+    assert {8, 4, 2} <= set(sizes)
+    assert all("11" in each for each in doubtful)
 
 
 def test_a_range_without_a_change_has_no_first_bad_commit() -> None:

@@ -16,9 +16,11 @@ import workbench as wb
 from tests.drawn import bisected, changed
 from workbench.__main__ import main
 from workbench.core import run_directory
+from workbench.core.progress import Waiting
 from workbench.diagnosis import regression, swaps
 from workbench.diagnosis.analysis.bisection import Bisection
 from workbench.diagnosis.analysis.what_changed import BRIEF_BYTES, RunDifference, WhatChanged
+from workbench.diagnosis.regression import announced
 from workbench.diagnosis.rerun import Arm, BudgetError, Code, Measured, RerunError, Reruns, measured
 from workbench.runs.launch import environment, worktrees
 from workbench.runs.run import Run
@@ -327,6 +329,49 @@ def test_bisect_tries_commits_beside_the_good_one(repository: Path, monkeypatch:
     assert Bisection.from_json(json.loads(json.dumps(result.to_json()))) == result
 
 
+def test_a_bisection_that_is_stopped_names_the_commits_that_are_left(
+    repository: Path, monkeypatch: pytest.MonkeyPatch, emulated: Any
+) -> None:
+    monkeypatch.chdir(repository)
+    ids = git(repository, "rev-list", "--reverse", "HEAD").split()
+    tried = list[str]()
+
+    def some(arm: Arm) -> float:
+        tried.append(arm.code.commit or "")
+        if ids[2] in tried:
+            raise KeyboardInterrupt
+        return 0.02 if ids.index(tried[-1]) >= 2 else 0.01
+
+    emulated(some)
+    result = wb.bisect("task.py:build", good="HEAD~3")
+    assert (result.kind, result.in_doubt) == ("unclear", (ids[2], ids[3]))
+    assert f"In doubt are 2 of 3 commits: {ids[2][:10]} to {ids[3][:10]}." in result.verdict
+    assert announced(1) == "1 commit: the last is trained by turns with the good one, each several times"
+
+
+def test_a_search_that_the_budget_ends_says_what_was_not_swapped(tmp_path: Path, emulated: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = RunSpec(task="clipart-resnet", steps=40)
+    a, b = made(tmp_path / "a", spec), made(tmp_path / "b", spec.replace(lr=0.2, weight_decay=0.1, gc=False), step=0.02)
+    now, shown = [0.0], list[str]()
+    monkeypatch.setattr(Waiting, "seconds", property(lambda self: now[0]))
+    monkeypatch.setattr(Waiting, "tick", lambda self: shown.append(self.words(now[0])))
+
+    def takes_ten_seconds(arm: Arm) -> float:
+        now[0] += 10
+        return 0.02 if arm.spec.lr else 0.01
+
+    emulated(takes_ten_seconds)
+    result = wb.what_changed(a, b)
+    assert result.kind == "unclear"
+    assert 3 < len(result.reruns) <= 7  # a minute is the default
+    assert result.untried == result.changes
+    assert len(result.changes) == 3
+    assert "Not swapped one by one yet: " in result.verdict
+    assert "budget_s=600" in result.notes[-1]
+    assert shown[0].startswith("what_changed: run A as it was, beside it with 3 differences of run B, ")
+    assert any("trainings, with all differences it is 2.00× of run A" in line for line in shown)
+
+
 def test_ctrl_c_in_the_first_training_ends_the_search(repository: Path, monkeypatch: pytest.MonkeyPatch, emulated: Any) -> None:
     monkeypatch.chdir(repository)
 
@@ -382,12 +427,12 @@ def test_a_variable_and_a_commit_own_real_trainings(repository: Path, monkeypatc
     monkeypatch.setenv("SLOW_FACTOR", "2")
     b = wb.launch(spec).wait(check=True)
     monkeypatch.delenv("SLOW_FACTOR")
-    result = wb.what_changed(a, b)
+    result = wb.what_changed(a, b, budget_s=600)
     assert result.owner == ("SLOW_FACTOR",), result
     monkeypatch.setenv("BALLAST_MIB", "64")
     large = wb.launch(spec.replace(lr=0.2)).wait(check=True)
     monkeypatch.delenv("BALLAST_MIB")
-    memory = wb.what_changed(a, large, of="memory")
+    memory = wb.what_changed(a, large, of="memory", budget_s=600)
     assert (memory.kind, memory.owner) == ("owner", ("BALLAST_MIB",)), memory
     assert memory.recorded[1] - memory.recorded[0] == pytest.approx(64 << 20, rel=0.3)
     git(repository, "checkout", "-q", "main")

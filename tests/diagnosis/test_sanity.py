@@ -1,5 +1,6 @@
 """The checks before a large run: planted faults are named, sound trainings are not blamed, and nothing is left changed."""
 
+import dataclasses
 import json
 import math
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import workbench as wb
 from workbench.__main__ import main
-from workbench.diagnosis.analysis.sanity import CAUSES, CHECKS, Check, SanityReport
+from workbench.diagnosis.analysis.sanity import BRIEF_BYTES, CAUSES, CHECKS, Check, SanityReport
 from workbench.diagnosis.measure import sanity
 from workbench.diagnosis.measure.checked_training import Unjudged, observe, of_task
 
@@ -226,6 +227,31 @@ def test_too_few_steps_have_a_remedy() -> None:
     training = of_task(made, wb.RunSpec(task="sound", device="cpu", optimizer=made.optimizer or "adamw"), ())
     with pytest.raises(Unjudged, match=r"3 steps are too few to tell: give a larger budget_s"):
         sanity._label_alignment(training, observe(training), Impatient(), {})
+
+
+def test_a_brief_fits_into_2_kb_and_keeps_what_is_most_likely_the_cause() -> None:
+    causes = list(CAUSES)
+    checks = [
+        Check(
+            name=name,
+            passed=(False, None, True)[place % 3],
+            figure="é" * 900,
+            cause=causes[place] if place % 3 == 0 else "",
+            place="head." * 90,
+        )
+        for place, name in enumerate(CHECKS)
+    ]
+    report = SanityReport(target="x" * 500, checks=tuple(checks), seconds=1.0, notes=("ß" * 999,) * 9)
+    brief = report.brief()
+    assert len(json.dumps(brief, ensure_ascii=False).encode()) <= BRIEF_BYTES
+    assert (brief["ok"], brief["cause"], brief["failed"][0]["check"]) == (False, report.cause, report.failed[0].name)
+    assert brief["left_out"] > 0
+    short = dataclasses.replace(
+        report, target="mine", checks=tuple(dataclasses.replace(c, figure="1.0", place="head") for c in checks), notes=()
+    )
+    brief = short.brief()
+    assert "left_out" not in brief
+    assert len(brief["failed"]) + len(brief["passed"]) + len(brief["not_judged"]) == len(CHECKS)
 
 
 def test_what_is_no_training_is_refused() -> None:

@@ -4,6 +4,7 @@ import contextlib
 import copy
 import gc
 import itertools
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,11 +21,14 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 import workbench as wb
+from workbench.core.progress import Waiting
 from workbench.memory.analysis.breakdown import MemoryBreakdown
 from workbench.memory.api import measure_memory
 from workbench.memory.measure import memory
 from workbench.memory.measure.allocator_counters import OnHost, peaks_of
 from workbench.memory.measure.memory import measure
+from workbench.programs.experiment import Assignment
+from workbench.programs.memory import _cut_short
 
 TASKS = Path(__file__).parents[1] / "scripts" / "hungry_task.py"
 
@@ -320,7 +324,7 @@ def test_the_profiler_counts_bytes() -> None:
 @pytest.mark.usefixtures("forked_ranks")
 def test_two_ranks(tmp_path: Path) -> None:
     spec = wb.RunSpec(task=f"{TASKS}:modest", device="cpu", micro_batch=16, nproc_per_node=2, optimizer="adamw(foreach=False)")
-    found = measure_memory(spec, runs_dir=tmp_path, steps=3)
+    found = measure_memory(spec, runs_dir=tmp_path, steps=3, budget_s=600)
     run = wb.Run.load(next(tmp_path.iterdir()))
     each = [run.memory_breakdown(rank) for rank in range(2)]
     assert [one.rank for one in each] == [0, 1]
@@ -370,6 +374,57 @@ def test_a_loader_that_ends() -> None:
     model = perceptron()
     found = measure(stepping(model, adam(model)), iter([vectors(16)]))
     assert any("the loader ended after 1 of 3 steps" in note for note in found.notes)
+
+
+@pytest.mark.parametrize("end", ["budget", "Ctrl-C"])
+def test_what_was_recorded_is_kept_where_the_budget_or_ctrl_c_ends_it(monkeypatch: pytest.MonkeyPatch, end: str) -> None:
+    now, taken = [0.0], list[int]()
+    monkeypatch.setattr(Waiting, "seconds", property(lambda self: now[0]))
+    model = perceptron()
+    inner = stepping(model, adam(model))
+
+    def step(batch: Any) -> None:
+        taken.append(1)
+        now[0] += 40.0
+        inner(batch)
+
+    def batches() -> Iterator[Any]:
+        for number in itertools.count():
+            if end == "Ctrl-C" and number == 2:
+                raise KeyboardInterrupt
+            yield vectors(4)
+
+    found = wb.measure_memory(step, batches(), model=model, steps=5, budget_s=60 if end == "budget" else 600)
+    assert len(taken) == 2
+    said = (
+        "the budget ended after 2 of 5 steps: budget_s=240 is enough for all" if end == "budget" else "stopped by Ctrl-C after 2 of 5 steps"
+    )
+    assert said in found.notes
+    assert found.title.endswith(", 2 steps")
+    assert found.total > 0
+    now[0] = 0.0
+    with pytest.raises(
+        (ValueError, KeyboardInterrupt), match=r"2 of 8 steps, and 5 are needed.*budget_s=384|find_leaks was stopped by Ctrl-C"
+    ):
+        wb.find_leaks(step, batches(), model=model, budget_s=60 if end == "budget" else 600)
+
+
+def test_ranks_end_in_the_same_step() -> None:
+    """All do what rank 0 says: after the budget, or when Ctrl-C came where the launch is awaited."""
+
+    def word(created: float, told: Callable[[str, str], None] | None) -> str:
+        ranks = SimpleNamespace(share=lambda topic, value: [value, b"of another rank"])
+        info = {"created": created, "experiment": {"budget_s": 60.0}}
+        given = Assignment(run_dir=Path(), info=info, spec=wb.RunSpec(task="text-gpt"), task=None, ranks=ranks)  # type: ignore[arg-type]
+        return _cut_short(given, 1, told)
+
+    def interrupted(now: str, known: str) -> None:
+        assert known == "1 steps are recorded"
+        raise KeyboardInterrupt
+
+    assert word(time.time(), lambda now, known: None) == ""
+    assert word(time.time() - 61, lambda now, known: None) == "the budget ended"
+    assert word(time.time(), interrupted) == "stopped by Ctrl-C"
 
 
 def looked_at(look: str) -> "weakref.ref[nn.Module]":

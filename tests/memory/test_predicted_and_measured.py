@@ -29,7 +29,7 @@ NEAR = 0.1 * 2**20
 def test_what_is_predicted_is_what_is_measured(knobs: dict[str, Any], tmp_path: Path) -> None:
     spec = wb.RunSpec(task="text-gpt", micro_batch=32, device="cpu", **knobs)
     predicted = wb.estimate_memory(spec, device="cpu")
-    measured = wb.measure_memory(spec, runs_dir=tmp_path)
+    measured = wb.measure_memory(spec, runs_dir=tmp_path, budget_s=600)
     assert (predicted.kind, measured.kind) == ("predicted", "measured")
     if spec.pipeline_parallel > 1:  # what a stage has received and what it has in flight differ by a micro-batch
         assert measured.total == pytest.approx(predicted.total, rel=0.03), str(measured - predicted)
@@ -44,7 +44,7 @@ def test_where_the_peak_lies_in_the_optimizer_step(tmp_path: Path) -> None:
     """DDP's buckets are there twice in no moment: those of the first backward make way for the ones that are made anew."""
     spec = wb.RunSpec(task=f"{WIDE}:build", micro_batch=2, nproc_per_node=2, optimizer="adamw(foreach=False)", device="cpu")
     predicted = wb.estimate_memory(spec, device="cpu")
-    measured = wb.measure_memory(spec, runs_dir=tmp_path)
+    measured = wb.measure_memory(spec, runs_dir=tmp_path, budget_s=600)
     assert "optimizer step" in measured.peak_moment
     assert (measured.largest["gradients"], measured.largest["optimizer_states"]) == (2 * WEIGHTS, 2 * WEIGHTS + 4 * 4)
     assert abs(measured.total - predicted.total) < 4096, str(measured - predicted)

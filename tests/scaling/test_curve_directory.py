@@ -212,7 +212,7 @@ def test_a_real_curve_is_measured_kept_and_not_measured_again_and_one_that_fails
 ) -> None:
     monkeypatch.setattr("workbench.scaling.api.COMMUNICATION_SECONDS", 1.0)
     spec = SPEC.replace(task=f"{TASKS.with_name('talkative_task.py')}:build", nproc_per_node=2)
-    curve = wb.scaling_curve(spec, over="micro_batch", values=(16, 4), repeat=2, runs_dir=tmp_path)  # 16 kills its ranks
+    curve = wb.scaling_curve(spec, over="micro_batch", values=(16, 4), repeat=2, budget_s=None, runs_dir=tmp_path)  # 16 kills its ranks
     assert capsys.readouterr().out.count("samples/s") == 2
     assert curve.values == [4, 16]
     good, bad = curve.points
@@ -236,7 +236,7 @@ def test_a_real_curve_is_measured_kept_and_not_measured_again_and_one_that_fails
 
 
 def test_an_interrupt_gives_what_has_ended_and_says_where(tmp_path: Path) -> None:
-    options = {"over": "steps", "values": [6, 1_000_000], "repeat": 1, "runs_dir": str(tmp_path)}
+    options = {"over": "steps", "values": [6, 1_000_000], "repeat": 1, "budget_s": None, "runs_dir": str(tmp_path)}
     code = f"import workbench as wb; print(wb.scaling_curve(wb.RunSpec.from_json({SPEC.to_json()!r}), **{options!r}))"
     program = subprocess.Popen(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"}
@@ -276,9 +276,10 @@ def test_a_curve_ends_with_its_budget_or_says_that_nothing_is_known(tmp_path: Pa
     options: dict[str, Any] = {"over": "num_workers", "values": (0, 1, 2), "repeat": 1, "runs_dir": tmp_path, "communication": False}
     curve = wb.scaling_curve(SPEC, **options, budget_s=100)
     assert curve.values == [0, 1]
-    assert "the budget of 1 min 40 s was spent: resume=" in str(curve)
+    assert "the budget of 1 min 40 s was spent after 2 of 3 trainings: resume=" in str(curve)
+    assert wb.scaling_curve(SPEC, **options).values == [0]  # a minute
     assert len(wb.scaling_curve(SPEC, **options, budget_s=10).values) == 1  # one run at least
-    assert wb.scaling_curve(SPEC, **options).values == [0, 1, 2]
+    assert wb.scaling_curve(SPEC, **options, budget_s=None).values == [0, 1, 2]
     with pytest.raises(ValueError, match=r"budget_s=0: seconds above 0 are allowed; try budget_s=300, or None for no limit"):
         wb.scaling_curve(SPEC, **options, budget_s=0)
 

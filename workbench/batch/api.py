@@ -78,7 +78,7 @@ def find_lr(
         iterations: steps of a sweep.
         race_steps: of a candidate in a round of the race; 0 = no race, the suggestion is not verified.
         budget_s: seconds that it may take, about, the start of a launch included; None = no limit. Where steps take long, sweeps and rounds
-            become fewer and shorter, and notes say so. After Ctrl-C, `find_lr(step, loader)` returns what it has, from one sweep on.
+            become fewer and shorter, and notes say so. After Ctrl-C the result is what is known by then, from one sweep on.
         runs_dir: with a spec: where its run directory goes; None = `runs` in the current folder.
 
     Returns:

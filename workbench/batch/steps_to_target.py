@@ -4,6 +4,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from workbench.batch.analysis.scaled_lr import RULES
@@ -49,7 +50,7 @@ def steps_to_target(
     noise_scale: float | None = None,
     critical_batch: float | None = None,
     probe: int = PROBE,
-    budget_s: float | None = None,
+    budget_s: float | None = 60.0,
     runs_dir: str | os.PathLike[str] | None = None,
     quiet: bool = False,
 ) -> StepsToTarget:
@@ -81,8 +82,9 @@ def steps_to_target(
         noise_scale: in samples, for the rules that use it.
         critical_batch: the same.
         probe: training samples for `target_loss`, the same in all trials.
-        budget_s: seconds after which no further trial begins; None = all are made. The result, also that after Ctrl-C, has the trials
-            that are done by then, and says how many are missing.
+        budget_s: seconds for the trials, about; None = all are made, however long they take. One that runs at the end is left out, or, if
+            none has ended, counted as "more than that". The result, also that after Ctrl-C, has the trials that are done by then, and
+            says how many are missing.
         runs_dir: where the run directory goes; None = `runs` in the current folder.
         quiet: show no progress.
 
@@ -121,7 +123,7 @@ def steps_to_target(
     run = new.start(spec, entrypoint(STEPS_TO_TARGET, new.path), experiment={"kind": "reach", "order": order.to_json()})
     try:
         with say_what_was_interrupted("steps_to_target"):
-            return StepsToTarget.of(wait_for(run, show=None if quiet else _progress))
+            return StepsToTarget.of(wait_for(run, show=None if quiet else partial(_progress, order=order)))
     except KeyboardInterrupt:
         with contextlib.suppress(ValueError):  # none has begun
             known = StepsToTarget.of(run)
@@ -137,7 +139,7 @@ def _announcement(order: ExperimentPlan) -> str:
     """What will be tried."""
     several = [f"{len(order.batches)} batches", *([f"{len(order.optimizers)} optimizers"] if len(order.optimizers) > 1 else [])]
     rates = [*order.rules, *(["a search of the learning rate"] if order.retune else [])]
-    limit = "" if order.budget_s is None else f", no new one after {units.seconds(order.budget_s)}"
+    limit = "" if order.budget_s is None else f", at most {units.seconds(order.budget_s)} (budget_s)"
     return f"trainings of {', '.join(several)} by {', '.join(rates)}, {order.seeds} seeds{limit}; the first ones show how long all take"
 
 
@@ -151,12 +153,12 @@ def _say_where(error: BaseException, run: Run) -> None:
         error.add_note(f'The results so far are kept: wb.steps_to_target("{run.path}")')
 
 
-def _progress(run: Run) -> str:
-    """The progress of an experiment, in a line."""
+def _progress(run: Run, order: ExperimentPlan) -> str:
+    """The progress of an experiment, in a line; before the first trial, what will be tried."""
     try:
         result = StepsToTarget.of(run)
     except ValueError:
-        return f"{run.name}: starting · {units.seconds(run.seconds)}"
+        return f"{run.name}: {_announcement(order)}; starting · {units.seconds(run.seconds)}"
     done, total = len(result.trials), max(result.planned, len(result.trials), 1)
     left = units.seconds(result.seconds / done * (total - done)) if done else units.MISSING
     last = result.trials[-1] if done else None

@@ -9,6 +9,7 @@ from workbench.cluster.analysis.links import Links
 from workbench.cluster.analysis.twin_run import Network, TwinLayer, TwinRun, closed_form, seconds_on
 from workbench.core import run_directory, units
 from workbench.core.checks import is_whole, real_number, whole_number
+from workbench.core.progress import say_what_was_interrupted
 from workbench.core.synonyms import accept_synonyms
 from workbench.runs.launch import environment
 from workbench.runs.launch.experiments import run_link_sweep
@@ -41,7 +42,8 @@ def measure_collectives(
 ) -> Links:
     """Time collectives between ranks of this machine: medians of blocks that take turns, and the latency and bandwidth behind them.
 
-    Kept in a run directory, round by round: `links_of(run)` reads the results of a run that was stopped.
+    Kept in a run directory, round by round: after Ctrl-C the result has the rounds that are done, and `links_of(run)` reads those of a run
+    that was stopped otherwise.
 
     Args:
         nproc_per_node: ranks, 2 or more; None = one per GPU, two without.
@@ -69,7 +71,8 @@ def measure_collectives(
             f'nproc_per_node={gpus}, or device="cpu" to see how it works'
         )
     order = {"kinds": list(kinds), "sizes": [int(size) for size in sizes], "repeats": repeat, "measuring_s": float(budget_s)}
-    return links_of(run_link_sweep(spec, order, runs_dir=runs_dir))
+    with say_what_was_interrupted("measure_collectives"):
+        return links_of(run_link_sweep(spec, order, runs_dir=runs_dir))
 
 
 def links_of(run: Run | str | os.PathLike[str]) -> Links:

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from workbench.core.checks import whole_number
-from workbench.core.progress import Waiting
+from workbench.core.checks import real_number, whole_number
+from workbench.core.progress import INTERRUPTED, Waiting
 from workbench.data.adapters import as_source
 from workbench.data.analysis.data_audit import EVALUATION, DataAudit, Group, Member, Sizes, Unusable
 from workbench.data.analysis.duplicates import Look, look_of, near_pictures, near_texts, normalised, shingles, star_groups
@@ -49,7 +49,7 @@ class _Seen:
     sizes: dict[str, float] = field(default_factory=dict)
 
 
-def audit(data: Any, *, near: bool = True, label: str | None = None, budget_s: float = math.inf) -> DataAudit:
+def audit(data: Any, *, near: bool = True, label: str | None = None, budget_s: float | None = 60.0) -> DataAudit:
     """Look for what is wrong with data: duplicates, leakage between splits, conflicting labels, unreadable samples, unequal classes.
 
     Every sample is read once, and decoded where it is a picture. For each picture 4 kB are kept, for each text its shingles.
@@ -60,12 +60,16 @@ def audit(data: Any, *, near: bool = True, label: str | None = None, budget_s: f
             random augmentation.
         near: look for near duplicates, too.
         label: name of the field with the label; None = the usual names, else the first folder of the sample's name.
-        budget_s: seconds after which no further samples are read; what was read is judged.
+        budget_s: seconds after which no further samples are read, shared by the splits; None = all are read. What was read by then, or by
+            Ctrl-C, is judged, and a note says how much that is: of the rest nothing is known, and pairs of a read and an unread sample
+            are not found.
 
     Raises:
-        ValueError: there is nothing that could be read.
+        ValueError: there is nothing that could be read, or no such budget.
     """
     begun = time.monotonic()
+    if budget_s is not None:
+        real_number("budget_s", budget_s, above=0, what="seconds", also="; try budget_s=60, or None for no limit", finite=False)
     splits = dict(data) if isinstance(data, Mapping) else {"": data}
     seen: list[_Seen] = []
     unusable: list[Unusable] = []
@@ -74,22 +78,33 @@ def audit(data: Any, *, near: bool = True, label: str | None = None, budget_s: f
     if not splits:
         raise ValueError("audit({}): give at least one split, such as {'train': dataset}")
     sources = {name: as_source(each) for name, each in splits.items()}
-    with Waiting("audit", None if math.isinf(budget_s) else budget_s) as line:
-        for name, source in sources.items():
-            notes += _unstable(name, source)
-            count = 0
-            for count, (found, bad) in enumerate(_read(source, name, label, near), 1):
-                if found:
-                    seen.append(found)
-                if bad:
-                    unusable.append(bad)
-                if count % 64 == 0:
-                    line.say("reading", f"{len(seen):,} samples{f' of {name}' if name else ''}")
-                    if time.monotonic() - begun > budget_s:
-                        notes.append(
-                            f"the budget of {budget_s:g} s ended after {count:,} of {len(source):,} samples{f' of {name}' if name else ''}"
-                        )
+    sizes_known = sum(len(source) for source in sources.values())
+    begin = f"reading {sizes_known:,} samples once, then comparing them"
+    stopped = ""
+    with Waiting("audit", None if budget_s is None or math.isinf(budget_s) else budget_s, begin=begin) as line:
+        for place, (name, source) in enumerate(sources.items()):
+            until = line.seconds + line.left / (len(sources) - place)
+            count, of = 0, f" of {name}" if name else ""
+            try:
+                if not stopped:
+                    notes += _unstable(name, source)
+                for count, (found, bad) in enumerate(() if stopped else _read(source, name, label, near), 1):
+                    if found:
+                        seen.append(found)
+                    if bad:
+                        unusable.append(bad)
+                    if count % 64 == 0:
+                        line.say(f"reading {sizes_known:,} samples", f"{len(seen) + len(unusable):,} samples are read")
+                    if line.seconds > until and count < len(source):
+                        more = "; budget_s=None reads all" * (budget_s is not None)
+                        notes.append(f"the budget of {budget_s:g} s ended after {count:,} of {len(source):,} samples{of}{more}")
                         break
+            except KeyboardInterrupt:
+                if not seen:
+                    raise
+                stopped = INTERRUPTED
+            if stopped:
+                notes.append(f"{stopped} after {count:,} of {len(source):,} samples{of}: nothing is known of the others")
             samples[name] = count
         if not sum(samples.values()):
             raise ValueError(f"there are no samples in {', '.join(map(repr, sources.values()))}")

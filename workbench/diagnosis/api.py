@@ -166,14 +166,15 @@ def _kept(remedy: Remedy, arm: VariantTimes, *, samples: float, name: str = "") 
 
 @accept_synonyms
 def climb(
-    spec: RunSpec | str, *, budget_s: float = 10 * BUDGET, leave: Collection[str] = (), runs_dir: str | os.PathLike[str] | None = None
+    spec: RunSpec | str, *, budget_s: float = BUDGET, leave: Collection[str] = (), runs_dir: str | os.PathLike[str] | None = None
 ) -> Ladder:
     """Diagnose, prove the best remedy, keep it if it helps, and so on, until nothing that is predicted to gain more than 5 % is left.
 
     Args:
         spec: where to begin; a text is the name of a task.
-        budget_s: seconds for all of it; nothing new is begun when they are over. A diagnosis and a proof take up to a minute each,
-            so ten minutes are about five attempts. At Ctrl-C the Ladder has what was proved by then.
+        budget_s: seconds for all of it; nothing new is begun when they are over, and no diagnosis or proof takes more than half of what is
+            left, or a minute. A minute is enough for an attempt or two, ten are for about five. The Ladder, also that after Ctrl-C, has
+            what was proved by then, and says what could not be tried.
         leave: knobs that stay as they are, such as "micro_batch", which changes what is trained.
         runs_dir: where run directories go; None = `runs` in the current folder.
 
@@ -184,14 +185,15 @@ def climb(
     check_budget(budget_s)
     spec = read_spec("climb", spec, because="whose knobs can be turned")
     check_names(RunSpec, dict.fromkeys(leave))
-    begin = f"a diagnosis, then the best remedy, again and again; each takes at most {units.seconds(BUDGET)}"
+    begin = f"a diagnosis, then the best remedy, again and again; each takes at most {units.seconds(min(BUDGET, budget_s / 2))}"
     with Waiting("climb", budget_s, begin=begin) as line:
-        return _climb(spec, leave, runs_dir, line, f"the budget of {units.seconds(budget_s)} was spent")
+        more = f"; budget_s={10 * max(BUDGET, budget_s):.0f} goes further"
+        return _climb(spec, leave, runs_dir, line, f"the budget of {units.seconds(budget_s)} was spent", more)
 
 
-def _climb(spec: RunSpec, leave: Collection[str], runs_dir: str | os.PathLike[str] | None, line: Waiting, spent: str) -> Ladder:
+def _climb(spec: RunSpec, leave: Collection[str], runs_dir: str | os.PathLike[str] | None, line: Waiting, spent: str, more: str) -> Ladder:
     def budget() -> float:
-        return min(BUDGET, max(MIN_CLIMB_SECONDS, line.left))
+        return min(BUDGET, max(MIN_CLIMB_SECONDS, line.left / 2))
 
     diagnosis = diagnose(spec, budget_s=budget(), runs_dir=runs_dir)
     now, dropped, rungs = spec, set[str](), list[Rung]()
@@ -212,7 +214,7 @@ def _climb(spec: RunSpec, leave: Collection[str], runs_dir: str | os.PathLike[st
             stopped = f"nothing is left that can be tried and is predicted to gain more than {units.percent(MIN_CLIMB_SPEEDUP - 1)}"
             break
         if line.left < MIN_CLIMB_SECONDS:
-            stopped = f"{spent} before {remedy.name} could be tried"
+            stopped = f"{spent} before {remedy.name} could be tried{more}"
             break
         line.say(remedy.name, f"{units.rate(rate)} after {len(rungs)} attempts, {units.rate(start)} at the start")
         try:
@@ -233,7 +235,7 @@ def _climb(spec: RunSpec, leave: Collection[str], runs_dir: str | os.PathLike[st
             dropped.add(remedy.name)
             continue
         if line.left < MIN_CLIMB_SECONDS:
-            stopped = f"{spent} with {remedy.name}; the verdict is that before it"
+            stopped = f"{spent} with {remedy.name}; the verdict is that before it{more}"
             break
         line.say(f"diagnosing it with {remedy.name}", f"{units.rate(rate)}, {units.rate(start)} at the start")
         try:

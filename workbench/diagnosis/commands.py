@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from workbench.core import units
 from workbench.core.interrupts import terminated_as_interrupted
 from workbench.data.analysis.loader_report import LoaderReport
 from workbench.diagnosis.analysis.bisection import Bisection
@@ -60,6 +61,8 @@ def why(given: argparse.Namespace) -> int:
     Raises:
         ValueError: a run that cannot be read, or has nothing to compare.
     """
+    if not given.recorded and sys.stderr.isatty():
+        print(f"workbench: comparing, then short trainings, at most {units.seconds(given.budget)} …", file=sys.stderr)
     with terminated_as_interrupted():
         result = what_changed(given.run_a, given.run_b, of=given.of, budget_s=given.budget, rerun=not given.recorded)
     _show(result, given)
@@ -75,6 +78,10 @@ def first_bad(given: argparse.Namespace, knobs: Mapping[str, Any]) -> int:
     steps = knobs.get("steps")
     rest = {name: value for name, value in knobs.items() if name != "steps"}
     spec = RunSpec(task=given.target).replace(**rest)
+    limit = f"at most {units.seconds(given.budget)}; Ctrl-C ends it with the commits that are still in doubt"
+    print(
+        f"workbench: training commits from {given.good} to {given.bad} by turns with the good one, {limit} …", file=sys.stderr, flush=True
+    )
     with terminated_as_interrupted():
         result = bisect(spec, good=given.good, bad=given.bad, of=given.of, steps=steps, budget_s=given.budget)
     _show(result, given)

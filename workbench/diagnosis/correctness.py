@@ -96,6 +96,7 @@ def diverge(
     optimizer: Callable[[Any], Any] | None = None,
     steps: int = 2,
     seed: int = 0,
+    budget_s: float = BUDGET,
     runs_dir: str | os.PathLike[str] | None = None,
 ) -> Divergence:
     """Find where two trainings that should agree differ first, and say whether that is rounding or a bug.
@@ -118,12 +119,16 @@ def diverge(
         optimizer: with modules: takes the parameters and returns an optimizer; None = none, and a single step.
         steps: optimizer steps to compare at most.
         seed: with modules: of the random numbers.
+        budget_s: seconds to spend at most. Where steps take long, fewer are compared; where no time is left for fp64, or Ctrl-C comes in
+            it, the size of the first difference decides, and a note says so.
         runs_dir: where the run directories of specs of several ranks go; None = `runs` in the current folder.
 
     Raises:
         ValueError: something else was given, or two specs whose steps have different samples.
         RunError: a spec of several ranks failed.
+        TimeoutError: the budget ended while a spec of several ranks was recorded, before anything was known.
     """
+    check_budget(budget_s)
     whole_number("steps", steps, least=1, error=ValueError)
     given: list[Any] = [named_task(each) or each for each in (a, b)]
     specs = [isinstance(each, RunSpec | Task) for each in given]
@@ -156,12 +161,12 @@ def diverge(
 
         launched: dict[int, Any] = {}
 
-        def run(which: int, double: bool) -> Any:
+        def run(which: int, double: bool, steps: int, enough: Callable[[], bool]) -> Any:
             spec, task = trainings[which]
             if spec.world_size == 1 and spec.parallel == "ddp":
-                return measure.of_spec(spec, task, steps, double)
+                return measure.of_spec(spec, task, steps, double, enough)
             if which not in launched:
-                path = run_recording(spec, steps=steps, runs_dir=runs_dir).path
+                path = run_recording(spec, steps=steps, runs_dir=runs_dir, tick=tick).path
                 launched[which] = run_directory.read_json(path / run_directory.DIVERGENCE)
             if double and launched[which]["error"]:
                 raise ValueError(launched[which]["error"])
@@ -175,12 +180,20 @@ def diverge(
     else:
         made = [measure.Pair(model, its, loss, optimizer) for model, its in pairs]
 
-        def run(which: int, double: bool) -> Any:
-            return measure.of_pair(made[which], seed, steps, double)
+        def run(which: int, double: bool, steps: int, enough: Callable[[], bool]) -> Any:
+            return measure.of_pair(made[which], seed, steps, double, enough)
 
         names = [type(model).__name__ for model, _ in pairs]
-    with say_what_was_interrupted("diverge"), Waiting("diverge", None) as line:
-        return measure.compare((names[0], names[1]), run, line.say)
+    begin = f"{steps} steps of each, as they are and in fp64"
+    with say_what_was_interrupted("diverge"), Waiting("diverge", budget_s, begin=begin) as line:
+
+        def tick() -> None:
+            line.tick()
+            if line.left < 0:
+                text = f"diverge: the budget of {budget_s:g} s ended while the ranks were recorded, and nothing is known"
+                raise TimeoutError(f"{text}; try budget_s={5 * budget_s:g}")
+
+        return measure.compare((names[0], names[1]), run, line.say, steps=steps, left=lambda: line.left)
 
 
 @accept_synonyms

@@ -7,11 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
+from workbench.core import units
 from workbench.core.checks import choice
 from workbench.core.progress import INTERRUPTED, Waiting
 from workbench.diagnosis.analysis import bisection
 from workbench.diagnosis.analysis.bisection import Bisection, Commit
-from workbench.diagnosis.analysis.owner_search import Changes, Decision, Rerun, decide, recorded_change
+from workbench.diagnosis.analysis.owner_search import Changes, Decision, Rerun, decide, effect, recorded_change
 from workbench.diagnosis.analysis.what_changed import QUANTITIES, USUAL, WhatChanged
 from workbench.diagnosis.api import check_budget
 from workbench.diagnosis.rerun import FEWEST, QUICK, Arm, BudgetError, Code, Measured, RerunError, Reruns, measured, steps_of
@@ -19,17 +20,23 @@ from workbench.diagnosis.swaps import Swaps, brought, lost, swaps_of
 from workbench.runs.launch import worktrees
 from workbench.runs.launch.launch import check
 from workbench.runs.launch.new_run import LaunchError
+from workbench.runs.launch.prove_resume import several
 from workbench.runs.launch.resume import refuse_code_of_others
 from workbench.runs.run import ACTIVE, Run
 from workbench.runs.spec import RunSpec, ScriptSpec, SpecError
 from workbench.runs.target import read_spec
 from workbench.runs.task import TaskError
 
-BUDGET = 600.0
-"""Default of `budget_s` of `what_changed`: some twenty to sixty short launches."""
+BUDGET = 60.0
+"""Default of `budget_s` of `what_changed`: a dozen short launches, enough for a large effect; a small one takes twenty to sixty."""
+BISECT_BUDGET = 1800.0
+"""Default of `budget_s` of `bisect`. It is longer than a minute, which says of no commit more than that it runs: each of log2(n) commits is
+trained several times, by turns with the good one. So it says beforehand how many that are, and what is known when it is stopped."""
 LEAST = 0.01
 """The smallest change that trainings are made for, where what was recorded shows it or leaves it open. Chosen: it would take dozens of
 launches on a quiet machine."""
+MORE = "budget_s=600 or more, --budget 600, tells smaller effects"
+"""What to do where the budget ended a search."""
 Measure = Callable[[Changes], float]
 """Makes a short training with some differences and says what it gave.
 
@@ -59,7 +66,7 @@ def what_changed(
         run_b: the run that was not.
         of: what is compared: the "time" of a step on the slowest rank, the peak "memory" of the fullest, or the "loss".
         budget_s: seconds that the trainings may take, about; the one that runs by then is ended. What is known by then, or by Ctrl-C, is
-            returned.
+            returned, and `untried` names what was not swapped alone. A minute is for effects of a third and more, ten for small ones.
         also: further differences, by name: the environment variables with which run A had it, and those with which run B had it. So
             `{"numpy": ({"PYTHONPATH": "/old"}, {"PYTHONPATH": "/new"})}` tries a package in two folders, and the same goes for data.
         rerun: False = only compare what was recorded; nothing is executed then, git neither.
@@ -109,20 +116,27 @@ def _experiment(
     result: dict[str, Any], swaps: Swaps, runs: tuple[Run, Run], what: Measured, budget_s: float, runs_dir: str | os.PathLike[str] | None
 ) -> WhatChanged:
     of, named, last = result["of"], {change.name: change for change in swaps.changes}, dict[Changes, Run]()
+    begin = f"run A as it was, beside it with {f'{len(named)} differences of run B' if named else 'none of run B'}, {what.steps} steps each"
     with (
-        Waiting("what_changed", budget_s) as line,
+        Waiting("what_changed", budget_s, begin=begin) as line,
         Reruns(what, runs_dir=runs_dir, tick=line.tick, left=lambda: line.left) as made,
     ):
 
         def measure(changes: Changes) -> float:
-            line.say(f"run A with {', '.join(changes)}" if changes else "run A as it was")
+            line.say(f"run A with {', '.join(changes)}" if changes else "run A as it was", known[0])
             value, last[changes] = made.measure(swaps.base.with_changes([named[name] for name in changes]), " ".join(changes) or "A")
             return value
 
-        recorded, usual, change = result["recorded"], USUAL[of], result["change"]
-        reruns, decision, notes = search(
-            measure, lambda made: decide(made, tuple(named), recorded, usual, change=change), left=lambda: line.left
-        )
+        recorded, usual, change, known = result["recorded"], USUAL[of], result["change"], [begin]
+
+        def judged(made: Sequence[Rerun]) -> Decision:
+            if made:
+                seen = effect(made, tuple(named), usual) if named else None
+                brought = f", with all differences it is {units.times(math.exp(seen.mid))} of run A" if seen else ""
+                known[0] = f"{several(len(made), 'training')}{brought}"
+            return decide(made, tuple(named), recorded, usual, change=change)
+
+        reruns, decision, notes = search(measure, judged, left=lambda: line.left)
         owner, whole = decision.owner, tuple(named)
         base, changed = last.get(()), last.get(owner or whole)
         brings = brought(base, changed) if owner and base and changed else ()
@@ -148,7 +162,7 @@ def bisect(
     bad: str = "HEAD",
     of: Literal["time", "memory", "loss"] = "time",
     steps: int | None = None,
-    budget_s: float = 3 * BUDGET,
+    budget_s: float = BISECT_BUDGET,
     runs_dir: str | os.PathLike[str] | None = None,
     **knobs: Any,
 ) -> Bisection:
@@ -165,7 +179,8 @@ def bisect(
         of: what is compared: the "time" of a step on the slowest rank, the peak "memory" of the fullest, or the "loss" after `steps`.
         steps: of each training; None = for time some seconds, else the spec's own.
         budget_s: seconds that all may take, about; the training that runs by then is ended. What is known by then, or by Ctrl-C, is
-            returned.
+            returned: `in_doubt` has the commits among which it is. It is half an hour, since less is of no use: each of log2(n) commits is
+            trained several times. The line that shows the progress begins with how many that are.
         runs_dir: where the trainings' run directories go; None = they are deleted.
         **knobs: fields of the RunSpec to change.
 
@@ -183,11 +198,15 @@ def bisect(
         raise worktrees.GitError(f"good={good!r} and bad={bad!r} are the same commit: expected an older and a newer one")
     notes: tuple[str, ...] = ()
     what = Measured(of=of, steps=steps or spec.steps, part=QUICK)
-    with Waiting("bisect", budget_s) as line, Reruns(what, runs_dir=runs_dir, tick=line.tick, left=lambda: line.left) as made:
+    known = [announced(len(commits))]
+    with (
+        Waiting("bisect", budget_s, begin=known[0]) as line,
+        Reruns(what, runs_dir=runs_dir, tick=line.tick, left=lambda: line.left) as made,
+    ):
 
         def measure(changes: Changes) -> float:
             commit = changes[0] if changes else first
-            line.say(f"commit {commit[:10]}")
+            line.say(f"commit {commit[:10]}", known[0])
             return made.measure(Arm(spec, Code(folder, folder, commit), {}, None), commit[:10])[0]
 
         if of == "time" and steps is None:
@@ -202,7 +221,14 @@ def bisect(
             except BudgetError:
                 line.spend()
                 notes = ("the first training of the good commit takes longer than the budget",)
-        reruns, decision, more = search(measure, lambda trained: bisection.decide(trained, commits, USUAL[of]), left=lambda: line.left)
+
+        def judged(trained: Sequence[Rerun]) -> Decision:
+            if trained:
+                doubtful = len(bisection.in_doubt(trained, commits, USUAL[of]))
+                known[0] = f"{several(len(trained), 'training')}, {doubtful} of {len(commits)} commits are in doubt"
+            return bisection.decide(trained, commits, USUAL[of])
+
+        reruns, decision, more = search(measure, judged, left=lambda: line.left)
     named = {*decision.owner, first, commits[-1], *(name for rerun in reruns for name in rerun.changes)}
     named |= {commits[place - 1] for each in decision.owner if (place := commits.index(each))}
     listed = [Commit(id=each, subject=worktrees.subject_of(folder, each) if each in named else "") for each in (first, *commits)]
@@ -218,6 +244,17 @@ def bisect(
         seconds=sum(made.seconds),
         notes=(*notes, *more),
     )
+
+
+def announced(commits: int) -> str:
+    """What a bisection of so many commits will take.
+
+    >>> announced(23)
+    '23 commits: 5 of them and the last are trained by turns with the good one, each several times'
+    """
+    tries = math.ceil(math.log2(commits))
+    some = f"{tries} of them and the last are" if tries else "the last is"
+    return f"{several(commits, 'commit')}: {some} trained by turns with the good one, each several times"
 
 
 def search(
@@ -242,7 +279,7 @@ def search(
             wanted = wanted if reruns or wanted == [()] else [(), *wanted]
             each = (begun - left()) / len(reruns) if reruns and math.isfinite(begun) else 0.0
             if each * len(wanted) > left() or left() <= 0:
-                notes = (f"the budget ended the search after {len(reruns)} trainings; give a larger budget_s to continue",)
+                notes = (f"the budget ended the search after {several(len(reruns), 'training')}: {MORE}",)
                 break
             for changes in wanted:
                 try:
@@ -254,7 +291,7 @@ def search(
         notes = (f"{INTERRUPTED} after {len(reruns)} trainings",)
         decision = decide(reruns)
     except BudgetError:
-        notes = (f"the budget ended training {len(reruns) + 1}; give a larger budget_s to continue",)
+        notes = (f"the budget ended training {len(reruns) + 1}: {MORE}",)
         decision = decide(reruns)
     if decision.kind == "measure":
         decision = Decision(kind="unclear", why=f"{len(reruns)} trainings were too few")

@@ -11,9 +11,9 @@ from contextlib import AbstractContextManager
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from workbench.core.checks import whole_number
+from workbench.core.checks import real_number, whole_number
 from workbench.core.device import Device
-from workbench.core.progress import say_what_was_interrupted
+from workbench.core.progress import Waiting, say_what_was_interrupted
 from workbench.core.synonyms import accept_synonyms
 from workbench.memory.analysis.breakdown import MemoryBreakdown
 from workbench.memory.analysis.fit import MARGIN, device_of, usable_bytes
@@ -297,6 +297,8 @@ def _rows(changes: Iterable[Mapping[str, Any]] | Mapping[str, Sequence[Any]]) ->
     return rows
 
 
+BUDGET = 60.0
+"""Default of `budget_s`: seconds that a measurement may take."""
 STEPS = 3
 """Steps that are measured by default: the optimizer makes its states in the first; the second and the third should agree."""
 
@@ -309,6 +311,7 @@ def measure_memory(
     model: Any = None,
     optimizer: Any = None,
     steps: int | None = None,
+    budget_s: float = BUDGET,
     runs_dir: str | os.PathLike[str] | None = None,
 ) -> "MemoryBreakdown":
     """Measure what a training step holds in memory, by running it.
@@ -325,6 +328,9 @@ def measure_memory(
         model: with a step: the module, or several; None = found by looking at the step.
         optimizer: with a step: the optimizer, or several; None = found as well.
         steps: how many are taken; None = 3.
+        budget_s: seconds to spend at most, the start of a launch included; no step begins later, but one is taken at least. After it, and
+            at Ctrl-C, the breakdown is of the steps that are done by then, and a note says so; where that is none, the KeyboardInterrupt
+            says so.
         runs_dir: with a spec: where its run directory goes; None = `runs` in the current folder.
 
     Returns:
@@ -334,6 +340,7 @@ def measure_memory(
         ValueError: something else was given, or what was given cannot be measured; the message says why.
         RunError: the launch failed; its run directory stays.
     """
+    _check_budget(budget_s)
     given = _TARGET.read(target, loader, model=model, optimizer=optimizer, steps=steps)
     if isinstance(given, Run):
         observed: MemoryBreakdown = given.memory_breakdown()
@@ -341,14 +348,24 @@ def measure_memory(
     count = _checked(steps)
     if isinstance(given, RunSpec):
         with say_what_was_interrupted("measure_memory"):
-            launched: MemoryBreakdown = experiments.run_memory_measurement(given, steps=count, runs_dir=runs_dir).memory_breakdown()
+            run = experiments.run_memory_measurement(given, steps=count, budget_s=budget_s, runs_dir=runs_dir)
+            launched: MemoryBreakdown = run.memory_breakdown()
         return launched
-    from workbench.memory.measure.memory import measure
+    with say_what_was_interrupted("measure_memory"), Waiting("measure_memory", budget_s, begin=f"recording {count} steps") as line:
+        from workbench.memory.measure.memory import measure
 
-    return measure(given.step, given.loader, model=model, optimizer=optimizer, steps=count)
+        return measure(given.step, given.loader, model=model, optimizer=optimizer, steps=count, line=line)
 
 
-def find_leaks(step: Callable[[Any], Any], loader: Iterable[Any], *, model: Any = None, optimizer: Any = None, steps: int = 8) -> "Leaks":
+def find_leaks(
+    step: Callable[[Any], Any],
+    loader: Iterable[Any],
+    *,
+    model: Any = None,
+    optimizer: Any = None,
+    steps: int = 8,
+    budget_s: float = BUDGET,
+) -> "Leaks":
     """Find memory that grows from step to step: the operator and module that allocated it, and the Python variable that keeps it.
 
     It takes some steps in this process and leaves everything as it was, what has leaked meanwhile included.
@@ -359,14 +376,22 @@ def find_leaks(step: Callable[[Any], Any], loader: Iterable[Any], *, model: Any 
         model: the module, or several; None = found by looking at the step.
         optimizer: the optimizer, or several; None = found as well.
         steps: how many are taken, at least 5: what is allocated in a step and still alive two steps later is suspected.
+        budget_s: seconds to spend at most; no step begins later. After it, and at Ctrl-C, the steps by then are judged, if they are five;
+            if not, a ValueError or the KeyboardInterrupt says so.
 
     Raises:
         ValueError: what was given cannot be measured; the message says why.
     """
     check_step("find_leaks", step, loader)
-    from workbench.memory.measure.leaks import find
+    _check_budget(budget_s)
+    with say_what_was_interrupted("find_leaks"), Waiting("find_leaks", budget_s, begin=f"recording {steps} steps") as line:
+        from workbench.memory.measure.leaks import find
 
-    return find(step, loader, model=model, optimizer=optimizer, steps=steps)
+        return find(step, loader, model=model, optimizer=optimizer, steps=steps, line=line)
+
+
+def _check_budget(budget_s: float) -> None:
+    real_number("budget_s", budget_s, above=0, what="seconds", also="; try budget_s=60")
 
 
 _TARGET = Measured(

@@ -139,7 +139,7 @@ def calibrate(models: int = 4, *, tell: Callable[[str], None] | None = None) -> 
     whole_number("models", models, least=1, most=len(MODELS), also=f", each of them runs at {len(BATCHES)} sizes")
     look()  # says at once that there is none
     with tempfile.TemporaryDirectory(prefix="workbench-calibrate-") as folder:
-        return calibrated(specs_of(models), look, lambda spec: measure_memory(spec, steps=STEPS, runs_dir=folder), tell=tell)
+        return calibrated(specs_of(models), look, lambda spec: measure_memory(spec, steps=STEPS, budget_s=600, runs_dir=folder), tell=tell)
 
 
 def calibrated(

@@ -4,8 +4,10 @@ torchrun starts `python -m workbench.programs.lr_range RUN_DIR` once per rank. r
 the race happen in this one launch.
 """
 
+import contextlib
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,9 +46,17 @@ def find_learning_rate(assignment: Assignment) -> dict[str, Any]:
         accumulation=spec.accumulation,
         budget_s=_left(assignment),
         progress=metrics_reporter(assignment.run_dir) if ranks.rank == 0 else None,
+        known=partial(tell, assignment.run_dir) if ranks.rank == 0 else str,
+        stop=(assignment.run_dir / run_directory.FINISH).exists if ranks.rank == 0 else None,
         **{name: order[name] for name in ("low", "high", "sweeps", "iterations", "race_steps")},
     )
     return {run_directory.LR_RANGE: lr_found.to_json()} if ranks.rank == 0 else {}
+
+
+def tell(run_dir: Path, known: str) -> None:
+    """Write what is known into the run directory: from then on, Ctrl-C where the run is awaited lets it end with that."""
+    with contextlib.suppress(OSError):
+        run_directory.write_json(run_dir / run_directory.PROGRESS, {"now": "searching", "known": known})
 
 
 def _left(assignment: Assignment) -> float | None:

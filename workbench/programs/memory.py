@@ -4,8 +4,9 @@ torchrun starts `python -m workbench.programs.memory RUN_DIR` once per rank. run
 """
 
 import contextlib
+import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import nn
@@ -13,9 +14,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from workbench.core import run_directory
 from workbench.core.gc import collected_before
+from workbench.core.progress import INTERRUPTED
 from workbench.memory.analysis.log import ALLOC, Event
 from workbench.memory.measure.allocator_counters import allocations
-from workbench.memory.measure.memory import Borders, breakdown, take_in
+from workbench.memory.measure.memory import UNSEEN, Borders, breakdown, take_in
 from workbench.memory.measure.recorder import Recorder
 from workbench.programs.experiment import Assignment, progress_writer, run_program
 from workbench.runs.entrypoints import MEMORY
@@ -31,9 +33,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def record_memory(assignment: Assignment) -> dict[str, Any]:
     """Take steps with the very Trainer of a run; gives the memory breakdown of this rank."""
     spec, ranks, steps = assignment.spec, assignment.ranks, int(assignment.order["steps"])
-    if ranks.rank == 0:
-        progress_writer(assignment.run_dir)(f"building the model and recording {steps} steps", "")
-    recorder = Recorder(device=ranks.device.type)
+    progress = progress_writer(assignment.run_dir) if ranks.rank == 0 else None
+    if progress:
+        progress(f"building the model, then recording {steps} steps", "")
+    recorder, cut = Recorder(device=ranks.device.type), ""
     with allocations(ranks.device) as truth, contextlib.ExitStack() as stack:
         trainer = Trainer(spec, assignment.task, ranks)
         stack.enter_context(collected_before())  # the trainer has decided about the collector
@@ -54,19 +57,35 @@ def record_memory(assignment: Assignment) -> dict[str, Any]:
             with recorder:
                 trainer.update()
             recorder.mark("end")
+            if recorder.step + 1 < steps and (cut := _cut_short(assignment, recorder.step + 1, progress)):
+                break
         recorder.recognise_unsharded(trainer.model)
         _leave_out_seen(recorder, trainer.model)
     held = breakdown(
         recorder,
         borders,
         truth,
-        title=f"{label(spec.task)}, {steps} steps",
+        title=f"{label(spec.task)}, {recorder.step + 1} steps",
+        notes=[f"{cut} after {recorder.step + 1} of {steps} steps{UNSEEN * (not recorder.step)}"] if cut else [],
         device=ranks.device,
         rank=ranks.rank,
         world_size=ranks.world_size,
         drifts=ranks.device.type == "cpu",
     )
     return {f"{run_directory.MEMORY}/rank{ranks.rank}.json": held.to_json()}
+
+
+def _cut_short(assignment: Assignment, done: int, progress: Callable[[str, str], None] | None) -> str:
+    """Why no further step is taken: the budget has ended, or Ctrl-C has come; "" = nothing. All ranks call it, and decide as rank 0."""
+    word = ""
+    if progress:
+        try:
+            progress(f"step {done + 1}", f"{done} steps are recorded")
+        except KeyboardInterrupt:
+            word = INTERRUPTED
+        if time.time() - float(assignment.info["created"]) > float(assignment.order["budget_s"]):
+            word = word or "the budget ended"
+    return assignment.ranks.share(f"after step {done}", word.encode())[0].decode()
 
 
 def _charge_buckets(recorder: Recorder, trainer: Trainer) -> None:

@@ -317,21 +317,28 @@ def run_trials(spec: RunSpec, order: ExperimentPlan, task: Task, run_dir: Path) 
     journal = Journal(run_dir)
     rows = [{"optimizer": o, "rule": r, "batch": b, **plan} for (o, r, b), plan in plans.items()]
     journal.begin(order, rows, spec, {optimizer: optimizer or named(options[optimizer]) for optimizer in order.optimizers})
-    while order.budget_s is None or time.monotonic() - began < order.budget_s:
-        job, over = journal.take(scheduler)
-        if over:
+
+    def over() -> bool:
+        return order.budget_s is not None and time.monotonic() - began >= order.budget_s
+
+    while not over():
+        job, ended = journal.take(scheduler)
+        if ended:
             break
         if job is None:
             time.sleep(WAIT)
             continue
         changes = {} if job.rule not in order.rules else plans[job.optimizer, job.rule, job.batch]
         warmup = plans[job.optimizer, "none", job.batch]["warmup_steps"]
-        trial = runner.run(job, {"warmup_steps": warmup, **changes}, order.target, _limit_of(scheduler, journal, job), order.max_steps)
-        journal.add(trial, scheduler)
+        limit = _limit_of(scheduler, journal, job, over)
+        trial = runner.run(job, {"warmup_steps": warmup, **changes}, order.target, limit, order.max_steps)
+        if not over() or trial.outcome != "stopped" or not journal.read():
+            journal.add(trial, scheduler)
 
 
-def _limit_of(scheduler: TrialScheduler, journal: Journal, job: Job) -> Callable[[], int]:
-    return lambda: scheduler.limit(job, journal.read())
+def _limit_of(scheduler: TrialScheduler, journal: Journal, job: Job, over: Callable[[], bool]) -> Callable[[], int]:
+    """Steps after which a trial ends: 0, so at once, when the budget is spent."""
+    return lambda: 0 if over() else scheduler.limit(job, journal.read())
 
 
 def options_of(spec: RunSpec, task: Task, optimizer: str) -> dict[str, Any]:

@@ -36,6 +36,8 @@ from workbench.scaling.analysis.law.law import ScalingLaw
 from workbench.scaling.analysis.law.points import Points, PointsError
 from workbench.scaling.curve_directory import CurveDirectory, CurveSpec, in_launches, validate
 
+BUDGET = 60.0
+"""Default of `budget_s` of `scaling_curve`."""
 COMMUNICATION_SECONDS = 6.0
 """Seconds for which each point trains with and without its reduction, interleaved: about ten pairs of blocks."""
 LAUNCH_SECONDS = 8.0
@@ -53,7 +55,7 @@ def scaling_curve(
     repeat: int = 3,
     communication: bool = True,
     resume: bool | str | os.PathLike[str] = False,
-    budget_s: float | None = None,
+    budget_s: float | None = BUDGET,
     runs_dir: str | os.PathLike[str] | None = None,
     quiet: bool = False,
 ) -> ScalingCurve:
@@ -76,8 +78,8 @@ def scaling_curve(
         communication: measure exposed communication too, where a point has more than one process and is not oversubscribed.
         resume: go on with the newest curve of this spec in `runs_dir`, or with the one in this directory: what has ended is not run
             again. Values and repeats may be others than before.
-        budget_s: seconds that it may take, about, but one run at least, if any is missing; None = until all is
-            measured.
+        budget_s: seconds that it may take, about, but one run at least, if any is missing; None = until all is measured. What will be
+            run, and how long that takes, is printed first.
         runs_dir: where the curve's directory goes; None = `runs` in the current folder.
         quiet: show no progress.
 
@@ -100,7 +102,8 @@ def scaling_curve(
             if curve_spec.communication:
                 measurement.communicate(notes)
     except _Spent:
-        notes.append(f"the budget of {units.seconds(budget_s)} was spent: resume={str(path)!r} goes on")
+        done = measurement.counted
+        notes.append(f"the budget of {units.seconds(budget_s)} was spent{done}: resume={str(path)!r} goes on, budget_s=None to the end")
     except BaseException as error:
         if not isinstance(error, KeyboardInterrupt) or not measurement.directory.runs():
             error.add_note(f'What was measured so far is kept: wb.scaling_curve(spec, …, resume="{path}") goes on with it')
@@ -152,7 +155,7 @@ class _Measurement:
         """
         total = len(self._trials)
         if total and not self.quiet:
-            most = "" if self.budget_s is None else f", at most {units.seconds(self.budget_s)}"
+            most = "" if self.budget_s is None else f", at most {units.seconds(self.budget_s)} (budget_s)"
             print(
                 f"{total} trainings for {len(self.directory.curve_spec.points)} points: about {units.seconds(self._left)}{most}", flush=True
             )
@@ -198,6 +201,13 @@ class _Measurement:
     def _measurable(self, spec: RunSpec) -> bool:
         """Has it trained, and are there enough cores for it?"""
         return spec not in self._failed and not crowded(spec) and any(run.ok and run.spec == spec for run in self.directory.runs())
+
+    @property
+    def counted(self) -> str:
+        """How many of the trainings that were missing have been made, for a note."""
+        return (
+            f" after {self._done} of {len(self._trials)} trainings" if self._done < len(self._trials) else " before communication was known"
+        )
 
     @property
     def _left(self) -> float:
@@ -284,8 +294,9 @@ def scaling_law(
         seeds: runs of each, with seeds from that of the spec on.
         tokens_per_sample: what one sample counts; None = 64 for "text-gpt", 1 for tasks of your own: a law of samples.
         loss: name of the evaluation's figure that is the loss; None = the one that ends in "loss", else the smoothed training loss.
-        budget_s: seconds after which what runs is stopped; None = until all have ended. The law, also that after Ctrl-C, is then fitted
-            to the runs that have ended, if they are enough.
+        budget_s: seconds after which what runs is stopped; None = until all have ended, since the trainings are those that you list, and
+            no law follows from a part of the sizes. How many they are is printed first, and after each run how long the rest takes. The
+            law, also that after Ctrl-C, is fitted to the runs that have ended, if they are enough.
         runs_dir: where run directories go; None = `runs` in the current folder.
         quiet: do not print a line per finished run.
         **options: of `ScalingLaw.fit`.

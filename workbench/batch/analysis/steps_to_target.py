@@ -188,7 +188,7 @@ def notes_of(trials: Sequence[Trial], target: Target, planned: int) -> tuple[str
     elif missed := sorted({trial.batch for trial in trials} - {trial.batch for trial in trials if trial.steps is not None}):
         notes.append(f"not reached at batch {', '.join(map(units.count, missed))}")
     if len(trials) < planned:
-        notes.append(f"cut off after {len(trials)} of {planned} trials: the results so far")
+        notes.append(f"cut off after {len(trials)} of {planned} trials: the results so far; budget_s=None makes all of them")
     return tuple(notes)
 
 

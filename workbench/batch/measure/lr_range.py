@@ -66,10 +66,15 @@ Progress = Callable[[int, int, float, float], object]
 """(steps taken, steps in all as far as known, learning rate, loss) → anything."""
 
 
+class Stopped(KeyboardInterrupt):
+    """Ctrl-C came where the launch is awaited, and all ranks know it."""
+
+
 class StepDriver:
     """Takes steps at given learning rates, and averages their loss over the ranks; an error on one rank is raised on all."""
 
-    def __init__(self, step: Callable[[Any], Any], feed: Feed, control: LrControl, peers: Peers, progress: Progress | None) -> None:
+    def __init__(self, step: Callable[[Any], Any], feed: Feed, control: LrControl, peers: Peers, progress: Progress | None,
+                 stop: Callable[[], bool] | None = None) -> None:  # fmt: skip
         """
         Args:
             step: does one optimizer step and returns the loss.
@@ -77,7 +82,9 @@ class StepDriver:
             control: of its optimizers.
             peers: the ranks that take part.
             progress: called after every step.
+            stop: asked in every step whether all ranks are to stop.
         """
+        self._stop = stop
         self.feed, self.peers, self.planned = feed, peers, 0
         self.taken = 0
         """Steps so far."""
@@ -101,17 +108,22 @@ class StepDriver:
             StepFailed: step() raised an error, here or on another rank.
             LrRangeError: it returned no loss, or no optimizer stepped.
             Exhausted: the feed ended.
+            Stopped: a rank was told to stop.
         """
         for _ in range(MAX_SKIPPED):
             self.last = self.feed.next() if batch is None else batch
             self._control.lr, self._control.stepped = lr, False
             self._control.set()
             loss, error = self._call(self.last)
-            answers = self.peers.gather((loss, self._control.stepped, str(error) if error else "", time.monotonic() - self._began))
-            self.elapsed = max(elapsed for *_, elapsed in answers)
+            stop = self._stop is not None and self._stop()
+            trouble = str(error) if error else ""
+            answers = self.peers.gather((loss, self._control.stepped, trouble, time.monotonic() - self._began, stop))
+            self.elapsed = max(answer[3] for answer in answers)
+            if any(answer[4] for answer in answers):
+                raise Stopped
             if error:
                 raise error
-            for rank, (_, _, trouble, _) in enumerate(answers):
+            for rank, (_, _, trouble, *_) in enumerate(answers):
                 if trouble:
                     raise LrRangeError(f"rank {rank} failed: {trouble}")
             mean = sum(value for value, *_ in answers) / len(answers)
@@ -198,6 +210,8 @@ def find(
     accumulation: int = 1,
     budget_s: float | None = None,
     progress: Progress | None = None,
+    known: Callable[[str], object] = str,
+    stop: Callable[[], bool] | None = None,
 ) -> LrFound:
     """Find a learning rate for a step, and restore weights, optimizer, random generators and loader.
 
@@ -218,6 +232,8 @@ def find(
         accumulation: batches per step.
         budget_s: seconds that it may take, about: sweeps and rounds become fewer and shorter, and the result says so; None = no limit.
         progress: called after every step.
+        known: told after every sweep what is known, in words.
+        stop: asked in every step whether to stop with what is known, on any of the ranks.
 
     Raises:
         LrRangeError: the step returns no loss, takes no optimizer step, or the loss is NaN or infinite from the first step on.
@@ -242,9 +258,9 @@ def find(
                 "the loader can be read only once, and there are several ranks: if it ended on one of them, the others would wait for it "
                 "for ever. Give a list, a DataLoader or another iterable that can be read again"
             )
-        driver = StepDriver(step, feed, control, peers, progress)
+        driver = StepDriver(step, feed, control, peers, progress, stop)
         budget = LrBudget(seconds=None if budget_s is None else peers.agree(budget_s, min))
-        search = _Search(driver, keep, notes, low, high, sweeps, iterations, race_steps, budget)
+        search = _Search(driver, keep, notes, low, high, sweeps, iterations, race_steps, budget, known)
         result = peers.gather(search.run())[0]
     left_out = [f"could not be restored: {'; '.join(keep.left_out[:3])}"] if keep.left_out else []
     return replace(result, notes=(*result.notes, *left_out))
@@ -263,6 +279,7 @@ class _Search:
     iterations: int
     race_steps: int
     budget: LrBudget
+    known: Callable[[str], object]
     _batches: dict[int, list[Any]] = field(default_factory=dict)
 
     def run(self) -> LrFound:
@@ -279,13 +296,14 @@ class _Search:
                 break
             try:
                 done.append(self._sweep(geometric(low, high, self.iterations), seed))
+                self.known(f"{len(done)} of {self.sweeps} sweeps are made")
                 if self.low is not None and self.high is not None:  # else done for the first sweep
                     self._check_not_finite(done[-1])
             except Exhausted:
                 self._short(f"{len(done)} of {self.sweeps} sweeps")
                 break
-            except KeyboardInterrupt:
-                if not done or self.driver.peers.world_size > 1:
+            except KeyboardInterrupt as error:
+                if not done or not self._all_know(error):
                     raise
                 self.notes.append(f"stopped by Ctrl-C after {len(done)} of {self.sweeps} sweeps: the result was not verified by a race")
                 self.race_steps = 0
@@ -304,6 +322,10 @@ class _Search:
         return conclude(
             done, ran, race_steps=self.race_steps, batch=self._samples(), steps=self.driver.taken, notes=tuple(dict.fromkeys(self.notes))
         )
+
+    def _all_know(self, error: KeyboardInterrupt) -> bool:
+        """Does Ctrl-C end this on all ranks in the same step?"""
+        return isinstance(error, Stopped) or self.driver.peers.world_size == 1
 
     def _step(self) -> float:
         """Mean seconds of a step so far, without the first, if there are more."""
@@ -401,8 +423,8 @@ class _Search:
         """Mean loss of the second half of the steps of one candidate, over the batches of its round. After Ctrl-C the race ends."""
         try:
             return self._mean_loss(lr, number)
-        except KeyboardInterrupt:
-            if self.driver.peers.world_size > 1:
+        except KeyboardInterrupt as error:
+            if not self._all_know(error):
                 raise
             self.notes.append("stopped by Ctrl-C during the race: this is the result so far")
             raise OutOfBatches from None

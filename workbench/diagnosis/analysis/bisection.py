@@ -67,6 +67,11 @@ class Bisection(display.Shown, JsonDataclass):
         return seen and seen.of(math.exp)
 
     @property
+    def in_doubt(self) -> tuple[str, ...]:
+        """Ids of the commits among which the first bad one is, as far as the trainings tell."""
+        return in_doubt(self.reruns, [commit.id for commit in self.commits], USUAL[self.of])
+
+    @property
     def _tried(self) -> list[Commit]:
         names = {name for rerun in self.reruns for name in rerun.changes}
         return [commit for commit in self.commits if commit.id in names]
@@ -90,7 +95,10 @@ class Bisection(display.Shown, JsonDataclass):
         if self.kind == "nothing":
             ends = f" ({whole.low:.3g} to {whole.high:.3g} of the good one)" if whole else ""
             return f"Nothing to find: the {what} of the bad commit is that of the good one{ends}; if it once was not, it was the machine."
-        return f"No commit is named: {self.why}."
+        doubtful = self.in_doubt
+        ends = f"{doubtful[0][:10]} to {doubtful[-1][:10]}" if len(doubtful) > 1 else doubtful[0][:10]
+        among = f" In doubt are {len(doubtful)} of {len(self.commits)} commits: {ends}." if self.kind == "unclear" else ""
+        return f"No commit is named: {self.why}.{among}"
 
     @property
     def table(self) -> display.Table:
@@ -164,6 +172,28 @@ def decide(reruns: Sequence[Rerun], commits: Sequence[str], usual: float) -> Dec
                 return Decision(kind="nothing")
             return Decision(kind="unclear", why=f"after {MOST} trainings the bad commit may be as good as the good one, or not")
         return Decision(kind="measure", measure=(bad,))
+    low, high, middle = _narrowed(reruns, commits, usual, whole)
+    if middle is None:
+        return Decision(kind="owner", owner=tuple(commits[low + 1 : high + 1]))
+    if counts.get((commits[middle],), 0) >= MOST:
+        return Decision(kind="unclear", why=f"{MOST} trainings of {commits[middle][:10]} lie between good and bad")
+    return Decision(kind="measure", measure=((commits[middle],),))
+
+
+def in_doubt(reruns: Sequence[Rerun], commits: Sequence[str], usual: float) -> tuple[str, ...]:
+    """The commits among which the first bad one is, as far as the trainings tell; arguments as those of `decide`."""
+    whole = effect(reruns, (commits[-1],), usual)
+    if whole is None or whole.low <= 0 <= whole.high:
+        return tuple(commits)
+    low, high, _ = _narrowed(reruns, commits, usual, whole)
+    return tuple(commits[low + 1 : high + 1])
+
+
+def _narrowed(reruns: Sequence[Rerun], commits: Sequence[str], usual: float, whole: Interval) -> tuple[int, int, int | None]:
+    """Places of the last commit that is known to be good (-1 = the good one itself), of the first that is known to be bad, and of the one
+    that is to be decided next (None = all between them are, or do not run).
+    """
+    failed = {rerun.changes for rerun in reruns if rerun.error}
     sign, limit = math.copysign(1.0, whole.mid), MINE * abs(whole.mid)
     low, high = -1, len(commits) - 1
     while trained := [place for place in range(low + 1, high) if (commits[place],) not in failed]:
@@ -174,8 +204,6 @@ def decide(reruns: Sequence[Rerun], commits: Sequence[str], usual: float) -> Dec
             high = middle
         elif ends[1] < limit:
             low = middle
-        elif counts.get((commits[middle],), 0) >= MOST:
-            return Decision(kind="unclear", why=f"{MOST} trainings of {commits[middle][:10]} lie between good and bad")
         else:
-            return Decision(kind="measure", measure=((commits[middle],),))
-    return Decision(kind="owner", owner=tuple(commits[low + 1 : high + 1]))
+            return low, high, middle
+    return low, high, None

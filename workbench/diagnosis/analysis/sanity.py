@@ -1,7 +1,9 @@
 """SanityReport: what checks of a model, its loss and its data have shown before a large run, and which fault to mend first."""
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from workbench.core.codec import JsonDataclass
 from workbench.core.display import table as display
@@ -51,6 +53,8 @@ CAUSES: Mapping[str, str] = {
     "error": "mend the error first",
 }
 """Cause of a failed check → what to do."""
+BRIEF_BYTES, BRIEF_TEXT = 2048, 120
+"""Most bytes of a brief as JSON, and most characters of a text in it."""
 MARKS: Mapping[bool | None, str] = {True: "✓", False: "✗", None: "–"}
 
 
@@ -116,6 +120,39 @@ class SanityReport(JsonDataclass, display.Shown):
             f"{self.target}: {first.cause.replace('_', ' ')}{place}. {first.figure[:1].upper()}{first.figure[1:]}. To do: {first.advice}."
         )
 
+    def brief(self) -> dict[str, Any]:
+        """The report for a program or an agent, as plain JSON values that take at most BRIEF_BYTES as text.
+
+        Returns:
+            `ok`, `cause` (a key of `CAUSES`, "" = none) and `verdict`. `failed`: check, place, what was measured and what to do, the likely
+            cause first. `passed` and `not_judged`: names of checks, the latter with the reason. Where all that is too long, texts are cut
+            and the ends of lists left out, and `left_out` counts them.
+        """
+        lists: dict[str, list[Any]] = {
+            "failed": [
+                {
+                    "check": check.name,
+                    "cause": check.cause,
+                    "place": _cut(check.place),
+                    "measured": _cut(check.figure),
+                    "do": _cut(check.advice),
+                }
+                for check in self.failed
+            ],
+            "not_judged": [[check.name, _cut(check.figure)] for check in self.checks if check.passed is None],
+            "passed": [check.name for check in self.checks if check.passed],
+            "notes": [_cut(note) for note in self.notes],
+        }
+        left_out = 0
+        while True:
+            value: dict[str, Any] = {"target": _cut(self.target), "ok": self.ok, "cause": self.cause, "verdict": _cut(self.verdict, 360)}
+            value |= lists | ({"left_out": left_out} if left_out else {})
+            if len(json.dumps(value, ensure_ascii=False).encode()) <= BRIEF_BYTES or not any(lists.values()):
+                return value
+            longest = max(reversed(lists.values()), key=lambda items: len(json.dumps(items)) * (items is not lists["failed"]))
+            (longest or lists["failed"]).pop()
+            left_out += 1
+
     @property
     def table(self) -> display.Table:
         """A row per check, and the verdict."""
@@ -128,3 +165,7 @@ class SanityReport(JsonDataclass, display.Shown):
 
     def __repr__(self) -> str:
         return f"SanityReport({self.target!r}, ok={self.ok}, cause={self.cause!r})"
+
+
+def _cut(text: str, most: int = BRIEF_TEXT) -> str:
+    return text if len(text) <= most else f"{text[: most - 1]}…"

@@ -117,6 +117,12 @@ class WhatChanged(display.Shown, JsonDataclass):
         return {changes: seen for changes in each if (seen := self._ratio(changes))}
 
     @property
+    def untried(self) -> Changes:
+        """Differences that can be put back and were not, neither alone nor in a part of them: what is not known of them."""
+        tried = {name for rerun in self.reruns if rerun.changes != self.changes or len(self.changes) == 1 for name in rerun.changes}
+        return tuple(name for name in self.changes if name not in tried)
+
+    @property
     def verdict(self) -> str:
         """The answer in words, with what to do."""
         what, more, less = QUANTITIES[self.of]
@@ -146,7 +152,8 @@ class WhatChanged(display.Shown, JsonDataclass):
                 f"itself ({self._now}){self._alike}."
             )
         where = {"not run": "what was recorded says no more", "cannot run": self.why, "unclear": f"not yet clear why: {self.why}"}
-        return f"{said}; {where[self.kind]}."
+        left = f" Not swapped one by one yet: {_list(self.untried)}." if self.kind == "unclear" and self.untried else ""
+        return f"{said}; {where[self.kind]}.{left}"
 
     @property
     def _brought(self) -> str:

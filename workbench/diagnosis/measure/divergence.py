@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
+from workbench.core.progress import INTERRUPTED
 from workbench.diagnosis.analysis.divergence import EXACT, Divergence, Point
 from workbench.diagnosis.measure.operator_recorder import Entry, Recorder
 from workbench.harness.batches import map_tensors, tensors_of
@@ -24,7 +25,8 @@ from workbench.train.ranks import Layout, Ranks, choose_device
 from workbench.train.trainer import Trainer
 
 PHASES = ("start", "forward", "backward", "optimizer", "after")
-Say = Callable[[str], object]
+Say = Callable[[str, str], object]
+Enough = Callable[[], bool]
 
 
 @dataclass(frozen=True)
@@ -37,8 +39,8 @@ class Pair:
     optimizer: Callable[[Any], Any] | None = None
 
 
-def of_spec(spec: RunSpec, task: Task, steps: int, double: bool) -> list[Entry]:
-    """What the first steps of a spec compute, on one rank."""
+def of_spec(spec: RunSpec, task: Task, steps: int, double: bool, enough: Enough = lambda: False) -> list[Entry]:
+    """What the first steps of a spec compute, on one rank; no further step is taken from when there is `enough`."""
     ranks = Ranks(rank=0, world_size=1, device=choose_device(spec, 0, 1), store=HashStore())
     spec = spec.replace(precision="fp32") if double else spec
     with process_settings():
@@ -51,6 +53,8 @@ def of_spec(spec: RunSpec, task: Task, steps: int, double: bool) -> list[Entry]:
             for name, value in module.state_dict().items():
                 recorder.value("start", name, value)
             for step in range(1, steps + 1):
+                if step > 1 and enough():
+                    break
                 recorder.begin(step)
                 taken = [next(batches) for _ in range(spec.accumulation)]
                 taken = [doubled(batch) for batch in taken] if double else taken
@@ -68,8 +72,8 @@ def of_spec(spec: RunSpec, task: Task, steps: int, double: bool) -> list[Entry]:
     return recorder.entries
 
 
-def of_pair(pair: Pair, seed: int, steps: int, double: bool) -> list[Entry]:
-    """What a model computes of a batch, its gradients and, with an optimizer, its update."""
+def of_pair(pair: Pair, seed: int, steps: int, double: bool, enough: Enough = lambda: False) -> list[Entry]:
+    """What a model computes of a batch, its gradients and, with an optimizer, its update; no further step from when there is `enough`."""
     model, batch = pair.model, pair.batch
     keep = SavedState(discover(model))
     dtypes = [(tensor, tensor.data) for tensor in (*model.parameters(), *model.buffers())]
@@ -85,6 +89,8 @@ def of_pair(pair: Pair, seed: int, steps: int, double: bool) -> list[Entry]:
             for name, value in model.state_dict().items():
                 recorder.value("start", name.replace("_orig_mod.", ""), value)
             for step in range(1, steps + 1 if optimizer else 2):
+                if step > 1 and enough():
+                    break
                 recorder.begin(step)
                 model.zero_grad()
                 given = copy.deepcopy(batch)
@@ -159,39 +165,65 @@ def default_dtype(double: bool) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def compare(names: tuple[str, str], run: Callable[[int, bool], list[Entry]], say: Say) -> Divergence:
+def compare(
+    names: tuple[str, str],
+    run: Callable[[int, bool, int, Enough], list[Entry]],
+    say: Say,
+    *,
+    steps: int = 2,
+    left: Callable[[], float] = lambda: math.inf,
+) -> Divergence:
     """Compare two trainings as they are and in fp64.
 
     Args:
         names: of the two.
-        run: (0 or 1, in fp64?) → what that training computes.
-        say: told what comes now.
+        run: (0 or 1, in fp64?, steps, is that enough?) → what that training computes.
+        say: told what comes now, and what is known.
+        steps: of each training, at most.
+        left: seconds that are left. The first training may take a quarter of them, and all take as many steps.
     """
-    say("both as they are")
-    first, second = run(0, False), run(1, False)
+    cut, whole = list[str](), left()
+
+    def enough() -> bool:
+        if left() < 0.75 * whole:
+            cut.append("the budget ended after {} of {} steps: a larger budget_s= compares all")
+        return bool(cut)
+
+    say(f"{names[0]}, as it is", "")
+    first = run(0, False, steps, enough)
+    taken = max((entry.step for entry in first), default=steps)
+    say(f"{names[1]}, as it is", "")
+    second = run(1, False, taken, lambda: False)
     points, by = _points(first, second)
     largest = max((point.difference for point in points), default=0.0)
     seen = next((point for point in points if point.difference > 0), None)
+    notes = tuple(note.format(taken, steps) for note in cut)
     result = Divergence(
-        a=names[0], b=names[1], verdict="identical", first=seen, exact=0.0, largest=largest, compared=len(points), by=by
-    )  # fmt: skip
+        a=names[0], b=names[1], verdict="identical", first=seen, exact=0.0, largest=largest, compared=len(points), by=by, notes=notes
+    )
     if seen is None:
         return result
     if seen.phase == "start":
         return dataclasses.replace(result, verdict="start", exact=None)
-    say("both in fp64")
+    say("both in fp64", f"they differ from step {seen.step}, {seen.phase} on")
     try:
-        exact_first, exact_second = run(0, True), run(1, True)
-    except Exception as error:
+        if left() <= 0:
+            raise TimeoutError("the budget ended before: a larger budget_s= tells rounding from a bug")
+        exact_first = run(0, True, taken, lambda: False)
+        if left() <= 0:
+            raise TimeoutError("the budget ended before: a larger budget_s= tells rounding from a bug")
+        exact_second = run(1, True, taken, lambda: False)
+    except (Exception, KeyboardInterrupt) as error:
         usual = torch.finfo(torch.float32).eps * 1e3
         verdict = "bug" if seen.difference > usual else "rounding"
-        note = f"not run in fp64 ({type(error).__name__}: {error!s:.120}): judged by the size of the first difference alone"
-        return dataclasses.replace(result, verdict=verdict, exact=None, notes=(note,))
+        why = INTERRUPTED if isinstance(error, KeyboardInterrupt) else f"{type(error).__name__}: {error!s:.120}"
+        note = f"not run in fp64 ({why}): judged by the size of the first difference alone"
+        return dataclasses.replace(result, verdict=verdict, exact=None, notes=(*notes, note))
     exact, by = _points(exact_first, exact_second)
     largest_exact = max((point.difference for point in exact), default=0.0)
     wrong = next((point for point in exact if point.difference > EXACT), None)
     if wrong is None:
-        notes = ("one of the two overflows in its own precision",) if math.isinf(largest) else ()
+        notes += ("one of the two overflows in its own precision",) if math.isinf(largest) else ()
         return dataclasses.replace(result, verdict="rounding", exact=largest_exact, notes=notes)
     verdict = "start" if wrong.phase == "start" else "bug"
     if by == "modules":  # where both run the same operators, they draw the same random numbers

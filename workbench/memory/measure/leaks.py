@@ -17,6 +17,7 @@ from workbench.core import units
 from workbench.core.checks import whole_number
 from workbench.core.display import table as display
 from workbench.core.package import is_workbench
+from workbench.core.progress import Waiting
 from workbench.harness.discover import name_of as name_of_step
 from workbench.memory.analysis.log import FREE, MARK, MemoryLog, Record
 from workbench.memory.measure.at_oom import saved
@@ -237,6 +238,8 @@ class Leaks(display.Shown):
     """Bytes held at the end of each step."""
     cyclic: float = 0
     """Bytes that each step leaves behind in reference cycles, which Python's collector frees; it is off while this is measured."""
+    notes: tuple[str, ...] = ()
+    """Why fewer steps were taken than were asked for."""
 
     def __bool__(self) -> bool:
         return bool(self.found)
@@ -267,7 +270,7 @@ class Leaks(display.Shown):
             grown += f"; {units.bytes_(self.cyclic)} of each step lie in reference cycles: no leak, but freed by gc only"
         note = f"{grown}. {self.hint}" if self.found else f"nothing grows; {grown}"
         columns = ("held by", "per step", "tensors", "operator", "module")
-        return display.Table(columns=columns, rows=rows, title=f"Leaks of {self.title}", note=f"measured: {note}")
+        return display.Table(columns=columns, rows=rows, title=f"Leaks of {self.title}", note="; ".join([f"measured: {note}", *self.notes]))
 
     def to_frame(self) -> Any:
         """A DataFrame with one row per leak; bytes per step."""
@@ -281,7 +284,8 @@ _UNKNOWN = (
 )
 
 
-def find(step: Callable[[Any], Any], loader: Iterable[Any], *, model: Any = None, optimizer: Any = None, steps: int = 8) -> Leaks:
+def find(step: Callable[[Any], Any], loader: Iterable[Any], *, model: Any = None, optimizer: Any = None, steps: int = 8,
+         line: Waiting | None = None) -> Leaks:  # fmt: skip
     """Take some steps, look for what is left behind, and put everything back.
 
     Args:
@@ -290,14 +294,16 @@ def find(step: Callable[[Any], Any], loader: Iterable[Any], *, model: Any = None
         model: the module, or several; None = found behind the step.
         optimizer: likewise.
         steps: how many.
+        line: shows the progress, and has the budget; None = there is neither.
 
     Raises:
         DiagnoseError: step cannot be called so.
-        ValueError: too few steps; the loader is empty or is none.
+        ValueError: too few steps, also where the budget ends them; the loader is empty or is none.
     """
     whole_number("steps", steps, least=LEAST_STEPS, also=": what lives on for two steps is looked for")
     before = {storage._cdata for tensor in living() for storage in storages(tensor)}  # such as the batches of a list
-    with recorded(step, loader, model=model, optimizer=optimizer, steps=steps) as (recorder, _, _, models, _):
+    options: dict[str, Any] = {"model": model, "optimizer": optimizer, "steps": steps, "line": line, "least": LEAST_STEPS}
+    with recorded(step, loader, **options) as (recorder, _, _, models, notes):
         old = {index for address, index in recorder._live.items() if address in before}
         cyclic = freed_by_collector(recorder)
         alive = dict(recorder._live)
@@ -308,7 +314,9 @@ def find(step: Callable[[Any], Any], loader: Iterable[Any], *, model: Any = None
         holders = _holders({address: index for address, index in alive.items() if index in suspects}, Referrers(names))
         found = leaks_of(recorder.log, left, holders)
     in_cycles = sum(leak.per_step for leak in leaks_of(recorder.log, waiting, {}))
-    return Leaks(title=name_of_step(step), found=found, after=tuple(held_after(recorder.log).values()), cyclic=in_cycles)
+    cut = tuple(note for note in notes if f"of {steps} steps" in note)
+    after = tuple(held_after(recorder.log).values())
+    return Leaks(title=name_of_step(step), found=found, after=after, cyclic=in_cycles, notes=cut)
 
 
 _TO_STAY = ("parameter", "buffer", "gradient", "optimizer_state")

@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import wraps
 from threading import get_ident
@@ -18,6 +19,7 @@ from workbench.core import interrupts, units
 from workbench.core.checks import whole_number
 from workbench.core.gc import collected_before
 from workbench.core.interrupts import defer_interrupts
+from workbench.core.progress import INTERRUPTED, Waiting
 from workbench.harness.discover import ReachableState, name_of
 from workbench.harness.feed import Exhausted, Feed
 from workbench.harness.observe import check_arguments, device_of, discover_training
@@ -238,6 +240,7 @@ def measure(
     model: nn.Module | Sequence[nn.Module] | None = None,
     optimizer: Optimizer | Sequence[Optimizer] | None = None,
     steps: int = STEPS,
+    line: Waiting | None = None,
 ) -> MemoryBreakdown:
     """Take some real steps in this process, and return their breakdown. Everything is left as it was.
 
@@ -247,19 +250,21 @@ def measure(
         model: the module that is trained, or several; None = those that the step's closure, `self` or globals hold.
         optimizer: likewise.
         steps: how many steps are taken.
+        line: shows the progress, and has the budget; None = there is neither.
 
     Raises:
         DiagnoseError: step cannot be called so, or the loader ended too early.
         ValueError: the loader is empty, or is none; not a number of steps.
+        KeyboardInterrupt: Ctrl-C came before the first step was over.
     """
-    with recorded(step, loader, model=model, optimizer=optimizer, steps=steps) as (recorder, borders, truth, found, notes):
+    with recorded(step, loader, model=model, optimizer=optimizer, steps=steps, line=line) as (recorder, borders, truth, found, notes):
         cyclic = freed_by_collector(recorder)
     parallel, device = dist.is_available() and dist.is_initialized(), device_of(found.models)
     return breakdown(
         recorder,
         borders,
         truth,
-        title=f"{name_of(step)}, {steps} steps",
+        title=f"{name_of(step)}, {recorder.step + 1} steps",
         device=device,
         rank=dist.get_rank() if parallel else 0,
         world_size=dist.get_world_size() if parallel else 1,
@@ -271,13 +276,32 @@ def measure(
 
 @contextlib.contextmanager
 def recorded(
-    step: Callable[[Any], Any], loader: Iterable[Any], *, model: Any, optimizer: Any, steps: int
+    step: Callable[[Any], Any],
+    loader: Iterable[Any],
+    *,
+    model: Any,
+    optimizer: Any,
+    steps: int,
+    line: Waiting | None = None,
+    least: int = 1,
 ) -> Iterator[tuple[Recorder, Borders, Allocations, ReachableState, list[str]]]:
     """Take the steps; yields the record while everything is as the steps left it, and restores the state on leaving.
 
+    When the budget is spent, or at Ctrl-C, the record has the steps that are done, if they are enough to tell something.
+
+    Args:
+        step: see `measure`.
+        loader: see there.
+        model: see there.
+        optimizer: see there.
+        steps: how many are taken.
+        line: shows the progress, and has the budget; None = there is neither.
+        least: fewer steps tell nothing.
+
     Raises:
         DiagnoseError: step cannot be called so.
-        ValueError: the loader is empty, is none or ended; not a number of steps.
+        ValueError: the loader is empty, is none or ended; not a number of steps; the budget was spent before `least` steps.
+        KeyboardInterrupt: Ctrl-C came before as many.
     """
     check_arguments(step, 1.0)
     check_steps(steps)
@@ -297,7 +321,12 @@ def recorded(
             stepping = Stepping(recorder)
             with recorder.hooks(), stepping.hooks():
                 for number in range(steps):
+                    if line and number and line.left <= 0:
+                        notes.append(_out_of_time(number, steps, least, line))
+                        break
                     try:
+                        if line:
+                            line.say(f"step {number + 1} of {steps}", f"{number} steps are recorded" if number else None)
                         stepping.step(number, feed.next, lambda: borders.begin(recorder.step), step)
                     except Exhausted:
                         if not number:
@@ -305,8 +334,31 @@ def recorded(
                                 "the loader could be read only once, and it has ended: give one that still has batches"
                             ) from None
                         notes.append(f"the loader ended after {number} of {steps} steps")
+                        recorder.step = number - 1
+                        break
+                    except KeyboardInterrupt:
+                        if line is None or number < least:
+                            raise
+                        notes.append(f"{INTERRUPTED} after {number} of {steps} steps{UNSEEN * (number == 1)}")
+                        recorder.step = number - 1
                         break
         yield recorder, borders, truth, found, notes
+
+
+def _out_of_time(done: int, steps: int, least: int, line: Waiting) -> str:
+    """The note of a record that the budget ended.
+
+    Raises:
+        ValueError: so few steps tell nothing.
+    """
+    wanted = math.ceil(1.2 * line.seconds / done * max(steps, least))
+    if done < least:
+        raise ValueError(f"the budget ended after {done} of {steps} steps, and {least} are needed to tell anything: give budget_s={wanted}")
+    return f"the budget ended after {done} of {steps} steps{UNSEEN * (done == 1)}: budget_s={wanted} is enough for all"
+
+
+UNSEEN = ", in which the optimizer makes its states: a later step may hold more"
+"""What is not known after a single step."""
 
 
 def freed_by_collector(recorder: Recorder) -> set[int]:

@@ -85,12 +85,19 @@ def run_gap(spec: RunSpec, *, large: int, budget_s: float, runs_dir: str | os.Pa
     return run_experiment(spec, name, order, runs_dir, program=entrypoints.EXPERIMENT, show=show, finish=True)
 
 
-def run_memory_measurement(spec: RunSpec, *, steps: int, runs_dir: str | os.PathLike[str] | None = None) -> Run:
-    """Record the memory of some steps of a spec; the run directory then has a folder `memory` with a file of each rank."""
+def run_memory_measurement(spec: RunSpec, *, steps: int, budget_s: float, runs_dir: str | os.PathLike[str] | None = None) -> Run:
+    """Record the memory of some steps of a spec; the run directory then has a folder `memory` with a file of each rank.
+
+    Args:
+        spec: to launch.
+        steps: how many; fewer, but one at least, where the budget ends or Ctrl-C comes.
+        budget_s: seconds for all of it, the start included.
+        runs_dir: see above.
+    """
     check(spec)
-    order = {"kind": "memory", "budget_s": STEP * steps, "steps": steps}
-    show = so_far("measure_memory", None)
-    return run_experiment(spec, f"{label(spec)} memory", order, runs_dir, program=entrypoints.MEMORY, show=show)
+    order = {"kind": "memory", "budget_s": budget_s, "steps": steps}
+    show = so_far("measure_memory", budget_s)
+    return run_experiment(spec, f"{label(spec)} memory", order, runs_dir, program=entrypoints.MEMORY, show=show, finish=True)
 
 
 def run_communication(
@@ -126,8 +133,15 @@ def run_link_sweep(spec: RunSpec, order: Mapping[str, Any], *, runs_dir: str | o
     """
     check(spec)
     order = {"kind": "links", "budget_s": order["measuring_s"], **order}
-    progress = time_left("{done} of {steps} rounds")
-    return run_experiment(spec, "collectives", order, runs_dir, program=entrypoints.COMMUNICATION, show=progress)
+    new, progress = NewRun(runs_dir, "collectives"), time_left("{done} of {steps} rounds")
+    program = entrypoints.entrypoint(entrypoints.COMMUNICATION, new.path)
+    run = new.start(spec, program, timeout=PATIENCE + 3 * order["budget_s"], experiment=order)
+    try:
+        return wait_for(run, show=progress)
+    except KeyboardInterrupt:
+        if not (run.path / run_directory.LINKS).exists():
+            raise
+        return run  # the rounds that are done
 
 
 def run_lr_range(spec: RunSpec, *, options: Mapping[str, Any], runs_dir: str | os.PathLike[str] | None = None) -> Run:
@@ -144,14 +158,21 @@ def run_lr_range(spec: RunSpec, *, options: Mapping[str, Any], runs_dir: str | o
     steps = (options["sweeps"] + 1) * options["iterations"] + _RACES * options["race_steps"]
     order = {"kind": "lr_range", "budget_s": STEP * steps, **options}
     progress = time_left("{done} of about {steps} steps")
-    return run_experiment(spec, f"{label(spec)} find_lr", order, runs_dir, program=entrypoints.LR_RANGE, show=progress)
+    return run_experiment(spec, f"{label(spec)} find_lr", order, runs_dir, program=entrypoints.LR_RANGE, show=progress, finish=True)
 
 
-def run_recording(spec: RunSpec, *, steps: int, runs_dir: str | os.PathLike[str] | None = None) -> Run:
-    """Record the first steps of a spec on its ranks, as they are and in fp64; the run directory then holds `divergence.json`."""
+def run_recording(spec: RunSpec, *, steps: int, runs_dir: str | os.PathLike[str] | None = None, tick: Callable[[], object] = int) -> Run:
+    """Record the first steps of a spec on its ranks, as they are and in fp64; the run directory then holds `divergence.json`.
+
+    Args:
+        spec: to launch.
+        steps: how many.
+        runs_dir: see above.
+        tick: called again and again meanwhile.
+    """
     check(spec)
     order = {"kind": "diverge", "budget_s": STEP * steps, "steps": steps}
-    return run_experiment(spec, f"{label(spec)} diverge", order, runs_dir, program=entrypoints.DIVERGENCE)
+    return run_experiment(spec, f"{label(spec)} diverge", order, runs_dir, program=entrypoints.DIVERGENCE, tick=tick)
 
 
 def _check_stages(spec: RunSpec, what: str) -> None:
