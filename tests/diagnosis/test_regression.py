@@ -351,7 +351,7 @@ def test_a_bisection_that_is_stopped_names_the_commits_that_are_left(
 
 def test_a_search_that_the_budget_ends_says_what_was_not_swapped(tmp_path: Path, emulated: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = RunSpec(task="clipart-resnet", steps=40)
-    a, b = made(tmp_path / "a", spec), made(tmp_path / "b", spec.replace(lr=0.2, weight_decay=0.1, gc=False), step=0.02)
+    a, b = made(tmp_path / "a", spec), made(tmp_path / "b", spec.replace(lr=0.2, channels_last=True, gc=False), step=0.02)
     now, shown = [0.0], list[str]()
     monkeypatch.setattr(Waiting, "seconds", property(lambda self: now[0]))
     monkeypatch.setattr(Waiting, "tick", lambda self: shown.append(self.words(now[0])))

@@ -378,13 +378,12 @@ def test_a_loader_that_ends() -> None:
 
 @pytest.mark.parametrize("end", ["budget", "Ctrl-C"])
 def test_what_was_recorded_is_kept_where_the_budget_or_ctrl_c_ends_it(monkeypatch: pytest.MonkeyPatch, end: str) -> None:
-    now, taken = [0.0], list[int]()
+    now = [0.0]
     monkeypatch.setattr(Waiting, "seconds", property(lambda self: now[0]))
     model = perceptron()
     inner = stepping(model, adam(model))
 
     def step(batch: Any) -> None:
-        taken.append(1)
         now[0] += 40.0
         inner(batch)
 
@@ -395,7 +394,6 @@ def test_what_was_recorded_is_kept_where_the_budget_or_ctrl_c_ends_it(monkeypatc
             yield vectors(4)
 
     found = wb.measure_memory(step, batches(), model=model, steps=5, budget_s=60 if end == "budget" else 600)
-    assert len(taken) == 2
     said = (
         "the budget ended after 2 of 5 steps: budget_s=240 is enough for all" if end == "budget" else "stopped by Ctrl-C after 2 of 5 steps"
     )
