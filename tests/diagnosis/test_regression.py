@@ -363,8 +363,8 @@ def test_a_search_that_the_budget_ends_says_what_was_not_swapped(tmp_path: Path,
     emulated(takes_ten_seconds)
     result = wb.what_changed(a, b)
     assert result.kind == "unclear"
-    assert 3 < len(result.reruns) <= 7  # a minute is the default
-    assert result.untried == result.changes
+    assert len(result.reruns) == 6  # a minute is the default; two of the three still fit beside run A
+    assert result.untried == result.changes[2:]
     assert len(result.changes) == 3
     assert "Not swapped one by one yet: " in result.verdict
     assert "budget_s=600" in result.notes[-1]

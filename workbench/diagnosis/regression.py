@@ -278,6 +278,8 @@ def search(
             wanted: list[Changes] = [*decision.measure, ()] if decision.measure != ((),) else [()]
             wanted = wanted if reruns or wanted == [()] else [(), *wanted]
             each = (begun - left()) / len(reruns) if reruns and math.isfinite(begun) else 0.0
+            if each * len(wanted) > left() >= 2 * each:  # some of them, and run A beside
+                wanted = [*wanted[: int(left() / each) - 1], ()]
             if each * len(wanted) > left() or left() <= 0:
                 notes = (f"the budget ended the search after {several(len(reruns), 'training')}: {MORE}",)
                 break
