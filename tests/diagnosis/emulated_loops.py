@@ -219,7 +219,10 @@ LATE = 0.02
 
 
 class Samples(Dataset[Tensor]):
-    """Samples that take time to make: one comes at a fixed time after the one before, however late its process wakes up."""
+    """Samples that take time to make: of a worker, one comes at a fixed time after the one before, however late its process wakes up.
+
+    The loop's own process sleeps by the loop's clock, which stands still while it waits for a core.
+    """
 
     def __init__(self, case: Case) -> None:
         self.case, self.ready = case, 0.0
@@ -229,9 +232,12 @@ class Samples(Dataset[Tensor]):
 
     def __getitem__(self, index: int) -> Tensor:
         if self.case.loading:
-            now = time.monotonic()
-            self.ready = (self.ready if now - self.ready < LATE else now) + self.case.loading / self.case.samples
-            time.sleep(max(0.0, self.ready - now))
+            pause = self.case.loading / self.case.samples
+            if self.case.workers:
+                now = time.monotonic()
+                self.ready = (self.ready if now - self.ready < LATE else now) + pause
+                pause = max(0.0, self.ready - now)
+            time.sleep(pause)
         return torch.zeros(COLUMNS)
 
 
