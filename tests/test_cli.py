@@ -8,7 +8,8 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn
+from types import SimpleNamespace
+from typing import Any, NoReturn
 
 import pytest
 
@@ -408,3 +409,14 @@ def test_a_report_says_where_it_is_and_what_is_no_run_directory(
     script.write_text("")
     assert main(["report", str(script)]) != 0
     assert "is not a run directory" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("remedies", "said"), [((SimpleNamespace(provable=False),), "None of these can be tried from here"), ((), "nothing to prove")]
+)
+def test_a_proof_that_cannot_be_made_is_said_to_be_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], remedies: tuple[Any, ...], said: str
+) -> None:
+    monkeypatch.setattr("workbench.diagnose", lambda *_, **__: SimpleNamespace(remedies=remedies, spec=None))
+    assert main(["diagnose", "fashion-mlp", "--prove"]) == 0
+    assert said in capsys.readouterr().out.splitlines()[-1]

@@ -228,7 +228,8 @@ def diagnose(given: argparse.Namespace) -> int:
         elif given.prove and isinstance(diagnosis.spec, ScriptSpec):
             print(f"\nNothing of this can be proved: {how_to_prove(diagnosis.spec.script)}")
         elif given.prove:
-            print("\nThere is nothing to prove.")
+            untried = "None of these can be tried from here: make the change in your code, and diagnose it again."
+            print(f"\n{untried if diagnosis.remedies else 'There is nothing to prove.'}")
     except RunError as error:
         print("\n".join(filter(None, [error.failure.traceback, f"workbench: {error}", *getattr(error, "__notes__", [])])), file=sys.stderr)
         return 1
