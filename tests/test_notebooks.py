@@ -265,9 +265,9 @@ def test_what_a_busy_machine_breaks_is_a_note_and_in_ci_an_error(
         claim(check.again("input-bound", "compute-bound"))
 
 
-@pytest.mark.parametrize(("name", "diagnosis"), [("00_start_here", "diagnosis"), ("03_what_is_holding_it_back", "b")])
+@pytest.mark.parametrize(("start", "diagnosis"), [("00_", "diagnosis"), ("02_", "d"), ("03_", "b"), ("11_", "answer")])
 def test_a_notebook_goes_on_where_nothing_can_be_proved(
-    name: str, diagnosis: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    start: str, diagnosis: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.syspath_prepend(FOLDER)
     monkeypatch.delenv("CI", raising=False)
@@ -276,12 +276,13 @@ def test_a_notebook_goes_on_where_nothing_can_be_proved(
     nbformat = pytest.importorskip("nbformat", reason="needs Jupyter's packages (pip install '.[notebooks,dev]')")
     cells = [
         cell.source
-        for cell in code(nbformat.read(FOLDER / f"{name}.ipynb", as_version=4))
+        for cell in code(nbformat.read(next(FOLDER.glob(f"{start}*.ipynb")), as_version=4))
         if re.search(r"\.prove\(|\.remedy\(|(?<!\.)\bproof\b", cell.source)
     ]
-    assert len(cells) == 3
+    assert len(cells) >= 3
     none = SimpleNamespace(remedies=(), summary="inconclusive", judgement=SimpleNamespace(shares={"optimizer": SimpleNamespace(mid=0.5)}))
-    names = {"check": check, "reveal": None, diagnosis: none, "share": 0.5}
+    none.evidence = SimpleNamespace(step=1.0)
+    names = {"check": check, "reveal": None, diagnosis: none, "share": 0.5, "curve": SimpleNamespace(compute=0.5)}
     for cell in cells:
         exec(cell, names)
     said = capsys.readouterr().out
