@@ -19,6 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from workbench.core.display.table import Table
+from workbench.core.vocabulary import PHASES
+from workbench.timeline.alarm import StepAlarm, resident
 from workbench.timeline.analysis.change_points import ChangePoints
 
 SIZES = (1.1, 1.15, 1.25, 1.5, 2.0)
@@ -76,6 +78,19 @@ def rule_of_thumb(values: Sequence[float]) -> list[tuple[int, float]]:
     return found
 
 
+def cost_of_alarm(steps: int, look: int) -> float:
+    """CPU seconds a step of all that an alarm follows of a rank, its nine series and the loss, where it looks after so many steps."""
+    chance = np.random.default_rng(2)
+    phases = np.array([1e6, 5e5, 1e7, 2e7, 3e6, 1e6]) * np.exp(chance.normal(0, 0.03, (steps, len(PHASES))))
+    rows = [(*row, 32) for row in phases.astype(int).tolist()]
+    waiting = iter(losses(steps, chance).tolist())
+    follower = StepAlarm(memory=resident, losses=lambda count: [next(waiting) for _ in range(count)])
+    begin = time.thread_time()
+    for first in range(0, steps, look):
+        follower.see(rows[first : first + look])  # type: ignore[arg-type]
+    return (time.thread_time() - begin) / steps
+
+
 def main() -> None:
     """Run both, and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -109,6 +124,8 @@ def main() -> None:
     days = given.steps / 864_000
     note = f"rises of {LASTS} steps that were found; changes in {given.steps:,} healthy steps: {days:.1f} days at 10 steps a second"
     print(Table(columns=columns, rows=rows, title="Slowdowns and higher losses under noise", note=note))
+    costs = ", ".join(f"{look}: {1e6 * statistics.median(cost_of_alarm(6000, look) for _ in range(9)):.1f} µs" for look in (3, 30, 200))
+    print(f"CPU a step of an alarm's nine series and the loss, by the steps from look to look: {costs}")
     assert statistics.fmean(len(row) for row in rows) == len(columns)
 
 

@@ -197,6 +197,9 @@ def test_an_alarm_follows_what_a_recording_finishes_and_survives_its_own_faults(
     for _ in range(3):
         follower.look()
     assert len(told) == 1
+    waiting.append(rows(3, chance))
+    follower.look()
+    assert len(follower._rows) == 3, "few steps wait for more of them"
     assert "the forward takes" in told[0]
     assert follower.close() == "1 change in all"
 

@@ -67,6 +67,29 @@ def test_small_changes_single_long_steps_and_slow_drift_are_no_change() -> None:
     assert told(small) == told(spikes) == told(drift) == []
 
 
+def test_whole_blocks_say_what_single_steps_say_and_a_series_may_begin_later_or_rise_alone() -> None:
+    chance = np.random.default_rng(4)
+    values = np.stack(
+        [noisy(4000, chance), noisy(4000, chance), losses(4000, chance, first=5000), losses(4000, chance, first=5000)], axis=1
+    )
+    values[2400:3000, 0] *= 1.3
+    values[:900, 1] = math.nan
+    values[3000:, 1] *= 1.5
+    values[chance.random(4000) < 0.3, 1] = math.nan
+    values[:700, 3] = math.nan
+    values[2000:2800, 2:] *= 1.3
+    values[3400:, 2:] *= 0.6
+    names = ["step", "late", "loss", "late loss"]
+    apart, whole = (ChangePoints(names, upward=names[2:]) for _ in range(2))
+    changes = [change for step, row in enumerate(values.tolist()) for change in apart.add(step, row)]
+    assert whole.add_blocks(0, values.reshape(-1, BLOCK, 4)) == changes
+    found = sorted((change.series, round(change.step, -2), round(change.ratio, 1)) for change in changes)
+    assert found == [("late", 3000, 1.5), ("late loss", 2000, 1.3), ("loss", 2000, 1.3), ("step", 2400, 1.3), ("step", 3000, 0.8)]
+    alone = ChangePoints(["loss"], upward=True)
+    single = [change for step, value in enumerate(values[:, 2].tolist()) for change in alone.add(step, [value])]
+    assert single == [change for change in changes if change.series == "loss"]
+
+
 def test_unknown_values_and_zeros_do_no_harm() -> None:
     points = ChangePoints(["step", "h2d", "throughput"])
     changes = []
@@ -80,14 +103,14 @@ def test_unknown_values_and_zeros_do_no_harm() -> None:
 
 def test_a_step_costs_microseconds() -> None:
     """CPU time, against the sorting of eight numbers in Python, which a machine of any speed does in about 1 µs."""
-    rows = np.stack([noisy(8000, np.random.default_rng(seed)) for seed in range(9)], axis=1).tolist()
-    points = ChangePoints([f"series {number}" for number in range(9)])
+    rows = np.stack([noisy(8000, np.random.default_rng(seed)) for seed in range(10)], axis=1)
+    points = ChangePoints([f"series {number}" for number in range(10)])
     begin = time.thread_time()
-    for step, row in enumerate(rows):
-        points.add(step, row)
+    for first in range(0, len(rows), 4 * BLOCK):
+        points.add_blocks(first, rows[first : first + 4 * BLOCK].reshape(4, BLOCK, -1))
     each = (time.thread_time() - begin) / len(rows)
     begin = time.thread_time()
-    for row in rows:
+    for row in rows.tolist():
         sorted(row[:8])
     unit = (time.thread_time() - begin) / len(rows)
     assert each < 120 * unit

@@ -14,7 +14,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
 
 from workbench.core import units
 from workbench.core.checks import choice
@@ -23,8 +25,13 @@ from workbench.core.vocabulary import PHASES
 from workbench.timeline.analysis.change_points import BLOCK, Change, ChangePoints
 from workbench.timeline.steps import Row
 
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
 INTERVAL = 0.3
-"""Seconds between two looks."""
+"""Seconds between two looks for new steps."""
+MANY, PATIENCE = 4 * BLOCK, 3.0
+"""Steps that are looked at together, and seconds after which fewer are. Chosen: code that has not run for a while costs twice as much."""
 SERIES = ("step", *PHASES, "throughput", "memory")
 """What is followed, beside the loss."""
 NOT_TIME = ("memory", "loss")
@@ -49,7 +56,6 @@ SAME = 25
 """Blocks in which changes of one direction belong together."""
 CLOCK = 0.05
 """Relative change of the cores' clock, or of a small computation, that is mentioned."""
-_MEMORY_EVERY = 8
 _PROBE = 30_000
 
 
@@ -132,38 +138,51 @@ class StepAlarm:
             done: steps that were taken before, such as before a restart.
         """
         self.rank, self._memory, self._losses = rank, memory, losses
-        self._points, self._loss = ChangePoints(SERIES), ChangePoints(("loss",), upward=True)
+        self._points = ChangePoints((*SERIES, "loss"), upward=("loss",))
+        self._rows: list[Row] = []
+        self._loss: list[float] = []
         self._pending: list[tuple[int, Change]] = []
-        self._done = self._step = done
+        self._step = done
         self._told: list[tuple[int, bool]] = []
-        self._held = math.nan
 
     def see(self, rows: Sequence[Row]) -> list[Told]:
-        """Finished steps, in their order; the alarms that are due now."""
+        """Finished steps, in their order; the alarms that are due now. They are looked at in whole blocks of `change_points.BLOCK`."""
+        if self._losses is not None:
+            self._loss += self._losses(len(rows))
+        self._rows += rows
+        blocks = len(self._rows) // BLOCK
+        if not blocks:
+            return []
         told = []
-        losses = self._losses(len(rows)) if self._losses else [math.nan] * len(rows)
-        for row, loss in zip(rows, losses, strict=True):
-            seconds = [value / 1e9 for value in row[:-1]]
-            whole = sum(seconds)
-            if self._memory is not None and (self._step - self._done) % _MEMORY_EVERY == 0:
-                self._held = self._memory()
-            samples = row[-1]
-            rate = samples / whole if samples and whole > 0 else math.nan
-            changes = self._points.add(self._step, (whole, *seconds, rate, self._held))
-            self._pending += [(self._step, change) for change in changes]
-            told += self._higher(loss)
-            self._step += 1
-            if self._pending and (self._step - self._done) % BLOCK == 0 and self._step - self._pending[0][0] > HELD * BLOCK:
+        for block in self._values(blocks):
+            changes = self._points.add_blocks(self._step, block[None])
+            self._step += BLOCK
+            told += [self._as_told(change, 0.0) for change in changes if change.series == "loss"]
+            self._pending += [(self._step - 1, change) for change in changes if change.series != "loss"]
+            if self._pending and self._step - self._pending[0][0] > HELD * BLOCK:
                 told += self._explained()
         return told
 
-    def _higher(self, loss: float) -> list[Told]:
-        """Has the loss risen for good? That it falls is what a training is for; of one that is 0 or less, no part can be said."""
-        if loss <= 0:
-            self._losses = None
-        if self._losses is None or (loss != loss and not self._loss.begun):
-            return []
-        return [self._as_told(change, 0.0) for change in self._loss.add(self._step, (loss,))]
+    def _values(self, blocks: int) -> "NDArray[np.float64]":
+        """Of the next blocks, which count as seen from here on: (blocks, BLOCK, series)."""
+        count = blocks * BLOCK
+        rows = np.array(self._rows[:count], dtype=np.float64)
+        del self._rows[:count]
+        table = np.full((count, len(SERIES) + 1), math.nan)
+        table[:, 1:-3] = rows[:, :-1] / 1e9
+        length, samples = table[:, 1:-3].sum(axis=1), rows[:, -1]
+        table[:, 0] = length
+        np.divide(samples, length, out=table[:, -3], where=(samples > 0) & (length > 0))
+        if self._memory is not None:
+            table[:, -2] = self._memory()
+        if self._losses is not None:
+            losses = np.array(self._loss[:count])
+            del self._loss[:count]
+            if (losses <= 0).any():  # that it falls is what a training is for; of one that is 0 or less, no part can be said
+                self._losses = None
+            else:
+                table[:, -1] = losses
+        return table.reshape(blocks, BLOCK, -1)
 
     def _explained(self) -> list[Told]:
         """The pending changes: of those that belong together, the phase that changes most."""
@@ -285,14 +304,25 @@ class Alarm:
         self._alarm = StepAlarm(rank, memory=resident, losses=losses, done=done)
         self._around = Circumstances(experiments=experiments)
         self.told: list[Told] = []
+        self._rows: list[Row] = []
+        self._looked = time.monotonic()
         self._pid = os.getpid()
         self._lock, self._stop = threading.Lock(), threading.Event()
         threading.Thread(target=self._follow, name="workbench-alarm", daemon=True).start()
 
-    def look(self) -> None:
-        """Look at what is new."""
+    def look(self, *, last: bool = False) -> None:
+        """Look at what is new, if it is much or has waited for a while.
+
+        Args:
+            last: look at it in any case.
+        """
         with self._lock:
-            for told in self._alarm.see(self._take()):
+            self._rows += self._take()
+            now = time.monotonic()
+            if not last and len(self._rows) < MANY and now - self._looked < PATIENCE:
+                return
+            rows, self._rows, self._looked = self._rows, [], now
+            for told in self._alarm.see(rows):
                 slow = self._traces if told.slower and told.phase not in NOT_TIME else None
                 around = self._around.changed() if told.phase != "loss" else ()
                 full = replace(told, circumstances=around, trace=slow.ask(told.step) if slow else "")
@@ -303,7 +333,7 @@ class Alarm:
         """Look a last time, and end. Returns the digest: "" where nothing was told."""
         self._stop.set()
         if os.getpid() == self._pid:
-            self.look()
+            self.look(last=True)
         traces = [told.trace for told in self.told if told.trace and self._traces and self._traces.written(told.trace)]
         return digest(self.told, self._ranks, traces)
 

@@ -11,6 +11,8 @@ from itertools import islice
 from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from workbench.timeline.loops import OpenLoops
 from workbench.timeline.marks import BACKWARD, END_FORWARD, END_PHASE, FORWARD, H2D, OPTIMIZER, OWN_BACKWARD
 
@@ -240,19 +242,21 @@ class Losses:
         Args:
             steps: that were finished since the last call.
         """
+        taken = self._taken  # another thread goes on
         self._steps += steps
-        each = max(1, round(self._taken / max(1, self._steps)))
-        self._read = max(self._read, self._taken - KEPT // 2)
-        means = []
-        for _ in range(steps):
-            places = [place % KEPT for place in range(self._read, min(self._read + each, self._taken))]
-            values = [float(self._seen[place]) for place in places]
-            for place in places:
-                self._seen[place] = math.nan
-            self._read += len(places)
-            mean = sum(values) / len(values) if values else math.nan
-            means.append(mean if math.isfinite(mean) else math.nan)
-        return means
+        each = max(1, round(taken / max(1, self._steps)))
+        self._read = max(self._read, taken - KEPT // 2)
+        count = min(steps * each, taken - self._read)
+        means = [math.nan] * steps
+        if count > 0:
+            places = np.arange(self._read, self._read + count) % KEPT
+            values = self._seen[places].astype(np.float64)
+            self._seen[places] = math.nan
+            self._read += count
+            means[: -(-count // each)] = (
+                np.add.reduceat(values, range(0, count, each)) / np.diff([*range(0, count, each), count])
+            ).tolist()
+        return [mean if math.isfinite(mean) else math.nan for mean in means]
 
 
 def _unscaled(loss: Any) -> Any:
