@@ -1,8 +1,9 @@
 """Holds `wb.estimate_time` against published throughputs of training steps: median and worst error, intervals that hold, refusals.
 
-Each row was published for 8 GPUs of one node; predicted is the step by datasheets alone, and once more after one row of the same GPU
-had set the level (`calibrate`), which is the largest model's at 2,048 tokens. Nothing is fitted to these rows. Beside it the roofline
-by hand: 6 FLOPs per parameter and token, and attention's, at half the peak.
+Rows of llm-foundry were published for 8 GPUs of one node; predicted is the step by datasheets alone, and once more after one row of the
+same GPU had set the level (`calibrate`), which is the largest model's at 2,048 tokens. Nothing is fitted to these rows. Rows of nanoGPT and
+torchtitan came later and changed nothing: by datasheets, and at the level of another program's row on such a GPU. Beside it the roofline by
+hand: 6 FLOPs per parameter and token, and attention's, at half the peak.
 
 Run: python benchmarks/estimate_time.py
 """
@@ -13,12 +14,21 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import workbench as wb
+from workbench.cluster.analysis.cluster import Cluster
+from workbench.cluster.analysis.plan.layouts import SHARINGS, Layouts
+from workbench.cluster.analysis.plan.ranges import EFFICIENCY, HOST, LINKS
+from workbench.cluster.analysis.plan.timing import HardwareRates
+from workbench.cluster.analysis.plan.timing import seconds as plan_seconds
+from workbench.cluster.analysis.plan.workload import workload_of_transformer
 from workbench.cluster.analysis.step_time import EstimateTimeError, Operator, StepTime
+from workbench.cluster.analysis.transformer import Transformer
 from workbench.core.device import Device
 from workbench.core.display import table as display
 
@@ -43,6 +53,22 @@ ROWS = {
     ("A100-40GB", "125M"): "8192.5.3=86858 4096.13.3=115162 2048.26.3=136334 1024.52.3=148289 512.104.3=156735",
 }
 """(GPU, model) → tokens.micro_batch.accumulation = tokens per second of each GPU. The figures are facts, keyed in again from SOURCE."""
+GPT2, LLAMA = "GPT-2 124M, nanoGPT", "Llama 3.1 8B, torchtitan"
+LATER = {
+    ("A100-40GB", GPT2, 1): {"1024.8.1": 8192 / 0.25},
+    ("H100-SXM", LLAMA, 8): {"8192.2.1": 5762},
+    ("H100-SXM", LLAMA, 128): {"8192.2.1": 5605},
+}
+"""(GPU, model, GPUs) → the same, of rows that no rule has seen.
+
+nanoGPT: "from ~250ms / iter" of README.md at 5a725d9 (2022-12-29), eager, one A100-40GB; batch, model and options by its bench.py.
+torchtitan: benchmarks/llama3_h100_202412_torchtitan.md at b5bcd76, tables 1 and 3, eager FSDP2 in bf16, with the selective checkpointing
+of its llama3_8b.toml at 9dec370. Its H100 have 96 GB at 2.4 TB/s and draw at most 500 W, so that "the actual peak TFLOPs number is between
+SXM and NVL"; predicted is an SXM of that bandwidth. Left out, as we refuse them or cannot ask for them: compiled steps and fp8. Left out
+of nanoGPT: issue 110 (8 A100, 562 ms, compiled), and times without a GPU, a batch or a version.
+"""
+BANDWIDTH = {LLAMA: 2.4e12}
+"""Model → bytes per second of the memory of the GPUs it ran on, where the datasheet has another figure."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +82,7 @@ class Row:
     accumulation: int
     published: float
     """Tokens per second of a GPU."""
+    gpus: int = GPUS
 
     @property
     def seconds(self) -> float:
@@ -70,6 +97,16 @@ def rows() -> Iterator[Row]:
             sizes, value = word.split("=")
             sequence, micro, accumulation = map(int, sizes.split("."))
             yield Row(device=device, model=model, sequence=sequence, micro_batch=micro, accumulation=accumulation, published=float(value))
+
+
+def later() -> Iterator[Row]:
+    """All of LATER."""
+    for (device, model, gpus), some in LATER.items():
+        for sizes, value in some.items():
+            sequence, micro, accumulation = map(int, sizes.split("."))
+            yield Row(
+                device=device, model=model, sequence=sequence, micro_batch=micro, accumulation=accumulation, published=value, gpus=gpus
+            )
 
 
 class Block(nn.Module):
@@ -109,6 +146,142 @@ class Mpt(nn.Module):
         return functional.linear(self.norm(x), self.words.weight)
 
 
+class PlainBlock(nn.Module):
+    """A block of nanoGPT in 2022: attention written out, biases, dropout of 0, a fused GELU."""
+
+    def __init__(self, width: int, heads: int, sequence: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
+        self.into, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.drops = nn.ModuleList(nn.Dropout(0.0) for _ in range(3))
+        self.register_buffer("seen", torch.tril(torch.ones(sequence, sequence)).view(1, 1, sequence, sequence))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Attention, then the feed-forward."""
+        batch, length, width = x.shape
+        query, key, value = (p.view(batch, length, self.heads, -1).transpose(1, 2) for p in self.into(self.norms[0](x)).split(width, 2))
+        scores = query @ key.transpose(-2, -1) * (width / self.heads) ** -0.5
+        scores = functional.softmax(scores.masked_fill(self.seen == 0, float("-inf")), dim=-1)
+        mixed = (self.drops[0](scores) @ value).transpose(1, 2).contiguous().view(batch, length, width)
+        x = x + self.drops[1](self.out(mixed))
+        fed: Tensor = x + self.drops[2](self.down(functional.gelu(self.up(self.norms[1](x)), approximate="tanh")))
+        return fed
+
+
+class Gpt2(nn.Module):
+    """GPT-2 of 124M parameters as nanoGPT had it in 2022, with an output layer of its own."""
+
+    def __init__(self, layers: int, sequence: int) -> None:
+        super().__init__()
+        self.words, self.places, self.drop = nn.Embedding(50_257, 768), nn.Embedding(sequence, 768), nn.Dropout(0.0)
+        self.blocks = nn.ModuleList(PlainBlock(768, 12, sequence) for _ in range(layers))
+        self.norm, self.head = nn.LayerNorm(768), nn.Linear(768, 50_257, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Logits."""
+        x = self.drop(self.words(tokens) + self.places.weight[: tokens.shape[1]])
+        for block in self.blocks:
+            x = block(x)
+        logits: Tensor = self.head(self.norm(x))
+        return logits
+
+
+class RmsNorm(nn.Module):
+    """As torchtitan writes it out."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """In fp32."""
+        wide = x.float()
+        return (wide * torch.rsqrt((wide * wide).mean(-1, keepdim=True) + 1e-5)).type_as(x) * self.weight
+
+
+class GatedBlock(nn.Module):
+    """A block of Llama 3 8B: grouped queries, rotated by complex numbers in fp32, a gated feed-forward; every second product recomputed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(RmsNorm(4096) for _ in range(2))
+        self.query, self.key, self.value = (nn.Linear(4096, wide, bias=False) for wide in (4096, 1024, 1024))
+        self.out, self.gate, self.up = (nn.Linear(4096, wide, bias=False) for wide in (4096, 14_336, 14_336))
+        self.down = nn.Linear(14_336, 4096, bias=False)
+
+    def attend(self, x: Tensor) -> Tensor:
+        """Attention."""
+        batch, length, _ = x.shape
+        query, key, value = (layer(x).view(batch, length, -1, 128) for layer in (self.query, self.key, self.value))
+        angles = torch.ones(length, 1, 64, dtype=torch.complex64, device=x.device)
+        query, key = (
+            torch.view_as_real(torch.view_as_complex(part.float().reshape(*part.shape[:-1], -1, 2)) * angles).flatten(3).type_as(x)
+            for part in (query, key)
+        )
+        key, value = (part[:, :, :, None].expand(-1, -1, -1, 4, -1).reshape(batch, length, 32, 128) for part in (key, value))
+        mixed = functional.scaled_dot_product_attention(*(part.transpose(1, 2) for part in (query, key, value)), is_causal=True)
+        out: Tensor = self.out(mixed.transpose(1, 2).contiguous().view(batch, length, -1))
+        return out
+
+    def whole(self, x: Tensor) -> Tensor:
+        """Attention, then the feed-forward."""
+        x = x + self.attend(self.norms[0](x))
+        normed = self.norms[1](x)
+        fed: Tensor = x + self.down(functional.silu(self.gate(normed)) * self.up(normed))
+        return fed
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The same, of which only attention's and every other product's output are kept."""
+        kept: Tensor = checkpoint(self.whole, x, use_reentrant=False, preserve_rng_state=False, context_fn=every_second_product)
+        return kept
+
+
+def every_second_product() -> Any:
+    """Contexts of a checkpoint as torchtitan's selective_ac_option = "op" makes them."""
+    counts = {False: 0, True: 0}
+    products = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+
+    def policy(ctx: Any, function: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+        if function in products:
+            counts[ctx.is_recompute] += 1
+            keep = counts[ctx.is_recompute] % 2 == 1
+        else:
+            keep = "scaled_dot_product" in str(function)
+        return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
+
+
+class Llama(nn.Module):
+    """Llama 3.1 8B of so many layers, in bf16 as FSDP2 has it while it computes."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(128_256, 4096), nn.Linear(4096, 128_256, bias=False)
+        self.blocks, self.norm = nn.ModuleList(GatedBlock() for _ in range(layers)), RmsNorm(4096)
+        self.bfloat16()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Logits, in fp32 for the loss."""
+        x = self.words(tokens)
+        for block in self.blocks:
+            x = block(x)
+        logits: Tensor = self.head(self.norm(x)).float()
+        return logits
+
+
+def made(model: str, layers: int, sequence: int) -> nn.Module:
+    """A model of so many layers."""
+    if model == LLAMA:
+        return Llama(layers)
+    if model == GPT2:
+        return Gpt2(layers, sequence)
+    width, _, heads = SIZES[model]
+    return Mpt(width, layers, heads, sequence)
+
+
 def loss(model: Any, batch: Any) -> Any:
     """Of the next token."""
     return functional.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())
@@ -117,10 +290,13 @@ def loss(model: Any, batch: Any) -> Any:
 @cache
 def counted(model: str, sequence: int, micro_batch: int, device: str) -> StepTime:
     """One micro-batch and the update, of one rank. One and two layers are run, and all others follow."""
-    width, layers, heads = SIZES[model]
+    layers = {GPT2: 12, LLAMA: 32}.get(model) or SIZES[model][1]
     tokens = torch.zeros(micro_batch, sequence, dtype=torch.long, device="meta")
-    options: dict[str, Any] = {"loss": loss, "optimizer": "adamw(fused=True)", "device": device, "precision": "amp_bf16"}
-    few, more = (wb.estimate_time(lambda depth=depth: Mpt(width, depth, heads, sequence), (tokens, tokens), **options) for depth in (1, 2))
+    known = Device.named(device)
+    known = replace(known, bandwidth=BANDWIDTH.get(model, known.bandwidth))
+    options: dict[str, Any] = {"loss": loss, "optimizer": "adamw(fused=True)", "device": known, "precision": "amp_bf16"}
+    options |= {GPT2: {"optimizer": "adamw"}, LLAMA: {"precision": "fp32"}}.get(model, {})
+    few, more = (wb.estimate_time(lambda depth=depth: made(model, depth, sequence), (tokens, tokens), **options) for depth in (1, 2))
     calls: dict[Operator, list[float]] = {}
     moved = [0.0, 0.0]
     for place, step in enumerate((few, more)):
@@ -140,19 +316,38 @@ def predicted(row: Row) -> StepTime:
     """The row's step: as many micro-batches, and the part of the update that one of 8 shards has; gathers are hidden inside a node."""
     one = counted(row.model, row.sequence, row.micro_batch, row.device)
     operators = tuple(
-        replace(each, bytes=each.bytes / GPUS) if each.phase == "update" else replace(each, calls=each.calls * row.accumulation)
+        replace(each, bytes=each.bytes / row.gpus) if each.phase == "update" else replace(each, calls=each.calls * row.accumulation)
         for each in one.operators
     )
     samples = row.micro_batch * row.accumulation
-    return replace(one, operators=operators, samples=samples, title=f"MPT {row.model}, {row.sequence} tokens, {row.micro_batch} at once")
+    return replace(one, operators=operators, samples=samples, title=f"{row.model}, {row.sequence} tokens, {row.micro_batch} at once")
 
 
 def by_hand(row: Row) -> float:
     """Seconds of a roofline by hand: 6 N + 12 l h s FLOPs per token at half of the dense peak."""
-    width, layers, _ = SIZES[row.model]
-    parameters = 12 * layers * width**2 + VOCABULARY * width
+    width, layers, _ = {GPT2: (768, 12, 12), LLAMA: (4096, 32, 32)}.get(row.model) or SIZES[row.model]
+    parameters = 8.03e9 if row.model == LLAMA else 12 * layers * width**2 + VOCABULARY * width
     flops = (6 * parameters + 12 * layers * width * row.sequence) * row.sequence * row.micro_batch * row.accumulation
     return flops / (Device.named(row.device).flops_per_sec["bf16"] / 2)
+
+
+def by_plan(row: Row) -> float:
+    """Seconds by the closed forms of `wb.plan`, at the middle of its shares: FSDP over the GPUs of the row, everything kept."""
+    cluster = Cluster.named({"H100-SXM": "DGX-H100", "A100-80GB": "DGX-A100", "A100-40GB": "AWS-p4d"}[row.device])
+    gpt = {"layers": 12, "hidden": 768, "heads": 12, "vocabulary": 50_257, "tied": False}
+    llama = {"layers": 32, "hidden": 4096, "heads": 32, "kv_heads": 8, "feed_forward": 14_336, "vocabulary": 128_256}
+    sizes: dict[str, Any] = {GPT2: gpt, LLAMA: {**llama, "gated": True, "tied": False}}.get(row.model, {})
+    if not sizes:
+        width, layers, heads = SIZES[row.model]
+        sizes = {"layers": layers, "hidden": width, "heads": heads, "vocabulary": VOCABULARY}
+    model = Transformer(**sizes, sequence=row.sequence)
+    options: dict[str, Any] = {"sequence": None, "precision": "amp_bf16", "fused_attention": row.model != GPT2, "sequence_parallel": True}
+    workload = workload_of_transformer(model, **options, gpus_per_node=8)
+    shape = {"gpus": row.gpus, "data": row.gpus, "tensor": 1, "pipeline": 1, "chunks": 1, "micro_batch": row.micro_batch}
+    shape |= {"accumulation": row.accumulation, "sharing": SHARINGS.index("fsdp"), "checkpointing": 0, "shard": row.gpus}
+    layout = Layouts(**{name: np.array([value]) for name, value in (shape | {"inside": min(row.gpus, 8)}).items()})
+    rates = HardwareRates.of(cluster, cluster.device.flops_per_sec["bf16"], EFFICIENCY.mid, LINKS.mid, HOST.mid)
+    return float(plan_seconds(workload, layout, rates, 8).total[0])
 
 
 def level(device: str) -> Row:
@@ -186,29 +381,40 @@ def refusals() -> list[tuple[str, str]]:
 
 def main() -> None:
     """Print the table and its figures."""
-    shown, errors, calibrated, hands, held, held_calibrated = [], [], [], [], 0, 0
-    levels = {
-        device: predicted(level(device)).calibrate(level(device).seconds).calibration for device in dict.fromkeys(r.device for r in rows())
-    }
+    known = {device: predicted(level(device)).calibrate(level(device).seconds).calibration for device in {row.device for row in rows()}}
+    shown: list[list[str]] = []
     every = list(rows())
-    for row in every:
-        bare = predicted(row)
-        known = replace(bare, calibration=levels[row.device])
-        error, after, hand = (seconds / row.seconds - 1 for seconds in (bare.seconds.mid, known.seconds.mid, by_hand(row)))
-        errors.append(abs(error))
-        hands.append(abs(hand))
-        held += row.seconds in bare.seconds
-        if row != level(row.device):
-            calibrated.append(abs(after))
-            held_calibrated += row.seconds in known.seconds
-        shown.append([row.device, row.model, f"{row.sequence:,}", f"{row.micro_batch} × {row.accumulation}", f"{row.seconds:.3f} s"])
-        shown[-1] += [f"{bare.seconds.mid:.3f} s ({bare.seconds.low:.3f} … {bare.seconds.high:.3f})"]
-        shown[-1] += [f"{100 * each:+.0f} %" for each in (error, after, hand)]
-    columns = ("GPU", "model", "tokens", "batch", "published", "predicted", "error", "calibrated", "by hand")
+    for title, some in (("llm-foundry", every), ("nanoGPT and torchtitan", list(later())), ("all", [*every, *later()])):
+        errors, calibrated, hands, plans, held, held_calibrated = [], [], [], [], 0, 0
+        for row in some:
+            bare = predicted(row)
+            after = replace(bare, calibration=known[row.device])
+            error, then, hand = (seconds / row.seconds - 1 for seconds in (bare.seconds.mid, after.seconds.mid, by_hand(row)))
+            errors.append(abs(error))
+            hands.append(abs(hand))
+            plans.append(abs(by_plan(row) / row.seconds - 1))
+            held += row.seconds in bare.seconds
+            if row != level(row.device):
+                calibrated.append(abs(then))
+                held_calibrated += row.seconds in after.seconds
+            if title != "all":
+                shown.append([row.device, row.model, str(row.gpus), f"{row.sequence:,}", f"{row.micro_batch} × {row.accumulation}"])
+                shown[-1] += [f"{row.seconds:.3f} s", f"{bare.seconds.mid:.3f} s ({bare.seconds.low:.3f} … {bare.seconds.high:.3f})"]
+                shown[-1] += [f"{100 * each:+.0f} %" for each in (error, then, hand)]
+        kinds = (
+            ("datasheets", errors, held),
+            ("calibrated", calibrated, held_calibrated),
+            ("by hand", hands, None),
+            ("wb.plan", plans, None),
+        )
+        for name, list_, inside in kinds:
+            text = f"{title}, {name}: median error {100 * statistics.median(list_):.1f} %, worst {100 * max(list_):.0f} %"
+            print(text + (f", inside the interval {inside} of {len(list_)}" if inside is not None else ""))
+    columns = ("GPU", "model", "GPUs", "tokens", "batch", "published", "predicted", "error", "calibrated", "by hand")
     print(display.Table(columns=columns, rows=shown))
-    for name, list_, inside in (("datasheets", errors, held), ("calibrated", calibrated, held_calibrated), ("by hand", hands, None)):
-        text = f"{name}: median error {100 * statistics.median(list_):.1f} %, worst {100 * max(list_):.0f} %"
-        print(text + (f", inside the interval {inside} of {len(list_)}" if inside is not None else ""))
+    first, second = (row for row in later() if row.model == LLAMA)
+    told = replace(predicted(second), calibration=predicted(first).calibrate(first.seconds).calibration).seconds
+    print(f"{LLAMA} on 128 at the level of 8: {told.mid:.3f} s ({told.low:.3f} … {told.high:.3f}), published {second.seconds:.3f} s")
     for name, message in refusals():
         print(f"refused, {name}: {message[:150]}")
 

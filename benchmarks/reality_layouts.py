@@ -7,7 +7,7 @@ Run: python benchmarks/reality_layouts.py
 import math
 import statistics
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -214,11 +214,15 @@ def iteration_range(one: Iteration, kind: str, parallel: bool) -> Interval:
 
 
 @cache
-def workload_of(model: str) -> Workload:
-    """One of the models of FOUND, as it was trained there: sequence parallel, cross-entropy of divided logits, gradients in fp32."""
+def workload_of(model: str, sharing: str) -> Workload:
+    """One of the models of FOUND, as it was trained there: sequence parallel, cross-entropy of divided logits, gradients added up in fp32.
+
+    With ZeRO-1 and gradients in fp32 its trainer did not wrap models in DDP then: all gradients are reduced after the last backward, on
+    every rank (`make_ddp` and `sync_gradients_across_dp` of trainer.py before 2025-06-23).
+    """
     layers, hidden, heads, wide, tied = NANOTRON[model]
     sizes = {"layers": layers, "hidden": hidden, "heads": heads, "feed_forward": wide, "vocabulary": VOCABULARY, "sequence": SEQUENCE}
-    return workload_of_transformer(
+    workload = workload_of_transformer(
         Transformer(**sizes, gated=True, tied=tied),  # type: ignore[arg-type]
         sequence=None,
         precision="amp_bf16",
@@ -227,6 +231,8 @@ def workload_of(model: str) -> Workload:
         gpus_per_node=8,
         loss_parallel=True,
     )
+    workload = replace(workload, adds_gradients=True)
+    return replace(workload, overlapped=False, whole_reduction=True) if sharing == "zero1" else workload
 
 
 def layout_of(one: Found) -> Layouts:
@@ -244,7 +250,7 @@ def other_source() -> list[tuple[Found, Interval, float]]:
     found = []
     for one in FOUND:
         if one.tensor <= 8:  # tensor parallelism over two nodes is no plan of ours
-            workload, layout = workload_of(one.model), layout_of(one)
+            workload, layout = workload_of(one.model, one.sharing), layout_of(one)
             held = memory(workload, layout, OTHER.device.name)
             found.append((one, ranges(workload, layout, OTHER, OTHER_PEAK)[0], float(held.total[0])))
     return found
@@ -292,7 +298,7 @@ def places() -> dict[str, int]:
 
 def _taken(one: Found, share: float) -> float:
     rates = HardwareRates.of(OTHER, OTHER_PEAK, share, LINKS.mid, HOST.mid)
-    return float(seconds(workload_of(one.model), layout_of(one), rates, 8).total[0])
+    return float(seconds(workload_of(one.model, one.sharing), layout_of(one), rates, 8).total[0])
 
 
 def implied_efficiency() -> tuple[float, float, float]:
@@ -403,7 +409,10 @@ def main() -> None:
         f"  up to 64 GPUs {statistics.median(abs(said.mid / one.seconds - 1) for one, said in near):.3f}, all of {len(near)} inside but "
         f"{sum(one.seconds not in said for one, said in near)}; said to fit: {sum(held <= 0.95 * 80e9 for *_, held in other_source())}"
     )
-    print(f"  up to 64 GPUs, once calibrated: {statistics.median(other_calibrated(64)):.3f}; places on our lists: {places()}")
+    calibrated = {most: statistics.median(other_calibrated(most)) for most in (64, 128, 256, 512)}
+    print("  once calibrated, up to so many GPUs: " + ", ".join(f"{most} {error:.3f}" for most, error in calibrated.items()))
+    pooled = errors_once_calibrated() + other_calibrated()
+    print(f"  both sources once calibrated: {statistics.median(pooled):.3f} of {len(pooled)} pairs; places on our lists: {places()}")
     for name, said, measured in iteration_ranges():
         print(f"  {name}: said {said.mid:.1f} s ({said.low:.1f} … {said.high:.1f}), measured {measured:.1f}")
 

@@ -1,6 +1,7 @@
 """Plans of a layout: closed forms in columns against the same one by one, by hand, and what the short list promises."""
 
 import dataclasses
+import itertools
 import math
 import re
 from collections import Counter
@@ -22,7 +23,7 @@ from workbench.cluster.analysis.plan.memory import Memory, memory
 from workbench.cluster.analysis.plan.plans import Plan, Plans
 from workbench.cluster.analysis.plan.ranges import EFFICIENCY, HELD, HOST, LINKS, MEASURED_LINKS, PlanError, link_share
 from workbench.cluster.analysis.plan.search import short_list
-from workbench.cluster.analysis.plan.timing import BUCKET, UPDATE, HardwareRates, Seconds, seconds
+from workbench.cluster.analysis.plan.timing import BUCKET, CLIP, UPDATE, HardwareRates, Seconds, seconds
 from workbench.cluster.analysis.plan.workload import OPERATORS, Workload, workload_of_transformer
 from workbench.cluster.analysis.transformer import Transformer
 from workbench.cluster.analysis.volumes import gather_seconds, sharded_step, volume
@@ -74,8 +75,10 @@ def timed(layout: Layouts, model: Transformer = GPT, rates: HardwareRates = BEST
 
 def test_one_gpu_computes_and_updates() -> None:
     found = timed(one(1, micro=4, batch=16))
-    assert found["compute"] == pytest.approx(GPT.flops(16) / PEAK + GPT.parameters * UPDATE / A100.device.bandwidth)
+    assert found["compute"] == pytest.approx(GPT.flops(16) / PEAK + GPT.parameters * (UPDATE + CLIP * 4) / A100.device.bandwidth)
     assert (found["communication"], found["bubble"], found["hidden"]) == (0, 0, 0)
+    adding = seconds(dataclasses.replace(workload(), adds_gradients=True), one(1, micro=4, batch=16), BEST, 8).compute[0]
+    assert adding - found["compute"] == pytest.approx(3 * GPT.parameters * (2 + 4 + 4) / A100.device.bandwidth)  # of four micro-batches
 
 
 def test_full_checkpointing_computes_what_the_transformer_says() -> None:
@@ -95,10 +98,11 @@ def test_tensor_parallelism_sends_what_the_transformer_says() -> None:
 @pytest.mark.parametrize(("stages", "chunks"), [(4, 1), (4, 3), (8, 1), (8, 3)])
 def test_the_bubble_is_that_of_the_schedule(stages: int, chunks: int) -> None:
     layout = Layout(batch=64, tensor=8, pipeline=stages, chunks=chunks)
-    found = timed(one(8 * stages, tensor=8, pipeline=stages, chunks=chunks, batch=64))
+    model = dataclasses.replace(GPT, tied=False)
+    found = timed(one(8 * stages, tensor=8, pipeline=stages, chunks=chunks, batch=64), model)
     busy = found["compute"] + found["communication"]
-    update = (GPT.parameters - 51_024 * 2048) / stages / 8 + 51_024 * 2048 / 8
-    assert found["bubble"] == pytest.approx(layout.bubble * (busy - update * UPDATE / A100.device.bandwidth))
+    update = (model.parameters - 51_024 * 2048) / stages / 8 + 51_024 * 2048 / 8
+    assert found["bubble"] == pytest.approx(layout.bubble * (busy - update * (UPDATE + CLIP * 4) / A100.device.bandwidth))
     assert layout.bubble == bubble(stages, 64, "interleaved" if chunks > 1 else "1f1b", chunks)
 
 
@@ -118,6 +122,36 @@ def test_ddp_sums_as_the_cluster_does(gpus: int) -> None:
     buckets = 4 * GPT.parameters / BUCKET
     assert buckets > 100
     assert found["communication"] + found["hidden"] == pytest.approx(buckets * A100.all_reduce(BUCKET, gpus))
+
+
+@pytest.mark.parametrize("gpus", [4, 16])
+def test_the_stages_that_share_an_embedding_sum_its_gradient_after_the_last_backward(gpus: int) -> None:
+    silent = dataclasses.replace(BEST, intra=Link(latency=0, bandwidth=A100.intra.bandwidth), inter=Link(latency=0, bandwidth=2e10))
+    layout = one(gpus, tensor=2, pipeline=2, batch=gpus)
+    tied = seconds(workload(), layout, silent, 8).communication[0]
+    apart = seconds(dataclasses.replace(workload(), tied=0.0), layout, silent, 8).communication[0]
+    link = silent.inter if gpus > 8 else silent.intra
+    assert tied - apart == pytest.approx(4 * GPT.vocabulary * GPT.hidden / 2 / link.bandwidth)
+    whole = one(gpus, tensor=2, batch=gpus)
+    assert seconds(workload(), whole, silent, 8).total[0] == seconds(dataclasses.replace(workload(), tied=0.0), whole, silent, 8).total[0]
+
+
+def test_the_reduction_of_an_embedding_is_not_hidden_since_its_gradient_is_ready_last() -> None:
+    shallow = dataclasses.replace(GPT, layers=96)  # of which a layer would be a hundredth
+    found = timed(one(8, batch=8, micro=1), shallow, dataclasses.replace(BEST, flops_per_sec=1e12))
+    embedding = (50_000 + 1024) * 2048 / shallow.parameters
+    assert embedding > 1 / 96
+    assert found["communication"] == pytest.approx(embedding * (found["communication"] + found["hidden"]))
+
+
+@pytest.mark.parametrize(("sharing", "differs"), [("ddp", True), ("zero1", True), ("zero2", True), ("fsdp", False)])
+def test_gradients_that_are_reduced_afterwards_are_exposed(sharing: str, differs: bool) -> None:
+    layout, slow = one(16, batch=64, sharing=sharing), dataclasses.replace(BEST, flops_per_sec=1e13)
+    while_, after = (seconds(dataclasses.replace(workload(), overlapped=how), layout, slow, 8) for how in (True, False))
+    assert (after.total[0] > while_.total[0]) == differs
+    assert after.communication[0] + after.hidden[0] == pytest.approx(while_.communication[0] + while_.hidden[0])
+    plans = [wb.plan(GPT, A100, gpus=16, global_batch=64, sharing=sharing, top=1, overlapped_gradients=how).best for how in (True, False)]
+    assert plans[0].seconds.mid <= plans[1].seconds.mid
 
 
 def test_more_ranks_pay_the_latency_of_every_bucket() -> None:
@@ -156,7 +190,7 @@ def test_fsdp_is_the_sharded_step_and_the_first_gather(gpus: int) -> None:
     alone = GPT.flops(1) / PEAK
     found = timed(one(gpus, batch=gpus, sharing="fsdp"))
     step = sharded_step(alone, GPT.parameters, gpus, A100)
-    update = GPT.parameters / gpus * UPDATE / A100.device.bandwidth
+    update = GPT.parameters / gpus * (UPDATE + CLIP * 4) / A100.device.bandwidth
     gather = gather_seconds(2 * GPT.parameters, gpus, A100)
     whole = alone + found["communication"]
     assert found["compute"] == pytest.approx(alone + update)
@@ -344,7 +378,8 @@ def test_every_plan_uses_exactly_the_gpus_and_makes_the_batch(gpus: int | None) 
         assert not plan.energy.measured
         assert plan.mfu.mid == pytest.approx(GPT.flops(512) / plan.gpus / plan.seconds.mid / 989.4e12)
     assert found.best is found["fastest"] is found[0]  # its memory is plenty
-    assert [plan.seconds.mid for plan in found if not plan.tight] == sorted(plan.seconds.mid for plan in found if not plan.tight)
+    spacious = [plan.seconds.mid for plan in found if not plan.tight]  # whose memory suffices with a chance of 95 % or more
+    assert all(later >= 0.95 * earlier for earlier, later in itertools.pairwise(spacious))
 
 
 def test_open_numbers_of_gpus_trade_time_against_money() -> None:
@@ -365,7 +400,9 @@ def test_tens_of_thousands_of_gpus() -> None:
         if plan.bound != "memory":
             assert plan.parts[plan.bound] == max(plan.parts.values())
     assert found.best.bound == "compute"
-    assert plans(model=GPT, gpus=24_576, global_batch=24_576).best.bound == "communication"  # a small model has little to hide behind
+    small = plans(model=GPT, gpus=24_576, global_batch=24_576).best
+    shares = [plan.parts["communication"] / plan.seconds.mid for plan in (small, found.best)]
+    assert shares[0] > 0.4 > 1.5 * shares[1]  # a small model has little to hide behind
 
 
 def test_what_is_ruled_out_adds_up() -> None:
@@ -839,6 +876,7 @@ def units_of(name: str) -> str:
         ({"steps": None}, "steps=None: a whole number of at least 1 is allowed$"),
         ({"top": None}, "top=None: a whole number of at least 1 is allowed$"),
         ({"gradient_bytes": -4}, "gradient_bytes=-4: allowed are 4, or 2"),
+        ({"overlapped_gradients": "no"}, "overlapped_gradients='no': allowed are True, and False"),
         ({"gradient_bytes": 2, "precision": "fp32"}, "gradients have 4 bytes there"),
         ({"model": 5}, r"^plan\(5\): expected a Transformer, a RunSpec, a Task"),
         ({"model": "x"}, r"^plan\('x'\): expected a Transformer, a RunSpec, a Task.*not a str"),

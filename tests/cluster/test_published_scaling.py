@@ -95,7 +95,7 @@ def test_plans_on_published_sweeps_over_layouts(reality: Any) -> None:
     assert 0.85 <= found["step covered"] <= 0.97
     assert found["memory right"] >= 0.92
     assert found["other covered"] >= 0.8  # of a source with which nothing but the low share of links was chosen
-    assert found["other error"] <= 0.15
+    assert found["other error"] <= 0.1
     assert found["memory covered"] >= 0.95
     assert found["memory open"] <= 0.25
     for name, said, measured in plans.iteration_ranges():

@@ -56,6 +56,7 @@ def plan(
     fused_attention: bool = True,
     gradient_bytes: float = 4,
     loss_parallel: bool = False,
+    overlapped_gradients: bool = True,
     most_gpus: int = MAX_GPUS,
     **knobs: Any,
 ) -> Plans:
@@ -97,6 +98,8 @@ def plan(
         fused_attention: attention that keeps no scores; "selective" checkpointing is planned without it only.
         gradient_bytes: of each while they are summed: 4, or 2 where that is done in 16 bit; of a Transformer.
         loss_parallel: is the loss computed on split logits (Megatron; torch's loss_parallel)? Else each rank has them whole.
+        overlapped_gradients: are gradients reduced while the backward goes on, as DDP does, and Megatron with --overlap-grad-reduce? Else
+            after it, as Megatron without it; of "ddp", "zero1" and "zero2", since FSDP cannot do otherwise.
         most_gpus: where `gpus` is open.
         knobs: of a RunSpec, for a Task, a RunSpec or a module, such as optimizer="sgd(momentum=0.9)".
 
@@ -125,6 +128,9 @@ def plan(
         workload = read(model, where, batch=batch, sequence=sequence, precision=precision, checkpointing=checkpointing, **knobs)
     given_batch = global_batch if global_batch is not None else getattr(workload.spec, "global_batch", None)
     size = _whole("global_batch", given_batch)
+    if not isinstance(overlapped_gradients, bool):
+        raise PlanError(f"overlapped_gradients={overlapped_gradients!r:.60}: allowed are True, and False where they are reduced afterwards")
+    workload = replace(workload, overlapped=overlapped_gradients)
     search = PlanSearch(
         workload=_restricted(workload, tensor, pipeline, chunks, checkpointing),
         cluster=where,

@@ -15,6 +15,8 @@ _BACKWARD = 2 / 3
 """Share of a micro-batch that its backward takes: two of three products."""
 UPDATE = 30
 """Bytes that an Adam step moves per parameter: gradient 4, weights 4 + 4, moments 8 + 8, weights in 16 bit 2."""
+CLIP = 3
+"""Times that clipping moves a gradient: read for the norm, read and written when they are scaled."""
 
 BUCKET = 25 * 2**20
 """Bytes of gradients that are reduced at once: torch's DistributedDataParallel, `bucket_cap_mb`. Each pays the latency of its messages."""
@@ -80,18 +82,22 @@ def seconds(workload: Workload, layouts: Layouts, rates: HardwareRates, per_node
     """Seconds of a step of each layout.
 
     Computing: FLOPs over what a GPU achieves; under tensor parallelism what it does not split, at the memory's bandwidth; no less than what
-    the host takes to launch the operators of a micro-batch, however small; the optimizer's step at the memory's bandwidth.
-    Tensor parallelism: the all-reduces of every micro-batch, as rings in a node, all exposed (Shoeybi et al. 2019). Pipelines: (p−1)/(m v)
-    of both (Narayanan et al. 2021), and one message per boundary, chunk and direction. Data parallelism, per micro-batch with ZeRO-2 and 3,
-    else once a step: what the backward of that micro-batch does not hide, and at least its last bucket or layer (`iteration.overlap`);
-    ZeRO-1 and 2 gather the new weights exposed (torch's own ZeRO-1 broadcasts them one by one, after a whole all-reduce); under ZeRO-3
-    gathers and reductions hide behind the whole micro-batch, except the first layer's (`volumes.sharded_step`). Gradients are reduced in
-    buckets, each of which pays its latency. Stages with fewer layers wait for the longest. Left out: what stages have besides layers,
-    stragglers, the loader, checkpoints on disk.
+    the host takes to launch the operators of a micro-batch, however small; adding up the gradients of micro-batches, clipping, and the
+    optimizer's step at the memory's bandwidth.
+    Tensor parallelism: the all-reduces of every micro-batch, as rings in a node, all exposed (Shoeybi et al. 2019). Pipelines: (p−1)/(m
+    v) of both (Narayanan et al. 2021), and one message per boundary, chunk and direction. Data parallelism, per micro-batch with ZeRO-2
+    and 3, else once a step: what the backward of that micro-batch does not hide, and at least its last bucket or layer
+    (`iteration.overlap`) or the embedding, whose gradient is ready last; all of it where gradients are not reduced meanwhile
+    (`Workload.overlapped`); ZeRO-1 and 2 gather the new weights exposed (torch's own ZeRO-1 broadcasts them one by one, after a whole
+    all-reduce); under ZeRO-3 gathers and reductions hide behind the whole micro-batch, except the first layer's (`volumes.sharded_step`).
+    Gradients are reduced in buckets, each of which pays its latency. Under a pipeline the first and the last stage sum the gradient of a
+    tied embedding. Stages with fewer layers wait for the longest. Left out: what stages have besides layers, stragglers, the loader,
+    checkpoints on disk.
     """
     p, m = layouts.pipeline, layouts.accumulation
     unit = _stage(workload, layouts, rates)
     sent = _tensor_parallel(workload, layouts, rates)
+    added = _added(workload, layouts, rates)
     if workload.operators:
         launched = _of(workload, layouts, workload.operators) * layouts.share(workload.layers) * rates.host
         unit = np.maximum(unit, launched - sent)  # the host launches collectives, too
@@ -101,8 +107,8 @@ def seconds(workload: Workload, layouts: Layouts, rates: HardwareRates, per_node
     busy = m * (working + often) + handed
     idle = np.where(p > 1, (p - 1) / (m * layouts.chunks), 0.0)
     return Seconds(
-        compute=m * unit + _update(workload, layouts, rates),
-        communication=m * (sent + often) + handed + once,
+        compute=m * unit + (m - 1) * added + _update(workload, layouts, rates),
+        communication=m * (sent + often) + handed + once + _tied(workload, layouts, rates, per_node),
         bubble=idle * busy,
         hidden=hidden,
     )
@@ -142,7 +148,7 @@ def _pipeline_messages(workload: Workload, layouts: Layouts, rates: HardwareRate
 def _data_parallel(workload: Workload, layouts: Layouts, rates: HardwareRates, working: Floats) -> tuple[Floats, Floats, Floats]:
     """Exposed seconds of each micro-batch, exposed seconds once per step, and hidden seconds of the step."""
     layers = workload.layers * layouts.share(workload.layers)
-    own = ((workload.parameters - workload.shared) * layouts.share(workload.layers) + workload.shared) / layouts.tensor
+    own = _own(workload, layouts)
     weights, gradients = own * ELEMENT[workload.precision], own * workload.states[1]
     inside, nodes, several = layouts.inside, layouts.nodes, layouts.data > 1
     backward = _BACKWARD * working
@@ -167,12 +173,15 @@ def _data_parallel(workload: Workload, layouts: Layouts, rates: HardwareRates, w
     between = tree_or_ring(nodes, gradients / inside, rates.inter)
     further = np.maximum(between * piece, np.maximum(0.0, near + between - working) - np.maximum(0.0, near - working))
 
+    last = np.maximum(piece, workload.shared / layouts.tensor / own)  # the embedding's gradient comes at the very end of the backward
+
     def beside_backward(size: Floats) -> Floats:
-        return np.maximum(size * piece, size - backward)
+        return np.maximum(size * last, size - backward) if workload.overlapped else size
 
     zero = np.zeros_like(working)
     often = np.stack([zero, zero, beside_backward(scattered), sharded, hybrid])
     first, updated = (reduced, _broadcasts(workload, layouts, own, rates)) if workload.broadcasts else (scattered, collected)
+    first = reduced if workload.whole_reduction else first
     once = np.stack([beside_backward(reduced), beside_backward(first) + updated, collected, zero, further])
     m = layouts.accumulation
     everything = np.stack([reduced, first + updated, m * scattered + collected, m * streams, m * near + between])
@@ -211,7 +220,29 @@ def tree_or_ring(ranks: Ints, size: Floats, link: Link, pieces: Floats | float =
 
 
 def _update(workload: Workload, layouts: Layouts, rates: HardwareRates) -> Floats:
-    own = ((workload.parameters - workload.shared) * layouts.share(workload.layers) + workload.shared) / layouts.tensor
     alone = layouts.sharing == SHARINGS.index("ddp")
-    updated: Floats = own / np.where(alone, 1, layouts.shard) * UPDATE / rates.memory
+    bytes_ = UPDATE + CLIP * workload.states[1]
+    updated: Floats = _own(workload, layouts) / np.where(alone, 1, layouts.shard) * bytes_ / rates.memory
     return updated
+
+
+def _own(workload: Workload, layouts: Layouts) -> Floats:
+    """Parameters of the fullest stage that a rank computes with."""
+    own: Floats = ((workload.parameters - workload.shared) * layouts.share(workload.layers) + workload.shared) / layouts.tensor
+    return own
+
+
+def _added(workload: Workload, layouts: Layouts, rates: HardwareRates) -> Floats:
+    """Seconds in which the gradients of a micro-batch are added to those before: read, and the sum read and written."""
+    moved = ELEMENT[workload.precision] + 2 * workload.states[1] if workload.adds_gradients else 0.0
+    added: Floats = _own(workload, layouts) * moved / rates.memory
+    return added
+
+
+def _tied(workload: Workload, layouts: Layouts, rates: HardwareRates, per_node: int) -> Floats:
+    """Seconds in which the first and the last stage sum the gradient of the embedding that both use, after the last backward."""
+    size = workload.tied * workload.states[1] / layouts.tensor
+    two = np.full_like(layouts.gpus, 2)
+    far = layouts.gpus > per_node
+    several = (layouts.pipeline > 1) & (workload.tied > 0)
+    return np.where(several, np.where(far, ring(two, size, rates.inter, 2), ring(two, size, rates.intra, 2)), 0.0)

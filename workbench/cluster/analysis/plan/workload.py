@@ -73,6 +73,15 @@ class Workload:
     broadcasts: int = 0
     """Parameter tensors that ZeRO-1 sends one by one, as torch's ZeroRedundancyOptimizer does after an all-reduce of all gradients;
     0 = ZeRO-1 as Megatron's distributed optimizer: gradients are reduced to their owners, and the new weights gathered at once."""
+    whole_reduction: bool = False
+    """Does ZeRO-1 reduce all gradients on every rank, and gather new weights at once? nanotron's does."""
+    overlapped: bool = True
+    """Are gradients reduced while the backward goes on, where weights are whole? Else after it."""
+    adds_gradients: bool = False
+    """Are gradients of micro-batches added up by operators of their own, as in eager PyTorch? In Megatron the products that make them do
+    so (gradient_accumulation_fusion), and what they read and write hides behind their computing."""
+    tied: float = 0.0
+    """Parameters of an embedding that is the output layer, too: the first and the last stage both have it."""
     tensors: Sequence[int] = (1,)
     """Numbers of ranks that can split a block."""
     stages: Sequence[int] = (1,)
@@ -140,6 +149,7 @@ def workload_of_transformer(
         boundary=model.boundary_bytes(1, ELEMENT[precision]),
         operators={kind: float(model.layers * OPERATORS[kind]) for kind in kinds},
         undivided=moved,
+        tied=float(model.vocabulary) * h if model.tied else 0.0,
         states=(4.0, 4.0, 8.0) if precision == "fp32" else (2.0, float(gradient_bytes), 12.0),
         tensors=[t for t in _divisors(gpus_per_node) if heads % t == 0],
         stages=sorted({*_divisors(model.layers), *(2**power for power in range(12) if 2**power <= model.layers)}),
