@@ -14,19 +14,15 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
-
-import numpy as np
+from typing import Any, Protocol
 
 from workbench.core import units
 from workbench.core.checks import choice
 from workbench.core.run_directory import ALARMS, ENV_ALARM
 from workbench.core.vocabulary import PHASES
 from workbench.timeline.analysis.change_points import BLOCK, Change, ChangePoints
+from workbench.timeline.analysis.step_table import blocks_of
 from workbench.timeline.steps import Row
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 INTERVAL = 0.3
 """Seconds between two looks for new steps."""
@@ -150,11 +146,13 @@ class StepAlarm:
         if self._losses is not None:
             self._loss += self._losses(len(rows))
         self._rows += rows
-        blocks = len(self._rows) // BLOCK
-        if not blocks:
+        count = len(self._rows) // BLOCK * BLOCK
+        if not count:
             return []
+        rows, losses = self._rows[:count], self._taken(count)
+        del self._rows[:count]
         told = []
-        for block in self._values(blocks):
+        for block in blocks_of(rows, losses, self._memory() if self._memory is not None else math.nan):
             changes = self._points.add_blocks(self._step, block[None])
             self._step += BLOCK
             told += [self._as_told(change, 0.0) for change in changes if change.series == "loss"]
@@ -163,26 +161,13 @@ class StepAlarm:
                 told += self._explained()
         return told
 
-    def _values(self, blocks: int) -> "NDArray[np.float64]":
-        """Of the next blocks, which count as seen from here on: (blocks, BLOCK, series)."""
-        count = blocks * BLOCK
-        rows = np.array(self._rows[:count], dtype=np.float64)
-        del self._rows[:count]
-        table = np.full((count, len(SERIES) + 1), math.nan)
-        table[:, 1:-3] = rows[:, :-1] / 1e9
-        length, samples = table[:, 1:-3].sum(axis=1), rows[:, -1]
-        table[:, 0] = length
-        np.divide(samples, length, out=table[:, -3], where=(samples > 0) & (length > 0))
-        if self._memory is not None:
-            table[:, -2] = self._memory()
-        if self._losses is not None:
-            losses = np.array(self._loss[:count])
-            del self._loss[:count]
-            if (losses <= 0).any():  # that it falls is what a training is for; of one that is 0 or less, no part can be said
-                self._losses = None
-            else:
-                table[:, -1] = losses
-        return table.reshape(blocks, BLOCK, -1)
+    def _taken(self, count: int) -> list[float]:
+        """The losses of the next steps; empty if they are not followed."""
+        losses = self._loss[:count]
+        del self._loss[:count]
+        if self._losses is not None and any(loss <= 0 for loss in losses):
+            self._losses = None  # that it falls is what a training is for; of one that is 0 or less, no part can be said
+        return losses if self._losses is not None else []
 
     def _explained(self) -> list[Told]:
         """The pending changes: of those that belong together, the phase that changes most."""

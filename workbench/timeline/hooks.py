@@ -11,8 +11,7 @@ from itertools import islice
 from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
+from workbench.timeline.analysis.step_table import taken_means
 from workbench.timeline.loops import OpenLoops
 from workbench.timeline.marks import BACKWARD, END_FORWARD, END_PHASE, FORWARD, H2D, OPTIMIZER, OWN_BACKWARD
 
@@ -247,16 +246,11 @@ class Losses:
         each = max(1, round(taken / max(1, self._steps)))
         self._read = max(self._read, taken - KEPT // 2)
         count = min(steps * each, taken - self._read)
-        means = [math.nan] * steps
-        if count > 0:
-            places = np.arange(self._read, self._read + count) % KEPT
-            values = self._seen[places].astype(np.float64)
-            self._seen[places] = math.nan
-            self._read += count
-            means[: -(-count // each)] = (
-                np.add.reduceat(values, range(0, count, each)) / np.diff([*range(0, count, each), count])
-            ).tolist()
-        return [mean if math.isfinite(mean) else math.nan for mean in means]
+        if count <= 0:
+            return [math.nan] * steps
+        means = taken_means(self._seen, self._read, count, each)
+        self._read += count
+        return means + [math.nan] * (steps - len(means))
 
 
 def _unscaled(loss: Any) -> Any:

@@ -1,0 +1,52 @@
+"""Steps and losses as arrays: what an alarm looks at, many steps at once."""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from workbench.timeline.analysis.change_points import BLOCK
+from workbench.timeline.steps import Row
+
+Floats = NDArray[np.float64]
+
+
+def blocks_of(rows: Sequence[Row], losses: Sequence[float], memory: float) -> Floats:
+    """Whole blocks of steps: (blocks, BLOCK, series), of the step's seconds, its phases', samples per second, memory and loss.
+
+    Args:
+        rows: of the steps, a multiple of BLOCK.
+        losses: of each of them; empty = not followed.
+        memory: bytes; nan = not known.
+    """
+    values = np.array(rows, dtype=np.float64)
+    table = np.full((len(rows), values.shape[1] + 3), math.nan)
+    phases = table[:, 1:-3]
+    phases[:] = values[:, :-1] / 1e9
+    length, samples = phases.sum(axis=1), values[:, -1]
+    table[:, 0] = length
+    np.divide(samples, length, out=table[:, -3], where=(samples > 0) & (length > 0))
+    table[:, -2] = memory
+    if losses:
+        table[:, -1] = losses
+    return table.reshape(-1, BLOCK, table.shape[1])
+
+
+def taken_means(seen: NDArray[np.generic], first: int, count: int, each: int) -> list[float]:
+    """Means of so many values of a ring, each of `each` neighbours; the values become nan, and so does a mean that is not finite.
+
+    Args:
+        seen: the ring.
+        first: place of the first value, counted without an end.
+        count: of values, 1 or more.
+        each: values of a mean; the last one may have fewer.
+    """
+    places = np.arange(first, first + count) % len(seen)
+    values = seen[places].astype(np.float64)
+    seen[places] = math.nan
+    starts = np.arange(0, count, each)
+    means = np.add.reduceat(values, starts) / np.diff(starts, append=count)
+    means[~np.isfinite(means)] = math.nan
+    found: list[float] = means.tolist()
+    return found
