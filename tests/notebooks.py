@@ -21,9 +21,9 @@ ROOT = Path(__file__).parents[1]
 NBVAL = ["-p", "tests.conftest", "--nbval", "--nbval-cell-timeout", "300", "--nbval-sanitize-with", "tests/nbval.cfg"]
 TWO_AT_A_TIME = ["-n", "2", "--dist", "loadfile", "--no-loadscope-reorder"]
 SLOW = ("04_", "07_", "12_", "06_", "17_", "16_", "09_", "05_", "11_", "15_", "10_")
-"""How the names of those begin that take longest, the longest first."""
+"""Prefixes of the slow notebooks, longest first."""
 OTHERS = ("01_", "08_", "14_", "13_", "00_")
-"""Of those that are left, the longest first, too."""
+"""Prefixes of the other notebooks, longest first."""
 ALONE = ("02_", "03_")
 """How the names of those begin that judge times by experiment: slow, too, and nothing may run beside them."""
 FORKED = ("04_", "05_", "06_", "07_", "09_", "12_", "15_", "16_")

@@ -417,7 +417,7 @@ def test_ranks_end_in_the_same_step() -> None:
         return _cut_short(given, 1, told)
 
     def interrupted(now: str, known: str) -> None:
-        assert known == "1 steps are recorded"
+        assert known == "1 step recorded"
         raise KeyboardInterrupt
 
     assert word(time.time(), lambda now, known: None) == ""

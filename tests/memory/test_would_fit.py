@@ -33,6 +33,7 @@ def each_step_is_estimated_once() -> Iterator[None]:
     def once(make: Callable[..., Any]) -> Callable[..., Any]:
         def known(*args: Any, **options: Any) -> Any:
             asked = f"{make.__name__} {args} {sorted(options.items())}"
+            assert " at 0x" not in asked, f"{asked} may stand for another object later"
             if asked not in made:
                 made[asked] = make(*args, **options)
             return made[asked]

@@ -279,7 +279,7 @@ def test_digests_of_steps_are_read_by_attempt(tmp_path: Path) -> None:
 
 
 def test_the_signal_of_an_earlier_attempt_does_not_say_how_to_go_on(by_hand: Make) -> None:
-    """After a resume that failed, or finished, "resume it" would be the wrong advice, and which attempt was ended another riddle."""
+    """After a resume that failed, or finished, "resume it" would be the wrong advice, and it would be unclear which attempt was ended."""
     made = by_hand().ended("stopped")
     row = {"step": 28, "ended_by": "SIGTERM", "goes_on_from": 28}
     run_directory.write_json(made.path / run_directory.PREEMPTED, row)

@@ -93,3 +93,12 @@ def times(ratio: float | None) -> str:
     '1.59×'
     """
     return MISSING if ratio is None or math.isnan(ratio) else f"{_digits(ratio)}×"
+
+
+def several(number: int, what: str) -> str:
+    """A number of things, in words.
+
+    >>> several(1, "step"), several(3, "step")
+    ('1 step', '3 steps')
+    """
+    return f"{number} {what}{'s' * (number != 1)}"

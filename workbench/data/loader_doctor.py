@@ -24,6 +24,7 @@ from workbench.core import units
 from workbench.core.system_load import usable_cores
 from workbench.data.analysis.loader_report import CHECKS, LoaderFinding, LoaderReport
 from workbench.data.rank_batches import batches_of_ranks, in_words, samplers_of
+from workbench.data.resumable_sampler import ResumableSampler
 
 LARGE_PICKLE = 50_000_000
 """Bytes from which on each start of a worker that is not forked is slow: 0.1 s for each copy that is written and read."""
@@ -225,7 +226,7 @@ class _Exam:
         place, sampler = next(((place, each) for place, each in chain.items() if getattr(each, "shuffle", False)), ("", None))
         if sampler is None:
             return self._said("set_epoch", "fine", "its sampler needs no set_epoch")
-        if hasattr(sampler, "batches"):
+        if isinstance(sampler, ResumableSampler):
             return self._said("set_epoch", "fine", "batches(loader) of its sampler begins each epoch")
         once, again = (list(map(repr, itertools.islice(iter(sampler), 1000))) for _ in range(2))
         if once == again and len(set(once)) > 1:

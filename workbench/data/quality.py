@@ -6,6 +6,7 @@ import hashlib
 import io
 import math
 import os
+import sys
 import time
 import warnings
 from collections import Counter, defaultdict
@@ -61,8 +62,8 @@ def audit(data: Any, *, near: bool = True, label: str | None = None, budget_s: f
         near: look for near duplicates, too.
         label: name of the field with the label; None = the usual names, else the first folder of the sample's name.
         budget_s: seconds after which no further samples are read, shared by the splits; None = all are read. What was read by then, or by
-            Ctrl-C, is judged, and a note says how much that is: of the rest nothing is known, and pairs of a read and an unread sample
-            are not found.
+            Ctrl-C while reading, is judged, and a note says how much that is: of the rest nothing is known, and pairs of a read and an
+            unread sample are not found.
 
     Raises:
         ValueError: there is nothing that could be read, or no such budget.
@@ -78,13 +79,15 @@ def audit(data: Any, *, near: bool = True, label: str | None = None, budget_s: f
     if not splits:
         raise ValueError("audit({}): give at least one split, such as {'train': dataset}")
     sources = {name: as_source(each) for name, each in splits.items()}
-    sizes_known = sum(len(source) for source in sources.values())
-    begin = f"reading {sizes_known:,} samples once, then comparing them"
+    lengths = {name: None if source.format == "iterable" else len(source) for name, source in sources.items()}
+    every = "all" if None in lengths.values() else f"{sum(filter(None, lengths.values())):,}"
+    begin = f"reading {every} samples once, then comparing them"
     stopped = ""
     with Waiting("audit", None if budget_s is None or math.isinf(budget_s) else budget_s, begin=begin) as line:
         for place, (name, source) in enumerate(sources.items()):
             until = line.seconds + line.left / (len(sources) - place)
-            count, of = 0, f" of {name}" if name else ""
+            count, size, of = 0, lengths[name], f" of {name}" if name else ""
+            there = "samples" if size is None else f"of {size:,} samples"
             try:
                 if not stopped:
                     notes += _unstable(name, source)
@@ -94,17 +97,16 @@ def audit(data: Any, *, near: bool = True, label: str | None = None, budget_s: f
                     if bad:
                         unusable.append(bad)
                     if count % 64 == 0:
-                        line.say(f"reading {sizes_known:,} samples", f"{len(seen) + len(unusable):,} samples are read")
-                    if line.seconds > until and count < len(source):
-                        more = "; budget_s=None reads all" * (budget_s is not None)
-                        notes.append(f"the budget of {budget_s:g} s ended after {count:,} of {len(source):,} samples{of}{more}")
+                        line.say(f"reading {every} samples", f"{len(seen) + len(unusable):,} samples are read")
+                    if line.seconds > until and count != size:
+                        notes.append(f"the budget of {budget_s:g} s ended after {count:,} {there}{of}; budget_s=None reads all")
                         break
             except KeyboardInterrupt:
                 if not seen:
                     raise
                 stopped = INTERRUPTED
             if stopped:
-                notes.append(f"{stopped} after {count:,} of {len(source):,} samples{of}: nothing is known of the others")
+                notes.append(f"{stopped} after {count:,} {there}{of}: nothing is known of the others")
             samples[name] = count
         if not sum(samples.values()):
             raise ValueError(f"there are no samples in {', '.join(map(repr, sources.values()))}")
@@ -197,7 +199,7 @@ def _read(source: Source, split: str, label: str | None, near: bool) -> Iterator
 def _scanned(source: Source) -> Iterator[Sample | Exception]:
     """All samples in the order of storage; what a dataset raises is an error of its sample."""
     if source.format != "dataset":
-        yield from source._scan(0, len(source))
+        yield from source._scan(0, sys.maxsize if source.format == "iterable" else len(source))
         return
     for index in range(len(source)):
         try:

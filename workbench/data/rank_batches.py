@@ -47,7 +47,7 @@ def samplers_of(loader: "DataLoader[Any]") -> dict[str, Any]:
     Batch samplers are looked through: where one is given, `loader.sampler` is another, which torch makes and does not use.
     """
     sampler: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
-    place, found = "loader.batch_sampler", dict[str, Any]()
+    place, found = "loader.sampler" if sampler is loader.sampler else "loader.batch_sampler", dict[str, Any]()
     while sampler is not None and len(found) < 5:
         found["loader.sampler" if sampler is loader.sampler else place] = sampler
         place, sampler = f"{place}.sampler", getattr(sampler, "sampler", None)

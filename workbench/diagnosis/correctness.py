@@ -119,7 +119,7 @@ def diverge(
         optimizer: with modules: takes the parameters and returns an optimizer; None = none, and a single step.
         steps: optimizer steps to compare at most.
         seed: with modules: of the random numbers.
-        budget_s: seconds to spend at most. Where steps take long, fewer are compared; where no time is left for fp64, or Ctrl-C comes in
+        budget_s: seconds to spend, about: a training that has begun is ended. Where steps take long, fewer are compared; where no time is left for fp64, or Ctrl-C comes in
             it, the size of the first difference decides, and a note says so.
         runs_dir: where the run directories of specs of several ranks go; None = `runs` in the current folder.
 
@@ -202,7 +202,7 @@ def replay(run: Run | str | os.PathLike[str], step: int | None = None, *, budget
 
     The run is repeated in this process from the nearest checkpoint before the step, or from its first step, with the samples of all ranks
     and the same random numbers; ranks that shared the model (`parallel`, `tensor_parallel`, `pipeline_parallel`) become one whole model
-    here. Only the layers of a pipeline draw other random numbers than in the run. Then the step is
+    here. In a pipeline, however, dropout draws other random numbers than it did in the run. Then the step is
     taken as it was, in a higher precision, with a tenth of the learning rate, with the batch of a later step, and without each of its
     samples. Where the weights were bad already, the steps before it are looked at.
 

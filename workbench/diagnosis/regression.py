@@ -10,6 +10,7 @@ from typing import Any, Literal
 from workbench.core import units
 from workbench.core.checks import choice
 from workbench.core.progress import INTERRUPTED, Waiting
+from workbench.core.units import several
 from workbench.diagnosis.analysis import bisection
 from workbench.diagnosis.analysis.bisection import Bisection, Commit
 from workbench.diagnosis.analysis.owner_search import Changes, Decision, Rerun, decide, effect, recorded_change
@@ -20,7 +21,6 @@ from workbench.diagnosis.swaps import Swaps, brought, lost, swaps_of
 from workbench.runs.launch import worktrees
 from workbench.runs.launch.launch import check
 from workbench.runs.launch.new_run import LaunchError
-from workbench.runs.launch.prove_resume import several
 from workbench.runs.launch.resume import refuse_code_of_others
 from workbench.runs.run import ACTIVE, Run
 from workbench.runs.spec import RunSpec, ScriptSpec, SpecError
@@ -30,13 +30,11 @@ from workbench.runs.task import TaskError
 BUDGET = 60.0
 """Default of `budget_s` of `what_changed`: a dozen short launches, enough for a large effect; a small one takes twenty to sixty."""
 BISECT_BUDGET = 1800.0
-"""Default of `budget_s` of `bisect`. It is longer than a minute, which says of no commit more than that it runs: each of log2(n) commits is
+"""Default of `budget_s` of `bisect`. A minute would show no more than that the commits run: each of log2(n) commits is
 trained several times, by turns with the good one. So it says beforehand how many that are, and what is known when it is stopped."""
 LEAST = 0.01
 """The smallest change that trainings are made for, where what was recorded shows it or leaves it open. Chosen: it would take dozens of
 launches on a quiet machine."""
-MORE = "budget_s=600 or more, --budget 600, tells smaller effects"
-"""What to do where the budget ended a search."""
 Measure = Callable[[Changes], float]
 """Makes a short training with some differences and says what it gave.
 
@@ -136,7 +134,7 @@ def _experiment(
                 known[0] = f"{several(len(made), 'training')}{brought}"
             return decide(made, tuple(named), recorded, usual, change=change)
 
-        reruns, decision, notes = search(measure, judged, left=lambda: line.left)
+        reruns, decision, notes = search(measure, judged, left=lambda: line.left, more=_more(budget_s, "tells smaller effects"))
         owner, whole = decision.owner, tuple(named)
         base, changed = last.get(()), last.get(owner or whole)
         brings = brought(base, changed) if owner and base and changed else ()
@@ -228,7 +226,7 @@ def bisect(
                 known[0] = f"{several(len(trained), 'training')}, {doubtful} of {len(commits)} commits are in doubt"
             return bisection.decide(trained, commits, USUAL[of])
 
-        reruns, decision, more = search(measure, judged, left=lambda: line.left)
+        reruns, decision, more = search(measure, judged, left=lambda: line.left, more=_more(budget_s, "goes further"))
     named = {*decision.owner, first, commits[-1], *(name for rerun in reruns for name in rerun.changes)}
     named |= {commits[place - 1] for each in decision.owner if (place := commits.index(each))}
     listed = [Commit(id=each, subject=worktrees.subject_of(folder, each) if each in named else "") for each in (first, *commits)]
@@ -258,7 +256,7 @@ def announced(commits: int) -> str:
 
 
 def search(
-    measure: Measure, decide: Callable[[Sequence[Rerun]], Decision], *, left: Callable[[], float] = lambda: math.inf
+    measure: Measure, decide: Callable[[Sequence[Rerun]], Decision], *, left: Callable[[], float] = lambda: math.inf, more: str = ""
 ) -> tuple[tuple[Rerun, ...], Decision, tuple[str, ...]]:
     """Make trainings until it is clear what owns a regression, the budget is spent, or Ctrl-C comes.
 
@@ -266,6 +264,7 @@ def search(
         measure: makes one.
         decide: what follows from those so far: the next ones, or a verdict.
         left: seconds that are left.
+        more: what to do where the budget ends the search.
 
     Returns:
         The trainings, what follows from them, and notes.
@@ -280,8 +279,9 @@ def search(
             each = (begun - left()) / len(reruns) if reruns and math.isfinite(begun) else 0.0
             if each * len(wanted) > left() >= 2 * each:  # some of them, and run A beside
                 wanted = [*wanted[: int(left() / each) - 1], ()]
+                wanted = wanted[:-1] if wanted[-2:] == [(), ()] else wanted
             if each * len(wanted) > left() or left() <= 0:
-                notes = (f"the budget ended the search after {several(len(reruns), 'training')}: {MORE}",)
+                notes = (f"the budget ended the search after {several(len(reruns), 'training')}{more}",)
                 break
             for changes in wanted:
                 try:
@@ -293,11 +293,16 @@ def search(
         notes = (f"{INTERRUPTED} after {len(reruns)} trainings",)
         decision = decide(reruns)
     except BudgetError:
-        notes = (f"the budget ended training {len(reruns) + 1}: {MORE}",)
+        notes = (f"the budget ended training {len(reruns) + 1}{more}",)
         decision = decide(reruns)
     if decision.kind == "measure":
         decision = Decision(kind="unclear", why=f"{len(reruns)} trainings were too few")
     return tuple(reruns), decision, notes
+
+
+def _more(budget_s: float, brings: str) -> str:
+    """What to do where the budget ended a search."""
+    return f": budget_s={10 * budget_s:.0f}, --budget {10 * budget_s:.0f}, {brings}"
 
 
 def _ended(given: Run | str | os.PathLike[str]) -> Run:

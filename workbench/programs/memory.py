@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from workbench.core import run_directory
 from workbench.core.gc import collected_before
 from workbench.core.progress import INTERRUPTED
+from workbench.core.units import several
 from workbench.memory.analysis.log import ALLOC, Event
 from workbench.memory.measure.allocator_counters import allocations
 from workbench.memory.measure.memory import UNSEEN, Borders, breakdown, take_in
@@ -80,7 +81,7 @@ def _cut_short(assignment: Assignment, done: int, progress: Callable[[str, str],
     word = ""
     if progress:
         try:
-            progress(f"step {done + 1}", f"{done} steps are recorded")
+            progress(f"step {done + 1}", f"{several(done, 'step')} recorded")
         except KeyboardInterrupt:
             word = INTERRUPTED
         if time.time() - float(assignment.info["created"]) > float(assignment.order["budget_s"]):

@@ -4,6 +4,7 @@ A run directory with a folder `fingerprints` gets them: `rank<r>-<attempt>.jsonl
 `step_digests=True` make such runs.
 """
 
+import contextlib
 import functools
 import hashlib
 import os
@@ -145,9 +146,13 @@ class Fingerprints:
 
 
 def collectives() -> int:
-    """How many collectives this process has begun, over all of its process groups."""
+    """How many collectives this process has begun, over all of its process groups but those whose backend does not count them."""
     groups: Iterable[Any] = dist.distributed_c10d._world.pg_map if dist.is_available() and dist.is_initialized() else ()
-    return sum(group._get_sequence_number_for_group() for group in groups)
+    begun = 0
+    for group in groups:
+        with contextlib.suppress(RuntimeError):
+            begun += group._get_sequence_number_for_group()
+    return begun
 
 
 def digest(value: Any) -> str:

@@ -208,15 +208,21 @@ def compare(
     say("both in fp64", f"they differ from step {seen.step}, {seen.phase} on")
     try:
         if left() <= 0:
-            raise TimeoutError("the budget ended before: a larger budget_s= tells rounding from a bug")
+            raise TimeoutError
         exact_first = run(0, True, taken, lambda: False)
         if left() <= 0:
-            raise TimeoutError("the budget ended before: a larger budget_s= tells rounding from a bug")
+            raise TimeoutError
         exact_second = run(1, True, taken, lambda: False)
     except (Exception, KeyboardInterrupt) as error:
         usual = torch.finfo(torch.float32).eps * 1e3
         verdict = "bug" if seen.difference > usual else "rounding"
-        why = INTERRUPTED if isinstance(error, KeyboardInterrupt) else f"{type(error).__name__}: {error!s:.120}"
+        why = (
+            INTERRUPTED
+            if isinstance(error, KeyboardInterrupt)
+            else "the budget ended; a larger budget_s= tells rounding from a bug"
+            if isinstance(error, TimeoutError)
+            else f"{type(error).__name__}: {error!s:.120}"
+        )
         note = f"not run in fp64 ({why}): judged by the size of the first difference alone"
         return dataclasses.replace(result, verdict=verdict, exact=None, notes=(*notes, note))
     exact, by = _points(exact_first, exact_second)

@@ -20,6 +20,7 @@ from workbench.core.checks import whole_number
 from workbench.core.gc import collected_before
 from workbench.core.interrupts import defer_interrupts
 from workbench.core.progress import INTERRUPTED, Waiting
+from workbench.core.units import several
 from workbench.harness.discover import ReachableState, name_of
 from workbench.harness.feed import Exhausted, Feed
 from workbench.harness.observe import check_arguments, device_of, discover_training
@@ -287,7 +288,8 @@ def recorded(
 ) -> Iterator[tuple[Recorder, Borders, Allocations, ReachableState, list[str]]]:
     """Take the steps; yields the record while everything is as the steps left it, and restores the state on leaving.
 
-    When the budget is spent, or at Ctrl-C, the record has the steps that are done, if they are enough to tell something.
+    When the budget is spent, or at Ctrl-C, the record has the steps that are done, if they are enough to tell something. With several ranks,
+    who must take equally many steps, all are taken, and Ctrl-C is raised.
 
     Args:
         step: see `measure`.
@@ -306,6 +308,7 @@ def recorded(
     check_arguments(step, 1.0)
     check_steps(steps)
     notes: list[str] = []
+    several_ranks = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
     found = discover_training(step, model, optimizer, loader, notes)
     device = device_of(found.models)
     with defer_interrupts(), contextlib.ExitStack() as undo:
@@ -321,12 +324,12 @@ def recorded(
             stepping = Stepping(recorder)
             with recorder.hooks(), stepping.hooks():
                 for number in range(steps):
-                    if line and number and line.left <= 0:
+                    if line and number and line.left <= 0 and not several_ranks:
                         notes.append(_out_of_time(number, steps, least, line))
                         break
                     try:
                         if line:
-                            line.say(f"step {number + 1} of {steps}", f"{number} steps are recorded" if number else None)
+                            line.say(f"step {number + 1} of {steps}", f"{several(number, 'step')} recorded" if number else None)
                         stepping.step(number, feed.next, lambda: borders.begin(recorder.step), step)
                     except Exhausted:
                         if not number:
@@ -337,7 +340,7 @@ def recorded(
                         recorder.step = number - 1
                         break
                     except KeyboardInterrupt:
-                        if line is None or number < least:
+                        if line is None or number < least or several_ranks:
                             raise
                         notes.append(f"{INTERRUPTED} after {number} of {steps} steps{UNSEEN * (number == 1)}")
                         recorder.step = number - 1

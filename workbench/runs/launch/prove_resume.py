@@ -14,6 +14,7 @@ from workbench.core.checks import whole_number
 from workbench.core.codec import JsonDataclass
 from workbench.core.display import table as display
 from workbench.core.progress import Waiting
+from workbench.core.units import several
 from workbench.runs.entrypoints import spec_entrypoint
 from workbench.runs.launch import prove_layout_resume as layouts
 from workbench.runs.launch.experiments import wait_for
@@ -339,11 +340,6 @@ def _prove_elsewhere(spec: RunSpec, layout: Mapping[str, Any], seed: int, timeou
         restart_s=max(0.0, its[went_on, 0]["time"] - begun), part=part, step=step, losses=losses, weights=weights, tolerance=tolerance,
         undisturbed=str(undisturbed.path), resumed=str(run.path),
     )  # fmt: skip
-
-
-def several(number: int, what: str) -> str:
-    """A number of things, in words."""
-    return f"{number} {what}{'s' * (number != 1)}"
 
 
 def _prepared(spec: RunSpec, knobs: Mapping[str, Any]) -> RunSpec:

@@ -11,13 +11,14 @@ from workbench.core.checks import whole_number
 from workbench.core.codec import JsonDataclass
 from workbench.core.display import table as display
 from workbench.core.progress import Waiting
+from workbench.core.units import several
 from workbench.runs.compare import differences
 from workbench.runs.entrypoints import spec_entrypoint
 from workbench.runs.failure import RunError
 from workbench.runs.launch.experiments import error_of, wait_for
 from workbench.runs.launch.launch import check, check_timeout, label
 from workbench.runs.launch.new_run import LaunchError, NewRun, Surroundings
-from workbench.runs.launch.prove_resume import PARTS, several
+from workbench.runs.launch.prove_resume import PARTS
 from workbench.runs.launch.resume import checkpoints_of, refuse_code_of_others, refuse_links, take_checkpoints
 from workbench.runs.rows import digest_files, digest_rows
 from workbench.runs.run import ACTIVE, Run
