@@ -13,6 +13,7 @@ import pytest
 
 import workbench as wb
 from tests.forked import Forks
+from workbench.batch.analysis.lengths import BatchLengths
 from workbench.core import run_directory
 
 for name in ("ipywidgets", "anywidget"):
@@ -161,7 +162,7 @@ def test_the_page_of_budgets_has_every_call_with_its_default() -> None:
     }
     data = {name: getattr(wb.data, name) for name in dir(wb.data) if not name.startswith("_")}
     named = {f"wb.{name}": getattr(wb, name) for name in wb.__all__} | {f"wb.data.{name}": each for name, each in data.items()}
-    named |= {f"{each.__name__}.prove": each.prove for each in (wb.Diagnosis, wb.WhyNotLinear)}
+    named |= {f"{each.__name__}.prove": each.prove for each in (wb.Diagnosis, wb.WhyNotLinear, BatchLengths)}
     takes = {
         name: inspect.signature(each).parameters["budget_s"].default
         for name, each in named.items()

@@ -191,6 +191,9 @@ def test_padding_and_set_epoch_look_through_batch_samplers() -> None:
     assert found["set_epoch"].severity == "wrong"
     assert found["set_epoch"].proved
     assert found["set_epoch"].fix.startswith("call loader.batch_sampler.sampler.set_epoch(epoch)")
+    by_batches: Any = BatchSampler(inner, batch_size=4, drop_last=False)
+    unbatched = wb.data.doctor(DataLoader(Rows(), sampler=by_batches, batch_size=None), run=False)
+    assert unbatched["set_epoch"].fix.startswith("call loader.sampler.sampler.set_epoch(epoch)")
     outer: Any = BatchSampler(BatchSampler(inner, 2, False), 2, False)  # type: ignore[arg-type]
     nested = wb.data.doctor(DataLoader(Rows(), batch_sampler=outer), run=False)
     assert "loader.batch_sampler.sampler.sampler.set_epoch" in nested["set_epoch"].fix
@@ -208,6 +211,7 @@ def test_a_batch_sampler_that_shuffles_by_its_epoch_is_found() -> None:
 
     class Buckets(Sampler[list[int]]):
         shuffle, epoch = True, 0
+        batches = ()  # a name that ours has as well
 
         def set_epoch(self, epoch: int) -> None:
             self.epoch = epoch

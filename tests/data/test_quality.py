@@ -1,11 +1,13 @@
 """An audit finds all that is planted in data of any kind, and nothing else; its splits do not leak."""
 
 import io
+import itertools
 import json
 import re
 import struct
 import zlib
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torch.utils.data import IterableDataset
 
 import workbench as wb
 from workbench.core.progress import Waiting
@@ -211,6 +214,22 @@ def test_an_audit_shares_its_budget_among_splits_and_says_what_it_did_not_read(m
     assert "stopped by Ctrl-C after 70 of 100 samples of train: nothing is known of the others" in found.notes
     with pytest.raises(ValueError, match="budget_s=0: seconds above 0 are allowed; try budget_s=60, or None for no limit"):
         audit(Slow(0.0), budget_s=0)
+
+
+def test_a_stream_without_an_end_is_audited_within_its_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody counts it first."""
+    now = [0.0]
+    monkeypatch.setattr(Waiting, "seconds", property(lambda self: now[0]))
+
+    class Stream(IterableDataset[Any]):
+        def __iter__(self) -> Iterator[tuple[np.ndarray, int]]:
+            for index in itertools.count():
+                now[0] += 1.0
+                yield np.full(4, index % 50), 0
+
+    found = audit(Stream(), near=False)
+    assert 55 < found.samples[""] < 65
+    assert f"the budget of 60 s ended after {found.samples['']} samples; budget_s=None reads all" in found.notes
 
 
 def test_shuffling_is_as_good_as_its_batches_are_mixed() -> None:

@@ -126,7 +126,7 @@ def test_a_planted_bug_is_placed(name: str) -> None:
 
 def test_an_optimizer_that_differs_is_placed() -> None:
     spec = wb.RunSpec(task="fashion-mlp", device="cpu", micro_batch=8, optimizer="adamw(lr=0.01)")
-    found = wb.diverge(spec, spec.replace(optimizer="adamw(lr=0.01, eps=1e-3)"))
+    found = wb.diverge(spec, spec.replace(optimizer="adamw(lr=0.01, eps=1e-3)"), budget_s=600)
     assert (found.verdict, found.first and found.first.phase) == ("bug", "optimizer"), found
     assert "optimizer='adamw(lr=0.01, eps=1e-3)'" in str(found)
     other = wb.diverge(spec, spec.replace(seed=3))
@@ -176,7 +176,7 @@ def test_knobs_that_only_round_are_no_bug(knobs: dict[str, Any]) -> None:
     else:
         spec = wb.RunSpec(task="fashion-mlp", device="cpu", micro_batch=8)
     random, threads = torch.get_rng_state(), torch.get_num_threads()
-    found = wb.diverge(spec, spec.replace(**knobs))
+    found = wb.diverge(spec, spec.replace(**knobs), budget_s=600)
     assert found.verdict in ("rounding", "identical"), found
     assert torch.equal(random, torch.get_rng_state())
     assert threads == torch.get_num_threads()

@@ -75,7 +75,7 @@ def test_one_rank_that_shards_is_recorded_as_a_process_is() -> None:
     ids=["fsdp", "tp", "ddp"],
 )
 def test_ranks_that_agree_with_one_process_differ_by_rounding(tmp_path: Path, knobs: dict[str, Any]) -> None:
-    found = wb.diverge(ONE, ONE.replace(nproc_per_node=2, **knobs), runs_dir=tmp_path)
+    found = wb.diverge(ONE, ONE.replace(nproc_per_node=2, **knobs), budget_s=600, runs_dir=tmp_path)
     assert found.verdict in ("rounding", "identical"), found
     assert found.exact is not None
     assert found.exact < 1e-12
@@ -86,7 +86,7 @@ def test_ranks_that_agree_with_one_process_differ_by_rounding(tmp_path: Path, kn
 @pytest.mark.usefixtures("forked_ranks")
 def test_the_module_that_differs_on_several_ranks_is_named(tmp_path: Path) -> None:
     spec = ONE.replace(task=f"{__file__}:wrong")
-    found = wb.diverge(spec, spec.replace(nproc_per_node=2, parallel="fsdp", micro_batch=4), runs_dir=tmp_path)
+    found = wb.diverge(spec, spec.replace(nproc_per_node=2, parallel="fsdp", micro_batch=4), budget_s=600, runs_dir=tmp_path)
     assert found.verdict == "bug", found
     assert found.first is not None
     assert (found.first.step, found.first.phase, found.first.module) == (1, "forward", "1"), found

@@ -345,7 +345,7 @@ def test_a_bisection_that_is_stopped_names_the_commits_that_are_left(
     emulated(some)
     result = wb.bisect("task.py:build", good="HEAD~3")
     assert (result.kind, result.in_doubt) == ("unclear", (ids[2], ids[3]))
-    assert f"In doubt are 2 of 3 commits: {ids[2][:10]} to {ids[3][:10]}." in result.verdict
+    assert f"2 of 3 commits are still in doubt: {ids[2][:10]} to {ids[3][:10]}." in result.verdict
     assert announced(1) == "1 commit: the last is trained by turns with the good one, each several times"
 
 

@@ -407,6 +407,23 @@ def test_what_was_recorded_is_kept_where_the_budget_or_ctrl_c_ends_it(monkeypatc
         wb.find_leaks(step, batches(), model=model, budget_s=60 if end == "budget" else 600)
 
 
+def test_ranks_of_a_step_take_equally_many_whatever_their_clocks_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the one that took more would wait in its reduction without an end."""
+    now = [0.0]
+    monkeypatch.setattr(Waiting, "seconds", property(lambda self: now[0]))
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group=None: 2)
+    model = perceptron()
+    inner = stepping(model, adam(model))
+
+    def step(batch: Any) -> None:
+        now[0] += 40.0
+        inner(batch)
+
+    found = wb.measure_memory(step, [vectors(4)] * 5, model=model, steps=5, budget_s=60)
+    assert found.title.endswith(", 5 steps")
+
+
 def test_ranks_end_in_the_same_step() -> None:
     """All do what rank 0 says: after the budget, or when Ctrl-C came where the launch is awaited."""
 

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from workbench.cluster.analysis.collective_cost import BUS_FACTORS, CostError, checked_ranks
@@ -9,7 +10,7 @@ from workbench.cluster.analysis.links import Links
 from workbench.cluster.analysis.twin_run import Network, TwinLayer, TwinRun, closed_form, seconds_on
 from workbench.core import run_directory, units
 from workbench.core.checks import is_whole, real_number, whole_number
-from workbench.core.progress import say_what_was_interrupted
+from workbench.core.progress import INTERRUPTED, say_what_was_interrupted
 from workbench.core.synonyms import accept_synonyms
 from workbench.runs.launch import environment
 from workbench.runs.launch.experiments import run_link_sweep
@@ -72,7 +73,12 @@ def measure_collectives(
         )
     order = {"kinds": list(kinds), "sizes": [int(size) for size in sizes], "repeats": repeat, "measuring_s": float(budget_s)}
     with say_what_was_interrupted("measure_collectives"):
-        return links_of(run_link_sweep(spec, order, runs_dir=runs_dir))
+        run = run_link_sweep(spec, order, runs_dir=runs_dir)
+    links = links_of(run)
+    if run.ok:
+        return links
+    rounds = max(len(point.seconds) for point in links.points)
+    return replace(links, notes=(*links.notes, f"{INTERRUPTED} after {rounds} of {repeat} rounds"))
 
 
 def links_of(run: Run | str | os.PathLike[str]) -> Links:

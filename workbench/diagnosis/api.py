@@ -173,8 +173,8 @@ def climb(
     Args:
         spec: where to begin; a text is the name of a task.
         budget_s: seconds for all of it; nothing new is begun when they are over, and no diagnosis or proof takes more than half of what is
-            left, or a minute. A minute is enough for an attempt or two, ten are for about five. The Ladder, also that after Ctrl-C, has
-            what was proved by then, and says what could not be tried.
+            left, but at least 15 s and at most a minute. One minute is enough for one or two attempts, ten minutes for about five. The
+            Ladder, also that after Ctrl-C, has what was proved by then, and says what could not be tried.
         leave: knobs that stay as they are, such as "micro_batch", which changes what is trained.
         runs_dir: where run directories go; None = `runs` in the current folder.
 
@@ -185,7 +185,8 @@ def climb(
     check_budget(budget_s)
     spec = read_spec("climb", spec, because="whose knobs can be turned")
     check_names(RunSpec, dict.fromkeys(leave))
-    begin = f"a diagnosis, then the best remedy, again and again; each takes at most {units.seconds(min(BUDGET, budget_s / 2))}"
+    most = units.seconds(min(BUDGET, max(MIN_CLIMB_SECONDS, budget_s / 2)))
+    begin = f"a diagnosis, then the best remedy, again and again; each takes at most {most}"
     with Waiting("climb", budget_s, begin=begin) as line:
         more = f"; budget_s={10 * max(BUDGET, budget_s):.0f} goes further"
         return _climb(spec, leave, runs_dir, line, f"the budget of {units.seconds(budget_s)} was spent", more)

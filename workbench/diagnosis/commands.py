@@ -80,7 +80,9 @@ def first_bad(given: argparse.Namespace, knobs: Mapping[str, Any]) -> int:
     spec = RunSpec(task=given.target).replace(**rest)
     limit = f"at most {units.seconds(given.budget)}; Ctrl-C ends it with the commits that are still in doubt"
     print(
-        f"workbench: training commits from {given.good} to {given.bad} by turns with the good one, {limit} …", file=sys.stderr, flush=True
+        f"workbench: training about log2(n) of the n commits from {given.good} to {given.bad} by turns with the good one, {limit} …",
+        file=sys.stderr,
+        flush=True,
     )
     with terminated_as_interrupted():
         result = bisect(spec, good=given.good, bad=given.bad, of=given.of, steps=steps, budget_s=given.budget)

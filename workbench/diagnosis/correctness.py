@@ -119,8 +119,8 @@ def diverge(
         optimizer: with modules: takes the parameters and returns an optimizer; None = none, and a single step.
         steps: optimizer steps to compare at most.
         seed: with modules: of the random numbers.
-        budget_s: seconds to spend, about: a training that has begun is ended. Where steps take long, fewer are compared; where no time is left for fp64, or Ctrl-C comes in
-            it, the size of the first difference decides, and a note says so.
+        budget_s: seconds to spend, about: no training begins after it. Where steps take long, fewer are compared; where no time is left
+            for fp64, or Ctrl-C comes in it, the size of the first difference decides, and a note says so.
         runs_dir: where the run directories of specs of several ranks go; None = `runs` in the current folder.
 
     Raises:

@@ -177,8 +177,8 @@ def bisect(
         of: what is compared: the "time" of a step on the slowest rank, the peak "memory" of the fullest, or the "loss" after `steps`.
         steps: of each training; None = for time some seconds, else the spec's own.
         budget_s: seconds that all may take, about; the training that runs by then is ended. What is known by then, or by Ctrl-C, is
-            returned: `in_doubt` has the commits among which it is. It is half an hour, since less is of no use: each of log2(n) commits is
-            trained several times. The line that shows the progress begins with how many that are.
+            returned: `in_doubt` lists the commits that may be the first bad one. It is half an hour, since less is of no use: each of
+            log2(n) commits is trained several times. The progress line begins with how many that are.
         runs_dir: where the trainings' run directories go; None = they are deleted.
         **knobs: fields of the RunSpec to change.
 

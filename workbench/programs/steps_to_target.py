@@ -301,7 +301,6 @@ def run_trials(spec: RunSpec, order: ExperimentPlan, task: Task, run_dir: Path) 
         SpecError: a batch above the dataset, a target that the untrained model has reached, or one that the task does not measure.
         TaskError: the untrained model's loss is not a number.
     """
-    began = time.monotonic()
     runner = TrialRunner(spec, task, probe=order.probe, target=order.target.name)
     for batch in order.batches:
         runner.check(batch)
@@ -317,6 +316,7 @@ def run_trials(spec: RunSpec, order: ExperimentPlan, task: Task, run_dir: Path) 
     journal = Journal(run_dir)
     rows = [{"optimizer": o, "rule": r, "batch": b, **plan} for (o, r, b), plan in plans.items()]
     journal.begin(order, rows, spec, {optimizer: optimizer or named(options[optimizer]) for optimizer in order.optimizers})
+    began = time.monotonic()  # from when the data are loaded, which may take long
 
     def over() -> bool:
         return order.budget_s is not None and time.monotonic() - began >= order.budget_s
@@ -330,15 +330,23 @@ def run_trials(spec: RunSpec, order: ExperimentPlan, task: Task, run_dir: Path) 
             continue
         changes = {} if job.rule not in order.rules else plans[job.optimizer, job.rule, job.batch]
         warmup = plans[job.optimizer, "none", job.batch]["warmup_steps"]
-        limit = _limit_of(scheduler, journal, job, over)
+        cut = list[bool]()
+        limit = _limit_of(scheduler, journal, job, over, cut)
         trial = runner.run(job, {"warmup_steps": warmup, **changes}, order.target, limit, order.max_steps)
-        if not over() or trial.outcome != "stopped" or not journal.read():
+        if not cut or trial.outcome != "stopped" or not journal.read():
             journal.add(trial, scheduler)
 
 
-def _limit_of(scheduler: TrialScheduler, journal: Journal, job: Job, over: Callable[[], bool]) -> Callable[[], int]:
-    """Steps after which a trial ends: 0, so at once, when the budget is spent."""
-    return lambda: 0 if over() else scheduler.limit(job, journal.read())
+def _limit_of(scheduler: TrialScheduler, journal: Journal, job: Job, over: Callable[[], bool], cut: list[bool]) -> Callable[[], int]:
+    """Steps after which a trial ends: 0, so at once, when the budget is spent, which `cut` then says."""
+
+    def limit() -> int:
+        if over():
+            cut.append(True)
+            return 0
+        return scheduler.limit(job, journal.read())
+
+    return limit
 
 
 def options_of(spec: RunSpec, task: Task, optimizer: str) -> dict[str, Any]:

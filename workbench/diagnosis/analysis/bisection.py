@@ -97,7 +97,7 @@ class Bisection(display.Shown, JsonDataclass):
             return f"Nothing to find: the {what} of the bad commit is that of the good one{ends}; if it once was not, it was the machine."
         doubtful = self.in_doubt
         ends = f"{doubtful[0][:10]} to {doubtful[-1][:10]}" if len(doubtful) > 1 else doubtful[0][:10]
-        among = f" In doubt are {len(doubtful)} of {len(self.commits)} commits: {ends}." if self.kind == "unclear" else ""
+        among = f" {len(doubtful)} of {len(self.commits)} commits are still in doubt: {ends}." if self.kind == "unclear" else ""
         return f"No commit is named: {self.why}.{among}"
 
     @property

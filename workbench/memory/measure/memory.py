@@ -288,8 +288,8 @@ def recorded(
 ) -> Iterator[tuple[Recorder, Borders, Allocations, ReachableState, list[str]]]:
     """Take the steps; yields the record while everything is as the steps left it, and restores the state on leaving.
 
-    When the budget is spent, or at Ctrl-C, the record has the steps that are done, if they are enough to tell something. With several ranks,
-    who must take equally many steps, all are taken, and Ctrl-C is raised.
+    When the budget is spent, or at Ctrl-C, the record has the steps that are done, if they are enough to tell something. With several
+    ranks, who must take equally many steps, all are taken, and Ctrl-C is raised.
 
     Args:
         step: see `measure`.
