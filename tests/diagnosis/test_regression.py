@@ -413,7 +413,7 @@ def test_answers_for_programs_are_short(
     assert json.loads(capsys.readouterr().out)["why"]["owner"] == ["lr"]
     assert main([*words, "--why"]) == 1
     assert "and lr is the reason" in capsys.readouterr().out
-    assert regression.BUDGET == 600
+    assert regression.BUDGET == 60
 
 
 @pytest.mark.slow

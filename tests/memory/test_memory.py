@@ -205,7 +205,9 @@ def test_the_counters_of_a_gpu_are_exact(monkeypatch: pytest.MonkeyPatch, device
     monkeypatch.setattr(memory.dist, "is_initialized", lambda: ranks > 1)
     monkeypatch.setattr(memory.dist, "get_rank", lambda: 0)
     monkeypatch.setattr(memory.dist, "get_world_size", lambda: ranks)
-    monkeypatch.setattr(memory, "recorded", lambda *_, **__: contextlib.nullcontext((None, None, None, SimpleNamespace(models=[]), [])))
+    monkeypatch.setattr(
+        memory, "recorded", lambda *_, **__: contextlib.nullcontext((SimpleNamespace(step=0), None, None, SimpleNamespace(models=[]), []))
+    )
     monkeypatch.setattr(memory, "freed_by_collector", lambda recorder: set())
     monkeypatch.setattr(memory, "device_of", lambda models: torch.device(device))
     monkeypatch.setattr(memory, "breakdown", lambda *_, **given: seen.update(given))
@@ -413,6 +415,7 @@ def test_ranks_of_a_step_take_equally_many_whatever_their_clocks_say(monkeypatch
     monkeypatch.setattr(Waiting, "seconds", property(lambda self: now[0]))
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda group=None: 2)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda group=None: 0)
     model = perceptron()
     inner = stepping(model, adam(model))
 

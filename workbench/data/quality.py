@@ -429,6 +429,8 @@ def _with_pictures(groups: list[Group], sources: Mapping[str, Source]) -> list[G
 
 def _small(source: Source, index: int) -> str:
     """A small JPEG as base64; "" = it is no picture, or cannot be read again."""
+    if source.format == "iterable":  # has no random access, and to find its length would be to read it
+        return ""
     with contextlib.suppress(Exception):
         _, value = _payload(source[index])
         image = _decoded(value) if isinstance(value, bytes) else _as_picture(np.asarray(value))
