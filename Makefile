@@ -57,7 +57,7 @@ $(STAMP): pyproject.toml constraints.txt requirements.lock
 	@"$(PYTHON)" -m venv $(VENV) || \
 	  { rm -rf $(VENV); echo "This Python cannot make virtual environments. Debian: apt-get install python3-venv"; exit 1; }
 	@# torch, which the lock leaves to pip, beside the rest, which uv installs in seconds and pip, where uv cannot, in a minute
-	@$(PIP) --no-deps -c constraints.txt torch & torch=$$!; \
+	@$(PIP) --no-deps -c constraints.txt torch & torch=$$!; trap 'kill $$torch 2> /dev/null; exit 130' INT TERM; \
 	  echo 'setup: torch, and the $(shell grep -c == requirements.lock) packages of requirements.lock: a few minutes, 2.4 GB'; \
 	  { $(PIP) uv==$(UV) && $(BIN)/uv pip install --quiet --python $(BIN)/python $(LOCKED); } || \
 	  { echo 'setup: uv could not install them (it says why above), so pip does it: some minutes more'; $(PIP) $(LOCKED); } || \

@@ -46,6 +46,7 @@ BENCHMARKS = {
     "hangs": Benchmark(),
     "pipeline_time": Benchmark(),
     "planted_numerics": Benchmark(),
+    "planted_sanity": Benchmark(),
     "random_kills": Benchmark(),
     "checkpoints": Benchmark(),
     "loss_equality": Benchmark(),

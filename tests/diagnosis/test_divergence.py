@@ -191,7 +191,7 @@ def test_dropout_in_another_order_is_random() -> None:
 
 
 @pytest.mark.parametrize(
-    ("stop", "said"), [(TimeoutError, "the budget ended; a larger budget_s="), (KeyboardInterrupt, "stopped by Ctrl-C")]
+    ("stop", "said"), [(measure.OutOfTime, "the budget ended; a larger budget_s="), (KeyboardInterrupt, "stopped by Ctrl-C")]
 )
 def test_where_no_time_is_left_for_fp64_the_size_of_the_first_difference_decides(stop: type[BaseException], said: str) -> None:
     def pair(approximate: str) -> measure.Pair:
@@ -203,7 +203,7 @@ def test_where_no_time_is_left_for_fp64_the_size_of_the_first_difference_decides
     def run(which: int, double: bool, steps: int, enough: Callable[[], bool]) -> Any:
         if double:
             raise stop
-        left[0] -= 60.0 if stop is TimeoutError else 1.0
+        left[0] -= 60.0 if stop is measure.OutOfTime else 1.0
         return measure.of_pair(pairs[which], 0, steps, double, enough)
 
     found = measure.compare(("a", "b"), run, lambda now, known: told.append(now), left=lambda: left[0])

@@ -235,7 +235,7 @@ def test_accumulation_gives_tuples() -> None:
         for batch in batches:
             training.step(batch)
 
-    evidence = experiment(step, DataLoader(Samples(), batch_size=4), accumulation=3, budget_s=20)
+    evidence = experiment(step, DataLoader(Samples(), batch_size=4), accumulation=3, budget_s=8)
     assert (evidence.accumulation, evidence.samples) == (3, 12.0)
     assert evidence.arms["doubled"].samples == 2
     assert not lengths
@@ -311,7 +311,7 @@ def test_an_arm_that_cannot_be_tried_is_noted() -> None:
             raise RuntimeError("four samples and no more")
         training.step(batch)
 
-    evidence = experiment(step, DataLoader(Samples(), batch_size=4), budget_s=20)
+    evidence = experiment(step, DataLoader(Samples(), batch_size=4), budget_s=8)
     assert "doubled" not in evidence.arms
     assert any("doubled could not be tried: RuntimeError: four samples and no more" in note for note in evidence.notes)
     assert "no_optimizer" in evidence.arms

@@ -207,6 +207,7 @@ def _workload(counted: Mapping[str, _Counted], precision: str, target: Any, note
         micro_batches=sorted(set.intersection(*(set(step.peaks) for step in counted.values()))),
         precision=precision,
         spec=target if isinstance(target, RunSpec) else None,
+        clips=isinstance(target, RunSpec) and target.clip_grad_norm is not None,
         notes=(
             "counted by fake runs on one rank, operators at the roofline of the GPU; tensor and pipeline parallelism are planned for "
             f"a Transformer only; no step is faster than the host launches the {first.operators:,} operators of each micro-batch "

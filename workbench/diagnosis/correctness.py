@@ -164,6 +164,7 @@ def diverge(
         def run(which: int, double: bool, steps: int, enough: Callable[[], bool]) -> Any:
             spec, task = trainings[which]
             if spec.world_size == 1 and spec.parallel == "ddp":
+                in_time(double)
                 return measure.of_spec(spec, task, steps, double, enough)
             if which not in launched:
                 path = run_recording(spec, steps=steps, runs_dir=runs_dir, tick=tick).path
@@ -181,6 +182,7 @@ def diverge(
         made = [measure.Pair(model, its, loss, optimizer) for model, its in pairs]
 
         def run(which: int, double: bool, steps: int, enough: Callable[[], bool]) -> Any:
+            in_time(double)
             return measure.of_pair(made[which], seed, steps, double, enough)
 
         names = [type(model).__name__ for model, _ in pairs]
@@ -193,6 +195,10 @@ def diverge(
                 text = f"diverge: the budget of {budget_s:g} s ended while the ranks were recorded, and nothing is known"
                 raise TimeoutError(f"{text}; try budget_s={5 * budget_s:g}")
 
+        def in_time(double: bool) -> None:
+            if double and line.left <= 0:
+                raise measure.OutOfTime
+
         return measure.compare((names[0], names[1]), run, line.say, steps=steps, left=lambda: line.left)
 
 
@@ -202,9 +208,9 @@ def replay(run: Run | str | os.PathLike[str], step: int | None = None, *, budget
 
     The run is repeated in this process from the nearest checkpoint before the step, or from its first step, with the samples of all ranks
     and the same random numbers; ranks that shared the model (`parallel`, `tensor_parallel`, `pipeline_parallel`) become one whole model
-    here. In a pipeline, however, dropout draws other random numbers than it did in the run. Then the step is
-    taken as it was, in a higher precision, with a tenth of the learning rate, with the batch of a later step, and without each of its
-    samples. Where the weights were bad already, the steps before it are looked at.
+    here. In a pipeline, however, dropout draws other random numbers than it did in the run. Then the step is taken as it was, in a higher
+    precision, with a tenth of the learning rate, with the batch of a later step, and without each of its samples. Where the weights were
+    bad already, the steps before it are looked at.
 
     Args:
         run: of a RunSpec, or its directory. Its task's code runs here.

@@ -114,7 +114,7 @@ def _experiment(
     result: dict[str, Any], swaps: Swaps, runs: tuple[Run, Run], what: Measured, budget_s: float, runs_dir: str | os.PathLike[str] | None
 ) -> WhatChanged:
     of, named, last = result["of"], {change.name: change for change in swaps.changes}, dict[Changes, Run]()
-    begin = f"run A as it was, beside it with {f'{len(named)} differences of run B' if named else 'none of run B'}, {what.steps} steps each"
+    begin = f"run A as it was, beside it with {f'{several(len(named), "difference")} of run B' if named else 'none of run B'}, {what.steps} steps each"
     with (
         Waiting("what_changed", budget_s, begin=begin) as line,
         Reruns(what, runs_dir=runs_dir, tick=line.tick, left=lambda: line.left) as made,
@@ -177,7 +177,7 @@ def bisect(
         of: what is compared: the "time" of a step on the slowest rank, the peak "memory" of the fullest, or the "loss" after `steps`.
         steps: of each training; None = for time some seconds, else the spec's own.
         budget_s: seconds that all may take, about; the training that runs by then is ended. What is known by then, or by Ctrl-C, is
-            returned: `in_doubt` lists the commits that may be the first bad one. It is half an hour, since less is of no use: each of
+            returned: `in_doubt` lists the commits that may be the first bad one. It is half an hour, since less is rarely enough: each of
             log2(n) commits is trained several times. The progress line begins with how many that are.
         runs_dir: where the trainings' run directories go; None = they are deleted.
         **knobs: fields of the RunSpec to change.
@@ -223,10 +223,11 @@ def bisect(
         def judged(trained: Sequence[Rerun]) -> Decision:
             if trained:
                 doubtful = len(bisection.in_doubt(trained, commits, USUAL[of]))
-                known[0] = f"{several(len(trained), 'training')}, {doubtful} of {len(commits)} commits are in doubt"
+                known[0] = f"{several(len(trained), 'training')}, in doubt: {doubtful} of {several(len(commits), 'commit')}"
             return bisection.decide(trained, commits, USUAL[of])
 
         reruns, decision, more = search(measure, judged, left=lambda: line.left, more=_more(budget_s, "goes further"))
+        more = () if line.left == 0 and notes else more  # which say already why nothing was tried
     named = {*decision.owner, first, commits[-1], *(name for rerun in reruns for name in rerun.changes)}
     named |= {commits[place - 1] for each in decision.owner if (place := commits.index(each))}
     listed = [Commit(id=each, subject=worktrees.subject_of(folder, each) if each in named else "") for each in (first, *commits)]
@@ -290,13 +291,13 @@ def search(
                     reruns.append(Rerun(changes=changes, value=math.nan, error=str(error).splitlines()[0]))
                     break
     except KeyboardInterrupt:
-        notes = (f"{INTERRUPTED} after {len(reruns)} trainings",)
+        notes = (f"{INTERRUPTED} after {several(len(reruns), 'training')}",)
         decision = decide(reruns)
     except BudgetError:
         notes = (f"the budget ended training {len(reruns) + 1}{more}",)
         decision = decide(reruns)
     if decision.kind == "measure":
-        decision = Decision(kind="unclear", why=f"{len(reruns)} trainings were too few")
+        decision = Decision(kind="unclear", why=f"{several(len(reruns), 'training')} told too little")
     return tuple(reruns), decision, notes
 
 

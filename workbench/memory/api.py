@@ -330,7 +330,7 @@ def measure_memory(
         steps: how many are taken; None = 3.
         budget_s: seconds to spend at most, the start of a launch included; no step begins later, but one is taken at least. After it, and
             at Ctrl-C, the breakdown is of the steps that are done by then, and a note says so; where that is none, the KeyboardInterrupt
-            says so.
+            says so. A step that is called on several ranks takes all its steps, as the ranks have to agree.
         runs_dir: with a spec: where its run directory goes; None = `runs` in the current folder.
 
     Returns:
@@ -377,7 +377,7 @@ def find_leaks(
         optimizer: the optimizer, or several; None = found as well.
         steps: how many are taken, at least 5: what is allocated in a step and still alive two steps later is suspected.
         budget_s: seconds to spend at most; no step begins later. After it, and at Ctrl-C, the steps by then are judged, if they are five;
-            if not, a ValueError or the KeyboardInterrupt says so.
+            if not, a ValueError or the KeyboardInterrupt says so. Called on several ranks, all steps are taken.
 
     Raises:
         ValueError: what was given cannot be measured; the message says why.

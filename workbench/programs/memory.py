@@ -66,7 +66,7 @@ def record_memory(assignment: Assignment) -> dict[str, Any]:
         recorder,
         borders,
         truth,
-        title=f"{label(spec.task)}, {recorder.step + 1} steps",
+        title=f"{label(spec.task)}, {several(recorder.step + 1, 'step')}",
         notes=[f"{cut} after {recorder.step + 1} of {steps} steps{UNSEEN * (not recorder.step)}"] if cut else [],
         device=ranks.device,
         rank=ranks.rank,

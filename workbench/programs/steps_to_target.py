@@ -333,8 +333,11 @@ def run_trials(spec: RunSpec, order: ExperimentPlan, task: Task, run_dir: Path) 
         cut = list[bool]()
         limit = _limit_of(scheduler, journal, job, over, cut)
         trial = runner.run(job, {"warmup_steps": warmup, **changes}, order.target, limit, order.max_steps)
-        if not cut or trial.outcome != "stopped" or not journal.read():
-            journal.add(trial, scheduler)
+        if cut and trial.outcome == "stopped":
+            if journal.read():
+                break
+            trial = dataclasses.replace(trial, outcome="cut")
+        journal.add(trial, scheduler)
 
 
 def _limit_of(scheduler: TrialScheduler, journal: Journal, job: Job, over: Callable[[], bool], cut: list[bool]) -> Callable[[], int]:

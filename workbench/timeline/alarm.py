@@ -155,7 +155,8 @@ class StepAlarm:
         for block in blocks_of(rows, losses, self._memory() if self._memory is not None else math.nan):
             changes = self._points.add_blocks(self._step, block[None])
             self._step += BLOCK
-            told += [self._as_told(change, 0.0) for change in changes if change.series == "loss"]
+            followed = self._losses is not None
+            told += [self._as_told(change, 0.0) for change in changes if change.series == "loss" and followed]
             self._pending += [(self._step - 1, change) for change in changes if change.series != "loss"]
             if self._pending and self._step - self._pending[0][0] > HELD * BLOCK:
                 told += self._explained()

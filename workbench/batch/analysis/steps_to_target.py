@@ -184,7 +184,8 @@ def notes_of(trials: Sequence[Trial], target: Target, planned: int) -> tuple[str
             'try a learning rate 100 times smaller (lr=), clip_grad_norm=1.0, or precision="fp32"'
         )
     elif not any(trial.steps is not None for trial in trials):
-        notes.append(_never(trials, target))
+        cut = [units.count(trial.after) for trial in trials if trial.outcome == "cut"]
+        notes.append(f"the budget ended after {', '.join(cut)} steps, before {target} was reached" if cut else _never(trials, target))
     elif missed := sorted({trial.batch for trial in trials} - {trial.batch for trial in trials if trial.steps is not None}):
         notes.append(f"not reached at batch {', '.join(map(units.count, missed))}")
     if len(trials) < planned:

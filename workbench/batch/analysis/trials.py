@@ -13,8 +13,9 @@ from typing import Any, Literal
 from workbench.core import units
 from workbench.core.codec import JsonDataclass
 
-Outcome = Literal["reached", "stopped", "diverged", "capped"]
-"""How a trial ended: at the target; given up, much slower than the best; NaN, infinite or far above its start; or at the most steps."""
+Outcome = Literal["reached", "stopped", "diverged", "capped", "cut"]
+"""How a trial ended: at the target; given up, much slower than the best; NaN, infinite or far above its start; at the most steps; or with
+the budget."""
 
 TUNED = "tuned"
 """Rule of learning rates from a search."""
@@ -298,7 +299,7 @@ class TrialScheduler:
                 yield next_job
                 if seed == 0 and self.order.patience is not None:
                     return  # if it is hopeless, so are the others
-            elif trial.steps is None and self.order.patience is not None:
+            elif trial.steps is None and trial.outcome != "cut" and self.order.patience is not None:
                 return
 
 

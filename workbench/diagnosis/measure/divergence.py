@@ -29,6 +29,10 @@ Say = Callable[[str, str], object]
 Enough = Callable[[], bool]
 
 
+class OutOfTime(Exception):
+    """The budget ended before a training in fp64."""
+
+
 @dataclass(frozen=True)
 class Pair:
     """A model and a batch, with what makes a loss of them."""
@@ -177,7 +181,7 @@ def compare(
 
     Args:
         names: of the two.
-        run: (0 or 1, in fp64?, steps, is that enough?) → what that training computes.
+        run: (0 or 1, in fp64?, steps, is that enough?) → what that training computes; may raise OutOfTime in fp64.
         say: told what comes now, and what is known.
         steps: of each training, at most.
         left: seconds that are left. The first training may take a quarter of them, and all take as many steps.
@@ -207,12 +211,7 @@ def compare(
         return dataclasses.replace(result, verdict="start", exact=None)
     say("both in fp64", f"they differ from step {seen.step}, {seen.phase} on")
     try:
-        if left() <= 0:
-            raise TimeoutError
-        exact_first = run(0, True, taken, lambda: False)
-        if left() <= 0:
-            raise TimeoutError
-        exact_second = run(1, True, taken, lambda: False)
+        exact_first, exact_second = run(0, True, taken, lambda: False), run(1, True, taken, lambda: False)
     except (Exception, KeyboardInterrupt) as error:
         usual = torch.finfo(torch.float32).eps * 1e3
         verdict = "bug" if seen.difference > usual else "rounding"
@@ -220,7 +219,7 @@ def compare(
             INTERRUPTED
             if isinstance(error, KeyboardInterrupt)
             else "the budget ended; a larger budget_s= tells rounding from a bug"
-            if isinstance(error, TimeoutError)
+            if isinstance(error, OutOfTime)
             else f"{type(error).__name__}: {error!s:.120}"
         )
         note = f"not run in fp64 ({why}): judged by the size of the first difference alone"

@@ -329,7 +329,7 @@ def left_behind(log: MemoryLog, but: Collection[int] = ()) -> dict[int, list[int
         log: of the steps.
         but: records that are not meant: those of what lived before.
     """
-    last = max((mark.step for mark in log.marks), default=0)
+    last = max((mark.step for mark in log.marks if mark.phase == "end"), default=0)  # one that Ctrl-C ended is none
     left: dict[int, list[int]] = {step: [] for step in range(1, last - OLD + 1)}
     for index, record in enumerate(log.records):
         if record.step in left and record.freed_at is None and record.size and record.category not in _TO_STAY and index not in but:

@@ -265,7 +265,7 @@ def measure(
         recorder,
         borders,
         truth,
-        title=f"{name_of(step)}, {recorder.step + 1} steps",
+        title=f"{name_of(step)}, {several(recorder.step + 1, 'step')}",
         device=device,
         rank=dist.get_rank() if parallel else 0,
         world_size=dist.get_world_size() if parallel else 1,

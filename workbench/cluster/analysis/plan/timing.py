@@ -82,8 +82,8 @@ def seconds(workload: Workload, layouts: Layouts, rates: HardwareRates, per_node
     """Seconds of a step of each layout.
 
     Computing: FLOPs over what a GPU achieves; under tensor parallelism what it does not split, at the memory's bandwidth; no less than what
-    the host takes to launch the operators of a micro-batch, however small; clipping, which trainings of such sizes have, and the
-    optimizer's step at the memory's bandwidth, as adding up gradients where operators of their own do (`Workload.adds_gradients`).
+    the host takes to launch the operators of a micro-batch, however small; the optimizer's step, clipping
+    (`Workload.clips`), and adding up gradients where operators of their own do (`Workload.adds_gradients`), at the memory's bandwidth.
     Tensor parallelism: the all-reduces of every micro-batch, as rings in a node, all exposed (Shoeybi et al. 2019). Pipelines: (p−1)/(m
     v) of both (Narayanan et al. 2021), and one message per boundary, chunk and direction. Data parallelism, per micro-batch with ZeRO-2
     and 3, else once a step: what the backward of that micro-batch does not hide, and at least its last bucket or layer
@@ -221,7 +221,7 @@ def tree_or_ring(ranks: Ints, size: Floats, link: Link, pieces: Floats | float =
 
 def _update(workload: Workload, layouts: Layouts, rates: HardwareRates) -> Floats:
     alone = layouts.sharing == SHARINGS.index("ddp")
-    bytes_ = UPDATE + CLIP * workload.states[1]
+    bytes_ = UPDATE + CLIP * workload.states[1] * workload.clips
     updated: Floats = _own(workload, layouts) / np.where(alone, 1, layouts.shard) * bytes_ / rates.memory
     return updated
 

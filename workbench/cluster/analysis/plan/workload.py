@@ -77,9 +77,12 @@ class Workload:
     """Does ZeRO-1 reduce all gradients on every rank, and gather new weights at once? nanotron's does."""
     overlapped: bool = True
     """Are gradients reduced while the backward goes on, where weights are whole? Else after it."""
+    clips: bool = True
+    """Is the norm of all gradients clipped, as trainings of language models do?"""
     adds_gradients: bool = False
     """Are gradients of micro-batches added up by operators of their own, as in eager PyTorch? In Megatron the products that make them do
-    so (gradient_accumulation_fusion), and what they read and write hides behind their computing."""
+    so (gradient_accumulation_fusion), and what they read and write hides behind their computing. For programs counted by dry runs it is
+    left out."""
     tied: float = 0.0
     """Parameters of an embedding that is the output layer, too: the first and the last stage both have it."""
     tensors: Sequence[int] = (1,)
