@@ -114,7 +114,8 @@ def _experiment(
     result: dict[str, Any], swaps: Swaps, runs: tuple[Run, Run], what: Measured, budget_s: float, runs_dir: str | os.PathLike[str] | None
 ) -> WhatChanged:
     of, named, last = result["of"], {change.name: change for change in swaps.changes}, dict[Changes, Run]()
-    begin = f"run A as it was, beside it with {f'{several(len(named), "difference")} of run B' if named else 'none of run B'}, {what.steps} steps each"
+    others = several(len(named), "difference") if named else "none"
+    begin = f"run A as it was, beside it with {others} of run B, {what.steps} steps each"
     with (
         Waiting("what_changed", budget_s, begin=begin) as line,
         Reruns(what, runs_dir=runs_dir, tick=line.tick, left=lambda: line.left) as made,
