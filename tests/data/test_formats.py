@@ -267,6 +267,7 @@ def test_manifest_and_index_of_a_server_are_fetched_in_one_round(tmp_path: Path,
     monkeypatch.setattr(type(memory), "cat_ranges", counted)
     source = wb.data.open_source("memory://together")
     assert rounds == [["memory://together/manifest.json", "memory://together/index.npz"]]
+    assert source.storage._made, "connected where it is opened, not anew in a thread that reads"
     assert digest_of(source) == EXPECTED
     memory.rm("/together/index.npz")
     with pytest.raises(DataMissingError, match=r"memory://together/index\.npz is missing"):

@@ -170,6 +170,7 @@ class Storage:
         """
         if self.remote:
             if (whole := _fetched.get().get(self.path(name))) is not None:
+                self.file_system  # noqa: B018 - made now: fsspec has one, with connections of its own, for each thread that asks for it
                 if isinstance(whole, FileNotFoundError):
                     raise self._missing(name) from None
                 if isinstance(whole, Exception):
