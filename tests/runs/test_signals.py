@@ -1,6 +1,7 @@
 """The right culprit under signals: to any rank, to torchrun, the guard and the launching program, alone and together, all of them sent."""
 
 import contextlib
+import itertools
 import os
 import re
 import signal
@@ -57,15 +58,11 @@ def expected(sent: Sent) -> list[str]:
 
 
 ALONE: list[Sent] = [
-    *[(("torchrun", name),) for name in ("KILL", "TERM", "INT", "SEGV")],
-    *[(("guard", name),) for name in ("KILL", "TERM", "INT")],
-    *[(("launching program", name),) for name in ("KILL", "INT")],
-    *[(("rank 0", "INT"),), (("rank 1", "TERM"),), (("rank 1", "SEGV"),)],
+    ((whom, name),)
+    for whom, name in itertools.product(("rank 0", "rank 1", "torchrun", "guard", "launching program"), ("KILL", "TERM", "INT", "SEGV"))
 ]
-BY_GLOO: list[Sent] = [(("rank 1", "KILL"),), (("rank 0", "TERM"),), (("rank 0", "SEGV"),)]
-"""The other rank learns of it in another way, and may end first."""
 TOGETHER: list[Sent] = [
-    (("rank 0", "KILL"), ("rank 1", "KILL")),
+    *[(("rank 0", name), ("rank 1", name)) for name in ("KILL", "TERM", "INT", "SEGV")],
     (("rank 1", "TERM"), ("torchrun", "TERM")),
     (("torchrun", "TERM"), ("rank 0", "KILL")),
     (("rank 0", "SEGV"), ("torchrun", "INT")),
@@ -75,6 +72,7 @@ TOGETHER: list[Sent] = [
     (("rank 0", "TERM"), ("launching program", "KILL")),
     (("rank 1", "TERM"), ("rank 0", "KILL")),
 ]
+BY_GLOO: list[Sent] = [((whom, name),) for whom, name in itertools.product(("rank 0", "rank 1"), ("KILL", "TERM", "INT", "SEGV"))]
 
 
 def told(sent: Sent, way: str, folder: Path) -> str:
@@ -130,5 +128,5 @@ def check(trials: list[tuple[Sent, str]], tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_right_culprit_of_24_signals(tmp_path: Path) -> None:
+def test_the_right_culprit_of_40_signals(tmp_path: Path) -> None:
     check([*((sent, "socket") for sent in [*ALONE, *TOGETHER]), *((sent, "gloo") for sent in BY_GLOO)], tmp_path)
