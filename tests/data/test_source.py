@@ -63,7 +63,7 @@ def test_links_and_names_that_collide_are_refused(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataMissingError, match="no file with an extension"):
         wb.data.open_source(tmp_path / "empty")
-    with pytest.raises(DataMissingError, match=r"there is nothing at .*beside it are empty, in"):
+    with pytest.raises(DataMissingError, match=r"there is nothing at '/.*'; beside it are empty, in"):
         wb.data.open_source(tmp_path / "missing")
     with pytest.raises(ValueError, match="format='tra': allowed are"):
         wb.data.open_source(tmp_path, format="tra")

@@ -82,7 +82,7 @@ def checked_key(key: str, *, dots: bool = True) -> str:
         else ""
     )
     if why:
-        raise UnsafeNameError(f"the key {shown(key):.90} {why}: a relative path such as 'cats/0001' is allowed; try keys=\"number\"")
+        raise UnsafeNameError(f"the key {key!r:.90} {why}: a relative path such as 'cats/0001' is allowed; try keys=\"number\"")
     return name
 
 

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from workbench.core.checks import shown
 from workbench.data.sample import UnsafeNameError
 
 OPEN_FILES = 256
@@ -109,7 +108,7 @@ class Storage:
             UnsafeNameError: the name leads out of the folder.
         """
         if name.startswith("/") or ".." in name.split("/") or "\0" in name:
-            raise UnsafeNameError(f"{shown(name):.90} leads out of {self.root}: names of files below that folder are allowed")
+            raise UnsafeNameError(f"{name!r:.90} leads out of {self.root}: names of files below that folder are allowed")
         return f"{self.root}/{name}" if name else self.root
 
     # --- what is there

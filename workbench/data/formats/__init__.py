@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from workbench.core.checks import choice, shown
+from workbench.core.checks import choice
 from workbench.data.manifest import MANIFEST
 from workbench.data.sample import Sample
 from workbench.data.source import Source
@@ -88,7 +88,7 @@ def find_format(path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
     if not storage.exists():
         close = sorted(glob.glob(f"{glob.escape(os.path.dirname(text) or '.')}/*"))[:5] if not storage.remote else []
         beside = f"; beside it are {', '.join(os.path.basename(name) for name in close)}" if close else ""
-        raise DataMissingError(f"there is nothing at {shown(text):.200}{beside}")
+        raise DataMissingError(f"there is nothing at {text!r:.200}{beside}")
     if storage.is_file():
         raise ValueError(f"{text}: no format is known for its name; known are {', '.join(sorted(by_extension))}, or give format=")
     if not storage.remote and storage.exists(MANIFEST) and (told := _in_manifest(storage)) in FORMATS:

@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 
-from workbench.core.checks import shown
 from workbench.data.formats.indexed import IndexedSource, truncated
 from workbench.data.manifest import Index, Rows, load_index
 from workbench.data.sample import (
@@ -112,7 +111,7 @@ class TarSource(IndexedSource):
                 yield truncated(self, first + row, max(0, len(data) - offsets[row][0]))
             else:
                 place = f"{self.where(first + row)} are not those that were written"
-                yield corrupt(f"sample {first + row} ({shown(key):.90}), field {damage!r}: {place}; restore the file", sample)
+                yield corrupt(f"sample {first + row} ({key!r:.90}), field {damage!r}: {place}; restore the file", sample)
 
 
 def _shards(path: Any, options: Mapping[str, Any] | None) -> tuple[str, list[str] | None]:
@@ -236,7 +235,7 @@ def members(storage: Storage, name: str) -> Iterator[tuple[str, int, int]]:
         if kind not in (b"0", b"\0", b"7"):
             continue
         if member.startswith("/") or ".." in member.split("/"):
-            raise UnsafeNameError(f"{path} has a file {shown(member):.90}, which leads out of the folder; it is not read")
+            raise UnsafeNameError(f"{path} has a file {member!r:.90}, which leads out of the folder; it is not read")
         yield member, start, length
 
 
