@@ -26,6 +26,8 @@ AGAIN := --reruns 1 --reruns-delay 1
 THREE := -n 3 --dist loadfile --no-loadscope-reorder
 # each has a JupyterLab, a Chromium and a page of its own: beside other tests, which take longer anyway, one is enough
 AT_ONCE = -n 2 --maxschedchunk 1
+# a shell lets Ctrl-C pass by what it starts beside itself
+INTERRUPTED := env --default-signal=INT
 # the slow ones wait more
 FOUR := -n 4 --dist loadfile --no-loadscope-reorder
 # files in which some tests have a mark: to collect them all takes seconds
@@ -37,12 +39,12 @@ GIVEN = $(if $(filter-out file,$(origin PYTHON)),$(PYTHON),$(if $(wildcard $(STA
 CAN_TEST = @"$(GIVEN)" -c 'import torch, numpy, msgspec, scipy, pandas, matplotlib, PIL, pytest' || { \
   echo 'The last line above names a package that $(GIVEN) lacks, and the tests need.'; \
   echo 'Try: $(GIVEN) -m pip install -e . pytest, or another Python: make $@ PYTHON=/path/to/python, or make setup'; exit 1; }
-test test-slow test-core unit unit-browser together alone slow slow-alone notebooks slow-notebooks browser refresh bench coverage: export OMP_NUM_THREADS = 1
+test test-slow test-core unit at-once beside together alone slow slow-alone notebooks slow-notebooks browser refresh bench coverage: export OMP_NUM_THREADS = 1
 # where it is set, as in many containers, each of a thousand processes compiles all that it imports
 export PYTHONDONTWRITEBYTECODE =
 export KINETO_LOG_LEVEL ?= 6
 
-.PHONY: help setup lab docs test test-slow lint lint-docs architecture unit unit-browser together alone slow slow-alone notebooks slow-notebooks browser test-gpu test-core gpu-check audit lock student refresh bench coverage format clean
+.PHONY: help setup lab docs test test-slow lint lint-docs architecture unit at-once beside together alone slow slow-alone notebooks slow-notebooks browser test-gpu test-core gpu-check audit lock student refresh bench coverage format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -85,7 +87,7 @@ lab: setup ## open JupyterLab on the start page of the course (ARGS=--no-browser
 docs: setup ## build the documentation as a site, build/docs/site/index.html; broken links are errors
 	$(BIN)/python docs/make_site.py $(ARGS)
 
-test: lint-docs unit-browser alone notebooks ## all but what is slow (CI runs this, then test-slow)
+test: lint-docs at-once alone ## all but what is slow (CI runs this, then test-slow)
 	@echo "all of make test passed"
 
 test-slow: slow slow-alone slow-notebooks ## what judges statistics or takes minutes
@@ -98,7 +100,7 @@ lint: $(STAMP) ## ruff (code and notebooks) and mypy --strict
 
 lint-docs: $(STAMP) ## both at once: mypy keeps one core busy, the other compiles what was installed and builds the documentation
 	@echo 'lint-docs: ruff and mypy, and beside them the documentation, whose output follows: a minute or two'
-	@mkdir -p build; $(MAKE) --no-print-directory docs > build/docs.log 2>&1 & docs=$$!; \
+	@mkdir -p build; $(INTERRUPTED) $(MAKE) --no-print-directory docs > build/docs.log 2>&1 & docs=$$!; \
 	  $(MAKE) --no-print-directory lint && linted=0 || linted=$$?; \
 	  wait $$docs && built=0 || built=$$?; cat build/docs.log; exit $$((linted || built))
 
@@ -107,11 +109,15 @@ architecture: ## print packages, files, circles and upward imports, and what bre
 
 unit: together alone ## library, process and documentation tests
 
-unit-browser: setup ## what may run beside others, and the browser, which half of the time waits: both at once
-	@echo 'unit-browser: the tests, and beside them those in a browser, whose output follows: many minutes'
-	@mkdir -p build; $(MAKE) --no-print-directory browser AT_ONCE= > build/browser.log 2>&1 & browser=$$!; \
+at-once: setup ## what may run beside others: the tests, and beside them the browser and then the notebooks, which wait half of the time
+	@echo 'at-once: the tests, and beside them the browser and the notebooks, whose output follows: many minutes'
+	@mkdir -p build; $(INTERRUPTED) $(MAKE) --no-print-directory beside > build/beside.log 2>&1 & beside=$$!; \
 	  $(MAKE) --no-print-directory together && unit=0 || unit=$$?; \
-	  wait $$browser && shown=0 || shown=$$?; cat build/browser.log; exit $$((unit || shown))
+	  wait $$beside && others=0 || others=$$?; cat build/beside.log; exit $$((unit || others))
+
+beside: ## the browser, then the notebooks, one at a time
+	@$(MAKE) --no-print-directory browser AT_ONCE= && shown=0 || shown=$$?; \
+	  $(MAKE) --no-print-directory notebooks ARGS="-n 1 $(ARGS)" && executed=0 || executed=$$?; exit $$((shown || executed))
 
 together: setup ## of these, what may run beside others
 	$(PYTEST) -m "not gpu and not browser and not alone and not slow" $(if $(ARGS),,--ignore=tests/browser --ignore=tests/gpu) $(THREE) $(AGAIN) --durations=10 $(ARGS) $(CHOSEN)
@@ -127,14 +133,14 @@ slow-alone: setup ## of the slow tests, what judges times
 	$(PYTEST) -m "slow and alone" $(call MARKED,alone) $(AGAIN) --durations=10 $(ARGS) $(CHOSEN)
 
 notebooks: setup ## execute the notebooks and compare what they show (strict nbval)
-	@echo 'notebooks: executing them, two at a time'
+	@echo 'notebooks: executing them'
 	$(BIN)/python -m tests.notebooks $(ARGS)
 
 slow-notebooks: setup ## execute those that take minutes or judge times by experiment
 	$(BIN)/python -m tests.notebooks --slow $(ARGS)
 
 browser: setup ## drive JupyterLab in Chromium; screenshots in shots/
-	$(PYTEST) -m browser tests/browser $(AT_ONCE) $(AGAIN) $(ARGS)
+	$(PYTEST) -m browser tests/browser $(AT_ONCE) $(AGAIN) $(ARGS) $(CHOSEN)
 
 test-gpu: ## the tests that need an NVIDIA GPU, with whatever Python has torch (PYTHON=…)
 	$(CAN_TEST)

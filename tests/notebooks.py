@@ -18,7 +18,9 @@ from tests.conftest import LEFT
 from tests.forked import Forks
 
 ROOT = Path(__file__).parents[1]
-NBVAL = ["-p", "tests.conftest", "--nbval", "--nbval-cell-timeout", "300", "--nbval-sanitize-with", "tests/nbval.cfg"]
+CACHE = "build/notebooks-cache"
+"""pytest's, and not that of the tests that run beside them."""
+NBVAL = ["-p", "tests.conftest", "-o", f"cache_dir={CACHE}", "--nbval", "--nbval-cell-timeout", "300", "--nbval-sanitize-with", "tests/nbval.cfg"]
 TWO_AT_A_TIME = ["-n", "2", "--dist", "loadfile", "--no-loadscope-reorder"]
 SLOW = ("04_", "07_", "12_", "06_", "17_", "16_", "09_", "05_", "11_", "15_", "10_")
 """Prefixes of the slow notebooks, longest first."""
@@ -38,7 +40,7 @@ QUICK = {
 }
 """How the name of a notebook begins → what a reader has time for → what a test has."""
 COPIES = ROOT / "build/notebooks"
-LAST_FAILED = ROOT / ".pytest_cache/v/cache/lastfailed"
+LAST_FAILED = ROOT / CACHE / "v/cache/lastfailed"
 NOTHING_CHOSEN = 5
 """pytest's exit status where the arguments choose nothing of these."""
 

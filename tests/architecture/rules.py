@@ -111,6 +111,11 @@ class Tree:
         return tree
 
     @cached_property
+    def nodes(self) -> dict[str, list[tuple[ast.AST, bool]]]:
+        """File → every node of it, and whether loading the module passes it by."""
+        return {path: list(_nodes(module)) for path, module in self.files.items()}
+
+    @cached_property
     def imports(self) -> list[Import]:
         """Every import of every file, wherever in it."""
         return [found for path in self.files for found in _imports(self, path)]
@@ -173,6 +178,11 @@ def _nodes(node: ast.AST, deferred: bool = False) -> Iterator[tuple[ast.AST, boo
         yield from _nodes(child, deferred or function or typing)
 
 
+def _name(function: ast.expr) -> str:
+    """The name that a function is called by, without where it comes from."""
+    return str(getattr(function, "attr", getattr(function, "id", "")))
+
+
 def _module(path: str, node: ast.ImportFrom) -> str:
     """The absolute name of the module in `from … import`."""
     if not node.level:
@@ -203,12 +213,12 @@ def _imports(tree: Tree, path: str) -> Iterator[Import]:
         target, name = tree.resolve(module, name)
         return Import(path, target or module, tree.origin(target, name) or module, name, line, True, deferred)
 
-    for node, deferred in _nodes(tree.files[path]):
+    for node, deferred in tree.nodes[path]:
         if isinstance(node, ast.Import):
             yield from (imported(alias.name, "", node.lineno, deferred) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             yield from (imported(_module(path, node), alias.name, node.lineno, deferred) for alias in node.names)
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "__import__")) and path not in LATE:
+        elif isinstance(node, ast.Call) and _name(node.func) in ("import_module", "__import__") and path not in LATE:
             names = [argument.value for argument in node.args[:1] if isinstance(argument, ast.Constant)]
             yield from (imported(str(name), "", node.lineno, True) for name in names)
 
@@ -265,8 +275,8 @@ def circles(tree: Tree) -> Iterator[str]:
 
 def late(tree: Tree) -> Iterator[str]:
     """Only the files in `LATE` import what a string names."""
-    for path, module in tree.files.items():
-        for node in ast.walk(module) if path not in LATE else ():
+    for path, nodes in tree.nodes.items():
+        for node, _ in nodes if path not in LATE else ():
             if not isinstance(node, ast.Attribute | ast.Name | ast.ImportFrom):
                 continue
             for use in _uses(node):

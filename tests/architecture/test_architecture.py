@@ -209,7 +209,7 @@ def test_a_first_line_says_what_a_file_is_for(tree: Tree) -> None:
 
 
 def test_imports_are_by_full_name(tree: Tree) -> None:
-    relative = [path for path, module in tree.files.items() for node in ast.walk(module) if isinstance(node, ast.ImportFrom) and node.level]
+    relative = [path for path, nodes in tree.nodes.items() for node, _ in nodes if isinstance(node, ast.ImportFrom) and node.level]
     assert relative == []
 
 
