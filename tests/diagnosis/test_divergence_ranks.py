@@ -1,5 +1,6 @@
 """One process against ranks that share the model: rounding where they agree, and the module where they do not."""
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import workbench as wb
+from tests.forked import Forks
 from tests.toy_tasks import Numbers
 from workbench.diagnosis.measure import divergence
 from workbench.diagnosis.measure.divergence_ranks import of_ranks, packed, unpacked
@@ -43,7 +45,26 @@ def wrong() -> wb.Task:
     return built(1e-3)
 
 
+def deep() -> wb.Task:
+    def model() -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8), nn.Linear(8, 2))
+
+    return dataclasses.replace(built(), model=model, tensor_parallel=None)
+
+
 ONE = wb.RunSpec(task=f"{__file__}:built", device="cpu", micro_batch=8, steps=2)
+STAGES: dict[str, Any] = {"pipeline_parallel": 2, "nproc_per_node": 2}
+
+
+def record_a_pipeline() -> None:
+    """On two ranks, of which each has two stages that do not follow each other."""
+    spec = ONE.replace(task=f"{__file__}:deep", accumulation=4, pipeline_schedule="interleaved(chunks=2)", **STAGES)
+    ranks = Ranks.join(spec)
+    found = [packed(of_ranks(spec, deep(), ranks, 2, double)) for double in (False, True)]
+    if not ranks.rank:
+        Path("recorded.json").write_text(json.dumps(found))
+    ranks.agree(True)
+    Ranks.leave()
 
 
 def test_one_rank_that_shards_is_recorded_as_a_process_is() -> None:
@@ -67,15 +88,37 @@ def test_one_rank_that_shards_is_recorded_as_a_process_is() -> None:
         dist.destroy_process_group()
 
 
+def test_the_stages_of_a_pipeline_are_recorded_as_the_layers_of_one_process_are(
+    forks: Forks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = forks.ranks(2, tmp_path, "-c", f"from {__name__} import record_a_pipeline\nrecord_a_pipeline()")
+    assert done.returncode == 0, done.stderr
+    for double, rows in zip((False, True), json.loads(Path("recorded.json").read_text()), strict=True):
+        one, several = divergence.of_spec(ONE.replace(accumulation=4), deep(), 2, double), unpacked(rows)
+        points, by = divergence._points(one, several)
+        assert by == "modules"
+        assert max(point.difference for point in points) < (1e-12 if double else 1e-4)
+        outputs = "".join(entry.module for entry in several if (entry.kind, entry.step) == ("module", 1))
+        assert sorted(outputs) == sorted("012345" * 4)
+        assert [outputs.index(name) for name in "012345"] == sorted(outputs.index(name) for name in "012345")
+        assert outputs.rindex("1") < outputs.index("2")  # stage by stage
+        for phase in ("start", "backward", "optimizer", "after"):
+            mine, its = ([entry.key for entry in both if (entry.kind, entry.phase) == ("value", phase)] for both in (one, several))
+            assert sorted(mine) == sorted(its)
+            assert phase != "backward" or [key for key in mine if key[0] == 1] == [key for key in its if key[0] == 1]
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked_ranks")
 @pytest.mark.parametrize(
     "knobs",
-    [{"parallel": "fsdp", "micro_batch": 4}, {"tensor_parallel": 2}, {"micro_batch": 2, "accumulation": 2}],
-    ids=["fsdp", "tp", "ddp"],
+    [{"parallel": "fsdp", "micro_batch": 4}, {"tensor_parallel": 2}, {"micro_batch": 2, "accumulation": 2}, STAGES],
+    ids=["fsdp", "tp", "ddp", "pp"],
 )
 def test_ranks_that_agree_with_one_process_differ_by_rounding(tmp_path: Path, knobs: dict[str, Any]) -> None:
-    found = wb.diverge(ONE, ONE.replace(nproc_per_node=2, **knobs), budget_s=600, runs_dir=tmp_path)
+    one = ONE.replace(micro_batch=4, accumulation=2) if "pipeline_parallel" in knobs else ONE
+    found = wb.diverge(one, one.replace(**{"nproc_per_node": 2, **knobs}), budget_s=600, runs_dir=tmp_path)
     assert found.verdict in ("rounding", "identical"), found
     assert found.exact is not None
     assert found.exact < 1e-12
@@ -84,9 +127,10 @@ def test_ranks_that_agree_with_one_process_differ_by_rounding(tmp_path: Path, kn
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked_ranks")
-def test_the_module_that_differs_on_several_ranks_is_named(tmp_path: Path) -> None:
-    spec = ONE.replace(task=f"{__file__}:wrong")
-    found = wb.diverge(spec, spec.replace(nproc_per_node=2, parallel="fsdp", micro_batch=4), budget_s=600, runs_dir=tmp_path)
+@pytest.mark.parametrize("knobs", [{"nproc_per_node": 2, "parallel": "fsdp", "micro_batch": 4}, STAGES], ids=["fsdp", "pp"])
+def test_the_module_that_differs_on_several_ranks_is_named(tmp_path: Path, knobs: dict[str, Any]) -> None:
+    spec = ONE.replace(task=f"{__file__}:wrong", micro_batch=8, accumulation=2)
+    found = wb.diverge(spec, spec.replace(**knobs), budget_s=600, runs_dir=tmp_path)
     assert found.verdict == "bug", found
     assert found.first is not None
     assert (found.first.step, found.first.phase, found.first.module) == (1, "forward", "1"), found

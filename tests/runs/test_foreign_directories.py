@@ -398,7 +398,7 @@ def test_links_in_the_folders_of_a_run_are_refused(tmp_path: Path, monkeypatch: 
     link = path / name
     link.parent.mkdir(parents=True, exist_ok=True)
     link.symlink_to(mine)
-    for take in (lambda: wb.launch(resume=path), lambda: wb.recompute(path)):
+    for take in (lambda: wb.launch(resume=path), lambda: wb.recompute(path), lambda: wb.replay(path, 1)):
         with pytest.raises(LaunchError, match=f"{name} is a symbolic link to {mine}: .* or read what lies there"):
             take()
     link.unlink()

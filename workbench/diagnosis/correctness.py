@@ -15,7 +15,7 @@ from workbench.diagnosis.analysis.sanity import CHECKS, Check, SanityReport
 from workbench.diagnosis.analysis.step_replay import StepReplay, first_bad_step
 from workbench.diagnosis.api import BUDGET, check_budget
 from workbench.runs.launch.experiments import run_recording
-from workbench.runs.launch.resume import refuse_code_of_others
+from workbench.runs.launch.resume import refuse_code_of_others, refuse_links
 from workbench.runs.restarts import present_spec
 from workbench.runs.run import Run
 from workbench.runs.spec import RunSpec, ScriptSpec, spec_from_json
@@ -106,7 +106,8 @@ def diverge(
 
     * `diverge(spec, spec.replace(channels_last=True))`: two specs that differ in a knob.
     * `diverge(spec, spec.replace(parallel="fsdp", nproc_per_node=2, micro_batch=4))`: one process against ranks that share the model. A
-      spec of several ranks is launched; what its ranks compute is put together, and modules, gradients and updates are compared.
+      spec of several ranks is launched; what its ranks compute is put together, and modules, gradients and updates are compared. With
+      `pipeline_parallel=2` give both the same `accumulation`: each micro-batch is compared with the same one of the other.
     * `diverge(model, torch.compile(model), batch=x)`: two modules, which are called with the batch and restored afterwards. A tuple or a
       dictionary as the batch is spread over the arguments.
     * `diverge((model, x), (other, y))`: each with a batch of its own.
@@ -150,9 +151,6 @@ def diverge(
             f"diverge: a step of the one has {sizes[0]} samples, of the other {sizes[1]} (micro_batch × accumulation × ranks that read "
             "different samples), so they compute different things: change micro_batch in one of them"
         )
-    for each in given:
-        if isinstance(each, RunSpec) and each.pipeline_parallel > 1:
-            raise ValueError(f"diverge: pipeline_parallel={each.pipeline_parallel}: no rank calls the whole model there; leave it out")
     from workbench.diagnosis.measure import divergence as measure
     from workbench.diagnosis.measure.divergence_ranks import unpacked
 
@@ -219,7 +217,7 @@ def replay(run: Run | str | os.PathLike[str], step: int | None = None, *, budget
 
     Raises:
         ValueError: it is the run of a script, has no such step, or the step cannot be reached in time.
-        LaunchError: the directory is another user's, or has the code in it: it would be executed as you.
+        LaunchError: the directory is another user's, or has the code in it: it would be executed as you; or it has symbolic links.
     """
     check_budget(budget_s)
     run = run if isinstance(run, Run) else Run.load(run)
@@ -242,6 +240,7 @@ def replay(run: Run | str | os.PathLike[str], step: int | None = None, *, budget
     from workbench.diagnosis.measure import step_replay as measure
 
     refuse_code_of_others(run)
+    refuse_links(run)
     info = run_directory.read_json(run.path / run_directory.RUN_JSON)
     if run.restarts and step > (run.restarts[-1].goes_on_from or 0):
         spec = cast(RunSpec, spec_from_json(present_spec(info)))  # with the ranks that were left

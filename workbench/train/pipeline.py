@@ -236,10 +236,10 @@ class Pipeline:
         model = _WholeModel(self, module)
         return model.train(module.training)
 
-    def gathered(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Tensors by name of all ranks of a pipeline, on its first; the others get none. A collective."""
+    def gathered(self, values: dict[Any, Any]) -> dict[Any, Any]:
+        """Values by name, such as tensors, of all ranks of a pipeline, on its first; the others get none. A collective."""
         parts: list[Any] | None = None if self.rank else [None] * dist.get_world_size(self.group)
-        dist.gather_object(tensors, parts, dist.get_global_rank(self.group, 0), group=self.group)
+        dist.gather_object(values, parts, dist.get_global_rank(self.group, 0), group=self.group)
         return {name: value for part in parts or () for name, value in part.items()}
 
 

@@ -24,6 +24,8 @@ from workbench.train.random_numbers import seed_all
 from workbench.train.ranks import Layout, Ranks, choose_device
 from workbench.train.trainer import Trainer
 
+CHANGE = "the change of "
+"""With the name of a parameter: what an update adds to it."""
 PHASES = ("start", "forward", "backward", "optimizer", "after")
 Say = Callable[[str, str], object]
 Enough = Callable[[], bool]
@@ -124,7 +126,7 @@ def _finish(recorder: Recorder, model: nn.Module, loss: Tensor, update: Callable
     update()
     for name, value in model.state_dict().items():
         changed = value.detach() - before[name] if value.is_floating_point() else value
-        recorder.value("optimizer", f"the change of {name.replace('_orig_mod.', '')}", changed)
+        recorder.value("optimizer", CHANGE + name.replace("_orig_mod.", ""), changed)
     for name, buffer in model.named_buffers():
         recorder.value("after", name.replace("_orig_mod.", ""), buffer)
 

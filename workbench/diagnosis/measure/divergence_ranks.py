@@ -1,45 +1,50 @@
 """Records what the first steps of a spec compute on several ranks, in the form in which one process records them (`divergence`).
 
 What belongs to samples is put together over the data-parallel ranks, in the order in which one process has the samples; gradients and
-updates are whole tensors, wherever their parts lie. So the recording can be compared with that of one process that has the whole batch.
+updates are whole tensors, wherever their parts lie. In a pipeline each stage records its modules by their names in the whole model. So the
+recording can be compared with that of one process that has the whole batch.
 """
 
 import contextlib
 import dataclasses
+import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from operator import itemgetter
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from workbench.diagnosis.measure.divergence import default_dtype, doubled, joined
-from workbench.diagnosis.measure.operator_recorder import ROOT, Entry, Sketch, sketch
+from workbench.diagnosis.measure.divergence import CHANGE, default_dtype, doubled, joined
+from workbench.diagnosis.measure.operator_recorder import Entry, Sketch, sketch, uncompiled
 from workbench.harness.batches import tensors_of
 from workbench.harness.restore import process_settings
 from workbench.runs.spec import RunSpec
 from workbench.runs.task import Task
 from workbench.train.random_numbers import seed_all
-from workbench.train.ranks import Layout, Ranks
+from workbench.train.ranks import Ranks
 from workbench.train.sharded_tensors import dtensor_spec, from_local_part, full_tensor, is_dtensor
 from workbench.train.trainer import Trainer, build_model
 
 
 class RanksRecorder:
-    """Records inside `on`. All ranks record the same in the same order, since they communicate; rank 0 keeps it."""
+    """Records inside `on`. The ranks of a stage record the same in the same order, since they communicate; the first of them keeps it."""
 
-    def __init__(self, model: nn.Module, layout: Layout, *, keep: bool) -> None:
-        """
-        Args:
-            model: whose modules are named.
-            layout: of the ranks.
-            keep: does this rank keep what is recorded?
-        """
+    def __init__(self, trainer: Trainer) -> None:
         self.entries: list[Entry] = []
-        self.step, self.samples, self.forward = 0, 0, False
-        self._model, self._readers, self._group, self._keep = model, layout.readers, layout.data, keep
+        self.step, self.samples = 0, 0
+        self._model, self._readers, self._group = trainer.module, trainer.layout.readers, trainer.layout.data
         self._calls: Counter[str] = Counter()
+        self._forward = False
+        trainer.phase = self._phase
+
+    @contextlib.contextmanager
+    def _phase(self, phase: str) -> Iterator[None]:
+        before, self._forward = self._forward, phase == "forward"  # in a backward forwards may be computed again
+        yield
+        self._forward = before
 
     def whole(self, tensor: Tensor) -> Tensor:
         """What all data-parallel ranks have of a tensor of samples, in the order of one process: a sampler deals them out in turn."""
@@ -58,7 +63,7 @@ class RanksRecorder:
 
     def add(self, kind: str, key: tuple[Any, ...], phase: str, module: str, tensors: Sequence[Tensor]) -> None:
         """Keep the sketches of tensors that are whole."""
-        if self._keep and tensors:
+        if not self._readers.rank and tensors:
             sketches = tuple(sketch(tensor) for tensor in tensors if tensor.numel() and not tensor.is_complex())
             self.entries.append(Entry(kind, key, self.step, phase, module, "", sketches))
 
@@ -74,10 +79,10 @@ class RanksRecorder:
     @contextlib.contextmanager
     def on(self) -> Any:
         """Record what modules give in the forward."""
-        names = {id(part): name.replace("_orig_mod.", "").replace("_orig_mod", "") or ROOT for name, part in self._model.named_modules()}
+        names = {id(part): uncompiled(name) for name, part in self._model.named_modules()}
 
         def leave(module: nn.Module, args: Any, output: Any) -> None:
-            if not self.forward:  # recomputed in the backward
+            if not self._forward:
                 return
             name = names[id(module)]
             given = [full_tensor(tensor) if is_dtensor(tensor) else tensor for tensor in tensors_of(output)]
@@ -99,8 +104,7 @@ def of_ranks(spec: RunSpec, task: Task, ranks: Ranks, steps: int, double: bool) 
     with process_settings():
         seed_all(spec.seed)
         trainer = Trainer(spec, task, ranks, module=build_model(task).double() if double else None)
-        module, keep = trainer.module, ranks.rank == 0
-        recorder = RanksRecorder(module, trainer.layout, keep=keep)
+        module, recorder = trainer.module, RanksRecorder(trainer)
         with contextlib.closing(trainer.batches()) as batches, default_dtype(double):
             for name, value in module.state_dict(keep_vars=True).items():
                 recorder.value("start", name, full_tensor(value))
@@ -113,10 +117,8 @@ def of_ranks(spec: RunSpec, task: Task, ranks: Ranks, steps: int, double: bool) 
                 total: Any = 0.0
                 for left, batch in zip(reversed(range(len(taken))), taken, strict=True):
                     recorder.samples = next((len(tensor) for tensor in tensors_of(batch) if tensor.ndim), 0)
-                    recorder.forward = True
                     with recorder.on():
                         total = total + trainer.micro_step(batch, last=not left)
-                recorder.forward = False
                 recorder.value("forward", "the loss", recorder.mean(total))
                 scale = trainer.precision.loss_scale()
                 for name, weight in reversed(list(module.named_parameters())):
@@ -126,10 +128,28 @@ def of_ranks(spec: RunSpec, task: Task, ranks: Ranks, steps: int, double: bool) 
                 trainer.update()
                 for name, value in module.state_dict(keep_vars=True).items():
                     now = full_tensor(value).detach()
-                    recorder.value("optimizer", f"the change of {name}", now - before[name] if now.is_floating_point() else now)
+                    recorder.value("optimizer", CHANGE + name, now - before[name] if now.is_floating_point() else now)
                 for name, buffer in module.named_buffers():
                     recorder.value("after", name, full_tensor(buffer))
-    return recorder.entries
+    return _of_all_stages(recorder.entries, trainer) if trainer.pipeline else recorder.entries
+
+
+def _of_all_stages(entries: Sequence[Entry], trainer: Trainer) -> list[Entry]:
+    """Of a pipeline: the entries of all stages on its first rank, in the order in which one process computes them. A collective."""
+    assert trainer.pipeline
+    own = {id(part): number for number, stage in trainer.pipeline.modules.items() for part in stage.modules()}
+    stages: dict[str, float] = {}  # of modules, parameters and buffers
+    for name, part in trainer.module.named_modules():
+        if id(part) in own:
+            tensors = (f"{name}.{tensor}" for tensor in (*part._parameters, *part._buffers))
+            stages |= dict.fromkeys((uncompiled(name), *tensors), own[id(part)])
+
+    def place(entry: Entry) -> float:
+        stage = stages.get(entry.module.removeprefix(CHANGE), math.inf)
+        return -stage if entry.phase == "backward" else stage
+
+    found = trainer.pipeline.gathered({entry.key: (place(entry), entry) for entry in entries})
+    return [entry for _, entry in sorted(found.values(), key=itemgetter(0))]
 
 
 def _whole_gradient(weight: Tensor) -> Tensor:

@@ -78,6 +78,11 @@ class Entry:
         return any(word in self.operator for word in RANDOM)
 
 
+def uncompiled(name: str) -> str:
+    """The name of a module in the model before it was compiled."""
+    return name.replace("_orig_mod.", "").replace("_orig_mod", "") or ROOT
+
+
 class Recorder(TorchDispatchMode):
     """Records inside `on`."""
 
@@ -91,7 +96,7 @@ class Recorder(TorchDispatchMode):
         self.entries: list[Entry] = []
         self.phase, self.step = "forward", 1
         self._operators, self._model = operators, model
-        self._names = {id(part): name.replace("_orig_mod.", "").replace("_orig_mod", "") or ROOT for name, part in model.named_modules()}
+        self._names = {id(part): uncompiled(name) for name, part in model.named_modules()}
         self._stack: list[str] = []
         self._by_sequence: dict[int, str] = {}
         self._calls: Counter[Any] = Counter()
