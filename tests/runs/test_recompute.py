@@ -73,20 +73,56 @@ class Net(torch.nn.Sequential):
 def loss(model, batch):
     return (model(batch[0]) - batch[1]).square().mean()
 
-def loss_of_two(model, batch):
+def loss_of_two(model, batch, message=False):
     # that of rank 0 also has what rank 1 computes, of which what is sent may be wrong
     given = model(batch[0])
     sent, model.sent = given.detach().clone(), getattr(model, "sent", 0) + 1
-    if model.sent == STEP and os.environ["RANK"] == "1" and Path("flip").exists() and Path("flip").read_text() == "sent":
-        Path("flip").unlink()
-        flip(sent)
+    wrong(model.sent, sent)
     parts = [torch.zeros_like(sent) for _ in range(2)]
-    torch.distributed.all_gather(parts, sent)
+    if not message:
+        torch.distributed.all_gather(parts, sent)
+    elif os.environ["RANK"] == "1":
+        torch.distributed.isend(sent, 0).wait()
+    else:
+        torch.distributed.batch_isend_irecv([torch.distributed.P2POp(torch.distributed.irecv, parts[1], 1)])[0].wait()
     own = (given - batch[1]).square().mean()
     return own if os.environ["RANK"] == "1" else own + 0.1 * (given - parts[1]).square().mean()
 
+class Weighted(torch.autograd.Function):
+    # the gradient of rank 0 also has that of rank 1, of which what is sent may be wrong
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        sent = gradient.clone()
+        Weighted.calls = getattr(Weighted, "calls", 0) + 1
+        wrong(Weighted.calls, sent)
+        parts = [torch.zeros_like(sent) for _ in range(2)]
+        torch.distributed.all_gather(parts, sent)
+        return gradient if os.environ["RANK"] == "1" else gradient + 0.1 * parts[1]
+
+def wrong(calls, sent):
+    if calls == STEP and os.environ["RANK"] == "1" and Path("flip").exists() and Path("flip").read_text() == "sent":
+        Path("flip").unlink()
+        flip(sent)
+
+def loss_in_backward(model, batch):
+    return (Weighted.apply(model(batch[0])) - batch[1]).square().mean()
+
+def loss_by_message(model, batch):
+    return loss_of_two(model, batch, message=True)
+
 def build_of_two():
     return build(loss_of_two)
+
+def build_in_backward():
+    return build(loss_in_backward)
+
+def build_by_message():
+    return build(loss_by_message)
 
 def build(loss=loss):
     model = lambda: Net(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
@@ -263,23 +299,31 @@ def test_flips_of_all_kinds_are_found(trained: Trained, flip: str, knobs: dict[s
 
 
 @pytest.mark.slow
-def test_no_rank_is_blamed_where_a_forward_exchanges_what_ranks_compute(trained: Trained) -> None:
-    """Rank 1 sends a wrong number, and it shows in the loss of rank 0 alone."""
-    found = wb.recompute(trained("sent", task="task.py:build_of_two", step_digests=True), since=0)
-    assert (found.verdict, found.fault) == ("wrong", Fault(step=8, part="loss", ranks=(0,))), found
+@pytest.mark.parametrize(("task", "part"), [("build_of_two", "loss"), ("build_by_message", "loss"), ("build_in_backward", "own gradients")])
+def test_no_rank_is_blamed_where_ranks_exchange_what_they_compute(trained: Trained, task: str, part: str) -> None:
+    """Rank 1 sends a wrong number, and it shows on rank 0 alone."""
+    found = wb.recompute(trained("sent", task=f"task.py:{task}", step_digests=True), since=0)
+    assert (found.verdict, found.fault) == ("wrong", Fault(step=8, part=part, ranks=(0,))), found
     assert (found.alone, found.blamed) == (False, ())
     assert "ranks exchange what they compute there, so which of them was wrong is not known" in str(found)
 
 
-def test_a_forward_that_exchanges_something_is_noticed(made: Callable[..., Run]) -> None:
+@pytest.mark.parametrize("how", ["forward", "backward", "message", ""])
+def test_a_training_that_exchanges_something_is_noticed(made: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    monkeypatch.setattr(dist.ProcessGroup, "send", lambda *_: None)  # there is nobody to send to
+
     def exchanging(model: torch.nn.Module, batch: Any) -> torch.Tensor:
-        mean = batch[0].mean()
-        dist.all_reduce(mean)
-        return toy_tasks.squared_error(model, batch) + 0.0 * mean
+        loss = toy_tasks.squared_error(model, batch)
+        if how == "forward":
+            dist.all_reduce(batch[0].mean())
+        elif how == "message":
+            dist.group.WORLD.send([batch[0]], 0, 0)
+        elif how == "backward":
+            loss.register_hook(lambda gradient: dist.all_reduce(gradient.clone()))
+        return loss
 
     found = wb.recompute(made(loss=exchanging))
-    assert (found.verdict, found.alone) == ("right", False), found
-    assert wb.recompute(made()).alone
+    assert (found.verdict, found.alone) == ("right", not how), found
 
 
 @pytest.mark.slow

@@ -4,13 +4,12 @@ A run directory with a folder `fingerprints` gets them: `rank<r>-<attempt>.jsonl
 `step_digests=True` make such runs.
 """
 
-import contextlib
 import functools
 import hashlib
 import os
 import signal
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -59,31 +58,29 @@ class Fingerprints:
             for name, weight in (trainer.module.named_parameters() if reduced else ())
             if weight.requires_grad  # called before DDP has the gradient
         ]
-        self._forward, self._exchanged = trainer.forward, 0
-        if reduced:
-            ddp: Any = trainer.model
-            ddp._pre_forward = self._uncounted(ddp._pre_forward)
-        trainer.forward = self._counted  # type: ignore[method-assign]
+        self._apart: Any = trainer.model.process_group if reduced else None
+        self._messages, self._calls = 0, {name: getattr(dist.ProcessGroup, name) for name in ("send", "recv", "recv_anysource")}
+        for name, call in self._calls.items():
+            setattr(dist.ProcessGroup, name, self._counted(call))
+        self._exchanged = self._exchanges()
 
-    def _counted(self, batch: Any) -> Tensor:
-        """The trainer's forward, and whether it exchanges something with other ranks, so that what one has computed may show on another."""
-        before = collectives()
-        loss = self._forward(batch)
-        self._exchanged += collectives() - before
-        if self._exchanged > 0:
-            self._more["exchanges"] = True
-        return loss
+    def _counted(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """A function that sends or receives, which NCCL does not count."""
 
-    def _uncounted(self, pre_forward: Callable[..., Any]) -> Callable[..., Any]:
-        """What DDP exchanges before a forward: the buffers of rank 0, which are compared by themselves, and the order of its buckets."""
+        def message(*args: Any, **named: Any) -> Any:
+            self._messages += 1
+            return call(*args, **named)
 
-        def begun(*args: Any, **named: Any) -> Any:
-            before = collectives()
-            inputs = pre_forward(*args, **named)
-            self._exchanged -= collectives() - before
-            return inputs
+        return message
 
-        return begun
+    def _exchanges(self) -> int:
+        """What this process has exchanged with others so far, but for the reductions of gradients by DDP, which has a group of its own.
+
+        By it, what one rank has computed may show on another: in a forward, a backward or an update. Where DDP has the group of all
+        ranks, its reductions count as well.
+        """
+        groups = [group for group in dist.distributed_c10d._world.pg_map if group is dist.group.WORLD or group is not self._apart]
+        return self._messages + sum(map(collectives, groups))
 
     def batch(self, batch: Any) -> None:
         """Called with each micro-batch, before it is used."""
@@ -121,8 +118,8 @@ class Fingerprints:
         """Close the file, and leave the weights alone: their hooks hold the trainer, and so the workers of its loader."""
         for hook in self._hooks:
             hook.remove()
-        for wrapped, name in ((self._trainer, "forward"), (self._trainer.model, "_pre_forward")):
-            vars(wrapped).pop(name, None)
+        for name, call in self._calls.items():
+            setattr(dist.ProcessGroup, name, call)
         self._writer.close()
 
     def _states(self) -> dict[str, str]:
@@ -141,18 +138,18 @@ class Fingerprints:
         }
 
     def _write(self) -> None:
-        self._writer.write([{"step": self._step, "time": time.time(), "parts": self._parts, **self._more}])
-        self._step, self._parts, self._more, self._exchanged = self._step + 1, {}, {}, 0
+        before, self._exchanged = self._exchanged, self._exchanges()
+        exchanges = {"exchanges": True} if self._exchanged > before else {}
+        self._writer.write([{"step": self._step, "time": time.time(), "parts": self._parts, **self._more, **exchanges}])
+        self._step, self._parts, self._more = self._step + 1, {}, {}
 
 
-def collectives() -> int:
-    """How many collectives this process has begun, over all of its process groups but those whose backend does not count them."""
-    groups: Iterable[Any] = dist.distributed_c10d._world.pg_map if dist.is_available() and dist.is_initialized() else ()
-    begun = 0
-    for group in groups:
-        with contextlib.suppress(RuntimeError):
-            begun += group._get_sequence_number_for_group()
-    return begun
+def collectives(group: Any) -> int:
+    """How many collectives a process group has begun here; 0 where its backend does not count them."""
+    try:
+        return int(group._get_sequence_number_for_group())
+    except RuntimeError:
+        return 0
 
 
 def digest(value: Any) -> str:

@@ -106,6 +106,11 @@ def train(
             checkpoint = (path, checkpoints.read(path)) if checkpoints and path else None
         spec = spec.replace(micro_batch=size)
         chosen = {"micro_batch": spec.micro_batch}
+    folder = run_dir / run_directory.FINGERPRINTS
+    if spec.step_digests:
+        folder.mkdir(exist_ok=True)
+    if folder.is_dir() and spec.whole_models and group is None:
+        group = dist.new_group()  # so that what a task exchanges by itself can be told from reductions of gradients
     trainer = Trainer(spec, task, ranks, group, split_on_oom=bool(chosen))
     weights = sum(weight.numel() for weight in trainer.module.parameters())
     here = units.count(weights) + " parameters" + (f" ({trainer.pipeline})" if trainer.pipeline else "")
@@ -126,9 +131,7 @@ def train(
         stopped = early_stop.after(done)
     samples = StepSamples(trainer.loader, spec.accumulation)
     ring = StepRing(run_dir / run_directory.ring_file(ranks.rank), trainer, samples, done)
-    if spec.step_digests:
-        (run_dir / run_directory.FINGERPRINTS).mkdir(exist_ok=True)
-    prints = Fingerprints(folder, trainer, done, samples) if (folder := run_dir / run_directory.FINGERPRINTS).is_dir() else None
+    prints = Fingerprints(folder, trainer, done, samples) if folder.is_dir() else None
     finite = FirstNotFinite(trainer.module, timer.say)
     profiled = None
     if spec.profile:
