@@ -1,7 +1,10 @@
 """Runs on several machines: who joins, how they meet or do not, what is said when one is lost. The machines are processes here."""
 
 import json
+import os
 import re
+import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -151,6 +154,32 @@ def test_an_end_on_one_machine_is_an_end_on_all(tmp_path: Path) -> None:
     assert other.returncode == 1
     assert json.loads((run.path / "nodes" / "1" / "node.json").read_text())["outcome"]["state"] in ("stopped", "failed")
     gone(run)
+
+
+@pytest.mark.slow
+def test_when_a_machine_is_lost_a_new_run_goes_on_with_the_other(tmp_path: Path) -> None:
+    run = wb.launch(SPEC, nnodes=2, runs_dir=tmp_path, steps=10_000_000, rdzv_timeout=120, checkpoint_every=20)
+    other = joined(run)
+    limit = time.monotonic() + 180
+    while len(list(run.path.glob("checkpoints/step*.pt"))) < 2 and run.state == "running" and time.monotonic() < limit:
+        time.sleep(0.1)
+    assert run.state == "running", run
+    for pid in (*guard.descendants(other.pid, run.id), other.pid):
+        os.kill(pid, signal.SIGKILL)
+    other.communicate(timeout=60)
+    run.wait(120)
+    assert run.state == "failed"
+    for folder in Path(tempfile.gettempdir()).glob(f"pymp-{run.id[:12]}*"):  # of the machine that is lost
+        shutil.rmtree(folder)
+    gone(run)
+    left = wb.launch(run.spec.replace(nnodes=1, accumulation=2), resume=run, runs_dir=tmp_path)
+    while not left.metric_rows and left.state == "running" and time.monotonic() < limit:
+        time.sleep(0.1)
+    left.stop(60)
+    first = left.metric_rows[0]
+    assert first["step"] > 20
+    assert first["step"] % 20 == 1
+    assert first["samples"] == first["step"] * 16  # as many in a step as on two machines
 
 
 def test_nobody_to_join(tmp_path: Path, by_hand: Any) -> None:

@@ -246,6 +246,19 @@ def test_a_new_run_begins_with_the_checkpoint_of_one_in_another_layout(tmp_path:
         wb.launch(SPEC.replace(lr=0.5, parallel="fsdp", nproc_per_node=2), resume=path)
 
 
+def test_a_new_run_goes_on_with_the_machines_that_are_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun = list[dict[str, Any]]()
+    monkeypatch.setattr(new_run.NewRun, "_start_guard", lambda new, info, environ, lock: begun.append(info))
+    path = ended(tmp_path / "run", SPEC.replace(nnodes=4))
+    with pytest.raises(LaunchError, match=r"is of 4 machines: .* wb\.launch\(run\.spec\.replace\(nnodes=…, accumulation=…\), resume=run\)"):
+        wb.launch(resume=path)
+    for left, meeting in ((2, 2), (1, None)):
+        run = wb.launch(SPEC.replace(nnodes=left, accumulation=4 // left), resume=path, runs_dir=tmp_path / "runs")
+        assert (run.path / run_directory.CHECKPOINTS / "step00000005.pt").exists()
+        assert begun[-1].get("rendezvous", {}).get("nnodes") == meeting
+        assert bool(run.join_command) == (left > 1)
+
+
 def test_a_run_that_somebody_else_has_resumed_meanwhile_does_not_begin_twice(tmp_path: Path, begun: list[dict[str, Any]]) -> None:
     path = ended(tmp_path / "run")
     lock = open_lock(path)

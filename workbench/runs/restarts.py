@@ -88,7 +88,8 @@ def check(spec: Spec, max_restarts: int, min_ranks: int | None, error: type[Valu
         )
     if spec.nnodes > 1:
         raise error(
-            f"{said} with nnodes={spec.nnodes}: a run of several machines does not restart by itself; on Slurm, Slurm(requeue=True) does it"
+            f"{said} with nnodes={spec.nnodes}: a run of several machines does not restart by itself. On Slurm, Slurm(requeue=True) does; "
+            "with the machines that are left a new run goes on: wb.launch(run.spec.replace(nnodes=…), resume=run)"
         )
     if not spec.checkpoint_every:
         raise error(f"{said} without checkpoints: it would begin anew each time; try checkpoint_every=100")

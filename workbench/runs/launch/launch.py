@@ -90,7 +90,7 @@ def launch(
         given |= {"max_restarts": max_restarts, "min_ranks": min_ranks}
         _refuse_changes(given, knobs)
         check_timeout(timeout)
-        ended = resumable(resume, None if other else target)
+        ended = resumable(resume, None if other else target, anew=other is not None)
         if other:
             if other.local_sgd != "none":
                 raise LaunchError(
@@ -98,11 +98,11 @@ def launch(
                     "ranks in the same layout: launch(resume=run), without a spec"
                 )
             other = other.replace(**task.code_names(ended.spec))
-            check(other)
+            check(other, alone=False)
             new = NewRun(runs_dir, name or label(other))
             take_checkpoints(ended.run, new)
             alarm = environment.asked_of_launch({}, ended.info).get(run_directory.ENV_ALARM, "")
-            return new.start(other, spec_entrypoint(other, new.path), timeout, alarm=alarm)
+            return new.start(other, spec_entrypoint(other, new.path), timeout, rendezvous=_meeting(other), alarm=alarm)
         check(ended.spec)
         return go_on(ended, timeout)
     for word in ("task", "spec", "script"):
@@ -138,12 +138,16 @@ def launch(
     if rdzv_endpoint is not None and spec.nnodes == 1:
         raise LaunchError(f"rdzv_endpoint={rdzv_endpoint!r} with one machine, which has no other to meet; add nnodes=2 or more")
     check(spec, alone=False)
-    several = spec.nnodes > 1
-    meeting = Rendezvous(nnodes=spec.nnodes, endpoint=rdzv_endpoint or free_endpoint(), timeout=rdzv_timeout) if several else None
     new = NewRun(runs_dir, name or label(spec))
     elastic = {"max_restarts": max_restarts, "min_ranks": min_ranks} if max_restarts else None
     program = spec_entrypoint(spec, new.path)
+    meeting = _meeting(spec, rdzv_endpoint, rdzv_timeout)
     return new.start(spec, program, timeout, rendezvous=meeting, on_hang=on_hang, elastic=elastic, alarm=alarm)
+
+
+def _meeting(spec: Spec, endpoint: str | None = None, timeout: float = TIMEOUT) -> Rendezvous | None:
+    """Where the machines of a spec meet; None = it has one."""
+    return Rendezvous(nnodes=spec.nnodes, endpoint=endpoint or free_endpoint(), timeout=timeout) if spec.nnodes > 1 else None
 
 
 def _alarm(watch: bool | str, on: Slurm | None) -> str:

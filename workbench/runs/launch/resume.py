@@ -41,7 +41,7 @@ _FOLDERS = {
 """The folders of a run directory that the workbench writes into."""
 LAYOUT_KNOBS = (
     *("parallel", "nproc_per_node", "tensor_parallel", "pipeline_parallel", "pipeline_schedule", "expert_parallel"),
-    *("shard_ranks", "micro_batch", "accumulation", "offload"),
+    *("shard_ranks", "nnodes", "micro_batch", "accumulation", "offload"),
 )
 """Knobs that another run may have which begins with this run's checkpoint."""
 
@@ -115,12 +115,13 @@ class Ended:
     """How long all its attempts took."""
 
 
-def resumable(old: Run | str | os.PathLike[str], target: Any = None) -> Ended:
+def resumable(old: Run | str | os.PathLike[str], target: Any = None, *, anew: bool = False) -> Ended:
     """A run that has ended before its last step and can go on.
 
     Args:
         old: the run, or its directory.
         target: None, or a spec that has to be that of the run.
+        anew: another run is to begin with its checkpoints, which may be on fewer machines.
 
     Raises:
         LaunchError: it cannot go on, and why.
@@ -129,7 +130,7 @@ def resumable(old: Run | str | os.PathLike[str], target: Any = None) -> Ended:
         raise LaunchError(f"resume={old!r:.80}: expected a run that has ended, or the path of its directory")
     run = Run.load(old.path if isinstance(old, Run) else old)
     info = run_directory.read_json(run.path / run_directory.RUN_JSON)
-    spec = _checked_spec(run, info, target)
+    spec = _checked_spec(run, info, target, anew)
     refuse_foreign(run)
     refuse_links(run)
     home = Path(info["command"][-1])
@@ -206,7 +207,7 @@ def _lock(path: Path) -> int:
         time.sleep(0.02)
 
 
-def _checked_spec(run: Run, info: dict[str, Any], target: Any) -> RunSpec:
+def _checked_spec(run: Run, info: dict[str, Any], target: Any, anew: bool) -> RunSpec:
     """The spec of a run, if it is one of a kind that goes on here."""
     spec, path = run.spec, run.path
     if info.get("batch"):
@@ -217,8 +218,11 @@ def _checked_spec(run: Run, info: dict[str, Any], target: Any) -> RunSpec:
         raise LaunchError(f"{run!r} is a script, whose checkpoints are its own: launch it again with the option by which it reads them")
     if target is not None and target != spec:
         raise LaunchError(f"{run!r} goes on as it was launched, {_difference(spec, target)}: leave the spec out, or launch it as a new run")
-    if spec.nnodes > 1:
-        raise LaunchError(f"{run!r} is of {spec.nnodes} machines: only a run of one goes on here; on Slurm, with Slurm(requeue=True)")
+    if spec.nnodes > 1 and not anew:
+        raise LaunchError(
+            f"{run!r} is of {spec.nnodes} machines: only a run of one goes on here; on Slurm, with Slurm(requeue=True). With the machines "
+            "that are left a new run goes on from its last checkpoint: wb.launch(run.spec.replace(nnodes=…, accumulation=…), resume=run)"
+        )
     return spec
 
 
