@@ -20,7 +20,17 @@ from tests.forked import Forks
 ROOT = Path(__file__).parents[1]
 CACHE = "build/notebooks-cache"
 """pytest's, and not that of the tests that run beside them."""
-NBVAL = ["-p", "tests.conftest", "-o", f"cache_dir={CACHE}", "--nbval", "--nbval-cell-timeout", "300", "--nbval-sanitize-with", "tests/nbval.cfg"]
+NBVAL = [
+    "-p",
+    "tests.conftest",
+    "-o",
+    f"cache_dir={CACHE}",
+    "--nbval",
+    "--nbval-cell-timeout",
+    "300",
+    "--nbval-sanitize-with",
+    "tests/nbval.cfg",
+]
 TWO_AT_A_TIME = ["-n", "2", "--dist", "loadfile", "--no-loadscope-reorder"]
 SLOW = ("04_", "07_", "12_", "06_", "17_", "16_", "09_", "05_", "11_", "15_", "10_")
 """Prefixes of the slow notebooks, longest first."""
