@@ -8,6 +8,7 @@ import pytest
 
 from workbench.batch import api
 from workbench.batch.api import MIN_NOISE_STEPS, NOISE_LOOK
+from workbench.core.checks import check_budget
 from workbench.core.progress import Waiting
 
 
@@ -72,4 +73,4 @@ def test_the_line_counts_the_steps_that_were_taken(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("budget", [0, -1.0, "long"])
 def test_what_is_no_budget(budget: Any) -> None:
     with pytest.raises(ValueError, match="budget_s"):
-        api.check_budget(budget)
+        check_budget(budget)

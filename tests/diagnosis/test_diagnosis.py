@@ -10,6 +10,7 @@ import types
 import pytest
 
 from tests.made import World
+from workbench.core.brief import BRIEF_BYTES
 from workbench.core.statistics import Interval
 from workbench.core.system_load import Noise
 from workbench.diagnosis.analysis.costs import Costs
@@ -64,7 +65,7 @@ def test_the_note_names_the_first_remedy_that_can_be_proved() -> None:
 def test_a_brief_fits_into_two_kilobytes_and_says_what_to_run_next() -> None:
     d = slow_loader(spec=SPEC.replace(micro_batch=16))
     value = d.brief()
-    assert len(json.dumps(value, ensure_ascii=False, allow_nan=False).encode()) <= 2048
+    assert len(json.dumps(value, ensure_ascii=False, allow_nan=False).encode()) <= BRIEF_BYTES
     assert value["claim"]["verdict"] == "input-bound"
     assert sum(value["shares"].values()) == pytest.approx(1, abs=0.02)
     best = next(remedy for remedy in d.remedies if remedy.provable)
@@ -97,7 +98,7 @@ def test_the_command_of_a_brief_can_be_given_to_a_shell() -> None:
 
 def test_a_command_that_is_too_long_for_a_brief_is_left_out() -> None:
     value = slow_loader(spec=RunSpec(task=f"{'tasks/' * 400}task.py:build")).brief()
-    assert len(json.dumps(value, ensure_ascii=False).encode()) <= 2048
+    assert len(json.dumps(value, ensure_ascii=False).encode()) <= BRIEF_BYTES
     assert value["next"]["command"] == "diagnosis.prove()"
     assert value["predicted"]
 
@@ -106,7 +107,7 @@ def test_a_brief_leaves_out_what_is_too_long_and_counts_it() -> None:
     d = slow_loader()
     d.evidence = dataclasses.replace(d.evidence, notes=tuple(f"note {i}: " + "ä" * 400 for i in range(20)))
     value = d.brief()
-    assert len(json.dumps(value, ensure_ascii=False).encode()) <= 2048
+    assert len(json.dumps(value, ensure_ascii=False).encode()) <= BRIEF_BYTES
     assert value["left_out"] >= 15
     assert value["predicted"]
     assert value["next"]["command"] == "diagnosis.prove()"

@@ -14,7 +14,8 @@ from torch.utils.data import DataLoader, Dataset
 
 import workbench as wb
 from workbench.__main__ import main
-from workbench.diagnosis.analysis.sanity import BRIEF_BYTES, CAUSES, CHECKS, Check, SanityReport
+from workbench.core.brief import BRIEF_BYTES
+from workbench.diagnosis.analysis.sanity import CAUSES, CHECKS, Check, SanityReport
 from workbench.diagnosis.measure import sanity
 from workbench.diagnosis.measure.checked_training import Unjudged, observe, of_task
 

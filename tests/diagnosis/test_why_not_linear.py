@@ -9,8 +9,9 @@ import pytest
 
 import workbench as wb
 from tests.planted_gap import planted
+from workbench.core.brief import BRIEF_BYTES
 from workbench.diagnosis.analysis.evidence import Gradients
-from workbench.diagnosis.analysis.why_not_linear import BRIEF_BYTES, WhyNotLinear
+from workbench.diagnosis.analysis.why_not_linear import WhyNotLinear
 from workbench.diagnosis.why_not_linear import script_evidence, why_not_linear
 from workbench.runs.run import _on_run_started, on_run_started
 from workbench.runs.spec import ScriptSpec

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from workbench.batch.analysis.lr_race import STEPS
 from workbench.batch.analysis.lr_range import ITERATIONS, SWEEPS, LrFound, check_options
 from workbench.core import run_directory
-from workbench.core.checks import real_number, whole_number
+from workbench.core.checks import check_budget, whole_number
 from workbench.core.progress import INTERRUPTED, Waiting, say_what_was_interrupted
 from workbench.core.synonyms import accept_synonyms
 from workbench.runs.launch import experiments
@@ -190,16 +190,6 @@ def noise_scale(
             return done < MIN_STEPS or line.left > 0
 
         return measure(given.step, given.loader, model=model, optimizer=optimizer, steps=count, micro_batch=micro_batch, go_on=go_on)
-
-
-def check_budget(budget_s: float | None) -> None:
-    """Refuse a budget that is no positive number.
-
-    Raises:
-        ValueError: it is not a positive number, nor None.
-    """
-    if budget_s is not None:
-        real_number("budget_s", budget_s, above=0, what="seconds", also="; try budget_s=60, or None for no limit")
 
 
 def _launched(spec: RunSpec, steps: int, runs_dir: str | os.PathLike[str] | None, budget_s: float | None, *, early: bool) -> "NoiseScale":

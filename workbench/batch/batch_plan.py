@@ -33,7 +33,7 @@ from workbench.batch.facts import (
     throughput_for,
 )
 from workbench.core import codec, units
-from workbench.core.checks import real_number, whole_number
+from workbench.core.checks import check_budget, whole_number
 from workbench.core.device import Device
 from workbench.core.display import table as display
 from workbench.core.progress import Waiting
@@ -192,8 +192,7 @@ def batch_plan(
     """
     spec = read_spec("batch_plan", spec, because="whose task can be run")
     ranks = checked_number("world_size", world_size, spec.data_ranks)
-    if budget_s is not None:
-        real_number("budget_s", budget_s, above=0, what="seconds", also="; try budget_s=60, or None for no limit", error=SpecError)
+    check_budget(budget_s, error=SpecError)
     measured = Waiting("batch_plan", budget_s, begin=_announcement(noise_scale, steps, throughput))
     task = TaskFacts.of(spec)
     old = task.plan(spec)

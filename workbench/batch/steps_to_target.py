@@ -10,9 +10,8 @@ from typing import Any
 from workbench.batch.analysis.scaled_lr import RULES
 from workbench.batch.analysis.steps_to_target import StepsToTarget
 from workbench.batch.analysis.trials import ExperimentPlan, Target
-from workbench.batch.api import check_budget
 from workbench.core import units
-from workbench.core.checks import is_number, is_whole, real_number, whole_number
+from workbench.core.checks import check_budget, is_number, is_whole, real_number, whole_number
 from workbench.core.progress import say_what_was_interrupted
 from workbench.core.synonyms import accept_synonyms
 from workbench.runs.entrypoints import STEPS_TO_TARGET, entrypoint

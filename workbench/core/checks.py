@@ -180,6 +180,19 @@ def real_number(
     raise error(f"{name}={value!r:.80}: {what}{within} {_is(what)} allowed{also}")
 
 
+def check_budget(budget_s: float | None, *, limited: bool = False, error: type[ValueError] = ValueError) -> None:
+    """Check a budget of seconds.
+
+    Args:
+        budget_s: as given; None = there is no limit.
+        limited: is None refused?
+        error: to raise.
+    """
+    if limited or budget_s is not None:
+        also = f"; try budget_s=60{', or None for no limit' * (not limited)}"
+        real_number("budget_s", budget_s, above=0, what="seconds", also=also, error=error)
+
+
 def choice(
     name: str,
     value: Any,

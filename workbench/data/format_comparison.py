@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from workbench.core.checks import choice, real_number, whole_number
+from workbench.core.checks import check_budget, choice, whole_number
 from workbench.core.progress import Waiting
 from workbench.data.adapters import as_source, open_source
 from workbench.data.analysis.format_costs import AS_IT_IS, PREPARED, FormatComparison, Reading, StoredFormat, fastest
@@ -79,7 +79,7 @@ def compare_formats(
     whole_number("samples", samples, least=1)
     whole_number("batch_size", batch_size, least=1)
     whole_number("rounds", rounds, least=1)
-    real_number("budget_s", budget_s, above=0)
+    check_budget(budget_s, limited=True)
     given, functions = as_source(source, **options), [transform] if transform is not None else []
     while isinstance(given, MappedSource):
         functions = [given.function, *functions]

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from workbench.core import run_directory, units
-from workbench.core.checks import real_number
+from workbench.core.checks import check_budget
 from workbench.core.progress import INTERRUPTED, Waiting, say_what_was_interrupted
 from workbench.core.statistics import Interval
 from workbench.core.synonyms import accept_synonyms
@@ -85,7 +85,7 @@ def diagnose(
         ValueError: something else was given, or what was given cannot be diagnosed; the message says why.
         RunError: an experiment that was launched failed; its run directory stays.
     """
-    check_budget(budget_s)
+    check_budget(budget_s, limited=True)
     if loader is None and isinstance(target, str | os.PathLike) and os.fspath(target).endswith(".py"):
         _TARGET.refuse(target, {"model": model, "optimizer": optimizer}, "a step", "step, loader")
         with say_what_was_interrupted("diagnose"):
@@ -117,7 +117,7 @@ def prove(diagnosis: Diagnosis, remedy: Remedy, *, budget_s: float = BUDGET) -> 
         ValueError: what was diagnosed is no longer in this process, or cannot be changed from here.
         RunError: one of the two failed in its launch.
     """
-    check_budget(budget_s)
+    check_budget(budget_s, limited=True)
     spec, subject = diagnosis.spec, diagnosis.subject
     if isinstance(spec, RunSpec):
         return prove_spec(spec, remedy, budget_s=budget_s, runs_dir=subject.runs_dir if isinstance(subject, LaunchedSpec) else None)
@@ -143,7 +143,7 @@ def prove_spec(spec: RunSpec, remedy: Remedy, *, budget_s: float = BUDGET, runs_
         ValueError: the spec does not take the change.
         RunError: one of the two failed in its launch.
     """
-    check_budget(budget_s)
+    check_budget(budget_s, limited=True)
     changed = apply_remedy(spec, remedy)
     with say_what_was_interrupted("prove"):
         run = experiments.run_ab_test(spec, changed, name=remedy.name, budget_s=budget_s, runs_dir=runs_dir)
@@ -182,7 +182,7 @@ def climb(
         ValueError: not a RunSpec, no such knob, or no budget.
         RunError: a diagnosis failed in its launch. A remedy that fails in its proof is only dropped.
     """
-    check_budget(budget_s)
+    check_budget(budget_s, limited=True)
     spec = read_spec("climb", spec, because="whose knobs can be turned")
     check_names(RunSpec, dict.fromkeys(leave))
     most = units.seconds(min(BUDGET, max(MIN_CLIMB_SECONDS, budget_s / 2)))
@@ -261,15 +261,6 @@ def read_ab_test(run: Run) -> VariantTimes:
     """The VariantTimes of two specs that ran interleaved."""
     value = run_directory.read_json(run.path / run_directory.CONTEST)
     return VariantTimes(**{**value, "pairs": tuple((base, other) for base, other in value["pairs"])})
-
-
-def check_budget(budget_s: float) -> None:
-    """Refuse a budget that is no positive number.
-
-    Raises:
-        ValueError: it is not a positive number.
-    """
-    real_number("budget_s", budget_s, above=0, what="seconds", also="; try budget_s=60")
 
 
 _TARGET = Measured(name="diagnose", verb="diagnosed", script='a script by a run of it, diagnose(wb.launch("train.py", watch=True).wait())')

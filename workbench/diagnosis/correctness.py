@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
 from workbench.core import run_directory
-from workbench.core.checks import whole_number
+from workbench.core.checks import check_budget, whole_number
 from workbench.core.progress import INTERRUPTED, Waiting, say_what_was_interrupted
 from workbench.core.synonyms import accept_synonyms
 from workbench.diagnosis.analysis.divergence import Divergence
 from workbench.diagnosis.analysis.sanity import CHECKS, Check, SanityReport
 from workbench.diagnosis.analysis.step_replay import StepReplay, first_bad_step
-from workbench.diagnosis.api import BUDGET, check_budget
+from workbench.diagnosis.api import BUDGET
 from workbench.runs.launch.experiments import run_recording
 from workbench.runs.launch.resume import refuse_code_of_others, refuse_links
 from workbench.runs.restarts import present_spec
@@ -51,7 +51,7 @@ def sanity(
     Raises:
         ValueError: something else was given, or it cannot be built.
     """
-    check_budget(budget_s)
+    check_budget(budget_s, limited=True)
     frozen = (frozen,) if isinstance(frozen, str) else tuple(frozen)
     if isinstance(target, Task):
         _TARGET.refuse(target, {"loader": loader, "model": model, "optimizer": optimizer}, "a step", "step, loader")
@@ -129,7 +129,7 @@ def diverge(
         RunError: a spec of several ranks failed.
         TimeoutError: the budget ended while a spec of several ranks was recorded, before anything was known.
     """
-    check_budget(budget_s)
+    check_budget(budget_s, limited=True)
     whole_number("steps", steps, least=1, error=ValueError)
     given: list[Any] = [named_task(each) or each for each in (a, b)]
     specs = [isinstance(each, RunSpec | Task) for each in given]
@@ -219,7 +219,7 @@ def replay(run: Run | str | os.PathLike[str], step: int | None = None, *, budget
         ValueError: it is the run of a script, has no such step, or the step cannot be reached in time.
         LaunchError: the directory is another user's, or has the code in it: it would be executed as you; or it has symbolic links.
     """
-    check_budget(budget_s)
+    check_budget(budget_s, limited=True)
     run = run if isinstance(run, Run) else Run.load(run)
     spec = run.spec
     if not isinstance(spec, RunSpec):

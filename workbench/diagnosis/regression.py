@@ -8,14 +8,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from workbench.core import units
-from workbench.core.checks import choice
+from workbench.core.checks import check_budget, choice
 from workbench.core.progress import INTERRUPTED, Waiting
 from workbench.core.units import several
 from workbench.diagnosis.analysis import bisection
 from workbench.diagnosis.analysis.bisection import Bisection, Commit
 from workbench.diagnosis.analysis.owner_search import Changes, Decision, Rerun, decide, effect, recorded_change
 from workbench.diagnosis.analysis.what_changed import QUANTITIES, USUAL, WhatChanged
-from workbench.diagnosis.api import check_budget
 from workbench.diagnosis.rerun import FEWEST, QUICK, Arm, BudgetError, Code, Measured, RerunError, Reruns, measured, steps_of
 from workbench.diagnosis.swaps import Swaps, brought, lost, swaps_of
 from workbench.runs.launch import worktrees
@@ -74,7 +73,7 @@ def what_changed(
         ValueError: a run still runs or did not record what is compared, one is of a task and the other of a script, or no such `of`.
     """
     choice("of", of, QUANTITIES, error=ValueError)
-    check_budget(budget_s)
+    check_budget(budget_s, limited=True)
     runs = (_ended(run_a), _ended(run_b))
     also = _checked(also or {})
     own = all(run.path.stat().st_uid == os.getuid() for run in runs)
@@ -188,7 +187,7 @@ def bisect(
         SpecError: no such knob.
     """
     choice("of", of, QUANTITIES, error=ValueError)
-    check_budget(budget_s)
+    check_budget(budget_s, limited=True)
     spec, folder = read_spec("bisect", target, because="which is trained at each commit").replace(**knobs), Path.cwd()
     if worktrees.top_of(folder) is None:
         raise worktrees.GitError(f"{folder} is in no repository of git: call bisect from within the one whose commits are to be tried")

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from workbench.core import run_directory, units
-from workbench.core.checks import whole_number
+from workbench.core.checks import check_budget, whole_number
 from workbench.core.machine_speeds import MachineSpeeds
 from workbench.core.progress import INTERRUPTED, Waiting, say_what_was_interrupted
 from workbench.core.synonyms import accept_synonyms
@@ -20,7 +20,7 @@ from workbench.diagnosis.analysis.gap import SAME
 from workbench.diagnosis.analysis.gap_evidence import GapBlock, GapEvidence, typical
 from workbench.diagnosis.analysis.step_model import between_two
 from workbench.diagnosis.analysis.why_not_linear import FEW, WhyNotLinear
-from workbench.diagnosis.api import BUDGET, check_budget
+from workbench.diagnosis.api import BUDGET
 from workbench.runs.launch import experiments
 from workbench.runs.launch.launch import check as check_launch
 from workbench.runs.launch.launch import launch
@@ -80,7 +80,7 @@ def why_not_linear(
         LaunchError, TaskError: it cannot run here. Nothing was started.
         RunError: a launch failed; its run directory stays.
     """
-    check_budget(budget_s)
+    check_budget(budget_s, limited=True)
     if same not in SAME:
         raise ValueError(f"same={same!r}: allowed are " + " and ".join(f'"{name}" ({what})' for name, what in SAME.items()))
     if ranks is not None:

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from workbench.core.checks import real_number, whole_number
+from workbench.core.checks import check_budget, whole_number
 from workbench.core.device import Device
 from workbench.core.progress import Waiting, say_what_was_interrupted
 from workbench.core.synonyms import accept_synonyms
@@ -340,7 +340,7 @@ def measure_memory(
         ValueError: something else was given, or what was given cannot be measured; the message says why.
         RunError: the launch failed; its run directory stays.
     """
-    _check_budget(budget_s)
+    check_budget(budget_s, limited=True)
     given = _TARGET.read(target, loader, model=model, optimizer=optimizer, steps=steps)
     if isinstance(given, Run):
         observed: MemoryBreakdown = given.memory_breakdown()
@@ -383,15 +383,11 @@ def find_leaks(
         ValueError: what was given cannot be measured; the message says why.
     """
     check_step("find_leaks", step, loader)
-    _check_budget(budget_s)
+    check_budget(budget_s, limited=True)
     with say_what_was_interrupted("find_leaks"), Waiting("find_leaks", budget_s, begin=f"recording {steps} steps") as line:
         from workbench.memory.measure.leaks import find
 
         return find(step, loader, model=model, optimizer=optimizer, steps=steps, line=line)
-
-
-def _check_budget(budget_s: float) -> None:
-    real_number("budget_s", budget_s, above=0, what="seconds", also="; try budget_s=60")
 
 
 _TARGET = Measured(

@@ -16,7 +16,7 @@ from numbers import Integral
 from typing import Any
 
 from workbench.core import units
-from workbench.core.checks import is_whole, real_number, whole_number
+from workbench.core.checks import check_budget, is_whole, whole_number
 from workbench.core.progress import INTERRUPTED, ProgressLine, say_what_was_interrupted
 from workbench.core.synonyms import accept_synonyms
 from workbench.runs import task
@@ -93,7 +93,7 @@ def scaling_curve(
     curve_spec = validate(target, over=over, values=values, kind=kind, repeat=repeat, communication=communication)
     for _, spec in curve_spec.points:
         check(spec)
-    _check_budget(budget_s)
+    check_budget(budget_s)
     measurement = _Measurement(_directory(curve_spec, resume, runs_dir), quiet, budget_s)
     path, notes = measurement.directory.path, list[str]()
     try:
@@ -114,12 +114,6 @@ def scaling_curve(
 
 class _Spent(Exception):
     """The budget is spent, and something was measured."""
-
-
-def _check_budget(budget_s: float | None) -> None:
-    """Raise unless it is a positive number of seconds, or None."""
-    if budget_s is not None:
-        real_number("budget_s", budget_s, above=0, what="seconds", also="; try budget_s=300, or None for no limit")
 
 
 def _directory(curve_spec: CurveSpec, resume: bool | str | os.PathLike[str], runs_dir: str | os.PathLike[str] | None) -> CurveDirectory:
@@ -307,7 +301,7 @@ def scaling_law(
         TaskError: a task that cannot be built. Nothing was started.
     """
     spec = read_spec("scaling_law", spec, error=SpecError)
-    _check_budget(budget_s)
+    check_budget(budget_s)
     sizes, samples = None if sizes is None else _plain(sizes), _plain(samples)
     seeds = _plain([seeds])[0]
     names = _tasks(spec, sizes, tasks)

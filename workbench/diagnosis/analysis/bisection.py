@@ -1,17 +1,17 @@
 """Bisection: which commit of a range made a training slower, larger or worse, found by short trainings of some of them."""
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from workbench.core import units
+from workbench.core.brief import fitted, short, three
 from workbench.core.codec import JsonDataclass
 from workbench.core.display import table as display
 from workbench.core.statistics import Interval
 from workbench.diagnosis.analysis.owner_search import MINE, MOST, Decision, Rerun, effect, effects
-from workbench.diagnosis.analysis.what_changed import BRIEF_BYTES, QUANTITIES, USUAL
+from workbench.diagnosis.analysis.what_changed import QUANTITIES, USUAL
 
 KINDS: Mapping[str, str] = {
     "commit": "one commit, or one of several that do not run, brings it",
@@ -130,17 +130,18 @@ class Bisection(display.Shown, JsonDataclass):
     plot = display.plot_method("bisection")
 
     def brief(self) -> dict[str, Any]:
-        """The answer for a program or an agent, as plain JSON values that take at most `what_changed.BRIEF_BYTES` as text."""
-        tried = []
-        for commit in self._tried:
-            seen = self.ratio(commit.id)
-            tried.append([commit.subject[:60], [round(end, 4) for end in (seen.low, seen.mid, seen.high)] if seen else None])
-        value: dict[str, Any] = {"verdict": self.verdict[:400], "kind": self.kind, "of": self.of, "first_bad": [*self.first_bad[:8]]}
-        value |= {"commits": len(self.commits), "trainings": len(self.reruns), "tried": tried, "notes": [note[:120] for note in self.notes]}
-        while len(json.dumps(value, ensure_ascii=False).encode()) > BRIEF_BYTES and tried:
-            tried.pop(0)
-            value["left_out"] = value.get("left_out", 0) + 1
-        return value
+        """The answer for a program or an agent, as plain JSON values that take at most BRIEF_BYTES as text, the newest commits first."""
+        value = {
+            "verdict": short(self.verdict, 400),
+            "kind": self.kind,
+            "of": self.of,
+            "first_bad": [*self.first_bad[:8]],
+            "commits": len(self.commits),
+            "trainings": len(self.reruns),
+            "tried": [[short(commit.subject, 60), (seen := self.ratio(commit.id)) and three(seen, 5)] for commit in reversed(self._tried)],
+            "notes": [short(note, 120) for note in self.notes],
+        }
+        return fitted(value, "notes", "tried")
 
     def __repr__(self) -> str:
         return f"Bisection(of={self.of!r}, kind={self.kind!r}, first_bad={tuple(commit[:10] for commit in self.first_bad)!r})"

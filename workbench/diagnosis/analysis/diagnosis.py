@@ -1,7 +1,6 @@
 """Diagnosis: what limits a step, what would help and by how much, and what was proved of it."""
 
 import dataclasses
-import json
 import math
 import re
 import shlex
@@ -11,10 +10,10 @@ from functools import cached_property, partial
 from typing import Any
 
 from workbench.core import late, units
-from workbench.core.codec import NOT_STORED, JsonDataclass, to_json
+from workbench.core.brief import fitted, number, short, three
+from workbench.core.codec import NOT_STORED, JsonDataclass
 from workbench.core.display import table as display
 from workbench.core.package import near
-from workbench.core.statistics import Interval
 from workbench.core.synonyms import accept_synonyms
 from workbench.core.vocabulary import PART_WORDS, PARTS
 from workbench.data.analysis.format_costs import FormatComparison
@@ -28,8 +27,6 @@ from workbench.diagnosis.analysis.step_model import Parts, StepModel
 from workbench.diagnosis.analysis.verdict import HIDDEN_REDUCTION, UNMARKED, Judgement, judge
 from workbench.runs.spec import RunSpec, ScriptSpec, Spec
 
-BRIEF_BYTES, BRIEF_TEXT = 2048, 240
-"""Most bytes of a brief as JSON, and most characters of a text in it."""
 BRIEF_COMMAND, IN_PYTHON = 500, "diagnosis.prove()"
 """Most bytes of a command in a brief, and what stands in its place where it is longer."""
 EXPERIMENT = "wb.diagnose(step, loader) experiments, with the body of the loop as step(batch)."
@@ -301,33 +298,22 @@ class Diagnosis(JsonDataclass):
             `left_out` counts them.
         """
         e = self.evidence
-        proved = [{"change": proof.remedy.name, "measured": _three(proof.measured), "helps": proof.gained} for proof in self.proofs]
-        lists: dict[str, list[Any]] = {
+        proved = [{"change": proof.remedy.name, "measured": three(proof.measured), "helps": proof.gained} for proof in self.proofs]
+        value = {
+            "claim": {"verdict": self.verdict, "cause": self.cause, "why": short(self.why)},
+            "step_s": number(self.parts.step),
+            "shares": {part: number(self.parts.share(part)) for part in PARTS if self.parts.seconds(part)},
+            **({"doubt": short(self.doubt)} if self.doubt else {}),
             "predicted": [
-                {"change": remedy.name, "speedup": _three(remedy.interval), "at_most": remedy.ceiling, "provable": remedy.provable}
+                {"change": remedy.name, "speedup": three(remedy.interval), "at_most": remedy.ceiling, "provable": remedy.provable}
                 for remedy in self.remedies
             ],
             "proved": proved,
-            "experiments": [[name, _three(arm.saved_at_few_pairs)] for name, arm in e.arms.items()],
-            "unknown": [_short(note) for note in (*e.notes, *self.judgement.notes)],
+            "experiments": {name: three(arm.saved_at_few_pairs) for name, arm in e.arms.items()},
+            "unknown": [short(note) for note in (*e.notes, *self.judgement.notes)],
+            "next": {"do": short(self.next), "command": None if proved else self._command()},
         }
-        left_out = 0
-        while True:
-            value = {
-                "claim": {"verdict": self.verdict, "cause": self.cause, "why": _short(self.why)},
-                "step_s": _number(self.parts.step),
-                "shares": {part: _number(self.parts.share(part)) for part in PARTS if self.parts.seconds(part)},
-                **({"doubt": _short(self.doubt)} if self.doubt else {}),
-                **lists,
-                "experiments": dict(lists["experiments"]),
-                "next": {"do": _short(self.next), "command": None if proved else self._command()},
-                **({"left_out": left_out} if left_out else {}),
-            }
-            longest = max(lists.values(), key=lambda items: len(json.dumps(items)))
-            if len(json.dumps(value, ensure_ascii=False).encode()) <= BRIEF_BYTES or not longest:
-                return value
-            longest.pop()
-            left_out += 1
+        return fitted(value, "predicted", "proved", "experiments", "unknown")
 
     def _command(self) -> str | None:
         """What to run next, for a shell: it proves the best remedy, or tells more where nothing was tried yet.
@@ -362,17 +348,3 @@ class Diagnosis(JsonDataclass):
         head = f"{doubt}<p><strong>{display.escape(self.verdict)}</strong> ({display.escape(self.cause)})</p>"
         reason = f"<p>{display.escape(self.why)}</p><p><strong>Next:</strong> {display.escape(self.next)}</p>"
         return head + reason + "".join(table._repr_html_() for table in self._tables)
-
-
-def _number(value: float) -> float | None:
-    """Three digits of it; None if it is infinite or not known."""
-    number: float | None = to_json(float(f"{value:.3g}"))
-    return number
-
-
-def _three(interval: Interval) -> list[float | None]:
-    return [_number(value) for value in (interval.low, interval.mid, interval.high)]
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= BRIEF_TEXT else f"{text[: BRIEF_TEXT - 1]}…"

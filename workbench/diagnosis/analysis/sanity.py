@@ -1,10 +1,10 @@
 """SanityReport: what checks of a model, its loss and its data have shown before a large run, and which fault to mend first."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from workbench.core.brief import fitted, short
 from workbench.core.codec import JsonDataclass
 from workbench.core.display import table as display
 
@@ -53,8 +53,8 @@ CAUSES: Mapping[str, str] = {
     "error": "mend the error first",
 }
 """Cause of a failed check → what to do."""
-BRIEF_BYTES, BRIEF_TEXT = 2048, 120
-"""Most bytes of a brief as JSON, and most characters of a text in it."""
+BRIEF_TEXT = 120
+"""Most characters of a text in a brief."""
 MARKS: Mapping[bool | None, str] = {True: "✓", False: "✗", None: "–"}
 
 
@@ -128,30 +128,26 @@ class SanityReport(JsonDataclass, display.Shown):
             cause first. `passed` and `not_judged`: names of checks, the latter with the reason. Where all that is too long, texts are cut
             and the ends of lists left out, and `left_out` counts them.
         """
-        lists: dict[str, list[Any]] = {
+        value = {
+            "target": short(self.target, BRIEF_TEXT),
+            "ok": self.ok,
+            "cause": self.cause,
+            "verdict": short(self.verdict, 360),
             "failed": [
                 {
                     "check": check.name,
                     "cause": check.cause,
-                    "place": _cut(check.place),
-                    "measured": _cut(check.figure),
-                    "do": _cut(check.advice),
+                    "place": short(check.place, BRIEF_TEXT),
+                    "measured": short(check.figure, BRIEF_TEXT),
+                    "do": short(check.advice, BRIEF_TEXT),
                 }
                 for check in self.failed
             ],
-            "not_judged": [[check.name, _cut(check.figure)] for check in self.checks if check.passed is None],
+            "not_judged": [[check.name, short(check.figure, BRIEF_TEXT)] for check in self.checks if check.passed is None],
             "passed": [check.name for check in self.checks if check.passed],
-            "notes": [_cut(note) for note in self.notes],
+            "notes": [short(note, BRIEF_TEXT) for note in self.notes],
         }
-        left_out = 0
-        while True:
-            value: dict[str, Any] = {"target": _cut(self.target), "ok": self.ok, "cause": self.cause, "verdict": _cut(self.verdict, 360)}
-            value |= lists | ({"left_out": left_out} if left_out else {})
-            if len(json.dumps(value, ensure_ascii=False).encode()) <= BRIEF_BYTES or not any(lists.values()):
-                return value
-            longest = max(reversed(lists.values()), key=lambda items: len(json.dumps(items)) * (items is not lists["failed"]))
-            (longest or lists["failed"]).pop()
-            left_out += 1
+        return fitted(value, "notes", "passed", "not_judged", "failed", last="failed")
 
     @property
     def table(self) -> display.Table:
@@ -165,7 +161,3 @@ class SanityReport(JsonDataclass, display.Shown):
 
     def __repr__(self) -> str:
         return f"SanityReport({self.target!r}, ok={self.ok}, cause={self.cause!r})"
-
-
-def _cut(text: str, most: int = BRIEF_TEXT) -> str:
-    return text if len(text) <= most else f"{text[: most - 1]}…"

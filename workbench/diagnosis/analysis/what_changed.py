@@ -1,12 +1,12 @@
 """WhatChanged: how two runs differ, and which difference makes one slower, need more memory or learn less than the other."""
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from workbench.core import units
+from workbench.core.brief import fitted, number, short, three
 from workbench.core.codec import JsonDataclass
 from workbench.core.display import table as display
 from workbench.core.statistics import USUAL_SPREAD, Interval
@@ -31,8 +31,6 @@ KINDS: Mapping[str, str] = {
     "not run": "only what was recorded is compared",
 }
 """Kind of verdict → what it means."""
-BRIEF_BYTES = 2000
-"""The most that the brief takes as text."""
 _WORDS, _ROWS = 120, 12
 
 
@@ -214,31 +212,17 @@ class WhatChanged(display.Shown, JsonDataclass):
 
     def brief(self) -> dict[str, Any]:
         """The answer for a program or an agent, as plain JSON values that take at most BRIEF_BYTES as text."""
-        found = self.ratios
-        lists: dict[str, list[Any]] = {
-            "tried": [
-                [" + ".join(changes)[:_WORDS], [round(end, 4) for end in (seen.low, seen.mid, seen.high)]]
-                for changes, seen in found.items()
-            ],
-            "differs": [[each.section, each.name[:40], each.a[:30], each.b[:30]] for each in self.differences],
-            "notes": [note[:_WORDS] for note in self.notes],
+        value = {
+            "verdict": short(self.verdict, 4 * _WORDS),
+            "kind": self.kind,
+            "owner": [short(name, 40) for name in self.owner[:_ROWS]],
+            "of": self.of,
+            "recorded": [number(each, 5) for each in self.recorded],
+            "tried": [[short(" + ".join(changes), _WORDS), three(seen, 5)] for changes, seen in self.ratios.items()],
+            "differs": [[each.section, short(each.name, 40), short(each.a, 30), short(each.b, 30)] for each in self.differences],
+            "notes": [short(note, _WORDS) for note in self.notes],
         }
-        left_out = 0
-        while True:
-            value = {
-                "verdict": self.verdict[: 4 * _WORDS],
-                "kind": self.kind,
-                "owner": [name[:40] for name in self.owner[:_ROWS]],
-                "of": self.of,
-                "recorded": [float(f"{each:.5g}") for each in self.recorded],
-                **lists,
-                **({"left_out": left_out} if left_out else {}),
-            }
-            longest = max(lists.values(), key=lambda items: len(json.dumps(items)))
-            if len(json.dumps(value, ensure_ascii=False).encode()) <= BRIEF_BYTES or not longest:
-                return value
-            longest.pop()
-            left_out += 1
+        return fitted(value, "tried", "differs", "notes")
 
     def __repr__(self) -> str:
         return f"WhatChanged(of={self.of!r}, kind={self.kind!r}, owner={self.owner!r})"

@@ -1,6 +1,5 @@
 """WhyNotLinear: why N ranks give less than N times one, what would narrow the gap, what more ranks would bring, and what a sample costs."""
 
-import json
 import math
 import shlex
 import statistics
@@ -10,10 +9,10 @@ from functools import cached_property
 from typing import Any
 
 from workbench.core import late, units
+from workbench.core.brief import fitted, number, short, three
 from workbench.core.checks import real_number
-from workbench.core.codec import NOT_STORED, JsonDataclass, to_json
+from workbench.core.codec import NOT_STORED, JsonDataclass
 from workbench.core.display import table as display
-from workbench.core.statistics import Interval
 from workbench.core.synonyms import accept_synonyms
 from workbench.diagnosis.analysis.evidence import Gradients
 from workbench.diagnosis.analysis.gap import SAME, UNEXPLAINED, Gap, gap_of
@@ -27,8 +26,6 @@ from workbench.scaling.analysis.curve.curve import ScalingCurve
 from workbench.scaling.analysis.curve.fit import CurveForecast
 from workbench.scaling.analysis.curve.point import CurveError, ScalingPoint
 
-BRIEF_BYTES = 2000
-"""Most bytes of `brief()` as JSON."""
 HOURS = 3600
 WORTH = 0.8
 """Efficiency of the last doubling from which on it is called worth its price. Chosen; a matter of words: the table has the figures."""
@@ -354,29 +351,26 @@ class WhyNotLinear(JsonDataclass):
     def brief(self) -> dict[str, Any]:
         """The answer for a program or an agent, as plain JSON values that take at most BRIEF_BYTES as text."""
         gap = self.gap
-        parts = {part.cause: _three(part.seconds) for part in gap.parts if abs(gap.share(part.cause)) >= 0.005 or part.cause == UNEXPLAINED}
+        parts = {part.cause: three(part.seconds) for part in gap.parts if abs(gap.share(part.cause)) >= 0.005 or part.cause == UNEXPLAINED}
         remedies = [
-            {"change": r.name, "speedup": _three(r.interval), "at_most": r.ceiling, "provable": r.provable} for r in self.remedies[:4]
+            {"change": r.name, "speedup": three(r.interval), "at_most": r.ceiling, "provable": r.provable} for r in self.remedies[:4]
         ]
         value: dict[str, Any] = {
-            "claim": {"cause": self.cause or None, "why": _short(self.why)},
+            "claim": {"cause": self.cause or None, "why": short(self.why)},
             "ranks": self.world_size,
             "kind": "predicted" if gap.predicted else "measured",
             "same": self.same,
-            "efficiency": _number(gap.efficiency),
-            "linear_s": _number(gap.linear.mid),
-            "step_s": _number(gap.step.mid),
+            "efficiency": number(gap.efficiency),
+            "linear_s": number(gap.linear.mid),
+            "step_s": number(gap.step.mid),
             "parts_s": parts,
-            "residual": _number(gap.residual),
+            "residual": number(gap.residual),
             "predicted": remedies,
-            "proved": [{"change": p.remedy.name, "measured": _three(p.measured), "helps": p.gained} for p in self.proofs],
-            "unknown": [_short(note) for note in self.evidence.notes],
-            "next": {"do": _short(self.next), "command": self._command()},
+            "proved": [{"change": p.remedy.name, "measured": three(p.measured), "helps": p.gained} for p in self.proofs],
+            "unknown": [short(note) for note in self.evidence.notes],
+            "next": {"do": short(self.next), "command": self._command()},
         }
-        for name in ("unknown", "predicted", "proved"):
-            while value[name] and len(json.dumps(value, ensure_ascii=False).encode()) > BRIEF_BYTES:
-                value[name].pop()
-        return value
+        return fitted(value, "unknown", "predicted", "proved", last="proved")
 
     def _command(self) -> str | None:
         if not isinstance(self.spec, RunSpec) or not any(remedy.provable for remedy in self.remedies):
@@ -413,19 +407,6 @@ def _added(before: tuple[int, float], now: tuple[int, float], one: float) -> flo
 
 def _signed(value: float, show: Any) -> str:
     return f"{'–' if value < 0 else '+'}{show(abs(value))}"
-
-
-def _number(value: float) -> float | None:
-    number: float | None = to_json(float(f"{value:.3g}"))
-    return number
-
-
-def _three(interval: Interval) -> list[float | None]:
-    return [_number(value) for value in (interval.low, interval.mid, interval.high)]
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= 260 else f"{text[:259]}…"
 
 
 def _of_knobs(knobs: Mapping[str, Any]) -> Remedy:

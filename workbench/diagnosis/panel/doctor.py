@@ -9,6 +9,7 @@ from typing import Any
 import ipywidgets
 
 from workbench.core import units
+from workbench.core.checks import check_budget
 from workbench.core.display.html import Style
 from workbench.diagnosis import api
 from workbench.diagnosis.analysis.diagnosis import Diagnosis
@@ -63,7 +64,7 @@ class ThroughputDoctor:
                 f"ThroughputDoctor({type(target).__name__}): a RunSpec or a Diagnosis is needed; "
                 'try ThroughputDoctor(wb.RunSpec(task="clipart-resnet")) or ThroughputDoctor(wb.diagnose(step, loader))'
             )
-        api.check_budget(budget_s)
+        check_budget(budget_s, limited=True)
         self._budget, self._runs_dir = budget_s, runs_dir
         self.result: Diagnosis | None = None
         self.ladder: Ladder | None = None

@@ -8,7 +8,7 @@ from typing import Any
 import ipywidgets
 
 from workbench.core import units
-from workbench.core.checks import real_number
+from workbench.core.checks import check_budget, real_number
 from workbench.core.display.html import Style
 from workbench.core.system_load import usable_cores
 from workbench.diagnosis import api
@@ -79,7 +79,7 @@ class WhyNotLinear:
                 f"WhyNotLinear({type(target).__name__}): a spec or an answer of wb.why_not_linear is needed; "
                 'try WhyNotLinear(wb.RunSpec(task="text-gpt", nproc_per_node=2)) or WhyNotLinear(wb.why_not_linear("train.py"))'
             )
-        api.check_budget(budget_s)
+        check_budget(budget_s, limited=True)
         real_number("price_per_hour", price_per_hour, least=0, what="money per hour of one device")
         self._budget, self._runs_dir = budget_s, runs_dir
         self.spec: Spec | None = target.spec if isinstance(target, Answer) else target
