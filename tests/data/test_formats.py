@@ -269,6 +269,11 @@ def test_manifest_and_index_of_a_server_are_fetched_in_one_round(tmp_path: Path,
     assert rounds == [["memory://together/manifest.json", "memory://together/index.npz"]]
     assert source.storage._made, "connected where it is opened, not anew in a thread that reads"
     assert digest_of(source) == EXPECTED
+    rounds.clear()
+    memory.pipe("/alone/part-00000", first(write("tfrecord", tmp_path)).read_bytes())
+    source = wb.data.open_source("memory://alone/part-00000", format="tfrecord")
+    assert rounds == [["memory://alone/manifest.json", "memory://alone/index.npz"]], "nothing lies below a file"
+    assert digest_of(source) == EXPECTED
     memory.rm("/together/index.npz")
     with pytest.raises(DataMissingError, match=r"memory://together/index\.npz is missing"):
         wb.data.open_source("memory://together")

@@ -409,6 +409,29 @@ def test_what_was_recorded_is_kept_where_the_budget_or_ctrl_c_ends_it(monkeypatc
         wb.find_leaks(step, batches(), model=model, budget_s=60 if end == "budget" else 600)
 
 
+def test_a_step_that_ctrl_c_ended_is_not_in_the_breakdown() -> None:
+    """Its 64 MB would be the peak; and what it freed of earlier steps is still held at their end."""
+    model = perceptron()
+    inner = stepping(model, adam(model))
+    taken = 0
+
+    def step(batch: Any) -> None:
+        nonlocal taken
+        taken += 1
+        if taken == 3:
+            held = torch.zeros(16 << 20)
+            inner(batch)
+            raise KeyboardInterrupt(held.shape)
+        inner(batch)
+
+    found = wb.measure_memory(step, [vectors(4)] * 5, model=model, steps=5)
+    assert "stopped by Ctrl-C after 2 of 5 steps" in found.notes
+    taken = -9
+    whole = wb.measure_memory(step, [vectors(4)] * 2, model=model, steps=2)
+    assert found.total == whole.total
+    assert found.phases == whole.phases
+
+
 def test_ranks_of_a_step_take_equally_many_whatever_their_clocks_say(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else the one that took more would wait in its reduction without an end."""
     now = [0.0]

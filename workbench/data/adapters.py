@@ -182,7 +182,7 @@ def open_source(path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
         MissingPackageError: the format needs a package that is not installed; the message has the line that installs it.
     """
     asked: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-    if isinstance(path, str | os.PathLike) and not by_name(os.fspath(path)):
+    if format is None and isinstance(path, str | os.PathLike) and not by_name(os.fspath(path)):
         asked = Storage(path, options.get("storage_options")).fetched(MANIFEST, INDEX)
     with asked:
         chosen = format_class(format) if format is not None else find_format(path, options.get("storage_options"))

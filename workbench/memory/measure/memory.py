@@ -152,10 +152,11 @@ class Borders:
 
     def excess(self, replay: Replay, *, drifts: bool) -> dict[int, int]:
         """Step → bytes by which the allocator's peak exceeds the record's; of the steps in which it is known."""
-        ends = [position for position, _ in self._at[1:]] + [len(replay.total)]
+        at = [(position, step) for position, step in self._at if position < len(replay.total)]  # a step may have been interrupted
+        ends = [position for position, _ in at[1:]] + [len(replay.total)]
         truth: dict[int, int] = {}
         record: dict[int, int] = {}
-        for (position, step), end, peak in zip(self._at, ends, self._truth.peaks, strict=False):
+        for (position, step), end, peak in zip(at, ends, self._truth.peaks, strict=False):
             before = int(replay.total[position - 1])
             truth[step] = max(truth.get(step, 0), before + peak)
             record[step] = max(record.get(step, 0), before, int(replay.total[position:end].max(initial=0)))
@@ -327,6 +328,7 @@ def recorded(
                     if line and number and line.left <= 0 and not several_ranks:
                         notes.append(_out_of_time(number, steps, least, line))
                         break
+                    whole = len(recorder.log.events)
                     try:
                         if line:
                             line.say(f"step {number + 1} of {steps}", f"{several(number, 'step')} recorded" if number else None)
@@ -344,6 +346,7 @@ def recorded(
                             raise
                         notes.append(f"{INTERRUPTED} after {number} of {steps} steps{UNSEEN * (number == 1)}")
                         recorder.step = number - 1
+                        recorder.forget(whole)
                         break
         yield recorder, borders, truth, found, notes
 

@@ -234,11 +234,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._paused -= self._on_host(optimizer)
             self.mark(outer.pop())
 
-        handles: list[Any] = [
-            *self.tracker.hooks(),
-            register_optimizer_step_pre_hook(begin),
-            register_optimizer_step_post_hook(end),
-        ]
+        handles: list[Any] = [*self.tracker.hooks(), register_optimizer_step_pre_hook(begin), register_optimizer_step_post_hook(end)]
         for parameter in self._parameters:
             if parameter.requires_grad:
                 handles.append(parameter.register_post_accumulate_grad_hook(self._has_gradient))  # type: ignore[no-untyped-call]
@@ -255,6 +251,17 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for storage in storages(tensor):
                 if (index := self._live.get(storage._cdata)) is not None:
                     self.log.records[index].category = "unsharded_parameter"
+
+    def forget(self, events: int) -> None:
+        """Leave out all from a position of the log's events on, as of a step that was interrupted."""
+        gone = self.log.events[events:]
+        rows: dict[int, list[Any]] = {ALLOC: self.log.records, MARK: self.log.marks}
+        del self.log.events[events:]
+        for kind, those in rows.items():
+            del those[min((event.index for event in gone if event.kind == kind), default=len(those)) :]
+        self._live = {address: index for address, index in self._live.items() if index < len(self.log.records)}
+        for record in self.log.records:
+            record.freed_at = None if (record.freed_at or 0) >= events else record.freed_at
 
     def close(self) -> None:
         """End the steps: later frees do not belong to them."""
