@@ -14,6 +14,7 @@ import pytest
 import workbench as wb
 from tests.forked import Forks
 from workbench.batch.analysis.lengths import BatchLengths
+from workbench.batch.batch_plan import ProposedPlan
 from workbench.core import run_directory
 
 for name in ("ipywidgets", "anywidget"):
@@ -162,7 +163,7 @@ def test_the_page_of_budgets_has_every_call_with_its_default() -> None:
     }
     data = {name: getattr(wb.data, name) for name in dir(wb.data) if not name.startswith("_")}
     named = {f"wb.{name}": getattr(wb, name) for name in wb.__all__} | {f"wb.data.{name}": each for name, each in data.items()}
-    named |= {f"{each.__name__}.prove": each.prove for each in (wb.Diagnosis, wb.WhyNotLinear, BatchLengths)}
+    named |= {f"{each.__name__}.prove": each.prove for each in (wb.Diagnosis, wb.WhyNotLinear, BatchLengths, ProposedPlan)}
     takes = {
         name: inspect.signature(each).parameters["budget_s"].default
         for name, each in named.items()
@@ -170,7 +171,7 @@ def test_the_page_of_budgets_has_every_call_with_its_default() -> None:
     }
     assert listed == takes
     longer = {name for name, default in takes.items() if default is None or default > 60}
-    assert longer == {"wb.bisect", "wb.scaling_law"}
+    assert longer == {"wb.bisect", "wb.scaling_law", "wb.sweep", "wb.calibrate"}
     assert all(f"* `{name}`" in page for name in longer)
 
 

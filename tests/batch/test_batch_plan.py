@@ -20,7 +20,7 @@ from workbench.batch.analysis.proof import Gain, LossCurve, PlanProof
 from workbench.batch.analysis.throughput import SLACK, BatchCandidate, Throughput, best_candidate, candidates, relative_sample_worth
 from workbench.batch.batch_plan import ProposedPlan, batch_plan, prove_plan
 from workbench.batch.facts import MAX_MICRO_BATCHES, TaskFacts, limit_warmup, micro_batches_to_try
-from workbench.batch.throughput_sweep import measure_throughput
+from workbench.batch.throughput_sweep import START, measure_throughput
 from workbench.core.progress import Waiting
 from workbench.runs.spec import SpecError
 
@@ -244,7 +244,7 @@ def test_a_warm_up_of_ones_own_that_takes_most_of_the_run_is_said() -> None:
 def test_a_proof_is_of_the_plan_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[wb.RunSpec] = []
 
-    def runs(specs: list[tuple[str, wb.RunSpec]], **_: Any) -> list[Any]:
+    def runs(specs: list[tuple[str, wb.RunSpec]], *_: Any, **__: Any) -> Any:
         asked[:] = [spec for _, spec in specs]
         raise SpecError("enough is known")
 
@@ -255,6 +255,30 @@ def test_a_proof_is_of_the_plan_itself(monkeypatch: pytest.MonkeyPatch) -> None:
             plan.prove(steps=steps)
         assert {spec.warmup_steps for spec in asked if spec.global_batch == 64} == {warmup}
         assert plan.warmup_steps == 20
+
+
+def test_a_proof_takes_the_steps_that_fit_its_budget_and_the_seeds_that_were_done_by_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[wb.RunSpec] = []
+    ended = {0, 1, 3}
+
+    def runs(specs: list[tuple[str, wb.RunSpec]], *_: Any, **__: Any) -> Any:
+        asked[:] = [spec for _, spec in specs]
+        return [SimpleNamespace(error=None, spec=specs[place][1]) for place in ended]
+
+    monkeypatch.setattr("workbench.batch.batch_plan.run_all", runs)
+    monkeypatch.setattr("workbench.batch.batch_plan._loss_curve", lambda run, plan, seed, window: straight(plan, 32, 100.0))
+    plan = batch_plan(SPEC.replace(steps=400), global_batch=64, noise_scale=150, throughput=CURVE)
+    steps = []
+    for budget_s in (None, 1e6, START + 20, 1):
+        assert "3 of 4 trainings were done in time" in plan.prove(budget_s=budget_s).notes
+        steps.append(asked[0].steps)
+    assert steps[:2] == [200, 200]
+    assert 25 < steps[2] < 200
+    assert steps[3] == 25
+    assert len(plan.prove().courses) == 2
+    ended = {0, 2}
+    with pytest.raises(TimeoutError, match="2 of 4 trainings were done in time, and both plans are needed"):
+        plan.prove()
 
 
 def test_ctrl_c_during_the_noise_scale_leaves_no_time_for_throughput(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -464,7 +488,7 @@ def test_what_cannot_be_proved(options: dict[str, Any], said: str) -> None:
 @pytest.mark.usefixtures("forked_ranks")
 def test_a_real_proof(tmp_path: Path) -> None:
     plan = batch_plan(SPEC.replace(lr=0.15, steps=400), global_batch=64, noise_scale=100, throughput=CURVE)
-    found = plan.prove(steps=160, seeds=(0,), runs_dir=tmp_path)
+    found = plan.prove(steps=160, seeds=(0,), budget_s=None, runs_dir=tmp_path)
     assert found.old == plan.before == TaskFacts.of(plan.spec).plan(plan.spec)
     assert {one.plan for one in found.courses} == {"old", "new"}
     assert found.samples == 160 * 32

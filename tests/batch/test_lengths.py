@@ -1,6 +1,7 @@
 """`batch_lengths`: the step that will run out of memory is the loader's own, padding is counted, what-ifs hold the same tokens."""
 
 import dataclasses
+import re
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import workbench as wb
 from workbench.batch.analysis.lengths import BatchLengths, DryRuns, LengthGrid, LengthsError, LengthsProof
 from workbench.batch.lengths import _measure, length_of
 from workbench.batch.measure.length_proof import joined
+from workbench.core.progress import Waiting
 from workbench.runs import task as tasks
 
 TASK = """
@@ -113,6 +115,39 @@ def test_the_step_that_runs_out_of_memory_is_named(spec: wb.RunSpec, roomy: Batc
     assert not found["as it is"].fits
     assert list(found.memory.values()) == sorted(found.memory.values())
     assert BatchLengths.from_json(found.to_json()) == found
+
+
+@pytest.mark.parametrize("end", ["budget", "Ctrl-C"])
+def test_the_steps_that_were_read_are_kept_where_the_budget_or_ctrl_c_ends_it(
+    spec: wb.RunSpec, roomy: BatchLengths, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    read = 0
+    monkeypatch.setattr(Waiting, "seconds", property(lambda self: float(read)))
+
+    def length(sample: Any) -> int:
+        nonlocal read
+        read += 1
+        if end == "Ctrl-C" and read == last:
+            raise KeyboardInterrupt
+        return len(sample)
+
+    last = 51
+    given: dict[str, Any] = {"device": "cpu", "steps": 16, "length": length, "budget_s": 100.0 if end == "budget" else None}
+    found = wb.batch_lengths(spec, capacity=10**10, **given)
+    assert found.lengths == roomy.lengths[:6]  # of 8 samples each
+    why = "the budget ended" if end == "budget" else "stopped by Ctrl-C"
+    assert re.match(rf"{why} after 5[01] of \d+ samples were read: 6 of 16 steps are looked at", found.notes[0])
+    assert found.notes[0] in str(found)
+    read, last = 0, 4
+    with pytest.raises(LengthsError, match="before the first step's were read: give a larger budget_s"):
+        wb.batch_lengths(spec, capacity=10**10, **given | {"budget_s": 6.0})
+
+
+def test_a_border_that_no_time_is_left_for_is_said(spec: wb.RunSpec, roomy: BatchLengths, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Waiting, "left", property(lambda self: 0.0))
+    found = wb.batch_lengths(spec, device="cpu", capacity=int(roomy.memory[400] * 0.9), margin=0.0)
+    assert found.fitting < max(length for length in roomy.lengths if length < 400)
+    assert found.notes[0].startswith(f"the budget ended: whether lengths from {found.fitting + 1} to ")
 
 
 def test_the_rows_are_of_all_ranks_and_of_the_steps_that_are_asked_for() -> None:

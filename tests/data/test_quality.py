@@ -216,6 +216,32 @@ def test_an_audit_shares_its_budget_among_splits_and_says_what_it_did_not_read(m
         audit(Slow(0.0), budget_s=0)
 
 
+@pytest.mark.parametrize("end", ["budget", "Ctrl-C"])
+def test_an_audit_says_what_it_did_not_compare(monkeypatch: pytest.MonkeyPatch, end: str) -> None:
+    now = 0.0
+    monkeypatch.setattr(Waiting, "seconds", property(lambda self: now))
+
+    def say(self: Waiting, doing: str, known: str = "") -> None:
+        nonlocal now
+        if doing == "comparing near texts":
+            now += 10.0
+            if end == "Ctrl-C":
+                raise KeyboardInterrupt
+
+    monkeypatch.setattr(Waiting, "say", say)
+    words = "the same words in the same order with one more at the end of each of them which is its number"
+    texts = [{"txt": f"{words} {number}", "label": 0} for number in range(20)]
+    found = audit(texts)
+    if end == "budget":
+        assert "the budget ended when near texts were looked for: 25 % of 20 were compared with the others" in found.notes
+        assert len(found.near[0].members) == 5
+        assert len(audit(texts, budget_s=None).near[0].members) == 20
+    else:
+        assert "stopped by Ctrl-C when near texts were looked for: 0 % of 20 were compared with the others" in found.notes
+        assert not found.near
+    assert found.samples == {"": 20}
+
+
 def test_a_stream_without_an_end_is_audited_within_its_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody counts it first."""
     now = [0.0]

@@ -11,6 +11,7 @@ import workbench as wb
 from tests.made import machine_slower_by
 from tests.memory_logs import Writer
 from workbench.__main__ import main
+from workbench.core.progress import Waiting
 from workbench.memory import calibrate as calibrating
 from workbench.memory.analysis.non_pytorch import NonPyTorchMemory, fits_file, is_known, load_fits, non_pytorch_memory
 from workbench.memory.calibrate import BATCHES, Gpu, calibrate, calibrated, specs_of
@@ -40,7 +41,7 @@ class Machine:
 
     def __init__(self, base: int = 500 * MIB, slope: float = 1.01, before: int = 0) -> None:
         self.base, self.slope, self.before = base, slope, before
-        self.fails: dict[tuple[str, int], Failure] = {}
+        self.fails: dict[tuple[str, int], Failure | type[KeyboardInterrupt]] = {}
         self.seen: list[tuple[str, int]] = []
 
     def look(self) -> Gpu:
@@ -50,7 +51,8 @@ class Machine:
         key = (spec.task, spec.micro_batch)
         self.seen.append(key)
         if key in self.fails:
-            raise RunError(self.fails[key])
+            why = self.fails[key]
+            raise RunError(why) if isinstance(why, Failure) else why
         reserved = (1 + calibrating.MODELS.index(spec.task)) * spec.micro_batch * GIB // 8
         return measured(reserved, self.before + round(self.base + (self.slope - 1) * reserved))
 
@@ -74,7 +76,7 @@ def test_the_line_is_found_kept_and_told(tmp_path: Path) -> None:
     assert found.path == path
     assert load_fits(path) == [found.fit]
     assert len(told) == len(found.points) == 6
-    assert told[0] == "tasks-wide_gpt, 8 samples on NVIDIA H100 80GB HBM3 …"
+    assert told[0] == "run 1 of 6: tasks-wide_gpt, 8 samples on NVIDIA H100 80GB HBM3 …"
     for word in ("H100-SXM, driver 570.1, torch 2.11.0, 20", "500 MiB + 1.0100 · reserved", str(path), "+0.00 %"):
         assert word in str(found)
     assert "<table>" in found._repr_html_()
@@ -152,6 +154,22 @@ def test_runs_without_enough_memory_are_left_out(tmp_path: Path) -> None:
     assert "left out, since memory ran out: tasks-wide_gpt, 128 samples" in str(found)
     with pytest.raises(ValueError, match="only 2 of 3 runs had enough memory on NVIDIA H100 80GB HBM3, and a fit needs 3"):
         machine.calibrated(1)
+
+
+def test_the_runs_so_far_are_fitted_where_the_budget_or_ctrl_c_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine()
+    monkeypatch.setattr(Waiting, "seconds", property(lambda self: 10.0 * len(machine.seen)))
+    found = machine.calibrated(path=tmp_path / "a.json", line=Waiting("calibrate", 35))
+    assert len(found.points) == 4
+    assert "the budget ended after 4 of 6 runs" in found.notes
+    machine.seen.clear()
+    assert len(machine.calibrated(path=tmp_path / "b.json", line=Waiting("calibrate", 5)).points) == 3  # the fewest
+    machine.fails = {(calibrating.MODELS[1], 32): KeyboardInterrupt}
+    assert "stopped by Ctrl-C after 4 of 6 runs" in machine.calibrated(path=tmp_path / "c.json").notes
+    machine.fails = {(calibrating.MODELS[0], 32): KeyboardInterrupt}
+    with pytest.raises(KeyboardInterrupt):
+        machine.calibrated(path=tmp_path / "d.json")
+    assert not (tmp_path / "d.json").exists()
 
 
 def test_another_failure_is_an_error(tmp_path: Path) -> None:

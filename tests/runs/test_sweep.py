@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,9 @@ from hypothesis import strategies as st
 import workbench as wb
 from tests.conftest import processes_with
 from workbench.core import run_directory
-from workbench.runs.launch.sweep import combinations, plan
+from workbench.core.progress import Waiting
+from workbench.runs.launch import sweep
+from workbench.runs.launch.sweep import combinations, plan, run_all
 from workbench.runs.spec import SpecError
 from workbench.runs.task import TaskError
 
@@ -72,6 +75,38 @@ def test_every_plan_is_complete_and_fair(repeat: int, batches: set[int], ranks: 
 
 
 @pytest.mark.usefixtures("forked_ranks")
+@pytest.mark.parametrize("end", ["budget", "Ctrl-C"])
+def test_what_has_ended_is_kept_where_the_budget_or_ctrl_c_ends_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], end: str
+) -> None:
+    now, at = 0.0, 3
+    monkeypatch.setattr(Waiting, "seconds", property(lambda self: now))
+
+    def one_by_one(trials: list[Any], runs_dir: object, tick: Callable[[], object]) -> Iterator[tuple[Any, Any]]:
+        nonlocal now
+        for number, trial in enumerate(trials, 1):
+            now += 40
+            if end == "Ctrl-C" and number == at:
+                raise KeyboardInterrupt
+            tick()
+            yield trial, f"run of {trial.name}"
+
+    monkeypatch.setattr(sweep, "in_turn", one_by_one)
+    specs = combinations(SPEC, {"micro_batch": [4, 8, 16, 32]})
+    done = run_all(specs, "sweep", budget_s=100 if end == "budget" else None)
+    assert done == ["run of micro_batch=4", "run of micro_batch=8"]
+    why = "the budget ended" if end == "budget" else "stopped by Ctrl-C"
+    assert capsys.readouterr().err == f"sweep: {why} after 2 of 4 runs; missing: micro_batch=16, micro_batch=32\n"
+    now, at = 0.0, 1
+    if end == "budget":
+        assert len(run_all(specs, "sweep", budget_s=10)) == 1, "one at least"
+        now = 0.0
+        assert len(run_all(specs, "sweep", budget_s=None)) == 4
+    else:
+        with pytest.raises(KeyboardInterrupt, match="sweep was stopped by Ctrl-C before it knew anything"):
+            run_all(specs, "sweep", budget_s=None)
+
+
 def test_one_launch_serves_many(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     runs = wb.sweep(SPEC, runs_dir=tmp_path, repeat=2, micro_batch=[4, 8])
     assert [run.spec.micro_batch for run in runs] == [4, 4, 8, 8]  # type: ignore[union-attr]
@@ -123,7 +158,7 @@ def test_an_interrupt_stops_everything(tmp_path: Path) -> None:
         time.sleep(0.05)
     program.send_signal(signal.SIGINT)
     _, said = program.communicate(timeout=30)
-    assert said.rstrip().endswith("KeyboardInterrupt")
+    assert "KeyboardInterrupt: sweep was stopped by Ctrl-C before it knew anything" in said
     (launch,) = (wb.Run.load(path) for path in tmp_path.iterdir())
     assert launch.state == "stopped"
     end = time.monotonic() + 5

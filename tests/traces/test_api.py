@@ -13,8 +13,10 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 import workbench as wb
+from workbench.core.progress import Waiting
 from workbench.traces.analysis.captured import Captured
 from workbench.traces.measure.capture import FETCH
+from workbench.traces.measure.profiler import why_no_profiler
 
 
 class Slow(Dataset[torch.Tensor]):
@@ -114,6 +116,51 @@ def test_a_step_that_fails_behind_the_traced_ones(tmp_path: Path) -> None:
         wb.trace(step, [torch.ones(4, 8)], steps=3, into=tmp_path, model=training.model, optimizer=training.optimizer)
     (path,) = tmp_path.glob("*.pt.trace.json.gz")
     assert Captured.beside(path).is_file()
+
+
+@pytest.mark.parametrize(("budget", "traced"), [(130, 3), (20, 2), (None, 5)])
+def test_the_budget_ends_a_trace_with_the_steps_so_far(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, budget: float | None, traced: int
+) -> None:
+    """50 s pass before any step counts; each of those that do needs 10 s, as does one without the profiler."""
+    training, now = Training(), 0.0
+    monkeypatch.setattr(Waiting, "seconds", property(lambda self: now))
+
+    def step(batch: torch.Tensor) -> None:
+        nonlocal now
+        now += 10
+        training.step(batch)
+
+    given: dict[str, Any] = {"model": training.model, "optimizer": training.optimizer}
+    trace = wb.trace(step, [torch.ones(4, 8)], steps=5, into=tmp_path, budget_s=budget, **given)
+    assert len(trace.steps) == traced
+    said = f"{traced} of 5 steps were traced: the budget would not allow more"
+    assert (said in trace.notes) == (traced < 5)
+
+
+def test_ctrl_c_ends_a_trace_with_the_steps_so_far(tmp_path: Path) -> None:
+    training, taken, at = Training(), 0, 0
+
+    def step(batch: torch.Tensor) -> None:
+        nonlocal taken
+        taken += 1
+        if taken == at:
+            raise KeyboardInterrupt
+        training.step(batch)
+
+    given: dict[str, Any] = {"steps": 3, "into": tmp_path, "model": training.model, "optimizer": training.optimizer}
+    # 2 of warm-up, 3 to settle, 2 plain, 1 of the profiler's warm-up, 3 traced, 1 of rest, 1 plain
+    for at, traced in ((7, 0), (9, 0), (10, 1), (11, 2), (12, 3)):  # noqa: B007
+        taken = 0
+        if not traced:
+            with pytest.raises(KeyboardInterrupt, match="trace was stopped by Ctrl-C before it knew anything"):
+                wb.trace(step, [torch.ones(4, 8)], **given)
+        else:
+            trace = wb.trace(step, [torch.ones(4, 8)], **given)
+            assert len(trace.steps) == traced
+            assert any("stopped by Ctrl-C" in note for note in trace.notes) == (traced < 3)
+        assert why_no_profiler() is None
+        assert not training.optimizer.state
 
 
 def test_options(tmp_path: Path) -> None:

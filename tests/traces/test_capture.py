@@ -141,12 +141,13 @@ class Loop:
     def __init__(self, folder: Path, profile: Profile, **about: Any) -> None:
         self.folder, self.left_out = folder, list[tuple[int, int]]()
         self.profiled = RunProfiler(profile, folder, lambda *steps: self.left_out.append(steps), **about)
-        self.model = torch.nn.Linear(8, 8)
+        self.model, self.done = torch.nn.Linear(8, 8), 0
 
     def run(self, steps: int, begin: int = 0) -> None:
         self.profiled.step(begin)
         batches = self.profiled.batches(iter_for_ever())
         for done in range(begin + 1, begin + steps + 1):
+            self.done = done
             self.model(next(batches)).sum().backward()
             self.profiled.step(done)
         self.profiled.close()
@@ -184,6 +185,23 @@ def test_from_the_first_step_to_the_last(tmp_path: Path) -> None:
     assert loop.left_out == [(0, 2)]
     assert trace.slowdown is None  # there is no step to compare with
     assert loop.captured.compared == 0
+
+
+@pytest.mark.parametrize(
+    ("asked", "traced", "left_out"),
+    [(3, [4, 5], [(11, 17), (2, 6)]), (12, [13, 14], [(11, 17), (11, 15)]), (14, [13, 14], [(11, 17)]), (16, [13, 14, 15], [(11, 17)])],
+    ids=["before", "as it begins", "one is traced", "three are"],
+)
+def test_a_trace_is_written_soon_when_the_budget_ends(
+    tmp_path: Path, asked: int, traced: list[int], left_out: list[tuple[int, int]]
+) -> None:
+    loop = Loop(tmp_path, Profile(steps=4, wait=12), steps=30, hurry=lambda: loop.done >= asked)
+    loop.run(25)
+    trace = wb.Trace.load(tmp_path)
+    assert [step.index for step in trace.steps] == traced
+    assert loop.left_out == left_out
+    assert f"{len(traced)} of 4 steps were traced: the budget ended" in trace.notes
+    assert why_no_profiler() is None
 
 
 def test_another_rank_only_leaves_steps_out(tmp_path: Path) -> None:
@@ -481,6 +499,9 @@ def test_a_spec_is_traced_in_a_launch_of_its_own(tmp_path: Path) -> None:
     assert run.progress == (8, 8)  # 2, one of warm-up, 2, one of rest, 2
     assert run.name == "toy_tasks-numbers trace"
     assert list(run.traces) == [0]
+    trace = wb.trace(spec, steps=4, wait=10**6, budget_s=1.0, runs_dir=tmp_path)
+    assert [step.index for step in trace.steps][-1] < 10**6
+    assert "2 of 4 steps were traced: the budget ended" in trace.notes
 
 
 @pytest.mark.usefixtures("forked_ranks")
@@ -561,11 +582,11 @@ def test_what_a_spec_does_not_take(given: dict[str, Any], said: str) -> None:
 def test_what_a_run_and_a_step_do_not_take(tmp_path: Path) -> None:
     run = written(tmp_path / "a", RunSpec(task="a:b"))
     with pytest.raises(ValueError, match="was given ranks=, which only goes with a spec"):
-        wb.trace(run, ranks=[0])  # type: ignore[call-overload]
+        wb.trace(run, ranks=[0])
     with pytest.raises(ValueError, match=r"was given ranks=, which only goes with a spec: trace\(spec, …\)"):
-        wb.trace(print, [1], ranks="all")  # type: ignore[call-overload]
+        wb.trace(print, [1], ranks="all")
     with pytest.raises(ValueError, match="a task is traced by its spec"):
-        wb.trace(ScriptSpec(script="a.py"))  # type: ignore[call-overload]
+        wb.trace(ScriptSpec(script="a.py"))
 
 
 def test_cupti_stays_where_a_program_has_captured_cuda_graphs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,6 +32,7 @@ from workbench.batch.facts import (
     noise_of,
     throughput_for,
 )
+from workbench.batch.throughput_sweep import START
 from workbench.core import codec, units
 from workbench.core.checks import check_budget, whole_number
 from workbench.core.device import Device
@@ -75,12 +76,7 @@ class ProposedPlan(BatchPlan):
     @property
     def predicted(self) -> Gain:
         """The predicted gain over the plan before."""
-        speeds = [
-            self.throughput.samples_per_sec(micro_batch=plan.micro_batch, accumulation=plan.accumulation, world_size=plan.world_size)
-            if self.throughput is not None
-            else math.nan
-            for plan in (self.before, self)
-        ]
+        speeds = [self._rate(plan) for plan in (self.before, self)]
         worths = [relative_sample_worth(plan.global_batch, self.noise) for plan in (self.before, self)]
         return Gain(throughput=speeds[1] / speeds[0], samples=worths[0] / worths[1])
 
@@ -105,22 +101,47 @@ class ProposedPlan(BatchPlan):
         )
 
     def prove(
-        self, *, steps: int = PROOF_STEPS, seeds: Sequence[int] = (0, 1), runs_dir: str | os.PathLike[str] | None = None
+        self,
+        *,
+        steps: int | None = None,
+        seeds: Sequence[int] = (0, 1),
+        budget_s: float | None = 60.0,
+        runs_dir: str | os.PathLike[str] | None = None,
     ) -> PlanProof:
         """Train by this plan and by the one before, interleaved; see `prove_plan`.
 
         Args:
-            steps: optimizer steps of the plan before.
+            steps: optimizer steps of the plan before; None = as many as fit the budget by the predicted throughput, from 25 to 200.
             seeds: each plan runs once with each.
+            budget_s: seconds, about, after which no further training begins; None = no limit. The seeds with which both plans were
+                trained by then, or by Ctrl-C, are compared, one at least.
             runs_dir: where run directories go; None = `runs` in the current folder.
 
         Raises:
             ValueError: no steps, no seeds, or the plan is the one before.
             RunError: a run failed.
+            TimeoutError: the budget ended, or Ctrl-C came, after one plan was trained; KeyboardInterrupt: it came before.
         """
+        check_budget(budget_s)
         if self.changes() == self.before.changes():
             raise ValueError("there is nothing to prove: the plan is the one that the spec has")
-        return prove_plan(self.spec, self, against=self.before, predicted=self.predicted, steps=steps, seeds=seeds, runs_dir=runs_dir)
+        steps = self._fitting(budget_s, max(1, len(seeds))) if steps is None else steps
+        about: dict[str, Any] = {"against": self.before, "predicted": self.predicted, "budget_s": budget_s, "runs_dir": runs_dir}
+        return prove_plan(self.spec, self, steps=steps, seeds=seeds, **about)
+
+    def _rate(self, plan: BatchPlan) -> float:
+        """Samples per second by a plan; nan = not known."""
+        if self.throughput is None:
+            return math.nan
+        return self.throughput.samples_per_sec(micro_batch=plan.micro_batch, accumulation=plan.accumulation, world_size=plan.world_size)
+
+    def _fitting(self, budget_s: float | None, seeds: int) -> int:
+        """Steps of the plan before, of a proof that fits a budget."""
+        if budget_s is None:
+            return PROOF_STEPS
+        rates = [self._rate(plan) for plan in (self.before, self)]
+        seconds = self.before.global_batch * (1 / rates[0] + _stretch(self.predicted) / rates[1]) * seeds  # of each step
+        return PROOF_STEPS if math.isnan(seconds) else int(min(PROOF_STEPS, max(POINTS, (budget_s - START) / seconds)))
 
     @property
     def table(self) -> display.Table:
@@ -183,7 +204,7 @@ def batch_plan(
         rule: for the learning rate; see `wb.scale_lr`.
         prove: also train by both plans; `ProposedPlan.prove` does so later.
         budget_s: seconds for what is measured here, about; None = no limit. When it is spent, or at Ctrl-C, the
-            plan uses what is known by then, and its notes say what is less certain. A proof takes additional time.
+            plan uses what is known by then, and its notes say what is less certain. A proof takes as much again.
         runs_dir: where run directories go; None = `runs` in the current folder.
 
     Raises:
@@ -240,7 +261,7 @@ def batch_plan(
         noise=noise,
         candidates=tuple(allowed),
     )
-    return dataclasses.replace(plan, proof=plan.prove(runs_dir=runs_dir)) if prove else plan
+    return dataclasses.replace(plan, proof=plan.prove(budget_s=budget_s, runs_dir=runs_dir)) if prove else plan
 
 
 def _announcement(noise_scale: Any, steps: Any, throughput: Any) -> str:
@@ -301,6 +322,7 @@ def prove_plan(
     predicted: Gain | None = None,
     steps: int = PROOF_STEPS,
     seeds: Sequence[int] = (0, 1),
+    budget_s: float | None = None,
     runs_dir: str | os.PathLike[str] | None = None,
 ) -> PlanProof:
     """Train by both plans, interleaved (A B B A), and compare: loss after the same samples, samples per second, time to the same loss.
@@ -315,11 +337,13 @@ def prove_plan(
         predicted: the predicted gain; None = unknown, and the new plan runs as long as the old one.
         steps: optimizer steps of the old plan; the new one takes as many samples, or more where they are predicted to be worth less.
         seeds: of model and data; each plan runs once with each.
+        budget_s: as in `ProposedPlan.prove`.
         runs_dir: where run directories go; None = `runs` in the current folder.
 
     Raises:
         ValueError: no steps, or no seeds.
         RunError: a run failed; the run directories stay.
+        TimeoutError, KeyboardInterrupt: as in `ProposedPlan.prove`.
     """
     whole_number("steps", steps, least=POINTS, also=": the loss needs some steps to fall")
     if not seeds:
@@ -327,21 +351,31 @@ def prove_plan(
     against = TaskFacts.of(spec).plan(spec) if against is None else against
     predicted = predicted or Gain()
     samples = steps * against.global_batch
-    stretch = min(MAX_EXTRA_SAMPLES, EXTRA_SAMPLES * max(1.0, predicted.samples)) if math.isfinite(predicted.samples) else 1.0
-    lengths = {"old": steps, "new": math.ceil(stretch * samples / plan.global_batch)}
+    lengths = {"old": steps, "new": math.ceil(_stretch(predicted) * samples / plan.global_batch)}
     plans = {"old": against, "new": plan}
     specs = {name: _spec(spec, plans[name], lengths[name], min(1.0, steps / spec.steps)) for name in plans}
     order = [(name, seed) for index, seed in enumerate(seeds) for name in (("old", "new") if index % 2 == 0 else ("new", "old"))]
-    runs = run_all([(f"{name} plan, seed {seed}", specs[name].replace(seed=seed)) for name, seed in order], runs_dir=runs_dir)
+    named = [(f"{name} plan, seed {seed}", specs[name].replace(seed=seed)) for name, seed in order]
+    runs = run_all(named, "prove", budget_s=budget_s, runs_dir=runs_dir)
     for run in runs:
         if run.error:
             raise RunError(run.error)
+    done = {place: run for run in runs for place, (_, spec) in enumerate(named) if run.spec == spec}
+    pairs = [place for place in range(len(order)) if {place, place ^ 1} <= done.keys()]  # both plans, with the same seed
+    cut = f"{len(runs)} of {len(order)} trainings were done in time" if len(runs) < len(order) else ""
+    if not pairs:
+        raise TimeoutError(f"{cut}, and both plans are needed: try fewer steps, or a larger budget_s than {budget_s}")
     window = samples / max(1, min(POINTS, samples // max(plan.global_batch, against.global_batch)))
-    curves = [_loss_curve(run, name, seed, window) for run, (name, seed) in zip(runs, order, strict=True)]
-    notes = [_cut_warmup(name, plans[name], specs[name], steps / spec.steps) for name in plans]
+    curves = [_loss_curve(done[place], *order[place], window) for place in pairs]
+    notes = [cut, *(_cut_warmup(name, plans[name], specs[name], steps / spec.steps) for name in plans)]
     return PlanProof(
         old=against, new=plan, predicted=predicted, samples=samples, courses=tuple(curves), notes=tuple(note for note in notes if note)
     )
+
+
+def _stretch(predicted: Gain) -> float:
+    """How many times the old plan's samples the new one takes."""
+    return min(MAX_EXTRA_SAMPLES, EXTRA_SAMPLES * max(1.0, predicted.samples)) if math.isfinite(predicted.samples) else 1.0
 
 
 def _spec(spec: RunSpec, plan: BatchPlan, steps: int, share: float) -> RunSpec:

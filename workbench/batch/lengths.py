@@ -3,14 +3,17 @@
 import argparse
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
+
+import numpy as np
 
 from workbench.batch.analysis.lengths import BatchLengths, DryRuns, LengthGrid, LengthsError, LengthsProof, parts_of
 from workbench.cluster.analysis.step_time import CPU
 from workbench.core import codec
-from workbench.core.checks import whole_number
+from workbench.core.checks import check_budget, whole_number
 from workbench.core.device import Device
+from workbench.core.progress import INTERRUPTED, Waiting, say_what_was_interrupted
 from workbench.memory.analysis.fit import MARGIN, usable_memory
 from workbench.memory.analysis.whatif import needed
 from workbench.memory.api import breakdown_of, record
@@ -34,6 +37,7 @@ def batch_lengths(
     length: Callable[[Any], int] | None = None,
     tokenizer: Any = None,
     margin: float = MARGIN,
+    budget_s: float | None = 60.0,
     **knobs: Any,
 ) -> BatchLengths:
     """Predict from the lengths of the samples, in the order of the training, which step runs out of memory, and what padding costs.
@@ -52,13 +56,17 @@ def batch_lengths(
             characters, and the answer says so.
         tokenizer: text → its tokens, or "input_ids" of them (Hugging Face), or an object with `encode`: counts the tokens of a text.
         margin: share of the memory that stays free.
+        budget_s: seconds that it may take, about, half of them for reading; None = no limit. Of what was not read by then, or by Ctrl-C, in
+            the order of the training, the steps are left out; and fewer lengths are tried to find the longest that fits. `notes` say so.
         **knobs: of the RunSpec.
 
     Raises:
         LengthsError: no RunSpec, a dataset without a length, samples without one, texts beside other samples, both `length` and
-            `tokenizer`, or batches that are not padded to their longest sample.
+            `tokenizer`, or batches that are not padded to their longest sample; or the budget ended within the first step.
         ValueError: as `estimate_memory`.
+        KeyboardInterrupt: Ctrl-C came before the first sample was read, or after the reading.
     """
+    check_budget(budget_s, error=LengthsError)
     if not isinstance(target, RunSpec):
         raise LengthsError(
             f"batch_lengths({target!r:.60}): expected a RunSpec, whose seed, ranks and batches make the order of the samples"
@@ -75,7 +83,6 @@ def batch_lengths(
     if count > MOST_SAMPLES:
         raise LengthsError(f"the dataset of {spec.task} has {count:,} samples, and each is read: give one of at most {MOST_SAMPLES:,}")
     unit, count_of = _measure(dataset, count, length, tokenizer)
-    sizes = [count_of(dataset[number]) for number in range(count)]
     ranks, per_rank = spec.data_ranks, spec.micro_batch * spec.accumulation
     whole = count // ranks // per_rank
     if not whole:
@@ -88,11 +95,29 @@ def batch_lengths(
         for sampler in samplers:
             sampler.set_epoch(epoch)
             orders.append(list(sampler))
-    grid = LengthGrid.of(sizes, orders, ranks=ranks, accumulation=spec.accumulation, micro_batch=spec.micro_batch)
     where = CPU if device == "cpu" else device if isinstance(device, Device) else Device.named(device)
-    model = _Model(spec, task, dataset, sizes, where)
-    fitting = model.fitting(grid.longest, room)
-    dry = DryRuns(nodes=model.nodes, bytes_at=model.bytes_at, held_alone=_held_alone)
+    begin = f"reading the lengths of {count:,} samples, then dry runs at some of them"
+    with say_what_was_interrupted("batch_lengths"), Waiting("batch_lengths", budget_s, begin=begin) as line:
+        grid = LengthGrid.of(range(count), orders, ranks=ranks, accumulation=spec.accumulation, micro_batch=spec.micro_batch)
+        in_order = np.moveaxis(grid.places, 1, 2)  # step after step over all ranks
+        sizes, why = _read(dataset, count_of, dict.fromkeys((*in_order.reshape(-1).tolist(), *range(count))), line)
+        lengths = np.array([sizes.get(place, -1) for place in range(count)])
+        notes = []
+        if why:  # steps whose samples were all read, of the first epoch
+            known = (lengths[in_order[0]] >= 0).all((1, 2, 3))
+            whole = min(wanted, whole if known.all() else int(known.argmin()))
+            if not whole:
+                raise LengthsError(f"{why} after {len(sizes):,} samples, before the first step's were read: give a larger budget_s")
+            grid = LengthGrid(sizes=grid.sizes[:1, :, :whole], places=grid.places[:1, :, :whole])
+            notes.append(f"{why} after {len(sizes):,} of {count:,} samples were read: {whole:,} of {wanted:,} steps are looked at")
+            wanted = whole
+        grid = LengthGrid(sizes=lengths[grid.places], places=grid.places)
+        model = _Model(spec, task, dataset, sizes, where)
+        fitting = model.fitting(grid.longest, room, line)
+        if model.unsure:
+            notes.append(f"the budget ended: whether lengths from {fitting + 1:,} to {model.unsure:,} fit is not known")
+        dry = DryRuns(nodes=model.nodes, bytes_at=model.bytes_at, held_alone=_held_alone)
+        plans = grid.plans(wanted, dry, room)
     return BatchLengths(
         title=f"{spec.task}, {spec.micro_batch} samples",
         device=name,
@@ -100,12 +125,31 @@ def batch_lengths(
         micro_batch=spec.micro_batch,
         steps=wanted,
         lengths=grid.of_steps(wanted),
-        plans=grid.plans(wanted, dry, room),
+        plans=plans,
         memory=dict(sorted(model.memory.items())),
         fitting=fitting,
         unit=unit,
+        notes=tuple(notes),
         prover=functools.partial(_prove, spec, grid, dry),
     )
+
+
+def _read(dataset: Any, count_of: Callable[[Any], int], order: Iterable[int], line: Waiting) -> tuple[dict[int, int], str]:
+    """Lengths of samples by their place in the dataset, read in an order; and why they are not all."""
+    sizes: dict[int, int] = {}
+    end = line.left / 2
+    try:
+        for place in order:
+            if line.left < end:
+                return sizes, "the budget ended"
+            sizes[place] = count_of(dataset[place])
+            line.say("reading lengths", f"{len(sizes):,} samples are read")
+    except KeyboardInterrupt:
+        if not sizes:
+            raise
+        line.spend()
+        return sizes, INTERRUPTED
+    return sizes, ""
 
 
 def _held_alone(spec: RunSpec, batch: Any, device: str) -> int:
@@ -198,12 +242,14 @@ def length_of(sample: Any) -> int:
 class _Model:
     """Memory and seconds of a micro-batch over the length of its longest sample, by dry runs."""
 
-    def __init__(self, spec: RunSpec, task: Task, dataset: Any, sizes: Sequence[int], device: Device) -> None:
+    def __init__(self, spec: RunSpec, task: Task, dataset: Any, sizes: Mapping[int, int], device: Device) -> None:
         self._spec, self._device, self._task, self._dataset = spec, device, task, dataset
-        order = sorted(range(len(sizes)), key=sizes.__getitem__)
+        order = sorted(sorted(sizes), key=sizes.__getitem__)
         self._sample = {sizes[place]: place for place in order}
         self.memory: dict[int, int] = {}
         self.nodes: dict[int, float] = {}
+        self.unsure = 0
+        """The longest of which it is not known whether its batch fits; 0 = it is known of all."""
         for number in range(NODES):
             self._run(sizes[order[number * (len(order) - 1) // (NODES - 1)]])
         self._check_padding(dataset[order[0]], dataset[order[-1]])
@@ -234,14 +280,18 @@ class _Model:
         self.memory[size] = needed(breakdown)
         self.nodes[size] = seconds * self._spec.micro_batch
 
-    def fitting(self, lengths: Sequence[int], room: int) -> int:
-        """The longest of some lengths whose batch fits; 0 = none."""
+    def fitting(self, lengths: Sequence[int], room: int, line: Waiting) -> int:
+        """The longest of some lengths whose batch fits, as far as the budget lets it be found; 0 = none."""
         self._run(lengths[-1])
         low, high = -1, len(lengths)
         for place, size in enumerate(lengths):
             if size in self.memory:
                 low, high = (max(low, place), high) if self.memory[size] <= room else (low, min(high, place))
         while high - low > 1:
+            line.say("dry runs", f"{max(low, 0)} of {len(lengths)} lengths fit")
+            if line.left <= 0:
+                self.unsure = lengths[high - 1]
+                break
             middle = (low + high) // 2
             self._run(lengths[middle])
             low, high = (middle, high) if self.memory[lengths[middle]] <= room else (low, middle)

@@ -128,6 +128,10 @@ class Waiting:
         """Seconds that are left of the budget, below 0 when it is spent; inf = there is no limit."""
         return math.inf if self._budget is None else self._budget - self.seconds
 
+    def begin_again(self) -> None:
+        """Count from now on."""
+        self._began = time.monotonic()
+
     def spend(self) -> None:
         """Count the budget as spent from now on, as after Ctrl-C: what has to be done yet takes as little time as possible."""
         self._budget = self.seconds

@@ -145,10 +145,6 @@ class Conversion(Shown, JsonDataclass):
         title = f"{self.manifest.count:,} samples as {self.manifest.format}{before}"
         return Table(columns=("what", "predicted", "measured"), rows=rows, title=title)
 
-    def to_frame(self) -> Any:
-        """One row per figure."""
-        return self.table.to_frame()
-
 
 def convert(
     source: Any,

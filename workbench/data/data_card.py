@@ -157,11 +157,7 @@ class DataCard(Shown, JsonDataclass):
     @property
     def table(self) -> Table:
         """A row per fact."""
-        rows: list[tuple[str, str]] = [
-            ("format", self.format),
-            ("samples", f"{self.count:,}"),
-            ("stored", units.bytes_(self.stored_bytes)),
-        ]
+        rows: list[tuple[str, str]] = [("format", self.format), ("samples", f"{self.count:,}"), ("stored", units.bytes_(self.stored_bytes))]
         for name, kind in self.schema.items():
             least, middle, most = self.lengths.get(name, (0, 0, 0))
             size = f", {least:,} to {most:,}, median {middle:,}" if most else ""
@@ -188,10 +184,6 @@ class DataCard(Shown, JsonDataclass):
         else:
             rows.append(("checksums", "none: wb.data.write_shards makes a dataset with them"))
         return Table(columns=("what", "is"), rows=rows, title=self.path or "dataset")
-
-    def to_frame(self) -> Any:
-        """One row per fact."""
-        return self.table.to_frame()
 
     def explore(self) -> Any:
         """A panel of samples and shards: `wb.widgets.DataExplorer`."""

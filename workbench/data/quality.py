@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from workbench.core.checks import real_number, whole_number
+from workbench.core import units
+from workbench.core.checks import check_budget, whole_number
 from workbench.core.progress import INTERRUPTED, Waiting
 from workbench.data.adapters import as_source
 from workbench.data.analysis.data_audit import EVALUATION, DataAudit, Group, Member, Sizes, Unusable
@@ -34,6 +35,8 @@ MOST_PIXELS = 90_000_000
 MOST_RATIO = 2000
 """A picture that declares so many bytes for each that it has, and is larger than SANE_BYTES, is not decoded either."""
 SANE_BYTES = 64 << 20
+COMPARING = 0.25
+"""Share of the budget that is left for the search for near duplicates."""
 PICTURES_KEPT, PICTURE_SIDE = 24, 64
 """Groups of which small pictures are kept, four of each, and their side in pixels."""
 
@@ -61,16 +64,16 @@ def audit(data: Any, *, near: bool = True, label: str | None = None, budget_s: f
             random augmentation.
         near: look for near duplicates, too.
         label: name of the field with the label; None = the usual names, else the first folder of the sample's name.
-        budget_s: seconds after which no further samples are read, shared by the splits; None = all are read. What was read by then, or by
-            Ctrl-C while reading, is judged, and a note says how much that is: of the rest nothing is known, and pairs of a read and an
-            unread sample are not found.
+        budget_s: seconds that it may take, about; None = no limit. A quarter is left for the search for near duplicates, the rest is shared
+            by the splits. What was read by then, or by Ctrl-C, is judged, and notes say how much that is and how much was compared: of the
+            rest nothing is known, and pairs of a read and an unread sample are not found.
 
     Raises:
         ValueError: there is nothing that could be read, or no such budget.
     """
     begun = time.monotonic()
-    if budget_s is not None:
-        real_number("budget_s", budget_s, above=0, what="seconds", also="; try budget_s=60, or None for no limit", finite=False)
+    budget_s = None if budget_s == math.inf else budget_s
+    check_budget(budget_s)
     splits = dict(data) if isinstance(data, Mapping) else {"": data}
     seen: list[_Seen] = []
     unusable: list[Unusable] = []
@@ -83,9 +86,10 @@ def audit(data: Any, *, near: bool = True, label: str | None = None, budget_s: f
     every = "all" if None in lengths.values() else f"{sum(filter(None, lengths.values())):,}"
     begin = f"reading {every} samples once, then comparing them"
     stopped = ""
-    with Waiting("audit", None if budget_s is None or math.isinf(budget_s) else budget_s, begin=begin) as line:
+    comparing = COMPARING * budget_s if near and budget_s else 0.0
+    with Waiting("audit", budget_s, begin=begin) as line:
         for place, (name, source) in enumerate(sources.items()):
-            until = line.seconds + line.left / (len(sources) - place)
+            until = line.seconds + (line.left - comparing) / (len(sources) - place)
             count, size, of = 0, lengths[name], f" of {name}" if name else ""
             there = "samples" if size is None else f"of {size:,} samples"
             try:
@@ -111,7 +115,8 @@ def audit(data: Any, *, near: bool = True, label: str | None = None, budget_s: f
         if not sum(samples.values()):
             raise ValueError(f"there are no samples in {', '.join(map(repr, sources.values()))}")
         line.say("comparing", f"{len(seen):,} samples")
-        groups = _groups(seen, near)
+        groups, more = _groups(seen, near, line)
+        notes += more
     groups = _with_pictures(groups, sources)
     links = sum(getattr(source, "links_left_out", 0) for source in sources.values())
     if links:
@@ -371,8 +376,8 @@ def _numbered(seen: Sequence[_Seen], samples: Mapping[str, int]) -> dict[str, tu
 # Grouping
 
 
-def _groups(seen: list[_Seen], near: bool) -> list[Group]:
-    """Groups of equal samples, the largest first, then of near ones, where one sample stands for its equals."""
+def _groups(seen: list[_Seen], near: bool, line: Waiting) -> tuple[list[Group], list[str]]:
+    """Groups of equal samples, the largest first, then of near ones, where one sample stands for its equals; and what was not compared."""
     first_of: dict[tuple[str, bytes], int] = {}
     unit = list(range(len(seen)))
     kind_of: dict[int, str] = {}
@@ -398,15 +403,30 @@ def _groups(seen: list[_Seen], near: bool) -> list[Group]:
             weakest = max((kind_of[place] for place in places if place in kind_of), key=("bytes", "values", "pixels", "text").index)
             groups.append(Group(kind=weakest, members=_ordered(seen, places)))
     groups.sort(key=lambda group: (-len(group.members), group.members[0].where))
-    if not near:
-        return groups
-    for kind, of in (("near pictures", "look"), ("near texts", "shingles")):
+    notes: list[str] = []
+    share, ended = 0.0, ""
+
+    def go_on(compared: float) -> bool:
+        nonlocal share, ended
+        line.say(f"comparing {kind}", f"{units.percent(compared)} of {len(kept):,} are compared")
+        share, ended = compared, "the budget ended" if line.left <= 0 else ""
+        return not ended
+
+    for kind, of in (("near pictures", "look"), ("near texts", "shingles")) if near else ():
         places = [place for place in together if getattr(seen[place], of) is not None]
         kept = [getattr(seen[place], of) for place in places]
-        pairs = near_pictures(kept) if of == "look" else near_texts(kept)
+        pairs: Any = []
+        share, ended = 0.0, ""
+        try:
+            pairs = (near_pictures if of == "look" else near_texts)(kept, go_on=go_on)
+        except KeyboardInterrupt:
+            share, ended = 0.0, INTERRUPTED
+            line.spend()
+        if ended:
+            notes.append(f"{ended} when {kind} were looked for: {units.percent(share)} of {len(kept):,} were compared with the others")
         stars = star_groups(pairs)
         groups += [Group(kind=kind, members=_ordered(seen, [places[i] for i in star], sort=False)) for star in stars]
-    return groups
+    return groups, notes
 
 
 def _ordered(seen: Sequence[_Seen], places: Iterable[int], *, sort: bool = True) -> tuple[Member, ...]:

@@ -65,10 +65,6 @@ class ResumeHistories(JsonDataclass, Shown):
             columns=names, rows=[tuple(getattr(self, name) for name in names)], title=f"Resume of {self.sampler}", note=self.verdict
         )
 
-    def to_frame(self) -> Any:
-        """The counts as a DataFrame with one row."""
-        return self.table.to_frame()
-
     def __repr__(self) -> str:
         return f"ResumeHistories({self.sampler!r}, exact={self.exact}, histories={self.histories})"
 
@@ -134,13 +130,7 @@ def _history(make: MakeSampler, count: int, parts: list[tuple[int, int, int, int
         samplers = [make(count, rank, ranks) for rank in range(ranks)]
         name = type(samplers[0]).__name__
         loaders = [
-            DataLoader(
-                _Numbers(count),
-                batch,
-                sampler=sampler,
-                num_workers=workers,
-                multiprocessing_context="fork" if workers else None,
-            )
+            DataLoader(_Numbers(count), batch, sampler=sampler, num_workers=workers, multiprocessing_context="fork" if workers else None)
             for sampler in samplers
         ]
         if state is not None:
@@ -164,10 +154,5 @@ def _history(make: MakeSampler, count: int, parts: list[tuple[int, int, int, int
     missing = count - len(seen)
     tail = min(missing, step - 1)
     return name, Counter(
-        stops=len(parts) - 1,
-        given=seen.total(),
-        repeated=seen.total() - len(seen),
-        lost=missing - tail,
-        tail=tail,
-        uneven=bool(uneven),
+        stops=len(parts) - 1, given=seen.total(), repeated=seen.total() - len(seen), lost=missing - tail, tail=tail, uneven=bool(uneven)
     )

@@ -358,13 +358,7 @@ def measure_memory(
 
 
 def find_leaks(
-    step: Callable[[Any], Any],
-    loader: Iterable[Any],
-    *,
-    model: Any = None,
-    optimizer: Any = None,
-    steps: int = 8,
-    budget_s: float = BUDGET,
+    step: Callable[[Any], Any], loader: Iterable[Any], *, model: Any = None, optimizer: Any = None, steps: int = 8, budget_s: float = BUDGET
 ) -> "Leaks":
     """Find memory that grows from step to step: the operator and module that allocated it, and the Python variable that keeps it.
 

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from workbench.core import units
-from workbench.core.checks import whole_number
+from workbench.core.checks import check_budget, whole_number
 from workbench.core.display import table as display
+from workbench.core.progress import INTERRUPTED, Waiting
 from workbench.memory.analysis.breakdown import MemoryBreakdown
 from workbench.memory.analysis.non_pytorch import FEWEST, MIB, NonPyTorchFit, fit_non_pytorch, fits_file, save_fit, set_damaged_aside
 from workbench.memory.api import measure_memory
@@ -122,7 +123,7 @@ class Calibration(display.Shown):
         return f"Calibration({self.fit.device!r}, {len(self.points)} runs)"
 
 
-def calibrate(models: int = 4, *, tell: Callable[[str], None] | None = None) -> Calibration:
+def calibrate(models: int = 4, *, budget_s: float | None = 600.0, tell: Callable[[str], None] | None = None) -> Calibration:
     """Fit what a process takes on this machine's GPU outside of PyTorch's allocator: the context, the kernels' code, libraries.
 
     Each of a few models takes some steps at three batch sizes, each in fresh processes; the line device used = a + b · reserved that is off
@@ -130,16 +131,21 @@ def calibrate(models: int = 4, *, tell: Callable[[str], None] | None = None) -> 
 
     Args:
         models: how many models, 1 … 6; half a minute each, about.
+        budget_s: seconds after which no further run begins; None = no limit. The fit is then, and at Ctrl-C, of the runs so far, three at
+            least, and a note says so.
         tell: called with a line of text before each run.
 
     Raises:
         ValueError: no NVIDIA GPU is here, or not such a number of models.
+        KeyboardInterrupt: Ctrl-C came before there were three.
         RunError: a run failed for another reason than that memory ran out; those are left out, and a note says so.
     """
     whole_number("models", models, least=1, most=len(MODELS), also=f", each of them runs at {len(BATCHES)} sizes")
+    check_budget(budget_s)
     look()  # says at once that there is none
     with tempfile.TemporaryDirectory(prefix="workbench-calibrate-") as folder:
-        return calibrated(specs_of(models), look, lambda spec: measure_memory(spec, steps=STEPS, budget_s=600, runs_dir=folder), tell=tell)
+        specs, line = specs_of(models), Waiting("calibrate", budget_s)
+        return calibrated(specs, look, lambda spec: measure_memory(spec, steps=STEPS, budget_s=600, runs_dir=folder), tell=tell, line=line)
 
 
 def calibrated(
@@ -150,6 +156,7 @@ def calibrated(
     torch: str | None = None,
     path: Path | None = None,
     tell: Callable[[str], None] | None = None,
+    line: Waiting | None = None,
 ) -> Calibration:
     """Run specs, fit the line through their memory, and write it to the file of fits.
 
@@ -160,21 +167,30 @@ def calibrated(
         torch: its version; None = of the one that is installed.
         path: file of the fits; None = the user's.
         tell: called with a line of text before each run.
+        line: has the budget; None = there is no limit.
 
     Raises:
         ValueError: too few of them fit the GPU, or what was measured is not of a GPU.
         RunError: one failed for another reason.
     """
-    points, notes = [], []
+    points, notes = list[Point](), list[str]()
     gpu = look()
     busiest = 0
-    for spec in specs:
+    for number, spec in enumerate(specs):
+        if line and line.left <= 0 and len(points) >= FEWEST:
+            notes.append(f"the budget ended after {number} of {len(specs)} runs")
+            break
         gpu, name = look(), f"{label(spec.task)}, {spec.micro_batch} samples"
         busiest = max(busiest, gpu.used)
         if tell:
-            tell(f"{name} on {gpu.name} …")
+            tell(f"run {number + 1} of {len(specs)}: {name} on {gpu.name} …")
         try:
             points.append(_point(spec, measure(spec), gpu.used))
+        except KeyboardInterrupt:
+            if len(points) < FEWEST:
+                raise
+            notes.append(f"{INTERRUPTED} after {number} of {len(specs)} runs")
+            break
         except RunError as error:
             if error.failure.kind != "out-of-memory":
                 raise

@@ -180,14 +180,7 @@ class Estimator:
         """Start the worker in a session of its own: an interrupt is for the running cell, not for the worker."""
         self._said = tempfile.TemporaryFile()  # noqa: SIM115  # closed by _end
         self._process = subprocess.Popen(
-            [
-                sys.executable,
-                "-u",
-                "-m",
-                START,
-                ESTIMATE_WORKER,
-                str(os.getpid()),
-            ],  # unbuffered: the last words of one that dies
+            [sys.executable, "-u", "-m", START, ESTIMATE_WORKER, str(os.getpid())],  # unbuffered: the last words of one that dies
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._said,

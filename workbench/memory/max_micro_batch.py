@@ -67,14 +67,7 @@ def max_micro_batch(
     largest = _largest(runs, limit, most)
     next_one = runs.at(largest + 1)
     kind = WholeDataset if largest == most and needed(next_one) <= limit else MaxMicroBatch
-    return kind(
-        micro_batch=largest,
-        breakdown=runs.at(max(1, largest)),
-        next=next_one,
-        device=name,
-        capacity=limit,
-        runs=runs.count,
-    )
+    return kind(micro_batch=largest, breakdown=runs.at(max(1, largest)), next=next_one, device=name, capacity=limit, runs=runs.count)
 
 
 def _most(target: Any, options: Mapping[str, Any]) -> int:

@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> str:
             _record_git(run_dirs, ranks)
             train_all(specs, run_dirs, ranks)
     except BaseException as error:
-        failure.record(error, run_dir=_of_the_launch() or run_dirs[0], held=held)
+        failure.record(error, run_dir=failure.of_the_launch() or run_dirs[0], held=held)
         raise
     Ranks.leave()
     return preempted
@@ -77,13 +77,6 @@ def _record_git(run_dirs: Sequence[Path], ranks: Ranks) -> None:
 
     if ranks.rank == 0:
         threading.Thread(target=write, name="workbench-git", daemon=True).start()
-
-
-def _of_the_launch() -> Path | None:
-    """The directory of the launch, which is none of its runs where it has several; None = this was not launched."""
-    with contextlib.suppress(ValueError):
-        return run_directory.in_environment()
-    return None
 
 
 def read_spec(run_dir: Path) -> RunSpec:

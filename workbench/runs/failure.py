@@ -163,7 +163,7 @@ def record(
         run_directory.write_json(path, value)
     except OSError:  # the disk is full: the launch has set some bytes aside for this moment
         with contextlib.suppress(OSError):  # a failed write must not hide the error itself
-            run_directory.free_reserve(_in_environment() or path.parents[1])
+            run_directory.free_reserve(of_the_launch() or path.parents[1])
             run_directory.write_json(path, value)
 
 
@@ -215,7 +215,7 @@ def conclude(error: BaseException | None, *, held: "Callable[[BaseException], He
 
 
 def _record_file(run_dir: Path | None, rank: int | None) -> Path | None:
-    where = run_dir or _in_environment()
+    where = run_dir or of_the_launch()
     if rank is None:
         text = os.environ.get("RANK", "0")
         rank = int(text) if re.fullmatch(r"[0-9]{1,9}", text) else 0  # recording an error raises none
@@ -224,8 +224,8 @@ def _record_file(run_dir: Path | None, rank: int | None) -> Path | None:
     return where / run_directory.ERRORS / f"rank{rank}.json"
 
 
-def _in_environment() -> Path | None:
-    """The run directory of the environment; None = there is none: recording an error raises none."""
+def of_the_launch() -> Path | None:
+    """The directory of the launch, which is none of its runs where it has several; None = this was not launched. Raises nothing."""
     with contextlib.suppress(ValueError):
         return run_directory.in_environment()
     return None

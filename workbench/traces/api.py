@@ -4,10 +4,11 @@ import dataclasses
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, Literal, overload
+from typing import Any, Literal
 
 from workbench.core import run_directory
-from workbench.core.checks import whole_number
+from workbench.core.checks import check_budget, whole_number
+from workbench.core.progress import Waiting, say_what_was_interrupted
 from workbench.runs.launch.experiments import wait_for
 from workbench.runs.launch.launch import label, launch
 from workbench.runs.profile import ALL, STEPS, Profile
@@ -15,41 +16,16 @@ from workbench.runs.run import Run
 from workbench.runs.spec import RunSpec, SpecError
 from workbench.runs.target import Measured
 from workbench.runs.training_knobs import UNEVALUATED
-from workbench.traces.analysis.captured import notes_in
+from workbench.traces.analysis.captured import Captured, notes_in
 from workbench.traces.analysis.reading import TraceError
 from workbench.traces.analysis.trace import Trace
 from workbench.traces.analysis.trace_set import TraceSet
 
 Ranks = Literal["all"] | int | Iterable[int]
+BUDGET = 60.0
+"""Default of `budget_s`."""
 
 
-@overload
-def trace(
-    step: Callable[[Any], Any],
-    loader: Iterable[Any] | None = None,
-    *,
-    steps: int = STEPS,
-    into: str | os.PathLike[str] | None = None,
-    model: Any = None,
-    optimizer: Any = None,
-    shapes: bool = True,
-    stacks: bool = False,
-    memory: bool = False,
-    flops: bool = False,
-) -> Trace: ...
-@overload
-def trace(
-    step: RunSpec | Run | str | os.PathLike[str],
-    *,
-    steps: int = STEPS,
-    ranks: Ranks | None = None,
-    wait: int | None = None,
-    shapes: bool = True,
-    stacks: bool = False,
-    memory: bool = False,
-    flops: bool = False,
-    runs_dir: str | os.PathLike[str] | None = None,
-) -> Any: ...
 def trace(
     step: Callable[[Any], Any] | RunSpec | Run | str | os.PathLike[str],
     loader: Iterable[Any] | None = None,
@@ -64,8 +40,9 @@ def trace(
     stacks: bool = False,
     memory: bool = False,
     flops: bool = False,
+    budget_s: float | None = BUDGET,
     runs_dir: str | os.PathLike[str] | None = None,
-) -> Any:
+) -> Trace | Any:
     """Trace some steps with torch's profiler, and read the trace.
 
     * `trace(step, loader)` traces in this process, after the prefetch queue was emptied, which would hide a slow loader. As many steps are
@@ -89,6 +66,8 @@ def trace(
         stacks: record Python's frames: expensive, but they name what the host does between operators.
         memory: record every request for memory.
         flops: let the profiler count FLOPs of operators.
+        budget_s: seconds that it may take, about, without the start of a launch; None = no limit. Where `steps` would take longer, fewer
+            are traced, two at least, and a note says so; likewise at Ctrl-C, if one is over by then.
         runs_dir: with a spec: where its run directory goes; None = `runs` in the current folder.
 
     Returns:
@@ -97,8 +76,10 @@ def trace(
     Raises:
         ValueError: what was given cannot be traced; the message says why.
         RunError: the run that was launched failed; its run directory stays.
+        KeyboardInterrupt: Ctrl-C came before anything was traced.
         TraceError: the profiler wrote nothing that can be read, or the run has no traces.
     """
+    check_budget(budget_s)
     options = {"shapes": shapes, "stacks": stacks, "memory": memory, "flops": flops}
     given = _TARGET.read(
         step,
@@ -112,15 +93,18 @@ def trace(
         return of_run(given)
     if isinstance(given, RunSpec):
         profile = {"steps": steps, "ranks": 0 if ranks is None else ranks, "wait": wait, **options}
-        return of_run(_launched(given, profile, runs_dir))
+        with say_what_was_interrupted("trace"):
+            return of_run(_launched(given, profile, runs_dir, budget_s))
     whole_number("steps", steps, least=2, also="; with 5 one sees how much they vary")
     Profile(steps=steps, shapes=shapes, stacks=stacks, memory=memory, flops=flops)  # refuses what is neither True nor False
     from workbench.traces.measure.capture import Options, capture
 
     folder = Path("traces" if into is None else into)
-    return Trace.load(
-        capture(given.step, given.loader, steps=steps, into=folder, options=Options(**options), model=model, optimizer=optimizer).path
-    )
+    about: dict[str, Any] = {"steps": steps, "into": folder, "options": Options(**options), "model": model, "optimizer": optimizer}
+    with say_what_was_interrupted("trace"), Waiting("trace", budget_s, begin=f"{steps} steps are to be traced") as line:
+        captured = capture(given.step, given.loader, line=line, **about)
+        line.say("reading the trace")
+        return Trace.load(captured.path)
 
 
 def of_run(run: Run) -> Trace | TraceSet:
@@ -153,7 +137,7 @@ def _why_none(run: Run) -> str:
     )
 
 
-def _launched(spec: RunSpec, profile: dict[str, Any], runs_dir: str | os.PathLike[str] | None) -> Run:
+def _launched(spec: RunSpec, profile: dict[str, Any], runs_dir: str | os.PathLike[str] | None, budget_s: float | None) -> Run:
     """Train until the traced steps have been compared with others."""
     try:
         parsed = Profile.of(profile)
@@ -163,7 +147,23 @@ def _launched(spec: RunSpec, profile: dict[str, Any], runs_dir: str | os.PathLik
     steps = parsed.good(spec.queue)
     changed = spec.replace(profile=parsed, steps=steps, warmup_steps=min(spec.warmup_steps, steps), noise_scale=False, **UNEVALUATED)
     run = launch(changed, runs_dir=runs_dir, name=f"{label(spec)} trace")
-    return wait_for(run, show=Run.progress_words)
+    wanted = spec.world_size if parsed.ranks == ALL else len(parsed.ranks)
+    line = Waiting("trace", budget_s)
+
+    def tick() -> None:
+        if not run.progress[0]:
+            line.begin_again()
+        elif line.left <= 0:
+            (run.path / run_directory.FINISH).touch()  # its profilers look for it
+            if sum(Captured.beside(path).exists() for path in run.traces.values()) == wanted:
+                raise KeyboardInterrupt
+
+    try:
+        return wait_for(run, show=Run.progress_words, tick=tick)
+    except KeyboardInterrupt:
+        if not run.traces:
+            raise
+        return run
 
 
 _TARGET = Measured(

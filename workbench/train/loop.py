@@ -136,6 +136,7 @@ def train(
     profiled = None
     if spec.profile:
         about: dict[str, Any] = {"rank": ranks.rank, "queue": spec.queue, "steps": spec.steps}
+        about |= {"hurry": (run_dir / run_directory.FINISH).exists}
         profiled = RunProfiler(spec.profile, run_dir / run_directory.TRACES, timer.leave_out, **about)
     if spec.compile != "none":
         timer.leave_out(0, 0)

@@ -134,6 +134,8 @@ class BatchLengths(JsonDataclass, display.Shown):
     """Longest of the dataset's batches that fits; 0 = none."""
     plans: tuple[LengthPlan, ...]
     """As it is, and the what-ifs."""
+    notes: tuple[str, ...] = ()
+    """What the budget left out."""
     unit: str = "tokens"
     """What lengths count: "tokens", "characters" or "bytes"."""
     prover: Callable[..., LengthsProof] | None = field(default=None, metadata=NOT_STORED, compare=False, repr=False)
@@ -223,7 +225,7 @@ class BatchLengths(JsonDataclass, display.Shown):
             columns=("batches", f"longest ({self.unit})", "padding", "memory of the longest", "fits", "predicted speed"),
             rows=rows,
             title=f"{self.title} on {self.device}: predicted from the lengths of its samples",
-            note="\n".join([self.word, *([OF_TEXT] if self.unit != "tokens" else [])]),
+            note="\n".join([self.word, *([OF_TEXT] if self.unit != "tokens" else []), *self.notes]),
         )
 
     def to_frame(self) -> Any:

@@ -9,15 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from workbench.batch.analysis.optimizer_description import OptimizerDescription
-from workbench.batch.analysis.scaled_lr import (
-    VALIDITY_TEXT,
-    ScaledLr,
-    Validity,
-    check_arguments,
-    noise_to_damp_by,
-    number,
-    python_number,
-)
+from workbench.batch.analysis.scaled_lr import VALIDITY_TEXT, ScaledLr, Validity, check_arguments, noise_to_damp_by, number, python_number
 from workbench.core.optimizer_table import OPTIMIZERS
 
 EDGE_EXCESS, OUTSIDE_EXCESS = 1.25, 2.0

@@ -218,12 +218,7 @@ class NoiseScale(display.Shown, JsonDataclass):
         if not self.pairs:
             return ()
         steps = NoiseSteps.of(
-            self.pairs,
-            micro_batch=self.micro_batch,
-            groups=self.groups,
-            level=self.level,
-            dataset_size=self.dataset_size,
-            every=self.every,
+            self.pairs, micro_batch=self.micro_batch, groups=self.groups, level=self.level, dataset_size=self.dataset_size, every=self.every
         )
         return steps.running(points)
 

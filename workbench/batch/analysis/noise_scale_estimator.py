@@ -174,14 +174,7 @@ class NoiseSteps:
 
     @classmethod
     def of(
-        cls,
-        pairs: Sequence[tuple[float, float]],
-        *,
-        micro_batch: int,
-        groups: int,
-        level: float,
-        dataset_size: int | None,
-        every: int = 1,
+        cls, pairs: Sequence[tuple[float, float]], *, micro_batch: int, groups: int, level: float, dataset_size: int | None, every: int = 1
     ) -> Self:
         """From the two norms; arguments as those of `NoiseScale.of`.
 

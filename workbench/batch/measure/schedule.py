@@ -23,13 +23,7 @@ _ALLOWED = "a torch scheduler is allowed, or a function that makes one: lambda o
 
 
 def scheduled(
-    scheduler: Any,
-    steps: int | None = None,
-    *,
-    lr: float = 1.0,
-    batch: int | None = None,
-    label: str | None = None,
-    group: int = 0,
+    scheduler: Any, steps: int | None = None, *, lr: float = 1.0, batch: int | None = None, label: str | None = None, group: int = 0
 ) -> Schedule:
     """The learning rate of the next steps of a scheduler, which does not change.
 

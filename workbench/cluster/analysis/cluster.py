@@ -234,16 +234,10 @@ CLUSTERS = (
         "docs.nvidia.com/dgx/dgxb200-user-guide/introduction-to-dgxb200.html",
     ),
     _cluster(
-        "AWS-p4d",
-        "A100-40GB",
-        50,
-        f"NVLink 3, 600 GB/s both ways; 400 Gb/s Ethernet (EFA) per node of 8: Amazon EC2 P4 page, {NOT_READ}",
+        "AWS-p4d", "A100-40GB", 50, f"NVLink 3, 600 GB/s both ways; 400 Gb/s Ethernet (EFA) per node of 8: Amazon EC2 P4 page, {NOT_READ}"
     ),
     _cluster(
-        "AWS-p5",
-        "H100-SXM",
-        400,
-        f"NVLink 4, 900 GB/s both ways; 3,200 Gb/s Ethernet (EFA) per node of 8: Amazon EC2 P5 page, {NOT_READ}",
+        "AWS-p5", "H100-SXM", 400, f"NVLink 4, 900 GB/s both ways; 3,200 Gb/s Ethernet (EFA) per node of 8: Amazon EC2 P5 page, {NOT_READ}"
     ),
 )
 """The catalogue: figures of the makers' datasheets, until you measure."""

@@ -120,6 +120,10 @@ class Shown:
     def _repr_html_(self) -> str:
         return self.table._repr_html_()
 
+    def to_frame(self) -> Any:
+        """The cells of the table as a DataFrame."""
+        return self.table.to_frame()
+
 
 def frame_method(rows: str, kind: type, *derived: str) -> Callable[[Any], Any]:
     """A method `to_frame`: one row per item of the attribute `rows`, whose columns are the fields of `kind`, then `derived` properties.

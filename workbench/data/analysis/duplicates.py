@@ -8,7 +8,7 @@ import re
 import unicodedata
 import zlib
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +32,8 @@ JACCARD = 0.7
 _PRIME = (1 << 61) - 1
 
 Pairs = NDArray[np.int64]
+GoOn = Callable[[float], bool]
+"""Called with the share of the pictures or texts that were compared; false = leave it at that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +70,10 @@ def look_of(grey: Any) -> Look:
     return Look(np.stack(hashes), np.stack(greys), flat)
 
 
-def near_pictures(looks: Sequence[Look], block: int = 512) -> Pairs:
+def near_pictures(looks: Sequence[Look], block: int = 512, *, go_on: GoOn = lambda share: True) -> Pairs:
     """Pairs (i < j) of near duplicates among pictures: views of either, mirrored too, against the whole of the other.
 
-    All pairs are compared by hash: 16 s for 100,000 pictures on a core, for each view.
+    All pairs are compared by hash: 16 s for 100,000 pictures on a core, for each view. `go_on` is asked before each block.
     """
     use = np.array([number for number, look in enumerate(looks) if not look.flat], np.int64)
     if len(use) < 2:
@@ -80,8 +82,10 @@ def near_pictures(looks: Sequence[Look], block: int = 512) -> Pairs:
     greys = np.stack([looks[i].greys for i in use]).astype(np.float32)
     whole = np.ascontiguousarray(hashes[:, 0])
     near: set[tuple[int, int]] = set()
-    for view in range(hashes.shape[1]):
-        for first in range(0, len(use), block):
+    for first in range(0, len(use), block):
+        if not go_on(first / len(use)):
+            break
+        for view in range(hashes.shape[1]):
             mine = hashes[first : first + block, view]
             distance = np.bitwise_count(mine[:, None, 0] ^ whole[:, 0])
             distance += np.bitwise_count(mine[:, None, 1] ^ whole[:, 1])
@@ -131,32 +135,32 @@ def shingles(words: Sequence[object]) -> NDArray[np.uint32]:
     return np.unique(np.array([zlib.crc32("\0".join(map(str, words[i : i + SHINGLE])).encode()) for i in runs], np.uint32))
 
 
-def near_texts(sets: Sequence[NDArray[np.uint32]]) -> Pairs:
+def near_texts(sets: Sequence[NDArray[np.uint32]], *, go_on: GoOn = lambda share: True) -> Pairs:
     """Pairs (i < j) of texts that share JACCARD of their shingles.
 
     Source: A. Broder, On the resemblance and containment of documents, 1997 (MinHash); the bands: Leskovec, Rajaraman, Ullman, Mining of
-    massive datasets, chapter 3.
+    massive datasets, chapter 3. `go_on` is asked before each text.
     """
     rng = np.random.Generator(np.random.Philox(key=7))
     factor = rng.integers(1, 1 << 31, PERMUTATIONS).astype(np.uint64) | np.uint64(1)
     offset = rng.integers(0, 1 << 31, PERMUTATIONS).astype(np.uint64)
     rows = PERMUTATIONS // BANDS
     buckets: dict[bytes, list[int]] = defaultdict(list)
+    near: list[tuple[int, int]] = []
     for number, digests in enumerate(sets):
+        if not go_on(number / len(sets)):
+            break
         signature = np.full(PERMUTATIONS, np.iinfo(np.uint64).max, np.uint64)
         for first in range(0, len(digests), 4096):
             mixed = digests[first : first + 4096].astype(np.uint64) * factor[:, None] + offset[:, None]
             np.minimum(signature, (mixed % np.uint64(_PRIME)).min(1), out=signature)
+        before: set[int] = set()
         for band in range(BANDS):
-            buckets[band.to_bytes(1, "big") + signature[band * rows : (band + 1) * rows].tobytes()].append(number)
-    near, compared = [], set[tuple[int, int]]()
-    for members in buckets.values():
-        for place, a in enumerate(members):
-            for b in members[place + 1 :]:
-                if (a, b) in compared:
-                    continue
-                compared.add((a, b))
-                common = len(np.intersect1d(sets[a], sets[b], assume_unique=True))
-                if common >= JACCARD * (len(sets[a]) + len(sets[b]) - common):
-                    near.append((a, b))
+            bucket = buckets[band.to_bytes(1, "big") + signature[band * rows : (band + 1) * rows].tobytes()]
+            before.update(bucket)
+            bucket.append(number)
+        for other in before:
+            common = len(np.intersect1d(sets[other], digests, assume_unique=True))
+            if common >= JACCARD * (len(sets[other]) + len(digests) - common):
+                near.append((other, number))
     return np.array(sorted(near), np.int64).reshape(-1, 2)

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from workbench.core.codec import JsonDataclass
 from workbench.core.display.table import Shown, Table
@@ -89,10 +88,6 @@ class LoaderReport(JsonDataclass, Shown):
             (MARKS[each.severity], each.check, each.severity + " (tried)" * each.proved, each.figure, each.fix) for each in self.findings
         ]
         return Table(columns=("", "check", "result", "found", "to do"), rows=rows, title="Loader", note=self.verdict)
-
-    def to_frame(self) -> Any:
-        """A row per check as a DataFrame."""
-        return self.table.to_frame()
 
     def __repr__(self) -> str:
         return f"LoaderReport({self.target!r}, ok={self.ok}, faults={[each.check for each in self.faults]})"

@@ -4,7 +4,6 @@ import bisect
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -97,10 +96,6 @@ class PackingPolicies(JsonDataclass, Shown):
         one = self.packings[0]
         title = f"{one.documents:,} documents of {one.tokens:,} tokens in rows of {one.length:,}"
         return Table(columns=("policy", "rows", "padding", "tokens lost", "documents cut", "what it does"), rows=rows, title=title)
-
-    def to_frame(self) -> Any:
-        """A row per policy as a DataFrame."""
-        return self.table.to_frame()
 
 
 def pack(lengths: Sequence[int], length: int, policy: str = "best fit") -> Packing:

@@ -346,8 +346,7 @@ def garbage_collection(e: Evidence, c: Costs) -> tuple[Interval, Cause] | None:
     else:
         return None
     return saved, Cause(
-        cause="garbage collection",
-        why=f"Python's cyclic garbage collector takes {units.percent(saved.mid / c.step)} of the step.",
+        cause="garbage collection", why=f"Python's cyclic garbage collector takes {units.percent(saved.mid / c.step)} of the step."
     )
 
 

@@ -454,9 +454,7 @@ def _host(e: Evidence, cached: float, optimizer: float, communication: float) ->
     else:
         host = at_least_0(
             Interval(
-                low=seconds.low - optimizer,
-                mid=seconds.mid - PYTHON_IN_OPTIMIZER * min(optimizer, 2 * seconds.mid),
-                high=seconds.high,
+                low=seconds.low - optimizer, mid=seconds.mid - PYTHON_IN_OPTIMIZER * min(optimizer, 2 * seconds.mid), high=seconds.high
             )
         )
     # all that the trace adds falls on what it writes down, so that the share of both shrinks without it

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from workbench.core import units
-from workbench.core.statistics import Interval
 from workbench.diagnosis.analysis.gap import NAMED, Gap
 from workbench.diagnosis.analysis.gap_evidence import GapEvidence, seconds_of
 from workbench.diagnosis.analysis.remedy import MIN_SPEEDUP, Remedy, sort_key
@@ -258,8 +257,3 @@ def _workers(count: int, spec: RunSpec | None = None) -> dict[str, Any]:
     if count:
         return {"num_workers": count, **({"persistent_workers": True} if spec is None or not spec.persistent_workers else {})}
     return {"num_workers": 0, "prefetch_factor": None, "persistent_workers": False}
-
-
-def saved_seconds(gap: Gap, remedy: Remedy) -> Interval:
-    """Seconds per step, for as many samples as now, that a remedy is predicted to save."""
-    return remedy.interval.of(lambda speedup: gap.step.mid * (1 - 1 / speedup))

@@ -298,10 +298,7 @@ class LoaderModel:
             now, then = self.loader(n), loader
         pace = min(max(then / now, 1 / MAX_PACE), MAX_PACE) if now > 0 else 1.0
         return dataclasses.replace(
-            self,
-            cpu=self.cpu * pace,
-            worker_cpu=None if self.worker_cpu is None else self.worker_cpu * pace,
-            handover=self.handover * pace,
+            self, cpu=self.cpu * pace, worker_cpu=None if self.worker_cpu is None else self.worker_cpu * pace, handover=self.handover * pace
         )
 
     def loader(self, num_workers: int, *, prefetch_factor: int = 2) -> float:

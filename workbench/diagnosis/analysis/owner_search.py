@@ -101,12 +101,7 @@ def level(reruns: Sequence[Rerun], usual: float) -> Interval | None:
 
 
 def decide(
-    reruns: Sequence[Rerun],
-    differences: Sequence[str],
-    recorded: tuple[float, float],
-    usual: float,
-    *,
-    change: Interval | None = None,
+    reruns: Sequence[Rerun], differences: Sequence[str], recorded: tuple[float, float], usual: float, *, change: Interval | None = None
 ) -> Decision:
     """What to run next, or what is to blame.
 

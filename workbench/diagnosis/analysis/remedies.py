@@ -435,11 +435,7 @@ def _balance(case: Case) -> Iterator[Remedy | None]:
         late = c.straggler if c.slow.input >= c.slow.compute else c.saves(c.straggler)
         who = f"rank {', '.join(map(str, c.slow.ranks))}"
         yield ceiling(
-            case,
-            f"{who} as fast as the others",
-            f"R{who[1:]} is slow. {what}",
-            c.share(late),
-            "all ranks are as fast as a typical one",
+            case, f"{who} as fast as the others", f"R{who[1:]} is slow. {what}", c.share(late), "all ranks are as fast as a typical one"
         )
 
 

@@ -265,13 +265,7 @@ def from_formula(
 
 
 def ceiling(
-    case: Case,
-    name: str,
-    what: str,
-    saved: float | Interval,
-    formula: str,
-    costs: str = "",
-    change: Mapping[str, Any] | None = None,
+    case: Case, name: str, what: str, saved: float | Interval, formula: str, costs: str = "", change: Mapping[str, Any] | None = None
 ) -> Remedy | None:
     """A remedy whose gain is at most that of removing a part: what replaces the part is taken to be free.
 

@@ -334,11 +334,7 @@ class _Arms:
             busy = math.fsum(laps.waits) + math.fsum(laps.calls) - math.fsum(laps.delays)
             self.used.append((self._cpu() - before) / busy if busy > 0 else 0.0)
         self.blocks.append(
-            GapBlock(
-                arm=arm,
-                steps=tuple(_steps(laps) for laps in block.laps),
-                delays=tuple(tuple(laps.delays) for laps in block.laps),
-            )
+            GapBlock(arm=arm, steps=tuple(_steps(laps) for laps in block.laps), delays=tuple(tuple(laps.delays) for laps in block.laps))
         )
 
     def _cpu(self) -> float:

@@ -63,12 +63,7 @@ def fake_process_group(
         raise ProcessGroupError(f"world_size={world_size}: 1 to {MOST_RANKS} ranks are allowed")
     if not 0 <= rank < world_size:
         raise ProcessGroupError(f"rank={rank}: 0 to {world_size - 1} is allowed with world_size={world_size}")
-    with (
-        process_group(world_size, rank),
-        fake_data_parallel(bucket_seen),
-        real_device_meshes(),
-        lazy_chunks(),
-    ):
+    with process_group(world_size, rank), fake_data_parallel(bucket_seen), real_device_meshes(), lazy_chunks():
         yield FakeRank(rank=rank, world_size=world_size, device=torch.device("cpu"), store=HashStore())
 
 

@@ -89,11 +89,7 @@ def _torch_source(*path: str) -> str:
 
 
 def for_ranks(
-    run_dir: Path,
-    run_id: str,
-    threads: int,
-    more: Mapping[str, str] = MappingProxyType({}),
-    environ: Mapping[str, str] = os.environ,
+    run_dir: Path, run_id: str, threads: int, more: Mapping[str, str] = MappingProxyType({}), environ: Mapping[str, str] = os.environ
 ) -> tuple[dict[str, str], dict[str, str], list[str]]:
     """The environment of the ranks, and how it differs from `environ`: what was set (`more` included), and which names were removed."""
     ours = {

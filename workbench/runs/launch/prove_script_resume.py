@@ -182,12 +182,7 @@ def _differing(expected: Mapping[str, Any], path: Path) -> tuple[Entry, ...]:
 
 
 def _watched(
-    run: Run,
-    out: Path,
-    kill_after: int | None = None,
-    chosen: random.Random | None = None,
-    *,
-    say: Callable[[int], object] = int,
+    run: Run, out: Path, kill_after: int | None = None, chosen: random.Random | None = None, *, say: Callable[[int], object] = int
 ) -> tuple[float, int]:
     """Count how often a script writes into its folder, until it ends or is killed.
 

@@ -4,12 +4,14 @@ import contextlib
 import itertools
 import os
 import shutil
+import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from workbench.core import run_directory, units
-from workbench.core.checks import whole_number
+from workbench.core.checks import check_budget, whole_number
+from workbench.core.progress import INTERRUPTED, Waiting, say_what_was_interrupted
 from workbench.core.synonyms import accept_synonyms
 from workbench.runs.entrypoints import spec_entrypoint
 from workbench.runs.launch.experiments import wait_for
@@ -41,9 +43,15 @@ class Trial:
 
 @accept_synonyms
 def sweep(
-    spec: RunSpec, *, runs_dir: str | os.PathLike[str] | None = None, repeat: int = 1, quiet: bool = False, **lists: Sequence[Any]
+    spec: RunSpec,
+    *,
+    runs_dir: str | os.PathLike[str] | None = None,
+    repeat: int = 1,
+    quiet: bool = False,
+    budget_s: float | None = None,
+    **lists: Sequence[Any],
 ) -> list[Run]:
-    """Run every combination of the knobs' values and return when all have ended. An interrupt stops everything.
+    """Run every combination of the knobs' values and return when all have ended.
 
     Configurations that can share their processes run in one launch, which pays the start-up once. Launches follow one another, so no
     two configurations run at the same time. With `repeat`, every repetition goes through the configurations in the opposite direction
@@ -54,44 +62,77 @@ def sweep(
         runs_dir: where run directories go; None = `runs` in the current folder.
         repeat: how often each configuration runs.
         quiet: do not print a line per finished run.
+        budget_s: seconds after which the run under way is stopped, and no further one begins, once one has ended; None = no limit: a part
+            of a comparison may favour what comes first.
         **lists: a list of values per knob, such as `micro_batch=[16, 32]`.
 
     Returns:
-        The runs in the order of the product (the last knob varies fastest), repetitions side by side.
+        The runs in the order of the product (the last knob varies fastest), repetitions side by side; those that have ended where the
+        budget or Ctrl-C has ended it, and a line on stderr says which are missing.
 
     Raises:
         SpecError: a knob or value that is not allowed, or fewer steps than `profile` needs. Nothing was started.
         LaunchError, TaskError: a configuration cannot run here, or the task is not there. Nothing was started.
+        KeyboardInterrupt: Ctrl-C came before the first run had ended.
     """
     spec = read_spec("sweep", spec, because="whose knobs can be turned", instead="a script is launched with launch()", error=SpecError)
-    return run_all(combinations(spec, lists), runs_dir=runs_dir, repeat=repeat, quiet=quiet)
+    return run_all(combinations(spec, lists), "sweep", budget_s=budget_s, runs_dir=runs_dir, repeat=repeat, quiet=quiet)
+
+
+class _SpentError(Exception):
+    """The budget has ended."""
 
 
 def run_all(
-    specs: Sequence[tuple[str, RunSpec]], *, runs_dir: str | os.PathLike[str] | None = None, repeat: int = 1, quiet: bool = True
+    specs: Sequence[tuple[str, RunSpec]],
+    name: str,
+    *,
+    budget_s: float | None,
+    runs_dir: str | os.PathLike[str] | None = None,
+    repeat: int = 1,
+    quiet: bool = True,
 ) -> list[Run]:
     """Run specs that need not be a product, as `sweep` does; gives the runs in the order of the specs, repetitions side by side.
 
     Args:
         specs: each with its name.
-        runs_dir: as in `sweep`.
-        repeat: as in `sweep`.
-        quiet: as in `sweep`.
+        name: of the function that was called.
+        budget_s: as in `sweep`, as is what follows.
+        runs_dir: where run directories go.
+        repeat: how often each runs.
+        quiet: print no line per run.
 
     Raises:
-        SpecError, LaunchError, TaskError: as in `sweep`. Nothing was started.
+        SpecError, LaunchError, TaskError, KeyboardInterrupt: as in `sweep`.
     """
     whole_number("repeat", repeat, least=1, error=SpecError)
+    check_budget(budget_s, error=SpecError)
     for _, each in specs:
         check(each)
         check_profile(each)
     trials = plan(specs, repeat)
     done: dict[int, Run] = {}
-    with contextlib.closing(in_turn(trials, runs_dir)) as ended:
-        for trial, run in ended:
-            done[trial.place] = run
-            if not quiet:
-                print(f"[{len(done)}/{len(trials)}] {trial.name}: {outcome_line(run)}", flush=True)
+
+    def tick() -> None:
+        if done and line.left <= 0:
+            raise _SpentError
+        rest = units.seconds(line.seconds / max(1, len(done)) * (len(trials) - len(done)))
+        line.say(f"{len(done)} of {len(trials)} runs are over", f"about {rest} left" if done else None)
+
+    with say_what_was_interrupted(name), Waiting(name, budget_s, begin=f"{len(trials)} runs") as line:
+        try:
+            with contextlib.closing(in_turn(trials, runs_dir, tick)) as ended:
+                for trial, run in ended:
+                    done[trial.place] = run
+                    if not quiet:
+                        begin = "\r\x1b[2K" * sys.stderr.isatty()  # where the line is that shows the time
+                        print(f"{begin}[{len(done)}/{len(trials)}] {trial.name}: {outcome_line(run)}", flush=True)
+        except (_SpentError, KeyboardInterrupt) as why:
+            if not done:
+                raise
+            missing = ", ".join(trial.name for trial in trials if trial.place not in done)
+            cause = INTERRUPTED if isinstance(why, KeyboardInterrupt) else "the budget ended"
+            print(f"{name}: {cause} after {len(done)} of {len(trials)} runs; missing: {missing}", file=sys.stderr)
     return [done[place] for place in sorted(done)]
 
 

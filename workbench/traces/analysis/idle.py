@@ -189,11 +189,7 @@ def idle(columns: Columns, kinds: Kinds, windows: Windows, notes: Sequence[str] 
     who, busy, order = (
         ("device", np.flatnonzero(kinds.where(*DEVICE)), ON_DEVICE)
         if kinds.device
-        else (
-            columns.lanes[lane].name,
-            np.flatnonzero(kinds.where("operator", "backward", "optimizer") & (columns.lane == lane)),
-            ON_CPU,
-        )
+        else (columns.lanes[lane].name, np.flatnonzero(kinds.where("operator", "backward", "optimizer") & (columns.lane == lane)), ON_CPU)
     )
     pauses = subtract(cover, union(columns.spans[busy]))
     if not kinds.device:  # what the loader does in operators is waiting for it

@@ -52,12 +52,7 @@ def nest_events(columns: Columns, chosen: NDArray[np.bool_]) -> Nesting:
     events = of[np.lexsort((-columns.end[of], columns.start[of], columns.lane[of]))]
     spans = np.stack([columns.start[events], columns.end[events]], axis=1)
     parent, depth, spans[:, 0] = _around(columns.lane[events].tolist(), *spans.T.tolist()) if len(events) else ([], [], [])
-    made = Nesting(
-        events=events,
-        parent=np.array(parent, dtype=np.int64),
-        depth=np.array(depth, dtype=np.int64),
-        spans=spans,
-    )
+    made = Nesting(events=events, parent=np.array(parent, dtype=np.int64), depth=np.array(depth, dtype=np.int64), spans=spans)
     for level in made.levels():
         around = spans[made.parent[level]]
         spans[level] = np.clip(spans[level], around[:, :1], around[:, 1:])

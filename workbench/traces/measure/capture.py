@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from workbench.core import run_directory
+from workbench.core.progress import INTERRUPTED, Waiting
 from workbench.harness.feed import Exhausted, Feed
 from workbench.harness.observe import check_arguments, device_of, discover_training
 from workbench.harness.restore import SavedState
@@ -52,6 +53,7 @@ def capture(
     options: Options | None = None,
     model: Any = None,
     optimizer: Any = None,
+    line: Waiting | None = None,
 ) -> Captured:
     """Trace some steps; everything is left as it was.
 
@@ -66,10 +68,12 @@ def capture(
         options: what is recorded.
         model: the module, or several; None = those that the step uses.
         optimizer: likewise.
+        line: shows the progress, and has the budget; None = there is no limit.
 
     Raises:
         DiagnoseError: step cannot be called so.
         ValueError: the loader is empty, or ends too early; a profiler is running already; the directory cannot be written.
+        KeyboardInterrupt: Ctrl-C came before the first traced step was over.
     """
     check_arguments(step, 1.0)
     if why := why_no_profiler():
@@ -81,7 +85,7 @@ def capture(
     captured = Captured(path=into / file_name(), notes=notes)
     with contextlib.ExitStack() as undo:
         undo.callback(SavedState(training).restore)
-        run = _Run(step, undo.enter_context(Feed(loader)), device)
+        run = _Run(step, undo.enter_context(Feed(loader)), device, line or Waiting("trace", None))
         try:
             _take(run, captured, steps, options or Options())
         except Exhausted:
@@ -118,8 +122,13 @@ def file_name(prefix: str = "") -> str:
     return f"{prefix}{host}_{os.getpid()}.{time.time_ns()}.pt.trace.json.gz"
 
 
-def export(profiler: Any, path: Path) -> None:
+def export(profiler: Any, path: Path, half: str = "") -> None:
     """Write what a profiler has recorded, packed: a whole file or none.
+
+    Args:
+        profiler: has ended.
+        path: of the file.
+        half: the mark of a step that was interrupted, and is not to be counted.
 
     Raises:
         OSError: the disk is full.
@@ -127,6 +136,8 @@ def export(profiler: Any, path: Path) -> None:
     plain, packed = (path.with_name(f".{path.name}.{end}") for end in ("json", "part"))  # no reader of traces takes these for one
     try:
         profiler.export_chrome_trace(str(plain))
+        if half:
+            plain.write_text(plain.read_text().replace(f'"{half}"', '"interrupted step"'))
         with plain.open("rb") as source, gzip.open(packed, "wb", compresslevel=LEVEL) as target:
             shutil.copyfileobj(source, target, 2**20)
         packed.replace(path)
@@ -195,10 +206,11 @@ def _between(start: Mark, end: Mark) -> float:
 
 
 class _Run:
-    """Takes steps."""
+    """Takes steps, while the budget lasts."""
 
-    def __init__(self, step: Callable[[Any], Any], feed: Feed, device: torch.device) -> None:
-        self._step, self.feed, self._device = step, feed, device
+    def __init__(self, step: Callable[[Any], Any], feed: Feed, device: torch.device, line: Waiting) -> None:
+        self._step, self.feed, self._device, self.line = step, feed, device, line
+        self.cut = ""  # why fewer steps were taken than were to be
 
     def once(self) -> TimedStep:
         """Take one step."""
@@ -215,31 +227,46 @@ class _Run:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
-    def timed(self, steps: int, between: Callable[[], object] | None = None) -> list[float]:
-        """Seconds that each of some steps takes, without the wait for its batch."""
+    def timed(self, steps: int, between: Callable[[], object] = int) -> list[float]:
+        """Seconds that each of some steps takes, without the wait for its batch; where Ctrl-C or the budget ends them, of those so far."""
         self.wait()
-        laps = []
-        for number in range(steps):
-            if number and between:
-                between()
-            laps.append(self.once())
+        self.cut, laps = "", list[TimedStep]()
+        while len(laps) < steps and not self.cut:
+            try:
+                if laps:
+                    between()
+                laps.append(self.once())
+            except KeyboardInterrupt:
+                if not laps:
+                    raise
+                self.cut = INTERRUPTED
+            if 1 < len(laps) < steps and self.line.left <= 0:
+                self.cut = "the budget ended"
         self.wait()
         return seconds_of(laps)
 
 
 def _take(run: _Run, captured: Captured, steps: int, options: Options) -> None:
-    for _ in range(2):  # states of the optimizer, caches of the allocator
+    for number in range(2 + SETTLING):  # the first two: states of the optimizer, caches of the allocator
+        if number == 2:
+            run.feed.drain()
+        began = run.line.seconds
         run.once()
-    run.feed.drain()
-    for _ in range(SETTLING):
-        run.once()
-    early = (steps + 1) // 2
-    plain = run.timed(early)
-    traced = _profiled(run, captured, steps, options)
+    pace = max(run.line.seconds - began, 1e-9)
+    fit = int(min(steps, max(2, (run.line.left / pace - 2) / 2)))
+    run.line.say(f"{fit} steps are traced, and {fit} timed without the profiler")
+    plain = run.timed((fit + 1) // 2)
+    if run.cut == INTERRUPTED:
+        raise KeyboardInterrupt
+    traced = _profiled(run, captured, fit, options)
+    if len(traced) < steps:
+        captured.notes.append(f"{len(traced)} of {steps} steps were traced: {run.cut or 'the budget would not allow more'}")
     captured.compare(plain, traced)
     write_captured(captured)  # a later step may fail, and the trace is there
-    run.once()  # the profiler's end frees much memory
-    captured.compare([*plain, *run.timed(steps - early)], traced)
+    if not run.cut:
+        with contextlib.suppress(KeyboardInterrupt):
+            run.once()  # the profiler's end frees much memory
+            captured.compare([*plain, *run.timed(fit - len(plain))], traced)
     if run.feed.queue:
         captured.notes.append(f"the prefetch queue of {run.feed.queue} batches was emptied before: it would have hidden a slow loader")
 
@@ -255,9 +282,10 @@ def _profiled(run: _Run, captured: Captured, steps: int, options: Options) -> li
         run.wait()
         profiler.step()
         seconds = run.timed(steps, profiler.step)
-        with without_kineto_lines():
-            profiler.step()
-    export(profiler, captured.path)
+        if not run.cut:
+            with without_kineto_lines():
+                profiler.step()
+    export(profiler, captured.path, f"ProfilerStep#{profiler.step_num}" if run.cut == INTERRUPTED else "")
     return seconds
 
 

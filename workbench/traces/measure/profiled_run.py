@@ -33,6 +33,7 @@ class RunProfiler:
         queue: int = 0,
         steps: int | None = None,
         name: str = "",
+        hurry: Callable[[], bool] = bool,
     ) -> None:
         """Mark the steps that will not count.
 
@@ -45,7 +46,9 @@ class RunProfiler:
             queue: steps whose batches the loader makes ahead at most.
             steps: of the run; None = not known.
             name: how the file's name begins; "" = with the rank.
+            hurry: is asked after each step whether the trace is to be written soon: two steps are traced then, if none is yet.
         """
+        self._hurry, self._hurried = hurry, False
         self._profile, self._rank, self._folder, self._leave_out = profile, rank, folder, leave_out
         self._on = profile.on(rank)
         self._start = profile.start(queue)
@@ -57,7 +60,7 @@ class RunProfiler:
         self._profiler: Any = None
         self._finished = False
         self._done = 0
-        self._steps, self._first_call = steps, True
+        self._steps, self._first_call, self._base = steps, True, 0
         self._laps: dict[str, list[TimedStep]] = {"plain": [], "traced": []}
         self._stretch = ""
         self._lap = TimedStep()
@@ -97,8 +100,15 @@ class RunProfiler:
         """
         lap, self._lap = lap or self._lap, TimedStep()
         if self._first_call:
-            self._first_call = False
+            self._first_call, self._base = False, done
             self._say_which(done)
+        elif not self._hurried and done < self._end and self._hurry():
+            self._hurried, self._late = True, 0
+            self._start = min(self._start, done)
+            self._end = max(done, self._start + 1 + min(2, self._profile.steps))
+            self._captured.notes.append(f"{self._end - self._start - 1} of {self._profile.steps} steps were traced: the budget ended")
+            if done == self._start:
+                self._leave_out(max(0, done - 1) - self._base, self._end - self._base)
         if not self._on:
             return
         try:
@@ -169,8 +179,9 @@ class RunProfiler:
         self._profiler = self._undo.enter_context(profiling(self._profile.steps, options, self._wait, at=self._start))
 
     def _finish(self) -> None:
-        with without_kineto_lines():
-            self._profiler.step()
+        if not self._hurried:
+            with without_kineto_lines():
+                self._profiler.step()
         profiler, self._profiler, self._finished = self._profiler, None, True
         self._undo.close()
         self._folder.mkdir(parents=True, exist_ok=True)

@@ -87,9 +87,7 @@ def memory(workload: Workload, layouts: Layouts, device: str, held: Interval = H
 
     groups = {name: held.mid * size for name, size in predicted.items()}
     return Memory(
-        groups={**groups, "outside": outside("mid")},
-        low=held.low * inside + outside("low"),
-        high=held.high * inside + outside("high"),
+        groups={**groups, "outside": outside("mid")}, low=held.low * inside + outside("low"), high=held.high * inside + outside("high")
     )
 
 

@@ -359,11 +359,7 @@ def _point(run: Run, over: str, exposed: float | None, cores: int | None) -> Sca
     timelines = run.timelines
     cpu = statistics.fmean(timeline.cpu_per_sample for timeline in timelines)
     return ScalingPoint(
-        **where,
-        rates=(rate,),
-        exposed=exposed,
-        straggling=straggling(timelines),
-        cpu_per_sample=None if math.isnan(cpu) else cpu,
+        **where, rates=(rate,), exposed=exposed, straggling=straggling(timelines), cpu_per_sample=None if math.isnan(cpu) else cpu
     )
 
 

@@ -386,13 +386,7 @@ class CurveFit(display.Shown):
             for fitted in self.fitted
         ]
         return display.Table(
-            columns=(
-                "law",
-                FORMULAS_ARE[self.kind],
-                f"error at {largest}, fitted without it",
-                "weight",
-                f"at {2 * largest} processes",
-            ),
+            columns=("law", FORMULAS_ARE[self.kind], f"error at {largest}, fitted without it", "weight", f"at {2 * largest} processes"),
             rows=rows,
             title=f"Laws of {self.kind} scaling, fitted to {len(self.points)} points",
             note=f"noise of a measurement {units.percent(self.noise)} ({_SOURCES[self.noise_source]})",

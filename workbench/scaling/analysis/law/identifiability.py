@@ -27,13 +27,7 @@ FAR_EXTRAPOLATION = 10.0
 
 
 def not_identified(
-    points: Points,
-    bands: Mapping[str, Interval],
-    exponent: Interval,
-    *,
-    draws: Sequence[Five],
-    wanted: int,
-    residuals: Sequence[float],
+    points: Points, bands: Mapping[str, Interval], exponent: Interval, *, draws: Sequence[Five], wanted: int, residuals: Sequence[float]
 ) -> tuple[str, ...]:
     """What the points do not determine, each with what to do; empty if they determine the law.
 
