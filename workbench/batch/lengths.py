@@ -6,8 +6,6 @@ import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from workbench.batch.analysis.lengths import BatchLengths, DryRuns, LengthGrid, LengthsError, LengthsProof, parts_of
 from workbench.cluster.analysis.step_time import CPU
 from workbench.core import codec
@@ -99,19 +97,14 @@ def batch_lengths(
     begin = f"reading the lengths of {count:,} samples, then dry runs at some of them"
     with say_what_was_interrupted("batch_lengths"), Waiting("batch_lengths", budget_s, begin=begin) as line:
         grid = LengthGrid.of(range(count), orders, ranks=ranks, accumulation=spec.accumulation, micro_batch=spec.micro_batch)
-        in_order = np.moveaxis(grid.places, 1, 2)  # step after step over all ranks
-        sizes, why = _read(dataset, count_of, dict.fromkeys((*in_order.reshape(-1).tolist(), *range(count))), line)
-        lengths = np.array([sizes.get(place, -1) for place in range(count)])
-        notes = []
-        if why:  # steps whose samples were all read, of the first epoch
-            known = (lengths[in_order[0]] >= 0).all((1, 2, 3))
-            whole = min(wanted, whole if known.all() else int(known.argmin()))
+        sizes, why = _read(dataset, count_of, dict.fromkeys((*grid.in_order, *range(count))), line)
+        grid, notes = grid.read(sizes), []
+        if why:
+            whole = len(grid.of_steps(wanted))
             if not whole:
                 raise LengthsError(f"{why} after {len(sizes):,} samples, before the first step's were read: give a larger budget_s")
-            grid = LengthGrid(sizes=grid.sizes[:1, :, :whole], places=grid.places[:1, :, :whole])
             notes.append(f"{why} after {len(sizes):,} of {count:,} samples were read: {whole:,} of {wanted:,} steps are looked at")
             wanted = whole
-        grid = LengthGrid(sizes=lengths[grid.places], places=grid.places)
         model = _Model(spec, task, dataset, sizes, where)
         fitting = model.fitting(grid.longest, room, line)
         if model.unsure:

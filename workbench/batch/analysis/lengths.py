@@ -282,6 +282,19 @@ class LengthGrid:
         return cls(sizes=np.array(sizes)[places], places=places)
 
     @property
+    def in_order(self) -> list[int]:
+        """Indices of the samples, step after step over all ranks."""
+        order: list[int] = np.moveaxis(self.places, 1, 2).reshape(-1).tolist()
+        return order
+
+    def read(self, lengths: Mapping[int, int]) -> "LengthGrid":
+        """With these lengths of samples, by index; where some are missing, the first epoch up to the step that has one of those."""
+        sizes = np.array([lengths.get(place, -1) for place in range(1 + int(self.places.max()))])[self.places]
+        known = (sizes >= 0).all((1, 3, 4))
+        epochs, steps = len(known) if known.all() else 1, int(known[0].cumprod().sum())
+        return LengthGrid(sizes=sizes[:epochs, :, :steps], places=self.places[:epochs, :, :steps])
+
+    @property
     def longest(self) -> list[int]:
         """Of each micro-batch, without repetition, rising."""
         found: list[int] = np.unique(self.sizes.max(-1)).tolist()
