@@ -34,7 +34,7 @@ def test_much_at_once_is_queued_in_pieces_and_a_short_write_goes_on(tmp_path: Pa
 
     class Noted(queue.Queue[Any]):
         def put(self, item: Any, *rest: Any, **more: Any) -> None:
-            queued.append(0 if item is None else sum(map(len, item)))
+            queued.append(0 if item is None else sum(map(len, item[0])))
             super().put(item, *rest, **more)
 
     monkeypatch.setattr(shard_file.queue, "Queue", Noted)

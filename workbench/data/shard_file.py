@@ -13,13 +13,13 @@ from typing import Self
 from workbench.data.manifest import Rows
 from workbench.data.sample import Sample, encoded_columns
 
-PIECE = 1 << 20
-"""Bytes that are collected before they are handed to the thread."""
+PIECE = 256 << 10
+"""Bytes that are handed to the thread at once, about: what it joins is still in its core's cache when it is hashed and written."""
 FEWEST, MOST, MOST_BYTES = 16, 256, 16 << 20
 """Samples that are taken at once: at least, at most, and so many that they have about so many bytes."""
 SMALL = 8 << 10
 """Bytes of a part, in the mean, below which joining them is cheaper than hashing and writing each."""
-QUEUE = 8
+QUEUE = 32
 """Pieces that wait for the thread at most."""
 
 
@@ -41,9 +41,9 @@ class HashedFile:
     def __init__(self, path: str) -> None:
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
         self._parts: list[bytes] = []
-        self._handed_over = 0
+        self._size = self._handed_over = 0
         self._hash = hashlib.sha256()
-        self._queue: queue.Queue[list[bytes] | None] = queue.Queue(QUEUE)
+        self._queue: queue.Queue[tuple[list[bytes], bool] | None] = queue.Queue(QUEUE)
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._work, name="wb-write-shard", daemon=True)
         self._thread.start()
@@ -59,37 +59,33 @@ class HashedFile:
             OSError: an earlier piece could not be written.
         """
         self._parts += parts
-        waiting = size - self._handed_over
-        if waiting >= PIECE:
-            self._handed_over = size
-            self._hand_over(waiting >= 2 * PIECE)
+        self._size = size
+        if size - self._handed_over >= PIECE:
+            self._hand_over()
 
-    def _hand_over(self, cut: bool = False) -> None:
-        """Give all that waits to the thread; in several pieces where it is much, so that the queue never holds more."""
-        pieces, self._parts = [self._parts], []
-        if cut:
-            ends = itertools.accumulate(map(len, pieces[0]))
-            pieces = [
-                [part for part, _ in some] for _, some in itertools.groupby(zip(pieces[0], ends, strict=True), lambda x: x[1] // PIECE)
-            ]
-        for piece in pieces:
+    def _hand_over(self) -> None:
+        """Give all that waits to the thread, in several pieces where it is much."""
+        parts, self._parts = self._parts, []
+        size, self._handed_over = self._size - self._handed_over, self._size
+        many = max(1, len(parts) * PIECE // max(size, 1))
+        for first in range(0, len(parts), many):
             if self._error is not None:
                 raise self._error
-            self._queue.put(piece)
+            self._queue.put((parts[first : first + many], size < SMALL * len(parts)))
 
     def _work(self) -> None:
-        while (parts := self._queue.get()) is not None:
+        while (piece := self._queue.get()) is not None:
             if self._error is not None:
                 continue
             try:
-                self._write(parts)
+                self._write(*piece)
             except BaseException as error:
                 self._error = error
 
-    def _write(self, parts: list[bytes]) -> None:
-        size = sum(map(len, parts))
-        if size < SMALL * len(parts):
+    def _write(self, parts: list[bytes], small: bool) -> None:
+        if small:
             parts = [b"".join(parts)]
+        size = sum(map(len, parts))
         for part in parts:
             self._hash.update(part)
         done = os.writev(self._descriptor, parts) if parts else 0
