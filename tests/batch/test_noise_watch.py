@@ -480,6 +480,15 @@ def test_a_step_and_its_loader() -> None:
     assert noise_scale(step_with(model, optimizer), batches(5, 8), steps=12, micro_batch=3).micro_batch == 3
     with pytest.raises(NoiseScaleError, match="one group of samples only"):
         noise_scale(step_with(model, optimizer, 1), list(batches(5, 8)), steps=3)
+    taken: list[Any] = []
+
+    def step(batch: Any) -> None:
+        taken.append(batch)
+        step_with(model, optimizer, 1)(batch)
+
+    with pytest.raises(NoiseScaleError, match="one group of samples only"):
+        noise_scale(step, list(batches(5, 8)), steps=200, model=model, optimizer=optimizer)
+    assert len(taken) < 10, "nobody waits for what the first steps show"
     with pytest.raises(NoiseScaleError, match="are 9, which 2 backwards do not share equally"):
         noise_scale(step_with(model, optimizer), list(batches(5, 9)), steps=3)
     other = network()

@@ -156,7 +156,7 @@ def test_a_sound_training_is_not_blamed(fault: str) -> None:
     report = wb.sanity(task(fault))
     assert report.ok, report
     assert sum(check.passed is not None for check in report.checks) == len(CHECKS)
-    assert ("batch norm in 1 modules" in str(report)) == (fault == "batch norm")
+    assert ("batch norm in 1 module mixes" in str(report)) == (fault == "batch norm")
     accumulated = next(check.figure for check in report.checks if check.name == "accumulation")
     assert "in evaluation mode" in accumulated
     assert ("in training mode batch norm makes them differ" in accumulated) == (fault == "batch norm")

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
+from workbench.core.package import users_line
 from workbench.harness.results import Place
 from workbench.harness.stack_sampler import StackSampler, place_of
 
@@ -274,6 +275,13 @@ def test_what_lies_around_the_engine_is_not_looked_at() -> None:
     frame = frame_in(engine, outer, "save", source)
     assert place_of(frame) == Place("train.py:2 work")
     assert place_of(frame.f_back) is None
+
+
+def test_an_instruction_without_a_line_belongs_to_its_function() -> None:
+    """Such as the end of a loop's body in Python 3.11; the thread that looked ended with a TypeError there."""
+    frame = frame_in("/home/me/train.py", "\ndef work():\n    here()", "work")
+    assert place_of(SimpleNamespace(f_code=frame.f_code, f_back=None, f_lineno=None)) == Place("train.py:2 work")  # type: ignore[arg-type]
+    assert users_line(SimpleNamespace(f_code=frame.f_code, f_back=None, f_lineno=None)) == "train.py:2 work"  # type: ignore[arg-type]
 
 
 def test_a_frame_that_is_half_made_is_passed_over() -> None:

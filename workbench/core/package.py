@@ -52,7 +52,7 @@ def users_line(frame: FrameType | None) -> str:
     """The innermost line of the user's in a stack, as "train.py:41 main"; "" = there is none."""
     while frame is not None and not is_users(frame.f_code.co_filename):
         frame = frame.f_back
-    return "" if frame is None else line_of(frame.f_code, frame.f_lineno)
+    return "" if frame is None else line_of(frame.f_code, frame.f_lineno or frame.f_code.co_firstlineno)
 
 
 def line_of(code: CodeType, number: int) -> str:

@@ -307,7 +307,7 @@ class _Exam:
 
     def cores(self) -> LoaderFinding:
         cores, threads = usable_cores(), torch.get_num_threads()
-        figure = f"{self.workers} workers and {threads} threads of the main process, {cores:g} cores"
+        figure = f"{units.several(self.workers, 'worker')}, {units.several(threads, 'thread')} of the main process, {cores:g} cores"
         if self.workers > cores:
             return self._said(
                 "cores", "slow", figure, f"num_workers={max(1, int(cores) - 1)}; wb.diagnose(step, loader) finds how many help"

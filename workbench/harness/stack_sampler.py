@@ -236,7 +236,7 @@ def place_of(frame: FrameType | None) -> Place | None:
         if whose == OURS:
             break
         if whose < (best[0] if best else LIBRARY):
-            best = whose, code, frame.f_lineno
+            best = whose, code, frame.f_lineno or code.co_firstlineno  # some instructions have no line
         if kind:
             kinds.add(kind)
         if is_module:

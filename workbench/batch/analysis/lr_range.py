@@ -14,6 +14,7 @@ from typing import Any
 from workbench.core.checks import real_number, whole_number
 from workbench.core.codec import JsonDataclass, OrInf
 from workbench.core.display import table as display
+from workbench.core.units import several
 
 SWEEPS = 5
 """Seeds. A single one is no measurement: the steepest slope moves by a factor of 19 between seeds, at a batch of 8."""
@@ -350,7 +351,7 @@ class LrFound(JsonDataclass):
             columns=("rule", "suggests", "low", "high", "spread"),
             rows=rows,
             title=self.summary,
-            note="\n".join([f"median and range over {len(self.sweeps)} seeds", *([] if self.race else self.notes)]),
+            note="\n".join([f"median and range over {several(len(self.sweeps), 'seed')}", *([] if self.race else self.notes)]),
         )
 
     @property

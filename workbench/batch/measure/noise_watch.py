@@ -221,6 +221,8 @@ def measure(
                 sizes[samples_in(batch)] += 1
                 step(batch)
                 watch.step()
+                if alone and number == MIN_STEPS - 1 and watch.backwards < 2:
+                    break  # the result says that nothing can be seen so
             except Exhausted:
                 if not number:
                     raise ValueError("the loader could be read only once, and it has ended: give one that still has batches") from None

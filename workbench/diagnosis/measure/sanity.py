@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from workbench.core import units
 from workbench.diagnosis.analysis.sanity import CHECKS, Check
 from workbench.diagnosis.measure.checked_training import FEW, Line, Seen, Training, Unjudged, loss_value, observe
 from workbench.diagnosis.measure.watched_forward import LossCall, Watched, module_outputs
@@ -23,9 +24,8 @@ from workbench.harness.restore import SavedState
 from workbench.timeline.loops import samples_in
 from workbench.train.random_numbers import seed_all
 
-STEPS_BY_HEART = 200
-STEPS_WITH_LABELS = 150
-"""Most steps with true labels, and as many with shuffled ones."""
+STEPS_BY_HEART, STEPS_WITH_LABELS = 200, 150
+"""Most steps with a few samples; most with true labels, and as many with shuffled ones."""
 LARGE_RMS = 30.0
 """Root mean square of inputs from which on they are not normalised: bytes of pixels have 100 to 150, normalised values about 1."""
 DEAD = 0.5
@@ -97,9 +97,8 @@ def _inputs(training: Training, seen: Seen, line: Line, done: dict[str, Check]) 
     if bad:
         figure = f"{bad} values are NaN or infinite in {len(seen.batches)} batches"
         return Check(name="inputs", passed=False, figure=figure, cause="nonfinite_inputs")
-    fed = values
-    if seen.watched.root:
-        fed = [tensor.double() for tensor in tensors_of(seen.watched.root) if tensor.is_floating_point() and tensor.numel() > 1] or values
+    given = tensors_of(seen.watched.root or ())
+    fed = [tensor.double() for tensor in given if tensor.is_floating_point() and tensor.numel() > 1] or values
     rms = max(float(tensor.square().mean().sqrt()) for tensor in fed)
     spread = max(float(tensor.std()) if tensor.numel() > 1 else 0.0 for tensor in fed)
     figure = f"root mean square {rms:.3g}, deviation {spread:.3g}"
@@ -118,7 +117,7 @@ def _duplicates(training: Training, seen: Seen, line: Line, done: dict[str, Chec
                            tensor[row].numel())) for row in range(count)]  # fmt: skip
         worst = max(worst, 1 - len(set(rows)) / count)
     cause = "duplicate_samples" if worst > COPIES else ""
-    return Check(name="duplicates", passed=not cause, figure=f"{worst:.0%} of a batch are copies", cause=cause)
+    return Check(name="duplicates", passed=not cause, figure=f"{units.percent(worst)} of a batch are copies", cause=cause)
 
 
 def _initial_loss(training: Training, seen: Seen, line: Line, done: dict[str, Check]) -> Check:
@@ -193,7 +192,7 @@ def _active_units(training: Training, seen: Seen, line: Line, done: dict[str, Ch
     if not dead:
         raise Unjudged("no ReLU was seen")
     place, worst = max(dead.items(), key=lambda each: each[1])
-    figure = f"{worst:.0%} of the units are never active" if worst else "each unit is active"
+    figure = f"{units.percent(worst)} of the units are never active" if worst else "each unit is active"
     failed = worst > DEAD
     return Check(name="active units", passed=not failed, figure=figure, cause="dead_units" * failed, place=place * failed)
 
@@ -313,7 +312,7 @@ def _batch_independence(training: Training, seen: Seen, line: Line, done: dict[s
         raise Unjudged("the model's output does not say which part belongs to which sample")
     after = _outputs(model, others, named, 0, keep)
     place, change = _first_change(before, after, LEAK)
-    exception = f"; batch norm in {len(norms)} modules mixes samples in training mode, as it should" if norms else ""
+    exception = f"; batch norm in {units.several(len(norms), 'module')} mixes samples in training mode, as it should" if norms else ""
     if change > LEAK:
         figure = f"a sample's output changes by {change:.2g} of its size with the others"
         return Check(name="batch independence", passed=False, figure=figure + exception, cause="batch_leak", place=place)
@@ -483,7 +482,8 @@ def _label_alignment(training: Training, seen: Seen, line: Line, done: dict[str,
     usual = abs(statistics.fmean(other[len(true) // 3 :]))
     call = seen.watched.losses[0]
     samples = len(true) * max(1, len(call.target) if call.target.ndim else 1)
-    figure = f"the loss is {mean / usual if usual else 0:.1%} (± {2 * error / usual if usual else 0:.1%}) lower than with shuffled labels"
+    lower, about = (units.percent(value / (usual or math.inf)) for value in (mean, 2 * error))
+    figure = f"the loss is {lower} (± {about}) lower than with shuffled labels"
     if mean > 3 * error and mean > 0.01 * usual:
         return Check(name="label alignment", passed=True, figure=figure)
     needed = 30 * call.input.shape[1] if call.name in ("cross_entropy", "nll_loss") and call.input.ndim > 1 else 500

@@ -104,7 +104,8 @@ def explained(error: BaseException, *, module: str | None, kind: str, batch: Any
             "Try torch's operators there; or measure it: wb.measure_memory(…)"
         )
     if doing == "forward" and _about_arguments(error):
-        return EstimateError(f"{where} does not accept the batch ({described(batch)}): {text}")
+        try_ = ". The loss says how it is called: give loss=lambda model, batch: …" * (module == "" and isinstance(error, TypeError))
+        return EstimateError(f"{where} does not accept the batch ({described(batch)}): {text}{try_}")
     if place := _place(error):
         given = f", given the batch ({described(batch)})" if doing == "forward" else ""
         return EstimateError(f"{where} raised {text} ({place[0]}:{place[1]}{given})")
