@@ -2,20 +2,17 @@
 
     python -m tests.diagnosis.emulated_judge CASE OUT.json [--budget S] [--proofs N] [--clean]
 
-Cases of several ranks start a process for each.
+Cases of several ranks have a fork for each.
 """
 
 import argparse
-import contextlib
 import dataclasses
 import json
+import multiprocessing
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +84,9 @@ class Answer:
         """Are verdict and cause right?"""
         return CASES[self.case].right(self.verdict, self.cause)
 
+    def write(self, path: Path) -> None:
+        path.write_text(json.dumps(dataclasses.asdict(self)))
+
     @classmethod
     def read(cls, path: Path) -> "Answer":
         content = json.loads(path.read_text())
@@ -151,24 +151,40 @@ def _with_change(case: Case, loop: Loop, change: dict[str, Any]) -> float:
 
 
 def judge_ranks(case: Case, *, budget_s: float, proofs: int = 0, cleaned: bool = False) -> Answer:
-    """Run a case of several ranks, each in a process of its own."""
+    """Run a case of several ranks, each in a fork of this process."""
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "WORLD_SIZE": str(case.ranks), "WORKBENCH_CACHE": name}
-        out = folder / "answer.json"
-        command = [sys.executable, "-m", "tests.diagnosis.emulated_judge", case.name, str(out), "--folder", name]
-        command += ["--budget", str(budget_s), "--proofs", str(proofs), *["--clean"] * cleaned]
-        logs = [(folder / f"log-{rank}").open("w+") for rank in range(case.ranks)]
-        start = partial(subprocess.Popen, command, cwd=ROOT, stderr=subprocess.STDOUT)
-        processes = [start(env={**env, "RANK": str(rank)}, stdout=log) for rank, log in enumerate(logs)]
+        options = {"budget_s": budget_s, "proofs": proofs, "cleaned": cleaned}
+        fork = multiprocessing.get_context("fork")
+        processes = [fork.Process(target=judge_rank, args=(case, rank, Path(name)), kwargs=options) for rank in range(case.ranks)]
+        limit = time.monotonic() + LIMIT * (1 + proofs)
+        for process in processes:
+            process.start()
         try:
-            codes = [process.wait(LIMIT * (1 + proofs)) for process in processes]
+            for process in processes:
+                process.join(max(0.0, limit - time.monotonic()))
         finally:
             for process in processes:
                 process.kill()
-        if any(codes):
-            raise RuntimeError("\n".join((folder / f"log-{rank}").read_text()[-4000:] for rank in range(case.ranks)))
-        return Answer.read(out)
+                process.join()
+        if any(process.exitcode for process in processes):
+            raise RuntimeError(f"exit codes of the ranks, which said why: {[process.exitcode for process in processes]}")
+        return Answer.read(Path(name) / "answer.json")
+
+
+def judge_rank(case: Case, rank: int, folder: Path, **options: Any) -> None:
+    """Run a case as one of its ranks; the first one writes the answer into the folder."""
+    import torch.distributed as dist
+
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(case.ranks), "WORKBENCH_CACHE": str(folder)}
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=case.ranks)
+    try:
+        answer = judge(case, **options, rank=rank, folder=folder)
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+    if not rank:
+        answer.write(folder / "answer.json")
 
 
 def main() -> None:
@@ -179,24 +195,10 @@ def main() -> None:
     parser.add_argument("--budget", type=float, default=10.0)
     parser.add_argument("--proofs", type=int, default=0)
     parser.add_argument("--clean", action="store_true", help="time the loop without what was planted, too")
-    parser.add_argument("--folder", type=Path, help="of the ranks' files; None = this is no rank")
     given = parser.parse_args()
     case = CASES[given.case]
-    if given.folder is None:
-        answer = (judge_ranks if case.ranks > 1 else judge)(case, budget_s=given.budget, proofs=given.proofs, cleaned=given.clean)
-    else:
-        import torch.distributed as dist
-
-        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        dist.init_process_group("gloo", init_method=f"file://{given.folder}/store", rank=rank, world_size=world_size)
-        with contextlib.ExitStack() as undo:
-            undo.callback(dist.destroy_process_group)
-            options = {"budget_s": given.budget, "proofs": given.proofs, "cleaned": given.clean}
-            answer = judge(case, **options, rank=rank, folder=given.folder)
-            dist.barrier()
-        if rank:
-            return
-    given.out.write_text(json.dumps(dataclasses.asdict(answer)))
+    answer = (judge_ranks if case.ranks > 1 else judge)(case, budget_s=given.budget, proofs=given.proofs, cleaned=given.clean)
+    answer.write(given.out)
 
 
 if __name__ == "__main__":
