@@ -17,6 +17,7 @@ import torch
 import workbench as wb
 from tests.conftest import HandMade, processes_with
 from tests.made import World as Made
+from workbench.__main__ import main
 from workbench.core import run_directory
 from workbench.core.statistics import Interval
 from workbench.diagnosis import api
@@ -529,11 +530,15 @@ def test_in_a_terminal(tmp_path: Path) -> None:
     assert "input-bound" in done.stdout
     assert "Proof of" in done.stdout
 
-    words = ["diagnose", f"{TASKS}:boom", "--budget", "10"]
-    done = subprocess.run([sys.executable, "-m", "workbench", *words], cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 1
-    assert "workbench: rank 0: KeyError: 'boom'" in done.stderr
-    assert "slow_task.py" in done.stderr  # its traceback
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("forked_ranks")
+def test_an_error_in_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["diagnose", f"{TASKS}:boom", "--budget", "10"]) == 1
+    said = capsys.readouterr().err
+    assert "workbench: rank 0: KeyError: 'boom'" in said
+    assert "slow_task.py" in said  # its traceback
 
 
 def test_rank_0_sends_something_even_if_the_speeds_of_the_machine_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
