@@ -20,6 +20,7 @@ import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 IMPORTS = "import torch, torch._dynamo, torch.distributed"
@@ -29,9 +30,10 @@ IMPORTS = "import torch, torch._dynamo, torch.distributed"
 class Forks:
     """The process that waits; it ends with the one that started it."""
 
-    def __init__(self) -> None:
+    def __init__(self, more: Mapping[str, str] = MappingProxyType({})) -> None:
+        """With more in its environment, such as what the allocator reads when a process starts."""
         root = Path(__file__).parents[1]
-        environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")]))}
+        environ = {**os.environ, **more, "PYTHONPATH": os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")]))}
         self.orders = Path(tempfile.mkdtemp(prefix="forks-")) / "orders"
         os.mkfifo(self.orders)
         command = [sys.executable, "-m", "tests.forked", str(self.orders)]

@@ -16,6 +16,7 @@ from pathlib import Path
 from tests import forked_kernel
 from tests.conftest import LEFT
 from tests.forked import Forks
+from workbench.runs.launch.environment import steady_malloc
 
 ROOT = Path(__file__).parents[1]
 CACHE = "build/notebooks-cache"
@@ -38,13 +39,15 @@ OTHERS = ("01_", "08_", "14_", "13_", "00_")
 """Prefixes of the other notebooks, longest first."""
 ALONE = ("02_", "03_")
 """How the names of those begin that judge times by experiment: slow, too, and nothing may run beside them."""
-FORKED = ("04_", "05_", "06_", "07_", "09_", "12_", "15_", "16_")
-"""How the names of those begin whose launches have forks for ranks: what they claim is neither about the times of single steps, for which
-new processes have a memory of their own (`workbench.runs.launch.environment.steady_malloc`), nor about how processes meet and end."""
+FORKED = ("02_", "03_", "04_", "05_", "06_", "07_", "09_", "11_", "12_", "15_", "16_")
+"""How the names of those begin whose launches have forks for ranks, with the memory of a process that is timed
+(`workbench.runs.launch.environment.steady_malloc`): what they claim is not about how processes meet and end."""
 QUICK = {
-    "02_": {"budget_s=30": "budget_s=15", "budget_s=20": "budget_s=10"},
-    "03_": {"budget_s=15": "budget_s=8", "budget_s=110": "budget_s=80"},
-    "09_": {"repeat=2": "repeat=1"},
+    "02_": {"budget_s=30": "budget_s=15", "budget_s=20": "budget_s=10", "wb.sweep(spec, ": "wb.sweep(spec.replace(steps=30), "},
+    "03_": {"budget_s=15": "budget_s=8", "budget_s=110": "budget_s=60"},
+    "04_": {"micro_batch=36": "micro_batch=26"},  # there are fewer ways to divide it
+    "07_": {"[480, 960, 1920, 3840]": "[240, 480, 960, 1920]", "steps=960": "steps=480", "7_680": "3_840"},  # the same ratios
+    "09_": {"repeat=2": "repeat=1", "steps=25": "steps=16"},
     "12_": {"steps=15": "steps=45"},  # launches are quick here: so each takes long enough to outlast what else computes
     "11_": {"budget_s=20": "budget_s=12", "budget_s=15": "budget_s=8"},
 }
@@ -100,7 +103,7 @@ def main(arguments: list[str]) -> int:
     shared = [path for path in paths if path not in alone and Path(path).name.startswith(SLOW) == slow]
     longest = {name: place for place, name in enumerate(SLOW if slow else OTHERS)}
     shared.sort(key=lambda path: longest.get(Path(path).name[:3], len(longest)))
-    forks = Forks() if slow else None
+    forks = Forks(steady_malloc()) if slow else None
     try:
         results = [execute(shared, [*TWO_AT_A_TIME, *arguments], forks), *([execute(alone, arguments, forks)] if slow else [])]
         for status, failed in results:

@@ -18,7 +18,8 @@ from workbench.diagnosis.measure import inside
 
 AT_ONCE = 2
 REAL_TIME = tuple(name for name, case in CASES.items() if case.workers)
-"""Loops that wait for processes of their own go by real time: nothing may run beside them."""
+"""Loops that wait for processes of their own go by real time: nothing may run beside them that computes."""
+PROVED = "two ranks, one computes longer"
 QUICK = ("item at each 10th step",)
 ALIKE = ("item at each 50th step", "item at each 100th step")
 """Between that and the deep queue. `benchmarks/emulated_gallery.py` judges all."""
@@ -63,20 +64,37 @@ def test_a_worker_that_wakes_late_gives_its_samples_in_time(monkeypatch: pytest.
 
 
 @pytest.mark.alone
-@pytest.mark.parametrize(
-    ("name", "budget"), [*((name, 6.0) for name in QUICK), *(pytest.param(name, 10.0, marks=pytest.mark.slow) for name in REAL_TIME)]
-)
-def test_the_verdict_goes_by_the_clock_of_the_device(name: str, budget: float, tmp_path: Path, forks: Forks) -> None:
-    answer = judged(forks, name, tmp_path, budget)
+@pytest.mark.parametrize("name", QUICK)
+def test_the_verdict_goes_by_the_clock_of_the_device(name: str, tmp_path: Path, forks: Forks) -> None:
+    answer = judged(forks, name, tmp_path, 6.0)
     assert answer.right, answer.text
     assert answer.timed
+
+
+@pytest.mark.alone
+@pytest.mark.slow
+def test_real_time_and_two_ranks_that_prove_what_the_wall_clock_shows(tmp_path: Path, forks: Forks) -> None:
+    """At once: they mostly sleep, and leave most of two cores idle. Of the ranks one computes longer, and sets the time of all."""
+    with ThreadPoolExecutor(len(REAL_TIME) + 1) as pool:
+        two_ranks = pool.submit(judged, forks, PROVED, tmp_path / "proved", 16.0, 1)
+        answers = [*pool.map(lambda name: judged(forks, name, tmp_path / name.replace(" ", "-"), 10.0), REAL_TIME)]
+    proved = two_ranks.result()
+    for answer in answers:
+        assert answer.right, answer.text
+        assert answer.timed, (answer.case, answer.step, answer.true)
+    assert proved.right, proved.text
+    (change,) = proved.changes
+    assert change.wall > 1.3
+    assert change.proved == pytest.approx(change.wall, rel=0.1)
+    assert abs(change.error) < 0.25
+    assert change.inside
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("half", range(2))
 def test_the_gallery_on_an_emulated_gpu(half: int, tmp_path: Path, forks: Forks) -> None:
     """Two at once, and beside other tests: each mostly sleeps, and its clock stands still while it waits for a core."""
-    names = [name for name in CASES if name not in (*REAL_TIME, *QUICK, *ALIKE)][half::2]
+    names = [name for name in CASES if name not in (*REAL_TIME, PROVED, *QUICK, *ALIKE)][half::2]
     with ThreadPoolExecutor(AT_ONCE) as pool:
         answers = [*pool.map(lambda name: judged(forks, name, tmp_path / name.replace(" ", "-"), 10.0), names)]
     wrong = {answer.case: answer.text for answer in answers if not answer.right}
@@ -85,19 +103,6 @@ def test_the_gallery_on_an_emulated_gpu(half: int, tmp_path: Path, forks: Forks)
     errors = {answer.case: answer.error for answer in answers if not answer.timed}
     assert len(errors) <= 1, errors
     assert statistics.median(abs(answer.error) for answer in answers) < 0.03
-
-
-@pytest.mark.alone
-@pytest.mark.slow
-def test_two_ranks_prove_what_the_wall_clock_shows(tmp_path: Path, forks: Forks) -> None:
-    """Where one rank computes longer: all ranks change together, and the slow one sets the time."""
-    answer = judged(forks, "two ranks, one computes longer", tmp_path, 16.0, proofs=1)
-    assert answer.right, answer.text
-    (change,) = answer.changes
-    assert change.wall > 1.3
-    assert change.proved == pytest.approx(change.wall, rel=0.1)
-    assert abs(change.error) < 0.25
-    assert change.inside
 
 
 @pytest.mark.alone
