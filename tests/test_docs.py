@@ -41,6 +41,7 @@ QUICK = {
     "range(3)": "range(1)",
     'for script in ("train_trainer.py", "train_accelerate.py")': 'for script in ("train_trainer.py",)',  # test_frameworks.py has both
     "steps=40": "steps=12",
+    "steps=20, ": "steps=8, ",
     "< 1.5, ratios": "< 10, ratios",  # others compute beside a test
 }
 """What a reader has time for → what a test has."""

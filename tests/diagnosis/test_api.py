@@ -400,7 +400,7 @@ def test_two_ranks_and_accumulation(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("forked_ranks")
 def test_specs_that_want_different_numbers_of_ranks_take_turns(tmp_path: Path) -> None:
     """Samples that are waited for come twice as fast to two ranks; one of them rests while the other contestant runs."""
-    proof = diagnosis_of(remedy(2.0, nproc_per_node=2), subject=LaunchedSpec(runs_dir=tmp_path)).prove(budget_s=15)
+    proof = diagnosis_of(remedy(2.0, nproc_per_node=2), subject=LaunchedSpec(runs_dir=tmp_path)).prove(budget_s=10)
     assert 1.2 < proof.measured.mid < 2.5
     assert proof.baseline < 4 / (4 * 2e-3)  # four samples of 2 ms and the step itself
 
