@@ -54,8 +54,8 @@ def launch(
             goes on from the last sound one, in its directory, from the folder where it was launched and with its spec; nothing but
             `timeout` can be given with it. Order of samples, random numbers, weights and schedule go on where they were; `prove_resume`
             finds out whether that makes the run the same bit for bit. What its processes printed before is in `attempts/`. With a
-            `target` that differs from its spec in how ranks share the work (`parallel`, `nproc_per_node`, `micro_batch`, …), a new run
-            begins with its last checkpoint: the same weights and states of the optimizer, on other ranks.
+            `target` that differs from its spec in how ranks share the work (`parallel`, `nnodes`, `micro_batch`, …), a new run begins with
+            its last checkpoint: the same weights and states of the optimizer, on other ranks.
         args: the script's arguments.
         nproc_per_node: ranks on this machine; None = the spec's own, 1 for a script.
         watch: find the script's loaders, modules and optimizers as it runs and write a Timeline per rank (a RunSpec always has one).
@@ -138,10 +138,10 @@ def launch(
     if rdzv_endpoint is not None and spec.nnodes == 1:
         raise LaunchError(f"rdzv_endpoint={rdzv_endpoint!r} with one machine, which has no other to meet; add nnodes=2 or more")
     check(spec, alone=False)
+    meeting = _meeting(spec, rdzv_endpoint, rdzv_timeout)
     new = NewRun(runs_dir, name or label(spec))
     elastic = {"max_restarts": max_restarts, "min_ranks": min_ranks} if max_restarts else None
     program = spec_entrypoint(spec, new.path)
-    meeting = _meeting(spec, rdzv_endpoint, rdzv_timeout)
     return new.start(spec, program, timeout, rendezvous=meeting, on_hang=on_hang, elastic=elastic, alarm=alarm)
 
 
