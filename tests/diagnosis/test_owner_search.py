@@ -9,11 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from workbench.core.progress import BudgetError
 from workbench.core.statistics import USUAL_SPREAD, Interval
 from workbench.diagnosis.analysis import bisection
 from workbench.diagnosis.analysis.owner_search import FURTHER, MOST, Changes, Decision, Rerun, decide, effects, recorded_change
 from workbench.diagnosis.regression import search
-from workbench.diagnosis.rerun import BudgetError, RerunError
+from workbench.diagnosis.rerun import RerunError
 
 Cost = Callable[[Changes], float]
 

@@ -17,12 +17,12 @@ from tests.drawn import bisected, changed
 from workbench.__main__ import main
 from workbench.core import run_directory
 from workbench.core.brief import BRIEF_BYTES
-from workbench.core.progress import Waiting
+from workbench.core.progress import BudgetError, Waiting
 from workbench.diagnosis import regression, swaps
 from workbench.diagnosis.analysis.bisection import Bisection
 from workbench.diagnosis.analysis.what_changed import RunDifference, WhatChanged
 from workbench.diagnosis.regression import announced
-from workbench.diagnosis.rerun import Arm, BudgetError, Code, Measured, RerunError, Reruns, measured
+from workbench.diagnosis.rerun import Arm, Code, Measured, RerunError, Reruns, measured
 from workbench.runs.launch import environment, worktrees
 from workbench.runs.run import Run
 from workbench.runs.spec import RunSpec, ScriptSpec

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from workbench.batch.analysis.throughput import Throughput, relative_sample_worth, steady_step
 from workbench.core import units
-from workbench.core.progress import Waiting
+from workbench.core.progress import BudgetError, Waiting
 from workbench.runs.failure import RunError
 from workbench.runs.launch.launch import check
 from workbench.runs.launch.sweep import in_turn, plan
@@ -69,10 +69,6 @@ def measure_throughput(
         raise RunError(failed)
     curve = Throughput.from_runs(sweep.runs)
     return dataclasses.replace(curve, notes=(*curve.notes, *sweep.notes))
-
-
-class _BudgetSpentError(Exception):
-    """No time is left."""
 
 
 class _Sweep:
@@ -177,7 +173,7 @@ class _Sweep:
                     self._line.say(names[number] if number < len(names) else "ending", self._known())
                     if not second and self._is_hopeless([micro for micro, _ in specs[number:]]):
                         break
-        except _BudgetSpentError:
+        except BudgetError:
             self._stop("the budget was spent")
         except KeyboardInterrupt:
             if not self._known():
@@ -193,7 +189,7 @@ class _Sweep:
     def _tick(self) -> None:
         self._line.tick()
         if self._line.left <= 0 and self._known():
-            raise _BudgetSpentError
+            raise BudgetError
 
     def _add(self, run: Run, spec: RunSpec) -> None:
         self.runs.append(run)

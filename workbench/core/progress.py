@@ -19,6 +19,10 @@ INTERRUPTED = "stopped by Ctrl-C"
 _CELLS = 20
 
 
+class BudgetError(Exception):
+    """The budget is spent; whoever catches it has what is known by then."""
+
+
 @contextlib.contextmanager
 def say_what_was_interrupted(name: str) -> Iterator[None]:
     """Inside, Ctrl-C raises a KeyboardInterrupt that says so, without the lines of code at which it came.

@@ -9,13 +9,13 @@ from typing import Any, Literal
 
 from workbench.core import units
 from workbench.core.checks import check_budget, choice
-from workbench.core.progress import INTERRUPTED, Waiting
+from workbench.core.progress import INTERRUPTED, BudgetError, Waiting
 from workbench.core.units import several
 from workbench.diagnosis.analysis import bisection
 from workbench.diagnosis.analysis.bisection import Bisection, Commit
 from workbench.diagnosis.analysis.owner_search import Changes, Decision, Rerun, decide, effect, recorded_change
 from workbench.diagnosis.analysis.what_changed import QUANTITIES, USUAL, WhatChanged
-from workbench.diagnosis.rerun import FEWEST, QUICK, Arm, BudgetError, Code, Measured, RerunError, Reruns, measured, steps_of
+from workbench.diagnosis.rerun import FEWEST, QUICK, Arm, Code, Measured, RerunError, Reruns, measured, steps_of
 from workbench.diagnosis.swaps import Swaps, brought, lost, swaps_of
 from workbench.runs.launch import worktrees
 from workbench.runs.launch.launch import check

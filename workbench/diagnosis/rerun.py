@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
+from workbench.core.progress import BudgetError
 from workbench.runs.budgets import QUANTITIES
 from workbench.runs.entrypoints import spec_entrypoint
 from workbench.runs.launch import environment, worktrees
@@ -95,10 +96,6 @@ class Change:
 
 class RerunError(ValueError):
     """A training did not run; the message says why, in a line."""
-
-
-class BudgetError(Exception):
-    """A training was ended, since the budget of all was spent."""
 
 
 class Reruns:

@@ -17,7 +17,7 @@ from typing import Any
 
 from workbench.core import units
 from workbench.core.checks import check_budget, is_whole, whole_number
-from workbench.core.progress import INTERRUPTED, ProgressLine, say_what_was_interrupted
+from workbench.core.progress import INTERRUPTED, BudgetError, ProgressLine, say_what_was_interrupted
 from workbench.core.synonyms import accept_synonyms
 from workbench.runs import task
 from workbench.runs.entrypoints import COUNTING, START
@@ -101,7 +101,7 @@ def scaling_curve(
             measurement.train()
             if curve_spec.communication:
                 measurement.communicate(notes)
-    except _Spent:
+    except BudgetError:
         done = measurement.counted
         notes.append(f"the budget of {units.seconds(budget_s)} was spent{done}: resume={str(path)!r} goes on, budget_s=None to the end")
     except BaseException as error:
@@ -110,10 +110,6 @@ def scaling_curve(
             raise
         notes.append(f"{INTERRUPTED}: resume={str(path)!r} goes on")
     return measurement.directory.curve(tuple(notes))
-
-
-class _Spent(Exception):
-    """The budget is spent, and something was measured."""
 
 
 def _directory(curve_spec: CurveSpec, resume: bool | str | os.PathLike[str], runs_dir: str | os.PathLike[str] | None) -> CurveDirectory:
@@ -145,7 +141,7 @@ class _Measurement:
         """Make the runs that are missing.
 
         Raises:
-            _Spent: the budget was spent.
+            BudgetError: the budget was spent.
         """
         total = len(self._trials)
         if total and not self.quiet:
@@ -174,7 +170,7 @@ class _Measurement:
             notes: what could not be measured is appended here, so that it is kept where the budget or Ctrl-C ends this.
 
         Raises:
-            _Spent: the budget was spent.
+            BudgetError: the budget was spent.
         """
         curve_spec, known = self.directory.curve_spec, {steps.spec for steps in self.directory.steps()}
         wanted = [spec for _, spec in curve_spec.points if self._measurable(spec)]
@@ -219,7 +215,7 @@ class _Measurement:
     def _tick(self) -> None:
         some = self._done or not self._trials  # where only communication is missing, the curve has runs already
         if self.budget_s is not None and some and time.monotonic() - self._start > self.budget_s:
-            raise _Spent
+            raise BudgetError
         if not self.quiet:
             self._line.show()
 
@@ -345,7 +341,7 @@ def _sweep(
 
     def tick() -> None:
         if budget_s is not None and done and time.monotonic() - began > budget_s:
-            raise _Spent
+            raise BudgetError
 
     cut = ""
     try:
@@ -356,7 +352,7 @@ def _sweep(
                     passed = time.monotonic() - began
                     left = units.seconds(passed / len(done) * (len(trials) - len(done)))
                     print(f"[{len(done)}/{len(trials)}] {trial.name}: {outcome_line(run)} · about {left} left", flush=True)
-    except _Spent:
+    except BudgetError:
         cut = f"the budget of {units.seconds(budget_s)} was spent"
     except KeyboardInterrupt:
         if not done:

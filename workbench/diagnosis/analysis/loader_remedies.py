@@ -166,7 +166,7 @@ def _prepared(case: Case, loading: Loading) -> Iterator[Remedy | None]:
         (
             ("decode", "oversubscribed", "slow samples"),
             "prepared data",
-            "Do once, beforehand, what each epoch repeats (decode and resize pictures, tokenize text), and store the result as arrays.",
+            "Do once, beforehand, what each epoch repeats (decode, resize, tokenize, compute), and store it as arrays; or make it faster.",
             _less_cpu(feeding, (loading.fetch_cpu or 0.0) / made * (1 - left_cpu)),
             f"{units.percent(1 - left_cpu)} of the dataset's CPU, {units.percent((loading.fetch_cpu or 0.0) / made)} of making a batch, "
             "is gone",

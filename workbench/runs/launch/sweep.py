@@ -11,7 +11,7 @@ from typing import Any
 
 from workbench.core import run_directory, units
 from workbench.core.checks import check_budget, whole_number
-from workbench.core.progress import INTERRUPTED, Waiting, say_what_was_interrupted
+from workbench.core.progress import INTERRUPTED, BudgetError, Waiting, say_what_was_interrupted
 from workbench.core.synonyms import accept_synonyms
 from workbench.runs.entrypoints import spec_entrypoint
 from workbench.runs.launch.experiments import wait_for
@@ -79,10 +79,6 @@ def sweep(
     return run_all(combinations(spec, lists), "sweep", budget_s=budget_s, runs_dir=runs_dir, repeat=repeat, quiet=quiet)
 
 
-class _SpentError(Exception):
-    """The budget has ended."""
-
-
 def run_all(
     specs: Sequence[tuple[str, RunSpec]],
     name: str,
@@ -115,9 +111,10 @@ def run_all(
 
     def tick() -> None:
         if done and line.left <= 0:
-            raise _SpentError
+            raise BudgetError
         rest = units.seconds(line.seconds / max(1, len(done)) * (len(trials) - len(done)))
-        line.say(f"{len(done)} of {len(trials)} runs are over", f"about {rest} left" if done else None)
+        known = f"{len(done)} of {len(trials)} runs are over, the others take about {rest}" if done else None
+        line.say(trials[min(len(done), len(trials) - 1)].name, known)
 
     with say_what_was_interrupted(name), Waiting(name, budget_s, begin=f"{len(trials)} runs") as line:
         try:
@@ -127,7 +124,7 @@ def run_all(
                     if not quiet:
                         begin = "\r\x1b[2K" * sys.stderr.isatty()  # where the line is that shows the time
                         print(f"{begin}[{len(done)}/{len(trials)}] {trial.name}: {outcome_line(run)}", flush=True)
-        except (_SpentError, KeyboardInterrupt) as why:
+        except (BudgetError, KeyboardInterrupt) as why:
             if not done:
                 raise
             missing = ", ".join(trial.name for trial in trials if trial.place not in done)
