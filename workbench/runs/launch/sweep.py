@@ -108,6 +108,7 @@ def run_all(
         check_profile(each)
     trials = plan(specs, repeat)
     done: dict[int, Run] = {}
+    cause = ""
 
     def tick() -> None:
         if done and line.left <= 0:
@@ -127,9 +128,10 @@ def run_all(
         except (BudgetError, KeyboardInterrupt) as why:
             if not done:
                 raise
-            missing = ", ".join(trial.name for trial in trials if trial.place not in done)
             cause = INTERRUPTED if isinstance(why, KeyboardInterrupt) else "the budget ended"
-            print(f"{name}: {cause} after {len(done)} of {len(trials)} runs; missing: {missing}", file=sys.stderr)
+    if cause:
+        missing = ", ".join(trial.name for trial in trials if trial.place not in done)
+        print(f"{name}: {cause} after {len(done)} of {len(trials)} runs; missing: {missing}", file=sys.stderr)
     return [done[place] for place in sorted(done)]
 
 
