@@ -269,5 +269,5 @@ def test_the_sample_tasks_are_sound(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["sanity", "fashion-mlp", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["target"] == "fashion-mlp"
     for name in ("text-gpt", "clipart-resnet"):
-        report = wb.sanity(wb.RunSpec(task=name))
+        report = wb.sanity(wb.RunSpec(task=name, micro_batch=8))
         assert report.ok, report
