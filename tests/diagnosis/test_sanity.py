@@ -268,6 +268,6 @@ def test_what_is_no_training_is_refused() -> None:
 def test_the_sample_tasks_are_sound(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["sanity", "fashion-mlp", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["target"] == "fashion-mlp"
-    for name in ("text-gpt", "clipart-resnet"):
-        report = wb.sanity(wb.RunSpec(task=name, micro_batch=8))
+    for spec in (wb.RunSpec(task="text-gpt", micro_batch=8), wb.RunSpec(task="clipart-resnet")):
+        report = wb.sanity(spec)
         assert report.ok, report
