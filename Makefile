@@ -27,7 +27,7 @@ THREE := -n 3 --dist loadfile --no-loadscope-reorder
 # each has a JupyterLab, a Chromium and a page of its own: beside other tests, which take longer anyway, one is enough
 AT_ONCE = -n 2 --maxschedchunk 1
 # a shell lets Ctrl-C pass by what it starts beside itself
-INTERRUPTED := env --default-signal=INT
+INTERRUPTED := $(shell env --default-signal=INT true 2> /dev/null && echo env --default-signal=INT)
 # the slow ones wait more
 FOUR := -n 4 --dist loadfile --no-loadscope-reorder
 # files in which some tests have a mark: to collect them all takes seconds
@@ -117,7 +117,7 @@ at-once: setup ## what may run beside others: the tests, and beside them the bro
 
 beside: ## the browser, then the notebooks, one at a time
 	@$(MAKE) --no-print-directory browser AT_ONCE= && shown=0 || shown=$$?; \
-	  $(MAKE) --no-print-directory notebooks ARGS="-n 1 $(ARGS)" && executed=0 || executed=$$?; exit $$((shown || executed))
+	  $(MAKE) --no-print-directory notebooks ONE=--one && executed=0 || executed=$$?; exit $$((shown || executed))
 
 together: setup ## of these, what may run beside others
 	$(PYTEST) -m "not gpu and not browser and not alone and not slow" $(if $(ARGS),,--ignore=tests/browser --ignore=tests/gpu) $(THREE) $(AGAIN) --durations=10 $(ARGS) $(CHOSEN)
@@ -134,7 +134,7 @@ slow-alone: setup ## of the slow tests, what judges times
 
 notebooks: setup ## execute the notebooks and compare what they show (strict nbval)
 	@echo 'notebooks: executing them'
-	$(BIN)/python -m tests.notebooks $(ARGS)
+	$(BIN)/python -m tests.notebooks $(ONE) $(ARGS)
 
 slow-notebooks: setup ## execute those that take minutes or judge times by experiment
 	$(BIN)/python -m tests.notebooks --slow $(ARGS)

@@ -1,4 +1,4 @@
-"""Execute notebooks and compare what they show (strict nbval): `make notebooks`, two at a time.
+"""Execute notebooks and compare what they show (strict nbval): `make notebooks`, two at a time, or with --one one at a time.
 
 Those that take longest: `make slow-notebooks`; of these, those whose claims are about time run alone. What is executed is a copy in
 build/notebooks, with what a test has time for (`QUICK`), and in some (`FORKED`) with forks for the ranks that it launches. One that fails
@@ -92,7 +92,8 @@ def execute(paths: list[str], arguments: list[str], forks: Forks | None) -> tupl
 def main(arguments: list[str]) -> int:
     """Execute the quick notebooks, or with --slow the slow ones, and those that fail once more; returns the exit status."""
     slow = "--slow" in arguments
-    arguments = [argument for argument in arguments if argument != "--slow"]
+    workers = ["-n", "1"] if "--one" in arguments else []
+    arguments = [argument for argument in arguments if argument not in ("--slow", "--one")]
     shutil.rmtree(COPIES, ignore_errors=True)
     COPIES.mkdir(parents=True)
     for name in ("scripts", "pictures"):
@@ -105,7 +106,7 @@ def main(arguments: list[str]) -> int:
     shared.sort(key=lambda path: longest.get(Path(path).name[:3], len(longest)))
     forks = Forks(steady_malloc()) if slow else None
     try:
-        results = [execute(shared, [*TWO_AT_A_TIME, *arguments], forks), *([execute(alone, arguments, forks)] if slow else [])]
+        results = [execute(shared, [*TWO_AT_A_TIME, *workers, *arguments], forks), *([execute(alone, arguments, forks)] if slow else [])]
         for status, failed in results:
             if status and not failed:
                 return status

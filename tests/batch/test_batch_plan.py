@@ -477,7 +477,8 @@ def test_its_picture() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "said"), [({"steps": 3}, "steps=3: a whole number of at least 25"), ({"seeds": ()}, "at least one seed")]
+    ("options", "said"),
+    [({"steps": 3}, "steps=3: a whole number of at least 25"), ({"seeds": ()}, "at least one seed"), ({"seeds": (0, 0)}, "equal seed")],
 )
 def test_what_cannot_be_proved(options: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):

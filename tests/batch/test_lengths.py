@@ -147,7 +147,14 @@ def test_a_border_that_no_time_is_left_for_is_said(spec: wb.RunSpec, roomy: Batc
     monkeypatch.setattr(Waiting, "left", property(lambda self: 0.0))
     found = wb.batch_lengths(spec, device="cpu", capacity=int(roomy.memory[400] * 0.9), margin=0.0)
     assert found.fitting < max(length for length in roomy.lengths if length < 400)
-    assert found.notes[0].startswith(f"the budget ended: whether lengths from {found.fitting + 1} to ")
+    assert found.notes[0].startswith(f"the budget ended: whether lengths from {found.fitting + 1} to {found.unsure} ")
+    step = found.first_unsure
+    assert step is not None
+    assert found.fitting < found.lengths[step - 1] <= found.unsure
+    assert found.word.startswith(f"step {step} may run out of memory")
+    assert [found.fits(length) for length in (found.fitting, found.unsure, found.unsure + 1)] == [True, None, False]
+    assert found.over == sum(length > found.unsure for length in found.lengths)
+    assert found.to_frame()["fits"][step - 1] is None
 
 
 def test_the_rows_are_of_all_ranks_and_of_the_steps_that_are_asked_for() -> None:

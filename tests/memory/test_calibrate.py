@@ -1,5 +1,6 @@
 """Calibrating by synthetic measurements: what is fitted, kept, used later and said; no GPU is needed, and without one that is said."""
 
+import dataclasses
 import json
 import subprocess
 from pathlib import Path
@@ -37,12 +38,14 @@ class Machine:
     Attributes:
         before: bytes that others have there.
         fails: runs that raise → how.
+        cut: the run that Ctrl-C cuts short.
     """
 
     def __init__(self, base: int = 500 * MIB, slope: float = 1.01, before: int = 0) -> None:
         self.base, self.slope, self.before = base, slope, before
         self.fails: dict[tuple[str, int], Failure | type[KeyboardInterrupt]] = {}
         self.seen: list[tuple[str, int]] = []
+        self.cut: tuple[str, int] | None = None
 
     def look(self) -> Gpu:
         return Gpu(name=H100.name, driver=H100.driver, used=self.before)
@@ -54,7 +57,8 @@ class Machine:
             why = self.fails[key]
             raise RunError(why) if isinstance(why, Failure) else why
         reserved = (1 + calibrating.MODELS.index(spec.task)) * spec.micro_batch * GIB // 8
-        return measured(reserved, self.before + round(self.base + (self.slope - 1) * reserved))
+        found = measured(reserved, self.before + round(self.base + (self.slope - 1) * reserved))
+        return dataclasses.replace(found, notes=("stopped by Ctrl-C after 1 of 3 steps",)) if key == self.cut else found
 
     def calibrated(self, models: int = 2, path: Path | None = None, **more: Any) -> calibrating.Calibration:
         return calibrated(specs_of(models), self.look, self.measure, torch="2.11.0", path=path, **more)
@@ -166,6 +170,10 @@ def test_the_runs_so_far_are_fitted_where_the_budget_or_ctrl_c_ends_it(tmp_path:
     assert len(machine.calibrated(path=tmp_path / "b.json", line=Waiting("calibrate", 5)).points) == 3  # the fewest
     machine.fails = {(calibrating.MODELS[1], 32): KeyboardInterrupt}
     assert "stopped by Ctrl-C after 4 of 6 runs" in machine.calibrated(path=tmp_path / "c.json").notes
+    machine.fails, machine.cut = {}, (calibrating.MODELS[1], 32)
+    cut = machine.calibrated(path=tmp_path / "e.json")
+    assert (len(cut.points), "stopped by Ctrl-C after 4 of 6 runs" in cut.notes) == (4, True), "a run that was cut short is not fitted"
+    machine.cut = None
     machine.fails = {(calibrating.MODELS[0], 32): KeyboardInterrupt}
     with pytest.raises(KeyboardInterrupt):
         machine.calibrated(path=tmp_path / "d.json")

@@ -74,7 +74,6 @@ def test_every_plan_is_complete_and_fair(repeat: int, batches: set[int], ranks: 
         assert changes == len(ranks) * len(threads) - 1
 
 
-@pytest.mark.usefixtures("forked_ranks")
 @pytest.mark.parametrize("end", ["budget", "Ctrl-C"])
 def test_what_has_ended_is_kept_where_the_budget_or_ctrl_c_ends_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], end: str
@@ -90,6 +89,8 @@ def test_what_has_ended_is_kept_where_the_budget_or_ctrl_c_ends_it(
                 raise KeyboardInterrupt
             tick()
             yield trial, f"run of {trial.name}"
+        now += 40
+        tick()
 
     monkeypatch.setattr(sweep, "in_turn", one_by_one)
     specs = combinations(SPEC, {"micro_batch": [4, 8, 16, 32]})
@@ -102,11 +103,16 @@ def test_what_has_ended_is_kept_where_the_budget_or_ctrl_c_ends_it(
         assert len(run_all(specs, "sweep", budget_s=10)) == 1, "one at least"
         now = 0.0
         assert len(run_all(specs, "sweep", budget_s=None)) == 4
+        now = 0.0
+        capsys.readouterr()
+        assert len(run_all(specs, "sweep", budget_s=170)) == 4, "it ended when all had ended"
+        assert capsys.readouterr().err == ""
     else:
         with pytest.raises(KeyboardInterrupt, match="sweep was stopped by Ctrl-C before it knew anything"):
             run_all(specs, "sweep", budget_s=None)
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_one_launch_serves_many(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     runs = wb.sweep(SPEC, runs_dir=tmp_path, repeat=2, micro_batch=[4, 8])
     assert [run.spec.micro_batch for run in runs] == [4, 4, 8, 8]  # type: ignore[union-attr]

@@ -341,13 +341,15 @@ def prove_plan(
         runs_dir: where run directories go; None = `runs` in the current folder.
 
     Raises:
-        ValueError: no steps, or no seeds.
+        ValueError: no steps, no seeds, or equal ones.
         RunError: a run failed; the run directories stay.
         TimeoutError, KeyboardInterrupt: as in `ProposedPlan.prove`.
     """
     whole_number("steps", steps, least=POINTS, also=": the loss needs some steps to fall")
     if not seeds:
         raise ValueError("seeds=(): at least one seed is needed, such as seeds=(0, 1)")
+    if len(set(seeds)) < len(seeds):
+        raise ValueError(f"seeds={tuple(seeds)}: with an equal seed a plan trains the same again: try different ones, such as seeds=(0, 1)")
     against = TaskFacts.of(spec).plan(spec) if against is None else against
     predicted = predicted or Gain()
     samples = steps * against.global_batch

@@ -108,7 +108,7 @@ def batch_lengths(
         model = _Model(spec, task, dataset, sizes, where)
         fitting = model.fitting(grid.longest, room, line)
         if model.unsure:
-            notes.append(f"the budget ended: whether lengths from {fitting + 1:,} to {model.unsure:,} fit is not known")
+            notes.append(f"{why or 'the budget ended'}: whether lengths from {fitting + 1:,} to {model.unsure:,} fit is not known")
         dry = DryRuns(nodes=model.nodes, bytes_at=model.bytes_at, held_alone=_held_alone)
         plans = grid.plans(wanted, dry, room)
     return BatchLengths(
@@ -121,6 +121,7 @@ def batch_lengths(
         plans=plans,
         memory=dict(sorted(model.memory.items())),
         fitting=fitting,
+        unsure=model.unsure,
         unit=unit,
         notes=tuple(notes),
         prover=functools.partial(_prove, spec, grid, dry),
@@ -159,7 +160,7 @@ def _prove(*given: Any, **options: Any) -> LengthsProof:
 
 
 def command(given: argparse.Namespace, knobs: Mapping[str, Any], show: Callable[[Any, argparse.Namespace], None]) -> int:
-    """The command `batch-lengths`; returns the exit status, 1 if a step does not fit.
+    """The command `batch-lengths`; returns the exit status, 1 if a step does not fit, or if that is not known.
 
     Raises:
         ValueError: no such task, device or knob, or as `batch_lengths`.
@@ -168,13 +169,15 @@ def command(given: argparse.Namespace, knobs: Mapping[str, Any], show: Callable[
     proof = found.prove() if given.prove else None
     if given.json:
         plans = [codec.to_json(plan) | {"gain": found.gain(plan.name)} for plan in found.plans]
-        facts = {name: getattr(found, name) for name in ("title", "device", "unit", "steps", "first_over", "over", "fitting", "word")}
+        facts = {
+            name: getattr(found, name) for name in ("title", "device", "unit", "steps", "first_over", "over", "fitting", "unsure", "word")
+        }
         show({**facts, "plans": plans, "proof": proof}, given)
     else:
         show(found, given)
         if proof:
             print(f"\n{proof}")
-    return 0 if found.first_over is None else 1
+    return 0 if found.first_over is None and found.first_unsure is None else 1
 
 
 def _measure(dataset: Any, count: int, length: Callable[[Any], int] | None, tokenizer: Any) -> tuple[str, Callable[[Any], int]]:

@@ -136,7 +136,9 @@ _DRAWN = 400
 
 
 def batch_lengths(result: BatchLengths, ax: Axes | None = None) -> Axes:
-    """Predicted memory of each step, by the longest batch in it, below what the device has; hollow circles are steps that do not fit.
+    """Predicted memory of each step, by the longest batch in it, below what the device has.
+
+    Hollow circles are steps that do not fit, hollow diamonds those of which that is not known.
 
     Of many steps some are drawn as one, by the longest batch of all of them. Between lengths with a dry run the memory is interpolated.
 
@@ -147,7 +149,7 @@ def batch_lengths(result: BatchLengths, ax: Axes | None = None) -> Axes:
     ax = prepared(ax, WIDTH, 3.4)
     known = sorted(result.memory)
     needed = np.interp(result.lengths, known, [result.memory[length] for length in known])
-    over = [length > result.fitting for length in result.lengths]
+    fits = [result.fits(length) for length in result.lengths]
     wide = -(-len(needed) // _DRAWN)
     starts = range(0, len(needed), wide)
     places = [start + int(np.argmax(needed[start : start + wide])) for start in starts]
@@ -160,9 +162,10 @@ def batch_lengths(result: BatchLengths, ax: Axes | None = None) -> Axes:
         linewidth=1.2,
         label="predicted memory of a step",
     )
-    if out := [place for place in places if over[place]]:
-        look = marker_look(ax, ink(ax), predicted=True) | {"linestyle": "none"}
-        ax.plot([place + 1 for place in out], needed[out] / scale, marker="o", markersize=6, label="does not fit, predicted", **look)
+    look = marker_look(ax, ink(ax), predicted=True) | {"linestyle": "none"}
+    for answer, marker, label in ((False, "o", "does not fit, predicted"), (None, "D", "not known whether it fits")):
+        if out := [place for place in places if fits[place] is answer]:
+            ax.plot([place + 1 for place in out], needed[out] / scale, marker=marker, markersize=6, label=label, **look)
     words = f"may be used: {units.bytes_(result.capacity)} of {result.device}"
     ax.axhline(result.capacity / scale, color=LIMIT, linewidth=1.8, label=words, path_effects=halo(ax), zorder=3)
     ax.set_ylim(bottom=0, top=1.08 * max(result.capacity, *needed) / scale)

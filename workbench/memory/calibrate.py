@@ -12,7 +12,7 @@ from typing import Any
 from workbench.core import units
 from workbench.core.checks import check_budget, whole_number
 from workbench.core.display import table as display
-from workbench.core.progress import INTERRUPTED, Waiting
+from workbench.core.progress import INTERRUPTED, Waiting, say_what_was_interrupted
 from workbench.memory.analysis.breakdown import MemoryBreakdown
 from workbench.memory.analysis.non_pytorch import FEWEST, MIB, NonPyTorchFit, fit_non_pytorch, fits_file, save_fit, set_damaged_aside
 from workbench.memory.api import measure_memory
@@ -143,7 +143,7 @@ def calibrate(models: int = 4, *, budget_s: float | None = 600.0, tell: Callable
     whole_number("models", models, least=1, most=len(MODELS), also=f", each of them runs at {len(BATCHES)} sizes")
     check_budget(budget_s)
     look()  # says at once that there is none
-    with tempfile.TemporaryDirectory(prefix="workbench-calibrate-") as folder:
+    with tempfile.TemporaryDirectory(prefix="workbench-calibrate-") as folder, say_what_was_interrupted("calibrate"):
         specs, line = specs_of(models), Waiting("calibrate", budget_s)
         return calibrated(specs, look, lambda spec: measure_memory(spec, steps=STEPS, budget_s=600, runs_dir=folder), tell=tell, line=line)
 
@@ -185,7 +185,10 @@ def calibrated(
         if tell:
             tell(f"run {number + 1} of {len(specs)}: {name} on {gpu.name} …")
         try:
-            points.append(_point(spec, measure(spec), gpu.used))
+            breakdown = measure(spec)
+            if any(note.startswith(INTERRUPTED) for note in breakdown.notes):
+                raise KeyboardInterrupt  # it was measured over fewer steps than the others
+            points.append(_point(spec, breakdown, gpu.used))
         except KeyboardInterrupt:
             if len(points) < FEWEST:
                 raise

@@ -131,7 +131,9 @@ class BatchLengths(JsonDataclass, display.Shown):
     memory: Mapping[int, int]
     """Length → predicted bytes of a step with such a micro-batch, by a dry run each."""
     fitting: int
-    """Longest of the dataset's batches that fits; 0 = none."""
+    """Longest of the dataset's batches that is known to fit; 0 = none."""
+    unsure: int = 0
+    """Longest of which the budget left no time to find out whether its batch fits; 0 = it is known of all."""
     plans: tuple[LengthPlan, ...]
     """As it is, and the what-ifs."""
     notes: tuple[str, ...] = ()
@@ -143,13 +145,22 @@ class BatchLengths(JsonDataclass, display.Shown):
 
     @property
     def first_over(self) -> int | None:
-        """The first step, from 1, whose batch does not fit; None = all fit."""
-        return next((step for step, length in enumerate(self.lengths, 1) if length > self.fitting), None)
+        """The first step, from 1, whose batch does not fit; None = there is none."""
+        return next((step for step, length in enumerate(self.lengths, 1) if self.fits(length) is False), None)
+
+    @property
+    def first_unsure(self) -> int | None:
+        """The first step, from 1, of whose batch it is not known whether it fits; None = there is none."""
+        return next((step for step, length in enumerate(self.lengths, 1) if self.fits(length) is None), None)
 
     @property
     def over(self) -> int:
         """Steps that do not fit."""
-        return sum(length > self.fitting for length in self.lengths)
+        return sum(self.fits(length) is False for length in self.lengths)
+
+    def fits(self, length: int) -> bool | None:
+        """Does a micro-batch whose longest sample has this length fit? None = there was no time to find out."""
+        return length <= self.fitting or (None if length <= self.unsure else False)
 
     def __getitem__(self, name: str) -> LengthPlan:
         for plan in self.plans:
@@ -199,7 +210,12 @@ class BatchLengths(JsonDataclass, display.Shown):
     def word(self) -> str:
         """What happens first."""
         longest = max(self.lengths)
-        if self.first_over is None:
+        if (step := self.first_unsure) and step < (self.first_over or math.inf):
+            text = (
+                f"step {step:,} may run out of memory: its longest batch has {self.lengths[step - 1]:,} {self.unit} a sample, "
+                f"{self.fitting:,} fit {self.device}, and for more there was no time; {self.over:,} of {self.steps:,} steps will not fit"
+            )
+        elif self.first_over is None:
             text = f"all {self.steps:,} steps fit: the longest batch has {longest:,} {self.unit} a sample, at step "
             text += f"{self.lengths.index(longest) + 1:,}"
         else:
@@ -229,13 +245,14 @@ class BatchLengths(JsonDataclass, display.Shown):
         )
 
     def to_frame(self) -> Any:
-        """A DataFrame with one row per step: its longest batch, and whether it fits."""
-        return display.frame({"step": step, "length": each, "fits": each <= self.fitting} for step, each in enumerate(self.lengths, 1))
+        """A DataFrame with one row per step: its longest batch, and whether it fits, None where that is not known."""
+        return display.frame({"step": step, "length": each, "fits": self.fits(each)} for step, each in enumerate(self.lengths, 1))
 
     plot = display.plot_method("batch_lengths")
 
     def __repr__(self) -> str:
-        return f"BatchLengths({self.title!r}: {'all fit' if self.first_over is None else f'step {self.first_over} does not fit'})"
+        known = "all fit" if self.first_unsure is None else f"whether step {self.first_unsure} fits is not known"
+        return f"BatchLengths({self.title!r}: {known if self.first_over is None else f'step {self.first_over} does not fit'})"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -111,11 +111,11 @@ def run_all(
     cause = ""
 
     def tick() -> None:
-        if done and line.left <= 0:
+        left = len(trials) - len(done)
+        if done and left and line.left <= 0:
             raise BudgetError
-        rest = units.seconds(line.seconds / max(1, len(done)) * (len(trials) - len(done)))
-        known = f"{len(done)} of {len(trials)} runs are over, the others take about {rest}" if done else None
-        line.say(trials[min(len(done), len(trials) - 1)].name, known)
+        rest = f", the others take about {units.seconds(line.seconds / len(done) * left)}" if done and left else ""
+        line.say(trials[-left or -1].name, f"{len(done)} of {len(trials)} runs are over{rest}" if done else None)
 
     with say_what_was_interrupted(name), Waiting(name, budget_s, begin=f"{len(trials)} runs") as line:
         try:
@@ -129,8 +129,7 @@ def run_all(
             if not done:
                 raise
             cause = INTERRUPTED if isinstance(why, KeyboardInterrupt) else "the budget ended"
-    if cause:
-        missing = ", ".join(trial.name for trial in trials if trial.place not in done)
+    if missing := ", ".join(trial.name for trial in trials if trial.place not in done):
         print(f"{name}: {cause} after {len(done)} of {len(trials)} runs; missing: {missing}", file=sys.stderr)
     return [done[place] for place in sorted(done)]
 
