@@ -102,6 +102,19 @@ def test_one_pair_tells_a_gain_beyond_doubt(clock: Clock, seconds: float, pairs:
     assert {name: len(arm.pairs) for name, arm in trials.results().items()} == {"no_optimizer": 2, "threads=2": pairs}
 
 
+@pytest.mark.parametrize("stalled", range(3, 9))
+def test_a_long_step_among_quick_ones_does_not_decide_what_is_gained(clock: Clock, stalled: int) -> None:
+    """Two steps of 80 ms fill a block, and two of 17 ms do not."""
+    calls = [0]
+
+    def fused() -> float:
+        calls[0] += 1
+        return 0.063 if calls[0] == stalled else 0.017
+
+    trials, _ = tried(clock, 0.08, {"optimizer=fused": fused}, budget=1000)
+    assert trials.results()["optimizer=fused"].speedup.mid == pytest.approx(0.08 / 0.017, rel=0.05)
+
+
 @pytest.mark.parametrize(("known", "waited"), [(False, 0.0), (True, 0.01)])
 def test_one_pair_tells_nothing_where_the_thread_may_have_waited_for_a_core(
     clock: Clock, known: bool, waited: float, monkeypatch: pytest.MonkeyPatch

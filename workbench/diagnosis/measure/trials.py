@@ -25,6 +25,8 @@ from workbench.harness.tf32 import has_tf32, tf32, uses_tf32
 
 BLOCK_SECONDS = 0.12
 """Seconds of a block, where steps are not longer than that."""
+MAX_MORE = 8
+"""Times as many steps as of the unchanged step that a block of a quick variant has at most, to fill BLOCK_SECONDS."""
 FEW_PAIRS = 3
 """Pairs that a variant near its limit takes at least, unless there is no time. Two are enough where intervals are clear of the limit, or as
 narrow as a remedy needs: they allow for what few pairs do not show."""
@@ -376,6 +378,10 @@ class Trials:
             self._treatments[treatment.name] = treatment
             slower = max(seconds for _, seconds in warmed) / usual
             count = self.count if slower < MAX_WARM_UP_SLOWDOWN else max(1, round(self.count / slower))
+            if 0 < self.count * slower * usual < BLOCK_SECONDS / 2:  # of few quick steps, a single long one would decide
+                more = self.count * round(min(MAX_MORE, BLOCK_SECONDS / (self.count * slower * usual)))
+                count = bench.peers.agree(self.replay.fitting(more), min)
+                batches = self.replay.give(count, change)
             try:
                 bench.run(treatment.name, batches[:count], count, step=step)
             except StepFailed as error:
