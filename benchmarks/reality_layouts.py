@@ -231,7 +231,7 @@ def workload_of(model: str, sharing: str) -> Workload:
         gpus_per_node=8,
         loss_parallel=True,
     )
-    workload = replace(workload, adds_gradients=True)
+    workload = replace(workload, adding=10.0)  # of bf16 gradients, and those before in fp32, read and written
     return replace(workload, overlapped=False, whole_reduction=True) if sharing == "zero1" else workload
 
 

@@ -27,9 +27,12 @@ from workbench.cluster.analysis.plan.timing import BUCKET, CLIP, UPDATE, Hardwar
 from workbench.cluster.analysis.plan.workload import OPERATORS, Workload, workload_of_transformer
 from workbench.cluster.analysis.transformer import Transformer
 from workbench.cluster.analysis.volumes import gather_seconds, sharded_step, volume
+from workbench.cluster.read_model import read
 from workbench.core.device import Device
 from workbench.core.statistics import Interval
 from workbench.memory.analysis.non_pytorch import non_pytorch_memory
+from workbench.memory.estimate.plan import plan_of
+from workbench.memory.ladder import counted
 
 GPT = Transformer(layers=24, hidden=2048, vocabulary=50_000, sequence=1024, heads=16)
 LARGE = Transformer(layers=80, hidden=8192, vocabulary=32_000, sequence=2048, heads=64)
@@ -77,7 +80,7 @@ def test_one_gpu_computes_and_updates() -> None:
     found = timed(one(1, micro=4, batch=16))
     assert found["compute"] == pytest.approx(GPT.flops(16) / PEAK + GPT.parameters * (UPDATE + CLIP * 4) / A100.device.bandwidth)
     assert (found["communication"], found["bubble"], found["hidden"]) == (0, 0, 0)
-    adding = seconds(dataclasses.replace(workload(), adds_gradients=True), one(1, micro=4, batch=16), BEST, 8).compute[0]
+    adding = seconds(dataclasses.replace(workload(), adding=10.0), one(1, micro=4, batch=16), BEST, 8).compute[0]
     assert adding - found["compute"] == pytest.approx(3 * GPT.parameters * (2 + 4 + 4) / A100.device.bandwidth)  # of four micro-batches
 
 
@@ -800,6 +803,25 @@ def test_fp32_is_not_tf32(cluster: str) -> None:
         assert 0.9 < found.best.seconds.mid / (work / peak / 0.5) < 1.3
         assert found.best.mfu.mid == pytest.approx(work / peak / found.best.seconds.mid, rel=0.01)
         assert found.best.mfu.high <= 0.66
+
+
+@pytest.mark.parametrize(("sharing", "shard"), [("ddp", 1), ("zero1", 1), ("zero2", 8), ("fsdp", 8)])
+def test_a_program_adds_up_its_gradients_between_micro_batches_and_not_in_a_single_one(sharing: str, shard: int) -> None:
+    """Read, added to those before, and written, in fp32; under ZeRO-2 and 3 of a shard, since each micro-batch is reduced."""
+    import torch
+
+    batch = (torch.empty(12, 4096, device="meta"), torch.zeros(12, dtype=torch.long, device="meta"))
+    program = read(layers, A100, batch=batch, precision="fp32", checkpointing="none")
+    weights = 8 * 4096**2
+    assert program.adding == pytest.approx(3 * 4)
+    rates = dataclasses.replace(BEST, flops_per_sec=A100.device.flops_per_sec["fp32"], host=0.0)
+    once, thrice = (seconds(program, one(8, micro=12, batch=8 * 12 * m, sharing=sharing), rates, 8).compute[0] for m in (1, 3))
+    update = UPDATE * weights / (1 if sharing == "ddp" else 8) / A100.device.bandwidth
+    assert thrice == pytest.approx(3 * once - 2 * update + 2 * 12 * weights / shard / A100.device.bandwidth)
+    _, floor = counted(plan_of(layers, batch, device=A100.device, precision="fp32", micro_batch=12), A100.device)
+    calls = [(call, count) for call, count in floor.calls.items() if call.phase != "update"]
+    least = sum(max(call.flops / rates.flops_per_sec, call.bytes / A100.device.bandwidth) * count for call, count in calls) / 2
+    assert once - update == pytest.approx(least, rel=0.01)
 
 
 def test_waiting_for_the_memory_takes_as_long_in_every_precision() -> None:

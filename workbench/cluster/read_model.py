@@ -103,6 +103,8 @@ class _Counted:
     """The same, where memory-bound operators count as the FLOPs that would take as long at the peak."""
     once: float
     """FLOPs of every micro-batch whatever its size, without the optimizer's step, likewise."""
+    adding: float
+    """Bytes that are moved to add the gradients of a micro-batch to those before."""
     operators: int
     """Of a micro-batch, without the optimizer's step."""
     states: Mapping[str, float]
@@ -137,8 +139,11 @@ def _count(target: Any, options: dict[str, Any], cluster: Cluster) -> _Counted:
         seen[size] = rooflines[-1]
     few, many = (seen[size] for size in DRY_RUN_SIZES)
     record(plan_of(target, **{**options, "micro_batch": DRY_RUN_SIZES[0], "accumulation": 2}), watch=watch)
-    each = rooflines[-1].seconds - few.seconds  # one more micro-batch without the optimizer's step
-    launched = rooflines[-1].operators - few.operators
+    two = rooflines[-1]
+    moved = [sum(call.bytes * count for call, count in one.calls.items() if call.phase == "backward") for one in (few, two)]
+    adding = moved[1] - 2 * moved[0]  # a second micro-batch also adds its gradients to those before
+    each = two.seconds - few.seconds - adding / device.bandwidth  # one more micro-batch without that, and without the optimizer's step
+    launched = two.operators - few.operators
     # a few samples may be bound by loading the weights: more of them are not
     per_sample = max(many.computing / DRY_RUN_SIZES[1], (many.seconds - few.seconds) / (DRY_RUN_SIZES[1] - DRY_RUN_SIZES[0]))
     shown = breakdown_of(program, logs[DRY_RUN_SIZES[-1]], 0)
@@ -147,6 +152,7 @@ def _count(target: Any, options: dict[str, Any], cluster: Cluster) -> _Counted:
         flops=many.flops / (DRY_RUN_SIZES[1] * program.steps),
         equivalent=per_sample / program.steps * peak,
         once=max(0.0, each - per_sample * DRY_RUN_SIZES[0]) / program.steps * peak,
+        adding=max(0.0, adding / program.steps),
         operators=max(0, launched) // program.steps,
         states={name: float(shown.largest[name]) for name in ("parameters", "gradients", "optimizer_states")},
         peaks=_peaks(target, options, logs),
@@ -198,6 +204,7 @@ def _workload(counted: Mapping[str, _Counted], precision: str, target: Any, note
         flops=min(step.flops for step in counted.values()),
         computed={kind: step.equivalent for kind, step in counted.items()},
         once={kind: step.once for kind, step in counted.items()},
+        adding=first.adding / count,
         kept=dict.fromkeys(counted, 0.0),
         counted={
             kind: {size: max(0.0, peak - sum(step.states.values())) for size, peak in step.peaks.items()} for kind, step in counted.items()

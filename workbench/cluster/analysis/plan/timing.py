@@ -83,7 +83,7 @@ def seconds(workload: Workload, layouts: Layouts, rates: HardwareRates, per_node
 
     Computing: FLOPs over what a GPU achieves; under tensor parallelism what it does not split, at the memory's bandwidth; no less than what
     the host takes to launch the operators of a micro-batch, however small; the optimizer's step, clipping
-    (`Workload.clips`), and adding up gradients where operators of their own do (`Workload.adds_gradients`), at the memory's bandwidth.
+    (`Workload.clips`), and adding up gradients where operators of their own do (`Workload.adding`), at the memory's bandwidth.
     Tensor parallelism: the all-reduces of every micro-batch, as rings in a node, all exposed (Shoeybi et al. 2019). Pipelines: (p−1)/(m
     v) of both (Narayanan et al. 2021), and one message per boundary, chunk and direction. Data parallelism, per micro-batch with ZeRO-2
     and 3, else once a step: what the backward of that micro-batch does not hide, and at least its last bucket or layer
@@ -233,9 +233,9 @@ def _own(workload: Workload, layouts: Layouts) -> Floats:
 
 
 def _added(workload: Workload, layouts: Layouts, rates: HardwareRates) -> Floats:
-    """Seconds in which the gradients of a micro-batch are added to those before: read, and the sum read and written."""
-    moved = ELEMENT[workload.precision] + 2 * workload.states[1] if workload.adds_gradients else 0.0
-    added: Floats = _own(workload, layouts) * moved / rates.memory
+    """Seconds in which the gradients of a micro-batch, or a rank's shard of them, are added to those before."""
+    shard = np.where(layouts.sharing >= SHARINGS.index("zero2"), layouts.shard, 1)
+    added: Floats = _own(workload, layouts) / shard * workload.adding / rates.memory
     return added
 
 

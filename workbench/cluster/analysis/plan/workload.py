@@ -79,10 +79,9 @@ class Workload:
     """Are gradients reduced while the backward goes on, where weights are whole? Else after it."""
     clips: bool = True
     """Is the norm of all gradients clipped, as trainings of language models do?"""
-    adds_gradients: bool = False
-    """Are gradients of micro-batches added up by operators of their own, as in eager PyTorch? In Megatron the products that make them do
-    so (gradient_accumulation_fusion), and what they read and write hides behind their computing. For programs counted by dry runs it is
-    left out."""
+    adding: float = 0.0
+    """Bytes per parameter that operators of their own move to add the gradients of a micro-batch to those before, as in eager PyTorch. In
+    Megatron the products that make them do so (gradient_accumulation_fusion), and what they read and write hides behind their computing."""
     tied: float = 0.0
     """Parameters of an embedding that is the output layer, too: the first and the last stage both have it."""
     tensors: Sequence[int] = (1,)
