@@ -53,16 +53,7 @@ def bars(now: Parts | None, then: WhatIf | None, *, earlier: WhatIf | None = Non
     shown = [part for part in PARTS if any(pieces[part] >= _SEEN * longest for _, pieces, _, _ in rows)]
     wide = max(len(end) for _, _, end, _ in rows)
     drawn = "".join(
-        stack.bar(
-            label,
-            {part: pieces[part] for part in shown},
-            COLORS,
-            longest=longest,
-            end=end,
-            pale=pale,
-            wide=_LABEL,
-            room=8 * wide,
-        )
+        stack.bar(label, {part: pieces[part] for part in shown}, COLORS, longest=longest, end=end, pale=pale, wide=_LABEL, room=8 * wide)
         for label, pieces, end, pale in rows
     )
     changed = "" if then is None else f' <span class="wb-what">(predicted with {escape(knobs(then.changes))})</span>'

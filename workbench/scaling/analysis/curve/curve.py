@@ -19,10 +19,7 @@ if TYPE_CHECKING:
     from workbench.scaling.analysis.curve.fit import CurveFit
 
 
-KINDS = {
-    "weak": "each process keeps its batch, the global one grows",
-    "strong": "the global batch stays, each process gets a smaller part",
-}
+KINDS = {"weak": "each process keeps its batch, the global one grows", "strong": "the global batch stays, each process gets a smaller part"}
 
 
 @dataclass(frozen=True, slots=True)
