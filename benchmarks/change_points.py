@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from workbench.core.display.table import Table
 from workbench.core.vocabulary import PHASES
 from workbench.timeline.alarm import StepAlarm, resident
-from workbench.timeline.analysis.change_points import ChangePoints
+from workbench.timeline.analysis.change_points import BLOCK, ChangePoints
 
 SIZES = (1.1, 1.15, 1.25, 1.5, 2.0)
 LASTS = 100
@@ -51,8 +51,8 @@ def losses(count: int, chance: np.random.Generator, *, first: int = 0) -> NDArra
 
 def told(values: Sequence[float], *, upward: bool = False) -> list[tuple[int, float]]:
     """Steps since which the level is another one, or a higher one, and by how much."""
-    points = ChangePoints(["step"], upward=upward)
-    return [(change.step, change.ratio) for step, value in enumerate(values) for change in points.add(step, [value])]
+    blocks = np.array(values[: len(values) // BLOCK * BLOCK]).reshape(-1, BLOCK, 1)
+    return [(change.step, change.ratio) for change in ChangePoints(["step"], upward=upward).add_blocks(0, blocks)]
 
 
 def rule_of_thumb(values: Sequence[float]) -> list[tuple[int, float]]:

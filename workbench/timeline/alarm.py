@@ -20,14 +20,14 @@ from workbench.core import units
 from workbench.core.checks import choice
 from workbench.core.run_directory import ALARMS, ENV_ALARM
 from workbench.core.vocabulary import PHASES
-from workbench.timeline.analysis.change_points import BLOCK, Change, ChangePoints
+from workbench.timeline.analysis.change_points import BLOCK, GROUP, Change, ChangePoints
 from workbench.timeline.analysis.step_table import blocks_of
 from workbench.timeline.steps import Row
 
-INTERVAL = 0.3
-"""Seconds between two looks for new steps."""
-MANY, PATIENCE = 4 * BLOCK, 3.0
-"""Steps that are looked at together, and seconds after which fewer are. Chosen: code that has not run for a while costs twice as much."""
+INTERVAL = 1.0
+"""Seconds between two looks for new steps. Chosen: to wake a thread costs more than to look at a few steps."""
+MANY, PATIENCE = GROUP * BLOCK, 3.0
+"""Steps that are looked at together, and seconds after which fewer are."""
 SERIES = ("step", *PHASES, "throughput", "memory")
 """What is followed, beside the loss."""
 NOT_TIME = ("memory", "loss")
@@ -118,12 +118,7 @@ class StepAlarm:
     """Follows the steps of one rank: what has changed, and which phase explains it. Arithmetic alone."""
 
     def __init__(
-        self,
-        rank: int = 0,
-        *,
-        memory: Callable[[], float] | None = None,
-        losses: Callable[[int], list[float]] | None = None,
-        done: int = 0,
+        self, rank: int = 0, *, memory: Callable[[], float] | None = None, losses: Callable[[int], list[float]] | None = None, done: int = 0
     ) -> None:
         """Nothing is known yet.
 
@@ -137,7 +132,7 @@ class StepAlarm:
         self._points = ChangePoints((*SERIES, "loss"), upward=("loss",))
         self._rows: list[Row] = []
         self._loss: list[float] = []
-        self._pending: list[tuple[int, Change]] = []
+        self._pending: list[Change] = []
         self._step = done
         self._told: list[tuple[int, bool]] = []
 
@@ -151,16 +146,16 @@ class StepAlarm:
             return []
         rows, losses = self._rows[:count], self._taken(count)
         del self._rows[:count]
-        told = []
-        for block in blocks_of(rows, losses, self._memory() if self._memory is not None else math.nan):
-            changes = self._points.add_blocks(self._step, block[None])
-            self._step += BLOCK
-            followed = self._losses is not None
-            told += [self._as_told(change, 0.0) for change in changes if change.series == "loss" and followed]
-            self._pending += [(self._step - 1, change) for change in changes if change.series != "loss"]
-            if self._pending and self._step - self._pending[0][0] > HELD * BLOCK:
-                told += self._explained()
-        return told
+        blocks = blocks_of(rows, losses, self._memory() if self._memory is not None else math.nan)
+        changes, told = self._points.add_blocks(self._step, blocks), list[Told]()
+        self._step += count
+        for change in changes:
+            told += self._explained(change.told - BLOCK)
+            if change.series != "loss":
+                self._pending.append(change)
+            elif self._losses is not None:
+                told.append(self._as_told(change, 0.0))
+        return told + self._explained(self._points.steps - 1)
 
     def _taken(self, count: int) -> list[float]:
         """The losses of the next steps; empty if they are not followed."""
@@ -170,14 +165,16 @@ class StepAlarm:
             self._losses = None  # that it falls is what a training is for; of one that is 0 or less, no part can be said
         return losses if self._losses is not None else []
 
-    def _explained(self) -> list[Told]:
-        """The pending changes: of those that belong together, the phase that changes most."""
-        changes, self._pending = [change for _, change in self._pending], []
+    def _explained(self, step: int) -> list[Told]:
+        """The pending changes, if they are due at a step: of those that belong together, the phase that changes most."""
+        if not self._pending or step - self._pending[0].told < HELD * BLOCK:
+            return []
+        changes, self._pending = self._pending, []
         known = {change.series: change for change in changes}
         told = []
         if memory := known.pop("memory", None):
             told.append(self._as_told(memory, 0.0))
-        length = known["step"].before if "step" in known else self._level("step")
+        length = known["step"].before if "step" in known else self._points.level("step")
         phases = [change for name, change in known.items() if name in PHASES]
         phases = [change for change in phases if abs(change.after - change.before) >= WORTH * length]
         chosen = max(phases, key=lambda change: abs(change.after - change.before), default=None)
@@ -190,9 +187,6 @@ class StepAlarm:
                 self._told.append((chosen.step, slower))
                 told.append(self._as_told(chosen, share))
         return told
-
-    def _level(self, name: str) -> float:
-        return self._points.level(name)
 
     def _as_told(self, change: Change, share: float) -> Told:
         return Told(rank=self.rank, step=change.step, phase=change.series, before=change.before, after=change.after, share=share)

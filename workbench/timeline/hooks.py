@@ -196,7 +196,7 @@ def marked_functions() -> Iterator[None]:
             patch.remove()
 
 
-KEPT = 4096
+KEPT = 16384
 """Losses that wait to be looked at, at most."""
 
 
@@ -254,9 +254,9 @@ class Losses:
 
 
 def _unscaled(loss: Any) -> Any:
-    """A loss without its graph, and without what a GradScaler has multiplied it by."""
-    node, value = loss.grad_fn, loss.detach()
+    """A loss without what a GradScaler has multiplied it by; on a device, or divided by that, also without its graph."""
+    node = loss.grad_fn
     scale = getattr(node, "_saved_other", None) if node is not None and node.name() == "MulBackward0" else None
     if scale is None or scale.requires_grad or scale.numel() != 1:
-        return value
-    return value / scale.detach().reshape(value.shape)
+        return loss if loss.is_cpu else loss.detach()
+    return loss.detach() / scale.detach().reshape(loss.shape)

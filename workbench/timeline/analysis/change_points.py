@@ -3,7 +3,8 @@
 Source: Adams and MacKay, "Bayesian Online Changepoint Detection", 2007 (arXiv 0710.3742): the probability of each length of the present
 regime is updated with every value. A value here is the logarithm of the median of a block of steps, which takes single long steps away;
 what lies far out counts no more than `FAR` deviations. A change is told when the posterior is sure of it, and when it is also larger than
-what windows of the same length have varied by before: noise of trainings is neither normal nor independent.
+what windows of the same length have varied by before: noise of trainings is neither normal nor independent. The posterior costs far more
+than the medians, so it follows only blocks at which a change may be told: where no median of the latest blocks has moved, it is not asked.
 """
 
 import math
@@ -44,6 +45,17 @@ SAME = 12
 """Blocks before a change that do not count as what was before: the posterior may take it for younger than it is."""
 HISTORY = 300
 """Blocks that are remembered for that."""
+NEAR = 50
+"""Blocks before a change that say what was before; more where the change is older than half of them."""
+GROUP = 4
+"""Blocks that are looked at together."""
+WIDTHS = np.array((4, 6, 8, 12, 20, 36))
+"""Lengths in blocks of the windows whose medians are held against those of the NEAR blocks before: of the ages that are told, from the
+least on, so that of each age there are two thirds in one of them."""
+LOOSE = 0.75
+"""Part of a change that is told at which the posterior is asked: it is told for other windows than these."""
+CAUGHT_UP = MOST_BLOCKS + SAME
+"""Blocks back at which a posterior begins anew that was not asked for these and NEAR more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +69,8 @@ class Change:
     before: float
     """The level before, in the unit of the series."""
     after: float
+    told: int
+    """The last step that was known when it was told."""
 
     @property
     def ratio(self) -> float:
@@ -65,7 +79,7 @@ class Change:
 
 
 class ChangePoints:
-    """Follows several series; `add` takes one value of each per step, `add_blocks` many steps at once."""
+    """Follows several series, in blocks of steps."""
 
     def __init__(self, series: Sequence[str], *, floor: float = 0.02, upward: bool | Sequence[str] = False) -> None:
         """Nothing is known yet.
@@ -81,10 +95,15 @@ class ChangePoints:
         rising = (self.series if upward else ()) if isinstance(upward, bool) else upward
         self._upward = np.array([name in rising for name in self.series])
         count = len(self.series)
-        self._block: list[Sequence[float]] = []
-        self._steps = self._blocks = self._length = 0
+        self._waiting = np.empty((0, count))
+        """Medians of blocks that are no whole group yet."""
+        self.steps = 0
+        """The step after those that were looked at."""
+        self._blocks = self._length = 0
         self._history = np.zeros((count, 2 * _KEPT))
         """Logarithms of the latest blocks, the first `_length` columns."""
+        self._behind = 0
+        """The latest blocks that the posterior has not followed."""
         self._since = np.full(count, -1)
         """Of each series: its first block with a value; -1 = there was none yet."""
         self._first = np.zeros(count, dtype=np.int64)
@@ -101,32 +120,23 @@ class ChangePoints:
         self._learn = 1 / (np.minimum(np.arange(shape[1]), FREEDOM) + FREEDOM + 1)
         self._rows, self._best = np.arange(count), np.full(count, MOST_BLOCKS + 1)
 
-    def add(self, step: int, values: Sequence[float]) -> list[Change]:
-        """The values of a step, in the order of the series; nan = not known in this step. Returns the changes that are told now.
-
-        Args:
-            step: its number.
-            values: of each series; times, bytes or rates, 0 or more.
-        """
-        self._block.append(values)
-        if len(self._block) < BLOCK:
-            return []
-        block = np.array([self._block], dtype=np.float64)
-        self._block.clear()
-        return self.add_blocks(step + 1 - BLOCK, block)
-
     def add_blocks(self, step: int, values: Floats) -> list[Change]:
-        """The values of whole blocks of steps; as `add` of each of them, in a fraction of the time.
+        """Blocks of steps that follow; nan = not known in that step. Returns the changes that are told now. Groups of blocks are looked at.
 
         Args:
             step: number of the first.
-            values: (blocks, BLOCK, series), as `add` takes them.
+            values: (blocks, BLOCK, series), in the order of the series; times, bytes or rates, 0 or more.
         """
-        changes = []
-        for middle in _middles(values):
-            step += BLOCK
-            self._steps = step
-            changes += self._add_block(middle)
+        if not len(self._waiting):
+            self.steps = step
+        waiting, changes = np.concatenate((self._waiting, _median(values.swapaxes(1, 2)))), list[Change]()
+        while len(waiting) >= GROUP:
+            known = waiting == waiting
+            new = ~self._begun & ((self._since >= 0) | known.any(axis=0))
+            count = GROUP if new.any() else min(len(waiting), _AT_ONCE) // GROUP * GROUP
+            changes += self._add_groups(waiting[:count])
+            waiting = waiting[count:]
+        self._waiting = waiting
         return changes
 
     def level(self, name: str) -> float:
@@ -134,46 +144,104 @@ class ChangePoints:
         place = self.series.index(name)
         if self._since[place] < 0:
             return math.nan
-        return math.exp(_middle(self._known(place)[-WARM_UP:].tolist())) - float(self._added[place])
+        return math.exp(_median(self._known(place)[-WARM_UP:])) - float(self._added[place])
 
     def _known(self, place: int) -> Floats:
         """The history of a series, which begins with its first value."""
         count = min(self._blocks - int(self._since[place]), self._length, _KEPT)
         return self._history[place, self._length - count : self._length]
 
-    def _add_block(self, values: Floats) -> list[Change]:
-        if not self._reference and values[0] > 0:
-            self._reference = self._floor * float(values[0])
-        ready = bool(self._begun.all())
-        if not ready:
-            fresh = (self._since < 0) & (values == values)
-            self._since[fresh] = self._first[fresh] = self._blocks
-            self._added[fresh] = np.where(self._upward, self._floor * values, self._reference)[fresh]
-        logs = np.log(np.maximum(values + self._added, 1e-12))
-        if self._length == 2 * _KEPT:
-            self._history[:, :_KEPT] = self._history[:, _KEPT:]
+    def _add_groups(self, middles: Floats) -> list[Change]:
+        """Whole groups of blocks, all of whose series have begun, or one group."""
+        if self._length + len(middles) > 2 * _KEPT:
+            self._history[:, :_KEPT] = self._history[:, self._length - _KEPT : self._length]
             self._length = _KEPT
-        if self._length:
-            np.copyto(logs, self._history[:, self._length - 1], where=logs != logs)  # unknown: as it was before
-        else:
-            np.nan_to_num(logs, copy=False, nan=0.0)
-        self._history[:, self._length] = logs
-        self._length += 1
-        self._blocks += 1
-        changes = []
-        if self._begun.any():
-            self._update(logs)
-            changes = self._told()
-        if not ready:
-            due = ~self._begun & (self._since >= 0) & (self._blocks - self._since >= WARM_UP)
-            if due.any():
-                self._begin(due)
+        self._remember(middles)
+        changes, left = [], len(middles) // GROUP
+        while left:
+            new = bool((~self._begun & (self._since >= 0)).any())
+            for moved in [True] if new else self._moved(left):
+                left -= 1
+                told = self._judge_group() if moved else []
+                changes += told
+                if told:
+                    break  # what follows is held against the new level
+                if not moved:
+                    self._behind += GROUP
+                    self._go_on(GROUP)
         return changes
 
-    def _begin(self, due: "NDArray[np.bool_]") -> None:
-        """Prior of all regimes of some series: the level anywhere within 20 % of the present one, the noise as it was seen."""
-        history = self._history[due, self._length - WARM_UP : self._length]
-        middle = np.median(history, axis=1)[:, None]
+    def _go_on(self, blocks: int) -> None:
+        self._length, self._blocks, self.steps = self._length + blocks, self._blocks + blocks, self.steps + blocks * BLOCK
+
+    def _remember(self, middles: Floats) -> None:
+        """Put the logarithms of blocks behind the history, which is not longer by that yet; unknown ones are as they were before."""
+        for number, values in enumerate(middles if (self._since < 0).any() else ()):
+            if not self._reference and values[0] > 0:
+                self._reference = self._floor * float(values[0])
+            fresh = (self._since < 0) & (values == values)
+            self._since[fresh] = self._first[fresh] = self._blocks + number
+            self._added[fresh] = np.where(self._upward, self._floor * values, self._reference)[fresh]
+        logs = np.log(np.maximum(middles + self._added, 1e-12))
+        logs[:, self._since < 0] = 0.0
+        if (logs != logs).any():
+            before = self._history[:, self._length - 1] if self._length else np.zeros(len(self.series))
+            for values in logs:
+                np.copyto(values, before, where=values != values)
+                before = values
+        self._history[:, self._length : self._length + len(logs)] = logs.T
+
+    def _moved(self, groups: int) -> list[bool]:
+        """May a change be told at the end of each group of blocks that follow the history? If any median of the latest has moved enough."""
+        ends = self._length + GROUP * np.arange(1, groups + 1)[:, None]
+        latest = np.where(_WITHIN, self._history[:, np.maximum(ends + _LATEST, 0)][:, :, None, :], math.inf)
+        latest.sort(axis=-1)
+        places = (ends - _UNTIL)[:, :, None] + _BEFORE
+        begin = np.where(self._since < 0, 2 * _KEPT, self._length - self._blocks + self._first)[:, None, None]
+        before = np.where(places < begin[..., None], math.inf, self._history[:, np.maximum(places, 0)])
+        known = np.clip(ends - _UNTIL - begin, 0, NEAR)
+        old = np.take_along_axis(np.sort(before, axis=-1), known[..., None] // 2, axis=-1)[..., 0]
+        change = latest[..., _PLACES, WIDTHS // 2] - old[..., _PLACES // 2]
+        np.abs(change, out=change, where=~self._upward[:, None, None])
+        moved = (change >= LOOSE * math.log1p(LEAST_CHANGE)) & (known >= WARM_UP)[..., _PLACES // 2]
+        if moved.any():
+            with np.errstate(invalid="ignore"):  # what is not known is infinite
+                off = np.where(self._upward[:, None, None, None], np.diff(before, prepend=math.inf) / math.sqrt(2), before - old[..., None])
+            off = np.sort(np.nan_to_num(np.abs(off), nan=math.inf, posinf=math.inf), axis=-1)
+            half = np.maximum(known - self._upward[:, None, None], 0) // 2
+            noise = 1.4826 * np.take_along_axis(off, half[..., None], axis=-1)[..., 0]
+            error = 1.2533 * noise * np.sqrt(1 / np.maximum(known, 1))
+            moved &= change >= LOOSE * CONTRAST * np.hypot(error[..., _PLACES // 2], (1.2533 * noise)[..., _PLACES // 2] / np.sqrt(WIDTHS))
+        found: list[bool] = moved.any(axis=(0, 2)).tolist()
+        return found
+
+    def _judge_group(self) -> list[Change]:
+        """The group of blocks that follows the history, and before it those that the posterior was not asked about."""
+        if self._behind > CAUGHT_UP + NEAR:
+            self._behind = CAUGHT_UP
+            self._begin(self._begun, self._history[:, : self._length - CAUGHT_UP], NEAR)
+        for column in range(self._length - self._behind, self._length):
+            self._update(self._history[:, column])
+        self._behind = 0
+        return [change for _ in range(GROUP) for change in self._add_block()]
+
+    def _add_block(self) -> list[Change]:
+        """The block that follows the history."""
+        self._go_on(1)
+        changes = []
+        if self._begun.any():
+            self._update(self._history[:, self._length - 1])
+            changes = self._told()
+        if not self._begun.all():
+            due = ~self._begun & (self._since >= 0) & (self._blocks - self._since >= WARM_UP)
+            if due.any():
+                self._begin(due, self._history[:, : self._length], WARM_UP)
+        return changes
+
+    def _begin(self, due: "NDArray[np.bool_]", history: Floats, blocks: int) -> None:
+        """Prior of all regimes of some series: the level anywhere within 20 % of that of the latest blocks, the noise as it was there."""
+        history = history[due, -blocks:]
+        middle = _median(history)[:, None]
         noise = np.maximum(_spread(history, middle, upward=self._upward[due]), 2e-3)[:, None]
         kappa = noise**2 / NEW_LEVEL**2 + np.arange(MOST_BLOCKS + 2)[None, :]
         kappa[:, -1] = OLD
@@ -184,42 +252,23 @@ class ChangePoints:
 
     def _update(self, values: Floats) -> None:
         """One value of each series."""
-        log, mean, variance = self._log, self._mean, self._variance
-        level = mean[self._rows, self._best]
-        far = FAR * np.sqrt(variance[self._rows, self._best])
-        off = np.minimum(np.maximum(values, level - far), level + far)[:, None] - mean
-        square = off * off
-        scale = variance * self._wider
-        likely = square / scale
-        likely /= FREEDOM
-        np.log1p(likely, out=likely)
-        likely *= -0.5 * (FREEDOM + 1)
-        np.log(scale, out=scale)
-        scale *= 0.5
-        likely -= scale
-        log += likely
+        level, far = (each[self._rows, self._best] for each in (self._mean, FAR * np.sqrt(self._variance)))
+        off = np.minimum(np.maximum(values, level - far), level + far)[:, None] - self._mean
+        scale = self._variance * self._wider
+        likely = -0.5 * ((FREEDOM + 1) * np.log1p(off * off / (FREEDOM * scale)) + np.log(scale))
+        log = self._log + likely
+        variance = self._variance + self._learn * (off * off * self._shrink - self._variance)
         # all that are older than the oldest that is told are one: it keeps the level of the more probable one
-        older = log[:, -2] > log[:, -1]
-        merged = np.logaddexp(log[:, -2], log[:, -1])
-        off *= self._follow
-        off += mean
-        square *= self._shrink
-        square -= variance
-        square *= self._learn
-        square += variance
-        np.maximum(square, 0.25 * self._variance0[:, None], out=square)
-        mean[:, -1] = np.where(older, off[:, -2], off[:, -1])
-        variance[:, -1] = np.where(older, square[:, -2], square[:, -1])
-        mean[:, 1:-1], mean[:, 0] = off[:, :-2], level
-        variance[:, 1:-1], variance[:, 0] = square[:, :-2], self._variance0
-        log += _LOG_STAY
-        log[:, 1:-1] = log[:, :-2].copy()
-        log[:, -1] = merged
-        log[:, -1] += _LOG_STAY
-        log[:, 0] = likely[:, 0]
-        log[:, 0] += _LOG_CHANGE
+        older = (log[:, -2] > log[:, -1])[:, None]
+
+        def grown(new: Floats, each: Floats, old: Floats | None = None) -> Floats:
+            return np.hstack((new[:, None], each[:, :-2], np.where(older, each[:, -2:-1], each[:, -1:]) if old is None else old[:, None]))
+
+        self._mean = grown(level, self._mean + self._follow * off)
+        self._variance = grown(self._variance0, np.maximum(variance, 0.25 * self._variance0[:, None]))
+        log = grown(likely[:, 0] + _LOG_CHANGE - _LOG_STAY, log, np.logaddexp(log[:, -2], log[:, -1])) + _LOG_STAY
         self._best = log.argmax(axis=1)
-        log -= log[self._rows, self._best][:, None]
+        self._log = log - log[self._rows, self._best][:, None]
 
     # What is told
 
@@ -244,56 +293,54 @@ class ChangePoints:
         earlier, later = row[start : len(row) - age], row[len(row) - age :]
         if len(earlier) < WARM_UP:
             return None
-        near = earlier[-max(50, 2 * age) :]
-        old, new = float(np.median(near)), float(np.median(later))
-        before, after = math.exp(old) - added, math.exp(new) - added
+        near = earlier[-max(NEAR, 2 * age) :]
+        old, new = float(_median(near)), float(_median(later))
         change = new - old
         if upward and change < 0:
             return None
         noise = float(_spread(near, old, upward=self._upward[place]))
         error = 1.2533 * noise * math.sqrt(1 / age + 1 / len(near))
-        settled = earlier[:-SAME] if len(earlier) >= WARM_UP + age + SAME else earlier
-        earlier_changes = _largest(settled, age, upward=upward)
-        if abs(change) < max(math.log1p(LEAST_CHANGE), CONTRAST * error, BEYOND * earlier_changes):
+        if abs(change) < max(math.log1p(LEAST_CHANGE), CONTRAST * error):
             return None
+        settled = earlier[:-SAME] if len(earlier) >= WARM_UP + age + SAME else earlier
+        if abs(change) < BEYOND * _largest(settled, age, upward=upward):
+            return None
+        while age < min(MOST_BLOCKS, len(row) - start) and abs(row[-age - 1] - new) < abs(row[-age - 1] - old):
+            age += 1  # the posterior may take it for younger than it is
         self._first[place] = self._blocks - age
-        return Change(series=self.series[place], step=self._steps - age * BLOCK, before=max(0.0, before), after=max(0.0, after))
+        before, after = max(0.0, math.exp(old) - added), max(0.0, math.exp(new) - added)
+        return Change(series=self.series[place], step=self.steps - age * BLOCK, before=before, after=after, told=self.steps - 1)
 
 
 _KEPT = HISTORY + MOST_BLOCKS
+_AT_ONCE = 128
+_PLACES, _BEFORE, _LATEST = np.arange(len(WIDTHS)), np.arange(-NEAR, 0), np.arange(-WIDTHS[-1], 0)
+_UNTIL = WIDTHS[1::2]  # what was before, of two windows each
+_WITHIN = -WIDTHS[:, None] <= _LATEST
 _LOG_STAY, _LOG_CHANGE = math.log1p(-HAZARD), math.log(HAZARD)
 
 
-def _middle(values: Sequence[float]) -> float:
-    """Their upper median without nan; nan if none is left."""
-    known = sorted(value for value in values if value == value)
-    return known[len(known) // 2] if known else math.nan
-
-
-def _middles(values: Floats) -> Floats:
-    """The same of each block and series, of (blocks, BLOCK, series)."""
-    rising = np.sort(values, axis=1)  # nan comes last
-    unknown = (rising != rising).sum(axis=1)
-    if not unknown.any():
-        return rising[:, BLOCK // 2]
-    return np.take_along_axis(rising, (BLOCK - unknown)[:, None] // 2, axis=1)[:, 0]
+def _median(values: Floats) -> Floats:
+    """Of each row, without nan; nan if none is left. numpy's takes ten times as long for a few values."""
+    rising, known = np.sort(values, axis=-1), (values == values).sum(axis=-1, keepdims=True)  # nan comes last
+    both: Floats = np.take_along_axis(rising, np.concatenate(((known - 1) // 2, known // 2), axis=-1), axis=-1).mean(axis=-1)
+    return both
 
 
 def _spread(values: Floats, middle: Floats | float, *, upward: "NDArray[np.bool_]") -> Floats:
     """Standard deviation of each row around its middle, by the median of deviations; of what falls, by those of neighbours."""
-    around = 1.4826 * np.median(np.abs(values - middle), axis=-1)
+    around = 1.4826 * _median(np.abs(values - middle))
     if not upward.any():
         return np.asarray(around)
-    return np.where(upward, 1.4826 / math.sqrt(2) * np.median(np.abs(np.diff(values)), axis=-1), around)
+    return np.where(upward, 1.4826 / math.sqrt(2) * _median(np.abs(np.diff(values))), around)
 
 
 def _largest(values: Floats, width: int, *, upward: bool) -> float:
     """The largest change, or rise, between the median of a window and that of the blocks before it, as it was before."""
-    changes = [0.0]
-    reach = max(50, 2 * width)
-    for end in range(len(values), WARM_UP + width - 1, -max(1, width // 2)):
-        window, before = values[end - width : end], values[max(0, end - width - reach) : end - width]
-        if len(before) >= WARM_UP:
-            change = float(np.median(window)) - float(np.median(before))
-            changes.append(change if upward else abs(change))
-    return max(changes)
+    reach = max(NEAR, 2 * width)
+    starts = np.arange(len(values), WARM_UP + width - 1, -max(1, width // 2))[:, None] - width
+    if not len(starts):
+        return 0.0
+    before = np.concatenate((np.full(reach, math.nan), values))[starts + np.arange(reach)]
+    changes = _median(values[starts + np.arange(width)]) - _median(before)
+    return max(0.0, float((changes if upward else np.abs(changes)).max()))
