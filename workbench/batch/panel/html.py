@@ -12,13 +12,7 @@ from workbench.core.display import html as stack
 from workbench.core.display.colors import ERROR, LINE, LINE_PALE, PHASES, SUCCESS, WARNING
 from workbench.core.display.table import escape
 
-COLORS = {
-    "inside": SUCCESS,
-    "edge": WARNING,
-    "unknown": PHASES["other"],
-    "outside": ERROR,
-    IMPOSSIBLE: ERROR,
-}
+COLORS = {"inside": SUCCESS, "edge": WARNING, "unknown": PHASES["other"], "outside": ERROR, IMPOSSIBLE: ERROR}
 """Validity → colour: green, amber, grey, red."""
 TINTS = {"inside": "finished", "edge": "stopped", "unknown": "stopped", "outside": "failed", IMPOSSIBLE: "failed"}
 """Validity → the state of a run whose badge has the same colour: green, amber, red."""
