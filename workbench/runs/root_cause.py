@@ -193,14 +193,7 @@ def _from_record(record: Mapping[str, Any]) -> _Suspect:
 
 
 def _from_death(failure: Failure, code: int, time_ns: int | None, late: float, first: int) -> _Suspect:
-    """
-    Args:
-        failure: how the rank ended.
-        code: its exit code.
-        time_ns: when; None = not known.
-        late: ranks that died later were ended by torchrun.
-        first: when the first rank died that did not end well. Torchrun ends ranks only after that.
-    """
+    """Of a rank's end: torchrun ended it if it died after `late`; none before `first`, when the first one died that did not end well."""
     by_torchrun = (code == -signal.SIGTERM and (time_ns is None or time_ns > first)) or (time_ns is not None and time_ns > late)
     waited = code == -signal.SIGABRT and is_consequence(failure.message)  # NCCL's watchdog ends the ranks that wait for another one
     tier = 3 if by_torchrun else 2 if waited else 1 if time_ns is None else 0

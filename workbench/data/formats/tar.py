@@ -369,14 +369,7 @@ def write(path: str, samples: Iterable[tuple[str, Sample]], schema: Mapping[str,
 
 
 def _headers(stems: list[bytes], sums: list[int], ending: bytes, lengths: list[int]) -> list[bytes]:
-    """The header of a field's file of each sample; b"" where there is none, whose length is -1.
-
-    Args:
-        stems: the names of samples.
-        sums: of the bytes of each.
-        ending: what follows a stem in the name of the file.
-        lengths: of the files.
-    """
+    """The header of each sample's file "stem + ending" of so many bytes; b"" where there is none, whose length is -1. `sums`: of stems."""
     if min(lengths) < 0 or max(lengths) >= _LARGEST or max(map(len, stems)) + len(ending) > 100:
         return [header(stem + ending, length) if length >= 0 else b"" for stem, length in zip(stems, lengths, strict=True)]
     endings, more = [ending + _PADDING[n] for n in range(101 - len(ending))][::-1], sum(ending)

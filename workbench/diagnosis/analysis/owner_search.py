@@ -139,12 +139,8 @@ def decide(
 
 
 def _further(seen: Interval, count: int, expected: float) -> int:
-    """How many trainings more of a set there should be; 0 = as many as are allowed would hardly tell its effect from none.
-
-    Args:
-        seen: its effect.
-        count: its trainings so far.
-        expected: the log ratio that it is to be told from.
+    """How many trainings more of a set with this effect there should be after `count`; 0 = as many as are allowed would hardly tell it from
+    none. `expected` is the log ratio that it is to be told from.
     """
     if count < MOST:
         return 1

@@ -86,13 +86,7 @@ def _tried(case: Case) -> Iterator[Remedy]:
 
 
 def _scope(remedy: Remedy, verdict: str, judgement: Judgement) -> str:
-    """Classify a remedy: does it remove what the verdict names?
-
-    Args:
-        remedy: of the source.
-        verdict: whose cause all remedies of the source remove; empty = they shorten any step.
-        judgement: what the step was judged to be.
-    """
+    """Does a remedy remove what the step was judged to be? All of its source remove the cause of `verdict`; "" = they shorten any step."""
     if verdict:
         return "cause" if judgement.verdict == verdict else "part"
     return "cause" if judgement.cause in REMOVES.get(remedy.name.partition("=")[0], ()) else "general"

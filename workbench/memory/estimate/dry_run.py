@@ -267,10 +267,7 @@ def _norms_gradient(func: Any, args: Any, kwargs: Any) -> Any:
     return (first if first is None else torch.empty(first.shape, dtype=first.dtype), *others)
 
 
-_AS_THEY_ARE: dict[str, Callable[[Any, Any, Any], Any]] = {
-    "_grouped_mm": _product,
-    "native_layer_norm_backward": _norms_gradient,
-}
+_AS_THEY_ARE: dict[str, Callable[[Any, Any, Any], Any]] = {"_grouped_mm": _product, "native_layer_norm_backward": _norms_gradient}
 """Operators that return other shapes or strides for fake tensors than for real ones."""
 
 

@@ -184,17 +184,9 @@ def _differing(expected: Mapping[str, Any], path: Path) -> tuple[Entry, ...]:
 def _watched(
     run: Run, out: Path, kill_after: int | None = None, chosen: random.Random | None = None, *, say: Callable[[int], object] = int
 ) -> tuple[float, int]:
-    """Count how often a script writes into its folder, until it ends or is killed.
+    """Count how often a script writes into its folder, until it ends or, after so many, is killed: a rank and a pause by `chosen`.
 
-    Args:
-        run: of the script.
-        out: its folder.
-        kill_after: writes after which a rank is killed; None = it is not.
-        chosen: of a rank, and of a pause before.
-        say: told the writes so far, again and again.
-
-    Returns:
-        Seconds after which it was killed, 0 = it was not; writes.
+    Returns the seconds after which it was killed, 0 = it was not, and the writes. `say` is told the writes so far, again and again.
     """
     start, writes, before = time.monotonic(), 0, _written(out)
     times = [start]

@@ -50,8 +50,7 @@ NEAR = 50
 GROUP = 4
 """Blocks that are looked at together."""
 WIDTHS = np.array((4, 6, 8, 12, 20, 36))
-"""Lengths in blocks of the windows whose medians are held against those of the NEAR blocks before: of the ages that are told, from the
-least on, so that of each age there are two thirds in one of them."""
+"""Lengths in blocks of the windows whose medians are held against those of NEAR blocks before: of each age, two thirds in one of them."""
 LOOSE = 0.75
 """Part of a change that is told at which the posterior is asked: it is told for other windows than these."""
 CAUGHT_UP = MOST_BLOCKS + SAME

@@ -209,14 +209,9 @@ def _consecutive(columns: Columns, kinds: Kinds, steps: Spans, length: int) -> S
 
 
 def _greedy(at: Numbers, whole: NDArray[np.bool_], seconds: Numbers, used: NDArray[np.bool_], length: int) -> list[Numbers]:
-    """Places of the sequences: of what is not used yet, that which takes longest, again and again.
+    """Places of the sequences: of what is not used yet (`used`, of each event, is changed), that which takes longest, again and again.
 
-    Args:
-        at: number of the sequence that begins at each place.
-        whole: does it lie in one group?
-        seconds: how long it takes.
-        used: of each event; is changed.
-        length: of all sequences.
+    `at` is the number of the sequence that begins at each place, `whole`: does it lie in one group?
     """
     order = np.argsort(at, kind="stable")
     order = order[whole[order]]
