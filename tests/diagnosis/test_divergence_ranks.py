@@ -63,6 +63,8 @@ def record_a_pipeline() -> None:
     found = [packed(of_ranks(spec, deep(), ranks, 2, double)) for double in (False, True)]
     if not ranks.rank:
         Path("recorded.json").write_text(json.dumps(found))
+    split = ONE.replace(task=f"{__file__}:built", tensor_parallel=2, nproc_per_node=2)
+    assert bool(of_ranks(split, built(), ranks, 1, False)) == (not ranks.rank)  # the others keep nothing
     ranks.agree(True)
     Ranks.leave()
 

@@ -173,9 +173,11 @@ def test_when_a_machine_is_lost_a_new_run_goes_on_with_the_other(tmp_path: Path)
         shutil.rmtree(folder)
     gone(run)
     left = wb.launch(run.spec.replace(nnodes=1, accumulation=2), resume=run, runs_dir=tmp_path)
+    limit = time.monotonic() + 180
     while not left.metric_rows and left.state == "running" and time.monotonic() < limit:
         time.sleep(0.1)
     left.stop(60)
+    assert left.metric_rows, (left, left.logs())
     first = left.metric_rows[0]
     assert first["step"] > 20
     assert first["step"] % 20 == 1

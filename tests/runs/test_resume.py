@@ -257,6 +257,11 @@ def test_a_new_run_goes_on_with_the_machines_that_are_left(tmp_path: Path, monke
         assert (run.path / run_directory.CHECKPOINTS / "step00000005.pt").exists()
         assert begun[-1].get("rendezvous", {}).get("nnodes") == meeting
         assert bool(run.join_command) == (left > 1)
+    where: dict[str, Any] = {"resume": path, "runs_dir": tmp_path / "runs", "rdzv_endpoint": "localhost:29400", "rdzv_timeout": 30}
+    wb.launch(SPEC.replace(nnodes=2, accumulation=2), **where)
+    assert begun[-1]["rendezvous"] == {"nnodes": 2, "endpoint": "localhost:29400", "timeout": 30}
+    with pytest.raises(LaunchError, match="rdzv_endpoint='localhost:29400' with one machine"):
+        wb.launch(SPEC.replace(nnodes=1, accumulation=4), **where)
 
 
 def test_a_run_that_somebody_else_has_resumed_meanwhile_does_not_begin_twice(tmp_path: Path, begun: list[dict[str, Any]]) -> None:

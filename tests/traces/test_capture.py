@@ -9,7 +9,7 @@ import math
 import os
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import pytest
 import torch
 
 import workbench as wb
+from tests.conftest import HandMade
 from tests.forked import Forks
 from tests.traced import on_cpu, write
 from workbench.core import run_directory
@@ -29,10 +30,11 @@ from workbench.timeline.loops import Loop as OtherLoop
 from workbench.timeline.marks import new_recorder
 from workbench.timeline.steps import StepRules
 from workbench.timeline.timeline import Step, Timeline
+from workbench.traces import api
 from workbench.traces.analysis.captured import Captured
 from workbench.traces.analysis.loading import TRACES
 from workbench.traces.analysis.reading import TraceError
-from workbench.traces.measure.profiled_run import RunProfiler
+from workbench.traces.measure.profiled_run import RunProfiler, hurry_together
 from workbench.traces.measure.profiled_script import StepBoundaries
 from workbench.traces.measure.profiler import keep_cupti_for_graphs, plain_profiler, why_no_profiler, without_kineto_lines
 
@@ -195,13 +197,30 @@ def test_from_the_first_step_to_the_last(tmp_path: Path) -> None:
 def test_a_trace_is_written_soon_when_the_budget_ends(
     tmp_path: Path, asked: int, traced: list[int], left_out: list[tuple[int, int]]
 ) -> None:
-    loop = Loop(tmp_path, Profile(steps=4, wait=12), steps=30, hurry=lambda: loop.done >= asked)
+    loop = Loop(tmp_path, Profile(steps=4, wait=12), steps=30, hurry=lambda done: done >= asked)
     loop.run(25)
     trace = wb.Trace.load(tmp_path)
     assert [step.index for step in trace.steps] == traced
     assert loop.left_out == left_out
     assert f"{len(traced)} of 4 steps were traced: the budget ended" in trace.notes
     assert why_no_profiler() is None
+
+
+def test_a_short_trace_that_is_hurried_is_whole(tmp_path: Path) -> None:
+    loop = Loop(tmp_path, Profile(steps=2, wait=12), steps=30, hurry=lambda done: done >= 3)
+    loop.run(25)
+    trace = wb.Trace.load(tmp_path)
+    assert [step.index for step in trace.steps] == [4, 5]
+    assert not [note for note in trace.notes if "were traced" in note]
+
+
+def test_ranks_that_see_the_end_of_the_budget_at_different_steps_heed_it_after_the_same(tmp_path: Path) -> None:
+    first, other = (hurry_together(tmp_path) for _ in range(2))
+    assert not other(6)
+    (tmp_path / run_directory.FINISH).touch()
+    assert not any((first(6), first(7), other(7)))
+    assert first(8)
+    assert other(8)
 
 
 def test_another_rank_only_leaves_steps_out(tmp_path: Path) -> None:
@@ -484,6 +503,25 @@ def test_the_profiler_plugin_of_tensorboard_reads_them(run: Run) -> None:
     assert theirs[0] > theirs[1]
     names = [path.name for path in (run.path / run_directory.TRACES).iterdir() if consts.WORKER_PATTERN.match(path.name)]
     assert sorted(names) == sorted(path.name for path in run.traces.values())
+
+
+def test_ctrl_c_in_a_launch_returns_what_was_written_and_says_so(
+    tmp_path: Path, by_hand: Callable[..., HandMade], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = RunSpec(task=f"{TOYS}:numbers", device="cpu", nproc_per_node=2)
+    hand = by_hand(spec=spec.replace(profile={"steps": 2, "wait": 2, "ranks": "all"}).to_json()).steps(6).ended("stopped")
+
+    def interrupt(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(api, "launch", lambda *_, **__: Run.load(hand.path))
+    monkeypatch.setattr(api, "wait_for", interrupt)
+    with pytest.raises(KeyboardInterrupt, match="trace was stopped by Ctrl-C before it knew anything"):
+        wb.trace(spec, ranks="all", steps=2, wait=2)
+    Loop(hand.path / run_directory.TRACES, Profile(steps=2, wait=2)).run(6)
+    traces = wb.trace(spec, ranks="all", steps=2, wait=2)
+    assert list(traces) == [0]
+    assert "stopped by Ctrl-C after 6 of 8 steps" in traces.notes
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from workbench.batch.analysis.proof import PlanProof
 from workbench.batch.analysis.scaled_lr import VALIDITY_TEXT, ScaledLr, number
 from workbench.batch.analysis.schedule import Schedule
 from workbench.core import units
-from workbench.core.display.axes import WIDTH, band, halo, ink, legend, marker_look, prepared
+from workbench.core.display.axes import WIDTH, band, halo, ink, legend, marker_look, note_beside, prepared
 from workbench.core.display.colors import LINE, LINE_PALE, SERIES
 from workbench.runs.spec import RunSpec
 
@@ -212,19 +212,7 @@ def _mark_enough(ax: Axes, running: Sequence[NoiseBlock]) -> None:
     if not enough:
         return
     first = enough[0].last
-    ax.axvline(first, color=ink(ax), linestyle=":", linewidth=1.2, label="_enough")
-    left = first > running[-1].last / 2
-    ax.annotate(
-        f"enough, from step {first}",
-        (first, 1),
-        (-6 if left else 6, -2),
-        xycoords=("data", "axes fraction"),
-        textcoords="offset points",
-        ha="right" if left else "left",
-        va="top",
-        color=ink(ax),
-        path_effects=halo(ax),
-    )
+    note_beside(ax, first, f"enough, from step {first}", left=first > running[-1].last / 2, path_effects=halo(ax))
 
 
 def _top(result: NoiseScale, running: Sequence[NoiseBlock]) -> float:

@@ -103,7 +103,8 @@ def audit(data: Any, *, near: bool = True, label: str | None = None, budget_s: f
                     if count % 64 == 0:
                         line.say(f"reading {every} samples", f"{len(seen) + len(unusable):,} samples are read")
                     if line.seconds > until and count != size:
-                        notes.append(f"the budget of {budget_s:g} s ended after {count:,} {there}{of}; budget_s=None reads all")
+                        over = f"{until:.3g} s of the budget of {budget_s:g} s were over"
+                        notes.append(f"{over} after {count:,} {there}{of}; budget_s=None reads all")
                         break
             except KeyboardInterrupt:
                 if not seen:
@@ -404,12 +405,12 @@ def _groups(seen: list[_Seen], near: bool, line: Waiting) -> tuple[list[Group], 
             groups.append(Group(kind=weakest, members=_ordered(seen, places)))
     groups.sort(key=lambda group: (-len(group.members), group.members[0].where))
     notes: list[str] = []
-    share, ended = 0.0, ""
+    share, ended, why = 0.0, "", "the budget ended"
 
     def go_on(compared: float) -> bool:
         nonlocal share, ended
-        line.say(f"comparing {kind}", f"{units.percent(compared)} of {len(kept):,} are compared")
-        share, ended = compared, "the budget ended" if line.left <= 0 else ""
+        line.say(f"comparing {kind}: {units.percent(compared)} of {len(kept):,} are compared")
+        share, ended = compared, why if line.left <= 0 else ""
         return not ended
 
     for kind, of in (("near pictures", "look"), ("near texts", "shingles")) if near else ():
@@ -420,10 +421,12 @@ def _groups(seen: list[_Seen], near: bool, line: Waiting) -> tuple[list[Group], 
         try:
             pairs = (near_pictures if of == "look" else near_texts)(kept, go_on=go_on)
         except KeyboardInterrupt:
-            share, ended = 0.0, INTERRUPTED
+            share, ended = 0.0, (why := INTERRUPTED)
             line.spend()
         if ended:
-            notes.append(f"{ended} when {kind} were looked for: {units.percent(share)} of {len(kept):,} were compared with the others")
+            others = "the others" if of == "look" else "each other"
+            said = f"only the first {units.percent(share)} of {len(kept):,} were compared with {others}"
+            notes.append(f"{ended} when {kind} were looked for: {said}")
         stars = star_groups(pairs)
         groups += [Group(kind=kind, members=_ordered(seen, [places[i] for i in star], sort=False)) for star in stars]
     return groups, notes

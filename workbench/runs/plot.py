@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from workbench.core import units
-from workbench.core.display.axes import WIDTH, Bar, bar_chart, ink, legend, prepared, style_axes
+from workbench.core.display.axes import WIDTH, Bar, bar_chart, ink, legend, note_beside, prepared, style_axes
 from workbench.core.display.colors import LINE, SERIES
 from workbench.core.display.colors import PHASES as COLORS
 from workbench.core.run_directory import METRIC_KEYS
@@ -107,18 +107,8 @@ def _mark_evaluation(ax: Axes, rows: list[dict[str, float]]) -> None:
         figures = {name: value for name, value in row.items() if name not in METRIC_KEYS}
         if not figures:
             continue
-        left = row["step"] > last / 2  # the text stands on the side that has room
-        ax.axvline(row["step"], color=ink(ax), linestyle=":", linewidth=1.2)
-        ax.annotate(
-            "\n".join(f"{name} {value:.3g}" for name, value in figures.items()),
-            (row["step"], 1),
-            (-6 if left else 6, -2),
-            xycoords=("data", "axes fraction"),
-            textcoords="offset points",
-            ha="right" if left else "left",
-            va="top",
-            color=ink(ax),
-        )
+        text = "\n".join(f"{name} {value:.3g}" for name, value in figures.items())
+        note_beside(ax, row["step"], text, left=row["step"] > last / 2)  # on the side that has room
 
 
 def _draw_rates(ax: Axes, rates: list[tuple[float, float]]) -> None:

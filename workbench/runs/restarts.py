@@ -16,6 +16,10 @@ from workbench.runs.spec import AUTO, RunSpec, Spec, SpecError
 
 RESHAPED = ("nproc_per_node", "micro_batch", "accumulation")
 """Knobs that a restart with fewer ranks changes."""
+WITH_WHAT_IS_LEFT = (
+    "With the machines that are left a new run goes on from its last checkpoint: "
+    "wb.launch(run.spec.replace(nnodes=…, accumulation=…), resume=run)"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,8 +92,8 @@ def check(spec: Spec, max_restarts: int, min_ranks: int | None, error: type[Valu
         )
     if spec.nnodes > 1:
         raise error(
-            f"{said} with nnodes={spec.nnodes}: a run of several machines does not restart by itself. On Slurm, Slurm(requeue=True) does; "
-            "with the machines that are left a new run goes on: wb.launch(run.spec.replace(nnodes=…), resume=run)"
+            f"{said} with nnodes={spec.nnodes}: a run of several machines does not restart by itself. On Slurm, Slurm(requeue=True) does. "
+            f"{WITH_WHAT_IS_LEFT}"
         )
     if not spec.checkpoint_every:
         raise error(f"{said} without checkpoints: it would begin anew each time; try checkpoint_every=100")

@@ -4,11 +4,11 @@ import dataclasses
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 from workbench.core import run_directory
 from workbench.core.checks import check_budget, whole_number
-from workbench.core.progress import Waiting, say_what_was_interrupted
+from workbench.core.progress import INTERRUPTED, Waiting, say_what_was_interrupted
 from workbench.runs.launch.experiments import wait_for
 from workbench.runs.launch.launch import label, launch
 from workbench.runs.profile import ALL, STEPS, Profile
@@ -22,10 +22,28 @@ from workbench.traces.analysis.trace import Trace
 from workbench.traces.analysis.trace_set import TraceSet
 
 Ranks = Literal["all"] | int | Iterable[int]
+_Step = Callable[[Any], Any]
+_Where = str | os.PathLike[str] | None
+_Given = RunSpec | Run | str | os.PathLike[str]
 BUDGET = 60.0
 """Default of `budget_s`."""
 
 
+class _More(TypedDict, total=False):
+    steps: int
+    shapes: bool
+    stacks: bool
+    memory: bool
+    flops: bool
+    budget_s: float | None
+
+
+@overload
+def trace(
+    step: _Step, loader: Iterable[Any] | None = None, *, into: _Where = None, model: Any = None, optimizer: Any = None, **kw: Unpack[_More]
+) -> Trace: ...
+@overload
+def trace(step: _Given, *, ranks: Ranks | None = None, wait: int | None = None, runs_dir: _Where = None, **kw: Unpack[_More]) -> Any: ...
 def trace(
     step: Callable[[Any], Any] | RunSpec | Run | str | os.PathLike[str],
     loader: Iterable[Any] | None = None,
@@ -42,7 +60,7 @@ def trace(
     flops: bool = False,
     budget_s: float | None = BUDGET,
     runs_dir: str | os.PathLike[str] | None = None,
-) -> Trace | Any:
+) -> Any:
     """Trace some steps with torch's profiler, and read the trace.
 
     * `trace(step, loader)` traces in this process, after the prefetch queue was emptied, which would hide a slow loader. As many steps are
@@ -94,7 +112,9 @@ def trace(
     if isinstance(given, RunSpec):
         profile = {"steps": steps, "ranks": 0 if ranks is None else ranks, "wait": wait, **options}
         with say_what_was_interrupted("trace"):
-            return of_run(_launched(given, profile, runs_dir, budget_s))
+            run, note = _launched(given, profile, runs_dir, budget_s)
+            found = of_run(run)
+            return dataclasses.replace(found, notes=(*found.notes, note)) if note else found
     whole_number("steps", steps, least=2, also="; with 5 one sees how much they vary")
     Profile(steps=steps, shapes=shapes, stacks=stacks, memory=memory, flops=flops)  # refuses what is neither True nor False
     from workbench.traces.measure.capture import Options, capture
@@ -137,8 +157,8 @@ def _why_none(run: Run) -> str:
     )
 
 
-def _launched(spec: RunSpec, profile: dict[str, Any], runs_dir: str | os.PathLike[str] | None, budget_s: float | None) -> Run:
-    """Train until the traced steps have been compared with others."""
+def _launched(spec: RunSpec, profile: dict[str, Any], runs_dir: str | os.PathLike[str] | None, budget_s: float | None) -> tuple[Run, str]:
+    """Train until the traced steps have been compared with others. The run, and a note if that was not reached."""
     try:
         parsed = Profile.of(profile)
     except ValueError as error:
@@ -148,22 +168,24 @@ def _launched(spec: RunSpec, profile: dict[str, Any], runs_dir: str | os.PathLik
     changed = spec.replace(profile=parsed, steps=steps, warmup_steps=min(spec.warmup_steps, steps), noise_scale=False, **UNEVALUATED)
     run = launch(changed, runs_dir=runs_dir, name=f"{label(spec)} trace")
     wanted = spec.world_size if parsed.ranks == ALL else len(parsed.ranks)
-    line = Waiting("trace", budget_s)
+    line, ended = Waiting("trace", budget_s), INTERRUPTED
 
     def tick() -> None:
+        nonlocal ended
         if not run.progress[0]:
             line.begin_again()
         elif line.left <= 0:
             (run.path / run_directory.FINISH).touch()  # its profilers look for it
             if sum(Captured.beside(path).exists() for path in run.traces.values()) == wanted:
+                ended = "the budget ended"
                 raise KeyboardInterrupt
 
     try:
-        return wait_for(run, show=Run.progress_words, tick=tick)
+        return wait_for(run, show=Run.progress_words, tick=tick), ""
     except KeyboardInterrupt:
         if not run.traces:
             raise
-        return run
+        return run, f"{ended} after {run.progress[0]} of {steps} steps"
 
 
 _TARGET = Measured(

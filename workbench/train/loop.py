@@ -19,7 +19,7 @@ from workbench.runs.restarts import first_step
 from workbench.runs.spec import AUTO, RunSpec, check_profile
 from workbench.runs.task import Task, TaskError
 from workbench.timeline.step_timer import StepTimer
-from workbench.traces.measure.profiled_run import RunProfiler
+from workbench.traces.measure.profiled_run import RunProfiler, hurry_together
 from workbench.train import provenance
 from workbench.train.checkpoints import Checkpoints
 from workbench.train.choose_micro_batch import choose
@@ -136,7 +136,7 @@ def train(
     profiled = None
     if spec.profile:
         about: dict[str, Any] = {"rank": ranks.rank, "queue": spec.queue, "steps": spec.steps}
-        about |= {"hurry": (run_dir / run_directory.FINISH).exists}
+        about |= {"hurry": hurry_together(run_dir)}
         profiled = RunProfiler(spec.profile, run_dir / run_directory.TRACES, timer.leave_out, **about)
     if spec.compile != "none":
         timer.leave_out(0, 0)

@@ -56,7 +56,7 @@ def figures(planned: Planned) -> str:
         tiles.append(("betas", numbers(scaled.betas), numbers(before.betas if before and before.betas else ())))
     tiles.append(("warm-up", _steps(plan.warmup_steps), _steps(old.warmup_steps)))
     tiles += _outlook(planned)
-    shown = f'<div class="wb-tiles" style="display:flex;flex-wrap:wrap;gap:8px 36px">{"".join(_tile(*tile) for tile in tiles)}</div>'
+    shown = stack.tiles((label, value, _was(value, before)) for label, value, before in tiles)
     return shown + "".join(f'<div class="wb-what">{escape(line)}</div>' for line in _small_print(planned, plan))
 
 
@@ -91,12 +91,8 @@ def _steps(count: int) -> str:
     return f"{count:,} step{'s' * (count != 1)}" if count else "none"
 
 
-def _tile(label: str, value: str, before: str) -> str:
-    was = "of that as it is" if not before else f"was {before}" if before != value else "as before"
-    return (
-        f'<div class="wb-tile"><span class="wb-label">{escape(label)}</span><span class="wb-value"> {escape(value)}</span>'
-        f'<span class="wb-was" style="display:block;grid-column:1;font-size:12px"> {escape(was)}</span></div>'
-    )
+def _was(value: str, before: str) -> str:
+    return "of that as it is" if not before else f"was {before}" if before != value else "as before"
 
 
 def ladder(planned: Planned) -> str:

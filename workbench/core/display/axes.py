@@ -110,6 +110,14 @@ def band(ax: Axes, places: Any, low: Any, high: Any, color: str, *, predicted: b
     return shown
 
 
+def note_beside(ax: Axes, x: float, text: str, *, left: bool, **look: Any) -> None:
+    """A dotted line over all of the height at `x`, and at its top a text, on its left or its right."""
+    ax.axvline(x, color=ink(ax), linestyle=":", linewidth=1.2, label="_note")
+    offset, side = ((-6, -2), "right") if left else ((6, -2), "left")
+    where: Any = {"xycoords": ("data", "axes fraction"), "textcoords": "offset points", "ha": side, "va": "top"}
+    ax.annotate(text, (x, 1), offset, **where, color=ink(ax), **look)
+
+
 def halo(ax: Axes, width: float = 2.6) -> list[Any]:
     """Path effects that set a mark or text off from what is below it."""
     from matplotlib import patheffects

@@ -106,6 +106,16 @@ def legend(colors: Mapping[str, str], indent: int = LABEL, styles: Mapping[str, 
     return f'<div class="wb-legend" style="margin-top:4px;margin-left:{indent}px">{keys}</div>'
 
 
+def tiles(boxes: Iterable[tuple[str, str, str]]) -> str:
+    """Figures side by side, each from its label, its value and what is small below it."""
+    drawn = (
+        f'<div class="wb-tile"><span class="wb-label">{escape(label)}</span><span class="wb-value"> {escape(value)}</span>'
+        f'<span class="wb-was" style="display:block;grid-column:1;font-size:12px"> {escape(small)}</span></div>'
+        for label, value, small in boxes
+    )
+    return f'<div class="wb-tiles" style="display:flex;flex-wrap:wrap;gap:8px 36px">{"".join(drawn)}</div>'
+
+
 def sheet() -> str:
     """The style sheet of all panels, with the variables that name the colours."""
     return CSS + Path(__file__).with_name("panels.css").read_text(encoding="utf-8")

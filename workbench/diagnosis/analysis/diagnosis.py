@@ -20,7 +20,7 @@ from workbench.data.analysis.format_costs import FormatComparison
 from workbench.diagnosis.analysis.costs import MAX_BLOCK_SPREAD, is_crowded, noise_warnings
 from workbench.diagnosis.analysis.evidence import Evidence
 from workbench.diagnosis.analysis.loader_model import LoaderCurve
-from workbench.diagnosis.analysis.proof import Proof
+from workbench.diagnosis.analysis.proof import Proof, remedy_table
 from workbench.diagnosis.analysis.remedies import remedies_for
 from workbench.diagnosis.analysis.remedy import Choice, Remedy, find_remedy, gain_of, of_knobs, sort_key
 from workbench.diagnosis.analysis.step_model import Parts, StepModel
@@ -251,21 +251,9 @@ class Diagnosis(JsonDataclass):
     @property
     def remedy_table(self) -> display.Table:
         """One row per remedy, with its proof: first those that remove the cause, the best first."""
-        rows = []
-        for i, remedy in enumerate(self.remedies, 1):
-            proved = [proof for proof in self.proofs if proof.remedy.name == remedy.name]
-            measured = units.times(proved[-1].measured.mid) if proved else ("not yet" if remedy.provable else units.MISSING)
-            rows.append([i, remedy.name, remedy.gain, measured, remedy.advice])
-        first = next(
-            (f"; prove({i}) runs {'the first' if i == 1 else remedy.name}" for i, remedy in enumerate(self.remedies, 1) if remedy.provable),
-            "",
-        )
-        return display.Table(
-            columns=("", "remedy", "predicted", "measured", "what to do"),
-            rows=rows,
-            title="What would help",
-            note="predicted throughput over that of now, each alone: gains do not multiply" + first,
-        )
+        named = ((i, "the first" if i == 1 else remedy.name) for i, remedy in enumerate(self.remedies, 1) if remedy.provable)
+        first = next((f"; prove({i}) runs {name}" for i, name in named), "")
+        return remedy_table(self.remedies, self.proofs, "predicted throughput over that of now, each alone: gains do not multiply" + first)
 
     @property
     def _tables(self) -> list[display.Table]:

@@ -1,7 +1,7 @@
 """Proof: a remedy that was run, predicted against measured. Ladder: the throughput after one proved remedy on top of another."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -124,6 +124,16 @@ def proof_row(proof: Proof) -> dict[str, object]:
         "gained": proof.gained,
         "held": proof.held,
     }
+
+
+def remedy_table(remedies: Sequence[Remedy], proofs: Sequence[Proof], note: str) -> display.Table:
+    """One row per remedy, with what its last proof measured."""
+    rows = []
+    for i, remedy in enumerate(remedies, 1):
+        proved = [proof for proof in proofs if proof.remedy.name == remedy.name]
+        measured = units.times(proved[-1].measured.mid) if proved else ("not yet" if remedy.provable else units.MISSING)
+        rows.append([i, remedy.name, remedy.gain, measured, remedy.advice])
+    return display.Table(columns=("", "remedy", "predicted", "measured", "what to do"), rows=rows, title="What would help", note=note)
 
 
 def _between(interval: Interval) -> str:

@@ -19,7 +19,7 @@ from workbench.diagnosis.analysis.gap import SAME, UNEXPLAINED, Gap, gap_of
 from workbench.diagnosis.analysis.gap_evidence import GapEvidence
 from workbench.diagnosis.analysis.gap_forecast import predict_gap
 from workbench.diagnosis.analysis.gap_remedies import remedies_for_gap
-from workbench.diagnosis.analysis.proof import Proof
+from workbench.diagnosis.analysis.proof import Proof, remedy_table
 from workbench.diagnosis.analysis.remedy import Choice, Remedy, find_remedy
 from workbench.runs.spec import RunSpec, ScriptSpec, Spec
 from workbench.scaling.analysis.curve.curve import ScalingCurve
@@ -314,17 +314,8 @@ class WhyNotLinear(JsonDataclass):
     @property
     def remedy_table(self) -> display.Table:
         """One row per remedy, with its proof."""
-        rows = []
-        for i, remedy in enumerate(self.remedies, 1):
-            proved = [proof for proof in self.proofs if proof.remedy.name == remedy.name]
-            measured = units.times(proved[-1].measured.mid) if proved else ("not yet" if remedy.provable else units.MISSING)
-            rows.append([i, remedy.name, remedy.gain, measured, remedy.advice])
-        return display.Table(
-            columns=("", "remedy", "predicted", "measured", "what to do"),
-            rows=rows,
-            title="What would help",
-            note=f"predicted throughput of {self.world_size} ranks over that of now, each alone: gains do not multiply",
-        )
+        note = f"predicted throughput of {self.world_size} ranks over that of now, each alone: gains do not multiply"
+        return remedy_table(self.remedies, self.proofs, note)
 
     @property
     def _tables(self) -> list[display.Table]:

@@ -36,6 +36,8 @@ class RanksRecorder:
         self.entries: list[Entry] = []
         self.step, self.samples = 0, 0
         self._model, self._readers, self._group = trainer.module, trainer.layout.readers, trainer.layout.data
+        split = trainer.layout.tensor
+        self._keep = not self._readers.rank and (split is None or not split.get_local_rank())
         self._calls: Counter[str] = Counter()
         self._forward = False
         trainer.phase = self._phase
@@ -63,7 +65,7 @@ class RanksRecorder:
 
     def add(self, kind: str, key: tuple[Any, ...], phase: str, module: str, tensors: Sequence[Tensor]) -> None:
         """Keep the sketches of tensors that are whole."""
-        if not self._readers.rank and tensors:
+        if self._keep and tensors:
             sketches = tuple(sketch(tensor) for tensor in tensors if tensor.numel() and not tensor.is_complex())
             self.entries.append(Entry(kind, key, self.step, phase, module, "", sketches))
 

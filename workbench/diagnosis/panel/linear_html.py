@@ -124,7 +124,7 @@ def tiles(answer: WhyNotLinear, drawn: Waterfall, price: float, earlier: float |
         words = f"{units.times(gain.mid)} ({units.times(gain.low)} … {units.times(gain.high)})"
         boxes.append(("fixed, predicted", units.rate(drawn.after, unit), words))
     boxes.append((*_price(answer, drawn, price), ""))
-    return f'<div class="wb-tiles" style="display:flex;flex-wrap:wrap;gap:8px 36px">{"".join(_tile(*box) for box in boxes)}</div>'
+    return stack.tiles(boxes)
 
 
 def _price(answer: WhyNotLinear, drawn: Waterfall, price: float) -> tuple[str, str]:
@@ -132,13 +132,6 @@ def _price(answer: WhyNotLinear, drawn: Waterfall, price: float) -> tuple[str, s
     if price > 0:
         return f"a million {answer.unit} cost", f"{price * answer.world_size / 3600 / rate * 1e6:,.4g}"
     return "cost of a sample, relative to one rank", units.times(drawn.full / rate)
-
-
-def _tile(label: str, value: str, small: str) -> str:
-    return (
-        f'<div class="wb-tile"><span class="wb-label">{escape(label)}</span><span class="wb-value"> {escape(value)}</span>'
-        f'<span class="wb-was" style="display:block;grid-column:1;font-size:12px"> {escape(small)}</span></div>'
-    )
 
 
 def legend(drawn: Waterfall) -> str:

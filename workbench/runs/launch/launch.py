@@ -55,7 +55,8 @@ def launch(
             `timeout` can be given with it. Order of samples, random numbers, weights and schedule go on where they were; `prove_resume`
             finds out whether that makes the run the same bit for bit. What its processes printed before is in `attempts/`. With a
             `target` that differs from its spec in how ranks share the work (`parallel`, `nnodes`, `micro_batch`, …), a new run begins with
-            its last checkpoint: the same weights and states of the optimizer, on other ranks.
+            its last checkpoint: the same weights and states of the optimizer, on other ranks. It takes `runs_dir`, `name`, `rdzv_endpoint`
+            and `rdzv_timeout`, too.
         args: the script's arguments.
         nproc_per_node: ranks on this machine; None = the spec's own, 1 for a script.
         watch: find the script's loaders, modules and optimizers as it runs and write a Timeline per rank (a RunSpec always has one).
@@ -82,14 +83,15 @@ def launch(
         SpecError: no such knob, or a value it does not take; fewer steps than `profile` needs.
         TaskError: the task's file or function is not there.
     """
+    check_timeout(timeout)
+    check_timeout(rdzv_timeout, "rdzv_timeout")
     if resume is not None:
         other = target if isinstance(target, RunSpec) and differs_in_layout(resume, target) else None
         given: dict[str, Any] = {"args": list(args), "nproc_per_node": nproc_per_node, "watch": watch}
-        given |= {} if other else {"runs_dir": runs_dir, "name": name}
-        given |= {"nnodes": nnodes, "rdzv_endpoint": rdzv_endpoint, "rdzv_timeout": rdzv_timeout, "on": on, "on_hang": on_hang}
-        given |= {"max_restarts": max_restarts, "min_ranks": min_ranks}
+        given |= {"nnodes": nnodes, "on": on, "on_hang": on_hang, "max_restarts": max_restarts, "min_ranks": min_ranks}
+        if not other:
+            given |= {"runs_dir": runs_dir, "name": name, "rdzv_endpoint": rdzv_endpoint, "rdzv_timeout": rdzv_timeout}
         _refuse_changes(given, knobs)
-        check_timeout(timeout)
         ended = resumable(resume, None if other else target, anew=other is not None)
         if other:
             if other.local_sgd != "none":
@@ -99,10 +101,11 @@ def launch(
                 )
             other = other.replace(**task.code_names(ended.spec))
             check(other, alone=False)
+            meeting = _meeting(other, rdzv_endpoint, rdzv_timeout)
             new = NewRun(runs_dir, name or label(other))
             take_checkpoints(ended.run, new)
             alarm = environment.asked_of_launch({}, ended.info).get(run_directory.ENV_ALARM, "")
-            return new.start(other, spec_entrypoint(other, new.path), timeout, rendezvous=_meeting(other), alarm=alarm)
+            return new.start(other, spec_entrypoint(other, new.path), timeout, rendezvous=meeting, alarm=alarm)
         check(ended.spec)
         return go_on(ended, timeout)
     for word in ("task", "spec", "script"):
@@ -122,8 +125,6 @@ def launch(
         spec = script_spec(target, knobs, args=args, watch=bool(watch), **ranks)
     check_profile(spec)
     choice("on_hang", on_hang, ON_HANG, error=LaunchError)
-    check_timeout(timeout)
-    check_timeout(rdzv_timeout, "rdzv_timeout")
     if on is not None and max_restarts:
         raise LaunchError(f"max_restarts={max_restarts} with on={on!r}: Slurm starts a job again by itself, with Slurm(requeue=True)")
     restarts.check(spec, max_restarts, min_ranks, LaunchError)
@@ -135,8 +136,6 @@ def launch(
         new = NewRun(runs_dir, name or label(spec))
         batch = {"system": "slurm", "rdzv_timeout": rdzv_timeout} | on.kept
         return new.start(spec, spec_entrypoint(spec, new.path), timeout, submit=on.submit, batch=batch, on_hang=on_hang)
-    if rdzv_endpoint is not None and spec.nnodes == 1:
-        raise LaunchError(f"rdzv_endpoint={rdzv_endpoint!r} with one machine, which has no other to meet; add nnodes=2 or more")
     check(spec, alone=False)
     meeting = _meeting(spec, rdzv_endpoint, rdzv_timeout)
     new = NewRun(runs_dir, name or label(spec))
@@ -145,8 +144,10 @@ def launch(
     return new.start(spec, program, timeout, rendezvous=meeting, on_hang=on_hang, elastic=elastic, alarm=alarm)
 
 
-def _meeting(spec: Spec, endpoint: str | None = None, timeout: float = TIMEOUT) -> Rendezvous | None:
-    """Where the machines of a spec meet; None = it has one."""
+def _meeting(spec: Spec, endpoint: str | None, timeout: float) -> Rendezvous | None:
+    """Where the machines of a spec meet; None = it has one, for which an endpoint raises a LaunchError."""
+    if endpoint is not None and spec.nnodes == 1:
+        raise LaunchError(f"rdzv_endpoint={endpoint!r} with one machine, which has no other to meet; add nnodes=2 or more")
     return Rendezvous(nnodes=spec.nnodes, endpoint=endpoint or free_endpoint(), timeout=timeout) if spec.nnodes > 1 else None
 
 

@@ -20,6 +20,7 @@ from workbench.runs.guards import ranks_of
 from workbench.runs.launch import environment
 from workbench.runs.launch.new_run import GIT_PATIENCE, LaunchError, NewRun, end_guard, open_lock, wait_for_reaped
 from workbench.runs.launch.rendezvous import loopback_environ
+from workbench.runs.restarts import WITH_WHAT_IS_LEFT
 from workbench.runs.run import ACTIVE, Run
 from workbench.runs.spec import RunSpec
 from workbench.runs.task import code_files, code_names, with_files_at
@@ -220,8 +221,7 @@ def _checked_spec(run: Run, info: dict[str, Any], target: Any, anew: bool) -> Ru
         raise LaunchError(f"{run!r} goes on as it was launched, {_difference(spec, target)}: leave the spec out, or launch it as a new run")
     if spec.nnodes > 1 and not anew:
         raise LaunchError(
-            f"{run!r} is of {spec.nnodes} machines: only a run of one goes on here; on Slurm, with Slurm(requeue=True). With the machines "
-            "that are left a new run goes on from its last checkpoint: wb.launch(run.spec.replace(nnodes=…, accumulation=…), resume=run)"
+            f"{run!r} is of {spec.nnodes} machines: only a run of one goes on here; on Slurm, with Slurm(requeue=True). {WITH_WHAT_IS_LEFT}"
         )
     return spec
 

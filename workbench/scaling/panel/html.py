@@ -61,14 +61,7 @@ def figures(place: Place, samples: float, price: float | None, intensity: float 
         tiles.append(("energy", units.count(1000 * kwh, "Wh"), f"estimated by design power of {place.device}"))
     if kwh is not None and intensity is not None:
         tiles.append(("carbon", f"{units.count(kwh * intensity, 'g')} CO2e", f"at {intensity:g} g per kWh"))
-    return f'<div class="wb-tiles" style="display:flex;flex-wrap:wrap;gap:8px 36px">{"".join(_tile(*tile) for tile in tiles)}</div>'
-
-
-def _tile(label: str, value: str, small: str) -> str:
-    return (
-        f'<div class="wb-tile"><span class="wb-label">{escape(label)}</span><span class="wb-value"> {escape(value)}</span>'
-        f'<span class="wb-was" style="display:block;grid-column:1;font-size:12px"> {escape(small)}</span></div>'
-    )
+    return stack.tiles(tiles)
 
 
 def picture(places: Sequence[Place], measured: Sequence[tuple[int, float]], now: Place) -> str:

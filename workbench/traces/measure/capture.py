@@ -140,7 +140,8 @@ def export(profiler: Any, path: Path, half: str = "") -> None:
     try:
         profiler.export_chrome_trace(str(plain))
         if half:
-            plain.write_text(plain.read_text().replace(f'"{half}"', '"interrupted step"'))
+            text = plain.read_text(encoding="utf-8").replace(f'"{half}"', '"interrupted step"')
+            plain.write_text(text, encoding="utf-8")
         with plain.open("rb") as source, gzip.open(packed, "wb", compresslevel=LEVEL) as target:
             shutil.copyfileobj(source, target, 2**20)
         packed.replace(path)
@@ -277,9 +278,14 @@ def _take(run: _Run, captured: Captured, steps: int, options: Options) -> None:
     captured.compare(plain, traced)
     write_captured(captured)  # a later step may fail, and the trace is there
     if not run.cut:
-        with contextlib.suppress(KeyboardInterrupt):
+        try:
             run.once()  # the profiler's end frees much memory
-            captured.compare([*plain, *run.timed(fit - len(plain))], traced)
+            plain += run.timed(fit - len(plain))
+            captured.compare(plain, traced)
+        except KeyboardInterrupt:
+            run.cut = INTERRUPTED
+        if run.cut:
+            captured.notes.append(f"{len(plain)} of {fit} steps were timed without the profiler: {run.cut}")
     if run.feed.queue:
         captured.notes.append(f"the prefetch queue of {run.feed.queue} batches was emptied before: it would have hidden a slow loader")
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from workbench.core import units
+from workbench.core import run_directory, units
 from workbench.runs.profile import PLAIN, Profile
 from workbench.traces.analysis.captured import Captured
 from workbench.traces.measure.capture import FETCH, Options, TimedStep, export, file_name, profiling, seconds_of, write_captured
@@ -33,7 +33,7 @@ class RunProfiler:
         queue: int = 0,
         steps: int | None = None,
         name: str = "",
-        hurry: Callable[[], bool] = bool,
+        hurry: Callable[[int], bool] = lambda done: False,
     ) -> None:
         """Mark the steps that will not count.
 
@@ -46,7 +46,8 @@ class RunProfiler:
             queue: steps whose batches the loader makes ahead at most.
             steps: of the run; None = not known.
             name: how the file's name begins; "" = with the rank.
-            hurry: is asked after each step whether the trace is to be written soon: two steps are traced then, if none is yet.
+            hurry: is asked after each step, with the number done, whether the trace is to be written soon: two steps are traced then, if
+                none is yet. All ranks have to hear it after the same step, as by `hurry_together`.
         """
         self._hurry, self._hurried = hurry, False
         self._profile, self._rank, self._folder, self._leave_out = profile, rank, folder, leave_out
@@ -102,11 +103,12 @@ class RunProfiler:
         if self._first_call:
             self._first_call, self._base = False, done
             self._say_which(done)
-        elif not self._hurried and done < self._end and self._hurry():
+        elif not self._hurried and done < self._end and self._hurry(done):
             self._hurried, self._late = True, 0
             self._start = min(self._start, done)
             self._end = max(done, self._start + 1 + min(2, self._profile.steps))
-            self._captured.notes.append(f"{self._end - self._start - 1} of {self._profile.steps} steps were traced: the budget ended")
+            if (steps := self._end - self._start - 1) < self._profile.steps:
+                self._captured.notes.append(f"{steps} of {self._profile.steps} steps were traced: the budget ended")
             if done == self._start:
                 self._leave_out(max(0, done - 1) - self._base, self._end - self._base)
         if not self._on:
@@ -193,6 +195,24 @@ class RunProfiler:
         self._captured.compare(*(seconds_of(self._laps[stretch]) for stretch in ("plain", "traced")))
         self._folder.mkdir(parents=True, exist_ok=True)
         write_captured(self._captured)
+
+
+def hurry_together(run_dir: Path) -> Callable[[int], bool]:
+    """`hurry` of a rank of a launched run, whose directory gets the file FINISH when the budget ends.
+
+    The first rank that sees it says in another file after which step all heed it: two later, since others may be a step ahead.
+    """
+    asked, agreed = run_dir / run_directory.FINISH, run_dir / run_directory.FINISH_AFTER
+
+    def hurry(done: int) -> bool:
+        if not asked.exists():
+            return False
+        with contextlib.suppress(OSError), agreed.open("x", encoding="utf-8") as file:
+            file.write(str(done + 2))
+        after = agreed.read_text(encoding="utf-8") if agreed.exists() else ""
+        return bool(after) and done >= int(after)
+
+    return hurry
 
 
 ALARM_STEPS = 3
