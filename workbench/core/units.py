@@ -1,6 +1,7 @@
-"""Formats numbers as text: the only file with prefixes, percent signs and thousands separators."""
+"""Formats numbers and knobs as text: the only file with prefixes, percent signs and thousands separators."""
 
 import math
+from collections.abc import Mapping
 
 _TIME = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
 _BYTES = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
@@ -46,6 +47,11 @@ def bytes_(value: float | None) -> str:
         if abs(value) >= 0.9995 * scale:
             return f"{_digits(value / scale)} {unit}"
     return f"{value:,.0f} B"
+
+
+def knobs(changes: Mapping[str, object]) -> str:
+    """`{"precision": "amp_bf16", "micro_batch": 8}` → "precision=amp_bf16, micro_batch=8"."""
+    return ", ".join(f"{name}={value}" for name, value in changes.items())
 
 
 def count(value: float | None, unit: str = "") -> str:

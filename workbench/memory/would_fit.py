@@ -9,7 +9,7 @@ from workbench.core.device import Device
 from workbench.core.display import table as display
 from workbench.memory.analysis.breakdown import MemoryBreakdown
 from workbench.memory.analysis.fit import MARGIN
-from workbench.memory.analysis.whatif import MaxMicroBatch, MemoryLadder, changes_in_words, needed
+from workbench.memory.analysis.whatif import MaxMicroBatch, MemoryLadder, needed
 from workbench.memory.ladder import memory_ladder
 from workbench.memory.max_micro_batch import max_micro_batch
 from workbench.runs.launch.resume import refuse_code_of_others
@@ -68,10 +68,10 @@ class WouldFit(display.Shown):
         if not self.expected:
             return f"{needs}. By that it should have fitted: {_SURPRISE}"
         if self.ladder.fits:
-            cure = f"It would have fitted with {changes_in_words(self.changes)}"
+            cure = f"It would have fitted with {units.knobs(self.changes)}"
         else:
             over = units.bytes_(needed(self.ladder.end) - self.ladder.capacity)
-            cure = f"Nothing tried would have made it fit; with {changes_in_words(self.changes) or 'the run as it was'} {over} are missing"
+            cure = f"Nothing tried would have made it fit; with {units.knobs(self.changes) or 'the run as it was'} {over} are missing"
         return f"{needs}. {cure}. {self._batch}"
 
     @property
@@ -95,7 +95,7 @@ class WouldFit(display.Shown):
         return self.ladder.plot(ax=ax)
 
     def __repr__(self) -> str:
-        return f"WouldFit({self.run!r}, {changes_in_words(self.changes) or 'no changes'}, fits={self.ladder.fits})"
+        return f"WouldFit({self.run!r}, {units.knobs(self.changes) or 'no changes'}, fits={self.ladder.fits})"
 
 
 _SURPRISE = (

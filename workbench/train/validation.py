@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from workbench.core import run_directory
+from workbench.harness.device_clock import synchronize
 from workbench.runs.spec import SHARDED
 from workbench.runs.task import Task, TaskError
 from workbench.runs.training_knobs import parse_evaluate
@@ -78,11 +79,11 @@ class Evaluations:
             TaskError: the task's functions do not return what they should.
         """
         trainer = self._trainer
-        _synchronize(trainer.ranks.device)
+        synchronize(trainer.ranks.device)
         with self._timer.validation(step), _undisturbed(trainer):
             began = time.perf_counter()
             sums = self._shared() if trainer.task.validation else _on_first(trainer)
-            _synchronize(trainer.ranks.device)
+            synchronize(trainer.ranks.device)
             sums["seconds"] = [time.perf_counter() - began]
             parts = trainer.layout.readers.collect(f"evaluation {step}", json.dumps(sums).encode())
         if trainer.ranks.rank or not parts:
@@ -350,8 +351,3 @@ def _buffers_of_first(trainer: Trainer) -> Iterator[None]:
     finally:
         for buffer, before in zip(buffers, kept, strict=False):
             buffer.copy_(before)
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from workbench.cluster.analysis.links import LinkPoint
+from workbench.harness.device_clock import synchronize
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce")
 """Collectives that can be timed: those that have a bus factor."""
@@ -54,17 +55,12 @@ def block(call: Callable[[], Any], count: int, device: torch.device, clock: Call
         clock: seconds.
     """
     dist.barrier()
-    _settle(device)
+    synchronize(device)
     begin = clock()
     for _ in range(count):
         call()
-    _settle(device)
+    synchronize(device)
     return _slowest((clock() - begin) / count, device)
-
-
-def _settle(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _slowest(seconds: float, device: torch.device) -> float:

@@ -214,7 +214,7 @@ def from_arm(case: Case, arm: str, change: Mapping[str, Any], what: str, costs: 
     tried = Interval(low=model.without(seconds.low, **change), mid=speedup, high=model.without(seconds.high, **change))
     span = beside_loader(case, tried, seconds.mid / max(case.costs.replayed, 1e-12))
     remedy = Remedy(
-        name=", ".join(f"{name}={value}" for name, value in change.items()),
+        name=units.knobs(change),
         change=case.turnable(change),
         what=what,
         speedup=speedup,

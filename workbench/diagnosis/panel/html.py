@@ -1,7 +1,7 @@
 """HTML of a diagnosis: pure functions for the live panel and for its static form."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from workbench.core import units
@@ -21,11 +21,6 @@ _ROOM, _LADDER_ROOM = 190, 345  # pixels of what stands at its right
 _SEEN = 0.004  # of the longest bar: what is shorter is no piece of it
 _TINTS = {"compute-bound": "finished", "inconclusive": "running"}
 """Verdict → the state whose colour its badge has; all others ask for something, as a run that was stopped does."""
-
-
-def knobs(changes: Mapping[str, Any]) -> str:
-    """Knobs and their values, in a line."""
-    return ", ".join(f"{name}={value}" for name, value in changes.items())
 
 
 def bars(now: Parts | None, then: WhatIf | None, *, earlier: WhatIf | None = None, observed: bool = False) -> str:
@@ -56,7 +51,7 @@ def bars(now: Parts | None, then: WhatIf | None, *, earlier: WhatIf | None = Non
         stack.bar(label, {part: pieces[part] for part in shown}, COLORS, longest=longest, end=end, pale=pale, wide=_LABEL, room=8 * wide)
         for label, pieces, end, pale in rows
     )
-    changed = "" if then is None else f' <span class="wb-what">(predicted with {escape(knobs(then.changes))})</span>'
+    changed = "" if then is None else f' <span class="wb-what">(predicted with {escape(units.knobs(then.changes))})</span>'
     return (
         f'<div class="wb-steps"><div class="wb-label">time for the samples of one step'
         f"{changed}</div>"
@@ -141,7 +136,7 @@ def ladder(result: Ladder) -> str:
             now = rung.samples_per_sec
         else:
             rows.append(_rung(proof.remedy.name, now, 0.0, f"dropped · {gain}", longest))
-    changes = f" with {escape(knobs(result.changes))}" if result.changes else ""
+    changes = f" with {escape(units.knobs(result.changes))}" if result.changes else ""
     end = f"{units.times(result.speedup)} in all{changes}; now {escape(result.verdict)} ({escape(result.cause)}); {escape(result.stopped)}"
     return (
         f'<div class="wb-steps"><div class="wb-label">the ladder: throughput after one remedy on top of another</div>{"".join(rows)}'

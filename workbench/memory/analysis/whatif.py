@@ -29,7 +29,7 @@ class WhatIf:
     @property
     def label(self) -> str:
         """The change in words."""
-        return changes_in_words(self.changes) or SAME
+        return units.knobs(self.changes) or SAME
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,11 +93,6 @@ def needed(breakdown: MemoryBreakdown) -> int:
     return breakdown.total if used is None else used
 
 
-def changes_in_words(changes: Mapping[str, Any]) -> str:
-    """`{"precision": "amp_bf16", "micro_batch": 8}` → "precision=amp_bf16, micro_batch=8"."""
-    return ", ".join(f"{name}={value}" for name, value in changes.items())
-
-
 def _row(row: WhatIf) -> dict[str, object]:
     breakdown = row.breakdown
     if breakdown is None:
@@ -123,7 +118,7 @@ class MemoryRung:
     @property
     def label(self) -> str:
         """The change in words."""
-        return changes_in_words(self.change)
+        return units.knobs(self.change)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,7 +167,7 @@ class MemoryLadder(display.Shown):
             over = needed(self.end) - self.capacity
             return f"nothing tried makes it fit {self.device}: {units.bytes_(over)} too much with all of {self.tried} combinations"
         spare = units.bytes_(self.capacity - needed(self.end))
-        return f"it fits {self.device} with {changes_in_words(self.changes)}: {spare} to spare, {_time(self.slowdown)}"
+        return f"it fits {self.device} with {units.knobs(self.changes)}: {spare} to spare, {_time(self.slowdown)}"
 
     @property
     def table(self) -> display.Table:
@@ -201,7 +196,7 @@ class MemoryLadder(display.Shown):
     plot = display.plot_method("memory_ladder")
 
     def __repr__(self) -> str:
-        return f"MemoryLadder({self.device!r}, {changes_in_words(self.changes) or SAME}, fits={self.fits})"
+        return f"MemoryLadder({self.device!r}, {units.knobs(self.changes) or SAME}, fits={self.fits})"
 
 
 def _time(slowdown: float) -> str:
