@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from workbench.core import progress
-from workbench.core.progress import ProgressLine, Waiting
+from workbench.core.progress import ProgressLine, Waiting, predicts
 from workbench.runs.run import Run
 
 CLEAR = "\r\x1b[2K"
@@ -114,3 +114,29 @@ def test_in_a_log_nothing_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
     with Waiting("diagnose", None) as line:
         line.say("no loader")
     assert stream.getvalue() == ""
+
+
+def test_a_prediction_says_after_some_seconds_that_it_goes_on_unless_another_call_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, stream = [100.0], io.StringIO()
+    monkeypatch.setattr(stream, "isatty", lambda: True)
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(progress, "sys", SimpleNamespace(stderr=stream, modules={}))
+
+    @predicts("dry runs")
+    def estimate(seconds: int) -> int:
+        for _ in range(seconds):
+            now[0] += 1
+            progress.tick()
+        return seconds
+
+    assert estimate(2) == 2
+    assert stream.getvalue() == "", "nobody needs to be told"
+    assert estimate(4) == 4
+    lines = [line.strip() for line in stream.getvalue().replace("\r\x1b[2K", "\n").splitlines() if line]
+    assert lines == ["estimate: dry runs … 3 s", "estimate: dry runs … 4 s", "estimate: 4 s"]
+    with Waiting("batch_plan", 60) as line:
+        line.say("sizes")
+        estimate(4)
+    assert "estimate" not in stream.getvalue().partition("batch_plan")[2]
+    assert "batch_plan: sizes … 4 s of at most 60 s" in stream.getvalue()
+    progress.tick()  # nothing is under way

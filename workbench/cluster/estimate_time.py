@@ -8,6 +8,7 @@ from workbench.cluster.analysis.pipeline_idle import bubble_of
 from workbench.cluster.analysis.plan.ranges import FORMATS, link_share
 from workbench.cluster.analysis.step_time import CPU, EstimateTimeError, Operator, StepTime, TimeCalibration, checked_calibration
 from workbench.core.device import Device
+from workbench.core.progress import predicts
 from workbench.core.synonyms import accept_synonyms
 from workbench.memory.analysis.fit import MARGIN, usable_bytes
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 
 @accept_synonyms
+@predicts("dry runs of a step")
 def estimate_time(
     target: "RunSpec | Task | Callable[[], Any] | Any",
     batch: Any = None,

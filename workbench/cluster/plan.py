@@ -18,6 +18,7 @@ from workbench.cluster.analysis.plan.search import PlanSearch
 from workbench.cluster.analysis.plan.workload import Workload, workload_of_transformer
 from workbench.cluster.analysis.transformer import Transformer
 from workbench.core.checks import real_number, whole_number
+from workbench.core.progress import predicts
 from workbench.memory.analysis.fit import MARGIN
 from workbench.runs.run import Run
 
@@ -27,6 +28,7 @@ GRADIENT_BYTES = (2, 4)
 """Bytes of a gradient while gradients are summed."""
 
 
+@predicts("dry runs of a step, then every layout")
 def plan(
     model: Any,
     cluster: Cluster | str,

@@ -1,6 +1,7 @@
 """Shows the progress of a run, or of a long call, as one line that is written over itself, in a terminal or below a notebook's cell."""
 
 import contextlib
+import functools
 import math
 import os
 import sys
@@ -8,7 +9,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Self
+from typing import Any, ParamSpec, Self, TypeVar
 
 from workbench.core import units
 
@@ -16,7 +17,13 @@ PAUSE = 0.25
 """Seconds between two looks."""
 INTERRUPTED = "stopped by Ctrl-C"
 """How the note on a measurement that was interrupted begins."""
+PATIENCE = 3.0
+"""Seconds after which a prediction says that it goes on."""
 _CELLS = 20
+_waiting = list["Waiting"]()
+"""The calls under way that have a line, the innermost last."""
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 
 class BudgetError(Exception):
@@ -40,13 +47,14 @@ def say_what_was_interrupted(name: str) -> Iterator[None]:
 class ProgressLine:
     """A line that is rewritten while something runs. Where stderr is not a terminal, such as in a log, nothing is written."""
 
-    def __init__(self, text: Callable[[], str], *, notebook: bool = False) -> None:
+    def __init__(self, text: Callable[[], str], *, notebook: bool = False, after: float = 0.0) -> None:
         """
         Args:
             text: gives the line; called only when the line is shown.
+            after: seconds during which nothing is shown.
             notebook: show it in a notebook, too: below the cell that runs, and gone at the end; not where the variable CI is set.
         """
-        self._text, self._next, self._shown = text, 0.0, False
+        self._text, self._next, self._shown = text, time.monotonic() + after, False
         self._cell = _CellOutput.here() if notebook and not os.environ.get("CI") else None  # there, outputs are compared
         self._live = self._cell is not None or (sys.stderr is not None and sys.stderr.isatty())
 
@@ -111,16 +119,17 @@ class Waiting:
     'diagnose: no loader: 61 % less (55 to 67); now: no optimizer step … 8 s of at most 60 s'
     """
 
-    def __init__(self, name: str, budget_s: float | None, *, begin: str = "starting") -> None:
+    def __init__(self, name: str, budget_s: float | None, *, begin: str = "starting", after: float = 0.0) -> None:
         """
         Args:
             name: of the function that was called.
             budget_s: seconds that it may take; None = there is no limit.
             begin: what it will do.
+            after: seconds during which nothing is shown.
         """
         self._name, self._budget, self._now, self._known = name, budget_s, begin, ""
         self._began = time.monotonic()
-        self._line = ProgressLine(lambda: self.words(self.seconds), notebook=True)
+        self._line = ProgressLine(lambda: self.words(self.seconds), notebook=True, after=after)
 
     @property
     def seconds(self) -> float:
@@ -155,10 +164,36 @@ class Waiting:
 
     def __enter__(self) -> Self:
         self.tick()
+        _waiting.append(self)
         return self
 
     def __exit__(self, *_: object) -> None:
+        _waiting.remove(self)
         self._line.close(f"{self._name}: {f'{self._known} · ' * bool(self._known)}{_whole(self.seconds)}")
+
+
+def predicts(what: str) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
+    """Show the time that a function takes once it is more than a few seconds, unless it is called by one that has a line.
+
+    Args:
+        what: the function does.
+    """
+
+    def wrapped(function: Callable[_P, _T]) -> Callable[_P, _T]:
+        @functools.wraps(function)
+        def call(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+            with Waiting(function.__name__, None, begin=what, after=PATIENCE) if not _waiting else contextlib.nullcontext():
+                return function(*args, **kwargs)
+
+        return call
+
+    return wrapped
+
+
+def tick() -> None:
+    """Show the time that has passed on the line of the call under way, if there is one."""
+    if _waiting and threading.current_thread() is threading.main_thread():
+        _waiting[-1].tick()
 
 
 def status_text(name: str, now: str, known: str, seconds: float, budget_s: float | None) -> str:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from workbench.core.checks import check_budget, whole_number
 from workbench.core.device import Device
-from workbench.core.progress import Waiting, say_what_was_interrupted
+from workbench.core.progress import Waiting, predicts, say_what_was_interrupted
 from workbench.core.synonyms import accept_synonyms
 from workbench.memory.analysis.breakdown import MemoryBreakdown
 from workbench.memory.analysis.fit import MARGIN, device_of, usable_bytes
@@ -41,6 +41,7 @@ NO_LOADER: Any = SimpleNamespace(pin_memory=False)
 
 @accept_synonyms
 @device_or_batch
+@predicts("dry runs of a step")
 def estimate_memory(
     target: "RunSpec | Task | Callable[[], Any] | Any",
     batch: Any = None,
@@ -241,6 +242,7 @@ def _notes(plan: "Plan") -> list[str]:
 _ARGUMENTS = ("sequence", "image", "world_size", "rank", "batch", "loss")  # of estimate_memory, beside the knobs
 
 
+@predicts("a dry run of a step with each change")
 def compare_memory(
     target: Any,
     changes: Iterable[Mapping[str, Any]] | Mapping[str, Sequence[Any]],

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from workbench.core.device import Device
+from workbench.core.progress import predicts
 from workbench.memory.analysis.breakdown import MemoryBreakdown
 from workbench.memory.analysis.fit import MARGIN, device_of, is_unnamed, usable_memory
 from workbench.memory.analysis.whatif import MemoryLadder, MemoryRung, combinations, needed
@@ -25,6 +26,7 @@ NEGLIGIBLE = 1.03
 
 
 @device_or_batch
+@predicts("dry runs of a step with what may make it fit")
 def memory_ladder(
     target: Any, device: str | Device, *, capacity: int | None = None, margin: float = MARGIN, **options: Any
 ) -> MemoryLadder:

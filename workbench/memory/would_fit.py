@@ -7,6 +7,7 @@ from typing import Any
 from workbench.core import run_directory, units
 from workbench.core.device import Device
 from workbench.core.display import table as display
+from workbench.core.progress import predicts
 from workbench.memory.analysis.breakdown import MemoryBreakdown
 from workbench.memory.analysis.fit import MARGIN
 from workbench.memory.analysis.whatif import MaxMicroBatch, MemoryLadder, needed
@@ -104,6 +105,7 @@ _SURPRISE = (
 )
 
 
+@predicts("dry runs of the step that ran out of memory, and of changes")
 def would_fit(run: Run | str | os.PathLike[str], *, margin: float = MARGIN) -> WouldFit:
     """Find what would have kept a run from running out of memory: the cheapest changes, by dry runs, and the largest micro-batch.
 

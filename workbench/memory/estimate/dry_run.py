@@ -18,6 +18,7 @@ from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from workbench.core import progress
 from workbench.harness.batches import map_tensors
 from workbench.memory.estimate import building
 from workbench.memory.estimate.cuda.emulation import emulate_cuda
@@ -207,6 +208,7 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
 
     def call(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operator on fake tensors, or answer it."""
+        progress.tick()
         name = name_of(func)
         args, kwargs = self.captured.instead(name, func, args, kwargs)
         if name == "_local_scalar_dense" and isinstance(args[0], FakeTensor):
