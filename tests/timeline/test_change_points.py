@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from benchmarks.change_points import losses, noisy
-from workbench.timeline.analysis.change_points import BLOCK, LEAST_CHANGE, Change, ChangePoints
+from workbench.timeline.analysis.change_points import BLOCK, GROUP, LEAST_CHANGE, Change, ChangePoints
 
 
 def told(values: np.ndarray, **options: float) -> list[tuple[int, Change]]:
@@ -92,6 +92,29 @@ def test_many_blocks_at_once_say_what_single_ones_say_and_a_series_may_begin_lat
     assert ChangePoints(["loss"], upward=True).add_blocks(0, values[:, 2].reshape(-1, BLOCK, 1)) == [
         change for change in changes if change.series == "loss"
     ]
+
+
+def test_blocks_that_are_not_to_wait_are_judged_one_by_one() -> None:
+    chance = np.random.default_rng(6)
+    values = noisy(1200, chance)
+    values[800:] *= 1.3
+    blocks, late, soon = values.reshape(-1, 1, BLOCK, 1), dict[int, int](), dict[int, int]()
+    for told, waits in ((late, True), (soon, False)):
+        points = ChangePoints(["step"])
+        for number, block in enumerate(blocks):
+            for change in points.add_blocks(number * BLOCK, block, waits=waits):
+                told[change.step] = (number + 1) * BLOCK
+    assert list(soon) == list(late)
+    (first,) = soon
+    assert abs(first - 800) <= 2 * BLOCK
+    assert soon[first] <= late[first]
+    points = ChangePoints(["step"])
+    cut = soon[first] // BLOCK
+    changes = points.add_blocks(0, values.reshape(-1, BLOCK, 1)[: cut - cut % GROUP])
+    rest = points.add_blocks((cut - cut % GROUP) * BLOCK, values.reshape(-1, BLOCK, 1)[cut - cut % GROUP : cut])
+    assert changes + rest == []
+    (last,) = points.add_blocks(cut * BLOCK, values[:0].reshape(-1, BLOCK, 1), waits=False)  # what waited is judged at the end
+    assert last.step == first
 
 
 def test_the_posterior_is_asked_seldom_and_says_what_it_says_if_always_asked(monkeypatch: pytest.MonkeyPatch) -> None:

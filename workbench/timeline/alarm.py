@@ -27,7 +27,7 @@ from workbench.timeline.steps import Row
 INTERVAL = 1.0
 """Seconds between two looks for new steps. Chosen: to wake a thread costs more than to look at a few steps."""
 MANY, PATIENCE = GROUP * BLOCK, 3.0
-"""Steps that are looked at together, and seconds after which fewer are."""
+"""Steps that are looked at together, and seconds after which fewer are, where a step takes long."""
 SERIES = ("step", *PHASES, "throughput", "memory")
 """What is followed, beside the loss."""
 NOT_TIME = ("memory", "loss")
@@ -136,18 +136,23 @@ class StepAlarm:
         self._step = done
         self._told: list[tuple[int, bool]] = []
 
-    def see(self, rows: Sequence[Row]) -> list[Told]:
-        """Finished steps, in their order; the alarms that are due now. They are looked at in whole blocks of `change_points.BLOCK`."""
+    def see(self, rows: Sequence[Row], *, waits: bool = True) -> list[Told]:
+        """Finished steps, in their order; the alarms that are due now. They are looked at in whole blocks of `change_points.BLOCK`.
+
+        Args:
+            rows: of the steps.
+            waits: as `ChangePoints.add_blocks` has it.
+        """
         if self._losses is not None:
             self._loss += self._losses(len(rows))
         self._rows += rows
         count = len(self._rows) // BLOCK * BLOCK
-        if not count:
+        if not count and waits:
             return []
         rows, losses = self._rows[:count], self._taken(count)
         del self._rows[:count]
         blocks = blocks_of(rows, losses, self._memory() if self._memory is not None else math.nan)
-        changes, told = self._points.add_blocks(self._step, blocks), list[Told]()
+        changes, told = self._points.add_blocks(self._step, blocks, waits=waits), list[Told]()
         self._step += count
         for change in changes:
             told += self._explained(change.told - BLOCK)
@@ -302,7 +307,7 @@ class Alarm:
             if not last and len(self._rows) < MANY and now - self._looked < PATIENCE:
                 return
             rows, self._rows, self._looked = self._rows, [], now
-            for told in self._alarm.see(rows):
+            for told in self._alarm.see(rows, waits=not last and len(rows) >= MANY):
                 slow = self._traces if told.slower and told.phase not in NOT_TIME else None
                 around = self._around.changed() if told.phase != "loss" else ()
                 full = replace(told, circumstances=around, trace=slow.ask(told.step) if slow else "")

@@ -376,12 +376,16 @@ class Trials:
             if failures := [failed for failed, _ in warmed if failed]:
                 return self._cannot(treatment, failures[0])
             self._treatments[treatment.name] = treatment
-            slower = max(seconds for _, seconds in warmed) / usual
+            slowest = max(seconds for _, seconds in warmed)  # as on all ranks
+            slower = slowest / usual
             count = self.count if slower < MAX_WARM_UP_SLOWDOWN else max(1, round(self.count / slower))
-            if 0 < self.count * slower * usual < BLOCK_SECONDS / 2:  # of few quick steps, a single long one would decide
-                more = self.count * round(min(MAX_MORE, BLOCK_SECONDS / (self.count * slower * usual)))
+            if 0 < self.count * slowest < BLOCK_SECONDS / 2:  # of few quick steps, a single long one would decide
+                more = self.count * round(min(MAX_MORE, BLOCK_SECONDS / (self.count * slowest)))
                 count = bench.peers.agree(self.replay.fitting(more), min)
-                batches = self.replay.give(count, change)
+                batches.clear()
+                failed = self._failure(lambda: batches.extend(self.replay.give(count, change)))
+                if failures := [failed for failed in bench.peers.gather(failed) if failed]:
+                    return self._cannot(treatment, failures[0])
             try:
                 bench.run(treatment.name, batches[:count], count, step=step)
             except StepFailed as error:

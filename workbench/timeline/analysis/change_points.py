@@ -119,12 +119,13 @@ class ChangePoints:
         self._learn = 1 / (np.minimum(np.arange(shape[1]), FREEDOM) + FREEDOM + 1)
         self._rows, self._best = np.arange(count), np.full(count, MOST_BLOCKS + 1)
 
-    def add_blocks(self, step: int, values: Floats) -> list[Change]:
-        """Blocks of steps that follow; nan = not known in that step. Returns the changes that are told now. Groups of blocks are looked at.
+    def add_blocks(self, step: int, values: Floats, *, waits: bool = True) -> list[Change]:
+        """Blocks of steps that follow; nan = not known in that step. Returns the changes that are told now.
 
         Args:
             step: number of the first.
             values: (blocks, BLOCK, series), in the order of the series; times, bytes or rates, 0 or more.
+            waits: blocks that are less than a group wait for those that follow, which takes the least time; else they are judged now.
         """
         if not len(self._waiting):
             self.steps = step
@@ -135,6 +136,10 @@ class ChangePoints:
             count = GROUP if new.any() else min(len(waiting), _AT_ONCE) // GROUP * GROUP
             changes += self._add_groups(waiting[:count])
             waiting = waiting[count:]
+        if len(waiting) and not waits:
+            self._append(waiting)
+            changes += self._judge(len(waiting))
+            waiting = waiting[:0]
         self._waiting = waiting
         return changes
 
@@ -152,16 +157,13 @@ class ChangePoints:
 
     def _add_groups(self, middles: Floats) -> list[Change]:
         """Whole groups of blocks, all of whose series have begun, or one group."""
-        if self._length + len(middles) > 2 * _KEPT:
-            self._history[:, :_KEPT] = self._history[:, self._length - _KEPT : self._length]
-            self._length = _KEPT
-        self._remember(middles)
+        self._append(middles)
         changes, left = [], len(middles) // GROUP
         while left:
             new = bool((~self._begun & (self._since >= 0)).any())
             for moved in [True] if new else self._moved(left):
                 left -= 1
-                told = self._judge_group() if moved else []
+                told = self._judge(GROUP) if moved else []
                 changes += told
                 if told:
                     break  # what follows is held against the new level
@@ -173,8 +175,11 @@ class ChangePoints:
     def _go_on(self, blocks: int) -> None:
         self._length, self._blocks, self.steps = self._length + blocks, self._blocks + blocks, self.steps + blocks * BLOCK
 
-    def _remember(self, middles: Floats) -> None:
+    def _append(self, middles: Floats) -> None:
         """Put the logarithms of blocks behind the history, which is not longer by that yet; unknown ones are as they were before."""
+        if self._length + len(middles) > 2 * _KEPT:
+            self._history[:, :_KEPT] = self._history[:, self._length - _KEPT : self._length]
+            self._length = _KEPT
         for number, values in enumerate(middles if (self._since < 0).any() else ()):
             if not self._reference and values[0] > 0:
                 self._reference = self._floor * float(values[0])
@@ -214,15 +219,15 @@ class ChangePoints:
         found: list[bool] = moved.any(axis=(0, 2)).tolist()
         return found
 
-    def _judge_group(self) -> list[Change]:
-        """The group of blocks that follows the history, and before it those that the posterior was not asked about."""
+    def _judge(self, blocks: int) -> list[Change]:
+        """The blocks that follow the history, and before them those that the posterior was not asked about."""
         if self._behind > CAUGHT_UP + NEAR:
             self._behind = CAUGHT_UP
             self._begin(self._begun, self._history[:, : self._length - CAUGHT_UP], NEAR)
         for column in range(self._length - self._behind, self._length):
             self._update(self._history[:, column])
         self._behind = 0
-        return [change for _ in range(GROUP) for change in self._add_block()]
+        return [change for _ in range(blocks) for change in self._add_block()]
 
     def _add_block(self) -> list[Change]:
         """The block that follows the history."""

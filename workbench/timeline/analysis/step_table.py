@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from workbench.core.vocabulary import PHASES
 from workbench.timeline.analysis.change_points import BLOCK
 from workbench.timeline.steps import Row
 
@@ -16,11 +17,11 @@ def blocks_of(rows: Sequence[Row], losses: Sequence[float], memory: float) -> Fl
     """Whole blocks of steps: (blocks, BLOCK, series), of the step's seconds, its phases', samples per second, memory and loss.
 
     Args:
-        rows: of the steps, a multiple of BLOCK.
+        rows: of the steps, a multiple of BLOCK, or none.
         losses: of each of them; empty = not followed.
         memory: bytes; nan = not known.
     """
-    values = np.array(rows, dtype=np.float64)
+    values = np.array(rows, dtype=np.float64).reshape(len(rows), len(PHASES) + 1)
     table = np.full((len(rows), values.shape[1] + 3), math.nan)
     phases = table[:, 1:-3]
     phases[:] = values[:, :-1] / 1e9
