@@ -22,6 +22,7 @@ from workbench.__main__ import COMMANDS, main
 from workbench.core.interrupts import Terminated
 from workbench.core.vocabulary import PHASES
 from workbench.diagnosis.analysis.diagnosis import Diagnosis
+from workbench.diagnosis.analysis.remedy import Remedy
 from workbench.diagnosis.analysis.why_not_linear import WhyNotLinear
 from workbench.runs.run import Run
 from workbench.runs.spec import RunSpec
@@ -179,6 +180,23 @@ def test_a_diagnosis_as_json_is_its_brief(capsys: pytest.CaptureFixture[str], mo
     monkeypatch.setattr("workbench.diagnose", lambda target, args, budget_s: diagnosis)
     assert main(["diagnose", "text-gpt", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == diagnosis.brief()
+
+
+def test_what_is_proved_instead_of_the_first_remedy_is_said_before(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = Diagnosis.of(World(cpu=0.03, bf16=0.6).evidence(), spec=wb.RunSpec(task="text-gpt"))
+    values = {"what": "Do it.", "formula": "f", "high": 2.7}
+    mine = Remedy(name="faster collate_fn", speedup=2.7, low=1.0, ceiling=True, **values)  # type: ignore[arg-type]
+    fused = Remedy(name="optimizer=fused", change={"optimizer": "fused"}, speedup=1.05, low=1.0, scope="part", **values)  # type: ignore[arg-type]
+    found.remedies = (mine, fused)
+    monkeypatch.setattr("workbench.diagnose", lambda *_, **__: found)
+    monkeypatch.setattr(Diagnosis, "prove", lambda self, which, *, budget_s: f"proof of {which.name}")
+    assert main(["diagnose", "text-gpt", "--prove"]) == 0
+    said = capsys.readouterr().out
+    assert "; `workbench diagnose text-gpt --prove` runs optimizer=fused" in said
+    assert "prove(2)" not in said
+    assert said.endswith(f"\n\n{found.choice}\n\nproof of optimizer=fused\n")
 
 
 def test_a_folder_without_runs_is_no_error(
@@ -417,6 +435,6 @@ def test_a_report_says_where_it_is_and_what_is_no_run_directory(
 def test_a_proof_that_cannot_be_made_is_said_to_be_so(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], remedies: tuple[Any, ...], said: str
 ) -> None:
-    monkeypatch.setattr("workbench.diagnose", lambda *_, **__: SimpleNamespace(remedies=remedies, spec=None))
+    monkeypatch.setattr("workbench.diagnose", lambda *_, **__: SimpleNamespace(remedies=remedies, spec=None, for_terminal=str))
     assert main(["diagnose", "fashion-mlp", "--prove"]) == 0
     assert said in capsys.readouterr().out.splitlines()[-1]

@@ -222,9 +222,11 @@ def diagnose(given: argparse.Namespace) -> int:
                 diagnosis.prove(budget_s=given.budget)
             print(json.dumps(diagnosis.brief(), ensure_ascii=False))
             return 0
-        print(diagnosis, flush=True)
+        print(diagnosis.for_terminal(), flush=True)
         if given.prove and provable:
-            print(f"\n{diagnosis.prove(budget_s=given.budget)}")
+            if diagnosis.choice:
+                print(f"\n{diagnosis.choice}", flush=True)
+            print(f"\n{diagnosis.prove(diagnosis.remedy(), budget_s=given.budget)}")
         elif given.prove and isinstance(diagnosis.spec, ScriptSpec):
             print(f"\nNothing of this can be proved: {how_to_prove(diagnosis.spec.script)}")
         elif given.prove:

@@ -328,7 +328,7 @@ def test_a_proof_that_could_not_be_run_says_so_and_is_plain_json() -> None:
 def test_next_names_what_takes_away_the_cause_before_what_shortens_any_step() -> None:
     found = slow_loader()
     named = found.remedies[0]
-    faster = remedy(name="precision=amp_bf16", change={"precision": "amp_bf16"}, speedup=9.0, low=8.5, high=9.5, scope="general")
+    faster = remedy(name="precision=amp_bf16", change={"precision": "amp_bf16"}, speedup=9.0, low=1.1, high=9.5, scope="general")
     both = dataclasses.replace(found, remedies=(*found.remedies, faster))
     assert both.next.startswith(named.what)
     assert "Whatever the cause: precision=amp_bf16" in both.next
@@ -336,6 +336,72 @@ def test_next_names_what_takes_away_the_cause_before_what_shortens_any_step() ->
     assert f"In general: {faster.what}" in str(both)
     only = dataclasses.replace(found, remedies=(faster,))
     assert only.next.startswith("In general: ")
+
+
+THREADS = {"name": "threads=1", "change": {"threads": 1}, "what": "Use one thread.", "scope": "general"}
+
+
+@pytest.mark.parametrize(
+    ("first", "general", "surer"),
+    [
+        ((1.27, 0.614, 1.72), (2.02, 1.33, 2.93), True),
+        ((1.27, 1.1, 1.72), (2.02, 1.33, 2.93), True),
+        ((1.50, 1.1, 1.72), (2.02, 1.33, 2.93), False),
+        ((1.27, 0.614, 1.72), (2.02, 0.99, 2.93), False),
+        ((1.27, 0.614, 1.72), (1.04, 1.03, 1.05), False),
+    ],
+)
+def test_next_begins_with_what_is_surer_to_gain_more(
+    first: tuple[float, float, float], general: tuple[float, float, float], surer: bool
+) -> None:
+    best, more = (remedy(**values, speedup=mid, low=low, high=high) for values, (mid, low, high) in (({}, first), (THREADS, general)))
+    found = dataclasses.replace(slow_loader(spec=SPEC), remedies=(best, more))
+    begins = f"First try threads=1: it is predicted to gain {more.gain} whatever the cause. Then: Do it. Predicted: {best.gain}."
+    assert (found.next == begins) == surer
+    assert found.next.startswith("Do it.") != surer
+    assert found.remedy() is (more if surer else best)
+    assert found.choice == ""
+    assert ("prove(2) runs threads=1" in str(found)) == surer
+    assert found.remedies == (best, more)
+    assert dataclasses.replace(found, remedies=(best, dataclasses.replace(more, name="micro_batch=64"))).next.startswith("Do it.")
+
+
+@pytest.mark.parametrize(("speedup", "scope", "concerns"), [(1.05, "part", False), (1.05, "cause", True), (1.4, "part", True)])
+def test_a_proof_of_another_remedy_than_the_first_says_so(
+    monkeypatch: pytest.MonkeyPatch, speedup: float, scope: str, concerns: bool
+) -> None:
+    mine = remedy(name="faster collate_fn", change={}, speedup=2.7, low=1.0, high=2.9, ceiling=True)
+    fused = remedy(name="optimizer=fused", change={"optimizer": "fused"}, speedup=speedup, low=1.02, high=1.5, scope=scope)
+    found = dataclasses.replace(slow_loader(spec=SPEC), remedies=(mine, fused))
+    says = "faster collate_fn is for you to make; of those that can be tried here, the best is optimizer=fused"
+    assert found.choice == says + ("" if concerns else ", which does not concern the verdict (input-bound, decode)")
+    prove = types.SimpleNamespace(prove=lambda _, which, *, budget_s: Proof(remedy=which, measured=Interval(low=1.0, mid=1.0, high=1.1)))
+    monkeypatch.setitem(sys.modules, "workbench.diagnosis.api", prove)
+    assert found.prove().notes == (found.choice,)
+    assert found.prove("optimizer=fused").notes == ()
+    assert "; prove(2) runs optimizer=fused" in str(found)
+    assert "; `workbench diagnose clipart-mlp --prove` runs optimizer=fused" in found.for_terminal()
+    assert dataclasses.replace(found, remedies=(mine,)).choice == ""
+
+
+NAN = "after the first steps 4 of 4 weights are NaN or infinite, such as 0.weight: look at the data"
+UNTRAINED = "step() changed no weight in the first calls, and neither a backward nor an optimizer step was seen"
+
+
+def test_what_trains_nothing_is_told_before_the_verdict() -> None:
+    evidence = World(cpu=0.03).evidence(notes=("found behind step: the model", NAN))
+    for found in (Diagnosis.of(evidence), Diagnosis.of(dataclasses.replace(evidence, arms={}))):
+        assert found.summary.startswith(f"Doubt: {NAN}.\n")
+        assert found.next.startswith("First find where the numbers become NaN or infinite: wb.sanity")
+        assert "wb.replay" in found.next
+        assert "quieter" not in found.next
+        assert NAN not in found.caption
+        assert "found behind step" in found.caption
+    idle = Diagnosis.of(dataclasses.replace(evidence, notes=(UNTRAINED,)))
+    assert idle.summary.startswith(f"Doubt: {UNTRAINED}.\n")
+    assert idle.brief()["doubt"] == f"{UNTRAINED}."
+    assert idle.next == Diagnosis.of(dataclasses.replace(evidence, notes=())).next
+    assert UNTRAINED not in idle.caption
 
 
 def test_a_busy_machine_is_told_before_the_verdict() -> None:

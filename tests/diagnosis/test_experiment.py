@@ -303,6 +303,13 @@ def test_a_training_whose_numbers_are_none_is_said_to_be_that() -> None:
     assert all(torch.equal(*pair) for pair in zip(training.weights, before, strict=True))
 
 
+def test_a_step_that_trains_nothing_is_said_to_be_that() -> None:
+    training = Training()
+    evidence = experiment(lambda batch: training.model(batch[0]), DataLoader(Samples(), batch_size=4), budget_s=1.0)
+    assert any(note.startswith("step() changed no weight in the first calls, and neither a backward nor an") for note in evidence.notes)
+    assert not any("no optimizer was found" in note for note in evidence.notes)
+
+
 def test_an_arm_that_cannot_be_tried_is_noted() -> None:
     training = Training()
 

@@ -8,7 +8,7 @@ import contextlib
 import inspect
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +30,7 @@ from workbench.harness.blocks import BlockTimer, DiagnoseError
 from workbench.harness.discover import ReachableState, describe, discover, name_of
 from workbench.harness.feed import Feed
 from workbench.harness.restore import SavedState
+from workbench.harness.results import NOT_FINITE, UNTRAINED
 from workbench.timeline.loops import samples_in
 
 
@@ -327,6 +328,8 @@ def run_first_steps(bench: BlockTimer, feed: Feed, saved: SavedState, state: Rea
     batch = feed.next()
     samples, padding = samples_of(batch, feed.accumulation), padding_of(batch if feed.accumulation == 1 else batch[0])
     before, late = tensor_versions(batch), list[Optimizer]()
+    weights = weights_of(state.models)
+    at_first = tensor_versions(weights), _sums(state.models)
 
     def meet(optimizer: Optimizer) -> None:
         late.append(optimizer)
@@ -341,8 +344,12 @@ def run_first_steps(bench: BlockTimer, feed: Feed, saved: SavedState, state: Rea
             times.append(_seconds(bench, feed.next()))
             if bench.tick() > until:
                 break
-    _note_what_stays(feed, saved, state, late, notes)
-    _note_numbers(state.models, notes)
+    sums = _sums(state.models)
+    changed = not weights or replays.graphs > 0 or (tensor_versions(weights), sums) != at_first
+    backward = any(weight.grad is not None for weight in weights)
+    untrained = "" if changed else untrained_note(backward=backward, optimizer=bool(state.optimizers or late))
+    _note_what_stays(feed, saved, state, late, notes, untrained)
+    _note_numbers(sums, notes)
     return StepFacts(
         samples=samples,
         padding=padding,
@@ -368,9 +375,11 @@ def _watching_use(step: Callable[[Any], Any], notes: list[str]) -> Callable[[Any
     return watched
 
 
-def _note_what_stays(feed: Feed, saved: SavedState, state: ReachableState, late: list[Optimizer], notes: list[str]) -> None:
-    """Note what cannot be restored."""
-    if late:
+def _note_what_stays(feed: Feed, saved: SavedState, state: ReachableState, late: list[Optimizer], notes: list[str], untrained: str) -> None:
+    """Note what cannot be restored, or that nothing is trained."""
+    if untrained:
+        notes.append(untrained)
+    elif late:
         notes.append(
             f"{', '.join(map(describe, late))} was found only as it stepped: it was put back, but gradients may differ, and what it takes "
             "is in the rest of the step. Try optimizer=…"
@@ -386,18 +395,38 @@ def _note_what_stays(feed: Feed, saved: SavedState, state: ReachableState, late:
         notes.append(f"the loader holds what could not be put back to what it was before: {', '.join(feed.unread)}")
 
 
-def _note_numbers(models: Sequence[nn.Module], notes: list[str]) -> None:
-    """Note weights that are NaN or infinite: such a training has failed, however fast it is."""
+def untrained_note(*, backward: bool, optimizer: bool) -> str:
+    """A note on first steps that changed no weight; "" where they may accumulate gradients, or skip an update.
+
+    Args:
+        backward: has a weight a gradient?
+        optimizer: was one found?
+    """
+    if backward and optimizer:
+        return ""
+    unseen = "no optimizer step was seen" if backward else "neither a backward nor an optimizer step was seen"
+    return (
+        f"{UNTRAINED} in the first calls, and {unseen}: is it the whole step of a training, forward, backward and optimizer.step()? "
+        "If it is, give model=… and optimizer=…"
+    )
+
+
+def _sums(models: Sequence[nn.Module]) -> dict[str, float]:
+    """Name → sum of a weight's values; nothing for weights of which there is none."""
     named = {name: getattr(weight, "_local_tensor", weight).detach() for model in models for name, weight in model.named_parameters()}
     named = {name: weight for name, weight in named.items() if weight.is_floating_point() and weight.device.type != "meta"}
     with contextlib.suppress(RuntimeError, NotImplementedError):  # a kind of tensor that cannot be added up
-        sums = [weight.sum(dtype=torch.float32).cpu() for weight in named.values()]  # a sum needs no memory, unlike a mask
-        bad = [name for name, value in zip(named, sums, strict=True) if not math.isfinite(value)]
-        if bad:
-            notes.append(
-                f"after the first steps {len(bad)} of {len(named)} weights are NaN or infinite, such as {bad[0]}: look at the data, or try "
-                "a smaller learning rate, a warm-up, clipped gradients, or for fp16 a GradScaler or bf16"
-            )
+        return {name: float(weight.sum(dtype=torch.float32)) for name, weight in named.items()}  # needs no memory, unlike a mask
+    return {}
+
+
+def _note_numbers(sums: Mapping[str, float], notes: list[str]) -> None:
+    """Note weights that are NaN or infinite: such a training has failed, however fast it is."""
+    if bad := [name for name, value in sums.items() if not math.isfinite(value)]:
+        notes.append(
+            f"after the first steps {len(bad)} of {len(sums)} weights are {NOT_FINITE}, such as {bad[0]}: look at the data, or try "
+            "a smaller learning rate, a warm-up, clipped gradients, or for fp16 a GradScaler or bf16"
+        )
 
 
 def _reduces(bench: BlockTimer, feed: Feed, state: ReachableState, notes: list[str]) -> bool:

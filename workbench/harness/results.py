@@ -9,6 +9,9 @@ from workbench.core.statistics import Interval, interval_of, repeated_interval
 MANY_PAIRS = 6
 """Pairs from which on a bootstrap interval is wide enough. (By simulation, its 90 % are 63 % with 3 pairs, and 76 % with 5.)"""
 
+NOT_FINITE, UNTRAINED = "NaN or infinite", "step() changed no weight"
+"""Words of notes that put a whole measurement in doubt: numbers that are none, and a step that trains nothing."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VariantTimes:

@@ -25,6 +25,7 @@ from workbench.diagnosis.analysis.remedies import remedies_for
 from workbench.diagnosis.analysis.remedy import Choice, Remedy, find_remedy, gain_of, of_knobs, sort_key
 from workbench.diagnosis.analysis.step_model import Parts, StepModel
 from workbench.diagnosis.analysis.verdict import HIDDEN_REDUCTION, UNMARKED, Judgement, judge
+from workbench.harness.results import NOT_FINITE, UNTRAINED
 from workbench.runs.spec import RunSpec, ScriptSpec, Spec
 
 BRIEF_COMMAND, IN_PYTHON = 500, "diagnosis.prove()"
@@ -41,6 +42,13 @@ def how_to_prove(script: str) -> str:
     )
 
 
+FIND_NAN = (
+    "First find where the numbers become NaN or infinite: wb.sanity(step, loader), or of a task wb.sanity(task), looks at data and "
+    "gradients; wb.replay(run) repeats the step of a run in which it began. Mend that, then diagnose again."
+)
+LITTLE = 1.1
+"""A predicted gain below which a remedy of another part than the verdict's is said to be none of the verdict's concern. Chosen; a matter of
+words."""
 AGAIN = "Diagnose again when the machine is quieter, or with a larger budget_s."
 TO_LEARN_MORE = {
     "too few measurements": "Diagnose again with a larger budget_s, for more measurements.",
@@ -125,7 +133,9 @@ class Diagnosis(JsonDataclass):
 
     @property
     def next(self) -> str:
-        """What to try first, and what it is predicted to gain."""
+        """What to try first, and what it is predicted to gain; where numbers are NaN or infinite, to find out why."""
+        if any(NOT_FINITE in doubt for doubt in self._doubts):
+            return FIND_NAN
         if not self.remedies or self.verdict == "inconclusive":
             if self.verdict == "inconclusive":
                 sure = f"{self.remedies[0].advice} Predicted: {self.remedies[0].gain}. " if self.remedies and self.cause != UNMARKED else ""
@@ -137,10 +147,46 @@ class Diagnosis(JsonDataclass):
             return "There is no remedy here whose gain could be predicted."
         best, *others = self.remedies
         costs = f" It costs: {best.costs}." if best.costs else ""
+        how = f" {EXPERIMENT}" if self.evidence.observed and "by experiment" in best.advice else ""
+        if first := self._surer:
+            price = f" It costs: {first.costs}." if first.costs else ""
+            return (
+                f"First try {first.name}: it is predicted to gain {first.gain} whatever the cause.{price} "
+                f"Then: {best.advice}{how} Predicted: {best.gain}.{costs}"
+            )
         more = max(others, key=gain_of, default=best)
         also = f" Whatever the cause: {more.name}, {more.gain}." if more.scope == "general" and gain_of(more) > gain_of(best) else ""
-        how = f" {EXPERIMENT}" if self.evidence.observed and "by experiment" in best.advice else ""
         return f"{best.advice}{how} Predicted: {best.gain}.{costs}{also}"
+
+    @property
+    def _surer(self) -> Remedy | None:
+        """A general remedy that is to be tried before the first of the list: it is predicted to gain more, and that is surer.
+
+        It is no larger batch, which changes what is trained.
+        """
+        best, *others = self.remedies or (None,)
+        more = max(
+            (other for other in others if other.scope == "general" and not other.name.startswith("micro_batch=")), key=gain_of, default=None
+        )
+        if best is None or more is None or best.scope == "general" or gain_of(more) <= gain_of(best):
+            return None
+        return more if more.low > gain_of(best) or best.low <= 1 < more.low else None
+
+    @property
+    def _chosen(self) -> Remedy | None:
+        """What `prove()` runs."""
+        return next((remedy for remedy in (self._surer, *self.remedies) if remedy and remedy.provable), None)
+
+    @property
+    def choice(self) -> str:
+        """Why `prove()` runs another remedy than the first of the list; "" = it runs that of `next`, or none."""
+        chosen = self._chosen
+        if chosen is None or chosen in (self.remedies[0], self._surer):
+            return ""
+        words = f"{self.remedies[0].name} is for you to make; of those that can be tried here, the best is {chosen.name}"
+        if chosen.scope != "cause" and (gain_of(chosen) < LITTLE or chosen.low <= 1):
+            words += f", which does not concern the verdict ({self.verdict}, {self.cause})"
+        return words
 
     @cached_property
     def model(self) -> StepModel:
@@ -163,7 +209,8 @@ class Diagnosis(JsonDataclass):
         return curve.with_measured(loader={now: loading.alone}, step={now: self.model.costs.clean})
 
     def remedy(self, which: Choice = None) -> Remedy:
-        """One of the remedies: the best that can be proved (None), by its number in the table (from 1), by its name, or itself.
+        """One of the remedies: the best that can be proved, or what `next` begins with (None), by its number in the table
+        (from 1), by its name, or itself.
 
         Knobs with values, such as {"deterministic": True}, are a remedy, too, or a price.
 
@@ -175,6 +222,8 @@ class Diagnosis(JsonDataclass):
             has = f"its remedies are not ours to turn ({names})" if self.remedies else "it has no remedy"
             return f"the verdict is {self.verdict} ({self.cause}), and {has}. {self.next}"
 
+        if which is None and self._chosen:
+            return self._chosen
         of_these = partial(of_knobs, self.model)
         return find_remedy(self.remedies, which, of_knobs=of_these, nothing=nothing, whose="this diagnosis has")
 
@@ -196,6 +245,8 @@ class Diagnosis(JsonDataclass):
             script = f". In a script, {how_to_prove(self.spec.script)}" if isinstance(self.spec, ScriptSpec) else ""
             raise ValueError(f"{remedy.name} is not ours to turn: {remedy.what} Then diagnose again{script}")
         proof: Proof = late.load("prove")(self, remedy, budget_s=budget_s)
+        if which is None and self.choice:
+            proof = dataclasses.replace(proof, notes=(self.choice, *proof.notes))
         self.proofs.append(proof)
         return proof
 
@@ -203,15 +254,22 @@ class Diagnosis(JsonDataclass):
 
     @property
     def doubt(self) -> str:
-        """What to know before the verdict: the machine was busy, so close decisions and gains may be wrong. "" = it was quiet, or the
-        verdict says so itself.
+        """What to know before the verdict: weights or losses are NaN or infinite; the step trains nothing; the machine was busy, so close
+        decisions and gains may be wrong. "" = none of that, or the verdict says so itself.
         """
+        doubts = [f"{note}." for note in self._doubts]
         warnings = noise_warnings(self.evidence)
-        if not warnings or self.evidence.observed or self.verdict == "inconclusive":
-            return ""
-        return (
-            f"The machine was busy: {' '.join(warnings)} Close decisions and predicted gains may be wrong; diagnose again when it is quiet."
-        )
+        if warnings and not self.evidence.observed and self.verdict != "inconclusive":
+            doubts.append(
+                f"The machine was busy: {' '.join(warnings)} Close decisions and predicted gains may be wrong; "
+                "diagnose again when it is quiet."
+            )
+        return " ".join(doubts)
+
+    @property
+    def _doubts(self) -> list[str]:
+        """The notes that put all the rest in doubt, whatever is the fastest."""
+        return [note for note in self.evidence.notes if NOT_FINITE in note or UNTRAINED in note]
 
     @property
     def summary(self) -> str:
@@ -230,7 +288,7 @@ class Diagnosis(JsonDataclass):
         if e.noise and e.noise.foreign > MIN_FOREIGN_SHARE * e.noise.cores and not is_crowded(e):  # from there on, it is among the notes
             text += f"; other processes took {e.noise.foreign:.1f} of {e.noise.cores:.1f} cores"
         gpu = e.noise.gpu if e.noise and e.noise.spread <= MAX_BLOCK_SPREAD else ()  # from there on, it is among the notes
-        return "; ".join([text, *gpu, *e.notes, *self.judgement.notes])
+        return "; ".join([text, *gpu, *(note for note in e.notes if note not in self._doubts), *self.judgement.notes])
 
     @property
     def table(self) -> display.Table:
@@ -251,8 +309,10 @@ class Diagnosis(JsonDataclass):
     @property
     def remedy_table(self) -> display.Table:
         """One row per remedy, with its proof: first those that remove the cause, the best first."""
-        named = ((i, "the first" if i == 1 else remedy.name) for i, remedy in enumerate(self.remedies, 1) if remedy.provable)
-        first = next((f"; prove({i}) runs {name}" for i, name in named), "")
+        first = ""
+        if chosen := self._chosen:
+            i = self.remedies.index(chosen) + 1
+            first = f"; prove({i}) runs {'the first' if i == 1 else chosen.name}"
         return remedy_table(self.remedies, self.proofs, "predicted throughput over that of now, each alone: gains do not multiply" + first)
 
     @property
@@ -278,8 +338,8 @@ class Diagnosis(JsonDataclass):
         """The diagnosis for a program or an agent, as plain JSON values that take at most BRIEF_BYTES as text.
 
         Returns:
-            `doubt`: where the machine was busy, that. `claim`: verdict, cause and why. `step_s`: seconds per step, and `shares`: the
-            fraction of it that each part adds.
+            `doubt`: what to know before the verdict, where there is anything. `claim`: verdict, cause and why. `step_s`: seconds per
+            step, and `shares`: the fraction of it that each part adds.
             `experiments`: name → [low, mid, high], the fraction of the step that was saved. `predicted` and `proved`: remedies with their
             speedups as [low, mid, high], the best first. `unknown`: notes on what is doubtful. `next`: what to do, and a `command` or call.
             None stands for a number that is infinite or not known. Where all that is too long, the ends of lists are left out, and
@@ -330,6 +390,11 @@ class Diagnosis(JsonDataclass):
 
     def __str__(self) -> str:
         return "\n\n".join([self.summary, *map(str, self._tables)])
+
+    def for_terminal(self) -> str:
+        """As text whose note under the remedies has the command that proves one of them, instead of the call in Python."""
+        text, command = str(self), self._command()
+        return text if command in (None, IN_PYTHON) else re.sub(r"\bprove\(\d+\)(?= runs )", lambda _: f"`{command}`", text)
 
     def _repr_html_(self) -> str:
         doubt = f"<p><strong>Doubt:</strong> {display.escape(self.doubt)}</p>" if self.doubt else ""
