@@ -903,6 +903,7 @@ def units_of(name: str) -> str:
         ({"model": 5}, r"^plan\(5\): expected a Transformer, a RunSpec, a Task"),
         ({"model": "x"}, r"^plan\('x'\): expected a Transformer, a RunSpec, a Task.*not a str"),
         ({"model": lambda: None}, "a model needs a batch"),
+        ({"model": lambda: None, "global_batch": None}, "global_batch is missing: .*, and so is batch: an example"),
         ({"gpus": 1024, "global_batch": 10, "tensor": 1, "pipeline": 1}, "try global_batch=1024, or another number of GPUs"),
         ({"gpus": 6, "global_batch": 48, "tensor": 4}, "try another number of GPUs"),
     ],

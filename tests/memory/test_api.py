@@ -284,12 +284,23 @@ def test_a_loss_is_found_where_none_is_given() -> None:
         (Own, {"x": x}, "the output's own"),
         (lambda: nn.Linear(4, 3), (x, torch.zeros(2, dtype=torch.int64)), "the cross-entropy"),
         (lambda: nn.Linear(4, 3), (x, torch.zeros(2, 3)), "the squared error"),
-        (lambda: nn.Linear(4, 3), x, "the mean of the output"),
+        (lambda: nn.Linear(4, 3), x, "the mean of the output (2, 3); loss=lambda model, batch: … gives yours"),
+        (lambda: Both(), x, "the mean of the first of 2 tensors of floats in the output, a tuple: (2, 3); loss=lambda"),
         (lambda: nn.Sequential(nn.Linear(4, 1), nn.AvgPool1d(1)), x[:1], "the output itself"),
     ):
         assert any(how in note for note in wb.estimate_memory(make, batch).notes), how
     with pytest.raises(ValueError, match="has no tensor to make a loss of"):
         wb.estimate_memory(lambda: Quiet(), x)
+
+
+class Both(nn.Linear):
+    """Returns a tuple, and no loss."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 3)
+
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x), x
 
 
 class Quiet(nn.Module):

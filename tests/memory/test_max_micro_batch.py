@@ -2,6 +2,7 @@
 
 import functools
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -224,9 +225,31 @@ def test_a_step_that_fits_needs_no_ladder() -> None:
 
 
 def test_nothing_makes_it_fit() -> None:
-    ladder = memory_ladder(Shallow, device(20), **GIVEN)
+    ladder = memory_ladder(Shallow, device(20), **{**GIVEN, "batch": BATCH[:1]})
     assert not ladder.fits
-    assert "nothing tried makes it fit" in str(ladder)
+    said = ladder.word
+    assert "nothing tried makes it fit" in said
+    assert {"offload=optimizer", "offload=activations", "precision=amp_bf16"} <= set(ladder.tried_changes)
+    for part in ("offload=optimizer", 'parallel="fsdp", nproc_per_node=8', "wb.plan(build, ", "build().to(torch.bfloat16)"):
+        assert part in said
+
+
+def test_what_fits_only_with_states_in_host_memory_is_found_after_all_else() -> None:
+    def heavy() -> nn.Module:
+        return nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH))
+
+    about = {"batch": torch.zeros(1, WIDTH), "loss": squared, "optimizer": "adamw"}
+    whole, moved = (needed(estimate_memory(heavy, device=device(1e6), offload=how, **about)) for how in ("none", "optimizer"))
+    assert moved < whole
+    ladder = memory_ladder(heavy, device((moved + (whole - moved) / 8) / 1e6), margin=0.0, **about)
+    assert ladder.fits
+    assert ladder.rungs[-1].change == {"offload": "optimizer"}
+    assert math.isnan(ladder.rungs[-1].slowdown)
+    assert "optimizer" not in ladder.changes  # a fused kernel is of no use on the host
+    assert "offload=optimizer" in ladder.word
+    assert "time not predicted" in ladder.word
+    enough = memory_ladder(heavy, device(whole / 1e6), margin=0.0, **about)
+    assert "offload" not in enough.changes
 
 
 @pytest.mark.parametrize("name", ["cuda", "cpu"])

@@ -172,6 +172,8 @@ def test_the_wrong_runs(by_hand: Make) -> None:
         would_fit(1)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"Of a spec: wb\.max_micro_batch\(spec, …\)"):
         would_fit(SPEC)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"A model that has not run: wb\.memory_ladder\(build, device, batch=batch\)"):
+        would_fit(lambda: None)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"it is finished\. Of others: wb\.max_micro_batch"):
         would_fit(by_hand().ended("finished").path)
     with pytest.raises(ValueError, match=r"Of others: wb\.estimate_memory\(model, batch, …\)"):

@@ -128,13 +128,24 @@ def test_a_newer_format_is_refused(by_hand: Make) -> None:
         Run.load(by_hand(format=99).path)
 
 
+def test_a_folder_that_does_not_exist_and_what_may_be_meant(by_hand: Make) -> None:
+    there = by_hand().ended("finished").path
+    with pytest.raises(run_directory.DamagedRunError, match=r"is not a run directory: there is no such folder; did you mean ") as caught:
+        Run.load(there.with_name(there.name[:-1]))
+    assert f'"{there}"' in str(caught.value)
+    with pytest.raises(run_directory.DamagedRunError, match=f'no such folder; the newest there is "{there}"'):
+        Run.load(there.with_name("@"))
+    with pytest.raises(run_directory.DamagedRunError, match=r"no such folder$"):
+        Run.load(there.parent / "a" / "b")
+
+
 INFO = '{"format": 1, "id": "a", "name": "b", "created": 0, "host": "h", "launch_dir": ".", "spec": %s}'
 
 
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        (None, "is missing: .* is not a run directory"),
+        (None, "is missing: .* is not a run directory, or its launch was cut off"),
         ('{"format": 1, "outcome": {}}', "its outcome has no state"),
         ("{", "is damaged"),
         ("{}", "has no format number"),

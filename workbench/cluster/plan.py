@@ -21,6 +21,8 @@ from workbench.core.checks import real_number, whole_number
 from workbench.core.progress import predicts
 from workbench.memory.analysis.fit import MARGIN
 from workbench.runs.run import Run
+from workbench.runs.spec import RunSpec
+from workbench.runs.target import is_config, named_task
 
 MAX_GPUS = 65_536
 """Most GPUs of a plan whose number of GPUs is left open."""
@@ -127,6 +129,11 @@ def plan(
     else:
         from workbench.cluster.read_model import read
 
+        if global_batch is None and not isinstance(named_task(model) or model, RunSpec) and (callable(model) or is_config(model)):
+            also = (
+                "" if batch is not None else ", and so is batch: an example of it, batch=(tensors, …), of tensors on any device, even meta"
+            )
+            raise PlanError(_NO_BATCH + also)
         workload = read(model, where, batch=batch, sequence=sequence, precision=precision, checkpointing=checkpointing, **knobs)
     given_batch = global_batch if global_batch is not None else getattr(workload.spec, "global_batch", None)
     size = _whole("global_batch", given_batch)
@@ -181,9 +188,12 @@ def _several(name: str, value: Any, allowed: Sequence[str]) -> list[str]:
     return [choice for choice in allowed if choice in given]
 
 
+_NO_BATCH = "global_batch is missing: samples per step of all GPUs, such as global_batch=1024"
+
+
 def _whole(name: str, value: Any) -> int:
     if value is None and name == "global_batch":
-        raise PlanError(f"{name} is missing: samples per step of all GPUs, such as global_batch=1024")
+        raise PlanError(_NO_BATCH)
     return whole_number(name, value, least=1, error=PlanError)
 
 

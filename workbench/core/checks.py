@@ -264,6 +264,18 @@ def nearest(word: str, known: Iterable[str], *, cutoff: float = 0.6) -> str | No
     return next(iter(difflib.get_close_matches(str(word), list(known), n=1, cutoff=cutoff)), None)
 
 
+def near_folder(folder: Path, file: str) -> str:
+    """What may be meant instead of a folder that does not exist: one beside it with nearly its name and this file in it, else the newest.
+
+    Of these folders the names begin with the time. "" = there are none.
+    """
+    names = sorted(there.parent.name for there in folder.parent.glob(f"*/{file}"))
+    near = nearest(folder.name, names)
+    return (
+        f'; did you mean "{folder.with_name(near)}"?' if near else f'; the newest there is "{folder.with_name(names[-1])}"' if names else ""
+    )
+
+
 def did_you_mean(word: str, known: Iterable[str], *, cutoff: float = 0.6) -> str:
     """A question for the middle of a message, with the space behind it; "" where no name is near.
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from workbench.core.checks import folder_in_environment
+from workbench.core.checks import folder_in_environment, near_folder
 
 FORMAT = 1
 """Number of the directory's layout; a larger one was written by a newer workbench and is refused."""
@@ -160,7 +160,10 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
-        raise DamagedRunError(f"{path} is missing: {path.parent} is not a run directory, or its launch was cut off") from None
+        folder = path.parent
+        if path.name == RUN_JSON and not folder.exists():
+            raise DamagedRunError(f"{folder} is not a run directory: there is no such folder{near_folder(folder, RUN_JSON)}") from None
+        raise DamagedRunError(f"{path} is missing: {folder} is not a run directory, or its launch was cut off") from None
     except (ValueError, RecursionError) as error:
         raise DamagedRunError(f"{path} is damaged: {error}. The lines of rank*.jsonl beside it may still be whole") from error
     if not isinstance(value, dict):

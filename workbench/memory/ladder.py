@@ -8,10 +8,11 @@ from workbench.core.device import Device
 from workbench.core.progress import predicts
 from workbench.memory.analysis.breakdown import MemoryBreakdown
 from workbench.memory.analysis.fit import MARGIN, device_of, is_unnamed, usable_memory
-from workbench.memory.analysis.whatif import MemoryLadder, MemoryRung, combinations, needed
+from workbench.memory.analysis.whatif import MemoryLadder, MemoryRung, changes_in_words, combinations, needed
 from workbench.memory.api import estimate_memory
 from workbench.runs.spec import RunSpec
 from workbench.runs.target import device_or_batch
+from workbench.runs.task import Task
 
 if TYPE_CHECKING:
     from workbench.memory.estimate.plan import Plan
@@ -19,6 +20,10 @@ if TYPE_CHECKING:
 
 HALVINGS = 3
 """The ladder splits a micro-batch up to 2 to the power of it."""
+
+
+LAST = 1e6
+"""Stands for a price in time that no roofline has, so that such a change comes after all others."""
 
 
 NEGLIGIBLE = 1.03
@@ -34,7 +39,7 @@ def memory_ladder(
 
     All sets of changes that make sense are tried in the order of their cost, until one fits; the cost of a set is the product of its
     changes' own, each the roofline of its dry run over that of the step as it is. Where the device has no known roofline, the fewest
-    changes are the cheapest.
+    changes are the cheapest. What moves to host memory (`offload=`) is tried on a GPU where nothing else fits: its time is not predicted.
 
     Args:
         target: as `estimate_memory` takes it.
@@ -67,7 +72,7 @@ class _Climb:
         rungs: list[MemoryRung] = []
         if needed(start[0]) > self._limit:
             self._moves = _moves(self._spec(), self._device if isinstance(self._device, Device) else None)
-            rungs = self._rungs(self._needed(self._cheapest()))
+            rungs = self._rungs(self._needed(self._chosen()))
         return MemoryLadder(
             start=start[0],
             rungs=tuple(rungs),
@@ -75,11 +80,36 @@ class _Climb:
             capacity=self._limit,
             margin=margin,
             tried=sum(run is not None for run in self._seen.values()),
+            tried_changes=tuple(changes_in_words(move) for place, (move, _) in enumerate(self._moves) if self._run((place,))),
+            advice="" if self._device == "cpu" else _advice(self._target),
         )
 
-    def _cheapest(self) -> tuple[int, ...]:
-        """Places of the moves that fit at the least cost; where nothing fits, of those that need least."""
-        sets = combinations(move for move, _ in self._moves)
+    def _chosen(self) -> tuple[int, ...]:
+        """Places of the moves to make: without offloading, if they fit so."""
+        best = self._cheapest(combinations(move for move, _ in self._moves))
+        if self._device == "cpu" or self._spec().offload != "none":
+            return best
+        for offload in OFFLOADS:
+            if needed(self._found(best)[0]) <= self._limit:
+                break
+            place = len(self._moves)
+            self._moves.append(offload)
+            if self._run((place,)) is None:
+                del self._moves[place], self._seen[(place,)]
+                continue
+            sets = [(*chosen, place) for chosen in combinations(move for move, _ in self._moves[:place]) if not self._vain(chosen, place)]
+            best = min(best, self._cheapest(sets), key=lambda chosen: needed(self._found(chosen)[0]))
+        return best
+
+    def _vain(self, chosen: tuple[int, ...], place: int) -> bool:
+        """Do moves not go with offloading? The host has no fused kernel to gain from, and recomputing leaves few activations to move."""
+        changed = {name for move in chosen for name in self._moves[move][0]}
+        return {"optimizer": "optimizer", "activations": "checkpointing"}[
+            self._moves[place][0]["offload"]
+        ] in changed or "offload" in changed
+
+    def _cheapest(self, sets: list[tuple[int, ...]]) -> tuple[int, ...]:
+        """Of these places of moves those that fit at the least cost; where nothing fits, those that need least."""
         if self._hopeless(sets):
             sizes = {chosen: needed(run[0]) for chosen, run in self._seen.items() if run is not None}
             return min(sizes, key=lambda chosen: (sizes[chosen], chosen))
@@ -105,6 +135,8 @@ class _Climb:
 
     def _price(self, place: int) -> float:
         """Times that a step takes with a move alone; 1 where no roofline is known, so that only the number of moves counts."""
+        if "offload" in self._moves[place][0]:
+            return LAST
         return self._slowdown((), (place,)) if self._timed else 1.0
 
     def _needed(self, chosen: tuple[int, ...]) -> tuple[int, ...]:
@@ -126,7 +158,7 @@ class _Climb:
             if self._run(now) is None:  # only together with a later one
                 rungs.append(MemoryRung(change=change, breakdown=self._found(done)[0], slowdown=1.0, price=price))
                 continue
-            slowdown = self._slowdown(done, now)
+            slowdown = math.nan if "offload" in change else self._slowdown(done, now)
             rungs.append(MemoryRung(change=change, breakdown=self._found(now)[0], slowdown=slowdown, price=price))
             done = now
         return rungs
@@ -161,6 +193,25 @@ class _Climb:
         from workbench.memory.estimate.plan import plan_of
 
         return plan_of(self._target, device=self._device, **self._options).spec
+
+
+OFFLOADS: tuple[tuple[Mapping[str, Any], str], ...] = (
+    ({"offload": "optimizer"}, "the CPU updates: gradients go to the host in each step, weights come back"),
+    ({"offload": "activations"}, "what the backward needs goes to the host and comes back"),
+)
+"""What can move to host memory, with its price in words."""
+
+
+def _advice(target: Any) -> str:
+    """What is left to try where nothing fits one device, as calls."""
+    target, batch = (
+        ("spec", "") if isinstance(target, RunSpec) else ("task", "") if isinstance(target, Task) else ("build", "batch=batch, ")
+    )
+    weights = "build().to(torch.bfloat16)" if batch else "…().to(torch.bfloat16) as the model of the task"
+    return (
+        f'next: more GPUs, wb.estimate_memory({target}, {batch}parallel="fsdp", nproc_per_node=8), of which wb.plan({target}, "DGX-H100", '
+        f"{batch}gpus=8, global_batch=…) finds the fastest layout; or weights kept in bf16, lambda: {weights}"
+    )
 
 
 def _moves(spec: RunSpec, device: Device | None) -> list[tuple[Mapping[str, Any], str]]:

@@ -121,7 +121,10 @@ def would_fit(run: Run | str | os.PathLike[str], *, margin: float = MARGIN) -> W
         LaunchError: the directory is another user's, or has the code in it: its task would be executed as you.
     """
     if not isinstance(run, Run | str | os.PathLike):
-        instead = " Of a spec: wb.max_micro_batch(spec, …)." if isinstance(run, RunSpec) else ""
+        model = (
+            " A model that has not run: wb.memory_ladder(build, device, batch=batch), or wb.estimate_memory(build, batch, device=device)."
+        )
+        instead = " Of a spec: wb.max_micro_batch(spec, …)." if isinstance(run, RunSpec) else model if callable(run) else ""
         raise ValueError(f"would_fit({run!r:.80}): expected a run whose memory ran out, or the path of its directory.{instead}")
     run = run if isinstance(run, Run) else Run.load(run)
     failure = run.error

@@ -68,6 +68,12 @@ class Knob:
     panels: tuple[str, ...] = ()
     """Panels that let it be turned: "doctor" (what-if of a step's time), "memory" (the memory explorer)."""
 
+    def also(self, value: Any) -> str:
+        """What may be meant by a value that is no choice, and is had in another way."""
+        if self.choices == PRECISIONS and value in ("bf16", "bfloat16"):
+            return " (weights stay in fp32; they are kept in bf16 by a model that is built so, lambda: build().to(torch.bfloat16))"
+        return ""
+
 
 def knob(default: T, **about: Any) -> T:
     """A field of RunSpec, with what a Knob says of it."""

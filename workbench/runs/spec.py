@@ -266,7 +266,7 @@ class RunSpec(_Spec):
         whole_number("seed", self.seed, least=0, most=2**32 - 1, error=SpecError)
         for name, about in KNOBS.items():
             if about.choices:
-                choice(name, getattr(self, name), about.choices, meant=MEANT, error=SpecError)
+                choice(name, getattr(self, name), about.choices, meant=MEANT, also=about.also(getattr(self, name)), error=SpecError)
         if not self.num_workers and (self.prefetch_factor is not None or self.persistent_workers):
             knob = "persistent_workers" if self.persistent_workers else "prefetch_factor"
             raise SpecError(f"{knob} needs workers, and num_workers is 0: set num_workers to 1 or more, or leave {knob} out")

@@ -215,7 +215,8 @@ def read_program(name: str, target: Any, batch: Any, *, others: str = "", error:
     target = named_task(target) or target
     if isinstance(target, RunSpec | Task):
         return target
-    if is_config(target):
+    configured = is_config(target)
+    if configured:
         target = _model_of(target)
     if not callable(target):
         hint = _its_spec(name, target)
@@ -224,7 +225,8 @@ def read_program(name: str, target: Any, batch: Any, *, others: str = "", error:
             f"{type(target).__name__}" + (f"; {hint}" if hint else "")
         )
     if batch is None:
-        raise error(f"{name}({shown(target)}): a model needs a batch: {name}(model, batch=…), of tensors on any device, even meta")
+        made = "; the configuration's model is built for you" if configured else ""
+        raise error(f"{name}({shown(target)}): a model needs a batch: {name}(model, batch=…), of tensors on any device, even meta{made}")
     return target
 
 

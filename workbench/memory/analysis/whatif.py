@@ -137,6 +137,10 @@ class MemoryLadder(display.Shown):
     """Share of the device that stays free."""
     tried: int = 0
     """Combinations that were estimated."""
+    tried_changes: tuple[str, ...] = ()
+    """The changes that they combine, in words."""
+    advice: str = ""
+    """What is left to try where nothing fits."""
 
     @property
     def end(self) -> MemoryBreakdown:
@@ -165,7 +169,9 @@ class MemoryLadder(display.Shown):
             return f"it fits {self.device} as it is, with {units.bytes_(self.capacity - needed(self.start))} to spare"
         if not self.fits:
             over = needed(self.end) - self.capacity
-            return f"nothing tried makes it fit {self.device}: {units.bytes_(over)} too much with all of {self.tried} combinations"
+            what = f" of {', '.join(self.tried_changes)}" if self.tried_changes else ""
+            least = f"{units.bytes_(over)} too much in the best of {self.tried} combinations{what}"
+            return f"nothing tried makes it fit {self.device}: {least}" + (f"; {self.advice}" if self.advice else "")
         spare = units.bytes_(self.capacity - needed(self.end))
         return f"it fits {self.device} with {units.knobs(self.changes)}: {spare} to spare, {_time(self.slowdown)}"
 

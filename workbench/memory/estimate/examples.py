@@ -209,7 +209,11 @@ def _one_number(output: Any, rest: list[Any]) -> tuple[Tensor, str]:
             return F.cross_entropy(first.flatten(0, -2), target.flatten()), "the cross-entropy of the output and the batch's last part"
         if target.dtype.is_floating_point and first.shape == target.shape:
             return F.mse_loss(first, target), "the squared error of the output and the batch's last part"
-    return first.mean(), "the mean of the output"
+    shape = tuple(first.shape)
+    if first is output:
+        return first.mean(), f"the mean of the output {shape}; loss=lambda model, batch: … gives yours"
+    which = f"the first of {len(floats)} tensors of floats" if len(floats) > 1 else "the only tensor of floats"
+    return first.mean(), f"the mean of {which} in the output, a {type(output).__name__}: {shape}; loss=lambda model, batch: … gives yours"
 
 
 def _outputs(output: Any) -> list[Tensor]:
