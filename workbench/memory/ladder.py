@@ -4,11 +4,12 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from workbench.core import units
 from workbench.core.device import Device
 from workbench.core.progress import predicts
 from workbench.memory.analysis.breakdown import MemoryBreakdown
 from workbench.memory.analysis.fit import MARGIN, device_of, is_unnamed, usable_memory
-from workbench.memory.analysis.whatif import MemoryLadder, MemoryRung, changes_in_words, combinations, needed
+from workbench.memory.analysis.whatif import MemoryLadder, MemoryRung, combinations, needed
 from workbench.memory.api import estimate_memory
 from workbench.runs.spec import RunSpec
 from workbench.runs.target import device_or_batch
@@ -80,7 +81,7 @@ class _Climb:
             capacity=self._limit,
             margin=margin,
             tried=sum(run is not None for run in self._seen.values()),
-            tried_changes=tuple(changes_in_words(move) for place, (move, _) in enumerate(self._moves) if self._run((place,))),
+            tried_changes=tuple(units.knobs(move) for place, (move, _) in enumerate(self._moves) if self._run((place,))),
             advice="" if self._device == "cpu" else _advice(self._target),
         )
 
