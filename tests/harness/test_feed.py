@@ -17,6 +17,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from workbench.harness.feed import Exhausted, Feed
 from workbench.harness.loaders import shut_down, unpicklable_attribute
+from workbench.harness.observe import samples_of
 
 
 class Numbers(Dataset[torch.Tensor]):
@@ -348,3 +349,12 @@ def test_a_loader_leaves_alone_who_trains_and_what_is_drawn_elsewhere() -> None:
         drawn = torch.rand(1)
     assert bool((loader.model.weight == 3).all())
     assert not torch.equal(torch.rand(1), drawn)
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_samples_of_a_step_are_told_by_the_loader_not_by_the_tokens(accumulation: int) -> None:
+    collate = lambda samples: (torch.zeros(90), torch.zeros(2, 70), torch.zeros(len(samples)))  # noqa: E731
+    with Feed(DataLoader(Numbers(8), batch_size=4, collate_fn=collate), accumulation) as feed:
+        assert samples_of(feed.next(), feed) == 4 * accumulation
+    with Feed([collate([0] * 4)] * 2) as feed:
+        assert (feed.batch_size, samples_of(feed.next(), feed)) == (None, 90)  # nothing tells

@@ -254,6 +254,11 @@ def test_shapes_alone_will_do() -> None:
     assert wb.estimate_memory(gpt, shapes, loss=text_loss).total == wb.estimate_memory(gpt, tokens(), loss=text_loss).total
 
 
+def test_tokens_of_an_embedding_bag_are_no_samples() -> None:
+    batch = (torch.zeros(90, dtype=torch.int64), torch.arange(0, 90, 15), torch.zeros(6, dtype=torch.int64))
+    assert plan_of(lambda: nn.EmbeddingBag(50, 3), batch).spec.micro_batch == 6
+
+
 def test_other_shapes_than_those_of_the_batch() -> None:
     def peak(batch: Any, **knobs: Any) -> int:
         return wb.estimate_memory(gpt, batch, loss=text_loss, **knobs).total

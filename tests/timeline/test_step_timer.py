@@ -19,7 +19,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, TensorDataset
 
 import workbench as wb
 from workbench.core import run_directory
@@ -341,8 +341,71 @@ def test_measuring_twice_is_refused(timer: wb.StepTimer) -> None:
         (7, None),
     ],
 )
-def test_samples_are_the_first_dimension_of_the_first_tensor_or_unknown(batch: Any, samples: int | None) -> None:
+def test_samples_are_the_first_dimension_or_unknown(batch: Any, samples: int | None) -> None:
     assert samples_in(batch) == samples
+
+
+class Ragged:
+    """As a nested tensor, whose sizes differ."""
+
+    @property
+    def shape(self) -> Any:
+        raise RuntimeError("no sizes")
+
+
+BAG = (torch.zeros(900), torch.zeros(4), torch.zeros(4))  # token ids of four texts, where each begins, labels
+
+
+@pytest.mark.parametrize(
+    ("batch", "batch_size", "samples"),
+    [
+        (BAG, None, 4),
+        (BAG, 4, 4),
+        (BAG, 6, 4),  # the last batch
+        (dict(zip("abc", BAG, strict=True)), None, 4),
+        ((torch.zeros(90, 3), torch.zeros(2, 200), torch.zeros(4)), 4, 4),  # nodes, edges and labels of graphs
+        ((torch.zeros(90, 3), torch.zeros(90), torch.zeros(2, 200)), 4, 4),
+        ((torch.zeros(90, 3), torch.zeros(2, 200), torch.zeros(3)), 4, 3),
+        ((torch.zeros(7, 4, 2), torch.zeros(4)), 4, 4),  # time first
+        ((torch.zeros(1, 4096), torch.zeros(1, 4096)), 8, 1),  # packed
+        ((torch.zeros(8, 2), torch.zeros(8)), 4, 8),  # two views of each image
+        ((torch.zeros(64, 2), torch.zeros(10)), None, 64),
+        ((torch.zeros(64, 2), torch.zeros(10), torch.zeros(10)), 64, 64),
+        ((torch.zeros(4, 2), torch.zeros(30, 5), torch.zeros(30)), None, 4),  # images, boxes and their classes
+        ((torch.zeros(64, 2), torch.zeros(1), torch.zeros(1)), None, 64),
+        ((torch.zeros(64, 2), torch.zeros(64)), 1, 64),  # an item of the dataset is a batch
+        (BAG, 1, 4),
+        ((torch.zeros(4), Ragged()), 4, 4),
+        ((torch.zeros(3), Ragged()), 4, 3),
+    ],
+)
+def test_samples_are_told_from_their_parts_by_the_batch_size_and_by_what_most_tensors_say(
+    batch: Any, batch_size: Any, samples: int
+) -> None:
+    assert samples_in(batch, batch_size) == samples
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=8), st.integers(2, 9), st.randoms())
+def test_the_order_of_tensors_does_not_matter_where_the_batch_size_is_known(sizes: list[int], batch_size: int, random: Any) -> None:
+    count = samples_in([np.zeros(size) for size in sizes], batch_size)
+    random.shuffle(sizes)
+    assert count == samples_in([np.zeros(size) for size in sizes], batch_size)
+    assert count in {*sizes, batch_size}
+    assert count == batch_size or batch_size not in sizes
+
+
+@pytest.mark.parametrize(
+    "told", [{"batch_size": 4}, {"batch_sampler": BatchSampler(range(11), 4, drop_last=False)}], ids=["batch_size", "batch_sampler"]
+)
+@pytest.mark.parametrize("inner", [(), (2, 70)], ids=["texts", "graphs"])
+def test_steps_count_the_samples_of_the_loader(timer: wb.StepTimer, told: Any, inner: tuple[int, ...]) -> None:
+    def collate(samples: list[int]) -> tuple[torch.Tensor, ...]:
+        return torch.zeros(50), torch.zeros(inner or len(samples)), torch.zeros(len(samples))
+
+    for _ in timer.batches(DataLoader(range(11), collate_fn=collate, **told)):  # type: ignore[arg-type]
+        with timer("optimizer"):
+            pass
+    assert [step.samples for step in timer.timeline.steps] == [4, 4, 3]
 
 
 def test_samples_of_a_step_add_up_over_its_batches(timer: wb.StepTimer) -> None:

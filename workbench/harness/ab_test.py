@@ -244,7 +244,7 @@ def measure_change(
         undo.enter_context(ablations.frozen_schedules(state.objects))
         active = undo.enter_context(_ActiveSide(saved))
         feeds = [undo.enter_context(Feed(loader)), undo.enter_context(Feed(with_knobs(loader, **knobs) if knobs else loader))]
-        sizes = [samples_of(feed.next(), 1) for feed in feeds] if "micro_batch" in change else [1, 1]  # Ctrl-C ends workers, too
+        sizes = [samples_of(feed.next(), feed) for feed in feeds] if "micro_batch" in change else [1, 1]  # Ctrl-C ends workers, too
         changed = partial(ablations.changed_step, change, state.models, state.optimizers)
         baseline = _StepSide(active, step, feeds[0], contextlib.nullcontext)
         with on_new_optimizer(state.optimizers, lambda optimizer: saved.add(discover(optimizer))):

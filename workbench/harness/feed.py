@@ -18,6 +18,7 @@ from workbench.harness.loaders import (
     worker_error,
 )
 from workbench.harness.restore import SavedState
+from workbench.timeline.loops import batch_size_of
 
 MAX_STATE_BYTES = 2**26
 """Most bytes of a tensor or array of a loader that is saved. A loader's position and order are smaller; its data may be larger."""
@@ -87,6 +88,11 @@ class Feed:
     def passes(self) -> int:
         """Number of passes that have begun."""
         return len(self.start_ups)
+
+    @property
+    def batch_size(self) -> int | None:
+        """Samples of a full batch of the DataLoader; None if not known."""
+        return batch_size_of(data_loader_of(self.loader))
 
     @property
     def num_workers(self) -> int:

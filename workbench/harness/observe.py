@@ -249,9 +249,9 @@ def weights_of(models: Sequence[nn.Module]) -> list[nn.Parameter]:
     return list({id(weight): weight for model in models for weight in model.parameters()}.values())
 
 
-def samples_of(batch: Any, accumulation: int) -> int | None:
-    """Samples in one step's batches; None if not known."""
-    sizes = [samples_in(part) for part in (batch if accumulation > 1 else [batch])]
+def samples_of(batch: Any, feed: Feed) -> int | None:
+    """Samples in one step's batches, which a feed gave; None if not known."""
+    sizes = [samples_in(part, feed.batch_size) for part in (batch if feed.accumulation > 1 else [batch])]
     known = [size for size in sizes if size is not None]
     return sum(known) if len(known) == len(sizes) else None
 
@@ -326,7 +326,7 @@ def run_first_steps(bench: BlockTimer, feed: Feed, saved: SavedState, state: Rea
         Exhausted: the loader ended.
     """
     batch = feed.next()
-    samples, padding = samples_of(batch, feed.accumulation), padding_of(batch if feed.accumulation == 1 else batch[0])
+    samples, padding = samples_of(batch, feed), padding_of(batch if feed.accumulation == 1 else batch[0])
     before, late = tensor_versions(batch), list[Optimizer]()
     weights = weights_of(state.models)
     at_first = tensor_versions(weights), _sums(state.models)

@@ -14,32 +14,75 @@ from workbench.timeline.steps import Row, StepBuilder, StepRules
 T = TypeVar("T")
 
 
-def samples_in(batch: Any) -> int | None:
-    """Length of the first dimension of the first tensor (or array) of a batch; None if there is none near its front, or if in doubt.
+def samples_in(batch: Any, batch_size: int | None = None) -> int | None:
+    """Samples of a batch, by the first dimensions of the tensors (or arrays) near its front; None if there are none, or if in doubt.
 
-    In a list inside the batch every tensor may well be one sample (`tuple(zip(*samples))`), so such lists say nothing.
+    Where they differ, some count tokens, nodes or boxes. In a list inside the batch every tensor may well be one sample
+    (`tuple(zip(*samples))`), so such lists say nothing.
+
+    Args:
+        batch: of tensors in any containers.
+        batch_size: samples of a full batch of its loader; None = not known. Only batches that differ from it are looked at closely.
     """
     first = batch[0] if batch.__class__ in (tuple, list) and batch else batch
     try:
-        return first.shape[0]  # type: ignore[no-any-return]
+        count = first.shape[0]
     except (AttributeError, IndexError, TypeError):  # no tensor, or one without dimensions
-        return _search(batch)
-
-
-def _search(batch: Any) -> int | None:
-    if isinstance(batch, Mapping):
-        parts = [*islice(batch.values(), 8)]
-    elif isinstance(batch, (list, tuple)):
-        parts = [*batch[:8]]
+        sizes = _sizes(batch)
     else:
-        return None
-    for part in parts:
-        if (shape := getattr(part, "shape", None)) and isinstance(shape, tuple):
-            return int(shape[0])
+        if first is batch or count == batch_size:
+            return count  # type: ignore[no-any-return]
+        sizes = _sizes(batch) or [count]
+    return _likely(sizes, batch_size or 1) if sizes else None
+
+
+def _likely(sizes: list[int], full: int) -> int:
+    """Which of these counts samples: all agree, or one is a full batch, or most tensors say so and it is less than a full batch.
+
+    Where a full batch is not known, or is one item of the dataset (which may be a batch), it is the first, unless most say less: an
+    `EmbeddingBag` takes the tokens of all texts, then where each begins, then come the labels.
+    """
+    if full in sizes and full > 1:
+        return full
+    if sizes.count(sizes[0]) == len(sizes):
+        return sizes[0]
+    times = {size: sizes.count(size) for size in sizes}
+    common = [size for size in times if times[size] == max(times.values())]
+    if full == 1:
+        return common[0] if len(common) == 1 and 1 < common[0] < sizes[0] else sizes[0]
+    return max((size for size in common if size < full), default=full)
+
+
+def _sizes(batch: Any) -> list[int]:
+    """First dimensions of the tensors that are as near the front of a batch as the first one; of more than 8, the first 8."""
+    if isinstance(batch, (list, tuple)):
+        parts = [*batch[:8]]
+    elif isinstance(batch, Mapping):
+        parts = [*islice(batch.values(), 8)]
+    else:
+        return []
+    if sizes := [int(shape[0]) for part in parts if (shape := _shape(part)) and isinstance(shape, tuple)]:
+        return sizes
     inner = [part for part in parts if isinstance(part, Mapping)]
     if not isinstance(batch, Mapping) and len(inner) == len(parts) and all(part.keys() == inner[0].keys() for part in inner):
-        return None  # one for each sample
-    return next((size for part in inner if (size := _search(part)) is not None), None)
+        return []  # one for each sample
+    return next((sizes for part in inner if (sizes := _sizes(part))), [])
+
+
+def _shape(part: Any) -> Any:
+    try:
+        return getattr(part, "shape", None)
+    except RuntimeError:  # a nested tensor has none
+        return None
+
+
+def batch_size_of(loader: Any) -> int | None:
+    """Samples of a full batch of a DataLoader over a map-style dataset; None for any other loader, or where it is not known."""
+    data = sys.modules.get("torch.utils.data")
+    if data is None or not isinstance(loader, data.DataLoader) or isinstance(loader.dataset, data.IterableDataset):
+        return None
+    size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
+    return size if isinstance(size, int) else None
 
 
 def expected_sizes(loader: Any) -> Iterator[int | None] | None:
@@ -133,7 +176,9 @@ class Loop:
             sized_by: the DataLoader that tells how many samples are in them, where `loader` is only its iterator.
         """
         now, marks = self.recorder.now, self.recorder.marks
-        if expected := expected_sizes(loader if sized_by is None else sized_by):
+        sized_by = loader if sized_by is None else sized_by
+        full = batch_size_of(sized_by)
+        if expected := expected_sizes(sized_by):
             self._next_size = expected.__next__
         read = self.recorder.read if self.recorder.clock == "device" else None
         with watching or nullcontext():
@@ -143,7 +188,7 @@ class Loop:
                 for batch in loader:
                     if open_loops.top is self:
                         if not expected:
-                            self._sizes.append(samples_in(batch))
+                            self._sizes.append(samples_in(batch, full))
                         marks.extend((now(), BATCH))
                     else:
                         open_loops.waited(self)

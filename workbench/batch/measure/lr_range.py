@@ -484,5 +484,5 @@ class _Search:
 
     def _samples(self) -> int | None:
         """Samples of a step over all ranks."""
-        counts = self.driver.peers.gather(samples_of(self.driver.last, self.driver.feed.accumulation))
+        counts = self.driver.peers.gather(samples_of(self.driver.last, self.driver.feed))
         return None if any(count is None for count in counts) else sum(count or 0 for count in counts)

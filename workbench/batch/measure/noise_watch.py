@@ -218,7 +218,7 @@ def measure(
                     break
             try:
                 batch = feed.next()
-                sizes[samples_in(batch)] += 1
+                sizes[samples_in(batch, feed.batch_size)] += 1
                 step(batch)
                 watch.step()
                 if alone and number == MIN_STEPS - 1 and watch.backwards < 2:

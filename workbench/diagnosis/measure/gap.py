@@ -178,7 +178,7 @@ class _Arms:
         feed = self.feed
         loader = feed.epoch // feed.accumulation if feed.epoch else 0
         loader = loader if loader >= MIN_STEPS_PER_PASS else 0  # starts of shorter passes are in the blocks already: see `passes`
-        samples = samples_of(self.cached.first, feed.accumulation)
+        samples = samples_of(self.cached.first, feed)
         return GapEvidence(
             blocks=tuple(self.blocks),
             world_size=self.peers.world_size,

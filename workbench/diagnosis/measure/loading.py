@@ -74,7 +74,7 @@ def probe(loader: Any, feed: Feed, budget_s: float = 10.0) -> tuple[Loading, lis
         prefetch_factor=loader.prefetch_factor if feed.num_workers else None,
         persistent_workers=bool(feed.num_workers and loader.persistent_workers),
         pin_memory=bool(getattr(loader, "pin_memory", False)) if feed.kind == "DataLoader" else False,
-        batch_size=samples_in(batch) or (loader.batch_size if feed.kind == "DataLoader" else None),
+        batch_size=samples_in(batch, feed.batch_size) or (loader.batch_size if feed.kind == "DataLoader" else None),
         batch_bytes=bytes_of(batch),
         epoch=feed.epoch,
         alone=plain.wall,
