@@ -143,7 +143,7 @@ def test_what_should_have_fitted(by_hand: Make) -> None:
 
 
 def test_nothing_would_have_fitted(by_hand: Make) -> None:
-    found = would_fit(died(by_hand, said("300.00 MiB"), spec=SPEC.replace(precision="amp_bf16", optimizer="fused")))
+    found = would_fit(died(by_hand, said("300.00 MiB"), spec=SPEC.replace(precision="amp_bf16", optimizer="fused", micro_batch=1)))
     assert not found.ladder.fits
     assert "Nothing tried would have made it fit" in found.word
     assert "not even one sample fits" in found.word
