@@ -246,6 +246,7 @@ def test_the_share_of_slow_samples() -> None:
     assert slow_share([1.0] * 100) == 0.0
     assert slow_share([1.0] * 95 + [20.0] * 5) == pytest.approx(95 / 195)
     assert slow_share([1.0] * 10) is None
+    assert slow_share([1.0] * 95 + [20.0] * 5, 1950.0) == pytest.approx(95 / 1950)  # where collating takes the time
 
 
 @pytest.mark.parametrize(

@@ -79,7 +79,7 @@ def input_cause(e: Evidence, c: Costs) -> Cause:
     if loading.slow_share is not None and loading.slow_share >= MIN_SLOW_SAMPLES_SHARE:
         return Cause(
             cause="slow samples",
-            why=f"One sample in twenty takes {units.percent(loading.slow_share)} of the time in which samples are fetched.",
+            why=f"One sample in twenty takes {units.percent(loading.slow_share)} of the time in which batches are made.",
         )
     if loading.num_workers and not math.isnan(loading.alone) and loading.alone < (1 - MIN_EXPLAINED / 2) * c.cached / e.accumulation:
         queue = loading.num_workers * (loading.prefetch_factor or 2)

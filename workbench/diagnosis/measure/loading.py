@@ -151,7 +151,9 @@ def _probed(loader: "DataLoader[Any]", feed: Feed, loading: Loading, budget: flo
             fetch_cpu=_mean(made, lambda m: m.fetch_cpu),
             fetch_blocked=_mean(made, lambda m: m.fetch_blocked),
             collate=_mean(made, lambda m: m.cpu - m.fetch_cpu),
-            slow_share=slow_share([sample for turn in made for m in turn for sample in m.samples]),
+            slow_share=slow_share(
+                [sample for turn in made for m in turn for sample in m.samples], sum(m.wall for turn in made for m in turn)
+            ),
             read_bytes=_mean(made, lambda m: m.read_bytes),
             slow_lines=made[-1][-1].lines,
         )
@@ -365,9 +367,14 @@ def touch(batch: Any) -> None:
             tensor.detach().reshape(-1).view(torch.uint8).numpy()[::PAGE].max()  # by numpy: without torch's threads
 
 
-def slow_share(samples: Sequence[float]) -> float | None:
-    """Share of the time of all samples beyond the median that the slowest twentieth takes; None of too few."""
-    if len(samples) < MIN_SAMPLES or not (total := sum(samples)):
+def slow_share(samples: Sequence[float], seconds: float = 0.0) -> float | None:
+    """Share that the slowest twentieth of the samples takes beyond the median; None of too few.
+
+    Args:
+        samples: seconds in which each was fetched.
+        seconds: in which their batches were made, collating included.
+    """
+    if len(samples) < MIN_SAMPLES or not (total := max(seconds, sum(samples))):
         return None
     ordered, median = sorted(samples), statistics.median(samples)
     return sum(value - median for value in ordered[-max(1, len(ordered) // 20) :]) / total
