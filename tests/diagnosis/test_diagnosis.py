@@ -373,8 +373,8 @@ def test_a_proof_of_another_remedy_than_the_first_says_so(
     mine = remedy(name="faster collate_fn", change={}, speedup=2.7, low=1.0, high=2.9, ceiling=True)
     fused = remedy(name="optimizer=fused", change={"optimizer": "fused"}, speedup=speedup, low=1.02, high=1.5, scope=scope)
     found = dataclasses.replace(slow_loader(spec=SPEC), remedies=(mine, fused))
-    says = "faster collate_fn is for you to make; of those that can be tried here, the best is optimizer=fused"
-    assert found.choice == says + ("" if concerns else ", which does not concern the verdict (input-bound, decode)")
+    says = "faster collate_fn is a change that you have to make yourself; of those that can be tried here, the best is optimizer=fused"
+    assert found.choice == says + ("" if concerns else ", which does not address the verdict (input-bound, decode)")
     prove = types.SimpleNamespace(prove=lambda _, which, *, budget_s: Proof(remedy=which, measured=Interval(low=1.0, mid=1.0, high=1.1)))
     monkeypatch.setitem(sys.modules, "workbench.diagnosis.api", prove)
     assert found.prove().notes == (found.choice,)

@@ -257,6 +257,10 @@ def test_shapes_alone_will_do() -> None:
 def test_tokens_of_an_embedding_bag_are_no_samples() -> None:
     batch = (torch.zeros(90, dtype=torch.int64), torch.arange(0, 90, 15), torch.zeros(6, dtype=torch.int64))
     assert plan_of(lambda: nn.EmbeddingBag(50, 3), batch).spec.micro_batch == 6
+    with pytest.raises(
+        ValueError, match=r"micro_batch=12: the batch has 6 samples, and its first tensor more rows .* give a batch of that"
+    ):
+        wb.estimate_memory(lambda: nn.EmbeddingBag(50, 3), batch, micro_batch=12)
 
 
 def test_other_shapes_than_those_of_the_batch() -> None:

@@ -76,7 +76,7 @@ def test_what_fewer_ranks_cannot_do_is_said() -> None:
         (SPEC, 1, 5, "min_ranks=5"),
         (SPEC, 0, 1, "min_ranks=1 without max_restarts"),
         (SPEC.replace(checkpoint_every=None), 1, None, "try checkpoint_every=100"),
-        (SPEC.replace(nnodes=2), 1, None, r"On Slurm, Slurm\(requeue=True\) does"),
+        (SPEC.replace(nnodes=2), 1, None, r"On Slurm it does, with Slurm\(requeue=True\)"),
         (SPEC.replace(micro_batch="auto"), 1, 1, "share a known batch"),
         (SPEC.replace(noise_scale=True), 1, 1, "leave one of them out"),
         (SPEC.replace(local_sgd="periodic"), 1, 1, 'min_ranks=1 with local_sgd="periodic": each rank has parameters of its own'),

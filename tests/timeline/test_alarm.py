@@ -16,6 +16,7 @@ import workbench as wb
 from workbench.core.run_directory import ENV_ALARM
 from workbench.core.vocabulary import PHASES
 from workbench.timeline import hooks
+from workbench.timeline.analysis.change_points import BLOCK
 from workbench.timeline.alarm import Alarm, Circumstances, StepAlarm, Told, allowed, digest
 from workbench.timeline.hooks import KEPT, Losses
 from workbench.timeline.marks import HostRecorder
@@ -75,6 +76,18 @@ def test_after_a_restart_steps_count_from_the_first_of_all() -> None:
     assert [t.phase for t in told] == ["forward"]
     assert abs(told[0].step - 41_203 - 1200) <= 24
     assert told[0].words().startswith("since step 42,")
+
+
+def test_what_waits_for_other_phases_is_told_at_the_end() -> None:
+    chance = np.random.default_rng(8)
+    before, after = rows(1200, chance), rows(400, chance, forward=1.5)
+    follower = StepAlarm()
+    follower.see(before)
+    due = next(place for place in range(0, 400, BLOCK) if follower.see(after[place : place + BLOCK], waits=False))
+    follower = StepAlarm()
+    assert follower.see([*before, *after[: due - BLOCK]], waits=False) == []
+    (told,) = follower.see([], waits=False, last=True)
+    assert told.phase == "forward"
 
 
 def test_memory_that_jumps_is_told() -> None:

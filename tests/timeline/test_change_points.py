@@ -20,7 +20,7 @@ def told(values: np.ndarray, **options: float) -> list[tuple[int, Change]]:
     ]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25, deadline=None, derandomize=True)
 @given(seed=st.integers(0, 2**31), start=st.integers(600, 1500), size=st.sampled_from([1.1, 1.2, 1.5, 3.0]))
 @example(seed=220256, start=698, size=1.5)  # whose beginning the posterior places too late, so that it seemed to have been there before
 @example(seed=109, start=800, size=1.5)  # likewise, by six blocks

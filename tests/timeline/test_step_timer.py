@@ -376,6 +376,8 @@ BAG = (torch.zeros(900), torch.zeros(4), torch.zeros(4))  # token ids of four te
         ((torch.zeros(64, 2), torch.zeros(64)), 1, 64),  # an item of the dataset is a batch
         (BAG, 1, 4),
         ((torch.zeros(4), Ragged()), 4, 4),
+        ((Ragged(), torch.zeros(4)), 4, 4),
+        (Ragged(), 4, None),
         ((torch.zeros(3), Ragged()), 4, 3),
     ],
 )

@@ -21,7 +21,7 @@ PATIENCE = 3.0
 """Seconds after which a prediction says that it goes on."""
 _CELLS = 20
 _waiting = list["Waiting"]()
-"""The calls under way that have a line, the innermost last."""
+"""The calls under way in the main thread that have a line, the innermost last."""
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
@@ -164,11 +164,13 @@ class Waiting:
 
     def __enter__(self) -> Self:
         self.tick()
-        _waiting.append(self)
+        if threading.current_thread() is threading.main_thread():
+            _waiting.append(self)
         return self
 
     def __exit__(self, *_: object) -> None:
-        _waiting.remove(self)
+        if self in _waiting:
+            _waiting.remove(self)
         self._line.close(f"{self._name}: {f'{self._known} · ' * bool(self._known)}{_whole(self.seconds)}")
 
 

@@ -92,8 +92,8 @@ def check(spec: Spec, max_restarts: int, min_ranks: int | None, error: type[Valu
         )
     if spec.nnodes > 1:
         raise error(
-            f"{said} with nnodes={spec.nnodes}: a run of several machines does not restart by itself. On Slurm, Slurm(requeue=True) does. "
-            f"{WITH_WHAT_IS_LEFT}"
+            f"{said} with nnodes={spec.nnodes}: a run of several machines does not restart by itself. On Slurm it does, with "
+            f"Slurm(requeue=True). {WITH_WHAT_IS_LEFT}"
         )
     if not spec.checkpoint_every:
         raise error(f"{said} without checkpoints: it would begin anew each time; try checkpoint_every=100")

@@ -136,12 +136,13 @@ class StepAlarm:
         self._step = done
         self._told: list[tuple[int, bool]] = []
 
-    def see(self, rows: Sequence[Row], *, waits: bool = True) -> list[Told]:
+    def see(self, rows: Sequence[Row], *, waits: bool = True, last: bool = False) -> list[Told]:
         """Finished steps, in their order; the alarms that are due now. They are looked at in whole blocks of `change_points.BLOCK`.
 
         Args:
             rows: of the steps.
             waits: as `ChangePoints.add_blocks` has it.
+            last: no step follows, so what waits for other phases to change with it is told now.
         """
         if self._losses is not None:
             self._loss += self._losses(len(rows))
@@ -160,7 +161,7 @@ class StepAlarm:
                 self._pending.append(change)
             elif self._losses is not None:
                 told.append(self._as_told(change, 0.0))
-        return told + self._explained(self._points.steps - 1)
+        return told + self._explained(math.inf if last else self._points.steps - 1)
 
     def _taken(self, count: int) -> list[float]:
         """The losses of the next steps; empty if they are not followed."""
@@ -170,7 +171,7 @@ class StepAlarm:
             self._losses = None  # that it falls is what a training is for; of one that is 0 or less, no part can be said
         return losses if self._losses is not None else []
 
-    def _explained(self, step: int) -> list[Told]:
+    def _explained(self, step: float) -> list[Told]:
         """The pending changes, if they are due at a step: of those that belong together, the phase that changes most."""
         if not self._pending or step - self._pending[0].told < HELD * BLOCK:
             return []
@@ -307,7 +308,7 @@ class Alarm:
             if not last and len(self._rows) < MANY and now - self._looked < PATIENCE:
                 return
             rows, self._rows, self._looked = self._rows, [], now
-            for told in self._alarm.see(rows, waits=not last and len(rows) >= MANY):
+            for told in self._alarm.see(rows, waits=not last and len(rows) >= MANY, last=last):
                 slow = self._traces if told.slower and told.phase not in NOT_TIME else None
                 around = self._around.changed() if told.phase != "loss" else ()
                 full = replace(told, circumstances=around, trace=slow.ask(told.step) if slow else "")

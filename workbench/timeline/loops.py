@@ -27,7 +27,7 @@ def samples_in(batch: Any, batch_size: int | None = None) -> int | None:
     first = batch[0] if batch.__class__ in (tuple, list) and batch else batch
     try:
         count = first.shape[0]
-    except (AttributeError, IndexError, TypeError):  # no tensor, or one without dimensions
+    except (AttributeError, IndexError, TypeError, RuntimeError):  # no tensor, one without dimensions, or a nested one
         sizes = _sizes(batch)
     else:
         if first is batch or count == batch_size:

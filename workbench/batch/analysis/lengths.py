@@ -213,7 +213,8 @@ class BatchLengths(JsonDataclass, display.Shown):
         if (step := self.first_unsure) and step < (self.first_over or math.inf):
             text = (
                 f"step {step:,} may run out of memory: its longest batch has {self.lengths[step - 1]:,} {self.unit} a sample, "
-                f"{self.fitting:,} fit {self.device}, and for more there was no time; {self.over:,} of {self.steps:,} steps will not fit"
+                f"{self.fitting:,} fit {self.device}, and there was no time to try longer ones; "
+                f"{self.over:,} of {self.steps:,} steps will not fit"
             )
         elif self.first_over is None:
             text = f"all {self.steps:,} steps fit: the longest batch has {longest:,} {self.unit} a sample, at step "

@@ -14,8 +14,9 @@ MIN_EXPLAINED = 0.5
 """A cause is named if it explains at least half of what it is a cause of. Chosen: then no other explains more. Only the cause depends on
 it, not the verdict."""
 MIN_SLOW_SAMPLES_SHARE = 0.3
-"""Of the fetch time. Derived: one and a half times what the slowest twentieth takes where sample times are exponential (0.2), the most
-uneven of the usual ones. With half, uneven samples are named for most datasets; with twice, only for extreme ones."""
+"""Of the time of making batches. Derived, where collating takes no time: one and a half times what the slowest twentieth takes where sample
+times are exponential (0.2), the most uneven of the usual ones. With half, uneven samples are named for most datasets; with twice, only for
+extreme ones."""
 SMALL_FILE_BYTES = 256 * 1024
 """Bytes: below, opening a file costs more than reading it. Derived: 1 ms of a disk's seek is 200 KB, a network's round trip is more. Disks
 without seeks read 2 MB in it: there, opening is rarely the larger part, and CPU decides."""

@@ -70,7 +70,7 @@ class Loading:
     collate: float | None = None
     """Of `cpu`: collate_fn."""
     slow_share: float | None = None
-    """Of making it: what the slowest twentieth of the samples takes beyond the median, near 0 = all alike."""
+    """Share of the time of making batches that the slowest twentieth of the samples takes beyond the median; near 0 = all alike."""
     read_bytes: float | None = None
     """Bytes read from files per batch, page cache included (Linux: rchar)."""
     files: float | None = None

@@ -368,7 +368,7 @@ def touch(batch: Any) -> None:
 
 
 def slow_share(samples: Sequence[float], seconds: float = 0.0) -> float | None:
-    """Share that the slowest twentieth of the samples takes beyond the median; None of too few.
+    """Share of the time of making batches that the slowest twentieth of the samples takes beyond the median; None of too few.
 
     Args:
         samples: seconds in which each was fetched.

@@ -52,7 +52,8 @@ def sample_batch(task: Task, count: int) -> Any:
         few = collated(min(count, COLLATED))
         if count <= COLLATED:
             return few
-        return resized(few, samples=count) if samples_in(few) == COLLATED else collated(count)
+        flat = any(tensor.dim() and tensor.shape[0] > COLLATED for tensor in tensors_of(few))  # tokens of all samples, for instance
+        return resized(few, samples=count) if samples_in(few) == COLLATED and not flat else collated(count)
     except Exception as error:
         raise EstimateError(f"the samples of the task's dataset cannot be collated: {type(error).__name__}: {error}") from error
 
@@ -69,12 +70,17 @@ def resized(batch: Any, *, samples: int | None = None, sequence: int | None = No
         image: side in pixels: the last two dimensions of tensors with four.
 
     Raises:
-        EstimateError: the batch has no such dimension.
+        EstimateError: the batch has no such dimension, or it is flat: its first tensor has the tokens of all samples, for instance.
     """
     tensors = tensors_of(batch)
     count, length = samples_in(batch), _length(tensors)
     if samples is not None and count is None:
         raise EstimateError(f"micro_batch={samples}: cannot determine which dimension of the batch counts samples ({described(batch)})")
+    if samples is not None and count is not None and samples != count and tensors[0].dim() and tensors[0].shape[0] > count:
+        raise EstimateError(
+            f"micro_batch={samples}: the batch has {count} samples, and its first tensor more rows ({described(batch)}), such as the tokens of "
+            "all of them; how many it would have is not known: give a batch of that size"
+        )
     if sequence is not None and length is None:
         raise EstimateError(f"sequence={sequence}: the batch ({described(batch)}) has no tensor of shape (samples, sequence)")
     if image is not None and not any(tensor.dim() == 4 for tensor in tensors):

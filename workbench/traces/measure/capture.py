@@ -255,12 +255,16 @@ def _take(run: _Run, captured: Captured, steps: int, options: Options) -> None:
     with profiling(1, options, run.wait) if math.isfinite(run.line.left) else contextlib.nullcontext() as profiler:
         for _ in range(2):  # states of the optimizer, caches of the allocator
             run.once()
+            run.wait()
             began = run.line.seconds
             if profiler:
-                profiler.step()
+                with without_kineto_lines():
+                    profiler.step()
     if profiler:  # to know how long writing takes: of many small operators, far longer than the step
-        export(profiler, captured.path)
-        captured.path.unlink()
+        try:
+            export(profiler, captured.path)
+        finally:
+            captured.path.unlink(missing_ok=True)
     writing = run.line.seconds - began
     run.feed.drain()
     for _ in range(SETTLING):

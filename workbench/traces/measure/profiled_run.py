@@ -200,7 +200,8 @@ class RunProfiler:
 def hurry_together(run_dir: Path) -> Callable[[int], bool]:
     """`hurry` of a rank of a launched run, whose directory gets the file FINISH when the budget ends.
 
-    The first rank that sees it says in another file after which step all heed it: two later, since others may be a step ahead.
+    The first rank that sees it says in another file after which step all heed it: two later, since others may be
+    a step ahead where a collective makes the host wait. On GPUs they may be further: then they trace later steps.
     """
     asked, agreed = run_dir / run_directory.FINISH, run_dir / run_directory.FINISH_AFTER
 
