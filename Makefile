@@ -39,12 +39,12 @@ GIVEN = $(if $(filter-out file,$(origin PYTHON)),$(PYTHON),$(if $(wildcard $(STA
 CAN_TEST = @"$(GIVEN)" -c 'import torch, numpy, msgspec, scipy, pandas, matplotlib, PIL, pytest' || { \
   echo 'The last line above names a package that $(GIVEN) lacks, and the tests need.'; \
   echo 'Try: $(GIVEN) -m pip install -e . pytest, or another Python: make $@ PYTHON=/path/to/python, or make setup'; exit 1; }
-test test-slow test-core unit at-once beside together alone slow slow-alone notebooks slow-notebooks browser refresh bench coverage: export OMP_NUM_THREADS = 1
+test test-slow test-core unit unit-browser together alone slow slow-alone notebooks slow-notebooks browser refresh bench coverage: export OMP_NUM_THREADS = 1
 # where it is set, as in many containers, each of a thousand processes compiles all that it imports
 export PYTHONDONTWRITEBYTECODE =
 export KINETO_LOG_LEVEL ?= 6
 
-.PHONY: help setup lab docs test test-slow lint lint-docs architecture unit at-once beside together alone slow slow-alone notebooks slow-notebooks browser test-gpu test-core gpu-check audit lock student refresh bench coverage format clean
+.PHONY: help setup lab docs test test-slow lint lint-docs architecture unit unit-browser together alone slow slow-alone notebooks slow-notebooks browser test-gpu test-core gpu-check audit lock student refresh bench coverage format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -87,7 +87,7 @@ lab: setup ## open JupyterLab on the start page of the course (ARGS=--no-browser
 docs: setup ## build the documentation as a site, build/docs/site/index.html; broken links are errors
 	$(BIN)/python docs/make_site.py $(ARGS)
 
-test: lint-docs at-once alone ## all but what is slow (CI runs this, then test-slow)
+test: lint-docs unit-browser alone notebooks ## all but what is slow (CI runs this, then test-slow)
 	@echo "all of make test passed"
 
 test-slow: slow slow-alone slow-notebooks ## what judges statistics or takes minutes
@@ -109,15 +109,11 @@ architecture: ## print packages, files, circles and upward imports, and what bre
 
 unit: together alone ## library, process and documentation tests
 
-at-once: setup ## what may run beside others: the tests, and beside them the browser and then the notebooks, which wait half of the time
-	@echo 'at-once: the tests, and beside them the browser and the notebooks, whose output follows: many minutes'
-	@mkdir -p build; $(INTERRUPTED) $(MAKE) --no-print-directory beside > build/beside.log 2>&1 & beside=$$!; \
+unit-browser: setup ## what may run beside others, and the browser, which half of the time waits: both at once
+	@echo 'unit-browser: the tests, and beside them those in a browser, whose output follows: many minutes'
+	@mkdir -p build; $(INTERRUPTED) $(MAKE) --no-print-directory browser AT_ONCE= > build/browser.log 2>&1 & browser=$$!; \
 	  $(MAKE) --no-print-directory together && unit=0 || unit=$$?; \
-	  wait $$beside && others=0 || others=$$?; cat build/beside.log; exit $$((unit || others))
-
-beside: ## the browser, then the notebooks, one at a time
-	@$(MAKE) --no-print-directory browser AT_ONCE= && shown=0 || shown=$$?; \
-	  $(MAKE) --no-print-directory notebooks ONE=--one && executed=0 || executed=$$?; exit $$((shown || executed))
+	  wait $$browser && shown=0 || shown=$$?; cat build/browser.log; exit $$((unit || shown))
 
 together: setup ## of these, what may run beside others
 	$(PYTEST) -m "not gpu and not browser and not alone and not slow" $(if $(ARGS),,--ignore=tests/browser --ignore=tests/gpu) $(THREE) $(AGAIN) --durations=10 $(ARGS) $(CHOSEN)
@@ -133,8 +129,8 @@ slow-alone: setup ## of the slow tests, what judges times
 	$(PYTEST) -m "slow and alone" $(call MARKED,alone) $(AGAIN) --durations=10 $(ARGS) $(CHOSEN)
 
 notebooks: setup ## execute the notebooks and compare what they show (strict nbval)
-	@echo 'notebooks: executing them'
-	$(BIN)/python -m tests.notebooks $(ONE) $(ARGS)
+	@echo 'notebooks: executing them, two at a time'
+	$(BIN)/python -m tests.notebooks $(ARGS)
 
 slow-notebooks: setup ## execute those that take minutes or judge times by experiment
 	$(BIN)/python -m tests.notebooks --slow $(ARGS)

@@ -1,4 +1,4 @@
-"""Execute notebooks and compare what they show (strict nbval): `make notebooks`, two at a time, or with --one one at a time.
+"""Execute notebooks and compare what they show (strict nbval): `make notebooks`, two at a time.
 
 Those that take longest: `make slow-notebooks`; of these, those whose claims are about time run alone. What is executed is a copy in
 build/notebooks, with what a test has time for (`QUICK`), and in some (`FORKED`) with forks for the ranks that it launches. One that fails
@@ -19,19 +19,7 @@ from tests.forked import Forks
 from workbench.runs.launch.environment import steady_malloc
 
 ROOT = Path(__file__).parents[1]
-CACHE = "build/notebooks-cache"
-"""pytest's, and not that of the tests that run beside them."""
-NBVAL = [
-    "-p",
-    "tests.conftest",
-    "-o",
-    f"cache_dir={CACHE}",
-    "--nbval",
-    "--nbval-cell-timeout",
-    "300",
-    "--nbval-sanitize-with",
-    "tests/nbval.cfg",
-]
+NBVAL = ["-p", "tests.conftest", "--nbval", "--nbval-cell-timeout", "300", "--nbval-sanitize-with", "tests/nbval.cfg"]
 TWO_AT_A_TIME = ["-n", "2", "--dist", "loadfile", "--no-loadscope-reorder"]
 SLOW = ("04_", "12_", "06_", "09_", "16_", "17_", "07_", "05_", "15_", "10_", "11_")
 """Prefixes of the slow notebooks, longest first."""
@@ -43,7 +31,7 @@ FORKED = ("02_", "03_", "04_", "05_", "06_", "07_", "09_", "11_", "12_", "15_", 
 """How the names of those begin whose launches have forks for ranks, with the memory of a process that is timed
 (`workbench.runs.launch.environment.steady_malloc`): what they claim is not about how processes meet and end."""
 QUICK = {
-    "02_": {"budget_s=30": "budget_s=15", "budget_s=20": "budget_s=10", "wb.sweep(spec, ": "wb.sweep(spec.replace(steps=40), "},
+    "02_": {"budget_s=30": "budget_s=15", "budget_s=20": "budget_s=10"},
     "03_": {"budget_s=15": "budget_s=8", "budget_s=110": "budget_s=60"},
     "04_": {"micro_batch=36": "micro_batch=26"},  # there are fewer ways to divide it
     "07_": {"[480, 960, 1920, 3840]": "[240, 480, 960, 1920]", "steps=960": "steps=480", "7_680": "3_840"},  # the same ratios
@@ -53,7 +41,7 @@ QUICK = {
 }
 """How the name of a notebook begins → what a reader has time for → what a test has."""
 COPIES = ROOT / "build/notebooks"
-LAST_FAILED = ROOT / CACHE / "v/cache/lastfailed"
+LAST_FAILED = ROOT / ".pytest_cache/v/cache/lastfailed"
 NOTHING_CHOSEN = 5
 """pytest's exit status where the arguments choose nothing of these."""
 
@@ -92,8 +80,7 @@ def execute(paths: list[str], arguments: list[str], forks: Forks | None) -> tupl
 def main(arguments: list[str]) -> int:
     """Execute the quick notebooks, or with --slow the slow ones, and those that fail once more; returns the exit status."""
     slow = "--slow" in arguments
-    workers = ["-n", "1"] if "--one" in arguments else []
-    arguments = [argument for argument in arguments if argument not in ("--slow", "--one")]
+    arguments = [argument for argument in arguments if argument != "--slow"]
     shutil.rmtree(COPIES, ignore_errors=True)
     COPIES.mkdir(parents=True)
     for name in ("scripts", "pictures"):
@@ -106,7 +93,7 @@ def main(arguments: list[str]) -> int:
     shared.sort(key=lambda path: longest.get(Path(path).name[:3], len(longest)))
     forks = Forks(steady_malloc()) if slow else None
     try:
-        results = [execute(shared, [*TWO_AT_A_TIME, *workers, *arguments], forks), *([execute(alone, arguments, forks)] if slow else [])]
+        results = [execute(shared, [*TWO_AT_A_TIME, *arguments], forks), *([execute(alone, arguments, forks)] if slow else [])]
         for status, failed in results:
             if status and not failed:
                 return status

@@ -72,7 +72,7 @@ def test_what_is_executed_differs_in_numbers_alone(tmp_path: Path) -> None:
 
 def test_each_has_its_place_among_those_that_are_executed() -> None:
     assert {*notebooks.SLOW, *notebooks.OTHERS, *notebooks.ALONE} == {path.name[:3] for path in NOTEBOOKS}
-    assert set(notebooks.FORKED) <= set(notebooks.SLOW), "others start no process that waits for orders"
+    assert set(notebooks.FORKED) <= {*notebooks.SLOW, *notebooks.ALONE}, "beside the others no process waits for orders"
 
 
 def test_some_launch_forks(tmp_path: Path) -> None:

@@ -86,7 +86,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, forks: Forks) -> dict[str, Ru
         patch.chdir(folder)
         patch.setattr(environment, "torchrun", forks.torchrun)
         specs = [(name, RunSpec(**{"task": TOY, **ALL, **knobs})) for name, knobs in LAUNCHED.items()]
-        return dict(zip(LAUNCHED, run_all(specs, runs_dir=folder / "runs"), strict=True))
+        return dict(zip(LAUNCHED, run_all(specs, "sweep", budget_s=None, runs_dir=folder / "runs"), strict=True))
 
 
 def test_a_launched_run_does_what_its_knobs_say(runs: dict[str, Run]) -> None:

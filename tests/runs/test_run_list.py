@@ -79,7 +79,7 @@ def test_a_click_opens_the_panel_of_the_run(by_hand: Make) -> None:
     assert "../../etc is not in the folder any more" in panel.problem.value
     shutil.rmtree(panel.runs[1].path)
     panel.table.opened = "001"
-    assert "run.json is missing" in panel.problem.value
+    assert "no such folder" in panel.problem.value
 
 
 def test_two_ticks_compare(by_hand: Make) -> None:

@@ -16,8 +16,8 @@ import workbench as wb
 from workbench.core.run_directory import ENV_ALARM
 from workbench.core.vocabulary import PHASES
 from workbench.timeline import hooks
-from workbench.timeline.analysis.change_points import BLOCK
 from workbench.timeline.alarm import Alarm, Circumstances, StepAlarm, Told, allowed, digest
+from workbench.timeline.analysis.change_points import BLOCK
 from workbench.timeline.hooks import KEPT, Losses
 from workbench.timeline.marks import HostRecorder
 from workbench.timeline.steps import Row

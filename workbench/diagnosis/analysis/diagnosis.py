@@ -183,7 +183,8 @@ class Diagnosis(JsonDataclass):
         chosen = self._chosen
         if chosen is None or chosen in (self.remedies[0], self._surer):
             return ""
-        words = f"{self.remedies[0].name} is a change that you have to make yourself; of those that can be tried here, the best is {chosen.name}"
+        words = f"{self.remedies[0].name} is a change that you have to make yourself; of those that can be tried here, "
+        words += f"the best is {chosen.name}"
         if chosen.scope != "cause" and (gain_of(chosen) < LITTLE or chosen.low <= 1):
             words += f", which does not address the verdict ({self.verdict}, {self.cause})"
         return words

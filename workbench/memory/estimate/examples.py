@@ -78,8 +78,8 @@ def resized(batch: Any, *, samples: int | None = None, sequence: int | None = No
         raise EstimateError(f"micro_batch={samples}: cannot determine which dimension of the batch counts samples ({described(batch)})")
     if samples is not None and count is not None and samples != count and tensors[0].dim() and tensors[0].shape[0] > count:
         raise EstimateError(
-            f"micro_batch={samples}: the batch has {count} samples, and its first tensor more rows ({described(batch)}), such as the tokens of "
-            "all of them; how many it would have is not known: give a batch of that size"
+            f"micro_batch={samples}: the batch has {count} samples, and its first tensor more rows ({described(batch)}), such as the "
+            "tokens of all of them; how many it would have is not known: give a batch of that size"
         )
     if sequence is not None and length is None:
         raise EstimateError(f"sequence={sequence}: the batch ({described(batch)}) has no tensor of shape (samples, sequence)")
