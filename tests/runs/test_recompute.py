@@ -322,8 +322,10 @@ def test_a_training_that_exchanges_something_is_noticed(made: Callable[..., Run]
             loss.register_hook(lambda gradient: dist.all_reduce(gradient.clone()))
         return loss
 
+    receive = vars(dist.ProcessGroup)["recv"]
     found = wb.recompute(made(loss=exchanging))
     assert (found.verdict, found.alone) == ("right", not how), found
+    assert vars(dist.ProcessGroup)["recv"] is receive, "the next training of this process receives as before"
 
 
 @pytest.mark.slow

@@ -59,7 +59,8 @@ class Fingerprints:
             if weight.requires_grad  # called before DDP has the gradient
         ]
         self._apart: Any = trainer.model.process_group if reduced else None
-        self._messages, self._calls = 0, {name: getattr(dist.ProcessGroup, name) for name in ("send", "recv", "recv_anysource")}
+        # as the class has them: what it gives when it is asked for them is bound to no group any more, once it is put back
+        self._messages, self._calls = 0, {name: vars(dist.ProcessGroup)[name] for name in ("send", "recv", "recv_anysource")}
         for name, call in self._calls.items():
             setattr(dist.ProcessGroup, name, self._counted(call))
         self._exchanged = self._exchanges()
