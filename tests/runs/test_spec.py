@@ -34,7 +34,7 @@ def test_a_script_spec_survives_json() -> None:
         ({"steps": True}, "steps=True: a whole number"),
         ({"num_workers": -1}, "num_workers=-1: a whole number of at least 0"),
         ({"precision": "bf16"}, r"precision='bf16': allowed are 'fp32', 'amp_bf16', 'amp_fp16' .*; did you mean \"amp_bf16\"\?"),
-        ({"precision": "bf16"}, r"kept in bf16 by a model that is built so, lambda: build\(\)\.to\(torch\.bfloat16\)"),
+        ({"precision": "bf16"}, r"to keep them in bf16, build the model that way: lambda: build\(\)\.to\(torch\.bfloat16\)"),
         ({"precision": "int3"}, "allowed are 'fp32'"),
         ({"device": "gpu"}, 'did you mean "cuda"'),
         ({"schedule": "linear"}, "allowed are 'constant', 'cosine', 'polynomial', 'step', 'inverse_sqrt', 'warmup_stable_decay'$"),

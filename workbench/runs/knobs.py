@@ -71,7 +71,7 @@ class Knob:
     def also(self, value: Any) -> str:
         """What may be meant by a value that is no choice, and is had in another way."""
         if self.choices == PRECISIONS and value in ("bf16", "bfloat16"):
-            return " (weights stay in fp32; they are kept in bf16 by a model that is built so, lambda: build().to(torch.bfloat16))"
+            return " (weights stay in fp32; to keep them in bf16, build the model that way: lambda: build().to(torch.bfloat16))"
         return ""
 
 
