@@ -32,6 +32,7 @@ PARTS: dict[str, Part] = {
         Part(name="restore", title="Everything is restored bit for bit", seconds=60, limit=240),
         Part(name="traces", title="Traces against the wall clock", seconds=60, limit=240),
         Part(name="memory", title="Estimated memory against the allocator", seconds=90, limit=300),
+        Part(name="step_times", title="Estimated times of steps against the wall clock", seconds=60, limit=240),
         Part(name="train", title="Launched trainings", seconds=60, limit=240),
         Part(name="nccl", title="Processes that communicate", seconds=50, limit=200),
         Part(name="survive", title="Killed, resumed, repeated; hangs named", seconds=170, limit=480),
