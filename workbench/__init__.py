@@ -205,7 +205,9 @@ def __getattr__(name: str) -> Any:
 
         raise AttributeError(f"module 'workbench' has no attribute {name!r}: {did_you_mean(name, __all__)}it offers {', '.join(__all__)}")
     home = importlib.import_module(_HOMES[name])
-    value = globals()[name] = home if home.__name__ == f"workbench.{name}" else getattr(home, name)
+    from workbench.core.synonyms import public
+
+    value = globals()[name] = home if home.__name__ == f"workbench.{name}" else public(getattr(home, name))
     return value
 
 

@@ -1,16 +1,16 @@
 """Other names of arguments: taken where they are free, and a misspelt one is recognised."""
 
 import inspect
+from typing import Any
 
 import pytest
 
 import workbench as wb
 from workbench.core.synonyms import SYNONYMS, accept_synonyms
 
-VERBS = (
-    wb.diagnose, wb.climb, wb.find_lr, wb.noise_scale, wb.batch_plan, wb.steps_to_target, wb.scaling_curve, wb.scaling_law, wb.sweep,
-    wb.list_runs, wb.measure_collectives, wb.ddp_twin, wb.collectives, wb.estimate_memory, wb.measure_memory, wb.Diagnosis.prove,
-)  # fmt: skip
+PUBLIC = [getattr(space, name) for space in (wb, wb.data) for name in dir(space) if inspect.isfunction(getattr(space, name))]
+VERBS = (*(verb for verb in PUBLIC if verb not in (wb.trace, wb.why_not_linear)), wb.Diagnosis.prove)  # whose ranks are others
+ANY: Any = object()
 
 
 @accept_synonyms
@@ -37,6 +37,8 @@ def test_what_is_no_argument() -> None:
         curve("spec", repeat=2, repeats=2)  # type: ignore[call-arg]
     with pytest.raises(TypeError, match=r"curve\(str, list\): only spec is given by place; all else by name: repeat=…, budget_s=…"):
         curve("spec", [1])  # type: ignore[misc]
+    with pytest.raises(TypeError, match=r"curve\(str, spec=…\): spec is given by place and by name; give it once"):
+        curve("spec", spec=1)  # type: ignore[misc]
     with pytest.raises(TypeError, match=r"curve\(repaet=…\): did you mean 'repeat'\? It takes spec, repeat, budget_s, seconds"):
         curve("spec", repaet=2)  # type: ignore[call-arg]
 
@@ -48,3 +50,34 @@ def test_the_verbs_have_one_word_for_each_thing(verb: object) -> None:
     others = {word for name, words in SYNONYMS.items() for word in words if name in names}
     assert not names & others
     assert hasattr(verb, "__wrapped__")
+
+
+@pytest.mark.parametrize("verb", PUBLIC, ids=lambda verb: str(verb.__name__))
+def test_a_call_that_does_not_fit_is_told_what_would(verb: Any) -> None:
+    """With an argument missing, with one too many and with a misspelt one; by Python's own messages nobody learns what is allowed."""
+    parameters = inspect.signature(verb).parameters.values()
+    needed = [parameter.name for parameter in parameters if parameter.default is parameter.empty and parameter.kind < parameter.VAR_KEYWORD]
+    needed = [name for name in needed if name != "runs"]
+    for name in needed:
+        with pytest.raises(TypeError, match=rf"missing: {name} \(.+\)\. For example: wb\.(data\.)?{verb.__name__}\(.+\)$"):
+            verb(**{other: ANY for other in needed if other != name})
+    if not any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters):
+        with pytest.raises(TypeError, match=r"(is|are) given by place"):
+            verb(*[ANY] * 30)
+    named = max((parameter.name for parameter in parameters if parameter.name not in (*needed, "runs")), key=len, default="")
+    if named and not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        with pytest.raises(TypeError, match=f"did you mean {named!r}"):
+            verb(**dict.fromkeys(needed, ANY), **{f"{named}x": ANY})
+
+
+def test_arguments_count_as_much_as_the_knobs_that_a_function_takes() -> None:
+    with pytest.raises(TypeError, match=r"estimate_memory\(los=…\): did you mean 'loss'\? It also takes the knobs of RunSpec"):
+        wb.estimate_memory("text-gpt", los=1)
+    with pytest.raises(ValueError, match=r"has no knob 'los': did you mean 'loss'\? \(all: workbench launch --help\)$"):
+        wb.memory_ladder("text-gpt", "H100", los=1)
+    with pytest.raises(ValueError, match=r"has no knob 'batch_size': here it is called micro_batch"):
+        wb.estimate_memory("text-gpt", batch_size=1)
+    with pytest.raises(
+        TypeError, match=r"would_fit\(list, str\): only run \(.*wb\.memory_ladder\(build, device, batch=batch\).*\) is given by place"
+    ):
+        wb.would_fit([], "H100")  # type: ignore[call-arg]

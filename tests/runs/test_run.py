@@ -152,7 +152,7 @@ INFO = '{"format": 1, "id": "a", "name": "b", "created": 0, "host": "h", "launch
         ('{"format": 1}', "is damaged: it has no id"),
         (INFO % '{"kind": "task", "task": "x", "steps": -1}', "steps=-1"),
         (INFO % '"text-gpt"', "is damaged: its spec is 'text-gpt', expected an object"),
-        (INFO % ('{"kind": "task", "' + "k" * 10_000 + '": 1}'), "has no knob 'k{80}': It has"),
+        (INFO % ('{"kind": "task", "' + "k" * 10_000 + '": 1}'), "has no knob 'k{80}'"),
         (INFO.replace('"created": 0', '"created": "now"') % "{}", "its created is 'now', expected a number"),
         (INFO.replace('"created": 0', '"created": -Infinity') % "{}", "its created is -inf, expected a number"),
         (INFO.replace('"created": 0', '"created": 1' + "0" * 400) % "{}", "its created is 1000.*, expected a number"),

@@ -108,10 +108,10 @@ def test_a_knob_that_does_not_exist() -> None:
         RunSpec(task="text-gpt").replace(num_worker=2)
     with pytest.raises(SpecError, match=r"no knobs 'num_worker': did you mean 'num_workers'\? 'gpu': here it is called nproc_per_node \("):
         RunSpec(task="text-gpt", num_worker=2, gpu=3)
-    with pytest.raises(
-        SpecError, match=r"no knobs 'gpus': here it is called nproc_per_node; 'qqq': It has task, micro_batch, .*, profile$"
-    ):
+    with pytest.raises(SpecError, match=r"no knobs 'gpus': here it is called nproc_per_node; 'qqq' \(all: workbench launch --help\)$"):
         RunSpec(task="text-gpt", gpus=2, qqq=3)
+    with pytest.raises(SpecError, match=r"no knob 'weights': the nearest are weight_decay_on.* \(all: workbench launch --help\)$"):
+        RunSpec(task="text-gpt", weights=2)
     with pytest.raises(SpecError, match=r"RunSpec\('text-gpt'\): its arguments are given by name, RunSpec\(task=…\)"):
         RunSpec("text-gpt")
     with pytest.raises(SpecError, match="RunSpec: task=… is missing"):

@@ -297,9 +297,9 @@ def unknown_names(
     Args:
         what: how the message begins.
         names: as given.
-        known: those that there are; the message lists them where one that was given resembles none.
+        known: those that there are; where one that was given resembles none, the message lists them, or the nearest if `listed` has all.
         meant: other words for them.
-        listed: where else they are listed, which the message says where it does not list them.
+        listed: where else they are listed.
     """
     known, meant = list(known), meant or {}
     strange = {name: nearest(name[:80], [*known, *meant]) for name in names if name not in known}
@@ -309,7 +309,10 @@ def unknown_names(
         name: f"here it is called {meant[near]}" if near in meant else f"did you mean {near!r}?" for name, near in strange.items() if near
     }
     told = "; ".join(f"{name[:80]!r}: {hints[name]}" if name in hints else repr(name[:80]) for name in strange).replace("?;", "?")
-    end = f": It has {', '.join(known)}" if len(hints) < len(strange) else f" (all: {listed})" if listed else ""
+    alike = difflib.get_close_matches(next((name for name in strange if name not in hints), "")[:80], known, n=3, cutoff=0.3)
+    near = f": the nearest are {', '.join(alike)}" if listed and alike else ""
+    end = f" (all: {listed})" if listed else ""
+    end = end if len(hints) == len(strange) else near + end if listed else f": It has {', '.join(known)}"
     return f"{what}{'s' * (len(strange) > 1)} {told}{end}"
 
 

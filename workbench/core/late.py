@@ -17,6 +17,7 @@ HOMES = {
     "TraceSet": "workbench.traces.analysis.trace_set:TraceSet",
     "differences": "workbench.train.saved_entries:differences",
     "entries_of": "workbench.train.saved_entries:entries_of",
+    "KNOBS": "workbench.runs.spec:KNOBS",
     "last_weights": "workbench.train.export_weights:last_weights",
     "pipeline_idle": "workbench.cluster.analysis.pipeline_idle:pipeline_idle",
     "prove": "workbench.diagnosis.api:prove",

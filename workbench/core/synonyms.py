@@ -1,13 +1,15 @@
-"""Lets public functions take their arguments by other usual names, and asks "did you mean" about names that they do not have."""
+"""Lets public functions take their arguments by other usual names, and says of calls that do not fit what is missing or was meant."""
 
 import dataclasses
 import functools
 import inspect
 import math
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, ParamSpec, TypeVar
 
-from workbench.core.checks import did_you_mean, shown, unknown_names
+from workbench.core import late
+from workbench.core.checks import did_you_mean, nearest, shown, unknown_names
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -21,47 +23,101 @@ SYNONYMS: Mapping[str, tuple[str, ...]] = {
     "runs_dir": ("into",),
 }
 """Name of an argument → its other names, where a function has no other argument of that name. Documentation uses the first alone."""
+EXAMPLES: Mapping[str, str] = {
+    "device": '"H100"', "cluster": '"DGX-H100"', "network": '"DGX-H100"', "world_size": "8", "changes": '[{"micro_batch": 64}]',
+    "budgets": '{"step": "120 ms"}', "to": '"tensorboard"', "good": '"v1.2"', "image": '"registry/image:tag"', "lr": "1e-3",
+    "batch": "256", "to_batch": "1024", "samples": "(10_000, 40_000, 160_000)", "length": "2048", "batch_size": "32", "classes": "10",
+    "seed": "0", "count": "1_000_000", "payload": "100e9", "run": '"runs/NAME"', "run_a": '"runs/NAME"', "run_b": '"runs/OTHER"',
+    "folder": '"exported"', "path": '"FOLDER"', "out": '"FOLDER"',
+}  # fmt: skip
+"""Argument without a default → what an example call gives it; those that are not here are variables of the user, such as spec or loader."""
 
 
 def accept_synonyms(function: Callable[P, R]) -> Callable[P, R]:
-    """Make a function take SYNONYMS of its arguments, and name the nearest argument where it is given one that it does not have.
+    """Make a function take SYNONYMS of its arguments, and say of a call that does not fit what is missing, or which name is near.
+
+    Public functions get it from `wb.NAME`; in its own file a function has it where the library itself calls it with a user's arguments.
 
     >>> @accept_synonyms
-    ... def wait(*, budget_s: float = 60.0) -> float:
+    ... def wait(run: str, *, budget_s: float = 60.0) -> float:
     ...     return budget_s
-    >>> wait(timeout=5.0)
+    >>> wait("a", timeout=5.0)
     5.0
-    >>> wait(budgets=5.0)
+    >>> wait("a", budgets=5.0)
     Traceback (most recent call last):
     ...
-    TypeError: wait(budgets=…): did you mean 'budget_s'? It takes budget_s
+    TypeError: wait(budgets=…): did you mean 'budget_s'? It takes run, budget_s
+    >>> wait(budget_s=5.0)
+    Traceback (most recent call last):
+    ...
+    TypeError: wait(budget_s=…): missing: run. For example: wait("runs/NAME")
     """
+    if getattr(function, "accepts_synonyms", False):
+        return function
     parameters = inspect.signature(function).parameters
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     names = [name for name, parameter in parameters.items() if parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)]
-    by_place = sum(parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD) for parameter in parameters.values())
-    most = math.inf if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters.values()) else by_place
+    places = [name for name in names if parameters[name].kind is not inspect.Parameter.KEYWORD_ONLY]
+    needed = [name for name in names if parameters[name].default is inspect.Parameter.empty]
+    most = math.inf if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters.values()) else len(places)
     meant = {word: name for name in names for word in SYNONYMS.get(name, ()) if word not in names}
 
     @functools.wraps(function)
     def call(*args: P.args, **given: P.kwargs) -> R:
+        said = f"{function.__name__}({', '.join([*map(shown, args), *(f'{name}=…' for name in given)])})"
         for word in [word for word in given if word not in names]:
             if name := meant.get(word):
                 if name in given:
                     raise TypeError(f"{function.__name__}({name}=…, {word}=…): both names are of one argument; give {name} alone")
                 given[name] = given.pop(word)
             elif not takes_any:
-                takes = ", ".join(name for name in names if name != "self")
+                takes = ", ".join(name for name in names if name != "self") or "no argument by name"
                 raise TypeError(f"{function.__name__}({word}=…): {did_you_mean(word, names, cutoff=0.5)}It takes {takes}")
+            elif (near := nearest(word, [*names, *_knobs()], cutoff=0.75)) in names:
+                raise TypeError(f"{function.__name__}({word}=…): did you mean {near!r}? It also takes the knobs of RunSpec")
         if len(args) > most:
+            rest = ", ".join(f"{name}=…" for name in names if name not in places)
             raise TypeError(
-                f"{function.__name__}({', '.join(map(shown, args))}): only {', '.join(names[:by_place])} "
-                f"{'is' if by_place == 1 else 'are'} given by place; all else by name: "
-                + ", ".join(f"{name}=…" for name in names[by_place:])
+                f"{said}: only {_described(function, places) or 'nothing'} {'is' if len(places) < 2 else 'are'} given by place"
+                f"{f'; all else by name: {rest}' * bool(rest)}"
             )
+        if twice := [name for name in places[: len(args)] if name in given]:
+            raise TypeError(f"{said}: {twice[0]} is given by place and by name; give it once")
+        if missing := [name for name in needed if name not in given and name not in places[: len(args)]]:
+            raise TypeError(f"{said}: missing: {_described(function, missing)}. For example: {_example(function, needed)}")
         return function(*args, **given)
 
+    call.accepts_synonyms = True  # type: ignore[attr-defined]
     return call
+
+
+def public(value: Any) -> Any:
+    """What a package offers under a name: a function accepts synonyms; all else is as it is."""
+    return accept_synonyms(value) if inspect.isfunction(value) else value
+
+
+def _knobs() -> list[str]:
+    """Names of knobs of RunSpec, here and elsewhere."""
+    return [name for knob, about in late.load("KNOBS").items() for name in (knob, *about.elsewhere)]
+
+
+def _described(function: Callable[..., Any], names: list[str]) -> str:
+    """The arguments, each with what its docstring begins with."""
+    texts = dict(re.findall(r"^    (\w+): (.+(?:\n {8}.+)*)", inspect.getdoc(function) or "", re.MULTILINE))
+    said = {name: re.split(r"[.;]\s|\.$", " ".join(texts[name].split()))[0] for name in names if name in texts}
+    return ", ".join(f"{name} ({re.sub(r' [(][^)]*$', '', said[name])})" if name in said else name for name in names)
+
+
+def _example(function: Callable[..., Any], needed: list[str]) -> str:
+    """A call of a public function with the arguments that it needs."""
+    parameters = inspect.signature(function).parameters
+    given = [
+        f"{name}=" * (parameters[name].kind is inspect.Parameter.KEYWORD_ONLY) + EXAMPLES.get(name, name)
+        for name in needed
+        if name != "self"
+    ]
+    package = {"workbench.data": "wb.data."}.get(".".join(function.__module__.split(".")[:2]), "wb.")
+    return f"{package if 'self' not in needed else ''}{function.__name__}({', '.join(given)})"
 
 
 def check_fields(

@@ -71,7 +71,9 @@ _HOMES = {name: module for module, names in _NAMES.items() for name in names.spl
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'workbench.data' has no attribute {name!r}; it offers {', '.join(sorted(_HOMES))}")
-    value = globals()[name] = getattr(importlib.import_module(_HOMES[name]), name)
+    from workbench.core.synonyms import public
+
+    value = globals()[name] = public(getattr(importlib.import_module(_HOMES[name]), name))
     return value
 
 

@@ -23,7 +23,7 @@ from workbench.memory.analysis.whatif import MemoryComparison, WhatIf
 from workbench.runs.launch import experiments
 from workbench.runs.run import Run
 from workbench.runs.spec import RunSpec, check_names
-from workbench.runs.target import Measured, check_step, device_or_batch
+from workbench.runs.target import ARGUMENTS, Measured, check_step, device_or_batch
 from workbench.runs.task import Task
 from workbench.runs.training_knobs import averaging_at_once
 
@@ -239,9 +239,6 @@ def _notes(plan: "Plan") -> list[str]:
     return notes
 
 
-_ARGUMENTS = ("sequence", "image", "world_size", "rank", "batch", "loss")  # of estimate_memory, beside the knobs
-
-
 @predicts("a dry run of a step with each change")
 def compare_memory(
     target: Any,
@@ -268,7 +265,7 @@ def compare_memory(
     """
     rows = _rows(changes)
     for row in rows:
-        check_names(RunSpec, {name: value for name, value in row.items() if name not in _ARGUMENTS})
+        check_names(RunSpec, row, ARGUMENTS)
     estimates = [WhatIf(changes={}, breakdown=estimate_memory(target, device=device, **options))]
     for change in rows:
         try:

@@ -113,7 +113,7 @@ def would_fit(run: Run | str | os.PathLike[str], *, margin: float = MARGIN) -> W
     in tensors and its share of what was left, else its share of the limit that the ranks had in common.
 
     Args:
-        run: a run of a RunSpec whose memory ran out, or its directory.
+        run: a run of a RunSpec whose memory ran out, or its directory (else: `wb.memory_ladder(build, device, batch=batch)`).
         margin: share of the memory that is to stay free.
 
     Raises:

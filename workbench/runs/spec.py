@@ -3,7 +3,7 @@
 import ast
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -381,13 +381,13 @@ def _names(cls: type) -> tuple[str, ...]:
     return tuple(field.name for field in dataclasses.fields(cls))
 
 
-def check_names(cls: type, names: Mapping[str, Any]) -> None:
-    """Raise for all knobs that `cls` does not have, and say what each is called here, or which name is the nearest.
+def check_names(cls: type, names: Mapping[str, Any], also: Sequence[str] = ()) -> None:
+    """Raise for all knobs that `cls` does not have, and say what each is called here, or which name is the nearest; `also` is known, too.
 
     Raises:
         SpecError: no such knob.
     """
-    if names.keys() <= set(known := _names(cls)):
+    if names.keys() <= set(known := (*also, *_names(cls))):
         return
     elsewhere = {other: knob for knob, about in KNOBS.items() if knob in known for other in about.elsewhere}
     if told := unknown_names(f"{cls.__name__} has no knob", names, known, meant=elsewhere, listed="workbench launch --help"):

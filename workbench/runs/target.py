@@ -26,6 +26,8 @@ P = ParamSpec("P")
 R = TypeVar("R")
 AS_SPEC = 'wb.RunSpec(task="my_task.py:build")'
 """How a task is given where a RunSpec is."""
+ARGUMENTS = ("loss", "optimizer", "sequence", "image", "world_size", "rank", "batch")
+"""Those of `estimate_memory` beside the knobs, which also functions take that pass on its options."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

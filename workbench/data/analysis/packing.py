@@ -134,7 +134,12 @@ def pack(lengths: Sequence[int], length: int, policy: str = "best fit") -> Packi
 
 
 def compare_packing(lengths: Sequence[int], length: int) -> PackingPolicies:
-    """Pack the same documents by each policy, and show what each wastes."""
+    """Pack the same documents by each policy, and show what each wastes.
+
+    Args:
+        lengths: tokens of each document.
+        length: tokens of a row.
+    """
     return PackingPolicies(packings=tuple(pack(lengths, length, policy) for policy in POLICIES))
 
 

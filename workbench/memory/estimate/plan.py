@@ -19,7 +19,7 @@ from workbench.memory.estimate.errors import EstimateError
 from workbench.memory.estimate.examples import DefaultLoss, resized, sample_batch
 from workbench.runs import task as tasks
 from workbench.runs.spec import SHARDED, RunSpec, check_names
-from workbench.runs.target import read_program, shown
+from workbench.runs.target import ARGUMENTS, read_program, shown
 from workbench.runs.task import Task
 from workbench.timeline.loops import samples_in
 
@@ -92,7 +92,7 @@ def plan_of(
     **knobs: Any,
 ) -> Plan:
     """The Plan for the arguments of `workbench.memory.api.estimate_memory`; see there. `asked`: the function that the user called."""
-    check_names(RunSpec, knobs)
+    check_names(RunSpec, knobs, ARGUMENTS)
     for what, value, least in (("steps", steps, 1), ("rank", rank, 0), ("sequence", sequence, 1), ("image", image, 1)):
         if value is not None:
             whole_number(what, value, least=least)
