@@ -7,6 +7,7 @@ being imported needs a new process. Launches may have their ranks from here, too
 """
 
 import contextlib
+import ctypes
 import json
 import os
 import runpy
@@ -23,6 +24,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+ROOM = {"FORKS_ROOM": "x" * 2**15}
+"""In the environment of the process that waits: where the kernel looks for the environment of a fork, there is room for its own."""
 IMPORTS = "import torch, torch._dynamo, torch.distributed"
 """The optimizer's first step imports torch._dynamo."""
 
@@ -33,7 +36,7 @@ class Forks:
     def __init__(self, more: Mapping[str, str] = MappingProxyType({})) -> None:
         """With more in its environment, such as what the allocator reads when a process starts."""
         root = Path(__file__).parents[1]
-        environ = {**os.environ, **more, "PYTHONPATH": os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")]))}
+        environ = {**ROOM, **os.environ, **more, "PYTHONPATH": os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")]))}
         self.orders = Path(tempfile.mkdtemp(prefix="forks-")) / "orders"
         os.mkfifo(self.orders)
         command = [sys.executable, "-m", "tests.forked", str(self.orders)]
@@ -183,6 +186,7 @@ def become(order: dict[str, Any]) -> None:
     os.chdir(order["cwd"])
     os.environ.clear()
     os.environ.update(order["env"])
+    show_environment()
     for number, name in ((0, os.devnull), *zip((1, 2), order["streams"], strict=True)):
         opened = os.open(name, os.O_WRONLY | os.O_APPEND if number else os.O_RDONLY)
         os.dup2(opened, number)
@@ -196,6 +200,20 @@ def become(order: dict[str, Any]) -> None:
         runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
     else:
         runpy.run_path(first, run_name="__main__")
+
+
+def show_environment(stat: str = "/proc/self/stat") -> None:
+    """Let /proc show this process's environment (Linux), by which runs find their ranks: a fork shows that of its parent otherwise.
+
+    All variables must have been set anew, so that nothing refers to those with which the program was started.
+    """
+    if not os.path.exists(stat):
+        return
+    start, end = map(int, Path(stat).read_text().rpartition(")")[2].split()[47:49])
+    shown = b"".join(name + b"=" + value + b"\0" for name, value in os.environb.items())
+    if len(shown) <= end - start:
+        ctypes.memset(start, 0, end - start)
+        ctypes.memmove(start, shown, len(shown))
 
 
 def as_torchrun(orders: str, count: str, logs: str, *program: str) -> int:

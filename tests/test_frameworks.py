@@ -1,8 +1,6 @@
 """Programs of the frameworks that people use, as the how-to pages have them: watched, diagnosed, traced, and estimated."""
 
 import importlib
-import subprocess
-import sys
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -45,11 +43,11 @@ def planted(name: str) -> str:
     return SCRIPTS[name].replace(line, line + pause)
 
 
-def can_run(name: str) -> bool:
+def can_run(name: str, folder: Path, forks: Forks) -> bool:
     """Are the packages here that a script imports, and do they load?"""
     needed = [package for package in NEEDS if f"import {package}" in SCRIPTS[name] or f"from {package}" in SCRIPTS[name]]
     if "timm" in needed and find_spec("timm"):  # torchvision of another build than torch cannot be imported
-        return not subprocess.run([sys.executable, "-c", "import timm"], capture_output=True).returncode
+        return not forks.run(folder, "-c", "import timm").returncode
     return all(find_spec(package) for package in needed)
 
 
@@ -57,7 +55,7 @@ def can_run(name: str) -> bool:
 @pytest.mark.parametrize("name", sorted(SCRIPTS))
 def test_a_script_is_watched_diagnosed_and_traced(name: str, by_hand: Callable[..., HandMade], forks: Forks, tmp_path: Path) -> None:
     """As a launch runs it, but in a fork; the pages launch three of them (test_docs.py)."""
-    if not can_run(name):
+    if not can_run(name, tmp_path, forks):
         pytest.skip(f"{name} needs packages that are not installed, or do not load")
     (tmp_path / name).write_text(planted(name))
     spec = ScriptSpec(script=str(tmp_path / name), watch=True, profile=Profile(steps=3))

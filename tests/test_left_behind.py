@@ -104,10 +104,9 @@ def test_a_fork_starts_and_ends_as_a_new_process_does(tmp_path: Path, forks: For
     done = forks.run(tmp_path, script, "--lr", "1")
     plain = subprocess.run([sys.executable, str(script), "--lr", "1"], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (plain.returncode, plain.stdout, plain.stderr) == (3, plain.stdout, "")
-    done = forks.run(
-        tmp_path, "-c", "import os, sys\nassert 'torch' in sys.modules\nraise ValueError(os.environ['MINE'])", env={"MINE": "boom"}
-    )
-    assert (done.returncode, done.stderr.splitlines()[-1]) == (1, "ValueError: boom")
+    code = "import os, sys\nassert 'torch' in sys.modules\nshown = open('/proc/self/environ').read().rstrip(chr(0))\n"
+    done = forks.run(tmp_path, "-c", code + "raise ValueError(os.environ['MINE'], shown)", env={"MINE": "boom"})
+    assert (done.returncode, done.stderr.splitlines()[-1]) == (1, "ValueError: ('boom', 'MINE=boom')")
     assert forks.run(tmp_path, "-c", "import os; os.kill(os.getpid(), 9)").returncode == -9
 
 

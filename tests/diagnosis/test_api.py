@@ -387,7 +387,7 @@ def test_a_spec_is_diagnosed_and_its_remedy_proved(tmp_path: Path, capfd: pytest
 @pytest.mark.usefixtures("forked_ranks")
 def test_two_ranks_and_accumulation(tmp_path: Path) -> None:
     spec = SPEC.replace(nproc_per_node=2, accumulation=2)
-    found = wb.diagnose(spec, budget_s=20, runs_dir=tmp_path)
+    found = wb.diagnose(spec, budget_s=8, runs_dir=tmp_path)
     assert found.evidence.world_size == 2
     assert found.evidence.accumulation == 2
     assert found.evidence.samples == spec.global_batch
@@ -400,7 +400,7 @@ def test_two_ranks_and_accumulation(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("forked_ranks")
 def test_specs_that_want_different_numbers_of_ranks_take_turns(tmp_path: Path) -> None:
     """Samples that are waited for come twice as fast to two ranks; one of them rests while the other contestant runs."""
-    proof = diagnosis_of(remedy(2.0, nproc_per_node=2), subject=LaunchedSpec(runs_dir=tmp_path)).prove(budget_s=10)
+    proof = diagnosis_of(remedy(2.0, nproc_per_node=2), subject=LaunchedSpec(runs_dir=tmp_path)).prove(budget_s=7)
     assert 1.2 < proof.measured.mid < 2.5
     assert proof.baseline < 4 / (4 * 2e-3)  # four samples of 2 ms and the step itself
 
@@ -523,12 +523,13 @@ def test_the_program_of_a_rank_ends_early_when_asked(by_hand: Callable[..., Hand
 
 @pytest.mark.alone
 @pytest.mark.slow
-def test_in_a_terminal(tmp_path: Path) -> None:
-    words = ["diagnose", f"{TASKS}:slow_loader", "--set", "micro_batch=4", "device=cpu", "--budget", "10", "--prove"]
-    done = subprocess.run([sys.executable, "-m", "workbench", *words], cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert "input-bound" in done.stdout
-    assert "Proof of" in done.stdout
+@pytest.mark.usefixtures("forked_ranks")
+def test_in_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["diagnose", f"{TASKS}:slow_loader", "--set", "micro_batch=4", "device=cpu", "--budget", "8", "--prove"]) == 0
+    said = capsys.readouterr().out
+    assert "input-bound" in said
+    assert "Proof of" in said
 
 
 @pytest.mark.slow

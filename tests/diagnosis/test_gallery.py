@@ -2,10 +2,8 @@
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -14,24 +12,14 @@ sys.path.insert(0, str(GALLERY))
 from cases import CASES, Case  # noqa: E402
 from held_out import HELD_OUT  # noqa: E402
 from held_out_proofs import HELD_OUT_PROOFS  # noqa: E402
-from judge import build  # noqa: E402
+from judge import build, ours  # noqa: E402
 
+from tests.forked import Forks  # noqa: E402
 from workbench.diagnosis.analysis.verdict import VERDICTS  # noqa: E402
 from workbench.runs.task import check  # noqa: E402
 
 QUICK = ("slow_compute_on_rank_1", "healthy_mlp")
 """Judged here; other kinds are diagnosed in other tests, from specs and in notebooks (a metric in Python and many tensors in 03)."""
-
-
-def judged(case: Case, tool: str, folder: Path, *options: str) -> dict[str, Any]:
-    """What `judge.py` finds out in a process of its own."""
-    out = folder / "answer.json"
-    command = [sys.executable, str(GALLERY / "judge.py"), case.name, tool, str(out), *options]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "WORKBENCH_CACHE": str(folder)}
-    done = subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    found: dict[str, Any] = json.loads(out.read_text())
-    return found
 
 
 @pytest.mark.parametrize("case", [*CASES.values(), *HELD_OUT.values(), *HELD_OUT_PROOFS.values()], ids=lambda case: case.name)
@@ -58,19 +46,22 @@ def test_no_case_is_seen_twice() -> None:
 
 @pytest.mark.alone
 @pytest.mark.slow
-def test_the_planted_cost_is_what_the_step_pays(tmp_path: Path) -> None:
-    found = judged(CASES["slow_storage"], "truth", tmp_path)
-    assert 0.25 < found["saved"] < 0.8
+def test_the_planted_cost_is_what_the_step_pays(tmp_path: Path, forks: Forks) -> None:
+    out, env = tmp_path / "answer.json", {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = forks.run(tmp_path, GALLERY / "judge.py", "slow_storage", "truth", out, env=env)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert 0.25 < json.loads(out.read_text())["saved"] < 0.8
 
 
 @pytest.mark.alone
 @pytest.mark.slow
 @pytest.mark.parametrize("name", QUICK)
-def test_verdict(name: str, tmp_path: Path) -> None:
+def test_verdict(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     case = CASES[name]
-    found = judged(case, "ours", tmp_path, "--budget", "30")
+    found = ours(case, 20, 0, 20)
     if found["verdict"] == "inconclusive":  # other processes may be gone in a moment
-        found = judged(case, "ours", tmp_path, "--budget", "60")
+        found = ours(case, 60, 0, 60)
     foreign = found["diagnosis"]["evidence"]["noise"]["foreign"]
     if found["verdict"] == "inconclusive" and foreign > 0.3:
         pytest.skip(f"others take {foreign:.1f} cores of this machine: nothing can be said here, and that is what was said")

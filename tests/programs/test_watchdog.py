@@ -36,6 +36,7 @@ HANGS = ("worker", "gil", "barrier of four")
 
 @pytest.mark.slow
 @pytest.mark.alone
+@pytest.mark.usefixtures("forked_ranks")  # new processes: the lock above
 def test_planted_hangs_are_named_within_15_seconds(tmp_path: Path) -> None:
     """At once, since they mostly wait; one that is named late beside the others hangs once more, alone."""
 
@@ -55,6 +56,7 @@ def test_planted_hangs_are_named_within_15_seconds(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_ranks")
 def test_a_hang_ends_the_run_if_that_is_asked_for(tmp_path: Path) -> None:
     run = hangs.start("gil", tmp_path, on_hang="stop")
     try:

@@ -112,6 +112,7 @@ def prove(script: str, args: Sequence[str], result: str = "last.txt", kills: int
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_ranks")
 def test_a_script_that_keeps_its_random_numbers_is_exact(script: str) -> None:
     proof = prove(script, ["--out", "{out}"], "last.pt")
     assert proof.exact, proof
@@ -122,6 +123,7 @@ def test_a_script_that_keeps_its_random_numbers_is_exact(script: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_ranks")
 def test_a_script_that_fails_by_itself_is_not_blamed_on_its_checkpoints(script: str) -> None:
     with pytest.raises(RunError, match="3"):
         prove("plain.py", ["{out}", "fails"])

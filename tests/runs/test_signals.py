@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+import workbench as wb
 from tests.conftest import processes_with
 from workbench.core import run_directory
 from workbench.runs import entrypoints
@@ -76,17 +77,23 @@ BY_GLOO: list[Sent] = [((whom, name),) for whom, name in itertools.product(("ran
 
 
 def told(sent: Sent, way: str, folder: Path) -> str:
-    """What is said of a run after the signals were sent."""
+    """What is said of a run after the signals were sent. This process launches it, unless the program that does is to get one."""
     folder.mkdir()
-    program = subprocess.Popen([sys.executable, "-c", LAUNCH, SCRIPT, way, folder], stderr=subprocess.DEVNULL)
+    program = run = None
     try:
+        if any(whom == "launching program" for whom, _ in sent):
+            program = subprocess.Popen([sys.executable, "-c", LAUNCH, SCRIPT, way, folder], stderr=subprocess.DEVNULL)
+        else:
+            run = wb.launch(SCRIPT, args=[way], nproc_per_node=2, runs_dir=folder)
         limit = time.monotonic() + READY
         while len(pids := list(folder.glob("*/pid?"))) < 2:
             assert time.monotonic() < limit, (sent, [path.read_text() for path in folder.glob("*/launcher.log")])
             time.sleep(0.05)
-        run = Run.load(pids[0].parent)
+        run = run or Run.load(pids[0].parent)
         of = {f"rank {path.name[-1]}": int(path.read_text()) for path in pids}
-        of |= {"guard": int((run.path / run_directory.LOCK).read_text()), "launching program": program.pid}
+        of["guard"] = int((run.path / run_directory.LOCK).read_text())
+        if program:
+            of["launching program"] = program.pid
         for pid in processes_with(run_directory.ENV_RUN_ID, run.id):
             command = Path(f"/proc/{pid}/cmdline").read_bytes()
             if entrypoints.TORCHRUN.encode() in command and b"guard.py" not in command:
@@ -104,8 +111,11 @@ def told(sent: Sent, way: str, folder: Path) -> str:
         state = run.state
         return str(run.error) if run.error else state
     finally:
-        program.kill()
-        program.wait()
+        if program:
+            program.kill()
+            program.wait()
+        elif run:
+            run.stop()
         limit = time.monotonic() + ENDED
         while any(path for path in folder.glob("*/run.json") if Run.load(path.parent).state == "running") and time.monotonic() < limit:
             time.sleep(0.05)
