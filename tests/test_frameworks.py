@@ -1,6 +1,8 @@
 """Programs of the frameworks that people use, as the how-to pages have them: watched, diagnosed, traced, and estimated."""
 
 import importlib
+import inspect
+import re
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,6 +15,7 @@ import workbench as wb
 from tests.conftest import HandMade
 from tests.forked import Forks
 from tests.test_docs import PAGES, blocks
+from workbench.diagnosis.analysis.remedies import FRAMEWORKS
 from workbench.runs.entrypoints import SCRIPT, spec_entrypoint
 from workbench.runs.profile import Profile
 from workbench.runs.spec import ScriptSpec
@@ -80,6 +83,21 @@ def test_a_script_is_watched_diagnosed_and_traced(name: str, by_hand: Callable[.
         assert (diagnosis.verdict, diagnosis.cause) == ("inconclusive", "time outside all phases"), diagnosis
         assert "no DataLoader was seen, so that is making the batches" in diagnosis.why
         assert wb.trace(run).breakdown().mean("compute") > 0
+
+
+def test_the_settings_of_the_frameworks_exist() -> None:
+    transformers = pytest.importorskip("transformers")
+    pytorch = pytest.importorskip("lightning.pytorch")
+    known = {
+        "TrainingArguments": set(transformers.TrainingArguments.__dataclass_fields__),
+        "Trainer": set(inspect.signature(pytorch.Trainer).parameters),
+        "ModelCheckpoint": set(inspect.signature(pytorch.callbacks.ModelCheckpoint).parameters),
+        "DataLoader": set(inspect.signature(torch.utils.data.DataLoader).parameters),
+    }
+    calls = [call for _, settings in FRAMEWORKS.values() for text in settings.values() for call in re.findall(r"(\w+)\(([^)]*)\)", text)]
+    assert len(calls) >= 14
+    for name, arguments in calls:
+        assert set(re.findall(r"(\w+)=", arguments)) <= known[name], name
 
 
 # --- memory

@@ -51,63 +51,46 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from workbench import data as data
-    from workbench import plot as plot
-    from workbench import widgets as widgets
+    from workbench import data as data, plot as plot, widgets as widgets
     from workbench.batch.analysis.lr_scaling_rules import scale_lr as scale_lr
     from workbench.batch.analysis.plan import BatchPlan as BatchPlan
-    from workbench.batch.api import find_lr as find_lr
-    from workbench.batch.api import noise_scale as noise_scale
+    from workbench.batch.api import find_lr as find_lr, noise_scale as noise_scale
     from workbench.batch.batch_plan import batch_plan as batch_plan
     from workbench.batch.lengths import batch_lengths as batch_lengths
     from workbench.batch.steps_to_target import steps_to_target as steps_to_target
     from workbench.cluster.analysis.cluster import Cluster as Cluster
-    from workbench.cluster.api import ddp_twin as ddp_twin
-    from workbench.cluster.api import measure_collectives as measure_collectives
+    from workbench.cluster.api import ddp_twin as ddp_twin, measure_collectives as measure_collectives
     from workbench.cluster.count_collectives import collectives as collectives
     from workbench.cluster.estimate_time import estimate_time as estimate_time
-    from workbench.cluster.plan import energy as energy
-    from workbench.cluster.plan import plan as plan
+    from workbench.cluster.plan import energy as energy, plan as plan
     from workbench.core.device import Device as Device
     from workbench.diagnosis.analysis.diagnosis import Diagnosis as Diagnosis
     from workbench.diagnosis.analysis.evidence import Evidence as Evidence
     from workbench.diagnosis.analysis.proof import Proof as Proof
     from workbench.diagnosis.analysis.why_not_linear import WhyNotLinear as WhyNotLinear
-    from workbench.diagnosis.api import climb as climb
-    from workbench.diagnosis.api import diagnose as diagnose
-    from workbench.diagnosis.correctness import diverge as diverge
-    from workbench.diagnosis.correctness import replay as replay
-    from workbench.diagnosis.correctness import sanity as sanity
-    from workbench.diagnosis.regression import bisect as bisect
-    from workbench.diagnosis.regression import what_changed as what_changed
+    from workbench.diagnosis.api import climb as climb, diagnose as diagnose
+    from workbench.diagnosis.correctness import diverge as diverge, replay as replay, sanity as sanity
+    from workbench.diagnosis.regression import bisect as bisect, what_changed as what_changed
     from workbench.diagnosis.why_not_linear import why_not_linear as why_not_linear
     from workbench.memory.analysis.breakdown import MemoryBreakdown as MemoryBreakdown
-    from workbench.memory.api import compare_memory as compare_memory
-    from workbench.memory.api import estimate_memory as estimate_memory
-    from workbench.memory.api import find_leaks as find_leaks
+    from workbench.memory.api import compare_memory as compare_memory, estimate_memory as estimate_memory, find_leaks as find_leaks
     from workbench.memory.api import measure_memory as measure_memory
     from workbench.memory.calibrate import calibrate as calibrate
     from workbench.memory.ladder import memory_ladder as memory_ladder
     from workbench.memory.max_micro_batch import max_micro_batch as max_micro_batch
     from workbench.memory.would_fit import would_fit as would_fit
-    from workbench.runs.budgets import RunCheck as RunCheck
-    from workbench.runs.budgets import check_run as check_run
-    from workbench.runs.compare import Comparison as Comparison
-    from workbench.runs.compare import compare as compare
+    from workbench.runs.budgets import RunCheck as RunCheck, check_run as check_run
+    from workbench.runs.compare import Comparison as Comparison, compare as compare
     from workbench.runs.export import export as export
-    from workbench.runs.failure import Failure as Failure
-    from workbench.runs.failure import RunError as RunError
+    from workbench.runs.failure import Failure as Failure, RunError as RunError
     from workbench.runs.health import health as health
     from workbench.runs.launch.kubernetes import kubernetes as kubernetes
     from workbench.runs.launch.launch import launch as launch
     from workbench.runs.launch.prove_layout_resume import LayoutResumeProof as LayoutResumeProof
-    from workbench.runs.launch.prove_resume import RepeatProof as RepeatProof
-    from workbench.runs.launch.prove_resume import ResumeProof as ResumeProof
-    from workbench.runs.launch.prove_resume import prove_resume as prove_resume
+    from workbench.runs.launch.prove_resume import RepeatProof as RepeatProof, ResumeProof as ResumeProof, prove_resume as prove_resume
     from workbench.runs.launch.prove_resume import same_twice as same_twice
     from workbench.runs.launch.prove_script_resume import ScriptResumeProof as ScriptResumeProof
-    from workbench.runs.launch.recompute import Recomputation as Recomputation
-    from workbench.runs.launch.recompute import recompute as recompute
+    from workbench.runs.launch.recompute import Recomputation as Recomputation, recompute as recompute
     from workbench.runs.launch.slurm import Slurm as Slurm
     from workbench.runs.launch.sweep import sweep as sweep
     from workbench.runs.listing import list_runs as list_runs
@@ -117,8 +100,7 @@ if TYPE_CHECKING:
     from workbench.runs.task import Task as Task
     from workbench.scaling.analysis.curve.curve import ScalingCurve as ScalingCurve
     from workbench.scaling.analysis.law.law import ScalingLaw as ScalingLaw
-    from workbench.scaling.api import scaling_curve as scaling_curve
-    from workbench.scaling.api import scaling_law as scaling_law
+    from workbench.scaling.api import scaling_curve as scaling_curve, scaling_law as scaling_law
     from workbench.timeline.step_timer import StepTimer as StepTimer
     from workbench.timeline.timeline import Timeline as Timeline
     from workbench.timeline.watch import watch as watch
@@ -126,72 +108,39 @@ if TYPE_CHECKING:
     from workbench.traces.analysis.trace import Trace as Trace
     from workbench.traces.analysis.trace_set import TraceSet as TraceSet
     from workbench.traces.api import trace as trace
-    from workbench.train.export_weights import export_weights as export_weights
-    from workbench.train.export_weights import import_weights as import_weights
+    from workbench.train.export_weights import export_weights as export_weights, import_weights as import_weights
 
 
 __version__ = "0.1.0"
 
 _NAMES = {
-    "workbench.batch.analysis.plan": "BatchPlan",
-    "workbench.batch.analysis.lr_scaling_rules": "scale_lr",
-    "workbench.batch.api": "find_lr noise_scale",
-    "workbench.batch.batch_plan": "batch_plan",
-    "workbench.batch.lengths": "batch_lengths",
-    "workbench.batch.steps_to_target": "steps_to_target",
-    "workbench.memory.calibrate": "calibrate",
-    "workbench.cluster.count_collectives": "collectives",
-    "workbench.cluster.api": "ddp_twin measure_collectives",
-    "workbench.runs.budgets": "RunCheck check_run",
-    "workbench.runs.compare": "Comparison compare",
-    "workbench.cluster.analysis.cluster": "Cluster",
-    "workbench.core.device": "Device",
-    "workbench.diagnosis.api": "climb diagnose",
-    "workbench.diagnosis.correctness": "diverge replay sanity",
-    "workbench.diagnosis.regression": "bisect what_changed",
-    "workbench.diagnosis.analysis.diagnosis": "Diagnosis",
-    "workbench.diagnosis.analysis.evidence": "Evidence",
-    "workbench.diagnosis.analysis.why_not_linear": "WhyNotLinear",
-    "workbench.diagnosis.why_not_linear": "why_not_linear",
-    "workbench.diagnosis.analysis.proof": "Proof",
-    "workbench.memory.api": "compare_memory estimate_memory find_leaks measure_memory",
-    "workbench.runs.export": "export",
-    "workbench.runs.page": "report",
-    "workbench.runs.failure": "Failure RunError",
-    "workbench.runs.health": "health",
-    "workbench.memory.would_fit": "would_fit",
-    "workbench.memory.ladder": "memory_ladder",
-    "workbench.memory.max_micro_batch": "max_micro_batch",
-    "workbench.scaling.api": "scaling_curve scaling_law",
-    "workbench.runs.launch.launch": "launch",
-    "workbench.runs.launch.kubernetes": "kubernetes",
+    "workbench.batch.analysis.plan": "BatchPlan", "workbench.batch.analysis.lr_scaling_rules": "scale_lr",
+    "workbench.batch.api": "find_lr noise_scale", "workbench.batch.batch_plan": "batch_plan",
+    "workbench.batch.lengths": "batch_lengths", "workbench.batch.steps_to_target": "steps_to_target",
+    "workbench.memory.calibrate": "calibrate", "workbench.cluster.count_collectives": "collectives",
+    "workbench.cluster.api": "ddp_twin measure_collectives", "workbench.runs.budgets": "RunCheck check_run",
+    "workbench.runs.compare": "Comparison compare", "workbench.cluster.analysis.cluster": "Cluster", "workbench.core.device": "Device",
+    "workbench.diagnosis.api": "climb diagnose", "workbench.diagnosis.correctness": "diverge replay sanity",
+    "workbench.diagnosis.regression": "bisect what_changed", "workbench.diagnosis.analysis.diagnosis": "Diagnosis",
+    "workbench.diagnosis.analysis.evidence": "Evidence", "workbench.diagnosis.analysis.why_not_linear": "WhyNotLinear",
+    "workbench.diagnosis.why_not_linear": "why_not_linear", "workbench.diagnosis.analysis.proof": "Proof",
+    "workbench.memory.api": "compare_memory estimate_memory find_leaks measure_memory", "workbench.runs.export": "export",
+    "workbench.runs.page": "report", "workbench.runs.failure": "Failure RunError", "workbench.runs.health": "health",
+    "workbench.memory.would_fit": "would_fit", "workbench.memory.ladder": "memory_ladder",
+    "workbench.memory.max_micro_batch": "max_micro_batch", "workbench.scaling.api": "scaling_curve scaling_law",
+    "workbench.runs.launch.launch": "launch", "workbench.runs.launch.kubernetes": "kubernetes",
     "workbench.runs.launch.prove_resume": "RepeatProof ResumeProof prove_resume same_twice",
-    "workbench.runs.launch.prove_layout_resume": "LayoutResumeProof",
-    "workbench.runs.launch.recompute": "Recomputation recompute",
-    "workbench.train.export_weights": "export_weights import_weights",
-    "workbench.runs.launch.prove_script_resume": "ScriptResumeProof",
-    "workbench.runs.launch.slurm": "Slurm",
-    "workbench.runs.launch.sweep": "sweep",
-    "workbench.scaling.analysis.law.law": "ScalingLaw",
-    "workbench.timeline.step_timer": "StepTimer",
-    "workbench.timeline.watch": "watch",
-    "workbench.timeline.watch_script": "watching",
-    "workbench.memory.analysis.breakdown": "MemoryBreakdown",
-    "workbench.cluster.plan": "energy plan",
-    "workbench.cluster.estimate_time": "estimate_time",
-    "workbench.runs.listing": "list_runs",
-    "workbench.runs.run": "Run",
-    "workbench.scaling.analysis.curve.curve": "ScalingCurve",
-    "workbench.runs.spec": "RunSpec",
-    "workbench.runs.task": "Task",
-    "workbench.timeline.timeline": "Timeline",
-    "workbench.traces.analysis.trace_set": "TraceSet",
-    "workbench.traces.analysis.trace": "Trace",
-    "workbench.traces.api": "trace",
-    "workbench.data": "data",
-    "workbench.plot": "plot",
+    "workbench.runs.launch.prove_layout_resume": "LayoutResumeProof", "workbench.runs.launch.recompute": "Recomputation recompute",
+    "workbench.train.export_weights": "export_weights import_weights", "workbench.runs.launch.prove_script_resume": "ScriptResumeProof",
+    "workbench.runs.launch.slurm": "Slurm", "workbench.runs.launch.sweep": "sweep", "workbench.scaling.analysis.law.law": "ScalingLaw",
+    "workbench.timeline.step_timer": "StepTimer", "workbench.timeline.watch": "watch", "workbench.timeline.watch_script": "watching",
+    "workbench.memory.analysis.breakdown": "MemoryBreakdown", "workbench.cluster.plan": "energy plan",
+    "workbench.cluster.estimate_time": "estimate_time", "workbench.runs.listing": "list_runs", "workbench.runs.run": "Run",
+    "workbench.scaling.analysis.curve.curve": "ScalingCurve", "workbench.runs.spec": "RunSpec", "workbench.runs.task": "Task",
+    "workbench.timeline.timeline": "Timeline", "workbench.traces.analysis.trace_set": "TraceSet",
+    "workbench.traces.analysis.trace": "Trace", "workbench.traces.api": "trace", "workbench.data": "data", "workbench.plot": "plot",
     "workbench.widgets": "widgets",
-}
+}  # fmt: skip
 """Module → the public names that it has; the last three are modules themselves. The block above says the same to type checkers."""
 
 _HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}

@@ -32,7 +32,6 @@ from workbench.cluster.analysis.iteration import (
     Work,
     bubble,
     buckets,
-    model_flops_utilization,
     overlap,
     timed,
     work,
@@ -301,7 +300,7 @@ def test_utilization() -> None:
     layout = Layout(batch=64, tensor=8, pipeline=8, chunks=3)
     assert layout.gpus == 64
     # Table 5 itself: 175B, selective, 13.75 s: 51.4 % of 312 TFLOP/s
-    assert model_flops_utilization(GPT3, layout, 13.75, 312e12) == pytest.approx(0.514, abs=0.005)
+    assert GPT3.flops(layout.batch) / layout.gpus / 13.75 / 312e12 == pytest.approx(0.514, abs=0.005)
     assert GPT3.boundary_bytes(2) == 2 * 2048 * 12288 * 2
 
 
@@ -335,7 +334,6 @@ def test_utilization() -> None:
         (lambda: Layout(batch=6, micro_batch=4), "batch=6 is no multiple"),
         (lambda: Layout(batch=0), "batch=0: expected a whole number"),
         (lambda: Rates.calibrated([]), "0 measured iterations: expected two or more"),
-        (lambda: model_flops_utilization(GPT3, Layout(batch=1), 0, 1), "seconds=0"),
         (lambda: Cluster.named("DGX-H300"), "unknown cluster 'DGX-H300': did you mean 'DGX-H[12]00'"),
         (lambda: Cluster.named("DGX-H100").nodes(12), "12 GPUs are no whole nodes of 8: try 16"),
         (

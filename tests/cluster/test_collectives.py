@@ -308,7 +308,7 @@ def test_every_way_of_summing_gives_the_same(calls: list[CollectiveCall]) -> Non
         seconds for one, seconds in zip(timed.calls, timed.each, strict=True) if one.phase == "backward" and one.axis == "data"
     )
     assert timed.exposed(forward=0, backward=0) == pytest.approx(timed.seconds)
-    str(timed), str(traffic), traffic.modules_table()
+    str(timed), str(traffic)
 
 
 @given(SENT, st.sampled_from(CLUSTERS))

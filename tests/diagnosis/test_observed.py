@@ -16,6 +16,7 @@ from workbench.diagnosis.analysis.observed import observe
 from workbench.diagnosis.api import _from_run
 from workbench.runs.run import Run
 from workbench.runs.spec import ScriptSpec
+from workbench.timeline.timeline import Timeline
 
 Make = Callable[..., HandMade]
 
@@ -110,6 +111,43 @@ def test_stalls(by_hand: Make) -> None:
     assert (d.verdict, d.cause) == ("stalled", "pause")
     assert "every 20 steps" in d.why
     assert d.parts.step == pytest.approx(d.evidence.step)
+
+
+def test_stalls_have_the_name_and_the_settings_of_what_pauses(by_hand: Make) -> None:
+    """By what a watched script noted: before the optimizer step of a long step, or after it; not where it is too short to explain them."""
+
+    def stalled(seconds: float, before: int, **places: str) -> Diagnosis:
+        made, line = by_hand(), "train.py:43 main"
+        pauses = [["evaluation", seconds, 20 * i + 20 - before, line] for i in range(6)]
+        pauses += [["checkpoint", 0.02, 60, "train.py:50 keep"], ["rest", 0.1, 1, ""], ["evaluation", -1.0, 1, ""], ["evaluation"]]
+        rows = [{"step": i, "samples": 8, **(step(other=0.2) if i % 20 == 19 else step())} for i in range(120)]
+        writer = run_directory.LineWriter(made.path / run_directory.rank_file(0))
+        writer.write(
+            [
+                {"rank": 0, "clock": "host"},
+                {"places": {"step": line, "loop": line, **places}},
+                *rows,
+                *({"pause": pause} for pause in pauses),
+            ]
+        )
+        writer.close()
+        run = Run.load(made.ended("finished").path)
+        (timeline,) = run.timelines
+        assert [pause.kind for pause in timeline.pauses] == ["evaluation"] * 6 + ["checkpoint"]
+        assert Timeline.from_json(timeline.to_json()).pauses == timeline.pauses
+        return Diagnosis.of(observe(run))
+
+    own = stalled(0.19, before=1)
+    assert (own.verdict, own.cause, stalled(0.19, before=0).cause) == ("stalled", "evaluation", "evaluation")
+    assert "every 20 steps for 200 ms in train.py:43 main" in own.why
+    assert own.remedies[0].what == "Evaluate less often, on fewer samples, or in a process of its own (train.py:43 main)."
+    assert (stalled(0.05, before=0).cause, stalled(0.05, before=0).evidence.stalls.where) == ("pause", None)
+    hugging_face = stalled(0.19, before=0, framework="transformers")
+    assert hugging_face.why.endswith(" The training loop is that of Hugging Face's Trainer, which train.py:43 (main) starts.")
+    assert hugging_face.remedies[0].what.endswith(
+        " With Hugging Face's Trainer: TrainingArguments(eval_steps=…, per_device_eval_batch_size=…)."
+    )
+    assert stalled(0.05, before=0, framework="lightning").remedies[0].what.endswith("ModelCheckpoint(every_n_train_steps=…).")
 
 
 def test_the_other_phases(by_hand: Make) -> None:

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import workbench as wb
 from tests.forked import Forks
 from workbench.core.vocabulary import PHASES
-from workbench.timeline.watch_script import _line_of_dataset
+from workbench.timeline.watch_script import _framework, _line_of_dataset
 
 BASE = """
 import sys, time, torch
@@ -94,6 +94,51 @@ def test_what_is_trained_inside_a_with_is_watched() -> None:
         train(2)
     assert (len(given_up.timeline.steps), len(loop.timeline.steps)) == (2, 3)
     assert DataLoader.__iter__ is plain
+
+
+def test_evaluations_and_checkpoints_inside_a_loop_are_noted(tmp_path: Path) -> None:
+    class Evaluated(torch.nn.Linear):
+        def eval(self) -> "Evaluated":  # as Hugging Face's models: torch's own is not called
+            return self.train(False)
+
+    def pauses(model: torch.nn.Module, *, by_loader: bool) -> list[tuple[str, int]]:
+        loader = DataLoader(TensorDataset(torch.randn(8, 4)), batch_size=2)
+        with wb.watching() as watched:
+            optimizer = torch.optim.SGD(model.parameters(), 0.1)
+            model.eval()  # before the training: that is no pause
+            torch.save(model.state_dict(), tmp_path / "begin.pt")
+            for number, (x,) in enumerate(loader):
+                model.train()
+                model(x).sum().backward()
+                optimizer.step()
+                if number == 1:
+                    model.eval()
+                    for (y,) in loader if by_loader else [(x,)]:
+                        model(y)
+                if number == 2:
+                    torch.save(model.state_dict(), tmp_path / "last.pt")
+        assert {pause.line.split(":")[0] for pause in watched.timeline.pauses} == {Path(__file__).name}
+        assert min(pause.seconds for pause in watched.timeline.pauses) > 0
+        return sorted((pause.kind, pause.after) for pause in watched.timeline.pauses)
+
+    plain = torch.save, torch.nn.Module.eval
+    assert pauses(torch.nn.Linear(4, 2), by_loader=False) == [("checkpoint", 3), ("evaluation", 2)]
+    assert pauses(Evaluated(4, 2), by_loader=True) == [("checkpoint", 3), ("evaluation", 2)]
+    assert pauses(torch.nn.Sequential(Evaluated(4, 2)), by_loader=True) == [("checkpoint", 3), ("evaluation", 2)]
+    assert (torch.save, torch.nn.Module.eval) == plain
+
+
+def test_the_framework_is_the_one_whose_loop_the_user_has_called() -> None:
+    def calls(module: str, called: Any) -> Any:
+        code = compile("def train(inner):\n    return inner()", "/x/site-packages/somewhere.py", "exec")
+        space: dict[str, Any] = {"__name__": module}
+        exec(code, space)
+        return functools.partial(space["train"], called)
+
+    look = calls("torch.optim.optimizer", lambda: _framework(sys._getframe(1)))
+    assert calls("transformers.trainer", calls("accelerate.optimizer", look))() == "transformers"
+    assert calls("lightning.pytorch.trainer.trainer", look)() == "lightning"
+    assert calls("accelerate.optimizer", look)() == calls("lightning.fabric.wrappers", look)() == ""  # the loop is the user's
 
 
 def test_the_line_of_a_dataset_is_that_of_the_users_class() -> None:

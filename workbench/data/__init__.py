@@ -12,57 +12,37 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from workbench.data.adapters import as_source as as_source
-    from workbench.data.adapters import open_source as open_source
+    from workbench.data.adapters import as_source as as_source, open_source as open_source
     from workbench.data.analysis.data_audit import DataAudit as DataAudit
     from workbench.data.analysis.format_costs import FormatComparison as FormatComparison
     from workbench.data.analysis.loader_report import LoaderReport as LoaderReport
-    from workbench.data.analysis.packing import Packing as Packing
-    from workbench.data.analysis.packing import PackingPolicies as PackingPolicies
-    from workbench.data.analysis.packing import compare_packing as compare_packing
+    from workbench.data.analysis.packing import Packing as Packing, PackingPolicies as PackingPolicies, compare_packing as compare_packing
     from workbench.data.analysis.packing import pack as pack
-    from workbench.data.augmentation import Augmentation as Augmentation
-    from workbench.data.augmentation import Augmented as Augmented
-    from workbench.data.augmentation import mix as mix
-    from workbench.data.conversion import Conversion as Conversion
-    from workbench.data.conversion import convert as convert
-    from workbench.data.data_card import DataCard as DataCard
-    from workbench.data.data_card import Verification as Verification
-    from workbench.data.data_card import describe as describe
-    from workbench.data.data_card import verify as verify
+    from workbench.data.augmentation import Augmentation as Augmentation, Augmented as Augmented, mix as mix
+    from workbench.data.conversion import Conversion as Conversion, convert as convert
+    from workbench.data.data_card import DataCard as DataCard, Verification as Verification, describe as describe, verify as verify
     from workbench.data.format_comparison import compare_formats as compare_formats
     from workbench.data.loader_doctor import doctor as doctor
     from workbench.data.manifest import Manifest as Manifest
-    from workbench.data.quality import audit as audit
-    from workbench.data.quality import shuffle_quality as shuffle_quality
-    from workbench.data.resumable_sampler import Mixture as Mixture
-    from workbench.data.resumable_sampler import ResumableSampler as ResumableSampler
-    from workbench.data.resume_histories import ResumeHistories as ResumeHistories
-    from workbench.data.resume_histories import prove_resumable as prove_resumable
-    from workbench.data.shard_plan import ShardPlan as ShardPlan
-    from workbench.data.shard_plan import plan_shards as plan_shards
+    from workbench.data.quality import audit as audit, shuffle_quality as shuffle_quality
+    from workbench.data.resumable_sampler import Mixture as Mixture, ResumableSampler as ResumableSampler
+    from workbench.data.resume_histories import ResumeHistories as ResumeHistories, prove_resumable as prove_resumable
+    from workbench.data.shard_plan import ShardPlan as ShardPlan, plan_shards as plan_shards
     from workbench.data.shard_writer import write_shards as write_shards
     from workbench.data.source import Source as Source
 
 _NAMES = {
-    "workbench.data.data_card": "DataCard Verification describe verify",
-    "workbench.data.manifest": "Manifest",
-    "workbench.data.conversion": "Conversion convert",
-    "workbench.data.format_comparison": "compare_formats",
-    "workbench.data.analysis.format_costs": "FormatComparison",
-    "workbench.data.shard_plan": "ShardPlan plan_shards",
-    "workbench.data.shard_writer": "write_shards",
-    "workbench.data.adapters": "as_source open_source",
-    "workbench.data.source": "Source",
-    "workbench.data.analysis.data_audit": "DataAudit",
+    "workbench.data.data_card": "DataCard Verification describe verify", "workbench.data.manifest": "Manifest",
+    "workbench.data.conversion": "Conversion convert", "workbench.data.format_comparison": "compare_formats",
+    "workbench.data.analysis.format_costs": "FormatComparison", "workbench.data.shard_plan": "ShardPlan plan_shards",
+    "workbench.data.shard_writer": "write_shards", "workbench.data.adapters": "as_source open_source",
+    "workbench.data.source": "Source", "workbench.data.analysis.data_audit": "DataAudit",
     "workbench.data.analysis.loader_report": "LoaderReport",
     "workbench.data.analysis.packing": "Packing PackingPolicies compare_packing pack",
-    "workbench.data.augmentation": "Augmentation Augmented mix",
-    "workbench.data.loader_doctor": "doctor",
-    "workbench.data.quality": "audit shuffle_quality",
-    "workbench.data.resumable_sampler": "Mixture ResumableSampler",
+    "workbench.data.augmentation": "Augmentation Augmented mix", "workbench.data.loader_doctor": "doctor",
+    "workbench.data.quality": "audit shuffle_quality", "workbench.data.resumable_sampler": "Mixture ResumableSampler",
     "workbench.data.resume_histories": "ResumeHistories prove_resumable",
-}
+}  # fmt: skip
 """Module → the public names that it has, as `wb.data.NAME`. The block above says the same to type checkers."""
 
 _HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}

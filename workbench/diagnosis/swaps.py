@@ -19,7 +19,6 @@ OF_RERUNS = ("steps", "watch", "profile", "kind")
 """Fields of a spec that a short training sets by itself."""
 MAY_BE_LEFT = ("versions", "data", "code", "git")
 """Sections whose differences a training of today has only if something put them back."""
-_ALSO = "also"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 from workbench.core.checks import check_budget, whole_number
 from workbench.core.device import Device
 from workbench.core.progress import Waiting, predicts, say_what_was_interrupted
-from workbench.core.synonyms import accept_synonyms
 from workbench.memory.analysis.breakdown import MemoryBreakdown
 from workbench.memory.analysis.fit import MARGIN, device_of, usable_bytes
 from workbench.memory.analysis.log import MemoryLog
@@ -39,7 +38,6 @@ NO_LOADER: Any = SimpleNamespace(pin_memory=False)
 """Substitute for a Trainer's loader: batches are made here."""
 
 
-@accept_synonyms
 @device_or_batch
 @predicts("dry runs of a step")
 def estimate_memory(
@@ -302,7 +300,6 @@ STEPS = 3
 """Steps that are measured by default: the optimizer makes its states in the first; the second and the third should agree."""
 
 
-@accept_synonyms
 def measure_memory(
     target: RunSpec | Run | str | os.PathLike[str] | Callable[[Any], Any],
     loader: Iterable[Any] | None = None,

@@ -20,7 +20,7 @@ import msgspec
 from workbench.core import run_directory
 from workbench.core.checks import is_number
 from workbench.core.vocabulary import PHASES
-from workbench.timeline.timeline import LARGEST, Clock, Step, StepSums, Timeline, warmup_of
+from workbench.timeline.timeline import LARGEST, Clock, Pause, Step, StepSums, Timeline, warmup_of
 
 _READINGS = ("samples", "memory", "cpu")
 _Number = Annotated[float, msgspec.Meta(ge=0, lt=LARGEST)]
@@ -240,7 +240,8 @@ class RankSteps:
             )
             for index, phases, samples, memory, cpu in columns
         )
-        return Timeline(rank=rank, clock=clock, steps=steps, notes=self._notes, validations=tuple(self._validations))
+        pauses = tuple(filter(None, map(Pause.of, self.other_rows)))
+        return Timeline(rank=rank, clock=clock, steps=steps, notes=self._notes, validations=tuple(self._validations), pauses=pauses)
 
     def _rank_and_clock(self) -> tuple[int, Clock]:
         head: dict[str, Any] = next((row for row in reversed(self.other_rows) if "rank" in row and "note" not in row), {})

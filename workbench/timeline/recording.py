@@ -13,7 +13,7 @@ from workbench.timeline import hooks, rank_log
 from workbench.timeline.loops import Loop
 from workbench.timeline.marks import MarkRecorder
 from workbench.timeline.steps import Row, StepRules, StepsBy
-from workbench.timeline.timeline import WARNING, Clock, Step, Timeline
+from workbench.timeline.timeline import WARNING, Clock, Pause, Step, Timeline
 
 
 class Recording:
@@ -45,6 +45,7 @@ class Recording:
         self._rows: list[Row] = []
         self._profiled: tuple[int, ...] = ()
         self._validations: tuple[float, ...] = ()
+        self._pauses: tuple[Pause, ...] = ()
         self._done = 0
         self._lock = threading.Lock()
         self.clock: Clock | None = None  # not known before the first loop
@@ -182,6 +183,11 @@ class Recording:
         self._validations += (seconds,)
         self.say({"validation": seconds, "after": step})
 
+    def paused(self, pause: Pause) -> None:
+        """Note what made a step longer."""
+        self._pauses += (pause,)
+        self.say({"pause": list(pause)})
+
     def warn(self, text: str) -> None:
         """Add a warning about the training to the notes, and print it. It goes into the file at once, in case the process is killed."""
         self._notes += (WARNING + text,)
@@ -235,4 +241,5 @@ class Recording:
             notes=self.notes,
             profiled=self._profiled,
             validations=self._validations,
+            pauses=self._pauses,
         )

@@ -5,7 +5,7 @@ import itertools
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from workbench.core import units
 from workbench.core.checks import is_number
@@ -75,6 +75,27 @@ class Step:
         return sum(self.phases)
 
 
+class Pause(NamedTuple):
+    """An evaluation or a saved checkpoint inside a training loop, which makes a step longer."""
+
+    kind: str
+    """"evaluation" or "checkpoint"."""
+    seconds: float
+    """What it took, an evaluation up to the end of the next optimizer step."""
+    after: int
+    """Optimizer steps before it."""
+    line: str
+    """The user's line: "train.py:41 main"."""
+
+    @classmethod
+    def of(cls, row: Mapping[str, Any]) -> "Pause | None":
+        """From a row of a file; None = it is none."""
+        match row.get("pause"):
+            case [("evaluation" | "checkpoint") as kind, float(seconds), int(after), str(line)] if 0 <= seconds < LARGEST and after >= 0:
+                return cls(kind, seconds, after, line[:200])
+        return None
+
+
 def _is_span(value: Any) -> bool:
     """Is it the first and the last of some steps, and of not too many?"""
     whole = isinstance(value, list | tuple) and len(value) == 2 and all(type(number) is int for number in value)
@@ -142,6 +163,8 @@ class Timeline(display.Shown):
     """True for a prediction; False for a measurement."""
     validations: tuple[float, ...] = ()
     """Seconds of each evaluation between the steps; they are in no step."""
+    pauses: tuple[Pause, ...] = ()
+    """Evaluations and checkpoints inside the steps of a script that was watched."""
 
     @classmethod
     def from_lines(cls, rows: Iterable[Mapping[str, Any]], warmup: int | None = None, rank: int = 0) -> "Timeline":
@@ -153,7 +176,7 @@ class Timeline(display.Shown):
         steps, notes, profiled = [], [], list[int]()
         pending: list[tuple[int, int]] = []
         damage = list[str]()
-        validations = list[float]()
+        validations, pauses = list[float](), list[Pause]()
         last, before = -1, 0
         for row in rows:
             if "step" in row:
@@ -177,6 +200,8 @@ class Timeline(display.Shown):
             elif "validation" in row:
                 if is_number(row["validation"], least=0, most=LARGEST):
                     validations.append(float(row["validation"]))
+            elif pause := Pause.of(row):
+                pauses.append(pause)
             elif "note" in row:
                 notes.append(str(row["note"]))
             elif "rank" in row:
@@ -197,6 +222,7 @@ class Timeline(display.Shown):
             notes=tuple(notes),
             profiled=tuple(profiled),
             validations=tuple(validations),
+            pauses=tuple(pauses),
         )
 
     @classmethod
@@ -214,6 +240,7 @@ class Timeline(display.Shown):
             profiled=tuple(value.get("profiled", ())),
             predicted=value["predicted"],
             validations=tuple(value.get("validations", ())),
+            pauses=tuple(Pause(*pause) for pause in value.get("pauses", ())),
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -226,6 +253,7 @@ class Timeline(display.Shown):
             "profiled": list(self.profiled),
             "predicted": self.predicted,
             **({"validations": list(self.validations)} if self.validations else {}),
+            **({"pauses": [list(pause) for pause in self.pauses]} if self.pauses else {}),
             "steps": [
                 {"step": s.index, **dict(zip(PHASES, s.phases, strict=True)), "samples": s.samples, "memory": s.memory, "cpu": s.cpu}
                 for s in self.steps

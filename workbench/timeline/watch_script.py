@@ -6,11 +6,13 @@ import math
 import os
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from functools import wraps
 from itertools import chain, compress
 from threading import get_ident
+from types import FrameType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from workbench.core import gc as collector
@@ -20,7 +22,7 @@ from workbench.timeline.loops import Loop
 from workbench.timeline.marks import BACKWARD, DATA_WAIT, END_PHASE, FORWARD, IDLE, NEXT, MarkRecorder, new_recorder
 from workbench.timeline.reading import FirstBatches
 from workbench.timeline.recording import Recording
-from workbench.timeline.timeline import Timeline
+from workbench.timeline.timeline import Pause, Timeline
 
 if TYPE_CHECKING:
     import torch
@@ -30,6 +32,8 @@ SEARCH_AFTER = (1, 3, 30, 300)
 """After so many optimizer steps in a row without a forward, models are looked for once more; each number is used once. The script may have
 gone on to another model, or call only a part of one, so the parts of those known are taken, too. (A search takes some 50 ms,
 nearly all of it to list the 300,000 objects that live once torch is imported; the first one delays the first batch.)"""
+FRAMEWORKS = {"transformers.trainer": "transformers", "lightning.pytorch": "lightning", "pytorch_lightning": "lightning"}
+"""How the name of the module begins that has a framework's training loop → the framework."""
 LEADER_RETIRES_AFTER = 10
 """After so many steps of other optimizers in a row, the one whose steps end the steps of a loop without loader is taken to be retired."""
 
@@ -126,14 +130,18 @@ class ScriptWatcher:
         self._leader: Callable[[], torch.optim.Optimizer | None] = lambda: None  # its steps end those of the bare loop
         self._strangers = 0  # steps of other optimizers since the leader's last
         self._models = weakref.WeakSet[torch.nn.Module]()
+        self._trained = weakref.WeakSet[torch.nn.Module]()  # those that were in training mode at the first optimizer step
         self._without_forward = 0  # optimizer steps since one was seen
         self._searches = [*SEARCH_AFTER]
+        self._evaluation: tuple[float, int, str] | None = None  # when a model went into evaluation mode, after so many steps, and where
         self._borders = borders(self._recording.leave_out) if borders else None
         self._undo = contextlib.ExitStack()
         if self._borders:
             self._undo.callback(self._borders.close)
         self._undo.enter_context(hooks.marked_functions())
         self._undo.callback(hooks.Patch(DataLoader, "__iter__", self._wrap_iter).remove)
+        self._undo.callback(hooks.Patch(torch.nn.Module, "eval", self._wrap_eval).remove)
+        self._undo.callback(hooks.Patch(torch, "save", self._wrap_save).remove)
         self._undo.callback(register_optimizer_step_pre_hook(hooks.optimizer_begins).remove)
         self._undo.callback(register_optimizer_step_post_hook(self._optimizer_ends).remove)
 
@@ -170,6 +178,8 @@ class ScriptWatcher:
             self._end_bare()
             if not self._models:
                 self._find_models()
+            if hooks.OPEN_LOOPS.top is not None and not all(map(_trains, self._trained)):
+                self._begin_evaluation(sys._getframe(1))
             if self._borders:
                 self._borders.begin(loader)
             loop = self._recording.open()
@@ -194,6 +204,36 @@ class ScriptWatcher:
             hooks.OPEN_LOOPS.end(self._bare)
             self._bare = None
 
+    # Evaluations and checkpoints inside a training loop
+
+    def _wrap_eval(self, evaluate: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(evaluate)
+        def noted(module: Any) -> Any:
+            if any(module is model or module in model.children() for model in self._models):  # or what DDP wraps
+                self._begin_evaluation(sys._getframe(1))
+            return evaluate(module)
+
+        return noted
+
+    def _begin_evaluation(self, frame: FrameType) -> None:
+        """An evaluation begins, if this is inside a training loop; it is over at the next optimizer step."""
+        if self._here and self._steps and self._evaluation is None and get_ident() == hooks.OPEN_LOOPS.thread:
+            self._evaluation = time.perf_counter(), self._steps, users_line(frame)
+
+    def _wrap_save(self, save: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(save)
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            began, evaluation = time.perf_counter(), self._evaluation
+            try:
+                return save(*args, **kwargs)
+            finally:
+                if self._here and self._steps and get_ident() == hooks.OPEN_LOOPS.thread:
+                    took = time.perf_counter() - began
+                    self._evaluation = evaluation and (evaluation[0] + took, *evaluation[1:])
+                    self._recording.paused(Pause("checkpoint", took, self._steps, users_line(sys._getframe(1))))
+
+        return noted
+
     # Optimizers
 
     def _optimizer_ends(self, optimizer: "torch.optim.Optimizer", _args: object, _kwargs: object, /) -> None:
@@ -208,11 +248,18 @@ class ScriptWatcher:
             return
         now = open_loops.now
         open_loops.marks.extend((now(), END_PHASE))
+        if self._evaluation:
+            (began, after, line), self._evaluation = self._evaluation, None
+            self._recording.paused(Pause("evaluation", time.perf_counter() - began, after, line))
         self._steps += 1
         if self._places is not None and open_loops.top is not None:
-            places = {**self._places.get(open_loops.top, {}), "step": users_line(sys._getframe(1))}
+            places = {
+                **self._places.get(open_loops.top, {}),
+                "step": users_line(sys._getframe(1)),
+                "framework": _framework(sys._getframe(1)),
+            }
             self._recording.say({"places": {name: line for name, line in places.items() if line}})
-            self._places = None
+            self._places, self._trained = None, weakref.WeakSet(filter(_trains, self._models))
         if self._borders:
             self._borders.stepped(open_loops.top)
         if open_loops.forward:
@@ -281,9 +328,22 @@ def _line_of_dataset(dataset: Any) -> str:
     return ""
 
 
+def _framework(frame: FrameType | None) -> str:
+    """The framework whose training loop the user's code has called; "" = the loop is the user's own."""
+    inner = ""
+    while frame is not None and not is_users(frame.f_code.co_filename):
+        inner, frame = frame.f_globals.get("__name__", ""), frame.f_back
+    return next((name for module, name in FRAMEWORKS.items() if inner.startswith(module)), "")
+
+
 def _modules(objects: list[object], kinds: set[type]) -> list[Any]:
     """The modules among objects, by their classes: `isinstance` would call into proxies."""
     return [candidate for candidate in compress(objects, map(kinds.__contains__, map(type, objects))) if "_parameters" in vars(candidate)]
+
+
+def _trains(module: Any) -> bool:
+    """Is it in training mode? What only wraps a model, as DDP does, may stay so."""
+    return module.training and any(part.training for part in [*module.children()] or [module])
 
 
 def _has_weights(module: Any) -> bool:

@@ -143,17 +143,6 @@ class Rates:
         return (work.flops / self.flops_per_sec + work.bytes / self.bandwidth) * (1 + work.bubble)
 
 
-def model_flops_utilization(model: Transformer, layout: Layout, seconds: float, peak: float) -> float:
-    """Model FLOPs per second and GPU over a GPU's dense peak (MFU); recomputation does not count. Source: Chowdhery et al. 2022, PaLM.
-
-    Raises:
-        CostError: seconds or a peak not above 0.
-    """
-    if not (seconds > 0 and peak > 0):
-        raise CostError(f"seconds={seconds!r}, peak={peak!r}: expected numbers above 0")
-    return model.flops(layout.batch) / layout.gpus / seconds / peak
-
-
 CAP, FIRST = 25 * 2**20, 2**20
 """Bytes at which torch 2.13 closes a bucket, and its first one, without `bucket_cap_mb`; a given cap is for all."""
 

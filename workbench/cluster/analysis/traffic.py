@@ -14,9 +14,6 @@ from workbench.core import units
 from workbench.core.codec import JsonDataclass
 from workbench.core.display import table as display
 
-MAX_ROWS = 20
-"""Rows of a table by module; smaller ones are one row. `to_frame` has all."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
@@ -176,18 +173,6 @@ class Traffic(display.Shown, JsonDataclass):
                 [f"{units.count(self.parameters)} parameters, {units.count(self.world_size)} ranks", *self.notes, *map(str, self.lint)]
             ),
         )
-
-    def modules_table(self, depth: int | None = None) -> display.Table:
-        """A row for each of the MAX_ROWS modules that send most, and one for the rest."""
-        rows = self.by_module(depth)
-        shown, rest = rows[:MAX_ROWS], rows[MAX_ROWS:]
-        if rest:
-            shown = (*shown, Row(name=f"{len(rest)} others", calls=tuple(itertools.chain(*(row.calls for row in rest)))))
-        cells = [
-            [row.name or "(model)", units.count(row.count), units.bytes_(row.size), units.bytes_(row.sent), units.percent(row.padding)]
-            for row in shown
-        ]
-        return display.Table(columns=("module", "calls", "bytes", "sent by a rank", "padding"), rows=cells)
 
     def to_frame(self) -> Any:
         """A DataFrame with one row per collective."""

@@ -4,16 +4,17 @@ import dataclasses
 import math
 import os
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from workbench.core import run_directory, units
 from workbench.core.vocabulary import PHASES
 from workbench.diagnosis.analysis.evidence import Evidence, Loading, RankEvidence
 from workbench.diagnosis.analysis.stalls import Call, find_stalls
+from workbench.harness.results import Place
 from workbench.runs.run import Run
 from workbench.runs.spec import RunSpec, ScriptSpec
-from workbench.timeline.timeline import LEFT_OUT, WARNING, Timeline
+from workbench.timeline.timeline import LEFT_OUT, WARNING, Pause, Timeline
 
 MIN_STEPS = 8
 """Fewer measured steps say nothing about a mean."""
@@ -85,7 +86,7 @@ def _places(run: Run) -> dict[str, str]:
     except OSError:
         return {}
     places: dict[str, Any] = next((row["places"] for row in rows if isinstance(row.get("places"), dict)), {})
-    return {name: places[name][:200] for name in ("loop", "step", "dataset") if isinstance(places.get(name), str)}
+    return {name: places[name][:200] for name in ("loop", "step", "dataset", "framework") if isinstance(places.get(name), str)}
 
 
 def after_queue_drained(timeline: Timeline) -> Timeline:
@@ -115,10 +116,29 @@ def _rank(timeline: Timeline, waits: Sequence[float]) -> RankEvidence:
     steps = timeline.measured[-len(waits) :]
     own = [step.seconds - step.phases[DATA] - wait for step, wait in zip(steps, waits, strict=True)]
     wait = statistics.fmean(step.phases[DATA] for step in steps)
-    stalls = find_stalls([Call(number=step.index, seconds=seconds) for step, seconds in zip(steps, own, strict=True)], wait=wait)
+    seconds_of = {step.index: seconds for step, seconds in zip(steps, own, strict=True)}
+    places = _pauses(timeline.pauses, seconds_of)
+    stalls = find_stalls(
+        [Call(number=number, seconds=seconds) for number, seconds in seconds_of.items()], wait=wait, places=places.__getitem__
+    )
     stalled = set(stalls.at)
     compute = statistics.fmean(seconds for step, seconds in zip(steps, own, strict=True) if step.index not in stalled)
     return RankEvidence(rank=timeline.rank, timeline=timeline, alone=compute + wait, wait=wait, compute=compute, stalls=stalls)
+
+
+def _pauses(pauses: Sequence[Pause], seconds_of: Mapping[int, float]) -> dict[int, dict[Place, float]]:
+    """Step → what its seconds were spent on: evaluations, checkpoints, and all else.
+
+    What comes after k optimizer steps is in the k-th step, or in the next one if it comes before that one's optimizer step: the longer one.
+    """
+    found: dict[int, dict[Place, float]] = {number: {Place(line=""): seconds} for number, seconds in seconds_of.items()}
+    for pause in pauses:
+        number = max((pause.after - 1, pause.after), key=lambda number: seconds_of.get(number, 0.0))
+        if number in found:
+            rest, place = found[number][Place(line="")], Place(line=pause.line, kind=pause.kind)
+            taken = min(pause.seconds, rest)
+            found[number] |= {Place(line=""): rest - taken, place: found[number].get(place, 0.0) + taken}
+    return found
 
 
 def _samples(timeline: Timeline) -> float | None:

@@ -4,7 +4,7 @@ Where an experiment tried the change itself, its ratio is put into the full step
 an interval as wide as its known errors. Where nothing predicts what replaces a part, the removal of the part is the ceiling.
 """
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 
 from workbench.core import units
@@ -270,16 +270,50 @@ def _stalls(case: Case) -> Iterator[Remedy | None]:
     if case.judgement.cause == ALLOCATOR:
         yield ceiling(case, "memory to spare", _SPARE_MEMORY, c.share(c.stalls), "the allocator never waits", _SPARE_COSTS)
         return
-    where = f" ({e.stalls.where})" if e.stalls.where else ""
-    what = _MOVED.get(e.stalls.kind or "", "Find out what stops the step, and move that into a thread or do it less often.")
     yield ceiling(
         case,
         f"{e.stalls.kind or 'pauses'} off the path",
-        f"{what}{where}" if not where else f"{what.removesuffix('.')}{where}.",
+        _moved(e, "Find out what stops the step, and move that into a thread or do it less often."),
         c.share(c.stalls),
         "stalls are gone",
         change={"gc": False} if e.stalls.kind == "garbage collection" else None,
     )
+
+
+def _moved(e: Evidence, otherwise: str) -> str:
+    """What to do about stalls, with the line."""
+    what = _MOVED.get(e.stalls.kind or "", otherwise)
+    return f"{what.removesuffix('.')} ({e.stalls.where})." if e.stalls.where else what
+
+
+FRAMEWORKS: Mapping[str, tuple[str, Mapping[str, str]]] = {
+    "transformers": ("Hugging Face's Trainer", {
+        "data_wait": "TrainingArguments(dataloader_num_workers=…, dataloader_prefetch_factor=…)",
+        "transfer": "TrainingArguments(dataloader_pin_memory=True)",
+        "optimizer": 'TrainingArguments(optim="adamw_torch_fused", gradient_accumulation_steps=…)',
+        "host": "TrainingArguments(logging_steps=…, torch_compile=True)",
+        "stalls": "TrainingArguments(eval_steps=…, save_steps=…, logging_steps=…)",
+        "evaluation": "TrainingArguments(eval_steps=…, per_device_eval_batch_size=…)",
+        "checkpoint": "TrainingArguments(save_steps=…)",
+    }),
+    "lightning": ("Lightning's Trainer", {
+        "data_wait": "your DataLoader(num_workers=…, prefetch_factor=…, persistent_workers=True)",
+        "transfer": "your DataLoader(pin_memory=True)",
+        "optimizer": "Trainer(accumulate_grad_batches=…), or fused=True in configure_optimizers",
+        "host": "Trainer(log_every_n_steps=…)",
+        "stalls": "Trainer(val_check_interval=…), ModelCheckpoint(every_n_train_steps=…)",
+        "evaluation": "Trainer(val_check_interval=…, limit_val_batches=…)",
+        "checkpoint": "ModelCheckpoint(every_n_train_steps=…)",
+    }),
+}  # fmt: skip
+"""Framework that has the training loop → its name, and part of the step or kind of stall → the settings that change it."""
+
+
+def _set_by(e: Evidence, part: str) -> str:
+    """The settings of the script's framework for a part, as a sentence after another; "" = the loop is the user's own."""
+    name, settings = FRAMEWORKS.get(e.places.get("framework", ""), ("", {}))
+    setting = settings.get((part == "stalls" and e.stalls.kind) or part, "")
+    return f" With {name}: {setting}." if setting else ""
 
 
 PART_OF = {
@@ -296,35 +330,39 @@ PART_OF = {
 
 def _without_part(case: Case) -> Iterator[Remedy]:
     """A ceiling for removing the part that the verdict names, where no remedy says how."""
-    words = {
-        "data_wait": ("no waiting for data", "Load batches during training, in more data loader workers, or prepare them beforehand."),
-        "transfer": ("copies beside training", "Put batches into pinned memory and copy them with non_blocking=True."),
-        "optimizer": ("a cheaper optimizer", "Use the optimizer's fused implementation, or step it once per several batches."),
-        "host": ("less host work", "Move Python, logging and waiting out of the step, or do them less often."),
-        "communication": ("fewer reductions", "Reduce gradients less often, or in fewer bytes."),
-        "straggler": ("equally fast ranks", "Find out what slows the slowest rank down."),
-        "stalls": ("no stalls", "Move what stalls some steps out of the training loop, or into a thread."),
-    }
     part = PART_OF[case.judgement.verdict]
-    if remedy := ceiling(case, *words[part], case.judgement.shares.get(part, 0.0), f"{part} is gone"):
+    if remedy := ceiling(case, *_WORDS[part], case.judgement.shares.get(part, 0.0), f"{part} is gone"):
         yield remedy
+
+
+_WORDS = {
+    "data_wait": ("no waiting for data", "Load batches during training, in more data loader workers, or prepare them beforehand."),
+    "transfer": ("copies beside training", "Put batches into pinned memory and copy them with non_blocking=True."),
+    "optimizer": ("a cheaper optimizer", "Use the optimizer's fused implementation, or step it once per several batches."),
+    "host": ("less host work", "Move Python, logging and waiting out of the step, or do them less often."),
+    "communication": ("fewer reductions", "Reduce gradients less often, or in fewer bytes."),
+    "straggler": ("equally fast ranks", "Find out what slows the slowest rank down."),
+    "stalls": ("no stalls", "Move what stalls some steps out of the training loop, or into a thread."),
+}
+"""Part of the step → the name of its removal, and what to do."""
+_WORDS_OBSERVED = _WORDS | {
+    "data_wait": ("no waiting for data", "Find out by experiment what holds the loader up, and how many workers it needs."),
+    "straggler": ("equally fast ranks", "Find out by experiment what slows the slowest rank down."),
+    "optimizer": ("a cheaper optimizer", "Find out by experiment whether a fused or foreach implementation is faster."),
+    "host": ("less work between the phases", "Move logging and Python work out of the loop, or do them less often."),
+}
 
 
 def _observed(case: Case) -> Iterator[Remedy]:
     """From observation alone: the parts that were seen, as ceilings without a knob."""
-    words = {
-        "data_wait": ("no waiting for data", "Find out by experiment what holds the loader up, and how many workers it needs."),
-        "straggler": ("equally fast ranks", "Find out by experiment what slows the slowest rank down."),
-        "transfer": ("copies beside training", "Put batches into pinned memory and copy them with non_blocking=True."),
-        "optimizer": ("a cheaper optimizer", "Find out by experiment whether a fused or foreach implementation is faster."),
-        "stalls": ("no stalls", "Move what stalls some steps out of the training loop, or into a thread."),
-        "host": ("less work between the phases", "Move logging and Python work out of the loop, or do them less often."),
-    }
-    if unseen(case.evidence):  # what lies between the phases may be making batches, or computing
-        del words["host"]
     for part, saved in case.judgement.shares.items():
-        large = part in words and saved.mid >= 1 - 1 / MIN_BATCH_SPEEDUP
-        if large and (remedy := ceiling(case, *words[part], saved.mid, f"{part} is gone, as far as the measured times show")):
+        if part not in _WORDS or part == "communication" or saved.mid < 1 - 1 / MIN_BATCH_SPEEDUP:
+            continue
+        if part == "host" and unseen(case.evidence):  # what lies between the phases may be making batches, or computing
+            continue
+        name, what = _WORDS_OBSERVED[part]
+        what = (_moved(case.evidence, what) if part == "stalls" else what) + _set_by(case.evidence, part)
+        if remedy := ceiling(case, name, what, saved.mid, f"{part} is gone, as far as the measured times show"):
             yield replace(remedy, scope="cause" if PART_OF.get(case.judgement.verdict) == part else "part")
 
 

@@ -204,7 +204,7 @@ def _named(group: _Group, usual: Sequence[Call], places: Callable[[int], Mapping
     if total <= 0:
         return group
     kind = max(kinds, key=lambda name: kinds[name])
-    where = max((place for place in surplus if place.kind == kind), key=lambda place: surplus[place]).line
+    where = max((place for place in surplus if place.kind == kind), key=lambda place: surplus[place]).line or None
     return replace(group, kind=group.kind or (kind if kinds[kind] >= total / 2 else None), where=where)
 
 

@@ -10,12 +10,6 @@ from workbench.traces.analysis.event_kinds import Kinds
 from workbench.traces.analysis.intervals import Spans, covered, intersection, subtract, union
 from workbench.traces.analysis.windows import Windows
 
-RESOURCES = ("data", "host", "transfer", "device", "communication")
-"""* `data`: the loop is blocked in `next(loader)`.
-* `host`: Python, operators and launches, whatever the host does but wait; on a CPU only what is outside of operators.
-* `transfer`: copies from host to device.
-* `device`: kernels and copies on the device; on a CPU the operators, which compute there.
-* `communication`: collectives."""
 CLOSE = 0.05
 """Fraction of the step: resources whose ceilings are as near as that are called even."""
 
@@ -25,6 +19,11 @@ class Resource:
     """One resource; mean seconds per step."""
 
     name: str
+    """* `data`: the loop is blocked in `next(loader)`.
+    * `host`: Python, operators and launches, whatever the host does but wait; on a CPU only what is outside of operators.
+    * `transfer`: copies from host to device.
+    * `device`: kernels and copies on the device; on a CPU the operators, which compute there.
+    * `communication`: collectives."""
     busy: float
     """Time in which it works, alone or not."""
     alone: float
