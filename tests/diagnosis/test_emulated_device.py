@@ -82,7 +82,7 @@ def test_the_verdict_goes_by_the_clock_of_the_device(name: str, budget: float, t
 def test_real_time_and_two_ranks_that_prove_what_the_wall_clock_shows(tmp_path: Path, forks: Forks) -> None:
     """At once: they mostly sleep, and leave most of two cores idle. Of the ranks one computes longer, and sets the time of all."""
     with ThreadPoolExecutor(2) as pool:
-        two_ranks = pool.submit(judged, forks, PROVED, tmp_path / "proved", 10.0, 1)
+        two_ranks = pool.submit(judged, forks, PROVED, tmp_path / "proved", 16.0, 1)
         answer = judged(forks, "one worker too few", tmp_path / "real", 10.0)
         proved = two_ranks.result()
     assert (answer.right, proved.right) == (True, True), (answer.text, proved.text)
