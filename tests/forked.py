@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -98,9 +98,15 @@ def of_ranks(count: int, environ: Mapping[str, str]) -> list[dict[str, str]]:
 
 
 def follow(
-    orders: Path, folder: Path, argv: Sequence[str | Path], envs: Sequence[Mapping[str, str]], streams: Sequence[Sequence[str]], meet: bool
+    orders: Path,
+    folder: Path,
+    argv: Sequence[str | Path],
+    envs: Sequence[Mapping[str, str]],
+    streams: Sequence[Sequence[str]],
+    meet: bool,
+    started: Callable[[int], object] = int,
 ) -> int:
-    """Give an order, and wait for the exit code of what it starts; who goes away before that ends it."""
+    """Give an order, and wait for the exit code of what it starts; who goes away before that ends it. `started` is told its group."""
     for name in {name for both in streams for name in both}:
         Path(name).write_text("")
     order, ended = folder / "forked.json", folder / "forked.ended"
@@ -113,6 +119,7 @@ def follow(
             line.write(f"{order}\n")
         select.select([answers], [], [])
         os.set_blocking(answers.fileno(), True)
+        started(int(answers.readline()))
         code = int(answers.readline())
     for path in (order, ended):
         path.unlink()
@@ -147,6 +154,9 @@ def processes(order: dict[str, Any]) -> Iterator[dict[str, Any]]:
             yield order | {"env": env | place, "streams": streams}
             return
         there.add(pid)
+    stops = list[int]()
+    signal.signal(signal.SIGTERM, lambda number, _: stops.append(number))  # as torchrun, it gives them time to end
+    print(os.getpid(), file=answers, flush=True)
     threading.Thread(target=end_with_listener, args=(answers.fileno(),), daemon=True).start()
     if meeting:
         store = serve(meeting, len(order["envs"]))  # as torchrun's, it outlives the ranks
@@ -155,7 +165,7 @@ def processes(order: dict[str, Any]) -> Iterator[dict[str, Any]]:
         there.discard(pid)
         if ended := os.waitstatus_to_exitcode(status):
             code = code or ended
-            for other in there:
+            for other in there if not stops else ():
                 os.kill(other, signal.SIGKILL)
     print(code, file=answers, flush=True)
     del store
@@ -224,7 +234,11 @@ def as_torchrun(orders: str, count: str, logs: str, *program: str) -> int:
         Path(both[0]).parent.mkdir(parents=True)
     environ = {**os.environ, "GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": folder.name, "TORCHELASTIC_RESTART_COUNT": "0"}
     argv = [program[0], *program[2:]] if program[1] == "--" else program
-    return int(follow(Path(orders), folder, argv, of_ranks(int(count), environ), streams, meet=True) != 0)
+
+    def passes_on(group: int) -> None:
+        signal.signal(signal.SIGTERM, lambda number, _: os.killpg(group, number))
+
+    return int(follow(Path(orders), folder, argv, of_ranks(int(count), environ), streams, meet=True, started=passes_on) != 0)
 
 
 if __name__ == "__main__":

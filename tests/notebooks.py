@@ -21,13 +21,13 @@ from workbench.runs.launch.environment import steady_malloc
 ROOT = Path(__file__).parents[1]
 NBVAL = ["-p", "tests.conftest", "--nbval", "--nbval-cell-timeout", "300", "--nbval-sanitize-with", "tests/nbval.cfg"]
 TWO_AT_A_TIME = ["-n", "2", "--dist", "loadfile", "--no-loadscope-reorder"]
-SLOW = ("04_", "12_", "06_", "09_", "16_", "17_", "07_", "05_", "15_", "10_", "11_")
+SLOW = ("04_", "12_", "06_", "09_", "16_", "07_", "05_", "15_", "17_", "10_", "11_")
 """Prefixes of the slow notebooks, longest first."""
 OTHERS = ("01_", "08_", "14_", "13_", "00_")
 """Prefixes of the other notebooks, longest first."""
 ALONE = ("02_", "03_")
 """How the names of those begin that judge times by experiment: slow, too, and nothing may run beside them."""
-FORKED = ("02_", "03_", "04_", "05_", "06_", "07_", "09_", "11_", "12_", "15_", "16_")
+FORKED = ("02_", "03_", "04_", "05_", "06_", "07_", "09_", "11_", "12_", "15_", "16_", "17_")
 """How the names of those begin whose launches have forks for ranks, with the memory of a process that is timed
 (`workbench.runs.launch.environment.steady_malloc`): what they claim is not about how processes meet and end."""
 QUICK = {
@@ -35,6 +35,7 @@ QUICK = {
     "03_": {"budget_s=15": "budget_s=8", "budget_s=110": "budget_s=60", "budget_s=20": "budget_s=10", "budget_s=12": "budget_s=8"},
     "04_": {"micro_batch=36": "micro_batch=26"},  # there are fewer ways to divide it
     "07_": {"[480, 960, 1920, 3840]": "[240, 480, 960, 1920]", "steps=960": "steps=480", "7_680": "3_840"},  # the same ratios
+    "06_": {": critical, ": ': critical, \\"seeds\\": 1, '},
     "09_": {"repeat=2": "repeat=1"},
     "12_": {"steps=15": "steps=45"},  # launches are quick here: so each takes long enough to outlast what else computes
     "11_": {"budget_s=20": "budget_s=12", "budget_s=15": "budget_s=8"},

@@ -123,7 +123,10 @@ def test_forked_ranks_meet_and_where_one_fails_the_others_are_killed(tmp_path: P
 def test_a_launch_with_forks_for_ranks_ends_as_one_with_processes_of_its_own(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
-        "import os, sys, time\nassert 'torch' in sys.modules\nprint(os.getpid(), sys.argv[1:], flush=True)\n"
+        "import os, signal, sys, time\nassert 'torch' in sys.modules\n"
+        "def end(*_):\n    time.sleep(0.1 * int(os.environ['RANK']))\n    print('told to end', flush=True)\n    sys.exit(1)\n"
+        "signal.signal(signal.SIGTERM, end)\n"
+        "print(os.getpid(), sys.argv[1:], flush=True)\n"
         "if os.environ['RANK'] == '1' and sys.argv[1] == 'fails':\n    raise ValueError('boom')\ntime.sleep(600)\n"
     )
     failed = wb.launch(script, args=["fails"], nproc_per_node=2, runs_dir=tmp_path / "runs").wait(60)
@@ -136,6 +139,7 @@ def test_a_launch_with_forks_for_ranks_ends_as_one_with_processes_of_its_own(tmp
         time.sleep(0.05)
     pids = tmp_path / "pids"
     assert run.stop().state == "stopped"
+    assert all("told to end" in run.logs(rank) for rank in range(2))
     for rank in range(2):
         pids.write_text(run.logs(rank).split()[0])
         limit = time.monotonic() + 20

@@ -88,7 +88,7 @@ def spec(task: str = "build", **knobs: Any) -> wb.RunSpec:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("forked_ranks")  # new processes: notebook 17
+@pytest.mark.usefixtures("forked_ranks")  # new processes: test_random_kills.py
 def test_dropout_and_augmentation_of_workers_go_on_exactly(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said = set[str]()
     monkeypatch.setattr(Waiting, "say", lambda self, now, known=None: said.add(now))
