@@ -35,7 +35,7 @@ QUICK = {
     "03_": {"budget_s=15": "budget_s=8", "budget_s=110": "budget_s=60", "budget_s=20": "budget_s=10", "budget_s=12": "budget_s=8"},
     "04_": {"micro_batch=36": "micro_batch=26"},  # there are fewer ways to divide it
     "07_": {"[480, 960, 1920, 3840]": "[240, 480, 960, 1920]", "steps=960": "steps=480", "7_680": "3_840"},  # the same ratios
-    "06_": {": critical, ": ': critical, \\"seeds\\": 1, '},
+    "06_": {'"seeds\\": 2': '"seeds\\": 1'},
     "09_": {"repeat=2": "repeat=1"},
     "12_": {"steps=15": "steps=45"},  # launches are quick here: so each takes long enough to outlast what else computes
     "11_": {"budget_s=20": "budget_s=12", "budget_s=15": "budget_s=8"},
