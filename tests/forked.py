@@ -1,11 +1,13 @@
 """Runs Python scripts, alone or as ranks, in processes that have imported torch already: forks, there seconds sooner than new ones.
 
-What runs there starts as `python script.py …` does, and ends as that does: threads are joined, exit handlers called. What has to see torch
-being imported needs a new process. Launches may have their ranks from here, too: then this file is started in the place of torchrun.
+What runs there starts as `python script.py …` does, and ends as that does: threads are joined, exit handlers called, streams flushed. Only
+what Python and torch have in memory is not taken apart, which takes a fork a second of computing. What has to see that, or torch being
+imported, needs a new process. Launches may have their ranks from here, too: then this file is started in the place of torchrun.
 
     process that waits ──fork──▶ parent of an order, who serves the store of its ranks ──fork──▶ one process, or the ranks
 """
 
+import atexit
 import contextlib
 import ctypes
 import json
@@ -191,6 +193,29 @@ def serve(meeting: socket.socket, ranks: int) -> Any:
     return TCPStore(host, port, ranks, is_master=True, wait_for_workers=False, **options)
 
 
+def end(codes: list[int]) -> None:
+    """End this process at once if it has an exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    if codes:
+        os._exit(codes[0] & 0xFF)
+
+
+@contextlib.contextmanager
+def exit_code(codes: list[int]) -> Iterator[None]:
+    """Note with which code Python will exit; none where a signal is to end it."""
+    try:
+        yield
+        codes.append(0)
+    except SystemExit as error:
+        codes.append(error.code if isinstance(error.code, int) else int(error.code is not None))
+        raise
+    except Exception:
+        codes.append(1)
+        raise
+
+
 def become(order: dict[str, Any]) -> None:
     """This process is the one that the order is about."""
     os.chdir(order["cwd"])
@@ -244,5 +269,8 @@ def as_torchrun(orders: str, count: str, logs: str, *program: str) -> int:
 if __name__ == "__main__":
     if sys.argv[2:]:
         sys.exit(as_torchrun(*sys.argv[1:]))
+    exit_codes = list[int]()
+    atexit.register(end, exit_codes)  # the first handler is called last
     for order in received(sys.argv[1]):
-        become(order)
+        with exit_code(exit_codes):
+            become(order)
