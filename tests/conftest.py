@@ -16,6 +16,7 @@ import uuid
 from collections.abc import Callable, Generator, Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -161,9 +162,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def rewrite_assertions(config: pytest.Config) -> None:
-    """Rewrite the assertions of all test modules now, on all cores, where that is to do: each worker would do it for all of them."""
+    """Rewrite the assertions of all test modules now, on all cores, where that is to do: each worker would do it for all of them.
+
+    The same of the library's constants, which hypothesis tries.
+    """
     chosen = [Path(str(name).partition("::")[0]) for name in config.args]
     files = sorted({path for name in chosen for path in (name.rglob("test_*.py") if name.is_dir() else [name])})
+    library = sorted((Path(__file__).parents[1] / "workbench").rglob("*.py"))
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     children = []
     for share in range(cores):
@@ -171,6 +176,8 @@ def rewrite_assertions(config: pytest.Config) -> None:
             with contextlib.suppress(BaseException):  # of what is wrong with a file its collection tells
                 for path in files[share::cores]:
                     rewritten(path.absolute(), config)
+                for path in library[share::cores]:
+                    constants_stored(path)
             os._exit(0)
         children.append(child)
     for child in children:
@@ -184,6 +191,15 @@ def rewritten(path: Path, config: pytest.Config) -> None:
         pyc.parent.mkdir(exist_ok=True)
         digest, code = rewrite._rewrite_test(path, config)
         rewrite._write_pyc(config.stash[rewrite.assertstate_key], code, digest, pyc)
+
+
+def constants_stored(path: Path) -> None:
+    """Let hypothesis store the constants of a module, unless they are stored."""
+    from hypothesis.internal.constants_ast import constants_from_module
+
+    module = ModuleType(path.stem)
+    module.__file__ = str(path)
+    constants_from_module(module)
 
 
 def pytest_report_header() -> list[str]:

@@ -112,7 +112,8 @@ def test_a_fork_starts_and_ends_as_a_new_process_does(tmp_path: Path, forks: For
 
 def test_forked_ranks_meet_and_where_one_fails_the_others_are_killed(tmp_path: Path, forks: Forks) -> None:
     meet = "import os, torch.distributed as dist\ndist.init_process_group('gloo')\n"
-    done = forks.ranks(2, tmp_path, "-c", f"{meet}dist.barrier()\nprint(os.environ['LOCAL_RANK'], dist.get_rank(), dist.get_world_size())")
+    told = "print(f'{os.environ[\"LOCAL_RANK\"]} {dist.get_rank()} {dist.get_world_size()}\\n', end='')"  # one text: both write to one file
+    done = forks.ranks(2, tmp_path, "-c", f"{meet}dist.barrier()\n{told}")
     assert (done.returncode, sorted(done.stdout.splitlines()), done.stderr) == (0, ["0 0 2", "1 1 2"], "")
     done = forks.ranks(2, tmp_path, "-c", f"{meet}assert dist.get_rank() == 0, 'of rank 1'\ndist.barrier()")
     assert done.returncode == 1
