@@ -206,7 +206,6 @@ def test_another_curve_is_not_gone_on_with(tmp_path: Path, by_hand: Made) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("forked_ranks")
 def test_a_real_curve_is_measured_kept_and_not_measured_again_and_one_that_fails_is_not_repeated(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
