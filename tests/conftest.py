@@ -158,6 +158,7 @@ def pytest_configure(config: pytest.Config) -> None:
         if getattr(config.option, "numprocesses", None):
             rewrite_assertions(config)
     os.environ["PET_LOG_DIR"] = tempfile.mkdtemp(prefix="torchrun-tests-")  # else each torchrun that a test starts leaves a folder
+    os.environ["WORKBENCH_PROGRESS"] = "off"  # what a slow machine takes longer than half a minute for would write a line
     os.environ["WORKBENCH_CACHE"] = tempfile.mkdtemp(prefix="workbench-tests-")  # what tests prove says nothing about this machine
 
 

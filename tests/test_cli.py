@@ -221,7 +221,7 @@ def test_sigterm_ends_a_launch_as_ctrl_c_does_and_says_so(
     assert main(["launch", "text-gpt"]) == 143
     said = capsys.readouterr().err
     assert said.startswith("workbench: stopped by SIGTERM: Run('by-hand', nproc_per_node=2): stopped · 7 of 20 steps")
-    assert said.endswith(f"\nwhat it measured: workbench report {made.path}\n")
+    assert said.endswith(f"\nwhat it measured: workbench report {made.path}\nto delete it: rm -r {made.path}\n")
     monkeypatch.setattr("workbench.runs.run.time.sleep", lambda seconds: os.kill(os.getpid(), signal.SIGINT))
     other = by_hand().steps(7).alive()
     monkeypatch.setattr(Run, "stop", lambda self: other.ended("stopped"))

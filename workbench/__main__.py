@@ -272,7 +272,7 @@ def calibrate(given: argparse.Namespace) -> int:
         print(speeds, flush=True)
     if environment.gpu_count():
         try:
-            calibration = workbench.calibrate(given.models, tell=tell)
+            calibration = workbench.calibrate(given.models, budget_s=given.budget, tell=tell)
         except RunError as error:
             print("\n".join(filter(None, [error.failure.traceback, f"workbench: {error}"])), file=sys.stderr)
             return 1
@@ -398,6 +398,9 @@ def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
     option("bisect", "--good", required=True, metavar="COMMIT", help="an older commit without the fault")
     option("bisect", "--bad", default="HEAD", metavar="COMMIT", help="a newer commit with it (HEAD)")
     option("what-changed bisect", "--of", choices=QUANTITIES, default="time", help="what is compared (time)")
+    option(
+        "calibrate", "--budget", "--budget-s", type=float, default=600, metavar="S", help="seconds after which no further run begins (600)"
+    )
     spent = f"seconds that the trainings may take ({regression.BUDGET:g}; bisect: {regression.BISECT_BUDGET:g})"
     option("what-changed check", "--budget", "--budget-s", type=float, default=regression.BUDGET, metavar="S", help=spent)
     option("bisect", "--budget", "--budget-s", type=float, default=regression.BISECT_BUDGET, metavar="S", help=spent)

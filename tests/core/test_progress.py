@@ -3,6 +3,7 @@
 import io
 import time
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -53,10 +54,55 @@ def test_nothing_is_asked_or_written_where_the_output_is_no_terminal(monkeypatch
         assert stream is None or stream.getvalue() == ""
 
 
+def test_in_a_log_there_is_a_line_each_half_minute(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, said = [100.0], iter(["one", "two", "three"])
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    for variable in (progress.ENV, "RANK"):
+        monkeypatch.delenv(variable, raising=False)
+
+    def lines(modules: dict[str, Any] | None = None) -> str:
+        stream = io.StringIO()
+        monkeypatch.setattr(progress, "sys", SimpleNamespace(stderr=stream, modules=modules or {}))
+        line = ProgressLine(lambda: next(said))
+        for _ in range(70):
+            line.show()
+            now[0] += 1
+        line.close("the end")
+        return stream.getvalue()
+
+    assert lines() == "one\ntwo\n"
+    assert lines({"IPython": SimpleNamespace(get_ipython=lambda: SimpleNamespace(kernel=object()))}) == ""  # a notebook
+    for variable, value in ((progress.ENV, "off"), ("RANK", "0")):
+        with monkeypatch.context() as patch:
+            patch.setenv(variable, value)
+            assert lines() == ""
+
+
+def test_what_an_interrupted_run_leaves(tmp_path: Path) -> None:
+    run = tmp_path / "a run"
+    run.mkdir()
+    assert progress.left_by(run) == f"what it measured: workbench report '{run}'\nto delete it: rm -r '{run}'"
+    (run / "checkpoints" / "step_10").mkdir(parents=True)
+    assert f'to go on with it: wb.launch(resume="{run}")' in progress.left_by(run)
+    why = KeyboardInterrupt()
+    why.add_note("to delete it: rm -r x")
+    with pytest.raises(KeyboardInterrupt, match=r"^diagnose was stopped by Ctrl-C before it knew anything.*\nto delete it: rm -r x$"):
+        _interrupted(why)
+
+
+@progress.say_what_was_interrupted("diagnose")
+def _interrupted(why: KeyboardInterrupt) -> None:
+    raise why
+
+
 def test_words_of_a_run_without_an_end_or_a_report() -> None:
     assert progress.progress_text("script", 7, None, 3.0, []) == "script 7 steps · 3.00 s"
-    assert progress.progress_text("script", 0, None, 3.0, []) == "script no step yet · 3.00 s"
-    assert progress.progress_text("gpt", 1, 20, 3.0, [{"loss": 2.5, "samples": 80, "seconds": 0.0}]).endswith("1/20 · loss 2.500 · 3.00 s")
+    assert progress.progress_text("script", 0, None, 3.0, []) == "script starting, no step yet · 3.00 s"
+    assert progress.progress_text("gpt", 0, 20, 3.0, [], 60) == f"gpt {'░' * 20} 0/20 starting, no step yet · 3.00 s of at most 60 s"
+    row = {"step": 1, "loss": 2.5, "samples": 80, "seconds": 0.0}
+    assert progress.progress_text("gpt", 1, 20, 3.0, [row]).endswith("1/20 · loss 2.500 · 3.00 s")
+    rows = [{"step": step, "seconds": 9.0 if step < 20 else 2.0} for step in range(1, 31)]
+    assert progress.progress_text("gpt", 30, 60, 90.0, rows).endswith("30/60 · 1 min 30 s, about 60 s to go")  # by the last ten rows
 
 
 def test_a_wait_shows_it(terminal: Terminal, monkeypatch: pytest.MonkeyPatch, by_hand: Callable[..., Any]) -> None:

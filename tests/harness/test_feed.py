@@ -127,8 +127,8 @@ def test_an_iterator_that_starts_again_is_no_once() -> None:
 @pytest.mark.parametrize(
     ("loader", "says"),
     [
-        (DataLoader(Numbers(0), batch_size=2), "over 0 samples gave no batch"),
-        (DataLoader(Numbers(3), batch_size=4, drop_last=True), "over 3 samples gave no batch"),
+        (DataLoader(Numbers(0), batch_size=2), "over 0 samples with batch_size=2, drop_last=False gave no batch"),
+        (DataLoader(Numbers(3), batch_size=4, drop_last=True), "over 3 samples with batch_size=4, drop_last=True gave no batch"),
         ([], "a list gave no batch"),
         (iter(()), "gave no batch"),
     ],

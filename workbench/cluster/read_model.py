@@ -23,17 +23,9 @@ CHECKPOINTINGS = ("none", "full")
 SINGLE_SIZES = (2, 4, 8, 16, 32, 64)
 """Micro-batches that are run one by one where memory does not follow."""
 _FIXED = (
-    "nproc_per_node",
-    "parallel",
-    "tensor_parallel",
-    "pipeline_parallel",
-    "expert_parallel",
-    "local_sgd",
-    "shard_ranks",
-    "accumulation",
-    "micro_batch",
-    "checkpointing",
-)
+    "nproc_per_node", "parallel", "tensor_parallel", "pipeline_parallel", "expert_parallel", "local_sgd", "shard_ranks", "accumulation",
+    "micro_batch", "checkpointing",
+)  # fmt: skip
 _ONE_RANK = {
     "nproc_per_node": 1,
     "parallel": "ddp",

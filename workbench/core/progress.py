@@ -1,20 +1,26 @@
-"""Shows the progress of a run, or of a long call, as one line that is written over itself, in a terminal or below a notebook's cell."""
+"""Shows the progress of a run or a long call: in a terminal or a notebook a line that is written over itself, in a log one now and then."""
 
 import contextlib
 import functools
 import math
 import os
+import shlex
 import sys
 import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, ParamSpec, Self, TypeVar
 
 from workbench.core import units
+from workbench.core.checks import is_number
+from workbench.core.run_directory import CHECKPOINTS
 
-PAUSE = 0.25
-"""Seconds between two looks."""
+PAUSE, LOG_PAUSE = 0.25, 30.0
+"""Seconds between two looks in a terminal or a notebook; and between two lines in a log, such as that of CI."""
+ENV = "WORKBENCH_PROGRESS"
+"""Variable that keeps lines out of logs if it is "off"."""
 INTERRUPTED = "stopped by Ctrl-C"
 """How the note on a measurement that was interrupted begins."""
 PATIENCE = 3.0
@@ -41,11 +47,21 @@ def say_what_was_interrupted(name: str) -> Iterator[None]:
         yield
     except KeyboardInterrupt as error:
         said = str(error) or f"{name} was {INTERRUPTED} before it knew anything; all processes it started have ended"
-        raise type(error)(said) from None
+        raise type(error)("\n".join([said, *getattr(error, "__notes__", [])])) from None
+
+
+def left_by(path: Path) -> str:
+    """What can be done with the directory of a run that was interrupted."""
+    there = shlex.quote(str(path))
+    resume = f'to go on with it: wb.launch(resume="{path}")\n' * any((path / CHECKPOINTS).glob("*"))
+    return f"what it measured: workbench report {there}\n{resume}to delete it: rm -r {there}"
 
 
 class ProgressLine:
-    """A line that is rewritten while something runs. Where stderr is not a terminal, such as in a log, nothing is written."""
+    """A line that is rewritten while something runs. Where stderr is no terminal, such as in a log, there is a new line each LOG_PAUSE.
+
+    Neither in a notebook, unless it is asked for, nor in ranks, whose logs are the program's own.
+    """
 
     def __init__(self, text: Callable[[], str], *, notebook: bool = False, after: float = 0.0) -> None:
         """
@@ -54,19 +70,22 @@ class ProgressLine:
             after: seconds during which nothing is shown.
             notebook: show it in a notebook, too: below the cell that runs, and gone at the end; not where the variable CI is set.
         """
-        self._text, self._next, self._shown = text, time.monotonic() + after, False
+        self._text, self._shown = text, False
         self._cell = _CellOutput.here() if notebook and not os.environ.get("CI") else None  # there, outputs are compared
         self._live = self._cell is not None or (sys.stderr is not None and sys.stderr.isatty())
+        quiet = os.environ.get(ENV) == "off" or "RANK" in os.environ or sys.stderr is None or _kernel_shell() is not None
+        self._pause = PAUSE if self._live else math.inf if quiet else LOG_PAUSE
+        self._next = time.monotonic() + (after if self._live else self._pause)
 
     def show(self) -> None:
         """Write the line, unless that was done a moment ago."""
-        if self._live and time.monotonic() >= self._next:
-            self._next, self._shown = time.monotonic() + PAUSE, True
+        if time.monotonic() >= self._next:
+            self._next, self._shown = time.monotonic() + self._pause, True
             self._write(self._text())
 
     def close(self, last: object) -> None:
         """Replace the line, if one was shown, by a last one."""
-        if not self._shown:
+        if not (self._shown and self._live):
             return
         if self._cell:
             self._cell.clear()
@@ -77,7 +96,7 @@ class ProgressLine:
         if self._cell:
             self._cell.show(text)
         else:
-            sys.stderr.write(f"\r\x1b[2K{text}")
+            sys.stderr.write(f"\r\x1b[2K{text}" if self._live else f"{text}\n")
             sys.stderr.flush()
 
 
@@ -90,12 +109,8 @@ class _CellOutput:
     @classmethod
     def here(cls) -> Self | None:
         """That of the running cell; None outside of a notebook, and in threads, which belong to no cell."""
-        get_shell = getattr(sys.modules.get("IPython"), "get_ipython", None)  # None also where another package has put a stub there
-        if not callable(get_shell) or threading.current_thread() is not threading.main_thread():
-            return None
-        shell = get_shell()
-        publish = getattr(getattr(shell, "display_pub", None), "publish", None)
-        return cls(publish) if publish is not None and getattr(shell, "kernel", None) is not None else None
+        publish = getattr(getattr(_kernel_shell(), "display_pub", None), "publish", None)
+        return cls(publish) if publish is not None and threading.current_thread() is threading.main_thread() else None
 
     def show(self, text: str) -> None:
         """Show another text."""
@@ -108,6 +123,13 @@ class _CellOutput:
     def _send(self, data: dict[str, str]) -> None:
         self._publish(data, transient={"display_id": self._id}, update=self._begun)
         self._begun = True
+
+
+def _kernel_shell() -> Any:
+    """The shell of the notebook kernel that this process is; None = it is none."""
+    get_shell = getattr(sys.modules.get("IPython"), "get_ipython", None)  # None also where another package has put a stub there
+    shell = get_shell() if callable(get_shell) else None
+    return shell if getattr(shell, "kernel", None) is not None else None
 
 
 class Waiting:
@@ -220,7 +242,9 @@ def _whole(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds < 100 else units.seconds(seconds)
 
 
-def progress_text(name: str, done: int, steps: int | None, seconds: float, rows: Sequence[Mapping[str, Any]]) -> str:
+def progress_text(
+    name: str, done: int, steps: int | None, seconds: float, rows: Sequence[Mapping[str, Any]], limit: float | None = None
+) -> str:
     """The progress of a run in one line.
 
     Args:
@@ -228,13 +252,19 @@ def progress_text(name: str, done: int, steps: int | None, seconds: float, rows:
         done: steps.
         steps: how many there will be; None = not known.
         seconds: since its start.
-        rows: what it reported, oldest first: loss, samples and seconds.
+        rows: what it reported, oldest first: step, loss, samples and seconds.
+        limit: seconds after which it is stopped; None = there is no limit.
 
-    >>> progress_text("gpt", 5, 20, 3.0, [{"loss": 2.5, "samples": 80, "seconds": 2.0}])
-    'gpt █████░░░░░░░░░░░░░░░ 5/20 · 40.0 samples/s · loss 2.500 · 3.00 s'
+    >>> progress_text("gpt", 5, 20, 3.0, [{"step": 5, "loss": 2.5, "samples": 80, "seconds": 2.0}], limit=600)
+    'gpt █████░░░░░░░░░░░░░░░ 5/20 · 40.0 samples/s · loss 2.500 · 3.00 s of at most 600 s, about 6 s to go'
     """
-    bar = f"{'█' * (_CELLS * done // steps):░<{_CELLS}} {done}/{steps}" if steps else (f"{done} steps" if done else "no step yet")
+    bar = f"{'█' * (_CELLS * done // steps):░<{_CELLS}} {done}/{steps}" if steps else f"{done} steps" if done else ""
+    bar = bar if done else f"{bar} starting, no step yet".strip()
     last: Mapping[str, Any] = next((row for row in reversed(rows) if row.get("loss") is not None), {})
     pace = f" · {units.rate(last['samples'] / last['seconds'])}" if last.get("seconds") and last.get("samples") is not None else ""
     loss = f" · loss {last['loss']:.3f}" if last else ""
-    return f"{name} {bar}{pace}{loss} · {units.seconds(seconds)}"
+    most = f" of at most {_whole(limit)}" if is_number(limit, above=0) else ""
+    lately, first = rows[-10:], rows[-11]["step"] if len(rows) > 10 else 0
+    known = done > first and all(row.get("seconds") for row in lately)
+    left = sum(row["seconds"] for row in lately) / (done - first) * (steps - done) if steps and lately and known else 0.0
+    return f"{name} {bar}{pace}{loss} · {units.seconds(seconds)}{most}" + f", about {_whole(left)} to go" * (left > 1)

@@ -266,5 +266,7 @@ class Feed:
 
 
 def _description(loader: Any) -> str:
-    length = f" over {len(loader.dataset)} samples" if data_loader_of(loader) is not None and hasattr(loader.dataset, "__len__") else ""
-    return f"a {type(loader).__name__}{length}"
+    if data_loader_of(loader) is None or not hasattr(loader.dataset, "__len__"):
+        return f"a {type(loader).__name__}"
+    size = f" with batch_size={loader.batch_size}, drop_last={loader.drop_last}" if loader.batch_size else ""
+    return f"a {type(loader).__name__} over {len(loader.dataset)} samples{size}"

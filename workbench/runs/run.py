@@ -82,6 +82,7 @@ class Run(NearestAttribute):
         if info.get("batch"):  # an outcome may be that of an attempt before the job went back into the queue
             self._outcome = None
         self._meeting: Mapping[str, Any] | None = info.get("rendezvous")
+        self._limit: float | None = info.get("timeout")
         self._files = RunRows(path)
         self._read = self._files.read
 
@@ -238,7 +239,7 @@ class Run(NearestAttribute):
         except KeyboardInterrupt as why:
             self.stop()
             state = str(self).partition("\n")[0]
-            words = f"stopped by {str(why) or 'Ctrl-C'}: {state}\nwhat it measured: workbench report {shlex.quote(str(self.path))}"
+            words = f"stopped by {str(why) or 'Ctrl-C'}: {state}\n{progress.left_by(self.path)}"
             raise type(why)(words) from None  # without the traceback of the interrupted wait
         finally:
             line.close(self)
@@ -467,7 +468,7 @@ class Run(NearestAttribute):
         done, steps = self.progress
         if waiting := str(self.queue) if (state := self.state) == "queued" else self._missing(state, done):
             return f"{self.name}: {waiting}"
-        return progress.progress_text(self.name, done, steps, self.seconds, self._read(METRICS))
+        return progress.progress_text(self.name, done, steps, self.seconds, self._read(METRICS), self._limit)
 
     def to_frame(self) -> Any:
         """A DataFrame with one row per rank and step."""

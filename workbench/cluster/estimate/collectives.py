@@ -20,28 +20,15 @@ from workbench.cluster.analysis.iteration import CAP, FIRST
 
 NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 """Namespaces of torch's operators that are collectives."""
-KINDS = {
-    "allreduce": "all_reduce",
-    "allreduce_coalesced": "all_reduce",
-    "all_reduce": "all_reduce",
-    "all_reduce_coalesced": "all_reduce",
-    "allgather": "all_gather",
-    "allgather_base": "all_gather",
-    "allgather_coalesced": "all_gather",
-    "allgather_into_tensor_coalesced": "all_gather",
-    "all_gather_into_tensor": "all_gather",
-    "all_gather_into_tensor_out": "all_gather",
-    "all_gather_into_tensor_coalesced": "all_gather",
-    "reduce_scatter": "reduce_scatter",
-    "reduce_scatter_base": "reduce_scatter",
-    "reduce_scatter_tensor": "reduce_scatter",
-    "reduce_scatter_tensor_coalesced": "reduce_scatter",
+KINDS = {operator: kind for kind, operators in {
+    "all_reduce": "allreduce allreduce_coalesced all_reduce all_reduce_coalesced",
+    "all_gather": "allgather allgather_base allgather_coalesced allgather_into_tensor_coalesced all_gather_into_tensor "
+    "all_gather_into_tensor_out all_gather_into_tensor_coalesced",
+    "reduce_scatter": "reduce_scatter reduce_scatter_base reduce_scatter_tensor reduce_scatter_tensor_coalesced",
     "broadcast": "broadcast",
     "reduce": "reduce",
-    "alltoall": "all_to_all",
-    "alltoall_base": "all_to_all",
-    "all_to_all_single": "all_to_all",
-}
+    "all_to_all": "alltoall alltoall_base all_to_all_single",
+}.items() for operator in operators.split()}  # fmt: skip
 """Operator of torch, without underscores around it → kind of collective; others keep their names."""
 _NOT_COLLECTIVE = ("wait_tensor", "wrap_tensor_autograd", "wait", "_wrap_tensor_autograd")
 """Operators of those namespaces that send nothing."""

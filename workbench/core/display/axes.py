@@ -287,10 +287,10 @@ def stacked(ax: Axes, shown: Sequence[Bar], what: str, colors: Mapping[str, str]
 
 
 def share_in(ax: Axes, patch: Patch, place: float, row: float, text: str) -> None:
-    """A share, written into a piece of a bar; on a patch of its own where the piece is hatched."""
+    """A share, written into a piece of a bar, over the range of a mark; on a patch of its own where the piece is hatched."""
     color = _solid(patch.get_facecolor()) or ground(ax)
     behind = {"facecolor": color, "edgecolor": "none", "pad": 1.0} if patch.get_hatch() else None
-    ax.text(place, row, text, ha="center", va="center", fontsize=8.5, color=text_on(color), bbox=behind)
+    ax.text(place, row, text, ha="center", va="center", fontsize=8.5, color=text_on(color), bbox=behind, zorder=5)
 
 
 def bar_chart(ax: Axes | None, shown: Sequence[Bar], what: str, colors: Mapping[str, str], *, row: float = 1.0, more: float = 0.0) -> Axes:

@@ -132,7 +132,8 @@ def noise_warnings(e: Evidence) -> list[str]:
         warnings.append(f"Other processes took {e.noise.foreign:.1f} of {e.noise.cores:.0f} cores.")
     if e.noise.spread > MAX_BLOCK_SPREAD:
         reasons = f" ({', '.join(e.noise.gpu)})" if e.noise.gpu else ""
-        warnings.append(f"Equal blocks vary by {units.percent(e.noise.spread)}{reasons}.")
+        spread = units.percent(e.noise.spread) if e.noise.spread <= 1 else f"a factor of {1 + e.noise.spread:.3g}"
+        warnings.append(f"Equal blocks vary by {spread}{reasons}.")
     return warnings
 
 

@@ -70,6 +70,8 @@ class Training:
     evaluate: Callable[[], object] | None = None
     frozen: Sequence[str] = ()
     notes: list[str] = field(default_factory=list)
+    batch_size: int | None = None
+    """Samples of a full batch; None = not known."""
 
 
 @dataclass
@@ -160,7 +162,7 @@ def of_step(given: Step, frozen: Sequence[str]) -> Iterator[Training]:
                         return
                     yield batch
 
-        yield Training(given.step, state.models, state.optimizers, stream, frozen=frozen, notes=notes)
+        yield Training(given.step, state.models, state.optimizers, stream, frozen=frozen, notes=notes, batch_size=feed.batch_size)
 
 
 def loss_value(loss: Any) -> float:
@@ -201,5 +203,5 @@ def observe(training: Training) -> Seen:
     finally:
         hook.remove()
     if not seen.batches:
-        raise ValueError("the loader gave no batch")
+        raise ValueError("the loader gave no batch: is its dataset empty, or smaller than batch_size with drop_last=True?")
     return seen

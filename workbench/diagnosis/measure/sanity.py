@@ -109,7 +109,7 @@ def _inputs(training: Training, seen: Seen, line: Line, done: dict[str, Check]) 
 def _duplicates(training: Training, seen: Seen, line: Line, done: dict[str, Check]) -> Check:
     worst = 0.0
     for batch in seen.batches:
-        count = samples_in(batch)
+        count = samples_in(batch, training.batch_size)
         tensors = [tensor for tensor in tensors_of(batch) if tensor.ndim and len(tensor) == count]
         if not count or count < 4 or not tensors:
             raise Unjudged("the samples of a batch are not told apart" if not tensors else "batches have fewer than 4 samples")
@@ -278,7 +278,7 @@ def _inputs_of_model(training: Training, seen: Seen, count: int) -> tuple[Any, A
     if not training.models:
         raise Unjudged("no model was found: give model=")
     if training.few is None or training.loss is None:
-        root, samples = seen.watched.root, samples_in(seen.batches[0])
+        root, samples = seen.watched.root, samples_in(seen.batches[0], training.batch_size)
     else:
         watched = Watched(training.models)
         batch = training.few(count)
@@ -395,7 +395,7 @@ def _accumulation(training: Training, seen: Seen, line: Line, done: dict[str, Ch
 
 def _overfitting(training: Training, seen: Seen, line: Line, done: dict[str, Check]) -> Check:
     batch = training.few(FEW) if training.few else seen.batches[0]
-    count = samples_in(batch) or FEW
+    count = samples_in(batch, None if training.few else training.batch_size) or FEW
     first, left, steps = _by_heart(training.step, training, batch, line)
     figure = f"the loss of {count} samples falls from {first:.3g} to {left:.3g} in {steps} steps"
     if math.isnan(first):

@@ -339,7 +339,7 @@ def _blamed(player: Replayer, taken: Taken, others: Sequence[Sequence[Any]], ord
             say: Callable[[str], object]) -> list[int]:  # fmt: skip
     """The samples without which the step is an ordinary one; empty = it takes more than a few."""
     batches, blamed = list(taken.batches), list[int]()
-    counts = [samples_in(batch) or 0 for batch in batches]
+    counts = [samples_in(batch, player.spec.micro_batch) or 0 for batch in batches]
     numbers = [list(range(sum(counts[:i]), sum(counts[: i + 1]))) for i in range(len(counts))]
     if sum(counts) > ALONE or min(counts) < 2:
         return []

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from workbench.core import run_directory, units
-from workbench.core.progress import ProgressLine, status_text
+from workbench.core.progress import ProgressLine, left_by, status_text
 from workbench.runs import entrypoints
 from workbench.runs.failure import Failure, RunError
 from workbench.runs.launch.launch import check, label
@@ -242,6 +242,8 @@ def wait_for(
     except BaseException as why:
         if not (finish and isinstance(why, KeyboardInterrupt) and _ends_early(run)):
             run.stop()
+            if isinstance(why, KeyboardInterrupt):
+                why.add_note(left_by(run.path))
             raise
     finally:
         line.close(run)
