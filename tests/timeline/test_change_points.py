@@ -146,6 +146,31 @@ def test_the_posterior_is_asked_seldom_and_says_what_it_says_if_always_asked(mon
     assert asked[0] < 400, "of 2,000 blocks"
 
 
+def test_what_is_not_worth_telling_is_not_asked_about(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A small phase that varies far more than the step that it is part of."""
+    chance = np.random.default_rng(7)
+    step = noisy(8000, chance)
+    small = 0.05 * step * np.repeat(np.exp(chance.normal(0, 0.15, 250)), 32)
+    step[6000:] += 0.006
+    small[6000:] += 0.006
+    blocks = np.stack([step, small], axis=1).reshape(-1, BLOCK, 2)
+    asked, update = [0], ChangePoints._update
+
+    def counted(points: ChangePoints, logs: np.ndarray) -> None:
+        asked[0] += 1
+        update(points, logs)
+
+    monkeypatch.setattr(ChangePoints, "_update", counted)
+    found = {}
+    for worth in (0.0, 0.03):
+        asked[0] = 0
+        changes = ChangePoints(["step", "small"], worth={"small": worth}).add_blocks(0, blocks)
+        found[worth] = asked[0], [change.step for change in changes if change.series == "small" and change.after > change.before]
+    assert found[0.03][0] < found[0.0][0] / 4
+    (told,) = found[0.03][1]
+    assert abs(told - 6000) <= 3 * BLOCK
+
+
 def test_unknown_values_and_zeros_do_no_harm() -> None:
     points = ChangePoints(["step", "h2d", "throughput"])
     slow = [1.4 if step >= 1500 else 1.0 for step in range(3000)]

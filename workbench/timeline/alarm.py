@@ -24,10 +24,8 @@ from workbench.timeline.analysis.change_points import BLOCK, GROUP, Change, Chan
 from workbench.timeline.analysis.step_table import blocks_of
 from workbench.timeline.steps import Row
 
-INTERVAL = 1.0
-"""Seconds between two looks for new steps. Chosen: to wake a thread costs more than to look at a few steps."""
-MANY, PATIENCE = GROUP * BLOCK, 3.0
-"""Steps that are looked at together, and seconds after which fewer are, where a step takes long."""
+INTERVAL = 3.0
+"""Seconds between two looks for new steps. Chosen: a look costs as much as a hundred steps that it looks at."""
 SERIES = ("step", *PHASES, "throughput", "memory")
 """What is followed, beside the loss."""
 NOT_TIME = ("memory", "loss")
@@ -129,7 +127,7 @@ class StepAlarm:
             done: steps that were taken before, such as before a restart.
         """
         self.rank, self._memory, self._losses = rank, memory, losses
-        self._points = ChangePoints((*SERIES, "loss"), upward=("loss",))
+        self._points = ChangePoints((*SERIES, "loss"), upward=("loss",), worth=dict.fromkeys(PHASES, WORTH))
         self._rows: list[Row] = []
         self._loss: list[float] = []
         self._pending: list[Change] = []
@@ -167,7 +165,7 @@ class StepAlarm:
         """The losses of the next steps; empty if they are not followed."""
         losses = self._loss[:count]
         del self._loss[:count]
-        if self._losses is not None and any(loss <= 0 for loss in losses):
+        if self._losses is not None and any(map((0.0).__ge__, losses)):
             self._losses = None  # that it falls is what a training is for; of one that is 0 or less, no part can be said
         return losses if self._losses is not None else []
 
@@ -290,25 +288,15 @@ class Alarm:
         self._alarm = StepAlarm(rank, memory=resident, losses=losses, done=done)
         self._around = Circumstances(experiments=experiments)
         self.told: list[Told] = []
-        self._rows: list[Row] = []
-        self._looked = time.monotonic()
         self._pid = os.getpid()
         self._lock, self._stop = threading.Lock(), threading.Event()
         threading.Thread(target=self._follow, name="workbench-alarm", daemon=True).start()
 
     def look(self, *, last: bool = False) -> None:
-        """Look at what is new, if it is much or has waited for a while.
-
-        Args:
-            last: look at it in any case.
-        """
+        """Look at what is new, the `last` time also at what waits."""
         with self._lock:
-            self._rows += self._take()
-            now = time.monotonic()
-            if not last and len(self._rows) < MANY and now - self._looked < PATIENCE:
-                return
-            rows, self._rows, self._looked = self._rows, [], now
-            for told in self._alarm.see(rows, waits=not last and len(rows) >= MANY, last=last):
+            rows = self._take()
+            for told in self._alarm.see(rows, waits=not last and len(rows) >= GROUP * BLOCK, last=last):
                 slow = self._traces if told.slower and told.phase not in NOT_TIME else None
                 around = self._around.changed() if told.phase != "loss" else ()
                 full = replace(told, circumstances=around, trace=slow.ask(told.step) if slow else "")

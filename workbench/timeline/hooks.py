@@ -5,6 +5,7 @@ import math
 import os
 import sys
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from functools import wraps
 from itertools import islice
@@ -204,36 +205,45 @@ class Losses:
     """The losses of a training, taken where they are made and looked at later by another thread, without a wait for the device.
 
     A loss on a device is copied into the host's memory by the device itself, when it comes to it: `item()` would wait for all work before
-    it. A look that comes earlier sees nan. On a CPU there is nothing to wait for, and `item()` takes a tenth of a copy's time.
+    it. A look that comes earlier sees nan. On a CPU there is nothing to wait for, and `item()` takes a tenth of a copy's time. Between two
+    losses a training drives all of this out of the caches, so that each call here counts more than it seems.
     """
 
     def __init__(self) -> None:
         """None yet."""
         self._taken = self._read = self._steps = 0
+        self._on_cpu: deque[float] = deque(maxlen=KEPT)
+        """Losses of a CPU that are not among the others yet."""
         self._values: Any = None
         self._seen: Any = None  # the same memory, for numpy
         self._ended = False
 
     def add(self, loss: Any) -> None:
         """The tensor from which a backward begins; what is no single number of torch's own is passed over."""
-        import torch
-
-        if self._ended or type(loss) is not torch.Tensor or loss.numel() != 1:
+        if self._ended or type(loss).__name__ != "Tensor":
             return
         try:
-            value = _unscaled(loss)
-            if self._values is None:
-                self._values = torch.full((KEPT,), math.nan, pin_memory=value.is_cuda)
-                self._seen = self._values.numpy()
-            place = self._taken % KEPT
-            if value.is_cpu:
-                self._seen[place] = value.item()
-            else:
-                self._values[place : place + 1].copy_(value.reshape(1), non_blocking=True)
-            self._taken += 1
+            if loss.is_cpu and type(loss.grad_fn).__name__ != "MulBackward0":
+                self._on_cpu.append(loss.item())
+            elif loss.numel() == 1:
+                value, place = _unscaled(loss), self._taken % KEPT
+                if value.is_cpu:
+                    self._on_cpu.append(value.item())
+                else:
+                    self._ring(pinned=value.is_cuda)[place : place + 1].copy_(value.reshape(1), non_blocking=True)
+                    self._taken += 1
         except Exception as error:  # such as in the capture of a CUDA graph; an alarm never ends a training
-            self._ended = True
-            print(f"workbench: losses are not followed any more: {error!r}", file=sys.stderr, flush=True)
+            if loss.numel() == 1:
+                self._ended = True
+                print(f"workbench: losses are not followed any more: {error!r}", file=sys.stderr, flush=True)
+
+    def _ring(self, *, pinned: bool = False) -> Any:
+        if self._values is None:
+            import torch
+
+            self._values = torch.full((KEPT,), math.nan, pin_memory=pinned)
+            self._seen = self._values.numpy()
+        return self._values
 
     def take(self, steps: int) -> list[float]:
         """The mean loss of each of the next steps; nan = not known, or no finite number. Steps have as many losses as they had so far.
@@ -241,6 +251,10 @@ class Losses:
         Args:
             steps: that were finished since the last call.
         """
+        for _ in range(len(self._on_cpu)):
+            self._ring()
+            self._seen[self._taken % KEPT] = self._on_cpu.popleft().real
+            self._taken += 1
         taken = self._taken  # another thread goes on
         self._steps += steps
         each = max(1, round(taken / max(1, self._steps)))

@@ -8,7 +8,7 @@ than the medians, so it follows only blocks at which a change may be told: where
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -80,7 +80,9 @@ class Change:
 class ChangePoints:
     """Follows several series, in blocks of steps."""
 
-    def __init__(self, series: Sequence[str], *, floor: float = 0.02, upward: bool | Sequence[str] = False) -> None:
+    def __init__(
+        self, series: Sequence[str], *, floor: float = 0.02, upward: bool | Sequence[str] = False, worth: Mapping[str, float] | None = None
+    ) -> None:
         """Nothing is known yet.
 
         Args:
@@ -89,8 +91,10 @@ class ChangePoints:
                 To a series that is `upward`, as a part of its own.
             upward: tell only what rises, and hold it only against earlier rises: of what is meant to fall, such as a loss. True = of all
                 series, or the names of some.
+            worth: of some series, the least change that is told, as a part of the first series' level then (roughly).
         """
         self.series, self._floor = tuple(series), floor
+        self._worth = LOOSE * np.array([(worth or {}).get(name, 0.0) for name in self.series])
         rising = (self.series if upward else ()) if isinstance(upward, bool) else upward
         self._upward = np.array([name in rising for name in self.series])
         count = len(self.series)
@@ -198,19 +202,24 @@ class ChangePoints:
     def _moved(self, groups: int) -> list[bool]:
         """May a change be told at the end of each group of blocks that follow the history? If any median of the latest has moved enough."""
         ends = self._length + GROUP * np.arange(1, groups + 1)[:, None]
-        latest = np.where(_WITHIN, self._history[:, np.maximum(ends + _LATEST, 0)][:, :, None, :], math.inf)
-        latest.sort(axis=-1)
+        latest = self._history[:, np.maximum(ends + _LATEST, 0)]
         places = (ends - _UNTIL)[:, :, None] + _BEFORE
         begin = np.where(self._since < 0, 2 * _KEPT, self._length - self._blocks + self._first)[:, None, None]
         before = np.where(places < begin[..., None], math.inf, self._history[:, np.maximum(places, 0)])
         known = np.clip(ends - _UNTIL - begin, 0, NEAR)
-        old = np.take_along_axis(np.sort(before, axis=-1), known[..., None] // 2, axis=-1)[..., 0]
-        change = latest[..., _PLACES, WIDTHS // 2] - old[..., _PLACES // 2]
-        np.abs(change, out=change, where=~self._upward[:, None, None])
-        moved = (change >= LOOSE * math.log1p(LEAST_CHANGE)) & (known >= WARM_UP)[..., _PLACES // 2]
+        old = np.take_along_axis(np.sort(before, axis=-1), known[..., None] // 2, axis=-1)
+        # a median is that much higher if so many of its values are, which costs less than to sort them
+        rise, fall = self._least(old)
+        enough = [self._counted(latest[..., None, :] >= old + rise) >= WIDTHS / 2]
+        if not self._upward.all():
+            enough.append(~self._upward[:, None, None] & (self._counted(latest[..., None, :] <= old - fall) > WIDTHS / 2))
+        moved = np.logical_or.reduce(enough) & (known >= WARM_UP)[..., _PLACES // 2]
         if moved.any():
+            ranked = np.sort(np.where(_WITHIN, latest[:, :, None, :], math.inf), axis=-1)
             with np.errstate(invalid="ignore"):  # what is not known is infinite
-                off = np.where(self._upward[:, None, None, None], np.diff(before, prepend=math.inf) / math.sqrt(2), before - old[..., None])
+                change = ranked[..., _PLACES, WIDTHS // 2] - old[..., _PLACES // 2, 0]
+                off = np.where(self._upward[:, None, None, None], np.diff(before, prepend=math.inf) / math.sqrt(2), before - old)
+            np.abs(change, out=change, where=~self._upward[:, None, None])
             off = np.sort(np.nan_to_num(np.abs(off), nan=math.inf, posinf=math.inf), axis=-1)
             half = np.maximum(known - self._upward[:, None, None], 0) // 2
             noise = 1.4826 * np.take_along_axis(off, half[..., None], axis=-1)[..., 0]
@@ -218,6 +227,20 @@ class ChangePoints:
             moved &= change >= LOOSE * CONTRAST * np.hypot(error[..., _PLACES // 2], (1.2533 * noise)[..., _PLACES // 2] / np.sqrt(WIDTHS))
         found: list[bool] = moved.any(axis=(0, 2)).tolist()
         return found
+
+    def _least(self, old: Floats) -> tuple[Floats, Floats]:
+        """By how much a series has to rise, or fall, at which the posterior is asked, by its level before: logarithms."""
+        least = LOOSE * math.log1p(LEAST_CHANGE)
+        with np.errstate(invalid="ignore"):  # what is not known is infinite
+            values = np.exp(old)
+            part = self._worth[:, None, None, None] * (values[:1] - self._added[0]) / values
+        return np.fmax(least, np.log1p(part)), np.fmax(least, -np.log1p(-np.minimum(part, 1 - 1e-9)))
+
+    @staticmethod
+    def _counted(true: "NDArray[np.bool_]") -> "NDArray[np.float32]":
+        """How many of the latest blocks are so, by width of their window."""
+        counts: NDArray[np.float32] = (true.astype(np.float32) @ _IN)[..., _PLACES // 2, _PLACES]
+        return counts
 
     def _judge(self, blocks: int) -> list[Change]:
         """The blocks that follow the history, and before them those that the posterior was not asked about."""
@@ -263,16 +286,16 @@ class ChangePoints:
         log = self._log + likely
         variance = self._variance + self._learn * (off * off * self._shrink - self._variance)
         # all that are older than the oldest that is told are one: it keeps the level of the more probable one
-        older = (log[:, -2] > log[:, -1])[:, None]
-
-        def grown(new: Floats, each: Floats, old: Floats | None = None) -> Floats:
-            return np.hstack((new[:, None], each[:, :-2], np.where(older, each[:, -2:-1], each[:, -1:]) if old is None else old[:, None]))
-
-        self._mean = grown(level, self._mean + self._follow * off)
-        self._variance = grown(self._variance0, np.maximum(variance, 0.25 * self._variance0[:, None]))
-        log = grown(likely[:, 0] + _LOG_CHANGE - _LOG_STAY, log, np.logaddexp(log[:, -2], log[:, -1])) + _LOG_STAY
-        self._best = log.argmax(axis=1)
-        self._log = log - log[self._rows, self._best][:, None]
+        older = np.where(log[:, -2] > log[:, -1], -2, -1)
+        mean, variance = self._mean + self._follow * off, np.maximum(variance, 0.25 * self._variance0[:, None])
+        for kept, each, new, last in (
+            (self._mean, mean, level, mean[self._rows, older]),
+            (self._variance, variance, self._variance0, variance[self._rows, older]),
+            (self._log, log, likely[:, 0] + _LOG_CHANGE - _LOG_STAY, np.logaddexp(log[:, -2], log[:, -1])),
+        ):
+            kept[:, 0], kept[:, 1:-1], kept[:, -1] = new, each[:, :-2], last
+        self._best = self._log.argmax(axis=1)
+        self._log -= self._log[self._rows, self._best][:, None]
 
     # What is told
 
@@ -302,6 +325,8 @@ class ChangePoints:
         change = new - old
         if upward and change < 0:
             return None
+        if self._worth[place] and abs(math.exp(new) - math.exp(old)) < self._worth[place] * self.level(self.series[0]):
+            return None
         noise = float(_spread(near, old, upward=self._upward[place]))
         error = 1.2533 * noise * math.sqrt(1 / age + 1 / len(near))
         if abs(change) < max(math.log1p(LEAST_CHANGE), CONTRAST * error):
@@ -321,6 +346,7 @@ _AT_ONCE = 128
 _PLACES, _BEFORE, _LATEST = np.arange(len(WIDTHS)), np.arange(-NEAR, 0), np.arange(-WIDTHS[-1], 0)
 _UNTIL = WIDTHS[1::2]  # what was before, of two windows each
 _WITHIN = -WIDTHS[:, None] <= _LATEST
+_IN = _WITHIN.T.astype(np.float32)
 _LOG_STAY, _LOG_CHANGE = math.log1p(-HAZARD), math.log(HAZARD)
 
 
