@@ -1,5 +1,6 @@
 """Part `proofs`: the predicted gain of a remedy, against `prove`, and against the same change made by hand, by the wall clock."""
 
+import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 import workbench as wb
 from benchmarks.gpu_check import loops
 from benchmarks.gpu_check.loops import Loop, Sizes
-from benchmarks.gpu_check.machine import Bench, percent
+from benchmarks.gpu_check.machine import Bench, percent, spread
 from benchmarks.gpu_check.report import Report
 
 BUDGET_S, PROOF_S = 30.0, 12.0
@@ -20,7 +21,11 @@ BUDGET_S, PROOF_S = 30.0, 12.0
 MAX_PREDICTION_ERROR = 0.25
 """The library's own limit (`MAX_ERROR` of `diagnosis/analysis/proof.py`): further off, another remedy could have been the better choice."""
 MAX_PROOF_ERROR = 0.10
-"""By how much a proof, which ran the change, may differ from the wall clock's two loops: they are seconds apart, its blocks are not."""
+"""By how much a proof, which ran the change, may differ from the wall clock's loops, beside what these differ among themselves."""
+MAX_DRIFT = 0.10
+"""Most of that difference that is granted: the loops are seconds apart, and on a host that launches small kernels they vary."""
+TURNS = 2
+"""Of the two loops by hand."""
 
 
 class Repeated(Dataset[Tensor]):
@@ -132,7 +137,6 @@ def run(report: Report, bench: Bench) -> None:
 
 def _prove(report: Report, bench: Bench, sizes: Sizes, case: Case) -> None:
     step, loader = case.build(sizes, {})
-    before = bench.seconds_per_step(step, loader)
     diagnosis = wb.diagnose(step, loader, budget_s=bench.pick(BUDGET_S, 5.0))
     named = f"{diagnosis.verdict} ({diagnosis.cause})"
     remedy = next((remedy for remedy in diagnosis.remedies if remedy.name.startswith(case.remedy) and remedy.provable), None)
@@ -148,19 +152,26 @@ def _prove(report: Report, bench: Bench, sizes: Sizes, case: Case) -> None:
     change = dict(remedy.change)
     more = change.get("micro_batch", 256) / 256 if "micro_batch" in change else 1.0
     del step, loader
-    step, loader = case.build(sizes, change)
-    gain = before / bench.seconds_per_step(step, loader) * more
+    walls: list[tuple[float, float]] = []
+    for _ in range(TURNS):
+        before, after = (bench.seconds_per_step(*case.build(sizes, each), at_least=0.6) for each in ({}, change))
+        walls.append((before, after))
+    gains = [before / after * more for before, after in walls]
+    gain = statistics.median(gains)
+    allowed = MAX_PROOF_ERROR + min(MAX_DRIFT, spread(gains))
     predicted, proved = remedy.speedup / gain - 1, proof.measured.mid / gain - 1
     right = gain <= remedy.high * (1 + MAX_PROOF_ERROR) if remedy.ceiling else abs(predicted) <= MAX_PREDICTION_ERROR
     report.row(
         case.name,
-        right and abs(proved) <= MAX_PROOF_ERROR if bench.gpu else None,
+        right and abs(proved) <= allowed if bench.gpu else None,
         values={
             "remedy": remedy.name,
             "predicted": [remedy.low, remedy.speedup, remedy.high],
             "ceiling": remedy.ceiling,
             "proved": [proof.measured.low, proof.measured.mid, proof.measured.high],
             "wall": gain,
+            "walls": walls,
+            "step": diagnosis.evidence.step,
             "text": str(diagnosis),
         },
         verdict=named,
@@ -168,5 +179,5 @@ def _prove(report: Report, bench: Bench, sizes: Sizes, case: Case) -> None:
         predicted=remedy.gain,
         proved=f"{proof.measured.mid:.2f}×",
         result=f"{gain:.2f}× by the wall clock: predicted {percent(predicted)}, proved {percent(proved)}",
-        expected=f"{'a ceiling' if remedy.ceiling else f'± {MAX_PREDICTION_ERROR:.0%}'}, ± {MAX_PROOF_ERROR:.0%}",
+        expected=f"{'a ceiling' if remedy.ceiling else f'± {MAX_PREDICTION_ERROR:.0%}'}, ± {allowed:.0%}",
     )

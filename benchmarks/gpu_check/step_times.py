@@ -36,6 +36,8 @@ def run(report: Report, bench: Bench) -> None:
     level: wb.StepTime | None = None
     errors = list[tuple[float, float]]()
     for case in every:
+        if case.name != LEVEL and report.has(case.name):
+            continue
         with report.guard(case.name):
             knobs: dict[str, Any] = {"precision": case.precision, "checkpointing": case.checkpointing, "accumulation": case.accumulation}
             knobs |= {"loss": loss, "optimizer": case.optimizer, "device": bench.pick(here(bench), "H100")}

@@ -13,14 +13,16 @@ from hypothesis import strategies as st
 import workbench as wb
 from workbench.cluster.analysis.cluster import Cluster
 from workbench.cluster.analysis.collective_call import CollectiveCall
-from workbench.cluster.analysis.plan.ranges import HOST
 from workbench.cluster.analysis.step_time import (
     CPU,
     FARTHEST,
     KERNEL,
+    LAUNCH,
     OTHER,
+    OTHER_LAUNCH,
     SAME,
     SHARES,
+    SLOWEST_LAUNCH,
     EstimateTimeError,
     Operator,
     StepTime,
@@ -62,8 +64,23 @@ def test_many_small_operators_wait_for_the_host() -> None:
     found = step(MM, small)
     assert found.parts["memory"] == pytest.approx(1000 * KERNEL)
     only = step(dataclasses.replace(MM, flops=1e6, calls=1), small)
-    assert only.seconds.mid == pytest.approx(1001 * HOST.mid)
-    assert (only.seconds.low, only.seconds.high) == (pytest.approx(1001 * HOST.low), pytest.approx(1001 * HOST.high))
+    assert only.seconds.mid == pytest.approx(1001 * LAUNCH.mid)
+    assert (only.seconds.low, only.seconds.high) == (pytest.approx(1001 * LAUNCH.low), pytest.approx(1001 * LAUNCH.high))
+
+
+def test_a_step_longer_than_its_slowest_kernels_teaches_what_the_host_takes_and_nothing_of_the_kernels() -> None:
+    """By hand: of 1,000 operators of 10 ms in all, so that the host could launch them within 12 ms, but took 40."""
+    kernels = dataclasses.replace(ADD, bytes=1e-2 * 3.35e12 * SHARES["memory"].mid / 1000, calls=1000)
+    known = step(kernels).calibrate(0.04).calibration
+    assert known is not None
+    assert (known.host_bound, known.factor, known.host) == (True, 1.0, pytest.approx(4e-5))
+    assert step(calibration=known, title="other").seconds.mid == step().seconds.mid  # its few kernels are no slower than before
+    many = step(dataclasses.replace(MM, flops=1e6, bytes=1e3, calls=500), calibration=known, title="many").seconds
+    expected = [500 * 4e-5 * OTHER_LAUNCH[end] for end in ("low", "mid", "high")]
+    assert [many.low, many.mid, many.high] == pytest.approx(expected)
+    slower = step(kernels).calibrate(1001 * SLOWEST_LAUNCH).calibration
+    assert slower is not None
+    assert not slower.host_bound  # no host is so slow
 
 
 def test_a_pipeline_idles_as_its_bubble_says_and_not_in_the_update() -> None:
@@ -301,7 +318,7 @@ def test_operators_are_those_of_the_step_and_what_cannot_be_known_is_refused() -
     fused = [one for one in found.operators if "fused_adam" in one.name]
     assert {one.phase for one in fused} == {"update"}
     assert {one.phase for one in found.operators} == {"forward", "backward", "update"}
-    assert found.seconds.mid >= sum(one.calls for one in found.operators) * HOST.mid * 0.999  # it is tiny: the host sets the pace
+    assert found.seconds.mid >= sum(one.calls for one in found.operators) * LAUNCH.mid * 0.999  # it is tiny: the host sets the pace
     twice = wb.estimate_time(gpt, batch(8), device="H100", optimizer="adamw(fused=True)", **options)
     assert twice.flops == pytest.approx(2 * found.flops)
     for changes, words in (

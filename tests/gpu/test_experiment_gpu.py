@@ -44,6 +44,7 @@ def need(alone: Ranks) -> int:
     before = torch.cuda.memory_reserved()
     with enter_training(SPEC, large(), alone, 0, DeviceTurns(alone.device)) as training:
         assert isinstance(training, Training)
+        training.drain()  # its turn
         training.step()
         torch.cuda.synchronize()
     return torch.cuda.max_memory_reserved() - before

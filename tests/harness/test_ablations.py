@@ -231,6 +231,44 @@ def test_mixed_precision_converts_the_weights_anew_in_each_step() -> None:
     assert all(weight.dtype == torch.float32 for weight in setup.model.parameters())
 
 
+class Island(nn.Module):
+    """Keeps its operators in fp32, as numerically delicate parts of models do."""
+
+    def __init__(self, seen: list[Any]) -> None:
+        super().__init__()
+        self.inner, self.seen = nn.Linear(2, 2), seen
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            out: Tensor = self.inner(x.float())
+        self.seen.append(out.dtype)
+        return out
+
+
+def test_an_autocast_that_the_step_has_switched_off_is_switched_on() -> None:
+    """As in `with torch.autocast("cuda", enabled=args.amp)`: without this, the backward alone would be in mixed precision."""
+    setup, seen = Setup(), list[Any]()
+    setup.model.append(Island(seen))
+    off, enter = torch.autocast("cpu", dtype=torch.bfloat16, enabled=False), torch.autocast.__enter__
+
+    def step(batch: Tensor) -> float:
+        with off:
+            first: Tensor = setup.model[0](batch)
+            setup.seen.append(first.dtype)
+            return setup.step(batch)
+
+    mixed = ablations.in_precision(step, "amp_bf16", torch.device("cpu"), [setup.model])
+    mixed(setup.batch)
+    assert setup.seen[0] == torch.bfloat16
+    assert seen == [torch.float32]  # off inside a model stays off
+    assert not off._enabled
+    assert torch.autocast.__enter__ is enter
+    assert not setup.model._forward_hooks
+    assert not setup.model._forward_pre_hooks
+    step(setup.batch)
+    assert setup.seen[2] == torch.float32
+
+
 def test_threads_and_collector() -> None:
     before = torch.get_num_threads()
     with ablations.threads(before + 1):

@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import OneCycleLR
 from workbench.core.gc import without_gc
 from workbench.harness.batches import map_tensors
 from workbench.harness.deterministic import deterministic
+from workbench.harness.discover import is_compiled
 from workbench.harness.tf32 import tf32
 
 Step = Callable[[Any], Any]
@@ -218,15 +219,51 @@ def to_channels_last(batch: Any) -> Any:
     return map_tensors(lambda value: value.contiguous(memory_format=torch.channels_last) if value.ndim == 4 else value, batch)
 
 
-def in_precision(step: Step, name: str, device: torch.device) -> Step:
-    """The step in mixed precision. It is entered anew in each step: weights are converted once per step, as in training."""
+def in_precision(step: Step, name: str, device: torch.device, models: Sequence[nn.Module] = ()) -> Step:
+    """The step in mixed precision. It is entered anew in each step: weights are converted once per step, as in training.
+
+    A step often has an autocast of its own, switched off (`enabled=args.amp`). It is switched on, as its user would; one inside a model's
+    forward stays off, since it keeps some operators in fp32.
+
+    Args:
+        step: in fp32.
+        name: "amp_bf16" or "amp_fp16".
+        device: where it computes.
+        models: what it trains.
+    """
     dtype = DTYPES[name]
 
     def mixed(batch: Any) -> Any:
-        with torch.autocast(device.type, dtype=dtype):
+        with _own_autocast_on(models, device, dtype), torch.autocast(device.type, dtype=dtype):
             return step(batch)
 
     return mixed
+
+
+@contextlib.contextmanager
+def _own_autocast_on(models: Sequence[nn.Module], device: torch.device, dtype: torch.dtype) -> Iterator[None]:
+    usual, running = torch.autocast.__enter__, [0]
+
+    def enter(context: torch.autocast) -> Any:
+        if context._enabled or context.device != device.type or running[0]:
+            return usual(context)
+        with temporary_attribute(context, "_enabled", True), temporary_attribute(context, "fast_dtype", dtype):
+            return usual(context)
+
+    def begins(*_: Any) -> None:
+        running[0] += 1
+
+    def ends(*_: Any) -> None:
+        running[0] -= 1
+
+    with ExitStack() as undo:
+        for model in models:
+            if is_compiled(model):  # a hook would have it compiled anew, and what it enters is compiled with it
+                continue
+            undo.callback(model.register_forward_pre_hook(begins).remove)
+            undo.callback(model.register_forward_hook(ends, always_call=True).remove)
+        undo.enter_context(temporary_attribute(torch.autocast, "__enter__", enter))
+        yield
 
 
 @contextlib.contextmanager
@@ -301,12 +338,12 @@ def changed_step(change: Mapping[str, Any], models: Sequence[nn.Module], optimiz
         yield
 
 
-def wrap_step(step: Step, change: Mapping[str, Any], device: torch.device) -> Step:
+def wrap_step(step: Step, change: Mapping[str, Any], device: torch.device, models: Sequence[nn.Module] = ()) -> Step:
     """The step with those changes that have to be made in each call."""
     if change.get("channels_last"):
         step = _after(to_channels_last, step)
     if change.get("precision", "fp32") != "fp32":
-        step = in_precision(step, change["precision"], device)
+        step = in_precision(step, change["precision"], device, models)
     return step
 
 

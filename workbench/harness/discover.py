@@ -265,6 +265,11 @@ def describe(value: Any) -> str:
     return f"{type(value).__name__}({type(inner).__name__})" if isinstance(inner, nn.Module) else type(value).__name__
 
 
+def is_compiled(model: nn.Module) -> bool:
+    """Is this model, or a module in it, compiled as a whole?"""
+    return any("_orig_mod" in part._modules or getattr(part, "_compiled_call_impl", None) for part in model.modules())
+
+
 def name_of(step: Callable[..., Any]) -> str:
     """The name of a step in a message."""
     return getattr(step, "__qualname__", None) or type(step).__name__

@@ -27,7 +27,7 @@ from workbench.harness import ablations, device_clock
 from workbench.harness.ablations import DTYPES
 from workbench.harness.batches import padding_of, tensor_versions, tensors_of
 from workbench.harness.blocks import BlockTimer, DiagnoseError
-from workbench.harness.discover import ReachableState, describe, discover, name_of
+from workbench.harness.discover import ReachableState, describe, discover, is_compiled, name_of
 from workbench.harness.feed import Feed
 from workbench.harness.restore import SavedState
 from workbench.harness.results import NOT_FINITE, UNTRAINED
@@ -275,7 +275,7 @@ def recorded_precisions(models: Sequence[nn.Module], device: torch.device) -> It
     handles = [
         part.register_forward_pre_hook(called)
         for model in models
-        if not any(getattr(part, "_compiled_call_impl", None) or "_orig_mod" in part._modules for part in model.modules())
+        if not is_compiled(model)
         for part in model.modules()
         if not list(part.children()) and next(part.parameters(), None) is not None
     ]

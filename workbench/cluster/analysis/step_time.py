@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from workbench.cluster.analysis.plan.ranges import ENDS, HOST
+from workbench.cluster.analysis.plan.ranges import ENDS
 from workbench.core import units
 from workbench.core.codec import NOT_STORED, JsonDataclass
 from workbench.core.device import Device
@@ -34,6 +34,14 @@ The others are round figures for what large and small kernels reach, assumed; `b
 steps."""
 KERNEL = 3e-6
 """Seconds of the shortest kernel. Assumed: launching and retiring its blocks."""
+LAUNCH = Interval(low=4e-6, mid=12e-6, high=35e-6)
+"""Seconds in which the host launches an operator of an eager step, with its part of Python, autograd and autocast. An operator alone takes
+5 to 10 µs, and with CUDA graphs less. Whole steps took 18 to 37 µs an operator on a virtual machine with an H200 whose bare launch takes
+8.5 µs (`make gpu-check`, part `step_times`); the middle is between the two, rounded."""
+SLOWEST_LAUNCH = 100e-6
+"""Beyond it a step's length is not the host's doing: with a checkpointing policy in Python an operator took 56 µs on that machine."""
+OTHER_LAUNCH = {"low": 0.7, "mid": 1.0, "high": 1.75}
+"""Of another program on the same host, over that of the measured one: each has its own share of Python. Seen there: 0.84 … 1.75."""
 SAME, OTHER = 0.05, 0.12
 """Half the width of a calibrated interval over its middle: for the program that was measured, and for another that spends its time on the
 same kinds of operators. What differs adds to it (`StepTime.calibrate`)."""
@@ -203,8 +211,9 @@ class StepTime(display.Shown, JsonDataclass):
         """Seconds in which the device waits for the host: what launching all operators takes longer than running them."""
         if self.device.name == CPU.name:
             return 0.0  # there an operator is launched where it runs: calibration includes it
-        launch: float = self.calibration.host if self.calibration else getattr(HOST, end)
-        host: float = sum(one.calls for one in self.operators) * launch
+        known = self.calibration
+        launch = known.host * (OTHER_LAUNCH[end] if known.host_bound else 1.0) if known else float(getattr(LAUNCH, end))
+        host = sum(one.calls for one in self.operators) * launch
         return max(0.0, host - sum(self.computing(end).values()))
 
     @property
@@ -290,7 +299,8 @@ class StepTime(display.Shown, JsonDataclass):
         parts, calls = bare.computing(), sum(one.calls for one in self.operators)
         level = sum(parts.values())
         told = _told_apart(parts, measured_kinds(measured))
-        host_bound = not told and bare.gaps() > 0 and left >= level
+        host_may = bare.gaps() > 0 or (sum(bare.computing("high").values()) < left <= SLOWEST_LAUNCH * calls)  # or no kernel is so slow
+        host_bound = not told and self.device.name != CPU.name and left >= level and host_may
         factor, waits = 1.0 if host_bound else left / level, host_bound
         if told:
             factor = sum(told[kind] * parts[kind] for kind in told) / sum(parts[kind] for kind in told)
@@ -306,7 +316,7 @@ class StepTime(display.Shown, JsonDataclass):
             program=self.title,
             seconds=seconds,
             flops=self.flops,
-            host=left / calls if waits else min(left / calls, HOST.mid),
+            host=left / calls if waits else min(left / calls, LAUNCH.mid),
             host_bound=host_bound,
             factors=told,
             compiled=self.compiled,

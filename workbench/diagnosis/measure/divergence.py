@@ -16,7 +16,7 @@ from workbench.core.progress import INTERRUPTED
 from workbench.diagnosis.analysis.divergence import EXACT, Divergence, Point
 from workbench.diagnosis.measure.operator_recorder import Entry, Recorder
 from workbench.harness.batches import map_tensors, tensors_of
-from workbench.harness.discover import discover
+from workbench.harness.discover import discover, is_compiled
 from workbench.harness.restore import SavedState, process_settings
 from workbench.runs.spec import RunSpec
 from workbench.runs.task import Task
@@ -52,7 +52,7 @@ def of_spec(spec: RunSpec, task: Task, steps: int, double: bool, enough: Enough 
     with process_settings():
         trainer = Trainer(spec, task, ranks, layout=Layout(readers=ranks, data=None), alone=True)
         module = trainer.module.double() if double else trainer.module
-        compiled = trainer.model is not module or _is_compiled(module) or spec.compile != "none"
+        compiled = trainer.model is not module or is_compiled(module) or spec.compile != "none"
         recorder = Recorder(module, operators=not compiled)
         with contextlib.closing(trainer.batches()) as batches, default_dtype(double):
             recorder.step = 0
@@ -90,7 +90,7 @@ def of_pair(pair: Pair, seed: int, steps: int, double: bool, enough: Enough = la
                 model.double()
                 batch = doubled(batch)
             optimizer = pair.optimizer(model.parameters()) if pair.optimizer else None
-            recorder = Recorder(model, operators=not _is_compiled(model))
+            recorder = Recorder(model, operators=not is_compiled(model))
             recorder.step = 0
             for name, value in model.state_dict().items():
                 recorder.value("start", name.replace("_orig_mod.", ""), value)
@@ -145,10 +145,6 @@ def _squares(output: Any) -> Tensor:
             weights = torch.linspace(0.5, 1.5, tensor.numel(), dtype=tensor.dtype, device=tensor.device).view(tensor.shape)
             total = total + (weights * tensor.square()).mean()
     return total
-
-
-def _is_compiled(model: nn.Module) -> bool:
-    return any("_orig_mod" in part._modules or getattr(part, "_compiled_call_impl", None) for part in model.modules())
 
 
 def doubled(batch: Any) -> Any:

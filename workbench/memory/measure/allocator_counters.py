@@ -3,7 +3,8 @@
 On a CPU it is the running sum of what torch's profiler notes at every request and every return. It sees what no operator shows, such as the
 scratch of a convolution's kernel. It does not know what was taken before it began, when that is given back, and misses what other threads
 give back (gloo's); so each step is counted from what lives when it begins, and the sum cannot drift from step to step. On CUDA it is the
-allocator's own counters.
+allocator's own counters, which are exact: steps are counted from what lived when the first began. What cuBLAS keeps from one step to the
+next is no tensor, and counts like that.
 """
 
 import contextlib
@@ -26,6 +27,7 @@ class Allocations:
 
     Attributes:
         peaks: step → the most that was held in it, in bytes above what was held when it began.
+        kept: step → of what was held when it began, the bytes that came since the first began.
         trouble: why there are none, where there are none.
         reserved: the most that the allocator had from the driver; None on a CPU.
         retries: times that the allocator was at the limit, gave back what it kept for reuse and tried again.
@@ -34,6 +36,7 @@ class Allocations:
 
     def __init__(self) -> None:
         self.peaks: list[int] = []
+        self.kept: list[int] | None = None
         self.trouble: str | None = None
         self.reserved: int | None = None
         self.retries = 0
@@ -120,22 +123,23 @@ class OnDevice(Allocations):
     def __init__(self, device: torch.device) -> None:
         super().__init__()
         self._device = device
-        self._floor: int | None = None
+        self._floors: list[int] = []
         self._before = 0
         self.reserved = 0
 
     def begin(self) -> None:
         self._close()
         torch.cuda.synchronize(self._device)
-        if clear := getattr(torch._C, "_cuda_clearCublasWorkspaces", None):
-            clear()  # or what cuBLAS keeps since an earlier step would be in no peak
+        if not self._floors and (clear := getattr(torch._C, "_cuda_clearCublasWorkspaces", None)):
+            clear()  # or what cuBLAS keeps since before would be in no peak
         torch.cuda.reset_peak_memory_stats(self._device)
-        self._floor = torch.cuda.memory_allocated(self._device)
+        self._floors.append(torch.cuda.memory_allocated(self._device))
+        self.kept = [floor - self._floors[0] for floor in self._floors]
 
     def _close(self) -> None:
         self.reserved = max(self.reserved or 0, torch.cuda.max_memory_reserved(self._device))
-        if self._floor is not None:
-            self.peaks.append(torch.cuda.max_memory_allocated(self._device) - self._floor)
+        if self._floors:
+            self.peaks.append(torch.cuda.max_memory_allocated(self._device) - self._floors[-1])
 
     def __enter__(self) -> Self:
         torch.cuda.synchronize(self._device)

@@ -5,6 +5,7 @@ import gc
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import wraps
+from itertools import repeat
 from threading import get_ident
 from typing import Any
 
@@ -156,9 +157,11 @@ class Borders:
         ends = [position for position, _ in at[1:]] + [len(replay.total)]
         truth: dict[int, int] = {}
         record: dict[int, int] = {}
-        for (position, step), end, peak in zip(at, ends, self._truth.peaks, strict=False):
+        first = int(replay.total[at[0][0] - 1]) if at else 0
+        kept: Iterable[int | None] = self._truth.kept or repeat(None)
+        for (position, step), end, peak, more in zip(at, ends, self._truth.peaks, kept, strict=False):
             before = int(replay.total[position - 1])
-            truth[step] = max(truth.get(step, 0), before + peak)
+            truth[step] = max(truth.get(step, 0), peak + (before if more is None else first + more))
             record[step] = max(record.get(step, 0), before, int(replay.total[position:end].max(initial=0)))
         return {step: truth[step] - record[step] for step in truth if not (drifts and step == min(truth) and len(truth) > 1)}
 
