@@ -242,7 +242,8 @@ def in_precision(step: Step, name: str, device: torch.device, models: Sequence[n
 
 @contextlib.contextmanager
 def _own_autocast_on(models: Sequence[nn.Module], device: torch.device, dtype: torch.dtype) -> Iterator[None]:
-    usual, running = torch.autocast.__enter__, [0]
+    usual: Callable[[Any], Any] = torch.autocast.__enter__
+    running = [0]
 
     def enter(context: torch.autocast) -> Any:
         if context._enabled or context.device != device.type or running[0]:
