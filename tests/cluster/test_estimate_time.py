@@ -13,16 +13,14 @@ from hypothesis import strategies as st
 import workbench as wb
 from workbench.cluster.analysis.cluster import Cluster
 from workbench.cluster.analysis.collective_call import CollectiveCall
+from workbench.cluster.analysis.plan.ranges import LAUNCH, OTHER_LAUNCH, SLOWEST_LAUNCH
 from workbench.cluster.analysis.step_time import (
     CPU,
     FARTHEST,
     KERNEL,
-    LAUNCH,
     OTHER,
-    OTHER_LAUNCH,
     SAME,
     SHARES,
-    SLOWEST_LAUNCH,
     EstimateTimeError,
     Operator,
     StepTime,

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from workbench.cluster.analysis.plan.ranges import ENDS
+from workbench.cluster.analysis.plan.ranges import ENDS, LAUNCH, OTHER_LAUNCH, SLOWEST_LAUNCH
 from workbench.core import units
 from workbench.core.codec import NOT_STORED, JsonDataclass
 from workbench.core.device import Device
@@ -34,14 +34,6 @@ The others are round figures for what large and small kernels reach, assumed; `b
 steps."""
 KERNEL = 3e-6
 """Seconds of the shortest kernel. Assumed: launching and retiring its blocks."""
-LAUNCH = Interval(low=4e-6, mid=12e-6, high=35e-6)
-"""Seconds in which the host launches an operator of an eager step, with its part of Python, autograd and autocast. An operator alone takes
-5 to 10 µs, and with CUDA graphs less. Whole steps took 18 to 37 µs an operator on a virtual machine with an H200 whose bare launch takes
-8.5 µs (`make gpu-check`, part `step_times`); the middle is between the two, rounded."""
-SLOWEST_LAUNCH = 100e-6
-"""Beyond it a step's length is not the host's doing: with a checkpointing policy in Python an operator took 56 µs on that machine."""
-OTHER_LAUNCH = {"low": 0.7, "mid": 1.0, "high": 1.75}
-"""Of another program on the same host, over that of the measured one: each has its own share of Python. Seen there: 0.84 … 1.75."""
 SAME, OTHER = 0.05, 0.12
 """Half the width of a calibrated interval over its middle: for the program that was measured, and for another that spends its time on the
 same kinds of operators. What differs adds to it (`StepTime.calibrate`)."""

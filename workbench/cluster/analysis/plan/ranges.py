@@ -49,6 +49,14 @@ interval of its own that is wider, it counts."""
 HOST = Interval(low=4e-6, mid=8e-6, high=20e-6)
 """Seconds in which the host launches an eager operator with autograd: most take 5 to 10 µs, fused or captured ones less, slow hosts twice
 that. `MachineSpeeds` measures it on your own machine ("dispatch": 2 µs without a GPU's launch, of 3 to 5 µs). Assumed."""
+LAUNCH = Interval(low=4e-6, mid=12e-6, high=35e-6)
+"""Seconds in which the host launches an operator of an eager step, with its part of Python, autograd and autocast. An operator alone takes
+5 to 10 µs, and with CUDA graphs less. Whole steps took 18 to 37 µs an operator on a virtual machine with an H200 whose bare launch takes
+8.5 µs (`make gpu-check`, part `step_times`); the middle is between the two, rounded."""
+SLOWEST_LAUNCH = 100e-6
+"""Beyond it a step's length is not the host's doing: with a checkpointing policy in Python an operator took 56 µs on that machine."""
+OTHER_LAUNCH = {"low": 0.7, "mid": 1.0, "high": 1.75}
+"""Of another program on the same host, over that of the measured one: each has its own share of Python. Seen there: 0.84 … 1.75."""
 
 
 HELD = Interval(low=0.95, mid=1.0, high=1.25)
