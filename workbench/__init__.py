@@ -152,7 +152,8 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         from workbench.core.checks import did_you_mean
 
-        raise AttributeError(f"module 'workbench' has no attribute {name!r}: {did_you_mean(name, __all__)}it offers {', '.join(__all__)}")
+        near = did_you_mean(name, __all__).strip()
+        raise AttributeError(f"module 'workbench' has no attribute {name!r}: {near or 'it offers ' + ', '.join(__all__)}")
     home = importlib.import_module(_HOMES[name])
     from workbench.core.synonyms import public
 

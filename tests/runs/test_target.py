@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -112,6 +113,12 @@ def test_a_program() -> None:
         read_program("guess", Module, None)
     with pytest.raises(ValueError, match=r"guess\('text_gpt'\): expected a hat, a RunSpec, a Task.*not a str"):
         read_program("guess", "text_gpt", None, others="a hat, ")
+    with pytest.raises(ValueError, match=r"guess\(\[1\]\): expected .*; it is the other way round, guess\(model, batch\)"):
+        read_program("guess", [1], SimpleNamespace(parameters=list))
+    with pytest.raises(ValueError, match=r"guess\(Module, SimpleNamespace\): a loader is no batch: guess\(model, next\(iter\(loader\)\)\)"):
+        read_program("guess", Module, SimpleNamespace(batch_sampler=[1]))
+    with pytest.raises(ValueError, match=r"^run=<function.*>: expected a Run, or the path of its directory"):
+        Run.load(test_a_program)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", ["text-gpt", "b.py:build", "package.module:build"])

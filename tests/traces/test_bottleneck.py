@@ -259,7 +259,7 @@ def test_devices_that_are_not_known(tmp_path: Path, device: Any, header: Any, me
 
 
 def test_devices_that_are_none(cpu: Trace) -> None:
-    with pytest.raises(ValueError, match="unknown device 'H1000': did you mean 'H"):
+    with pytest.raises(ValueError, match="unknown device 'H1000': did you mean 'H100'"):
         cpu.roofline("H1000")
     with pytest.raises(ValueError, match="device=3: allowed are a name"):
         cpu.mfu(3)  # type: ignore[arg-type]

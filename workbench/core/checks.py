@@ -253,6 +253,17 @@ def objects(argument: str, value: Any, kind: type, *, what: str, error: type[Val
     return parts
 
 
+def path_of(name: str, value: Any, expected: str) -> Path:
+    """An absolute path, of a text or a path.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    if isinstance(value, str | os.PathLike):
+        return Path(value).expanduser().absolute()
+    raise ValueError(f"{name}={' '.join(repr(value).split()):.80}: expected {expected}")
+
+
 def nearest(word: str, known: Iterable[str], *, cutoff: float = 0.6) -> str | None:
     """The name that a misspelt word resembles most; None = it resembles none.
 

@@ -59,7 +59,8 @@ class Device(display.Shown):
         if device := cls.known(name):
             return device
         names = [device.name for device in DEVICES]
-        hint = f"{near}Known" if (near := did_you_mean(name.upper(), names, cutoff=0.5)) else "known"
+        alike = [*names, *(alias for device in DEVICES for alias in device.aliases)]
+        hint = f"{near}Known" if (near := did_you_mean(name.upper(), alike, cutoff=0.5)) else "known"
         raise ValueError(
             f"unknown device {name!r}: {hint} are {', '.join(names)}. For another one make it: "
             "Device(name=…, memory=bytes, bandwidth=bytes_per_sec, flops_per_sec={'bf16': …}, source='its datasheet')"

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from workbench.core import late, progress, run_directory, units
-from workbench.core.checks import NearestAttribute, is_whole
+from workbench.core.checks import NearestAttribute, is_whole, path_of
 from workbench.core.display import table
 from workbench.core.run_directory import CHECKPOINTS, ERRORS, LOCK, LOGS, METRICS, NODES, RUN_JSON, TRACES, DamagedRunError
 from workbench.runs.failure import Failure, RunError
@@ -94,7 +94,7 @@ class Run(NearestAttribute):
             DamagedRunError: it is not a run directory, or its run.json cannot be read.
             RunFormatError: a newer workbench wrote it.
         """
-        file = Path(path).expanduser().absolute() / RUN_JSON
+        file = path_of("run", path, "a Run, or the path of its directory") / RUN_JSON
         version = run_directory.version_of(file.parent)
         info = run_directory.read_json(file)
         written = info.get("format")

@@ -238,7 +238,7 @@ class RunSpec(_Spec):
 
     def __post_init__(self) -> None:
         if not isinstance(self.task, str) or not self.task:
-            raise SpecError(f'task={self.task!r}: expected a name, such as "clipart-resnet" or "my_task.py:build"')
+            raise SpecError(f'task={self.task!r:.80}: expected a name, such as "clipart-resnet" or "my_task.py:build"')
         if self.micro_batch == AUTO:
             object.__setattr__(self, "micro_batch", AutoBatch(AUTO))
         else:

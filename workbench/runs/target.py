@@ -221,14 +221,16 @@ def read_program(name: str, target: Any, batch: Any, *, others: str = "", error:
     if configured:
         target = _model_of(target)
     if not callable(target):
-        hint = _its_spec(name, target)
+        hint = f"it is the other way round, {name}(model, batch)" if hasattr(batch, "parameters") else _its_spec(name, target)
         raise error(
-            f"{name}({target!r:.80}): expected {others}a RunSpec, a Task, a function that builds a model, or a torch.nn.Module, not a "
-            f"{type(target).__name__}" + (f"; {hint}" if hint else "")
+            f"{name}({' '.join(repr(target).split()):.80}): expected {others}a RunSpec, a Task, a function that builds a model, "
+            f"or a torch.nn.Module, not a {type(target).__name__}" + (f"; {hint}" if hint else "")
         )
     if batch is None:
         made = "; the configuration's model is built for you" if configured else ""
         raise error(f"{name}({shown(target)}): a model needs a batch: {name}(model, batch=…), of tensors on any device, even meta{made}")
+    if hasattr(batch, "batch_sampler"):
+        raise error(f"{name}({shown(target)}, {shown(batch)}): a loader is no batch: {name}(model, next(iter(loader)))")
     return target
 
 
