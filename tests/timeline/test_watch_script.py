@@ -128,6 +128,32 @@ def test_evaluations_and_checkpoints_inside_a_loop_are_noted(tmp_path: Path) -> 
     assert (torch.save, torch.nn.Module.eval) == plain
 
 
+def test_an_evaluation_that_was_not_closed_takes_no_step_of_the_training() -> None:
+    """As Lightning has it: the next batch is there before the step, and no evaluation asks for more batches than there are."""
+    model, pause, kept = torch.nn.Linear(4, 2), 0.05, []
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    loader = DataLoader(TensorDataset(torch.randn(26, 4)), batch_size=2)
+    began = time.perf_counter()
+    with wb.watching() as watched:
+        batches = iter(loader)
+        batch = next(batches)
+        for number in range(12):
+            following = next(batches, None)
+            model(batch[0]).sum().backward()
+            optimizer.step()
+            if number % 4 == 3:
+                model.eval()
+                kept.append(iter(DataLoader(TensorDataset(torch.randn(2, 4)), batch_size=2)))
+                model(next(kept[-1])[0])
+                time.sleep(pause)
+                model.train()
+            batch = following
+        steps = watched.timeline.steps
+    assert [step.index for step in steps] == list(range(11))  # the last one is not over
+    assert sum(step.seconds for step in steps) < time.perf_counter() - began
+    assert [step.index for step in steps if step.seconds > pause] == [3, 7]
+
+
 def test_the_framework_is_the_one_whose_loop_the_user_has_called() -> None:
     def calls(module: str, called: Any) -> Any:
         code = compile("def train(inner):\n    return inner()", "/x/site-packages/somewhere.py", "exec")

@@ -147,6 +147,8 @@ class Loop:
         self.recorder = recorder
         self.asked_again = True
         """Has it called `next()` since a loop below it did?"""
+        self.evaluates = False
+        """Is it an evaluation inside a training loop? Lightning does not close it."""
         self.thread: int | None = None
         """The thread that runs it."""
         self.between: Callable[[], object] | None = None
@@ -276,7 +278,7 @@ class OpenLoops:
         waits. Otherwise the top one was left without being closed, and `loop` takes over.
         """
         assert self.top is not None
-        if self.top.asked_again and loop in self._open:
+        if self.top.asked_again and loop in self._open and not self.top.evaluates:
             self.top.asked_again = False
             loop.side_by_side = True
             self.mark(DATA_WAIT)

@@ -178,11 +178,13 @@ class ScriptWatcher:
             self._end_bare()
             if not self._models:
                 self._find_models()
-            if hooks.OPEN_LOOPS.top is not None and not all(map(_trains, self._trained)):
+            evaluates = hooks.OPEN_LOOPS.top is not None and not all(map(_trains, self._trained))
+            if evaluates:
                 self._begin_evaluation(sys._getframe(1))
             if self._borders:
                 self._borders.begin(loader)
             loop = self._recording.open()
+            loop.evaluates = evaluates
             if self._places is not None:
                 self._places[loop] = {"loop": users_line(sys._getframe(1)), "dataset": _line_of_dataset(getattr(loader, "dataset", None))}
             loop.mark(NEXT)
