@@ -165,11 +165,12 @@ def pytest_configure(config: pytest.Config) -> None:
 def rewrite_assertions(config: pytest.Config) -> None:
     """Rewrite the assertions of all test modules now, on all cores, where that is to do: each worker would do it for all of them.
 
-    The same of the library's constants, which hypothesis tries.
+    The same of the library's constants, which hypothesis tries, where all is tested.
     """
     chosen = [Path(str(name).partition("::")[0]) for name in config.args]
     files = sorted({path for name in chosen for path in (name.rglob("test_*.py") if name.is_dir() else [name])})
-    library = sorted((Path(__file__).parents[1] / "workbench").rglob("*.py"))
+    tests = Path(__file__).parent
+    library = sorted((tests.parent / "workbench").rglob("*.py")) if tests in map(Path.absolute, chosen) else []
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     children = []
     for share in range(cores):
