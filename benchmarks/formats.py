@@ -10,19 +10,23 @@ it is waiting that counts. --cold: before each reading everything is closed, and
 DataLoader asks them to: ours 32 samples at once, litdata one by one. Peers that are not installed are left out; `--peers` names a folder
 where they are, made by `pip install --target FOLDER webdataset litdata grain array-record datasets`.
 
-Writing is compared with the least that this machine needs for the same. For a shard: its bytes written by `os.write` and `fsync`, and the
-checksums that a manifest has (CRC-32 of each field, SHA-256 of each sample and of the shard), once each, in the order in which samples are
-written, which is not that of memory. For `write_shards`, which reads the samples besides and leaves an index and a manifest: those files,
-too, and one reading of each sample from the source. In CPU time the least is the sum; in wall time the larger of that sum over the number
-of cores and the time of the write alone, and the table says which.
+Writing is compared with the least that this machine needs for the same, each stage timed alone, in one thread, in the order of writing,
+which is not that of memory. For a shard: its bytes written by `os.write` and `fsync`; the checksums of a manifest, once each (CRC-32 of
+each field, SHA-256 of each sample and of the shard); and the bytes put together: numbers as text, the headers of all files at once by
+numpy, and one copy of all parts. For `write_shards`, which also reads the samples and leaves an index, a manifest and the rows by which a
+killed writer resumes: those files, the digests of dataset and index, one look for equal keys, and one reading of each sample from the
+source. In CPU time the least is the sum; in wall time the larger of that sum over the number of cores and the time of the writes alone, and
+the table says which. The line before each least has sums, writes and reading alone, without what is put together and looked for.
 """
 
 import argparse
+import collections
 import contextlib
 import functools
 import gc
 import hashlib
 import importlib.util
+import itertools
 import os
 import random
 import statistics
@@ -35,6 +39,8 @@ import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from workbench.core import units
 from workbench.core.display.table import Table
@@ -286,13 +292,23 @@ def writing(data: list[dict[str, Any]], folder: Path, rounds: int) -> Table:
     """CPU and wall time of writing a tar shard beside what it cannot do without, in turn; medians per sample."""
     import workbench as wb
     from workbench.data.formats.tar import write
+    from workbench.data.manifest import dataset_digest
     from workbench.data.shard_plan import shuffled
 
-    wb.data.write_shards(data, folder / "once", shards=1, quiet=True)  # loads what is needed
-    blob, *others = (path.read_bytes() for path in sorted((folder / "once").iterdir(), reverse=True))  # the shard; manifest and index
+    once = folder / "once"
+    digest = wb.data.write_shards(data, once, shards=1, quiet=True).dataset_sha256  # loads what is needed, too
+    blob, manifest, index = (once.joinpath(name).read_bytes() for name in ("shard-000000.tar", "manifest.json", "index.npz"))
     numbers = shuffled(len(data), 0).tolist()
     ordered = [data[number] for number in numbers]
-    parts = [(sample["jpg"], str(sample["cls"]).encode()) for sample in ordered]
+    keys, labels = [sample["__key__"] for sample in ordered], [sample["cls"] for sample in ordered]
+    columns = {"jpg": [sample["jpg"] for sample in ordered], "cls": list(map(b"%d".__mod__, labels))}
+    beginnings = [b"3:cls%d:%b3:jpg%d:" % (len(cls), cls, len(jpg)) for jpg, cls in zip(*columns.values(), strict=True)]
+    digests = _sums(columns, beginnings, blob)
+    assert hashlib.sha256(b"".join(sorted(digests))).hexdigest() == digest
+    parts = _parts(columns, blob)
+    lengths, templates = [list(map(len, column)) for column in columns.values()], parts[:6:3]
+    assert [head.tobytes() for heads in _headers(keys, templates, lengths) for head in heads] == parts[::6] + parts[3::6]
+    others = [manifest, index, index + b"".join(digests)]
     source = wb.data.as_source(data)
     took: dict[str, list[tuple[float, float]]] = {}
     for number in range(rounds):
@@ -302,14 +318,17 @@ def writing(data: list[dict[str, Any]], folder: Path, rounds: int) -> Table:
             "shard": lambda out=out: write(f"{out}.tar", ((s["__key__"], s) for s in ordered), {"jpg": "bytes", "cls": "int"}),
             "disk": lambda out=out: _write(blob, f"{out}.raw"),
             "others": lambda out=out: [_write(other, f"{out}.raw{place}") for place, other in enumerate(others)],
-            "sums": lambda: _sums(parts, blob),
-            "source": lambda: [source.__getitems__(numbers[at : at + 64]) for at in range(0, len(numbers), 64)],
+            "sums": lambda: _sums(columns, beginnings, blob),
+            "headers": lambda: (list(map(b"%d".__mod__, labels)), _headers(keys, templates, lengths)),
+            "copy": lambda: [b"".join(parts[at : at + 300]) and None for at in range(0, len(parts), 300)],
+            "all": lambda: (dataset_digest(np.frombuffer(b"".join(digests), np.uint8)), hashlib.sha256(index), len(set(keys))),
+            "source": lambda: [source.__getitems__(numbers[at : at + 256]) and None for at in range(0, len(numbers), 256)],
         }
         for name, run in runs.items():
             cpu, began = time.process_time(), time.perf_counter()
             run()
-            once = (time.process_time() - cpu) / len(data), (time.perf_counter() - began) / len(data)
-            took.setdefault(name, []).append(once)
+            mark = (time.process_time() - cpu) / len(data), (time.perf_counter() - began) / len(data)
+            took.setdefault(name, []).append(mark)
         for path in (f"{out}.tar", f"{out}.raw", out / "shard-000000.tar", *(f"{out}.raw{place}" for place in range(len(others)))):
             os.unlink(path)
     cores = len(os.sched_getaffinity(0))
@@ -323,25 +342,30 @@ def writing(data: list[dict[str, Any]], folder: Path, rounds: int) -> Table:
     rows = []
     for name, words in (
         ("disk", "the same bytes, os.write and fsync"),
-        ("sums", "the same checksums"),
+        ("sums", "the same checksums of samples and shard"),
+        ("headers", "numbers as text, headers of files"),
+        ("copy", "one copy of all parts"),
         ("source", "the samples, read once in the order of writing"),
-        ("others", "index and manifest, os.write and fsync"),
+        ("others", "index, manifest and rows to resume by, os.write and fsync"),
+        ("all", "digests of dataset and index, a look for equal keys"),
     ):
         cpu, wall = (statistics.median(values) for values in zip(*took[name], strict=True))
         rows.append((words, units.seconds(cpu), "", units.seconds(wall), ""))
-    for name, words, needs in (
-        ("shard", "one shard", ("disk", "sums")),
-        ("write_shards", "write_shards: plan, shuffle, shard, index, manifest", ("disk", "sums", "source", "others")),
+    for name, words, needs, more in (
+        ("shard", "one shard", ("disk", "sums"), ("headers", "copy")),
+        ("write_shards", "write_shards", ("disk", "sums", "source", "others"), ("headers", "copy", "all")),
     ):
-        bound = least(*needs)
-        cpu, wall = (statistics.median(values) for values in zip(*bound, strict=True))
-        binds = f"the CPU, on {cores} cores" if wall <= cpu / cores * 1.001 else "the disk"
-        rows.append((f"the least for the next line ({binds}, limits the wall time)", units.seconds(cpu), "", units.seconds(wall), ""))
+        for bound, what in ((least(*needs), "sums, writes and reading alone"), (least(*needs, *more), "the least")):
+            cpu, wall = (statistics.median(values) for values in zip(*bound, strict=True))
+            binds = f"the CPU, on {cores} cores" if wall <= cpu / cores * 1.001 else "the disk"
+            shares = [units.percent(statistics.median(a[i] / b[i] for a, b in zip(bound, took[name], strict=True))) for i in (0, 1)]
+            rows.append(
+                (f"for {words}: {what} ({binds}, limits the wall time)", units.seconds(cpu), shares[0], units.seconds(wall), shares[1])
+            )
         cpu, wall = (statistics.median(values) for values in zip(*took[name], strict=True))
-        shares = [units.percent(statistics.median(a[i] / b[i] for a, b in zip(bound, took[name], strict=True))) for i in (0, 1)]
-        rows.append((words, units.seconds(cpu), shares[0], units.seconds(wall), shares[1]))
-    columns = ("writing", "CPU per sample", "least CPU / own", "wall per sample", "least wall / own")
-    return Table(columns=columns, rows=rows, title=f"{len(data):,} samples, {units.bytes_(len(blob))}")
+        rows.append((words, units.seconds(cpu), "", units.seconds(wall), ""))
+    names = ("writing", "CPU per sample", "share of what was taken", "wall per sample", "share of what was taken")
+    return Table(columns=names, rows=rows, title=f"{len(data):,} samples, {units.bytes_(len(blob))}")
 
 
 def _write(blob: bytes, path: str) -> None:
@@ -353,14 +377,42 @@ def _write(blob: bytes, path: str) -> None:
     os.close(descriptor)
 
 
-def _sums(parts: list[tuple[bytes, bytes]], blob: bytes) -> None:
-    for sample in parts:
-        whole = hashlib.sha256()
-        for part in sample:
-            zlib.crc32(part)
-            whole.update(part)
-        whole.digest()
+def _sums(columns: dict[str, list[bytes]], beginnings: list[bytes], blob: bytes) -> list[bytes]:
+    """All checksums; the digests of the samples. `beginnings`: what is hashed before each sample's picture."""
+    for column in columns.values():
+        collections.deque(map(zlib.crc32, column), maxlen=0)
+    hashes = list(map(hashlib.sha256, beginnings))
+    collections.deque(map(type(hashes[0]).update, hashes, columns["jpg"]), maxlen=0)
     hashlib.sha256(blob).hexdigest()
+    return list(map(type(hashes[0]).digest, hashes))
+
+
+def _parts(columns: dict[str, list[bytes]], blob: bytes) -> list[bytes]:
+    """The parts of a shard: of each file its header, its bytes and padding."""
+    parts, at = [], 0
+    for value in itertools.chain.from_iterable(zip(*columns.values(), strict=True)):
+        parts += [blob[at : at + 512], value, bytes(-len(value) % 512)]
+        at += sum(map(len, parts[-3:]))
+    assert b"".join([*parts, bytes(1024)]) == blob
+    return parts
+
+
+def _headers(keys: list[str], templates: list[bytes], lengths: list[list[int]]) -> list[np.ndarray[Any, Any]]:
+    """The headers of all files, (samples, 512) for each field: all at once, by one header of each field, as keys have one length."""
+    made = []
+    names = np.frombuffer("".join(keys).encode(), np.uint8).reshape(len(keys), -1)
+    for template, sizes in zip(templates, lengths, strict=True):
+        head = np.frombuffer(template, np.uint8).copy()
+        head[: names.shape[1]] = head[124:135] = 0
+        head[148:156] = list(b"        ")
+        digits = (np.array(sizes)[:, None] >> np.arange(30, -1, -3) & 7) + 48
+        total = names.sum(1, np.int64) + digits.sum(1) + int(head.sum())
+        heads = np.empty((len(keys), 512), np.uint8)
+        heads[:] = head
+        heads[:, : names.shape[1]], heads[:, 124:135] = names, digits
+        heads[:, 148:154], heads[:, 154] = (total[:, None] >> np.arange(15, -1, -3) & 7) + 48, 0
+        made.append(heads)
+    return made
 
 
 def main() -> None:

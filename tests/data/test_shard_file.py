@@ -2,7 +2,6 @@
 
 import hashlib
 import os
-import queue
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workbench.data import shard_file
 from workbench.data.shard_file import PIECE, HashedFile
 
 
@@ -29,21 +27,19 @@ def test_the_file_has_what_was_given_and_the_digest_is_that_of_the_file(tmp_path
     assert digest == hashlib.sha256(whole).hexdigest()
 
 
-def test_much_at_once_is_queued_in_pieces_and_a_short_write_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    queued: list[int] = []
+def test_much_at_once_is_written_in_pieces_and_a_short_write_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pieces: list[int] = []
 
-    class Noted(queue.Queue[Any]):
-        def put(self, item: Any, *rest: Any, **more: Any) -> None:
-            queued.append(0 if item is None else sum(map(len, item[0])))
-            super().put(item, *rest, **more)
+    def short(descriptor: int, parts: list[bytes]) -> int:
+        pieces.append(sum(map(len, parts)))
+        return os.write(descriptor, parts[0][:1000])
 
-    monkeypatch.setattr(shard_file.queue, "Queue", Noted)
-    monkeypatch.setattr(os, "writev", lambda descriptor, parts: os.write(descriptor, parts[0][:1000]))
+    monkeypatch.setattr(os, "writev", short)
     parts = [os.urandom(100_000) for _ in range(40)]
     with HashedFile(str(tmp_path / "a")) as file:
         file.write(parts, 4_000_000)
         digest = file.finish()
-    assert max(queued) < PIECE + 100_000
+    assert max(pieces) < PIECE + 100_000
     assert (tmp_path / "a").read_bytes() == b"".join(parts)
     assert digest == hashlib.sha256(b"".join(parts)).hexdigest()
 

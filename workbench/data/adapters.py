@@ -4,6 +4,7 @@ import contextlib
 import functools
 import inspect
 import itertools
+import operator
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -42,17 +43,14 @@ class DatasetSource(Source):
 
     def _read_many(self, indices: list[int]) -> Iterator[Sample | Damage]:
         if type(self.dataset) is list:
-            yield from (as_sample(self.dataset[index], index, self.fields) for index in indices)
-            return
+            return iter(_as_samples([self.dataset[index] for index in indices], indices, self.fields))
         several = getattr(self.dataset, "__getitems__", None)
         if several is None or not indices:
-            yield from super()._read_many(indices)
-            return
+            return super()._read_many(indices)
         found = several(indices)
         if not isinstance(found, list) or len(found) != len(indices):  # whole batches, ready
-            yield from super()._read_many(indices)
-            return
-        yield from (as_sample(sample, index, self.fields) for sample, index in zip(found, indices, strict=True))
+            return super()._read_many(indices)
+        return iter(_as_samples(found, indices, self.fields))
 
 
 class IterableSource(Source):
@@ -117,6 +115,16 @@ def as_sample(value: Any, index: int, fields: Sequence[str] | None = None) -> Sa
         if (converted := plain(item, name)) is not None:
             sample[name] = converted
     return sample
+
+
+def _as_samples(values: list[Any], indices: list[int], fields: Sequence[str] | None) -> list[Sample]:
+    """`as_sample` of each value: at once where all are dicts with the same names, of values that stay as they are."""
+    if set(map(type, values)) == {dict} and len(named := set(map(tuple, values))) == 1:
+        (names,) = named
+        kinds = {name: set(map(type, map(operator.itemgetter(name), values))) for name in names}
+        if _is_plain(names, tuple(set().union(*kinds.values()))) and kinds[KEY] == {str}:
+            return list(map(dict.copy, values))
+    return [as_sample(value, index, fields) for value, index in zip(values, indices, strict=True)]
 
 
 @functools.lru_cache(maxsize=256)

@@ -11,7 +11,7 @@ import os
 import zipfile
 from array import array
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
@@ -22,7 +22,7 @@ import numpy as np
 
 from workbench.core import run_directory
 from workbench.core.codec import JsonDataclass
-from workbench.data.sample import NameCollisionError, Strings, digest, encode
+from workbench.data.sample import NameCollisionError, Strings, digest, encode, of_each
 from workbench.data.storage import Storage
 
 MANIFEST, INDEX = "manifest.json", "index.npz"
@@ -118,12 +118,17 @@ class Index:
 class Rows:
     """The part of an index that one shard gives while it is written."""
 
-    def __init__(self, fields: Iterable[str]) -> None:
-        self.fields = tuple(fields)
+    def __init__(self, fields: Iterable[str], offsets_of: Callable[[Array], Array] | None = None) -> None:
+        """
+        Args:
+            fields: their names.
+            offsets_of: lengths of fields (samples, fields) → where they begin, in formats where that follows.
+        """
+        self.fields, self.offsets_of = tuple(fields), offsets_of
         self._sorted = [(place, b"%d:%b" % (len(name), name.encode())) for name, place in sorted(zip(fields, range(10**9), strict=False))]
-        self._keys: list[str] = []
-        self._offsets, self._lengths, self._crcs = array("q"), array("q"), array("I")
-        self._digests: list[bytes] = []
+        self._keys, self._digests = bytearray(), bytearray()
+        self._sizes, self._offsets = array("q"), array("q")
+        self._lengths, self._crcs = [array("q") for _ in self.fields], [array("I") for _ in self.fields]
 
     def add(self, key: str, parts: Sequence[bytes | None], offsets: Sequence[int] = ()) -> None:
         """A sample.
@@ -137,7 +142,7 @@ class Rows:
         self.add_columns([key], [[part or b""] for part in parts], lengths, offsets)
 
     def add_columns(
-        self, keys: Sequence[str], columns: Sequence[Sequence[bytes]], lengths: Sequence[Sequence[int]], offsets: Iterable[int] = ()
+        self, keys: Sequence[str], columns: Sequence[Sequence[bytes]], lengths: Sequence[list[int]], offsets: Sequence[int] = ()
     ) -> None:
         """Several samples, field by field, which takes less time than one by one.
 
@@ -147,19 +152,23 @@ class Rows:
             lengths: bytes of those; -1 = the sample has no such field.
             offsets: as for `add`, those of the first sample before those of the second.
         """
-        self._keys += keys
+        joined = "".join(keys)
+        self._keys += joined.encode("utf-8", "surrogateescape")
+        self._sizes.extend(map(len, keys if joined.isascii() else [key.encode("utf-8", "surrogateescape") for key in keys]))
         self._offsets.extend(offsets)
-        self._lengths.extend(itertools.chain.from_iterable(zip(*lengths, strict=True)))
-        self._crcs.extend(itertools.chain.from_iterable(zip(*(map(crc32, column) for column in columns), strict=True)))
-        self._digests += self._hashed(len(keys), columns, lengths)
+        for length, column, all_lengths, all_crcs in zip(lengths, columns, self._lengths, self._crcs, strict=True):
+            all_lengths.extend(length)
+            all_crcs.extend(map(crc32, column))
+        self._digests += b"".join(self._hashed(len(keys), columns, lengths))
 
-    def _hashed(self, count: int, columns: Sequence[Sequence[bytes]], lengths: Sequence[Sequence[int]]) -> Iterable[bytes]:
+    def _hashed(self, count: int, columns: Sequence[Sequence[bytes]], lengths: Sequence[list[int]]) -> Iterable[bytes]:
         """The digest of each sample: what `sample.digest` gives. Small parts are joined, large ones hashed where they are."""
-        hashes, small = [sha256() for _ in range(count)] if not self._sorted else [], []
+        hashes: list[Any] = [sha256() for _ in range(count)] if not self._sorted else []
+        small: list[Iterable[bytes]] = []
         for number, (place, name) in enumerate(self._sorted, 1):
-            heads: Iterable[bytes] = map((name.replace(b"%", b"%%") + b"%d:").__mod__, lengths[place])
+            heads = of_each((name.replace(b"%", b"%%") + b"%d:").__mod__, lengths[place])
             if -1 in lengths[place]:
-                heads = (b"" if length < 0 else head for head, length in zip(heads, lengths[place], strict=True))
+                heads = [b"" if length < 0 else head for head, length in zip(heads, lengths[place], strict=True)]
             small.append(heads)
             large = sum(lengths[place]) > LARGE * count
             if not large:
@@ -174,15 +183,16 @@ class Rows:
 
     def arrays(self) -> dict[str, Array]:
         """As arrays by name, to be saved."""
-        data, ends = Strings(self._keys).arrays
-        count, fields = len(self._keys), len(self.fields)
+        count = len(self._sizes)
+        lengths = np.array(self._lengths, np.int64).reshape(len(self.fields), count).T
+        offsets = np.array(self._offsets).reshape(count, len(self._offsets) // max(1, count))
         return {
-            "keys": data,
-            "ends": ends,
-            "offsets": np.array(self._offsets).reshape(count, len(self._offsets) // max(1, count)),
-            "lengths": np.array(self._lengths).reshape(count, fields),
-            "crcs": np.array(self._crcs).reshape(count, fields),
-            "digests": np.frombuffer(b"".join(self._digests), np.uint8).reshape(count, 32),
+            "keys": np.frombuffer(self._keys, np.uint8),
+            "ends": np.concatenate([[0], self._sizes]).astype(np.int64).cumsum(),
+            "offsets": offsets if self.offsets_of is None else self.offsets_of(lengths),
+            "lengths": lengths,
+            "crcs": np.array(self._crcs, np.uint32).reshape(len(self.fields), count).T,
+            "digests": np.frombuffer(self._digests, np.uint8).reshape(count, 32),
         }
 
 
@@ -208,7 +218,7 @@ def packed(arrays: Mapping[str, Array]) -> bytes:
         for name in sorted(arrays):
             part = io.BytesIO()
             np.lib.format.write_array(part, np.ascontiguousarray(arrays[name]), version=(1, 0), allow_pickle=False)
-            archive.writestr(zipfile.ZipInfo(f"{name}.npy", (1980, 1, 1, 0, 0, 0)), part.getvalue())
+            archive.writestr(zipfile.ZipInfo(f"{name}.npy", (1980, 1, 1, 0, 0, 0)), part.getbuffer())
     return file.getvalue()
 
 
@@ -385,11 +395,13 @@ def store(out: Path, names: Sequence[str], parts: Sequence[Mapping[str, Array]],
     Raises:
         NameCollisionError: two samples have the same key.
     """
-    keys = list(itertools.chain.from_iterable(Strings.of(part["keys"], part["ends"]) for part in parts))
+    rows = merge(parts)
+    data = rows["keys"].tobytes()
+    keys = [data[start:end] for start, end in itertools.pairwise(rows["ends"].tolist())]
     if len(set(keys)) < len(keys):
-        twice = Counter(keys).most_common(1)[0][0]
+        twice = Counter(keys).most_common(1)[0][0].decode("utf-8", "surrogateescape")
         raise NameCollisionError(f'two samples have the key {twice!r}: give keys="number"')
-    index = packed(merge(parts))
+    index = packed(rows)
     shards = []
     for name, part in zip(names, parts, strict=True):
         size, shard_sha256 = about_shard(part)

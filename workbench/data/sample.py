@@ -11,7 +11,7 @@ import itertools
 import re
 import struct
 import tokenize
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -36,6 +36,7 @@ USUAL_KINDS: Mapping[type, str] = {bytes: "bytes", str: "str", int: "int", float
 """Type → kind, of values that are stored as they are."""
 _LONGEST_KEY = 1000
 _USUAL = re.compile(r"[A-Za-z0-9_-]{1,100}(?:/[A-Za-z0-9_-]{1,100}){0,8}")
+_USUAL_LINES = re.compile(rf"(?:{_USUAL.pattern}\n)+")
 _ILLEGAL = re.compile(r"[\x00-\x1f\x7f\\]")
 
 
@@ -86,10 +87,12 @@ def checked_key(key: str, *, dots: bool = True) -> str:
     return name
 
 
-def are_usual(keys: Iterable[Any]) -> bool:
+def are_usual(keys: Sequence[Any]) -> bool:
     """Are these texts that `checked_key` gives back as they are, without a dot?"""
-    keys = list(keys)
-    return set(map(type, keys)) == {str} and all(map(_USUAL.fullmatch, keys))
+    if set(map(type, keys)) != {str}:
+        return False
+    lines = "\n".join(keys) + "\n"
+    return lines.count("\n") == len(keys) and _USUAL_LINES.fullmatch(lines) is not None
 
 
 def kind_of_field(field: str) -> str:
@@ -178,6 +181,11 @@ def encoded_columns(samples: Sequence[Sample], fields: Iterable[str]) -> tuple[l
         lengths.append([-1 if value is None else len(value) for value in values] if gaps else list(map(len, values)))
         columns.append([value or b"" for value in values] if gaps else values)
     return columns, lengths
+
+
+def of_each(function: Callable[[int], Any], numbers: list[int]) -> list[Any]:
+    """A function of each number, called once where all are the same."""
+    return [function(numbers[0])] * len(numbers) if len(set(numbers)) == 1 else list(map(function, numbers))
 
 
 @functools.lru_cache(maxsize=512)

@@ -14,13 +14,13 @@ from workbench.data.manifest import Rows
 from workbench.data.sample import Sample, encoded_columns
 
 PIECE = 256 << 10
-"""Bytes that are handed to the thread at once, about: what it joins is still in its core's cache when it is hashed and written."""
+"""Bytes that the thread joins, hashes and writes at once, about: what it has joined is still in its core's cache when it is hashed."""
 FEWEST, MOST, MOST_BYTES = 16, 256, 16 << 20
 """Samples that are taken at once: at least, at most, and so many that they have about so many bytes."""
 SMALL = 8 << 10
 """Bytes of a part, in the mean, below which joining them is cheaper than hashing and writing each."""
-QUEUE = 32
-"""Pieces that wait for the thread at most."""
+QUEUE = 2
+"""Batches of samples that wait for the thread at most."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -43,7 +43,7 @@ class HashedFile:
         self._parts: list[bytes] = []
         self._size = self._handed_over = 0
         self._hash = hashlib.sha256()
-        self._queue: queue.Queue[tuple[list[bytes], bool] | None] = queue.Queue(QUEUE)
+        self._queue: queue.Queue[tuple[list[bytes], int] | None] = queue.Queue(QUEUE)
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._work, name="wb-write-shard", daemon=True)
         self._thread.start()
@@ -64,21 +64,20 @@ class HashedFile:
             self._hand_over()
 
     def _hand_over(self) -> None:
-        """Give all that waits to the thread, in several pieces where it is much."""
+        """Give all that waits to the thread."""
         parts, self._parts = self._parts, []
         size, self._handed_over = self._size - self._handed_over, self._size
-        many = max(1, len(parts) * PIECE // max(size, 1))
-        for first in range(0, len(parts), many):
-            if self._error is not None:
-                raise self._error
-            self._queue.put((parts[first : first + many], size < SMALL * len(parts)))
+        if self._error is not None:
+            raise self._error
+        self._queue.put((parts, size))
 
     def _work(self) -> None:
-        while (piece := self._queue.get()) is not None:
-            if self._error is not None:
-                continue
+        while (given := self._queue.get()) is not None:
+            parts, size = given
+            many = max(1, len(parts) * PIECE // max(size, 1))
             try:
-                self._write(*piece)
+                for first in range(0, len(parts) if self._error is None else 0, many):
+                    self._write(parts[first : first + many], size < SMALL * len(parts))
             except BaseException as error:
                 self._error = error
 
@@ -134,23 +133,40 @@ def hash_file(path: str | Path) -> tuple[int, str]:
         return os.fstat(file.fileno()).st_size, hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def several(samples: Iterable[tuple[str, Sample]]) -> Iterator[list[tuple[str, Sample]]]:
-    """(key, sample) pairs, many at once where they are small."""
-    pairs, many = iter(samples), FEWEST
+class Pairs:
+    """(key, sample) pairs that come many at once, as keys and samples."""
+
+    def __init__(self, blocks: Iterable[tuple[Sequence[str], Sequence[Sample]]]) -> None:
+        self.blocks = blocks
+
+    def __iter__(self) -> Iterator[tuple[str, Sample]]:
+        return itertools.chain.from_iterable(zip(*block, strict=True) for block in self.blocks)
+
+
+def how_many(samples: Sequence[Sample]) -> int:
+    """How many samples like these are taken at once."""
+    size = max(sum(len(v) if type(v) in (bytes, str) else getattr(v, "nbytes", 64) for v in one.values()) for one in samples[::FEWEST])
+    return min(MOST, max(FEWEST, MOST_BYTES // max(1, size)))
+
+
+def several(samples: Iterable[tuple[str, Sample]]) -> Iterable[tuple[Sequence[str], Sequence[Sample]]]:
+    """The keys and samples of (key, sample) pairs, many at once where they are small."""
+    return samples.blocks if isinstance(samples, Pairs) else _several(iter(samples))
+
+
+def _several(pairs: Iterator[tuple[str, Sample]]) -> Iterator[tuple[Sequence[str], Sequence[Sample]]]:
+    many = FEWEST
     while some := list(itertools.islice(pairs, many)):
-        yield some
-        size = max(
-            sum(len(v) if type(v) in (bytes, str) else getattr(v, "nbytes", 64) for v in sample.values()) for _, sample in some[::FEWEST]
-        )
-        many = min(MOST, max(FEWEST, MOST_BYTES // max(1, size)))
+        keys, found = zip(*some, strict=True)
+        yield keys, found
+        many = how_many(found)
 
 
 def noted(samples: Iterable[tuple[str, Sample]], rows: Rows) -> Iterator[tuple[str, Sample]]:
     """Samples passed on, with a row for each in an index without offsets."""
-    for some in several(samples):
-        keys, found = zip(*some, strict=True)
-        rows.add_columns(keys, *encoded_columns(found, rows.fields))
-        yield from some
+    for keys, some in several(samples):
+        rows.add_columns(keys, *encoded_columns(some, rows.fields))
+        yield from zip(keys, some, strict=True)
 
 
 def written(path: str, rows: Rows) -> Written:

@@ -44,7 +44,7 @@ from workbench.data.manifest import (
     write_whole,
 )
 from workbench.data.sample import KEY, NameCollisionError, Sample, checked_key, digest, encode, kind_of, plain, schema_of
-from workbench.data.shard_file import Written
+from workbench.data.shard_file import FEWEST, Pairs, Written, how_many
 from workbench.data.shard_plan import TARGET, ShardPlan, check_space, plan_shards, shuffled
 from workbench.data.source import Source
 from workbench.data.storage import Storage
@@ -86,16 +86,19 @@ class Job:
     probe: str = ""
     """Digest of some samples, by which a resumed writer knows that they are the same."""
 
-    def samples(self, shard: int) -> Iterator[tuple[str, Sample]]:
-        """The samples of a shard with their keys."""
-        numbers = self.order[self.edges[shard] : self.edges[shard + 1]].tolist()
-        for first in range(0, len(numbers), 64):
-            some = numbers[first : first + 64]
-            found: list[Sample] = self.source.__getitems__([number // self.copies for number in some])
+    def blocks(self, shard: int) -> Iterator[tuple[Sequence[str], Sequence[Sample]]]:
+        """The keys and samples of a shard, many at once where they are small."""
+        numbers = iter(self.order[self.edges[shard] : self.edges[shard + 1]].tolist())
+        many = FEWEST
+        while some := list(itertools.islice(numbers, many)):
+            found: list[Sample] = self.source.__getitems__([number // self.copies for number in some] if self.copies > 1 else some)
             if len(found) != len(some):
                 raise ValueError(f"{len(some) - len(found)} samples of {self.source!r} are damaged: {self.source.damaged[-1]}")
-            usual = self._usual_keys(found)
-            yield from zip(usual, found, strict=True) if usual else map(self.made, some, found)
+            keys, made = self._usual_keys(found), found
+            if keys is None:
+                keys, made = map(list, zip(*map(self.made, some, found), strict=True))
+            many = min(how_many(found), how_many(made))
+            yield keys, made
 
     def _usual_keys(self, found: list[Sample]) -> list[str] | None:
         """The keys of samples that are written as they are: where nothing is to be done to them, which is seen at once; else None."""
@@ -161,7 +164,7 @@ def write_one(job: Job, shard: int) -> int:
     part = work / f"{name}.part"
     _remove(part)
     try:
-        done = writer(job.format)(str(part), job.samples(shard), job.schema)
+        done = writer(job.format)(str(part), Pairs(job.blocks(shard)), job.schema)
     except OSError as error:
         _remove(part)
         run_directory.raise_if_full(job.out, error, "Finished shards stay: free some space and call again with the same arguments")

@@ -13,7 +13,7 @@ from typing import Any
 from workbench.data.formats.library import LibrarySource
 from workbench.data.manifest import Rows
 from workbench.data.sample import KEY, CorruptSampleError, Sample, decode, encode, stored_schema
-from workbench.data.shard_file import Written, written
+from workbench.data.shard_file import Written, noted, written
 from workbench.data.storage import need
 
 META = b"__meta__"
@@ -118,12 +118,11 @@ def write(path: str, samples: Iterable[tuple[str, Sample]], schema: Mapping[str,
     environment = lmdb.open(path, subdir=False, map_size=MAP, lock=False, sync=False, meminit=True)
     transaction = environment.begin(write=True)
     try:
-        for number, (key, sample) in enumerate(samples):
+        for number, (key, sample) in enumerate(noted(samples, rows)):
             parts = [None if (value := sample.get(field)) is None else encode(value) for field in schema]
             name = key.encode()
             head = struct.pack(f"<{1 + len(parts)}I", len(name), *(_NONE if part is None else len(part) for part in parts))
             transaction.put(b"%08d" % number, b"".join((head, name, *(part for part in parts if part is not None))), append=True)
-            rows.add(key, parts)
             if number % COMMIT == COMMIT - 1:
                 transaction.commit()
                 transaction = environment.begin(write=True)

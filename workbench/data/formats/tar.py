@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from workbench.data.formats.indexed import IndexedSource, truncated
-from workbench.data.manifest import Index, Rows, load_index
+from workbench.data.manifest import Array, Index, Rows, load_index
 from workbench.data.sample import (
     KEY,
     CorruptSampleError,
@@ -27,6 +27,7 @@ from workbench.data.sample import (
     decode,
     encoded_columns,
     kind_of_field,
+    of_each,
 )
 from workbench.data.shard_file import HashedFile, Written, several
 from workbench.data.source import Damage, OnError, corrupt
@@ -304,15 +305,15 @@ def header(name: bytes, length: int) -> bytes:
         return _long(name, length)
     if length >= _LARGEST:
         raise ValueError(f"{name!r} has {length:,} bytes: a tar file takes up to {_LARGEST - 1:,} per field")
-    size, of_size = _size(length)
+    size, of_size, _ = _size(length)
     return b"".join((name, _PADDING[100 - len(name)], size, _end(of_size + sum(name))))
 
 
 @functools.lru_cache(maxsize=65536)
-def _size(length: int) -> tuple[bytes, int]:
-    """What a header has between name and checksum, by the size of the file, and the sum of all its bytes but those of the name."""
+def _size(length: int) -> tuple[bytes, int, bytes]:
+    """By the size of a file: what its header has between name and checksum, the sum of all of that but the name, and the padding."""
     size = b"%011o\0" % length
-    return _BEFORE + size + _BETWEEN, _SUM + sum(size)
+    return _BEFORE + size + _BETWEEN, _SUM + sum(size), _PADDING[-length % BLOCK]
 
 
 @functools.lru_cache(maxsize=8192)
@@ -344,35 +345,38 @@ def write(path: str, samples: Iterable[tuple[str, Sample]], schema: Mapping[str,
         samples: (key, sample) pairs.
         schema: field → kind.
     """
-    rows, at = Rows(schema), 0
+    rows, at, endings = Rows(schema, _offsets), 0, [b"." + field.encode() for field in schema]
     with HashedFile(path) as file:
-        for some in several(samples):
-            keys, found = zip(*some, strict=True)
-            stems = list(map(str.encode, keys))
-            sums = list(map(sum, stems))
-            columns, lengths = encoded_columns(found, schema)
-            sizes = np.array(lengths, np.int64).reshape(len(columns), len(some)).T.ravel()
-            ends = at + np.where(sizes < 0, 0, BLOCK + sizes + -sizes % BLOCK).cumsum()
-            rows.add_columns(keys, columns, lengths, (np.concatenate([[at], ends])[:-1] + BLOCK).tolist())
-            pieces: list[Iterable[bytes]] = []
-            for field, column, length in zip(schema, columns, lengths, strict=True):
-                pieces += (
-                    _headers(stems, sums, b"." + field.encode(), length),
-                    column,
-                    [_PADDING[-size % BLOCK if size > 0 else 0] for size in length],
-                )
-            at = int(ends[-1]) if columns else at
-            file.write(list(itertools.chain.from_iterable(zip(*pieces, strict=True))), at)
+        for keys, some in several(samples):
+            columns, lengths = encoded_columns(some, schema)
+            rows.add_columns(keys, columns, lengths)
+            parts, size = _files(list(map(str.encode, keys)), endings, columns, lengths)
+            at += size
+            file.write(parts, at)
         file.write([bytes(2 * BLOCK)], at + 2 * BLOCK)
         return Written(bytes=at + 2 * BLOCK, sha256=file.finish(), rows=rows)
 
 
-def _headers(stems: list[bytes], sums: list[int], ending: bytes, lengths: list[int]) -> list[bytes]:
-    """The header of each sample's file "stem + ending" of so many bytes; b"" where there is none, whose length is -1. `sums`: of stems."""
-    if min(lengths) < 0 or max(lengths) >= _LARGEST or max(map(len, stems)) + len(ending) > 100:
-        return [header(stem + ending, length) if length >= 0 else b"" for stem, length in zip(stems, lengths, strict=True)]
-    endings, more = [ending + _PADDING[n] for n in range(101 - len(ending))][::-1], sum(ending)
-    return [
-        b"".join((stem, endings[len(stem)], size, _end(of_size + of_stem + more)))
-        for stem, of_stem, (size, of_size) in zip(stems, sums, map(_size, lengths), strict=True)
-    ]
+def _offsets(lengths: Array) -> Array:
+    """Where each field of each sample begins, by their lengths (samples, fields); -1 = there is no such file."""
+    ends = np.where(lengths < 0, 0, BLOCK + lengths + -lengths % BLOCK).ravel().cumsum()
+    return (np.concatenate([[0], ends])[:-1] + BLOCK).reshape(lengths.shape)
+
+
+def _files(stems: list[bytes], endings: list[bytes], columns: list[list[bytes]], lengths: list[list[int]]) -> tuple[list[bytes], int]:
+    """The files of some samples, in parts to be joined (name, rest of the header, bytes, padding), and their size; no file of length -1."""
+    parts: list[Sequence[bytes]] = []
+    sums, long, total = list(map(sum, stems)), list(map(len, stems)), 0
+    for ending, column, length in zip(endings, columns, lengths, strict=True):
+        paddings: Sequence[bytes]
+        if min(length) < 0 or max(length) >= _LARGEST or max(long) + len(ending) > 100:
+            heads = [header(stem + ending, size) if size >= 0 else b"" for stem, size in zip(stems, length, strict=True)]
+            paddings = [_PADDING[-size % BLOCK if size > 0 else 0] for size in length]
+            parts += heads, column, paddings
+        else:
+            more, rests = sum(ending), [ending + _PADDING[n] for n in range(101 - len(ending))][::-1]
+            middles, rest_sums, paddings = zip(*of_each(_size, length), strict=True)
+            ends = [_end(one + other + more) for one, other in zip(sums, rest_sums, strict=True)]
+            parts += stems, of_each(rests.__getitem__, long), middles, ends, column, paddings
+        total += BLOCK * (len(length) - length.count(-1)) + sum(map(len, column)) + sum(map(len, paddings))
+    return list(itertools.chain.from_iterable(zip(*parts, strict=True))), total
