@@ -162,6 +162,24 @@ def test_a_file_that_workers_share_is_read_wrongly_and_shown_to_be(tmp_path: Pat
     assert wb.data.doctor(DataLoader(data, 8), run=False)["open handles"].figure == "the dataset holds none"
 
 
+def test_reads_that_fail_in_workers_only_show_a_shared_file_as_those_that_differ_do(tmp_path: Path) -> None:
+    """As where a read of another worker has moved the position behind the end."""
+
+    class Fails(SharedFile):
+        def __getitem__(self, index: int) -> torch.Tensor:
+            info = get_worker_info()
+            if info and info.id and not index % 20:
+                raise ValueError("there is no byte at the end")
+            return super().__getitem__(0)
+
+    (tmp_path / "records").write_bytes(bytes(4096))
+    data = Fails(tmp_path / "records")
+    found = wb.data.doctor(forked(data))["open handles"]
+    data.file.close()
+    assert (found.severity, found.proved) == ("wrong", True)
+    assert "of 2000 reads of workers differ or fail" in found.figure
+
+
 def test_workers_of_a_stream_that_give_the_same_are_found() -> None:
     same = wb.data.doctor(forked(Stream(parts=False), num_workers=2))["stream parts"]
     assert (same.severity, same.proved) == ("wrong", True)

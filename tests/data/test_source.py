@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 import workbench as wb
 from tests.data.formats import COUNT, SCHEMA, first, samples, write
 from workbench.data.adapters import NoRandomAccessError
-from workbench.data.formats.tar import _headers, header, members
+from workbench.data.formats.tar import _files, header, members
 from workbench.data.manifest import digest_of, imbalance
 from workbench.data.sample import (
     CorruptSampleError,
@@ -186,9 +186,13 @@ def test_headers_that_lie_are_refused_without_reading_what_they_declare(tmp_path
 def test_headers_of_many_files_are_those_of_each() -> None:
     stems = [b"a", b"cats/0001", b"x" * 85, "süß".encode(), b"folder/" + b"y" * 88]
     for ending in (b".jpg", b".a", b".longer.npy"):  # with the last the longest names need two fields
-        for lengths in ([0, 1, 512, 3400, 8**11 - 1], [3, -1, 0, -1, 2]):
-            each = [header(stem + ending, length) if length >= 0 else b"" for stem, length in zip(stems, lengths, strict=True)]
-            assert _headers(stems, list(map(sum, stems)), ending, lengths) == each
+        for lengths in ([0, 1, 512, 3400, 8**11 - 1], [3, -1, 0, -1, 2], [513] * 5):
+            heads = [header(stem + ending, length) if length >= 0 else b"" for stem, length in zip(stems, lengths, strict=True)]
+            column = [bytes(length if 0 < length < 8**10 else 0) for length in lengths]
+            each = [head + value + bytes(-max(0, n) % 512) for head, value, n in zip(heads, column, lengths, strict=True)]
+            parts, size = _files(stems, [ending], [column], [lengths])
+            assert b"".join(parts) == b"".join(each)
+            assert size == sum(map(len, each))
 
 
 @pytest.mark.parametrize("key", ["", "/a", "../a", "a//b", "a/../../b", "a\0b", "a\\b", "a" * 300, "x/" * 600 + "a"])

@@ -15,8 +15,8 @@ from workbench.core import units
 from workbench.core.codec import NOT_STORED, JsonDataclass
 from workbench.core.display.table import Shown, Table, frame, panel, plot_method
 from workbench.data.adapters import as_source
-from workbench.data.manifest import INDEX, MANIFEST, Manifest, ManifestError, read_manifest
-from workbench.data.sample import KEY, PICTURES, CorruptSampleError, digest
+from workbench.data.manifest import INDEX, MANIFEST, Manifest, ManifestError, digest_of, read_manifest
+from workbench.data.sample import KEY, PICTURES, CorruptSampleError
 from workbench.data.shard_file import hash_file
 from workbench.data.source import Source
 from workbench.data.storage import DataMissingError, Storage
@@ -116,9 +116,9 @@ def _read(source: Source, manifest: Manifest, full: bool, problems: list[str]) -
         source.__getitems__(wanted)
         problems += source.damaged
         return len(wanted)
-    digests = [digest(sample) for sample in source]
+    found = digest_of(source)
     problems += source.damaged
-    if not source.damaged_count and hashlib.sha256(b"".join(sorted(digests))).hexdigest() != manifest.dataset_sha256:
+    if not source.damaged_count and found != manifest.dataset_sha256:
         problems.append(f"the digest of the samples is not that of {MANIFEST}: it is of other data")
     return count
 

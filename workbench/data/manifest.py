@@ -119,27 +119,12 @@ class Rows:
     """The part of an index that one shard gives while it is written."""
 
     def __init__(self, fields: Iterable[str], offsets_of: Callable[[Array], Array] | None = None) -> None:
-        """
-        Args:
-            fields: their names.
-            offsets_of: lengths of fields (samples, fields) → where they begin, in formats where that follows.
-        """
+        """`offsets_of`: lengths of fields (samples, fields) → where they begin, in formats where that follows."""
         self.fields, self.offsets_of = tuple(fields), offsets_of
         self._sorted = [(place, b"%d:%b" % (len(name), name.encode())) for name, place in sorted(zip(fields, range(10**9), strict=False))]
         self._keys, self._digests = bytearray(), bytearray()
         self._sizes, self._offsets = array("q"), array("q")
         self._lengths, self._crcs = [array("q") for _ in self.fields], [array("I") for _ in self.fields]
-
-    def add(self, key: str, parts: Sequence[bytes | None], offsets: Sequence[int] = ()) -> None:
-        """A sample.
-
-        Args:
-            key: its name.
-            parts: its fields as `sample.encode` writes them; None = it has no such field.
-            offsets: where they begin in the shard, in formats that have offsets.
-        """
-        lengths = [[-1 if part is None else len(part)] for part in parts]
-        self.add_columns([key], [[part or b""] for part in parts], lengths, offsets)
 
     def add_columns(
         self, keys: Sequence[str], columns: Sequence[Sequence[bytes]], lengths: Sequence[list[int]], offsets: Sequence[int] = ()
@@ -150,7 +135,7 @@ class Rows:
             keys: their names.
             columns: for each field, of each sample, as `sample.encode` writes it; b"" where a sample has no such field.
             lengths: bytes of those; -1 = the sample has no such field.
-            offsets: as for `add`, those of the first sample before those of the second.
+            offsets: where they begin in the shard, those of the first sample before those of the second, in formats that have offsets.
         """
         joined = "".join(keys)
         self._keys += joined.encode("utf-8", "surrogateescape")

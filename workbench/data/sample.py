@@ -297,11 +297,6 @@ class Strings(Sequence[str]):
         self._data, self._ends = data, ends
         return self
 
-    @property
-    def arrays(self) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-        """All bytes, and where each text ends (with a 0 before the first)."""
-        return self._data, self._ends
-
     def __len__(self) -> int:
         return len(self._ends) - 1
 

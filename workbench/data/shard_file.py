@@ -149,13 +149,12 @@ def how_many(samples: Sequence[Sample]) -> int:
     return min(MOST, max(FEWEST, MOST_BYTES // max(1, size)))
 
 
-def several(samples: Iterable[tuple[str, Sample]]) -> Iterable[tuple[Sequence[str], Sequence[Sample]]]:
+def several(samples: Iterable[tuple[str, Sample]]) -> Iterator[tuple[Sequence[str], Sequence[Sample]]]:
     """The keys and samples of (key, sample) pairs, many at once where they are small."""
-    return samples.blocks if isinstance(samples, Pairs) else _several(iter(samples))
-
-
-def _several(pairs: Iterator[tuple[str, Sample]]) -> Iterator[tuple[Sequence[str], Sequence[Sample]]]:
-    many = FEWEST
+    if isinstance(samples, Pairs):
+        yield from samples.blocks
+        return
+    pairs, many = iter(samples), FEWEST
     while some := list(itertools.islice(pairs, many)):
         keys, found = zip(*some, strict=True)
         yield keys, found

@@ -13,7 +13,7 @@ import os
 import pickle
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from dataclasses import dataclass, field
 from multiprocessing import get_context
@@ -94,11 +94,11 @@ class Job:
             found: list[Sample] = self.source.__getitems__([number // self.copies for number in some] if self.copies > 1 else some)
             if len(found) != len(some):
                 raise ValueError(f"{len(some) - len(found)} samples of {self.source!r} are damaged: {self.source.damaged[-1]}")
-            keys, made = self._usual_keys(found), found
+            keys, many = self._usual_keys(found), how_many(found)
             if keys is None:
-                keys, made = map(list, zip(*map(self.made, some, found), strict=True))
-            many = min(how_many(found), how_many(made))
-            yield keys, made
+                keys, found = map(list, zip(*map(self.made, some, found), strict=True))
+                many = min(many, how_many(found))
+            yield keys, found
 
     def _usual_keys(self, found: list[Sample]) -> list[str] | None:
         """The keys of samples that are written as they are: where nothing is to be done to them, which is seen at once; else None."""
@@ -155,11 +155,11 @@ def _begin(job: Job) -> None:
 
 def _write_in_worker(shard: int) -> int:
     assert _job is not None
-    return write_one(_job, shard)
+    return len(write_one(_job, shard)["lengths"])
 
 
-def write_one(job: Job, shard: int) -> int:
-    """Write a shard: under another name, then renamed, then noted as done. The number of its samples."""
+def write_one(job: Job, shard: int) -> dict[str, Array]:
+    """Write a shard: under another name, then renamed, then noted as done. Its rows."""
     name, work = job.names[shard], job.out / WORK
     part = work / f"{name}.part"
     _remove(part)
@@ -175,8 +175,9 @@ def write_one(job: Job, shard: int) -> int:
     target = job.out / name
     _remove(target)
     os.replace(part, target)
-    write_whole(work / f"{name}.done", packed(_rows(done)))
-    return job.edges[shard + 1] - job.edges[shard]
+    rows = _rows(done)
+    write_whole(work / f"{name}.done", packed(rows))
+    return rows
 
 
 def _rows(done: Written) -> dict[str, Array]:
@@ -292,9 +293,10 @@ def write_shards(
         made_by = getattr(transform, "__qualname__", type(transform).__name__) if transform else ""
         same = {"format": format, "count": plan.count, "shards": plan.shards, "schema": job.schema, "samples": job.probe}
         _resume(job, {**same, "seed": seed, "keys": keys, "copies": copies, "transform": made_by})
-        _write_all(job, workers, start_method, quiet)
+        rows = _write_all(job, workers, start_method, quiet)
         return _finish(
             job,
+            rows,
             Manifest(
                 format=format,
                 count=plan.count,
@@ -325,17 +327,13 @@ def _plan(job: Job, schema: Mapping[str, str] | None, target: int, readers: int,
     for name in job.schema:
         if not name or set(name) & set("/\\\0"):
             raise samples.UnsafeNameError(f"the field {name[:60]!r} cannot be part of a file's name: rename it")
-    sizes = [_bytes(sample) for sample in probe]
+    sizes = [sum(len(encode(value)) for name, value in sample.items() if name != KEY and value is not None) for sample in probe]
     payload = float(np.mean(sizes)) * count
     added = OVERHEAD.get(job.format, 16) * (len(job.schema) if job.format == "tar" else 1)
     plan = plan_shards(count, payload, target=target, readers=readers, shards=shards, stored=payload + added * count)
     job.order, job.edges = shuffled(count, seed), plan.edges
     job.probe = hashlib.sha256(b"".join(map(digest, probe[:: 1 + sum(sizes) // PROBE_BYTES]))).hexdigest()
     return plan
-
-
-def _bytes(sample: Mapping[str, Any]) -> int:
-    return sum(len(encode(value)) for name, value in sample.items() if name != KEY and value is not None)
 
 
 def _resume(job: Job, identity: dict[str, Any]) -> None:
@@ -354,21 +352,22 @@ def _resume(job: Job, identity: dict[str, Any]) -> None:
         write_json(path, identity)
 
 
-def _done(job: Job, shard: int) -> dict[str, Array] | None:
-    """The rows of a shard that is on the disk, as it was noted; None = it has to be written."""
-    name = job.names[shard]
-    noted, target = job.out / WORK / f"{name}.done", job.out / name
-    if not noted.exists() or not target.exists():
-        return None
-    rows = unpacked(noted.read_bytes(), str(noted))
-    if target.is_file() and target.stat().st_size != int(about_shard(rows)[0]):
-        return None
-    return rows
+def _done_of(job: Job, shards: Iterable[int]) -> dict[int, dict[str, Array]]:
+    """The rows of those shards that are on the disk, as they were noted; the others have to be written."""
+    found = {}
+    for shard in shards:
+        noted, target = job.out / WORK / f"{job.names[shard]}.done", job.out / job.names[shard]
+        if noted.exists() and target.exists():
+            rows = unpacked(noted.read_bytes(), str(noted))
+            if not target.is_file() or target.stat().st_size == int(about_shard(rows)[0]):
+                found[shard] = rows
+    return found
 
 
-def _write_all(job: Job, workers: int, start_method: str, quiet: bool) -> None:
-    """Write the shards that are not done yet."""
-    waiting = [shard for shard in range(len(job.names)) if _done(job, shard) is None]
+def _write_all(job: Job, workers: int, start_method: str, quiet: bool) -> list[dict[str, Array]]:
+    """Write the shards that are not done yet; the rows of all."""
+    rows = _done_of(job, range(len(job.names)))
+    waiting = [shard for shard in range(len(job.names)) if shard not in rows]
     began, total = time.monotonic(), job.edges[-1]
     written = total - sum(job.edges[shard + 1] - job.edges[shard] for shard in waiting)
     before = written
@@ -382,7 +381,8 @@ def _write_all(job: Job, workers: int, start_method: str, quiet: bool) -> None:
     line = ProgressLine(text, notebook=not quiet) if not quiet else None
     if not workers:
         for shard in waiting:
-            written += write_one(job, shard)
+            rows[shard] = write_one(job, shard)
+            written += len(rows[shard]["lengths"])
             if line:
                 line.show()
     else:
@@ -397,8 +397,10 @@ def _write_all(job: Job, workers: int, start_method: str, quiet: bool) -> None:
             except BaseException:
                 pool.shutdown(wait=True, cancel_futures=True)
                 raise
+        rows |= _done_of(job, waiting)
     if line:
         line.close(text())
+    return [rows[shard] for shard in range(len(job.names))]
 
 
 def _pool(job: Job, workers: int, start_method: str) -> ProcessPoolExecutor:
@@ -415,15 +417,10 @@ def _pool(job: Job, workers: int, start_method: str) -> ProcessPoolExecutor:
     return ProcessPoolExecutor(workers, mp_context=get_context(start_method), initializer=_begin, initargs=(job,))
 
 
-def _finish(job: Job, about: Manifest) -> Manifest:
+def _finish(job: Job, rows: list[dict[str, Array]], about: Manifest) -> Manifest:
     """Write index and manifest; the work folder goes."""
-    parts = []
-    for shard in range(len(job.names)):
-        rows = _done(job, shard)
-        assert rows is not None
-        parts.append(rows)
     try:
-        manifest = store(job.out, job.names, parts, about)
+        manifest = store(job.out, job.names, rows, about)
     except NameCollisionError:
         for name in (WORK, *job.names):
             _remove(job.out / name)

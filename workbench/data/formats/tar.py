@@ -37,7 +37,6 @@ BLOCK = 512
 NAMES = 1 << 20
 """Bytes that a long name may have."""
 _RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
-_PAX, _LONG_NAME = b"xg", b"L"
 
 
 class TarSource(IndexedSource):

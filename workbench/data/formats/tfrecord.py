@@ -14,8 +14,8 @@ import numpy as np
 
 from workbench.data.formats.indexed import Array, IndexedSource, truncated
 from workbench.data.manifest import Rows, load_index
-from workbench.data.sample import KEY, CorruptSampleError, Sample, Strings, decode, encode, kind_of_field
-from workbench.data.shard_file import HashedFile, Written
+from workbench.data.sample import KEY, CorruptSampleError, Sample, Strings, decode, encode, encoded_columns, kind_of_field
+from workbench.data.shard_file import HashedFile, Written, several
 from workbench.data.source import Damage, OnError, corrupt
 from workbench.data.storage import Storage
 
@@ -296,19 +296,20 @@ def records(storage: Storage, name: str) -> Iterator[tuple[int, int]]:
 
 def write(path: str, samples: Iterable[tuple[str, Sample]], schema: Mapping[str, str]) -> Written:
     """Write a TFRecord file: each sample as a tf.train.Example with a feature per field, and its key under "__key__"."""
-    rows = Rows(schema)
-    at = 0
+    rows, at = Rows(schema), 0
     with HashedFile(path) as file:
-        for key, sample in samples:
-            values = [sample.get(field) for field in schema]
-            parts = [None if value is None else encode(value) for value in values]
-            features: dict[str, bytes | int | float] = {KEY: key.encode()}
-            for field, value, part in zip(schema, values, parts, strict=True):
-                if part is not None:
-                    features[field] = value if isinstance(value, int | float) else part
-            data = build_example(features)
-            head = struct.pack("<Q", len(data))
-            rows.add(key, parts, (at, at + FRAME + len(data)))
-            at += FRAME + len(data)
-            file.write([head, struct.pack("<I", masked(head)), data, struct.pack("<I", masked(data))], at)
+        for keys, some in several(samples):
+            offsets: list[int] = []
+            columns, lengths = encoded_columns(some, schema)
+            for key, sample, *parts in zip(keys, some, *columns, strict=True):
+                features: dict[str, bytes | int | float] = {KEY: key.encode()}
+                for field, part in zip(schema, parts, strict=True):
+                    if (value := sample.get(field)) is not None:
+                        features[field] = value if isinstance(value, int | float) else part
+                data = build_example(features)
+                head = struct.pack("<Q", len(data))
+                offsets += at, at + FRAME + len(data)
+                at += FRAME + len(data)
+                file.write([head, struct.pack("<I", masked(head)), data, struct.pack("<I", masked(data))], at)
+            rows.add_columns(keys, columns, lengths, offsets)
         return Written(bytes=at, sha256=file.finish(), rows=rows)
