@@ -89,9 +89,7 @@ def checked_key(key: str, *, dots: bool = True) -> str:
 
 def are_usual(keys: Sequence[Any]) -> bool:
     """Are these texts that `checked_key` gives back as they are, without a dot?"""
-    if set(map(type, keys)) != {str}:
-        return False
-    lines = "\n".join(keys) + "\n"
+    lines = "\n".join([*keys, ""]) if set(map(type, keys)) == {str} else ""
     return lines.count("\n") == len(keys) and _USUAL_LINES.fullmatch(lines) is not None
 
 

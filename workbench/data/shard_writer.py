@@ -293,10 +293,9 @@ def write_shards(
         made_by = getattr(transform, "__qualname__", type(transform).__name__) if transform else ""
         same = {"format": format, "count": plan.count, "shards": plan.shards, "schema": job.schema, "samples": job.probe}
         _resume(job, {**same, "seed": seed, "keys": keys, "copies": copies, "transform": made_by})
-        rows = _write_all(job, workers, start_method, quiet)
         return _finish(
             job,
-            rows,
+            _write_all(job, workers, start_method, quiet),
             Manifest(
                 format=format,
                 count=plan.count,
