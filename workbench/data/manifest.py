@@ -129,13 +129,9 @@ class Rows:
     def add_columns(
         self, keys: Sequence[str], columns: Sequence[Sequence[bytes]], lengths: Sequence[list[int]], offsets: Sequence[int] = ()
     ) -> None:
-        """Several samples, field by field, which takes less time than one by one.
+        """Several samples, field by field: of each field what `sample.encode` makes of it, and its bytes; b"" and -1 where a sample lacks it.
 
-        Args:
-            keys: their names.
-            columns: for each field, of each sample, as `sample.encode` writes it; b"" where a sample has no such field.
-            lengths: bytes of those; -1 = the sample has no such field.
-            offsets: where they begin in the shard, those of the first sample before those of the second, in formats that have offsets.
+        `offsets`: where they begin in the shard, those of the first sample before those of the second, in formats that have offsets.
         """
         joined = "".join(keys)
         self._keys += joined.encode("utf-8", "surrogateescape")

@@ -106,14 +106,9 @@ def kind_of(value: object, field: str = "") -> str:
     """
     if (kind := USUAL_KINDS.get(type(value))) is not None:
         return kind
-    if isinstance(value, bytes):
-        return "bytes"
-    if isinstance(value, str):
-        return "str"
-    if isinstance(value, int):
-        return "int"
-    if isinstance(value, float):
-        return "float"
+    for usual, kind in USUAL_KINDS.items():
+        if isinstance(value, usual):
+            return kind
     if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
         return "array"
     raise ValueError(f"field {field!r} is a {type(value).__name__}: bytes, int, float, str or an array of numbers is allowed")

@@ -49,15 +49,7 @@ class HashedFile:
         self._thread.start()
 
     def write(self, parts: Sequence[bytes], size: int) -> None:
-        """Append some bytes.
-
-        Args:
-            parts: what is appended.
-            size: bytes of the file with them.
-
-        Raises:
-            OSError: an earlier piece could not be written.
-        """
+        """Append some parts, with which the file has so many bytes; raises the OSError of an earlier piece that could not be written."""
         self._parts += parts
         self._size = size
         if size - self._handed_over >= PIECE:

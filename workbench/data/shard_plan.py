@@ -15,8 +15,6 @@ TARGET = 256 << 20
 """Bytes of a shard: large enough to be read in order at the speed of a disk, small enough to be sent again."""
 SHARDS_PER_READER = 4
 """With fewer, readers that get one shard more than others have much more to read."""
-
-
 MARGIN = 1.05
 """Of the predicted bytes, so much has to be free."""
 

@@ -295,11 +295,7 @@ _LARGEST = 8**11
 
 
 def header(name: bytes, length: int) -> bytes:
-    """The header of a regular file: mode 644, owner 0, time 0, so that equal files make equal archives.
-
-    Raises:
-        UnsafeNameError: the name is longer than the format takes (100 bytes, or 155 for folders and 100 for the rest).
-    """
+    """The header of a regular file: mode 644, owner 0, time 0, so that equal files make equal archives; names that do not fit are refused."""
     if len(name) > 100:
         return _long(name, length)
     if length >= _LARGEST:
