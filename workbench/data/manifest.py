@@ -129,7 +129,7 @@ class Rows:
     def add_columns(
         self, keys: Sequence[str], columns: Sequence[Sequence[bytes]], lengths: Sequence[list[int]], offsets: Sequence[int] = ()
     ) -> None:
-        """Several samples, field by field: of each field what `sample.encode` makes of it, and its bytes; b"" and -1 where a sample lacks it.
+        """Several samples, field by field: of each field what `sample.encode` makes of it, and its bytes; b"" and -1 where there is none.
 
         `offsets`: where they begin in the shard, those of the first sample before those of the second, in formats that have offsets.
         """
@@ -166,11 +166,10 @@ class Rows:
         """As arrays by name, to be saved."""
         count = len(self._sizes)
         lengths = np.array(self._lengths, np.int64).reshape(len(self.fields), count).T
-        offsets = np.array(self._offsets).reshape(count, len(self._offsets) // max(1, count))
         return {
             "keys": np.frombuffer(self._keys, np.uint8),
             "ends": np.concatenate([[0], self._sizes]).astype(np.int64).cumsum(),
-            "offsets": offsets if self.offsets_of is None else self.offsets_of(lengths),
+            "offsets": self.offsets_of(lengths) if self.offsets_of else np.array(self._offsets).reshape(count, -1 if count else 0),
             "lengths": lengths,
             "crcs": np.array(self._crcs, np.uint32).reshape(len(self.fields), count).T,
             "digests": np.frombuffer(self._digests, np.uint8).reshape(count, 32),

@@ -88,8 +88,7 @@ class Job:
 
     def blocks(self, shard: int) -> Iterator[tuple[Sequence[str], Sequence[Sample]]]:
         """The keys and samples of a shard, many at once where they are small."""
-        numbers = iter(self.order[self.edges[shard] : self.edges[shard + 1]].tolist())
-        many = FEWEST
+        numbers, many = iter(self.order[self.edges[shard] : self.edges[shard + 1]].tolist()), FEWEST
         while some := list(itertools.islice(numbers, many)):
             found: list[Sample] = self.source.__getitems__([number // self.copies for number in some] if self.copies > 1 else some)
             if len(found) != len(some):

@@ -295,7 +295,7 @@ _LARGEST = 8**11
 
 
 def header(name: bytes, length: int) -> bytes:
-    """The header of a regular file: mode 644, owner 0, time 0, so that equal files make equal archives; names that do not fit are refused."""
+    """The header of a regular file: mode 644, owner 0, time 0, so that equal files make equal archives; too long names are refused."""
     if len(name) > 100:
         return _long(name, length)
     if length >= _LARGEST:
@@ -358,10 +358,9 @@ def _files(stems: list[bytes], endings: list[bytes], columns: list[list[bytes]],
     parts: list[Sequence[bytes]] = []
     sums, long, total = list(map(sum, stems)), list(map(len, stems)), 0
     for ending, column, length in zip(endings, columns, lengths, strict=True):
-        paddings: Sequence[bytes]
         if min(length) < 0 or max(length) >= _LARGEST or max(long) + len(ending) > 100:
             heads = [header(stem + ending, size) if size >= 0 else b"" for stem, size in zip(stems, length, strict=True)]
-            paddings = [_PADDING[-size % BLOCK if size > 0 else 0] for size in length]
+            paddings = tuple(_PADDING[-size % BLOCK if size > 0 else 0] for size in length)
             parts += heads, column, paddings
         else:
             more, rests = sum(ending), [ending + _PADDING[n] for n in range(101 - len(ending))][::-1]
