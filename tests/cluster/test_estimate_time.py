@@ -67,8 +67,8 @@ def test_many_small_operators_wait_for_the_host() -> None:
 
 
 def test_a_step_longer_than_its_slowest_kernels_teaches_what_the_host_takes_and_nothing_of_the_kernels() -> None:
-    """By hand: of 1,000 operators of 10 ms in all, so that the host could launch them within 12 ms, but took 40."""
-    kernels = dataclasses.replace(ADD, bytes=1e-2 * 3.35e12 * SHARES["memory"].mid / 1000, calls=1000)
+    """By hand: 1,000 operators of 20 ms in all, which the host could launch within 12 ms, but the step took 40."""
+    kernels = dataclasses.replace(ADD, bytes=2e-2 * 3.35e12 * SHARES["memory"].mid / 1000, calls=1000)
     known = step(kernels).calibrate(0.04).calibration
     assert known is not None
     assert (known.host_bound, known.factor, known.host) == (True, 1.0, pytest.approx(4e-5))
