@@ -148,7 +148,7 @@ class Loop:
         self.asked_again = True
         """Has it called `next()` since a loop below it did?"""
         self.evaluates = False
-        """Is it an evaluation inside a training loop? Lightning does not close it."""
+        """Is it an evaluation inside a training loop? Some are not closed."""
         self.thread: int | None = None
         """The thread that runs it."""
         self.between: Callable[[], object] | None = None
