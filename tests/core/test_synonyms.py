@@ -8,7 +8,8 @@ import pytest
 import workbench as wb
 from workbench.core.synonyms import SYNONYMS, accept_synonyms
 
-PUBLIC = [getattr(space, name) for space in (wb, wb.data) for name in dir(space) if inspect.isfunction(getattr(space, name))]
+NAMES = [(space, name) for space in (wb, wb.data) for name in dir(space) if name != "widgets"]  # which needs Jupyter, and is a module
+PUBLIC = [getattr(*each) for each in NAMES if inspect.isfunction(getattr(*each))]
 VERBS = (*(verb for verb in PUBLIC if verb not in (wb.trace, wb.why_not_linear)), wb.Diagnosis.prove)  # whose ranks are others
 ANY: Any = object()
 
