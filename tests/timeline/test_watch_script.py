@@ -128,8 +128,9 @@ def test_evaluations_and_checkpoints_inside_a_loop_are_noted(tmp_path: Path) -> 
     assert (torch.save, torch.nn.Module.eval) == plain
 
 
-def test_an_evaluation_that_was_not_closed_takes_no_step_of_the_training() -> None:
-    """As Lightning has it: the next batch is there before the step, and no evaluation asks for more batches than there are."""
+@pytest.mark.parametrize("first", ["eval", "iter"])
+def test_an_evaluation_that_was_not_closed_takes_no_step_of_the_training(first: str) -> None:
+    """As Lightning has it ("iter"): the next batch is there before the step, and no evaluation asks for more batches than there are."""
     model, pause, kept = torch.nn.Linear(4, 2), 0.05, []
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     loader = DataLoader(TensorDataset(torch.randn(26, 4)), batch_size=2)
@@ -142,8 +143,10 @@ def test_an_evaluation_that_was_not_closed_takes_no_step_of_the_training() -> No
             model(batch[0]).sum().backward()
             optimizer.step()
             if number % 4 == 3:
-                model.eval()
+                if first == "eval":
+                    model.eval()
                 kept.append(iter(DataLoader(TensorDataset(torch.randn(2, 4)), batch_size=2)))
+                model.eval()
                 model(next(kept[-1])[0])
                 time.sleep(pause)
                 model.train()

@@ -133,6 +133,7 @@ class ScriptWatcher:
         self._trained = weakref.WeakSet[torch.nn.Module]()  # those that were in training mode at the first optimizer step
         self._without_forward = 0  # optimizer steps since one was seen
         self._searches = [*SEARCH_AFTER]
+        self._newest: Callable[[], Loop | None] = lambda: None
         self._evaluation: tuple[float, int, str] | None = None  # when a model went into evaluation mode, after so many steps, and where
         self._borders = borders(self._recording.leave_out) if borders else None
         self._undo = contextlib.ExitStack()
@@ -184,7 +185,7 @@ class ScriptWatcher:
             if self._borders:
                 self._borders.begin(loader)
             loop = self._recording.open()
-            loop.evaluates = evaluates
+            loop.evaluates, self._newest = evaluates, weakref.ref(loop)
             if self._places is not None:
                 self._places[loop] = {"loop": users_line(sys._getframe(1)), "dataset": _line_of_dataset(getattr(loader, "dataset", None))}
             loop.mark(NEXT)
@@ -221,6 +222,8 @@ class ScriptWatcher:
         """An evaluation begins, if this is inside a training loop; it is over at the next optimizer step."""
         if self._here and self._steps and self._evaluation is None and get_ident() == hooks.OPEN_LOOPS.thread:
             self._evaluation = time.perf_counter(), self._steps, users_line(frame)
+            if (newest := self._newest()) and newest.thread is None:  # Lightning makes the iterator first
+                newest.evaluates = True
 
     def _wrap_save(self, save: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(save)
