@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from workbench.cluster.analysis.collective_call import MESSAGES, PHASES, CollectiveCall
 from workbench.cluster.analysis.iteration import CAP, FIRST
+from workbench.memory.estimate.fake_tensors import asked_device
 
 NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 """Namespaces of torch's operators that are collectives."""
@@ -62,6 +63,8 @@ class CollectiveRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._axes = [(name, tuple(dist.get_process_group_ranks(group))) for name, group in axes]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if (device := asked_device(func, args)) is not None:
+            return device
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
             return NotImplemented  # a tensor made of tensors unwraps itself: those come back here
         out = func(*args, **(kwargs or {}))

@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from workbench.core import progress
 from workbench.harness.batches import map_tensors
+from workbench.harness.observe import uncompiled
 from workbench.memory.estimate import building
 from workbench.memory.estimate.cuda.emulation import emulate_cuda
 from workbench.memory.estimate.cuda.overrides import replaced
@@ -27,7 +27,7 @@ from workbench.memory.estimate.errors import EstimateError
 from workbench.memory.estimate.external_tensors import CapturedTensors
 from workbench.memory.estimate.fake_tensors import asked_device, fake_tensors, foreach_on_fakes, movable_modules
 from workbench.memory.estimate.values import KnownValues
-from workbench.memory.measure.recorder import Recorder
+from workbench.memory.measure.recorder import Recorder, fake_mode
 from workbench.runs.spec import RunSpec
 from workbench.runs.task import Task
 
@@ -204,7 +204,12 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         device = asked_device(func, args)
-        return super().__torch_dispatch__(func, types, args, kwargs) if device is None else device
+        return self.recorded(func, types, args, kwargs) if device is None else device
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled in a dry run, so torch need not look at each operator whether it would be."""
+        return False
 
     def call(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operator on fake tensors, or answer it."""
@@ -236,7 +241,7 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
         super().mark(phase)
 
     def _is_dry(self) -> bool:
-        return active_fake_mode() is self._mode
+        return fake_mode() is self._mode
 
     def _take_workspace(self) -> None:
         """Once in a thread: CUDA's backward runs in one of its own, and cuBLAS has a handle for each."""
@@ -332,7 +337,7 @@ def dry_run(gpu: Gpu | None) -> Iterator[DryRun]:
     """
     with contextlib.ExitStack() as stack:
         afterwards = stack.enter_context(contextlib.ExitStack())  # left last, where tensors are real again
-        for change in (fake_tensors(), movable_modules(), foreach_on_fakes(), no_graph_capture()):
+        for change in (fake_tensors(), movable_modules(), foreach_on_fakes(), no_graph_capture(), uncompiled()):
             stack.enter_context(change)
         semantics = emulate_cuda(gpu.precision, gpu.capability) if gpu else contextlib.nullcontext()
         with semantics as met:

@@ -12,6 +12,7 @@ from torch.utils.flop_counter import flop_registry
 
 from workbench.core.device import Device
 from workbench.harness.tf32 import uses_tf32
+from workbench.memory.estimate.fake_tensors import asked_device
 
 
 class Call(NamedTuple):
@@ -58,6 +59,8 @@ class Roofline(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.calls: Counter[Call] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if (device := asked_device(func, args)) is not None:
+            return device
         if any(kind.__name__ == "DTensor" for kind in types):
             return NotImplemented  # it unwraps itself, and its local tensors come back here
         kwargs = kwargs or {}

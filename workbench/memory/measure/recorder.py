@@ -7,6 +7,7 @@ GradientAccumulationProbe finds these sums, and the log counts them as in place.
 """
 
 import contextlib
+import functools
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -17,7 +18,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._guards import active_fake_mode
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
@@ -36,6 +36,8 @@ TRAINER_PHASES = {
 """Phase of a Trainer → the phase of the log that begins with it, and the one that begins after it."""
 
 
+_name = functools.cache(str)
+"""Of an operator."""
 NO_AVERAGES: Mapping[str, Tensor] = MappingProxyType({})
 """Of a training that averages no parameters."""
 
@@ -75,7 +77,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._elsewhere: set[int] = set()
         self._paused = 0
         self._closed = False
-        self._mode = active_fake_mode()
+        self._mode = fake_mode()
         self._accumulation = GradientAccumulationProbe()
         if model is not None:
             self.attach(model)
@@ -192,16 +194,20 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._paused -= 1
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.recorded(func, types, args, kwargs)
+
+    def recorded(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operator, and record what it has made."""
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
             return NotImplemented  # a tensor made of tensors unwraps itself: those come back here
         in_place = self._phase in ("init", "backward") and self._accumulation.in_place(func, args, kwargs)
         out = self.call(func, args, kwargs or {})
         if in_place:
             self._hand_over(args[0], out)
-        if not self._paused and active_fake_mode() is self._mode:
+        if not self._paused and fake_mode() is self._mode:
             for value in tree_leaves(out):
                 if isinstance(value, Tensor):
-                    self.track(value, op=str(func))
+                    self.track(value, op=_name(func))
         return out
 
     def __enter__(self) -> Any:
@@ -306,6 +312,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._live[storage._cdata] = index
         weakref.finalize(storage, _freed, weakref.ref(self), storage._cdata, index).atexit = False
         return index
+
+
+def fake_mode() -> Any:
+    """The mode that makes tensors fake here; None = they are real."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
 
 
 def _freed(recorder: "weakref.ref[Recorder]", address: int, index: int) -> None:
