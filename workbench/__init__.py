@@ -155,9 +155,7 @@ def __getattr__(name: str) -> Any:
         near = did_you_mean(name, __all__).strip()
         raise AttributeError(f"module 'workbench' has no attribute {name!r}: {near or 'it offers ' + ', '.join(__all__)}")
     home = importlib.import_module(_HOMES[name])
-    from workbench.core.synonyms import public
-
-    value = globals()[name] = home if home.__name__ == f"workbench.{name}" else public(getattr(home, name))
+    value = globals()[name] = home if home.__name__ == f"workbench.{name}" else getattr(home, name)
     return value
 
 

@@ -101,8 +101,10 @@ def test_words_of_a_run_without_an_end_or_a_report() -> None:
     assert progress.progress_text("gpt", 0, 20, 3.0, [], 60) == f"gpt {'░' * 20} 0/20 starting, no step yet · 3.00 s of at most 60 s"
     row = {"step": 1, "loss": 2.5, "samples": 80, "seconds": 0.0}
     assert progress.progress_text("gpt", 1, 20, 3.0, [row]).endswith("1/20 · loss 2.500 · 3.00 s")
-    rows = [{"step": step, "seconds": 9.0 if step < 20 else 2.0} for step in range(1, 31)]
-    assert progress.progress_text("gpt", 30, 60, 90.0, rows).endswith("30/60 · 1 min 30 s, about 60 s to go")  # by the last ten rows
+    rows = [{"step": step, "seconds": 9.0 * min(step, 20) + 2.0 * max(step - 20, 0)} for step in range(1, 31)]  # since the first step
+    rows.insert(-2, {"step": 28, "accuracy": 0.5})  # an evaluation has its own
+    assert progress.progress_text("gpt", 30, 60, 90.0, rows).endswith("30/60 · 1 min 30 s, about 60 s to go")  # by the last ten steps
+    assert progress.progress_text("gpt", 30, 60, 90.0, rows[-1:]).endswith("· 1 min 30 s"), "one moment tells no pace"
 
 
 def test_a_wait_shows_it(terminal: Terminal, monkeypatch: pytest.MonkeyPatch, by_hand: Callable[..., Any]) -> None:

@@ -1,6 +1,7 @@
 """Other names of arguments: taken where they are free, and a misspelt one is recognised."""
 
 import inspect
+import pickle
 from typing import Any
 
 import pytest
@@ -31,6 +32,17 @@ def test_another_name_is_taken_where_it_is_free() -> None:
     assert launch(gpus=2, micro_batch=8) == (2, {"micro_batch": 8})
     assert curve.__doc__ == "Measure."
     assert list(inspect.signature(curve).parameters) == ["spec", "repeat", "budget_s", "seconds"]
+
+
+def test_other_options_are_not_all_knobs() -> None:
+    with pytest.raises(TypeError, match=r"'workers'\? It also takes other options: help\(wb\.data\.convert\)$"):
+        wb.data.convert("a", "b", worker=1)
+
+
+@pytest.mark.parametrize("verb", PUBLIC, ids=lambda verb: str(verb.__name__))
+def test_a_public_function_is_that_of_its_file_and_can_be_pickled(verb: Any) -> None:
+    """Such as `partial(wb.data.open_source, path)` in a dataset, whose workers are started anew."""
+    assert pickle.loads(pickle.dumps(verb)) is verb
 
 
 def test_what_is_no_argument() -> None:

@@ -10,6 +10,7 @@ from workbench.batch.analysis.lr_range import ITERATIONS, SWEEPS, LrFound, check
 from workbench.core import run_directory
 from workbench.core.checks import check_budget, whole_number
 from workbench.core.progress import INTERRUPTED, Waiting, say_what_was_interrupted
+from workbench.core.synonyms import accept_synonyms
 from workbench.runs.launch import experiments
 from workbench.runs.launch.experiments import error_of, wait_for
 from workbench.runs.launch.launch import launch
@@ -39,6 +40,7 @@ _NOISE_TARGET = Measured(
 _OWN_MODEL = "of a model of your own: workbench.batch.measure.per_sample.exact_noise_scale(model, loss, batches)"
 
 
+@accept_synonyms
 def find_lr(
     target: RunSpec | Run | str | os.PathLike[str] | Callable[[Any], Any],
     loader: Iterable[Any] | None = None,
@@ -117,6 +119,7 @@ def read_lr_result(run: Run) -> LrFound:
     return LrFound.from_json(run_directory.read_json(path))
 
 
+@accept_synonyms
 def noise_scale(
     target: RunSpec | Run | str | os.PathLike[str] | Callable[[Any], Any],
     loader: Iterable[Any] | None = None,

@@ -38,6 +38,7 @@ from workbench.core.checks import check_budget, whole_number
 from workbench.core.device import Device
 from workbench.core.display import table as display
 from workbench.core.progress import Waiting
+from workbench.core.synonyms import accept_synonyms
 from workbench.runs.failure import RunError
 from workbench.runs.launch.sweep import run_all
 from workbench.runs.run import Run
@@ -169,6 +170,7 @@ class ProposedPlan(BatchPlan):
         return BatchPlan.__repr__(self).replace("BatchPlan", "ProposedPlan", 1)
 
 
+@accept_synonyms
 def batch_plan(
     spec: RunSpec,
     *,

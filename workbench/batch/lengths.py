@@ -12,6 +12,7 @@ from workbench.core import codec
 from workbench.core.checks import check_budget, whole_number
 from workbench.core.device import Device
 from workbench.core.progress import INTERRUPTED, Waiting, say_what_was_interrupted
+from workbench.core.synonyms import accept_synonyms
 from workbench.memory.analysis.fit import MARGIN, usable_memory
 from workbench.memory.analysis.whatif import needed
 from workbench.memory.api import breakdown_of, record
@@ -26,6 +27,7 @@ MOST_SAMPLES = 1_000_000
 """Samples whose length is read at most."""
 
 
+@accept_synonyms
 def batch_lengths(
     target: RunSpec,
     *,

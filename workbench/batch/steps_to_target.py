@@ -13,6 +13,7 @@ from workbench.batch.analysis.trials import ExperimentPlan, Target
 from workbench.core import units
 from workbench.core.checks import check_budget, is_number, is_whole, real_number, whole_number
 from workbench.core.progress import say_what_was_interrupted
+from workbench.core.synonyms import accept_synonyms
 from workbench.runs.entrypoints import STEPS_TO_TARGET, entrypoint
 from workbench.runs.launch.experiments import wait_for
 from workbench.runs.launch.launch import check, label
@@ -31,6 +32,7 @@ MAX_STEPS = 10_000
 _CELLS = 20  # of the progress bar
 
 
+@accept_synonyms
 def steps_to_target(
     spec: RunSpec | Run | str | os.PathLike[str],
     batches: Sequence[int] | None = None,

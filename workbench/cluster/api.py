@@ -11,6 +11,7 @@ from workbench.cluster.analysis.twin_run import Network, TwinLayer, TwinRun, clo
 from workbench.core import run_directory, units
 from workbench.core.checks import is_whole, real_number, whole_number
 from workbench.core.progress import INTERRUPTED, say_what_was_interrupted
+from workbench.core.synonyms import accept_synonyms
 from workbench.runs.launch import environment
 from workbench.runs.launch.experiments import run_link_sweep
 from workbench.runs.run import Run
@@ -28,6 +29,7 @@ MAX_TWIN_BYTES = 2**30
 """Most bytes of gradients that the simulator takes; it allocates as many again for the parameters, and for the buckets."""
 
 
+@accept_synonyms
 def measure_collectives(
     nproc_per_node: int | None = None,
     *,
@@ -99,6 +101,7 @@ def _check(ranks: object, sizes: Sequence[int], kinds: Sequence[str], repeat: ob
         raise CostError(f"sizes={sizes!r:.80}: expected at least two different numbers of bytes, such as 4096 and 16777216")
 
 
+@accept_synonyms
 def ddp_twin(
     model: Any,
     network: Network,

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from workbench.cluster.analysis.collective_call import CollectiveCall
 from workbench.cluster.analysis.traffic import Traffic
+from workbench.core.synonyms import accept_synonyms
 from workbench.runs.spec import RunSpec
 from workbench.runs.task import Task
 from workbench.runs.training_knobs import averaging_at_once, parse_local_sgd
@@ -23,6 +24,7 @@ _NO_LOADER: Any = SimpleNamespace(pin_memory=False)
 """Substitute for a Trainer's loader: batches are made here."""
 
 
+@accept_synonyms
 def collectives(
     target: "RunSpec | Task | Callable[[], Any] | Any",
     batch: Any = None,

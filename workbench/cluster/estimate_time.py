@@ -9,6 +9,7 @@ from workbench.cluster.analysis.plan.ranges import FORMATS, link_share
 from workbench.cluster.analysis.step_time import CPU, EstimateTimeError, Operator, StepTime, TimeCalibration, checked_calibration
 from workbench.core.device import Device
 from workbench.core.progress import predicts
+from workbench.core.synonyms import accept_synonyms
 from workbench.memory.analysis.fit import MARGIN, usable_bytes
 
 if TYPE_CHECKING:
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from workbench.runs.task import Task
 
 
+@accept_synonyms
 @predicts("dry runs of a step")
 def estimate_time(
     target: "RunSpec | Task | Callable[[], Any] | Any",

@@ -19,6 +19,7 @@ from workbench.cluster.analysis.plan.workload import Workload, workload_of_trans
 from workbench.cluster.analysis.transformer import Transformer
 from workbench.core.checks import real_number, whole_number
 from workbench.core.progress import predicts
+from workbench.core.synonyms import accept_synonyms
 from workbench.memory.analysis.fit import MARGIN
 from workbench.runs.run import Run
 from workbench.runs.spec import RunSpec
@@ -30,6 +31,7 @@ GRADIENT_BYTES = (2, 4)
 """Bytes of a gradient while gradients are summed."""
 
 
+@accept_synonyms
 @predicts("dry runs of a step, then every layout")
 def plan(
     model: Any,
@@ -209,6 +211,7 @@ def _margin(value: float) -> float:
     return real_number("margin", value, least=0, below=1, what="a share of the memory", also=", such as 0.1", error=PlanError)
 
 
+@accept_synonyms
 def energy(target: Run | Plan | Plans, *, steps: int | None = None, **inputs: Any) -> Energy:
     """Energy, money and carbon of a run, measured by its hardware or by the design power of its devices, or of a plan, by the latter.
 

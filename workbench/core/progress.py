@@ -252,11 +252,12 @@ def progress_text(
         done: steps.
         steps: how many there will be; None = not known.
         seconds: since its start.
-        rows: what it reported, oldest first: step, loss, samples and seconds.
+        rows: what it reported, oldest first: step, loss, samples and seconds since the first step began.
         limit: seconds after which it is stopped; None = there is no limit.
 
-    >>> progress_text("gpt", 5, 20, 3.0, [{"step": 5, "loss": 2.5, "samples": 80, "seconds": 2.0}], limit=600)
-    'gpt █████░░░░░░░░░░░░░░░ 5/20 · 40.0 samples/s · loss 2.500 · 3.00 s of at most 600 s, about 6 s to go'
+    >>> rows = [{"step": 4, "seconds": 1.6}, {"step": 5, "loss": 2.5, "samples": 80, "seconds": 2.0}]
+    >>> progress_text("gpt", 5, 20, 3.0, rows, limit=60)
+    'gpt █████░░░░░░░░░░░░░░░ 5/20 · 40.0 samples/s · loss 2.500 · 3.00 s of at most 60 s, about 6 s to go'
     """
     bar = f"{'█' * (_CELLS * done // steps):░<{_CELLS}} {done}/{steps}" if steps else f"{done} steps" if done else ""
     bar = bar if done else f"{bar} starting, no step yet".strip()
@@ -264,7 +265,7 @@ def progress_text(
     pace = f" · {units.rate(last['samples'] / last['seconds'])}" if last.get("seconds") and last.get("samples") is not None else ""
     loss = f" · loss {last['loss']:.3f}" if last else ""
     most = f" of at most {_whole(limit)}" if is_number(limit, above=0) else ""
-    lately, first = rows[-10:], rows[-11]["step"] if len(rows) > 10 else 0
-    known = done > first and all(row.get("seconds") for row in lately)
-    left = sum(row["seconds"] for row in lately) / (done - first) * (steps - done) if steps and lately and known else 0.0
+    timed = [row for row in rows[-30:] if row.get("seconds") is not None][-11:]  # an evaluation has rows of its own, without
+    count, took = (timed[-1][key] - timed[0][key] for key in ("step", "seconds")) if timed else (0, 0.0)
+    left = took / count * (steps - timed[-1]["step"]) if steps and count > 0 else 0.0
     return f"{name} {bar}{pace}{loss} · {units.seconds(seconds)}{most}" + f", about {_whole(left)} to go" * (left > 1)

@@ -36,7 +36,7 @@ EXAMPLES: Mapping[str, str] = {
 def accept_synonyms(function: Callable[P, R]) -> Callable[P, R]:
     """Make a function take SYNONYMS of its arguments, and say of a call that does not fit what is missing, or which name is near.
 
-    Public functions get it from `wb.NAME`; in its own file a function has it where the library itself calls it with a user's arguments.
+    All public functions and methods have it where they are defined: put on later, it would make another object, which cannot be pickled.
 
     >>> @accept_synonyms
     ... def wait(run: str, *, budget_s: float = 60.0) -> float:
@@ -50,12 +50,10 @@ def accept_synonyms(function: Callable[P, R]) -> Callable[P, R]:
     >>> wait(budget_s=5.0)
     Traceback (most recent call last):
     ...
-    TypeError: wait(budget_s=…): missing: run. For example: wait("runs/NAME")
+    TypeError: wait(budget_s=…): missing: run. For example: wb.wait("runs/NAME")
     """
-    if getattr(function, "accepts_synonyms", False):
-        return function
     parameters = inspect.signature(function).parameters
-    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    others = next((name for name, parameter in parameters.items() if parameter.kind is parameter.VAR_KEYWORD), "")
     names = [name for name, parameter in parameters.items() if parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)]
     places = [name for name in names if parameters[name].kind is not inspect.Parameter.KEYWORD_ONLY]
     needed = [name for name in names if parameters[name].default is inspect.Parameter.empty]
@@ -70,11 +68,12 @@ def accept_synonyms(function: Callable[P, R]) -> Callable[P, R]:
                 if name in given:
                     raise TypeError(f"{function.__name__}({name}=…, {word}=…): both names are of one argument; give {name} alone")
                 given[name] = given.pop(word)
-            elif not takes_any:
+            elif not others:
                 takes = ", ".join(name for name in names if name != "self") or "no argument by name"
                 raise TypeError(f"{function.__name__}({word}=…): {did_you_mean(word, names, cutoff=0.5)}It takes {takes}")
             elif (near := nearest(word, [*names, *_knobs()], cutoff=0.75)) in names:
-                raise TypeError(f"{function.__name__}({word}=…): did you mean {near!r}? It also takes the knobs of RunSpec")
+                more = "the knobs of RunSpec" if others == "knobs" else f"other options: help({_public_name(function)})"
+                raise TypeError(f"{function.__name__}({word}=…): did you mean {near!r}? It also takes {more}")
         if len(args) > most:
             rest = ", ".join(f"{name}=…" for name in names if name not in places)
             raise TypeError(
@@ -87,13 +86,7 @@ def accept_synonyms(function: Callable[P, R]) -> Callable[P, R]:
             raise TypeError(f"{said}: missing: {_described(function, missing)}. For example: {_example(function, needed)}")
         return function(*args, **given)
 
-    call.accepts_synonyms = True  # type: ignore[attr-defined]
     return call
-
-
-def public(value: Any) -> Any:
-    """What a package offers under a name: a function accepts synonyms; all else is as it is."""
-    return accept_synonyms(value) if inspect.isfunction(value) else value
 
 
 def _knobs() -> list[str]:
@@ -116,8 +109,12 @@ def _example(function: Callable[..., Any], needed: list[str]) -> str:
         for name in needed
         if name != "self"
     ]
-    package = {"workbench.data": "wb.data."}.get(".".join(function.__module__.split(".")[:2]), "wb.")
-    return f"{package if 'self' not in needed else ''}{function.__name__}({', '.join(given)})"
+    return f"{_public_name(function) if 'self' not in needed else function.__name__}({', '.join(given)})"
+
+
+def _public_name(function: Callable[..., Any]) -> str:
+    """What a user calls a public function."""
+    return f"{'wb.data' if function.__module__.startswith('workbench.data.') else 'wb'}.{function.__name__}"
 
 
 def check_fields(

@@ -51,9 +51,7 @@ _HOMES = {name: module for module, names in _NAMES.items() for name in names.spl
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'workbench.data' has no attribute {name!r}; it offers {', '.join(sorted(_HOMES))}")
-    from workbench.core.synonyms import public
-
-    value = globals()[name] = public(getattr(importlib.import_module(_HOMES[name]), name))
+    value = globals()[name] = getattr(importlib.import_module(_HOMES[name]), name)
     return value
 
 

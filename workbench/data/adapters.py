@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from workbench.core.checks import shown
+from workbench.core.synonyms import accept_synonyms
 from workbench.data.formats import by_name, find_format, format_class
 from workbench.data.manifest import INDEX, MANIFEST
 from workbench.data.sample import KEY, USUAL_KINDS, Sample, plain
@@ -134,6 +135,7 @@ def _is_plain(names: tuple[Any, ...], kinds: tuple[type, ...]) -> bool:
     return KEY in names and usual and USUAL_KINDS.keys() >= set(kinds)
 
 
+@accept_synonyms
 def as_source(data: Any, *, fields: Sequence[str] | None = None, **options: Any) -> Source:
     """A source of whatever holds samples: a path or URL, a dataset of torch, webdataset, litdata or Hugging Face, or a list.
 
@@ -174,6 +176,7 @@ def _own_methods(kind: type) -> set[str]:
     return {name for base in inspect.getmro(kind) if not base.__module__.startswith("torch.") for name in vars(base)}
 
 
+@accept_synonyms
 def open_source(path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], *, format: str | None = None, **options: Any) -> Source:
     """Open the samples at a path or URL, in any supported format.
 

@@ -17,6 +17,7 @@ from torch.nn import functional
 from torch.utils.data import Dataset
 
 from workbench.core.checks import choice, real_number, whole_number
+from workbench.core.synonyms import accept_synonyms
 from workbench.data.analysis.orders import uniforms
 from workbench.data.resumable_sampler import SampleIndex
 
@@ -162,6 +163,7 @@ def _erased(x: Tensor, draws: NDArray[np.float64], share: float) -> Tensor:
     return torch.where(torch.from_numpy(mask)[:, None], x.new_tensor(0.5), x)
 
 
+@accept_synonyms
 def mix(images: Tensor, labels: Tensor, classes: int, *, seed: int, kind: str = "mixup", alpha: float = 0.2) -> tuple[Tensor, Tensor]:
     """Mix each picture of a batch with the next one, and their labels alike.
 

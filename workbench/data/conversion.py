@@ -17,6 +17,7 @@ from workbench.core import units
 from workbench.core.checks import whole_number
 from workbench.core.codec import JsonDataclass
 from workbench.core.display.table import Shown, Table
+from workbench.core.synonyms import accept_synonyms
 from workbench.data.adapters import IterableSource, as_source
 from workbench.data.data_card import decode_picture
 from workbench.data.manifest import Manifest
@@ -146,6 +147,7 @@ class Conversion(Shown, JsonDataclass):
         return Table(columns=("what", "predicted", "measured"), rows=rows, title=title)
 
 
+@accept_synonyms
 def convert(
     source: Any,
     out: str | os.PathLike[str],

@@ -14,6 +14,7 @@ import numpy as np
 from workbench.core import units
 from workbench.core.codec import NOT_STORED, JsonDataclass
 from workbench.core.display.table import Shown, Table, frame, panel, plot_method
+from workbench.core.synonyms import accept_synonyms
 from workbench.data.adapters import as_source
 from workbench.data.manifest import INDEX, MANIFEST, Manifest, ManifestError, digest_of, read_manifest
 from workbench.data.sample import KEY, PICTURES, CorruptSampleError
@@ -60,6 +61,7 @@ class Verification(Shown, JsonDataclass):
         return frame([{"problem": problem} for problem in self.problems], columns=["problem"])
 
 
+@accept_synonyms
 def verify(path: str | os.PathLike[str], *, full: bool = False, storage_options: Mapping[str, Any] | None = None) -> Verification:
     """Check that the files of a dataset are those of its manifest.
 
@@ -190,6 +192,7 @@ class DataCard(Shown, JsonDataclass):
         return panel("DataExplorer")(self)
 
 
+@accept_synonyms
 def describe(data: Any, *, look_at: int = 1000, **options: Any) -> DataCard:
     """Say what a dataset is: format, size, fields, classes, shards, checksums, licence; `.plot()` shows some samples.
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from workbench.core.checks import check_budget, choice, whole_number
 from workbench.core.progress import Waiting
+from workbench.core.synonyms import accept_synonyms
 from workbench.data.adapters import as_source, open_source
 from workbench.data.analysis.format_costs import AS_IT_IS, PREPARED, FormatComparison, Reading, StoredFormat, fastest
 from workbench.data.conversion import Prepare
@@ -31,6 +32,7 @@ TRANSFORMED = 64
 NEEDS = {"lmdb": "lmdb", "parquet": "pyarrow", "parquet-untuned": "pyarrow", "arrow": "pyarrow", "hdf5": "h5py"}
 
 
+@accept_synonyms
 def compare_formats(
     source: Any,
     formats: Sequence[str] | None = None,

@@ -21,6 +21,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from workbench.core import units
+from workbench.core.synonyms import accept_synonyms
 from workbench.core.system_load import usable_cores
 from workbench.data.analysis.loader_report import CHECKS, LoaderFinding, LoaderReport
 from workbench.data.rank_batches import batches_of_ranks, in_words, samplers_of
@@ -38,6 +39,7 @@ FUTURE = (3, 14)
 """The version of Python from which on Linux starts workers by a fork server, which are sent everything as a pickle."""
 
 
+@accept_synonyms
 def doctor(loader: "DataLoader[Any]", *, run: bool = True, shm: str = "/dev/shm", processes: bool = False) -> LoaderReport:
     """Look for what in a loader will break, give wrong data, or be very slow, and say how to fix it.
 

@@ -20,6 +20,7 @@ from PIL import Image
 from workbench.core import units
 from workbench.core.checks import check_budget, whole_number
 from workbench.core.progress import INTERRUPTED, Waiting
+from workbench.core.synonyms import accept_synonyms
 from workbench.data.adapters import as_source
 from workbench.data.analysis.data_audit import EVALUATION, DataAudit, Group, Member, Sizes, Unusable
 from workbench.data.analysis.duplicates import Look, look_of, near_pictures, near_texts, normalised, shingles, star_groups
@@ -53,6 +54,7 @@ class _Seen:
     sizes: dict[str, float] = field(default_factory=dict)
 
 
+@accept_synonyms
 def audit(data: Any, *, near: bool = True, label: str | None = None, budget_s: float | None = 60.0) -> DataAudit:
     """Look for what is wrong with data: duplicates, leakage between splits, conflicting labels, unreadable samples, unequal classes.
 
@@ -142,6 +144,7 @@ def audit(data: Any, *, near: bool = True, label: str | None = None, budget_s: f
     )
 
 
+@accept_synonyms
 def shuffle_quality(order: Iterable[int], labels: Sequence[int], batch_size: int) -> float:
     """How well an order mixes classes: mean entropy of the labels in its batches, over that of full shuffles of the same labels.
 

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, Dataset
 from workbench.core.checks import whole_number
 from workbench.core.codec import JsonDataclass
 from workbench.core.display.table import Shown, Table
+from workbench.core.synonyms import accept_synonyms
 from workbench.data.resumable_sampler import ResumableSampler
 
 MakeSampler = Callable[[int, int, int], Any]
@@ -80,6 +81,7 @@ class _Numbers(Dataset[int]):
         return int(index)
 
 
+@accept_synonyms
 def prove_resumable(
     make: MakeSampler | None = None, *, histories: int = 100, samples: int = 300, workers: int = 0, seed: int = 0
 ) -> ResumeHistories:

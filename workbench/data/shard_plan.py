@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from workbench.core import run_directory, units
+from workbench.core.synonyms import accept_synonyms
 from workbench.data.manifest import Array, imbalance
 
 TARGET = 256 << 20
@@ -46,6 +47,7 @@ class ShardPlan:
         return f"{self.count:,} samples in {self.shards} shards of {size}, {units.bytes_(self.stored_bytes)} in all{share}"
 
 
+@accept_synonyms
 def plan_shards(
     count: int, payload: float, *, target: int = TARGET, readers: int = 1, shards: int | None = None, stored: float = 0
 ) -> ShardPlan:

@@ -26,6 +26,7 @@ import numpy as np
 from workbench.core import run_directory, units
 from workbench.core.checks import whole_number
 from workbench.core.progress import ProgressLine
+from workbench.core.synonyms import accept_synonyms
 from workbench.data import sample as samples
 from workbench.data.adapters import IterableSource, as_source, open_source
 from workbench.data.formats import extension, writer
@@ -191,6 +192,7 @@ def _remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
+@accept_synonyms
 def write_shards(
     source: Any,
     out: str | os.PathLike[str],

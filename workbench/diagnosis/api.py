@@ -14,6 +14,7 @@ from workbench.core import run_directory, units
 from workbench.core.checks import check_budget
 from workbench.core.progress import INTERRUPTED, Waiting, say_what_was_interrupted
 from workbench.core.statistics import Interval
+from workbench.core.synonyms import accept_synonyms
 from workbench.diagnosis.analysis import calibration
 from workbench.diagnosis.analysis.calibration import Calibration
 from workbench.diagnosis.analysis.diagnosis import Diagnosis, how_to_prove
@@ -49,6 +50,7 @@ class LaunchedSpec:
     """Where their run directories go; None = `runs` in the current folder."""
 
 
+@accept_synonyms
 def diagnose(
     target: RunSpec | Run | Timeline | str | os.PathLike[str] | Callable[[Any], Any],
     loader: Iterable[Any] | None = None,
@@ -162,6 +164,7 @@ def _kept(remedy: Remedy, arm: VariantTimes, *, samples: float, name: str = "") 
     return proof
 
 
+@accept_synonyms
 def climb(
     spec: RunSpec | str, *, budget_s: float = BUDGET, leave: Collection[str] = (), runs_dir: str | os.PathLike[str] | None = None
 ) -> Ladder:

@@ -9,6 +9,7 @@ from typing import Any, cast
 from workbench.core import run_directory
 from workbench.core.checks import check_budget, whole_number
 from workbench.core.progress import INTERRUPTED, Waiting, say_what_was_interrupted
+from workbench.core.synonyms import accept_synonyms
 from workbench.diagnosis.analysis.divergence import Divergence
 from workbench.diagnosis.analysis.sanity import CHECKS, Check, SanityReport
 from workbench.diagnosis.analysis.step_replay import StepReplay, first_bad_step
@@ -25,6 +26,7 @@ from workbench.runs.training_knobs import parse_local_sgd
 _TARGET = Measured(name="sanity", verb="checked", script="a script by the step and the loader in it, sanity(step, loader)")
 
 
+@accept_synonyms
 def sanity(
     target: Task | RunSpec | str | os.PathLike[str] | Callable[[Any], Any],
     loader: Iterable[Any] | None = None,
@@ -85,6 +87,7 @@ def sanity(
     return SanityReport(target=name, checks=(*checks, *missing), seconds=line.seconds, notes=notes)
 
 
+@accept_synonyms
 def diverge(
     a: Task | RunSpec | str | os.PathLike[str] | Any,
     b: Task | RunSpec | str | os.PathLike[str] | Any,
@@ -198,6 +201,7 @@ def diverge(
         return measure.compare((names[0], names[1]), run, line.say, steps=steps, left=lambda: line.left)
 
 
+@accept_synonyms
 def replay(run: Run | str | os.PathLike[str], step: int | None = None, *, budget_s: float = BUDGET) -> StepReplay:
     """Repeat a step of a run alone, with changes, and say whether data, learning rate or numerics are to blame for it.
 

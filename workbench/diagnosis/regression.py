@@ -10,6 +10,7 @@ from typing import Any, Literal
 from workbench.core import units
 from workbench.core.checks import check_budget, choice
 from workbench.core.progress import INTERRUPTED, BudgetError, Waiting
+from workbench.core.synonyms import accept_synonyms
 from workbench.core.units import several
 from workbench.diagnosis.analysis import bisection
 from workbench.diagnosis.analysis.bisection import Bisection, Commit
@@ -41,6 +42,7 @@ Raises `RerunError` where it does not run, and `BudgetError` where no time is le
 """
 
 
+@accept_synonyms
 def what_changed(
     run_a: Run | str | os.PathLike[str],
     run_b: Run | str | os.PathLike[str],
@@ -153,6 +155,7 @@ def _experiment(
     )
 
 
+@accept_synonyms
 def bisect(
     target: RunSpec | str,
     *,

@@ -12,6 +12,7 @@ from workbench.core import run_directory, units
 from workbench.core.checks import check_budget, whole_number
 from workbench.core.machine_speeds import MachineSpeeds
 from workbench.core.progress import INTERRUPTED, Waiting, say_what_was_interrupted
+from workbench.core.synonyms import accept_synonyms
 from workbench.core.system_load import usable_cores
 from workbench.core.vocabulary import PHASES
 from workbench.diagnosis.analysis.evidence import Gradients
@@ -40,6 +41,7 @@ START_SECONDS = 12.0
 """Seconds that a launch of a script may take beside its steps, about."""
 
 
+@accept_synonyms
 def why_not_linear(
     target: RunSpec | ScriptSpec | str | os.PathLike[str],
     *,

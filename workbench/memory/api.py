@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from workbench.core.checks import check_budget, whole_number
 from workbench.core.device import Device
 from workbench.core.progress import Waiting, predicts, say_what_was_interrupted
+from workbench.core.synonyms import accept_synonyms
 from workbench.memory.analysis.breakdown import MemoryBreakdown
 from workbench.memory.analysis.fit import MARGIN, device_of, usable_bytes
 from workbench.memory.analysis.log import MemoryLog
@@ -38,6 +39,7 @@ NO_LOADER: Any = SimpleNamespace(pin_memory=False)
 """Substitute for a Trainer's loader: batches are made here."""
 
 
+@accept_synonyms
 @device_or_batch
 @predicts("dry runs of a step")
 def estimate_memory(
@@ -237,6 +239,7 @@ def _notes(plan: "Plan") -> list[str]:
     return notes
 
 
+@accept_synonyms
 @predicts("a dry run of a step with each change")
 def compare_memory(
     target: Any,
@@ -300,6 +303,7 @@ STEPS = 3
 """Steps that are measured by default: the optimizer makes its states in the first; the second and the third should agree."""
 
 
+@accept_synonyms
 def measure_memory(
     target: RunSpec | Run | str | os.PathLike[str] | Callable[[Any], Any],
     loader: Iterable[Any] | None = None,
@@ -353,6 +357,7 @@ def measure_memory(
         return measure(given.step, given.loader, model=model, optimizer=optimizer, steps=count, line=line)
 
 
+@accept_synonyms
 def find_leaks(
     step: Callable[[Any], Any], loader: Iterable[Any], *, model: Any = None, optimizer: Any = None, steps: int = 8, budget_s: float = BUDGET
 ) -> "Leaks":

@@ -13,6 +13,7 @@ from workbench.core import units
 from workbench.core.checks import check_budget, whole_number
 from workbench.core.display import table as display
 from workbench.core.progress import INTERRUPTED, Waiting, say_what_was_interrupted
+from workbench.core.synonyms import accept_synonyms
 from workbench.memory.analysis.breakdown import MemoryBreakdown
 from workbench.memory.analysis.non_pytorch import FEWEST, MIB, NonPyTorchFit, fit_non_pytorch, fits_file, save_fit, set_damaged_aside
 from workbench.memory.api import measure_memory
@@ -123,6 +124,7 @@ class Calibration(display.Shown):
         return f"Calibration({self.fit.device!r}, {len(self.points)} runs)"
 
 
+@accept_synonyms
 def calibrate(models: int = 4, *, budget_s: float | None = 600.0, tell: Callable[[str], None] | None = None) -> Calibration:
     """Fit what a process takes on this machine's GPU outside of PyTorch's allocator: the context, the kernels' code, libraries.
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from workbench.core import units
 from workbench.core.device import Device
 from workbench.core.progress import predicts
+from workbench.core.synonyms import accept_synonyms
 from workbench.memory.analysis.breakdown import MemoryBreakdown
 from workbench.memory.analysis.fit import MARGIN, device_of, is_unnamed, usable_memory
 from workbench.memory.analysis.whatif import MemoryLadder, MemoryRung, combinations, needed
@@ -31,6 +32,7 @@ NEGLIGIBLE = 1.03
 """Times that differ by less count as equal: a roofline is not more exact."""
 
 
+@accept_synonyms
 @device_or_batch
 @predicts("dry runs of a step with what may make it fit")
 def memory_ladder(

@@ -9,6 +9,7 @@ from typing import Any
 from workbench.core import units
 from workbench.core.device import Device
 from workbench.core.progress import predicts
+from workbench.core.synonyms import accept_synonyms
 from workbench.memory.analysis.breakdown import MemoryBreakdown
 from workbench.memory.analysis.family import Family
 from workbench.memory.analysis.fit import MARGIN, usable_memory
@@ -42,6 +43,7 @@ class WholeDataset(MaxMicroBatch):
         return self.word
 
 
+@accept_synonyms
 @device_or_batch
 @predicts("dry runs of a step with several batches")
 def max_micro_batch(

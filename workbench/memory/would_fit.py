@@ -8,6 +8,7 @@ from workbench.core import run_directory, units
 from workbench.core.device import Device
 from workbench.core.display import table as display
 from workbench.core.progress import predicts
+from workbench.core.synonyms import accept_synonyms
 from workbench.memory.analysis.breakdown import MemoryBreakdown
 from workbench.memory.analysis.fit import MARGIN
 from workbench.memory.analysis.whatif import MaxMicroBatch, MemoryLadder, needed
@@ -105,6 +106,7 @@ _SURPRISE = (
 )
 
 
+@accept_synonyms
 @predicts("dry runs of the step that ran out of memory, and of changes")
 def would_fit(run: Run | str | os.PathLike[str], *, margin: float = MARGIN) -> WouldFit:
     """Find what would have kept a run from running out of memory: the cheapest changes, by dry runs, and the largest micro-batch.

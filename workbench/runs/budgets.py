@@ -13,6 +13,7 @@ from workbench.core import units
 from workbench.core.checks import did_you_mean
 from workbench.core.codec import to_json
 from workbench.core.display import table as display
+from workbench.core.synonyms import accept_synonyms
 from workbench.core.vocabulary import PHASES
 from workbench.runs.run import ACTIVE, Run
 
@@ -153,6 +154,7 @@ class RunCheck(display.Shown):
         return f"RunCheck({self.run.name!r}, ok={self.ok})"
 
 
+@accept_synonyms
 def check_run(
     run: Run | str | os.PathLike[str],
     budgets: Mapping[str, str | float] | str | os.PathLike[str],

@@ -10,6 +10,7 @@ from typing import Any
 from workbench.core import run_directory, units
 from workbench.core.display import table as display
 from workbench.core.run_directory import METRIC_KEYS, DamagedRunError, short
+from workbench.core.synonyms import accept_synonyms
 from workbench.core.vocabulary import PHASES
 from workbench.runs.run import Run
 
@@ -105,6 +106,7 @@ def _word(value: object) -> str:
     return " ".join(map(str, value)) or "none" if isinstance(value, list | tuple) else str(value)
 
 
+@accept_synonyms
 def compare(*runs: Run | str | os.PathLike[str]) -> Comparison:
     """Set runs, or run directories, side by side; the first is the baseline.
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from workbench.core import run_directory
 from workbench.core.checks import choice
+from workbench.core.synonyms import accept_synonyms
 from workbench.runs.page import figures_of, norms_of, throughput, usage_of
 from workbench.runs.run import ACTIVE, Run
 
@@ -27,6 +28,7 @@ class ExportError(ValueError):
     """A run cannot be exported so; the message says what to try."""
 
 
+@accept_synonyms
 def export(run: Run, to: str, folder: str | os.PathLike[str]) -> Path:
     """Write what is new of a run into a folder; call it again while the run goes on, and after its end.
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from workbench.core import run_directory, units
 from workbench.core.checks import is_number, is_whole
+from workbench.core.synonyms import accept_synonyms
 from workbench.core.vocabulary import PHASES
 from workbench.runs.rank_ends import MANY_RANKS
 from workbench.runs.rows import RunRows, losses_of
@@ -87,6 +88,7 @@ class Health:
         return f"nothing wrong in {' and '.join(looked)}" if looked else "nothing to look at yet: no losses, and no two ranks to compare"
 
 
+@accept_synonyms
 def health(run: Run | str | os.PathLike[str]) -> Health:
     """Find out what went wrong with the numbers of a run, finished or not.
 

@@ -12,6 +12,7 @@ from typing import Any
 from workbench.core import run_directory, units
 from workbench.core.checks import did_you_mean
 from workbench.core.display import table as display
+from workbench.core.synonyms import accept_synonyms
 from workbench.runs.rank_ends import MANY_RANKS, RankEnds
 from workbench.runs.rows import check_metric
 from workbench.runs.run import ACTIVE, Run, RunFormatError
@@ -142,6 +143,7 @@ class RunList(display.Shown):
         return f"RunList({str(self.folder)!r}, {len(self)} runs)"
 
 
+@accept_synonyms
 def list_runs(runs_dir: str | os.PathLike[str] | None = None, *, experiments: bool = True) -> RunList:
     """List the runs in a folder, including each run of a sweep.
 

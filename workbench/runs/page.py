@@ -13,6 +13,7 @@ from workbench.core.checks import is_number, real_number
 from workbench.core.device import Device
 from workbench.core.display.colors import LINE, PHASES, text_on
 from workbench.core.display.table import Table, escape
+from workbench.core.synonyms import accept_synonyms
 from workbench.runs import facts
 from workbench.runs.compare import SECTIONS, provenance
 from workbench.runs.rank_ends import extremes
@@ -133,6 +134,7 @@ class Report:
         return f"Report({self.run!r})"
 
 
+@accept_synonyms
 def report(run: Run | str | os.PathLike[str], *, flops_per_sample: float | None = None) -> Report:
     """A report of a run: spec, environment, curves, step times, evaluations, failures. `print` shows the text, `save` writes the page.
 

@@ -18,6 +18,7 @@ from typing import Any
 from workbench.core import units
 from workbench.core.checks import check_budget, is_whole, whole_number
 from workbench.core.progress import INTERRUPTED, BudgetError, ProgressLine, say_what_was_interrupted
+from workbench.core.synonyms import accept_synonyms
 from workbench.runs import task
 from workbench.runs.entrypoints import COUNTING, START
 from workbench.runs.failure import RunError
@@ -44,6 +45,7 @@ LAUNCH_SECONDS = 8.0
 _CELLS = 20
 
 
+@accept_synonyms
 def scaling_curve(
     target: RunSpec | str | os.PathLike[str],
     *,
@@ -254,6 +256,7 @@ WINDOW = 64
 """Tokens that one of its samples counts."""
 
 
+@accept_synonyms
 def scaling_law(
     spec: RunSpec,
     *,

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from workbench.core.checks import objects
+from workbench.core.synonyms import accept_synonyms
 from workbench.timeline import hooks, watch_script
 from workbench.timeline.alarm import Told
 from workbench.timeline.loops import MeasuredBatches, check_loader
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
+@accept_synonyms
 def watch(
     loader: Iterable[T],
     *,

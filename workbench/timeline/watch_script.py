@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from workbench.core import gc as collector
 from workbench.core.package import is_users, line_of, users_line
+from workbench.core.synonyms import accept_synonyms
 from workbench.timeline import hooks, rank_log
 from workbench.timeline.loops import Loop
 from workbench.timeline.marks import BACKWARD, DATA_WAIT, END_PHASE, FORWARD, IDLE, NEXT, MarkRecorder, new_recorder
@@ -81,6 +82,7 @@ def stop_for_own_timer() -> None:
         _installed.uninstall()
 
 
+@accept_synonyms
 @contextlib.contextmanager
 def watching() -> Iterator["ScriptWatcher"]:
     """Watch whatever is trained inside, by a loop that you do not see: `with wb.watching() as watched: trainer.train()`.

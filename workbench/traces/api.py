@@ -9,6 +9,7 @@ from typing import Any, Literal, TypedDict, Unpack, overload
 from workbench.core import run_directory
 from workbench.core.checks import check_budget, whole_number
 from workbench.core.progress import INTERRUPTED, Waiting, say_what_was_interrupted
+from workbench.core.synonyms import accept_synonyms
 from workbench.runs.launch.experiments import wait_for
 from workbench.runs.launch.launch import label, launch
 from workbench.runs.profile import ALL, STEPS, Profile
@@ -44,6 +45,7 @@ def trace(
 ) -> Trace: ...
 @overload
 def trace(step: _Given, *, ranks: Ranks | None = None, wait: int | None = None, runs_dir: _Where = None, **kw: Unpack[_More]) -> Any: ...
+@accept_synonyms
 def trace(
     step: Callable[[Any], Any] | RunSpec | Run | str | os.PathLike[str],
     loader: Iterable[Any] | None = None,

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from workbench.core import run_directory
+from workbench.core.synonyms import accept_synonyms
 from workbench.runs.run import Run
 from workbench.train.checkpoints import Checkpoints, part_path
 from workbench.train.named_state import whole_tensors
@@ -26,6 +27,7 @@ FILE_BYTES = 5_000_000_000
 """Bytes of a file at most, as on the hub."""
 
 
+@accept_synonyms
 def export_weights(
     run: Run | str | os.PathLike[str],
     path: str | os.PathLike[str],
@@ -79,6 +81,7 @@ def export_weights(
     return folder
 
 
+@accept_synonyms
 def import_weights(model: nn.Module, path: str | os.PathLike[str]) -> nn.Module:
     """Load weights in the layout of the Hugging Face hub into a model, by name; returns the model.
 

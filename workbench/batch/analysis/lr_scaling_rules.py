@@ -11,6 +11,7 @@ from typing import Any
 from workbench.batch.analysis.optimizer_description import OptimizerDescription
 from workbench.batch.analysis.scaled_lr import VALIDITY_TEXT, ScaledLr, Validity, check_arguments, noise_to_damp_by, number, python_number
 from workbench.core.optimizer_table import OPTIMIZERS
+from workbench.core.synonyms import accept_synonyms
 
 EDGE_EXCESS, OUTSIDE_EXCESS = 1.25, 2.0
 """A learning rate up to the first times above or below the law's is inside the rule's domain, beyond the second outside of it. In trials
@@ -356,6 +357,7 @@ def dataset_notes(batch: int, dataset_size: int | None) -> Iterator[str]:
         )
 
 
+@accept_synonyms
 def scale_lr(
     lr: float,
     *,

@@ -12,6 +12,7 @@ from workbench.core import units
 from workbench.core.checks import choice, whole_number
 from workbench.core.codec import JsonDataclass
 from workbench.core.display.table import Shown, Table
+from workbench.core.synonyms import accept_synonyms
 
 POLICIES = {
     "pad": "a document in each row: filled up with padding, and cut off where it is longer",
@@ -98,6 +99,7 @@ class PackingPolicies(JsonDataclass, Shown):
         return Table(columns=("policy", "rows", "padding", "tokens lost", "documents cut", "what it does"), rows=rows, title=title)
 
 
+@accept_synonyms
 def pack(lengths: Sequence[int], length: int, policy: str = "best fit") -> Packing:
     """Pack documents into rows of one length.
 
@@ -133,6 +135,7 @@ def pack(lengths: Sequence[int], length: int, policy: str = "best fit") -> Packi
     return Packing(policy=policy, length=length, documents=len(sizes), tokens=sum(sizes), pieces=tuple(pieces), cut=cut)
 
 
+@accept_synonyms
 def compare_packing(lengths: Sequence[int], length: int) -> PackingPolicies:
     """Pack the same documents by each policy, and show what each wastes.
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from workbench.core.checks import choice, whole_number
+from workbench.core.synonyms import accept_synonyms
 from workbench.runs.entrypoints import ALONE
 from workbench.runs.launch.launch import label
 from workbench.runs.spec import RunSpec, ScriptSpec, SpecError
@@ -64,6 +65,7 @@ class Manifest:
         return self.text
 
 
+@accept_synonyms
 def kubernetes(
     spec: RunSpec | ScriptSpec | str,
     *,

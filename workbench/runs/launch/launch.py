@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from workbench.core import run_directory
 from workbench.core.checks import choice, did_you_mean, real_number, unknown_names
+from workbench.core.synonyms import accept_synonyms
 from workbench.runs import restarts, task
 from workbench.runs.entrypoints import ON_HANG, spec_entrypoint
 from workbench.runs.launch import environment
@@ -22,6 +23,7 @@ from workbench.runs.target import check_launchable, named_task
 from workbench.runs.training_knobs import is_own_schedule
 
 
+@accept_synonyms
 def launch(
     target: RunSpec | str | os.PathLike[str] | None = None,
     *,

@@ -14,6 +14,7 @@ from workbench.core.checks import whole_number
 from workbench.core.codec import JsonDataclass
 from workbench.core.display import table as display
 from workbench.core.progress import Waiting
+from workbench.core.synonyms import accept_synonyms
 from workbench.core.units import several
 from workbench.runs.entrypoints import spec_entrypoint
 from workbench.runs.launch import prove_layout_resume as layouts
@@ -159,6 +160,7 @@ class ResumeProof(JsonDataclass, display.Shown):
         return f"ResumeProof(exact={self.exact}, steps={self.steps}, ranks={self.ranks}, kills={len(self.kills)})"
 
 
+@accept_synonyms
 def prove_resume(
     target: RunSpec | str | os.PathLike[str],
     *,
@@ -441,6 +443,7 @@ class RepeatProof(JsonDataclass, display.Shown):
         return f"RepeatProof(same={self.same}, steps={self.steps}, ranks={self.ranks})"
 
 
+@accept_synonyms
 def same_twice(
     target: RunSpec | str, *, timeout: float | None = 600.0, runs_dir: str | os.PathLike[str] | None = None, **knobs: Any
 ) -> RepeatProof:

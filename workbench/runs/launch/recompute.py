@@ -11,6 +11,7 @@ from workbench.core.checks import whole_number
 from workbench.core.codec import JsonDataclass
 from workbench.core.display import table as display
 from workbench.core.progress import Waiting
+from workbench.core.synonyms import accept_synonyms
 from workbench.core.units import several
 from workbench.runs.compare import differences
 from workbench.runs.entrypoints import spec_entrypoint
@@ -178,6 +179,7 @@ class Recomputation(JsonDataclass, display.Shown):
         return f"Recomputation(verdict={self.verdict!r}, fault={self.fault!r})"
 
 
+@accept_synonyms
 def recompute(
     run: Run | str | os.PathLike[str],
     *,

@@ -12,6 +12,7 @@ from typing import Any
 from workbench.core import run_directory, units
 from workbench.core.checks import check_budget, whole_number
 from workbench.core.progress import INTERRUPTED, BudgetError, Waiting, say_what_was_interrupted
+from workbench.core.synonyms import accept_synonyms
 from workbench.runs.entrypoints import spec_entrypoint
 from workbench.runs.launch.experiments import wait_for
 from workbench.runs.launch.launch import check, label
@@ -40,6 +41,7 @@ class Trial:
         return self.spec.nproc_per_node, self.spec.device, self.spec.backend, self.spec.threads
 
 
+@accept_synonyms
 def sweep(
     spec: RunSpec,
     *,
