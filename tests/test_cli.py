@@ -95,7 +95,10 @@ def test_what_cannot_be_done_is_said_in_a_line(
 def test_an_unknown_option_says_where_the_scripts_own_go(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["launch", "train.py", "--epochs", "1"])
-    assert "what is meant for the script comes after --" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "what is meant for the script comes after --" in said
+    assert said.startswith("workbench launch: error: "), "the reason, without the usage before it"
+    assert said.endswith("\nAll that it takes: workbench launch --help\n")
 
 
 def test_a_scripts_own_options_reach_it_also_in_a_diagnosis(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -298,13 +298,13 @@ def knobs_of(words: list[str]) -> dict[str, Any]:
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser that asks "did you mean" where a command is misspelt."""
+    """A parser that asks "did you mean" where a command is misspelt, and tells what is wrong alone, without the usage before."""
 
     def error(self, message: str) -> NoReturn:
         match = re.search(r"invalid choice: '([^']*)' \(choose from '?lab", message)
         if match:
             message = f"no command {match[1]!r}: {did_you_mean(match[1], COMMANDS)}there are {', '.join(COMMANDS)}"
-        super().error(message)
+        self.exit(2, f"{self.prog}: error: {message}\nAll that it takes: {self.prog} --help\n")
 
 
 def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentParser]]:

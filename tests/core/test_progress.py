@@ -82,7 +82,11 @@ def test_what_an_interrupted_run_leaves(tmp_path: Path) -> None:
     run = tmp_path / "a run"
     run.mkdir()
     assert progress.left_by(run) == f"what it measured: workbench report '{run}'\nto delete it: rm -r '{run}'"
-    (run / "checkpoints" / "step_10").mkdir(parents=True)
+    (run / "checkpoints").mkdir()
+    for part in ("step00000010.rank1.pt", "step00000010.pt.tmp"):  # the file that names the parts was not written yet
+        (run / "checkpoints" / part).touch()
+    assert "wb.launch" not in progress.left_by(run)
+    (run / "checkpoints" / "step00000010.pt").touch()
     assert f'to go on with it: wb.launch(resume="{run}")' in progress.left_by(run)
     why = KeyboardInterrupt()
     why.add_note("to delete it: rm -r x")

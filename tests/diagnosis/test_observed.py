@@ -76,6 +76,9 @@ def test_lines_of_a_watched_script_are_in_the_verdict(by_hand: Make) -> None:
     assert waiting.endswith(" The loop over the loader is at train.py:31, its samples come from train.py:12 (Pictures.__getitem__).")
     assert why(places).endswith(" The loop over the loader is at train.py:31, its optimizer step is at train.py:35 (step).")
     assert why({"step": "train.py:35"}, data_wait=0.03).endswith(" The optimizer step is at train.py:35.")
+    hugging = why({"framework": "transformers", **places}, data_wait=0.03)
+    assert hugging.endswith(" which train.py:35 (step) starts, its samples come from train.py:12 (Pictures.__getitem__).")
+    assert why({"framework": "transformers", **places}).endswith(" which train.py:35 (step) starts.")
     assert "is at" not in why({"loop": 7, "dataset": ["x"]}) + why("x")
 
 

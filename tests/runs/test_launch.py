@@ -57,7 +57,7 @@ def finished(run: wb.Run) -> wb.Run:
             HELLO,
             {"micro_batch": 64},
             LaunchError,
-            r"a script has no knob 'micro_batch'.*\(all: nproc_per_node, threads and profile\)\. Its own .*\"--micro-batch\", \"64\"",
+            r"a script has no knob 'micro_batch': It has args, nproc_per_node, .*, name, on_hang\. Its own .*\"--micro-batch\", \"64\"",
         ),
         (
             HELLO,

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import platform
+import re
 import signal
 import subprocess
 import sys
@@ -259,7 +260,9 @@ def test_an_interrupt_gives_what_has_ended_and_says_where(tmp_path: Path) -> Non
     assert run_directory.read_json(folder / run_directory.SCALING)["over"] == "steps"
 
 
-def test_a_curve_ends_with_its_budget_or_says_that_nothing_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_curve_ends_with_its_budget_or_says_that_nothing_is_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """By a clock that a fake launch moves on; the runs are written by hand."""
     now = [0.0]
     monkeypatch.setattr("workbench.scaling.api.time.monotonic", lambda: now[0])
@@ -275,9 +278,11 @@ def test_a_curve_ends_with_its_budget_or_says_that_nothing_is_known(tmp_path: Pa
     options: dict[str, Any] = {"over": "num_workers", "values": (0, 1, 2), "repeat": 1, "runs_dir": tmp_path, "communication": False}
     curve = wb.scaling_curve(SPEC, **options, budget_s=100)
     assert curve.values == [0, 1]
+    assert " points: about " in capsys.readouterr().out
     assert "the budget of 1 min 40 s was spent after 2 of 3 trainings: resume=" in str(curve)
     assert wb.scaling_curve(SPEC, **options).values == [0]  # a minute
     assert len(wb.scaling_curve(SPEC, **options, budget_s=10).values) == 1  # one run at least
+    assert re.search(r" points: at most 10.0 s \(budget_s\), of about \S.* that all would take\n", capsys.readouterr().out)
     assert wb.scaling_curve(SPEC, **options, budget_s=None).values == [0, 1, 2]
     with pytest.raises(ValueError, match=r"budget_s=0: seconds above 0 are allowed; try budget_s=60, or None for no limit"):
         wb.scaling_curve(SPEC, **options, budget_s=0)

@@ -308,7 +308,7 @@ def unknown_names(
     Args:
         what: how the message begins.
         names: as given.
-        known: those that there are; where one that was given resembles none, the message lists them, or the nearest if `listed` has all.
+        known: those that there are. Where a given one resembles none, the message names the three nearest if `listed` is given, else all.
         meant: other words for them.
         listed: where else they are listed.
     """

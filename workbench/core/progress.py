@@ -53,14 +53,15 @@ def say_what_was_interrupted(name: str) -> Iterator[None]:
 def left_by(path: Path) -> str:
     """What can be done with the directory of a run that was interrupted."""
     there = shlex.quote(str(path))
-    resume = f'to go on with it: wb.launch(resume="{path}")\n' * any((path / CHECKPOINTS).glob("*"))
+    whole = any(file.stem.removeprefix("step").isdecimal() for file in (path / CHECKPOINTS).glob("step*.pt"))  # parts of ranks come before
+    resume = f'to go on with it: wb.launch(resume="{path}")\n' * whole
     return f"what it measured: workbench report {there}\n{resume}to delete it: rm -r {there}"
 
 
 class ProgressLine:
     """A line that is rewritten while something runs. Where stderr is no terminal, such as in a log, there is a new line each LOG_PAUSE.
 
-    Neither in a notebook, unless it is asked for, nor in ranks, whose logs are the program's own.
+    Nothing is written in a notebook, unless `notebook` is set, nor in ranks, whose logs are the program's own.
     """
 
     def __init__(self, text: Callable[[], str], *, notebook: bool = False, after: float = 0.0) -> None:

@@ -36,7 +36,7 @@ EXAMPLES: Mapping[str, str] = {
 def accept_synonyms(function: Callable[P, R]) -> Callable[P, R]:
     """Make a function take SYNONYMS of its arguments, and say of a call that does not fit what is missing, or which name is near.
 
-    All public functions and methods have it where they are defined: put on later, it would make another object, which cannot be pickled.
+    Functions and methods have it where they are defined: put on later, it would make another object, which cannot be pickled.
 
     >>> @accept_synonyms
     ... def wait(run: str, *, budget_s: float = 60.0) -> float:

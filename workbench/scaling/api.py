@@ -145,10 +145,11 @@ class _Measurement:
         """
         total = len(self._trials)
         if total and not self.quiet:
-            most = "" if self.budget_s is None else f", at most {units.seconds(self.budget_s)} (budget_s)"
-            print(
-                f"{total} trainings for {len(self.directory.curve_spec.points)} points: about {units.seconds(self._left)}{most}", flush=True
-            )
+            takes = f"about {units.seconds(self._left)}"
+            if self.budget_s is not None:
+                most = f"at most {units.seconds(self.budget_s)} (budget_s)"
+                takes = f"{takes}, {most}" if self._left <= self.budget_s else f"{most}, of {takes} that all would take"
+            print(f"{total} trainings for {len(self.directory.curve_spec.points)} points: {takes}", flush=True)
         try:
             with contextlib.closing(
                 in_turn(self._trials, self.directory.path, self._tick, lambda trial: trial.spec in self._failed)

@@ -132,7 +132,7 @@ def noise_warnings(e: Evidence) -> list[str]:
         warnings.append(f"Other processes took {e.noise.foreign:.1f} of {e.noise.cores:.0f} cores.")
     if e.noise.spread > MAX_BLOCK_SPREAD:
         reasons = f" ({', '.join(e.noise.gpu)})" if e.noise.gpu else ""
-        spread = units.percent(e.noise.spread) if e.noise.spread <= 1 else f"a factor of {1 + e.noise.spread:.3g}"
+        spread = units.percent(e.noise.spread) if e.noise.spread <= 1 else f"{e.noise.spread:.3g} times their median"
         warnings.append(f"Equal blocks vary by {spread}{reasons}.")
     return warnings
 

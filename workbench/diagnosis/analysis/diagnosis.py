@@ -123,14 +123,14 @@ class Diagnosis(JsonDataclass):
     def _places(self) -> str:
         """Which lines of a watched script the verdict is about."""
         places, words = {what: re.sub(r"(:\d+) (.+)$", r"\1 (\2)", line) for what, line in self.evidence.places.items()}, []
-        framework = FRAMEWORKS.get(places.get("framework", ""))
-        if framework and "step" in places:
-            return f" The training loop is that of {framework[0]}, which {places['step']} starts."
-        if "loop" in places:
+        framework = FRAMEWORKS.get(places.get("framework", "")) if "step" in places else None
+        if framework:
+            words.append(f"The training loop is that of {framework[0]}, which {places['step']} starts")
+        elif "loop" in places:
             words.append(f"The loop over the loader is at {places['loop']}")
         if self.verdict == "input-bound" and "dataset" in places:
             words.append(f"its samples come from {places['dataset']}")
-        if (self.verdict != "input-bound" or not words) and "step" in places:
+        if not framework and (self.verdict != "input-bound" or not words) and "step" in places:
             words.append(f"{'its' if words else 'The'} optimizer step is at {places['step']}")
         return f" {', '.join(words)}." if words else ""
 

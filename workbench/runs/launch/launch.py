@@ -198,7 +198,7 @@ def script_spec(script: str | os.PathLike[str], knobs: dict[str, Any], **fields:
     if strange:
         known = ("args", "nproc_per_node", "nnodes", "watch", "threads", "profile", "timeout", "runs_dir", "name", "on_hang")
         meant = dict.fromkeys(KNOBS["nproc_per_node"].elsewhere, "nproc_per_node")
-        told = unknown_names("a script has no knob", strange, known, meant=meant, listed="nproc_per_node, threads and profile")
+        told = unknown_names("a script has no knob", strange, known, meant=meant)
         own = [word for knob, value in strange.items() if knob not in meant for word in (f"--{knob.replace('_', '-')}", str(value))]
         raise LaunchError(told + (f". Its own options go into args: args={json.dumps(own)}" if own else ""))
     return ScriptSpec(script=str(path), **fields, **knobs)
