@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 from workbench.core.gc import without_gc
 from workbench.core.system_load import Noise
@@ -231,18 +232,34 @@ def test_mixed_precision_converts_the_weights_anew_in_each_step() -> None:
     assert all(weight.dtype == torch.float32 for weight in setup.model.parameters())
 
 
-class Island(nn.Module):
+def island(x: Tensor, seen: list[Any]) -> Tensor:
     """Keeps its operators in fp32, as numerically delicate parts of models do."""
+    with torch.autocast("cpu", enabled=False):
+        seen.append(torch.is_autocast_enabled("cpu"))
+        return x.float().square() @ torch.eye(2)
 
+
+class Island(nn.Module):
     def __init__(self, seen: list[Any]) -> None:
         super().__init__()
-        self.inner, self.seen = nn.Linear(2, 2), seen
+        self.seen = seen
 
     def forward(self, x: Tensor) -> Tensor:
-        with torch.autocast("cpu", enabled=False):
-            out: Tensor = self.inner(x.float())
-        self.seen.append(out.dtype)
-        return out
+        return checkpoint(island, x, self.seen, use_reentrant=False)  # calls it again in the backward
+
+
+class Square(torch.autograd.Function):
+    @staticmethod
+    @torch.amp.custom_fwd(device_type="cpu", cast_inputs=torch.float32)
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    @torch.amp.custom_bwd(device_type="cpu")
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        assert not torch.is_autocast_enabled("cpu")
+        return 2 * grad * ctx.saved_tensors[0]
 
 
 def test_an_autocast_that_the_step_has_switched_off_is_switched_on() -> None:
@@ -251,22 +268,41 @@ def test_an_autocast_that_the_step_has_switched_off_is_switched_on() -> None:
     setup.model.append(Island(seen))
     off, enter = torch.autocast("cpu", dtype=torch.bfloat16, enabled=False), torch.autocast.__enter__
 
-    def step(batch: Tensor) -> float:
+    def step(batch: Tensor) -> None:
         with off:
             first: Tensor = setup.model[0](batch)
             setup.seen.append(first.dtype)
-            return setup.step(batch)
+            out = Square.apply(setup.model(batch))
+        out.sum().backward()
 
-    mixed = ablations.in_precision(step, "amp_bf16", torch.device("cpu"), [setup.model])
+    mixed = ablations.in_precision(step, "amp_bf16", torch.device("cpu"))
     mixed(setup.batch)
-    assert setup.seen[0] == torch.bfloat16
-    assert seen == [torch.float32]  # off inside a model stays off
+    assert setup.seen == [torch.bfloat16]
+    assert seen == [False] * 2  # off inside a model stays off, and where autograd calls it once more
     assert not off._enabled
     assert torch.autocast.__enter__ is enter
-    assert not setup.model._forward_hooks
-    assert not setup.model._forward_pre_hooks
     step(setup.batch)
-    assert setup.seen[2] == torch.float32
+    assert setup.seen[1] == torch.float32
+
+
+def test_a_compiled_step_is_compiled_once_for_an_experiment() -> None:
+    compiled = list[Any]()
+
+    def backend(graph: Any, _: Any) -> Any:
+        compiled.append(graph)
+        return graph.forward
+
+    weight = torch.randn(4, 4)
+
+    @torch.compile(backend=backend)
+    def step(batch: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=False):
+            return batch @ weight
+
+    mixed = ablations.in_precision(step, "amp_bf16", torch.device("cpu"))
+    for _ in range(4):
+        mixed(torch.randn(2, 4))
+    assert len(compiled) == 1
 
 
 def test_threads_and_collector() -> None:

@@ -250,7 +250,7 @@ def measure_change(
         with on_new_optimizer(state.optimizers, lambda optimizer: saved.add(discover(optimizer))):
             baseline.drain()
             baseline.step()
-        with_change = _StepSide(active, ablations.wrap_step(step, change, device, state.models), feeds[1], changed)
+        with_change = _StepSide(active, ablations.wrap_step(step, change, device), feeds[1], changed)
         times = run_ab_test(baseline, with_change, budget_s=budget_s, peers=peers, progress=progress)
     note = times.note
     if None in sizes:

@@ -1,10 +1,13 @@
 """Switches one part of a training step off, or changes it, and undoes that: no optimizer, no gradient reduction, mixed precision, …"""
 
 import contextlib
+import os
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from functools import partial
+from types import FrameType
 from typing import Any
 
 import torch
@@ -13,17 +16,21 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import OneCycleLR
+from torch.utils import checkpoint
 
 from workbench.core.gc import without_gc
 from workbench.harness.batches import map_tensors
 from workbench.harness.deterministic import deterministic
-from workbench.harness.discover import is_compiled
 from workbench.harness.tf32 import tf32
 
 Step = Callable[[Any], Any]
 Switch = Callable[[], AbstractContextManager[Any]]
 
 DTYPES = {"amp_bf16": torch.bfloat16, "amp_fp16": torch.float16}
+AUTOGRAD = (os.path.dirname(torch.autograd.__file__), checkpoint.__file__)
+"""Where torch's code lies that runs a backward, or a forward once more."""
+CUSTOM = ("decorate_fwd", "decorate_bwd")
+"""Functions in which `torch.amp.custom_fwd` and `custom_bwd` call those of an autograd function."""
 
 
 def unchanged(value: Any) -> Any:
@@ -219,52 +226,36 @@ def to_channels_last(batch: Any) -> Any:
     return map_tensors(lambda value: value.contiguous(memory_format=torch.channels_last) if value.ndim == 4 else value, batch)
 
 
-def in_precision(step: Step, name: str, device: torch.device, models: Sequence[nn.Module] = ()) -> Step:
+def in_precision(step: Step, name: str, device: torch.device) -> Step:
     """The step in mixed precision. It is entered anew in each step: weights are converted once per step, as in training.
 
-    A step often has an autocast of its own, switched off (`enabled=args.amp`). It is switched on, as its user would; one inside a model's
-    forward stays off, since it keeps some operators in fp32.
-
-    Args:
-        step: in fp32.
-        name: "amp_bf16" or "amp_fp16".
-        device: where it computes.
-        models: what it trains.
+    A step often has an autocast of its own, switched off (`enabled=args.amp`). It is switched on, as its user would; one inside a module or
+    a backward stays off, since it keeps some operators in fp32.
     """
     dtype = DTYPES[name]
+    usual: Callable[[Any], Any] = torch.autocast.__enter__
+
+    def enter(context: torch.autocast) -> Any:
+        if context._enabled or context.device != device.type or _inside_a_module(sys._getframe(1)):
+            return usual(context)
+        with temporary_attribute(context, "_enabled", True), temporary_attribute(context, "fast_dtype", dtype):
+            return usual(context)
 
     def mixed(batch: Any) -> Any:
-        with _own_autocast_on(models, device, dtype), torch.autocast(device.type, dtype=dtype):
+        with temporary_attribute(torch.autocast, "__enter__", enter), torch.autocast(device.type, dtype=dtype):
             return step(batch)
 
     return mixed
 
 
-@contextlib.contextmanager
-def _own_autocast_on(models: Sequence[nn.Module], device: torch.device, dtype: torch.dtype) -> Iterator[None]:
-    usual: Callable[[Any], Any] = torch.autocast.__enter__
-    running = [0]
-
-    def enter(context: torch.autocast) -> Any:
-        if context._enabled or context.device != device.type or running[0]:
-            return usual(context)
-        with temporary_attribute(context, "_enabled", True), temporary_attribute(context, "fast_dtype", dtype):
-            return usual(context)
-
-    def begins(*_: Any) -> None:
-        running[0] += 1
-
-    def ends(*_: Any) -> None:
-        running[0] -= 1
-
-    with ExitStack() as undo:
-        for model in models:
-            if is_compiled(model):  # a hook would have it compiled anew, and what it enters is compiled with it
-                continue
-            undo.callback(model.register_forward_pre_hook(begins).remove)
-            undo.callback(model.register_forward_hook(ends, always_call=True).remove)
-        undo.enter_context(temporary_attribute(torch.autocast, "__enter__", enter))
-        yield
+def _inside_a_module(frame: FrameType | None) -> bool:
+    """Was this called by a module, by autograd, or by what recomputes a forward?"""
+    while frame is not None:
+        code = frame.f_code
+        if code is nn.Module._call_impl.__code__ or code.co_name in CUSTOM or code.co_filename.startswith(AUTOGRAD):
+            return True
+        frame = frame.f_back
+    return False
 
 
 @contextlib.contextmanager
@@ -339,12 +330,12 @@ def changed_step(change: Mapping[str, Any], models: Sequence[nn.Module], optimiz
         yield
 
 
-def wrap_step(step: Step, change: Mapping[str, Any], device: torch.device, models: Sequence[nn.Module] = ()) -> Step:
+def wrap_step(step: Step, change: Mapping[str, Any], device: torch.device) -> Step:
     """The step with those changes that have to be made in each call."""
     if change.get("channels_last"):
         step = _after(to_channels_last, step)
     if change.get("precision", "fp32") != "fp32":
-        step = in_precision(step, change["precision"], device, models)
+        step = in_precision(step, change["precision"], device)
     return step
 
 

@@ -129,7 +129,7 @@ def treatments(
         treatments += [Variant(name="tf32", on=tf32)] if strict else []
     if precision == "fp32" and models:
         name = "amp_bf16" if device.type == "cpu" or torch.cuda.is_bf16_supported(including_emulation=False) else "amp_fp16"
-        wrap = partial(ablations.in_precision, name=name, device=device, models=models)
+        wrap = partial(ablations.in_precision, name=name, device=device)
         treatments.append(Variant(name=f"precision={name}", wrap=wrap, on=partial(ablations.overflows_skipped, optimizers, name)))
     if has_convolutions(models) and world_size == 1 and any(tensor.ndim == 4 for tensor in tensors_of(first)):
         treatments.append(
