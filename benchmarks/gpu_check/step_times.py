@@ -43,7 +43,9 @@ def run(report: Report, bench: Bench) -> None:
             knobs |= {"loss": loss, "optimizer": case.optimizer, "device": bench.pick(here(bench), "H100")}
             told = wb.estimate_time(case.model, case.batch(), **knobs)
             seconds = measured(case, bench)
-            level = level or told.calibrate(seconds)
+            if case.name == LEVEL:
+                level = told.calibrate(seconds)
+            assert level is not None, f"{LEVEL} was not measured"
             after = replace(told, calibration=level.calibration).seconds
             error, then = told.seconds.mid / seconds - 1, after.mid / seconds - 1
             errors += [(error, then)] if case.name != LEVEL else []

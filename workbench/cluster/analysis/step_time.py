@@ -291,8 +291,8 @@ class StepTime(display.Shown, JsonDataclass):
         parts, calls = bare.computing(), sum(one.calls for one in self.operators)
         level = sum(parts.values())
         told = _told_apart(parts, measured_kinds(measured))
-        host_may = bare.gaps() > 0 or (sum(bare.computing("high").values()) < left <= SLOWEST_LAUNCH * calls)  # or no kernel is so slow
-        host_bound = not told and self.device.name != CPU.name and left >= level and host_may
+        launched = left <= SLOWEST_LAUNCH * calls and self.device.name != CPU.name
+        host_bound = not told and launched and left >= level and (bare.gaps() > 0 or left > sum(bare.computing("high").values()))
         factor, waits = 1.0 if host_bound else left / level, host_bound
         if told:
             factor = sum(told[kind] * parts[kind] for kind in told) / sum(parts[kind] for kind in told)

@@ -4,7 +4,7 @@ On a CPU it is the running sum of what torch's profiler notes at every request a
 scratch of a convolution's kernel. It does not know what was taken before it began, when that is given back, and misses what other threads
 give back (gloo's); so each step is counted from what lives when it begins, and the sum cannot drift from step to step. On CUDA it is the
 allocator's own counters, which are exact: steps are counted from what lived when the first began. What cuBLAS keeps from one step to the
-next is no tensor, and counts like that.
+next is no tensor of the record, but is counted in this way.
 """
 
 import contextlib

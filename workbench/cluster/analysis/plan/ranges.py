@@ -48,7 +48,8 @@ interval of its own that is wider, it counts."""
 
 HOST = Interval(low=4e-6, mid=8e-6, high=20e-6)
 """Seconds in which the host launches an eager operator with autograd: most take 5 to 10 µs, fused or captured ones less, slow hosts twice
-that. `MachineSpeeds` measures it on your own machine ("dispatch": 2 µs without a GPU's launch, of 3 to 5 µs). Assumed."""
+that. `MachineSpeeds` measures it on your own machine ("dispatch": 2 µs without a GPU's launch, of 3 to 5 µs). Assumed. `wb.plan` keeps this
+range, with which its published rows were predicted; LAUNCH is that of whole eager steps of small models."""
 LAUNCH = Interval(low=4e-6, mid=12e-6, high=35e-6)
 """Seconds in which the host launches an operator of an eager step, with its part of Python, autograd and autocast. An operator alone takes
 5 to 10 µs, and with CUDA graphs less. Whole steps took 18 to 37 µs an operator on a virtual machine with an H200 whose bare launch takes
