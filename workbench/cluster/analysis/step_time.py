@@ -30,8 +30,7 @@ SHARES: Mapping[str, Interval] = {
 """Kind → share of the datasheet's dense peak, or of its bandwidth, that kernels of it reach where nothing was measured. Attention:
 FlashAttention-2 reaches 0.3 … 0.7 on A100 forward and backward and 0.35 on H100, its predecessor 0.25 … 0.4 (Dao 2023, arXiv 2307.08691;
 Shah et al. 2024, 2407.08608), of the FLOPs that are left with a causal mask; the middle is that of the times at both ends, rounded.
-The others are round figures for what large and small kernels reach, assumed; `benchmarks/estimate_time.py` holds the sum against published
-steps."""
+The others are round figures for what kernels reach, assumed; `benchmarks/estimate_time.py` holds the sum against published steps."""
 KERNEL = 3e-6
 """Seconds of the shortest kernel. Assumed: launching and retiring its blocks."""
 SAME, OTHER = 0.05, 0.12
@@ -204,7 +203,9 @@ class StepTime(display.Shown, JsonDataclass):
         if self.device.name == CPU.name:
             return 0.0  # there an operator is launched where it runs: calibration includes it
         known = self.calibration
-        launch = known.host * (OTHER_LAUNCH[end] if known.host_bound else 1.0) if known else float(getattr(LAUNCH, end))
+        launch = known.host if known else float(getattr(LAUNCH, end))
+        if known and known.host_bound and known.program != self.title:
+            launch = min(launch, SLOWEST_LAUNCH) * OTHER_LAUNCH[end]
         host = sum(one.calls for one in self.operators) * launch
         return max(0.0, host - sum(self.computing(end).values()))
 
@@ -291,8 +292,8 @@ class StepTime(display.Shown, JsonDataclass):
         parts, calls = bare.computing(), sum(one.calls for one in self.operators)
         level = sum(parts.values())
         told = _told_apart(parts, measured_kinds(measured))
-        launched = left <= SLOWEST_LAUNCH * calls and self.device.name != CPU.name
-        host_bound = not told and launched and left >= level and (bare.gaps() > 0 or left > sum(bare.computing("high").values()))
+        no_kernel = sum(bare.computing("high").values()) < left <= SLOWEST_LAUNCH * calls and self.device.name != CPU.name
+        host_bound = not told and left >= level and (bare.gaps() > 0 or no_kernel)
         factor, waits = 1.0 if host_bound else left / level, host_bound
         if told:
             factor = sum(told[kind] * parts[kind] for kind in told) / sum(parts[kind] for kind in told)
@@ -331,9 +332,8 @@ class StepTime(display.Shown, JsonDataclass):
     @property
     def word(self) -> str:
         """The step in one sentence."""
-        span = self.seconds
-        text = f"{units.seconds(span.mid)} a step ({units.seconds(span.low)} … {units.seconds(span.high)})"
-        text += f", {units.rate(self.samples_per_sec.mid)}"
+        low, mid, high = (units.seconds(getattr(self.seconds, end)) for end in ENDS)
+        text = f"{mid} a step ({low} … {high}), {units.rate(self.samples_per_sec.mid)}"
         if self.device.name != CPU.name:
             text += f", {units.percent(self.mfu.mid)} of the peak"
         level = f"calibrated on {self.calibration.program}" if self.calibration else "shares of datasheets"
