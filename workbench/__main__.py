@@ -211,6 +211,8 @@ def diagnose(given: argparse.Namespace) -> int:
         target = workbench.RunSpec(task=given.target).replace(**knobs)
     elif knobs:
         raise ValueError(f"{target} is a run that was made: it has no knobs to turn any more ({', '.join(knobs)})")
+    if given.prove and isinstance(target, str) and Path(target).is_file():
+        print(f"workbench: --prove will change nothing here: {how_to_prove(target)}", file=sys.stderr, flush=True)
     if sys.stderr.isatty() and not (Path(given.target) / "run.json").is_file():
         does = "watching a run of" if isinstance(target, str) else "experiments with"
         print(f"workbench: {does} {given.target}, at most {units.seconds(given.budget)} …", file=sys.stderr)

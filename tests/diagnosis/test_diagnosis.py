@@ -124,7 +124,11 @@ def test_text_html_and_frame_say_the_same() -> None:
     assert list(frame["name"]) == [one.name for one in d.remedies]
     assert frame["measured"].isna().all()
     assert "measured by" in d.caption
-    assert "300 calls of step()" in d.caption
+    assert "300 calls of step(); 1 thread per operator" in d.caption
+    assert "torchrun" not in d.caption, "a step of this process"
+    several = dataclasses.replace(d, evidence=dataclasses.replace(d.evidence, threads=4))
+    assert "; 4 threads per operator" in several.caption
+    assert "per operator" not in dataclasses.replace(d, evidence=dataclasses.replace(d.evidence, device="cuda")).caption
 
 
 def test_the_parts_are_those_of_the_step() -> None:

@@ -15,7 +15,7 @@ from workbench.diagnosis.analysis.diagnosis import Diagnosis
 from workbench.diagnosis.analysis.observed import observe
 from workbench.diagnosis.api import _from_run
 from workbench.runs.run import Run
-from workbench.runs.spec import ScriptSpec
+from workbench.runs.spec import RunSpec, ScriptSpec
 from workbench.timeline.timeline import Timeline
 
 Make = Callable[..., HandMade]
@@ -46,6 +46,11 @@ def test_a_healthy_run(by_hand: Make) -> None:
     assert not d.remedies
     assert d.parts.step == pytest.approx(0.0205)
     assert d.caption.startswith("observed in 50 steps; nothing was tried: diagnose(step, loader)")
+    spec = dataclasses.replace(d, spec=RunSpec(task="text-gpt"))
+    assert "1 thread per operator, as torchrun has it (your own process would use all cores): threads= changes it" in spec.caption
+    script = dataclasses.replace(d, spec=ScriptSpec(script="train.py"))
+    assert "all cores): workbench launch --set threads= changes it" in script.caption
+    assert "thread" not in d.caption, "a timeline does not know them"
     assert "Three sources" not in str(d)  # there is one
     assert "only an experiment could settle" in d.caption
     assert d.parts.samples == 8

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workbench.runs.spec import KNOBS, RunSpec, ScriptSpec, SpecError, spec_from_json
+from workbench.runs.spec import KNOBS, RunSpec, ScriptSpec, SpecError, parse_knob, spec_from_json
 
 WHOLE = st.integers(1, 10_000)
 
@@ -122,6 +122,12 @@ def test_a_knob_that_does_not_exist() -> None:
         ScriptSpec(script="train.py", args="--epochs 1")  # type: ignore[arg-type]
     with pytest.raises(SpecError, match="watch='yes'"):
         ScriptSpec(script="train.py", watch="yes")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("typed", ["true", "True", "TRUE"])
+def test_true_is_typed_in_any_case(typed: str) -> None:
+    assert RunSpec(task="text-gpt", **dict([parse_knob(f"gradient_as_bucket_view={typed}")])).gradient_as_bucket_view is True
+    assert parse_knob("watch=false") == ("watch", False)
 
 
 def test_a_what_if_is_a_changed_spec() -> None:

@@ -60,6 +60,13 @@ CASES = {
         "my_task.py:build",
         r"build is a Task, expected a function that returns one",
     ),
+    "methods": (
+        "def train(): ...\nclass Data:\n    def __len__(self): return 3",
+        "my_task.py:biuld",
+        r"has no function 'biuld': It defines train$",
+    ),
+    "method": ("class Build:\n    def build(self): ...\ndef build(): ...", "my_task.py:biuld", r"did you mean 'build'\? It defines build$"),
+    "file": (GOOD, "my_task.yp", r'^there is no file my_task\.yp; did you mean "my_task\.py"\?$'),
     "form": (GOOD, "my_task.py", r"no such task, but a file\. .* A task is named"),
     "sample": (GOOD, "clipart-resnt", r'no such task; did you mean "clipart-resnet"\?'),
 }
@@ -77,6 +84,7 @@ IMPORTS = {
     "import error": ("import nothing_like_it\ndef build(): ...", "does not import: ModuleNotFoundError: No module named 'nothing_like_it'"),
     "no function": ("x = 1", "has no function 'build': It defines no function"),
     "arguments": ("def build(width): ...", r"build needs the argument width; .*def build_default\(\): return build\(width=…\)"),
+    "a main": ("import argparse\ndef build(): argparse.ArgumentParser().parse_args(['--x'])", "it is a script's main, not a function that"),
     "raises": ("def build(): 1 / 0", r"build\(\) raised ZeroDivisionError: division by zero"),
     "something else": ("def build(): return 5", r"build\(\) returned a int, expected a wb\.Task"),
     "a task": (

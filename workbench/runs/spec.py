@@ -365,10 +365,11 @@ def spec_from_json(value: Mapping[str, Any]) -> Spec:
 def parse_knob(word: str) -> tuple[str, Any]:
     """A knob and its value, from text such as `micro_batch=16`.
 
-    >>> parse_knob("micro_batch=16"), parse_knob("precision=amp_bf16")
-    (('micro_batch', 16), ('precision', 'amp_bf16'))
+    >>> parse_knob("micro_batch=16"), parse_knob("precision=amp_bf16"), parse_knob("static_graph=true")
+    (('micro_batch', 16), ('precision', 'amp_bf16'), ('static_graph', True))
     """
     name, _, value = word.partition("=")
+    value = value.title() if value.lower() in ("true", "false") else value
     try:
         return name, ast.literal_eval(value)
     except (ValueError, SyntaxError):

@@ -130,7 +130,7 @@ def check(name: str) -> None:
     if _set_to_tasks(tree, function):
         raise TaskError(_is_a_task(name, function))
     if function not in bound:
-        functions = [n for n, node in bound.items() if isinstance(node, ast.FunctionDef)]
+        functions = _functions(tree)
         raise TaskError(f"task={name!r}: {_missing(function, Path(where).name, functions)}")
     if isinstance(node := bound[function], ast.FunctionDef):
         given = node.args.posonlyargs + node.args.args
@@ -148,11 +148,11 @@ def check_schedule(name: str) -> None:
     """
     where, _, function = name.rpartition(":")
     if where.endswith(".py") and (read := _bound("schedule", name, where)) is not None and function not in read[1]:
-        functions = [n for n, node in read[1].items() if isinstance(node, ast.FunctionDef)]
+        functions = _functions(read[0])
         raise TaskError(f"schedule={name!r}: {_missing(function, Path(where).name, functions)}")
 
 
-def _bound(knob: str, name: str, where: str) -> tuple[ast.AST, dict[str, ast.AST]] | None:
+def _bound(knob: str, name: str, where: str) -> tuple[ast.Module, dict[str, ast.AST]] | None:
     """The syntax tree of a file, and what it defines by name; None = only an import can tell."""
     path = Path(where)
     if not path.is_file():
@@ -163,7 +163,7 @@ def _bound(knob: str, name: str, where: str) -> tuple[ast.AST, dict[str, ast.AST
         tree = ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
     except (SyntaxError, UnicodeDecodeError) as error:
         raise TaskError(f"{knob}={name!r}: {path} is not valid Python: {error}") from error
-    bound: dict[str, ast.AST] = {}
+    bound: dict[str, ast.AST] = {n.name: n for n in tree.body if isinstance(n, ast.FunctionDef)}  # not a method of the same name
     for node in ast.walk(tree):
         match node:
             case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
@@ -176,6 +176,11 @@ def _bound(knob: str, name: str, where: str) -> tuple[ast.AST, dict[str, ast.AST
                     if alias.name == "*":
                         return None
     return tree, bound
+
+
+def _functions(tree: ast.Module) -> list[str]:
+    """The functions that a file has outside of classes and of other functions, those under an `if` or a `try` left out."""
+    return [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
 
 
 def _set_to_tasks(tree: ast.AST, name: str) -> bool:
@@ -234,6 +239,11 @@ def built(name: str) -> Any:
         return factory()
     except TaskError:
         raise
+    except SystemExit as error:
+        raise TaskError(
+            f"task={name!r}: {function}() ended the process (SystemExit: {error}). If it parses the command line, it is a script's main, "
+            f"not a function that returns a wb.Task: write one beside it, def build(): return wb.Task(…)"
+        ) from error
     except Exception as error:
         raise TaskError(f"task={name!r}: {function}() raised {type(error).__name__}: {error}") from error
 
@@ -292,6 +302,8 @@ def _split(name: str) -> tuple[str, str]:
             hint = f', but a file. Name the function in it that returns a wb.Task, as in "{name}:build".'
         elif not near and Path(name).parent.is_dir():
             near = nearest(Path(name).name, (script.name for script in Path(name).parent.glob("*.py")))
+            if near and Path(name).suffix:
+                raise TaskError(f'there is no file {name}; did you mean "{Path(name).with_name(near)}"?')
             hint = f'; did you mean "{Path(name).with_name(near)}"?' if near else hint
         raise TaskError(f"task={name!r}: no such task{hint} A task is named {_FORMS}")
     return where, function

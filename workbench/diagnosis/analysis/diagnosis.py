@@ -292,7 +292,20 @@ class Diagnosis(JsonDataclass):
         if e.noise and e.noise.foreign > MIN_FOREIGN_SHARE * e.noise.cores and not is_crowded(e):  # from there on, it is among the notes
             text += f"; other processes took {e.noise.foreign:.1f} of {e.noise.cores:.1f} cores"
         gpu = e.noise.gpu if e.noise and e.noise.spread <= MAX_BLOCK_SPREAD else ()  # from there on, it is among the notes
-        return "; ".join([text, *gpu, *(note for note in e.notes if note not in self._doubts), *self.judgement.notes])
+        return "; ".join([text, *self._threads, *gpu, *(note for note in e.notes if note not in self._doubts), *self.judgement.notes])
+
+    @property
+    def _threads(self) -> list[str]:
+        """On a CPU: threads per operator, which differ between a launch and a process of one's own; of a timeline they are not known."""
+        e = self.evidence
+        if e.device != "cpu" or (e.observed and self.spec is None):
+            return []
+        text = f"{e.threads} thread{'s' * (e.threads != 1)} per operator"
+        if self.spec and e.threads == 1 and not (e.noise and e.noise.cores < 2):
+            every = f"all {e.noise.cores:.0f} cores" if e.noise else "all cores"
+            how = "workbench launch --set threads=" if isinstance(self.spec, ScriptSpec) else "threads="
+            text += f", as torchrun has it (your own process would use {every}): {how} changes it"
+        return [text]
 
     @property
     def table(self) -> display.Table:
