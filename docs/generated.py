@@ -8,10 +8,8 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
-from itertools import pairwise
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import notebook_pages
 import workbench
@@ -19,6 +17,7 @@ from workbench import __main__ as command_line
 from workbench import data, plot, widgets
 from workbench.diagnosis.analysis import verdict
 from workbench.runs import spec
+from workbench.runs.commands import knob_meanings
 
 ROOT = Path(__file__).parents[1]
 SUBJECTS = {
@@ -84,20 +83,12 @@ def _help(*words: str) -> str:
 
 def knobs() -> str:
     """Every field of RunSpec: default, values, meaning."""
-    docs = dict(_field_docs(ast.parse(inspect.getsource(spec.RunSpec)).body[0]))
+    docs = {name: meaning.replace("|", "\\|") for name, meaning in knob_meanings().items()}
     rows = []
     for name, knob in spec.KNOBS.items():
         default = "required" if name == "task" else f"`{knob.default!r}`"
         rows.append(f"| `{name}` | {default} | {docs[name]} |")
     return "\n".join(["| knob | default | meaning |", "|---|---|---|", *rows])
-
-
-def _field_docs(tree: ast.AST) -> Iterator[tuple[str, str]]:
-    """The strings below the fields of a class."""
-    for field, below in pairwise(getattr(tree, "body", [])):
-        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(below, ast.Expr):
-            value: Any = below.value
-            yield field.target.id, " ".join(value.value.split()).replace("|", "\\|")
 
 
 def verdicts() -> str:

@@ -25,7 +25,7 @@ from workbench.diagnosis.analysis.diagnosis import Diagnosis
 from workbench.diagnosis.analysis.remedy import Remedy
 from workbench.diagnosis.analysis.why_not_linear import WhyNotLinear
 from workbench.runs.run import Run
-from workbench.runs.spec import RunSpec
+from workbench.runs.spec import KNOBS, RunSpec
 
 SCRIPT = """
 import os, sys
@@ -417,6 +417,14 @@ def test_what_of_a_script_cannot_be_proved_says_what_to_do(by_hand: Callable[...
     run = by_hand(spec={"kind": "script", "script": "/home/me/train.py"}).steps(60).ended("finished").path
     assert main(["diagnose", str(run), "--prove"]) == 0
     assert capsys.readouterr().out.endswith("in the same file; then: workbench diagnose /home/me/train.py:build --prove\n")
+
+
+def test_the_help_of_launch_lists_the_knobs_with_default_and_meaning(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["launch", "--help"])
+    shown = capsys.readouterr().out
+    assert "\n  threads (1): Threads of each rank for one operator on the CPU (OMP_NUM_THREADS).\n" in shown
+    assert [name for name in list(KNOBS)[1:] if f"\n  {name} (" not in shown] == []
 
 
 @pytest.mark.parametrize("command", ["launch", "diagnose", "why-not-linear"])

@@ -25,7 +25,7 @@ try:
     from workbench.diagnosis.analysis.diagnosis import how_to_prove
     from workbench.diagnosis.analysis.what_changed import QUANTITIES
     from workbench.diagnosis.api import BUDGET
-    from workbench.runs.commands import COMMANDS
+    from workbench.runs.commands import COMMANDS, knob_help
     from workbench.runs.entrypoints import ON_HANG
     from workbench.runs.facts import report as report
     from workbench.runs.facts import run_facts
@@ -34,7 +34,7 @@ try:
     from workbench.runs.launch.nodes import join
     from workbench.runs.profile import STEPS
     from workbench.runs.run import Run
-    from workbench.runs.spec import KNOBS, ScriptSpec, parse_knob
+    from workbench.runs.spec import ScriptSpec, parse_knob
     from workbench.runs.task import SAMPLES
 except KeyboardInterrupt:  # in the first second, while all this is loaded
     raise SystemExit(130) from None
@@ -302,6 +302,10 @@ def knobs_of(words: list[str]) -> dict[str, Any]:
 class _Parser(argparse.ArgumentParser):
     """A parser that asks "did you mean" where a command is misspelt, and tells what is wrong alone, without the usage before."""
 
+    def format_help(self) -> str:
+        head, example, words = super().format_help().rpartition("example: ")
+        return f"{head}{knob_help()}\n\n{example}{words}" if self.prog.endswith(" launch") else head + example + words
+
     def error(self, message: str) -> NoReturn:
         match = re.search(r"invalid choice: '([^']*)' \(choose from '?lab", message)
         if match:
@@ -355,7 +359,7 @@ def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
     option("launch", "--rdzv-endpoint", metavar="HOST:PORT", help="of this machine, as the others reach it (its name, and a free port)")
     most = f"seconds to spend at most ({BUDGET:g})"
     option("diagnose sanity why-not-linear", "--budget", "--budget-s", type=float, default=BUDGET, metavar="S", help=most)
-    by = f"knobs to turn: micro_batch=16 num_workers=2. There are {', '.join(list(KNOBS)[1:])}"
+    by = "knobs to turn: micro_batch=16 num_workers=2. workbench launch --help lists all, with their meaning"
     knobbed = "doctor launch diagnose estimate estimate-time batch-lengths plan sanity bisect why-not-linear"
     option(knobbed, "--set", nargs="+", action="extend", metavar="KNOB=VALUE", help=by)
     option("diagnose why-not-linear batch-lengths", "--prove", action="store_true", help="run the best as well, predicted against measured")

@@ -147,10 +147,31 @@ def test_a_script_that_differs_without_a_kill_says_nothing_of_its_checkpoints(pl
     assert not prove(plain, ["{out}", "unseeded"]).repeatable
 
 
-@pytest.mark.parametrize(("mode", "result", "words"), [("late", "last.txt", "wrote nothing into"), ("exact", "best.pt", "no best.pt")])
+@pytest.mark.parametrize(
+    ("mode", "result", "words"), [("late", "last.txt", "wrote nothing into"), ("exact", "lst.txt", "no lst.txt .*did you mean 'last.txt'")]
+)
 def test_what_cannot_be_compared_is_said(plain: str, mode: str, result: str, words: str) -> None:
     with pytest.raises(LaunchError, match=words):
         prove(plain, ["{out}", mode], result)
+
+
+def test_a_proof_is_short_and_shows_first_what_tells_most() -> None:
+    names = [f"model.{i}.weight" for i in range(20)] + ["optimizer.state.0.exp_avg", "random", "schedule.last_epoch"]
+    entries = tuple(prove_script_resume.Entry(name=name, difference="values differ") for name in names)
+    folders = {"undisturbed": "a", "interrupted": "b"}
+    proof = wb.ScriptResumeProof(entries=30, differing=entries, repeatable=True, kills=(1.0,), asked=2, seconds=1.0, **folders)
+    assert [row[0] for row in proof.table.rows[:4]] == ["random", "schedule.last_epoch", "optimizer.state.0.exp_avg", "model.0.weight"]
+    assert "differ after 1 kill (the script ended before kill 2 of 2). Without" in proof.verdict
+    exact = wb.ScriptResumeProof(entries=30, differing=(), repeatable=True, kills=(1.0, 2.0), asked=2, seconds=1.0, **folders)
+    assert str(exact).startswith("Exact: after 2 kills all 30 entries")
+    assert "<table" not in exact._repr_html_()
+
+
+def test_a_result_outside_of_its_folder_is_refused_before_it_runs(plain: str, tmp_path: Path) -> None:
+    for result in ("/tmp/last.txt", "../last.txt"):
+        with pytest.raises(ValueError, match=r"a file inside of \{out\} is expected, such as"):
+            prove(plain, ["{out}", "exact"], result)
+    assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.parametrize("given", [{}, {"args": ["--out", "{out}"]}, {"args": ["--out", "x"], "result": "last.pt"}])

@@ -1,6 +1,12 @@
 """The commands of the command line: what each does, and an example. `__main__.py` has their options and runs them."""
 
-from collections.abc import Mapping
+import ast
+import inspect
+import textwrap
+from collections.abc import Iterator, Mapping
+from itertools import pairwise
+
+from workbench.runs.spec import KNOBS, RunSpec
 
 COMMANDS: Mapping[str, tuple[str, str, str]] = {
     "lab": ("open JupyterLab", "", ""),
@@ -102,3 +108,23 @@ COMMANDS: Mapping[str, tuple[str, str, str]] = {
     ),
 }
 """Command → what it does in a line, more about it, and an example."""
+
+
+def knob_meanings() -> dict[str, str]:
+    """The fields of RunSpec and what each means: the texts below them in its source."""
+    return dict(_field_docs(ast.parse(inspect.getsource(RunSpec)).body[0]))
+
+
+def _field_docs(tree: ast.AST) -> Iterator[tuple[str, str]]:
+    """The strings below the fields of a class."""
+    for field, below in pairwise(getattr(tree, "body", [])):
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(below, ast.Expr):
+            yield field.target.id, " ".join(ast.literal_eval(below.value).split())
+
+
+def knob_help() -> str:
+    """What `workbench launch --help` says of the knobs of a task: the default and the meaning of each."""
+    meanings = knob_meanings()
+    rows = [f"{name} ({about.default!r}): {meanings[name]}" for name, about in list(KNOBS.items())[1:]]
+    told = [textwrap.fill(row, 100, initial_indent="  ", subsequent_indent="      ", break_on_hyphens=False) for row in rows]
+    return "\n".join(["knobs of a task, for --set (default):", *told])

@@ -217,6 +217,9 @@ def prove_resume(
                 f"prove_resume({os.fspath(target)!r}): a script needs args= with {OUT}, the folder for its checkpoints, and result=, "
                 f'the file in it that is compared: prove_resume("train.py", args=["--out", "{OUT}"], result="last.pt")'
             )
+        result = result.removeprefix(f"{OUT}/")
+        if Path(result).is_absolute() or ".." in Path(result).parts:
+            raise ValueError(f'result={result!r}: a file inside of {OUT} is expected, such as "last.pt"')
         folder = NewRun(runs_dir, f"{Path(target).stem}-resume").path
         given: dict[str, Any] = {"args": args, "result": result, "kills": kills, "seed": seed, "timeout": timeout}
         with _waiting(kills, timeout, "script") as line:

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import random
+import re
 import signal
 import sys
 import time
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from workbench.core import late
+from workbench.core.checks import did_you_mean
 from workbench.core.codec import JsonDataclass
 from workbench.core.display import table as display
 from workbench.runs.guards import ranks_of
@@ -23,6 +25,8 @@ OUT = "{out}"
 """Stands in a script's arguments for the folder where it keeps its checkpoints and writes its result."""
 SHOWN = 8
 """Entries that are shown at most."""
+_STATE = re.compile("sched|random|rng|generator|sampler|scaler|step|epoch")
+"""In the first key of an entry that is neither of the model nor of the optimizer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +51,8 @@ class ScriptResumeProof(JsonDataclass, display.Shown):
     """Does the script write the same when it is launched twice without a kill? Tried where something differs; else True."""
     kills: tuple[float, ...]
     """Seconds after its launch at which it was killed, each time."""
+    asked: int = 0
+    """Kills that were to be; fewer came where the script ended before."""
     seconds: float
     """How long the undisturbed script took."""
     undisturbed: str
@@ -62,11 +68,11 @@ class ScriptResumeProof(JsonDataclass, display.Shown):
     @property
     def verdict(self) -> str:
         """The answer in words, with what to do."""
+        after = f"after {_kills(len(self.kills))}"
+        if len(self.kills) < self.asked:
+            after += f" (the script ended before kill {len(self.kills) + 1} of {self.asked})"
         if self.exact:
-            return (
-                f"Exact: after {_kills(len(self.kills))} all {self.entries:,} entries of the result are bit for bit those of the "
-                "undisturbed script."
-            )
+            return f"Exact: {after} all {self.entries:,} entries of the result are bit for bit those of the undisturbed script."
         many = f"{len(self.differing):,} of {self.entries:,} entries of the result differ"
         if not self.repeatable:
             return (
@@ -74,21 +80,33 @@ class ScriptResumeProof(JsonDataclass, display.Shown):
                 "generators (torch, numpy, random, the workers of loaders) at the start of the script"
             )
         return (
-            f"Not exact: {many} after {_kills(len(self.kills))}. Without a kill the script writes the same twice, so its checkpoint lacks "
+            f"Not exact: {many} {after}. Without a kill the script writes the same twice, so its checkpoint lacks "
             "something: usual are the states of random generators, the position in the data, the learning-rate schedule, the optimizer, "
             "the gradient scaler"
         )
 
     @property
     def table(self) -> display.Table:
-        """The entries that differ, and the verdict."""
-        rows = [[entry.name, entry.difference] for entry in self.differing[:SHOWN]]
+        """The entries that differ, and the verdict; first those of a schedule or of random numbers, then of the optimizer."""
+        rows = [[entry.name, entry.difference] for entry in sorted(self.differing, key=_telling)[:SHOWN]]
         if len(self.differing) > SHOWN:
             rows.append([f"and {len(self.differing) - SHOWN:,} more", ""])
         return display.Table(columns=("entry", "difference"), rows=rows, title="Killed and launched again", note=self.verdict)
 
+    def __str__(self) -> str:
+        return self.verdict if self.exact else str(self.table)
+
+    def _repr_html_(self) -> str:
+        return f"<p>{display.escape(self.verdict)}</p>" if self.exact else self.table._repr_html_()
+
     def __repr__(self) -> str:
         return f"ScriptResumeProof(exact={self.exact}, entries={self.entries}, differing={len(self.differing)}, kills={len(self.kills)})"
+
+
+def _telling(entry: Entry) -> int:
+    """The smaller, the more an entry tells of the reason: weights that differ only follow from it."""
+    key = entry.name.partition(".")[0].lower()
+    return 1 if "optim" in key else 0 if _STATE.search(key) else 2
 
 
 def prove_script_resume(
@@ -129,12 +147,16 @@ def prove_script_resume(
         given = [arg.replace(OUT, str(out)) for arg in args]
         return launch(script, args=given, timeout=timeout, runs_dir=folder, name=f"{Path(script).stem}-{name}", **launched)
 
-    def told(what: str) -> Callable[[int], object]:
-        return lambda writes: say(f"{what}, {_writes(writes)} so far")
+    def told(what: str, name: str) -> Callable[[int], object]:
+        def writes_so_far(writes: int) -> None:
+            lacks = f", but no {result}" if writes and not (folder / name / result).exists() else ""
+            say(f"{what}, {f'{_writes(writes)} so far' if writes else 'nothing written yet'}{lacks}")
+
+        return writes_so_far
 
     def to_the_end(name: str) -> tuple[Run, int]:
         run = begin(name)
-        _, writes = _watched(run, folder / name, say=told(f"the {name} script"))
+        _, writes = _watched(run, folder / name, say=told(f"the {name} script", name))
         return run.wait(check=True), writes
 
     run, left = to_the_end("undisturbed")
@@ -143,7 +165,7 @@ def prove_script_resume(
     while len(done) < kills and left > 1:  # the last write is the result
         run, after = begin("interrupted"), chosen.randint(1, left - 1)
         what = f"kill {len(done) + 1} of {kills} comes after {_writes(after)}"
-        killed, writes = _watched(run, folder / "interrupted", after, chosen, say=told(what))
+        killed, writes = _watched(run, folder / "interrupted", after, chosen, say=told(what, "interrupted"))
         if not killed:
             break
         done.append(killed)
@@ -160,19 +182,20 @@ def prove_script_resume(
         to_the_end("again")
         repeatable = not _differing(expected, folder / "again" / result)
     return ScriptResumeProof(
-        entries=len(expected), differing=differing, repeatable=repeatable, kills=tuple(done), seconds=seconds,
+        entries=len(expected), differing=differing, repeatable=repeatable, kills=tuple(done), asked=kills,
+        seconds=seconds,
         undisturbed=str(folder / "undisturbed"), interrupted=str(folder / "interrupted"),
     )  # fmt: skip
 
 
 def _entries_of(path: Path) -> Mapping[str, Any]:
-    try:
-        entries: Mapping[str, Any] = late.load("entries_of")(path)
-    except FileNotFoundError:
-        there = ", ".join(sorted(each.name for each in path.parent.iterdir())[:8]) or "nothing"
+    if not path.is_file():
+        names = sorted(each.name for each in path.parent.iterdir()) if path.parent.is_dir() else []
         raise LaunchError(
-            f"the script wrote no {path.name} into {path.parent}, where there is {there}: check result=, and {OUT} in args="
-        ) from None
+            f"the script wrote no {path.name} into {path.parent}, where there is {', '.join(names[:8]) or 'nothing'}: "
+            f"{did_you_mean(path.name, names)}Check result=, and {OUT} in args="
+        )
+    entries: Mapping[str, Any] = late.load("entries_of")(path)
     return entries
 
 
