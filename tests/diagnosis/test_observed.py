@@ -49,6 +49,7 @@ def test_a_healthy_run(by_hand: Make) -> None:
     spec = dataclasses.replace(d, spec=RunSpec(task="text-gpt"))
     assert "1 thread per operator, as torchrun has it (your own process would use all cores): threads= changes it" in spec.caption
     script = dataclasses.replace(d, spec=ScriptSpec(script="train.py"))
+    assert "; started with 1 thread per operator" in script.caption
     assert "all cores): workbench launch --set threads= changes it" in script.caption
     assert "thread" not in d.caption, "a timeline does not know them"
     assert "Three sources" not in str(d)  # there is one

@@ -156,11 +156,11 @@ def test_what_cannot_be_compared_is_said(plain: str, mode: str, result: str, wor
 
 
 def test_a_proof_is_short_and_shows_first_what_tells_most() -> None:
-    names = [f"model.{i}.weight" for i in range(20)] + ["optimizer.state.0.exp_avg", "random", "schedule.last_epoch"]
+    names = [f"model.{i}.weight" for i in range(20)] + ["opt.state.0.exp_avg", "random", "schedule.last_epoch"]
     entries = tuple(prove_script_resume.Entry(name=name, difference="values differ") for name in names)
     folders = {"undisturbed": "a", "interrupted": "b"}
     proof = wb.ScriptResumeProof(entries=30, differing=entries, repeatable=True, kills=(1.0,), asked=2, seconds=1.0, **folders)
-    assert [row[0] for row in proof.table.rows[:4]] == ["random", "schedule.last_epoch", "optimizer.state.0.exp_avg", "model.0.weight"]
+    assert [row[0] for row in proof.table.rows[:4]] == ["random", "schedule.last_epoch", "opt.state.0.exp_avg", "model.0.weight"]
     assert "differ after 1 kill (the script ended before kill 2 of 2). Without" in proof.verdict
     exact = wb.ScriptResumeProof(entries=30, differing=(), repeatable=True, kills=(1.0, 2.0), asked=2, seconds=1.0, **folders)
     assert str(exact).startswith("Exact: after 2 kills all 30 entries")

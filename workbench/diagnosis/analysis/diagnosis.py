@@ -300,7 +300,8 @@ class Diagnosis(JsonDataclass):
         e = self.evidence
         if e.device != "cpu" or (e.observed and self.spec is None):
             return []
-        text = f"{e.threads} thread{'s' * (e.threads != 1)} per operator"
+        started = "started with " * isinstance(self.spec, ScriptSpec)  # it may set another number itself
+        text = f"{started}{e.threads} thread{'s' * (e.threads != 1)} per operator"
         if self.spec and e.threads == 1 and not (e.noise and e.noise.cores < 2):
             every = f"all {e.noise.cores:.0f} cores" if e.noise else "all cores"
             how = "workbench launch --set threads=" if isinstance(self.spec, ScriptSpec) else "threads="

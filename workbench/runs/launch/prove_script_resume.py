@@ -106,7 +106,7 @@ class ScriptResumeProof(JsonDataclass, display.Shown):
 def _telling(entry: Entry) -> int:
     """The smaller, the more an entry tells of the reason: weights that differ only follow from it."""
     key = entry.name.partition(".")[0].lower()
-    return 1 if "optim" in key else 0 if _STATE.search(key) else 2
+    return 1 if "opt" in key else 0 if _STATE.search(key) else 2
 
 
 def prove_script_resume(
