@@ -261,7 +261,11 @@ def as_torchrun(orders: str, count: str, logs: str, *program: str) -> int:
     argv = [program[0], *program[2:]] if program[1] == "--" else program
 
     def passes_on(group: int) -> None:
-        signal.signal(signal.SIGTERM, lambda number, _: os.killpg(group, number))
+        def pass_on(number: int, _: object) -> None:
+            with contextlib.suppress(ProcessLookupError):  # the ranks have just ended
+                os.killpg(group, number)
+
+        signal.signal(signal.SIGTERM, pass_on)
 
     return int(follow(Path(orders), folder, argv, of_ranks(int(count), environ), streams, meet=True, started=passes_on) != 0)
 

@@ -15,7 +15,7 @@ import workbench as wb
 from tests.conftest import HandMade
 from tests.forked import Forks
 from tests.test_docs import PAGES, blocks
-from workbench.diagnosis.analysis.remedies import FRAMEWORKS
+from workbench.diagnosis.analysis.remedies import SETTINGS_OF
 from workbench.runs.entrypoints import SCRIPT, spec_entrypoint
 from workbench.runs.profile import Profile
 from workbench.runs.spec import ScriptSpec
@@ -94,7 +94,7 @@ def test_the_settings_of_the_frameworks_exist() -> None:
         "ModelCheckpoint": set(inspect.signature(pytorch.callbacks.ModelCheckpoint).parameters),
         "DataLoader": set(inspect.signature(torch.utils.data.DataLoader).parameters),
     }
-    calls = [call for _, settings in FRAMEWORKS.values() for text in settings.values() for call in re.findall(r"(\w+)\(([^)]*)\)", text)]
+    calls = [call for _, settings in SETTINGS_OF.values() for text in settings.values() for call in re.findall(r"(\w+)\(([^)]*)\)", text)]
     assert len(calls) >= 14
     for name, arguments in calls:
         assert set(re.findall(r"(\w+)=", arguments)) <= known[name], name

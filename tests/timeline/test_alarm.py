@@ -16,7 +16,7 @@ import workbench as wb
 from workbench.core.run_directory import ENV_ALARM
 from workbench.core.vocabulary import PHASES
 from workbench.timeline import hooks
-from workbench.timeline.alarm import Alarm, Circumstances, StepAlarm, Told, allowed, digest
+from workbench.timeline.alarm import SAME, Alarm, Circumstances, StepAlarm, Told, allowed, digest
 from workbench.timeline.analysis.change_points import BLOCK
 from workbench.timeline.hooks import KEPT, Losses
 from workbench.timeline.marks import HostRecorder
@@ -53,6 +53,15 @@ def test_the_phase_that_explains_a_slower_step_is_told_once(phase: str, factor: 
     assert words.startswith("since step 1,")
     assert " on rank 3 " in words
     assert ("with the reduction of gradients" in words) == (phase == "backward")
+
+
+def test_a_far_larger_change_is_told_soon_after_another() -> None:
+    chance = np.random.default_rng(3)
+    first, far_more = play(rows(600, chance), rows(150, chance, forward=1.4), rows(500, chance, forward=6.0))
+    assert first.slower
+    assert far_more.slower
+    assert far_more.share > 3 * first.share
+    assert far_more.step - first.step < SAME * BLOCK
 
 
 def test_recovery_is_told_too_and_a_tiny_phase_is_not() -> None:
@@ -149,6 +158,43 @@ def test_losses_wait_for_their_steps_whatever_they_are_scaled_by_and_however_man
     losses = Losses()
     losses.add(torch.ones(()))
     assert losses.take(2) == pytest.approx([1.0, math.nan], nan_ok=True)  # the second has none yet
+
+
+def test_losses_that_were_passed_over_leave_the_others_with_their_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = 2 * KEPT + 100
+    losses, loss = Losses(), torch.zeros(())
+    for step in range(steps):
+        losses.add(loss.fill_(step))
+        losses.add(loss)
+    taken = losses.take(steps)
+    assert len(taken) == steps
+    assert taken[-KEPT // 8 :] == [*map(float, range(steps - KEPT // 8, steps))]
+    assert all(math.isnan(mean) or mean == step for step, mean in enumerate(taken))
+    losses.add(loss.fill_(7.0))
+    losses.add(loss)
+    assert losses.take(1) == [7.0]
+    monkeypatch.setattr(hooks, "FORGOTTEN", 5)
+    for _ in range(9):
+        losses.add(loss)
+    assert losses.take(4) == pytest.approx([7.0, 7.0, 7.0, math.nan], nan_ok=True)  # nobody seems to look any more
+
+
+def test_the_losses_of_a_device_are_copied_into_pinned_memory_also_after_some_of_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, full = [], torch.full
+
+    def noted(*args: Any, pin_memory: bool) -> torch.Tensor:
+        made.append(pin_memory)
+        return full(*args)
+
+    monkeypatch.setattr(torch, "full", noted)
+    losses = Losses()
+    losses.add(torch.ones(()))
+    assert losses.take(1) == [1.0]
+    for pinned in (True, False, True):
+        losses._ring(pinned=pinned)
+    losses.add(torch.ones(()))
+    assert losses.take(1) == [1.0]
+    assert made == [False, True]
 
 
 def test_nothing_waits_for_a_device_whose_loss_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import workbench as wb
 from tests.forked import Forks
 from workbench.core.vocabulary import PHASES
+from workbench.timeline import hooks
 from workbench.timeline.watch_script import _framework, _line_of_dataset
 
 BASE = """
@@ -101,6 +102,16 @@ def test_evaluations_and_checkpoints_inside_a_loop_are_noted(tmp_path: Path) -> 
         def eval(self) -> "Evaluated":  # as Hugging Face's models: torch's own is not called
             return self.train(False)
 
+    class Slow:
+        def __init__(self, seconds: float) -> None:
+            self.seconds = seconds
+
+        def __reduce__(self) -> Any:
+            time.sleep(self.seconds)
+            return float, (self.seconds,)
+
+    long = 0.5
+
     def pauses(model: torch.nn.Module, *, by_loader: bool) -> list[tuple[str, int]]:
         loader = DataLoader(TensorDataset(torch.randn(8, 4)), batch_size=2)
         with wb.watching() as watched:
@@ -115,17 +126,74 @@ def test_evaluations_and_checkpoints_inside_a_loop_are_noted(tmp_path: Path) -> 
                     model.eval()
                     for (y,) in loader if by_loader else [(x,)]:
                         model(y)
+                    time.sleep(long)
                 if number == 2:
-                    torch.save(model.state_dict(), tmp_path / "last.pt")
+                    model.train()
+                    torch.save(Slow(long), tmp_path / "last.pt")
         assert {pause.line.split(":")[0] for pause in watched.timeline.pauses} == {Path(__file__).name}
-        assert min(pause.seconds for pause in watched.timeline.pauses) > 0
+        assert min(pause.seconds for pause in watched.timeline.pauses) >= long
         return sorted((pause.kind, pause.after) for pause in watched.timeline.pauses)
 
-    plain = torch.save, torch.nn.Module.eval
+    plain = torch.save, torch.nn.Module.eval, torch.nn.Module.train
     assert pauses(torch.nn.Linear(4, 2), by_loader=False) == [("checkpoint", 3), ("evaluation", 2)]
     assert pauses(Evaluated(4, 2), by_loader=True) == [("checkpoint", 3), ("evaluation", 2)]
     assert pauses(torch.nn.Sequential(Evaluated(4, 2)), by_loader=True) == [("checkpoint", 3), ("evaluation", 2)]
-    assert (torch.save, torch.nn.Module.eval) == plain
+    assert (torch.save, torch.nn.Module.eval, torch.nn.Module.train) == plain
+
+
+def test_a_pause_has_the_number_of_its_step_however_many_optimizers_a_step_has() -> None:
+    models = torch.nn.Linear(4, 2), torch.nn.Linear(4, 2)
+    optimizers = [torch.optim.SGD(model.parameters(), 0.1) for model in models]
+    x, long = torch.ones(2, 4), 0.5
+
+    def step(number: int) -> None:
+        for model, optimizer in zip(models, optimizers, strict=True):
+            model(x).sum().backward()
+            optimizer.step()
+        if number == 10:
+            models[0].eval()
+            time.sleep(long)
+            models[0].train()
+            time.sleep(long)  # is no evaluation any more
+
+    for batches in (DataLoader(range(20), batch_size=1), range(20)):  # type: ignore[arg-type]
+        with wb.watching() as watched:
+            for number, _ in enumerate(batches):
+                step(number)
+        (pause,) = watched.timeline.pauses
+        (longest,) = [step.index for step in watched.timeline.steps if step.seconds >= 2 * long]
+        assert longest in (pause.after - 1, pause.after)
+        assert long <= pause.seconds < 2 * long
+
+
+def test_what_is_evaluated_in_each_step_is_no_pause() -> None:
+    """As in reinforcement learning: the model acts, and then it learns. One that is frozen for good is no evaluation either."""
+    model, frozen = torch.nn.Linear(4, 2), torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD([*model.parameters(), *frozen.parameters()], 0.1)
+    x = torch.ones(2, 4)
+    with wb.watching() as watched:
+        for _ in DataLoader(range(3), batch_size=1):  # type: ignore[arg-type]
+            for _ in DataLoader(range(10), batch_size=1):  # type: ignore[arg-type]
+                model.eval()
+                time.sleep(0.02)
+                model.train()
+                frozen(model(x)).sum().backward()
+                time.sleep(0.02)
+                optimizer.step()
+                frozen.eval()
+        assert len(watched.timeline.steps) == 30
+        assert len(watched.timeline.pauses) < 6
+        nested = hooks.OPEN_LOOPS
+        for _ in DataLoader(range(1), batch_size=1):  # type: ignore[arg-type]
+            model(x).sum().backward()
+            optimizer.step()
+            for _ in DataLoader(range(1), batch_size=1):  # type: ignore[arg-type]
+                assert nested.top is not None
+                assert not nested.top.evaluates
+            model.eval()
+            for _ in DataLoader(range(1), batch_size=1):  # type: ignore[arg-type]
+                assert nested.top is not None
+                assert nested.top.evaluates
 
 
 @pytest.mark.parametrize("first", ["eval", "iter"])

@@ -84,7 +84,7 @@ class RankWatchdog:
         """What the main thread does at this moment."""
         frames = _frames(sys._current_frames().get(self._main.ident or 0))
         where = tuple((id(frame.f_code), frame.f_lasti) for frame in frames)
-        state, pid = _thread_state(os.getpid()), os.getpid()  # of the main thread, whose `native_id` a fork has from its parent
+        state, pid = _main_state(), os.getpid()
         loop = state == "R" and not _in_torch(frames) and _repeats_while(frames)
         own = cpu_of_process(pid)
         return {
@@ -170,10 +170,10 @@ def describe(frame: FrameType) -> tuple[str, int, str, str, bool]:
     return file, line, frame.f_code.co_name, linecache.getline(file, line).strip()[:200], is_users(file)
 
 
-def _thread_state(native: int) -> str:
-    """The kernel's letter for the state of a thread: R runs or waits for a core, S sleeps, D waits for a disk."""
+def _main_state() -> str:
+    """The kernel's letter for the state of the main thread: R runs or waits for a core, S sleeps, D waits for a disk."""
     with contextlib.suppress(OSError):
-        return Path(f"/proc/self/task/{native}/stat").read_text().rpartition(")")[2].split()[0]
+        return Path("/proc/self/stat").read_text().rpartition(")")[2].split()[0]
     return "R"
 
 

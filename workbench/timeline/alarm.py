@@ -47,7 +47,9 @@ WORTH = 0.03
 HELD = 3
 """Blocks for which a change is held back: the phase that explains it may show a little later."""
 SAME = 25
-"""Blocks in which changes of one direction belong together."""
+"""Blocks in which changes of one direction belong together, and are told once."""
+FAR_MORE = 3
+"""So many times the change that was told, a change is told, too, however near it is."""
 CLOCK = 0.05
 """Relative change of the cores' clock, or of a small computation, that is mentioned."""
 _PROBE = 30_000
@@ -132,7 +134,7 @@ class StepAlarm:
         self._loss: list[float] = []
         self._pending: list[Change] = []
         self._step = done
-        self._told: list[tuple[int, bool]] = []
+        self._told: list[tuple[int, bool, float]] = []  # step, slower?, share
 
     def see(self, rows: Sequence[Row], *, waits: bool = True, last: bool = False) -> list[Told]:
         """Finished steps, in their order; the alarms that are due now. They are looked at in whole blocks of `change_points.BLOCK`.
@@ -165,7 +167,7 @@ class StepAlarm:
         """The losses of the next steps; empty if they are not followed."""
         losses = self._loss[:count]
         del self._loss[:count]
-        if self._losses is not None and any(map((0.0).__ge__, losses)):
+        if self._losses is not None and min(losses, default=1.0) <= 0:
             self._losses = None  # that it falls is what a training is for; of one that is 0 or less, no part can be said
         return losses if self._losses is not None else []
 
@@ -187,8 +189,9 @@ class StepAlarm:
             rate = chosen.series == "throughput"
             share = abs(chosen.ratio - 1) if rate else (chosen.after - chosen.before) / length if length > 0 else 0.0
             slower = (chosen.after < chosen.before) == rate
-            if not any(abs(chosen.step - step) < SAME * BLOCK and worse == slower for step, worse in self._told):
-                self._told.append((chosen.step, slower))
+            near = [told for step, worse, told in self._told if abs(chosen.step - step) < SAME * BLOCK and worse == slower]
+            if abs(share) >= FAR_MORE * max(near, default=0.0):
+                self._told.append((chosen.step, slower, abs(share)))
                 told.append(self._as_told(chosen, share))
         return told
 
@@ -293,7 +296,7 @@ class Alarm:
         threading.Thread(target=self._follow, name="workbench-alarm", daemon=True).start()
 
     def look(self, *, last: bool = False) -> None:
-        """Look at what is new, the `last` time also at what waits."""
+        """Look at what is new; with `last`, also at what still waits."""
         with self._lock:
             rows = self._take()
             for told in self._alarm.see(rows, waits=not last and len(rows) >= GROUP * BLOCK, last=last):

@@ -198,7 +198,9 @@ def marked_functions() -> Iterator[None]:
 
 
 KEPT = 16384
-"""Losses that wait to be looked at, at most."""
+"""Losses that are looked at, at most, of those since the last look; the earliest of more are passed over."""
+FORGOTTEN = 1 << 20
+"""Losses after which it is taken that nobody looks at them any more."""
 
 
 class Losses:
@@ -212,11 +214,11 @@ class Losses:
     def __init__(self) -> None:
         """None yet."""
         self._taken = self._read = self._steps = 0
-        self._on_cpu: deque[float] = deque(maxlen=KEPT)
+        self._on_cpu: deque[float] = deque()
         """Losses of a CPU that are not among the others yet."""
         self._values: Any = None
         self._seen: Any = None  # the same memory, for numpy
-        self._ended = False
+        self._pinned = self._ended = False
 
     def add(self, loss: Any) -> None:
         """The tensor from which a backward begins; what is no single number of torch's own is passed over."""
@@ -225,6 +227,7 @@ class Losses:
         try:
             if loss.is_cpu and type(loss.grad_fn).__name__ != "MulBackward0":
                 self._on_cpu.append(loss.item())
+                self._ended = len(self._on_cpu) >= FORGOTTEN
             elif loss.numel() == 1:
                 value, place = _unscaled(loss), self._taken % KEPT
                 if value.is_cpu:
@@ -238,10 +241,13 @@ class Losses:
                 print(f"workbench: losses are not followed any more: {error!r}", file=sys.stderr, flush=True)
 
     def _ring(self, *, pinned: bool = False) -> Any:
-        if self._values is None:
+        if self._values is None or pinned > self._pinned:  # only into pinned memory can a device copy without a wait
             import torch
 
+            before, self._pinned = self._values, pinned
             self._values = torch.full((KEPT,), math.nan, pin_memory=pinned)
+            if before is not None:
+                self._values.copy_(before)
             self._seen = self._values.numpy()
         return self._values
 
@@ -258,12 +264,10 @@ class Losses:
         taken = self._taken  # another thread goes on
         self._steps += steps
         each = max(1, round(taken / max(1, self._steps)))
-        self._read = max(self._read, taken - KEPT // 2)
         count = min(steps * each, taken - self._read)
-        if count <= 0:
-            return [math.nan] * steps
-        means = taken_means(self._seen, self._read, count, each)
-        self._read += count
+        lost = min(steps, max(0, -((self._read + KEPT // 2 - taken) // each)))  # of so many steps, losses may be overwritten by later ones
+        first, self._read = self._read + lost * each, self._read + count
+        means = [math.nan] * lost + (taken_means(self._seen, first, self._read - first, each) if self._read > first else [])
         return means + [math.nan] * (steps - len(means))
 
 

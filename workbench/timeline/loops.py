@@ -147,6 +147,8 @@ class Loop:
         self.recorder = recorder
         self.asked_again = True
         """Has it called `next()` since a loop below it did?"""
+        self.updated = False
+        """Has an optimizer stepped since it asked for a batch? So it is set from outside."""
         self.evaluates = False
         """Is it an evaluation inside a training loop? Some are not closed."""
         self.thread: int | None = None
@@ -196,7 +198,7 @@ class Loop:
                         open_loops.waited(self)
                     yield batch
                     if open_loops.top is self:
-                        self.asked_again = True
+                        self.asked_again, self.updated = True, False
                         marks.extend((now(), NEXT))
                         if read:
                             read()
@@ -214,6 +216,7 @@ class Loop:
     def border(self) -> None:
         """In a loop without a loader: a step ends here, and the next one begins."""
         self._sizes.append(None)
+        self.updated = False
         self.mark(NEXT)
         self.recorder.read()
         if self.between:

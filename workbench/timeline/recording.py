@@ -45,7 +45,7 @@ class Recording:
         self._rows: list[Row] = []
         self._profiled: tuple[int, ...] = ()
         self._validations: tuple[float, ...] = ()
-        self._pauses: tuple[Pause, ...] = ()
+        self._pauses: list[Pause] = []
         self._done = 0
         self._lock = threading.Lock()
         self.clock: Clock | None = None  # not known before the first loop
@@ -185,7 +185,7 @@ class Recording:
 
     def paused(self, pause: Pause) -> None:
         """Note what made a step longer."""
-        self._pauses += (pause,)
+        self._pauses.append(pause)
         self.say({"pause": list(pause)})
 
     def warn(self, text: str) -> None:
@@ -241,5 +241,5 @@ class Recording:
             notes=self.notes,
             profiled=self._profiled,
             validations=self._validations,
-            pauses=self._pauses,
+            pauses=tuple(self._pauses),
         )

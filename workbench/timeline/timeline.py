@@ -81,9 +81,9 @@ class Pause(NamedTuple):
     kind: str
     """"evaluation" or "checkpoint"."""
     seconds: float
-    """What it took, an evaluation up to the end of the next optimizer step."""
+    """What it took; an evaluation, until a model trains again: goes back to training mode, or ends its next optimizer step."""
     after: int
-    """Optimizer steps before it."""
+    """Steps before it whose optimizer step was taken: it is in the last of these, or in the one that follows."""
     line: str
     """The user's line: "train.py:41 main"."""
 

@@ -33,8 +33,10 @@ SEARCH_AFTER = (1, 3, 30, 300)
 """After so many optimizer steps in a row without a forward, models are looked for once more; each number is used once. The script may have
 gone on to another model, or call only a part of one, so the parts of those known are taken, too. (A search takes some 50 ms,
 nearly all of it to list the 300,000 objects that live once torch is imported; the first one delays the first batch.)"""
-FRAMEWORKS = {"transformers.trainer": "transformers", "lightning.pytorch": "lightning", "pytorch_lightning": "lightning"}
+LOOPS_OF = {"transformers.trainer": "transformers", "lightning.pytorch": "lightning", "pytorch_lightning": "lightning"}
 """How the name of the module begins that has a framework's training loop → the framework."""
+SHORTEST_PAUSE = 1e-3
+"""Seconds of an evaluation or a checkpoint below which it is not noted."""
 LEADER_RETIRES_AFTER = 10
 """After so many steps of other optimizers in a row, the one whose steps end the steps of a loop without loader is taken to be retired."""
 
@@ -123,7 +125,7 @@ class ScriptWatcher:
             BACKWARD: "backward was never called: a backward through torch.autograd.grad, if any, is in other",
         }
         self._recording = Recording(recorder=self._make_recorder, steps_by="optimizer", expected=expected)
-        self._steps = 0  # of all optimizers
+        self._steps = 0  # those of loops whose optimizer step was taken
         self._first_batches = FirstBatches(warn=self._recording.warn, say=self._recording.say, steps=lambda: self._steps)
         self._here = True  # False in a forked child
         # The lines that are known of each open loop; None = they are told
@@ -132,11 +134,12 @@ class ScriptWatcher:
         self._leader: Callable[[], torch.optim.Optimizer | None] = lambda: None  # its steps end those of the bare loop
         self._strangers = 0  # steps of other optimizers since the leader's last
         self._models = weakref.WeakSet[torch.nn.Module]()
-        self._trained = weakref.WeakSet[torch.nn.Module]()  # those that were in training mode at the first optimizer step
+        self._trained = weakref.WeakSet[torch.nn.Module]()  # those that were in training mode at an optimizer step
         self._without_forward = 0  # optimizer steps since one was seen
         self._searches = [*SEARCH_AFTER]
         self._newest: Callable[[], Loop | None] = lambda: None
-        self._evaluation: tuple[float, int, str] | None = None  # when a model went into evaluation mode, after so many steps, and where
+        self._pass: tuple[Loop | None, float, int] = None, 0.0, 0  # the loop with the last step, when its first one was, and steps before
+        self._evaluation: tuple[float, int, str, int] | None = None  # when it began, after so many steps, where, and `id` of the model
         self._borders = borders(self._recording.leave_out) if borders else None
         self._undo = contextlib.ExitStack()
         if self._borders:
@@ -144,6 +147,7 @@ class ScriptWatcher:
         self._undo.enter_context(hooks.marked_functions())
         self._undo.callback(hooks.Patch(DataLoader, "__iter__", self._wrap_iter).remove)
         self._undo.callback(hooks.Patch(torch.nn.Module, "eval", self._wrap_eval).remove)
+        self._undo.callback(hooks.Patch(torch.nn.Module, "train", self._wrap_train).remove)
         self._undo.callback(hooks.Patch(torch, "save", self._wrap_save).remove)
         self._undo.callback(register_optimizer_step_pre_hook(hooks.optimizer_begins).remove)
         self._undo.callback(register_optimizer_step_post_hook(self._optimizer_ends).remove)
@@ -214,18 +218,43 @@ class ScriptWatcher:
     def _wrap_eval(self, evaluate: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(evaluate)
         def noted(module: Any) -> Any:
-            if any(module is model or module in model.children() for model in self._models):  # or what DDP wraps
-                self._begin_evaluation(sys._getframe(1))
+            if module.training and self._is_watched(module):
+                self._begin_evaluation(sys._getframe(1), module)
             return evaluate(module)
 
         return noted
 
-    def _begin_evaluation(self, frame: FrameType) -> None:
-        """An evaluation begins, if this is inside a training loop; it is over at the next optimizer step."""
+    def _wrap_train(self, train: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(train)
+        def noted(module: Any, mode: bool = True) -> Any:
+            if self._evaluation is not None and mode and self._evaluation[3] in (id(module), id(None)) and self._is_watched(module):
+                self._end_evaluation()
+            return train(module, mode)
+
+        return noted
+
+    def _is_watched(self, module: Any) -> bool:
+        """Is it a model, or all that one has inside, as what DDP wraps?"""
+        return any(module is model or [*model.children()] == [module] for model in self._models)
+
+    def _begin_evaluation(self, frame: FrameType, module: Any = None) -> None:
+        """An evaluation begins, if this is inside a training loop; it is over when the model trains again, at the latest at a step."""
         if self._here and self._steps and self._evaluation is None and get_ident() == hooks.OPEN_LOOPS.thread:
-            self._evaluation = time.perf_counter(), self._steps, users_line(frame)
+            self._evaluation = time.perf_counter(), self._steps, users_line(frame), id(module)
             if (newest := self._newest()) and newest.thread is None:  # Lightning makes the iterator first
                 newest.evaluates = True
+
+    def _end_evaluation(self) -> None:
+        if self._evaluation is not None and self._here:
+            (began, after, line, _), self._evaluation = self._evaluation, None
+            self._paused(Pause("evaluation", time.perf_counter() - began, after, line))
+
+    def _paused(self, pause: Pause) -> None:
+        """Note a pause, if it is long beside a step: a training may evaluate in each step, to act before it learns."""
+        _, began, before = self._pass
+        usual = (time.perf_counter() - began - pause.seconds) / max(1, self._steps - before - 1)  # with the pauses before
+        if pause.seconds >= max(SHORTEST_PAUSE, usual):
+            self._recording.paused(pause)
 
     def _wrap_save(self, save: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(save)
@@ -237,7 +266,7 @@ class ScriptWatcher:
                 if self._here and self._steps and get_ident() == hooks.OPEN_LOOPS.thread:
                     took = time.perf_counter() - began
                     self._evaluation = evaluation and (evaluation[0] + took, *evaluation[1:])
-                    self._recording.paused(Pause("checkpoint", took, self._steps, users_line(sys._getframe(1))))
+                    self._paused(Pause("checkpoint", took, self._steps, users_line(sys._getframe(1))))
 
         return noted
 
@@ -255,10 +284,14 @@ class ScriptWatcher:
             return
         now = open_loops.now
         open_loops.marks.extend((now(), END_PHASE))
-        if self._evaluation:
-            (began, after, line), self._evaluation = self._evaluation, None
-            self._recording.paused(Pause("evaluation", time.perf_counter() - began, after, line))
-        self._steps += 1
+        if self._evaluation is not None:
+            self._end_evaluation()
+            self._trained = weakref.WeakSet(filter(_trains, self._models))  # not those that are frozen
+        if (top := open_loops.top) is not None and not top.updated:  # of several optimizers, one ends the step
+            if top is not self._pass[0]:
+                self._pass = top, time.perf_counter(), self._steps
+            top.updated = True
+            self._steps += 1
         if self._places is not None and open_loops.top is not None:
             places = {
                 **self._places.get(open_loops.top, {}),
@@ -340,7 +373,7 @@ def _framework(frame: FrameType | None) -> str:
     inner = ""
     while frame is not None and not is_users(frame.f_code.co_filename):
         inner, frame = frame.f_globals.get("__name__", ""), frame.f_back
-    return next((name for module, name in FRAMEWORKS.items() if inner.startswith(module)), "")
+    return next((name for module, name in LOOPS_OF.items() if inner.startswith(module)), "")
 
 
 def _modules(objects: list[object], kinds: set[type]) -> list[Any]:

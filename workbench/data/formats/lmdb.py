@@ -12,8 +12,8 @@ from typing import Any
 
 from workbench.data.formats.library import LibrarySource
 from workbench.data.manifest import Rows
-from workbench.data.sample import KEY, CorruptSampleError, Sample, decode, encode, stored_schema
-from workbench.data.shard_file import Written, noted, written
+from workbench.data.sample import KEY, CorruptSampleError, Sample, decode, encoded_columns, stored_schema
+from workbench.data.shard_file import Written, several, written
 from workbench.data.storage import need
 
 META = b"__meta__"
@@ -114,18 +114,21 @@ def write(path: str, samples: Iterable[tuple[str, Sample]], schema: Mapping[str,
     need("lmdb", "the format lmdb")
     import lmdb
 
-    rows = Rows(schema)
+    rows, count = Rows(schema), 0
     environment = lmdb.open(path, subdir=False, map_size=MAP, lock=False, sync=False, meminit=True)
     transaction = environment.begin(write=True)
     try:
-        for number, (key, sample) in enumerate(noted(samples, rows)):
-            parts = [None if (value := sample.get(field)) is None else encode(value) for field in schema]
-            name = key.encode()
-            head = struct.pack(f"<{1 + len(parts)}I", len(name), *(_NONE if part is None else len(part) for part in parts))
-            transaction.put(b"%08d" % number, b"".join((head, name, *(part for part in parts if part is not None))), append=True)
-            if number % COMMIT == COMMIT - 1:
-                transaction.commit()
-                transaction = environment.begin(write=True)
+        for keys, some in several(samples):
+            columns, lengths = encoded_columns(some, schema)
+            rows.add_columns(keys, columns, lengths)
+            for at, name in enumerate(map(str.encode, keys)):
+                sizes = (_NONE if length[at] < 0 else length[at] for length in lengths)
+                head = struct.pack(f"<{1 + len(lengths)}I", len(name), *sizes)
+                transaction.put(b"%08d" % count, b"".join((head, name, *(column[at] for column in columns))), append=True)
+                count += 1
+                if count % COMMIT == 0:
+                    transaction.commit()
+                    transaction = environment.begin(write=True)
         transaction.put(META, json.dumps({"schema": dict(schema)}).encode(), append=True)
         transaction.commit()
     except lmdb.Error as error:

@@ -21,7 +21,7 @@ from workbench.diagnosis.analysis.costs import MAX_BLOCK_SPREAD, is_crowded, noi
 from workbench.diagnosis.analysis.evidence import Evidence
 from workbench.diagnosis.analysis.loader_model import LoaderCurve
 from workbench.diagnosis.analysis.proof import Proof, remedy_table
-from workbench.diagnosis.analysis.remedies import FRAMEWORKS, remedies_for
+from workbench.diagnosis.analysis.remedies import SETTINGS_OF, remedies_for
 from workbench.diagnosis.analysis.remedy import Choice, Remedy, find_remedy, gain_of, of_knobs, sort_key
 from workbench.diagnosis.analysis.step_model import Parts, StepModel
 from workbench.diagnosis.analysis.verdict import HIDDEN_REDUCTION, UNMARKED, Judgement, judge
@@ -123,7 +123,7 @@ class Diagnosis(JsonDataclass):
     def _places(self) -> str:
         """Which lines of a watched script the verdict is about."""
         places, words = {what: re.sub(r"(:\d+) (.+)$", r"\1 (\2)", line) for what, line in self.evidence.places.items()}, []
-        framework = FRAMEWORKS.get(places.get("framework", "")) if "step" in places else None
+        framework = SETTINGS_OF.get(places.get("framework", "")) if "step" in places else None
         if framework:
             words.append(f"The training loop is that of {framework[0]}, which {places['step']} starts")
         elif "loop" in places:

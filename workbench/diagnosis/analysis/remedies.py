@@ -286,7 +286,7 @@ def _moved(e: Evidence, otherwise: str) -> str:
     return f"{what.removesuffix('.')} ({e.stalls.where})." if e.stalls.where else what
 
 
-FRAMEWORKS: Mapping[str, tuple[str, Mapping[str, str]]] = {
+SETTINGS_OF: Mapping[str, tuple[str, Mapping[str, str]]] = {
     "transformers": ("Hugging Face's Trainer", {
         "data_wait": "TrainingArguments(dataloader_num_workers=…, dataloader_prefetch_factor=…)",
         "transfer": "TrainingArguments(dataloader_pin_memory=True)",
@@ -311,7 +311,7 @@ FRAMEWORKS: Mapping[str, tuple[str, Mapping[str, str]]] = {
 
 def _set_by(e: Evidence, part: str) -> str:
     """The settings of the script's framework for a part, as a sentence after another; "" = the loop is the user's own."""
-    name, settings = FRAMEWORKS.get(e.places.get("framework", ""), ("", {}))
+    name, settings = SETTINGS_OF.get(e.places.get("framework", ""), ("", {}))
     setting = settings.get((part == "stalls" and e.stalls.kind) or part, "")
     return f" With {name}: {setting}." if setting else ""
 
