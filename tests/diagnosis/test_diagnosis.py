@@ -402,6 +402,7 @@ def test_what_trains_nothing_is_told_before_the_verdict() -> None:
         assert "wb.replay" in found.next
         assert "quieter" not in found.next
         assert NAN not in found.caption
+        assert found._repr_html_().index("Doubt:") < found._repr_html_().index(found.verdict)
         assert "found behind step" in found.caption
     idle = Diagnosis.of(dataclasses.replace(evidence, notes=(UNTRAINED,)))
     assert idle.summary.startswith(f"Doubt: {UNTRAINED}.\n")
@@ -410,7 +411,7 @@ def test_what_trains_nothing_is_told_before_the_verdict() -> None:
     assert UNTRAINED not in idle.caption
 
 
-def test_a_busy_machine_is_told_before_the_verdict() -> None:
+def test_a_busy_machine_is_told_after_the_verdict() -> None:
     evidence = World(blocked=0.03).evidence()
     quiet = Diagnosis.of(evidence)
     assert quiet.doubt == ""
@@ -419,8 +420,8 @@ def test_a_busy_machine_is_told_before_the_verdict() -> None:
     busy = Diagnosis.of(dataclasses.replace(evidence, noise=Noise(cores=2.0, foreign=1.4)))
     assert busy.verdict == "input-bound"
     assert busy.doubt.startswith("The machine was busy: Other processes took 1.4 of 2 cores. ")
-    assert str(busy).startswith(f"Doubt: {busy.doubt}")
-    assert busy._repr_html_().index("Doubt:") < busy._repr_html_().index(busy.verdict)
+    assert str(busy).startswith(f"input-bound ({busy.cause})\nDoubt: {busy.doubt}\nWhy: ")
+    assert busy._repr_html_().index(busy.verdict) < busy._repr_html_().index("Doubt:") < busy._repr_html_().index("Next:")
     assert busy.brief()["doubt"].startswith("The machine was busy")
     unsaid = Diagnosis.of(dataclasses.replace(evidence, noise=Noise(cores=2.0, foreign=1.4), arms={}))
     assert (unsaid.verdict, unsaid.doubt) == ("inconclusive", "")

@@ -466,3 +466,16 @@ def test_a_model_that_is_copied_shares_its_tensors() -> None:
 def test_a_run_in_tf32_is_estimated_as_another() -> None:
     spec = wb.RunSpec(task="text-gpt", micro_batch=2)
     assert wb.estimate_memory(spec.replace(tf32=True)).total == wb.estimate_memory(spec).total
+
+
+def test_one_launched_rank_is_in_ddp_and_it_is_said() -> None:
+    """A launched run wraps the model on one rank, too; a user's own loop does not."""
+    task = wb.Task(model=lambda: nn.Linear(64, 64), dataset=list, loss=lambda model, batch: model(batch).square().mean())
+    launched = wb.estimate_memory(task, torch.zeros(4, 64), device="H100")
+    own = wb.estimate_memory(lambda: nn.Linear(64, 64), torch.zeros(4, 64), loss=task.loss, device="H100")
+    assert "DDP, 1 rank" in launched.title
+    assert "DDP" not in own.title
+    [said] = [note for note in launched.notes if "DDP's buckets" in note]
+    assert "16.2 KiB" in said
+    assert not any("DDP's buckets" in note for note in own.notes)
+    assert launched.largest["gradients"] == 2 * own.largest["gradients"]

@@ -3,6 +3,7 @@
 import functools
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -271,3 +272,16 @@ def test_no_two_moves_of_a_set_turn_the_same_knob() -> None:
         names = [name for place in chosen for name in moves[place]]
         assert len(names) == len(set(names))
     assert len(combinations(moves)) == 9
+
+
+def test_what_is_to_spare_says_of_how_much() -> None:
+    """The largest batch and the ladder leave a share of the device free, which `fits` does not."""
+    options: dict[str, Any] = {
+        "batch": (torch.zeros(4, 64), torch.zeros(4, 64)),
+        "loss": lambda model, batch: model(batch[0]).square().mean(),
+    }
+    for margin, said in ((0.25, r"to spare of the 768 MiB that leave 25 % free"), (0.0, r"to spare of the 1\.00 GiB(;|$)")):
+        fitted = memory_ladder(lambda: nn.Linear(64, 64), "cpu", capacity=2**30, margin=margin, **options)
+        assert re.search(said, fitted.word)
+        largest = max_micro_batch(lambda: nn.Linear(64, 64), "cpu", capacity=2**30, margin=margin, **options)
+        assert re.search(said, str(largest))

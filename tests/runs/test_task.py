@@ -46,6 +46,12 @@ def test_a_file_with_a_name_that_is_taken(tmp_path: Path, taken: str) -> None:
     assert sys.modules.get("random") is before
 
 
+def test_what_is_there_instead_of_a_file_is_said_where_it_is_imported(tmp_path: Path) -> None:
+    written(tmp_path, GOOD)
+    with pytest.raises(TaskError, match=r"there is no file .*missing\.py; that folder holds helper\.py, my_task\.py"):
+        task.resolve(str(tmp_path / "missing.py:build"))
+
+
 CASES = {
     "no file": (None, "missing.py:build", r"there is no file .*missing\.py; that folder holds helper\.py, my_task\.py"),
     "no function": (GOOD, "my_task.py:bild", r"my_task\.py has no function 'bild': did you mean 'build'\? It defines build"),

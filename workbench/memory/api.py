@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from workbench.core import units
 from workbench.core.checks import check_budget, whole_number
 from workbench.core.device import Device
 from workbench.core.progress import Waiting, predicts, say_what_was_interrupted
@@ -196,6 +197,9 @@ def _attempt(plan: "Plan", rank: int, *, on_meta: bool, watch: Watch | None) -> 
             recorder.close()
             fullest = _fullest(trainer.optimizer) * spec.tensor_parallel
     recorder.log.notes += _notes(plan)
+    buckets = sum(each.size for each in recorder.log.records if each.category == "bucket" and each.freed_at is None)
+    if plan.in_ddp and plan.world_size == 1 and buckets:
+        recorder.log.notes.append(f"gradients include DDP's buckets, {units.bytes_(buckets)}, which a loop without DDP does not have")
     return recorder.log, fullest
 
 
@@ -229,12 +233,15 @@ def _notes(plan: "Plan") -> list[str]:
     if plan.spec.compile != "none":
         notes.append(f'compile="{plan.spec.compile}" is left out: a compiled step may take less, since it keeps fewer activations, or more')
     if plan.device == "cuda":
-        notes.append('device="cuda" is any GPU: what lies outside of the allocator is a range; a name, such as "H200", narrows it')
+        notes.append('device="cuda" is any GPU: memory outside of the allocator is a range; a name, such as "H200", narrows it')
     elif plan.device != "cpu" and not is_known(plan.device):
         notes.append(
-            f"no {plan.device} has been calibrated: what lies outside of the allocator is the range of any GPU (workbench calibrate)"
+            "memory outside PyTorch's allocator (context, libraries) was not measured for this GPU: taken from the range seen on others "
+            "(workbench calibrate measures it)"
         )
-    if (gpu := Device.known(plan.device)) and gpu.capability is None:
+    if gpu := Device.known(plan.device):
+        notes.append(f"the {units.bytes_(gpu.memory)} of {gpu.name} are its datasheet's {gpu.memory / 1e9:g} GB; the card may report more")
+    if gpu and gpu.capability is None:
         notes.append(f"operators are assumed to keep as much on {gpu.name} as on CUDA: ROCm's may keep more or less")
     return notes
 

@@ -6,13 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from workbench.core import units
 from workbench.core.device import Device
 from workbench.core.progress import predicts
 from workbench.core.synonyms import accept_synonyms
 from workbench.memory.analysis.breakdown import MemoryBreakdown
 from workbench.memory.analysis.family import Family
-from workbench.memory.analysis.fit import MARGIN, usable_memory
+from workbench.memory.analysis.fit import MARGIN, spare_words, usable_memory
 from workbench.memory.analysis.whatif import MaxMicroBatch, needed
 from workbench.memory.api import estimate_memory
 from workbench.runs.spec import RunSpec
@@ -36,7 +35,7 @@ class WholeDataset(MaxMicroBatch):
         """In a line."""
         return (
             f"micro_batch={self.micro_batch} is the largest that can be trained: the dataset has no more for one optimizer step. "
-            f"It fits {self.device}: {units.bytes_(self.spare)} to spare"
+            f"It fits {self.device}: {spare_words(self.capacity, self.spare, self.margin)}"
         )
 
     def __str__(self) -> str:
@@ -71,7 +70,8 @@ def max_micro_batch(
     largest = _largest(runs, limit, most)
     next_one = runs.at(largest + 1)
     kind = WholeDataset if largest == most and needed(next_one) <= limit else MaxMicroBatch
-    return kind(micro_batch=largest, breakdown=runs.at(max(1, largest)), next=next_one, device=name, capacity=limit, runs=runs.count)
+    shown = runs.at(max(1, largest))
+    return kind(micro_batch=largest, breakdown=shown, next=next_one, device=name, capacity=limit, runs=runs.count, margin=margin)
 
 
 def _most(target: Any, options: Mapping[str, Any]) -> int:

@@ -152,13 +152,18 @@ def check_schedule(name: str) -> None:
         raise TaskError(f"schedule={name!r}: {_missing(function, Path(where).name, functions)}")
 
 
+def _no_file(path: Path) -> str:
+    """That a file is missing, and what its folder holds instead."""
+    near = sorted(p.name for p in path.parent.glob("*.py")) if path.parent.is_dir() else []
+    there = f"that folder holds {', '.join(near[:8])}" if near else "that folder holds no .py file"
+    return f"there is no file {path.absolute()}; {there}"
+
+
 def _bound(knob: str, name: str, where: str) -> tuple[ast.Module, dict[str, ast.AST]] | None:
     """The syntax tree of a file, and what it defines by name; None = only an import can tell."""
     path = Path(where)
     if not path.is_file():
-        near = sorted(p.name for p in path.parent.glob("*.py")) if path.parent.is_dir() else []
-        there = f"that folder holds {', '.join(near[:8])}" if near else "that folder holds no .py file"
-        raise TaskError(f"{knob}={name!r}: there is no file {path.absolute()}; {there}")
+        raise TaskError(f"{knob}={name!r}: {_no_file(path)}")
     try:
         tree = ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
     except (SyntaxError, UnicodeDecodeError) as error:
@@ -334,7 +339,7 @@ def _import(knob: str, name: str, where: str) -> ModuleType:
             return importlib.import_module(where)
         path = Path(where).resolve()
         if not path.is_file():
-            raise TaskError(f"{knob}={name!r}: there is no file {path}")
+            raise TaskError(f"{knob}={name!r}: {_no_file(path)}")
         if str(path.parent) not in sys.path:
             sys.path.insert(0, str(path.parent))  # its neighbours import, also in the loader's workers
         module = importlib.import_module(path.stem)

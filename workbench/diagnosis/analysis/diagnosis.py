@@ -258,7 +258,7 @@ class Diagnosis(JsonDataclass):
 
     @property
     def doubt(self) -> str:
-        """What to know before the verdict: weights or losses are NaN or infinite; the step trains nothing; the machine was busy, so close
+        """What to know beside the verdict: weights or losses are NaN or infinite; the step trains nothing; the machine was busy, so close
         decisions and gains may be wrong. "" = none of that, or the verdict says so itself.
         """
         doubts = [f"{note}." for note in self._doubts]
@@ -277,9 +277,9 @@ class Diagnosis(JsonDataclass):
 
     @property
     def summary(self) -> str:
-        """Doubt, if there is any, then verdict, why, next."""
-        doubt = f"Doubt: {self.doubt}\n" if self.doubt else ""
-        return f"{doubt}{self.verdict} ({self.cause})\nWhy: {self.why}\nNext: {self.next}"
+        """Verdict, doubt if there is any, why, next; the doubt comes first where it makes the verdict void."""
+        head = [f"{self.verdict} ({self.cause})", *([f"Doubt: {self.doubt}"] if self.doubt else [])]
+        return "\n".join([*(reversed(head) if self._doubts else head), f"Why: {self.why}", f"Next: {self.next}"])
 
     @property
     def caption(self) -> str:
@@ -416,6 +416,7 @@ class Diagnosis(JsonDataclass):
 
     def _repr_html_(self) -> str:
         doubt = f"<p><strong>Doubt:</strong> {display.escape(self.doubt)}</p>" if self.doubt else ""
-        head = f"{doubt}<p><strong>{display.escape(self.verdict)}</strong> ({display.escape(self.cause)})</p>"
+        head = f"<p><strong>{display.escape(self.verdict)}</strong> ({display.escape(self.cause)})</p>"
+        head = doubt + head if self._doubts else head + doubt
         reason = f"<p>{display.escape(self.why)}</p><p><strong>Next:</strong> {display.escape(self.next)}</p>"
         return head + reason + "".join(table._repr_html_() for table in self._tables)

@@ -136,6 +136,17 @@ def usable_bytes(device: Device, margin: float) -> int:
     return less_margin(device.memory, margin)
 
 
+def spare_words(capacity: int, spare: int, margin: float) -> str:
+    """What is left of the bytes that may be used, and of how many.
+
+    >>> spare_words(95 * 2**30, 2**30, 0.05)
+    '1.00 GiB to spare of the 95.0 GiB that leave 5.0 % free'
+    """
+    return f"{units.bytes_(spare)} to spare of the {units.bytes_(capacity)}" + (
+        f" that leave {units.percent(margin)} free" if margin else ""
+    )
+
+
 def less_margin(capacity: int, margin: float) -> int:
     if not 0 <= margin < 1:
         raise ValueError(f"margin={margin}: a share from 0 to below 1 of the device is kept free; 0.05 is five percent")

@@ -10,6 +10,7 @@ from workbench.core.codec import JsonDataclass
 from workbench.core.display import table
 from workbench.core.display import table as display
 from workbench.memory.analysis.breakdown import MemoryBreakdown
+from workbench.memory.analysis.fit import spare_words
 
 SAME = "as it is"
 """Label of the row in which nothing is changed."""
@@ -166,14 +167,14 @@ class MemoryLadder(display.Shown):
     def word(self) -> str:
         """The result in a line."""
         if not self.rungs and self.fits:
-            return f"it fits {self.device} as it is, with {units.bytes_(self.capacity - needed(self.start))} to spare"
+            return f"it fits {self.device} as it is, with {spare_words(self.capacity, self.capacity - needed(self.start), self.margin)}"
         if not self.fits:
             over = needed(self.end) - self.capacity
             what = f" of {', '.join(self.tried_changes)}" if self.tried_changes else ""
             least = f"{units.bytes_(over)} too much in the best of {self.tried} combinations{what}"
             return f"nothing tried makes it fit {self.device}: {least}" + (f"; {self.advice}" if self.advice else "")
-        spare = units.bytes_(self.capacity - needed(self.end))
-        return f"it fits {self.device} with {units.knobs(self.changes)}: {spare} to spare, {_time(self.slowdown)}"
+        spare = spare_words(self.capacity, self.capacity - needed(self.end), self.margin)
+        return f"it fits {self.device} with {units.knobs(self.changes)}: {spare}, {_time(self.slowdown)}"
 
     @property
     def table(self) -> display.Table:
@@ -240,6 +241,8 @@ class MaxMicroBatch:
     """Its bytes, less the margin."""
     runs: int
     """Dry runs that were made."""
+    margin: float = 0.0
+    """Share of the device that stays free."""
 
     def __int__(self) -> int:
         return self.micro_batch
@@ -257,9 +260,9 @@ class MaxMicroBatch:
         if not self.micro_batch:
             over = units.bytes_(-self.spare)
             return f"not even one sample fits {self.device}: {over} too much; try wb.memory_ladder(spec, device={self.device!r})"
-        over = units.bytes_(needed(self.next) - self.capacity)
+        over, spare = units.bytes_(needed(self.next) - self.capacity), spare_words(self.capacity, self.spare, self.margin)
         return (
-            f"micro_batch={self.micro_batch} is the largest that fits {self.device}: {units.bytes_(self.spare)} to spare; "
+            f"micro_batch={self.micro_batch} is the largest that fits {self.device}: {spare}; "
             f"one more is {over} too much, at the {self.next.peak_moment}"
         )
 

@@ -64,6 +64,11 @@ class Plan:
         return Gpu(precision=precision, capability=self.capability, workspace=cublas_workspace(self.capability))
 
     @property
+    def in_ddp(self) -> bool:
+        """Is the model called through DistributedDataParallel, as a launched run calls it on one rank, too?"""
+        return not self.own_loop and self.spec.parallel not in SHARDED
+
+    @property
     def title(self) -> str:
         """What is estimated, in one line."""
         spec, optimizer = self.spec, self.spec.optimizer or self.task.optimizer
@@ -71,7 +76,7 @@ class Plan:
         words += [f"{spec.accumulation} micro-batches"] if spec.accumulation > 1 else []
         words += [spec.precision, optimizer if isinstance(optimizer, str) else getattr(optimizer, "__name__", "own optimizer")]
         words += [f"checkpointing {spec.checkpointing}"] if spec.checkpointing != "none" else []
-        words += [f"{spec.parallel} on {self.world_size} ranks"] if self.world_size > 1 else []
+        words += [f"{spec.parallel} on {self.world_size} ranks"] if self.world_size > 1 else ["DDP, 1 rank"] if self.in_ddp else []
         words += [f"a pipeline of {spec.pipeline_parallel}, {spec.pipeline_schedule}"] if spec.pipeline_parallel > 1 else []
         return ", ".join(words)
 
