@@ -360,6 +360,17 @@ def plans(**changes: Any) -> Plans:
     return found
 
 
+def test_a_narrow_terminal_gets_fewer_columns() -> None:
+    found = plans(gpus=None, global_batch=256)
+    assert found.for_terminal(10_000) == str(found)
+    text = found.for_terminal(130)
+    lines = text.splitlines()
+    assert max(map(len, lines[1 : 2 + len(found)])) <= 130
+    assert lines[1].split()[:3] == ["plan", "GPUs", "layout"]
+    assert lines[-1].startswith("left out of 130 characters: ranges of throughput, MFU and memory, bubble")
+    assert f"bound {found.best.bound}: " in text
+
+
 @pytest.mark.parametrize("gpus", [1, 8, 16, 128, None])
 def test_every_plan_uses_exactly_the_gpus_and_makes_the_batch(gpus: int | None) -> None:
     found = plans(model=GPT, gpus=gpus, price=2.0, intensity=300)

@@ -368,7 +368,7 @@ CAUSES = {
 
 FIRST = {
     "loader": "Make batches beside training",
-    "storage|decode|collate|slow samples|small files": "Make batches in . worker processes",
+    "storage|decode|collate|slow samples|small files": r"Make batches in (.) worker processes.*DataLoader\(…, num_workers=\1, p",
     "worker start-up": "Keep the workers",
     "prefetch": "Let each worker keep",
     "oversubscribed|transport": "without workers",

@@ -1,6 +1,8 @@
 """The commands `estimate`, `estimate-time` and `plan` of the command line: what a task needs on machines that need not be here."""
 
 import argparse
+import shutil
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -62,7 +64,8 @@ def plan(given: argparse.Namespace, knobs: Mapping[str, Any], show: Show) -> int
     spec = RunSpec(task=given.target).replace(**knobs)
     choice("--cluster", given.cluster, [cluster.name for cluster in CLUSTERS])
     plans = planning.plan(spec, given.cluster, gpus=given.gpus, global_batch=given.global_batch, top=given.top)
-    show(list(plans) if given.json else plans, given)
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else sys.maxsize
+    show(list(plans) if given.json else plans.for_terminal(width), given)
     return 0
 
 

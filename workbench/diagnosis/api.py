@@ -295,8 +295,8 @@ def _diagnose_script(
         if ended:
             raise ValueError(f"{error} ({ended})") from None
         raise
-    if ended:
-        diagnosis.evidence = replace(diagnosis.evidence, notes=(ended, *diagnosis.evidence.notes))
+    where = f"the run is in {run.path}: wb.Run.load({str(run.path)!r}).logs() has what the script printed"
+    diagnosis.evidence = replace(diagnosis.evidence, notes=(*([ended] if ended else []), *diagnosis.evidence.notes, where))
     return diagnosis
 
 

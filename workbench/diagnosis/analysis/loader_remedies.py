@@ -8,6 +8,7 @@ from workbench.data.analysis.format_costs import PREPARED, FormatComparison
 from workbench.diagnosis.analysis.evidence import Loading
 from workbench.diagnosis.analysis.loader_model import MAX_PACE, LoaderModel
 from workbench.diagnosis.analysis.remedy import MIN_SPEEDUP, Case, Remedy, ceiling, from_formula
+from workbench.runs.spec import RunSpec
 
 WORKERS_ERROR = (0.94, 1.12)
 """Measured step over predicted step with another number of workers: the formulas leave out queueing for cores and uneven batches, so they
@@ -69,12 +70,21 @@ def in_workers(case: Case, best: int) -> Remedy | None:
         f"num_workers={best}",
         change,
         (f"Make batches in {processes}{instead}" if best else f"Make batches in the training process, without workers{instead}")
-        + (" Keep them from one epoch to the next." if keep else ""),
+        + (" Keep them from one epoch to the next." if keep else "")
+        + _typed(case, best, loading.persistent_workers or bool(keep), feeding.cores),
         speedups.mid,
         (WORKERS_ERROR[0] * speedups.mid / speedups.high, WORKERS_ERROR[1] * speedups.mid / speedups.low),
         _formula(feeding, best),
         f"{units.bytes_(loading.batch_bytes * (2 * best + 1))} of shared memory for batches, and a process for each worker" if best else "",
     )
+
+
+def _typed(case: Case, workers: int, staying: bool, cores: float) -> str:
+    """What to type into a program of one's own."""
+    if isinstance(case.spec, RunSpec) or not workers:
+        return ""
+    warned = " torch warns that these are more than the cores it may use; those that wait need none." if workers > cores else ""
+    return f" DataLoader(…, num_workers={workers}{', persistent_workers=True' * staying}).{warned}"
 
 
 def _persistent(case: Case, loading: Loading) -> Remedy | None:

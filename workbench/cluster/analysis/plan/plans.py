@@ -1,5 +1,6 @@
 """`Plan`: one way to train a model on a cluster, with predicted time, memory and energy; `Plans`: the short list of them."""
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
@@ -426,12 +427,32 @@ class Plans(Sequence[Plan], display.Shown):
         lines = [f"{', '.join(roles).replace(', choice ', ', ')}: {why}" for why, roles in reasons.items()]
         out = "; ".join(f"{count:,} by {reason}" for reason, count in self.ruled_out.items() if count)
         lines.append(f"{self.considered:,} layouts looked at; ruled out: {out or 'none'}")
+        lines += [f"bound {bound}: {BOUNDS[bound]}" for bound in dict.fromkeys(plan.bound for plan in self.plans)]
         return display.Table(
             columns=columns,
             rows=rows,
             title=f"{self.name} on {self.cluster.name}, {self.global_batch:,} samples a step: predicted",
             note="\n".join([*lines, *self.notes]),
         )
+
+    def for_terminal(self, width: int) -> str:
+        """As text without the ranges in brackets and the columns that matter least, as long as a row has more than `width` characters."""
+
+        def fits(table: display.Table) -> bool:
+            return max(map(len, str(replace(table, title=None, note=None)).splitlines())) <= width
+
+        table, left_out = self.table, []
+        if not fits(table):
+            short = [[*row[:6], *(re.sub(r" \([^()]*\)", "", str(cell)) for cell in row[6:11]), *row[11:]] for row in table.rows]
+            table, left_out = replace(table, rows=short), ["ranges of throughput, MFU and memory"]
+        for name in ("bubble", "exposed", "bound", "MFU", table.columns[11], "throughput", "between"):
+            if fits(table):
+                break
+            place = list(table.columns).index(name)
+            rows = [[*row[:place], *row[place + 1 :]] for row in table.rows]
+            table = replace(table, columns=[*table.columns[:place], *table.columns[place + 1 :]], rows=rows)
+            left_out.append(name)
+        return f"{table}\nleft out of {width} characters: {', '.join(left_out)}" if left_out else str(table)
 
     def to_frame(self) -> Any:
         """A DataFrame with one row per plan; seconds and bytes."""
