@@ -228,7 +228,7 @@ class PlanSearch:
         return (
             f"between: the range of a step's time, if kernels reach {kernels} of the dense peak ({reached}), and collectives {links}",
             f"memory between: the allocator holds {times} times what is predicted, {source}, "
-            f"and context and NCCL {units.bytes_(beside.low)} … {units.bytes_(beside.high)}; tight: what the upper end needs does not fit",
+            f"and context and NCCL {units.bytes_(beside.low)} … {units.bytes_(beside.high)}; tight: the upper end does not fit",
             "left out: the work of a pipeline's first and last stage outside their layers, stragglers, the loader, checkpoints on disk",
             *([MEGATRON] if any(plan.megatron for plan in plans) else []),
             *self.workload.notes,
