@@ -59,7 +59,10 @@ def test_a_script_with_ranks_and_arguments_of_its_own(tmp_path: Path, monkeypatc
         (["diagnose", "missing.py"], "missing.py does not exist"),
         (["diagnose", r"C:\Users\me\train.py"], "a path of this machine has / where yours has"),
         (["diagnose", f"{Path(__file__).parent}/test_cli.p"], f'did you mean "{Path(__file__)}"?'),
-        (["diagnose", "train.py", "--set", "lr=1"], "train.py is a script, which runs on one process here and has its own knobs (lr"),
+        (
+            ["diagnose", "train.py", "--set", "lr=1"],
+            "train.py is a script: no knobs can be set for a diagnosis (lr). Launch it with them: workbench launch",
+        ),
         (
             ["diagnose", "text-gpt", "--set", "micro_batch"],
             "--set micro_batch: expected a knob and its value, such as --set micro_batch=16",

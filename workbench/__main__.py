@@ -202,8 +202,8 @@ def diagnose(given: argparse.Namespace) -> int:
     if target.endswith(".py"):
         if knobs:
             raise ValueError(
-                f"{target} is a script, which runs on one process here and has its own knobs ({', '.join(knobs)} are given): "
-                f"workbench launch {target} --nproc-per-node 2, then workbench diagnose runs/…"
+                f"{target} is a script: no knobs can be set for a diagnosis ({', '.join(knobs)}). Launch it with them: workbench launch "
+                f"{target} --nproc-per-node 2 (or --set threads=4), then workbench diagnose runs/…"
             )
     elif not (Path(target) / "run.json").is_file():
         if Path(target).is_dir() and target not in SAMPLES:

@@ -76,6 +76,8 @@ def test_a_step_longer_than_its_slowest_kernels_teaches_what_the_host_takes_and_
     many = step(dataclasses.replace(MM, flops=1e6, bytes=1e3, calls=500), calibration=known, title="many").seconds
     expected = [500 * 4e-5 * OTHER_LAUNCH[end] for end in ("low", "mid", "high")]
     assert [many.low, many.mid, many.high] == pytest.approx(expected)
+    deeper = step(*[dataclasses.replace(MM, flops=1e6, bytes=1e3, calls=500)] * 2, calibration=known).seconds  # of the same name
+    assert deeper.low < deeper.mid < deeper.high
     slower = step(kernels).calibrate(1001 * SLOWEST_LAUNCH).calibration
     assert slower is not None
     assert not slower.host_bound  # no host is so slow

@@ -367,7 +367,7 @@ def test_a_narrow_terminal_gets_fewer_columns() -> None:
     lines = text.splitlines()
     assert max(map(len, lines[1 : 2 + len(found)])) <= 130
     assert lines[1].split()[:3] == ["plan", "GPUs", "layout"]
-    assert lines[-1].startswith("left out of 130 characters: ranges of throughput, MFU and memory, bubble")
+    assert lines[-1].startswith("left out to fit 130 characters: ranges in brackets, bubble")
     assert f"bound {found.best.bound}: " in text
 
 

@@ -47,7 +47,10 @@ def test_a_healthy_run(by_hand: Make) -> None:
     assert d.parts.step == pytest.approx(0.0205)
     assert d.caption.startswith("observed in 50 steps; nothing was tried: diagnose(step, loader)")
     spec = dataclasses.replace(d, spec=RunSpec(task="text-gpt"))
-    assert "1 thread per operator, as torchrun has it (your own process would use all cores): threads= changes it" in spec.caption
+    assert (
+        "1 thread per operator, which the workbench sets (a process that you start yourself uses all cores): threads=4 changes it"
+        in spec.caption
+    )
     script = dataclasses.replace(d, spec=ScriptSpec(script="train.py"))
     assert "; started with 1 thread per operator" in script.caption
     assert "all cores): workbench launch --set threads= changes it" in script.caption

@@ -252,7 +252,7 @@ def _inside_a_module(frame: FrameType | None) -> bool:
     """Was this called by a module, by autograd, or by what recomputes a forward?"""
     while frame is not None:
         code = frame.f_code
-        if code is nn.Module._call_impl.__code__ or code.co_name in CUSTOM or code.co_filename.startswith(AUTOGRAD):
+        if code is nn.Module._wrapped_call_impl.__code__ or code.co_name in CUSTOM or code.co_filename.startswith(AUTOGRAD):
             return True
         frame = frame.f_back
     return False

@@ -236,8 +236,8 @@ def _notes(plan: "Plan") -> list[str]:
         notes.append('device="cuda" is any GPU: memory outside of the allocator is a range; a name, such as "H200", narrows it')
     elif plan.device != "cpu" and not is_known(plan.device):
         notes.append(
-            "memory outside PyTorch's allocator (context, libraries) was not measured for this GPU: taken from the range seen on others "
-            "(workbench calibrate measures it)"
+            "memory outside PyTorch's allocator (context, libraries) was not measured for this GPU: it is taken from the range seen on "
+            "others (workbench calibrate measures it)"
         )
     if gpu := Device.known(plan.device):
         notes.append(f"the {units.bytes_(gpu.memory)} of {gpu.name} are its datasheet's {gpu.memory / 1e9:g} GB; the card may report more")

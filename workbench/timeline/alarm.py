@@ -49,7 +49,7 @@ HELD = 3
 SAME = 25
 """Blocks in which changes of one direction belong together, and are told once."""
 FAR_MORE = 3
-"""So many times the change that was told, a change is told, too, however near it is."""
+"""A change that is so many times as large as one told before is told, too, however near it is."""
 CLOCK = 0.05
 """Relative change of the cores' clock, or of a small computation, that is mentioned."""
 _PROBE = 30_000
@@ -167,7 +167,7 @@ class StepAlarm:
         """The losses of the next steps; empty if they are not followed."""
         losses = self._loss[:count]
         del self._loss[:count]
-        if self._losses is not None and min(losses, default=1.0) <= 0:
+        if self._losses is not None and any(loss <= 0 for loss in losses):  # some may be NaN
             self._losses = None  # that it falls is what a training is for; of one that is 0 or less, no part can be said
         return losses if self._losses is not None else []
 

@@ -198,9 +198,9 @@ def marked_functions() -> Iterator[None]:
 
 
 KEPT = 16384
-"""Losses that are looked at, at most, of those since the last look; the earliest of more are passed over."""
+"""Places of the ring. Of the losses since the last look, the latest half of so many are looked at."""
 FORGOTTEN = 1 << 20
-"""Losses after which it is taken that nobody looks at them any more."""
+"""So many losses of a CPU that wait mean that nobody looks at them any more."""
 
 
 class Losses:
@@ -227,7 +227,6 @@ class Losses:
         try:
             if loss.is_cpu and type(loss.grad_fn).__name__ != "MulBackward0":
                 self._on_cpu.append(loss.item())
-                self._ended = len(self._on_cpu) >= FORGOTTEN
             elif loss.numel() == 1:
                 value, place = _unscaled(loss), self._taken % KEPT
                 if value.is_cpu:
@@ -235,6 +234,7 @@ class Losses:
                 else:
                     self._ring(pinned=value.is_cuda)[place : place + 1].copy_(value.reshape(1), non_blocking=True)
                     self._taken += 1
+            self._ended = len(self._on_cpu) >= FORGOTTEN
         except Exception as error:  # such as in the capture of a CUDA graph; an alarm never ends a training
             if loss.numel() == 1:
                 self._ended = True

@@ -81,9 +81,9 @@ class Pause(NamedTuple):
     kind: str
     """"evaluation" or "checkpoint"."""
     seconds: float
-    """What it took; an evaluation, until a model trains again: goes back to training mode, or ends its next optimizer step."""
+    """What it took; an evaluation lasts until its model is back in training mode, or the next optimizer step has ended."""
     after: int
-    """Steps before it whose optimizer step was taken: it is in the last of these, or in the one that follows."""
+    """Steps before it whose optimizer step was taken: it lies in the last of these, or in the next one."""
     line: str
     """The user's line: "train.py:41 main"."""
 

@@ -285,10 +285,10 @@ class _Stage(PipelineStage):
             except RuntimeError as error:
                 raise error.__cause__ or error from None
 
-    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:  # until torch 2.12 also of a stage to its neighbour on the same rank
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:  # up to torch 2.12 also to a neighbour on the same rank
         return [message for message in super()._get_init_p2p_neighbors_ops() if message.peer != dist.get_rank()]
 
-    def _validate_fwd_outputs(self, outputs: Any) -> None:  # called until torch 2.12, also in the last stage, which passes nothing on
+    def _validate_fwd_outputs(self, outputs: Any) -> None:  # up to torch 2.12; called also in the last stage, which passes nothing on
         if not self.is_last:
             super()._validate_fwd_outputs(outputs)  # type: ignore[misc]
 

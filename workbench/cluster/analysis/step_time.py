@@ -198,16 +198,20 @@ class StepTime(display.Shown, JsonDataclass):
         low, mid, high = sorted(self.hidden_behind(end, sum(self.computing(of[end]).values()) + self.gaps(of[end])) for end in ENDS)
         return replace(self, exposed=Interval(low=low, mid=mid, high=high))
 
+    @property
+    def _is_measured(self) -> bool:
+        """Is this the program that was measured?"""
+        return bool((c := self.calibration) and c.program == self.title and math.isclose(c.flops, self.flops, rel_tol=1e-6))
+
     def gaps(self, end: str = "mid") -> float:
         """Seconds in which the device waits for the host: what launching all operators takes longer than running them."""
         if self.device.name == CPU.name:
             return 0.0  # there an operator is launched where it runs: calibration includes it
         known = self.calibration
         launch = known.host if known else float(getattr(LAUNCH, end))
-        if known and known.host_bound and known.program != self.title:
+        if known and known.host_bound and not self._is_measured:
             launch = min(launch, SLOWEST_LAUNCH) * OTHER_LAUNCH[end]
-        host = sum(one.calls for one in self.operators) * launch
-        return max(0.0, host - sum(self.computing(end).values()))
+        return max(0.0, sum(one.calls for one in self.operators) * launch - sum(self.computing(end).values()))
 
     @property
     def parts(self) -> dict[str, float]:
@@ -219,20 +223,17 @@ class StepTime(display.Shown, JsonDataclass):
     def mix(self) -> dict[str, float]:
         """Kind of operator → its share of the computing."""
         parts = self.computing()
-        whole = sum(parts.values())
-        return {kind: seconds / whole for kind, seconds in parts.items()}
+        return {kind: seconds / sum(parts.values()) for kind, seconds in parts.items()}
 
     @property
     def seconds(self) -> Interval:
         """Of an optimizer step."""
         low, mid, high = (sum(self.computing(end).values()) + self.gaps(end) + self.idle(end) + getattr(self.exposed, end) for end in ENDS)
-        if self.calibration:
-            same = self.calibration.program == self.title and math.isclose(self.calibration.flops, self.flops, rel_tol=1e-6)
-            if self.calibration.host_bound and not same:
-                return Interval(low=low, mid=mid, high=high)
-            width = SAME if same else OTHER + distance(self.mix, self.calibration.mix)
-            return Interval(low=mid / (1 + width), mid=mid, high=mid * (1 + width))
-        return Interval(low=low, mid=mid, high=high)
+        known = self.calibration
+        if known is None or (known.host_bound and not self._is_measured):
+            return Interval(low=low, mid=mid, high=high)
+        width = SAME if self._is_measured else OTHER + distance(self.mix, known.mix)
+        return Interval(low=mid / (1 + width), mid=mid, high=mid * (1 + width))
 
     @property
     def samples_per_sec(self) -> Interval:
@@ -336,8 +337,7 @@ class StepTime(display.Shown, JsonDataclass):
         text = f"{mid} a step ({low} … {high}), {units.rate(self.samples_per_sec.mid)}"
         if self.device.name != CPU.name:
             text += f", {units.percent(self.mfu.mid)} of the peak"
-        level = f"calibrated on {self.calibration.program}" if self.calibration else "shares of datasheets"
-        return f"{text}; predicted, {level}"
+        return f"{text}; predicted, " + (f"calibrated on {self.calibration.program}" if self.calibration else "shares of datasheets")
 
     @property
     def table(self) -> display.Table:

@@ -304,8 +304,8 @@ class Diagnosis(JsonDataclass):
         text = f"{started}{e.threads} thread{'s' * (e.threads != 1)} per operator"
         if self.spec and e.threads == 1 and not (e.noise and e.noise.cores < 2):
             every = f"all {e.noise.cores:.0f} cores" if e.noise else "all cores"
-            how = "workbench launch --set threads=" if isinstance(self.spec, ScriptSpec) else "threads="
-            text += f", as torchrun has it (your own process would use {every}): {how} changes it"
+            how = f"workbench launch {self.spec.script} --set threads=4" if isinstance(self.spec, ScriptSpec) else "threads=4"
+            text += f", which the workbench sets (a process that you start yourself uses {every}): {how} changes it"
         return [text]
 
     @property

@@ -83,7 +83,7 @@ def _typed(case: Case, workers: int, staying: bool, cores: float) -> str:
     """What to type into a program of one's own."""
     if isinstance(case.spec, RunSpec) or not workers:
         return ""
-    warned = " torch warns that these are more than the cores it may use; those that wait need none." if workers > cores else ""
+    warned = " That is more workers than cores, of which torch warns; workers that only wait need none." if workers > cores else ""
     return f" DataLoader(…, num_workers={workers}{', persistent_workers=True' * staying}).{warned}"
 
 

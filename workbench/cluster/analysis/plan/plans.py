@@ -443,8 +443,8 @@ class Plans(Sequence[Plan], display.Shown):
 
         table, left_out = self.table, []
         if not fits(table):
-            short = [[*row[:6], *(re.sub(r" \([^()]*\)", "", str(cell)) for cell in row[6:11]), *row[11:]] for row in table.rows]
-            table, left_out = replace(table, rows=short), ["ranges of throughput, MFU and memory"]
+            short = [[*row[:6], *(re.sub(r" \([^()]*\)", "", str(cell)) for cell in row[6:])] for row in table.rows]
+            table, left_out = replace(table, rows=short), ["ranges in brackets"]
         for name in ("bubble", "exposed", "bound", "MFU", table.columns[11], "throughput", "between"):
             if fits(table):
                 break
@@ -452,7 +452,7 @@ class Plans(Sequence[Plan], display.Shown):
             rows = [[*row[:place], *row[place + 1 :]] for row in table.rows]
             table = replace(table, columns=[*table.columns[:place], *table.columns[place + 1 :]], rows=rows)
             left_out.append(name)
-        return f"{table}\nleft out of {width} characters: {', '.join(left_out)}" if left_out else str(table)
+        return f"{table}\nleft out to fit {width} characters: {', '.join(left_out)}" if left_out else str(table)
 
     def to_frame(self) -> Any:
         """A DataFrame with one row per plan; seconds and bytes."""
