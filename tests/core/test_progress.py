@@ -55,7 +55,7 @@ def test_nothing_is_asked_or_written_where_the_output_is_no_terminal(monkeypatch
 
 
 def test_in_a_log_there_is_a_line_each_half_minute(monkeypatch: pytest.MonkeyPatch) -> None:
-    now, said = [100.0], iter(["one", "two", "three"])
+    now, said = [100.0], iter(["one", "two", "three", "four"])
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     for variable in (progress.ENV, "RANK"):
         monkeypatch.delenv(variable, raising=False)
@@ -76,6 +76,8 @@ def test_in_a_log_there_is_a_line_each_half_minute(monkeypatch: pytest.MonkeyPat
         with monkeypatch.context() as patch:
             patch.setenv(variable, value)
             assert lines() == ""
+    monkeypatch.setenv(progress.ENV, "some other word")
+    assert lines() == "three\nfour\n"
 
 
 def test_what_an_interrupted_run_leaves(tmp_path: Path) -> None:

@@ -199,7 +199,7 @@ def _attempt(plan: "Plan", rank: int, *, on_meta: bool, watch: Watch | None) -> 
     recorder.log.notes += _notes(plan)
     buckets = sum(each.size for each in recorder.log.records if each.category == "bucket" and each.freed_at is None)
     if plan.in_ddp and plan.world_size == 1 and buckets:
-        recorder.log.notes.append(f"gradients include DDP's buckets, {units.bytes_(buckets)}, which a loop without DDP does not have")
+        recorder.log.notes.append(f"of the gradients, {units.bytes_(buckets)} are DDP's buckets: a loop without DDP has none")
     return recorder.log, fullest
 
 
@@ -236,7 +236,7 @@ def _notes(plan: "Plan") -> list[str]:
         notes.append('device="cuda" is any GPU: memory outside of the allocator is a range; a name, such as "H200", narrows it')
     elif plan.device != "cpu" and not is_known(plan.device):
         notes.append(
-            "memory outside PyTorch's allocator (context, libraries) was not measured for this GPU: it is taken from the range seen on "
+            "memory outside PyTorch's allocator (context, libraries) was not measured for this GPU: taken as the range seen on "
             "others (workbench calibrate measures it)"
         )
     if gpu := Device.known(plan.device):
