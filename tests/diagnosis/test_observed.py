@@ -53,7 +53,7 @@ def test_a_healthy_run(by_hand: Make) -> None:
     )
     script = dataclasses.replace(d, spec=ScriptSpec(script="train.py"))
     assert "; started with 1 thread per operator" in script.caption
-    assert "all cores): workbench launch --set threads= changes it" in script.caption
+    assert "all cores): workbench launch train.py --set threads=4 changes it" in script.caption
     assert "thread" not in d.caption, "a timeline does not know them"
     assert "Three sources" not in str(d)  # there is one
     assert "only an experiment could settle" in d.caption
