@@ -295,7 +295,11 @@ _LARGEST = 8**11
 
 
 def header(name: bytes, length: int) -> bytes:
-    """The header of a regular file: mode 644, owner 0, time 0, so that equal files make equal archives; too long names are refused."""
+    """The header of a regular file: mode 644, owner 0, time 0, so that equal files make equal archives.
+
+    Raises:
+        UnsafeNameError: the name is longer than the format takes (100 bytes, or 155 for folders and 100 for the rest).
+    """
     if len(name) > 100:
         return _long(name, length)
     if length >= _LARGEST:
@@ -331,9 +335,14 @@ def _long(name: bytes, length: int) -> bytes:
 
 
 def write(path: str, samples: Iterable[tuple[str, Sample]], schema: Mapping[str, str]) -> Written:
-    """Write a tar shard, a file that must not exist: the fields of each sample one after the other, in the order of the schema.
+    """Write a tar shard: the fields of each sample one after the other, in the order of the schema.
 
     Samples are taken some at a time and their fields as columns: one by one, Python would take longer than the checksums of a small sample.
+
+    Args:
+        path: of the file, which must not exist.
+        samples: (key, sample) pairs.
+        schema: field → kind.
     """
     rows, at, endings = Rows(schema, _offsets), 0, [b"." + field.encode() for field in schema]
     with HashedFile(path) as file:
