@@ -1,6 +1,7 @@
 """Arguments are checked alike everywhere: what is in range is given back, all else is refused with what was given and what is allowed."""
 
 import math
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -8,7 +9,17 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from workbench.core.checks import choice, did_you_mean, is_number, is_whole, nearest, number_in_environment, real_number, whole_number
+from workbench.core.checks import (
+    choice,
+    did_you_mean,
+    is_number,
+    is_whole,
+    near_script,
+    nearest,
+    number_in_environment,
+    real_number,
+    whole_number,
+)
 
 ODD = st.one_of(st.none(), st.booleans(), st.text(), st.binary(), st.lists(st.integers()), st.complex_numbers(), st.just(math.nan))
 NAMES = st.lists(st.text(alphabet="abcdefgh_", min_size=1), min_size=1, unique=True)
@@ -151,3 +162,17 @@ def test_a_variable_that_holds_a_number(monkeypatch: pytest.MonkeyPatch) -> None
         number_in_environment("RANK", 5, least=1)
     monkeypatch.delenv("RANK")
     assert number_in_environment("RANK", 5) == 5
+
+
+def test_for_a_script_that_is_not_there_a_near_name_is_meant_and_else_all_are_named(tmp_path: Path) -> None:
+    assert near_script(tmp_path / "train.py") == "that folder holds no .py file"
+    for name in ("strange.py", "my.py", "train_notes.md"):
+        (tmp_path / name).touch()
+    assert near_script(tmp_path / "train.yp") == "that folder holds my.py, strange.py"
+    (tmp_path / "train.py").touch()
+    for given in ("train.yp", "trian.py", "train", "Train.py"):
+        assert near_script(tmp_path / given) == f'did you mean "{tmp_path / "train.py"}"?', given
+    for number in range(9):
+        (tmp_path / f"other{number}.py").touch()
+    assert near_script(tmp_path / "main.py").endswith("other5.py, other6.py and 4 more")
+    assert near_script(tmp_path / "nowhere" / "train.py") == "that folder holds no .py file"

@@ -47,10 +47,10 @@ def finished(run: wb.Run) -> wb.Run:
             SCRIPTS / "helo.py",
             {},
             LaunchError,
-            r"scripts/helo\.py does not exist: did you mean 'hello\.py'\? in that folder there are .*deaf\.py",
+            r"scripts/helo\.py does not exist: did you mean \".*/scripts/hello\.py\"\?$",
         ),
         (SCRIPTS, {}, LaunchError, r"scripts is not a Python script \(\*\.py\)"),
-        ("nowhere/train.py", {}, LaunchError, r"nowhere/train\.py does not exist: that folder has no \.py file"),
+        ("nowhere/train.py", {}, LaunchError, r"nowhere/train\.py does not exist: that folder holds no \.py file"),
         (r"C:\Users\me\train.py", {}, LaunchError, r"train\.py does not exist: a path of this machine has / where yours has \\"),
         ("clipart-resnet", {"steps": 0}, SpecError, "steps=0"),
         (

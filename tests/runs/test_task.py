@@ -73,6 +73,8 @@ CASES = {
     ),
     "method": ("class Build:\n    def build(self): ...\ndef build(): ...", "my_task.py:biuld", r"did you mean 'build'\? It defines build$"),
     "file": (GOOD, "my_task.yp", r'^there is no file my_task\.yp; did you mean "my_task\.py"\?$'),
+    "no such file": (GOOD, "strain.yp", r"'strain\.yp': no such task or file; that folder holds helper\.py, my_task\.py\. A task is named"),
+    "stem": (GOOD, "my-task", r'no such task; did you mean "my_task\.py"\?'),
     "form": (GOOD, "my_task.py", r"no such task, but a file\. .* A task is named"),
     "sample": (GOOD, "clipart-resnt", r'no such task; did you mean "clipart-resnet"\?'),
 }

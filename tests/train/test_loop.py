@@ -1,11 +1,14 @@
-"""The first step whose loss is not finite is noted on the rank that saw it, without a wait in each step."""
+"""What the loop writes down: the first step whose loss is not finite, and seconds that go on when the run does."""
 
+import json
 import math
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from workbench.train.loop import LOOK_EVERY, FirstNotFinite
+from workbench.core import run_directory
+from workbench.train.loop import LOOK_EVERY, FirstNotFinite, Metrics
 
 
 def test_notes_the_first_bad_step_and_the_weights_that_are_bad_by_then_and_a_sound_training_notes_nothing() -> None:
@@ -28,3 +31,14 @@ def test_notes_the_first_bad_step_and_the_weights_that_are_bad_by_then_and_a_sou
     watch.look()
 
     assert said == [{"not_finite": {"step": 6, "weights": "1 of 4 weights are not finite, the first of them 1.weight"}}]
+
+
+def test_the_seconds_of_a_run_that_goes_on_behind_an_evaluation_go_on_as_well(tmp_path: Path) -> None:
+    path = tmp_path / run_directory.METRICS
+    rows = [{"step": 8, "steps": 20, "seconds": 100.0, "loss": 1.0}, {"step": 8, "steps": 20, "accuracy": 0.5}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    metrics = Metrics(tmp_path, steps=20)
+    metrics.step(9, loss=torch.tensor(0.5), lr=0.1, samples=90)
+    metrics.flush()
+    metrics.close()
+    assert run_directory.LineTail(path).read()[-1]["seconds"] >= 100.0

@@ -287,6 +287,16 @@ def near_folder(folder: Path, file: str) -> str:
     )
 
 
+def near_script(path: Path) -> str:
+    """What may be meant by the path of a Python file that is not there: a file beside it with nearly its name, else which there are."""
+    there = {file.stem: file.name for file in sorted(path.parent.glob("*.py"))} if path.parent.is_dir() else {}
+    if near := nearest(path.stem, there, cutoff=0.7):  # at 0.6, train is near strange
+        return f'did you mean "{path.with_name(there[near])}"?'
+    names = list(there.values())
+    more = f" and {len(names) - 8} more" * (len(names) > 8)
+    return f"that folder holds {', '.join(names[:8])}{more}" if names else "that folder holds no .py file"
+
+
 def did_you_mean(word: str, known: Iterable[str], *, cutoff: float = 0.6) -> str:
     """A question for the middle of a message, with the space behind it; "" where no name is near.
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from workbench.core.checks import did_you_mean, is_number, nearest
+from workbench.core.checks import did_you_mean, is_number, near_script, nearest
 from workbench.core.synonyms import check_fields
 from workbench.runs.training_knobs import is_own_schedule
 
@@ -154,9 +154,7 @@ def check_schedule(name: str) -> None:
 
 def _no_file(path: Path) -> str:
     """That a file is missing, and what its folder holds instead."""
-    near = sorted(p.name for p in path.parent.glob("*.py")) if path.parent.is_dir() else []
-    there = f"that folder holds {', '.join(near[:8])}" if near else "that folder holds no .py file"
-    return f"there is no file {path.absolute()}; {there}"
+    return f"there is no file {path.absolute()}; {near_script(path)}"
 
 
 def _bound(knob: str, name: str, where: str) -> tuple[ast.Module, dict[str, ast.AST]] | None:
@@ -306,10 +304,10 @@ def _split(name: str) -> tuple[str, str]:
         if name.endswith(".py"):
             hint = f', but a file. Name the function in it that returns a wb.Task, as in "{name}:build".'
         elif not near and Path(name).parent.is_dir():
-            near = nearest(Path(name).name, (script.name for script in Path(name).parent.glob("*.py")))
-            if near and Path(name).suffix:
-                raise TaskError(f'there is no file {name}; did you mean "{Path(name).with_name(near)}"?')
-            hint = f'; did you mean "{Path(name).with_name(near)}"?' if near else hint
+            script = near_script(Path(name))
+            if script.endswith("?") and Path(name).suffix:
+                raise TaskError(f"there is no file {name}; {script}")
+            hint = f"; {script}" if script.endswith("?") else f" or file; {script}."
         raise TaskError(f"task={name!r}: no such task{hint} A task is named {_FORMS}")
     return where, function
 

@@ -313,7 +313,7 @@ class Metrics:
         self._writer = run_directory.LineWriter(run_dir / run_directory.METRICS)
         self._steps = steps
         self._flushed = time.perf_counter()
-        self._began = self._flushed - (before[-1].get("seconds", 0.0) if before else 0.0)
+        self._began = self._flushed - max((row.get("seconds", 0.0) for row in before), default=0.0)  # an evaluation's row has none
         self._rows: list[dict[str, Any]] = []
         self._losses: list[Tensor] = []
         self._experts: list[Tensor | None] = []

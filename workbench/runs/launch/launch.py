@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from workbench.core import run_directory
-from workbench.core.checks import choice, did_you_mean, real_number, unknown_names
+from workbench.core.checks import choice, near_script, real_number, unknown_names
 from workbench.core.synonyms import accept_synonyms
 from workbench.runs import restarts, task
 from workbench.runs.entrypoints import ON_HANG, spec_entrypoint
@@ -189,11 +189,10 @@ def script_spec(script: str | os.PathLike[str], knobs: dict[str, Any], **fields:
     """
     path = Path(script).expanduser().absolute()
     if path.suffix != ".py" or not path.is_file():
-        near = sorted(p.name for p in path.parent.glob("*.py")) if path.parent.is_dir() else []
-        there = f"in that folder there are {', '.join(near[:8])}" if near else "that folder has no .py file"
-        there = "a path of this machine has / where yours has \\" if "\\" in str(script) and os.sep == "/" else there
+        foreign = "\\" in str(script) and os.sep == "/"
+        hint = "a path of this machine has / where yours has \\" if foreign else near_script(path)
         what = "is not a Python script (*.py)" if path.exists() else "does not exist"
-        raise LaunchError(f"{path} {what}: {did_you_mean(path.name, near)}{there}.")
+        raise LaunchError(f"{path} {what}: {hint}")
     strange = {knob: value for knob, value in knobs.items() if knob not in ("threads", "profile")}
     if strange:
         known = ("args", "nproc_per_node", "nnodes", "watch", "threads", "profile", "timeout", "runs_dir", "name", "on_hang")
