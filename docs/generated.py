@@ -37,8 +37,7 @@ SUBJECTS = {
 
 def api() -> str:
     """All public names, by subject, for mkdocstrings to fill in."""
-    modules = {name: module for module, names in workbench._NAMES.items() for name in names.split()}
-    homes = {name: module for name, module in modules.items() if name not in ("data", "plot", "widgets")} | data._HOMES
+    homes = {name: module for name, module in workbench._HOMES.items() if name not in ("data", "plot", "widgets")} | data._HOMES
     lines = []
     for package, heading in SUBJECTS.items():
         names = sorted((name for name, home in homes.items() if home.split(".")[1] == package), key=lambda name: (name[0].isupper(), name))

@@ -48,6 +48,8 @@ Names are loaded when they are used: importing the workbench loads neither torch
 """
 
 import importlib
+import re
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -113,69 +115,13 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_NAMES = {
-    "workbench.batch.analysis.plan": "BatchPlan",
-    "workbench.batch.analysis.lr_scaling_rules": "scale_lr",
-    "workbench.batch.api": "find_lr noise_scale",
-    "workbench.batch.batch_plan": "batch_plan",
-    "workbench.batch.lengths": "batch_lengths",
-    "workbench.batch.steps_to_target": "steps_to_target",
-    "workbench.memory.calibrate": "calibrate",
-    "workbench.cluster.count_collectives": "collectives",
-    "workbench.cluster.api": "ddp_twin measure_collectives",
-    "workbench.runs.budgets": "RunCheck check_run",
-    "workbench.runs.compare": "Comparison compare",
-    "workbench.cluster.analysis.cluster": "Cluster",
-    "workbench.core.device": "Device",
-    "workbench.diagnosis.api": "climb diagnose",
-    "workbench.diagnosis.correctness": "diverge replay sanity",
-    "workbench.diagnosis.regression": "bisect what_changed",
-    "workbench.diagnosis.analysis.diagnosis": "Diagnosis",
-    "workbench.diagnosis.analysis.evidence": "Evidence",
-    "workbench.diagnosis.analysis.why_not_linear": "WhyNotLinear",
-    "workbench.diagnosis.why_not_linear": "why_not_linear",
-    "workbench.diagnosis.analysis.proof": "Proof",
-    "workbench.memory.api": "compare_memory estimate_memory find_leaks measure_memory",
-    "workbench.runs.export": "export",
-    "workbench.runs.page": "report",
-    "workbench.runs.failure": "Failure RunError",
-    "workbench.runs.health": "health",
-    "workbench.memory.would_fit": "would_fit",
-    "workbench.memory.ladder": "memory_ladder",
-    "workbench.memory.max_micro_batch": "max_micro_batch",
-    "workbench.scaling.api": "scaling_curve scaling_law",
-    "workbench.runs.launch.launch": "launch",
-    "workbench.runs.launch.kubernetes": "kubernetes",
-    "workbench.runs.launch.prove_resume": "RepeatProof ResumeProof prove_resume same_twice",
-    "workbench.runs.launch.prove_layout_resume": "LayoutResumeProof",
-    "workbench.runs.launch.recompute": "Recomputation recompute",
-    "workbench.train.export_weights": "export_weights import_weights",
-    "workbench.runs.launch.prove_script_resume": "ScriptResumeProof",
-    "workbench.runs.launch.slurm": "Slurm",
-    "workbench.runs.launch.sweep": "sweep",
-    "workbench.scaling.analysis.law.law": "ScalingLaw",
-    "workbench.timeline.step_timer": "StepTimer",
-    "workbench.timeline.watch": "watch",
-    "workbench.timeline.watch_script": "watching",
-    "workbench.memory.analysis.breakdown": "MemoryBreakdown",
-    "workbench.cluster.plan": "energy plan",
-    "workbench.cluster.estimate_time": "estimate_time",
-    "workbench.runs.listing": "list_runs",
-    "workbench.runs.run": "Run",
-    "workbench.scaling.analysis.curve.curve": "ScalingCurve",
-    "workbench.runs.spec": "RunSpec",
-    "workbench.runs.task": "Task",
-    "workbench.timeline.timeline": "Timeline",
-    "workbench.traces.analysis.trace_set": "TraceSet",
-    "workbench.traces.analysis.trace": "Trace",
-    "workbench.traces.api": "trace",
-    "workbench.data": "data",
-    "workbench.plot": "plot",
-    "workbench.widgets": "widgets",
+_HOMES = {
+    name: module
+    for module, names in re.findall(r"^    from (workbench[.\w]*) import (.+)", Path(__file__).read_text(), re.MULTILINE)
+    for name in re.findall(r"(\w+) as ", names)
 }
-"""Module → the public names that it has; the last three are modules themselves. The block above says the same to type checkers."""
-
-_HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
+"""Public name → the module that has it: the imports above, which only type checkers execute; three of the names are modules themselves."""
+_HOMES |= {name: f"workbench.{name}" for name in ("data", "plot", "widgets")}
 
 __all__ = sorted(_HOMES)
 
@@ -188,6 +134,10 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'workbench' has no attribute {name!r}: {near or 'it offers ' + ', '.join(__all__)}")
     home = importlib.import_module(_HOMES[name])
     value = globals()[name] = home if home.__name__ == f"workbench.{name}" else getattr(home, name)
+    if isinstance(value, type):
+        from workbench.core.synonyms import explain_calls
+
+        explain_calls(value)
     return value
 
 

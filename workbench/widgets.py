@@ -17,6 +17,7 @@ it, and the panel's own file holds the widgets. Every panel also has a static fo
 """
 
 from workbench.batch.panel.planner import BatchPlanner
+from workbench.core.synonyms import explain_calls
 from workbench.data.panel.explorer import DataExplorer
 from workbench.diagnosis.panel.doctor import ThroughputDoctor
 from workbench.diagnosis.panel.linear import WhyNotLinear
@@ -31,3 +32,16 @@ __all__ = [
     "RunPanel", "run_panel", "runs", "LogView", "ThroughputDoctor", "MemoryExplorer", "BatchPlanner", "ScalingExplorer", "TraceExplorer",
     "perfetto", "DataExplorer", "WhyNotLinear",
 ]  # fmt: skip
+
+for _panel in (
+    RunPanel,
+    LogView,
+    ThroughputDoctor,
+    MemoryExplorer,
+    BatchPlanner,
+    ScalingExplorer,
+    TraceExplorer,
+    DataExplorer,
+    WhyNotLinear,
+):
+    explain_calls(_panel, "wb.widgets")

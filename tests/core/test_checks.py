@@ -170,8 +170,8 @@ def test_for_a_script_that_is_not_there_a_near_name_is_meant_and_else_all_are_na
         (tmp_path / name).touch()
     assert near_script(tmp_path / "train.yp") == "that folder holds my.py, strange.py"
     (tmp_path / "train.py").touch()
-    for given in ("train.yp", "trian.py", "train", "Train.py"):
-        assert near_script(tmp_path / given) == f'did you mean "{tmp_path / "train.py"}"?', given
+    for named in ("train.yp", "trian.py", "train", "Train.py"):
+        assert near_script(tmp_path / named) == f'did you mean "{tmp_path / "train.py"}"?', named
     for number in range(9):
         (tmp_path / f"other{number}.py").touch()
     assert near_script(tmp_path / "main.py").endswith("other5.py, other6.py and 4 more")

@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 
 import workbench as wb
-from workbench.core.synonyms import SYNONYMS, accept_synonyms
+from workbench.core.synonyms import MAKERS, SYNONYMS, accept_synonyms, explain_calls
 
 NAMES = [(space, name) for space in (wb, wb.data) for name in dir(space) if name != "widgets"]  # which needs Jupyter, and is a module
 PUBLIC = [getattr(*each) for each in NAMES if inspect.isfunction(getattr(*each))]
+CLASSES = [(f"wb.{'data.' * (space is wb.data)}", getattr(space, name)) for space, name in NAMES if inspect.isclass(getattr(space, name))]
 VERBS = (*(verb for verb in PUBLIC if verb not in (wb.trace, wb.why_not_linear)), wb.Diagnosis.prove)  # whose ranks are others
 ANY: Any = object()
 
@@ -94,3 +95,59 @@ def test_arguments_count_as_much_as_the_knobs_that_a_function_takes() -> None:
         TypeError, match=r"would_fit\(list, str\): only run \(.*wb\.memory_ladder\(build, device, batch=batch\).*\) is given by place"
     ):
         wb.would_fit([], "H100")  # type: ignore[call-arg]
+
+
+CALLS = [(f"{space}{cls.__name__}", cls) for space, cls in CLASSES] + [
+    (f"{space}{cls.__name__}.{name}", getattr(cls, name))
+    for space, cls in CLASSES
+    for name in dir(cls)
+    if not name.startswith("_") and isinstance(inspect.getattr_static(cls, name), classmethod)
+]
+
+
+@pytest.mark.parametrize(("name", "made"), CALLS, ids=[name for name, _ in CALLS])
+def test_a_class_that_is_called_wrongly_says_what_would_fit(name: str, made: Any) -> None:
+    """Its constructor and its class methods: `Trace.load()`, `StepTimer(model=…)`; RunSpec and Task have errors of their own."""
+    short, parameters = name.removeprefix("wb.").removeprefix("data."), inspect.signature(made).parameters.values()
+    needed = [each.name for each in parameters if each.default is each.empty and each.kind is not each.VAR_KEYWORD]
+    if not any(each.kind is each.VAR_KEYWORD for each in parameters):
+        with pytest.raises((TypeError, ValueError), match=r"takes |did you mean|has no (argument|knob)") as caught:
+            made(**dict.fromkeys(needed, ANY), zzyzx=1)
+        assert "__init__" not in str(caught.value)
+    if needed:
+        with pytest.raises((TypeError, ValueError), match=r"missing: .+\. For example: wb\.\w.*\)$|(is|are) missing$") as caught:
+            made()
+        assert str(caught.value).startswith(short)
+        assert "positional" not in str(caught.value)
+
+
+def test_an_example_of_a_class_is_a_call_of_something_that_there_is() -> None:
+    for maker, made in MAKERS.items():
+        found: Any = wb
+        for part in maker.partition("(")[0].split("."):
+            found = getattr(found, part)
+        assert callable(found), maker
+        assert set(made.split()) <= {name.removeprefix("wb.").removeprefix("data.") for name, _ in CALLS}
+
+
+def test_a_type_error_inside_of_a_class_stays_what_it_is() -> None:
+    class Sum:
+        def __init__(self, parts: list[int]) -> None:
+            self.total = sum(parts)
+
+    explain_calls(Sum)
+    with pytest.raises(TypeError, match="'int' object is not iterable"):
+        Sum(5)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"Sum\(list, list\): only parts is given by place"):
+        Sum([1], [2])  # type: ignore[call-arg]
+    assert Sum([1, 2]).total == 3
+    assert pickle.loads(pickle.dumps(wb.Device.named("H100"))) == wb.Device.named("H100")
+    assert list(inspect.signature(wb.Trace.load).parameters) == ["path", "cache", "steps", "communication"]
+
+
+def test_the_panels_say_it_as_well() -> None:
+    pytest.importorskip("ipywidgets", reason="wb.widgets needs Jupyter's packages (pip install '.[notebooks]')")
+    with pytest.raises(TypeError, match=r"^WhyNotLinear\(\): missing: target .*For example: wb\.widgets\.WhyNotLinear\(target\)$"):
+        wb.widgets.WhyNotLinear()  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"^MemoryExplorer\(divice=…\): did you mean 'device'\?"):
+        wb.widgets.MemoryExplorer("text-gpt", divice="H100")  # type: ignore[call-arg]

@@ -5,7 +5,7 @@ import functools
 import inspect
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 from workbench.core import late
@@ -29,8 +29,38 @@ EXAMPLES: Mapping[str, str] = {
     "batch": "256", "to_batch": "1024", "samples": "(10_000, 40_000, 160_000)", "length": "2048", "batch_size": "32", "classes": "10",
     "seed": "0", "count": "1_000_000", "payload": "100e9", "run": '"runs/NAME"', "run_a": '"runs/NAME"', "run_b": '"runs/OTHER"',
     "folder": '"exported"', "path": '"FOLDER"', "out": '"FOLDER"',
+    "name": '"H100"', "value": "result.to_json()", "micro_batch": "32",
 }  # fmt: skip
 """Argument without a default → what an example call gives it; those that are not here are variables of the user, such as spec or loader."""
+MAKERS: Mapping[str, str] = {
+    'Cluster.named("DGX-H100")': "Cluster Cluster.named",
+    'Device.named("H100")': "Device",
+    'Run.load("runs/NAME")': "Run Run.load Failure",
+    "ScalingCurve([(1, 100.0), (2, 190.0)])": "ScalingCurve",
+    'Trace.load("trace.json")': "Trace Trace.load",
+    'TraceSet.load("FOLDER")': "TraceSet TraceSet.load",
+    'check_run("runs/NAME", {"step": "120 ms"})': "RunCheck",
+    "compare(run_a, run_b)": "Comparison",
+    "data.audit(dataset)": "DataAudit",
+    "data.compare_formats(dataset)": "FormatComparison",
+    "data.compare_packing(lengths, 2048)": "Packing PackingPolicies",
+    'data.convert("FOLDER", "OTHER")': "Conversion",
+    'data.describe("FOLDER")': "DataCard Manifest",
+    "data.doctor(loader)": "LoaderReport",
+    "data.plan_shards(count=1_000_000, payload=100e9)": "ShardPlan",
+    "data.prove_resumable(sampler)": "ResumeHistories",
+    'data.verify("FOLDER")': "Verification",
+    "diagnose(step, loader)": "Diagnosis Evidence Proof",
+    'estimate_memory(spec, device="H100")': "MemoryBreakdown",
+    "prove_resume(spec)": "ResumeProof LayoutResumeProof ScriptResumeProof",
+    'recompute("runs/NAME")': "Recomputation",
+    "same_twice(spec)": "RepeatProof",
+    "scaling_law(spec)": "ScalingLaw",
+    "why_not_linear(spec)": "WhyNotLinear",
+}
+"""A call in `wb` → the classes of its results, which users do not make by hand, and the class methods that it is an example of."""
+MOST = 5
+"""Missing arguments that a message names."""
 
 
 def accept_synonyms(function: Callable[P, R]) -> Callable[P, R]:
@@ -52,41 +82,52 @@ def accept_synonyms(function: Callable[P, R]) -> Callable[P, R]:
     ...
     TypeError: wait(budget_s=…): missing: run. For example: wb.wait("runs/NAME")
     """
-    parameters = inspect.signature(function).parameters
-    others = next((name for name, parameter in parameters.items() if parameter.kind is parameter.VAR_KEYWORD), "")
-    names = [name for name, parameter in parameters.items() if parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)]
-    places = [name for name in names if parameters[name].kind is not inspect.Parameter.KEYWORD_ONLY]
-    needed = [name for name in names if parameters[name].default is inspect.Parameter.empty]
-    most = math.inf if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters.values()) else len(places)
-    meant = {word: name for name in names for word in SYNONYMS.get(name, ()) if word not in names}
+    takes = _Parameters(function.__name__, inspect.signature(function), inspect.getdoc(function), _public_name(function))
 
     @functools.wraps(function)
     def call(*args: P.args, **given: P.kwargs) -> R:
-        said = f"{function.__name__}({', '.join([*map(shown, args), *(f'{name}=…' for name in given)])})"
-        for word in [word for word in given if word not in names]:
-            if name := meant.get(word):
-                if name in given:
-                    raise TypeError(f"{function.__name__}({name}=…, {word}=…): both names are of one argument; give {name} alone")
-                given[name] = given.pop(word)
-            elif not others:
-                takes = ", ".join(name for name in names if name != "self") or "no argument by name"
-                raise TypeError(f"{function.__name__}({word}=…): {did_you_mean(word, names, cutoff=0.5)}It takes {takes}")
-            elif (near := nearest(word, [*names, *_knobs()], cutoff=0.75)) in names:
-                more = "the knobs of RunSpec" if others == "knobs" else f"other options: help({_public_name(function)})"
-                raise TypeError(f"{function.__name__}({word}=…): did you mean {near!r}? It also takes {more}")
-        if len(args) > most:
-            rest = ", ".join(f"{name}=…" for name in names if name not in places)
-            raise TypeError(
-                f"{said}: only {_described(function, places) or 'nothing'} {'is' if len(places) < 2 else 'are'} given by place"
-                f"{f'; all else by name: {rest}' * bool(rest)}"
-            )
-        if twice := [name for name in places[: len(args)] if name in given]:
-            raise TypeError(f"{said}: {twice[0]} is given by place and by name; give it once")
-        if missing := [name for name in needed if name not in given and name not in places[: len(args)]]:
-            raise TypeError(f"{said}: missing: {_described(function, missing)}. For example: {_example(function, needed)}")
+        for word in [word for word in given if word in takes.meant]:
+            name = takes.meant[word]
+            if name in given:
+                raise TypeError(f"{function.__name__}({name}=…, {word}=…): both names are of one argument; give {name} alone")
+            given[name] = given.pop(word)
+        if complaint := takes.complaint(args, given):
+            raise TypeError(complaint)
         return function(*args, **given)
 
     return call
+
+
+def explain_calls(cls: Any, space: str = "wb") -> None:
+    """Let a class say of calls of its constructor and class methods that do not fit what is missing or meant, as public functions do.
+
+    Args:
+        cls: the class, which is changed.
+        space: where users find it.
+    """
+
+    def explained(function: Callable[..., R], name: str) -> Callable[..., R]:
+        @functools.wraps(function)
+        def call(this: Any, /, *args: Any, **given: Any) -> R:
+            try:
+                return function(this, *args, **given)
+            except TypeError:
+                signature = inspect.signature(function)
+                rest = signature.replace(parameters=list(signature.parameters.values())[1:])
+                makers = [maker for maker, made in MAKERS.items() if name in made.split() and space != "wb.widgets"]
+                example = f"wb.{makers[0]}" if makers else f"{space}.{name}"
+                if complaint := _Parameters(name, rest, inspect.getdoc(function), example).complaint(args, given):
+                    raise TypeError(complaint) from None
+                raise
+
+        return call
+
+    for name in dir(cls):
+        function = inspect.getattr_static(cls, name)
+        if name == "__init__" and inspect.isfunction(function) and not hasattr(function, "__wrapped__"):
+            cls.__init__ = explained(function, cls.__name__)
+        elif isinstance(function, classmethod) and not name.startswith("_") and function.__func__.__module__.startswith("workbench."):
+            setattr(cls, name, classmethod(explained(function.__func__, f"{cls.__name__}.{name}")))
 
 
 def _knobs() -> list[str]:
@@ -94,22 +135,65 @@ def _knobs() -> list[str]:
     return [name for knob, about in late.load("KNOBS").items() for name in (knob, *about.elsewhere)]
 
 
-def _described(function: Callable[..., Any], names: list[str]) -> str:
-    """The arguments, each with what its docstring begins with."""
-    texts = dict(re.findall(r"^    (\w+): (.+(?:\n {8}.+)*)", inspect.getdoc(function) or "", re.MULTILINE))
-    said = {name: re.split(r"[.;]\s|\.$", " ".join(texts[name].split()))[0] for name in names if name in texts}
-    return ", ".join(f"{name} ({re.sub(r' [(][^)]*$', '', said[name])})" if name in said else name for name in names)
+class _Parameters:
+    """What a function takes; says of a call that does not fit what is missing, or which name is near."""
 
+    def __init__(self, name: str, signature: inspect.Signature, doc: str | None, example: str) -> None:
+        """
+        Args:
+            name: of the function, as messages have it.
+            signature: of what users give.
+            doc: its docstring.
+            example: what they call, or a whole call.
+        """
+        self._name, self._doc, self._example, self._all = name, doc or "", example, signature.parameters
+        many = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+        self._others = next((name for name, each in self._all.items() if each.kind is many[0]), "")
+        self._names = [name for name, each in self._all.items() if each.kind not in many]
+        self._places = [name for name in self._names if self._all[name].kind is not inspect.Parameter.KEYWORD_ONLY]
+        self._needed = [name for name in self._names if self._all[name].default is inspect.Parameter.empty]
+        self._most = math.inf if any(each.kind is many[1] for each in self._all.values()) else len(self._places)
+        self.meant = {word: name for name in self._names for word in SYNONYMS.get(name, ()) if word not in self._names}
 
-def _example(function: Callable[..., Any], needed: list[str]) -> str:
-    """A call of a public function with the arguments that it needs."""
-    parameters = inspect.signature(function).parameters
-    given = [
-        f"{name}=" * (parameters[name].kind is inspect.Parameter.KEYWORD_ONLY) + EXAMPLES.get(name, name)
-        for name in needed
-        if name != "self"
-    ]
-    return f"{_public_name(function) if 'self' not in needed else function.__name__}({', '.join(given)})"
+    def complaint(self, args: Sequence[Any], given: Mapping[str, Any]) -> str:
+        """The message about a call that does not fit; "" = it fits."""
+        said = f"{self._name}({', '.join([*map(shown, args), *(f'{name}=…' for name in given)])})"
+        for word in [word for word in given if word not in self._names]:
+            if not self._others:
+                takes = ", ".join(name for name in self._names if name != "self") or "no argument by name"
+                return f"{self._name}({word}=…): {did_you_mean(word, self._names, cutoff=0.5)}It takes {takes}"
+            if (near := nearest(word, [*self._names, *_knobs()], cutoff=0.75)) in self._names:
+                more = "the knobs of RunSpec" if self._others == "knobs" else f"other options: help({self._example})"
+                return f"{self._name}({word}=…): did you mean {near!r}? It also takes {more}"
+        if len(args) > self._most:
+            rest = ", ".join(f"{name}=…" for name in self._names if name not in self._places)
+            return (
+                f"{said}: only {self._described(self._places) or 'nothing'} {'is' if len(self._places) < 2 else 'are'} given by place"
+                f"{f'; all else by name: {rest}' * bool(rest)}"
+            )
+        if twice := [name for name in self._places[: len(args)] if name in given]:
+            return f"{said}: {twice[0]} is given by place and by name; give it once"
+        if missing := [name for name in self._needed if name not in given and name not in self._places[: len(args)]]:
+            more = f" and {len(missing) - MOST} more" * (len(missing) > MOST)
+            return f"{said}: missing: {self._described(missing[:MOST])}{more}. For example: {self._call()}"
+        return ""
+
+    def _described(self, names: list[str]) -> str:
+        """The arguments, each with what its docstring begins with."""
+        texts = dict(re.findall(r"^    (\w+): (.+(?:\n {8}.+)*)", self._doc, re.MULTILINE))
+        said = {name: re.split(r"[.;]\s|\.$", " ".join(texts[name].split()))[0] for name in names if name in texts}
+        return ", ".join(f"{name} ({re.sub(r' [(][^)]*$', '', said[name])})" if name in said else name for name in names)
+
+    def _call(self) -> str:
+        """An example: a call with the arguments that it needs."""
+        if self._example.endswith(")"):
+            return self._example
+        given = [
+            f"{name}=" * (self._all[name].kind is inspect.Parameter.KEYWORD_ONLY) + EXAMPLES.get(name, name)
+            for name in self._needed
+            if name != "self"
+        ]
+        return f"{self._example if 'self' not in self._needed else self._name}({', '.join(given)})"
 
 
 def _public_name(function: Callable[..., Any]) -> str:

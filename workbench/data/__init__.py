@@ -9,6 +9,8 @@ Names are loaded when they are used: importing this package loads neither torch 
 """
 
 import importlib
+import re
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -31,27 +33,22 @@ if TYPE_CHECKING:
     from workbench.data.shard_writer import write_shards as write_shards
     from workbench.data.source import Source as Source
 
-_NAMES = {
-    "workbench.data.data_card": "DataCard Verification describe verify", "workbench.data.manifest": "Manifest",
-    "workbench.data.conversion": "Conversion convert", "workbench.data.format_comparison": "compare_formats",
-    "workbench.data.analysis.format_costs": "FormatComparison", "workbench.data.shard_plan": "ShardPlan plan_shards",
-    "workbench.data.shard_writer": "write_shards", "workbench.data.adapters": "as_source open_source",
-    "workbench.data.source": "Source", "workbench.data.analysis.data_audit": "DataAudit",
-    "workbench.data.analysis.loader_report": "LoaderReport",
-    "workbench.data.analysis.packing": "Packing PackingPolicies compare_packing pack",
-    "workbench.data.augmentation": "Augmentation Augmented mix", "workbench.data.loader_doctor": "doctor",
-    "workbench.data.quality": "audit shuffle_quality", "workbench.data.resumable_sampler": "Mixture ResumableSampler",
-    "workbench.data.resume_histories": "ResumeHistories prove_resumable",
-}  # fmt: skip
-"""Module → the public names that it has, as `wb.data.NAME`. The block above says the same to type checkers."""
-
-_HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
+_HOMES = {
+    name: module
+    for module, names in re.findall(r"^    from (workbench[.\w]*) import (.+)", Path(__file__).read_text(), re.MULTILINE)
+    for name in re.findall(r"(\w+) as ", names)
+}
+"""Public name, as `wb.data.NAME` → the module that has it: the imports above, which only type checkers execute."""
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'workbench.data' has no attribute {name!r}; it offers {', '.join(sorted(_HOMES))}")
     value = globals()[name] = getattr(importlib.import_module(_HOMES[name]), name)
+    if isinstance(value, type):
+        from workbench.core.synonyms import explain_calls
+
+        explain_calls(value, "wb.data")
     return value
 
 
