@@ -369,6 +369,19 @@ def test_a_narrow_terminal_gets_fewer_columns() -> None:
     assert lines[1].split()[:3] == ["plan", "GPUs", "layout"]
     assert lines[-1].startswith("left out to fit 130 characters: ranges in brackets, bubble")
     assert f"bound {found.best.bound}: " in text
+    assert lines[-1].endswith("; all: the same command with | less -S")
+
+
+@pytest.mark.parametrize("options", [{"gpus": None, "global_batch": 256}, {}, {"model": GPT, "gpus": None, "price": 2.0}])
+def test_in_eighty_characters_a_plan_keeps_what_it_is_how_fast_and_whether_it_fits(options: dict[str, Any]) -> None:
+    found = plans(**options)
+    lines = found.for_terminal(80).splitlines()
+    assert max(map(len, lines[1 : 2 + len(found)])) <= 80
+    assert [word for word in ("plan", "layout", "micro×accum.", "step", "memory") if word not in lines[1]] == []
+    first = found.best.roles[0] + f" +{len(found.best.roles) - 1}" * (len(found.best.roles) > 1)
+    assert lines[2].startswith(first)
+    assert any(line.startswith(", ".join(found.best.roles)) for line in lines[2 + len(found) :]), "all roles, in the note"
+    assert "left out to fit 80 characters: ranges in brackets" in lines[-1]
 
 
 @pytest.mark.parametrize("gpus", [1, 8, 16, 128, None])

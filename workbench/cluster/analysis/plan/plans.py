@@ -436,7 +436,7 @@ class Plans(Sequence[Plan], display.Shown):
         )
 
     def for_terminal(self, width: int) -> str:
-        """As text without the ranges in brackets and the columns that matter least, as long as a row has more than `width` characters."""
+        """As text without what matters least, as long as a row has more than `width` characters: ranges, columns, further roles."""
 
         def fits(table: display.Table) -> bool:
             return max(map(len, str(replace(table, title=None, note=None)).splitlines())) <= width
@@ -445,14 +445,22 @@ class Plans(Sequence[Plan], display.Shown):
         if not fits(table):
             short = [[*row[:6], *(re.sub(r" \([^()]*\)", "", str(cell)) for cell in row[6:])] for row in table.rows]
             table, left_out = replace(table, rows=short), ["ranges in brackets"]
-        for name in ("bubble", "exposed", "bound", "MFU", table.columns[11], "throughput", "between"):
+        for name in ("bubble", "exposed", "bound", "MFU", table.columns[11], "throughput", "between", "GPUs"):
             if fits(table):
                 break
+            if name == "GPUs":  # the product of a layout's numbers; first, what is written shorter: the note below has all roles
+                rows = [[str(cell).replace(" × ", "×").replace("checkpointing", "ckpt") for cell in row] for row in table.rows]
+                rows = [[re.sub(r", .+", f" +{row[0].count(', ')}", row[0]), *row[1:]] for row in rows]
+                columns = [name.replace("micro-batch × accumulation", "micro×accum.") for name in table.columns]
+                table = replace(table, columns=columns, rows=rows)
+                if fits(table):
+                    break
             place = list(table.columns).index(name)
             rows = [[*row[:place], *row[place + 1 :]] for row in table.rows]
             table = replace(table, columns=[*table.columns[:place], *table.columns[place + 1 :]], rows=rows)
             left_out.append(name)
-        return f"{table}\nleft out to fit {width} characters: {', '.join(left_out)}" if left_out else str(table)
+        more = f"left out to fit {width} characters: {', '.join(left_out)}; all: the same command with | less -S"
+        return f"{table}\n{more}" if left_out else str(table)
 
     def to_frame(self) -> Any:
         """A DataFrame with one row per plan; seconds and bytes."""
