@@ -49,6 +49,7 @@ Names are loaded when they are used: importing the workbench loads neither torch
 
 import importlib
 import re
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -124,6 +125,10 @@ _HOMES = {
 _HOMES |= {name: f"workbench.{name}" for name in ("data", "plot", "widgets")}
 
 __all__ = sorted(_HOMES)
+
+
+if "ipykernel" in sys.modules:
+    importlib.import_module("workbench.core.progress")  # notes when cells begin, so that lines of long calls can be removed at their end
 
 
 def __getattr__(name: str) -> Any:

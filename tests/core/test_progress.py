@@ -134,7 +134,7 @@ def test_in_a_notebook_the_line_stands_below_its_cell_and_leaves_nothing_there(m
     monkeypatch.delenv("CI", raising=False)
     shell = SimpleNamespace(kernel=object(), display_pub=SimpleNamespace(publish=publish))
     modules = {"IPython": SimpleNamespace(get_ipython=lambda: shell)}
-    monkeypatch.setattr(progress, "sys", SimpleNamespace(stderr=io.StringIO(), modules=modules))
+    monkeypatch.setattr(progress, "sys", SimpleNamespace(stdout=io.StringIO(), stderr=io.StringIO(), modules=modules))
     with Waiting("diagnose", 60) as line:
         now[0] += 8
         line.say("no optimizer step", "no loader: 61 % less (55 to 67)")
@@ -142,7 +142,7 @@ def test_in_a_notebook_the_line_stands_below_its_cell_and_leaves_nothing_there(m
     assert sent[0][0] == {"text/plain": "diagnose: starting … 0 s of at most 60 s"}
     known = "no loader: 61 % less (55 to 67)"
     assert sent[1][0] == {"text/plain": f"diagnose: {known}; now: no optimizer step … 8 s of at most 60 s"}
-    assert sent[2][0] == {}  # nothing stays
+    assert sent[2][0] == {}  # nothing stays but an empty output, where nobody knows what else the cell shows
     assert line.words(61).endswith("… 61 s, its 60 s are over: it ends as soon as it can")
     sent.clear()
     monkeypatch.setenv("CI", "true")  # nbval compares outputs, and takes no updates of them
@@ -150,6 +150,44 @@ def test_in_a_notebook_the_line_stands_below_its_cell_and_leaves_nothing_there(m
         now[0] += 8
         line.say("no optimizer step")
     assert sent == []
+
+
+def test_a_line_takes_all_outputs_of_its_cell_away_where_they_are_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    session, sent = SimpleNamespace(message_count=40), list[str]()
+
+    def send(what: str) -> None:
+        session.message_count += 1
+        sent.append(what)
+
+    monkeypatch.delenv("CI", raising=False)
+    publisher = SimpleNamespace(publish=lambda data, update, **_: send("update" if update else "new"), clear_output=lambda: send("clear"))
+    shell = SimpleNamespace(kernel=SimpleNamespace(session=session), display_pub=publisher)
+    modules = {"IPython": SimpleNamespace(get_ipython=lambda: shell)}
+    monkeypatch.setattr(progress, "sys", SimpleNamespace(stdout=io.StringIO(), stderr=io.StringIO(), modules=modules))
+    for others, expected in (((), ["new", "new", "clear"]), (("print",), ["print", "new", "new", "update", "update"])):
+        progress._CellOutput.cell_begins()
+        sent.clear()
+        for other in others:
+            send(other)
+        with Waiting("diagnose", 60), Waiting("estimate", 60):
+            pass
+        assert sent == expected, "an inner line has taken the outer one away, too"
+    progress._CellOutput.cell_begins()
+
+
+@pytest.mark.slow
+def test_a_notebook_that_was_executed_has_no_output_of_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a real kernel. What the cell shows itself stays; beside it, an empty output is left, since Jupyter removes all or nothing."""
+    nbclient = pytest.importorskip("nbclient", reason="needs Jupyter's packages (pip install '.[notebooks]')")
+    formats = pytest.importorskip("nbformat").v4
+    monkeypatch.delenv("CI", raising=False)
+    imports = "import workbench\nfrom workbench.core.progress import Waiting"
+    line, inner = "with Waiting('diagnose', 60) as line:\n    line.say('no loader')", "with Waiting('estimate', 5):\n        pass"
+    cells = [imports, line, f"{line}\n    {inner}\n    line._line._next = 0\n    line.tick()\n'result'", f"print('mine')\n{line}"]
+    notebook = formats.new_notebook(cells=[formats.new_code_cell(cell) for cell in cells])
+    nbclient.NotebookClient(notebook, timeout=120).execute()
+    shown = [[output.get("text") or output["data"] for output in cell.outputs] for cell in notebook.cells]
+    assert shown == [[], [], [{"text/plain": "'result'"}], ["mine\n", {}]]
 
 
 @pytest.mark.parametrize("module", [None, SimpleNamespace(), SimpleNamespace(get_ipython=lambda: SimpleNamespace(kernel=object()))])

@@ -148,11 +148,44 @@ def test_a_script_that_differs_without_a_kill_says_nothing_of_its_checkpoints(pl
 
 
 @pytest.mark.parametrize(
-    ("mode", "result", "words"), [("late", "last.txt", "wrote nothing into"), ("exact", "lst.txt", "no lst.txt .*did you mean 'last.txt'")]
+    ("mode", "result", "words"),
+    [
+        ("late", "last.txt", "wrote nothing into"),
+        ("exact", "lst", "wrote no lst into .*undisturbed, which is kept and has last.txt: did you "),
+    ],
 )
 def test_what_cannot_be_compared_is_said(plain: str, mode: str, result: str, words: str) -> None:
     with pytest.raises(LaunchError, match=words):
         prove(plain, ["{out}", mode], result)
+
+
+def test_a_misspelt_result_is_refused_before_the_script_runs(plain: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"result='lst\.txt': .*/plain\.py names no such file, but 'last\.txt': did you mean result='last"):
+        prove(plain, ["{out}", "exact"], "lst.txt")
+    for result in (5, ["last.txt"]):
+        with pytest.raises(ValueError, match=r"a script needs args=, a list with \{out\}"):
+            prove(plain, ["{out}", "exact"], result)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"a script needs args=, a list with \{out\}"):
+        prove(plain, "{out} exact")
+    with pytest.raises(LaunchError, match=r"plan\.py does not exist: did you mean "):
+        prove("plan.py", ["{out}", "exact"])
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "args", "result"),
+    [
+        ("save(out / 'last.pt')", ["{out}"], "final.pt"),  # another module may write it
+        ("save(out / 'last.pt')  # and lst.pt", ["{out}"], "lst.pt"),
+        ("save(out / f'last{rank}.pt'); save('last.pt')", ["{out}"], "last1.pt"),
+        ("save(out / 'last.pt'); save(out / args.name)", ["{out}", "--name=lest.pt"], "lest.pt"),
+        ("save(out / 'step1.pt'); save('%s%d.pt' % ('step', n))", ["{out}"], "step10.pt"),
+        ("save(out / 'last.pt'", ["{out}"], "lst.pt"),  # it does not even compile
+    ],
+)
+def test_a_name_that_a_script_may_compose_is_not_refused(tmp_path: Path, text: str, args: list[str], result: str) -> None:
+    (tmp_path / "train.py").write_text(text)
+    prove_script_resume.check_named(tmp_path / "train.py", args, result)
 
 
 def test_a_proof_is_short_and_shows_first_what_tells_most() -> None:
@@ -176,7 +209,7 @@ def test_a_result_outside_of_its_folder_is_refused_before_it_runs(plain: str, tm
 
 @pytest.mark.parametrize("given", [{}, {"args": ["--out", "{out}"]}, {"args": ["--out", "x"], "result": "last.pt"}])
 def test_a_script_needs_a_folder_and_a_result(script: str, given: dict[str, object]) -> None:
-    with pytest.raises(ValueError, match=r"a script needs args= with \{out\}"):
+    with pytest.raises(ValueError, match=r"a script needs args=, a list with \{out\}"):
         wb.prove_resume(script, **given)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="only a script takes it"):
         wb.prove_resume(wb.RunSpec(task="text-gpt"), result="last.pt")

@@ -104,26 +104,52 @@ class ProgressLine:
 class _CellOutput:
     """An output of the notebook cell that runs: a text that can be replaced."""
 
-    def __init__(self, publish: Callable[..., object]) -> None:
-        self._publish, self._id, self._begun = publish, uuid.uuid4().hex, False
+    _start: int | None = None  # messages that the kernel had sent when the cell began; None = not known
+    _sent = _cleared = 0  # messages of the cell that were lines; how often all outputs of a cell were removed
+
+    def __init__(self, shell: Any, publish: Callable[..., object]) -> None:
+        self._shell, self._publish, self._id = shell, publish, uuid.uuid4().hex
+        self._shown_since: int | None = None
 
     @classmethod
     def here(cls) -> Self | None:
         """That of the running cell; None outside of a notebook, and in threads, which belong to no cell."""
-        publish = getattr(getattr(_kernel_shell(), "display_pub", None), "publish", None)
-        return cls(publish) if publish is not None and threading.current_thread() is threading.main_thread() else None
+        shell = _kernel_shell()
+        publish = getattr(getattr(shell, "display_pub", None), "publish", None)
+        return cls(shell, publish) if publish is not None and threading.current_thread() is threading.main_thread() else None
+
+    @staticmethod
+    def cell_begins(*_: object) -> None:
+        """Note how many messages the kernel has sent so far."""
+        _CellOutput._start, _CellOutput._sent = _messages(_kernel_shell()), 0
 
     def show(self, text: str) -> None:
         """Show another text."""
         self._send({"text/plain": text})
 
     def clear(self) -> None:
-        """Leave nothing of it in the notebook that is stored."""
-        self._send({})
+        """Leave nothing of it in the notebook that is stored: no output where the cell has no other one, else an empty one."""
+        if self._shown_since != self._cleared:  # another line, inside of this one, has removed it
+            return
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        if self._start is not None and _messages(self._shell) == self._start + self._sent:
+            self._shell.display_pub.clear_output()
+            _CellOutput._cleared += 1
+            _CellOutput._sent += 1
+        else:
+            self._send({})
 
     def _send(self, data: dict[str, str]) -> None:
-        self._publish(data, transient={"display_id": self._id}, update=self._begun)
-        self._begun = True
+        self._publish(data, transient={"display_id": self._id}, update=self._shown_since == self._cleared)
+        self._shown_since = self._cleared
+        _CellOutput._sent += 1
+
+
+def _messages(shell: Any) -> int | None:
+    """How many messages a kernel has sent; None = not known."""
+    count = getattr(getattr(getattr(shell, "kernel", None), "session", None), "message_count", None)
+    return count if isinstance(count, int) else None
 
 
 def _kernel_shell() -> Any:
@@ -270,3 +296,7 @@ def progress_text(
     count, took = (timed[-1][key] - timed[0][key] for key in ("step", "seconds")) if timed else (0, 0.0)
     left = took / count * (steps - timed[-1]["step"]) if steps and count > 0 else 0.0
     return f"{name} {bar}{pace}{loss} · {units.seconds(seconds)}{most}" + f", about {_whole(left)} to go" * (left > 1)
+
+
+if (_shell := _kernel_shell()) is not None and hasattr(_shell, "events"):
+    _shell.events.register("pre_run_cell", _CellOutput.cell_begins)

@@ -107,4 +107,4 @@ def several(number: int, what: str) -> str:
     >>> several(1, "step"), several(3, "step")
     ('1 step', '3 steps')
     """
-    return f"{number} {what}{'s' * (number != 1)}"
+    return f"{number:,} {what}{'s' * (number != 1)}"

@@ -29,7 +29,7 @@ class Comparison(display.Shown):
         names = [name for name in specs[0] if any(spec.get(name) != specs[0][name] for spec in specs)]
         if not names or "kind" in names:  # equal specs, or a task beside a script
             return [f"{run.name} ({i})" for i, run in enumerate(self.runs, 1)]
-        return [", ".join(f"{name}={_word(spec[name])}" for name in names) for spec in specs]
+        return [", ".join(f"{name}={word(spec[name])}" for name in names) for spec in specs]
 
     def seconds(self, phase: str | None = None) -> list[float]:
         """Mean seconds of a phase (None: of the step) of each run, over its ranks; the phases add up to the step."""
@@ -102,7 +102,8 @@ class Comparison(display.Shown):
         return f"Comparison({', '.join(self.labels)})"
 
 
-def _word(value: object) -> str:
+def word(value: object) -> str:
+    """The value of a knob or an argument in a table."""
     return " ".join(map(str, value)) or "none" if isinstance(value, list | tuple) else str(value)
 
 

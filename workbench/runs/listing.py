@@ -13,6 +13,7 @@ from workbench.core import run_directory, units
 from workbench.core.checks import did_you_mean
 from workbench.core.display import table as display
 from workbench.core.synonyms import accept_synonyms
+from workbench.runs.compare import word
 from workbench.runs.rank_ends import MANY_RANKS, RankEnds
 from workbench.runs.rows import check_metric
 from workbench.runs.run import ACTIVE, Run, RunFormatError
@@ -312,9 +313,5 @@ def _with_differences(read: Sequence[_Read]) -> Iterator[ListedRun]:
             values.setdefault(name, set()).add(repr(value))
     for run, spec in read:
         values = groups[spec.get("task", spec.get("script"))]
-        words = [f"{name}={_word(value)}" for name, value in spec.items() if len(values[name]) > 1]
+        words = [f"{name}={word(value)}" for name, value in spec.items() if len(values[name]) > 1]
         yield dataclasses.replace(run, differs=", ".join(words))
-
-
-def _word(value: object) -> str:
-    return " ".join(map(str, value)) or "none" if isinstance(value, list | tuple) else str(value)

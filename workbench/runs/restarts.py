@@ -12,6 +12,7 @@ from workbench.core import run_directory, units
 from workbench.core.checks import whole_number
 from workbench.core.codec import JsonDataclass
 from workbench.core.display import table
+from workbench.core.units import several
 from workbench.runs.spec import AUTO, RunSpec, Spec, SpecError
 
 RESHAPED = ("nproc_per_node", "micro_batch", "accumulation")
@@ -54,7 +55,7 @@ class Restart(JsonDataclass):
     """Seconds from the loss to the end of the first step afterwards; None = it has taken none yet."""
 
     def __str__(self) -> str:
-        ranks = f"{_ranks(self.ranks)} of {self.before}" if self.ranks < self.before else _ranks(self.ranks)
+        ranks = f"{several(self.ranks, 'rank')} of {self.before}" if self.ranks < self.before else several(self.ranks, "rank")
         share = f", micro_batch={self.micro_batch} and accumulation={self.accumulation}" if self.accumulation else ""
         where = "" if self.goes_on_from is None else f" from step {self.goes_on_from}" if self.goes_on_from else " from the beginning"
         took = "" if self.seconds is None else f", and took its first step {units.seconds(self.seconds)} later"
@@ -124,25 +125,21 @@ def with_fewer(spec: RunSpec, ranks: int, least: int) -> tuple[RunSpec | None, l
     why = []
     for count in range(ranks, least - 1, -1):
         if uneven := [name for name in ("tensor_parallel", "pipeline_parallel", "expert_parallel") if count % getattr(spec, name)]:
-            why.append(f"{uneven[0]}={getattr(spec, uneven[0])} does not divide {_ranks(count)}")
+            why.append(f"{uneven[0]}={getattr(spec, uneven[0])} does not divide {several(count, 'rank')}")
             continue
         each, rest = divmod(spec.global_batch, count // (spec.tensor_parallel * spec.pipeline_parallel))
         if rest:
-            why.append(f"{_ranks(count)} cannot share the {spec.global_batch} samples of a step evenly")
+            why.append(f"{several(count, 'rank')} cannot share the {spec.global_batch} samples of a step evenly")
             continue
         micro = next(size for size in range(min(spec.micro_batch, each), 0, -1) if each % size == 0)
         if 2 * micro < spec.micro_batch and micro < each:
-            why.append(f"with {_ranks(count)} a micro-batch would have {micro} samples instead of {spec.micro_batch}")
+            why.append(f"with {several(count, 'rank')} a micro-batch would have {micro} samples instead of {spec.micro_batch}")
             continue
         try:
             return spec.replace(nproc_per_node=count, micro_batch=micro, accumulation=each // micro), why
         except SpecError as error:
-            why.append(f"with {_ranks(count)}: {error}")
+            why.append(f"with {several(count, 'rank')}: {error}")
     return None, why
-
-
-def _ranks(count: int) -> str:
-    return f"{count} rank{'s' * (count != 1)}"
 
 
 def present_spec(info: Mapping[str, Any]) -> dict[str, Any]:

@@ -475,12 +475,8 @@ def _mismatch(trainer: "Trainer", state: Mapping[str, Any], source: named_state.
         {name: tuple(getattr(weight, "shape", ())) for name, weight in weights.items()}
         for weights in (trainer.module.state_dict(), state["module"])
     )
-    for name, shape in mine.items():
-        if name not in its:
-            return f"it is of another model: it has no {name}"
-        if its[name] != shape:
-            return f"it is of another model: its {name} has the shape {its[name]}, this model's has {shape}"
-    return next((f"it is of another model: this one has no {name}" for name in its if name not in mine), refused)
+    more = (f"it is of another model: this one has no {name}" for name in its if name not in mine)
+    return named_state.other_shapes(mine, its) or next(more, refused)
 
 
 def _samples(trainer: "Trainer") -> int | None:

@@ -323,15 +323,22 @@ def _mean(tensors: Sequence[Tensor]) -> Tensor:
     return tensors[0] if len(tensors) == 1 else torch.stack(tuple(tensors)).mean(0)
 
 
-def difference(trainer: Training, source: Source) -> str:
-    """In what a checkpoint differs from the model of a trainer; "" = it can be loaded."""
-    mine = {name: tuple((dtensor_spec(weight) or weight).shape) for name, weight in trainer.module.named_parameters()}
-    its, entries = source.shapes("module"), source.other(0)
+def other_shapes(mine: Mapping[str, tuple[int, ...]], its: Mapping[str, tuple[int, ...]]) -> str:
+    """The first weight of a model that a checkpoint lacks or has in another shape; "" = there is none."""
     for name, shape in mine.items():
         if name not in its:
             return f"it is of another model: it has no {name}"
         if its[name] != shape:
             return f"it is of another model: its {name} has the shape {its[name]}, this model's has {shape}"
+    return ""
+
+
+def difference(trainer: Training, source: Source) -> str:
+    """In what a checkpoint differs from the model of a trainer; "" = it can be loaded."""
+    mine = {name: tuple((dtensor_spec(weight) or weight).shape) for name, weight in trainer.module.named_parameters()}
+    its, entries = source.shapes("module"), source.other(0)
+    if other := other_shapes(mine, its):
+        return other
     known = {*mine, *trainer.module.state_dict(), *trainer.entries_elsewhere}
     if strange := [name for name in (*its, *entries) if name not in known]:
         return f"it is of another model: this one has no {strange[0]}"

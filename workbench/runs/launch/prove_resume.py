@@ -19,10 +19,10 @@ from workbench.core.units import several
 from workbench.runs.entrypoints import spec_entrypoint
 from workbench.runs.launch import prove_layout_resume as layouts
 from workbench.runs.launch.experiments import wait_for
-from workbench.runs.launch.launch import check, check_timeout, label, launch
+from workbench.runs.launch.launch import check, check_timeout, label, launch, script_spec
 from workbench.runs.launch.new_run import LaunchError, NewRun
 from workbench.runs.launch.prove_layout_resume import LayoutResumeProof
-from workbench.runs.launch.prove_script_resume import OUT, ScriptResumeProof, prove_script_resume
+from workbench.runs.launch.prove_script_resume import OUT, ScriptResumeProof, check_named, prove_script_resume
 from workbench.runs.launch.resume import take_checkpoints
 from workbench.runs.rows import digest_files, digest_rows
 from workbench.runs.run import Run
@@ -212,14 +212,16 @@ def prove_resume(
             raise ValueError(
                 f"prove_resume({os.fspath(target)!r}, resumed=…): a script's layout is in its own arguments; only a RunSpec takes it"
             )
-        if not result or not any(OUT in arg for arg in args):
+        result = os.fspath(result) if isinstance(result, os.PathLike) else result
+        if not (result and isinstance(result, str)) or isinstance(args, str) or not any(OUT in arg for arg in args):
             raise ValueError(
-                f"prove_resume({os.fspath(target)!r}): a script needs args= with {OUT}, the folder for its checkpoints, and result=, "
+                f"prove_resume({os.fspath(target)!r}): a script needs args=, a list with {OUT}, the folder of checkpoints, and result=, "
                 f'the file in it that is compared: prove_resume("train.py", args=["--out", "{OUT}"], result="last.pt")'
             )
         result = result.removeprefix(f"{OUT}/")
         if Path(result).is_absolute() or ".." in Path(result).parts:
             raise ValueError(f'result={result!r}: a file inside of {OUT} is expected, such as "last.pt"')
+        check_named(script_spec(target, {}).script, args, result)
         folder = NewRun(runs_dir, f"{Path(target).stem}-resume").path
         given: dict[str, Any] = {"args": args, "result": result, "kills": kills, "seed": seed, "timeout": timeout}
         with _waiting(kills, timeout, "script") as line:

@@ -1,5 +1,6 @@
 """Proves the resume of a script: kills it at random moments, launches it again, and compares what it writes at its end."""
 
+import ast
 import contextlib
 import os
 import random
@@ -13,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from workbench.core import late
-from workbench.core.checks import did_you_mean
+from workbench.core.checks import nearest
 from workbench.core.codec import JsonDataclass
 from workbench.core.display import table as display
+from workbench.core.units import several
 from workbench.runs.guards import ranks_of
 from workbench.runs.launch.launch import launch
 from workbench.runs.launch.new_run import LaunchError
@@ -68,7 +70,7 @@ class ScriptResumeProof(JsonDataclass, display.Shown):
     @property
     def verdict(self) -> str:
         """The answer in words, with what to do."""
-        after = f"after {_kills(len(self.kills))}"
+        after = f"after {several(len(self.kills), 'kill')}"
         if len(self.kills) < self.asked:
             after += f" (the script ended before kill {len(self.kills) + 1} of {self.asked})"
         if self.exact:
@@ -150,7 +152,7 @@ def prove_script_resume(
     def told(what: str, name: str) -> Callable[[int], object]:
         def writes_so_far(writes: int) -> None:
             lacks = f", but no {result}" if writes and not (folder / name / result).exists() else ""
-            say(f"{what}, {f'{_writes(writes)} so far' if writes else 'nothing written yet'}{lacks}")
+            say(f"{what}, {several(writes, 'write') + ' so far' if writes else 'nothing written yet'}{lacks}")
 
         return writes_so_far
 
@@ -160,11 +162,11 @@ def prove_script_resume(
         return run.wait(check=True), writes
 
     run, left = to_the_end("undisturbed")
-    seconds, expected = run.seconds, _entries_of(folder / "undisturbed" / result)
+    seconds, expected = run.seconds, _entries_of(folder / "undisturbed", result)
     chosen, done = random.Random(seed), list[float]()
     while len(done) < kills and left > 1:  # the last write is the result
         run, after = begin("interrupted"), chosen.randint(1, left - 1)
-        what = f"kill {len(done) + 1} of {kills} comes after {_writes(after)}"
+        what = f"kill {len(done) + 1} of {kills} comes after {several(after, 'write')}"
         killed, writes = _watched(run, folder / "interrupted", after, chosen, say=told(what, "interrupted"))
         if not killed:
             break
@@ -176,11 +178,11 @@ def prove_script_resume(
             "let it train longer, or write checkpoints more often"
         )
     to_the_end("interrupted")
-    differing = _differing(expected, folder / "interrupted" / result)
+    differing = _differing(expected, folder / "interrupted", result)
     repeatable = True
     if differing:
         to_the_end("again")
-        repeatable = not _differing(expected, folder / "again" / result)
+        repeatable = not _differing(expected, folder / "again", result)
     return ScriptResumeProof(
         entries=len(expected), differing=differing, repeatable=repeatable, kills=tuple(done), asked=kills,
         seconds=seconds,
@@ -188,19 +190,41 @@ def prove_script_resume(
     )  # fmt: skip
 
 
-def _entries_of(path: Path) -> Mapping[str, Any]:
-    if not path.is_file():
-        names = sorted(each.name for each in path.parent.iterdir()) if path.parent.is_dir() else []
+def check_named(script: str | os.PathLike[str], args: Sequence[str], result: str) -> None:
+    """Raise if the script, not run yet, names no such file but another of nearly that name, and no part that it may compose the name of.
+
+    Raises:
+        ValueError: so it is.
+    """
+    name, text = Path(result).name, Path(script).expanduser().read_text(errors="replace")
+    if name in text:
+        return
+    tree = ast.Module([], [])
+    with contextlib.suppress(SyntaxError, ValueError):  # it is launched, and fails with that
+        tree = ast.parse(text)
+    texts = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    composed = any(len(part) > 2 and part in Path(name).stem for part in (*texts, *args)) or any(name in arg for arg in args)
+    near = nearest(name, (Path(part).name for part in texts), cutoff=0.8)
+    if near and not composed:
+        why = f"{script} names no such file, but {near!r}: did you mean result={near!r}?"
+        raise ValueError(f"result={result!r}: {why} If it does write {name}, say so in a comment there")
+
+
+def _entries_of(out: Path, result: str) -> Mapping[str, Any]:
+    if not (out / result).is_file():
+        names = sorted(path.relative_to(out).as_posix() for path in out.rglob("*") if path.is_file())
+        near = nearest(result, names) or (names[0] if len(names) == 1 else "")
+        hint = f"did you mean result={near!r}? " * bool(near)
         raise LaunchError(
-            f"the script wrote no {path.name} into {path.parent}, where there is {', '.join(names[:8]) or 'nothing'}: "
-            f"{did_you_mean(path.name, names)}Check result=, and {OUT} in args="
+            f"the script wrote no {result} into {out}, which is kept and has {', '.join(names[:SHOWN]) or 'nothing'}: {hint}"
+            f"Check result=, and {OUT} in args="
         )
-    entries: Mapping[str, Any] = late.load("entries_of")(path)
+    entries: Mapping[str, Any] = late.load("entries_of")(out / result)
     return entries
 
 
-def _differing(expected: Mapping[str, Any], path: Path) -> tuple[Entry, ...]:
-    each = late.load("differences")(expected, _entries_of(path))
+def _differing(expected: Mapping[str, Any], out: Path, result: str) -> tuple[Entry, ...]:
+    each = late.load("differences")(expected, _entries_of(out, result))
     return tuple(Entry(name=name, difference=difference) for name, difference in each)
 
 
@@ -236,11 +260,3 @@ def _written(out: Path) -> int:
         with contextlib.suppress(OSError):  # renamed meanwhile
             times.append(path.stat().st_mtime_ns)
     return max(times)
-
-
-def _writes(number: int) -> str:
-    return f"{number} write{'s' * (number != 1)}"
-
-
-def _kills(number: int) -> str:
-    return f"{number} kill{'s' * (number != 1)}"

@@ -42,13 +42,9 @@ _MACHINE: Mapping[str, tuple[Mapping[str, str], Callable[[float], str], str]] = 
 """Label of a tile → the names of `page.USAGE` in it with a word for each, how a value is written, and what it is."""
 
 
-def _many(count: int, what: str) -> str:
-    return f"{count:,} {what}{'s' * (count != 1)}"
-
-
 def essentials(spec: Spec) -> str:
     """The spec in a line: the program, the ranks, and each knob that was turned."""
-    ranks = _many(spec.world_size, "rank")
+    ranks = units.several(spec.world_size, "rank")
     if isinstance(spec, ScriptSpec):
         words = " ".join([Path(spec.script).name, *spec.args])
         return " · ".join([words, ranks, *(["watched"] if spec.watch else [])])
@@ -77,7 +73,7 @@ def status(run: Run, now: Snapshot) -> str:
 
 def words(now: Snapshot) -> str:
     """Steps done, time passed, time left."""
-    parts = [f"{now.done} of {_many(now.steps, 'step')}" if now.steps else _many(now.done, "step") if now.done else ""]
+    parts = [f"{now.done} of {units.several(now.steps, 'step')}" if now.steps else units.several(now.done, "step") if now.done else ""]
     parts.append(units.seconds(now.seconds) if math.isfinite(now.seconds) else "")
     if now.left is not None:
         parts.append(f"about {units.seconds(round(now.left))} left" if now.left >= 1 else "nearly done")
@@ -184,9 +180,9 @@ def phases(now: Snapshot) -> str:
     shown = chosen(measured)
     longest = max(rank.seconds for rank in measured)
     steps, left_out = measured[0].steps - measured[0].left_out, measured[0].left_out
-    what = f"mean of {_many(steps, 'step')}" + (f", the first {left_out} left out as warm-up" if left_out else "")
+    what = f"mean of {units.several(steps, 'step')}" + (f", the first {left_out} left out as warm-up" if left_out else "")
     if len(shown) < len(measured):
-        what = f"last {_many(steps, 'step')}; {len(shown)} of {len(measured):,} ranks: the first, and those with the extreme values"
+        what = f"last {units.several(steps, 'step')}; {len(shown)} of {len(measured):,} ranks: the first, and those with the extreme values"
     rows = "".join(
         stack.bar(
             f"rank {rank.rank}", dict(zip(PHASES, rank.phases, strict=True)), COLORS, longest=longest, end=units.seconds(rank.seconds)
@@ -225,7 +221,7 @@ def static(run: Run, now: Snapshot) -> str:
         return (
             f"<p><strong>{escape(run.name)}</strong>: {escape(essentials(run.spec))}<br><em>running: run this cell to see it live</em></p>"
         )
-    parts = [f"{now.done} of {_many(now.steps, 'step')}" if now.steps else _many(now.done, "step")]
+    parts = [f"{now.done} of {units.several(now.steps, 'step')}" if now.steps else units.several(now.done, "step")]
     parts += [units.rate(now.samples_per_sec)] if math.isfinite(now.samples_per_sec) else []
     parts += [f"loss {now.losses[0][1]:.4g} → {now.losses[-1][1]:.4g}"] if now.losses else []
     parts += [f"{name} {value:.4g}" for name, value in now.figures.items()]

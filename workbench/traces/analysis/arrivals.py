@@ -8,12 +8,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from workbench.core import units
+from workbench.core.brief import short
 from workbench.core.codec import JsonDataclass
 from workbench.core.display import table as display
 from workbench.traces.analysis.columns import Columns
 from workbench.traces.analysis.event_kinds import Kinds
 from workbench.traces.analysis.intervals import Numbers
-from workbench.traces.analysis.operators import clip
 from workbench.traces.analysis.windows import Windows
 
 AGREE = 1e-3
@@ -67,7 +67,7 @@ class Arrivals(display.Shown, JsonDataclass):
         """One row per name."""
         rows = [
             [
-                clip(row.name, 49),
+                short(row.name, 49),
                 f"{row.count:,}",
                 units.seconds(row.exchange),
                 units.seconds(row.wait),

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from workbench.core import units
+from workbench.core.brief import short
 from workbench.core.codec import JsonDataclass
 from workbench.core.display import table as display
 from workbench.traces.analysis.columns import Columns
@@ -18,7 +19,6 @@ from workbench.traces.analysis.details import Details
 from workbench.traces.analysis.event_kinds import HOST_COLLECTIVE, Kinds
 from workbench.traces.analysis.event_schema import Args
 from workbench.traces.analysis.flops import WIDTHS
-from workbench.traces.analysis.operators import clip
 
 BYTES = {
     "float": 4, "half": 2, "bfloat16": 2, "double": 8, "long": 8, "int": 4, "short": 2, "byte": 1, "char": 1, "bool": 1,
@@ -62,7 +62,7 @@ class Collectives(display.Shown, JsonDataclass):
         grouped = len({row.group for row in self.rows}) > 1
         cells = [
             [
-                clip(row.name, 49),
+                short(row.name, 49),
                 f"{row.count:,}",
                 units.bytes_(row.bytes),
                 row.ranks or units.MISSING,

@@ -84,11 +84,6 @@ def short_name(name: str) -> str:
     return name if len(name) <= LONGEST else f"{name[: LONGEST - 16]}…{name[-15:]}"
 
 
-def clip(text: str, letters: int) -> str:
-    """A text with at most so many letters, shortened at its end."""
-    return text if len(text) <= letters else f"{text[: letters - 1]}…"
-
-
 def ops(columns: Columns, kinds: Kinds, which: Which, by_shape: bool, steps: Spans | None = None) -> Operators:
     """Operators (`cpu_op` and the like), or kernels and copies, of a whole file; or with `steps` those that begin in one of them.
 

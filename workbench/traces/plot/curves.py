@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from workbench.core import units
+from workbench.core.brief import short
 from workbench.core.display.axes import WIDTH, area, curves_over_time, legend, prepared, ring, scale_of, scale_of_bytes
 from workbench.core.display.colors import SERIES
 from workbench.traces.analysis.copies import Copies, Copy
 from workbench.traces.analysis.launch_queue import Launches
 from workbench.traces.analysis.memory_curve import DeviceMemory, MemoryCurve
-from workbench.traces.analysis.operators import clip
 from workbench.traces.analysis.trace import Trace
 
 if TYPE_CHECKING:
@@ -89,5 +89,5 @@ def memory_curve(result: Trace | MemoryCurve, ax: Axes | None = None) -> Axes:
 def _peak_words(device: DeviceMemory) -> str:
     """The peak, and who holds most of it."""
     first = device.holders[0] if device.holders else None
-    name = clip(first.name.rpartition(": ")[2], _LETTERS) if first else ""
+    name = short(first.name.rpartition(": ")[2], _LETTERS) if first else ""
     return f"peak {units.bytes_(device.peak)}" + (f"\n{units.percent(first.bytes / device.peak)}: {name}" if first else "")

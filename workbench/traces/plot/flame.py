@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from workbench.core import units
+from workbench.core.brief import short
 from workbench.core.display.axes import WIDTH, ink, legend, prepared, scale_of
 from workbench.core.display.colors import PARTS, PHASES, text_on
 from workbench.traces.analysis.flame import Flame, FlameNode
-from workbench.traces.analysis.operators import clip
 from workbench.traces.analysis.trace import Trace
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ def _label(ax: Axes, node: FlameNode, share: float, scale: float) -> None:
     if letters < 4:
         return
     color = text_on(_kind(node.name)[1])
-    text = f" {clip(text, letters)}"
+    text = f" {short(text, letters)}"
     ax.text(node.start * scale, node.depth + 0.5, text, va="center", ha="left", fontsize=7.5, color=color, clip_on=True)
 
 

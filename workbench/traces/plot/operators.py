@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from workbench.core import units
+from workbench.core.brief import short
 from workbench.core.display.axes import Bar, bar_chart, shortened
 from workbench.core.display.colors import IDLE, PHASES, SERIES
 from workbench.traces.analysis.kernels import Kernels
 from workbench.traces.analysis.modules import Modules
-from workbench.traces.analysis.operators import clip
 from workbench.traces.analysis.sequences import Sequences, fold_repeats, short_kernel_name
 from workbench.traces.analysis.trace import Trace
 
@@ -69,7 +69,7 @@ def modules(result: Trace | Modules, ax: Axes | None = None) -> Axes:
 
     longest = sorted(range(len(answer.rows)), key=lambda at: -sum(pieces(at)))[:MOST_MODULES]
     bars = [
-        Bar(label="  " * answer.rows[at].depth + clip(answer.rows[at].name, 28), pieces=pieces(at), end=units.seconds(sum(pieces(at))))
+        Bar(label="  " * answer.rows[at].depth + short(answer.rows[at].name, 28), pieces=pieces(at), end=units.seconds(sum(pieces(at))))
         for at in sorted(longest)
     ]
     ax = bar_chart(ax, bars, "mean step, with all that is called", ON_DEVICE if device else MODULE_COLORS, row=0.7, more=0.4)

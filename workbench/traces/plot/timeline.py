@@ -9,13 +9,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from workbench.core import units
+from workbench.core.brief import short
 from workbench.core.display.axes import WIDTH, Bar, bar_chart, ink, legend, prepared, rows, scale_of
 from workbench.core.display.colors import PARTS as OF_PARTS
 from workbench.core.display.colors import PHASES, SERIES, TRACED
 from workbench.traces.analysis.breakdown import ON_CPU, ON_DEVICE, PARTS, Breakdown
 from workbench.traces.analysis.event_kinds import KINDS
 from workbench.traces.analysis.intervals import Spans, covered, union
-from workbench.traces.analysis.operators import clip
 from workbench.traces.analysis.stragglers import RankParts
 from workbench.traces.analysis.trace import Trace
 from workbench.traces.analysis.trace_set import TraceSet
@@ -134,7 +134,7 @@ def timeline(
     for number in steps:
         if begin <= number.start <= until:
             ax.axvline(number.start * scale, color=ink(ax), linewidth=0.6, linestyle=":", zorder=0)
-    rows(ax, [clip(trace.columns.lanes[lane].name, 24) for lane in lanes])
+    rows(ax, [short(trace.columns.lanes[lane].name, 24) for lane in lanes])
     ax.set_xlim(float(places[0]), float(places[-1]))
     ax.set_xlabel(f"time since the first event of the trace ({unit})")
     if drawn:

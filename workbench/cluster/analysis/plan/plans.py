@@ -449,10 +449,10 @@ class Plans(Sequence[Plan], display.Shown):
             if fits(table):
                 break
             if name == "GPUs":  # the product of a layout's numbers; first, what is written shorter: the note below has all roles
-                rows = [[str(cell).replace(" × ", "×").replace("checkpointing", "ckpt") for cell in row] for row in table.rows]
-                rows = [[re.sub(r", .+", f" +{row[0].count(', ')}", row[0]), *row[1:]] for row in rows]
+                cells = [[str(cell).replace(" × ", "×").replace("checkpointing", "ckpt") for cell in row] for row in table.rows]
+                short = [[re.sub(r", .+", f" +{row[0].count(', ')}", row[0]), *row[1:]] for row in cells]
                 columns = [name.replace("micro-batch × accumulation", "micro×accum.") for name in table.columns]
-                table = replace(table, columns=columns, rows=rows)
+                table = replace(table, columns=columns, rows=short)
                 if fits(table):
                     break
             place = list(table.columns).index(name)
