@@ -119,356 +119,131 @@ def _key(name: str) -> str:
     return "".join(word for word in words if word not in ("nvidia", "tesla", "geforce", "amd", "instinct"))
 
 
-def _device(
-    name: str,
-    source: str,
-    *aliases: str,
-    figures: Mapping[str, float],
-    capability: tuple[int, int] | None,
-    watts: float | tuple[float, str],
-    context: tuple[int, str] | None = None,
-) -> Device:
-    """A row of the table.
+def _devices(table: str) -> tuple[Device, ...]:
+    """The devices of the table below."""
+    head, *lines = table.splitlines()
+    columns = head.split()
+    rows: list[dict[str, str]] = []
+    for line in lines:
+        if line.startswith(" "):
+            word, _, text = line.strip().partition(": ")
+            rows[-1][f"{word}:"] = text
+        else:
+            rows.append(dict(zip(columns, line.split(maxsplit=len(columns) - 1), strict=True)))
+    return tuple(map(_device, rows))
 
-    Args:
-        name: of the device.
-        source: of the figures.
-        aliases: other names.
-        figures: GB of memory, GB/s to it ("bandwidth"), GB/s of NVLink each way, and teraflops per number format.
-        capability: for kernels; None = a GPU that is not NVIDIA's.
-        watts: the figure and its source; a figure alone is from `source`.
-        context: bytes and their source.
-    """
-    power, power_source = watts if isinstance(watts, tuple) else (watts, f"{source}: {watts:g} W, {NOT_READ}")
-    teraflops = {name: figure for name, figure in figures.items() if name not in ("memory", "bandwidth", "nvlink")}
+
+def _device(row: Mapping[str, str]) -> Device:
+    figures = {column: float(row[column]) for column in ("memory", "bandwidth", "nvlink", *_FORMATS) if row[column] != "-"}
+    source = "; ".join(filter(None, (row["source"], row.get("note:"))))
+    context, _, context_source = row.get("context:", "").partition(" MiB, ")
     return Device(
-        name=name,
+        name=row["name"],
         memory=round(figures["memory"] * 1e9),
         bandwidth=figures["bandwidth"] * 1e9,
-        flops_per_sec={dtype: peak * 1e12 for dtype, peak in teraflops.items()},
+        flops_per_sec={dtype: figures[dtype] * 1e12 for dtype in _FORMATS if dtype in figures},
         source=f"{source}; dense, without sparsity",
-        aliases=aliases,
-        capability=capability,
-        watts=power,
-        watts_source=power_source,
+        aliases=tuple(row["also:"].split(", ")) if "also:" in row else (),
+        capability=None if row["capability"] == "-" else _version(row["capability"]),
+        watts=int(row["watts"]),
+        watts_source=row.get("watts:", f"{source}: {row['watts']} W, not read").replace("not read", NOT_READ),
         nvlink=figures["nvlink"] * 1e9 if "nvlink" in figures else None,
-        context=context and context[0],
-        context_source=context[1] if context else "",
+        context=int(context) * 2**20 if context else None,
+        context_source=context_source,
     )
 
 
-_HOPPER = {"bf16": 989.4, "fp16": 989.4, "tf32": 494.7, "fp32": 66.9}
-_A100 = {"bf16": 312, "fp16": 312, "tf32": 156, "fp32": 19.5}
-_MI300 = {"bf16": 1307.4, "fp16": 1307.4, "tf32": 653.7, "fp32": 163.4}
-DEVICES = (
-    _device(
-        "GB300",
-        "NVIDIA GB300 NVL72 datasheet, one of 72",
-        figures={"memory": 279, "bandwidth": 8000, "nvlink": 900, "bf16": 2500, "fp16": 2500, "tf32": 1250, "fp32": 80},
-        capability=(10, 3),
-        watts=(1400, "1.4 kW in GB300 NVL72 (verda.com/blog/gb300-nvl72-architecture)"),
-    ),
-    _device(
-        "B300",
-        "NVIDIA HGX B300 datasheet, one of eight",
-        "B300 SXM6 AC",
-        figures={"memory": 270, "bandwidth": 7700, "nvlink": 900, "bf16": 2250, "fp16": 2250, "tf32": 1125, "fp32": 75},
-        capability=(10, 3),
-        watts=(1100, "1.1 kW in HGX B300 (verda.com/blog/gb300-nvl72-architecture)"),
-    ),
-    _device(
-        "GB200",
-        "NVIDIA GB200 NVL72 datasheet, one of 72",
-        figures={"memory": 186, "bandwidth": 8000, "nvlink": 900, "bf16": 2500, "fp16": 2500, "tf32": 1250, "fp32": 80},
-        capability=(10, 0),
-        watts=(1200, "1,200 W in GB200 (glennklockwood.com/garden/processors/B200)"),
-    ),
-    _device(
-        "B200",
-        "NVIDIA HGX B200 datasheet, one of eight",
-        figures={"memory": 180, "bandwidth": 7700, "nvlink": 900, "bf16": 2250, "fp16": 2250, "tf32": 1125, "fp32": 75},
-        capability=(10, 0),
-        watts=(1000, "1,000 W in HGX B200 (glennklockwood.com/garden/processors/B200)"),
-    ),
-    _device(
-        "H200",
-        "NVIDIA H200 SXM datasheet",
-        "H200 SXM",
-        figures={"memory": 141, "bandwidth": 4800, "nvlink": 450, **_HOPPER},
-        capability=(9, 0),
-        watts=(700, "H200 TGP 700 W: NVIDIA in MLPerf Inference v4.1, H200-SXM-141GBx8_TRT_MaxQ.json"),
-    ),
-    _device(
-        "H200-NVL",
-        "NVIDIA H200 NVL datasheet",
-        figures={"memory": 141, "bandwidth": 4800, "nvlink": 450, "bf16": 835.5, "fp16": 835.5, "tf32": 417.5, "fp32": 60},
-        capability=(9, 0),
-        watts=600,
-    ),
-    _device(
-        "GH200",
-        "NVIDIA GH200 datasheet, with 96 GB of HBM3",
-        "GH200 480GB",
-        "GH200 96GB",
-        figures={"memory": 96, "bandwidth": 4000, "nvlink": 450, **_HOPPER},
-        capability=(9, 0),
-        watts=(1000, f"NVIDIA GH200 datasheet: up to 1,000 W with its CPU and the CPU's memory, {NOT_READ}"),
-    ),
-    _device(
-        "GH200-144GB",
-        "NVIDIA GH200 datasheet, with 144 GB of HBM3e",
-        "GH200 144G HBM3e",
-        figures={"memory": 144, "bandwidth": 4900, "nvlink": 450, **_HOPPER},
-        capability=(9, 0),
-        watts=(1000, f"NVIDIA GH200 datasheet: up to 1,000 W with its CPU and the CPU's memory, {NOT_READ}"),
-    ),
-    _device(
-        "H100-SXM",
-        "NVIDIA H100 SXM datasheet",
-        "H100",
-        "H100 80GB HBM3",
-        figures={"memory": 80, "bandwidth": 3350, "nvlink": 450, **_HOPPER},
-        capability=(9, 0),
-        watts=(700, f"NVIDIA H100 datasheet: up to 700 W, {NOT_READ}"),
-    ),
-    _device(
-        "H100-NVL",
-        "NVIDIA H100 NVL datasheet, one of two",
-        figures={"memory": 94, "bandwidth": 3938, "nvlink": 300, "bf16": 835.5, "fp16": 835.5, "tf32": 417.5, "fp32": 60},
-        capability=(9, 0),
-        watts=400,
-    ),
-    _device(
-        "H100-PCIe",
-        "NVIDIA H100 PCIe datasheet",
-        "H100 PCIe",
-        figures={"memory": 80, "bandwidth": 2000, "bf16": 756, "fp16": 756, "tf32": 378, "fp32": 51},
-        capability=(9, 0),
-        watts=(350, "NVIDIA H100 PCIe product brief PB-11133: 350 W"),
-    ),
-    _device(
-        "H20",
-        "NVIDIA H20 datasheet",
-        figures={"memory": 96, "bandwidth": 4000, "nvlink": 450, "bf16": 148, "fp16": 148, "tf32": 74, "fp32": 44},
-        capability=(9, 0),
-        watts=400,
-    ),
-    _device(
-        "A100-80GB",
-        "NVIDIA A100 SXM datasheet",
-        "A100 SXM4 80GB",
-        figures={"memory": 80, "bandwidth": 2039, "nvlink": 300, **_A100},
-        capability=(8, 0),
-        watts=(400, f"NVIDIA A100 datasheet: SXM 400 W, {NOT_READ}"),
-    ),
-    _device(
-        "A100-40GB",
-        "NVIDIA A100 SXM datasheet",
-        "A100 SXM4 40GB",
-        "A100",
-        figures={"memory": 40, "bandwidth": 1555, "nvlink": 300, **_A100},
-        capability=(8, 0),
-        watts=(400, f"NVIDIA A100 datasheet: SXM 400 W, {NOT_READ}"),
-    ),
-    _device(
-        "A100-PCIe-80GB",
-        "NVIDIA A100 PCIe datasheet",
-        "A100 80GB PCIe",
-        figures={"memory": 80, "bandwidth": 1935, **_A100},
-        capability=(8, 0),
-        watts=300,
-    ),
-    _device(
-        "A100-PCIe-40GB",
-        "NVIDIA A100 PCIe datasheet",
-        "A100 40GB PCIe",
-        figures={"memory": 40, "bandwidth": 1555, **_A100},
-        capability=(8, 0),
-        watts=250,
-    ),
-    _device(
-        "A30",
-        "NVIDIA A30 datasheet",
-        figures={"memory": 24, "bandwidth": 933, "bf16": 165, "fp16": 165, "tf32": 82, "fp32": 10.3},
-        capability=(8, 0),
-        watts=165,
-    ),
-    _device(
-        "RTX-PRO-6000",
-        "NVIDIA RTX Blackwell PRO architecture whitepaper",
-        "RTX PRO 6000 Blackwell Workstation Edition",
-        figures={"memory": 96, "bandwidth": 1792, "bf16": 503.8, "fp16": 503.8, "tf32": 251.9, "fp32": 125},
-        capability=(12, 0),
-        watts=600,
-    ),
-    _device(
-        "RTX-6000-Ada",
-        "NVIDIA RTX 6000 Ada Generation datasheet",
-        "RTX 6000 Ada Generation",
-        figures={"memory": 48, "bandwidth": 960, "bf16": 364.2, "fp16": 364.2, "tf32": 182.1, "fp32": 91.1},
-        capability=(8, 9),
-        watts=300,
-    ),
-    _device(
-        "L40",
-        "NVIDIA L40 datasheet",
-        figures={"memory": 48, "bandwidth": 864, "bf16": 181, "fp16": 181, "tf32": 90.5, "fp32": 90.5},
-        capability=(8, 9),
-        watts=300,
-    ),
-    _device(
-        "L40S",
-        "NVIDIA L40S datasheet",
-        figures={"memory": 48, "bandwidth": 864, "bf16": 362, "fp16": 362, "tf32": 183, "fp32": 91.6},
-        capability=(8, 9),
-        watts=(350, f"NVIDIA L40S datasheet: 350 W, {NOT_READ}"),
-    ),
-    _device(
-        "L4",
-        "NVIDIA L4 datasheet",
-        figures={"memory": 24, "bandwidth": 300, "bf16": 121, "fp16": 121, "tf32": 60, "fp32": 30.3},
-        capability=(8, 9),
-        watts=(72, f"NVIDIA L4 datasheet: 72 W, {NOT_READ}"),
-    ),
-    _device(
-        "A40",
-        "NVIDIA A40 datasheet",
-        figures={"memory": 48, "bandwidth": 696, "bf16": 149.7, "fp16": 149.7, "tf32": 74.8, "fp32": 37.4},
-        capability=(8, 6),
-        watts=300,
-    ),
-    _device(
-        "RTX-A6000",
-        "NVIDIA RTX A6000 datasheet",
-        figures={"memory": 48, "bandwidth": 768, "bf16": 154.8, "fp16": 154.8, "tf32": 77.4, "fp32": 38.7},
-        capability=(8, 6),
-        watts=300,
-    ),
-    _device(
-        "A10G",
-        "NVIDIA A10G datasheet of AWS",
-        figures={"memory": 24, "bandwidth": 600, "bf16": 70, "fp16": 70, "tf32": 35, "fp32": 35},
-        capability=(8, 6),
-        watts=300,
-    ),
-    _device(
-        "A10",
-        "NVIDIA A10 datasheet",
-        figures={"memory": 24, "bandwidth": 600, "bf16": 125, "fp16": 125, "tf32": 62.5, "fp32": 31.2},
-        capability=(8, 6),
-        watts=(150, f"NVIDIA A10 datasheet: 150 W, {NOT_READ}"),
-    ),
-    _device(
-        "V100-32GB",
-        "NVIDIA V100 SXM2 datasheet",
-        "V100 SXM2 32GB",
-        "V100",
-        figures={"memory": 32, "bandwidth": 900, "nvlink": 150, "fp16": 125, "fp32": 15.7},
-        capability=(7, 0),
-        watts=(300, f"NVIDIA V100 datasheet: SXM2 300 W, {NOT_READ}"),
-    ),
-    _device(
-        "V100-16GB",
-        "NVIDIA V100 SXM2 datasheet",
-        "V100 SXM2 16GB",
-        figures={"memory": 16, "bandwidth": 900, "nvlink": 150, "fp16": 125, "fp32": 15.7},
-        capability=(7, 0),
-        watts=300,
-    ),
-    *(
-        _device(
-            f"V100-PCIe-{memory}GB",
-            "NVIDIA V100 PCIe datasheet",
-            figures={"memory": memory, "bandwidth": 900, "fp16": 112, "fp32": 14},
-            capability=(7, 0),
-            watts=250,
-        )
-        for memory in (32, 16)
-    ),
-    _device(
-        "V100S",
-        "NVIDIA V100S PCIe datasheet",
-        "V100S PCIE 32GB",
-        figures={"memory": 32, "bandwidth": 1134, "fp16": 130, "fp32": 16.4},
-        capability=(7, 0),
-        watts=250,
-    ),
-    _device(
-        "T4",
-        "NVIDIA T4 datasheet",
-        figures={"memory": 16, "bandwidth": 320, "fp16": 65, "fp32": 8.1},
-        capability=(7, 5),
-        watts=(70, f"NVIDIA T4 datasheet: 70 W, {NOT_READ}"),
-    ),
-    _device(
-        "RTX-5090",
-        "NVIDIA RTX Blackwell architecture whitepaper",
-        "RTX 5090",
-        figures={"memory": 32, "bandwidth": 1792, "bf16": 209.5, "fp16": 209.5, "tf32": 104.8, "fp32": 104.8},
-        capability=(12, 0),
-        watts=575,
-    ),
-    _device(
-        "RTX-4090",
-        "NVIDIA Ada architecture whitepaper",
-        "RTX 4090",
-        figures={"memory": 24, "bandwidth": 1008, "bf16": 165.2, "fp16": 165.2, "tf32": 82.6, "fp32": 82.6},
-        capability=(8, 9),
-        watts=(450, f"NVIDIA GeForce RTX 4090 specifications: 450 W, {NOT_READ}"),
-    ),
-    _device(
-        "RTX-3090",
-        "NVIDIA GA102 whitepaper",
-        "RTX 3090",
-        figures={"memory": 24, "bandwidth": 936, "bf16": 71, "fp16": 71, "tf32": 35.6, "fp32": 35.6},
-        capability=(8, 6),
-        watts=(350, f"NVIDIA GeForce RTX 3090 specifications: 350 W, {NOT_READ}"),
-        context=(1001 * 2**20, "context of this GPU, as published: at most 1,001 MiB (pytorch #54564, before modules were loaded lazily)"),
-    ),
-    _device(
-        "MI355X",
-        "AMD Instinct MI355X datasheet",
-        figures={"memory": 288, "bandwidth": 8000, "nvlink": 537.6, "bf16": 2516.6, "fp16": 2516.6, "fp32": 157.3},
-        capability=None,
-        watts=1400,
-    ),
-    _device(
-        "MI325X",
-        "AMD Instinct MI325X datasheet",
-        figures={"memory": 256, "bandwidth": 6000, "nvlink": 448, **_MI300},
-        capability=None,
-        watts=1000,
-    ),
-    _device(
-        "MI300X",
-        "AMD Instinct MI300X datasheet",
-        figures={"memory": 192, "bandwidth": 5300, "nvlink": 448, **_MI300},
-        capability=None,
-        watts=750,
-    ),
-    _device(
-        "MI250X",
-        "AMD Instinct MI250X datasheet, one of its two dies, which torch has as a device each; fp32 by matrix cores",
-        figures={"memory": 64, "bandwidth": 1638.4, "bf16": 191.5, "fp16": 191.5, "fp32": 47.9},
-        capability=None,
-        watts=280,
-    ),
-    _device(
-        "MI250",
-        "AMD Instinct MI250 datasheet, one of its two dies, which torch has as a device each; fp32 by matrix cores",
-        "MI250X/MI250",
-        figures={"memory": 64, "bandwidth": 1638.4, "bf16": 181, "fp16": 181, "fp32": 45.3},
-        capability=None,
-        watts=280,
-    ),
-    _device(
-        "MI210",
-        "AMD Instinct MI210 datasheet; fp32 by matrix cores",
-        figures={"memory": 64, "bandwidth": 1638.4, "bf16": 181, "fp16": 181, "fp32": 45.3},
-        capability=None,
-        watts=300,
-    ),
+def _version(text: str) -> tuple[int, int]:
+    major, minor = text.split(".")
+    return int(major), int(minor)
+
+
+_FORMATS = ("bf16", "fp16", "tf32", "fp32")
+DEVICES = _devices(
+    """\
+name            memory  bandwidth  nvlink    bf16    fp16   tf32   fp32  capability  watts  source
+GB300              279       8000     900    2500    2500   1250     80        10.3   1400  NVIDIA GB300 NVL72 datasheet, one of 72
+    watts: 1.4 kW in GB300 NVL72 (verda.com/blog/gb300-nvl72-architecture)
+B300               270       7700     900    2250    2250   1125     75        10.3   1100  NVIDIA HGX B300 datasheet, one of eight
+    also: B300 SXM6 AC
+    watts: 1.1 kW in HGX B300 (verda.com/blog/gb300-nvl72-architecture)
+GB200              186       8000     900    2500    2500   1250     80        10.0   1200  NVIDIA GB200 NVL72 datasheet, one of 72
+    watts: 1,200 W in GB200 (glennklockwood.com/garden/processors/B200)
+B200               180       7700     900    2250    2250   1125     75        10.0   1000  NVIDIA HGX B200 datasheet, one of eight
+    watts: 1,000 W in HGX B200 (glennklockwood.com/garden/processors/B200)
+H200               141       4800     450   989.4   989.4  494.7   66.9         9.0    700  NVIDIA H200 SXM datasheet
+    also: H200 SXM
+    watts: H200 TGP 700 W: NVIDIA in MLPerf Inference v4.1, H200-SXM-141GBx8_TRT_MaxQ.json
+H200-NVL           141       4800     450   835.5   835.5  417.5     60         9.0    600  NVIDIA H200 NVL datasheet
+GH200               96       4000     450   989.4   989.4  494.7   66.9         9.0   1000  NVIDIA GH200 datasheet, with 96 GB of HBM3
+    also: GH200 480GB, GH200 96GB
+    watts: NVIDIA GH200 datasheet: up to 1,000 W with its CPU and the CPU's memory, not read
+GH200-144GB        144       4900     450   989.4   989.4  494.7   66.9         9.0   1000  NVIDIA GH200 datasheet, with 144 GB of HBM3e
+    also: GH200 144G HBM3e
+    watts: NVIDIA GH200 datasheet: up to 1,000 W with its CPU and the CPU's memory, not read
+H100-SXM            80       3350     450   989.4   989.4  494.7   66.9         9.0    700  NVIDIA H100 SXM datasheet
+    also: H100, H100 80GB HBM3
+    watts: NVIDIA H100 datasheet: up to 700 W, not read
+H100-NVL            94       3938     300   835.5   835.5  417.5     60         9.0    400  NVIDIA H100 NVL datasheet, one of two
+H100-PCIe           80       2000       -     756     756    378     51         9.0    350  NVIDIA H100 PCIe datasheet
+    also: H100 PCIe
+    watts: NVIDIA H100 PCIe product brief PB-11133: 350 W
+H20                 96       4000     450     148     148     74     44         9.0    400  NVIDIA H20 datasheet
+A100-80GB           80       2039     300     312     312    156   19.5         8.0    400  NVIDIA A100 SXM datasheet
+    also: A100 SXM4 80GB
+    watts: NVIDIA A100 datasheet: SXM 400 W, not read
+A100-40GB           40       1555     300     312     312    156   19.5         8.0    400  NVIDIA A100 SXM datasheet
+    also: A100 SXM4 40GB, A100
+    watts: NVIDIA A100 datasheet: SXM 400 W, not read
+A100-PCIe-80GB      80       1935       -     312     312    156   19.5         8.0    300  NVIDIA A100 PCIe datasheet
+    also: A100 80GB PCIe
+A100-PCIe-40GB      40       1555       -     312     312    156   19.5         8.0    250  NVIDIA A100 PCIe datasheet
+    also: A100 40GB PCIe
+A30                 24        933       -     165     165     82   10.3         8.0    165  NVIDIA A30 datasheet
+RTX-PRO-6000        96       1792       -   503.8   503.8  251.9    125        12.0    600  NVIDIA RTX Blackwell PRO architecture whitepaper
+    also: RTX PRO 6000 Blackwell Workstation Edition
+RTX-6000-Ada        48        960       -   364.2   364.2  182.1   91.1         8.9    300  NVIDIA RTX 6000 Ada Generation datasheet
+    also: RTX 6000 Ada Generation
+L40                 48        864       -     181     181   90.5   90.5         8.9    300  NVIDIA L40 datasheet
+L40S                48        864       -     362     362    183   91.6         8.9    350  NVIDIA L40S datasheet
+L4                  24        300       -     121     121     60   30.3         8.9     72  NVIDIA L4 datasheet
+A40                 48        696       -   149.7   149.7   74.8   37.4         8.6    300  NVIDIA A40 datasheet
+RTX-A6000           48        768       -   154.8   154.8   77.4   38.7         8.6    300  NVIDIA RTX A6000 datasheet
+A10G                24        600       -      70      70     35     35         8.6    300  NVIDIA A10G datasheet of AWS
+A10                 24        600       -     125     125   62.5   31.2         8.6    150  NVIDIA A10 datasheet
+V100-32GB           32        900     150       -     125      -   15.7         7.0    300  NVIDIA V100 SXM2 datasheet
+    also: V100 SXM2 32GB, V100
+    watts: NVIDIA V100 datasheet: SXM2 300 W, not read
+V100-16GB           16        900     150       -     125      -   15.7         7.0    300  NVIDIA V100 SXM2 datasheet
+    also: V100 SXM2 16GB
+V100-PCIe-32GB      32        900       -       -     112      -     14         7.0    250  NVIDIA V100 PCIe datasheet
+V100-PCIe-16GB      16        900       -       -     112      -     14         7.0    250  NVIDIA V100 PCIe datasheet
+V100S               32       1134       -       -     130      -   16.4         7.0    250  NVIDIA V100S PCIe datasheet
+    also: V100S PCIE 32GB
+T4                  16        320       -       -      65      -    8.1         7.5     70  NVIDIA T4 datasheet
+RTX-5090            32       1792       -   209.5   209.5  104.8  104.8        12.0    575  NVIDIA RTX Blackwell architecture whitepaper
+    also: RTX 5090
+RTX-4090            24       1008       -   165.2   165.2   82.6   82.6         8.9    450  NVIDIA Ada architecture whitepaper
+    also: RTX 4090
+    watts: NVIDIA GeForce RTX 4090 specifications: 450 W, not read
+RTX-3090            24        936       -      71      71   35.6   35.6         8.6    350  NVIDIA GA102 whitepaper
+    also: RTX 3090
+    watts: NVIDIA GeForce RTX 3090 specifications: 350 W, not read
+    context: 1001 MiB, context of this GPU, as published: at most 1,001 MiB (pytorch #54564, before modules were loaded lazily)
+MI355X             288       8000   537.6  2516.6  2516.6      -  157.3           -   1400  AMD Instinct MI355X datasheet
+MI325X             256       6000     448  1307.4  1307.4  653.7  163.4           -   1000  AMD Instinct MI325X datasheet
+MI300X             192       5300     448  1307.4  1307.4  653.7  163.4           -    750  AMD Instinct MI300X datasheet
+MI250X              64     1638.4       -   191.5   191.5      -   47.9           -    280  AMD Instinct MI250X datasheet
+    note: one of its two dies, which torch has as a device each; fp32 by matrix cores
+MI250               64     1638.4       -     181     181      -   45.3           -    280  AMD Instinct MI250 datasheet
+    note: one of its two dies, which torch has as a device each; fp32 by matrix cores
+    also: MI250X/MI250
+MI210               64     1638.4       -     181     181      -   45.3           -    300  AMD Instinct MI210 datasheet
+    note: fp32 by matrix cores
+"""
 )
-"""Accelerators by name. bf16 and fp16: tensor cores with fp32 accumulation; fp32: without tensor cores.
-Sources of capabilities: developer.nvidia.com/cuda-gpus; of NVLink and AMD's Infinity Fabric: the same datasheets, and those of
+"""Accelerators by name. GB of memory, GB/s to it, GB/s of NVLink each way (half of what is printed), teraflops per number format, the
+compute capability of NVIDIA's, watts, and the source of the figures; - = has none. Indented below: other names, the source of the watts
+(else that of the row), CUDA's context and its source, a note. bf16 and fp16: tensor cores with fp32 accumulation; fp32: without tensor
+cores. Sources of capabilities: developer.nvidia.com/cuda-gpus; of NVLink and AMD's Infinity Fabric: the same datasheets, and those of
 `workbench.cluster.analysis.cluster.CLUSTERS`."""
