@@ -237,13 +237,6 @@ def objects(argument: str, value: Any, kind: type, *, what: str, error: type[Val
     Traceback (most recent call last):
     ...
     ValueError: model= was given the class int: it takes a number, or a list of them; leave it out if there is none
-
-    Args:
-        argument: as the message names it.
-        value: as given.
-        kind: the class of the objects.
-        what: the objects in words.
-        error: to raise.
     """
     parts = [] if value is None else list(value) if isinstance(value, list | tuple) else [value]
     for part in parts:

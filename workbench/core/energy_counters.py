@@ -62,7 +62,6 @@ class NvmlCounter:
         self.joules()
 
     def joules(self) -> float:
-        """Its reading."""
         try:
             return float(self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._handle)) / 1000
         except self._nvml.NVMLError as error:

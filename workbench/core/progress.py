@@ -38,11 +38,7 @@ class BudgetError(Exception):
 
 @contextlib.contextmanager
 def say_what_was_interrupted(name: str) -> Iterator[None]:
-    """Inside, Ctrl-C raises a KeyboardInterrupt that says so, without the lines of code at which it came.
-
-    Args:
-        name: of the function that was called.
-    """
+    """Inside, Ctrl-C raises a KeyboardInterrupt that says so, without the lines of code at which it came."""
     try:
         yield
     except KeyboardInterrupt as error:
@@ -124,7 +120,6 @@ class _CellOutput:
         _CellOutput._start, _CellOutput._sent = _messages(_kernel_shell()), 0
 
     def show(self, text: str) -> None:
-        """Show another text."""
         self._send({"text/plain": text})
 
     def clear(self) -> None:
@@ -224,11 +219,7 @@ class Waiting:
 
 
 def predicts(what: str) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
-    """Show the time that a function takes once it is more than a few seconds, unless it is called by one that has a line.
-
-    Args:
-        what: the function does.
-    """
+    """Show the time that a function takes once it is more than a few seconds, unless it is called by one that has a line."""
 
     def wrapped(function: Callable[_P, _T]) -> Callable[_P, _T]:
         @functools.wraps(function)

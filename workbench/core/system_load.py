@@ -144,7 +144,6 @@ class RunQueueDelay:
         return self._look(self._files[self._own])[1] / 1e9 if self.known else 0.0
 
     def close(self) -> None:
-        """Close the files."""
         for file in self._files.values():
             os.close(file)
         self._files.clear()

@@ -11,12 +11,7 @@ from workbench.core import run_directory
 
 
 def multiprocessing_folder(run_id: str, machine: str = "0") -> Path:
-    """Where multiprocessing puts its sockets; the guard knows it by the same name.
-
-    Args:
-        run_id: of the run.
-        machine: the number of this machine in the run.
-    """
+    """Where multiprocessing puts its sockets; the guard knows it by the same name."""
     return Path(tempfile.gettempdir(), f"pymp-{run_id[:12]}-{machine}")
 
 

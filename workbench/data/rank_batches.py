@@ -25,9 +25,6 @@ def batches_of_ranks(loader: "DataLoader[Any]") -> tuple[dict[int, int], str]:
     """The number of batches of each rank, and how it is known; without any, why it is not.
 
     In a process group of several ranks, each of them has to call it; those that do not are waited for `PATIENCE` seconds.
-
-    Args:
-        loader: of this rank.
     """
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         return _as_told(loader, dist.get_rank(), dist.get_world_size())
@@ -108,13 +105,6 @@ def told_by_all(store: Any, rank: int, ranks: int, answer: str, patience: float)
 
     A question ends once, for all ranks: either all have answered it, or one of them has given up, whose answer the others then leave out.
     The first rank that writes how it ends decides, and the others follow. The next call asks the next question.
-
-    Args:
-        store: of the group.
-        rank: of this process.
-        ranks: how many there are.
-        answer: of this rank.
-        patience: seconds to wait for the others.
     """
     ended = f"{KEY}/ended/{rank}"  # in the store, as a new process group begins anew
     number = store.add(ended, 0)

@@ -34,7 +34,6 @@ CUSTOM = ("decorate_fwd", "decorate_bwd")
 
 
 def unchanged(value: Any) -> Any:
-    """The same."""
     return value
 
 

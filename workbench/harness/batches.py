@@ -302,12 +302,7 @@ class CachedBatches:
             del self._held[:-MAX_CACHED]
 
     def give(self, count: int, change: Callable[[Any], Any] | None = None) -> list[Any]:
-        """Some batches to train on, the first always the same.
-
-        Args:
-            count: how many.
-            change: what is made of each, once.
-        """
+        """Some batches to train on, the first always the same."""
         held = self._held
         if change is not None:
             if id(change) not in self._changed:

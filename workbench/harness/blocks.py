@@ -93,7 +93,6 @@ class Timings:
     """Of each rank the calls of step() that are known to have stalled."""
 
     def add(self, block: Block) -> None:
-        """Add a block."""
         self.blocks.setdefault(block.arm, []).append(block)
 
     def limit(self, arm: str, rank: int) -> float:
@@ -305,12 +304,6 @@ class StepFailed(DiagnoseError):
     """step() raised `error`, which is also this exception's cause."""
 
     def __init__(self, call: int, error: BaseException) -> None:
-        """The message names the call.
-
-        Args:
-            call: its number, from 1.
-            error: what it raised.
-        """
         super().__init__(
             f"step() raised {type(error).__name__} at its call number {call}: {error}. "
             "Experiments call it many times, also with a batch that it has seen before; its state has been put back"

@@ -43,11 +43,6 @@ class HostClock:
     """Times steps of a device that does not run behind the host."""
 
     def __init__(self, now: Callable[[], float]) -> None:
-        """Begin to time.
-
-        Args:
-            now: gives the time in seconds.
-        """
         self._now, self._marks = now, [now()]
 
     def mark(self) -> None:
@@ -67,11 +62,6 @@ class DeviceClock:
     """
 
     def __init__(self, device: torch.device) -> None:
-        """Begin to time.
-
-        Args:
-            device: a CUDA device.
-        """
         self._device = device
         self._stream = torch.cuda.current_stream(device)
         self._events = [self._now()]
@@ -113,10 +103,5 @@ def current_device() -> torch.device:
 
 
 def step_clock(device: torch.device, now: Callable[[], float]) -> StepClock:
-    """The clock for steps on this device: CUDA events, or the host's clock on a CPU.
-
-    Args:
-        device: on which they compute.
-        now: the host's clock, in seconds.
-    """
+    """The clock for steps on this device: CUDA events, or the host's clock on a CPU."""
     return DeviceClock(device) if is_asynchronous(device) else HostClock(now)

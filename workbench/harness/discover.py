@@ -271,5 +271,4 @@ def is_compiled(model: nn.Module) -> bool:
 
 
 def name_of(step: Callable[..., Any]) -> str:
-    """The name of a step in a message."""
     return getattr(step, "__qualname__", None) or type(step).__name__

@@ -46,11 +46,6 @@ class Feed:
     def __init__(self, loader: Iterable[Any], accumulation: int = 1, *, clock: Callable[[], float] = time.perf_counter) -> None:
         """Prepare the feed. No worker is started yet.
 
-        Args:
-            loader: a DataLoader, or any other iterable of batches.
-            accumulation: batches per step.
-            clock: gives the time in seconds.
-
         Raises:
             ValueError: not an iterable.
         """

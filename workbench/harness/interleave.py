@@ -46,16 +46,6 @@ class InterleavedRounds:
         *,
         written: bool,
     ) -> None:
-        """Nothing runs yet.
-
-        Args:
-            bench: times the blocks.
-            feed: gives the batches.
-            saved: has the weights.
-            models: what the step trains.
-            optimizers: and how.
-            written: does the step write into its batch?
-        """
         self.bench, self.feed, self.saved = bench, feed, saved
         self.replay = CachedBatches(written=written)
         self.pairs = 0
@@ -173,7 +163,6 @@ class InterleavedRounds:
         return self.bench.run(arm, self._taken(count), count, step=no_step, passes=self.passes)
 
     def full(self, count: int, arm: str = "full") -> Block:
-        """The loop as it is."""
         source: Any = self._watches["full"] if self.watched and arm == "full" else self._taken(count)
         return self.bench.run(arm, source, count, passes=int if self.whole_passes else self.passes)
 

@@ -387,12 +387,7 @@ def _note_what_stays(feed: Feed, saved: SavedState, state: ReachableState, late:
 
 
 def untrained_note(*, backward: bool, optimizer: bool) -> str:
-    """A note on first steps that changed no weight; "" where they may accumulate gradients, or skip an update.
-
-    Args:
-        backward: has a weight a gradient?
-        optimizer: was one found?
-    """
+    """A note on first steps that changed no weight; "" where they may accumulate gradients, or skip an update."""
     if backward and optimizer:
         return ""
     unseen = "no optimizer step was seen" if backward else "neither a backward nor an optimizer step was seen"

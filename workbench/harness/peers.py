@@ -51,7 +51,6 @@ class Peers:
         return cls(rank=dist.get_rank(), world_size=dist.get_world_size(), group=dist.new_group(backend="gloo"), owned=True)
 
     def barrier(self) -> None:
-        """Wait for all."""
         if self.group is not None:
             self.group.barrier().wait()  # not dist.barrier: a variant may have replaced that
 

@@ -35,11 +35,7 @@ _texts: dict[tuple[int, int], tuple[CodeType, str, bool]] = {}
 
 
 def in_torch(frame: FrameType) -> bool:
-    """Is an operator of torch running, or torch's Python code around it? To be called right after this thread got the interpreter.
-
-    Args:
-        frame: the innermost frame of the sampled thread.
-    """
+    """Is an operator of torch running, or torch's Python code around it? To be called right after this thread got the interpreter."""
     code = frame.f_code
     if code.co_filename.startswith(_TORCH_FILES) or _serves_torch(frame):
         return True

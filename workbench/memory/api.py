@@ -102,13 +102,7 @@ def estimate_memory(
 
 
 def breakdown_of(plan: "Plan", log: MemoryLog, rank: int) -> MemoryBreakdown:
-    """The breakdown of a plan's steps at their peak.
-
-    Args:
-        plan: what was recorded.
-        log: of `record`.
-        rank: of `record`.
-    """
+    """The breakdown of a plan's steps at their peak."""
     return MemoryBreakdown.from_log(log, kind="predicted", title=plan.title, device=plan.device, rank=rank, world_size=plan.world_size)
 
 

@@ -234,11 +234,7 @@ def _kept(fit: NonPyTorchFit, path: Path | None) -> tuple[Path | None, list[str]
 
 
 def specs_of(models: int) -> list[RunSpec]:
-    """The specs that `calibrate` runs: the first models, each at all batch sizes, small ones first.
-
-    Args:
-        models: how many.
-    """
+    """The specs that `calibrate` runs: the first models, each at all batch sizes, small ones first."""
     return [
         RunSpec(task=task, device="cuda", micro_batch=batch, num_workers=0, precision="fp32")
         for task in MODELS[:models]

@@ -69,13 +69,7 @@ class Curves:
         return question.key in self._answers or any(self.family(question, axis) for axis in axes)
 
     def estimate(self, question: Question, axes: Sequence[str], title: str) -> Estimate | None:
-        """The memory of a configuration; None where it takes a run.
-
-        Args:
-            question: the configuration.
-            axes: along which to look, the likeliest first.
-            title: of the breakdown.
-        """
+        """The memory of a configuration; None where it takes a run."""
         if question.key in self._estimates:
             return self._estimates[question.key]
         estimate = self._made(question, axes, title)

@@ -82,7 +82,6 @@ class Answer:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> "Answer":
-        """Inverse of `to_json`."""
         return cls(**{**value, "log": log_from_json(value["log"])})
 
 

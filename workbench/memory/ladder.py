@@ -250,11 +250,6 @@ def _fused(optimizer: str | None) -> str:
 def timed_estimate(target: Any, *, device: Device, **options: Any) -> tuple[MemoryBreakdown, float]:
     """The memory of a step, and the seconds per sample that the device needs for it at its roofline; both of one dry run.
 
-    Args:
-        target: as `estimate_memory` takes it.
-        device: whose datasheet counts.
-        options: as `estimate_memory` takes them.
-
     Raises:
         ValueError: as `estimate_memory`.
     """
@@ -267,10 +262,6 @@ def timed_estimate(target: Any, *, device: Device, **options: Any) -> tuple[Memo
 
 def counted(plan: "Plan", device: Device) -> "tuple[MemoryBreakdown, Roofline]":
     """The memory of a plan's steps, and their operators at a device's roofline; both of one dry run.
-
-    Args:
-        plan: what to run on fake tensors.
-        device: whose datasheet counts.
 
     Raises:
         ValueError: it cannot run without values.

@@ -150,12 +150,6 @@ def _largest(runs: _Runs, limit: int, most: int) -> int:
 def batch_family(target: Any, batches: Sequence[int] = NODES, *, device: str | Device = "cuda", **options: Any) -> Family | None:
     """The memory of every micro-batch, from two dry runs; None where the program depends on the batch.
 
-    Args:
-        target: as `estimate_memory` takes it.
-        batches: micro-batches of the runs.
-        device: as there.
-        options: as there.
-
     Raises:
         ValueError: as `estimate_memory`.
     """

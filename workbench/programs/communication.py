@@ -102,7 +102,6 @@ class Variant:
 
     @property
     def feed(self) -> Any:
-        """Of the training."""
         return self.training.feed
 
     def step(self) -> None:

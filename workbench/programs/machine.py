@@ -25,7 +25,6 @@ DISK_BYTES = 2**25
 
 
 def facts(*options: str) -> dict[str, Any]:
-    """Everything."""
     gpus, error = gpus_seen()
     names = HOST + GLOO * dist.is_gloo_available() + GPU * bool(gpus) + NCCL * ("links" in options and len(gpus) > 1)
     speeds = machine_speeds(names, fresh="fresh" in options, measures={**HERE, NCCL: nccl_speeds})

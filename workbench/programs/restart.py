@@ -26,12 +26,7 @@ FROM_OUTSIDE = ("killed", "crash", "hang", "timeout", "launcher")
 
 
 def decide(run_dir: Path, outcome: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The row of RESTARTS for what is done about a failure; None = the run has ended.
-
-    Args:
-        run_dir: of the run.
-        outcome: of the attempt that failed.
-    """
+    """The row of RESTARTS for what is done about a failure; None = the run has ended."""
     info = run_directory.read_json(run_dir / run_directory.RUN_JSON)
     elastic, spec = info["elastic"], spec_from_json(info["spec"])
     assert isinstance(spec, RunSpec)

@@ -219,14 +219,7 @@ class Journal:
         self._planned = False
 
     def begin(self, order: ExperimentPlan, rates: Sequence[Mapping[str, Any]], spec: RunSpec, names: Mapping[str, str]) -> None:
-        """Write down what is planned, unless another rank has.
-
-        Args:
-            order: what to do, from run.json.
-            rates: what the rules give each batch.
-            spec: what all trials have in common.
-            names: of the optimizers, for people.
-        """
+        """Write down what is planned, unless another rank has."""
         with self._alone():
             if not self._planned:
                 row = {"order": order.to_json(), "rates": list(rates), "spec": spec.to_json(), "names": dict(names)}
@@ -248,7 +241,6 @@ class Journal:
             self._writer.write([{"kind": "trial", **dataclasses.asdict(trial), "total": total, "at": time.time()}])
 
     def read(self) -> list[Trial]:
-        """The trials that are done."""
         for row in self._tail.read():
             kind = row.pop("kind")
             if kind == "trial":
@@ -290,12 +282,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def run_trials(spec: RunSpec, order: ExperimentPlan, task: Task, run_dir: Path) -> None:
     """Take trials from the journal, run them and write down their results, until none is left.
-
-    Args:
-        spec: what all trials have in common.
-        order: what to do, from run.json.
-        task: what is trained.
-        run_dir: of the launch; it contains the journal.
 
     Raises:
         SpecError: a batch above the dataset, a target that the untrained model has reached, or one that the task does not measure.

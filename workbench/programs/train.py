@@ -140,14 +140,7 @@ def out_of_use(ranks: Ranks) -> str:
 
 
 def attempt(spec: RunSpec, run_dir: Path, ranks: Ranks, errors: Path | None = None) -> bool:
-    """Train one spec; record its error, if any; leave no memory behind. Has it gone well on all ranks?
-
-    Args:
-        spec: to train.
-        run_dir: its run directory.
-        ranks: this process among the others.
-        errors: run directory that gets the record of an error; None = `run_dir`.
-    """
+    """Train one spec; record its error, if any; leave no memory behind. Has it gone well on all ranks?"""
     reset_peak(ranks.device)
     group = dist.new_group()  # its own: what a failed configuration has left unfinished disturbs no other
     error: Exception | None = None

@@ -202,12 +202,7 @@ def _explain(error: BaseException, message: str, held: "Callable[[BaseException]
 
 
 def conclude(error: BaseException | None, *, held: "Callable[[BaseException], Held] | None" = None) -> None:
-    """Record how a whole program ended: write its error, or delete an earlier record, because the program handled that error.
-
-    Args:
-        error: what ended it; None = nothing did.
-        held: as in `record`.
-    """
+    """Record how a whole program ended: write its error, or delete an earlier record, because the program handled that error."""
     if error is not None and not _is_clean(error):
         record(error, held=held)
     elif path := _record_file(None, None):

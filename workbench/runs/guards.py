@@ -55,11 +55,6 @@ def ranks_of(run_id: str) -> dict[int, list[int]]:
 def end_guard(find: Callable[[], int | None], runs: Callable[[], bool], timeout: float) -> Literal["ended", "none", "late"]:
     """Tell a guard to stop its run, and wait for both.
 
-    Args:
-        find: finds it.
-        runs: whether there is a run to be stopped.
-        timeout: seconds to wait at most.
-
     Returns:
         "ended"; "none": there was no guard; "late": it takes longer.
     """

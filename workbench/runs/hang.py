@@ -147,12 +147,7 @@ class Hang:
 
 
 def hang_note(hang: Hang | None, lasting: bool) -> str:
-    """A note on the last hang of a run; "" where there was none, or its error says it.
-
-    Args:
-        hang: of the run.
-        lasting: has the run no error that could say it?
-    """
+    """A note on the last hang of a run; "" where there was none, or its error says it."""
     return str(hang) if hang is not None and (lasting or hang.over is not None) else ""
 
 

@@ -100,13 +100,7 @@ class Profile:
         return self.least(queue) + 1 + min(PLAIN, self.steps)
 
     def trouble(self, *, steps: int | None, queue: int, ranks: int) -> str | None:
-        """Why a run cannot be traced like this; None if it can.
-
-        Args:
-            steps: of the run; None = not known.
-            queue: steps whose batches a loader makes ahead at most.
-            ranks: of the run.
-        """
+        """Why a run cannot be traced like this; None if it can."""
         if self.ranks != ALL and max(self.ranks) >= ranks:
             return (
                 f"profile of ranks {list(self.ranks)}, but there {'is one rank' if ranks == 1 else f'are {ranks} ranks'}, counted from 0: "

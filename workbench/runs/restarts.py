@@ -164,13 +164,7 @@ def restarts_of(rows: Sequence[Mapping[str, Any]]) -> list[Restart]:
 
 
 def first_step(run_dir: Path, *, done: int, now: float) -> Restart | None:
-    """Write that the first step after a restart was taken; None = this attempt is none, or the file says that it was written.
-
-    Args:
-        run_dir: of the run.
-        done: steps of the checkpoint from which it went on.
-        now: `time.time()`.
-    """
+    """Write that the first step after a restart was taken; None = this attempt is none, or the file says that it was written."""
     path = run_dir / run_directory.RESTARTS
     rows = run_directory.LineTail(path).read() if path.exists() else []
     if not rows or "lost_at" not in rows[-1]:

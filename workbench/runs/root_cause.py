@@ -57,13 +57,7 @@ def first_failure(run_dir: Path, outcome: Mapping[str, Any]) -> Failure | None:
 
 
 def lost_ranks(run_dir: Path, outcome: Mapping[str, Any], first: Failure | None) -> tuple[int, ...]:
-    """The ranks that ended by themselves or were killed: that of the first failure, and those that a signal ended at that time.
-
-    Args:
-        run_dir: of the launch.
-        outcome: of a run that failed.
-        first: as `first_failure` gives it.
-    """
+    """The ranks that ended by themselves or were killed: that of the first failure, and those that a signal ended at that time."""
     lost, deaths = {first.rank} if first and first.rank is not None else set(), outcome.get("exits") or {}
     moment = min((time_ns for rank, time_ns in deaths.items() if int(rank) in lost), default=None)
     for rank, code in _exit_codes(run_dir).items():

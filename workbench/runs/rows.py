@@ -24,12 +24,7 @@ class Rows:
     """
 
     def __init__(self, path: Path, check: Callable[[Mapping[str, Any]], str] = lambda row: "") -> None:
-        """Read nothing yet.
-
-        Args:
-            path: of the file.
-            check: says what is wrong with a row; "" = nothing.
-        """
+        """Read nothing yet."""
         self.anew = False
         self._tail, self._check = run_directory.LineTail(path), check
         self._left_out, self._first = 0, ""
@@ -271,12 +266,7 @@ def resume_notes(rows: Sequence[Mapping[str, Any]], run_dir: Path) -> list[str]:
 
 
 def training_notes(other_rows: Mapping[int, Sequence[Mapping[str, Any]]], world_size: int) -> list[str]:
-    """Notes on the training itself: warnings of ranks, and what a comparison of what they read shows.
-
-    Args:
-        other_rows: the rows of each rank's file that are no steps.
-        world_size: ranks of the run.
-    """
+    """Notes on the training itself: warnings of ranks, and what a comparison of what they read shows."""
     warnings: dict[str, list[int]] = {}
     reads: dict[int, Mapping[str, Any]] = {}
     for rank, rows in other_rows.items():

@@ -65,7 +65,6 @@ class _Spec:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Self:
-        """Inverse of `to_json`."""
         return cls(**{name: item for name, item in value.items() if name != "kind"})
 
 

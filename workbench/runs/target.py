@@ -276,12 +276,7 @@ def device_or_batch(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def check_launchable(target: Any, *, error: type[ValueError] = ValueError) -> None:
-    """Raise unless this is a RunSpec, the name of a task, or the path of a script.
-
-    Args:
-        target: as given.
-        error: to raise.
-    """
+    """Raise unless this is a RunSpec, the name of a task, or the path of a script."""
     if isinstance(target, RunSpec | str | os.PathLike):
         return
     if target is None:

@@ -212,7 +212,6 @@ class Losses:
     """
 
     def __init__(self) -> None:
-        """None yet."""
         self._taken = self._read = self._steps = 0
         self._on_cpu: deque[float] = deque()
         """Losses of a CPU that are not among the others yet."""

@@ -59,7 +59,6 @@ def is_stream(loader: Any) -> bool:
 
 
 def is_stream_dataset(dataset: Any) -> bool:
-    """Is it an IterableDataset?"""
     data = sys.modules.get("torch.utils.data")
     return data is not None and isinstance(dataset, data.IterableDataset)
 
@@ -117,12 +116,7 @@ class FirstBatches:
         self._warned: set[str] = set()
 
     def of(self, loader: Any, batches: Iterable[Any] | None = None) -> Iterator[Any]:
-        """The batches of a pass over a loader.
-
-        Args:
-            loader: a DataLoader, or another iterable.
-            batches: its iterator, where it has begun already.
-        """
+        """The batches of a pass over a loader."""
         source = iter(loader if batches is None else batches)
         workers = getattr(loader, "num_workers", 0) if is_stream(loader) else 0
         first, before, sampler = "", self._steps(), _sampler(loader)
@@ -227,12 +221,7 @@ def _in_group() -> bool:
 
 
 def rank_notes(reads: Mapping[int, Mapping[str, Any]], world_size: int) -> list[str]:
-    """Notes on ranks that train apart from each other, or on the same samples.
-
-    Args:
-        reads: by rank, what it said of itself in its file.
-        world_size: ranks of the run.
-    """
+    """Notes on ranks that train apart from each other, or on the same samples."""
     if world_size < 2 or len(reads) < 2:
         return []
     first = [read.get("first") for _, read in sorted(reads.items())]

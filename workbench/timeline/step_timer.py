@@ -138,9 +138,6 @@ class StepTimer:
 
         For a checkpoint after that step: the line itself is written when the next step begins, which may never come. Waits for the device.
 
-        Args:
-            samples: of the step.
-
         Returns:
             "" without a file, or where no optimizer step is done.
         """

@@ -115,7 +115,6 @@ class StepSums:
 
     @classmethod
     def of(cls, steps: Sequence[Step]) -> "StepSums":
-        """Of some steps."""
         known = [step for step in steps if step.samples is not None]
         return cls(
             count=len(steps),
@@ -227,7 +226,6 @@ class Timeline(display.Shown):
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> "Timeline":
-        """Inverse of `to_json`."""
         parsed = cls.from_lines(value["steps"], value["warmup"])
         if parsed.notes:
             raise ValueError(parsed.notes[0])

@@ -37,10 +37,6 @@ def compile_parts(model: nn.Module, knob: str) -> None:
 
     DDP must wrap the model afterwards: torch then cuts the graph at DDP's buckets, and reduces some while it computes others.
 
-    Args:
-        model: of the training.
-        knob: `RunSpec.compile`.
-
     Raises:
         SpecError: torch has no such backend, or the model no blocks.
     """

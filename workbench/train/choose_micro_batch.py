@@ -68,13 +68,7 @@ def describe_choice(choice: dict[str, Any]) -> str:
 
 
 def estimate_in_subprocess(spec: RunSpec, device: torch.device, room: int) -> dict[str, Any]:
-    """The answer of `workbench.programs.choose_micro_batch`, run as a subprocess, or an "error".
-
-    Args:
-        spec: of the run.
-        device: of this rank.
-        room: bytes that are free there.
-    """
+    """The answer of `workbench.programs.choose_micro_batch`, run as a subprocess, or an "error"."""
     question = json.dumps({"spec": spec.to_json(), "device": described_device(device), "room": room})
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}  # it must not use the GPU's memory
     done = subprocess.run(
@@ -142,10 +136,6 @@ def single_process_group() -> Iterator[None]:
 
 def max_samples(dataset: Any, spec: RunSpec) -> tuple[int, bool]:
     """The largest micro-batch with which the dataset gives one optimizer step, and whether the dataset is a stream.
-
-    Args:
-        dataset: of the task.
-        spec: whose accumulation and ranks to use.
 
     Raises:
         SpecError: the dataset has too few samples.

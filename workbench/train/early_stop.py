@@ -13,12 +13,6 @@ class EarlyStop:
     """Asked after each evaluation, on every rank. It keeps nothing itself: the run directory has the evaluations, also in a resumed run."""
 
     def __init__(self, knob: str, ranks: Ranks, run_dir: Path) -> None:
-        """
-        Args:
-            knob: `RunSpec.stop_when`.
-            ranks: this process among the others.
-            run_dir: where the evaluations are written.
-        """
         self._figure, self._options = parse_stop(knob)
         self._ranks, self._path = ranks, run_dir / run_directory.EVALUATIONS
 

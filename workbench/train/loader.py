@@ -26,12 +26,6 @@ def build_loader(task: Task, spec: RunSpec, ranks: Ranks, seed: int) -> "DataLoa
     rank, and each worker, its own part. Where checkpoints are written, or
     with `deterministic`, the random numbers of a worker begin anew with each batch.
 
-    Args:
-        task: whose dataset and collate function to use.
-        spec: the loader's knobs.
-        ranks: this process among the others.
-        seed: of this rank's workers.
-
     Raises:
         TaskError: what `dataset()` returned is no dataset.
         SpecError: it has too few samples for one optimizer step.

@@ -18,13 +18,7 @@ class LocalSgd:
     """The averages of a training."""
 
     def __init__(self, model: DistributedDataParallel, knob: str, layout: Layout) -> None:
-        """Register the hook that reduces gradients among few ranks from the start on.
-
-        Args:
-            model: of the training.
-            knob: `RunSpec.local_sgd`.
-            layout: of the ranks.
-        """
+        """Register the hook that reduces gradients among few ranks from the start on."""
         from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
 
         options = parse_local_sgd(knob)

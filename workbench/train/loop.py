@@ -258,13 +258,6 @@ class FirstNotFinite:
     """The first bad step of this rank. A rank whose loss is sound writes nothing, so that no rank has to wait for another."""
 
     def __init__(self, module: nn.Module, say: Callable[[dict[str, Any]], None], *, clock: Callable[[], float] = time.perf_counter) -> None:
-        """Watch no step yet.
-
-        Args:
-            module: that is trained.
-            say: writes a row that is no step into the file of this rank.
-            clock: gives the time in seconds.
-        """
         self._module, self._say, self._clock = module, say, clock
         self._first: Tensor | None = None
         self._looked, self._done = clock(), False
@@ -303,12 +296,6 @@ class Metrics:
     """Writes `metrics.jsonl`: a line per optimizer step on rank 0, a few times per second."""
 
     def __init__(self, run_dir: Path, *, steps: int) -> None:
-        """Begin, at the start of the first step.
-
-        Args:
-            run_dir: of the run.
-            steps: optimizer steps there will be.
-        """
         before = run_directory.LineTail(run_dir / run_directory.METRICS).read()  # of a run that goes on
         self._writer = run_directory.LineWriter(run_dir / run_directory.METRICS)
         self._steps = steps
@@ -364,5 +351,4 @@ class Metrics:
             self._writer.write([{"step": step, "steps": self._steps, **values}])
 
     def close(self) -> None:
-        """Close the file."""
         self._writer.close()

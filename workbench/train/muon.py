@@ -14,11 +14,7 @@ _OWN = {"ns_coefficients": (3.4445, -4.775, 2.0315), "adjust_lr_fn": "match_rms_
 
 
 def hidden_matrices(model: nn.Module) -> list[dict[str, Any]]:
-    """The parameters of a model in two groups: the matrices in its repeated blocks, or in all of it but embeddings if it has none; others.
-
-    Args:
-        model: of the training.
-    """
+    """The parameters of a model in two groups: the matrices in its repeated blocks (without any, in all but embeddings), and the rest."""
     parts = find_blocks(model).values() or [model]
     embedded = {id(weight) for part in model.modules() if isinstance(part, nn.Embedding | nn.EmbeddingBag) for weight in part.parameters()}
     hidden = {id(weight) for part in parts for weight in part.parameters() if weight.dim() == 2} - embedded

@@ -78,9 +78,6 @@ def described(optimizer: Optimizer) -> dict[str, Any]:
     >>> described(torch.optim.SGD(weights, lr=0.1, momentum=0.9))
     {'name': 'sgd', 'lr': 0.1, 'betas': None, 'eps': None, 'momentum': 0.9, 'weight_decay': 0}
 
-    Args:
-        optimizer: from `build_optimizer`, or any other.
-
     Returns:
         "name" (in OPTIMIZERS, else the name of the class), "lr", "betas", "eps", "momentum" and "weight_decay"; None for an option that
         it does not have. RMSProp's only beta, alpha, is in "betas".

@@ -40,13 +40,6 @@ class Preemption:
     """Signals of this process, while it is entered, and what all ranks make of them."""
 
     def __init__(self, ranks: Ranks, done: int, steps: int) -> None:
-        """Nothing is changed yet.
-
-        Args:
-            ranks: this process among the others.
-            done: steps that were taken before.
-            steps: of the training; it ends there by itself.
-        """
         self._ranks, self._step, self._steps = ranks, done, steps
         self._key = f"{ranks.agreements}/preemption"
         self._asked, self._decided, self._closed = threading.Event(), threading.Event(), threading.Event()
@@ -166,9 +159,6 @@ def spare_worker(worker: int) -> None:
     """In a worker of a loader: ignore the signals that its rank answers with a checkpoint. Torchrun and Slurm send them to it, too.
 
     The rank ends it without them (`_end_workers`); if the rank is killed, torch's own look at the parent does.
-
-    Args:
-        worker: its number, as for every `worker_init_fn`.
     """
     for number in SIGNALS:
         signal.signal(number, lambda *_: None)  # not SIG_IGN, which the programs that a worker starts would inherit

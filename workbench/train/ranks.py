@@ -283,12 +283,7 @@ def changed_layout(spec: RunSpec, before: Mapping[str, Any] | None) -> str:
 
 
 def join_group_creation(spec: RunSpec, members: Sequence[int]) -> None:
-    """On a rank that a spec does not use: take part in creating its process groups, as all ranks of the launch must.
-
-    Args:
-        spec: whose layout other ranks make.
-        members: those ranks.
-    """
+    """On a rank that a spec does not use: take part in creating its process groups, as all ranks of the launch must."""
     if spec.pipeline_parallel > 1:
         _pipeline_groups(spec, members, None)
     elif spec.expert_parallel > 1:

@@ -180,12 +180,6 @@ def rows(batch: Any, start: int, stop: int, count: int) -> Any | None:
 
     Known layouts: tensors and arrays whose first dimension is the sample, lists with one entry per sample, and values for the whole batch:
     numbers, texts, tensors without dimensions or with a first one of 1.
-
-    Args:
-        batch: of these, in any containers.
-        start: first sample.
-        stop: end, excluded.
-        count: samples in the batch.
     """
     try:
         return _slice(batch, lambda part: part[start:stop], count)

@@ -51,11 +51,6 @@ class StageModule(nn.Module):
 def cut(model: nn.Module, task: Task, spec: RunSpec) -> Stages:
     """The stages of a model; the largest has as few parameters as possible.
 
-    Args:
-        model: the whole model.
-        task: its `pipeline` gives the pieces.
-        spec: its `pipeline_parallel` and `pipeline_schedule`.
-
     Raises:
         SpecError: there are too few pieces, or it is not known which there are.
         TaskError: the pieces are not those of the model.
@@ -95,10 +90,6 @@ def even_parts(sizes: Sequence[int], count: int) -> list[range]:
 
     >>> even_parts([4, 1, 1, 1, 3], 3)
     [range(0, 1), range(1, 3), range(3, 5)]
-
-    Args:
-        sizes: of what is divided, in order.
-        count: of parts, up to the number of sizes.
     """
     whole = len(sizes)
     before = [0]

@@ -29,13 +29,6 @@ class StepRing:
     """The last steps of a rank."""
 
     def __init__(self, path: Path, trainer: "Trainer", samples: StepSamples, done: int) -> None:
-        """
-        Args:
-            path: of the file.
-            trainer: whose steps are kept.
-            samples: of its steps.
-            done: steps that were taken before.
-        """
         self._path, self._trainer, self._samples = path, trainer, samples
         self._kept: deque[tuple[Any, ...]] = deque(maxlen=STEPS)
         self._written, self._copied, self._last = time.monotonic(), 0.0, done

@@ -73,12 +73,7 @@ class StepWeights:
 
     @torch.no_grad()
     def finish(self, weights: Iterable[nn.Parameter], loss: Tensor) -> Tensor:
-        """Normalise the gradients of a step, which are reduced already; returns what its last loss adds to the mean of this rank.
-
-        Args:
-            weights: whose gradients.
-            loss: the scaled one of the last micro-batch.
-        """
+        """Normalise the gradients of a step, which are reduced already; returns what its last loss adds to the mean of this rank."""
         if self._reduction is not None:
             self._reduction.wait()
         factor = self._usual * self._layout.readers.world_size / self._all

@@ -133,13 +133,6 @@ class Evaluations:
 def evaluate_alone(task: Task, module: nn.Module, data: Any, size: int, device: torch.device) -> dict[str, float]:
     """The figures of a whole model, which this process evaluates by itself. Random numbers and modes are as before afterwards.
 
-    Args:
-        task: which evaluates.
-        module: the model.
-        data: what the task's `validation()` gave; None = the task has none.
-        size: samples of a batch.
-        device: of the model.
-
     Raises:
         TaskError: the task's functions do not return what they should.
     """

@@ -34,7 +34,6 @@ class Gain:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Self:
-        """Inverse of `to_json`."""
         return cls(**{name: _read(ratio) for name, ratio in value.items()})
 
 
@@ -128,7 +127,6 @@ class LossCurve:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Self:
-        """Inverse of `to_json`."""
         read = {"samples": tuple(value["samples"]), "losses": tuple(map(_read, value["losses"]))}
         return cls(**{**value, **read, "samples_per_sec": _read(value["samples_per_sec"])})
 

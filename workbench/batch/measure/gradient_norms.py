@@ -255,7 +255,6 @@ def _norms(values: list[Tensor]) -> list[Tensor]:
 
 
 def _norm_of(norms: list[Tensor]) -> Tensor:
-    """The norm of norms, in fp64."""
     whole: Tensor = _norm(torch.stack(norms), dtype=torch.float64)
     return whole
 
@@ -288,11 +287,6 @@ class SamplingInterval:
     """
 
     def __init__(self, every: int | None = None, clock: Callable[[], float] = time.perf_counter) -> None:
-        """
-        Args:
-            every: a fixed interval; None = from FIRST_INTERVAL on.
-            clock: seconds.
-        """
         self.every = every or FIRST_INTERVAL
         self._fixed, self._clock = every is not None, clock
         self._steps = 0

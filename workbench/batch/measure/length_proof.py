@@ -150,10 +150,6 @@ def _made(name: str, samples: Sequence[Any], sizes: Any, micro: int) -> tuple[li
 def joined(samples: Sequence[Any], sizes: Sequence[int]) -> Any:
     """Samples in a row as one sample; what does not have their length, such as a class, is the first one's.
 
-    Args:
-        samples: of one kind.
-        sizes: length of each.
-
     Raises:
         LengthsError: nothing in them is as long as the samples are.
     """

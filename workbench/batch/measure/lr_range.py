@@ -180,13 +180,7 @@ def loss_in(value: Any) -> float:
 
 
 def not_finite_message(loss: float, lr: float, step: int = 1) -> str:
-    """The error text for a loss that is NaN or infinite though nothing was trained.
-
-    Args:
-        loss: the value.
-        lr: the learning rate.
-        step: its number.
-    """
+    """The error text for a loss that is NaN or infinite though nothing was trained."""
     which = "the first step" if step == 1 else f"step {step}"
     return (
         f"the loss is {loss} in {which}, at a learning rate of {lr_text(lr)}, which changes nothing yet: no learning rate "

@@ -254,7 +254,6 @@ def _trained_model(models: Sequence[nn.Module]) -> nn.Module:
 
 
 def _samples(sizes: "Counter[int | None]", backwards: int) -> int:
-    """Samples of one backward."""
     size, _ = sizes.most_common(1)[0]
     if size is None or size % backwards:
         why = "are not known" if size is None else f"are {size}, which {backwards} backwards do not share equally"
@@ -263,7 +262,6 @@ def _samples(sizes: "Counter[int | None]", backwards: int) -> int:
 
 
 def _least_over_ranks(count: int, model: nn.Module) -> int:
-    """The least count of any rank."""
     if not (dist.is_available() and dist.is_initialized() and reduces(model)):
         return count
     least = torch.tensor([count], device=next(model.parameters()).device)

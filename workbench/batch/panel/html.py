@@ -22,7 +22,6 @@ _DOTTED = "background-image:radial-gradient(#fff 1.2px,transparent 1.6px);backgr
 
 
 def head(title: str) -> str:
-    """The heading."""
     return f'<div class="wb-head"><strong class="wb-name">Batch planner</strong><span class="wb-spec">{escape(title)}</span></div>'
 
 

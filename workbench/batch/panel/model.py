@@ -145,15 +145,7 @@ def batches(plan: BatchPlan, dataset: int | None = None) -> list[int]:
 
 
 def planned(known: PlannerInputs, *, batch: int, ranks: int, accumulation: int, rule: str) -> Planned:
-    """Compute the plan for some knobs.
-
-    Args:
-        known: the planner's inputs.
-        batch: samples per optimizer step.
-        ranks: processes that work on different samples.
-        accumulation: micro-batches per step.
-        rule: for the learning rate.
-    """
+    """Compute the plan for some knobs."""
     ladder = tuple(_step(known, size, rule) for size in batches(known.plan, known.dataset))
     before = TrainingCost.of(known, known.plan)
     try:

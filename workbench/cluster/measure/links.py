@@ -46,14 +46,7 @@ def call_of(kind: str, size: int, device: torch.device) -> Callable[[], Any]:
 
 
 def block(call: Callable[[], Any], count: int, device: torch.device, clock: Callable[[], float] = time.perf_counter) -> float:
-    """Seconds per collective, of `count` that follow one another, on the slowest rank.
-
-    Args:
-        call: does one collective.
-        count: how many.
-        device: where they run.
-        clock: seconds.
-    """
+    """Seconds per collective, of `count` that follow one another, on the slowest rank."""
     dist.barrier()
     synchronize(device)
     begin = clock()

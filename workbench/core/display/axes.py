@@ -86,14 +86,7 @@ DASHES = (0, (4.5, 2))
 
 
 def area(ax: Axes, color: str, *, predicted: bool = False, pale: bool = False) -> dict[str, Any]:
-    """How an area is filled: solid where measured, hatched where predicted, pale where it is only context; always with an outline.
-
-    Args:
-        ax: where.
-        color: "#rrggbb".
-        predicted: hatched.
-        pale: paler.
-    """
+    """How an area is filled: solid where measured, hatched where predicted, pale where it is only context; always with an outline."""
     filled = mixed(color, ground(ax), 0.3 if pale else 0.5) if predicted or pale else color
     return {"facecolor": filled, "edgecolor": ink(ax), "linewidth": 0.6, "hatch": HATCH if predicted else None}
 
@@ -126,15 +119,7 @@ def halo(ax: Axes, width: float = 2.6) -> list[Any]:
 
 
 def ring(ax: Axes, place: float, height: float, words: str, *, size: float = 8.5) -> None:
-    """A ring around a point, and words about it on the side with more space.
-
-    Args:
-        ax: where.
-        place: along the x axis.
-        height: along the y axis.
-        words: beside it.
-        size: of the words, in points.
-    """
+    """A ring around a point, and words about it on the side with more space."""
     ax.plot(
         [place],
         [height],
@@ -240,7 +225,6 @@ class Bar:
 
     @property
     def seconds(self) -> float:
-        """Its length."""
         return sum(self.pieces)
 
 

@@ -127,7 +127,6 @@ class NpySource(ColumnSource):
         return _RemoteRows(self.storage, name, file.tell(), dtype, shape)
 
     def stored_bytes(self) -> int:
-        """Bytes of all files."""
         return sum(size for _, size, _ in self.storage.files())
 
 

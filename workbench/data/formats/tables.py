@@ -32,7 +32,6 @@ class TableSource(LibrarySource):
     package = "pyarrow"
 
     def _group(self, handle: Any, group: int) -> Any:
-        """The table of a group."""
         raise NotImplementedError
 
     def _count(self, handle: Any) -> int:
@@ -55,7 +54,6 @@ class TableSource(LibrarySource):
 
     @staticmethod
     def _values(column: Any, rows: Sequence[int], kind: str | None) -> list[Any]:
-        """The values of a column in some rows."""
         if len(rows) > 8 and rows[-1] - rows[0] == len(rows) - 1 and list(rows) == list(range(rows[0], rows[-1] + 1)):
             values = column.slice(rows[0], len(rows)).to_pylist()
         else:

@@ -188,10 +188,6 @@ def free_cores(noise: Noise, ranks: int = 1) -> Interval:
 
     >>> free_cores(Noise(cores=2, foreign=1))
     Interval(low=1, mid=1.3333333333333333, high=2)
-
-    Args:
-        noise: what others took.
-        ranks: training processes.
     """
     ours = PROCESSES_PER_RANK * ranks
     left = noise.left_cores

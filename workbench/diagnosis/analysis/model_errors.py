@@ -42,9 +42,6 @@ def kind_of(name: str) -> str:
 
     >>> kind_of("num_workers=2, persistent_workers=True"), kind_of("precision=amp_bf16")
     ('loader', 'training')
-
-    Args:
-        name: of the remedy; it begins with a knob.
     """
     return KINDS.get(name.partition("=")[0].strip(), "training")
 

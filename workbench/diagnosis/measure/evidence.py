@@ -34,13 +34,6 @@ class EvidenceBuilder:
     """Turns what was measured into Evidence."""
 
     def __init__(self, bench: BlockTimer, feed: Feed, rounds: InterleavedRounds) -> None:
-        """The sources of the timings.
-
-        Args:
-            bench: has the timings.
-            feed: counted passes over the loader.
-            rounds: counted its pairs of blocks, and has the clocks' timeline.
-        """
         self.bench, self.feed, self.rounds, self.peers = bench, feed, rounds, bench.peers
 
     def pairs(self, base: str, arm: str) -> tuple[tuple[float, float], ...]:

@@ -157,7 +157,6 @@ class _Experiment:
         self.speeds: MachineSpeeds | None = None
 
     def run(self) -> Evidence:
-        """All of it."""
         with self.bench.unsampled():  # the sampler slows Python down
             self.speeds = speeds_for(self.peers, self.bench.device, self.budget)
         self.notes += self.speeds.notes
@@ -369,9 +368,6 @@ def new_pages_note(laps: Sequence[StepTimes]) -> list[str]:
     """A note, where much of a step goes into memory that the C library gives back to the kernel and gets again.
 
     How much that is depends on what else is in the heap, so such a step is slower and faster from block to block, and so are variants.
-
-    Args:
-        laps: of blocks without a loader, on this rank.
     """
     steps = sum(len(lap.calls) for lap in laps)
     if not steps:
@@ -455,12 +451,7 @@ REDUCTION_REPEATS = 9
 
 
 def measure_gradients(models: Sequence[nn.Module], peers: Peers) -> Gradients | None:
-    """What all ranks reduce in a step. Collective. None if no model is parallel and none has gradients.
-
-    Args:
-        models: what is trained.
-        peers: who takes part.
-    """
+    """What all ranks reduce in a step. Collective. None if no model is parallel and none has gradients."""
     parallel = [part for model in models for part in model.modules() if isinstance(part, DistributedDataParallel)]
     weights = {id(weight): weight for model in parallel or models for weight in model.parameters() if weight.requires_grad}
     size = sum(weight.numel() * weight.element_size() for weight in weights.values())

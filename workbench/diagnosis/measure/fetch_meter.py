@@ -227,7 +227,6 @@ _opened = _Opened()
 
 
 def clocks() -> Clocks:
-    """The clocks of this thread."""
     return Clocks(time.perf_counter(), time.thread_time(), time.process_time(), _delay())
 
 

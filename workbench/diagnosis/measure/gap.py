@@ -412,13 +412,11 @@ class _Moments:
         self._first = self._last = self._stepped = math.nan
 
     def gradient(self, _: Any) -> None:
-        """A gradient is there."""
         self._last = self._clock()
         if self._first != self._first:
             self._first = self._last
 
     def stepping(self, _optimizer: Optimizer, *_: Any) -> None:
-        """The optimizer begins."""
         self._stepped = self._clock()
 
     def of(self, step: Callable[[], object]) -> tuple[float, float, float]:

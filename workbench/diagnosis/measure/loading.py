@@ -321,7 +321,6 @@ class Steady:
         self._count, self._sum, self._squares = 0, 0.0, 0.0  # sums only: this goes on between batches that are timed
 
     def add(self, value: float) -> None:
-        """A new value."""
         self._count, self._sum, self._squares = self._count + 1, self._sum + value, self._squares + value * value
 
     def __bool__(self) -> bool:

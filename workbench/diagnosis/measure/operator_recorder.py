@@ -47,7 +47,6 @@ _signs: dict[int, Tensor] = {}
 
 
 def sketch(tensor: Tensor) -> Sketch:
-    """The sketch of a tensor."""
     flat = tensor.detach().to("cpu", torch.float64).reshape(-1)
     if flat.numel() not in _signs:
         if len(_signs) > 256:
@@ -119,7 +118,6 @@ class Recorder(TorchDispatchMode):
                 handle.remove()
 
     def begin(self, step: int) -> None:
-        """A step begins."""
         self.step, self.phase = step, "forward"
         self._calls.clear()
         self._by_sequence.clear()

@@ -42,13 +42,7 @@ NORMS = (nn.modules.batchnorm._BatchNorm,)
 
 
 def check(training: Training, line: Line, wanted: Iterable[str]) -> Iterator[Check]:
-    """Make the checks, one after the other, as long as there is time. The training is restored after each.
-
-    Args:
-        training: what is checked.
-        line: where progress is told, and how much time is left.
-        wanted: keys of `CHECKS`.
-    """
+    """Make the checks, one after the other, as long as there is time. The training is restored after each."""
     keep = SavedState(discover(training.step, *training.models, *training.optimizers))
     try:
         with uncompiled():

@@ -252,14 +252,6 @@ def replay(run_dir: Path, spec: RunSpec, step: int, losses: Mapping[int, float],
            time_left: Callable[[], float]) -> StepReplay:  # fmt: skip
     """Repeat a run up to a step, and find what is to blame for what it did.
 
-    Args:
-        run_dir: of the run.
-        spec: of the run.
-        step: that went wrong.
-        losses: of the run by step, as recorded.
-        say: told what comes now.
-        time_left: seconds.
-
     Raises:
         ValueError: the step cannot be reached.
     """

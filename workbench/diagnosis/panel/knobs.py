@@ -104,7 +104,6 @@ class Knobs:
 
 
 def knob_values(spec: RunSpec) -> dict[str, Any]:
-    """The values that a spec has for the knobs."""
     return {name: getattr(spec, name) for name in NAMES} | {"prefetch_factor": spec.prefetch_factor or PREFETCH}
 
 

@@ -44,11 +44,6 @@ class Waterfall:
     """The rows of a gap, on one scale: from N × one rank, part by part, down to what N ranks give, some parts mended."""
 
     def __init__(self, answer: WhyNotLinear, mended: Collection[str] = ()) -> None:
-        """
-        Args:
-            answer: whose gap it is.
-            mended: causes of parts that are taken to be gone.
-        """
         self._answer, self._gap, self._samples = answer, answer.gap, answer.samples
         self.parts = shown(self._gap, self._samples)
         self.mended = [part.cause for part in self.parts if part.cause in mended]

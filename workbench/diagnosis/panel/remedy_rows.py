@@ -50,13 +50,7 @@ class RemedyRows:
             self._rows[remedy.name].children[0].value = html.remedy(remedy, proof, min(scale, WIDEST))
 
     def proof(self, remedy: Remedy, result: Callable[[], Any], budget_s: float) -> Callable[[], None]:
-        """What proves a remedy, and shows the proof if the panel still has the same result then.
-
-        Args:
-            remedy: to be proved.
-            result: gives what the panel shows.
-            budget_s: seconds it may take.
-        """
+        """What proves a remedy, and shows the proof if the panel still has the same result then."""
         proved = result()
 
         def work() -> None:

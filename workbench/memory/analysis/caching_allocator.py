@@ -146,11 +146,7 @@ class Pool:
 
 
 def rows(blocks: list[Block]) -> list[list[tuple[int, bool]]]:
-    """(bytes, in use) of each block, per chain of neighbours, by the age of the segment and the place in it.
-
-    Args:
-        blocks: all of them, in any order.
-    """
+    """(bytes, in use) of each block, per chain of neighbours, by the age of the segment and the place in it."""
     heads = sorted((block.segment, block.place, block) for block in blocks if block.previous is None)
     listed = []
     for _, _, head in heads:

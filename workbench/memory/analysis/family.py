@@ -138,10 +138,6 @@ class Family:
     def allocator(self, x: int, **options: Any) -> CachingAllocator:
         """CUDA's allocator after the run.
 
-        Args:
-            x: the value.
-            options: of `CachingAllocator`.
-
         Raises:
             OutOfMemory: it does not fit under a limit that is among the options.
         """

@@ -263,12 +263,7 @@ def _eager(model: nn.Module) -> tuple[nn.Module, list[str]]:
 
 
 def materialise(model: nn.Module, fake: Callable[[Tensor], Tensor]) -> nn.Module:
-    """Put fakes in the place of all tensors of a model, in place; one for each, so that tied weights stay tied.
-
-    Args:
-        model: on whatever device.
-        fake: makes a fake of a tensor.
-    """
+    """Put fakes in the place of all tensors of a model, in place; one for each, so that tied weights stay tied."""
     memo: dict[int, tuple[Tensor, Tensor]] = {}
 
     def once(tensor: Tensor) -> Tensor:

@@ -80,7 +80,6 @@ class AssumedValues:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Notes for the reader."""
         if not self.asked:
             return ()
         times = "once" if self.asked == 1 else f"{self.asked} times"

@@ -50,13 +50,7 @@ class EstimateError(ValueError):
 
 @contextlib.contextmanager
 def estimate_errors(recorder: Recorder, model: nn.Module, batch: Any) -> Iterator[None]:
-    """Inside, other errors become EstimateErrors.
-
-    Args:
-        recorder: active inside.
-        model: that is run.
-        batch: what it is given.
-    """
+    """Inside, other errors become EstimateErrors."""
     recorder.log.notes += notes_of(model)
     answers: Any = getattr(recorder, "assumed", None)
     if answers is not None:

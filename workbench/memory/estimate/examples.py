@@ -30,10 +30,6 @@ COLLATED = 1009
 def sample_batch(task: Task, count: int) -> Any:
     """A batch of a task's dataset, collated as its loader would; of more than COLLATED samples only the shapes.
 
-    Args:
-        task: whose dataset and collate function to use.
-        count: samples in it.
-
     Raises:
         EstimateError: the dataset has no sample, or its samples cannot be collated.
     """

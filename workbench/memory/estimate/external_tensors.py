@@ -56,7 +56,6 @@ class CapturedTensors:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Notes for the reader."""
         met = [category for category in self._categories.values() if category in _KINDS]
         if not met:
             return ()

@@ -149,9 +149,6 @@ def fake_data_parallel(bucket_seen: Callable[[Tensor], None]) -> Iterator[None]:
     """Inside, DistributedDataParallel can be built on fake tensors; its reducer is the real one, and so are its buckets.
 
     Left out are the first broadcast of the weights, the reduction itself (a hook answers at once) and the one reordering of the buckets.
-
-    Args:
-        bucket_seen: called with each bucket when it is reduced.
     """
     build = DistributedDataParallel.__init__
 

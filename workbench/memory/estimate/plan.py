@@ -52,7 +52,6 @@ class Plan:
 
     @property
     def world_size(self) -> int:
-        """Ranks."""
         return self.spec.world_size
 
     @property

@@ -49,10 +49,6 @@ class Roofline(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """
 
     def __init__(self, device: Device) -> None:
-        """
-        Args:
-            device: whose datasheet counts.
-        """
         super().__init__()  # type: ignore[no-untyped-call]
         self._device = device
         self.seconds, self.computing, self.flops, self.bytes, self.operators = 0.0, 0.0, 0, 0, 0

@@ -43,7 +43,6 @@ class Allocations:
         self.outside: NonPyTorchMemory | None = None
 
     def begin(self) -> None:
-        """A step begins."""
         raise NotImplementedError
 
     def __enter__(self) -> Self:
@@ -54,7 +53,6 @@ class Allocations:
 
 
 def allocations(device: torch.device) -> Allocations:
-    """Those on a device."""
     return OnDevice(device) if device.type == "cuda" else OnHost()
 
 

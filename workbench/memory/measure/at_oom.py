@@ -189,11 +189,7 @@ _saved_names: dict[type, tuple[str, ...]] = {}
 
 
 def saved(roots: Iterable[Tensor]) -> Iterator[tuple[Any, Tensor]]:
-    """Each node behind these tensors, with a tensor that it keeps. Nothing is computed again: of checkpointing there is only a recipe.
-
-    Args:
-        roots: tensors that a graph leads to.
-    """
+    """Each node behind these tensors, with a tensor that it keeps. Nothing is computed again: of checkpointing there is only a recipe."""
     todo = [root.grad_fn for root in roots if root.grad_fn is not None]
     seen: set[Any] = set()
     while todo and len(seen) < MOST_NODES:

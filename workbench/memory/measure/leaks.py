@@ -71,11 +71,6 @@ class Referrers:
     """
 
     def __init__(self, names: Mapping[nn.Module, str] | None = None) -> None:
-        """Collect the present variables.
-
-        Args:
-            names: of a model's modules.
-        """
         self._names = names or {}
         self._modules = {id(vars(module)): name for name, module in list(sys.modules.items()) if isinstance(module, types.ModuleType)}
         self._locals: dict[int, tuple[str, str]] = {}
@@ -251,7 +246,6 @@ class Leaks(display.Shown):
 
     @property
     def hint(self) -> str | None:
-        """Advice."""
         if any(leak.graph for leak in self.found):
             return "Keep numbers, not tensors with a graph: loss.item() or tensor.detach(); evaluate under torch.no_grad()."
         if any(leak.holder for leak in self.found):
@@ -354,13 +348,6 @@ def held_after(log: MemoryLog) -> dict[int, int]:
 
 
 def leaks_of(log: MemoryLog, left: Mapping[int, Sequence[int]], holders: Mapping[int, Holding]) -> tuple[Leak, ...]:
-    """The leaks, by holder.
-
-    Args:
-        log: of the steps.
-        left: step → records that it left behind.
-        holders: record → who keeps it alive, where that was found.
-    """
     groups: dict[Holding | None, dict[int, list[Record]]] = defaultdict(lambda: defaultdict(list))
     for step, indices in left.items():
         for index in indices:

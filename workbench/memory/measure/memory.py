@@ -295,15 +295,6 @@ def recorded(
     When the budget is spent, or at Ctrl-C, the record has the steps that are done, if they are enough to tell something. With several
     ranks, who must take equally many steps, all are taken, and Ctrl-C is raised.
 
-    Args:
-        step: see `measure`.
-        loader: see there.
-        model: see there.
-        optimizer: see there.
-        steps: how many are taken.
-        line: shows the progress, and has the budget; None = there is neither.
-        least: fewer steps tell nothing.
-
     Raises:
         DiagnoseError: step cannot be called so.
         ValueError: the loader is empty, is none or ended; not a number of steps; the budget was spent before `least` steps.

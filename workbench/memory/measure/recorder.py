@@ -157,7 +157,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @property
     def now(self) -> str:
-        """The phase."""
         return self._phase
 
     def mark(self, phase: str) -> None:

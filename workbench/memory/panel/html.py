@@ -179,7 +179,6 @@ class Row:
 
     @property
     def bytes(self) -> int:
-        """Its length."""
         return sum(self.pieces.values())
 
 

@@ -56,12 +56,6 @@ class ExplorerKnobs:
     """
 
     def __init__(self, spec: RunSpec, device: str | Device, on_turn: Callable[[str], None]) -> None:
-        """
-        Args:
-            spec: where the knobs stand at first.
-            device: likewise.
-            on_turn: called with a knob's name after it was turned.
-        """
         self._on_turn, self._quiet = on_turn, False
         self._spec = spec
         name = device if isinstance(device, str) else device.name
@@ -98,13 +92,7 @@ class ExplorerKnobs:
         self.box = ipywidgets.Box(list(self.widgets.values())).add_class("wb-knobs")
 
     def learn(self, axis: str, own: int, now: int) -> None:
-        """Show the knob of a size that the batch turned out to have.
-
-        Args:
-            axis: of LENGTHS.
-            own: the sample's.
-            now: where the knob is to stand.
-        """
+        """Show the knob of a size that the batch turned out to have."""
         self._quiet = True
         self.own[axis] = own
         widget = self.widgets[axis]
@@ -126,7 +114,6 @@ class ExplorerKnobs:
 
     @property
     def device(self) -> str | Device:
-        """The device that is chosen."""
         return self.devices[self.widgets["device"].value]
 
     @property

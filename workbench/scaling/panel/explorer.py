@@ -30,11 +30,6 @@ _PLAN_OPTIONS_LEFT_OUT = ("model", "gpus", "most_gpus", "top", "batch", "steps",
 def checked_options(target: Any, global_batch: object, options: Mapping[str, Any]) -> None:
     """Refuse options that would be ignored.
 
-    Args:
-        target: that is explored.
-        global_batch: as it was given.
-        options: whatever else was.
-
     Raises:
         PlanError: a name that is not allowed here; the message lists those that are.
     """
@@ -145,7 +140,6 @@ class ScalingExplorer:
 
     @property
     def place(self) -> Place:
-        """The Place of the slider."""
         return self._sources[self._name].at(self.gpus.value)
 
     def _redraw(self) -> None:

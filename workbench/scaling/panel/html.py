@@ -152,12 +152,7 @@ def limits(places: Sequence[Place]) -> str:
 
 
 def table(places: Sequence[Place], rows: int = 8) -> Table:
-    """Some of the places, for pages that show no drawings.
-
-    Args:
-        places: fewest GPUs first.
-        rows: at most, about.
-    """
+    """Some of the places, for pages that show no drawings."""
     some = [*places[: -1 : max(1, -(-len(places) // rows))], places[-1]]
     return Table(
         columns=(places[0].counted, "throughput", "between", "naive", "of it", "limited by"),

@@ -104,7 +104,6 @@ class Curve:
         return _doublings(self.fit.points[0].world_size, max(MAX_GPUS, BEYOND_MEASURED * self.fit.points[-1].world_size))
 
     def at(self, gpus: int) -> Place:
-        """By the ensemble."""
         return self.all([gpus])[0]
 
     def all(self, sizes: Sequence[int]) -> list[Place]:

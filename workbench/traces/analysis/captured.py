@@ -41,10 +41,6 @@ class Captured:
         """Set the times of steps without the profiler and under it.
 
         Medians are compared, since single steps take many times as long as the others: a pass of the loader begins, the model is evaluated.
-
-        Args:
-            plain: seconds of each step without the profiler.
-            traced: of each step under it.
         """
         self.compared = len(plain)
         self.plain = statistics.median(plain) if plain else math.nan
@@ -99,7 +95,6 @@ class Captured:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any], path: Path) -> "Captured":
-        """Inverse of `to_json`."""
         older = {"spread": None, **value}
         captured = fields_from_json(cls, {name: older[name] for name in ("traced", "plain", "compared", "spread", "notes")})
         captured.path = path

@@ -43,12 +43,7 @@ TRIED = {
 
 
 def slower(traces: Mapping[int, Trace], slow: Sequence[int]) -> tuple[str, ...]:
-    """Operators, or kernels, that take longest in comparison on slow ranks, in words; nothing where no operator does.
-
-    Args:
-        traces: of all ranks.
-        slow: ranks that hold the others up.
-    """
+    """Operators, or kernels, that take longest in comparison on slow ranks, in words; nothing where no operator does."""
     device = all(trace.kinds.device for trace in traces.values())
     seconds: dict[str, dict[int, float]] = defaultdict(dict)
     calls: dict[str, dict[int, float]] = defaultdict(dict)

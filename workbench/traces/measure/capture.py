@@ -227,7 +227,6 @@ class _Run:
         return lap
 
     def wait(self) -> None:
-        """Wait for the device."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 

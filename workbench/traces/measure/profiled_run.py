@@ -252,9 +252,6 @@ class AlarmTraces:
     def ask(self, step: int) -> str:
         """Have the next steps traced.
 
-        Args:
-            step: of the alarm.
-
         Returns:
             The file's name in the run directory; "" = none will be made, since one is under way or there are enough.
         """
@@ -267,11 +264,7 @@ class AlarmTraces:
         return f"{self._folder.name}/{self._profiled.path.name}"
 
     def written(self, name: str) -> bool:
-        """Is the file there?
-
-        Args:
-            name: as `ask` gave it.
-        """
+        """Is the file there?"""
         return (self._folder.parent / name).exists()
 
     def between(self) -> None:

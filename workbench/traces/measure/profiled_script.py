@@ -35,7 +35,6 @@ class StepBoundaries:
         self._done = 0
 
     def begin(self, loader: Any = None) -> None:
-        """A loop begins."""
         if self._in is not None:  # the one before was left in the middle
             self._lap = None  # what came since its last batch may be anything
             self.reached(self._in)

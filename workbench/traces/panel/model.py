@@ -143,7 +143,6 @@ class Explored:
         return self.layout.shifts[list(self.traces).index(rank)]
 
     def steps(self, rank: int | None) -> tuple[Stretch, ...]:
-        """The steps of a rank."""
         windows, shift = self.traces[rank].windows, self._shift(rank)
         rows = zip(windows.numbers.tolist(), (windows.spans + shift).tolist(), strict=True)
         return tuple(Stretch(number=number, start=start, end=end) for number, (start, end) in rows)
@@ -164,7 +163,6 @@ class Explored:
         return chosen or Stretch(number=-1, start=start, end=end)
 
     def breakdown(self, rank: int | None, number: int | None) -> Breakdown:
-        """The breakdown of a step, or of all."""
         if rank not in self._breakdowns:
             self._breakdowns[rank] = self.traces[rank].breakdown()
         whole = self._breakdowns[rank]

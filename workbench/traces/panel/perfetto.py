@@ -153,7 +153,6 @@ class _Handler(http.server.SimpleHTTPRequestHandler):
             super().do_HEAD()
 
     def do_GET(self) -> None:
-        """Answer."""
         if not self._may():
             return None
         name = self.path.partition("?")[0].rpartition("/")[2]

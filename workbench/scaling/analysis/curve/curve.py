@@ -228,7 +228,6 @@ class ScalingCurve(display.Shown, JsonDataclass):
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> "ScalingCurve":
-        """Inverse of `to_json`."""
         return fields_from_json(cls, {**value, "points": [ScalingPoint.from_json(point) for point in value["points"]]})
 
     def __len__(self) -> int:

@@ -406,7 +406,6 @@ class CurveFit(display.Shown):
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> "CurveFit":
-        """Inverse of `to_json`."""
         points = tuple(ScalingPoint.from_json(point) for point in value["points"])
         how, unit = How.from_json(value.get("grows", {})), value.get("unit", "samples")
         return fit(points, value["kind"], how, level=value["level"], noise=value["noise"], unit=unit)
