@@ -66,11 +66,7 @@ def _launch(given: argparse.Namespace, script_args: list[str]) -> dict[str, Any]
 
 
 def launch(given: argparse.Namespace, script_args: list[str]) -> int:
-    """Launch a script or a task, wait for its end and show it; returns the exit status.
-
-    Raises:
-        ValueError: it cannot be launched so.
-    """
+    """Launch a script or a task, wait for its end and show it; returns the exit status."""
     run = workbench.launch(**_launch(given, script_args))
     if run.join_command:
         print(f"on each further machine: {run.join_command}", file=sys.stderr if given.json else sys.stdout, flush=True)
@@ -96,11 +92,7 @@ def show(result: object, given: argparse.Namespace) -> None:
 
 
 def runs(given: argparse.Namespace) -> int:
-    """List the runs of a folder; returns the exit status.
-
-    Raises:
-        ValueError: it is no folder, or has no such column.
-    """
+    """List the runs of a folder; returns the exit status."""
     if given.runs_dir and not Path(given.runs_dir).is_dir():
         raise ValueError(f"{given.runs_dir} is not a folder; runs are in the folder runs where they were launched: workbench runs FOLDER")
     if not given.runs_dir and not Path("runs").exists():
@@ -113,11 +105,7 @@ def runs(given: argparse.Namespace) -> int:
 
 
 def show_run(given: argparse.Namespace) -> int:
-    """Show a run directory; returns the exit status.
-
-    Raises:
-        ValueError: it is none, or cannot be read.
-    """
+    """Show a run directory; returns the exit status."""
     run = Run.load(given.path)
     if given.html:
         workbench.report(run).save(given.html)
@@ -131,21 +119,13 @@ def show_run(given: argparse.Namespace) -> int:
 
 
 def export(given: argparse.Namespace) -> int:
-    """Write a run for another tool; returns the exit status.
-
-    Raises:
-        ValueError: no such run or target, or its package is not installed.
-    """
+    """Write a run for another tool; returns the exit status."""
     print(workbench.export(Run.load(given.path), given.to, given.folder))
     return 0
 
 
 def check(given: argparse.Namespace) -> int:
-    """Hold a run against budgets; returns the exit status: 0 if all are kept.
-
-    Raises:
-        ValueError: a budget that cannot be read, or a run that still runs.
-    """
+    """Hold a run against budgets; returns the exit status: 0 if all are kept."""
     checked = workbench.check_run(given.run_dir, given.budgets, against=given.against)
     why = commands.reason_of(checked, given.budget) if given.why else None
     show({**codec.to_json(checked), "why": why and why.brief()} if why and given.json else checked, given)
@@ -155,11 +135,7 @@ def check(given: argparse.Namespace) -> int:
 
 
 def compare(given: argparse.Namespace) -> int:
-    """Set runs side by side; returns the exit status.
-
-    Raises:
-        ValueError: fewer than two, or one without steps.
-    """
+    """Set runs side by side; returns the exit status."""
     compared = workbench.compare(*map(Run.load, given.runs))
     facts = [
         {"run": str(run.path), "differs": label, "step": step, "samples_per_sec": run.samples_per_sec, "speedup": speedup}
@@ -172,11 +148,7 @@ def compare(given: argparse.Namespace) -> int:
 
 
 def trace(given: argparse.Namespace) -> int:
-    """Show what the steps of a trace are made of; returns the exit status.
-
-    Raises:
-        ValueError: there is no trace, or it cannot be read.
-    """
+    """Show what the steps of a trace are made of; returns the exit status."""
     is_run = (Path(given.path) / "run.json").is_file()
     read = workbench.trace(Run.load(given.path)) if is_run else workbench.Trace.load(given.path)
     parts = read.breakdown()
@@ -190,11 +162,7 @@ def trace(given: argparse.Namespace) -> int:
 
 
 def diagnose(given: argparse.Namespace) -> int:
-    """Diagnose a task or a run, and prove the best remedy if asked to; returns the exit status.
-
-    Raises:
-        ValueError: no such task, run, knob or value.
-    """
+    """Diagnose a task or a run, and prove the best remedy if asked to; returns the exit status."""
     knobs = knobs_of(given.set or [])
     if given.nproc_per_node is not None:
         knobs["nproc_per_node"] = given.nproc_per_node
@@ -241,11 +209,7 @@ def diagnose(given: argparse.Namespace) -> int:
 
 
 def sanity(given: argparse.Namespace) -> int:
-    """Check a task for the usual faults; returns the exit status: 0 if there is none.
-
-    Raises:
-        ValueError: no such task, knob or value; or it cannot be built.
-    """
+    """Check a task for the usual faults; returns the exit status: 0 if there is none."""
     report = workbench.sanity(workbench.RunSpec(task=given.target).replace(**knobs_of(given.set or [])), budget_s=given.budget)
     if given.json:
         print(json.dumps(report.brief(), ensure_ascii=False))
@@ -255,11 +219,7 @@ def sanity(given: argparse.Namespace) -> int:
 
 
 def calibrate(given: argparse.Namespace) -> int:
-    """Measure this machine's speeds, and the memory outside of PyTorch's allocator on its GPU, if it has one; returns the exit status.
-
-    Raises:
-        ValueError: not such a number of models, or torch or a GPU that is here cannot be used.
-    """
+    """Measure this machine's speeds, and the memory outside of PyTorch's allocator on its GPU, if it has one; returns the exit status."""
 
     def tell(what: str) -> None:
         if sys.stderr.isatty():
@@ -443,20 +403,29 @@ def _refuse(parser: argparse.ArgumentParser, given: argparse.Namespace, rest: li
 
 _RUN: Mapping[str, Callable[[argparse.Namespace], int]] = {
     "doctor": lambda given: commands.doctor(given, knobs_of(given.set or [])),
-    "runs": runs, "report": show_run, "export": export, "check": check, "compare": compare, "trace": trace,
-    "diagnose": diagnose, "sanity": sanity, "calibrate": calibrate, "join": lambda given: join(given.run_dir),
+    "runs": runs,
+    "report": show_run,
+    "export": export,
+    "check": check,
+    "compare": compare,
+    "trace": trace,
+    "diagnose": diagnose,
+    "sanity": sanity,
+    "calibrate": calibrate,
+    "join": lambda given: join(given.run_dir),
     "estimate": lambda given: cluster_commands.estimate(given, knobs_of(given.set or []), show),
     "plan": lambda given: cluster_commands.plan(given, knobs_of(given.set or []), show),
     "batch-lengths": lambda given: batch_lengths.command(given, knobs_of(given.set or []), show),
     "estimate-time": lambda given: cluster_commands.estimate_time(given, knobs_of(given.set or []), show),
-    "what-changed": commands.why, "bisect": lambda given: commands.first_bad(given, knobs_of(given.set or [])),
+    "what-changed": commands.why,
+    "bisect": lambda given: commands.first_bad(given, knobs_of(given.set or [])),
     "why-not-linear": lambda given: commands.not_linear(given, knobs_of(given.set or [])),
-}  # fmt: skip
+}
 """Command → what runs it; `lab` and `launch` hand further arguments on."""
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line; returns the exit status."""
+    """Run the command line; returns the exit status: 2 where a command raises ValueError, whose message is printed in a line."""
     parser, made = _parser()
     words = sys.argv[1:] if argv is None else argv
     words, script_args = (words[: words.index("--")], words[words.index("--") + 1 :]) if "--" in words else (words, [])

@@ -65,11 +65,13 @@ from workbench.traces.plot.roofline import roofline
 from workbench.traces.plot.step import critical, critical_path, idle
 from workbench.traces.plot.timeline import breakdown, ranks, timeline
 
-__all__ = [
-    "step_time", "compare", "traffic", "links", "twin", "metrics", "diagnosis", "plan", "plan_front", "plan_memory", "plan_proof",
-    "estimated_time", "proof", "ladder", "loader_curve", "lr_range", "memory", "memory_ladder", "memory_timeline", "scaled_lr", "schedule",
-    "steps_to_target", "critical_batch", "time_to_target", "noise_scale", "breakdown", "ranks", "flame", "memory_curve", "launches",
-    "idle", "roofline", "modules", "critical", "critical_path", "kernels", "copies", "sequences", "timeline", "unprepared", "scaling",
-    "scaling_efficiency", "scaling_law", "why_not_linear", "what_changed", "bisection", "duplicates", "samples", "formats",
-    "batch_lengths",
-]  # fmt: skip
+__all__ = ["step_time", "compare", "metrics"]
+__all__ += ["traffic", "links", "twin", "plan", "plan_front", "plan_memory", "estimated_time"]
+__all__ += ["diagnosis", "proof", "ladder", "loader_curve", "unprepared", "why_not_linear", "what_changed", "bisection"]
+__all__ += ["memory", "memory_ladder", "memory_timeline"]
+__all__ += ["lr_range", "scaled_lr", "schedule", "noise_scale", "plan_proof", "batch_lengths"]
+__all__ += ["steps_to_target", "critical_batch", "time_to_target"]
+__all__ += ["breakdown", "ranks", "timeline", "flame", "memory_curve", "launches", "idle", "roofline", "modules"]
+__all__ += ["critical", "critical_path", "kernels", "copies", "sequences"]
+__all__ += ["scaling", "scaling_efficiency", "scaling_law"]
+__all__ += ["duplicates", "samples", "formats"]

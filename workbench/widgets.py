@@ -29,9 +29,19 @@ from workbench.traces.panel.explorer import TraceExplorer
 from workbench.traces.panel.perfetto import perfetto
 
 __all__ = [
-    "RunPanel", "run_panel", "runs", "LogView", "ThroughputDoctor", "MemoryExplorer", "BatchPlanner", "ScalingExplorer", "TraceExplorer",
-    "perfetto", "DataExplorer", "WhyNotLinear",
-]  # fmt: skip
+    "RunPanel",
+    "run_panel",
+    "runs",
+    "LogView",
+    "ThroughputDoctor",
+    "MemoryExplorer",
+    "BatchPlanner",
+    "ScalingExplorer",
+    "TraceExplorer",
+    "perfetto",
+    "DataExplorer",
+    "WhyNotLinear",
+]
 
 for _panel in (
     RunPanel,

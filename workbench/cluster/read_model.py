@@ -22,10 +22,6 @@ CHECKPOINTINGS = ("none", "full")
 """Kinds of checkpointing that are planned by default: each costs two dry runs."""
 SINGLE_SIZES = (2, 4, 8, 16, 32, 64)
 """Micro-batches that are run one by one where memory does not follow."""
-_FIXED = (
-    "nproc_per_node", "parallel", "tensor_parallel", "pipeline_parallel", "expert_parallel", "local_sgd", "shard_ranks", "accumulation",
-    "micro_batch", "checkpointing",
-)  # fmt: skip
 _ONE_RANK = {
     "nproc_per_node": 1,
     "parallel": "ddp",
@@ -36,6 +32,7 @@ _ONE_RANK = {
     "shard_ranks": None,
     "accumulation": 1,
 }
+_FIXED = (*_ONE_RANK, "micro_batch", "checkpointing")
 
 
 def read(

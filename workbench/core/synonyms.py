@@ -24,13 +24,35 @@ SYNONYMS: Mapping[str, tuple[str, ...]] = {
 }
 """Name of an argument → its other names, where a function has no other argument of that name. Documentation uses the first alone."""
 EXAMPLES: Mapping[str, str] = {
-    "device": '"H100"', "cluster": '"DGX-H100"', "network": '"DGX-H100"', "world_size": "8", "changes": '[{"micro_batch": 64}]',
-    "budgets": '{"step": "120 ms"}', "to": '"tensorboard"', "good": '"v1.2"', "image": '"registry/image:tag"', "lr": "1e-3",
-    "batch": "256", "to_batch": "1024", "samples": "(10_000, 40_000, 160_000)", "length": "2048", "batch_size": "32", "classes": "10",
-    "seed": "0", "count": "1_000_000", "payload": "100e9", "run": '"runs/NAME"', "run_a": '"runs/NAME"', "run_b": '"runs/OTHER"',
-    "folder": '"exported"', "path": '"FOLDER"', "out": '"FOLDER"',
-    "name": '"H100"', "value": "result.to_json()", "micro_batch": "32",
-}  # fmt: skip
+    "device": '"H100"',
+    "cluster": '"DGX-H100"',
+    "network": '"DGX-H100"',
+    "world_size": "8",
+    "changes": '[{"micro_batch": 64}]',
+    "budgets": '{"step": "120 ms"}',
+    "to": '"tensorboard"',
+    "good": '"v1.2"',
+    "image": '"registry/image:tag"',
+    "lr": "1e-3",
+    "batch": "256",
+    "to_batch": "1024",
+    "samples": "(10_000, 40_000, 160_000)",
+    "length": "2048",
+    "batch_size": "32",
+    "classes": "10",
+    "seed": "0",
+    "count": "1_000_000",
+    "payload": "100e9",
+    "run": '"runs/NAME"',
+    "run_a": '"runs/NAME"',
+    "run_b": '"runs/OTHER"',
+    "folder": '"exported"',
+    "path": '"FOLDER"',
+    "out": '"FOLDER"',
+    "name": '"H100"',
+    "value": "result.to_json()",
+    "micro_batch": "32",
+}
 """Argument without a default → what an example call gives it; those that are not here are variables of the user, such as spec or loader."""
 MAKERS: Mapping[str, str] = {
     'Cluster.named("DGX-H100")': "Cluster Cluster.named",

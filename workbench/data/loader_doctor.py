@@ -58,15 +58,10 @@ def doctor(loader: "DataLoader[Any]", *, run: bool = True, shm: str = "/dev/shm"
         raise ValueError(f"doctor looks at a torch.utils.data.DataLoader, and this is a {type(loader).__name__}: give the loader itself")
     begun = time.monotonic()
     exam = _Exam(loader, run=run, shm=shm, processes=processes)
-    found: dict[str, LoaderFinding] = {}
-    for check in CHECKS:
-        try:
-            found[check] = getattr(exam, check.replace(" ", "_").replace("-", "_"))()
-        except Exception as error:  # of a user's dataset or sampler: the other checks go on
-            found[check] = LoaderFinding(check=check, severity="not judged", figure=f"{type(error).__name__}: {error}"[:200])
+    findings = tuple(map(exam, CHECKS))
     kind = type(loader.dataset).__name__
     target = f"DataLoader of {kind}, batch_size={loader.batch_size}, num_workers={loader.num_workers}"
-    return LoaderReport(target=target, findings=tuple(found.values()), seconds=time.monotonic() - begun)
+    return LoaderReport(target=target, findings=findings, seconds=time.monotonic() - begun)
 
 
 class _Exam:
@@ -78,24 +73,34 @@ class _Exam:
         self.stream = isinstance(loader.dataset, IterableDataset)
         self.first: Any = None
 
-    def _said(self, check: str, severity: str, figure: str, fix: str = "", *, proved: bool = False) -> LoaderFinding:
-        return LoaderFinding(check=check, severity=severity, figure=figure, fix=fix, proved=proved)
+    def __call__(self, check: str) -> LoaderFinding:
+        self._check = check
+        try:
+            found: LoaderFinding = getattr(self, check.replace(" ", "_").replace("-", "_"))()
+        except Exception as error:  # of a user's dataset or sampler: the other checks go on
+            return self._said("not judged", f"{type(error).__name__}: {error}"[:200])
+        return found
+
+    def _said(self, severity: str, figure: str, fix: str = "", *, proved: bool = False) -> LoaderFinding:
+        return LoaderFinding(check=self._check, severity=severity, figure=figure, fix=fix, proved=proved)
 
     def runs(self) -> LoaderFinding:
         if not self.run:
-            return self._said("runs", "not judged", "no batch was read")
+            return self._said("not judged", "no batch was read")
         try:
             with _batches(self.loader) as batches:
                 self.first = next(batches, None)
         except Exception as error:
             why = str(error).strip().splitlines()
             return self._said(
-                "runs", "breaks", f"{type(error).__name__}: {why[-1] if why else ''}"[:200],
-                "read dataset[0] here first; with workers, look at the checks below", proved=True,
-            )  # fmt: skip
+                "breaks",
+                f"{type(error).__name__}: {why[-1] if why else ''}"[:200],
+                "read dataset[0] here first; with workers, look at the checks below",
+                proved=True,
+            )
         if self.first is None:
-            return self._said("runs", "wrong", "it has no batch", "a smaller batch_size, drop_last=False, or more samples", proved=True)
-        return self._said("runs", "fine", "a batch was read", proved=True)
+            return self._said("wrong", "it has no batch", "a smaller batch_size, drop_last=False, or more samples", proved=True)
+        return self._said("fine", "a batch was read", proved=True)
 
     def pickling(self) -> LoaderFinding:
         sent = {name: getattr(self.loader, name, None) for name in ("dataset", "collate_fn", "worker_init_fn")}
@@ -109,16 +114,18 @@ class _Exam:
                 when = "with this start method" if now else f"under Python {FUTURE[0]}.{FUTURE[1]}, and on macOS and Windows"
                 fix = "a function of a module instead of a lambda; paths instead of handles, opened in the worker at the first read"
                 figure = f"{place} cannot be pickled ({error!s:.80}), which workers need {when}"
-                return self._said("pickling", "breaks" if self.workers else "fine", figure, fix if self.workers else "", proved=True)
+                return self._said("breaks" if self.workers else "fine", figure, fix if self.workers else "", proved=True)
             if name == "dataset" and size.bytes > LARGE_PICKLE:
                 large = _memmap(value)
                 hint = f": {large} is a memory map, and is sent as a whole" if large else ""
                 slow = self.workers > 0
                 return self._said(
-                    "pickling", "slow" if slow else "fine", f"the dataset is {units.bytes_(size.bytes)} as a pickle{hint}",
-                    "keep the path, and open the file at the first read in each process" if slow else "", proved=True,
-                )  # fmt: skip
-        return self._said("pickling", "fine", "dataset, collate_fn and worker_init_fn can be pickled", proved=True)
+                    "slow" if slow else "fine",
+                    f"the dataset is {units.bytes_(size.bytes)} as a pickle{hint}",
+                    "keep the path, and open the file at the first read in each process" if slow else "",
+                    proved=True,
+                )
+        return self._said("fine", "dataset, collate_fn and worker_init_fn can be pickled", proved=True)
 
     def main_class(self) -> LoaderFinding:
         named = {"dataset": type(self.loader.dataset), "collate_fn": self.loader.collate_fn, "worker_init_fn": self.loader.worker_init_fn}
@@ -127,41 +134,38 @@ class _Exam:
         if own and not file:
             now = self.method != "fork" and self.workers > 0
             return self._said(
-                "main class", "breaks" if now else "slow" if self.workers else "fine",
+                "breaks" if now else "slow" if self.workers else "fine",
                 f"{own[0]} is defined in a notebook or a prompt, which workers "
                 f"{'cannot import' if now else f'cannot import under Python {FUTURE[0]}.{FUTURE[1]}'}",
                 "write the class into a module (%%writefile data.py) and import it" if self.workers else "",
-            )  # fmt: skip
+            )
         if self._processes and not own:
             data = pickle.dumps(self.loader.dataset)
             code = "import pickle, sys; pickle.load(sys.stdin.buffer)"
             done = subprocess.run([sys.executable, "-c", code], input=data, capture_output=True, timeout=120, check=False)
             if done.returncode:
                 why = done.stderr.decode(errors="replace").strip().splitlines()[-1][:150]
-                return self._said(
-                    "main class", "breaks", f"a fresh Python cannot read it: {why}", "make its module importable", proved=True
-                )
-            return self._said("main class", "fine", "a fresh Python reads the dataset", proved=True)
-        return self._said("main class", "fine", "its classes come from modules")
+                return self._said("breaks", f"a fresh Python cannot read it: {why}", "make its module importable", proved=True)
+            return self._said("fine", "a fresh Python reads the dataset", proved=True)
+        return self._said("fine", "its classes come from modules")
 
     def open_handles(self) -> LoaderFinding:
         handles = list(_handles(self.loader.dataset))
         if not handles:
-            return self._said("open handles", "fine", "the dataset holds none")
+            return self._said("fine", "the dataset holds none")
         place, kind = handles[0]
         fix = "keep the path; open at the first read, in a dict by os.getpid() that __getstate__ leaves out; read by os.pread"
         if not self.workers:
-            return self._said("open handles", "fine", f"{place} is an open {kind}; without workers nothing shares it")
+            return self._said("fine", f"{place} is an open {kind}; without workers nothing shares it")
         if self.method != "fork":
-            return self._said("open handles", "breaks", f"{place} is an open {kind}, which cannot be sent to a worker", fix)
+            return self._said("breaks", f"{place} is an open {kind}, which cannot be sent to a worker", fix)
         wrong = self._shared_reads() if self.run and not self.stream else None
         if wrong and wrong[0]:
             return self._said(
-                "open handles", "wrong", f"{place} is an open {kind}: {wrong[0]} of {wrong[1]} reads of workers differ or fail", fix,
-                proved=True,
-            )  # fmt: skip
+                "wrong", f"{place} is an open {kind}: {wrong[0]} of {wrong[1]} reads of workers differ or fail", fix, proved=True
+            )
         tried = f" ({wrong[1]} reads were right by luck)" if wrong is not None else ""
-        return self._said("open handles", "wrong", f"{place} is an open {kind}: forked workers share its position{tried}", fix)
+        return self._said("wrong", f"{place} is an open {kind}: forked workers share its position{tried}", fix)
 
     def _shared_reads(self) -> tuple[int, int] | None:
         """Samples that workers read otherwise than this process, or not at all; None = the dataset is not repeatable."""
@@ -186,9 +190,9 @@ class _Exam:
 
     def stream_parts(self) -> LoaderFinding:
         if not self.stream:
-            return self._said("stream parts", "fine", "it is no stream")
+            return self._said("fine", "it is no stream")
         if self.workers < 2 or not self.run:
-            return self._said("stream parts", "not judged", f"num_workers={self.workers}")
+            return self._said("not judged", f"num_workers={self.workers}")
         per_worker: list[list[bytes]] = [[] for _ in range(self.workers)]
         with _batches(self.loader) as batches:
             for number, batch in enumerate(itertools.islice(batches, 3 * self.workers)):
@@ -196,11 +200,12 @@ class _Exam:
         same = sum(each[:1] == per_worker[0][:1] for each in per_worker[1:] if each)
         if same:
             return self._said(
-                "stream parts", "wrong", f"{same + 1} of {self.workers} workers give the same samples",
+                "wrong",
+                f"{same + 1} of {self.workers} workers give the same samples",
                 "in __iter__: info = torch.utils.data.get_worker_info(), then itertools.islice(samples, info.id, None, info.num_workers)",
                 proved=True,
-            )  # fmt: skip
-        return self._said("stream parts", "fine", "the first batches of all workers differ", proved=True)
+            )
+        return self._said("fine", "the first batches of all workers differ", proved=True)
 
     def padding(self) -> LoaderFinding:
         chain = list(samplers_of(self.loader).values())
@@ -208,51 +213,55 @@ class _Exam:
         total, samples = getattr(sampler, "total_size", None), None if self.stream else len(self.loader.dataset)  # type: ignore[arg-type]
         if total is not None and samples is not None and total > samples:
             return self._said(
-                "padding", "wrong", f"the sampler repeats {total - samples} of {samples} samples, so that all ranks have equally many",
+                "wrong",
+                f"the sampler repeats {total - samples} of {samples} samples, so that all ranks have equally many",
                 "for an evaluation give each sample once (wb.RunSpec(evaluate=…) does), or take drop_last=True",
-            )  # fmt: skip
+            )
         repeats = getattr(sampler, "tail_samples", 0) if getattr(sampler, "_tail", "") == "repeat" else 0
-        return self._said("padding", "fine", f"{repeats} samples repeated, as declared" if repeats else "no sample is repeated")
+        return self._said("fine", f"{repeats} samples repeated, as declared" if repeats else "no sample is repeated")
 
     def equal_ranks(self) -> LoaderFinding:
         counts, how = batches_of_ranks(self.loader)
         if not counts:
-            return self._said("equal ranks", "not judged", how)
+            return self._said("not judged", how)
         if len(set(counts.values())) < 2:
             each = next(iter(counts.values()))
             said = f"{len(counts)} ranks have {in_words(each)} each{how}" if len(counts) > 1 else "its sampler is for one rank"
-            return self._said("equal ranks", "fine", said)
+            return self._said("fine", said)
         (least, few), (most, many) = (pick(counts.items(), key=lambda pair: pair[1]) for pick in (min, max))
         return self._said(
-            "equal ranks", "breaks",
+            "breaks",
             f"rank {least} of {len(counts)} gets {in_words(few)} and rank {most} {many}{how}: "
             f"with DDP, rank {most} waits for it without an end",
             "sampler=wb.data.ResumableSampler(dataset) gives all ranks equally many; else end the epoch after the fewest, or train inside "
             "torch.distributed.algorithms.join.Join([model])",
-        )  # fmt: skip
+        )
 
     def set_epoch(self) -> LoaderFinding:
         chain = {place: each for place, each in samplers_of(self.loader).items() if hasattr(each, "set_epoch")}
         place, sampler = next(((place, each) for place, each in chain.items() if getattr(each, "shuffle", False)), ("", None))
         if sampler is None:
-            return self._said("set_epoch", "fine", "its sampler needs no set_epoch")
+            return self._said("fine", "its sampler needs no set_epoch")
         if isinstance(sampler, ResumableSampler):
-            return self._said("set_epoch", "fine", "batches(loader) of its sampler begins each epoch")
+            return self._said("fine", "batches(loader) of its sampler begins each epoch")
         once, again = (list(map(repr, itertools.islice(iter(sampler), 1000))) for _ in range(2))
         if once == again and len(set(once)) > 1:
             return self._said(
-                "set_epoch", "wrong", f"two passes have the same order (epoch {getattr(sampler, 'epoch', '?')})",
-                f"call {place}.set_epoch(epoch) before each pass, if the training does not do it already", proved=True,
-            )  # fmt: skip
-        return self._said("set_epoch", "fine", "two passes have different orders", proved=True)
+                "wrong",
+                f"two passes have the same order (epoch {getattr(sampler, 'epoch', '?')})",
+                f"call {place}.set_epoch(epoch) before each pass, if the training does not do it already",
+                proved=True,
+            )
+        return self._said("fine", "two passes have different orders", proved=True)
 
     def in_order(self) -> LoaderFinding:
         if getattr(self.loader, "in_order", True) or not self.workers:
-            return self._said("in_order", "fine", "batches come in the order of the sampler")
+            return self._said("fine", "batches come in the order of the sampler")
         return self._said(
-            "in_order", "wrong", "in_order=False: batches come as workers finish them, and no run repeats another",
+            "wrong",
+            "in_order=False: batches come as workers finish them, and no run repeats another",
             "in_order=True, unless a few slow samples hold up the rest and repeatability is not needed",
-        )  # fmt: skip
+        )
 
     def _batch_bytes(self) -> tuple[int, int]:
         tensors = list(_tensors(self.first))
@@ -264,44 +273,40 @@ class _Exam:
     def shared_memory(self) -> LoaderFinding:
         size, _ = self._batch_bytes()
         if not self.workers or not size or not os.path.isdir(self._shm):
-            return self._said(
-                "shared memory", "not judged" if self.workers else "fine", "no batch was read" if self.workers else "no workers"
-            )
+            return self._said("not judged" if self.workers else "fine", "no batch was read" if self.workers else "no workers")
         status = os.statvfs(self._shm)
         free, need = status.f_bavail * status.f_frsize, size * self._ahead()
         figure = f"{self._ahead()} batches of {units.bytes_(size)} take {units.bytes_(need)} of {units.bytes_(free)} in {self._shm}"
         if need > free:
             fix = "docker run --shm-size=8g, fewer workers, or a smaller prefetch_factor"
-            return self._said("shared memory", "breaks", figure, fix)
-        return self._said("shared memory", "fine", figure)
+            return self._said("breaks", figure, fix)
+        return self._said("fine", figure)
 
     def descriptors(self) -> LoaderFinding:
         _, tensors = self._batch_bytes()
         if not self.workers or torch.multiprocessing.get_sharing_strategy() != "file_descriptor":  # type: ignore[no-untyped-call]
-            return self._said("descriptors", "fine", "no workers" if not self.workers else "tensors take none")
+            return self._said("fine", "no workers" if not self.workers else "tensors take none")
         limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         used = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 32
         need = tensors * self._ahead() + 4 * self.workers
         figure = f"{need} for {tensors} tensors in {self._ahead()} batches and the workers' pipes, {used} are open, {limit} allowed"
         if used + need > limit:
             fix = "ulimit -n 65536, or torch.multiprocessing.set_sharing_strategy('file_system'); keep no batch longer than a step"
-            return self._said("descriptors", "breaks", figure, fix)
-        return self._said("descriptors", "fine", figure)
+            return self._said("breaks", figure, fix)
+        return self._said("fine", figure)
 
     def copy_on_write(self) -> LoaderFinding:
         objects, place = _most_objects(self.loader.dataset)
         fix = "keep names as a numpy array of bytes (dtype 'S') or as one bytes object with offsets, numbers as arrays"
         if not self.workers:
-            return self._said("copy-on-write", "fine", "no workers")
+            return self._said("fine", "no workers")
         if objects < MANY_OBJECTS or self.method != "fork":
-            return self._said(
-                "copy-on-write", "fine", f"the largest container has {objects:,} objects" if objects else "it has no containers of objects"
-            )
+            return self._said("fine", f"the largest container has {objects:,} objects" if objects else "it has no containers of objects")
         growth = self._growth() if self.run and not self.stream else None
         told = f"{place} has {objects:,} Python objects, whose reference counts copy pages in each worker"
         if growth is not None:
             told += f": private memory of a worker grew by {units.bytes_(max(growth, 0))}"
-        return self._said("copy-on-write", "slow", told, fix, proved=growth is not None and growth > GROWTH)
+        return self._said("slow", told, fix, proved=growth is not None and growth > GROWTH)
 
     def _growth(self) -> int | None:
         """Bytes of private memory that a forked worker gains while it touches the dataset's objects, by looking all of them up."""
@@ -319,26 +324,22 @@ class _Exam:
         cores, threads = usable_cores(), torch.get_num_threads()
         figure = f"{units.several(self.workers, 'worker')}, {units.several(threads, 'thread')} of the main process, {cores:g} cores"
         if self.workers > cores:
-            return self._said(
-                "cores", "slow", figure, f"num_workers={max(1, int(cores) - 1)}; wb.diagnose(step, loader) finds how many help"
-            )
+            return self._said("slow", figure, f"num_workers={max(1, int(cores) - 1)}; wb.diagnose(step, loader) finds how many help")
         if self.workers and self.workers + threads > cores + 1 and threads > 1 and not torch.cuda.is_available():
             fix = f"torch.set_num_threads({max(1, int(cores) - self.workers)}), since the training computes on the same cores"
-            return self._said("cores", "slow", figure, fix)
-        return self._said("cores", "fine", figure)
+            return self._said("slow", figure, fix)
+        return self._said("fine", figure)
 
     def pin_memory(self) -> LoaderFinding:
         if not self.loader.pin_memory:
-            return self._said("pin_memory", "fine", "it is off")
+            return self._said("fine", "it is off")
         if not torch.accelerator.is_available():
-            return self._said(
-                "pin_memory", "slow", "it is on, and there is no accelerator: nothing is pinned, torch warns", "pin_memory=False here"
-            )
+            return self._said("slow", "it is on, and there is no accelerator: nothing is pinned, torch warns", "pin_memory=False here")
         pinned = [tensor.is_pinned() for tensor in _tensors(self.first)]
         if self.run and pinned and not any(pinned):
             fix = "give the batch's class a method pin_memory(), or return tensors, lists or dicts"
-            return self._said("pin_memory", "slow", "it is on, and no tensor of a batch is pinned", fix, proved=True)
-        return self._said("pin_memory", "fine", "tensors are pinned", proved=bool(pinned))
+            return self._said("slow", "it is on, and no tensor of a batch is pinned", fix, proved=True)
+        return self._said("fine", "tensors are pinned", proved=bool(pinned))
 
 
 class _Size(io.RawIOBase):
@@ -448,8 +449,15 @@ def _handles(dataset: Any) -> Iterator[tuple[str, str]]:
         if isinstance(item, io.IOBase) and not isinstance(item, io.BytesIO | io.StringIO) and not item.closed:
             yield path, "file"
         elif module in ("h5py", "lmdb", "sqlite3", "_sqlite3", "zipfile", "tarfile", "socket") and kind.__name__ in (
-            "File", "Environment", "Connection", "ZipFile", "TarFile", "socket", "Dataset", "Group",
-        ):  # fmt: skip
+            "File",
+            "Environment",
+            "Connection",
+            "ZipFile",
+            "TarFile",
+            "socket",
+            "Dataset",
+            "Group",
+        ):
             yield path, f"{module}.{kind.__name__}"
 
 

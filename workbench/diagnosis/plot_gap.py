@@ -14,11 +14,16 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 COLORS = {
-    "micro-batch": PARTS["host"], "cores": PARTS["compute"], "memory": PARTS["transfer"], "loaders": PARTS["data_wait"],
+    "micro-batch": PARTS["host"],
+    "cores": PARTS["compute"],
+    "memory": PARTS["transfer"],
+    "loaders": PARTS["data_wait"],
     **dict.fromkeys(("slow rank", "uneven data", "uneven steps"), PARTS["straggler"]),
     **dict.fromkeys(("many reductions", "large gradients"), PARTS["communication"]),
-    "other processes": IDLE, "epochs": PARTS["data_wait"], UNEXPLAINED: PHASES["other"],
-}  # fmt: skip
+    "other processes": IDLE,
+    "epochs": PARTS["data_wait"],
+    UNEXPLAINED: PHASES["other"],
+}
 """Part of the gap → colour."""
 SHOWN = 0.005
 """Fraction of N × one below which a part has no row of its own, unless it is what is not explained."""

@@ -245,9 +245,12 @@ def script_evidence(
         threads=threads,
         script=True,
         seconds=seconds,
-        notes=(*said, f"whole launches of a script, one after the other: a change of the machine's load between them counts, too "
-                      f"({units.percent(_drift(blocks))} between their parts)"),
-    )  # fmt: skip
+        notes=(
+            *said,
+            f"whole launches of a script, one after the other: a change of the machine's load between them counts, too "
+            f"({units.percent(_drift(blocks))} between their parts)",
+        ),
+    )
 
 
 def _chunk(values: Sequence[float], number: int) -> tuple[float, ...]:

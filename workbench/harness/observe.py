@@ -127,9 +127,12 @@ def recorded_replays() -> Iterator[Replays]:
 
 
 COLLECTIVES = {
-    "allgather": "all_gather", "reducescatter": "reduce_scatter", "alltoall": "all_to_all", "allreduce": "all_reduce",
+    "allgather": "all_gather",
+    "reducescatter": "reduce_scatter",
+    "alltoall": "all_to_all",
+    "allreduce": "all_reduce",
     **{name: name for name in ("broadcast", "reduce", "gather", "scatter", "send", "recv", "barrier")},
-}  # fmt: skip
+}
 """As torch.distributed calls them, by how its operators begin; the first that fits."""
 
 

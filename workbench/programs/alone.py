@@ -43,9 +43,17 @@ def main(words: list[str] | None = None) -> None:
         raise SpecError(f"torchrun's run id is {number!r:.80}: {allowed}. Try another --rdzv-id")
     path = Path(runs) / f"{label(task)}-{number}"
     info = {
-        "format": run_directory.FORMAT, "id": number, "name": label(task), "created": time.time(), "host": platform.node(),
-        "spec": spec.to_json(), "launch_dir": ".", "timeout": None, "outcome": None, "alone": True,
-    }  # fmt: skip
+        "format": run_directory.FORMAT,
+        "id": number,
+        "name": label(task),
+        "created": time.time(),
+        "host": platform.node(),
+        "spec": spec.to_json(),
+        "launch_dir": ".",
+        "timeout": None,
+        "outcome": None,
+        "alone": True,
+    }
     _check(path, spec)
     (path / run_directory.ERRORS).mkdir(parents=True, exist_ok=True)
     os.environ[run_directory.ENV_RUN_DIR] = str(path.absolute())

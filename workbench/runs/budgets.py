@@ -17,12 +17,11 @@ from workbench.core.synonyms import accept_synonyms
 from workbench.core.vocabulary import PHASES
 from workbench.runs.run import ACTIVE, Run
 
-_UNITS = {
-    "": 1.0, "%": 0.01, "s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6,
-    "B": 1.0, "kB": 1e3, "KiB": 2**10, "MB": 1e6, "MiB": 2**20, "GB": 1e9, "GiB": 2**30, "TB": 1e12, "TiB": 2**40,
-}  # fmt: skip
+_SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6}
+_BYTES = {"B": 1.0, "kB": 1e3, "KiB": 2**10, "MB": 1e6, "MiB": 2**20, "GB": 1e9, "GiB": 2**30, "TB": 1e12, "TiB": 2**40}
+_UNITS = {"": 1.0, "%": 0.01, **_SECONDS, **_BYTES}
 _LIMIT = re.compile(r"\s*(?P<sign>[+-]?)\s*(?P<number>\d+(?:\.\d+)?(?:e[+-]?\d{1,2})?)\s*(?P<unit>\S*)\s*", re.IGNORECASE)
-_TIME, _MEMORY, _SHARE = ("s", "ms", "us", "µs"), tuple(unit for unit in _UNITS if unit.endswith("B")), ("%", "")
+_TIME, _MEMORY, _SHARE = tuple(_SECONDS), tuple(_BYTES), ("%", "")
 
 
 @dataclass(frozen=True, slots=True)

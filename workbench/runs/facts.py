@@ -27,9 +27,17 @@ def run_facts(run: Run) -> dict[str, Any]:
     """The main facts about a run, for a program."""
     done, steps = run.progress
     return {
-        "run": str(run.path), "name": run.name, "state": run.state, "steps_done": done, "steps": steps, "seconds": run.seconds,
-        "samples_per_sec": run.samples_per_sec, "spec": run.spec, "notes": run.notes, "memory": run.memory,
+        "run": str(run.path),
+        "name": run.name,
+        "state": run.state,
+        "steps_done": done,
+        "steps": steps,
+        "seconds": run.seconds,
+        "samples_per_sec": run.samples_per_sec,
+        "spec": run.spec,
+        "notes": run.notes,
+        "memory": run.memory,
         "faults": [str(fault) for fault in health(run).faults],
         "error": None if run.error is None else str(run.error),
         "ranks": [{"rank": mean.rank, "step": mean.mean(), **{phase: mean.mean(phase) for phase in PHASES}} for mean in run.rank_means],
-    }  # fmt: skip
+    }

@@ -147,8 +147,11 @@ def changes(rows: Mapping[int, Sequence[Mapping[str, Any]]]) -> list[Fault]:
     ]
     losses, told = [alarm for alarm in told if alarm.phase == "loss"], [alarm for alarm in told if alarm.phase != "loss"]
     culprits = [alarm for alarm in told if alarm.phase not in ("backward", "step", "throughput", "memory")]
-    kept = [a for a in told if a in culprits or not any(c.rank != a.rank and abs(c.step - a.step) <= MEETS and c.share >= a.share / 2
-                                                        for c in culprits)]  # fmt: skip
+    kept = [
+        a
+        for a in told
+        if a in culprits or not any(c.rank != a.rank and abs(c.step - a.step) <= MEETS and c.share >= a.share / 2 for c in culprits)
+    ]
     faults = []
     for rank, phase in dict.fromkeys((alarm.rank, alarm.phase) for alarm in kept):
         own = [alarm for alarm in kept if (alarm.rank, alarm.phase) == (rank, phase)]

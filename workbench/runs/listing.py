@@ -24,9 +24,7 @@ _LAST = 4096
 """Bytes at the end of a file in which its last whole row is looked for."""
 _SHOWN = 100
 """The most rows that the table shows."""
-COLUMNS = {
-    "run": "path", "state": "state", "steps": "done", "loss": "loss", "throughput": "samples_per_sec", "differs in": "differs"
-}  # fmt: skip
+COLUMNS = {"run": "path", "state": "state", "steps": "done", "loss": "loss", "throughput": "samples_per_sec", "differs in": "differs"}
 """Column of the table → the field of ListedRun that it is sorted by."""
 
 
@@ -247,9 +245,16 @@ def _read(path: Path, run: Run | None) -> tuple[Run | None, _Read]:
         row = _last_metric(path / run_directory.METRICS) or _last_steps(path, run.spec.nproc_per_node)
     except (run_directory.DamagedRunError, RunFormatError, OSError):
         made = ListedRun(
-            path=path, name=path.name, created=_written(path), state="damaged", done=None, steps=None, loss=None, samples_per_sec=None,
+            path=path,
+            name=path.name,
+            created=_written(path),
+            state="damaged",
+            done=None,
+            steps=None,
+            loss=None,
+            samples_per_sec=None,
             differs="",
-        )  # fmt: skip
+        )
         return None, (made, {})
     samples, seconds, loss = row.get("samples"), row.get("seconds"), row.get("loss")
     listed = ListedRun(

@@ -371,12 +371,16 @@ def _check_static_graph(spec: Any) -> None:
     one = "DDP looks at one whole backward, that of the first step"
     for knob, clashes, why in (
         ("parallel", spec.parallel in SHARDED, 'it is a knob of DDP, which "ddp" and "zero1" use; leave it out, or try parallel="ddp"'),
-        ("find_unused_parameters", spec.find_unused_parameters, "one says that all steps use the same parameters, and the other that they "
-         "may not; static_graph alone finds those that are never used"),
+        (
+            "find_unused_parameters",
+            spec.find_unused_parameters,
+            "one says that all steps use the same parameters, and the other that they "
+            "may not; static_graph alone finds those that are never used",
+        ),
         ("accumulation", spec.accumulation > 1, f"{one}, and fails where its micro-batches are not reduced; leave one of them out"),
         ("pipeline_parallel", spec.pipeline_parallel > 1, f"{one}, and a stage has several in each; leave one of them out"),
         ("micro_batch", spec.micro_batch == "auto", f"{one}, and a micro-batch that is split has several; give a number"),
-    ):  # fmt: skip
+    ):
         if clashes:
             raise SpecError(f"{given(spec, knob)} with static_graph=True: {why}")
 

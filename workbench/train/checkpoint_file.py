@@ -124,8 +124,9 @@ def load(path: Path, device: torch.device) -> dict[str, Any]:
         if not isinstance(values, dict) or not all(isinstance(value, of | None) for value in values.values()):
             raise UnusableCheckpointError(f"it is not a checkpoint of the workbench: its {name} is no table by rank", "foreign")
     best = state.get("best")
-    if best and not (isinstance(best, tuple | list) and len(best) == 2 and is_number(best[0], finite=False)
-                     and is_whole(best[1], least=0, most=2**53)):  # fmt: skip
+    if best and not (
+        isinstance(best, tuple | list) and len(best) == 2 and is_number(best[0], finite=False) and is_whole(best[1], least=0, most=2**53)
+    ):
         raise UnusableCheckpointError(
             f"it is not a checkpoint of the workbench: its best is {best!r:.40}, not a loss and a step", "foreign"
         )

@@ -214,8 +214,13 @@ def train(
                         metrics.flush()
                     for log in filter(None, (noise, norms)):
                         log.flush()
-                    checkpoints.write(step, trainer, timer.unfinished_row(spec.micro_batch * spec.accumulation), wait=False,
-                                      loss=figures.get("validation_loss"))  # fmt: skip
+                    checkpoints.write(
+                        step,
+                        trainer,
+                        timer.unfinished_row(spec.micro_batch * spec.accumulation),
+                        wait=False,
+                        loss=figures.get("validation_loss"),
+                    )
                     if prints and prints.kills:  # a rank that is killed in the next step is to go on from here
                         checkpoints.finish(goes_on=step < spec.steps)
                 if checkpoints and preemption and last:

@@ -273,9 +273,9 @@ def changed_layout(spec: RunSpec, before: Mapping[str, Any] | None) -> str:
     changes = ", ".join(f"{name}={now[name]} (it was {before.get(name)})" for name in now if now[name] != before.get(name))
     ranks = before["nproc_per_node"] * before["nnodes"] // (before["tensor_parallel"] * before["pipeline_parallel"])
     samples = before["micro_batch"] * before["accumulation"] * ranks
-    order = "" if samples == spec.global_batch else (
-        f"; a step takes {spec.global_batch} samples now, and took {samples}: the epoch goes on with the samples it has left"
-    )  # fmt: skip
+    order = ""
+    if samples != spec.global_batch:
+        order = f"; a step takes {spec.global_batch} samples now, and took {samples}: the epoch goes on with the samples it has left"
     return (
         f"it goes on with {changes}: weights, optimizer and schedule are those of the checkpoint; random numbers begin anew, and sums are "
         f"added in another order, so the further training is not bit for bit that of before{order}"

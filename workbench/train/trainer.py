@@ -327,8 +327,10 @@ class Trainer:
         place in a bucket. A resumed run that begins with this adds as the undisturbed one does. Buffers and random numbers stay.
         """
         random = self.random_state()
-        kept = [(part, dict(part._buffers), {name: value.clone() for name, value in part._buffers.items() if value is not None})
-                for part in self.module.modules()]  # fmt: skip
+        kept = [
+            (part, dict(part._buffers), {name: value.clone() for name, value in part._buffers.items() if value is not None})
+            for part in self.module.modules()
+        ]
         for _ in range(min(2, self._updates) if self.spec.static_graph else 1):  # a static graph has its buckets after two steps
             for left in reversed(range(self.spec.accumulation if self.pipeline else 1)):
                 self.micro_step(copy.deepcopy(batch), last=not left)  # a loss may change its batch in place

@@ -234,10 +234,16 @@ class BatchLengths(JsonDataclass, display.Shown):
     def table(self) -> display.Table:
         """A row per way to make batches."""
         rows = [
-            [plan.name, f"{plan.longest:,}", units.percent(plan.padding), units.bytes_(plan.needed), "yes" if plan.fits else "NO",
-             units.times(self.gain(plan.name))]
+            [
+                plan.name,
+                f"{plan.longest:,}",
+                units.percent(plan.padding),
+                units.bytes_(plan.needed),
+                "yes" if plan.fits else "NO",
+                units.times(self.gain(plan.name)),
+            ]
             for plan in self.plans
-        ]  # fmt: skip
+        ]
         return display.Table(
             columns=("batches", f"longest ({self.unit})", "padding", "memory of the longest", "fits", "predicted speed"),
             rows=rows,

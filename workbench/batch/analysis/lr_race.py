@@ -140,9 +140,14 @@ def winner(candidates: Sequence[Candidate], start: float) -> Candidate:
 
 
 def conclude(
-    sweeps: Sequence[LrSweep], ran: Sequence[Candidate] = (), *, race_steps: int = STEPS, batch: int | None = None, steps: int = 0,
+    sweeps: Sequence[LrSweep],
+    ran: Sequence[Candidate] = (),
+    *,
+    race_steps: int = STEPS,
+    batch: int | None = None,
+    steps: int = 0,
     notes: Sequence[str] = (),
-) -> LrFound:  # fmt: skip
+) -> LrFound:
     """The result of sweeps and race.
 
     Args:
@@ -156,9 +161,16 @@ def conclude(
     rules = suggestions_over_seeds(sweeps)
     start = statistics.median(sweep.start for sweep in sweeps)
     result = LrFound(
-        lr=None, suggestions=rules, race=tuple(ran), race_steps=race_steps, start=start, sweeps=tuple(sweeps), batch=batch, steps=steps,
+        lr=None,
+        suggestions=rules,
+        race=tuple(ran),
+        race_steps=race_steps,
+        start=start,
+        sweeps=tuple(sweeps),
+        batch=batch,
+        steps=steps,
         notes=tuple(notes),
-    )  # fmt: skip
+    )
     if why := cannot_tell(sweeps):
         return replace(result, why=why)
     best = winner(ran, start) if ran else None

@@ -73,8 +73,15 @@ class Stopped(KeyboardInterrupt):
 class StepDriver:
     """Takes steps at given learning rates, and averages their loss over the ranks; an error on one rank is raised on all."""
 
-    def __init__(self, step: Callable[[Any], Any], feed: Feed, control: LrControl, peers: Peers, progress: Progress | None,
-                 stop: Callable[[], bool] | None = None) -> None:  # fmt: skip
+    def __init__(
+        self,
+        step: Callable[[Any], Any],
+        feed: Feed,
+        control: LrControl,
+        peers: Peers,
+        progress: Progress | None,
+        stop: Callable[[], bool] | None = None,
+    ) -> None:
         """
         Args:
             step: does one optimizer step and returns the loss.

@@ -21,15 +21,19 @@ from workbench.memory.estimate.fake_tensors import asked_device
 
 NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 """Namespaces of torch's operators that are collectives."""
-KINDS = {operator: kind for kind, operators in {
-    "all_reduce": "allreduce allreduce_coalesced all_reduce all_reduce_coalesced",
-    "all_gather": "allgather allgather_base allgather_coalesced allgather_into_tensor_coalesced all_gather_into_tensor "
-    "all_gather_into_tensor_out all_gather_into_tensor_coalesced",
-    "reduce_scatter": "reduce_scatter reduce_scatter_base reduce_scatter_tensor reduce_scatter_tensor_coalesced",
-    "broadcast": "broadcast",
-    "reduce": "reduce",
-    "all_to_all": "alltoall alltoall_base all_to_all_single",
-}.items() for operator in operators.split()}  # fmt: skip
+KINDS = {
+    operator: kind
+    for kind, operators in {
+        "all_reduce": "allreduce allreduce_coalesced all_reduce all_reduce_coalesced",
+        "all_gather": "allgather allgather_base allgather_coalesced allgather_into_tensor_coalesced all_gather_into_tensor "
+        "all_gather_into_tensor_out all_gather_into_tensor_coalesced",
+        "reduce_scatter": "reduce_scatter reduce_scatter_base reduce_scatter_tensor reduce_scatter_tensor_coalesced",
+        "broadcast": "broadcast",
+        "reduce": "reduce",
+        "all_to_all": "alltoall alltoall_base all_to_all_single",
+    }.items()
+    for operator in operators.split()
+}
 """Operator of torch, without underscores around it → kind of collective; others keep their names."""
 _NOT_COLLECTIVE = ("wait_tensor", "wrap_tensor_autograd", "wait", "_wrap_tensor_autograd")
 """Operators of those namespaces that send nothing."""

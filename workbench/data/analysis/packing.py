@@ -90,10 +90,16 @@ class PackingPolicies(JsonDataclass, Shown):
     def table(self) -> Table:
         """A row per policy: rows, padding, lost tokens, cut documents."""
         rows = [
-            (each.policy, f"{each.rows:,}", units.percent(each.padding), units.percent(each.lost / max(1, each.tokens)),
-             units.percent(each.cut / max(1, each.documents)), POLICIES[each.policy])
+            (
+                each.policy,
+                f"{each.rows:,}",
+                units.percent(each.padding),
+                units.percent(each.lost / max(1, each.tokens)),
+                units.percent(each.cut / max(1, each.documents)),
+                POLICIES[each.policy],
+            )
             for each in self.packings
-        ]  # fmt: skip
+        ]
         one = self.packings[0]
         title = f"{one.documents:,} documents of {one.tokens:,} tokens in rows of {one.length:,}"
         return Table(columns=("policy", "rows", "padding", "tokens lost", "documents cut", "what it does"), rows=rows, title=title)

@@ -26,8 +26,9 @@ class LibrarySource(Source):
     endings: ClassVar[tuple[str, ...]] = ()
     local_only: ClassVar[bool] = False
     damage: ClassVar[tuple[type[Exception], ...]] = (
-        OSError, ValueError, KeyError, IndexError, RuntimeError, OverflowError, SyntaxError, tokenize.TokenError, struct.error,
-    )  # fmt: skip
+        *(OSError, ValueError, LookupError, RuntimeError, OverflowError),
+        *(SyntaxError, tokenize.TokenError, struct.error),
+    )
     """What the library raises for damaged files."""
 
     def __init__(

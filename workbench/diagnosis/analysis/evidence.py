@@ -16,9 +16,7 @@ from workbench.data.analysis.format_costs import FormatComparison
 from workbench.harness.results import VariantTimes
 from workbench.timeline.timeline import Timeline
 
-__all__ = [
-    "ARMS", "SMALL_OP", "Evidence", "Gradients", "Inside", "Loading", "RankEvidence", "Stalls"
-]  # fmt: skip
+__all__ = ["ARMS", "SMALL_OP", "Evidence", "Gradients", "Inside", "Loading", "RankEvidence", "Stalls"]
 
 ARMS = {
     "cached": "the batches that were just trained on, again: no loader",

@@ -49,9 +49,17 @@ def _all(e: GapEvidence, gap: Gap, spec: RunSpec | None) -> Iterator[Remedy]:
 
 
 def _removing(
-    gap: Gap, causes: tuple[str, ...], name: str, change: Mapping[str, Any], what: str, *, share: float = 1.0, ceiling: bool = False,
-    costs: str = "", formula: str = "",
-) -> Remedy:  # fmt: skip
+    gap: Gap,
+    causes: tuple[str, ...],
+    name: str,
+    change: Mapping[str, Any],
+    what: str,
+    *,
+    share: float = 1.0,
+    ceiling: bool = False,
+    costs: str = "",
+    formula: str = "",
+) -> Remedy:
     """A remedy that takes a share of some parts away."""
     known = [gap[cause] for cause in causes]
 
@@ -82,31 +90,47 @@ def _cores(e: GapEvidence, gap: Gap, spec: RunSpec | None) -> Iterator[Remedy]:
     if e.threads > 1 and wanted * e.threads > cores:
         fewer = max(1, int(cores // wanted))
         yield _removing(
-            gap, ("cores",), f"threads={fewer}", {"threads": fewer} if spec else {},
+            gap,
+            ("cores",),
+            f"threads={fewer}",
+            {"threads": fewer} if spec else {},
             f"Give each rank {fewer} thread{'s' * (fewer > 1)} for an operator (OMP_NUM_THREADS), so that all have a core.",
-            ceiling=True, costs="an operator alone takes longer",
-        )  # fmt: skip
+            ceiling=True,
+            costs="an operator alone takes longer",
+        )
     elif e.num_workers and wanted * (e.threads + e.num_workers) > cores and wanted * e.threads <= cores:
         fewer = max(0, int(cores // wanted) - e.threads)
         yield _removing(
-            gap, ("cores",), f"num_workers={fewer}", _workers(fewer) if spec else {},
+            gap,
+            ("cores",),
+            f"num_workers={fewer}",
+            _workers(fewer) if spec else {},
             f"Give each rank's loader {fewer} workers, so that they leave the cores to the training.",
-            ceiling=True, costs="batches may come later",
-        )  # fmt: skip
+            ceiling=True,
+            costs="batches may come later",
+        )
     else:
         yield _removing(
-            gap, ("cores",), "a core for each rank", {},
-            f"{wanted} ranks share {units.count(cores)} cores: give each a core of its own (fewer ranks, or more machines).", ceiling=True,
-        )  # fmt: skip
+            gap,
+            ("cores",),
+            "a core for each rank",
+            {},
+            f"{wanted} ranks share {units.count(cores)} cores: give each a core of its own (fewer ranks, or more machines).",
+            ceiling=True,
+        )
 
 
 def _memory(gap: Gap) -> Iterator[Remedy]:
     if gap.share("memory") >= NAMED:
         yield _removing(
-            gap, ("memory",), "memory of its own for each rank", {},
+            gap,
+            ("memory",),
+            "memory of its own for each rank",
+            {},
             "The ranks wait for the machine's memory: spread them over sockets or machines (numactl), fuse what passes over memory "
-            "(optimizer=fused, torch.compile), or use fewer bytes (amp_bf16).", ceiling=True,
-        )  # fmt: skip
+            "(optimizer=fused, torch.compile), or use fewer bytes (amp_bf16).",
+            ceiling=True,
+        )
 
 
 def _loaders(e: GapEvidence, gap: Gap, spec: RunSpec | None) -> Iterator[Remedy]:
@@ -114,34 +138,51 @@ def _loaders(e: GapEvidence, gap: Gap, spec: RunSpec | None) -> Iterator[Remedy]
         return
     more = max(1, 2 * e.num_workers)
     yield _removing(
-        gap, ("loaders",), f"num_workers={more}", _workers(more, spec) if spec else {},
+        gap,
+        ("loaders",),
+        f"num_workers={more}",
+        _workers(more, spec) if spec else {},
         f"The loaders take longer beside each other: make batches in {more} worker{'s' * (more > 1)} of each rank, ahead of the training.",
-        ceiling=True, costs="memory and cores of the workers",
-    )  # fmt: skip
+        ceiling=True,
+        costs="memory and cores of the workers",
+    )
 
 
 def _slow(e: GapEvidence, gap: Gap, spec: RunSpec | None) -> Iterator[Remedy]:
     if gap.share("slow rank") >= NAMED:
         yield _removing(
-            gap, ("slow rank",), f"rank {e.slowest} as fast as the others", {},
+            gap,
+            ("slow rank",),
+            f"rank {e.slowest} as fast as the others",
+            {},
             f"Rank {e.slowest} computes longer with the same work: look at its device and cores (clocks, temperature, other processes, "
-            "affinity), and at what only this rank does (logging, evaluation).", ceiling=True,
-        )  # fmt: skip
+            "affinity), and at what only this rank does (logging, evaluation).",
+            ceiling=True,
+        )
     if gap.share("uneven data") >= NAMED:
         s = seconds_of(e)
         loading = (s.strangers_slowest - s.cached_slowest) - (s.strangers - s.strangers_cached)
         if loading > 0.5 * gap["uneven data"].mid:
             more = max(1, 2 * e.num_workers)
             yield _removing(
-                gap, ("uneven data",), f"num_workers={more}", _workers(more, spec) if spec else {},
+                gap,
+                ("uneven data",),
+                f"num_workers={more}",
+                _workers(more, spec) if spec else {},
                 f"Rank {e.slowest} waits longer for its data: let {more} worker{'s' * (more > 1)} make batches ahead, and give it storage "
-                "and shards like the others'.", ceiling=True, costs="memory and cores of the workers",
-            )  # fmt: skip
+                "and shards like the others'.",
+                ceiling=True,
+                costs="memory and cores of the workers",
+            )
         else:
             yield _removing(
-                gap, ("uneven data",), "samples shared out by length", {},
-                f"Rank {e.slowest} has longer samples: share them out by length instead of by number.", ceiling=True,
-            )  # fmt: skip
+                gap,
+                ("uneven data",),
+                "samples shared out by length",
+                {},
+                f"Rank {e.slowest} has longer samples: share them out by length instead of by number.",
+                ceiling=True,
+            )
 
 
 def _accumulate(e: GapEvidence, gap: Gap, spec: RunSpec | None) -> Iterator[Remedy]:
@@ -194,11 +235,15 @@ def _buckets(e: GapEvidence, gap: Gap, spec: RunSpec | None) -> Iterator[Remedy]
         return
     size = max(1.0, round(g.size / MIB / FEW_BUCKETS, 1))
     yield _removing(
-        gap, ("many reductions",), f"bucket_cap_mb={size:g}", {"bucket_cap_mb": size} if spec else {},
+        gap,
+        ("many reductions",),
+        f"bucket_cap_mb={size:g}",
+        {"bucket_cap_mb": size} if spec else {},
         f"Reduce gradients in buckets of {size:g} MiB: {FEW_BUCKETS} or so instead of {g.buckets}.",
-        share=1 - FEW_BUCKETS / g.buckets, costs="the first bucket is reduced a little later; its memory",
+        share=1 - FEW_BUCKETS / g.buckets,
+        costs="the first bucket is reduced a little later; its memory",
         formula=f"starting a reduction takes {units.seconds(g.latency)}, and there are {g.buckets - FEW_BUCKETS} fewer",
-    )  # fmt: skip
+    )
 
 
 def _compression(e: GapEvidence, gap: Gap, spec: RunSpec | None) -> Iterator[Remedy]:
@@ -206,10 +251,15 @@ def _compression(e: GapEvidence, gap: Gap, spec: RunSpec | None) -> Iterator[Rem
         return
     turned = spec is not None and e.device == "cuda" and spec.gradient_compression == "none"
     yield _removing(
-        gap, ("large gradients",), "gradients in 16 bits", {"gradient_compression": "bf16"} if turned else {},
+        gap,
+        ("large gradients",),
+        "gradients in 16 bits",
+        {"gradient_compression": "bf16"} if turned else {},
         "Send gradients in half the bytes (a communication hook such as bf16_compress_hook on GPUs), or thin matrices of them (PowerSGD).",
-        share=0.5, ceiling=True, costs="gradients lose digits; on a CPU the conversion costs more than it saves on one machine",
-    )  # fmt: skip
+        share=0.5,
+        ceiling=True,
+        costs="gradients lose digits; on a CPU the conversion costs more than it saves on one machine",
+    )
 
 
 def _micro_batch(e: GapEvidence, gap: Gap, spec: RunSpec | None) -> Iterator[Remedy]:
@@ -242,14 +292,23 @@ def _epochs(e: GapEvidence, gap: Gap, spec: RunSpec | None) -> Iterator[Remedy]:
         return
     if e.num_workers and not e.persistent_workers:
         yield _removing(
-            gap, ("epochs",), "persistent_workers=True", {"persistent_workers": True} if spec else {},
-            "Keep the loader's workers from one epoch to the next.", share=0.9, costs="workers hold their memory all the time",
-        )  # fmt: skip
+            gap,
+            ("epochs",),
+            "persistent_workers=True",
+            {"persistent_workers": True} if spec else {},
+            "Keep the loader's workers from one epoch to the next.",
+            share=0.9,
+            costs="workers hold their memory all the time",
+        )
     else:
         yield _removing(
-            gap, ("epochs",), "longer passes", {},
-            "Let the loader go on without an end, such as by a sampler that repeats the data: its start comes once.", ceiling=True,
-        )  # fmt: skip
+            gap,
+            ("epochs",),
+            "longer passes",
+            {},
+            "Let the loader go on without an end, such as by a sampler that repeats the data: its start comes once.",
+            ceiling=True,
+        )
 
 
 def _workers(count: int, spec: RunSpec | None = None) -> dict[str, Any]:

@@ -287,25 +287,31 @@ def _moved(e: Evidence, otherwise: str) -> str:
 
 
 SETTINGS_OF: Mapping[str, tuple[str, Mapping[str, str]]] = {
-    "transformers": ("Hugging Face's Trainer", {
-        "data_wait": "TrainingArguments(dataloader_num_workers=…, dataloader_prefetch_factor=…)",
-        "transfer": "TrainingArguments(dataloader_pin_memory=True)",
-        "optimizer": 'TrainingArguments(optim="adamw_torch_fused", gradient_accumulation_steps=…)',
-        "host": "TrainingArguments(logging_steps=…, torch_compile=True)",
-        "stalls": "TrainingArguments(eval_steps=…, save_steps=…, logging_steps=…)",
-        "evaluation": "TrainingArguments(eval_steps=…, per_device_eval_batch_size=…)",
-        "checkpoint": "TrainingArguments(save_steps=…)",
-    }),
-    "lightning": ("Lightning's Trainer", {
-        "data_wait": "your DataLoader(num_workers=…, prefetch_factor=…, persistent_workers=True)",
-        "transfer": "your DataLoader(pin_memory=True)",
-        "optimizer": "Trainer(accumulate_grad_batches=…), or fused=True in configure_optimizers",
-        "host": "Trainer(log_every_n_steps=…)",
-        "stalls": "Trainer(val_check_interval=…), ModelCheckpoint(every_n_train_steps=…)",
-        "evaluation": "Trainer(val_check_interval=…, limit_val_batches=…)",
-        "checkpoint": "ModelCheckpoint(every_n_train_steps=…)",
-    }),
-}  # fmt: skip
+    "transformers": (
+        "Hugging Face's Trainer",
+        {
+            "data_wait": "TrainingArguments(dataloader_num_workers=…, dataloader_prefetch_factor=…)",
+            "transfer": "TrainingArguments(dataloader_pin_memory=True)",
+            "optimizer": 'TrainingArguments(optim="adamw_torch_fused", gradient_accumulation_steps=…)',
+            "host": "TrainingArguments(logging_steps=…, torch_compile=True)",
+            "stalls": "TrainingArguments(eval_steps=…, save_steps=…, logging_steps=…)",
+            "evaluation": "TrainingArguments(eval_steps=…, per_device_eval_batch_size=…)",
+            "checkpoint": "TrainingArguments(save_steps=…)",
+        },
+    ),
+    "lightning": (
+        "Lightning's Trainer",
+        {
+            "data_wait": "your DataLoader(num_workers=…, prefetch_factor=…, persistent_workers=True)",
+            "transfer": "your DataLoader(pin_memory=True)",
+            "optimizer": "Trainer(accumulate_grad_batches=…), or fused=True in configure_optimizers",
+            "host": "Trainer(log_every_n_steps=…)",
+            "stalls": "Trainer(val_check_interval=…), ModelCheckpoint(every_n_train_steps=…)",
+            "evaluation": "Trainer(val_check_interval=…, limit_val_batches=…)",
+            "checkpoint": "ModelCheckpoint(every_n_train_steps=…)",
+        },
+    ),
+}
 """Framework that has the training loop → its name, and part of the step or kind of stall → the settings that change it."""
 
 

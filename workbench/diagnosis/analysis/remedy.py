@@ -94,8 +94,16 @@ def of_knobs(model: StepModel, change: Mapping[str, Any]) -> Remedy:
     known = all(knob in PREDICTED and knob != "deterministic" for knob in change)
     gain = model.with_cores(**change) if known else Interval(low=0.0, mid=1.0, high=math.inf)
     formula = "the model of the step" if known else "nothing: no experiment has tried it"
-    return Remedy(name=name, change=dict(change), what=f"Set {name}.", speedup=gain.mid, low=gain.low, high=gain.high, formula=formula,
-                  scope="general")  # fmt: skip
+    return Remedy(
+        name=name,
+        change=dict(change),
+        what=f"Set {name}.",
+        speedup=gain.mid,
+        low=gain.low,
+        high=gain.high,
+        formula=formula,
+        scope="general",
+    )
 
 
 Choice = Remedy | Mapping[str, Any] | int | str | None

@@ -245,10 +245,14 @@ class WhyNotLinear(JsonDataclass):
                     units.times(rate / one),
                     money,
                     units.rate(fit.mid, self.unit) if fit else units.MISSING,
-                    kind + ("" if math.isnan(gain) else f"; of the added ranks {units.percent(max(0.0, _added(last, (size, rate), one)))}"
-                                                        " is used"),
+                    kind
+                    + (
+                        ""
+                        if math.isnan(gain)
+                        else f"; of the added ranks {units.percent(max(0.0, _added(last, (size, rate), one)))} is used"
+                    ),
                 ]
-            )  # fmt: skip
+            )
             last = (size, rate)
         price = f"a million {self.unit} cost" if price_per_hour else "a sample costs"
         return display.Table(

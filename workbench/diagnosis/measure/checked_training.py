@@ -138,9 +138,17 @@ def of_task(task: Task, spec: RunSpec, frozen: Sequence[str]) -> Training:
 
     evaluate = functools.partial(task.evaluate, model) if task.evaluate else None
     return Training(
-        step, [model], [optimizer], stream, few=lambda count: samples(0, count), part=samples, loss=loss, evaluate=evaluate, frozen=frozen,
+        step,
+        [model],
+        [optimizer],
+        stream,
+        few=lambda count: samples(0, count),
+        part=samples,
+        loss=loss,
+        evaluate=evaluate,
+        frozen=frozen,
         weight=(lambda batch: float(weight_of(task, batch))) if task.weight else None,
-    )  # fmt: skip
+    )
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ import itertools
 import math
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -63,7 +64,7 @@ def check(training: Training, line: Line, wanted: Iterable[str]) -> Iterator[Che
                     continue
                 line.say(CHECKS[name])
                 try:
-                    results[name] = _JUDGES[name](training, seen, line, results)
+                    results[name] = replace(_JUDGES[name](training, seen, line, results), name=name)
                 except Unjudged as why:
                     results[name] = Check(name=name, passed=None, figure=str(why))
                 except Exception as error:
@@ -82,22 +83,26 @@ def _short(error: Exception) -> str:
 # The checks
 
 
+def _judged(figure: str, cause: str = "", place: str = "") -> Check:
+    """What a check has shown, which is failed if there is a cause. `check` gives it its name."""
+    return Check(name="", passed=not cause, figure=figure, cause=cause, place=place)
+
+
 def _inputs(training: Training, seen: Seen, line: Line, done: dict[str, Check]) -> Check:
     batches = [tensor for batch in seen.batches for tensor in tensors_of(batch)]
     values = [tensor.double() for tensor in batches if tensor.is_floating_point() and tensor.numel()]
     if not values:
-        return Check(name="inputs", passed=True, figure="whole numbers")
+        return _judged("whole numbers")
     bad = sum(int((~torch.isfinite(tensor)).sum()) for tensor in values)
     if bad:
-        figure = f"{bad} values are NaN or infinite in {len(seen.batches)} batches"
-        return Check(name="inputs", passed=False, figure=figure, cause="nonfinite_inputs")
+        return _judged(f"{bad} values are NaN or infinite in {len(seen.batches)} batches", "nonfinite_inputs")
     given = tensors_of(seen.watched.root or ())
     fed = [tensor.double() for tensor in given if tensor.is_floating_point() and tensor.numel() > 1] or values
     rms = max(float(tensor.square().mean().sqrt()) for tensor in fed)
     spread = max(float(tensor.std()) if tensor.numel() > 1 else 0.0 for tensor in fed)
     figure = f"root mean square {rms:.3g}, deviation {spread:.3g}"
     cause = "input_scale" if rms > LARGE_RMS else "constant_inputs" if not spread and max(map(Tensor.numel, fed)) > 1 else ""
-    return Check(name="inputs", passed=not cause, figure=figure, cause=cause)
+    return _judged(figure, cause)
 
 
 def _duplicates(training: Training, seen: Seen, line: Line, done: dict[str, Check]) -> Check:
@@ -107,30 +112,29 @@ def _duplicates(training: Training, seen: Seen, line: Line, done: dict[str, Chec
         tensors = [tensor for tensor in tensors_of(batch) if tensor.ndim and len(tensor) == count]
         if not count or count < 4 or not tensors:
             raise Unjudged("the samples of a batch are not told apart" if not tensors else "batches have fewer than 4 samples")
-        rows = [hash(tuple(tensor[row].cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes() for tensor in tensors if
-                           tensor[row].numel())) for row in range(count)]  # fmt: skip
-        worst = max(worst, 1 - len(set(rows)) / count)
-    cause = "duplicate_samples" if worst > COPIES else ""
-    return Check(name="duplicates", passed=not cause, figure=f"{units.percent(worst)} of a batch are copies", cause=cause)
+        distinct = {hash(tuple(_content(tensor[row]) for tensor in tensors if tensor[row].numel())) for row in range(count)}
+        worst = max(worst, 1 - len(distinct) / count)
+    return _judged(f"{units.percent(worst)} of a batch are copies", "duplicate_samples" if worst > COPIES else "")
+
+
+def _content(tensor: Tensor) -> bytes:
+    return tensor.cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
 
 
 def _initial_loss(training: Training, seen: Seen, line: Line, done: dict[str, Check]) -> Check:
     loss, calls = seen.losses[0], seen.watched.losses
 
-    def result(passed: bool | None, figure: str, cause: str = "") -> Check:
-        return Check(name="initial loss", passed=passed, figure=figure, cause=cause)
-
     if calls:
         call = calls[0]
         first, (low, high) = call.input.float(), (float(call.input.min()), float(call.input.max()))
         if call.name == "cross_entropy" and first.ndim > 1 and 0 <= low <= high <= 1 and bool(((first.sum(1) - 1).abs() < 1e-3).all()):
-            return result(False, f"the logits lie in {low:.2g} … {high:.2g} and add up to 1", "softmax_before_cross_entropy")
+            return _judged(f"the logits lie in {low:.2g} … {high:.2g} and add up to 1", "softmax_before_cross_entropy")
         if call.name == "nll_loss" and float(first.logsumexp(1).abs().max()) > 1e-2:
-            return result(False, "what nll_loss is given are no log-probabilities", "no_log_softmax")
+            return _judged("what nll_loss is given are no log-probabilities", "no_log_softmax")
         if call.name == "binary_cross_entropy_with_logits" and first.numel() > 8 and 0 < low <= high < 1:
-            return result(False, f"all logits lie in {low:.2g} … {high:.2g}", "sigmoid_before_logits_loss")
+            return _judged(f"all logits lie in {low:.2g} … {high:.2g}", "sigmoid_before_logits_loss")
     if math.isinf(loss) or (math.isnan(loss) and training.loss is not None):
-        return result(False, f"the first loss is {loss}", "nonfinite_loss")
+        return _judged(f"the first loss is {loss}", "nonfinite_loss")
     if math.isnan(loss):
         raise Unjudged("the step returns no loss: end step(batch) with `return loss`")
     one = calls[0] if calls and len(calls) % len(seen.batches) == 0 and len(calls) == len(seen.batches) else None
@@ -139,9 +143,9 @@ def _initial_loss(training: Training, seen: Seen, line: Line, done: dict[str, Ch
     mean, targets = _mean(one)
     ratio = loss / mean if mean else math.nan
     if targets > 1 and abs(ratio / targets - 1) < 0.01:
-        return result(False, f"{loss:.4g}, {ratio:.4g} times the mean of {targets} targets", "sum_reduction")
+        return _judged(f"{loss:.4g}, {ratio:.4g} times the mean of {targets} targets", "sum_reduction")
     if targets > 1 and abs(ratio * targets - 1) < 0.01:
-        return result(False, f"{loss:.4g}, the mean {mean:.4g} divided by {targets} again", "wrong_reduction")
+        return _judged(f"{loss:.4g}, the mean {mean:.4g} divided by {targets} again", "wrong_reduction")
     if one.name == "mse_loss" and one.input.shape == one.target.shape and one.target.ndim and len(one.target) > 1:
         return _beside_variance(mean, one.target.double())
     if one.name not in ("cross_entropy", "nll_loss") or one.input.ndim < 2:
@@ -149,10 +153,10 @@ def _initial_loss(training: Training, seen: Seen, line: Line, done: dict[str, Ch
     chance = math.log(one.input.shape[1])
     figure = f"{mean:.3f}, chance is ln({one.input.shape[1]}) = {chance:.3f}"
     if mean > 1.5 * chance + 1:
-        return result(False, figure, "large_logits")
+        return _judged(figure, "large_logits")
     if mean < 0.5 * chance:
         raise Unjudged(f"{figure}: the weights are trained already, or the inputs tell the labels")
-    return result(True, figure)
+    return _judged(figure)
 
 
 def _beside_variance(mean: float, targets: Tensor) -> Check:
@@ -163,7 +167,7 @@ def _beside_variance(mean: float, targets: Tensor) -> Check:
         raise Unjudged(f"{figure}: the weights are trained already, or the inputs tell the targets")
     if mean > 10 * variance:
         raise Unjudged(f"{figure}: normalise the targets, or make the last layer's initial weights smaller")
-    return Check(name="initial loss", passed=True, figure=figure)
+    return _judged(figure)
 
 
 def _mean(call: LossCall) -> tuple[float, int]:
@@ -188,7 +192,7 @@ def _active_units(training: Training, seen: Seen, line: Line, done: dict[str, Ch
     place, worst = max(dead.items(), key=lambda each: each[1])
     figure = f"{units.percent(worst)} of the units are never active" if worst else "each unit is active"
     failed = worst > DEAD
-    return Check(name="active units", passed=not failed, figure=figure, cause="dead_units" * failed, place=place * failed)
+    return _judged(figure, "dead_units" * failed, place * failed)
 
 
 def _gradient_flow(training: Training, seen: Seen, line: Line, done: dict[str, Check]) -> Check:
@@ -207,13 +211,13 @@ def _gradient_flow(training: Training, seen: Seen, line: Line, done: dict[str, C
     if not count:
         raise Unjudged("no model was found: give model=")
     if not faults:
-        return Check(name="gradient flow", passed=True, figure=f"all {count} parameters get one")
+        return _judged(f"all {count} parameters get one")
     order = ("nonfinite_gradient", "detached", "frozen", "unused", "zero_gradient", "not_in_optimizer")
     cause = min(faults, key=order.index)
     names = faults[cause]
     figure = f"{len(names)} of {count} parameters" + "".join(f"; {len(rest)} {kind}" for kind, rest in faults.items() if kind != cause)
     place = ", ".join(names[:3]) + ", …" * (len(names) > 3)
-    return Check(name="gradient flow", passed=False, figure=figure.replace("_", " "), cause=cause, place=place)
+    return _judged(figure.replace("_", " "), cause, place)
 
 
 def _fault(weight: Tensor, part: nn.Module, seen: Seen, held: set[int]) -> str:
@@ -308,9 +312,8 @@ def _batch_independence(training: Training, seen: Seen, line: Line, done: dict[s
     place, change = _first_change(before, after, LEAK)
     exception = f"; batch norm in {units.several(len(norms), 'module')} mixes samples in training mode, as it should" if norms else ""
     if change > LEAK:
-        figure = f"a sample's output changes by {change:.2g} of its size with the others"
-        return Check(name="batch independence", passed=False, figure=figure + exception, cause="batch_leak", place=place)
-    return Check(name="batch independence", passed=True, figure=f"changes by {change:.2g} of its size{exception}")
+        return _judged(f"a sample's output changes by {change:.2g} of its size with the others{exception}", "batch_leak", place)
+    return _judged(f"changes by {change:.2g} of its size{exception}")
 
 
 class _Enough(Exception):
@@ -319,16 +322,14 @@ class _Enough(Exception):
 
 def _modes(training: Training, seen: Seen, line: Line, done: dict[str, Check]) -> Check:
     if seen.modes:
-        figure = "after a step the mode is another one"
-        return Check(name="modes", passed=False, figure=figure, cause="mode_not_restored", place=seen.modes[0])
+        return _judged("after a step the mode is another one", "mode_not_restored", seen.modes[0])
     args, kwargs, _ = _inputs_of_model(training, seen, 5)
     model = training.models[0].eval()
     before = _outputs(model, args, kwargs, 0, tensors_of)
     after = _outputs(model, args, kwargs, 1, tensors_of)
     place, change = _first_change(before, after, 1e-6)
     if change > 1e-6:
-        figure = f"two forwards in evaluation mode differ by {change:.2g}"
-        return Check(name="modes", passed=False, figure=figure, cause="random_in_eval", place=place)
+        return _judged(f"two forwards in evaluation mode differ by {change:.2g}", "random_in_eval", place)
     figure = "two forwards in evaluation mode are equal"
     if training.evaluate:
         modes: list[bool] = []
@@ -345,9 +346,9 @@ def _modes(training: Training, seen: Seen, line: Line, done: dict[str, Check]) -
         finally:
             handle.remove()
         if any(modes):
-            return Check(name="modes", passed=False, figure="evaluate(model) runs in training mode", cause="evaluates_in_train_mode")
+            return _judged("evaluate(model) runs in training mode", "evaluates_in_train_mode")
         figure += "; evaluate(model) runs in evaluation mode"
-    return Check(name="modes", passed=True, figure=figure)
+    return _judged(figure)
 
 
 def _accumulation(training: Training, seen: Seen, line: Line, done: dict[str, Check]) -> Check:
@@ -379,12 +380,12 @@ def _accumulation(training: Training, seen: Seen, line: Line, done: dict[str, Ch
     mode = "in evaluation mode" + "; in training mode batch norm makes them differ" * norms
     figure = f"{parts} micro-batches of {size} differ from the batch of {count} by {difference:.2g}, {mode}"
     if difference < UNEQUAL:
-        return Check(name="accumulation", passed=True, figure=figure)
+        return _judged(figure)
     slope = float(total @ whole) / norm**2
     if float((total - slope * whole).norm()) / norm < UNEQUAL * 10 and abs(slope * parts - 1) < 0.05:
-        return Check(name="accumulation", passed=False, figure=figure, cause="sum_reduction")
+        return _judged(figure, "sum_reduction")
     cause = "unequal_micro_batches" if len({targets for _, targets, _ in several}) > 1 else "batch_statistics"
-    return Check(name="accumulation", passed=False, figure=figure, cause=cause)
+    return _judged(figure, cause)
 
 
 def _overfitting(training: Training, seen: Seen, line: Line, done: dict[str, Check]) -> Check:
@@ -395,11 +396,11 @@ def _overfitting(training: Training, seen: Seen, line: Line, done: dict[str, Che
     if math.isnan(first):
         raise Unjudged("the step returns no loss")
     if left <= LEARNT * first:
-        return Check(name="overfitting", passed=True, figure=figure)
+        return _judged(figure)
     if training.loss is None:
         if left < 0.9 * first:
             raise Unjudged(f"{figure}: not finished")
-        return Check(name="overfitting", passed=False, figure=figure, cause="does_not_overfit")
+        return _judged(figure, "does_not_overfit")
     loss = training.loss
     for rate in (1e-2, 1e-3):
         weights = [weight for weight in training.models[0].parameters() if weight.requires_grad]
@@ -416,13 +417,10 @@ def _overfitting(training: Training, seen: Seen, line: Line, done: dict[str, Che
         _, other, _ = _by_heart(step, training, batch, line)
         keep.restore()
         if other <= LEARNT * first:
-            if left <= 0.5 * first:
-                return Check(name="overfitting", passed=True, figure=f"{figure}; to {other:.3g} with adam(lr={rate:g})")
-            figure += f"; to {other:.3g} with adam(lr={rate:g})"
-            return Check(name="overfitting", passed=False, figure=figure, cause="learning_rate")
+            return _judged(f"{figure}; to {other:.3g} with adam(lr={rate:g})", "" if left <= 0.5 * first else "learning_rate")
     if line.left <= 0:
         raise Unjudged(f"{figure}: no time was left")
-    return Check(name="overfitting", passed=False, figure=figure, cause="does_not_overfit")
+    return _judged(figure, "does_not_overfit")
 
 
 def _by_heart(step: Callable[[Any], Any], training: Training, batch: Any, line: Line) -> tuple[float, float, int]:
@@ -479,16 +477,23 @@ def _label_alignment(training: Training, seen: Seen, line: Line, done: dict[str,
     lower, about = (units.percent(value / (usual or math.inf)) for value in (mean, 2 * error))
     figure = f"the loss is {lower} (± {about}) lower than with shuffled labels"
     if mean > 3 * error and mean > 0.01 * usual:
-        return Check(name="label alignment", passed=True, figure=figure)
+        return _judged(figure)
     needed = 30 * call.input.shape[1] if call.name in ("cross_entropy", "nll_loss") and call.input.ndim > 1 else 500
     if samples >= needed and mean + 2 * error < 0.05 * usual:
-        return Check(name="label alignment", passed=False, figure=f"{figure}, after {samples} targets", cause="labels_carry_nothing")
+        return _judged(f"{figure}, after {samples} targets", "labels_carry_nothing")
     raise Unjudged(f"{figure}, after {samples} targets: too few to tell{more}")
 
 
 _JUDGES: dict[str, Callable[[Training, Seen, Line, dict[str, Check]], Check]] = {
-    "inputs": _inputs, "duplicates": _duplicates, "initial loss": _initial_loss, "active units": _active_units,
-    "gradient flow": _gradient_flow, "batch independence": _batch_independence, "modes": _modes, "accumulation": _accumulation,
-    "overfitting": _overfitting, "label alignment": _label_alignment,
-}  # fmt: skip
+    "inputs": _inputs,
+    "duplicates": _duplicates,
+    "initial loss": _initial_loss,
+    "active units": _active_units,
+    "gradient flow": _gradient_flow,
+    "batch independence": _batch_independence,
+    "modes": _modes,
+    "accumulation": _accumulation,
+    "overfitting": _overfitting,
+    "label alignment": _label_alignment,
+}
 assert list(_JUDGES) == list(CHECKS)

@@ -248,8 +248,9 @@ def without(batch: Any, left_out: int, count: int) -> Any:
     return map_tensors(rest, batch)
 
 
-def replay(run_dir: Path, spec: RunSpec, step: int, losses: Mapping[int, float], say: Callable[[str], object],
-           time_left: Callable[[], float]) -> StepReplay:  # fmt: skip
+def replay(
+    run_dir: Path, spec: RunSpec, step: int, losses: Mapping[int, float], say: Callable[[str], object], time_left: Callable[[], float]
+) -> StepReplay:
     """Repeat a run up to a step, and find what is to blame for what it did.
 
     Raises:
@@ -278,8 +279,15 @@ def replay(run_dir: Path, spec: RunSpec, step: int, losses: Mapping[int, float],
         return _judge(run_dir, player, list(history), others, step, losses, say)
 
 
-def _judge(run_dir: Path, player: Replayer, history: list[Taken], others: list[list[Any]], asked: int, losses: Mapping[int, float],
-           say: Callable[[str], object]) -> StepReplay:  # fmt: skip
+def _judge(
+    run_dir: Path,
+    player: Replayer,
+    history: list[Taken],
+    others: list[list[Any]],
+    asked: int,
+    losses: Mapping[int, float],
+    say: Callable[[str], object],
+) -> StepReplay:
     known = [loss for step, loss in sorted(losses.items()) if step <= asked - 2 and math.isfinite(loss)][-20:]
     taken, usual, bad = history[-1], math.nan, True
     for taken in reversed(history):
@@ -296,9 +304,17 @@ def _judge(run_dir: Path, player: Replayer, history: list[Taken], others: list[l
 
     def result(verdict: str, samples: Sequence[int] = ()) -> StepReplay:
         return StepReplay(
-            run=str(run_dir), asked=asked, step=taken.step, verdict=verdict, samples=tuple(samples), usual=usual,
-            recorded=losses.get(taken.step), trials=tuple(trials), start=player.start, notes=tuple(dict.fromkeys(player.notes)),
-        )  # fmt: skip
+            run=str(run_dir),
+            asked=asked,
+            step=taken.step,
+            verdict=verdict,
+            samples=tuple(samples),
+            usual=usual,
+            recorded=losses.get(taken.step),
+            trials=tuple(trials),
+            start=player.start,
+            notes=tuple(dict.fromkeys(player.notes)),
+        )
 
     def ordinary(trial: Trial) -> bool:
         return math.isfinite(trial.loss) and trial.loss <= most and math.isfinite(trial.gradient) and trial.gradient <= UNUSUAL * typical
@@ -327,8 +343,14 @@ def _judge(run_dir: Path, player: Replayer, history: list[Taken], others: list[l
     return result("earlier" if bad else "nothing")
 
 
-def _blamed(player: Replayer, taken: Taken, others: Sequence[Sequence[Any]], ordinary: Callable[[Trial], bool], trials: list[Trial],
-            say: Callable[[str], object]) -> list[int]:  # fmt: skip
+def _blamed(
+    player: Replayer,
+    taken: Taken,
+    others: Sequence[Sequence[Any]],
+    ordinary: Callable[[Trial], bool],
+    trials: list[Trial],
+    say: Callable[[str], object],
+) -> list[int]:
     """The samples without which the step is an ordinary one; empty = it takes more than a few."""
     batches, blamed = list(taken.batches), list[int]()
     counts = [samples_in(batch, player.spec.micro_batch) or 0 for batch in batches]

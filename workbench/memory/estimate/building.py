@@ -112,8 +112,9 @@ def _remember(value: Any, containers: dict[int, tuple[Any, Any]], deep: int = 2)
 LARGE = 4096
 """Elements from which on a constructor's random numbers are not drawn."""
 _FILLS = (
-    "normal_", "uniform_", "fill_", "zero_", "erfinv_", "mul_", "add_", "clamp_", "trunc_normal_", "bernoulli_", "exponential_", "copy_",
-)  # fmt: skip
+    *("fill_", "zero_", "copy_", "mul_", "add_", "clamp_", "erfinv_"),
+    *("normal_", "trunc_normal_", "uniform_", "bernoulli_", "exponential_"),
+)
 """Operators that give a new weight its values."""
 
 

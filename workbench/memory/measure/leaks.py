@@ -278,8 +278,15 @@ _UNKNOWN = (
 )
 
 
-def find(step: Callable[[Any], Any], loader: Iterable[Any], *, model: Any = None, optimizer: Any = None, steps: int = 8,
-         line: Waiting | None = None) -> Leaks:  # fmt: skip
+def find(
+    step: Callable[[Any], Any],
+    loader: Iterable[Any],
+    *,
+    model: Any = None,
+    optimizer: Any = None,
+    steps: int = 8,
+    line: Waiting | None = None,
+) -> Leaks:
     """Take some steps, look for what is left behind, and put everything back.
 
     Args:

@@ -165,9 +165,15 @@ def _command(spec: RunSpec | ScriptSpec, kind: str, name: str, program: list[str
         return ["torchrun", *program]
     host = f"{name}-0.{name}" if kind == "job" else f"{name}-workers-0-0.{name}"
     return [
-        "torchrun", f"--nnodes={spec.nnodes}", f"--nproc-per-node={spec.nproc_per_node}", "--rdzv-backend=static",
-        f"--rdzv-endpoint={host}:{PORT}", f"--rdzv-id={name}-$({ENV_UID})", "--max-restarts=0", *program,
-    ]  # fmt: skip
+        "torchrun",
+        f"--nnodes={spec.nnodes}",
+        f"--nproc-per-node={spec.nproc_per_node}",
+        "--rdzv-backend=static",
+        f"--rdzv-endpoint={host}:{PORT}",
+        f"--rdzv-id={name}-$({ENV_UID})",
+        "--max-restarts=0",
+        *program,
+    ]
 
 
 def _pod(

@@ -52,8 +52,13 @@ def join(run_dir: str | os.PathLike[str]) -> int:
     with open(path / run_directory.NODES / str(rank) / run_directory.LAUNCHER_LOG, "wb") as log:
         guard = subprocess.Popen(
             [sys.executable, "-I", _GUARD, json.dumps(config | {"lock": lock, "launcher": os.getpid()})],
-            stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT, env=environ, pass_fds=(lock,), start_new_session=True,
-        )  # fmt: skip
+            stdin=subprocess.PIPE,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=environ,
+            pass_fds=(lock,),
+            start_new_session=True,
+        )
     os.close(lock)
     print(f"machine {rank} of {rendezvous.nnodes} of {run.name}: meeting at {rendezvous.endpoint}", flush=True)
     try:

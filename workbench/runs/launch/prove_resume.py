@@ -229,8 +229,9 @@ def prove_resume(
     if args or result:
         raise ValueError(f"prove_resume(…, {'args' if args else 'result'}=…) with a RunSpec: only a script takes it")
     if resumed is not None:
-        return _prove_elsewhere(read_spec("prove_resume", target, because="whose training is killed and resumed"), resumed, seed, timeout,
-                                runs_dir, knobs)  # fmt: skip
+        return _prove_elsewhere(
+            read_spec("prove_resume", target, because="whose training is killed and resumed"), resumed, seed, timeout, runs_dir, knobs
+        )
     spec = _prepared(read_spec("prove_resume", target, because="whose training is killed and resumed"), knobs)
     assert spec.checkpoint_every is not None
     choices = range(spec.checkpoint_every + 1, spec.steps + 1)
@@ -308,8 +309,14 @@ def _prove(
     )
 
 
-def _prove_elsewhere(spec: RunSpec, layout: Mapping[str, Any], seed: int, timeout: float | None, runs_dir: str | os.PathLike[str] | None,
-                     knobs: Mapping[str, Any]) -> LayoutResumeProof:  # fmt: skip
+def _prove_elsewhere(
+    spec: RunSpec,
+    layout: Mapping[str, Any],
+    seed: int,
+    timeout: float | None,
+    runs_dir: str | os.PathLike[str] | None,
+    knobs: Mapping[str, Any],
+) -> LayoutResumeProof:
     spec = _prepared(spec, knobs)
     if not knobs.get("checkpoint_every"):  # so that there is one at the end
         spec = spec.replace(checkpoint_every=next(n for n in range(math.ceil(spec.steps / 6), spec.steps + 1) if spec.steps % n == 0))
@@ -342,11 +349,22 @@ def _prove_elsewhere(spec: RunSpec, layout: Mapping[str, Any], seed: int, timeou
     elif not part and not weights <= tolerance:
         part, step = "final weights", spec.steps
     return LayoutResumeProof(
-        steps=spec.steps, ranks=(spec.world_size, other.world_size), compared=compared, not_compared=left_out,
-        layout={name: value for name, (_, value) in spec.changes(other).items()}, killed_in=kill[0], resumed_from=went_on - 1,
-        restart_s=max(0.0, its[went_on, 0]["time"] - begun), part=part, step=step, losses=losses, weights=weights, tolerance=tolerance,
-        undisturbed=str(undisturbed.path), resumed=str(run.path),
-    )  # fmt: skip
+        steps=spec.steps,
+        ranks=(spec.world_size, other.world_size),
+        compared=compared,
+        not_compared=left_out,
+        layout={name: value for name, (_, value) in spec.changes(other).items()},
+        killed_in=kill[0],
+        resumed_from=went_on - 1,
+        restart_s=max(0.0, its[went_on, 0]["time"] - begun),
+        part=part,
+        step=step,
+        losses=losses,
+        weights=weights,
+        tolerance=tolerance,
+        undisturbed=str(undisturbed.path),
+        resumed=str(run.path),
+    )
 
 
 def _prepared(spec: RunSpec, knobs: Mapping[str, Any]) -> RunSpec:
@@ -439,8 +457,10 @@ class RepeatProof(JsonDataclass, display.Shown):
         """What was compared, in the order in which a step uses it, and the verdict."""
         parts, first = list(PARTS), self.difference
         place = parts.index(first.part) if first else len(parts)
-        rows = [[PARTS[part], "equal" if number < place else "differs first" if number == place else "not compared"]
-                for number, part in enumerate(parts)]  # fmt: skip
+        rows = [
+            [PARTS[part], "equal" if number < place else "differs first" if number == place else "not compared"]
+            for number, part in enumerate(parts)
+        ]
         step = "all steps" if first is None else f"step {first.step}, rank {first.rank}"
         return display.Table(columns=("part", step), rows=rows, title="Trained twice", note=self.verdict)
 

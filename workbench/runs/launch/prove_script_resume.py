@@ -184,10 +184,15 @@ def prove_script_resume(
         to_the_end("again")
         repeatable = not _differing(expected, folder / "again", result)
     return ScriptResumeProof(
-        entries=len(expected), differing=differing, repeatable=repeatable, kills=tuple(done), asked=kills,
+        entries=len(expected),
+        differing=differing,
+        repeatable=repeatable,
+        kills=tuple(done),
+        asked=kills,
         seconds=seconds,
-        undisturbed=str(folder / "undisturbed"), interrupted=str(folder / "interrupted"),
-    )  # fmt: skip
+        undisturbed=str(folder / "undisturbed"),
+        interrupted=str(folder / "interrupted"),
+    )
 
 
 def check_named(script: str | os.PathLike[str], args: Sequence[str], result: str) -> None:

@@ -264,11 +264,20 @@ def recompute(
                     verdict = "wrong" if first_fault(one, elsewhere) is None else "not restored"
     exchanged = any(row.get("exchanges") for each in repetitions for row in digest_rows(each.path).values())
     return Recomputation(
-        run=str(run.path), since=begin, until=end, ranks=spec.world_size, digests=digests, verdict=verdict, fault=fault,
-        alone=spec.whole_models and spec.local_sgd == "none" and not exchanged, third=third, like_third=like_third,
-        own_gradients=any("own gradients" in parts for parts in own.values()), repetitions=tuple(str(each.path) for each in repetitions),
+        run=str(run.path),
+        since=begin,
+        until=end,
+        ranks=spec.world_size,
+        digests=digests,
+        verdict=verdict,
+        fault=fault,
+        alone=spec.whole_models and spec.local_sgd == "none" and not exchanged,
+        third=third,
+        like_third=like_third,
+        own_gradients=any("own gradients" in parts for parts in own.values()),
+        repetitions=tuple(str(each.path) for each in repetitions),
         conditions=tuple(conditions) if verdict == "elsewhere" else (),
-    )  # fmt: skip
+    )
 
 
 def _repeatable(run: Run) -> RunSpec:

@@ -123,10 +123,17 @@ class Slurm:
         if cpus is None and not any(re.match(r"(-c|--cpus-per-|--exclusive)", option) for option in self.options):
             cpus = spec.nproc_per_node * (spec.threads + (spec.num_workers if isinstance(spec, RunSpec) else 0))
         options = {
-            "job-name": re.sub(r"[^\w.-]+", "-", name), "nodes": spec.nnodes, "ntasks-per-node": 1, "partition": self.partition,
-            "time": self.time, "gpus-per-node": gpus or None, "cpus-per-task": cpus or None, "account": self.account,
-            "output": os.path.join(run_dir, run_directory.JOB_LOG), "open-mode": "append",
-        }  # fmt: skip
+            "job-name": re.sub(r"[^\w.-]+", "-", name),
+            "nodes": spec.nnodes,
+            "ntasks-per-node": 1,
+            "partition": self.partition,
+            "time": self.time,
+            "gpus-per-node": gpus or None,
+            "cpus-per-task": cpus or None,
+            "account": self.account,
+            "output": os.path.join(run_dir, run_directory.JOB_LOG),
+            "open-mode": "append",
+        }
         lines = ["#!/bin/bash", *(f"#SBATCH --{option}={value}" for option, value in options.items() if value is not None)]
         lines += [
             f"#SBATCH --{'requeue' if self.requeue else 'no-requeue'}",

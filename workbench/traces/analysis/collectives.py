@@ -20,11 +20,8 @@ from workbench.traces.analysis.event_kinds import HOST_COLLECTIVE, Kinds
 from workbench.traces.analysis.event_schema import Args
 from workbench.traces.analysis.flops import WIDTHS
 
-BYTES = {
-    "float": 4, "half": 2, "bfloat16": 2, "double": 8, "long": 8, "int": 4, "short": 2, "byte": 1, "char": 1, "bool": 1,
-    "float8_e4m3fn": 1, "float8_e5m2": 1, "complexfloat": 8, "complexdouble": 16,
-}  # fmt: skip
-"""Bytes per element, by the names that torch writes into traces."""
+BYTES = {re.sub("c10::|[<>]", "", name).lower(): width for name, width in WIDTHS.items()} | {"byte": 1}
+"""Bytes per element, by the names that torch gives types in "dtype" of a collective, in small letters."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

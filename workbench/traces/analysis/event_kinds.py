@@ -12,9 +12,10 @@ from workbench.traces.analysis.intervals import Numbers, Spans, union
 from workbench.traces.analysis.nesting import Nesting
 
 KINDS = (
-    "ignored", "step", "data_wait", "operator", "optimizer", "backward", "host_communication", "collective_call", "runtime", "wait",
-    "range", "kernel", "communication", "h2d", "copy",
-)  # fmt: skip
+    *("ignored", "step", "data_wait", "operator", "optimizer", "backward"),
+    *("host_communication", "collective_call", "runtime", "wait", "range"),
+    *("kernel", "communication", "h2d", "copy"),
+)
 """* `step`: a mark around a step.
 * `host_communication`: a collective that the CPU runs; `collective_call`: what asks for one: it blocks on a CPU, and launches on a device.
 * `range`: a user's annotation or a Python function.

@@ -21,10 +21,12 @@ from workbench.traces.analysis.intervals import Numbers, Spans, covered, union
 from workbench.traces.analysis.nesting import Nesting, nest_events
 
 WIDTHS = {
-    "float": 4, "double": 8, "c10::Half": 2, "c10::BFloat16": 2, "long int": 8, "long": 8, "int": 4, "short": 2, "short int": 2,
-    "signed char": 1, "unsigned char": 1, "char": 1, "bool": 1, "c10::Float8_e4m3fn": 1, "c10::Float8_e5m2": 1,
-    "c10::complex<float>": 8, "c10::complex<double>": 16,
-}  # fmt: skip
+    **dict.fromkeys(("bool", "char", "signed char", "unsigned char", "c10::Float8_e4m3fn", "c10::Float8_e5m2"), 1),
+    **dict.fromkeys(("short", "short int", "c10::Half", "c10::BFloat16"), 2),
+    **dict.fromkeys(("int", "float"), 4),
+    **dict.fromkeys(("long", "long int", "double", "c10::complex<float>"), 8),
+    "c10::complex<double>": 16,
+}
 """Bytes per element, by the names that torch writes into "Input type" (on Linux)."""
 FORMATS = {"float": "fp32", "c10::Half": "fp16", "c10::BFloat16": "bf16", "double": "fp64"}
 """Names of `Device.flops_per_sec`."""

@@ -128,9 +128,14 @@ def _ctc_loss(name: str) -> Callable[..., Tensor]:
     """The kernel of `ctc_loss.IntList` or `ctc_loss.Tensor`."""
 
     def kernel(
-        log_probs: Tensor, targets: Tensor, input_lengths: Any, target_lengths: Any, blank: int = 0, reduction: int = 1,
+        log_probs: Tensor,
+        targets: Tensor,
+        input_lengths: Any,
+        target_lengths: Any,
+        blank: int = 0,
+        reduction: int = 1,
         zero_infinity: bool = False,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         if has_values(log_probs):
             plain: Tensor = composed(name, log_probs, targets, input_lengths, target_lengths, blank, reduction, zero_infinity)
             return plain
