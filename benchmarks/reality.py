@@ -15,13 +15,12 @@ from pathlib import Path
 
 import reality_layouts
 from published_scaling import ALL_REDUCE, COMMUNICATION, COMPUTE, CURVES, ITERATIONS, SHARDED, Iteration, Published
+from published_times import Layout, Rates, Work, sharded_step, work
 
 from workbench.cluster.analysis.cluster import Cluster
 from workbench.cluster.analysis.collective_cost import Link, all_reduce, bus_factor
-from workbench.cluster.analysis.iteration import Layout, Rates, Work, work
 from workbench.cluster.analysis.links import Sweep
 from workbench.cluster.analysis.transformer import Transformer
-from workbench.cluster.analysis.volumes import sharded_step
 from workbench.core.display import table
 from workbench.scaling.analysis.curve.curve import ScalingCurve
 from workbench.scaling.analysis.curve.fit import CurveForecast

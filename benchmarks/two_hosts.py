@@ -23,9 +23,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from published_times import timed
+
 import workbench as wb
 from workbench.cluster.analysis.collective_cost import Link, collective_seconds
-from workbench.cluster.analysis.iteration import timed
 from workbench.cluster.analysis.links import Sweep
 from workbench.core import units
 from workbench.runs.launch import environment

@@ -12,11 +12,12 @@ import published_formulas as formulas
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from published_times import Layout, gather_seconds, sharded_step
 
 import workbench as wb
 from workbench.cluster.analysis.cluster import Cluster
 from workbench.cluster.analysis.collective_cost import CostError, Link, broadcast
-from workbench.cluster.analysis.iteration import Layout, bubble
+from workbench.cluster.analysis.iteration import bubble
 from workbench.cluster.analysis.links import Sweep
 from workbench.cluster.analysis.plan.layouts import SHARINGS, Layouts, list_layouts
 from workbench.cluster.analysis.plan.memory import Memory, memory
@@ -26,7 +27,7 @@ from workbench.cluster.analysis.plan.search import short_list
 from workbench.cluster.analysis.plan.timing import BUCKET, CLIP, UPDATE, HardwareRates, Seconds, seconds
 from workbench.cluster.analysis.plan.workload import OPERATORS, Workload, workload_of_transformer
 from workbench.cluster.analysis.transformer import Transformer
-from workbench.cluster.analysis.volumes import gather_seconds, sharded_step, volume
+from workbench.cluster.analysis.volumes import volume
 from workbench.cluster.read_model import read
 from workbench.core.device import Device
 from workbench.core.statistics import Interval

@@ -116,17 +116,6 @@ def test_a_size_below_one() -> None:
         lines().peak(0)
 
 
-def test_kinks_are_where_the_moment_changes() -> None:
-    family = lines()
-    kinks = family.kinks(1, 600)
-    moments = [Replay(training(x)) for x in range(1, 601)]
-    words = [replay.moment(replay.peak) for replay in moments]
-    assert kinks == [x + 1 for x in range(1, 600) if words[x] != words[x - 1]]
-    assert kinks
-    with pytest.raises(ValueError, match="kinks from 5 to 5: give a range"):
-        family.kinks(5, 5)
-
-
 @settings(max_examples=30, deadline=None)
 @given(limit=st.integers(0, 200 * MIB))
 def test_the_largest_that_fits(limit: int) -> None:

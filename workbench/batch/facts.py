@@ -182,7 +182,7 @@ def extrapolation_note(curve: Throughput, ranks: int) -> str:
     if ranks == curve.world_size:
         return ""
     return (
-        f"throughput was {curve.kind} with {curve.world_size} rank{'s' * (curve.world_size != 1)}, and {ranks} are taken to be as fast, "
+        f"throughput was {curve.kind} with {units.several(curve.world_size, 'rank')}, and {ranks} are taken to be as fast, "
         "each (the naive line, without waiting for each other)"
     )
 

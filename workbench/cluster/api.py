@@ -68,7 +68,7 @@ def measure_collectives(
     spec = RunSpec(task="fashion-mlp", nproc_per_node=ranks, device=device, backend=backend)  # its task is not looked at
     if gpus and ranks > gpus and backend != "gloo":
         raise CostError(
-            f"nproc_per_node={ranks}, and this machine has {gpus} GPU{'s' * (gpus > 1)}, of which each takes one rank: try "
+            f"nproc_per_node={ranks}, and this machine has {units.several(gpus, 'GPU')}, of which each takes one rank: try "
             f'nproc_per_node={gpus}, or device="cpu" to see how it works'
         )
     order = {"kinds": list(kinds), "sizes": [int(size) for size in sizes], "repeats": repeat, "measuring_s": float(budget_s)}

@@ -116,7 +116,7 @@ class _Exam:
                 figure = f"{place} cannot be pickled ({error!s:.80}), which workers need {when}"
                 return self._said("breaks" if self.workers else "fine", figure, fix if self.workers else "", proved=True)
             if name == "dataset" and size.bytes > LARGE_PICKLE:
-                large = _memmap(value)
+                large = next((path for path, item in _attributes(value, name) if isinstance(item, np.memmap)), "")
                 hint = f": {large} is a memory map, and is sent as a whole" if large else ""
                 slow = self.workers > 0
                 return self._said(
@@ -459,10 +459,6 @@ def _handles(dataset: Any) -> Iterator[tuple[str, str]]:
             "Group",
         ):
             yield path, f"{module}.{kind.__name__}"
-
-
-def _memmap(dataset: Any) -> str:
-    return next((path for path, item in _attributes(dataset, "dataset") if isinstance(item, np.memmap)), "")
 
 
 def _most_objects(dataset: Any) -> tuple[int, str]:

@@ -357,7 +357,7 @@ def unprepared(raw: LoaderModel, prepared: LoaderModel, *, num_workers: int = 0,
     ax.set_yscale("log")
     ax.set_xlabel("training on a batch (ms)")
     ax.set_ylabel("making a batch (ms on one core)")
-    workers = f"{num_workers} worker{'s' * (num_workers != 1)}" if num_workers else "no workers"
+    workers = units.several(num_workers, "worker") if num_workers else "no workers"
     ax.set_title(f"predicted speedup by data prepared beforehand, {workers}", fontsize=10, color=ink(ax), loc="left")
     ax.legend(loc="lower right", frameon=False, labelcolor=ink(ax), fontsize=9)
     return ax

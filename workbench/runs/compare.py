@@ -119,7 +119,7 @@ def compare(*runs: Run | str | os.PathLike[str]) -> Comparison:
             raise ValueError(f"compare() got a {type(given).__name__}: expected runs, compare(before, after) or compare(*runs)")
     if len(runs) < 2:
         raise ValueError(
-            f"compare() got {len(runs)} run{'s' * (len(runs) != 1)}: expected two or more, the baseline first, compare(before, after)"
+            f"compare() got {units.several(len(runs), 'run')}: expected two or more, the baseline first, compare(before, after)"
         )
     loaded = tuple(given if isinstance(given, Run) else Run.load(given) for given in runs)
     for run in loaded:

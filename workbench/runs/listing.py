@@ -133,7 +133,7 @@ class RunList(display.Shown):
         if any(run.loss is None and run.script and run.done for run in self.runs):
             note += "; the loss of a script is not recorded, and its throughput is that of its last measured steps"
         if self.hidden:
-            note += f"; {self.hidden} experiment{'s' * (self.hidden != 1)} of the workbench hidden (--all or experiments=True shows them)"
+            note += f"; {units.several(self.hidden, 'experiment')} of the workbench hidden (--all or experiments=True shows them)"
         return display.Table(columns=tuple(COLUMNS), rows=rows, title=f"Runs in {self.folder}", note=note)
 
     to_frame = display.frame_method("runs", ListedRun)

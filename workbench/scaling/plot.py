@@ -232,7 +232,8 @@ def scaling_law(result: ScalingLaw, ax: Axes | None = None, *, held_out: Any = N
     ax.set_yscale("log")
     unseen = _unseen(held_out)
     sizes = _chosen(sorted({*result.points.sizes, *(unseen.parameters if unseen else ())}))
-    colors = dict(zip(sizes, _shades(len(sizes), *SIZES[tone(ax)]), strict=True))
+    few, many = SIZES[tone(ax)]
+    colors = {size: mixed(many, few, place / max(1, len(sizes) - 1)) for place, size in enumerate(sizes)}
     all_tokens = [*result.points.tokens, *(unseen.tokens if unseen else ())]
     for size in sizes:
         tokens = np.geomspace(min(all_tokens), max(all_tokens), 40)
@@ -261,11 +262,6 @@ def _chosen(sizes: Sequence[float]) -> list[float]:
     if len(sizes) <= LINES:
         return list(sizes)
     return [sizes[round(i * (len(sizes) - 1) / (LINES - 1))] for i in range(LINES)]
-
-
-def _shades(count: int, smallest: str, largest: str) -> list[str]:
-    """Colours from few to many parameters."""
-    return [mixed(largest, smallest, i / max(1, count - 1)) for i in range(count)]
 
 
 def _dots(ax: Axes, points: Points, per: float, colors: dict[float, str], *, held_out: bool) -> None:

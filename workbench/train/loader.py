@@ -37,8 +37,8 @@ def build_loader(task: Task, spec: RunSpec, ranks: Ranks, seed: int) -> "DataLoa
             f"the task's dataset() returned a {type(dataset).__name__}; expected a dataset with __len__ and __getitem__, "
             "or a torch.utils.data.IterableDataset"
         )
-    if not stream and not _steps_per_epoch(len(dataset), spec, ranks):
-        need = spec.micro_batch * spec.accumulation * ranks.world_size
+    need = spec.micro_batch * spec.accumulation * ranks.world_size
+    if not stream and len(dataset) < need:
         raise SpecError(
             f"one optimizer step takes {need} samples (micro_batch={spec.micro_batch} × accumulation={spec.accumulation} × "
             f"{ranks.world_size} ranks), and the dataset has {len(dataset)}: try micro_batch="
@@ -92,10 +92,6 @@ def named_loader(name: str, knobs: Mapping[str, Any]) -> "DataLoader[Any]":
 def worker_init(spec: RunSpec) -> Callable[[int], None] | None:
     """What each worker of a loader of a training calls first."""
     return spare_worker if spec.checkpoint_every else None
-
-
-def _steps_per_epoch(samples: int, spec: RunSpec, ranks: Ranks) -> int:
-    return samples // ranks.world_size // spec.micro_batch // spec.accumulation
 
 
 def micro_batches(

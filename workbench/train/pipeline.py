@@ -129,9 +129,6 @@ class Pipeline:
             )
         self.steps += 1
         total = torch.stack([loss.detach() for loss in losses]).sum() if losses else torch.zeros((), device=self._device)
-        return self._from_last(total)
-
-    def _from_last(self, total: Tensor) -> Tensor:
         dist.broadcast(total, dist.get_global_rank(self.group, self._ranks[-1]), group=self.group)
         return total
 

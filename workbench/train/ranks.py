@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.rendezvous import rendezvous
 
 from workbench.core.checks import number_in_environment
+from workbench.core.units import several
 from workbench.runs.spec import SHARDED, RunSpec, SpecError, ranks_per_shard
 from workbench.runs.training_knobs import parse_local_sgd
 
@@ -144,10 +145,10 @@ def choose_device(spec: RunSpec, local_rank: int, local_world_size: int) -> torc
         )
     if local_world_size > count and spec.backend != "gloo":
         if spec.device == "auto" and spec.backend == "auto":
-            print(f"on the CPUs: {local_world_size} ranks here, and {count} GPU{'s' * (count > 1)}, of which each takes one")
+            print(f"on the CPUs: {local_world_size} ranks here, and {several(count, 'GPU')}, of which each takes one")
             return torch.device("cpu")
         raise SpecError(
-            f"nproc_per_node={local_world_size}, and this machine has {count} GPU{'s' * (count > 1)}: nccl takes one rank per GPU; try "
+            f"nproc_per_node={local_world_size}, and this machine has {several(count, 'GPU')}: nccl takes one rank per GPU; try "
             f'nproc_per_node={count}, or backend="gloo", which lets ranks share a GPU (to try things out: it is slow), or device="cpu"'
         )
     return torch.device("cuda", local_rank % count)

@@ -18,6 +18,7 @@ from workbench.batch.analysis.lr_range import (
     lr_text,
     suggestions_over_seeds,
 )
+from workbench.core.units import several
 
 STEPS = 80
 """Steps of a round. On a Fashion-MNIST perceptron 40 are too few for a batch of 8, and 160 choose no better."""
@@ -190,7 +191,7 @@ def conclude(
     near = [candidate.lr for candidate in ran if start - candidate.scores[0] >= AS_GOOD * (start - best.scores[0])]
     rounds = len(best.scores)
     how = "it is between the best candidates, and did as well" if best.name == INTERPOLATED else "it had the lowest loss"
-    why = f"{len(ran)} candidates trained for {race_steps} steps each, over equal batches; {how} in {rounds} round{'s' * (rounds > 1)}"
+    why = f"{len(ran)} candidates trained for {race_steps} steps each, over equal batches; {how} in {several(rounds, 'round')}"
     return replace(result, lr=best.lr, low=min(near), high=max(near), verified=True, why=why)
 
 

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from workbench.core.checks import is_whole, whole_number
 from workbench.core.codec import OrInf
+from workbench.core.units import several
 
 Numbers = NDArray[np.float64]
 
@@ -276,4 +277,4 @@ def _check_steps(count: int, good: int) -> None:
             "trained. Look at run.metrics; a smaller lr, a warm-up or clip_grad_norm may help"
         )
     if good < 2:
-        raise NoiseScaleError(f"{good} step{'s' * (good != 1)} to go by: at least 2 are needed, and some 100 for an estimate worth having")
+        raise NoiseScaleError(f"{several(good, 'step')} to go by: at least 2 are needed, and some 100 for an estimate worth having")

@@ -168,7 +168,7 @@ class Throughput(display.Shown, JsonDataclass):
         rows = [
             [micro, units.rate(rate), units.seconds(self.step(micro))] for micro, rate in zip(self.micro_batches, self.rates, strict=True)
         ]
-        note = f"{self.kind}, {self.world_size} rank{'s' * (self.world_size != 1)}"
+        note = f"{self.kind}, {units.several(self.world_size, 'rank')}"
         if self.per_step:
             note += f"; {units.seconds(self.per_step)} of a step are spent once, however much it accumulates"
         return display.Table(

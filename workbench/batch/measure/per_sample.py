@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset, Subset
 from workbench.batch.analysis.noise_scale import LEVEL, NoiseScale
 from workbench.batch.analysis.noise_scale_estimator import NoiseScaleError, fieller_interval
 from workbench.core.checks import whole_number
+from workbench.core.units import several
 from workbench.runs.errors import is_out_of_memory
 from workbench.runs.spec import RunSpec
 from workbench.runs.task import resolve
@@ -61,7 +62,7 @@ def exact_noise_scale(
     used = [fold for fold in folds if fold.count]
     count = sum(fold.count for fold in used)
     if count < 2:
-        raise NoiseScaleError(f"{count} sample{'s' * (count != 1)}: at least 2 are needed")
+        raise NoiseScaleError(f"{several(count, 'sample')}: at least 2 are needed")
     population = dataset_size if dataset_size and dataset_size >= count else None
     squares, trace = _estimate(used, population)
     if not (math.isfinite(squares) and math.isfinite(trace)):

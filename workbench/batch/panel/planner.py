@@ -62,11 +62,12 @@ class BatchPlanner:
         self._given = target if isinstance(target, RunSpec) else getattr(target, "spec", None)
         plan, known_size = _plan_of(target)
         self.plan = plan
+        rates = throughput if throughput is not None else getattr(target, "throughput", None)
         self.known = PlannerInputs(
             plan=plan,
             noise=_samples(noise_scale if noise_scale is not None else getattr(target, "noise", None)),
             fit=law_of(steps),
-            throughput=_throughput_of(throughput if throughput is not None else getattr(target, "throughput", None), plan),
+            throughput=None if rates is None else Throughput.of(rates, micro_batch=plan.micro_batch, world_size=plan.world_size),
             dataset=known_size if dataset_size is None else checked_number("dataset_size", dataset_size, 1),
             largest=None if largest is None else checked_number("largest", getattr(largest, "micro_batch", largest), 1),
             samples=None if self._given is None else self._given.steps * getattr(target, "before", plan).global_batch,
@@ -180,7 +181,3 @@ def _samples(noise: Any) -> float | None:
     if not is_number(value, above=0):
         raise ValueError(f"noise_scale={noise!r:.60}: samples above 0 are allowed, or what wb.noise_scale gave")
     return float(value)
-
-
-def _throughput_of(given: Any, plan: BatchPlan) -> Throughput | None:
-    return None if given is None else Throughput.of(given, micro_batch=plan.micro_batch, world_size=plan.world_size)

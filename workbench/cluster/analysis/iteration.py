@@ -1,15 +1,9 @@
-"""Seconds of an iteration under data, tensor and pipeline parallelism; pipeline bubbles; overlap of DDP's buckets with the backward.
+"""Bubbles of pipeline schedules, and the overlap of DDP's buckets with the backward."""
 
-T = (FLOPs / (GPUs · rate) + tensor-parallel bytes / bandwidth) · (1 + bubble). The two rates include what the formula leaves out
-(element-wise work, which grows with the bytes; kernels below their peak), so they are calibrated on small runs, not read from datasheets.
-Fitted to 22B parameters on 8 GPUs and 175B on 64 of a published table, it gives 530B on 280 and 1T on 512 within 4 %.
-"""
-
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from workbench.cluster.analysis.collective_cost import CostError, checked_ranks, non_negative_pair
-from workbench.cluster.analysis.transformer import Transformer
+from workbench.cluster.analysis.collective_cost import CostError, checked_ranks
 from workbench.core.checks import choice
 
 BUBBLES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v")
@@ -45,102 +39,6 @@ def bubble(stages: int, micro_batches: int, schedule: str = "1f1b", chunks: int 
     if schedule in ("zb-h2", "zb-v"):
         return 0.0
     return (p - 1) / (m * v * (3 if schedule == "zb-h1" else 1))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
-    """Batch and degrees of parallelism of an iteration. GPUs = data × tensor × pipeline."""
-
-    batch: int
-    """Sequences per iteration."""
-    micro_batch: int = 1
-    """Sequences of a micro-batch."""
-    data: int = 1
-    """Copies of the model."""
-    tensor: int = 1
-    """Ranks that split each layer."""
-    pipeline: int = 1
-    """Stages."""
-    chunks: int = 1
-    """Pieces of the layers on each stage; above 1 the schedule is interleaved."""
-
-    def __post_init__(self) -> None:
-        for name in ("batch", "micro_batch", "data", "tensor", "pipeline", "chunks"):
-            try:
-                checked_ranks(getattr(self, name))
-            except CostError:
-                raise CostError(f"{name}={getattr(self, name)!r}: expected a whole number of at least 1") from None
-        if self.batch % (self.data * self.micro_batch):
-            raise CostError(f"batch={self.batch} is no multiple of data × micro_batch = {self.data} × {self.micro_batch}")
-
-    @property
-    def gpus(self) -> int:
-        """Number of GPUs."""
-        return self.data * self.tensor * self.pipeline
-
-    @property
-    def micro_batches(self) -> int:
-        """Micro-batches of an iteration and pipeline."""
-        return self.batch // (self.data * self.micro_batch)
-
-    @property
-    def bubble(self) -> float:
-        """Idle over ideal time."""
-        return bubble(self.pipeline, self.micro_batches, "interleaved" if self.chunks > 1 else "1f1b", self.chunks)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
-    """Work of each GPU in an iteration."""
-
-    flops: float
-    """FLOPs computed."""
-    bytes: float
-    """CollectiveCall for tensor parallelism."""
-    bubble: float
-    """Idle over ideal time."""
-
-
-def work(model: Transformer, layout: Layout, recompute: str = "none") -> Work:
-    """Work of each GPU; stages are assumed equal.
-
-    Raises:
-        CostError: an unknown kind of recomputation.
-    """
-    flops = model.flops(layout.batch, recompute) / layout.gpus
-    sent = model.tensor_bytes(layout.batch / layout.data, layout.tensor, recompute) / layout.pipeline
-    return Work(flops=flops, bytes=sent, bubble=layout.bubble)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rates:
-    """Achieved rates of a GPU in this kind of program."""
-
-    flops_per_sec: float
-    """FLOP/s while it computes; infinite if bytes alone explain the measured iterations."""
-    bandwidth: float
-    """Bytes per second of tensor parallelism, and of work that grows with its bytes; infinite if it takes no time."""
-
-    @classmethod
-    def calibrated(cls, measured: Iterable[tuple[Work, float]]) -> "Rates":
-        """The rates that fit measured iterations best.
-
-        Args:
-            measured: work of each GPU and seconds of the iteration; two or more, of different sizes.
-
-        Raises:
-            CostError: fewer than two, or seconds that are not above 0.
-        """
-        rows = list(measured)
-        if len(rows) < 2 or any(not seconds > 0 for _, seconds in rows):
-            raise CostError(f"{len(rows)} measured iterations: expected two or more, each with its seconds, to tell computing from sending")
-        scaled = [(done.flops * (1 + done.bubble), done.bytes * (1 + done.bubble), seconds) for done, seconds in rows]
-        per_flop, per_byte = non_negative_pair(scaled)
-        return cls(flops_per_sec=1 / per_flop if per_flop else float("inf"), bandwidth=1 / per_byte if per_byte else float("inf"))
-
-    def seconds(self, work: Work) -> float:
-        """Seconds of an iteration."""
-        return (work.flops / self.flops_per_sec + work.bytes / self.bandwidth) * (1 + work.bubble)
 
 
 CAP, FIRST = 25 * 2**20, 2**20
@@ -227,18 +125,3 @@ def buckets(sizes: Sequence[int], cap: int | None = None) -> list[list[int]]:
             groups.append([])
             filled = 0
     return [group for group in groups if group]
-
-
-def timed(sizes: Sequence[int], backward: float, seconds_of: Callable[[float], float], cap: int | None = None) -> Overlap:
-    """The overlap of a model whose gradients arrive at a steady rate of bytes, as those of equally wide layers do.
-
-    Args:
-        sizes: bytes of each gradient, in the order of the parameters.
-        backward: seconds of the backward.
-        seconds_of: of an all-reduce of so many bytes.
-        cap: as in `buckets`.
-    """
-    whole = sum(sizes)
-    amounts = [sum(sizes[index] for index in bucket) for bucket in buckets(sizes, cap)]
-    ready = [backward * sum(amounts[: k + 1]) / whole for k in range(len(amounts))]
-    return overlap(ready, [seconds_of(amount) for amount in amounts], backward)

@@ -1,9 +1,8 @@
-"""Bytes that a rank sends per step under DDP, ZeRO, FSDP and HSDP, and the seconds of a fully sharded step on a cluster."""
+"""Bytes that a rank sends per step under DDP, ZeRO, FSDP and HSDP."""
 
 from dataclasses import dataclass
 
-from workbench.cluster.analysis.cluster import Cluster
-from workbench.cluster.analysis.collective_cost import CostError, all_gather, checked_ranks
+from workbench.cluster.analysis.collective_cost import CostError, checked_ranks
 from workbench.core.checks import choice
 
 SHARINGS = ("ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp")
@@ -77,50 +76,3 @@ def volume(
     copies = ranks // group
     between = gradients / group * (copies - 1) / copies
     return Volume(gathered=2 * weights * share, reduced=gradients * share + between, returned=between)
-
-
-def gather_seconds(size: float, gpus: int, cluster: Cluster) -> float:
-    """Seconds until all GPUs have all `size` bytes, of which each had a part; a reduce-scatter takes as long.
-
-    Over k nodes of g GPUs, every node receives the (k−1)/k of it that others have through all its g network cards at once, and distributes
-    it inside, (n−1)/n of it to each GPU; both overlap, so the slower counts. Latencies: a ring's.
-
-    Raises:
-        CostError: the GPUs are no whole nodes.
-    """
-    nodes = cluster.nodes(gpus)
-    if nodes == 1:
-        return all_gather(size, gpus, cluster.intra)
-    between = (nodes - 1) / nodes * size / (cluster.gpus_per_node * cluster.inter.bandwidth)
-    inside = (gpus - 1) / gpus * size / cluster.intra.bandwidth
-    hops = (nodes - 1) * cluster.inter.latency + (cluster.gpus_per_node - 1) * cluster.intra.latency
-    return hops + max(between, inside)
-
-
-def sharded_step(
-    compute: float, parameters: float, gpus: int, cluster: Cluster, *, parameter_bytes: float = 2, gradient_bytes: float = 4
-) -> float:
-    """Seconds of a step under ZeRO-3 or FSDP: the longer of computing and sending, which overlap layer by layer.
-
-    Sending: two all-gathers of the parameters and a reduce-scatter of the gradients (`volume`). Source: Rajbhandari et al. 2020, ZeRO,
-    section 7.2; Zhao et al. 2023, PyTorch FSDP, section 3.3. Left out: the first layer's gather, which nothing hides, memory traffic, and
-    latencies of every layer beyond the first. A lower bound; links by datasheet make it lower still.
-
-    Args:
-        compute: seconds of computing of the step.
-        parameters: of the model.
-        gpus: that shard it.
-        cluster: where.
-        parameter_bytes: per element of what is gathered (2 in bf16).
-        gradient_bytes: per element of what is reduced (4 in fp32).
-
-    Raises:
-        CostError: seconds not above 0, or GPUs that are no whole nodes.
-    """
-    if not compute > 0:
-        raise CostError(f"compute={compute!r}: expected seconds above 0")
-    sent = volume(parameters, gpus, "fsdp", parameter_bytes=parameter_bytes, gradient_bytes=gradient_bytes)
-    if not sent.total:
-        return compute
-    whole = gpus / (gpus - 1)  # volumes are bytes sent by a rank, collectives take the full size
-    return max(compute, 2 * gather_seconds(sent.gathered / 2 * whole, gpus, cluster) + gather_seconds(sent.reduced * whole, gpus, cluster))

@@ -156,7 +156,7 @@ def _line(loading: Loading) -> str:
 
 
 def _workers(loading: Loading) -> str:
-    return f"{loading.num_workers} worker{'s' * (loading.num_workers != 1)}"
+    return units.several(loading.num_workers, "worker")
 
 
 def _ranks(e: Evidence) -> str:
@@ -209,7 +209,7 @@ def communication_cause(e: Evidence, c: Costs) -> Cause:
     if g is None:
         return Cause(cause="gradient volume", why=f"{units.count(e.parameters)} gradients are reduced per step.{split}")
     starts, volume = g.latency * g.buckets, g.size * g.per_byte
-    text = f"{units.bytes_(g.size)} of gradients are reduced in {g.buckets} bucket{'s' * (g.buckets != 1)}"
+    text = f"{units.bytes_(g.size)} of gradients are reduced in {units.several(g.buckets, 'bucket')}"
     if starts > volume and g.buckets > 4:
         return Cause(cause="small buckets", why=f"{text}, and starting a reduction alone takes {units.seconds(g.latency)}.{split}")
     if starts > volume:

@@ -301,7 +301,7 @@ class Diagnosis(JsonDataclass):
         if e.device != "cpu" or (e.observed and self.spec is None):
             return []
         started = "started with " * isinstance(self.spec, ScriptSpec)  # it may set another number itself
-        text = f"{started}{e.threads} thread{'s' * (e.threads != 1)} per operator"
+        text = f"{started}{units.several(e.threads, 'thread')} per operator"
         if self.spec and e.threads == 1 and not (e.noise and e.noise.cores < 2):
             every = f"all {e.noise.cores:.0f} cores" if e.noise else "all cores"
             how = f"workbench launch {self.spec.script} --set threads=4" if isinstance(self.spec, ScriptSpec) else "threads=4"

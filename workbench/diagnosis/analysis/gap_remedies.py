@@ -94,7 +94,7 @@ def _cores(e: GapEvidence, gap: Gap, spec: RunSpec | None) -> Iterator[Remedy]:
             ("cores",),
             f"threads={fewer}",
             {"threads": fewer} if spec else {},
-            f"Give each rank {fewer} thread{'s' * (fewer > 1)} for an operator (OMP_NUM_THREADS), so that all have a core.",
+            f"Give each rank {units.several(fewer, 'thread')} for an operator (OMP_NUM_THREADS), so that all have a core.",
             ceiling=True,
             costs="an operator alone takes longer",
         )
@@ -142,7 +142,7 @@ def _loaders(e: GapEvidence, gap: Gap, spec: RunSpec | None) -> Iterator[Remedy]
         ("loaders",),
         f"num_workers={more}",
         _workers(more, spec) if spec else {},
-        f"The loaders take longer beside each other: make batches in {more} worker{'s' * (more > 1)} of each rank, ahead of the training.",
+        f"The loaders take longer beside each other: make batches in {units.several(more, 'worker')} of each rank, ahead of the training.",
         ceiling=True,
         costs="memory and cores of the workers",
     )
@@ -169,7 +169,7 @@ def _slow(e: GapEvidence, gap: Gap, spec: RunSpec | None) -> Iterator[Remedy]:
                 ("uneven data",),
                 f"num_workers={more}",
                 _workers(more, spec) if spec else {},
-                f"Rank {e.slowest} waits longer for its data: let {more} worker{'s' * (more > 1)} make batches ahead, and give it storage "
+                f"Rank {e.slowest} waits longer for its data: let {units.several(more, 'worker')} make batches ahead, and give it storage "
                 "and shards like the others'.",
                 ceiling=True,
                 costs="memory and cores of the workers",

@@ -107,7 +107,7 @@ def _arms(case: Case) -> Iterator[Remedy | None]:
         elif kind == "optimizer":
             yield from_arm(case, name, {kind: value}, f"Use the optimizer's {value} implementation: {value}=True.", _OPTIMIZER_COSTS[value])
         elif kind == "threads":
-            yield from_arm(case, name, {kind: int(value)}, f"Use {value} thread{'s' * (value != '1')} per operator on each rank.", "")
+            yield from_arm(case, name, {kind: int(value)}, f"Use {units.several(int(value), 'thread')} per operator on each rank.", "")
         elif kind == "tf32":
             what = "Run fp32 matrix products in TF32: torch.set_float32_matmul_precision('high')."
             yield from_arm(case, name, {kind: True}, what, "products have 10 bits of mantissa instead of 23: watch the loss")

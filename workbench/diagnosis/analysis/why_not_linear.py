@@ -137,7 +137,7 @@ class WhyNotLinear(JsonDataclass):
         g = e.gradients
         last = g.latency + g.size / max(1, g.buckets) * g.per_byte
         return (
-            f" {units.bytes_(g.size)} in {g.buckets} reduction{'s' * (g.buckets != 1)}: nothing can be sent in the first "
+            f" {units.bytes_(g.size)} in {units.several(g.buckets, 'reduction')}: nothing can be sent in the first "
             f"{units.seconds(tail.first)} of a step; after the last gradient {units.seconds(tail.exposed)} are left "
             f"(the last bucket alone takes {units.seconds(last)})."
         )
@@ -283,7 +283,7 @@ class WhyNotLinear(JsonDataclass):
         """One line that says what the numbers are."""
         e = self.evidence
         if self.gap.predicted:
-            text = f"predicted from {e.world_size} rank{'s' * (e.world_size > 1)}"
+            text = f"predicted from {units.several(e.world_size, 'rank')}"
         else:
             text = f"measured in {e.count} rounds of {len({block.arm for block in e.blocks})} experiments in {units.seconds(e.seconds)}"
         return "; ".join([text, SAME[self.same], *e.notes])

@@ -14,6 +14,7 @@ from workbench.core.checks import number_in_environment
 from workbench.core.gc import without_gc
 from workbench.core.statistics import LOOKS, Interval, Spread, repeated_interval
 from workbench.core.system_load import Noise, usable_cores
+from workbench.core.units import several
 from workbench.diagnosis.analysis.evidence import ARMS
 from workbench.harness import ablations
 from workbench.harness.ablations import Variant
@@ -151,7 +152,7 @@ def reaching(variants: Sequence[Variant], replays: Replays) -> tuple[list[Varian
     if not lost:
         return left, ""
     return left, (
-        f"step() launches {replays.graphs} captured CUDA graph{'s' * (replays.graphs != 1)}, which no experiment can change, so {lost} "
+        f"step() launches {several(replays.graphs, 'captured CUDA graph')}, which no experiment can change, so {lost} "
         "could not be tried: diagnose the step without graphs, or capture them with the change"
     )
 

@@ -1,6 +1,5 @@
 """RemedyRows: a row per remedy, with its predicted gain, a button that proves it, and what a proof measured."""
 
-import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -72,9 +71,6 @@ class RemedyRows:
         button = ipywidgets.Button(description="Prove", tooltip=f"Run {remedy.name} in turns with the step as it is, and see what it gains")
         button.disabled = busy  # until what runs has ended
         button.add_class("wb-prove")
-        button.on_click(functools.partial(self._pressed, remedy))
+        button.on_click(lambda _: self._prove(remedy))
         self.proves[remedy.name] = button
         return ipywidgets.HBox([words, button]).add_class("wb-choice")
-
-    def _pressed(self, remedy: Remedy, _button: object) -> None:
-        self._prove(remedy)

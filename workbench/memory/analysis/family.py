@@ -160,29 +160,6 @@ class Family:
         log = dataclasses.replace(self._log, events=self._events(self.sizes(x)))  # only the events' sizes are read: no records are made
         return MemoryBreakdown.from_log(log, **{"kind": "predicted", **fields})
 
-    def kinks(self, low: int, high: int, granularity: int = 1) -> list[int]:
-        """The values in `low` + 1 … `high` at which the peak is at another moment than at the value before: where its curve bends.
-
-        Raises:
-            ValueError: `high` is not above `low`.
-        """
-        if high <= low:
-            raise ValueError(f"kinks from {low} to {high}: give a range, the lower end first")
-        bends: list[int] = []
-        open_ = [(low, self._position(low, granularity), high, self._position(high, granularity))]
-        while open_:
-            a, at_a, b, at_b = open_.pop()
-            if at_a == at_b:
-                continue
-            if b == a + 1:
-                if self._replay.moment(at_a) != self._replay.moment(at_b):
-                    bends.append(b)
-                continue
-            middle = (a + b) // 2
-            at = self._position(middle, granularity)
-            open_ += [(a, at_a, middle, at), (middle, at, b, at_b)]
-        return sorted(bends)
-
     def largest(self, limit: int, of: Callable[[int], int] | None = None) -> int:
         """The largest value whose bytes stay within a limit, by doubling and bisection; 0 if not even 1 does.
 

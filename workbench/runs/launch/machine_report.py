@@ -67,7 +67,7 @@ class MachineReport(display.Shown, JsonDataclass):
         """One row per check."""
         rows = [[check.name, check.here, f"✗ {check.trouble}: {check.fix}" if check.trouble else ""] for check in self.checks]
         troubles = sum(bool(check.trouble) for check in self.checks)
-        note = f"{troubles} problem{'s' * (troubles != 1)}, marked ✗" if troubles else "no problems found"
+        note = f"{units.several(troubles, 'problem')}, marked ✗" if troubles else "no problems found"
         return display.Table(columns=("what", "here", "problem, and how to fix it"), rows=rows, title="workbench doctor", note=note)
 
     @property

@@ -9,6 +9,7 @@ from typing import Any
 from workbench.core import late
 from workbench.core.codec import JsonDataclass
 from workbench.core.display import table as display
+from workbench.core.units import several
 from workbench.runs.launch.resume import LAYOUT_KNOBS
 from workbench.runs.spec import RunSpec
 
@@ -85,7 +86,7 @@ class LayoutResumeProof(JsonDataclass, display.Shown):
     def verdict(self) -> str:
         """The answer in words, with what to do."""
         knobs, on = ", ".join(f"{name}={value!r}" for name, value in self.layout.items()), self.ranks[0]
-        killed = f"killed in step {self.killed_in} on {on} rank{'s' * (on > 1)} and resumed from step {self.resumed_from} with {knobs}"
+        killed = f"killed in step {self.killed_in} on {several(on, 'rank')} and resumed from step {self.resumed_from} with {knobs}"
         figures = f"losses differ by {self.losses:.1g} of them at most, the weights at the end by {self.weights:.1g}"
         if self.same:
             parts = _listed([part for part in self.compared if part in STATES or part == "samples"])

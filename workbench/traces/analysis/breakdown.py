@@ -93,9 +93,7 @@ class Breakdown(display.Shown, JsonDataclass):
     def caption(self) -> str:
         """What the numbers mean."""
         what = "a device computes" if self.device == "device" else "the CPU computes"
-        return "; ".join(
-            [f"from a trace of {len(self.steps)} step{'s' * (len(self.steps) != 1)}, taken under the profiler; {what}", *self.notes]
-        )
+        return "; ".join([f"from a trace of {units.several(len(self.steps), 'step')}, taken under the profiler; {what}", *self.notes])
 
     @property
     def table(self) -> display.Table:

@@ -126,7 +126,7 @@ class Explored:
         events = sum(len(trace.columns) for trace in self.traces.values())
         first = self.traces[self.first]
         name = first.path.name if len(self.traces) == 1 else f"{len(self.traces)} ranks"
-        return f"{name} · {events:,} events · {len(first.steps)} step{'s' * (len(first.steps) != 1)}"
+        return f"{name} · {events:,} events · {units.several(len(first.steps), 'step')}"
 
     @property
     def notes(self) -> tuple[str, ...]:

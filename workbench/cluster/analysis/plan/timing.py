@@ -89,7 +89,7 @@ def seconds(workload: Workload, layouts: Layouts, rates: HardwareRates, per_node
     and 3, else once a step: what the backward of that micro-batch does not hide, and at least its last bucket or layer
     (`iteration.overlap`) or the embedding, whose gradient is ready last; all of it where gradients are not reduced meanwhile
     (`Workload.overlapped`); ZeRO-1 and 2 gather the new weights exposed (torch's own ZeRO-1 broadcasts them one by one, after a whole
-    all-reduce); under ZeRO-3 gathers and reductions hide behind the whole micro-batch, except the first layer's (`volumes.sharded_step`).
+    all-reduce); under ZeRO-3 gathers and reductions hide behind the whole micro-batch, except the first layer's.
     Gradients are reduced in buckets, each of which pays its latency. Under a pipeline the first and the last stage sum the gradient of a
     tied embedding. Stages with fewer layers wait for the longest. Left out: the work of a pipeline's first and last stage outside
     their layers, stragglers, the loader, checkpoints on disk.
