@@ -1,4 +1,9 @@
-"""Checks arguments, numbers and choices, and raises errors that say what was given, what is allowed and what to try."""
+"""Checks arguments, numbers and choices, and raises errors that say what was given, what is allowed and what to try.
+
+In all of them `name` is that of the argument and `value` what was given for it. `above`, `least`, `below` and `most` limit it; None = any.
+`what` is what it has to be, such as "a whole number of bytes". `also` ends the message: what else is allowed, why, or what to try.
+`error` is raised. `numpy`: a number of numpy counts, too; it cannot be written as JSON, so take the value that is returned.
+"""
 
 import difflib
 import math
@@ -11,14 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 
 
 def is_whole(value: Any, *, least: float = -math.inf, most: float = math.inf, numpy: bool = False) -> TypeGuard[int]:
-    """Is it a whole number in the range? (True does not count as a number.)
-
-    Args:
-        value: to look at.
-        least: the smallest that counts.
-        most: the largest that counts.
-        numpy: does a number of numpy count? It cannot be written as JSON: use `int(value)`.
-    """
+    """Is it a whole number in the range? (True does not count as a number.)"""
     return isinstance(value, Integral if numpy else int) and not isinstance(value, bool) and least <= int(value) <= most
 
 
@@ -32,17 +30,7 @@ def is_number(
     finite: bool = True,
     numpy: bool = False,
 ) -> TypeGuard[float]:
-    """Is it a number in the range? (True and NaN do not count as numbers.)
-
-    Args:
-        value: to look at.
-        above: all that count are larger.
-        least: the smallest that counts.
-        below: all that count are smaller.
-        most: the largest that counts.
-        finite: is infinity excluded?
-        numpy: does a number of numpy count? It cannot be written as JSON: use `float(value)`.
-    """
+    """Is it a number in the range? (True and NaN do not count as numbers, nor does infinity unless `finite` is False.)"""
     if isinstance(value, bool) or not isinstance(value, Real if numpy else int | float):
         return False
     given: Any = value  # whole numbers may be too large for a float
@@ -68,16 +56,6 @@ def whole_number(
     Traceback (most recent call last):
     ...
     ValueError: steps=0: a whole number of at least 1 is allowed, or None for all
-
-    Args:
-        name: of the argument.
-        value: as given.
-        least: the smallest that is allowed.
-        most: the largest; None = any.
-        what: what it has to be, such as "a whole number of bytes".
-        also: the message's end: what else is allowed, why, or what to try.
-        error: to raise.
-        numpy: is one of numpy's allowed?
     """
     if is_whole(value, least=least, most=math.inf if most is None else most, numpy=numpy):
         return int(value)
@@ -156,18 +134,6 @@ def real_number(
     Traceback (most recent call last):
     ...
     ValueError: share=1: a number from 0 to below 1 is allowed; try 0.1
-
-    Args:
-        name: of the argument.
-        value: as given.
-        above: all that are allowed are larger; None = any.
-        least: the smallest that is allowed; None = any.
-        below: all that are allowed are smaller; None = any.
-        what: what it has to be, such as "a learning rate".
-        also: the message's end: what else is allowed, why, or what to try.
-        error: to raise.
-        finite: is infinity refused?
-        numpy: is one of numpy's allowed?
     """
     low, start = -math.inf if above is None else above, -math.inf if least is None else least
     if is_number(value, above=low, least=start, below=math.inf if below is None else below, finite=finite, numpy=numpy):
@@ -181,13 +147,7 @@ def real_number(
 
 
 def check_budget(budget_s: float | None, *, limited: bool = False, error: type[ValueError] = ValueError) -> None:
-    """Check a budget of seconds.
-
-    Args:
-        budget_s: as given; None = there is no limit.
-        limited: is None refused?
-        error: to raise.
-    """
+    """Check a budget of seconds; None = there is no limit, which `limited` refuses."""
     if limited or budget_s is not None:
         also = f"; try budget_s=60{', or None for no limit' * (not limited)}"
         real_number("budget_s", budget_s, above=0, what="seconds", also=also, error=error)
@@ -202,7 +162,7 @@ def choice(
     also: str = "",
     error: type[ValueError] = ValueError,
 ) -> None:
-    """Raise unless the value is one of some names.
+    """Raise unless the value is one of some names; `meant` has other words for them.
 
     >>> choice("kind", "wide", ["strong", "weak"])
     Traceback (most recent call last):
@@ -212,14 +172,6 @@ def choice(
     Traceback (most recent call last):
     ...
     ValueError: kind='week': allowed are 'strong', 'weak'; did you mean "weak"?
-
-    Args:
-        name: of the argument.
-        value: as given.
-        allowed: names.
-        meant: other words for them.
-        also: what else is allowed, why, or what to try.
-        error: to raise.
     """
     names = list(allowed)
     if isinstance(value, str) and value in names:
@@ -258,13 +210,7 @@ def path_of(name: str, value: Any, expected: str) -> Path:
 
 
 def nearest(word: str, known: Iterable[str], *, cutoff: float = 0.6) -> str | None:
-    """The name that a misspelt word resembles most; None = it resembles none.
-
-    Args:
-        word: as given.
-        known: names.
-        cutoff: how alike they have to be, 0 to 1.
-    """
+    """The name that a misspelt word resembles most; None = it resembles none, by `cutoff`, from 0 to 1."""
     return next(iter(difflib.get_close_matches(str(word), list(known), n=1, cutoff=cutoff)), None)
 
 

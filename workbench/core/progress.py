@@ -239,15 +239,7 @@ def tick() -> None:
 
 
 def status_text(name: str, now: str, known: str, seconds: float, budget_s: float | None) -> str:
-    """What a long call does and knows so far, in one line.
-
-    Args:
-        name: of the function that was called.
-        now: what it does.
-        known: what it knows; empty = nothing yet.
-        seconds: since it began.
-        budget_s: seconds that it may take; None = there is no limit.
-    """
+    """What a long call does now and knows so far, `seconds` after its start, in one line."""
     limit = "" if budget_s is None else f" of at most {_whole(budget_s)}"
     if budget_s is not None and seconds > budget_s:
         limit = f", its {_whole(budget_s)} are over: it ends as soon as it can"

@@ -29,7 +29,11 @@ class MuonWithAdamW(Optimizer):
     """torch.optim.Muon for groups with `muon=True`, torch.optim.AdamW for the others, as one optimizer with one learning rate.
 
     Muon's step is scaled to the size of AdamW's ("match_rms_adamw"), so that both take the same learning rate and weight decay.
-    Source: Liu et al. 2025, arXiv:2502.16982. Given plain parameters, matrices are Muon's.
+    `betas` and `eps` are AdamW's, `momentum`, `nesterov` and `ns_steps` (of its Newton-Schulz iteration) are Muon's.
+    Source: Liu et al. 2025, arXiv:2502.16982. Given plain parameters, matrices are Muon's; or groups, as `hidden_matrices` makes them.
+
+    Raises:
+        RuntimeError: this torch has no Muon.
     """
 
     def __init__(
@@ -43,20 +47,6 @@ class MuonWithAdamW(Optimizer):
         nesterov: bool = True,
         ns_steps: int = 5,
     ) -> None:
-        """
-        Args:
-            params: parameters, or groups of them as `hidden_matrices` makes them.
-            lr: learning rate of both.
-            betas: of AdamW.
-            eps: of AdamW.
-            weight_decay: of both.
-            momentum: of Muon.
-            nesterov: of Muon.
-            ns_steps: of Muon's Newton-Schulz iteration.
-
-        Raises:
-            RuntimeError: this torch has no Muon.
-        """
         if not hasattr(torch.optim, "Muon"):
             raise RuntimeError(f"torch {torch.__version__} has no Muon, which came with torch 2.9; try adamw")
         given = list(params)

@@ -278,15 +278,8 @@ def share_in(ax: Axes, patch: Patch, place: float, row: float, text: str) -> Non
 
 
 def bar_chart(ax: Axes | None, shown: Sequence[Bar], what: str, colors: Mapping[str, str], *, row: float = 1.0, more: float = 0.0) -> Axes:
-    """Stacked bars with their legend as a whole picture.
-
-    Args:
-        ax: the Axes to draw into; None makes a figure.
-        shown: bars with as many pieces as there are colours.
-        what: the axis label, without the unit.
-        colors: name → colour of the pieces.
-        row: of a new figure, its height as a fraction of the usual one.
-        more: inches that are added to it.
+    """What `stacked` draws, with its legend, as a whole picture: in a new figure, unless Axes are given, whose height is `row` times the
+    usual one and `more` inches.
     """
     ax = prepared(ax, WIDTH, height([bar.label for bar in shown]) * row + more)
     stacked(ax, shown, what, colors)

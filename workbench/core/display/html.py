@@ -26,18 +26,13 @@ def bar(
     wide: int = LABEL,
     room: int = 76,
 ) -> str:
-    """One bar: a label, a piece per name, a text at the end.
+    """One bar: a label, a piece per name, a text at the end. The other arguments are those of `row`.
 
     Args:
-        label: what stands at its left.
         pieces: name → length, in seconds unless `shares` is False.
         colors: name → colour.
         longest: the length that fills the whole width.
-        end: what stands at its right.
-        pale: hatched, for a prediction.
         shares: each piece says what share of the bar it is, and how many seconds.
-        wide: pixels of the label.
-        room: pixels of the text at the end.
     """
     total = sum(pieces.values())
     made = []
@@ -75,16 +70,7 @@ def row(
 
 
 def piece(share: float, color: str, text: str = "", *, title: str = "", style: str = "", predicted: bool = False) -> str:
-    """A piece of a bar.
-
-    Args:
-        share: of the whole width.
-        color: its colour.
-        text: written in it.
-        title: what a pointer over it shows.
-        style: name of a class of the style sheet.
-        predicted: hatched, in stripes that read on the colour.
-    """
+    """A piece of a bar: a share of the whole width, its text, and the title that a pointer over it shows; `style` is a CSS class."""
     kind, said = f' class="{style}"' if style else "", f' title="{escape(title)}"' if title else ""
     hatch = f"background-image:repeating-linear-gradient(135deg,transparent 0 4px,{text_on(color)}59 4px 6px);" if predicted else ""
     if predicted and text:

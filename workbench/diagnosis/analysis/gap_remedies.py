@@ -56,7 +56,7 @@ def _removing(
     what: str,
     *,
     share: float = 1.0,
-    ceiling: bool = False,
+    ceiling: bool = True,
     costs: str = "",
     formula: str = "",
 ) -> Remedy:
@@ -95,7 +95,6 @@ def _cores(e: GapEvidence, gap: Gap, spec: RunSpec | None) -> Iterator[Remedy]:
             f"threads={fewer}",
             {"threads": fewer} if spec else {},
             f"Give each rank {units.several(fewer, 'thread')} for an operator (OMP_NUM_THREADS), so that all have a core.",
-            ceiling=True,
             costs="an operator alone takes longer",
         )
     elif e.num_workers and wanted * (e.threads + e.num_workers) > cores and wanted * e.threads <= cores:
@@ -106,7 +105,6 @@ def _cores(e: GapEvidence, gap: Gap, spec: RunSpec | None) -> Iterator[Remedy]:
             f"num_workers={fewer}",
             _workers(fewer) if spec else {},
             f"Give each rank's loader {fewer} workers, so that they leave the cores to the training.",
-            ceiling=True,
             costs="batches may come later",
         )
     else:
@@ -116,7 +114,6 @@ def _cores(e: GapEvidence, gap: Gap, spec: RunSpec | None) -> Iterator[Remedy]:
             "a core for each rank",
             {},
             f"{wanted} ranks share {units.count(cores)} cores: give each a core of its own (fewer ranks, or more machines).",
-            ceiling=True,
         )
 
 
@@ -129,7 +126,6 @@ def _memory(gap: Gap) -> Iterator[Remedy]:
             {},
             "The ranks wait for the machine's memory: spread them over sockets or machines (numactl), fuse what passes over memory "
             "(optimizer=fused, torch.compile), or use fewer bytes (amp_bf16).",
-            ceiling=True,
         )
 
 
@@ -143,7 +139,6 @@ def _loaders(e: GapEvidence, gap: Gap, spec: RunSpec | None) -> Iterator[Remedy]
         f"num_workers={more}",
         _workers(more, spec) if spec else {},
         f"The loaders take longer beside each other: make batches in {units.several(more, 'worker')} of each rank, ahead of the training.",
-        ceiling=True,
         costs="memory and cores of the workers",
     )
 
@@ -157,7 +152,6 @@ def _slow(e: GapEvidence, gap: Gap, spec: RunSpec | None) -> Iterator[Remedy]:
             {},
             f"Rank {e.slowest} computes longer with the same work: look at its device and cores (clocks, temperature, other processes, "
             "affinity), and at what only this rank does (logging, evaluation).",
-            ceiling=True,
         )
     if gap.share("uneven data") >= NAMED:
         s = seconds_of(e)
@@ -171,7 +165,6 @@ def _slow(e: GapEvidence, gap: Gap, spec: RunSpec | None) -> Iterator[Remedy]:
                 _workers(more, spec) if spec else {},
                 f"Rank {e.slowest} waits longer for its data: let {units.several(more, 'worker')} make batches ahead, and give it storage "
                 "and shards like the others'.",
-                ceiling=True,
                 costs="memory and cores of the workers",
             )
         else:
@@ -181,7 +174,6 @@ def _slow(e: GapEvidence, gap: Gap, spec: RunSpec | None) -> Iterator[Remedy]:
                 "samples shared out by length",
                 {},
                 f"Rank {e.slowest} has longer samples: share them out by length instead of by number.",
-                ceiling=True,
             )
 
 
@@ -240,6 +232,7 @@ def _buckets(e: GapEvidence, gap: Gap, spec: RunSpec | None) -> Iterator[Remedy]
         f"bucket_cap_mb={size:g}",
         {"bucket_cap_mb": size} if spec else {},
         f"Reduce gradients in buckets of {size:g} MiB: {FEW_BUCKETS} or so instead of {g.buckets}.",
+        ceiling=False,
         share=1 - FEW_BUCKETS / g.buckets,
         costs="the first bucket is reduced a little later; its memory",
         formula=f"starting a reduction takes {units.seconds(g.latency)}, and there are {g.buckets - FEW_BUCKETS} fewer",
@@ -257,7 +250,6 @@ def _compression(e: GapEvidence, gap: Gap, spec: RunSpec | None) -> Iterator[Rem
         {"gradient_compression": "bf16"} if turned else {},
         "Send gradients in half the bytes (a communication hook such as bf16_compress_hook on GPUs), or thin matrices of them (PowerSGD).",
         share=0.5,
-        ceiling=True,
         costs="gradients lose digits; on a CPU the conversion costs more than it saves on one machine",
     )
 
@@ -297,6 +289,7 @@ def _epochs(e: GapEvidence, gap: Gap, spec: RunSpec | None) -> Iterator[Remedy]:
             "persistent_workers=True",
             {"persistent_workers": True} if spec else {},
             "Keep the loader's workers from one epoch to the next.",
+            ceiling=False,
             share=0.9,
             costs="workers hold their memory all the time",
         )
@@ -307,7 +300,6 @@ def _epochs(e: GapEvidence, gap: Gap, spec: RunSpec | None) -> Iterator[Remedy]:
             "longer passes",
             {},
             "Let the loader go on without an end, such as by a sampler that repeats the data: its start comes once.",
-            ceiling=True,
         )
 
 

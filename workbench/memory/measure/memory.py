@@ -182,16 +182,9 @@ def breakdown(
     """The record of the tensors and the allocator's counts, combined.
 
     Args:
-        recorder: has recorded.
-        borders: between its steps.
         truth: the allocator's word.
-        title: what was run.
-        device: where.
-        rank: of this process.
-        world_size: how many there are.
         drifts: other threads give memory back, which a CPU's profiler does not see: it counts too much, and least in the step that is
             nearest to the truth.
-        notes: what a reader should know.
         cyclic: records of storages that only Python's collector frees.
     """
     log, texts = recorder.log, list(notes)

@@ -62,48 +62,32 @@ def explain(breakdown: Breakdown, overlap: Overlap, *, marked: bool, ranks: int 
     """Judge the shares of a breakdown: the largest part that is not computing, if it is large enough."""
     shares = {part: breakdown.share(part) for part in PARTS}
     cannot = _cannot(breakdown, overlap, marked, ranks, stacks)
+
+    def explained(verdict: str, why: str, next: str) -> Explanation:
+        return Explanation(verdict=verdict, why=why, next=next, cannot=cannot, shares=shares)
+
     if not breakdown.steps or any(map(math.isnan, shares.values())):
-        return Explanation(
-            verdict="inconclusive",
-            why="the trace has no step with a length",
-            next="trace some steps with a schedule: wb.trace(step, loader)",
-            cannot=cannot,
-            shares={},
-        )
+        shares = {}
+        return explained("inconclusive", "the trace has no step with a length", "trace some steps with a schedule: wb.trace(step, loader)")
     if breakdown.unrecorded:
-        return Explanation(
-            verdict="inconclusive",
-            why=f"{breakdown.unrecorded:,} launches were recorded, but no work of the device: only the host was profiled, or CUPTI failed",
-            next="trace with ProfilerActivity.CUDA, where no other profiler runs and the driver lets users profile: wb.trace(step, loader)",
-            cannot=cannot,
-            shares=shares,
+        return explained(
+            "inconclusive",
+            f"{breakdown.unrecorded:,} launches were recorded, but no work of the device: only the host was profiled, or CUPTI failed",
+            "trace with ProfilerActivity.CUDA, where no other profiler runs and the driver lets users profile: wb.trace(step, loader)",
         )
     part = max(VERDICTS, key=lambda name: shares[name])
     seconds = f"{units.seconds(breakdown.mean(part))} of {units.seconds(breakdown.mean())}, {units.percent(shares[part])}"
     if not marked and (part in ("idle", "other", "host") or (len(breakdown.steps) == 1 and part == "data_wait")):
-        return Explanation(
-            verdict="inconclusive",
-            why=f"{part} takes {seconds}, but without step marks that may lie before or after training",
-            next="trace with a schedule, and call step() of the profiler after every step: wb.trace(step, loader) does both",
-            cannot=cannot,
-            shares=shares,
+        return explained(
+            "inconclusive",
+            f"{part} takes {seconds}, but without step marks that may lie before or after training",
+            "trace with a schedule, and call step() of the profiler after every step: wb.trace(step, loader) does both",
         )
     if shares[part] < CLEAR:
-        return Explanation(
-            verdict="compute-bound",
-            why=f"computing takes {units.percent(shares['compute'])} of the step; next comes {part}, {seconds}",
-            next="trace.ops() names the operators that take longest",
-            cannot=cannot,
-            shares=shares,
-        )
+        why = f"computing takes {units.percent(shares['compute'])} of the step; next comes {part}, {seconds}"
+        return explained("compute-bound", why, "trace.ops() names the operators that take longest")
     verdict, meaning, tried = VERDICTS[part]
-    return Explanation(
-        verdict=verdict,
-        why=f"{meaning}: {part} takes {seconds}",
-        next=f"Commonly tried: {tried}. wb.diagnose proves what it gains",
-        cannot=cannot,
-        shares=shares,
-    )
+    return explained(verdict, f"{meaning}: {part} takes {seconds}", f"Commonly tried: {tried}. wb.diagnose proves what it gains")
 
 
 def _cannot(breakdown: Breakdown, overlap: Overlap, marked: bool, ranks: int | None, stacks: bool) -> tuple[str, ...]:
