@@ -171,11 +171,6 @@ def record_energy(run_dir: Path, *, rank: int, gpus: int) -> Iterator[None]:
 
     Where no counter can be read nothing is written, and a full disk does not fail the run. It is written now and then, so that a killed
     run has recorded nearly all. A run that goes on from a checkpoint adds to what its earlier attempts drew.
-
-    Args:
-        run_dir: of the run.
-        rank: of this process; others than 0 do nothing.
-        gpus: that the run has on this machine.
     """
     counters = energy_counters(gpus) if rank == 0 else []
     if not counters:

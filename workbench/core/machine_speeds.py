@@ -67,11 +67,7 @@ class Machine(JsonDataclass):
 
     @classmethod
     def here(cls, proc: Path = PROC) -> Self:
-        """This machine. Loads no torch, and touches no GPU.
-
-        Args:
-            proc: for tests: in place of `/proc`.
-        """
+        """This machine. Loads no torch, and touches no GPU."""
         model = re.search(r"^(?:model name|Hardware|CPU part)\s*:\s*(.+)$", text_of(proc / "cpuinfo"), re.MULTILINE)
         try:
             torch = importlib.metadata.version("torch")
@@ -147,11 +143,7 @@ class MachineSpeeds(display.Shown, JsonDataclass):
         return None if speed is None or speed.noisy else speed.median
 
     def slowness(self, name: str) -> float:
-        """How many times as long this machine takes as the one on which the limits were fitted; 1 if that is not known.
-
-        Args:
-            name: of FITTED_ON.
-        """
+        """How many times as long this machine takes as the one on which the limits were fitted; 1 if that is not known."""
         here = self.get(name)
         if here is None:
             return 1.0
@@ -194,11 +186,7 @@ class MachineSpeeds(display.Shown, JsonDataclass):
 
     @classmethod
     def load(cls, machine: Machine | None = None) -> Self:
-        """Those on file for this machine; none, with a note, if the file is damaged.
-
-        Args:
-            machine: in place of the one here.
-        """
+        """Those on file for this machine; none, with a note, if the file is damaged."""
         here = machine or Machine.here()
         try:
             kept = cls.from_json(json.loads(here.file.read_text(encoding="utf-8")))

@@ -36,15 +36,7 @@ class MachineUsage:
         clock: Callable[[], float] = time.monotonic,
         counters: list[EnergyCounter] | None = None,
     ) -> None:
-        """Begin to look.
-
-        Args:
-            gpus: the first so many visible GPUs.
-            proc: for tests: in place of `/proc`.
-            block: for tests: in place of `/sys/block`.
-            clock: for tests: in place of the real one.
-            counters: for tests: in place of the hardware's.
-        """
+        """Begin to look."""
         self._proc, self._block, self._clock = proc, block, clock
         self._counters = energy_counters(gpus) if counters is None else counters
         self._nvml: Any = None
@@ -114,14 +106,7 @@ class UsageLog:
     """
 
     def __init__(self, path: Path, usage: MachineUsage, step: int, every: float = SHORT) -> None:
-        """Begin to write, from a thread.
-
-        Args:
-            path: of the file.
-            usage: what is read.
-            step: how many steps were taken.
-            every: seconds between two rows, at the beginning.
-        """
+        """Begin to write, from a thread."""
         self.step = step
         self._path, self._usage, self._every = path, usage, every
         self._over, self._began = threading.Event(), time.monotonic()
@@ -148,14 +133,7 @@ class UsageLog:
 
 @contextlib.contextmanager
 def record_usage(run_dir: Path, *, rank: int, gpus: int, step: int) -> Iterator[UsageLog | None]:
-    """Write the usage of rank 0's machine into a run directory, while the context lasts. None on the other ranks.
-
-    Args:
-        run_dir: of the run.
-        rank: of this process.
-        gpus: that the run has on this machine.
-        step: how many steps were taken before.
-    """
+    """Write the usage of rank 0's machine into a run directory, while the context lasts. None on the other ranks."""
     if rank:
         yield None
         return

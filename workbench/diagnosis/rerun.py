@@ -224,12 +224,7 @@ class Measured:
     """Of time: the part of the steps that are faster than the value; None = it is their mean."""
 
     def value(self, run: Run, steps: int | None = None) -> float:
-        """Seconds of the slowest rank per step or per sample, peak bytes of the fullest, or the loss; nan = there is none.
-
-        Args:
-            run: that has ended.
-            steps: those that count, from the first; None = all.
-        """
+        """Seconds of the slowest rank per step or per sample, peak bytes of the fullest, or the loss; nan = there is none."""
         if self.of == "loss":
             losses = [loss for step, loss in _losses(run) if steps is None or step <= steps]
             return statistics.fmean(losses[-max(1, len(losses) // 10) :]) if losses else math.nan

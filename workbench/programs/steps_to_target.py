@@ -54,12 +54,6 @@ class TrialRunner:
 
     def __init__(self, spec: RunSpec, task: Task, *, probe: int, target: str) -> None:
         """
-        Args:
-            spec: what all trials have in common; its micro_batch is the largest.
-            task: what is trained.
-            probe: samples on which the loss is measured, drawn once, the same for all.
-            target: "loss", or a figure of the task's evaluation.
-
         Raises:
             TaskError: its dataset has no length.
         """
@@ -207,10 +201,6 @@ class Journal:
     """One rank's view of `trials.jsonl`: one row of kind "plan", and per trial a "claim" before it and a "trial" after it."""
 
     def __init__(self, run_dir: Path) -> None:
-        """
-        Args:
-            run_dir: of the launch, on a disk that all ranks see.
-        """
         self._lock = os.open(run_dir / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         self._tail = run_directory.LineTail(run_dir / TRIALS)
         self._writer = run_directory.LineWriter(run_dir / TRIALS)
@@ -366,13 +356,6 @@ def scaled(order: ExperimentPlan, spec: RunSpec, base: Mapping[str, Any], rule: 
 
     The warm-up is the spec's own, as many samples long at each batch. Rules that advise some epochs of it mean trainings of many more
     epochs than a target may take; it would be the warm-up whose steps were counted.
-
-    Args:
-        order: the base batch, and what is known of the noise.
-        spec: its warm-up.
-        base: the optimizer at the base batch.
-        rule: its name.
-        batch: in samples.
     """
     try:
         by_rule = scale_lr(

@@ -123,13 +123,7 @@ class _Measurement:
     """Measures a curve."""
 
     def __init__(self, directory: CurveDirectory, quiet: bool, budget_s: float | None = None) -> None:
-        """Prepare; nothing is started yet.
-
-        Args:
-            directory: of the curve, with what it has already.
-            quiet: show no progress.
-            budget_s: seconds that it may take; None = there is no limit.
-        """
+        """Prepare; nothing is started yet."""
         self.directory, self.quiet, self.budget_s = directory, quiet, budget_s
         self._trials = missing_trials(directory)
         self._done, self._failed = 0, set[RunSpec]()

@@ -251,11 +251,7 @@ class Losses:
         return self._values
 
     def take(self, steps: int) -> list[float]:
-        """The mean loss of each of the next steps; nan = not known, or no finite number. Steps have as many losses as they had so far.
-
-        Args:
-            steps: that were finished since the last call.
-        """
+        """The mean loss of each of the next steps; nan = not known, or no finite number. Steps have as many losses as they had so far."""
         for _ in range(len(self._on_cpu)):
             self._ring()
             self._seen[self._taken % KEPT] = self._on_cpu.popleft().real

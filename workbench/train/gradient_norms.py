@@ -21,13 +21,7 @@ class GradientNorms:
     """The norms of a training. All ranks call `step`, since they communicate where they share the model; rank 0 writes."""
 
     def __init__(self, trainer: "Trainer", path: Path, every: int) -> None:
-        """Open the file.
-
-        Args:
-            trainer: whose gradients are looked at, when those of a step are complete and before the optimizer uses them.
-            path: of the file.
-            every: steps between two rows.
-        """
+        """Open the file."""
         self._trainer, self._every = trainer, every
         self._writer = None if trainer.ranks.rank else run_directory.LineWriter(path)
         self._rows: list[tuple[int, list[str], Tensor]] = []

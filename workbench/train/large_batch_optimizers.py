@@ -54,9 +54,6 @@ class LayerWise(Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take a step.
 
-        Args:
-            closure: computes the loss again; None = the gradients are there.
-
         Raises:
             ValueError: a gradient is sparse.
         """

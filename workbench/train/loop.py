@@ -314,13 +314,6 @@ class Metrics:
     def step(self, step: int, *, loss: Tensor, lr: float, samples: int, experts: Tensor | None = None) -> None:
         """Report an optimizer step; it is written with the next flush.
 
-        Args:
-            step: how many are done.
-            loss: of rank 0's samples; stays on its device for now.
-            lr: learning rate of the step.
-            samples: seen so far by all ranks.
-            experts: how rank 0's tokens of the step were spread over experts, as `ExpertBalance` has it.
-
         Raises:
             DiskFullError: the disk is full; the lines before are whole.
         """

@@ -59,11 +59,7 @@ class MuonWithAdamW(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take a step of both.
-
-        Args:
-            closure: computes the loss again; None = the gradients are there.
-        """
+        """Take a step of both."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -81,12 +81,6 @@ class Precision:
     ) -> bool:
         """One optimizer step: unscale, clip, update; the gradients are cleared.
 
-        Args:
-            optimizer: of the model.
-            model: whose gradients are clipped.
-            clip_grad_norm: the largest norm; None = any.
-            across: ranks that have other parts of the model.
-
         Returns:
             False if the step was skipped because gradients overflowed.
         """

@@ -88,13 +88,7 @@ def reduce_gradients(weights: Iterable[nn.Parameter], group: dist.ProcessGroup |
 
 @torch.no_grad()
 def average(tensors: Iterable[Tensor], group: dist.ProcessGroup | None, bucket_cap_mb: float | None = None) -> None:
-    """Set each tensor to its mean over ranks, in buckets. A collective.
-
-    Args:
-        tensors: the same on all ranks.
-        group: the ranks; None = all.
-        bucket_cap_mb: size of a bucket in MiB, at most, unless a tensor is larger.
-    """
+    """Set each tensor to its mean over ranks, in buckets. A collective."""
     ranks, limit = dist.get_world_size(group), (bucket_cap_mb or BUCKET_MB) * 2**20
     buckets: list[list[Tensor]] = [[]]
     for tensor in tensors:

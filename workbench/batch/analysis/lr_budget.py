@@ -35,12 +35,7 @@ class LrBudget:
         return min(planned, max(MIN_ITERATIONS, int(SWEEP_SHARE / 2 * self.seconds / step)))
 
     def has_time_to_sweep(self, elapsed: float, sweep: float) -> bool:
-        """May another sweep begin?
-
-        Args:
-            elapsed: seconds since the search began.
-            sweep: seconds of a sweep, about.
-        """
+        """May another sweep begin?"""
         return self.seconds is None or elapsed + sweep <= SWEEP_SHARE * self.seconds
 
     def race_steps(self, planned: int, elapsed: float, step: float) -> int:

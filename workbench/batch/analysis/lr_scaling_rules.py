@@ -100,15 +100,7 @@ def worst_validity(*validities: Validity) -> Validity:
 
 
 def factor_validity(factor: float, batch: int, to_batch: int, noise: float | None, exponent: float) -> Validity:
-    """The validity of a rule's factor, compared with the law's at a known noise, or else at any possible noise.
-
-    Args:
-        factor: the rule's.
-        batch: samples per step, before.
-        to_batch: after.
-        noise: see `damped_factor`; None = not known.
-        exponent: see `law_exponent`.
-    """
+    """The validity of a rule's factor, compared with the law's at a known noise, or else at any possible noise."""
     if noise is not None:
         return validity_of(factor / damped_factor(batch, to_batch, noise, exponent))
     extremes = [validity_of(factor / damped_factor(batch, to_batch, extreme, exponent)) for extreme in (0.0, math.inf)]
@@ -152,9 +144,6 @@ def rule_validity(
     Args:
         rule: that is used.
         requested: the one that the caller named.
-        base: the optimizer.
-        batch: samples per step, before.
-        to_batch: after.
         noise: samples; None = not known.
         critical: is the noise a critical batch that was measured, not only the noise scale of gradients?
     """
@@ -223,9 +212,6 @@ def choose_rule(rule: str, base: OptimizerDescription, batch: int, to_batch: int
 
     Args:
         rule: that the caller named.
-        base: the optimizer.
-        batch: samples per step, before.
-        to_batch: after.
         noise: samples; None = not known.
         strict: raise where Malladi's rule is not defined, instead of falling back to the square root alone.
 

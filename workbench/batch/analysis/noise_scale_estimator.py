@@ -60,10 +60,6 @@ def block_length(trace: Numbers, squares: Numbers) -> int:
     """Steps per block such that neighbouring blocks are not correlated; 1 where neighbouring steps are not.
 
     Doubled until the correlation is one of chance (Flyvbjerg & Petersen, J. Chem. Phys. 91, 1989); MIN_BLOCKS of them stay.
-
-    Args:
-        trace: numerator, step by step.
-        squares: denominator.
     """
     mean = float(squares.mean())
     rest = trace - float(trace.mean()) / mean * squares if mean > 0 else squares
@@ -122,12 +118,7 @@ def quantile(level: float, count: int) -> float:
 
 
 def relative_error(trace: Numbers, squares: Numbers) -> float:
-    """Standard error of the ratio of the means, as a fraction of it (delta method); inf where the denominator is not above 0.
-
-    Args:
-        trace: numerator, two or more independent values.
-        squares: denominator.
-    """
+    """Standard error of the ratio of the means, as a fraction of it (delta method); inf where the denominator is not above 0."""
     top, bottom = float(trace.mean()), float(squares.mean())
     if top <= 0 or bottom <= 0:
         return math.inf

@@ -195,11 +195,6 @@ def _samples(name: str, given: Any) -> float:
 def check_arguments(lr: object, rule: object, **whole: object) -> None:
     """Refuse numbers out of range and unknown rules.
 
-    Args:
-        lr: learning rate.
-        rule: one of RULES.
-        whole: whole numbers by name; warm-up and dataset may be None.
-
     Raises:
         ValueError: says what is allowed.
     """

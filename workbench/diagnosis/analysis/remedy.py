@@ -248,14 +248,7 @@ def from_formula(
     """A remedy that a formula predicts.
 
     Args:
-        case: the step.
-        name: of the remedy.
-        change: knobs to turn.
-        what: to do.
-        speedup: predicted.
         errors: how far measurements lie from the prediction, as factors of the step: (0.95, 1.1) = 5 % less to 10 % more.
-        formula: how it was predicted.
-        costs: of the remedy.
         least: speedup from which on it is offered.
     """
     faster, slower = errors
@@ -275,17 +268,7 @@ def from_formula(
 def ceiling(
     case: Case, name: str, what: str, saved: float | Interval, formula: str, costs: str = "", change: Mapping[str, Any] | None = None
 ) -> Remedy | None:
-    """A remedy whose gain is at most that of removing a part: what replaces the part is taken to be free.
-
-    Args:
-        case: the step.
-        name: of the remedy.
-        what: to do.
-        saved: fraction of the step.
-        formula: what is removed.
-        costs: of the remedy.
-        change: knobs, where there are any.
-    """
+    """A remedy whose gain is at most that of removing a part, a fraction `saved` of the step: what replaces it is taken to be free."""
     most = saved.mid if isinstance(saved, Interval) else saved
     top = saved.high if isinstance(saved, Interval) else saved
     if most <= 0:

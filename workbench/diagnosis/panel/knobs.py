@@ -43,11 +43,7 @@ class Knobs:
         self.starts: dict[str, Any] = {}
 
     def set(self, values: Mapping[str, Any]) -> None:
-        """Set the knobs to the values of the measured step; a knob whose value is not known is locked.
-
-        Args:
-            values: by name; None = not known.
-        """
+        """Set the knobs to the values of the measured step; a knob whose value is not known is locked."""
         self._quiet = True
         for name, knob in self.widgets.items():
             value = values.get(name)
@@ -147,14 +143,7 @@ class WhatIf:
 
 
 def what_if(model: StepModel, now: Parts, changes: Mapping[str, Any], samples: float = 1.0) -> WhatIf:
-    """Predict once; fast enough to follow a slider.
-
-    Args:
-        model: of the step as it is.
-        now: its parts.
-        changes: knobs to turn.
-        samples: in a step then, relative to now.
-    """
+    """Predict once; fast enough to follow a slider."""
     try:
         parts = model.parts(**changes)
     except ValueError as error:

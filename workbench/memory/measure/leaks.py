@@ -289,14 +289,6 @@ def find(
 ) -> Leaks:
     """Take some steps, look for what is left behind, and put everything back.
 
-    Args:
-        step: `step(batch)` does one optimizer step.
-        loader: gives the batches.
-        model: the module, or several; None = found behind the step.
-        optimizer: likewise.
-        steps: how many.
-        line: shows the progress, and has the budget; None = there is neither.
-
     Raises:
         DiagnoseError: step cannot be called so.
         ValueError: too few steps, also where the budget ends them; the loader is empty or is none.
@@ -324,12 +316,7 @@ _TO_STAY = ("parameter", "buffer", "gradient", "optimizer_state")
 
 
 def left_behind(log: MemoryLog, but: Collection[int] = ()) -> dict[int, list[int]]:
-    """Step → indices of the records allocated in it and alive after two more; not of the first step, much of which stays.
-
-    Args:
-        log: of the steps.
-        but: records that are not meant: those of what lived before.
-    """
+    """Step → indices of the records allocated in it and alive after two more; not of the first step, much of which stays."""
     last = max((mark.step for mark in log.marks if mark.phase == "end"), default=0)  # one that Ctrl-C ended is none
     left: dict[int, list[int]] = {step: [] for step in range(1, last - OLD + 1)}
     for index, record in enumerate(log.records):
@@ -382,12 +369,7 @@ def leaks_of(log: MemoryLog, left: Mapping[int, Sequence[int]], holders: Mapping
 
 
 def _holders(addresses: Mapping[int, int], referrers: Referrers) -> dict[int, Holding]:
-    """Record → who keeps it alive: the variable of a tensor that has the storage, or from which a graph leads to it.
-
-    Args:
-        addresses: of a storage → its record.
-        referrers: to ask.
-    """
+    """Record → who keeps it alive: the variable of a tensor that has the storage, or from which a graph leads to it."""
     if not addresses:
         return {}
     tensors = living()

@@ -64,14 +64,7 @@ class Stepping:
             handle.remove()
 
     def step(self, number: int, fetch: Callable[[], Any], begin: Callable[[], None], step: Callable[[Any], Any]) -> None:
-        """Fetch a batch and take one step with it.
-
-        Args:
-            number: of the step, from 0.
-            fetch: gives the batch.
-            begin: called when the batch is there.
-            step: takes the batch.
-        """
+        """Fetch a batch and take one step with it."""
         recorder = self._recorder
         recorder.step = number
         self._mark("data")
@@ -241,14 +234,6 @@ def measure(
     line: Waiting | None = None,
 ) -> MemoryBreakdown:
     """Take some real steps in this process, and return their breakdown. Everything is left as it was.
-
-    Args:
-        step: `step(batch)` does one optimizer step.
-        loader: gives the batches; a DataLoader or any iterable.
-        model: the module that is trained, or several; None = those that the step's closure, `self` or globals hold.
-        optimizer: likewise.
-        steps: how many steps are taken.
-        line: shows the progress, and has the budget; None = there is neither.
 
     Raises:
         DiagnoseError: step cannot be called so, or the loader ended too early.

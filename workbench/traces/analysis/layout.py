@@ -93,13 +93,7 @@ class Layout:
         return best[1] if best is not None and best[0] <= within else None
 
     def following(self, mask: NDArray[np.bool_], place: int | None, step: int = 1) -> int | None:
-        """The next of some events in the order of time, then of rows, or with -1 the previous event; cyclic. None without any.
-
-        Args:
-            mask: which events.
-            place: from where on; None = from the beginning, or the end.
-            step: 1 or -1.
-        """
+        """The next of some events in the order of time, then of rows, or with -1 the previous event; cyclic. None without any."""
         places = np.flatnonzero(mask)
         if not len(places):
             return None

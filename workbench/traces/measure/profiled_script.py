@@ -22,12 +22,7 @@ class StepBoundaries:
     """Counts the steps of a watched script as its timeline does: one is over when its loop asks for the next batch."""
 
     def __init__(self, profile: Profile, leave_out: Callable[[int, int], None]) -> None:
-        """The traced steps are chosen at the first loop, whose loader has the length of the prefetch queue.
-
-        Args:
-            profile: what is traced.
-            leave_out: called with the first and the last step that will not count.
-        """
+        """The traced steps are chosen at the first loop, whose loader has the length of the prefetch queue."""
         self._profile, self._leave_out = profile, leave_out
         self._profiled: RunProfiler | None = None
         self._in: Loop | None = None  # the loop in which an optimizer step was taken since its last border
