@@ -228,11 +228,9 @@ def prove_resume(
             return prove_script_resume(target, folder=folder, say=line.say, **given, **knobs)
     if args or result:
         raise ValueError(f"prove_resume(…, {'args' if args else 'result'}=…) with a RunSpec: only a script takes it")
-    if resumed is not None:
-        return _prove_elsewhere(
-            read_spec("prove_resume", target, because="whose training is killed and resumed"), resumed, seed, timeout, runs_dir, knobs
-        )
     spec = _prepared(read_spec("prove_resume", target, because="whose training is killed and resumed"), knobs)
+    if resumed is not None:
+        return _prove_elsewhere(spec, resumed, seed, timeout, runs_dir, knobs)
     assert spec.checkpoint_every is not None
     choices = range(spec.checkpoint_every + 1, spec.steps + 1)
     if len(choices) < kills:
@@ -317,7 +315,6 @@ def _prove_elsewhere(
     runs_dir: str | os.PathLike[str] | None,
     knobs: Mapping[str, Any],
 ) -> LayoutResumeProof:
-    spec = _prepared(spec, knobs)
     if not knobs.get("checkpoint_every"):  # so that there is one at the end
         spec = spec.replace(checkpoint_every=next(n for n in range(math.ceil(spec.steps / 6), spec.steps + 1) if spec.steps % n == 0))
     other, every = layouts.resumed_spec(spec, layout, knobs.get("checkpoint_every")), spec.checkpoint_every
