@@ -42,7 +42,8 @@ def reveal(
         if isinstance(value, Interval):
             ax.plot([value.low, value.high], [place, place], color=ink(ax), linewidth=1.6)
             end = max(middle, value.high)
-        text = ax.annotate(f"{middle:.3g}", (end, place), xytext=(5, 0), textcoords="offset points", va="center", color=ink(ax), fontsize=9)
+        words = f"{middle:,.0f}" if middle >= 1000 else f"{middle:.3g}"
+        text = ax.annotate(words, (end, place), xytext=(5, 0), textcoords="offset points", va="center", color=ink(ax), fontsize=9)
         text.set_path_effects(halo(ax))  # the line of the measurement may run through it
     ax.axvline(rows[0][1].mid if isinstance(measured, Interval) else measured, color=LINE, linewidth=0.9, linestyle=":")
     ax.set_yticks(range(len(rows)), [name for name, _ in rows])

@@ -131,7 +131,7 @@ def figures(rows: Mapping[str, tuple[float, float, float]], predicted: Mapping[s
     figure.clear()
     axes = [style_axes(ax) for ax in figure.subplots(1, 3, sharey=True)]
     names, places = list(rows), range(len(rows))
-    words = "time of a step (× as it is)", "memory at its peak (× as it is)", "largest change of a loss"
+    words = "time (× as it is)", "peak memory (× as it is)", "largest change of a loss"
     for column, (ax, word) in enumerate(zip(axes, words, strict=True)):
         values = [rows[name][column] for name in names]
         if column < 2:

@@ -396,7 +396,19 @@ def test_the_picture_shows_what_was_reached_and_what_was_not() -> None:
     assert labels.count("_held out") == 1
     assert labels.count("_mark") == 3
     shown = {text.get_text() for text in ax.get_legend().get_texts()}
-    assert shown == {"tuned", "linear", "law (90 %)", "perfect scaling", "not reached by then", "diverged", "measured", "predicted"}
+    assert shown == {
+        "tuned",
+        "linear",
+        "law (90 %)",
+        "perfect scaling",
+        "not reached by then",
+        "diverged",
+        "measured",
+        "predicted",
+        "not used for the fit",
+    }
+    tuned, linear = (next(line for line in ax.get_lines() if line.get_label() == label) for label in ("_held out", "_diverged"))
+    assert tuned.get_xdata()[0] < 256 < linear.get_xdata()[0], "marks at one batch lie beside each other"
     assert ax.get_ylabel() == "steps to loss 0.5"
     curve = next(line for line in ax.get_lines() if line.get_label() == "law (90 %)")
     assert curve.get_ydata()[0] == pytest.approx(found.fitted_to([4, 16, 64]).fit().steps(4), rel=1e-6)
@@ -418,6 +430,6 @@ def test_the_pictures_of_the_law_and_of_time() -> None:
     found = made(*(trial(batch, law(batch)) for batch in (4, 16, 64, 256)))
     timed = found.time_to_target({(ranks, batch): 1000 * ranks * batch / (batch + 20) for ranks in (1, 4) for batch in (8, 32, 128)})
     ax = timed.plot()
-    assert [text.get_text() for text in ax.get_legend().get_texts()] == ["1 process", "4 processes", "predicted"]
+    assert [text.get_text() for text in ax.get_legend().get_texts()] == ["1 process", "4 processes", "shortest", "predicted"]
     rings = [line for line in ax.get_lines() if line.get_label() == "_best"]
     assert [ring.get_xdata()[0] for ring in rings] == [timed.best(1).batch, timed.best(4).batch]

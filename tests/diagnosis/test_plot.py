@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 from matplotlib.axes import Axes
 from matplotlib.colors import to_hex
@@ -284,6 +285,10 @@ def test_the_contour_of_unprepared_data_has_the_claim_in_bold_and_the_measured_s
     (point,) = (line for line in ax.get_lines() if line.get_label() == "measured here")
     assert (point.get_xdata()[0], point.get_ydata()[0]) == pytest.approx((20, 12))
     assert ax.get_xlabel() == "training on a batch (ms)"
+    ends = np.concatenate([ax.transData.transform(path.vertices) for path in contours.get_paths()])
+    for label in contours.labelTexts:  # the gaps of the lines are as wide as the words
+        place = ax.transData.transform(label.get_position())
+        assert np.linalg.norm(ends - place, axis=1).min() < 0.05 * ax.bbox.width, label.get_text()
 
 
 def test_nothing_to_prepare_is_said() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 _MARKERS = "osD^vPX"
 _POINTS = 60  # of a curve
+_BESIDE = 1.07  # marks of several rules at one batch stand side by side, each so many times as far right as the one before
 _NEVER = 0.97  # height of the marks that never reach the target, in the axes
 
 
@@ -46,14 +47,17 @@ def steps_to_target(result: StepsToTarget, ax: Axes | None = None, *, samples: b
         raise ValueError("; ".join(result.notes))
     ax = _logarithmic(ax)
     several = len(result.optimizers) > 1
-    configurations = list(dict.fromkeys((trial.optimizer, trial.rule) for trial in result.trials))
+    tried = dict.fromkeys((trial.optimizer, trial.rule) for trial in result.trials)
+    configurations = sorted(tried, key=lambda each: result.rules.index(each[1]) if each[1] in result.rules else -1)
     handles, missed = [], list[Mark]()
     measured, predicted = kinds(ax, of_lines=True)
     shown = [measured]
-    for (optimizer, rule), color, marker in zip(configurations, itertools.cycle(SERIES), itertools.cycle(_MARKERS), strict=False):
+    middle = (len(configurations) - 1) / 2
+    for place, ((optimizer, rule), color) in enumerate(zip(configurations, itertools.cycle(SERIES), strict=False)):
+        marker, beside = _MARKERS[place % len(_MARKERS)], _BESIDE ** (place - middle)
         label = f"{optimizer} {rule}" if several else rule
         marks = result.marks(optimizer, rule)
-        handles.append(_marks(ax, result, marks, color, marker, label, samples))
+        handles.append(_marks(ax, result, marks, color, marker, label, samples, beside))
         missed += [mark for mark in marks if not mark.reached]
     for position, optimizer in enumerate(result.optimizers):
         try:
@@ -66,10 +70,17 @@ def steps_to_target(result: StepsToTarget, ax: Axes | None = None, *, samples: b
         if not position:
             handles.append(_perfect(ax, result, law, samples))
     handles += _never_reached(ax, missed)
+    if any(line.get_label() == "_ring" for line in ax.get_lines()):
+        handles += ax.plot([], [], marker="o", label="not used for the fit", **_ring(ax, 9))
     _axes(ax, result.batches)
     ax.set_ylabel(f"{'samples' if samples else 'steps'} to {result.target}")
     legend(ax, [*handles, *shown])
     return ax
+
+
+def _ring(ax: Axes, size: float) -> dict[str, Any]:
+    """The look of a ring around a mark."""
+    return {"markersize": size, "color": ink(ax), "markerfacecolor": "none", "linestyle": "none"}
 
 
 def _never_reached(ax: Axes, missed: Sequence[Mark]) -> list[Line2D]:
@@ -114,17 +125,9 @@ def time_to_target(result: TimeToTarget, ax: Axes | None = None) -> Axes:
         band(ax, batches, low, high, color)
         (line,) = ax.plot(batches, mid, marker=marker, **marker_look(ax, color, predicted=True), label=f"{size} process{'es' * (size > 1)}")
         best = result.best(size)
-        ax.plot(
-            best.batch,
-            scale * best.seconds,
-            marker="o",
-            markersize=15,
-            color=ink(ax),
-            markerfacecolor="none",
-            linestyle="none",
-            label="_best",
-        )
+        ax.plot(best.batch, scale * best.seconds, marker="o", label="_best", **_ring(ax, 15))
         handles.append(line)
+    handles += ax.plot([], [], marker="o", label="shortest", **_ring(ax, 9))
     _axes(ax, tuple(sorted({row.batch for row in result.rows})))
     ax.set_ylabel(f"time to {result.target} ({unit})")
     legend(ax, [*handles, *kinds(ax, of_lines=True)[1:]])
@@ -195,26 +198,28 @@ def _axes(ax: Axes, batches: Sequence[float]) -> None:
     ax.set_xlabel("batch (samples per optimizer step)")
 
 
-def _marks(ax: Axes, result: StepsToTarget, marks: tuple[Mark, ...], color: str, marker: str, label: str, samples: bool) -> Line2D:
-    """Draw the marks of one rule; returns the handle for the legend."""
+def _marks(
+    ax: Axes, result: StepsToTarget, marks: tuple[Mark, ...], color: str, marker: str, label: str, samples: bool, beside: float
+) -> Line2D:
+    """Draw the marks of one rule, at `beside` times their batches; returns the handle for the legend."""
     reached = [mark for mark in marks if mark.reached]
     for mark in reached:
-        scale = mark.batch if samples else 1
+        at, scale = beside * mark.batch, mark.batch if samples else 1
         if math.isfinite(mark.high) and mark.high > mark.low:
-            ax.plot([mark.batch] * 2, [scale * mark.low, scale * mark.high], color=color, linewidth=1.2, label="_seeds")
+            ax.plot([at] * 2, [scale * mark.low, scale * mark.high], color=color, linewidth=1.2, label="_seeds")
         held_out = result.fitted is not None and mark.batch not in result.fitted
-        ax.plot(mark.batch, scale * mark.steps, marker=marker, markersize=7, color=color, label="_held out" if held_out else "_mark")
+        ax.plot(at, scale * mark.steps, marker=marker, markersize=7, color=color, label="_held out" if held_out else "_mark")
         if held_out:
-            ax.plot(mark.batch, scale * mark.steps, marker="o", markersize=13, color=ink(ax), markerfacecolor="none", label="_ring")
+            ax.plot(at, scale * mark.steps, marker="o", label="_ring", **_ring(ax, 13))
     for mark in marks:
         if mark.reached:
             continue
         if mark.diverged:  # it has no place on the axis: the few steps until it diverged would look like the best
             edge = ax.get_xaxis_transform()
-            ax.plot(mark.batch, _NEVER, marker="x", markersize=8, color=color, transform=edge, linestyle="none", label="_diverged")
+            ax.plot(beside * mark.batch, _NEVER, marker="x", markersize=8, color=color, transform=edge, linestyle="none", label="_diverged")
             continue
         height = mark.steps * (mark.batch if samples else 1)
-        ax.plot(mark.batch, height, marker="^", markersize=8, color=color, linestyle="none", label="_not reached")
+        ax.plot(beside * mark.batch, height, marker="^", markersize=8, color=color, linestyle="none", label="_not reached")
     (shown,) = ax.plot([], [], marker=marker, color=color, linestyle="none", label=label)
     return shown
 

@@ -165,7 +165,8 @@ def _plans(result: Plan | Plans) -> list[Plan]:
 
 
 def _label(candidate: Plan) -> str:
-    return f"{candidate.gpus:,} GPUs: {candidate.layout}, {candidate.batch}"
+    batch = candidate.batch.replace(" × ", "\u00a0×\u00a0")  # on one line
+    return f"{candidate.gpus:,} GPUs: {candidate.layout}, {batch}"
 
 
 def _end(candidate: Plan) -> str:

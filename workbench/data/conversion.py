@@ -135,6 +135,9 @@ class Conversion(Shown, JsonDataclass):
     bytes: int
     seconds: float
 
+    def __repr__(self) -> str:
+        return f"Conversion({self.manifest.count:,} samples as {self.manifest.format}, {units.bytes_(self.bytes)})"
+
     @property
     def table(self) -> Table:
         """Predicted beside measured."""

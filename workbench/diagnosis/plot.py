@@ -340,6 +340,8 @@ def unprepared(raw: LoaderModel, prepared: LoaderModel, *, num_workers: int = 0,
     costs = np.geomspace(min(1e-3, cost / 4), max(0.4, 4 * cost), _POINTS)
     ratio = np.array([[_speedup(raw, prepared, num_workers, compute, made / cost) for compute in computes] for made in costs])
     levels = [level for level in LEVELS if ratio.min() < level < ratio.max()]
+    ax.set_xscale("log")  # before the labels: the gap of a line for its label is measured on the screen
+    ax.set_yscale("log")
     lines = ax.contour(
         1e3 * computes,
         1e3 * costs,
@@ -353,8 +355,6 @@ def unprepared(raw: LoaderModel, prepared: LoaderModel, *, num_workers: int = 0,
     for label in labels:
         label.set(path_effects=halo(ax, 4), rotation=0)
     ax.plot([1e3 * raw.compute], [1e3 * cost], marker="D", markersize=8, color=ink(ax), linestyle="none", label="measured here")
-    ax.set_xscale("log")
-    ax.set_yscale("log")
     ax.set_xlabel("training on a batch (ms)")
     ax.set_ylabel("making a batch (ms on one core)")
     workers = units.several(num_workers, "worker") if num_workers else "no workers"

@@ -84,6 +84,9 @@ class FormatComparison(Shown, JsonDataclass):
         found = [r for r in found if (not place or r.place == place) and (not cache or r.cache == cache)]
         return min(found, key=lambda r: (r.place != "remote", r.cache != "cold"), default=None)
 
+    def __repr__(self) -> str:
+        return f"FormatComparison({', '.join(stored.format for stored in self.formats)}: {self.samples} samples each)"
+
     def stored(self, format: str) -> StoredFormat:
         """How a format stores the samples."""
         return next(stored for stored in self.formats if stored.format == format)

@@ -100,7 +100,7 @@ class LoaderCurve(display.Shown, JsonDataclass):
             measured = (units.seconds(p.measured_loader), units.seconds(p.measured_step)) if seen else ()
             rows.append((p.num_workers, units.seconds(p.loader), units.seconds(p.step), *measured, TERMS[p.binds], ", ".join(marks)))
         return display.Table(
-            columns=("workers", "loader alone", "step", *(("loader, measured", "step, measured") if seen else ()), "held by", ""),
+            columns=("workers", "loader alone", "step", *(("loader, measured", "step, measured") if seen else ()), "limited by", ""),
             rows=rows,
             title="The loader over its workers",
             note=f"loader alone is per batch; predicted{'' if not seen else ', with measurements beside'}; "
