@@ -52,9 +52,8 @@ def steps_to_target(result: StepsToTarget, ax: Axes | None = None, *, samples: b
     handles, missed = [], list[Mark]()
     measured, predicted = kinds(ax, of_lines=True)
     shown = [measured]
-    middle = (len(configurations) - 1) / 2
     for place, ((optimizer, rule), color) in enumerate(zip(configurations, itertools.cycle(SERIES), strict=False)):
-        marker, beside = _MARKERS[place % len(_MARKERS)], _BESIDE ** (place - middle)
+        marker, beside = _MARKERS[place % len(_MARKERS)], _BESIDE ** (place - (len(configurations) - 1) / 2)
         label = f"{optimizer} {rule}" if several else rule
         marks = result.marks(optimizer, rule)
         handles.append(_marks(ax, result, marks, color, marker, label, samples, beside))
@@ -202,8 +201,7 @@ def _marks(
     ax: Axes, result: StepsToTarget, marks: tuple[Mark, ...], color: str, marker: str, label: str, samples: bool, beside: float
 ) -> Line2D:
     """Draw the marks of one rule, at `beside` times their batches; returns the handle for the legend."""
-    reached = [mark for mark in marks if mark.reached]
-    for mark in reached:
+    for mark in (mark for mark in marks if mark.reached):
         at, scale = beside * mark.batch, mark.batch if samples else 1
         if math.isfinite(mark.high) and mark.high > mark.low:
             ax.plot([at] * 2, [scale * mark.low, scale * mark.high], color=color, linewidth=1.2, label="_seeds")
@@ -211,15 +209,12 @@ def _marks(
         ax.plot(at, scale * mark.steps, marker=marker, markersize=7, color=color, label="_held out" if held_out else "_mark")
         if held_out:
             ax.plot(at, scale * mark.steps, marker="o", label="_ring", **_ring(ax, 13))
-    for mark in marks:
-        if mark.reached:
-            continue
+    look: dict[str, Any] = {"markersize": 8, "color": color, "linestyle": "none"}
+    for mark in (mark for mark in marks if not mark.reached):
         if mark.diverged:  # it has no place on the axis: the few steps until it diverged would look like the best
-            edge = ax.get_xaxis_transform()
-            ax.plot(beside * mark.batch, _NEVER, marker="x", markersize=8, color=color, transform=edge, linestyle="none", label="_diverged")
-            continue
-        height = mark.steps * (mark.batch if samples else 1)
-        ax.plot(beside * mark.batch, height, marker="^", markersize=8, color=color, linestyle="none", label="_not reached")
+            ax.plot(beside * mark.batch, _NEVER, marker="x", transform=ax.get_xaxis_transform(), label="_diverged", **look)
+        else:
+            ax.plot(beside * mark.batch, mark.steps * (mark.batch if samples else 1), marker="^", label="_not reached", **look)
     (shown,) = ax.plot([], [], marker=marker, color=color, linestyle="none", label=label)
     return shown
 

@@ -165,8 +165,7 @@ def _plans(result: Plan | Plans) -> list[Plan]:
 
 
 def _label(candidate: Plan) -> str:
-    batch = candidate.batch.replace(" × ", "\u00a0×\u00a0")  # on one line
-    return f"{candidate.gpus:,} GPUs: {candidate.layout}, {batch}"
+    return f"{candidate.gpus:,} GPUs: {candidate.layout}, " + candidate.batch.replace(" × ", "\u00a0×\u00a0")  # on one line
 
 
 def _end(candidate: Plan) -> str:

@@ -7,7 +7,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -127,16 +127,13 @@ class Packed:
 class Conversion(Shown, JsonDataclass):
     """What a conversion was predicted to take, and what it took."""
 
-    manifest: Manifest
+    manifest: Manifest = field(repr=False)
     source_bytes: int | None
     predicted_bytes: int | None
     """From some samples that were converted first; None = the source can only be gone through."""
     predicted_seconds: float | None
     bytes: int
     seconds: float
-
-    def __repr__(self) -> str:
-        return f"Conversion({self.manifest.count:,} samples as {self.manifest.format}, {units.bytes_(self.bytes)})"
 
     @property
     def table(self) -> Table:

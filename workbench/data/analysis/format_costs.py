@@ -64,8 +64,8 @@ class FormatComparison(Shown, JsonDataclass):
     samples: int
     payload_bytes: float
     """Per sample: what a user gets."""
-    readings: tuple[Reading, ...]
-    formats: tuple[StoredFormat, ...]
+    readings: tuple[Reading, ...] = field(repr=False)
+    formats: tuple[StoredFormat, ...] = field(repr=False)
     order: str = "random"
     """How the samples will be read: what the recommendation is for."""
     batch_size: int = 32
@@ -83,9 +83,6 @@ class FormatComparison(Shown, JsonDataclass):
         found = [r for r in self.readings if r.format == format and r.order == (order or self.order)]
         found = [r for r in found if (not place or r.place == place) and (not cache or r.cache == cache)]
         return min(found, key=lambda r: (r.place != "remote", r.cache != "cold"), default=None)
-
-    def __repr__(self) -> str:
-        return f"FormatComparison({', '.join(stored.format for stored in self.formats)}: {self.samples} samples each)"
 
     def stored(self, format: str) -> StoredFormat:
         """How a format stores the samples."""
