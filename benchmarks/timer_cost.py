@@ -44,8 +44,9 @@ ARMS = {
 }
 """What is compared, and the process it runs in."""
 STEPS = ("an empty step", "a small step")
-STEADY = {"steady, 1 ms": (1_000_000, 400), "steady, 10 ms": (10_000_000, 40)}
-"""Kinds of steady steps: the CPU nanoseconds that their model computes, and steps of a block."""
+STEADY = {"steady, 1 ms": (1_000_000, 400, 30), "steady, 10 ms": (10_000_000, 40, 100)}
+"""Kinds of steady steps: the CPU nanoseconds that their model computes, steps of a block, and blocks in which the alarm's thread has looked
+several times (every 3 to 10 seconds)."""
 
 
 def steady_arms(kind: str) -> dict[str, Callable[[], float]]:
@@ -58,11 +59,12 @@ def steady_arms(kind: str) -> dict[str, Callable[[], float]]:
     import torch
     from torch import nn
 
+    from workbench.timeline.hooks import Losses
     from workbench.timeline.marks import HostRecorder
     from workbench.timeline.watch import Watch
 
     torch.set_num_threads(1)
-    length, steps = STEADY[kind]
+    length, steps, _ = STEADY[kind]
     computed, weight, matrix = [0], nn.Parameter(torch.ones(())), torch.randn(128, 128)
 
     class Busy(nn.Module):
@@ -87,11 +89,24 @@ def steady_arms(kind: str) -> dict[str, Callable[[], float]]:
         loop._recording.settle()
         return (time.process_time_ns() - begun - (alarm_ns() - thread) - computed[0]) / 1e3 / steps
 
+    def loss_block() -> float:
+        """Of every second loss that follows the work of a step, the µs in which it is taken; less what the clock takes in the others."""
+        losses, spent = Losses(), ([], [])
+        for number in range(steps):
+            loss = model(batches[0])
+            take = losses.add if number % 2 else id
+            begun = time.perf_counter_ns()
+            take(loss)
+            spent[number % 2].append(time.perf_counter_ns() - begun)
+            loss.backward()
+        return (statistics.median(spent[1]) - statistics.median(spent[0])) / 1e3
+
     batches = [torch.zeros(4, 1)] * steps
     loops = {
         word: Watch(batches, model=model, optimizer=optimizer, alarm=word == "alarm", recorder=recorder) for word in ("plain", "alarm")
     }
-    return {f"{kind}: {word}": partial(block, loop) for word, loop in loops.items()} | {f"{kind}: thread": lambda: alarm_ns() / 1e3}
+    arms: dict[str, Callable[[], float]] = {f"{kind}: {word}": partial(block, loop) for word, loop in loops.items()}
+    return arms | {f"{kind}: thread": lambda: alarm_ns() / 1e3, f"{kind}: loss": loss_block}
 
 
 def alarm_ns() -> float:
@@ -238,7 +253,9 @@ class Worker:
                 self.process.kill()
                 sys.exit(f"the process for {role} did not start:\n{log.read_text()}")
         self.talk = self.line.makefile("rw")
-        assert self.talk.readline() == "ready\n", log.read_text()
+        if self.talk.readline() != "ready\n":
+            self.close()  # a traceback is written after the line is closed
+            sys.exit(f"the process for {role} ended:\n{log.read_text()}")
 
     def block(self, arm: str) -> float:
         """CPU microseconds per step of a block."""
@@ -271,6 +288,8 @@ def main() -> None:
         return
     import torch
 
+    import workbench  # noqa: F401  # where it is not installed, this says so before a process does
+
     there = importlib.util.find_spec("traceml_ai") is not None
     arms = {tool: role for tool, role in ARMS.items() if there or role != "peer"}
     spent: dict[str, list[float]] = {f"{kind}: {tool}": [] for kind in STEPS for tool in arms}
@@ -288,40 +307,27 @@ def main() -> None:
         show(kind, {tool: spent[f"{kind}: {tool}"] for tool in arms})
     for kind in STEADY:
         show_steady(kind, given.steady)
-    print(f"\ntaking the loss of a step, alone: {loss_cost():.1f} µs")
 
 
 def show_steady(kind: str, pairs: int) -> None:
-    """Measure and print what the alarm adds to steady steps, after 1,200 of them that warm it up; and its thread's share of 1,200 more."""
-    steps = STEADY[kind][1]
+    """Measure and print what the alarm adds to steady steps, after some looks that warm it up; and its thread's share of as many more."""
+    _, steps, blocks = STEADY[kind]
     with tempfile.TemporaryDirectory() as folder:
         one = Worker(kind, Path(folder), steps)
         thread = []
         for _ in range(2):
-            for _ in range(1200 // steps):
+            for _ in range(blocks):
                 one.block(f"{kind}: alarm")
-            thread.append(one.block(f"{kind}: thread") / 1200)
-        found = [{word: one.block(f"{kind}: {word}") for word in random.sample(("plain", "alarm"), 2)} for _ in range(pairs)]
+            thread.append(one.block(f"{kind}: thread") / (blocks * steps))
+        found = [{word: one.block(f"{kind}: {word}") for word in random.sample(("plain", "alarm", "loss"), 3)} for _ in range(pairs)]
         one.close()
     added = [pair["alarm"] - pair["plain"] for pair in found]
     below, above = interval(added)
     print(
         f"\n{kind}: the alarm adds {statistics.median(added):.1f} µs ({below:.1f} … {above:.1f}) of CPU a step to the loop's "
-        f"{statistics.median(pair['plain'] for pair in found):.1f} µs outside the model; its thread takes {thread[1] - thread[0]:.1f} µs"
+        f"{statistics.median(pair['plain'] for pair in found):.1f} µs outside the model (to take a loss, "
+        f"{statistics.median(pair['loss'] for pair in found):.1f}); its thread takes {thread[1] - thread[0]:.1f} µs a step"
     )
-
-
-def loss_cost(calls: int = 20_000) -> float:
-    """CPU microseconds in which the loss of a step is taken for the alarm, on a CPU; the backward that follows is not part of it."""
-    import torch
-
-    from workbench.timeline.hooks import Losses
-
-    taken, loss = Losses(), torch.nn.Linear(4, 1)(torch.ones(4)).mean()
-    begun = time.thread_time_ns()
-    for _ in range(calls):
-        taken.add(loss)
-    return (time.thread_time_ns() - begun) / 1e3 / calls
 
 
 def show(kind: str, spent: dict[str, list[float]]) -> None:

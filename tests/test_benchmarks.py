@@ -102,6 +102,19 @@ def test_results_name_every_benchmark() -> None:
     assert [name for name in BENCHMARKS if f"{name}.py" not in results] == []
 
 
+def test_why_a_process_of_the_timers_ended_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where it closes its line before it writes."""
+    from benchmarks import timer_cost
+
+    ends = tmp_path / "ends"
+    connect = "socket.create_connection(('127.0.0.1', int(os.environ['BENCH_PORT']))).close()"
+    ends.write_text(f"#!{sys.executable}\nimport os, socket, sys, time\n{connect}\ntime.sleep(0.3)\nsys.exit('no such module')\n")
+    ends.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(ends))
+    with pytest.raises(SystemExit, match="the process for plain ended:\nno such module"):
+        timer_cost.Worker("plain", tmp_path, 1)
+
+
 def test_a_published_program_has_its_weights_once() -> None:
     from benchmarks.memory_programs import Figure, training
 

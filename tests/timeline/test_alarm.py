@@ -16,7 +16,19 @@ import workbench as wb
 from workbench.core.run_directory import ENV_ALARM
 from workbench.core.vocabulary import PHASES
 from workbench.timeline import hooks
-from workbench.timeline.alarm import SAME, Alarm, Circumstances, StepAlarm, Told, allowed, digest
+from workbench.timeline.alarm import (
+    AT_A_LOOK,
+    INTERVAL,
+    LONGEST,
+    SAME,
+    Alarm,
+    Circumstances,
+    StepAlarm,
+    Told,
+    allowed,
+    digest,
+    seconds_to_wait,
+)
 from workbench.timeline.analysis.change_points import BLOCK
 from workbench.timeline.hooks import KEPT, Losses
 from workbench.timeline.marks import HostRecorder
@@ -160,6 +172,38 @@ def test_losses_wait_for_their_steps_whatever_they_are_scaled_by_and_however_man
     assert losses.take(2) == pytest.approx([1.0, math.nan], nan_ok=True)  # the second has none yet
 
 
+def test_a_scaler_that_begins_late_is_seen_soon_and_losses_without_one_are_seldom_asked() -> None:
+    losses, weight, parts = Losses(), torch.ones((), requires_grad=True), 3
+    for step in range(600):
+        for part in range(parts):
+            loss = weight / (1 / (step + 1))
+            losses.add(loss * 1000 if step >= 200 and part == 1 else loss)
+    taken = losses.take(600)
+    assert taken[:200] == pytest.approx(range(1, 201))
+    late = [step for step, mean in enumerate(taken) if mean != pytest.approx(step + 1)]
+    assert late
+    assert late == [*range(200, 200 + len(late))]
+    assert len(late) <= hooks.SOMETIMES
+
+    asked, unscaled = [0], Losses()
+
+    class Loss:
+        is_cpu = True
+
+        @property
+        def grad_fn(self) -> None:
+            asked[0] += 1
+
+        def item(self) -> float:
+            return 1.0
+
+    Loss.__name__ = "Tensor"
+    for _ in range(5_000):
+        unscaled.add(Loss())
+    assert unscaled.take(5_000) == [1.0] * 5_000
+    assert asked[0] < 5_000 / hooks.SOMETIMES + hooks.FIRST + 2
+
+
 def test_losses_that_were_passed_over_leave_the_others_with_their_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     steps = 2 * KEPT + 100
     losses, loss = Losses(), torch.zeros(())
@@ -174,9 +218,11 @@ def test_losses_that_were_passed_over_leave_the_others_with_their_steps(monkeypa
     losses.add(loss)
     assert losses.take(1) == [7.0]
     monkeypatch.setattr(hooks, "FORGOTTEN", 5)
-    for _ in range(9):
+    for _ in range(6 * hooks.SOMETIMES):
         losses.add(loss)
-    assert losses.take(4) == pytest.approx([7.0, 7.0, 7.0, math.nan], nan_ok=True)  # nobody seems to look any more
+    taken = losses.take(3 * hooks.SOMETIMES)
+    assert taken[:3] == [7.0, 7.0, 7.0]
+    assert all(map(math.isnan, taken[hooks.SOMETIMES :]))  # nobody seems to look any more
 
 
 def test_the_losses_of_a_device_are_copied_into_pinned_memory_also_after_some_of_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -267,6 +313,28 @@ def test_an_alarm_follows_what_a_recording_finishes_and_survives_its_own_faults(
     while not broken._stop.is_set() and time.monotonic() < end:
         time.sleep(0.05)
     assert "no more alarms: RuntimeError('no rows')" in capsys.readouterr().err
+
+
+def test_a_look_waits_for_many_steps_within_limits_and_not_while_a_change_is_pending() -> None:
+    assert seconds_to_wait(3000, 3.0, pending=False) == INTERVAL  # steps of 1 ms
+    assert seconds_to_wait(500, 3.0, pending=False) == pytest.approx(AT_A_LOOK * 3.0 / 500)  # of 6 ms
+    assert seconds_to_wait(3, 3.0, pending=False) == seconds_to_wait(0, 9.0, pending=False) == LONGEST
+    assert seconds_to_wait(500, 3.0, pending=True) == INTERVAL
+
+
+def test_a_change_that_waits_for_others_is_looked_at_soon() -> None:
+    chance = np.random.default_rng(4)
+    waiting = [rows(1200, chance), *[rows(BLOCK, chance, forward=1.5) for _ in range(30)]]
+    follower = Alarm(lambda: waiting.pop(0), lambda *_: None)
+    waits = []
+    while waiting and not follower.told:
+        follower._looked -= 10 * BLOCK  # as if steps took 10 s
+        follower.look()
+        waits.append(follower._wait)
+    assert follower.told
+    assert waits[0] == waits[-1] == LONGEST
+    assert INTERVAL in waits
+    follower._stop.set()
 
 
 def test_a_watched_loop_raises_alarms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -24,8 +24,10 @@ from workbench.timeline.analysis.change_points import BLOCK, GROUP, Change, Chan
 from workbench.timeline.analysis.step_table import blocks_of
 from workbench.timeline.steps import Row
 
-INTERVAL = 3.0
-"""Seconds between two looks for new steps. Chosen: a look costs as much as a hundred steps that it looks at."""
+INTERVAL, LONGEST = 3.0, 10.0
+"""Seconds between two looks for new steps, at least and at most."""
+AT_A_LOOK = 1000
+"""Steps that a look waits for, within these limits. Chosen: a look costs as much as several hundred steps that it looks at."""
 SERIES = ("step", *PHASES, "throughput", "memory")
 """What is followed, beside the loss."""
 NOT_TIME = ("memory", "loss")
@@ -163,6 +165,11 @@ class StepAlarm:
                 told.append(self._as_told(change, 0.0))
         return told + self._explained(math.inf if last else self._points.steps - 1)
 
+    @property
+    def pending(self) -> bool:
+        """Does a change wait for the phase that explains it?"""
+        return bool(self._pending)
+
     def _taken(self, count: int) -> list[float]:
         """The losses of the next steps; empty if they are not followed."""
         losses = self._loss[:count]
@@ -291,6 +298,7 @@ class Alarm:
         self._alarm = StepAlarm(rank, memory=resident, losses=losses, done=done)
         self._around = Circumstances(experiments=experiments)
         self.told: list[Told] = []
+        self._looked, self._wait = time.monotonic(), INTERVAL
         self._pid = os.getpid()
         self._lock, self._stop = threading.Lock(), threading.Event()
         threading.Thread(target=self._follow, name="workbench-alarm", daemon=True).start()
@@ -298,13 +306,15 @@ class Alarm:
     def look(self, *, last: bool = False) -> None:
         """Look at what is new; with `last`, also at what still waits."""
         with self._lock:
-            rows = self._take()
+            rows, before = self._take(), self._looked
+            self._looked = time.monotonic()
             for told in self._alarm.see(rows, waits=not last and len(rows) >= GROUP * BLOCK, last=last):
                 slow = self._traces if told.slower and told.phase not in NOT_TIME else None
                 around = self._around.changed() if told.phase != "loss" else ()
                 full = replace(told, circumstances=around, trace=slow.ask(told.step) if slow else "")
                 self.told.append(full)
                 self._tell(full, full.words(self._ranks))
+            self._wait = seconds_to_wait(len(rows), self._looked - before, pending=self._alarm.pending)
 
     def close(self) -> str:
         """Look a last time, and end. Returns the digest: "" where nothing was told."""
@@ -315,12 +325,23 @@ class Alarm:
         return digest(self.told, self._ranks, traces)
 
     def _follow(self) -> None:
-        while not self._stop.wait(INTERVAL):
+        while not self._stop.wait(self._wait):
             try:
                 self.look()
             except Exception as error:  # an alarm never ends a training
                 self._stop.set()
                 print(f"workbench: no more alarms: {error!r}", file=sys.stderr, flush=True)
+
+
+def seconds_to_wait(steps: int, seconds: float, *, pending: bool) -> float:
+    """How long until the next look.
+
+    Args:
+        steps: that the last look has found.
+        seconds: in which they were taken.
+        pending: does a change wait for the steps that follow?
+    """
+    return INTERVAL if pending else min(max(INTERVAL, AT_A_LOOK * seconds / max(steps, 1)), LONGEST)
 
 
 def digest(told: Sequence[Told], ranks: int = 1, traces: Sequence[str] = ()) -> str:

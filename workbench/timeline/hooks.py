@@ -12,7 +12,7 @@ from itertools import islice
 from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
-from workbench.timeline.analysis.step_table import taken_means
+from workbench.timeline.analysis.step_table import put, taken_means
 from workbench.timeline.loops import OpenLoops
 from workbench.timeline.marks import BACKWARD, END_FORWARD, END_PHASE, FORWARD, H2D, OPTIMIZER, OWN_BACKWARD
 
@@ -201,6 +201,9 @@ KEPT = 16384
 """Places of the ring. Of the losses since the last look, the latest half of so many are looked at."""
 FORGOTTEN = 1 << 20
 """So many losses of a CPU that wait mean that nobody looks at them any more."""
+FIRST, SOMETIMES = 64, 61
+"""Of a CPU's losses, so many are asked at first whether a scaler has multiplied them, and later one in so many: to ask takes as long as to
+read them. (Another prime number than the losses of a step, so that each of these has its turn.) Where one was scaled, all are asked."""
 
 
 class Losses:
@@ -213,31 +216,55 @@ class Losses:
 
     def __init__(self) -> None:
         self._taken = self._read = self._steps = 0
+        self._unscaled = 0.0  # losses of a CPU that no scaler had multiplied; -inf as soon as one was
+        self._unasked = 0  # of the next losses, how many need not be asked
+        self._tensor: Any = None  # their type
         self._on_cpu: deque[float] = deque()
         """Losses of a CPU that are not among the others yet."""
+        self._append = self._on_cpu.append
         self._values: Any = None
         self._seen: Any = None  # the same memory, for numpy
         self._pinned = self._ended = False
 
     def add(self, loss: Any) -> None:
         """The tensor from which a backward begins; what is no single number of torch's own is passed over."""
+        if self._unasked and type(loss) is self._tensor and loss.is_cpu:
+            self._unasked -= 1
+            try:
+                self._append(loss.item())
+            except Exception as error:
+                self._failed(loss, error)
+        else:
+            self._add_asked(loss)
+
+    def _add_asked(self, loss: Any) -> None:
+        """A loss that is asked what it is."""
         if self._ended or type(loss).__name__ != "Tensor":
             return
         try:
             if loss.is_cpu and type(loss.grad_fn).__name__ != "MulBackward0":
-                self._on_cpu.append(loss.item())
+                self._append(loss.item())
+                self._unscaled += 1
+                if self._unscaled >= FIRST:
+                    self._unasked, self._tensor = SOMETIMES - 1, type(loss)
             elif loss.numel() == 1:
+                self._unscaled = -math.inf
                 value, place = _unscaled(loss), self._taken % KEPT
                 if value.is_cpu:
-                    self._on_cpu.append(value.item())
+                    self._append(value.item())
                 else:
                     self._ring(pinned=value.is_cuda)[place : place + 1].copy_(value.reshape(1), non_blocking=True)
                     self._taken += 1
-            self._ended = len(self._on_cpu) >= FORGOTTEN
-        except Exception as error:  # such as in the capture of a CUDA graph; an alarm never ends a training
-            if loss.numel() == 1:
-                self._ended = True
-                print(f"workbench: losses are not followed any more: {error!r}", file=sys.stderr, flush=True)
+            if len(self._on_cpu) >= FORGOTTEN:
+                self._ended, self._unasked = True, 0
+        except Exception as error:
+            self._failed(loss, error)
+
+    def _failed(self, loss: Any, error: Exception) -> None:
+        """A loss cannot be taken, such as in the capture of a CUDA graph; an alarm never ends a training."""
+        if loss.numel() == 1:
+            self._ended, self._unasked = True, 0
+            print(f"workbench: losses are not followed any more: {error!r}", file=sys.stderr, flush=True)
 
     def _ring(self, *, pinned: bool = False) -> Any:
         if self._values is None or pinned > self._pinned:  # only into pinned memory can a device copy without a wait
@@ -252,10 +279,11 @@ class Losses:
 
     def take(self, steps: int) -> list[float]:
         """The mean loss of each of the next steps; nan = not known, or no finite number. Steps have as many losses as they had so far."""
-        for _ in range(len(self._on_cpu)):
+        if count := len(self._on_cpu):
+            waiting = [self._on_cpu.popleft().real for _ in range(count)]
             self._ring()
-            self._seen[self._taken % KEPT] = self._on_cpu.popleft().real
-            self._taken += 1
+            put(self._seen, self._taken, waiting)
+            self._taken += count
         taken = self._taken  # another thread goes on
         self._steps += steps
         each = max(1, round(taken / max(1, self._steps)))

@@ -201,31 +201,63 @@ class ChangePoints:
 
     def _moved(self, groups: int) -> list[bool]:
         """May a change be told at the end of each group of blocks that follow the history? If any median of the latest has moved enough."""
-        ends = self._length + GROUP * np.arange(1, groups + 1)[:, None]
-        latest = self._history[:, np.maximum(ends + _LATEST, 0)]
-        places = (ends - _UNTIL)[:, :, None] + _BEFORE
-        begin = np.where(self._since < 0, 2 * _KEPT, self._length - self._blocks + self._first)[:, None, None]
-        before = np.where(places < begin[..., None], math.inf, self._history[:, np.maximum(places, 0)])
-        known = np.clip(ends - _UNTIL - begin, 0, NEAR)
-        old = np.take_along_axis(np.sort(before, axis=-1), known[..., None] // 2, axis=-1)
-        # a median is that much higher if so many of its values are, which costs less than to sort them
+        ends = self._length + GROUP * np.arange(1, groups + 1)
+        begin = np.where(self._since < 0, 2 * _KEPT, self._length - self._blocks + self._first)[:, None]
+        old, known = self._before(ends, begin)
+        latest = self._history[:, np.maximum(ends[:, None] + _LATEST, 0)]
         rise, fall = self._least(old)
-        enough = [self._counted(latest[..., None, :] >= old + rise) >= WIDTHS / 2]
+        told = known >= WARM_UP
+        # at first whether two of the latest values are that far from any level before: a median is, only if as many of its values are
+        high = np.where(told, old + rise, math.inf).min(axis=-1, keepdims=True)
+        low = np.where(told & ~self._upward[:, None, None], old - fall, -math.inf).max(axis=-1, keepdims=True)
+        asked = np.nonzero((np.maximum((latest >= high).sum(axis=-1), (latest <= low).sum(axis=-1)) > 1).any(axis=0))[0]
+        found = np.zeros(groups, dtype=bool)
+        if len(asked):
+            found[asked] = self._windows_moved(ends[asked], begin, old[:, asked], known[:, asked], latest[:, asked])
+        moved: list[bool] = found.tolist()
+        return moved
+
+    def _before(self, ends: NDArray[np.int64], begin: NDArray[np.int64]) -> tuple[Floats, NDArray[np.int64]]:
+        """The level before the latest blocks, `_UNTIL` back from each end, and of how many blocks it is known: (series, ends, _UNTIL)."""
+        apart = _UNTIL // GROUP  # a level is that of several ends
+        until = ends[0] + GROUP * np.arange(-apart[-1], len(ends) - apart[0])
+        values = self._spans(until, begin)
+        known = np.clip(until - begin, 0, NEAR)
+        level = np.take_along_axis(np.sort(values, axis=-1), known[..., None] // 2, axis=-1)[..., 0]
+        places = np.arange(len(ends))[:, None] + apart[-1] - apart
+        return level[:, places], known[:, places]
+
+    def _spans(self, until: NDArray[np.int64], begin: NDArray[np.int64]) -> Floats:
+        """NEAR blocks of the history before each end, in a last dimension; infinite before the series begins."""
+        places = until[..., None] + _BEFORE
+        begin = begin.reshape(-1, *[1] * places.ndim)
+        values: Floats = np.where(places < begin, math.inf, self._history[:, np.maximum(places, 0)])
+        return values
+
+    def _windows_moved(
+        self, ends: NDArray[np.int64], begin: NDArray[np.int64], old: Floats, known: NDArray[np.int64], latest: Floats
+    ) -> "NDArray[np.bool_]":
+        """Of some ends: has the median of any window moved, against its level before, by so much and by so many standard errors?"""
+        rise, fall = self._least(old)
+        # a median is that much higher if so many of its values are, which costs less than to sort them
+        enough = [self._counted(latest[..., None, :] >= (old + rise)[..., None]) >= WIDTHS / 2]
         if not self._upward.all():
-            enough.append(~self._upward[:, None, None] & (self._counted(latest[..., None, :] <= old - fall) > WIDTHS / 2))
+            below = self._counted(latest[..., None, :] <= (old - fall)[..., None]) > WIDTHS / 2
+            enough.append(~self._upward[:, None, None] & below)
         moved = np.logical_or.reduce(enough) & (known >= WARM_UP)[..., _PLACES // 2]
         if moved.any():
+            before = self._spans(ends[:, None] - _UNTIL, begin)
             ranked = np.sort(np.where(_WITHIN, latest[:, :, None, :], math.inf), axis=-1)
             with np.errstate(invalid="ignore"):  # what is not known is infinite
-                change = ranked[..., _PLACES, WIDTHS // 2] - old[..., _PLACES // 2, 0]
-                off = np.where(self._upward[:, None, None, None], np.diff(before, prepend=math.inf) / math.sqrt(2), before - old)
+                change = ranked[..., _PLACES, WIDTHS // 2] - old[..., _PLACES // 2]
+                off = np.where(self._upward[:, None, None, None], np.diff(before, prepend=math.inf) / math.sqrt(2), before - old[..., None])
             np.abs(change, out=change, where=~self._upward[:, None, None])
             off = np.sort(np.nan_to_num(np.abs(off), nan=math.inf, posinf=math.inf), axis=-1)
             half = np.maximum(known - self._upward[:, None, None], 0) // 2
             noise = 1.4826 * np.take_along_axis(off, half[..., None], axis=-1)[..., 0]
             error = 1.2533 * noise * np.sqrt(1 / np.maximum(known, 1))
             moved &= change >= LOOSE * CONTRAST * np.hypot(error[..., _PLACES // 2], (1.2533 * noise)[..., _PLACES // 2] / np.sqrt(WIDTHS))
-        found: list[bool] = moved.any(axis=(0, 2)).tolist()
+        found: NDArray[np.bool_] = moved.any(axis=(0, 2))
         return found
 
     def _least(self, old: Floats) -> tuple[Floats, Floats]:
@@ -233,7 +265,7 @@ class ChangePoints:
         least = LOOSE * math.log1p(LEAST_CHANGE)
         with np.errstate(invalid="ignore"):  # what is not known is infinite
             values = np.exp(old)
-            part = self._worth[:, None, None, None] * (values[:1] - self._added[0]) / values
+            part = self._worth[:, None, None] * (values[:1] - self._added[0]) / values
         return np.fmax(least, np.log1p(part)), np.fmax(least, -np.log1p(-np.minimum(part, 1 - 1e-9)))
 
     @staticmethod
@@ -344,7 +376,7 @@ class ChangePoints:
 _KEPT = HISTORY + MOST_BLOCKS
 _AT_ONCE = 128
 _PLACES, _BEFORE, _LATEST = np.arange(len(WIDTHS)), np.arange(-NEAR, 0), np.arange(-WIDTHS[-1], 0)
-_UNTIL = WIDTHS[1::2]  # what was before, of two windows each
+_UNTIL = np.array((8, 12, 36))  # blocks back of what was before, of two windows each: whole groups
 _WITHIN = -WIDTHS[:, None] <= _LATEST
 _IN = _WITHIN.T.astype(np.float32)
 _LOG_STAY, _LOG_CHANGE = math.log1p(-HAZARD), math.log(HAZARD)
