@@ -23,7 +23,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 import workbench as wb
 from workbench.cluster.analysis.cluster import Cluster
 from workbench.cluster.analysis.plan.layouts import SHARINGS, Layouts
-from workbench.cluster.analysis.plan.ranges import EFFICIENCY, HOST, LINKS
+from workbench.cluster.analysis.plan.ranges import EFFICIENCY, LAUNCH, LINKS
 from workbench.cluster.analysis.plan.timing import HardwareRates
 from workbench.cluster.analysis.plan.timing import seconds as plan_seconds
 from workbench.cluster.analysis.plan.workload import workload_of_transformer
@@ -346,7 +346,7 @@ def by_plan(row: Row) -> float:
     shape = {"gpus": row.gpus, "data": row.gpus, "tensor": 1, "pipeline": 1, "chunks": 1, "micro_batch": row.micro_batch}
     shape |= {"accumulation": row.accumulation, "sharing": SHARINGS.index("fsdp"), "checkpointing": 0, "shard": row.gpus}
     layout = Layouts(**{name: np.array([value]) for name, value in (shape | {"inside": min(row.gpus, 8)}).items()})
-    rates = HardwareRates.of(cluster, cluster.device.flops_per_sec["bf16"], EFFICIENCY.mid, LINKS.mid, HOST.mid)
+    rates = HardwareRates.of(cluster, cluster.device.flops_per_sec["bf16"], EFFICIENCY.mid, LINKS.mid, LAUNCH.mid)
     return float(plan_seconds(workload, layout, rates, 8).total[0])
 
 

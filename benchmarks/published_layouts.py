@@ -1,5 +1,5 @@
-"""Published seconds per iteration of LLaMA models under every layout of a grid, and which layouts ran out of memory; and the fastest
-layouts that another search has found.
+"""Published seconds per iteration of LLaMA models under every layout of a grid, and which layouts ran out of memory; and those of a larger
+search by another trainer.
 
 The figures are facts, keyed in again.
 Source of GRIDS: Hagemann, Weinbach, Dobler, Schall and de Melo 2023, Efficient Parallelization Layouts for Large-Scale Distributed Model
@@ -9,9 +9,11 @@ A100 of 80 GB, 8 in a node, ZeRO-1, 1F1B, bf16, a vocabulary of 128,000. Of runs
 FlashAttention-2 counts; runs that failed for other reasons are left out.
 """
 
+import csv
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 SIZES = {"13B": (40, 5120, 40, 13824), "30B": (60, 6656, 52, 17920), "65B": (80, 8192, 64, 22016)}
 """Model → layers, width, heads (Touvron et al. 2023, LLaMA, table 2), and width of the feed-forward (as in its published checkpoints)."""
@@ -171,11 +173,14 @@ NANOTRON = {  # layers, width, heads, width of the feed-forward, whether embeddi
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """The fastest layout that nanotron's authors have found for a model on so many GPUs: 256 sequences of 4,096 tokens in a step.
+    """A layout of a large search by nanotron's authors, with which a model was trained on so many GPUs: 256 sequences of 4,096 tokens in a
+    step. What is published is a single step, the third of its run (`NANOTRON_BENCHMARK` of trainer.py in March 2025), with loader and all.
 
-    Source: github.com/huggingface/nanotron at 2411b022, docs/benchmark_summary.svg (nanotron 0.5, H100, 8 in a node), sizes and batch by
-    scripts/scaling_benchmarks.py, FLOPs by `get_flops` of models/llama.py, which counts all scores of attention. The other layouts that
-    were tried are not in that repository.
+    Source: github.com/vinjn/nanotron-ultrascale-playbook at 924e4d0 (a copy of huggingface.co/spaces/nanotron/ultrascale-playbook),
+    assets/data/benchmarks/benchmarks_interactive.html (nanotron, H100, 8 in a node), sizes and batch by scripts/scaling_benchmarks.py of
+    github.com/huggingface/nanotron. Left out: 26 layouts whose ranks or batch do not multiply to what is said, and 11 rows of a model of
+    other size (MFU over tokens per second is that of 8 key-value heads). The shares of the peak printed there are no measure of time: they
+    count the embedding twice where two stages share it, and once where it is untied; `benchmark_summary.svg` of nanotron repeats them.
     """
 
     model: str
@@ -185,9 +190,9 @@ class Found:
     micro_batch: int
     sharing: str
     seconds: float
-    """Of a step, by the published share of 989.5 TFLOP/s."""
+    """Of a step, by the published tokens per second; infinite where it did not run (out of memory, or failed: the source does not say)."""
     gigabytes: float
-    """Memory of the fullest GPU, as printed."""
+    """Memory of the fullest GPU, as printed; NaN where it did not run."""
 
     @property
     def name(self) -> str:
@@ -198,34 +203,22 @@ class Found:
 SEQUENCE, BATCH, VOCABULARY = 4096, 256, 131_072
 
 
-def _found() -> Iterator[Found]:
-    # nodes: model=data.tensor.pipeline.micro_batch/zero/MFU in percent/GB
-    text = """
-    1: 1.34B=4.1.2.4/1/44.32/41.76 3.57B=4.1.2.2/1/46.68/56.87 8.86B=2.1.4.1/1/45.22/63.07
-    2: 1.34B=8.1.2.1/1/41.59/19.45 3.57B=8.1.2.2/1/43.77/54.31 8.86B=4.4.1.4/1/43.94/58.34
-    4: 1.34B=16.1.2.1/1/38.38/16.39 3.57B=16.1.2.2/1/40.39/53.33 8.86B=16.1.2.1/1/43.31/61.10 80B=1.8.4.1/0/14.76/65.97
-    8: 1.34B=32.1.2.1/1/32.47/16.27 3.57B=32.1.2.1/1/35.53/36.73 8.86B=32.1.2.1/1/39.50/59.09 80B=1.4.16.1/0/30.65/63.07
-    16: 1.34B=64.2.1.4/0/29.46/38.84 3.57B=32.4.1.8/0/34.59/66.20 8.86B=16.8.1.8/0/36.33/66.88 80B=1.4.32.1/0/34.29/61.18
-    32: 1.34B=64.4.1.4/0/23.20/19.57 3.57B=64.4.1.4/0/26.77/38.98 8.86B=32.8.1.8/0/32.71/63.39 80B=4.4.16.1/1/30.75/64.21
-    64: 1.34B=128.2.2.2/1/5.25/8.40 3.57B=128.4.1.2/1/10.49/16.42 8.86B=128.4.1.2/0/18.69/57.76 80B=32.16.1.2/1/17.79/53.46
-    """
-    for line in text.strip().splitlines():
-        nodes, entries = line.split(":")
-        for entry in entries.split():
-            model, rest = entry.split("=")
-            layout, zero, share, gigabytes = rest.split("/")
-            data, tensor, pipeline, micro = map(int, layout.split("."))
-            layers, hidden, _, wide, _ = NANOTRON[model]
-            gpus = data * tensor * pipeline
-            assert gpus == 8 * int(nodes)
-            assert BATCH % (data * micro) == 0
-            products = layers * (8 * hidden**2 + 6 * hidden * wide + 4 * SEQUENCE * hidden) + 2 * hidden * VOCABULARY
-            seconds = 3 * products * SEQUENCE * BATCH / (gpus * 989.5e12 * float(share) / 100)
-            sharing = "zero1" if zero == "1" else "ddp"
+def _tried() -> Iterator[Found]:
+    with open(Path(__file__).with_name("nanotron_layouts.csv"), encoding="utf-8", newline="") as lines:
+        for row in csv.DictReader(lines):
+            gpus, tensor, pipeline, micro = (int(row[name]) for name in ("gpus", "tensor", "pipeline", "micro_batch"))
+            rate = float(row["tokens_per_second_per_gpu"] or 0)
             yield Found(
-                model=model, gpus=gpus, tensor=tensor, pipeline=pipeline, micro_batch=micro, sharing=sharing, seconds=seconds,
-                gigabytes=float(gigabytes),
-            )  # fmt: skip
+                model=row["model"],
+                gpus=gpus,
+                tensor=tensor,
+                pipeline=pipeline,
+                micro_batch=micro,
+                sharing="zero1" if row["zero"] == "1" else "ddp",
+                seconds=SEQUENCE * BATCH / (rate * gpus) if rate else math.inf,
+                gigabytes=float(row["gigabytes"] or math.nan),
+            )
 
 
-FOUND = tuple(_found())
+TRIED = tuple(_tried())
+"""All layouts of the search, of those that ran and those that did not."""

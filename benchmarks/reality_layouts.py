@@ -12,7 +12,7 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-from published_layouts import BATCH, FOUND, GRIDS, NANOTRON, SEQUENCE, SIZES, VOCABULARY, Found, Grid
+from published_layouts import BATCH, GRIDS, NANOTRON, SEQUENCE, SIZES, TRIED, VOCABULARY, Found, Grid
 from published_scaling import ITERATIONS, Iteration
 from scipy.optimize import minimize
 from scipy.stats import norm
@@ -22,7 +22,7 @@ from workbench.cluster.analysis.cluster import Cluster
 from workbench.cluster.analysis.plan.layouts import SHARINGS, Layouts, list_layouts
 from workbench.cluster.analysis.plan.memory import memory
 from workbench.cluster.analysis.plan.plans import Plans
-from workbench.cluster.analysis.plan.ranges import EFFICIENCY, HELD, HOST, LINKS, PlanError
+from workbench.cluster.analysis.plan.ranges import EFFICIENCY, HELD, LAUNCH, LINKS, PlanError
 from workbench.cluster.analysis.plan.timing import HardwareRates, seconds
 from workbench.cluster.analysis.plan.workload import Workload, workload_of_transformer
 from workbench.cluster.analysis.transformer import Transformer
@@ -112,13 +112,11 @@ def rows(grid: Grid) -> dict[tuple[int, int, int, str], Row]:
 def ranges(workload: Workload, found: Layouts, cluster: Cluster = CLUSTER, peak: float = PEAK) -> list[Interval]:
     """Seconds of a step of each layout, low to high."""
 
-    def rates(end: str, host: float) -> HardwareRates:
+    def rates(end: str, other: str) -> HardwareRates:
         share = getattr(LINKS, end)
-        return HardwareRates.of(cluster, peak, getattr(EFFICIENCY, end), share, host, (LINKS.mid / share,) * 2)
+        return HardwareRates.of(cluster, peak, getattr(EFFICIENCY, end), share, getattr(LAUNCH, other), (LINKS.mid / share,) * 2)
 
-    ends = [
-        seconds(workload, found, rates(end, host), 8).total for end, host in (("high", HOST.low), ("mid", HOST.mid), ("low", HOST.high))
-    ]
+    ends = [seconds(workload, found, rates(end, other), 8).total for end, other in (("high", "low"), ("mid", "mid"), ("low", "high"))]
     return [Interval(low=float(low), mid=float(mid), high=float(high)) for low, mid, high in zip(*ends, strict=True)]
 
 
@@ -131,7 +129,7 @@ def errors_once_calibrated() -> list[float]:
         ran = np.flatnonzero(np.isfinite(measured))
 
         def taken(share: float, workload: Workload = workload, found: Layouts = found) -> Any:
-            return seconds(workload, found, HardwareRates.of(CLUSTER, PEAK, share, LINKS.mid, HOST.mid), 8).total
+            return seconds(workload, found, HardwareRates.of(CLUSTER, PEAK, share, LINKS.mid, LAUNCH.mid), 8).total
 
         for one in ran:
             low, high = 0.05, 1.5
@@ -232,73 +230,101 @@ def workload_of(model: str, sharing: str) -> Workload:
         loss_parallel=True,
     )
     workload = replace(workload, adding=10.0)  # of bf16 gradients, and those before in fp32, read and written
-    return replace(workload, overlapped=False, whole_reduction=True) if sharing == "zero1" else workload
-
-
-def layout_of(one: Found) -> Layouts:
-    """Its row."""
-    data = one.gpus // (one.tensor * one.pipeline)
-    row = {"gpus": one.gpus, "data": data, "tensor": one.tensor, "pipeline": one.pipeline, "chunks": 1, "micro_batch": one.micro_batch}
-    row |= {"accumulation": BATCH // data // one.micro_batch, "sharing": SHARINGS.index(one.sharing), "checkpointing": 0, "shard": data}
-    inside = data if one.gpus <= 8 else math.gcd(data, max(1, 8 // one.tensor))
-    return Layouts(**{name: np.array([value]) for name, value in (row | {"inside": inside}).items()})
+    tensors = 6.0 * layers + (2 if tied else 3)  # of a block: qkv, output, gate and up, down, and two norms
+    return replace(workload, overlapped=False, whole_reduction=True, slices=tensors) if sharing == "zero1" else workload
 
 
 @cache
-def other_source() -> list[tuple[Found, Interval, float]]:
-    """Of each layout that another source has found: what we say its step takes by datasheets alone, and the bytes of its fullest GPU."""
-    found = []
-    for one in FOUND:
-        if one.tensor <= 8:  # tensor parallelism over two nodes is no plan of ours
-            workload, layout = workload_of(one.model, one.sharing), layout_of(one)
-            held = memory(workload, layout, OTHER.device.name)
-            found.append((one, ranges(workload, layout, OTHER, OTHER_PEAK)[0], float(held.total[0])))
+def layouts_of(rows: tuple[Found, ...]) -> Layouts:
+    """One row each."""
+    table = []
+    for one in rows:
+        data = one.gpus // (one.tensor * one.pipeline)
+        inside = data if one.gpus <= 8 else math.gcd(data, max(1, 8 // one.tensor))
+        row = {"gpus": one.gpus, "data": data, "tensor": one.tensor, "pipeline": one.pipeline, "chunks": 1, "micro_batch": one.micro_batch}
+        row |= {"accumulation": BATCH // data // one.micro_batch, "sharing": SHARINGS.index(one.sharing), "checkpointing": 0}
+        table.append(row | {"shard": data, "inside": inside})
+    return Layouts(**{name: np.array([row[name] for row in table]) for name in table[0]})
+
+
+@cache
+def fastest() -> dict[tuple[str, int], Found]:
+    """Model and GPUs → the fastest layout of the other source."""
+    found: dict[tuple[str, int], Found] = {}
+    for one in TRIED:
+        key = one.model, one.gpus
+        if one.seconds < (found[key].seconds if key in found else math.inf):
+            found[key] = one
     return found
 
 
-def other_calibrated(most: int = 512) -> list[float]:
-    """Of each of these rows on so many GPUs at most, its error where the efficiency follows from another row of its model."""
+def tried(slower: float = math.inf, most: int = 512) -> tuple[Found, ...]:
+    """Layouts of the other source that ran, with steps of so many times the fastest of their model and GPUs at most.
+
+    Without tensor parallelism over two nodes, which is no plan of ours.
+    """
+    ran = [one for one in TRIED if one.tensor <= 8 and one.gpus <= most and math.isfinite(one.seconds)]
+    return tuple(one for one in ran if one.seconds <= slower * fastest()[one.model, one.gpus].seconds)
+
+
+@cache
+def other_source(slower: float = 2.0) -> list[tuple[Found, Interval, float]]:
+    """Of each of `tried`: what we say its step takes by datasheets alone, and the bytes of its fullest GPU."""
+    found = []
+    for model, sharing in sorted({(one.model, one.sharing) for one in tried(slower)}):
+        mine = tuple(one for one in tried(slower) if (one.model, one.sharing) == (model, sharing))
+        workload, layouts = workload_of(model, sharing), layouts_of(mine)
+        held = memory(workload, layouts, OTHER.device.name).total
+        found += list(zip(mine, ranges(workload, layouts, OTHER, OTHER_PEAK), held.tolist(), strict=True))
+    return found
+
+
+def other_calibrated(rows: tuple[Found, ...]) -> list[float]:
+    """Of each of these rows, its error where the efficiency follows from another row of its model."""
     errors: list[float] = []
-    rows = [one for one, _, _ in other_source() if one.gpus <= most]
-    for one in rows:
-        low, high = 0.05, 1.5
+    for model in NANOTRON:
+        mine = tuple(one for one in rows if one.model == model)
+        measured = np.array([one.seconds for one in mine])
+        low, high = np.full(len(mine), 0.05), np.full(len(mine), 1.5)
         for _ in range(30):
             middle = (low + high) / 2
-            low, high = (middle, high) if _taken(one, middle) > one.seconds else (low, middle)
-        errors += [abs(_taken(other, low) / other.seconds - 1) for other in rows if other != one and other.model == one.model]
+            slow = _taken(mine, middle) > measured
+            low, high = np.where(slow, middle, low), np.where(slow, high, middle)
+        for place, share in enumerate(low):
+            errors += np.delete(np.abs(_taken(mine, np.full(len(mine), share)) / measured - 1), place).tolist()
     return errors
 
 
-def places() -> dict[str, int]:
-    """Of the fastest layouts that the other source has found: the place on our list, from 1; 0 = it is not on it."""
+def _taken(rows: tuple[Found, ...], shares: Any) -> Any:
+    """Seconds of rows of one model, if kernels reach these shares of the peak."""
+    total = np.zeros(len(rows))
+    for sharing in {one.sharing for one in rows}:
+        where = [place for place, one in enumerate(rows) if one.sharing == sharing]
+        mine = tuple(rows[place] for place in where)
+        rates = HardwareRates.of(OTHER, OTHER_PEAK, shares[where], LINKS.mid, LAUNCH.mid)
+        total[where] = seconds(workload_of(mine[0].model, sharing), layouts_of(mine), rates, 8).total
+    return total
+
+
+def other_reached() -> dict[tuple[str, int], tuple[float, float]]:
+    """Model and GPUs → throughput of our first plan and of the best of our first five that the other source has tried, over its fastest; 0
+    where none of them ran. Layouts of both kinds of ZeRO, as a user would ask for them.
+    """
     found = {}
-    for one in FOUND:
-        layers, hidden, heads, wide, tied = NANOTRON[one.model]
-        model = Transformer(
-            layers=layers, hidden=hidden, heads=heads, feed_forward=wide, vocabulary=VOCABULARY, sequence=SEQUENCE, gated=True, tied=tied
-        )
+    for (name, gpus), best in fastest().items():
+        layers, hidden, heads, wide, tied = NANOTRON[name]
+        sizes = {"layers": layers, "hidden": hidden, "heads": heads, "feed_forward": wide, "vocabulary": VOCABULARY, "sequence": SEQUENCE}
+        model = Transformer(**sizes, gated=True, tied=tied)  # type: ignore[arg-type]
+        options: dict[str, Any] = {"sharing": ["ddp", "zero1"], "chunks": 1, "sequence_parallel": True, "loss_parallel": True}
         try:
-            plans = wb.plan(
-                model,
-                OTHER,
-                gpus=one.gpus,
-                global_batch=BATCH,
-                sharing=["ddp", "zero1"],
-                chunks=1,
-                sequence_parallel=True,
-                loss_parallel=True,
-            )
-            ours = [(plan.tensor, plan.pipeline, plan.micro_batch, plan.checkpointing) for plan in plans]
+            plans = list(wb.plan(model, OTHER, gpus=gpus, global_batch=BATCH, **options))
         except PlanError:
-            ours = []
-        key = (one.tensor, one.pipeline, one.micro_batch, "none")
-        found[one.name] = ours.index(key) + 1 if key in ours else 0
+            plans = []
+        ours = [(plan.tensor, plan.pipeline, plan.micro_batch, plan.sharing) for plan in plans if plan.checkpointing == "none"]
+        known = {(o.tensor, o.pipeline, o.micro_batch, o.sharing): o.seconds for o in TRIED if (o.model, o.gpus) == (name, gpus)}
+        reached = [best.seconds / known[key] for key in ours if key in known]
+        found[name, gpus] = (reached[0], max(reached[:5])) if reached else (0.0, 0.0)
     return found
-
-
-def _taken(one: Found, share: float) -> float:
-    rates = HardwareRates.of(OTHER, OTHER_PEAK, share, LINKS.mid, HOST.mid)
-    return float(seconds(workload_of(one.model, one.sharing), layout_of(one), rates, 8).total[0])
 
 
 def implied_efficiency() -> tuple[float, float, float]:
@@ -347,7 +373,7 @@ def summary() -> dict[str, float]:
         "step error calibrated": statistics.median(errors_once_calibrated()),
         "other covered": sum(one.seconds in said for one, said, _ in other_source()) / len(other_source()),
         "other error": statistics.median(abs(said.mid / one.seconds - 1) for one, said, _ in other_source()),
-        "other calibrated": statistics.median(other_calibrated()),
+        "other calibrated": statistics.median(other_calibrated(tried(2.0))),
         "memory right": sum(row.fits == math.isfinite(row.measured) for row in every) / len(every),
         "memory covered": sum(row.told for row in every) / len(every),
         "memory open": sum(row.open for row in every) / len(every),
@@ -388,6 +414,18 @@ def table() -> display.Table:
     )
 
 
+def print_rows(title: str, found: list[tuple[Found, Interval, float]]) -> None:
+    """What comes out for some rows of the other source."""
+    rows = tuple(one for one, _, _ in found)
+    errors = other_calibrated(rows)
+    print(
+        f"  {title}: {len(rows)} rows, measured over said {statistics.median(one.seconds / said.mid for one, said, _ in found):.2f}, "
+        f"inside {sum(one.seconds in said for one, said, _ in found) / len(found):.3f}, error "
+        f"{statistics.median(abs(said.mid / one.seconds - 1) for one, said, _ in found):.3f}, once calibrated "
+        f"{statistics.median(errors):.3f}"
+    )
+
+
 def main() -> None:
     """Print all of it."""
     print(table())
@@ -396,23 +434,36 @@ def main() -> None:
     ran, out = rooms()
     print(f"memory over the prediction: {len(ran)} ran, with {ran[0]:.2f} or more; {len(out)} did not, with {out[-3]:.2f} or less, but for")
     print(f"{out[-2]:.2f} and {out[-1]:.2f}; a normal law: " + " … ".join(f"{share:.2f}" for share in implied_held()))
-    print("another source, its fastest layouts (only the low share of links and its latency were chosen with these rows in view):")
+    print("another source (steps of at most twice the fastest of their model and GPUs, then all that ran):")
+    for slower in (2.0, math.inf):
+        for gpus in (8, 16, 32, 64, 128, 256, 512):
+            print_rows(f"{gpus} GPUs", [row for row in other_source(slower) if row[0].gpus == gpus])
+        print_rows("up to 256 GPUs", [row for row in other_source(slower) if row[0].gpus <= 256])
+        print_rows("all", other_source(slower))
+    best = set(fastest().values())
+    print_rows("the fastest of each", [row for row in other_source() if row[0] in best])
     for one, said, held in other_source():
-        layout = f"tp {one.tensor} × pp {one.pipeline}, {one.micro_batch} at once"
-        where = "inside" if one.seconds in said else "OUTSIDE"
-        print(
-            f"  {one.name}, {layout}: said {said.mid:.3f} s ({said.low:.3f} … {said.high:.3f}), measured {one.seconds:.3f}, {where}; "
-            f"held {held / 1e9:.0f} GB, printed {one.gigabytes:.0f}"
-        )
-    near = [(one, said) for one, said, _ in other_source() if one.gpus <= 64]
+        if one in best:
+            where = "inside" if one.seconds in said else "OUTSIDE"
+            print(
+                f"  {one.name}, {one.sharing}, tp {one.tensor} × pp {one.pipeline}, {one.micro_batch} at once: said {said.mid:.3f} s "
+                f"({said.low:.3f} … {said.high:.3f}), measured {one.seconds:.3f}, {where}; held {held / 1e9:.0f} GB, "
+                f"printed {one.gigabytes:.0f}"
+            )
+    every = other_source(math.inf)
     print(
-        f"  up to 64 GPUs {statistics.median(abs(said.mid / one.seconds - 1) for one, said in near):.3f}, all of {len(near)} inside but "
-        f"{sum(one.seconds not in said for one, said in near)}; said to fit: {sum(held <= 0.95 * 80e9 for *_, held in other_source())}"
+        f"  said to fit: {sum(used <= 0.95 * 80e9 for *_, used in every)} of {len(every)} that ran; printed bytes over ours, median",
+        end=" ",
     )
-    calibrated = {most: statistics.median(other_calibrated(most)) for most in (64, 128, 256, 512)}
-    print("  once calibrated, up to so many GPUs: " + ", ".join(f"{most} {error:.3f}" for most, error in calibrated.items()))
-    pooled = errors_once_calibrated() + other_calibrated()
-    print(f"  both sources once calibrated: {statistics.median(pooled):.3f} of {len(pooled)} pairs; places on our lists: {places()}")
+    print(f"{statistics.median(row.gigabytes * 1e9 / used for row, _, used in every):.2f}")
+    pooled = errors_once_calibrated() + other_calibrated(tried(2.0))
+    print(f"  both sources once calibrated: {statistics.median(pooled):.3f} of {len(pooled)} pairs")
+    reached = other_reached()
+    for title, keep in (("all", 512), ("up to 256 GPUs", 256)):
+        some = [value for (_, gpus), value in reached.items() if gpus <= keep]
+        print(f"  reached, {title} ({len(some)}): first plan {statistics.mean(f for f, _ in some):.3f}, least {min(some)[0]:.3f};", end=" ")
+        print(f"best of five {statistics.mean(five for _, five in some):.3f}, least {min(five for _, five in some):.3f}")
+    print("  " + ", ".join(f"{name} × {gpus}: {first:.2f} {five:.2f}" for (name, gpus), (first, five) in reached.items()))
     for name, said, measured in iteration_ranges():
         print(f"  {name}: said {said.mid:.1f} s ({said.low:.1f} … {said.high:.1f}), measured {measured:.1f}")
 

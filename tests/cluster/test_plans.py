@@ -22,7 +22,7 @@ from workbench.cluster.analysis.links import Sweep
 from workbench.cluster.analysis.plan.layouts import SHARINGS, Layouts, list_layouts
 from workbench.cluster.analysis.plan.memory import Memory, memory
 from workbench.cluster.analysis.plan.plans import Plan, Plans
-from workbench.cluster.analysis.plan.ranges import EFFICIENCY, HELD, HOST, LINKS, MEASURED_LINKS, PlanError, link_share
+from workbench.cluster.analysis.plan.ranges import EFFICIENCY, HELD, LAUNCH, LINKS, MEASURED_LINKS, PlanError, link_share
 from workbench.cluster.analysis.plan.search import short_list
 from workbench.cluster.analysis.plan.timing import BUCKET, CLIP, UPDATE, HardwareRates, Seconds, seconds
 from workbench.cluster.analysis.plan.workload import OPERATORS, Workload, workload_of_transformer
@@ -167,6 +167,17 @@ def test_more_ranks_pay_the_latency_of_every_bucket() -> None:
     assert zero["communication"] > split["communication"]
 
 
+def test_weights_that_are_gathered_in_slices_are_copied_back_one_by_one() -> None:
+    """By the host, for each tensor and rank; gradients are reduced at once, so that latencies count once."""
+    hosted = dataclasses.replace(BEST, host=8e-6, flops_per_sec=1e13)
+    layout = one(64, batch=256, sharing="zero1")
+    whole, sliced = (dataclasses.replace(workload(), overlapped=False, whole_reduction=True, slices=count) for count in (0.0, 146.0))
+    found = [seconds(what, layout, hosted, 8).communication[0] for what in (whole, sliced)]
+    assert found[1] - found[0] == pytest.approx(146 * 64 * 8e-6)
+    sent = A100.all_reduce(4 * GPT.parameters, 64) + gather_seconds(2 * GPT.parameters, 64, A100)
+    assert found[0] == pytest.approx(sent)
+
+
 def test_what_tensor_parallelism_leaves_whole_is_computed_by_every_rank() -> None:
     split, left = (
         seconds(workload(sequence_parallel=parallel), one(8, tensor=8, batch=8), BEST, 8).compute[0] for parallel in (True, False)
@@ -182,7 +193,7 @@ def test_no_micro_batch_is_faster_than_the_host_launches_it() -> None:
     hosted = dataclasses.replace(BEST, host=8e-6)
     found = {tensor: seconds(workload(small), one(8, tensor=tensor, batch=64), hosted, 8) for tensor in (1, 8)}
     for tensor, micro_batches in ((1, 8), (8, 64)):
-        least = micro_batches * 24 * OPERATORS["none"] * 8e-6
+        least = micro_batches * 24 * OPERATORS[False]["none"] * 8e-6
         assert found[tensor].total[0] == pytest.approx(least, rel=0.1)
         assert found[tensor].total[0] >= least
     large = seconds(workload(LARGE), one(8, tensor=8, batch=8), hosted, 8)
@@ -430,7 +441,7 @@ def test_tens_of_thousands_of_gpus() -> None:
     assert found.best.bound == "compute"
     small = plans(model=GPT, gpus=24_576, global_batch=24_576).best
     shares = [plan.parts["communication"] / plan.seconds.mid for plan in (small, found.best)]
-    assert shares[0] > 0.4 > 1.5 * shares[1]  # a small model has little to hide behind
+    assert shares[0] > 0.38 > 1.5 * shares[1]  # a small model has little to hide behind
 
 
 def test_what_is_ruled_out_adds_up() -> None:
@@ -609,7 +620,11 @@ def test_every_part_of_a_step_lies_between_what_slow_and_fast_hardware_make_of_i
             layout,
             GPT,
             HardwareRates.of(
-                A100, PEAK, getattr(EFFICIENCY, efficiency), getattr(LINKS, links), latency_factors=(LINKS.mid / getattr(LINKS, links),) * 2
+                A100,
+                PEAK,
+                getattr(EFFICIENCY, efficiency),
+                getattr(LINKS, links),
+                latency_factors=(LINKS.mid / getattr(LINKS, links),) * 2,
             ),
         )
         for efficiency in ("low", "high")
@@ -801,7 +816,7 @@ def test_a_module_is_counted_and_planned() -> None:
     operators = int(re.search(r"launches the (\d+) operators of each micro-batch", str(found))[1])  # type: ignore[index]
     span = found.best.seconds  # a small model waits for the host
     for end in ("low", "mid", "high"):
-        launched = operators * getattr(HOST, end) * found.best.accumulation
+        launched = operators * getattr(LAUNCH, end) * found.best.accumulation
         assert launched <= getattr(span, end) <= 1.5 * launched
     whole = wb.RunSpec(task="text-gpt").replace(**found.changes())
     assert whole.global_batch == 1024

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from workbench.cluster.analysis.cluster import Cluster
-from workbench.cluster.analysis.plan.ranges import HOST, PlanError, peak_of
+from workbench.cluster.analysis.plan.ranges import LAUNCH, PlanError, peak_of
 from workbench.cluster.analysis.plan.workload import MICRO_BATCHES, Workload
 from workbench.core import units
 from workbench.runs.spec import RunSpec
@@ -207,8 +207,8 @@ def _workload(counted: Mapping[str, _Counted], precision: str, target: Any, note
         notes=(
             "counted by fake runs on one rank, operators at the roofline of the GPU; tensor and pipeline parallelism are planned for "
             f"a Transformer only; no step is faster than the host launches the {first.operators:,} operators of each micro-batch "
-            f"({units.seconds(first.operators * HOST.mid)}; {units.seconds(first.operators * HOST.low)} … "
-            f"{units.seconds(first.operators * HOST.high)})",
+            f"({units.seconds(first.operators * LAUNCH.mid)}; {units.seconds(first.operators * LAUNCH.low)} … "
+            f"{units.seconds(first.operators * LAUNCH.high)})",
             *notes,
         ),
     )

@@ -40,20 +40,16 @@ LINKS = Interval(low=0.5, mid=0.8, high=0.95)
 """Share of a datasheet's bandwidth that collectives reach; with another than the middle, the latency is divided by the same ratio (the
 share over the middle). 0.8: protocol overhead of about 20 % on NVLink, 370 of 450 GB/s, as a maintainer of NCCL says
 (github.com/NVIDIA/nccl-tests, issue 212). 0.95: InfiniBand at its best, 96 of 100 GB/s (issue 119 there). 0.5: for messages of some ten
-MiB, of which a published sweep on 8 B200 reaches 0.4 to 0.6 with latency and all. With 0.6, and latencies without a range, 18 of 25
-published steps of another source lie in their range instead of 21 (`benchmarks/reality_layouts.py`)."""
+MiB, of which a published sweep on 8 B200 reaches 0.4 to 0.6 with latency and all."""
 MEASURED_LINKS = Interval(low=0.9, mid=1.0, high=1.05)
 """The same of links that were measured, at least: they repeat within a few percent, and fall a little with more nodes. Where a link has an
 interval of its own that is wider, it counts."""
 
-HOST = Interval(low=4e-6, mid=8e-6, high=20e-6)
-"""Seconds in which the host launches an eager operator with autograd: most take 5 to 10 µs, fused or captured ones less, slow hosts twice
-that. `MachineSpeeds` measures it on your own machine ("dispatch": 2 µs without a GPU's launch, of 3 to 5 µs). Assumed. `wb.plan` keeps this
-range, with which its published rows were predicted; LAUNCH is that of whole eager steps of small models."""
 LAUNCH = Interval(low=4e-6, mid=12e-6, high=35e-6)
 """Seconds in which the host launches an operator of an eager step, with its part of Python, autograd and autocast. An operator alone takes
 5 to 10 µs, and with CUDA graphs less. Whole steps took 18 to 37 µs an operator on a virtual machine with an H200 whose bare launch takes
-8.5 µs (`make gpu-check`, part `step_times`); the middle is between the two, rounded."""
+8.5 µs (`make gpu-check`, part `step_times`); the middle is between the two, rounded. `MachineSpeeds` measures the bare one on your own
+machine ("dispatch": 2 µs without a GPU's launch, of 3 to 5 µs)."""
 SLOWEST_LAUNCH = 100e-6
 """Beyond it a step's length is not the host's doing: with a checkpointing policy in Python an operator took 56 µs on that machine."""
 OTHER_LAUNCH = {"low": 0.7, "mid": 1.0, "high": 1.75}

@@ -14,7 +14,7 @@ from workbench.cluster.analysis.energy import Energy
 from workbench.cluster.analysis.plan.layouts import MEGATRON, SHARINGS, Floats, Layouts, list_layouts
 from workbench.cluster.analysis.plan.memory import Memory, memory
 from workbench.cluster.analysis.plan.plans import Front, Plan, Plans, Power
-from workbench.cluster.analysis.plan.ranges import HELD_SOURCES, HOST, PlanError, between, intervals_around
+from workbench.cluster.analysis.plan.ranges import HELD_SOURCES, LAUNCH, PlanError, between, intervals_around
 from workbench.cluster.analysis.plan.timing import PARTS, HardwareRates, Seconds, seconds
 from workbench.cluster.analysis.plan.workload import Workload
 from workbench.core import units
@@ -111,7 +111,7 @@ class PlanSearch:
 
     def _rates(self, efficiency: str, links: str) -> HardwareRates:
         intra, inter = (getattr(share, links) for share in self.links)
-        host = HOST.mid if self.efficiency_given else getattr(HOST, {"low": "high", "high": "low"}.get(efficiency, "mid"))
+        host = LAUNCH.mid if self.efficiency_given else getattr(LAUNCH, {"low": "high", "high": "low"}.get(efficiency, "mid"))
         latency_factors = self.links[0].mid / intra, self.links[1].mid / inter
         return HardwareRates.of(self.cluster, self.peak, getattr(self.efficiency, efficiency), (intra, inter), host, latency_factors)
 

@@ -161,7 +161,7 @@ def _data_parallel(workload: Workload, layouts: Layouts, rates: HardwareRates, w
         return pieces * hops + np.where(nodes > 1, np.maximum(between, within), within)
 
     buckets = np.maximum(1.0, gradients / BUCKET)
-    reduced = ring(inside, gradients, rates.intra, 2, buckets) + tree_or_ring(nodes, gradients / inside, rates.inter, buckets)
+    reduced = all_reduced(inside, nodes, gradients, rates, buckets)
     scattered, collected = gathered(gradients, buckets), gathered(weights, buckets)
     piece = 1 / layers
     # ZeRO-3: two gathers and a reduction of every micro-batch, layer by layer
@@ -181,7 +181,9 @@ def _data_parallel(workload: Workload, layouts: Layouts, rates: HardwareRates, w
     zero = np.zeros_like(working)
     often = np.stack([zero, zero, beside_backward(scattered), sharded, hybrid])
     first, updated = (reduced, _broadcasts(workload, layouts, own, rates)) if workload.broadcasts else (scattered, collected)
-    first = reduced if workload.whole_reduction else first
+    if workload.whole_reduction:
+        copied = workload.slices * layouts.share(workload.layers) * layouts.data * rates.host
+        first, updated = all_reduced(inside, nodes, gradients, rates), gathered(weights, 1.0) + copied
     once = np.stack([beside_backward(reduced), beside_backward(first) + updated, collected, zero, further])
     m = layouts.accumulation
     everything = np.stack([reduced, first + updated, m * scattered + collected, m * streams, m * near + between])
@@ -210,6 +212,13 @@ def ring(ranks: Ints, size: Floats, link: Link, rounds: int, pieces: Floats | fl
     """
     total: Floats = rounds * (pieces * (ranks - 1) * link.latency + (ranks - 1) / ranks * size / link.bandwidth)
     return total
+
+
+def all_reduced(inside: Ints, nodes: Ints, size: Floats, rates: HardwareRates, pieces: Floats | float = 1.0) -> Floats:
+    """Seconds of all-reduces over nodes, of so many bytes together, for columns: as `collective_cost.hierarchical_all_reduce`."""
+    within, across = ring(inside, size, rates.intra, 2, 0.0), tree_or_ring(nodes, size / inside, rates.inter, 0.0)
+    hops = ring(inside, 0.0 * size, rates.intra, 2, pieces) + tree_or_ring(nodes, 0.0 * size, rates.inter, pieces)
+    return hops + np.maximum(within, across)
 
 
 def tree_or_ring(ranks: Ints, size: Floats, link: Link, pieces: Floats | float = 1.0) -> Floats:

@@ -20,9 +20,9 @@ LOGITS = 14
 """Bytes per token and word of the vocabulary at the end of the forward, in 16 bit: the logits (2), log_softmax (4) and two gradients
 (4 + 4), as eager PyTorch keeps them; in fp32 two more."""
 
-OPERATORS = {"none": 105, "selective": 120, "full": 125}
-"""Checkpointing → operators that an eager block calls, forward, backward and forward again. Counted in dry runs of GPT-2 of transformers
-5 with autocast, without views (104, 121, 126); its Llama has 170, 208 and 215, fused kernels make fewer."""
+OPERATORS = {False: {"none": 105, "selective": 120, "full": 125}, True: {"none": 170, "selective": 208, "full": 215}}
+"""Gated? → checkpointing → operators that an eager block calls, forward, backward and forward again. Counted in dry runs of transformers 5
+with autocast, without views: of GPT-2 (104, 121, 126) and of Llama; fused kernels make fewer."""
 UNDIVIDED = {"none": 44, "selective": 44, "full": 64}
 """Checkpointing → bytes per token and width, in 16 bit, that norms and residual sums of a block move: tensor parallelism leaves them whole.
 Each of two norms reads 2 and writes 2 forward, reads 4 and writes 2 backward; each of two sums reads 4 and writes 2 both ways."""
@@ -74,7 +74,9 @@ class Workload:
     """Parameter tensors that ZeRO-1 sends one by one, as torch's ZeroRedundancyOptimizer does after an all-reduce of all gradients;
     0 = ZeRO-1 as Megatron's distributed optimizer: gradients are reduced to their owners, and the new weights gathered at once."""
     whole_reduction: bool = False
-    """Does ZeRO-1 reduce all gradients on every rank, and gather new weights at once? nanotron's does."""
+    """Does ZeRO-1 reduce all gradients on every rank in one all-reduce, and gather new weights at once? nanotron's does."""
+    slices: float = 0.0
+    """Tensors of the model of which `whole_reduction` copies the slice of every rank back to its place, one by one, after the gather."""
     overlapped: bool = True
     """Are gradients reduced while the backward goes on, where weights are whole? Else after it."""
     clips: bool = True
@@ -149,7 +151,7 @@ def workload_of_transformer(
         split_head=loss_parallel,
         exchanged={kind: (exchanges[kind], unit * ELEMENT[precision]) for kind in kinds},
         boundary=model.boundary_bytes(1, ELEMENT[precision]),
-        operators={kind: float(model.layers * OPERATORS[kind]) for kind in kinds},
+        operators={kind: float(model.layers * OPERATORS[model.gated][kind]) for kind in kinds},
         undivided=moved,
         tied=float(model.vocabulary) * h if model.tied else 0.0,
         states=(4.0, 4.0, 8.0) if precision == "fp32" else (2.0, float(gradient_bytes), 12.0),
