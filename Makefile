@@ -74,7 +74,7 @@ $(STAMP): pyproject.toml constraints.txt requirements.lock
 
 # on all cores, and without what nobody imports: an installer compiles on one core, or not at all
 $(COMPILED): $(STAMP)
-	@echo 'setup: compiling what is imported most'
+	@echo 'setup: compiling what is imported most, on all cores: about a minute'
 	@$(BIN)/python -m compileall -qq -j 0 -x '/tests/|transformers/models/|torch/testing/|/($(RARELY))/' $(VENV)/lib || true
 	@touch $@
 

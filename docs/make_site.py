@@ -103,6 +103,7 @@ def main() -> int:
     """Write the pages into build/docs/pages, and the site into build/docs/site; returns MkDocs's exit status."""
     folder = BUILD / "docs"
     shutil.rmtree(folder, ignore_errors=True)
+    print("docs: pages, pictures, then the site: about a minute", flush=True)
     texts, pictures = pages()
     for page, text in texts.items():
         (path := folder / "pages" / page).parent.mkdir(parents=True, exist_ok=True)
@@ -110,9 +111,11 @@ def main() -> int:
     for name, content in pictures.items():
         (path := folder / "pages" / name).parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content)
+    print(f"docs: {len(texts)} pages are written; drawing the pictures of wb.plot", flush=True)
     generated.draw_pictures(folder / "pages/drawn")
     listed = "\n".join(f"      - notebooks/{path.stem}.md" for path in notebook_pages.paths())
     (folder / "mkdocs.yml").write_text((ROOT / "docs/mkdocs.yml").read_text().replace(NOTEBOOKS, listed))
+    print("docs: MkDocs makes the site", flush=True)
     status, said = site(folder, *sys.argv[1:])
     print(said if status else f"{len(texts)} pages: {folder / 'site/index.html'}")
     return status

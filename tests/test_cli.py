@@ -61,16 +61,19 @@ def test_a_script_with_ranks_and_arguments_of_its_own(tmp_path: Path, monkeypatc
         (["diagnose", f"{Path(__file__).parent}/test_cli.p"], f'did you mean "{Path(__file__)}"?'),
         (
             ["diagnose", "train.py", "--set", "lr=1"],
-            "train.py is a script: no knobs can be set for a diagnosis (lr). Launch it with them: workbench launch",
+            "--set lr=1 with a script: it is for tasks, such as my_task.py:build. A script's own options come after --: workbench diagnose "
+            "train.py -- --your-option value",
         ),
+        (["diagnose", "train.py", "--set", "threads=1"], "a diagnosis runs it as it is (threads cannot be set). Launch it with them:"),
         (
             ["diagnose", "text-gpt", "--set", "micro_batch"],
             "--set micro_batch: expected a knob and its value, such as --set micro_batch=16",
         ),
         (["diagnose", "text-gpt", "--set", "micro_bach=1"], "did you mean 'micro_batch'"),
         (["launch", "text-gpt", "--set", "args=1"], "args"),
-        (["launch", "train.py", "--set", "watch=False"], "--set watch=… with a script: only threads and profile can be set from here"),
-        (["launch", "train.py", "--set", "micro_batch=3"], "after --: workbench launch train.py -- --micro-batch 3"),
+        (["launch", "train.py", "--set", "watch=False"], "--set watch=False with a script: for a script it takes threads and profile."),
+        (["launch", "train.py", "--set", "thread=3"], "did you mean 'threads'?"),
+        (["launch", "train.py", "--set", "micro_batch=3"], "after --: workbench launch train.py -- --your-option value"),
         (["runs", "nowhere"], "nowhere is not a folder; runs are in the folder runs where they were launched"),
         (["estimate-time", "text-gpt", "--device", "cpu"], "CPUs have no datasheet whose shares are known. Measure one step"),
         (["batch-lengths", "text-gpt", "--device", "H10"], "unknown device 'H10'"),
@@ -102,6 +105,14 @@ def test_an_unknown_option_says_where_the_scripts_own_go(capsys: pytest.CaptureF
     assert "what is meant for the script comes after --" in said
     assert said.startswith("workbench launch: error: "), "the reason, without the usage before it"
     assert said.endswith("\nAll that it takes: workbench launch --help\n")
+
+
+def test_a_knob_for_a_script_names_the_scripts_own_option(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "train.py"
+    script.write_text('parser.add_argument("-e", "--epochs")\nparser.add_argument(\n    "--workers", type=int)\n')
+    for command in ("launch", "diagnose", "why-not-linear"):
+        assert main([command, str(script), "--set", "num_workers=2"]) == 2
+        assert f"come after --: workbench {command} {script} -- --workers 2\n" in capsys.readouterr().err
 
 
 def test_a_scripts_own_options_reach_it_also_in_a_diagnosis(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -388,7 +399,7 @@ def test_why_not_linear_prints_the_answer_and_proves(monkeypatch: pytest.MonkeyP
     assert asked[1] == ("train.py", {"args": [], "nproc_per_node": 4, "budget_s": 60.0})
     assert "what you get" in capsys.readouterr().out
     assert main(["why-not-linear", "train.py", "--set", "lr=1"]) == 2
-    assert "leave --set out" in capsys.readouterr().err
+    assert "it is for tasks, such as my_task.py:build" in capsys.readouterr().err
 
 
 def test_an_interrupt_ends_every_command_in_a_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,12 +20,13 @@ try:
     from workbench.core.checks import did_you_mean
     from workbench.core.interrupts import Terminated, terminated_as_interrupted
     from workbench.core.machine_speeds import MachineSpeeds
+    from workbench.core.progress import begins
     from workbench.core.run_directory import ALARMS
     from workbench.diagnosis import commands, regression
     from workbench.diagnosis.analysis.diagnosis import how_to_prove
     from workbench.diagnosis.analysis.what_changed import QUANTITIES
     from workbench.diagnosis.api import BUDGET
-    from workbench.runs.commands import COMMANDS, knob_help
+    from workbench.runs.commands import COMMANDS, knob_help, refuse_knobs
     from workbench.runs.entrypoints import ON_HANG
     from workbench.runs.facts import report as report
     from workbench.runs.facts import run_facts
@@ -53,11 +54,7 @@ def _launch(given: argparse.Namespace, script_args: list[str]) -> dict[str, Any]
     if given.target.endswith(".py"):
         if given.steps is not None:
             raise ValueError(f"--steps {given.steps} with a script: its own arguments come after --; a task in it: {given.target}:build")
-        if strange := sorted(knobs.keys() - {"threads", "profile"}):
-            raise ValueError(
-                f"--set {strange[0]}=… with a script: only threads and profile can be set from here; the script's own arguments come after "
-                f"--: workbench launch {given.target} -- --{strange[0].replace('_', '-')} {knobs[strange[0]]}"
-            )
+        refuse_knobs("launch", given.target, knobs, allowed=("threads", "profile"))
         return {"target": given.target, "args": script_args, "watch": True, **common, **knobs}
     if script_args:
         raise ValueError(f"{given.target!r} is a task, and takes no arguments of its own: {' '.join(script_args)}")
@@ -70,6 +67,8 @@ def launch(given: argparse.Namespace, script_args: list[str]) -> int:
     run = workbench.launch(**_launch(given, script_args))
     if run.join_command:
         print(f"on each further machine: {run.join_command}", file=sys.stderr if given.json else sys.stdout, flush=True)
+    if not sys.stderr.isatty():  # there a progress line says so
+        begins(f"running {given.target} in {run.path}")
     with terminated_as_interrupted():
         run.wait()
     text = report(run)
@@ -163,15 +162,14 @@ def trace(given: argparse.Namespace) -> int:
 
 def diagnose(given: argparse.Namespace) -> int:
     """Diagnose a task or a run, and prove the best remedy if asked to; returns the exit status."""
-    knobs = knobs_of(given.set or [])
-    if given.nproc_per_node is not None:
-        knobs["nproc_per_node"] = given.nproc_per_node
+    knobs = knobs_of(given.set or []) | ({} if given.nproc_per_node is None else {"nproc_per_node": given.nproc_per_node})
     target: Any = given.target
     if target.endswith(".py"):
+        refuse_knobs("diagnose", target, {name: knobs[name] for name in knobs if name not in ("threads", "profile", "nproc_per_node")})
         if knobs:
             raise ValueError(
-                f"{target} is a script: no knobs can be set for a diagnosis ({', '.join(knobs)}). Launch it with them: workbench launch "
-                f"{target} --nproc-per-node 2 (or --set threads=4), then workbench diagnose runs/…"
+                f"{target} is a script: a diagnosis runs it as it is ({', '.join(knobs)} cannot be set). Launch it with them: workbench "
+                f"launch {target} --nproc-per-node 2 (or --set threads=4), then workbench diagnose runs/…"
             )
     elif not (Path(target) / "run.json").is_file():
         if Path(target).is_dir() and target not in SAMPLES:
@@ -181,9 +179,9 @@ def diagnose(given: argparse.Namespace) -> int:
         raise ValueError(f"{target} is a run that was made: it has no knobs to turn any more ({', '.join(knobs)})")
     if given.prove and isinstance(target, str) and Path(target).is_file():
         print(f"workbench: --prove will change nothing here: {how_to_prove(target)}", file=sys.stderr, flush=True)
-    if sys.stderr.isatty() and not (Path(given.target) / "run.json").is_file():
+    if not (Path(given.target) / "run.json").is_file():
         does = "watching a run of" if isinstance(target, str) else "experiments with"
-        print(f"workbench: {does} {given.target}, at most {units.seconds(given.budget)} …", file=sys.stderr)
+        begins(f"{does} {given.target}, at most {units.seconds(given.budget)} …")
     try:
         diagnosis = workbench.diagnose(target, args=given.args, budget_s=given.budget)
         provable = any(remedy.provable for remedy in diagnosis.remedies)
@@ -319,9 +317,10 @@ def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
     option("launch", "--rdzv-endpoint", metavar="HOST:PORT", help="of this machine, as the others reach it (its name, and a free port)")
     most = f"seconds to spend at most ({BUDGET:g})"
     option("diagnose sanity why-not-linear", "--budget", "--budget-s", type=float, default=BUDGET, metavar="S", help=most)
-    by = "knobs to turn: micro_batch=16 num_workers=2. workbench launch --help lists all, with their meaning"
-    knobbed = "doctor launch diagnose estimate estimate-time batch-lengths plan sanity bisect why-not-linear"
-    option(knobbed, "--set", nargs="+", action="extend", metavar="KNOB=VALUE", help=by)
+    knob: dict[str, Any] = {"nargs": "+", "action": "extend", "metavar": "KNOB=VALUE"}
+    by = "knobs of a task to turn: micro_batch=16 num_workers=2. workbench launch --help lists all, with their meaning"
+    option("doctor estimate estimate-time batch-lengths plan sanity bisect", "--set", **knob, help=by)
+    option("launch diagnose why-not-linear", "--set", **knob, help=f"{by}. A script's own options come after --")
     option("diagnose why-not-linear batch-lengths", "--prove", action="store_true", help="run the best as well, predicted against measured")
     option("estimate", "--device", default="cuda", help='a name, such as "H200"; "cpu"; or "cuda" (any GPU)')
     option("estimate-time", "--device", required=True, help='a name, such as "H100"; "cpu" with --measured')

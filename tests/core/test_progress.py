@@ -54,6 +54,14 @@ def test_nothing_is_asked_or_written_where_the_output_is_no_terminal(monkeypatch
         assert stream is None or stream.getvalue() == ""
 
 
+def test_what_begins_is_said_at_once_in_a_log_too(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.delenv(progress.ENV, raising=False)
+    progress.begins("watching a run of train.py")
+    monkeypatch.setenv(progress.ENV, "off")
+    progress.begins("nothing")
+    assert capsys.readouterr().err == "workbench: watching a run of train.py\n"
+
+
 def test_in_a_log_there_is_a_line_each_half_minute(monkeypatch: pytest.MonkeyPatch) -> None:
     now, said = [100.0], iter(["one", "two", "three", "four"])
     monkeypatch.setattr(time, "monotonic", lambda: now[0])

@@ -36,6 +36,7 @@ from workbench.runs.launch import environment
 from workbench.runs.launch.experiments import wait_for
 from workbench.runs.run import Run
 from workbench.runs.spec import ScriptSpec, SpecError
+from workbench.runs.task import lone_builder
 
 TASKS = Path(__file__).parents[1] / "scripts" / "slow_task.py"
 SPEC = wb.RunSpec(task=f"{TASKS}:slow_loader", device="cpu", micro_batch=4)
@@ -160,6 +161,18 @@ def test_what_does_not_go_with_a_script_is_refused_before_it_runs(tmp_path: Path
     monkeypatch.setattr("workbench.diagnosis.api.launch", lambda *_, **__: pytest.fail("it was launched"))
     with pytest.raises(ValueError, match=r"was given model=, which only goes with a step: diagnose\(step, loader\)"):
         wb.diagnose(str(tmp_path / "train.py"), model=Module())
+
+
+def test_a_file_that_only_defines_a_task_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = '"""A task."""\nimport workbench as wb\nWIDTH = 8\n\ndef build():\n    return wb.Task(model=None, dataset=None)\n'
+    (spec := tmp_path / "spec.py").write_text(text)
+    with pytest.raises(ValueError, match=r"spec.py trains nothing when it is run: .* build\(\), .* Diagnose that: 'spec.py:build'"):
+        wb.diagnose("spec.py")
+    assert list(tmp_path.iterdir()) == [spec]
+    for other in (f"{text}wb.launch(build())\n", text.replace("wb.Task", "dict"), "def build(:", "for i in range(3):\n    i = 4\n"):
+        spec.write_text(other)
+        assert lone_builder(spec) is None
 
 
 def test_what_a_task_or_a_script_is_diagnosed_by() -> None:

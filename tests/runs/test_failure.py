@@ -158,7 +158,7 @@ def test_no_record_without_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert list(tmp_path.iterdir()) == []
 
 
-def test_options_that_argparse_refuses_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_that_argparse_refuses_are_named(rank2: Path, capsys: pytest.CaptureFixture[str]) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--data", required=True)
     with pytest.raises(SystemExit) as left:
@@ -166,6 +166,8 @@ def test_options_that_argparse_refuses_are_named(capsys: pytest.CaptureFixture[s
     assert failure.describe(left.value).startswith(
         "SystemExit: 2: the following arguments are required: --data (options of a script: launch("
     )
+    failure.record(left.value)
+    assert run_directory.read_json(rank2)["traceback"] == capsys.readouterr().err  # its usage and error, and no lines of argparse
 
 
 @pytest.mark.parametrize(("code", "recorded"), [(None, False), (0, False), (3, True), ("no data", True)])

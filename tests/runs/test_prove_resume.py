@@ -1,5 +1,6 @@
 """A training is killed and resumed: whether it ends bit for bit as an undisturbed one, and what differs first if it does not."""
 
+import dataclasses
 import json
 import math
 import signal
@@ -16,7 +17,7 @@ from workbench.core import run_directory
 from workbench.core.progress import Waiting
 from workbench.runs.launch import prove_layout_resume
 from workbench.runs.launch.new_run import LaunchError
-from workbench.runs.launch.prove_resume import PARTS, Difference, Kill, first_difference
+from workbench.runs.launch.prove_resume import PARTS, Difference, Kill, _prepared, first_difference
 from workbench.runs.launch.resume import archive_attempt
 
 TASK = """
@@ -220,6 +221,7 @@ def test_the_verdict_says_what_happened() -> None:
     assert "Not repeatable: two trainings with the same seed differ" in str(proof(Difference(step=2, rank=0, part="batch", kills=0)))
     after = proof(Difference(step=16, rank=0, part="samples", kills=2))
     assert "Not exact: killed 2 times in 20 steps on 1 rank" in str(after)
+    assert dataclasses.replace(after, checkpoint_every=2).table.title == f"{after.table.title}; a checkpoint every 2 steps"
     assert PARTS["samples"] in str(after)
     assert "first in step 16, on rank 0, after it went on from step 15: the order of the samples" in str(after)
     assert [row[-1] for row in after.table.rows] == ["equal", "differs"]
@@ -372,6 +374,21 @@ def test_steps_without_a_checkpoint_before_the_kill_and_at_the_end_are_refused(
     every = knobs.get("checkpoint_every")
     tried = on_two.replace(steps=better, checkpoint_every=every or better // 6)
     assert prove_layout_resume.resumed_spec(tried, layout, every) == tried.replace(**layout)
+
+
+@pytest.mark.parametrize(
+    ("own", "knobs", "every"),
+    [
+        (4, {}, 4),
+        (None, {}, 2),
+        (4, {"checkpoint_every": 3}, 3),
+        (100, {}, 2),
+        (100, {"steps": 60}, 10),
+    ],
+)
+def test_a_specs_own_checkpoints_are_kept_where_they_leave_room_for_kills(own: int | None, knobs: dict[str, Any], every: int) -> None:
+    asked = wb.RunSpec(task="text-gpt", steps=10 if own == 4 else 12, checkpoint_every=own)
+    assert _prepared(asked, knobs, 2).checkpoint_every == every
 
 
 @pytest.mark.parametrize(

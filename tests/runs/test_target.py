@@ -186,6 +186,8 @@ def test_a_device_and_a_batch_come_in_either_order() -> None:
         assert function(target=a_step, batch=[1], device="H200") == function(a_step, "H200", [1]) == (a_step, "H200", [1])
         with pytest.raises(ValueError, match=r"_first\(a_step\): a model needs a batch: (device|batch)_first\(model, batch=…\)"):
             function(a_step, "H200")
+        with pytest.raises(ValueError, match=r"_first\(…, batch=8\): batch= is a batch of tensors; for a number of samples: micro_batch=8"):
+            function(SPEC, device="H100", batch=8)
         with pytest.raises(ValueError, match="device is given twice, 'H100' and 'H200'"):
             function(a_step, "H100", [1], device="H200")
     assert Sized.batch_first(SPEC) == (SPEC, "cuda", None)

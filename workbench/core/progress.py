@@ -46,6 +46,12 @@ def say_what_was_interrupted(name: str) -> Iterator[None]:
         raise type(error)("\n".join([said, *getattr(error, "__notes__", [])])) from None
 
 
+def begins(what: str) -> None:
+    """Say on stderr what begins: in a log the first progress line comes late."""
+    if os.environ.get(ENV) != "off" or sys.stderr.isatty():
+        print(f"workbench: {what}", file=sys.stderr, flush=True)
+
+
 def left_by(path: Path) -> str:
     """What can be done with the directory of a run that was interrupted."""
     there = shlex.quote(str(path))

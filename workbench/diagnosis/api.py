@@ -275,8 +275,11 @@ def _diagnose_script(
         LaunchError: no such script.
         SpecError: options that are no list of words.
         RunError: it failed.
-        ValueError: it took too few steps to tell anything.
+        ValueError: it took too few steps to tell anything, or is a file that only defines a task.
     """
+    if builder := task.lone_builder(script):
+        named = f"{os.fspath(script)}:{builder}"
+        raise ValueError(f"{script} trains nothing when it is run: it defines {builder}(), which makes a wb.Task. Diagnose that: {named!r}")
     run, ended = launch(script, args=args, watch=True, runs_dir=runs_dir), ""
     try:
         run = run.wait(timeout=budget_s, check=True)

@@ -15,6 +15,7 @@ from workbench.diagnosis.analysis.what_changed import WhatChanged
 from workbench.diagnosis.regression import bisect, what_changed
 from workbench.diagnosis.why_not_linear import why_not_linear
 from workbench.runs.budgets import RunCheck
+from workbench.runs.commands import refuse_knobs
 from workbench.runs.failure import RunError
 from workbench.runs.launch import machine_report
 from workbench.runs.spec import RunSpec
@@ -98,8 +99,7 @@ def not_linear(given: argparse.Namespace, knobs: Mapping[str, Any]) -> int:
     """
     ranks = given.nproc_per_node or 2
     if given.target.endswith(".py"):
-        if knobs:
-            raise ValueError(f"{given.target} is a script, which has its own knobs ({', '.join(knobs)} are given): leave --set out")
+        refuse_knobs("why-not-linear", given.target, knobs)
         target: Any = given.target
     else:
         target = RunSpec(task=given.target).replace(**{"nproc_per_node": ranks, **knobs})

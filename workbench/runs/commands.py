@@ -2,10 +2,14 @@
 
 import ast
 import inspect
+import re
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
+from workbench.core.checks import did_you_mean, nearest
 from workbench.runs.spec import KNOBS, RunSpec
 
 COMMANDS: Mapping[str, tuple[str, str, str]] = {
@@ -128,3 +132,21 @@ def knob_help() -> str:
     rows = [f"{name} ({about.default!r}): {meanings[name]}" for name, about in list(KNOBS.items())[1:]]
     told = [textwrap.fill(row, 100, initial_indent="  ", subsequent_indent="      ", break_on_hyphens=False) for row in rows]
     return "\n".join(["knobs of a task, for --set (default):", *told])
+
+
+def refuse_knobs(command: str, script: str, knobs: Mapping[str, Any], *, allowed: Sequence[str] = ()) -> None:
+    """Say where a script's own options go, and which of them has a name like the knob's.
+
+    Raises:
+        ValueError: a knob that `--set` does not take for a script.
+    """
+    for name in sorted(knobs.keys() - set(allowed)):
+        takes = f"for a script it takes {' and '.join(allowed)}" if allowed else "it is for tasks, such as my_task.py:build"
+        source = Path(script).read_text(encoding="utf-8", errors="replace") if Path(script).is_file() else ""
+        options = {each.replace("-", "_"): each for each in re.findall(r"""add_argument\([^)]*?["']--([\w-]+)""", source)}
+        near = next((each for each in options if {*each.split("_")} & {*name.split("_")}), nearest(name, options))
+        own = f"--{options[near]} {knobs[name]}" if near else "--your-option value"
+        raise ValueError(
+            f"--set {name}={knobs[name]} with a script: {did_you_mean(name, allowed)}{takes}. A script's own options come after --: "
+            f"workbench {command} {script} -- {own}"
+        )

@@ -153,7 +153,7 @@ def record(
         "time_ns": now,
         "kind": symptom.kind if symptom else "exit" if isinstance(error, SystemExit) else "exception",
         "message": message,
-        "traceback": _traceback(error),
+        "traceback": _refused_by_argparse(error)[1] or _traceback(error),
         "consequence": is_consequence(message) and not worker_ended,
     }
     if symptom and symptom.kind == "out-of-memory":
@@ -230,13 +230,14 @@ def _is_clean(error: BaseException) -> bool:
     return isinstance(error, SystemExit) and error.code in (None, 0)
 
 
-def _refused_by_argparse(error: BaseException) -> str:
-    """What argparse printed before it left; "" = it was not argparse that left. For missing options the exit itself has a number alone."""
+def _refused_by_argparse(error: BaseException) -> tuple[str, str]:
+    """What argparse said before it left, and with its usage what it printed; "" = it was not argparse that left. The exit has a number."""
     if isinstance(error, SystemExit):
         for frame, _ in traceback.walk_tb(error.__traceback__):
             if frame.f_code.co_name == "error" and frame.f_code.co_filename.replace("\\", "/").endswith("/argparse.py"):
-                return str(frame.f_locals.get("message", ""))
-    return ""
+                parser, message = frame.f_locals["self"], str(frame.f_locals["message"])
+                return message, f"{parser.format_usage()}{parser.prog}: error: {message}\n"
+    return "", ""
 
 
 def describe(error: BaseException) -> str:
@@ -248,7 +249,7 @@ def describe(error: BaseException) -> str:
     'ValueError: boom'
     """
     text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-    if refused := _refused_by_argparse(error):
+    if refused := _refused_by_argparse(error)[0]:
         return f"{text}: {refused} (options of a script: launch(…, args=[…]), in a terminal after --)"
     if isinstance(error, SystemExit) and (cause := error.__cause__ or error.__context__):
         return f"{describe(cause)} (then sys.exit({error.code!r}))"

@@ -266,6 +266,8 @@ def device_or_batch(function: Callable[P, R]) -> Callable[P, R]:
             if word in given:
                 raise ValueError(f"{name}(…): {word} is given twice, {value!r:.40} and {given[word]!r:.40}")
             given[word] = value
+        if isinstance(count := given.get("batch"), int):
+            raise ValueError(f"{name}(…, batch={count}): batch= is a batch of tensors; for a number of samples: micro_batch={count}")
         target = args[0] if args else given.pop("target", None)
         target = read_program(name, target, given.get("batch"))
         if needs_device and "device" not in given:

@@ -7,6 +7,7 @@ import ast
 import importlib
 import importlib.util
 import inspect
+import os
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -249,6 +250,20 @@ def built(name: str) -> Any:
         ) from error
     except Exception as error:
         raise TaskError(f"task={name!r}: {function}() raised {type(error).__name__}: {error}") from error
+
+
+def lone_builder(script: str | os.PathLike[str]) -> str | None:
+    """The function that makes a wb.Task in a file that, run as a script, does nothing: it only imports, defines and assigns."""
+    passive = ast.Import | ast.ImportFrom | ast.FunctionDef | ast.ClassDef | ast.Assign | ast.AnnAssign
+    try:
+        body = ast.parse(Path(script).read_bytes()).body
+    except (OSError, SyntaxError, ValueError):
+        return None
+    if not all(isinstance(each, passive) or (isinstance(each, ast.Expr) and isinstance(each.value, ast.Constant)) for each in body):
+        return None
+    functions = [each for each in body if isinstance(each, ast.FunctionDef)]
+    calls = ((each.name, call.func) for each in functions for call in ast.walk(each) if isinstance(call, ast.Call))
+    return next((name for name, called in calls if ast.unparse(called).rpartition(".")[2] == "Task"), None)
 
 
 def resolve_schedule(name: str, steps: int) -> Callable[[int], float]:

@@ -111,6 +111,8 @@ class ResumeProof(JsonDataclass, display.Shown):
     """Run directory of the training that was not killed."""
     interrupted: str
     """Run directory of the one that was."""
+    checkpoint_every: int | None = None
+    """Steps between two checkpoints; None = not recorded."""
 
     @property
     def exact(self) -> bool:
@@ -127,7 +129,7 @@ class ResumeProof(JsonDataclass, display.Shown):
                 "each step, weights, optimizer and schedule are the same."
             )
         first = self.difference
-        at = f"at the end, on rank {first.rank}" if first.step > self.steps else f"in step {first.step}, on rank {first.rank}"
+        at = f"{'at the end' if first.step > self.steps else f'in step {first.step}'}, on rank {first.rank}"
         what = f"{PARTS[first.part]} ({HINTS[first.part]})"
         if not first.kills:
             return (
@@ -147,8 +149,9 @@ class ResumeProof(JsonDataclass, display.Shown):
             [f"step {kill.step}", f"rank {kill.rank}", f"step {kill.resumed_from}", units.seconds(kill.restart_s), self._after(number)]
             for number, kill in enumerate(self.kills, 1)
         ]
+        title = "Killed and resumed" + f"; a checkpoint every {self.checkpoint_every} steps" * bool(self.checkpoint_every)
         columns = ("killed in", "by SIGKILL", "resumed from", "to the first step", "after it")
-        return display.Table(columns=columns, rows=rows, title="Killed and resumed", note=self.verdict)
+        return display.Table(columns=columns, rows=rows, title=title, note=self.verdict)
 
     def _after(self, number: int) -> str:
         first = self.difference
@@ -187,7 +190,7 @@ def prove_resume(
 
     Args:
         target: a RunSpec, the name of a task, or the path of a script. Of a spec, at most 60 steps are trained, unless `steps=` is among
-            the knobs, and a checkpoint is written after each sixth of them, unless `checkpoint_every=` is.
+            the knobs, and a checkpoint is written after each sixth of them, unless the spec's own leaves room for kills.
         args: of a script: its arguments. "{out}" in them stands for the folder where it finds and writes its checkpoints.
         result: of a script: the file in that folder that is compared, such as "last.pt"; it should hold weights, optimizer and all else.
         kills: how often it is killed, each time in another step: a random rank, by SIGKILL; with `resumed=` once.
@@ -228,7 +231,7 @@ def prove_resume(
             return prove_script_resume(target, folder=folder, say=line.say, **given, **knobs)
     if args or result:
         raise ValueError(f"prove_resume(…, {'args' if args else 'result'}=…) with a RunSpec: only a script takes it")
-    spec = _prepared(read_spec("prove_resume", target, because="whose training is killed and resumed"), knobs)
+    spec = _prepared(read_spec("prove_resume", target, because="whose training is killed and resumed"), knobs, kills)
     if resumed is not None:
         return _prove_elsewhere(spec, resumed, seed, timeout, runs_dir, knobs)
     assert spec.checkpoint_every is not None
@@ -271,11 +274,7 @@ def _prove(
         return _ended(run, now, timeout, line)
 
     def _trained(run: Run) -> Run:
-        """The run, when it has ended well.
-
-        Raises:
-            RunError: it has not.
-        """
+        """The run, when it has ended well; else RunError."""
         return _wait(run).wait(check=True)
 
     undisturbed = _trained(start(spec, runs_dir, "undisturbed")).path
@@ -289,8 +288,7 @@ def _prove(
             raise LaunchError(f"{run!r} ended before step {step}, in which it was to be killed: its task ends a training by itself")
         _plan(run.path, planned[number] if number < kills else None)
         begun, now = time.time(), f"resumed after kill {number} of {kills}"
-        run = launch(resume=run, timeout=timeout)
-        _wait(run)
+        run = _wait(launch(resume=run, timeout=timeout))
         rows = {step: row for (step, of), row in digest_rows(run.path, number + 1).items() if not of}
         if not rows:
             _trained(run)
@@ -304,6 +302,7 @@ def _prove(
         difference=first_difference(undisturbed, run.path, spec.world_size),
         undisturbed=str(undisturbed),
         interrupted=str(run.path),
+        checkpoint_every=spec.checkpoint_every,
     )
 
 
@@ -315,7 +314,7 @@ def _prove_elsewhere(
     runs_dir: str | os.PathLike[str] | None,
     knobs: Mapping[str, Any],
 ) -> LayoutResumeProof:
-    if not knobs.get("checkpoint_every"):  # so that there is one at the end
+    if not knobs.get("checkpoint_every") and spec.steps % (spec.checkpoint_every or 1):  # so that there is one at the end
         spec = spec.replace(checkpoint_every=next(n for n in range(math.ceil(spec.steps / 6), spec.steps + 1) if spec.steps % n == 0))
     other, every = layouts.resumed_spec(spec, layout, knobs.get("checkpoint_every")), spec.checkpoint_every
     assert every is not None
@@ -364,8 +363,10 @@ def _prove_elsewhere(
     )
 
 
-def _prepared(spec: RunSpec, knobs: Mapping[str, Any]) -> RunSpec:
-    spec = spec.replace(**{"steps": min(spec.steps, STEPS), "checkpoint_every": None, **knobs})
+def _prepared(spec: RunSpec, knobs: Mapping[str, Any], kills: int = 1) -> RunSpec:
+    spec = spec.replace(**{"steps": min(spec.steps, STEPS), **knobs})
+    if not knobs.get("checkpoint_every") and (spec.checkpoint_every or 0) + kills > spec.steps:
+        spec = spec.replace(checkpoint_every=None)
     if spec.micro_batch == AUTO:
         raise LaunchError('micro_batch="auto": each of the trainings could choose another; give prove_resume(…, micro_batch=…) a number')
     return spec if spec.checkpoint_every else spec.replace(checkpoint_every=max(1, math.ceil(spec.steps / 6)))
@@ -446,7 +447,7 @@ class RepeatProof(JsonDataclass, display.Shown):
         what = f"two trainings of {several(self.steps, 'step')} on {several(self.ranks, 'rank')}"
         if (first := self.difference) is None:
             return f"The same: {what} are equal bit for bit, in samples, random numbers, losses, gradients and weights."
-        at = f"at the end, on rank {first.rank}" if first.step > self.steps else f"in step {first.step}, on rank {first.rank}"
+        at = f"{'at the end' if first.step > self.steps else f'in step {first.step}'}, on rank {first.rank}"
         return f"Not the same: {what} differ first {at}: {PARTS[first.part]} ({HINTS[first.part]})."
 
     @property

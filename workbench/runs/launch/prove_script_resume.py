@@ -152,7 +152,7 @@ def prove_script_resume(
     def told(what: str, name: str) -> Callable[[int], object]:
         def writes_so_far(writes: int) -> None:
             lacks = f", but no {result}" if writes and not (folder / name / result).exists() else ""
-            say(f"{what}, {several(writes, 'write') + ' so far' if writes else 'nothing written yet'}{lacks}")
+            say(f"{what}, {several(writes, 'write') + ' so far' if writes else f'waiting for what it writes into {folder / name}'}{lacks}")
 
         return writes_so_far
 

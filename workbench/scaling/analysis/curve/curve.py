@@ -153,7 +153,7 @@ class ScalingCurve(display.Shown, JsonDataclass):
                 f"a curve over {self.over} has no law to be fitted: the laws are about processes. Its best measured value is "
                 f"{self.best!r}; wb.scaling_curve(spec.replace({self.over}=…)) measures processes with it"
             )
-        return fit(self.usable, self.kind, self.grows, level=level, noise=noise, unit=self.unit)
+        return replace(fit(self.usable, self.kind, self.grows, level=level, noise=noise, unit=self.unit), slots=self.slots)
 
     @property
     def best(self) -> Any:

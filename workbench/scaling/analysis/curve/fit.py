@@ -7,7 +7,7 @@ again and again, gives the interval.
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from numbers import Real
 from typing import Any, Literal
 
@@ -206,6 +206,8 @@ def notes(fit: "CurveFit", size: int) -> tuple[str, ...]:
     """Notes on a prediction for `size` processes."""
     largest = fit.points[-1].world_size
     notes = []
+    if fit.slots and size > fit.slots:
+        notes.append(f"for machines with {size:,} cores (or GPUs), one for each process: the one that was measured has {fit.slots:,}")
     if size / largest >= FAR_EXTRAPOLATION:
         notes.append(
             f"far outside of what was measured ({times(size / largest)} the largest): "
@@ -299,6 +301,8 @@ class CurveFit(display.Shown):
     """What the processes do, as the curve says."""
     unit: str = "samples"
     """As `ScalingCurve.unit`."""
+    slots: int | None = None
+    """As `ScalingCurve.slots`."""
 
     @property
     def measured_noise(self) -> bool:
@@ -401,14 +405,14 @@ class CurveFit(display.Shown):
     def to_json(self) -> dict[str, Any]:
         """As plain JSON values: the points and how they were fitted; the rest follows from them."""
         noise = self.noise if self.noise_source == "given" else None
-        how = {"kind": self.kind, "grows": self.grows.to_json()}
-        return {"points": [point.to_json() for point in self.points], **how, "level": self.level, "noise": noise, "unit": self.unit}
+        how = {"kind": self.kind, "grows": self.grows.to_json(), "level": self.level, "noise": noise}
+        return {"points": [point.to_json() for point in self.points], **how, "unit": self.unit, "slots": self.slots}
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> "CurveFit":
         points = tuple(ScalingPoint.from_json(point) for point in value["points"])
         how, unit = How.from_json(value.get("grows", {})), value.get("unit", "samples")
-        return fit(points, value["kind"], how, level=value["level"], noise=value["noise"], unit=unit)
+        return replace(fit(points, value["kind"], how, level=value["level"], noise=value["noise"], unit=unit), slots=value.get("slots"))
 
     def __repr__(self) -> str:
         return f"CurveFit({self.kind}, {len(self.points)} points, {len(self.fitted)} laws)"
