@@ -38,7 +38,7 @@ def draw(ax: Axes | None = None) -> Axes:
     ax.axis("off")
     letters, heading = LETTERS // len(ROADS), 48 / max(4, len(ROADS))
     for column, (question, numbers) in enumerate(ROADS.items()):
-        ax.text(column, 0.62, question, ha="center", va="bottom", color=COLORS[question], fontsize=heading, fontweight="bold")
+        ax.text(column, 0.62, question, ha="center", va="bottom", color=ink(ax), fontsize=heading, fontweight="bold")
         paths = [path for number in numbers for path in FOLDER.glob(f"{number}_*.ipynb")]
         for row, path in enumerate(paths):
             title, times = head(path)
