@@ -7,7 +7,8 @@ import pytest
 
 import workbench as wb
 from tests.memory_logs import Writer, training
-from workbench.core.device import Device
+from workbench.core import units
+from workbench.core.device import MARGIN, Device
 from workbench.core.vocabulary import GROUPS
 from workbench.memory.analysis.breakdown import ONE_STEP, MemoryBreakdown
 from workbench.memory.analysis.fit import Fit
@@ -212,15 +213,15 @@ def test_notes_of_the_log_come_first_and_once() -> None:
 
 def test_it_fits_or_says_what_is_missing() -> None:
     found = breakdown()
-    yes, no = found.fits(found.total), found.fits(found.total - 1)
+    yes, no = found.fits(found.total, margin=0), found.fits(found.total - 1, margin=0)
     assert yes
     assert (yes.spare, no.spare) == (0, -1)
     assert not no
     assert yes.certain
     assert yes.words.startswith("fits: ")
     assert str(no).startswith("does not fit: ")
-    assert no.words.endswith("1 B missing")
-    assert not found.fits(found.total, margin=0.1)
+    assert no.words.endswith(f"1 B more than the {units.bytes_(found.total - 1)}")
+    assert not found.fits(found.total)  # all answers leave as much free
 
 
 def test_a_device_by_name_or_as_such() -> None:
@@ -231,7 +232,9 @@ def test_a_device_by_name_or_as_such() -> None:
     assert fit.needed == found.device_used
     assert (fit.low, fit.high) == ((found.reserved or 0) + CONTEXT.low, (found.reserved or 0) + CONTEXT.high)
     assert found.fits(Device.named("H200")) == fit
-    assert "of H200 less 10 % margin" in found.fits("H200", 0.1).words
+    assert fit.margin == MARGIN
+    assert fit.words.endswith("to spare of the 125 GiB that leave 5.0 % free")
+    assert "118 GiB that leave 10 % free" in found.fits("H200", 0.1).words
     assert fit.words.partition(":")[0] in fit._repr_html_()
     assert fit.to_frame()["spare"].iloc[0] == fit.spare
 

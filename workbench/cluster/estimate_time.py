@@ -10,7 +10,6 @@ from workbench.cluster.analysis.step_time import CPU, EstimateTimeError, Operato
 from workbench.core.device import Device
 from workbench.core.progress import predicts
 from workbench.core.synonyms import accept_synonyms
-from workbench.memory.analysis.fit import MARGIN, usable_bytes
 
 if TYPE_CHECKING:
     from workbench.memory.analysis.breakdown import MemoryBreakdown
@@ -70,8 +69,8 @@ def estimate_time(
     if not any(one.flops for one in operators):
         raise EstimateTimeError(f"{plan.title}: no operator has FLOPs that are known, so nothing is known of its time; measure a step")
     notes = []
-    if where is not CPU and not memory.fits(where, margin=MARGIN):
-        notes.append(f"it does not fit: {memory.total:,} bytes of {usable_bytes(where, MARGIN):,}; wb.memory_ladder finds what would")
+    if where is not CPU and not (fit := memory.fits(where)):
+        notes.append(f"it {fit}; wb.memory_ladder finds what would")
     if plan.spec.checkpointing != "none":
         notes.append("FLOPs include what is computed again: the share of the peak is the hardware's utilization")
     step = StepTime(

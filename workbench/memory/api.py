@@ -275,7 +275,9 @@ def compare_memory(
         except ValueError as error:
             estimates.append(WhatIf(changes=change, breakdown=None, complaint=str(error)))
     room = None if device in ("cuda", "cpu") else usable_bytes(device_of(device), margin)
-    return MemoryComparison(rows=tuple(estimates), capacity=room, device=device.name if isinstance(device, Device) else device)
+    return MemoryComparison(
+        rows=tuple(estimates), capacity=room, margin=margin, device=device.name if isinstance(device, Device) else device
+    )
 
 
 def _changed(target: Any, change: Mapping[str, Any], **options: Any) -> MemoryBreakdown:

@@ -32,6 +32,7 @@ from workbench.core.display.colors import GROUPS as COLORS
 from workbench.core.display.colors import OUTSIDE, RESERVED
 from workbench.core.vocabulary import GROUPS
 from workbench.memory.analysis.breakdown import MemoryBreakdown
+from workbench.memory.analysis.fit import usable_words
 from workbench.memory.analysis.over_time import MemoryTimeline
 from workbench.memory.analysis.whatif import SAME, MemoryLadder, needed
 
@@ -186,12 +187,11 @@ def memory_ladder(result: MemoryLadder, ax: Axes | None = None) -> Axes:
     ax = prepared(ax, WIDTH, height(labels) + 0.25)
     rows(ax, labels)
     drawn = _bars(ax, shown, scale, most)
-    line = limit(ax, result.capacity / scale, f"{result.device}: {units.bytes_(result.capacity)}")
+    line = limit(ax, result.capacity / scale, f"{result.device}: {usable_words(result.capacity, result.margin)}")
     end_labels(
         ax, [max(needed(breakdown), result.capacity) / scale for breakdown in shown], _texts(result)
     )  # behind the line, which would cross them
-    kept = f"; {units.percent(result.margin)} of the device kept free" if result.margin else ""
-    ax.set_xlabel(f"memory needed at the peak, predicted ({unit}){kept}")
+    ax.set_xlabel(f"memory needed at the peak, predicted ({unit})")
     legend(ax, [*drawn, line])
     return ax
 

@@ -10,10 +10,8 @@ from torch.utils._pytree import tree_leaves
 
 from workbench.core import units
 from workbench.core.checks import number_in_environment
+from workbench.core.device import MARGIN
 from workbench.train.trainer import Trainer
-
-MAX_FILL = 0.95
-"""All trainings stay on the device if they take no more than this share of it; the rest is lost to fragmentation."""
 
 
 class DeviceMemory(Protocol):
@@ -112,7 +110,7 @@ class DeviceTurns:
         assert self._memory is not None
         total, room = sum(self._sizes.values()), self._memory.room()
         needed = max(peak + total - self._sizes[trainer] for trainer, peak in self._peaks.items())
-        self._together = needed <= MAX_FILL * room
+        self._together = needed <= (1 - MARGIN) * room
         if not self._together:
             self.note = (
                 f"the two do not fit on the device together ({units.bytes_(needed)} of {units.bytes_(room)}): between blocks the "

@@ -16,7 +16,7 @@ from workbench.core.device import Device
 from workbench.core.display import table as display
 from workbench.core.vocabulary import GROUPS, MEMORY_PHASES
 from workbench.memory.analysis.caching_allocator import CachingAllocator
-from workbench.memory.analysis.fit import Fit, fit
+from workbench.memory.analysis.fit import MARGIN, Fit, fit
 from workbench.memory.analysis.holders import Holder, Shares, holders_at, prefix, scratch_of, shares, telling, unsplit_of
 from workbench.memory.analysis.log import MemoryLog
 from workbench.memory.analysis.non_pytorch import NonPyTorchMemory, non_pytorch_memory
@@ -193,7 +193,7 @@ class MemoryBreakdown(display.Shown, JsonDataclass):
         what = (group or "memory").replace("_", " ").capitalize()
         return shares(chosen, name, key, f"{what} by {key}: {self.title}", self.headline)
 
-    def fits(self, device: str | Device | int, margin: float = 0.0) -> Fit:
+    def fits(self, device: str | Device | int, margin: float = MARGIN) -> Fit:
         """Whether it fits a device.
 
         Args:

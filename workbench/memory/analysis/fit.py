@@ -5,13 +5,10 @@ from typing import Any
 
 from workbench.core import units
 from workbench.core.checks import whole_number
+from workbench.core.device import MARGIN as MARGIN
 from workbench.core.device import Device
 from workbench.core.display import table as display
 from workbench.memory.analysis.non_pytorch import NonPyTorchMemory
-
-MARGIN = 0.05
-"""Share of a device that stays free by default: fragmentation grows over a run, and a driver's share of the memory varies."""
-
 
 _PLAIN = {"cuda": "the GPU", "cpu": "main memory"}
 """Devices without a name of their own → in words."""
@@ -37,7 +34,7 @@ class Fit(display.Shown):
     @property
     def room(self) -> int:
         """Bytes that may be used: the capacity less the margin."""
-        return int(self.capacity * (1 - self.margin))
+        return less_margin(self.capacity, self.margin)
 
     @property
     def spare(self) -> int:
@@ -52,14 +49,9 @@ class Fit(display.Shown):
     @property
     def words(self) -> str:
         """The answer in a sentence."""
-        of = f"{units.bytes_(self.capacity)} of {self.device}" if self.device else units.bytes_(self.capacity)
-        if self.margin:
-            of += f" less {units.percent(self.margin)} margin"
-        needs = f"{units.bytes_(self.needed)} in {of}"
-        if self.low != self.high:
-            needs = f"{units.bytes_(self.needed)} ({units.bytes_(self.low)} … {units.bytes_(self.high)}) in {of}"
-        missing = f"does not fit: {needs}, {units.bytes_(-self.spare)} missing"
-        answer = f"fits: {needs}, {units.bytes_(self.spare)} to spare" if self else missing
+        between = f" ({units.bytes_(self.low)} … {units.bytes_(self.high)})" * (self.low != self.high)
+        needs = f"{units.bytes_(self.needed)}{between}{f' on {self.device}' * bool(self.device)}"
+        answer = f"{'fits' if self else 'does not fit'}: {needs}, {spare_words(self.room, self.spare, self.margin)}"
         return answer if self.certain else f"{answer}; not certain, since memory outside of PyTorch's allocator is known as a range only"
 
     def __bool__(self) -> bool:
@@ -100,8 +92,7 @@ def fit(held: int, outside: NonPyTorchMemory | None, name: str, capacity: int, m
     Raises:
         ValueError: no such margin.
     """
-    if not 0 <= margin < 1:
-        raise ValueError(f"margin={margin}: a fraction of the device's memory that is to stay free, from 0 to below 1 (0.1 is ten percent)")
+    less_margin(capacity, margin)
     ends = (outside.low, outside.mid, outside.high) if outside else (0, 0, 0)
     low, needed, high = (held + end for end in ends)
     return Fit(device=name, capacity=capacity, margin=margin, needed=needed, low=low, high=high)
@@ -137,17 +128,20 @@ def usable_bytes(device: Device, margin: float) -> int:
 
 
 def spare_words(capacity: int, spare: int, margin: float) -> str:
-    """What is left of the bytes that may be used, and of how many.
+    """What is left of the bytes that may be used, or missing, and of how many.
 
-    >>> spare_words(95 * 2**30, 2**30, 0.05)
-    '1.00 GiB to spare of the 95.0 GiB that leave 5.0 % free'
+    >>> spare_words(95 * 2**30, 2**30, 0.05), spare_words(95 * 2**30, -(2**30), 0.0)
+    ('1.00 GiB to spare of the 95.0 GiB that leave 5.0 % free', '1.00 GiB more than the 95.0 GiB')
     """
-    return f"{units.bytes_(spare)} to spare of the {units.bytes_(capacity)}" + (
-        f" that leave {units.percent(margin)} free" if margin else ""
-    )
+    return f"{units.bytes_(abs(spare))} {'to spare of' if spare >= 0 else 'more than'} the {usable_words(capacity, margin)}"
+
+
+def usable_words(capacity: int, margin: float) -> str:
+    """The bytes that may be used, as in "95.0 GiB that leave 5.0 % free"."""
+    return units.bytes_(capacity) + f" that leave {units.percent(margin)} free" * bool(margin)
 
 
 def less_margin(capacity: int, margin: float) -> int:
     if not 0 <= margin < 1:
-        raise ValueError(f"margin={margin}: a share from 0 to below 1 of the device is kept free; 0.05 is five percent")
+        raise ValueError(f"margin={margin}: a fraction of the device's memory that is to stay free, from 0 to below 1 (0.1 is ten percent)")
     return int(capacity * (1 - margin))

@@ -10,7 +10,7 @@ from workbench.core.codec import JsonDataclass
 from workbench.core.display import table
 from workbench.core.display import table as display
 from workbench.memory.analysis.breakdown import MemoryBreakdown
-from workbench.memory.analysis.fit import spare_words
+from workbench.memory.analysis.fit import spare_words, usable_words
 
 SAME = "as it is"
 """Label of the row in which nothing is changed."""
@@ -41,6 +41,8 @@ class MemoryComparison(display.Shown, JsonDataclass):
     """The baseline, then one per change."""
     capacity: int | None = None
     """Bytes of the device that it should fit; None = no device was named."""
+    margin: float = 0.0
+    """Share of the device that stays free besides."""
     device: str = "cuda"
     """Device whose memory behaviour the estimates have."""
 
@@ -72,7 +74,7 @@ class MemoryComparison(display.Shown, JsonDataclass):
             rows.append([row.label, units.bytes_(breakdown.total), change, breakdown.peak_moment, *verdict])
         note = f"predicted, {self.device}; peak of what tensors hold"
         if self.capacity is not None:
-            note += f"; fits = reserved memory and what lies outside of it within {units.bytes_(self.capacity)}"
+            note += f"; fits = reserved memory and what lies outside of it within the {usable_words(self.capacity, self.margin)}"
         return display.Table(columns=("change", "peak", "difference", "where the peak lies", *fits), rows=rows, title="Memory", note=note)
 
     def to_frame(self) -> Any:
@@ -166,14 +168,13 @@ class MemoryLadder(display.Shown):
     @property
     def word(self) -> str:
         """The result in a line."""
-        if not self.rungs and self.fits:
-            return f"it fits {self.device} as it is, with {spare_words(self.capacity, self.capacity - needed(self.start), self.margin)}"
-        if not self.fits:
-            over = needed(self.end) - self.capacity
-            what = f" of {', '.join(self.tried_changes)}" if self.tried_changes else ""
-            least = f"{units.bytes_(over)} too much in the best of {self.tried} combinations{what}"
-            return f"nothing tried makes it fit {self.device}: {least}" + (f"; {self.advice}" if self.advice else "")
         spare = spare_words(self.capacity, self.capacity - needed(self.end), self.margin)
+        if not self.rungs and self.fits:
+            return f"it fits {self.device} as it is, with {spare}"
+        if not self.fits:
+            what = f" of {', '.join(self.tried_changes)}" if self.tried_changes else ""
+            least = f"{spare} in the best of {self.tried} combinations{what}"
+            return f"nothing tried makes it fit {self.device}: {least}" + (f"; {self.advice}" if self.advice else "")
         return f"it fits {self.device} with {units.knobs(self.changes)}: {spare}, {_time(self.slowdown)}"
 
     @property
@@ -187,7 +188,7 @@ class MemoryLadder(display.Shown):
         return display.Table(
             columns=("change", "needs", "time", "price", "where the peak lies"),
             rows=rows,
-            title=f"What makes it fit {self.device} ({units.bytes_(self.capacity)}, {units.percent(self.margin)} kept free)",
+            title=f"What makes it fit {self.device} ({usable_words(self.capacity, self.margin)})",
             note=f"{self.word}; predicted; time at the device's roofline, communication left out",
         )
 
@@ -257,10 +258,10 @@ class MaxMicroBatch:
     @property
     def word(self) -> str:
         """The result in a line."""
+        spare = spare_words(self.capacity, self.spare, self.margin)
         if not self.micro_batch:
-            over = units.bytes_(-self.spare)
-            return f"not even one sample fits {self.device}: {over} too much; try wb.memory_ladder(spec, device={self.device!r})"
-        over, spare = units.bytes_(needed(self.next) - self.capacity), spare_words(self.capacity, self.spare, self.margin)
+            return f"not even one sample fits {self.device}: {spare}; try wb.memory_ladder(spec, device={self.device!r})"
+        over = units.bytes_(needed(self.next) - self.capacity)
         return (
             f"micro_batch={self.micro_batch} is the largest that fits {self.device}: {spare}; "
             f"one more is {over} too much, at the {self.next.peak_moment}"

@@ -8,7 +8,7 @@ import ipywidgets
 from workbench.core.device import Device
 from workbench.core.display.html import Style
 from workbench.memory.analysis.breakdown import MemoryBreakdown
-from workbench.memory.analysis.fit import Fit
+from workbench.memory.analysis.fit import MARGIN, Fit, usable_bytes
 from workbench.memory.estimate_curves import Curves
 from workbench.memory.estimator_process import SHARED, Estimator, EstimatorError, Question
 from workbench.memory.panel import html as explorer_faces
@@ -197,7 +197,7 @@ class MemoryExplorer:
 
     @property
     def _capacity(self) -> int | None:
-        return self._device.memory if self._device else None
+        return usable_bytes(self._device, MARGIN) if self._device else None
 
     # --- what runs
 

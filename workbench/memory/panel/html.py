@@ -13,7 +13,7 @@ from workbench.core.display.colors import OUTSIDE as OUTSIDE_GREY
 from workbench.core.display.table import escape
 from workbench.core.vocabulary import GROUPS
 from workbench.memory.analysis.breakdown import MemoryBreakdown
-from workbench.memory.analysis.fit import Fit
+from workbench.memory.analysis.fit import MARGIN, Fit, usable_words
 from workbench.memory.analysis.holders import Holder, natural
 from workbench.memory.analysis.over_time import MemoryTimeline
 
@@ -213,7 +213,7 @@ def bars(rows: Iterable[Row], capacity: int | None, device: str, *, stale: bool 
 
     Args:
         rows: from top to bottom, on one scale; predictions are hatched.
-        capacity: bytes of the device; None = not known.
+        capacity: bytes of the device that may be used; None = not known.
         device: its name.
         stale: they are of another configuration than the knobs say: one that is still being estimated.
     """
@@ -270,7 +270,7 @@ def _piece(name: str, size: int, part: int, total: int, whole: int, *, predicted
 
 def _scale(capacity: int, whole: int, device: str) -> str:
     """The name of the line, below it."""
-    words = f'<span style="white-space:nowrap">{escape(device)}: {units.bytes_(capacity)}</span>'
+    words = f'<span style="white-space:nowrap">{escape(device)}: {usable_words(capacity, MARGIN)}</span>'
     place = f'<div style="width:{100 * capacity / whole:.3f}%;text-align:right">{words}</div>'
     margins = f"margin-top:3px;margin-left:{_LABEL}px;margin-right:{_ROOM}px"
     return f'<div class="wb-what" style="display:flex;{margins};font-size:12px">{place}</div>'
