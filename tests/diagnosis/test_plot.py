@@ -19,7 +19,7 @@ from workbench.core.statistics import Interval
 from workbench.core.vocabulary import PARTS
 from workbench.diagnosis.analysis.diagnosis import Diagnosis
 from workbench.diagnosis.analysis.evidence import Evidence
-from workbench.diagnosis.analysis.loader_model import CurvePoint, LoaderCurve, LoaderModel
+from workbench.diagnosis.analysis.loader_model import APART, CurvePoint, LoaderCurve, LoaderModel
 from workbench.diagnosis.analysis.proof import Ladder, Proof, Rung
 from workbench.diagnosis.analysis.remedy import Remedy
 from workbench.diagnosis.plot import UNKNOWN
@@ -250,6 +250,7 @@ def test_measurements_are_diamonds_beside_the_prediction(ax: Axes) -> None:
     assert list(found["step, measured"].get_ydata()) == pytest.approx([52, 31])
     assert list(found["loader alone, measured"].get_xdata()) == [1]
     assert ax.get_ylabel() == "predicted and measured (ms)"
+    assert ax.get_xlabel().endswith(APART)
 
 
 def test_the_curve_says_what_holds_the_step_and_what_is_recommended(ax: Axes) -> None:

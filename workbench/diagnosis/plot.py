@@ -39,7 +39,7 @@ from workbench.core.display.colors import PARTS as COLORS
 from workbench.core.statistics import Interval
 from workbench.core.vocabulary import PARTS
 from workbench.diagnosis.analysis.diagnosis import Diagnosis
-from workbench.diagnosis.analysis.loader_model import LoaderCurve, LoaderModel
+from workbench.diagnosis.analysis.loader_model import APART, LoaderCurve, LoaderModel
 from workbench.diagnosis.analysis.proof import Ladder, Proof
 from workbench.diagnosis.analysis.remedy import Remedy
 from workbench.diagnosis.analysis.step_model import KNOBS, Parts
@@ -228,7 +228,8 @@ def loader_curve(result: LoaderCurve, ax: Axes | None = None) -> Axes:
     """Seconds per step (blue), and per batch of the loader alone (orange), over the number of workers: dashed predicted, diamonds measured.
 
     The dotted line is the step on batches that are there already: no number of workers gets below it. The words at the top say what limits
-    the step; a ring marks the number of workers that is recommended.
+    the step; a ring marks the number of workers that is recommended. Below it stands why a measured point may lie
+    beside the predicted one.
 
     Raises:
         ValueError: the curve has no point.
@@ -236,7 +237,7 @@ def loader_curve(result: LoaderCurve, ax: Axes | None = None) -> Axes:
     points = result.points
     if not points:
         raise ValueError("a curve of no points: predict it for some numbers of workers first")
-    ax = prepared(ax, WIDTH, 3.6)
+    ax = prepared(ax, WIDTH, 3.8)
     counts = [point.num_workers for point in points]
     seen = [value for p in points for value in (p.measured_step, p.measured_loader) if value is not None]
     highest = max(value for value in (*(p.step for p in points), *(p.loader for p in points), *seen) if math.isfinite(value))
@@ -274,7 +275,7 @@ def loader_curve(result: LoaderCurve, ax: Axes | None = None) -> Axes:
     ax.grid(axis="y", color=ink(ax), alpha=0.18, linewidth=0.8)
     _terms(ax, result)
     _recommended(ax, result, scale)
-    ax.set_xlabel("num_workers of each rank")
+    ax.set_xlabel("num_workers of each rank" + f"\n{APART}" * bool(seen))
     ax.set_ylabel(f"predicted{' and measured' if seen else ''} ({unit})")
     legend(ax, [line for line in ax.get_lines() if not str(line.get_label()).startswith("_")])
     return ax
