@@ -58,8 +58,20 @@ MAKERS: Mapping[str, str] = {
     'Cluster.named("DGX-H100")': "Cluster Cluster.named",
     'Device.named("H100")': "Device",
     'Run.load("runs/NAME")': "Run Run.load Failure",
+    "ScalingCurve([(1, 100.0), (2, 190.0)])": "ScalingCurve",
     'Trace.load("trace.json")': "Trace Trace.load",
     'TraceSet.load("FOLDER")': "TraceSet TraceSet.load",
+    'check_run("runs/NAME", {"step": "120 ms"})': "RunCheck",
+    "compare(run_a, run_b)": "Comparison",
+    "data.audit(dataset)": "DataAudit",
+    "data.compare_formats(dataset)": "FormatComparison",
+    "data.compare_packing(lengths, 2048)": "Packing PackingPolicies",
+    'data.convert("FOLDER", "OTHER")': "Conversion",
+    'data.describe("FOLDER")': "DataCard Manifest",
+    "data.doctor(loader)": "LoaderReport",
+    "data.plan_shards(count=1_000_000, payload=100e9)": "ShardPlan",
+    "data.prove_resumable(sampler)": "ResumeHistories",
+    'data.verify("FOLDER")': "Verification",
     "diagnose(step, loader)": "Diagnosis Evidence Proof",
     'estimate_memory(spec, device="H100")': "MemoryBreakdown",
     "prove_resume(spec)": "ResumeProof LayoutResumeProof ScriptResumeProof",
@@ -125,8 +137,7 @@ def explain_calls(cls: Any, space: str = "wb") -> None:
                 signature = inspect.signature(function)
                 rest = signature.replace(parameters=list(signature.parameters.values())[1:])
                 makers = [maker for maker, made in MAKERS.items() if name in made.split() and space != "wb.widgets"]
-                by_hand = "." in name or sum(each.default is each.empty for each in rest.parameters.values()) <= 2  # others are results
-                example = f"wb.{makers[0]}" if makers else f"{space}.{name}" if by_hand else f"help({space}.{name})"
+                example = f"wb.{makers[0]}" if makers else f"{space}.{name}"
                 if complaint := _Parameters(name, rest, inspect.getdoc(function), example).complaint(args, given):
                     raise TypeError(complaint) from None
                 raise
