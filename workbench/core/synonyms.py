@@ -161,13 +161,6 @@ class _Parameters:
     """What a function takes; says of a call that does not fit what is missing, or which name is near."""
 
     def __init__(self, name: str, signature: inspect.Signature, doc: str | None, example: str) -> None:
-        """
-        Args:
-            name: of the function, as messages have it.
-            signature: of what users give.
-            doc: its docstring.
-            example: what they call, or a whole call.
-        """
         self._name, self._doc, self._example, self._all = name, doc or "", example, signature.parameters
         many = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
         self._others = next((name for name, each in self._all.items() if each.kind is many[0]), "")

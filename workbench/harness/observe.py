@@ -37,9 +37,7 @@ from workbench.timeline.loops import samples_in
 @contextlib.contextmanager
 def uncompiled() -> Iterator[None]:
     """Inside, compiled models run eagerly: they would be compiled again, or hide what they do."""
-    with contextlib.ExitStack() as stack:
-        if "torch._dynamo" in sys.modules and hasattr(torch.compiler, "set_stance"):
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
+    with torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else contextlib.nullcontext():
         yield
 
 

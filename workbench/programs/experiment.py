@@ -237,15 +237,7 @@ class Training:
 def enter_training(
     spec: RunSpec, task: Task, everyone: Ranks, number: int, turns: DeviceTurns | None = None
 ) -> Iterator[Training | IdleTraining]:
-    """A contestant on this rank. It may use fewer ranks than there are; all must call this, to make its process group.
-
-    Args:
-        spec: of the contestant.
-        task: what is trained.
-        everyone: all ranks of the launch.
-        number: its number among the contestants.
-        turns: in which contestants use the device; None = all stay on it.
-    """
+    """A contestant on this rank. It may use fewer ranks than there are; all must call this, to make its process group."""
     members = list(range(spec.nproc_per_node))
     local_rank = number_in_environment("LOCAL_RANK", 0)
     device = choose_device(spec, local_rank, spec.nproc_per_node)

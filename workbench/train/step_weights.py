@@ -25,13 +25,6 @@ class StepWeights:
     def __init__(self, task: Task, spec: RunSpec, layout: Layout, device: torch.device, *, splits: bool = False) -> None:
         """Count nothing yet.
 
-        Args:
-            task: with a `weight`.
-            spec: of the training.
-            layout: whose data-parallel ranks average their gradients.
-            device: of this rank.
-            splits: may a micro-batch be taken in parts?
-
         Raises:
             TaskError: a knob takes it that all micro-batches count the same.
         """

@@ -82,15 +82,6 @@ class StepDriver:
         progress: Progress | None,
         stop: Callable[[], bool] | None = None,
     ) -> None:
-        """
-        Args:
-            step: does one optimizer step and returns the loss.
-            feed: gives the batches.
-            control: of its optimizers.
-            peers: the ranks that take part.
-            progress: called after every step.
-            stop: asked in every step whether all ranks are to stop.
-        """
         self._stop = stop
         self.feed, self.peers, self.planned = feed, peers, 0
         self.taken = 0

@@ -133,14 +133,7 @@ def _in_words(planned: Planned) -> str:
 
 
 def schedule(planned: Planned, curves: Sequence[Sequence[float]], samples: int, *, own: bool = False) -> str:
-    """The learning rate over the samples of a run: columns for the new plan, a line for the present one.
-
-    Args:
-        planned: the plan.
-        curves: learning rates before and as planned, at the same samples, evenly spaced.
-        samples: of the whole run.
-        own: is the schedule a function of the user's own, which is not drawn?
-    """
+    """The learning rate over the samples of a run: columns for the new plan, a line for the present one."""
     if planned.plan is None:
         return ""
     most = max(max(curve) for curve in curves)

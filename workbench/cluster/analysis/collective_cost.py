@@ -100,11 +100,6 @@ def reduce_scatter(size: float, ranks: int, link: Link, algorithm: str = "ring")
     return collective_seconds("reduce_scatter", size, ranks, link, algorithm)
 
 
-def all_to_all(size: float, ranks: int, link: Link) -> float:
-    """Seconds until every rank has sent a part of its `size` bytes to each other: (n−1) α + (n−1)/n · S/bw."""
-    return collective_seconds("all_to_all", size, ranks, link, "ring")
-
-
 def broadcast(size: float, ranks: int, link: Link, algorithm: str = "ring") -> float:
     """Seconds until all have one rank's `size` bytes, passed on in small pieces: (n−1) α, or ⌈log₂ n⌉ α as a tree, + S/bw."""
     return collective_seconds("broadcast", size, ranks, link, algorithm)

@@ -110,18 +110,7 @@ class EvidenceBuilder:
         padding: float | None,
         notes: Sequence[str],
     ) -> Evidence:
-        """All of it, the same on all ranks. Collective.
-
-        Args:
-            found: what is trained.
-            tried: the variants without a loader.
-            inside: a look inside the step on this rank.
-            loading: what batches take, on rank 0.
-            samples: per step of this rank.
-            precision: in which it computes.
-            padding: fraction of the batch.
-            notes: of this rank.
-        """
+        """All of it, the same on all ranks. Collective."""
         timings, peers, models = self.bench.timings, self.peers, objects.models
         stalls = self.stalls()
         alone = self.stalls(alone=True) if peers.world_size > 1 else stalls

@@ -239,14 +239,7 @@ class Background:
         self.stop.on_click(self._stop)
 
     def start(self, what: str, work: Callable[[], None], budget_s: float, *, endless: str = "") -> None:
-        """Run something, unless something runs.
-
-        Args:
-            what: shown in the status.
-            work: the function to run.
-            budget_s: seconds it may take, about.
-            endless: why it cannot be stopped; empty = it can.
-        """
+        """Run something, unless something runs."""
         with self._lock:
             if self.busy:
                 return

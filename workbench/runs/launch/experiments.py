@@ -1,8 +1,9 @@
 """Launches a program that measures something, waits for its end, and stops it when the wait is interrupted.
 
 Each function here writes an order into the run directory, under "experiment" of run.json. Its program reads it in every rank and leaves
-the result in the directory. All take `runs_dir`, where run directories go (None = `runs` in the current folder), and all raise `RunError`
-where the experiment failed (its run directory stays), `LaunchError` or `TaskError` where it cannot run here (nothing was written).
+the result in the directory. All take `runs_dir`, where run directories go (None = `runs` in the current folder). `budget_s` are seconds
+for all of it, the start included; `tick` is called again and again meanwhile, such as to show progress. All raise `RunError` where the
+experiment failed (its run directory stays), `LaunchError` or `TaskError` where it cannot run here (nothing was written).
 """
 
 import contextlib
@@ -34,13 +35,7 @@ _TICK = 0.05
 
 
 def run_diagnosis(spec: RunSpec, *, budget_s: float, runs_dir: str | os.PathLike[str] | None = None) -> Run:
-    """Diagnose a step of a spec by experiments; the run directory then holds `evidence.json`.
-
-    Args:
-        spec: to launch.
-        budget_s: seconds for all of it, the start included.
-        runs_dir: see above.
-    """
+    """Diagnose a step of a spec by experiments; the run directory then holds `evidence.json`."""
     _check_stages(spec, "diagnose")
     check(spec)
     order = {"kind": "diagnose", "budget_s": budget_s}
@@ -52,13 +47,6 @@ def run_ab_test(spec: RunSpec, changed: RunSpec, *, name: str, budget_s: float, 
     """Time two specs against each other, interleaved in one launch; the run directory then holds `contest.json`.
 
     The launch has as many ranks as the larger one; some idle while the smaller one runs.
-
-    Args:
-        spec: the baseline.
-        changed: the other one.
-        name: of the change, for people.
-        budget_s: seconds for all of it, the start included.
-        runs_dir: see above.
     """
     for each in (spec, changed):
         _check_stages(each, f"prove {name}")
@@ -108,12 +96,6 @@ def run_communication(
 
     All are measured in one launch of as many ranks as the largest needs, while the others idle. They must agree on the task, and on what
     is fixed when the processes start.
-
-    Args:
-        specs: to be measured, one after the other.
-        seconds: for each, without the start.
-        runs_dir: see above.
-        tick: called again and again meanwhile, such as to show progress.
     """
     for spec in specs:
         check(spec)
@@ -162,14 +144,7 @@ def run_lr_range(spec: RunSpec, *, options: Mapping[str, Any], runs_dir: str | o
 
 
 def run_recording(spec: RunSpec, *, steps: int, runs_dir: str | os.PathLike[str] | None = None, tick: Callable[[], object] = int) -> Run:
-    """Record the first steps of a spec on its ranks, as they are and in fp64; the run directory then holds `divergence.json`.
-
-    Args:
-        spec: to launch.
-        steps: how many.
-        runs_dir: see above.
-        tick: called again and again meanwhile.
-    """
+    """Record the first steps of a spec on its ranks, as they are and in fp64; the run directory then holds `divergence.json`."""
     check(spec)
     order = {"kind": "diverge", "budget_s": STEP * steps, "steps": steps}
     return run_experiment(spec, f"{label(spec)} diverge", order, runs_dir, program=entrypoints.DIVERGENCE, tick=tick)

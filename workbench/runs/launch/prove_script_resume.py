@@ -123,18 +123,7 @@ def prove_script_resume(
     say: Callable[[str], object] = str,
     **launched: Any,
 ) -> ScriptResumeProof:
-    """See `prove_resume`.
-
-    Args:
-        script: its path.
-        args: its arguments, in which "{out}" stands for a folder of its own.
-        result: a file in that folder, which the script writes at its end.
-        folder: where the folders go.
-        kills: how often it is killed.
-        seed: of the choice of moments and ranks.
-        timeout: seconds that each launch may take.
-        say: told what happens now, again and again.
-        **launched: arguments of `launch`.
+    """See `prove_resume`; `launched` are arguments of `launch`.
 
     Raises:
         LaunchError: it cannot be launched or killed here, or did not write the result.

@@ -52,14 +52,7 @@ def put(ring: NDArray[np.generic], first: int, values: Sequence[float]) -> None:
 
 
 def taken_means(seen: NDArray[np.generic], first: int, count: int, each: int) -> list[float]:
-    """Means of so many values of a ring, each of `each` neighbours; the values become nan, and so does a mean that is not finite.
-
-    Args:
-        seen: the ring.
-        first: place of the first value, counted without an end.
-        count: of values, 1 or more.
-        each: values of a mean; the last one may have fewer.
-    """
+    """Means of so many values of a ring, each of `each` neighbours; the values become nan, and so does a mean that is not finite."""
     places = np.arange(first, first + count) % len(seen)
     values = seen[places].astype(np.float64)
     seen[places] = math.nan
