@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from workbench.cluster.analysis.cluster import Cluster
-from workbench.cluster.analysis.collective_cost import CostError, all_gather, checked_ranks, non_negative_pair
+from workbench.cluster.analysis.collective_cost import CostError, checked_ranks, collective_seconds, non_negative_pair
 from workbench.cluster.analysis.iteration import Overlap, bubble, buckets, overlap
 from workbench.cluster.analysis.transformer import Transformer
 from workbench.cluster.analysis.volumes import volume
@@ -122,7 +122,7 @@ def gather_seconds(size: float, gpus: int, cluster: Cluster) -> float:
     """
     nodes = cluster.nodes(gpus)
     if nodes == 1:
-        return all_gather(size, gpus, cluster.intra)
+        return collective_seconds("all_gather", size, gpus, cluster.intra)
     between = (nodes - 1) / nodes * size / (cluster.gpus_per_node * cluster.inter.bandwidth)
     inside = (gpus - 1) / gpus * size / cluster.intra.bandwidth
     hops = (nodes - 1) * cluster.inter.latency + (cluster.gpus_per_node - 1) * cluster.intra.latency

@@ -16,14 +16,11 @@ from workbench.cluster.analysis.cluster import CLUSTERS, Cluster
 from workbench.cluster.analysis.collective_cost import (
     CostError,
     Link,
-    all_gather,
     all_reduce,
-    broadcast,
     bus_factor,
     collective_seconds,
     hierarchical_all_reduce,
     non_negative_pair,
-    reduce_scatter,
 )
 from workbench.cluster.analysis.iteration import CAP, FIRST, bubble, buckets, overlap
 from workbench.cluster.analysis.links import Sweep
@@ -42,18 +39,18 @@ sizes_ = st.floats(0, 1e12)
 
 def test_a_ring_by_hand() -> None:
     assert all_reduce(8e9, 8, LINK) == pytest.approx(14e-5 + 2 * 7 / 8 * 8)
-    assert all_gather(8e9, 8, LINK) == pytest.approx(7e-5 + 7)
+    assert collective_seconds("all_gather", 8e9, 8, LINK) == pytest.approx(7e-5 + 7)
     assert collective_seconds("all_to_all", 8e9, 8, LINK, "ring") == pytest.approx(7e-5 + 7)
-    assert broadcast(8e9, 8, LINK) == pytest.approx(7e-5 + 8)
+    assert collective_seconds("broadcast", 8e9, 8, LINK) == pytest.approx(7e-5 + 8)
     assert all_reduce(8e9, 8, LINK, "tree") == pytest.approx(6e-5 + 14)
-    assert broadcast(8e9, 6, LINK, "tree") == pytest.approx(3e-5 + 8)
+    assert collective_seconds("broadcast", 8e9, 6, LINK, "tree") == pytest.approx(3e-5 + 8)
     assert LINK.send(1e9) == pytest.approx(1 + 1e-5)
 
 
 @given(sizes_, ranks_)
 def test_an_all_reduce_is_a_reduce_scatter_and_an_all_gather(size: float, ranks: int) -> None:
     for algorithm in ("ring", "tree"):
-        halves = reduce_scatter(size, ranks, LINK, algorithm) + all_gather(size, ranks, LINK, algorithm)
+        halves = sum(collective_seconds(half, size, ranks, LINK, algorithm) for half in ("reduce_scatter", "all_gather"))
         assert all_reduce(size, ranks, LINK, algorithm) == pytest.approx(halves)
 
 
@@ -77,8 +74,9 @@ def test_bus_factors_are_those_of_nccl_tests(collective: str, factor: float) -> 
 def test_a_link_is_found_again_in_its_own_sweep(latency: float, bandwidth: float, ranks: int) -> None:
     link = Link(latency=latency, bandwidth=bandwidth)
     sizes = [latency * bandwidth * factor for factor in (0.1, 1, 10, 100)]
-    for collective, seconds in (("all_reduce", all_reduce), ("all_gather", all_gather)):
-        found = Link.from_sweep([(size, seconds(size, ranks, link)) for size in sizes], ranks=ranks, collective=collective)
+    for collective in ("all_reduce", "all_gather"):
+        points = [(size, collective_seconds(collective, size, ranks, link)) for size in sizes]
+        found = Link.from_sweep(points, ranks=ranks, collective=collective)
         assert found.latency == pytest.approx(latency, rel=1e-6)
         assert found.bandwidth == pytest.approx(bandwidth, rel=1e-6)
 

@@ -16,7 +16,7 @@ from published_times import Layout, gather_seconds, sharded_step
 
 import workbench as wb
 from workbench.cluster.analysis.cluster import Cluster
-from workbench.cluster.analysis.collective_cost import CostError, Link, broadcast
+from workbench.cluster.analysis.collective_cost import CostError, Link, collective_seconds
 from workbench.cluster.analysis.iteration import bubble
 from workbench.cluster.analysis.links import Sweep
 from workbench.cluster.analysis.plan.layouts import SHARINGS, Layouts, list_layouts
@@ -235,7 +235,7 @@ def test_zero1_of_a_run_sums_everything_and_sends_each_tensor(gpus: int) -> None
     found = seconds(what, one(gpus, batch=gpus, sharing="zero1"), BEST, 8)
     alone = timed(one(gpus, batch=gpus))
     link = A100.intra if gpus == 8 else A100.inter
-    each = broadcast(4 * GPT.parameters / 300, gpus, link, "tree")
+    each = collective_seconds("broadcast", 4 * GPT.parameters / 300, gpus, link, "tree")
     assert found.communication[0] == pytest.approx(alone["communication"] + 300 * each)
     assert found.hidden[0] == pytest.approx(alone["hidden"])
 

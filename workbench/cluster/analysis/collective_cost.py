@@ -90,21 +90,6 @@ def all_reduce(size: float, ranks: int, link: Link, algorithm: str = "ring") -> 
     return collective_seconds("all_reduce", size, ranks, link, algorithm)
 
 
-def all_gather(size: float, ranks: int, link: Link, algorithm: str = "ring") -> float:
-    """Seconds until every rank has all `size` bytes, of which each had 1/n: (n−1) α, or ⌈log₂ n⌉ α as a tree, + (n−1)/n · S/bw."""
-    return collective_seconds("all_gather", size, ranks, link, algorithm)
-
-
-def reduce_scatter(size: float, ranks: int, link: Link, algorithm: str = "ring") -> float:
-    """Seconds until every rank has the sum of its 1/n of `size` bytes: as `all_gather`."""
-    return collective_seconds("reduce_scatter", size, ranks, link, algorithm)
-
-
-def broadcast(size: float, ranks: int, link: Link, algorithm: str = "ring") -> float:
-    """Seconds until all have one rank's `size` bytes, passed on in small pieces: (n−1) α, or ⌈log₂ n⌉ α as a tree, + S/bw."""
-    return collective_seconds("broadcast", size, ranks, link, algorithm)
-
-
 def bus_factor(collective: str, ranks: int) -> float:
     """Bus bandwidth over size / seconds; bus bandwidth is comparable between numbers of ranks.
 
@@ -119,7 +104,10 @@ def bus_factor(collective: str, ranks: int) -> float:
 
 
 def collective_seconds(collective: str, size: float, ranks: int, link: Link, algorithm: str = "ring") -> float:
-    """Seconds of a collective by its name, one of BUS_FACTORS.
+    """Seconds of a collective by its name, one of BUS_FACTORS, for `size` bytes of all ranks' parts together, S.
+
+    All-gather, reduce-scatter and all-to-all: (n−1) α, or ⌈log₂ n⌉ α as a tree, + (n−1)/n · S/bw. Broadcast, passed on in small pieces:
+    as many α + S/bw. All-reduce: see `all_reduce`.
 
     Raises:
         CostError: another name, algorithm, number of ranks or bytes.
