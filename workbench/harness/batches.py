@@ -83,36 +83,46 @@ def bytes_of(batch: Any) -> int:
 
 
 def doubled(batch: Any) -> Any | None:
-    """The batch joined to itself, so with each sample twice; None where it is not known how the samples are arranged in it.
-
-    Understood are tensors and arrays whose first dimension is the sample, lists with one entry per sample, and numbers that go for the
-    whole batch.
-    """
+    """The batch joined to itself, so with each sample twice; None where it is not known how the samples are arranged in it."""
     record = dataclasses.is_dataclass(batch) and not isinstance(batch, type)
     count = samples_in({field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)} if record else batch)
     if count is None:
         return _doubled_lists(batch)
 
     def joined(part: Any) -> Any:
+        if isinstance(part, list | tuple):
+            return type(part)([*part, *part])
+        return torch.cat([part, part]) if isinstance(part, Tensor) else part.repeat(2, axis=0)
+
+    return map_samples(joined, batch, count)
+
+
+def map_samples(function: Callable[[Any], Any], batch: Any, count: int) -> Any | None:
+    """The batch with `function` applied to what has an entry per sample; None where it is not known how the samples are arranged in it.
+
+    Understood are tensors and arrays whose first dimension is the sample, and lists with one entry per sample. What goes for the whole
+    batch stays: numbers, texts, tensors without dimensions or with a first one of 1.
+    """
+
+    def entries(part: Any) -> Any:
         if isinstance(part, Tensor) or hasattr(part, "__array_interface__"):
             if part.ndim == 0 or (part.shape[0] == 1 != count):
                 return part
-            if part.shape[0] != count:
-                raise _InDoubt
-            return torch.cat([part, part]) if isinstance(part, Tensor) else part.repeat(2, axis=0)
-        if part is not None and not isinstance(part, int | float | str | bytes):
-            raise _InDoubt
-        return part
+            if part.shape[0] == count:
+                return function(part)
+        elif part is None or isinstance(part, int | float | str | bytes):
+            return part
+        raise _InDoubt
 
     def one_each(part: Any) -> Any:
         if isinstance(part, list | tuple) and len(part) == count and not hasattr(part, "_fields"):
             stacked = any(tensor.ndim and tensor.shape[0] == count for tensor in tensors_of(part))
-            return None if stacked else type(part)([*part, *part])
+            return None if stacked else function(part)
         return None
 
     try:
-        return _map(joined, batch, one_each)
-    except (_InDoubt, RuntimeError, TypeError, ValueError):  # e.g. a nested or quantised tensor, which torch cannot join
+        return _map(entries, batch, one_each)
+    except (_InDoubt, RuntimeError, TypeError, ValueError):  # torch can neither join nor cut a nested or sparse tensor
         return None
 
 

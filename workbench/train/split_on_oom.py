@@ -13,12 +13,9 @@ step's very last part. An error in the backward after that is final, since the o
 """
 
 import contextlib
-import copy
-import dataclasses
 import gc
 import math
 import traceback
-from collections.abc import Callable, MutableMapping
 from typing import Any, Protocol
 
 import torch
@@ -26,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from workbench.harness.batches import tensors_of
+from workbench.harness.batches import map_samples
 from workbench.runs.errors import is_out_of_memory
 from workbench.timeline.loops import samples_in
 
@@ -171,45 +168,6 @@ def _skip_buffer_broadcast(ddp: DistributedDataParallel) -> None:
     ddp.require_forward_param_sync = False
 
 
-class _UnknownLayout(Exception):
-    """Which dimension of a part of the batch is the sample cannot be determined."""
-
-
 def rows(batch: Any, start: int, stop: int, count: int) -> Any | None:
-    """The samples `start` to `stop` (excluded) of a batch; None if its layout is unknown.
-
-    Known layouts: tensors and arrays whose first dimension is the sample, lists with one entry per sample, and values for the whole batch:
-    numbers, texts, tensors without dimensions or with a first one of 1.
-    """
-    try:
-        return _slice(batch, lambda part: part[start:stop], count)
-    except (_UnknownLayout, RuntimeError, TypeError, ValueError):  # e.g. a nested or sparse tensor, which torch cannot cut
-        return None
-
-
-def _slice(part: Any, take: Callable[[Any], Any], count: int) -> Any:
-    if isinstance(part, Tensor) or hasattr(part, "__array_interface__"):
-        if part.ndim == 0 or (part.shape[0] == 1 != count):
-            return part
-        if part.shape[0] != count:
-            raise _UnknownLayout
-        return take(part)
-    if isinstance(part, list | tuple):
-        named = hasattr(part, "_fields")
-        if len(part) == count and not named and not any(tensor.ndim and tensor.shape[0] == count for tensor in tensors_of(part)):
-            return take(part)
-        values = [_slice(value, take, count) for value in part]
-        return type(part)(*values) if named else type(part)(values)
-    if isinstance(part, MutableMapping):
-        mapping = copy.copy(part)
-        for key, value in part.items():
-            mapping[key] = _slice(value, take, count)
-        return mapping
-    if dataclasses.is_dataclass(part) and not isinstance(part, type):
-        record = copy.copy(part)
-        for field in dataclasses.fields(part):
-            object.__setattr__(record, field.name, _slice(getattr(part, field.name), take, count))  # also if it is frozen
-        return record
-    if part is not None and not isinstance(part, int | float | str | bytes):
-        raise _UnknownLayout
-    return part
+    """The samples `start` to `stop` (excluded) of a batch; None if it is not known how they are arranged in it."""
+    return map_samples(lambda part: part[start:stop], batch, count)
