@@ -202,9 +202,9 @@ class Places:
         for rank in range(3):
             (path / "nodes" / str(rank)).mkdir(parents=True)
 
-    def peers(self, rank: int = 0, silence: float = 60.0) -> guard.Peers:
-        node = {"rank": rank, "count": 3, "name": f"host{rank}", "silence": silence}
-        return guard.Peers({"run_dir": str(self.path), "node": node})
+    def peers(self, rank: int = 0, silence: float = 60.0, **more: Any) -> guard.Peers:
+        node = {"rank": rank, "members": [0, 1, 2], "name": f"host{rank}", "silence": silence, "attempt": 0, "lost": {}}
+        return guard.Peers({"run_dir": str(self.path), "node": node, **more})
 
     def say(self, rank: int, state: str | None, beat: int = 1, **more: Any) -> None:
         outcome = state and {"state": state, "exits": {}, **more}
@@ -241,6 +241,27 @@ def test_a_guard_stops_when_a_machine_is_silent(tmp_path: Path) -> None:
     places.say(2, None)
     assert [peers.look(float(second), deaths) for second in (0, 10, 20)] == ["", "", ""]
     assert peers.look(22.0, deaths) == "failed"
+
+
+def test_a_guard_of_a_run_that_restarts_survives_the_end_of_a_join(tmp_path: Path) -> None:
+    places, deaths = Places(tmp_path), guard.Deaths(0, 0)
+    places.say(1, "abandoned")
+    peers = places.peers(rank=2, restart=["program"])
+    seen = [peers.look(float(second), deaths) for second in range(12)]
+    assert (seen[0], seen[-1], peers.cause) == ("", "failed", None)  # not "abandoned", which ends the run
+    peers.regrouping = True
+    assert peers.look(20.0, deaths) == ""  # that is the program's to judge now
+    places.say(0, "stopped")
+    assert peers.look(30.0, deaths) == "stopped"
+
+
+def test_what_a_machine_said_in_an_earlier_attempt_does_not_count(tmp_path: Path) -> None:
+    places, deaths = Places(tmp_path), guard.Deaths(0, 0)
+    node = {"rank": 0, "members": [0, 1], "name": "host0", "silence": 60.0, "attempt": 1, "lost": {}}
+    peers = guard.Peers({"run_dir": str(tmp_path), "node": node})
+    places.say(1, "failed")
+    assert {peers.look(float(second), deaths) for second in range(60)} == {""}
+    assert peers.look(70.0, deaths) == "failed"  # but it has to beat
 
 
 def test_alone_nothing_is_written(tmp_path: Path) -> None:

@@ -259,7 +259,7 @@ def test_a_new_run_goes_on_with_the_machines_that_are_left(tmp_path: Path, monke
         assert bool(run.join_command) == (left > 1)
     where: dict[str, Any] = {"resume": path, "runs_dir": tmp_path / "runs", "rdzv_endpoint": "localhost:29400", "rdzv_timeout": 30}
     wb.launch(SPEC.replace(nnodes=2, accumulation=2), **where)
-    assert begun[-1]["rendezvous"] == {"nnodes": 2, "endpoint": "localhost:29400", "timeout": 30}
+    assert begun[-1]["rendezvous"] == {"nnodes": 2, "endpoint": "localhost:29400", "timeout": 30, "silence": 60.0}
     with pytest.raises(LaunchError, match="rdzv_endpoint='localhost:29400' with one machine"):
         wb.launch(SPEC.replace(nnodes=1, accumulation=4), **where)
 

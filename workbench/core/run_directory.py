@@ -186,7 +186,7 @@ _OUTCOME: Mapping[str, tuple[type | tuple[type, ...], type | tuple[type, ...]]] 
     "error": (dict, object),
 }
 """Of an outcome: the type of each value that is there, and of what is in it."""
-_OF_LAYOUT = ("nproc_per_node", "micro_batch", "accumulation")
+_OF_LAYOUT = ("nnodes", "nproc_per_node", "micro_batch", "accumulation")
 """Numbers of the layout with which a run went on after ranks were lost."""
 
 

@@ -65,9 +65,9 @@ def watchdog(run_dir: Path, on_hang: str) -> list[str]:
     return [sys.executable, "-m", WATCHDOG, str(run_dir), on_hang]
 
 
-def restart(run_dir: Path) -> list[str]:
-    """What a guard starts after a failure, where restarts are allowed."""
-    return [sys.executable, "-m", RESTART, str(run_dir)]
+def restart(run_dir: Path, machine: int | None = None) -> list[str]:
+    """What a guard starts after a failure, where restarts are allowed; of several machines on each, with its number."""
+    return [sys.executable, "-m", RESTART, str(run_dir), *([] if machine is None else [str(machine)])]
 
 
 def spec_entrypoint(spec: Spec, *run_dirs: Path) -> list[str]:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
-from workbench.core.run_directory import ENV_RUN_ID
+from workbench.core.run_directory import ENV_RUN_ID, LOCK, NODES, is_locked
 
 guards: dict[str, "subprocess.Popen[bytes]"] = {}
 """Run id → the guard that this process has started, whose stdin it holds open. When this process ends, however it ends, the pipes end and
@@ -29,14 +29,19 @@ def find_guard(launch_dir: Path, run_id: str | None) -> int | None:
         launch_dir: of the launch, without links; it may have been deleted.
         run_id: of the run; None = of whichever runs in that directory.
     """
+    found = list[tuple[int, int]]()
     for pid, config in _guards():
-        node = config.get("node")
-        first = not (isinstance(node, dict) and node.get("rank"))  # those of further machines end with that of the first
-        if first and run_id in (None, config.get("id")) and os.path.realpath(str(config.get("run_dir"))) == str(launch_dir):
-            with contextlib.suppress(OSError):
+        if run_id in (None, config.get("id")) and os.path.realpath(str(config.get("run_dir"))) == str(launch_dir):
+            node = config.get("node")
+            with contextlib.suppress(OSError, ValueError, TypeError):
                 if os.getsid(pid) == pid:  # the keeper, which passes signals on to the guard
-                    return pid
-    return None
+                    found.append((int(node["rank"]) if isinstance(node, dict) else 0, pid))
+    return min(found)[1] if found else None  # those of further machines end with that of the first one
+
+
+def is_guarded(launch_dir: Path) -> bool:
+    """Does the guard of a launch live, on any of its machines?"""
+    return is_locked(launch_dir / LOCK) or any(map(is_locked, launch_dir.glob(f"{NODES}/*/{LOCK}")))
 
 
 def ranks_of(run_id: str) -> dict[int, list[int]]:

@@ -15,7 +15,7 @@ from workbench.core.display import table
 from workbench.core.units import several
 from workbench.runs.spec import AUTO, RunSpec, Spec, SpecError
 
-RESHAPED = ("nproc_per_node", "micro_batch", "accumulation")
+RESHAPED = ("nnodes", "nproc_per_node", "micro_batch", "accumulation")
 """Knobs that a restart with fewer ranks changes."""
 WITH_WHAT_IS_LEFT = (
     "With the machines that are left a new run goes on from its last checkpoint: "
@@ -81,7 +81,7 @@ def check(spec: Spec, max_restarts: int, min_ranks: int | None, error: type[Valu
     """
     whole_number("max_restarts", max_restarts, least=0, error=error)
     if min_ranks is not None:
-        whole_number("min_ranks", min_ranks, least=1, most=spec.nproc_per_node, error=error)
+        whole_number("min_ranks", min_ranks, least=1, most=spec.world_size, error=error)
         if not max_restarts:
             raise error(f"min_ranks={min_ranks} without max_restarts: a run goes on with fewer ranks when it restarts; try max_restarts=3")
     if not max_restarts:
@@ -90,11 +90,6 @@ def check(spec: Spec, max_restarts: int, min_ranks: int | None, error: type[Valu
     if not isinstance(spec, RunSpec):
         raise error(
             f"{said} with a script, whose checkpoints are its own: after a failure launch it again, with the option that reads them"
-        )
-    if spec.nnodes > 1:
-        raise error(
-            f"{said} with nnodes={spec.nnodes}: a run of several machines does not restart by itself. On Slurm it does, with "
-            f"Slurm(requeue=True). {WITH_WHAT_IS_LEFT}"
         )
     if not spec.checkpoint_every:
         raise error(f"{said} without checkpoints: it would begin anew each time; try checkpoint_every=100")
@@ -110,7 +105,7 @@ def with_fewer(spec: RunSpec, ranks: int, least: int) -> tuple[RunSpec | None, l
     """A spec's layout for the ranks that are left, with the same samples in a step: the lost ranks' part is made up by accumulation.
 
     Args:
-        spec: as it was launched.
+        spec: as it was launched; on several machines each keeps its number of ranks.
         ranks: that are left.
         least: ranks that it may go on with, at least.
 
@@ -123,7 +118,8 @@ def with_fewer(spec: RunSpec, ranks: int, least: int) -> tuple[RunSpec | None, l
     (2, 2, 32, ['3 ranks cannot share the 32 samples of a step evenly'])
     """
     why = []
-    for count in range(ranks, least - 1, -1):
+    each_machine = spec.nproc_per_node if spec.nnodes > 1 else 1
+    for count in range(ranks, least - 1, -each_machine):
         if uneven := [name for name in ("tensor_parallel", "pipeline_parallel", "expert_parallel") if count % getattr(spec, name)]:
             why.append(f"{uneven[0]}={getattr(spec, uneven[0])} does not divide {several(count, 'rank')}")
             continue
@@ -135,16 +131,36 @@ def with_fewer(spec: RunSpec, ranks: int, least: int) -> tuple[RunSpec | None, l
         if 2 * micro < spec.micro_batch and micro < each:
             why.append(f"with {several(count, 'rank')} a micro-batch would have {micro} samples instead of {spec.micro_batch}")
             continue
+        share = {"nnodes": count // each_machine} if spec.nnodes > 1 else {"nproc_per_node": count}
         try:
-            return spec.replace(nproc_per_node=count, micro_batch=micro, accumulation=each // micro), why
+            return spec.replace(**share, micro_batch=micro, accumulation=each // micro), why
         except SpecError as error:
             why.append(f"with {several(count, 'rank')}: {error}")
     return None, why
 
 
+def resume_with(spec: RunSpec, machines: int) -> str:
+    """What to type so that a new run goes on with as many machines as are left, or with those of them that can share the work.
+
+    >>> from workbench.runs.spec import RunSpec
+    >>> resume_with(RunSpec(task="text-gpt", nnodes=3, micro_batch=8), 2)
+    'wb.launch(run.spec.replace(nnodes=2, micro_batch=6, accumulation=2), resume=run)'
+    """
+    fewer, _ = with_fewer(spec, machines * spec.nproc_per_node, 1)
+    changed = [name for name in RESHAPED if fewer and getattr(fewer, name) != getattr(spec, name)]
+    changes = ", ".join(f"{name}={getattr(fewer, name)}" for name in changed) or "nnodes=…, accumulation=…"
+    return f"wb.launch(run.spec.replace({changes}), resume=run)"
+
+
 def present_spec(info: Mapping[str, Any]) -> dict[str, Any]:
     """The spec of a run.json with the ranks that it has now: fewer than it was launched with, where some were lost."""
     return {**info["spec"], **(info.get("layout") or {})}
+
+
+def present_ranks(info: Mapping[str, Any]) -> int:
+    """The ranks of a run that there are now, on all its machines."""
+    spec = present_spec(info)
+    return int(spec.get("nnodes", 1) * spec.get("nproc_per_node", 1))
 
 
 def restarts_of(rows: Sequence[Mapping[str, Any]]) -> list[Restart]:

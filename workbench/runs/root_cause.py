@@ -227,8 +227,8 @@ def _lost_machine(suspects: list[_Suspect], outcome: Mapping[str, Any]) -> Failu
         kind="node",
         message=f"machine {rank} ({node.get('name')}) died or was cut off: its guard has not been heard of any more{effect}",
         traceback=victim.failure.traceback if victim else None,
-        hint="Is it up, and does it reach the shared file system? A job of Slurm goes on by itself, on others: Slurm(requeue=True) with "
-        "checkpoint_every=.",
+        hint="Is it up, and does it reach the shared file system? With checkpoint_every=, max_restarts= and min_ranks= a run goes on with "
+        "the machines that are left; a job of Slurm on others: Slurm(requeue=True).",
     )
 
 

@@ -21,10 +21,10 @@ from workbench.core.checks import NearestAttribute, is_whole, path_of
 from workbench.core.display import table
 from workbench.core.run_directory import CHECKPOINTS, ERRORS, LOCK, LOGS, METRICS, NODES, RUN_JSON, TRACES, DamagedRunError
 from workbench.runs.failure import Failure, RunError
-from workbench.runs.guards import end_guard, find_guard
+from workbench.runs.guards import end_guard, find_guard, is_guarded
 from workbench.runs.hang import Hang, hang_note
 from workbench.runs.rank_steps import RankMeans
-from workbench.runs.restarts import Restart, restarts_of
+from workbench.runs.restarts import Restart, present_ranks, restarts_of
 from workbench.runs.root_cause import first_failure
 from workbench.runs.rows import RunRows, loss_note, losses_of, resume_notes
 from workbench.runs.slurm_queue import Job, is_final
@@ -122,7 +122,7 @@ class Run(NearestAttribute):
         self._outcome = info.get("outcome")
         self._begun: float = info.get("begun", self.created)
         self._before: float = info.get("seconds_before", 0.0)
-        self._ranks = (info.get("layout") or {}).get("nproc_per_node", self.spec.world_size)  # fewer where some were lost
+        self._ranks = present_ranks(info)
 
     def _read_info(self) -> None:
         self._written = run_directory.version_of(self.path)  # before it is read: whatever is written later is read another time
@@ -147,7 +147,7 @@ class Run(NearestAttribute):
         if self._job is None and self._outcome is not None and run_directory.version_of(self.path) not in (None, self._written):
             self._read_info()  # it goes on from a checkpoint, maybe
         if self._outcome is None:
-            alive = run_directory.is_locked(self._launch_dir / LOCK)  # first the lock, then the file: the guard writes, then lets go
+            alive = is_guarded(self._launch_dir)  # first the lock, then the file: the guard writes, then lets go
             self._read_info()
             if self._outcome is None and self._launch_dir != self.path:  # one of a sweep: what ended the launch ended it
                 self._outcome = run_directory.read_json(self._launch_dir / RUN_JSON).get("outcome")
@@ -262,7 +262,7 @@ class Run(NearestAttribute):
         if not gone and self.state == "running" and self._host != platform.node():
             raise ValueError(f"{self!r} runs on {self._host}, and this is {platform.node()}: stop it there")
         was = self._guard() if gone else None
-        runs = (lambda: self._guard() == was is not None) if gone else (lambda: self.state == "running" and run_directory.is_locked(lock))
+        runs = (lambda: self._guard() == was is not None) if gone else (lambda: self.state == "running" and is_guarded(self._launch_dir))
         ended = end_guard(self._guard, runs, timeout)
         if ended == "late":
             raise TimeoutError(f"{self!r} has not ended {units.seconds(timeout)} after stop()" + ("" if gone else f": see {log}"))
@@ -460,7 +460,7 @@ class Run(NearestAttribute):
         """What the run still waits for: machines that have to join it; "" for nothing."""
         if state != "running" or done or not self.join_command:
             return ""
-        have, want = len(self.nodes), self.spec.nnodes
+        have, want = len(self.nodes), self._ranks // self.spec.nproc_per_node
         return f"{have} of {want} machines are here; on each of the others: {self.join_command}" if have < want else ""
 
     def progress_words(self) -> str:

@@ -12,7 +12,8 @@ When torchrun ends by itself, what it left behind is killed, too. After a failur
 (`programs/restart.py`, where restarts are allowed). Last, the outcome goes into run.json.
 
 On several machines each has a guard (in a job of Slurm: in the job's step, without a launching process). They write heartbeats and
-outcomes into the run directory. A guard stops its part when another has failed or fallen silent; that of machine 0 writes run.json last.
+outcomes into the run directory. A guard stops its part when another has failed or fallen silent; that of the first machine writes run.json
+last. Where restarts are allowed the machines that are left agree on the next attempt (`regroup.py`); one that comes back later ends.
 
 The keeper is the guard's parent and a subreaper as well: it passes SIGTERM on, and if the guard is killed, it kills what the guard would
 have. If the keeper is killed, the guard gets a signal (PDEATHSIG) and stops the run. Either way there is no outcome: the run is "lost".
@@ -71,12 +72,10 @@ def processes() -> Iterator[tuple[int, int]]:
     Not so a zombie with other threads, such as one in the driver of a GPU: files and memory are freed when the last thread ends.
     """
     for name in filter(str.isdigit, os.listdir("/proc")):
-        try:
+        with contextlib.suppress(OSError):  # ended while we looked
             state, parent, *more = Path(f"/proc/{name}/stat").read_text().rpartition(")")[2].split()
-        except OSError:  # ended while we looked
-            continue
-        if state != "Z" or int(more[15]) > 1:
-            yield int(name), int(parent)
+            if state != "Z" or int(more[15]) > 1:
+                yield int(name), int(parent)
 
 
 def descendants(root: int, run_id: str) -> list[int]:
@@ -99,15 +98,11 @@ def descendants(root: int, run_id: str) -> list[int]:
 def reap(wanted: int) -> int | None:
     """Take the exit codes of all ended children, orphans included; that of `wanted` is returned if it was among them."""
     code = None
-    while True:
-        try:
-            pid, status = os.waitpid(-1, os.WNOHANG)
-        except ChildProcessError:
-            return code
-        if not pid:
-            return code
-        if pid == wanted:
-            code = os.waitstatus_to_exitcode(status)
+    with contextlib.suppress(ChildProcessError):
+        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            if ended[0] == wanted:
+                code = os.waitstatus_to_exitcode(ended[1])
+    return code
 
 
 def end_all(wanted: int, run_id: str, beat: Callable[[], object] = int) -> int | None:
@@ -148,7 +143,7 @@ class Deaths:
     def __init__(self, torchrun: int, ranks: int) -> None:
         self._torchrun, self._missing = torchrun, ranks if hasattr(os, "pidfd_open") else 0
         self._give_up = float("inf")
-        self._ranks: dict[int, int] = {}  # pidfd -> rank
+        self.watched: dict[int, int] = {}  # pidfd -> rank
         self._known: set[int] = set()
         self.times: dict[int, int] = {}
         self.places: dict[int, int] = {}
@@ -157,10 +152,6 @@ class Deaths:
     def looking(self) -> bool:
         return self._missing > 0 and time.monotonic() < self._give_up
 
-    @property
-    def watched(self) -> list[int]:
-        return list(self._ranks)
-
     def look(self) -> None:
         """Find ranks that have started: torchrun's own children with a RANK in their environment."""
         for pid in [pid for pid, parent in processes() if parent == self._torchrun and pid not in self._known]:
@@ -168,7 +159,7 @@ class Deaths:
                 entries = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
                 ranks = [int(entry[5:]) for entry in entries if entry.startswith(b"RANK=")]
                 if ranks:  # none yet between its fork and its exec
-                    self._ranks[os.pidfd_open(pid)] = ranks[0]
+                    self.watched[os.pidfd_open(pid)] = ranks[0]
                     self.places |= {int(entry[11:]): ranks[0] for entry in entries if entry.startswith(b"LOCAL_RANK=")}
                     self._known.add(pid)
                     self._missing -= 1
@@ -180,8 +171,8 @@ class Deaths:
 
     def note(self, ready: list[int]) -> None:
         now = time.monotonic_ns()  # of all: nobody knows which of them was first
-        for fd in set(ready) & set(self._ranks):
-            self.times[self._ranks.pop(fd)] = now
+        for fd in set(ready) & set(self.watched):
+            self.times[self.watched.pop(fd)] = now
             os.close(fd)
 
 
@@ -189,18 +180,26 @@ class Peers:
     """The guards of the other machines, through files that all machines see. Empty for a run on one machine."""
 
     def __init__(self, config: dict[str, Any]) -> None:
-        node = config.get("node") or {"rank": 0, "count": 1, "silence": 0.0}
-        self._me, self.count, self._silence = node["rank"], node["count"], node["silence"]
-        self._run_dir = Path(config["run_dir"])
+        node = config.get("node") or {"rank": 0, "members": [0], "silence": 0.0, "attempt": 0, "lost": {}}
+        self._me, self._members, self._silence, self._attempt = node["rank"], node["members"], node["silence"], node["attempt"]
+        self._lost, self._elastic, self.several, self.regrouping = node["lost"], config.get("restart"), bool(config.get("node")), False
+        self._run_dir, self.leads = Path(config["run_dir"]), node["rank"] == min(node["members"])
         self._status: dict[str, Any] = {"clock": time.time_ns() - time.monotonic_ns(), **node, "ranks": {}, "outcome": None}
         self._beats: dict[int, tuple[str, float]] = {}
         self._bad_since: dict[int, float] = {}
-        self.cause: int | None = None
-        """The machine whose end was the reason to stop; None = none was."""
-        self._beat, self.next = 0, 0.0 if self.count > 1 else float("inf")
+        self.cause: int | None = None  # the machine whose end was the reason to stop
+        self._beat, self.next = 0, 0.0 if self.several else float("inf")
 
     def _folder(self, rank: int) -> Path:
         return self._run_dir / NODES / str(rank)
+
+    @property
+    def went_on(self) -> bool:
+        """Have the others gone on without this machine? An attempt has a plan before it begins."""
+        with contextlib.suppress(OSError, ValueError):
+            plans = (self._run_dir / NODES).glob("attempt*.json") if self.several else ()
+            return any(self._me not in json.loads(plan.read_text())["members"] for plan in plans)
+        return False
 
     def read(self, rank: int) -> dict[str, Any] | None:
         """The status of another machine; None before it has come."""
@@ -210,7 +209,7 @@ class Peers:
 
     def publish(self, **more: Any) -> None:
         """Write this machine's status for the others; on a full disk they do not get it, and this machine goes on."""
-        if self.count > 1:
+        if self.several:
             self._status |= more
             with contextlib.suppress(OSError):
                 part = self._folder(self._me) / f"{NODE_JSON}.part"
@@ -219,16 +218,15 @@ class Peers:
 
     def silent_for(self, rank: int, now: float) -> float:
         """Seconds since the last heartbeat of a machine that has come; by this machine's clock, as no two clocks agree."""
-        try:
-            beat = (self._folder(rank) / BEAT).read_text()
-        except OSError:
-            return 0.0
-        if beat != self._beats.get(rank, ("", 0.0))[0]:
-            self._beats[rank] = beat, now
-        return now - self._beats[rank][1]
+        with contextlib.suppress(OSError):
+            if (beat := (self._folder(rank) / BEAT).read_text()) != self._beats.get(rank, ("", 0.0))[0]:
+                self._beats[rank] = beat, now
+            return now - self._beats[rank][1]
+        return 0.0
 
-    def beat(self, now: float) -> None:
+    def beat(self, now: float | None = None) -> None:
         """Write a heartbeat, if it is time for one."""
+        now = time.monotonic() if now is None else now
         if now >= self.next:
             self.next = now + HEARTBEAT
             self._beat += 1
@@ -240,41 +238,39 @@ class Peers:
         if now < self.next:
             return ""
         self.beat(now)
-        if deaths.places != self._status["ranks"]:
+        failed = not self.regrouping and self.went_on
+        if not self.regrouping and deaths.places != self._status["ranks"]:
             self.publish(ranks=dict(deaths.places))
-        for rank in set(range(self.count)) - {self._me}:
+        for rank in set(self._members) - {self._me}:
             there = self.read(rank)
-            outcome = there and there["outcome"]
+            outcome = there and there.get("attempt", 0) == self._attempt and there["outcome"]
             if outcome and outcome["state"] != "finished":
                 since = self._bad_since.setdefault(rank, now)
-                if outcome["state"] != "failed":
+                if outcome["state"] != "failed" and not (outcome["state"] == "abandoned" and rank and self._elastic):
                     self.cause = rank if outcome.get("cause") is None else outcome["cause"]
                     return str(outcome["state"])
-                if now - since > LEAVE:
-                    return "failed"
-            elif there and not outcome and self.silent_for(rank, now) > self._silence:
-                return "failed"
-        return ""
+                failed = failed or now - since > LEAVE
+            elif there and not outcome:
+                failed = failed or self.silent_for(rank, now) > self._silence
+        return "failed" if failed and not self.regrouping else ""
 
     def conclude(self, outcome: dict[str, Any]) -> dict[str, Any]:
-        """Publish the outcome of this part. Machine 0 waits for the others that still have heartbeats; returns the outcome of all."""
+        """Publish the outcome of this part. The first machine waits for the others that still have heartbeats; returns that of all."""
         self.publish(outcome=outcome)
-        if self.count == 1 or self._me:
+        if not (self.several and self.leads):
             return outcome
-        began = time.monotonic()
-        others = {rank: self.read(rank) for rank in range(1, self.count)}
-        while True:
-            now = time.monotonic()
-            running = [rank for rank, there in others.items() if there and not there["outcome"] and self.silent_for(rank, now) < QUIET]
-            if not running or now - began > END_LIMIT + 3 * QUIET:
-                break
+        limit, others = time.monotonic() + END_LIMIT + 3 * QUIET, {rank: self.read(rank) for rank in self._members if rank != self._me}
+        while (now := time.monotonic()) < limit and [
+            rank for rank, there in others.items() if there and not there["outcome"] and self.silent_for(rank, now) < QUIET
+        ]:
             time.sleep(0.1)
             others = {rank: self.read(rank) for rank in others}
-        return combine_outcomes(self._status | {"outcome": outcome}, others)
+        whole = combine_outcomes(self._status | {"outcome": outcome}, others)
+        return whole | {"nodes": {**self._lost, **whole["nodes"]}}
 
 
 def combine_outcomes(mine: dict[str, Any], others: dict[int, dict[str, Any] | None]) -> dict[str, Any]:
-    """The outcome of a run on several machines, on the clock of machine 0, by its status and the others' (None = they never came)."""
+    """The outcome of a run on several machines, on the clock of the first, by its status and the others' (None = they never came)."""
     outcome = dict(mine["outcome"])
     exits, clocks, nodes = dict(outcome["exits"]), dict[str, int](), dict[int, dict[str, Any]]()
     for rank, there in others.items():
@@ -377,10 +373,8 @@ def watch(torchrun: int, config: dict[str, Any], deaths: Deaths, woken: int, pee
         torchrun's exit code (None: it outlived the grace period), why it was stopped ("": it was not), and when (monotonic ns).
     """
     never = float("inf")
-    launcher = [0]  # the pipe from the launching process, and the process itself: a child that it forked may hold the pipe open
-    if not config["launcher"]:  # a step of a job: it ends when the batch system says so
-        launcher.clear()
-    elif hasattr(os, "pidfd_open"):
+    launcher = [0] if config["launcher"] else []  # of a step of a job: none, as it ends when the batch system says so
+    if launcher and hasattr(os, "pidfd_open"):  # the process beside the pipe from it, which a child that it forked may hold open
         with contextlib.suppress(OSError):  # gone already: the pipe says so, too
             launcher.append(os.pidfd_open(config["launcher"]))
     time_up, kill_at = config["time_up"], never
@@ -388,9 +382,7 @@ def watch(torchrun: int, config: dict[str, Any], deaths: Deaths, woken: int, pee
     while (code := reap(torchrun)) is None and (now := time.monotonic()) < kill_at:
         if deaths.looking:
             deaths.look()
-        if not why and now >= time_up:
-            why = "timeout"
-        why = why or peers.look(now, deaths)
+        why = why or ("timeout" if now >= time_up else peers.look(now, deaths))
         if now >= look_at and not why:
             look_at = now + HEARTBEAT
             if any(hang.glob("rank*.json")) and not (watchdog and os.path.exists(f"/proc/{watchdog}")):
@@ -407,19 +399,20 @@ def watch(torchrun: int, config: dict[str, Any], deaths: Deaths, woken: int, pee
             why = why or "stopped"
         if not set(launcher).isdisjoint(ready):
             why = why or "abandoned"
-    deaths.note(select.select(deaths.watched, [], [], 0)[0])
+    deaths.note(select.select(list(deaths.watched), [], [], 0)[0])
     return code, why, stopped_ns
 
 
 def go_on(config: dict[str, Any], outcome: dict[str, Any], woken: int, peers: Peers) -> bool:
     """After a failure, put what the program of `config["restart"]` says into `config`; False = the run has ended."""
-    answer = Path(config["run_dir"], NEXT)
+    answer, peers.regrouping = Path(config["run_dir"], *[NODES, str(machine_of(config))] * peers.several, NEXT), True
+    peers.publish(outcome=outcome | {"state": "failed"})
     with contextlib.suppress(OSError, ValueError):
         answer.write_text(json.dumps(outcome))
         asked = start(config["restart"])
         code, why, _ = watch(asked, config | {"watchdog": None}, Deaths(asked, 0), woken, peers)
-        end_all(asked, config["id"])
-        outcome["state"] = why or "failed"
+        end_all(asked, config["id"], peers.beat)
+        outcome["state"] = why or outcome["state"]
         config |= json.loads(answer.read_text())
         answer.unlink()
         return code == 0 and not why
@@ -436,18 +429,18 @@ def guard(config: dict[str, Any], keeper: int) -> int:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     end_with_parent(keeper)
     started = time.monotonic()
-    config["time_up"] = started + (config["timeout"] or float("inf"))
-    peers = Peers(config)
-    peers.publish()
     os.environ["WORKBENCH_RUN_MACHINE"] = str(machine_of(config))
     while True:
+        config["time_up"] = started + (config["timeout"] or float("inf"))
+        peers = Peers(config)
+        peers.publish()
         kills_before, begun = oom_kills(), time.monotonic()
         torchrun = start(config["command"])
         deaths = Deaths(torchrun, config["nproc"])
         code, why, stopped_ns = watch(torchrun, config, deaths, woken, peers)
         peers.publish(ranks=dict(deaths.places))
         seconds = time.monotonic() - started
-        ended = end_all(torchrun, config["id"], lambda: peers.beat(time.monotonic()))
+        ended = end_all(torchrun, config["id"], peers.beat)
         remove_temporary(config)
         code = ended if code is None else code
         if os.getppid() != keeper:
@@ -464,10 +457,17 @@ def guard(config: dict[str, Any], keeper: int) -> int:
             "stopped_ns": stopped_ns,
             **({} if peers.cause is None else {"cause": peers.cause}),
         }
-        if outcome["state"] != "failed" or not config.get("restart") or not go_on(config, outcome, woken, peers):
+        again = outcome["state"] == "failed" or (preempted and not why and peers.several)  # maybe another machine's end was the signal
+        if not again or peers.went_on or not config.get("restart") or not go_on(config, outcome, woken, peers):
             break
+    if peers.went_on:
+        print(f"workbench: machine {machine_of(config)} is no longer part of the run, which goes on without it", flush=True)
+        return 1
+    if config.get("restart"):
+        peers = Peers(config)  # the machines that are left may have agreed that the run ends
+        peers.publish(ranks=dict(deaths.places))
     outcome = peers.conclude(outcome)
-    if not machine_of(config):
+    if peers.leads:
         write_outcome(Path(config["run_dir"]), outcome)
     return int(not config["launcher"] and outcome["state"] != "finished")
 

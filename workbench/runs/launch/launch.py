@@ -76,7 +76,7 @@ def launch(
         max_restarts: how often a RunSpec with checkpoints starts again by itself from the last one, after a rank was killed, crashed or
             raised an error, or a hang was stopped; not where the same error came again before a further step. `run.restarts` lists them.
         min_ranks: a restart goes on with the ranks that are left, but no fewer than this: the samples of a step stay the same, by more
-            accumulation; None = always with all ranks.
+            accumulation; of several machines, with all ranks of those that are left. None = always with all ranks.
         **knobs: fields of the RunSpec to change, as `spec.replace` does; for a script `threads`, and with `watch` also `profile`.
 
     Raises:

@@ -215,7 +215,7 @@ class NewRun:
             "lock": lock,
             "launcher": os.getpid(),
             "watchdog": entrypoints.watchdog(self.path, info.get("on_hang", "report")),
-            "restart": entrypoints.restart(self.path) if info.get("elastic") else None,
+            "restart": entrypoints.restart(self.path, 0 if info.get("rendezvous") else None) if info.get("elastic") else None,
             "node": Rendezvous(**info["rendezvous"]).node(self.path, 0) if info.get("rendezvous") else None,
         }
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # inherited: no stop before the guard listens

@@ -16,7 +16,7 @@ from typing import Any
 
 from workbench.core import run_directory
 from workbench.core.checks import number_in_environment
-from workbench.runs.entrypoints import spec_entrypoint, watchdog
+from workbench.runs import entrypoints
 from workbench.runs.launch import environment
 from workbench.runs.launch.new_run import GRACE, LaunchError, open_lock
 from workbench.runs.launch.rendezvous import Rendezvous, free_endpoint
@@ -41,6 +41,8 @@ def join(run_dir: str | os.PathLike[str]) -> int:
     info = run_directory.read_json(path / run_directory.RUN_JSON)
     if not info.get("rendezvous"):
         raise LaunchError(f"{run!r} is a run of one machine: launch it with nnodes=2 or more, so that others can join")
+    if any((path / run_directory.NODES).glob("attempt*.json")):
+        raise LaunchError(f"{run!r} has gone on without a machine that it lost: nobody can join it any more")
     if info["outcome"]:
         raise LaunchError(f"{run!r} has ended ({run.state}): nobody can join it any more")
     refuse_foreign(run)
@@ -49,7 +51,8 @@ def join(run_dir: str | os.PathLike[str]) -> int:
     rank = _take_place(path, rendezvous.nnodes)
     lock = open_lock(path / run_directory.NODES / str(rank))
     config, environ = _prepared(path, info, rendezvous, rank)
-    with open(path / run_directory.NODES / str(rank) / run_directory.LAUNCHER_LOG, "wb") as log:
+    log_file = path / run_directory.NODES / str(rank) / run_directory.LAUNCHER_LOG
+    with open(log_file, "ab") as log:  # a restart cuts it
         guard = subprocess.Popen(
             [sys.executable, "-I", _GUARD, json.dumps(config | {"lock": lock, "launcher": os.getpid()})],
             stdin=subprocess.PIPE,
@@ -61,17 +64,33 @@ def join(run_dir: str | os.PathLike[str]) -> int:
         )
     os.close(lock)
     print(f"machine {rank} of {rendezvous.nnodes} of {run.name}: meeting at {rendezvous.endpoint}", flush=True)
-    try:
-        guard.wait()
-    except KeyboardInterrupt:
-        guard.send_signal(signal.SIGTERM)
-        guard.wait()
-    outcome = run_directory.read_json(path / run_directory.NODES / str(rank) / run_directory.NODE_JSON)["outcome"]
-    state = outcome["state"] if outcome else "lost"
-    print(f"machine {rank}: {state}", flush=True)
-    if state != "finished":
-        print(_last_lines(path / run_directory.NODES / str(rank) / run_directory.LAUNCHER_LOG), file=sys.stderr)
+    with open(log_file, encoding="utf-8", errors="replace") as log_lines:  # the folder is moved when the run goes on without this machine
+        try:
+            _wait(guard, run)
+        except KeyboardInterrupt:
+            guard.send_signal(signal.SIGTERM)
+            guard.wait()
+        outcome = None
+        with contextlib.suppress(run_directory.DamagedRunError):
+            outcome = run_directory.read_json(path / run_directory.NODES / str(rank) / run_directory.NODE_JSON)["outcome"]
+        state = outcome["state"] if outcome else "lost"
+        print(f"machine {rank}: {state}", flush=True)
+        if state != "finished":
+            print("".join(log_lines.readlines()[-20:]), file=sys.stderr)
     return 0 if state == "finished" else 1
+
+
+def _wait(guard: "subprocess.Popen[bytes]", run: Run) -> None:
+    """Wait for a guard, and print each restart when its first step was taken."""
+    said = 0
+    while True:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            guard.wait(0.2)
+        for restart in [restart for restart in run.restarts if restart.seconds is not None][said:]:
+            print(restart, flush=True)
+            said += 1
+        if guard.returncode is not None:
+            return
 
 
 def _take_place(path: Path, nnodes: int) -> int:
@@ -136,28 +155,39 @@ def _prepared(
     """The guard's configuration, and the environment of this machine's ranks."""
     spec: Spec = spec_from_json(info["spec"])
     node = rendezvous.node(path, rank, name)
-    program = spec_entrypoint(spec, path)  # never what stands in run.json; and the shared folder may be mounted elsewhere
-    logs = path / run_directory.NODES / str(rank) / run_directory.LOGS if rank else path / run_directory.LOGS
     more = rendezvous.environ() | environment.asked_of_launch(info["spec"], info)
     environ, _, _ = environment.for_ranks(path, info["id"], spec.threads, more)
     meeting = f"{info['id']}-{attempts(path)}" if info["batch"] else info["id"]
     config = {
         "run_dir": str(path),
         "id": info["id"],
-        "command": environment.torchrun(
-            spec.nproc_per_node, logs, program, meeting, rendezvous.flags(rank), shutdown=environment.shutdown_s(info["spec"])
-        ),
-        "nproc": spec.nproc_per_node,
         "grace": GRACE + environment.shutdown_s(info["spec"]),
-        "timeout": info["timeout"] if not rank else None,
-        "watchdog": None if rank else watchdog(path, info.get("on_hang", "report")),
+        "restart": entrypoints.restart(path, rank) if info.get("elastic") else None,
+    }
+    return config | of_attempt(path, info, rendezvous, node, meeting), environ
+
+
+def of_attempt(path: Path, info: dict[str, Any], rendezvous: Rendezvous, node: dict[str, Any], meeting: str) -> dict[str, Any]:
+    """What the guard of a machine starts in an attempt.
+
+    Args:
+        path: of the run.
+        info: its run.json.
+        rendezvous: where the machines of this attempt meet.
+        node: as `Rendezvous.node` gives it, of this machine.
+        meeting: what this attempt is called by torchrun.
+    """
+    spec, rank, first = spec_from_json(info["spec"]), node["rank"], node["rank"] == min(node["members"])
+    program = entrypoints.spec_entrypoint(spec, path)  # never what stands in run.json; and the shared folder may be mounted elsewhere
+    logs = path / run_directory.NODES / str(rank) / run_directory.LOGS if rank else path / run_directory.LOGS
+    flags, shutdown = rendezvous.flags(node["members"].index(rank)), environment.shutdown_s(info["spec"])
+    return {
+        "command": environment.torchrun(spec.nproc_per_node, logs, program, meeting, flags, shutdown=shutdown),
+        "nproc": spec.nproc_per_node,
+        "timeout": info["timeout"] if first else None,
+        "watchdog": entrypoints.watchdog(path, info.get("on_hang", "report")) if first else None,
         "node": node,
     }
-    return config, environ
-
-
-def _last_lines(log: Path) -> str:
-    return "\n".join(run_directory.TextTail(log).read(last=True)[-20:])
 
 
 def main() -> None:

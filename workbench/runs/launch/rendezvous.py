@@ -1,5 +1,6 @@
 """Rendezvous: where the machines of a run meet, torchrun's options for it, and the network interfaces on which the ranks listen."""
 
+import contextlib
 import fcntl
 import os
 import platform
@@ -43,6 +44,8 @@ class Rendezvous:
     """host:port of machine 0, as the others reach it."""
     timeout: float = TIMEOUT
     """Seconds until who has come gives up."""
+    silence: float = SILENCE
+    """Seconds without a heartbeat after which a machine counts as lost."""
 
     def __post_init__(self) -> None:
         match = _ENDPOINT.fullmatch(self.endpoint)
@@ -87,6 +90,15 @@ class Rendezvous:
             return _own_address(_ANYWHERE, 9) or address
         return address
 
+    def offered(self) -> str:
+        """host:port where this machine could take the place of machine 0: its address on the way there, the port if it is free."""
+        host = self.address() or ""
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        for port in (self.port, 0) if host else ():
+            with contextlib.suppress(OSError), socket.create_server((host, port), family=family) as listening:
+                return f"{f'[{host}]' if ':' in host else host}:{listening.getsockname()[1]}"
+        return free_endpoint()
+
     def environ(self) -> dict[str, str]:
         """Names gloo's network interface: by default it takes the one of the host's own name, often one that no other machine reaches."""
         if self.nnodes == 1:
@@ -97,7 +109,8 @@ class Rendezvous:
     def node(self, run_dir: Path, rank: int, name: str | None = None) -> dict[str, Any]:
         """What the guard of machine `rank` needs to know of the others; makes its folder."""
         (run_dir / run_directory.NODES / str(rank)).mkdir(parents=True, exist_ok=True)
-        return {"rank": rank, "count": self.nnodes, "name": name or platform.node(), "silence": SILENCE}
+        node = {"rank": rank, "members": list(range(self.nnodes)), "attempt": 0, "lost": {}}
+        return node | {"name": name or platform.node(), "silence": self.silence}
 
 
 def loopback_environ() -> dict[str, str]:

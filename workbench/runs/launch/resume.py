@@ -10,6 +10,7 @@ import platform
 import shutil
 import time
 import zipfile
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,26 +53,34 @@ def attempts(path: Path) -> int:
     return max((int(folder.name) + 1 for folder in (path / ATTEMPTS).glob("*") if folder.name.isdecimal()), default=0)
 
 
-def archive_attempt(path: Path, number: int | None = None, *, copy_log: bool = False) -> None:
+def archive_attempt(path: Path, number: int | None = None, *, copy_log: bool = False, machines: Collection[int] = ()) -> None:
     """Move what processes of the last attempt wrote to `attempts/<n>`; steps, metrics and checkpoints stay, cut to whole lines.
 
     Args:
         path: of the run.
         number: of that attempt; None = by `attempts`.
         copy_log: the guard goes on, and writes into its log.
+        machines: of several, those whose guards go on.
     """
     old = path / ATTEMPTS / str(attempts(path) if number is None else number)
     old.mkdir(parents=True)
-    for name in _OF_ATTEMPT:
-        if name == run_directory.LAUNCHER_LOG and copy_log:
+    kept = {f"{run_directory.NODES}/{machine}" for machine in machines}
+    names = [str(file.relative_to(path)) for file in path.glob(f"{run_directory.NODES}/[0-9]*") if machines]
+    names += [f"{folder}/{name}" for folder in kept for name in (run_directory.LOGS, run_directory.LAUNCHER_LOG)]
+    for name in names + [name for name in _OF_ATTEMPT if not (machines and name == run_directory.NODES)]:
+        (old / name).parent.mkdir(parents=True, exist_ok=True)
+        if Path(name).name == run_directory.LAUNCHER_LOG and copy_log and (path / name).exists():
             shutil.copyfile(path / name, old / name)
             os.truncate(path / name, 0)
-        elif (path / name).exists():
+        elif (path / name).exists() and name not in kept:
             shutil.move(path / name, old / name)
     for name in (run_directory.ERRORS, run_directory.LOGS):
         (path / name).mkdir()
     for rows in path.glob("*.jsonl"):
         before = rows.stat()
+        if machines:  # one that was only paused has the old file open
+            shutil.copyfile(rows, part := run_directory.part_of(rows))
+            part.replace(rows)
         run_directory.cut_to_whole_lines(rows)
         os.utime(rows, ns=(before.st_atime_ns, before.st_mtime_ns))  # when its rank wrote last
 

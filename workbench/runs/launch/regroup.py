@@ -1,0 +1,158 @@
+"""Regroups a run on several machines after a failure: the machines that are left agree on its next attempt through the run directory.
+
+A machine whose ranks have all ended says that it is ready. Once every other machine is ready or lost, the lowest of the ready ones writes
+the plan of the next attempt, under a name that only one machine can create. Those in the plan start when its first machine has prepared
+the run directory; all others are no longer part of the run. No two attempts train at a time: ranks take no step unless all machines of
+their attempt take part, and a machine that is ready for an attempt starts no earlier one.
+
+A machine is lost when it says that it has left, or when its heartbeat has not changed for LOST seconds by the looks of the one that waits:
+no two clocks are compared.
+"""
+
+import contextlib
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from workbench.core import run_directory
+from workbench.core.run_directory import NODES
+
+READY = "ready.json"
+"""In the folder of a machine: for which attempt it is ready, and where the others could meet it."""
+LOST = 8.0
+"""Seconds in which the heartbeat of a machine does not change, after a failure; while all goes well `rendezvous.SILENCE` are allowed."""
+ONE_LOOK = 1.0
+"""Seconds that count between two looks at most: who was paused itself has not seen that the others were silent meanwhile."""
+PAUSE = 0.2
+"""Seconds between two looks."""
+LIMIT = 180.0
+"""Seconds until a machine gives up. A guard ends its ranks within 60 s, and notices within 8 s that another machine has failed."""
+
+
+class LeftBehindError(Exception):
+    """The run goes on without this machine."""
+
+
+class NoAgreementError(Exception):
+    """The machines did not agree in time."""
+
+
+class Heartbeat:
+    """For how long the heartbeat of a machine has not changed, by the looks of this process."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._text, self._last = path, "", 0.0
+        self.silent = 0.0
+        """Seconds."""
+
+    def look(self, now: float) -> None:
+        """Read it; a file that is missing does not change."""
+        text = self._text
+        with contextlib.suppress(OSError):
+            text = self._path.read_text()
+        self.silent = 0.0 if text != self._text else self.silent + min(ONE_LOOK, now - self._last)
+        self._text, self._last = text, now
+
+
+class Agreement:
+    """The part of one machine in an agreement on the next attempt."""
+
+    def __init__(
+        self,
+        run_dir: Path,
+        node: Mapping[str, Any],
+        endpoint: str,
+        propose: Callable[[Sequence[int]], dict[str, Any]],
+        now: float,
+    ) -> None:
+        """Say that this machine is ready.
+
+        Args:
+            run_dir: that all machines see.
+            node: this machine's `rank`, and the `members` of the `attempt` that has ended.
+            endpoint: host:port where the others could meet it.
+            propose: gives the plan for the machines that are ready, the others being lost: which are `members`, and why the run `ends`
+                ("" = it goes on).
+            now: seconds, on any clock of this machine.
+        """
+        self._run_dir, self._me, self._members, self.attempt = run_dir, node["rank"], node["members"], node["attempt"]
+        self._endpoint, self._propose, self._give_up = endpoint, propose, now + LIMIT
+        self._hearts = {rank: Heartbeat(self._folder(rank) / run_directory.BEAT) for rank in self._members if rank != self._me}
+        self._be_ready(self._members)
+
+    def _folder(self, rank: int) -> Path:
+        return self._run_dir / NODES / str(rank)
+
+    def _be_ready(self, members: Sequence[int]) -> None:
+        self._members, self.attempt = members, self.attempt + 1
+        run_directory.write_json(self._folder(self._me) / READY, {"attempt": self.attempt, "endpoint": self._endpoint})
+
+    def step(self, now: float) -> dict[str, Any] | None:
+        """Look once, and do what is to be done; returns the plan of the next attempt when this machine may follow it, None until then.
+
+        Raises:
+            LeftBehindError: this machine is in no plan.
+            NoAgreementError: it takes too long.
+        """
+        for heart in self._hearts.values():
+            heart.look(now)
+        newest = max((int(path.stem[7:]) for path in (self._run_dir / NODES).glob("attempt*.json")), default=0)
+        plan = _read(plan_file(self._run_dir, self.attempt)) if newest == self.attempt else {}
+        if newest > self.attempt or (plan and self._me not in plan["members"]):
+            raise LeftBehindError
+        if plan:
+            first = min(plan["members"])
+            begun = _read(self._run_dir / run_directory.RUN_JSON).get("attempt") == self.attempt
+            if first == self._me or begun or plan["ends"]:
+                return plan
+            if self._hearts[first].silent >= LOST:  # it wrote the plan, and was lost before it prepared anything
+                self._be_ready(plan["members"])
+        elif newest < self.attempt:
+            standing = {rank: self._standing(rank) for rank in self._members}
+            ready = [rank for rank, how in standing.items() if how == "ready"]
+            if "busy" not in standing.values() and self._me == min(ready):
+                self._claim(self._propose(ready))
+        if now > self._give_up:
+            raise NoAgreementError(f"the machines of attempt {self.attempt} did not agree within {LIMIT:g} s")
+        return None
+
+    def _standing(self, rank: int) -> str:
+        """Is a machine "ready", "lost", or does it still end its ranks ("busy")?"""
+        if rank == self._me:
+            return "ready"
+        outcome = _read(self._folder(rank) / run_directory.NODE_JSON).get("outcome") or {}
+        if self._hearts[rank].silent >= LOST or outcome.get("state") in ("abandoned", "finished"):
+            return "lost"
+        return "ready" if _read(self._folder(rank) / READY).get("attempt") == self.attempt else "busy"
+
+    def endpoint_of(self, rank: int) -> str:
+        """Where a machine that is ready can be met."""
+        return str(_read(self._folder(rank) / READY)["endpoint"])
+
+    def _claim(self, plan: dict[str, Any]) -> None:
+        """Write the plan of the attempt, whole, unless another machine has written one."""
+        path = plan_file(self._run_dir, self.attempt)
+        part = run_directory.part_of(path)
+        run_directory.write_json(part, {"attempt": self.attempt, **plan})
+        try:
+            os.link(part, path)
+        except FileExistsError:
+            pass
+        except OSError:  # a file system without links: who reads it meanwhile finds it unfinished, and looks again
+            with contextlib.suppress(FileExistsError), open(path, "x", encoding="utf-8") as file:
+                file.write(part.read_text(encoding="utf-8"))
+        finally:
+            part.unlink(missing_ok=True)
+
+
+def plan_file(run_dir: Path, attempt: int) -> Path:
+    """The file with the plan of an attempt; the guards know its name."""
+    return run_dir / NODES / f"attempt{attempt}.json"
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """What a machine has written; empty = nothing yet."""
+    with contextlib.suppress(run_directory.DamagedRunError, OSError):
+        return run_directory.read_json(path)
+    return {}
