@@ -135,6 +135,23 @@ def test_each_kill_comes_after_the_one_before(plain: str) -> None:
     assert 1 <= len(proof.kills) <= 2
 
 
+def test_a_script_that_was_seen_to_write_more_often_while_undisturbed_is_killed_nevertheless(
+    plain: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file that is written and renamed at once is one write or two, by when a busy machine lets us look."""
+    watched = prove_script_resume._watched
+
+    def seen(run: Any, out: Path, *given: Any, **more: Any) -> tuple[float, int]:
+        killed, writes = watched(run, out, *given, **more)
+        return killed, writes if out.name == "interrupted" else 100
+
+    monkeypatch.setattr(prove_script_resume, "_watched", seen)
+    proof = prove(plain, ["{out}", "exact"])
+    assert proof.exact, proof
+    assert len(proof.kills) == 1
+    assert not prove(plain, ["{out}", "forgets"]).exact
+
+
 def test_what_a_checkpoint_lacks_shows(plain: str) -> None:
     proof = prove(plain, ["{out}", "forgets"])
     assert not proof.exact
