@@ -1,5 +1,6 @@
 """The sampler: which line of the user's is named, what is seen to be done there, and what looking costs."""
 
+import itertools
 import json
 import logging
 import os
@@ -195,6 +196,19 @@ def test_looking_costs_less_than_two_percent() -> None:
     sampler = sampled(step, 1.0)
     assert sampler.spent < 0.02 * (time.perf_counter() - start)
     assert sampler.looks > 20
+
+
+def test_a_look_that_costs_much_once_does_not_blind_the_sampler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as one in which garbage is collected: it had no second look within this test. What always costs much is done seldom."""
+    spent: Iterator[float] = itertools.chain([0.0], itertools.repeat(100.0))
+    monkeypatch.setattr("workbench.harness.stack_sampler.time", SimpleNamespace(thread_time=lambda: next(spent)))
+    with StackSampler() as sampler:
+        while sampler.looks < 5:
+            time.sleep(0.01)
+    spent = itertools.count(0.0, 100.0)
+    with StackSampler() as sampler:
+        time.sleep(0.3)
+    assert sampler.looks <= 2
 
 
 def test_seconds_belong_to_the_call_that_runs() -> None:

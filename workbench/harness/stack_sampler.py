@@ -171,7 +171,7 @@ class StackSampler:
         self._thread = None
 
     def _run(self) -> None:
-        pause, cost = self._every, 0.0
+        pause, cost, before = self._every, 0.0, 0.0
         while not self._over.acquire(timeout=pause):  # and look at once: whatever else is done first lets the other thread go on
             frame = sys._current_frames().get(self._watched)
             begun = time.thread_time()
@@ -179,7 +179,7 @@ class StackSampler:
             del frame  # it keeps alive what its function works on
             took = time.thread_time() - begun
             self.spent += took
-            cost += (took - cost) / 8
+            cost, before = cost + (min(took, before) - cost) / 8, took  # one look may cost far more, as where garbage is collected
             pause = max(self._every, cost / MAX_COST)
         self._over.release()
 
