@@ -20,8 +20,8 @@ ARGS ?=
 # pytest's 5 means that no test was chosen: where ARGS choose some, those may all be in the other half
 CHOSEN = $(if $(ARGS),|| [ $$? = 5 ])
 .NOTPARALLEL:
-# what fails is tried once more, since others may compute on the machine; the summary names it (RERUN)
-AGAIN := --reruns 1 --reruns-delay 1
+# what fails is tried once more, since others may compute on the machine; the summary names it (RERUN) and says why
+AGAIN := --reruns 1 --reruns-delay 1 --rerun-show-tracebacks
 # many tests wait, for ranks or a deadline: three files at a time keep two cores busy; tests/conftest.py says which files come first
 THREE := -n 3 --dist loadfile --no-loadscope-reorder
 # each has a JupyterLab, a Chromium and a page of its own: beside other tests, which take longer anyway, one is enough
