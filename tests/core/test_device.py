@@ -55,7 +55,8 @@ from workbench.core.device import DEVICES, Device
 )
 def test_names_as_drivers_print_them(name: str, known: str, capability: tuple[int, int] | None, memory: int) -> None:
     device = Device.named(name)
-    assert (device.name, device.capability, device.memory) == (known, capability, memory * 10**9)
+    assert (device.name, device.capability, device.gb) == (known, capability, memory)
+    assert 0.89 < device.memory / (memory * 2**30) < 1  # GB are no GiB, or the driver and ECC keep some
 
 
 @pytest.mark.parametrize(
@@ -88,9 +89,16 @@ def test_a_slice_of_an_unknown_gpu_is_unknown() -> None:
 
 def test_an_unknown_device_is_unknown() -> None:
     with pytest.raises(
-        ValueError, match=r"unknown device 'H100-SMX': did you mean 'H100-SXM'\? Known are GB300, .*For another one make it: Device\("
+        ValueError,
+        match=r"unknown device 'H100-SMX': did you mean 'H100-SXM'\? Known are GB300 \(279 GB\), .*For another one make it: Device\(",
     ):
         Device.named("H100-SMX")
+    with pytest.raises(
+        ValueError, match=r"'24GB' is an amount of memory; name a GPU that has it, or nearly: A30 \(24 GB\), L4 .*RTX-4090 \(24 GB\)"
+    ):
+        Device.named("24GB")
+    with pytest.raises(ValueError, match=r"name a GPU that has it, or nearly: .*V100-16GB \(16 GB\)"):
+        Device.named("15 GiB")
 
 
 def test_names_are_unique_and_peaks_are_dense() -> None:

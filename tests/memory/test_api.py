@@ -479,3 +479,19 @@ def test_one_launched_rank_is_in_ddp_and_it_is_said() -> None:
     assert "16.2 KiB" in said
     assert not any("DDP's buckets" in note for note in own.notes)
     assert launched.largest["gradients"] == 2 * own.largest["gradients"]
+
+
+@pytest.mark.parametrize(
+    ("device", "said"),
+    [
+        (
+            "A100",
+            ['"A100" alone means A100-40GB; of another size: A100-80GB, A100-PCIe-80GB', "37.3 GiB of A100-40GB are its datasheet's 40 GB"],
+        ),
+        ("RTX-4090", []),
+    ],
+)
+def test_an_estimate_says_which_card_a_short_name_means_and_whose_bytes_it_counts(device: str, said: list[str]) -> None:
+    notes = wb.estimate_memory(torch.nn.Linear(8, 8), torch.zeros(2, 8), device=device).notes
+    assert [note for text in said for note in notes if text in note] == [note for note in notes if "A100" in note or "datasheet" in note]
+    assert len([note for note in notes if "A100" in note or "datasheet" in note]) == len(said)

@@ -99,7 +99,7 @@ def test_what_is_known_exactly_has_no_range(ax: Axes) -> None:
 
 @pytest.mark.parametrize(
     ("device", "label"),
-    [("L4", "L4: 22.4 GiB"), (Device.named("T4"), "T4: 14.9 GiB"), (3 * 2**30, "limit: 3.00 GiB")],
+    [("L4", "L4: 22.0 GiB"), (Device.named("T4"), "T4: 14.6 GiB"), (3 * 2**30, "limit: 3.00 GiB")],
 )
 def test_a_capacity_is_a_line_within_the_axis(ax: Axes, device: Any, label: str) -> None:
     plot.memory(breakdown(device="cuda"), ax=ax, device=device)

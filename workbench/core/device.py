@@ -26,7 +26,7 @@ class Device(display.Shown):
     name: str
     """Short name, form factor included where it matters."""
     memory: int
-    """Bytes on the datasheet (GB = 1e9); a driver reports a little more or less."""
+    """Bytes as torch reports them, where `source` says so; else those of the datasheet (GB = 1e9), and a driver reports a little more."""
     bandwidth: float
     """Bytes per second between memory and chip, at best."""
     flops_per_sec: Mapping[str, float]
@@ -47,6 +47,8 @@ class Device(display.Shown):
     """The most bytes that CUDA's context took, as published for this GPU; None = nothing was published."""
     context_source: str = field(default="", repr=False)
     """Where the context's size is from."""
+    gb: float | None = None
+    """GB on the datasheet, as in the card's name; None = not known."""
 
     def __post_init__(self) -> None:
         for name in ("aliases", "capability"):  # JSON has lists
@@ -62,11 +64,15 @@ class Device(display.Shown):
         """
         if device := cls.known(name):
             return device
+        if amount := re.fullmatch(r"(\d+) ?Gi?B?", name.strip(), re.IGNORECASE):
+            by_size = sorted(DEVICES, key=lambda device: abs((device.gb or 0) - int(amount[1])))
+            same = [device for device in by_size if device.gb == int(amount[1])] or by_size[:3]
+            raise ValueError(f"device {name!r} is an amount of memory; name a GPU that has it, or nearly: {', '.join(map(_sized, same))}")
         names = [device.name for device in DEVICES]
         alike = [*names, *(alias for device in DEVICES for alias in device.aliases)]
         hint = f"{near}Known" if (near := did_you_mean(name.upper(), alike, cutoff=0.5)) else "known"
         raise ValueError(
-            f"unknown device {name!r}: {hint} are {', '.join(names)}. For another one make it: "
+            f"unknown device {name!r}: {hint} are {', '.join(map(_sized, DEVICES))}. For another one make it: "
             "Device(name=…, memory=bytes, bandwidth=bytes_per_sec, flops_per_sec={'bf16': …}, source='its datasheet')"
         )
 
@@ -90,11 +96,12 @@ class Device(display.Shown):
         """
         parts = 4 if self.name in ("A30", "RTX-PRO-6000") else 8
         peak = (shared or slices) / (4 if parts == 4 else 7)
-        bandwidth = min(1.0, round(parts * memory * 1e9 / self.memory) / parts)
+        bandwidth = min(1.0, round(parts * memory / (self.gb or self.memory / 1e9)) / parts)
         return replace(
             self,
             name=f"{self.name} MIG {f'{shared}c.' if shared else ''}{slices}g.{memory}gb",
             memory=memory * 10**9,
+            gb=memory,
             bandwidth=self.bandwidth * bandwidth,
             flops_per_sec={dtype: flops * peak for dtype, flops in self.flops_per_sec.items()},
             source=f"{self.source}; of these {units.percent(peak)} of the peaks and {units.percent(bandwidth)} of the bandwidth",
@@ -116,6 +123,10 @@ _MIG = re.compile(r"\s+MIG\s+(?:(?P<shared>\d+)c\.)?(?P<slices>\d+)g\.(?P<memory
 """What drivers append to a GPU's name for a part of it, such as " MIG 1g.5gb"."""
 NOT_READ = "the page itself was not read"
 """Said of figures that are cited from memory of a page."""
+
+
+def _sized(device: Device) -> str:
+    return f"{device.name} ({device.gb:g} GB)"
 
 
 def _key(name: str) -> str:
@@ -140,13 +151,15 @@ def _devices(table: str) -> tuple[Device, ...]:
 def _device(row: Mapping[str, str]) -> Device:
     figures = {column: float(row[column]) for column in ("memory", "bandwidth", "nvlink", *_FORMATS) if row[column] != "-"}
     source = "; ".join(filter(None, (row["source"], row.get("note:"))))
+    reported, _, by = row.get("reported:", "").partition(" GiB, ")
     context, _, context_source = row.get("context:", "").partition(" MiB, ")
     return Device(
         name=row["name"],
-        memory=round(figures["memory"] * 1e9),
+        memory=round(float(reported) * 2**30) if reported else round(figures["memory"] * 1e9),
+        gb=figures["memory"],
         bandwidth=figures["bandwidth"] * 1e9,
         flops_per_sec={dtype: figures[dtype] * 1e12 for dtype in _FORMATS if dtype in figures},
-        source=f"{source}; dense, without sparsity",
+        source=f"{source}; dense, without sparsity" + f"; memory as torch reports it ({by})" * bool(by),
         aliases=tuple(row["also:"].split(", ")) if "also:" in row else (),
         capability=None if row["capability"] == "-" else _version(row["capability"]),
         watts=int(row["watts"]),
@@ -209,12 +222,16 @@ RTX-PRO-6000        96       1792       -   503.8   503.8  251.9    125        1
 RTX-6000-Ada        48        960       -   364.2   364.2  182.1   91.1         8.9    300  NVIDIA RTX 6000 Ada Generation datasheet
     also: RTX 6000 Ada Generation
 L40                 48        864       -     181     181   90.5   90.5         8.9    300  NVIDIA L40 datasheet
+    reported: 44.40 GiB, github.com/QwenLM/Qwen3-VL/issues/2097
 L40S                48        864       -     362     362    183   91.6         8.9    350  NVIDIA L40S datasheet
 L4                  24        300       -     121     121     60   30.3         8.9     72  NVIDIA L4 datasheet
+    reported: 22.03 GiB, github.com/ArcInstitute/evo2/issues/190
 A40                 48        696       -   149.7   149.7   74.8   37.4         8.6    300  NVIDIA A40 datasheet
 RTX-A6000           48        768       -   154.8   154.8   77.4   38.7         8.6    300  NVIDIA RTX A6000 datasheet
 A10G                24        600       -      70      70     35     35         8.6    300  NVIDIA A10G datasheet of AWS
+    reported: 22.06 GiB, 22,587 MB in TorchCodec's page on decoding with CUDA
 A10                 24        600       -     125     125   62.5   31.2         8.6    150  NVIDIA A10 datasheet
+    reported: 21.99 GiB, github.com/zai-org/CogVLM/issues/236
 V100-32GB           32        900     150       -     125      -   15.7         7.0    300  NVIDIA V100 SXM2 datasheet
     also: V100 SXM2 32GB, V100
     watts: NVIDIA V100 datasheet: SXM2 300 W, not read
@@ -225,12 +242,16 @@ V100-PCIe-16GB      16        900       -       -     112      -     14         
 V100S               32       1134       -       -     130      -   16.4         7.0    250  NVIDIA V100S PCIe datasheet
     also: V100S PCIE 32GB
 T4                  16        320       -       -      65      -    8.1         7.5     70  NVIDIA T4 datasheet
+    reported: 14.57 GiB, github.com/QwenLM/Qwen3-VL/issues/1046
 RTX-5090            32       1792       -   209.5   209.5  104.8  104.8        12.0    575  NVIDIA RTX Blackwell architecture whitepaper
+    reported: 31.36 GiB, github.com/TrajectoryCrafter/TrajectoryCrafter/issues/20
     also: RTX 5090
 RTX-4090            24       1008       -   165.2   165.2   82.6   82.6         8.9    450  NVIDIA Ada architecture whitepaper
+    reported: 23.64 GiB, github.com/ali-vilab/VGen/issues/104
     also: RTX 4090
     watts: NVIDIA GeForce RTX 4090 specifications: 450 W, not read
 RTX-3090            24        936       -      71      71   35.6   35.6         8.6    350  NVIDIA GA102 whitepaper
+    reported: 23.70 GiB, 24,268 MB in Hugging Face Transformers' page on DeepSpeed
     also: RTX 3090
     watts: NVIDIA GeForce RTX 3090 specifications: 350 W, not read
     context: 1001 MiB, context of this GPU, as published: at most 1,001 MiB (pytorch #54564, before modules were loaded lazily)
@@ -248,6 +269,8 @@ MI210               64     1638.4       -     181     181      -   45.3         
 )
 """Accelerators by name. GB of memory, GB/s to it, GB/s of NVLink each way (half of what is printed), teraflops per number format, the
 compute capability of NVIDIA's, watts, and the source of the figures; - = has none. Indented below: other names, the source of the watts
-(else that of the row), CUDA's context and its source, a note. bf16 and fp16: tensor cores with fp32 accumulation; fp32: without tensor
-cores. Sources of capabilities: developer.nvidia.com/cuda-gpus; of NVLink and AMD's Infinity Fabric: the same datasheets, and those of
+(else that of the row), CUDA's context and its source, a note; reported: the GiB of memory that torch reports (get_device_properties, or
+the "total capacity" of an out-of-memory error), and where that was read: GB of such cards are GiB, less what the driver and ECC keep.
+bf16 and fp16: tensor cores with fp32 accumulation; fp32: without tensor cores. Sources of capabilities: developer.nvidia.com/cuda-gpus;
+of NVLink and AMD's Infinity Fabric: the same datasheets, and those of
 `workbench.cluster.analysis.cluster.CLUSTERS`."""

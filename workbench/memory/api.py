@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from workbench.core import units
 from workbench.core.checks import check_budget, whole_number
-from workbench.core.device import Device
+from workbench.core.device import DEVICES, Device
 from workbench.core.progress import Waiting, predicts, say_what_was_interrupted
 from workbench.core.synonyms import accept_synonyms
 from workbench.memory.analysis.breakdown import MemoryBreakdown
@@ -233,8 +233,13 @@ def _notes(plan: "Plan") -> list[str]:
             "memory outside PyTorch's allocator (context, libraries) was not measured for this GPU: taken as the range seen on "
             "others (workbench calibrate measures it)"
         )
-    if gpu := Device.known(plan.device):
+    gpu = Device.known(plan.device)
+    if gpu and gpu.gb and gpu.memory == gpu.gb * 1e9:
         notes.append(f"the {units.bytes_(gpu.memory)} of {gpu.name} are its datasheet's {gpu.memory / 1e9:g} GB; the card may report more")
+    for short in ("A100", "V100"):
+        if gpu and short in gpu.aliases:
+            others = [other.name for other in DEVICES if other.name.startswith(f"{short}-") and other.gb != gpu.gb]
+            notes.append(f'"{short}" alone means {gpu.name}; of another size: {", ".join(others)}')
     if gpu and gpu.capability is None:
         notes.append(f"operators are assumed to keep as much on {gpu.name} as on CUDA: ROCm's may keep more or less")
     return notes
