@@ -212,7 +212,9 @@ def test_a_warm_up_takes_a_tenth_of_the_run_at_most() -> None:
     assert plan.warmup_steps == plan.changes()["warmup_steps"] == 10  # of 100
     assert plan.scaled is not None
     assert plan.scaled.warmup_steps == 10
-    assert plan.reasons["warmup_steps"].startswith("10 % of the 100 steps that make up the run's 6,400 samples, at most (5 epochs of")
+    assert plan.reasons["warmup_steps"].startswith(
+        "cut to 10 % of the run, which has 100 steps (6,400 samples); without the cut: 5 epochs of"
+    )
     assert any("a warm-up of 625 steps would be longer than the 100 that make up" in note for note in plan.notes)
     assert any("it is cut to 10" in note for note in plan.notes)
     some = batch_plan(spec.replace(steps=4000), global_batch=64, noise_scale=150, throughput=CURVE)

@@ -147,8 +147,8 @@ def test_a_measurement_can_be_given_as_it_is() -> None:
     [
         ("sgd", {}, "linear", "depends on the noise, which is not known"),
         ("sgd", {"noise_scale": 50}, "damped", "the noise is known"),
-        ("adamw(betas=(0.99, 0.999))", {}, "adam", "divides by the gradient's own size"),
-        ("adamw(betas=(0.99, 0.999))", {"noise_scale": 5000}, "adam", "divides by the gradient's own size"),
+        ("adamw(betas=(0.99, 0.999))", {}, "adam", "divides each step by the gradients' size"),
+        ("adamw(betas=(0.99, 0.999))", {"noise_scale": 5000}, "adam", "divides each step by the gradients' size"),
         ("adamw(betas=(0.99, 0.999))", {"noise_scale": 50}, "damped", "the rule for Adam would be 2.901 times this one"),
         ("adamw", {}, "sqrt", "the full rule is not defined here"),
         ("adamw", {"noise_scale": 50}, "damped", "its square root, for adamw"),

@@ -152,7 +152,7 @@ def test_a_spec_is_changed() -> None:
         name: (new, old) for name, (new, old) in {"nproc_per_node": (4, 2), "lr": (0.2, None), "warmup_steps": (20, 0)}.items()
     }
     assert made.known.dataset == 8000
-    assert "warm-up: 10 % of the 200 steps that make up the run" in made.figures.value
+    assert "warm-up: cut to 10 % of the run, which has 200 steps" in made.figures.value
     assert "20 steps" in made.figures.value
     assert "does not end" not in made.schedule.value
     long = BatchPlanner(spec.replace(warmup_steps=500))

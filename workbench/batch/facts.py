@@ -143,8 +143,8 @@ def limit_warmup(plan: BatchPlan, before: BatchPlan, samples: int | None) -> Bat
     if plan.warmup_steps <= most:
         return plan
     why = (
-        f"{units.percent(MAX_WARMUP)} of the {steps:,} step{'s' * (steps != 1)} that make up the run's {samples:,} samples, at most "
-        f"({plan.reasons['warmup_steps']}: too long for this run)"
+        f"cut to {units.percent(MAX_WARMUP)} of the run, which has {steps:,} step{'s' * (steps != 1)} ({samples:,} samples); "
+        f"without the cut: {plan.reasons['warmup_steps']}"
     )
     scaled = plan.scaled
     if scaled is not None:

@@ -254,10 +254,16 @@ def _choose_automatically(base: OptimizerDescription, defined: bool, batch: int,
             f"{number(_excess('adam', base, batch, to_batch, noise))} times this one: it assumes that noise dominates the gradient"
         )
     if defined:
-        return "adam", f"adam, because {base.name} divides by the gradient's own size: Malladi's square root rule, with betas and epsilon"
+        return "adam", (
+            f"adam, since {base.name} divides each step by the gradients' size: the learning rate grows with the square root of the batch, "
+            "and betas and epsilon change with it (Malladi et al. 2022)"
+        )
     if noise is not None:
-        cause = "noise is known: proportional to the batch far below it, constant far above"
-        return "damped", f"damped, because the {cause}" + ("" if base.family == "sgd" else f" (its square root, for {base.name})")
+        grows = "in proportion to the batch" if base.family == "sgd" else f"with the batch's square root, for {base.name},"
+        return (
+            "damped",
+            f"damped, because the noise is known: it grows {grows} while the batch is far below the noise scale, then levels off",
+        )
     if base.name == "lars":
         return "linear", (
             "linear, which lars is used with; it takes each layer's step in proportion to its weights, so no rule was derived for it, and "

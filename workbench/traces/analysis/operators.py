@@ -70,7 +70,8 @@ class Operators(display.Shown, JsonDataclass):
         more = [f"{len(self.rows) - SHOWN} more in to_frame()"] if len(self.rows) > SHOWN else []
         note = "; ".join([*more, *self.notes]) or None
         columns = (self.which, *(["shapes"] if shaped else []), "calls", "self", "share", "total", *(["device"] if on_device else []))
-        return display.Table(columns=columns, rows=cells, title=f"{self.which.capitalize()}s, by time of their own", note=note)
+        title = f"{self.which.capitalize()}s, by time of their own: sums, not per step; share: of all {self.which}s' own time"
+        return display.Table(columns=columns, rows=cells, title=title, note=note)
 
     to_frame = display.frame_method("rows", Operator)
 
