@@ -151,10 +151,10 @@ def test_a_measurement_can_be_given_as_it_is() -> None:
         ("adamw(betas=(0.99, 0.999))", {"noise_scale": 5000}, "adam", "divides each step by the gradients' size"),
         ("adamw(betas=(0.99, 0.999))", {"noise_scale": 50}, "damped", "the rule for Adam would be 2.901 times this one"),
         ("adamw", {}, "sqrt", "the full rule is not defined here"),
-        ("adamw", {"noise_scale": 50}, "damped", "its square root, for adamw"),
+        ("adamw", {"noise_scale": 50}, "damped", "with the batch's square root, for adamw,"),
         ("lamb", {}, "sqrt", "no rule was derived"),
         ("lars", {}, "linear", "in proportion to its weights, so no rule was derived for it"),
-        ("adagrad", {"critical_batch": 50}, "damped", "its square root, for adagrad"),
+        ("adagrad", {"critical_batch": 50}, "damped", "with the batch's square root, for adagrad,"),
     ],
 )
 def test_auto_says_why(optimizer: str, more: dict[str, Any], rule: str, why: str) -> None:
