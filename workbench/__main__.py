@@ -169,7 +169,7 @@ def diagnose(given: argparse.Namespace) -> int:
         if knobs:
             raise ValueError(
                 f"{target} is a script: a diagnosis runs it as it is ({', '.join(knobs)} cannot be set). Launch it with them: workbench "
-                f"launch {target} --nproc-per-node 2 (or --set threads=4), then workbench diagnose runs/…"
+                f"launch {target} --nproc-per-node 2 (or --set threads=2), then workbench diagnose runs/…"
             )
     elif not (Path(target) / "run.json").is_file():
         if Path(target).is_dir() and target not in SAMPLES:

@@ -21,7 +21,7 @@ MAX_SUM_ERROR = 1e-6
 """The parts of a step add up to it: they are counted in nanoseconds."""
 EXPECTED: dict[str, tuple[str, ...]] = {
     "healthy, loss read each 10 steps": ("compute-bound",),
-    "loader sleeps": ("data-bound",),
+    "loader sleeps": ("input-bound",),
     "large pageable batches": ("transfer-bound",),
     "many small kernels": ("host-bound", "idle"),
     ".item() after each layer": ("host-bound", "idle", "compute-bound"),

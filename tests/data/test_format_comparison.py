@@ -67,7 +67,7 @@ def test_the_recommendation_is_the_fastest_or_one_about_as_fast_without_a_packag
 
 
 def test_the_gain_of_prepared_data_follows_from_the_measured_format() -> None:
-    """A loader of 30 ms of CPU per batch; decoded pictures leave a quarter of it, instead of the tenth that is assumed."""
+    """A loader of 30 ms of CPU per batch; decoded pictures leave a quarter of it, instead of nothing as in the ceiling."""
     plain = diagnosis()
     assert plain.remedy("prepared data").ceiling
     measured = plain.with_formats(comparison({"tar": 1.0, PREPARED: 1.0}, decode=1.0))

@@ -209,6 +209,19 @@ def test_json_and_back() -> None:
     assert math.isnan(again.proofs[0].baseline)
 
 
+def test_the_curve_recommends_what_the_remedies_offer() -> None:
+    d = slow_loader()
+    assert d.loader_curve is not None
+    assert f"num_workers={d.loader_curve.recommended}" in {one.name for one in d.remedies}
+    assert "more workers: not expected" not in str(d)
+    busy = Diagnosis.of(World(cpu=0.03).evidence(noise=Noise(cores=2.0, foreign=1.9)))
+    for without in (dataclasses.replace(d, remedies=()), busy):
+        assert without.loader_curve is not None
+        assert without.loader_curve.recommended == without.loader_curve.current == 0
+    assert busy.verdict == "input-bound"
+    assert "; more workers: not expected to help (all cores busy; other processes take 1.9 of 2 cores), see loader_curve" in str(busy)
+
+
 def test_adjusted_remedies_are_sorted_anew() -> None:
     plain = slow_loader()
     assert len(plain.remedies) > 1
@@ -222,6 +235,9 @@ def test_adjusted_remedies_are_sorted_anew() -> None:
 
 def test_choosing_a_remedy() -> None:
     d = slow_loader()
+    assert all(one.name != "num_workers=7" for one in d.remedies)
+    assert d.remedy("num_workers=7") == d.remedy({"num_workers": 7})
+    assert d.remedy("num_workers=7").formula == "the model of the step"
     assert d.remedy() == next(one for one in d.remedies if one.provable)
     assert d.remedy(2) == d.remedies[1] == d.remedy(d.remedies[1].name) == d.remedy(d.remedies[1])
     with pytest.raises(ValueError, match=r"no remedy 'AMP': this diagnosis has 1 \("):
@@ -260,6 +276,7 @@ def test_a_remedy_tells_its_formula() -> None:
     assert "It costs: " in text
     assert remedy().gain == "1.60× (1.40× … 1.70×)"
     assert remedy(ceiling=True).gain == "up to 1.60×"
+    assert remedy(low=0.744).gain == "1.60× (0.744× … 1.70×; may not help)"
     assert not remedy(change={}).provable
 
 
@@ -381,12 +398,18 @@ def test_a_proof_of_another_remedy_than_the_first_says_so(
     mine = remedy(name="faster collate_fn", change={}, speedup=2.7, low=1.0, high=2.9, ceiling=True)
     fused = remedy(name="optimizer=fused", change={"optimizer": "fused"}, speedup=speedup, low=1.02, high=1.5, scope=scope)
     found = dataclasses.replace(slow_loader(spec=SPEC), remedies=(mine, fused))
-    says = "faster collate_fn is a change that you have to make yourself; of those that can be tried here, the best is optimizer=fused"
-    assert found.choice == says + ("" if concerns else ", which does not address the verdict (input-bound, decode)")
+    says = "faster collate_fn is a change that you have to make yourself. To prove it, launch the training before and after the change: "
+    says += "`workbench compare A B`, or wb.compare(a, b), holds the runs side by side."
+    none = f"No remedy for the verdict (input-bound, decode) can be tried here: {says} Tried instead: optimizer=fused, which does not "
+    assert found.choice == (
+        f"{says} Of those that can be tried here, the best is optimizer=fused." if concerns else f"{none}address the verdict."
+    )
+    assert "To prove it, launch the training before and after the change: `workbench compare A B`" in found.next
     prove = types.SimpleNamespace(prove=lambda _, which, *, budget_s: Proof(remedy=which, measured=Interval(low=1.0, mid=1.0, high=1.1)))
     monkeypatch.setitem(sys.modules, "workbench.diagnosis.api", prove)
-    assert found.prove().notes == (found.choice,)
-    assert found.prove("optimizer=fused").notes == ()
+    assert str(found.prove()).startswith(f"{found.choice}\n\nProof of optimizer=fused\n")
+    assert found.prove()._repr_html_().startswith(f"<p>{found.choice.partition(' (')[0]}")
+    assert found.prove("optimizer=fused").choice == ""
     assert "; prove(2) runs optimizer=fused" in str(found)
     assert "; `workbench diagnose clipart-mlp --prove` runs optimizer=fused" in found.for_terminal()
     assert dataclasses.replace(found, remedies=(mine,)).choice == ""

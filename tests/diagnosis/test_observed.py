@@ -11,6 +11,7 @@ import workbench as wb
 from tests.conftest import HandMade
 from workbench.core import run_directory
 from workbench.core.vocabulary import PHASES
+from workbench.diagnosis.analysis import diagnosis
 from workbench.diagnosis.analysis.diagnosis import Diagnosis
 from workbench.diagnosis.analysis.observed import observe
 from workbench.diagnosis.api import _from_run
@@ -40,20 +41,23 @@ def judged(by_hand: Make, *ranks: list[dict[str, float]]) -> Diagnosis:
     return Diagnosis.of(observe(Run.load(made.ended("finished").path)))
 
 
-def test_a_healthy_run(by_hand: Make) -> None:
+@pytest.mark.parametrize("cores", [2.0, 4.0, 16.0])
+def test_a_healthy_run(by_hand: Make, cores: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(diagnosis, "usable_cores", lambda: cores)
     d = judged(by_hand, [step()] * 60)
     assert d.verdict == "compute-bound"
     assert not d.remedies
     assert d.parts.step == pytest.approx(0.0205)
     assert d.caption.startswith("observed in 50 steps; nothing was tried: diagnose(step, loader)")
     spec = dataclasses.replace(d, spec=RunSpec(task="text-gpt"))
+    threads = f"threads={2 if cores == 2 else 4}"
     assert (
-        "1 thread per operator, which the workbench sets (a process that you start yourself uses all cores): threads=4 changes it"
+        f"1 thread per operator, which the workbench sets (a process that you start yourself uses all cores): {threads} changes it"
         in spec.caption
     )
     script = dataclasses.replace(d, spec=ScriptSpec(script="train.py"))
     assert "; started with 1 thread per operator" in script.caption
-    assert "all cores): workbench launch train.py --set threads=4 changes it" in script.caption
+    assert f"all cores): workbench launch train.py --set {threads} changes it" in script.caption
     assert "thread" not in d.caption, "a timeline does not know them"
     assert "Three sources" not in str(d)  # there is one
     assert "only an experiment could settle" in d.caption

@@ -74,6 +74,14 @@ def test_a_slow_loader_gets_workers_and_a_ceiling() -> None:
     assert "30" in found["prepared data"].formula or "%" in found["prepared data"].formula
 
 
+def test_up_to_is_what_would_be_gained_if_the_part_cost_nothing() -> None:
+    world = World(cpu=0.03)
+    ceiling = remedies(world.evidence())["prepared data"]
+    assert world.evidence().loading.fetch_cpu == pytest.approx(0.03)  # type: ignore[union-attr]
+    assert "100 % of the dataset's CPU" in ceiling.formula
+    assert ceiling.speedup == pytest.approx(world.step / world.cached, rel=0.05)
+
+
 @pytest.mark.parametrize(("cause", "name"), [("storage", "faster storage"), ("collate", "faster collate_fn")])
 def test_ceilings_of_a_slow_loader(cause: str, name: str) -> None:
     world = World(blocked=0.03) if cause == "storage" else World(cpu=0.03, collate=0.028)

@@ -52,13 +52,15 @@ out, mode = pathlib.Path(sys.argv[1]), sys.argv[2]
 if mode != "unseeded":
     random.seed(0)
 last, done, total = out / "last.txt", 0, 0.0
-if last.exists():
+if last.exists() and mode != "begins again":
     words = last.read_text().split()
     done, total = int(words[0]), float(words[1])
     if mode == "exact":
         random.setstate(eval(" ".join(words[2:])))
 for step in range(done + 1, 25):
     total += random.random()
+    with open(os.environ.get("STEPS", os.devnull), "a") as steps:
+        steps.write(".")
     time.sleep(0.02)
     if step % 4 == 0 and (mode != "late" or step == 24):
         (out / "part").write_text(f"{step} {total} {random.getstate()}")
@@ -74,7 +76,8 @@ class Started:
 
     def __init__(self, script: str, *, args: Sequence[str], runs_dir: Path, **_: Any) -> None:
         self.id, self.began = uuid.uuid4().hex, time.monotonic()
-        environment = {**os.environ, run_directory.ENV_RUN_ID: self.id, "RANK": "0"}
+        self.steps = runs_dir / f"steps-{self.id}"
+        environment = {**os.environ, run_directory.ENV_RUN_ID: self.id, "RANK": "0", "STEPS": str(self.steps)}
         self.process = subprocess.Popen([sys.executable, script, *args], env=environment)
 
     @property
@@ -85,6 +88,10 @@ class Started:
     @property
     def seconds(self) -> float:
         return time.monotonic() - self.began
+
+    @property
+    def progress(self) -> tuple[int, None]:
+        return self.steps.stat().st_size if self.steps.exists() else 0, None
 
     def wait(self, *, check: bool = False) -> "Started":
         assert not self.process.wait() or not check
@@ -117,6 +124,7 @@ def test_a_script_that_keeps_its_random_numbers_is_exact(script: str) -> None:
     proof = prove(script, ["--out", "{out}"], "last.pt")
     assert proof.exact, proof
     assert len(proof.kills) == 1
+    assert proof.steps == 23 > proof.last_steps > 0  # a loop without a loader: its first step is not measured
     assert "bit for bit those of the undisturbed script" in str(proof)
     assert wb.ScriptResumeProof.from_json(json.loads(json.dumps(proof.to_json()))) == proof
     assert entries_of(Path(proof.interrupted) / "last.pt")["step"] == 24
@@ -150,6 +158,15 @@ def test_a_script_that_was_seen_to_write_more_often_while_undisturbed_is_killed_
     assert proof.exact, proof
     assert len(proof.kills) == 1
     assert not prove(plain, ["{out}", "forgets"]).exact
+
+
+def test_a_script_that_begins_again_is_not_resumed_though_its_result_is_equal(plain: str) -> None:
+    proof = prove(plain, ["{out}", "begins again"])
+    assert not proof.differing
+    assert not proof.exact
+    assert str(proof).startswith("Not resumed: after 1 kill it began again at step 1 and trained all steps (24 measured); the result is")
+    assert f"after its launch, {proof.killed_at[0]} measured steps into it)" in str(proof)
+    assert proof.killed_at[0] >= 4
 
 
 def test_what_a_checkpoint_lacks_shows(plain: str) -> None:
@@ -208,12 +225,13 @@ def test_a_name_that_a_script_may_compose_is_not_refused(tmp_path: Path, text: s
 def test_a_proof_is_short_and_shows_first_what_tells_most() -> None:
     names = [f"model.{i}.weight" for i in range(20)] + ["opt.state.0.exp_avg", "random", "schedule.last_epoch"]
     entries = tuple(prove_script_resume.Entry(name=name, difference="values differ") for name in names)
-    folders = {"undisturbed": "a", "interrupted": "b"}
+    folders: Any = {"undisturbed": "a", "interrupted": "b"}
     proof = wb.ScriptResumeProof(entries=30, differing=entries, repeatable=True, kills=(1.0,), asked=2, seconds=1.0, **folders)
     assert [row[0] for row in proof.table.rows[:4]] == ["random", "schedule.last_epoch", "opt.state.0.exp_avg", "model.0.weight"]
     assert "differ after 1 kill (the script ended before kill 2 of 2). Without" in proof.verdict
     exact = wb.ScriptResumeProof(entries=30, differing=(), repeatable=True, kills=(1.0, 2.0), asked=2, seconds=1.0, **folders)
     assert str(exact).startswith("Exact: after 2 kills all 30 entries")
+    assert "(killed 1.00 s after its launch; 2.00 s after its launch; whether it went on from a checkpoint or began again is" in str(exact)
     assert "<table" not in exact._repr_html_()
 
 

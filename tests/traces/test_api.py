@@ -70,7 +70,7 @@ def test_torch_names_the_waiting_for_any_loader(tmp_path: Path) -> None:
 
     trace = wb.trace(Training().step, batches(), steps=3, into=tmp_path)
     assert FETCH in {label.name for label in trace.columns.labels}
-    assert trace.explain().verdict == "data-bound"
+    assert trace.explain().verdict == "input-bound"
 
 
 def test_a_full_queue_hides_nothing(tmp_path: Path) -> None:

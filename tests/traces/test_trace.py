@@ -282,7 +282,7 @@ def test_without_marks(tmp_path: Path) -> None:
     trace = Trace.load(write(tmp_path / "a.json", [op("aten::first", 0, 5), *rows]))
     assert len(trace.breakdown().steps) == 1
     assert "no step marks" in trace.breakdown().notes[0]
-    assert trace.explain().verdict in ("inconclusive", "data-bound")
+    assert trace.explain().verdict in ("inconclusive", "input-bound")
     assert any("no step marks" in one for one in trace.explain().cannot)
     more = [event("Optimizer.step#SGD.step", "user_annotation", 300 + 50 * i, 10) for i in range(2)]
     trace = Trace.load(write(tmp_path / "b.json", [*rows, *more]))
@@ -362,7 +362,7 @@ def test_what_it_cannot_tell(tmp_path: Path) -> None:
 
 
 def test_verdicts(tmp_path: Path, cpu: Trace, device: Trace) -> None:
-    assert cpu.explain().verdict == "data-bound"
+    assert cpu.explain().verdict == "input-bound"
     assert "30 %" in cpu.explain().why
     assert device.explain().verdict == "idle"
     busy = Trace.load(
@@ -380,7 +380,7 @@ def test_verdicts(tmp_path: Path, cpu: Trace, device: Trace) -> None:
     assert Trace.load(write(tmp_path / "waits.json", waits)).explain().verdict == "communication-bound"
 
 
-@pytest.mark.parametrize(("wait", "sleep", "verdict"), [(0.01, 0.0, "data-bound"), (0.0, 0.04, "host-bound")])
+@pytest.mark.parametrize(("wait", "sleep", "verdict"), [(0.01, 0.0, "input-bound"), (0.0, 0.04, "host-bound")])
 def test_planted_costs_in_real_traces(tmp_path: Path, wait: float, sleep: float, verdict: str) -> None:
     """A slow loader of torch's is seen, and so is Python that sleeps."""
     trace = Trace.load(profiled(tmp_path / "real.json", wait=wait, sleep=sleep))
@@ -424,7 +424,7 @@ def test_launches_without_work_are_no_cpu_that_computes(tmp_path: Path) -> None:
     assert again.unrecorded == 15
     cpu = Trace.load(write(tmp_path / "b.json", on_cpu(), deviceProperties=[{"name": "NVIDIA A100-SXM4-80GB"}]))
     assert "the CPU" in str(cpu.table)
-    assert cpu.explain().verdict == "data-bound"
+    assert cpu.explain().verdict == "input-bound"
 
 
 def test_a_copy_that_blocks_on_rocm_is_a_wait(tmp_path: Path) -> None:
@@ -471,7 +471,7 @@ def test_a_gap_at_the_start_is_no_slow_loader_without_marks(tmp_path: Path) -> N
     found = Trace.load(write(tmp_path / "a.json", rows)).explain()
     assert found.verdict == "inconclusive"
     assert "without step marks that may lie before or after training" in found.why
-    assert Trace.load(write(tmp_path / "b.json", [*rows, step(1, 0, 100)])).explain().verdict == "data-bound"
+    assert Trace.load(write(tmp_path / "b.json", [*rows, step(1, 0, 100)])).explain().verdict == "input-bound"
 
 
 def test_kernels_that_the_user_calls_communication(tmp_path: Path) -> None:

@@ -211,7 +211,7 @@ def test_one_bad_step_makes_no_straggler(tmp_path: Path) -> None:
 def test_equal_ranks(tmp_path: Path) -> None:
     found = TraceSet.load(world(tmp_path, [even(), even(compute=505)]))
     assert found.stragglers().verdict == "none: waiting for the last rank costs 5.00 µs a step, 0.8 %"
-    assert found.explain().verdict == "data-bound"  # as each rank says
+    assert found.explain().verdict == "input-bound"  # as each rank says
 
 
 def test_clocks_of_different_machines_are_aligned(tmp_path: Path) -> None:

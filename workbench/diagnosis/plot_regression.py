@@ -28,7 +28,7 @@ def what_changed(result: WhatChanged, ax: Axes | None = None) -> Axes:
     """
     found = {AS_RECORDED: result.ratio}
     found |= {f"{wrapped(' + '.join(changes))}{' ←' * (changes == result.owner)}": seen for changes, seen in result.ratios.items()}
-    return _ratios(found, f"{QUANTITIES[result.of][0]} over that of run A", ax, pale=1)
+    return _ratios(found, f"{QUANTITIES[result.of]} over that of run A", ax, pale=1)
 
 
 def bisection(result: Bisection, ax: Axes | None = None) -> Axes:
@@ -42,7 +42,7 @@ def bisection(result: Bisection, ax: Axes | None = None) -> Axes:
         for commit in result.commits
         if (seen := result.ratio(commit.id))
     }
-    return _ratios(found, f"{QUANTITIES[result.of][0]} over that of the good commit", ax)
+    return _ratios(found, f"{QUANTITIES[result.of]} over that of the good commit", ax)
 
 
 def _ratios(found: dict[str, Interval], what: str, ax: Axes | None, pale: int = 0) -> Axes:

@@ -91,7 +91,7 @@ def what_changed(
         "recorded": tuple(sum(values) / len(values) for values in blocks),
         "change": recorded_change((blocks[0], blocks[1])),
         "differences": swaps.differences,
-        "notes": swaps.notes,
+        "notes": (*swaps.notes, *([what.words] if of == "time" else [])),
     }
     change, least = result["change"], LEAST if of == "time" else LEAST / 10
     if max(change.high, -change.low) < least or ((0 in change or abs(change.mid) < least) and not (rerun and own and swaps.changes)):
@@ -132,7 +132,7 @@ def _experiment(
         def judged(made: Sequence[Rerun]) -> Decision:
             if made:
                 seen = effect(made, tuple(named), usual) if named else None
-                brought = f", with all differences it is {units.times(math.exp(seen.mid))} of run A" if seen else ""
+                brought = f", with all differences it is {units.times(math.exp(seen.mid))} that of run A" if seen else ""
                 known[0] = f"{several(len(made), 'training')}{brought}"
             return decide(made, tuple(named), recorded, usual, change=change)
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
+from workbench.core import units
 from workbench.core.progress import BudgetError
 from workbench.runs.budgets import QUANTITIES
 from workbench.runs.entrypoints import spec_entrypoint
@@ -222,6 +223,15 @@ class Measured:
     """Of time: "step", or "sample" of all ranks."""
     part: float | None = None
     """Of time: the part of the steps that are faster than the value; None = it is their mean."""
+
+    @property
+    def words(self) -> str:
+        """Of time: how the value of a run is taken from its steps."""
+        if self.part is None:
+            return f"the {self.per} of a run is the mean after its warm-up"
+        return (
+            f"the {self.per} of a run is what {units.percent(self.part)} of those after its warm-up stay below, and shorter than their mean"
+        )
 
     def value(self, run: Run, steps: int | None = None) -> float:
         """Seconds of the slowest rank per step or per sample, peak bytes of the fullest, or the loss; nan = there is none."""

@@ -59,10 +59,15 @@ def swaps_of(a: Run, b: Run, also: Mapping[str, tuple[Mapping[str, str], Mapping
         rows.append(RunDifference(section=section, name=name, a=texts[0], b=texts[1], change=named, why_not=why_not))
 
     for group in knob_groups(a.spec, b.spec):
-        theirs = b.spec.to_json()
-        change = Change(name=", ".join(group), knobs={name: theirs[name] for name in group})
+        mine, theirs = a.spec.to_json(), b.spec.to_json()
+        options = {name: differing_options(mine[name], theirs[name]) if name == "args" else {} for name in group}
+        named = ", ".join(part for name in group for part in (options[name] or (name,)))
+        if len(options.get("args", ())) == len(group) == 1:
+            named = next(f"{flag} ({then} → {later})" for flag, (then, later) in options["args"].items())
+        change = Change(name=named, knobs={name: theirs[name] for name in group})
         for name in group:
-            add("spec", name, (a.spec.to_json()[name], theirs[name]), change)
+            for what, values in (options[name] or {name: (mine[name], theirs[name])}).items():
+                add("spec", what, values, change)
     kept = [each for info in infos if isinstance(each := info.get("variables"), Mapping)]
     if len(kept) == len(infos):
         for name in sorted({*kept[0], *kept[1]}):
@@ -119,6 +124,29 @@ def knob_groups(a: Spec, b: Spec) -> list[list[str]]:
         with_odd = next((group for group in others if valid([*odd, *group])), others[0])
         groups = [[*odd, *with_odd] if group is odd else group for group in groups if group is not with_odd]
     return groups
+
+
+def differing_options(a: Sequence[str], b: Sequence[str]) -> dict[str, tuple[str, str]]:
+    """The options of a script in which its arguments differ, each with both values; "none" = it is not given. Empty: only their order does.
+
+    >>> differing_options(["--lr", "0.1", "--amp"], ["--lr=0.1", "data", "--slow", "decode"])
+    {'--amp': ('given', 'none'), 'argument 1': ('none', 'data'), '--slow': ('none', 'decode')}
+    """
+    sides = []
+    for words in (a, b):
+        options: dict[str, str] = {}
+        flag = ""
+        for word in map(str, words):
+            if word.startswith("-") and not word.lstrip("-")[:1].isdigit():
+                flag, _, value = word.partition("=")
+                options[flag] = value or "given"
+                flag = "" if value else flag
+            elif flag:
+                options[flag] = word if options[flag] == "given" else f"{options[flag]} {word}"
+            else:
+                options[f"argument {1 + sum(name.startswith('argument') for name in options)}"] = word
+        sides.append(options)
+    return {name: pair for name in sides[0] | sides[1] if len({*(pair := (sides[0].get(name, "none"), sides[1].get(name, "none")))}) > 1}
 
 
 def _code(a: Run, b: Run, infos: Sequence[Mapping[str, Any]], ask_git: bool) -> tuple[Code | None, Change | None, str]:

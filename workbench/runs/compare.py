@@ -61,7 +61,10 @@ class Comparison(display.Shown):
             ]
             for label, step, wait, run, up in zip(self.labels, self.seconds(), waits, self.runs, self.speedups, strict=True)
         ]
-        note = "measured, one run after the other: a busy machine moves both columns of time; repeat before believing a small difference"
+        note = (
+            "measured, one run after the other: a busy machine moves both columns of time; repeat before believing a small difference; a "
+            "step is the mean after the warm-up, and its speedup that of the throughput over the first run's"
+        )
         return display.Table(
             columns=("run", "step", "waits for data", "throughput", "speedup"),
             rows=rows,

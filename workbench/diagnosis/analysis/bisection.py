@@ -11,7 +11,7 @@ from workbench.core.codec import JsonDataclass
 from workbench.core.display import table as display
 from workbench.core.statistics import Interval
 from workbench.diagnosis.analysis.owner_search import MINE, MOST, Decision, Rerun, effect, effects
-from workbench.diagnosis.analysis.what_changed import QUANTITIES, USUAL
+from workbench.diagnosis.analysis.what_changed import QUANTITIES, USUAL, over
 
 KINDS: Mapping[str, str] = {
     "commit": "one commit, or one of several that do not run, brings it",
@@ -79,18 +79,18 @@ class Bisection(display.Shown, JsonDataclass):
     @property
     def verdict(self) -> str:
         """The answer in words, with what to do."""
-        what, more, less = QUANTITIES[self.of]
+        what = QUANTITIES[self.of]
         whole = self.ratio(self.commits[-1].id)
         if self.kind == "commit":
             assert whole
-            said = f"The {what} became {units.percent(abs(whole.mid - 1))} {more if whole.mid > 1 else less}"
+            said = f"The {what} became {over(whole.mid)} that of the good commit"
             named = [commit.subject or commit.id[:10] for commit in self.commits if commit.id in self.first_bad]
             if len(named) > 1:
                 return f"{said} with one of {len(named)} commits, of which only the last runs: {'; '.join(named)}."
             place = [commit.id for commit in self.commits].index(self.first_bad[0])
             before = self.ratio(self.commits[place - 1].id) if place else Interval(low=1, mid=1, high=1)
             here = self.ratio(self.first_bad[0])
-            step = f": {units.times(before.mid)} of the good one before it, {units.times(here.mid)} with it" if before and here else ""
+            step = f" ({over(before.mid)} before it, {over(here.mid)} with it)" if before and here else ""
             return f"{said} with {named[0]}{step}."
         if self.kind == "nothing":
             ends = f" ({whole.low:.3g} to {whole.high:.3g} of the good one)" if whole else ""
@@ -116,7 +116,7 @@ class Bisection(display.Shown, JsonDataclass):
             rows.append((commit.subject, str(len(counts.get((commit.id,), ()))), ratio, word))
         last = f"{len(self.reruns)} trainings of {self.steps} steps in {units.seconds(self.seconds)}, {len(self.commits)} commits"
         return display.Table(
-            columns=("commit", "trainings", f"{QUANTITIES[self.of][0]} beside the good one", ""),
+            columns=("commit", "trainings", f"{QUANTITIES[self.of]} beside the good one", ""),
             rows=rows,
             title="Which commit it was",
             note="\n".join([self.verdict, last, *self.notes]),

@@ -15,11 +15,12 @@ from workbench.core.codec import NOT_STORED, JsonDataclass
 from workbench.core.display import table as display
 from workbench.core.package import near
 from workbench.core.synonyms import accept_synonyms
+from workbench.core.system_load import usable_cores
 from workbench.core.vocabulary import PART_WORDS, PARTS
 from workbench.data.analysis.format_costs import FormatComparison
 from workbench.diagnosis.analysis.costs import MAX_BLOCK_SPREAD, is_crowded, noise_warnings
 from workbench.diagnosis.analysis.evidence import Evidence
-from workbench.diagnosis.analysis.loader_model import LoaderCurve
+from workbench.diagnosis.analysis.loader_model import TERMS, LoaderCurve
 from workbench.diagnosis.analysis.proof import Proof, remedy_table
 from workbench.diagnosis.analysis.remedies import SETTINGS_OF, remedies_for
 from workbench.diagnosis.analysis.remedy import Choice, Remedy, find_remedy, gain_of, of_knobs, sort_key
@@ -49,6 +50,11 @@ FIND_NAN = (
 LITTLE = 1.1
 """A predicted gain below which a remedy of another part than the verdict's is said to be none of the verdict's concern. Chosen; a matter of
 words."""
+TO_COMPARE = (
+    "To prove it, launch the training before and after the change: `workbench compare A B`, or wb.compare(a, b), holds the runs "
+    "side by side."
+)
+"""How a change is proved that only the user can make."""
 AGAIN = "Diagnose again when the machine is quieter, or with a larger budget_s."
 TO_LEARN_MORE = {
     "too few measurements": "Diagnose again with a larger budget_s, for more measurements.",
@@ -151,6 +157,7 @@ class Diagnosis(JsonDataclass):
         best, *others = self.remedies
         costs = f" It costs: {best.costs}." if best.costs else ""
         how = f" {EXPERIMENT}" if self.evidence.observed and "by experiment" in best.advice else ""
+        costs += "" if how or best.provable else f" {TO_COMPARE}"
         if first := self._surer:
             price = f" It costs: {first.costs}." if first.costs else ""
             return (
@@ -186,11 +193,11 @@ class Diagnosis(JsonDataclass):
         chosen = self._chosen
         if chosen is None or chosen in (self.remedies[0], self._surer):
             return ""
-        words = f"{self.remedies[0].name} is a change that you have to make yourself; of those that can be tried here, "
-        words += f"the best is {chosen.name}"
+        mine = f"{self.remedies[0].name} is a change that you have to make yourself. {TO_COMPARE}"
         if chosen.scope != "cause" and (gain_of(chosen) < LITTLE or chosen.low <= 1):
-            words += f", which does not address the verdict ({self.verdict}, {self.cause})"
-        return words
+            cause = f"No remedy for the verdict ({self.verdict}, {self.cause}) can be tried here: {mine}"
+            return f"{cause} Tried instead: {chosen.name}, which does not address the verdict."
+        return f"{mine} Of those that can be tried here, the best is {chosen.name}."
 
     @cached_property
     def model(self) -> StepModel:
@@ -204,19 +211,35 @@ class Diagnosis(JsonDataclass):
 
     @property
     def loader_curve(self) -> LoaderCurve | None:
-        """Loader and step over the number of workers, predicted, with what was measured beside; None if the loader was not probed."""
+        """Loader and step over the number of workers, predicted, with what was measured beside; None if the loader was not probed.
+
+        It recommends a number only where the remedies offer it, and otherwise that of now.
+        """
         feeding, loading = self.model.feeding, self.evidence.loading
         if feeding is None or loading is None:
             return None
         now = loading.num_workers
         curve = feeding.curve(persistent_workers=loading.persistent_workers)
+        if all(remedy.name != f"num_workers={curve.recommended}" for remedy in self.remedies):
+            curve = dataclasses.replace(curve, recommended=now)
         return curve.with_measured(loader={now: loading.alone}, step={now: self.model.costs.clean})
+
+    @property
+    def _no_workers(self) -> str:
+        """Why there is no remedy of more workers for a step that waits for its DataLoader; "" = there is, or the reason is in a note."""
+        feeding, loading, noise = self.model.feeding, self.evidence.loading, self.evidence.noise
+        if self.verdict != "input-bound" or feeding is None or loading is None or loading.kind != "DataLoader":
+            return ""
+        if loading.stream in ("repeated", "unknown") or any(remedy.name.startswith("num_workers=") for remedy in self.remedies):
+            return ""
+        busy = f"; other processes take {noise.foreign:.1f} of {noise.cores:.0f} cores" if noise and is_crowded(self.evidence) else ""
+        return f"; more workers: not expected to help ({TERMS[feeding.binds(loading.num_workers + 1)]}{busy}), see loader_curve"
 
     def remedy(self, which: Choice = None) -> Remedy:
         """One of the remedies: the best that can be proved, or what `next` begins with (None), by its number in the table
         (from 1), by its name, or itself.
 
-        Knobs with values, such as {"deterministic": True}, are a remedy, too, or a price.
+        Knobs with values, such as {"deterministic": True} or "num_workers=2", are a remedy, too, or a price.
 
         Raises:
             ValueError: there is none, or none of that name or number.
@@ -236,8 +259,8 @@ class Diagnosis(JsonDataclass):
         """Run a remedy, interleaved with the step as it is; the proof is kept in `proofs`.
 
         Args:
-            which: a remedy, its number in the table or its name; knobs with values, such as {"deterministic": True}; None = the best that
-                can be proved.
+            which: a remedy, its number in the table or its name; knobs with values, {"deterministic": True} or "num_workers=2"; None =
+                the best that can be proved.
             budget_s: seconds it may take. At Ctrl-C the proof is of what was timed by then, with a wider interval; with fewer than two
                 pairs of blocks nothing is known, and the KeyboardInterrupt says so.
 
@@ -250,7 +273,7 @@ class Diagnosis(JsonDataclass):
             raise ValueError(f"{remedy.name} is not ours to turn: {remedy.what} Then diagnose again{script}")
         proof: Proof = late.load("prove")(self, remedy, budget_s=budget_s)
         if which is None and self.choice:
-            proof = dataclasses.replace(proof, notes=(self.choice, *proof.notes))
+            proof = dataclasses.replace(proof, choice=self.choice)
         self.proofs.append(proof)
         return proof
 
@@ -301,10 +324,10 @@ class Diagnosis(JsonDataclass):
         if e.device != "cpu" or (e.observed and self.spec is None):
             return []
         started = "started with " * isinstance(self.spec, ScriptSpec)  # it may set another number itself
-        text = f"{started}{units.several(e.threads, 'thread')} per operator"
-        if self.spec and e.threads == 1 and not (e.noise and e.noise.cores < 2):
-            every = f"all {e.noise.cores:.0f} cores" if e.noise else "all cores"
-            how = f"workbench launch {self.spec.script} --set threads=4" if isinstance(self.spec, ScriptSpec) else "threads=4"
+        text, cores = f"{started}{units.several(e.threads, 'thread')} per operator", e.noise.cores if e.noise else usable_cores()
+        if self.spec and e.threads == 1 and cores >= 2:
+            every, how = f"all {cores:.0f} cores" if e.noise else "all cores", f"threads={min(4, int(cores))}"
+            how = f"workbench launch {self.spec.script} --set {how}" if isinstance(self.spec, ScriptSpec) else how
             text += f", which the workbench sets (a process that you start yourself uses {every}): {how} changes it"
         return [text]
 
@@ -331,7 +354,8 @@ class Diagnosis(JsonDataclass):
         if chosen := self._chosen:
             i = self.remedies.index(chosen) + 1
             first = f"; prove({i}) runs {'the first' if i == 1 else chosen.name}"
-        return remedy_table(self.remedies, self.proofs, "predicted throughput over that of now, each alone: gains do not multiply" + first)
+        note = f"predicted throughput over that of now, each alone: gains do not multiply{first}{self._no_workers}"
+        return remedy_table(self.remedies, self.proofs, note)
 
     @property
     def _tables(self) -> list[display.Table]:

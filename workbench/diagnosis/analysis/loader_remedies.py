@@ -16,9 +16,6 @@ predict too much more often than too little. Measured on two cores (−14 … +6
 narrower by it, predictions stay."""
 DEEP_PREFETCH = 8
 """Batches per worker: enough for one slow batch in twenty, and four times the memory of torch's own 2."""
-LEFT_SHARE = 0.1
-"""Of a part that is mostly done beforehand, this fraction may remain; the formula names it. Chosen. With half or twice as much, a predicted
-gain of 2× becomes 2.1× or 1.8×."""
 UNKNOWN_TRANSFORM = " (how much of it is reading is not known: give compare_formats your loader's dataset, or transform=)"
 
 
@@ -142,14 +139,16 @@ def _prefetch(case: Case, loading: Loading) -> Iterator[Remedy | None]:
 
 
 def _prepared(case: Case, loading: Loading) -> Iterator[Remedy | None]:
-    """Work done once, beforehand, instead of in every epoch: ceilings, but where formats were compared what remains is measured."""
+    """Work done once, beforehand, instead of in every epoch: ceilings, as if nothing of it remained, but where formats were compared what
+    remains is measured.
+    """
     feeding, cause = case.model.feeding, case.judgement.cause
     if feeding is None:
         return
     made = (loading.cpu if loading.cpu is not None else loading.worker_cpu) or 1e-12
     compared = case.evidence.formats
     waiting, preparing = (compared.left_of_waiting(), compared.left_of_cpu()) if compared else (None, None)
-    left_waiting, left_cpu = LEFT_SHARE if waiting is None else waiting, LEFT_SHARE if preparing is None else preparing
+    left_waiting, left_cpu = waiting or 0.0, preparing or 0.0
     least, most = _saved_by_copy(loading, compared)
     copied, at_best = (
         dataclasses.replace(_less_cpu(feeding, seconds / made), blocked=feeding.blocked * left_waiting) for seconds in (least, most)
@@ -186,8 +185,8 @@ def _prepared(case: Case, loading: Loading) -> Iterator[Remedy | None]:
             ("collate",),
             "faster collate_fn",
             "Write batches into one tensor made beforehand, or pad and stack on whole arrays instead of sample by sample.",
-            _less_cpu(feeding, (loading.collate or 0.0) / made * (1 - LEFT_SHARE)),
-            f"{units.percent(1 - LEFT_SHARE)} of collate_fn is gone",
+            _less_cpu(feeding, (loading.collate or 0.0) / made),
+            "all of collate_fn is gone",
             "",
         ),
     )

@@ -31,6 +31,8 @@ class Proof(display.Shown, JsonDataclass):
     """Samples per second without it (steps per second where the samples of a batch are not known)."""
     notes: tuple[str, ...] = ()
     """Notes on the measurement."""
+    choice: str = ""
+    """Why this remedy was tried and not the first of the diagnosis; stands before the table. Empty = it is the first, or was asked for."""
 
     @property
     def predicted(self) -> Interval:
@@ -99,6 +101,12 @@ class Proof(display.Shown, JsonDataclass):
     def to_frame(self) -> Any:
         """A DataFrame with one row."""
         return display.frame([proof_row(self)])
+
+    def __str__(self) -> str:
+        return "\n\n".join(filter(None, [self.choice, str(self.table)]))
+
+    def _repr_html_(self) -> str:
+        return (f"<p>{display.escape(self.choice)}</p>" if self.choice else "") + self.table._repr_html_()
 
     plot = display.plot_method("proof")
 

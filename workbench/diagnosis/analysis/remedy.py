@@ -17,7 +17,7 @@ from workbench.diagnosis.analysis.evidence import Evidence
 from workbench.diagnosis.analysis.step_model import KNOBS as PREDICTED
 from workbench.diagnosis.analysis.step_model import StepModel
 from workbench.diagnosis.analysis.verdict import Judgement
-from workbench.runs.spec import IMPLEMENTATIONS, KNOBS, RunSpec, ScriptSpec, Spec, check_names
+from workbench.runs.spec import IMPLEMENTATIONS, KNOBS, RunSpec, ScriptSpec, Spec, check_names, parse_knob
 
 SCOPES = {"cause": "", "part": "Another part: ", "general": "In general: "}
 """Scope of a remedy → how its advice begins. "cause": it removes what the verdict names; "part": another part of the step; "general": it
@@ -66,12 +66,15 @@ class Remedy(JsonDataclass):
 
     @property
     def gain(self) -> str:
-        """The prediction as text: "1.62× (1.51× … 1.70×)"; of a ceiling "up to 1.62×"; without an upper end "at least 1.51×"."""
+        """The prediction as text: "1.62× (1.51× … 1.70×)", with a mark where it may not help; of a ceiling, as if the part cost nothing,
+        "up to 1.62×"; without an upper end "at least 1.51×".
+        """
         if self.ceiling:
             return f"up to {units.times(self.speedup)}"
         if math.isinf(self.high):
             return f"at least {units.times(self.low)}"
-        return f"{units.times(self.speedup)} ({units.times(self.low)} … {units.times(self.high)})"
+        doubt = "; may not help" if self.low < 1 else ""
+        return f"{units.times(self.speedup)} ({units.times(self.low)} … {units.times(self.high)}{doubt})"
 
     def __str__(self) -> str:
         lines = [
@@ -113,7 +116,8 @@ Choice = Remedy | Mapping[str, Any] | int | str | None
 def find_remedy(
     remedies: Sequence[Remedy], which: Choice, *, of_knobs: Callable[[Mapping[str, Any]], Remedy], nothing: Callable[[str], str], whose: str
 ) -> Remedy:
-    """One of some remedies: the best that can be proved (None), by its number from 1, by its name, or itself; or knobs with values.
+    """One of some remedies: the best that can be proved (None), by its number from 1, by its name, or itself; or knobs with values, as a
+    mapping or a text such as "num_workers=2".
 
     Args:
         remedies: the best first.
@@ -131,6 +135,8 @@ def find_remedy(
         return of_knobs(which)
     names = ", ".join(f"{i} ({remedy.name})" for i, remedy in enumerate(remedies, 1)) or "none"
     matching = [remedy for i, remedy in enumerate(remedies, 1) if (remedy.provable if which is None else which in (i, remedy.name))]
+    if not matching and isinstance(which, str) and "=" in which:
+        return of_knobs(dict(parse_knob(word) for word in which.replace(",", " ").split()))
     if not matching:
         raise ValueError(f"there is nothing to prove: {nothing(names)}" if which is None else f"no remedy {which!r}: {whose} {names}")
     return matching[0]

@@ -355,9 +355,10 @@ def _unexplained_wait(e: Evidence, c: Costs) -> str:
     saved = c.share(c.data)
     if e.ranks[0].timeline.mean("data_wait") < (saved.high + USUAL.least) * c.step:
         return ""
+    shorter = f"only {_percents(saved)} shorter" if saved.high > 0 else "no shorter"
     return (
-        f"The loop waits for its batches for {units.percent(clock)} of the step by its clocks, although the step without its loader is "
-        f"only {_percents(saved)} shorter: these were measured under different loads."
+        f"By its clocks the loop waits for data for {units.percent(clock)} of the step, although the step without its loader is {shorter}: "
+        f"these were measured under different loads."
     )
 
 

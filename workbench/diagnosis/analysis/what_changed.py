@@ -12,12 +12,8 @@ from workbench.core.display import table as display
 from workbench.core.statistics import USUAL_SPREAD, Interval
 from workbench.diagnosis.analysis.owner_search import Changes, Rerun, effect, level
 
-QUANTITIES: Mapping[str, tuple[str, str, str]] = {
-    "time": ("step", "slower", "faster"),
-    "memory": ("peak memory", "larger", "smaller"),
-    "loss": ("loss", "higher", "lower"),
-}
-"""What two runs are compared for → what it is called, and what more and less of it are called."""
+QUANTITIES: Mapping[str, str] = {"time": "step", "memory": "peak memory", "loss": "loss"}
+"""What two runs are compared for → what it is called."""
 USUAL: Mapping[str, float] = {"time": USUAL_SPREAD, "memory": 0.003, "loss": 0.003}
 """Standard deviation of the ratio of two equal trainings, as known beforehand. Chosen: resident memory varies by pages, the loss of
 a seed by the order in which ranks add up. Measured trainings replace it as they come."""
@@ -123,9 +119,8 @@ class WhatChanged(display.Shown, JsonDataclass):
     @property
     def verdict(self) -> str:
         """The answer in words, with what to do."""
-        what, more, less = QUANTITIES[self.of]
-        by = abs(self.ratio.mid - 1)
-        said = f"Run B's {what} is {units.percent(by)} {more if self.ratio.mid > 1 else less}"
+        what = QUANTITIES[self.of]
+        said = f"Run B's {what} is {over(self.ratio.mid)} that of run A"
         if self.kind == "nothing":
             return (
                 f"Nothing to explain: {said[0].lower()}{said[1:]}, and the steps of the runs themselves vary as much "
@@ -136,7 +131,7 @@ class WhatChanged(display.Shown, JsonDataclass):
             many = "are" if len(self.owner) > 1 else "is"
             alone = " together" if self.together else ""
             with_ = "them" if len(self.owner) > 1 else "it"
-            seen = f": with {with_}, run A is now {_ends(today)} of what it is without" if today else ""
+            seen = f": today run A's {what} with {with_} is {_ends(today)} that without" if today else ""
             if 0 in self.change:
                 said = f"What was recorded leaves open whether run B's {what} is another ({_ends(self.ratio)}); today's trainings do not"
             return f"{said}, and {_list(self.owner)} {many} the reason{alone}{seen}.{_because(self.why)}{self._brought}"
@@ -160,7 +155,9 @@ class WhatChanged(display.Shown, JsonDataclass):
     @property
     def _alike(self) -> str:
         return (
-            f", and with B's {_list(self.changes)} it is {_ends(self.today)} of what it is without" if self.today and self.changes else ""
+            f", and its {QUANTITIES[self.of]} with B's {_list(self.changes)} is {_ends(self.today)} that without"
+            if self.today and self.changes
+            else ""
         )
 
     @property
@@ -191,7 +188,7 @@ class WhatChanged(display.Shown, JsonDataclass):
             else:
                 result = each.why_not or "not tried"
             rows.append((each.section, each.name, each.a, each.b, result))
-        what = QUANTITIES[self.of][0] + (" per sample" if self.per == "sample" else "")
+        what = QUANTITIES[self.of] + (" per sample" if self.per == "sample" else "")
         texts = [self.text(value) for value in self.recorded]
         last = f"{len(self.reruns)} trainings of {self.steps} steps in {units.seconds(self.seconds)}" if self.reruns else ""
         return display.Table(
@@ -232,7 +229,16 @@ def _ends(ratio: Interval | None) -> str:
     """A ratio with its interval: "1.42× (1.37 to 1.47)"."""
     if ratio is None:
         return units.MISSING
-    return f"{units.times(ratio.mid)} ({ratio.low:.3g} to {ratio.high:.3g})"
+    return f"{over(ratio.mid)} ({ratio.low:.3g} to {ratio.high:.3g})"
+
+
+def over(ratio: float) -> str:
+    """A ratio as text, with a digit more where it is near 1.
+
+    >>> over(1.4), over(0.9873)
+    ('1.40×', '0.987×')
+    """
+    return f"{ratio:.3f}×" if abs(ratio - 1) < 0.1 else units.times(ratio)
 
 
 def _because(why: str) -> str:

@@ -18,7 +18,7 @@ from workbench.core import late
 from workbench.core.checks import nearest
 from workbench.core.codec import JsonDataclass
 from workbench.core.display import table as display
-from workbench.core.units import several
+from workbench.core.units import seconds, several
 from workbench.runs.guards import ranks_of
 from workbench.runs.launch.launch import launch
 from workbench.runs.launch.new_run import LaunchError
@@ -54,6 +54,12 @@ class ScriptResumeProof(JsonDataclass, display.Shown):
     """Does the script write the same when it is launched twice without a kill? Tried where something differs; else True."""
     kills: tuple[float, ...]
     """Seconds after its launch at which it was killed, each time."""
+    killed_at: tuple[int, ...] = ()
+    """Optimizer steps of that launch that were measured by then; 0 = none were."""
+    steps: int = 0
+    """Optimizer steps of the undisturbed script, as measured (the first of a loop without a DataLoader is not); 0 = none were."""
+    last_steps: int = 0
+    """Those of the last launch, which ran to the end: fewer, if it went on from a checkpoint."""
     asked: int = 0
     """Kills that were to be; fewer came where the script ended before."""
     seconds: float
@@ -64,9 +70,14 @@ class ScriptResumeProof(JsonDataclass, display.Shown):
     """Folder of the one that was."""
 
     @property
+    def began_again(self) -> bool:
+        """Did the last launch train all steps, as if it had found no checkpoint? False where no steps were seen."""
+        return 0 < self.steps <= self.last_steps
+
+    @property
     def exact(self) -> bool:
-        """Is the result bit for bit the same?"""
-        return not self.differing
+        """Is the result bit for bit the same, of a script that did not simply begin again?"""
+        return not self.differing and not self.began_again
 
     @property
     def verdict(self) -> str:
@@ -74,8 +85,21 @@ class ScriptResumeProof(JsonDataclass, display.Shown):
         after = f"after {several(len(self.kills), 'kill')}"
         if len(self.kills) < self.asked:
             after += f" (the script ended before kill {len(self.kills) + 1} of {self.asked})"
+        if self.began_again:
+            equal = "differs as well" if self.differing else "is equal because the script is deterministic, which says nothing of a resume"
+            return (
+                f"Not resumed: {after} it began again at step 1 and trained all steps ({self.last_steps:,} measured); the result {equal}. "
+                f"Either the script does not load what it saves into {OUT}, or no checkpoint was complete when it was killed "
+                f"({self._killed}): see that it loads, or let it write checkpoints more often"
+            )
         if self.exact:
-            return f"Exact: {after} all {self.entries:,} entries of the result are bit for bit those of the undisturbed script."
+            known = "whether it went on from a checkpoint or began again is not known, since no optimizer step of torch was measured"
+            if self.steps:
+                known = f"the last launch took {self.last_steps:,} of {self.steps:,} measured steps"
+            return (
+                f"Exact: {after} all {self.entries:,} entries of the result are bit for bit those of the undisturbed script "
+                f"(killed {self._killed}; {known})."
+            )
         many = f"{len(self.differing):,} of {self.entries:,} entries of the result differ"
         if not self.repeatable:
             return (
@@ -89,6 +113,13 @@ class ScriptResumeProof(JsonDataclass, display.Shown):
         )
 
     @property
+    def _killed(self) -> str:
+        """When it was killed, each time: "3.10 s after its launch, 8 measured steps into it"."""
+        steps = self.killed_at or (0,) * len(self.kills)
+        each = zip(self.kills, steps, strict=True)
+        return "; ".join(f"{seconds(after)} after its launch{f', {step:,} measured steps into it' * bool(step)}" for after, step in each)
+
+    @property
     def table(self) -> display.Table:
         """The entries that differ, and the verdict; first those of a schedule or of random numbers, then of the optimizer."""
         rows = [[entry.name, entry.difference] for entry in sorted(self.differing, key=_telling)[:SHOWN]]
@@ -97,10 +128,10 @@ class ScriptResumeProof(JsonDataclass, display.Shown):
         return display.Table(columns=("entry", "difference"), rows=rows, title="Killed and launched again", note=self.verdict)
 
     def __str__(self) -> str:
-        return self.verdict if self.exact else str(self.table)
+        return str(self.table) if self.differing else self.verdict
 
     def _repr_html_(self) -> str:
-        return f"<p>{display.escape(self.verdict)}</p>" if self.exact else self.table._repr_html_()
+        return self.table._repr_html_() if self.differing else f"<p>{display.escape(self.verdict)}</p>"
 
     def __repr__(self) -> str:
         return f"ScriptResumeProof(exact={self.exact}, entries={self.entries}, differing={len(self.differing)}, kills={len(self.kills)})"
@@ -137,7 +168,8 @@ def prove_script_resume(
         out = folder / name
         out.mkdir(parents=True, exist_ok=True)
         given = [arg.replace(OUT, str(out)) for arg in args]
-        return launch(script, args=given, timeout=timeout, runs_dir=folder, name=f"{Path(script).stem}-{name}", **launched)
+        name = f"{Path(script).stem}-{name}"
+        return launch(script, args=given, timeout=timeout, runs_dir=folder, name=name, **{"watch": True} | launched)
 
     def told(what: str, name: str) -> Callable[[int], object]:
         def writes_so_far(writes: int) -> None:
@@ -151,15 +183,17 @@ def prove_script_resume(
         _, writes = _watched(run, folder / name, say=told(f"the {name} script", name))
         return run.wait(check=True), writes
 
-    run, left = to_the_end("undisturbed")
-    seconds, expected = run.seconds, _entries_of(folder / "undisturbed", result)
-    chosen, done = random.Random(seed), list[float]()
+    undisturbed, left = to_the_end("undisturbed")
+    expected = _entries_of(folder / "undisturbed", result)
+    chosen, done, steps = random.Random(seed), list[float](), list[int]()
     while len(done) < kills and left > 1:  # the last write is the result
-        run, after = begin("interrupted"), chosen.randint(1, left - 1)
+        least = max(1, left // 3) if len(done) == kills - 1 else 1  # so that there is a whole checkpoint before the last kill
+        run, after = begin("interrupted"), chosen.randint(least, max(least, left - 2))  # early enough for a busy machine
         what = f"kill {len(done) + 1} of {kills} comes after {several(after, 'write')}"
         killed, writes = _watched(run, folder / "interrupted", after, chosen, say=told(what, "interrupted"))
         if killed:
             done.append(killed)
+            steps.append(run.progress[0])
             left -= writes
         elif done:
             break
@@ -171,7 +205,7 @@ def prove_script_resume(
             f"{script} wrote nothing into {OUT} ({folder / 'undisturbed'}) before its end, so there is no checkpoint to go on from: "
             "let it train longer, or write checkpoints more often"
         )
-    to_the_end("interrupted")
+    last, _ = to_the_end("interrupted")
     differing = _differing(expected, folder / "interrupted", result)
     repeatable = True
     if differing:
@@ -182,8 +216,11 @@ def prove_script_resume(
         differing=differing,
         repeatable=repeatable,
         kills=tuple(done),
+        killed_at=tuple(steps),
+        steps=undisturbed.progress[0],
+        last_steps=last.progress[0],
         asked=kills,
-        seconds=seconds,
+        seconds=undisturbed.seconds,
         undisturbed=str(folder / "undisturbed"),
         interrupted=str(folder / "interrupted"),
     )

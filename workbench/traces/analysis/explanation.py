@@ -13,7 +13,7 @@ from workbench.traces.analysis.breakdown import PARTS, Breakdown, Overlap
 CLEAR = 0.15
 """Fraction of the step from which on a part is blamed, as a diagnosis by experiment does: without it the step is 1.18 times as fast."""
 VERDICTS = {
-    "data_wait": ("data-bound", "the step waits for its loader", "more workers, cheaper samples, or data that is prepared beforehand"),
+    "data_wait": ("input-bound", "the step waits for its loader", "more workers, cheaper samples, or data that is prepared beforehand"),
     "h2d": ("transfer-bound", "nothing computes while batches are copied to the device", "pinned memory and non_blocking copies"),
     "communication": (
         "communication-bound",
@@ -36,13 +36,17 @@ class Explanation(display.Shown, JsonDataclass):
     """A verdict on observed shares. What removing a part would really gain, only an experiment tells: `wb.diagnose`."""
 
     verdict: str
-    """"data-bound", "transfer-bound", "communication-bound", "host-bound", "idle", "other", "compute-bound" or "inconclusive"."""
+    """"input-bound", "transfer-bound", "communication-bound", "host-bound", "idle", "other", "compute-bound" or "inconclusive"."""
     why: str
     next: str
     cannot: tuple[str, ...]
     """What this trace cannot tell."""
     shares: Mapping[str, float]
     """Part → fraction 0..1 of the step."""
+
+    def __post_init__(self) -> None:
+        if self.verdict == "data-bound":  # as it was called in what was stored before
+            object.__setattr__(self, "verdict", "input-bound")
 
     @property
     def table(self) -> display.Table:
