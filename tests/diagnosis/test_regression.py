@@ -131,13 +131,24 @@ def test_a_variable_among_knobs_is_named_and_each_arm_has_what_it_should(
     result = wb.what_changed(a, b)
     assert (result.kind, result.owner) == ("owner", ("NCCL_ALGO",))
     assert result.changes == ("prefetch_factor, num_workers", "lr", "NCCL_ALGO")
-    assert "Run B's step is 40 % slower, and NCCL_ALGO is the reason" in str(result)
+    assert "Run B's step is 1.40× that of run A, and NCCL_ALGO is the reason: today run A's step with it is 1.40× (" in str(result)
+    assert result.notes[-1].startswith("the step of a run is what 25 % of those after its warm-up stay below")
     assert trainings.arms[0].spec == a.spec
     assert trainings.arms[0].variables["NCCL_PROTO"] is None  # it is set now, and was not then
     assert trainings.arms[1].spec == b.spec
     assert WhatChanged.from_json(json.loads(json.dumps(result.to_json()))) == result
     assert result.to_frame().iloc[0].to_dict() == {"changes": "run A", "value": 0.01, "error": ""}
     assert result.ratio.mid == pytest.approx(1.4, rel=0.01)
+
+
+def test_the_options_of_a_script_that_differ_are_named(tmp_path: Path, emulated: Any) -> None:
+    script = ScriptSpec(script=str(tmp_path / "train.py"), args=("--lr", "0.1"), watch=True)
+    a, b = made(tmp_path / "a", script), made(tmp_path / "b", script.replace(args=("--lr", "0.1", "--slow", "decode")), step=0.09)
+    emulated(lambda arm: 0.09 if "--slow" in arm.spec.args else 0.01)
+    result = wb.what_changed(a, b)
+    assert [(each.name, each.a, each.b) for each in result.differences if each.section == "spec"] == [("--slow", "none", "decode")]
+    assert result.owner == ("--slow (none → decode)",)
+    assert "Run B's step is 9.00× that of run A, and --slow (none → decode) is the reason" in result.verdict
 
 
 def test_equal_runs_of_which_one_was_slow_show_the_machine(tmp_path: Path, emulated: Any) -> None:
@@ -164,14 +175,14 @@ def test_runs_that_differ_within_their_noise_are_tried_where_something_else_diff
     assert 0 in result.change
     assert (result.kind, result.owner) == ("owner", ("lr",))
     assert re.fullmatch(
-        r"What was recorded leaves open whether run B's step is another \(1.02× .*\); today's trainings do not, and lr is the reason: "
-        r"with it, run A is now 1.05× .*",
+        r"What was recorded leaves open whether run B's step is another \(1.02\d× .*\); today's trainings do not, and lr is the reason: "
+        r"today run A's step with it is 1.05\d× \(.* that without\.",
         result.verdict,
     )
     emulated(lambda arm: 0.01)
     equal = wb.what_changed(a, b)
     assert equal.kind == "nothing"
-    assert "and with B's lr it is 1.00× (" in equal.verdict
+    assert "and its step with B's lr is 1.000× (" in equal.verdict
     before = len(trainings.arms)
     assert (
         wb.what_changed(a, b, rerun=False).kind == wb.what_changed(a, made(tmp_path / "c", spec, step=0.0102, waves=0.05)).kind == "nothing"
@@ -201,7 +212,7 @@ def test_memory_and_loss_are_compared_after_as_many_steps_as_show_it(tmp_path: P
     emulated(lambda arm: 2.0 if arm.spec.lr else 1.0)
     loss = wb.what_changed(a, b, of="loss")
     assert (loss.owner, loss.recorded) == (("lr",), (1.0, 2.0))
-    assert "100 % higher" in loss.verdict
+    assert "Run B's loss is 2.00× that of run A" in loss.verdict
     memory = wb.what_changed(a, b, of="memory", rerun=False)
     assert memory.recorded == pytest.approx((2**30, 2**31), rel=1e-4)
     assert (memory.kind, memory.reruns) == ("not run", ())
@@ -325,7 +336,7 @@ def test_bisect_tries_commits_beside_the_good_one(repository: Path, monkeypatch:
     trainings = emulated(lambda arm: 0.02 if ids.index(arm.code.commit) >= 2 else 0.01)
     result = wb.bisect("task.py:build", good="HEAD~3", lr=0.3)
     assert (result.kind, result.first_bad) == ("commit", (ids[2],))
-    assert f"The step became 100 % slower with {ids[2][:7]} change 2: 1.00× of the good one before it, 2.00× with it." in result.verdict
+    assert f"The step became 2.00× that of the good commit with {ids[2][:7]} change 2 (1.000× before it, 2.00× with it)." in result.verdict
     assert {arm.spec.lr for arm in trainings.arms} == {0.3}
     assert Bisection.from_json(json.loads(json.dumps(result.to_json()))) == result
 
@@ -370,7 +381,7 @@ def test_a_search_that_the_budget_ends_says_what_was_not_swapped(tmp_path: Path,
     assert "Not swapped one by one yet: " in result.verdict
     assert "budget_s=600" in result.notes[-1]
     assert shown[0].startswith("what_changed: run A as it was, beside it with 3 differences of run B, ")
-    assert any("trainings, with all differences it is 2.00× of run A" in line for line in shown)
+    assert any("trainings, with all differences it is 2.00× that of run A" in line for line in shown)
 
 
 def test_ctrl_c_in_the_first_training_ends_the_search(repository: Path, monkeypatch: pytest.MonkeyPatch, emulated: Any) -> None:

@@ -66,8 +66,9 @@ def swaps_of(a: Run, b: Run, also: Mapping[str, tuple[Mapping[str, str], Mapping
             named = next(f"{flag} ({then} → {later})" for flag, (then, later) in options["args"].items())
         change = Change(name=named, knobs={name: theirs[name] for name in group})
         for name in group:
-            for what, values in (options[name] or {name: (mine[name], theirs[name])}).items():
-                add("spec", what, values, change)
+            pairs: Mapping[str, tuple[Any, Any]] = options[name] or {name: (mine[name], theirs[name])}
+            for what, pair in pairs.items():
+                add("spec", what, pair, change)
     kept = [each for info in infos if isinstance(each := info.get("variables"), Mapping)]
     if len(kept) == len(infos):
         for name in sorted({*kept[0], *kept[1]}):
@@ -76,9 +77,9 @@ def swaps_of(a: Run, b: Run, also: Mapping[str, tuple[Mapping[str, str], Mapping
                 add("variables", name, (then, later), Change(name=name, variables={name: later}))
     else:
         notes.append("environment variables: a run of an earlier version recorded none, so none is tried")
-    for name, pair in also.items():
-        variables |= dict(pair[0])
-        add("given", name, (_pairs(pair[0]), _pairs(pair[1])), Change(name=name, variables=dict(pair[1])))
+    for name, (then, later) in also.items():
+        variables |= dict(then)
+        add("given", name, (_pairs(then), _pairs(later)), Change(name=name, variables=dict(later)))
     if python and other and python != other:
         there = Path(other).exists() and Path(python).exists()
         add("environment", "python", (python, other), Change(name="python", python=other) if there else None, "" if there else "it is gone")
