@@ -143,8 +143,18 @@ def find_remedy(
 
 
 def gain_of(remedy: Remedy) -> float:
-    """The predicted speedup by which remedies are compared. A ceiling counts half, since what replaces the part is not free."""
-    return 1 + (remedy.speedup - 1) / 2 if remedy.ceiling else remedy.speedup
+    """The predicted speedup by which remedies are compared. A ceiling counts half of its gain if `LEFT_SHARE` of the part is left, since
+    what replaces the part is not free.
+    """
+    if not remedy.ceiling:
+        return remedy.speedup
+    left = LEFT_SHARE + (1 - LEFT_SHARE) / remedy.speedup
+    return 1 + (1 / left - 1) / 2
+
+
+LEFT_SHARE = 0.1
+"""Fraction of a removed part that may remain. Chosen. With half or twice as much, a ceiling of 10× counts as 3.9× or 2.3× in the order of
+remedies, instead of 3.1×."""
 
 
 def sort_key(remedy: Remedy) -> tuple[bool, float]:
