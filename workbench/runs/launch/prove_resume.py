@@ -183,8 +183,7 @@ def prove_resume(
     step, rank and part is named.
 
     A script keeps checkpoints of its own: it is killed at random moments after it has written something into its folder, and launched
-    again with the same arguments. What it has written at its end is compared, and its optimizer steps are counted: a script that begins
-    again instead of going on from its checkpoint is not exact, however equal its result is.
+    again with the same arguments. What it has written at its end is compared; one that begins again, by its optimizer steps, is not exact.
 
     With `resumed=` it is killed once, and goes on in another layout. States and samples must then be the same, and losses and the weights
     at the end but for rounding; the result says what could not be compared.
