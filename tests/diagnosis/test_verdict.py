@@ -578,6 +578,9 @@ def test_waiting_that_the_clocks_see_and_experiments_do_not_is_not_called_comput
     judged = judge(dataclasses.replace(waits, arms={**waits.arms, "cached": paired}, noise=noise))
     assert judged.verdict == "inconclusive"
     assert CONTRADICTED in judged.why
+    assert "is only 2.0 % (" in judged.why
+    longer = dataclasses.replace(paired, pairs=tuple((base, base * 1.05) for base, _ in paired.pairs))
+    assert "is no shorter: these were" in judge(dataclasses.replace(waits, arms={**waits.arms, "cached": longer}, noise=noise)).why
     assert "move elsewhere" not in str(judged)
 
 
