@@ -13,11 +13,11 @@ from workbench.core.display.colors import LINE, PHASES, SERIES
 
 FOLDER = Path(__file__).parents[1]
 ROADS = {
-    "Is it slow?": ("01", "02", "03", "08", "12"),
-    "Does it fit?": ("04", "15", "16"),
-    "Which batch?": ("05", "06"),
-    "Does it scale?": ("07", "09", "10", "11", "17"),
-    "Good data?": ("13", "14"),
+    "Is it slow?": ("01", "02", "03", "08", "12", "13"),
+    "Does it fit?": ("04", "15"),
+    "Which size?": ("05", "06", "07"),
+    "Does it scale?": ("16", "09", "10", "11"),
+    "Can I trust it?": ("14", "17"),
 }
 """A question → the notebooks that answer it, in the order in which to read them."""
 COLORS = dict(zip(ROADS, (LINE, PHASES["optimizer"], PHASES["data_wait"], PHASES["backward"], SERIES[1]), strict=True))

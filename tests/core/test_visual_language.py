@@ -72,7 +72,7 @@ MEANINGS = {
     colors.TRACED["launch"]: {"launch", "launching"},
     colors.TRACED["copy"]: {"copy"},
     colors.RESERVED: {"reserved, not allocated"},
-    colors.OUTSIDE: {"outside the allocator", "outside", "not taken apart", "alone"},
+    colors.OUTSIDE: {"outside the allocator", "outside", "parts unknown", "alone"},
 }
 """Colour → what legends call it."""
 

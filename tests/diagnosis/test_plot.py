@@ -82,7 +82,7 @@ def test_the_step_is_a_bar_of_its_parts_and_each_remedy_a_bar_as_long_as_it_prom
         {p: w for p, w in first.items() if p in PARTS}
     )
     assert lengths(ax) == pytest.approx([1e3 * now.step, *(1e3 * now.step / one.speedup for one in result.remedies)])
-    assert ax.get_xlabel() == "time for the samples of one step: as it is, measured; with one remedy, predicted (ms)"
+    assert ax.get_xlabel() == "step time, measured; hatched: predicted with one remedy (ms)"
 
 
 def test_parts_have_their_colours_and_what_is_not_there_has_no_key(ax: Axes) -> None:
@@ -107,12 +107,13 @@ def test_a_prediction_is_hatched_a_measurement_solid_and_both_have_their_interva
     assert reach == pytest.approx([step / best.high, step / best.low])
 
 
-def test_a_remedy_in_words_is_not_taken_apart(ax: Axes) -> None:
+def test_the_parts_of_a_remedy_in_words_are_unknown(ax: Axes) -> None:
     result = diagnosis()
     plot.diagnosis(result, ax=ax)
     (number,) = [i for i, one in enumerate(result.remedies, 1) if not one.change]
     pieces = {name: container[number].get_width() for name, container in bars(ax).items()}
     assert {name for name, width in pieces.items() if width} == {UNKNOWN}
+    assert "100 %" not in texts(ax)
     assert any(text.startswith("up to ") for text in texts(ax))
 
 
@@ -122,6 +123,7 @@ def test_a_remedy_that_changes_the_batch_is_drawn_per_as_many_samples_as_now(ax:
     result.remedies = (larger,)
     plot.diagnosis(result, ax=ax)
     assert lengths(ax) == pytest.approx([50, 40], rel=1e-3)
+    assert ax.get_xlabel().startswith("time for the samples of one step, measured")
 
 
 def test_a_proof_stands_beside_its_prediction(ax: Axes) -> None:
@@ -141,7 +143,7 @@ def test_a_healthy_step_is_one_bar(ax: Axes) -> None:
     result.remedies = ()
     plot.diagnosis(result, ax=ax)
     assert labels(ax) == ["as it is"]
-    assert ax.get_xlabel() == "time for the samples of one step: as it is, measured (ms)"
+    assert ax.get_xlabel() == "step time, measured (ms)"
     assert "predicted" not in legend(ax)
 
 

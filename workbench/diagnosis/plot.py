@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from matplotlib.container import Container
 
 
-UNKNOWN = "not taken apart"
+UNKNOWN = "parts unknown"
 """The piece of a bar whose parts the model does not predict: its length is known, what it is made of is not."""
 
 
@@ -74,7 +74,8 @@ def diagnosis(result: Diagnosis, ax: Axes | None = None) -> Axes:
     keys = [*colors, *(["predicted"] if result.remedies else []), *(["measured"] if proofs else [])]
     ax = prepared(ax, WIDTH, height([bar.label for bar in bars]) + 0.2 * (lines_of(keys) - 1))
     kind = "observed" if result.evidence.observed else "measured"
-    what = f"time for the samples of one step: as it is, {kind}{'; with one remedy, predicted' if result.remedies else ''}"
+    length = "time for the samples of one step" if any("micro_batch" in remedy.change for remedy in result.remedies) else "step time"
+    what = f"{length}, {kind}{'; hatched: predicted with one remedy' if result.remedies else ''}"
     scale = stacked(ax, bars, what, colors)
     ax.set_xlabel(ax.get_xlabel(), loc="right")  # it is longer than the axis
     handles = {handle.get_label(): handle for handle in ax.containers}

@@ -262,7 +262,7 @@ def stacked(ax: Axes, shown: Sequence[Bar], what: str, colors: Mapping[str, str]
         widths = [bar.pieces[column] * scale for bar in shown]
         drawn = draw_bars(ax, widths, starts, color, label=name, predicted=[bar.predicted for bar in shown])
         for place, (start, width, bar) in enumerate(zip(starts, widths, shown, strict=True)):
-            if width >= wide:
+            if wide <= width < bar.seconds * scale:  # a bar of one piece needs no share
                 share_in(ax, drawn.patches[place], start + width / 2, place, units.percent(bar.pieces[column] / bar.seconds))
         starts = [start + width for start, width in zip(starts, widths, strict=True)]
     end_labels(ax, reaches, texts)
