@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -44,9 +45,10 @@ class Machine:
     def __init__(self, run_dir: Path, rank: int, count: int) -> None:
         self.run_dir, self.rank, self.now, self._beats = run_dir, rank, 1000.0 * rank, 0
         self.trains: int | None = 0
-        self.node: dict[str, Any] = {"rank": rank, "members": list(range(count)), "attempt": 0}
+        self.node: dict[str, Any] = {"rank": rank, "members": list(range(count)), "attempt": 0, "silence": 20.0}
         self.agreement: Agreement | None = None
         self.plan: dict[str, Any] | None = None
+        self.moved = 0
         self.dead = self.paused = self.left = False
         self.meanwhile: list[Machine] = []
         (run_dir / NODES / str(rank)).mkdir(parents=True)
@@ -59,7 +61,7 @@ class Machine:
     def propose(self, ready: Sequence[int]) -> dict[str, Any]:
         """Between the look at a plan that is not there and the writing of one, others may have done much."""
         others, self.meanwhile = self.meanwhile, []
-        for other in 12 * others:
+        for other in 16 * others:
             if other.works and other is not self:
                 other.tick(1.0)
         return {"members": list(ready), "ends": ""}
@@ -78,12 +80,20 @@ class Machine:
             return
         try:
             plan = self.agreement.step(self.now)
-            if self.plan is None and plan is not None and self.rank == min(plan["members"]):
-                self.plan = plan  # it prepares the run directory until its next tick
+            if plan != self.plan:
+                self.plan, self.moved = plan, 0
+            if plan is not None and self.rank == min(plan["members"]) and self.moved < 3:
+                self.move(plan)  # one part of the run directory, which it prepares
             elif plan is not None:
                 self.start(plan)
         except LeftBehindError:
             self.left = True
+
+    def move(self, plan: dict[str, Any]) -> None:
+        ready = [run_directory.read_json(self.run_dir / NODES / str(rank) / regroup.READY)["attempt"] for rank in plan["members"]]
+        assert max(ready) == plan["attempt"]  # nobody has given the attempt up, or begun a later one
+        assert not plan_file(self.run_dir, plan["attempt"] + 1).exists()
+        self.moved += 1
 
     def start(self, plan: dict[str, Any]) -> None:
         if self.rank == min(plan["members"]):
@@ -152,7 +162,7 @@ def both_fail(folder: Path, count: int = 2) -> list[Machine]:
 
 def test_machines_that_are_all_there_go_on_with_all(tmp_path: Path) -> None:
     one, two = both_fail(tmp_path)
-    for machine in 4 * (two, one):
+    for machine in 6 * (two, one):
         machine.tick(0.2)
     assert (one.trains, two.trains, two.node["members"]) == (1, 1, [0, 1])
 
@@ -195,6 +205,69 @@ def test_the_first_machine_is_lost_after_it_wrote_the_plan(tmp_path: Path) -> No
     assert one.left
 
 
+@pytest.mark.parametrize("moved", [0, 2])
+def test_a_first_machine_that_wakes_up_when_the_others_have_given_it_up_takes_part_in_the_next_attempt(tmp_path: Path, moved: int) -> None:
+    one, two, _ = machines = both_fail(tmp_path, 3)
+    for _ in range(1 + moved):
+        for machine in machines:
+            machine.tick(0.2)
+    assert (plan_file(tmp_path, 1).exists(), one.moved) == (True, moved)
+    while two.agreement is not None and two.agreement.attempt == 1:
+        two.tick(0.5)  # the first is silent
+    for machine in 8 * machines:
+        machine.tick(0.2)
+    assert [machine.trains for machine in machines] == [2, 2, 2]
+    assert two.node["members"] == [0, 1, 2]
+
+
+def test_a_plan_whose_writer_was_cut_off_is_given_up(tmp_path: Path) -> None:
+    one, two, three = both_fail(tmp_path, 3)
+    one.dead = True
+    plan_file(tmp_path, 1).touch()
+    for _ in range(80):
+        two.tick(0.5)
+        three.tick(0.5)
+    assert (two.trains, three.trains, three.node["members"]) == (2, 2, [1, 2])
+    config = {"run_dir": str(tmp_path), "node": {"lost": {}, **one.node}}
+    assert guard.Peers(config).went_on  # the plan that cannot be read hides no other
+
+
+def test_the_end_of_the_launching_process_is_no_loss(tmp_path: Path) -> None:
+    one, two, three = both_fail(tmp_path, 3)
+    for machine in (one, three):
+        run_directory.write_json(tmp_path / NODES / str(machine.rank) / NODE_JSON, {"outcome": {"state": "abandoned"}})
+    (tmp_path / NODES / "0" / regroup.READY).unlink()
+    for _ in range(5):
+        two.tick(0.2)
+    assert not plan_file(tmp_path, 1).exists()  # its guard, which has seen that, ends its part
+
+
+def test_a_longer_silence_is_allowed_where_the_run_allows_one(tmp_path: Path) -> None:
+    _, two = (Machine(tmp_path, rank, 2) for rank in range(2))
+    two.node["silence"] = 60.0
+    two.fail()
+    for _ in range(14):
+        two.tick(1.0)
+    assert not plan_file(tmp_path, 1).exists()
+    two.tick(1.0)
+    two.tick(1.0)
+    assert run_directory.read_json(plan_file(tmp_path, 1))["members"] == [1]
+
+
+def test_a_look_that_takes_long_says_nothing_of_a_silence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (beat := tmp_path / BEAT).write_text("1")
+    heart = Heartbeat(beat)
+    for now in range(4):
+        heart.look(float(now))
+    assert heart.silent == 3.0
+    clock = iter((100.0, 102.0, 103.0, 103.1))
+    monkeypatch.setattr(regroup, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    heart.look(6.0)
+    assert heart.silent == 0.0
+    heart.look(7.0)
+    assert heart.silent == 1.0
+
+
 def test_a_plan_is_written_once(tmp_path: Path) -> None:
     one, two = both_fail(tmp_path)
     two.tick(0.2)
@@ -211,7 +284,7 @@ def test_a_file_system_without_links(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(os, "link", refused)
     one, two = both_fail(tmp_path)
-    for _ in range(4):
+    for _ in range(6):
         one.tick(0.2)
         two.tick(0.2)
     assert (one.trains, two.trains) == (1, 1)
@@ -255,12 +328,15 @@ def lose(by_hand: Callable[..., HandMade], monkeypatch: pytest.MonkeyPatch) -> C
                 "attempt": 0,
                 "lost": {},
                 "name": f"host{rank}",
-                "silence": 60.0,
+                "silence": 1.0,
                 "clock": 0,
                 "ranks": {"0": rank},
             }
             left = state and {**outcome, "state": state}
-            run_directory.write_json(folder / NODE_JSON, {**status, "outcome": left if rank in lost else {**outcome, "state": "failed"}})
+            if state != "absent" or rank not in lost:
+                run_directory.write_json(
+                    folder / NODE_JSON, {**status, "outcome": left if rank in lost else {**outcome, "state": "failed"}}
+                )
             (folder / BEAT).write_text("1")
             (folder / run_directory.LAUNCHER_LOG).write_text(f"torchrun of machine {rank}\n")
             run_directory.write_json(folder / NEXT, outcome)
@@ -305,7 +381,7 @@ def test_two_machines_go_on_without_the_first(lose: Any, capsys: pytest.CaptureF
             "members": [1, 2],
             "attempt": 1,
             "name": f"host{rank}",
-            "silence": 60.0,
+            "silence": 1.0,
             "lost": {"0": {"name": "host0", "state": "silent"}},
         }
     endpoints = {answer["command"][answer["command"].index("--rdzv-endpoint") + 1] for answer in answers.values()}
@@ -322,7 +398,7 @@ def test_two_machines_go_on_without_the_first(lose: Any, capsys: pytest.CaptureF
     assert run.restarts[0].lost == (0,)
     assert capsys.readouterr().out.count(f"workbench: {run.restarts[0]}") == 2  # on each machine
     old = path / "attempts" / "0"
-    assert sorted(folder.name for folder in (path / NODES).iterdir()) == ["1", "2", "attempt1.json"]
+    assert sorted(folder.name for folder in (path / NODES).iterdir()) == ["1", "2", "attempt1.json", "attempt1.prepared-by"]
     assert (old / NODES / "0" / NODE_JSON).exists()
     assert (old / NODES / "2" / run_directory.LAUNCHER_LOG).read_text() == "torchrun of machine 2\n"
     assert (path / NODES / "2" / run_directory.LAUNCHER_LOG).read_text() == ""  # its guard goes on writing into it
@@ -333,7 +409,7 @@ def test_two_machines_go_on_without_the_first(lose: Any, capsys: pytest.CaptureF
     assert back.look(0.0, guard.Deaths(0, 0)) == "failed"
     first = guard.Peers({**config, "node": answers[1]["node"]})
     assert (first.leads, first.went_on, first.look(0.0, guard.Deaths(0, 0))) == (True, False, "")
-    with pytest.raises(LaunchError, match="has gone on without a machine that it lost: nobody can join it any more"):
+    with pytest.raises(LaunchError, match="has restarted, and nobody can join it any more"):
         nodes.join(path)
 
 
@@ -367,6 +443,87 @@ def test_a_machine_whose_join_has_ended_is_lost_and_the_others_go_on_from_their_
     path, answers = lose(2, state="abandoned", ended="stopped")  # its end made all ranks write a checkpoint
     assert answers[0]["node"]["members"] == [0, 1]
     assert "machine 2 (host2) left, as its workbench join ended" in str(Run.load(path).restarts[0])
+
+
+def test_a_machine_that_never_came_is_called_so(lose: Any) -> None:
+    path, _ = lose(2, state="absent")
+    assert "machine 2 never joined; it goes on" in str(Run.load(path).restarts[0])
+
+
+def test_the_end_of_the_launching_process_ends_the_run(lose: Any) -> None:
+    path, answers = lose(0, state="abandoned")
+    assert set(answers.values()) == {"the process that launched it has ended, on machine 0"}
+    assert not (path / run_directory.RESTARTS).exists()
+
+
+def test_a_first_machine_that_wakes_up_late_leaves_the_next_attempt_alone(lose: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    archive = restart.archive_attempt
+
+    def late(path: Path, **options: Any) -> None:  # the others have gone on meanwhile
+        (path / NODES / "0" / run_directory.LAUNCHER_LOG).write_text("said now\n")
+        run_directory.write_json(plan_file(path, 2), {"attempt": 2, "members": [1, 2], "ends": ""})
+        archive(path, **options)
+
+    monkeypatch.setattr(restart, "archive_attempt", late)
+    path, answers = lose()
+    assert isinstance(answers[0], LeftBehindError)
+    assert (path / NODES / "0" / run_directory.LAUNCHER_LOG).read_text() == "said now\n"
+    assert not (path / "attempts").exists()
+    assert not (path / run_directory.RESTARTS).exists()
+    assert "attempt" not in run_directory.read_json(path / RUN_JSON)
+
+
+@pytest.mark.parametrize("allowed", range(7))
+def test_it_looks_again_before_each_file_that_it_moves(lose: Any, monkeypatch: pytest.MonkeyPatch, allowed: int) -> None:
+    archive = restart.archive_attempt
+    path, _ = lose(max_restarts=0)
+    seen: list[list[str]] = []
+
+    def check() -> None:
+        seen.append(sorted(str(file.relative_to(path)) for file in path.rglob("*") if "attempts" not in file.parts))
+        if len(seen) > allowed:
+            raise LeftBehindError
+
+    with pytest.raises(LeftBehindError):
+        archive(path, copy_log=True, machines=[0, 1], check=check)
+    assert sorted(str(file.relative_to(path)) for file in path.rglob("*") if "attempts" not in file.parts) == seen[-1]
+
+
+def test_a_machine_that_is_left_behind_prints_no_empty_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def left(*_: object) -> None:
+        raise LeftBehindError
+
+    monkeypatch.setattr(restart, "regroup", left)
+    monkeypatch.setattr(sys, "argv", ["restart", str(tmp_path), "1"])
+    assert restart.main() == 1
+    assert capsys.readouterr().out == ""
+
+
+def test_a_run_directory_that_cannot_be_read_ends_no_part_of_it(capsys: pytest.CaptureFixture[str]) -> None:
+    looks: list[float] = []
+
+    class Part:
+        returncode: int | None = None
+
+        def wait(self, seconds: float) -> None:
+            looks.append(seconds)
+            if len(looks) == 3:
+                self.returncode = 0
+                return
+            raise subprocess.TimeoutExpired("guard", seconds)
+
+    class Unreadable:
+        @property
+        def restarts(self) -> list[Any]:
+            if len(looks) < 3:
+                raise PermissionError
+            return [SimpleNamespace(seconds=2.0), SimpleNamespace(seconds=None)]
+
+    nodes._wait(Part(), Unreadable())  # type: ignore[arg-type]
+    assert capsys.readouterr().out == "namespace(seconds=2.0)\n"
+    assert min(looks) >= 1.0
 
 
 def test_a_signal_ends_all_machines(lose: Any) -> None:

@@ -22,7 +22,7 @@ from workbench.core.run_directory import NEXT, NODE_JSON, NODES, RUN_JSON
 from workbench.runs import entrypoints
 from workbench.runs.failure import Failure
 from workbench.runs.launch import environment, guard, nodes
-from workbench.runs.launch.regroup import PAUSE, Agreement, LeftBehindError, NoAgreementError
+from workbench.runs.launch.regroup import PAUSE, Agreement, LeftBehindError, NoAgreementError, read
 from workbench.runs.launch.rendezvous import Rendezvous
 from workbench.runs.launch.resume import archive_attempt
 from workbench.runs.restarts import RESHAPED, present_spec, restarts_of, resume_with, with_fewer
@@ -52,7 +52,8 @@ def decide(run_dir: Path, outcome: Mapping[str, Any], lost: Mapping[int, str] | 
     where = "" if failure.rank is None else f"rank {failure.rank}: "
     why = where + failure.message.splitlines()[0][:300]
     if lost:
-        gone = tuple(sorted(rank for machine in lost for rank in _status(run_dir, machine).get("ranks", {}).values()))
+        there = [read(run_dir / NODES / str(machine) / NODE_JSON).get("ranks", {}).values() for machine in lost]
+        gone = tuple(sorted(rank for ranks in there for rank in ranks))
         why = "; ".join(f"machine {machine} {how}" for machine, how in lost.items())
     to_type = f". A new run goes on with those that are left: {resume_with(spec, left // spec.nproc_per_node)}" if lost and left else ""
     if len(rows) >= elastic["max_restarts"]:
@@ -122,47 +123,54 @@ def regroup(run_dir: Path, machine: int) -> dict[str, Any] | str:
         NoAgreementError: the machines did not agree in time.
     """
     folder, info = run_dir / NODES / str(machine), run_directory.read_json(run_dir / RUN_JSON)
-    node, outcome, meeting = _status(run_dir, machine), run_directory.read_json(folder / NEXT), Rendezvous(**info["rendezvous"])
+    node, outcome, meeting = read(folder / NODE_JSON), run_directory.read_json(folder / NEXT), Rendezvous(**info["rendezvous"])
 
     def propose(ready: Sequence[int]) -> dict[str, Any]:
-        found = {rank: _status(run_dir, rank) for rank in node["members"]}
+        found = {rank: read(run_dir / NODES / str(rank) / NODE_JSON) for rank in node["members"]}
         whole = guard.combine_outcomes(node | {"outcome": outcome}, {rank: found[rank] or None for rank in found if rank != machine})
         lost = {rank: whole["nodes"][rank] for rank in found if rank not in ready}
-        said = {rank: f"({how['name']}) {_BECAME.get(how['state'], _SILENT)}" for rank, how in lost.items()}
+        said = {rank: f"({how['name']}) " * bool(how["name"]) + _BECAME.get(how["state"], _SILENT) for rank, how in lost.items()}
         row = decide(run_dir, whole | {"silence": node["silence"]}, said)
         if outcome["state"] == "stopped" and not lost:
             row = "a signal ended it, with a checkpoint"
+        if lost.get(0, {}).get("state") == "abandoned":
+            row = "the process that launched it has ended, on machine 0"
         if isinstance(row, str):
             return {"members": ready, "ends": row, "lost": lost}
         members = ready[: row["ranks"] // info["spec"]["nproc_per_node"]]
         return {"members": members, "ends": "", "row": row, "lost": lost, "endpoint": agreement.endpoint_of(members[0])}
 
     agreement = Agreement(run_dir, node, meeting.offered(), propose, time.monotonic())
-    while (plan := agreement.step(time.monotonic())) is None:
-        time.sleep(PAUSE)
-    mine = {name: node[name] for name in ("rank", "name", "silence")} | {name: plan[name] for name in ("members", "attempt", "lost")}
-    if plan["ends"]:
-        (folder / NEXT).write_text(json.dumps({"node": mine}))
-        return str(plan["ends"])
-    if machine == min(plan["members"]):
-        archive_attempt(run_dir, copy_log=True, machines=plan["members"])
-        agreement.step(time.monotonic())  # raises where this took so long that the others have gone on
-        _write(run_dir, info | {"attempt": plan["attempt"], "host": platform.node()}, plan["row"])
+
+    def check() -> None:
+        if agreement.step(time.monotonic()) is None:  # this took so long that the others have given the attempt up
+            raise _GivenUpError
+
+    while True:
+        while (plan := agreement.step(time.monotonic())) is None:
+            time.sleep(PAUSE)
+        mine = {name: node[name] for name in ("rank", "name", "silence")} | {name: plan[name] for name in ("members", "attempt", "lost")}
+        if plan["ends"]:
+            (folder / NEXT).write_text(json.dumps({"node": mine}))
+            return str(plan["ends"])
+        with contextlib.suppress(_GivenUpError):
+            if machine == min(plan["members"]):
+                archive_attempt(run_dir, copy_log=True, machines=plan["members"], check=check)
+                check()
+                _write(run_dir, info | {"attempt": plan["attempt"], "host": platform.node()}, plan["row"])
+            break
     where = replace(meeting, nnodes=len(plan["members"]), endpoint=plan["endpoint"])
     print(f"workbench: {restarts_of([plan['row']])[0]}", flush=True)
     return nodes.of_attempt(run_dir, info, where, mine, f"{info['id']}-{plan['attempt']}")
 
 
+class _GivenUpError(Exception):
+    """The attempt that this machine prepares does not begin; the machines agree on another."""
+
+
 _SILENT = "died or was cut off"
-_BECAME = {"abandoned": "left, as its workbench join ended", "finished": "had finished"}
+_BECAME = {"abandoned": "left, as its workbench join ended", "finished": "had finished", "absent": "never joined"}
 """What became of a machine, by the state of its part."""
-
-
-def _status(run_dir: Path, machine: int) -> dict[str, Any]:
-    """What the guard of a machine has said last; empty = nothing."""
-    with contextlib.suppress(run_directory.DamagedRunError):
-        return run_directory.read_json(run_dir / NODES / str(machine) / NODE_JSON)
-    return {}
 
 
 def main() -> int:
@@ -183,7 +191,8 @@ def main() -> int:
         answer = str(error)
         file.unlink(missing_ok=True)
     if isinstance(answer, str):
-        print(f"workbench: the run does not go on: {answer}" * bool(answer), flush=True)
+        if answer:  # a machine that was left behind says so itself
+            print(f"workbench: the run does not go on: {answer}", flush=True)
         return 1
     file.write_text(json.dumps(answer))
     return 0

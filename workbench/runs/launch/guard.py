@@ -196,15 +196,15 @@ class Peers:
     @property
     def went_on(self) -> bool:
         """Have the others gone on without this machine? An attempt has a plan before it begins."""
-        with contextlib.suppress(OSError, ValueError):
-            plans = (self._run_dir / NODES).glob("attempt*.json") if self.several else ()
-            return any(self._me not in json.loads(plan.read_text())["members"] for plan in plans)
+        with contextlib.suppress(OSError):
+            plans = [self.read(plan) for plan in (self._run_dir / NODES).glob("attempt*.json") if self.several]
+            return any(self._me not in plan["members"] for plan in plans if plan)  # one whose writer was cut off says nothing
         return False
 
-    def read(self, rank: int) -> dict[str, Any] | None:
-        """The status of another machine; None before it has come."""
+    def read(self, what: int | Path) -> dict[str, Any] | None:
+        """The status of another machine, or a plan; None before it has come."""
         with contextlib.suppress(OSError, ValueError):
-            return dict(json.loads((self._folder(rank) / NODE_JSON).read_text()))
+            return dict(json.loads((what if isinstance(what, Path) else self._folder(what) / NODE_JSON).read_text()))
         return None
 
     def publish(self, **more: Any) -> None:

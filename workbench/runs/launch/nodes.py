@@ -26,6 +26,8 @@ from workbench.runs.spec import Spec, spec_from_json
 
 ENV_ENDPOINT = "WORKBENCH_RUN_RDZV"
 _NUMBER = "SLURM_PROCID"
+_LOOK = 3.0
+"""Seconds between two looks for a restart."""
 _GUARD = str(Path(__file__).with_name("guard.py"))
 
 
@@ -41,10 +43,10 @@ def join(run_dir: str | os.PathLike[str]) -> int:
     info = run_directory.read_json(path / run_directory.RUN_JSON)
     if not info.get("rendezvous"):
         raise LaunchError(f"{run!r} is a run of one machine: launch it with nnodes=2 or more, so that others can join")
-    if any((path / run_directory.NODES).glob("attempt*.json")):
-        raise LaunchError(f"{run!r} has gone on without a machine that it lost: nobody can join it any more")
     if info["outcome"]:
         raise LaunchError(f"{run!r} has ended ({run.state}): nobody can join it any more")
+    if any((path / run_directory.NODES).glob("attempt*.json")):
+        raise LaunchError(f"{run!r} has restarted, and nobody can join it any more")
     refuse_foreign(run)
     refuse_links(run)
     rendezvous = Rendezvous(**info["rendezvous"])
@@ -81,12 +83,15 @@ def join(run_dir: str | os.PathLike[str]) -> int:
 
 
 def _wait(guard: "subprocess.Popen[bytes]", run: Run) -> None:
-    """Wait for a guard, and print each restart when its first step was taken."""
+    """Wait for a guard, and print each restart when its first step was taken; while the run directory cannot be read, none."""
     said = 0
     while True:
         with contextlib.suppress(subprocess.TimeoutExpired):
-            guard.wait(0.2)
-        for restart in [restart for restart in run.restarts if restart.seconds is not None][said:]:
+            guard.wait(_LOOK)
+        restarts = []
+        with contextlib.suppress(OSError, run_directory.DamagedRunError):
+            restarts = [restart for restart in run.restarts if restart.seconds is not None]
+        for restart in restarts[said:]:
             print(restart, flush=True)
             said += 1
         if guard.returncode is not None:

@@ -5,12 +5,16 @@ the plan of the next attempt, under a name that only one machine can create. Tho
 the run directory; all others are no longer part of the run. No two attempts train at a time: ranks take no step unless all machines of
 their attempt take part, and a machine that is ready for an attempt starts no earlier one.
 
+The first machine of a plan begins to prepare under another such name. Whoever gives it up as lost takes that name, so one that wakes up
+later touches nothing; one that has begun looks again before each file that it moves.
+
 A machine is lost when it says that it has left, or when its heartbeat has not changed for LOST seconds by the looks of the one that waits:
 no two clocks are compared.
 """
 
 import contextlib
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,7 +25,8 @@ from workbench.core.run_directory import NODES
 READY = "ready.json"
 """In the folder of a machine: for which attempt it is ready, and where the others could meet it."""
 LOST = 8.0
-"""Seconds in which the heartbeat of a machine does not change, after a failure; while all goes well `rendezvous.SILENCE` are allowed."""
+"""Seconds in which the heartbeat of a machine does not change, after a failure: so many, or a quarter of `rendezvous.silence`, as network
+file systems show others a file late."""
 ONE_LOOK = 1.0
 """Seconds that count between two looks at most: who was paused itself has not seen that the others were silent meanwhile."""
 PAUSE = 0.2
@@ -47,11 +52,12 @@ class Heartbeat:
         """Seconds."""
 
     def look(self, now: float) -> None:
-        """Read it; a file that is missing does not change."""
-        text = self._text
+        """Read it; a file that is missing does not change. A look that took long says nothing: then the count begins anew."""
+        text, begun = self._text, time.monotonic()
         with contextlib.suppress(OSError):
             text = self._path.read_text()
-        self.silent = 0.0 if text != self._text else self.silent + min(ONE_LOOK, now - self._last)
+        slow = time.monotonic() - begun > ONE_LOOK
+        self.silent = 0.0 if slow or text != self._text else self.silent + min(ONE_LOOK, now - self._last)
         self._text, self._last = text, now
 
 
@@ -70,7 +76,7 @@ class Agreement:
 
         Args:
             run_dir: that all machines see.
-            node: this machine's `rank`, and the `members` of the `attempt` that has ended.
+            node: this machine's `rank`, the `members` of the `attempt` that has ended, and the `silence` that is allowed, in seconds.
             endpoint: host:port where the others could meet it.
             propose: gives the plan for the machines that are ready, the others being lost: which are `members`, and why the run `ends`
                 ("" = it goes on).
@@ -78,6 +84,7 @@ class Agreement:
         """
         self._run_dir, self._me, self._members, self.attempt = run_dir, node["rank"], node["members"], node["attempt"]
         self._endpoint, self._propose, self._give_up = endpoint, propose, now + LIMIT
+        self._lost, self._prepares = max(LOST, node["silence"] / 4), 0
         self._hearts = {rank: Heartbeat(self._folder(rank) / run_directory.BEAT) for rank in self._members if rank != self._me}
         self._be_ready(self._members)
 
@@ -86,6 +93,7 @@ class Agreement:
 
     def _be_ready(self, members: Sequence[int]) -> None:
         self._members, self.attempt = members, self.attempt + 1
+        self._unfinished = Heartbeat(plan_file(self._run_dir, self.attempt))
         run_directory.write_json(self._folder(self._me) / READY, {"attempt": self.attempt, "endpoint": self._endpoint})
 
     def step(self, now: float) -> dict[str, Any] | None:
@@ -97,18 +105,16 @@ class Agreement:
         """
         for heart in self._hearts.values():
             heart.look(now)
-        newest = max((int(path.stem[7:]) for path in (self._run_dir / NODES).glob("attempt*.json")), default=0)
-        plan = _read(plan_file(self._run_dir, self.attempt)) if newest == self.attempt else {}
-        if newest > self.attempt or (plan and self._me not in plan["members"]):
+        plan, later = (read(plan_file(self._run_dir, number)) for number in (self.attempt, self.attempt + 1))  # a listing may be old
+        if later or (plan and self._me not in plan["members"]):
             raise LeftBehindError
         if plan:
-            first = min(plan["members"])
-            begun = _read(self._run_dir / run_directory.RUN_JSON).get("attempt") == self.attempt
-            if first == self._me or begun or plan["ends"]:
-                return plan
-            if self._hearts[first].silent >= LOST:  # it wrote the plan, and was lost before it prepared anything
-                self._be_ready(plan["members"])
-        elif newest < self.attempt:
+            return self._follow(plan)
+        if plan_file(self._run_dir, self.attempt).exists():  # a machine was cut off while it wrote the plan, on a file system without links
+            self._unfinished.look(now)
+            if self._unfinished.silent >= self._lost:
+                self._give_up_attempt(self._members)
+        else:
             standing = {rank: self._standing(rank) for rank in self._members}
             ready = [rank for rank, how in standing.items() if how == "ready"]
             if "busy" not in standing.values() and self._me == min(ready):
@@ -117,18 +123,42 @@ class Agreement:
             raise NoAgreementError(f"the machines of attempt {self.attempt} did not agree within {LIMIT:g} s")
         return None
 
+    def _follow(self, plan: dict[str, Any]) -> dict[str, Any] | None:
+        """The plan, once this machine may start by it or, as its first one, prepare the run directory."""
+        first = min(plan["members"])
+        if plan["ends"] or read(self._run_dir / run_directory.RUN_JSON).get("attempt") == self.attempt:
+            return plan
+        if first == self._me and self._prepares != self.attempt and self._take_preparation():
+            self._prepares = self.attempt
+        lost = self._hearts[first].silent >= self._lost if first != self._me else self._prepares != self.attempt
+        if lost or any(read(self._folder(rank) / READY).get("attempt", 0) > self.attempt for rank in plan["members"]):
+            self._give_up_attempt(plan["members"])
+        return plan if first == self._me and plan["attempt"] == self.attempt else None
+
+    def _give_up_attempt(self, members: Sequence[int]) -> None:
+        """Be ready for the next attempt, and let nobody begin to prepare this one."""
+        self._take_preparation()
+        self._be_ready(members)
+
+    def _take_preparation(self) -> bool:
+        """Create the file that only one machine can create: whoever begins to prepare the attempt, or gives it up before that."""
+        with contextlib.suppress(FileExistsError), open(plan_file(self._run_dir, self.attempt).with_suffix(".prepared-by"), "x"):
+            return True
+        return False
+
     def _standing(self, rank: int) -> str:
-        """Is a machine "ready", "lost", or does it still end its ranks ("busy")?"""
+        """Is a machine "ready", "lost", or does it still end its ranks ("busy")? Who launched the run and has left has ended it."""
         if rank == self._me:
             return "ready"
-        outcome = _read(self._folder(rank) / run_directory.NODE_JSON).get("outcome") or {}
-        if self._hearts[rank].silent >= LOST or outcome.get("state") in ("abandoned", "finished"):
+        outcome = read(self._folder(rank) / run_directory.NODE_JSON).get("outcome") or {}
+        state = outcome.get("state")
+        if self._hearts[rank].silent >= self._lost or state == "finished" or (state == "abandoned" and rank):
             return "lost"
-        return "ready" if _read(self._folder(rank) / READY).get("attempt") == self.attempt else "busy"
+        return "ready" if read(self._folder(rank) / READY).get("attempt") == self.attempt else "busy"
 
     def endpoint_of(self, rank: int) -> str:
         """Where a machine that is ready can be met."""
-        return str(_read(self._folder(rank) / READY)["endpoint"])
+        return str(read(self._folder(rank) / READY)["endpoint"])
 
     def _claim(self, plan: dict[str, Any]) -> None:
         """Write the plan of the attempt, whole, unless another machine has written one."""
@@ -151,7 +181,7 @@ def plan_file(run_dir: Path, attempt: int) -> Path:
     return run_dir / NODES / f"attempt{attempt}.json"
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read(path: Path) -> dict[str, Any]:
     """What a machine has written; empty = nothing yet."""
     with contextlib.suppress(run_directory.DamagedRunError, OSError):
         return run_directory.read_json(path)

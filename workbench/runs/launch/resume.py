@@ -10,7 +10,7 @@ import platform
 import shutil
 import time
 import zipfile
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,7 +53,14 @@ def attempts(path: Path) -> int:
     return max((int(folder.name) + 1 for folder in (path / ATTEMPTS).glob("*") if folder.name.isdecimal()), default=0)
 
 
-def archive_attempt(path: Path, number: int | None = None, *, copy_log: bool = False, machines: Collection[int] = ()) -> None:
+def archive_attempt(
+    path: Path,
+    number: int | None = None,
+    *,
+    copy_log: bool = False,
+    machines: Collection[int] = (),
+    check: Callable[[], Any] = lambda: None,
+) -> None:
     """Move what processes of the last attempt wrote to `attempts/<n>`; steps, metrics and checkpoints stay, cut to whole lines.
 
     Args:
@@ -61,13 +68,16 @@ def archive_attempt(path: Path, number: int | None = None, *, copy_log: bool = F
         number: of that attempt; None = by `attempts`.
         copy_log: the guard goes on, and writes into its log.
         machines: of several, those whose guards go on.
+        check: called before anything is changed, and again before each file or folder; raises where that may no longer be.
     """
+    check()
     old = path / ATTEMPTS / str(attempts(path) if number is None else number)
     old.mkdir(parents=True)
     kept = {f"{run_directory.NODES}/{machine}" for machine in machines}
     names = [str(file.relative_to(path)) for file in path.glob(f"{run_directory.NODES}/[0-9]*") if machines]
     names += [f"{folder}/{name}" for folder in kept for name in (run_directory.LOGS, run_directory.LAUNCHER_LOG)]
     for name in names + [name for name in _OF_ATTEMPT if not (machines and name == run_directory.NODES)]:
+        check()
         (old / name).parent.mkdir(parents=True, exist_ok=True)
         if Path(name).name == run_directory.LAUNCHER_LOG and copy_log and (path / name).exists():
             shutil.copyfile(path / name, old / name)
@@ -75,14 +85,17 @@ def archive_attempt(path: Path, number: int | None = None, *, copy_log: bool = F
         elif (path / name).exists() and name not in kept:
             shutil.move(path / name, old / name)
     for name in (run_directory.ERRORS, run_directory.LOGS):
-        (path / name).mkdir()
+        check()
+        (path / name).mkdir(exist_ok=bool(machines))
     for rows in path.glob("*.jsonl"):
-        before = rows.stat()
+        before, whole = rows.stat(), run_directory.part_of(rows) if machines else rows
         if machines:  # one that was only paused has the old file open
-            shutil.copyfile(rows, part := run_directory.part_of(rows))
-            part.replace(rows)
-        run_directory.cut_to_whole_lines(rows)
-        os.utime(rows, ns=(before.st_atime_ns, before.st_mtime_ns))  # when its rank wrote last
+            shutil.copyfile(rows, whole)
+        run_directory.cut_to_whole_lines(whole)
+        os.utime(whole, ns=(before.st_atime_ns, before.st_mtime_ns))  # when its rank wrote last
+        if machines:
+            check()
+            whole.replace(rows)
 
 
 def restore_attempt(path: Path, number: int) -> None:
