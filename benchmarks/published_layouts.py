@@ -177,6 +177,7 @@ class Found:
     step. What is published is a single step, the third of its run (`NANOTRON_BENCHMARK` of trainer.py in March 2025), with loader and all.
 
     Source: github.com/vinjn/nanotron-ultrascale-playbook at 924e4d0 (a copy of huggingface.co/spaces/nanotron/ultrascale-playbook),
+    The Ultra-Scale Playbook, Apache-2.0 by its README,
     assets/data/benchmarks/benchmarks_interactive.html (nanotron, H100, 8 in a node), sizes and batch by scripts/scaling_benchmarks.py of
     github.com/huggingface/nanotron. Left out: 26 layouts whose ranks or batch do not multiply to what is said, and 11 rows of a model of
     other size (MFU over tokens per second is that of 8 key-value heads). The shares of the peak printed there are no measure of time: they

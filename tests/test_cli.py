@@ -113,6 +113,15 @@ def test_a_knob_for_a_script_names_the_scripts_own_option(tmp_path: Path, capsys
     for command in ("launch", "diagnose", "why-not-linear"):
         assert main([command, str(script), "--set", "num_workers=2"]) == 2
         assert f"come after --: workbench {command} {script} -- --workers 2\n" in capsys.readouterr().err
+    for options, own in (
+        (("num-epochs", "workers"), "--workers 2"),
+        (("eval-workers", "workers", "max-workers-of-the-cache"), "--workers 2"),
+        (("num-epochs", "num-wrokers"), "--num-wrokers 2"),
+        (("num-epochs", "max-steps"), "--your-option value"),
+    ):
+        script.write_text("".join(f'parser.add_argument("--{each}")\n' for each in options))
+        assert main(["launch", str(script), "--set", "num_workers=2"]) == 2
+        assert capsys.readouterr().err.endswith(f"{script} -- {own}\n")
 
 
 def test_a_scripts_own_options_reach_it_also_in_a_diagnosis(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -61,10 +61,10 @@ def test_keys_move_the_batch_and_a_device_its_line_until_it_does_not_fit(open_no
     assert held(nb) < 0.8 * full
     before = line(nb)
     text = panel.locator(".wb-memory").inner_text()
-    assert "L4: 20.9 GiB that leave 5.0 % free" in text
+    assert "L4: 20.9 GiB (5 % kept free)" in text
     nb.see("explorer-batch")
     panel.locator("select").last.select_option("T4")
-    expect(panel.locator(".wb-memory")).to_contain_text("T4: 13.8 GiB that leave 5.0 % free")
+    expect(panel.locator(".wb-memory")).to_contain_text("T4: 13.8 GiB (5 % kept free)")
     expect(panel.locator('[role="status"]')).to_have_count(0, timeout=MINUTE)
     assert before > 0.99
     assert line(nb) > 0.99

@@ -381,7 +381,7 @@ def test_a_narrow_terminal_gets_fewer_columns() -> None:
     assert lines[1].split()[:3] == ["plan", "GPUs", "layout"]
     assert lines[-1].startswith("left out to fit 130 characters: ranges in brackets, bubble")
     assert f"bound {found.best.bound}: " in text
-    assert lines[-1].endswith("; all: the same command with | less -S")
+    assert lines[-1].endswith("; to see everything, pipe the command into less -S")
 
 
 @pytest.mark.parametrize("options", [{"gpus": None, "global_batch": 256}, {}, {"model": GPT, "gpus": None, "price": 2.0}])
@@ -441,7 +441,8 @@ def test_tens_of_thousands_of_gpus() -> None:
     assert found.best.bound == "compute"
     small = plans(model=GPT, gpus=24_576, global_batch=24_576).best
     shares = [plan.parts["communication"] / plan.seconds.mid for plan in (small, found.best)]
-    assert shares[0] > 0.38 > 1.5 * shares[1]  # a small model has little to hide behind
+    # A small model has little to hide behind: 0.4 of its step, and a little less since all-reduces move data in and between nodes at once.
+    assert shares[0] > 0.38 > 1.5 * shares[1]
 
 
 def test_what_is_ruled_out_adds_up() -> None:

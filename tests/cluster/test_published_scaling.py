@@ -94,7 +94,9 @@ def test_plans_on_published_sweeps_over_layouts(reality: Any) -> None:
     assert found["step error calibrated"] <= 0.15
     assert 0.85 <= found["step covered"] <= 0.97
     assert found["memory right"] >= 0.92
-    assert found["other covered"] >= 0.8  # of a source with which nothing but the low share of links was chosen
+    # Of another source: the low share of links and the range of latencies were chosen with its 25 fastest layouts in view. The figures
+    # are of all its steps of at most twice the fastest of their model and GPUs.
+    assert found["other covered"] >= 0.8
     assert found["other error"] <= 0.19  # its small models reach 0.4 of the peak, not 0.5
     assert found["other calibrated"] <= 0.15
     rows = plans.tried()

@@ -167,10 +167,23 @@ def test_a_file_that_only_defines_a_task_is_not_run(tmp_path: Path, monkeypatch:
     monkeypatch.chdir(tmp_path)
     text = '"""A task."""\nimport workbench as wb\nWIDTH = 8\n\ndef build():\n    return wb.Task(model=None, dataset=None)\n'
     (spec := tmp_path / "spec.py").write_text(text)
-    with pytest.raises(ValueError, match=r"spec.py trains nothing when it is run: .* build\(\), .* Diagnose that: 'spec.py:build'"):
+    with pytest.raises(ValueError, match=r"spec.py does nothing when it is run: .* build\(\), .* Diagnose that: 'spec.py:build'"):
         wb.diagnose("spec.py")
     assert list(tmp_path.iterdir()) == [spec]
-    for other in (f"{text}wb.launch(build())\n", text.replace("wb.Task", "dict"), "def build(:", "for i in range(3):\n    i = 4\n"):
+    for same in (
+        text.replace("8", "Path(__file__).resolve().parent").replace("WIDTH", "ROOT: Path"),
+        text.replace("import workbench as wb", "from workbench import Task as T").replace("wb.Task", "T"),
+    ):
+        spec.write_text(same)
+        assert lone_builder(spec) == "build"
+    for other in (
+        *(f"{text}wb.launch(build())\n", text.replace("wb.Task", "dict"), "def build(:", "for i in range(3):\n    i = 4\n"),
+        text + "\n\ndef main():\n    wb.launch('spec.py:build')\n\n\nhistory = main()\n",
+        text + "history: list = [main(seed) for seed in range(3)]\n",
+        text.replace("return ", "made = "),
+        text.replace("import workbench as wb", "from rich.progress import Task").replace("wb.Task", "Task"),
+        text.replace("import workbench as wb", "import celery as wb"),
+    ):
         spec.write_text(other)
         assert lone_builder(spec) is None
 

@@ -146,7 +146,7 @@ def test_the_loader_curve_has_what_was_measured() -> None:
     assert curve.points[0].measured_step == pytest.approx(d.evidence.step)
     assert curve.points[0].step == pytest.approx(d.evidence.step, rel=0.02)
     assert curve.table.note is not None
-    assert "each timed alone; measured with both at work" in curve.table.note
+    assert "predicted from the loader and the training timed separately; measured with both running" in curve.table.note
     assert Diagnosis.of(World().evidence(loading=None)).loader_curve is None
 
 

@@ -218,6 +218,27 @@ def test_stalls_are_counted_apart(extra: float, work: Clock) -> None:
     assert calls == [0]  # it was counted back, too
 
 
+@pytest.mark.slow
+@pytest.mark.alone
+def test_stalls_are_counted_apart_by_a_real_clock_too_with_accumulation() -> None:
+    training, calls, lengths = Training(0.002), [0], set[int]()
+
+    def step(batches: tuple[Any, ...]) -> None:
+        calls[0] += 1
+        lengths.add(len(batches))
+        for batch in batches:
+            training.step(batch)
+        if calls[0] % 20 == 0:
+            time.sleep(0.1)
+        assert len(batches) == 2
+
+    evidence = experiment(step, DataLoader(Samples(), batch_size=4), accumulation=2, budget_s=8)
+    assert evidence.stalls.every == 20
+    assert 0.09 < evidence.stalls.extra < 0.2
+    assert 0.002 < evidence.step - evidence.arms["cached"].seconds < 0.015  # the pause, 5 ms per step, is in the step and not in the arm
+    assert (evidence.accumulation, evidence.samples, calls, lengths) == (2, 8.0, [0], set())
+
+
 def test_the_step_may_take_its_batch_apart_and_write_into_it() -> None:
     training = Training()
     sums = set[float]()

@@ -233,8 +233,8 @@ def test_a_device_by_name_or_as_such() -> None:
     assert (fit.low, fit.high) == ((found.reserved or 0) + CONTEXT.low, (found.reserved or 0) + CONTEXT.high)
     assert found.fits(Device.named("H200")) == fit
     assert fit.margin == MARGIN
-    assert fit.words.endswith("to spare of the 125 GiB that leave 5.0 % free")
-    assert "118 GiB that leave 10 % free" in found.fits("H200", 0.1).words
+    assert fit.words.endswith("to spare of the 125 GiB that may be used (5.0 % stays free)")
+    assert "118 GiB that may be used (10 % stays free)" in found.fits("H200", 0.1).words
     assert fit.words.partition(":")[0] in fit._repr_html_()
     assert fit.to_frame()["spare"].iloc[0] == fit.spare
 

@@ -251,7 +251,7 @@ def test_while_it_estimates_it_says_so_and_the_line_is_where_the_device_has_it()
     made.device.value = "L4"
     assert made.result is None
     assert "estimating…" in made.status.value
-    assert "L4: 20.9 GiB that leave 5.0 % free" in made.bars.value
+    assert "L4: 20.9 GiB (5 % kept free)" in made.bars.value
     assert "opacity" in made.bars.value
     assert not made.verdict.value
     with pytest.raises(TimeoutError, match="no estimate within"):
@@ -260,7 +260,7 @@ def test_while_it_estimates_it_says_so_and_the_line_is_where_the_device_has_it()
     made.wait(20)
     assert not made.status.value
     assert "opacity" not in made.bars.value
-    assert "20.9 GiB that leave 5.0 % free" in made.verdict.value
+    assert "20.9 GiB that may be used (5.0 % stays free)" in made.verdict.value
 
 
 def test_a_sequence_slider_shows_where_there_is_one_and_is_exact_between_runs() -> None:

@@ -280,7 +280,10 @@ def test_what_is_to_spare_says_of_how_much() -> None:
         "batch": (torch.zeros(4, 64), torch.zeros(4, 64)),
         "loss": lambda model, batch: model(batch[0]).square().mean(),
     }
-    for margin, said in ((0.25, r"to spare of the 768 MiB that leave 25 % free"), (0.0, r"to spare of the 1\.00 GiB(;|$)")):
+    for margin, said in (
+        (0.25, r"spare of the 768 MiB that may be used \(25 % stays free\)"),
+        (0.0, r"spare of the 1\.00 GiB that may be used(;|$)"),
+    ):
         fitted = memory_ladder(lambda: nn.Linear(64, 64), "cpu", capacity=2**30, margin=margin, **options)
         assert re.search(said, fitted.word)
         largest = max_micro_batch(lambda: nn.Linear(64, 64), "cpu", capacity=2**30, margin=margin, **options)

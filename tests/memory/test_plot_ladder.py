@@ -60,7 +60,7 @@ def test_each_rung_is_as_long_as_what_it_needs_and_the_line_is_the_capacity(ax: 
     ]
     (line,) = ax.get_lines()
     assert list(line.get_xdata()) == pytest.approx([3, 3])  # type: ignore[arg-type]
-    assert line.get_label() == "RTX-4090: 3.00 GiB that leave 5.0 % free"
+    assert line.get_label() == "RTX-4090: 3.00 GiB (5 % kept free)"
     assert "(GiB)" in ax.get_xlabel()
 
 

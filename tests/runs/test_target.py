@@ -5,6 +5,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from workbench import Run, RunSpec, Task
@@ -188,6 +189,12 @@ def test_a_device_and_a_batch_come_in_either_order() -> None:
             function(a_step, "H200")
         with pytest.raises(ValueError, match=r"_first\(…, batch=8\): batch= is a batch of tensors; for a number of samples: micro_batch=8"):
             function(SPEC, device="H100", batch=8)
+        with pytest.raises(ValueError, match=r"_first\(…, batch=8\.0\): .* samples: micro_batch=8$"):
+            function(SPEC, 8.0, device="H100")
+        with pytest.raises(ValueError, match=r"_first\(…, batch=8\): .* samples: micro_batch=8$"):
+            function(SPEC, device="H100", batch=np.int64(8))
+        with pytest.raises(ValueError, match=r"_first\(…, batch=True\): batch= is a batch of tensors$"):
+            function(SPEC, device="H100", batch=True)
         with pytest.raises(ValueError, match="device is given twice, 'H100' and 'H200'"):
             function(a_step, "H100", [1], device="H200")
     assert Sized.batch_first(SPEC) == (SPEC, "cuda", None)

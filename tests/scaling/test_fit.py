@@ -237,7 +237,7 @@ def test_far_predictions_and_rising_curves_are_warned_about() -> None:
     assert not any("far outside" in note for note in fit.predict(64).notes)
     on_two = ScalingCurve([(1, 100), (2, 190)], slots=2).fit()
     for fit in (on_two, CurveFit.from_json(json.loads(json.dumps(on_two.to_json())))):
-        assert "for machines with 4 cores (or GPUs), one for each process: the one that was measured has 2" in fit.predict(4).notes
+        assert "assumes machines with a core (or GPU) for each of 4 processes; the measured one has 2" in fit.predict(4).notes
         assert not any("for machines" in note for note in fit.predict(2).notes)
     per_process = ScalingCurve([(8, 40150), (16, 37610), (32, 35370)]).fit()
     assert any("if these are rates per process" in note for note in per_process.predict(64).notes)

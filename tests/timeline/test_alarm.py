@@ -222,6 +222,7 @@ def test_losses_that_were_passed_over_leave_the_others_with_their_steps(monkeypa
         losses.add(loss)
     taken = losses.take(3 * hooks.SOMETIMES)
     assert taken[:3] == [7.0, 7.0, 7.0]
+    assert all(value == 7.0 or math.isnan(value) for value in taken[3 : hooks.SOMETIMES])
     assert all(map(math.isnan, taken[hooks.SOMETIMES :]))  # nobody seems to look any more
 
 

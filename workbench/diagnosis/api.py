@@ -279,7 +279,7 @@ def _diagnose_script(
     """
     if builder := task.lone_builder(script):
         named = f"{os.fspath(script)}:{builder}"
-        raise ValueError(f"{script} trains nothing when it is run: it defines {builder}(), which makes a wb.Task. Diagnose that: {named!r}")
+        raise ValueError(f"{script} does nothing when it is run: it defines {builder}(), which makes a wb.Task. Diagnose that: {named!r}")
     run, ended = launch(script, args=args, watch=True, runs_dir=runs_dir), ""
     try:
         run = run.wait(timeout=budget_s, check=True)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar, cast
 
 from workbench.core import run_directory
-from workbench.core.checks import did_you_mean
+from workbench.core.checks import did_you_mean, is_number
 from workbench.core.checks import shown as shown
 from workbench.core.device import Device
 from workbench.runs.run import Run
@@ -266,8 +266,9 @@ def device_or_batch(function: Callable[P, R]) -> Callable[P, R]:
             if word in given:
                 raise ValueError(f"{name}(…): {word} is given twice, {value!r:.40} and {given[word]!r:.40}")
             given[word] = value
-        if isinstance(count := given.get("batch"), int):
-            raise ValueError(f"{name}(…, batch={count}): batch= is a batch of tensors; for a number of samples: micro_batch={count}")
+        if isinstance(count := given.get("batch"), bool) or is_number(count, numpy=True):
+            samples = "" if isinstance(count, bool) else f"; for a number of samples: micro_batch={count:.0f}"
+            raise ValueError(f"{name}(…, batch={count}): batch= is a batch of tensors{samples}")
         target = args[0] if args else given.pop("target", None)
         target = read_program(name, target, given.get("batch"))
         if needs_device and "device" not in given:

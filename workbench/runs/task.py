@@ -28,6 +28,8 @@ SAMPLES = {
 
 TRIED = 10_000
 """Steps at which a schedule of the user's own is tried before the first, about: a wrong one is not to end a run in its midst."""
+HARMLESS = ("Path", "pathlib.Path", "os.environ.get", "os.getenv", "os.path.join", "os.path.dirname", "int", "float", "str", "dict")
+"""Calls that train nothing, nor do the methods of what they return: constants of a file may be made by them."""
 _FORMS = '"path/file.py:function", "package.module:function", or a sample: ' + ", ".join(f'"{name}"' for name in SAMPLES)
 
 
@@ -253,17 +255,34 @@ def built(name: str) -> Any:
 
 
 def lone_builder(script: str | os.PathLike[str]) -> str | None:
-    """The function that makes a wb.Task in a file that, run as a script, does nothing: it only imports, defines and assigns."""
-    passive = ast.Import | ast.ImportFrom | ast.FunctionDef | ast.ClassDef | ast.Assign | ast.AnnAssign
+    """The function that returns a wb.Task in a file that, run as a script, does nothing: it only imports, defines and assigns.
+
+    What is assigned is computed without a call, which might train, but for those in HARMLESS.
+    """
     try:
         body = ast.parse(Path(script).read_bytes()).body
     except (OSError, SyntaxError, ValueError):
         return None
-    if not all(isinstance(each, passive) or (isinstance(each, ast.Expr) and isinstance(each.value, ast.Constant)) for each in body):
-        return None
-    functions = [each for each in body if isinstance(each, ast.FunctionDef)]
-    calls = ((each.name, call.func) for each in functions for call in ast.walk(each) if isinstance(call, ast.Call))
-    return next((name for name, called in calls if ast.unparse(called).rpartition(".")[2] == "Task"), None)
+    names = set()
+    for each in body:
+        match each:
+            case ast.Import():
+                names |= {f"{name.asname or name.name}.Task" for name in each.names if name.name == "workbench"}
+            case ast.ImportFrom():
+                ours = [name for name in each.names if each.module in ("workbench", "workbench.runs.task") and name.name == "Task"]
+                names |= {name.asname or name.name for name in ours}
+            case ast.FunctionDef() | ast.ClassDef() | ast.Expr(value=ast.Constant()):
+                pass
+            case ast.Assign() | ast.AnnAssign():
+                if any(isinstance(node, ast.Call) and ast.unparse(node.func).partition("(")[0] not in HARMLESS for node in ast.walk(each)):
+                    return None
+            case _:
+                return None
+    for function in [each for each in body if isinstance(each, ast.FunctionDef)]:
+        for node in ast.walk(function):
+            if isinstance(node, ast.Return) and isinstance(node.value, ast.Call) and ast.unparse(node.value.func) in names:
+                return function.name
+    return None
 
 
 def resolve_schedule(name: str, steps: int) -> Callable[[int], float]:

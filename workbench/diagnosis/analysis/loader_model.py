@@ -44,8 +44,8 @@ class CurvePoint:
     measured_step: float | None = None
 
 
-APART = "predicted from loader and training, each timed alone; measured with both at work"
-"""Why a measured step lies beside the predicted one."""
+APART = "predicted from the loader and the training timed separately; measured with both running"
+"""Why a measured step differs from the predicted one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +107,7 @@ class LoaderCurve(display.Shown, JsonDataclass):
             columns=("workers", "loader alone", "step", *(("loader, measured", "step, measured") if seen else ()), "limited by", ""),
             rows=rows,
             title="The loader over its workers",
-            note=f"loader alone is per batch; predicted{f', with measurements beside: {APART}' * seen}; "
+            note=f"loader alone is per batch; {APART if seen else 'predicted'}; "
             f"training alone takes {units.seconds(self.compute)}"
             + ("" if self.persistent_workers else "; workers of now start anew with each pass over the loader, all others persist"),
         )

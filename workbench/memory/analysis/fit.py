@@ -131,14 +131,15 @@ def spare_words(capacity: int, spare: int, margin: float) -> str:
     """What is left of the bytes that may be used, or missing, and of how many.
 
     >>> spare_words(95 * 2**30, 2**30, 0.05), spare_words(95 * 2**30, -(2**30), 0.0)
-    ('1.00 GiB to spare of the 95.0 GiB that leave 5.0 % free', '1.00 GiB more than the 95.0 GiB')
+    ('1.00 GiB to spare of the 95.0 GiB that may be used (5.0 % stays free)', '1.00 GiB more than the 95.0 GiB that may be used')
     """
-    return f"{units.bytes_(abs(spare))} {'to spare of' if spare >= 0 else 'more than'} the {usable_words(capacity, margin)}"
+    kept = f" ({units.percent(margin)} stays free)" if margin else ""
+    return f"{units.bytes_(abs(spare))} {'to spare of' if spare >= 0 else 'more than'} the {units.bytes_(capacity)} that may be used{kept}"
 
 
 def usable_words(capacity: int, margin: float) -> str:
-    """The bytes that may be used, as in "95.0 GiB that leave 5.0 % free"."""
-    return units.bytes_(capacity) + f" that leave {units.percent(margin)} free" * bool(margin)
+    """The bytes that may be used, for labels and titles, as in "95.0 GiB (5 % kept free)"."""
+    return units.bytes_(capacity) + f" ({100 * margin:.3g} % kept free)" * bool(margin)
 
 
 def less_margin(capacity: int, margin: float) -> int:

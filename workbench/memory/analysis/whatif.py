@@ -173,7 +173,7 @@ class MemoryLadder(display.Shown):
             return f"it fits {self.device} as it is, with {spare}"
         if not self.fits:
             what = f" of {', '.join(self.tried_changes)}" if self.tried_changes else ""
-            least = f"{spare} in the best of {self.tried} combinations{what}"
+            least = f"the best of {self.tried} combinations{what} needs {spare}"
             return f"nothing tried makes it fit {self.device}: {least}" + (f"; {self.advice}" if self.advice else "")
         return f"it fits {self.device} with {units.knobs(self.changes)}: {spare}, {_time(self.slowdown)}"
 
@@ -188,7 +188,7 @@ class MemoryLadder(display.Shown):
         return display.Table(
             columns=("change", "needs", "time", "price", "where the peak lies"),
             rows=rows,
-            title=f"What makes it fit {self.device} ({usable_words(self.capacity, self.margin)})",
+            title=f"What makes it fit {self.device}: {usable_words(self.capacity, self.margin)}",
             note=f"{self.word}; predicted; time at the device's roofline, communication left out",
         )
 

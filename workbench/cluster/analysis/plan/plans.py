@@ -459,7 +459,7 @@ class Plans(Sequence[Plan], display.Shown):
             rows = [[*row[:place], *row[place + 1 :]] for row in table.rows]
             table = replace(table, columns=[*table.columns[:place], *table.columns[place + 1 :]], rows=rows)
             left_out.append(name)
-        more = f"left out to fit {width} characters: {', '.join(left_out)}; all: the same command with | less -S"
+        more = f"left out to fit {width} characters: {', '.join(left_out)}; to see everything, pipe the command into less -S"
         return f"{table}\n{more}" if left_out else str(table)
 
     def to_frame(self) -> Any:

@@ -207,7 +207,7 @@ def notes(fit: "CurveFit", size: int) -> tuple[str, ...]:
     largest = fit.points[-1].world_size
     notes = []
     if fit.slots and size > fit.slots:
-        notes.append(f"for machines with {size:,} cores (or GPUs), one for each process: the one that was measured has {fit.slots:,}")
+        notes.append(f"assumes machines with a core (or GPU) for each of {size:,} processes; the measured one has {fit.slots:,}")
     if size / largest >= FAR_EXTRAPOLATION:
         notes.append(
             f"far outside of what was measured ({times(size / largest)} the largest): "
