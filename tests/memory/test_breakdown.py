@@ -220,7 +220,7 @@ def test_it_fits_or_says_what_is_missing() -> None:
     assert yes.certain
     assert yes.words.startswith("fits: ")
     assert str(no).startswith("does not fit: ")
-    assert no.words.endswith(f"1 B more than the {units.bytes_(found.total - 1)}")
+    assert no.words.endswith(f"1 B more than the {units.bytes_(found.total - 1)} that may be used")
     assert not found.fits(found.total)  # all answers leave as much free
 
 

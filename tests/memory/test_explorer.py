@@ -300,7 +300,7 @@ def test_it_fits_or_not_in_words_with_what_is_to_spare() -> None:
     assert small.fit is not None
     assert not small.fit
     assert ">does not fit<" in small.verdict.value
-    assert "more than the 243 MiB that leave 5.0 % free" in small.verdict.value
+    assert "more than the 243 MiB that may be used (5.0 % stays free)" in small.verdict.value
     assert small.bars.value.count("wb-capacity") == 1
 
 
