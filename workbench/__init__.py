@@ -114,69 +114,34 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_NAMES = {
-    "workbench.batch.analysis.lr_scaling_rules": "scale_lr",
-    "workbench.batch.analysis.plan": "BatchPlan",
-    "workbench.batch.api": "find_lr noise_scale",
-    "workbench.batch.batch_plan": "batch_plan",
-    "workbench.batch.lengths": "batch_lengths",
-    "workbench.batch.steps_to_target": "steps_to_target",
-    "workbench.cluster.analysis.cluster": "Cluster",
-    "workbench.cluster.api": "ddp_twin measure_collectives",
-    "workbench.cluster.count_collectives": "collectives",
-    "workbench.cluster.estimate_time": "estimate_time",
-    "workbench.cluster.plan": "energy plan",
-    "workbench.core.device": "Device",
-    "workbench.diagnosis.analysis.diagnosis": "Diagnosis",
-    "workbench.diagnosis.analysis.evidence": "Evidence",
-    "workbench.diagnosis.analysis.proof": "Proof",
-    "workbench.diagnosis.analysis.why_not_linear": "WhyNotLinear",
-    "workbench.diagnosis.api": "climb diagnose",
-    "workbench.diagnosis.correctness": "diverge replay sanity",
-    "workbench.diagnosis.regression": "bisect what_changed",
-    "workbench.diagnosis.why_not_linear": "why_not_linear",
-    "workbench.memory.analysis.breakdown": "MemoryBreakdown",
-    "workbench.memory.api": "compare_memory estimate_memory find_leaks measure_memory",
-    "workbench.memory.calibrate": "calibrate",
-    "workbench.memory.ladder": "memory_ladder",
-    "workbench.memory.max_micro_batch": "max_micro_batch",
-    "workbench.memory.would_fit": "would_fit",
-    "workbench.runs.budgets": "RunCheck check_run",
-    "workbench.runs.compare": "Comparison compare",
-    "workbench.runs.export": "export",
-    "workbench.runs.failure": "Failure RunError",
-    "workbench.runs.health": "health",
-    "workbench.runs.launch.kubernetes": "kubernetes",
-    "workbench.runs.launch.launch": "launch",
-    "workbench.runs.launch.prove_layout_resume": "LayoutResumeProof",
-    "workbench.runs.launch.prove_resume": "RepeatProof ResumeProof prove_resume same_twice",
-    "workbench.runs.launch.prove_script_resume": "ScriptResumeProof",
-    "workbench.runs.launch.recompute": "Recomputation recompute",
-    "workbench.runs.launch.slurm": "Slurm",
-    "workbench.runs.launch.sweep": "sweep",
-    "workbench.runs.listing": "list_runs",
-    "workbench.runs.page": "report",
-    "workbench.runs.run": "Run",
-    "workbench.runs.spec": "RunSpec",
-    "workbench.runs.task": "Task",
-    "workbench.scaling.analysis.curve.curve": "ScalingCurve",
-    "workbench.scaling.analysis.law.law": "ScalingLaw",
-    "workbench.scaling.api": "scaling_curve scaling_law",
-    "workbench.timeline.step_timer": "StepTimer",
-    "workbench.timeline.timeline": "Timeline",
-    "workbench.timeline.watch": "watch",
-    "workbench.timeline.watch_script": "watching",
-    "workbench.traces.analysis.trace": "Trace",
-    "workbench.traces.analysis.trace_set": "TraceSet",
-    "workbench.traces.api": "trace",
-    "workbench.train.export_weights": "export_weights import_weights",
-    "workbench.data": "data",
-    "workbench.plot": "plot",
-    "workbench.widgets": "widgets",
-}
-"""Module → the public names that it has: what the imports above say to type checkers; the last three are modules themselves."""
+_PATHS = """
+    batch.analysis.lr_scaling_rules.scale_lr batch.analysis.plan.BatchPlan batch.api.find_lr batch.api.noise_scale
+    batch.batch_plan.batch_plan batch.lengths.batch_lengths batch.steps_to_target.steps_to_target
+    cluster.analysis.cluster.Cluster cluster.api.ddp_twin cluster.api.measure_collectives cluster.count_collectives.collectives
+    cluster.estimate_time.estimate_time cluster.plan.energy cluster.plan.plan
+    core.device.Device
+    diagnosis.analysis.diagnosis.Diagnosis diagnosis.analysis.evidence.Evidence diagnosis.analysis.proof.Proof
+    diagnosis.analysis.why_not_linear.WhyNotLinear diagnosis.api.climb diagnosis.api.diagnose diagnosis.correctness.diverge
+    diagnosis.correctness.replay diagnosis.correctness.sanity diagnosis.regression.bisect diagnosis.regression.what_changed
+    diagnosis.why_not_linear.why_not_linear
+    memory.analysis.breakdown.MemoryBreakdown memory.api.compare_memory memory.api.estimate_memory memory.api.find_leaks
+    memory.api.measure_memory memory.calibrate.calibrate memory.ladder.memory_ladder memory.max_micro_batch.max_micro_batch
+    memory.would_fit.would_fit
+    runs.budgets.RunCheck runs.budgets.check_run runs.compare.Comparison runs.compare.compare runs.export.export runs.failure.Failure
+    runs.failure.RunError runs.health.health runs.launch.kubernetes.kubernetes runs.launch.launch.launch
+    runs.launch.prove_layout_resume.LayoutResumeProof runs.launch.prove_resume.RepeatProof runs.launch.prove_resume.ResumeProof
+    runs.launch.prove_resume.prove_resume runs.launch.prove_resume.same_twice runs.launch.prove_script_resume.ScriptResumeProof
+    runs.launch.recompute.Recomputation runs.launch.recompute.recompute runs.launch.slurm.Slurm runs.launch.sweep.sweep
+    runs.listing.list_runs runs.page.report runs.run.Run runs.spec.RunSpec runs.task.Task
+    scaling.analysis.curve.curve.ScalingCurve scaling.analysis.law.law.ScalingLaw scaling.api.scaling_curve scaling.api.scaling_law
+    timeline.step_timer.StepTimer timeline.timeline.Timeline timeline.watch.watch timeline.watch_script.watching
+    traces.analysis.trace.Trace traces.analysis.trace_set.TraceSet traces.api.trace
+    train.export_weights.export_weights train.export_weights.import_weights
+"""
+"""Where the public names are, below the package: the imports above say the same to type checkers."""
 
-_HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
+_HOMES = {path.rpartition(".")[2]: f"workbench.{path.rpartition('.')[0]}" for path in _PATHS.split()}
+_HOMES |= {name: f"workbench.{name}" for name in ("data", "plot", "widgets")}  # modules themselves
 
 __all__ = sorted(_HOMES)
 

@@ -441,7 +441,7 @@ def test_tens_of_thousands_of_gpus() -> None:
     assert found.best.bound == "compute"
     small = plans(model=GPT, gpus=24_576, global_batch=24_576).best
     shares = [plan.parts["communication"] / plan.seconds.mid for plan in (small, found.best)]
-    # A small model has little to hide behind: 0.4 of its step, and a little less since all-reduces move data in and between nodes at once.
+    # A small model has little to hide behind: 0.4 of its step. It was 0.5 when the host was said to launch an operator in 8 µs, not 12.
     assert shares[0] > 0.38 > 1.5 * shares[1]
 
 

@@ -31,28 +31,18 @@ if TYPE_CHECKING:
     from workbench.data.shard_writer import write_shards as write_shards
     from workbench.data.source import Source as Source
 
-_NAMES = {
-    "workbench.data.adapters": "as_source open_source",
-    "workbench.data.analysis.data_audit": "DataAudit",
-    "workbench.data.analysis.format_costs": "FormatComparison",
-    "workbench.data.analysis.loader_report": "LoaderReport",
-    "workbench.data.analysis.packing": "Packing PackingPolicies compare_packing pack",
-    "workbench.data.augmentation": "Augmentation Augmented mix",
-    "workbench.data.conversion": "Conversion convert",
-    "workbench.data.data_card": "DataCard Verification describe verify",
-    "workbench.data.format_comparison": "compare_formats",
-    "workbench.data.loader_doctor": "doctor",
-    "workbench.data.manifest": "Manifest",
-    "workbench.data.quality": "audit shuffle_quality",
-    "workbench.data.resumable_sampler": "Mixture ResumableSampler",
-    "workbench.data.resume_histories": "ResumeHistories prove_resumable",
-    "workbench.data.shard_plan": "ShardPlan plan_shards",
-    "workbench.data.shard_writer": "write_shards",
-    "workbench.data.source": "Source",
-}
-"""Module → the public names that it has, as `wb.data.NAME`: what the imports above say to type checkers."""
+_PATHS = """
+    adapters.as_source adapters.open_source analysis.data_audit.DataAudit analysis.format_costs.FormatComparison
+    analysis.loader_report.LoaderReport analysis.packing.Packing analysis.packing.PackingPolicies analysis.packing.compare_packing
+    analysis.packing.pack augmentation.Augmentation augmentation.Augmented augmentation.mix conversion.Conversion conversion.convert
+    data_card.DataCard data_card.Verification data_card.describe data_card.verify format_comparison.compare_formats loader_doctor.doctor
+    manifest.Manifest quality.audit quality.shuffle_quality resumable_sampler.Mixture resumable_sampler.ResumableSampler
+    resume_histories.ResumeHistories resume_histories.prove_resumable shard_plan.ShardPlan shard_plan.plan_shards
+    shard_writer.write_shards source.Source
+"""
+"""Where the public names are, below this package: the imports above say the same to type checkers."""
 
-_HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
+_HOMES = {path.rpartition(".")[2]: f"workbench.data.{path.rpartition('.')[0]}" for path in _PATHS.split()}
 
 
 def __getattr__(name: str) -> Any:

@@ -160,8 +160,6 @@ def _most_alike(name: str, options: Iterable[str]) -> str | None:
     'workers'
     """
     shared = {each: len({*each.split("_")} & {*name.split("_")} - {"num", "max", "n"}) for each in options}
-    most = max(shared.values(), default=0)
-    alike = [each for each, count in shared.items() if count == most]
-    if not most:
-        return nearest(name, alike)
-    return max(alike, key=lambda each: difflib.SequenceMatcher(None, name, each).ratio())
+    if not any(shared.values()):
+        return nearest(name, shared)
+    return max(shared, key=lambda each: (shared[each], difflib.SequenceMatcher(None, name, each).ratio()))
