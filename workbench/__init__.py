@@ -48,7 +48,9 @@ Names are loaded when they are used: importing the workbench loads neither torch
 """
 
 import importlib
+import re
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -114,34 +116,13 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_PATHS = """
-    batch.analysis.lr_scaling_rules.scale_lr batch.analysis.plan.BatchPlan batch.api.find_lr batch.api.noise_scale
-    batch.batch_plan.batch_plan batch.lengths.batch_lengths batch.steps_to_target.steps_to_target
-    cluster.analysis.cluster.Cluster cluster.api.ddp_twin cluster.api.measure_collectives cluster.count_collectives.collectives
-    cluster.estimate_time.estimate_time cluster.plan.energy cluster.plan.plan
-    core.device.Device
-    diagnosis.analysis.diagnosis.Diagnosis diagnosis.analysis.evidence.Evidence diagnosis.analysis.proof.Proof
-    diagnosis.analysis.why_not_linear.WhyNotLinear diagnosis.api.climb diagnosis.api.diagnose diagnosis.correctness.diverge
-    diagnosis.correctness.replay diagnosis.correctness.sanity diagnosis.regression.bisect diagnosis.regression.what_changed
-    diagnosis.why_not_linear.why_not_linear
-    memory.analysis.breakdown.MemoryBreakdown memory.api.compare_memory memory.api.estimate_memory memory.api.find_leaks
-    memory.api.measure_memory memory.calibrate.calibrate memory.ladder.memory_ladder memory.max_micro_batch.max_micro_batch
-    memory.would_fit.would_fit
-    runs.budgets.RunCheck runs.budgets.check_run runs.compare.Comparison runs.compare.compare runs.export.export runs.failure.Failure
-    runs.failure.RunError runs.health.health runs.launch.kubernetes.kubernetes runs.launch.launch.launch
-    runs.launch.prove_layout_resume.LayoutResumeProof runs.launch.prove_resume.RepeatProof runs.launch.prove_resume.ResumeProof
-    runs.launch.prove_resume.prove_resume runs.launch.prove_resume.same_twice runs.launch.prove_script_resume.ScriptResumeProof
-    runs.launch.recompute.Recomputation runs.launch.recompute.recompute runs.launch.slurm.Slurm runs.launch.sweep.sweep
-    runs.listing.list_runs runs.page.report runs.run.Run runs.spec.RunSpec runs.task.Task
-    scaling.analysis.curve.curve.ScalingCurve scaling.analysis.law.law.ScalingLaw scaling.api.scaling_curve scaling.api.scaling_law
-    timeline.step_timer.StepTimer timeline.timeline.Timeline timeline.watch.watch timeline.watch_script.watching
-    traces.analysis.trace.Trace traces.analysis.trace_set.TraceSet traces.api.trace
-    train.export_weights.export_weights train.export_weights.import_weights
-"""
-"""Where the public names are, below the package: the imports above say the same to type checkers."""
-
-_HOMES = {path.rpartition(".")[2]: f"workbench.{path.rpartition('.')[0]}" for path in _PATHS.split()}
-_HOMES |= {name: f"workbench.{name}" for name in ("data", "plot", "widgets")}  # modules themselves
+_HOMES = {
+    name: module
+    for module, names in re.findall(r"^    from (workbench[.\w]*) import (.+)", Path(__file__).read_text(encoding="utf-8"), re.MULTILINE)
+    for name in re.findall(r"(\w+) as ", names)
+}
+"""Public name → the module that has it: the imports above, which only type checkers execute; three of the names are modules themselves."""
+_HOMES |= {name: f"workbench.{name}" for name in ("data", "plot", "widgets")}
 
 __all__ = sorted(_HOMES)
 

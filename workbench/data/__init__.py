@@ -9,6 +9,8 @@ Names are loaded when they are used: importing this package loads neither torch 
 """
 
 import importlib
+import re
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -31,18 +33,12 @@ if TYPE_CHECKING:
     from workbench.data.shard_writer import write_shards as write_shards
     from workbench.data.source import Source as Source
 
-_PATHS = """
-    adapters.as_source adapters.open_source analysis.data_audit.DataAudit analysis.format_costs.FormatComparison
-    analysis.loader_report.LoaderReport analysis.packing.Packing analysis.packing.PackingPolicies analysis.packing.compare_packing
-    analysis.packing.pack augmentation.Augmentation augmentation.Augmented augmentation.mix conversion.Conversion conversion.convert
-    data_card.DataCard data_card.Verification data_card.describe data_card.verify format_comparison.compare_formats loader_doctor.doctor
-    manifest.Manifest quality.audit quality.shuffle_quality resumable_sampler.Mixture resumable_sampler.ResumableSampler
-    resume_histories.ResumeHistories resume_histories.prove_resumable shard_plan.ShardPlan shard_plan.plan_shards
-    shard_writer.write_shards source.Source
-"""
-"""Where the public names are, below this package: the imports above say the same to type checkers."""
-
-_HOMES = {path.rpartition(".")[2]: f"workbench.data.{path.rpartition('.')[0]}" for path in _PATHS.split()}
+_HOMES = {
+    name: module
+    for module, names in re.findall(r"^    from (workbench[.\w]*) import (.+)", Path(__file__).read_text(encoding="utf-8"), re.MULTILINE)
+    for name in re.findall(r"(\w+) as ", names)
+}
+"""Public name, as `wb.data.NAME` → the module that has it: the imports above, which only type checkers execute."""
 
 
 def __getattr__(name: str) -> Any:

@@ -269,14 +269,7 @@ _TARGET = Measured(name="diagnose", verb="diagnosed", script='a script by a run 
 def _diagnose_script(
     script: str | os.PathLike[str], args: Sequence[str], budget_s: float, runs_dir: str | os.PathLike[str] | None
 ) -> Diagnosis:
-    """From a watched run of a script, stopped when the budget is spent or at Ctrl-C.
-
-    Raises:
-        LaunchError: no such script.
-        SpecError: options that are no list of words.
-        RunError: it failed.
-        ValueError: it took too few steps to tell anything, or is a file that only defines a task.
-    """
+    """From a watched run of a script, stopped when the budget is spent or at Ctrl-C; a file that only defines a task is refused."""
     if builder := task.lone_builder(script):
         named = f"{os.fspath(script)}:{builder}"
         raise ValueError(f"{script} does nothing when it is run: it defines {builder}(), which makes a wb.Task. Diagnose that: {named!r}")

@@ -230,12 +230,7 @@ def _reductions(reduce: Callable[[int, torch.Tensor], object], meet: Callable[[i
 
 @contextmanager
 def _beside(act: Callable[[], object]) -> Iterator[None]:
-    """Run something in a thread meanwhile.
-
-    Raises:
-        Exception: what it raised.
-        TimeoutError: it does not end.
-    """
+    """Run something in a thread meanwhile; raise what it raised, or a TimeoutError where it does not end."""
     errors: list[Exception] = []
 
     def guarded() -> None:

@@ -1,11 +1,11 @@
 """The commands of the command line: what each does, and an example. `__main__.py` has their options and runs them."""
 
 import ast
-import difflib
 import inspect
 import re
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from difflib import SequenceMatcher
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -145,21 +145,13 @@ def refuse_knobs(command: str, script: str, knobs: Mapping[str, Any], *, allowed
         takes = f"for a script it takes {' and '.join(allowed)}" if allowed else "it is for tasks, such as my_task.py:build"
         source = Path(script).read_text(encoding="utf-8", errors="replace") if Path(script).is_file() else ""
         options = {each.replace("-", "_"): each for each in re.findall(r"""add_argument\([^)]*?["']--([\w-]+)""", source)}
-        near = _most_alike(name, options)
+        # The most words in common, those that say nothing left out; of several options the one with the nearest name.
+        words = {*name.split("_")} - {"num", "max", "n"}
+        alike = {each: (len({*each.split("_")} & words), SequenceMatcher(None, name, each).ratio()) for each in options}
+        near = max(alike, key=alike.__getitem__, default=None)
+        near = near if near and alike[near][0] else nearest(name, options)
         own = f"--{options[near]} {knobs[name]}" if near else "--your-option value"
         raise ValueError(
             f"--set {name}={knobs[name]} with a script: {did_you_mean(name, allowed)}{takes}. A script's own options come after --: "
             f"workbench {command} {script} -- {own}"
         )
-
-
-def _most_alike(name: str, options: Iterable[str]) -> str | None:
-    """The option that shares most words with a knob, those that say nothing left out; of several the one with the nearest name.
-
-    >>> _most_alike("num_workers", ["num_epochs", "workers"])
-    'workers'
-    """
-    shared = {each: len({*each.split("_")} & {*name.split("_")} - {"num", "max", "n"}) for each in options}
-    if not any(shared.values()):
-        return nearest(name, shared)
-    return max(shared, key=lambda each: (shared[each], difflib.SequenceMatcher(None, name, each).ratio()))

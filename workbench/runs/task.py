@@ -255,34 +255,24 @@ def built(name: str) -> Any:
 
 
 def lone_builder(script: str | os.PathLike[str]) -> str | None:
-    """The function that returns a wb.Task in a file that, run as a script, does nothing: it only imports, defines and assigns.
-
-    What is assigned is computed without a call, which might train, but for those in HARMLESS.
-    """
+    """The function that returns a wb.Task in a file that, run as a script, does nothing: it only imports, defines and assigns."""
+    passive = ast.Import | ast.ImportFrom | ast.FunctionDef | ast.ClassDef | ast.Assign | ast.AnnAssign
     try:
         body = ast.parse(Path(script).read_bytes()).body
     except (OSError, SyntaxError, ValueError):
         return None
-    names = set()
-    for each in body:
-        match each:
-            case ast.Import():
-                names |= {f"{name.asname or name.name}.Task" for name in each.names if name.name == "workbench"}
-            case ast.ImportFrom():
-                ours = [name for name in each.names if each.module in ("workbench", "workbench.runs.task") and name.name == "Task"]
-                names |= {name.asname or name.name for name in ours}
-            case ast.FunctionDef() | ast.ClassDef() | ast.Expr(value=ast.Constant()):
-                pass
-            case ast.Assign() | ast.AnnAssign():
-                if any(isinstance(node, ast.Call) and ast.unparse(node.func).partition("(")[0] not in HARMLESS for node in ast.walk(each)):
-                    return None
-            case _:
-                return None
-    for function in [each for each in body if isinstance(each, ast.FunctionDef)]:
-        for node in ast.walk(function):
-            if isinstance(node, ast.Return) and isinstance(node.value, ast.Call) and ast.unparse(node.value.func) in names:
-                return function.name
-    return None
+    idle = all(isinstance(each, passive) or (isinstance(each, ast.Expr) and isinstance(each.value, ast.Constant)) for each in body)
+    set_to = [
+        node for each in body if isinstance(each, ast.Assign | ast.AnnAssign) for node in ast.walk(each) if isinstance(node, ast.Call)
+    ]
+    if not idle or any(ast.unparse(call.func).partition("(")[0] not in HARMLESS for call in set_to):
+        return None
+    ours = [(each, name) for each in body if isinstance(each, ast.Import | ast.ImportFrom) for name in each.names]
+    tasks = {f"{name.asname or name.name}.Task" for each, name in ours if isinstance(each, ast.Import) and name.name == "workbench"}
+    tasks |= {name.asname or name.name for each, name in ours if getattr(each, "module", "") == "workbench" and name.name == "Task"}
+    functions = [each for each in body if isinstance(each, ast.FunctionDef)]
+    returned = ((each.name, node.value) for each in functions for node in ast.walk(each) if isinstance(node, ast.Return))
+    return next((name for name, made in returned if isinstance(made, ast.Call) and ast.unparse(made.func) in tasks), None)
 
 
 def resolve_schedule(name: str, steps: int) -> Callable[[int], float]:

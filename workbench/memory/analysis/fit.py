@@ -133,8 +133,8 @@ def spare_words(capacity: int, spare: int, margin: float) -> str:
     >>> spare_words(95 * 2**30, 2**30, 0.05), spare_words(95 * 2**30, -(2**30), 0.0)
     ('1.00 GiB to spare of the 95.0 GiB that may be used (5.0 % stays free)', '1.00 GiB more than the 95.0 GiB that may be used')
     """
-    kept = f" ({units.percent(margin)} stays free)" if margin else ""
-    return f"{units.bytes_(abs(spare))} {'to spare of' if spare >= 0 else 'more than'} the {units.bytes_(capacity)} that may be used{kept}"
+    may = f"the {units.bytes_(capacity)} that may be used" + f" ({units.percent(margin)} stays free)" * bool(margin)
+    return f"{units.bytes_(abs(spare))} {'to spare of' if spare >= 0 else 'more than'} {may}"
 
 
 def usable_words(capacity: int, margin: float) -> str:

@@ -243,11 +243,7 @@ def _narrow(values: NDArray[Any]) -> NDArray[Any]:
 
 
 def _loaded(path: Path, head: dict[str, Any], arrays: Any) -> Loaded:
-    """The trace.
-
-    Raises:
-        Exception: the arrays are no valid trace.
-    """
+    """The trace; an exception of any kind says that the arrays are no valid one."""
     codes = {name: arrays[name].astype(np.int32) for name in CODES}
     numbers = {name: arrays[name].astype(np.int64) for name in NUMBERS}
     columns = Columns(
