@@ -175,7 +175,7 @@ class MachineSpeeds(display.Shown, JsonDataclass):
             columns=("to …", "takes, or gives", "middle half", "factor on limits"),
             rows=rows,
             title=f"Speeds of {m.host}: {m.cpu}, {m.cores:g} cores, Python {m.python}, torch {m.torch or 'not installed'}",
-            note="; ".join(
+            note=display.notes(
                 [
                     f"measured {self.date}, medians, and the middle half of the blocks" if self.date else "not measured yet",
                     "factor on limits: how much slower this is than where the limits of verdicts were fitted, by which they are scaled",

@@ -107,7 +107,7 @@ class Calibration(display.Shown):
             columns=("task", "micro-batch", "reserved", "device used", "fitted", "measured over fitted"),
             rows=rows,
             title=f"{fit.device}, driver {fit.driver or 'unknown'}, torch {fit.torch or 'unknown'}, {fit.date}",
-            note="; ".join([self.word, *self.notes]),
+            note=display.notes([self.word, *self.notes]),
         )
 
     def to_frame(self) -> Any:

@@ -134,7 +134,7 @@ class RunCheck(display.Shown):
             columns=("", "measured", "limit", ""),
             rows=rows,
             title=f"{self.run.name}: {'all budgets are kept' if self.ok else 'not all budgets are kept'}",
-            note="; ".join([*failed, *beside]),
+            note=display.notes([*failed, *beside]),
         )
 
     def to_frame(self) -> Any:

@@ -355,10 +355,10 @@ class Timeline(display.Shown):
 
     @property
     def caption(self) -> str:
-        """One line that says what the numbers are: which kind, how many steps, what was left out, how much they vary."""
+        """What the numbers are: which kind, how many steps, what was left out, how much they vary."""
         kind = "predicted" if self.predicted else "measured"
         if not self.steps:
-            return "; ".join([f"no step was {kind} on rank {self.rank}", *self.notes])
+            return display.notes([f"no step was {kind} on rank {self.rank}", *self.notes])
         text = f"{kind} on rank {self.rank}, {self.clock} clock: {self.count} steps"
         if self.left_out:
             text += f", the first {self.left_out} left out as warm-up"
@@ -369,7 +369,7 @@ class Timeline(display.Shown):
         low, high = self.spread()
         if self.count >= 2 and high - low > 0.1 * self.median():
             text += f"; the step varies by {units.percent((high - low) / self.median())} (middle half over median)"
-        return "; ".join([text, *self.notes])
+        return display.notes([text, *self.notes])
 
     def without(self, *phases: str) -> "Timeline":
         """The same steps if these phases took no time: a predicted upper bound of the gain, since what replaces them also costs time.

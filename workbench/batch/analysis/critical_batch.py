@@ -268,7 +268,7 @@ class CriticalBatch(display.Shown, JsonDataclass):
             columns=("", "value", "low", "high", "unit"),
             rows=rows,
             title="Critical batch",
-            note="; ".join(filter(None, [note, self.advice])),
+            note=display.notes(filter(None, [note, self.advice])),
         )
 
     def to_frame(self) -> Any:

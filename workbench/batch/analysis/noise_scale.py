@@ -255,7 +255,7 @@ class NoiseScale(display.Shown, JsonDataclass):
             ["measured over", over, self.word],
         ]
         title = "Gradient noise scale" + (", exact" if self.exact else "")
-        return display.Table(columns=("", "value", ""), rows=rows, title=title, note="; ".join(self.notes) or None)
+        return display.Table(columns=("", "value", ""), rows=rows, title=title, note=display.notes(self.notes) or None)
 
     to_frame = display.frame_method("over_time", NoiseBlock)
     plot = display.plot_method("noise_scale")

@@ -68,7 +68,7 @@ class Schedule(display.Shown, JsonDataclass):
                 [name, number(at), units.count(None if self.batch is None else at * self.batch), number(rate)] for name, at, rate in rows
             ],
             title=f"Schedule: {self.label}",
-            note="; ".join(note for note in notes if note),
+            note=display.notes(note for note in notes if note),
         )
 
     def to_frame(self) -> Any:

@@ -379,7 +379,9 @@ class StepsToTarget(display.Shown, JsonDataclass):
                 rows.append([name, *(marks[batch].text if batch in marks else units.MISSING for batch in self.batches)])
             rows += self._law_row(optimizer, several)
         title = f"Steps to {self.target} · {self.task}" + ("" if several or not self.optimizers else f" · {self.optimizers[0]}")
-        return display.Table(columns=("batch", *map(units.count, self.batches)), rows=rows, title=title, note="; ".join(self._remarks()))
+        return display.Table(
+            columns=("batch", *map(units.count, self.batches)), rows=rows, title=title, note=display.notes(self._remarks())
+        )
 
     def _law_row(self, optimizer: str, several: bool) -> list[list[object]]:
         try:

@@ -172,7 +172,7 @@ class Throughput(display.Shown, JsonDataclass):
         if self.per_step:
             note += f"; {units.seconds(self.per_step)} of a step are spent once, however much it accumulates"
         return display.Table(
-            columns=("micro_batch", "throughput", "step"), rows=rows, title="Throughput", note="; ".join([note, *self.notes])
+            columns=("micro_batch", "throughput", "step"), rows=rows, title="Throughput", note=display.notes([note, *self.notes])
         )
 
     def to_frame(self) -> Any:

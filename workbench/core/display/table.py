@@ -22,6 +22,12 @@ def visible(value: object) -> str:
     return text if text.isprintable() else text.translate(_PICTURES)
 
 
+LONGEST_NOTE = 160
+"""Letters of several notes on one line."""
+POINT = "• "
+"""Before each note of a list."""
+
+
 def escape(value: object) -> str:
     """Text that is safe inside HTML."""
     return html.escape(visible(value))
@@ -50,7 +56,7 @@ class Table:
     title: str | None = None
     """One line above."""
     note: str | None = None
-    """One line below: what the numbers are."""
+    """What the numbers are, below: one line, or several (`notes`)."""
 
     def __post_init__(self) -> None:
         for row in self.rows:
@@ -83,6 +89,20 @@ class Table:
     def to_frame(self) -> Any:
         """The cells as a DataFrame."""
         return frame([dict(zip(self.columns, row, strict=True)) for row in self.rows], columns=self.columns)
+
+
+def notes(parts: Iterable[str]) -> str:
+    """Notes below a table as one text: on one line while that is short, else a list with a line for each.
+
+    >>> notes(["measured", "2 steps left out"])
+    'measured; 2 steps left out'
+    >>> print(notes(["measured", "the machine was busy: " + "other processes took a core, " * 5])[:40])
+    • measured
+    • the machine was busy: other
+    """
+    lines = [line.removeprefix(POINT) for part in parts for line in part.split("\n")]
+    whole = "; ".join(lines)
+    return whole if len(whole) <= LONGEST_NOTE or len(lines) == 1 else "\n".join(POINT + line for line in lines)
 
 
 def frame(rows: Iterable[Mapping[str, object]], columns: Sequence[str] | None = None) -> Any:

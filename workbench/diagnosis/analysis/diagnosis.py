@@ -306,7 +306,7 @@ class Diagnosis(JsonDataclass):
 
     @property
     def caption(self) -> str:
-        """One line that says what the numbers are."""
+        """What the numbers are, and what to know of them."""
         e = self.evidence
         if e.observed:
             text = f"observed in {e.steps} steps; nothing was tried: diagnose(step, loader) or diagnose(spec) makes experiments"
@@ -315,7 +315,7 @@ class Diagnosis(JsonDataclass):
         if e.noise and e.noise.foreign > MIN_FOREIGN_SHARE * e.noise.cores and not is_crowded(e):  # from there on, it is among the notes
             text += f"; other processes took {e.noise.foreign:.1f} of {e.noise.cores:.1f} cores"
         gpu = e.noise.gpu if e.noise and e.noise.spread <= MAX_BLOCK_SPREAD else ()  # from there on, it is among the notes
-        return "; ".join([text, *self._threads, *gpu, *(note for note in e.notes if note not in self._doubts), *self.judgement.notes])
+        return display.notes([text, *self._threads, *gpu, *(note for note in e.notes if note not in self._doubts), *self.judgement.notes])
 
     @property
     def _threads(self) -> list[str]:

@@ -95,7 +95,7 @@ class Proof(display.Shown, JsonDataclass):
             columns=("", "speedup", "low", "high"),
             rows=rows,
             title=f"Proof of {self.remedy.name}",
-            note="; ".join([self.word, *self.notes]),
+            note=display.notes([self.word, *self.notes]),
         )
 
     def to_frame(self) -> Any:

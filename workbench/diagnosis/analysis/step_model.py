@@ -83,7 +83,7 @@ class Parts(display.Shown, JsonDataclass):
             columns=("part", "seconds", "share", ""),
             rows=[*rows, ["step", units.seconds(self.step), "100 %", ""]],
             title="What the step is made of",
-            note="; ".join([f"{'predicted' if self.predicted else 'measured'}{rate}", *self.notes]),
+            note=display.notes([f"{'predicted' if self.predicted else 'measured'}{rate}", *self.notes]),
         )
 
     def to_frame(self) -> Any:

@@ -280,13 +280,13 @@ class WhyNotLinear(JsonDataclass):
 
     @property
     def caption(self) -> str:
-        """One line that says what the numbers are."""
+        """What the numbers are, and what to know of them."""
         e = self.evidence
         if self.gap.predicted:
             text = f"predicted from {units.several(e.world_size, 'rank')}"
         else:
             text = f"measured in {e.count} rounds of {len({block.arm for block in e.blocks})} experiments in {units.seconds(e.seconds)}"
-        return "; ".join([text, SAME[self.same], *e.notes])
+        return display.notes([text, SAME[self.same], *e.notes])
 
     @property
     def table(self) -> display.Table:

@@ -143,4 +143,5 @@ def static(title: str, answer: WhyNotLinear | None, drawn: Waterfall | None, til
     tables: Sequence[Table] = [answer.remedy_table] if answer.remedies else []
     text = f"<p><strong>{escape(answer.cause or 'no cause stands out')}</strong><br>{escape(answer.why)}<br>Next: {escape(answer.next)}</p>"
     words = "".join(table._repr_html_() for table in tables)
-    return f"<div>{begin}</p>{text}{tiles_}{drawn.all}{legend(drawn)}{words}<p><em>{escape(answer.caption)}</em></p></div>"
+    note = f'<p style="white-space:pre-line"><em>{escape(answer.caption)}</em></p>'
+    return f"<div>{begin}</p>{text}{tiles_}{drawn.all}{legend(drawn)}{words}{note}</div>"

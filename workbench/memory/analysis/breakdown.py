@@ -239,7 +239,7 @@ class MemoryBreakdown(display.Shown, JsonDataclass):
             text += f"; outside of the allocator {units.bytes_(self.outside.low)} … {units.bytes_(self.outside.high)}"
         if self.retries:
             text += f"; the allocator ran into the limit and gave its cache back {self.retries} times"
-        return "; ".join([text, *self.notes])
+        return display.notes([text, *self.notes])
 
     @property
     def _on_device(self) -> list[tuple[str, int]]:

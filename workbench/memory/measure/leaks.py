@@ -264,7 +264,9 @@ class Leaks(display.Shown):
             grown += f"; {units.bytes_(self.cyclic)} of each step lie in reference cycles: no leak, but freed by gc only"
         note = f"{grown}. {self.hint}" if self.found else f"nothing grows; {grown}"
         columns = ("held by", "per step", "tensors", "operator", "module")
-        return display.Table(columns=columns, rows=rows, title=f"Leaks of {self.title}", note="; ".join([f"measured: {note}", *self.notes]))
+        return display.Table(
+            columns=columns, rows=rows, title=f"Leaks of {self.title}", note=display.notes([f"measured: {note}", *self.notes])
+        )
 
     def to_frame(self) -> Any:
         """A DataFrame with one row per leak; bytes per step."""

@@ -78,7 +78,7 @@ class Arrivals(display.Shown, JsonDataclass):
             for row in self.rows
         ]
         columns = ("collective", "calls", "exchange", "longest wait", "arrivals apart", "at most", "came last")
-        return display.Table(columns=columns, rows=rows, title="Arrivals at collectives", note="; ".join(self.notes) or None)
+        return display.Table(columns=columns, rows=rows, title="Arrivals at collectives", note=display.notes(self.notes) or None)
 
     to_frame = display.frame_method("rows", Arrival)
 

@@ -75,13 +75,13 @@ class Bottleneck(display.Shown, JsonDataclass):
     def caption(self) -> str:
         """What the numbers mean."""
         if not self.name:
-            return "; ".join(["no resource is ever alone at work in a step", *self.notes])
+            return display.notes(["no resource is ever alone at work in a step", *self.notes])
         first = f"{self.name} is critical: were it free, the step would be at most {units.times(self.speedup)} as fast"
         even = [row.name for row in self.rows[1:] if self.rows[0].alone - row.alone < CLOSE * self.step_seconds and row.alone > 0]
         parts = [first, *([f"{' and '.join(even)} could gain about as much"] if even else [])]
         if self.nothing > CLOSE * self.step_seconds:
             parts.append(f"for {units.seconds(self.nothing)} of the step nothing recorded is at work")
-        return "; ".join([*parts, "ceilings, not forecasts: they do not add up", *self.notes])
+        return display.notes([*parts, "ceilings, not forecasts: they do not add up", *self.notes])
 
     @property
     def table(self) -> display.Table:

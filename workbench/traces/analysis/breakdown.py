@@ -93,7 +93,7 @@ class Breakdown(display.Shown, JsonDataclass):
     def caption(self) -> str:
         """What the numbers mean."""
         what = "a device computes" if self.device == "device" else "the CPU computes"
-        return "; ".join([f"from a trace of {units.several(len(self.steps), 'step')}, taken under the profiler; {what}", *self.notes])
+        return display.notes([f"from a trace of {units.several(len(self.steps), 'step')}, taken under the profiler; {what}", *self.notes])
 
     @property
     def table(self) -> display.Table:
@@ -191,7 +191,7 @@ class Overlap(display.Shown, JsonDataclass):
             if self.hidden == self.hidden
             else "no communication"
         )
-        note = "; ".join([text, *self.notes])
+        note = display.notes([text, *self.notes])
         return display.Table(columns=("time in which it runs", "mean per step"), rows=rows, title="What hides behind computing", note=note)
 
     to_frame = display.frame_method("steps", StepOverlap)

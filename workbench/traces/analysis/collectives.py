@@ -80,7 +80,7 @@ class Collectives(display.Shown, JsonDataclass):
             "median",
             "bus bandwidth of the fastest",
         )
-        return display.Table(columns=columns, rows=cells, title="Collectives", note="; ".join(self.notes) or None)
+        return display.Table(columns=columns, rows=cells, title="Collectives", note=display.notes(self.notes) or None)
 
     to_frame = display.frame_method("rows", Collective)
 

@@ -73,7 +73,7 @@ class Copies(display.Shown, JsonDataclass):
             for row in self.rows
         ]
         columns = ("copy", "copies", "bytes", "time", "behind kernels", "bandwidth", "median", "fastest")
-        return display.Table(columns=columns, rows=rows, title="Copies", note="; ".join(self.notes) or None)
+        return display.Table(columns=columns, rows=rows, title="Copies", note=display.notes(self.notes) or None)
 
     to_frame = display.frame_method("rows", Copy)
 

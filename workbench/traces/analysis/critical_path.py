@@ -111,7 +111,9 @@ class CriticalPath(display.Shown, JsonDataclass):
             text = f"{row.part}; {units.percent(row.on_path)} of its {units.seconds(row.own_seconds)} is on the path"
             rows.append([short_name(row.name), units.seconds(row.seconds), units.percent(share), text])
         title = f"The critical path of the step of {units.seconds(self.step_seconds)}"
-        return display.Table(columns=("on the path", "time", "share", "what"), rows=rows, title=title, note="; ".join(self.notes) or None)
+        return display.Table(
+            columns=("on the path", "time", "share", "what"), rows=rows, title=title, note=display.notes(self.notes) or None
+        )
 
     to_frame = display.frame_method("rows", OnPath, "on_path")
 

@@ -47,7 +47,7 @@ class TraceDifference(display.Shown, JsonDataclass):
             [short_name(change.what), change.kind, units.seconds(change.before), units.seconds(change.after), units.seconds(change.change)]
             for change in self.changes[: len(PARTS) + 1 + SHOWN]
         ]
-        note = "; ".join([f"mean seconds per step; the traced step is {units.times(self.speedup)} as fast as before", *self.notes])
+        note = display.notes([f"mean seconds per step; the traced step is {units.times(self.speedup)} as fast as before", *self.notes])
         return display.Table(
             columns=("what", "kind", "before", "after", "change"), rows=rows, title="What changed between two traces", note=note
         )

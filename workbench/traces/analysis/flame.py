@@ -71,7 +71,7 @@ class Flame(display.Shown, JsonDataclass):
             ]
             for node in most
         ]
-        note = "; ".join([f"{len(self.nodes)} nodes of {self.thread or 'no thread'}, those with most time of their own", *self.notes])
+        note = display.notes([f"{len(self.nodes)} nodes of {self.thread or 'no thread'}, those with most time of their own", *self.notes])
         columns = ("call", "self", "share of the step", "total", "calls")
         return display.Table(columns=columns, rows=rows, title="Calls by their path, seconds per step", note=note)
 

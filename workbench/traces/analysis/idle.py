@@ -159,7 +159,7 @@ class Idle(display.Shown, JsonDataclass):
             around = f"{gap.cause}{inside}; {short_name(gap.before)} → {short_name(gap.after)}"
             rows.append([f"gap at {units.seconds(gap.start)}", units.seconds(gap.seconds), units.MISSING, around])
         title = f"{self.who} idles {units.percent(self.share)} of the step"
-        note = "; ".join(["causes per step, streams over the whole trace", *self.notes] if self.streams else self.notes) or None
+        note = display.notes(["causes per step, streams over the whole trace", *self.notes] if self.streams else self.notes) or None
         return display.Table(columns=("what", "time", "share", "meanwhile"), rows=rows, title=title, note=note)
 
     to_frame = display.frame_method("causes", Cause)

@@ -218,7 +218,7 @@ class Kernels(display.Shown, JsonDataclass):
     def caption(self) -> str:
         """All kernels in a line."""
         if not self.rows:
-            return "; ".join(self.notes)
+            return display.notes(self.notes)
         parts = [
             f"kernels run in {units.percent(self.utilization)} of the steps, those of collectives included",
             f"SM efficiency {units.percent(self.sm_efficiency)}",
@@ -226,7 +226,7 @@ class Kernels(display.Shown, JsonDataclass):
             f"{units.percent(self.tensor_share)} of kernel time on tensor cores, by their names",
             f"{units.percent(self.eligible_share)} launched by operators that could use them",
         ]
-        return "; ".join([*parts, *self.notes])
+        return display.notes([*parts, *self.notes])
 
     @property
     def table(self) -> display.Table:

@@ -89,7 +89,7 @@ class Launches(display.Shown, JsonDataclass):
         verdict = ["most work is shorter than its launch, and the queue mostly empty: launching sets the pace"] if self.bound else []
         delays, queues = ("median delay", "90 %"), ("mean queue", "longest", "empty")
         columns = ("stream", "launches", "mean call", "mean work", "shorter than the call", *delays, *queues)
-        return display.Table(columns=columns, rows=rows, title="Launches", note="; ".join([*verdict, *self.notes]) or None)
+        return display.Table(columns=columns, rows=rows, title="Launches", note=display.notes([*verdict, *self.notes]) or None)
 
     to_frame = display.frame_method("rows", StreamLaunches)
 

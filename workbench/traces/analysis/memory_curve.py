@@ -82,7 +82,7 @@ class MemoryCurve(display.Shown, JsonDataclass):
             rest = device.holders[SHOWN:]
             if rest:
                 rows.append(["", f"{len(rest)} others", units.bytes_(sum(held.bytes for held in rest)), ""])
-        note = "; ".join(self.notes) or None
+        note = display.notes(self.notes) or None
         return display.Table(columns=("device", "who", "bytes", "what"), rows=rows, title="Memory at its fullest", note=note)
 
     def to_frame(self) -> Any:

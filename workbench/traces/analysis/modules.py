@@ -80,7 +80,9 @@ class Modules(display.Shown, JsonDataclass):
         ]
         more = [f"{len(self.rows) - SHOWN} more in to_frame()"] if len(self.rows) > SHOWN else []
         columns = (self.source or "module", "calls", "self", "total", "share", "backward", "device")
-        return display.Table(columns=columns, rows=rows, title="Modules, seconds per step", note="; ".join([*more, *self.notes]) or None)
+        return display.Table(
+            columns=columns, rows=rows, title="Modules, seconds per step", note=display.notes([*more, *self.notes]) or None
+        )
 
     to_frame = display.frame_method("rows", ModuleTime)
 

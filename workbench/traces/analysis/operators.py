@@ -68,7 +68,7 @@ class Operators(display.Shown, JsonDataclass):
             for row in self.rows[:SHOWN]
         ]
         more = [f"{len(self.rows) - SHOWN} more in to_frame()"] if len(self.rows) > SHOWN else []
-        note = "; ".join([*more, *self.notes]) or None
+        note = display.notes([*more, *self.notes]) or None
         columns = (self.which, *(["shapes"] if shaped else []), "calls", "self", "share", "total", *(["device"] if on_device else []))
         title = f"{self.which.capitalize()}s, by time of their own: sums, not per step; share: of all {self.which}s' own time"
         return display.Table(columns=columns, rows=cells, title=title, note=note)

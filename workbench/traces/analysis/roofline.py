@@ -48,7 +48,7 @@ class Roofline(display.Shown, JsonDataclass):
     def caption(self) -> str:
         """What the numbers mean."""
         roof = f"the roof is that of {self.device}" if self.device else "no roof: what the device can do is not known"
-        return "; ".join([roof, f"{units.percent(self.unaccounted)} of the operators' time has no formula", *self.notes])
+        return display.notes([roof, f"{units.percent(self.unaccounted)} of the operators' time has no formula", *self.notes])
 
     @property
     def table(self) -> display.Table:
@@ -175,7 +175,7 @@ class Mfu(display.Shown, JsonDataclass):
             ["at the peak it would take", units.seconds(self.ideal_seconds)],
             ["MFU", units.percent(self.value) if self.value is not None else "not known"],
         ]
-        note = "; ".join(self.notes) or None
+        note = display.notes(self.notes) or None
         return display.Table(columns=("what", "per step"), rows=rows, title=f"MFU on {self.device or 'an unknown device'}", note=note)
 
     def to_frame(self) -> Any:

@@ -81,7 +81,7 @@ class Sequences(display.Shown, JsonDataclass):
         title = f"{what.capitalize()} in sequence{f' of {self.operator}' if self.operator else ''}"
         more = [f"{len(self.rows) - SHOWN} more in to_frame()"] if len(self.rows) > SHOWN else []
         columns = (what, "times", "time", "share", "gaps between", *(["on the host"] if self.device == "device" else []))
-        return display.Table(columns=columns, rows=rows, title=title, note="; ".join([*more, *self.notes]) or None)
+        return display.Table(columns=columns, rows=rows, title=title, note=display.notes([*more, *self.notes]) or None)
 
     def to_frame(self) -> Any:
         """A DataFrame with one row per sequence; seconds."""

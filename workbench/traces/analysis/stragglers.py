@@ -58,7 +58,7 @@ class RankParts(display.Shown, JsonDataclass):
     def caption(self) -> str:
         """What the numbers mean."""
         text = f"means of {len(self.steps)} steps that all {len(self.ranks)} ranks have, taken under the profiler"
-        return "; ".join([text, *self.notes])
+        return display.notes([text, *self.notes])
 
     @property
     def table(self) -> display.Table:

@@ -332,7 +332,7 @@ class Trace(Shown):
             rows.append(["rank", f"{self.rank} of {self.world_size or units.MISSING}"])
         if self.slowdown is not None:
             rows.append(["slowed down", f"by {units.percent(self.slowdown)}, against steps of the same run without the profiler"])
-        note = "; ".join([*self.windows.notes, *self.notes]) or None
+        note = display.notes([*self.windows.notes, *self.notes]) or None
         return display.Table(columns=("trace", self.path.name), rows=rows, note=note)
 
     @property

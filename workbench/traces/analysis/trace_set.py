@@ -244,7 +244,7 @@ class TraceSet(display.Shown, Mapping[int, Trace]):
             for rank, trace in self.traces.items()
         ]
         columns = ("rank", "file", "events", "steps", "slowed down by")
-        return display.Table(columns=columns, rows=rows, title="Traces of a run", note="; ".join(self.notes) or None)
+        return display.Table(columns=columns, rows=rows, title="Traces of a run", note=display.notes(self.notes) or None)
 
     def to_frame(self) -> Any:
         """A DataFrame with one row per rank."""

@@ -222,7 +222,7 @@ class ScalingCurve(display.Shown, JsonDataclass):
             base = f"speedup and efficiency: of {self.base.at}"
         else:
             base = f"speedup: over {self.over}={self.base.at}"
-        return "; ".join(["measured", base, *self.notes])
+        return display.notes(["measured", base, *self.notes])
 
     plot = display.plot_method("scaling")
 

@@ -92,7 +92,7 @@ class CurveForecast(display.Shown, JsonDataclass):
             columns=("predicted", "throughput", "low", "high", f"efficiency (of {self.base})"),
             rows=rows,
             title=f"{_many(self.world_size)} processes",
-            note="; ".join(filter(None, [note, *self.notes, advice])),
+            note=display.notes(filter(None, [note, *self.notes, advice])),
         )
 
     def to_frame(self) -> Any:

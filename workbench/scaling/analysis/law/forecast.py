@@ -63,7 +63,7 @@ class Forecast(display.Shown, JsonDataclass):
         what = f"{units.count(self.parameters)} parameters, {units.count(self.tokens)} tokens, {flops(self.flops)}"
         note = f"{units.percent(self.level)} interval; {against(self.extrapolation)} the compute of the largest run measured"
         return display.Table(
-            columns=("", "loss", "low", "high"), rows=rows, title=f"Predicted loss: {what}", note="; ".join([note, *self.notes])
+            columns=("", "loss", "low", "high"), rows=rows, title=f"Predicted loss: {what}", note=display.notes([note, *self.notes])
         )
 
     def to_frame(self) -> Any:
@@ -122,7 +122,7 @@ class Allocation(display.Shown, JsonDataclass):
             columns=("", "best", "low", "high"),
             rows=rows,
             title=f"Compute-optimal for {flops(self.flops)}",
-            note="; ".join([*self.notes, note]),
+            note=display.notes([*self.notes, note]),
         )
 
     def to_frame(self) -> Any:

@@ -295,7 +295,7 @@ class ScalingLaw(display.Shown, JsonDataclass):
             columns=("", "fitted", "low", "high"),
             rows=[[name, *interval.cells(partial(show, name))] for name, interval in rows.items()],
             title="Loss = E + A/parameters^alpha + B/tokens^beta",
-            note="; ".join(filter(None, [warning, what, *self.notes])),
+            note=display.notes(filter(None, [warning, what, *self.notes])),
         )
 
     def to_frame(self) -> Any:
