@@ -138,7 +138,7 @@ def test_a_script_is_run_watched_until_it_ends_or_the_budget_is_spent(
     monkeypatch.setattr("workbench.diagnosis.api.launch", launch)
     found = wb.diagnose(str(tmp_path / "train.py"), budget_s=7)
     assert calls == [(str(tmp_path / "train.py"), {"args": (), "watch": True, "runs_dir": None}), {"timeout": 7, "check": True}]
-    assert found.caption.startswith("observed in 50 steps")
+    assert found.caption.startswith("• observed in 50 steps")
     said = "the budget of 7.00 s ended the script after 60 steps: budget_s= or --budget gives it longer"
     assert (said in found.caption) != ends
     assert f"the run is in {made.path}: " in found.caption

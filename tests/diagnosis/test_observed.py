@@ -48,7 +48,7 @@ def test_a_healthy_run(by_hand: Make, cores: float, monkeypatch: pytest.MonkeyPa
     assert d.verdict == "compute-bound"
     assert not d.remedies
     assert d.parts.step == pytest.approx(0.0205)
-    assert d.caption.startswith("observed in 50 steps; nothing was tried: diagnose(step, loader)")
+    assert d.caption.startswith("• observed in 50 steps; nothing was tried: diagnose(step, loader)")
     spec = dataclasses.replace(d, spec=RunSpec(task="text-gpt"))
     threads = f"threads={2 if cores == 2 else 4}"
     assert (
@@ -56,7 +56,7 @@ def test_a_healthy_run(by_hand: Make, cores: float, monkeypatch: pytest.MonkeyPa
         in spec.caption
     )
     script = dataclasses.replace(d, spec=ScriptSpec(script="train.py"))
-    assert "; started with 1 thread per operator" in script.caption
+    assert "• started with 1 thread per operator" in script.caption
     assert f"all cores): workbench launch train.py --set {threads} changes it" in script.caption
     assert "thread" not in d.caption, "a timeline does not know them"
     assert "Three sources" not in str(d)  # there is one

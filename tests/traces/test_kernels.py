@@ -60,7 +60,7 @@ def test_who_could_use_tensor_cores(tmp_path: Path) -> None:
     shown = [(one.name, one.dtype, one.count, round(one.seconds / US), one.tensor_share) for one in found.products]
     assert shown == [("aten::mm", "fp32", 1, 30, 0), ("aten::cudnn_convolution", "fp16", 2, 20, 0.5)]
     assert "by aten::cudnn_convolution in fp16" in str(found)
-    assert "11 % of kernel time on tensor cores, by their names; 56 % launched by operators that could use them" in str(found)
+    assert "• 11 % of kernel time on tensor cores, by their names\n• 56 % launched by operators that could use them" in str(found)
 
 
 def test_a_kernel_is_weighed_by_its_time(tmp_path: Path) -> None:
