@@ -48,9 +48,7 @@ Names are loaded when they are used: importing the workbench loads neither torch
 """
 
 import importlib
-import re
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -116,13 +114,69 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_HOMES = {
-    name: module
-    for module, names in re.findall(r"^    from (workbench[.\w]*) import (.+)", Path(__file__).read_text(encoding="utf-8"), re.MULTILINE)
-    for name in re.findall(r"(\w+) as ", names)
+_NAMES = {
+    "workbench.batch.analysis.lr_scaling_rules": "scale_lr",
+    "workbench.batch.analysis.plan": "BatchPlan",
+    "workbench.batch.api": "find_lr noise_scale",
+    "workbench.batch.batch_plan": "batch_plan",
+    "workbench.batch.lengths": "batch_lengths",
+    "workbench.batch.steps_to_target": "steps_to_target",
+    "workbench.cluster.analysis.cluster": "Cluster",
+    "workbench.cluster.api": "ddp_twin measure_collectives",
+    "workbench.cluster.count_collectives": "collectives",
+    "workbench.cluster.estimate_time": "estimate_time",
+    "workbench.cluster.plan": "energy plan",
+    "workbench.core.device": "Device",
+    "workbench.diagnosis.analysis.diagnosis": "Diagnosis",
+    "workbench.diagnosis.analysis.evidence": "Evidence",
+    "workbench.diagnosis.analysis.proof": "Proof",
+    "workbench.diagnosis.analysis.why_not_linear": "WhyNotLinear",
+    "workbench.diagnosis.api": "climb diagnose",
+    "workbench.diagnosis.correctness": "diverge replay sanity",
+    "workbench.diagnosis.regression": "bisect what_changed",
+    "workbench.diagnosis.why_not_linear": "why_not_linear",
+    "workbench.memory.analysis.breakdown": "MemoryBreakdown",
+    "workbench.memory.api": "compare_memory estimate_memory find_leaks measure_memory",
+    "workbench.memory.calibrate": "calibrate",
+    "workbench.memory.ladder": "memory_ladder",
+    "workbench.memory.max_micro_batch": "max_micro_batch",
+    "workbench.memory.would_fit": "would_fit",
+    "workbench.runs.budgets": "RunCheck check_run",
+    "workbench.runs.compare": "Comparison compare",
+    "workbench.runs.export": "export",
+    "workbench.runs.failure": "Failure RunError",
+    "workbench.runs.health": "health",
+    "workbench.runs.launch.kubernetes": "kubernetes",
+    "workbench.runs.launch.launch": "launch",
+    "workbench.runs.launch.prove_layout_resume": "LayoutResumeProof",
+    "workbench.runs.launch.prove_resume": "RepeatProof ResumeProof prove_resume same_twice",
+    "workbench.runs.launch.prove_script_resume": "ScriptResumeProof",
+    "workbench.runs.launch.recompute": "Recomputation recompute",
+    "workbench.runs.launch.slurm": "Slurm",
+    "workbench.runs.launch.sweep": "sweep",
+    "workbench.runs.listing": "list_runs",
+    "workbench.runs.page": "report",
+    "workbench.runs.run": "Run",
+    "workbench.runs.spec": "RunSpec",
+    "workbench.runs.task": "Task",
+    "workbench.scaling.analysis.curve.curve": "ScalingCurve",
+    "workbench.scaling.analysis.law.law": "ScalingLaw",
+    "workbench.scaling.api": "scaling_curve scaling_law",
+    "workbench.timeline.step_timer": "StepTimer",
+    "workbench.timeline.timeline": "Timeline",
+    "workbench.timeline.watch": "watch",
+    "workbench.timeline.watch_script": "watching",
+    "workbench.traces.analysis.trace": "Trace",
+    "workbench.traces.analysis.trace_set": "TraceSet",
+    "workbench.traces.api": "trace",
+    "workbench.train.export_weights": "export_weights import_weights",
+    "workbench.data": "data",
+    "workbench.plot": "plot",
+    "workbench.widgets": "widgets",
 }
-"""Public name → the module that has it: the imports above, which only type checkers execute; three of the names are modules themselves."""
-_HOMES |= {name: f"workbench.{name}" for name in ("data", "plot", "widgets")}
+"""Module → the public names that it has: what the imports above say to type checkers; the last three are modules themselves."""
+
+_HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 __all__ = sorted(_HOMES)
 

@@ -1,9 +1,12 @@
 """The rules of the architecture hold, each rule catches a breach, an import stays light, and the public names are there."""
 
 import ast
+import importlib.util
+import marshal
 import os
 import subprocess
 import sys
+import zipfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -275,11 +278,23 @@ def test_type_checkers_see_the_same_public_names(tree: Tree) -> None:
     assert {name: tree.resolve(*origin)[0] for name, origin in declared.items()} == homes
 
 
-def test_the_library_is_imported_also_where_text_is_ascii() -> None:
-    environment = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
-    code = "import workbench as wb; print('Device' in wb.__all__, 'Source' in dir(wb.data))"
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
-    assert done.stdout.split() == ["True"] * 2, done.stderr
+def test_an_installation_without_sources_is_imported_also_where_text_is_ascii(tmp_path: Path) -> None:
+    """As it may be zipped, or compiled and stripped of its sources."""
+    package = Path(workbench.__file__).parent
+    with zipfile.ZipFile(tmp_path / "workbench.zip", "w") as packed:
+        for name in ("__init__", "data/__init__"):
+            compiled = compile((package / f"{name}.py").read_bytes(), name, "exec")
+            packed.writestr(f"workbench/{name}.pyc", importlib.util.MAGIC_NUMBER + bytes(12) + marshal.dumps(compiled))
+    environment = {
+        **os.environ,
+        "LC_ALL": "C",
+        "PYTHONUTF8": "0",
+        "PYTHONCOERCECLOCALE": "0",
+        "PYTHONPATH": str(tmp_path / "workbench.zip"),
+    }
+    code = "import workbench as wb; print(wb.__file__.endswith('.pyc'), 'Device' in wb.__all__, 'Source' in dir(wb.data))"
+    done = subprocess.run([sys.executable, "-c", code], env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.stdout.split() == ["True"] * 3, done.stderr
 
 
 def test_a_module_does_not_hide_a_public_name(tree: Tree) -> None:

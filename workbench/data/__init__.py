@@ -9,8 +9,6 @@ Names are loaded when they are used: importing this package loads neither torch 
 """
 
 import importlib
-import re
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -33,12 +31,28 @@ if TYPE_CHECKING:
     from workbench.data.shard_writer import write_shards as write_shards
     from workbench.data.source import Source as Source
 
-_HOMES = {
-    name: module
-    for module, names in re.findall(r"^    from (workbench[.\w]*) import (.+)", Path(__file__).read_text(encoding="utf-8"), re.MULTILINE)
-    for name in re.findall(r"(\w+) as ", names)
+_NAMES = {
+    "workbench.data.adapters": "as_source open_source",
+    "workbench.data.analysis.data_audit": "DataAudit",
+    "workbench.data.analysis.format_costs": "FormatComparison",
+    "workbench.data.analysis.loader_report": "LoaderReport",
+    "workbench.data.analysis.packing": "Packing PackingPolicies compare_packing pack",
+    "workbench.data.augmentation": "Augmentation Augmented mix",
+    "workbench.data.conversion": "Conversion convert",
+    "workbench.data.data_card": "DataCard Verification describe verify",
+    "workbench.data.format_comparison": "compare_formats",
+    "workbench.data.loader_doctor": "doctor",
+    "workbench.data.manifest": "Manifest",
+    "workbench.data.quality": "audit shuffle_quality",
+    "workbench.data.resumable_sampler": "Mixture ResumableSampler",
+    "workbench.data.resume_histories": "ResumeHistories prove_resumable",
+    "workbench.data.shard_plan": "ShardPlan plan_shards",
+    "workbench.data.shard_writer": "write_shards",
+    "workbench.data.source": "Source",
 }
-"""Public name, as `wb.data.NAME` → the module that has it: the imports above, which only type checkers execute."""
+"""Module → the public names that it has, as `wb.data.NAME`: what the imports above say to type checkers."""
+
+_HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 
 def __getattr__(name: str) -> Any:
