@@ -40,7 +40,7 @@ def again(expected: str, *measured: object, timed: bool = True) -> Again:
         if timed
         else "Another processor or version of torch rounds differently, and trainings end elsewhere"
     )
-    return Again(f"expected: {expected}. Measured: {', '.join(map(str, measured))}. {why}")
+    return Again(f"expected: {expected}. Measured: {', '.join(map(str, measured)).rstrip('.')}. {why}")
 
 
 @contextlib.contextmanager
