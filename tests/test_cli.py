@@ -486,6 +486,6 @@ def test_a_report_says_where_it_is_and_what_is_no_run_directory(
 def test_a_proof_that_cannot_be_made_is_said_to_be_so(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], remedies: tuple[Any, ...], said: str
 ) -> None:
-    monkeypatch.setattr("workbench.diagnose", lambda *_, **__: SimpleNamespace(remedies=remedies, spec=None, for_terminal=str))
+    monkeypatch.setattr("workbench.diagnose", lambda *_, **__: SimpleNamespace(remedies=remedies, spec=None, for_terminal=lambda **_: ""))
     assert main(["diagnose", "fashion-mlp", "--prove"]) == 0
     assert said in capsys.readouterr().out.splitlines()[-1]

@@ -190,7 +190,7 @@ def diagnose(given: argparse.Namespace) -> int:
                 diagnosis.prove(budget_s=given.budget)
             print(json.dumps(diagnosis.brief(), ensure_ascii=False))
             return 0
-        print(diagnosis.for_terminal(), flush=True)
+        print(diagnosis.for_terminal(proving=given.prove and provable), flush=True)
         if given.prove and provable:
             if diagnosis.choice:
                 print(f"\n{diagnosis.choice}", flush=True)

@@ -16,7 +16,7 @@ from workbench.core.system_load import Noise
 from workbench.diagnosis.analysis.costs import Costs
 from workbench.diagnosis.analysis.diagnosis import Diagnosis
 from workbench.diagnosis.analysis.proof import Ladder, Proof, Rung
-from workbench.diagnosis.analysis.remedy import Remedy
+from workbench.diagnosis.analysis.remedy import Remedy, surest_first
 from workbench.runs.spec import RunSpec
 
 SPEC = RunSpec(task="clipart-mlp")
@@ -380,15 +380,16 @@ def test_next_begins_with_what_is_surer_to_gain_more(
     first: tuple[float, float, float], general: tuple[float, float, float], surer: bool
 ) -> None:
     best, more = (remedy(**values, speedup=mid, low=low, high=high) for values, (mid, low, high) in (({}, first), (THREADS, general)))
-    found = dataclasses.replace(slow_loader(spec=SPEC), remedies=(best, more))
+    found = dataclasses.replace(slow_loader(spec=SPEC), remedies=surest_first((best, more)))
     begins = f"First try threads=1: it is predicted to gain {more.gain} whatever the cause. Then: Do it. Predicted: {best.gain}."
     assert (found.next == begins) == surer
     assert found.next.startswith("Do it.") != surer
     assert found.remedy() is (more if surer else best)
     assert found.choice == ""
-    assert ("prove(2) runs threads=1" in str(found)) == surer
-    assert found.remedies == (best, more)
-    assert dataclasses.replace(found, remedies=(best, dataclasses.replace(more, name="micro_batch=64"))).next.startswith("Do it.")
+    assert "prove(1) runs the first" in str(found)
+    assert found.remedies == ((more, best) if surer else (best, more))
+    larger = dataclasses.replace(more, name="micro_batch=64")
+    assert surest_first((best, larger)) == (best, larger)
 
 
 @pytest.mark.parametrize(("speedup", "scope", "concerns"), [(1.05, "part", False), (1.05, "cause", True), (1.4, "part", True)])
@@ -412,6 +413,8 @@ def test_a_proof_of_another_remedy_than_the_first_says_so(
     assert found.prove("optimizer=fused").choice == ""
     assert "; prove(2) runs optimizer=fused" in str(found)
     assert "; `workbench diagnose clipart-mlp --prove` runs optimizer=fused" in found.for_terminal()
+    assert " runs optimizer=fused" not in found.for_terminal(proving=True), "it is what runs"
+    assert "each alone: gains do not multiply" in found.for_terminal(proving=True)
     assert dataclasses.replace(found, remedies=(mine,)).choice == ""
 
 

@@ -20,10 +20,12 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 from tests.made import World
 from workbench.diagnosis.analysis.diagnosis import Diagnosis
 from workbench.diagnosis.analysis.evidence import Loading
-from workbench.diagnosis.measure.fetch_meter import BatchCost, WorkerMeter, without_delay
+from workbench.diagnosis.measure import fetch_meter
+from workbench.diagnosis.measure.fetch_meter import BatchCost, FetchMeter, WorkerMeter, without_delay
 from workbench.diagnosis.measure.loading import Steady, _cpu_here, probe, slow_share
 from workbench.harness.feed import Feed
 from workbench.harness.loaders import with_knobs
+from workbench.harness.stack_sampler import StackSampler
 
 BATCH = 4
 
@@ -151,6 +153,25 @@ def test_the_line_that_takes_the_time_is_named(workers: int) -> None:
     assert line.startswith("test_loading.py:")
     assert line.split()[-1] in ("spin", "__getitem__")  # which calls it
     assert share > 0.3
+
+
+def test_the_meters_own_clocks_are_none_of_a_batchs_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They read files, at which the sampler gets to look: it took them for all that had passed since its last look."""
+    sampler, read, called = StackSampler(), list[int | None](), list[int | None]()
+    clocks, bytes_read = fetch_meter.clocks, fetch_meter.bytes_read
+    monkeypatch.setattr(fetch_meter, "clocks", lambda: (read.append(sampler.call), clocks())[1])
+    monkeypatch.setattr(fetch_meter, "bytes_read", lambda: (read.append(sampler.call), bytes_read())[1])
+
+    def collate(samples: list[Any]) -> list[Any]:
+        called.append(sampler.call)
+        return samples
+
+    fetcher = iter(DataLoader([1, 2, 3], batch_size=3, collate_fn=collate))._dataset_fetcher  # type: ignore[attr-defined, arg-type]
+    meter = FetchMeter(fetcher, sampler, alone=True)
+    assert meter.fetch([0, 1, 2])[0] == [1, 2, 3]
+    assert len(read) >= 6
+    assert set(read) == {None}
+    assert called == [0]
 
 
 def test_the_meter_travels_to_spawned_workers() -> None:

@@ -11,7 +11,7 @@ import workbench as wb
 from tests.conftest import HandMade
 from workbench.core import run_directory
 from workbench.core.vocabulary import PHASES
-from workbench.diagnosis.analysis import diagnosis
+from workbench.diagnosis.analysis import diagnosis, remedies
 from workbench.diagnosis.analysis.diagnosis import Diagnosis
 from workbench.diagnosis.analysis.observed import observe
 from workbench.diagnosis.api import _from_run
@@ -129,6 +129,19 @@ def test_stalls(by_hand: Make) -> None:
     assert d.parts.step == pytest.approx(d.evidence.step)
 
 
+@pytest.mark.parametrize(("cores", "threads", "workers"), [(2.0, 1, 1), (1.0, 1, 1), (6.0, 2, 4), (128.0, 1, 8)])
+def test_the_setting_of_a_trainer_has_a_number_that_the_cores_allow(
+    by_hand: Make, monkeypatch: pytest.MonkeyPatch, cores: float, threads: int, workers: int
+) -> None:
+    monkeypatch.setattr(remedies, "usable_cores", lambda: cores)
+    waiting = judged(by_hand, [step(data_wait=0.03)] * 60).evidence
+    waiting = dataclasses.replace(waiting, places={"framework": "transformers"}, threads=threads)
+    what = Diagnosis.of(waiting).remedies[0].what
+    assert f" With Hugging Face's Trainer: TrainingArguments(dataloader_num_workers={workers}), which the cores allow. " in what
+    assert what.endswith(f"How to give wb.diagnose its step and loader: docs, {remedies.TRAINER_PAGE}.")
+    assert (Path(__file__).parents[2] / f"docs/pages/{remedies.TRAINER_PAGE}.md").is_file()
+
+
 def test_stalls_have_the_name_and_the_settings_of_what_pauses(by_hand: Make) -> None:
     """By what a watched script noted: before the optimizer step of a long step, or after it; not where it is too short to explain them."""
 
@@ -155,7 +168,7 @@ def test_stalls_have_the_name_and_the_settings_of_what_pauses(by_hand: Make) -> 
 
     own = stalled(0.19, before=1)
     assert (own.verdict, own.cause, stalled(0.19, before=0).cause) == ("stalled", "evaluation", "evaluation")
-    assert "every 20 steps for 200 ms in train.py:43 main" in own.why
+    assert "every 20 steps (5 times in 100) for 200 ms in train.py:43 main" in own.why
     assert own.remedies[0].what == "Evaluate less often, on fewer samples, or in a process of its own (train.py:43 main)."
     assert (stalled(0.05, before=0).cause, stalled(0.05, before=0).evidence.stalls.where) == ("pause", None)
     hugging_face = stalled(0.19, before=0, framework="transformers")
@@ -164,6 +177,24 @@ def test_stalls_have_the_name_and_the_settings_of_what_pauses(by_hand: Make) -> 
         " With Hugging Face's Trainer: TrainingArguments(eval_steps=…, per_device_eval_batch_size=…)."
     )
     assert stalled(0.05, before=0, framework="lightning").remedies[0].what.endswith("ModelCheckpoint(every_n_train_steps=…).")
+
+
+def test_stalls_are_deducted_from_the_phase_in_which_they_lie(by_hand: Make) -> None:
+    """Three long steps of 48, none of them in forward or backward: they are no less to compute, and no work of the host in each step."""
+    made, extra = by_hand(), {11: 0.74, 31: 0.53, 51: 0.64}
+    steps = [{"data_wait": 0.0, "forward": 0.035, "backward": 0.0713, "other": 0.0037 + extra.get(i, 0.0)} for i in range(60)]
+    writer = run_directory.LineWriter(made.path / run_directory.rank_file(0))
+    pauses = ({"pause": ["evaluation", seconds, i + 1, "train.py:43 main"]} for i, seconds in extra.items())
+    writer.write([{"rank": 0, "clock": "host"}, *({"step": i, "samples": 8, **step(**row)} for i, row in enumerate(steps)), *pauses])
+    writer.close()
+    d = Diagnosis.of(observe(Run.load(made.ended("finished").path)))
+    count, parts = d.evidence.stalls.steps, d.parts
+    assert (d.verdict, d.cause) == ("stalled", "evaluation")
+    assert parts.seconds("compute") == pytest.approx(0.1063)
+    assert parts.seconds("host") == pytest.approx(0.0037, rel=0.01)
+    assert parts.seconds("stalls") == pytest.approx(sum(seconds for i, seconds in extra.items() if i >= 60 - count) / count)
+    assert parts.step == pytest.approx(d.evidence.step)
+    assert "outside all phases" not in str(d)
 
 
 def test_the_other_phases(by_hand: Make) -> None:

@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from workbench.diagnosis.analysis.evidence import Stalls
-from workbench.diagnosis.analysis.stalls import Call, find_stalls, is_open, stalled_at_most
+from workbench.diagnosis.analysis.stalls import Call, find_stalls, is_open, stalled_at_most, within
 from workbench.harness.results import Place
 
 STEP = 0.01
@@ -33,6 +33,16 @@ def test_a_regular_stall(every: int) -> None:
     assert stalls.at == tuple(range(every - 1, 3 * every, every))
     assert stalls.extra == pytest.approx(5 * STEP, rel=0.1)
     assert stalls.share == pytest.approx(5 / every / (5 / every + 1.3), rel=0.1)
+
+
+def test_share_and_seconds_of_stalls_are_of_one_rule() -> None:
+    """On a busy machine the timed step is longer than the calls among which stalls were found: their seconds stay those that are said."""
+    stalls = found(lambda i, _: {"extra": 20 * STEP * (i % 20 == 19)})
+    busy = within(stalls, 3 * STEP)
+    assert stalls.per_step == pytest.approx(stalls.extra / 20)
+    step = 3 * STEP + busy.per_step
+    assert step * busy.share == pytest.approx(stalls.extra / 20)
+    assert within(Stalls(steps=9), STEP) == Stalls(steps=9)
 
 
 def test_a_regular_stall_among_batches_of_different_lengths() -> None:

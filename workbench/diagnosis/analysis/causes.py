@@ -241,6 +241,8 @@ def stalled_cause(e: Evidence, c: Costs) -> Cause:
     if s.kind is None and e.alloc_retries * s.steps >= MIN_EXPLAINED * len(s.at):
         return Cause(cause="allocator retries", why=f"{_retries(e)} The steps in which that happens take {units.seconds(s.extra)} longer.")
     often = f"every {s.every:.0f} steps" if s.every else f"{len(s.at)} times in {s.steps} steps"
+    if s.every and e.observed:  # whose mean step has as many as were seen
+        often += f" ({len(s.at)} times in {s.steps})"
     where = f" in {s.where}" if s.where else ""
     return Cause(cause=s.kind or "pause", why=f"The step stops {often} for {units.seconds(s.extra)}{where}.")
 

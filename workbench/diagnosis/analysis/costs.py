@@ -283,7 +283,7 @@ class Costs:
             sleeping=sleeping,
             called=called,
             fixed=_fixed(e, replayed, optimizer.mid, communication.mid),
-            stalls=subtract(_stalls(e), stuck.mid),
+            stalls=subtract(_stalls(e, e.step * e.stalls.share), stuck.mid),
             slow=slow,
         )
 
@@ -308,17 +308,19 @@ class Costs:
 
 
 def _observed(e: Evidence) -> Costs:
-    """Compute the costs from timelines alone, by the means of the phases over the ranks.
+    """Compute the costs from timelines alone, by the means of the phases over the ranks, each without what stalls add to it.
 
     Timelines do not show the host's time and communication. The phase `other` counts as host.
     """
-    clean = e.step * (1 - e.stalls.share)
+    stalled = _stalled_phases(e)
+    stalls = sum(stalled.values())
+    clean = e.step - stalls
     slow = slow_rank(e.ranks)
     waits = sorted(rank.wait for rank in e.ranks)
     wait = min(waits[(len(waits) - 1) // 2], clean)
-    means = {phase: statistics.fmean(rank.timeline.mean(phase) for rank in e.ranks) for phase in PHASES}
+    means = {phase: statistics.fmean(rank.timeline.mean(phase) for rank in e.ranks) - stalled[phase] for phase in PHASES}
     working = sum(means.values()) - means["data_wait"]
-    fair = (clean - wait) / working if working > 0 else 0.0  # stalls, and what ranks wait for each other, lie in the phases
+    fair = (clean - wait) / working if working > 0 else 0.0  # what ranks wait for each other lies in the phases
     late = min(slow.excess, clean - wait) if slow else 0.0
     beside = bool(e.loading and e.loading.num_workers) and wait > 0.05 * clean
     cached = clean - wait - min(slow.input if slow else 0.0, late)
@@ -338,9 +340,22 @@ def _observed(e: Evidence) -> Costs:
         sleeping=0.0,
         called=NOTHING,
         fixed=math.nan,
-        stalls=_stalls(e),
+        stalls=_stalls(e, stalls),
         slow=slow,
     )
+
+
+def _stalled_phases(e: Evidence) -> dict[str, float]:
+    """Phase → seconds per step by which stalled steps exceed the usual ones in it, mean over ranks. Waiting for data is none of theirs."""
+    at, found = set(e.stalls.at), dict.fromkeys(PHASES, 0.0)
+    for i, phase in enumerate(PHASES):
+        if not at or phase == "data_wait":
+            continue
+        for rank in e.ranks:
+            long = [step.phases[i] for step in rank.timeline.measured if step.index in at]
+            usual = statistics.median([step.phases[i] for step in rank.timeline.measured if step.index not in at] or [0.0])
+            found[phase] += max(0.0, sum(long) - len(long) * usual) / rank.timeline.count / len(e.ranks)
+    return found
 
 
 def _roughly(seconds: float) -> Interval:
@@ -384,9 +399,8 @@ def _overlap(clean: float, cached: float, loader: float) -> float:
     return min(1.0, max(0.0, (cached + loader - clean) / smaller))
 
 
-def _stalls(e: Evidence) -> Interval:
+def _stalls(e: Evidence, seconds: float) -> Interval:
     """Seconds per step of the stalls. The interval is narrow for regular stalls, and n ± √n for irregular ones that were seen n times."""
-    seconds = e.step * e.stalls.share
     loose = 0.1 if e.stalls.every else 1 / math.sqrt(len(e.stalls.at) or 1)
     return Interval(low=seconds * (1 - min(1.0, loose)), mid=seconds, high=seconds * (1 + loose))
 
@@ -420,7 +434,7 @@ def _stuck(e: Evidence) -> Interval:
             return NOTHING
     unevenly = max(0.0, e.longest_wait - min(rank.wait for rank in e.ranks))  # and the others wait for who waits for data
     own = sum(stalls.extra * len(stalls.at) / stalls.steps for stalls in alone)
-    return subtract(_stalls(e), own + unevenly)
+    return subtract(_stalls(e, e.step * s.share), own + unevenly)
 
 
 def _fixed(e: Evidence, cached: float, optimizer: float, communication: float) -> float:

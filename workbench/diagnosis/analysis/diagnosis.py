@@ -23,7 +23,7 @@ from workbench.diagnosis.analysis.evidence import Evidence
 from workbench.diagnosis.analysis.loader_model import TERMS, LoaderCurve
 from workbench.diagnosis.analysis.proof import Proof, remedy_table
 from workbench.diagnosis.analysis.remedies import SETTINGS_OF, remedies_for
-from workbench.diagnosis.analysis.remedy import Choice, Remedy, find_remedy, gain_of, of_knobs, sort_key
+from workbench.diagnosis.analysis.remedy import Choice, Remedy, find_remedy, gain_of, of_knobs, sort_key, surest_first
 from workbench.diagnosis.analysis.step_model import Parts, StepModel
 from workbench.diagnosis.analysis.verdict import HIDDEN_REDUCTION, UNMARKED, Judgement, judge
 from workbench.harness.results import NOT_FINITE, UNTRAINED
@@ -76,7 +76,8 @@ class Diagnosis(JsonDataclass):
     judgement: Judgement
     """What follows from it."""
     remedies: tuple[Remedy, ...] = ()
-    """What would help: first what removes the cause, the best first. Their gains do not multiply."""
+    """What would help, in the order in which to try it: what removes the cause, the best first, and before it what surely gains more
+    whatever the cause. Their gains do not multiply."""
     spec: Spec | None = None
     """What was diagnosed, if it was a spec or a run."""
     subject: Any = field(default=None, metadata=NOT_STORED)
@@ -100,7 +101,7 @@ class Diagnosis(JsonDataclass):
         remedies = remedies_for(evidence, judgement, spec=spec)
         if adjust:
             remedies = tuple(sorted(map(adjust, remedies), key=sort_key))
-        return cls(evidence=evidence, judgement=judgement, remedies=remedies, spec=spec, subject=subject)
+        return cls(evidence=evidence, judgement=judgement, remedies=surest_first(remedies), spec=spec, subject=subject)
 
     def with_formats(self, formats: FormatComparison) -> "Diagnosis":
         """The same diagnosis, in which the gains of faster storage, shards and prepared data follow from measured formats.
@@ -154,11 +155,12 @@ class Diagnosis(JsonDataclass):
             if self.verdict == "compute-bound":
                 return "Nothing we know of would make this step faster here: it computes. More or faster devices would."
             return "There is no remedy here whose gain could be predicted."
-        best, *others = self.remedies
+        first = self._surer
+        best, *others = self.remedies[1:] if first else self.remedies
         costs = f" It costs: {best.costs}." if best.costs else ""
         how = f" {EXPERIMENT}" if self.evidence.observed and "by experiment" in best.advice else ""
         costs += "" if how or best.provable else f" {TO_COMPARE}"
-        if first := self._surer:
+        if first:
             price = f" It costs: {first.costs}." if first.costs else ""
             return (
                 f"First try {first.name}: it is predicted to gain {first.gain} whatever the cause.{price} "
@@ -170,28 +172,20 @@ class Diagnosis(JsonDataclass):
 
     @property
     def _surer(self) -> Remedy | None:
-        """A general remedy that is to be tried before the first of the list: it is predicted to gain more, and that is surer.
-
-        It is no larger batch, which changes what is trained.
-        """
-        best, *others = self.remedies or (None,)
-        more = max(
-            (other for other in others if other.scope == "general" and not other.name.startswith("micro_batch=")), key=gain_of, default=None
-        )
-        if best is None or more is None or best.scope == "general" or gain_of(more) <= gain_of(best):
-            return None
-        return more if more.low > gain_of(best) or best.low <= 1 < more.low else None
+        """The general remedy that the list begins with, before those of the cause; see `surest_first`."""
+        first, *others = self.remedies or (None,)
+        return first if first and first.scope == "general" and any(other.scope == "cause" for other in others) else None
 
     @property
     def _chosen(self) -> Remedy | None:
         """What `prove()` runs."""
-        return next((remedy for remedy in (self._surer, *self.remedies) if remedy and remedy.provable), None)
+        return next((remedy for remedy in self.remedies if remedy.provable), None)
 
     @property
     def choice(self) -> str:
-        """Why `prove()` runs another remedy than the first of the list; "" = it runs that of `next`, or none."""
+        """Why `prove()` runs another remedy than the first of the list, which is that of `next`; "" = it runs that, or none."""
         chosen = self._chosen
-        if chosen is None or chosen in (self.remedies[0], self._surer):
+        if chosen in (None, self.remedies[0] if self.remedies else None):
             return ""
         mine = f"{self.remedies[0].name} is a change that you have to make yourself. {TO_COMPARE}"
         if chosen.scope != "cause" and (gain_of(chosen) < LITTLE or chosen.low <= 1):
@@ -236,7 +230,7 @@ class Diagnosis(JsonDataclass):
         return f"; more workers: not expected to help ({TERMS[feeding.binds(loading.num_workers + 1)]}{busy}), see loader_curve"
 
     def remedy(self, which: Choice = None) -> Remedy:
-        """One of the remedies: the best that can be proved, or what `next` begins with (None), by its number in the table
+        """One of the remedies: the first that can be proved (None), by its number in the table
         (from 1), by its name, or itself.
 
         Knobs with values, such as {"deterministic": True} or "num_workers=2", are a remedy, too, or a price.
@@ -349,7 +343,7 @@ class Diagnosis(JsonDataclass):
 
     @property
     def remedy_table(self) -> display.Table:
-        """One row per remedy, with its proof: first those that remove the cause, the best first."""
+        """One row per remedy, with its proof, in the order in which to try them."""
         first = ""
         if chosen := self._chosen:
             i = self.remedies.index(chosen) + 1
@@ -433,9 +427,15 @@ class Diagnosis(JsonDataclass):
     def __str__(self) -> str:
         return "\n\n".join([self.summary, *map(str, self._tables)])
 
-    def for_terminal(self) -> str:
-        """As text whose note under the remedies has the command that proves one of them, instead of the call in Python."""
+    def for_terminal(self, *, proving: bool = False) -> str:
+        """As text whose note under the remedies has the command that proves one of them, instead of the call in Python.
+
+        Args:
+            proving: that command is what runs: it is left out.
+        """
         text, command = str(self), self._command()
+        if proving:
+            return re.sub(r"; prove\(\d+\) runs [^;\n]*", "", text)
         return text if command in (None, IN_PYTHON) else re.sub(r"\bprove\(\d+\)(?= runs )", lambda _: f"`{command}`", text)
 
     def _repr_html_(self) -> str:

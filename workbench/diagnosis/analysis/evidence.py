@@ -95,6 +95,8 @@ class Stalls:
     """Which of them stalled."""
     extra: float = 0.0
     """Mean seconds that a stall adds."""
+    per_step: float = 0.0
+    """Mean seconds that they add to a step."""
     share: float = 0.0
     """Fraction of the time of all steps (in a full loop) that the stalls add."""
     every: float | None = None

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from workbench.core import units
 from workbench.core.statistics import Interval
+from workbench.core.system_load import usable_cores
 from workbench.diagnosis.analysis.causes import MIN_EXPLAINED, pausing_rank
 from workbench.diagnosis.analysis.costs import is_crowded, saved_by
 from workbench.diagnosis.analysis.evidence import Evidence
@@ -290,7 +291,7 @@ SETTINGS_OF: Mapping[str, tuple[str, Mapping[str, str]]] = {
     "transformers": (
         "Hugging Face's Trainer",
         {
-            "data_wait": "TrainingArguments(dataloader_num_workers=…, dataloader_prefetch_factor=…)",
+            "data_wait": "TrainingArguments(dataloader_num_workers={workers}), which the cores allow",
             "transfer": "TrainingArguments(dataloader_pin_memory=True)",
             "optimizer": 'TrainingArguments(optim="adamw_torch_fused", gradient_accumulation_steps=…)',
             "host": "TrainingArguments(logging_steps=…, torch_compile=True)",
@@ -302,7 +303,7 @@ SETTINGS_OF: Mapping[str, tuple[str, Mapping[str, str]]] = {
     "lightning": (
         "Lightning's Trainer",
         {
-            "data_wait": "your DataLoader(num_workers=…, prefetch_factor=…, persistent_workers=True)",
+            "data_wait": "your DataLoader(num_workers={workers}, persistent_workers=True), which the cores allow",
             "transfer": "your DataLoader(pin_memory=True)",
             "optimizer": "Trainer(accumulate_grad_batches=…), or fused=True in configure_optimizers",
             "host": "Trainer(log_every_n_steps=…)",
@@ -312,14 +313,21 @@ SETTINGS_OF: Mapping[str, tuple[str, Mapping[str, str]]] = {
         },
     ),
 }
-"""Framework that has the training loop → its name, and part of the step or kind of stall → the settings that change it."""
+"""Framework that has the training loop → its name, and part of the step or kind of stall → the settings that change it; `{workers}`: a
+number to begin with."""
+
+
+TRAINER_PAGE, MOST_WORKERS = "how-to/frameworks", 8
+"""The page of the docs on how to get a step and a loader out of a Trainer; most workers to begin with. Chosen: more are seldom used."""
 
 
 def _set_by(e: Evidence, part: str) -> str:
     """The settings of the script's framework for a part, as a sentence after another; "" = the loop is the user's own."""
     name, settings = SETTINGS_OF.get(e.places.get("framework", ""), ("", {}))
     setting = settings.get((part == "stalls" and e.stalls.kind) or part, "")
-    return f" With {name}: {setting}." if setting else ""
+    workers = min(MOST_WORKERS, max(1, int(usable_cores() / e.world_size) - e.threads))
+    how = f" How to give wb.diagnose its step and loader: docs, {TRAINER_PAGE}." if part == "data_wait" else ""
+    return f" With {name}: {setting.format(workers=workers)}.{how}" if setting else ""
 
 
 PART_OF = {

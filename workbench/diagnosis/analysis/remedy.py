@@ -162,6 +162,20 @@ def sort_key(remedy: Remedy) -> tuple[bool, float]:
     return remedy.scope != "cause", -gain_of(remedy)
 
 
+def surest_first(remedies: Sequence[Remedy]) -> tuple[Remedy, ...]:
+    """Sorted remedies; a general one that is predicted to gain more than the first of the cause, and that is surer, goes before it.
+
+    It is no larger batch, which changes what is trained.
+    """
+    general = (other for other in remedies[1:] if other.scope == "general" and not other.name.startswith("micro_batch="))
+    more, best = max(general, key=gain_of, default=None), next(iter(remedies), None)
+    if best is None or more is None or best.scope == "general" or gain_of(more) <= gain_of(best):
+        return tuple(remedies)
+    if more.low > gain_of(best) or best.low <= 1 < more.low:
+        return (more, *(remedy for remedy in remedies if remedy is not more))
+    return tuple(remedies)
+
+
 MIN_SPEEDUP = 1.03
 """Smaller gains are not offered. Measured: two runs of one setting differ as much. With half or twice as much, more or fewer small remedies
 are listed last."""

@@ -118,6 +118,7 @@ def find_stalls(calls: Iterable[Call], *, wait: float = 0.0, places: Callable[[i
         steps=len(judged),
         at=tuple(numbers),
         extra=sum(group.extra * len(group.calls) for group in groups) / len(numbers),
+        per_step=added,
         share=added / (added + wait + statistics.fmean(full)) if full else 1.0,
         every=main.every,
         where=main.where,
@@ -206,6 +207,11 @@ def _named(group: _Group, usual: Sequence[Call], places: Callable[[int], Mapping
     kind = max(kinds, key=lambda name: kinds[name])
     where = max((place for place in surplus if place.kind == kind), key=lambda place: surplus[place]).line or None
     return replace(group, kind=group.kind or (kind if kinds[kind] >= total / 2 else None), where=where)
+
+
+def within(stalls: Stalls, steady: float) -> Stalls:
+    """The stalls as a share of the step that takes `steady` seconds without them: share and seconds are of one rule."""
+    return replace(stalls, share=stalls.per_step / (steady + stalls.per_step)) if stalls.per_step else stalls
 
 
 def stalled_at_most(stalls: Stalls) -> float:

@@ -9,7 +9,7 @@ from itertools import pairwise
 import torch
 
 from workbench.diagnosis.analysis.evidence import Evidence, Inside, Loading, RankEvidence, Stalls
-from workbench.diagnosis.analysis.stalls import Call, find_stalls
+from workbench.diagnosis.analysis.stalls import Call, find_stalls, within
 from workbench.diagnosis.measure.trials import has_convolutions
 from workbench.harness import ablations
 from workbench.harness.blocks import BlockTimer, known_pairs
@@ -129,7 +129,7 @@ class EvidenceBuilder:
         counts = [count for *_, count in everyone if count is not None]
         own = timings.blocks.get("alone" if peers.world_size > 1 else "full", ())
         return Evidence(
-            step=steady / (1 - together.share) if together.share < 1 else steady,
+            step=steady + together.per_step,
             device=self.bench.device.type,
             world_size=peers.world_size,
             accumulation=self.feed.accumulation,
@@ -143,7 +143,7 @@ class EvidenceBuilder:
             arms=all_arms,
             loading=load,
             inside=look,
-            stalls=together,
+            stalls=within(together, steady),
             ranks=tuple(self._rank(rank, timeline, alone) for rank, (timeline, _, alone, *_) in enumerate(everyone)),
             longest_wait=_mean([max(waits) for block in own for waits in zip(*(laps.waits for laps in block.laps), strict=False)]),
             padding=padding,

@@ -108,9 +108,11 @@ class FetchMeter:
 
     def collate(self, data: Any) -> Any:
         """What the fetcher's collate function makes of it."""
+        self._sampler.call = None  # reading clocks lets the sampler look, which then saw the clocks for all the time since its last look
         self._read = bytes_read() - self._read
         self._raw, self._size = data if self._again else None, len(data) if isinstance(data, list) else 0
         self._fetched = clocks()
+        self._sampler.call = 0
         return self._collate(data)
 
     def _collate_here(self) -> float | None:
