@@ -2,11 +2,12 @@
 
 import collections
 import dataclasses
+import functools
 import os
 import pickle
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -158,9 +159,13 @@ def test_the_line_that_takes_the_time_is_named(workers: int) -> None:
 def test_the_meters_own_clocks_are_none_of_a_batchs_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """They read files, at which the sampler gets to look: it took them for all that had passed since its last look."""
     sampler, read, called = StackSampler(), list[int | None](), list[int | None]()
-    clocks, bytes_read = fetch_meter.clocks, fetch_meter.bytes_read
-    monkeypatch.setattr(fetch_meter, "clocks", lambda: (read.append(sampler.call), clocks())[1])
-    monkeypatch.setattr(fetch_meter, "bytes_read", lambda: (read.append(sampler.call), bytes_read())[1])
+
+    def noted(clock: Callable[[], Any]) -> Any:
+        read.append(sampler.call)
+        return clock()
+
+    for name in ("clocks", "bytes_read"):
+        monkeypatch.setattr(fetch_meter, name, functools.partial(noted, getattr(fetch_meter, name)))
 
     def collate(samples: list[Any]) -> list[Any]:
         called.append(sampler.call)
