@@ -135,7 +135,7 @@ def test_the_setting_of_a_trainer_has_a_number_that_the_cores_allow(
 ) -> None:
     monkeypatch.setattr(remedies, "usable_cores", lambda: cores)
     waiting = judged(by_hand, [step(data_wait=0.03)] * 60).evidence
-    waiting = dataclasses.replace(waiting, places={"framework": "transformers"}, threads=threads)
+    waiting = dataclasses.replace(waiting, places={"framework": "transformers"}, threads=threads, world_size=1)
     what = Diagnosis.of(waiting).remedies[0].what
     assert f" With Hugging Face's Trainer: TrainingArguments(dataloader_num_workers={workers}), which the cores allow. " in what
     assert what.endswith(f"How to give wb.diagnose its step and loader: docs, {remedies.TRAINER_PAGE}.")
@@ -168,7 +168,7 @@ def test_stalls_have_the_name_and_the_settings_of_what_pauses(by_hand: Make) -> 
 
     own = stalled(0.19, before=1)
     assert (own.verdict, own.cause, stalled(0.19, before=0).cause) == ("stalled", "evaluation", "evaluation")
-    assert "every 20 steps (5 times in 100) for 200 ms in train.py:43 main" in own.why
+    assert "every 20 steps (6 times in 110) for 200 ms in train.py:43 main" in own.why
     assert own.remedies[0].what == "Evaluate less often, on fewer samples, or in a process of its own (train.py:43 main)."
     assert (stalled(0.05, before=0).cause, stalled(0.05, before=0).evidence.stalls.where) == ("pause", None)
     hugging_face = stalled(0.19, before=0, framework="transformers")
