@@ -150,7 +150,7 @@ def test_a_plan_has_a_reason_for_each_number() -> None:
     assert all(plan.reasons[name] for name in ("micro_batch", "accumulation", "world_size", "lr", "warmup_steps", "optimizer"))
     assert plan.predicted.samples == pytest.approx((plan.global_batch + 200) / (32 + 200))
     assert plan.predicted.throughput == pytest.approx(CURVE[plan.micro_batch] / CURVE[16])
-    assert "predicted: " in str(plan)
+    assert "predicted, present plan = 1×: " in str(plan)
     assert "the samples to the same loss" in plan.table.note  # type: ignore[operator]
     assert plan.candidate_table.rows[0][0].startswith(str(plan.micro_batch))  # type: ignore[attr-defined]
     assert SPEC.replace(**plan.changes()).global_batch == plan.global_batch
@@ -182,6 +182,30 @@ def test_memory_accumulates_what_it_cannot_hold() -> None:
     assert (plan.micro_batch, plan.accumulation, plan.world_size) == (32, 4, 4)
     assert "at most 48, as given" in plan.reasons["micro_batch"]
     assert any("the naive line" in note for note in plan.notes)
+
+
+def test_a_batch_is_made_of_micro_batches_whose_rate_is_known() -> None:
+    alone = Throughput(micro_batches=(8,), rates=(36.6,), kind="measured", notes=("micro_batch 16, 32 not tried: there was no time left",))
+    spec = SPEC.replace(micro_batch=8, nproc_per_node=1)
+    plan = batch_plan(spec, global_batch=1024, noise_scale=200, throughput=alone)
+    assert (plan.micro_batch, plan.accumulation) == (8, 128)
+    why = plan.reasons["micro_batch"]
+    assert "36.6 samples/s in all (predicted from micro_batch 8, measured)" in why
+    assert "no micro_batch but 8 was measured" in why
+    assert "fastest" not in why
+    assert "memory is not considered: give device=" in str(plan)
+    few = Throughput(micro_batches=(8, 16, 32), rates=(300.0, 500.0, 400.0), kind="measured")
+    plan = batch_plan(spec, global_batch=1024, largest=512, noise_scale=200, throughput=few)
+    assert (plan.micro_batch, plan.accumulation) == (16, 64)
+    assert "the fastest way to make this batch with micro_batch 8 … 32, measured" in plan.reasons["micro_batch"]
+    assert "memory is not considered" not in str(plan)
+    itself = batch_plan(spec, global_batch=16, noise_scale=200, throughput=few)
+    assert "500 samples/s in all (measured)" in itself.reasons["micro_batch"]
+
+
+def test_a_run_that_is_shorter_than_a_step_of_the_new_batch_is_called_so() -> None:
+    plan = batch_plan(SPEC.replace(steps=15), global_batch=1024, noise_scale=150, throughput=CURVE)
+    assert "of the run, whose 480 samples are less than one step of 1,024" in plan.reasons["warmup_steps"]
 
 
 def test_memory_of_a_device_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -337,6 +361,8 @@ def test_what_cannot_be_planned(options: dict[str, Any], said: str) -> None:
 
 
 def test_only_a_spec_can_be_planned() -> None:
+    with pytest.raises(TypeError, match=r"micro_batch belongs in the spec: batch_plan\(spec\.replace\(micro_batch=…\), …\)"):
+        batch_plan(SPEC, micro_batch=7)  # type: ignore[call-arg]
     with pytest.raises(ValueError, match=r"batch_plan\(str\): expected a RunSpec"):
         batch_plan("fashion_mlp")  # type: ignore[arg-type]
     with pytest.raises(SpecError, match='micro_batch="auto" is chosen when a run starts'):

@@ -157,10 +157,10 @@ class ProposedPlan(BatchPlan):
         gain = self.predicted
         if math.isnan(gain.throughput):
             return "its gain is not known without a throughput"
-        speed = f"{units.times(gain.throughput)} the samples per second"
+        speed = f"predicted, present plan = 1×: {units.times(gain.throughput)} the samples per second"
         if math.isnan(gain.samples):
-            return f"predicted: {speed}; how much samples are worth in a batch of {self.global_batch:,} is not known without a noise scale"
-        return f"predicted: {speed}, {units.times(gain.samples)} the samples to the same loss, {units.times(gain.time)} the time"
+            return f"{speed}; how much samples are worth in a batch of {self.global_batch:,} is not known without a noise scale"
+        return f"{speed}, {units.times(gain.samples)} the samples to the same loss, {units.times(gain.time)} the time"
 
     def to_json(self) -> dict[str, Any]:
         """As plain JSON values, without the candidates."""
@@ -246,6 +246,7 @@ def batch_plan(
     full_warmup, scaled = scaled.warmup_steps, limit_warmup(scaled, old, spec.steps * old.global_batch)
     reasons = _reasons(old, chosen, allowed, noise_name, why_limit, curve, fixed=global_batch is not None)
     notes = [
+        "" if why_limit else "memory is not considered: give device=, such as device='H100'",
         doubt,
         *(curve.notes if throughput is None else ()),
         extrapolation_note(curve, ranks),
@@ -296,9 +297,15 @@ def _present_if_best(old: BatchPlan, candidates: list[BatchCandidate], noise: fl
 def _reasons(
     old: BatchPlan, chosen: BatchCandidate, candidates: list[BatchCandidate], noise_name: str, limit: str, curve: Throughput, *, fixed: bool
 ) -> Mapping[str, str]:
-    rate = f"{units.rate(chosen.samples_per_sec)} in all ({curve.kind})"
+    known = ", ".join(f"{micro:,}" for micro in curve.micro_batches)
+    itself = (chosen.micro_batch, chosen.accumulation, chosen.world_size) in {(micro, 1, curve.world_size) for micro in curve.micro_batches}
+    rate = f"{units.rate(chosen.samples_per_sec)} in all ({curve.kind if itself else f'predicted from micro_batch {known}, {curve.kind}'})"
     if fixed or math.isnan(chosen.worth):
-        why = f"{rate}, the fastest way to make this batch"
+        why = f"{rate}, " + (
+            f"the fastest way to make this batch with micro_batch {curve.micro_batches[0]:,} … {curve.micro_batches[-1]:,}, {curve.kind}"
+            if len(curve.micro_batches) > 1
+            else f"the most at once of which the rate is known: no micro_batch but {known} was {curve.kind}"
+        )
     else:
         top = max(candidates, key=lambda plan: plan.useful)
         why = f"{rate}; with a {noise_name}, a sample in a batch of {chosen.global_batch:,} "

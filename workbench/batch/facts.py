@@ -143,7 +143,7 @@ def limit_warmup(plan: BatchPlan, before: BatchPlan, samples: int | None) -> Bat
     if plan.warmup_steps <= most:
         return plan
     why = (
-        f"cut to {units.percent(MAX_WARMUP)} of the run, which has {steps:,} step{'s' * (steps != 1)} ({samples:,} samples); "
+        f"cut to {units.percent(MAX_WARMUP)} of the run, {_length(samples, plan.global_batch)}; "
         f"without the cut: {plan.reasons['warmup_steps']}"
     )
     scaled = plan.scaled
@@ -151,6 +151,13 @@ def limit_warmup(plan: BatchPlan, before: BatchPlan, samples: int | None) -> Bat
         notes = tuple(f"warm-up: {why}" if note.startswith("warm-up") else note for note in scaled.notes)
         scaled = dataclasses.replace(scaled, warmup_steps=most, notes=notes)
     return dataclasses.replace(plan, warmup_steps=most, reasons={**plan.reasons, "warmup_steps": why}, scaled=scaled)
+
+
+def _length(samples: int, batch: int) -> str:
+    """How long a run is, in words."""
+    if samples < batch:
+        return f"whose {samples:,} samples are less than one step of {batch:,}"
+    return f"which has {units.several(samples // batch, 'step')} ({samples:,} samples)"
 
 
 def throughput_for(

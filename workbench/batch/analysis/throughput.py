@@ -266,7 +266,8 @@ def candidates(
         most: most samples of a step; None = any.
         batch: required samples of a step; None = free.
     """
-    ways = _fixed(batch // world_size, largest) if batch else _free(throughput.micro_batches, largest)
+    top = throughput.micro_batches[-1]  # of larger ones nothing is known
+    ways = _fixed(batch // world_size, min(top, largest or top)) if batch else _free(throughput.micro_batches, largest)
     return [
         BatchCandidate(
             micro_batch=micro,
@@ -280,10 +281,10 @@ def candidates(
     ]
 
 
-def _fixed(share: int, largest: int | None) -> Iterator[tuple[int, int]]:
+def _fixed(share: int, largest: int) -> Iterator[tuple[int, int]]:
     """Micro-batch and accumulation that make a rank's share of the batch."""
-    for micro in range(1, share + 1):
-        if share % micro == 0 and (largest is None or micro <= largest):
+    for micro in range(1, min(share, largest) + 1):
+        if share % micro == 0:
             yield micro, share // micro
 
 
