@@ -64,6 +64,9 @@ def test_many_small_operators_wait_for_the_host() -> None:
     only = step(dataclasses.replace(MM, flops=1e6, calls=1), small)
     assert only.seconds.mid == pytest.approx(1001 * LAUNCH.mid)
     assert (only.seconds.low, only.seconds.high) == (pytest.approx(1001 * LAUNCH.low), pytest.approx(1001 * LAUNCH.high))
+    pace = "the host's launches set the pace: a faster GPU does not help"
+    assert pace in str(only)
+    assert pace not in str(step(MM))
 
 
 def test_a_step_longer_than_its_slowest_kernels_teaches_what_the_host_takes_and_nothing_of_the_kernels() -> None:

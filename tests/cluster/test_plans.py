@@ -733,6 +733,11 @@ def test_the_chance_that_memory_suffices_passes_the_ends_of_its_range(low: float
 def test_it_shows_itself() -> None:
     found = plans(price=2.5)
     text = str(found)
+    order = "in the order of speed × the chance that memory suffices, not of time alone"
+    slowest_first = dataclasses.replace(found, plans=tuple(sorted(found, key=lambda each: -each.seconds.mid)))
+    fastest_first = dataclasses.replace(found, plans=slowest_first.plans[::-1])
+    assert order in str(slowest_first)
+    assert order not in str(fastest_first)
     for words in (
         "fastest",
         "ruled out",
@@ -814,6 +819,7 @@ def test_a_module_is_counted_and_planned() -> None:
     assert {plan.checkpointing for plan in found} <= {"none", "full"}
     assert "0.95 … 1.25 times what is predicted, as 19 published steps of programs imply" in str(found)
     assert found.best.memory["weights"] <= 4 * count + 1e6
+    assert re.search(r"\d+ % of forward and backward at the roofline are operators without FLOPs", str(found))
     operators = int(re.search(r"launches the (\d+) operators of each micro-batch", str(found))[1])  # type: ignore[index]
     span = found.best.seconds  # a small model waits for the host
     for end in ("low", "mid", "high"):
@@ -829,6 +835,13 @@ def layers() -> Any:
     from torch import nn
 
     return nn.Sequential(*[nn.Sequential(nn.Linear(4096, 4096, bias=False), nn.Tanh()) for _ in range(8)])
+
+
+def test_the_number_of_gpus_is_judged_before_any_dry_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("workbench.cluster.read_model.read", lambda *_, **__: pytest.fail("a dry run"))
+    for wrong, said in (({"gpus": 17}, "try 16 or 24"), ({"global_batch": 0}, "global_batch=0"), ({"sharing": "zero9"}, "allowed are ddp")):
+        with pytest.raises(PlanError, match=said):
+            wb.plan(wb.RunSpec(task="fashion-mlp"), "DGX-H100", **{"gpus": 16, "global_batch": 1024, **wrong})
 
 
 @pytest.mark.parametrize("cluster", ["DGX-A100", "DGX-H100"])

@@ -226,17 +226,17 @@ def test_a_prediction_says_after_some_seconds_that_it_goes_on_unless_another_cal
     def estimate(seconds: int) -> int:
         for _ in range(seconds):
             now[0] += 1
-            progress.tick()
+            progress.tick("dry run 2 of 6")
         return seconds
 
     assert estimate(2) == 2
     assert stream.getvalue() == "", "nobody needs to be told"
     assert estimate(4) == 4
     lines = [line.strip() for line in stream.getvalue().replace("\r\x1b[2K", "\n").splitlines() if line]
-    assert lines == ["estimate: dry runs … 3 s", "estimate: dry runs … 4 s", "estimate: 4 s"]
+    assert lines == ["estimate: dry run 2 of 6 … 3 s", "estimate: dry run 2 of 6 … 4 s", "estimate: 4 s"]
     with Waiting("batch_plan", 60) as line:
         line.say("sizes")
         estimate(4)
     assert "estimate" not in stream.getvalue().partition("batch_plan")[2]
-    assert "batch_plan: sizes … 4 s of at most 60 s" in stream.getvalue()
+    assert "batch_plan: dry run 2 of 6 … 4 s of at most 60 s" in stream.getvalue()
     progress.tick()  # nothing is under way

@@ -68,8 +68,9 @@ def plan(
 ) -> Plans:
     """Find the layouts of a model on a cluster that fit and are fast: data × tensor × pipeline × sharing × micro-batch × checkpointing.
 
-    Nothing is run: step times and memory are closed forms, each with its source, at shares of the hardware's peaks that have a range; so
-    every figure has one. A measured step of yours narrows it: `efficiency=` what it reached, `held=` measured over predicted bytes.
+    Nothing is trained: step times and memory are closed forms, each with its source, at shares of the hardware's peaks that have a
+    range; so every figure has one. A Task's operators are counted by dry runs first, which take minutes for billions of parameters. A
+    measured step of yours narrows it: `efficiency=` what it reached, `held=` measured over predicted bytes.
 
     A plan fits if its predicted memory is at most what may be used of a GPU (all but `margin`). If the upper end of the prediction is more,
     the plan is marked tight; if the fastest plan is tight, the fastest that is not is listed, too ("safe"), unless `top` is 1. The first
@@ -115,6 +116,8 @@ def plan(
     where = Cluster.named(cluster) if isinstance(cluster, str) else cluster
     if not isinstance(where, Cluster):
         raise PlanError(f"cluster={cluster!r:.60}: expected a wb.Cluster, or a name of the catalogue such as 'DGX-H100'")
+    sizes = gpu_counts(where, gpus, min(_whole("most_gpus", most_gpus), MAX_GPUS * 16))  # refuse before any dry run
+    sharings = _several("sharing", sharing, SHARINGS)
     if isinstance(model, Transformer):
         if knobs or batch is not None:
             raise PlanError(f"{', '.join(knobs) or 'batch'}: known for a Task, a RunSpec or a module; a Transformer has sizes only")
@@ -136,6 +139,8 @@ def plan(
                 "" if batch is not None else ", and so is batch: an example of it, batch=(tensors, …), of tensors on any device, even meta"
             )
             raise PlanError(_NO_BATCH + also)
+        if global_batch is not None:
+            _whole("global_batch", global_batch)
         workload = read(model, where, batch=batch, sequence=sequence, precision=precision, checkpointing=checkpointing, **knobs)
     given_batch = global_batch if global_batch is not None else getattr(workload.spec, "global_batch", None)
     size = _whole("global_batch", given_batch)
@@ -158,8 +163,7 @@ def plan(
         efficiency_given=efficiency is not None,
         held_given=held is not None,
     )
-    sizes = gpu_counts(where, gpus, min(_whole("most_gpus", most_gpus), MAX_GPUS * 16))
-    return search.plans(sizes, _several("sharing", sharing, SHARINGS))
+    return search.plans(sizes, sharings)
 
 
 def _restricted(workload: Workload, tensor: int | None, pipeline: int | None, chunks: int | None, checkpointing: Any) -> Workload:

@@ -1,6 +1,7 @@
 """Reads the workload to plan from a Task, a RunSpec or a module: parameters, FLOPs and memory are counted by dry runs on one rank."""
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -8,12 +9,15 @@ from workbench.cluster.analysis.cluster import Cluster
 from workbench.cluster.analysis.plan.ranges import LAUNCH, PlanError, peak_of
 from workbench.cluster.analysis.plan.workload import MICRO_BATCHES, Workload
 from workbench.core import units
+from workbench.core.device import Device
+from workbench.core.progress import tick
 from workbench.runs.spec import RunSpec
 from workbench.runs.target import read_program
 
 if TYPE_CHECKING:
     from workbench.memory.analysis.log import MemoryLog
     from workbench.memory.estimate.plan import Plan as Program
+    from workbench.memory.estimate.roofline_time import Roofline
 
 
 DRY_RUN_SIZES = (12, 32)
@@ -72,9 +76,14 @@ def read(
     kinds = list(CHECKPOINTINGS) if checkpointing is None else [checkpointing] if isinstance(checkpointing, str) else list(checkpointing)
     counted: dict[str, _Counted] = {}
     missing = []
+    numbers = itertools.count(1)
+
+    def begin() -> None:
+        tick(f"dry run {next(numbers)} of {(len(DRY_RUN_SIZES) + 1) * len(kinds)}, then every layout")
+
     for kind in kinds:
         try:
-            counted[kind] = _count(target, {**knobs, "checkpointing": kind}, cluster)
+            counted[kind] = _count(target, {**knobs, "checkpointing": kind}, cluster, begin)
         except ValueError as error:
             if kind == "none" or checkpointing is not None:
                 raise
@@ -103,11 +112,13 @@ class _Counted:
     blocks: int
     tensors: int
     """Parameter tensors."""
+    outside: float
+    """Share of the time at the roofline, without the optimizer's step, of operators that have no FLOPs: elementwise, norms and copies."""
     name: str
     spec: RunSpec
 
 
-def _count(target: Any, options: dict[str, Any], cluster: Cluster) -> _Counted:
+def _count(target: Any, options: dict[str, Any], cluster: Cluster, begin: Callable[[], None]) -> _Counted:
     from workbench.memory.api import breakdown_of, record
     from workbench.memory.estimate.plan import plan_of
     from workbench.memory.estimate.roofline_time import Roofline
@@ -123,10 +134,12 @@ def _count(target: Any, options: dict[str, Any], cluster: Cluster) -> _Counted:
     logs: dict[int, MemoryLog] = {}
     seen: dict[int, Roofline] = {}
     for size in DRY_RUN_SIZES:
+        begin()
         program = plan_of(target, **{**options, "micro_batch": size})
         logs[size], _ = record(program, watch=watch)
         seen[size] = rooflines[-1]
     few, many = (seen[size] for size in DRY_RUN_SIZES)
+    begin()
     record(plan_of(target, **{**options, "micro_batch": DRY_RUN_SIZES[0], "accumulation": 2}), watch=watch)
     two = rooflines[-1]
     moved = [sum(call.bytes * count for call, count in one.calls.items() if call.phase == "backward") for one in (few, two)]
@@ -147,9 +160,20 @@ def _count(target: Any, options: dict[str, Any], cluster: Cluster) -> _Counted:
         peaks=_peaks(target, options, logs),
         blocks=blocks,
         tensors=tensors,
+        outside=_outside_products(many, device),
         name=program.task.name or program.spec.task,
         spec=program.spec,
     )
+
+
+def _outside_products(seen: "Roofline", device: Device) -> float:
+    """Share of forward's and backward's time at the roofline that operators without FLOPs take: all but products and attention."""
+    taken = {True: 0.0, False: 0.0}
+    for call, count in seen.calls.items():
+        if call.phase != "update":
+            peak = device.flops_per_sec.get(call.dtype) or device.flops_per_sec.get("fp32") or max(device.flops_per_sec.values())
+            taken[call.flops > 0] += count * max(call.flops / peak, call.bytes / device.bandwidth)
+    return taken[False] / (sum(taken.values()) or 1.0)
 
 
 def _peaks(target: Any, options: dict[str, Any], logs: "Mapping[int, MemoryLog]") -> dict[int, float]:
@@ -205,6 +229,9 @@ def _workload(counted: Mapping[str, _Counted], precision: str, target: Any, note
         spec=target if isinstance(target, RunSpec) else None,
         clips=isinstance(target, RunSpec) and target.clip_grad_norm is not None,
         notes=(
+            f"{units.percent(first.outside)} of forward and backward at the roofline are operators without FLOPs (elementwise, norms, "
+            "copies), as the model has them: compiled or fused they take less; a plan of a Transformer by its sizes has products and "
+            "attention alone, at the share of the peak that fused models reach",
             "counted by fake runs on one rank, operators at the roofline of the GPU; tensor and pipeline parallelism are planned for "
             f"a Transformer only; no step is faster than the host launches the {first.operators:,} operators of each micro-batch "
             f"({units.seconds(first.operators * LAUNCH.mid)}; {units.seconds(first.operators * LAUNCH.low)} … "

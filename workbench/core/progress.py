@@ -177,7 +177,7 @@ class Waiting:
             begin: what it will do.
             after: seconds during which nothing is shown.
         """
-        self._name, self._budget, self._now, self._known = name, budget_s, begin, ""
+        self._name, self._budget, self.now, self._known = name, budget_s, begin, ""
         self._began = time.monotonic()
         self._line = ProgressLine(lambda: self.words(self.seconds), notebook=True, after=after)
 
@@ -201,7 +201,7 @@ class Waiting:
 
     def say(self, now: str, known: str | None = None) -> None:
         """Tell what comes now, and what is known so far (None = nothing new)."""
-        self._now, self._known = now, self._known if known is None else known
+        self.now, self._known = now, self._known if known is None else known
         self.tick()
 
     def tick(self) -> None:
@@ -210,7 +210,7 @@ class Waiting:
 
     def words(self, seconds: float) -> str:
         """The line after so many seconds."""
-        return status_text(self._name, self._now, self._known, seconds, self._budget)
+        return status_text(self._name, self.now, self._known, seconds, self._budget)
 
     def __enter__(self) -> Self:
         self.tick()
@@ -238,10 +238,10 @@ def predicts(what: str) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
     return wrapped
 
 
-def tick() -> None:
-    """Show the time that has passed on the line of the call under way, if there is one."""
+def tick(now: str | None = None) -> None:
+    """Show the time that has passed, and what comes now (None = as before), on the line of the call under way, if there is one."""
     if _waiting and threading.current_thread() is threading.main_thread():
-        _waiting[-1].tick()
+        _waiting[-1].say(_waiting[-1].now if now is None else now)
 
 
 def status_text(name: str, now: str, known: str, seconds: float, budget_s: float | None) -> str:

@@ -58,7 +58,8 @@ COMMANDS: Mapping[str, tuple[str, str, str]] = {
     ),
     "plan": (
         "find the layouts of a task on a cluster that fit and are fast",
-        "Computes step time and memory of all layouts by closed forms; nothing is run.",
+        "Counts the task's operators by dry runs on tensors without values, then computes step time and memory of all layouts. In Python "
+        "wb.plan(Transformer(layers=…, …), …) needs a model's sizes only, and no dry run.",
         "workbench plan clipart-resnet --cluster DGX-H100 --gpus 8 --global-batch 1024",
     ),
     "trace": (

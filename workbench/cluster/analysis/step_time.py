@@ -36,6 +36,7 @@ KERNEL = 3e-6
 SAME, OTHER = 0.05, 0.12
 """Half the width of a calibrated interval over its middle: for the program that was measured, and for another that spends its time on the
 same kinds of operators. What differs adds to it (`StepTime.calibrate`)."""
+HOST_BOUND = "the host's launches set the pace: a faster GPU does not help; larger micro-batches or compile do"
 FARTHEST = 0.5
 """Share of the time that may be spent on other kinds of operators than the calibrated program's; beyond it an estimate is refused."""
 
@@ -357,7 +358,7 @@ class StepTime(display.Shown, JsonDataclass):
             columns=("part", "predicted", "share", "calls", "FLOPs", "moved"),
             rows=rows,
             title=f"{self.title} on {self.ranks} × {self.device.name}: predicted",
-            note="\n".join([self.word, *self.notes]),
+            note="\n".join([self.word, *([HOST_BOUND] if self.gaps() else []), *self.notes]),
         )
 
     def to_frame(self) -> Any:

@@ -426,6 +426,8 @@ class Plans(Sequence[Plan], display.Shown):
             reasons.setdefault(plan.why, []).extend(plan.roles)
         lines = [f"{', '.join(roles).replace(', choice ', ', ')}: {why}" for why, roles in reasons.items()]
         out = "; ".join(f"{count:,} by {reason}" for reason, count in self.ruled_out.items() if count)
+        times = [plan.seconds.mid for plan in self.plans]
+        lines += ["in the order of speed × the chance that memory suffices, not of time alone"] if times != sorted(times) else []
         lines.append(f"{self.considered:,} layouts looked at; ruled out: {out or 'none'}")
         lines += [f"bound {bound}: {BOUNDS[bound]}" for bound in dict.fromkeys(plan.bound for plan in self.plans)]
         return display.Table(
