@@ -34,6 +34,7 @@ try:
     from workbench.runs.launch import environment, machine_report
     from workbench.runs.launch.nodes import join
     from workbench.runs.profile import STEPS
+    from workbench.runs.rows import busy_note
     from workbench.runs.run import Run
     from workbench.runs.spec import ScriptSpec, parse_knob
     from workbench.runs.task import SAMPLES
@@ -80,6 +81,8 @@ def launch(given: argparse.Namespace, script_args: list[str]) -> int:
     if printed and not given.json and not (run.error and run.error.stderr):
         of_rank = f" (rank {rank}; the others beside it)" if run.spec.world_size > 1 else ""
         print(f"\nwhat it printed: {printed[-1]}{of_rank}")
+    if not given.json and (busy := busy_note(run.path)):
+        print(f"\nnote: {busy}")
     if run.traces and not given.json:
         print(f"\nwhat its steps are made of: workbench trace {run.path}")
     return 0 if run.ok else 1
@@ -446,7 +449,7 @@ def main(argv: list[str] | None = None) -> int:
             raise ValueError(f"what comes after -- is for a script, and there is none here: {shlex.join(script_args)}")
         given.args = script_args
         if given.command in ("estimate", "estimate-time", "plan") and sys.stderr.isatty():
-            print(f"workbench: a dry run of {given.target} on tensors without values, some seconds …", file=sys.stderr)
+            print(f"workbench: {given.target} on tensors without values: some seconds, or minutes if it is large …", file=sys.stderr)
         return _RUN[given.command](given)
     except BrokenPipeError:
         raise

@@ -187,6 +187,8 @@ def test_text_html_frame_and_json_say_the_same() -> None:
     for face in (text, html):
         for word in ("optimizer states", "allocated", "reserved", "outside", "device used", "predicted for H200 of rank 0 of 8", "step 2"):
             assert word in face
+    shares = {str(row[0]): row[2] for row in found.table.rows}
+    assert [shares[name] for name in ("allocated", "reserved", "outside", "device used")] == ["100 %", "–", "–", "–"]
     assert list(frame["memory"]) == [*GROUPS, "allocated", "reserved", "outside", "device_used"]
     assert frame["at_peak"].iloc[8] == found.total
     assert MemoryBreakdown.from_json(json.loads(json.dumps(found.to_json()))) == found

@@ -372,6 +372,12 @@ def test_a_run_that_did_not_finish_is_compared_with_a_note(by_hand: Make) -> Non
     assert note in str(compare(Run.load(whole.path), Run.load(stopped.path)))
 
 
+def test_a_comparison_says_on_which_run_the_machine_was_busy(by_hand: Make) -> None:
+    quiet, busy = (by_hand(machine={"load": load}, cores=2).steps(20).ended("finished") for load in (1.9, 5.04))
+    found = compare(Run.load(quiet.path), Run.load(busy.path))
+    assert found.notes == [f"{found.labels[1]}: the machine was busy when it began (load 5.0 on 2 cores): its times may vary"]
+
+
 def test_what_cannot_be_compared(by_hand: Make) -> None:
     run = Run.load(by_hand().steps(20).ended("finished").path)
     with pytest.raises(ValueError, match=r"compare\(\) got 1 run: expected two or more"):

@@ -69,7 +69,7 @@ CASES = {
     "methods": (
         "def train(): ...\nclass Data:\n    def __len__(self): return 3",
         "my_task.py:biuld",
-        r"has no function 'biuld': It defines train$",
+        r"has no function 'biuld': it defines train$",
     ),
     "method": ("class Build:\n    def build(self): ...\ndef build(): ...", "my_task.py:biuld", r"did you mean 'build'\? It defines build$"),
     "file": (GOOD, "my_task.yp", r'^there is no file my_task\.yp; did you mean "my_task\.py"\?$'),
@@ -90,7 +90,7 @@ def test_what_the_kernel_can_tell(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 IMPORTS = {
     "import error": ("import nothing_like_it\ndef build(): ...", "does not import: ModuleNotFoundError: No module named 'nothing_like_it'"),
-    "no function": ("x = 1", "has no function 'build': It defines no function"),
+    "no function": ("x = 1", "has no function 'build': it defines no function"),
     "arguments": ("def build(width): ...", r"build needs the argument width; .*def build_default\(\): return build\(width=…\)"),
     "a main": ("import argparse\ndef build(): argparse.ArgumentParser().parse_args(['--x'])", "it is a script's main, not a function that"),
     "raises": ("def build(): 1 / 0", r"build\(\) raised ZeroDivisionError: division by zero"),
@@ -162,7 +162,7 @@ def test_a_schedule_of_ones_own(tmp_path: Path) -> None:
 
 
 SCHEDULES = {
-    "no function": ("x = 1", r"my_rates.py has no function 'rate': It defines no function"),
+    "no function": ("x = 1", r"my_rates.py has no function 'rate': it defines no function"),
     "import error": ("import nothing_like_it\ndef rate(step): ...", "does not import: ModuleNotFoundError"),
     "a number": ("rate = 5", r"rate is a int; expected a function: def rate\(step\): return 1.0"),
     "nothing": ("def rate(step): pass", r"rate\(0\) returned None; expected a number of at least 0, the learning rate of that step"),

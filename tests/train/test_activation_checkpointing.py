@@ -255,6 +255,12 @@ def test_a_model_that_can_do_it_by_itself() -> None:
     assert apply_checkpointing(model, "selective") == {}
     assert set(model["inner"].options) == {"use_reentrant", "context_fn"}
     assert len(model["inner"].options["context_fn"]()) == 2
+    newer: list[Any] = []  # the name in later versions of transformers, where the other one warns
+    model["inner"].activation_checkpointing_enable = lambda activation_checkpointing_kwargs: newer.append(activation_checkpointing_kwargs)
+    model["inner"].options = None
+    assert apply_checkpointing(model, "full") == {}
+    assert newer == [{"use_reentrant": False}]
+    assert model["inner"].options is None
     model["inner"].supports_gradient_checkpointing = False
     assert list(apply_checkpointing(model, "full")) == ["inner.layers.0", "inner.layers.1"]
 

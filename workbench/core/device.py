@@ -70,7 +70,10 @@ class Device(display.Shown):
             raise ValueError(f"device {name!r} is an amount of memory; name a GPU that has it, or nearly: {', '.join(map(_sized, same))}")
         names = [device.name for device in DEVICES]
         alike = [*names, *(alias for device in DEVICES for alias in device.aliases)]
-        hint = f"{near}Known" if (near := did_you_mean(name.upper(), alike, cutoff=0.5)) else "known"
+        numbers = set(re.findall(r"\d{4,}", name))
+        numbered = [f"{known!r}" for known in names if numbers & set(re.findall(r"\d{4,}", known))]  # A4090: RTX-4090
+        near = f"did you mean {' or '.join(numbered)}? " if numbered else did_you_mean(name.upper(), alike, cutoff=0.5)
+        hint = f"{near}Known" if near else "known"
         raise ValueError(
             f"unknown device {name!r}: {hint} are {', '.join(map(_sized, DEVICES))}. For another one make it: "
             "Device(name=…, memory=bytes, bandwidth=bytes_per_sec, flops_per_sec={'bf16': …}, source='its datasheet')"

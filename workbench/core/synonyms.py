@@ -176,6 +176,8 @@ class _Parameters:
         for word in [word for word in given if word not in self._names]:
             if not self._others:
                 takes = ", ".join(name for name in self._names if name != "self") or "no argument by name"
+                if self._names[:1] == ["spec"] and word in late.load("KNOBS"):
+                    return f"{self._name}({word}=…): {word} belongs in the spec: {self._name}(spec.replace({word}=…), …). It takes {takes}"
                 return f"{self._name}({word}=…): {did_you_mean(word, self._names, cutoff=0.5)}It takes {takes}"
             if (near := nearest(word, [*self._names, *_knobs()], cutoff=0.75)) in self._names:
                 more = "the knobs of RunSpec" if self._others == "knobs" else f"other options: help({self._example})"

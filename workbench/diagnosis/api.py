@@ -27,6 +27,7 @@ from workbench.runs import task
 from workbench.runs.failure import RunError
 from workbench.runs.launch import experiments
 from workbench.runs.launch.launch import launch
+from workbench.runs.rows import busy_note
 from workbench.runs.run import Run
 from workbench.runs.spec import RunSpec, ScriptSpec, check_names
 from workbench.runs.target import Measured, Step, read_spec
@@ -292,7 +293,7 @@ def _diagnose_script(
             raise ValueError(f"{error} ({ended})") from None
         raise
     where = f"the run is in {run.path}: wb.Run.load({str(run.path)!r}).logs() has what the script printed"
-    diagnosis.evidence = replace(diagnosis.evidence, notes=(*([ended] if ended else []), *diagnosis.evidence.notes, where))
+    diagnosis.evidence = replace(diagnosis.evidence, notes=(*filter(None, [ended, busy_note(run.path)]), *diagnosis.evidence.notes, where))
     return diagnosis
 
 

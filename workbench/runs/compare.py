@@ -12,6 +12,7 @@ from workbench.core.display import table as display
 from workbench.core.run_directory import METRIC_KEYS, DamagedRunError, short
 from workbench.core.synonyms import accept_synonyms
 from workbench.core.vocabulary import PHASES
+from workbench.runs.rows import busy_note
 from workbench.runs.run import Run
 
 
@@ -79,9 +80,11 @@ class Comparison(display.Shown):
 
     @property
     def notes(self) -> list[str]:
-        """What makes the comparison doubtful: runs that did not finish, and runs of different programs."""
-        notes = []
+        """What makes the comparison doubtful: busy machines, runs that did not finish, and runs of different programs."""
+        notes: list[str] = []
         for label, run in zip(self.labels, self.runs, strict=True):
+            if busy := busy_note(run.path):
+                notes.append(f"{label}: {busy}")
             if not run.ok:
                 done, steps = run.progress
                 notes.append(f"{label}: {run.state} after {done}{f' of {steps}' if steps else ''} steps; the steps it took are compared")

@@ -1,5 +1,6 @@
 """Reads the JSON lines of a run as they grow. A damaged row is left out and counted, and the others stand, as in a damaged trace."""
 
+import contextlib
 import math
 import os
 import re
@@ -7,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, overload
 
-from workbench.core import run_directory
+from workbench.core import run_directory, units
 from workbench.core.checks import is_number, is_whole
 from workbench.core.run_directory import METRIC_KEYS, METRICS, short
 from workbench.runs.rank_ends import MANY_RANKS, SAMPLED, RankEnds
@@ -233,6 +234,22 @@ def loss_note(losses: Sequence[tuple[int, float]]) -> str:
         when = f"from step {bad[0]} on" if later == len(bad) else f"in {len(bad)} of {len(losses)} steps, first in step {bad[0]}"
     help_ = "a smaller learning rate, a warm-up, clip_grad_norm=1.0, or for fp16 precision='amp_bf16' may help"
     return f"the loss is NaN or infinite {when}: {help_}" + "; check the data, too" * (len(bad) == len(losses))
+
+
+def busy_note(run_dir: Path) -> str:
+    """A note on a machine with more processes that wanted a core, when the run began, than it has cores; "" where it had none.
+
+    Args:
+        run_dir: whose RUN_JSON says so; "" where it is damaged.
+    """
+    info: dict[str, Any] = {}
+    with contextlib.suppress(run_directory.DamagedRunError):
+        info = run_directory.read_json(run_dir / run_directory.RUN_JSON)
+    machine, cores = info.get("machine"), info.get("cores")
+    load = machine.get("load") if isinstance(machine, Mapping) else None
+    if not is_number(load, least=0, most=1e6) or not is_number(cores, least=1, most=1e6) or load <= cores:
+        return ""
+    return f"the machine was busy when it began (load {load:.1f} on {units.several(int(cores), 'core')}): its times may vary"
 
 
 def resume_notes(rows: Sequence[Mapping[str, Any]], run_dir: Path) -> list[str]:

@@ -384,9 +384,8 @@ def _load(path: Path) -> ModuleType:
 
 
 def _missing(function: str, where: str, functions: list[str]) -> str:
-    return (
-        f"{where} has no function {function!r}: {did_you_mean(function, functions)}It defines {', '.join(functions[:8]) or 'no function'}"
-    )
+    begin = f"{hint}It" if (hint := did_you_mean(function, functions)) else "it"
+    return f"{where} has no function {function!r}: {begin} defines {', '.join(functions[:8]) or 'no function'}"
 
 
 def _takes_arguments(name: str, function: str, needed: list[str]) -> str:

@@ -53,7 +53,10 @@ def apply_checkpointing(model: nn.Module, kind: str) -> dict[str, nn.Module]:
     if own:
         options = {"use_reentrant": False} | ({"context_fn": partial(selecting, KEPT)} if kind == "selective" else {})
         for part in own:
-            part.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)  # type: ignore[operator]
+            if callable(enable := getattr(part, "activation_checkpointing_enable", None)):
+                enable(activation_checkpointing_kwargs=options)
+            else:  # the name in older versions of transformers; later ones warn of it
+                part.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)  # type: ignore[operator]
         return {}
     blocks = find_blocks(model)
     if not blocks:

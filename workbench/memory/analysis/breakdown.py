@@ -261,7 +261,7 @@ class MemoryBreakdown(display.Shown, JsonDataclass):
         ]
         rows.append(["allocated", units.bytes_(self.total), units.percent(1.0), units.bytes_(self.total)])
         for name, held in self._on_device:
-            rows.append([name.replace("_", " "), units.bytes_(held), units.percent(held / self.total), units.MISSING])
+            rows.append([name.replace("_", " "), units.bytes_(held), units.MISSING, units.MISSING])
         columns = ("memory", "at the peak", "of allocated", "largest over time")
         return display.Table(columns=columns, rows=rows, title=self.title, note=self.caption)
 

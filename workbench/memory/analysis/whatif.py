@@ -185,10 +185,11 @@ class MemoryLadder(display.Shown):
             [rung.label, units.bytes_(needed(rung.breakdown)), _time(rung.slowdown), rung.price, rung.breakdown.peak_moment]
             for rung in self.rungs
         ]
+        what = f"What makes it fit {self.device}" if self.rungs or not self.fits else f"It fits {self.device} as it is"
         return display.Table(
             columns=("change", "needs", "time", "price", "where the peak lies"),
             rows=rows,
-            title=f"What makes it fit {self.device}: {usable_words(self.capacity, self.margin)}",
+            title=f"{what}: {usable_words(self.capacity, self.margin)}",
             note=f"{self.word}; predicted; time at the device's roofline, communication left out",
         )
 
