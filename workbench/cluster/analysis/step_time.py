@@ -363,11 +363,10 @@ class StepTime(display.Shown, JsonDataclass):
 
     def to_frame(self) -> Any:
         """A DataFrame with one row per operator and size: seconds at the middle."""
-        rows = [
+        return display.frame(
             {"kind": one.kind, **asdict(one), "seconds": self._factor(one.kind) * one.seconds(self.device, SHARES[one.kind].mid)}
             for one in self.operators
-        ]
-        return display.frame(rows)
+        )
 
     plot = display.plot_method("estimated_time")
 
