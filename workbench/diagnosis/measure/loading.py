@@ -235,7 +235,7 @@ class _LocalProbe:
         """In turns."""
         self._source: Iterator[Any] | None = iter(with_knobs(loader, num_workers=0))
         self._fetcher = getattr(self._source, "_dataset_fetcher", None)  # None: torch's names have changed
-        self._sampler = StackSampler()
+        self._sampler = StackSampler(fine=True)  # else it mostly gets to look where C code lets it, such as a line after a long call
         if self._fetcher is not None:
             FetchMeter(self._fetcher, self._sampler, alone=True)
 
