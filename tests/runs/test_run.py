@@ -1,10 +1,12 @@
 """A run read back from its directory: while it runs, after the end, damaged, too new."""
 
+import contextlib
 import json
 import math
 import os
 import random
 import re
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -133,7 +135,11 @@ def test_a_folder_that_does_not_exist_and_what_may_be_meant(by_hand: Make) -> No
     with pytest.raises(run_directory.DamagedRunError, match=r"is not a run directory: there is no such folder; did you mean ") as caught:
         Run.load(there.with_name(there.name[:-1]))
     assert f'"{there}"' in str(caught.value)
-    with pytest.raises(run_directory.DamagedRunError, match=f'no such folder; the newest there is "{there}"'):
+    with pytest.raises(run_directory.DamagedRunError, match=r"there is no such folder$"):  # none that compare would take
+        Run.load(there.with_name("@"))
+    measured = by_hand(name="a").steps(1).path
+    shutil.copytree(there, there.with_name("z"))
+    with pytest.raises(run_directory.DamagedRunError, match=f'no such folder; the newest there is "{measured}"'):
         Run.load(there.with_name("@"))
     with pytest.raises(run_directory.DamagedRunError, match=r"no such folder$"):
         Run.load(there.parent / "a" / "b")
@@ -313,6 +319,19 @@ def test_the_signal_of_an_earlier_attempt_does_not_say_how_to_go_on(by_hand: Mak
             earlier,
             "SIGUSR1 ended it after step 40, without a checkpoint: wb.launch(resume=run) goes on from step 28",
         ]
+
+
+def test_after_a_signal_a_run_of_several_machines_goes_on_in_a_new_run(by_hand: Make) -> None:
+    spec = RunSpec(task="text-gpt", device="cpu", nnodes=2)
+    made = by_hand(spec=spec.to_json()).ended("stopped")
+    row = {"step": 28, "ended_by": "SIGTERM", "goes_on_from": 28}
+    run_directory.write_json(made.path / run_directory.PREEMPTED, row)
+    with contextlib.closing(run_directory.LineWriter(made.path / run_directory.RESUMES)) as writer:
+        writer.write([row])
+    run = Run.load(made.path)
+    call = "wb.launch(run.spec.replace(nnodes=…, accumulation=…), resume=run)"
+    for notes in (run.notes, Follower(run).snapshot().notes):
+        assert f"SIGTERM ended it after step 28, with a checkpoint: a new run, {call}, goes on" in notes
 
 
 def test_what_was_passed_over_when_a_run_went_on_is_said(by_hand: Make) -> None:

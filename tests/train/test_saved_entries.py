@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import pytest
 import torch
 
 from workbench.train.saved_entries import differences, entries_of
@@ -26,6 +27,17 @@ def test_entries_that_differ_are_named(tmp_path: Path) -> None:
         ("bytes", "1 and 1.0"),
         ("new", "not in the undisturbed result"),
     ]
+
+
+def test_tensors_of_safetensors_are_compared_by_name(tmp_path: Path) -> None:
+    save = pytest.importorskip("safetensors.torch").save_file
+    save({"wte": torch.ones(3), "wpe": torch.zeros(2)}, tmp_path / "a.safetensors", metadata={"format": "pt"})
+    save({"wte": torch.tensor([1, 1, 1.25]), "wpe": torch.zeros(2)}, tmp_path / "b.safetensors", metadata={"format": "np"})
+    one, other = (entries_of(tmp_path / name) for name in ("a.safetensors", "b.safetensors"))
+    assert sorted(one) == ["metadata.format", "wpe", "wte"]
+    assert sorted(differences(one, other)) == [("metadata.format", "'pt' and 'np'"), ("wte", "by 0.25 at most, of 1")]
+    (tmp_path / "c.safetensors").write_bytes(b"cut off")
+    assert entries_of(tmp_path / "c.safetensors") == {"c.safetensors": b"cut off"}
 
 
 def test_nothing_of_a_result_is_executed(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ In all of them `name` is that of the argument and `value` what was given for it.
 `error` is raised. `numpy`: a number of numpy counts, too; it cannot be written as JSON, so take the value that is returned.
 """
 
+import contextlib
 import difflib
 import math
 import os
@@ -217,13 +218,19 @@ def nearest(word: str, known: Iterable[str], *, cutoff: float = 0.6) -> str | No
 def near_folder(folder: Path, file: str) -> str:
     """What may be meant instead of a folder that does not exist: one beside it with nearly its name and this file in it, else the newest.
 
-    Of these folders the names begin with the time. "" = there are none.
+    Of these folders the names begin with the time. The newest is one with measured steps, which those of a sweep's launch lack. "" = none.
     """
     names = sorted(there.parent.name for there in folder.parent.glob(f"*/{file}"))
-    near = nearest(folder.name, names)
-    return (
-        f'; did you mean "{folder.with_name(near)}"?' if near else f'; the newest there is "{folder.with_name(names[-1])}"' if names else ""
-    )
+    if near := nearest(folder.name, names):
+        return f'; did you mean "{folder.with_name(near)}"?'
+    newest = next((there for name in reversed(names) if _has_steps(there := folder.with_name(name))), None)
+    return f'; the newest there is "{newest}"' if newest else ""
+
+
+def _has_steps(run_dir: Path) -> bool:
+    with contextlib.suppress(OSError), open(run_dir / "rank0.jsonl", "rb") as lines:
+        return any(b'"step"' in line for line in lines)
+    return False
 
 
 def near_script(path: Path) -> str:

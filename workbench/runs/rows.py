@@ -252,12 +252,13 @@ def busy_note(run_dir: Path) -> str:
     return f"the machine was busy when it began (load {load:.1f} on {units.several(int(cores), 'core')}): its times may vary"
 
 
-def resume_notes(rows: Sequence[Mapping[str, Any]], run_dir: Path) -> list[str]:
+def resume_notes(rows: Sequence[Mapping[str, Any]], run_dir: Path, nnodes: int = 1) -> list[str]:
     """Notes on signals that ended a run, and on what was passed over, or has changed, when it went on.
 
     Args:
         rows: of RESUMES.
         run_dir: whether its last attempt was ended by a signal is seen there.
+        nnodes: machines of the run; one of several does not go on in its own directory.
     """
     notes = []
     present = len(rows) if (run_dir / run_directory.PREEMPTED).exists() else 0
@@ -271,10 +272,12 @@ def resume_notes(rows: Sequence[Mapping[str, Any]], run_dir: Path) -> list[str]:
             if number != present:
                 notes.append(f"{row['ended_by']!s:.20} ended an earlier attempt after step {step}")
                 continue
-            how = "with a checkpoint: wb.launch(resume=run) goes on"
+            call = "wb.launch(resume=run) goes on"
+            if nnodes > 1:
+                call = "a new run, wb.launch(run.spec.replace(nnodes=…, accumulation=…), resume=run), goes on"
+            how = f"with a checkpoint: {call}"
             if kept != step:
-                goes_on = f"wb.launch(resume=run) goes on from step {kept}" if kept else "there is none before it, so it begins anew"
-                how = f"without a checkpoint: {goes_on}"
+                how = f"without a checkpoint: {f'{call} from step {kept}' if kept else 'there is none before it, so it begins anew'}"
             notes.append(f"{row['ended_by']!s:.20} ended it after step {step}, {how}")
             continue
         more = row.get("notes")

@@ -344,7 +344,7 @@ class Run(NearestAttribute):
     def notes(self) -> tuple[str, ...]:
         """Notes on the run: a hang, NaN losses, ranks or workers that read the same samples, checkpoints passed over, rows left out."""
         of_ranks, left_out = self._files.rank_notes(self.spec.world_size)
-        resumes = resume_notes(self._read(run_directory.RESUMES), self.path)
+        resumes = resume_notes(self._read(run_directory.RESUMES), self.path, self.spec.nnodes)
         set_back = self.state in ACTIVE and time.time() < self._begun
         clock = "the clock of this machine was set back: how long it ran is not known" * set_back
         first = hang_note(self.hang, self.state in (*ACTIVE, "stopped")), loss_note(losses_of(self._read(METRICS)))

@@ -1,5 +1,7 @@
 """Reads what a script has saved as entries, tensors and numbers by their keys, and compares two results bit for bit."""
 
+import contextlib
+import importlib.util
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,11 +13,18 @@ from workbench.train.fingerprints import digest
 
 
 def entries_of(path: Path) -> dict[str, Any]:
-    """The tensors, numbers and texts of a file of `torch.save`, by their keys; another file is one entry, its bytes.
+    """The tensors, numbers and texts of a file of `torch.save` or safetensors, by their keys; another file is one entry, its bytes.
+
+    Without the package safetensors its files are bytes, too.
 
     Raises:
         FileNotFoundError: it is not there.
     """
+    if path.suffix == ".safetensors" and importlib.util.find_spec("safetensors"):
+        safetensors = importlib.import_module("safetensors")
+        with contextlib.suppress(safetensors.SafetensorError), safetensors.safe_open(path, "pt") as file:
+            texts = {f"metadata.{key}": text for key, text in sorted((file.metadata() or {}).items())}
+            return {name: file.get_tensor(name) for name in file.keys()} | texts  # noqa: SIM118 - it is no dict
     if path.read_bytes()[:4] != b"PK\3\4":
         return {path.name: path.read_bytes()}
     try:

@@ -22,7 +22,7 @@ from workbench.runs.launch.experiments import wait_for
 from workbench.runs.launch.launch import check, check_timeout, label, launch, script_spec
 from workbench.runs.launch.new_run import LaunchError, NewRun
 from workbench.runs.launch.prove_layout_resume import LayoutResumeProof
-from workbench.runs.launch.prove_script_resume import OUT, ScriptResumeProof, check_named, prove_script_resume
+from workbench.runs.launch.prove_script_resume import ScriptResumeProof, check_given, check_named, prove_script_resume
 from workbench.runs.launch.resume import take_checkpoints
 from workbench.runs.rows import digest_files, digest_rows
 from workbench.runs.run import Run
@@ -182,7 +182,7 @@ def prove_resume(
     loss and gradients, and under DDP also the gradients of each rank's own samples before they are reduced. Where the two differ, the first
     step, rank and part is named.
 
-    A script keeps checkpoints of its own: it is killed at random moments after it has written something into its folder, and launched
+    A script keeps checkpoints of its own: it is killed after random steps, once it has written something into its folder, and launched
     again with the same arguments. What it has written at its end is compared; one that begins again, by its optimizer steps, is not exact.
 
     With `resumed=` it is killed once, and goes on in another layout. States and samples must then be the same, and losses and the weights
@@ -215,15 +215,7 @@ def prove_resume(
             raise ValueError(
                 f"prove_resume({os.fspath(target)!r}, resumed=…): a script's layout is in its own arguments; only a RunSpec takes it"
             )
-        result = os.fspath(result) if isinstance(result, os.PathLike) else result
-        if not (result and isinstance(result, str)) or isinstance(args, str) or not any(OUT in arg for arg in args):
-            raise ValueError(
-                f"prove_resume({os.fspath(target)!r}): a script needs args=, a list with {OUT}, the folder of checkpoints, and result=, "
-                f'the file in it that is compared: prove_resume("train.py", args=["--out", "{OUT}"], result="last.pt")'
-            )
-        result = result.removeprefix(f"{OUT}/")
-        if Path(result).is_absolute() or ".." in Path(result).parts:
-            raise ValueError(f'result={result!r}: a file inside of {OUT} is expected, such as "last.pt"')
+        result = check_given(target, args, result)
         check_named(script_spec(target, {}).script, args, result)
         folder = NewRun(runs_dir, f"{Path(target).stem}-resume").path
         given: dict[str, Any] = {"args": args, "result": result, "kills": kills, "seed": seed, "timeout": timeout}

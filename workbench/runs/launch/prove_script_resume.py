@@ -28,6 +28,10 @@ OUT = "{out}"
 """Stands in a script's arguments for the folder where it keeps its checkpoints and writes its result."""
 SHOWN = 8
 """Entries that are shown at most."""
+TRIES = 3
+"""Times that it is begun with, where the kills came after the last step of the training, each time with earlier kills."""
+LATEST = 0.8
+"""Part of the undisturbed steps before which the first try kills: what a launch has trained is seen up to 0.3 s later."""
 _STATE = re.compile("sched|random|rng|generator|sampler|scaler|step|epoch")
 """In the first key of an entry that is neither of the model nor of the optimizer."""
 
@@ -59,7 +63,7 @@ class ScriptResumeProof(JsonDataclass, display.Shown):
     steps: int = 0
     """Optimizer steps of the undisturbed script, as measured (the first of a loop without a DataLoader is not); 0 = none were."""
     last_steps: int = 0
-    """Those of the last launch, which ran to the end: fewer, if it went on from a checkpoint."""
+    """Those of the last launch, which ran to the end: fewer, if it went on from a checkpoint. A launch after the last step may take one."""
     asked: int = 0
     """Kills that were to be; fewer came where the script ended before."""
     seconds: float
@@ -75,9 +79,14 @@ class ScriptResumeProof(JsonDataclass, display.Shown):
         return 0 < self.steps <= self.last_steps
 
     @property
+    def too_late(self) -> bool:
+        """Was nothing left to train after the kills, so that an equal result proves nothing? False where no steps were seen."""
+        return self.last_steps <= 1 < self.steps
+
+    @property
     def exact(self) -> bool:
-        """Is the result bit for bit the same, of a script that did not simply begin again?"""
-        return not self.differing and not self.began_again
+        """Is the result bit for bit the same, of a script that had steps left to train and did not simply begin again?"""
+        return not self.differing and not self.began_again and not self.too_late
 
     @property
     def verdict(self) -> str:
@@ -92,32 +101,38 @@ class ScriptResumeProof(JsonDataclass, display.Shown):
                 f"Either the script does not load what it saves into {OUT}, or no checkpoint was complete when it was killed "
                 f"({self._killed}): see that it loads, or let it write checkpoints more often"
             )
+        if self.too_late and not self.differing:
+            return (
+                f"Not proved: the kills came after the training's last step (killed {self._killed or 'never'}; the undisturbed script took "
+                f"{several(self.steps, 'step')}, and the last launch {several(self.last_steps, 'step')}), so an equal result says nothing "
+                "of a resume: let the script train longer, or write its first checkpoint earlier"
+            )
         if self.exact:
             known = "whether it went on from a checkpoint or began again is not known, since no optimizer step of torch was measured"
             if self.steps:
-                known = f"the last launch took {self.last_steps:,} of {self.steps:,} measured steps"
-            return (
-                f"Exact: {after} all {self.entries:,} entries of the result are bit for bit those of the undisturbed script "
-                f"(killed {self._killed}; {known})."
-            )
-        many = f"{len(self.differing):,} of {self.entries:,} entries of the result differ"
+                known = f"the last launch took {several(self.last_steps, 'step')}, the undisturbed script {self.steps:,}, as measured"
+            every = "the only entry of the result is" if self.entries == 1 else f"all {self.entries:,} entries of the result are"
+            return f"Exact: {after} {every} bit for bit as in the undisturbed script (killed {self._killed}; {known})."
+        many = f"{len(self.differing):,} of {self.entries:,} entries of the result differ{'s' * (len(self.differing) == 1)}"
+        if self.entries == 1:
+            many = "the only entry of the result differs"
         if not self.repeatable:
             return (
-                f"Not repeatable: {many}, and they differ as well where nothing is killed, so no checkpoint can make them equal. Seed all "
+                f"Not repeatable: {many}, also where nothing is killed, so no checkpoint can make the results equal. Seed all "
                 "generators (torch, numpy, random, the workers of loaders) at the start of the script"
             )
         return (
             f"Not exact: {many} {after}. Without a kill the script writes the same twice, so its checkpoint lacks "
-            "something: usual are the states of random generators, the position in the data, the learning-rate schedule, the optimizer, "
-            "the gradient scaler"
+            "something: the usual cause is the state of a random number generator; others are the position in the data, the learning-rate "
+            "schedule, the optimizer, the gradient scaler"
         )
 
     @property
     def _killed(self) -> str:
-        """When it was killed, each time: "3.10 s after its launch, 8 measured steps into it"."""
+        """When it was killed, each time: "3.10 s after its launch, at least 8 steps into it": the last ones may not be written yet."""
         steps = self.killed_at or (0,) * len(self.kills)
         each = zip(self.kills, steps, strict=True)
-        return "; ".join(f"{seconds(after)} after its launch{f', {step:,} measured steps into it' * bool(step)}" for after, step in each)
+        return "; ".join(f"{seconds(after)} after its launch{f', at least {step:,} steps into it' * bool(step)}" for after, step in each)
 
     @property
     def table(self) -> display.Table:
@@ -171,45 +186,62 @@ def prove_script_resume(
         name = f"{Path(script).stem}-{name}"
         return launch(script, args=given, timeout=timeout, runs_dir=folder, name=name, **{"watch": True} | launched)
 
-    def told(what: str, name: str) -> Callable[[int], object]:
-        def writes_so_far(writes: int) -> None:
-            lacks = f", but no {result}" if writes and not (folder / name / result).exists() else ""
-            say(f"{what}, {several(writes, 'write') + ' so far' if writes else f'waiting for what it writes into {folder / name}'}{lacks}")
+    def told(what: str, name: str) -> Callable[[int, int], object]:
+        return lambda writes, steps: say(f"{what}: {_so_far(writes, steps, '' if (folder / name / result).exists() else result)}")
 
-        return writes_so_far
-
-    def to_the_end(name: str) -> tuple[Run, int]:
+    def to_the_end(name: str, what: str) -> tuple[Run, list[int]]:
         run = begin(name)
-        _, writes = _watched(run, folder / name, say=told(f"the {name} script", name))
+        _, writes = _watched(run, folder / name, say=told(what, name))
         return run.wait(check=True), writes
 
-    undisturbed, left = to_the_end("undisturbed")
-    expected = _entries_of(folder / "undisturbed", result)
-    chosen, done, steps = random.Random(seed), list[float](), list[int]()
-    while len(done) < kills and left > 1:  # the last write is the result
-        least = max(1, left // 3) if len(done) == kills - 1 else 1  # so that there is a whole checkpoint before the last kill
-        run, after = begin("interrupted"), chosen.randint(least, max(least, left - 2))  # early enough for a busy machine
-        what = f"kill {len(done) + 1} of {kills} comes after {several(after, 'write')}"
-        killed, writes = _watched(run, folder / "interrupted", after, chosen, say=told(what, "interrupted"))
-        if killed:
-            done.append(killed)
-            steps.append(run.progress[0])
-            left -= writes
-        elif done:
-            break
-        else:  # it was seen to write less often than undisturbed, which a busy machine decides: once more, from the start
-            left = min(after, writes)
-            shutil.rmtree(folder / "interrupted")
-    if not done:
+    undisturbed, writes = to_the_end("undisturbed", "the undisturbed script")
+    expected, total = _entries_of(folder / "undisturbed", result), undisturbed.progress[0]
+    if len(writes) < 2:  # the last is the result
         raise LaunchError(
             f"{script} wrote nothing into {OUT} ({folder / 'undisturbed'}) before its end, so there is no checkpoint to go on from: "
             "let it train longer, or write checkpoints more often"
         )
-    last, _ = to_the_end("interrupted")
+    chosen, left = random.Random(seed), len(writes)
+    for tried in range(1, TRIES + 1):
+        shutil.rmtree(folder / "interrupted", ignore_errors=True)
+        done, steps = list[float](), list[int]()
+        last: Run | None = None
+        at = kill_steps(writes, total, kills, chosen, tried)
+        while len(done) < kills and left > 1:
+            run, number = begin("interrupted"), f"kill {len(done) + 1} of {kills}"
+            if at:
+                due = _Due(steps=max(1, at[len(done)] - sum(steps)))
+                what = f"{number} comes after {several(due.steps, 'step')} of this launch"
+            else:
+                least = max(1, left // 3) if len(done) == kills - 1 else 1  # so that there is a whole checkpoint before the last kill
+                due = _Due(writes=chosen.randint(least, max(least, left - 2)))  # early enough for a busy machine
+                what = f"{number} comes once it has written {several(due.writes, 'time')}"
+            killed, seen = _watched(run, folder / "interrupted", due, chosen, say=told(what, "interrupted"))
+            if killed:
+                done.append(killed)
+                steps.append(run.progress[0])
+                left -= len(seen) * (not at)
+            elif done or at:
+                last = run.wait(check=True)
+                break
+            else:  # it was seen to write less often than undisturbed, which a busy machine decides: once more, from the start
+                left = min(due.writes, len(seen))
+                shutil.rmtree(folder / "interrupted")
+        if not done and not at:
+            raise LaunchError(
+                f"{script} ended before it could be killed, each time: let it train longer, or write checkpoints more often into {OUT}"
+            )
+        again = tried < TRIES and at
+        if again and (len(done) < kills or sum(steps) >= total):  # the kills came too late
+            continue
+        if last is None or not done:
+            last, _ = to_the_end("interrupted", "the resumed script")
+        if not again or last.progress[0] > 1:
+            break
     differing = _differing(expected, folder / "interrupted", result)
     repeatable = True
     if differing:
-        to_the_end("again")
+        to_the_end("again", "the undisturbed script once more")
         repeatable = not _differing(expected, folder / "again", result)
     return ScriptResumeProof(
         entries=len(expected),
@@ -217,13 +249,62 @@ def prove_script_resume(
         repeatable=repeatable,
         kills=tuple(done),
         killed_at=tuple(steps),
-        steps=undisturbed.progress[0],
+        steps=total,
         last_steps=last.progress[0],
         asked=kills,
         seconds=undisturbed.seconds,
         undisturbed=str(folder / "undisturbed"),
         interrupted=str(folder / "interrupted"),
     )
+
+
+def kill_steps(writes: Sequence[int], total: int, kills: int, chosen: random.Random, tried: int = 1) -> list[int]:
+    """After how many steps, of all launches together, each kill comes: after a third of those with writes, before LATEST of all.
+
+    Args:
+        writes: steps that the undisturbed script had taken at each of its writes, as measured.
+        total: those at its end; 0 or 1 = steps tell nothing, and the kills are chosen by writes: an empty list.
+        kills: how many.
+        chosen: chooses.
+        tried: the number of the try, from 1: of each further one the latest step is half as far from the earliest.
+    """
+    if total < 2:
+        return []
+    written = sorted(set(writes))
+    first = max(1, min(written[(len(written) - 1) // 3] + 1, total - 1))  # a step after it, what was written is whole
+    latest = first + max(0, int(LATEST * total) - first) // 2 ** (tried - 1)
+    return sorted(chosen.randint(first, latest) for _ in range(kills))
+
+
+def _so_far(writes: int, steps: int, lacks: str) -> str:
+    """What a script has done, in words; `lacks`: the result, if it is not there yet."""
+    trained = f"training, {several(steps, 'step')} so far" if steps else "training"
+    if not writes:
+        return f"{trained}; no file written yet"
+    return f"{trained}; it has written {several(writes, 'time')}" + f", {lacks} not yet" * bool(lacks)
+
+
+def check_given(script: str | os.PathLike[str], args: Any, result: Any) -> str:
+    """The result's path in the folder of checkpoints; raise if it, or what the script needs, is missing in what was given.
+
+    Raises:
+        ValueError: so it is.
+    """
+    result, name = os.fspath(result) if isinstance(result, os.PathLike) else result, os.fspath(script)
+    if not (result and isinstance(result, str) and args) or isinstance(args, str):
+        raise ValueError(
+            f"prove_resume({name!r}): a script needs args=, a list with {OUT}, the folder of checkpoints, and result=, "
+            f'the file in it that is compared: prove_resume("train.py", args=["--out", "{OUT}"], result="last.pt")'
+        )
+    if not any(OUT in str(arg) for arg in args):
+        raise ValueError(
+            f"prove_resume({name!r}): only {OUT} is missing in args={list(args)!r}: it stands for the folder of checkpoints, which "
+            f'prove_resume creates, as in args=["--out", "{OUT}"]'
+        )
+    result = result.removeprefix(f"{OUT}/")
+    if Path(result).is_absolute() or ".." in Path(result).parts:
+        raise ValueError(f'result={result!r}: a file inside of {OUT} is expected, such as "last.pt"')
+    return result
 
 
 def check_named(script: str | os.PathLike[str], args: Sequence[str], result: str) -> None:
@@ -264,29 +345,41 @@ def _differing(expected: Mapping[str, Any], out: Path, result: str) -> tuple[Ent
     return tuple(Entry(name=name, difference=difference) for name, difference in each)
 
 
-def _watched(
-    run: Run, out: Path, kill_after: int | None = None, chosen: random.Random | None = None, *, say: Callable[[int], object] = int
-) -> tuple[float, int]:
-    """Count how often a script writes into its folder, until it ends or, after so many, is killed: a rank and a pause by `chosen`.
+@dataclass(frozen=True, slots=True)
+class _Due:
+    """When a script is killed: after so many steps, if given, and writes."""
 
-    Returns the seconds after which it was killed, 0 = it was not, and the writes. `say` is told the writes so far, again and again.
+    writes: int = 1
+    steps: int = 0
+
+
+def _watched(
+    run: Run, out: Path, due: _Due | None = None, chosen: random.Random | None = None, *, say: Callable[[int, int], object] = max
+) -> tuple[float, list[int]]:
+    """Follow what a script writes into its folder, until it ends or, when that is due, is killed: a rank by `chosen`.
+
+    Returns the seconds after which it was killed, 0 = it was not, and of each write the steps that were measured by then. `say` is told
+    the writes and steps so far, again and again.
     """
-    start, writes, before = time.monotonic(), 0, _written(out)
+    start, writes, before = time.monotonic(), list[int](), _written(out)
+    had = before > 0  # an earlier launch has written
     times = [start]
     while run.state in ACTIVE:
-        now = _written(out)
+        now, steps = _written(out), run.progress[0]
         if now != before:
-            writes, before = writes + 1, now
+            writes.append(steps)
+            before = now
             times.append(time.monotonic())
-        say(writes)
-        if chosen and kill_after is not None and writes >= kill_after:
-            time.sleep(chosen.random() * (times[-1] - times[-2]))  # not always right after a write
+        say(len(writes), steps)
+        if chosen and due and steps >= due.steps and len(writes) >= due.writes - (had and due.steps > 0):
+            if not due.steps:
+                time.sleep(chosen.random() * (times[-1] - times[-2]))  # not always right after a write
             if ranks := [pids[0] for pids in ranks_of(run.id).values()]:
                 os.kill(chosen.choice(ranks), signal.SIGKILL)
                 after = time.monotonic() - start
                 return (after, writes) if run.wait().state == "failed" else (0.0, writes)
         time.sleep(0.005)
-    return 0.0, writes + (_written(out) != before)
+    return 0.0, writes + [run.progress[0]] * (_written(out) != before)
 
 
 def _written(out: Path) -> int:

@@ -260,7 +260,7 @@ class Follower:
         self._evaluated = [*([] if self._evaluations.anew else self._evaluated), *(slowest(row) for row in evaluated)]
         resumed = self._resumes.read()
         self._resumed = [*([] if self._resumes.anew else self._resumed), *resumed]
-        resumes = resume_notes(self._resumed, self._run.path)
+        resumes = resume_notes(self._resumed, self._run.path, self._run.spec.nnodes)
         if not self._many or state not in ACTIVE or time.monotonic() - self._ranks_read >= ENDS_EVERY:
             self._read_ranks()
         done, steps = self._progress
