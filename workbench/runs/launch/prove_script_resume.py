@@ -238,6 +238,7 @@ def prove_script_resume(
             last, _ = to_the_end("interrupted", "the resumed script")
         if not again or last.progress[0] > 1:
             break
+    assert last is not None
     differing = _differing(expected, folder / "interrupted", result)
     repeatable = True
     if differing:
@@ -301,10 +302,10 @@ def check_given(script: str | os.PathLike[str], args: Any, result: Any) -> str:
             f"prove_resume({name!r}): only {OUT} is missing in args={list(args)!r}: it stands for the folder of checkpoints, which "
             f'prove_resume creates, as in args=["--out", "{OUT}"]'
         )
-    result = result.removeprefix(f"{OUT}/")
-    if Path(result).is_absolute() or ".." in Path(result).parts:
-        raise ValueError(f'result={result!r}: a file inside of {OUT} is expected, such as "last.pt"')
-    return result
+    inside: str = result.removeprefix(f"{OUT}/")
+    if Path(inside).is_absolute() or ".." in Path(inside).parts:
+        raise ValueError(f'result={inside!r}: a file inside of {OUT} is expected, such as "last.pt"')
+    return inside
 
 
 def check_named(script: str | os.PathLike[str], args: Sequence[str], result: str) -> None:
