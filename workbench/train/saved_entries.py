@@ -1,7 +1,6 @@
 """Reads what a script has saved as entries, tensors and numbers by their keys, and compares two results bit for bit."""
 
 import contextlib
-import importlib.util
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,11 +19,9 @@ def entries_of(path: Path) -> dict[str, Any]:
     Raises:
         FileNotFoundError: it is not there.
     """
-    if path.suffix == ".safetensors" and importlib.util.find_spec("safetensors"):
-        safetensors = importlib.import_module("safetensors")
-        with contextlib.suppress(safetensors.SafetensorError), safetensors.safe_open(path, "pt") as file:
-            texts = {f"metadata.{key}": text for key, text in sorted((file.metadata() or {}).items())}
-            return {name: file.get_tensor(name) for name in file.keys()} | texts  # noqa: SIM118 - it is no dict
+    if path.suffix == ".safetensors":
+        with contextlib.suppress(ImportError):
+            return _tensors_of(path)
     if path.read_bytes()[:4] != b"PK\3\4":
         return {path.name: path.read_bytes()}
     try:
@@ -37,6 +34,18 @@ def entries_of(path: Path) -> dict[str, Any]:
             name += "'"
         entries[name] = part
     return entries
+
+
+def _tensors_of(path: Path) -> dict[str, Any]:
+    """Those of a file of safetensors, and the texts in its head; the bytes of one that is damaged."""
+    import safetensors
+
+    try:
+        with safetensors.safe_open(path, "pt") as file:
+            texts = {f"metadata.{key}": text for key, text in sorted((file.metadata() or {}).items())}
+            return {name: file.get_tensor(name) for name in sorted(file.keys())} | texts
+    except safetensors.SafetensorError:
+        return {path.name: path.read_bytes()}
 
 
 def _flat(value: Any, name: str) -> Iterator[tuple[str, Any]]:
