@@ -51,8 +51,7 @@ LITTLE = 1.1
 """A predicted gain below which a remedy of another part than the verdict's is said to be none of the verdict's concern. Chosen; a matter of
 words."""
 TO_COMPARE = (
-    "To prove it, launch the training before and after the change: `workbench compare A B`, or wb.compare(a, b), holds the runs "
-    "side by side."
+    "To prove it, launch the training before and after the change, and compare the runs: `workbench compare A B`, or wb.compare(a, b)."
 )
 """How a change is proved that only the user can make."""
 AGAIN = "Diagnose again when the machine is quieter, or with a larger budget_s."
