@@ -201,6 +201,13 @@ def test_every_verdict_cause_and_file_is_explained() -> None:
         assert f"`{name}" in names, f"reference/run-directory.md does not list {name}"
 
 
+def test_no_page_has_the_marks_of_a_merge() -> None:
+    texts = [*ROOT.glob("*.md"), *ROOT.glob("benchmarks/*.md"), *PAGES.rglob("*.md"), *ROOT.glob("notebooks/*.ipynb")]
+    assert len(texts) > 60
+    marks = re.compile(r'^\s*"?(<<<<<<<|>>>>>>>) ', re.M)
+    assert not [text.name for text in texts if marks.search(text.read_text())]
+
+
 def test_a_page_links_to_pages_and_not_to_files() -> None:
     texts, _ = make_site.pages()
     assert "](results.md#on-a-gpu)" not in texts["limits.md"]
