@@ -197,10 +197,13 @@ def test_a_batch_is_made_of_micro_batches_whose_rate_is_known() -> None:
     few = Throughput(micro_batches=(8, 16, 32), rates=(300.0, 500.0, 400.0), kind="measured")
     plan = batch_plan(spec, global_batch=1024, largest=512, noise_scale=200, throughput=few)
     assert (plan.micro_batch, plan.accumulation) == (16, 64)
-    assert "the fastest way to make this batch with micro_batch 8 … 32, measured" in plan.reasons["micro_batch"]
+    assert "the fastest way to make this batch with micro_batch up to 32 (measured: 8, 16, 32)" in plan.reasons["micro_batch"]
     assert "memory is not considered" not in str(plan)
     itself = batch_plan(spec, global_batch=16, noise_scale=200, throughput=few)
     assert "500 samples/s in all (measured)" in itself.reasons["micro_batch"]
+    odd = batch_plan(spec, global_batch=77, noise_scale=200, throughput=few)
+    assert (odd.micro_batch, odd.accumulation) == (11, 7)
+    assert "(predicted from micro_batch 8, 16, 32, measured), the fastest way" in odd.reasons["micro_batch"]
 
 
 def test_a_run_that_is_shorter_than_a_step_of_the_new_batch_is_called_so() -> None:

@@ -137,7 +137,7 @@ def test_the_setting_of_a_trainer_has_a_number_that_the_cores_allow(
     waiting = judged(by_hand, [step(data_wait=0.03)] * 60).evidence
     waiting = dataclasses.replace(waiting, places={"framework": "transformers"}, threads=threads, world_size=1)
     what = Diagnosis.of(waiting).remedies[0].what
-    assert f" With Hugging Face's Trainer: TrainingArguments(dataloader_num_workers={workers}), which the cores allow. " in what
+    assert f" With Hugging Face's Trainer: TrainingArguments(dataloader_num_workers={workers}) to begin with. " in what
     assert what.endswith(f"How to give wb.diagnose its step and loader: docs, {remedies.TRAINER_PAGE}.")
     assert (Path(__file__).parents[2] / f"docs/pages/{remedies.TRAINER_PAGE}.md").is_file()
 

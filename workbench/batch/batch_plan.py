@@ -302,9 +302,9 @@ def _reasons(
     rate = f"{units.rate(chosen.samples_per_sec)} in all ({curve.kind if itself else f'predicted from micro_batch {known}, {curve.kind}'})"
     if fixed or math.isnan(chosen.worth):
         why = f"{rate}, " + (
-            f"the fastest way to make this batch with micro_batch {curve.micro_batches[0]:,} … {curve.micro_batches[-1]:,}, {curve.kind}"
+            f"the fastest way to make this batch with micro_batch up to {curve.micro_batches[-1]:,} ({curve.kind}: {known})"
             if len(curve.micro_batches) > 1
-            else f"the most at once of which the rate is known: no micro_batch but {known} was {curve.kind}"
+            else f"the largest that divides a rank's samples, up to micro_batch {known}: no micro_batch but {known} was {curve.kind}"
         )
     else:
         top = max(candidates, key=lambda plan: plan.useful)

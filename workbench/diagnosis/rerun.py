@@ -229,9 +229,7 @@ class Measured:
         """Of time: how the value of a run is taken from its steps."""
         if self.part is None:
             return f"the {self.per} of a run is the mean after its warm-up"
-        return (
-            f"the {self.per} of a run is what {units.percent(self.part)} of those after its warm-up stay below, and shorter than their mean"
-        )
+        return f"the {self.per} of a run is the {units.percent(self.part)} quantile of its steps after the warm-up"
 
     def value(self, run: Run, steps: int | None = None) -> float:
         """Seconds of the slowest rank per step or per sample, peak bytes of the fullest, or the loss; nan = there is none."""

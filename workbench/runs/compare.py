@@ -64,7 +64,7 @@ class Comparison(display.Shown):
         ]
         note = (
             "measured, one run after the other: a busy machine moves both columns of time; repeat before believing a small difference; a "
-            "step is the mean after the warm-up, and its speedup that of the throughput over the first run's"
+            "step is the mean after the warm-up, and the speedup is its throughput over that of the first run"
         )
         return display.Table(
             columns=("run", "step", "waits for data", "throughput", "speedup"),

@@ -249,7 +249,7 @@ def busy_note(run_dir: Path) -> str:
     load = machine.get("load") if isinstance(machine, Mapping) else None
     if not is_number(load, least=0, most=1e6) or not is_number(cores, least=1, most=1e6) or load <= cores:
         return ""
-    return f"the machine was busy when it began (load {load:.1f} on {units.several(int(cores), 'core')}): its times may vary"
+    return f"the machine was busy in the minute before it began (load {load:.1f}, {units.several(int(cores), 'core')}): its times may vary"
 
 
 def resume_notes(rows: Sequence[Mapping[str, Any]], run_dir: Path, nnodes: int = 1) -> list[str]:

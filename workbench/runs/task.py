@@ -28,7 +28,19 @@ SAMPLES = {
 
 TRIED = 10_000
 """Steps at which a schedule of the user's own is tried before the first, about: a wrong one is not to end a run in its midst."""
-HARMLESS = ("Path", "pathlib.Path", "os.environ.get", "os.getenv", "os.path.join", "os.path.dirname", "int", "float", "str", "dict")
+HARMLESS = (
+    "Path",
+    "pathlib.Path",
+    "os.environ.get",
+    "os.getenv",
+    "os.path.join",
+    "os.path.dirname",
+    "int",
+    "float",
+    "str",
+    "dict",
+    "torch.device",
+)
 """Calls that train nothing, nor do the methods of what they return: constants of a file may be made by them."""
 _FORMS = '"path/file.py:function", "package.module:function", or a sample: ' + ", ".join(f'"{name}"' for name in SAMPLES)
 
@@ -270,9 +282,14 @@ def lone_builder(script: str | os.PathLike[str]) -> str | None:
     ours = [(each, name) for each in body if isinstance(each, ast.Import | ast.ImportFrom) for name in each.names]
     tasks = {f"{name.asname or name.name}.Task" for each, name in ours if isinstance(each, ast.Import) and name.name == "workbench"}
     tasks |= {name.asname or name.name for each, name in ours if getattr(each, "module", "") == "workbench" and name.name == "Task"}
-    functions = [each for each in body if isinstance(each, ast.FunctionDef)]
-    returned = ((each.name, node.value) for each in functions for node in ast.walk(each) if isinstance(node, ast.Return))
-    return next((name for name, made in returned if isinstance(made, ast.Call) and ast.unparse(made.func) in tasks), None)
+    for function in (each for each in body if isinstance(each, ast.FunctionDef)):
+        inner = list(ast.walk(function))
+        made = {node.targets[0].id: node.value for node in inner if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)}
+        returned = (node.value for node in inner if isinstance(node, ast.Return))
+        values = (made.get(value.id) if isinstance(value, ast.Name) else value for value in returned)
+        if any(isinstance(value, ast.Call) and ast.unparse(value.func) in tasks for value in values):
+            return function.name
+    return None
 
 
 def resolve_schedule(name: str, steps: int) -> Callable[[int], float]:

@@ -291,7 +291,7 @@ SETTINGS_OF: Mapping[str, tuple[str, Mapping[str, str]]] = {
     "transformers": (
         "Hugging Face's Trainer",
         {
-            "data_wait": "TrainingArguments(dataloader_num_workers={workers}), which the cores allow",
+            "data_wait": "TrainingArguments(dataloader_num_workers={workers}) to begin with",
             "transfer": "TrainingArguments(dataloader_pin_memory=True)",
             "optimizer": 'TrainingArguments(optim="adamw_torch_fused", gradient_accumulation_steps=…)',
             "host": "TrainingArguments(logging_steps=…, torch_compile=True)",
@@ -303,7 +303,7 @@ SETTINGS_OF: Mapping[str, tuple[str, Mapping[str, str]]] = {
     "lightning": (
         "Lightning's Trainer",
         {
-            "data_wait": "your DataLoader(num_workers={workers}, persistent_workers=True), which the cores allow",
+            "data_wait": "your DataLoader(num_workers={workers}, persistent_workers=True) to begin with",
             "transfer": "your DataLoader(pin_memory=True)",
             "optimizer": "Trainer(accumulate_grad_batches=…), or fused=True in configure_optimizers",
             "host": "Trainer(log_every_n_steps=…)",
