@@ -18,7 +18,7 @@ import pytest
 import workbench as wb
 from workbench.core import run_directory
 from workbench.runs.failure import RunError
-from workbench.runs.launch import prove_script_resume
+from workbench.runs.launch import prove_resume, prove_script_resume
 from workbench.runs.launch.new_run import LaunchError
 from workbench.train.saved_entries import entries_of
 
@@ -191,21 +191,22 @@ def test_kills_after_the_last_step_prove_nothing(plain: str) -> None:
     assert proof.too_late
     assert not proof.exact
     assert not proof.differing
-    words = r"Not proved: the kills came after the training's last step \(killed .* at least 2\d steps into it; the undisturbed .* 24 steps"
+    words = r"Not proved: at most a step or two were left .* \(killed .* at least 2\d steps into it; the undisturbed .* 24 steps"
     assert re.match(words, str(proof)), proof
 
 
 def test_steps_of_kills_leave_something_to_train() -> None:
     """Three checkpoints of nine writes, as of a Trainer, and the model: with each number of kills, in each try."""
     writes = [20] * 9 + [40] * 9 + [60] * 15
-    latest = []
-    for tried in (1, 2, 3):
-        chosen = [prove_script_resume.kill_steps(writes, 60, 2, random.Random(seed), tried) for seed in range(200)]
-        assert all(20 < one <= two <= 48 for one, two in chosen)
-        latest.append(max(two for _, two in chosen))
-    assert latest == [48, 34, 27]
-    assert prove_script_resume.kill_steps(writes, 0, 2, random.Random(0)) == []  # no steps were seen
-    assert prove_script_resume.kill_steps([60] * 9, 60, 1, random.Random(0)) == [59]
+    chosen = [prove_script_resume.kill_steps(writes, 60, 2, random.Random(seed)) for seed in range(200)]
+    assert all(20 < one <= two <= 48 for tries in chosen for one, two in tries)
+    assert [max(two for _, two in each) for each in zip(*chosen, strict=True)] == [48, 34, 27]
+    assert prove_script_resume.kill_steps(writes, 1, 2, random.Random(0)) == [[]]  # one step was seen: it tells nothing
+
+
+@pytest.mark.parametrize(("writes", "total", "tries"), [([60] * 9, 60, [[59]]), ([90, 100], 100, [[91]]), ([1, 1, 3], 3, [[2]])])
+def test_kills_that_cannot_come_earlier_are_not_tried_again(writes: list[int], total: int, tries: list[list[int]]) -> None:
+    assert prove_script_resume.kill_steps(writes, total, 1, random.Random(0)) == tries
 
 
 def test_what_a_checkpoint_lacks_shows(plain: str) -> None:
@@ -275,6 +276,33 @@ def test_a_proof_is_short_and_shows_first_what_tells_most() -> None:
     one = wb.ScriptResumeProof(entries=1, differing=entries[:1], repeatable=True, kills=(1.0,), asked=1, seconds=1.0, **folders)
     assert one.verdict.startswith("Not exact: the only entry of the result differs after 1 kill. Without")
     assert dataclasses.replace(one, differing=()).verdict.startswith("Exact: after 1 kill the only entry of the result is bit for bit")
+
+
+def test_a_verdict_says_only_what_was_measured() -> None:
+    folders: Any = {"undisturbed": "a", "interrupted": "b"}
+    few = wb.ScriptResumeProof(
+        entries=3, differing=(), repeatable=True, kills=(1.0,), killed_at=(1,), steps=3, last_steps=1, asked=1, seconds=1.0, **folders
+    )
+    assert few.verdict.startswith(
+        "Not proved: at most a step or two were left to train after the kills (killed 1.00 s after its launch, at least 1 step into it; "
+        "the undisturbed script took 3 steps, and the last launch 1 step, as measured), so"
+    )
+    for last in (0, 1):
+        one = dataclasses.replace(few, steps=1, last_steps=last)
+        assert "began again is not known, since only one optimizer step of torch was measured)." in one.verdict
+    never = dataclasses.replace(few, kills=(), killed_at=(), last_steps=3, asked=2)
+    assert never.verdict.startswith("Not resumed: after another launch (the script ended before kill 1 of 2) it began again at step 1")
+    assert never.verdict.endswith("The script does not load what it saves into {out}: see that it loads")
+    late = dataclasses.replace(never, last_steps=0)
+    assert late.verdict.startswith("Not proved: the script ended before it could be killed (the undisturbed script took 3 steps, and")
+    assert "script (the last launch took 2 steps, the undisturbed" in dataclasses.replace(never, last_steps=2).verdict
+
+
+def test_arguments_of_a_script_may_be_numbers_and_paths(plain: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(prove_resume, "prove_script_resume", lambda script, **told: given.update(told))
+    wb.prove_resume(plain, args=["{out}", 3, tmp_path], result="model3.txt")  # type: ignore[list-item]
+    assert given["args"] == ["{out}", "3", str(tmp_path)]
 
 
 def test_a_result_outside_of_its_folder_is_refused_before_it_runs(plain: str, tmp_path: Path) -> None:

@@ -216,6 +216,7 @@ def prove_resume(
                 f"prove_resume({os.fspath(target)!r}, resumed=…): a script's layout is in its own arguments; only a RunSpec takes it"
             )
         result = check_given(target, args, result)
+        args = [os.fspath(arg) if isinstance(arg, os.PathLike) else str(arg) for arg in args]
         check_named(script_spec(target, {}).script, args, result)
         folder = NewRun(runs_dir, f"{Path(target).stem}-resume").path
         given: dict[str, Any] = {"args": args, "result": result, "kills": kills, "seed": seed, "timeout": timeout}

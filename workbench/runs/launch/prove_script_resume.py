@@ -29,7 +29,7 @@ OUT = "{out}"
 SHOWN = 8
 """Entries that are shown at most."""
 TRIES = 3
-"""Times that it is begun with, where the kills came after the last step of the training, each time with earlier kills."""
+"""Times that it is begun with at most, where the kills came after the last step of the training, each time with earlier kills."""
 LATEST = 0.8
 """Part of the undisturbed steps before which the first try kills: what a launch has trained is seen up to 0.3 s later."""
 _STATE = re.compile("sched|random|rng|generator|sampler|scaler|step|epoch")
@@ -75,12 +75,12 @@ class ScriptResumeProof(JsonDataclass, display.Shown):
 
     @property
     def began_again(self) -> bool:
-        """Did the last launch train all steps, as if it had found no checkpoint? False where no steps were seen."""
-        return 0 < self.steps <= self.last_steps
+        """Did the last launch train all steps, as if it had found no checkpoint? False where `steps` <= 1: not known then."""
+        return 1 < self.steps <= self.last_steps
 
     @property
     def too_late(self) -> bool:
-        """Was nothing left to train after the kills, so that an equal result proves nothing? False where no steps were seen."""
+        """Was a step or two left to train after the kills, at most, so that an equal result proves nothing? False where `steps` <= 1."""
         return self.last_steps <= 1 < self.steps
 
     @property
@@ -91,28 +91,35 @@ class ScriptResumeProof(JsonDataclass, display.Shown):
     @property
     def verdict(self) -> str:
         """The answer in words, with what to do."""
-        after = f"after {several(len(self.kills), 'kill')}"
+        after = f"after {several(len(self.kills), 'kill')}" if self.kills else "after another launch"
         if len(self.kills) < self.asked:
             after += f" (the script ended before kill {len(self.kills) + 1} of {self.asked})"
         if self.began_again:
             equal = "differs as well" if self.differing else "is equal because the script is deterministic, which says nothing of a resume"
-            return (
-                f"Not resumed: {after} it began again at step 1 and trained all steps ({self.last_steps:,} measured); the result {equal}. "
-                f"Either the script does not load what it saves into {OUT}, or no checkpoint was complete when it was killed "
-                f"({self._killed}): see that it loads, or let it write checkpoints more often"
-            )
+            why = f"The script does not load what it saves into {OUT}: see that it loads"
+            if self.kills:
+                why = (
+                    f"Either the script does not load what it saves into {OUT}, or no checkpoint was complete by then"
+                    f"{self._when()}: see that it loads, or let it write checkpoints more often"
+                )
+            again = f"it began again at step 1 and trained all steps ({self.last_steps:,} measured)"
+            return f"Not resumed: {after} {again}; the result {equal}. {why}"
         if self.too_late and not self.differing:
+            left = "at most a step or two were left to train after the kills"
+            if not self.kills:
+                left = "the script ended before it could be killed"
+            took = f"the undisturbed script took {several(self.steps, 'step')}, and the last launch {several(self.last_steps, 'step')}"
             return (
-                f"Not proved: the kills came after the training's last step (killed {self._killed or 'never'}; the undisturbed script took "
-                f"{several(self.steps, 'step')}, and the last launch {several(self.last_steps, 'step')}), so an equal result says nothing "
-                "of a resume: let the script train longer, or write its first checkpoint earlier"
+                f"Not proved: {left}{self._when(f'{took}, as measured')}, so an equal result says too little of a resume: let the script "
+                "train longer, or write its first checkpoint earlier"
             )
         if self.exact:
-            known = "whether it went on from a checkpoint or began again is not known, since no optimizer step of torch was measured"
-            if self.steps:
+            known = "whether it went on from a checkpoint or began again is not known, since "
+            known += f"{'only one' if self.steps else 'no'} optimizer step of torch was measured"
+            if self.steps > 1:
                 known = f"the last launch took {several(self.last_steps, 'step')}, the undisturbed script {self.steps:,}, as measured"
             every = "the only entry of the result is" if self.entries == 1 else f"all {self.entries:,} entries of the result are"
-            return f"Exact: {after} {every} bit for bit as in the undisturbed script (killed {self._killed}; {known})."
+            return f"Exact: {after} {every} bit for bit as in the undisturbed script{self._when(known)}."
         many = f"{len(self.differing):,} of {self.entries:,} entries of the result differ{'s' * (len(self.differing) == 1)}"
         if self.entries == 1:
             many = "the only entry of the result differs"
@@ -127,12 +134,11 @@ class ScriptResumeProof(JsonDataclass, display.Shown):
             "schedule, the optimizer, the gradient scaler"
         )
 
-    @property
-    def _killed(self) -> str:
-        """When it was killed, each time: "3.10 s after its launch, at least 8 steps into it": the last ones may not be written yet."""
-        steps = self.killed_at or (0,) * len(self.kills)
-        each = zip(self.kills, steps, strict=True)
-        return "; ".join(f"{seconds(after)} after its launch{f', at least {step:,} steps into it' * bool(step)}" for after, step in each)
+    def _when(self, *more: str) -> str:
+        """In parentheses: each kill, "3.10 s after its launch, at least 8 steps into it" (the last may not be written yet), and `more`."""
+        into = [f", at least {several(step, 'step')} into it" if step else "" for step in self.killed_at or (0,) * len(self.kills)]
+        told = [f"{seconds(after)} after its launch{steps}" for after, steps in zip(self.kills, into, strict=True)]
+        return f" ({'killed ' * bool(told)}{'; '.join([*told, *more])})"
 
     @property
     def table(self) -> display.Table:
@@ -202,11 +208,11 @@ def prove_script_resume(
             "let it train longer, or write checkpoints more often"
         )
     chosen, left = random.Random(seed), len(writes)
-    for tried in range(1, TRIES + 1):
+    tries = kill_steps(writes, total, kills, chosen)
+    for tried, at in enumerate(tries, 1):
         shutil.rmtree(folder / "interrupted", ignore_errors=True)
         done, steps = list[float](), list[int]()
         last: Run | None = None
-        at = kill_steps(writes, total, kills, chosen, tried)
         while len(done) < kills and left > 1:
             run, number = begin("interrupted"), f"kill {len(done) + 1} of {kills}"
             if at:
@@ -231,7 +237,7 @@ def prove_script_resume(
             raise LaunchError(
                 f"{script} ended before it could be killed, each time: let it train longer, or write checkpoints more often into {OUT}"
             )
-        again = tried < TRIES and at
+        again = tried < len(tries)
         if again and (len(done) < kills or sum(steps) >= total):  # the kills came too late
             continue
         if last is None or not done:
@@ -259,22 +265,23 @@ def prove_script_resume(
     )
 
 
-def kill_steps(writes: Sequence[int], total: int, kills: int, chosen: random.Random, tried: int = 1) -> list[int]:
-    """After how many steps, of all launches together, each kill comes: after a third of those with writes, before LATEST of all.
+def kill_steps(writes: Sequence[int], total: int, kills: int, chosen: random.Random) -> list[list[int]]:
+    """After how many steps, of all launches together, each kill of each try comes: after a third of those with writes, before LATEST.
+
+    In each further try the latest step is half as far from the earliest; where they are one already, there is no further try.
 
     Args:
         writes: steps that the undisturbed script had taken at each of its writes, as measured.
-        total: those at its end; 0 or 1 = steps tell nothing, and the kills are chosen by writes: an empty list.
+        total: those at its end; 0 or 1 = steps tell nothing, and the kills are chosen by writes: one try, an empty list.
         kills: how many.
         chosen: chooses.
-        tried: the number of the try, from 1: of each further one the latest step is half as far from the earliest.
     """
     if total < 2:
-        return []
+        return [[]]
     written = sorted(set(writes))
     first = max(1, min(written[(len(written) - 1) // 3] + 1, total - 1))  # a step after it, what was written is whole
-    latest = first + max(0, int(LATEST * total) - first) // 2 ** (tried - 1)
-    return sorted(chosen.randint(first, latest) for _ in range(kills))
+    latest = dict.fromkeys(first + max(0, int(LATEST * total) - first) // 2**tried for tried in range(TRIES))
+    return [sorted(chosen.randint(first, each) for _ in range(kills)) for each in latest]
 
 
 def _so_far(writes: int, steps: int, lacks: str) -> str:
@@ -292,7 +299,7 @@ def check_given(script: str | os.PathLike[str], args: Any, result: Any) -> str:
         ValueError: so it is.
     """
     result, name = os.fspath(result) if isinstance(result, os.PathLike) else result, os.fspath(script)
-    if not (result and isinstance(result, str) and args) or isinstance(args, str):
+    if not (result and isinstance(result, str) and args) or isinstance(args, str | os.PathLike):
         raise ValueError(
             f"prove_resume({name!r}): a script needs args=, a list with {OUT}, the folder of checkpoints, and result=, "
             f'the file in it that is compared: prove_resume("train.py", args=["--out", "{OUT}"], result="last.pt")'
