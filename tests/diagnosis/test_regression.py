@@ -451,3 +451,16 @@ def test_a_variable_and_a_commit_own_real_trainings(repository: Path, monkeypatc
     found = wb.bisect("task.py:build", good="HEAD~2", bad="HEAD~1", micro_batch=8, steps=20)
     assert found.first_bad == (git(repository, "rev-parse", "HEAD~1"),), found
     assert git(repository, "status", "--porcelain") == ""
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "differ"),
+    [
+        ("train --lr 0.1", "--lr 0.1 train", {}),
+        ("--amp --lr 0.1", "--lr 0.1 --amp", {}),
+        ("--lr 0.1 --decay 0.2", "--lr 0.2 --decay 0.1", {"--lr": ("0.1", "0.2"), "--decay": ("0.2", "0.1")}),
+        ("from to", "to from", {"argument 1": ("from", "to"), "argument 2": ("to", "from")}),
+    ],
+)
+def test_options_in_another_order_do_not_differ_but_exchanged_values_do(a: str, b: str, differ: dict[str, tuple[str, str]]) -> None:
+    assert swaps.differing_options(a.split(), b.split()) == differ

@@ -236,6 +236,29 @@ def test_it_can_be_entered_again_and_leaves_the_interpreter_as_it_was() -> None:
     assert threading.active_count() == len([thread for thread in threading.enumerate() if thread.name != "workbench-sampler"])
 
 
+@pytest.mark.parametrize(("owner", "name"), [(threading.Thread, "start"), (sys, "setswitchinterval")])
+def test_a_start_that_fails_leaves_the_interpreter_as_it_was(owner: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    before, sampler, real, calls = sys.getswitchinterval(), StackSampler(fine=True), getattr(owner, name), list[object]()
+
+    def interrupted(*arguments: Any) -> None:
+        if name != "start":
+            real(*arguments)
+        calls.append(arguments)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(owner, name, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        sampler.__enter__()
+    monkeypatch.undo()
+    after = sys.getswitchinterval()
+    sys.setswitchinterval(before)
+    assert (after, sampler._over.locked()) == (before, False)
+    with sampler:
+        assert sys.getswitchinterval() < before
+    assert sys.getswitchinterval() == before
+
+
 def frame_in(path: str, source: str, function: str, *arguments: Any) -> FrameType:
     """The stack in a function of a file, at its call of `here()`."""
     frames: list[FrameType] = []

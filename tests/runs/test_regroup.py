@@ -179,6 +179,40 @@ def test_one_that_still_ends_its_ranks_is_waited_for(tmp_path: Path) -> None:
         machines[0].tick(100.0)
 
 
+def test_a_first_machine_that_beats_but_never_ends_to_prepare_is_not_waited_for_without_end(tmp_path: Path) -> None:
+    one, two = both_fail(tmp_path)
+    one.move = lambda _: None  # type: ignore[method-assign]
+    for machine in 100 * (two, one):
+        machine.tick(10.0)
+    assert (two.trains, two.agreement.attempt) == (None, 1)  # type: ignore[union-attr]
+    one.tick(0.0)
+    with pytest.raises(NoAgreementError, match="machine 0 has not prepared attempt 1 in the 1800 s since the machines first agreed"):
+        two.tick(1000.0)
+
+
+def test_a_plan_that_cannot_be_read_once_is_not_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, two = both_fail(tmp_path)
+    for machine in 2 * (two, one):
+        machine.tick(0.2)
+    assert one.agreement is not None
+    assert one.plan is not None
+    later, read, failed = one.now + 2 * regroup.LIMIT, run_directory.read_json, list[Path]()  # it moves many files
+
+    def fails_once(path: Path) -> dict[str, Any]:
+        if path == plan_file(tmp_path, 1) and not failed:
+            failed.append(path)
+            raise OSError(116, "Stale file handle")
+        return read(path)
+
+    monkeypatch.setattr(run_directory, "read_json", fails_once)
+    monkeypatch.setattr(restart, "time", SimpleNamespace(monotonic=lambda: later, sleep=lambda _: None))
+    restart._check(one.agreement, 1)
+    assert (len(failed), one.agreement.attempt) == (1, 1)
+    run_directory.write_json(tmp_path / NODES / "1" / regroup.READY, {"attempt": 2, "endpoint": "host1:1"})
+    with pytest.raises(restart._GivenUpError):
+        restart._check(one.agreement, 1)
+
+
 def test_a_silence_is_not_counted_by_who_was_paused_itself(tmp_path: Path) -> None:
     (beat := tmp_path / BEAT).write_text("1")
     heart = Heartbeat(beat)

@@ -128,7 +128,9 @@ def knob_groups(a: Spec, b: Spec) -> list[list[str]]:
 
 
 def differing_options(a: Sequence[str], b: Sequence[str]) -> dict[str, tuple[str, str]]:
-    """The options of a script in which its arguments differ, each with both values; "none" = it is not given. Empty: only their order does.
+    """The options of a script in which its arguments differ, each with both values; "none" = it is not given.
+
+    Empty: only their order does, as far as can be told without the script.
 
     >>> differing_options(["--lr", "0.1", "--amp"], ["--lr=0.1", "data", "--slow", "decode"])
     {'--amp': ('given', 'none'), 'argument 1': ('none', 'data'), '--slow': ('none', 'decode')}
@@ -147,6 +149,10 @@ def differing_options(a: Sequence[str], b: Sequence[str]) -> dict[str, tuple[str
             else:
                 options[f"argument {1 + sum(name.startswith('argument') for name in options)}"] = word
         sides.append(options)
+    firsts = [{name: value.partition(" ")[0] for name, value in side.items()} for side in sides]
+    moved = all(firsts[0][name] == firsts[1][name] for name in firsts[0].keys() & firsts[1].keys())
+    if moved and sorted(map(str, a)) == sorted(map(str, b)):  # such as an argument that stands behind an option's value now
+        return {}
     return {name: pair for name in sides[0] | sides[1] if len({*(pair := (sides[0].get(name, "none"), sides[1].get(name, "none")))}) > 1}
 
 

@@ -153,20 +153,24 @@ class StackSampler:
     def __enter__(self) -> Self:
         """Begin to sample the calling thread."""
         self._watched, self._last = threading.get_ident(), self._clock()
+        self._switch = sys.getswitchinterval()
         self._over.acquire()
-        if self._fine:
-            self._switch = sys.getswitchinterval()
-            sys.setswitchinterval(SWITCH)
-        self._thread = threading.Thread(target=self._run, name="workbench-sampler", daemon=True)
-        self._thread.start()
+        try:
+            self._thread = threading.Thread(target=self._run, name="workbench-sampler", daemon=True)
+            self._thread.start()
+            if self._fine:
+                sys.setswitchinterval(SWITCH)
+        except BaseException:  # Ctrl-C as well: nobody else restores the interval then
+            self.__exit__(None, None, None)
+            raise
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         """Stop sampling."""
-        self._over.release()
         if self._fine:
             sys.setswitchinterval(self._switch)
-        if self._thread:
+        self._over.release()
+        if self._thread and self._thread.is_alive():
             self._thread.join()
         self._thread = None
 

@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -142,10 +143,6 @@ def regroup(run_dir: Path, machine: int) -> dict[str, Any] | str:
 
     agreement = Agreement(run_dir, node, meeting.offered(), propose, time.monotonic())
 
-    def check() -> None:
-        if agreement.step(time.monotonic()) is None:  # this took so long that the others have given the attempt up
-            raise _GivenUpError
-
     while True:
         while (plan := agreement.step(time.monotonic())) is None:
             time.sleep(PAUSE)
@@ -155,8 +152,8 @@ def regroup(run_dir: Path, machine: int) -> dict[str, Any] | str:
             return str(plan["ends"])
         with contextlib.suppress(_GivenUpError):
             if machine == min(plan["members"]):
-                archive_attempt(run_dir, copy_log=True, machines=plan["members"], check=check)
-                check()
+                archive_attempt(run_dir, copy_log=True, machines=plan["members"], check=partial(_check, agreement, plan["attempt"]))
+                _check(agreement, plan["attempt"])
                 _write(run_dir, info | {"attempt": plan["attempt"], "host": platform.node()}, plan["row"])
             break
     where = replace(meeting, nnodes=len(plan["members"]), endpoint=plan["endpoint"])
@@ -166,6 +163,14 @@ def regroup(run_dir: Path, machine: int) -> dict[str, Any] | str:
 
 class _GivenUpError(Exception):
     """The attempt that this machine prepares does not begin; the machines agree on another."""
+
+
+def _check(agreement: Agreement, attempt: int) -> None:
+    """Raise _GivenUpError if an attempt takes so long to prepare that it is given up; a plan that cannot be read is no such sign."""
+    while agreement.step(time.monotonic()) is None:
+        if agreement.attempt != attempt:
+            raise _GivenUpError
+        time.sleep(PAUSE)
 
 
 _SILENT = "died or was cut off"

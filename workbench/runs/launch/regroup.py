@@ -25,14 +25,16 @@ from workbench.core.run_directory import NODES
 READY = "ready.json"
 """In the folder of a machine: for which attempt it is ready, and where the others could meet it."""
 LOST = 8.0
-"""Seconds in which the heartbeat of a machine does not change, after a failure: so many, or a quarter of `rendezvous.silence`, as network
-file systems show others a file late."""
+"""Seconds in which the heartbeat of a machine does not change, after a failure: this, or a quarter of `rendezvous.silence`, whichever is
+more, as network file systems show others a file late."""
 ONE_LOOK = 1.0
 """Seconds that count between two looks at most: who was paused itself has not seen that the others were silent meanwhile."""
 PAUSE = 0.2
 """Seconds between two looks."""
 LIMIT = 180.0
-"""Seconds until a machine gives up. A guard ends its ranks within 60 s, and notices within 8 s that another machine has failed."""
+"""Seconds until a machine gives up. A guard ends its ranks within 60 s, and notices within 15 s that another machine has failed."""
+PREPARATION = 10 * LIMIT
+"""Seconds from the first plan until a machine gives up: the first machine of a plan copies and moves files, perhaps slowly."""
 
 
 class LeftBehindError(Exception):
@@ -83,7 +85,8 @@ class Agreement:
             now: seconds, on any clock of this machine.
         """
         self._run_dir, self._me, self._members, self.attempt = run_dir, node["rank"], node["members"], node["attempt"]
-        self._endpoint, self._propose, self._give_up = endpoint, propose, now + LIMIT
+        self._endpoint, self._propose = endpoint, propose
+        self._limit, self._give_up = LIMIT, now + LIMIT
         self._lost, self._prepares = max(LOST, node["silence"] / 4), 0
         self._hearts = {rank: Heartbeat(self._folder(rank) / run_directory.BEAT) for rank in self._members if rank != self._me}
         self._be_ready(self._members)
@@ -109,7 +112,13 @@ class Agreement:
         if later or (plan and self._me not in plan["members"]):
             raise LeftBehindError
         if plan:
-            return self._follow(plan)
+            if self._limit < PREPARATION:
+                self._limit, self._give_up = PREPARATION, now + PREPARATION
+            begun, first = self._follow(plan), min(plan["members"])
+            if begun is None and first != self._me and now > self._give_up:
+                since = f"in the {PREPARATION:g} s since the machines first agreed"
+                raise NoAgreementError(f"machine {first} has not prepared attempt {plan['attempt']} {since}")
+            return begun
         if plan_file(self._run_dir, self.attempt).exists():  # a machine was cut off while it wrote the plan, on a file system without links
             self._unfinished.look(now)
             if self._unfinished.silent >= self._lost:
@@ -120,7 +129,7 @@ class Agreement:
             if "busy" not in standing.values() and self._me == min(ready):
                 self._claim(self._propose(ready))
         if now > self._give_up:
-            raise NoAgreementError(f"the machines of attempt {self.attempt} did not agree within {LIMIT:g} s")
+            raise NoAgreementError(f"the machines of attempt {self.attempt} did not agree within {self._limit:g} s")
         return None
 
     def _follow(self, plan: dict[str, Any]) -> dict[str, Any] | None:
