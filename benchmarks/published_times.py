@@ -115,7 +115,8 @@ def gather_seconds(size: float, gpus: int, cluster: Cluster) -> float:
     """Seconds until all GPUs have all `size` bytes, of which each had a part; a reduce-scatter takes as long.
 
     Over k nodes of g GPUs, every node receives the (k−1)/k of it that others have through all its g network cards at once, and distributes
-    it inside, (n−1)/n of it to each GPU; both overlap, so the slower counts. Latencies: a ring's.
+    it inside, (n−1)/n of it to each GPU; both overlap, so the slower counts. Latencies: a ring's. Written apart
+    from `collective_call.group_seconds`, so that tests can hold the two against each other.
 
     Raises:
         CostError: the GPUs are no whole nodes.

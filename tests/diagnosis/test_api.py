@@ -173,7 +173,7 @@ def test_a_file_that_only_defines_a_task_is_not_run(tmp_path: Path, monkeypatch:
     for same in (
         text.replace("8", "Path(__file__).resolve().parent").replace("WIDTH", "ROOT: Path"),
         text.replace("import workbench as wb", "from workbench import Task as T").replace("wb.Task", "T"),
-        text.replace("8", "torch.device('cpu')").replace("return ", "made = ") + "    return made\n",
+        text.replace("8", "torch.device('cpu')").replace("return ", "made: wb.Task = ") + "    return made\n",
     ):
         spec.write_text(same)
         assert lone_builder(spec) == "build"

@@ -132,7 +132,7 @@ def test_a_variable_among_knobs_is_named_and_each_arm_has_what_it_should(
     assert (result.kind, result.owner) == ("owner", ("NCCL_ALGO",))
     assert result.changes == ("prefetch_factor, num_workers", "lr", "NCCL_ALGO")
     assert "Run B's step is 1.40× that of run A, and NCCL_ALGO is the reason: today run A's step with it is 1.40× (" in str(result)
-    assert result.notes[-1].startswith("the step of a run is what 25 % of those after its warm-up stay below")
+    assert result.notes[-1].startswith("the time per step of a run is the 25 % quantile over its steps after the warm-up")
     assert trainings.arms[0].spec == a.spec
     assert trainings.arms[0].variables["NCCL_PROTO"] is None  # it is set now, and was not then
     assert trainings.arms[1].spec == b.spec
@@ -459,6 +459,7 @@ def test_a_variable_and_a_commit_own_real_trainings(repository: Path, monkeypatc
         ("train --lr 0.1", "--lr 0.1 train", {}),
         ("--amp --lr 0.1", "--lr 0.1 --amp", {}),
         ("--lr 0.1 --decay 0.2", "--lr 0.2 --decay 0.1", {"--lr": ("0.1", "0.2"), "--decay": ("0.2", "0.1")}),
+        ("--train a b --val c d", "--train a d --val c b", {"--train": ("a b", "a d"), "--val": ("c d", "c b")}),
         ("from to", "to from", {"argument 1": ("from", "to"), "argument 2": ("to", "from")}),
     ],
 )

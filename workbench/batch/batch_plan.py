@@ -304,7 +304,7 @@ def _reasons(
         why = f"{rate}, " + (
             f"the fastest way to make this batch with micro_batch up to {curve.micro_batches[-1]:,} ({curve.kind}: {known})"
             if len(curve.micro_batches) > 1
-            else f"the largest that divides a rank's samples, up to micro_batch {known}: no micro_batch but {known} was {curve.kind}"
+            else f"the largest divisor of a rank's samples up to {known}: no micro_batch but {known} was {curve.kind}"
         )
     else:
         top = max(candidates, key=lambda plan: plan.useful)

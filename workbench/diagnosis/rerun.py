@@ -228,8 +228,8 @@ class Measured:
     def words(self) -> str:
         """Of time: how the value of a run is taken from its steps."""
         if self.part is None:
-            return f"the {self.per} of a run is the mean after its warm-up"
-        return f"the {self.per} of a run is the {units.percent(self.part)} quantile of its steps after the warm-up"
+            return f"the time per {self.per} of a run is the mean over its steps after the warm-up"
+        return f"the time per {self.per} of a run is the {units.percent(self.part)} quantile over its steps after the warm-up"
 
     def value(self, run: Run, steps: int | None = None) -> float:
         """Seconds of the slowest rank per step or per sample, peak bytes of the fullest, or the loss; nan = there is none."""

@@ -149,8 +149,8 @@ def differing_options(a: Sequence[str], b: Sequence[str]) -> dict[str, tuple[str
             else:
                 options[f"argument {1 + sum(name.startswith('argument') for name in options)}"] = word
         sides.append(options)
-    firsts = [{name: value.partition(" ")[0] for name, value in side.items()} for side in sides]
-    moved = all(firsts[0][name] == firsts[1][name] for name in firsts[0].keys() & firsts[1].keys())
+    both = [sorted((sides[0][name].split(), sides[1][name].split()), key=len) for name in sides[0].keys() & sides[1].keys()]
+    moved = all(short == long[: len(short)] for short, long in both)
     if moved and sorted(map(str, a)) == sorted(map(str, b)):  # such as an argument that stands behind an option's value now
         return {}
     return {name: pair for name in sides[0] | sides[1] if len({*(pair := (sides[0].get(name, "none"), sides[1].get(name, "none")))}) > 1}

@@ -274,17 +274,19 @@ def lone_builder(script: str | os.PathLike[str]) -> str | None:
     except (OSError, SyntaxError, ValueError):
         return None
     idle = all(isinstance(each, passive) or (isinstance(each, ast.Expr) and isinstance(each.value, ast.Constant)) for each in body)
-    set_to = [
+    called = [
         node for each in body if isinstance(each, ast.Assign | ast.AnnAssign) for node in ast.walk(each) if isinstance(node, ast.Call)
     ]
-    if not idle or any(ast.unparse(call.func).partition("(")[0] not in HARMLESS for call in set_to):
+    if not idle or any(ast.unparse(call.func).partition("(")[0] not in HARMLESS for call in called):
         return None
     ours = [(each, name) for each in body if isinstance(each, ast.Import | ast.ImportFrom) for name in each.names]
     tasks = {f"{name.asname or name.name}.Task" for each, name in ours if isinstance(each, ast.Import) and name.name == "workbench"}
     tasks |= {name.asname or name.name for each, name in ours if getattr(each, "module", "") == "workbench" and name.name == "Task"}
     for function in (each for each in body if isinstance(each, ast.FunctionDef)):
         inner = list(ast.walk(function))
-        made = {node.targets[0].id: node.value for node in inner if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)}
+        set_to = [(target, node.value) for node in inner if isinstance(node, ast.Assign) for target in node.targets]
+        set_to += [(node.target, node.value) for node in inner if isinstance(node, ast.AnnAssign) and node.value]
+        made = {target.id: value for target, value in set_to if isinstance(target, ast.Name)}
         returned = (node.value for node in inner if isinstance(node, ast.Return))
         values = (made.get(value.id) if isinstance(value, ast.Name) else value for value in returned)
         if any(isinstance(value, ast.Call) and ast.unparse(value.func) in tasks for value in values):

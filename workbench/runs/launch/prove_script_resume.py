@@ -29,7 +29,7 @@ OUT = "{out}"
 SHOWN = 8
 """Entries that are shown at most."""
 TRIES = 3
-"""Times that it is begun with at most, where the kills came after the last step of the training, each time with earlier kills."""
+"""How often it is tried at most, where the kills left too little to train, each time with earlier kills."""
 LATEST = 0.8
 """Part of the undisturbed steps before which the first try kills: what a launch has trained is seen up to 0.3 s later."""
 _STATE = re.compile("sched|random|rng|generator|sampler|scaler|step|epoch")
@@ -80,13 +80,13 @@ class ScriptResumeProof(JsonDataclass, display.Shown):
 
     @property
     def too_late(self) -> bool:
-        """Was a step or two left to train after the kills, at most, so that an equal result proves nothing? False where `steps` <= 1."""
+        """Were at most a step or two left to train after the kills, so that an equal result proves too little? False where `steps` <= 1."""
         return self.last_steps <= 1 < self.steps
 
     @property
     def exact(self) -> bool:
-        """Is the result bit for bit the same, of a script that had steps left to train and did not simply begin again?"""
-        return not self.differing and not self.began_again and not self.too_late
+        """Is the result bit for bit the same, of a script whose steps show that it went on from a checkpoint? False where `steps` <= 1."""
+        return not self.differing and self.steps > 1 and not self.began_again and not self.too_late
 
     @property
     def verdict(self) -> str:
@@ -113,13 +113,17 @@ class ScriptResumeProof(JsonDataclass, display.Shown):
                 f"Not proved: {left}{self._when(f'{took}, as measured')}, so an equal result says too little of a resume: let the script "
                 "train longer, or write its first checkpoint earlier"
             )
-        if self.exact:
-            known = "whether it went on from a checkpoint or began again is not known, since "
-            known += f"{'only one' if self.steps else 'no'} optimizer step of torch was measured"
-            if self.steps > 1:
-                known = f"the last launch took {several(self.last_steps, 'step')}, the undisturbed script {self.steps:,}, as measured"
+        if not self.differing:
             every = "the only entry of the result is" if self.entries == 1 else f"all {self.entries:,} entries of the result are"
-            return f"Exact: {after} {every} bit for bit as in the undisturbed script{self._when(known)}."
+            equal = f"{after} {every} bit for bit as in the undisturbed script"
+            if not self.exact:
+                known = f"{'only one' if self.steps else 'no'} optimizer step of torch was measured in the undisturbed script"
+                return (
+                    f"Equal, but a resume is not proved: {equal}{self._when(known)}. A seeded script that begins again writes the same: "
+                    "see in what it printed that it loads its checkpoint"
+                )
+            took = f"the last launch took {several(self.last_steps, 'step')}, the undisturbed script {self.steps:,}, as measured"
+            return f"Exact: {equal}{self._when(took)}."
         many = f"{len(self.differing):,} of {self.entries:,} entries of the result differ{'s' * (len(self.differing) == 1)}"
         if self.entries == 1:
             many = "the only entry of the result differs"
@@ -279,9 +283,11 @@ def kill_steps(writes: Sequence[int], total: int, kills: int, chosen: random.Ran
     if total < 2:
         return [[]]
     written = sorted(set(writes))
-    first = max(1, min(written[(len(written) - 1) // 3] + 1, total - 1))  # a step after it, what was written is whole
+    early = [step for step in written if step < int(LATEST * total)] or written[:1]
+    first = max(1, min(early[(len(early) - 1) // 3] + 1, total - 1))  # a step after it, what was written is whole
     latest = dict.fromkeys(first + max(0, int(LATEST * total) - first) // 2**tried for tried in range(TRIES))
-    return [sorted(chosen.randint(first, each) for _ in range(kills)) for each in latest]
+    places = sorted(chosen.random() for _ in range(kills))
+    return [[first + round(place * (each - first)) for place in places] for each in latest]
 
 
 def _so_far(writes: int, steps: int, lacks: str) -> str:

@@ -154,7 +154,10 @@ def _data_parallel(workload: Workload, layouts: Layouts, rates: HardwareRates, w
     backward = _BACKWARD * working
 
     def gathered(size: Floats, pieces: Floats | float) -> Floats:
-        """Seconds until all have `size` bytes, of which each had a part; a reduction takes as long. As `volumes.gather_seconds`."""
+        """Seconds until all have `size` bytes, of which each had a part; a reduction takes as long.
+
+        As `collective_call.group_seconds` of an all-gather in rings.
+        """
         between = (nodes - 1) / nodes * size / (inside * rates.inter.bandwidth)
         within = (layouts.data - 1) / layouts.data * size / rates.intra.bandwidth
         hops = (nodes - 1) * rates.inter.latency + (inside - 1) * rates.intra.latency
