@@ -1,4 +1,4 @@
-"""A script for torchrun: `recorder` prints what the flight recorder has of a reduction by NCCL; `gloo` and `nccl` hang after 40 steps."""
+"""A script for torchrun: `recorder` prints what the flight recorder has of NCCL's reductions; `gloo` and `nccl` hang after 40 steps."""
 
 import json
 import sys
@@ -28,5 +28,9 @@ if __name__ == "__main__":
             hang()
         dist.all_reduce(tensor)  # the line that is to be named
         tensor.div_(dist.get_world_size()).sum().item()
-    print(json.dumps(flight_recorder.last_collectives()[-1]), flush=True)
+    if what == "recorder" and kind == "cuda":
+        print(json.dumps(flight_recorder.last_collectives()[-1:]), flush=True)
+        torch.cuda._sleep(5_000_000_000)  # clock cycles, some seconds: what follows on the stream has not begun yet
+        dist.all_reduce(tensor)
+        print(json.dumps(flight_recorder.last_collectives()[-1:]), flush=True)
     dist.destroy_process_group()

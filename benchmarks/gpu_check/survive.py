@@ -51,14 +51,14 @@ def run(report: Report, bench: Bench) -> None:
 
 
 def _recorder(report: Report, name: str, run_: wb.Run) -> None:
-    """What NCCL's flight recorder has of a rank's last reduction."""
+    """What NCCL's flight recorder has of a reduction that has ended, and of one that the device has not begun."""
     run_.wait()
-    rows = [json.loads(line) for line in run_.logs(0).splitlines() if line.startswith("{")]
-    seen = rows[-1] if run_.state == "finished" and rows else {}
+    rows = [row for line in run_.logs(0).splitlines() if line.startswith("[") for row in json.loads(line)]
     source = Path(hang_script.__file__).read_text().splitlines()
-    named = any(Path(file).name == "hang_script.py" and "to be named" in source[line - 1] for file, line, _ in seen.get("frames", ()))
-    report.row(name, seen.get("op") == "all_reduce" and named, values=seen, result=str(seen or run_.error)[:250],
-               expected="all_reduce, and the line that called it")  # fmt: skip
+    named = all(any(Path(file).name == "hang_script.py" and "all_reduce" in source[line - 1] for file, line, _ in row["frames"]) for row in rows)
+    seen = [(row["op"], row["number"], row["pending"]) for row in rows]
+    report.row(name, named and seen == [("all_reduce", 45, False), ("all_reduce", 46, True)], values={"rows": rows},
+               result=str(seen if rows else run_.error)[:250], expected="two all_reduce, the second pending, and the lines that called them")  # fmt: skip
 
 
 def _hang(report: Report, name: str, run_: wb.Run) -> None:

@@ -18,10 +18,11 @@ ENTRY = {
 
 def test_reads_what_torch_records_under_either_name_and_says_where_it_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
     dumped = pickle.dumps({"pg_status": {"0": {"last_enqueued_collective": 11}}, "entries": [ENTRY]})
-    for name in ("_dump_fr_trace", "_dump_nccl_trace"):
+    for name, mark in (("_dump_fr_trace", ""), ("_dump_nccl_trace", flight_recorder.NCCL)):
         monkeypatch.setitem(sys.modules, "torch._C._distributed_c10d", types.SimpleNamespace(**{name: lambda *_: dumped}))
-        assert flight_recorder.numbers() == {"0": 11}
+        assert flight_recorder.numbers() == {"0" + mark: 11}
         (row,) = flight_recorder.last_collectives()
+        assert row["group"] == "0" + mark
         assert row["op"] == "all_reduce"
         assert row["pending"]
         assert row["frames"] == [("/t/_tensor.py", 623, "backward")]
@@ -32,6 +33,22 @@ def test_reads_what_torch_records_under_either_name_and_says_where_it_cannot(mon
         assert flight_recorder.numbers() == {}
         assert flight_recorder.last_collectives() == []
         assert why in flight_recorder.why_missing()
+
+
+def test_nccl_has_a_recorder_of_its_own_beside_that_of_the_other_backends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch built for CUDA has both: the first holds nothing of NCCL (a GPU check found no collective at all)."""
+    of_gloo = ENTRY | {"time_created_ns": 2}
+    of_nccl = [ENTRY | {"profiling_name": "nccl:all_reduce", "collective_seq_id": number, "time_created_ns": number} for number in (1, 3)]
+    gloo = pickle.dumps({"pg_status": {"0": {"last_enqueued_collective": 11}}, "entries": [of_gloo]})
+    nccl = pickle.dumps({"pg_status": {"0": {"last_enqueued_collective": 3}}, "entries": of_nccl})
+    both = types.SimpleNamespace(_dump_fr_trace=lambda *_: gloo, _dump_nccl_trace=lambda *_: nccl)
+    monkeypatch.setitem(sys.modules, "torch._C._distributed_c10d", both)
+    assert flight_recorder.numbers() == {"0": 11, "0 (nccl)": 3}
+    rows = flight_recorder.last_collectives()
+    assert [(row["group"], row["number"]) for row in rows] == [("0 (nccl)", 1), ("0", 11), ("0 (nccl)", 3)]
+    world = types.SimpleNamespace(pg_names={"a": "0"}, pg_group_ranks={"a": {1: 1, 0: 0}})
+    monkeypatch.setitem(sys.modules, "torch.distributed.distributed_c10d", types.SimpleNamespace(_world=world))
+    assert flight_recorder.members() == {"0": [0, 1], "0 (nccl)": [0, 1]}
 
 
 def test_this_torch_has_a_recorder() -> None:

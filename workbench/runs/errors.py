@@ -32,6 +32,7 @@ OUT_OF_DEVICE_MEMORY = (
     r"|(CUDA|HIP|XPU)(?: driver)? error: out of memory|(CUDA|HIP)\]: out of memory"  # an allocation past them, and Triton's
     r"|cudaErrorMemoryAllocation|CUDA_ERROR_OUT_OF_MEMORY|hipError(OutOfMemory|MemoryAllocation)"  # the runtimes and drivers
     r"|(CUDA|Cuda|cuda|HIP|hip) failure(?: \d+)? '?out of memory|unhandled (cuda|hip) error[\s\S]*out of memory"  # NCCL, RCCL
+    r"|Failed to CUDA [cm]alloc"  # NCCL 2.28, as a full H200 showed
     r"|(CUBLAS|CUDNN|CUSOLVER|CUSPARSE|HIPBLAS|HIPSOLVER|HIPSPARSE|MIOPEN)_STATUS_ALLOC_FAILED|(CUFFT|HIPFFT)_ALLOC_FAILED"
     r"|CUDNN_STATUS_INTERNAL_ERROR_(HOST|DEVICE)_ALLOCATION_FAILED|rocblas_status_memory_error|miopenStatusAllocFailed"
     r"|_ERROR_OUT_OF_DEVICE_MEMORY|PI_ERROR_OUT_OF_RESOURCES"  # SYCL and Level Zero

@@ -13,6 +13,8 @@ BUFFER = 256
 """Collectives that a rank keeps, at some 0.5 kB each."""
 KEPT = 40
 """Collectives, the last ones, that go into a report."""
+NCCL = " (nccl)"
+"""After the name of a process group: its collectives over NCCL, which are counted by themselves."""
 
 
 def switched_on(torch_version: str, environ: Mapping[str, str]) -> dict[str, str]:
@@ -26,10 +28,11 @@ def switched_on(torch_version: str, environ: Mapping[str, str]) -> dict[str, str
     return {} if any(name in environ for name in names) else {names[old]: str(BUFFER)}
 
 
-def _dump(**options: bool) -> Any:
+def _dump(**options: bool) -> dict[str, dict[str, Any]]:
+    """What this process's recorders hold, by what marks their groups: torch built for CUDA has one for NCCL, and one for the others."""
     bindings = sys.modules.get("torch._C._distributed_c10d")
-    dump = getattr(bindings, "_dump_fr_trace", None) or getattr(bindings, "_dump_nccl_trace", None)
-    return None if dump is None else pickle.loads(dump(*options.values()))  # of this process
+    dumps = {mark: getattr(bindings, name, None) for mark, name in (("", "_dump_fr_trace"), (NCCL, "_dump_nccl_trace"))}
+    return {mark: pickle.loads(dump(*options.values())) for mark, dump in dumps.items() if dump is not None}
 
 
 def why_missing() -> str:
@@ -38,7 +41,7 @@ def why_missing() -> str:
         return "torch.distributed is not loaded"
     torch = sys.modules["torch"]
     try:
-        return "" if _dump(entries=False, stacks=False, active=False) is not None else f"torch {torch.__version__} has no flight recorder"
+        return "" if _dump(entries=False, stacks=False, active=False) else f"torch {torch.__version__} has no flight recorder"
     except Exception as error:
         return f"the flight recorder of torch {torch.__version__} cannot be read: {type(error).__name__}: {error!s:.200}"
 
@@ -46,8 +49,12 @@ def why_missing() -> str:
 def numbers() -> dict[str, int]:
     """Process group → collectives called so far. Takes some microseconds, and touches no process group."""
     try:
-        status = (_dump(entries=False, stacks=False, active=False) or {}).get("pg_status") or {}
-        return {str(group): int(state["last_enqueued_collective"]) for group, state in status.items()}
+        dumped = _dump(entries=False, stacks=False, active=False)
+        return {
+            f"{group}{mark}": int(state["last_enqueued_collective"])
+            for mark, of_backend in dumped.items()
+            for group, state in (of_backend.get("pg_status") or {}).items()
+        }
     except Exception:  # another release of torch
         return {}
 
@@ -57,7 +64,8 @@ def members() -> dict[str, list[int]]:
     c10d = sys.modules.get("torch.distributed.distributed_c10d")
     try:
         world = c10d._world  # type: ignore[union-attr]
-        return {str(world.pg_names[group]): sorted(map(int, ranks)) for group, ranks in list(world.pg_group_ranks.items())}
+        groups = {str(world.pg_names[group]): sorted(map(int, ranks)) for group, ranks in list(world.pg_group_ranks.items())}
+        return {name + mark: ranks for mark in ("", NCCL) for name, ranks in groups.items()}
     except Exception:
         return {}
 
@@ -65,16 +73,18 @@ def members() -> dict[str, list[int]]:
 def last_collectives() -> list[dict[str, Any]]:
     """The last collectives, oldest first: group, number (None: send or recv), op, sizes, dtype, pending, frames (file, line, function)."""
     try:
-        entries = (_dump(entries=True, stacks=True, active=False) or {}).get("entries") or []
-        return [_shortened(entry) for entry in entries[-KEPT:]]
+        dumped = _dump(entries=True, stacks=True, active=False)
+        rows = [(entry, mark) for mark, of_backend in dumped.items() for entry in of_backend.get("entries") or []]
+        rows.sort(key=lambda row: int(row[0].get("time_created_ns") or 0))  # stable, where torch gives no times
+        return [_shortened(*row) for row in rows[-KEPT:]]
     except Exception:
         return []
 
 
-def _shortened(entry: Any) -> dict[str, Any]:
+def _shortened(entry: Any, mark: str) -> dict[str, Any]:
     peer = bool(entry.get("is_p2p"))
     return {
-        "group": str(entry["process_group"][0]),
+        "group": f"{entry['process_group'][0]}{mark}",
         "number": None if peer else int(entry["collective_seq_id"]),
         "op": str(entry["profiling_name"]).partition(":")[2] or str(entry["profiling_name"]),
         "sizes": [list(map(int, size)) for size in entry["input_sizes"]][:8],

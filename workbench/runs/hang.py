@@ -23,6 +23,7 @@ from typing import Any
 
 from workbench.core import run_directory
 from workbench.core.package import is_users
+from workbench.runs import flight_recorder
 from workbench.runs.failure import Failure
 from workbench.runs.rank_watchdog import FIRST_COLLECTIVES
 
@@ -400,7 +401,8 @@ def _words_of(row: Mapping[str, Any], main: list[Frame]) -> str:
     """A collective with its number, shapes and caller."""
     op, shapes = row["op"], ", ".join(map(str, row["sizes"][:3])) + ", …" * (len(row["sizes"]) > 3)
     text = op if row["number"] is None else f"{op} number {row['number']}"
-    text += f" of group {row['group']}" if row["group"] not in ("0", "default_pg") else ""
+    group = row["group"].removesuffix(flight_recorder.NCCL)
+    text += f" of group {group}" if group not in ("0", "default_pg") else ""
     text += f" ({shapes} {row['dtype']})" if shapes else ""
     stack = [frame[2] for frame in row["frames"]] or [frame[2] for frame in main]
     users = {frame[:3] for frame in main if frame[4]}
