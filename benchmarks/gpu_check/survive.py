@@ -55,10 +55,17 @@ def _recorder(report: Report, name: str, run_: wb.Run) -> None:
     run_.wait()
     rows = [row for line in run_.logs(0).splitlines() if line.startswith("[") for row in json.loads(line)]
     source = Path(hang_script.__file__).read_text().splitlines()
-    named = all(any(Path(file).name == "hang_script.py" and "all_reduce" in source[line - 1] for file, line, _ in row["frames"]) for row in rows)
+    named = all(
+        any(Path(file).name == "hang_script.py" and "all_reduce" in source[line - 1] for file, line, _ in row["frames"]) for row in rows
+    )
     seen = [(row["op"], row["number"], row["pending"]) for row in rows]
-    report.row(name, named and seen == [("all_reduce", 45, False), ("all_reduce", 46, True)], values={"rows": rows},
-               result=str(seen if rows else run_.error)[:250], expected="two all_reduce, the second pending, and the lines that called them")  # fmt: skip
+    report.row(
+        name,
+        named and seen == [("all_reduce", 45, False), ("all_reduce", 46, True)],
+        values={"rows": rows},
+        result=str(seen if rows else run_.error)[:250],
+        expected="two all_reduce, the second pending, and the lines that called them",
+    )
 
 
 def _hang(report: Report, name: str, run_: wb.Run) -> None:
