@@ -13,6 +13,7 @@ from tests.played_steps import Clock, laps
 from workbench.core import system_load
 from workbench.harness.blocks import Block, BlockTimer, StepFailed, StepTimes, Timings, common_length, no_step
 from workbench.harness.peers import Peers
+from workbench.runs.errors import LESS_MEMORY
 
 
 def timings(*blocks: tuple[StepTimes, ...]) -> Timings:
@@ -88,6 +89,8 @@ def test_which_call_failed(bench: BlockTimer) -> None:
     with pytest.raises(StepFailed, match=r"KeyError at its call number 3: 'label'") as caught:
         bench.run("full", [0, 1, 2], 3, step=step)
     assert isinstance(caught.value.error, KeyError)
+    assert LESS_MEMORY not in str(caught.value)
+    assert str(StepFailed(2, torch.OutOfMemoryError("CUDA out of memory."))).endswith(f"has been put back. {LESS_MEMORY}")
 
 
 def test_pages_that_the_kernel_gives_are_counted_per_step(bench: BlockTimer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,15 +2,24 @@
 
 import gc
 import multiprocessing
+import os
+import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from tests import toy_tasks
-from workbench.programs.experiment import IdleTraining, Training, enter_training
+from tests.forked import Forks
+from workbench.programs.experiment import Assignment, IdleTraining, Training, enter_training, prove
 from workbench.runs.spec import RunSpec
 from workbench.train.device_turns import DeviceTurns, storages_of
 from workbench.train.ranks import Ranks
@@ -116,6 +125,128 @@ def test_only_one_is_on_a_device_on_which_both_do_not_fit(alone: Ranks, room: in
         assert "do not fit on the device together" in turns.note
         assert "of 1.17 KiB" in turns.note
     assert memory.released >= 2
+
+
+class Made(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Follows all memory that operators make inside, also those that DDP calls in C++, until nothing has it any longer."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._made: list[StorageWeakRef] = []
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = operator(*args, **(kwargs or {}))
+        tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        self._made += [StorageWeakRef(tensor.untyped_storage()) for tensor in tensors]  # type: ignore[no-untyped-call]
+        return result
+
+    def bytes_without(self, tensors: list[torch.Tensor]) -> int:
+        """What lives, but for these tensors."""
+        storages: list[Any] = [torch.UntypedStorage._new_with_weak_ptr(made.cdata) for made in self._made]
+        living: dict[int, int] = {storage._cdata: storage.nbytes() for storage in storages if storage is not None}
+        return sum(living.values()) - sum(living.get(tensor.untyped_storage()._cdata, 0) for tensor in tensors)
+
+
+def wide() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 256), nn.Linear(256, 256), nn.Linear(256, 256), nn.Linear(256, 2))
+
+
+@pytest.mark.parametrize(
+    ("knobs", "stays"),
+    [
+        ({"optimizer": "adamw(lr=0.1)"}, 0),
+        ({"optimizer": "adamw(lr=0.1)", "gradient_as_bucket_view": True, "ema": 0.9}, 0),
+        ({"parallel": "zero1", "accumulation": 2, "micro_batch": 4}, 0),
+        ({"find_unused_parameters": True, "gradient_compression": "fp16"}, 0),
+        ({"static_graph": True}, 1),  # the buckets
+        ({"gradient_compression": "powersgd(rank=1, start=2)"}, 2),  # the buckets, and what was not sent so far
+        ({"local_sgd": "periodic(start=2, period=2)"}, 1),
+    ],
+)
+def test_what_a_resting_training_leaves_on_the_device(alone: Ranks, knobs: dict[str, Any], stays: int) -> None:
+    """In sizes of the weights, of all memory there is: before the first turn no more than afterwards."""
+    weights = sum(weight.nbytes for weight in wide().parameters())
+    turns, task = DeviceTurns(torch.device("cpu"), FakeMemory(0)), toy_tasks.numbers(model=wide)
+    with (
+        Made() as made,
+        enter_training(spec_of(**knobs), task, alone, 0, turns) as one,
+        enter_training(spec_of(**knobs), task, alone, 1, turns) as other,
+    ):
+        assert isinstance(one, Training)
+        assert isinstance(other, Training)
+
+        def left() -> float:
+            return float(made.bytes_without([*turns._copies.values()]) / weights)
+
+        def settles_at(most: float) -> bool:
+            end = time.monotonic() + 20
+            while left() > most and time.monotonic() < end:  # a thread of gloo may hold a tensor a little longer
+                time.sleep(0.01)
+            return left() <= most
+
+        assert settles_at(2 * min(stays, 1) + 0.1)
+        for training in (one, other, one, other):
+            training.drain()
+            for _ in range(3):
+                training.step()
+        turns.enter(None)
+        assert settles_at(2 * stays + 0.1)
+        assert left() >= 2 * stays
+        one.drain()
+        assert isinstance(one.trainer.model, DistributedDataParallel)
+        assert left() > 1.9  # the test sees what it is about
+
+
+RANKS_TAKE_TURNS = """
+import torch
+from tests import toy_tasks
+from tests.programs.test_experiment import FakeMemory, spec_of
+from workbench.harness.peers import Peers
+from workbench.programs.experiment import IdleTraining, enter_training
+from workbench.train.device_turns import DeviceTurns
+from workbench.train.ranks import Ranks
+
+torch.set_num_threads(1)
+ranks = Ranks.join(spec_of(nproc_per_node=2))
+specs, weights = [spec_of(nproc_per_node=2), spec_of(micro_batch=16)], []
+for room in (0, 10**9 * ranks.rank, 10**9, None):  # in the second case rank 1 alone has room for both
+    with Peers.join() as peers:
+        memory = FakeMemory(room) if room is not None else None
+        turns = DeviceTurns(torch.device("cpu"), memory, all_agree=lambda yes: peers.agree(yes, all))
+        with enter_training(specs[0], toy_tasks.numbers(), ranks, 0, turns) as one:
+            with enter_training(specs[1], toy_tasks.numbers(), ranks, 1, turns) as other:
+                assert isinstance(other, IdleTraining) == (ranks.rank == 1)
+                for training in (one, other, other, one, one, other, one):
+                    training.drain()
+                    for _ in range(3):
+                        training.step()
+                assert one.trainer.layout.data is None  # no process group of its own
+                weights.append(torch.cat([weight.detach().flatten() for weight in one.trainer.module.parameters()]))
+        assert (turns.note is None) == (len(weights) > 2), turns.note
+assert all(torch.equal(values, weights[0]) for values in weights)
+Ranks.leave()
+"""
+
+
+def test_ranks_agree_whether_trainings_move(forks: Forks, tmp_path: Path) -> None:
+    """One trains on both ranks, the other on one: the DistributedDataParallel is made anew on both at once."""
+    done = forks.ranks(2, tmp_path, "-c", RANKS_TAKE_TURNS, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr
+
+
+def test_memory_that_runs_out_in_a_proof_is_told_with_its_training(alone: Ranks, tmp_path: Path) -> None:
+    def loss(model: nn.Module, batch: toy_tasks.Pair) -> torch.Tensor:
+        if len(batch[0]) > 8:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return toy_tasks.squared_error(model, batch)
+
+    specs = {"baseline": spec_of(), "changed": spec_of(micro_batch=16)}
+    for names, side in ((("baseline", "changed"), "with"), (("changed", "baseline"), "without")):
+        order = {"budget_s": 1.0, **{name: specs[given].to_json() for name, given in zip(("baseline", "changed"), names, strict=True)}}
+        info = {"experiment": order, "created": time.time()}
+        task = toy_tasks.numbers(loss=loss)
+        with pytest.raises(torch.OutOfMemoryError, match=rf"2.00 GiB. \(in the training {side} the change\)$"):
+            prove(Assignment(run_dir=tmp_path, info=info, spec=spec_of(), task=task, ranks=alone))
 
 
 def test_on_the_cpu_nobody_moves(alone: Ranks) -> None:

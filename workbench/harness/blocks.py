@@ -17,6 +17,7 @@ from workbench.harness import device_clock
 from workbench.harness.feed import Exhausted
 from workbench.harness.peers import Peers
 from workbench.harness.stack_sampler import StackSampler
+from workbench.runs.errors import LESS_MEMORY, is_out_of_memory
 
 STALL_FACTOR = 2.5
 """A call of step() has stalled if it takes so many times the usual. Chosen: steps of similar batches vary far less, lengths of sequences by
@@ -307,6 +308,8 @@ class StepFailed(DiagnoseError):
         super().__init__(
             f"step() raised {type(error).__name__} at its call number {call}: {error}. "
             "Experiments call it many times, also with a batch that it has seen before; its state has been put back"
+            + f". {LESS_MEMORY}"
+            * is_out_of_memory(error)
         )
         self.call, self.error = call, error
 

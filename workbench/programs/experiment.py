@@ -29,6 +29,7 @@ from workbench.harness.peers import Peers
 from workbench.memory.measure.at_oom import held
 from workbench.runs import failure
 from workbench.runs.entrypoints import EXPERIMENT
+from workbench.runs.errors import is_out_of_memory
 from workbench.runs.spec import RunSpec
 from workbench.runs.task import Task, resolve
 from workbench.train.device_turns import DeviceTurns
@@ -165,13 +166,19 @@ def progress_writer(run_dir: Path) -> Callable[[str, str], None]:
 def prove(assignment: Assignment) -> dict[str, Any]:
     """Time two specs in alternating blocks; the result is a `VariantTimes` whose baseline is the first spec."""
     specs = [RunSpec.from_json(assignment.order[name]) for name in ("baseline", "changed")]
-    turns = DeviceTurns(assignment.ranks.device)
     with contextlib.ExitStack() as stack, Peers.join() as peers:
+        turns = DeviceTurns(assignment.ranks.device, all_agree=lambda yes: peers.agree(yes, all))
         trainings = [
             stack.enter_context(enter_training(spec, assignment.task, assignment.ranks, index, turns)) for index, spec in enumerate(specs)
         ]
         progress = progress_writer(assignment.run_dir) if assignment.ranks.rank == 0 else None
-        arm = run_ab_test(*trainings, budget_s=_budget(assignment), peers=peers, progress=progress)
+        try:
+            arm = run_ab_test(*trainings, budget_s=_budget(assignment), peers=peers, progress=progress)
+        except Exception as error:
+            if is_out_of_memory(error) and Training.in_turn in trainings:
+                side = "with" if trainings.index(Training.in_turn) else "without"
+                error.args = (f"{error} (in the training {side} the change)",)
+            raise
     note = "; ".join(filter(None, (turns.note, arm.note))) or None
     return dataclasses.asdict(dataclasses.replace(arm, samples=specs[1].global_batch / specs[0].global_batch, note=note))
 
@@ -194,17 +201,24 @@ def _budget(assignment: Assignment) -> float:
 class IdleTraining:
     """Takes the place of a training on a rank that it does not use."""
 
+    def __init__(self, turns: DeviceTurns | None = None) -> None:
+        self._turns = turns
+        if turns is not None:
+            turns.add(None)
+
     def step(self) -> None:
         """Nothing to do."""
 
     def drain(self) -> None:
-        """Nothing to do."""
+        """Before its block: the other training rests here, too."""
+        if self._turns is not None:
+            self._turns.enter(None)
 
 
 class Training:
     """Trains a spec, in blocks that alternate with another training in the same process."""
 
-    _turn: "Training | None" = None
+    in_turn: "Training | None" = None
 
     def __init__(self, trainer: Trainer, turns: DeviceTurns | None = None) -> None:
         self.trainer, self._turns = trainer, turns
@@ -219,9 +233,9 @@ class Training:
 
     def drain(self) -> None:
         """Before its block: wait until the other training's workers idle and use no core, have the device, and empty the own queue."""
-        if Training._turn not in (self, None):
-            Training._turn.feed.wait_until_full(PATIENCE)
-        Training._turn = self
+        if Training.in_turn not in (self, None):
+            Training.in_turn.feed.wait_until_full(PATIENCE)
+        Training.in_turn = self
         if self._turns is not None:
             self._turns.enter(self.trainer)
         self.trainer.apply_process_settings()
@@ -230,21 +244,26 @@ class Training:
     def close(self) -> None:
         """End its workers."""
         self.feed.close()
-        Training._turn = None
+        Training.in_turn = None
 
 
 @contextlib.contextmanager
 def enter_training(
     spec: RunSpec, task: Task, everyone: Ranks, number: int, turns: DeviceTurns | None = None
 ) -> Iterator[Training | IdleTraining]:
-    """A contestant on this rank. It may use fewer ranks than there are; all must call this, to make its process group."""
+    """A contestant on this rank. It may use fewer ranks than there are; all must call this, to make its process group.
+
+    One that uses all ranks takes the group of all, as a training does: NCCL has hundreds of MB on the device for each group.
+    """
     members = list(range(spec.nproc_per_node))
     local_rank = number_in_environment("LOCAL_RANK", 0)
     device = choose_device(spec, local_rank, spec.nproc_per_node)
-    group = dist.new_group(members, backend=choose_backend(spec, device))
+    backend = choose_backend(spec, device)
+    shared = len(members) == dist.get_world_size() and backend == dist.get_backend()
+    group = None if shared else dist.new_group(members, backend=backend)
     if everyone.rank not in members:
         join_group_creation(spec, members)
-        yield IdleTraining()
+        yield IdleTraining(turns)
         return
     if device.type == "cuda":
         torch.cuda.set_device(device)

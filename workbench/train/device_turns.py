@@ -1,16 +1,20 @@
 """Lets trainings of one process take turns on a device. If they do not fit together, the tensors of a resting one are in main memory."""
 
+import gc
 import math
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
 from workbench.core import units
 from workbench.core.checks import number_in_environment
 from workbench.core.device import MARGIN
+from workbench.train.sharding import distribute
 from workbench.train.trainer import Trainer
 
 
@@ -56,61 +60,78 @@ class GpuMemory:
 
 
 class DeviceTurns:
-    """Decides which trainings are on the device.
+    """Decides which trainings are on the device. All ranks of a launch must make the same calls in the same order.
 
     At first only one is, so that each can use all of the memory. Once all have had a turn, their peaks are known: if they fit together,
-    they stay there, and otherwise those that rest are moved to main memory between turns. Buckets of DDP stay on the device.
+    they stay there, and otherwise those that rest are moved to main memory between turns. The buckets of DDP, which have the size of the
+    gradients and cannot be reached from Python, are dropped with the DistributedDataParallel, and made anew at the next turn: its first
+    step has one bucket for all gradients, as the first step of a training has. Where `_can_be_wrapped_again` says no, they stay on the
+    device, and so does the error that PowerSGD keeps.
 
     Attributes:
         note: says that trainings are moved, and why; None as long as they are not.
     """
 
-    def __init__(self, device: torch.device, memory: DeviceMemory | None = None) -> None:
+    def __init__(self, device: torch.device, memory: DeviceMemory | None = None, *, all_agree: Callable[[bool], bool] = bool) -> None:
         """
         Args:
             device: on which the trainings compute.
             memory: its memory; None = that of a GPU. Main memory does not need turns.
+            all_agree: gives whether all ranks of the launch say yes; a collective.
         """
         self._device = device
         self._memory = memory or (GpuMemory(device) if device.type == "cuda" else None)
+        self._all_agree = all_agree
+        self._all: list[Trainer | None] = []
         self._resting: dict[Trainer, list[tuple[torch.UntypedStorage, Tensor]]] = {}
+        self._unwrapped: set[Trainer] = set()  # resting ones whose DistributedDataParallel is to be made anew
         self._copies: dict[int, Tensor] = {}  # in main memory, by storage: they serve each turn, since new memory is slow at first
-        self._peaks: dict[Trainer, int] = {}
-        self._sizes: dict[Trainer, int] = {}
+        self._peaks: dict[Trainer | None, int] = {}
+        self._sizes: dict[Trainer | None, int] = {}
         self._active: Trainer | None = None
+        self._begun = False
         self._together: bool | None = None
         self.note: str | None = None
 
-    def add(self, trainer: Trainer) -> None:
-        """Add a training, which was just built. It rests until its first turn."""
-        if self._memory is not None:
+    def add(self, trainer: Trainer | None) -> None:
+        """Add a training, which was just built; None = that of other ranks, in which this one idles. It rests until its first turn."""
+        self._all.append(trainer)
+        if self._memory is not None and trainer is not None:
             self._rest(trainer)
 
-    def enter(self, trainer: Trainer) -> None:
-        """Begin a training's turn."""
-        if self._memory is None or self._active is trainer:
+    def enter(self, trainer: Trainer | None) -> None:
+        """Begin a training's turn; None = that of other ranks."""
+        if self._memory is None or (self._begun and self._active is trainer):
             return
-        if self._active is not None:
-            self._peaks[self._active] = max(self._peaks.get(self._active, 0), self._memory.peak())
-            self._sizes[self._active] = sum(storage.nbytes() for storage in storages_of(self._active, self._device))
-            if self._together is None and len(self._peaks) == len(self._peaks.keys() | self._resting.keys()):
-                self._decide()
-            if not self._together:
-                self._rest(self._active)
-        for storage, copy in self._resting.pop(trainer, []):
+        if self._begun:
+            self._end_turn(self._active)
+        for storage, copy in self._resting.pop(trainer, []) if trainer is not None else ():
             storage.resize_(copy.nbytes)
             _bytes_of(storage).copy_(copy)
+        if trainer in self._unwrapped:
+            self._unwrapped.remove(trainer)
+            trainer.model = distribute(trainer.module, trainer.spec, trainer.layout, trainer.ranks.device)
         if self._together:
             self._copies.clear()
-        self._active = trainer
+        self._active, self._begun = trainer, True
         self._memory.reset()
+
+    def _end_turn(self, trainer: Trainer | None) -> None:
+        assert self._memory is not None
+        self._peaks[trainer] = max(self._peaks.get(trainer, 0), self._memory.peak())
+        if trainer is not None:
+            self._sizes[trainer] = sum(storage.nbytes() for storage in storages_of(trainer, self._device)) + _size_of_buckets(trainer)
+        if self._together is None and self._peaks.keys() == {*self._all}:
+            self._decide()
+        if not self._together and trainer is not None:
+            self._rest(trainer)
 
     def _decide(self) -> None:
         """Do all fit together, each with its peak while the others rest there?"""
         assert self._memory is not None
         total, room = sum(self._sizes.values()), self._memory.room()
-        needed = max(peak + total - self._sizes[trainer] for trainer, peak in self._peaks.items())
-        self._together = needed <= (1 - MARGIN) * room
+        needed = max(peak + total - self._sizes.get(trainer, 0) for trainer, peak in self._peaks.items())
+        self._together = self._all_agree(needed <= (1 - MARGIN) * room)
         if not self._together:
             self.note = (
                 f"the two do not fit on the device together ({units.bytes_(needed)} of {units.bytes_(room)}): between blocks the "
@@ -119,6 +140,12 @@ class DeviceTurns:
 
     def _rest(self, trainer: Trainer) -> None:
         assert self._memory is not None
+        if _can_be_wrapped_again(trainer):
+            wrapper = weakref.ref(trainer.model)
+            trainer.model = trainer.module
+            if wrapper() is not None:  # in a reference cycle; the buckets live as long
+                gc.collect()
+            self._unwrapped.add(trainer)
         resting = []
         for storage in storages_of(trainer, self._device):
             size, copy = storage.nbytes(), self._copies.get(storage._cdata)
@@ -131,12 +158,32 @@ class DeviceTurns:
         self._memory.release()
 
 
+def _can_be_wrapped_again(trainer: Trainer) -> bool:
+    """Can its DistributedDataParallel be made anew between two steps, as if nothing had been? Not if it has learned something.
+
+    A static graph and the state of PowerSGD and of local SGD would begin anew, and parameters that ranks split are wrapped once.
+    """
+    spec = trainer.spec
+    learns = spec.static_graph or spec.local_sgd != "none" or spec.gradient_compression.startswith("powersgd")
+    return isinstance(trainer.model, DistributedDataParallel) and trainer.layout.tensor is None and not learns
+
+
+def _size_of_buckets(trainer: Trainer) -> int:
+    """Bytes of the buckets that a resting training drops. Those that stay are in the other's peak."""
+    if not _can_be_wrapped_again(trainer):
+        return 0
+    return sum(weight.nbytes for weight in trainer.module.parameters() if weight.requires_grad)
+
+
 def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 def storages_of(trainer: Trainer, device: torch.device) -> list[torch.UntypedStorage]:
-    """What a training keeps on a device between its steps: weights, buffers, gradients and the optimizer's states; each storage once."""
+    """What a training keeps on a device between its steps: weights, their averages, buffers, gradients and the optimizer's states.
+
+    Each storage once, without the buckets of DDP.
+    """
     storages: dict[int, torch.UntypedStorage] = {}
     for tensor in _kept(trainer):
         local = getattr(tensor, "_local_tensor", tensor)  # of a DTensor: what lies here
@@ -152,6 +199,7 @@ def _kept(trainer: Trainer) -> Iterator[Tensor]:
         if weight.grad is not None:
             yield weight.grad
     yield from trainer.module.buffers()
+    yield from trainer.averages.values()
     optimizers: list[Any] = [trainer.optimizer, getattr(trainer.optimizer, "optim", None)]  # the latter: ZeRO-1's
     for optimizer in optimizers:
         for leaf in tree_leaves(list(optimizer.state.values())) if optimizer is not None else ():
