@@ -837,6 +837,19 @@ def layers() -> Any:
     return nn.Sequential(*[nn.Sequential(nn.Linear(4096, 4096, bias=False), nn.Tanh()) for _ in range(8)])
 
 
+@pytest.mark.parametrize("sharing", ["ddp", "zero1", "fsdp"])
+def test_a_plan_of_a_program_has_the_memory_that_estimate_has_of_its_layout(sharing: str) -> None:
+    """What the optimizer's step and autocast need of a whole model they need of a shard where it is sharded."""
+    import torch
+
+    batch = (torch.empty(12, 4096, device="meta"), torch.zeros(12, dtype=torch.long, device="meta"))
+    best = plans(model=layers, batch=batch, cluster="DGX-A100", gpus=8, global_batch=96, sharing=sharing, checkpointing="none", held=1).best
+    fields: dict[str, Any] = {"precision": "amp_bf16", "parallel": sharing, "nproc_per_node": 8, "micro_batch": best.micro_batch}
+    estimated = wb.estimate_memory(layers, batch=batch, device="A100", **fields)
+    planned = sum(size for name, size in best.memory.items() if name != "outside")
+    assert 0.8 < planned / estimated.reserved < 1.25
+
+
 def test_the_number_of_gpus_is_judged_before_any_dry_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("workbench.cluster.read_model.read", lambda *_, **__: pytest.fail("a dry run"))
     for wrong, said in (({"gpus": 17}, "try 16 or 24"), ({"global_batch": 0}, "global_batch=0"), ({"sharing": "zero9"}, "allowed are ddp")):

@@ -107,8 +107,8 @@ class _Counted:
     """Of a micro-batch, without the optimizer's step."""
     states: Mapping[str, float]
     """Memory group → bytes, independent of the batch."""
-    peaks: Mapping[int, float]
-    """Micro-batch → peak bytes of the allocator."""
+    peaks: Mapping[int, tuple[float, ...]]
+    """Micro-batch → peak bytes of the allocator, and those of `Family.beside_states`, where they are known."""
     blocks: int
     tensors: int
     """Parameter tensors."""
@@ -176,8 +176,8 @@ def _outside_products(seen: "Roofline", device: Device) -> float:
     return taken[False] / (sum(taken.values()) or 1.0)
 
 
-def _peaks(target: Any, options: dict[str, Any], logs: "Mapping[int, MemoryLog]") -> dict[int, float]:
-    """Micro-batch → bytes; if the program depends on the batch, from a dry run each of a few."""
+def _peaks(target: Any, options: dict[str, Any], logs: "Mapping[int, MemoryLog]") -> dict[int, tuple[float, ...]]:
+    """As `_Counted.peaks`; if the program depends on the batch, from a dry run each of a few."""
     from workbench.memory.analysis.family import Family
 
     try:
@@ -185,8 +185,8 @@ def _peaks(target: Any, options: dict[str, Any], logs: "Mapping[int, MemoryLog]"
     except ValueError:
         from workbench.memory.api import estimate_memory
 
-        return {size: float(estimate_memory(target, **{**options, "micro_batch": size}).reserved or 0) for size in SINGLE_SIZES}
-    return {size: float(family.reserved(size)) for size in MICRO_BATCHES}
+        return {size: (float(estimate_memory(target, **{**options, "micro_batch": size}).reserved or 0),) for size in SINGLE_SIZES}
+    return {size: (float(family.reserved(size)), *map(float, family.beside_states(size))) for size in MICRO_BATCHES}
 
 
 def _pieces(program: "Program") -> tuple[int, int]:
@@ -200,6 +200,12 @@ def _pieces(program: "Program") -> tuple[int, int]:
     except BuildError:
         return 1, 1
     return max(1, len(find_blocks(model))), max(1, sum(1 for _ in model.parameters()))
+
+
+def _beside(whole: float, *parts: float) -> tuple[float, float, float, float]:
+    """An entry of `Workload.counted`; where parts are not known, nothing is taken to be split."""
+    step, growing, update = parts or (whole, whole, 0.0)
+    return max(0.0, whole), step, growing, update
 
 
 def _workload(counted: Mapping[str, _Counted], precision: str, target: Any, notes: tuple[str, ...]) -> Workload:
@@ -220,7 +226,8 @@ def _workload(counted: Mapping[str, _Counted], precision: str, target: Any, note
         adding=first.adding / count,
         kept=dict.fromkeys(counted, 0.0),
         counted={
-            kind: {size: max(0.0, peak - sum(step.states.values())) for size, peak in step.peaks.items()} for kind, step in counted.items()
+            kind: {size: _beside(peak - sum(step.states.values()), *rest) for size, (peak, *rest) in step.peaks.items()}
+            for kind, step in counted.items()
         },
         states=(weights, gradients, optimizer),
         buckets=4.0,
@@ -232,6 +239,8 @@ def _workload(counted: Mapping[str, _Counted], precision: str, target: Any, note
             f"{units.percent(first.outside)} of forward and backward at the roofline are operators without FLOPs (elementwise, norms, "
             "copies), as the model has them: compiled or fused they take less; a plan of a Transformer by its sizes has products and "
             "attention alone, at the share of the peak that fused models reach",
+            f"bytes per parameter as counted: {weights:.3g} of weights, {gradients:.3g} of gradients, {optimizer:.3g} of the optimizer's "
+            "states; a Transformer by its sizes is planned with 16-bit weights unless it is fp32: 2, 4 and 12",
             "counted by fake runs on one rank, operators at the roofline of the GPU; tensor and pipeline parallelism are planned for "
             f"a Transformer only; no step is faster than the host launches the {first.operators:,} operators of each micro-batch "
             f"({units.seconds(first.operators * LAUNCH.mid)}; {units.seconds(first.operators * LAUNCH.low)} … "

@@ -124,6 +124,19 @@ class Family:
         codes = np.array([GROUPS.index(CATEGORIES[record.category or "other"]) for record in self._log.records], np.int64)
         return np.where(self._table[:, 0] == MARK, 0, codes[np.where(self._table[:, 0] == MARK, 0, self._table[:, 1])])
 
+    def beside_states(self, x: int, granularity: int = 512) -> tuple[int, int, int]:
+        """Peak bytes of what is no parameter, gradient or optimizer state: before the optimizer's step; likewise, but only of what grows
+        with the value, which copies of weights do not; and in the optimizer's step.
+        """
+        delta, _ = self._totals(x, granularity)
+        record = np.where(self._table[:, 0] == MARK, 0, self._table[:, 1])
+        late = np.array([each.phase == "optimizer" for each in self._log.records])[record]
+        growing = np.zeros(len(self._log.records), bool)
+        growing[record[self._changing & np.any(self._factors[1:], axis=0)]] = True
+        loose = ~np.isin(self._groups, [GROUPS.index(name) for name in ("parameters", "gradients", "optimizer_states")])
+        kinds = (loose & ~late, loose & ~late & growing[record], loose & late)
+        return tuple(int(np.where(kind, delta, 0).cumsum().max()) for kind in kinds)  # type: ignore[return-value]
+
     def moment(self, x: int, granularity: int = 1) -> str:
         """That moment, in words."""
         return self._replay.moment(self._position(x, granularity))

@@ -77,7 +77,7 @@ def memory(workload: Workload, layouts: Layouts, device: str, held: Interval = H
         "weights": own * weights / np.where(stage >= 3, layouts.shard, 1) + gathered,
         "gradients": own * gradients / np.where(stage >= 2, layouts.shard, 1) + buckets,
         "optimizer states": own * states / np.where(stage >= 1, layouts.shard, 1),
-        "activations": _activations(workload, layouts),
+        "activations": _activations(workload, layouts, stage),
     }
     inside: Floats = np.sum(list(predicted.values()), 0)
 
@@ -91,11 +91,13 @@ def memory(workload: Workload, layouts: Layouts, device: str, held: Interval = H
     )
 
 
-def _activations(workload: Workload, layouts: Layouts) -> Floats:
+def _activations(workload: Workload, layouts: Layouts, stage: Floats) -> Floats:
     kinds, t, p, v = list(workload.computed), layouts.tensor, layouts.pipeline, layouts.chunks
     if workload.counted:
         pairs = zip(layouts.checkpointing.tolist(), layouts.micro_batch.tolist(), strict=True)
-        return np.array([workload.counted[kinds[kind]][size] for kind, size in pairs])
+        alone, whole_weights, gathered, update = np.array([workload.counted[kinds[kind]][size] for kind, size in pairs]).reshape(-1, 4).T
+        sharded: Floats = np.maximum(np.where(stage == 3, gathered, whole_weights), update / layouts.shard)
+        return np.where(stage == 0, alone, sharded)
 
     def per_sample(of: Mapping[str, float]) -> Floats:
         return np.array([of.get(kind, 0.0) for kind in kinds])[layouts.checkpointing]

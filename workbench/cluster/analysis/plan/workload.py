@@ -66,8 +66,9 @@ class Workload:
     """Checkpointing → bytes per sample that elementwise operators of all blocks move, and tensor parallelism does not split."""
     states: tuple[float, float, float] = (2.0, 4.0, 12.0)
     """Bytes per parameter: weights, gradients, optimizer's states with the fp32 weights."""
-    counted: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
-    """Checkpointing → micro-batch → bytes besides the states, if counted by dry runs; used instead of `kept`."""
+    counted: Mapping[str, Mapping[int, tuple[float, float, float, float]]] = field(default_factory=dict)
+    """Checkpointing → micro-batch → bytes besides the states, if counted by dry runs; used instead of `kept`: at the peak of a rank that
+    shares nothing; before the optimizer's step, with whole weights and with gathered ones; and in the optimizer's step, for all weights."""
     buckets: float = 0.0
     """Bytes per parameter that DDP's buckets hold, where gradients are summed in them."""
     broadcasts: int = 0
