@@ -52,8 +52,6 @@ POINTS = 25
 """Windows in which the losses of a run are averaged: the same number of samples in each, so that both curves are equally smooth."""
 EXTRA_SAMPLES, MAX_EXTRA_SAMPLES = 1.5, 10.0
 """The new plan runs this many times as long as predicted, but at most the second many times the old plan's samples."""
-SHOWN_CANDIDATES = 8
-"""Rows of the candidates' table."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -79,26 +77,6 @@ class ProposedPlan(BatchPlan):
         speeds = [self._rate(plan) for plan in (self.before, self)]
         worths = [relative_sample_worth(plan.global_batch, self.noise) for plan in (self.before, self)]
         return Gain(throughput=speeds[1] / speeds[0], samples=worths[0] / worths[1])
-
-    @property
-    def candidate_table(self) -> display.Table:
-        """The candidates, those that reach a loss soonest first."""
-        ordered = sorted(self.candidates, key=lambda plan: -(plan.samples_per_sec if math.isnan(plan.worth) else plan.useful))
-        rows = [
-            [
-                f"{plan.micro_batch} × {plan.accumulation} × {plan.world_size} = {plan.global_batch:,}",
-                units.rate(plan.samples_per_sec),
-                units.percent(plan.worth),
-                units.rate(plan.useful, "useful samples"),
-            ]
-            for plan in ordered[:SHOWN_CANDIDATES]
-        ]
-        return display.Table(
-            columns=("batch", "throughput", "worth of a sample", "useful"),
-            rows=rows,
-            title="What it was chosen from",
-            note="worth: progress by a sample, as a share of that in a tiny batch, 1 / (1 + batch / noise scale)",
-        )
 
     def prove(
         self,

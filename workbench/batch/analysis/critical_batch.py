@@ -237,11 +237,6 @@ class CriticalBatch(display.Shown, JsonDataclass):
         return sum(point.reached for point in self.points) - 1 + PRIOR_WEIGHT
 
     @property
-    def identified(self) -> bool:
-        """Do the points limit b_crit on both sides?"""
-        return self.b_crit_low > 0 and self.b_crit_high < math.inf
-
-    @property
     def words(self) -> str:
         """The critical batch with its interval: `28 (25–31)`."""
         return f"{units.count(_rounded(self.b_crit))} ({between(self.b_crit_low, self.b_crit_high)})"
