@@ -12,6 +12,7 @@ import time
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ import pytest
 import workbench as wb
 from workbench.core import run_directory
 from workbench.runs.failure import RunError
-from workbench.runs.launch import prove_resume, prove_script_resume
+from workbench.runs.launch import kill_script, prove_resume, prove_script_resume
 from workbench.runs.launch.new_run import LaunchError
 from workbench.train.saved_entries import entries_of
 
@@ -58,8 +59,9 @@ if mode != "unseeded":
 last, done, total = out / "last.txt", 0, 0.0
 if last.exists() and mode != "begins again":
     words = last.read_text().split()
-    done, total = int(words[0]), float(words[1])
-    if mode == "exact":
+    if words[2:] or mode != "torn, begins again":
+        done, total = int(words[0]), float(words[1])
+    if mode != "forgets" and done:
         random.setstate(eval(" ".join(words[2:])))
 for step in range(done + 1, 25):
     total += random.random()
@@ -67,8 +69,12 @@ for step in range(done + 1, 25):
         steps.write(".")
     time.sleep(0.02)
     if step % 4 == 0 and (mode != "late" or step == 24):
-        (out / "part").write_text(f"{step} {total} {random.getstate()}")
-        os.replace(out / "part", last)
+        part = last if mode.startswith("torn") else out / "part"
+        with part.open("w") as file:
+            print(step, total, end=" ", file=file, flush=True)
+            time.sleep(0.1 * (mode in ("torn", "torn, begins again", "whole")))
+            file.write(str(random.getstate()))
+        os.replace(part, last)
 for number in range(40 * (sys.argv[3:] == ["slowly"])):
     time.sleep(0.01)
     (out / f"final{number}").touch()
@@ -100,6 +106,10 @@ class Started:
     def progress(self) -> tuple[int, None]:
         return self.steps.stat().st_size if self.steps.exists() else 0, None
 
+    @property
+    def error(self) -> Any:
+        return SimpleNamespace(message=f"it exited with {self.process.poll()}") if self.state == "failed" else None
+
     def wait(self, *, check: bool = False) -> "Started":
         assert not self.process.wait() or not check
         return self
@@ -119,8 +129,8 @@ def plain(script: str, monkeypatch: pytest.MonkeyPatch) -> str:
     return "plain.py"
 
 
-def prove(script: str, args: Sequence[str], result: str = "last.txt", kills: int = 1) -> wb.ScriptResumeProof:
-    proof = wb.prove_resume(script, args=args, result=result, kills=kills)
+def prove(script: str, args: Sequence[str], result: str = "last.txt", kills: int = 1, **given: Any) -> wb.ScriptResumeProof:
+    proof = wb.prove_resume(script, args=args, result=result, kills=kills, **given)
     assert isinstance(proof, wb.ScriptResumeProof)
     return proof
 
@@ -154,15 +164,14 @@ def test_a_script_that_was_seen_to_write_more_often_while_undisturbed_is_killed_
     plain: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A file that is written and renamed at once is one write or two, by when a busy machine lets us look. Steps are not seen here."""
-    watched = prove_script_resume._watched
+    watch = kill_script.watch
 
-    def seen(run: Any, out: Path, *given: Any, **more: Any) -> tuple[float, list[int]]:
-        killed, writes = watched(run, out, *given, **more)
-        return killed, writes if out.name == "interrupted" else [0] * 100
+    def seen(run: Any, out: Path, *given: Any, **more: Any) -> Any:
+        watched = watch(run, out, *given, **more)
+        return watched if out.name == "interrupted" else dataclasses.replace(watched, writes=[0] * 100)
 
     monkeypatch.setattr(Started, "progress", (0, None))
-
-    monkeypatch.setattr(prove_script_resume, "_watched", seen)
+    monkeypatch.setattr(prove_script_resume, "watch", seen)
     proof = prove(plain, ["{out}", "exact"])
     assert not proof.differing, proof
     assert not proof.exact
@@ -200,19 +209,92 @@ def test_kills_after_the_last_step_prove_nothing(plain: str) -> None:
 def test_steps_of_kills_leave_something_to_train() -> None:
     """Three checkpoints of nine writes, as of a Trainer, and the model: with each number of kills, in each try."""
     writes = [20] * 9 + [40] * 9 + [60] * 15
-    chosen = [prove_script_resume.kill_steps(writes, 60, 2, random.Random(seed)) for seed in range(200)]
+    chosen = [kill_script.kill_steps(writes, 60, 2, random.Random(seed)) for seed in range(200)]
     assert all(20 < one <= two <= 48 for tries in chosen for one, two in tries)
     assert [max(two for _, two in each) for each in zip(*chosen, strict=True)] == [48, 34, 27]
     assert all(later <= earlier for tries in chosen for two in itertools.pairwise(tries) for earlier, later in zip(*two, strict=True))
-    assert prove_script_resume.kill_steps(writes, 1, 2, random.Random(0)) == [[]]  # one step was seen: it tells nothing
+    assert kill_script.kill_steps(writes, 1, 2, random.Random(0)) == [[]]  # one step was seen: it tells nothing
     for late, most in (([20, 90, 95, 100], 80), ([28, 28, 52, 58, 60], 48), ([30, 57, 58, 60], 48)):
-        first = prove_script_resume.kill_steps(late, late[-1], 1, random.Random(0))[0]
+        first = kill_script.kill_steps(late, late[-1], 1, random.Random(0))[0]
         assert late[0] < first[0] <= most
 
 
 @pytest.mark.parametrize(("writes", "total", "tries"), [([60] * 9, 60, [[59]]), ([90, 100], 100, [[91]]), ([1, 1, 3], 3, [[2]])])
 def test_kills_that_cannot_come_earlier_are_not_tried_again(writes: list[int], total: int, tries: list[list[int]]) -> None:
-    assert prove_script_resume.kill_steps(writes, total, 1, random.Random(0)) == tries
+    assert kill_script.kill_steps(writes, total, 1, random.Random(0)) == tries
+
+
+def test_a_kill_during_a_save_shows_that_a_script_takes_a_part_of_a_checkpoint(plain: str) -> None:
+    proof = prove(plain, ["{out}", "torn"], during_save=True)
+    assert proof.writing == ("last.txt",)
+    assert proof.failed == "it exited with 1"
+    assert not proof.exact
+    assert proof.verdict.startswith("Not resumed: launched again after 1 kill (killed ")
+    assert "while it wrote last.txt), it failed: it exited with 1. It takes what was half written for a checkpoint" in proof.verdict
+    assert "temporary name and rename it once all of it is written (os.replace), or go on from the last one that is whole" in proof.verdict
+
+
+def test_a_script_that_drops_a_part_of_a_checkpoint_and_begins_again_is_told_why(plain: str) -> None:
+    proof = prove(plain, ["{out}", "torn, begins again"], during_save=True)
+    assert proof.began_again
+    assert "or it dropped it, as kill 1 came while last.txt was written. Write each checkpoint under a temporary name" in proof.verdict
+
+
+def test_a_save_that_is_renamed_survives_kills_during_it(plain: str) -> None:
+    proof = prove(plain, ["{out}", "whole"], kills=2, during_save=True)
+    assert proof.exact, proof
+    assert set(proof.writing) == {"part"}
+    assert ", while it wrote part" in proof.verdict
+
+
+TRAINER = """
+import os, sys
+from pathlib import Path
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+from transformers.trainer_utils import get_last_checkpoint
+
+def last_whole(out):
+    whole = [path.parent for path in Path(out).glob("checkpoint-*/trainer_state.json")]
+    return max(whole, key=lambda path: int(path.name.split("-")[1]), default=None)
+
+out, choose = sys.argv[1], {"newest": get_last_checkpoint, "whole": last_whole}[sys.argv[2]]
+torch.manual_seed(0)
+data = [{"input_ids": tokens, "labels": tokens} for tokens in torch.randint(0, 50000, (64, 8))]
+model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=128, n_positions=32))
+os.makedirs(out, exist_ok=True)
+args = TrainingArguments(output_dir=out, save_steps=6, max_steps=36, seed=0, per_device_train_batch_size=2, report_to=[], disable_tqdm=True)
+trainer = Trainer(model=model, args=args, train_dataset=data)
+trainer.train(resume_from_checkpoint=choose(out))
+trainer.save_model(f"{out}/final")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("forked_ranks")
+def test_a_trainer_of_hugging_face_does_not_survive_a_kill_during_its_save_unless_it_takes_the_last_whole_checkpoint(
+    tmp_path: Path,
+) -> None:
+    pytest.importorskip("transformers")
+    script = tmp_path / "hugging.py"
+    script.write_text(TRAINER)
+    given: dict[str, Any] = {"result": "final/model.safetensors", "kills": 1, "during_save": True, "runs_dir": tmp_path / "runs"}
+    newest, whole = (prove(str(script), ["{out}", choose], **given) for choose in ("newest", "whole"))
+    assert newest.writing[0].startswith("checkpoint-")
+    assert "{out}/checkpoint-" in newest.failed, newest
+    assert "for a checkpoint, since its save is not atomic" in newest.verdict
+    assert whole.exact, whole
+    assert whole.writing[0].startswith("checkpoint-")
+
+
+def test_a_log_is_no_save(tmp_path: Path) -> None:
+    ranks = kill_script._Ranks("", tmp_path)
+    ranks.pids = lambda: [os.getpid()]  # type: ignore[method-assign]
+    with (tmp_path / "log").open("w"), (tmp_path / "appended").open("a"):
+        assert [list(ranks.saving(step)) for step in range(5)] == [["log"]] * 3 + [[]] * 2
+        with (tmp_path / "saved").open("w"):
+            assert list(ranks.saving(5)) == ["saved"]
+    assert not ranks.saving(5)
 
 
 def test_what_a_checkpoint_lacks_shows(plain: str) -> None:
@@ -232,11 +314,13 @@ def test_a_script_that_differs_without_a_kill_says_nothing_of_its_checkpoints(pl
     [
         ("late", "last.txt", "wrote nothing into"),
         ("exact", "lst", "wrote no lst into .*undisturbed, which is kept and has last.txt: did you "),
+        ("exact", "last.txt", "^during_save=True, but .*plain.py was not seen writing a file into {out} in the first 80% of its steps"),
     ],
 )
-def test_what_cannot_be_compared_is_said(plain: str, mode: str, result: str, words: str) -> None:
+def test_what_cannot_be_compared_is_said(plain: str, mode: str, result: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kill_script._Ranks, "saving", lambda *_: {})
     with pytest.raises(LaunchError, match=words):
-        prove(plain, ["{out}", mode], result)
+        prove(plain, ["{out}", mode], result, during_save=words.startswith("^"))
 
 
 def test_a_misspelt_result_is_refused_before_the_script_runs(plain: str, tmp_path: Path) -> None:
@@ -306,7 +390,9 @@ def test_a_verdict_says_only_what_was_measured() -> None:
     assert never.verdict.endswith("The script does not load what it saves into {out}: see that it loads")
     late = dataclasses.replace(never, last_steps=0)
     assert late.verdict.startswith("Not proved: the script ended before it could be killed (the undisturbed script took 3 steps, and")
-    assert "script (the last launch took 2 steps, the undisturbed" in dataclasses.replace(never, last_steps=2).verdict
+    not_killed = dataclasses.replace(never, last_steps=2)  # it went on from a checkpoint before its end, but not after a kill
+    assert not not_killed.exact
+    assert not_killed.verdict.startswith("Not proved: the script ended before it could be killed (the undisturbed script took 3 steps, and")
 
 
 def test_arguments_of_a_script_may_be_numbers_and_paths(plain: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -331,3 +417,5 @@ def test_a_script_needs_a_folder_and_a_result(script: str, given: dict[str, obje
         wb.prove_resume(script, args=["--out", "here"], result="last.pt")
     with pytest.raises(ValueError, match="only a script takes it"):
         wb.prove_resume(wb.RunSpec(task="text-gpt"), result="last.pt")
+    with pytest.raises(ValueError, match=r"during_save=…\) with a RunSpec: only a script takes it"):
+        wb.prove_resume(wb.RunSpec(task="text-gpt"), during_save=True)

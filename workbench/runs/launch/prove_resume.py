@@ -170,6 +170,7 @@ def prove_resume(
     args: Sequence[str] = (),
     result: str | None = None,
     kills: int = 2,
+    during_save: bool = False,
     seed: int = 0,
     timeout: float | None = 600.0,
     runs_dir: str | os.PathLike[str] | None = None,
@@ -182,8 +183,8 @@ def prove_resume(
     loss and gradients, and under DDP also the gradients of each rank's own samples before they are reduced. Where the two differ, the first
     step, rank and part is named.
 
-    A script keeps checkpoints of its own: it is killed after random steps, once it has written something into its folder, and launched
-    again with the same arguments. What it has written at its end is compared; one that begins again, by its optimizer steps, is not exact.
+    A script keeps checkpoints of its own: it is killed after random steps, once it has written something into its folder (or while it
+    writes there), and launched again. What it has written at its end is compared; one that begins again, by its steps, is not exact.
 
     With `resumed=` it is killed once, and goes on in another layout. States and samples must then be the same, and losses and the weights
     at the end but for rounding; the result says what could not be compared.
@@ -194,6 +195,7 @@ def prove_resume(
         args: of a script: its arguments. "{out}" in them stands for the folder where it finds and writes its checkpoints.
         result: of a script: the file in that folder that is compared, such as "last.pt"; it should hold weights, optimizer and all else.
         kills: how often it is killed, each time in another step: a random rank, by SIGKILL; with `resumed=` once.
+        during_save: of a script: kill it while it writes a file into its folder: does it go on from a checkpoint that is cut in two?
         seed: of the choice of steps and ranks.
         timeout: seconds that each of the trainings may take; None = any.
         runs_dir: where the two run directories go; None = `runs` in the current folder.
@@ -212,18 +214,17 @@ def prove_resume(
     whole_number("kills", kills, least=1, error=ValueError)
     if isinstance(target, str | os.PathLike) and os.fspath(target).endswith(".py"):
         if resumed is not None:
-            raise ValueError(
-                f"prove_resume({os.fspath(target)!r}, resumed=…): a script's layout is in its own arguments; only a RunSpec takes it"
-            )
+            raise ValueError(f"prove_resume({target!r}, resumed=…): a script's layout is in its own arguments; only a RunSpec takes it")
         result = check_given(target, args, result)
         args = [os.fspath(arg) if isinstance(arg, os.PathLike) else str(arg) for arg in args]
         check_named(script_spec(target, {}).script, args, result)
+        given: dict[str, Any] = {"args": args, "result": result, "kills": kills, "seed": seed, "timeout": timeout} | knobs
         folder = NewRun(runs_dir, f"{Path(target).stem}-resume").path
-        given: dict[str, Any] = {"args": args, "result": result, "kills": kills, "seed": seed, "timeout": timeout}
         with _waiting(kills, timeout, "script") as line:
-            return prove_script_resume(target, folder=folder, say=line.say, **given, **knobs)
-    if args or result:
-        raise ValueError(f"prove_resume(…, {'args' if args else 'result'}=…) with a RunSpec: only a script takes it")
+            return prove_script_resume(target, folder=folder, during_save=during_save, say=line.say, **given)
+    if args or result or during_save:
+        name = "args" if args else "result" if result else "during_save"
+        raise ValueError(f"prove_resume(…, {name}=…) with a RunSpec: only a script takes it")
     spec = _prepared(read_spec("prove_resume", target, because="whose training is killed and resumed"), knobs, kills)
     if resumed is not None:
         return _prove_elsewhere(spec, resumed, seed, timeout, runs_dir, knobs)

@@ -6,9 +6,7 @@ import os
 import random
 import re
 import shutil
-import signal
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,19 +17,20 @@ from workbench.core.checks import nearest
 from workbench.core.codec import JsonDataclass
 from workbench.core.display import table as display
 from workbench.core.units import seconds, several
-from workbench.runs.guards import ranks_of
+from workbench.runs.launch.kill_script import LATEST, Due, Watched, kill_steps, watch
 from workbench.runs.launch.launch import launch
 from workbench.runs.launch.new_run import LaunchError
-from workbench.runs.run import ACTIVE, Run
+from workbench.runs.run import Run
 
 OUT = "{out}"
 """Stands in a script's arguments for the folder where it keeps its checkpoints and writes its result."""
 SHOWN = 8
 """Entries that are shown at most."""
-TRIES = 3
-"""How often it is tried at most, where the kills left too little to train, each time with earlier kills."""
-LATEST = 0.8
-"""Part of the undisturbed steps before which the first try kills: what a launch has trained is seen up to 0.3 s later."""
+WHOLE = (
+    "Write each checkpoint under a temporary name and rename it once all of it is written (os.replace), or go on from the last one that is "
+    "whole"
+)
+"""What to do about a save that a kill can cut in two."""
 _STATE = re.compile("sched|random|rng|generator|sampler|scaler|step|epoch")
 """In the first key of an entry that is neither of the model nor of the optimizer."""
 
@@ -66,6 +65,10 @@ class ScriptResumeProof(JsonDataclass, display.Shown):
     """Those of the last launch, which ran to the end: fewer, if it went on from a checkpoint. A launch after the last step may take one."""
     asked: int = 0
     """Kills that were to be; fewer came where the script ended before."""
+    writing: tuple[str, ...] = ()
+    """The file of the folder that was being written at each kill; "" = none was."""
+    failed: str = ""
+    """The error of the launch after the last kill, which failed by itself; "" = it ran to its end. Then nothing was compared."""
     seconds: float
     """How long the undisturbed script took."""
     undisturbed: str
@@ -80,13 +83,16 @@ class ScriptResumeProof(JsonDataclass, display.Shown):
 
     @property
     def too_late(self) -> bool:
-        """Were at most a step or two left to train after the kills, so that an equal result proves too little? False where `steps` <= 1."""
-        return self.last_steps <= 1 < self.steps
+        """Did no kill come, or were at most a step or two left to train after them, so that an equal result proves too little?
+
+        False where `steps` <= 1.
+        """
+        return self.steps > 1 and (not self.kills or self.last_steps <= 1)
 
     @property
     def exact(self) -> bool:
         """Is the result bit for bit the same, of a script whose steps show that it went on from a checkpoint? False where `steps` <= 1."""
-        return not self.differing and self.steps > 1 and not self.began_again and not self.too_late
+        return not self.failed and not self.differing and self.steps > 1 and not self.began_again and not self.too_late
 
     @property
     def verdict(self) -> str:
@@ -94,10 +100,21 @@ class ScriptResumeProof(JsonDataclass, display.Shown):
         after = f"after {several(len(self.kills), 'kill')}" if self.kills else "after another launch"
         if len(self.kills) < self.asked:
             after += f" (the script ended before kill {len(self.kills) + 1} of {self.asked})"
+        torn = next((f"kill {number} came while {name} was written" for number, name in enumerate(self.writing, 1) if name), "")
+        if self.failed:
+            todo = "Without a kill it ran to its end: see that it can load what it has saved"
+            if self.writing[-1]:
+                todo = (
+                    f"It takes what was half written for a checkpoint, since its save is not atomic. {WHOLE}. Until then, delete what is "
+                    "half written before it is launched again"
+                )
+            return f"Not resumed: launched again after {several(len(self.kills), 'kill')}{self._when()}, it failed: {self.failed}. {todo}"
         if self.began_again:
             equal = "differs as well" if self.differing else "is equal because the script is deterministic, which says nothing of a resume"
             why = f"The script does not load what it saves into {OUT}: see that it loads"
-            if self.kills:
+            if torn:
+                why = f"Either the script does not load what it saves into {OUT}, or it dropped it, as {torn}. {WHOLE}"
+            elif self.kills:
                 why = (
                     f"Either the script does not load what it saves into {OUT}, or no checkpoint was complete by then"
                     f"{self._when()}: see that it loads, or let it write checkpoints more often"
@@ -135,12 +152,14 @@ class ScriptResumeProof(JsonDataclass, display.Shown):
         return (
             f"Not exact: {many} {after}. Without a kill the script writes the same twice, so its checkpoint lacks "
             "something: the usual cause is the state of a random number generator; others are the position in the data, the learning-rate "
-            "schedule, the optimizer, the gradient scaler"
+            "schedule, the optimizer, the gradient scaler" + f". Or it went on from a part of one: {torn}. {WHOLE}" * bool(torn)
         )
 
     def _when(self, *more: str) -> str:
         """In parentheses: each kill, "3.10 s after its launch, at least 8 steps into it" (the last may not be written yet), and `more`."""
         into = [f", at least {several(step, 'step')} into it" if step else "" for step in self.killed_at or (0,) * len(self.kills)]
+        if self.writing:
+            into = [text + f", while it wrote {file}" * bool(file) for text, file in zip(into, self.writing, strict=True)]
         told = [f"{seconds(after)} after its launch{steps}" for after, steps in zip(self.kills, into, strict=True)]
         return f" ({'killed ' * bool(told)}{'; '.join([*told, *more])})"
 
@@ -175,6 +194,7 @@ def prove_script_resume(
     result: str,
     folder: Path,
     kills: int,
+    during_save: bool,
     seed: int,
     timeout: float | None,
     say: Callable[[str], object] = str,
@@ -199,57 +219,71 @@ def prove_script_resume(
     def told(what: str, name: str) -> Callable[[int, int], object]:
         return lambda writes, steps: say(f"{what}: {_so_far(writes, steps, '' if (folder / name / result).exists() else result)}")
 
-    def to_the_end(name: str, what: str) -> tuple[Run, list[int]]:
+    def to_the_end(name: str, what: str) -> tuple[Run, Watched]:
         run = begin(name)
-        _, writes = _watched(run, folder / name, say=told(what, name))
-        return run.wait(check=True), writes
+        seen = watch(run, folder / name, say=told(what, name))
+        return ended(run, again=name == "interrupted"), seen
 
-    undisturbed, writes = to_the_end("undisturbed", "the undisturbed script")
+    def ended(run: Run, again: bool) -> Run:
+        """The run at its end; raise if it did not end well, unless it was launched again after a kill and failed."""
+        run.wait()
+        return run if again and done and run.state == "failed" else run.wait(check=True)
+
+    undisturbed, watched = to_the_end("undisturbed", "the undisturbed script")
     expected, total = _entries_of(folder / "undisturbed", result), undisturbed.progress[0]
-    if len(writes) < 2:  # the last is the result
+    if len(watched.writes) < 2:  # the last is the result
         raise LaunchError(
             f"{script} wrote nothing into {OUT} ({folder / 'undisturbed'}) before its end, so there is no checkpoint to go on from: "
             "let it train longer, or write checkpoints more often"
         )
-    chosen, left = random.Random(seed), len(writes)
-    tries = kill_steps(writes, total, kills, chosen)
+    if during_save and not any(total < 2 or step < LATEST * total for step in watched.saves):
+        raise LaunchError(
+            f"during_save=True, but {script} was not seen writing a file into {OUT} in the first {LATEST:.0%} of its steps: it writes "
+            "elsewhere and renames files, which no kill cuts in two; or it writes them in an instant, or later; leave during_save out"
+        )
+    chosen, left = random.Random(seed), len(watched.writes)
+    tries, done = kill_steps(watched.writes, total, kills, chosen), list[float]()
     for tried, at in enumerate(tries, 1):
         shutil.rmtree(folder / "interrupted", ignore_errors=True)
-        done, steps = list[float](), list[int]()
+        done, steps, writing = [], list[int](), list[str]()
         last: Run | None = None
         while len(done) < kills and left > 1:
             run, number = begin("interrupted"), f"kill {len(done) + 1} of {kills}"
             if at:
-                due = _Due(steps=max(1, at[len(done)] - sum(steps)))
-                what = f"{number} comes after {several(due.steps, 'step')} of this launch"
+                looks = sum(at[len(done)] <= step < total for step in watched.saves)
+                saves = chosen.randint(1, max(1, looks // 2)) if during_save else 0
+                due = Due(steps=max(1, at[len(done)] - sum(steps)), saves=saves)
+                what = f"{number} comes after {several(due.steps, 'step')} of this launch{', during a save' * during_save}"
             else:
                 least = max(1, left // 3) if len(done) == kills - 1 else 1  # so that there is a whole checkpoint before the last kill
-                due = _Due(writes=chosen.randint(least, max(least, left - 2)))  # early enough for a busy machine
+                due = Due(writes=chosen.randint(least, max(least, left - 2)), saves=int(during_save))  # early enough for a busy machine
                 what = f"{number} comes once it has written {several(due.writes, 'time')}"
-            killed, seen = _watched(run, folder / "interrupted", due, chosen, say=told(what, "interrupted"))
-            if killed:
-                done.append(killed)
+            seen = watch(run, folder / "interrupted", due, chosen, say=told(what, "interrupted"))
+            if seen.killed:
+                done.append(seen.killed)
                 steps.append(run.progress[0])
-                left -= len(seen) * (not at)
+                writing.append(seen.writing)
+                left -= len(seen.writes) * (not at)
             elif done or at:
-                last = run.wait(check=True)
+                last = ended(run, again=True)
                 break
             else:  # it was seen to write less often than undisturbed, which a busy machine decides: once more, from the start
-                left = min(due.writes, len(seen))
+                left = min(due.writes, len(seen.writes))
                 shutil.rmtree(folder / "interrupted")
         if not done and not at:
             raise LaunchError(
                 f"{script} ended before it could be killed, each time: let it train longer, or write checkpoints more often into {OUT}"
             )
-        again = tried < len(tries)
+        again = tried < len(tries) and not (last and last.error)
         if again and (len(done) < kills or sum(steps) >= total):  # the kills came too late
             continue
         if last is None or not done:
             last, _ = to_the_end("interrupted", "the resumed script")
-        if not again or last.progress[0] > 1:
+        if not again or last.error or last.progress[0] > 1:
             break
     assert last is not None
-    differing = _differing(expected, folder / "interrupted", result)
+    failed = last.error.message.splitlines()[0].replace(str(folder / "interrupted"), OUT)[:300] if last.error else ""
+    differing = () if failed else _differing(expected, folder / "interrupted", result)
     repeatable = True
     if differing:
         to_the_end("again", "the undisturbed script once more")
@@ -263,31 +297,12 @@ def prove_script_resume(
         steps=total,
         last_steps=last.progress[0],
         asked=kills,
+        writing=tuple(writing),
+        failed=failed,
         seconds=undisturbed.seconds,
         undisturbed=str(folder / "undisturbed"),
         interrupted=str(folder / "interrupted"),
     )
-
-
-def kill_steps(writes: Sequence[int], total: int, kills: int, chosen: random.Random) -> list[list[int]]:
-    """After how many steps, of all launches together, each kill of each try comes: after a third of those with writes, before LATEST.
-
-    In each further try the latest step is half as far from the earliest; where they are one already, there is no further try.
-
-    Args:
-        writes: steps that the undisturbed script had taken at each of its writes, as measured.
-        total: those at its end; 0 or 1 = steps tell nothing, and the kills are chosen by writes: one try, an empty list.
-        kills: how many.
-        chosen: chooses.
-    """
-    if total < 2:
-        return [[]]
-    written = sorted(set(writes))
-    early = [step for step in written if step < int(LATEST * total)] or written[:1]
-    first = max(1, min(early[(len(early) - 1) // 3] + 1, total - 1))  # a step after it, what was written is whole
-    latest = dict.fromkeys(first + max(0, int(LATEST * total) - first) // 2**tried for tried in range(TRIES))
-    places = sorted(chosen.random() for _ in range(kills))
-    return [[first + round(place * (each - first)) for place in places] for each in latest]
 
 
 def _so_far(writes: int, steps: int, lacks: str) -> str:
@@ -357,49 +372,3 @@ def _entries_of(out: Path, result: str) -> Mapping[str, Any]:
 def _differing(expected: Mapping[str, Any], out: Path, result: str) -> tuple[Entry, ...]:
     each = late.load("differences")(expected, _entries_of(out, result))
     return tuple(Entry(name=name, difference=difference) for name, difference in each)
-
-
-@dataclass(frozen=True, slots=True)
-class _Due:
-    """When a script is killed: after so many steps, if given, and writes."""
-
-    writes: int = 1
-    steps: int = 0
-
-
-def _watched(
-    run: Run, out: Path, due: _Due | None = None, chosen: random.Random | None = None, *, say: Callable[[int, int], object] = max
-) -> tuple[float, list[int]]:
-    """Follow what a script writes into its folder, until it ends or, when that is due, is killed: a rank by `chosen`.
-
-    Returns the seconds after which it was killed, 0 = it was not, and of each write the steps that were measured by then. `say` is told
-    the writes and steps so far, again and again.
-    """
-    start, writes, before = time.monotonic(), list[int](), _written(out)
-    had = before > 0  # an earlier launch has written
-    times = [start]
-    while run.state in ACTIVE:
-        now, steps = _written(out), run.progress[0]
-        if now != before:
-            writes.append(steps)
-            before = now
-            times.append(time.monotonic())
-        say(len(writes), steps)
-        if chosen and due and steps >= due.steps and len(writes) >= due.writes - (had and due.steps > 0):
-            if not due.steps:
-                time.sleep(chosen.random() * (times[-1] - times[-2]))  # not always right after a write
-            if ranks := [pids[0] for pids in ranks_of(run.id).values()]:
-                os.kill(chosen.choice(ranks), signal.SIGKILL)
-                after = time.monotonic() - start
-                return (after, writes) if run.wait().state == "failed" else (0.0, writes)
-        time.sleep(0.005)
-    return 0.0, writes + [run.progress[0]] * (_written(out) != before)
-
-
-def _written(out: Path) -> int:
-    """When something in a folder was written last."""
-    times = [0]
-    for path in out.rglob("*"):
-        with contextlib.suppress(OSError):  # renamed meanwhile
-            times.append(path.stat().st_mtime_ns)
-    return max(times)
