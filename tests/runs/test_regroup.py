@@ -175,19 +175,23 @@ def test_one_that_still_ends_its_ranks_is_waited_for(tmp_path: Path) -> None:
             machine.tick(1.0)
     assert (machines[0].trains, plan_file(tmp_path, 1).exists()) == (None, False)
     machines[1].tick(1.0)
-    with pytest.raises(NoAgreementError, match="the machines of attempt 1 did not agree within 180 s"):
+    with pytest.raises(NoAgreementError, match="the machines did not agree on attempt 1 within 180 s after machine 0 had ended its ranks"):
         machines[0].tick(100.0)
 
 
 def test_a_first_machine_that_beats_but_never_ends_to_prepare_is_not_waited_for_without_end(tmp_path: Path) -> None:
-    one, two = both_fail(tmp_path)
+    one, two = (Machine(tmp_path, rank, 2) for rank in range(2))
     one.move = lambda _: None  # type: ignore[method-assign]
-    for machine in 100 * (two, one):
+    two.fail()
+    for machine in 15 * (two, one):
+        machine.tick(10.0)
+    one.fail()  # 150 s later: the limit counts from when the machine that waits ended its ranks
+    for machine in 160 * (one, two):
         machine.tick(10.0)
     assert (two.trains, two.agreement.attempt) == (None, 1)  # type: ignore[union-attr]
     one.tick(0.0)
-    with pytest.raises(NoAgreementError, match="machine 0 has not prepared attempt 1 in the 1800 s since the machines first agreed"):
-        two.tick(1000.0)
+    with pytest.raises(NoAgreementError, match="machine 0 has not prepared attempt 1 within 1800 s after machine 1 had ended its ranks"):
+        two.tick(100.0)
 
 
 def test_a_plan_that_cannot_be_read_once_is_not_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,9 +32,10 @@ ONE_LOOK = 1.0
 PAUSE = 0.2
 """Seconds between two looks."""
 LIMIT = 180.0
-"""Seconds until a machine gives up. A guard ends its ranks within 60 s, and notices within 15 s that another machine has failed."""
-PREPARATION = 10 * LIMIT
-"""Seconds from the first plan until a machine gives up: the first machine of a plan copies and moves files, perhaps slowly."""
+"""Seconds since a machine ended its ranks until it gives up. A guard ends them within 60 s, and notices the failure of another machine
+within 15 s."""
+LIMIT_WITH_PLAN = 10 * LIMIT
+"""The same once there was a plan: its first machine copies and moves files, perhaps slowly."""
 
 
 class LeftBehindError(Exception):
@@ -82,11 +83,11 @@ class Agreement:
             endpoint: host:port where the others could meet it.
             propose: gives the plan for the machines that are ready, the others being lost: which are `members`, and why the run `ends`
                 ("" = it goes on).
-            now: seconds, on any clock of this machine.
+            now: seconds, on any clock of this machine, when it has ended its ranks: from then on its limit counts.
         """
         self._run_dir, self._me, self._members, self.attempt = run_dir, node["rank"], node["members"], node["attempt"]
         self._endpoint, self._propose = endpoint, propose
-        self._limit, self._give_up = LIMIT, now + LIMIT
+        self._begun, self._limit = now, LIMIT
         self._lost, self._prepares = max(LOST, node["silence"] / 4), 0
         self._hearts = {rank: Heartbeat(self._folder(rank) / run_directory.BEAT) for rank in self._members if rank != self._me}
         self._be_ready(self._members)
@@ -112,12 +113,10 @@ class Agreement:
         if later or (plan and self._me not in plan["members"]):
             raise LeftBehindError
         if plan:
-            if self._limit < PREPARATION:
-                self._limit, self._give_up = PREPARATION, now + PREPARATION
+            self._limit = LIMIT_WITH_PLAN
             begun, first = self._follow(plan), min(plan["members"])
-            if begun is None and first != self._me and now > self._give_up:
-                since = f"in the {PREPARATION:g} s since the machines first agreed"
-                raise NoAgreementError(f"machine {first} has not prepared attempt {plan['attempt']} {since}")
+            if begun is None and first != self._me:
+                self._check_time(now, f"machine {first} has not prepared attempt {plan['attempt']}")
             return begun
         if plan_file(self._run_dir, self.attempt).exists():  # a machine was cut off while it wrote the plan, on a file system without links
             self._unfinished.look(now)
@@ -128,9 +127,12 @@ class Agreement:
             ready = [rank for rank, how in standing.items() if how == "ready"]
             if "busy" not in standing.values() and self._me == min(ready):
                 self._claim(self._propose(ready))
-        if now > self._give_up:
-            raise NoAgreementError(f"the machines of attempt {self.attempt} did not agree within {self._limit:g} s")
+        self._check_time(now, f"the machines did not agree on attempt {self.attempt}")
         return None
+
+    def _check_time(self, now: float, what: str) -> None:
+        if now - self._begun > self._limit:
+            raise NoAgreementError(f"{what} within {self._limit:g} s after machine {self._me} had ended its ranks")
 
     def _follow(self, plan: dict[str, Any]) -> dict[str, Any] | None:
         """The plan, once this machine may start by it or, as its first one, prepare the run directory."""
