@@ -18,12 +18,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from volumes import volume
 
 import workbench as wb
 from workbench.cluster.analysis.iteration import buckets, overlap
 from workbench.cluster.analysis.links import Sweep
 from workbench.cluster.analysis.twin_run import TwinLayer
-from workbench.cluster.analysis.volumes import volume
 from workbench.core import units
 
 DIM, KV_HEADS, HEAD, HIDDEN, VOCABULARY, LAYERS, SEQUENCE = 4096, 8, 128, 14336, 128256, 32, 2048

@@ -8,11 +8,12 @@ datasheets. Fitted to 22B parameters on 8 GPUs and 175B on 64 of a published tab
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from volumes import volume
+
 from workbench.cluster.analysis.cluster import Cluster
 from workbench.cluster.analysis.collective_cost import CostError, checked_ranks, collective_seconds, non_negative_pair
 from workbench.cluster.analysis.iteration import Overlap, bubble, buckets, overlap
 from workbench.cluster.analysis.transformer import Transformer
-from workbench.cluster.analysis.volumes import volume
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +70,23 @@ class Work:
     """Idle over ideal time."""
 
 
+def tensor_bytes(model: Transformer, samples: float, tensor: int, recompute: str = "none", element: float = 2) -> float:
+    """Bytes that a rank sends for tensor parallelism, all layers, for `samples` sequences: 2(t−1)/t · s h per all-reduce and sequence.
+
+    Sequence parallelism sends as much, as reduce-scatters and all-gathers. Source: Shoeybi et al. 2019, arXiv 1909.08053, section 3;
+    Korthikanti et al. 2022, section 4. Left out: embedding and output layer.
+
+    Args:
+        model: whose layers are split.
+        samples: sequences.
+        tensor: ranks that split each layer, t.
+        recompute: "none", "selective" (taken with sequence parallelism, as in the source) or "full".
+        element: bytes of one number.
+    """
+    all_reduce = 2 * (tensor - 1) / tensor * samples * model.sequence * model.hidden * element
+    return model.exchanges(recompute) * all_reduce * model.layers
+
+
 def work(model: Transformer, layout: Layout, recompute: str = "none") -> Work:
     """Work of each GPU; stages are assumed equal.
 
@@ -76,7 +94,7 @@ def work(model: Transformer, layout: Layout, recompute: str = "none") -> Work:
         CostError: an unknown kind of recomputation.
     """
     flops = model.flops(layout.batch, recompute) / layout.gpus
-    sent = model.tensor_bytes(layout.batch / layout.data, layout.tensor, recompute) / layout.pipeline
+    sent = tensor_bytes(model, layout.batch / layout.data, layout.tensor, recompute) / layout.pipeline
     return Work(flops=flops, bytes=sent, bubble=layout.bubble)
 
 

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from published_times import Layout, Rates, Work, gather_seconds, sharded_step, timed, work
+from volumes import volume
 
 from workbench.cluster.analysis.cluster import CLUSTERS, Cluster
 from workbench.cluster.analysis.collective_cost import (
@@ -25,7 +26,6 @@ from workbench.cluster.analysis.collective_cost import (
 from workbench.cluster.analysis.iteration import CAP, FIRST, bubble, buckets, overlap
 from workbench.cluster.analysis.links import Sweep
 from workbench.cluster.analysis.transformer import Transformer
-from workbench.cluster.analysis.volumes import volume
 from workbench.core.device import Device
 
 LINK = Link(latency=1e-5, bandwidth=1e9)

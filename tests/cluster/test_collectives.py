@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from published_times import gather_seconds
 from torch import Tensor, nn
+from volumes import volume
 
 import workbench as wb
 from tests.forked import Forks
@@ -24,7 +25,6 @@ from workbench.cluster.analysis.collective_call import CollectiveCall, group_sec
 from workbench.cluster.analysis.collective_cost import BUS_FACTORS, CostError, Link, all_reduce
 from workbench.cluster.analysis.iteration import buckets
 from workbench.cluster.analysis.traffic import Traffic, small_below
-from workbench.cluster.analysis.volumes import volume
 from workbench.cluster.estimate.collectives import common_prefix
 from workbench.memory.estimate.fake_process_group import LazyChunks
 

@@ -12,7 +12,8 @@ import published_formulas as formulas
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from published_times import Layout, gather_seconds, sharded_step
+from published_times import Layout, gather_seconds, sharded_step, tensor_bytes
+from volumes import volume
 
 import workbench as wb
 from workbench.cluster.analysis.cluster import Cluster
@@ -27,7 +28,6 @@ from workbench.cluster.analysis.plan.search import short_list
 from workbench.cluster.analysis.plan.timing import BUCKET, CLIP, UPDATE, HardwareRates, Seconds, seconds
 from workbench.cluster.analysis.plan.workload import OPERATORS, Workload, workload_of_transformer
 from workbench.cluster.analysis.transformer import Transformer
-from workbench.cluster.analysis.volumes import volume
 from workbench.cluster.read_model import read
 from workbench.core.device import Device
 from workbench.core.statistics import Interval
@@ -93,7 +93,7 @@ def test_full_checkpointing_computes_what_the_transformer_says() -> None:
 def test_tensor_parallelism_sends_what_the_transformer_says() -> None:
     silent = dataclasses.replace(BEST, intra=Link(latency=0, bandwidth=A100.intra.bandwidth))
     sent = timed(one(8, tensor=8, micro=2, batch=16), rates=silent)["communication"]
-    assert sent == pytest.approx(GPT.tensor_bytes(16, 8) / A100.intra.bandwidth)
+    assert sent == pytest.approx(tensor_bytes(GPT, 16, 8) / A100.intra.bandwidth)
     assert timed(one(8, tensor=8, micro=2, batch=16))["communication"] - sent == pytest.approx(
         8 * 24 * 4 * 14 * A100.intra.latency  # micro-batches × layers × all-reduces × messages of a ring of 8
     )

@@ -2,8 +2,8 @@
 
 Hardware: a `Cluster` (`analysis/cluster`) has GPUs and `Link`s; `measure_collectives` (`api`, `measure/links`) measures your own `Links`.
 
-Closed forms (`analysis`): `collective_cost` (seconds of an all-reduce and others), `volumes` (bytes of DDP, ZeRO, FSDP), `transformer`
-(parameters and FLOPs of a GPT), `iteration` (its step under 3-D parallelism, pipeline bubbles, DDP's overlap).
+Closed forms (`analysis`): `collective_cost` (seconds of an all-reduce and others), `transformer` (parameters and FLOPs of a GPT),
+`iteration` (its step under 3-D parallelism, pipeline bubbles, DDP's overlap).
 
 A program's own step: `collectives()` (`count_collectives`, `estimate/collectives`) counts each `CollectiveCall` of your module in a dry
 run; together they are a `Traffic` (`analysis/traffic`), whose seconds on a cluster and findings follow.

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from workbench.cluster.analysis.collective_cost import CostError, checked_ranks
+from workbench.cluster.analysis.collective_cost import CostError
 from workbench.core.checks import choice, whole_number
 
 RECOMPUTATIONS = ("none", "selective", "full")
@@ -102,22 +102,6 @@ class Transformer:
     def exchanges(self, recompute: str = "none") -> int:
         """All-reduces per layer and micro-batch under tensor parallelism, or pairs of reduce-scatter and all-gather."""
         return _EXCHANGES[checked_recompute(recompute)]
-
-    def tensor_bytes(self, samples: float, tensor: int, recompute: str = "none", element: float = 2) -> float:
-        """Bytes that a rank sends for tensor parallelism, all layers, for `samples` sequences: 2(t−1)/t · s h per all-reduce and sequence.
-
-        Sequence parallelism sends as much, as reduce-scatters and all-gathers. Source: Shoeybi et al. 2019, arXiv 1909.08053, section 3;
-        Korthikanti et al. 2022, section 4. Left out: embedding and output layer.
-
-        Args:
-            samples: sequences.
-            tensor: ranks that split each layer, t.
-            recompute: as in `flops`; "selective" is taken with sequence parallelism, as in the source.
-            element: bytes of one number.
-        """
-        t = checked_ranks(tensor)
-        exchanges = _EXCHANGES[checked_recompute(recompute)]
-        return exchanges * 2 * (t - 1) / t * samples * self.sequence * self.hidden * element * self.layers
 
     def boundary_bytes(self, samples: float, element: float = 2) -> float:
         """Bytes that a pipeline's stage hands to the next one, and gets back as gradients, for `samples` sequences."""
