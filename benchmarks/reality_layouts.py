@@ -7,19 +7,33 @@ Run: python benchmarks/reality_layouts.py
 import math
 import statistics
 from collections import Counter
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import numpy as np
-from published_layouts import BATCH, GRIDS, NANOTRON, SEQUENCE, SIZES, TRIED, VOCABULARY, Found, Grid
+from published_layouts import (
+    BATCH,
+    GRIDS,
+    NANOTRON,
+    NAP,
+    SIZES,
+    TRIED,
+    Found,
+    Grid,
+    layouts_of,
+    transformer_of,
+    waiting,
+    workload_of,
+)
 from published_scaling import ITERATIONS, Iteration
 from scipy.optimize import minimize
 from scipy.stats import norm
 
 import workbench as wb
 from workbench.cluster.analysis.cluster import Cluster
-from workbench.cluster.analysis.plan.layouts import SHARINGS, Layouts, list_layouts
+from workbench.cluster.analysis.plan.layouts import Layouts, list_layouts
 from workbench.cluster.analysis.plan.memory import memory
 from workbench.cluster.analysis.plan.plans import Plans
 from workbench.cluster.analysis.plan.ranges import EFFICIENCY, HELD, LAUNCH, LINKS, PlanError
@@ -109,14 +123,19 @@ def rows(grid: Grid) -> dict[tuple[int, int, int, str], Row]:
     return found
 
 
-def ranges(workload: Workload, found: Layouts, cluster: Cluster = CLUSTER, peak: float = PEAK) -> list[Interval]:
-    """Seconds of a step of each layout, low to high."""
+def ranges(
+    workload: Workload, found: Layouts, cluster: Cluster = CLUSTER, peak: float = PEAK, beside: Callable[..., Any] | None = None
+) -> list[Interval]:
+    """Seconds of a step of each layout, low to high; `beside` adds what a trainer waits for."""
 
     def rates(end: str, other: str) -> HardwareRates:
         share = getattr(LINKS, end)
         return HardwareRates.of(cluster, peak, getattr(EFFICIENCY, end), share, getattr(LAUNCH, other), (LINKS.mid / share,) * 2)
 
-    ends = [seconds(workload, found, rates(end, other), 8).total for end, other in (("high", "low"), ("mid", "mid"), ("low", "high"))]
+    ends = [
+        seconds(workload, found, rates(end, other), 8).total + (beside(workload, found, rates(end, other), other) if beside else 0.0)
+        for end, other in (("high", "low"), ("mid", "mid"), ("low", "high"))
+    ]
     return [Interval(low=float(low), mid=float(mid), high=float(high)) for low, mid, high in zip(*ends, strict=True)]
 
 
@@ -212,42 +231,6 @@ def iteration_range(one: Iteration, kind: str, parallel: bool) -> Interval:
 
 
 @cache
-def workload_of(model: str, sharing: str) -> Workload:
-    """One of the models of FOUND, as it was trained there: sequence parallel, cross-entropy of divided logits, gradients added up in fp32.
-
-    With ZeRO-1 and gradients in fp32 its trainer did not wrap models in DDP then: all gradients are reduced after the last backward, on
-    every rank (`make_ddp` and `sync_gradients_across_dp` of trainer.py before 2025-06-23).
-    """
-    layers, hidden, heads, wide, tied = NANOTRON[model]
-    sizes = {"layers": layers, "hidden": hidden, "heads": heads, "feed_forward": wide, "vocabulary": VOCABULARY, "sequence": SEQUENCE}
-    workload = workload_of_transformer(
-        Transformer(**sizes, gated=True, tied=tied),  # type: ignore[arg-type]
-        sequence=None,
-        precision="amp_bf16",
-        fused_attention=True,
-        sequence_parallel=True,
-        gpus_per_node=8,
-        loss_parallel=True,
-    )
-    workload = replace(workload, adding=10.0)  # of bf16 gradients, and those before in fp32, read and written
-    tensors = 6.0 * layers + (2 if tied else 3)  # of a block: qkv, output, gate and up, down, and two norms
-    return replace(workload, overlapped=False, whole_reduction=True, slices=tensors) if sharing == "zero1" else workload
-
-
-@cache
-def layouts_of(rows: tuple[Found, ...]) -> Layouts:
-    """One row each."""
-    table = []
-    for one in rows:
-        data = one.gpus // (one.tensor * one.pipeline)
-        inside = data if one.gpus <= 8 else math.gcd(data, max(1, 8 // one.tensor))
-        row = {"gpus": one.gpus, "data": data, "tensor": one.tensor, "pipeline": one.pipeline, "chunks": 1, "micro_batch": one.micro_batch}
-        row |= {"accumulation": BATCH // data // one.micro_batch, "sharing": SHARINGS.index(one.sharing), "checkpointing": 0}
-        table.append(row | {"shard": data, "inside": inside})
-    return Layouts(**{name: np.array([row[name] for row in table]) for name in table[0]})
-
-
-@cache
 def fastest() -> dict[tuple[str, int], Found]:
     """Model and GPUs → the fastest layout of the other source."""
     found: dict[tuple[str, int], Found] = {}
@@ -276,6 +259,43 @@ def other_source(slower: float = 2.0) -> list[tuple[Found, Interval, float]]:
         workload, layouts = workload_of(model, sharing), layouts_of(mine)
         held = memory(workload, layouts, OTHER.device.name).total
         found += list(zip(mine, ranges(workload, layouts, OTHER, OTHER_PEAK), held.tolist(), strict=True))
+    return found
+
+
+def versions(rows: tuple[Found, ...], nap: float = NAP) -> dict[Found, dict[str, Interval]]:
+    """Seconds of each row as planned, and as each known version of its trainer takes them: with naps, with checks, and with both."""
+    found: dict[Found, dict[str, Interval]] = {one: {} for one in rows}
+    for model, sharing in sorted({(one.model, one.sharing) for one in rows}):
+        mine = tuple(one for one in rows if (one.model, one.sharing) == (model, sharing))
+        workload, layouts = workload_of(model, sharing), layouts_of(mine)
+        for name, naps, checks in (("as planned", 0.0, False), ("naps", nap, False), ("checks", 0.0, True), ("both", nap, True)):
+            spans = ranges(workload, layouts, OTHER, OTHER_PEAK, lambda *given, a=naps, b=checks: waiting(*given, a, b))  # type: ignore[misc]
+            for one, span in zip(mine, spans, strict=True):
+                if not ((naps and one.pipeline == 1) or (checks and one.gpus <= 8)):
+                    found[one][name] = span
+    return found
+
+
+def explained(said: Mapping[Found, Mapping[str, Interval]]) -> float:
+    """Share of the rows whose step lies in the range of a version of their trainer."""
+    return sum(any(one.seconds in span for span in spans.values()) for one, spans in said.items()) / len(said)
+
+
+def told_of_waits() -> dict[str, tuple[float, float]]:
+    """Model → what the first and the best of five of the layouts that the source tried on 512 GPUs reach of its fastest, in the order of
+    the throughput to expect of them with naps and checks; 0 where they did not run.
+    """
+    found = {}
+    for model in NANOTRON:
+        rows = tuple(one for one in TRIED if (one.model, one.gpus) == (model, 512) and one.tensor <= 8)
+        expected: dict[Found, float] = {}
+        for sharing in ("ddp", "zero1"):
+            mine = tuple(one for one in rows if one.sharing == sharing)
+            held = memory(workload_of(model, sharing), layouts_of(mine), OTHER.device.name)
+            said, chance = versions(mine), held.chance(ROOM)
+            expected |= {one: list(said[one].values())[-1].mid / chance[at] for at, one in enumerate(mine) if held.total[at] <= ROOM}
+        reached = [fastest()[model, 512].seconds / one.seconds for one in sorted(expected, key=expected.__getitem__)[:5]]
+        found[model] = (reached[0], max(reached))
     return found
 
 
@@ -312,12 +332,9 @@ def other_reached() -> dict[tuple[str, int], tuple[float, float]]:
     """
     found = {}
     for (name, gpus), best in fastest().items():
-        layers, hidden, heads, wide, tied = NANOTRON[name]
-        sizes = {"layers": layers, "hidden": hidden, "heads": heads, "feed_forward": wide, "vocabulary": VOCABULARY, "sequence": SEQUENCE}
-        model = Transformer(**sizes, gated=True, tied=tied)  # type: ignore[arg-type]
         options: dict[str, Any] = {"sharing": ["ddp", "zero1"], "chunks": 1, "sequence_parallel": True, "loss_parallel": True}
         try:
-            plans = list(wb.plan(model, OTHER, gpus=gpus, global_batch=BATCH, **options))
+            plans = list(wb.plan(transformer_of(name), OTHER, gpus=gpus, global_batch=BATCH, **options))
         except PlanError:
             plans = []
         ours = [(plan.tensor, plan.pipeline, plan.micro_batch, plan.sharing) for plan in plans if plan.checkpointing == "none"]
@@ -426,6 +443,22 @@ def print_rows(title: str, found: list[tuple[Found, Interval, float]]) -> None:
     )
 
 
+def print_versions() -> None:
+    """What the versions of the other source's trainer say of its rows."""
+    said = versions(tried())
+    nearest = {one: min(spans, key=lambda name: abs(math.log(one.seconds / spans[name].mid))) for one, spans in said.items()}
+    for gpus in (8, 16, 32, 64, 128, 256, 512):
+        some = {one: spans for one, spans in said.items() if one.gpus == gpus}
+        print(f"  {gpus} GPUs: inside the range of a version {explained(some):.3f}, nearest {Counter(nearest[one] for one in some)}")
+    for name in ("as planned", "naps", "checks", "both"):
+        errors = [abs(said[one][name].mid / one.seconds - 1) for one in said if nearest[one] == name]
+        print(f"  nearest {name}: {len(errors)}, error {statistics.median(errors):.3f}")
+    print(
+        "  inside that of a version: " + ", ".join(f"naps of {nap} s {explained(versions(tried(), nap)):.3f}" for nap in (0.05, NAP, 0.2))
+    )
+    print(f"  512 GPUs, told of naps and checks: {told_of_waits()}")
+
+
 def main() -> None:
     """Print all of it."""
     print(table())
@@ -458,6 +491,7 @@ def main() -> None:
     print(f"{statistics.median(row.gigabytes * 1e9 / used for row, _, used in every):.2f}")
     pooled = errors_once_calibrated() + other_calibrated(tried(2.0))
     print(f"  both sources once calibrated: {statistics.median(pooled):.3f} of {len(pooled)} pairs")
+    print_versions()
     reached = other_reached()
     for title, keep in (("all", 512), ("up to 256 GPUs", 256)):
         some = [value for (_, gpus), value in reached.items() if gpus <= keep]

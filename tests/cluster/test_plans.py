@@ -120,6 +120,21 @@ def test_stages_that_are_not_equal_wait_for_the_fullest() -> None:
     assert one(4, pipeline=4, batch=4).share(26)[0] == 7 / 26
 
 
+@pytest.mark.parametrize(("tensor", "micro"), [(1, 1), (2, 2)])
+def test_no_stage_is_faster_than_the_output_layer_which_no_pipeline_divides(tensor: int, micro: int) -> None:
+    model = dataclasses.replace(GPT, layers=16, vocabulary=131_072, tied=False)  # its output layer computes as much as 5 blocks
+    layout = one(8 * tensor, tensor=tensor, pipeline=8, micro=micro, batch=64)
+    whole = timed(layout, model)
+    spread = seconds(dataclasses.replace(workload(model), output=0.0), layout, BEST, 8)
+    head, block = 6 * model.sequence * model.vocabulary * model.hidden, model.flops(1) / 8
+    assert head > block
+    assert whole["compute"] - spread.compute[0] == pytest.approx(64 * (head - block) / tensor / PEAK)
+    assert whole["bubble"] == spread.bubble[0]  # of the other stages, which fill the pipeline
+    assert timed(one(2, pipeline=2, batch=4))["compute"] == pytest.approx(  # where blocks take longer it is dealt out with them
+        seconds(dataclasses.replace(workload(), output=0.0), one(2, pipeline=2, batch=4), BEST, 8).compute[0]
+    )
+
+
 @pytest.mark.parametrize("gpus", [8, 64])
 def test_ddp_sums_as_the_cluster_does(gpus: int) -> None:
     found = timed(one(gpus, batch=gpus))

@@ -96,9 +96,9 @@ def test_plans_on_published_sweeps_over_layouts(reality: Any) -> None:
     assert found["memory right"] >= 0.92
     # Of another source: the low share of links and the range of latencies were chosen with its 25 fastest layouts in view. The figures
     # are of all its steps of at most twice the fastest of their model and GPUs.
-    assert found["other covered"] >= 0.8
-    assert found["other error"] <= 0.19  # its small models reach 0.4 of the peak, not 0.5
-    assert found["other calibrated"] <= 0.15
+    assert found["other covered"] >= 0.88
+    assert found["other error"] <= 0.18  # its small models reach 0.4 of the peak, not 0.5
+    assert found["other calibrated"] <= 0.11
     rows = plans.tried()
     assert (len(plans.TRIED), len(rows), len(plans.tried(2.0))) == (3220, 1152, 532)
     one = plans.fastest()["1.34B", 8]  # 40,150 tokens per second and GPU
@@ -117,3 +117,18 @@ def test_plans_on_published_sweeps_over_layouts(reality: Any) -> None:
     assert plans.regret(worst).first < 0.1
     assert all(plans.regret(one).first < 0.2 for one in plans.GRIDS)  # no first plan runs out of memory
     assert set(plans.rows(worst)) == set(worst.seconds)
+
+
+def test_published_steps_that_waited_for_their_trainer_are_told_by_its_code(reality: Any) -> None:
+    plans = reality.reality_layouts
+    said = plans.versions(plans.tried())
+    assert plans.explained(said) >= 0.95
+    assert max(plans.explained(plans.versions(plans.tried(), nap)) for nap in (0.05, 0.2)) < 0.83  # naps of another length explain fewer
+    assert all(list(said[one]) == ["as planned"] for one in said if one.gpus <= 8 and one.pipeline == 1)
+    slow = next(one for one in said if (one.model, one.gpus, one.tensor, one.pipeline, one.micro_batch) == ("80B", 512, 8, 32, 1))
+    assert 170 < slow.seconds < 171  # 128 micro-batches of twelve naps are 154 s, the step as planned is 4 s
+    assert said[slow]["as planned"].high < 10
+    assert said[slow]["naps"].mid == pytest.approx(slow.seconds, rel=0.05)
+    told = plans.told_of_waits()
+    assert sum(first for first, _ in told.values()) / 4 >= 0.5
+    assert sum(five for _, five in told.values()) / 4 >= 0.8

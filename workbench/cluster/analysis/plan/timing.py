@@ -91,8 +91,8 @@ def seconds(workload: Workload, layouts: Layouts, rates: HardwareRates, per_node
     (`Workload.overlapped`); ZeRO-1 and 2 gather the new weights exposed (torch's own ZeRO-1 broadcasts them one by one, after a whole
     all-reduce); under ZeRO-3 gathers and reductions hide behind the whole micro-batch, except the first layer's.
     Gradients are reduced in buckets, each of which pays its latency. Under a pipeline the first and the last stage sum the gradient of a
-    tied embedding. Stages with fewer layers wait for the longest. Left out: the work of a pipeline's first and last stage outside
-    their layers, stragglers, the loader, checkpoints on disk.
+    tied embedding. Stages with fewer layers wait for the longest, and all of them at least for the output layer, which is on one of them.
+    Left out: the other work of a pipeline's first and last stage outside their layers, stragglers, the loader, checkpoints on disk.
     """
     p, m = layouts.pipeline, layouts.accumulation
     unit = _stage(workload, layouts, rates)
@@ -101,13 +101,14 @@ def seconds(workload: Workload, layouts: Layouts, rates: HardwareRates, per_node
     if workload.operators:
         launched = _of(workload, layouts, workload.operators) * layouts.share(workload.layers) * rates.host
         unit = np.maximum(unit, launched - sent)  # the host launches collectives, too
+    slowest = np.maximum(unit, workload.output * layouts.micro_batch / (layouts.tensor * rates.flops_per_sec))
     handed = _pipeline_messages(workload, layouts, rates, per_node)
     working = unit + sent
     often, once, hidden = _data_parallel(workload, layouts, rates, working)
     busy = m * (working + often) + handed
     idle = np.where(p > 1, (p - 1) / (m * layouts.chunks), 0.0)
     return Seconds(
-        compute=m * unit + (m - 1) * added + _update(workload, layouts, rates),
+        compute=m * slowest + (m - 1) * added + _update(workload, layouts, rates),
         communication=m * (sent + often) + handed + once + _tied(workload, layouts, rates, per_node),
         bubble=idle * busy,
         hidden=hidden,

@@ -56,6 +56,8 @@ class Workload:
     """Is `head` split by tensor parallelism?"""
     head: float = 0.0
     """Bytes per sample at the end of the forward (logits), on the last stage only."""
+    output: float = 0.0
+    """FLOPs per sample of the output layer, forward and backward, which is on a single stage of a pipeline."""
     exchanged: Mapping[str, tuple[int, float]] = field(default_factory=dict)
     """Checkpointing → all-reduces of tensor parallelism per block and micro-batch, and bytes per sample of each; empty = none."""
     boundary: float = 0.0
@@ -150,6 +152,7 @@ def workload_of_transformer(
         working={kind: working[kind] for kind in kinds},
         head=(LOGITS + (2 if precision == "fp32" else 0)) * float(s) * model.vocabulary,
         split_head=loss_parallel,
+        output=6.0 * model.vocabulary * unit,
         exchanged={kind: (exchanges[kind], unit * ELEMENT[precision]) for kind in kinds},
         boundary=model.boundary_bytes(1, ELEMENT[precision]),
         operators={kind: float(model.layers * OPERATORS[model.gated][kind]) for kind in kinds},
