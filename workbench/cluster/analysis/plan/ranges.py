@@ -44,7 +44,6 @@ MiB, of which a published sweep on 8 B200 reaches 0.4 to 0.6 with latency and al
 MEASURED_LINKS = Interval(low=0.9, mid=1.0, high=1.05)
 """The same of links that were measured, at least: they repeat within a few percent, and fall a little with more nodes. Where a link has an
 interval of its own that is wider, it counts."""
-
 LAUNCH = Interval(low=4e-6, mid=12e-6, high=35e-6)
 """Seconds in which the host launches an operator of an eager step, with its part of Python, autograd and autocast. An operator alone takes
 5 to 10 µs, and with CUDA graphs less. Whole steps took 18 to 37 µs an operator on a virtual machine with an H200 whose bare launch takes
@@ -54,8 +53,6 @@ SLOWEST_LAUNCH = 100e-6
 """Beyond it a step's length is not the host's doing: with a checkpointing policy in Python an operator took 56 µs on that machine."""
 OTHER_LAUNCH = {"low": 0.7, "mid": 1.0, "high": 1.75}
 """Of another program on the same host, over that of the measured one: each has its own share of Python. Seen there: 0.84 … 1.75."""
-
-
 HELD = Interval(low=0.95, mid=1.0, high=1.25)
 """What PyTorch's allocator really holds over the predicted bytes: fragmentation, workspaces, buffers that no formula has. Round ends, for
 both kinds of model. Programs: 19 published steps on GPUs of which reserved bytes are known have their 5th percentile at 1.00, their median

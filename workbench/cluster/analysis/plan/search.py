@@ -127,7 +127,7 @@ class PlanSearch:
     def _plan(self, selection: "Selection", layouts: Layouts, row: int, parts: Seconds, held: Memory, fits: Any, total: Floats) -> Plan:
         layout = layouts.select(np.array([row]))
         corners = self.corners(layout)
-        span = self._spans(layout, corners, total[[row]])[0]
+        span = intervals_around([corner.total for corner in corners], total[[row]])[0]
         numbers = {name: int(getattr(layout, name)[0]) for name in ("gpus", "data", "tensor", "pipeline", "chunks", "micro_batch")}
         useful = self.workload.flops * self.batch / numbers["gpus"] / self.peak
         sharing = SHARINGS[int(layout.sharing[0])]
@@ -136,9 +136,8 @@ class PlanSearch:
         for name, mid in taken.items():
             each = [getattr(corner, name) for corner in corners]
             spans[name] = intervals_around(each, np.array([mid]))[0]
-            shares[name] = intervals_around([part / corner.total for part, corner in zip(each, corners, strict=True)], mid / total[[row]])[
-                0
-            ]
+            of_step = [part / corner.total for part, corner in zip(each, corners, strict=True)]
+            shares[name] = intervals_around(of_step, mid / total[[row]])[0]
         return Plan(
             **numbers,
             accumulation=int(layout.accumulation[0]),
@@ -168,10 +167,6 @@ class PlanSearch:
             efficiency=self.efficiency.mid,
         )
 
-    def _spans(self, layouts: Layouts, corners: Sequence[Seconds], mid: Floats) -> list[Interval]:
-        """Seconds of a step between the corners."""
-        return intervals_around([corner.total for corner in corners], mid)
-
     def _energy(self, gpus: int, span: Interval, computing: Interval) -> Energy | None:
         where = self.cluster
         try:
@@ -194,7 +189,7 @@ class PlanSearch:
         by_size = [where[layouts.gpus[where] == size] for size in np.unique(layouts.gpus[where])]
         rows = np.array([same[np.argmin(total[same])] for same in by_size])
         fastest = layouts.select(rows)
-        spans = self._spans(fastest, self.corners(fastest), total[rows])
+        spans = intervals_around([corner.total for corner in self.corners(fastest)], total[rows])
         return tuple(
             Front(
                 gpus=int(fastest.gpus[i]),

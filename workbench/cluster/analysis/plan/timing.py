@@ -17,7 +17,6 @@ UPDATE = 30
 """Bytes that an Adam step moves per parameter: gradient 4, weights 4 + 4, moments 8 + 8, weights in 16 bit 2."""
 CLIP = 3
 """Times that clipping moves a gradient: read for the norm, read and written when they are scaled."""
-
 BUCKET = 25 * 2**20
 """Bytes of gradients that are reduced at once: torch's DistributedDataParallel, `bucket_cap_mb`. Each pays the latency of its messages."""
 
@@ -204,7 +203,7 @@ def _broadcasts(workload: Workload, layouts: Layouts, own: Floats, rates: Hardwa
     return sent
 
 
-def ring(ranks: Ints, size: Floats, link: Link, rounds: int, pieces: Floats | float = 1.0) -> Floats:
+def ring(ranks: Ints | int, size: Floats, link: Link, rounds: int, pieces: Floats | float = 1.0) -> Floats:
     """Seconds of a ring collective, for columns: 2 rounds are an all-reduce, 1 a gather, as in `collective_cost`.
 
     Args:
@@ -255,7 +254,6 @@ def _added(workload: Workload, layouts: Layouts, rates: HardwareRates) -> Floats
 def _tied(workload: Workload, layouts: Layouts, rates: HardwareRates, per_node: int) -> Floats:
     """Seconds in which the first and the last stage sum the gradient of the embedding that both use, after the last backward."""
     size = workload.tied * workload.states[1] / layouts.tensor
-    two = np.full_like(layouts.gpus, 2)
     far = layouts.gpus > per_node
     several = (layouts.pipeline > 1) & (workload.tied > 0)
-    return np.where(several, np.where(far, ring(two, size, rates.inter, 2), ring(two, size, rates.intra, 2)), 0.0)
+    return np.where(several, np.where(far, ring(2, size, rates.inter, 2), ring(2, size, rates.intra, 2)), 0.0)
