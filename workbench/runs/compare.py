@@ -37,6 +37,9 @@ class Comparison(display.Shown):
         means = [[rank.mean(phase) for rank in run.rank_means if rank.count] for run in self.runs]
         return [sum(values) / len(values) if values else math.nan for values in means]
 
+    def _sums(self, phases: Sequence[str]) -> list[float]:
+        return [sum(values) for values in zip(*map(self.seconds, phases), strict=True)]
+
     @property
     def speedups(self) -> list[float]:
         """Throughput of each run over that of the baseline."""
@@ -51,23 +54,20 @@ class Comparison(display.Shown):
     @property
     def table(self) -> display.Table:
         """One row per run."""
-        waits = [[rank.share("data_wait") for rank in run.rank_means if rank.count] for run in self.runs]
+        waits, computing = (self._sums(phases) for phases in (("data_wait",), ("forward", "backward", "optimizer")))
         rows = [
-            [
-                label,
-                units.seconds(step),
-                units.percent(sum(wait) / len(wait) if wait else None),
-                units.rate(run.samples_per_sec),
-                units.times(up),
-            ]
-            for label, step, wait, run, up in zip(self.labels, self.seconds(), waits, self.runs, self.speedups, strict=True)
+            [label, *map(units.seconds, (step, wait, computes)), units.rate(run.samples_per_sec), units.times(up)]
+            for label, step, wait, computes, run, up in zip(
+                self.labels, self.seconds(), waits, computing, self.runs, self.speedups, strict=True
+            )
         ]
         note = (
-            "measured, one run after the other: a busy machine moves both columns of time; repeat before believing a small difference; a "
-            "step is the mean after the warm-up, and the speedup is its throughput over that of the first run"
+            "measured, one run after the other: a busy machine moves all columns of time; repeat before believing a small difference; a "
+            "step is the mean after the warm-up, of which forward, backward and optimizer compute, and the speedup is its throughput over "
+            "that of the first run"
         )
         return display.Table(
-            columns=("run", "step", "waits for data", "throughput", "speedup"),
+            columns=("run", "step", "waits for data", "computes", "throughput", "speedup"),
             rows=rows,
             title="Before and after",
             note="\n".join((note, *self.notes)),
