@@ -156,6 +156,9 @@ def test_equal_runs_of_which_one_was_slow_show_the_machine(tmp_path: Path, emula
     a = made(tmp_path / "a", spec, machine={"load": 0.5, "MHz": 3000, "boot": "1"})
     b = made(tmp_path / "b", spec, step=0.013, machine=busy)
     emulated(lambda arm: 0.01)
+    recorded = wb.what_changed(a, b, rerun=False)
+    assert "load 0.5 when A began, and while it ran how busy its cores were is not known; load 7.0 when B began" in recorded.notes[-1]
+    assert "short trainings may (without --recorded" in recorded.verdict
     over = wb.what_changed(a, b)
     assert (over.kind, over.changes) == ("over", ())
     assert "the reason is the machine, as it was while B ran" in over.verdict

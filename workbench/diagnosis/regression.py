@@ -17,7 +17,7 @@ from workbench.diagnosis.analysis.bisection import Bisection, Commit
 from workbench.diagnosis.analysis.owner_search import Changes, Decision, Rerun, decide, effect, recorded_change
 from workbench.diagnosis.analysis.what_changed import QUANTITIES, USUAL, WhatChanged
 from workbench.diagnosis.rerun import FEWEST, QUICK, Arm, Code, Measured, RerunError, Reruns, measured, steps_of
-from workbench.diagnosis.swaps import Swaps, brought, lost, swaps_of
+from workbench.diagnosis.swaps import Swaps, brought, load_note, lost, swaps_of
 from workbench.runs.launch import worktrees
 from workbench.runs.launch.launch import check
 from workbench.runs.launch.new_run import LaunchError
@@ -91,7 +91,7 @@ def what_changed(
         "recorded": tuple(sum(values) / len(values) for values in blocks),
         "change": recorded_change((blocks[0], blocks[1])),
         "differences": swaps.differences,
-        "notes": (*swaps.notes, *([what.words] if of == "time" else [])),
+        "notes": (*swaps.notes, *([what.words] if of == "time" else []), *([load_note(runs)] if of == "time" and not rerun else [])),
     }
     change, least = result["change"], LEAST if of == "time" else LEAST / 10
     if max(change.high, -change.low) < least or ((0 in change or abs(change.mid) < least) and not (rerun and own and swaps.changes)):

@@ -1,11 +1,13 @@
 """Lists how two runs differ, and how each difference can be put from one run into a training of the other, where possible."""
 
 import dataclasses
+import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from workbench.core import run_directory, units
+from workbench.core.checks import is_number
 from workbench.diagnosis.analysis.what_changed import RunDifference
 from workbench.diagnosis.rerun import Arm, Change, Code, surroundings_of
 from workbench.runs.compare import differences, provenance
@@ -194,15 +196,31 @@ def _code_of(run: Run, info: Mapping[str, Any], state: Mapping[str, Any], ask_gi
         return None, str(error)
 
 
+def _load_of(info: Mapping[str, Any]) -> dict[str, Any]:
+    return dict(info["machine"]) if isinstance(info.get("machine"), Mapping) else {}
+
+
 def _load(infos: Sequence[Mapping[str, Any]]) -> list[RunDifference]:
     """How busy the machine was when each began, and its clock, where they differ much."""
-    states = [dict(info["machine"]) if isinstance(info.get("machine"), Mapping) else {} for info in infos]
+    states = [_load_of(info) for info in infos]
     rows = []
     for name, word, least in (("load", "processes that want a core", 0.5), ("MHz", "clock of the cores in MHz", 200)):
         values = [state.get(name) for state in states]
         if all(isinstance(value, int | float) for value in values) and abs(values[1] - values[0]) >= least:  # type: ignore[operator]
             rows.append(RunDifference(section="environment", name=word, a=f"{values[0]:g}", b=f"{values[1]:g}", why_not="the machine"))
     return rows
+
+
+def load_note(runs: Sequence[Run]) -> str:
+    """How busy the machine was when each run began and while it ran, its own work included, as far as that was recorded."""
+    texts = []
+    for name, run in zip("AB", runs, strict=True):
+        load = _load_of(run_directory.read_json(run.path / run_directory.RUN_JSON)).get("load")
+        busy = [row["cpu"] for row in run.usage if is_number(row.get("cpu"), least=0, most=1)]
+        began = f"load {load:.1f} when {name} began" if is_number(load, least=0) else f"its load when {name} began is not known"
+        then = f"its cores {units.percent(statistics.fmean(busy))} busy" if busy else "how busy its cores were is not known"
+        texts.append(f"{began}, and while it ran {then}")
+    return f"the machine: {'; '.join(texts)} (its own work included)"
 
 
 def lost(recorded: tuple[Run, Run], today: Sequence[Run]) -> tuple[str, ...]:

@@ -144,7 +144,8 @@ class WhatChanged(display.Shown, JsonDataclass):
                 f"{said}, and the reason is the machine, as it was while {when} ran: run A is today as it was "
                 f"itself ({self._now}){self._alike}."
             )
-        where = {"not run": "what was recorded says no more", "cannot run": self.why, "unclear": f"not yet clear why: {self.why}"}
+        more = "what was recorded says no more; short trainings may (without --recorded, or rerun=True)"
+        where = {"not run": more, "cannot run": self.why, "unclear": f"not yet clear why: {self.why}"}
         left = f" Not swapped one by one yet: {_list(self.untried)}." if self.kind == "unclear" and self.untried else ""
         return f"{said}; {where[self.kind]}.{left}"
 
