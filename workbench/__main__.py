@@ -180,8 +180,8 @@ def diagnose(given: argparse.Namespace) -> int:
         target = workbench.RunSpec(task=given.target).replace(**knobs)
     elif knobs:
         raise ValueError(f"{target} is a run that was made: it has no knobs to turn any more ({', '.join(knobs)})")
-    if given.prove and isinstance(target, str) and Path(target).is_file():
-        print(f"workbench: --prove will change nothing here: {how_to_prove(target)}", file=sys.stderr, flush=True)
+    if given.prove and target == given.target and Path(given.target).is_file():
+        raise ValueError(f"--prove changes nothing of {target}: {how_to_prove(target)} Without --prove it is diagnosed as it is.")
     if not (Path(given.target) / "run.json").is_file():
         does = "watching a run of" if isinstance(target, str) else "experiments with"
         begins(f"{does} {given.target}, at most {units.seconds(given.budget)} …")
