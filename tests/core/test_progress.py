@@ -54,6 +54,16 @@ def test_nothing_is_asked_or_written_where_the_output_is_no_terminal(monkeypatch
         assert stream is None or stream.getvalue() == ""
 
 
+def test_a_long_call_says_at_once_in_a_log_what_it_will_do_and_for_how_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in (progress.ENV, "RANK"):
+        monkeypatch.delenv(variable, raising=False)
+    stream = io.StringIO()
+    monkeypatch.setattr(progress, "sys", SimpleNamespace(stderr=stream, modules={}))
+    with progress.Waiting("diagnose", 60, begin="steps as they are"), progress.Waiting("inside", None) as line:
+        line.tick()
+    assert stream.getvalue() == "diagnose: steps as they are … 0 s of at most 60 s\n"
+
+
 def test_what_begins_is_said_at_once_in_a_log_too(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.delenv(progress.ENV, raising=False)
     progress.begins("watching a run of train.py")

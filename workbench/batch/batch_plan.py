@@ -193,6 +193,7 @@ def batch_plan(
     ranks = checked_number("world_size", world_size, spec.data_ranks)
     check_budget(budget_s, error=SpecError)
     measured = Waiting("batch_plan", budget_s, begin=_announcement(noise_scale, steps, throughput))
+    measured.tick()
     task = TaskFacts.of(spec)
     old = task.plan(spec)
     check_batch(global_batch, ranks, task.dataset_size)

@@ -66,11 +66,12 @@ class ProgressLine:
     Nothing is written in a notebook, unless `notebook` is set, nor in ranks, whose logs are the program's own.
     """
 
-    def __init__(self, text: Callable[[], str], *, notebook: bool = False, after: float = 0.0) -> None:
+    def __init__(self, text: Callable[[], str], *, notebook: bool = False, after: float = 0.0, announced: bool = False) -> None:
         """
         Args:
             text: gives the line; called only when the line is shown.
             after: seconds during which nothing is shown.
+            announced: in a log, show it at once, too.
             notebook: show it in a notebook, too: below the cell that runs, and gone at the end; not where the variable CI is set.
         """
         self._text, self._shown = text, False
@@ -78,7 +79,7 @@ class ProgressLine:
         self._live = self._cell is not None or (sys.stderr is not None and sys.stderr.isatty())
         quiet = os.environ.get(ENV) == "off" or "RANK" in os.environ or sys.stderr is None or _kernel_shell() is not None
         self._pause = PAUSE if self._live else math.inf if quiet else LOG_PAUSE
-        self._next = time.monotonic() + (after if self._live else self._pause)
+        self._next = time.monotonic() + (after if self._live or (announced and self._pause < math.inf) else self._pause)
 
     def show(self) -> None:
         """Write the line, unless that was done a moment ago."""
@@ -179,7 +180,8 @@ class Waiting:
         """
         self._name, self._budget, self.now, self._known = name, budget_s, begin, ""
         self._began = time.monotonic()
-        self._line = ProgressLine(lambda: self.words(self.seconds), notebook=True, after=after)
+        announced = after == 0 and not _waiting  # no call inside of another
+        self._line = ProgressLine(lambda: self.words(self.seconds), notebook=True, after=after, announced=announced)
 
     @property
     def seconds(self) -> float:

@@ -103,12 +103,15 @@ def diagnose(
         return _from_experiment(run, LaunchedSpec(runs_dir=runs_dir))
     if isinstance(given, Run):
         return _from_run(given)
-    with say_what_was_interrupted("diagnose"), Waiting("diagnose", budget_s) as line:
+    with say_what_was_interrupted("diagnose"), Waiting("diagnose", budget_s, begin=_EXPERIMENTS) as line:
         from workbench.diagnosis.measure.experiment import experiment  # on a busy machine this takes long, and the budget counts it
 
         left = max(line.left, MIN_SHARE * budget_s)
         evidence = experiment(given.step, given.loader, model=model, optimizer=optimizer, budget_s=left, progress=line.say)
     return Diagnosis.of(evidence, subject=given, adjust=Calibration.load().adjust)
+
+
+_EXPERIMENTS = "steps as they are, and without loader, optimizer and other parts, by turns"
 
 
 def prove(diagnosis: Diagnosis, remedy: Remedy, *, budget_s: float = BUDGET) -> Proof:
@@ -129,7 +132,7 @@ def prove(diagnosis: Diagnosis, remedy: Remedy, *, budget_s: float = BUDGET) -> 
             f"{remedy.name} cannot be proved from here: the step that was diagnosed is not in this process; "
             "diagnose(step, loader) or diagnose(spec) gives a diagnosis whose remedies can be tried"
         )
-    with say_what_was_interrupted("prove"), Waiting(f"prove {remedy.name}", budget_s) as line:
+    with say_what_was_interrupted("prove"), Waiting(f"prove {remedy.name}", budget_s, begin="steps without and with it, by turns") as line:
         from workbench.harness.ab_test import measure_change
 
         models = {"model": subject.model, "optimizer": subject.optimizer}

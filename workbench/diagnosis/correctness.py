@@ -68,7 +68,7 @@ def sanity(
 
     checks: list[Check] = []
     notes: tuple[str, ...] = ()
-    with Waiting("sanity", budget_s) as line:
+    with Waiting("sanity", budget_s, begin=f"{len(CHECKS)} checks") as line:
         try:
             with contextlib.ExitStack() as stack:
                 if isinstance(given, Step):
@@ -246,7 +246,7 @@ def replay(run: Run | str | os.PathLike[str], step: int | None = None, *, budget
     if run.restarts and step > (run.restarts[-1].goes_on_from or 0):
         spec = cast(RunSpec, spec_from_json(present_spec(info)))  # with the ranks that were left
     folder = info.get("cwd")
-    with say_what_was_interrupted("replay"), Waiting("replay", budget_s) as line:
+    with say_what_was_interrupted("replay"), Waiting("replay", budget_s, begin=f"step {step} once more") as line:
         return measure.replay(run.path, measure.named_task(spec, folder), step, losses, line.say, lambda: line.left)
 
 

@@ -146,7 +146,7 @@ def calibrate(models: int = 4, *, budget_s: float | None = 600.0, tell: Callable
     check_budget(budget_s)
     look()  # says at once that there is none
     with tempfile.TemporaryDirectory(prefix="workbench-calibrate-") as folder, say_what_was_interrupted("calibrate"):
-        specs, line = specs_of(models), Waiting("calibrate", budget_s)
+        specs, line = specs_of(models), Waiting("calibrate", budget_s, begin=units.several(models, "model"))
         return calibrated(specs, look, lambda spec: measure_memory(spec, steps=STEPS, budget_s=600, runs_dir=folder), tell=tell, line=line)
 
 
