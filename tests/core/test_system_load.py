@@ -108,6 +108,17 @@ def test_a_thread_that_ends_is_forgotten_not_an_error() -> None:
 
 
 @linux
+def test_cores_that_a_quota_keeps_from_us_may_be_busy(proc: Proc, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("workbench.core.system_load.usable_cores", lambda: len(CORES) - 0.5)
+    meter = LoadMeter(proc=proc.root, clock=proc.clock)
+    proc.now += 100
+    proc.busy[CORES[0]] += 60
+    proc.write()
+    assert meter.lap().foreign == pytest.approx(0.1, abs=0.02)
+    meter.close()
+
+
+@linux
 def test_foreign_cores_are_what_is_busy_and_not_ours(proc: Proc) -> None:
     meter = LoadMeter(proc=proc.root, clock=proc.clock)
     proc.now += 100

@@ -218,7 +218,8 @@ class Load:
     waiting: float
     """That thread was ready and waited for a core; 0 where the kernel does not tell."""
     foreign: float
-    """Cores taken by processes that are not ours, on average, or by the host of a virtual machine; 0 where the kernel does not tell."""
+    """Cores taken by processes that are not ours, on average, or by the host of a virtual machine, beyond those that a quota keeps from us;
+    0 where the kernel does not tell."""
     ours: float = 0.0
     """Cores that our processes kept busy, on average."""
     stolen: float = 0.0
@@ -260,6 +261,7 @@ class LoadMeter:
         launched = "TORCHELASTIC_RUN_ID" in os.environ and number_or_default("LOCAL_WORLD_SIZE", 1) > 1
         self._root = root or (os.getppid() if launched else os.getpid())
         self.delay = RunQueueDelay(proc)
+        self._spare = len(_affinity()) - usable_cores()  # which a quota leaves to others in any case
         self._first = self._last = self._now()
 
     def lap(self) -> Load:
@@ -298,7 +300,7 @@ class LoadMeter:
         foreign = 0.0
         if before.busy is not None and after.busy is not None and seconds > 0:
             busy = after.busy - before.busy
-            foreign = max(0.0, busy - ours) / seconds
+            foreign = max(0.0, (busy - ours) / seconds - self._spare)
             stolen *= min(1.0, thread_cpu / (busy - stolen)) if busy > stolen else 1.0
         return Load(
             seconds=seconds,

@@ -245,8 +245,8 @@ def busy_note(run_dir: Path) -> str:
     info: dict[str, Any] = {}
     with contextlib.suppress(run_directory.DamagedRunError):
         info = run_directory.read_json(run_dir / run_directory.RUN_JSON)
-    machine, cores = info.get("machine"), info.get("cores")
-    load = machine.get("load") if isinstance(machine, Mapping) else None
+    machine = state if isinstance(state := info.get("machine"), Mapping) else {}
+    load, cores = machine.get("load"), machine.get("cores", info.get("cores"))  # a load counts the whole machine, not our share of it
     if not is_number(load, least=0, most=1e6) or not is_number(cores, least=1, most=1e6) or load <= cores:
         return ""
     return f"the machine was busy in the minute before it began (load {load:.1f}, {units.several(int(cores), 'core')}): its times may vary"

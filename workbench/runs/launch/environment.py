@@ -173,14 +173,14 @@ def source_of(spec: Spec, folder: Path) -> str:
 
 
 def machine_state() -> dict[str, Any]:
-    """What of this machine's state changes how fast it is: since when it runs, and how many processes want a core; what is not known is
-    left out.
+    """What of this machine's state changes how fast it is: since when it runs, how many processes want a core, and how many cores there
+    are for them, ours or not; what is not known is left out.
     """
     state: dict[str, Any] = {}
     with contextlib.suppress(OSError):
         state["boot"] = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     with contextlib.suppress(OSError, AttributeError):
-        state["load"] = round(os.getloadavg()[0], 2)
+        state |= {"load": round(os.getloadavg()[0], 2), "cores": os.cpu_count()}
     with contextlib.suppress(OSError, ValueError):
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
         clocks = [float(line.partition(":")[2]) for line in lines if line.startswith("cpu MHz")]

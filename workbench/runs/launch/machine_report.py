@@ -209,7 +209,7 @@ def cores_check(usable: float | None = None, there: int | None = None, load: flo
     if may < count:
         trouble = f"torch and many data sets start {count} threads, more than the quota allows, so they are paused again and again"
         fix = f"export OMP_NUM_THREADS={max(1, int(may))}, or raise the quota"
-    elif busy > count:
+    elif busy > (there or os.cpu_count() or count):  # of the whole machine, as the load is
         trouble, fix = f"{busy:.1f} processes want to compute: timings will vary", "measure when the machine is idle"
     elif governor == "powersave" and "intel_pstate" not in text_of(Path("/sys/devices/system/cpu/cpu0/cpufreq/scaling_driver")):
         trouble, fix = "the cores' clocks are kept low (governor powersave)", "cpupower frequency-set -g performance"
