@@ -488,6 +488,7 @@ def test_one_launched_rank_is_in_ddp_and_it_is_said() -> None:
             "A100",
             ['"A100" alone means A100-40GB; of another size: A100-80GB, A100-PCIe-80GB', "37.3 GiB of A100-40GB are its datasheet's 40 GB"],
         ),
+        ("A100-40GB", ["37.3 GiB of A100-40GB are its datasheet's 40 GB"]),
         ("RTX-4090", []),
     ],
 )

@@ -237,7 +237,7 @@ def _notes(plan: "Plan") -> list[str]:
     if gpu and gpu.gb and gpu.memory == gpu.gb * 1e9:
         notes.append(f"the {units.bytes_(gpu.memory)} of {gpu.name} are its datasheet's {gpu.memory / 1e9:g} GB; the card may report more")
     for short in ("A100", "V100"):
-        if gpu and short in gpu.aliases:
+        if gpu and short in gpu.aliases and f"{gpu.gb:g}" not in plan.typed:
             others = [other.name for other in DEVICES if other.name.startswith(f"{short}-") and other.gb != gpu.gb]
             notes.append(f'"{short}" alone means {gpu.name}; of another size: {", ".join(others)}')
     if gpu and gpu.capability is None:

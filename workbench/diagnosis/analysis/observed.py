@@ -86,7 +86,7 @@ def _places(run: Run) -> dict[str, str]:
     except OSError:
         return {}
     places: dict[str, Any] = next((row["places"] for row in rows if isinstance(row.get("places"), dict)), {})
-    return {name: places[name][:200] for name in ("loop", "step", "dataset", "framework") if isinstance(places.get(name), str)}
+    return {name: places[name][:200] for name in ("loop", "step", "dataset", "framework", "workers") if isinstance(places.get(name), str)}
 
 
 def after_queue_drained(timeline: Timeline) -> Timeline:

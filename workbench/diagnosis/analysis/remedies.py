@@ -325,7 +325,9 @@ def _set_by(e: Evidence, part: str) -> str:
     """The settings of the script's framework for a part, as a sentence after another; "" = the loop is the user's own."""
     name, settings = SETTINGS_OF.get(e.places.get("framework", ""), ("", {}))
     setting = settings.get((part == "stalls" and e.stalls.kind) or part, "")
-    workers = min(MOST_WORKERS, max(1, int(usable_cores() / e.world_size) - e.threads))
+    workers, now = min(MOST_WORKERS, max(1, int(usable_cores() / e.world_size) - e.threads)), e.places.get("workers", "0")
+    if part == "data_wait" and now.isdecimal() and workers <= int(now):
+        setting = setting and f"num_workers is {now} already, and the cores allow no more: make each batch cheaper, or prepare the data"
     how = f" How to give wb.diagnose its step and loader: docs, {TRAINER_PAGE}." if part == "data_wait" else ""
     return f" With {name}: {setting.format(workers=workers)}.{how}" if setting else ""
 

@@ -41,6 +41,8 @@ class Plan:
     """A batch; only its shapes count."""
     device: str
     """"cpu", "cuda" (any GPU) or a device's name: whose memory behaviour."""
+    typed: str = ""
+    """How the device was named."""
     capability: tuple[int, int] | None = None
     """Compute capability of the GPU; None = not known."""
     rank: int | None = None
@@ -118,6 +120,7 @@ def plan_of(
         task=task,
         example=batch,
         device=name,
+        typed=device if isinstance(device, str) else name,
         capability=gpu.capability if gpu else None,
         rank=rank,
         steps=steps,
