@@ -187,6 +187,7 @@ def task():
 
 def test_doctor_of_a_loader(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("workbench.runs.launch.machine_report.probe_torch", lambda: {"gloo": {"here": "works"}})
+    monkeypatch.delenv("WORKBENCH_PROGRESS", raising=False)
     file, page = tmp_path / "my_loaders.py", tmp_path / "doctor.html"
     file.write_text(LOADERS)
     assert main(["doctor", f"{file}:loader", "--html", str(page)]) == 1  # DistributedSampler gives a sample twice

@@ -185,27 +185,23 @@ def diagnose(given: argparse.Namespace) -> int:
     if not (Path(given.target) / "run.json").is_file():
         does = "watching a run of" if isinstance(target, str) else "experiments with"
         begins(f"{does} {given.target}, at most {units.seconds(given.budget)} …")
-    try:
-        diagnosis = workbench.diagnose(target, args=given.args, budget_s=given.budget)
-        provable = any(remedy.provable for remedy in diagnosis.remedies)
-        if given.json:
-            if given.prove and provable:
-                diagnosis.prove(budget_s=given.budget)
-            print(json.dumps(diagnosis.brief(), ensure_ascii=False))
-            return 0
-        print(diagnosis.for_terminal(proving=given.prove and provable), flush=True)
+    diagnosis = workbench.diagnose(target, args=given.args, budget_s=given.budget)
+    provable = any(remedy.provable for remedy in diagnosis.remedies)
+    if given.json:
         if given.prove and provable:
-            if diagnosis.choice:
-                print(f"\n{diagnosis.choice}", flush=True)
-            print(f"\n{diagnosis.prove(diagnosis.remedy(), budget_s=given.budget)}")
-        elif given.prove and isinstance(diagnosis.spec, ScriptSpec):
-            print(f"\nNothing of this can be proved: {how_to_prove(diagnosis.spec.script)}")
-        elif given.prove:
-            untried = "None of these can be tried from here: make the change in your code, and diagnose it again."
-            print(f"\n{untried if diagnosis.remedies else 'There is nothing to prove.'}")
-    except RunError as error:
-        print("\n".join(filter(None, [error.failure.traceback, f"workbench: {error}", *getattr(error, "__notes__", [])])), file=sys.stderr)
-        return 1
+            diagnosis.prove(budget_s=given.budget)
+        print(json.dumps(diagnosis.brief(), ensure_ascii=False))
+        return 0
+    print(diagnosis.for_terminal(proving=given.prove and provable), flush=True)
+    if given.prove and provable:
+        if diagnosis.choice:
+            print(f"\n{diagnosis.choice}", flush=True)
+        print(f"\n{diagnosis.prove(diagnosis.remedy(), budget_s=given.budget)}")
+    elif given.prove and isinstance(diagnosis.spec, ScriptSpec):
+        print(f"\nNothing of this can be proved: {how_to_prove(diagnosis.spec.script)}")
+    elif given.prove:
+        untried = "None of these can be tried from here: make the change in your code, and diagnose it again."
+        print(f"\n{untried if diagnosis.remedies else 'There is nothing to prove.'}")
     return 0
 
 
@@ -222,11 +218,7 @@ def sanity(given: argparse.Namespace) -> int:
 def calibrate(given: argparse.Namespace) -> int:
     """Measure this machine's speeds, and the memory outside of PyTorch's allocator on its GPU, if it has one; returns the exit status."""
 
-    def tell(what: str) -> None:
-        if sys.stderr.isatty():
-            print(f"workbench: {what}", file=sys.stderr)
-
-    tell("measuring the speed of this machine, a few seconds …")
+    begins("measuring the speed of this machine, a few seconds …")
     facts = machine_report.probe_torch("fresh", "links")
     if "error" in facts:
         raise ValueError(facts["error"])
@@ -234,11 +226,7 @@ def calibrate(given: argparse.Namespace) -> int:
     if not given.json:
         print(speeds, flush=True)
     if environment.gpu_count():
-        try:
-            calibration = workbench.calibrate(given.models, budget_s=given.budget, tell=tell)
-        except RunError as error:
-            print("\n".join(filter(None, [error.failure.traceback, f"workbench: {error}"])), file=sys.stderr)
-            return 1
+        calibration = workbench.calibrate(given.models, budget_s=given.budget, tell=begins)
     if given.json:
         show({"speeds": speeds, "memory": calibration}, given)
     elif calibration:
@@ -448,11 +436,14 @@ def main(argv: list[str] | None = None) -> int:
         if script_args and not ("args" in given and given.target.endswith(".py")):
             raise ValueError(f"what comes after -- is for a script, and there is none here: {shlex.join(script_args)}")
         given.args = script_args
-        if given.command in ("estimate", "estimate-time", "plan") and sys.stderr.isatty():
-            print(f"workbench: {given.target} on tensors without values: some seconds, or minutes if it is large …", file=sys.stderr)
+        if given.command in ("estimate", "estimate-time", "plan"):
+            begins(f"{given.target} on tensors without values: some seconds, or minutes if it is large …")
         return _RUN[given.command](given)
     except BrokenPipeError:
         raise
+    except RunError as error:
+        print("\n".join(filter(None, [error.failure.traceback, f"workbench: {error}", *getattr(error, "__notes__", [])])), file=sys.stderr)
+        return 1
     except (ValueError, OSError) as error:
         print(f"workbench: {error}", file=sys.stderr)
         return 2

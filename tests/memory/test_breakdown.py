@@ -171,13 +171,8 @@ def test_a_table_of_many_modules_has_a_row_for_the_rest() -> None:
     assert table.rows[-1][0] == "5 others"
 
 
-def test_by_phase_has_the_peak_of_each() -> None:
+def test_phases_have_the_peak_of_each() -> None:
     found = breakdown()
-    rows = found.by_phase().rows
-    assert [row[0] for row in rows] == list(found.phases)
-    assert "100 %" in [row[2] for row in rows]
-    column = found.by_phase().columns.index("optimizer states")
-    assert [row[column] == "–" for row in rows] == [phase == "init" for phase in found.phases]
     assert {phase: sum(held.values()) for phase, held in found.timeline.fullest.items()} == found.phases
 
 

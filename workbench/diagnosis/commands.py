@@ -2,13 +2,12 @@
 
 import argparse
 import json
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from workbench.core import units
 from workbench.core.interrupts import terminated_as_interrupted
+from workbench.core.progress import begins
 from workbench.data.analysis.loader_report import LoaderReport
 from workbench.diagnosis.analysis.bisection import Bisection
 from workbench.diagnosis.analysis.what_changed import WhatChanged
@@ -16,7 +15,6 @@ from workbench.diagnosis.regression import bisect, what_changed
 from workbench.diagnosis.why_not_linear import why_not_linear
 from workbench.runs.budgets import RunCheck
 from workbench.runs.commands import refuse_knobs
-from workbench.runs.failure import RunError
 from workbench.runs.launch import machine_report
 from workbench.runs.spec import RunSpec
 
@@ -42,10 +40,9 @@ def doctor(given: argparse.Namespace, knobs: Mapping[str, Any]) -> int:
         from workbench.data.loader_doctor import doctor as examine_loader
         from workbench.train.loader import named_loader
 
-        print(f"workbench: looking at the loader of {given.target}, some seconds …", file=sys.stderr, flush=True)
+        begins(f"looking at the loader of {given.target}, some seconds …")
         loaders = [examine_loader(named_loader(given.target, knobs))]
-    if sys.stderr.isatty():
-        print("workbench: looking at this machine, a few seconds …", file=sys.stderr)
+    begins("looking at this machine, a few seconds …")
     report = machine_report.examine()
     if given.html:
         Path(given.html).write_text(report.to_page(*loaders), encoding="utf-8")
@@ -62,8 +59,6 @@ def why(given: argparse.Namespace) -> int:
     Raises:
         ValueError: a run that cannot be read, or has nothing to compare.
     """
-    if not given.recorded and sys.stderr.isatty():
-        print(f"workbench: comparing, then short trainings, at most {units.seconds(given.budget)} …", file=sys.stderr)
     with terminated_as_interrupted():
         result = what_changed(given.run_a, given.run_b, of=given.of, budget_s=given.budget, rerun=not given.recorded)
     _show(result, given)
@@ -79,12 +74,6 @@ def first_bad(given: argparse.Namespace, knobs: Mapping[str, Any]) -> int:
     steps = knobs.get("steps")
     rest = {name: value for name, value in knobs.items() if name != "steps"}
     spec = RunSpec(task=given.target).replace(**rest)
-    limit = f"at most {units.seconds(given.budget)}; Ctrl-C ends it with the commits that are still in doubt"
-    print(
-        f"workbench: training about log2(n) of the n commits from {given.good} to {given.bad} by turns with the good one, {limit} …",
-        file=sys.stderr,
-        flush=True,
-    )
     with terminated_as_interrupted():
         result = bisect(spec, good=given.good, bad=given.bad, of=given.of, steps=steps, budget_s=given.budget)
     _show(result, given)
@@ -103,15 +92,9 @@ def not_linear(given: argparse.Namespace, knobs: Mapping[str, Any]) -> int:
         target: Any = given.target
     else:
         target = RunSpec(task=given.target).replace(**{"nproc_per_node": ranks, **knobs})
-    try:
-        with terminated_as_interrupted():
-            answer = why_not_linear(
-                target, args=given.args, nproc_per_node=ranks if isinstance(target, str) else None, budget_s=given.budget
-            )
-            proof = answer.prove(budget_s=given.budget) if given.prove and any(remedy.provable for remedy in answer.remedies) else None
-    except RunError as error:
-        print("\n".join([f"workbench: {error}", *getattr(error, "__notes__", [])]), file=sys.stderr)
-        return 1
+    with terminated_as_interrupted():
+        answer = why_not_linear(target, args=given.args, nproc_per_node=ranks if isinstance(target, str) else None, budget_s=given.budget)
+        proof = answer.prove(budget_s=given.budget) if given.prove and any(remedy.provable for remedy in answer.remedies) else None
     print(json.dumps(answer.brief(), ensure_ascii=False) if given.json else answer, flush=True)
     if proof and not given.json:
         print(f"\n{proof}")

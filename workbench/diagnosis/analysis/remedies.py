@@ -315,8 +315,6 @@ SETTINGS_OF: Mapping[str, tuple[str, Mapping[str, str]]] = {
 }
 """Framework that has the training loop → its name, and part of the step or kind of stall → the settings that change it; `{workers}`: a
 number to begin with."""
-
-
 TRAINER_PAGE, MOST_WORKERS = "how-to/frameworks", 8
 """The page of the docs on how to get a step and a loader out of a Trainer; most workers to begin with. Chosen: more are seldom used."""
 

@@ -175,17 +175,6 @@ class MemoryBreakdown(display.Shown, JsonDataclass):
         """
         return self._shares(lambda h: h.operator or "no operator", "operator", group)
 
-    def by_phase(self) -> display.Table:
-        """The peak of each phase, over all steps, and what each group holds then."""
-        then = self.timeline.fullest
-        groups = [group for group in GROUPS if any(held[group] for held in then.values())]
-        rows = [
-            [phase, units.bytes_(peak), units.percent(peak / self.total), *(units.bytes_(then[phase][group] or None) for group in groups)]
-            for phase, peak in self.phases.items()
-        ]
-        columns = ("phase", "peak", "of the peak", *(group.replace("_", " ") for group in groups))
-        return display.Table(columns=columns, rows=rows, title=f"Peak of each phase: {self.title}", note=self.headline)
-
     def _shares(self, name: Any, key: str, group: str | None) -> Shares:
         if group is not None and group not in GROUPS:
             raise ValueError(f"no group {group!r}: memory is held as {', '.join(GROUPS)}")
