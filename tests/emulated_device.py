@@ -409,7 +409,7 @@ class EmulatedDevice:
         for owner, values in names.items():
             for name, value in values.items():
                 monkeypatch.setattr(owner, name, value, raising=owner is not torch.accelerator)
-        monkeypatch.delattr(torch._C, "_cuda_getCurrentStream", raising=False)
+        monkeypatch.delattr(torch._C, "_cuda_getCurrentRawStream", raising=False)
         if self.ranks.world_size > 1:
             _install_collectives(self, monkeypatch)
         return self

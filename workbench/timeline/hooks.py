@@ -58,6 +58,8 @@ def on_model(module: "torch.nn.Module", begin: Callable[[], None] | None = None)
 
 def losses_in(output: Any) -> tuple[int, ...]:
     """Numbers of the operations of autograd that made the scalars in what a model returned."""
+    if getattr(output, "ndim", 0):
+        return ()  # the usual case: a tensor of many numbers
     if isinstance(output, Mapping):
         output = output.values()
     elif not isinstance(output, (tuple, list)):

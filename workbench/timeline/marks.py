@@ -4,6 +4,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:
@@ -102,6 +103,10 @@ class Event(Protocol):
     def elapsed_time(self, end_event: "Event") -> float: ...
 
 
+READ_STEPS, READ_SECONDS = 4, 0.05
+"""So many steps are read at once, or the steps of so many seconds: one question to the driver then answers for all of them."""
+
+
 class DeviceRecorder:
     """Records marks on a device's current stream: a stamp is an event, so a phase is the time the device spent in it. The host never waits.
 
@@ -109,7 +114,7 @@ class DeviceRecorder:
     another thread would break a CUDA graph capture that goes on meanwhile. Events on a side stream may lie before their neighbour on the
     main stream (a copy hidden behind compute): such an interval is 0.
 
-    Events of one stream happen in order, so the last one of a step answers for all; where a step marks several streams, all are asked.
+    Events of one stream happen in order, so the last one of several steps answers for all; of a step on several streams, all are asked.
     """
 
     clock: Literal["host", "device"] = "device"
@@ -121,45 +126,59 @@ class DeviceRecorder:
         *,
         stream: "Callable[[int | None], torch.cuda.Stream | None]" = lambda device: None,
         device: int | None = None,
+        kind: Any = None,
     ) -> None:
         """Start without marks.
 
         Args:
             new_event: Makes an event that notes the time.
-            capturing: Is a CUDA graph being captured just now?
+            capturing: Is a CUDA graph being captured just now? Not asked on the default stream, on which nothing can be captured.
             stream: The current stream of a device, given by its index.
             device: The device to mark, which need not be the current one of this thread.
+            kind: The type whose methods are called, one of which the events are; None = each event's own.
         """
         self._new_event, self._capturing, self._stream, self.device = new_event, capturing, stream, device
+        self._record: Callable[[Event, Any], None] = kind.record if kind else lambda event, stream: event.record(stream)
+        self._elapsed: Callable[[Event, Event], float] = kind.elapsed_time if kind else lambda event, end: event.elapsed_time(end)
         self.marks: list[Any] = []
         self._free: list[Event] = []
-        self._turns: deque[list[tuple[Event, int]]] = deque()  # marks that are not read yet, from one `next()` to the following one
+        self._turns: deque[list[Any]] = deque()  # marks that are not read yet, from one `next()` to the following one
         self._several: deque[bool] = deque()  # of each of them: is it on more than one stream?
+        self._enough, self._read_at = READ_STEPS, 0.0  # the number of turns, and the time, from which on they are read
         self._on: Any = None
-        self._switched = False
+        self._switched, self._can_capture = False, True
         self._last: Event | None = None
         self._raw = self._time = 0  # ns since the first event: as read, and never running backwards
         self._done: list[int] = []
 
     def now(self) -> Event | None:
         """Let the device note the time when it reaches this point of its stream."""
-        if self._capturing():
-            return None  # an event recorded into a CUDA graph has no time of its own
-        event = self._free.pop() if self._free else self._new_event()
         stream = self._stream(self.device)
         if stream is not self._on:
-            self._on, self._switched = stream, True
-        event.record(stream)
+            self._on, self._switched, self._can_capture = stream, True, getattr(stream, "cuda_stream", None) != 0
+        if self._can_capture and self._capturing():
+            return None  # an event recorded into a CUDA graph has no time of its own
+        event = self._free.pop() if self._free else self._new_event()
+        self._record(event, stream)
         return event
 
     def read(self) -> None:
         self._end_turn()
-        while self._turns and self._has_happened():
-            self._read_turn()
+        if len(self._turns) >= self._enough or time.monotonic() >= self._read_at:
+            while over := self._over():
+                for _ in range(over):
+                    self._read_turn()
+            self._enough, self._read_at = len(self._turns) + READ_STEPS, time.monotonic() + READ_SECONDS
 
-    def _has_happened(self) -> bool:
-        turn = self._turns[0] if self._several[0] else self._turns[0][-1:]
-        return all(event.query() for event, _ in reversed(turn))  # asks, does not wait
+    def _over(self) -> int:
+        """At least so many turns are over on the device, which is asked and not waited for; 0 = not even the first is."""
+        count = len(self._turns)
+        for first in (count, count - 1, READ_STEPS, 1):  # the last one was launched just now; a device that lags is at one of the first
+            turns = [*islice(self._turns, first)]
+            latest_first = (event for turn in reversed(turns) for event in turn[-2::-2] if event is not None)
+            if all(event.query() for event in islice(latest_first, None if any(islice(self._several, first)) else 1)):
+                return len(turns)
+        return 0
 
     def take(self) -> tuple[list[int], bytes]:
         return _take(self._done)
@@ -167,40 +186,49 @@ class DeviceRecorder:
     def settle(self) -> None:
         self._end_turn()
         while self._turns:
-            for event, _ in self._turns[0]:
+            for event in filter(None, self._turns[0][::2]):
                 event.synchronize()
             self._read_turn()
 
     def _end_turn(self) -> None:
         marks = self.marks[:]
         del self.marks[: len(marks)]
-        self._turns.append([(event, code) for event, code in zip(marks[::2], marks[1::2], strict=True) if event])
+        self._turns.append(marks)
         self._several.append(self._switched)
         self._switched = False
 
     def _read_turn(self) -> None:
         self._several.popleft()
-        for event, code in self._turns.popleft():
-            if self._last:
-                self._raw += round(self._last.elapsed_time(event) * 1e6)  # ms → ns
-                self._time = max(self._time, self._raw)
-                self._free.append(self._last)
-            self._last = event
-            self._done.extend((self._time, code))
+        turn, done, elapsed = self._turns.popleft(), list[int](), self._elapsed
+        last, raw, now = self._last, self._raw, self._time
+        for event, code in zip(turn[::2], turn[1::2], strict=True):
+            if event is None:
+                continue
+            if last is not None:
+                raw += round(elapsed(last, event) * 1e6)  # ms → ns
+                if raw > now:
+                    now = raw
+                self._free.append(last)
+            last = event
+            done += (now, code)
+        self._last, self._raw, self._time = last, raw, now
+        self._done += done  # at once: another thread takes them
 
 
 def _current_stream(torch: Any) -> "Callable[[int | None], torch.cuda.Stream | None]":
     """`torch.cuda.current_stream`, with each stream made once: making it anew is half the cost of a mark."""
-    raw = getattr(torch._C, "_cuda_getCurrentStream", None)
-    if raw is None:
+    pointer = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+    if pointer is None:
         return torch.cuda.current_stream  # type: ignore[no-any-return]
-    known: dict[tuple[int, int, int], Any] = {}
+    known: dict[int, Any] = {}
 
     def current(device: int | None) -> Any:
-        key = raw(torch.cuda.current_device() if device is None else device)
+        if device is None:
+            device = torch.cuda.current_device()
+        key = pointer(device) or ~device  # the default stream of each device is 0
         stream = known.get(key)
         if stream is None:
-            stream = known[key] = torch.cuda.Stream(stream_id=key[0], device_index=key[1], device_type=key[2])
+            stream = known[key] = torch.cuda.current_stream(device)
         return stream
 
     return current
@@ -212,10 +240,11 @@ def new_recorder(device: "torch.device | str | None" = None) -> MarkRecorder:
     if torch is None or not (torch.cuda.is_initialized() if device is None else str(device).startswith("cuda")):
         return HostRecorder()
     cuda = torch.cuda
-    index = torch.device(device or "cuda").index
+    index, below = torch.device(device or "cuda").index, cuda.Event.__mro__[1]
     return DeviceRecorder(
         lambda: cuda.Event(enable_timing=True),
         cuda.is_current_stream_capturing,
         stream=_current_stream(torch),
         device=cuda.current_device() if index is None else index,
+        kind=below if hasattr(below, "elapsed_time") else cuda.Event,  # without torch's wrappers in Python
     )
