@@ -21,7 +21,7 @@ from tests import toy_tasks
 from tests.forked import Forks
 from workbench.programs.experiment import Assignment, IdleTraining, Training, enter_training, prove
 from workbench.runs.spec import RunSpec
-from workbench.train.device_turns import DeviceTurns, storages_of
+from workbench.train.device_turns import DeviceTurns, GpuMemory, storages_of
 from workbench.train.ranks import Ranks
 
 
@@ -67,7 +67,7 @@ def test_contestants_with_workers_and_accumulation(alone: Ranks) -> None:
     assert {child.pid for child in multiprocessing.active_children()} == before
 
 
-class FakeMemory:
+class FakeMemory(GpuMemory):
     """A device with so much memory, on which each turn takes 1,000 bytes at its peak."""
 
     def __init__(self, room: int) -> None:

@@ -142,8 +142,7 @@ class DeviceRecorder:
         self._elapsed: Callable[[Event, Event], float] = kind.elapsed_time if kind else lambda event, end: event.elapsed_time(end)
         self.marks: list[Any] = []
         self._free: list[Event] = []
-        self._turns: deque[list[Any]] = deque()  # marks that are not read yet, from one `next()` to the following one
-        self._several: deque[bool] = deque()  # of each of them: is it on more than one stream?
+        self._turns: deque[tuple[list[Any], bool]] = deque()  # marks from one `next()` to the following one; on more than one stream?
         self._enough, self._read_at = READ_STEPS, 0.0  # the number of turns, and the time, from which on they are read
         self._on: Any = None
         self._switched, self._can_capture = False, True
@@ -175,8 +174,8 @@ class DeviceRecorder:
         count = len(self._turns)
         for first in (count, count - 1, READ_STEPS, 1):  # the last one was launched just now; a device that lags is at one of the first
             turns = [*islice(self._turns, first)]
-            latest_first = (event for turn in reversed(turns) for event in turn[-2::-2] if event is not None)
-            if all(event.query() for event in islice(latest_first, None if any(islice(self._several, first)) else 1)):
+            latest_first = (event for marks, _ in reversed(turns) for event in marks[-2::-2] if event is not None)
+            if all(event.query() for event in islice(latest_first, None if any(several for _, several in turns) else 1)):
                 return len(turns)
         return 0
 
@@ -186,28 +185,25 @@ class DeviceRecorder:
     def settle(self) -> None:
         self._end_turn()
         while self._turns:
-            for event in filter(None, self._turns[0][::2]):
+            for event in filter(None, self._turns[0][0][::2]):
                 event.synchronize()
             self._read_turn()
 
     def _end_turn(self) -> None:
         marks = self.marks[:]
         del self.marks[: len(marks)]
-        self._turns.append(marks)
-        self._several.append(self._switched)
+        self._turns.append((marks, self._switched))
         self._switched = False
 
     def _read_turn(self) -> None:
-        self._several.popleft()
-        turn, done, elapsed = self._turns.popleft(), list[int](), self._elapsed
+        marks, done, elapsed = self._turns.popleft()[0], list[int](), self._elapsed
         last, raw, now = self._last, self._raw, self._time
-        for event, code in zip(turn[::2], turn[1::2], strict=True):
+        for event, code in zip(marks[::2], marks[1::2], strict=True):
             if event is None:
                 continue
             if last is not None:
                 raw += round(elapsed(last, event) * 1e6)  # ms → ns
-                if raw > now:
-                    now = raw
+                now = max(now, raw)
                 self._free.append(last)
             last = event
             done += (now, code)

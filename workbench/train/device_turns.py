@@ -4,7 +4,7 @@ import gc
 import math
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,22 +16,6 @@ from workbench.core.checks import number_in_environment
 from workbench.core.device import MARGIN
 from workbench.train.sharding import distribute
 from workbench.train.trainer import Trainer
-
-
-class DeviceMemory(Protocol):
-    """What a device reports about its memory."""
-
-    def peak(self) -> int:
-        """Peak bytes of tensors since the last `reset`."""
-
-    def reset(self) -> None:
-        """Forget the peak."""
-
-    def room(self) -> int:
-        """Bytes that tensors of this process can take in total."""
-
-    def release(self) -> None:
-        """Give memory that no tensor uses back to the device."""
 
 
 class GpuMemory:
@@ -72,7 +56,7 @@ class DeviceTurns:
         note: says that trainings are moved, and why; None as long as they are not.
     """
 
-    def __init__(self, device: torch.device, memory: DeviceMemory | None = None, *, all_agree: Callable[[bool], bool] = bool) -> None:
+    def __init__(self, device: torch.device, memory: GpuMemory | None = None, *, all_agree: Callable[[bool], bool] = bool) -> None:
         """
         Args:
             device: on which the trainings compute.
@@ -120,7 +104,8 @@ class DeviceTurns:
         assert self._memory is not None
         self._peaks[trainer] = max(self._peaks.get(trainer, 0), self._memory.peak())
         if trainer is not None:
-            self._sizes[trainer] = sum(storage.nbytes() for storage in storages_of(trainer, self._device)) + _size_of_buckets(trainer)
+            buckets = [weight for weight in trainer.module.parameters() if weight.requires_grad] if _can_be_wrapped_again(trainer) else []
+            self._sizes[trainer] = sum(kept.nbytes() for kept in storages_of(trainer, self._device)) + sum(each.nbytes for each in buckets)
         if self._together is None and self._peaks.keys() == {*self._all}:
             self._decide()
         if not self._together and trainer is not None:
@@ -166,13 +151,6 @@ def _can_be_wrapped_again(trainer: Trainer) -> bool:
     spec = trainer.spec
     learns = spec.static_graph or spec.local_sgd != "none" or spec.gradient_compression.startswith("powersgd")
     return isinstance(trainer.model, DistributedDataParallel) and trainer.layout.tensor is None and not learns
-
-
-def _size_of_buckets(trainer: Trainer) -> int:
-    """Bytes of the buckets that a resting training drops. Those that stay are in the other's peak."""
-    if not _can_be_wrapped_again(trainer):
-        return 0
-    return sum(weight.nbytes for weight in trainer.module.parameters() if weight.requires_grad)
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
