@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 import workbench as wb
 from workbench.core import run_directory
@@ -73,7 +74,7 @@ for step in range(done + 1, 25):
         with part.open("w") as file:
             print(step, total, end=" ", file=file, flush=True)
             time.sleep(0.1 * (mode in ("torn", "torn, begins again", "whole")))
-            file.write(str(random.getstate()))
+            file.write(f"{random.getstate()}  # {out}")
         os.replace(part, last)
 for number in range(40 * (sys.argv[3:] == ["slowly"])):
     time.sleep(0.01)
@@ -303,6 +304,36 @@ def test_what_a_checkpoint_lacks_shows(plain: str) -> None:
     assert proof.repeatable
     assert [entry.name for entry in proof.differing] == ["last.txt"]
     assert "its checkpoint lacks something" in str(proof)
+
+
+def test_the_name_of_the_folder_in_a_result_is_no_difference(tmp_path: Path) -> None:
+    """Lightning's checkpoints have the paths of the best and of the last one, as values and as keys."""
+    entries = []
+    for name in ("undisturbed", "again"):
+        out = tmp_path / name
+        out.mkdir()
+        torch.save(
+            {"epoch": 1, "callbacks": {"best": f"{out}/a.ckpt", "all": {f"{out}/a.ckpt": 1.0}}, "weight": torch.ones(2)}, out / "x.pt"
+        )
+        entries.append(prove_script_resume._entries_of(out, "x.pt"))
+    assert not prove_script_resume._differing(entries[0], tmp_path / "again", "x.pt")
+    assert entries[0]["callbacks.best"] == "{out}/a.ckpt"
+    assert "callbacks.all.{out}/a.ckpt" in entries[0]
+
+
+def test_a_result_of_another_moment_is_said_to_be_one() -> None:
+    named: Any = {"undisturbed": "a", "interrupted": "b", "differing": ()}
+    proof = wb.ScriptResumeProof(entries=9, repeatable=True, kills=(1.0,), asked=1, steps=60, last_steps=20, seconds=1.0, **named)
+    entries = [("epoch", "1 and 3"), ("global_step", "40 and 60"), ("state_dict.weight", "by 0.1 at most, of 1")]
+    differing = tuple(prove_script_resume.Entry(name=name, difference=text) for name, text in entries)
+    moved = dataclasses.replace(proof, differing=differing)
+    assert not moved.exact
+    assert moved.verdict.startswith(
+        "Not compared: the result of the undisturbed script and that after 1 kill are of different moments: epoch 1 and 3, "
+        "global_step 40 and 60. Without a kill"
+    )
+    assert dataclasses.replace(moved, repeatable=False).verdict.startswith("Not repeatable: 3 of 9 entries")
+    assert dataclasses.replace(moved, differing=differing[2:]).verdict.startswith("Not exact: 1 of 9 entries of the result differs after")
 
 
 def test_a_script_that_differs_without_a_kill_says_nothing_of_its_checkpoints(plain: str) -> None:

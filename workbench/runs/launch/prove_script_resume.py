@@ -33,6 +33,8 @@ WHOLE = (
 """What to do about a save that a kill can cut in two."""
 _STATE = re.compile("sched|random|rng|generator|sampler|scaler|step|epoch")
 """In the first key of an entry that is neither of the model nor of the optimizer."""
+_MOMENT = ("epoch", "global_step", "step", "iteration")
+"""Entries that say after how much training a result was saved."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,6 +150,14 @@ class ScriptResumeProof(JsonDataclass, display.Shown):
             return (
                 f"Not repeatable: {many}, also where nothing is killed, so no checkpoint can make the results equal. Seed all "
                 "generators (torch, numpy, random, the workers of loaders) at the start of the script"
+            )
+        counts = ", ".join(f"{each.name} {each.difference}" for each in self.differing if each.name in _MOMENT)
+        if counts:
+            return (
+                f"Not compared: the result of the undisturbed script and that {after} are of different moments: {counts}. Without a kill "
+                "the script writes the same twice. Name a file that each launch writes at its end: with a monitor, Lightning's "
+                "ModelCheckpoint(save_last=True) may leave last.ckpt at an earlier epoch, trainer.save_checkpoint after fit does not. If "
+                "it is written at the end, the script does not restore its counts"
             )
         return (
             f"Not exact: {many} {after}. Without a kill the script writes the same twice, so its checkpoint lacks "
@@ -365,8 +375,15 @@ def _entries_of(out: Path, result: str) -> Mapping[str, Any]:
             f"the script wrote no {result} into {out}, which is kept and has {', '.join(names[:SHOWN]) or 'nothing'}: {hint}"
             f"Check result=, and {OUT} in args="
         )
-    entries: Mapping[str, Any] = late.load("entries_of")(out / result)
-    return entries
+    places = {str(place) for place in (out, out.resolve())}  # which Lightning saves in its checkpoints
+
+    def named(value: Any) -> Any:
+        for place in places:
+            if isinstance(value, str | bytes):
+                value = value.replace(place, OUT) if isinstance(value, str) else value.replace(place.encode(), OUT.encode())
+        return value
+
+    return {named(name): named(value) for name, value in late.load("entries_of")(out / result).items()}
 
 
 def _differing(expected: Mapping[str, Any], out: Path, result: str) -> tuple[Entry, ...]:
