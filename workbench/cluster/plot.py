@@ -62,7 +62,7 @@ def plan(result: Plan | Plans, ax: Axes | None = None) -> Axes:
         Bar(
             label=wrapped(_label(candidate)),
             pieces=[candidate.parts[name] for name in PLAN_COLORS],
-            end=_end(candidate),
+            end=f"{units.seconds(candidate.seconds.mid)}, {candidate.bound}",
             reach=candidate.seconds.high,
             predicted=True,
         )
@@ -166,10 +166,6 @@ def _plans(result: Plan | Plans) -> list[Plan]:
 
 def _label(candidate: Plan) -> str:
     return f"{candidate.gpus:,} GPUs: {candidate.layout}, " + candidate.batch.replace(" × ", "\u00a0×\u00a0")  # on one line
-
-
-def _end(candidate: Plan) -> str:
-    return f"{units.seconds(candidate.seconds.mid)}, {candidate.bound}"
 
 
 TIME_COLORS = {

@@ -190,11 +190,6 @@ _OF_LAYOUT = ("nnodes", "nproc_per_node", "micro_batch", "accumulation")
 """Numbers of the layout with which a run went on after ranks were lost."""
 
 
-def _is_id(text: str) -> bool:
-    """Is it a valid id of a run? It becomes part of arguments and of variables. A "/" is removed where it becomes part of a path."""
-    return 0 < len(text) <= 255 and text.isprintable()
-
-
 def check_info(path: Path, info: Mapping[str, Any]) -> None:
     """Check the values of a run.json that every reader needs.
 
@@ -216,7 +211,7 @@ def check_info(path: Path, info: Mapping[str, Any]) -> None:
         if name not in info and name not in _OPTIONAL:
             raise DamagedRunError(f"{path} is damaged: it has no {name}")
         value = info.get(name, 0 if name in _OPTIONAL else None)
-        if name == "id" and isinstance(value, str) and not _is_id(value):
+        if name == "id" and isinstance(value, str) and not (0 < len(value) <= 255 and value.isprintable()):  # a part of arguments
             raise DamagedRunError(f"{path} is damaged: its id is {short(value)}, expected up to 255 letters, digits and signs")
         if not isinstance(value, kind) or isinstance(value, bool) or (isinstance(value, int | float) and not abs(value) < 2**53):
             raise DamagedRunError(f"{path} is damaged: its {name} is {short(value)}, expected {expected}")

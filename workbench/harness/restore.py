@@ -205,7 +205,7 @@ def _attributes(owner: Any) -> Undo:
         for name in now.keys() - before.keys():
             del now[name]
         for name, value in before.items():
-            if now.get(name, _nothing) is not value and not _closed(value):
+            if now.get(name, _nothing) is not value and not (isinstance(value, io.IOBase) and value.closed):  # a new file took its place
                 now[name] = value
         for slot in in_slots(owner).keys() - held.keys():
             slot.__delete__(owner)
@@ -213,11 +213,6 @@ def _attributes(owner: Any) -> Undo:
             slot.__set__(owner, value)
 
     return undo
-
-
-def _closed(value: Any) -> bool:
-    """Is it a file that was closed since? The one that took its place is of more use."""
-    return isinstance(value, io.IOBase) and value.closed
 
 
 def _generator(generator: Any) -> Undo:

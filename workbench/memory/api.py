@@ -276,17 +276,13 @@ def compare_memory(
     estimates = [WhatIf(changes={}, breakdown=estimate_memory(target, device=device, **options))]
     for change in rows:
         try:
-            estimates.append(WhatIf(changes=change, breakdown=_changed(target, change, device=device, **options)))
+            estimates.append(WhatIf(changes=change, breakdown=estimate_memory(target, **{"device": device, **options, **change})))
         except ValueError as error:
             estimates.append(WhatIf(changes=change, breakdown=None, complaint=str(error)))
     room = None if device in ("cuda", "cpu") else usable_bytes(device_of(device), margin)
     return MemoryComparison(
         rows=tuple(estimates), capacity=room, margin=margin, device=device.name if isinstance(device, Device) else device
     )
-
-
-def _changed(target: Any, change: Mapping[str, Any], **options: Any) -> MemoryBreakdown:
-    return estimate_memory(target, **{**options, **change})
 
 
 def _rows(changes: Iterable[Mapping[str, Any]] | Mapping[str, Sequence[Any]]) -> list[Mapping[str, Any]]:

@@ -110,7 +110,7 @@ def per_sample_gradients(model: nn.Module, loss: Callable[[Any, Any], Tensor], b
             raise
         if notes is not None:
             notes.append(f"one sample after the other, since torch.func cannot take them together ({str(error).splitlines()[0]:.80})")
-        each = [_sample_gradient(whole, tree_map(lambda part, i=i: part[i : i + 1], batch)) for i in range(_count(batch))]
+        each = [_sample_gradient(whole, tree_map(lambda part, i=i: part[i : i + 1], batch)) for i in range(len(tree_leaves(batch)[0]))]
         gradients = {name: torch.stack([gradient[name] for gradient in each]) for name in weights}
     return gradients
 
@@ -186,10 +186,6 @@ def _check_batch(batch: Any) -> None:
             "the gradients of single samples need batches of tensors whose first dimension is the sample, and this one holds something "
             "else: measure without exact=True"
         )
-
-
-def _count(batch: Any) -> int:
-    return len(tree_leaves(batch)[0])
 
 
 def exact_noise_of(spec: RunSpec, *, samples: int | None = None) -> NoiseScale:

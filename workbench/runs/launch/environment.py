@@ -104,7 +104,7 @@ def for_ranks(
         **flight_recorder.switched_on(versions().get("torch", ""), environ),
         **more,
     }
-    if not _installed():  # imported from a checkout by way of sys.path, which the ranks do not share
+    if "workbench" not in versions():  # imported from a checkout by way of sys.path, which the ranks do not share
         ours["PYTHONPATH"] = os.pathsep.join(filter(None, [environ.get("PYTHONPATH"), str(ROOT.parent.resolve())]))
     removed = sorted(name for name in environ if _INHERITED.fullmatch(name))
     kept = {name: value for name, value in environ.items() if name not in removed}
@@ -195,10 +195,6 @@ def steady_malloc() -> dict[str, str]:
     had 9,700 page faults or none, and took 84 or 56 ms, in one process and the next. With these it keeps all but blocks above 32 MiB.
     """
     return {} if any(name in os.environ for name in (*_KEEP, "GLIBC_TUNABLES")) else dict(_KEEP)
-
-
-def _installed() -> bool:
-    return "workbench" in versions()
 
 
 @functools.cache

@@ -246,7 +246,8 @@ def points_of(
         raise PointsError(f"the runs report different losses ({', '.join(sorted(used))}): give loss= the name that all of them have")
     if notes and len(rows) < MIN_POINTS:
         raise PointsError(f"{len(rows)} of {len(runs)} runs have a loss, and {MIN_POINTS} are needed: {'; '.join(notes)}")
-    names = _apart([row[3] for row in rows])
+    names = [row[3] for row in rows]  # each run has its own random error
+    names = [name if names.count(name) == 1 else f"{name} ({place})" for place, name in enumerate(names)]
     points = Points.of([(n, d, value, name) for (n, d, value, _), name in zip(rows, names, strict=True)])
     if used == {TRAINING}:
         notes.append(f"loss: mean of the training loss over the last {TAIL:.0%} of the steps")
@@ -284,8 +285,3 @@ def _parameters(run: Any, place: int, given: Mapping[str, float] | Sequence[floa
     raise PointsError(
         f"how many parameters {run!r} has is not known: give parameters=[…] in the order of the runs, or let wb.scaling_law make the runs"
     )
-
-
-def _apart(names: Sequence[str]) -> list[str]:
-    """Names of runs, with a number where two are the same: each run has its own random error."""
-    return [name if names.count(name) == 1 else f"{name} ({place})" for place, name in enumerate(names)]
