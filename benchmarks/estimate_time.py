@@ -22,12 +22,13 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import workbench as wb
 from workbench.cluster.analysis.cluster import Cluster
+from workbench.cluster.analysis.operator_time import Operator
 from workbench.cluster.analysis.plan.layouts import SHARINGS, Layouts
 from workbench.cluster.analysis.plan.ranges import EFFICIENCY, LAUNCH, LINKS
 from workbench.cluster.analysis.plan.timing import HardwareRates
 from workbench.cluster.analysis.plan.timing import seconds as plan_seconds
 from workbench.cluster.analysis.plan.workload import workload_of_transformer
-from workbench.cluster.analysis.step_time import EstimateTimeError, Operator, StepTime
+from workbench.cluster.analysis.step_time import EstimateTimeError, StepTime
 from workbench.cluster.analysis.transformer import Transformer
 from workbench.core.device import Device
 from workbench.core.display import table as display

@@ -35,8 +35,9 @@ from workbench.cluster.analysis.collective_call import CollectiveCall
 from workbench.cluster.analysis.collective_cost import Link, collective_seconds
 from workbench.cluster.analysis.iteration import buckets
 from workbench.cluster.analysis.links import LinkPoint, Links
+from workbench.cluster.analysis.operator_time import Operator
 from workbench.cluster.analysis.plan.plans import Plans
-from workbench.cluster.analysis.step_time import Operator, StepTime
+from workbench.cluster.analysis.step_time import StepTime
 from workbench.cluster.analysis.traffic import Traffic
 from workbench.cluster.analysis.transformer import Transformer
 from workbench.cluster.analysis.twin_run import TwinBucket, TwinLayer, TwinRun, closed_form

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,24 +14,24 @@ from hypothesis import strategies as st
 import workbench as wb
 from workbench.cluster.analysis.cluster import Cluster
 from workbench.cluster.analysis.collective_call import CollectiveCall
+from workbench.cluster.analysis.operator_time import KERNEL, SHARES, UNALIGNED, Operator
 from workbench.cluster.analysis.plan.ranges import LAUNCH, OTHER_LAUNCH, SLOWEST_LAUNCH
 from workbench.cluster.analysis.step_time import (
     CPU,
     FARTHEST,
-    KERNEL,
     OTHER,
     SAME,
-    SHARES,
     EstimateTimeError,
-    Operator,
     StepTime,
     checked_calibration,
     distance,
     measured_seconds,
 )
 from workbench.cluster.analysis.traffic import Traffic
+from workbench.core import units
 from workbench.core.device import Device
 from workbench.core.statistics import Interval
+from workbench.memory.estimate.roofline_time import Roofline
 from workbench.traces.analysis import operators
 
 H100 = Device.named("H100")
@@ -385,6 +386,68 @@ def test_a_causal_mask_halves_what_fused_kernels_compute_and_not_what_single_pro
     assert counted(True) == pytest.approx(whole * 65 / 128)
     with sdpa_kernel(SDPBackend.MATH):
         assert counted(True) == counted(False) == pytest.approx(whole * 6 / 7)  # nothing is made again
+
+
+def test_products_whose_rows_do_not_start_at_16_bytes_are_as_slow_as_their_loads_and_it_says_what_padding_saves() -> None:
+    """By hand: an H100 issues half as many instructions as its FP32 peak has FLOP/s, an A100 as many."""
+    odd = dataclasses.replace(MM, stride=50_257)
+    assert odd.seconds(H100, SHARES["products"].mid) == pytest.approx(30 * 1e13 / (UNALIGNED * 66.9e12 / 2))
+    assert odd.seconds(Device.named("A100-40GB"), SHARES["products"].mid) == pytest.approx(30 * 1e13 / (UNALIGNED * 19.5e12))
+    even = dataclasses.replace(MM, stride=50_258)  # loads have two elements
+    assert even.seconds(H100, 0.65) == pytest.approx(odd.seconds(H100, 0.65) / 2)
+    assert odd.seconds(CPU, 0.65) == MM.seconds(CPU, 0.65)
+    found = step(odd, ADD, ADAM)
+    saved = units.seconds(found.seconds.mid - step().seconds.mid)
+    words = f"30 matrix products have a side that is no multiple of 8 (such as 50,257).*padded to 50,304.* about {saved} less"
+    assert re.search(words.replace("(", r"\(").replace(")", r"\)"), str(found))
+    assert "padded" not in str(step())
+    assert step(MM, dataclasses.replace(odd, calls=1e-3)).alignment is None  # not worth it
+    assert StepTime.from_json(found.to_json()) == found
+
+
+@pytest.mark.parametrize(("columns", "odd"), [(333, 333), (336, 0)])
+def test_each_product_of_a_layer_with_an_odd_side_is_slow(columns: int, odd: int) -> None:
+    """Its result forward, and the result's gradient in both products of the backward."""
+    import torch
+
+    def total(model: Any, x: Any) -> Any:
+        return model(x).sum()
+
+    def model() -> Any:
+        return torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, columns))
+
+    found = wb.estimate_time(model, torch.zeros(32, 64), device="H100", loss=total, precision="amp_bf16")
+    assert sorted(one.stride for one in found.operators for _ in range(int(one.calls)) if one.flops) == [0, 0] + 3 * [odd]
+    single = wb.estimate_time(model, torch.zeros(32, 64), device="H100", loss=total)
+    assert not any(one.stride for one in single.operators)  # fp32 uses no tensor cores
+    assert not any("zeros_like" in one.name for one in found.operators if one.phase == "update")  # in the first step only
+
+
+def test_bytes_are_those_of_each_kernel_that_an_operator_runs() -> None:
+    """In tensors of 4 MiB, by torch's CUDA sources."""
+    import torch
+
+    x, mask, weight = torch.rand(1024, 1024, requires_grad=True), torch.ones(1024, dtype=torch.bool), torch.ones(1024, requires_grad=True)
+    long, lists = torch.rand(16, 65536), [torch.rand(1024, 1024), torch.rand(1024, 1024)]
+    targets = torch.zeros(16, dtype=torch.long)
+    with Roofline(H100) as floor:
+        torch.empty(1024, 1024)
+        lists[0].max().item()
+        x.softmax(-1).backward(lists[1])
+        x.masked_fill(mask, 0.0)
+        torch.nn.functional.layer_norm(x, (1024,), weight).backward(lists[1])
+        torch.nn.functional.nll_loss(long.log_softmax(-1), targets)
+        with torch.no_grad():
+            torch._foreach_add_(lists[:1], lists[1:])
+            lists[0].to(torch.bfloat16).float()
+            lists[0].t().clone(memory_format=torch.contiguous_format)
+    moved = {call.name.partition(".")[2]: (round(call.bytes / 2**22, 2), call.elements / 2**20) for call in floor.calls}
+    expected = {"empty": (0, 0), "_local_scalar_dense": (0, 0), "_softmax": (2, 0), "_softmax_backward_data": (6, 0)}
+    expected |= {"masked_fill": (4, 1), "native_layer_norm_backward": (5, 0), "_log_softmax": (4, 0), "nll_loss_forward": (0, 0)}
+    expected |= {"_foreach_add_": (3, 0), "clone": (2, 1)}
+    assert {name: moved[name] for name in expected} == expected
+    copies = [call.elements for call in floor.calls if call.name == "aten._to_copy"]
+    assert copies == [0, 2**20]  # to 16 bits there is a kernel that moves 16 bytes at a time
 
 
 @pytest.mark.slow

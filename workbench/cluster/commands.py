@@ -88,6 +88,7 @@ def estimate_time(given: argparse.Namespace, knobs: Mapping[str, Any], show: Sho
             raise ValueError(f"--measured {measured}: expected seconds of a step, or the directory of a run") from None
     shapes = {name: value for name in ("sequence", "image") if (value := getattr(given, name)) is not None}
     step = elsewhere.estimate_time(spec, device=given.device, cluster=given.cluster, measured=measured, **shapes)
-    figures = {"seconds": step.seconds, "parts": step.parts, "samples_per_sec": step.samples_per_sec, "mfu": step.mfu, "notes": step.notes}
+    notes = [*filter(None, [step.alignment]), *step.notes]
+    figures = {"seconds": step.seconds, "parts": step.parts, "samples_per_sec": step.samples_per_sec, "mfu": step.mfu, "notes": notes}
     show(codec.to_json({"title": step.title, "device": step.device.name, **figures}) if given.json else step, given)
     return 0

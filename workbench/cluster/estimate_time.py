@@ -4,9 +4,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from workbench.cluster.analysis.cluster import Cluster
+from workbench.cluster.analysis.operator_time import Operator
 from workbench.cluster.analysis.pipeline_idle import bubble_of
 from workbench.cluster.analysis.plan.ranges import FORMATS, link_share
-from workbench.cluster.analysis.step_time import CPU, EstimateTimeError, Operator, StepTime, TimeCalibration, checked_calibration
+from workbench.cluster.analysis.step_time import CPU, EstimateTimeError, StepTime, TimeCalibration, checked_calibration
 from workbench.core.device import Device
 from workbench.core.progress import predicts
 from workbench.core.synonyms import accept_synonyms
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
     from workbench.memory.estimate.roofline_time import Roofline
     from workbench.runs.spec import RunSpec
     from workbench.runs.task import Task
+
+FIRST_STEP = {("aten.zeros_like", "update"), ("aten.full_like", "update")}
+"""Operators by which an optimizer makes its states, in its first step only."""
 
 
 @accept_synonyms
@@ -61,10 +65,11 @@ def estimate_time(
     plan = plan_of(target, batch, device="cpu" if where is CPU else where, asked="estimate_time", **options)
     _check(plan.spec, where, known=measured is not None or calibration is not None)
     memory, floor = _counted(plan, where)
+    compiled = plan.spec.compile != "none"
     operators = tuple(
-        Operator(name=one.name, phase=one.phase, dtype=one.dtype, flops=one.flops, bytes=one.bytes, calls=calls / plan.steps)
+        Operator(**{**one._asdict(), "stride": 0 if compiled else one.stride}, calls=calls / plan.steps)  # Inductor pads matrices
         for one, calls in floor.calls.items()
-        if not one.name.startswith(("c10d", "_c10d"))
+        if not one.name.startswith(("c10d", "_c10d")) and (one.name, one.phase) not in FIRST_STEP
     )
     if not any(one.flops for one in operators):
         raise EstimateTimeError(f"{plan.title}: no operator has FLOPs that are known, so nothing is known of its time; measure a step")
@@ -80,7 +85,7 @@ def estimate_time(
         samples=plan.spec.micro_batch * plan.spec.accumulation * plan.spec.data_ranks,
         ranks=plan.world_size,
         bubble=bubble_of(plan.spec) if plan.spec.pipeline_parallel > 1 else 0.0,
-        compiled=plan.spec.compile != "none",
+        compiled=compiled,
         notes=tuple(notes),
     )
     if plan.world_size > 1:

@@ -10,8 +10,9 @@ import itertools
 from typing import TYPE_CHECKING, Any
 
 from workbench.cluster.analysis.links import Links
+from workbench.cluster.analysis.operator_time import KINDS
 from workbench.cluster.analysis.plan.plans import Plan, Plans
-from workbench.cluster.analysis.step_time import KINDS, StepTime
+from workbench.cluster.analysis.step_time import StepTime
 from workbench.cluster.analysis.traffic import Traffic
 from workbench.cluster.analysis.twin_run import TwinRun
 from workbench.core import units

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from workbench.cluster.analysis.operator_time import KINDS, SHARES, Operator
 from workbench.cluster.analysis.plan.ranges import ENDS, LAUNCH, OTHER_LAUNCH, SLOWEST_LAUNCH
 from workbench.core import units
 from workbench.core.codec import NOT_STORED, JsonDataclass
@@ -12,77 +13,18 @@ from workbench.core.device import Device
 from workbench.core.display import table as display
 from workbench.core.statistics import Interval
 
-KINDS = {
-    "products": "matrix products",
-    "convolutions": "convolutions",
-    "attention": "fused attention",
-    "memory": "elementwise, norms, copies and sums: bound by memory",
-    "update": "the optimizer's update",
-}
-"""Kind of operator → what it is, in words."""
-SHARES: Mapping[str, Interval] = {
-    "products": Interval(low=0.45, mid=0.65, high=0.85),
-    "convolutions": Interval(low=0.2, mid=0.4, high=0.65),
-    "attention": Interval(low=0.2, mid=0.3, high=0.7),
-    "memory": Interval(low=0.55, mid=0.75, high=0.92),
-    "update": Interval(low=0.5, mid=0.75, high=0.92),
-}
-"""Kind → share of the datasheet's dense peak, or of its bandwidth, that kernels of it reach where nothing was measured. Attention:
-FlashAttention-2 reaches 0.3 … 0.7 on A100 forward and backward and 0.35 on H100, its predecessor 0.25 … 0.4 (Dao 2023, arXiv 2307.08691;
-Shah et al. 2024, 2407.08608), of the FLOPs that are left with a causal mask; the middle is that of the times at both ends, rounded.
-The others are round figures for what kernels reach, assumed; `benchmarks/estimate_time.py` holds the sum against published steps."""
-KERNEL = 3e-6
-"""Seconds of the shortest kernel. Assumed: launching and retiring its blocks."""
 SAME, OTHER = 0.05, 0.12
 """Half the width of a calibrated interval over its middle: for the program that was measured, and for another that spends its time on the
 same kinds of operators. What differs adds to it (`StepTime.calibrate`)."""
 HOST_BOUND = "the host's launches set the pace: a faster GPU does not help; larger micro-batches or compile do"
+WORTH = 0.02
+"""Share of the step that padding must save to be told."""
 FARTHEST = 0.5
 """Share of the time that may be spent on other kinds of operators than the calibrated program's; beyond it an estimate is refused."""
 
 
 class EstimateTimeError(ValueError):
     """A step whose time cannot be estimated; the message says what was given, what is allowed and what to measure."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Operator(JsonDataclass):
-    """An operator with its sizes, as often as it is called in a step."""
-
-    name: str
-    """Such as "aten.mm"."""
-    phase: str
-    """"forward", "backward" or "update"."""
-    dtype: str
-    """Number format in which it computes."""
-    flops: float
-    """Of one call."""
-    bytes: float
-    """Read and written by one call."""
-    calls: float
-    """Per step."""
-
-    @property
-    def kind(self) -> str:
-        """A key of KINDS."""
-        if "attention" in self.name:
-            return "attention"
-        if "convolution" in self.name:
-            return "convolutions"
-        if self.flops:
-            return "products"
-        return "update" if self.phase == "update" else "memory"
-
-    def seconds(self, device: Device, share: float) -> float:
-        """Of all its calls, at a share of the device's peak and, for those that are bound by memory, of its bandwidth.
-
-        Args:
-            device: whose datasheet counts.
-            share: of the peaks; the bandwidth's is that of "memory" at best.
-        """
-        peak = device.flops_per_sec.get(self.dtype) or device.flops_per_sec.get("fp32") or max(device.flops_per_sec.values())
-        moved = self.bytes / (device.bandwidth * (share if self.kind in ("memory", "update") else SHARES["memory"].mid))
-        return self.calls * max(self.flops / (share * peak), moved, KERNEL)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -332,6 +274,20 @@ class StepTime(display.Shown, JsonDataclass):
         return low
 
     @property
+    def alignment(self) -> str | None:
+        """What products cost whose matrices do not suit tensor cores, in a sentence; None = less than 2 % of the step."""
+        odd = [one for one in self.operators if one.stride]
+        padded = replace(self, operators=tuple(replace(one, stride=0) for one in self.operators))
+        saved, whole = self.seconds.mid - padded.seconds.mid, self.seconds.mid
+        if saved < WORTH * whole:
+            return None
+        worst = max(odd, key=lambda one: one.calls * one.flops).stride
+        return (
+            f"{sum(one.calls for one in odd):,.0f} matrix products have a side that is no multiple of 8 (such as {worst:,}), which tensor "
+            f"cores need to run fast: padded to {-(-worst // 64) * 64:,}, the step would take about {units.seconds(saved)} less"
+        )
+
+    @property
     def word(self) -> str:
         """The step in one sentence."""
         low, mid, high = (units.seconds(getattr(self.seconds, end)) for end in ENDS)
@@ -358,7 +314,7 @@ class StepTime(display.Shown, JsonDataclass):
             columns=("part", "predicted", "share", "calls", "FLOPs", "moved"),
             rows=rows,
             title=f"{self.title} on {self.ranks} × {self.device.name}: predicted",
-            note="\n".join([self.word, *([HOST_BOUND] if self.gaps() else []), *self.notes]),
+            note="\n".join([self.word, *([HOST_BOUND] if self.gaps() else []), *filter(None, [self.alignment]), *self.notes]),
         )
 
     def to_frame(self) -> Any:

@@ -26,7 +26,11 @@ class Call(NamedTuple):
     """Number format in which it computes."""
     flops: int
     bytes: int
-    """Of all tensors that it reads and writes."""
+    """That its kernels read and write; 0 = it runs none."""
+    elements: int = 0
+    """That a kernel handles one by one; 0 = 16 bytes at a time."""
+    stride: int = 0
+    """Of a product in 16 bits: a leading dimension, in elements, that is no multiple of 16 bytes; 0 = each of its matrices has one."""
 
 
 _NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
@@ -67,7 +71,8 @@ class Roofline(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _add(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         tensors = [leaf for leaf in tree_leaves((args, kwargs, out)) if isinstance(leaf, Tensor)]
-        moved = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        short = getattr(getattr(func, "overloadpacket", func), "__name__", "")
+        moved = _moved(short, args, kwargs, out)
         count: Callable[..., int] | None = flop_registry.get(getattr(func, "overloadpacket", None))
         flops = count(*args, **kwargs, out_val=out) if count else _attention_flops(func, args)
         if flops and "attention" in getattr(func, "__name__", ""):
@@ -77,8 +82,10 @@ class Roofline(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.bytes += moved
         dtype, peak = self._format(func, tensors)
         computing = flops / peak
-        name = f"{getattr(func, 'namespace', '')}.{getattr(getattr(func, 'overloadpacket', func), '__name__', func)}"
-        self.calls[Call(name, _phase(), dtype, int(flops), moved)] += 1
+        name = f"{getattr(func, 'namespace', '')}.{short or func}"
+        stride = _unaligned(tensors) if flops and short.endswith("mm") else 0
+        elements = _one_by_one(short, getattr(func, "tags", ()), tensors)
+        self.calls[Call(name, _phase(), dtype, int(flops), moved, elements, stride)] += 1
         self.computing += computing
         self.seconds += max(computing, moved / self._device.bandwidth)
 
@@ -90,6 +97,67 @@ class Roofline(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if name == "fp32" and uses_tf32(convolution="convolution" in func.__name__):
             name = "tf32"
         return name, peaks.get(name) or peaks.get("fp32") or max(peaks.values())
+
+
+NOTHING = ("_local_scalar_dense", "_unsafe_view", "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
+"""Operators without a kernel. (`.item()`: those of a step are of the optimizer's step counts, which lie on the host.)"""
+FILLS = ("fill_", "full", "full_like", "nll_loss_backward", "nll_loss2d_backward", "ones", "ones_like", "zero_", "zeros", "zeros_like")
+"""Operators that only write; the losses' fill their result with zeros, and then write one value per target."""
+PICKS = ("embedding", "gather", "index", "index_select", "nll_loss_forward", "nll_loss2d_forward")
+"""Operators that read no more of each tensor than they write."""
+
+
+def _moved(name: str, args: Any, kwargs: Any, out: Any) -> int:
+    """Bytes that the operator's CUDA kernels read and write: a tensor counts once for each kernel, or loop over long rows, that does."""
+    read = {id(leaf): leaf.nbytes for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+    written: int = sum(leaf.nbytes for leaf in tree_leaves(out) if isinstance(leaf, Tensor))
+    if name in NOTHING:
+        return 0
+    if name in (*FILLS, "copy_"):
+        return written + (args[1].nbytes if name == "copy_" else 0)
+    if name in PICKS:
+        return written + sum(min(size, written) for size in read.values())
+    if name.startswith(("_foreach", "_fused")) and not written:  # lists in place; a fused optimizer leaves its gradients as they are
+        changed = args[:1] if name.startswith("_foreach") else (args[0], args[2:5])
+        written = sum(leaf.nbytes for leaf in tree_leaves(changed) if isinstance(leaf, Tensor))
+    return sum(read.values()) + written + _again(name, args)
+
+
+def _again(name: str, args: Any) -> int:
+    """Bytes that go through memory a second or third time, by torch's sources (aten/src/ATen/native/cuda)."""
+    if name == "masked_fill":  # a copy, which is filled in place
+        return 2 * int(args[0].nbytes)
+    if name == "native_layer_norm_backward":  # a kernel for the input's gradient, and one for those of weight and bias
+        return int(args[0].nbytes + args[1].nbytes) if any(args[7][1:]) else 0
+    if "batch_norm" in name or name.startswith("native_group_norm"):  # statistics first
+        return sum(each.nbytes for each in args[: 2 if name.endswith("backward") else 1])
+    if "softmax" not in name or not args[0].dim():
+        return 0
+    whole, row = args[0].nbytes, args[0].shape[-1] * args[0].element_size()  # SoftMax.cu
+    long = row > 4096 or args[0].shape[-1] > 1024
+    if name.endswith("backward_data"):  # long rows are added up first; gradient times output is a kernel of its own
+        return int(whole * (long + 3 * (name == "_softmax_backward_data")))
+    return 2 * int(whole) if long and (row >= 48 * 1024 or row % 16) else 0  # largest, sum, result, unless a row fits into 48 KiB
+
+
+def _one_by_one(name: str, tags: Any, tensors: list[Tensor]) -> int:
+    """Elements of an elementwise operator or copy whose kernel cannot move 16 bytes at a time (TensorIterator; cat): tensors with other
+    strides than the result's, or numbers that change their format, but for those from fp32 to 16 bits, which have a kernel of their own.
+    """
+    if not tensors or not (torch.Tag.pointwise in tags or name in ("_to_copy", "cat", "copy_", "masked_fill_")):
+        return 0
+    several, last = [tensor for tensor in tensors if tensor.numel() > 1], tensors[-1]
+    alike = all(each.is_contiguous() if name == "cat" else (each.stride(), each.shape) == (last.stride(), last.shape) for each in several)
+    formats = [tensor.dtype for tensor in several if tensor.is_floating_point()]
+    narrowing = name in ("_to_copy", "copy_") and torch.float32 in formats and formats[-1] in _NAMES
+    return 0 if alike and (narrowing or len({*formats}) < 2) else last.numel()
+
+
+def _unaligned(tensors: list[Tensor]) -> int:
+    """The first leading dimension of matrices in 16 bits that is no multiple of 8; 0 = there is none."""
+    matrices = [tensor for tensor in tensors if tensor.dim() > 1 and tensor.element_size() == 2 and min(tensor.shape[-2:]) > 1]
+    strides = (int(tensor.stride(-2 if tensor.stride(-1) == 1 else -1)) for tensor in matrices)
+    return next((stride for stride in strides if stride % 8), 0)
 
 
 def _phase() -> str:
