@@ -46,7 +46,7 @@ MEASURED_LINKS = Interval(low=0.9, mid=1.0, high=1.05)
 interval of its own that is wider, it counts."""
 LAUNCH = Interval(low=4e-6, mid=12e-6, high=35e-6)
 """Seconds in which the host launches an operator of an eager step, with its part of Python, autograd and autocast. An operator alone takes
-5 to 10 µs, and with CUDA graphs less. Whole steps took 18 to 37 µs an operator on a virtual machine with an H200 whose bare launch takes
+5 to 10 µs, and with CUDA graphs less. Whole steps took 20 to 38 µs an operator on a virtual machine with an H200 whose bare launch takes
 8.5 µs (`make gpu-check`, part `step_times`); the middle is between the two, rounded. `MachineSpeeds` measures the bare one on your own
 machine ("dispatch": 2 µs without a GPU's launch, of 3 to 5 µs)."""
 SLOWEST_LAUNCH = 100e-6
