@@ -3,6 +3,7 @@
 import os
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,11 @@ from torch import Tensor, nn
 import workbench as wb
 from tests import toy_tasks
 from tests.hostile import CONTROLS, EVIL, assert_is_text
+from tests.played_steps import Clock
 from tests.train.test_checkpoints import spec_of, train
 from workbench.core import run_directory
-from workbench.harness.ab_test import CHANGEABLE, measure_change
+from workbench.harness import ab_test
+from workbench.harness.ab_test import CHANGEABLE, MIN_PAIRS, measure_change
 from workbench.harness.deterministic import set_deterministic
 from workbench.runs.launch import environment, prove_resume
 from workbench.runs.run import Run
@@ -98,20 +101,24 @@ def test_deterministic_algorithms_come_and_go_with_the_knob(alone: Ranks, monkey
     assert (torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark) == (False, False)
 
 
-def test_its_price_is_measured_interleaved() -> None:
-    """As of any other knob of a step: what is in force only on the changed side is paid there only."""
+def test_its_price_is_measured_interleaved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of any other knob of a step: what is in force only on the changed side is paid there only. Only steps move the clock."""
+    clock = Clock()
+    monkeypatch.setattr(ab_test, "run_ab_test", partial(ab_test.run_ab_test, clock=clock))
     assert CHANGEABLE["deterministic"] == "step"
     model = nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def step(batch: Tensor) -> None:
-        time.sleep(0.004 if torch.are_deterministic_algorithms_enabled() else 0.001)
+        clock.now += 0.004 if torch.are_deterministic_algorithms_enabled() else 0.001
         model(batch).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
 
-    times = measure_change(step, [torch.ones(2, 4)] * 8, {"deterministic": True}, budget_s=1.0)
-    assert times.speedup.mid < 0.6
+    times = measure_change(step, [torch.ones(2, 4)] * 8, {"deterministic": True}, budget_s=1000.0)
+    assert len(times.pairs) == MIN_PAIRS
+    assert times.speedup.mid == pytest.approx(0.25)
+    assert times.speedup.width == pytest.approx(0)
     assert not torch.are_deterministic_algorithms_enabled()
 
 

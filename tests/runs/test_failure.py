@@ -510,6 +510,7 @@ def test_a_rank_that_somebody_ended_is_named_and_not_its_peer(run_dir: Path) -> 
     table(run_dir, r0=1, r1=-15)
     assert first(run_dir, failed(r0=2.2, r1=2.0)) == (1, "killed", "was ended from outside by SIGTERM")
     assert first(run_dir, failed(r0=2.0, r1=2.0))[0] == 1  # seen at the same moment
+    assert first(run_dir, failed(r0=3.4, r1=3.4))[0] == 1  # by a guard that waited for a core meanwhile
     assert first(run_dir, failed(r0=2.0, r1=2.2))[0] == 0  # then it was torchrun
     table(run_dir, r0=3, r1=-15)
     (run_dir / run_directory.ERRORS / "rank0.json").unlink()

@@ -76,6 +76,16 @@ TOGETHER: list[Sent] = [
 BY_GLOO: list[Sent] = [((whom, name),) for whom, name in itertools.product(("rank 0", "rank 1"), ("KILL", "TERM", "INT", "SEGV"))]
 
 
+def watched_by(keeper: int) -> set[int]:
+    """The processes of whose end the guard, a child of its keeper, will learn: it has a pidfd of each."""
+    found = set()
+    with contextlib.suppress(OSError):
+        for child in Path(f"/proc/{keeper}/task/{keeper}/children").read_text().split():
+            for info in Path(f"/proc/{child}/fdinfo").iterdir():
+                found |= {int(pid) for pid in re.findall(r"^Pid:\s+(\d+)$", info.read_text(), re.MULTILINE)}
+    return found
+
+
 def told(sent: Sent, way: str, folder: Path) -> str:
     """What is said of a run after the signals were sent. This process launches it, unless the program that does is to get one."""
     folder.mkdir()
@@ -98,7 +108,9 @@ def told(sent: Sent, way: str, folder: Path) -> str:
             command = Path(f"/proc/{pid}/cmdline").read_bytes()
             if entrypoints.TORCHRUN.encode() in command and b"guard.py" not in command:
                 of["torchrun"] = pid
-        time.sleep(0.3)
+        while not {of["rank 0"], of["rank 1"]} <= watched_by(of["guard"]):  # what a guard has not seen yet it cannot judge
+            assert time.monotonic() < limit, sent
+            time.sleep(0.05)
         for whom, name in sent:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(of[whom], getattr(signal, f"SIG{name}"))

@@ -187,8 +187,11 @@ def _from_record(record: Mapping[str, Any]) -> _Suspect:
 
 
 def _from_death(failure: Failure, code: int, time_ns: int | None, late: float, first: int) -> _Suspect:
-    """Of a rank's end: torchrun ended it if it died after `late`; none before `first`, when the first one died that did not end well."""
-    by_torchrun = (code == -signal.SIGTERM and (time_ns is None or time_ns > first)) or (time_ns is not None and time_ns > late)
+    """Of a rank's end: torchrun ended it if it died after `late`; none before `first`, when the first one died that did not end well.
+
+    A guard that waits for a core sees deaths late, and all of that time at once: then at `first`.
+    """
+    by_torchrun = time_ns > first and (code == -signal.SIGTERM or time_ns > late) if time_ns is not None else code == -signal.SIGTERM
     waited = code == -signal.SIGABRT and is_consequence(failure.message)  # NCCL's watchdog ends the ranks that wait for another one
     tier = 3 if by_torchrun else 2 if waited else 1 if time_ns is None else 0
     return _Suspect(tier=tier, time_ns=float("inf") if time_ns is None else time_ns, failure=failure)
