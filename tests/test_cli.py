@@ -281,6 +281,8 @@ def test_no_command_lists_them_all(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_misspelt_command_or_option_is_recognised(capsys: pytest.CaptureFixture[str]) -> None:
+    said = refused(["launch", "--nproc-per-node", "two", "train.py"], capsys)
+    assert "--nproc-per-node: 'two' is no whole number\nSuch as: workbench launch train.py" in said
     assert "no command 'diagnos': did you mean 'diagnose'? there are lab, doctor, launch" in refused(["diagnos", "train.py"], capsys)
     assert "unknown arguments: --buget 3 (did you mean '--budget'?)" in refused(["diagnose", "train.py", "--buget", "3"], capsys)
     assert "did you mean '--nproc-per-node'?" in refused(["launch", "train.py", "--nproc-per-nodes=2"], capsys)

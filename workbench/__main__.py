@@ -259,7 +259,10 @@ class _Parser(argparse.ArgumentParser):
         match = re.search(r"invalid choice: '([^']*)' \(choose from '?lab", message)
         if match:
             message = f"no command {match[1]!r}: {did_you_mean(match[1], COMMANDS)}there are {', '.join(COMMANDS)}"
-        self.exit(2, f"{self.prog}: error: {message}\nAll that it takes: {self.prog} --help\n")
+        message = re.sub("invalid int value: (.*)", r"\1 is no whole number", message).replace("invalid float value:", "no number:")
+        example = COMMANDS.get(self.prog.rpartition(" ")[2], ("", "", ""))[2]
+        words = [f"{self.prog}: error: {message}", example and f"Such as: {example}", f"All that it takes: {self.prog} --help\n"]
+        self.exit(2, "\n".join(filter(None, words)))
 
 
 def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentParser]]:

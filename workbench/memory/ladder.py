@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from workbench.memory.estimate.roofline_time import Roofline
 
 HALVINGS = 3
-"""The ladder splits a micro-batch up to 2 to the power of it."""
+"""The ladder splits a micro-batch up to 2 to the power of it; where it needs more than that many times the memory, also into as many parts,
+and twice as many."""
 
 
 LAST = 1e6
@@ -74,7 +75,8 @@ class _Climb:
         assert start is not None
         rungs: list[MemoryRung] = []
         if needed(start[0]) > self._limit:
-            self._moves = _moves(self._spec(), self._device if isinstance(self._device, Device) else None)
+            device = self._device if isinstance(self._device, Device) else None
+            self._moves = _moves(self._spec(), device, needed(start[0]) / max(1, self._limit))
             rungs = self._rungs(self._needed(self._chosen()))
         return MemoryLadder(
             start=start[0],
@@ -217,8 +219,8 @@ def _advice(target: Any) -> str:
     )
 
 
-def _moves(spec: RunSpec, device: Device | None) -> list[tuple[Mapping[str, Any], str]]:
-    """Changes that may save memory, each with its price in words."""
+def _moves(spec: RunSpec, device: Device | None, times: float) -> list[tuple[Mapping[str, Any], str]]:
+    """Changes that may save memory, each with its price in words, for a step that needs so many times what there is."""
     moves: list[tuple[Mapping[str, Any], str]] = []
     if spec.optimizer not in ("fused", "foreach") and "fused" not in (spec.optimizer or ""):
         moves.append(({"optimizer": _fused(spec.optimizer)}, "the same update in one kernel"))
@@ -229,7 +231,8 @@ def _moves(spec: RunSpec, device: Device | None) -> list[tuple[Mapping[str, Any]
         moves.append(({"gradient_as_bucket_view": True}, "gradients must not be replaced by the step"))
         moves.append(({"parallel": "zero1"}, "each rank updates its part, and sends it to all"))
         moves.append(({"parallel": "fsdp"}, "half as much communication again: weights are gathered twice"))
-    for power in range(1, HALVINGS + 1):
+    wanted = math.ceil(math.log2(times))
+    for power in sorted({*range(1, HALVINGS + 1), *((wanted, wanted + 1) if wanted > HALVINGS else ())}):
         if spec.micro_batch % 2**power == 0:
             change = {"micro_batch": spec.micro_batch >> power, "accumulation": spec.accumulation << power}
             moves.append((change, "more and smaller kernels; statistics of BatchNorm over fewer samples"))
