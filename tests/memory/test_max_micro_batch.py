@@ -229,7 +229,7 @@ def test_a_step_that_fits_needs_no_ladder() -> None:
 def test_a_batch_that_is_far_too_large_is_split_as_often_as_it_takes() -> None:
     batch = torch.empty(2**16, 1, WIDTH, device="meta")
     whole = needed(estimate_memory(Net, device="cpu", **{**GIVEN, "batch": batch}))
-    least = needed(estimate_memory(Net, device="cpu", **{**GIVEN, "batch": batch[:2**8]}))
+    least = needed(estimate_memory(Net, device="cpu", **{**GIVEN, "batch": batch[: 2**8]}))
     assert whole > 64 * least, "eight parts are not enough"
     ladder = memory_ladder(Net, "cpu", capacity=2 * least, margin=0.0, **{**GIVEN, "batch": batch})
     assert ladder.fits
