@@ -67,6 +67,14 @@ def test_a_run_that_became_faster_has_an_owner_too_and_the_machine_the_same_word
     assert found(Trainings(lambda changes: 0.07), ("lr",), (0.1, 0.07)).kind == "still"
 
 
+def test_what_is_slower_today_is_the_owner_though_it_was_recorded_as_faster() -> None:
+    """Trainings by turns are on one machine; run A was recorded on a busier one than run B."""
+    trainings = Trainings(product({"code": 2.26}))
+    decision = found(trainings, ("lr", "code"), (0.458, 0.317))
+    assert decision == Decision(kind="owner", owner=("code",))
+    assert found(Trainings(product({"code": 0.9})), ("code",), (0.1, 0.5)).kind == "over"  # too little against what was recorded
+
+
 def test_two_owners_with_half_of_it_each_are_both_named() -> None:
     assert set(found(Trainings(product({"lr": 1.3, "code": 1.3})), ("lr", "code", "data"), (0.1, 0.169)).owner) == {"lr", "code"}
 

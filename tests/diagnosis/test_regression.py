@@ -170,6 +170,22 @@ def test_equal_runs_of_which_one_was_slow_show_the_machine(tmp_path: Path, emula
     assert "and the reason is the machine: run A is today as run B was" in wb.what_changed(a, b).verdict
 
 
+def test_what_was_recorded_on_another_load_does_not_hide_what_todays_trainings_show(tmp_path: Path, emulated: Any) -> None:
+    spec = RunSpec(task="clipart-resnet", steps=40)
+    a, b = made(tmp_path / "a", spec, step=0.458), made(tmp_path / "b", spec.replace(lr=0.2), step=0.317)
+    emulated(lambda arm: 0.398 if arm.spec.lr else 0.176)
+    result = wb.what_changed(a, b)
+    assert (result.kind, result.owner) == ("owner", ("lr",))
+    said = (
+        "Run B's step is 0.692× that of run A as recorded, but today's trainings, by turns on one machine, show the contrary: run A's step "
+    )
+    assert result.verdict.startswith(f"{said}with lr is 2.26× (")
+    assert "that without. So lr raises it, and the machine was in another state when A or B ran (17" in result.verdict
+    emulated(lambda arm: 0.176)
+    still = wb.what_changed(a, b)
+    assert "and the reason is the machine: run A's step is today below that of both (17" in still.verdict
+
+
 def test_runs_that_differ_within_their_noise_are_tried_where_something_else_differs(tmp_path: Path, emulated: Any) -> None:
     spec = RunSpec(task="clipart-resnet", steps=40)
     a, b = made(tmp_path / "a", spec, waves=0.05), made(tmp_path / "b", spec.replace(lr=0.3), step=0.0102, waves=0.05)

@@ -10,7 +10,7 @@ from workbench.core import run_directory, units
 from workbench.core.checks import is_number
 from workbench.diagnosis.analysis.what_changed import RunDifference
 from workbench.diagnosis.rerun import Arm, Change, Code, surroundings_of
-from workbench.runs.compare import differences, provenance
+from workbench.runs.compare import differences, provenance, text
 from workbench.runs.launch import worktrees
 from workbench.runs.run import Run
 from workbench.runs.spec import ScriptSpec, Spec, SpecError
@@ -56,7 +56,7 @@ def swaps_of(a: Run, b: Run, also: Mapping[str, tuple[Mapping[str, str], Mapping
     def add(section: str, name: str, values: tuple[Any, Any], change: Change | None, why_not: str = "") -> None:
         if change and change.name not in [each.name for each in changes]:
             changes.append(change)
-        texts = [_text(value) for value in values]
+        texts = [text(value) for value in values]
         named = change.name if change else ""
         rows.append(RunDifference(section=section, name=name, a=texts[0], b=texts[1], change=named, why_not=why_not))
 
@@ -239,14 +239,8 @@ def brought(without: Run, with_it: Run) -> tuple[str, ...]:
 
 def _arrow(section: str, name: str, values: Sequence[Any]) -> str:
     where = {"versions": "", "git": "git ", CODE: "the code of ", "data": "the data's "}[section]
-    return f"{where}{name} ({_text(values[0])} → {_text(values[1])})"
+    return f"{where}{name} ({text(values[0])} → {text(values[1])})"
 
 
 def _pairs(variables: Mapping[str, str]) -> str:
     return " ".join(f"{name}={value}" for name, value in variables.items())
-
-
-def _text(value: Any) -> str:
-    if value is None or value == "":
-        return units.MISSING
-    return value[:60] if isinstance(value, str) else run_directory.short(value)

@@ -186,11 +186,14 @@ def differences(runs: Sequence[Run]) -> list[tuple[str, str, list[Any]]]:
 
 def difference_table(runs: Sequence[Run]) -> display.Table:
     """A row for each thing that differs."""
-    rows = [[section, name, *("–" if value is None else _text(value) for value in values)] for section, name, values in differences(runs)]
+    rows = [[section, name, *(text(value) for value in values)] for section, name, values in differences(runs)]
     places = [f"{run.name} ({number})" for number, run in enumerate(runs, 1)]
     note = f"the first difference: {rows[0][0]}, {rows[0][1]}" if rows else "nothing that was recorded differs"
     return display.Table(columns=("section", "what", *places), rows=rows, title="What differs", note=note)
 
 
-def _text(value: Any) -> str:
+def text(value: Any) -> str:
+    """What was recorded, in a table."""
+    if value is None or value == "":
+        return units.MISSING
     return value[:60] if isinstance(value, str) else short(value)

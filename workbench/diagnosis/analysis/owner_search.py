@@ -28,6 +28,8 @@ Chosen: below it, the machine
 explains more than the differences."""
 MINE = 0.5
 """Part of a set's effect from which on a part of the set is said to bring it. Derived: of two halves that add up, one brings so much."""
+CONTRARY = 0.1
+"""Log ratio from which on the contrary of what was recorded is looked into: less is not worth a dozen trainings more under noise."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,6 +132,10 @@ def decide(
     low, _, high = _along(seen, sign)
     if low > (0 if perhaps else REPRODUCED * near):
         return _owner(reruns, whole, sign, usual, failed)
+    if not perhaps and -high > max(
+        CONTRARY, MINE * abs(regression)
+    ):  # the contrary: the machine was not the same when the two were recorded
+        return _owner(reruns, whole, -sign, usual, failed)
     if high < MINE * (far if perhaps else abs(regression)):
         return Decision(kind="nothing") if perhaps else _machine(reruns, recorded, usual)
     count = len(effects(reruns)[whole])

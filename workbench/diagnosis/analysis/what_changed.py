@@ -10,7 +10,7 @@ from workbench.core.brief import fitted, number, short, three
 from workbench.core.codec import JsonDataclass
 from workbench.core.display import table as display
 from workbench.core.statistics import USUAL_SPREAD, Interval
-from workbench.diagnosis.analysis.owner_search import Changes, Rerun, effect, level
+from workbench.diagnosis.analysis.owner_search import MINE, Changes, Rerun, effect, level
 
 QUANTITIES: Mapping[str, str] = {"time": "step", "memory": "peak memory", "loss": "loss"}
 """What two runs are compared for → what it is called."""
@@ -19,8 +19,8 @@ USUAL: Mapping[str, float] = {"time": USUAL_SPREAD, "memory": 0.003, "loss": 0.0
 a seed by the order in which ranks add up. Measured trainings replace it as they come."""
 KINDS: Mapping[str, str] = {
     "owner": "a difference brings it, also today",
-    "still": "nothing that was put back brings it, and run A is today as run B was",
-    "over": "nothing that was put back brings it, and run A is today as it was",
+    "still": "nothing that was put back brings it, and run A is today nearer to what run B was",
+    "over": "nothing that was put back brings it, and run A is today nearer to what it was",
     "nothing": "the two runs do not differ by more than their own steps do, and today's trainings, if any, do not either",
     "cannot run": "a run cannot be repeated today",
     "unclear": "the trainings vary too much to say",
@@ -130,6 +130,13 @@ class WhatChanged(display.Shown, JsonDataclass):
         if self.kind == "owner":
             many = "are" if len(self.owner) > 1 else "is"
             alone = " together" if self.together else ""
+            if today and 0 not in self.change and math.log(today.mid) * self.change.mid < 0:
+                return (
+                    f"{said} as recorded, but today's trainings, by turns on one machine, show the contrary: run A's {what} with "
+                    f"{_list(self.owner)} is {_ends(today)} that without. So {_list(self.owner)} {'raise' if today.mid > 1 else 'lower'}"
+                    f"{'s' * (many == 'is')} it{alone}, and the machine was in another state when A or B ran ({self._now})."
+                    f"{_because(self.why)}{self._brought}"
+                )
             with_ = "them" if len(self.owner) > 1 else "it"
             seen = f": today run A's {what} with {with_} is {_ends(today)} that without" if today else ""
             if 0 in self.change:
@@ -137,12 +144,12 @@ class WhatChanged(display.Shown, JsonDataclass):
             return f"{said}, and {_list(self.owner)} {many} the reason{alone}{seen}.{_because(self.why)}{self._brought}"
         if self.kind == "still":
             cause = f"either {_list(self.left_over)}, which could not be put back, or the machine" if self.left_over else "the machine"
-            return f"{said}, and the reason is {cause}: run A is today as run B was ({self._now}){self._alike}."
+            return f"{said}, and the reason is {cause}: {self._like('as run B was')} ({self._now}){self._alike}."
         when = "B" if self.ratio.mid > 1 else "A"
         if self.kind == "over":
             return (
-                f"{said}, and the reason is the machine, as it was while {when} ran: run A is today as it was "
-                f"itself ({self._now}){self._alike}."
+                f"{said}, and the reason is the machine, as it was while {when} ran: {self._like('as it was itself')} "
+                f"({self._now}){self._alike}."
             )
         more = "what was recorded says no more; short trainings may (without --recorded, or rerun=True)"
         where = {"not run": more, "cannot run": self.why, "unclear": f"not yet clear why: {self.why}"}
@@ -160,6 +167,14 @@ class WhatChanged(display.Shown, JsonDataclass):
             if self.today and self.changes
             else ""
         )
+
+    def _like(self, one: str) -> str:
+        """How run A is today, `one` where it is not far from it: outside of both by half their difference it is like neither."""
+        now, recorded = level(self.reruns, USUAL[self.of]), sorted(map(math.log, self.recorded))
+        far = MINE * (recorded[1] - recorded[0])
+        if now is None or recorded[0] - far < now.mid < recorded[1] + far:
+            return f"run A is today {one}"
+        return f"run A's {QUANTITIES[self.of]} is today {'below' if now.mid < recorded[0] else 'above'} that of both"
 
     @property
     def _now(self) -> str:
