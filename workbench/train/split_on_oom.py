@@ -94,7 +94,7 @@ class MicroBatchSplitter:
             part = batch if stop - start == count else rows(batch, start, stop, count)
             try:
                 placed = steps.placed(part)
-                with _unreduced(steps.model):
+                with steps.model.no_sync() if isinstance(steps.model, DistributedDataParallel) else contextlib.nullcontext():
                     loss = steps.forward(placed)
                 if stop - start < count:
                     loss = loss * ((stop - start) / count)
@@ -148,10 +148,6 @@ class MicroBatchSplitter:
         if self._alone and isinstance(self._steps.model, DistributedDataParallel):
             self._steps.model.reducer._remove_autograd_hooks()
             self._steps.model = self._steps.module
-
-
-def _unreduced(model: nn.Module) -> contextlib.AbstractContextManager[Any]:
-    return model.no_sync() if isinstance(model, DistributedDataParallel) else contextlib.nullcontext()
 
 
 def _prepare_reduction(model: nn.Module, loss: Tensor) -> Tensor:

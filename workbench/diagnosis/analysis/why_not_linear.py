@@ -249,7 +249,7 @@ class WhyNotLinear(JsonDataclass):
                     + (
                         ""
                         if math.isnan(gain)
-                        else f"; of the added ranks {units.percent(max(0.0, _added(last, (size, rate), one)))} is used"
+                        else f"; of the added ranks {units.percent(max(0.0, (rate - last[1]) / ((size - last[0]) * one)))} is used"
                     ),
                 ]
             )
@@ -393,11 +393,6 @@ def _rates(e: GapEvidence, arm: str, samples: float) -> tuple[float, ...]:
         return ()
     middle = statistics.median(rates)  # a burst of load in one round says nothing of scaling
     return tuple(rate for rate in rates if middle / 1.5 < rate < 1.5 * middle)
-
-
-def _added(before: tuple[int, float], now: tuple[int, float], one: float) -> float:
-    """Of the ranks that are added, the part that arrives as throughput."""
-    return (now[1] - before[1]) / ((now[0] - before[0]) * one)
 
 
 def _signed(value: float, show: Any) -> str:

@@ -182,14 +182,10 @@ def _taken(model: nn.Module, batch: list[Any] | tuple[Any, ...]) -> int:
         if parameter.kind in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     ]
     taken = min(len(batch), len(places))
-    if 1 < taken == len(batch) and _is_classes(batch[-1]):
+    if 1 < taken == len(batch) and isinstance(batch[-1], Tensor) and batch[-1].dim() == 1 and not batch[-1].dtype.is_floating_point:
         last = places[taken - 1]
         taken -= last.default is not inspect.Parameter.empty and not _TARGET.search(last.name)
     return taken
-
-
-def _is_classes(part: Any) -> bool:
-    return isinstance(part, Tensor) and part.dim() == 1 and not part.dtype.is_floating_point
 
 
 def _one_number(output: Any, rest: list[Any]) -> tuple[Tensor, str]:

@@ -14,7 +14,7 @@ from workbench.core.display.table import escape
 from workbench.core.vocabulary import GROUPS
 from workbench.memory.analysis.breakdown import MemoryBreakdown
 from workbench.memory.analysis.fit import MARGIN, Fit, usable_words
-from workbench.memory.analysis.holders import Holder, natural
+from workbench.memory.analysis.holders import natural
 from workbench.memory.analysis.over_time import MemoryTimeline
 
 DEPTH = 4
@@ -50,12 +50,8 @@ def icicle(breakdown: MemoryBreakdown) -> str:
     """One row per level of modules, widths as bytes at the peak; a strip below each name has the colours of the groups."""
     root = _Cell("")
     for holder in breakdown.holders:
-        root.add(_path(holder), holder.group, holder.bytes)
+        root.add(holder.module.split(".")[:DEPTH] if holder.module else [NO_MODULE, holder.words], holder.group, holder.bytes)
     return f'<div class="wb-icicle">{_cell(root, root.bytes, root.bytes)}</div>' if root.bytes else ""
-
-
-def _path(holder: Holder) -> list[str]:
-    return holder.module.split(".")[:DEPTH] if holder.module else [NO_MODULE, holder.words]
 
 
 def _cell(cell: _Cell, above: int, whole: int) -> str:
