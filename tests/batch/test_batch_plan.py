@@ -497,6 +497,7 @@ def test_seeds_are_averaged_and_their_spread_is_said() -> None:
 def test_its_picture() -> None:
     found = proof(straight("old", 32, 100.0), straight("new", 64, 200.0, slope=0.8, samples=150))
     ax = plot.plan_proof(found)
+    assert ax.xaxis.get_major_formatter()(30000.0, 0) == "30,000"
     assert [line.get_label() for line in ax.lines if not str(line.get_label()).startswith("_")] == [
         "old: batch 32, 100 samples/s",
         "new: batch 64, 200 samples/s",

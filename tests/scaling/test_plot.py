@@ -126,6 +126,7 @@ def test_any_knob_on_the_axis(ax: Axes) -> None:
     assert list(dots(ax, "oversubscribed: no scaling").get_xdata()) == [16]
     assert [text.get_text() for text in ax.texts] == ["failed"]
     assert [label.get_text() for label in ax.get_xticklabels()] == ["8", "16", "32", "64"]
+    assert ax.yaxis.get_major_formatter()(140000.0, 0) == "140,000"
 
 
 def test_words_on_the_axis(ax: Axes) -> None:

@@ -103,7 +103,7 @@ def test_a_straggler_and_why(tmp_path: Path, part: str, word: str, who: int) -> 
     assert found.excess[part] == pytest.approx(400e-6)
     assert found.share == pytest.approx(400 / 1050)
     assert word in found.why
-    assert found.verdict == f"rank {who}: the others wait 400 µs a step, 38 % of it"
+    assert found.verdict == f"rank {who}: the others wait 400 µs a step, 38 % of its time"
     told = TraceSet.load(tmp_path).explain()
     assert told.verdict == "straggler"
     assert not any("waiting for a slower rank" in one for one in told.cannot)
@@ -180,7 +180,7 @@ def test_the_last_of_many_ranks_in_one_step(tmp_path: Path) -> None:
     found = TraceSet.load(world(tmp_path, ranks))
     late = found.stragglers()
     assert late.ranks == (5,)
-    assert late.verdict == "rank 5: the others wait 700 µs a step, 34 % of it"
+    assert late.verdict == "rank 5: the others wait 700 µs a step, 34 % of its time"
     assert found.explain().verdict == "straggler"
     (tmp_path / "even").mkdir()
     early = TraceSet.load(world(tmp_path / "even", [{"compute": [own]} for own in (100, 1995, 1990, 2000, 2000, 2000)])).stragglers()

@@ -243,6 +243,7 @@ def plan_proof(result: PlanProof, ax: Axes | None = None) -> Axes:
         predicted = result.predicted.samples * result.mean("old").reaches(result.target)
         look = marker_look(ax, COLORS["new"], predicted=True) | {"linestyle": "none"}
         ax.plot([predicted], [result.target], marker="D", path_effects=halo(ax), zorder=4, label="new, predicted", **look)
+    _in_words(ax)
     ax.set_xlabel("samples")
     ax.set_ylabel("loss")
     ax.legend(frameon=False, labelcolor=ink(ax))

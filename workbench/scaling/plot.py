@@ -182,6 +182,7 @@ def _by_knob(curve: ScalingCurve, ax: Axes | None, to: int | None) -> Axes:
     if not numbers:
         ax.set_xlim(-0.5, len(places) - 0.5)
     ax.grid(axis="y", color=ink(ax), alpha=0.18, linewidth=0.8)
+    ax.yaxis.set_major_formatter("{x:,.10g}")
     ax.set_xlabel(curve.over)
     ax.set_ylabel(f"throughput ({curve.unit}/s)")
     legend(ax, list(ax.get_legend_handles_labels()[0]))

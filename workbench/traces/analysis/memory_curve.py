@@ -78,7 +78,7 @@ class MemoryCurve(display.Shown, JsonDataclass):
             rows.append([device.device, "peak", units.bytes_(device.peak), when])
             for held in device.holders[:SHOWN]:
                 share = units.percent(held.bytes / device.peak if device.peak else None)
-                rows.append(["", short_name(held.name), units.bytes_(held.bytes), f"{share} of it, {held.requests:,} requests"])
+                rows.append(["", short_name(held.name), units.bytes_(held.bytes), f"{share} of the peak, {held.requests:,} requests"])
             rest = device.holders[SHOWN:]
             if rest:
                 rows.append(["", f"{len(rest)} others", units.bytes_(sum(held.bytes for held in rest)), ""])

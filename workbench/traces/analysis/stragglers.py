@@ -200,7 +200,7 @@ class Stragglers(display.Shown, JsonDataclass):
         who = f"rank {self.ranks[0]}" if len(self.ranks) == 1 else f"ranks {', '.join(map(str, self.ranks))}"
         often = sum(self._row(rank).last for rank in self.ranks)
         when = "" if often == self.steps else f", last in {often} of {self.steps} steps"
-        return f"{who}{when}: the others wait {units.seconds(self.seconds)} a step, {units.percent(self.share)} of it"
+        return f"{who}{when}: the others wait {units.seconds(self.seconds)} a step, {units.percent(self.share)} of its time"
 
     @property
     def why(self) -> str:
