@@ -349,7 +349,9 @@ def test_bisect_needs_a_repository_and_a_range(repository: Path, tmp_path: Path,
         wb.bisect("task.py:build", good="HEAD")
 
 
-def test_bisect_tries_commits_beside_the_good_one(repository: Path, monkeypatch: pytest.MonkeyPatch, emulated: Any) -> None:
+def test_bisect_tries_commits_beside_the_good_one(
+    repository: Path, monkeypatch: pytest.MonkeyPatch, emulated: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(repository)
     ids = git(repository, "rev-list", "--reverse", "HEAD").split()
     trainings = emulated(lambda arm: 0.02 if ids.index(arm.code.commit) >= 2 else 0.01)
@@ -358,6 +360,12 @@ def test_bisect_tries_commits_beside_the_good_one(repository: Path, monkeypatch:
     assert f"The step became 2.00× that of the good commit with {ids[2][:7]} change 2 (1.000× before it, 2.00× with it)." in result.verdict
     assert {arm.spec.lr for arm in trainings.arms} == {0.3}
     assert Bisection.from_json(json.loads(json.dumps(result.to_json()))) == result
+    words = ["bisect", "task.py:build", "--good", "HEAD~3", "--set", "lr=0.2", "--json"]
+    assert main(words) == 0
+    assert json.loads(capsys.readouterr().out)["first_bad"] == result.brief()["first_bad"]
+    assert {arm.spec.lr for arm in trainings.arms} == {0.3, 0.2}
+    assert main([*words, "--bad", "HEAD~2"]) == 1, "no commit in between is worse"
+    assert json.loads(capsys.readouterr().out)["kind"] != "commit"
 
 
 def test_a_bisection_that_is_stopped_names_the_commits_that_are_left(

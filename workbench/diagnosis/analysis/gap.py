@@ -283,13 +283,3 @@ def _starts(e: GapEvidence, s: ArmSeconds) -> tuple[float, float]:
 
 def _known(*values: float) -> bool:
     return all(math.isfinite(value) for value in values)
-
-
-def scaled(gap: Gap, by: float) -> Gap:
-    """The same gap in another unit of time."""
-
-    def times(interval: Interval) -> Interval:
-        return interval.of(lambda value: by * value)
-
-    parts = tuple(dataclasses.replace(part, seconds=times(part.seconds)) for part in gap.parts)
-    return dataclasses.replace(gap, linear=times(gap.linear), step=times(gap.step), parts=parts)
