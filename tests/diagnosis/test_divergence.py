@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,8 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import workbench as wb
+from tests.conftest import HandMade
 from workbench.diagnosis.analysis.divergence import VERDICTS, Divergence
 from workbench.diagnosis.measure import divergence as measure
+from workbench.runs.launch.new_run import LaunchError
+from workbench.runs.run import Run
+from workbench.runs.spec import ScriptSpec
 from workbench.runs.task import resolve
 
 X = torch.randn(6, 5, 8, generator=torch.Generator().manual_seed(1))
@@ -132,6 +137,24 @@ def test_an_optimizer_that_differs_is_placed() -> None:
     other = wb.diverge(spec, spec.replace(seed=3))
     assert other.verdict == "start"
     assert VERDICTS["start"] in str(other)
+
+
+def test_two_runs_are_compared_by_their_specs(by_hand: Callable[..., HandMade], tmp_path: Path) -> None:
+    spec = wb.RunSpec(task="fashion-mlp", device="cpu", micro_batch=8)
+    runs = [by_hand(spec=spec.replace(**knobs).to_json()).ended("finished").path for knobs in ({}, {"seed": 3}, {"precision": "amp_bf16"})]
+    assert wb.diverge(Run.load(runs[0]), runs[0], budget_s=600).verdict == "identical"
+    assert wb.diverge(runs[0], str(runs[1]), budget_s=600).verdict == "start"  # two seeds: other weights and other batches
+    rounded = wb.diverge(spec, runs[2], budget_s=600)
+    assert (rounded.verdict, rounded.b) == ("rounding", "precision='amp_bf16'")
+    script = by_hand(spec=ScriptSpec(script="train.py").to_json()).ended("finished").path
+    with pytest.raises(ValueError, match="it is the run of a script; a script by the models in it"):
+        wb.diverge(script, script)
+    with pytest.raises(ValueError, match="there is no such folder"):
+        wb.diverge(tmp_path / "nothing", runs[0])
+    theirs = by_hand(spec=spec.replace(task=f"{tmp_path}/runs/004/evil.py:build").to_json()).ended("finished").path
+    (theirs / "evil.py").write_text("raise SystemExit('executed')")
+    with pytest.raises(LaunchError, match="inside its own run directory"):
+        wb.diverge(runs[0], theirs)
 
 
 def compiled(net: nn.Module) -> Any:

@@ -2,6 +2,7 @@
 
 import math
 import random
+import re
 from collections.abc import Callable
 
 from hypothesis import given, settings
@@ -89,6 +90,24 @@ def test_gradients_that_explode_are_found_and_noisy_ones_are_not(seed: int, at: 
 
     assert fault.step is not None
     assert at < fault.step <= at + 4
+
+
+def test_exploding_gradients_are_found_in_the_norms_of_layers(by_hand: Callable[..., HandMade]) -> None:
+    """A run with `gradient_norms=10` has a row each tenth step."""
+    at, noise = 400, random.Random(0)
+    usual = [(step, {"embed": 0.5 + 0.1 * noise.random(), "head": 1.0 + 0.2 * noise.random()}) for step in range(10, 600, 10)]
+    grown = [(step, {layer: norm * (40.0 if step >= at else 1.0) for layer, norm in norms.items()}) for step, norms in usual]
+    found = []
+    for rows in (usual, grown):
+        run = by_hand().losses(3)
+        writer = run_directory.LineWriter(run.path / run_directory.GRADIENTS)
+        writer.write({"step": step, "norms": norms} for step, norms in [*rows, (600, {"head": math.nan}), (610, {"head": "damaged"})])
+        writer.close()
+        found.append(health(run.ended("finished").path).faults)
+    assert found[0] == ()
+    (fault,) = found[1]
+    assert (fault.kind, fault.step) == ("exploding gradients", at)
+    assert re.search(r"grows from 1\.\d+ to 4\d\.\d within 30 steps, from step 400 on", fault.message), fault
 
 
 def ranks(r: random.Random, slow: Callable[[int, int], float], *, count: int = 3, n: int = 160) -> list[Timeline]:

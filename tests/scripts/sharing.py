@@ -8,6 +8,7 @@ import dataclasses
 import json
 import random
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,27 @@ def counted(kind: str = "gpt") -> Task:
 
 def counted_mixture() -> Task:
     return counted("mixture")
+
+
+def compressed() -> Task:
+    """The bytes that a hook of DDP reduces in the last step are counted: it goes on in threads that no dispatch mode sees."""
+    return dataclasses.replace(gpt(), name="compressed")
+
+
+@contextlib.contextmanager
+def counting_reductions(sizes: list[int]) -> Iterator[None]:
+    """Note the bytes of each call of `all_reduce`, of whatever thread."""
+    real = dist.all_reduce
+
+    def noted(tensor: Tensor, *args: Any, **options: Any) -> Any:
+        sizes.append(tensor.nbytes)
+        return real(tensor, *args, **options)
+
+    dist.all_reduce = noted
+    try:
+        yield
+    finally:
+        dist.all_reduce = real
 
 
 def ragged_targets(batch: Tensor) -> Tensor:
@@ -183,14 +205,16 @@ def trained(task: Task, knobs: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
     with offloading_dry_run(hooks) if spec.offload != "none" else contextlib.nullcontext():
         trainer = Trainer(spec, task, ranks)
         losses = []
-        sends = CollectiveRecorder(str, lambda part: "", [])
+        sends, hooked = CollectiveRecorder(str, lambda part: "", []), list[int]()
         trainer.phase = lambda phase: contextlib.nullcontext(setattr(sends, "phase", phase))
         if trainer.pipeline:
             trainer.pipeline.announce = sends.announce
         with contextlib.closing(trainer.batches()) as batches:
             for _ in range(spec.steps):
                 micro = [next(batches) for _ in range(spec.accumulation)]
-                with sends if task.name == "counted" else contextlib.nullcontext():
+                hooked.clear()
+                watched = {"counted": sends, "compressed": counting_reductions(hooked)}.get(task.name)
+                with watched or contextlib.nullcontext():
                     loss = trainer.step(micro)
                 dist.all_reduce(loss)
                 losses.append(loss.item() / 2)
@@ -222,7 +246,7 @@ def trained(task: Task, knobs: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
         "states": kept,
         "host": sum(on_host),
     }
-    return {**found, "sent": sent, "equal": len(set(map(str, equal))) == 1}
+    return {**found, "sent": sent, "hooked": sum(hooked), "equal": len(set(map(str, equal))) == 1}
 
 
 def uneven_step(trainer: Trainer, task: Task, whole: nn.Module) -> float:

@@ -163,6 +163,7 @@ LOCAL: dict[str, tuple[int, dict[str, Any]]] = {
     "periodic": (6, {"local_sgd": "periodic(period=3, start=0)"}),
     "among both": (6, {"local_sgd": "periodic(period=3, start=0, local_ranks=2)"}),
 }
+COMPRESSED = {kind: {"gradient_compression": kind} for kind in ("fp16", "powersgd(start=2)", "powersgd(rank=2, start=2)")}
 RAGGED = {"micro_batch": 2, "accumulation": 4, "optimizer": "sgd(lr=0.3)"}
 WEIGHED: dict[str, tuple[str, dict[str, Any]]] = {
     "at once": ("weighed", {**RAGGED, "micro_batch": 8, "accumulation": 1}),
@@ -189,6 +190,7 @@ def results(tmp_path_factory: pytest.TempPathFactory, forks: Forks) -> dict[str,
     cases["fused sgd"] = ("gpt", {"parallel": "fsdp", "optimizer": "sgd(lr=0.1, fused=True)"})
     cases["split, fused"] = ("gpt", {**SPLIT, "parallel": "fsdp", "optimizer": "adamw(fused=True)"})
     cases |= {f"local: {name}": ("counted", {**CLIPPED, "steps": steps, **knobs}) for name, (steps, knobs) in LOCAL.items()}
+    cases |= {f"compressed: {name}": ("compressed", {"steps": 4, **knobs}) for name, knobs in COMPRESSED.items()}
     cases |= {f"weighed: {name}": case for name, case in WEIGHED.items()}
     cases["denoising"] = ("denoising", STAGED)
     cases["no plan"] = ("unplanned", SPLIT)
@@ -336,6 +338,21 @@ def test_the_bytes_that_ranks_send_are_those_predicted(results: dict[str, dict[s
     usual = wb.collectives(sharing.gpt(), world_size=2, micro_batch=4)
     assert traffic.sent() == pytest.approx(usual.sent() / 3, rel=1e-3)
     assert traffic.notes[-1].endswith("averaged once in 3 steps, and each step is counted with 1/3 of their bytes and seconds")
+
+
+def test_the_bytes_of_compressed_gradients_are_those_predicted(results: dict[str, dict[str, Any]]) -> None:
+    usual = wb.collectives(sharing.gpt(), world_size=2, micro_batch=4).size()
+    sizes = []
+    for name, knobs in COMPRESSED.items():
+        traffic = wb.collectives(sharing.gpt(), world_size=2, micro_batch=4, **knobs)
+        assert results[f"compressed: {name}"]["hooked"] == traffic.size() > 0, name
+        assert traffic.calls[-1].waited
+        assert traffic.notes[-1].endswith("bytes are those sent; the time to compress is not predicted")
+        sizes.append(traffic.size())
+    half, thin, thicker = sizes
+    assert half == usual / 2
+    assert thin < thicker < half
+    assert wb.collectives(sharing.gpt(), world_size=2, micro_batch=4, gradient_compression="bf16").size() == half
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "interleaved", "zero_bubble"])

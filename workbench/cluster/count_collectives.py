@@ -11,7 +11,7 @@ from workbench.cluster.analysis.traffic import Traffic
 from workbench.core.synonyms import accept_synonyms
 from workbench.runs.spec import RunSpec
 from workbench.runs.task import Task
-from workbench.runs.training_knobs import averaging_at_once, parse_local_sgd
+from workbench.runs.training_knobs import COMPRESSIONS, averaging_at_once, parse_call, parse_local_sgd
 
 if TYPE_CHECKING:
     from workbench.cluster.estimate.collectives import CollectiveRecorder
@@ -115,7 +115,8 @@ def _count(plan: "Plan", rank: int, *, on_meta: bool) -> Traffic:
     from workbench.train.trainer import Trainer, build_model
 
     spec = plan.spec.replace(gc=False, tf32=None, device="cpu", backend="auto", find_unused_parameters=False, compile="none")
-    spec = spec.replace(local_sgd=averaging_at_once(spec), schedule="constant", static_graph=False)  # its first step is unlike later ones
+    later = {"local_sgd": averaging_at_once(spec), "schedule": "constant", "static_graph": False, "gradient_compression": "none"}
+    spec = spec.replace(**later)  # its first step is unlike later ones, whose buckets are computed
     on_bucket: list[Callable[[Any], None]] = []  # set when the recorder exists; called with DDP's buckets
     with fake_process_group(plan.world_size, rank, bucket_seen=lambda bucket: on_bucket[-1](bucket) if on_bucket else None) as here:
         ranks = Ranks(rank=here.rank, world_size=here.world_size, device=here.device, store=here.store)
@@ -212,6 +213,7 @@ def _calls_of_later_steps(
         ]
         collector.calls[:] = averages
     buckets: dict[str, Any] = {"like": like, "find_unused": spec.find_unused_parameters, "static_graph": spec.static_graph}
+    buckets["compression"] = spec.gradient_compression
     models = trainer.pipeline.called if trainer.pipeline else [trainer.model]
     calls = with_rebuilt_buckets(collector.calls, collector.buckets, models, order, names, **buckets)
     if period and options["local_ranks"] == 1:
@@ -220,6 +222,10 @@ def _calls_of_later_steps(
 
 
 def _notes(spec: RunSpec) -> list[str]:
+    if spec.gradient_compression != "none":
+        _, how = parse_call("gradient_compression", spec.gradient_compression, COMPRESSIONS, "fp16")
+        after = f"a step after the first {how['start']:,}; " if "start" in how else ""
+        return [f'gradient_compression="{spec.gradient_compression}": {after}bytes are those sent; the time to compress is not predicted']
     options = parse_local_sgd(spec.local_sgd)
     if not (period := options["period"]):
         return []

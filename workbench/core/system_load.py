@@ -313,7 +313,8 @@ class LoadMeter:
         )
 
     def _now(self) -> _Moment:
-        return _Moment(self._clock(), time.process_time(), time.thread_time(), self.delay.own(), *self._busy(), self._ours())
+        ours = cpu_of_tree(self._root, self._proc)
+        return _Moment(self._clock(), time.process_time(), time.thread_time(), self.delay.own(), *self._busy(), ours)
 
     def _busy(self) -> tuple[float | None, float]:
         """Seconds that the cores we may use were busy, or taken away by the host of a virtual machine, and these alone; None off Linux."""
@@ -326,10 +327,6 @@ class LoadMeter:
                 busy = (busy or 0.0) + (user + nice + system + irq + softirq + steal) / TICKS  # guests are in user already
                 stolen += steal / TICKS
         return busy, stolen
-
-    def _ours(self) -> float:
-        """CPU of all our processes, ended ones included."""
-        return cpu_of_tree(self._root, self._proc)
 
 
 def cpu_of_tree(root: int, proc: Path = PROC) -> float:

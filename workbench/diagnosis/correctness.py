@@ -18,12 +18,23 @@ from workbench.runs.launch.experiments import run_recording
 from workbench.runs.launch.resume import refuse_code_of_others, refuse_links
 from workbench.runs.restarts import present_spec
 from workbench.runs.run import Run
-from workbench.runs.spec import RunSpec, ScriptSpec, spec_from_json
-from workbench.runs.target import Measured, Step, named_task, shown
+from workbench.runs.spec import RunSpec, spec_from_json
+from workbench.runs.target import Measured, Step, shown
 from workbench.runs.task import Task, resolve
 from workbench.runs.training_knobs import parse_local_sgd
 
 _TARGET = Measured(name="sanity", verb="checked", script="a script by the step and the loader in it, sanity(step, loader)")
+_COMPARED = Measured(name="diverge", verb="compared", script="a script by the models in it, diverge(model, other, batch=…)")
+
+
+def _spec_of(run: Run, target: Measured) -> RunSpec:
+    """The spec of a run, with its files as seen from here; raises where it is a script's, or its code is somebody else's."""
+    if not isinstance(run.spec, RunSpec):
+        raise ValueError(f"{target.name}({run!r}): it is the run of a script; {target.script}")
+    refuse_code_of_others(run)
+    from workbench.diagnosis.measure.step_replay import named_task as seen_from_here
+
+    return seen_from_here(run.spec, run_directory.read_json(run.path / run_directory.RUN_JSON).get("cwd"))
 
 
 @accept_synonyms
@@ -59,10 +70,7 @@ def sanity(
     else:
         given = _TARGET.read(target, loader, model=model, optimizer=optimizer)
     if isinstance(given, Run):
-        if isinstance(given.spec, ScriptSpec):
-            raise ValueError(f"sanity({given!r}): it is the run of a script; {_TARGET.script}")
-        refuse_code_of_others(given)
-        given = given.spec
+        given = _spec_of(given, _TARGET)
     from workbench.diagnosis.measure import checked_training
     from workbench.diagnosis.measure.sanity import check as make_checks
 
@@ -89,8 +97,8 @@ def sanity(
 
 @accept_synonyms
 def diverge(
-    a: Task | RunSpec | str | os.PathLike[str] | Any,
-    b: Task | RunSpec | str | os.PathLike[str] | Any,
+    a: Task | RunSpec | Run | str | os.PathLike[str] | Any,
+    b: Task | RunSpec | Run | str | os.PathLike[str] | Any,
     *,
     batch: Any = None,
     loss: Callable[[Any, Any], Any] | None = None,
@@ -109,13 +117,14 @@ def diverge(
     * `diverge(spec, spec.replace(parallel="fsdp", nproc_per_node=2, micro_batch=4))`: one process against ranks that share the model. A
       spec of several ranks is launched; what its ranks compute is put together, and modules, gradients and updates are compared. With
       `pipeline_parallel=2` give both the same `accumulation`: each micro-batch is compared with the same one of the other.
+    * `diverge(run_a, run_b)`: two runs, or their directories. Their specs take their first steps anew.
     * `diverge(model, torch.compile(model), batch=x)`: two modules, which are called with the batch and restored afterwards. A tuple or a
       dictionary as the batch is spread over the arguments.
     * `diverge((model, x), (other, y))`: each with a batch of its own.
 
     Args:
-        a: a RunSpec, a Task, the name of a task, a module, or a module with its batch.
-        b: the same kind.
+        a: a RunSpec, a Task, the name of a task, a Run or its directory, a module, or a module with its batch.
+        b: the same kind. The code of a run's task is executed here.
         batch: with modules: their input.
         loss: with modules: `loss(model, batch)`; None = a weighted mean of the squares of the output.
         optimizer: with modules: takes the parameters and returns an optimizer; None = none, and a single step.
@@ -126,13 +135,15 @@ def diverge(
         runs_dir: where the run directories of specs of several ranks go; None = `runs` in the current folder.
 
     Raises:
-        ValueError: something else was given, or two specs whose steps have different samples.
+        ValueError: something else was given, such as the run of a script, or two specs whose steps have different samples.
+        LaunchError: a run's directory is another user's, or has the code in it.
         RunError: a spec of several ranks failed.
         TimeoutError: the budget ended while a spec of several ranks was recorded, before anything was known.
     """
     check_budget(budget_s, limited=True)
     whole_number("steps", steps, least=1, error=ValueError)
-    given: list[Any] = [named_task(each) or each for each in (a, b)]
+    given: list[Any] = [_COMPARED.run_at(each) if isinstance(each, str | os.PathLike) else each for each in (a, b)]
+    given = [_spec_of(each, _COMPARED) if isinstance(each, Run) else each for each in given]
     specs = [isinstance(each, RunSpec | Task) for each in given]
     if any(specs) and (not all(specs) or batch is not None or loss or optimizer):
         raise ValueError(
@@ -143,7 +154,9 @@ def diverge(
         pairs = [each if isinstance(each, tuple) and len(each) == 2 else (each, batch) for each in given]
         for each, (model, its) in zip(given, pairs, strict=True):
             if not hasattr(model, "named_modules"):
-                raise ValueError(f"diverge({shown(each)}, …): allowed are a RunSpec, a Task, the name of a task, or a torch.nn.Module")
+                raise ValueError(
+                    f"diverge({shown(each)}, …): allowed are a RunSpec, a Task, the name of a task, a Run, or a torch.nn.Module"
+                )
             if its is None:
                 raise ValueError(f"diverge({shown(each)}, …): a module needs a batch: diverge(a, b, batch=…), or ((a, x), (b, y))")
     sizes = [each.global_batch for each in given if isinstance(each, RunSpec)]

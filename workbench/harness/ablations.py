@@ -115,9 +115,9 @@ def _finite(optimizer: Optimizer) -> bool:
 def without_reduction(models: Sequence[nn.Module]) -> Iterator[None]:
     """Inside, no gradient is reduced and no buffer sent, by DDP or by the step's own all_reduce: each rank runs at its own pace."""
     with ExitStack() as undo:
-        for model in _parallel(models):
-            undo.enter_context(temporary_attribute(model, "require_backward_grad_sync", False))
-            undo.enter_context(temporary_attribute(model, "require_forward_param_sync", False))
+        for part in [part for model in models for part in model.modules() if isinstance(part, DistributedDataParallel)]:
+            undo.enter_context(temporary_attribute(part, "require_backward_grad_sync", False))
+            undo.enter_context(temporary_attribute(part, "require_forward_param_sync", False))
         for module in (dist, dist.distributed_c10d):
             undo.enter_context(temporary_attribute(module, "all_reduce", _reduce_nothing))
             undo.enter_context(temporary_attribute(module, "barrier", _reduce_nothing))
@@ -136,10 +136,6 @@ class _Done:
 
 def _reduce_nothing(*_: Any, async_op: bool = False, **__: Any) -> _Done | None:
     return _Done() if async_op else None
-
-
-def _parallel(models: Sequence[nn.Module]) -> list[DistributedDataParallel]:
-    return [part for model in models for part in model.modules() if isinstance(part, DistributedDataParallel)]
 
 
 def can_skip_reduction(models: Sequence[nn.Module]) -> bool:

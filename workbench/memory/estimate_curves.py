@@ -116,13 +116,10 @@ class Curves:
             ends = (lower, higher) if degree == 1 else (lower, higher, *others[:1])
             family = self._family(rest, axis, tuple(sorted(ends)), known)
             left = [x for x in others if x not in ends]
-            if family and family.degree == degree and any(self._right(family, x, known[x]) for x in left[:2]):
+            logs = ((x, known[x].log) for x in left[:2])  # of runs that it was not made of
+            if family and family.degree == degree and any(family.peak(x, ROUNDED) == Replay(log, ROUNDED).total.max() for x, log in logs):
                 return family
         return None
-
-    def _right(self, family: Family, x: int, answer: Answer) -> bool:
-        """Does a family predict the peak of a run that it was not made of?"""
-        return family.peak(x, ROUNDED) == int(Replay(answer.log, ROUNDED).total.max())
 
     def _family(self, rest: str, axis: str, values: tuple[int, ...], known: dict[int, Answer]) -> Family | None:
         key = (rest, axis, values)

@@ -54,7 +54,8 @@ class KnownMachines(RendezvousHandler):
 
     def next_rendezvous(self) -> RendezvousInfo:
         try:
-            self._store = self._store or (self._connected() if self._rank else self._serving())
+            address = self._host, self._port, self._count, False, self._timeout
+            self._store = self._store or (TCPStore(*address) if self._rank else self._serving())
         except DistStoreError as error:
             raise RendezvousTimeoutError(f"not all of {self._count} machines joined: {error}") from error
         except DistNetworkError as error:
@@ -62,9 +63,6 @@ class KnownMachines(RendezvousHandler):
         self._meetings += 1
         store = PrefixStore(f"{self._id}/{self._meetings}", self._store)
         return RendezvousInfo(store, self._rank, self._count, RendezvousStoreInfo(self._host, self._port))
-
-    def _connected(self) -> TCPStore:
-        return TCPStore(self._host, self._port, self._count, False, self._timeout)
 
     def _serving(self) -> TCPStore:
         """A store with a server on a socket of ours; port 0 becomes a free one, which nobody else can take meanwhile."""

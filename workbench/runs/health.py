@@ -103,7 +103,7 @@ def health(run: Run | str | os.PathLike[str]) -> Health:
     timelines = [] if many else list(files.timelines)
     faults = [Fault(kind="hang", step=None, rank=hang.rank, message=str(hang), hint="")] if hang else []
     faults += not_finite(losses, rows) + spikes(losses) + not_falling(losses)
-    faults += exploding(files.read(run_directory.noise_file(0)))
+    faults += exploding(files.read(run_directory.noise_file(0))) or exploding(files.read(run_directory.GRADIENTS))
     faults += slow_ranks(timelines) + changes(rows)
     faults.sort(key=lambda fault: -1 if fault.step is None else fault.step)
     return Health(faults=tuple(faults), losses=len(losses), ranks=len(timelines))
@@ -269,22 +269,27 @@ def not_falling(losses: Sequence[tuple[int, float]]) -> list[Fault]:
 
 
 def exploding(rows: Sequence[Mapping[str, Any]]) -> list[Fault]:
-    """Gradients whose norm grows far beyond what is usual, and stays there; from the rows of a run with `noise_scale=True`."""
+    """Gradients whose norm grows far beyond what is usual, and stays there; from the rows of `noise_scale=` or `gradient_norms=`."""
     norms = [(row["step"], _norm(row)) for row in rows if is_whole(row.get("step"))]
     known = [(step, norm) for step, norm in norms if norm is not None]
     for place in range(LEAST, len(known) - 2):
         before = [norm for _, norm in known[max(0, place - WINDOW) : place]]
         usual, now = median(before), [norm for _, norm in known[place : place + 3]]
         if usual > 0 and min(now) > max(EXPLODES * usual, 2 * max(before)):
-            message = f"the norm of the gradients grows from {usual:.3g} to {now[-1]:.3g} within 3 steps, from step {known[place][0]} on"
+            within = known[place + 2][0] - known[place - 1][0]
+            message = (
+                f"the norm of the gradients grows from {usual:.3g} to {now[-1]:.3g} within {within} steps, from step {known[place][0]} on"
+            )
             hint = "clip_grad_norm=1.0, a smaller learning rate or a warm-up"
             return [Fault(kind="exploding gradients", step=known[place][0], rank=None, message=message, hint=hint)]
     return []
 
 
 def _norm(row: Mapping[str, Any]) -> float | None:
-    """The norm of the mean gradient of a step."""
-    value = row.get("big")
+    """The norm of the mean gradient of a step, or that of the gradients of all layers."""
+    value, layers = row.get("big"), row.get("norms")
+    if isinstance(layers, Mapping):
+        value = sum(norm**2 for norm in layers.values()) if all(map(is_number, layers.values())) else None
     return math.sqrt(value) if is_number(value, least=0) else None
 
 

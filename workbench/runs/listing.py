@@ -83,7 +83,8 @@ class RunList(display.Shown):
     def filter(self, text: str) -> "RunList":
         """The runs whose directory, name, state or differing knobs contain each word of a text: `runs.filter("failed lr=0.1")`."""
         words = text.lower().split()
-        chosen = tuple(run for run in self.runs if all(word in self._text(run) for word in words))
+        texts = [f"{self.label(run)} {run.name} {run.state} {run.differs}".lower() for run in self.runs]
+        chosen = tuple(run for run, its in zip(self.runs, texts, strict=True) if all(word in its for word in words))
         return dataclasses.replace(self, runs=chosen, total=len(self) if self.total is None else self.total) if words else self
 
     def sort(self, by: str, *, descending: bool = False) -> "RunList":
@@ -107,9 +108,6 @@ class RunList(display.Shown):
     def label(self, run: ListedRun) -> str:
         """The directory of a run, relative to the folder."""
         return str(run.path.relative_to(self.folder))
-
-    def _text(self, run: ListedRun) -> str:
-        return f"{self.label(run)} {run.name} {run.state} {run.differs}".lower()
 
     def cells(self, run: ListedRun) -> list[str]:
         """A run's row of the table."""

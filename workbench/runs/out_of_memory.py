@@ -188,21 +188,13 @@ class OutOfMemory(JsonDataclass):
         hints = []
         if self.fragmented:
             hints.append(f"Against fragmentation: {EXPANDABLE} in the environment.")
-        if self._crowded:
+        if self.others is not None and self.others >= (self.asked or 1):
             hints.append("End the other processes on the device, or take another one (CUDA_VISIBLE_DEVICES); one rank per device.")
-        if self._hopeless:
+        if self.asked is not None and self.capacity is not None and self.asked > self.capacity:
             hints.append("A tensor of this size cannot fit there: is its shape what you meant?")
         if self.allowed is not None and self.device != HOST and self.free is not None and self.free >= (self.asked or 0):
             hints.append("The limit is PyTorch's own (set_per_process_memory_fraction): raise it.")
         return tuple(hints)
-
-    @property
-    def _crowded(self) -> bool:
-        return self.others is not None and self.others >= (self.asked or 1)
-
-    @property
-    def _hopeless(self) -> bool:
-        return self.asked is not None and self.capacity is not None and self.asked > self.capacity
 
     def __str__(self) -> str:
         return "\n".join(self._lines())

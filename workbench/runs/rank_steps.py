@@ -241,16 +241,13 @@ class RankSteps:
             for index, phases, samples, memory, cpu in columns
         )
         pauses = tuple(filter(None, map(Pause.of, self.other_rows)))
-        return Timeline(rank=rank, clock=clock, steps=steps, notes=self._notes, validations=tuple(self._validations), pauses=pauses)
+        told = [float(row["validation"]) for row in self.other_rows if is_number(row.get("validation"), least=0, most=LARGEST)]
+        return Timeline(rank=rank, clock=clock, steps=steps, notes=self._notes, validations=tuple(told), pauses=pauses)
 
     def _rank_and_clock(self) -> tuple[int, Clock]:
         head: dict[str, Any] = next((row for row in reversed(self.other_rows) if "rank" in row and "note" not in row), {})
         rank = head.get("rank", self._rank)
         return rank if type(rank) is int else self._rank, "device" if head.get("clock") == "device" else "host"
-
-    @property
-    def _validations(self) -> list[float]:
-        return [float(row["validation"]) for row in self.other_rows if is_number(row.get("validation"), least=0, most=LARGEST)]
 
     @property
     def _notes(self) -> tuple[str, ...]:

@@ -91,7 +91,7 @@ class Measured:
         if isinstance(target, Task | ScriptSpec):
             raise ValueError(f"{self.name}({shown(target)}): {self._instead()}")
         if isinstance(target, str | os.PathLike):
-            target = self._run_at(target)
+            target = self.run_at(target)
         if isinstance(target, RunSpec | Run):
             given = {"loader": loader, "model": model, "optimizer": optimizer, **(step_only or {})}
             self.refuse(target, given, "a step", "step, loader")
@@ -125,7 +125,8 @@ class Measured:
         if extra:
             raise ValueError(f"{self.name}({shown(target)}, …) was given {extra}, which only goes with {goes_with}: {self.name}({call})")
 
-    def _run_at(self, path: str | os.PathLike[str]) -> RunSpec | Run:
+    def run_at(self, path: str | os.PathLike[str]) -> RunSpec | Run:
+        """The run in a directory, or the spec of the task that has this name."""
         try:
             return Run.load(path)
         except run_directory.DamagedRunError:

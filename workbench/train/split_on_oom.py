@@ -89,7 +89,8 @@ class MicroBatchSplitter:
         placed: Any = None
         loss: Any = None
         while start < count:
-            stop = start + self._size(count - start)
+            left = count - start  # parts are as equal as possible
+            stop = start + (left if self.largest is None else math.ceil(left / math.ceil(left / self.largest)))
             reduces = last and stop == count
             part = batch if stop - start == count else rows(batch, start, stop, count)
             try:
@@ -118,10 +119,6 @@ class MicroBatchSplitter:
             start = stop
         assert total is not None
         return total
-
-    def _size(self, left: int) -> int:
-        """Samples of the next part; parts are as equal as possible."""
-        return left if self.largest is None else math.ceil(left / math.ceil(left / self.largest))
 
     def _check(self, error: RuntimeError, batch: Any, count: int, failed: int, *, others_wait: bool = False) -> None:
         """Raise the error if smaller parts do not help, or if other ranks wait in a reduction."""

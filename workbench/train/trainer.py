@@ -359,7 +359,8 @@ class Trainer:
 
     def _loss(self, model: Any, batch: Any) -> Tensor:
         smoothing = self._smoothing.in_forward() if self._smoothing else contextlib.nullcontext()
-        with self.phase("forward"), self.precision.autocast(), self._offloaded_activations(), smoothing:
+        kept = activations_on_host() if self.spec.offload == "activations" else contextlib.nullcontext()
+        with self.phase("forward"), self.precision.autocast(), kept, smoothing:
             loss = loss_of(self.task, model, batch)
             return self._weights.scaled(loss, batch) if self._weights else loss / self.spec.accumulation
 
@@ -384,9 +385,6 @@ class Trainer:
         self._updates += 1
         if not self.spec.gc and self._updates % COLLECT_EVERY == 0:
             gc.collect()
-
-    def _offloaded_activations(self) -> AbstractContextManager[Any]:
-        return activations_on_host() if self.spec.offload == "activations" else contextlib.nullcontext()
 
     @contextlib.contextmanager
     def _host_step(self) -> Iterator[None]:

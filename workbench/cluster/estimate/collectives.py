@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from workbench.cluster.analysis.collective_call import MESSAGES, PHASES, CollectiveCall
 from workbench.cluster.analysis.iteration import CAP, FIRST
 from workbench.memory.estimate.fake_tensors import asked_device
+from workbench.runs.training_knobs import COMPRESSIONS, parse_call
 
 NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 """Namespaces of torch's operators that are collectives."""
@@ -196,6 +197,7 @@ def with_rebuilt_buckets(
     like: CollectiveCall,
     find_unused: bool = False,
     static_graph: bool = False,
+    compression: str = "none",
 ) -> list[CollectiveCall]:
     """The collectives of a later step: DDP rebuilds its buckets after the first one, in the order in which gradients arrived.
 
@@ -211,6 +213,7 @@ def with_rebuilt_buckets(
         like: an example of a bucket's collective.
         find_unused: does the planned model use find_unused_parameters?
         static_graph: does it use static_graph?
+        compression: its gradient_compression; PowerSGD's after its start.
     """
     wrapped = [model for model in models if isinstance(model, DistributedDataParallel)]
     if not wrapped:
@@ -227,12 +230,32 @@ def with_rebuilt_buckets(
         known = [weight for weight in known if id(weight) in reduced]
         for bucket in bucket_assignment(known, model, ordered=not find_unused):
             module = common_prefix([names.get(id(known[index]), "") for index in bucket])
-            made.append(replace(like, size=sum(known[index].nbytes for index in bucket), module=module))
+            sizes = compressed([known[index] for index in bucket], compression)
+            made += [replace(like, size=size, module=module) for size in sizes]
+            last = len(made) - len(sizes)
         if find_unused:
             made.append(replace(like, size=4 * len(known)))
-    if made:
-        made[-1] = replace(made[-1], waited=True)  # the last bucket is complete when nothing is left to compute
+            last = len(made) - 1
+    if made:  # the last bucket is complete when nothing is left to compute
+        made[last:] = [replace(call, waited=True) for call in made[last:]]
     return [*rest[:begin], *made, *rest[begin:]]
+
+
+def compressed(bucket: Sequence[nn.Parameter], compression: str) -> list[int]:
+    """Bytes of the collectives that reduce a bucket of gradients; with PowerSGD these are what it leaves whole, and two thin matrices."""
+    kind, options = parse_call("gradient_compression", compression, COMPRESSIONS, "fp16")
+    if kind in ("fp16", "bf16"):
+        return [sum(2 * weight.numel() for weight in bucket)]
+    whole = left = right = 0
+    for weight in bucket:
+        rows = weight.shape[0] if weight.ndim else 1
+        columns = weight.numel() // max(rows, 1)
+        rank = min(rows, columns, options.get("rank", 0))
+        if kind == "powersgd" and 2 * (rows + columns) * rank < weight.numel():  # its min_compression_rate
+            left, right = left + rows * rank * weight.element_size(), right + columns * rank * weight.element_size()
+        else:
+            whole += weight.nbytes
+    return [size for size in (whole, left, right) if size]
 
 
 def bucket_assignment(known: Sequence[nn.Parameter], model: DistributedDataParallel, *, ordered: bool) -> list[list[int]]:

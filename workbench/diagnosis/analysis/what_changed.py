@@ -141,7 +141,8 @@ class WhatChanged(display.Shown, JsonDataclass):
             seen = f": today run A's {what} with {with_} is {_ends(today)} that without" if today else ""
             if 0 in self.change:
                 said = f"What was recorded leaves open whether run B's {what} is another ({_ends(self.ratio)}); today's trainings do not"
-            return f"{said}, and {_list(self.owner)} {many} the reason{alone}{seen}.{_because(self.why)}{self._brought}"
+            brought = f" With it {'comes' if len(self.brings) == 1 else 'come'} {_list(self.brings)}." if self.brings else ""
+            return f"{said}, and {_list(self.owner)} {many} the reason{alone}{seen}.{_because(self.why)}{brought}"
         if self.kind == "still":
             cause = f"either {_list(self.left_over)}, which could not be put back, or the machine" if self.left_over else "the machine"
             return f"{said}, and the reason is {cause}: {self._like('as run B was')} ({self._now}){self._alike}."
@@ -155,10 +156,6 @@ class WhatChanged(display.Shown, JsonDataclass):
         where = {"not run": more, "cannot run": self.why, "unclear": f"not yet clear why: {self.why}"}
         left = f" Not swapped one by one yet: {_list(self.untried)}." if self.kind == "unclear" and self.untried else ""
         return f"{said}; {where[self.kind]}.{left}"
-
-    @property
-    def _brought(self) -> str:
-        return f" With it {'comes' if len(self.brings) == 1 else 'come'} {_list(self.brings)}." if self.brings else ""
 
     @property
     def _alike(self) -> str:

@@ -108,8 +108,7 @@ class Recorder(TorchDispatchMode):
         """Record inside."""
         handles = []
         for part in self._model.modules() if self._operators else [self._model]:
-            handles.append(part.register_forward_pre_hook(self._enter))
-            handles.append(part.register_forward_hook(self._leave, always_call=True))
+            handles.extend((part.register_forward_pre_hook(self._enter), part.register_forward_hook(self._leave, always_call=True)))
         try:
             with self if self._operators else contextlib.nullcontext():
                 yield

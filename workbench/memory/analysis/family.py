@@ -139,10 +139,7 @@ class Family:
 
     def moment(self, x: int, granularity: int = 1) -> str:
         """That moment, in words."""
-        return self._replay.moment(self._position(x, granularity))
-
-    def _position(self, x: int, granularity: int) -> int:
-        return int(self._totals(x, granularity)[1].argmax())
+        return self._replay.moment(int(self._totals(x, granularity)[1].argmax()))
 
     @cached_property
     def _replay(self) -> Replay:
