@@ -103,8 +103,8 @@ class Event(Protocol):
     def elapsed_time(self, end_event: "Event") -> float: ...
 
 
-READ_STEPS, READ_SECONDS = 4, 0.05
-"""So many steps are read at once, or the steps of so many seconds: one question to the driver then answers for all of them."""
+READ_STEPS, READ_SECONDS = 16, 0.05
+"""Steps, or seconds of steps, that are read at once: one question to the driver serves all, and only the first finds cold caches."""
 
 
 class DeviceRecorder:
@@ -154,7 +154,8 @@ class DeviceRecorder:
         """Let the device note the time when it reaches this point of its stream."""
         stream = self._stream(self.device)
         if stream is not self._on:
-            self._on, self._switched, self._can_capture = stream, True, getattr(stream, "cuda_stream", None) != 0
+            self._switched |= self._on is not None
+            self._on, self._can_capture = stream, getattr(stream, "cuda_stream", None) != 0
         if self._can_capture and self._capturing():
             return None  # an event recorded into a CUDA graph has no time of its own
         event = self._free.pop() if self._free else self._new_event()
@@ -172,7 +173,7 @@ class DeviceRecorder:
     def _over(self) -> int:
         """At least so many turns are over on the device, which is asked and not waited for; 0 = not even the first is."""
         count = len(self._turns)
-        for first in (count, count - 1, READ_STEPS, 1):  # the last one was launched just now; a device that lags is at one of the first
+        for first in (count, count - 1, READ_STEPS, READ_STEPS // 4, 1):  # the last was launched just now; a device may lag
             turns = [*islice(self._turns, first)]
             latest_first = (event for marks, _ in reversed(turns) for event in marks[-2::-2] if event is not None)
             if all(event.query() for event in islice(latest_first, None if any(several for _, several in turns) else 1)):
@@ -219,8 +220,7 @@ def _current_stream(torch: Any) -> "Callable[[int | None], torch.cuda.Stream | N
     known: dict[int, Any] = {}
 
     def current(device: int | None) -> Any:
-        if device is None:
-            device = torch.cuda.current_device()
+        device = torch.cuda.current_device() if device is None else device
         key = pointer(device) or ~device  # the default stream of each device is 0
         stream = known.get(key)
         if stream is None:
