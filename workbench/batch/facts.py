@@ -128,13 +128,7 @@ def noise_of(
 
 
 def limit_warmup(plan: BatchPlan, before: BatchPlan, samples: int | None) -> BatchPlan:
-    """The plan with a warm-up of at most MAX_WARMUP of a run, or the share that it had before if that is more.
-
-    Args:
-        plan: scaled from the one before.
-        before: as the spec has it.
-        samples: of the run; None = not known.
-    """
+    """The plan with a warm-up of at most MAX_WARMUP of a run, or the share that it had before if that is more."""
     if not samples:
         return plan
     steps = max(1, samples // plan.global_batch)

@@ -304,15 +304,7 @@ class StepFacts:
 
 
 def run_first_steps(bench: BlockTimer, feed: Feed, saved: SavedState, state: ReachableState, until: float, notes: list[str]) -> StepFacts:
-    """Step until steps do not get shorter any more.
-
-    Args:
-        bench: where it runs.
-        feed: gives the batches.
-        saved: also saves what turns up on the way.
-        state: what the step reaches.
-        until: seconds on the bench's clock when it is enough in any case.
-        notes: extended by what the user should know.
+    """Step until steps do not get shorter any more, or until `until` on the bench's clock; `notes` gets what a user should know.
 
     Raises:
         Exhausted: the loader ended.

@@ -70,12 +70,6 @@ class Restart(JsonDataclass):
 def check(spec: Spec, max_restarts: int, min_ranks: int | None, error: type[ValueError] = SpecError) -> None:
     """Check that a run can be restarted so.
 
-    Args:
-        spec: of the run.
-        max_restarts: restarts after a failure, at most.
-        min_ranks: ranks with which it may go on, at least; None = with all.
-        error: what is raised.
-
     Raises:
         ValueError: it cannot, and what to try.
     """

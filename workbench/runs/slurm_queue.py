@@ -155,11 +155,7 @@ class Job:
         self._queried = -math.inf
 
     def standing(self, outcome: dict[str, Any] | None) -> tuple[str, dict[str, Any] | None]:
-        """The state of the run, and its outcome where it has ended.
-
-        Args:
-            outcome: what its guard has written, if it has.
-        """
+        """The state of the run, and its outcome where it has ended: its guard's, if that has written one."""
         if outcome and is_final(outcome):
             return outcome["state"], outcome
         seen = self.seen

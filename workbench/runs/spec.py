@@ -471,11 +471,7 @@ def check_profile(spec: Spec) -> None:
 
 
 def ranks_per_shard(spec: RunSpec, data_ranks: int) -> int:
-    """Ranks that share one copy of the model under "hsdp".
-
-    Args:
-        spec: whose `shard_ranks` to use.
-        data_ranks: ranks that work on different samples.
+    """Ranks that share one copy of the model under "hsdp"; `data_ranks` work on different samples.
 
     Raises:
         SpecError: it does not divide them.

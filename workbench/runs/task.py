@@ -120,12 +120,7 @@ def code_files(spec: Any) -> list[str]:
 
 
 def with_files_at(spec: Any, path_of: Callable[[str], str]) -> Any:
-    """The same spec with other paths of these files.
-
-    Args:
-        spec: a RunSpec.
-        path_of: a file → its path.
-    """
+    """The same spec with other paths of these files, by `path_of`."""
     parts = {knob: name.rpartition(":") for knob, name in code_names(spec).items()}
     return spec.replace(**{knob: f"{path_of(file)}:{name}" for knob, (file, _, name) in parts.items() if file.endswith(".py")})
 

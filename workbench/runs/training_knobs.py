@@ -78,12 +78,6 @@ def parse_call(knob: str, text: Any, known: Mapping[str, Mapping[str, Any]], exa
     >>> parse_call("compile", "blocks(backend=eager)", COMPILES, "blocks")
     ('blocks', mappingproxy({'backend': 'eager'}))
 
-    Args:
-        knob: its name.
-        text: its value.
-        known: names → their options with defaults.
-        example: of a value, for the error.
-
     Raises:
         SpecError: not of this form, or an unknown name or option.
     """

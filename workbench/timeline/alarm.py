@@ -345,13 +345,7 @@ def seconds_to_wait(steps: int, seconds: float, *, pending: bool) -> float:
 
 
 def digest(told: Sequence[Told], ranks: int = 1, traces: Sequence[str] = ()) -> str:
-    """What an alarm told over a run, in a line; ranks and phases that became slow again and again come first.
-
-    Args:
-        told: the alarms.
-        ranks: how many there are.
-        traces: files that were written at alarms.
-    """
+    """What an alarm told over a run, in a line; ranks and phases that became slow again and again come first."""
     if not told:
         return ""
     slow: dict[tuple[int, str], list[int]] = {}

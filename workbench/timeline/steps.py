@@ -152,13 +152,7 @@ class StepBuilder:
         self._had_step = False
 
     def feed(self, times: list[int], codes: bytes, next_size: Callable[[], int | None]) -> list[Row]:
-        """Add marks, and return the steps that they finish.
-
-        Args:
-            times: of the marks, in nanoseconds.
-            codes: of the marks.
-            next_size: gives the number of samples of the next batch.
-        """
+        """Add marks (nanoseconds and codes), and return the steps that they finish."""
         self._times += times
         self._codes += codes
         before, *iterations = self._codes.split(_NEXT)

@@ -34,9 +34,6 @@ class Exchange:
     def sizes(self, rows: Tensor) -> list[int]:
         """Rows that each rank has for an expert. Ranks may have batches of other sizes or lengths, so they tell each other: 8 bytes from
         host to host, which no device waits for. In a dry run, in which no other rank says it, all have as many.
-
-        Args:
-            rows: of this rank, (experts, rows, width).
         """
         if dist.get_backend(self._hosts) == "fake":
             return [rows.shape[1]] * self.ranks

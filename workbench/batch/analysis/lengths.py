@@ -329,13 +329,7 @@ class LengthGrid:
         return tuple(map(int, self.sizes.max((1, 3, 4)).reshape(-1)[:count]))
 
     def plans(self, count: int, dry: DryRuns, room: int) -> tuple[LengthPlan, ...]:
-        """As it is, and the what-ifs, of the first steps of all ranks, rank after rank.
-
-        Args:
-            count: of steps.
-            dry: memory and seconds over the length.
-            room: bytes that may be used.
-        """
+        """As it is, and the what-ifs in `room` bytes, of the first `count` steps of all ranks, rank after rank."""
         _, ranks, _, accumulation, micro = self.sizes.shape
         own = np.moveaxis(self.sizes, 1, 0).reshape(ranks, -1, accumulation, micro)[:, :count].reshape(-1, micro)
         bucketed = _bucketed(own)
@@ -368,12 +362,7 @@ def _bucketed(samples: Any) -> tuple[Any, Any]:
 
 
 def bucketed_order(sizes: Any, micro_batch: int) -> Any:
-    """Places of samples by their length, window after window of WINDOW micro-batches.
-
-    Args:
-        sizes: length of each, in the order of the training.
-        micro_batch: samples of a micro-batch.
-    """
+    """Places of samples by their length, window after window of WINDOW micro-batches."""
     window = WINDOW * micro_batch
     return np.concatenate([start + np.argsort(sizes[start : start + window], kind="stable") for start in range(0, len(sizes), window)])
 

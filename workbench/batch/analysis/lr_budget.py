@@ -21,11 +21,7 @@ class LrBudget:
     seconds: float | None
 
     def iterations(self, planned: int, step: float) -> int:
-        """Steps of a sweep, so that two sweeps fit: the first, which looks for the range, and one more.
-
-        Args:
-            planned: at most so many.
-            step: seconds of a step.
+        """Steps of a sweep, at most `planned`, so that two sweeps fit: the first, which looks for the range, and one more.
 
         >>> LrBudget(seconds=60).iterations(100, 0.02), LrBudget(seconds=60).iterations(100, 0.2), LrBudget(seconds=60).iterations(100, 5)
         (100, 60, 30)

@@ -149,16 +149,7 @@ def conclude(
     steps: int = 0,
     notes: Sequence[str] = (),
 ) -> LrFound:
-    """The result of sweeps and race.
-
-    Args:
-        sweeps: one per seed.
-        ran: the candidates with their scores; empty = there was no race.
-        race_steps: of a round.
-        batch: samples per step.
-        steps: optimizer steps of the whole search.
-        notes: remarks.
-    """
+    """The result of sweeps, one per seed, and of a race, if there was one; `steps` are those of the whole search."""
     rules = suggestions_over_seeds(sweeps)
     start = statistics.median(sweep.start for sweep in sweeps)
     result = LrFound(

@@ -32,16 +32,11 @@ class BatchSplit:
 
 
 def split_batch(global_batch: int, world_size: int, most: int) -> BatchSplit:
-    """Split a global batch over ranks without a remainder, into as few micro-batches of one size as possible.
+    """Split a global batch over ranks without a remainder, into as few micro-batches of one size, at most `most`, as possible.
 
     >>> split = split_batch(96, 2, 20)
     >>> split.micro_batch, split.accumulation
     (16, 3)
-
-    Args:
-        global_batch: samples per optimizer step.
-        world_size: ranks.
-        most: the largest micro-batch that a rank can take.
 
     Raises:
         ValueError: a number that is not whole and positive, or the ranks do not divide the batch.

@@ -33,13 +33,7 @@ PASSES = 50
 def prove_lengths(spec: RunSpec, grid: LengthGrid, dry: DryRuns, name: str, *, fitting: int, budget_s: float) -> LengthsProof:
     """Train on batches as they are and by a plan, in turns; see `BatchLengths.prove`.
 
-    Args:
-        spec: of the training.
-        grid: its samples in their order.
-        dry: seconds over the length.
-        name: of the plan: "bucketed" or "packed".
-        fitting: the longest sample that is taken; 0 = all.
-        budget_s: seconds it may take, about.
+    `name` is "bucketed" or "packed"; samples longer than `fitting` are left out (0 = none are).
 
     Raises:
         LengthsError: too few samples fit, there is too little time, or the samples cannot be packed.

@@ -189,11 +189,7 @@ def _check_batch(batch: Any) -> None:
 
 
 def exact_noise_of(spec: RunSpec, *, samples: int | None = None) -> NoiseScale:
-    """The exact noise scale of a spec's task with the weights that a run begins with, in fp32, in this process.
-
-    Args:
-        spec: its task and seed.
-        samples: how many, drawn at random; None = all of the dataset.
+    """The exact noise scale of a spec's task with the weights that a run begins with, in fp32, here; of all samples, or of some at random.
 
     Raises:
         NoiseScaleError: a sample's gradient depends on its batch (batch norm).

@@ -102,21 +102,13 @@ def placed(cluster: Cluster, ranks: int, stride: int = 1) -> tuple[int, int]:
 
 
 def group_seconds(kind: str, size: float, cluster: Cluster, *, ranks: int, stride: int = 1, algorithm: str = "best") -> float:
-    """Seconds of a collective of some ranks of a cluster.
+    """Seconds of a collective of `size` bytes of some ranks of a cluster, `stride` apart.
 
     Inside a node: by its link. All-reduces over nodes: `hierarchical_all_reduce`. All-gathers, reduce-scatters and all-to-alls over k
     nodes of g: a node receives (k−1)/k of the message through all its network cards at once while it is distributed inside, so that
     the slower of the two counts, and the latencies of both. Broadcasts and reduces over nodes: by the link between them.
 
     Left out: that other groups of the same ranks send at the same time, and that achieved bandwidth falls with the number of nodes.
-
-    Args:
-        kind: one of BUS_FACTORS.
-        size: bytes, as `CollectiveCall.size`.
-        cluster: where.
-        ranks: that take part.
-        stride: distance between two of them.
-        algorithm: one of ALGORITHMS.
 
     Raises:
         CostError: something else was given.

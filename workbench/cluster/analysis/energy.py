@@ -130,11 +130,7 @@ def _kwh(value: float) -> str:
 
 
 def watts_of(device: str, watts: float | None = None) -> tuple[float, str]:
-    """Power of a device under load, and the source of the figure.
-
-    Args:
-        device: its name in the table of devices.
-        watts: overrides the table.
+    """Power of a device under load, by the table or as given, and the source of the figure.
 
     Raises:
         CostError: the device is not in the table and no watts were given.

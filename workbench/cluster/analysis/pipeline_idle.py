@@ -94,10 +94,6 @@ class PipelineIdle(display.Shown, JsonDataclass):
 def pipeline_idle(spec: RunSpec, means: Sequence[Any]) -> PipelineIdle | None:
     """From the mean times of ranks.
 
-    Args:
-        spec: of their run.
-        means: a RankMeans or a Timeline of each rank, by rank.
-
     Returns:
         None where there is no pipeline, or a stage without a measured step.
     """

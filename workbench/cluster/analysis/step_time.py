@@ -414,12 +414,7 @@ def measured_kinds(measured: Any) -> dict[str, float]:
 
 
 def _told_apart(parts: Mapping[str, float], measured: Mapping[str, float]) -> dict[str, float]:
-    """Kind → measured over estimated seconds, where both have at least two kinds; else nothing.
-
-    Args:
-        parts: kind → estimated seconds.
-        measured: as `measured_kinds`.
-    """
+    """Kind → measured over estimated seconds, where both have at least two kinds; else nothing."""
     rest = parts.get("memory", 0.0) + parts.get("update", 0.0)
     known = {kind: measured[kind] / seconds for kind, seconds in {**parts, "memory": rest}.items() if seconds and measured.get(kind)}
     known |= {"update": known["memory"]} if "memory" in known else {}

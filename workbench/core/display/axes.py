@@ -177,19 +177,7 @@ def draw_bars(
     height: float = 0.62,
     rows: Sequence[float] | None = None,
 ) -> BarContainer:
-    """A row of horizontal bars in our style, one per place from 0 on; those without a length leave no trace.
-
-    Args:
-        ax: Axes in our style.
-        widths: lengths on the axis.
-        starts: where each begins; None: at 0.
-        color: of all, or of each.
-        label: for the legend.
-        predicted: are they hatched? For all, or for each.
-        pale: are they context?
-        height: of a row.
-        rows: their places; None: 0, 1, 2 …
-    """
+    """A row of horizontal bars in our style, one per place from 0 on; those without a length leave no trace. Predicted ones are hatched."""
     colors = [color] * len(widths) if isinstance(color, str) else list(color)
     hatched = [predicted] * len(widths) if isinstance(predicted, bool) else list(predicted)
     drawn = ax.barh(range(len(widths)) if rows is None else rows, widths, left=starts, height=height, label=label)
@@ -244,12 +232,6 @@ _BYTES = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 def stacked(ax: Axes, shown: Sequence[Bar], what: str, colors: Mapping[str, str]) -> float:
     """Draw bars from top to bottom: one container per colour, in their order.
 
-    Args:
-        ax: Axes in our style.
-        shown: bars with as many pieces as there are colours.
-        what: the axis label, without the unit.
-        colors: name → colour of the pieces.
-
     Returns:
         The factor from seconds to places on the axis.
     """
@@ -291,13 +273,7 @@ def bar_chart(ax: Axes | None, shown: Sequence[Bar], what: str, colors: Mapping[
 def curves_over_time(
     ax: Axes | None, times: Sequence[float], curves: Sequence[tuple[str, Sequence[float] | NDArray[np.float64]]], colors: Sequence[str]
 ) -> tuple[Axes, str]:
-    """Step curves over the time since the first of `times`, with a legend.
-
-    Args:
-        ax: the Axes to draw into; None makes a figure.
-        times: edges of the curves' intervals, in seconds.
-        curves: label and heights, one less than `times`.
-        colors: of the curves; those beyond are not drawn.
+    """Step curves over the time since the first of `times`, edges of intervals in seconds, with a legend.
 
     Returns:
         The Axes, and the unit of its time axis.

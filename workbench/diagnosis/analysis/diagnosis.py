@@ -427,11 +427,7 @@ class Diagnosis(JsonDataclass):
         return "\n\n".join([self.summary, *map(str, self._tables)])
 
     def for_terminal(self, *, proving: bool = False) -> str:
-        """As text whose note under the remedies has the command that proves one of them, instead of the call in Python.
-
-        Args:
-            proving: that command is what runs: it is left out.
-        """
+        """As text whose note under the remedies has the command that proves one of them, not the call in Python; none while proving."""
         text, command = str(self), self._command()
         if proving:
             return re.sub(r"; prove\(\d+\) runs [^;\n]*", "", text)

@@ -125,9 +125,6 @@ class Gap(JsonDataclass):
     def without(self, causes: Collection[str]) -> "Gap":
         """What would be left if some parts were gone, all else as it is: predicted.
 
-        Args:
-            causes: of `parts`.
-
         Raises:
             ValueError: there is no such part.
         """
@@ -159,11 +156,7 @@ class Gap(JsonDataclass):
 
 
 def gap_of(evidence: GapEvidence, same: str = "micro_batch") -> Gap:
-    """Explain the gap.
-
-    Args:
-        evidence: of one rank and of all.
-        same: one of SAME.
+    """Explain the gap; `same` is one of SAME.
 
     Raises:
         ValueError: `same` is no such word, or not a round is complete.

@@ -19,13 +19,7 @@ MIB = 2**20
 
 
 def remedies_for_gap(evidence: GapEvidence, gap: Gap, spec: Spec | None) -> tuple[Remedy, ...]:
-    """What would narrow the gap, the best first. Their gains do not multiply.
-
-    Args:
-        evidence: what was measured.
-        gap: as explained.
-        spec: whose knobs can be turned; a script's cannot be, from here.
-    """
+    """What would narrow the gap, the best first. Their gains do not multiply."""
     if spec is None or not isinstance(spec, RunSpec) or gap.predicted:
         spec = None
     remedies = [remedy for remedy in _all(evidence, gap, spec) if remedy.speedup >= MIN_SPEEDUP]

@@ -79,11 +79,7 @@ class EvidenceBuilder:
         return (high - low) / mid / math.sqrt(2)
 
     def stalls(self, *, alone: bool = False) -> Stalls:
-        """The stalls of this rank, among the calls of all variants but those that differ from step to step.
-
-        Args:
-            alone: only while no rank waits for another.
-        """
+        """The stalls of this rank, among the calls of all variants but those that differ from step to step; `alone`: while none waits."""
         rank, forks = self.peers.rank, self.feed.forks
         calls = [
             Call(number=block.first + i, seconds=laps.calls[i], arm=arm, delay=laps.delays[i], gc=laps.gcs[i])

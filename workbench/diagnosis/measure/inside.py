@@ -309,12 +309,7 @@ many a look inside takes half a second longer."""
 
 
 def step_counts(seconds: float, *, budget_s: float = 2.0) -> tuple[int, int]:
-    """How many steps to trace, and how many to time without a trace (`look`'s `traced` and `plain`), if a step takes so long.
-
-    Args:
-        seconds: of a step.
-        budget_s: for all of it.
-    """
+    """How many steps to trace, and how many to time without a trace (`look`'s `traced` and `plain`), if a step takes `seconds`."""
     return max(2, min(20, int(budget_s / 4 / seconds))), max(2, min(400, int(budget_s * 3 / 8 / seconds)))
 
 

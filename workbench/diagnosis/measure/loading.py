@@ -367,12 +367,7 @@ def touch(batch: Any) -> None:
 
 
 def slow_share(samples: Sequence[float], seconds: float = 0.0) -> float | None:
-    """Share of the time of making batches that the slowest twentieth of the samples takes beyond the median; None of too few.
-
-    Args:
-        samples: seconds in which each was fetched.
-        seconds: in which their batches were made, collating included.
-    """
+    """Share of the time of making batches that the slowest twentieth of the samples takes beyond the median; None of too few."""
     if len(samples) < MIN_SAMPLES or not (total := max(seconds, sum(samples))):
         return None
     ordered, median = sorted(samples), statistics.median(samples)

@@ -163,12 +163,7 @@ class Replay:
         return self.peaks("phase", self.total)
 
     def peaks(self, key: str, counted: Numbers) -> dict[Any, int]:
-        """Step or phase → the largest of some bytes that were counted after each event.
-
-        Args:
-            key: "step", "phase" or "micro".
-            counted: int64 [event].
-        """
+        """Step, phase or micro-batch (`key`) → the largest of some bytes that were counted after each event."""
         largest: dict[Any, int] = {}
         for a, b, mark in self.stretches:
             name = getattr(mark, key)

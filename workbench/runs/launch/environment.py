@@ -112,12 +112,7 @@ def for_ranks(
 
 
 def asked_of_launch(spec: Mapping[str, Any], info: Mapping[str, Any]) -> dict[str, str]:
-    """Variables of the ranks that a run was launched with, for those that start later: after a resume, or on another machine.
-
-    Args:
-        spec: as JSON.
-        info: the run's run.json.
-    """
+    """Variables of the ranks that a run was launched with, for those that start later: after a resume, or on another machine."""
     before = info.get("environment")
     given = before.get("set") if isinstance(before, Mapping) else None
     alarm = given.get(run_directory.ENV_ALARM) if isinstance(given, Mapping) else None

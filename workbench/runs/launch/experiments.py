@@ -251,12 +251,7 @@ def error_of(run: Run) -> RunError | None:
 
 
 def so_far(name: str, budget_s: float | None) -> Callable[[Run], str]:
-    """A function that gives what a run tries now and knows so far, as its file says (now, known).
-
-    Args:
-        name: of the experiment, for people.
-        budget_s: seconds that it may take; None = there is no limit.
-    """
+    """A function that gives what a run tries now and knows so far, as its file says (now, known)."""
     began = time.monotonic()
 
     def words(run: Run) -> str:

@@ -81,11 +81,7 @@ class MachineReport(display.Shown, JsonDataclass):
         return "".join(table._repr_html_() for table in self._tables)
 
     def to_page(self, *others: display.Shown) -> str:
-        """A page of HTML that loads nothing.
-
-        Args:
-            others: reports that come below.
-        """
+        """A page of HTML that loads nothing, with others below."""
         return (
             '<!doctype html><html lang="en"><meta charset="utf-8"><meta name="color-scheme" content="light dark">'
             f"<title>workbench doctor: {display.escape(platform.node())}</title>"
@@ -193,13 +189,7 @@ def links_check(matrix: str) -> Check:
 
 
 def cores_check(usable: float | None = None, there: int | None = None, load: float | None = None) -> Check:
-    """Cores, the quota of a container, and who else computes.
-
-    Args:
-        usable: for tests: cores that a process may use.
-        there: for tests: cores that the scheduler may put it on.
-        load: for tests: processes that compute now.
-    """
+    """Cores, the quota of a container, and who else computes; what is given is for tests."""
     may = usable_cores() if usable is None else usable
     count = there or environment.core_count() or 1
     busy = os.getloadavg()[0] if load is None and hasattr(os, "getloadavg") else load or 0.0

@@ -240,10 +240,6 @@ class NewRun:
 def open_lock(folder: Path, *, wait: bool = True) -> int:
     """The lock that says "alive", taken: a file descriptor. It belongs to the open file, so the guard, which inherits it, holds it on.
 
-    Args:
-        folder: of the run.
-        wait: wait until it is free.
-
     Raises:
         LaunchError: somebody has it, and `wait` is off.
     """

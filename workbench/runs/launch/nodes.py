@@ -173,15 +173,7 @@ def _prepared(
 
 
 def of_attempt(path: Path, info: dict[str, Any], rendezvous: Rendezvous, node: dict[str, Any], meeting: str) -> dict[str, Any]:
-    """What the guard of a machine starts in an attempt.
-
-    Args:
-        path: of the run.
-        info: its run.json.
-        rendezvous: where the machines of this attempt meet.
-        node: as `Rendezvous.node` gives it, of this machine.
-        meeting: what this attempt is called by torchrun.
-    """
+    """What the guard of a machine starts in an attempt."""
     spec, rank, first = spec_from_json(info["spec"]), node["rank"], node["rank"] == min(node["members"])
     program = entrypoints.spec_entrypoint(spec, path)  # never what stands in run.json; and the shared folder may be mounted elsewhere
     logs = path / run_directory.NODES / str(rank) / run_directory.LOGS if rank else path / run_directory.LOGS

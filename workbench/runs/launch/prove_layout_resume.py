@@ -182,13 +182,7 @@ def comparable(before: tuple[RunSpec, Rows], after: tuple[RunSpec, Rows]) -> tup
 
 
 def first_difference(before: tuple[RunSpec, Rows], after: tuple[RunSpec, Rows], tolerance: float) -> tuple[str, int | None, float]:
-    """What differs first where a training went on in another layout; in which step; and by what part the losses differ at most.
-
-    Args:
-        before: spec and rows of the undisturbed one.
-        after: of the other, from its first step.
-        tolerance: of losses.
-    """
+    """What differs first where a training went on in another layout; in which step; and by what part the losses differ at most."""
     (spec, mine), (other, its) = before, after
     first, last = _span(its)
     found: list[tuple[str, int]] = []

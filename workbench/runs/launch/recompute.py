@@ -370,14 +370,7 @@ def third_place(begin: int, places: Sequence[int], restart: int) -> int | None:
 
 
 def judge(recorded: Record, first: Record, second: Record, conditions: Sequence[str]) -> tuple[str, Fault | None]:
-    """Which of three computations of the same steps is the odd one: a key of `VERDICTS`, and where it differs first.
-
-    Args:
-        recorded: of the run.
-        first: of a repetition, which differs from it.
-        second: of another one.
-        conditions: in which the run and its repetitions differ.
-    """
+    """Which of three computations of the same steps is the odd one: a key of `VERDICTS`, and where it differs first."""
     fault = first_fault(recorded, first)
     if not (apart := first_fault(first, second)):
         if fault and fault.part in INPUTS:

@@ -99,12 +99,7 @@ def archive_attempt(
 
 
 def restore_attempt(path: Path, number: int) -> None:
-    """Undo `archive_attempt`, even where it was interrupted.
-
-    Args:
-        path: of the run.
-        number: of the attempt that did not begin.
-    """
+    """Undo `archive_attempt` of an attempt that did not begin, even where it was interrupted."""
     old = path / ATTEMPTS / str(number)
     if not old.exists():
         return

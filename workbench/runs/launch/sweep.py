@@ -90,14 +90,6 @@ def run_all(
 ) -> list[Run]:
     """Run specs that need not be a product, as `sweep` does; gives the runs in the order of the specs, repetitions side by side.
 
-    Args:
-        specs: each with its name.
-        name: of the function that was called.
-        budget_s: as in `sweep`, as is what follows.
-        runs_dir: where run directories go.
-        repeat: how often each runs.
-        quiet: print no line per run.
-
     Raises:
         SpecError, LaunchError, TaskError, KeyboardInterrupt: as in `sweep`.
     """

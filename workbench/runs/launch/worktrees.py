@@ -116,10 +116,6 @@ class Checkout:
 def checkout(top: Path, commit: str) -> Iterator[Checkout]:
     """Inside, a commit is in a folder of its own, with links to what git does not track, such as data; at the end it is gone.
 
-    Args:
-        top: of the repository.
-        commit: its id.
-
     Raises:
         GitError: git cannot make it.
     """

@@ -40,13 +40,7 @@ def blocks_of(rows: Sequence[Row], losses: Sequence[float], memory: float) -> Fl
 
 
 def put(ring: NDArray[np.generic], first: int, values: Sequence[float]) -> None:
-    """Put values into a ring; of more than it has places, the latest.
-
-    Args:
-        ring: it.
-        first: place of the first value, counted without an end.
-        values: them.
-    """
+    """Put values into a ring; of more than it has places, the latest."""
     last = first + len(values)
     ring[np.arange(max(first, last - len(ring)), last) % len(ring)] = values[-len(ring) :]
 

@@ -185,14 +185,7 @@ OTHERWISE = {"aten::linear": _linear}
 
 
 def work(name: str, dims: str, types: str, concrete: str) -> tuple[Work, Call] | None:
-    """Count FLOPs and bytes of one call; None where they are not known.
-
-    Args:
-        name: of the operator.
-        dims: "Input Dims" as the file has them.
-        types: "Input type".
-        concrete: "Concrete Inputs".
-    """
+    """Count FLOPs and bytes of one call, by texts of the trace's arguments; None where they are not known."""
     formula = FORMULAS.get(name) or OTHERWISE.get(name)
     if formula is None:
         return None

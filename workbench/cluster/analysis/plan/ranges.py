@@ -69,10 +69,6 @@ HELD_SOURCES = {False: "as 344 published layouts of Transformers bear out", True
 def link_share(cluster: Cluster, name: str) -> Interval:
     """Share of a link's bandwidth that collectives reach: by datasheet LINKS; measured, MEASURED_LINKS or its own wider interval.
 
-    Args:
-        cluster: with the link.
-        name: "intra" or "inter".
-
     >>> link_share(Cluster.named("DGX-H100"), "inter") == LINKS
     True
     """
@@ -87,13 +83,6 @@ def link_share(cluster: Cluster, name: str) -> Interval:
 
 def share_interval(value: Any, name: str, default: Interval, what: str = "a share of the datasheet's peak", such: str = "0.5") -> Interval:
     """A share as an Interval, from one number, (low, mid, high), an Interval, or None for the default.
-
-    Args:
-        value: as given.
-        name: of the argument.
-        default: what None means.
-        what: it is, in words.
-        such: an example of it.
 
     Raises:
         PlanError: none of these, or not above 0.
