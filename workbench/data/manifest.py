@@ -264,11 +264,6 @@ def read_manifest(storage: Storage) -> Manifest | None:
 def load_index(storage: Storage, kind: str, names: Sequence[str] | None = None) -> Index | None:
     """The index of a dataset with a manifest; None = the folder has no manifest of that format.
 
-    Args:
-        storage: the folder.
-        kind: name of the format.
-        names: shards to read; None = all.
-
     Raises:
         ManifestError: manifest and index do not belong together.
     """

@@ -262,13 +262,7 @@ def announced(commits: int) -> str:
 def search(
     measure: Measure, decide: Callable[[Sequence[Rerun]], Decision], *, left: Callable[[], float] = lambda: math.inf, more: str = ""
 ) -> tuple[tuple[Rerun, ...], Decision, tuple[str, ...]]:
-    """Make trainings until it is clear what owns a regression, the budget is spent, or Ctrl-C comes.
-
-    Args:
-        measure: makes one.
-        decide: what follows from those so far: the next ones, or a verdict.
-        left: seconds that are left.
-        more: what to do where the budget ends the search.
+    """Make trainings until it is clear what owns a regression, the budget is spent, or Ctrl-C comes; a note says what to do then (`more`).
 
     Returns:
         The trainings, what follows from them, and notes.

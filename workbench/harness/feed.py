@@ -214,11 +214,7 @@ class Feed:
                 return
 
     def wait_until_full(self, seconds: float) -> None:
-        """Wait until the queue is full. Then the workers are idle, and take no cores from what is timed next.
-
-        Args:
-            seconds: that the loader needs for the batches of a step, roughly.
-        """
+        """Wait until the queue is full. Then the workers are idle, and take no cores from what is timed next."""
         if not (pids := self.worker_pids):
             return
         limit = time.perf_counter() + min(PATIENCE, 1.5 * self.queue * seconds / self.accumulation + 2 * QUIET)

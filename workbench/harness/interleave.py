@@ -70,11 +70,7 @@ class InterleavedRounds:
         return self._watches["full"].timeline
 
     def prepare(self, most: float) -> None:
-        """A first round, not counted, to see how long blocks should be.
-
-        Args:
-            most: seconds that it should not take much longer than.
-        """
+        """A first round, not counted, to see how long blocks should be, in about `most` seconds at most."""
         bench, feed = self.bench, self.feed
         workers = max(1, feed.num_workers)
         self.drain()

@@ -76,11 +76,7 @@ class Profile:
         return self.ranks == ALL or rank in self.ranks
 
     def start(self, queue: int) -> int:
-        """After how many steps the profiler is started.
-
-        Args:
-            queue: steps whose batches a loader makes ahead at most.
-        """
+        """After how many steps the profiler is started."""
         return WARM_UP + 2 * queue + min(PLAIN, self.steps) if self.wait is None else self.wait
 
     def first(self, queue: int) -> int:

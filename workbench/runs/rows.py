@@ -237,11 +237,7 @@ def loss_note(losses: Sequence[tuple[int, float]]) -> str:
 
 
 def busy_note(run_dir: Path) -> str:
-    """A note on a machine with more processes that wanted a core, when the run began, than it has cores; "" where it had none.
-
-    Args:
-        run_dir: whose RUN_JSON says so; "" where it is damaged.
-    """
+    """A note on a machine with more processes that wanted a core, when the run began, than it has cores; "" = it had none."""
     info: dict[str, Any] = {}
     with contextlib.suppress(run_directory.DamagedRunError):
         info = run_directory.read_json(run_dir / run_directory.RUN_JSON)

@@ -112,12 +112,6 @@ class Measured:
     def refuse(self, target: Any, given: Mapping[str, Any], goes_with: str, call: str) -> None:
         """Raise if an argument was given that does not go with this target.
 
-        Args:
-            target: as given.
-            given: the arguments by name; None among them = not given.
-            goes_with: what they go with.
-            call: how that is called.
-
         Raises:
             ValueError: there is such an argument.
         """
@@ -154,13 +148,6 @@ def named_task(target: object) -> RunSpec | None:
 def check_step(name: str, step: Any, loader: Any, *, returns: str = "", others: str = "") -> None:
     """Raise unless this is a step function with its loader.
 
-    Args:
-        name: of the function that was called.
-        step: as given.
-        loader: as given.
-        returns: what the step has to return, as in "and returns the loss".
-        others: what else is allowed in the step's place.
-
     Raises:
         ValueError: a module, the two in the wrong order, no function, or no loader.
     """
@@ -189,15 +176,7 @@ def _is_dataset(loader: object) -> bool:
 
 
 def read_spec(name: str, spec: Any, *, because: str = "", instead: str = "", error: type[ValueError] = ValueError) -> RunSpec:
-    """The RunSpec that was given, itself or by the name of its task.
-
-    Args:
-        name: of the function that was called.
-        spec: as given.
-        because: what it has to be for, as in "whose knobs can be turned".
-        instead: what else is allowed, or what to do with something else.
-        error: to raise where it is neither.
-    """
+    """The RunSpec that was given, itself or by the name of its task; else the error says why (`because`) and `instead`."""
     spec = named_task(spec) or spec
     if not isinstance(spec, RunSpec):
         expected = "expected a RunSpec" + (f", {because}" if because else "")
@@ -206,15 +185,7 @@ def read_spec(name: str, spec: Any, *, because: str = "", instead: str = "", err
 
 
 def read_program(name: str, target: Any, batch: Any, *, others: str = "", error: type[ValueError] = ValueError) -> Any:
-    """What was given; a task's name is replaced by its RunSpec. Raise unless it is a RunSpec, a Task, or builds a model and has a batch.
-
-    Args:
-        name: of the function that was called.
-        target: as given.
-        batch: an example of it, which a model needs.
-        others: what else is allowed, as in "a Transformer, ".
-        error: to raise.
-    """
+    """What was given, a task's name as its RunSpec. Raise unless it is a RunSpec, a Task, or builds a model and has a batch."""
     target = named_task(target) or target
     if isinstance(target, RunSpec | Task):
         return target

@@ -334,13 +334,7 @@ class Alarm:
 
 
 def seconds_to_wait(steps: int, seconds: float, *, pending: bool) -> float:
-    """How long until the next look.
-
-    Args:
-        steps: that the last look has found.
-        seconds: in which they were taken.
-        pending: does a change wait for the steps that follow?
-    """
+    """How long until the next look."""
     return INTERVAL if pending else min(max(INTERVAL, AT_A_LOOK * seconds / max(steps, 1)), LONGEST)
 
 

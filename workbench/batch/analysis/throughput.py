@@ -129,13 +129,7 @@ class Throughput(display.Shown, JsonDataclass):
         return accumulation * (alone - once) + once
 
     def samples_per_sec(self, *, micro_batch: int, accumulation: int = 1, world_size: int | None = None) -> float:
-        """Samples per second of all ranks.
-
-        Args:
-            micro_batch: samples per rank at once.
-            accumulation: micro-batches per step.
-            world_size: ranks; None = as many as measured.
-        """
+        """Samples per second of all ranks; `world_size`: None = as many as measured."""
         return micro_batch * accumulation * (world_size or self.world_size) / self.step(micro_batch, accumulation)
 
     def _alone(self, micro: int) -> float:

@@ -335,14 +335,9 @@ def _long(name: bytes, length: int) -> bytes:
 
 
 def write(path: str, samples: Iterable[tuple[str, Sample]], schema: Mapping[str, str]) -> Written:
-    """Write a tar shard: the fields of each sample one after the other, in the order of the schema.
+    """Write a tar shard, which must not exist: the fields of each sample one after the other, in the order of the schema.
 
     Samples are taken some at a time and their fields as columns: one by one, Python would take longer than the checksums of a small sample.
-
-    Args:
-        path: of the file, which must not exist.
-        samples: (key, sample) pairs.
-        schema: field → kind.
     """
     rows, at, endings = Rows(schema, _offsets), 0, [b"." + field.encode() for field in schema]
     with HashedFile(path) as file:

@@ -56,12 +56,6 @@ def widened(low: float, mid: float, high: float, error: float) -> tuple[float, f
 
     >>> [round(end, 3) for end in widened(1.9, 2.0, 2.1, 0.1)]
     [1.787, 2.235]
-
-    Args:
-        low: end, above 0.
-        mid: the prediction.
-        high: end; inf stays inf.
-        error: half-width as a logarithm, 0 or more.
     """
     down, up = (math.hypot(math.log(end), error) for end in (mid / low, high / mid))
     return mid * math.exp(-down), mid * math.exp(up)

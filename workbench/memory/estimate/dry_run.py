@@ -327,12 +327,9 @@ class DryRun:
 
 @contextlib.contextmanager
 def dry_run(gpu: Gpu | None) -> Iterator[DryRun]:
-    """Inside, tensors are fake and recorded; on leaving, an error or not, nothing is changed in this process.
+    """Inside, tensors are fake and recorded; on leaving, an error or not, nothing is changed in this process. None = a CPU.
 
     Garbage collection should be off around it (`gc.collected_before`), and the state kept (`kept_state`).
-
-    Args:
-        gpu: whose memory behaviour to have; None = that of a CPU.
     """
     with contextlib.ExitStack() as stack:
         afterwards = stack.enter_context(contextlib.ExitStack())  # left last, where tensors are real again

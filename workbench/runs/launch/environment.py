@@ -283,13 +283,7 @@ def torch_cuda() -> str | None:
 
 
 def gpu_trouble(gpus: int | None, dev: Path = Path("/dev"), driver: Path = _DRIVER) -> str | None:
-    """Why torch most likely cannot use the NVIDIA GPUs that are here; None where nothing speaks against it.
-
-    Args:
-        gpus: how many are visible; None = not known.
-        dev: folder of device files.
-        driver: file in which NVIDIA's driver says its version.
-    """
+    """Why torch most likely cannot use the NVIDIA GPUs that are here; None where nothing speaks against it."""
     torch, cuda = versions().get("torch"), torch_cuda()
     if not gpus or torch is None:
         return None

@@ -268,11 +268,7 @@ def so_far(name: str, budget_s: float | None) -> Callable[[Run], str]:
 
 
 def time_left(words: str) -> Callable[[Run], str]:
-    """A function that gives the progress of a run and its time left, by the last row of its metrics (step, steps, seconds).
-
-    Args:
-        words: a format for both, such as "{done} of {steps} rounds".
-    """
+    """A function that gives the progress of a run and its time left, by the last row of its metrics (step, steps, seconds)."""
 
     def left(run: Run) -> str:
         rows = run.metric_rows

@@ -204,12 +204,7 @@ def script_spec(script: str | os.PathLike[str], knobs: dict[str, Any], **fields:
 
 
 def check(spec: Spec, *, alone: bool = True, here: bool = True) -> None:
-    """Check that a spec can run on this machine.
-
-    Args:
-        spec: to run.
-        alone: must it run on this machine alone?
-        here: does it run on this machine at all?
+    """Check that a spec can run; on this machine, if it runs here, and on no other, if it runs alone.
 
     Raises:
         TaskError: its task is not there.

@@ -189,11 +189,7 @@ def take_checkpoints(run: Run, new: NewRun, step: int | None = None) -> None:
 
 
 def go_on(ended: Ended, timeout: float | None = None) -> Run:
-    """Start another attempt of a run, from its last checkpoint.
-
-    Args:
-        ended: of `resumable`.
-        timeout: seconds after which this attempt is stopped; None = never.
+    """Start another attempt of a run, from its last checkpoint; it is stopped after `timeout` seconds.
 
     Raises:
         LaunchError: another process resumed it meanwhile, or the disk is full. The run stays as it was.

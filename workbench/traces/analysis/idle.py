@@ -49,8 +49,7 @@ class StreamIdle:
 def streams(columns: Columns, kinds: Kinds, gap: int) -> tuple[StreamIdle, ...]:
     """The pauses of each stream; work that overlaps leaves none (HolisticTraceAnalysis counts a negative one).
 
-    Args:
-        gap: nanoseconds; shorter pauses are `kernel_wait`.
+    A pause of less than `gap` nanoseconds is `kernel_wait`.
     """
     work = np.flatnonzero(kinds.where(*DEVICE))
     call = callers(columns, kinds, work)

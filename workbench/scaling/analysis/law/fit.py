@@ -82,14 +82,7 @@ def misfit(place: Any, columns: Columns, delta: float = DELTA) -> tuple[float, A
 
 
 def best(columns: Columns, *, delta: float = DELTA, near: Any = None, starts: int = STARTS) -> Any:
-    """log A, log B, log E, α and β with the least misfit that is found.
-
-    Args:
-        columns: the points.
-        delta: see `DELTA`.
-        near: another place to start from.
-        starts: how many pairs of `EXPONENTS` are followed.
-    """
+    """log A, log B, log E, α and β with the least misfit that is found from the best `starts` pairs of `EXPONENTS`, and from `near`."""
     places = [*([] if near is None else [near]), *(grid(columns)[:starts] if starts else ())]
     minima = [_down(place, columns, delta) for place in places]
     return min(minima, key=lambda minimum: minimum.fun).x
