@@ -98,7 +98,7 @@ def _cost(report: Report, bench: Bench, name: str, model: nn.Module, batches: li
             wall[arm].append((time.perf_counter() - start) / len(batches))
     bare = statistics.median(wall["bare"])
     for tool, most in MAX_HOST_BOUND.items():
-        longer = statistics.median(ours - plain for ours, plain in zip(wall[tool], wall["bare"], strict=True))
+        low, longer, high = statistics.quantiles([ours - plain for ours, plain in zip(wall[tool], wall["bare"], strict=True)], n=4)
         thread = statistics.median(ours - plain for ours, plain in zip(host[tool], host["bare"], strict=True))
         if name == "GPU-bound":
             ok, expected = longer <= MAX_GPU_BOUND * bare, f"≤ {MAX_GPU_BOUND:.0%} longer"
@@ -108,9 +108,9 @@ def _cost(report: Report, bench: Bench, name: str, model: nn.Module, batches: li
         report.row(
             f"{tool}, {name}",
             ok if bench.gpu else None,
-            values={"bare": bare, "longer": longer, "thread": thread},
+            values={"bare": bare, "longer": longer, "quartiles": [low, high], "thread": thread},
             bare=f"{bare * 1e6:,.0f} µs",
-            result=f"{longer * 1e6:+.1f} µs per step ({percent(longer / bare, 2)})",
+            result=f"{longer * 1e6:+.1f} µs per step ({percent(longer / bare, 2)}; middle half {low * 1e6:+.1f} … {high * 1e6:+.1f})",
             host=f"{thread * 1e6:+.1f} µs of the thread's CPU",
             expected=expected,
         )
