@@ -333,10 +333,52 @@ def test_code_is_a_commit_what_is_in_the_folder_or_gone(repository: Path, tmp_pa
     assert change.code is not None
     assert change.code.commit is None  # it is checked out
     lost = swaps.swaps_of(run("dirty", {"commit": ids[1], "dirty": True, "changes": "0"}), new, {})
-    assert (lost.changes, lost.notes) == ((), ("code: that of run A cannot be had: it had changes that were not committed",))
+    notes = ("code: that of run A cannot be had: it had changes that were not committed", "between the commits changed: task.py")
+    assert (lost.changes, lost.notes) == ((), notes)
     gone = swaps.swaps_of(old, run("gone", {"commit": ids[3], "dirty": False}, tmp_path / "nowhere"), {})
     assert "is gone" in gone.notes[0]
     assert next(each.why_not for each in gone.differences if each.section == "git") in gone.notes[0]
+
+
+def test_code_that_a_script_imports_is_compared_without_git_too(tmp_path: Path, emulated: Any) -> None:
+    spec = ScriptSpec(script=str(tmp_path / "train.py"), watch=True)
+    a, b = made(tmp_path / "a", spec), made(tmp_path / "b", spec, step=0.02)
+    result = wb.what_changed(a, b, rerun=False)
+    assert "code: without git, and since these runs did not record what the script imports, it may have changed" in result.notes
+    for run, digest in ((a, "12"), (b, "34")):
+        code = {"train.py": "1", "common.py": digest, f"only_{digest}.py": "5"}
+        run_directory.write_json(run.path / run_directory.ENVIRONMENT, {"code": code})
+    result = wb.what_changed(a, b, rerun=False)
+    assert [(each.name, each.a, each.b) for each in result.differences] == [("common.py", "12", "34")]
+    assert "they differ in the code of common.py; what was recorded says no more" in result.verdict
+    emulated(lambda arm: 0.02)
+    assert "either the code of common.py (12 → 34), which could not be put back, or the machine" in wb.what_changed(a, b).verdict
+
+
+def test_what_is_not_committed_stops_no_experiment_unless_the_run_imported_it(repository: Path, tmp_path: Path) -> None:
+    (tmp_path / "images").mkdir()
+    (repository / "images").symlink_to(tmp_path / "images")
+    git(repository, "add", "images")
+    state = environment.git_state(repository)
+    assert state is not None
+    assert (state["dirty"], state["uncommitted"]) == (True, ["images"])
+    git(repository, "commit", "-q", "-m", "data")
+    ids = git(repository, "rev-list", "--reverse", "HEAD").split()
+
+    def run(name: str, state: dict[str, Any]) -> Run:
+        run = made(tmp_path / name, RunSpec(task="task.py:build"), cwd=str(repository), git=state)
+        run_directory.write_json(run.path / run_directory.ENVIRONMENT, {"code": {"task.py": name}})
+        return run
+
+    new = run("new", {"commit": ids[4], "dirty": False})
+    found = swaps.swaps_of(run("linked", {"commit": ids[0], "dirty": True, "uncommitted": ["images"]}), new, {})
+    assert found.base.code.commit == ids[0]
+    assert [change.name for change in found.changes] == ["code"]
+    assert found.notes == ("between the commits changed: images, task.py", "not committed in run A: images")
+    with worktrees.checkout(repository, ids[0]) as checkout:
+        assert (checkout.folder / "images").is_dir()
+    lost = swaps.swaps_of(run("edited", {"commit": ids[0], "dirty": True, "uncommitted": ["src/task.py"]}), new, {})
+    assert lost.notes[0] == "code: that of run A cannot be had: it had changes that were not committed in src/task.py"
 
 
 def test_bisect_needs_a_repository_and_a_range(repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -347,7 +347,7 @@ def test_the_commit_is_noted(tmp_path: Path) -> None:
     (tmp_path / "new").write_text("untracked files are no change")
     assert answer() == {"commit": commit, "dirty": False, "branch": "trunk"}
     (tmp_path / "a").write_text("2")
-    assert answer() == {"commit": commit, "dirty": True, "branch": "trunk"}
+    assert answer() == {"commit": commit, "dirty": True, "branch": "trunk", "uncommitted": ["a"]}
     assert environment.GitQuery(tmp_path).answer(timeout=0) is None
 
 

@@ -2,6 +2,8 @@
 
 import contextlib
 import functools
+import hashlib
+import sys
 import sysconfig
 from pathlib import Path
 from types import CodeType, FrameType
@@ -39,6 +41,19 @@ def is_users(path: str) -> bool:
     (True, True, False, False)
     """
     return not (is_workbench(path) or is_installed(path) or is_standard(path))
+
+
+def imported_code() -> dict[str, str]:
+    """A digest of each file of the user's that this process has imported, by its path below where it was found: "common.py", "a/b.py"."""
+    found = {}
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__dict__", {}).get("__file__")
+        if isinstance(file, str) and file.endswith(".py") and is_users(file):
+            path = Path(file)
+            with contextlib.suppress(OSError):
+                digest = hashlib.blake2b(path.read_bytes(), digest_size=8).hexdigest()
+                found["/".join(path.parts[-1 - name.count(".") - (path.stem == "__init__") :])] = digest
+    return dict(sorted(found.items()))
 
 
 def near(path: str) -> str:

@@ -110,13 +110,9 @@ class Reruns:
         tick: Callable[[], object] = int,
         left: Callable[[], float] = lambda: math.inf,
     ) -> None:
-        """Nothing runs yet.
+        """Nothing runs yet. A training that takes longer than what is `left`, in seconds, is ended; `tick` is called while one runs.
 
-        Args:
-            measured: what is measured in each training.
-            runs_dir: where run directories go; None = into a folder that goes with the last training.
-            tick: called again and again while one runs.
-            left: seconds that are left for all; a training that takes longer is ended.
+        Without `runs_dir` run directories go with the last training.
         """
         self.measured = measured
         self.seconds: list[float] = []

@@ -1,5 +1,6 @@
 """Lists how two runs differ, and how each difference can be put from one run into a training of the other, where possible."""
 
+import contextlib
 import dataclasses
 import statistics
 from collections.abc import Mapping, Sequence
@@ -17,6 +18,8 @@ from workbench.runs.spec import ScriptSpec, Spec, SpecError
 
 CODE = "code"
 """The name of the change of all code."""
+SHOWN = 5
+"""Files that are named at most."""
 OF_RERUNS = ("steps", "watch", "profile", "kind")
 """Fields of a spec that a short training sets by itself."""
 MAY_BE_LEFT = ("versions", "data", "code", "git")
@@ -38,13 +41,9 @@ class Swaps:
 
 
 def swaps_of(a: Run, b: Run, also: Mapping[str, tuple[Mapping[str, str], Mapping[str, str]]], *, ask_git: bool = True) -> Swaps:
-    """The differences of two runs.
+    """The differences of run A, which is repeated, and of B; `also`: a further one → the variables with which A and B have it.
 
-    Args:
-        a: the run that is repeated.
-        b: the run whose differences are put into it.
-        also: name of a further difference → the environment variables with which run A and run B have it.
-        ask_git: whether the code is there still. False for runs of others: git executes what the settings of a repository name.
+    `ask_git` is False for runs of others: git executes what the settings of a repository name.
     """
     infos = [run_directory.read_json(run.path / run_directory.RUN_JSON) for run in (a, b)]
     folder, variables, python = surroundings_of(infos[0], a.spec)
@@ -88,6 +87,7 @@ def swaps_of(a: Run, b: Run, also: Mapping[str, tuple[Mapping[str, str], Mapping
     code, of_code, why_not = _code(a, b, infos, ask_git)
     if not of_code and why_not:
         notes.append(f"code: {why_not}")
+    notes += _of_commits((a, b), Path(a.spec.script).parent if isinstance(a.spec, ScriptSpec) else folder, ask_git)
     for section, name, values in differences((a, b)):
         if section in ("git", CODE):
             if name != "branch":
@@ -168,8 +168,11 @@ def _code(a: Run, b: Run, infos: Sequence[Mapping[str, Any]], ask_git: bool) -> 
         whys.append(why)
         states.append({name: state.get(name) for name in ("commit", "dirty", "changes")})
     alike = states[0] == states[1] and infos[0].get("cwd") == infos[1].get("cwd")
-    if alike and (states[0]["commit"] or not any(section == CODE for section, _, _ in differences((a, b)))):
-        return sides[0], None, ""
+    if alike and not any(section == CODE for section, _, _ in differences((a, b))):
+        unknown = isinstance(a.spec, ScriptSpec) and not (states[0]["commit"] or (provenance(a)[CODE] and provenance(b)[CODE]))
+        return sides[0], None, "without git, and since these runs did not record what the script imports, it may have changed" * unknown
+    if alike and states[0]["commit"]:
+        return sides[0], None, "the commit is the same, and git does not track what changed"
     if sides[0] and sides[1] and sides[0] != sides[1]:
         return sides[0], Change(name=CODE, code=sides[1]), ""
     if sides[0] == sides[1]:
@@ -186,14 +189,34 @@ def _code_of(run: Run, info: Mapping[str, Any], state: Mapping[str, Any], ask_gi
     commit = state.get("commit")
     if not commit or (ask_git and worktrees.is_as_recorded(source, dict(state))):
         return Code(folder, source), ""
-    if state.get("dirty"):
-        return None, "it had changes that were not committed"
+    names, used = state.get("uncommitted"), provenance(run)[CODE]
+    if state.get("dirty") and not (names and used and not any(f"/{name}".endswith(f"/{each}") for name in names for each in used)):
+        return None, f"it had changes that were not committed{f' in {several_of(names)}' if names else ''}"
     if not ask_git:
         return Code(folder, source, str(commit)), ""
     try:
         return Code(folder, source, worktrees.commit_of(source, str(commit))), ""
     except worktrees.GitError as error:
         return None, str(error)
+
+
+def _of_commits(runs: Sequence[Run], folder: Path, ask_git: bool) -> list[str]:
+    """Which files two commits change, and which changes to run A or B were in none."""
+    states = [provenance(run)["git"] for run in runs]
+    commits, notes = [str(state.get("commit")) for state in states], []
+    if ask_git and commits[0] != commits[1]:
+        with contextlib.suppress(worktrees.GitError):
+            files = worktrees.changed_files(folder, *(worktrees.commit_of(folder, commit) for commit in commits))
+            notes.append(f"between the commits changed: {several_of(files)}")
+    for name, state in zip("AB", states, strict=True):
+        if state.get("uncommitted"):
+            notes.append(f"not committed in run {name}: {several_of(state['uncommitted'])}")
+    return notes
+
+
+def several_of(names: Sequence[str]) -> str:
+    """The first few of some names."""
+    return ", ".join(names[:SHOWN]) + f" and {len(names) - SHOWN} more" * (len(names) > SHOWN)
 
 
 def _load_of(info: Mapping[str, Any]) -> dict[str, Any]:

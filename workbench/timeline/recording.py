@@ -1,5 +1,6 @@
 """Collects the steps of one timer, from however many loops, as a Timeline and in the file of its rank."""
 
+import contextlib
 import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping
@@ -8,6 +9,7 @@ from typing import Any
 
 from workbench.core import late, run_directory
 from workbench.core.checks import number_or_default
+from workbench.core.package import imported_code
 from workbench.timeline import alarm as alarm_module
 from workbench.timeline import hooks, rank_log
 from workbench.timeline.loops import Loop
@@ -198,6 +200,12 @@ class Recording:
         """Write a row that is no step to the file, if there is one."""
         if self._log and self._logging:
             self._log.say(row)
+
+    def record_code(self) -> None:
+        """Write, on rank 0 of a run, digests of what has been imported, once the first step was taken."""
+        if self._log and self._logging and rank_log.rank() == 0:
+            with contextlib.suppress(OSError):
+                run_directory.write_json(self._log.path.parent / run_directory.ENVIRONMENT, {"code": imported_code()})
 
     def go_on(self, done: int) -> None:
         """Count the steps in the file on from `done`."""

@@ -300,6 +300,7 @@ class ScriptWatcher:
                 "step": users_line(sys._getframe(1)),
                 "framework": _framework(sys._getframe(1)),
             }
+            self._recording.record_code()
             self._recording.say({"places": {name: line for name, line in places.items() if line}})
             self._places, self._trained = None, weakref.WeakSet(filter(_trains, self._models))
         if self._borders:

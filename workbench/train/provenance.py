@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils.data import IterableDataset
 
 from workbench.core import run_directory
+from workbench.core.package import imported_code
 from workbench.harness.batches import map_tensors
 from workbench.runs.task import Task, imported
 from workbench.runs.training_knobs import is_own_schedule
@@ -84,8 +85,8 @@ def _cpu() -> str:
 
 
 def code_identity(task: Task, schedule: str) -> dict[str, str]:
-    """A digest of each file that defines a function of the task, or the schedule if it is the user's own, by its name."""
-    files = {}
+    """A digest of each file that defines a function of the task, or the schedule if it is the user's own, and of what they import."""
+    files = imported_code()
     own = imported("schedule", schedule) if is_own_schedule(schedule) else None
     for function in (task.model, task.dataset, task.loss, task.optimizer, task.collate, task.evaluate, task.validation, own):
         while isinstance(function, functools.partial):

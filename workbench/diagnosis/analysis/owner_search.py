@@ -79,12 +79,9 @@ def effects(reruns: Sequence[Rerun]) -> dict[Changes, list[float]]:
 
 
 def effect(reruns: Sequence[Rerun], changes: Changes, usual: float) -> Interval | None:
-    """The log ratio that some differences bring, with its interval; None = not measured.
+    """The log ratio that some differences bring, with its interval; None = not measured. The spread of the other sets counts as well.
 
-    Args:
-        reruns: all trainings so far; the spread of the other sets counts as well.
-        changes: the differences.
-        usual: standard deviation of such ratios, as known beforehand.
+    `usual` is the standard deviation of such ratios, as known beforehand.
     """
     each = effects(reruns)
     if changes not in each:
@@ -105,15 +102,10 @@ def level(reruns: Sequence[Rerun], usual: float) -> Interval | None:
 def decide(
     reruns: Sequence[Rerun], differences: Sequence[str], recorded: tuple[float, float], usual: float, *, change: Interval | None = None
 ) -> Decision:
-    """What to run next, or what is to blame.
+    """What to run next after `reruns`, or which of the `differences` (the most suspect first) is to blame; `usual` as in `effect`.
 
-    Args:
-        reruns: the trainings so far, in order.
-        differences: those that can be put into run A one by one, the most suspect first.
-        recorded: what runs A and B gave.
-        usual: standard deviation of the ratio of two equal trainings, as known beforehand.
-        change: log ratio of what was recorded, with its interval; None = it has none. Where 0 is in it, and today's trainings bring no
-            change either, there is nothing to explain.
+    `change` is the log ratio of what was `recorded` of A and B. Where 0 is in it, and today's trainings bring no change either, there is
+    nothing to explain.
     """
     whole, regression = tuple(differences), math.log(recorded[1] / recorded[0])
     near, far = sorted((abs(change.low), abs(change.high))) if change else (abs(regression),) * 2

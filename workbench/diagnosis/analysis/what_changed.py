@@ -152,7 +152,11 @@ class WhatChanged(display.Shown, JsonDataclass):
                 f"{said}, and the reason is the machine, as it was while {when} ran: {self._like('as it was itself')} "
                 f"({self._now}){self._alike}."
             )
-        more = "what was recorded says no more; short trainings may (without --recorded, or rerun=True)"
+        code = tuple(each.name for each in self.differences if each.section == "code")
+        more = (
+            f"they differ in the code of {_list(code)}; " * bool(code)
+            + "what was recorded says no more; short trainings may (without --recorded, or rerun=True)"
+        )
         where = {"not run": more, "cannot run": self.why, "unclear": f"not yet clear why: {self.why}"}
         left = f" Not swapped one by one yet: {_list(self.untried)}." if self.kind == "unclear" and self.untried else ""
         return f"{said}; {where[self.kind]}.{left}"

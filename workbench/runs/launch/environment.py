@@ -59,14 +59,8 @@ def torchrun(
 ) -> list[str]:
     """The command that starts `program` (`["-m", module, …]`) in `nproc_per_node` ranks on this machine.
 
-    Args:
-        nproc_per_node: ranks on this machine.
-        logs: folder of what the ranks print.
-        program: what each rank runs.
-        run_id: of the run.
-        rendezvous: options that say how machines find each other; see `rendezvous.Rendezvous`.
-        shutdown: seconds from SIGTERM to SIGKILL.
-        python: the interpreter.
+    What the ranks print goes into the folder `logs`; `rendezvous` are options that say how machines find each other (see
+    `rendezvous.Rendezvous`), and `shutdown` are the seconds from SIGTERM to SIGKILL.
 
     Not the bare `torchrun`: a kernel started by its absolute path has no `bin` on PATH; and `--standalone` listens on all network
     interfaces, and unpickles what it is sent. The port is chosen as it is opened, so any number of launches run at once. Without
@@ -204,6 +198,10 @@ def versions() -> dict[str, str]:
     return versions
 
 
+UNCOMMITTED = 50
+"""Files with changes that are not committed, of which a run records the names at most."""
+
+
 class GitQuery:
     """Asks git for a folder's commit in the background; a slow answer is no answer."""
 
@@ -217,7 +215,7 @@ class GitQuery:
             self._process = None
 
     def answer(self, timeout: float) -> dict[str, Any] | None:
-        """{"commit": …, "dirty": …}; None without git, outside a repository, before its first commit, or after `timeout` seconds."""
+        """{"commit": …, "dirty": …, "uncommitted": [files]}; None without git, repository or commit, or after `timeout` seconds."""
         if self._process is None:
             return None
         with self._process as process:
@@ -231,7 +229,10 @@ class GitQuery:
         if not commits or commits[0] == "(initial)":
             return None
         branch = next((line.split()[-1] for line in lines if line.startswith("# branch.head ")), "")
-        return {"commit": commits[0], "branch": branch, "dirty": any(not line.startswith("#") for line in lines)}
+        places = {"1": 8, "2": 9, "u": 10}  # spaces before the path, in git's format "porcelain=v2"
+        changed = [line.split(" ", places[line[0]])[-1].partition("\t")[0] for line in lines if line[0] in places]
+        files = {"uncommitted": changed[:UNCOMMITTED]} if changed else {}
+        return {"commit": commits[0], "branch": branch, "dirty": bool(changed), **files}
 
 
 def git_state(folder: Path, timeout: float = 30.0) -> dict[str, Any] | None:

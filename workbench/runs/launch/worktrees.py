@@ -84,6 +84,11 @@ def commits_between(folder: Path, good: str, bad: str) -> list[str]:
     return git(folder, "rev-list", "--first-parent", "--reverse", f"{first}..{last}").split()
 
 
+def changed_files(folder: Path, commit: str, other: str) -> list[str]:
+    """The files that differ between two commits."""
+    return [name for name in git(folder, "diff", "--name-only", "-z", commit, other).split("\0") if name]
+
+
 def subject_of(folder: Path, commit: str) -> str:
     """The first line of a commit's message, with its short id."""
     return git(folder, "log", "-1", "--format=%h %s", commit).strip()
@@ -131,8 +136,10 @@ def checkout(top: Path, commit: str) -> Iterator[Checkout]:
 
 
 def _link_untracked(top: Path, folder: Path) -> None:
-    """Link the files and folders of a checkout that git does not track, where the commit has none of the name."""
-    for name in git(top, "ls-files", "--others", "--directory", "-z").split("\0"):
+    """Link what git does not track in a checkout, and its symbolic links, which lead to data, where the commit has none of the name."""
+    listed = git(top, "ls-files", "--others", "--directory", "-z").split("\0")
+    listed += [line.partition("\t")[2] for line in git(top, "ls-files", "--stage", "-z").split("\0") if line.startswith("120000 ")]
+    for name in listed:
         path = name.rstrip("/")
         if not path or any(part.endswith(_NOT_LINKED) for part in Path(path).parts):
             continue
