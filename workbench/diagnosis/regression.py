@@ -55,10 +55,9 @@ def what_changed(
 ) -> WhatChanged:
     """Find out why run B is slower than run A, needs more memory, or has another loss: by putting B's differences into A one by one.
 
-    First the two are compared as recorded: spec, code by git, environment variables, Python and packages, data, machine. Then run A is
-    repeated, short, with all of B's differences that can be put back: knobs, variables, the commit (in a folder of its own), the
-    interpreter. If that brings the regression again, they are tried one by one, or in halves where there are many, always beside
-    run A as it was, in turns, until it is clear which brings it. If not, the reason is the machine, or what could not be put back.
+    First the two are compared as recorded. Then run A is repeated, short, by turns as it was and with all of B's differences that can be
+    put back: knobs, variables, the commit (in a folder of its own), the interpreter. If that brings the regression again, they are tried
+    one by one, or in halves where there are many. If not, the reason is the machine, or what could not be put back.
 
     Args:
         run_a: the run that was good, or its directory.
@@ -180,8 +179,7 @@ def bisect(
         of: what is compared: the "time" of a step on the slowest rank, the peak "memory" of the fullest, or the "loss" after `steps`.
         steps: of each training; None = for time some seconds, else the spec's own.
         budget_s: seconds that all may take, about; the training that runs by then is ended. What is known by then, or by Ctrl-C, is
-            returned: `in_doubt` lists the commits that may be the first bad one. It is half an hour, since less is rarely enough: each of
-            log2(n) commits is trained several times. The progress line begins with how many that are.
+            returned: `in_doubt` lists the commits that may be the first bad one.
         runs_dir: where the trainings' run directories go; None = they are deleted.
         **knobs: fields of the RunSpec to change.
 

@@ -131,12 +131,7 @@ class Reruns:
         self._stack.close()
 
     def measure(self, arm: Arm, name: str) -> tuple[float, Run]:
-        """What a training gives: seconds, bytes or loss; and its run.
-
-        Raises:
-            RerunError: it did not run.
-            BudgetError: it was ended, since no time was left.
-        """
+        """What a training gives: seconds, bytes or loss; and its run. RerunError: it did not run; BudgetError: no time was left."""
         began = time.monotonic()
         spec, around = self._placed(arm)
         run = self.train(spec, around, name)

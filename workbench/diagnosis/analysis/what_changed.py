@@ -130,18 +130,18 @@ class WhatChanged(display.Shown, JsonDataclass):
         if self.kind == "owner":
             many = "are" if len(self.owner) > 1 else "is"
             alone = " together" if self.together else ""
+            brought = f" With it {'comes' if len(self.brings) == 1 else 'come'} {_list(self.brings)}." if self.brings else ""
             if today and 0 not in self.change and math.log(today.mid) * self.change.mid < 0:
                 return (
                     f"{said} as recorded, but today's trainings, by turns on one machine, show the contrary: run A's {what} with "
                     f"{_list(self.owner)} is {_ends(today)} that without. So {_list(self.owner)} {'raise' if today.mid > 1 else 'lower'}"
                     f"{'s' * (many == 'is')} it{alone}, and the machine was in another state when A or B ran ({self._now})."
-                    f"{_because(self.why)}{self._brought}"
+                    f"{_because(self.why)}{brought}"
                 )
             with_ = "them" if len(self.owner) > 1 else "it"
             seen = f": today run A's {what} with {with_} is {_ends(today)} that without" if today else ""
             if 0 in self.change:
                 said = f"What was recorded leaves open whether run B's {what} is another ({_ends(self.ratio)}); today's trainings do not"
-            brought = f" With it {'comes' if len(self.brings) == 1 else 'come'} {_list(self.brings)}." if self.brings else ""
             return f"{said}, and {_list(self.owner)} {many} the reason{alone}{seen}.{_because(self.why)}{brought}"
         if self.kind == "still":
             cause = f"either {_list(self.left_over)}, which could not be put back, or the machine" if self.left_over else "the machine"

@@ -60,11 +60,7 @@ def run_ab_test(spec: RunSpec, changed: RunSpec, *, name: str, budget_s: float, 
 def run_gap(spec: RunSpec, *, large: int, budget_s: float, runs_dir: str | os.PathLike[str] | None = None) -> Run:
     """Measure what the ranks of a spec cost each other; the run directory then holds `gap.json`.
 
-    Args:
-        spec: to launch.
-        large: how many batches one rank alone is given at once; 0 = as many as there are ranks.
-        budget_s: seconds for all of it, the start included.
-        runs_dir: see above.
+    One rank alone is given `large` batches at once; 0 = as many as there are ranks. All takes `budget_s` seconds, the start included.
     """
     _check_stages(spec, "why_not_linear")
     check(spec)
@@ -76,11 +72,7 @@ def run_gap(spec: RunSpec, *, large: int, budget_s: float, runs_dir: str | os.Pa
 def run_memory_measurement(spec: RunSpec, *, steps: int, budget_s: float, runs_dir: str | os.PathLike[str] | None = None) -> Run:
     """Record the memory of some steps of a spec; the run directory then has a folder `memory` with a file of each rank.
 
-    Args:
-        spec: to launch.
-        steps: how many; fewer, but one at least, where the budget ends or Ctrl-C comes.
-        budget_s: seconds for all of it, the start included.
-        runs_dir: see above.
+    There are fewer steps, but one at least, where the budget, in seconds with the start, ends or Ctrl-C comes.
     """
     check(spec)
     order = {"kind": "memory", "budget_s": budget_s, "steps": steps}
@@ -108,10 +100,8 @@ def run_communication(
 def run_link_sweep(spec: RunSpec, order: Mapping[str, Any], *, runs_dir: str | os.PathLike[str] | None = None) -> Run:
     """Time collectives between ranks; the run directory then holds `links.json`.
 
-    Args:
-        spec: of which its ranks, device and backend count.
-        order: kinds, sizes, repeats and measuring_s, as `cluster.measure.links.time_links` takes them.
-        runs_dir: see above.
+    Of the spec its ranks, device and backend count. In `order` are kinds, sizes, repeats and measuring_s, as
+    `cluster.measure.links.time_links` takes them.
     """
     check(spec)
     order = {"kind": "links", "budget_s": order["measuring_s"], **order}
@@ -129,11 +119,8 @@ def run_link_sweep(spec: RunSpec, order: Mapping[str, Any], *, runs_dir: str | o
 def run_lr_range(spec: RunSpec, *, options: Mapping[str, Any], runs_dir: str | os.PathLike[str] | None = None) -> Run:
     """Look for the learning rate of a spec, with its progress in a terminal; the run directory then holds `lr_range.json`.
 
-    Args:
-        spec: to launch.
-        options: low, high, sweeps, iterations and race_steps, as `batch.measure.lr_range.find` takes them, and measuring_s, the seconds
-            that it may take (None = no limit).
-        runs_dir: see above.
+    `options` are low, high, sweeps, iterations and race_steps, as `batch.measure.lr_range.find` takes them, and measuring_s, the seconds
+    that it may take (None = no limit).
     """
     _check_stages(spec, "find_lr")
     check(spec)
@@ -175,7 +162,7 @@ def run_experiment(
     tick: Callable[[], object] = int,
     finish: bool = False,
 ) -> Run:
-    """Launch an experiment, and wait for its end.
+    """Launch an experiment, and wait for its end as `wait_for` does.
 
     Args:
         spec: to launch.
@@ -183,9 +170,7 @@ def run_experiment(
         order: what to do; its `budget_s` is the seconds that it may take, about.
         runs_dir: see above.
         program: of `runs/entrypoints.py`; it runs the experiment.
-        show: the progress of a run, for a line in a terminal; None = nothing is shown.
-        tick: called again and again meanwhile.
-        finish: see `wait_for`.
+        show, tick, finish: see `wait_for`.
     """
     new = NewRun(runs_dir, name)
     run = new.start(spec, entrypoints.entrypoint(program, new.path), timeout=PATIENCE + 3 * order["budget_s"], experiment=order)
