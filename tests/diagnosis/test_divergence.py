@@ -106,13 +106,19 @@ BUGS: dict[str, tuple[Callable[[Net], object], str, str, str]] = {
     "eps of a norm": (setting("norm.eps", 1e-3), "forward", "norm", "native_layer_norm"),
     "another GELU": (setting("act.approximate", "tanh"), "forward", "act", "gelu"),
     "scale of the attention": (setting("attention.scale", 0.3), "forward", "attention", "mul"),
-    "a mask": (setting("attention.how", "masked"), "forward", "attention", ""),
+    "a mask": (setting("attention.how", "masked"), "forward", "attention", "aten.ones"),
     "wrong gradient": (setting("twice.factor", 1.9), "backward", "twice", "mul"),
     "eps of batch norm": (setting("batch_norm.eps", 1e-2), "forward", "batch_norm", "native_batch_norm"),
-    "momentum of batch norm": (setting("batch_norm.momentum", 0.3), "after", "batch_norm", ""),
-    "no bias": (lambda net: setattr(net.head, "forward", lambda x: F.linear(x, net.head.weight)), "forward", "head", ""),
-    "a gradient that is cut": (lambda net: net.norm.register_forward_hook(lambda m, i, o: o.detach()), "backward", "norm", ""),
+    "momentum of batch norm": (setting("batch_norm.momentum", 0.3), "after", "batch_norm", "native_batch_norm"),
+    "no bias": (lambda net: setattr(net.head, "forward", lambda x: F.linear(x, net.head.weight)), "forward", "head", "aten.addmm"),
+    "a gradient that is cut": (
+        lambda net: net.norm.register_forward_hook(lambda m, i, o: o.detach()),
+        "backward",
+        "norm",
+        "native_layer_norm_backward",
+    ),
 }
+"""A change, and where it shows: phase, module, operator. Where one of the two has other operators, it is the first that only one has."""
 
 
 @pytest.mark.parametrize("name", BUGS)
@@ -124,7 +130,7 @@ def test_a_planted_bug_is_placed(name: str) -> None:
     assert found.verdict == "bug", found
     assert found.first is not None
     assert (found.first.phase, found.first.module.split(".")[0]) == (phase, module), found
-    assert operator in found.first.operator
+    assert found.first.operator == f"aten.{operator.removeprefix('aten.')}"
     assert all(torch.equal(value, before[name]) and value.dtype == before[name].dtype for name, value in first.state_dict().items())
     assert Divergence.from_json(json.loads(json.dumps(found.to_json()))) == found
 
@@ -137,6 +143,25 @@ def test_an_optimizer_that_differs_is_placed() -> None:
     other = wb.diverge(spec, spec.replace(seed=3))
     assert other.verdict == "start"
     assert VERDICTS["start"] in str(other)
+
+
+@pytest.mark.parametrize("name", ["eps of a norm", "another GELU", "scale of the attention", "eps of batch norm", "a mask"])
+def test_the_first_operator_is_that_of_the_first_hash_of_torch(name: str) -> None:
+    debug = pytest.importorskip("torch.utils._debug_mode").DebugMode
+    if not hasattr(debug, "check_hash_mismatches"):
+        pytest.skip("this torch does not compare hashes")
+    logs, change = [], BUGS[name][0]
+    for model in (net(), net(change)):
+        with torch.no_grad(), debug() as mode, debug.log_tensor_hashes():
+            model(X)
+        logs.append(mode.logs)
+    if name == "a mask":
+        with pytest.raises(ValueError, match="don't match"):
+            debug.check_hash_mismatches(*logs)
+        return
+    first = wb.diverge(net(), net(change), batch=X).first
+    assert first is not None
+    assert debug.check_hash_mismatches(*logs)[0]["call"].replace("::", ".").startswith(first.operator)
 
 
 def test_two_runs_are_compared_by_their_specs(by_hand: Callable[..., HandMade], tmp_path: Path) -> None:

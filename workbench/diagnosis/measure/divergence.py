@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import dataclasses
+import difflib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -128,7 +129,7 @@ def _finish(recorder: Recorder, model: nn.Module, loss: Tensor, update: Callable
         changed = value.detach() - before[name] if value.is_floating_point() else value
         recorder.value("optimizer", CHANGE + name.replace("_orig_mod.", ""), changed)
     for name, buffer in model.named_buffers():
-        recorder.value("after", name.replace("_orig_mod.", ""), buffer)
+        recorder.value("after", name.replace("_orig_mod.", ""), buffer, recorder.takers.get(id(buffer), ""))
 
 
 def _call(model: nn.Module, batch: Any) -> Any:
@@ -270,13 +271,12 @@ def _points(first: Sequence[Entry], second: Sequence[Entry]) -> tuple[list[Point
 
 
 def _other_operator(first: Sequence[Entry], second: Sequence[Entry], point: Point) -> str:
-    """Where the operators of a module differ in two recordings, the first that does; "" = nowhere."""
+    """Of a module's operators in two recordings the first that only one of them has; "" = they are the same."""
 
     def operators(entries: Sequence[Entry]) -> list[str]:
         mine = (entry for entry in entries if entry.kind == "operator" and entry.step == point.step and entry.module == point.module)
         return [entry.operator for entry in mine if entry.phase == point.phase]
 
-    for mine, its in zip(operators(first), operators(second), strict=False):
-        if mine != its:
-            return f"{mine} and {its}"
-    return ""
+    mine, its = operators(first), operators(second)
+    blocks = difflib.SequenceMatcher(None, mine, its, autojunk=False).get_opcodes()
+    return next(((mine[a:b] or its[c:d])[0] for kind, a, b, c, d in blocks if kind != "equal"), "")

@@ -215,7 +215,7 @@ class _Arms:
             laps = bench.run("first", self.cached.give(CHOOSING_STEPS), CHOOSING_STEPS).laps
         block = bench.run("first", self._fed(FED_STEPS), FED_STEPS, passes=self.passes)
         self.one = typical_rank(laps, block.laps)
-        self.seconds = max(_mean(laps) for laps in block.laps)
+        self.seconds = max((math.fsum(laps.waits) + math.fsum(laps.calls) + laps.tail) / max(1, len(laps.calls)) for laps in block.laps)
         workers = max(1, self.feed.num_workers)
         whole = workers if workers * self.seconds < 2 * BLOCK_SECONDS else 1
         self.count = self.peers.agree(
@@ -425,10 +425,6 @@ class _Moments:
         start = self._clock()
         step()
         return self._first - start, self._last - self._first, self._stepped - self._last
-
-
-def _mean(laps: StepTimes) -> float:
-    return (math.fsum(laps.waits) + math.fsum(laps.calls) + laps.tail) / max(1, len(laps.calls))
 
 
 def typical_rank(cached: Sequence[StepTimes], fed: Sequence[StepTimes]) -> int:

@@ -102,6 +102,7 @@ class Recorder(TorchDispatchMode):
         self._inputs: dict[int, list[str]] = {}
         self._alive: list[Tensor] = []
         self._quiet = False
+        self.takers = {id(buffer): "" for buffer in model.buffers()}  # the last operator that was given a buffer, and may have changed it
 
     @contextlib.contextmanager
     def on(self) -> Iterator[None]:
@@ -123,9 +124,9 @@ class Recorder(TorchDispatchMode):
         self._inputs.clear()
         self._alive.clear()
 
-    def value(self, phase: str, name: str, value: Any) -> None:
-        """Record a value of the training by its name."""
-        self._add("value", (self.step, phase, name), phase, name, "", value)
+    def value(self, phase: str, name: str, value: Any, operator: str = "") -> None:
+        """Record a value of the training by its name, and the operator that made it, if that is known."""
+        self._add("value", (self.step, phase, name), phase, name, operator, value)
 
     def _add(self, kind: str, key: tuple[Any, ...], phase: str, module: str, operator: str, value: Any) -> None:
         before, self._quiet = self._quiet, True
@@ -184,6 +185,7 @@ class Recorder(TorchDispatchMode):
             return result
         name = str(func).rpartition(".")[0]
         if self.phase == "forward":
+            self.takers |= {id(value): name for value in args if id(value) in self.takers}
             with contextlib.suppress(AttributeError):
                 self._by_sequence.setdefault(torch.autograd._get_sequence_nr() - 1, self._place())  # type: ignore[attr-defined]
         if not name.startswith(UNDEFINED) and (tensors := tensors_of(result)):
