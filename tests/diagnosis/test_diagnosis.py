@@ -15,6 +15,7 @@ from workbench.core.statistics import Interval
 from workbench.core.system_load import Noise
 from workbench.diagnosis.analysis.costs import Costs
 from workbench.diagnosis.analysis.diagnosis import Diagnosis
+from workbench.diagnosis.analysis.model_errors import MODEL_ERRORS
 from workbench.diagnosis.analysis.proof import Ladder, Proof, Rung
 from workbench.diagnosis.analysis.remedy import Remedy, surest_first
 from workbench.runs.spec import RunSpec
@@ -238,6 +239,9 @@ def test_choosing_a_remedy() -> None:
     assert all(one.name != "num_workers=7" for one in d.remedies)
     assert d.remedy("num_workers=7") == d.remedy({"num_workers": 7})
     assert d.remedy("num_workers=7").formula == "the model of the step"
+    asked = d.remedy("micro_batch=64")  # no measurement is behind it, but the error of its formula is
+    least = 0.99 * MODEL_ERRORS[False]["batch"]
+    assert math.log(asked.high / asked.speedup) > least < math.log(asked.speedup / asked.low)
     assert d.remedy() == next(one for one in d.remedies if one.provable)
     assert d.remedy(2) == d.remedies[1] == d.remedy(d.remedies[1].name) == d.remedy(d.remedies[1])
     with pytest.raises(ValueError, match=r"no remedy 'AMP': this diagnosis has 1 \("):

@@ -4,9 +4,9 @@ import dataclasses
 import math
 import re
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 from workbench.core import late, units
@@ -21,6 +21,7 @@ from workbench.data.analysis.format_costs import FormatComparison
 from workbench.diagnosis.analysis.costs import MAX_BLOCK_SPREAD, is_crowded, noise_warnings
 from workbench.diagnosis.analysis.evidence import Evidence
 from workbench.diagnosis.analysis.loader_model import TERMS, LoaderCurve
+from workbench.diagnosis.analysis.model_errors import with_model_error
 from workbench.diagnosis.analysis.proof import Proof, remedy_table
 from workbench.diagnosis.analysis.remedies import SETTINGS_OF, remedies_for
 from workbench.diagnosis.analysis.remedy import Choice, Remedy, find_remedy, gain_of, of_knobs, sort_key, surest_first
@@ -244,7 +245,11 @@ class Diagnosis(JsonDataclass):
 
         if which is None and self._chosen:
             return self._chosen
-        of_these = partial(of_knobs, self.model)
+
+        def of_these(change: Mapping[str, Any]) -> Remedy:
+            asked = of_knobs(self.model, change)
+            return with_model_error(asked, is_crowded(self.evidence)) if asked.low else asked  # without a prediction there is no range
+
         return find_remedy(self.remedies, which, of_knobs=of_these, nothing=nothing, whose="this diagnosis has")
 
     @accept_synonyms

@@ -117,8 +117,8 @@ def _moved(name: str, args: Any, kwargs: Any, out: Any) -> int:
         return written + (args[1].nbytes if name == "copy_" else 0)
     if name in PICKS:
         return written + sum(min(size, written) for size in read.values())
-    if name.startswith(("_foreach", "_fused")) and not written:  # lists in place; a fused optimizer leaves its gradients as they are
-        changed = args[:1] if name.startswith("_foreach") else (args[0], args[2:5])
+    if ("_foreach" in name or "_fused" in name) and not written:  # lists in place; a fused optimizer leaves its gradients as they are
+        changed = args[:1] if "_foreach" in name else (args[0], args[2:5])
         written = sum(leaf.nbytes for leaf in tree_leaves(changed) if isinstance(leaf, Tensor))
     return sum(read.values()) + written + _again(name, args)
 
