@@ -84,7 +84,7 @@ def cost_of_alarm(steps: int, look: int) -> float:
     phases = np.array([1e6, 5e5, 1e7, 2e7, 3e6, 1e6]) * np.exp(chance.normal(0, 0.03, (steps, len(PHASES))))
     rows = [(*row, 32) for row in phases.astype(int).tolist()]
     waiting = iter(losses(steps, chance).tolist())
-    follower = StepAlarm(memory=resident, losses=lambda count: [next(waiting) for _ in range(count)])
+    follower = StepAlarm(memory=resident, losses=lambda count, _: [next(waiting) for _ in range(count)])
     begin = time.thread_time()
     for first in range(0, steps, look):
         follower.see(rows[first : first + look])  # type: ignore[arg-type]

@@ -21,13 +21,13 @@ from workbench.runs.launch.environment import steady_malloc
 ROOT = Path(__file__).parents[1]
 NBVAL = ["-p", "tests.conftest", "--nbval", "--nbval-cell-timeout", "300", "--nbval-sanitize-with", "tests/nbval.cfg"]
 TWO_AT_A_TIME = ["-n", "2", "--dist", "loadfile", "--no-loadscope-reorder"]
-SLOW = ("04_", "12_", "06_", "09_", "16_", "07_", "05_", "15_", "17_", "10_", "11_")
+SLOW = ("04_", "12_", "06_", "09_", "16_", "07_", "05_", "15_", "18_", "17_", "10_", "11_")
 """Prefixes of the slow notebooks, longest first."""
 OTHERS = ("01_", "08_", "14_", "13_", "00_")
 """Prefixes of the other notebooks, longest first."""
 ALONE = ("02_", "03_")
 """How the names of those begin that judge times by experiment: slow, too, and nothing may run beside them."""
-FORKED = ("02_", "03_", "04_", "05_", "06_", "07_", "09_", "11_", "12_", "15_", "16_", "17_")
+FORKED = ("02_", "03_", "04_", "05_", "06_", "07_", "09_", "11_", "12_", "15_", "16_", "17_", "18_")
 """How the names of those begin whose launches have forks for ranks, with the memory of a process that is timed
 (`workbench.runs.launch.environment.steady_malloc`): what they claim is not about how processes meet and end."""
 QUICK = {

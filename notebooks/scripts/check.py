@@ -955,3 +955,38 @@ def pairs(written: Callable[..., Any]) -> None:
     cases = [{"change": 0.02, "spread": 0.03}, {"change": 0.10, "spread": 0.03}, {"change": 0.05, "spread": 0.20}]
     hint = "The mean of n has a standard error of spread / √n. When is the change more than two of them?"
     _judge(written, lambda change, spread: math.ceil((2 * spread / change) ** 2), cases, "half the change takes four times as many.", hint)
+
+
+def usual(written: Callable[..., Any]) -> None:
+    """Notebook 18, exercise 1: the median of a block of steps."""
+
+    def truth(seconds: Sequence[float]) -> float:
+        ordered = sorted(seconds)
+        return (ordered[len(ordered) // 2] + ordered[~(len(ordered) // 2)]) / 2
+
+    cases = [{"seconds": [0.1, 0.11, 0.1, 1.0, 0.12, 0.1, 0.11, 0.1]}, {"seconds": [3.0, 1.0, 2.0]}, {"seconds": [1.0, 2.0]}]
+    _judge(written, truth, cases, "one long step hardly moves the median.", "What is in the middle once they are sorted?")
+
+
+usual.wrong = (lambda seconds: sum(seconds) / len(seconds), max)  # type: ignore[attr-defined]
+
+
+def probability(written: Callable[..., Any]) -> None:
+    """Notebook 18, exercise 2: the probability of a change after some blocks."""
+
+    def truth(prior: float, ratio: float, blocks: int) -> float:
+        odds = prior / (1 - prior) * ratio**blocks
+        return odds / (1 + odds)
+
+    cases = [{"prior": 1 / 2000, "ratio": 20.0, "blocks": blocks} for blocks in (1, 4)] + [{"prior": 0.5, "ratio": 1.0, "blocks": 9}]
+    _judge(written, truth, cases, "each block multiplies the odds.", "Begin with the odds, prior / (1 - prior).")
+
+
+def hours_lost(written: Callable[..., Any]) -> None:
+    """Notebook 18, exercise 3: hours lost by steps that are longer."""
+    cases = [
+        {"since": 41_200, "until": 300_000, "step": 1.0, "change": 0.31},
+        {"since": 0, "until": 3600, "step": 2.0, "change": 0.5},
+    ]
+    because, hint = "early alarms are cheap.", "Each slow step is too long by step × change seconds."
+    _judge(written, lambda since, until, step, change: (until - since) * step * change / 3600, cases, because, hint)

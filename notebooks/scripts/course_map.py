@@ -13,7 +13,7 @@ from workbench.core.display.colors import LINE, PHASES, SERIES
 
 FOLDER = Path(__file__).parents[1]
 ROADS = {
-    "Is it slow?": ("01", "02", "03", "08", "12", "13"),
+    "Is it slow?": ("01", "02", "03", "08", "12", "18", "13"),
     "Does it fit?": ("04", "15"),
     "Which size?": ("05", "06", "07"),
     "Does it scale?": ("16", "09", "10", "11"),

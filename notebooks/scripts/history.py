@@ -1,12 +1,9 @@
-"""For notebook 12: a repository of six commits one of which makes a training slower, and a loop that becomes slower while it runs."""
+"""For notebook 12: a repository of six commits, one of which makes a training slower."""
 
 import shutil
 import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
-
-import torch
 
 TASK = '''"""A small training; a sample takes {milliseconds} ms."""
 
@@ -54,28 +51,6 @@ def repository(folder: str | Path) -> Path:
         git("add", "task.py")
         git("commit", "-q", "-m", subject)
     return path
-
-
-class Batches(torch.utils.data.Dataset[torch.Tensor]):
-    """Batches of which later ones take longer, as from a disk that somebody else begins to use."""
-
-    def __init__(self, count: int, slower_from: int) -> None:
-        self.count, self.slower_from = count, slower_from
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        time.sleep(0.003 if index < self.slower_from else 0.009)
-        return torch.ones(4)
-
-
-def becomes_slow(
-    slower_from: int, count: int
-) -> tuple[torch.nn.Module, torch.optim.Optimizer, "torch.utils.data.DataLoader[torch.Tensor]"]:
-    """A model, its optimizer, and a loader whose batches take longer from one on."""
-    model = torch.nn.Linear(4, 4)
-    return model, torch.optim.SGD(model.parameters(), lr=0.01), torch.utils.data.DataLoader(Batches(count, slower_from), batch_size=1)
 
 
 def lines(path: Path) -> Iterator[str]:

@@ -13,11 +13,13 @@ import pytest
 import torch
 
 import workbench as wb
+from tests.emulated_device import EmulatedDevice
 from workbench.core.run_directory import ENV_ALARM
 from workbench.core.vocabulary import PHASES
 from workbench.timeline import hooks
 from workbench.timeline.alarm import (
     AT_A_LOOK,
+    EVERY,
     INTERVAL,
     LONGEST,
     SAME,
@@ -26,6 +28,7 @@ from workbench.timeline.alarm import (
     StepAlarm,
     Told,
     allowed,
+    device_clock,
     digest,
     seconds_to_wait,
 )
@@ -118,6 +121,42 @@ def test_memory_that_jumps_is_told() -> None:
     assert "more memory: 1.30 GiB, 954 MiB before" in told[0].words()
 
 
+def test_memory_of_a_device_is_followed_beside_the_hosts() -> None:
+    chance, held = np.random.default_rng(3), iter([8e9] * 150 + [1e10] * 150)
+    follower = StepAlarm(memory=lambda: 1e9, device_memory=lambda: next(held))
+    some = rows(2000, chance)
+    told = [told for first in range(0, 2000, BLOCK) for told in follower.see(some[first : first + BLOCK])]
+    assert [(t.phase, round(t.after / t.before, 2)) for t in told] == [("device memory", 1.25)]
+    assert "more device memory: 9.31 GiB, 7.45 GiB before" in told[0].words()
+
+
+def test_an_alarm_on_a_device_follows_its_memory_and_its_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On an emulated device; the reading of the clock is made, as NVML would give it."""
+    device = EmulatedDevice()
+    device.install(monkeypatch)
+    clock, chance = [1980], np.random.default_rng(6)
+    monkeypatch.setattr(torch.cuda, "clock_rate", lambda index: clock[0] if index == 0 else None)
+    monkeypatch.setattr("workbench.timeline.alarm.INTERVAL", 1e3)
+    waiting: list[Row] = []
+    follower = Alarm(lambda: [waiting.pop(0) for _ in range(len(waiting))], lambda *_: None, device=0)
+    for look in range(60):
+        device.memory.allocated, clock[0] = (8, 1980) if look < 40 else (10, 1410)
+        waiting += rows(4 * BLOCK, chance, backward=1.0 if look < 40 else 1.5)
+        follower.look()
+    follower.close()
+    told = {told.phase: told for told in follower.told}
+    assert told["backward"].circumstances == ("the clock of the GPU fell from 2.0 to 1.4 GHz",)
+    assert (told["device memory"].before, told["device memory"].after) == (8, 10)
+
+
+def test_without_nvml_a_gpu_has_no_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(_: int) -> int:
+        raise ModuleNotFoundError("nvidia-ml-py does not seem to be installed")
+
+    monkeypatch.setattr(torch.cuda, "clock_rate", fails)
+    assert device_clock(0) is device_clock(None) is None
+
+
 def falling(count: int, chance: np.random.Generator, *, rise: float = 1.0, at: int = 0) -> list[float]:
     """Losses of batches on the way from 10 down to 3, of which those from one step on are higher."""
     steps = np.arange(count)
@@ -126,7 +165,7 @@ def falling(count: int, chance: np.random.Generator, *, rise: float = 1.0, at: i
 
 def follow(losses: list[float]) -> list[Told]:
     chance, waiting = np.random.default_rng(9), iter(losses)
-    follower = StepAlarm(2, losses=lambda steps: [next(waiting) for _ in range(steps)])
+    follower = StepAlarm(2, losses=lambda steps, _: [next(waiting) for _ in range(steps)])
     return follower.see(rows(len(losses), chance))
 
 
@@ -139,6 +178,50 @@ def test_a_loss_that_rises_for_good_is_told_and_one_that_falls_is_not() -> None:
     assert told[0].after / told[0].before == pytest.approx(1.2, rel=0.05)
     assert re.fullmatch(r"since step 2,\d{3} the loss is \d+ % higher on rank 2 \(.* → .*\)", told[0].words(ranks=4))
     assert digest(told, ranks=4) == "1 change in all"
+
+
+def test_of_short_steps_one_loss_in_some_is_read_and_a_lasting_rise_is_told() -> None:
+    chance, asked = np.random.default_rng(9), []
+    values = falling(9000, chance, rise=1.2, at=6000)
+
+    def losses(steps: int, every: int) -> list[float]:
+        asked.append(every)
+        return [values.pop(0) for _ in range(steps)]
+
+    follower = StepAlarm(2, losses=losses, done=1000)
+    short = [(*(phase // 50 for phase in row[:-1]), row[-1]) for row in rows(9000, chance)]
+    told = [told for first in range(0, 9000, 60) for told in follower.see(short[first : first + 60])]  # type: ignore[arg-type]
+    assert [(t.phase, t.rank) for t in told] == [("loss", 2)]
+    assert abs(told[0].step - 7000) <= 3 * BLOCK * EVERY
+    assert asked == [0, 0, *[EVERY] * 148], "judged once, after SETTLED steps"
+
+
+@pytest.mark.parametrize("each", [1, 3])
+def test_losses_that_are_not_read_keep_the_others_with_their_steps(each: int) -> None:
+    losses, asked = Losses(), [0]
+
+    class Loss(torch.Tensor):
+        def item(self) -> float:
+            asked[0] += 1
+            return super().item()
+
+    Loss.__name__ = "Tensor"
+
+    def steps(first: int, last: int) -> None:
+        for step in range(first, last):
+            for _ in range(each):
+                losses.add(torch.tensor(float(step)).as_subclass(Loss))
+                losses.add([torch.ones(())])  # no loss
+
+    steps(0, 200)
+    assert losses.take(200, EVERY) == [*map(float, range(200))]
+    before = asked[0]
+    steps(200, 1200)
+    taken = losses.take(1000, EVERY)
+    known = [(step, loss) for step, loss in enumerate(taken, 200) if not math.isnan(loss)]
+    assert all(step == loss for step, loss in known)
+    assert len(known) == pytest.approx(1000 / EVERY, abs=2)
+    assert asked[0] - before == pytest.approx(1000 * (2 * each - 1) / EVERY, abs=2 * each)
 
 
 def test_losses_that_have_no_ratio_or_no_number_are_not_followed() -> None:
@@ -348,7 +431,7 @@ def test_a_watched_loop_raises_alarms(tmp_path: Path, monkeypatch: pytest.Monkey
     loop = Watch([torch.zeros(2, 4)] * 800, model=model, optimizer=optimizer, alarm=True, recorder=recorder)
     loop._recording.go_on(5_000)  # as after a restart
     for number, batch in enumerate(loop):
-        now[0] += (1_000_000 if number < 400 else 1_400_000) + 5_000 * (number % 7)  # before the forward: "other"
+        now[0] += (6_000_000 if number < 400 else 8_400_000) + 30_000 * (number % 7)  # before the forward: "other"
         loss = model(batch).sum() * 0 + (3.0 if number < 600 else 4.0) + 0.01 * (number % 5)
         loss.backward()
         optimizer.step()

@@ -19,7 +19,7 @@ from workbench.core.vocabulary import PHASES
 from workbench.runs.rank_ends import MANY_RANKS
 from workbench.runs.rows import RunRows, losses_of
 from workbench.runs.run import Run
-from workbench.timeline.alarm import Told
+from workbench.timeline.alarm import NOT_TIME, Told
 from workbench.timeline.timeline import Timeline
 
 WINDOW = 200
@@ -143,10 +143,10 @@ def changes(rows: Mapping[int, Sequence[Mapping[str, Any]]]) -> list[Fault]:
         rows: the rows of each rank's file that are no steps.
     """
     told = [
-        alarm for more in rows.values() for row in more if (alarm := _told(row.get("alarm"))) and (alarm.slower or alarm.phase == "memory")
+        alarm for more in rows.values() for row in more if (alarm := _told(row.get("alarm"))) and (alarm.slower or alarm.phase in NOT_TIME)
     ]
     losses, told = [alarm for alarm in told if alarm.phase == "loss"], [alarm for alarm in told if alarm.phase != "loss"]
-    culprits = [alarm for alarm in told if alarm.phase not in ("backward", "step", "throughput", "memory")]
+    culprits = [alarm for alarm in told if alarm.phase not in ("backward", "step", "throughput", *NOT_TIME)]
     kept = [
         a
         for a in told
@@ -156,7 +156,7 @@ def changes(rows: Mapping[int, Sequence[Mapping[str, Any]]]) -> list[Fault]:
     for rank, phase in dict.fromkeys((alarm.rank, alarm.phase) for alarm in kept):
         own = [alarm for alarm in kept if (alarm.rank, alarm.phase) == (rank, phase)]
         again = f"; and {len(own) - 1} more times, at steps {', '.join(f'{a.step:,}' for a in own[1:6])}" if len(own) > 1 else ""
-        hint = "a leak? wb.find_leaks finds what stays" if phase == "memory" else _SLOW if len(rows) > 1 else _SLOW.partition(" Compare")[0]
+        hint = "a leak? wb.find_leaks finds what stays" if phase in NOT_TIME else _SLOW if len(rows) > 1 else _SLOW.partition(" Compare")[0]
         faults.append(Fault(kind="change", step=own[0].step, rank=rank, message=own[0].words(len(rows)) + again, hint=hint))
     return faults + _higher_losses(losses, len(rows))
 

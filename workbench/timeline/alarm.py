@@ -1,8 +1,9 @@
 """Alarm: follows the steps of a training in a background thread and tells when a phase, throughput, memory or loss changes for good.
 
-The loop itself pays nothing: it records marks as without it. What changed is told once, by the phase that explains it, with what else
-changed on the machine: the clock of its cores, and, where it is allowed, a small computation whose time was known before. Where that is
-allowed, the training thread then traces a few steps (`traces/measure/profiled_run.py:AlarmTraces`).
+The loop records marks as without it, and pays for its loss alone: 4 µs where it is read, and less than 1 µs a step on average where steps
+are shorter than SHORT, since only one loss in EVERY is read there. What changed is told once, by the phase that explains it, with what else
+changed: the clocks of cores and GPU, whom the ranks wait for, and, where it is allowed, a small computation whose time was known before.
+Where that is allowed, the training thread then traces a few steps (`traces/measure/profiled_run.py:AlarmTraces`).
 """
 
 import contextlib
@@ -11,17 +12,19 @@ import os
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from statistics import median
+from typing import Any
 
 from workbench.core import units
 from workbench.core.checks import choice
 from workbench.core.run_directory import ALARMS, ENV_ALARM
 from workbench.core.vocabulary import PHASES
 from workbench.timeline.analysis.change_points import BLOCK, GROUP, Change, ChangePoints
-from workbench.timeline.analysis.step_table import blocks_of
+from workbench.timeline.analysis.step_table import blocks_of, blocks_of_losses
 from workbench.timeline.steps import Row
 
 INTERVAL, LONGEST = 3.0, 10.0
@@ -29,8 +32,9 @@ INTERVAL, LONGEST = 3.0, 10.0
 AT_A_LOOK = 1000
 """Steps that a look waits for, within these limits. Chosen: a look costs as much as several hundred steps that it looks at."""
 SERIES = ("step", *PHASES, "throughput", "memory")
-"""What is followed, beside the loss."""
-NOT_TIME = ("memory", "loss")
+"""What is followed, beside the loss and DEVICE_MEMORY."""
+DEVICE_MEMORY = "device memory"
+NOT_TIME = ("memory", DEVICE_MEMORY, "loss")
 """What is followed and is no time."""
 WORDS = {
     "step": "a step",
@@ -54,17 +58,10 @@ FAR_MORE = 3
 """A change that is so many times as large as one told before is told, too, however near it is."""
 CLOCK = 0.05
 """Relative change of the cores' clock, or of a small computation, that is mentioned."""
+SHORT, EVERY, SETTLED = 5e-3, 5, 64
+"""Where a step takes less than so many seconds, one loss in so many is read; judged once, after so many steps. What rises for 100 losses
+that are read is found as where all are, so in short steps a rise has to last for five times as many (`benchmarks/change_points.py`)."""
 _PROBE = 30_000
-
-
-class Traces(Protocol):
-    """Traces steps at an alarm."""
-
-    def ask(self, step: int) -> str:
-        """Have the next steps traced; the name of the file in the run directory, "" if none will be."""
-
-    def written(self, name: str) -> bool:
-        """Is the file there?"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +72,7 @@ class Told:
     step: int
     """The first step at the new level, about, from 0."""
     phase: str
-    """One of SERIES, or "loss"."""
+    """One of SERIES, DEVICE_MEMORY or "loss"."""
     before: float
     """Seconds, samples per second, bytes, or the loss."""
     after: float
@@ -97,9 +94,9 @@ class Told:
         where = f" on rank {self.rank}" if ranks > 1 else ""
         more = "".join(f"; {text}" for text in (*self.circumstances, *([f"a few steps are traced: {self.trace}"] if self.trace else [])))
         since = f"since step {self.step:,}"
-        if self.phase == "memory":
+        if self.phase in ("memory", DEVICE_MEMORY):
             how = "more" if self.after > self.before else "less"
-            return f"{since} {how} memory{where}: {units.bytes_(self.after)}, {units.bytes_(self.before)} before{more}"
+            return f"{since} {how} {self.phase}{where}: {units.bytes_(self.after)}, {units.bytes_(self.before)} before{more}"
         if self.phase == "loss":
             return f"{since} the loss is {units.percent(change)} higher{where} ({self.before:.4g} → {self.after:.4g}){more}"
         if self.phase == "throughput":
@@ -110,30 +107,40 @@ class Told:
 
     def to_row(self) -> dict[str, Any]:
         """For the rank's file."""
-        return {name: getattr(self, name) for name in ("rank", "step", "phase", "before", "after", "share")} | {
-            "circumstances": list(self.circumstances),
-            "trace": self.trace,
-        }
+        return asdict(self) | {"circumstances": list(self.circumstances)}
 
 
 class StepAlarm:
     """Follows the steps of one rank: what has changed, and which phase explains it. Arithmetic alone."""
 
     def __init__(
-        self, rank: int = 0, *, memory: Callable[[], float] | None = None, losses: Callable[[int], list[float]] | None = None, done: int = 0
+        self,
+        rank: int = 0,
+        *,
+        memory: Callable[[], float] | None = None,
+        device_memory: Callable[[], float] | None = None,
+        losses: Callable[[int, int], list[float]] | None = None,
+        done: int = 0,
     ) -> None:
         """Nothing is known yet.
 
         Args:
             rank: of this process.
             memory: bytes that it holds now; None = not followed.
-            losses: gives the losses of so many steps that follow, nan = not known; None = they are not followed.
+            device_memory: the same of its GPU.
+            losses: gives the losses of so many steps that follow, nan = not known, and reads one in so many from now on; None = they are
+                not followed.
             done: steps that were taken before, such as before a restart.
         """
-        self.rank, self._memory, self._losses = rank, memory, losses
-        self._points = ChangePoints((*SERIES, "loss"), upward=("loss",), worth=dict.fromkeys(PHASES, WORTH))
+        self.rank, self._losses, self._done = rank, losses, done
+        self._memory = (memory or (lambda: math.nan), *([device_memory] if device_memory else []))
+        series = (*SERIES, *([DEVICE_MEMORY] if device_memory else []))
+        self._points = ChangePoints(series, worth=dict.fromkeys(PHASES, WORTH))
+        self._loss_points = ChangePoints(("loss",), upward=True)
         self._rows: list[Row] = []
         self._loss: list[float] = []
+        self._every = self._read = 0
+        """One loss in so many is read, 0 = not judged yet; how many were."""
         self._pending: list[Change] = []
         self._step = done
         self._told: list[tuple[int, bool, float]] = []  # step, slower?, share
@@ -147,36 +154,41 @@ class StepAlarm:
             last: no step follows, so what waits for other phases to change with it is told now.
         """
         if self._losses is not None:
-            self._loss += self._losses(len(rows))
+            self._loss += self._losses(len(rows), self._every)
         self._rows += rows
+        if not self._every and self._step - self._done + len(self._rows) >= SETTLED:
+            self._every = EVERY if 0 < median(sum(row[:-1]) for row in self._rows[-9:]) < SHORT * 1e9 else 1
         count = len(self._rows) // BLOCK * BLOCK
         if not count and waits:
             return []
-        rows, losses = self._rows[:count], self._taken(count)
+        rows = self._rows[:count]
         del self._rows[:count]
-        blocks = blocks_of(rows, losses, self._memory() if self._memory is not None else math.nan)
-        changes, told = self._points.add_blocks(self._step, blocks, waits=waits), list[Told]()
-        self._step += count
-        for change in changes:
+        blocks = blocks_of(rows, [held() for held in self._memory])
+        told = self._higher_losses(waits=waits)
+        for change in self._points.add_blocks(self._step, blocks, waits=waits):
             told += self._explained(change.told - BLOCK)
-            if change.series != "loss":
-                self._pending.append(change)
-            elif self._losses is not None:
-                told.append(self._as_told(change, 0.0))
-        return told + self._explained(math.inf if last else self._points.steps - 1)
+            self._pending.append(change)
+        self._step += count
+        told += self._explained(math.inf if last else self._points.steps - 1)
+        return sorted(told, key=lambda each: each.step)
 
     @property
     def pending(self) -> bool:
         """Does a change wait for the phase that explains it?"""
         return bool(self._pending)
 
-    def _taken(self, count: int) -> list[float]:
-        """The losses of the next steps; empty if they are not followed."""
-        losses = self._loss[:count]
-        del self._loss[:count]
-        if self._losses is not None and any(loss <= 0 for loss in losses):  # some may be NaN
+    def _higher_losses(self, *, waits: bool) -> list[Told]:
+        """The alarms of the losses: of so many steps, of the first whose loss is known."""
+        if self._losses is None or not self._every:
+            return []
+        if any(loss <= 0 for loss in self._loss):  # some may be NaN
             self._losses = None  # that it falls is what a training is for; of one that is 0 or less, no part can be said
-        return losses if self._losses is not None else []
+            return []
+        count = len(self._loss) // (BLOCK * self._every) * BLOCK * self._every
+        changes = self._loss_points.add_blocks(self._read, blocks_of_losses(self._loss[:count], self._every), waits=waits)
+        del self._loss[:count]
+        self._read += count // self._every
+        return [self._as_told(replace(change, step=self._done + change.step * self._every), 0.0) for change in changes]
 
     def _explained(self, step: float) -> list[Told]:
         """The pending changes, if they are due at a step: of those that belong together, the phase that changes most."""
@@ -185,8 +197,7 @@ class StepAlarm:
         changes, self._pending = self._pending, []
         known = {change.series: change for change in changes}
         told = []
-        if memory := known.pop("memory", None):
-            told.append(self._as_told(memory, 0.0))
+        told += [self._as_told(known.pop(name), 0.0) for name in ("memory", DEVICE_MEMORY) if name in known]
         length = known["step"].before if "step" in known else self._points.level("step")
         phases = [change for name, change in known.items() if name in PHASES]
         phases = [change for change in phases if abs(change.after - change.before) >= WORTH * length]
@@ -207,26 +218,35 @@ class StepAlarm:
 
 
 class Circumstances:
-    """What else may have changed: the clock of the cores, and a small computation."""
+    """What else may have changed: the clocks of the cores and of the GPU, and a small computation."""
 
-    def __init__(self, *, experiments: bool, cpufreq: str = "/sys/devices/system/cpu") -> None:
+    def __init__(self, *, experiments: bool, device: int | None = None, cpufreq: str = "/sys/devices/system/cpu") -> None:
         """Read them now, for later.
 
         Args:
             experiments: is the computation allowed?
+            device: index of the GPU; None = there is none.
             cpufreq: for tests: where clocks are read.
         """
-        self._cpufreq, self._experiments = Path(cpufreq), experiments
-        self._clock = self._clocks()
+        self._cpufreq, self._device = Path(cpufreq), device
+        self._clock, self._device_clocks = self._clocks(), deque[float](maxlen=50)
         self._probe = self._computed() if experiments else None
+
+    def note(self) -> None:
+        """Nothing has changed: read the clock of the GPU, which works by now, for later."""
+        if clock := device_clock(self._device):
+            self._device_clocks.append(clock)
 
     def changed(self) -> tuple[str, ...]:
         """What is other than before, in words."""
         words = []
-        clock = self._clocks()
-        if clock and self._clock and abs(clock / self._clock - 1) > CLOCK:
-            way = "fell" if clock < self._clock else "rose"
-            words.append(f"the clock of the cores {way} from {self._clock / 1e6:.1f} to {clock / 1e6:.1f} GHz")
+        clocks = [("the cores", self._clock, self._clocks())]
+        if self._device_clocks:
+            clocks.append(("the GPU", median(self._device_clocks), device_clock(self._device)))
+        for whose, before, clock in clocks:
+            if clock and before and abs(clock / before - 1) > CLOCK:
+                way = "fell" if clock < before else "rose"
+                words.append(f"the clock of {whose} {way} from {before / 1e6:.1f} to {clock / 1e6:.1f} GHz")
         if self._probe is not None:
             (cpu, wall), (cpu_before, _) = self._computed(), self._probe
             if cpu > (1 + 2 * CLOCK) * cpu_before:
@@ -266,6 +286,15 @@ def resident() -> float:
         return math.nan
 
 
+def device_clock(device: int | None) -> float | None:
+    """kHz of a GPU's multiprocessors now; None where there is no GPU, or no NVML (extra `gpu`) to ask."""
+    torch = sys.modules.get("torch")
+    try:
+        return 1e3 * torch.cuda.clock_rate(device) if torch is not None and device is not None else None
+    except Exception:  # of NVML, which is not installed everywhere, and of its errors
+        return None
+
+
 class Alarm:
     """A background thread that looks at what a recording has finished, and tells."""
 
@@ -278,8 +307,9 @@ class Alarm:
         ranks: int = 1,
         done: int = 0,
         experiments: bool = False,
-        traces: Traces | None = None,
-        losses: Callable[[int], list[float]] | None = None,
+        traces: Any = None,
+        losses: Callable[[int, int], list[float]] | None = None,
+        device: int | None = None,
     ) -> None:
         """Begin to follow.
 
@@ -290,13 +320,15 @@ class Alarm:
             ranks: how many there are.
             done: steps that were taken before, such as before a restart.
             experiments: may a small computation be timed at an alarm?
-            traces: traces steps after an alarm that a phase or the throughput became slower; None = that is not allowed.
+            traces: `AlarmTraces`, for steps after an alarm that a phase or the throughput became slower; None = that is not allowed.
             losses: as `StepAlarm` takes them.
+            device: index of the GPU that the training uses; None = none.
         """
         self._traces = traces
         self._take, self._tell, self._ranks = take, tell, ranks
-        self._alarm = StepAlarm(rank, memory=resident, losses=losses, done=done)
-        self._around = Circumstances(experiments=experiments)
+        held = None if device is None else lambda: float(sys.modules["torch"].cuda.memory_allocated(device))  # a counter of the host
+        self._alarm = StepAlarm(rank, memory=resident, device_memory=held, losses=losses, done=done)
+        self._around = Circumstances(experiments=experiments, device=device)
         self.told: list[Told] = []
         self._looked, self._wait = time.monotonic(), INTERVAL
         self._pid = os.getpid()
@@ -314,6 +346,8 @@ class Alarm:
                 full = replace(told, circumstances=around, trace=slow.ask(told.step) if slow else "")
                 self.told.append(full)
                 self._tell(full, full.words(self._ranks))
+            if not self._alarm.pending:
+                self._around.note()
             self._wait = seconds_to_wait(len(rows), self._looked - before, pending=self._alarm.pending)
 
     def close(self) -> str:

@@ -226,11 +226,16 @@ class Losses:
         self._append = self._on_cpu.append
         self._values: Any = None
         self._seen: Any = None  # the same memory, for numpy
-        self._pinned = self._ended = False
+        self._pinned = self._ended = self._on_device = False
+        self._turn, self._in_turn, self._turns = 0, 1, 0
 
     def add(self, loss: Any) -> None:
         """The tensor from which a backward begins; what is no single number of torch's own is passed over."""
-        if self._unasked and type(loss) is self._tensor and loss.is_cpu:
+        turn = self._turn
+        self._turn = turn + 1 if turn + 1 < self._turns else 0
+        if turn >= self._in_turn:
+            self._skip(loss)
+        elif self._unasked and type(loss) is self._tensor and loss.is_cpu:
             self._unasked -= 1
             try:
                 self._append(loss.item())
@@ -238,6 +243,15 @@ class Losses:
                 self._failed(loss, error)
         else:
             self._add_asked(loss)
+
+    def _skip(self, loss: Any) -> None:
+        """A loss that is not read, in the place that it would have."""
+        if not self._ended and type(loss).__name__ == "Tensor" and loss.numel() == 1:
+            if self._on_device:
+                self._seen[self._taken % KEPT] = math.nan
+                self._taken += 1
+            else:
+                self._append(math.nan)
 
     def _add_asked(self, loss: Any) -> None:
         """A loss that is asked what it is."""
@@ -257,6 +271,7 @@ class Losses:
                 else:
                     self._ring(pinned=value.is_cuda)[place : place + 1].copy_(value.reshape(1), non_blocking=True)
                     self._taken += 1
+                    self._on_device = True
             if len(self._on_cpu) >= FORGOTTEN:
                 self._ended, self._unasked = True, 0
         except Exception as error:
@@ -279,8 +294,13 @@ class Losses:
             self._seen = self._values.numpy()
         return self._values
 
-    def take(self, steps: int) -> list[float]:
-        """The mean loss of each of the next steps; nan = not known, or no finite number. Steps have as many losses as they had so far."""
+    def take(self, steps: int, every: int = 1) -> list[float]:
+        """The mean loss of each of the next steps; nan = not known, or no finite number. Steps have as many losses as they had so far.
+
+        Args:
+            steps: of which losses are asked for.
+            every: from now on, of so many steps, those of one are read. (Where a step has several, so many that one is whole.)
+        """
         if count := len(self._on_cpu):
             waiting = [self._on_cpu.popleft().real for _ in range(count)]
             self._ring()
@@ -289,6 +309,8 @@ class Losses:
         taken = self._taken  # another thread goes on
         self._steps += steps
         each = max(1, round(taken / max(1, self._steps)))
+        if every > 1:
+            self._in_turn, self._turns = 2 * each - 1, every * each
         count = min(steps * each, taken - self._read)
         lost = min(steps, max(0, -((self._read + KEPT // 2 - taken) // each)))  # of so many steps, losses may be overwritten by later ones
         first, self._read = self._read + lost * each, self._read + count

@@ -86,6 +86,7 @@ class Recording:
                 self._told,
                 losses=self._losses.take,
                 traces=self._traces,
+                device=self.device,
                 rank=rank_log.rank(),
                 ranks=number_or_default("WORLD_SIZE", 1),
                 done=self._done + self._seen,

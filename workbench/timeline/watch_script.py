@@ -13,7 +13,7 @@ from functools import wraps
 from itertools import chain, compress
 from threading import get_ident
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from workbench.core import gc as collector
 from workbench.core.package import is_users, line_of, users_line
@@ -43,27 +43,8 @@ LEADER_RETIRES_AFTER = 10
 _installed: "ScriptWatcher | None" = None
 
 
-class TracedSteps(Protocol):
-    """Starts and stops a profiler between the steps of the script."""
-
-    def begin(self, loader: Any = None) -> None:
-        """A loop begins."""
-
-    def stepped(self, loop: Loop | None) -> None:
-        """An optimizer step was taken in a loop."""
-
-    def reached(self, loop: Loop) -> bool:
-        """A loop is at a place where a step can end; did a step end here?"""
-
-    def between(self, loop: Loop, batches: Iterator[Any]) -> Iterator[Any]:
-        """The batches of a loop, with a border before each."""
-
-    def close(self) -> None:
-        """No step will be traced any more."""
-
-
-MakeTracedSteps = Callable[[Callable[[int, int], None]], TracedSteps]
-"""Makes a `TracedSteps`, given the function to call with the steps that statistics leave out."""
+MakeTracedSteps = Callable[[Callable[[int, int], None]], Any]
+"""Makes a `traces/measure/profiled_run.py:RunProfiler`, given the function to call with the steps that statistics leave out."""
 
 
 def install(borders: MakeTracedSteps | None = None) -> "ScriptWatcher":

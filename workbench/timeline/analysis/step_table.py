@@ -14,29 +14,33 @@ from workbench.timeline.steps import Row
 Floats = NDArray[np.float64]
 
 
-def blocks_of(rows: Sequence[Row], losses: Sequence[float], memory: float) -> Floats:
-    """Whole blocks of steps: (blocks, BLOCK, series), of the step's seconds, its phases', samples per second, memory and loss.
+def blocks_of(rows: Sequence[Row], memory: Sequence[float]) -> Floats:
+    """Whole blocks of steps: (blocks, BLOCK, series), of the step's seconds, its phases', samples per second, and memory.
 
     Args:
         rows: of the steps, a multiple of BLOCK, or none.
-        losses: of each of them; empty = not followed.
-        memory: bytes; nan = not known.
+        memory: bytes, of each kind that is followed; nan = not known.
     """
     width = len(PHASES) + 1
     try:
         values = np.fromiter(chain.from_iterable(rows), np.int64, len(rows) * width).reshape(-1, width)  # in half of np.array's time
     except TypeError:  # None, where samples are not known
         values = np.array(rows, dtype=np.float64)
-    table = np.full((len(rows), values.shape[1] + 3), math.nan)
-    phases = table[:, 1:-3]
+    table = np.full((len(rows), 1 + width + len(memory)), math.nan)
+    phases = table[:, 1:width]
     phases[:] = values[:, :-1] / 1e9
     length, samples = phases.sum(axis=1), values[:, -1]
     table[:, 0] = length
-    np.divide(samples, length, out=table[:, -3], where=(samples > 0) & (length > 0))
-    table[:, -2] = memory
-    if losses:
-        table[:, -1] = losses
+    np.divide(samples, length, out=table[:, width], where=(samples > 0) & (length > 0))
+    table[:, width + 1 :] = memory
     return table.reshape(-1, BLOCK, table.shape[1])
+
+
+def blocks_of_losses(losses: Sequence[float], every: int) -> Floats:
+    """Whole blocks of losses, (blocks, BLOCK, 1): of each `every` steps, the first that is known; nan if none is."""
+    steps = np.array(losses).reshape(-1, every)
+    known: Floats = steps[np.arange(len(steps)), np.isfinite(steps).argmax(axis=1)]
+    return known.reshape(-1, BLOCK, 1)
 
 
 def put(ring: NDArray[np.generic], first: int, values: Sequence[float]) -> None:
