@@ -1,8 +1,8 @@
 """Measures what a checksum costs a checkpoint, against torch.save and torch.load alone, and what a checkpoint costs the training beside it.
 
 The training is the sample GPT. Blocks of steps are interleaved: without a checkpoint, with one by torch.save in the loop, and with one as
-the workbench writes it, by a thread. The price is the time of a block beyond that of a block without: the stall, and the slower steps
-beside it.
+the workbench writes it, by a thread. The price is the time of a block beyond that of a block without: the stall, in which the loop waits,
+and what the steps beside it take longer. The two are printed apart.
 
 python benchmarks/checkpoints.py [MEGABYTES [FOLDER]]
 """
@@ -13,7 +13,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -85,8 +85,21 @@ def prices_of(spec: RunSpec, ranks: Ranks, folder: Path, blocks: int, steps: int
     step_s = statistics.median(each["none"] for each in rounds) / steps
     print(f"GPT, a checkpoint of {size / 1e6:.0f} MB in {steps} steps of {step_s:.3f} s")
     for kind in ("torch.save", "a thread"):
-        price = statistics.median(each[kind] - each["none"] for each in rounds)
-        print(f"by {kind}: stall {statistics.median(stalls[kind]):.3f} s, price {price:.3f} s, {price / 60:.2%} at one a minute")
+        price, slower = price_of(rounds, stalls[kind], kind)
+        stall = statistics.median(stalls[kind])
+        print(f"by {kind}: stall {stall:.3f} s, slower steps {slower:.3f} s, price {price:.3f} s, {price / 60:.2%} at one a minute")
+
+
+def price_of(rounds: Sequence[Mapping[str, float]], stalls: Sequence[float], kind: str) -> tuple[float, float]:
+    """The price of a checkpoint, and that without its stall: what the neighbouring steps take longer. Medians over rounds, in seconds.
+
+    Args:
+        rounds: seconds of a block of steps, by kind of checkpoint.
+        stalls: of the checkpoint in each round, in seconds.
+        kind: of checkpoint.
+    """
+    prices = [each[kind] - each["none"] for each in rounds]
+    return statistics.median(prices), statistics.median(price - stall for price, stall in zip(prices, stalls, strict=True))
 
 
 def main() -> None:

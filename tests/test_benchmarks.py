@@ -174,3 +174,9 @@ def test_one_that_is_interrupted_leaves_no_process_group(tmp_path: Path, monkeyp
             call()
         assert not torch.distributed.is_initialized(), name
     assert joined == [True] * len(calls)
+
+
+def test_the_price_of_a_checkpoint_is_its_stall_and_slower_steps() -> None:
+    rounds = [{"none": 1.0, "a thread": 1.5}, {"none": 1.1, "a thread": 1.4}, {"none": 1.0, "a thread": 1.8}]
+    price, slower = importlib.import_module("benchmarks.checkpoints").price_of(rounds, [0.1, 0.1, 0.2], "a thread")
+    assert (price, slower) == (pytest.approx(0.5), pytest.approx(0.4))
