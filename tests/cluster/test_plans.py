@@ -865,6 +865,14 @@ def test_a_plan_of_a_program_has_the_memory_that_estimate_has_of_its_layout(shar
     assert 0.8 < planned / estimated.reserved < 1.25
 
 
+def test_buckets_of_ddp_are_no_gradients_of_a_sharded_task() -> None:
+    program = read(wb.RunSpec(task="text-gpt"), A100, precision="fp32", checkpointing="none")
+    assert program.states == pytest.approx((4, 4, 8), rel=0.02)
+    assert program.buckets_alone
+    alone = memory(program, one(1, micro=12, batch=12), A100.device.name).groups["gradients"][0]
+    assert alone == pytest.approx(HELD.mid * 8 * program.parameters, rel=0.02), "a launched run has them on one rank, too"
+
+
 def test_the_number_of_gpus_is_judged_before_any_dry_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("workbench.cluster.read_model.read", lambda *_, **__: pytest.fail("a dry run"))
     for wrong, said in (({"gpus": 17}, "try 16 or 24"), ({"global_batch": 0}, "global_batch=0"), ({"sharing": "zero9"}, "allowed are ddp")):

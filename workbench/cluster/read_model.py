@@ -106,7 +106,7 @@ class _Counted:
     operators: int
     """Of a micro-batch, without the optimizer's step."""
     states: Mapping[str, float]
-    """Memory group → bytes, independent of the batch."""
+    """Memory group → bytes, independent of the batch; the gradients with the buckets of DDP, which a launched run has on one rank, too."""
     peaks: Mapping[int, tuple[float, ...]]
     """Micro-batch → peak bytes of the allocator, and those of `Family.beside_states`, where they are known."""
     blocks: int
@@ -212,7 +212,7 @@ def _workload(counted: Mapping[str, _Counted], precision: str, target: Any, note
     first = next(iter(counted.values()))
     count = first.states["parameters"] / 4
     states = tuple(first.states[name] / count for name in ("parameters", "gradients", "optimizer_states"))
-    weights, gradients, optimizer = states
+    weights, gradients, optimizer = states[0], min(states[:2]), states[2]  # a gradient is as large as its weight; the rest are buckets
     return Workload(
         name=f"{first.name}, {units.count(count)} parameters",
         parameters=count,
@@ -231,6 +231,7 @@ def _workload(counted: Mapping[str, _Counted], precision: str, target: Any, note
         },
         states=(weights, gradients, optimizer),
         buckets=4.0,
+        buckets_alone=states[1] > 1.5 * weights,
         micro_batches=sorted(set.intersection(*(set(step.peaks) for step in counted.values()))),
         precision=precision,
         spec=target if isinstance(target, RunSpec) else None,

@@ -71,7 +71,7 @@ def memory(workload: Workload, layouts: Layouts, device: str, held: Interval = H
     weights, gradients, states = workload.states
     layer: Floats = (workload.parameters - workload.shared) / workload.layers / t
     gathered = np.where((stage == 3) & (layouts.data > 1), layer * (2 * weights + gradients), 0.0)
-    buckets = np.where((stage < 2) & (layouts.data > 1), own * workload.buckets, 0.0)
+    buckets = np.where((stage < 2) & ((layouts.data > 1) | workload.buckets_alone), own * workload.buckets, 0.0)
     alone, several = non_pytorch_memory(device, 1), non_pytorch_memory(device, 2)
     predicted = {
         "weights": own * weights / np.where(stage >= 3, layouts.shard, 1) + gathered,

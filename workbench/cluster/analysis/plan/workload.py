@@ -73,6 +73,8 @@ class Workload:
     shares nothing; before the optimizer's step, with whole weights and with gathered ones; and in the optimizer's step, for all weights."""
     buckets: float = 0.0
     """Bytes per parameter that DDP's buckets hold, where gradients are summed in them."""
+    buckets_alone: bool = False
+    """Is the model in DDP on a single rank, too, as in a launched run?"""
     broadcasts: int = 0
     """Parameter tensors that ZeRO-1 sends one by one, as torch's ZeroRedundancyOptimizer does after an all-reduce of all gradients;
     0 = ZeRO-1 as Megatron's distributed optimizer: gradients are reduced to their owners, and the new weights gathered at once."""
