@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 
 import workbench as wb
 from tests.planted_gap import planted
+from workbench.core import units
 from workbench.core.brief import BRIEF_BYTES
 from workbench.diagnosis.analysis.evidence import Gradients
 from workbench.diagnosis.analysis.why_not_linear import WhyNotLinear
@@ -111,6 +113,7 @@ def test_is_it_worth_it() -> None:
     assert [str(row[-1]).split(";")[0] for row in table.rows] == ["measured", "measured", "predicted"]
     rate = 32 / 0.022
     assert float(str(table.rows[0][4])) == pytest.approx(3.6 / 3600 / rate * 1e6, rel=0.02)
+    assert table.rows[1][1] == units.rate(result.samples / result.gap.step.mid, "samples"), "one answer has one throughput"
     relative = result.worth()
     assert relative.rows[0][4] == "1.00×"
     with pytest.raises(ValueError, match="price_per_hour"):
@@ -156,13 +159,40 @@ def test_a_script_is_explained_by_its_timelines() -> None:
     gap = WhyNotLinear(evidence=evidence).gap
     assert gap["memory"].mid + gap["cores"].mid == pytest.approx(0.004, rel=0.1)
     assert gap["slow rank"].mid == pytest.approx(0.008, rel=0.1)
-    assert gap["large gradients"].mid == pytest.approx(0.003, rel=0.3)
+    assert gap["waits and reduction"].mid == pytest.approx(0.003, rel=0.3)
     assert gap.cause == "slow rank"
     assert evidence.slowest == 1
     shared = script_evidence({"one": [timeline(0, 0.01, 0.02, samples=64)], "strangers": strangers, "all": slow})
     assert any("shares its batch out" in note for note in shared.notes)
     with pytest.raises(ValueError, match="8 are needed"):
         script_evidence({"one": [timeline(0, 0.01, 0.02, count=6)], "strangers": strangers, "all": slow})
+
+
+def test_what_the_gradients_of_a_script_cannot_take_is_not_blamed_on_them() -> None:
+    alone = [timeline(0, 0.010, 0.020)]
+    strangers = [timeline(rank, 0.010, 0.020) for rank in range(2)]
+    later = [timeline(rank, 0.012, 0.030) for rank in range(2)]  # 10 ms more in the backward, and 2 ms more that nothing accounts for
+    evidence = script_evidence({"one": alone, "strangers": strangers, "all": later})
+    result = WhyNotLinear(evidence=evidence)
+    gap = result.gap
+    assert gap.cause == "waits and reduction"
+    assert gap["waits and reduction"].mid == pytest.approx(0.010, rel=0.02)
+    assert gap["not explained"].mid == pytest.approx(0.002, rel=0.05)
+    assert "large gradients" not in str(result.table)
+    assert "Make the script a task" in result.next
+    assert not any(remedy.name.startswith("accumulation") for remedy in result.remedies)
+    assert all(part.seconds.high - part.seconds.low > 0.05 * gap.step.mid for part in gap.parts), "each arm is one launch"
+    little, much = (
+        WhyNotLinear(evidence=replace(evidence, gradients=Gradients(size=size, buckets=1, latency=3e-4, per_byte=1e-9)))
+        for size in (1_230_000, 12_000_000)
+    )
+    assert little.gap["large gradients"].mid == pytest.approx(0.00123)
+    assert (little.cause, much.cause) == ("waits and reduction", "large gradients")
+    assert any(remedy.name == "accumulation=4" for remedy in much.remedies)
+    busy = script_evidence({"one": alone, "strangers": strangers, "all": later}, foreign=1.6)
+    assert WhyNotLinear(evidence=replace(busy, cores=2.0)).cause == ""
+    assert "on a machine that does nothing else" in WhyNotLinear(evidence=replace(busy, cores=2.0)).next
+    assert any("other processes took 1.6 of" in note for note in busy.notes)
 
 
 class Launched:

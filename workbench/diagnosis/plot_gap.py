@@ -19,7 +19,7 @@ COLORS = {
     "memory": PARTS["transfer"],
     "loaders": PARTS["data_wait"],
     **dict.fromkeys(("slow rank", "uneven data", "uneven steps"), PARTS["straggler"]),
-    **dict.fromkeys(("many reductions", "large gradients"), PARTS["communication"]),
+    **dict.fromkeys(("many reductions", "large gradients", "waits and reduction"), PARTS["communication"]),
     "other processes": IDLE,
     "epochs": PARTS["data_wait"],
     UNEXPLAINED: PHASES["other"],

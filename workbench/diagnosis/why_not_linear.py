@@ -13,11 +13,11 @@ from workbench.core.checks import check_budget, whole_number
 from workbench.core.machine_speeds import MachineSpeeds
 from workbench.core.progress import INTERRUPTED, Waiting, say_what_was_interrupted
 from workbench.core.synonyms import accept_synonyms
-from workbench.core.system_load import usable_cores
+from workbench.core.system_load import LoadMeter, usable_cores
 from workbench.core.vocabulary import PHASES
 from workbench.diagnosis.analysis.evidence import Gradients
 from workbench.diagnosis.analysis.gap import SAME
-from workbench.diagnosis.analysis.gap_evidence import GapBlock, GapEvidence, typical
+from workbench.diagnosis.analysis.gap_evidence import MIN_FOREIGN, GapBlock, GapEvidence, typical
 from workbench.diagnosis.analysis.step_model import between_two
 from workbench.diagnosis.analysis.why_not_linear import FEW, WhyNotLinear
 from workbench.diagnosis.api import BUDGET
@@ -144,7 +144,7 @@ def _script(spec: ScriptSpec, same: str, line: Waiting, runs_dir: str | os.PathL
     each = max(2.0, line.left / 3 - START_SECONDS)
     began = line.seconds
     timelines: dict[str, list[Timeline]] = {}
-    notes: list[str] = []
+    notes, foreign = list[str](), list[float]()
     for arm, launches, nproc in (("one", 1, 1), ("strangers", ranks, 1), ("all", 1, ranks)):
         line.say({"one": "one process alone", "strangers": f"{ranks} independent processes", "all": f"{ranks} ranks together"}[arm])
         runs: list[Run] = []
@@ -152,7 +152,7 @@ def _script(spec: ScriptSpec, same: str, line: Waiting, runs_dir: str | os.PathL
             with _ended_with(runs):
                 for _ in range(launches):
                     launch(spec.script, args=spec.args, nproc_per_node=nproc, watch=True, runs_dir=runs_dir, threads=spec.threads)
-                _wait(runs, each + START_SECONDS, line)
+                foreign += _wait(runs, each + START_SECONDS, line)
         except KeyboardInterrupt:
             steps = [timeline.count for run in runs for timeline in run.timelines]
             if arm != "all" or len(steps) < ranks or min(steps) < LEAST_STEPS:
@@ -162,7 +162,8 @@ def _script(spec: ScriptSpec, same: str, line: Waiting, runs_dir: str | os.PathL
         for run in runs:
             if (error := experiments.error_of(run)) and run.state == "failed":
                 raise error
-    evidence = script_evidence(timelines, notes=notes, seconds=line.seconds - began, threads=spec.threads)
+    others = statistics.fmean(foreign or [0.0])
+    evidence = script_evidence(timelines, notes=notes, seconds=line.seconds - began, threads=spec.threads, foreign=others)
     return WhyNotLinear(evidence=evidence, spec=spec.replace(watch=True), same=same, subject=runs_dir)
 
 
@@ -179,16 +180,21 @@ def _ended_with(runs: list[Run]) -> Iterator[None]:
             yield
 
 
-def _wait(runs: Sequence[Run], seconds: float, line: Waiting) -> None:
-    """Until they have ended, or their time is over."""
-    end = time.monotonic() + seconds
-    while any(run.state == "running" for run in runs) and time.monotonic() < end:
-        line.tick()
-        time.sleep(TICK)
+def _wait(runs: Sequence[Run], seconds: float, line: Waiting) -> list[float]:
+    """Until they have ended, or their time is over; returns the cores that other processes took, again and again while all of them ran."""
+    end, foreign = time.monotonic() + seconds, []
+    with contextlib.closing(LoadMeter(root=os.getpid())) as meter:
+        while any(run.state == "running" for run in runs) and time.monotonic() < end:
+            line.tick()
+            time.sleep(TICK)
+            load = meter.lap()
+            if all(run.state == "running" for run in runs):  # what one that has ended used is not seen before it is waited for
+                foreign.append(load.foreign)
+    return foreign
 
 
 def script_evidence(
-    timelines: dict[str, list[Timeline]], *, notes: Sequence[str] = (), seconds: float = 0.0, threads: int = 1
+    timelines: dict[str, list[Timeline]], *, notes: Sequence[str] = (), seconds: float = 0.0, threads: int = 1, foreign: float = 0.0
 ) -> GapEvidence:
     """What the timelines of a script tell: one process, strangers, and all ranks.
 
@@ -200,6 +206,7 @@ def script_evidence(
         notes: to be kept.
         seconds: what the launches took.
         threads: of each rank.
+        foreign: cores that other processes took meanwhile.
 
     Raises:
         ValueError: a launch has too few steps.
@@ -222,13 +229,13 @@ def script_evidence(
     one = tuple(step.seconds for step in timelines["one"][0].measured)
     rows = [tuple(step.seconds for step in timeline.measured) for timeline in together]
     blocks = []
+    backward = {arm: [[step.phases[BACKWARD] for step in timeline.measured] for timeline in some] for arm, some in timelines.items()}
     for number in range(CHUNKS):
-        alone = [_chunk(one, number), *[()] * (size - 1)]
-        blocks.append(GapBlock(arm="one", steps=tuple(alone)))
-        blocks.append(GapBlock(arm="strangers", steps=tuple(_chunk(row, number) for row in strangers)))
-        blocks.append(GapBlock(arm="all", steps=tuple(_chunk(row, number) for row in rows)))
+        for arm, each in (("one", [one, *[()] * (size - 1)]), ("strangers", strangers), ("all", rows)):
+            means = tuple(statistics.fmean(_chunk(row, number)) for row in backward[arm])
+            blocks.append(GapBlock(arm=arm, steps=tuple(_chunk(row, number) for row in each), backward=means))
     per_rank = [_samples(timelines["one"][0]), _samples(together[0])]
-    said = list(notes)
+    said = [*notes, *([f"other processes took {foreign:.1f} of {usable_cores():.1f} cores meanwhile"] if foreign > MIN_FOREIGN else [])]
     samples = None
     if None not in per_rank:
         samples = float(per_rank[1] or 0) * size
@@ -242,6 +249,7 @@ def script_evidence(
         world_size=size,
         samples=samples,
         cores=usable_cores(),
+        foreign=foreign,
         threads=threads,
         script=True,
         seconds=seconds,

@@ -20,6 +20,7 @@ CAUSES = {
     "uneven steps": "steps take longer now on one rank, now on another, and all ranks wait",
     "many reductions": "starting the reductions of gradients",
     "large gradients": "sending the bytes of the gradients",
+    "waits and reduction": "ranks wait for each other in the backward and send gradients, which whole launches do not tell apart",
     "other processes": "threads that are ready wait for a core that another process uses",
     "epochs": "starting the loader anew, which comes more often the more ranks share an epoch",
 }
@@ -174,6 +175,8 @@ def gap_of(evidence: GapEvidence, same: str = "micro_batch") -> Gap:
         for name, value in _parts(evidence, figures.seconds(picks), same).items():
             drawn[name].append(value)
     intervals = {name: _interval(value, drawn[name], middle["step"]) for name, value in middle.items()}
+    if evidence.script:
+        intervals |= {name: _of_launches(evidence, value, middle["step"]) for name, value in intervals.items() if name not in ENDS}
     intervals |= {name: _at_least_own(evidence, intervals[name]) for name in REDUCTION if name in intervals}
     parts = tuple(GapPart(cause=name, seconds=intervals[name]) for name in (*CAUSES, UNEXPLAINED) if name in intervals)
     return Gap(linear=intervals["linear"], step=intervals["step"], parts=parts, same=same)
@@ -191,8 +194,16 @@ def _at_least_own(e: GapEvidence, reduction: Interval) -> Interval:
     return Interval(low=min(reduction.low, left * reduction.mid), mid=reduction.mid, high=reduction.high)
 
 
+ENDS = ("linear", "step")
+"""What the parts lie between."""
 ONE_ROUND = 0.05
 """Fraction of the step by which a part that was measured in one round may be off."""
+
+
+def _of_launches(e: GapEvidence, part: Interval, step: float) -> Interval:
+    """A part that is the difference of launches of a script: its launches are one round, and what others took may have changed between."""
+    off = ONE_ROUND * step + (e.foreign / e.cores * abs(part.mid) if e.disturbed and e.cores else 0.0)
+    return Interval(low=min(part.low, part.mid - off), mid=part.mid, high=max(part.high, part.mid + off))
 
 
 def _interval(mid: float, drawn: list[float], step: float) -> Interval:
@@ -214,7 +225,9 @@ def _parts(e: GapEvidence, s: ArmSeconds, same: str) -> dict[str, float]:
         parts["micro-batch"] = base - s.one_large / e.large
         linear -= parts["micro-batch"]
     compute = s.strangers_cached - s.one_cached if cached else s.strangers - s.one
-    crowding = max(0.0, compute) if e.crowded else 0.0  # threads that poll for each other do not wait, and take their core all the same
+    crowding = 0.0
+    if e.crowded:  # threads that poll for each other do not wait, and take their core all the same
+        crowding = compute if e.script else max(0.0, compute)
     parts["cores"] = s.waits - s.one_waits + crowding
     parts["memory"] = compute - crowding
     if e.disturbed:
@@ -222,8 +235,7 @@ def _parts(e: GapEvidence, s: ArmSeconds, same: str) -> dict[str, float]:
     if cached:
         parts["loaders"] = (s.strangers - s.strangers_cached) - (s.one - s.one_cached)
     parts |= _uneven(s, cached)
-    reduction = _reduction(e, s)
-    if reduction is not None:
+    if (reduction := _reduction(e, s)) is not None:
         parts |= reduction
         if e.disturbed:  # threads that reduce wait for cores as well, which nobody sees: what the fastest steps do not have is of others
             whole = sum(reduction.values())
@@ -233,10 +245,26 @@ def _parts(e: GapEvidence, s: ArmSeconds, same: str) -> dict[str, float]:
     if e.steps_per_pass:
         parts["epochs"] = starts[1] - starts[0]
     step = s.together + s.waits + starts[1]
+    if e.script:
+        parts = _of_script(e, s, parts)
     rest = step - linear - sum(parts.values())
-    if reduction is None and _known(s.together):  # a script: what is beyond its ranks' own pace is the reduction
-        parts["large gradients"], rest = rest, 0.0
     return {"linear": linear, "step": step, **parts, UNEXPLAINED: rest}
+
+
+def _of_script(e: GapEvidence, s: ArmSeconds, parts: dict[str, float]) -> dict[str, float]:
+    """The parts that whole launches tell.
+
+    Of what the backward takes longer beside other ranks, only as much is the reduction as the gradients would take by themselves, if that
+    is known. Waits for a core and for data are not seen, and are in the other parts.
+    """
+    unseen = ("uneven data", "other processes", "memory" if e.crowded else "cores")
+    parts = {name: seconds for name, seconds in parts.items() if name not in unseen}
+    longer = max(0.0, s.backward - max(0.0, parts["uneven steps"]))
+    if g := e.gradients:
+        reduced, starts = min(longer, g.buckets * g.latency + g.size * g.per_byte), starting_share(e)
+        parts |= {"many reductions": reduced * starts, "large gradients": reduced * (1 - starts)}
+        longer -= reduced
+    return parts | {"waits and reduction": longer}
 
 
 def _uneven(s: ArmSeconds, cached: bool) -> dict[str, float]:

@@ -30,6 +30,8 @@ CROWDED = 0.85
 well before all cores are busy all the time. It decides whether a part is called cores or other processes."""
 FOREIGN = 0.1
 """Share of the cores taken by others from which on waits for a core are taken to be theirs. Chosen; it decides the name of a part."""
+MIN_FOREIGN = 0.1
+"""Cores taken by other processes from which on a note says so."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +48,8 @@ class GapBlock(JsonDataclass):
     """Of each rank: seconds of its steps, nan where a pass over the loader began; empty for a rank that idled."""
     delays: tuple[tuple[float, ...], ...] = ()
     """Of each rank and step: of these, waiting for a core; empty = not known."""
+    backward: tuple[float, ...] = ()
+    """Of each rank of a script: mean seconds of the backward, in which ranks wait for each other and reduce; empty = not known."""
 
     def busy(self, rank: int) -> tuple[float, ...]:
         """Seconds of a rank's steps without waiting for a core; nan where a pass began."""
@@ -240,6 +244,8 @@ class ArmSeconds:
     """For a core: one rank alone, and all that reduce."""
     start_alone: float
     start_together: float
+    backward: float
+    """What the backward of the slowest rank takes longer with the others than beside strangers; 0 where that is not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,6 +258,7 @@ class _Figures:
     waits: float
     low_pace: float
     low_joint: float
+    backward: tuple[float, ...]
 
 
 @dataclass(slots=True)
@@ -268,7 +275,7 @@ class Rounds:
 
         def figures(block: GapBlock) -> _Figures:
             lows = (lower_quartile(block.paces), lower_quartile(block.joint_steps))
-            return _Figures(block.means, block.pace, block.joint, block.waits, *lows)
+            return _Figures(block.means, block.pace, block.joint, block.waits, *lows, block.backward)
 
         return cls(evidence, evidence.slowest, {arm: list(map(figures, evidence.rounds(arm))) for arm in ARMS})
 
@@ -286,6 +293,9 @@ class Rounds:
 
         def waits(arm: str) -> float:
             return statistics.fmean(block.waits for block in chosen[arm]) if chosen[arm] else 0.0
+
+        def backward(arm: str) -> float:
+            return typical([block.backward[slow] for block in chosen[arm] if block.backward] or [0.0])
 
         return ArmSeconds(
             one=of("one"),
@@ -307,6 +317,7 @@ class Rounds:
             waits=waits("all"),
             start_alone=typical(_picked(e.starts_alone, picks)),
             start_together=typical(_picked(e.starts_together, picks)),
+            backward=backward("all") - backward("strangers"),
         )
 
 

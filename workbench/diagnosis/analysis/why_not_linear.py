@@ -64,6 +64,10 @@ class WhyNotLinear(JsonDataclass):
         """The gap at the same micro-batch, or global batch, as `same` says."""
         return self.gap_at(self.same)
 
+    @cached_property
+    def _measured(self) -> Gap:
+        return gap_of(self.evidence)
+
     def gap_at(self, same: str) -> Gap:
         """The gap at "micro_batch" or at "global_batch".
 
@@ -145,6 +149,10 @@ class WhyNotLinear(JsonDataclass):
     @property
     def next(self) -> str:
         """What to try first."""
+        if self.evidence.script and self.cause in ("waits and reduction", UNEXPLAINED):
+            return "Make the script a task and ask again: a task's reduction can be left out, which tells it from waits for each other."
+        if not self.cause and self.gap.efficiency <= 1 - 0.05 and (self.evidence.disturbed or not self.remedies):
+            return "Ask again with a larger budget_s, on a machine that does nothing else: no part of the gap is beyond doubt."
         if not self.remedies:
             return "There is no remedy here whose gain could be predicted." if self.cause else "Nothing: more ranks pay off here."
         best = self.remedies[0]
@@ -229,7 +237,7 @@ class WhyNotLinear(JsonDataclass):
             real_number("price_per_hour", price_per_hour, above=0, what="money per hour of one device")
         e = self.evidence
         sizes = sorted({1, e.world_size, *(FEW if e.world_size == 1 else (2 * e.world_size, 4 * e.world_size))} if ranks is None else ranks)
-        one = self.curve.base.samples_per_sec if self.curve.base else math.nan
+        one = self._rate(1)[0]
         rows, last = [], (1, one)
         for size in sizes:
             rate, low, high, kind = self._rate(size)
@@ -265,11 +273,9 @@ class WhyNotLinear(JsonDataclass):
 
     def _rate(self, size: int) -> tuple[float, float, float, str]:
         e, each = self.evidence, self.samples / self.world_size
-        point = next((point for point in self.curve.points if point.world_size == size), None)
-        if point is not None:
-            ends = (point.samples_per_sec if math.isnan(end) else end for end in (point.low, point.high))
-            low, high = ends
-            return point.samples_per_sec, low, high, "measured"
+        if size in (1, e.world_size):
+            step = self._measured.linear if size == 1 else self._measured.step
+            return each * size / step.mid, each * size / step.high, each * size / step.low, "measured"
         if size > e.world_size:
             step = self.at(size).gap.step
             return each * size / step.mid, each * size / step.high, each * size / step.low, "predicted"

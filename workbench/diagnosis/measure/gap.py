@@ -20,7 +20,7 @@ from workbench.core import units
 from workbench.core.progress import INTERRUPTED
 from workbench.core.system_load import LoadMeter, cpu_of_process, usable_cores
 from workbench.diagnosis.analysis.gap import gap_of
-from workbench.diagnosis.analysis.gap_evidence import GapBlock, GapEvidence, Tail
+from workbench.diagnosis.analysis.gap_evidence import MIN_FOREIGN, GapBlock, GapEvidence, Tail
 from workbench.diagnosis.measure.experiment import measure_gradients
 from workbench.harness import ablations
 from workbench.harness.batches import MAX_CACHED, CachedBatches, bytes_of, doubled
@@ -47,8 +47,6 @@ UNEVEN = 0.05
 """Fraction of its step by which a rank with cached batches is slower than another one, from which on both get the same batches."""
 MAX_SHARED_BYTES = 2**26
 """Most bytes of batches that a rank sends to all others for that."""
-MIN_FOREIGN = 0.1
-"""Cores taken by other processes from which on a note says so."""
 TAIL_STEPS = 12
 """Steps in which the moments of the gradients are written down."""
 
