@@ -30,7 +30,7 @@ from workbench.core import run_directory, units
 from workbench.runs.errors import is_out_of_memory
 from workbench.train import checkpoint_file, named_state
 from workbench.train.checkpoint_file import UnusableCheckpointError
-from workbench.train.provenance import classes_of, dataset_identity
+from workbench.train.provenance import classes_of, dataset_identity, have_changed
 from workbench.train.ranks import Ranks, changed_layout, layout_knobs
 
 if TYPE_CHECKING:
@@ -61,6 +61,7 @@ class Checkpoints:
         self._step = self._choices = 0
         self._best: tuple[float, int] | None = None
         self._warn: Callable[[str], None] = print
+        self.first_samples: dict[str, list[Any]] | None = None
 
     def latest(self) -> Checkpoint | None:
         """The last usable checkpoint; None if there is none at all. Rank 0 chooses, so that all take the same.
@@ -215,6 +216,9 @@ class Checkpoints:
         was, is_now = state.get("data") or {}, dataset_identity(trainer.loader.dataset)
         changed = [name for name in was.keys() | is_now.keys() if was.get(name) != is_now.get(name) and name != "samples"] if was else []
         notes += [f"the data's {name} is {is_now.get(name)!r:.80} now, and was {was.get(name)!r:.80} before" for name in sorted(changed)]
+        self.first_samples = state.get("first samples")
+        if have_changed(trainer, self.first_samples):
+            notes.append("the content of the data's first samples differs from before: the training goes on with other data")
         notes += filter(None, [changed_layout(trainer.spec, state.get("layout"))])
         for note in notes:
             print(f"note: {note}")
@@ -350,6 +354,7 @@ class Checkpoints:
             state = {"step": step, "micro_batch": trainer.spec.micro_batch, "samples": _samples(trainer), "spec": trainer.spec.to_json()}
             state |= {"layout": layout_knobs(trainer.spec), "best": best, "position": trainer.position(step)}
             state |= {"classes": classes_of(trainer.loader.dataset), "data": dataset_identity(trainer.loader.dataset)}
+            state["first samples"] = self.first_samples
             if shared:
                 small = {name: value for name, value in trainer.state().items() if name in ("scheduler", "scaler")}
                 state |= copy({**small, "module": {}, "optimizer": {"groups": groups}, "ema": {}})

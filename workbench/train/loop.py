@@ -170,6 +170,8 @@ def train(
                     balance.take()  # its tokens are of no step
                 if first and not ranks.rank:
                     provenance.record(run_dir, trainer, batch, resumed=bool(done))
+                    if checkpoints and not done:
+                        checkpoints.first_samples = provenance.first_samples(trainer, batch)
                 first = False
                 if prints:
                     prints.batch(batch)

@@ -4,23 +4,26 @@ import contextlib
 import functools
 import hashlib
 import inspect
+import itertools
 import os
 import platform
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 from workbench.core import run_directory
 from workbench.core.package import imported_code
-from workbench.harness.batches import map_tensors
+from workbench.harness.batches import map_tensors, tensors_of
 from workbench.runs.task import Task, imported
 from workbench.runs.training_knobs import is_own_schedule
 from workbench.train.fingerprints import digest
+from workbench.train.random_numbers import seeded
+from workbench.train.sample_order import SampleOrder
 from workbench.train.trainer import Trainer
 
 SAMPLES = 8
@@ -116,6 +119,41 @@ def dataset_identity(dataset: Any) -> dict[str, Any]:
             identity["fingerprint"] = own[:200]
             break
     return identity | {f".{name}": value for name, value in _attributes(inside)}
+
+
+def first_samples(trainer: Trainer, first_batch: Any) -> dict[str, list[Any]] | None:
+    """Which samples the first micro-batch of a run has, and a digest of each tensor of their batch; None = its samples have no numbers."""
+    order = trainer.loader.sampler
+    if not isinstance(order, SampleOrder):
+        return None
+    begin = SampleOrder(trainer.loader.dataset, rank=order.rank, world_size=order.world_size, seed=order.seed)  # type: ignore[arg-type]
+    indices = [int(index) for index in itertools.islice(begin, trainer.loader.batch_size)]
+    return {"indices": indices, "digests": [digest(_first(tensor)) for tensor in tensors_of(first_batch)]}
+
+
+def have_changed(trainer: Trainer, samples: Mapping[str, Sequence[Any]] | None) -> bool:
+    """Has the content of a run's `first_samples` changed since? Their batch is read again, up to four times while it differs.
+
+    Random numbers begin otherwise each time and are restored: what differs by itself, as augmented pictures do, is not compared. Where
+    the loader has workers, one reads, so that no file is opened in the training process.
+    """
+    loader, reads = trainer.loader, list[list[str]]()
+    with contextlib.suppress(Exception):  # what cannot be read tells so when it is its turn
+        while samples and len(reads) < 4:
+            again: DataLoader[Any] = DataLoader(
+                _inside(loader.dataset),
+                batch_sampler=[samples["indices"]],
+                num_workers=min(1, loader.num_workers),
+                collate_fn=loader.collate_fn,
+                worker_init_fn=loader.worker_init_fn,
+                generator=torch.Generator().manual_seed(len(reads)),
+            )
+            with seeded(len(reads), trainer.ranks.device):
+                reads.append([digest(_first(tensor)) for batch in again for tensor in tensors_of(batch)])
+            if not any(len(set(now)) == 1 and now[0] != was for was, *now in zip(samples["digests"], *reads, strict=False)):
+                return False
+        return bool(samples)
+    return False
 
 
 def classes_of(dataset: Any) -> list[str] | None:
