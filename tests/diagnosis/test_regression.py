@@ -217,6 +217,7 @@ def test_what_nobody_put_back_is_named_beside_the_machine(tmp_path: Path, emulat
     result = wb.what_changed(*runs)
     assert (result.kind, result.left_over) == ("still", ("numpy (1.26 → 2.0)",))
     assert "either numpy (1.26 → 2.0), which could not be put back, or the machine" in result.verdict
+    assert main(["what-changed", *(str(run.path) for run in runs)]) == 1  # of two reasons none is named
     with_paths = wb.what_changed(*runs, also={"numpy": ({"PYTHONPATH": "/old"}, {"PYTHONPATH": "/new"})})
     assert with_paths.changes == ("numpy",)
     trainings = emulated(lambda arm: 0.02 if arm.variables["PYTHONPATH"] == "/new" else 0.01)
@@ -333,7 +334,10 @@ def test_code_is_a_commit_what_is_in_the_folder_or_gone(repository: Path, tmp_pa
     assert change.code is not None
     assert change.code.commit is None  # it is checked out
     lost = swaps.swaps_of(run("dirty", {"commit": ids[1], "dirty": True, "changes": "0"}), new, {})
-    notes = ("code: that of run A cannot be had: it had changes that were not committed", "between the commits changed: task.py")
+    notes = (
+        "code: that of run A cannot be had: it had changes that were not committed, in files that it did not record",
+        "between the commits changed: task.py",
+    )
     assert (lost.changes, lost.notes) == ((), notes)
     gone = swaps.swaps_of(old, run("gone", {"commit": ids[3], "dirty": False}, tmp_path / "nowhere"), {})
     assert "is gone" in gone.notes[0]

@@ -187,7 +187,7 @@ def _code_of(run: Run, info: Mapping[str, Any], state: Mapping[str, Any], ask_gi
         return Code(folder, source), ""
     names, used = state.get("uncommitted"), provenance(run)[CODE]
     if state.get("dirty") and not (names and used and not any(f"/{name}".endswith(f"/{each}") for name in names for each in used)):
-        return None, f"it had changes that were not committed{f' in {several_of(names)}' if names else ''}"
+        return None, f"it had changes that were not committed{f' in {several_of(names)}' if names else ', in files that it did not record'}"
     if not ask_git:
         return Code(folder, source, str(commit)), ""
     try:
@@ -199,7 +199,7 @@ def _code_of(run: Run, info: Mapping[str, Any], state: Mapping[str, Any], ask_gi
 def _of_commits(runs: Sequence[Run], folder: Path, ask_git: bool) -> list[str]:
     """Which files two commits change, and which changes to run A or B were in none."""
     states = [provenance(run)["git"] for run in runs]
-    commits, notes = [str(state.get("commit")) for state in states], []
+    commits, notes = [str(state.get("commit")) for state in states], list[str]()
     if ask_git and commits[0] != commits[1]:
         with contextlib.suppress(worktrees.GitError):
             files = worktrees.changed_files(folder, *(worktrees.commit_of(folder, commit) for commit in commits))
