@@ -1,21 +1,28 @@
 """The gap between N × one rank and N ranks, on made measurements whose parts are known."""
 
+import contextlib
 import itertools
 import json
 import math
 from array import array
+from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 from tests.planted_gap import planted
 from workbench.diagnosis.analysis.evidence import Gradients
 from workbench.diagnosis.analysis.gap import UNEXPLAINED, Gap, gap_of
 from workbench.diagnosis.analysis.gap_evidence import GapBlock, GapEvidence, Tail, expected_largest, seconds_of
 from workbench.diagnosis.analysis.gap_forecast import link_of, predict_gap
-from workbench.diagnosis.measure.gap import typical_rank
+from workbench.diagnosis.measure.gap import _Arms, typical_rank
+from workbench.harness import ablations
 from workbench.harness.blocks import StepTimes
 
 CAUSES = [
@@ -208,6 +215,41 @@ def test_another_link_changes_what_is_reduced_and_nothing_else() -> None:
     assert slower["memory"] == same["memory"]
     assert predict_gap(evidence, 64, link=link)["large gradients"].mid > same["large gradients"].mid
     assert link_of(planted(ranks=1)) is None
+
+
+def test_the_moments_of_gradients_are_those_of_planted_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clock that hooks put forward: 3 s to the first gradient, 2 s to the last, then 1 s to the optimizer, and 4 s more of reduction."""
+    now, reducing = [0.0], [True]
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    @contextlib.contextmanager
+    def without(_: object) -> Iterator[None]:
+        reducing[0] = False
+        yield
+        reducing[0] = True
+
+    def later(seconds: float) -> None:
+        now[0] += seconds
+
+    def step(batch: torch.Tensor) -> None:
+        later(3.0)
+        model(batch).sum().backward()
+        later(5.0 if reducing[0] else 1.0)
+        optimizer.step()
+
+    model[0].weight.register_post_accumulate_grad_hook(lambda _: later(2.0))  # in the layer that backward comes to last
+    model[0].bias.requires_grad_(False)
+    monkeypatch.setattr(ablations, "without_reduction", without)
+    bench: Any = SimpleNamespace(clock=lambda: now[0], warm=lambda batches: [step(batch) for batch in batches])
+    bench.peers = SimpleNamespace(gather=lambda row: [row, [9.0, 9.0, 9.0]], barrier=lambda: None)  # another rank waits longer
+    feed: Any = SimpleNamespace(wait_until_full=lambda _: None)
+    arms = _Arms(bench, feed, [model], 1)
+    arms.cached.hold([torch.ones(4, 2)])
+    assert arms.tail() == Tail(first=3.0, backward=2.0, after=5.0, silent=1.0)
+    arms.models = [nn.Linear(2, 2)]
+    assert arms.tail() is None, "these weights get no gradient"
+    arms.meter.close()
 
 
 def test_evidence_and_gap_are_written_and_read_back() -> None:

@@ -13,6 +13,7 @@ from tests.planted_gap import planted
 from workbench.core import units
 from workbench.core.brief import BRIEF_BYTES
 from workbench.diagnosis.analysis.evidence import Gradients
+from workbench.diagnosis.analysis.gap_evidence import Tail
 from workbench.diagnosis.analysis.why_not_linear import WhyNotLinear
 from workbench.diagnosis.why_not_linear import script_evidence, why_not_linear
 from workbench.runs.run import _on_run_started, on_run_started
@@ -38,6 +39,19 @@ def test_the_answer_shows_itself_everywhere() -> None:
     assert frame.lost.sum() == pytest.approx(64 / result.gap.linear.mid - 64 / result.gap.step.mid)
     copy = WhyNotLinear.from_json(json.loads(json.dumps(result.to_json())))
     assert (copy.cause, str(copy)) == (result.cause, text)
+
+
+def test_the_buckets_stand_under_the_reduction() -> None:
+    result = answer(reduction=0.010, buckets=2, tail=Tail(first=0.007, backward=0.008, after=0.006, silent=0.001))
+    last = 3e-4 + 2e6 * 1e-9
+    assert result.buckets == pytest.approx({"first": 0.007, "exposed": 0.005, "last": last})
+    assert result.brief()["buckets_s"] == pytest.approx(result.buckets, rel=0.01)
+    names = [row[0] for row in result.table.rows]
+    at = names.index("large gradients") + 1
+    assert names[at : at + 3] == ["· first gradient", "· after the last gradient", "· last bucket"]
+    assert [row[1] for row in result.table.rows[at : at + 3]] == ["7.00 ms", "5.00 ms", "2.30 ms"]
+    assert "5.00 ms are left (the last bucket alone takes 2.30 ms)" in result.why
+    assert result.at(4).buckets == answer(reduction=0.01).buckets == {}
 
 
 def test_an_agent_gets_it_in_two_kilobytes() -> None:

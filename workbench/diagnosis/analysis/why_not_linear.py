@@ -15,7 +15,7 @@ from workbench.core.codec import NOT_STORED, JsonDataclass
 from workbench.core.display import table as display
 from workbench.core.synonyms import accept_synonyms
 from workbench.diagnosis.analysis.evidence import Gradients
-from workbench.diagnosis.analysis.gap import SAME, UNEXPLAINED, Gap, gap_of
+from workbench.diagnosis.analysis.gap import REDUCTION, SAME, UNEXPLAINED, Gap, gap_of
 from workbench.diagnosis.analysis.gap_evidence import GapEvidence
 from workbench.diagnosis.analysis.gap_forecast import predict_gap
 from workbench.diagnosis.analysis.gap_remedies import remedies_for_gap
@@ -29,6 +29,12 @@ from workbench.scaling.analysis.curve.point import CurveError, ScalingPoint
 HOURS = 3600
 WORTH = 0.8
 """Efficiency of the last doubling from which on it is called worth its price. Chosen; a matter of words: the table has the figures."""
+BUCKETS = {
+    "first": ("first gradient", "of a step, before which nothing can be sent"),
+    "exposed": ("after the last gradient", "of reduction, which no backward hides"),
+    "last": ("last bucket", "by itself, with as many bytes as a bucket has on average"),
+}
+"""What is known of the buckets → its row under the reduction."""
 FEW = (2, 4, 8)
 """Numbers of ranks that are predicted where one process was measured."""
 
@@ -133,18 +139,27 @@ class WhyNotLinear(JsonDataclass):
         return f"{head} {parts[:1].upper()}{parts[1:]}.{self._details()}"
 
     def _details(self) -> str:
-        e, tail = self.evidence, self.evidence.tail
+        e = self.evidence
         if self.cause in ("slow rank", "uneven data"):
             return f" It is rank {e.slowest}."
-        if self.cause not in ("many reductions", "large gradients") or tail is None or e.gradients is None:
+        if self.cause not in REDUCTION or e.gradients is None or not self.buckets:
             return ""
-        g = e.gradients
-        last = g.latency + g.size / max(1, g.buckets) * g.per_byte
+        g, buckets = e.gradients, self.buckets
         return (
             f" {units.bytes_(g.size)} in {units.several(g.buckets, 'reduction')}: nothing can be sent in the first "
-            f"{units.seconds(tail.first)} of a step; after the last gradient {units.seconds(tail.exposed)} are left "
-            f"(the last bucket alone takes {units.seconds(last)})."
+            f"{units.seconds(buckets['first'])} of a step; after the last gradient {units.seconds(buckets['exposed'])} are left "
+            f"(the last bucket alone takes {units.seconds(buckets['last'])})."
         )
+
+    @property
+    def buckets(self) -> dict[str, float]:
+        """Seconds of a step from its start to the "first" gradient, "exposed" reduction after the last gradient, and what the "last" bucket
+        takes by itself at the mean size of a bucket; empty where they were not measured, or the gap is predicted.
+        """
+        tail, g = self.evidence.tail, self.evidence.gradients
+        if tail is None or g is None or self.gap.predicted:
+            return {}
+        return {"first": tail.first, "exposed": tail.exposed, "last": g.latency + g.size / max(1, g.buckets) * g.per_byte}
 
     @property
     def next(self) -> str:
@@ -313,6 +328,8 @@ class WhyNotLinear(JsonDataclass):
                     part.words,
                 ]
             )
+            if part.cause == REDUCTION[-1]:
+                rows += [[f"· {BUCKETS[name][0]}", units.seconds(s), "", "", BUCKETS[name][1]] for name, s in self.buckets.items()]
         rows.append(["what you get", units.seconds(gap.step.mid), units.MISSING, units.rate(self.samples / gap.step.mid, self.unit), ""])
         return display.Table(
             columns=("part", "per step", "90 % interval", "throughput", ""),
@@ -365,6 +382,7 @@ class WhyNotLinear(JsonDataclass):
             "linear_s": number(gap.linear.mid),
             "step_s": number(gap.step.mid),
             "parts_s": parts,
+            **({"buckets_s": {name: number(seconds) for name, seconds in self.buckets.items()}} if self.buckets else {}),
             "residual": number(gap.residual),
             "predicted": remedies,
             "proved": [{"change": p.remedy.name, "measured": three(p.measured), "helps": p.gained} for p in self.proofs],
