@@ -142,7 +142,7 @@ def have_changed(trainer: Trainer, samples: Mapping[str, Sequence[Any]] | None) 
         while samples and len(reads) < 4:
             again: DataLoader[Any] = DataLoader(
                 _inside(loader.dataset),
-                batch_sampler=[samples["indices"]],
+                batch_sampler=[list(samples["indices"])],
                 num_workers=min(1, loader.num_workers),
                 collate_fn=loader.collate_fn,
                 worker_init_fn=loader.worker_init_fn,
