@@ -155,6 +155,18 @@ def test_a_plan_has_a_reason_for_each_number() -> None:
     assert SPEC.replace(**plan.changes()).global_batch == plan.global_batch
 
 
+def test_for_which_ranks_the_learning_rate_was_tuned_is_said() -> None:
+    eight = batch_plan(SPEC.replace(nproc_per_node=8), noise_scale=False, throughput=CURVE)
+    assert "learning rate of 0.1 is taken as tuned for global batch 128 on 8 ranks; if it was tuned on fewer, give world_size=8" in str(eight)
+    assert "as tuned for" not in str(batch_plan(SPEC, noise_scale=False, throughput=CURVE, world_size=8))
+    assert "as tuned for" not in str(batch_plan(SPEC.replace(nproc_per_node=1), noise_scale=False, throughput=CURVE))
+
+
+def test_a_noise_scale_has_its_interval_also_without_an_upper_end() -> None:
+    vague = SimpleNamespace(b_simple=66.29, low=16.2, high=math.inf, enough=False)
+    assert "66.3 samples (16 to ?, too few steps for an upper end)" in str(batch_plan(SPEC, noise_scale=vague, throughput=CURVE))
+
+
 def test_a_plan_comes_back_from_json() -> None:
     plan = batch_plan(SPEC, noise_scale=200, throughput=CURVE)
     back = ProposedPlan.from_json(json.loads(json.dumps(plan.to_json())))
@@ -346,7 +358,7 @@ def test_a_plan_that_is_good_already_stays() -> None:
     ("options", "said"),
     [
         ({"global_batch": 33}, r"global_batch=33 cannot be divided over 2 ranks without a remainder: try 32 or 34"),
-        ({"global_batch": 9000}, r"global_batch=9000 is above the dataset, which has 8000 samples: at most 8000 on 2 ranks"),
+        ({"global_batch": 9000}, r"at most global_batch=8000 on 2 ranks, or let the task's dataset\(\)"),
         ({"global_batch": 0}, r"global_batch=0: a whole number"),
         ({"world_size": -1}, r"world_size=-1: a whole number"),
         ({"largest": 0}, r"largest=0: a whole number"),
@@ -365,6 +377,11 @@ def test_what_cannot_be_planned(options: dict[str, Any], said: str) -> None:
 def test_only_a_spec_can_be_planned() -> None:
     with pytest.raises(TypeError, match=r"micro_batch belongs in the spec: batch_plan\(spec\.replace\(micro_batch=…\), …\)"):
         batch_plan(SPEC, micro_batch=7)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"batch belongs in a task: write def build\(\).* then batch_plan\(wb\.RunSpec\(task="):
+        batch_plan(lambda: None, batch=1, loss=None)  # type: ignore[call-arg,arg-type]
+    for name in ("nproc_per_node", "gpus"):
+        with pytest.raises(TypeError, match=f"batch_plan\\({name}=…\\): did you mean 'world_size', the ranks to come"):
+            batch_plan(SPEC, **{name: 8})
     with pytest.raises(ValueError, match=r"batch_plan\(str\): expected a RunSpec"):
         batch_plan("fashion_mlp")  # type: ignore[arg-type]
     with pytest.raises(SpecError, match='micro_batch="auto" is chosen when a run starts'):

@@ -12,6 +12,7 @@ from typing import Any
 
 from workbench.batch.analysis.plan import BatchPlan
 from workbench.batch.analysis.proof import Gain, LossCurve, PlanProof
+from workbench.batch.analysis.scaled_lr import number
 from workbench.batch.analysis.throughput import (
     SLACK,
     BatchCandidate,
@@ -229,6 +230,7 @@ def batch_plan(
         doubt,
         *(curve.notes if throughput is None else ()),
         extrapolation_note(curve, ranks),
+        "" if world_size or ranks == 1 else _tuned_for(old),
         _warmup_note(spec, old, scaled, full_warmup),
         *scaled.notes,
     ]
@@ -242,6 +244,14 @@ def batch_plan(
         candidates=tuple(allowed),
     )
     return dataclasses.replace(plan, proof=plan.prove(budget_s=budget_s, runs_dir=runs_dir)) if prove else plan
+
+
+def _tuned_for(old: BatchPlan) -> str:
+    """What a learning rate without world_size= is taken for."""
+    return (
+        f"the spec's learning rate of {number(old.lr)} is taken as tuned for global batch {old.global_batch:,} on {old.world_size} ranks; "
+        f"if it was tuned on fewer, give world_size={old.world_size} with the spec of those"
+    )
 
 
 def _announcement(noise_scale: Any, steps: Any, throughput: Any) -> str:

@@ -70,7 +70,8 @@ def check_batch(batch: Any, ranks: int, dataset: int | None) -> None:
         )
     if dataset is not None and batch > dataset:
         raise SpecError(
-            f"global_batch={batch} is above the dataset, which has {dataset} samples: at most {dataset // ranks * ranks} on {ranks} ranks"
+            f"global_batch={batch} is above the dataset, which has {dataset} samples, and no step takes a sample twice: give at most "
+            f"global_batch={dataset // ranks * ranks} on {units.several(ranks, 'rank')}, or let the task's dataset() return the full dataset"
         )
 
 
@@ -102,7 +103,7 @@ def law_of(steps: Any) -> CriticalBatch | None:
 def noise_of(
     spec: RunSpec, given: Any, steps: Any, runs_dir: str | os.PathLike[str] | None, line: Waiting
 ) -> tuple[float | None, str, str]:
-    """The noise scale or critical batch in samples, its name with its value, and a note if it is uncertain."""
+    """The noise scale or critical batch in samples, its name with its value and interval, and a note if it is uncertain."""
     law = law_of(steps)
     if law is not None:
         return law.b_crit, f"critical batch of {number(round(law.b_crit))} samples, from steps to a target", law.advice
@@ -122,7 +123,8 @@ def noise_of(
         doubt = f"the true gradient is lost in the noise so far: more steps are needed (wb.noise_scale says how many); {STAYS}"
         return None, "", doubt
     low, high = getattr(given, "low", math.nan), getattr(given, "high", math.nan)
-    between = f" ({number(round(low))} to {number(round(high))})" if math.isfinite(low) and math.isfinite(high) else ""
+    top = number(round(high)) if math.isfinite(high) else "?, too few steps for an upper end"
+    between = f" ({number(round(low))} to {top})" if math.isfinite(low) else ""
     doubt = "" if getattr(given, "enough", True) else "the noise scale is not certain yet: wb.noise_scale says how many more steps it needs"
     return float(value), f"noise scale of {number(round(value, 1) if value < 100 else round(value))} samples{between}", doubt
 

@@ -81,6 +81,9 @@ MAKERS: Mapping[str, str] = {
     "why_not_linear(spec)": "WhyNotLinear",
 }
 """A call in `wb` → the classes of its results, which nobody makes by hand, and the class methods that it is an example of."""
+TASK = "write def build(): return wb.Task(model=lambda: …, dataset=…, loss=lambda model, batch: …) into my_task.py"
+SPEC = 'wb.RunSpec(task="my_task.py:build")'
+"""How a model with its loss and data is given to a function that takes a RunSpec."""
 MOST = 5
 """Missing arguments that a message names."""
 
@@ -176,6 +179,10 @@ class _Parameters:
         for word in [word for word in given if word not in self._names]:
             if not self._others:
                 takes = ", ".join(name for name in self._names if name != "self") or "no argument by name"
+                if word in ("nproc_per_node", "gpus") and "world_size" in self._names:
+                    return f"{self._name}({word}=…): did you mean 'world_size', the ranks to come? Those of now belong in the spec. It takes {takes}"
+                if self._names[:1] == ["spec"] and word in ("model", "loss", "batch", "dataset"):
+                    return f"{self._name}({word}=…): {word} belongs in a task: {TASK}, then {self._name}({SPEC}, …). It takes {takes}"
                 if self._names[:1] == ["spec"] and word in late.load("KNOBS"):
                     return f"{self._name}({word}=…): {word} belongs in the spec: {self._name}(spec.replace({word}=…), …). It takes {takes}"
                 return f"{self._name}({word}=…): {did_you_mean(word, self._names, cutoff=0.5)}It takes {takes}"
