@@ -169,10 +169,10 @@ def diagnose(given: argparse.Namespace) -> int:
     target: Any = given.target
     if target.endswith(".py"):
         refuse_knobs("diagnose", target, {name: knobs[name] for name in knobs if name not in ("threads", "profile", "nproc_per_node")})
-        if knobs:
+        if fixed := [f"{name}={knobs[name]}" for name in knobs if name != "nproc_per_node"]:
             raise ValueError(
-                f"{target} is a script: a diagnosis runs it as it is ({', '.join(knobs)} cannot be set). Launch it with them: workbench "
-                f"launch {target} --nproc-per-node 2 (or --set threads=2), then workbench diagnose runs/…"
+                f"{target} is a script: a diagnosis runs it as it is ({', '.join(fixed)} cannot be set). Launch it with them: workbench "
+                f"launch {target} --set {' '.join(fixed)}, then workbench diagnose runs/NAME, which it prints"
             )
     elif not (Path(target) / "run.json").is_file():
         if Path(target).is_dir() and target not in SAMPLES:
@@ -185,7 +185,9 @@ def diagnose(given: argparse.Namespace) -> int:
     if not (Path(given.target) / "run.json").is_file():
         does = "watching a run of" if isinstance(target, str) else "experiments with"
         begins(f"{does} {given.target}, at most {units.seconds(given.budget)} …")
-    diagnosis = workbench.diagnose(target, args=given.args, budget_s=given.budget)
+    diagnosis = workbench.diagnose(
+        target, args=given.args, nproc_per_node=knobs.get("nproc_per_node", 1) if isinstance(target, str) else 1, budget_s=given.budget
+    )
     provable = any(remedy.provable for remedy in diagnosis.remedies)
     if given.json:
         if given.prove and provable:

@@ -157,14 +157,30 @@ def test_a_plan_has_a_reason_for_each_number() -> None:
 
 def test_for_which_ranks_the_learning_rate_was_tuned_is_said() -> None:
     eight = batch_plan(SPEC.replace(nproc_per_node=8), noise_scale=False, throughput=CURVE)
-    assert "learning rate of 0.1 is taken as tuned for global batch 128 on 8 ranks; if it was tuned on fewer, give world_size=8" in str(eight)
+    assert "learning rate of 0.1 is taken as tuned for global batch 128 on 8 ranks; if it was tuned on fewer, give world_size=8" in str(
+        eight
+    )
     assert "as tuned for" not in str(batch_plan(SPEC, noise_scale=False, throughput=CURVE, world_size=8))
     assert "as tuned for" not in str(batch_plan(SPEC.replace(nproc_per_node=1), noise_scale=False, throughput=CURVE))
 
 
 def test_a_noise_scale_has_its_interval_also_without_an_upper_end() -> None:
     vague = SimpleNamespace(b_simple=66.29, low=16.2, high=math.inf, enough=False)
+    plan = batch_plan(SPEC, global_batch=128, noise_scale=vague, throughput=CURVE)
     assert "66.3 samples (16 to ?, too few steps for an upper end)" in str(batch_plan(SPEC, noise_scale=vague, throughput=CURVE))
+    assert plan.time_range is not None
+    low, high = plan.time_range
+    assert low == pytest.approx(1 / plan.predicted.throughput)  # where noise has no end, samples are worth the same
+    assert low < plan.predicted.time < high
+    assert f"the time ({low:.3g}× … {high:.3g}×, by the interval of the noise scale)" in str(plan)
+    assert ProposedPlan.from_json(json.loads(json.dumps(plan.to_json()))).to_json() == plan.to_json()
+
+
+def test_a_plan_that_was_measured_on_a_busy_machine_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("workbench.batch.batch_plan.LoadMeter.crowding", lambda self: "other processes took 1.8 of 2 cores")
+    monkeypatch.setattr("workbench.batch.facts.measure_throughput", lambda *_, **__: Throughput.of(CURVE, micro_batch=16, world_size=2))
+    assert "the machine was busy: other processes took 1.8 of 2 cores." in str(batch_plan(SPEC, noise_scale=100))
+    assert "busy" not in str(batch_plan(SPEC, noise_scale=100, throughput=CURVE))
 
 
 def test_a_plan_comes_back_from_json() -> None:
@@ -358,7 +374,7 @@ def test_a_plan_that_is_good_already_stays() -> None:
     ("options", "said"),
     [
         ({"global_batch": 33}, r"global_batch=33 cannot be divided over 2 ranks without a remainder: try 32 or 34"),
-        ({"global_batch": 9000}, r"at most global_batch=8000 on 2 ranks, or let the task's dataset\(\)"),
+        ({"global_batch": 9000}, r"at most global_batch=8000 on 2 ranks, or a task whose dataset\(\)"),
         ({"global_batch": 0}, r"global_batch=0: a whole number"),
         ({"world_size": -1}, r"world_size=-1: a whole number"),
         ({"largest": 0}, r"largest=0: a whole number"),

@@ -136,8 +136,11 @@ def test_a_script_is_run_watched_until_it_ends_or_the_budget_is_spent(
         return Launched()
 
     monkeypatch.setattr("workbench.diagnosis.api.launch", launch)
-    found = wb.diagnose(str(tmp_path / "train.py"), budget_s=7)
-    assert calls == [(str(tmp_path / "train.py"), {"args": (), "watch": True, "runs_dir": None}), {"timeout": 7, "check": True}]
+    found = wb.diagnose(str(tmp_path / "train.py"), nproc_per_node=2, budget_s=7)
+    assert calls == [
+        (str(tmp_path / "train.py"), {"args": (), "nproc_per_node": 2, "watch": True, "runs_dir": None}),
+        {"timeout": 7, "check": True},
+    ]
     assert found.caption.startswith("• observed in 50 steps")
     said = "the budget of 7.00 s ended the script after 60 steps: budget_s= or --budget gives it longer"
     assert (said in found.caption) != ends
@@ -161,6 +164,8 @@ def test_what_does_not_go_with_a_script_is_refused_before_it_runs(tmp_path: Path
     monkeypatch.setattr("workbench.diagnosis.api.launch", lambda *_, **__: pytest.fail("it was launched"))
     with pytest.raises(ValueError, match=r"was given model=, which only goes with a step: diagnose\(step, loader\)"):
         wb.diagnose(str(tmp_path / "train.py"), model=Module())
+    with pytest.raises(ValueError, match="nproc_per_node=2: it is for a script; for a task it belongs in the spec"):
+        wb.diagnose("clipart-resnet", nproc_per_node=2)
 
 
 def test_a_file_that_only_defines_a_task_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 """What changes do to memory, the largest micro-batch, the ladder: each held against fresh fake runs."""
 
+import dataclasses
 import functools
 import json
 import math
@@ -161,6 +162,10 @@ def test_a_batch_above_the_dataset_is_not_looked_for() -> None:
     found = max_micro_batch(task, small, margin=0.0)
     assert int(found) < 2001
     assert "one more is" in str(found)
+    assert "at once" not in str(dataclasses.replace(found, next=dataclasses.replace(found.next, reserved=found.breakdown.reserved)))
+    jump = dataclasses.replace(found.breakdown, reserved=(found.breakdown.reserved or 0) + 2**30)
+    said = str(dataclasses.replace(found, next=jump))
+    assert "since the allocator reserves 1.00 GiB more at once for it, and tensors only 0 B" in said
     with pytest.raises(ValueError, match="one optimizer step takes at least 4000 samples"):
         max_micro_batch(task, "H200", accumulation=4000)
 

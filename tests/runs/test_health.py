@@ -175,6 +175,7 @@ def test_a_run_tells_its_faults_in_report_and_panel(by_hand: Make) -> None:
     assert "fault: the loss jumps from" in report(run)
     assert run_facts(run)["faults"][0].startswith("the loss jumps")
     assert any("the loss jumps from" in note for note in Follower(run).snapshot().notes)
+    assert "data_wait" not in report(Run.load(by_hand(name="early").ended("failed").path)), "no step was taken, so there are no times"
 
 
 def test_what_ranks_told_is_a_fault_of_the_rank_that_is_slow() -> None:

@@ -26,6 +26,10 @@ def a_task() -> Task:
     return Task(model=dict, dataset=list, loss=a_step)  # type: ignore[arg-type]
 
 
+class Two:
+    def __init__(self, classes: int) -> None: ...
+
+
 class Module:
     def parameters(self) -> list[Any]:
         return []
@@ -110,6 +114,8 @@ def test_a_program() -> None:
     for good in (SPEC, a_task()):
         assert read_program("guess", good, None) is good
     assert read_program("guess", Module, [1]) is Module
+    with pytest.raises(ValueError, match=r"missing a required argument: 'classes'; give it: guess\(lambda: Two\(…\), …\)"):
+        read_program("guess", Two, 1)
     with pytest.raises(ValueError, match=r"guess\(Module\): a model needs a batch: guess\(model, batch=…\)"):
         read_program("guess", Module, None)
     with pytest.raises(ValueError, match=r"guess\('text_gpt'\): expected a hat, a RunSpec, a Task.*not a str"):

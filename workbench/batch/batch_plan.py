@@ -40,6 +40,7 @@ from workbench.core.device import Device
 from workbench.core.display import table as display
 from workbench.core.progress import Waiting
 from workbench.core.synonyms import accept_synonyms
+from workbench.core.system_load import LoadMeter
 from workbench.runs.failure import RunError
 from workbench.runs.launch.sweep import run_all
 from workbench.runs.run import Run
@@ -67,6 +68,8 @@ class ProposedPlan(BatchPlan):
     """Samples per second against the micro-batch; None = not known."""
     noise: float | None = None
     """The noise scale or critical batch that was used, in samples; None = not known."""
+    time_range: tuple[float, float] | None = None
+    """Of the predicted time over that of the plan before, at both ends of the noise scale's interval; None = it was given without one."""
     candidates: tuple[BatchCandidate, ...] = ()
     """The plans that it was chosen from."""
     proof: PlanProof | None = None
@@ -139,7 +142,8 @@ class ProposedPlan(BatchPlan):
         speed = f"predicted, present plan = 1×: {units.times(gain.throughput)} the samples per second"
         if math.isnan(gain.samples):
             return f"{speed}; how much samples are worth in a batch of {self.global_batch:,} is not known without a noise scale"
-        return f"{speed}, {units.times(gain.samples)} the samples to the same loss, {units.times(gain.time)} the time"
+        between = f" ({' … '.join(map(units.times, self.time_range))}, by the interval of the noise scale)" if self.time_range else ""
+        return f"{speed}, {units.times(gain.samples)} the samples to the same loss, {units.times(gain.time)} the time{between}"
 
     def to_json(self) -> dict[str, Any]:
         """As plain JSON values, without the candidates."""
@@ -199,14 +203,17 @@ def batch_plan(
     old = task.plan(spec)
     check_batch(global_batch, ranks, task.dataset_size)
     limit, why_limit = largest_micro_batch(spec, device, largest, ranks)
+    meter = LoadMeter()
     with measured as line:
-        noise, noise_name, doubt = noise_of(spec, noise_scale, steps, runs_dir, line)
+        noise, noise_name, doubt, interval = noise_of(spec, noise_scale, steps, runs_dir, line)
     if noise is None and global_batch is None:
         global_batch = max(1, round(old.global_batch / ranks)) * ranks
         if global_batch != old.global_batch:
             doubt = doubt.replace(STAYS, f"{STAYS} as near to {old.global_batch:,} as {ranks} ranks divide it, {global_batch:,}")
     with measured as line:
         curve = throughput_for(spec, throughput, ranks, limit, task.dataset_size, global_batch, noise, runs_dir, line)
+    busy = meter.crowding() if throughput is None else ""
+    meter.close()
     allowed = candidates(curve, world_size=ranks, noise=noise, largest=limit, most=task.dataset_size, batch=global_batch)
     if not allowed:
         raise SpecError(
@@ -228,6 +235,7 @@ def batch_plan(
     notes = [
         "" if why_limit else "memory is not considered: give device=, such as device='H100'",
         doubt,
+        f"the machine was busy: {busy}. The samples per second, and the plan, may be others when it is quiet" if busy else "",
         *(curve.notes if throughput is None else ()),
         extrapolation_note(curve, ranks),
         "" if world_size or ranks == 1 else _tuned_for(old),
@@ -243,6 +251,10 @@ def batch_plan(
         noise=noise,
         candidates=tuple(allowed),
     )
+    if interval:
+        samples = [relative_sample_worth(old.global_batch, end) / relative_sample_worth(plan.global_batch, end) for end in interval]
+        times = sorted(Gain(throughput=plan.predicted.throughput, samples=each).time for each in samples)
+        plan = dataclasses.replace(plan, time_range=(times[0], times[1]))
     return dataclasses.replace(plan, proof=plan.prove(budget_s=budget_s, runs_dir=runs_dir)) if prove else plan
 
 

@@ -70,8 +70,8 @@ def check_batch(batch: Any, ranks: int, dataset: int | None) -> None:
         )
     if dataset is not None and batch > dataset:
         raise SpecError(
-            f"global_batch={batch} is above the dataset, which has {dataset} samples, and no step takes a sample twice: give at most "
-            f"global_batch={dataset // ranks * ranks} on {units.several(ranks, 'rank')}, or let the task's dataset() return the full dataset"
+            f"global_batch={batch} is above the dataset, which has {dataset} samples, and no step takes a sample twice: "
+            f"at most global_batch={dataset // ranks * ranks} on {units.several(ranks, 'rank')}, or a task whose dataset() returns more"
         )
 
 
@@ -102,13 +102,13 @@ def law_of(steps: Any) -> CriticalBatch | None:
 
 def noise_of(
     spec: RunSpec, given: Any, steps: Any, runs_dir: str | os.PathLike[str] | None, line: Waiting
-) -> tuple[float | None, str, str]:
-    """The noise scale or critical batch in samples, its name with its value and interval, and a note if it is uncertain."""
+) -> tuple[float | None, str, str, tuple[float, float] | None]:
+    """The noise scale or critical batch in samples, its name with its value, a note if it is uncertain, and its interval if known."""
     law = law_of(steps)
     if law is not None:
-        return law.b_crit, f"critical batch of {number(round(law.b_crit))} samples, from steps to a target", law.advice
+        return law.b_crit, f"critical batch of {number(round(law.b_crit))} samples, from steps to a target", law.advice, None
     if given is False:
-        return None, "", f"no noise scale, so the gain of a larger batch is not known: {STAYS}"
+        return None, "", f"no noise scale, so the gain of a larger batch is not known: {STAYS}", None
     if given is None:
         from workbench.batch.api import noise_scale
 
@@ -121,12 +121,13 @@ def noise_of(
         raise SpecError(f"noise_scale={given!r:.60}: samples above 0 are allowed, what wb.noise_scale gave, None to measure it, or False")
     if math.isinf(value):
         doubt = f"the true gradient is lost in the noise so far: more steps are needed (wb.noise_scale says how many); {STAYS}"
-        return None, "", doubt
+        return None, "", doubt, None
     low, high = getattr(given, "low", math.nan), getattr(given, "high", math.nan)
     top = number(round(high)) if math.isfinite(high) else "?, too few steps for an upper end"
     between = f" ({number(round(low))} to {top})" if math.isfinite(low) else ""
     doubt = "" if getattr(given, "enough", True) else "the noise scale is not certain yet: wb.noise_scale says how many more steps it needs"
-    return float(value), f"noise scale of {number(round(value, 1) if value < 100 else round(value))} samples{between}", doubt
+    name = f"noise scale of {number(round(value, 1) if value < 100 else round(value))} samples{between}"
+    return float(value), name, doubt, (low, high) if math.isfinite(low) else None
 
 
 def limit_warmup(plan: BatchPlan, before: BatchPlan, samples: int | None) -> BatchPlan:

@@ -220,6 +220,8 @@ def near_folder(folder: Path, file: str) -> str:
 
     Of these folders the names begin with the time. The newest is one with measured steps, which those of a sweep's launch lack. "" = none.
     """
+    if (inside := folder.parent / "runs" / folder.name / file).is_file():
+        return f'; did you mean "{inside.parent}"?'
     names = sorted(there.parent.name for there in folder.parent.glob(f"*/{file}"))
     if near := nearest(folder.name, names):
         return f'; did you mean "{folder.with_name(near)}"?'

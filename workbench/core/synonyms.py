@@ -180,7 +180,8 @@ class _Parameters:
             if not self._others:
                 takes = ", ".join(name for name in self._names if name != "self") or "no argument by name"
                 if word in ("nproc_per_node", "gpus") and "world_size" in self._names:
-                    return f"{self._name}({word}=…): did you mean 'world_size', the ranks to come? Those of now belong in the spec. It takes {takes}"
+                    meant = "did you mean 'world_size', the ranks to come? Those of now belong in the spec"
+                    return f"{self._name}({word}=…): {meant}. It takes {takes}"
                 if self._names[:1] == ["spec"] and word in ("model", "loss", "batch", "dataset"):
                     return f"{self._name}({word}=…): {word} belongs in a task: {TASK}, then {self._name}({SPEC}, …). It takes {takes}"
                 if self._names[:1] == ["spec"] and word in late.load("KNOBS"):

@@ -59,6 +59,7 @@ def diagnose(
     model: Any = None,
     optimizer: Any = None,
     args: Sequence[str] = (),
+    nproc_per_node: int = 1,
     budget_s: float = BUDGET,
     runs_dir: str | os.PathLike[str] | None = None,
 ) -> Diagnosis:
@@ -68,7 +69,7 @@ def diagnose(
       generators, loader and whatever else the step reaches are restored; a note says what could not be, such as a used-up generator.
     * `diagnose(spec)` experiments in a launch of its own, with as many ranks as the spec has. They keep memory that was freed (see
       `runs.launch.environment.steady_malloc`): what glibc does with it otherwise is chance, and may take a third of a CPU's step.
-    * `diagnose("train.py")` runs a script on one process until it ends or the budget is spent, and diagnoses that run.
+    * `diagnose("train.py")` runs a script until it ends or the budget is spent, and diagnoses that run.
     * `diagnose(run)` uses what the run recorded, runs no experiment, and says which questions only an experiment could settle. So does
       `diagnose(timeline)`, with the timeline of a loop in this process.
 
@@ -78,6 +79,7 @@ def diagnose(
         model: with a step: the module, or several; None = found by looking at the step.
         optimizer: with a step: the optimizer, or several; None = found as well.
         args: with a script: its own options, args=["--epochs", "1"].
+        nproc_per_node: with a script: its processes.
         budget_s: seconds to spend at most, the start of a launch included. It ends earlier when the verdict is clear. At Ctrl-C
             the result is what is known by then; where that is nothing, the KeyboardInterrupt says so.
         runs_dir: with a spec: where its run directory goes; None = `runs` in the current folder.
@@ -90,7 +92,9 @@ def diagnose(
     if loader is None and isinstance(target, str | os.PathLike) and os.fspath(target).endswith(".py"):
         _TARGET.refuse(target, {"model": model, "optimizer": optimizer}, "a step", "step, loader")
         with say_what_was_interrupted("diagnose"):
-            return _diagnose_script(target, args, budget_s, runs_dir)
+            return _diagnose_script(target, args, nproc_per_node, budget_s, runs_dir)
+    if nproc_per_node != 1:
+        raise ValueError(f"nproc_per_node={nproc_per_node!r}: it is for a script; for a task it belongs in the spec")
     if args:
         raise ValueError(f'args={list(args)!r}: only a script has options of its own, diagnose("train.py", args=["--epochs", "1"])')
     if isinstance(target, Timeline):
@@ -271,13 +275,13 @@ _TARGET = Measured(name="diagnose", verb="diagnosed", script='a script by a run 
 
 
 def _diagnose_script(
-    script: str | os.PathLike[str], args: Sequence[str], budget_s: float, runs_dir: str | os.PathLike[str] | None
+    script: str | os.PathLike[str], args: Sequence[str], nproc_per_node: int, budget_s: float, runs_dir: str | os.PathLike[str] | None
 ) -> Diagnosis:
     """From a watched run of a script, stopped when the budget is spent or at Ctrl-C; a file that only defines a task is refused."""
     if builder := task.lone_builder(script):
         named = f"{os.fspath(script)}:{builder}"
         raise ValueError(f"{script} does nothing when it is run: it defines {builder}(), which makes a wb.Task. Diagnose that: {named!r}")
-    run, ended = launch(script, args=args, watch=True, runs_dir=runs_dir), ""
+    run, ended = launch(script, args=args, nproc_per_node=nproc_per_node, watch=True, runs_dir=runs_dir), ""
     try:
         run = run.wait(timeout=budget_s, check=True)
     except TimeoutError:

@@ -14,7 +14,7 @@ def report(run: Run) -> str:
     timelines = run.timelines
     faults = "\n".join(f"fault: {fault}" for fault in new_faults(run))
     idle = pipeline_idle(run)
-    ranks = [str(timelines[place]) for place in extremes(run.rank_means)]
+    ranks = [str(timelines[place]) for place in extremes(run.rank_means)] if any(each.steps for each in timelines) else []
     return "\n\n".join(filter(None, [str(run), faults, *ranks, "" if idle is None else str(idle)]))
 
 

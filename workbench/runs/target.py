@@ -203,6 +203,13 @@ def read_program(name: str, target: Any, batch: Any, *, others: str = "", error:
         raise error(f"{name}({shown(target)}): a model needs a batch: {name}(model, batch=…), of tensors on any device, even meta{made}")
     if hasattr(batch, "batch_sampler"):
         raise error(f"{name}({shown(target)}, {shown(batch)}): a loader is no batch: {name}(model, next(iter(loader)))")
+    if inspect.isclass(target) or inspect.isfunction(target):
+        try:
+            inspect.signature(target).bind()
+        except TypeError as missing:
+            raise error(f"{name}({shown(target)}): {missing}; give it: {name}(lambda: {target.__name__}(…), …)") from None
+        except ValueError:  # it has no signature that Python knows
+            pass
     return target
 
 

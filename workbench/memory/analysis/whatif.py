@@ -90,6 +90,10 @@ class MemoryComparison(display.Shown, JsonDataclass):
         return f"MemoryComparison({', '.join(row.label for row in self.rows)})"
 
 
+JUMP = 4
+"""Bytes reserved over bytes of tensors, of one sample more, that are worth a word: cached blocks are too small for it all at once."""
+
+
 def needed(breakdown: MemoryBreakdown) -> int:
     """Bytes that a device must have: reserved by the allocator and outside of it; without an allocator those of the tensors."""
     used = breakdown.device_used
@@ -263,9 +267,11 @@ class MaxMicroBatch:
         if not self.micro_batch:
             return f"not even one sample fits {self.device}: {spare}; try wb.memory_ladder(spec, device={self.device!r})"
         over = units.bytes_(needed(self.next) - self.capacity)
+        more, reserved = self.next.total - self.breakdown.total, (self.next.reserved or 0) - (self.breakdown.reserved or 0)
+        jump = f", since the allocator reserves {units.bytes_(reserved)} more at once for it, and tensors only {units.bytes_(more)}"
         return (
             f"micro_batch={self.micro_batch} is the largest that fits {self.device}: {spare}; "
-            f"one more is {over} too much, at the {self.next.peak_moment}"
+            f"one more is {over} too much, at the {self.next.peak_moment}{jump * (reserved > JUMP * max(more, 1))}"
         )
 
     def __str__(self) -> str:
