@@ -203,6 +203,14 @@ def test_what_ranks_told_is_a_fault_of_the_rank_that_is_slow() -> None:
     assert "its clock fell" in faults[0].message
     assert "1 more times, at steps 60,000" in faults[0].message
     assert "find_leaks" in faults[1].hint
+    everywhere = {rank: [row(rank, 900 + rank, "reduction")] for rank in range(3)}
+    assert [fault.message.partition(" (")[0] for fault in changes(everywhere)] == [
+        "since step 900 the reduction of gradients takes 50 % longer on all ranks"
+    ]
+    (late,) = changes(everywhere | {1: []})
+    assert (late.rank, late.message.endswith("; the others wait for rank 1")) == (1, True)
+    (slow,) = changes(everywhere | {1: [row(1, 903, "computing")]})
+    assert slow.message.startswith("since step 903 computing the gradients takes 50 % longer on rank 1")
     alone = changes({0: rows[0]})
     assert [fault.rank for fault in alone] == [0], "nobody else is slow: its own backward is"
 

@@ -4,8 +4,10 @@ import json
 import math
 import re
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -25,6 +27,7 @@ from workbench.timeline.alarm import (
     SAME,
     Alarm,
     Circumstances,
+    PartsOfBackward,
     StepAlarm,
     Told,
     allowed,
@@ -147,6 +150,30 @@ def test_an_alarm_on_a_device_follows_its_memory_and_its_clock(monkeypatch: pyte
     told = {told.phase: told for told in follower.told}
     assert told["backward"].circumstances == ("the clock of the GPU fell from 2.0 to 1.4 GHz",)
     assert (told["device memory"].before, told["device memory"].after) == (8, 10)
+
+
+def test_a_longer_backward_is_told_by_the_part_that_ddp_says_is_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where the reduction takes 31 ms instead of 5, and where computing does."""
+    monkeypatch.setattr("workbench.timeline.alarm.INTERVAL", 1e3)
+    for name, words in (
+        ("comm", "the reduction of gradients, with the wait for other ranks, takes"),
+        ("compute", "computing the gradients takes"),
+    ):
+        noted = {"backward_comm_time": 6_000_000, "backward_compute_comm_overlap_time": 1_000_000, "backward_compute_time": 35_000_000}
+        parts = PartsOfBackward(lambda noted=noted: SimpleNamespace(_get_ddp_logging_data=lambda: noted))  # type: ignore[misc]
+        waiting, chance = list[Row](), np.random.default_rng(6)
+        follower = Alarm(lambda waiting=waiting: [waiting.pop(0) for _ in list(waiting)], lambda *_: None, rank=3, ranks=4)  # type: ignore[misc]
+        follower._parts = parts
+        for look in range(60):
+            noted[f"backward_{name}_time"] += 26_000_000 * (look == 40)
+            waiting += rows(4 * BLOCK, chance, backward=1.0 if look < 40 else 1.6)
+            follower.look()
+        follower.close()
+        (told,) = [told for told in follower.told if told.phase != "memory"]
+        assert f" {words} " in told.words(4)
+        assert " on rank 3 " in told.words(4)
+        assert told.after - told.before == pytest.approx(0.026)
+    assert PartsOfBackward(lambda: None).part(replace(told, phase="backward")).phase == "backward"
 
 
 def test_without_nvml_a_gpu_has_no_clock(monkeypatch: pytest.MonkeyPatch) -> None:

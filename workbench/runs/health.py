@@ -19,7 +19,7 @@ from workbench.core.vocabulary import PHASES
 from workbench.runs.rank_ends import MANY_RANKS
 from workbench.runs.rows import RunRows, losses_of
 from workbench.runs.run import Run
-from workbench.timeline.alarm import NOT_TIME, Told
+from workbench.timeline.alarm import NOT_TIME, REDUCTION, Told
 from workbench.timeline.timeline import Timeline
 
 WINDOW = 200
@@ -146,7 +146,7 @@ def changes(rows: Mapping[int, Sequence[Mapping[str, Any]]]) -> list[Fault]:
         alarm for more in rows.values() for row in more if (alarm := _told(row.get("alarm"))) and (alarm.slower or alarm.phase in NOT_TIME)
     ]
     losses, told = [alarm for alarm in told if alarm.phase == "loss"], [alarm for alarm in told if alarm.phase != "loss"]
-    culprits = [alarm for alarm in told if alarm.phase not in ("backward", "step", "throughput", *NOT_TIME)]
+    culprits = [alarm for alarm in told if alarm.phase not in ("backward", REDUCTION, "step", "throughput", *NOT_TIME)]
     kept = [
         a
         for a in told
@@ -157,7 +157,18 @@ def changes(rows: Mapping[int, Sequence[Mapping[str, Any]]]) -> list[Fault]:
         own = [alarm for alarm in kept if (alarm.rank, alarm.phase) == (rank, phase)]
         again = f"; and {len(own) - 1} more times, at steps {', '.join(f'{a.step:,}' for a in own[1:6])}" if len(own) > 1 else ""
         hint = "a leak? wb.find_leaks finds what stays" if phase in NOT_TIME else _SLOW if len(rows) > 1 else _SLOW.partition(" Compare")[0]
-        faults.append(Fault(kind="change", step=own[0].step, rank=rank, message=own[0].words(len(rows)) + again, hint=hint))
+        words = own[0].words(len(rows))
+        whose: int | None = rank
+        if phase == REDUCTION:
+            together = sorted({a.rank for a in kept if a.phase == phase and abs(a.step - own[0].step) <= MEETS})
+            if rank != together[0]:
+                continue  # told with that rank
+            others = [other for other in rows if other not in together]
+            if not others:  # nobody is waited for
+                words, whose = words.replace(", with the wait for other ranks,", "").replace(f" on rank {rank}", " on all ranks"), None
+            elif len(others) == 1:
+                words, whose = f"{words}; the others wait for rank {others[0]}", others[0]
+        faults.append(Fault(kind="change", step=own[0].step, rank=whose, message=words + again, hint=hint))
     return faults + _higher_losses(losses, len(rows))
 
 

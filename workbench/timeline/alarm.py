@@ -7,11 +7,13 @@ Where that is allowed, the training thread then traces a few steps (`traces/meas
 """
 
 import contextlib
+import gc
 import math
 import os
 import sys
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -34,6 +36,8 @@ AT_A_LOOK = 1000
 SERIES = ("step", *PHASES, "throughput", "memory")
 """What is followed, beside the loss and DEVICE_MEMORY."""
 DEVICE_MEMORY = "device memory"
+REDUCTION, COMPUTING = "reduction", "computing"
+"""The parts of a backward where DDP says which of them takes longer."""
 NOT_TIME = ("memory", DEVICE_MEMORY, "loss")
 """What is followed and is no time."""
 WORDS = {
@@ -44,6 +48,8 @@ WORDS = {
     "backward": "the backward",
     "optimizer": "the optimizer's step",
     "other": "what lies between the phases",
+    REDUCTION: "the reduction of gradients, with the wait for other ranks,",
+    COMPUTING: "computing the gradients",
 }
 """A phase in a sentence."""
 SHARED = "the backward, with the reduction of gradients,"
@@ -72,7 +78,7 @@ class Told:
     step: int
     """The first step at the new level, about, from 0."""
     phase: str
-    """One of SERIES, DEVICE_MEMORY or "loss"."""
+    """One of SERIES, REDUCTION, COMPUTING, DEVICE_MEMORY or "loss"."""
     before: float
     """Seconds, samples per second, bytes, or the loss."""
     after: float
@@ -277,6 +283,44 @@ class Circumstances:
         return best
 
 
+class PartsOfBackward:
+    """Which part of a backward takes longer, by what a model in DDP notes of itself: it times one backward in 100."""
+
+    def __init__(self, model: Callable[[], Any]) -> None:
+        """`model` gives it, None = there is none; it is not kept alive."""
+        self._model = model
+        self._before: dict[str, deque[float]] = {name: deque(maxlen=50) for name in (REDUCTION, COMPUTING)}
+
+    @classmethod
+    def of_process(cls) -> "PartsOfBackward":
+        """Of the first model in DDP among the living objects, some 300,000, which are searched once."""
+        models = (weakref.ref(each) for each in gc.get_objects() if type(each).__name__ == "DistributedDataParallel")
+        return cls(next(models, lambda: None))
+
+    def _now(self) -> dict[str, float]:
+        """Seconds of the latest backward that was timed: of the reduction, as far as no computing hides it, and of computing."""
+        try:
+            noted = self._model()._get_ddp_logging_data()
+            names = ("backward_comm_time", "backward_compute_comm_overlap_time", "backward_compute_time")
+            reduction, hidden, computing = (noted[name] / 1e9 for name in names)
+        except Exception:  # no DDP, nothing timed yet, or another release of torch
+            return {}
+        return {REDUCTION: reduction - hidden, COMPUTING: computing}
+
+    def note(self) -> None:
+        """Nothing has changed: read them, for later."""
+        for name, seconds in self._now().items():
+            self._before[name].append(seconds)
+
+    def part(self, told: Told) -> Told:
+        """The alarm of a longer backward as that of the part that explains half of it or more; as it is where none is known to."""
+        for name, seconds in self._now().items() if told.phase == "backward" and told.slower else ():
+            before = median(self._before[name] or [math.inf])
+            if seconds - before >= (told.after - told.before) / 2:
+                return replace(told, phase=name, before=before, after=seconds)
+        return told
+
+
 def resident() -> float:
     """Bytes of main memory that this process holds now; nan off Linux."""
     try:
@@ -329,6 +373,7 @@ class Alarm:
         held = None if device is None else lambda: float(sys.modules["torch"].cuda.memory_allocated(device))  # a counter of the host
         self._alarm = StepAlarm(rank, memory=resident, device_memory=held, losses=losses, done=done)
         self._around = Circumstances(experiments=experiments, device=device)
+        self._parts = PartsOfBackward.of_process() if ranks > 1 else None
         self.told: list[Told] = []
         self._looked, self._wait = time.monotonic(), INTERVAL
         self._pid = os.getpid()
@@ -343,11 +388,14 @@ class Alarm:
             for told in self._alarm.see(rows, waits=not last and len(rows) >= GROUP * BLOCK, last=last):
                 slow = self._traces if told.slower and told.phase not in NOT_TIME else None
                 around = self._around.changed() if told.phase != "loss" else ()
+                told = self._parts.part(told) if self._parts else told
                 full = replace(told, circumstances=around, trace=slow.ask(told.step) if slow else "")
                 self.told.append(full)
                 self._tell(full, full.words(self._ranks))
             if not self._alarm.pending:
                 self._around.note()
+                if self._parts:
+                    self._parts.note()
             self._wait = seconds_to_wait(len(rows), self._looked - before, pending=self._alarm.pending)
 
     def close(self) -> str:
