@@ -214,7 +214,7 @@ class Launched:
 
     def __init__(self, state: str, steps: int = 80) -> None:
         self.state = state
-        self.ok, self.timelines = True, [timeline(0, 0.01, 0.02, count=steps)]
+        self.ok, self.timelines, self.path = True, [timeline(0, 0.01, 0.02, count=steps)], Path("runs")
 
     def stop(self) -> None:
         self.state = "stopped" if self.state == "running" else self.state
@@ -246,9 +246,11 @@ def test_a_script_s_spec_keeps_its_threads(tmp_path: Path, monkeypatch: pytest.M
         asked.append(options)
         run: Any = Launched("finished")
         run.timelines *= options["nproc_per_node"]
+        run.path = tmp_path
         for announce in _on_run_started.get():
             announce(run)
 
+    (tmp_path / "rank0.jsonl").write_text('{"rank": 0, "world_size": 2}\n{"gradients": 30000000}\n')
     monkeypatch.setattr("workbench.diagnosis.why_not_linear.launch", launch)
     spec = ScriptSpec(script=str(tmp_path / "train.py"), args=("--x",), nproc_per_node=2, threads=3)
     answer = why_not_linear(spec)
@@ -256,6 +258,8 @@ def test_a_script_s_spec_keeps_its_threads(tmp_path: Path, monkeypatch: pytest.M
         (ranks, 3, ("--x",)) for ranks in (1, 1, 1, 2)
     ]
     assert (answer.spec, answer.evidence.threads) == (spec.replace(watch=True), 3)
+    assert answer.evidence.gradients is not None
+    assert (answer.evidence.gradients.size, answer.evidence.gradients.buckets) == (30_000_000, 3), "1 MiB, 25 MiB and the rest"
     assert why_not_linear(tmp_path / "train.py", args=["--y"], nproc_per_node=2).spec.args == ("--y",)  # type: ignore[union-attr]
 
 

@@ -334,6 +334,7 @@ def test_two_ranks_under_ddp(tmp_path: Path, forks: Forks) -> None:
         assert (header["rank"], header["world_size"]) == (rank, 2)
         assert len(steps) == 4
         assert all(step["forward"] > 0.004 and step["backward"] > 0 for step in steps)
+        assert [row["gradients"] for row in done.rows(rank) if "gradients" in row] == [4 * (4 * 2 + 2)], "bytes of a weight and a bias"
 
 
 def test_a_loop_without_loader(tmp_path: Path, forks: Forks) -> None:

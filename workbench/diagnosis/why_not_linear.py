@@ -24,6 +24,7 @@ from workbench.diagnosis.api import BUDGET
 from workbench.runs.launch import experiments
 from workbench.runs.launch.launch import check as check_launch
 from workbench.runs.launch.launch import launch
+from workbench.runs.rows import RunRows
 from workbench.runs.run import Run, on_run_started
 from workbench.runs.spec import AUTO, SHARDED, RunSpec, ScriptSpec
 from workbench.runs.target import read_spec
@@ -36,6 +37,9 @@ LEAST_STEPS = 8
 CHUNKS = 4
 """Into so many rounds the steps of a script's launch are divided."""
 TICK = 0.2
+ASSUMED = "what a reduction between two ranks costs here is assumed: wb.measure_collectives, or workbench calibrate, measures it"
+FIRST_BUCKET, BUCKET = 2**20, 25 * 2**20
+"""Bytes of DDP's first bucket and of the others, where a script does not say otherwise."""
 BACKWARD = PHASES.index("backward")
 START_SECONDS = 12.0
 """Seconds that a launch of a script may take beside its steps, about."""
@@ -110,9 +114,7 @@ def why_not_linear(
         asked = asked or FEW[-1]
         link, measured = between_two(evidence.device, MachineSpeeds.load())
         if not measured:
-            notes = (
-                "what a reduction between two ranks costs here is assumed: wb.measure_collectives, or workbench calibrate, measures it",
-            )
+            notes = (ASSUMED,)
     evidence = replace(evidence, notes=(*evidence.notes, *notes))
     return WhyNotLinear(evidence=evidence, spec=spec, same=same, ranks=asked, link=link, subject=runs_dir)
 
@@ -163,8 +165,20 @@ def _script(spec: ScriptSpec, same: str, line: Waiting, runs_dir: str | os.PathL
             if (error := experiments.error_of(run)) and run.state == "failed":
                 raise error
     others = statistics.fmean(foreign or [0.0])
+    size = next((row["gradients"] for row in RunRows(runs[0].path).other_rows.get(0, ()) if isinstance(row.get("gradients"), int)), 0)
+    reduced, measured = _reduced(size, ranks, timelines["all"][0].clock) if size else (None, True)
+    notes += [] if measured else [ASSUMED]
     evidence = script_evidence(timelines, notes=notes, seconds=line.seconds - began, threads=spec.threads, foreign=others)
+    evidence = replace(evidence, gradients=reduced)
     return WhyNotLinear(evidence=evidence, spec=spec.replace(watch=True), same=same, subject=runs_dir)
+
+
+def _reduced(size: int, ranks: int, clock: str) -> tuple[Gradients, bool]:
+    """What reductions of so many bytes between the ranks would take by themselves, by what they take between two; was that measured?"""
+    link, measured = between_two("cuda" if clock == "device" else "cpu", MachineSpeeds.load())
+    turns, volume = math.sqrt((ranks - 1) * math.log2(ranks)), 2 * (1 - 1 / ranks)
+    buckets = 1 + math.ceil(max(0, size - FIRST_BUCKET) / BUCKET)
+    return Gradients(size=size, buckets=buckets, latency=link.latency * turns, per_byte=link.per_byte * volume), measured
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import wraps
 from itertools import chain, compress
 from threading import get_ident
@@ -283,6 +283,8 @@ class ScriptWatcher:
             }
             self._recording.record_code()
             self._recording.say({"places": {name: line for name, line in places.items() if line}})
+            if reduced := reduced_bytes(self._models):
+                self._recording.say({"gradients": reduced})
             self._places, self._trained = None, weakref.WeakSet(filter(_trains, self._models))
         if self._borders:
             self._borders.stepped(open_loops.top)
@@ -339,6 +341,12 @@ class ScriptWatcher:
         devices = {weight.device for weight in weights if weight is not None and weight.device.type == "cuda"}
         current = rank_log.current_device()
         return new_recorder(None if any(device.index == current for device in devices) else min(devices, key=str, default=None))
+
+
+def reduced_bytes(models: Iterable[Any]) -> int:
+    """Bytes of the gradients that DDP reduces in a step; 0 = none of the models is in DDP."""
+    wrapped = [model for model in models if type(model).__name__ == "DistributedDataParallel"]
+    return sum(weight.nbytes for model in wrapped for weight in model.parameters() if weight.grad is not None)
 
 
 def _line_of_dataset(dataset: Any) -> str:
