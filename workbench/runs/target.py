@@ -176,7 +176,7 @@ def _is_dataset(loader: object) -> bool:
 
 
 def read_spec(name: str, spec: Any, *, because: str = "", instead: str = "", error: type[ValueError] = ValueError) -> RunSpec:
-    """The RunSpec that was given, itself or by the name of its task; else the error says why (`because`) and `instead`."""
+    """The RunSpec that was given, itself or by the name of its task; else an error, with why (`because`) and what to give `instead`."""
     spec = named_task(spec) or spec
     if not isinstance(spec, RunSpec):
         expected = "expected a RunSpec" + (f", {because}" if because else "")
