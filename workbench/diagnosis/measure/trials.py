@@ -106,8 +106,10 @@ def treatments(
         treatments.append(Variant(name="device_batch", batch=partial(map_tensors, lambda tensor: tensor.to(device))))
     if bytes_of(first) < MAX_DOUBLED_BYTES and each(doubled)(first) is not None:
         treatments.append(Variant(name="doubled", batch=each(doubled), samples=2.0))
-    if device.type == "cpu":
-        treatments += [_with_threads(count) for count in thread_counts() if count < torch.get_num_threads()]  # are there too many?
+    if device.type == "cpu":  # are there too many? Where others leave fewer cores than that, little else is as likely
+        fewer = [_with_threads(count) for count in thread_counts() if count < torch.get_num_threads()]
+        first_of_all = world_size == 1 and noise.left_cores < torch.get_num_threads()  # ranks try all in one order
+        treatments = [*fewer, *treatments] if first_of_all else [*treatments, *fewer]
     if gc_share > MIN_GC_SHARE:
         treatments.append(Variant(name="no_gc", on=without_gc))
     if each(padding_of)(first) is not None and each(trimmed)(first) is not None:
