@@ -118,7 +118,7 @@ BUGS: dict[str, tuple[Callable[[Net], object], str, str, str]] = {
         "native_layer_norm_backward",
     ),
 }
-"""A change, and where it shows: phase, module, operator. Where one of the two has other operators, it is the first that only one has."""
+"""A change, and where it shows: phase, module, operator. Where the two have other operators, it is the one at which their lists part."""
 
 
 @pytest.mark.parametrize("name", BUGS)

@@ -140,8 +140,12 @@ def test_the_setting_of_a_trainer_has_a_number_that_the_cores_allow(
     assert f" With Hugging Face's Trainer: TrainingArguments(dataloader_num_workers={workers}) to begin with. " in what
     assert what.endswith(f"How to give wb.diagnose its step and loader: docs, {remedies.TRAINER_PAGE}.")
     assert (Path(__file__).parents[2] / f"docs/pages/{remedies.TRAINER_PAGE}.md").is_file()
+    allowed = int(cores) - threads or 1
     waiting.places["workers"] = str(workers)  # type: ignore[index]
-    assert f"num_workers is {workers} already, and the cores allow no more: make each batch" in Diagnosis.of(waiting).remedies[0].what
+    more = f"dataloader_num_workers={2 * workers}) to begin with" if allowed > workers else f"num_workers is {workers} already"
+    assert more in Diagnosis.of(waiting).remedies[0].what
+    waiting.places["workers"] = str(allowed)  # type: ignore[index]
+    assert f"num_workers is {allowed} already, and the cores allow no more: make each batch" in Diagnosis.of(waiting).remedies[0].what
 
 
 def test_stalls_have_the_name_and_the_settings_of_what_pauses(by_hand: Make) -> None:

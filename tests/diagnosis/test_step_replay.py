@@ -139,9 +139,9 @@ SHIFTED = {41, 81, 2}
 
 
 def rightly_blamed(task: str, samples: tuple[int, ...]) -> bool:
-    """None alone where the whole batch is to blame; of shifted labels only wrong ones, as many as spoil the step; else the planted one."""
+    """None alone where the whole batch is to blame; of shifted labels two of the wrong ones, which suffice; else the planted one."""
     if task == "shifted":
-        return len(samples) > 0 and set(samples) <= SHIFTED
+        return len(samples) == 2 and set(samples) < SHIFTED
     return samples == (() if task in ("label_storm", "duplicated") else (samples_of(BAD)[3],))
 
 

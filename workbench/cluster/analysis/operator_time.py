@@ -39,12 +39,13 @@ for permuted copies, 90 for a broadcast mask, 95 for bf16 to fp32, 113 to 130 fo
 
 
 def issued(device: Device) -> float:
-    """Instructions of threads that a GPU can issue per second, 128 in a clock of a multiprocessor; infinite where this is not known.
+    """Instructions of threads that a GPU can issue per second; infinite where this is not known.
 
-    The FP32 peak has twice as many FLOP/s since capability 8.6, and as many before, when half of the lanes did FP32.
+    A multiply-add counts as two FLOPs, so the FP32 peak has twice as many FLOP/s; from capability 7.0 to 8.0 it has as many, since FP32
+    then has 64 lanes for 128 threads (CUDA C++ programming guide, arithmetic instructions).
     """
     peak = device.flops_per_sec.get("fp32", math.inf)
-    return math.inf if device.capability is None else peak / 2 if device.capability >= (8, 6) else peak
+    return math.inf if device.capability is None else peak if (7, 0) <= device.capability < (8, 6) else peak / 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

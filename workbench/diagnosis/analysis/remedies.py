@@ -316,18 +316,19 @@ SETTINGS_OF: Mapping[str, tuple[str, Mapping[str, str]]] = {
 """Framework that has the training loop → its name, and part of the step or kind of stall → the settings that change it; `{workers}`: a
 number to begin with."""
 TRAINER_PAGE, MOST_WORKERS = "how-to/frameworks", 8
-"""The page of the docs on how to get a step and a loader out of a Trainer; most workers to begin with. Chosen: more are seldom used."""
+"""The page of the docs on how to get a step and a loader out of a Trainer; most workers to begin with, where there are fewer. Chosen."""
 
 
 def _set_by(e: Evidence, part: str) -> str:
     """The settings of the script's framework for a part, as a sentence after another; "" = the loop is the user's own."""
     name, settings = SETTINGS_OF.get(e.places.get("framework", ""), ("", {}))
     setting = settings.get((part == "stalls" and e.stalls.kind) or part, "")
-    workers, now = min(MOST_WORKERS, max(1, int(usable_cores() / e.world_size) - e.threads)), e.places.get("workers", "0")
-    if part == "data_wait" and now.isdecimal() and workers <= int(now):
+    allowed = max(1, int(usable_cores() / e.world_size) - e.threads)
+    now = int(given) if (given := e.places.get("workers", "")).isdecimal() else 0
+    if part == "data_wait" and allowed <= now:
         setting = setting and f"num_workers is {now} already, and the cores allow no more: make each batch cheaper, or prepare the data"
     how = f" How to give wb.diagnose its step and loader: docs, {TRAINER_PAGE}." if part == "data_wait" else ""
-    return f" With {name}: {setting.format(workers=workers)}.{how}" if setting else ""
+    return f" With {name}: {setting.format(workers=min(allowed, max(MOST_WORKERS, 2 * now)))}.{how}" if setting else ""
 
 
 PART_OF = {
@@ -345,8 +346,7 @@ PART_OF = {
 def _without_part(case: Case) -> Iterator[Remedy]:
     """A ceiling for removing the part that the verdict names, where no remedy says how."""
     part = PART_OF[case.judgement.verdict]
-    if remedy := ceiling(case, *_WORDS[part], case.judgement.shares.get(part, 0.0), f"{part} is gone"):
-        yield remedy
+    yield from filter(None, [ceiling(case, *_WORDS[part], case.judgement.shares.get(part, 0.0), f"{part} is gone")])
 
 
 _WORDS = {

@@ -271,7 +271,7 @@ def _points(first: Sequence[Entry], second: Sequence[Entry]) -> tuple[list[Point
 
 
 def _other_operator(first: Sequence[Entry], second: Sequence[Entry], point: Point) -> str:
-    """Of a module's operators in two recordings the first that only one of them has; "" = they are the same."""
+    """Of a module's operators in two recordings the one at which the two lists part first; "" = they are the same."""
 
     def operators(entries: Sequence[Entry]) -> list[str]:
         mine = (entry for entry in entries if entry.kind == "operator" and entry.step == point.step and entry.module == point.module)
