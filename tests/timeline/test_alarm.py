@@ -96,6 +96,17 @@ def test_smaller_batches_are_fewer_samples_and_no_slower_phase() -> None:
     assert "50 % fewer samples per second" in told[0].words()
 
 
+@pytest.mark.parametrize("look", [BLOCK, 100, 650])
+def test_a_phase_that_is_sure_a_block_after_its_step_is_still_told(look: int) -> None:
+    chance, follower = np.random.default_rng(0), StepAlarm()
+    some = [*rows(350, chance), *rows(300, chance, forward=3.8)]
+    for place in range(350, 354):
+        some[place] = some[340]
+    told = [told for first in range(0, 650, look) for told in follower.see(some[first : first + look], waits=look > BLOCK)]
+    told += follower.see([], waits=False, last=True)
+    assert [t.phase for t in told] == ["forward"]
+
+
 def test_after_a_restart_steps_count_from_the_first_of_all() -> None:
     chance = np.random.default_rng(5)
     follower = StepAlarm(done=41_203)

@@ -265,7 +265,10 @@ class ChangePoints:
         least = LOOSE * math.log1p(LEAST_CHANGE)
         with np.errstate(invalid="ignore"):  # what is not known is infinite
             values = np.exp(old)
-            part = self._worth[:, None, None] * (values[:1] - self._added[0]) / values
+            step = values[:1] - self._added[0]
+            if not np.isfinite(step).all():  # its change was just told
+                step = np.where(np.isfinite(step), step, self.level(self.series[0]))
+            part = self._worth[:, None, None] * step / values
         return np.fmax(least, np.log1p(part)), np.fmax(least, -np.log1p(-np.minimum(part, 1 - 1e-9)))
 
     @staticmethod
