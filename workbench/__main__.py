@@ -185,9 +185,8 @@ def diagnose(given: argparse.Namespace) -> int:
     if not (Path(given.target) / "run.json").is_file():
         does = "watching a run of" if isinstance(target, str) else "experiments with"
         begins(f"{does} {given.target}, at most {units.seconds(given.budget)} …")
-    diagnosis = workbench.diagnose(
-        target, args=given.args, nproc_per_node=knobs.get("nproc_per_node", 1) if isinstance(target, str) else 1, budget_s=given.budget
-    )
+    ranks = knobs if isinstance(target, str) else {}  # of a script; other targets in a text have none
+    diagnosis = workbench.diagnose(target, args=given.args, **ranks, budget_s=given.budget)
     provable = any(remedy.provable for remedy in diagnosis.remedies)
     if given.json:
         if given.prove and provable:
