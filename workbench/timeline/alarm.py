@@ -1,8 +1,9 @@
 """Alarm: follows the steps of a training in a background thread and tells when a phase, throughput, memory or loss changes for good.
 
 The loop records marks as without it, and pays for its loss alone: 4 µs where it is read. Where steps are shorter
-than SHORT, only one loss in EVERY is read; what that saves is not measured on an idle machine yet. What changed is told once, by the phase that explains it, with what else
-changed: the clocks of cores and GPU, whom the ranks wait for, and, where it is allowed, a small computation whose time was known before.
+than SHORT, only one loss in EVERY is read; what that saves is not measured on an idle machine yet.
+What changed is told once, by the phase that explains it, with what else changed: the clocks of cores and GPU, whom the ranks wait for,
+and, where it is allowed, a small computation whose time was known before.
 Where that is allowed, the training thread then traces a few steps (`traces/measure/profiled_run.py:AlarmTraces`).
 """
 
