@@ -320,7 +320,9 @@ def slow_ranks(timelines: Sequence[Timeline]) -> list[Fault]:
         usual = median(smooth)
         noise = 1.4826 * median(abs(value - usual) for value in smooth)
         if usual > DIPS * length and usual > 4 * noise:
-            message = f"rank {rank} is slower than the others all the time, by {units.seconds(usual)} of {units.seconds(length)} a step"
+            message = (
+                f"rank {rank} is slower than the others all the time, by {units.seconds(usual)} of the {units.seconds(length)} of a step"
+            )
             faults.append(Fault(kind="slow rank", step=common[0] + 1, rank=rank, message=message, hint=_SLOW))
             continue
         spans = _spans([value - usual > max(DIPS * length, 8 * noise) for value in smooth])
@@ -329,8 +331,8 @@ def slow_ranks(timelines: Sequence[Timeline]) -> list[Fault]:
             more = f", and {len(spans) - 1} more times" if len(spans) > 1 else ""
             by = median(value - usual for begin, end in spans for value in smooth[begin:end])
             message = (
-                f"rank {rank} is slower than usual by {units.seconds(by)} of {units.seconds(length)} a step, in steps {common[first] + 1} "
-                f"to {common[min(last + 3, len(common) - 1)] + 1}{more}; the others wait for it"
+                f"rank {rank} is slower than usual by {units.seconds(by)} a step, where half of all take {units.seconds(length)} at most, in steps "
+                f"{common[first] + 1} to {common[min(last + 3, len(common) - 1)] + 1}{more}; the others wait for it"
             )
             faults.append(Fault(kind="slow rank", step=common[first] + 1, rank=rank, message=message, hint=_SLOW))
     return faults
