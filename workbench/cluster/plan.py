@@ -73,8 +73,8 @@ def plan(
     measured step of yours narrows it: `efficiency=` what it reached, `held=` measured over predicted bytes.
 
     A plan fits if its predicted memory is at most what may be used of a GPU (all but `margin`). If the upper end of the prediction is more,
-    the plan is marked tight; if the fastest plan is tight, the fastest that is not is listed, too ("safe"), unless `top` is 1. The first
-    plan is that with the most throughput to expect: its speed times the chance that its memory suffices.
+    the plan is marked tight; if the fastest plan is tight, the fastest that is not is marked "safe", or listed too if `top` leaves room.
+    The first five plans are those of all layouts with the most throughput to expect: speed times the chance that the memory suffices.
 
     Args:
         model: a `Transformer` with its sizes; or a Task, a RunSpec, a module or a function that builds one, of which parameters, FLOPs
@@ -85,7 +85,7 @@ def plan(
         sequence: tokens of a sample, if others than the Transformer's, or than those of the batch.
         precision: "fp32", "amp_bf16" or "amp_fp16"; None = that of a RunSpec, else "amp_bf16".
         batch: an example of it, for a module.
-        top: plans to return at most, by the throughput to expect of them: the five with most of it, and those of other roles.
+        top: plans to return at most, by the throughput to expect of them: the five with most of it, and then those of other roles.
         steps: that money, energy and carbon are of.
         price: money per GPU and hour.
         electricity: money per kWh, where it is paid beside.

@@ -28,7 +28,7 @@ NEAR = 0.10
 FASTER = 0.05
 """Memory limits a plan if a layout that does not fit would be faster by this much."""
 FAST = 5
-"""Layouts of the most throughput to expect that come before the simplest and the leanest."""
+"""Layouts with the most expected throughput that come before all other roles."""
 MOST_LISTED = 1000
 """Most layouts of a list."""
 
@@ -300,10 +300,11 @@ def short_list(
     top: int,
     one_size: bool,
 ) -> list[Selection]:
-    """The layouts with the most throughput to expect: speed times the chance that the memory suffices, since a plan that runs out of memory
-    trains nothing. Among them the fastest, if its memory is tight the fastest whose upper end fits too; the cheapest, the best value and
-    the fewest GPUs where their number is open; then the next ones to FAST of them, the simplest, the leanest, and more, until there are
-    `top`.
+    """First the FAST layouts of all with the most throughput to expect: speed times the chance that the memory suffices, since a plan that
+    runs out of memory trains nothing. They may differ only in what ranks share. A role marks one of them, or adds a layout while there are
+    fewer than `top`: the fastest, whatever its chance; the cheapest and the best value where the number of GPUs is open; the fastest
+    whose upper end fits, if that of the fastest does not; the fewest GPUs; the simplest and the leanest. The best of each other kind
+    (`_kinds`) follow. All are in the order of the throughput to expect.
 
     Args:
         layouts: that fit.
@@ -316,17 +317,17 @@ def short_list(
         one_size: do all have the same number of GPUs?
     """
     expected = total / np.maximum(chance, 1e-9)
-    fastest, likely = _first(total, used), _first(expected, used)
+    order = _order(expected, used)
+    fastest, likely = int(_order(total, used)[0]), int(order[0])
     near = total <= (1 + NEAR) * total[fastest]
     soon = total <= (1 + SLACK) * total[fastest]
-    kinds = complexity(layouts)
+    parts = complexity(layouts)
+    following = [("next", int(row), "the next most throughput to expect") for row in order[:FAST]]
     picks: list[tuple[str, int, str]] = [("fastest", fastest, "the least time per step")]
     if likely != fastest:
         odds = f"its memory suffices with a chance of {units.percent(float(chance[likely]))}, that of the fastest with "
         odds += units.percent(float(chance[fastest]))
         picks.insert(0, ("best bet", likely, f"the most throughput to expect: {odds}"))
-    if sure.any() and not sure[fastest]:
-        picks.append(("safe", _first(np.where(sure, total, np.inf), used), "the fastest whose memory fits by its upper end too"))
     if not one_size:
         cheapest = _first(gpu_seconds, total)
         cheap = np.where(gpu_seconds <= (1 + SLACK) * gpu_seconds[cheapest], total, np.inf)
@@ -334,23 +335,24 @@ def short_list(
         picks.append(
             ("best value", _first(cheap, gpu_seconds), f"the fastest that is at most {100 * SLACK:.0f} % more expensive than the cheapest")
         )
+    if sure.any() and not sure[fastest]:
+        picks.append(("safe", _first(np.where(sure, total, np.inf), used), "the fastest whose memory fits by its upper end too"))
+    if not one_size:
         picks.append(("fewest GPUs", _first(layouts.gpus.astype(float), total), "the fewest GPUs on which it fits"))
-    following = [(f"next {place}", row, "the next most throughput to expect") for place, row in enumerate(_different(layouts, expected), 1)]
-    picks += following[:FAST]
     leanest = _first(np.where(soon, used, np.inf), total)
-    simplest = _first(np.where(near, kinds, np.inf), total)
+    simplest = _first(np.where(near, parts, np.inf), total)
     picks.append(("simplest", simplest, f"the fewest kinds of parallelism within {100 * NEAR:.0f} % of the fastest"))
     picks.append(("leanest", leanest, f"the least memory within {100 * SLACK:.0f} % of the fastest"))
-    picks += following[FAST:]
     rows: dict[int, list[tuple[str, str]]] = {}
-    for role, row, why in picks:
+    for role, row, why in following + picks + [("next", row, following[0][2]) for row in _kinds(layouts, order)]:
         known = row in rows
-        if (known and not role.startswith("next")) or (not known and len(rows) < top):
+        if (known and role != "next") or (not known and len(rows) < top):
             rows.setdefault(row, []).append((role, why))
-    ordered = sorted(rows, key=lambda row: (expected[row], used[row]))
+    places = {int(row): place for place, row in enumerate(order)}
+    ordered = sorted(rows, key=lambda row: places[row])
     chosen = []
     for place, row in enumerate(ordered, 1):
-        reasons = [(role, why) for role, why in rows[row] if not role.startswith("next")] or [(f"choice {place}", rows[row][0][1])]
+        reasons = [(role, why) for role, why in rows[row] if role != "next"] or [(f"choice {place}", rows[row][0][1])]
         chosen.append(Selection(row=row, roles=tuple(role for role, _ in reasons), why="; ".join(why for _, why in reasons)))
     return chosen
 
@@ -368,9 +370,13 @@ def complexity(layouts: Layouts) -> Floats:
     return total + 0.25 * (layouts.checkpointing > 0)
 
 
-def _different(layouts: Layouts, expected: Floats) -> list[int]:
-    """Rows by rising expected time; of layouts that differ only in what ranks share, or in the pieces of a pipeline, the best."""
-    order = np.argsort(expected, kind="stable")
+def _order(value: Floats, then: Floats) -> np.ndarray[tuple[int], np.dtype[np.intp]]:
+    """Rows by rising value, which is positive; those equal to about six digits by another column."""
+    return np.lexsort((then, np.round(np.log(value), 6)))
+
+
+def _kinds(layouts: Layouts, order: np.ndarray[tuple[int], np.dtype[np.intp]]) -> list[int]:
+    """Rows in the given order; of layouts that differ only in what ranks share, or in the pieces of a pipeline, the first."""
     columns = ("gpus", "tensor", "pipeline", "micro_batch", "checkpointing")
     kinds = np.stack([getattr(layouts, name)[order] for name in columns], 1)
     _, first = np.unique(kinds, axis=0, return_index=True)
