@@ -241,6 +241,24 @@ def test_a_batch_that_is_far_too_large_is_split_as_often_as_it_takes() -> None:
     assert ladder.changes["accumulation"] >= 32
 
 
+def test_a_batch_is_split_into_parts_that_divide_it_by_what_follows_the_batch() -> None:
+    """65,000 samples are 2³ · 5⁴ · 13, and most of what there is holds weights, gradients and states."""
+    batch = torch.empty(65_000, 1, WIDTH, device="meta")
+
+    def need(samples: int, **how: int) -> int:
+        return needed(estimate_memory(Net, device="cpu", **{**GIVEN, "batch": batch[:samples], **how}))
+
+    limit = need(500, accumulation=2)
+    assert need(65_000) / limit < 64, "by the whole memory that many parts would do"
+    assert need(65_000 // 104, accumulation=2) > limit, "104 is the largest number of parts below 128 and divides it"
+    ladder = memory_ladder(Net, "cpu", capacity=limit, margin=0.0, **{**GIVEN, "batch": batch})
+    assert ladder.fits
+    parts = ladder.changes["accumulation"]
+    assert ladder.changes["micro_batch"] * parts == 65_000
+    assert f"{parts} micro-batches" in ladder.end.title
+    assert needed(ladder.end) == need(65_000 // parts, accumulation=2)
+
+
 def test_nothing_makes_it_fit() -> None:
     ladder = memory_ladder(Shallow, device(20), **{**GIVEN, "batch": BATCH[:1]})
     assert not ladder.fits

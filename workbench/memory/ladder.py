@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from workbench.core import units
@@ -20,9 +21,11 @@ if TYPE_CHECKING:
     from workbench.memory.estimate.plan import Plan
     from workbench.memory.estimate.roofline_time import Roofline
 
-HALVINGS = 3
-"""The ladder splits a micro-batch up to 2 to the power of it; where it needs more than that many times the memory, also into as many parts,
-and twice as many."""
+PARTS = (2, 4, 8)
+"""Parts into which the ladder splits a micro-batch, or the next larger numbers that divide it. Where what follows the batch must become
+smaller by more than the last of them, it is also split into as many parts as that takes, and twice as many."""
+MICRO_STEPS = 64
+"""Most micro-batches of a dry run: further ones need the same memory, and the update's share of the time of a sample is small by then."""
 
 
 LAST = 1e6
@@ -76,7 +79,8 @@ class _Climb:
         rungs: list[MemoryRung] = []
         if needed(start[0]) > self._limit:
             device = self._device if isinstance(self._device, Device) else None
-            self._moves = _moves(self._spec(), device, needed(start[0]) / max(1, self._limit))
+            self._moves = _moves(self._spec(), device)
+            self._moves = _moves(self._spec(), device, self._parts(needed(start[0])))
             rungs = self._rungs(self._needed(self._chosen()))
         return MemoryLadder(
             start=start[0],
@@ -88,6 +92,19 @@ class _Climb:
             tried_changes=tuple(units.knobs(move) for place, (move, _) in enumerate(self._moves) if self._run((place,))),
             advice="" if self._device == "cpu" else _advice(self._target),
         )
+
+    def _parts(self, whole: int) -> int:
+        """Parts in which the batch fits, from the need of the whole and of its smallest part so far: what follows the batch, and what not.
+
+        Where the latter does not fit by itself, so that other changes must be made as well: times that the whole needs what there is.
+        """
+        place, limit = max((place for place, (move, _) in enumerate(self._moves) if "micro_batch" in move), default=-1), max(1, self._limit)
+        part = self._run((place,)) if place >= 0 else None
+        if part is None:
+            return 1
+        times = self._moves[place][0]["accumulation"] // self._spec().accumulation
+        fixed = (times * needed(part[0]) - whole) / (times - 1)
+        return math.ceil((whole - fixed) / (limit - fixed) if 0 < fixed < limit else whole / limit)
 
     def _chosen(self) -> tuple[int, ...]:
         """Places of the moves to make: without offloading, if they fit so."""
@@ -190,6 +207,10 @@ class _Climb:
         return self._seen[chosen]
 
     def _estimate(self, options: Mapping[str, Any]) -> tuple[MemoryBreakdown, float]:
+        times = options.get("accumulation", 1)
+        if times > MICRO_STEPS:
+            found, seconds = self._estimate({**options, "accumulation": MICRO_STEPS})
+            return replace(found, title=found.title.replace(f"{MICRO_STEPS} micro", f"{times} micro")), seconds
         if isinstance(self._device, Device):
             return timed_estimate(self._target, device=self._device, **options)
         return estimate_memory(self._target, device=self._device, **options), math.nan
@@ -219,8 +240,8 @@ def _advice(target: Any) -> str:
     )
 
 
-def _moves(spec: RunSpec, device: Device | None, times: float) -> list[tuple[Mapping[str, Any], str]]:
-    """Changes that may save memory, each with its price in words, for a step that needs so many times what there is."""
+def _moves(spec: RunSpec, device: Device | None, parts: int = 1) -> list[tuple[Mapping[str, Any], str]]:
+    """Changes that may save memory, each with its price in words, for a batch that fits in so many parts."""
     moves: list[tuple[Mapping[str, Any], str]] = []
     if spec.optimizer not in ("fused", "foreach") and "fused" not in (spec.optimizer or ""):
         moves.append(({"optimizer": _fused(spec.optimizer)}, "the same update in one kernel"))
@@ -231,11 +252,11 @@ def _moves(spec: RunSpec, device: Device | None, times: float) -> list[tuple[Map
         moves.append(({"gradient_as_bucket_view": True}, "gradients must not be replaced by the step"))
         moves.append(({"parallel": "zero1"}, "each rank updates its part, and sends it to all"))
         moves.append(({"parallel": "fsdp"}, "half as much communication again: weights are gathered twice"))
-    wanted = math.ceil(math.log2(times))
-    for power in sorted({*range(1, HALVINGS + 1), *((wanted, wanted + 1) if wanted > HALVINGS else ())}):
-        if spec.micro_batch % 2**power == 0:
-            change = {"micro_batch": spec.micro_batch >> power, "accumulation": spec.accumulation << power}
-            moves.append((change, "more and smaller kernels; statistics of BatchNorm over fewer samples"))
+    whole = spec.micro_batch
+    wanted = (*PARTS, *((parts, 2 * parts) if parts > PARTS[-1] else ()))
+    for count in sorted({next(n for n in range(min(least, whole), whole + 1) if whole % n == 0) for least in wanted} - {1}):
+        change = {"micro_batch": whole // count, "accumulation": spec.accumulation * count}
+        moves.append((change, "more and smaller kernels; statistics of BatchNorm over fewer samples"))
     if spec.checkpointing == "none":
         moves.append(({"checkpointing": "selective"}, "cheap operators run again in backward"))
         moves.append(({"checkpointing": "full"}, "every block runs again in backward"))
