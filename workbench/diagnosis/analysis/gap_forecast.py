@@ -84,8 +84,8 @@ def _from_several(e: GapEvidence, ranks: int, same: str, link: Gradients | None)
         grown["many reductions"] = Interval(low=max(0.0, now.low) * tree, mid=now.mid * math.sqrt(ring * tree), high=now.high * ring)
     if "large gradients" in grown:
         grown["large gradients"] = grown["large gradients"].of(lambda seconds: seconds * volume)
-    if now := grown.get("waits and reduction"):
-        grown["waits and reduction"] = Interval(low=now.low, mid=now.mid * volume, high=max(now.high * ring, now.mid * volume))
+    if waits := grown.get("waits and reduction"):
+        grown["waits and reduction"] = Interval(low=waits.low, mid=waits.mid * volume, high=max(waits.high * ring, waits.mid * volume))
     if link is not None and e.gradients is not None and "large gradients" in grown:
         grown |= _over_link(e, gap, ranks, link)
     steps = _busy_steps(e)

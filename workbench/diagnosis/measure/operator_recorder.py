@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.hooks import RemovableHandle
 
 from workbench.harness.batches import tensors_of
 
@@ -107,7 +108,7 @@ class Recorder(TorchDispatchMode):
     @contextlib.contextmanager
     def on(self) -> Iterator[None]:
         """Record inside."""
-        handles = []
+        handles = list[RemovableHandle]()
         for part in self._model.modules() if self._operators else [self._model]:
             handles.extend((part.register_forward_pre_hook(self._enter), part.register_forward_hook(self._leave, always_call=True)))
         try:
