@@ -159,6 +159,8 @@ class Loop:
         """Called by it with what a backward begins from."""
         self.side_by_side = False
         """Does the loop on top also wait for this one's batch?"""
+        self.over = False
+        """Was its END marked?"""
         self._sizes: deque[int | None] = deque()  # samples per batch, each put here before its mark
         self._next_size: Callable[[], int | None] = self._sizes.popleft
         self._builder = StepBuilder(rules)
@@ -200,6 +202,8 @@ class Loop:
                     if open_loops.top is self:
                         self.asked_again, self.updated = True, False
                         marks.extend((now(), NEXT))
+                        if open_loops.unread:
+                            open_loops.read_ended()
                         if read:
                             read()
                         if self.between:
@@ -223,6 +227,11 @@ class Loop:
             self.between()
         self.mark(BORDER)
 
+    @property
+    def unread(self) -> bool:
+        """Is it over, and the device was behind when it ended? Then its last steps are to be read before those of later passes count."""
+        return self.over and self.recorder.unread
+
     def harvest(self) -> list[Row]:
         """The steps finished since the last harvest."""
         return self._builder.feed(*self.recorder.take(), self._next_size)
@@ -243,7 +252,7 @@ class OpenLoops:
     `now`, `marks` and `thread` are those of the loop that runs. Code that another thread may call has to compare `thread`.
     """
 
-    __slots__ = ("_open", "forward", "losses", "marks", "now", "thread", "top")
+    __slots__ = ("_open", "forward", "losses", "marks", "now", "thread", "top", "unread")
 
     def __init__(self) -> None:
         self._open: list[Loop] = []
@@ -251,6 +260,8 @@ class OpenLoops:
         """Has a model been called since somebody set this to False?"""
         self.losses: tuple[int, ...] = ()
         """Numbers of the operations that made the numbers, perhaps losses, which the last call of a model returned."""
+        self.unread: list[Loop] = []
+        """Loops that are over, and whose last steps the device had not finished then."""
         self._update()
 
     def mark(self, code: int) -> None:
@@ -269,10 +280,21 @@ class OpenLoops:
         """A loop is over; the one around it goes on."""
         self.waited(loop)
         loop.mark(END)
+        loop.over = True
         if loop in self._open:
             self._open.remove(loop)
             if self.top is loop and self._update():
                 self.mark(BACK)
+        self.unread.append(loop)
+        if loop.thread == threading.get_ident():  # else an iterator was left, and another thread collects it
+            self.read_ended()
+
+    def read_ended(self) -> None:
+        """Read what the device has finished of the loops that are over."""
+        loops, self.unread = self.unread, []
+        for loop in loops:
+            loop.recorder.read(at_once=True)
+        self.unread += [loop for loop in loops if loop.unread]
 
     def wait(self, loop: Loop) -> None:
         """A loop that is not on top asks for a batch.
@@ -303,6 +325,7 @@ class OpenLoops:
     def clear(self) -> None:
         """Forget all loops, without a mark: this is another process now."""
         self._open.clear()
+        self.unread.clear()
         self._update()
 
     def _update(self) -> bool:

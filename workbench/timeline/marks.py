@@ -58,8 +58,12 @@ class MarkRecorder(Protocol):
     def now(self) -> Any:
         """The stamp of a mark. Nothing else runs inside a step."""
 
-    def read(self) -> None:
-        """Read the times of the stamps that are known by now. Called once per step, on the training thread."""
+    @property
+    def unread(self) -> bool:
+        """Are there stamps whose time was not read?"""
+
+    def read(self, *, at_once: bool = False) -> None:
+        """Read the times of the stamps that are known by now. Called on the training thread: each step, and `at_once` when a pass ends."""
 
     def take(self) -> tuple[list[int], bytes]:
         """Remove and return the marks whose time is known: nanoseconds and codes. Safe in another thread."""
@@ -73,11 +77,12 @@ class HostRecorder:
 
     clock: Literal["host", "device"] = "host"
     device: int | None = None
+    unread = False
 
     def __init__(self, now: Callable[[], int] = time.perf_counter_ns) -> None:
         self.now, self.marks = now, list[int]()
 
-    def read(self) -> None:
+    def read(self, *, at_once: bool = False) -> None:
         pass
 
     def take(self) -> tuple[list[int], bytes]:
@@ -162,23 +167,33 @@ class DeviceRecorder:
         self._record(event, stream)
         return event
 
-    def read(self) -> None:
+    @property
+    def unread(self) -> bool:
+        return bool(self.marks or self._turns)
+
+    def read(self, *, at_once: bool = False) -> None:
         self._end_turn()
-        if len(self._turns) >= self._enough or time.monotonic() >= self._read_at:
-            while over := self._over():
-                for _ in range(over):
-                    self._read_turn()
+        if at_once and self._capturing():  # a pass that is left inside a capture
+            return
+        if at_once or len(self._turns) >= self._enough or time.monotonic() >= self._read_at:
+            for _ in range(self._over()):
+                self._read_turn()
             self._enough, self._read_at = len(self._turns) + READ_STEPS, time.monotonic() + READ_SECONDS
 
     def _over(self) -> int:
-        """At least so many turns are over on the device, which is asked and not waited for; 0 = not even the first is."""
-        count = len(self._turns)
-        for first in (count, count - 1, READ_STEPS, READ_STEPS // 4, 1):  # the last was launched just now; a device may lag
-            turns = [*islice(self._turns, first)]
-            latest_first = (event for marks, _ in reversed(turns) for event in marks[-2::-2] if event is not None)
-            if all(event.query() for event in islice(latest_first, None if any(several for _, several in turns) else 1)):
-                return len(turns)
-        return 0
+        """The number of turns that are over on the device, which is asked and not waited for; found by bisection."""
+        turns = [*self._turns]
+        over, most = 0, len(turns)
+        first = most  # where the device keeps up, the last turn answers for all
+        while over < most:
+            latest_first = (event for marks, _ in reversed(turns[over:first]) for event in marks[-2::-2] if event is not None)
+            several = any(several for _, several in turns[over:first])
+            if all(event.query() for event in islice(latest_first, None if several else 1)):
+                over = first
+            else:
+                most = first - 1
+            first = (over + most + 1) // 2
+        return over
 
     def take(self) -> tuple[list[int], bytes]:
         return _take(self._done)
@@ -191,13 +206,13 @@ class DeviceRecorder:
             self._read_turn()
 
     def _end_turn(self) -> None:
-        marks = self.marks[:]
-        del self.marks[: len(marks)]
-        self._turns.append((marks, self._switched))
-        self._switched = False
+        if marks := self.marks[:]:
+            self._turns.append((marks, self._switched))  # before they are removed: `unread` is asked in another thread
+            del self.marks[: len(marks)]
+            self._switched = False
 
     def _read_turn(self) -> None:
-        marks, done, elapsed = self._turns.popleft()[0], list[int](), self._elapsed
+        marks, done, elapsed = self._turns[0][0], list[int](), self._elapsed
         last, raw, now = self._last, self._raw, self._time
         for event, code in zip(marks[::2], marks[1::2], strict=True):
             if event is None:
@@ -210,6 +225,7 @@ class DeviceRecorder:
             done += (now, code)
         self._last, self._raw, self._time = last, raw, now
         self._done += done  # at once: another thread takes them
+        self._turns.popleft()
 
 
 def _current_stream(torch: Any) -> "Callable[[int | None], torch.cuda.Stream | None]":

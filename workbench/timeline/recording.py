@@ -133,10 +133,15 @@ class Recording:
         return (*self._alarms_before, *(self._alarm.told if self._alarm else ()))
 
     def harvest(self) -> list[Row]:
-        """The steps finished since the last harvest. Never waits for the device, so any thread may do it at any time."""
+        """The steps finished since the last harvest, in their order. Never waits for the device, so any thread may do it at any time."""
+        rows: list[Row] = []
         with self._lock:
             try:
-                rows = [row for loop in self._loops for row in loop.harvest()]
+                for loop in self._loops:
+                    unread = loop.unread  # asked first: it may be read meanwhile
+                    rows += loop.harvest()
+                    if unread:
+                        break
             except Exception:
                 self._loops.clear()  # half read: nothing they say from here on could be trusted
                 raise
