@@ -227,11 +227,6 @@ class Loop:
             self.between()
         self.mark(BORDER)
 
-    @property
-    def unread(self) -> bool:
-        """Is it over, and the device was behind when it ended? Then its last steps are to be read before those of later passes count."""
-        return self.over and self.recorder.unread
-
     def harvest(self) -> list[Row]:
         """The steps finished since the last harvest."""
         return self._builder.feed(*self.recorder.take(), self._next_size)
@@ -294,7 +289,7 @@ class OpenLoops:
         loops, self.unread = self.unread, []
         for loop in loops:
             loop.recorder.read(at_once=True)
-        self.unread += [loop for loop in loops if loop.unread]
+        self.unread += [loop for loop in loops if loop.recorder.unread]
 
     def wait(self, loop: Loop) -> None:
         """A loop that is not on top asks for a batch.

@@ -305,8 +305,7 @@ class ScriptWatcher:
             if leader is None or self._strangers >= LEADER_RETIRES_AFTER:
                 self._leader, leader = weakref.ref(optimizer), optimizer
             if optimizer is leader:
-                if open_loops.unread:
-                    open_loops.read_ended()
+                open_loops.read_ended()
                 self._bare.border()
                 if self._borders:
                     self._borders.reached(self._bare)

@@ -68,12 +68,7 @@ class Agreement:
     """The part of one machine in an agreement on the next attempt."""
 
     def __init__(
-        self,
-        run_dir: Path,
-        node: Mapping[str, Any],
-        endpoint: str,
-        propose: Callable[[Sequence[int]], dict[str, Any]],
-        now: float,
+        self, run_dir: Path, node: Mapping[str, Any], endpoint: str, propose: Callable[[Sequence[int]], dict[str, Any]], now: float
     ) -> None:
         """Say that this machine is ready.
 
