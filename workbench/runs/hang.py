@@ -302,7 +302,7 @@ def _waits_for(rank: int, act: _Act, acts: Mapping[int, _Act], live: Mapping[int
         if report["numbers"].get(group, 0) < called["number"]:
             awaited.add(other)
         else:
-            same = _entry(report, group, called["number"])
+            same = next((row for row in report["collectives"] if row["group"] == group and row["number"] == called["number"]), None)
             if same is not None and (same["op"] != called["op"] or (_comparable(same, called) and same["sizes"] != called["sizes"])):
                 awaited.add(other)
     return awaited
@@ -311,10 +311,6 @@ def _waits_for(rank: int, act: _Act, acts: Mapping[int, _Act], live: Mapping[int
 def _comparable(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     """Must all ranks give the same shapes?"""
     return "reduce" in one["op"] and bool(one["sizes"]) and bool(other["sizes"])
-
-
-def _entry(report: Mapping[str, Any], group: str, number: int) -> Mapping[str, Any] | None:
-    return next((row for row in report["collectives"] if row["group"] == group and row["number"] == number), None)
 
 
 def _odd_one_out(acts: Mapping[int, _Act], live: Mapping[int, Mapping[str, Any]], for_whom: Mapping[int, set[int]]) -> int:
