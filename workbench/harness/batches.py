@@ -319,7 +319,7 @@ class CachedBatches:
                 self.forget_changed()  # one at a time: they may be twice as large
                 self._changed = {id(change): [change, *map(change, held)]}
             held = self._changed[id(change)][1:]
-        copied = torch.clone if self.written else _unchanged
+        copied = torch.clone if self.written else lambda tensor: tensor
         return [map_tensors(copied, batch) for batch in islice(cycle(held), count)]
 
     def forget_changed(self) -> None:
@@ -331,7 +331,3 @@ class CachedBatches:
         if not self.written or not self._held:
             return count
         return max(1, min(count, MAX_CACHED_BYTES // max(1, bytes_of(self._held[0]))))
-
-
-def _unchanged(tensor: Tensor) -> Tensor:
-    return tensor

@@ -159,8 +159,6 @@ class Loop:
         """Called by it with what a backward begins from."""
         self.side_by_side = False
         """Does the loop on top also wait for this one's batch?"""
-        self.over = False
-        """Was its END marked?"""
         self._sizes: deque[int | None] = deque()  # samples per batch, each put here before its mark
         self._next_size: Callable[[], int | None] = self._sizes.popleft
         self._builder = StepBuilder(rules)
@@ -275,7 +273,6 @@ class OpenLoops:
         """A loop is over; the one around it goes on."""
         self.waited(loop)
         loop.mark(END)
-        loop.over = True
         if loop in self._open:
             self._open.remove(loop)
             if self.top is loop and self._update():

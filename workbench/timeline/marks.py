@@ -54,13 +54,11 @@ class MarkRecorder(Protocol):
     device: int | None
     """The index of the CUDA device whose clock this is, if known."""
     marks: list[Any]
+    unread: bool
+    """Has its pass ended, and the device not yet finished it?"""
 
     def now(self) -> Any:
         """The stamp of a mark. Nothing else runs inside a step."""
-
-    @property
-    def unread(self) -> bool:
-        """Are there stamps whose time was not read?"""
 
     def read(self, *, at_once: bool = False) -> None:
         """Read the times of the stamps that are known by now. Called on the training thread: each step, and `at_once` when a pass ends."""
@@ -77,7 +75,7 @@ class HostRecorder:
 
     clock: Literal["host", "device"] = "host"
     device: int | None = None
-    unread = False
+    unread: bool = False
 
     def __init__(self, now: Callable[[], int] = time.perf_counter_ns) -> None:
         self.now, self.marks = now, list[int]()
@@ -150,7 +148,7 @@ class DeviceRecorder:
         self._turns: deque[tuple[list[Any], bool]] = deque()  # marks from one `next()` to the following one; on more than one stream?
         self._enough, self._read_at = READ_STEPS, 0.0  # the number of turns, and the time, from which on they are read
         self._on: Any = None
-        self._switched, self._can_capture = False, True
+        self._switched, self._can_capture, self.unread = False, True, False
         self._last: Event | None = None
         self._raw = self._time = 0  # ns since the first event: as read, and never running backwards
         self._done: list[int] = []
@@ -167,17 +165,12 @@ class DeviceRecorder:
         self._record(event, stream)
         return event
 
-    @property
-    def unread(self) -> bool:
-        return bool(self.marks or self._turns)
-
     def read(self, *, at_once: bool = False) -> None:
         self._end_turn()
-        if at_once and self._capturing():  # a pass that is left inside a capture
-            return
         if at_once or len(self._turns) >= self._enough or time.monotonic() >= self._read_at:
-            for _ in range(self._over()):
+            for _ in range(0 if at_once and self._capturing() else self._over()):  # a pass may be left inside a capture
                 self._read_turn()
+            self.unread = at_once and bool(self._turns)
             self._enough, self._read_at = len(self._turns) + READ_STEPS, time.monotonic() + READ_SECONDS
 
     def _over(self) -> int:
@@ -204,15 +197,16 @@ class DeviceRecorder:
             for event in filter(None, self._turns[0][0][::2]):
                 event.synchronize()
             self._read_turn()
+        self.unread = False
 
     def _end_turn(self) -> None:
-        if marks := self.marks[:]:
-            self._turns.append((marks, self._switched))  # before they are removed: `unread` is asked in another thread
-            del self.marks[: len(marks)]
-            self._switched = False
+        marks = self.marks[:]
+        del self.marks[: len(marks)]
+        self._turns.append((marks, self._switched))
+        self._switched = False
 
     def _read_turn(self) -> None:
-        marks, done, elapsed = self._turns[0][0], list[int](), self._elapsed
+        marks, done, elapsed = self._turns.popleft()[0], list[int](), self._elapsed
         last, raw, now = self._last, self._raw, self._time
         for event, code in zip(marks[::2], marks[1::2], strict=True):
             if event is None:
@@ -225,7 +219,6 @@ class DeviceRecorder:
             done += (now, code)
         self._last, self._raw, self._time = last, raw, now
         self._done += done  # at once: another thread takes them
-        self._turns.popleft()
 
 
 def _current_stream(torch: Any) -> "Callable[[int | None], torch.cuda.Stream | None]":

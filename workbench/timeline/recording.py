@@ -138,7 +138,7 @@ class Recording:
         with self._lock:
             try:
                 for loop in self._loops:
-                    unread = loop.over and loop.recorder.unread  # asked first: it may be read meanwhile
+                    unread = loop.recorder.unread  # asked first: it may be read meanwhile
                     rows += loop.harvest()
                     if unread:
                         break

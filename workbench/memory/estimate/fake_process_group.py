@@ -101,11 +101,7 @@ class _NeverRebuilds:
         self._reducer = reducer
 
     def __getattr__(self, name: str) -> Any:
-        return _no if name == "_rebuild_buckets" else getattr(self._reducer, name)
-
-
-def _no(*_args: Any) -> bool:
-    return False
+        return (lambda *_: False) if name == "_rebuild_buckets" else getattr(self._reducer, name)
 
 
 _COMPRESSED = {"fp16_compress_hook": torch.float16, "bf16_compress_hook": torch.bfloat16}
