@@ -247,6 +247,17 @@ def test_memory_that_runs_out_in_a_proof_is_told_with_its_training(alone: Ranks,
         task = toy_tasks.numbers(loss=loss)
         with pytest.raises(torch.OutOfMemoryError, match=rf"2.00 GiB. \(in the training {side} the change\)$"):
             prove(Assignment(run_dir=tmp_path, info=info, spec=spec_of(), task=task, ranks=alone))
+    for built, side in ((0, "without"), (1, "with")):
+        models = [toy_tasks.numbers().model] * built
+
+        def build(models: list[Any] = models) -> Any:
+            if models:
+                return models.pop()()
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+        assignment = Assignment(run_dir=tmp_path, info=info, spec=spec_of(), task=toy_tasks.numbers(model=build), ranks=alone)
+        with pytest.raises(torch.OutOfMemoryError, match=rf"2.00 GiB. \(in the training {side} the change\)$"):
+            prove(assignment)
 
 
 def test_on_the_cpu_nobody_moves(alone: Ranks) -> None:

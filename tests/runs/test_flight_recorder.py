@@ -46,6 +46,15 @@ def test_nccl_has_a_recorder_of_its_own_beside_that_of_the_other_backends(monkey
     assert flight_recorder.numbers() == {"0": 11, "0 (nccl)": 3}
     rows = flight_recorder.last_collectives()
     assert [(row["group"], row["number"]) for row in rows] == [("0 (nccl)", 1), ("0", 11), ("0 (nccl)", 3)]
+
+    def aborted(*_: bool) -> bytes:
+        raise RuntimeError("NCCL communicator was aborted")
+
+    both._dump_nccl_trace = aborted
+    assert flight_recorder.numbers() == {"0": 11}
+    assert [row["group"] for row in flight_recorder.last_collectives()] == ["0"]
+    monkeypatch.setitem(sys.modules, "torch", types.SimpleNamespace(__version__="9.9"))
+    assert "RuntimeError: NCCL communicator was aborted" in flight_recorder.why_missing()
     world = types.SimpleNamespace(pg_names={"a": "0"}, pg_group_ranks={"a": {1: 1, 0: 0}})
     monkeypatch.setitem(sys.modules, "torch.distributed.distributed_c10d", types.SimpleNamespace(_world=world))
     assert flight_recorder.members() == {"0": [0, 1], "0 (nccl)": [0, 1]}

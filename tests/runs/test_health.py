@@ -97,14 +97,18 @@ def test_exploding_gradients_are_found_in_the_norms_of_layers(by_hand: Callable[
     at, noise = 400, random.Random(0)
     usual = [(step, {"embed": 0.5 + 0.1 * noise.random(), "head": 1.0 + 0.2 * noise.random()}) for step in range(10, 600, 10)]
     grown = [(step, {layer: norm * (40.0 if step >= at else 1.0) for layer, norm in norms.items()}) for step, norms in usual]
+    damaged = [(600 + step, {"head": norm}) for step, norm in enumerate((math.nan, "damaged", 1e200, 1e308, 10**400, -1.0))]
+    damaged += [(600 + step, {"head": norm, "tail": norm}) for step, norm in ((8, 1.7e308), (9, math.inf))]
     found = []
-    for rows in (usual, grown):
+    for rows in (usual, grown, [*usual[:45], *grown[30:]]):  # the last one went on from a checkpoint
         run = by_hand().losses(3)
         writer = run_directory.LineWriter(run.path / run_directory.GRADIENTS)
-        writer.write({"step": step, "norms": norms} for step, norms in [*rows, (600, {"head": math.nan}), (610, {"head": "damaged"})])
+        writer.write({"step": step, "norms": norms} for step, norms in [*rows, *damaged])
         writer.close()
         found.append(health(run.ended("finished").path).faults)
     assert found[0] == ()
+    assert found[1] == found[2]
+    assert not exploding([{"step": step, "big": 10**400} for step in range(50)])
     (fault,) = found[1]
     assert (fault.kind, fault.step) == ("exploding gradients", at)
     assert re.search(r"grows from 1\.\d+ to 4\d\.\d within 30 steps, from step 400 on", fault.message), fault

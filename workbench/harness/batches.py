@@ -196,7 +196,7 @@ def trimmed(batch: Any) -> Any | None:
 
     def cut(tensor: Tensor) -> Tensor:
         if tensor.ndim < 2:
-            padding = next((padding for padding in paddings.values() if _equal(tensor, padding.lengths)), None)
+            padding = next((p for p in paddings.values() if tensor.shape == p.lengths.shape and bool((tensor == p.lengths).all())), None)
             return tensor.clamp(max=padding.kept) if padding else tensor
         square = tensor.shape[-1] == tensor.shape[-2] and tensor.shape[1] in (1, tensor.shape[-1])  # a mask of pairs of positions
         for dimension in range(1, tensor.ndim if square else 2):
@@ -205,10 +205,6 @@ def trimmed(batch: Any) -> Any | None:
         return tensor.contiguous()
 
     return map_tensors(cut, batch)
-
-
-def _equal(left: Tensor, right: Tensor) -> bool:
-    return left.shape == right.shape and bool((left == right).all())
 
 
 def _paddings(batch: Any) -> dict[int, _Padding]:

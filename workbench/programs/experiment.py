@@ -168,15 +168,15 @@ def prove(assignment: Assignment) -> dict[str, Any]:
     specs = [RunSpec.from_json(assignment.order[name]) for name in ("baseline", "changed")]
     with contextlib.ExitStack() as stack, Peers.join() as peers:
         turns = DeviceTurns(assignment.ranks.device, all_agree=lambda yes: peers.agree(yes, all))
-        trainings = [
-            stack.enter_context(enter_training(spec, assignment.task, assignment.ranks, index, turns)) for index, spec in enumerate(specs)
-        ]
+        trainings: list[Training | IdleTraining] = []
         progress = progress_writer(assignment.run_dir) if assignment.ranks.rank == 0 else None
         try:
+            for index, spec in enumerate(specs):
+                trainings.append(stack.enter_context(enter_training(spec, assignment.task, assignment.ranks, index, turns)))
             arm = run_ab_test(*trainings, budget_s=_budget(assignment), peers=peers, progress=progress)
         except Exception as error:
-            if is_out_of_memory(error) and Training.in_turn in trainings:
-                side = "with" if trainings.index(Training.in_turn) else "without"
+            if is_out_of_memory(error) and (len(trainings) < len(specs) or Training.in_turn in trainings):
+                side = "without" if not trainings or Training.in_turn is trainings[0] else "with"
                 error.args = (f"{error} (in the training {side} the change)",)
             raise
     note = "; ".join(filter(None, (turns.note, arm.note))) or None
@@ -210,7 +210,9 @@ class IdleTraining:
         """Nothing to do."""
 
     def drain(self) -> None:
-        """Before its block: the other training rests here, too."""
+        """Before its block: the other training rests here, too, once its workers idle."""
+        if Training.in_turn is not None:
+            Training.in_turn.feed.wait_until_full(PATIENCE)
         if self._turns is not None:
             self._turns.enter(None)
 

@@ -4,6 +4,7 @@ The only file that knows these private functions of torch, which move between re
 `torch.distributed` has no collectives.
 """
 
+import contextlib
 import pickle
 import sys
 from collections.abc import Mapping
@@ -28,11 +29,15 @@ def switched_on(torch_version: str, environ: Mapping[str, str]) -> dict[str, str
     return {} if any(name in environ for name in names) else {names[old]: str(BUFFER)}
 
 
-def _dump(**options: bool) -> dict[str, dict[str, Any]]:
+def _dump(*options: bool, strict: bool = False) -> dict[str, dict[str, Any]]:
     """What this process's recorders hold, by what marks their groups: torch built for CUDA has one for NCCL, and one for the others."""
     bindings = sys.modules.get("torch._C._distributed_c10d")
-    dumps = {mark: getattr(bindings, name, None) for mark, name in (("", "_dump_fr_trace"), (NCCL, "_dump_nccl_trace"))}
-    return {mark: pickle.loads(dump(*options.values())) for mark, dump in dumps.items() if dump is not None}
+    dumped = {}
+    for mark, name in (("", "_dump_fr_trace"), (NCCL, "_dump_nccl_trace")):
+        with contextlib.nullcontext() if strict else contextlib.suppress(Exception):
+            if dump := getattr(bindings, name, None):
+                dumped[mark] = pickle.loads(dump(*options))
+    return dumped
 
 
 def why_missing() -> str:
@@ -41,7 +46,7 @@ def why_missing() -> str:
         return "torch.distributed is not loaded"
     torch = sys.modules["torch"]
     try:
-        return "" if _dump(entries=False, stacks=False, active=False) else f"torch {torch.__version__} has no flight recorder"
+        return "" if _dump(False, False, False, strict=True) else f"torch {torch.__version__} has no flight recorder"
     except Exception as error:
         return f"the flight recorder of torch {torch.__version__} cannot be read: {type(error).__name__}: {error!s:.200}"
 
@@ -49,7 +54,7 @@ def why_missing() -> str:
 def numbers() -> dict[str, int]:
     """Process group → collectives called so far. Takes some microseconds, and touches no process group."""
     try:
-        dumped = _dump(entries=False, stacks=False, active=False)
+        dumped = _dump(False, False, False)
         return {
             f"{group}{mark}": int(state["last_enqueued_collective"])
             for mark, of_backend in dumped.items()
@@ -73,7 +78,7 @@ def members() -> dict[str, list[int]]:
 def last_collectives() -> list[dict[str, Any]]:
     """The last collectives, oldest first: group, number (None: send or recv), op, sizes, dtype, pending, frames (file, line, function)."""
     try:
-        dumped = _dump(entries=True, stacks=True, active=False)
+        dumped = _dump(True, True, False)
         rows = [(entry, mark) for mark, of_backend in dumped.items() for entry in of_backend.get("entries") or []]
         rows.sort(key=lambda row: int(row[0].get("time_created_ns") or 0))  # stable, where torch gives no times
         return [_shortened(*row) for row in rows[-KEPT:]]

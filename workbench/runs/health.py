@@ -6,6 +6,7 @@ against how much ranks differ anyway. `health(run)` gives all of it, with the ha
 
 import math
 import os
+import sys
 from bisect import bisect_left, insort
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -282,7 +283,7 @@ def not_falling(losses: Sequence[tuple[int, float]]) -> list[Fault]:
 def exploding(rows: Sequence[Mapping[str, Any]]) -> list[Fault]:
     """Gradients whose norm grows far beyond what is usual, and stays there; from the rows of `noise_scale=` or `gradient_norms=`."""
     norms = [(row["step"], _norm(row)) for row in rows if is_whole(row.get("step"))]
-    known = [(step, norm) for step, norm in norms if norm is not None]
+    known = sorted({step: norm for step, norm in norms if norm is not None}.items())  # after a restart steps are repeated
     for place in range(LEAST, len(known) - 2):
         before = [norm for _, norm in known[max(0, place - WINDOW) : place]]
         usual, now = median(before), [norm for _, norm in known[place : place + 3]]
@@ -298,10 +299,11 @@ def exploding(rows: Sequence[Mapping[str, Any]]) -> list[Fault]:
 
 def _norm(row: Mapping[str, Any]) -> float | None:
     """The norm of the mean gradient of a step, or that of the gradients of all layers."""
-    value, layers = row.get("big"), row.get("norms")
-    if isinstance(layers, Mapping):
-        value = sum(norm**2 for norm in layers.values()) if all(map(is_number, layers.values())) else None
-    return math.sqrt(value) if is_number(value, least=0) else None
+    layers = row.get("norms")
+    norms = [row.get("big")] if not isinstance(layers, Mapping) else [*layers.values()]
+    known = [norm for norm in norms if is_number(norm, least=0, most=sys.float_info.max)]
+    norm = math.hypot(*known) if isinstance(layers, Mapping) else math.sqrt(sum(known))
+    return norm if len(known) == len(norms) and math.isfinite(norm) else None
 
 
 def slow_ranks(timelines: Sequence[Timeline]) -> list[Fault]:

@@ -60,7 +60,7 @@ class RankWatchdog:
 
     def tick(self) -> None:
         """Look once; write, or delete what was written, where that is due."""
-        now, count = self._clock(), (rank_log.steps_written(), flight_recorder.numbers())
+        now, count = self._clock(), (rank_log.steps_written(), self._count[1] | flight_recorder.numbers())
         if count != self._count:
             if self._count[0] or (self._count[0] is None and max(self._count[1].values(), default=0) >= FIRST_COLLECTIVES):
                 self._gaps = sorted([*self._gaps, now - self._since])[-2:]

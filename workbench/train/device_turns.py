@@ -94,7 +94,7 @@ class DeviceTurns:
             _bytes_of(storage).copy_(copy)
         if trainer in self._unwrapped:
             self._unwrapped.remove(trainer)
-            trainer.model = distribute(trainer.module, trainer.spec, trainer.layout, trainer.ranks.device)
+            trainer.model = distribute(trainer.module, trainer.spec, trainer.layout, trainer.ranks.device, again=True)
         if self._together:
             self._copies.clear()
         self._active, self._begun = trainer, True
@@ -116,12 +116,11 @@ class DeviceTurns:
         assert self._memory is not None
         total, room = sum(self._sizes.values()), self._memory.room()
         needed = max(peak + total - self._sizes.get(trainer, 0) for trainer, peak in self._peaks.items())
-        self._together = self._all_agree(needed <= (1 - MARGIN) * room)
+        fit = needed <= (1 - MARGIN) * room
+        self._together = self._all_agree(fit)
         if not self._together:
-            self.note = (
-                f"the two do not fit on the device together ({units.bytes_(needed)} of {units.bytes_(room)}): between blocks the "
-                "resting one was moved to main memory"
-            )
+            where = "of another rank" if fit else f"({units.bytes_(needed)} of {units.bytes_(room)})"
+            self.note = f"the two do not fit on the device together {where}: between blocks the resting one was moved to main memory"
 
     def _rest(self, trainer: Trainer) -> None:
         assert self._memory is not None

@@ -29,7 +29,7 @@ from workbench.train.ranks import Layout
 from workbench.train.sharded_tensors import broadcast_parameters, full_tensor, local_part, use_local_parameters
 
 
-def distribute(module: nn.Module, spec: RunSpec, layout: Layout, device: torch.device) -> nn.Module:
+def distribute(module: nn.Module, spec: RunSpec, layout: Layout, device: torch.device, *, again: bool = False) -> nn.Module:
     """The module to call in place of `module`. Call it before the optimizer is built: parameters may be replaced.
 
     Args:
@@ -38,6 +38,7 @@ def distribute(module: nn.Module, spec: RunSpec, layout: Layout, device: torch.d
         spec: its `parallel`, and the knobs that go with it.
         layout: of the ranks.
         device: of this rank.
+        again: DDP was around it before: each rank keeps its weights and buffers, such as its statistics of batch norm.
     """
     if spec.parallel in SHARDED:
         broadcast_parameters(module, layout.data, device)
@@ -52,6 +53,7 @@ def distribute(module: nn.Module, spec: RunSpec, layout: Layout, device: torch.d
         gradient_as_bucket_view=spec.gradient_as_bucket_view,
         static_graph=spec.static_graph,
         process_group=layout.data,
+        init_sync=not again,
     )
     kind, options = parse_call("gradient_compression", spec.gradient_compression, COMPRESSIONS, "fp16")
     if kind == "powersgd":

@@ -54,10 +54,6 @@ def processors_of(capability: tuple[int, int]) -> Processors:
     return PROCESSORS[max((known for known in PROCESSORS if known <= tuple(capability)), default=min(PROCESSORS))]
 
 
-def _last_power_of_two(number: int) -> int:
-    return 1 << (max(1, number).bit_length() - 1)
-
-
 def _merged(dims: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     """Dimensions (size, stride) by rising stride, neighbours that lie behind one another as one."""
     merged: list[tuple[int, int]] = []
@@ -109,7 +105,7 @@ def scratch_of_sum(
         elif width >= 128 and len(reduced) == 1:
             width //= VECTOR
     most = MAX_THREADS // vector
-    across, down = (min(_last_power_of_two(length), most) for length in (width, height))
+    across, down = (min(1 << (max(1, length).bit_length() - 1), most) for length in (width, height))
     block_width = min(across, WARP)
     block_height = min(down, most // block_width)
     block_width = min(across, most // block_height)
