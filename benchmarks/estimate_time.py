@@ -2,8 +2,9 @@
 
 Rows of llm-foundry were published for 8 GPUs of one node; predicted is the step by datasheets alone, and once more after one row of the
 same GPU had set the level (`calibrate`), which is the largest model's at 2,048 tokens. Nothing is fitted to these rows. Rows of nanoGPT and
-torchtitan came later and changed nothing: by datasheets, and at the level of another program's row on such a GPU. Beside it the roofline by
-hand: 6 FLOPs per parameter and token, and attention's, at half the peak.
+torchtitan came later and changed nothing: by datasheets, and at the level of another program's row on such a GPU. So did llm-foundry's
+on 16 to 512 GPUs, with their exchange and share of the peak (MFU). Beside it the roofline by hand: 6 FLOPs per parameter and token, and
+attention's, at half the peak.
 
 Run: python benchmarks/estimate_time.py
 """
@@ -22,6 +23,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import workbench as wb
 from workbench.cluster.analysis.cluster import Cluster
+from workbench.cluster.analysis.collective_call import CollectiveCall
 from workbench.cluster.analysis.operator_time import Operator
 from workbench.cluster.analysis.plan.layouts import SHARINGS, Layouts
 from workbench.cluster.analysis.plan.ranges import EFFICIENCY, LAUNCH, LINKS
@@ -29,7 +31,9 @@ from workbench.cluster.analysis.plan.timing import HardwareRates
 from workbench.cluster.analysis.plan.timing import seconds as plan_seconds
 from workbench.cluster.analysis.plan.workload import workload_of_transformer
 from workbench.cluster.analysis.step_time import EstimateTimeError, StepTime
+from workbench.cluster.analysis.traffic import Traffic
 from workbench.cluster.analysis.transformer import Transformer
+from workbench.cluster.count_collectives import mark_waited
 from workbench.core.device import Device
 from workbench.core.display import table as display
 
@@ -68,6 +72,11 @@ of its llama3_8b.toml at 9dec370. Its H100 have 96 GB at 2.4 TB/s and draw at mo
 SXM and NVL"; predicted is an SXM of that bandwidth. Left out, as we refuse them or cannot ask for them: compiled steps and fp8. Left out
 of nanoGPT: issue 110 (8 A100, 562 ms, compiled), and times without a GPU, a batch or a version.
 """
+CLUSTERS = {
+    "H100-SXM": Cluster.named("DGX-H100"),
+    "A100-40GB": replace(Cluster.named("DGX-A100"), name="A100-40GB, RoCE", device=Device.named("A100-40GB")),
+}
+"""GPU → where published_scaling.SCALE ran: A100 with 1,600 Gb/s per node by SOURCE, like a DGX-A100; of H100, 400 Gb/s each are assumed."""
 BANDWIDTH = {LLAMA: 2.4e12}
 """Model → bytes per second of the memory of the GPUs it ran on, where the datasheet has another figure."""
 
@@ -84,6 +93,8 @@ class Row:
     published: float
     """Tokens per second of a GPU."""
     gpus: int = GPUS
+    mfu: float | None = None
+    """Published share of the peak, of SCALE only."""
 
     @property
     def seconds(self) -> float:
@@ -108,6 +119,19 @@ def later() -> Iterator[Row]:
             yield Row(
                 device=device, model=model, sequence=sequence, micro_batch=micro, accumulation=accumulation, published=value, gpus=gpus
             )
+
+
+def at_scale() -> Iterator[Row]:
+    """All of SCALE."""
+    from published_scaling import CURVES, SCALE
+
+    rates = {curve.name: curve.per_gpu for curve in CURVES}
+    for curve, some in SCALE.items():
+        gpu, model = curve.split(", ")[1:3]
+        for gpus, (micro, accumulation, share) in some.items():
+            sizes = {"sequence": 2048, "micro_batch": micro, "accumulation": accumulation, "gpus": gpus}
+            device = "H100-SXM" if gpu == "H100" else gpu
+            yield Row(device=device, model=model, **sizes, published=rates[curve][gpus], mfu=share / 100)
 
 
 class Block(nn.Module):
@@ -314,14 +338,41 @@ def counted(model: str, sequence: int, micro_batch: int, device: str) -> StepTim
 
 
 def predicted(row: Row) -> StepTime:
-    """The row's step: as many micro-batches, and the part of the update that one of 8 shards has; gathers are hidden inside a node."""
+    """The row's step: as many micro-batches, and one shard's part of the update; only rows of `at_scale` have an exchange."""
     one = counted(row.model, row.sequence, row.micro_batch, row.device)
     operators = tuple(
         replace(each, bytes=each.bytes / row.gpus) if each.phase == "update" else replace(each, calls=each.calls * row.accumulation)
         for each in one.operators
     )
     samples = row.micro_batch * row.accumulation
-    return replace(one, operators=operators, samples=samples, title=f"{row.model}, {row.sequence} tokens, {row.micro_batch} at once")
+    step = replace(one, operators=operators, samples=samples, title=f"{row.model}, {row.sequence} tokens, {row.micro_batch} at once")
+    if row.mfu is None:
+        return step
+    cluster = CLUSTERS[row.device]
+    sent = Traffic(calls=tuple(exchange(row)), world_size=row.gpus, parameters=0).on(cluster)
+    return replace(step, ranks=row.gpus, traffic=sent, links=LINKS).with_exposed()
+
+
+def exchange(row: Row) -> list[CollectiveCall]:
+    """FSDP's collectives: weights are gathered in bf16, twice but for the root, gradients reduced in fp32 (A100: bf16, "PURE")."""
+    width, layers, _ = SIZES[row.model]
+    root, block = (VOCABULARY + row.sequence) * width, 12 * width**2
+    forward = [("all_gather", 2 * size, "forward") for size in (root, *[block] * layers)]
+    wide = 4 if row.device == "H100-SXM" else 2
+    backward = [(kind, size * block, "backward") for _ in range(layers) for kind, size in (("all_gather", 2), ("reduce_scatter", wide))]
+    every = [
+        (*each, micro) for micro in range(row.accumulation) for each in (*forward, *backward, ("reduce_scatter", wide * root, "backward"))
+    ]
+    known: dict[str, Any] = {"ranks": row.gpus, "axis": "shard"}
+    return mark_waited([CollectiveCall(kind=kind, size=size, phase=phase, micro=micro, **known) for kind, size, phase, micro in every])
+
+
+def mfu(row: Row, seconds: float) -> float:
+    """Share of the dense peak as SOURCE counts it: 6 N + 12 l h s FLOPs per token, without recomputation."""
+    width, layers, _ = SIZES[row.model]
+    parameters = 12 * layers * width**2 + (VOCABULARY + row.sequence) * width
+    flops = (6 * parameters + 12 * layers * width * row.sequence) * row.sequence * row.micro_batch * row.accumulation
+    return flops / seconds / Device.named(row.device).flops_per_sec["bf16"]
 
 
 def by_hand(row: Row) -> float:
@@ -385,7 +436,9 @@ def main() -> None:
     known = {device: predicted(level(device)).calibrate(level(device).seconds).calibration for device in {row.device for row in rows()}}
     shown: list[list[str]] = []
     every = list(rows())
-    for title, some in (("llm-foundry", every), ("nanoGPT and torchtitan", list(later())), ("all", [*every, *later()])):
+    large, groups = list(at_scale()), {"llm-foundry": every, "nanoGPT and torchtitan": list(later()), "all": [*every, *later()]}
+    groups |= {f"16 to 512 {gpu}": [row for row in large if row.device == gpu] for gpu in CLUSTERS} | {"llm-foundry, 16 to 512": large}
+    for title, some in groups.items():
         errors, calibrated, hands, plans, held, held_calibrated = [], [], [], [], 0, 0
         for row in some:
             bare = predicted(row)
@@ -398,10 +451,11 @@ def main() -> None:
             if row != level(row.device):
                 calibrated.append(abs(then))
                 held_calibrated += row.seconds in after.seconds
-            if title != "all":
+            if title not in ("all", "llm-foundry, 16 to 512"):
                 shown.append([row.device, row.model, str(row.gpus), f"{row.sequence:,}", f"{row.micro_batch} × {row.accumulation}"])
                 shown[-1] += [f"{row.seconds:.3f} s", f"{bare.seconds.mid:.3f} s ({bare.seconds.low:.3f} … {bare.seconds.high:.3f})"]
                 shown[-1] += [f"{100 * each:+.0f} %" for each in (error, then, hand)]
+                shown[-1] += ["–"] * 2 if row.mfu is None else [f"{100 * each:.1f} %" for each in (row.mfu, mfu(row, bare.seconds.mid))]
         kinds = (
             ("datasheets", errors, held),
             ("calibrated", calibrated, held_calibrated),
@@ -411,8 +465,25 @@ def main() -> None:
         for name, list_, inside in kinds:
             text = f"{title}, {name}: median error {100 * statistics.median(list_):.1f} %, worst {100 * max(list_):.0f} %"
             print(text + (f", inside the interval {inside} of {len(list_)}" if inside is not None else ""))
-    columns = ("GPU", "model", "GPUs", "tokens", "batch", "published", "predicted", "error", "calibrated", "by hand")
+    columns = (
+        "GPU",
+        "model",
+        "GPUs",
+        "tokens",
+        "batch",
+        "published",
+        "predicted",
+        "error",
+        "calibrated",
+        "by hand",
+        "MFU published",
+        "ours",
+    )
     print(display.Table(columns=columns, rows=shown))
+    off = [mfu(row, row.seconds) - (row.mfu or 0.0) for row in large]
+    points = [abs(mfu(row, predicted(row).seconds.mid) - (row.mfu or 0.0)) for row in large]
+    print(f"MFU: published steps by our count differ by {100 * max(map(abs, off)):.2f} points from the published MFU at most; predicted by")
+    print(f"{100 * statistics.median(points):.1f} in the median, {100 * max(points):.1f} at worst")
     first, second = (row for row in later() if row.model == LLAMA)
     told = replace(predicted(second), calibration=predicted(first).calibrate(first.seconds).calibration).seconds
     print(f"{LLAMA} on 128 at the level of 8: {told.mid:.3f} s ({told.low:.3f} … {told.high:.3f}), published {second.seconds:.3f} s")
