@@ -35,6 +35,16 @@ def pass_time(watchdog: RankWatchdog, clock: Clock, seconds: float) -> None:
         watchdog.tick()
 
 
+def test_a_recorder_that_cannot_be_read_any_more_is_no_progress(tmp_path: Path, counts: dict[str, int]) -> None:
+    clock, folder = Clock(), tmp_path / run_directory.HANG
+    counts |= {"0": 16, "0 (nccl)": 9}
+    watchdog = RankWatchdog(folder, 3, clock=clock)
+    pass_time(watchdog, clock, QUIET * 0.75)
+    del counts["0 (nccl)"]
+    pass_time(watchdog, clock, QUIET / 2)
+    assert json.loads((folder / "rank3.json").read_text())["numbers"] == {"0": 16, "0 (nccl)": 9}
+
+
 def test_writes_nothing_while_there_is_progress_and_its_stacks_when_there_is_none(tmp_path: Path, counts: dict[str, int]) -> None:
     clock, folder = Clock(), tmp_path / run_directory.HANG
     watchdog = RankWatchdog(folder, 3, clock=clock)
