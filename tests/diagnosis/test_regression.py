@@ -1,6 +1,7 @@
 """what_changed and bisect: what is read from two run directories, what is put back, and real trainings with a planted owner."""
 
 import contextlib
+import dataclasses
 import json
 import os
 import re
@@ -151,14 +152,21 @@ def test_the_options_of_a_script_that_differ_are_named(tmp_path: Path, emulated:
     assert "Run B's step is 9.00× that of run A, and --slow (none → decode) is the reason" in result.verdict
 
 
-def test_equal_runs_of_which_one_was_slow_show_the_machine(tmp_path: Path, emulated: Any) -> None:
+def test_equal_runs_of_which_one_was_slow_show_the_machine(tmp_path: Path, emulated: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     spec, busy = RunSpec(task="clipart-resnet", steps=40), {"load": 7.0, "MHz": 2400, "boot": "2"}
     a = made(tmp_path / "a", spec, machine={"load": 0.5, "MHz": 3000, "boot": "1"})
     b = made(tmp_path / "b", spec, step=0.013, machine=busy)
+    monkeypatch.setattr(Run, "usage", property(lambda run: [{"cpu": 0.75}] if run.path == b.path else []))
     emulated(lambda arm: 0.01)
     recorded = wb.what_changed(a, b, rerun=False)
-    assert "load 0.5 when A began, and while it ran how busy its cores were is not known; load 7.0 when B began" in recorded.notes[-1]
+    assert recorded.notes[-1] == (
+        "the machine: when A began, its load was 0.5; while A ran, the busy share of its cores was not recorded; "
+        "when B began, its load was 7.0; while B ran, the busy share of its cores was 75 % (each run's own work included)"
+    )
     assert "short trainings may (without --recorded" in recorded.verdict
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "getuid", lambda: a.path.stat().st_uid + 1)
+        assert "says no more; another user's runs are not repeated." in wb.what_changed(a, b, rerun=False).verdict
     over = wb.what_changed(a, b)
     assert (over.kind, over.changes) == ("over", ())
     assert "the reason is the machine, as it was while B ran" in over.verdict
@@ -184,6 +192,10 @@ def test_what_was_recorded_on_another_load_does_not_hide_what_todays_trainings_s
     emulated(lambda arm: 0.176)
     still = wb.what_changed(a, b)
     assert "and the reason is the machine: run A's step is today below that of both (17" in still.verdict
+    for of in ("loss", "memory"):
+        verdict = dataclasses.replace(result, of=of).verdict
+        assert f"So lr raises it in trainings of {result.steps} steps, which may end differently from the recorded ones (" in verdict
+        assert "machine was" not in verdict
 
 
 def test_runs_that_differ_within_their_noise_are_tried_where_something_else_differs(tmp_path: Path, emulated: Any) -> None:
@@ -359,7 +371,7 @@ def test_code_that_a_script_imports_is_compared_without_git_too(tmp_path: Path, 
     assert "either the code of common.py (12 → 34), which could not be put back, or the machine" in wb.what_changed(a, b).verdict
 
 
-def test_what_is_not_committed_stops_no_experiment_unless_the_run_imported_it(repository: Path, tmp_path: Path) -> None:
+def test_what_is_not_committed_stops_no_experiment_where_it_is_documentation_or_leads_to_data(repository: Path, tmp_path: Path) -> None:
     (tmp_path / "images").mkdir()
     (repository / "images").symlink_to(tmp_path / "images")
     git(repository, "add", "images")
@@ -381,8 +393,32 @@ def test_what_is_not_committed_stops_no_experiment_unless_the_run_imported_it(re
     assert found.notes == ("between the commits changed: images, task.py", "not committed in run A: images")
     with worktrees.checkout(repository, ids[0]) as checkout:
         assert (checkout.folder / "images").is_dir()
-    lost = swaps.swaps_of(run("edited", {"commit": ids[0], "dirty": True, "uncommitted": ["src/task.py"]}), new, {})
-    assert lost.notes[0] == "code: that of run A cannot be had: it had changes that were not committed in src/task.py"
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "task.py").touch()
+    (repository / "package").symlink_to(tmp_path / "package")
+    (repository / "again").symlink_to("data")
+    (repository / "loop").symlink_to("loop")
+    (tmp_path / "one.yaml").write_text("lr: 1")
+    (repository / "one.yaml").symlink_to(tmp_path / "one.yaml")
+    (tmp_path / "train.bin").write_bytes(bytes(8))
+    (repository / "train.bin").symlink_to(tmp_path / "train.bin")
+    harmless = ["README.md", "docs/usage.txt", "notebooks/look.ipynb", "images", "train.bin"]
+    many = [f"{i}.md" for i in range(environment.UNCOMMITTED)]
+    for number, (names, named) in enumerate(
+        (
+            (harmless, ""),
+            ([*harmless, "src/task.py"], "src/task.py"),
+            (["config.yaml"], "config.yaml"),
+            (["conf/train.yaml", "kernel.cu", "requirements.txt"], "conf/train.yaml, kernel.cu, requirements.txt"),
+            (links := ["package", "again", "one.yaml", "loop", "photos"], ", ".join(links)),  # code, inside, text, nothing, gone
+            (many, "0.md, 1.md, 2.md, 3.md, 4.md and 45 more, perhaps others"),
+        )
+    ):
+        lost = swaps.swaps_of(run(f"edited{number}", {"commit": ids[0], "dirty": True, "uncommitted": names}), new, {})
+        said = f"code: that of run A cannot be had: it had changes that were not committed in {named}"
+        assert (lost.notes[0] == said, bool(lost.changes)) == (bool(named), not named), (names, lost.notes)
+    relinked = swaps.swaps_of(new, run("relinked", {"commit": ids[4], "dirty": True, "uncommitted": ["images"]}), {})
+    assert relinked.notes[0].endswith("not committed in images"), "the commit has a link of that name, which leads elsewhere"
 
 
 def test_bisect_needs_a_repository_and_a_range(repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -348,6 +348,9 @@ def test_the_commit_is_noted(tmp_path: Path) -> None:
     assert answer() == {"commit": commit, "dirty": False, "branch": "trunk"}
     (tmp_path / "a").write_text("2")
     assert answer() == {"commit": commit, "dirty": True, "branch": "trunk", "uncommitted": ["a"]}
+    git("mv", "-f", "a", "ü b")
+    (tmp_path / "ü b").write_text("1")
+    assert answer() == {"commit": commit, "dirty": True, "branch": "trunk", "uncommitted": ["ü b", "a"]}
     assert environment.GitQuery(tmp_path).answer(timeout=0) is None
 
 

@@ -275,5 +275,4 @@ compute capability of NVIDIA's, watts, and the source of the figures; - = has no
 (else that of the row), CUDA's context and its source, a note; reported: the GiB of memory that torch reports (get_device_properties, or
 the "total capacity" of an out-of-memory error), and where that was read: GB of such cards are GiB, less what the driver and ECC keep.
 bf16 and fp16: tensor cores with fp32 accumulation; fp32: without tensor cores. Sources of capabilities: developer.nvidia.com/cuda-gpus;
-of NVLink and AMD's Infinity Fabric: the same datasheets, and those of
-`workbench.cluster.analysis.cluster.CLUSTERS`."""
+of NVLink and AMD's Infinity Fabric: the same datasheets, and those of `workbench.cluster.analysis.cluster.CLUSTERS`."""

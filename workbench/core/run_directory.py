@@ -279,8 +279,7 @@ def launcher_logs(run_dir: Path) -> list[Path]:
 class LineWriter:
     """Append-only JSON lines. Every call appends whole lines or none.
 
-    JSON has no NaN and no infinity: they are written as the texts "NaN", "Infinity" and "-Infinity", which LineTail
-    reads as numbers.
+    JSON has no NaN and no infinity: they are written as the texts "NaN", "Infinity" and "-Infinity", which LineTail reads as numbers.
     """
 
     def __init__(self, path: Path) -> None:

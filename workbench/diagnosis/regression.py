@@ -96,7 +96,7 @@ def what_changed(
     if max(change.high, -change.low) < least or ((0 in change or abs(change.mid) < least) and not (rerun and own and swaps.changes)):
         return WhatChanged(**result, kind="nothing")
     if not rerun:
-        return WhatChanged(**result)
+        return WhatChanged(**result, why="" if own else "another user's runs are not repeated")
     for run in runs:  # from here on, what the runs name is executed
         if run.path.stat().st_uid != os.getuid():
             text = f"{run.path} belongs to another user: trainings would execute what it names, as you"

@@ -2,9 +2,10 @@
 
 import contextlib
 import dataclasses
+import os
 import statistics
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from workbench.core import run_directory, units
@@ -12,7 +13,7 @@ from workbench.core.checks import is_number
 from workbench.diagnosis.analysis.what_changed import RunDifference
 from workbench.diagnosis.rerun import Arm, Change, Code, surroundings_of
 from workbench.runs.compare import differences, provenance, text
-from workbench.runs.launch import worktrees
+from workbench.runs.launch import environment, worktrees
 from workbench.runs.run import Run
 from workbench.runs.spec import ScriptSpec, Spec, SpecError
 
@@ -80,7 +81,8 @@ def swaps_of(a: Run, b: Run, also: Mapping[str, tuple[Mapping[str, str], Mapping
         notes.append("environment variables: a run of an earlier version recorded none, so none is tried")
     for name, (then, later) in also.items():
         variables |= dict(then)
-        add("given", name, (_pairs(then), _pairs(later)), Change(name=name, variables=dict(later)))
+        given = [" ".join(f"{key}={value}" for key, value in each.items()) for each in (then, later)]
+        add("given", name, (given[0], given[1]), Change(name=name, variables=dict(later)))
     if python and other and python != other:
         there = Path(other).exists() and Path(python).exists()
         add("environment", "python", (python, other), Change(name="python", python=other) if there else None, "" if there else "it is gone")
@@ -185,15 +187,37 @@ def _code_of(run: Run, info: Mapping[str, Any], state: Mapping[str, Any], ask_gi
     commit = state.get("commit")
     if not commit or (ask_git and worktrees.is_as_recorded(source, dict(state))):
         return Code(folder, source), ""
-    names, used = state.get("uncommitted"), provenance(run)[CODE]
-    if state.get("dirty") and not (names and used and not any(f"/{name}".endswith(f"/{each}") for name in names for each in used)):
-        return None, f"it had changes that were not committed{f' in {several_of(names)}' if names else ', in files that it did not record'}"
-    if not ask_git:
-        return Code(folder, source, str(commit)), ""
+    names, used = state.get("uncommitted") or [], provenance(run)[CODE]
     try:
-        return Code(folder, source, worktrees.commit_of(source, str(commit))), ""
-    except worktrees.GitError as error:
+        commit = worktrees.commit_of(source, str(commit)) if ask_git else str(commit)
+        may_matter = [name for name in names if not _is_harmless(source, name, commit, used, ask_git)]
+    except (worktrees.GitError, OSError) as error:
         return None, str(error)
+    if state.get("dirty") and (may_matter or not names or len(names) >= environment.UNCOMMITTED):
+        others = ", perhaps others" * (len(names) >= environment.UNCOMMITTED)
+        where = f" in {several_of(may_matter or names)}{others}" if names else ", in files that it did not record"
+        return None, f"it had changes that were not committed{where}"
+    return Code(folder, source, commit), ""
+
+
+def _is_harmless(source: Path, name: str, commit: str, used: Mapping[str, Any], ask_git: bool) -> bool:
+    """Is a file of the repository documentation, or a symbolic link to data elsewhere that a checkout of the commit gets as well?
+
+    Data is a binary file, or a folder with none of the files that the run imported, `used`. GitError, OSError: it cannot be told.
+    """
+    path = PurePath(name)
+    if path.suffix in (".md", ".rst", ".ipynb") or (path.suffix == ".txt" and not {"doc", "docs"}.isdisjoint(path.parts[:-1])):
+        return True
+    top = next((folder for folder in (source.absolute(), *source.absolute().parents) if (folder / ".git").exists()), None)
+    if top is None or not used or not (link := top / name).is_symlink() or Path(os.path.realpath(link)).is_relative_to(top.resolve()):
+        return False
+    if link.is_file():
+        with link.open("rb") as file:
+            data = b"\0" in file.read(8000)  # so git tells binary from text
+    else:
+        parts = [PurePath(each).parts for each in used]
+        data = link.is_dir() and not any(link.joinpath(*each[i:]).exists() for each in parts for i in range(len(each)))
+    return data and not (ask_git and worktrees.git(top, "ls-tree", "-z", commit, "--", name))
 
 
 def _of_commits(runs: Sequence[Run], folder: Path, ask_git: bool) -> list[str]:
@@ -231,15 +255,15 @@ def _load(infos: Sequence[Mapping[str, Any]]) -> list[RunDifference]:
 
 
 def load_note(runs: Sequence[Run]) -> str:
-    """How busy the machine was when each run began and while it ran, its own work included, as far as that was recorded."""
+    """The load of the machine when each run began, and how busy its cores were while it ran, as far as that was recorded."""
     texts = []
     for name, run in zip("AB", runs, strict=True):
         load = _load_of(run_directory.read_json(run.path / run_directory.RUN_JSON)).get("load")
         busy = [row["cpu"] for row in run.usage if is_number(row.get("cpu"), least=0, most=1)]
-        began = f"load {load:.1f} when {name} began" if is_number(load, least=0) else f"its load when {name} began is not known"
-        then = f"its cores {units.percent(statistics.fmean(busy))} busy" if busy else "how busy its cores were is not known"
-        texts.append(f"{began}, and while it ran {then}")
-    return f"the machine: {'; '.join(texts)} (its own work included)"
+        began = f"{load:.1f}" if is_number(load, least=0) else "not recorded"
+        cores = units.percent(statistics.fmean(busy)) if busy else "not recorded"
+        texts.append(f"when {name} began, its load was {began}; while {name} ran, the busy share of its cores was {cores}")
+    return f"the machine: {'; '.join(texts)} (each run's own work included)"
 
 
 def lost(recorded: tuple[Run, Run], today: Sequence[Run]) -> tuple[str, ...]:
@@ -259,7 +283,3 @@ def brought(without: Run, with_it: Run) -> tuple[str, ...]:
 def _arrow(section: str, name: str, values: Sequence[Any]) -> str:
     where = {"versions": "", "git": "git ", CODE: "the code of ", "data": "the data's "}[section]
     return f"{where}{name} ({text(values[0])} → {text(values[1])})"
-
-
-def _pairs(variables: Mapping[str, str]) -> str:
-    return " ".join(f"{name}={value}" for name, value in variables.items())

@@ -106,9 +106,10 @@ def _crowded(e: Evidence, c: Costs, loading: Loading) -> Cause | None:
     processes = e.world_size * (loading.num_workers + 1)
     if fewer and processes > cores and loading.num_workers > 1:
         best = min(fewer, key=lambda n: (round(feeding.step(n) / now, 2), n))
+        ranks = f"{e.world_size} ranks" if e.world_size > 1 else "training"
         return Cause(
             cause="oversubscribed",
-            why=f"{_workers(loading)} and {_ranks(e)} share {cores:.0f} cores and are in each other's way; {best} would do.",
+            why=f"{_workers(loading)} and {ranks} share {cores:.0f} cores and are in each other's way; {best} would do.",
         )
     if without and loading.worker_cpu is not None and loading.worker_cpu + (loading.handover or 0.0) > 2 * loading.cpu:
         return Cause(
@@ -157,10 +158,6 @@ def _line(loading: Loading) -> str:
 
 def _workers(loading: Loading) -> str:
     return units.several(loading.num_workers, "worker")
-
-
-def _ranks(e: Evidence) -> str:
-    return f"{e.world_size} ranks" if e.world_size > 1 else "training"
 
 
 def transfer_cause(e: Evidence, c: Costs) -> Cause:

@@ -230,8 +230,7 @@ class Diagnosis(JsonDataclass):
         return f"; more workers: not expected to help ({TERMS[feeding.binds(loading.num_workers + 1)]}{busy}), see loader_curve"
 
     def remedy(self, which: Choice = None) -> Remedy:
-        """One of the remedies: the first that can be proved (None), by its number in the table
-        (from 1), by its name, or itself.
+        """One of the remedies: the first that can be proved (None), by its number in the table (from 1), by its name, or itself.
 
         Knobs with values, such as {"deterministic": True} or "num_workers=2", are a remedy, too, or a price.
 

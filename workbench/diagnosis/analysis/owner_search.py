@@ -24,8 +24,7 @@ SINGLY = 4
 """Up to so many differences are tried one by one; of more, halves are."""
 REPRODUCED = 0.25
 """Part of the recorded regression, of the least in its interval, that the differences must bring again before its owner is looked for.
-Chosen: below it, the machine
-explains more than the differences."""
+Chosen: below it, the machine explains more than the differences."""
 MINE = 0.5
 """Part of a set's effect from which on a part of the set is said to bring it. Derived: of two halves that add up, one brings so much."""
 CONTRARY = 0.1
@@ -124,9 +123,7 @@ def decide(
     low, _, high = _along(seen, sign)
     if low > (0 if perhaps else REPRODUCED * near):
         return _owner(reruns, whole, sign, usual, failed)
-    if not perhaps and -high > max(
-        CONTRARY, MINE * abs(regression)
-    ):  # the contrary: the machine was not the same when the two were recorded
+    if not perhaps and -high > max(CONTRARY, MINE * abs(regression)):  # the contrary of what was recorded
         return _owner(reruns, whole, -sign, usual, failed)
     if high < MINE * (far if perhaps else abs(regression)):
         return Decision(kind="nothing") if perhaps else _machine(reruns, recorded, usual)

@@ -129,20 +129,21 @@ class WhatChanged(display.Shown, JsonDataclass):
         today = self._ratio(self.owner) if self.owner else self.today
         if self.kind == "owner":
             many = "are" if len(self.owner) > 1 else "is"
-            alone = " together" if self.together else ""
+            alone, because = " together" if self.together else "", f" ({self.why})" if self.why else ""
             brought = f" With it {'comes' if len(self.brings) == 1 else 'come'} {_list(self.brings)}." if self.brings else ""
             if today and 0 not in self.change and math.log(today.mid) * self.change.mid < 0:
+                cause = f" in trainings of {self.steps} steps, which may end differently from the recorded ones"
+                cause = ", and the machine was in another state when A or B ran" if self.of == "time" else cause
                 return (
                     f"{said} as recorded, but today's trainings, by turns on one machine, show the contrary: run A's {what} with "
                     f"{_list(self.owner)} is {_ends(today)} that without. So {_list(self.owner)} {'raise' if today.mid > 1 else 'lower'}"
-                    f"{'s' * (many == 'is')} it{alone}, and the machine was in another state when A or B ran ({self._now})."
-                    f"{_because(self.why)}{brought}"
+                    f"{'s' * (many == 'is')} it{alone}{cause} ({self._now}).{because}{brought}"
                 )
             with_ = "them" if len(self.owner) > 1 else "it"
             seen = f": today run A's {what} with {with_} is {_ends(today)} that without" if today else ""
             if 0 in self.change:
                 said = f"What was recorded leaves open whether run B's {what} is another ({_ends(self.ratio)}); today's trainings do not"
-            return f"{said}, and {_list(self.owner)} {many} the reason{alone}{seen}.{_because(self.why)}{brought}"
+            return f"{said}, and {_list(self.owner)} {many} the reason{alone}{seen}.{because}{brought}"
         if self.kind == "still":
             cause = f"either {_list(self.left_over)}, which could not be put back, or the machine" if self.left_over else "the machine"
             return f"{said}, and the reason is {cause}: {self._like('as run B was')} ({self._now}){self._alike}."
@@ -155,7 +156,7 @@ class WhatChanged(display.Shown, JsonDataclass):
         code = tuple(each.name for each in self.differences if each.section == "code")
         more = (
             f"they differ in the code of {_list(code)}; " * bool(code)
-            + "what was recorded says no more; short trainings may (without --recorded, or rerun=True)"
+            + f"what was recorded says no more; {self.why or 'short trainings may (without --recorded, or rerun=True)'}"
         )
         where = {"not run": more, "cannot run": self.why, "unclear": f"not yet clear why: {self.why}"}
         left = f" Not swapped one by one yet: {_list(self.untried)}." if self.kind == "unclear" and self.untried else ""
@@ -256,10 +257,6 @@ def over(ratio: float) -> str:
     ('1.40×', '0.987×')
     """
     return f"{ratio:.3f}×" if abs(ratio - 1) < 0.1 else units.times(ratio)
-
-
-def _because(why: str) -> str:
-    return f" ({why})" if why else ""
 
 
 def _list(names: tuple[str, ...]) -> str:

@@ -206,31 +206,35 @@ class GitQuery:
     """Asks git for a folder's commit in the background; a slow answer is no answer."""
 
     def __init__(self, folder: Path) -> None:
-        command = ["git", "-C", str(folder), "--no-optional-locks", "status", "--porcelain=v2", "--branch", "--untracked-files=no"]
+        command = ["git", "-C", str(folder), "--no-optional-locks", "status", "--porcelain=v2", "-z", "--branch", "--untracked-files=no"]
         try:
-            self._process: subprocess.Popen[str] | None = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, start_new_session=True
+            self._process: subprocess.Popen[bytes] | None = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True
             )
         except OSError:  # no git here
             self._process = None
 
     def answer(self, timeout: float) -> dict[str, Any] | None:
-        """{"commit": …, "dirty": …, "uncommitted": [files]}; None without git, repository or commit, or after `timeout` seconds."""
+        """{"commit": …, "dirty": …, "uncommitted": [paths]}; None without git, repository or commit, or after `timeout` seconds."""
         if self._process is None:
             return None
         with self._process as process:
             try:
-                text, _ = process.communicate(timeout=timeout)
+                output, _ = process.communicate(timeout=timeout)
             except subprocess.TimeoutExpired:
                 process.kill()
                 return None
-        lines = text.splitlines()
+        lines = output.decode(errors="replace").split("\0")
         commits = [line.split()[-1] for line in lines if line.startswith("# branch.oid ")]
         if not commits or commits[0] == "(initial)":
             return None
         branch = next((line.split()[-1] for line in lines if line.startswith("# branch.head ")), "")
         places = {"1": 8, "2": 9, "u": 10}  # spaces before the path, in git's format "porcelain=v2"
-        changed = [line.split(" ", places[line[0]])[-1].partition("\t")[0] for line in lines if line[0] in places]
+        changed, rest = list[str](), iter(lines)
+        for line in rest:
+            if line[:1] in places:
+                changed.append(line.split(" ", places[line[0]])[-1])
+                changed += [next(rest)] if line[0] == "2" else []  # a file was renamed: its former name follows
         files = {"uncommitted": changed[:UNCOMMITTED]} if changed else {}
         return {"commit": commits[0], "branch": branch, "dirty": bool(changed), **files}
 

@@ -166,18 +166,14 @@ class Slurm:
                 "wb.launch(spec, nnodes=2) runs on machines that you start by hand"
             )
         if code:
-            raise LaunchError(f"Slurm refuses the job: {_reason(text)}. {_advice(text)}")
+            said = [re.sub(r"^sbatch: (error|fatal): ", "", line) for line in text.strip().splitlines()]
+            raise LaunchError(f"Slurm refuses the job: {'; '.join(said) or 'it did not say why'}. {_advice(text)}")
         number = text.strip().split(";")[0]
         try:
             run_directory.write_json(run_dir / run_directory.JOB, {"job": number, "asked": dataclasses.asdict(self)})
         except BaseException:  # a run that cannot be followed is none: its directory goes, and so does its job
             slurm_queue.call("scancel", number)
             raise
-
-
-def _reason(text: str) -> str:
-    """What sbatch said, without its prefixes."""
-    return "; ".join(re.sub(r"^sbatch: (error|fatal): ", "", line) for line in text.strip().splitlines()) or "it did not say why"
 
 
 def _advice(text: str) -> str:

@@ -31,21 +31,13 @@ def git(folder: Path, *words: str) -> str:
     environ = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")} | {"GIT_TERMINAL_PROMPT": "0"}
     try:
         done = subprocess.run(
-            command,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=GIT_SECONDS,
-            check=False,
-            env=environ,
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=GIT_SECONDS, env=environ
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise GitError(f"git {words[0]} in {folder}: {error}") from error
     if done.returncode:
-        raise GitError(
-            f"git {' '.join(words[:2])} in {folder}: {done.stderr.strip().splitlines()[-1] if done.stderr.strip() else 'failed'}"
-        )
+        said = done.stderr.strip().splitlines() or ["failed"]
+        raise GitError(f"git {' '.join(words[:2])} in {folder}: {said[-1]}")
     return done.stdout
 
 
