@@ -65,12 +65,14 @@ if last.exists() and mode != "begins again":
     if mode != "forgets" and done:
         random.setstate(eval(" ".join(words[2:])))
 for step in range(done + 1, 25):
+    if sys.argv[3:] == [f"log {step - done}"]:
+        log = (out / "log.csv").open("w")
     total += random.random()
     with open(os.environ.get("STEPS", os.devnull), "a") as steps:
         steps.write(".")
     time.sleep(0.02)
     if step % 4 == 0 and (mode != "late" or step == 24):
-        part = last if mode.startswith("torn") else out / "part"
+        part = last if mode.startswith("torn") else pathlib.Path(f"{out}-part") if mode == "elsewhere" else out / "part"
         with part.open("w") as file:
             print(step, total, end=" ", file=file, flush=True)
             time.sleep(0.1 * (mode in ("torn", "torn, begins again", "whole")))
@@ -288,6 +290,39 @@ def test_a_trainer_of_hugging_face_does_not_survive_a_kill_during_its_save_unles
     assert whole.writing[0].startswith("checkpoint-")
 
 
+@pytest.mark.parametrize("opened", [1, 6])
+def test_a_log_of_a_short_training_is_no_save(plain: str, opened: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps are counted every 0.3 s, as of a run: four counts or so in all."""
+    seen = dict[str, tuple[float, int]]()
+
+    def progress(run: Started) -> tuple[int, None]:
+        now, steps = time.monotonic(), run.steps.stat().st_size if run.steps.exists() else 0
+        if now > seen.setdefault(run.id, (now, steps))[0] + 0.3 or run.state != "running":
+            seen[run.id] = now, steps
+        return seen[run.id][1], None
+
+    monkeypatch.setattr(Started, "progress", property(progress))
+    proofs = [prove(plain, ["{out}", "whole", f"log {opened}"], kills=1, during_save=True, seed=seed) for seed in range(2)]
+    assert [set(proof.writing) for proof in proofs] == [{"part"}] * 2, proofs
+    with pytest.raises(LaunchError, match="was not seen writing a file into"):
+        prove(plain, ["{out}", "elsewhere", f"log {opened}"], during_save=True)
+
+
+def test_a_rank_that_is_stopped_goes_on_where_its_kill_is_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    ranks, process = kill_script._Ranks("", tmp_path), subprocess.Popen(["sleep", "60"])
+    monkeypatch.setattr(ranks, "saving", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        ranks.kill(process.pid, 0, only_saving=True)
+    assert Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0] != "T"
+    process.kill()
+    process.wait()
+    monkeypatch.setattr(os, "kill", lambda *_: None)  # it ends between the signal and the look
+    assert ranks.kill(process.pid, 0, only_saving=False) is None
+
+
 def test_a_log_is_no_save(tmp_path: Path) -> None:
     ranks = kill_script._Ranks("", tmp_path)
     ranks.pids = lambda: [os.getpid()]  # type: ignore[method-assign]
@@ -319,6 +354,14 @@ def test_the_name_of_the_folder_in_a_result_is_no_difference(tmp_path: Path) -> 
     assert not prove_script_resume._differing(entries[0], tmp_path / "again", "x.pt")
     assert entries[0]["callbacks.best"] == "{out}/a.ckpt"
     assert "callbacks.all.{out}/a.ckpt" in entries[0]
+
+
+def test_the_longer_form_of_the_folder_is_replaced_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    out = Path("again")
+    out.mkdir()
+    torch.save({"best": f"{tmp_path}/again/a.ckpt"}, out / "x.pt")
+    assert prove_script_resume._entries_of(out, "x.pt") == {"best": "{out}/a.ckpt"}
 
 
 def test_a_result_of_another_moment_is_said_to_be_one() -> None:

@@ -5,6 +5,7 @@ import os
 import random
 import signal
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +18,8 @@ TRIES = 3
 LATEST = 0.8
 """Part of the undisturbed steps before which the first try kills: what a launch has trained is seen up to 0.3 s later."""
 LOG = 3
-"""Counts of steps during which a file may be open and still be one of a checkpoint: a file that is open longer is a log."""
+"""Counts of steps during which a file may be open and still be one of a checkpoint: a file that is open longer is a log. The counts move
+about every 0.3 s, so it takes a second to find one; others are found by when they were opened (`_Ranks`)."""
 
 
 def kill_steps(writes: Sequence[int], total: int, kills: int, chosen: random.Random) -> list[list[int]]:
@@ -48,6 +50,8 @@ class Due:
     writes: int = 1
     steps: int = 0
     saves: int = 0
+    logs: frozenset[str] = frozenset()
+    """Files that are no saves, as the undisturbed script showed."""
 
 
 @dataclass(slots=True)
@@ -61,7 +65,9 @@ class Watched:
     writes: list[int] = field(default_factory=list)
     """Of each write the steps that were measured by then."""
     saves: list[int] = field(default_factory=list)
-    """Of each look at which a file was being written, too."""
+    """Of each look that saw a save, too."""
+    logs: frozenset[str] = frozenset()
+    """Files that were opened once and stayed open to the end."""
 
 
 def watch(
@@ -71,7 +77,8 @@ def watch(
 
     `say` is told the writes and steps so far, again and again.
     """
-    start, before, seen, ranks = time.monotonic(), _written(out), Watched(), _Ranks(run.id, out)
+    start, before, seen, ranks = time.monotonic(), _written(out), Watched(), _Ranks(run.id, out, due)
+    looks = list[tuple[int, set[str], set[str]]]()  # steps, and files: those that were opened after the first step, all
     had = before > 0  # an earlier launch has written
     times, passed = [start], 0
     while run.state in ACTIVE:
@@ -82,7 +89,7 @@ def watch(
             times.append(time.monotonic())
         say(len(seen.writes), steps)
         saving = ranks.saving(steps)
-        seen.saves += [steps] * bool(saving)
+        looks += [(steps, {name for name in saving if 0 not in ranks.since[name]}, set(saving))] * bool(saving)
         if chosen and due and steps >= due.steps and len(seen.writes) >= due.writes - (had and due.steps > 0):
             passed += bool(saving)
             if not due.steps and not due.saves:
@@ -93,27 +100,42 @@ def watch(
                 seen.killed *= run.wait().state == "failed"
                 return seen
         time.sleep(0.001 if due and due.saves else 0.005)
-    seen.writes += [run.progress[0]] * (_written(out) != before)
+    total = run.progress[0]
+    seen.writes += [total] * (_written(out) != before)
+    seen.logs = ranks.lasting()
+    seen.saves = [steps for steps, later, files in looks if (later if total > 1 else files) - seen.logs]
     return seen
 
 
 class _Ranks:
-    """The ranks of a run, and which files of a folder each has open for writing."""
+    """The ranks of a run, and which files of a folder each has open for writing; their child processes are not looked at."""
 
-    def __init__(self, run_id: str, out: Path) -> None:
-        self._id, self._out, self._pids, self._next, self._since = run_id, f"{out.resolve()}/", list[int](), 0.0, dict[str, set[int]]()
+    def __init__(self, run_id: str, out: Path, due: Due | None = None) -> None:
+        self._id, self._out, self._due, self._pids, self._next = run_id, f"{out.resolve()}/", due or Due(), list[int](), 0.0
+        self.since = dict[str, set[int]]()  # of each file that is open: counts of steps since it was opened
+        self._opened, self._last, self._looks = Counter[str](), dict[str, tuple[int, int, int]](), 0
 
     def pids(self) -> list[int]:
         """The process of each rank."""
         return [pids[0] for pids in ranks_of(self._id).values()]
 
     def saving(self, steps: int) -> dict[str, int]:
-        """Each file that is being written, with the process; a log, which is open while steps are taken, is none."""
+        """Each file that is being written, with the process, without logs: those of `due`, and what is open for long or from step 0."""
         if time.monotonic() > self._next:  # ranks appear one after the other
             self._pids, self._next = self.pids(), time.monotonic() + 1
         found = {name: pid for pid in self._pids for name in self._written_by(pid)}
-        self._since = {name: self._since.get(name, set()) | {steps} for name in found}
-        return {name: pid for name, pid in found.items() if len(self._since[name]) <= LOG}
+        self._opened.update(found.keys() - self.since.keys())
+        self.since = {name: self.since.get(name, set()) | {steps} for name in found}
+        self._looks += bool(found)
+        self._last |= {name: (self._looks, steps, len(counts)) for name, counts in self.since.items()}
+        logs = self._due.logs | {name for name, counts in self.since.items() if len(counts) > LOG or (self._due.steps and 0 in counts)}
+        return {name: pid for name, pid in found.items() if name not in logs}
+
+    def lasting(self) -> frozenset[str]:
+        """Files that were opened once and open at the last look that saw any, or across counts of steps up to the last one."""
+        end = max((steps for _, steps, _ in self._last.values()), default=0)
+        once = ((name, last) for name, last in self._last.items() if self._opened[name] == 1)
+        return frozenset(name for name, (look, steps, counts) in once if look == self._looks or (counts > 1 and steps == end))
 
     def _written_by(self, pid: int) -> Iterator[str]:
         with contextlib.suppress(OSError):  # it has ended
@@ -127,14 +149,19 @@ class _Ranks:
 
     def kill(self, pid: int, steps: int, *, only_saving: bool) -> str | None:
         """Kill a rank, stopped before so that the file that it writes is seen: its name, "" = none. None = it does not save, and lives."""
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGSTOP)
-            limit = time.monotonic() + 1.0
-            while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "TtZX" and time.monotonic() < limit:
-                time.sleep(0.001)
-            file = next((name for name, by in self.saving(steps).items() if by == pid), None if only_saving else "")
-            os.kill(pid, signal.SIGCONT if file is None else signal.SIGKILL)
-            return file
+        with contextlib.suppress(OSError):  # it has ended
+            try:
+                os.kill(pid, signal.SIGSTOP)
+                limit = time.monotonic() + 1.0
+                while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "TtZX" and time.monotonic() < limit:
+                    time.sleep(0.001)
+                file = next((name for name, by in self.saving(steps).items() if by == pid), None if only_saving else "")
+                if file is not None:
+                    os.kill(pid, signal.SIGKILL)
+                return file
+            finally:
+                with contextlib.suppress(OSError):
+                    os.kill(pid, signal.SIGCONT)  # it lives on, also after Ctrl-C here
         return None
 
 

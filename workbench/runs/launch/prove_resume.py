@@ -214,7 +214,7 @@ def prove_resume(
     whole_number("kills", kills, least=1, error=ValueError)
     if isinstance(target, str | os.PathLike) and os.fspath(target).endswith(".py"):
         if resumed is not None:
-            raise ValueError(f"prove_resume({target!r}, resumed=…): a script's layout is in its own arguments; only a RunSpec takes it")
+            raise ValueError(f"prove_resume('{target}', resumed=…): a script's layout is in its own arguments; only a RunSpec takes it")
         result = check_given(target, args, result)
         args = [os.fspath(arg) if isinstance(arg, os.PathLike) else str(arg) for arg in args]
         check_named(script_spec(target, {}).script, args, result)

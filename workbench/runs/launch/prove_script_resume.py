@@ -231,7 +231,7 @@ def prove_script_resume(
 
     def to_the_end(name: str, what: str) -> tuple[Run, Watched]:
         run = begin(name)
-        seen = watch(run, folder / name, say=told(what, name))
+        seen = watch(run, folder / name, Due(saves=int(during_save)), say=told(what, name))  # it looks as often as where it kills
         return ended(run, again=name == "interrupted"), seen
 
     def ended(run: Run, again: bool) -> Run:
@@ -249,7 +249,8 @@ def prove_script_resume(
     if during_save and not any(total < 2 or step < LATEST * total for step in watched.saves):
         raise LaunchError(
             f"during_save=True, but {script} was not seen writing a file into {OUT} in the first {LATEST:.0%} of its steps: it writes "
-            "elsewhere and renames files, which no kill cuts in two; or it writes them in an instant, or later; leave during_save out"
+            "elsewhere and renames files, which no kill cuts in two; or it writes in an instant, or later, or in a child process, which "
+            "is not watched; leave during_save out"
         )
     chosen, left = random.Random(seed), len(watched.writes)
     tries, done = kill_steps(watched.writes, total, kills, chosen), list[float]()
@@ -260,13 +261,14 @@ def prove_script_resume(
         while len(done) < kills and left > 1:
             run, number = begin("interrupted"), f"kill {len(done) + 1} of {kills}"
             if at:
-                looks = sum(at[len(done)] <= step < total for step in watched.saves)
-                saves = chosen.randint(1, max(1, looks // 2)) if during_save else 0
-                due = Due(steps=max(1, at[len(done)] - sum(steps)), saves=saves)
+                looks = sum(max(at[len(done)], sum(steps)) <= step < LATEST * total for step in watched.saves)
+                saves = chosen.randint(1, max(1, looks // tried)) if during_save else 0
+                due = Due(steps=max(1, at[len(done)] - sum(steps)), saves=saves, logs=watched.logs)
                 what = f"{number} comes after {several(due.steps, 'step')} of this launch{', during a save' * during_save}"
             else:
                 least = max(1, left // 3) if len(done) == kills - 1 else 1  # so that there is a whole checkpoint before the last kill
-                due = Due(writes=chosen.randint(least, max(least, left - 2)), saves=int(during_save))  # early enough for a busy machine
+                writes = chosen.randint(least, max(least, left - 2))  # early enough for a busy machine
+                due = Due(writes=writes, saves=int(during_save), logs=watched.logs)
                 what = f"{number} comes once it has written {several(due.writes, 'time')}"
             seen = watch(run, folder / "interrupted", due, chosen, say=told(what, "interrupted"))
             if seen.killed:
@@ -292,7 +294,8 @@ def prove_script_resume(
         if not again or last.error or last.progress[0] > 1:
             break
     assert last is not None
-    failed = last.error.message.splitlines()[0].replace(str(folder / "interrupted"), OUT)[:300] if last.error else ""
+    message = (last.error.message.strip() or "without a message") if last.error else "\n"
+    failed = message.splitlines()[0].replace(str(folder / "interrupted"), OUT)[:300]
     differing = () if failed else _differing(expected, folder / "interrupted", result)
     repeatable = True
     if differing:
@@ -375,7 +378,7 @@ def _entries_of(out: Path, result: str) -> Mapping[str, Any]:
             f"the script wrote no {result} into {out}, which is kept and has {', '.join(names[:SHOWN]) or 'nothing'}: {hint}"
             f"Check result=, and {OUT} in args="
         )
-    places = {str(place) for place in (out, out.resolve())}  # which Lightning saves in its checkpoints
+    places = sorted({str(place) for place in (out, out.resolve())}, key=len, reverse=True)  # Lightning saves them; one may be in the other
 
     def named(value: Any) -> Any:
         for place in places:
