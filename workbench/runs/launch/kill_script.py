@@ -149,6 +149,7 @@ class _Ranks:
 
     def kill(self, pid: int, steps: int, *, only_saving: bool) -> str | None:
         """Kill a rank, stopped before so that the file that it writes is seen: its name, "" = none. None = it does not save, and lives."""
+        file = None
         with contextlib.suppress(OSError):  # it has ended
             try:
                 os.kill(pid, signal.SIGSTOP)
@@ -158,11 +159,9 @@ class _Ranks:
                 file = next((name for name, by in self.saving(steps).items() if by == pid), None if only_saving else "")
                 if file is not None:
                     os.kill(pid, signal.SIGKILL)
-                return file
             finally:
-                with contextlib.suppress(OSError):
-                    os.kill(pid, signal.SIGCONT)  # it lives on, also after Ctrl-C here
-        return None
+                os.kill(pid, signal.SIGCONT)  # it lives on, also after Ctrl-C here
+        return file
 
 
 def _written(out: Path) -> int:
