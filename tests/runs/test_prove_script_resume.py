@@ -232,13 +232,6 @@ def test_a_kill_during_a_save_shows_that_a_script_takes_a_part_of_a_checkpoint_o
     assert "or it dropped it, as kill 1 came while last.txt was written. Write each checkpoint under a temporary name" in proof.verdict
 
 
-def test_a_save_that_is_renamed_survives_kills_during_it(plain: str) -> None:
-    proof = prove(plain, ["{out}", "whole"], kills=2, during_save=True)
-    assert proof.exact, proof
-    assert set(proof.writing) == {"part"}
-    assert ", while it wrote part" in proof.verdict
-
-
 TRAINER = """
 import os, sys
 from pathlib import Path
@@ -282,10 +275,13 @@ def test_a_trainer_of_hugging_face_does_not_survive_a_kill_during_its_save_unles
 @pytest.mark.parametrize("opened", [1, 6])
 def test_a_log_of_a_short_training_is_no_save(plain: str, opened: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps are seen in leaps, as those of a run, which are counted every 0.3 s."""
-    steps = Started.progress.fget
-    monkeypatch.setattr(Started, "progress", property(lambda run: (steps(run)[0] // 8 * 8, None)))  # type: ignore[misc]
-    proofs = [prove(plain, ["{out}", "whole", f"log {opened}"], kills=1, during_save=True, seed=seed) for seed in range(2)]
-    assert [set(proof.writing) for proof in proofs] == [{"part"}] * 2, proofs
+    started: Any = Started
+    steps = started.progress.fget
+    monkeypatch.setattr(Started, "progress", property(lambda run: (steps(run)[0] // 8 * 8, None)))
+    proof = prove(plain, ["{out}", "whole", f"log {opened}"], kills=2, during_save=True)
+    assert proof.exact, proof  # a save that is renamed survives
+    assert proof.writing == ("part", "part")
+    assert ", while it wrote part" in proof.verdict
     with pytest.raises(LaunchError, match="was not seen writing a file into"):
         prove(plain, ["{out}", "elsewhere", f"log {opened}"], during_save=True)
 
