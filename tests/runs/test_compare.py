@@ -131,7 +131,7 @@ def test_a_comparison_says_what_differs(alone: Ranks, tmp_path: Path) -> None:
     three = made(tmp_path / "three", toy_tasks.numbers(dataset=lambda: toy_tasks.Numbers(128), evaluate=None), alone, lr=0.05)
     recorded = run_directory.read_json(three.path / run_directory.ENVIRONMENT)
     assert recorded["versions"]["torch"] == torch.__version__
-    recorded["versions"]["numpy"], recorded["code"]["toy_tasks.py"] = EVIL + CONTROLS, "0"
+    recorded["versions"]["numpy"], recorded["code"] = EVIL + CONTROLS, recorded["code"] | {"toy_tasks.py": "0", "by_variable.py": "1"}
     run_directory.write_json(three.path / run_directory.ENVIRONMENT, recorded)
     run_directory.write_json(three.path / run_directory.GIT, {"commit": "2", "dirty": True, "changes": "abc"})
     table = wb.compare(one, three).differences
@@ -140,6 +140,7 @@ def test_a_comparison_says_what_differs(alone: Ranks, tmp_path: Path) -> None:
     assert rows["spec", "lr"] == ["–", "0.05"]
     assert rows["git", "commit"] == ["1", "2"]
     assert rows["code", "toy_tasks.py"][1] == "0"
+    assert rows["code", "by_variable.py"] == ["–", "1"]  # what imports it need not differ
     assert rows["data", "samples"] == ["64", "128"]
     assert {("data", "first samples"), ("outcome", "last loss"), ("versions", "numpy"), ("git", "changes")} <= rows.keys()
     assert_is_text(table._repr_html_())

@@ -147,6 +147,7 @@ def plan(
     if not isinstance(overlapped_gradients, bool):
         raise PlanError(f"overlapped_gradients={overlapped_gradients!r:.60}: allowed are True, and False where they are reduced afterwards")
     workload = replace(workload, overlapped=overlapped_gradients)
+    margin = real_number("margin", margin, least=0, below=1, what="a share of the memory", also=", such as 0.1", error=PlanError)
     search = PlanSearch(
         workload=_restricted(workload, tensor, pipeline, chunks, checkpointing),
         cluster=where,
@@ -155,7 +156,7 @@ def plan(
         efficiency=share_interval(efficiency, "efficiency", EFFICIENCY),
         links=(share_interval(links, "links", link_share(where, "intra")), share_interval(links, "links", link_share(where, "inter"))),
         held=share_interval(held, "held", HELD, "what the allocator holds over the predicted bytes", "1.05"),
-        usable_memory=where.device.memory * (1 - _margin(margin)),
+        usable_memory=where.device.memory * (1 - margin),
         steps=_whole("steps", steps),
         top=_whole("top", top),
         power=Power(price=price, electricity=electricity, intensity=intensity, pue=pue, watts=watts),
@@ -209,10 +210,6 @@ def _gradient_bytes(value: Any, precision: str | None) -> float:
     if precision == "fp32" and value != 4:
         raise PlanError(f'gradient_bytes={value!r} with precision="fp32": gradients have 4 bytes there; try precision="amp_bf16"')
     return float(value)
-
-
-def _margin(value: float) -> float:
-    return real_number("margin", value, least=0, below=1, what="a share of the memory", also=", such as 0.1", error=PlanError)
 
 
 @accept_synonyms

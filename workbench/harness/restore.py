@@ -62,7 +62,7 @@ class SavedState:
         self._save(_mode, modules)
         self._save(_contents, state.containers)
         self._save(_attributes, state.objects)
-        self._save(_variable, state.cells)
+        self._save(lambda cell: partial(setattr, cell, "cell_contents", cell.cell_contents), state.cells)
         self._save(_generator, state.generators)
         self._undo += [partial(names.__setitem__, name, names[name]) for names, name in state.names]
 
@@ -159,10 +159,6 @@ def _all(undos: list[Undo]) -> None:
 def _mode(module: torch.nn.Module) -> Undo:
     """Whether it trains or is evaluated: of each part by itself."""
     return partial(vars(module).__setitem__, "training", module.training)
-
-
-def _variable(cell: Any) -> Undo:
-    return partial(setattr, cell, "cell_contents", cell.cell_contents)
 
 
 def _array(array: "np.ndarray[Any, Any]") -> Undo:

@@ -179,8 +179,6 @@ def differences(runs: Sequence[Run]) -> list[tuple[str, str, list[Any]]]:
         names = list(dict.fromkeys(name for part in parts for name in part))
         for name in names if all(parts) else ():  # what a run of an earlier version did not record says nothing
             values = [part.get(name) for part in parts]
-            if section == "code" and None in values:  # what imports it differs, too, or an earlier version recorded less
-                continue
             if any(value != values[0] and value == value for value in values):
                 found.append((section, name, values))
     return found

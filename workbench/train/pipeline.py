@@ -292,16 +292,12 @@ class _Stage(PipelineStage):
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **options: Any) -> Any:
         with self.phase("backward"):
             super().backward_one_chunk(bwd_chunk_id, *args, **options)
-            self.bwd_cache[bwd_chunk_id] = tuple(_sendable(gradient) for gradient in self.bwd_cache[bwd_chunk_id])
+            gradients = self.bwd_cache[bwd_chunk_id]  # to be sent contiguous: images in channels_last are not
+            self.bwd_cache[bwd_chunk_id] = tuple(each.contiguous() if isinstance(each, Tensor) else each for each in gradients)
 
     def backward_weight_one_chunk(self, *args: Any, **options: Any) -> Any:
         with self.phase("backward"):
             return super().backward_weight_one_chunk(*args, **options)
-
-
-def _sendable(value: Any) -> Any:
-    """A tensor as it can be sent: images in channels_last are not contiguous."""
-    return value.contiguous() if isinstance(value, Tensor) else value
 
 
 class _Called(Exception):

@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -117,16 +117,9 @@ class Traffic(display.Shown, JsonDataclass):
         Args:
             depth: names of a module's path that count; None = all.
         """
-        return self._by(lambda call: call.module if depth is None else ".".join(call.module.split(".")[:depth]))
-
-    def by_kind(self) -> tuple[Row, ...]:
-        """By kind, the one that sends most first."""
-        return self._by(lambda call: call.kind)
-
-    def _by(self, name: Callable[[CollectiveCall], str]) -> tuple[Row, ...]:
         groups: dict[str, list[CollectiveCall]] = {}
         for call in self.calls:
-            groups.setdefault(name(call), []).append(call)
+            groups.setdefault(".".join(call.module.split(".")[:depth]), []).append(call)
         return tuple(sorted((Row(name=what, calls=tuple(calls)) for what, calls in groups.items()), key=lambda row: -row.sent))
 
     @property

@@ -62,7 +62,9 @@ class TarSource(IndexedSource):
         root, names = _shards(path, storage_options)
         super().__init__(root, check=check, on_error=on_error, storage_options=storage_options)
         index = load_index(self.storage, "tar", names)
-        self._index = index if index is not None else scan(self.storage, names if names is not None else _tars(self.storage))
+        if index is None and names is None:
+            names = [name for name, _, _ in self.storage.files() if name.endswith(".tar") and not name.startswith(".")]
+        self._index = index if index is not None else scan(self.storage, names or [])
         if not len(self._index.keys):
             raise CorruptSampleError(f"{self.path}: there is no sample in {len(self._index.shards)} tar files")
         self.shards, self.edges = self._index.shards, self._index.edges
@@ -140,10 +142,6 @@ def _shards(path: Any, options: Mapping[str, Any] | None) -> tuple[str, list[str
 def _remote_glob(text: str, options: Mapping[str, Any] | None) -> list[str]:
     protocol = text.partition("://")[0]
     return [f"{protocol}://{found}" for found in Storage(text, options).file_system.glob(text)]
-
-
-def _tars(storage: Storage) -> list[str]:
-    return [name for name, _, _ in storage.files() if name.endswith(".tar") and not name.startswith(".")]
 
 
 # --- the index of tar files that have no manifest

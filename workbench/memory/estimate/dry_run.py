@@ -225,7 +225,7 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
             self.log.notes.append(_RECURRENT)
         if self._workspace and name in _PRODUCTS:
             self._take_workspace()
-        plainly = _AS_THEY_ARE.get(name, _plainly)
+        plainly = _AS_THEY_ARE.get(name, lambda func, args, kwargs: func(*args, **kwargs))
         out = self.values.call(func, args, kwargs, plainly) if self._is_dry() else plainly(func, args, kwargs)
         self.assumed.learn(name, args, out)
         self.captured.made(out, args)
@@ -251,10 +251,6 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
 
 def _bytes_like(tensor: Tensor) -> Tensor:
     return torch.empty(tensor.untyped_storage().nbytes(), dtype=torch.uint8, device="cpu")
-
-
-def _plainly(func: Any, args: Any, kwargs: Any) -> Any:
-    return func(*args, **kwargs)
 
 
 def _product(func: Any, args: Any, kwargs: Any) -> Any:

@@ -18,8 +18,7 @@ TRIES = 3
 LATEST = 0.8
 """Part of the undisturbed steps before which the first try kills: what a launch has trained is seen up to 0.3 s later."""
 LOG = 3
-"""Counts of steps during which a file may be open and still be one of a checkpoint: a file that is open longer is a log. The counts move
-about every 0.3 s, so it takes a second to find one; others are found by when they were opened (`_Ranks`)."""
+"""Counts of steps during which a file may be open and still be one of a checkpoint: a file that is open longer is a log."""
 
 
 def kill_steps(writes: Sequence[int], total: int, kills: int, chosen: random.Random) -> list[list[int]]:
@@ -50,8 +49,7 @@ class Due:
     writes: int = 1
     steps: int = 0
     saves: int = 0
-    logs: frozenset[str] = frozenset()
-    """Files that are no saves, as the undisturbed script showed."""
+    logs: frozenset[str] = frozenset()  # files that are no saves
 
 
 @dataclass(slots=True)

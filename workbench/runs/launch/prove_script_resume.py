@@ -267,8 +267,7 @@ def prove_script_resume(
                 what = f"{number} comes after {several(due.steps, 'step')} of this launch{', during a save' * during_save}"
             else:
                 least = max(1, left // 3) if len(done) == kills - 1 else 1  # so that there is a whole checkpoint before the last kill
-                writes = chosen.randint(least, max(least, left - 2))  # early enough for a busy machine
-                due = Due(writes=writes, saves=int(during_save), logs=watched.logs)
+                due = Due(writes=chosen.randint(least, max(least, left - 2)), saves=int(during_save), logs=watched.logs)
                 what = f"{number} comes once it has written {several(due.writes, 'time')}"
             seen = watch(run, folder / "interrupted", due, chosen, say=told(what, "interrupted"))
             if seen.killed:
