@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -305,8 +306,6 @@ def gpt() -> Any:
 
 
 def batch(samples: int = 4) -> Any:
-    import torch
-
     tokens = torch.zeros(samples, 64, dtype=torch.long)
     return tokens, tokens
 
@@ -362,7 +361,6 @@ def test_the_slowest_stage_of_a_pipeline_sets_the_pace() -> None:
 
 
 def test_a_causal_mask_halves_what_fused_kernels_compute_and_not_what_single_products_do() -> None:
-    import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.nn.functional import scaled_dot_product_attention
 
@@ -411,7 +409,6 @@ def test_products_whose_rows_do_not_start_at_16_bytes_are_as_slow_as_their_loads
 @pytest.mark.parametrize(("columns", "odd"), [(333, 333), (336, 0)])
 def test_each_product_of_a_layer_with_an_odd_side_is_slow(columns: int, odd: int) -> None:
     """Its result forward, and the result's gradient in both products of the backward."""
-    import torch
 
     def total(model: Any, x: Any) -> Any:
         return model(x).sum()
@@ -422,14 +419,48 @@ def test_each_product_of_a_layer_with_an_odd_side_is_slow(columns: int, odd: int
     found = wb.estimate_time(model, torch.zeros(32, 64), device="H100", loss=total, precision="amp_bf16")
     assert sorted(one.stride for one in found.operators for _ in range(int(one.calls)) if one.flops) == [0, 0] + 3 * [odd]
     single = wb.estimate_time(model, torch.zeros(32, 64), device="H100", loss=total)
-    assert not any(one.stride for one in single.operators)  # fp32 uses no tensor cores
+    assert not any(one.stride for one in single.operators)  # only products in 16 bits are judged, not those of TF32
     assert not any("zeros_like" in one.name for one in found.operators if one.phase == "update")  # in the first step only
+
+
+def test_what_each_step_makes_without_gradients_counts_and_what_the_optimizer_makes_once_does_not() -> None:
+    def total(model: Any, x: Any) -> Any:
+        return model(x).sum() + torch.no_grad()(torch.zeros_like)(model.weight).sum()
+
+    found = wb.estimate_time(lambda: torch.nn.Linear(64, 64, bias=False), torch.zeros(32, 64), device="H100", loss=total)
+    made = [one for one in found.operators if one.name == "aten.zeros_like" and one.phase == "update"]
+    assert [(one.calls, one.bytes) for one in made] == [(1, 4 * 64 * 64)]
+
+
+def test_bytes_of_operators_that_only_write_or_touch_a_part() -> None:
+    """In tensors of 4 MiB: a part of 1/64, and its indices of 8 bytes for rows of 4 KiB."""
+
+    def moved(run: Any) -> dict[str, float]:
+        with Roofline(H100) as floor, torch.no_grad():
+            run()
+        return {call.name.partition(".")[2]: call.bytes / 2**22 for call in floor.calls if call.bytes}
+
+    x, y, rows, part = torch.rand(1024, 1024), torch.rand(1024, 1024), torch.arange(16), torch.rand(16, 1024)
+    for fill in ("bernoulli_", "uniform_", "normal_", "exponential_"):
+        assert moved(getattr(x.clone(), fill)) == {fill: 1}
+    assert moved(lambda: torch._foreach_zero_([x, y])) == {"_foreach_zero_": 2}
+    assert moved(lambda: torch._foreach_copy_([x, y], [y, x])) == {"_foreach_copy_": 4}
+    index, wide = 128 / 2**22, torch.zeros(16, 1024, dtype=torch.long)
+    assert moved(lambda: x.index_put_((rows,), part)) == {"index_put_": 2 / 64 + index}
+    assert moved(lambda: x.index_put_((rows,), part, True)) == {"index_put_": 3 / 64 + index}
+    assert moved(lambda: x.index_add_(0, rows, part)) == {"index_add_": 3 / 64 + index}
+    assert moved(lambda: x.scatter_(0, wide, part)) == {"scatter_": 4 / 64}
+    assert moved(lambda: x.scatter_add(0, wide, part)) == {"scatter_add": 2 + 5 / 64}
+    tall, across = torch.rand(65536, 16), torch.rand(16, 65536)
+    assert moved(lambda: tall.log_softmax(0)) == moved(lambda: across.log_softmax(1)) == {"_log_softmax": 4}
+    assert moved(lambda: tall.log_softmax(1)) == moved(lambda: across.log_softmax(0)) == {"_log_softmax": 2}
+    images, norm = torch.rand(4, 16, 128, 128), torch.nn.BatchNorm2d(16)
+    assert round(max(moved(lambda: norm(images)).values()), 2) == 3
+    assert round(max(moved(lambda: norm.eval()(images)).values()), 2) == 2
 
 
 def test_bytes_are_those_of_each_kernel_that_an_operator_runs() -> None:
     """In tensors of 4 MiB, by torch's CUDA sources."""
-    import torch
-
     x, mask, weight = torch.rand(1024, 1024, requires_grad=True), torch.ones(1024, dtype=torch.bool), torch.ones(1024, requires_grad=True)
     long, lists = torch.rand(16, 65536), [torch.rand(1024, 1024), torch.rand(1024, 1024)]
     targets = torch.zeros(16, dtype=torch.long)

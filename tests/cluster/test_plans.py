@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import published_formulas as formulas
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from published_times import Layout, gather_seconds, sharded_step, tensor_bytes
@@ -327,7 +328,6 @@ def test_activations_are_korthikantis(tensor: int, parallel: bool, kind: str) ->
 
 def test_a_gated_block_keeps_what_was_counted() -> None:
     """The count of a gated block's activations is that of a fake run of one, to the norms' own statistics."""
-    import torch
     import torch.nn.functional as functional
     from torch import nn
 
@@ -844,8 +844,6 @@ def build() -> Any:
 
 
 def test_a_module_is_counted_and_planned() -> None:
-    import torch
-
     batch = (torch.empty(8, 256, device="meta"), torch.zeros(8, dtype=torch.long, device="meta"))
     found = plans(model=build, batch=batch, cluster="DGX-A100", gpus=16, global_batch=1024)
     assert {plan.tensor * plan.pipeline for plan in found} == {1}
@@ -875,8 +873,6 @@ def layers() -> Any:
 @pytest.mark.parametrize("sharing", ["ddp", "zero1", "fsdp"])
 def test_a_plan_of_a_program_has_the_memory_that_estimate_has_of_its_layout(sharing: str) -> None:
     """What the optimizer's step and autocast need of a whole model they need of a shard where it is sharded."""
-    import torch
-
     batch = (torch.empty(12, 4096, device="meta"), torch.zeros(12, dtype=torch.long, device="meta"))
     best = plans(model=layers, batch=batch, cluster="DGX-A100", gpus=8, global_batch=96, sharing=sharing, checkpointing="none", held=1).best
     fields: dict[str, Any] = {"precision": "amp_bf16", "parallel": sharing, "nproc_per_node": 8, "micro_batch": best.micro_batch}
@@ -902,8 +898,6 @@ def test_the_number_of_gpus_is_judged_before_any_dry_run(monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("cluster", ["DGX-A100", "DGX-H100"])
 def test_fp32_is_not_tf32(cluster: str) -> None:
-    import torch
-
     peak = Cluster.named(cluster).device.flops_per_sec["fp32"]
     batch = (torch.empty(256, 4096, device="meta"), torch.zeros(256, dtype=torch.long, device="meta"))
     alone: dict[str, Any] = {"cluster": cluster, "gpus": 1, "global_batch": 8192, "checkpointing": "none", "precision": "fp32"}
@@ -918,8 +912,6 @@ def test_fp32_is_not_tf32(cluster: str) -> None:
 @pytest.mark.parametrize(("sharing", "shard"), [("ddp", 1), ("zero1", 1), ("zero2", 8), ("fsdp", 8)])
 def test_a_program_adds_up_its_gradients_between_micro_batches_and_not_in_a_single_one(sharing: str, shard: int) -> None:
     """Read, added to those before, and written, in fp32; under ZeRO-2 and 3 of a shard, since each micro-batch is reduced."""
-    import torch
-
     batch = (torch.empty(12, 4096, device="meta"), torch.zeros(12, dtype=torch.long, device="meta"))
     program = read(layers, A100, batch=batch, precision="fp32", checkpointing="none")
     weights = 8 * 4096**2
@@ -935,7 +927,6 @@ def test_a_program_adds_up_its_gradients_between_micro_batches_and_not_in_a_sing
 
 
 def test_waiting_for_the_memory_takes_as_long_in_every_precision() -> None:
-    import torch
     from torch import nn
 
     class Scaled(nn.Module):
@@ -957,8 +948,6 @@ def test_waiting_for_the_memory_takes_as_long_in_every_precision() -> None:
 
 
 def test_a_program_s_zero1_is_that_of_its_run() -> None:
-    import torch
-
     batch = (torch.empty(8, 256, device="meta"), torch.zeros(8, dtype=torch.long, device="meta"))
     options: dict[str, Any] = {"batch": batch, "cluster": "DGX-H100", "gpus": 16, "global_batch": 16, "checkpointing": "none"}
     found = {sharing: plans(model=build, sharing=sharing, links=1.0, **options).best for sharing in ("ddp", "zero1")}

@@ -19,9 +19,6 @@ if TYPE_CHECKING:
     from workbench.runs.spec import RunSpec
     from workbench.runs.task import Task
 
-FIRST_STEP = {("aten.zeros_like", "update"), ("aten.full_like", "update")}
-"""Operators by which an optimizer makes its states, in its first step only."""
-
 
 @accept_synonyms
 @predicts("dry runs of a step")
@@ -69,7 +66,7 @@ def estimate_time(
     operators = tuple(
         Operator(**{**one._asdict(), "stride": 0 if compiled else one.stride}, calls=calls / plan.steps)  # Inductor pads matrices
         for one, calls in floor.calls.items()
-        if not one.name.startswith(("c10d", "_c10d")) and (one.name, one.phase) not in FIRST_STEP
+        if not one.name.startswith(("c10d", "_c10d"))
     )
     if not any(one.flops for one in operators):
         raise EstimateTimeError(f"{plan.title}: no operator has FLOPs that are known, so nothing is known of its time; measure a step")

@@ -26,12 +26,8 @@ PARTS = (2, 4, 8)
 smaller by more than the last of them, it is also split into as many parts as that takes, and twice as many."""
 MICRO_STEPS = 64
 """Most micro-batches of a dry run: further ones need the same memory, and the update's share of the time of a sample is small by then."""
-
-
 LAST = 1e6
 """Stands for a price in time that no roofline has, so that such a change comes after all others."""
-
-
 NEGLIGIBLE = 1.03
 """Times that differ by less count as equal: a roofline is not more exact."""
 
@@ -74,8 +70,7 @@ class _Climb:
         self._moves: list[tuple[Mapping[str, Any], str]] = []
 
     def ladder(self, name: str, margin: float) -> MemoryLadder:
-        start = self._run(())
-        assert start is not None
+        start = self._found(())
         rungs: list[MemoryRung] = []
         if needed(start[0]) > self._limit:
             device = self._device if isinstance(self._device, Device) else None
@@ -94,10 +89,7 @@ class _Climb:
         )
 
     def _parts(self, whole: int) -> int:
-        """Parts in which the batch fits, from the need of the whole and of its smallest part so far: what follows the batch, and what not.
-
-        Where the latter does not fit by itself, so that other changes must be made as well: times that the whole needs what there is.
-        """
+        """Parts in which the batch fits, as its parts so far say; where what does not follow it is too much, the whole over the limit."""
         place, limit = max((place for place, (move, _) in enumerate(self._moves) if "micro_batch" in move), default=-1), max(1, self._limit)
         part = self._run((place,)) if place >= 0 else None
         if part is None:

@@ -20,8 +20,6 @@ from workbench.runs.task import Task, resolve
 
 NODES = (7, 11)
 """Micro-batches of the two dry runs that tell all others; small ones are avoided, since programs and kernels treat them specially."""
-
-
 ATTEMPTS = 3
 """Pairs of runs, each near the answer of the one before, until one is right; after them the answer is looked for by single runs."""
 

@@ -26,8 +26,6 @@ from workbench.memory.analysis.replay import Numbers, Replay
 CUDA_GRANULARITY = 512
 """Bytes that CUDA's caching allocator rounds each request up to a multiple of (c10/core/AllocatorConfig.h, kMinBlockSize)."""
 ONE_STEP = "one step only: states that the optimizer makes in it may lack at its peak; the second step tells"
-
-
 Kind = Literal["predicted", "measured"]
 
 

@@ -2,10 +2,12 @@
 
 from collections import Counter
 from collections.abc import Callable
+from traceback import walk_stack
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
@@ -49,7 +51,7 @@ class Roofline(TorchDispatchMode):  # type: ignore[no-untyped-call]
         flops: floating point operations.
         bytes: read and written.
         operators: that do something (views do nothing).
-        calls: each of them with its sizes → how often it was called.
+        calls: each of them with its sizes → how often it was called; without those by which an optimizer makes its states, once.
     """
 
     def __init__(self, device: Device) -> None:
@@ -82,10 +84,10 @@ class Roofline(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.bytes += moved
         dtype, peak = self._format(func, tensors)
         computing = flops / peak
-        name = f"{getattr(func, 'namespace', '')}.{short or func}"
         stride = _unaligned(tensors) if flops and short.endswith("mm") else 0
         elements = _one_by_one(short, getattr(func, "tags", ()), tensors)
-        self.calls[Call(name, _phase(), dtype, int(flops), moved, elements, stride)] += 1
+        if short not in STATES or not any(isinstance(frame.f_locals.get("self"), Optimizer) for frame, _ in walk_stack(None)):
+            self.calls[Call(f"{getattr(func, 'namespace', '')}.{short or func}", _phase(), dtype, int(flops), moved, elements, stride)] += 1
         self.computing += computing
         self.seconds += max(computing, moved / self._device.bandwidth)
 
@@ -101,8 +103,13 @@ class Roofline(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 NOTHING = ("_local_scalar_dense", "_unsafe_view", "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
 """Operators without a kernel. (`.item()`: those of a step are of the optimizer's step counts, which lie on the host.)"""
-FILLS = ("fill_", "full", "full_like", "nll_loss_backward", "nll_loss2d_backward", "ones", "ones_like", "zero_", "zeros", "zeros_like")
+STATES = ("full_like", "zeros_like")
+"""Operators by which an optimizer makes its states, in its first step only."""
+DRAWS = ("bernoulli_", "cauchy_", "exponential_", "log_normal_", "normal_", "rand_like", "randn_like", "random_", "uniform_")
+FILLS = (*STATES, *DRAWS, "fill_", "full", "nll_loss_backward", "nll_loss2d_backward", "ones", "ones_like", "zero_", "zeros")
 """Operators that only write; the losses' fill their result with zeros, and then write one value per target."""
+PUTS = ("index_add", "index_copy", "index_put", "_index_put_impl", "scatter", "scatter_add", "scatter_reduce")
+"""Operators that change some elements of their first tensor, or, without "_" at the end, of a copy of it."""
 PICKS = ("embedding", "gather", "index", "index_select", "nll_loss_forward", "nll_loss2d_forward")
 """Operators that read no more of each tensor than they write."""
 
@@ -115,6 +122,13 @@ def _moved(name: str, args: Any, kwargs: Any, out: Any) -> int:
         return 0
     if name in (*FILLS, "copy_"):
         return written + (args[1].nbytes if name == "copy_" else 0)
+    if name in ("_foreach_zero_", "_foreach_copy_"):
+        return sum(leaf.nbytes for leaf in tree_leaves(args[:2]) if isinstance(leaf, Tensor))
+    if name.removesuffix("_") in PUTS:
+        whole, given = args[0], [leaf for leaf in tree_leaves((args[1:], kwargs)) if isinstance(leaf, Tensor)]
+        adds = "add" in name or "reduce" in name or ("index_put" in name and (kwargs.get("accumulate") or args[3:4] == (True,)))
+        touched = min(whole.nbytes, max(leaf.numel() for leaf in given) * whole.element_size())
+        return int(sum(leaf.nbytes for leaf in given) + touched * (2 if adds else 1) + (0 if name.endswith("_") else 2 * whole.nbytes))
     if name in PICKS:
         return written + sum(min(size, written) for size in read.values())
     if ("_foreach" in name or "_fused" in name) and not written:  # lists in place; a fused optimizer leaves its gradients as they are
@@ -129,20 +143,23 @@ def _again(name: str, args: Any) -> int:
         return 2 * int(args[0].nbytes)
     if name == "native_layer_norm_backward":  # a kernel for the input's gradient, and one for those of weight and bias
         return int(args[0].nbytes + args[1].nbytes) if any(args[7][1:]) else 0
+    if "batch_norm" in name and ("no_training" in name or any(each is False for each in args[5:6])):  # with running statistics
+        return 0
     if "batch_norm" in name or name.startswith("native_group_norm"):  # statistics first
         return sum(each.nbytes for each in args[: 2 if name.endswith("backward") else 1])
     if "softmax" not in name or not args[0].dim():
         return 0
-    whole, row = args[0].nbytes, args[0].shape[-1] * args[0].element_size()  # SoftMax.cu
-    long = row > 4096 or args[0].shape[-1] > 1024
+    dim = args[2 if name.endswith("backward_data") else 1] % args[0].dim()
+    whole, row = args[0].nbytes, args[0].shape[dim] * args[0].element_size()  # SoftMax.cu
+    long, strided = row > 4096 or args[0].shape[dim] > 1024, args[0].shape[dim + 1 :].numel() > 1
     if name.endswith("backward_data"):  # long rows are added up first; gradient times output is a kernel of its own
         return int(whole * (long + 3 * (name == "_softmax_backward_data")))
-    return 2 * int(whole) if long and (row >= 48 * 1024 or row % 16) else 0  # largest, sum, result, unless a row fits into 48 KiB
+    return 2 * int(whole) if long and (strided or row >= 48 * 1024 or row % 16) else 0  # largest, sum, result, unless 48 KiB hold a row
 
 
 def _one_by_one(name: str, tags: Any, tensors: list[Tensor]) -> int:
     """Elements of an elementwise operator or copy whose kernel cannot move 16 bytes at a time (TensorIterator; cat): tensors with other
-    strides than the result's, or numbers that change their format, but for those from fp32 to 16 bits, which have a kernel of their own.
+    strides than the result's, or numbers that change their format, but for those from fp32 to 16 bits, which have their own kernel.
     """
     if not tensors or not (torch.Tag.pointwise in tags or name in ("_to_copy", "cat", "copy_", "masked_fill_")):
         return 0
@@ -154,7 +171,7 @@ def _one_by_one(name: str, tags: Any, tensors: list[Tensor]) -> int:
 
 
 def _unaligned(tensors: list[Tensor]) -> int:
-    """The first leading dimension of matrices in 16 bits that is no multiple of 8; 0 = there is none."""
+    """The first leading dimension of matrices in 16 bits that is no multiple of 8; 0 = there is none. TF32, whose is 4, is not covered."""
     matrices = [tensor for tensor in tensors if tensor.dim() > 1 and tensor.element_size() == 2 and min(tensor.shape[-2:]) > 1]
     strides = (int(tensor.stride(-2 if tensor.stride(-1) == 1 else -1)) for tensor in matrices)
     return next((stride for stride in strides if stride % 8), 0)
@@ -190,8 +207,7 @@ def _attended(func: Any, args: Any, kwargs: Any) -> float:
     rows, columns = given["query"].shape[length], given["key"].shape[length]
     full = max(0, rows - columns)  # rows below the diagonal's end, which attend to all columns
     part = rows - full
-    cells: int = part * (part + 1) // 2 + full * columns
-    return cells / int(rows * columns)
+    return float((part * (part + 1) // 2 + full * columns) / (rows * columns))
 
 
 def _is_view(func: Any) -> bool:
