@@ -149,9 +149,7 @@ class _Climb:
 
     def _price(self, place: int) -> float:
         """Times that a step takes with a move alone; 1 where no roofline is known, so that only the number of moves counts."""
-        if "offload" in self._moves[place][0]:
-            return LAST
-        return self._slowdown((), (place,)) if self._timed else 1.0
+        return LAST if "offload" in self._moves[place][0] else self._slowdown((), (place,)) if self._timed else 1.0
 
     def _needed(self, chosen: tuple[int, ...]) -> tuple[int, ...]:
         """The moves without those that it fits without, and in no more time."""
