@@ -1,9 +1,11 @@
 """Whose code a file is: the workbench's, Python's, an installed package's, or the user's, also where one path begins like another."""
 
 import functools
+import sys
 import sysconfig
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -34,3 +36,14 @@ PURELIB, STDLIB = sysconfig.get_paths()["purelib"], sysconfig.get_paths()["stdli
 )
 def test_a_path_is_of_one_kind(path: str, kind: Callable[[str], bool]) -> None:
     assert [one for one in (is_workbench, is_installed, is_standard, is_users) if one(path)] == [kind]
+
+
+def test_two_files_of_one_name_are_both_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, path in (("one_utils", "a/utils.py"), ("other_utils", "b/utils.py"), ("alone", "d/alone.py")):
+        module = ModuleType(name)
+        module.__file__ = str(tmp_path / path)
+        (tmp_path / path).parent.mkdir(parents=True)
+        (tmp_path / path).write_text(path)
+        monkeypatch.setitem(sys.modules, name, module)
+    found = package.imported_code()
+    assert len({found[name] for name in ("a/utils.py", "b/utils.py", "alone.py")}) == 3

@@ -45,14 +45,17 @@ def is_users(path: str) -> bool:
 
 def imported_code() -> dict[str, str]:
     """A digest of each file of the user's that this process has imported, by its path below where it was found: "common.py", "a/b.py"."""
-    found = {}
+    depths, found = dict[Path, int](), {}
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__dict__", {}).get("__file__")
         if isinstance(file, str) and file.endswith(".py") and is_users(file):
-            path = Path(file)
-            with contextlib.suppress(OSError):
-                digest = hashlib.blake2b(path.read_bytes(), digest_size=8).hexdigest()
-                found["/".join(path.parts[-1 - name.count(".") - (path.stem == "__init__") :])] = digest
+            depths[Path(file)] = 1 + name.count(".") + (Path(file).stem == "__init__")
+    for path, depth in depths.items():
+        alike = [other.parts for other, its in depths.items() if other.parts[-its:] == path.parts[-depth:]]
+        while sum(parts[-depth:] == path.parts[-depth:] for parts in alike) > 1:  # two folders have a file of this name
+            depth += 1
+        with contextlib.suppress(OSError):
+            found["/".join(path.parts[-depth:])] = hashlib.blake2b(path.read_bytes(), digest_size=8).hexdigest()
     return dict(sorted(found.items()))
 
 
