@@ -158,7 +158,9 @@ def as_source(data: Any, *, fields: Sequence[str] | None = None, **options: Any)
         raise ValueError(f"{', '.join(options)}: allowed for paths only, and {type(data).__name__} is a dataset")
     kind = type(data)
     gone_through = "IterableDataset" in {base.__name__ for base in kind.__mro__}
-    if hasattr(kind, "__getitem__") and hasattr(kind, "__len__") and (not gone_through or "__getitem__" in _own_methods(kind)):
+    # without torch's own, whose IterableDataset inherits a `__getitem__` that raises
+    own = {name for base in kind.__mro__ if not base.__module__.startswith("torch.") for name in vars(base)}
+    if hasattr(kind, "__getitem__") and hasattr(kind, "__len__") and (not gone_through or "__getitem__" in own):
         return DatasetSource(data, fields)
     if hasattr(kind, "__iter__"):
         if isinstance(data, Iterator) and not gone_through:
@@ -169,11 +171,6 @@ def as_source(data: Any, *, fields: Sequence[str] | None = None, **options: Any)
     raise ValueError(
         f"{shown(data):.90} is a {kind.__name__}: a path or URL, a dataset with len() and [i], or an iterable of samples is allowed"
     )
-
-
-def _own_methods(kind: type) -> set[str]:
-    """The methods of a class that are not torch's, whose IterableDataset inherits a `__getitem__` that raises."""
-    return {name for base in inspect.getmro(kind) if not base.__module__.startswith("torch.") for name in vars(base)}
 
 
 @accept_synonyms
