@@ -187,12 +187,15 @@ class Sized:
 
 
 def test_a_device_and_a_batch_come_in_either_order() -> None:
+    def a_model() -> None:
+        """Stands for what builds a model."""
+
     for call in (Sized.device_first, Sized.batch_first):
         function: Any = call
-        assert function(a_step, [1], device="H200") == function(a_step, "H200", batch=[1]) == (a_step, "H200", [1])
-        assert function(target=a_step, batch=[1], device="H200") == function(a_step, "H200", [1]) == (a_step, "H200", [1])
-        with pytest.raises(ValueError, match=r"_first\(a_step\): a model needs a batch: (device|batch)_first\(model, batch=…\)"):
-            function(a_step, "H200")
+        assert function(a_model, [1], device="H200") == function(a_model, "H200", batch=[1]) == (a_model, "H200", [1])
+        assert function(target=a_model, batch=[1], device="H200") == function(a_model, "H200", [1]) == (a_model, "H200", [1])
+        with pytest.raises(ValueError, match=r"_first\(a_model\): a model needs a batch: (device|batch)_first\(model, batch=…\)"):
+            function(a_model, "H200")
         with pytest.raises(ValueError, match=r"_first\(…, batch=8\): batch= is a batch of tensors; for a number of samples: micro_batch=8"):
             function(SPEC, device="H100", batch=8)
         with pytest.raises(ValueError, match=r"_first\(…, batch=8\.0\): .* samples: micro_batch=8$"):
@@ -202,7 +205,7 @@ def test_a_device_and_a_batch_come_in_either_order() -> None:
         with pytest.raises(ValueError, match=r"_first\(…, batch=True\): batch= is a batch of tensors$"):
             function(SPEC, device="H100", batch=True)
         with pytest.raises(ValueError, match="device is given twice, 'H100' and 'H200'"):
-            function(a_step, "H100", [1], device="H200")
+            function(a_model, "H100", [1], device="H200")
     assert Sized.batch_first(SPEC) == (SPEC, "cuda", None)
     with pytest.raises(ValueError, match=r'device_first\(RunSpec\): for which device\? device_first\(…, device="H200"\)'):
         Sized.device_first("text-gpt")  # type: ignore[call-arg]

@@ -31,7 +31,7 @@ well before all cores are busy all the time. It decides whether a part is called
 FOREIGN = 0.1
 """Share of the cores taken by others from which on waits for a core are taken to be theirs. Chosen; it decides the name of a part."""
 MIN_FOREIGN = 0.1
-"""Cores taken by other processes from which on a note says so."""
+"""Cores taken by other processes from which on a note says so. Chosen."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,7 +28,7 @@ Chosen: below it, the machine explains more than the differences."""
 MINE = 0.5
 """Part of a set's effect from which on a part of the set is said to bring it. Derived: of two halves that add up, one brings so much."""
 CONTRARY = 0.1
-"""Log ratio from which on the contrary of what was recorded is looked into: less is not worth a dozen trainings more under noise."""
+"""Log ratio from which on the contrary of what was recorded is looked into. Chosen: less is not worth a dozen more trainings."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
