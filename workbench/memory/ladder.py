@@ -1,5 +1,7 @@
 """Searches the changes that make a step fit a device at the least cost in time (`memory_ladder`)."""
 
+import bisect
+import contextlib
 import math
 from collections.abc import Mapping
 from dataclasses import replace
@@ -22,8 +24,8 @@ if TYPE_CHECKING:
     from workbench.memory.estimate.roofline_time import Roofline
 
 PARTS = (2, 4, 8)
-"""Parts into which the ladder splits a micro-batch, or the next larger numbers that divide it. Where what follows the batch must become
-smaller by more than the last of them, it is also split into as many parts as that takes, and twice as many."""
+"""Parts into which the ladder splits a micro-batch, or the next larger numbers that divide it. Where that is not enough, it is also split
+into as many parts as it takes, and twice as many."""
 MICRO_STEPS = 64
 """Most micro-batches of a dry run: further ones need the same memory, and the update's share of the time of a sample is small by then."""
 LAST = 1e6
@@ -89,14 +91,19 @@ class _Climb:
         )
 
     def _parts(self, whole: int) -> int:
-        """Parts in which the batch fits, as its parts so far say; where what does not follow it is too much, the whole over the limit."""
-        place, limit = max((place for place, (move, _) in enumerate(self._moves) if "micro_batch" in move), default=-1), max(1, self._limit)
-        part = self._run((place,)) if place >= 0 else None
-        if part is None:
+        """The fewest parts of the batch that fit without another change; where none do, the whole over the limit."""
+        splits = [place for place, (move, _) in enumerate(self._moves) if "micro_batch" in move]
+        if any((run := self._run((place,))) and needed(run[0]) <= self._limit for place in splits):
             return 1
-        times = self._moves[place][0]["accumulation"] // self._spec().accumulation
-        fixed = (times * needed(part[0]) - whole) / (times - 1)
-        return math.ceil((whole - fixed) / (limit - fixed) if 0 < fixed < limit else whole / limit)
+        batch = self._spec().micro_batch
+        counts = [count for count in range(PARTS[-1] + 1, batch + 1) if batch % count == 0]
+        first = bisect.bisect_left(counts, True, key=lambda count: self._fits({"micro_batch": batch // count, "accumulation": 2}))
+        return counts[first] if first < len(counts) else math.ceil(whole / max(1, self._limit))
+
+    def _fits(self, change: Mapping[str, Any]) -> bool:
+        with contextlib.suppress(ValueError):
+            return needed(estimate_memory(self._target, device=self._device, **{**self._options, **change})) <= self._limit
+        return False
 
     def _chosen(self) -> tuple[int, ...]:
         """Places of the moves to make: without offloading, if they fit so."""
@@ -262,11 +269,7 @@ def _fused(optimizer: str | None) -> str:
 
 
 def timed_estimate(target: Any, *, device: Device, **options: Any) -> tuple[MemoryBreakdown, float]:
-    """The memory of a step, and the seconds per sample that the device needs for it at its roofline; both of one dry run.
-
-    Raises:
-        ValueError: as `estimate_memory`.
-    """
+    """The memory of a step, and the seconds per sample at the device's roofline, of one dry run; ValueError as `estimate_memory`."""
     from workbench.memory.estimate.plan import plan_of
 
     plan = plan_of(target, device=device, **options)
@@ -275,11 +278,7 @@ def timed_estimate(target: Any, *, device: Device, **options: Any) -> tuple[Memo
 
 
 def counted(plan: "Plan", device: Device) -> "tuple[MemoryBreakdown, Roofline]":
-    """The memory of a plan's steps, and their operators at a device's roofline; both of one dry run.
-
-    Raises:
-        ValueError: it cannot run without values.
-    """
+    """The memory of a plan's steps, and their operators at a device's roofline, of one dry run; ValueError if it needs values."""
     from workbench.memory.api import breakdown_of, record
     from workbench.memory.estimate.roofline_time import Roofline
 
