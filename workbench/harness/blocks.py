@@ -305,11 +305,10 @@ class StepFailed(DiagnoseError):
     """step() raised `error`, which is also this exception's cause."""
 
     def __init__(self, call: int, error: BaseException) -> None:
+        advice = f". {LESS_MEMORY}" if is_out_of_memory(error) else ""
         super().__init__(
             f"step() raised {type(error).__name__} at its call number {call}: {error}. "
-            "Experiments call it many times, also with a batch that it has seen before; its state has been put back"
-            + f". {LESS_MEMORY}"
-            * is_out_of_memory(error)
+            f"Experiments call it many times, also with a batch that it has seen before; its state has been put back{advice}"
         )
         self.call, self.error = call, error
 
