@@ -4,6 +4,7 @@ import gc
 import multiprocessing
 import os
 import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -128,11 +129,14 @@ def test_only_one_is_on_a_device_on_which_both_do_not_fit(alone: Ranks, room: in
 
 
 class Made(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Follows all memory that operators make inside, also those that DDP calls in C++, until nothing has it any longer."""
+    """Follows all memory that is made inside until nothing has it any longer: by operators of this thread, also those that DDP
+    calls in C++, and what Python has of other threads' (PowerSGD's errors are made where its reduction ends: in gloo's thread, or here).
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._made: list[StorageWeakRef] = []
+        self._before = [weakref.ref(tensor) for tensor in tensors_of_python()]
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = operator(*args, **(kwargs or {}))
@@ -143,8 +147,15 @@ class Made(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def bytes_without(self, tensors: list[torch.Tensor]) -> int:
         """What lives, but for these tensors."""
         storages: list[Any] = [torch.UntypedStorage._new_with_weak_ptr(made.cdata) for made in self._made]
+        before = {id(tensor()) for tensor in self._before}
+        storages += [tensor.untyped_storage() for tensor in tensors_of_python() if id(tensor) not in before]
         living: dict[int, int] = {storage._cdata: storage.nbytes() for storage in storages if storage is not None}
         return sum(living.values()) - sum(living.get(tensor.untyped_storage()._cdata, 0) for tensor in tensors)
+
+
+def tensors_of_python() -> list[torch.Tensor]:
+    """All tensors with memory that Python has."""
+    return [found for found in gc.get_objects() if type(found) in (torch.Tensor, nn.Parameter)]
 
 
 def wide() -> nn.Module:
