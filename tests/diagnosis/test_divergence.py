@@ -135,11 +135,69 @@ def test_a_planted_bug_is_placed(name: str) -> None:
     assert Divergence.from_json(json.loads(json.dumps(found.to_json()))) == found
 
 
+OPTIMIZERS: dict[str, tuple[tuple[Any, Any], str, str]] = {
+    "eps": ((adam(), adam(eps=1e-3)), "aten.add_", "eps: 1e-08 and 0.001"),
+    "weight decay": ((adam(), adam(weight_decay=0.0)), "aten.mul_", "weight_decay: 0.01 and 0.0"),
+    "betas": ((adam(), adam(betas=(0.5, 0.999))), "aten.lerp_", "betas: [0.9, 0.999] and [0.5, 0.999]"),
+    "several tensors at once": ((adam(foreach=True), adam(foreach=True, eps=1e-3)), "aten._foreach_add_", "eps: 1e-08 and 0.001"),
+    "fused": ((adam(fused=True), adam(fused=True, eps=1e-3)), "aten._fused_adamw_", "eps: 1e-08 and 0.001"),
+}
+"""Two optimizers, the operator of the update at which they differ first, and what is said of their options."""
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_operator_and_the_option_of_an_optimizer_that_differs_are_named(name: str) -> None:
+    optimizers, operator, said = OPTIMIZERS[name]
+    first, second = net(), net()
+    weights = [list(map(id, model.parameters())) for model in (first, second)]
+
+    def built(parameters: Any) -> Any:
+        given = list(parameters)
+        return optimizers[weights.index(list(map(id, given)))](given)
+
+    found = wb.diverge(first, second, batch=X, optimizer=built)
+    assert (found.verdict, found.by) == ("bug", "operators"), found
+    assert found.first is not None
+    assert (found.first.step, found.first.phase, found.first.operator) == (1, "optimizer", operator), found
+    assert found.first.module == "the change of embed.weight"
+    assert found.notes == (f"options of the optimizer that differ for embed.weight: {said}",)
+
+
+def test_a_rule_of_the_update_that_differs_is_placed_where_its_options_agree() -> None:
+    class Wrong(torch.optim.SGD):
+        """Forgets the momentum of biases."""
+
+        def step(self, closure: Any = None) -> Any:
+            done = super().step(closure)
+            for weight in (weight for group in self.param_groups for weight in group["params"] if weight.ndim == 1):
+                self.state[weight]["momentum_buffer"].mul_(0.5)
+            return done
+
+    first, second = net(), net()
+    own = {id(weight) for weight in second.parameters()}
+
+    def built(parameters: Any) -> Any:
+        given = list(parameters)
+        return (Wrong if id(given[0]) in own else torch.optim.SGD)(given, lr=0.1, momentum=0.9)
+
+    found = wb.diverge(first, second, batch=X, optimizer=built)
+    assert found.first is not None
+    assert (found.verdict, found.first.step, found.first.module) == ("bug", 1, "the change of embed.bias"), found
+    assert (found.first.operator, found.notes) == ("aten.mul_", ())
+
+
 def test_an_optimizer_that_differs_is_placed() -> None:
     spec = wb.RunSpec(task="fashion-mlp", device="cpu", micro_batch=8, optimizer="adamw(lr=0.01)")
     found = wb.diverge(spec, spec.replace(optimizer="adamw(lr=0.01, eps=1e-3)"), budget_s=600)
-    assert (found.verdict, found.first and found.first.phase) == ("bug", "optimizer"), found
+    assert (found.verdict, found.first and found.first.phase, found.first and found.first.operator) == ("bug", "optimizer", "aten.add_"), (
+        found
+    )
     assert "optimizer='adamw(lr=0.01, eps=1e-3)'" in str(found)
+    assert "eps: 1e-08 and 0.001" in str(found)
+    cut = wb.diverge(spec, spec.replace(clip_grad_norm=0.1), budget_s=600)
+    assert (cut.verdict, cut.first and cut.first.phase) == ("bug", "optimizer"), cut
+    assert cut.first is not None
+    assert "norm" in cut.first.operator, cut
     other = wb.diverge(spec, spec.replace(seed=3))
     assert other.verdict == "start"
     assert VERDICTS["start"] in str(other)

@@ -79,6 +79,7 @@ def test_one_rank_that_shards_is_recorded_as_a_process_is() -> None:
                 assert again == entries
                 points, by = divergence._points(divergence.of_spec(ONE, built(), 2, double), again)
                 assert by == "modules"
+                assert {entry.module for entry in again if entry.kind == "options"} == {"0.weight", "0.bias", "2.weight", "2.bias"}
                 assert {point.phase for point in points} == {"start", "forward", "backward", "optimizer"}
                 assert {point.module for point in points if point.phase == "forward"} == {"0", "1", "2", "the model", "the loss"}
                 assert max(point.difference for point in points) < (1e-12 if double else 1e-4)
@@ -125,6 +126,17 @@ def test_ranks_that_agree_with_one_process_differ_by_rounding(tmp_path: Path, kn
     assert found.exact is not None
     assert found.exact < 1e-12
     assert found.by == "modules"
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("forked_ranks")
+def test_the_option_of_the_optimizer_that_differs_on_several_ranks_is_named(tmp_path: Path) -> None:
+    spec = ONE.replace(optimizer="adamw(lr=0.01)")
+    sharded = ONE.replace(optimizer="adamw(lr=0.01, eps=1e-3)", parallel="fsdp", nproc_per_node=2, micro_batch=4)
+    found = wb.diverge(spec, sharded, budget_s=600, runs_dir=tmp_path)
+    assert found.first is not None
+    assert (found.verdict, found.first.step, found.first.phase) == ("bug", 1, "optimizer"), found
+    assert found.notes == ("options of the optimizer that differ for 0.weight: eps: 1e-08 and 0.001",)
 
 
 @pytest.mark.slow

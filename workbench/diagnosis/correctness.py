@@ -111,7 +111,8 @@ def diverge(
     """Find where two trainings that should agree differ first, and say whether that is rounding or a bug.
 
     Both take the same steps in this process. Each operator's result is compared, or, where the two do not run the same operators, each
-    module's, then gradients and updates by parameter. Then both run in fp64: a difference that is as large there is no rounding.
+    module's, then gradients and updates by parameter. Of an update that differs in this process the optimizer's operator is named, and the
+    options that differ, such as eps, stand in `notes`. Then both run in fp64: a difference that is as large there is no rounding.
 
     * `diverge(spec, spec.replace(channels_last=True))`: two specs that differ in a knob.
     * `diverge(spec, spec.replace(parallel="fsdp", nproc_per_node=2, micro_batch=4))`: one process against ranks that share the model. A

@@ -4,6 +4,7 @@ import contextlib
 import copy
 import dataclasses
 import difflib
+import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -75,7 +76,7 @@ def of_spec(spec: RunSpec, task: Task, steps: int, double: bool, enough: Enough 
                         trainer.backward(loss)
                         total = total + loss.detach()
                 scale = trainer.precision.loss_scale()
-                _finish(recorder, module, total, trainer.update, 1.0 if scale is None else float(scale))
+                _finish(recorder, module, total, trainer.update, trainer.optimizer, 1.0 if scale is None else float(scale))
     return recorder.entries
 
 
@@ -107,7 +108,7 @@ def of_pair(pair: Pair, seed: int, steps: int, double: bool, enough: Enough = la
                     recorder.phase = "backward"
                     if loss.requires_grad:
                         loss.backward()  # type: ignore[no-untyped-call]
-                _finish(recorder, model, loss.detach(), optimizer.step if optimizer else lambda: None)
+                _finish(recorder, model, loss.detach(), optimizer.step if optimizer else lambda: None, optimizer)
     finally:
         for tensor, data in dtypes:
             tensor.grad = None
@@ -116,15 +117,15 @@ def of_pair(pair: Pair, seed: int, steps: int, double: bool, enough: Enough = la
     return recorder.entries
 
 
-def _finish(recorder: Recorder, model: nn.Module, loss: Tensor, update: Callable[[], object], scale: float = 1.0) -> None:
+def _finish(recorder: Recorder, model: nn.Module, loss: Tensor, update: Callable[[], object], optimizer: Any, scale: float = 1.0) -> None:
     """Record loss and gradients, let the optimizer step, and record what it leaves."""
     recorder.value("forward", "the loss", loss)
     for name, weight in reversed(list(model.named_parameters())):
         if weight.grad is not None:
             recorder.value("backward", name.replace("_orig_mod.", ""), weight.grad / scale)
     before = {name: value.detach().clone() for name, value in model.state_dict().items()}
-    recorder.phase = "optimizer"
-    update()
+    with recorder.update(optimizer):
+        update()
     for name, value in model.state_dict().items():
         changed = value.detach() - before[name] if value.is_floating_point() else value
         recorder.value("optimizer", CHANGE + name.replace("_orig_mod.", ""), changed)
@@ -208,6 +209,9 @@ def compare(
         return result
     if seen.phase == "start":
         return dataclasses.replace(result, verdict="start", exact=None)
+    if seen.phase == "optimizer":
+        seen = _placed_in_update(first, second, seen, 0.0)
+        result = dataclasses.replace(result, first=seen, notes=(*notes, *_options_that_differ(first, second, seen)))
     say("both in fp64", f"they differ from step {seen.step}, {seen.phase} on")
     try:
         exact_first, exact_second = run(0, True, taken, lambda: False), run(1, True, taken, lambda: False)
@@ -222,27 +226,30 @@ def compare(
             else f"{type(error).__name__}: {error!s:.120}"
         )
         note = f"not run in fp64 ({why}): judged by the size of the first difference alone"
-        return dataclasses.replace(result, verdict=verdict, exact=None, notes=(*notes, note))
+        return dataclasses.replace(result, verdict=verdict, exact=None, notes=(*result.notes, note))
     exact, by = _points(exact_first, exact_second)
     largest_exact = max((point.difference for point in exact), default=0.0)
     wrong = next((point for point in exact if point.difference > EXACT), None)
     if wrong is None:
-        notes += ("one of the two overflows in its own precision",) if math.isinf(largest) else ()
-        return dataclasses.replace(result, verdict="rounding", exact=largest_exact, notes=notes)
+        overflow = ("one of the two overflows in its own precision",) if math.isinf(largest) else ()
+        return dataclasses.replace(result, verdict="rounding", exact=largest_exact, notes=result.notes + overflow)
     verdict = "start" if wrong.phase == "start" else "bug"
-    if by == "modules":  # where both run the same operators, they draw the same random numbers
+    if wrong.phase == "optimizer":
+        notes += _options_that_differ(exact_first, exact_second, wrong)
+        wrong = _placed_in_update(exact_first, exact_second, wrong, EXACT)
+    elif by == "modules":  # where both run the same operators, they draw the same random numbers
         drawn = any(entry.random and entry.module == wrong.module and entry.step == wrong.step for entry in (*exact_first, *exact_second))
         verdict = "random" if verdict == "bug" and drawn and wrong.phase == "forward" else verdict
         wrong = dataclasses.replace(wrong, operator=_other_operator(exact_first, exact_second, wrong))
-    return dataclasses.replace(result, verdict=verdict, first=wrong, exact=largest_exact, by=by, compared=len(exact))
+    return dataclasses.replace(result, verdict=verdict, first=wrong, exact=largest_exact, by=by, compared=len(exact), notes=notes)
 
 
 def _points(first: Sequence[Entry], second: Sequence[Entry]) -> tuple[list[Point], str]:
     """What both have, in the order of the first, and by what the two were aligned."""
+    first, second = ([entry for entry in each if entry.kind in ("operator", "module", "value")] for each in (first, second))
     sizes: dict[str, float] = {}
     for entry in first:
-        norms = [sketch.norm for sketch in entry.sketches if math.isfinite(sketch.norm)]
-        sizes[entry.phase] = max([sizes.get(entry.phase, 0.0), *norms])
+        sizes[entry.phase] = max(sizes.get(entry.phase, 0.0), _norm(entry))
 
     def signature(entries: Sequence[Entry]) -> list[Any]:
         return [(entry.kind, entry.key, tuple(s.shape for s in entry.sketches)) for entry in entries if entry.kind != "module"]
@@ -256,18 +263,62 @@ def _points(first: Sequence[Entry], second: Sequence[Entry]) -> tuple[list[Point
         pairs = [(entry, others[entry.kind, entry.key]) for entry in first if (entry.kind, entry.key) in others]
     points = []
     for entry, other in pairs:
-        floor = 1e-6 * sizes[entry.phase]
-        differences = [
-            distance if not (distance := mine.distance(its)) or math.isinf(distance) else distance / max(mine.norm, its.norm, floor)
-            for mine, its in zip(entry.sketches, other.sketches, strict=False)
-            if mine.shape == its.shape
-        ]
-        if differences:
-            worst = max(differences)
+        worst = _difference(entry, other, 1e-6 * sizes[entry.phase])
+        if worst is not None:
             places: dict[str, Any] = {"step": entry.step, "phase": entry.phase, "module": entry.module, "operator": entry.operator}
             points.append(Point(**places, difference=worst))
     points.sort(key=lambda point: (point.step, PHASES.index(point.phase)))
     return points, "operators" if aligned else "modules"
+
+
+def _norm(entry: Entry) -> float:
+    """The largest finite norm in it."""
+    return max((sketch.norm for sketch in entry.sketches if math.isfinite(sketch.norm)), default=0.0)
+
+
+def _difference(entry: Entry, other: Entry, floor: float) -> float | None:
+    """The largest difference of two results, as a fraction of their norms or of `floor`; None = they cannot be compared."""
+    differences = [
+        distance if not (distance := mine.distance(its)) or math.isinf(distance) else distance / max(mine.norm, its.norm, floor)
+        for mine, its in zip(entry.sketches, other.sketches, strict=False)
+        if mine.shape == its.shape
+    ]
+    return max(differences, default=None)
+
+
+def _placed_in_update(first: Sequence[Entry], second: Sequence[Entry], point: Point, limit: float) -> Point:
+    """Where the updates of a parameter part, or where an operator's results first differ by more than `limit`.
+
+    That may be in a step before the one whose update of the parameter differs: a moment of Adam differs before what it leads to.
+    """
+    for step in range(1, point.step + 1):
+        mine, its = (_of_the_update("update", entries, point, step) for entries in (first, second))
+        floor = 1e-6 * max(map(_norm, mine), default=0.0)
+        for entry, other in zip(mine, its, strict=False):
+            difference = _difference(entry, other, floor) or 0.0
+            if entry.operator == other.operator and difference > limit:
+                return dataclasses.replace(point, step=step, operator=entry.operator, difference=difference)
+            if entry.operator != other.operator:
+                break
+        if parted := _where_they_part([entry.operator for entry in mine], [entry.operator for entry in its]):
+            return dataclasses.replace(point, step=step, operator=parted)
+    return point
+
+
+def _options_that_differ(first: Sequence[Entry], second: Sequence[Entry], point: Point) -> tuple[str, ...]:
+    """A note about the options of the optimizer with which the two update the parameter, where they differ."""
+    both = [[json.loads(entry.operator) for entry in _of_the_update("options", entries, point, point.step)] for entries in (first, second)]
+    if not all(both):
+        return ()
+    mine, its = (options[0] for options in both)
+    differ = [f"{name}: {mine[name]} and {its[name]}" for name in mine if name in its and mine[name] != its[name]]
+    parameter = point.module.removeprefix(CHANGE)
+    return (f"options of the optimizer that differ for {parameter}: {', '.join(differ)}",) if differ else ()
+
+
+def _of_the_update(kind: str, entries: Sequence[Entry], point: Point, step: int) -> list[Entry]:
+    parameter = point.module.removeprefix(CHANGE)
+    return [entry for entry in entries if (entry.kind, entry.step, entry.module) == (kind, step, parameter)]
 
 
 def _other_operator(first: Sequence[Entry], second: Sequence[Entry], point: Point) -> str:
@@ -277,6 +328,10 @@ def _other_operator(first: Sequence[Entry], second: Sequence[Entry], point: Poin
         mine = (entry for entry in entries if entry.kind == "operator" and entry.step == point.step and entry.module == point.module)
         return [entry.operator for entry in mine if entry.phase == point.phase]
 
-    mine, its = operators(first), operators(second)
+    return _where_they_part(operators(first), operators(second))
+
+
+def _where_they_part(mine: Sequence[str], its: Sequence[str]) -> str:
+    """The operator at which two lists of operators part first; "" = they are the same."""
     blocks = difflib.SequenceMatcher(None, mine, its, autojunk=False).get_opcodes()
     return next(((mine[a:b] or its[c:d])[0] for kind, a, b, c, d in blocks if kind != "equal"), "")

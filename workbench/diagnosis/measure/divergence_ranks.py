@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from workbench.diagnosis.measure.divergence import CHANGE, default_dtype, doubled, joined
-from workbench.diagnosis.measure.operator_recorder import Entry, Sketch, sketch, uncompiled
+from workbench.diagnosis.measure.operator_recorder import Entry, Sketch, options_of, sketch, uncompiled
 from workbench.harness.batches import tensors_of
 from workbench.harness.restore import process_settings
 from workbench.runs.spec import RunSpec
@@ -37,7 +37,7 @@ class RanksRecorder:
         self.step, self.samples = 0, 0
         self._model, self._readers, self._group = trainer.module, trainer.layout.readers, trainer.layout.data
         split = trainer.layout.tensor
-        self._keep = not self._readers.rank and (split is None or not split.get_local_rank())
+        self.keeps = not self._readers.rank and (split is None or not split.get_local_rank())
         self._calls: Counter[str] = Counter()
         self._forward = False
         trainer.phase = self._phase
@@ -65,7 +65,7 @@ class RanksRecorder:
 
     def add(self, kind: str, key: tuple[Any, ...], phase: str, module: str, tensors: Sequence[Tensor]) -> None:
         """Keep the sketches of tensors that are whole."""
-        if self._keep and tensors:
+        if self.keeps and tensors:
             sketches = tuple(sketch(tensor) for tensor in tensors if tensor.numel() and not tensor.is_complex())
             self.entries.append(Entry(kind, key, self.step, phase, module, "", sketches))
 
@@ -127,6 +127,8 @@ def of_ranks(spec: RunSpec, task: Task, ranks: Ranks, steps: int, double: bool) 
                     if weight.grad is not None:
                         recorder.value("backward", name, _whole_gradient(weight) / (1.0 if scale is None else float(scale)))
                 before = {name: full_tensor(value).detach().clone() for name, value in module.state_dict(keep_vars=True).items()}
+                if recorder.keeps:
+                    recorder.entries += options_of(trainer.optimizer, module, step)
                 trainer.update()
                 for name, value in module.state_dict(keep_vars=True).items():
                     now = full_tensor(value).detach()

@@ -5,6 +5,7 @@ gone, such operators have no module.
 """
 
 import contextlib
+import json
 import math
 from collections import Counter
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakIdKeyDictionary
 
 from workbench.harness.batches import tensors_of
 
@@ -63,7 +65,8 @@ class Entry:
     """A recorded result."""
 
     kind: str
-    """"operator", "module" or "value"."""
+    """"operator", "module" or "value". Two more explain where values differ: "update", an operator of an optimizer's step, its `module`
+    the parameter, and "options", those of the parameter's group as JSON in `operator`."""
     key: tuple[Any, ...]
     """By which two recordings are aligned."""
     step: int
@@ -83,8 +86,23 @@ def uncompiled(name: str) -> str:
     return name.replace("_orig_mod.", "").replace("_orig_mod", "") or ROOT
 
 
+def options_of(optimizer: torch.optim.Optimizer, model: nn.Module, step: int) -> list[Entry]:
+    """The options that a step updates each parameter of the model with."""
+    names = {id(weight): uncompiled(name) for name, weight in model.named_parameters()}
+    entries = []
+    for group in optimizer.param_groups:
+        options = json.dumps({name: _plain(value) for name, value in group.items() if name != "params"}, default=str)
+        for name in (names[id(weight)] for weight in group["params"] if id(weight) in names):
+            entries.append(Entry("options", (step, "options", name), step, "optimizer", name, options, ()))
+    return entries
+
+
+def _plain(value: Any) -> Any:
+    return value.tolist() if isinstance(value, Tensor) else value
+
+
 class Recorder(TorchDispatchMode):
-    """Records inside `on`."""
+    """Records inside `on` and `update`."""
 
     def __init__(self, model: nn.Module, *, operators: bool) -> None:
         """
@@ -104,6 +122,7 @@ class Recorder(TorchDispatchMode):
         self._alive: list[Tensor] = []
         self._quiet = False
         self.takers = {id(buffer): "" for buffer in model.buffers()}  # the last operator that was given a buffer, and may have changed it
+        self._owners = WeakIdKeyDictionary()  # tensor of an optimizer's step → its parameter
 
     @contextlib.contextmanager
     def on(self) -> Iterator[None]:
@@ -117,6 +136,30 @@ class Recorder(TorchDispatchMode):
         finally:
             for handle in handles:
                 handle.remove()
+
+    @contextlib.contextmanager
+    def update(self, optimizer: torch.optim.Optimizer | None) -> Iterator[None]:
+        """Record an optimizer's step inside: its options, and its operators with the parameters whose tensors they make."""
+        self.phase = "optimizer"
+        if optimizer:
+            self.entries.extend(options_of(optimizer, self._model, self.step))
+        for name, weight in self._model.named_parameters():
+            for tensor in (weight, weight.grad):
+                if tensor is not None:
+                    self._owners[tensor] = uncompiled(name)
+        with self if self._operators else contextlib.nullcontext():
+            yield
+
+    def _add_update(self, name: str, result: Any, args: Any, kwargs: Any) -> None:
+        """An operator of the optimizer's step. One that takes lists of tensors has an entry for each tensor that it makes or changes."""
+        made = tensors_of(result) or (tensors_of(args[0]) if args and name.endswith("_") else [])
+        owners = [self._owners.get(tensor, "") for tensor in tensors_of((args, kwargs))]  # type: ignore[no-untyped-call]
+        several = bool(args) and isinstance(args[0], list | tuple) and len(args[0]) == len(made)
+        for number, tensor in enumerate(made):
+            owner = owners[number] if several else next(filter(None, owners), "")
+            if owner:
+                self._owners[tensor] = owner
+                self._add("update", (self.step, "update", owner, name), "optimizer", owner, name, tensor)
 
     def begin(self, step: int) -> None:
         self.step, self.phase = step, "forward"
@@ -185,6 +228,10 @@ class Recorder(TorchDispatchMode):
         if self._quiet:
             return result
         name = str(func).rpartition(".")[0]
+        if self.phase == "optimizer":
+            if not name.startswith(UNDEFINED):
+                self._add_update(name, result, args, kwargs)
+            return result
         if self.phase == "forward":
             self.takers |= {id(value): name for value in args if id(value) in self.takers}
             with contextlib.suppress(AttributeError):
