@@ -2,6 +2,8 @@
 
 import json
 import math
+import random
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,9 @@ import workbench as wb
 from tests.planted_gap import planted
 from workbench.core import units
 from workbench.core.brief import BRIEF_BYTES
+from workbench.core.statistics import Interval
 from workbench.diagnosis.analysis.evidence import Gradients
+from workbench.diagnosis.analysis.gap import Gap
 from workbench.diagnosis.analysis.gap_evidence import Tail
 from workbench.diagnosis.analysis.why_not_linear import WhyNotLinear
 from workbench.diagnosis.why_not_linear import script_evidence, why_not_linear
@@ -207,6 +211,35 @@ def test_what_the_gradients_of_a_script_cannot_take_is_not_blamed_on_them() -> N
     assert WhyNotLinear(evidence=replace(busy, cores=2.0)).cause == ""
     assert "on a machine that does nothing else" in WhyNotLinear(evidence=replace(busy, cores=2.0)).next
     assert any("other processes took 1.6 of" in note for note in busy.notes)
+
+
+def launched(chance: random.Random, ranks: int, *, noise: float, reduction: float = 0.0) -> list[Timeline]:
+    """A launch of a script: it is faster or slower than others by chance, and while it runs the load changes."""
+    whole, load, rows = chance.lognormvariate(0, noise), 0.0, list[list[Step]]([] for _ in range(ranks))
+    for index in range(60):
+        load = load if index % 10 else 0.5 * load + chance.gauss(0, 1.5 * noise)
+        forward = [whole * math.exp(load) * 0.012 * chance.lognormvariate(0, noise / 2) for _ in rows]
+        for own, row in zip(forward, rows, strict=True):
+            wait = max(forward) - own if reduction else 0.0
+            backward = wait + whole * math.exp(load) * (0.024 + reduction)
+            row.append(Step(index=index, phases=(0.002, 0.0, own, backward, 0.001, 0.0), samples=32))
+    return [Timeline(rank=rank, steps=tuple(row)) for rank, row in enumerate(rows)]
+
+
+@pytest.mark.parametrize("noise", [0.005, 0.02])
+def test_the_intervals_of_a_script_hold_what_launches_differ_by(noise: float) -> None:
+    def gap(seed: int, noise: float) -> Gap:
+        chance = random.Random(seed)
+        one, strangers = launched(chance, 1, noise=noise), launched(chance, 2, noise=noise)
+        both = launched(chance, 2, noise=noise, reduction=0.006)
+        return WhyNotLinear(evidence=script_evidence({"one": one, "strangers": strangers, "all": both})).gap
+
+    def intervals(gap: Gap) -> dict[str, Interval]:
+        return {"linear": gap.linear, "step": gap.step} | {part.cause: part.seconds for part in gap.parts}
+
+    true, count = intervals(gap(0, 1e-9)), 60
+    held = Counter(name for seed in range(count) for name, found in intervals(gap(seed, noise)).items() if true[name].mid in found)
+    assert all(held[name] >= 0.85 * count for name in true), held
 
 
 class Launched:
