@@ -296,8 +296,8 @@ def test_sorted_batches_are_as_much_faster_as_predicted(roomy: BatchLengths) -> 
 
 
 def test_what_is_refused(spec: wb.RunSpec) -> None:
-    with pytest.raises(LengthsError, match=r"expected a RunSpec"):
-        wb.batch_lengths("text-gpt", device="H100")  # type: ignore[arg-type]
+    with pytest.raises(LengthsError, match=r"expected a RunSpec.*did you mean 'text-gpt'"):
+        wb.batch_lengths("text-gtp", device="H100")
     with pytest.raises(LengthsError, match=r"takes 1024 samples, and the dataset has 64"):
         wb.batch_lengths(spec, device="H100", micro_batch=512)
     with pytest.raises(LengthsError, match=r"pads to the longest sample of the batch"):

@@ -168,7 +168,7 @@ def test_a_kill_by_the_kernel(by_hand: Make) -> None:
 
 
 def test_the_wrong_runs(by_hand: Make) -> None:
-    with pytest.raises(ValueError, match=r"would_fit\(1\): expected a run whose memory ran out, or the path of its directory\.$"):
+    with pytest.raises(ValueError, match=r"would_fit\(int\): expected a run whose memory ran out, or the path of its directory\.$"):
         would_fit(1)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"Of a spec: wb\.max_micro_batch\(spec, …\)"):
         would_fit(SPEC)  # type: ignore[arg-type]

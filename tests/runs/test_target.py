@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import workbench as wb
 from workbench import Run, RunSpec, Task
 from workbench.runs import task
 from workbench.runs.launch.launch import launch
@@ -68,7 +69,7 @@ def test_what_is_allowed(by_hand: Any) -> None:
         ((SPEC, [1]), {"model": 2}, r"weigh\(RunSpec, …\) was given a loader, model=, which only goes with a step: weigh\(step, loader\)"),
         ((SPEC,), {"step_only": {"into": "x"}}, r"was given into=, which only goes with a step"),
         ((a_step, [1]), {"spec_only": {"ranks": 0}}, r"weigh\(a_step, …\) was given ranks=, which only goes with a spec: weigh\(spec, …\)"),
-        ((Module(), [1]), {}, "one whole optimizer step and returns the loss, def step.*; a module goes into model="),
+        ((Module(), [1]), {}, "one whole optimizer step and returns the loss: def step.*; a module goes into model="),
         (([1], a_step), {}, r"weigh\(loader, step\): it is the other way round, weigh\(step, loader\)"),
         ((None,), {}, r"weigh\(NoneType, …\): allowed are a step function with its loader, a RunSpec, a Run or the path"),
         ((a_step,), {}, r"weigh\(a_step\): a step needs the loader of its batches: weigh\(step, loader\)"),
@@ -153,7 +154,7 @@ def test_other_texts_and_values_are_no_name_of_a_task() -> None:
         (lambda run: a_task(), r"launch\(Task\): .* a task is launched by its spec"),
         (lambda run: run, r"launch\(Run\): .* launch\(resume=run\), and is repeated by launch\(run.spec\)"),
         (lambda run: ScriptSpec(script="a.py"), r"by its path, launch\(spec.script\)"),
-        (lambda run: a_step, r"launch\(a_step\): .* is not launched: wb.watch\(loader\)"),
+        (lambda run: a_step, r"launch\(a_step\): .* a function is not launched by itself: .*; wb.watch\(loader\)"),
         (lambda run: 3, r"launch\(int\): expected a RunSpec, the name of a task or the path of a script$"),
         (lambda run: None, r"launch\(\) needs a RunSpec"),
     ],
@@ -242,3 +243,119 @@ def test_a_file_or_a_misspelt_name_in_the_place_of_a_task() -> None:
         read_spec("climb", "train.py")
     with pytest.raises(ValueError, match=r'no such task, but a file. Name the function .*, as in "train.py:build"'):
         task.check("train.py")
+
+
+class Lightning(Module):
+    """A LightningModule without a forward, as many are."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None: ...
+
+
+def a_directory(by_hand: Any) -> str:
+    return str(by_hand(spec=SPEC.to_json()).path)
+
+
+DRY_RUNS: dict[str, dict[str, Any]] = {"estimate_memory": {}, "estimate_time": {"device": "H100"}, "collectives": {}}
+ON_DEVICE: dict[str, dict[str, Any]] = {"max_micro_batch": {"device": "H100"}, "memory_ladder": {"device": "H100"}}
+LOOPS = ("diagnose", "find_lr", "noise_scale", "measure_memory", "find_leaks", "trace", "sanity")
+LAUNCHED = ("batch_plan", "climb", "sweep", "steps_to_target", "same_twice", "prove_resume", "why_not_linear", "launch")
+SPECS: dict[str, dict[str, Any]] = {
+    **{verb: {} for verb in LAUNCHED},
+    "scaling_curve": {"over": "nproc_per_node"},
+    "scaling_law": {"samples": [10, 20]},
+    "batch_lengths": {"device": "H100"},
+}
+"""Verb → arguments that it needs beside its target, of those that run a task in a launch."""
+IN_A_TASK = r'return wb\.Task\(model=.*into my_task\.py, then {verb}\(wb\.RunSpec\(task="my_task\.py:build"\), …\)'
+A_STEP = r"def step\(batch\): optimizer\.zero_grad\(\); loss = …; loss\.backward\(\); optimizer\.step\(\).*{verb}\(step, loader\)"
+
+
+@pytest.mark.parametrize("verb", [*SPECS])
+def test_a_verb_that_launches_a_task_says_how_everything_else_becomes_one(by_hand: Any, verb: str) -> None:
+    """A model with its batch, a step with its loader, a Task, a script, a run and its directory."""
+    call, given = getattr(wb, verb), SPECS[verb]
+    for target in ((Module(), [1]), (Lightning(), [1]), (Module,), (a_step, [1]), (a_step,)):
+        with pytest.raises((ValueError, TypeError), match=IN_A_TASK.format(verb=verb)) as caught:
+            call(*target, **given)
+        assert " at 0x" not in str(caught.value)
+    with pytest.raises(ValueError, match=rf'^{verb}\(Task\): .*{verb}\(wb\.RunSpec\(task="my_task\.py:build"\)\)'):
+        call(a_task(), **given)
+    if verb not in ("launch", "why_not_linear", "prove_resume"):  # they take a script
+        with pytest.raises(ValueError, match=rf'{verb}\("train\.py:build"\)'):
+            call("train.py", **given)
+    if verb not in ("steps_to_target", "scaling_curve"):  # they read what they have measured
+        path = a_directory(by_hand)
+        for run in (path, Run.load(path)):
+            with pytest.raises(ValueError, match=rf"{verb}\((wb\.Run\.load\(.*\)|run)\.spec\)"):
+                call(run, **given)
+
+
+def test_what_takes_a_loop_of_ones_own_is_named_by_the_verbs_that_take_none() -> None:
+    with pytest.raises(TypeError, match=r"wb\.max_micro_batch\(model, batch, device=…\) says which batch fits"):
+        wb.batch_plan(Module(), [1])  # type: ignore[call-arg, arg-type]
+    with pytest.raises(TypeError, match=r"wb\.noise_scale\(step, loader\) and wb\.find_lr\(step, loader\) measure a loop of your own"):
+        wb.batch_plan(a_step, [1])  # type: ignore[call-arg, arg-type]
+    with pytest.raises(TypeError, match=r"wb\.diagnose\(step, loader\) takes a loop of your own"):
+        wb.climb(a_step, [1])  # type: ignore[call-arg, arg-type]
+
+
+@pytest.mark.parametrize("verb", LOOPS)
+def test_a_verb_that_takes_a_loop_says_how_a_model_gets_one(by_hand: Any, verb: str) -> None:
+    call = getattr(wb, verb)
+    for target in ((Module(), [1]), (Lightning(), [1])):
+        with pytest.raises(ValueError, match=A_STEP.format(verb=verb)):
+            call(*target)
+    if verb not in ("sanity", "find_leaks"):  # the one takes a Task, the other a loop alone
+        with pytest.raises(ValueError, match=rf'{verb}\(wb\.RunSpec\(task="my_task\.py:build"\)\)'):
+            call(a_task())
+    if verb not in ("diagnose", "find_leaks"):
+        with pytest.raises(ValueError, match=r"^[\w(]+'train\.py'\): .*(step|watch=True|watch:)"):
+            call("train.py")
+
+
+@pytest.mark.parametrize("verb", [*DRY_RUNS, *ON_DEVICE])
+def test_a_verb_of_dry_runs_takes_every_kind_of_model(by_hand: Any, verb: str) -> None:
+    torch = pytest.importorskip("torch")
+    call, given, batch = getattr(wb, verb), {**DRY_RUNS, **ON_DEVICE}[verb], (torch.rand(6, 8), torch.randint(0, 4, (6,)))
+
+    def loss(model: Any, batch: Any) -> Any:
+        return torch.nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+    task = Task(model=lambda: torch.nn.Linear(8, 4), dataset=lambda: [(torch.rand(8), 1)] * 64, loss=loss)
+    for target in ((torch.nn.Linear(8, 4), batch), (lambda: torch.nn.Linear(8, 4), batch), (task,), ("fashion-mlp",)):
+        assert call(*target, **given) is not None
+    with pytest.raises(ValueError, match=rf"a loader is no batch: {verb}\(model, next\(iter\(loader\)\)\)"):
+        call(a_step, torch.utils.data.DataLoader([1, 2]), **given)
+    with pytest.raises(ValueError, match=rf'{verb}\("train\.py:build"\)'):
+        call("train.py", **given)
+    path = a_directory(by_hand)
+    for run in (path, Run.load(path)):
+        with pytest.raises(ValueError, match=rf"{verb}\((wb\.Run\.load\(.*\)|run)\.spec\)"):
+            call(run, **given)
+
+
+def test_a_plan_and_a_comparison_say_where_a_batch_goes() -> None:
+    torch = pytest.importorskip("torch")
+    model, batch = torch.nn.Linear(8, 4), torch.rand(6, 8)
+    with pytest.raises(ValueError, match=r"plan\(Linear, Tensor\): .*: plan\(model, \"DGX-H100\", batch=…\)"):
+        wb.plan(model, batch)
+    with pytest.raises(ValueError, match=r"compare_memory\(Linear, Tensor\): .*compare_memory\(model, changes, batch=…\)"):
+        wb.compare_memory(model, batch)
+    with pytest.raises(ValueError, match=r"would_fit\(Linear\): .*wb\.memory_ladder\(build, device, batch=batch\)"):
+        wb.would_fit(model)
+
+
+def test_a_model_of_hugging_face_with_its_batch_of_names() -> None:
+    transformers = pytest.importorskip("transformers")
+    torch = pytest.importorskip("torch")
+    sizes = {"n_layer": 1, "n_embd": 8, "n_head": 2, "vocab_size": 11, "n_positions": 4, "bos_token_id": 0, "eos_token_id": 0}
+    model, ids = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)), torch.zeros(7, 4, dtype=torch.long)
+    batch = {"input_ids": ids, "labels": ids}
+    for verb in (*DRY_RUNS, *ON_DEVICE):
+        assert getattr(wb, verb)(model, batch, **{**DRY_RUNS, **ON_DEVICE}[verb]) is not None
+    with pytest.raises(ValueError, match=r"compare_memory\(GPT2LMHeadModel, dict\): .*batch=…\)"):
+        wb.compare_memory(model, batch)
+    with pytest.raises(TypeError, match="a model needs its loss and its data: write def build"):
+        wb.batch_plan(model, batch)  # type: ignore[call-arg, arg-type]
+    with pytest.raises(ValueError, match=r"find_lr\(GPT2LMHeadModel, …\): .*then find_lr\(step, loader\)"):
+        wb.find_lr(model, batch)

@@ -28,9 +28,7 @@ NOISE_STEPS = 200
 MIN_NOISE_STEPS, NOISE_LOOK = 60, 1.0
 """Steps before it may end because they are enough, and seconds between two looks at the estimate."""
 
-_LR_TARGET = Measured(
-    name="find_lr", verb="tried", script="a script by its step and its loader, in the script", returns="and returns the loss"
-)
+_LR_TARGET = Measured(name="find_lr", verb="tried", script="in a script: wb.find_lr(step, loader)", returns="and returns the loss")
 _NOISE_TARGET = Measured(
     name="noise_scale",
     verb="measured",

@@ -19,6 +19,7 @@ from workbench.memory.api import breakdown_of, record
 from workbench.memory.ladder import timed_estimate
 from workbench.runs import task as tasks
 from workbench.runs.spec import RunSpec
+from workbench.runs.target import read_spec
 from workbench.runs.task import Task
 
 NODES = 5
@@ -29,7 +30,7 @@ MOST_SAMPLES = 1_000_000
 
 @accept_synonyms
 def batch_lengths(
-    target: RunSpec,
+    target: RunSpec | str,
     *,
     device: str | Device,
     capacity: int | None = None,
@@ -48,7 +49,7 @@ def batch_lengths(
     and attention must keep them apart).
 
     Args:
-        target: a RunSpec, whose task's collate function pads each batch to its longest sample.
+        target: a RunSpec or the name of a task, whose collate function pads each batch to its longest sample.
         device: a name such as "A100-80GB", or a Device; "cpu" with a capacity.
         capacity: bytes that one rank can have; None = the device's.
         steps: optimizer steps to look at; None = those of an epoch.
@@ -67,10 +68,8 @@ def batch_lengths(
         KeyboardInterrupt: Ctrl-C came before the first sample was read, or after the reading.
     """
     check_budget(budget_s, error=LengthsError)
-    if not isinstance(target, RunSpec):
-        raise LengthsError(
-            f"batch_lengths({target!r:.60}): expected a RunSpec, whose seed, ranks and batches make the order of the samples"
-        )
+    because = "whose seed, ranks and batches make the order of the samples"
+    target = read_spec("batch_lengths", target, because=because, error=LengthsError)
     from workbench.data.resumable_sampler import ResumableSampler
 
     spec = target.replace(**knobs) if knobs else target

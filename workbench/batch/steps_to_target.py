@@ -91,12 +91,13 @@ def steps_to_target(
         ValueError: an argument is wrong; the message says what is allowed, and what to try.
         RunError: the launch failed, such as on a batch above the dataset; trials that were done are kept in its run directory.
     """
-    if named_task(spec) is None and isinstance(spec, Run | str | os.PathLike):
+    script = isinstance(spec, str | os.PathLike) and str(spec).endswith(".py")
+    if named_task(spec) is None and not script and isinstance(spec, Run | str | os.PathLike):
         if batches is not None:
             path = spec.path if isinstance(spec, Run) else spec
             raise ValueError(f"steps_to_target({os.fspath(path)!r}, batches=…): a run has tried its batches; a RunSpec tries new ones")
         return StepsToTarget.of(spec)
-    spec = read_spec("steps_to_target", spec, instead="its runs can be read")
+    spec = read_spec("steps_to_target", spec, instead="a run of steps_to_target is read by its path")
     _check(spec)
     searched = retune is True or (retune is False and not rules)
     order = ExperimentPlan(

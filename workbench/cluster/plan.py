@@ -23,7 +23,7 @@ from workbench.core.synonyms import accept_synonyms
 from workbench.memory.analysis.fit import MARGIN
 from workbench.runs.run import Run
 from workbench.runs.spec import RunSpec
-from workbench.runs.target import is_config, named_task
+from workbench.runs.target import is_config, named_task, shown
 
 MAX_GPUS = 65_536
 """Most GPUs of a plan whose number of GPUs is left open."""
@@ -115,7 +115,10 @@ def plan(
     """
     where = Cluster.named(cluster) if isinstance(cluster, str) else cluster
     if not isinstance(where, Cluster):
-        raise PlanError(f"cluster={cluster!r:.60}: expected a wb.Cluster, or a name of the catalogue such as 'DGX-H100'")
+        expected = "expected a wb.Cluster, or a name of the catalogue such as 'DGX-H100'"
+        if callable(model):
+            raise PlanError(f'plan({shown(model)}, {shown(cluster)}): {expected}, and the batch by name: plan(model, "DGX-H100", batch=…)')
+        raise PlanError(f"cluster={cluster!r:.60}: {expected}")
     sizes = gpu_counts(where, gpus, min(_whole("most_gpus", most_gpus), MAX_GPUS * 16))  # refuse before any dry run
     sharings = _several("sharing", sharing, SHARINGS)
     if isinstance(model, Transformer):

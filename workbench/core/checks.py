@@ -285,6 +285,11 @@ def unknown_names(
     return f"{what}{'s' * (len(strange) > 1)} {told}{end}"
 
 
+def is_module(value: object) -> bool:
+    """Is it a torch.nn.Module, or a class of them? (Without importing torch.)"""
+    return hasattr(value, "state_dict") and hasattr(value, "parameters")
+
+
 def shown(value: object) -> str:
     """A value in a message: the name of a function or class, else of its type."""
     return getattr(value, "__name__", type(value).__name__)

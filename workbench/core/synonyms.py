@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 from workbench.core import late
-from workbench.core.checks import did_you_mean, nearest, shown, unknown_names
+from workbench.core.checks import did_you_mean, is_module, nearest, shown, unknown_names
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -84,6 +84,15 @@ MAKERS: Mapping[str, str] = {
 TASK = "write def build(): return wb.Task(model=lambda: …, dataset=…, loss=lambda model, batch: …) into my_task.py"
 SPEC = 'wb.RunSpec(task="my_task.py:build")'
 """How a model with its loss and data is given to a function that takes a RunSpec."""
+OTHER_VERBS: Mapping[str, tuple[str, str]] = {
+    "batch_plan": (
+        "wb.max_micro_batch(model, batch, device=…) says which batch fits",
+        "wb.noise_scale(step, loader) and wb.find_lr(step, loader) measure a loop of your own",
+    ),
+    "climb": ("", "wb.diagnose(step, loader) takes a loop of your own"),
+    "launch": ("", "wb.watch(loader) and wb.diagnose(step, loader) take a loop of your own"),
+}
+"""Function that takes a RunSpec → what there is for a model without its data, and for a step function; "" = nothing."""
 MOST = 5
 """Missing arguments that a message names."""
 
@@ -116,6 +125,8 @@ def accept_synonyms(function: Callable[P, R]) -> Callable[P, R]:
             if name in given:
                 raise TypeError(f"{function.__name__}({name}=…, {word}=…): both names are of one argument; give {name} alone")
             given[name] = given.pop(word)
+        if by_name := getattr(function, "by_name", None):
+            args, given = by_name(*args, **given)
         if complaint := takes.complaint(args, given):
             raise TypeError(complaint)
         return function(*args, **given)
@@ -160,6 +171,15 @@ def _knobs() -> list[str]:
     return [name for knob, about in late.load("KNOBS").items() for name in (knob, *about.elsewhere)]
 
 
+def needs_task(name: str, given: object) -> str:
+    """What to write where a function that takes a RunSpec was given a model or a step function; "" = it is neither."""
+    if not callable(given) or dataclasses.is_dataclass(given):
+        return ""
+    other = OTHER_VERBS.get(name, ("", ""))[not is_module(given)]
+    what = "a model needs its loss and its data" if is_module(given) else "a function is not launched by itself"
+    return f"{what}: {TASK}, then {name}({SPEC}, …)" + (f"; {other}" if other else "")
+
+
 class _Parameters:
     """What a function takes; says of a call that does not fit what is missing, or which name is near."""
 
@@ -191,6 +211,8 @@ class _Parameters:
                 more = "the knobs of RunSpec" if self._others == "knobs" else f"other options: help({self._example})"
                 return f"{self._name}({word}=…): did you mean {near!r}? It also takes {more}"
         if len(args) > self._most:
+            if self._places in (["spec"], ["target"]) and (why := needs_task(self._name, args[0])):
+                return f"{said}: {why}"
             rest = ", ".join(f"{name}=…" for name in self._names if name not in self._places)
             return (
                 f"{said}: only {self._described(self._places) or 'nothing'} {'is' if len(self._places) < 2 else 'are'} given by place"

@@ -24,7 +24,7 @@ from workbench.memory.analysis.whatif import MemoryComparison, WhatIf
 from workbench.runs.launch import experiments
 from workbench.runs.run import Run
 from workbench.runs.spec import RunSpec, check_names
-from workbench.runs.target import ARGUMENTS, Measured, check_step, device_or_batch
+from workbench.runs.target import ARGUMENTS, Measured, check_step, device_or_batch, shown
 from workbench.runs.task import Task
 from workbench.runs.training_knobs import averaging_at_once
 
@@ -270,6 +270,10 @@ def compare_memory(
         ValueError: no change, a knob that does not exist, or a baseline that cannot be estimated. A change that cannot be estimated is a
             row that says why.
     """
+    items = changes.values() if isinstance(changes, Mapping) else changes if isinstance(changes, Iterable) else ()
+    if hasattr(changes, "shape") or any(hasattr(item, "shape") for item in items):
+        second = "second come the changes, and the batch by name: compare_memory(model, changes, batch=…)"
+        raise ValueError(f"compare_memory({shown(target)}, {shown(changes)}): {second}")
     rows = _rows(changes)
     for row in rows:
         check_names(RunSpec, row, ARGUMENTS)

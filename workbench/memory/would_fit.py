@@ -18,6 +18,7 @@ from workbench.runs.launch.resume import refuse_code_of_others
 from workbench.runs.out_of_memory import HOST, OutOfMemory
 from workbench.runs.run import Run
 from workbench.runs.spec import AUTO, RunSpec, ScriptSpec
+from workbench.runs.target import shown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,7 +128,7 @@ def would_fit(run: Run | str | os.PathLike[str], *, margin: float = MARGIN) -> W
             " A model that has not run: wb.memory_ladder(build, device, batch=batch), or wb.estimate_memory(build, batch, device=device)."
         )
         instead = " Of a spec: wb.max_micro_batch(spec, …)." if isinstance(run, RunSpec) else model if callable(run) else ""
-        raise ValueError(f"would_fit({run!r:.80}): expected a run whose memory ran out, or the path of its directory.{instead}")
+        raise ValueError(f"would_fit({shown(run)}): expected a run whose memory ran out, or the path of its directory.{instead}")
     run = run if isinstance(run, Run) else Run.load(run)
     failure = run.error
     reason = failure and (failure.memory or OutOfMemory.parse(failure.message))

@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar, cast
 
 from workbench.core import run_directory
-from workbench.core.checks import did_you_mean, is_number
+from workbench.core.checks import did_you_mean, is_module, is_number
 from workbench.core.checks import shown as shown
 from workbench.core.device import Device
+from workbench.core.synonyms import needs_task
 from workbench.runs.run import Run
 from workbench.runs.spec import RunSpec, ScriptSpec
 from workbench.runs.task import SAMPLES, Task
@@ -26,6 +27,8 @@ P = ParamSpec("P")
 R = TypeVar("R")
 AS_SPEC = 'wb.RunSpec(task="my_task.py:build")'
 """How a task is given where a RunSpec is."""
+STEP = "optimizer.zero_grad(); loss = …; loss.backward(); optimizer.step(); return loss"
+"""The body of a step function, in messages."""
 ARGUMENTS = ("loss", "optimizer", "sequence", "image", "world_size", "rank", "batch")
 """Those of `estimate_memory` beside the knobs, which also functions take that pass on its options."""
 
@@ -151,9 +154,12 @@ def check_step(name: str, step: Any, loader: Any, *, returns: str = "", others: 
     Raises:
         ValueError: a module, the two in the wrong order, no function, or no loader.
     """
-    if hasattr(step, "state_dict") and hasattr(step, "parameters"):
+    if is_module(step):
         does = f"one whole optimizer step {returns}".rstrip()
-        raise ValueError(f"{name}({shown(step)}, …): expected a function that does {does}, def step(batch): …; a module goes into model=")
+        raise ValueError(
+            f"{name}({shown(step)}, …): expected a function that does {does}: def step(batch): {STEP}, then {name}(step, loader); "
+            "a module goes into model="
+        )
     if not callable(step):
         if callable(loader) and (hasattr(step, "__iter__") or hasattr(step, "__getitem__")):
             raise ValueError(f"{name}(loader, step): it is the other way round, {name}(step, loader)")
@@ -237,14 +243,21 @@ def device_or_batch(function: Callable[P, R]) -> Callable[P, R]:
     A target that it does not take, or a missing device, is refused in its name.
     """
     needs_device = inspect.signature(function).parameters["device"].default is inspect.Parameter.empty
+    name = function.__name__
 
-    @functools.wraps(function)
-    def call(*args: Any, **given: Any) -> R:
-        name = function.__name__
+    def by_name(*args: Any, **given: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments with device and batch by name; `accept_synonyms` looks at a call only then."""
+        if len(args) > 3:
+            return args, given
         for word, value in [("device" if isinstance(value, str | Device) else "batch", value) for value in args[1:]]:
             if word in given:
                 raise ValueError(f"{name}(…): {word} is given twice, {value!r:.40} and {given[word]!r:.40}")
             given[word] = value
+        return args[:1], given
+
+    @functools.wraps(function)
+    def call(*args: Any, **given: Any) -> R:
+        args, given = by_name(*args, **given)
         if isinstance(count := given.get("batch"), bool) or is_number(count, numpy=True):
             samples = "" if isinstance(count, bool) else f"; for a number of samples: micro_batch={count:.0f}"
             raise ValueError(f"{name}(…, batch={count}): batch= is a batch of tensors{samples}")
@@ -254,11 +267,15 @@ def device_or_batch(function: Callable[P, R]) -> Callable[P, R]:
             raise ValueError(f'{name}({shown(target)}): for which device? {name}(…, device="H200"), a name or a wb.Device')
         return function(target, **given)
 
+    call.by_name = by_name  # type: ignore[attr-defined]
     return cast(Callable[P, R], call)
 
 
 def check_launchable(target: Any, *, error: type[ValueError] = ValueError) -> None:
     """Raise unless this is a RunSpec, the name of a task, or the path of a script."""
+    if isinstance(target, str | os.PathLike) and is_run_directory(target):
+        path = os.fspath(target)
+        raise error(f'launch("{path}"): a run goes on with launch(resume="{path}"), and is repeated by launch(wb.Run.load("{path}").spec)')
     if isinstance(target, RunSpec | str | os.PathLike):
         return
     if target is None:
@@ -270,10 +287,9 @@ def check_launchable(target: Any, *, error: type[ValueError] = ValueError) -> No
         if isinstance(target, Run)
         else "; a script that was launched is launched again by its path, launch(spec.script)"
         if isinstance(target, ScriptSpec)
-        else "; a loop in this process is not launched: wb.watch(loader) or wb.diagnose(step, loader)"
-        if callable(target)
         else ""
     )
+    hint = hint or (f"; {why}" if (why := needs_task("launch", target)) else "")
     raise error(f"launch({shown(target)}): expected a RunSpec, the name of a task or the path of a script{hint}")
 
 
@@ -281,8 +297,17 @@ def _its_spec(name: str, target: Any) -> str:
     """How to give a task, a run or a script to a function that takes a RunSpec; "" = it is none of them."""
     if isinstance(target, str | os.PathLike) and os.fspath(target).endswith(".py"):
         return f'a file is given with the function in it that returns a wb.Task: {name}("{os.fspath(target)}:build")'
+    if isinstance(target, str | os.PathLike) and is_run_directory(target):
+        return f'a run has its spec: {name}(wb.Run.load("{os.fspath(target)}").spec)'
     if isinstance(target, str):
         return f'{did_you_mean(target, SAMPLES)}a task has the name of a sample ({", ".join(SAMPLES)}), or is "my_task.py:build"'
     if isinstance(target, Task):
         return f"a task is given by its spec, {name}({AS_SPEC})"
-    return f"a run has its spec: {name}(run.spec)" if isinstance(target, Run) and isinstance(target.spec, RunSpec) else ""
+    if isinstance(target, Run) and isinstance(target.spec, RunSpec):
+        return f"a run has its spec: {name}(run.spec)"
+    return needs_task(name, target)
+
+
+def is_run_directory(path: str | os.PathLike[str]) -> bool:
+    """Is it the path of a run directory?"""
+    return os.path.isfile(os.path.join(os.path.expanduser(path), run_directory.RUN_JSON))

@@ -88,7 +88,7 @@ def scaling_curve(
         CurveError: values that make no curve, a batch that cannot be divided, or nothing to go on with. Nothing was started.
         LaunchError, TaskError: a point cannot run here. Nothing was started.
     """
-    if named_task(target) is None and isinstance(target, str | os.PathLike):
+    if named_task(target) is None and isinstance(target, str | os.PathLike) and not os.fspath(target).endswith(".py"):
         return CurveDirectory.load(target).curve()
     curve_spec = validate(target, over=over, values=values, kind=kind, repeat=repeat, communication=communication)
     for _, spec in curve_spec.points:
