@@ -65,7 +65,8 @@ def estimate_memory(
 
     Args:
         target: a RunSpec, a Task, a function that builds a model, a Hugging Face configuration, or a model (which is not touched; one in
-            evaluation mode is estimated in training mode).
+            evaluation mode is estimated in training mode). A LightningModule brings its loss, training_step, and its optimizer,
+            configure_optimizers.
         batch: tensors in a tuple, a list or a dict, for a model or a function; for a RunSpec or Task None takes samples of its dataset.
             Shapes are enough: tensors on the meta device, or of zeros, will do where lengths or masks decide nothing.
         loss: with a model or function: `loss(model, batch)` → a tensor with one number; None: see `estimate.examples.DefaultLoss`.

@@ -17,6 +17,7 @@ from workbench.memory.estimate.building import copied
 from workbench.memory.estimate.dry_run import Gpu
 from workbench.memory.estimate.errors import EstimateError
 from workbench.memory.estimate.examples import DefaultLoss, resized, sample_batch
+from workbench.memory.estimate.lightning_module import is_lightning, lightning_task
 from workbench.runs import task as tasks
 from workbench.runs.spec import SHARDED, RunSpec, check_names
 from workbench.runs.target import ARGUMENTS, read_program, shown
@@ -153,7 +154,7 @@ def _spec_and_task(target: Any, loss: Any, optimizer: Any, knobs: dict[str, Any]
     elif isinstance(target, Task):
         spec, task = RunSpec(task=target.name or "task", **knobs, **chosen), target
     else:
-        spec, task = RunSpec(task="model", **knobs, **chosen), _task_of(target)
+        spec, task = RunSpec(task="model", **knobs, **chosen), _task_of(target, has_loss=loss is not None)
     changes: dict[str, Any] = {} if loss is None else {"loss": checked(loss)}
     if optimizer is not None and not chosen:
         changes["optimizer"] = optimizer
@@ -161,11 +162,14 @@ def _spec_and_task(target: Any, loss: Any, optimizer: Any, knobs: dict[str, Any]
     return spec, dataclasses.replace(task, **changes)
 
 
-def _task_of(target: Any) -> Task:
+def _task_of(target: Any, *, has_loss: bool) -> Task:
     name, make = shown(target), target
     if isinstance(target, nn.Module):
         make = lambda: copied(target) if target.training else copied(target).train()  # noqa: E731
-    return Task(model=make, dataset=list, loss=DefaultLoss(), name="" if name == "<lambda>" else name)
+    name = "" if name == "<lambda>" else name
+    if not has_loss and is_lightning(target):
+        return lightning_task(make, name)
+    return Task(model=make, dataset=list, loss=DefaultLoss(), name=name)
 
 
 def checked(loss: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
