@@ -6,7 +6,7 @@ The types of results, and how each leads to the next:
 * A `RunSpec` has every knob as a field. A what-if is a changed spec: `spec.replace(num_workers=2)`.
 * `launch` starts a spec, or any training script, under torchrun and returns a `Run` at once: live in a notebook, a directory on disk.
 * `prove_resume` kills a training and resumes it: a `ResumeProof` says whether it ends bit for bit as one that was never killed.
-* `export_weights` writes a checkpoint's weights as safetensors, as the Hugging Face hub has them; `import_weights` loads such files.
+* `export_weights` writes a checkpoint as on the Hugging Face hub, or for torch.distributed.checkpoint; `import_weights` reads both.
 * `same_twice` trains a spec twice: a `RepeatProof` names the first thing in which the two trainings differ.
 * `recompute` repeats steps of a run on as many ranks: a `Recomputation` names the rank that computed one wrongly.
 * `health` names what went wrong in a run: a hang, NaN, loss spikes, a loss that does not fall, slow ranks.

@@ -28,6 +28,7 @@ try:
     from workbench.diagnosis.api import BUDGET
     from workbench.runs.commands import COMMANDS, knob_help, refuse_knobs
     from workbench.runs.entrypoints import ON_HANG
+    from workbench.runs.export import EXPORTED
     from workbench.runs.facts import report as report
     from workbench.runs.facts import run_facts
     from workbench.runs.failure import RunError
@@ -122,6 +123,9 @@ def show_run(given: argparse.Namespace) -> int:
 
 def export(given: argparse.Namespace) -> int:
     """Write a run for another tool; returns the exit status."""
+    if given.to in EXPORTED:
+        print(workbench.export_weights(given.path, given.folder, format=given.to))
+        return 0
     print(workbench.export(Run.load(given.path), given.to, given.folder))
     return 0
 
@@ -341,8 +345,8 @@ def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
     option("runs", "--all", action="store_true", help="list the experiments of the workbench itself as well")
     option("report export", "path", help="the directory of the run")
     option("report", "--html", metavar="FILE", help="write it as one page of HTML that stands alone")
-    option("export", "to", choices=("tensorboard", "mlflow", "wandb"), help="what it is for")
-    option("export", "folder", help="where it goes; what is new is added")
+    option("export", "to", choices=("tensorboard", "mlflow", "wandb", *EXPORTED), help="what it is for, or the format of its checkpoint")
+    option("export", "folder", help="where it goes; what is new of a run is added")
     option("report", "--would-fit", action="store_true", help="if memory ran out: predict which changes would have fitted")
     option("compare", "runs", nargs="+", metavar="RUN_DIR", help="directories of runs, the baseline first")
     option("compare", "--differences", action="store_true", help="list what differs in spec, environment, git, code, data, outcome")

@@ -15,6 +15,7 @@ HOMES = {
     "MemoryBreakdown": "workbench.memory.analysis.breakdown:MemoryBreakdown",
     "NoiseScale.of_run": "workbench.batch.analysis.noise_scale:noise_scale_of_ranks",
     "TraceSet": "workbench.traces.analysis.trace_set:TraceSet",
+    "begin_with_dcp": "workbench.train.dcp:begin_with",
     "differences": "workbench.train.saved_entries:differences",
     "entries_of": "workbench.train.saved_entries:entries_of",
     "KNOBS": "workbench.runs.spec:KNOBS",

@@ -88,8 +88,9 @@ COMMANDS: Mapping[str, tuple[str, str, str]] = {
         "workbench report runs/2026-01-31T12-00-00-train",
     ),
     "export": (
-        "write a run for TensorBoard, MLflow or Weights & Biases, without a network",
-        "Adds what is new since the last time, so it can be repeated while the run goes on.",
+        "write a run for TensorBoard, MLflow or Weights & Biases, or its weights for other programs, without a network",
+        "Adds what is new since the last time, so it can be repeated while the run goes on. 'safetensors' writes the weights of the last "
+        "checkpoint as on the Hugging Face hub, 'dcp' weights and optimizer as torch.distributed.checkpoint reads them.",
         "workbench export runs/2026-01-31T12-00-00-train tensorboard board",
     ),
     "compare": (

@@ -17,6 +17,10 @@ from workbench.runs.run import ACTIVE, Run
 
 STATE = "workbench-export.json"
 """In the folder: the last step of each run that was exported, and what its counterpart is called there."""
+EXPORTED = ("safetensors", "dcp")
+"""What `export_weights` makes of a checkpoint: weights, or weights and optimizer for torch.distributed.checkpoint."""
+DCP_INDEX = ".metadata"
+"""In a directory of torch.distributed.checkpoint: its index, which is written last."""
 _STRANGE = re.compile(r"[^A-Za-z0-9_\-. :/]")
 """What MLflow does not take in a name."""
 Rows = Sequence[tuple[int, float, Mapping[str, float]]]

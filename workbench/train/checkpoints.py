@@ -344,7 +344,7 @@ class Checkpoints:
             parts, values = named_state.parts_to_write(trainer)
             tensors = named_state.Copies()  # always: a view would bring all that it is a view of
             part = {"parts": {key: tensors(each.tensor) for key, each in parts.items()}}
-            part["other"] = copy(named_state.other_entries(trainer.module))
+            part |= {"other": copy(named_state.other_entries(trainer.module)), "same": named_state.other_names(trainer.module)}
             where = {key: (each.shape, each.offset, tuple(each.tensor.shape)) for key, each in parts.items()}
             mine["shard"] = {"parts": where, "values": copy(values)}
         groups = named_state.optimizer_groups(trainer)

@@ -1,24 +1,27 @@
-"""Exports the weights of a run's checkpoint as safetensors, laid out as on the Hugging Face hub, and imports such files into a model.
+"""Exports a run's checkpoint as safetensors of the Hugging Face hub or for torch.distributed.checkpoint (DCP), and imports such files.
 
-Nothing is executed: a checkpoint is loaded as a resumed run loads it, and safetensors files hold tensors and texts only.
+Nothing is executed: a checkpoint is loaded as a resumed run loads it, safetensors files hold tensors
+and texts only, and of DCP's index only the fields are read (`dcp`).
 """
 
 import functools
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from workbench.core import run_directory
+from workbench.core.checks import choice
 from workbench.core.synonyms import accept_synonyms
+from workbench.runs.export import DCP_INDEX, EXPORTED
 from workbench.runs.run import Run
 from workbench.train.checkpoints import Checkpoints, part_path
-from workbench.train.named_state import whole_tensors
+from workbench.train.named_state import Source, whole_tensors
 from workbench.train.ranks import Ranks
 
 ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -36,8 +39,13 @@ def export_weights(
     best: bool = False,
     config: Any = None,
     file_bytes: int = FILE_BYTES,
+    format: Literal["safetensors", "dcp"] = "safetensors",
 ) -> Path:
-    """Write the weights of a run's last sound checkpoint into a folder, from which `from_pretrained` loads them; returns the folder.
+    """Write a run's last sound checkpoint into a folder, from which `from_pretrained` or `dcp.load` reads it; returns the folder.
+
+    With `format="dcp"` it is a directory of torch.distributed.checkpoint with "model" and "optimizer" as `get_state_dict` gives them, and
+    with "step", "scheduler", "scaler", "spec" and "ema" where there are any. With `local_sgd`, where each rank has an optimizer of its own,
+    it has no optimizer.
 
     Args:
         run: a run with checkpoints (`checkpoint_every=`), whichever way its ranks shared the model, or its directory.
@@ -45,16 +53,18 @@ def export_weights(
         average: the averaged weights (`ema=`) in the place of the weights.
         best: the checkpoint with the lowest loss of a validation (`evaluate="checkpoint"`), in the place of the last.
         config: a Hugging Face configuration, or a model that has one, which is written beside them as `config.json`.
-        file_bytes: bytes of a file; more weights go into several files with an index.
+        file_bytes: bytes of a file of safetensors; more weights go into several files with an index.
+        format: of what is written.
 
     Raises:
         ValueError: the run has no checkpoint, or no averaged weights, or the folder has weights already.
         DamagedRunError: no checkpoint can be used.
         ImportError: the package safetensors is missing.
     """
-    save = _safetensors("export_weights").save_file
+    choice("format", format, EXPORTED)
+    save = _safetensors("export_weights").save_file if format == "safetensors" else None
     run_dir, folder = Path(run.path if isinstance(run, Run) else run), Path(path).expanduser()
-    if (folder / ONE_FILE).exists() or (folder / INDEX).exists():
+    if any((folder / name).exists() for name in (ONE_FILE, INDEX, DCP_INDEX)):
         raise ValueError(f"path={str(path)!r}: it has weights already; give another folder")
     checkpoints = _readers(run_dir)
     checkpoint = checkpoints.latest()
@@ -62,10 +72,23 @@ def export_weights(
         raise ValueError(f"{run_dir} has no checkpoint to export: launch it with checkpoint_every=")
     if best and not (checkpoint := checkpoints.best(checkpoint)):
         raise ValueError(f'best=True: {run_dir} was not validated where checkpoints were written; launch it with evaluate="checkpoint"')
-    tensors = dict(_distinct(whole_tensors(checkpoint[1], functools.partial(part_path, checkpoint[0]), average=average)))
+    path_of = functools.partial(part_path, checkpoint[0])
+    tensors = whole_tensors(checkpoint[1], path_of, average=average)
     if average and not tensors:
         raise ValueError(f"average=True: {run_dir} keeps no averaged weights; launch it with ema=0.999, or leave average out")
     folder.mkdir(parents=True, exist_ok=True)
+    if save:
+        _write_safetensors(dict(_distinct(tensors)), folder, file_bytes, save)
+    else:
+        from workbench.train import dcp  # takes long
+
+        dcp.write(tensors, checkpoint[1], Source(checkpoint[1], path_of), folder)
+    if config is not None:
+        getattr(config, "config", config).save_pretrained(folder)
+    return folder
+
+
+def _write_safetensors(tensors: Mapping[str, Tensor], folder: Path, file_bytes: int, save: Callable[..., Any]) -> None:
     files = list(_files(tensors, file_bytes))
     names = [ONE_FILE] if len(files) == 1 else [f"model-{i:05d}-of-{len(files):05d}.safetensors" for i in range(1, len(files) + 1)]
     for name, content in zip(names, files, strict=True):
@@ -76,32 +99,22 @@ def export_weights(
         places = {tensor: name for name, content in zip(names, files, strict=True) for tensor in content}
         total = sum(tensor.nbytes for tensor in tensors.values())
         run_directory.write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": places})
-    if config is not None:
-        getattr(config, "config", config).save_pretrained(folder)
-    return folder
 
 
 @accept_synonyms
 def import_weights(model: nn.Module, path: str | os.PathLike[str]) -> nn.Module:
-    """Load weights in the layout of the Hugging Face hub into a model, by name; returns the model.
+    """Load weights as on the Hugging Face hub, or of torch.distributed.checkpoint (DCP), into a model, by name; returns the model.
 
     Args:
         model: changed in place; in a task's `model()`, all ranks call this, before the model is sharded.
         path: the folder, or one file of safetensors.
 
     Raises:
-        ValueError: names or shapes differ; nothing was changed.
+        ValueError: names or shapes differ, or DCP's index names other objects than its own; nothing was changed or executed.
         FileNotFoundError: there are no such weights.
         ImportError: the package safetensors is missing.
     """
-    load, folder = _safetensors("import_weights").load_file, Path(path).expanduser()
-    paths = [folder]
-    if folder.is_dir():
-        paths = [folder / ONE_FILE]
-        if (folder / INDEX).exists():
-            places = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
-            paths = sorted({folder / Path(str(name)).name for name in places.values()})  # never outside
-    tensors = {name: tensor for each in paths for name, tensor in load(each).items()}
+    tensors = _read(Path(path).expanduser())
     mine = model.state_dict(keep_vars=True)
     same = {name: other for name, value in mine.items() for other in tensors if other in mine and mine[other] is value}  # tied weights
     missing = [name for name, value in mine.items() if isinstance(value, nn.Parameter) and name not in same]
@@ -118,6 +131,20 @@ def import_weights(model: nn.Module, path: str | os.PathLike[str]) -> nn.Module:
         raise ValueError(f"{path}: these are weights of another model: {'; '.join([*words, *shapes[:3]])}. Nothing was changed")
     model.load_state_dict(tensors, strict=False)
     return model
+
+
+def _read(folder: Path) -> dict[str, Tensor]:
+    if (folder / DCP_INDEX).exists():
+        from workbench.train import dcp  # takes long
+
+        return dcp.read_weights(folder)
+    load, paths = _safetensors("import_weights").load_file, [folder]
+    if folder.is_dir():
+        paths = [folder / ONE_FILE]
+        if (folder / INDEX).exists():
+            places = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
+            paths = sorted({folder / Path(str(name)).name for name in places.values()})  # never outside
+    return {name: tensor for each in paths for name, tensor in load(each).items()}
 
 
 def last_weights(run_dir: Path) -> dict[str, Tensor]:

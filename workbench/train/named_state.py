@@ -2,6 +2,7 @@
 
 Torch's own `torch.distributed.checkpoint` is not used: its index (`.metadata`) is a pickle, and loading one can execute code. Here each
 rank's parts are in a checkpoint file of the workbench, which is verified and loaded with `weights_only`, and the index is plain numbers.
+`dcp` writes and reads such directories.
 """
 
 import copy
@@ -77,6 +78,13 @@ def other_entries(module: torch.nn.Module) -> dict[str, Any]:
     """What a module's state_dict has beside its parameters, such as buffers: each rank's own."""
     weights = {id(weight) for weight in module.parameters()}
     return {name: value for name, value in module.state_dict(keep_vars=True).items() if id(value) not in weights}
+
+
+def other_names(module: torch.nn.Module) -> dict[str, str]:
+    """The further names of parameters that two modules share, as its state_dict has them, and the first name of each."""
+    first = {id(weight): name for name, weight in module.named_parameters()}
+    names = {name: first.get(id(value), name) for name, value in module.state_dict(keep_vars=True).items()}
+    return {name: other for name, other in names.items() if name != other}
 
 
 def parts_to_write(trainer: Training) -> tuple[dict[Key, Part], dict[Key, Any]]:
@@ -253,6 +261,10 @@ class Source:
         entries: dict[str, Any] = self._open(rank if rank < len(self._shards) else 0)["other"]
         return entries
 
+    def same(self) -> dict[str, str]:
+        """The further names of parameters that two modules share, and their first names; files of an earlier workbench have none."""
+        return {name: first for number in range(len(self._shards)) for name, first in self._open(number).get("same", {}).items()}
+
     def read(self, key: Key, spec: Any = None) -> Tensor:
         """A tensor, or what a rank holds of it that shards it so.
 
@@ -309,6 +321,7 @@ def whole_tensors(state: Mapping[str, Any], path_of: Callable[[int], Path], *, a
         every = [Source(state, path_of, (rank, count)) for rank in range(count)] if has_own_parameters(state) else [source]
         means = {name: _mean([one.read(("module", name, "")) for one in every]) for name in source.shapes("module")}
         entries = {**means, **source.other(0)}
+        entries |= {name: entries[first] for name, first in source.same().items() if first in entries}
         averages = {name: source.read(("ema", name, "")) for name in source.shapes("ema")}
     else:
         entries, averages = state["module"], state.get("ema", {})

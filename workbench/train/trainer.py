@@ -255,7 +255,8 @@ class Trainer:
                 "lr_lambdas": [None] * len(groups),
             }
         )
-        self.precision.scaler.load_state_dict(state["scaler"])
+        if state["scaler"]:  # a run that begins with weights from elsewhere has none
+            self.precision.scaler.load_state_dict(state["scaler"])
         self._updates = state["step"]
         if self._local:
             self._local.go_on(self._updates)

@@ -12,10 +12,11 @@ from workbench.core.checks import choice, near_script, real_number, unknown_name
 from workbench.core.synonyms import accept_synonyms
 from workbench.runs import restarts, task
 from workbench.runs.entrypoints import ON_HANG, spec_entrypoint
+from workbench.runs.export import DCP_INDEX
 from workbench.runs.launch import environment
 from workbench.runs.launch.new_run import LaunchError, NewRun
 from workbench.runs.launch.rendezvous import TIMEOUT, Rendezvous, free_endpoint
-from workbench.runs.launch.resume import differs_in_layout, go_on, resumable, take_checkpoints
+from workbench.runs.launch.resume import begin_with_dcp, differs_in_layout, go_on, resumable, take_checkpoints
 from workbench.runs.launch.slurm import Slurm
 from workbench.runs.run import Run
 from workbench.runs.spec import KNOBS, RunSpec, ScriptSpec, Spec, check_profile
@@ -58,7 +59,8 @@ def launch(
             finds out whether that makes the run the same bit for bit. What its processes printed before is in `attempts/`. With a
             `target` that differs from its spec in how ranks share the work (`parallel`, `nnodes`, `micro_batch`, …), a new run begins with
             its last checkpoint: the same weights and states of the optimizer, on other ranks. It takes `runs_dir`, `name`, `rdzv_endpoint`
-            and `rdzv_timeout`, too.
+            and `rdzv_timeout`, too. Or a directory of torch.distributed.checkpoint: the new run of a RunSpec begins at step 0 with its
+            weights, and with the states of its optimizer if it has any; options, schedule and samples are those of the spec.
         args: the script's arguments.
         nproc_per_node: ranks on this machine; None = the spec's own, 1 for a script.
         watch: find the script's loaders, modules and optimizers as it runs and write a Timeline per rank (a RunSpec always has one).
@@ -87,6 +89,9 @@ def launch(
     """
     check_timeout(timeout)
     check_timeout(rdzv_timeout, "rdzv_timeout")
+    begin: Path | None = None
+    if isinstance(resume, str | os.PathLike) and (Path(resume).expanduser() / DCP_INDEX).is_file():
+        begin, resume = Path(resume).expanduser(), None
     if resume is not None:
         other = target if isinstance(target, RunSpec) and differs_in_layout(resume, target) else None
         given: dict[str, Any] = {"args": list(args), "nproc_per_node": nproc_per_node, "watch": watch}
@@ -135,15 +140,23 @@ def launch(
             raise LaunchError(f"rdzv_endpoint={rdzv_endpoint!r} with on={on!r}: the job chooses one on its first machine; leave it out")
         spec = on.sized(spec, nnodes)
         check(spec, here=False)
-        new = NewRun(runs_dir, name or label(spec))
+        new = _made(runs_dir, name, spec, begin)
         batch = {"system": "slurm", "rdzv_timeout": rdzv_timeout} | on.kept
         return new.start(spec, spec_entrypoint(spec, new.path), timeout, submit=on.submit, batch=batch, on_hang=on_hang)
     check(spec, alone=False)
     meeting = _meeting(spec, rdzv_endpoint, rdzv_timeout)
-    new = NewRun(runs_dir, name or label(spec))
+    new = _made(runs_dir, name, spec, begin)
     elastic = {"max_restarts": max_restarts, "min_ranks": min_ranks} if max_restarts else None
     program = spec_entrypoint(spec, new.path)
     return new.start(spec, program, timeout, rendezvous=meeting, on_hang=on_hang, elastic=elastic, alarm=alarm)
+
+
+def _made(runs_dir: str | os.PathLike[str] | None, name: str | None, spec: Spec, begin: Path | None) -> NewRun:
+    """The directory of a new run, which may begin with a directory of torch.distributed.checkpoint."""
+    new = NewRun(runs_dir, name or label(spec))
+    if begin:
+        begin_with_dcp(begin, new, spec)
+    return new
 
 
 def _meeting(spec: Spec, endpoint: str | None, timeout: float) -> Rendezvous | None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from workbench.core import run_directory
+from workbench.core import late, run_directory
 from workbench.runs.entrypoints import spec_entrypoint
 from workbench.runs.guards import ranks_of
 from workbench.runs.launch import environment
@@ -186,6 +186,25 @@ def take_checkpoints(run: Run, new: NewRun, step: int | None = None) -> None:
     except OSError as error:
         shutil.rmtree(new.path, ignore_errors=True)
         raise LaunchError(f"the checkpoints of {run!r} could not be copied: {error}. The run is as it had ended") from error
+
+
+def begin_with_dcp(folder: Path, new: NewRun, spec: Any) -> None:
+    """Give a new run the weights, and the optimizer's states, of a directory of torch.distributed.checkpoint.
+
+    Raises:
+        LaunchError: it cannot be used, or the run would not read it. There is no new run then.
+    """
+    try:
+        if not isinstance(spec, RunSpec):
+            raise LaunchError(f"resume={str(folder)!r}: a script reads its checkpoints itself; only a RunSpec can begin with one")
+        if not spec.checkpoint_every:
+            raise LaunchError(f"resume={str(folder)!r}: a run without checkpoints reads none; add checkpoint_every=, such as 100")
+        late.load("begin_with_dcp")(folder, new.path, spec)
+    except BaseException as error:
+        shutil.rmtree(new.path, ignore_errors=True)
+        if isinstance(error, ValueError | OSError) and not isinstance(error, LaunchError):
+            raise LaunchError(f"resume={str(folder)!r}: {error}. Nothing was launched") from error
+        raise
 
 
 def go_on(ended: Ended, timeout: float | None = None) -> Run:

@@ -1,0 +1,230 @@
+"""Checkpoints go to torch.distributed.checkpoint and come from there, and nothing in such a directory is executed."""
+
+import json
+import os
+import pickle
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+import workbench as wb
+from tests import toy_tasks
+from tests.forked import Forks
+from tests.scripts.sharing import SIZES
+from tests.train.test_checkpoints import alone as alone
+from tests.train.test_checkpoints import spec_of
+from tests.train.test_export_weights import tied
+from tests.train.test_named_state import Bomb
+from workbench.__main__ import main
+from workbench.core import run_directory
+from workbench.runs.launch.new_run import LaunchError
+from workbench.train.checkpoints import Checkpoints
+from workbench.train.dcp import Directory, begin_with
+from workbench.train.models import Gpt
+from workbench.train.ranks import Ranks
+from workbench.train.sharded_tensors import full_tensor
+from workbench.train.trainer import Trainer
+
+SCRIPT = Path(__file__).parents[1] / "scripts" / "dcp_ranks.py"
+
+
+def states_of(model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    weights, states = get_state_dict(model, optimizer, options=StateDictOptions(**options))
+    return weights, dict(states)
+
+
+def loaded(folder: Path, model: nn.Module, **more: Any) -> tuple[torch.optim.AdamW, dict[str, Any]]:
+    """What a script in one process reads: the model is changed; its optimizer, and what else it asks for."""
+    optimizer = torch.optim.AdamW(model.parameters())
+    weights, states = states_of(model, optimizer)
+    state: dict[str, Any] = {"model": weights, "optimizer": states, **more}
+    with warnings.catch_warnings(action="ignore"):
+        load(state, checkpoint_id=folder)
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    return optimizer, {name: state[name] for name in more}
+
+
+def test_two_ranks_write_and_read(tmp_path: Path, forks: Forks) -> None:
+    """FSDP2's directory begins a run, and checkpoints of FSDP and tensor parallelism become one, bit for bit, weights and optimizer."""
+    done = forks.ranks(2, tmp_path, SCRIPT, tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "out.json").read_text()) == dict.fromkeys(["DCP → fsdp", "fsdp → DCP", "DCP → split", "split → DCP"], "")
+    for mode in ("fsdp", "split"):
+        model, want = Gpt(**SIZES), torch.load(tmp_path / f"{mode}.pt")
+        optimizer, _ = loaded(tmp_path / f"{mode}.dcp", model)
+        for name, weight in model.named_parameters():
+            assert torch.equal(weight, want[name])
+            assert all(torch.equal(value, want[f"{name} {kind}"]) for kind, value in optimizer.state[weight].items())
+    imported, want = wb.import_weights(Gpt(**SIZES), tmp_path / "foreign"), torch.load(tmp_path / "foreign.pt")
+    assert all(torch.equal(weight, want[name]) for name, weight in imported.named_parameters())
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_all_of_a_checkpoint_goes_out(alone: Ranks, tmp_path: Path, parallel: str) -> None:
+    knobs = {"ema": 0.5} if parallel == "ddp" else {}
+    spec = spec_of(parallel=parallel, optimizer="adamw(weight_decay=0.1)", weight_decay_on="matrices", schedule="cosine", **knobs)
+    trainer = Trainer(spec, toy_tasks.numbers(model=tied), alone)
+    trainer.step([next(trainer.batches())])
+    Checkpoints(tmp_path, alone, 6).write(6, trainer)
+    folder = wb.export_weights(tmp_path, tmp_path / "out", format="dcp")
+    model = tied()  # a shared weight has both of its names in a state_dict
+    more = {"step": 0, "scheduler": {"last_epoch": 0, "_last_lr": []}, "spec": {"schedule": ""}}
+    optimizer, more = loaded(folder, model, **more)
+    assert more == {"step": 6, "scheduler": {"last_epoch": 1, "_last_lr": [trainer.lr] * 2}, "spec": {"schedule": "cosine"}}
+    mine = {name: full_tensor(value) for name, value in trainer.module.state_dict().items()}
+    assert all(torch.equal(value, mine[name]) for name, value in model.state_dict().items())
+    assert len(optimizer.state) == len(list(model.parameters()))
+    assert torch.equal(wb.import_weights(tied(), folder).get_parameter("3.weight"), model.get_parameter("3.weight"))
+    assert main(["export", str(tmp_path), "dcp", str(tmp_path / "typed")]) == 0
+    assert torch.equal(wb.import_weights(tied(), tmp_path / "typed").get_parameter("3.weight"), model.get_parameter("3.weight"))
+    with pytest.raises(ValueError, match="it has weights already; give another folder"):
+        wb.export_weights(tmp_path, folder, format="dcp")
+    with pytest.raises(ValueError, match="format='pt': allowed are 'safetensors', 'dcp'"):
+        wb.export_weights(tmp_path, tmp_path / "other", format="pt")  # type: ignore[arg-type]
+    if knobs:
+        average = wb.import_weights(tied(), wb.export_weights(tmp_path, tmp_path / "average", average=True, format="dcp"))
+        assert torch.equal(average.get_parameter("3.weight"), trainer.averages["3.weight"])
+
+
+def saved(folder: Path, state: dict[str, Any]) -> Path:
+    with warnings.catch_warnings(action="ignore"):
+        save(state, checkpoint_id=folder)
+    return folder
+
+
+def script(kind: type[torch.optim.Optimizer] = torch.optim.SGD, **options: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = toy_tasks.network()
+    optimizer = kind(model.parameters(), **options)
+    model(torch.ones(4, model.get_parameter("0.weight").shape[1])).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def test_a_run_begins_with_a_directory(tmp_path: Path, forked_ranks: None) -> None:
+    """With its weights; the options of the optimizer are those of the spec."""
+    model, optimizer = script(lr=0.1, momentum=0.9)
+    weights, states = states_of(model, optimizer)
+    folder = saved(tmp_path / "dcp", {"model": weights, "optimizer": states})
+    knobs = {"optimizer": "sgd(momentum=0.5)", "lr": 1e-30, "checkpoint_every": 1}
+    spec = wb.RunSpec(task="tests.toy_tasks:numbers", device="cpu", micro_batch=8, steps=2, **knobs)  # type: ignore[arg-type]
+    run = wb.launch(spec, resume=folder, runs_dir=tmp_path / "runs").wait(check=True)
+    assert run.state == "finished"
+    first = torch.load(run.path / run_directory.CHECKPOINTS / "step00000002.pt")
+    assert all(torch.equal(first["module"][name], value) for name, value in weights.items())
+    with pytest.raises(LaunchError, match=r"a run without checkpoints reads none; add checkpoint_every="):
+        wb.launch(spec.replace(checkpoint_every=None), resume=folder, runs_dir=tmp_path / "runs")
+    with pytest.raises(LaunchError, match=r"it has momentum_buffer, and adamw needs exp_avg, exp_avg_sq, step.*Nothing was launched"):
+        wb.launch(spec.replace(optimizer="adamw"), resume=folder, runs_dir=tmp_path / "runs")
+    assert len(list((tmp_path / "runs").iterdir())) == 1
+
+
+def test_flattened_states_and_averages(alone: Ranks, tmp_path: Path) -> None:
+    """As torchtitan saves them: the model at the top, the optimizer by names; a run with averages begins with the weights as those."""
+    model, optimizer = script(torch.optim.AdamW)
+    weights, states = states_of(model, optimizer, flatten_optimizer_state_dict=True)
+    folder = saved(tmp_path / "dcp", {**weights, "optimizer": states})
+    spec = spec_of(optimizer="adamw", ema=0.9)
+    begin_with(folder, tmp_path, spec)
+    trainer, checkpoints = Trainer(spec, toy_tasks.numbers(), alone), Checkpoints(tmp_path, alone, 6)
+    assert checkpoints.resume(trainer, checkpoints.latest()) == 0
+    for name, weight in trainer.module.named_parameters():
+        assert torch.equal(weight, weights[name])
+        assert torch.equal(trainer.averages[name], weights[name])
+        assert all(torch.equal(value, states[f"state.{name}.{kind}"]) for kind, value in trainer.optimizer.state[weight].items())
+
+
+def named(module: str, name: str) -> bytes:
+    """What a pickle of protocol 4 begins with that names a class or a function."""
+    return b"\x80\x04" + b"".join(b"\x8c" + bytes([len(word)]) + word.encode() for word in (module, name)) + b"\x93"
+
+
+def malicious_index(folder: Path) -> None:
+    (folder / ".metadata").write_bytes(pickle.dumps(Bomb(folder / "bang")))
+
+
+def dotted_name(folder: Path) -> None:
+    """Which protocol 4 looks up inside of what may be named."""
+    (folder / ".metadata").write_bytes(named("pathlib", "PosixPath.touch") + b"\x8c\x04bang\x85R.")
+
+
+def changed_class(folder: Path) -> None:
+    """BUILD with a class in the place of an object changes it for the whole process."""
+    (folder / ".metadata").write_bytes(named("torch.distributed.checkpoint.metadata", "Metadata") + b"N}\x8c\x01x\x88s\x86b.")
+
+
+def malicious_state(folder: Path) -> None:
+    model, _ = script(lr=0.1)
+    states = {name: {"note": Bomb(folder / "bang")} for name, _ in model.named_parameters()}
+    for path in folder.iterdir():
+        path.unlink()
+    saved(folder, {"model": model.state_dict(), "optimizer": {"state": states, "param_groups": [{"lr": 0.1}]}})
+    assert not (folder / "bang").exists()
+
+
+def elsewhere(folder: Path) -> None:
+    change(folder, "relative_path", lambda name: f"../{name}")
+
+
+def change(folder: Path, field: str, how: Any) -> None:
+    index = pickle.loads((folder / ".metadata").read_bytes())
+    for info in index.storage_data.values():
+        setattr(info, field, how(getattr(info, field)))
+    (folder / ".metadata").write_bytes(pickle.dumps(index))
+
+
+def incomplete(folder: Path) -> None:
+    index = pickle.loads((folder / ".metadata").read_bytes())
+    index.state_dict_metadata["model.0.weight"].chunks.clear()
+    (folder / ".metadata").write_bytes(pickle.dumps(index))
+
+
+def short(folder: Path) -> None:
+    path = folder / "__0_0.distcp"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+@pytest.mark.parametrize(
+    ("become", "why"),
+    [
+        (malicious_index, "names pathlib.Path.touch, which no index of torch.distributed.checkpoint does. Nothing of it was executed"),
+        (dotted_name, "names pathlib.PosixPath.touch, which no index"),
+        (changed_class, "its index, .metadata, cannot be read"),
+        (malicious_state, "torch cannot read it: Weights only load failed"),
+        (elsewhere, "names a file elsewhere: '../__0_0.distcp'"),
+        (incomplete, "it has 0 of .* values of model.0.weight"),
+        (short, "__0_0.distcp has .* bytes; its end is missing"),
+        (lambda folder: (folder / "__0_0.distcp").unlink(), "__0_0.distcp is missing"),
+        (lambda folder: (folder / ".metadata").write_bytes(b"\x80"), "its index, .metadata, cannot be read"),
+        (lambda folder: change(folder, "length", lambda length: length - 9), "torch cannot read it"),
+    ],
+)
+def test_what_is_refused_says_why_and_executes_nothing(tmp_path: Path, become: Any, why: str) -> None:
+    model, _ = script(lr=0.1)
+    folder = saved(tmp_path / "dcp", {"model": model.state_dict()})
+    become(folder)
+    (tmp_path / "run").mkdir()
+    with pytest.raises(ValueError, match=why):
+        begin_with(folder, tmp_path / "run", spec_of())
+    assert not list(tmp_path.rglob("bang"))
+    assert not hasattr(Metadata, "x")
+
+
+def test_what_is_not_clear_is_refused(tmp_path: Path) -> None:
+    model, optimizer = script(lr=0.1, momentum=0.9)
+    both = saved(tmp_path / "both", {"teacher": model.state_dict(), "student": model.state_dict()})
+    with pytest.raises(ValueError, match=r"which of its entries is the model.* It has tensors in 'teacher', 'student'"):
+        Directory(both)
+    numbered = saved(tmp_path / "numbered", {"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    with pytest.raises(ValueError, match="have numbers in the place of names"):
+        begin_with(numbered, tmp_path, spec_of())
+    assert torch.equal(wb.import_weights(toy_tasks.network(), numbered).get_parameter("0.weight"), model.get_parameter("0.weight"))
+    with pytest.raises(ValueError, match="these are weights of another model"):
+        wb.import_weights(nn.Linear(2, 2), numbered)

@@ -1,0 +1,323 @@
+"""Writes a checkpoint as a directory of torch.distributed.checkpoint (DCP), and reads such directories without executing what they hold.
+
+The index of a directory, `.metadata`, is a pickle. Here nothing that it names is imported or called: of the classes of DCP's metadata only
+the fields are read, from which torch's own classes are made anew, and an index that names anything else is refused. The values are read by
+torch's `FileSystemReader` with `weights_only`.
+"""
+
+import io
+import pickle
+import warnings
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo  # the latter is underscored, and in every index
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from workbench.core import run_directory
+from workbench.runs.export import DCP_INDEX
+from workbench.runs.spec import IMPLEMENTATIONS, RunSpec
+from workbench.train import checkpoint_file
+from workbench.train.checkpoint_file import UnusableCheckpointError
+from workbench.train.named_state import Key, Source, has_own_parameters
+from workbench.train.optimizers import build_optimizer
+
+_CLASSES = frozenset(
+    {
+        *("Metadata", "MetadataIndex", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "TensorProperties"),
+        *("StorageMeta", "_MEM_FORMAT_ENCODING", "MEM_FORMAT_ENCODING", "_StorageInfo", "_get_layout", "PosixPath", "WindowsPath"),
+    }
+)
+"""What an index may name beside dtypes and sizes; stand-ins take their place."""
+_MODULES = frozenset(
+    {
+        *("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem", "torch.serialization"),
+        *("torch.distributed._shard.sharded_tensor.metadata", "pathlib", "pathlib._local"),
+    }
+)
+_USUAL = ("model", "module", "state_dict")
+"""Names under which scripts keep the model's state_dict."""
+
+
+def write(tensors: Mapping[str, Tensor], state: Mapping[str, Any], source: Source, folder: Path) -> None:
+    """Write a checkpoint as scripts save it: "model" and "optimizer" as `get_state_dict` gives them, and what else has plain values.
+
+    Args:
+        tensors: weights and buffers by name, whole.
+        state: content of the checkpoint.
+        source: its tensors by name.
+        folder: the directory.
+    """
+    entries: dict[str, Any] = {"model": dict(tensors), "step": state["step"]}
+    if not has_own_parameters(state):  # each rank has states of its own, and they have no mean
+        states = {name: {kind: _state(source, ("optimizer", name, kind)) for kind in kinds} for name, kinds in source.states.items()}
+        entries["optimizer"] = {"state": states, "param_groups": _groups(source.groups)}
+    entries["ema"] = {name: source.read(("ema", name, "")) for name in source.shapes("ema")}
+    entries |= {name: state[name] for name in ("scheduler", "scaler", "spec") if state.get(name)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # that there is one process only
+        save(entries, checkpoint_id=folder, no_dist=True)
+
+
+def _state(source: Source, key: Key) -> Any:
+    return source.values[key] if key in source.values else source.read(key)
+
+
+def _groups(groups: Collection[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Groups of an optimizer with names of parameters; those of the stages of a pipeline are one again."""
+    merged: list[dict[str, Any]] = []
+    for group in groups:
+        options = {name: value for name, value in group.items() if name not in ("names", "params")}
+        same = next((each for each in merged if {**each, "params": 0} == {**options, "params": 0}), None)
+        if same is None:
+            merged.append(same := {**options, "params": []})
+        same["params"] += [name for name in group["names"] if name not in same["params"]]
+    return merged
+
+
+class Directory:
+    """What a directory of DCP holds, as its index says.
+
+    Attributes:
+        weights: keys of the tensors of the model's state_dict by name.
+        states: keys of the optimizer's states by parameter and state; none if it holds no optimizer.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Read the index.
+
+        Raises:
+            UnusableCheckpointError: it names something else than the classes of an index, is damaged, or what it says is not there; or
+                there are several models or optimizers.
+            FileNotFoundError: there is none.
+        """
+        self._folder = folder
+        with open(folder / DCP_INDEX, "rb") as file:
+            try:
+                self._index = _metadata(_IndexReader(file).load().state)
+            except (pickle.UnpicklingError, EOFError, LookupError, TypeError, ValueError, AttributeError) as error:
+                if isinstance(error, UnusableCheckpointError):
+                    raise
+                raise UnusableCheckpointError(f"its index, {DCP_INDEX}, cannot be read: {error!r:.100}") from error
+        self._check_files()
+        keys = self._index.state_dict_metadata
+        heads = {key.partition("param_groups.")[0] for key in keys if key.startswith("param_groups.") or ".param_groups." in key}
+        if len(heads) > 1:
+            raise UnusableCheckpointError(f"it has several optimizers: {', '.join(sorted(head.rstrip('.') for head in heads))}", "foreign")
+        self.states = dict[tuple[str, str], str]()
+        begin = f"{heads.pop()}state." if heads else None
+        sections: dict[tuple[str, ...], dict[str, str]] = {}
+        for key, entry in keys.items():
+            if begin and key.startswith(begin):
+                name, _, kind = key.removeprefix(begin).rpartition(".")
+                self.states[name, kind] = key
+            elif isinstance(entry, TensorStorageMetadata):
+                *section, name = self._path(key)
+                sections.setdefault(tuple(section), {})[name] = key
+        self.weights = self._model(sections)
+
+    def _path(self, key: str) -> list[str]:
+        """Where a value was in the nested dict that was saved."""
+        paths = self._index.planner_data
+        return [str(part) for part in (isinstance(paths, dict) and paths.get(key)) or (key,)]
+
+    def _model(self, sections: Mapping[tuple[str, ...], dict[str, str]]) -> dict[str, str]:
+        optimized = {name for name, _ in self.states}
+        candidates = [section for section, names in sections.items() if names.keys() >= optimized]
+        if len(candidates) != 1:
+            candidates = [section for section in candidates or sections if section and section[-1] in _USUAL]
+        if len(candidates) == 1:
+            return sections[candidates[0]]
+        found = ", ".join(repr(".".join(section)) for section in sections) or "none"
+        raise UnusableCheckpointError(f"which of its entries is the model? It has tensors in {found}; save it as 'model'", "foreign")
+
+    def _check_files(self) -> None:
+        """Compare the index with the files.
+
+        Raises:
+            UnusableCheckpointError: a file is missing or short, or lies elsewhere, or a tensor is not whole.
+        """
+        sizes = dict[str, int]()
+        for info in self._index.storage_data.values():
+            name = info.relative_path
+            if name not in sizes:
+                if Path(name).name != name:
+                    raise UnusableCheckpointError(f"its index names a file elsewhere: {name!r:.80}", "foreign")
+                try:
+                    sizes[name] = (self._folder / name).stat().st_size
+                except FileNotFoundError:
+                    raise UnusableCheckpointError(f"{name} is missing", "partial") from None
+            if not 0 <= info.offset <= info.offset + info.length <= sizes[name]:
+                raise UnusableCheckpointError(f"{name} has {sizes[name]:,} bytes; its end is missing")
+        for key, entry in self._index.state_dict_metadata.items():
+            if isinstance(entry, TensorStorageMetadata):
+                chunks = [chunk.sizes.numel() for chunk in entry.chunks if min(chunk.sizes, default=0) >= 0]
+                if sum(chunks) != entry.size.numel():
+                    raise UnusableCheckpointError(f"it has {sum(chunks):,} of {entry.size.numel():,} values of {key}", "partial")
+
+    def read(self, keys: Collection[str]) -> dict[str, Any]:
+        """Values by key: tensors whole, in host memory.
+
+        Raises:
+            UnusableCheckpointError: torch cannot read them, or they are other objects than tensors, numbers and strings.
+            OSError, MemoryError: they could not be read now.
+        """
+        entries = self._index.state_dict_metadata
+        values: dict[str, Any] = {}
+        for key in keys:
+            entry = entries[key]
+            values[key] = io.BytesIO()
+            if isinstance(entry, TensorStorageMetadata):
+                values[key] = torch.zeros(entry.size, dtype=entry.properties.dtype)
+        planner = _Planner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", UserWarning)  # that there is one process only
+                load(values, storage_reader=_Reader(self._folder, self._index), planner=planner, no_dist=True)
+        except CheckpointException as error:
+            why = next((each[0] for each in error.failures.values()), error)
+            if isinstance(why, OSError | MemoryError):
+                raise why from None
+            raise UnusableCheckpointError(f"torch cannot read it: {why!s:.200}") from error
+        return values
+
+
+class _IndexReader(pickle.Unpickler):
+    """Unpickles an index into stand-ins that keep what they are given."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in (("torch", "Size"), ("collections", "OrderedDict")):
+            return tuple if name == "Size" else dict
+        if module == "torch" and isinstance(value := getattr(torch, name, None), torch.dtype):
+            return value
+        if module in _MODULES and name in _CLASSES:
+            return type(name, (_StandIn,), {})  # a new one: a pickle can set what a class has
+        raise UnusableCheckpointError(
+            f"its index, {DCP_INDEX}, names {module}.{name}, which no index of torch.distributed.checkpoint does. "
+            "Nothing of it was executed",
+            "foreign",
+        )
+
+
+class _StandIn:
+    def __init__(self, *given: Any) -> None:
+        self.state: Any = given
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+
+def _metadata(index: Mapping[str, Any]) -> Metadata:
+    entries: dict[str, Any] = {}
+    for key, entry in index["state_dict_metadata"].items():
+        if type(entry).__name__ != "TensorStorageMetadata":
+            entries[str(key)] = BytesStorageMetadata()
+            continue
+        dtype, chunks = entry.state["properties"].state[0], [chunk.state for chunk in entry.state["chunks"]]
+        if not isinstance(dtype, torch.dtype):
+            raise TypeError(f"{key} has the dtype {dtype!r:.40}")
+        entries[str(key)] = TensorStorageMetadata(
+            properties=TensorProperties(dtype=dtype),
+            size=torch.Size(entry.state["size"]),
+            chunks=[ChunkStorageMetadata(torch.Size(chunk["offsets"]), torch.Size(chunk["sizes"])) for chunk in chunks],
+        )
+    places = {MetadataIndex(**at.state): _StorageInfo(**info.state) for at, info in index["storage_data"].items()}
+    return Metadata(entries, planner_data=index.get("planner_data"), storage_data=places)
+
+
+class _Reader(FileSystemReader):
+    """Reads with an index that was read before."""
+
+    def __init__(self, folder: Path, index: Metadata) -> None:
+        super().__init__(folder)
+        self._index = index
+
+    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
+        return self._index
+
+
+class _Planner(DefaultLoadPlanner):
+    """Loads what is no tensor with `weights_only`."""
+
+    def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
+        self.state_dict[read_item.dest_index.fqn] = torch.load(value, weights_only=True)
+
+
+def read_weights(folder: Path) -> dict[str, Tensor]:
+    """The tensors of a model's state_dict in a directory of DCP, by name.
+
+    Raises:
+        UnusableCheckpointError: it cannot be used.
+    """
+    directory = Directory(folder)
+    values = directory.read(directory.weights.values())
+    return {name: values[key] for name, key in directory.weights.items()}
+
+
+def begin_with(folder: Path, run_dir: Path, spec: RunSpec) -> None:
+    """Give a new run the weights of a directory of DCP, and the states of its optimizer if there are any, as a checkpoint after 0 steps.
+
+    Args:
+        folder: the directory.
+        run_dir: of the run.
+        spec: of the run: the options of its optimizer, its schedule and its order of samples hold.
+
+    Raises:
+        UnusableCheckpointError: it cannot be used, or its states are of another optimizer.
+        OSError, MemoryError: it could not be read now, or the disk is full.
+    """
+    directory = Directory(folder)
+    _check_states(directory, spec)
+    values = directory.read([*directory.weights.values(), *directory.states.values()])
+    weights = {name: values[key] for name, key in directory.weights.items()}
+    sections = ("module", "ema") if spec.ema else ("module",)
+    named: dict[Key, Any] = {(section, name, ""): value for section in sections for name, value in weights.items()}
+    named |= {("optimizer", name, kind): values[key] for (name, kind), key in directory.states.items()}
+    parts = {key: value for key, value in named.items() if isinstance(value, Tensor)}
+    shard = {
+        "parts": {key: (tuple(value.shape), (0,) * value.dim(), tuple(value.shape)) for key, value in parts.items()},
+        "values": {key: value for key, value in named.items() if key not in parts},
+    }
+    checkpoints = run_dir / run_directory.CHECKPOINTS
+    checkpoints.mkdir()
+    checksum = checkpoint_file.save({"parts": parts, "other": weights}, checkpoints / "step00000000.rank0.pt")
+    state = {"step": 0, "module": {}, "optimizer": {"groups": [{"names": list(weights)}]}, "scheduler": {}, "scaler": {}}
+    checkpoint_file.save({**state, "shards": [{**shard, "crc32": checksum}]}, checkpoints / "step00000000.pt")
+
+
+def _check_states(directory: Directory, spec: RunSpec) -> None:
+    strange = [name for name, _ in directory.states if name not in directory.weights]
+    if strange and all(name.isdecimal() for name in strange):
+        raise UnusableCheckpointError(
+            "the states of its optimizer have numbers in the place of names, as optimizer.state_dict() gives them: save what "
+            "torch.distributed.checkpoint.state_dict.get_state_dict gives",
+            "foreign",
+        )
+    if not directory.states or spec.optimizer in (None, *IMPLEMENTATIONS):
+        return
+    probe = nn.Linear(2, 2)
+    optimizer = build_optimizer(probe, spec.optimizer, override=spec.optimizer)
+    probe(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    needed = {kind for states in optimizer.state_dict()["state"].values() for kind, value in states.items() if value is not None}
+    has = {kind for _, kind in directory.states}
+    if missing := sorted(needed - has):
+        raise UnusableCheckpointError(
+            f"it is of another optimizer: it has {', '.join(sorted(has))}, and {spec.optimizer} needs {', '.join(missing)}. To take the "
+            "weights alone: wb.import_weights in the task's model()",
+            "foreign",
+        )
