@@ -22,6 +22,7 @@ HOMES = {
     "last_weights": "workbench.train.export_weights:last_weights",
     "pipeline_idle": "workbench.cluster.analysis.pipeline_idle:pipeline_idle",
     "prove": "workbench.diagnosis.api:prove",
+    "prove_script": "workbench.diagnosis.prove_script:prove_script",
     "prove_spec": "workbench.diagnosis.api:prove_spec",
 }
 """Name → `module:attribute`. Pictures and panels are found in `workbench.plot` and `workbench.widgets`."""

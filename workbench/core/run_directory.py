@@ -54,6 +54,8 @@ ALARM_TRACES = "alarms"
 """Folder of traces that were made at alarms; not among TRACES, which has one file of each rank."""
 ENV_RUN_DIR, ENV_RUN_ID, ENV_MACHINE = "WORKBENCH_RUN_DIR", "WORKBENCH_RUN_ID", "WORKBENCH_RUN_MACHINE"
 """Variables of the processes of a run: its directory, its id, and the number of this machine (torchrun may number machines otherwise)."""
+ENV_ARGUMENTS = "WORKBENCH_ARGUMENTS"
+"""Variable of a watched script: arguments of its loaders and of DDP, as JSON, in place of its own; see `timeline/script_arguments.py`."""
 ENV_ALARM = "WORKBENCH_ALARM"
 """Variable of ranks that raise alarms: one of ALARMS."""
 ALARMS = {

@@ -165,11 +165,13 @@ def _script(spec: ScriptSpec, same: str, line: Waiting, runs_dir: str | os.PathL
             if (error := experiments.error_of(run)) and run.state == "failed":
                 raise error
     others = statistics.fmean(foreign or [0.0])
-    size = next((row["gradients"] for row in RunRows(runs[0].path).other_rows.get(0, ()) if isinstance(row.get("gradients"), int)), 0)
+    rows = RunRows(runs[0].path).other_rows.get(0, ())
+    size = next((row["gradients"] for row in rows if isinstance(row.get("gradients"), int)), 0)
+    places = next((row["places"] for row in rows if isinstance(row.get("places"), dict)), {})
     reduced, measured = _reduced(size, ranks, timelines["all"][0].clock) if size else (None, True)
     notes += [] if measured else [ASSUMED]
     evidence = script_evidence(timelines, notes=notes, seconds=line.seconds - began, threads=spec.threads, foreign=others)
-    evidence = replace(evidence, gradients=reduced)
+    evidence = replace(evidence, gradients=reduced, places=places, num_workers=int(places.get("workers", 0)))
     return WhyNotLinear(evidence=evidence, spec=spec.replace(watch=True), same=same, subject=runs_dir)
 
 

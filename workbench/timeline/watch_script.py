@@ -23,6 +23,7 @@ from workbench.timeline.loops import Loop
 from workbench.timeline.marks import BACKWARD, DATA_WAIT, END_PHASE, FORWARD, IDLE, NEXT, MarkRecorder, new_recorder
 from workbench.timeline.reading import FirstBatches
 from workbench.timeline.recording import Recording
+from workbench.timeline.script_arguments import ScriptArguments
 from workbench.timeline.timeline import Pause, Timeline
 
 if TYPE_CHECKING:
@@ -105,6 +106,7 @@ class ScriptWatcher:
             FORWARD: "no module was called in the training loop: forward is in other",
             BACKWARD: "backward was never called: a backward through torch.autograd.grad, if any, is in other",
         }
+        self._threads = torch.get_num_threads
         self._recording = Recording(recorder=self._make_recorder, steps_by="optimizer", expected=expected)
         self._steps = 0  # those of loops whose optimizer step was taken
         self._first_batches = FirstBatches(warn=self._recording.warn, say=self._recording.say, steps=lambda: self._steps)
@@ -125,6 +127,8 @@ class ScriptWatcher:
         self._undo = contextlib.ExitStack()
         if self._borders:
             self._undo.callback(self._borders.close)
+        self._arguments = ScriptArguments(DataLoader, torch.nn.parallel.DistributedDataParallel)
+        self._undo.callback(self._arguments.close)
         self._undo.enter_context(hooks.marked_functions())
         self._undo.callback(hooks.Patch(DataLoader, "__iter__", self._wrap_iter).remove)
         self._undo.callback(hooks.Patch(torch.nn.Module, "eval", self._wrap_eval).remove)
@@ -278,6 +282,7 @@ class ScriptWatcher:
         if self._places is not None and open_loops.top is not None:
             places = {
                 **self._places.get(open_loops.top, {}),
+                **self._arguments.places,
                 "step": users_line(sys._getframe(1)),
                 "framework": _framework(sys._getframe(1)),
             }
@@ -285,6 +290,7 @@ class ScriptWatcher:
             self._recording.say({"places": {name: line for name, line in places.items() if line}})
             if reduced := reduced_bytes(self._models):
                 self._recording.say({"gradients": reduced})
+            self._recording.say({"replaced": sorted(self._arguments.replaced), "threads": self._threads()})
             self._places, self._trained = None, weakref.WeakSet(filter(_trains, self._models))
         if self._borders:
             self._borders.stepped(open_loops.top)

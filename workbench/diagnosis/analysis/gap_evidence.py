@@ -6,7 +6,7 @@ Each experiment is an arm, and arms take turns in rounds, so that neighbours in 
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from workbench.core.codec import JsonDataclass
@@ -178,6 +178,8 @@ class GapEvidence(JsonDataclass):
     """How many times as large the batch of "one, large batch" was; 0 = not tried."""
     script: bool = False
     """Were whole processes compared, since a script cannot be taken apart?"""
+    places: Mapping[str, str] = field(default_factory=dict)
+    """Lines of a script: of its "loop" and optimizer "step", and that which makes its "ddp"; those that are known."""
     seconds: float = 0.0
     """What the experiments took."""
     notes: tuple[str, ...] = ()

@@ -9,7 +9,7 @@ from workbench.core import units
 from workbench.diagnosis.analysis.gap import NAMED, Gap
 from workbench.diagnosis.analysis.gap_evidence import GapEvidence, seconds_of
 from workbench.diagnosis.analysis.remedy import MIN_SPEEDUP, Remedy, sort_key
-from workbench.runs.spec import AUTO, RunSpec, Spec
+from workbench.runs.spec import AUTO, RunSpec, ScriptSpec, Spec
 
 MORE = 4
 """How many times as many micro-batches a step gets where its reductions or waits are to be shared by more samples."""
@@ -20,9 +20,7 @@ MIB = 2**20
 
 def remedies_for_gap(evidence: GapEvidence, gap: Gap, spec: Spec | None) -> tuple[Remedy, ...]:
     """What would narrow the gap, the best first. Their gains do not multiply."""
-    if spec is None or not isinstance(spec, RunSpec) or gap.predicted:
-        spec = None
-    remedies = [remedy for remedy in _all(evidence, gap, spec) if remedy.speedup >= MIN_SPEEDUP]
+    remedies = [remedy for remedy in _all(evidence, gap, None if gap.predicted else spec) if remedy.speedup >= MIN_SPEEDUP]
     best: dict[str, Remedy] = {}
     for remedy in remedies:
         if remedy.name not in best or remedy.scope == "cause":
@@ -30,13 +28,15 @@ def remedies_for_gap(evidence: GapEvidence, gap: Gap, spec: Spec | None) -> tupl
     return tuple(sorted(best.values(), key=sort_key))
 
 
-def _all(e: GapEvidence, gap: Gap, spec: RunSpec | None) -> Iterator[Remedy]:
-    yield from _cores(e, gap, spec)
+def _all(e: GapEvidence, gap: Gap, given: Spec | None) -> Iterator[Remedy]:
+    """Those of `_cores` and `_buckets` can be set from outside of a script, too."""
+    spec = given if isinstance(given, RunSpec) else None
+    yield from _cores(e, gap, given)
     yield from _memory(gap)
     yield from _loaders(e, gap, spec)
     yield from _slow(e, gap, spec)
     yield from _accumulate(e, gap, spec)
-    yield from _buckets(e, gap, spec)
+    yield from _buckets(e, gap, given)
     yield from _compression(e, gap, spec)
     yield from _micro_batch(e, gap, spec)
     yield from _epochs(e, gap, spec)
@@ -77,7 +77,7 @@ def _removing(
     )
 
 
-def _cores(e: GapEvidence, gap: Gap, spec: RunSpec | None) -> Iterator[Remedy]:
+def _cores(e: GapEvidence, gap: Gap, spec: Spec | None) -> Iterator[Remedy]:
     if gap.share("cores") < NAMED:
         return
     cores, wanted = e.cores or math.inf, e.world_size
@@ -109,6 +109,21 @@ def _cores(e: GapEvidence, gap: Gap, spec: RunSpec | None) -> Iterator[Remedy]:
             {},
             f"{wanted} ranks share {units.count(cores)} cores: give each a core of its own (fewer ranks, or more machines).",
         )
+        fewer = max(1, int(cores // e.threads)) if e.cores else wanted
+        if isinstance(spec, ScriptSpec) and fewer < wanted:
+            most = fewer / wanted * gap.step.mid / gap.linear.mid
+            yield Remedy(
+                name=f"nproc_per_node={fewer}",
+                change={"nproc_per_node": fewer},
+                what=f"Start {units.several(fewer, 'rank')}, which have a core for each thread.",
+                speedup=most,
+                low=1.0,
+                high=most,
+                formula=f"each of {units.several(fewer, 'rank')} is as fast as one alone",
+                costs="a smaller global batch, if each rank keeps its own",
+                ceiling=True,
+                scope="cause" if gap.cause == "cores" else "part",
+            )
 
 
 def _memory(gap: Gap) -> Iterator[Remedy]:
@@ -215,7 +230,7 @@ def chance_of_sums(e: GapEvidence, count: int) -> float:
     return max(0.0, statistics.fmean(waits)) if waits else 0.0
 
 
-def _buckets(e: GapEvidence, gap: Gap, spec: RunSpec | None) -> Iterator[Remedy]:
+def _buckets(e: GapEvidence, gap: Gap, spec: Spec | None) -> Iterator[Remedy]:
     g = e.gradients
     if g is None or g.buckets <= FEW_BUCKETS or gap.share("many reductions") < NAMED:
         return

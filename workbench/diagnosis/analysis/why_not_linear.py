@@ -13,6 +13,7 @@ from workbench.core.brief import fitted, number, short, three
 from workbench.core.checks import real_number
 from workbench.core.codec import NOT_STORED, JsonDataclass
 from workbench.core.display import table as display
+from workbench.core.package import near
 from workbench.core.synonyms import accept_synonyms
 from workbench.diagnosis.analysis.evidence import Gradients
 from workbench.diagnosis.analysis.gap import REDUCTION, SAME, UNEXPLAINED, Gap, gap_of
@@ -203,6 +204,9 @@ class WhyNotLinear(JsonDataclass):
     def prove(self, which: Choice = None, *, budget_s: float = 60.0) -> Proof:
         """Run a remedy, interleaved with the spec as it is, on all its ranks; the proof is kept in `proofs`.
 
+        Of a script, launches with and without it take turns. From outside can be set: threads, nproc_per_node, the loaders' num_workers,
+        prefetch_factor and persistent_workers, and DDP's bucket_cap_mb; of another change the error says where to make it.
+
         Args:
             which: a remedy, its number in the table or its name; knobs with values; None = the best that can be proved.
             budget_s: seconds it may take.
@@ -212,9 +216,14 @@ class WhyNotLinear(JsonDataclass):
             RunError: one of the two failed in its launch.
         """
         remedy = self.remedy(which)
+        if isinstance(self.spec, ScriptSpec):
+            step, options = self._measured.step.mid, {"budget_s": budget_s, "runs_dir": self.subject}
+            proof: Proof = late.load("prove_script")(self.spec, remedy, self.evidence, step=step, **options)
+            self.proofs.append(proof)
+            return proof
         if not remedy.provable or not isinstance(self.spec, RunSpec):
             raise ValueError(f"{remedy.name} is not ours to turn: {remedy.what} Then ask again")
-        proof: Proof = late.load("prove_spec")(self.spec, remedy, budget_s=budget_s, runs_dir=self.subject)
+        proof = late.load("prove_spec")(self.spec, remedy, budget_s=budget_s, runs_dir=self.subject)
         self.proofs.append(proof)
         return proof
 
@@ -392,8 +401,11 @@ class WhyNotLinear(JsonDataclass):
         return fitted(value, "unknown", "predicted", "proved", last="proved")
 
     def _command(self) -> str | None:
-        if not isinstance(self.spec, RunSpec) or not any(remedy.provable for remedy in self.remedies):
+        if self.spec is None or not any(remedy.provable for remedy in self.remedies):
             return None
+        if isinstance(self.spec, ScriptSpec):
+            words = ["workbench", "why-not-linear", near(self.spec.script), "--nproc-per-node", str(self.spec.nproc_per_node), "--prove"]
+            return None if self.spec.threads != 1 else shlex.join([*words, *(["--", *self.spec.args] if self.spec.args else [])])
         turned = [f"{name}={new}" for name, (_, new) in RunSpec(task=self.spec.task).changes(self.spec).items()]
         command = shlex.join(["workbench", "why-not-linear", self.spec.task, "--prove", *(["--set", *turned] if turned else [])])
         return command if len(command) <= 300 else None

@@ -1,0 +1,64 @@
+"""Arguments of loaders and DDP that a launch replaces, and those of a script that nobody asked to change."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+
+from workbench.core.run_directory import ENV_ARGUMENTS
+from workbench.timeline.script_arguments import ScriptArguments
+
+ASKED = {"num_workers": 2, "prefetch_factor": 4, "persistent_workers": True, "bucket_cap_mb": 3}
+
+
+@pytest.fixture
+def group(tmp_path: Path) -> Iterator[None]:
+    distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'group'}", rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("group")
+def test_arguments_are_replaced_until_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ENV_ARGUMENTS, json.dumps(ASKED))
+    arguments = ScriptArguments(DataLoader, DistributedDataParallel)
+    monkeypatch.setenv(ENV_ARGUMENTS, "null")
+    loader, model = DataLoader(range(4), 2, num_workers=1), DistributedDataParallel(nn.Linear(2, 2))  # type: ignore[arg-type, var-annotated]
+    assert (loader.batch_size, loader.num_workers, loader.prefetch_factor, loader.persistent_workers) == (2, 2, 4, True)
+    assert model.bucket_bytes_cap == 3 * 2**20
+    assert arguments.replaced == {*ASKED}
+    assert "test_script_arguments.py" in arguments.places["ddp"]
+    arguments.close()
+    assert DataLoader(range(4)).num_workers == 0  # type: ignore[arg-type]
+    assert DistributedDataParallel(nn.Linear(2, 2)).bucket_bytes_cap == 25 * 2**20
+
+
+def test_a_loader_without_workers_drops_what_only_workers_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ENV_ARGUMENTS, '{"num_workers": 0}')
+    arguments = ScriptArguments(DataLoader, DistributedDataParallel)
+    options: dict[str, Any] = {
+        "num_workers": 2,
+        "prefetch_factor": 3,
+        "persistent_workers": True,
+        "timeout": 9,
+        "multiprocessing_context": "fork",
+    }
+    loader = DataLoader(range(4), **options)  # type: ignore[arg-type, var-annotated]
+    arguments.close()
+    assert list(loader) == [torch.tensor([value]) for value in range(4)]
+    assert loader.num_workers == 0
+
+
+@pytest.mark.parametrize("text", ["", "null", "[1]", "{", '{"batch_size": 9}', '"__import__"', "9" * 10**4])
+def test_what_is_not_asked_for_changes_nothing(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setenv(ENV_ARGUMENTS, text)
+    arguments = ScriptArguments(DataLoader, DistributedDataParallel)
+    loader = DataLoader(range(4), batch_size=2)  # type: ignore[arg-type, var-annotated]
+    arguments.close()
+    assert (loader.batch_size, loader.num_workers, arguments.replaced) == (2, 0, set())
