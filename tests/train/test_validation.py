@@ -1,5 +1,6 @@
 """Evaluations during a training: exact sums, no trace in the training, a phase of their own, and a resume that keeps them."""
 
+import copy
 import json
 import random
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tests import toy_tasks
+from tests.forked import Forks
 from tests.toy_tasks import Numbers
 from tests.train.test_checkpoints import spec_of, train
 from workbench.core import run_directory
@@ -22,9 +24,12 @@ from workbench.runs.launch.prove_resume import first_difference
 from workbench.runs.spec import RunSpec, SpecError
 from workbench.runs.task import TaskError
 from workbench.timeline.timeline import Timeline
-from workbench.train import validation
+from workbench.train import export_weights, validation
 from workbench.train.random_numbers import seed_all
 from workbench.train.ranks import Ranks
+from workbench.train.sharded_tensors import full_tensor
+from workbench.train.sharding import distribute
+from workbench.train.trainer import Trainer, build_model
 from workbench.train.validation import summary, sums_of
 
 
@@ -96,6 +101,78 @@ def test_when_it_runs(alone: Ranks, tmp_path: Path) -> None:
         train(spec, toy_tasks.validated(validation=lambda: toy_tasks.Numbers(100)), alone, path)
         assert [row["step"] for row in rows(path)] == steps, when
         assert {row["samples"] for row in rows(path)} == {32}
+
+
+def everywhere(value: Any) -> list[Any]:
+    """What the ranks have, on each of them."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def statistics_of_two_ranks(parallel: str, folder: str) -> None:
+    """On two ranks: whose statistics of batch norm a step, an evaluation and a checkpoint have, beside the same by hand."""
+    task = toy_tasks.validated(
+        model=lambda: nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2)), loss=toy_tasks.squared_error, evaluate=None
+    )
+    spec = spec_of(nproc_per_node=2, parallel=parallel, steps=3, checkpoint_every=3, evaluate="end")
+    ranks = Ranks.join(spec)
+    trainer = Trainer(spec, task, ranks)
+    first = build_model(task)
+    first.load_state_dict(everywhere({name: full_tensor(value) for name, value in trainer.module.state_dict().items()})[0])
+    models = [first, copy.deepcopy(first)]  # of the ranks, by hand
+    batches = trainer.batches()
+    for _ in range(spec.steps):
+        batch = next(batches)
+        both = everywhere(batch)
+        if parallel != "fsdp":  # DDP sends the buffers of rank 0 before each forward
+            models[1].load_state_dict(models[0].state_dict())
+        losses = [toy_tasks.squared_error(model, its) for model, its in zip(models, both, strict=True)]
+        sum(losses).backward()  # type: ignore[union-attr]
+        for weights in zip(*(model.parameters() for model in models), strict=True):
+            mean = sum(weight.grad for weight in weights) / 2
+            for weight in weights:
+                weight.data -= 0.1 * mean
+                weight.grad = None
+        assert trainer.step([batch]).item() == pytest.approx(losses[ranks.rank].item(), rel=1e-5)
+        trainer.update()
+    for name, value in models[ranks.rank].state_dict().items():
+        torch.testing.assert_close(full_tensor(trainer.module.state_dict()[name]), value)
+    own = {name: buffer.clone() for name, buffer in trainer.module.named_buffers()}
+    apart = everywhere(own)
+    assert not torch.equal(apart[0]["1.running_mean"], apart[1]["1.running_mean"])
+
+    path = Path(folder)
+    module = train(spec, task, ranks, path)
+    ranks.agree(True)  # it has written all, and the next training may use the same topics
+    evaluated = everywhere(dict(module.named_buffers()))
+    for name, buffer in evaluated[ranks.rank].items():
+        assert torch.equal(buffer, own[name]), name  # an evaluation leaves each rank its own
+    data = Numbers(13)
+    error = toy_tasks.squared_error(first.eval(), (data.inputs, data.targets))
+    assert rows(path)[-1]["figures"]["validation_loss"] == pytest.approx(error.item(), rel=1e-5)
+    saved = export_weights.last_weights(path)
+    assert all(torch.equal(saved[name], value) for name, value in apart[0].items())
+    longer = spec.replace(steps=4)
+    resumed = dict(train(longer, task, ranks, path).named_buffers())
+    ranks.agree(True)
+    whole = dict(train(longer.replace(checkpoint_every=4), task, ranks, path.parent).named_buffers())
+    assert all(torch.equal(resumed[name], value) for name, value in whole.items())
+    if parallel != "fsdp":  # device_turns wraps a training anew
+        for again in (True, False):
+            distribute(trainer.module, spec, trainer.layout, ranks.device, again=again)
+            mine = apart[ranks.rank if again else 0]
+            assert all(torch.equal(buffer, mine[name]) for name, buffer in trainer.module.named_buffers()), again
+    Ranks.leave()
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_each_rank_keeps_its_statistics_and_those_of_the_first_are_evaluated_and_saved(forks: Forks, tmp_path: Path, parallel: str) -> None:
+    for name in ("", "parts"):
+        (tmp_path / "run" / name / run_directory.FINGERPRINTS).mkdir(parents=True, exist_ok=True)
+    code = f"from {__name__} import statistics_of_two_ranks\nstatistics_of_two_ranks({parallel!r}, {str(tmp_path / 'run' / 'parts')!r})"
+    done = forks.ranks(2, tmp_path, "-c", code)
+    assert done.returncode == 0, done.stderr
 
 
 def test_figures_follow_from_counts() -> None:
