@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Collection
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -81,10 +82,11 @@ def losses(name: str, knobs: dict[str, Any], ranks: Ranks, steps: int) -> list[f
     return found
 
 
-def on_ranks(path: Path, steps: int) -> None:
-    """What torchrun starts: all modes of this number of ranks, one after the other."""
+def on_ranks(path: Path, steps: int, only: Collection[str] = ()) -> None:
+    """What torchrun starts: all modes of this number of ranks, or these only, one after the other."""
     ranks = Ranks.join(RunSpec(task="text-gpt", device="cpu"))
-    found = {name: losses(name, knobs, ranks, steps) for name, knobs in MODES[ranks.world_size].items()}
+    modes = MODES[ranks.world_size]
+    found = {name: losses(name, modes[name], ranks, steps) for name in only or modes}
     if not ranks.rank:
         path.write_text(json.dumps(found), encoding="utf-8")
     ranks.agree(True)
@@ -144,6 +146,6 @@ def main(steps: int = STEPS) -> int:
 
 if __name__ == "__main__":
     if "LOCAL_RANK" in os.environ:
-        on_ranks(Path(sys.argv[1]), int(sys.argv[2]))
+        on_ranks(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:])
     else:
         sys.exit(main(*map(int, sys.argv[1:2])))
