@@ -278,7 +278,7 @@ def interval(values: list[float]) -> tuple[float, float]:
 def main() -> None:
     """Print a table for each kind of step."""
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    options.add_argument("--rounds", type=int, default=200)
+    options.add_argument("--rounds", type=int, default=200, help="of all tools on the same two steps, 2 or more; 0 = only steady steps")
     options.add_argument("--steps", type=int, default=200)
     options.add_argument("--steady", type=int, default=300, help="pairs of blocks of each kind of steady steps")
     options.add_argument("--worker", help=argparse.SUPPRESS)
@@ -286,27 +286,35 @@ def main() -> None:
     if given.worker:
         worker(given.worker, given.steps)
         return
-    import torch
-
     import workbench  # noqa: F401  # where it is not installed, this says so before a process does
+
+    if given.rounds == 1:
+        options.error("--rounds 1: an interval needs 2 rounds; 0 = only steady steps")
+    if given.rounds:
+        compare(given.rounds, given.steps)
+    for kind in STEADY:
+        show_steady(kind, given.steady)
+
+
+def compare(rounds: int, steps: int) -> None:
+    """Run all tools by turns, and print a table for each kind of step."""
+    import torch
 
     there = importlib.util.find_spec("traceml_ai") is not None
     arms = {tool: role for tool, role in ARMS.items() if there or role != "peer"}
     spent: dict[str, list[float]] = {f"{kind}: {tool}": [] for kind in STEPS for tool in arms}
     with tempfile.TemporaryDirectory() as folder:
-        workers = {role: Worker(role, Path(folder), given.steps) for role in dict.fromkeys(arms.values())}
-        for _ in range(given.rounds):
+        workers = {role: Worker(role, Path(folder), steps) for role in dict.fromkeys(arms.values())}
+        for _ in range(rounds):
             for kind in STEPS:
                 for tool in random.sample(list(arms), len(arms)):
                     spent[f"{kind}: {tool}"].append(workers[arms[tool]].block(f"{kind}: {tool}"))
         for one in workers.values():
             one.close()
     print(f"{platform.machine()}, {os.cpu_count()} CPUs, Python {platform.python_version()}, torch {torch.__version__}, one thread;")
-    print(f"{given.rounds} rounds of {given.steps} steps")
+    print(f"{rounds} rounds of {steps} steps")
     for kind in STEPS:
         show(kind, {tool: spent[f"{kind}: {tool}"] for tool in arms})
-    for kind in STEADY:
-        show_steady(kind, given.steady)
 
 
 def show_steady(kind: str, pairs: int) -> None:

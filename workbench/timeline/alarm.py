@@ -1,7 +1,6 @@
 """Alarm: follows the steps of a training in a background thread and tells when a phase, throughput, memory or loss changes for good.
 
-The loop records marks as without it, and pays for its loss alone: 4 µs where it is read. Where steps are shorter
-than SHORT, only one loss in EVERY is read; what that saves is not measured on an idle machine yet.
+The loop records marks as without it, and pays for its loss alone, which is read every APART seconds at most.
 What changed is told once, by the phase that explains it, with what else changed: the clocks of cores and GPU, whom the ranks wait for,
 and, where it is allowed, a small computation whose time was known before.
 Where that is allowed, the training thread then traces a few steps (`traces/measure/profiled_run.py:AlarmTraces`).
@@ -65,9 +64,10 @@ FAR_MORE = 3
 """A change that is so many times as large as one told before is told, too, however near it is."""
 CLOCK = 0.05
 """Relative change of the cores' clock, or of a small computation, that is mentioned."""
-SHORT, EVERY, SETTLED = 5e-3, 5, 64
-"""Where a step takes less than so many seconds, one loss in so many is read; judged once, after so many steps. What rises for 100 losses
-that are read is found as where all are, so in short steps a rise has to last for five times as many (`benchmarks/change_points.py`)."""
+APART, EVERY, SETTLED = 0.05, 19, 64
+"""Of shorter steps, a loss is read about every so many seconds; of the shortest, one in EVERY. (An odd number: each of two backwards
+in a step has its turn.) Judged once, after so many steps. To read a loss takes up to 15 µs on busy cores, whose caches have lost its code.
+What rises for 100 losses that are read is found as where all are: so in short steps a rise has to last for 5 s, or for 1,900 steps."""
 _PROBE = 30_000
 
 
@@ -164,7 +164,8 @@ class StepAlarm:
             self._loss += self._losses(len(rows), self._every)
         self._rows += rows
         if not self._every and self._step - self._done + len(self._rows) >= SETTLED:
-            self._every = EVERY if 0 < median(sum(row[:-1]) for row in self._rows[-9:]) < SHORT * 1e9 else 1
+            length = median(sum(row[:-1]) for row in self._rows[-9:]) / 1e9
+            self._every = min(EVERY, int(APART / length) | 1) if length > 0 else 1
         count = len(self._rows) // BLOCK * BLOCK
         if not count and waits:
             return []

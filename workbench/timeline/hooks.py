@@ -221,12 +221,13 @@ class Losses:
         self._unscaled = 0.0  # losses of a CPU that no scaler had multiplied; -inf as soon as one was
         self._unasked = 0  # of the next losses, how many need not be asked
         self._tensor: Any = None  # their type
+        self._alike: Any = None  # the same, as long as all of that type have been single numbers of a CPU
         self._on_cpu: deque[float] = deque()
         """Losses of a CPU that are not among the others yet."""
         self._append = self._on_cpu.append
         self._values: Any = None
         self._seen: Any = None  # the same memory, for numpy
-        self._pinned = self._ended = self._on_device = False
+        self._pinned = self._ended = self._on_device = self._mixed = False
         self._turn, self._in_turn, self._turns = 0, 1, 0
 
     def add(self, loss: Any) -> None:
@@ -234,7 +235,10 @@ class Losses:
         turn = self._turn
         self._turn = turn + 1 if turn + 1 < self._turns else 0
         if turn >= self._in_turn:
-            self._skip(loss)
+            if type(loss) is self._alike:
+                self._append(math.nan)  # without a question to torch, whose code is outside the caches by now
+            else:
+                self._skip(loss)
         elif self._unasked and type(loss) is self._tensor and loss.is_cpu:
             self._unasked -= 1
             try:
@@ -263,8 +267,9 @@ class Losses:
                 self._unscaled += 1
                 if self._unscaled >= FIRST:
                     self._unasked, self._tensor = SOMETIMES - 1, type(loss)
+                    self._alike = None if self._mixed else self._tensor
             elif loss.numel() == 1:
-                self._unscaled = -math.inf
+                self._unscaled, self._alike = -math.inf, None
                 value, place = _unscaled(loss), self._taken % KEPT
                 if value.is_cpu:
                     self._append(value.item())
@@ -273,15 +278,19 @@ class Losses:
                     self._taken += 1
                     self._on_device = True
             if len(self._on_cpu) >= FORGOTTEN:
-                self._ended, self._unasked = True, 0
+                self._end()
         except Exception as error:
             self._failed(loss, error)
 
     def _failed(self, loss: Any, error: Exception) -> None:
         """A loss cannot be taken, such as in the capture of a CUDA graph; an alarm never ends a training."""
+        self._mixed, self._alike = True, None
         if loss.numel() == 1:
-            self._ended, self._unasked = True, 0
+            self._end()
             print(f"workbench: losses are not followed any more: {error!r}", file=sys.stderr, flush=True)
+
+    def _end(self) -> None:
+        self._ended, self._unasked, self._alike = True, 0, None
 
     def _ring(self, *, pinned: bool = False) -> Any:
         if self._values is None or pinned > self._pinned:  # only into pinned memory can a device copy without a wait
