@@ -457,3 +457,53 @@ def test_a_busy_machine_is_told_after_the_verdict() -> None:
     assert busy.brief()["doubt"].startswith("The machine was busy")
     unsaid = Diagnosis.of(dataclasses.replace(evidence, noise=Noise(cores=2.0, foreign=1.4), arms={}))
     assert (unsaid.verdict, unsaid.doubt) == ("inconclusive", "")
+
+
+CROWDED = Noise(cores=2.0, foreign=1.7)
+
+
+def test_on_a_busy_machine_no_remedy_is_recommended_whose_gain_is_within_the_noise() -> None:
+    """Once it was `num_workers=1`, 1.22× (0.80× … 3.2×), and prepared data, up to 1.10×, on two cores of which others took 1.8."""
+    evidence = World(blocked=0.03).evidence()
+    weak = remedy(low=0.8, speedup=1.22, high=3.2)
+    small = remedy(name="prepared data", change={}, ceiling=True, speedup=1.1, low=1.0, high=1.12)
+    larger = remedy(name="micro_batch=64", change={"micro_batch": 64}, speedup=1.29, low=1.05, high=1.58, scope="general")
+    for noise in (CROWDED, Noise(cores=2.0, spread=0.4)):
+        d = Diagnosis.of(dataclasses.replace(evidence, noise=noise))
+        for first in (weak, small):
+            d.remedies = (first, remedy(name="other", low=0.9))
+            assert d.next.startswith(f"The machine is busy: what {first.name} is predicted to gain, {first.gain}, is within the noise")
+            assert d.next.endswith("Diagnose again when the machine is quieter, or with a larger budget_s.")
+            assert first.what not in d.next
+        d.remedies = (weak, larger)
+        assert "A sure gain, whatever the cause: micro_batch=64, 1.29× (1.05× … 1.58×). Diagnose again" in d.next
+
+
+def test_what_surely_gains_comes_first_on_a_busy_machine() -> None:
+    evidence = World(cpu=0.03).evidence()
+
+    def adjust(other: Remedy) -> Remedy:
+        return dataclasses.replace(other, speedup=9.0, low=0.8, high=20.0) if other.name.startswith("num_workers") else other
+
+    diagnoses = [Diagnosis.of(dataclasses.replace(evidence, noise=noise), adjust=adjust) for noise in (evidence.noise, CROWDED)]
+    assert [d.remedies[0].name.partition("=")[0] for d in diagnoses] == ["num_workers", "prepared data"]
+    assert all(any(remedy.low == 0.8 for remedy in d.remedies) for d in diagnoses)
+
+
+def test_what_surely_gains_is_recommended_on_a_busy_machine_too() -> None:
+    d = Diagnosis.of(dataclasses.replace(World(blocked=0.03).evidence(), noise=CROWDED))
+    d.remedies = (remedy(),)
+    assert d.next.startswith("Do it. Predicted: 1.60×")
+    d.remedies = (remedy(name="prepared data", change={}, ceiling=True, speedup=3.0, low=1.0, high=3.5),)
+    assert d.next.startswith("Do it. Predicted: up to 3.00×")
+    quiet = Diagnosis.of(World(blocked=0.03).evidence())
+    quiet.remedies = (remedy(low=0.8, speedup=1.22, high=3.2),)
+    assert quiet.next.startswith("Do it. Predicted: 1.22× (0.800× … 3.20×; may not help)")
+
+
+def test_what_a_batch_takes_is_cpu_where_others_have_the_cores() -> None:
+    """The loader took 12 of 19 ms by the clock, and the sentence gave 0.9 ms for a batch, as if it were the clock's."""
+    crowded = World(cpu=0.004).evidence(noise=CROWDED)
+    assert crowded.loading is not None
+    slow = dataclasses.replace(crowded, loading=dataclasses.replace(crowded.loading, cpu=0.0009, fetch_cpu=0.0008))
+    assert "Making a batch takes 900 µs of its own (4.00 ms by the clock, beside other processes)" in Diagnosis.of(slow).why

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from workbench.core import units
 from workbench.core.machine_speeds import slowness
 from workbench.core.statistics import Interval
-from workbench.diagnosis.analysis.costs import NOTHING, Costs, capped, saved_by, widened
+from workbench.diagnosis.analysis.costs import NOTHING, Costs, capped, is_crowded, saved_by, widened
 from workbench.diagnosis.analysis.evidence import Evidence, Inside, Loading
 from workbench.diagnosis.analysis.loader_model import LoaderModel
 
@@ -127,6 +127,8 @@ def _making(e: Evidence, loading: Loading) -> Cause:
     if not whole:
         return Cause(cause="loader", why=f"The loader takes {units.seconds(loading.alone)} per batch.")
     made = f"Making a batch takes {units.seconds(whole)}"
+    if not loading.num_workers and is_crowded(e) and loading.alone > CROWDED_SLOWDOWN * whole:
+        made += f" of its own ({units.seconds(loading.alone)} by the clock, beside other processes)"
     if loading.num_workers:
         made += f" of each of {_workers(loading)}"
     samples = loading.batch_size or 1

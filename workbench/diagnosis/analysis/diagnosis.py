@@ -21,7 +21,7 @@ from workbench.data.analysis.format_costs import FormatComparison
 from workbench.diagnosis.analysis.costs import MAX_BLOCK_SPREAD, is_crowded, noise_warnings
 from workbench.diagnosis.analysis.evidence import Evidence
 from workbench.diagnosis.analysis.loader_model import TERMS, LoaderCurve
-from workbench.diagnosis.analysis.model_errors import with_model_error
+from workbench.diagnosis.analysis.model_errors import surely_gains, with_model_error
 from workbench.diagnosis.analysis.proof import Proof, remedy_table
 from workbench.diagnosis.analysis.remedies import SETTINGS_OF, remedies_for
 from workbench.diagnosis.analysis.remedy import Choice, Remedy, find_remedy, gain_of, of_knobs, sort_key, surest_first
@@ -101,6 +101,9 @@ class Diagnosis(JsonDataclass):
         remedies = remedies_for(evidence, judgement, spec=spec)
         if adjust:
             remedies = tuple(sorted(map(adjust, remedies), key=sort_key))
+        if noise_warnings(evidence):
+            crowded = is_crowded(evidence)
+            remedies = tuple(sorted(remedies, key=lambda remedy: (remedy.scope != "cause", not surely_gains(remedy, crowded))))
         return cls(evidence=evidence, judgement=judgement, remedies=surest_first(remedies), spec=spec, subject=subject)
 
     def with_formats(self, formats: FormatComparison) -> "Diagnosis":
@@ -157,6 +160,8 @@ class Diagnosis(JsonDataclass):
             return "There is no remedy here whose gain could be predicted."
         first = self._surer
         best, *others = self.remedies[1:] if first else self.remedies
+        if self._busy and not surely_gains(best, is_crowded(self.evidence)):
+            return self._when_quiet(best)
         costs = f" It costs: {best.costs}." if best.costs else ""
         how = f" {EXPERIMENT}" if self.evidence.observed and "by experiment" in best.advice else ""
         costs += "" if how or best.provable else f" {TO_COMPARE}"
@@ -169,6 +174,18 @@ class Diagnosis(JsonDataclass):
         more = max(others, key=gain_of, default=best)
         also = f" Whatever the cause: {more.name}, {more.gain}." if more.scope == "general" and gain_of(more) > gain_of(best) else ""
         return f"{best.advice}{how} Predicted: {best.gain}.{costs}{also}"
+
+    @property
+    def _busy(self) -> list[str]:
+        """How other processes may have spoiled experiments, in words."""
+        return [] if self.evidence.observed else noise_warnings(self.evidence)
+
+    def _when_quiet(self, best: Remedy) -> str:
+        """What to do where the gain of the best remedy is within the noise of a busy machine."""
+        crowded = is_crowded(self.evidence)
+        sure = max((other for other in self.remedies if surely_gains(other, crowded)), key=gain_of, default=None)
+        also = f" A sure gain, whatever the cause: {sure.name}, {sure.gain}." if sure else ""
+        return f"The machine is busy: what {best.name} is predicted to gain, {best.gain}, is within the noise.{also} {AGAIN}"
 
     @property
     def _surer(self) -> Remedy | None:
@@ -282,10 +299,9 @@ class Diagnosis(JsonDataclass):
         decisions and gains may be wrong. "" = none of that, or the verdict says so itself.
         """
         doubts = [f"{note}." for note in self._doubts]
-        warnings = noise_warnings(self.evidence)
-        if warnings and not self.evidence.observed and self.verdict != "inconclusive":
+        if self._busy and self.verdict != "inconclusive":
             doubts.append(
-                f"The machine was busy: {' '.join(warnings)} Close decisions and predicted gains may be wrong; "
+                f"The machine was busy: {' '.join(self._busy)} Close decisions and predicted gains may be wrong; "
                 "diagnose again when it is quiet."
             )
         return " ".join(doubts)

@@ -6,7 +6,7 @@
 import dataclasses
 import math
 
-from workbench.diagnosis.analysis.remedy import Remedy
+from workbench.diagnosis.analysis.remedy import Remedy, gain_of
 
 KINDS = {
     "num_workers": "loader",
@@ -49,6 +49,17 @@ def with_model_error(remedy: Remedy, crowded: bool) -> Remedy:
         return remedy
     low, high = widened(remedy.low, remedy.speedup, remedy.high, MODEL_ERRORS[crowded][kind_of(remedy.name)])
     return dataclasses.replace(remedy, low=low, high=high)
+
+
+def surely_gains(remedy: Remedy, crowded: bool) -> bool:
+    """Is a predicted gain beyond its noise? Of a ceiling, whose range begins at no gain: is what is expected of it beyond the error of the
+    loader's formula, since most ceilings are the loader's?
+
+    Args:
+        remedy: as `with_model_error` gave it.
+        crowded: as there.
+    """
+    return gain_of(remedy) > math.exp(MODEL_ERRORS[crowded]["loader"]) if remedy.ceiling else remedy.low > 1
 
 
 def widened(low: float, mid: float, high: float, error: float) -> tuple[float, float]:
