@@ -1,13 +1,18 @@
 """Checkpoint files: whatever becomes of one, it is loaded as it was written, or passed over with the reason."""
 
+import contextlib
 import dataclasses
 import errno
 import functools
+import itertools
 import json
 import os
 import random
 import resource
 import signal
+import subprocess
+import threading
+import time
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
@@ -21,9 +26,12 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
 from tests import toy_tasks
+from tests.forked import Forks
+from workbench.batch.measure.noise_watch import NoiseLog
 from workbench.core import run_directory
+from workbench.memory.measure.at_oom import held
 from workbench.runs.spec import RunSpec
-from workbench.train import checkpoint_file
+from workbench.train import checkpoint_file, loop
 from workbench.train.checkpoint_file import MARK, UnusableCheckpointError
 from workbench.train.checkpoints import Checkpoints
 from workbench.train.ranks import Ranks
@@ -324,3 +332,70 @@ def test_one_whose_entries_have_other_types_is_foreign(
     latest = Checkpoints(tmp_path, alone, 6).latest()
     assert latest
     assert latest[0] == file_of(tmp_path, 6)
+
+
+def train_on_a_disk_that_refuses(folder: str, how: str, spec: str) -> None:
+    """The file system of the checkpoints is full, or read-only, from step 8 to step 14. On each rank."""
+    path, given = Path(folder), RunSpec.from_json(json.loads(spec))
+    disk = path / run_directory.CHECKPOINTS
+    filler, ranks, steps = disk / "filler", Ranks.join(given), itertools.count(1)
+
+    def refuse(now: bool) -> None:
+        if how == "read-only":
+            subprocess.run(["mount", "-o", f"remount,{'ro' if now else 'rw'}", disk], check=True)
+        elif now:
+            with filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+                while True:
+                    file.write(bytes(512))
+        else:
+            filler.unlink()
+
+    def loss(model: nn.Module, batch: toy_tasks.Pair) -> Tensor:
+        step = next(steps)
+        if step in (8, 14) and not ranks.rank:
+            while any(thread.name == f"checkpoint of step {step // 6 * 6}" for thread in threading.enumerate()):
+                time.sleep(0.01)
+            refuse(step == 8)
+        return toy_tasks.squared_error(model, batch)
+
+    loop.train(given, toy_tasks.numbers(loss=loss), ranks, path, held=held, noise_log=NoiseLog)
+    Ranks.leave()
+
+
+@pytest.mark.parametrize(
+    ("how", "knobs"),
+    [
+        ("full", {}),
+        ("full", {"parallel": "zero1", "nproc_per_node": 2}),
+        ("read-only", {"nproc_per_node": 2}),
+        ("read-only", {"parallel": "fsdp", "nproc_per_node": 2}),
+    ],
+    ids=str,
+)
+def test_a_disk_that_refuses_for_a_while_costs_one_checkpoint(
+    forks: Forks, alone: Ranks, tmp_path: Path, how: str, knobs: dict[str, Any]
+) -> None:
+    """A real file system, which is filled, or mounted anew as read-only, while the training goes on."""
+    disk = tmp_path / "run" / run_directory.CHECKPOINTS
+    disk.mkdir(parents=True)
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=512k", "none", disk], capture_output=True, check=False).returncode:
+        pytest.skip("needs the right to mount a file system")
+    spec = RunSpec(task="toy", device="cpu", micro_batch=8, steps=20, checkpoint_every=6, **knobs)
+    code = f"from {__name__} import *\ntrain_on_a_disk_that_refuses({str(disk.parent)!r}, {how!r}, {json.dumps(spec.to_json())!r})"
+    try:
+        done = forks.ranks(spec.world_size, tmp_path, "-c", code)
+        assert done.returncode == 0, done.stderr
+        assert sorted(path.name for path in disk.glob("step????????.pt")) == ["step00000006.pt", "step00000018.pt"]
+        assert not list(disk.glob("step00000012*"))
+        rows = run_directory.LineTail(disk.parent / run_directory.METRICS).read()
+        assert [row["step"] for row in rows if "lr" in row] == list(range(1, 21))
+        notes = [row["note"] for row in run_directory.LineTail(disk.parent / "rank0.jsonl").read() if "note" in row]
+        (note,) = [note for note in notes if "checkpoint" in note]
+        assert "the checkpoint after step 12 could not be written, and the last is step00000006.pt: " in note
+        assert ("make room, or start the run with runs_dir=" if how == "full" else f"make {disk} writable") in note
+        assert note.endswith("The training goes on, and the next is tried after step 18")
+        last = Checkpoints(disk.parent, alone, 6).latest()
+        assert last
+        assert last[1]["step"] == 18
+    finally:
+        subprocess.run(["umount", "--lazy", disk], check=True)

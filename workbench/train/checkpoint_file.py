@@ -227,3 +227,9 @@ def _is_damage(error: Exception) -> bool:
     if isinstance(error, RuntimeError):
         return _DAMAGE_PATTERN.search(str(error)) is not None and not is_out_of_memory(error)
     return isinstance(error, EOFError | ValueError | LookupError | TypeError | AttributeError)
+
+
+def said(error: OSError) -> str:
+    """An error of writing, and what to do where the folder may not be written."""
+    refused = error.errno in (errno.EROFS, errno.EACCES, errno.EPERM) and error.filename
+    return f"{error}" + f"; make {Path(error.filename).parent} writable" * bool(refused)

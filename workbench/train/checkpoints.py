@@ -314,7 +314,7 @@ class Checkpoints:
             with contextlib.suppress(OSError):
                 last = next((f"the last is {path.name}" for path in reversed(self._all())), "there is none yet")
             self._warn(
-                f"the checkpoint after step {self._step} could not be written, and {last}: {error}"
+                f"the checkpoint after step {self._step} could not be written, and {last}: {checkpoint_file.said(error)}"
                 + f". The training goes on, and the next is tried after step {(self._step // self._every + 1) * self._every}" * goes_on
             )
         elif error:
