@@ -231,5 +231,6 @@ def _is_damage(error: Exception) -> bool:
 
 def said(error: OSError) -> str:
     """An error of writing, and what to do where the folder may not be written."""
-    refused = error.errno in (errno.EROFS, errno.EACCES, errno.EPERM) and error.filename
-    return f"{error}" + f"; make {Path(error.filename).parent} writable" * bool(refused)
+    if error.filename is None or error.errno not in (errno.EROFS, errno.EACCES, errno.EPERM):
+        return str(error)
+    return f"{error}; make {Path(error.filename).parent} writable"
