@@ -4,6 +4,7 @@ import argparse
 import importlib
 import re
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -174,6 +175,13 @@ def test_one_that_is_interrupted_leaves_no_process_group(tmp_path: Path, monkeyp
             call()
         assert not torch.distributed.is_initialized(), name
     assert joined == [True] * len(calls)
+
+
+def test_a_checkpoint_is_saved_and_loaded_by_each_way(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with warnings.catch_warnings(action="ignore"):
+        importlib.import_module("benchmarks.checkpoints").compare(tmp_path, megabytes=1, rounds=2)
+    said = [line.rpartition(": ")[0] for line in capsys.readouterr().out.splitlines()]
+    assert {"save: the workbench beside dcp.save", "save: dcp.save beside torch.save", "load: the workbench beside dcp.load"} <= set(said)
 
 
 def test_the_price_of_a_checkpoint_is_its_stall_and_slower_steps() -> None:
