@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from workbench.core.display.table import Table
 from workbench.core.vocabulary import PHASES
-from workbench.timeline.alarm import StepAlarm, resident
+from workbench.timeline.alarm import StepAlarm, Told, resident
 from workbench.timeline.analysis.change_points import BLOCK, ChangePoints
 
 SIZES = (1.1, 1.15, 1.25, 1.5, 2.0)
@@ -78,6 +78,53 @@ def rule_of_thumb(values: Sequence[float]) -> list[tuple[int, float]]:
     return found
 
 
+def comes_and_goes(size: float, *, apart: int, runs: int) -> tuple[int, int, int, int]:
+    """Slowdowns of LASTS steps that come again so many steps after the last one has ended: how many, found, ends found, other changes."""
+    chance = np.random.default_rng(3)
+    counts = np.zeros(4, dtype=int)
+    for _ in range(runs):
+        values, starts = noisy(4000, chance), range(1000, 3400, LASTS + apart)
+        for start in starts:
+            values[start : start + LASTS] *= size
+        changes = told(values.tolist())
+        found = [
+            sum(any((ratio > 1) == up and abs(step - start - after) <= LASTS // 2 for step, ratio in changes) for start in starts)
+            for up, after in ((True, 0), (False, LASTS))
+        ]
+        counts += (len(starts), *found, len(changes) - sum(found))
+    return tuple(counts.tolist())
+
+
+def phases(count: int, chance: np.random.Generator) -> NDArray[np.float64]:
+    """Seconds of each phase of healthy steps of 0.1 s, each with noise of its own: (steps, phases)."""
+    levels = (0.004, 0.001, 0.03, 0.05, 0.012, 0.003)
+    return np.stack([noisy(count, chance, level=level) for level in levels], axis=1)
+
+
+def alarms_of(seconds: NDArray[np.float64]) -> list[Told]:
+    """What an alarm tells of a whole training."""
+    rows, follower = [(*row, 32) for row in (1e9 * seconds).astype(int).tolist()], StepAlarm()
+    some = [told for first in range(0, len(rows), 300) for told in follower.see(rows[first : first + 300])]
+    return some + follower.see([], waits=False, last=True)
+
+
+def planted_in_phases(runs: int) -> tuple[int, int, int]:
+    """Slowdowns of LASTS steps by 10 to 50 % of a step, in one of its phases: how many were told, and by that phase, and what else was."""
+    right = near = other = 0
+    for seed in range(runs):
+        chance, place, share = np.random.default_rng(seed), seed % len(PHASES), (0.1, 0.12, 0.15, 0.25, 0.5)[seed % 5]
+        seconds, start = phases(2200, chance), int(chance.integers(1000, 1900))
+        seconds[start : start + LASTS, place] += share * 0.1
+        slower = [told for told in alarms_of(seconds) if told.slower]
+        there = [told for told in slower if abs(told.step - start) <= 60]
+        near, right, other = (
+            near + bool(there),
+            right + any(told.phase == PHASES[place] for told in there),
+            other + len(slower) - bool(there),
+        )
+    return near, right, other
+
+
 def cost_of_alarm(steps: int, look: int) -> float:
     """CPU seconds a step of all that an alarm follows of a rank, its nine series and the loss, where it looks after so many steps."""
     chance = np.random.default_rng(2)
@@ -87,7 +134,7 @@ def cost_of_alarm(steps: int, look: int) -> float:
     follower = StepAlarm(memory=resident, losses=lambda count, _: [next(waiting) for _ in range(count)])
     begin = time.thread_time()
     for first in range(0, steps, look):
-        follower.see(rows[first : first + look])  # type: ignore[arg-type]
+        follower.see(rows[first : first + look])
     return (time.thread_time() - begin) / steps
 
 
@@ -124,6 +171,17 @@ def main() -> None:
     days = given.steps / 864_000
     note = f"rises of {LASTS} steps that were found; changes in {given.steps:,} healthy steps: {days:.1f} days at 10 steps a second"
     print(Table(columns=columns, rows=rows, title="Slowdowns and higher losses under noise", note=note))
+    again = []
+    for apart in (LASTS, 2 * LASTS):
+        for size in SIZES:
+            every, slow, ended, other = comes_and_goes(size, apart=apart, runs=given.slowdowns // 10)
+            again.append([f"{apart} steps apart, +{100 * (size - 1):.0f} %", f"{slow} of {every}", f"{ended} of {every}", other])
+    print(Table(columns=("", "slowdowns", "their ends", "other changes"), rows=again, title=f"Slowdowns of {LASTS} steps that come and go"))
+    planted = given.slowdowns // 5 * 3
+    near, right, other = planted_in_phases(planted)
+    false_alarms = len(alarms_of(phases(given.steps, np.random.default_rng(4))))
+    print(f"whole alarms: {near} of {planted} slowdowns in one phase are told, {right} by that phase, {other} other slowdowns;", end=" ")
+    print(f"{false_alarms} alarms in {given.steps:,} healthy steps")
     costs = ", ".join(f"{look}: {1e6 * statistics.median(cost_of_alarm(6000, look) for _ in range(9)):.1f} µs" for look in (3, 30, 200))
     print(f"CPU a step of an alarm's nine series and the loss, by the steps from look to look: {costs}")
     assert statistics.fmean(len(row) for row in rows) == len(columns)

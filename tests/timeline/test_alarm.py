@@ -73,6 +73,29 @@ def test_the_phase_that_explains_a_slower_step_is_told_once(phase: str, factor: 
     assert ("with the reduction of gradients" in words) == (phase == "backward")
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_a_longer_step_is_told_by_the_phase_whose_level_explains_it_and_not_by_one_of_two_that_trade_places(seed: int) -> None:
+    chance = np.random.default_rng(seed)
+    first, second = play(
+        rows(1000, chance), rows(48, chance, forward=0.7), rows(400, chance, forward=1.5)
+    )  # its level is not known by then
+    assert (first.phase, first.slower, second.phase, second.slower) == ("forward", False, "forward", True)
+
+    def trading(count: int, factor: float) -> list[Row]:
+        moved = [int(8e6 * math.sin(place / 40)) for place in range(count)]
+        some = zip(rows(count, chance, forward=factor), moved, strict=True)
+        return [(wait, copy, forward + by, backward - by, *rest) for (wait, copy, forward, backward, *rest), by in some]  # type: ignore[misc]
+
+    assert [told.phase for told in play(trading(1000, 1.0), trading(400, 1.5))] == ["step"]
+
+
+def test_what_becomes_slow_again_within_two_hundred_steps_is_told_again() -> None:
+    chance = np.random.default_rng(4)
+    usual, slow = partial(rows, 90, chance), partial(rows, 90, chance, data_wait=8.0)
+    told = play(rows(1000, chance), slow(), usual(), slow(), usual(), slow(), rows(300, chance))
+    assert [(t.phase, t.slower) for t in told] == [("data_wait", True), ("data_wait", False)] * 3
+
+
 def test_a_far_larger_change_is_told_soon_after_another() -> None:
     chance = np.random.default_rng(3)
     first, far_more = play(rows(600, chance), rows(150, chance, forward=1.4), rows(500, chance, forward=6.0))

@@ -43,6 +43,24 @@ def test_what_comes_back_is_told_as_well_and_each_once() -> None:
     assert [abs(change.step - at) <= 3 * BLOCK for change, at in zip(changes, (2000, 4000), strict=True)] == [True, True]
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_what_comes_and_goes_is_told_each_time(seed: int) -> None:
+    values = noisy(2600, np.random.default_rng(seed))
+    for start in (1000, 1300, 1600):
+        values[start : start + 150] *= 1.4
+    changes = [change for _, change in told(values)]
+    borders = [start + off for start in (1000, 1300, 1600) for off in (0, 150)]
+    assert [change.ratio > 1 for change in changes] == [True, False] * 3
+    assert [abs(change.step - at) <= 3 * BLOCK for change, at in zip(changes, borders, strict=True)] == [True] * 6
+
+
+def test_a_large_change_soon_after_a_small_one_is_told() -> None:
+    values = noisy(2000, np.random.default_rng(1))
+    values[1000:] *= 0.85
+    values[1120:1220] *= 2
+    assert [round(change.ratio, 1) for _, change in told(values)] == [0.8, 2.0, 0.5]
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_healthy_series_with_heavy_tails_and_drift_raise_no_alarm(seed: int) -> None:
     assert told(noisy(12_000, np.random.default_rng(seed))) == []

@@ -57,7 +57,7 @@ SHARED = "the backward, with the reduction of gradients,"
 WORTH = 0.03
 """Part of the step by which a phase has to change to be told: a copy that takes twice 1 % of the step is no alarm."""
 HELD = 3
-"""Blocks for which a change is held back: the phase that explains it may show a little later."""
+"""Blocks for which a change is held back: the phase that explains it may show a little later (with 12, half of what lasts 100 steps is lost)."""
 SAME = 25
 """Blocks in which changes of one direction belong together, and are told once."""
 FAR_MORE = 3
@@ -68,6 +68,9 @@ APART, EVERY, SETTLED = 0.05, 19, 64
 """Of shorter steps, a loss is read about every so many seconds; of the shortest, one in EVERY. (An odd number: each of two backwards
 in a step has its turn.) Judged once, after so many steps. To read a loss takes up to 15 µs on busy cores, whose caches have lost its code.
 What rises for 100 losses that are read is found as where all are: so in short steps a rise has to last for 5 s, or for 1,900 steps."""
+CONTRAST = 2
+"""Deviations of the blocks before by which a phase has to grow to explain a longer step. Half of that step's growth at least, and 1.5 times
+as much at most: else another phase shrank, and the two trade places."""
 _PROBE = 30_000
 
 
@@ -150,7 +153,9 @@ class StepAlarm:
         """One loss in so many is read, 0 = not judged yet; how many were."""
         self._pending: list[Change] = []
         self._step = done
-        self._told: list[tuple[int, bool, float]] = []  # step, slower?, share
+        self._told: list[tuple[int, float]] = []
+        """Step and share of what was told, since the training last lost by a change or gained by it otherwise than before."""
+        self._slower = True
 
     def see(self, rows: Sequence[Row], *, waits: bool = True, last: bool = False) -> list[Told]:
         """Finished steps, in their order; the alarms that are due now. They are looked at in whole blocks of `change_points.BLOCK`.
@@ -210,16 +215,28 @@ class StepAlarm:
         phases = [change for name, change in known.items() if name in PHASES]
         phases = [change for change in phases if abs(change.after - change.before) >= WORTH * length]
         chosen = max(phases, key=lambda change: abs(change.after - change.before), default=None)
-        chosen = chosen or known.get("step") or known.get("throughput")
+        chosen = chosen or (self._longer(known["step"]) if "step" in known else known.get("throughput"))
         if chosen is not None:
             rate = chosen.series == "throughput"
             share = abs(chosen.ratio - 1) if rate else (chosen.after - chosen.before) / length if length > 0 else 0.0
             slower = (chosen.after < chosen.before) == rate
-            near = [told for step, worse, told in self._told if abs(chosen.step - step) < SAME * BLOCK and worse == slower]
+            if slower != self._slower:
+                self._slower, self._told = slower, []
+            near = [told for step, told in self._told if abs(chosen.step - step) < SAME * BLOCK]
             if abs(share) >= FAR_MORE * max(near, default=0.0):
-                self._told.append((chosen.step, slower, abs(share)))
+                self._told.append((chosen.step, abs(share)))
                 told.append(self._as_told(chosen, share))
         return told
+
+    def _longer(self, step: Change) -> Change:
+        """A longer step as the phase that by its level, and beyond its noise, explains it; as it is where none does."""
+        grown, change = {}, abs(step.after - step.before)
+        for name in PHASES:
+            before, after, noise = self._points.around(name, step.step)
+            by = (after - before) * (1 if step.after > step.before else -1)
+            if max(change / 2, CONTRAST * noise) <= by <= 1.5 * change:
+                grown[by] = replace(step, series=name, before=before, after=after)
+        return grown[max(grown)] if grown else step
 
     def _as_told(self, change: Change, share: float) -> Told:
         return Told(rank=self.rank, step=change.step, phase=change.series, before=change.before, after=change.after, share=share)

@@ -20,6 +20,9 @@ BLOCK = 8
 """Steps of a block. Chosen: a slowdown of 100 steps is a dozen blocks, and a long step out of eight moves their median little."""
 WARM_UP = 25
 """Blocks from which noise and level are known, before anything is told."""
+AGAIN = 8
+"""The same after a change that was told: so that what comes back, or becomes worse, within a hundred steps is told, too. Until WARM_UP,
+noise, and how far windows have varied, are at least what they were before that change."""
 OLD = 200.0
 """Blocks by which the level of an old regime is known: it follows what drifts, such as a clock that warms up over hours."""
 HAZARD = 1 / 2000
@@ -111,6 +114,10 @@ class ChangePoints:
         """Of each series: its first block with a value; -1 = there was none yet."""
         self._first = np.zeros(count, dtype=np.int64)
         """Number of the block with which its history begins."""
+        self._needed = np.full(count, WARM_UP)
+        """Blocks of its history from which on a change is told."""
+        self._usual = np.zeros((count, 2))
+        """Before the change that was told last: its noise, and the largest change between windows."""
         self._begun = np.zeros(count, dtype=bool)
         """Are its noise and level known?"""
         self._added, self._reference = np.zeros(count), 0.0
@@ -153,6 +160,16 @@ class ChangePoints:
         if self._since[place] < 0:
             return math.nan
         return math.exp(_median(self._known(place)[-WARM_UP:])) - float(self._added[place])
+
+    def around(self, name: str, step: int) -> tuple[float, float, float]:
+        """The level of a series before a step and since it, and the noise before it; nan where they are not known."""
+        place, since = self.series.index(name), max(1, (self.steps - step) // BLOCK)
+        known = self._known(place) if self._since[place] >= 0 else np.empty(0)
+        if len(known) < since + AGAIN:
+            return math.nan, math.nan, math.nan
+        before, added = np.exp(known[:-since][-NEAR:]) - self._added[place], float(self._added[place])
+        old = _median(before)
+        return float(old), float(np.exp(_median(known[-since:]))) - added, float(1.4826 * _median(np.abs(before - old)))
 
     def _known(self, place: int) -> Floats:
         """The history of a series, which begins with its first value."""
@@ -206,7 +223,7 @@ class ChangePoints:
         old, known = self._before(ends, begin)
         latest = self._history[:, np.maximum(ends[:, None] + _LATEST, 0)]
         rise, fall = self._least(old)
-        told = known >= WARM_UP
+        told = known >= self._needed[:, None, None]
         # at first whether two of the latest values are that far from any level before: a median is, only if as many of its values are
         high = np.where(told, old + rise, math.inf).min(axis=-1, keepdims=True)
         low = np.where(told & ~self._upward[:, None, None], old - fall, -math.inf).max(axis=-1, keepdims=True)
@@ -244,7 +261,7 @@ class ChangePoints:
         if not self._upward.all():
             below = self._counted(latest[..., None, :] <= (old - fall)[..., None]) > WIDTHS / 2
             enough.append(~self._upward[:, None, None] & below)
-        moved = np.logical_or.reduce(enough) & (known >= WARM_UP)[..., _PLACES // 2]
+        moved = np.logical_or.reduce(enough) & (known >= self._needed[:, None, None])[..., _PLACES // 2]
         if moved.any():
             before = self._spans(ends[:, None] - _UNTIL, begin)
             ranked = np.sort(np.where(_WITHIN, latest[:, :, None, :], math.inf), axis=-1)
@@ -353,8 +370,9 @@ class ChangePoints:
         row, upward, added = self._known(place), bool(self._upward[place]), float(self._added[place])
         start = max(0, len(row) - self._blocks + int(self._first[place]))
         earlier, later = row[start : len(row) - age], row[len(row) - age :]
-        if len(earlier) < WARM_UP:
+        if len(earlier) < self._needed[place]:
             return None
+        usual_noise, usual_change = self._usual[place] if len(earlier) < WARM_UP + age else (0.0, 0.0)
         near = earlier[-max(NEAR, 2 * age) :]
         old, new = float(_median(near)), float(_median(later))
         change = new - old
@@ -362,16 +380,17 @@ class ChangePoints:
             return None
         if self._worth[place] and abs(math.exp(new) - math.exp(old)) < self._worth[place] * self.level(self.series[0]):
             return None
-        noise = float(_spread(near, old, upward=self._upward[place]))
+        noise = max(usual_noise, float(_spread(near, old, upward=self._upward[place])))
         error = 1.2533 * noise * math.sqrt(1 / age + 1 / len(near))
         if abs(change) < max(math.log1p(LEAST_CHANGE), CONTRAST * error):
             return None
         settled = earlier[:-SAME] if len(earlier) >= WARM_UP + age + SAME else earlier
-        if abs(change) < BEYOND * _largest(settled, age, upward=upward):
+        largest = max(usual_change, _largest(settled, age, upward=upward))
+        if abs(change) < BEYOND * largest:
             return None
         while age < min(MOST_BLOCKS, len(row) - start) and abs(row[-age - 1] - new) < abs(row[-age - 1] - old):
             age += 1  # the posterior may take it for younger than it is
-        self._first[place] = self._blocks - age
+        self._first[place], self._needed[place], self._usual[place] = self._blocks - age, AGAIN, (noise, largest)
         before, after = max(0.0, math.exp(old) - added), max(0.0, math.exp(new) - added)
         return Change(series=self.series[place], step=self.steps - age * BLOCK, before=before, after=after, told=self.steps - 1)
 
