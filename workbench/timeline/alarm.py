@@ -57,7 +57,7 @@ SHARED = "the backward, with the reduction of gradients,"
 WORTH = 0.03
 """Part of the step by which a phase has to change to be told: a copy that takes twice 1 % of the step is no alarm."""
 HELD = 3
-"""Blocks for which a change is held back: the phase that explains it may show a little later (with 12, half of what lasts 100 steps is lost)."""
+"""Blocks for which a change is held back: the phase that explains it may show later. With 12, half of what lasts 100 steps is lost."""
 SAME = 25
 """Blocks in which changes of one direction belong together, and are told once."""
 FAR_MORE = 3
