@@ -67,11 +67,17 @@ if last.exists() and mode != "begins again":
 for step in range(done + 1, 25):
     if sys.argv[3:] == [f"log {step - done}"]:
         log = (out / "log.csv").open("w")
+    if sys.argv[3:4] == ["logs"]:
+        how, path = sys.argv[4], out / sys.argv[5]
+        log = log if how == "open" and step > done + 1 else path.open("a" if how == "append" else "w")
+        print(f"\\repoch 1: {step}/24 loss=0.5, Saving checkpoint", file=log, flush=True)
+        if how != "open":
+            log.close()
     total += random.random()
     with open(os.environ.get("STEPS", os.devnull), "a") as steps:
         steps.write(".")
     time.sleep(0.02)
-    if step % 4 == 0 and (mode != "late" or step == 24):
+    if step % (12 if mode == "rare" else 4) == 0 and (mode != "late" or step == 24):
         part = last if mode.startswith("torn") else pathlib.Path(f"{out}-part") if mode == "elsewhere" else out / "part"
         with part.open("w") as file:
             print(step, total, end=" ", file=file, flush=True)
@@ -193,6 +199,39 @@ def test_kills_come_while_steps_are_left_though_most_is_written_after_the_last(p
     assert len(proof.kills) == 2
     assert proof.killed_at[0] < 24
     assert proof.last_steps > 1
+
+
+@pytest.mark.parametrize("log", [["open", "progress"], ["append", "train.log"], ["rewrite", "metrics.csv"]], ids=" ".join)
+def test_lines_of_a_log_in_the_folder_are_no_checkpoints(plain: str, log: list[str]) -> None:
+    """A kill before the first checkpoint, after step 12 of 24, says nothing; a log has a line per step, whatever stands in it."""
+    for seed in range(2):
+        proof = prove(plain, ["{out}", "rare", "logs", *log], seed=seed)
+        assert proof.exact, proof
+        assert proof.killed_at[0] >= 12
+    if log[0] != "open":  # it may be a data base that the script goes on from
+        with pytest.raises(LaunchError, match=rf"wrote nothing but logs \({log[1]}\) into"):
+            prove(plain, ["{out}", "late", "logs", *log])
+
+
+def test_what_the_name_of_a_file_says() -> None:
+    logs = ["train.log", "version_0/metrics.csv", "events.out.tfevents.1700000000.host.1.0", "mlflow.db-journal", "run-x.wandb", "l.jsonl"]
+    others = [
+        "last.pt",
+        "x/trainer_state.json",
+        "log/step 5 loss 0.3/x.safetensors",
+        "logits.npy",
+        "epoch=1-step=20.ckpt",
+        "events",
+        "a.db",
+    ]
+    assert list(filter(kill_script.is_log, logs + others)) == logs
+
+
+def test_what_only_logs_were_given_is_no_write() -> None:
+    changes = [(0, {"old": 5}), (1, {"x": 10}), (2, {"x": 20, "last.pt": 15}), (3, {"train.log": 30}), (4, {"x": 40}), (5, {"last.pt": 35})]
+    assert kill_script._writes(changes, {"x"}) == [2, 5]
+    assert kill_script._writes(changes, set()) == [1, 2, 4]  # a file that is renamed keeps its time: no write
+    assert kill_script._writes(changes[:1], set()) == []
 
 
 def test_kills_after_the_last_step_prove_nothing(plain: str) -> None:

@@ -1,12 +1,15 @@
 """When the script of a proof is killed, and how: after optimizer steps or writes, or while it writes a checkpoint."""
 
 import contextlib
+import itertools
 import os
 import random
+import re
 import signal
+import stat
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,6 +22,8 @@ LATEST = 0.8
 """Part of the undisturbed steps before which the first try kills: what a launch has trained is seen up to 0.3 s later."""
 LOG = 3
 """Counts of steps during which a file may be open and still be one of a checkpoint: a file that is open longer is a log."""
+_LOG = re.compile(r"\.(log|csv|tsv|jsonl|out|err|lock|wandb)$|-(journal|wal|shm)$|^events\.out\.tfevents")
+"""In the names of logs, of files that lock others, and of those that a data base has beside it."""
 
 
 def kill_steps(writes: Sequence[int], total: int, kills: int, chosen: random.Random) -> list[list[int]]:
@@ -61,11 +66,11 @@ class Watched:
     writing: str = ""
     """The file that was being written then."""
     writes: list[int] = field(default_factory=list)
-    """Of each write the steps that were measured by then."""
+    """Of each write the steps that were measured by then; a write of logs is none."""
     saves: list[int] = field(default_factory=list)
     """Of each look that saw a save, too."""
     logs: frozenset[str] = frozenset()
-    """Files that were opened once and stayed open to the end."""
+    """Files that were opened to be appended to, and, if others are written, those that were opened once and stayed open to the end."""
 
 
 def watch(
@@ -75,15 +80,20 @@ def watch(
 
     `say` is told the writes and steps so far, again and again.
     """
-    start, before, seen, ranks = time.monotonic(), _written(out), Watched(), _Ranks(run.id, out, due)
+    logs = due.logs if due else frozenset[str]()
+    start, files, seen, ranks = time.monotonic(), _written(out), Watched(), _Ranks(run.id, out, due)
+    changes, before = [(0, files)], _latest(files, logs)
     looks = list[tuple[int, set[str], set[str]]]()  # steps, and files: those that were opened after the first step, all
     had = before > 0  # an earlier launch has written
     times, passed = [start], 0
     while run.state in ACTIVE:
         now, steps = _written(out), run.progress[0]
-        if now != before:
+        if changed := {name: when for name, when in now.items() if files.get(name) != when}:
+            changes.append((steps, changed))
+        files = now
+        if (latest := _latest(now, logs)) > before:
             seen.writes.append(steps)
-            before = now
+            before = latest
             times.append(time.monotonic())
         say(len(seen.writes), steps)
         saving = ranks.saving(steps)
@@ -99,8 +109,11 @@ def watch(
                 return seen
         time.sleep(0.001 if due and due.saves else 0.005)
     total = run.progress[0]
-    seen.writes += [total] * (_written(out) != before)
-    seen.logs = ranks.lasting()
+    changes.append((total, _written(out)))
+    for seen.logs in (ranks.lasting() | ranks.appended, ranks.appended):
+        seen.writes = _writes(changes, seen.logs)
+        if len(seen.writes) > 1:
+            break
     seen.saves = [steps for steps, later, files in looks if (later if total > 1 else files) - seen.logs]
     return seen
 
@@ -111,6 +124,7 @@ class _Ranks:
     def __init__(self, run_id: str, out: Path, due: Due | None = None) -> None:
         self._id, self._out, self._due, self._pids, self._next = run_id, f"{out.resolve()}/", due or Due(), list[int](), 0.0
         self.since = dict[str, set[int]]()  # of each file that is open: counts of steps since it was opened
+        self.appended = frozenset[str]()
         self._opened, self._last, self._looks = Counter[str](), dict[str, tuple[int, int, int]](), 0
 
     def pids(self) -> list[int]:
@@ -127,7 +141,7 @@ class _Ranks:
         self._looks += bool(found)
         self._last |= {name: (self._looks, steps, len(counts)) for name, counts in self.since.items()}
         logs = self._due.logs | {name for name, counts in self.since.items() if len(counts) > LOG or (self._due.steps and 0 in counts)}
-        return {name: pid for name, pid in found.items() if name not in logs}
+        return {name: pid for name, pid in found.items() if name not in logs and not is_log(name)}
 
     def lasting(self) -> frozenset[str]:
         """Files that were opened once and open at the last look that saw any, or across counts of steps up to the last one."""
@@ -142,7 +156,9 @@ class _Ranks:
                     path = os.readlink(f"/proc/{pid}/fd/{number}")
                     if path.startswith(self._out):
                         flags = int(Path(f"/proc/{pid}/fdinfo/{number}").read_text().partition("flags:")[2].split()[0], 8)
-                        if flags & os.O_ACCMODE and not flags & os.O_APPEND:
+                        if flags & os.O_ACCMODE and flags & os.O_APPEND:
+                            self.appended |= {path.removeprefix(self._out)}
+                        elif flags & os.O_ACCMODE:
                             yield path.removeprefix(self._out)
 
     def kill(self, pid: int, steps: int, *, only_saving: bool) -> str | None:
@@ -162,10 +178,28 @@ class _Ranks:
         return file
 
 
-def _written(out: Path) -> int:
-    """When something in a folder was written last."""
-    times = [0]
+def is_log(name: str) -> bool:
+    """Does the name of a file say that it is no checkpoint?"""
+    return _LOG.search(name.rpartition("/")[2]) is not None
+
+
+def _written(out: Path) -> dict[str, int]:
+    """When each file of a folder was written last."""
+    times = dict[str, int]()
     for path in out.rglob("*"):
         with contextlib.suppress(OSError):  # renamed meanwhile
-            times.append(path.stat().st_mtime_ns)
-    return max(times)
+            state = path.stat()
+            if not stat.S_ISDIR(state.st_mode):
+                times[str(path.relative_to(out))] = state.st_mtime_ns
+    return times
+
+
+def _latest(files: Mapping[str, int], logs: Collection[str]) -> int:
+    """When the last of them that is no log was written."""
+    return max((when for name, when in files.items() if not (name in logs or is_log(name))), default=0)
+
+
+def _writes(changes: Sequence[tuple[int, Mapping[str, int]]], logs: Collection[str]) -> list[int]:
+    """The steps of each change, after the first entry, in which a file was written that is no log."""
+    latest = list(itertools.accumulate((_latest(files, logs) for _, files in changes), max))
+    return [steps for (steps, _), before, now in zip(changes[1:], latest, latest[1:], strict=False) if now > before]

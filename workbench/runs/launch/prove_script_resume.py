@@ -17,7 +17,7 @@ from workbench.core.checks import nearest
 from workbench.core.codec import JsonDataclass
 from workbench.core.display import table as display
 from workbench.core.units import seconds, several
-from workbench.runs.launch.kill_script import LATEST, Due, Watched, kill_steps, watch
+from workbench.runs.launch.kill_script import LATEST, Due, Watched, is_log, kill_steps, watch
 from workbench.runs.launch.launch import launch
 from workbench.runs.launch.new_run import LaunchError
 from workbench.runs.run import Run
@@ -242,9 +242,12 @@ def prove_script_resume(
     undisturbed, watched = to_the_end("undisturbed", "the undisturbed script")
     expected, total = _entries_of(folder / "undisturbed", result), undisturbed.progress[0]
     if len(watched.writes) < 2:  # the last is the result
+        out = folder / "undisturbed"
+        logs = sorted({str(path.relative_to(out)) for path in out.rglob("*") if is_log(path.name)} | watched.logs)
+        but = f" but logs ({', '.join(logs[:SHOWN])})" if logs else ""
         raise LaunchError(
-            f"{script} wrote nothing into {OUT} ({folder / 'undisturbed'}) before its end, so there is no checkpoint to go on from: "
-            "let it train longer, or write checkpoints more often"
+            f"{script} wrote nothing{but} into {OUT} ({out}) before its end, so there is no checkpoint to go on from: let it train "
+            "longer, or write checkpoints more often"
         )
     if during_save and not any(total < 2 or step < LATEST * total for step in watched.saves):
         raise LaunchError(
