@@ -40,7 +40,7 @@ class Layout:
             except CostError:
                 raise CostError(f"{name}={getattr(self, name)!r}: expected a whole number of at least 1") from None
         if self.batch % (self.data * self.micro_batch):
-            raise CostError(f"batch={self.batch} is no multiple of data × micro_batch = {self.data} × {self.micro_batch}")
+            raise CostError(f"batch={self.batch} is not a multiple of data × micro_batch = {self.data} × {self.micro_batch}")
 
     @property
     def gpus(self) -> int:
@@ -137,7 +137,7 @@ def gather_seconds(size: float, gpus: int, cluster: Cluster) -> float:
     from `collective_call.group_seconds`, so that tests can hold the two against each other.
 
     Raises:
-        CostError: the GPUs are no whole nodes.
+        CostError: the GPUs are not whole nodes.
     """
     nodes = cluster.nodes(gpus)
     if nodes == 1:
@@ -166,7 +166,7 @@ def sharded_step(
         gradient_bytes: per element of what is reduced (4 in fp32).
 
     Raises:
-        CostError: seconds not above 0, or GPUs that are no whole nodes.
+        CostError: seconds not above 0, or GPUs that are not whole nodes.
     """
     if not compute > 0:
         raise CostError(f"compute={compute!r}: expected seconds above 0")

@@ -286,7 +286,7 @@ def test_no_command_lists_them_all(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_misspelt_command_or_option_is_recognised(capsys: pytest.CaptureFixture[str]) -> None:
     said = refused(["launch", "--nproc-per-node", "two", "train.py"], capsys)
-    assert "--nproc-per-node: 'two' is no whole number\nSuch as: workbench launch train.py" in said
+    assert "--nproc-per-node: 'two' is not a whole number\nSuch as: workbench launch train.py" in said
     assert "no command 'diagnos': did you mean 'diagnose'? there are lab, doctor, launch" in refused(["diagnos", "train.py"], capsys)
     assert "unknown arguments: --buget 3 (did you mean '--budget'?)" in refused(["diagnose", "train.py", "--buget", "3"], capsys)
     assert "did you mean '--nproc-per-node'?" in refused(["launch", "train.py", "--nproc-per-nodes=2"], capsys)
@@ -442,6 +442,13 @@ def test_what_of_a_script_cannot_be_proved_says_what_to_do(by_hand: Callable[...
     run = by_hand(spec={"kind": "script", "script": "/home/me/train.py"}).steps(60).ended("finished").path
     assert main(["diagnose", str(run), "--prove"]) == 0
     assert capsys.readouterr().out.endswith("in the same file; then: workbench diagnose /home/me/train.py:build --prove\n")
+
+
+def test_the_help_names_the_default_of_its_own_command(capsys: pytest.CaptureFixture[str]) -> None:
+    for command, seconds in (("bisect", 1800), ("check", 60)):
+        with pytest.raises(SystemExit):
+            main([command, "--help"])
+        assert f"seconds that the trainings may take ({seconds})" in " ".join(capsys.readouterr().out.split())
 
 
 def test_the_help_of_launch_lists_the_knobs_with_default_and_meaning(capsys: pytest.CaptureFixture[str]) -> None:

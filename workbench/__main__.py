@@ -264,7 +264,7 @@ class _Parser(argparse.ArgumentParser):
         match = re.search(r"invalid choice: '([^']*)' \(choose from '?lab", message)
         if match:
             message = f"no command {match[1]!r}: {did_you_mean(match[1], COMMANDS)}there are {', '.join(COMMANDS)}"
-        message = re.sub("invalid int value: (.*)", r"\1 is no whole number", message).replace("invalid float value:", "no number:")
+        message = re.sub("invalid int value: (.*)", r"\1 is not a whole number", message).replace("invalid float value:", "not a number:")
         example = COMMANDS.get(self.prog.rpartition(" ")[2], ("", "", ""))[2]
         words = [f"{self.prog}: error: {message}", example and f"Such as: {example}", f"All that it takes: {self.prog} --help\n"]
         self.exit(2, "\n".join(filter(None, words)))
@@ -307,24 +307,34 @@ def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
     profile = f"trace this many steps with torch's profiler ({STEPS})"
     option("launch", "--profile", type=int, nargs="?", const=STEPS, metavar="STEPS", help=profile)
     option("launch", "--nnodes", type=int, default=1, metavar="N", help="machines: this one and those that join it")
-    option("launch", "--max-restarts", metavar="N", type=int, default=0, help="start a task with checkpoints again after a failure (0)")
     option(
-        "launch", "--min-ranks", metavar="N", type=int, help="a restart goes on with the ranks that are left, but no fewer than this (all)"
+        "launch", "--max-restarts", metavar="N", type=int, default=0, help="restarts of a task with checkpoints after failures, at most (0)"
     )
-    option("launch", "--watch", choices=ALARMS, help="tell when it becomes slower; also time a small sum, or trace a few steps, then")
-    option("launch", "--on-hang", choices=ON_HANG, default="report", help="what is done about a run that hangs (report)")
-    option("launch", "--rdzv-endpoint", metavar="HOST:PORT", help="of this machine, as the others reach it (its name, and a free port)")
+    option("launch", "--min-ranks", metavar="N", type=int, help="restart with the ranks that are left, if there are at least so many (all)")
+    option(
+        "launch",
+        "--watch",
+        choices=ALARMS,
+        help="warn when steps become slower; then also time a small sum (experiments), or trace a few steps",
+    )
+    option("launch", "--on-hang", choices=ON_HANG, default="report", help="what to do when the run hangs (report)")
+    option("launch", "--rdzv-endpoint", metavar="HOST:PORT", help="where the others reach this machine (its name, and a free port)")
     most = f"seconds to spend at most ({BUDGET:g})"
     option("diagnose sanity why-not-linear", "--budget", "--budget-s", type=float, default=BUDGET, metavar="S", help=most)
     knob: dict[str, Any] = {"nargs": "+", "action": "extend", "metavar": "KNOB=VALUE"}
-    by = "knobs of a task to turn: micro_batch=16 num_workers=2. workbench launch --help lists all, with their meaning"
+    by = "knobs of the task to change, such as micro_batch=16 num_workers=2; workbench launch --help explains all of them"
     option("doctor estimate estimate-time batch-lengths plan sanity bisect", "--set", **knob, help=by)
     option("launch diagnose why-not-linear", "--set", **knob, help=f"{by}. A script's own options come after --")
-    option("diagnose why-not-linear batch-lengths", "--prove", action="store_true", help="run the best as well, predicted against measured")
+    option(
+        "diagnose why-not-linear batch-lengths",
+        "--prove",
+        action="store_true",
+        help="also run the best change, and compare its predicted gain with the measured one",
+    )
     option("estimate", "--device", default="cuda", help='a name, such as "H200"; "cpu"; or "cuda" (any GPU)')
     option("estimate-time", "--device", required=True, help='a name, such as "H100"; "cpu" with --measured')
     option("batch-lengths", "--device", required=True, help='a name, such as "H100"; "cpu" with --capacity')
-    option("batch-lengths", "--capacity", type=int, metavar="BYTES", help="that one rank can have, instead of the device's")
+    option("batch-lengths", "--capacity", type=int, metavar="BYTES", help="bytes that one rank may use, instead of the device's")
     option("estimate-time", "--cluster", metavar="NAME", help='nodes and links of several ranks, such as "DGX-H100"')
     option("estimate-time", "--measured", metavar="STEP", help="a step that was measured there: seconds, or the directory of the run")
     option("estimate estimate-time", "--sequence", type=int, help="length of the sequences, instead of the task's own")
@@ -332,24 +342,26 @@ def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
     option("estimate", "--ladder", action="store_true", help="find the cheapest changes that make it fit")
     option("estimate", "--max-batch", action="store_true", help="find the largest micro-batch that fits")
     option("plan", "--cluster", required=True, metavar="NAME", help='a cluster of the catalogue, such as "DGX-H100"')
-    option("plan", "--gpus", type=int, metavar="N", help="how many GPUs; left out: any number")
-    option("plan", "--global-batch", type=int, metavar="N", help="samples per step of all GPUs; left out: that of the task")
+    option("plan", "--gpus", type=int, metavar="N", help="number of GPUs (any)")
+    option("plan", "--global-batch", type=int, metavar="N", help="samples per step on all GPUs together (the task's)")
     option("plan", "--top", type=int, default=8, metavar="N", help="plans to list at most (8)")
     option("trace", "path", help="a file of torch's profiler, a folder of such files, or the directory of a run")
-    option("trace", "--operators", action="store_true", help="list the operators as well, those that take longest first")
-    option("calibrate", "--models", type=int, default=4, metavar="N", help="how many models to run on a GPU, half a minute each (4)")
-    option("join", "run_dir", help="its run directory, on a file system that both see")
+    option("trace", "--operators", action="store_true", help="also list the operators, the longest first")
+    option("calibrate", "--models", type=int, default=4, metavar="N", help="models to run on a GPU, half a minute each (4)")
+    option("join", "run_dir", help="the run directory, on a file system that both machines see")
     option("runs", "runs_dir", nargs="?", help="where run directories are (runs)")
     option("runs", "--filter", default="", metavar="TEXT", help="only runs whose directory, name, state or knobs contain each word")
     option("runs", "--sort", metavar="COLUMN", help="created, run, state, steps, loss, throughput or 'differs in' (oldest first)")
-    option("runs", "--all", action="store_true", help="list the experiments of the workbench itself as well")
+    option("runs", "--all", action="store_true", help="also list the workbench's own experiments")
     option("report export", "path", help="the directory of the run")
-    option("report", "--html", metavar="FILE", help="write it as one page of HTML that stands alone")
-    option("export", "to", choices=("tensorboard", "mlflow", "wandb", *EXPORTED), help="what it is for, or the format of its checkpoint")
-    option("export", "folder", help="where it goes; what is new of a run is added")
-    option("report", "--would-fit", action="store_true", help="if memory ran out: predict which changes would have fitted")
+    option("report", "--html", metavar="FILE", help="write it as a self-contained HTML page")
+    option(
+        "export", "to", choices=("tensorboard", "mlflow", "wandb", *EXPORTED), help="the program to write for, or the format of the weights"
+    )
+    option("export", "folder", help="where to write; what is new in the run is added")
+    option("report", "--would-fit", action="store_true", help="if memory ran out: predict which changes would have made it fit")
     option("compare", "runs", nargs="+", metavar="RUN_DIR", help="directories of runs, the baseline first")
-    option("compare", "--differences", action="store_true", help="list what differs in spec, environment, git, code, data, outcome")
+    option("compare", "--differences", action="store_true", help="list what differs in spec, environment, git, code, data and outcome")
     option("check", "run_dir", help="the directory of the run")
     limits = 'TOML with limits: step = "120 ms", peak_memory = "+5 %%", …'
     option("check", "--budgets", required=True, metavar="FILE", help=limits)
@@ -361,15 +373,15 @@ def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
     option("bisect", "target", help='a task that all commits have, such as "train/task.py:build"')
     option("bisect", "--good", required=True, metavar="COMMIT", help="an older commit without the fault")
     option("bisect", "--bad", default="HEAD", metavar="COMMIT", help="a newer commit with it (HEAD)")
-    option("what-changed bisect", "--of", choices=QUANTITIES, default="time", help="what is compared (time)")
+    option("what-changed bisect", "--of", choices=QUANTITIES, default="time", help="what to compare (time)")
     option(
         "calibrate", "--budget", "--budget-s", type=float, default=600, metavar="S", help="seconds after which no further run begins (600)"
     )
-    spent = f"seconds that the trainings may take ({regression.BUDGET:g}; bisect: {regression.BISECT_BUDGET:g})"
-    option("what-changed check", "--budget", "--budget-s", type=float, default=regression.BUDGET, metavar="S", help=spent)
-    option("bisect", "--budget", "--budget-s", type=float, default=regression.BISECT_BUDGET, metavar="S", help=spent)
-    option("diagnose why-not-linear sanity", "--json", action="store_true", help="print the brief for a program: at most 2 kB of JSON")
-    option("what-changed bisect", "--json", action="store_true", help="print the answer for a program: at most 2 kB of JSON")
+    for names, seconds in (("what-changed check", regression.BUDGET), ("bisect", regression.BISECT_BUDGET)):
+        spent = f"seconds that the trainings may take ({seconds:g})"
+        option(names, "--budget", "--budget-s", type=float, default=seconds, metavar="S", help=spent)
+    option("diagnose why-not-linear sanity", "--json", action="store_true", help="print a brief for programs: at most 2 kB of JSON")
+    option("what-changed bisect", "--json", action="store_true", help="print the answer for programs: at most 2 kB of JSON")
     printed = "doctor calibrate launch estimate estimate-time batch-lengths plan trace runs report compare check"
     option(printed, "--json", action="store_true", help="print JSON")
     for name in ("launch", "diagnose", "why-not-linear"):

@@ -325,15 +325,15 @@ def test_utilization() -> None:
         (lambda: volume(1, 6, "hsdp", shard_ranks=4), "shard_ranks=4 does not divide the 6 ranks"),
         (lambda: bubble(4, 8, "2f2b"), "schedule='2f2b': allowed are 'gpipe'"),
         (lambda: bubble(4, 8, chunks=2), 'only "interleaved"'),
-        (lambda: bubble(4, 6, "interleaved", chunks=2), "6 is no multiple"),
+        (lambda: bubble(4, 6, "interleaved", chunks=2), "6 is not a multiple"),
         (lambda: sharded_step(0, 1e9, 8, CLUSTERS[0]), "compute=0: expected seconds above 0"),
         (lambda: Transformer(layers=0, hidden=1, vocabulary=1, sequence=1), "layers=0"),
         (lambda: GPT3.flops(1, "some"), "recompute='some': allowed are 'none'"),
-        (lambda: Layout(batch=6, micro_batch=4), "batch=6 is no multiple"),
+        (lambda: Layout(batch=6, micro_batch=4), "batch=6 is not a multiple"),
         (lambda: Layout(batch=0), "batch=0: expected a whole number"),
         (lambda: Rates.calibrated([]), "0 measured iterations: expected two or more"),
         (lambda: Cluster.named("DGX-H300"), "unknown cluster 'DGX-H300': did you mean 'DGX-H[12]00'"),
-        (lambda: Cluster.named("DGX-H100").nodes(12), "12 GPUs are no whole nodes of 8: try 16"),
+        (lambda: Cluster.named("DGX-H100").nodes(12), "12 GPUs are not whole nodes of 8: try 16"),
         (
             lambda: Cluster(name="x", device="H100", gpus_per_node=8, intra=LINK, inter=LINK, source=""),  # type: ignore[arg-type]
             "device='H100': expected a Device",

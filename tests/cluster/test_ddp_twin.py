@@ -90,7 +90,7 @@ def test_every_kind_of_network() -> None:
     assert seconds_on(lambda size: size, 8)(3) == 3
     with pytest.raises(CostError, match="a Link, a Sweep, a Cluster or its name, or a function"):
         seconds_on(3, 8)  # type: ignore[arg-type]
-    with pytest.raises(CostError, match="no whole nodes"):
+    with pytest.raises(CostError, match="not whole nodes"):
         seconds_on(Cluster.named("DGX-H100"), 9)
     assert seconds_on("dgx-h100", 64)(1e9) == Cluster.named("DGX-H100").all_reduce(1e9, 64)
     with pytest.raises(CostError, match="unknown cluster 'DGX-H10': did you mean"):

@@ -79,7 +79,7 @@ def test_every_device_of_the_table_has_a_power_with_a_source() -> None:
         (lambda: estimated(1, 1, "T4", utilization=2), "share from 0 to 1"),
         (lambda: watts_of("T4", -3), "above 0"),
         (lambda: by_time(seconds=1, ranks=1, device="cpu", utilization=1), "run.energy\\(watts=65\\)"),
-        (lambda: measured({"joules": 3}, ranks=1), "no figures of energy"),
+        (lambda: measured({"joules": 3}, ranks=1), "not figures of energy"),
     ],
 )
 def test_what_is_refused(make: Any, words: str) -> None:

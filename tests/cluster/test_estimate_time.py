@@ -398,7 +398,9 @@ def test_products_whose_rows_do_not_start_at_16_bytes_are_as_slow_as_their_loads
     assert odd.seconds(CPU, 0.65) == MM.seconds(CPU, 0.65)
     found = step(odd, ADD, ADAM)
     saved = units.seconds(found.seconds.mid - step().seconds.mid)
-    words = "30 matrix products have a side that is no multiple of 8 (such as 50,257), but tensor cores need multiples of 8 to run fast: "
+    words = (
+        "30 matrix products have a side that is not a multiple of 8 (such as 50,257), but tensor cores need multiples of 8 to run fast: "
+    )
     words += f"padded to 50,304.* about {saved} less"
     assert re.search(words.replace("(", r"\(").replace(")", r"\)"), str(found))
     assert "padded" not in str(step())

@@ -109,7 +109,7 @@ def test_what_does_not_fit_is_refused() -> None:
         ResumableSampler(41).load_state_dict(state)
     with pytest.raises(ValueError, match=r"its order is 'shuffled', this sampler's is 'in 4 blocks"):
         ResumableSampler(40, blocks=10).load_state_dict(state)
-    with pytest.raises(ValueError, match=r"no state of a ResumableSampler: it has no 'seed'; it has yielded"):
+    with pytest.raises(ValueError, match=r"not the state of a ResumableSampler: it has no 'seed'; it has yielded"):
         sampler.load_state_dict({"yielded": 3})
     with pytest.raises(ValueError, match=r"samples=41: a whole number"):
         sampler.advance(41)

@@ -211,7 +211,7 @@ def test_what_cannot_be_proved_from_here(by_hand: Callable[..., Any]) -> None:
     route = r"a script is only observed, .* a function that returns a wb\.Task, .*: workbench diagnose x\.py:build --prove"
     with pytest.raises(ValueError, match=f"cannot be proved from here: {route}"):
         diagnosis_of(remedy(num_workers=2), spec=script).prove()
-    with pytest.raises(ValueError, match=f"is not ours to turn: .* In a script, {route}"):
+    with pytest.raises(ValueError, match=f"cannot be changed from here: .* In a script, {route}"):
         diagnosis_of(remedy(), spec=script).prove(1)
 
 

@@ -253,7 +253,7 @@ def test_choosing_a_remedy() -> None:
     ):
         Diagnosis.of(World().evidence()).prove()
     with pytest.raises(
-        ValueError, match=r"prepared data is not ours to turn: Do once, beforehand, what each epoch repeats .* Then diagnose again"
+        ValueError, match=r"prepared data cannot be changed from here: Do once, beforehand, what each epoch repeats .* Then diagnose again"
     ):
         d.prove("prepared data")
 

@@ -453,7 +453,7 @@ def test_rebuilt_keeps_the_kind_and_can_change_the_batch() -> None:
     [
         ({"num_workers": -1}, "num_workers=-1: it has to be 0 or more"),
         ({"prefetch_factor": 2}, "need workers: try num_workers=1"),
-        ({"worker": 2}, "worker is no knob of a loader: it has batch_size"),
+        ({"worker": 2}, "worker is not a knob of a loader: it has batch_size"),
         ({"batch_size": 0}, "batch_size=0"),
     ],
 )

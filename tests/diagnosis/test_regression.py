@@ -327,7 +327,11 @@ def test_a_commit_is_in_a_folder_of_its_own_and_the_checkout_stays(repository: P
     assert len(git(repository, "worktree", "list").splitlines()) == 1
     assert not (repository / "hooked").exists()
     assert len(worktrees.commits_between(repository, "HEAD~3", "HEAD")) == 3
-    for good, bad, said in (("HEAD", "HEAD~1", "not an ancestor"), ("v9", "HEAD", "'v9' is no commit"), ("--all", "HEAD", "is no commit")):
+    for good, bad, said in (
+        ("HEAD", "HEAD~1", "not an ancestor"),
+        ("v9", "HEAD", "'v9' is not a commit"),
+        ("--all", "HEAD", "is not a commit"),
+    ):
         with pytest.raises(worktrees.GitError, match=said):
             worktrees.commits_between(repository, good, bad)
 

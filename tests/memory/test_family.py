@@ -71,7 +71,9 @@ def test_a_third_run_checks() -> None:
 
 
 def test_a_family_of_two_programs_says_where_they_part() -> None:
-    with pytest.raises(ValueError, match=r"the runs at 3 and 7 part at event \d+: 3 .*, 7 .*\. They are no family: the program depends on"):
+    with pytest.raises(
+        ValueError, match=r"the runs at 3 and 7 part at event \d+: 3 .*, 7 .*\. They are not one family: the program depends on"
+    ):
         Family({3: training(3), 7: training(7, checkpointed=True)})
     longer = training(7)
     longer.events.append(longer.events[0])

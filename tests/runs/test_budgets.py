@@ -102,7 +102,7 @@ def test_in_a_terminal(run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     assert (value["ok"], value["budgets"][0]["state"]) == (False, "exceeded")
     budgets.write_text("step = 1 ms")
     assert main(["check", str(run_dir), "--budgets", str(budgets)]) == 2
-    assert "is no TOML" in capsys.readouterr().err
+    assert "is not TOML" in capsys.readouterr().err
     assert main(["check", str(run_dir), "--budgets", "nowhere.toml"]) == 2
 
 

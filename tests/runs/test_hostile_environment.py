@@ -181,7 +181,7 @@ def test_a_cache_that_cannot_be_written_is_said_and_nothing_is_written(
     assert sorted(tmp_path.rglob("*")) == before
     if kind in ("file", "link to a file"):
         *_, cache = disk_checks(tmp_path, {}, "")
-        assert cache.trouble == f"{there} is no folder"
+        assert cache.trouble == f"{there} is not a folder"
 
 
 def test_a_link_in_the_cache_is_followed_only_if_it_is_the_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

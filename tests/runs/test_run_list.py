@@ -76,7 +76,7 @@ def test_a_click_opens_the_panel_of_the_run(by_hand: Make) -> None:
     assert panel.detail.children == ()
     panel.table.opened = "../../etc"  # a page can name only runs of the list
     assert panel.detail.children == ()
-    assert "../../etc is not in the folder any more" in panel.problem.value
+    assert "../../etc is no longer in the folder" in panel.problem.value
     shutil.rmtree(panel.runs[1].path)
     panel.table.opened = "001"
     assert "no such folder" in panel.problem.value

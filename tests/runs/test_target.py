@@ -123,7 +123,9 @@ def test_a_program() -> None:
         read_program("guess", "text_gpt", None, others="a hat, ")
     with pytest.raises(ValueError, match=r"guess\(\[1\]\): expected .*; it is the other way round, guess\(model, batch\)"):
         read_program("guess", [1], SimpleNamespace(parameters=list))
-    with pytest.raises(ValueError, match=r"guess\(Module, SimpleNamespace\): a loader is no batch: guess\(model, next\(iter\(loader\)\)\)"):
+    with pytest.raises(
+        ValueError, match=r"guess\(Module, SimpleNamespace\): a loader is not a batch: guess\(model, next\(iter\(loader\)\)\)"
+    ):
         read_program("guess", Module, SimpleNamespace(batch_sampler=[1]))
     with pytest.raises(ValueError, match=r"^run=<function.*>: expected a Run, or the path of its directory"):
         Run.load(test_a_program)  # type: ignore[arg-type]
@@ -324,7 +326,7 @@ def test_a_verb_of_dry_runs_takes_every_kind_of_model(by_hand: Any, verb: str) -
     task = Task(model=lambda: torch.nn.Linear(8, 4), dataset=lambda: [(torch.rand(8), 1)] * 64, loss=loss)
     for target in ((torch.nn.Linear(8, 4), batch), (lambda: torch.nn.Linear(8, 4), batch), (task,), ("fashion-mlp",)):
         assert call(*target, **given) is not None
-    with pytest.raises(ValueError, match=rf"a loader is no batch: {verb}\(model, next\(iter\(loader\)\)\)"):
+    with pytest.raises(ValueError, match=rf"a loader is not a batch: {verb}\(model, next\(iter\(loader\)\)\)"):
         call(a_step, torch.utils.data.DataLoader([1, 2]), **given)
     with pytest.raises(ValueError, match=rf'{verb}\("train\.py:build"\)'):
         call("train.py", **given)

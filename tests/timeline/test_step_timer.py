@@ -144,7 +144,7 @@ def test_accumulation_makes_one_step_of_several_batches(timer: wb.StepTimer, clo
             spend(timer, clock, optimizer=4)
     assert phases(timer.timeline) == [{"data_wait": 3, "forward": 6, "backward": 9, "optimizer": 4}] * 2
     assert timer.timeline.notes == (
-        "1 batches with no optimizer step after them are no steps (evaluation, or the rest of an accumulation)",
+        "1 batches with no optimizer step after them are not steps (evaluation, or the rest of an accumulation)",
     )
 
 

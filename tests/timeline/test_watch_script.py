@@ -315,7 +315,7 @@ def test_training_and_validation(tmp_path: Path, forks: Forks, workers: str) -> 
         assert step["optimizer"] > 0
         assert sum(step[phase] for phase in PHASES) < 1.5 or step["step"] in (0, 4)  # neither sleep nor evaluation between the epochs
     assert min(steps[1]["other"], steps[5]["other"]) > 0.008
-    assert done.notes() == ["12 batches with no optimizer step after them are no steps (evaluation, or the rest of an accumulation)"]
+    assert done.notes() == ["12 batches with no optimizer step after them are not steps (evaluation, or the rest of an accumulation)"]
 
 
 def test_two_ranks_under_ddp(tmp_path: Path, forks: Forks) -> None:

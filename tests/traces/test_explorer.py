@@ -158,7 +158,7 @@ def test_ranks_below_each_other(tmp_path: Path) -> None:
         write(tmp_path / f"rank{rank}.pt.trace.json", [step(1, 7 * rank, 50), op(name, 7 * rank + 5, 5)], distributedInfo=job)
     explorer = TraceExplorer(tmp_path)
     assert [strip["name"] for strip in explorer.view.scene["strips"]] == ["rank 0 · 1 1", "rank 1 · 1 1"]
-    assert "clocks of ranks are not compared" in words(explorer)
+    assert "ranks&#x27; clocks are not compared" in words(explorer)
     assert explorer.operators.rows[0][0] == "aten::slow"
     explorer.rank.value = 1
     assert explorer.operators.rows[0][0] == "aten::fast"

@@ -68,7 +68,7 @@ def test_overlap(cpu: Trace, device: Trace) -> None:
 
 def test_operators(cpu: Trace) -> None:
     rows = {one.name: one for one in cpu.ops().rows}
-    assert "sums, not per step; share: of all operators' own time" in str(cpu.ops())
+    assert "sums, not per step; share: of the self time of all operators" in str(cpu.ops())
     linear = rows["aten::linear"]
     assert (linear.count, linear.self_seconds, linear.total_seconds) == pytest.approx((2, 20 * US, 40 * US))
     assert sum(one.share for one in rows.values()) == pytest.approx(1)

@@ -90,7 +90,7 @@ def in_environment() -> Path | None:
     """The run directory that the launcher names in the environment; None = it names none, as outside of a run.
 
     Raises:
-        ValueError: the variable names something that is no folder.
+        ValueError: the variable names something that is not a folder.
     """
     folder = folder_in_environment(ENV_RUN_DIR)
     if folder and not os.path.isdir(folder):

@@ -71,7 +71,7 @@ class IterableSource(Source):
 
     def _read(self, index: int) -> Sample:
         raise NoRandomAccessError(
-            f"{type(self.dataset).__name__} can only be gone through: iterate, or write it once as shards, "
+            f"{type(self.dataset).__name__} has no numbered samples: iterate over it, or write it once as shards, "
             "wb.data.write_shards(source, folder), and open those"
         )
 
@@ -165,7 +165,7 @@ def as_source(data: Any, *, fields: Sequence[str] | None = None, **options: Any)
     if hasattr(kind, "__iter__"):
         if isinstance(data, Iterator) and not gone_through:
             raise ValueError(
-                f"a {kind.__name__} can be gone through once only: give an object whose __iter__ begins anew, or list(…) of it"
+                f"a {kind.__name__} can be iterated over only once: give an object whose __iter__ begins anew, or list(…) of it"
             )
         return IterableSource(data, fields)
     raise ValueError(

@@ -190,7 +190,7 @@ class _Exam:
 
     def stream_parts(self) -> LoaderFinding:
         if not self.stream:
-            return self._said("fine", "it is no stream")
+            return self._said("fine", "it is not a stream")
         if self.workers < 2 or not self.run:
             return self._said("not judged", f"num_workers={self.workers}")
         per_worker: list[list[bytes]] = [[] for _ in range(self.workers)]

@@ -175,7 +175,7 @@ class ResumableSampler(Sampler[int]):
             ValueError: it is not of this order: other samples, blocks or shares.
         """
         if missing := [name for name in ("seed", "epoch", "consumed", "samples", "order") if name not in state]:
-            raise ValueError(f"this is no state of a ResumableSampler: it has no {missing[0]!r}; it has {', '.join(map(str, state))}")
+            raise ValueError(f"this is not the state of a ResumableSampler: it has no {missing[0]!r}; it has {', '.join(map(str, state))}")
         mine = {"samples": self.samples, "order": self.order.name}
         for name, value in mine.items():
             if state[name] != value:

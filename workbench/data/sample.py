@@ -228,7 +228,7 @@ def _npy_header(header: bytes) -> tuple[np.dtype[Any], tuple[int, ...], bool]:
     try:
         shape, fortran, dtype = read(file)
     except (SyntaxError, TypeError, tokenize.TokenError) as error:  # numpy parses it as Python
-        raise ValueError(f"its header is no array's: {error}") from None
+        raise ValueError(f"its header is not that of an array: {error}") from None
     if dtype.hasobject:
         raise ValueError("it holds Python objects, which are not read")
     return dtype, shape, fortran

@@ -292,7 +292,7 @@ def search(
         notes = (f"the budget ended training {len(reruns) + 1}{more}",)
         decision = decide(reruns)
     if decision.kind == "measure":
-        decision = Decision(kind="unclear", why=f"{several(len(reruns), 'training')} told too little")
+        decision = Decision(kind="unclear", why=f"{several(len(reruns), 'training')} gave too little information")
     return tuple(reruns), decision, notes
 
 

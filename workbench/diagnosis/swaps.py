@@ -109,7 +109,7 @@ def swaps_of(a: Run, b: Run, also: Mapping[str, tuple[Mapping[str, str], Mapping
 def knob_groups(a: Spec, b: Spec) -> list[list[str]]:
     """The knobs in which two specs differ; those that only go together are in one group. ValueError: a task beside a script."""
     if type(a) is not type(b):
-        raise ValueError("a task beside a script: they are no two runs of one training; compare two runs of the same kind")
+        raise ValueError("a task beside a script: they are not two runs of one training; compare two runs of the same kind")
     mine, theirs = a.to_json(), b.to_json()
     groups = [[name] for name in mine if name not in OF_RERUNS and mine[name] != theirs[name]]
 

@@ -86,7 +86,7 @@ def with_knobs(loader: Any, **knobs: Any) -> "DataLoader[Any]":
             f"here {', '.join(knobs)}"
         )
     if unknown := set(knobs) - KNOBS:
-        raise ValueError(f"{', '.join(sorted(unknown))} is no knob of a loader: it has {', '.join(sorted(KNOBS))}")
+        raise ValueError(f"{', '.join(sorted(unknown))} is not a knob of a loader: it has {', '.join(sorted(KNOBS))}")
     twin: DataLoader[Any] = copy_without_workers(loader)
     if twin is loader:
         raise ValueError(f"{type(loader).__name__} cannot be copied, so its knobs cannot be turned")

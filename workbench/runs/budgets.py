@@ -191,14 +191,14 @@ def _read(path: str | os.PathLike[str]) -> Mapping[str, Any]:
     """The limits in a TOML file: its table `budgets`, or all of it.
 
     Raises:
-        ValueError: it is not there, or is no TOML.
+        ValueError: it is not there, or is not TOML.
     """
     try:
         values = tomllib.loads(Path(path).expanduser().read_text())
     except FileNotFoundError:
         raise ValueError(f'{os.fspath(path)} does not exist; expected a TOML file with lines such as step = "120 ms"') from None
     except tomllib.TOMLDecodeError as error:
-        raise ValueError(f'{os.fspath(path)} is no TOML ({error}); expected lines such as step = "120 ms"') from None
+        raise ValueError(f'{os.fspath(path)} is not TOML ({error}); expected lines such as step = "120 ms"') from None
     inner = values.get("budgets", values)
     return inner if isinstance(inner, dict) else {"budgets": inner}
 

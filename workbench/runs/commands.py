@@ -23,37 +23,40 @@ COMMANDS: Mapping[str, tuple[str, str, str]] = {
     ),
     "launch": (
         "run a script or a task under torchrun and show where its time goes",
-        "Runs it to its end and prints where the time of its steps went. Its run directory is in the folder runs. Ctrl-C stops it.",
+        "Runs it to the end and prints where the time of its steps went. The run directory is in the folder runs. Ctrl-C stops the run.",
         "workbench launch train.py --nproc-per-node 2 -- --epochs 1",
     ),
     "diagnose": (
         "find out by experiment what holds a task back, and what would help",
-        "Tries a task with parts of its step left out and says which part limits it. A script is run and observed; a run is read.",
+        "Runs a task with parts of its step left out, and says which part limits it. A script is run and observed; a run is only read.",
         "workbench diagnose clipart-resnet --budget 30 --set num_workers=2",
     ),
     "why-not-linear": (
-        "find out by experiment why N ranks give less than N times one",
-        "Times one rank alone, beside independent ones, and all together, in turns: parts of the gap that add up. A script runs unedited.",
+        "find out by experiment why N ranks give less than N times the throughput of one",
+        "Times one rank alone, beside independent ranks, and all ranks together, by turns, and splits the gap into parts that add up. A "
+        "script runs unedited.",
         "workbench why-not-linear clipart-resnet --nproc-per-node 2 --budget 40",
     ),
     "sanity": (
         "check a task for the usual faults before a large run",
-        "Tries model, loss, labels and data in this process: gradients, chance level, leaks, modes. Exit status 1 if a check fails.",
+        "Tries model, loss, labels and data in this process: gradients, chance level, leaks, modes. The exit status is 1 if a check fails.",
         "workbench sanity fashion-mlp --budget 30",
     ),
     "estimate": (
-        "say what a task needs in memory, on a device that need not be here",
+        "predict how much memory a task needs, on a device that need not be here",
         "Runs a step on tensors without values, so no GPU is needed. The exit status is 1 if it does not fit.",
         "workbench estimate clipart-resnet --device H200 --set micro_batch=64",
     ),
     "estimate-time": (
-        "say how long a step of a task takes, on a device that need not be here",
-        "Counts the operators of a step on tensors without values; rates of the datasheet, or a measured step, make seconds of them.",
+        "predict how long a step of a task takes, on a device that need not be here",
+        "Counts the operators of a step on tensors without values, and turns them into seconds by the rates of the datasheet, or by a "
+        "measured step.",
         "workbench estimate-time text-gpt --device H100 --set precision=amp_bf16",
     ),
     "batch-lengths": (
         "find the step that will run out of memory, by the lengths of a task's samples",
-        "Follows the order of the training through the samples' lengths: memory, padding, and what bucketing and packing would gain.",
+        "Goes through the samples' lengths in the order of the training, and predicts memory, padding, and what bucketing and packing "
+        "would gain.",
         "workbench batch-lengths text-gpt --device H100 --steps 50",
     ),
     "plan": (
@@ -68,18 +71,18 @@ COMMANDS: Mapping[str, tuple[str, str, str]] = {
         "workbench trace trace.json.gz",
     ),
     "calibrate": (
-        "measure this machine's speeds for verdicts, and on a GPU the memory outside of the allocator",
-        "Takes some seconds on a CPU, and half a minute for each model on a GPU. Later diagnoses and estimates use the result.",
+        "measure this machine's speeds for verdicts, and on a GPU the memory outside the allocator",
+        "Takes a few seconds on a CPU, and half a minute for each model on a GPU. Later diagnoses and estimates use the result.",
         "workbench calibrate --models 2",
     ),
     "join": (
-        "join a run of several machines that another one has launched",
+        "join a run on several machines that another machine has launched",
         "The machine that launches the run prints this command.",
         "workbench join /shared/runs/2026-01-31T12-00-00-train",
     ),
     "runs": (
         "list the runs of a folder: state, progress, figures, what differs",
-        "Lists trainings; --all lists the workbench's own experiments as well.",
+        "Lists trainings; --all also lists the workbench's own experiments.",
         "workbench runs --filter failed --sort loss",
     ),
     "report": (
@@ -89,8 +92,8 @@ COMMANDS: Mapping[str, tuple[str, str, str]] = {
     ),
     "export": (
         "write a run for TensorBoard, MLflow or Weights & Biases, or its weights for other programs, without a network",
-        "Adds what is new since the last time, so it can be repeated while the run goes on. 'safetensors' writes the weights of the last "
-        "checkpoint as on the Hugging Face hub, 'dcp' weights and optimizer as torch.distributed.checkpoint reads them.",
+        "Adds what is new since the last export, so it can be repeated while the run goes on. 'safetensors' writes the weights of the last "
+        "checkpoint as the Hugging Face hub has them, 'dcp' weights and optimizer as torch.distributed.checkpoint reads them.",
         "workbench export runs/2026-01-31T12-00-00-train tensorboard board",
     ),
     "compare": (
@@ -100,17 +103,17 @@ COMMANDS: Mapping[str, tuple[str, str, str]] = {
     ),
     "what-changed": (
         "find out by short trainings why one run is slower, larger or worse than another",
-        "Puts what differs into the good run, one by one, until the regression is there again; or says that it is the machine.",
+        "Applies the differences to the good run, one by one, until the regression appears; or says that the machine is the reason.",
         "workbench what-changed runs/yesterday runs/today",
     ),
     "bisect": (
         "find the commit that made a training slower, larger or worse",
-        "Trains some commits of a range, each in a folder of its own, as often as the noise asks for.",
+        "Trains some commits of a range, each in a folder of its own, as often as the noise requires.",
         "workbench bisect train/task.py:build --good v1.2",
     ),
     "check": (
-        "hold a run against budgets: exit status 0 if all are kept, 1 if not",
-        "For CI: limits of time, throughput, memory, waiting and loss, alone or beside another run; --why finds the reason.",
+        "check a run against budgets: exit status 0 if all are met, 1 if not",
+        "For CI: limits on time, throughput, memory, waiting and loss, absolute or relative to another run; --why finds the reason.",
         "workbench check runs/after --budgets budgets.toml --against runs/before",
     ),
 }

@@ -120,7 +120,7 @@ def _ranks(value: Any) -> tuple[int, ...]:
     ranks = tuple(value)
     for rank in ranks:
         if not is_whole(rank, least=0):
-            raise ValueError(f"ranks={list(ranks)!r}: {rank!r} is no rank; they are counted from 0")
+            raise ValueError(f"ranks={list(ranks)!r}: {rank!r} is not a rank; they are counted from 0")
     if not ranks or len(set(ranks)) < len(ranks):
         raise ValueError(f"ranks={list(ranks)!r}: at least one is needed, and each once")
     return tuple(sorted(ranks))

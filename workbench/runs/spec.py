@@ -196,16 +196,16 @@ class RunSpec(_Spec):
     compile: str = knob("none", elsewhere=("torch_compile", "compile_model", "use_compile"))
     """What `torch.compile` compiles: "none", "model", or "blocks", each of its repeated blocks by itself, which compiles faster: blocks of
     one class share what was compiled. With another backend than inductor, which needs a C++ compiler: "blocks(backend=aot_eager)". The
-    first step compiles: it counts in no mean, and the log and `run.metrics` say how long it took."""
+    first step compiles: all means leave it out, and the log and `run.metrics` say how long it took."""
     offload: str = knob("none", choices=OFFLOADS)
     """What is kept in the host's memory, on GPUs: "none", "activations" from forward to backward, or "optimizer": its states, and
-    its steps are taken there."""
+    its steps run there."""
     channels_last: bool = knob(False, turned_in="step", predicted=True)
     """Weights and images in memory as (batch, height, width, channel), which many convolutions prefer; sharded weights stay as they are."""
     gc: bool = knob(True, turned_in="step", predicted=True)
-    """Python's cyclic garbage collector runs when it likes; False = in every thousandth step only."""
+    """Python's cyclic garbage collector runs whenever Python starts it; False = only in every thousandth step."""
     deterministic: bool = knob(False, turned_in="step", predicted=True, elsewhere=("use_deterministic_algorithms", "full_determinism"))
-    """Use deterministic algorithms alone (torch, cuDNN, cuBLAS), and give each batch of a loader's worker a seed of its own, so that two
+    """Use only deterministic algorithms (torch, cuDNN, cuBLAS), and give each batch of a loader's worker a seed of its own, so that two
     runs are equal bit for bit. An operator that has no such algorithm fails, and the error names it."""
     seed: int = 0
     """Seed of the model, the data order and the augmentation."""
@@ -213,27 +213,27 @@ class RunSpec(_Spec):
     """When the task's evaluation runs: "end" (or True) after the last step; "epoch", "checkpoint" (before each) or "every(steps=500)"
     then too. The training goes on as if it had not been evaluated, bit for bit. False = never."""
     stop_when: str | None = knob(None, elsewhere=("early_stopping", "early_stopping_patience"))
-    """End the training early when a figure of its evaluations does not become better: "validation_loss(patience=3)": in 3 of them;
+    """End the training early when a figure of its evaluations stops improving: "validation_loss(patience=3)": in 3 of them;
     "accuracy(patience=5, best=max, by=0.001)": larger is better, by more than 0.001. Needs evaluate="epoch", "every(steps=…)" or
     "checkpoint"; None = all steps are taken."""
     evaluate_batches: int | None = None
     """Batches of micro_batch samples in an evaluation, of all ranks together; None = the whole `Task.validation`."""
     checkpoint_every: int | None = None
-    """Steps between two checkpoints in the run directory, from which a job goes on that Slurm puts back into its queue (`Slurm(requeue=
-    True)`), and a run of this machine with `wb.launch(resume=run)`; None = none. See `train.checkpoints`."""
+    """Steps between two checkpoints in the run directory, from which a run goes on: a job that Slurm puts back into its queue
+    (`Slurm(requeue=True)`), or a run of this machine with `wb.launch(resume=run)`; None = none. See `train.checkpoints`."""
     noise_scale: bool | int = False
-    """Write the norms of which `run.noise_scale` is made: n = of each n-th step, at 1/n of the cost (1 = of each, in a long run 10 is
-    plenty), True = of each fourth, or of fewer where that took more than 5 % of the time. Needs two groups of samples in a step: ranks, or
-    accumulation."""
+    """Record the norms that `run.noise_scale` is made of: n = in every n-th step, at 1/n of the cost (1 = in every step; in a long run
+    10 is plenty), True = in every fourth step, or in fewer where that took more than 5 % of the time. Needs two groups of samples in a
+    step: ranks, or accumulation."""
     gradient_norms: int | None = None
-    """Write the norm of the gradients of each layer in each n-th step, before clipping: `run.gradient_norms`; None = never."""
+    """Record the norm of each layer's gradients in every n-th step, before clipping: `run.gradient_norms`; None = never."""
     step_digests: bool = False
     """Write a digest of all that each step depends on and computes, on each rank, with which `wb.recompute` names a rank, and the part of a
     step, that was computed wrongly. It copies weights, optimizer states and gradients to the host in each step, and under DDP the gradients
     of each micro-batch, too."""
     profile: Profile | Any = None
     """Trace some steps with torch.profiler, into `traces/` of the run directory: how many, or a mapping of `Profile`'s fields: steps, ranks
-    ("all" or a list), wait, shapes, stacks, memory, flops. These steps count in no figure of the run. None = none."""
+    ("all" or a list), wait, shapes, stacks, memory, flops. The run's figures leave these steps out. None = none."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.task, str) or not self.task:

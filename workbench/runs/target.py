@@ -208,7 +208,7 @@ def read_program(name: str, target: Any, batch: Any, *, others: str = "", error:
         made = "; the configuration's model is built for you" if configured else ""
         raise error(f"{name}({shown(target)}): a model needs a batch: {name}(model, batch=…), of tensors on any device, even meta{made}")
     if hasattr(batch, "batch_sampler"):
-        raise error(f"{name}({shown(target)}, {shown(batch)}): a loader is no batch: {name}(model, next(iter(loader)))")
+        raise error(f"{name}({shown(target)}, {shown(batch)}): a loader is not a batch: {name}(model, next(iter(loader)))")
     if inspect.isclass(target) or inspect.isfunction(target):
         try:
             inspect.signature(target).bind()

@@ -240,7 +240,7 @@ class Recording:
         if self._rows:
             notes += [note for phase, note in self._expected.items() if not any(row[phase] for row in self._rows)]
         if count := self._rules.left_out:
-            notes.append(f"{count} batches with no optimizer step after them are no steps (evaluation, or the rest of an accumulation)")
+            notes.append(f"{count} batches with no optimizer step after them are not steps (evaluation, or the rest of an accumulation)")
         return tuple(notes)
 
     @property

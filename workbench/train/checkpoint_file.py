@@ -122,7 +122,7 @@ def load(path: Path, device: torch.device) -> dict[str, Any]:
     for name, of in (("random", dict), ("rows", str)):  # by rank
         values = state.get(name) or {}
         if not isinstance(values, dict) or not all(isinstance(value, of | None) for value in values.values()):
-            raise UnusableCheckpointError(f"it is not a checkpoint of the workbench: its {name} is no table by rank", "foreign")
+            raise UnusableCheckpointError(f"it is not a checkpoint of the workbench: its {name} is not a table by rank", "foreign")
     best = state.get("best")
     if best and not (
         isinstance(best, tuple | list) and len(best) == 2 and is_number(best[0], finite=False) and is_whole(best[1], least=0, most=2**53)
@@ -142,7 +142,7 @@ def load_part(path: Path) -> dict[str, Any]:
     """
     state = _loaded(str(path), map_location="cpu", mmap=True)
     if not isinstance(state, dict) or not all(isinstance(state.get(name), dict) for name in ("parts", "other")):
-        raise UnusableCheckpointError(f"{path.name} is no part of a checkpoint of the workbench", "foreign")
+        raise UnusableCheckpointError(f"{path.name} is not part of a checkpoint of the workbench", "foreign")
     return state
 
 

@@ -119,7 +119,7 @@ class Checkpoints:
             except UnusableCheckpointError as error:
                 return f"{part.name}: {error}", error.kind
             except (LookupError, TypeError):
-                return "its list of the ranks' files is no list of them", "foreign"
+                return "its list of the ranks' files is not a list of them", "foreign"
         return None
 
     def _latest_usable(self) -> tuple[Path | None, dict[str, Any]]:

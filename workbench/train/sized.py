@@ -58,7 +58,7 @@ def gpt(width: int) -> Task:
     """The task of a width. The learning rate falls with it: Adam moves each weight by as much, and an output sums `width` of them.
 
     Raises:
-        ValueError: the width is no multiple of HEAD.
+        ValueError: the width is not a multiple of HEAD.
     """
     if width < HEAD or width % HEAD:
         raise ValueError(f"gpt_{width}: expected a width that is a multiple of {HEAD}, such as gpt_{max(HEAD, width // HEAD * HEAD)}")

@@ -312,7 +312,7 @@ def momentum_notes(optimizer: OptimizerDescription, ratio: float) -> Iterator[st
         yield f"momentum={number(kept)} is kept; the learning rate is inside its average here, so a change takes some steps to arrive"
     elif optimizer.name == "sgd":
         yield (
-            f"momentum={number(kept)} is kept: torch's SGD multiplies with the learning rate outside of the average, so no momentum "
+            f"momentum={number(kept)} is kept: torch's SGD multiplies by the learning rate outside the average, so no momentum "
             "correction is needed when it changes (Goyal et al. 2017). What counts is lr / (1 - momentum): more momentum would be more "
             "learning rate (Smith et al. 2018)"
         )

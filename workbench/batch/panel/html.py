@@ -91,7 +91,7 @@ def _steps(count: int) -> str:
 
 
 def _was(value: str, before: str) -> str:
-    return "of that as it is" if not before else f"was {before}" if before != value else "as before"
+    return "of the present one" if not before else f"was {before}" if before != value else "as before"
 
 
 def ladder(planned: Planned) -> str:

@@ -131,7 +131,7 @@ class Cluster(display.Shown, JsonDataclass):
         """
         if checked_ranks(gpus) > self.gpus_per_node and gpus % self.gpus_per_node:
             raise CostError(
-                f"{gpus} GPUs are no whole nodes of {self.gpus_per_node}: try {-(-gpus // self.gpus_per_node) * self.gpus_per_node}"
+                f"{gpus} GPUs are not whole nodes of {self.gpus_per_node}: try {-(-gpus // self.gpus_per_node) * self.gpus_per_node}"
             )
         return -(-gpus // self.gpus_per_node)
 

@@ -208,7 +208,7 @@ def measured(counters: Mapping[str, Any], *, ranks: int, machines: int = 1, **in
         joules, seconds = {str(name): float(value) for name, value in counters["joules"].items()}, float(counters["seconds"])
         gpus, lives = int(counters["gpus"]), int(counters.get("lives", 1))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise CostError(f"these are no figures of energy: {counters!r:.80}") from error
+        raise CostError(f"these are not figures of energy: {counters!r:.80}") from error
     sources = [f"counted by {', '.join(joules)}"]
     if gpus and not any(name.startswith("NVML") for name in joules):
         sources.append("the GPUs did not tell (package nvidia-ml-py), and are left out")

@@ -35,7 +35,7 @@ def bubble(stages: int, micro_batches: int, schedule: str = "1f1b", chunks: int 
     if v > 1 and schedule != "interleaved":
         raise CostError(f'chunks={v} with schedule="{schedule}": only "interleaved" has several chunks of layers on a stage')
     if schedule == "interleaved" and v > 1 and m % p:
-        raise CostError(f'schedule="interleaved" takes micro-batches by groups of {p} (its stages), and {m} is no multiple of it')
+        raise CostError(f'schedule="interleaved" takes micro-batches by groups of {p} (its stages), and {m} is not a multiple of it')
     if schedule in ("zb-h2", "zb-v"):
         return 0.0
     return (p - 1) / (m * v * (3 if schedule == "zb-h1" else 1))

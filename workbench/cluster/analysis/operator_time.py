@@ -67,7 +67,7 @@ class Operator(JsonDataclass):
     elements: float = 0.0
     """Of one call, that its kernel handles one by one; 0 = it moves 16 bytes at a time."""
     stride: int = 0
-    """Of a product in 16 bits: a leading dimension of its matrices, in elements, that is no multiple of 8; 0 = none."""
+    """Of a product in 16 bits: a leading dimension of its matrices, in elements, that is not a multiple of 8; 0 = none."""
 
     @property
     def kind(self) -> str:

@@ -283,7 +283,7 @@ class StepTime(display.Shown, JsonDataclass):
             return None
         worst = max(odd, key=lambda one: one.calls * one.flops).stride
         return (
-            f"{sum(one.calls for one in odd):,.0f} matrix products have a side that is no multiple of 8 (such as {worst:,}), but tensor "
+            f"{sum(one.calls for one in odd):,.0f} matrix products have a side that is not a multiple of 8 (such as {worst:,}), but tensor "
             f"cores need multiples of 8 to run fast: padded to {-(-worst // 64) * 64:,}, the step would take about "
             f"{units.seconds(saved)} less"
         )

@@ -205,7 +205,7 @@ def members(storage: Storage, name: str) -> Iterator[tuple[str, int, int]]:
         if not head.strip(b"\0"):
             return
         if len(head) < BLOCK or not _sum_fits(head):
-            raise CorruptSampleError(f"{path}: there is no header at byte {at:,}: the file is damaged or truncated, or is no tar file")
+            raise CorruptSampleError(f"{path}: there is no header at byte {at:,}: the file is damaged or truncated, or is not a tar file")
         length = _number(head[124:136], path, at)
         kind, start = head[156:157], at + BLOCK
         if "size" in pax:

@@ -129,7 +129,7 @@ def parse_example(data: bytes | memoryview) -> dict[str, Any]:
                         feature = part
                 found[name] = _value(feature)
     except (IndexError, TypeError, struct.error, UnicodeDecodeError) as error:
-        raise CorruptSampleError(f"the record is no tf.train.Example: {error}") from None
+        raise CorruptSampleError(f"the record is not a tf.train.Example: {error}") from None
     return found
 
 

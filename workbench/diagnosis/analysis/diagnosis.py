@@ -46,7 +46,7 @@ def how_to_prove(script: str) -> str:
 
 FIND_NAN = (
     "First find where the numbers become NaN or infinite: wb.sanity(step, loader), or of a task wb.sanity(task), looks at data and "
-    "gradients; wb.replay(run) repeats the step of a run in which it began. Mend that, then diagnose again."
+    "gradients; wb.replay(run) repeats the step of a run in which it began. Fix that, then diagnose again."
 )
 LITTLE = 1.1
 """A predicted gain below which a remedy of another part than the verdict's is said to be none of the verdict's concern. Chosen; a matter of
@@ -256,7 +256,7 @@ class Diagnosis(JsonDataclass):
         """
 
         def nothing(names: str) -> str:
-            has = f"its remedies are not ours to turn ({names})" if self.remedies else "it has no remedy"
+            has = f"its remedies cannot be changed from here ({names})" if self.remedies else "it has no remedy"
             return f"the verdict is {self.verdict} ({self.cause}), and {has}. {self.next}"
 
         if which is None and self._chosen:
@@ -284,7 +284,7 @@ class Diagnosis(JsonDataclass):
         remedy = self.remedy(which)
         if not remedy.provable:
             script = f". In a script, {how_to_prove(self.spec.script)}" if isinstance(self.spec, ScriptSpec) else ""
-            raise ValueError(f"{remedy.name} is not ours to turn: {remedy.what} Then diagnose again{script}")
+            raise ValueError(f"{remedy.name} cannot be changed from here: {remedy.what} Then diagnose again{script}")
         proof: Proof = late.load("prove")(self, remedy, budget_s=budget_s)
         if which is None and self.choice:
             proof = dataclasses.replace(proof, choice=self.choice)

@@ -1,4 +1,4 @@
-"""SanityReport: what checks of a model, its loss and its data have shown before a large run, and which fault to mend first."""
+"""SanityReport: what checks of a model, its loss and its data have shown before a large run, and which fault to fix first."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ CHECKS: Mapping[str, str] = {
 """Check → what holds where it is passed, in the order in which a fault causes others: of several, the first is the cause."""
 
 CAUSES: Mapping[str, str] = {
-    "nonfinite_inputs": "find the samples with NaN or infinite values and mend or leave them out: torch.isfinite(x).all() in the dataset",
+    "nonfinite_inputs": "find the samples with NaN or infinite values, and fix or drop them: torch.isfinite(x).all() in the dataset",
     "input_scale": "normalise the inputs to a mean near 0 and a deviation near 1, in the dataset or by a first layer",
     "constant_inputs": "look at what the dataset returns: all samples are the same number",
     "duplicate_samples": "look at the sampler and at the dataset: the same sample is given again and again",
@@ -50,7 +50,7 @@ CAUSES: Mapping[str, str] = {
     "learning_rate": "Adam learns these samples with another rate: choose one with wb.find_lr",
     "does_not_overfit": "the model cannot fit a few samples: look at the loss, its targets and the shape of the outputs",
     "labels_carry_nothing": "compare samples with their labels by eye: they are shuffled, shifted, or not those of these inputs",
-    "error": "mend the error first",
+    "error": "fix the error first",
 }
 """Cause of a failed check → what to do."""
 BRIEF_TEXT = 120

@@ -430,7 +430,7 @@ def _outside(e: Evidence, c: Costs) -> Cause:
     """What the time outside all phases is: Python, unless a phase that every training has was not seen."""
     if what := unseen(e):
         why = f"{units.percent(c.host.mid / c.step)} of each step ({units.seconds(c.host.mid)}) lie outside all phases, and {what}"
-        return Cause(cause=UNMARKED, why=f"{why}: clocks cannot tell the one from the other.")
+        return Cause(cause=UNMARKED, why=f"{why}: clocks cannot tell one from the other.")
     return Cause(cause="python", why=f"{units.seconds(c.host.mid)} of each step lie outside all phases.")
 
 

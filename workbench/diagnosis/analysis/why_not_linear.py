@@ -222,7 +222,7 @@ class WhyNotLinear(JsonDataclass):
             self.proofs.append(proof)
             return proof
         if not remedy.provable or not isinstance(self.spec, RunSpec):
-            raise ValueError(f"{remedy.name} is not ours to turn: {remedy.what} Then ask again")
+            raise ValueError(f"{remedy.name} cannot be changed from here: {remedy.what} Then ask again")
         proof = late.load("prove_spec")(self.spec, remedy, budget_s=budget_s, runs_dir=self.subject)
         self.proofs.append(proof)
         return proof

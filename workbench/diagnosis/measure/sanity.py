@@ -130,7 +130,7 @@ def _initial_loss(training: Training, seen: Seen, line: Line, done: dict[str, Ch
         if call.name == "cross_entropy" and first.ndim > 1 and 0 <= low <= high <= 1 and bool(((first.sum(1) - 1).abs() < 1e-3).all()):
             return _judged(f"the logits lie in {low:.2g} … {high:.2g} and add up to 1", "softmax_before_cross_entropy")
         if call.name == "nll_loss" and float(first.logsumexp(1).abs().max()) > 1e-2:
-            return _judged("what nll_loss is given are no log-probabilities", "no_log_softmax")
+            return _judged("what nll_loss is given are not log-probabilities", "no_log_softmax")
         if call.name == "binary_cross_entropy_with_logits" and first.numel() > 8 and 0 < low <= high < 1:
             return _judged(f"all logits lie in {low:.2g} … {high:.2g}", "sigmoid_before_logits_loss")
     if math.isinf(loss) or (math.isnan(loss) and training.loss is not None):

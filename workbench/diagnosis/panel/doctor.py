@@ -97,7 +97,7 @@ class ThroughputDoctor:
             description="Measure", tooltip="Run the step with the current knobs, remove its parts in turn, and measure the change"
         )
         self.climb = ipywidgets.Button(
-            description="Climb", tooltip="Prove the best remedy, keep it, diagnose again, and so on until nothing worth it is left"
+            description="Climb", tooltip="Prove the best remedy, keep it, diagnose again, and so on until no worthwhile remedy is left"
         )
         for button, pressed in ((self.measure, self._measure), (self.climb, self._climb)):
             button.add_class("wb-go")
@@ -157,7 +157,7 @@ class ThroughputDoctor:
                 diagnosis = api.diagnose(here.step, here.loader, model=here.model, optimizer=here.optimizer, budget_s=self._budget)
             self._take(diagnosis)
 
-        self._start("measuring: parts of the step are taken away in turn", work, self._budget, hold=True)
+        self._start("measuring: parts of the step are removed in turn", work, self._budget, hold=True)
 
     def _prove(self, remedy: Remedy) -> None:
         work = self._rows.proof(remedy, lambda: self.result, self._budget)
@@ -210,7 +210,7 @@ class ThroughputDoctor:
 
 TICK = 0.5
 """Seconds between two updates of the status."""
-STOP = "End all processes of what runs now, and forget what it found so far"
+STOP = "End all processes of the current measurement, and discard what it has found"
 
 
 class Stopped(BaseException):

@@ -201,7 +201,7 @@ class WhyNotLinear:
         self.head.value = html.head(self.title)
         result = self.result
         if result is None:
-            self._note.value = '<div class="wb-what">Nothing is measured yet: press Measure, and every part of the gap shows.</div>'
+            self._note.value = '<div class="wb-what">Nothing is measured yet: press Measure, and every part of the gap appears.</div>'
             self._allow()
             return
         self.answer = self._asked(result)
@@ -258,14 +258,14 @@ class WhyNotLinear:
             places = f"{units.count(self._places)} {'GPUs' if self._on_gpus else 'cores'}"
             return f"{self.ranks.value} ranks do not fit on {places}, so they are only predicted"
         if self.ranks.value % self.spec.nnodes:
-            return f"{self.ranks.value} ranks cannot be shared out over {self.spec.nnodes} machines"
+            return f"{self.ranks.value} ranks cannot be divided evenly over {self.spec.nnodes} machines"
         return ""
 
     def _allow(self) -> None:
         """Buttons can be pressed where there is something to run, and while nothing runs; knobs turned where they change something."""
         busy, why = self._background.busy, self.why_not_here
         self.measure.disabled = busy or bool(why)
-        self.measure.tooltip = why or "Launch one rank alone, all without reductions, and all ranks, in turns, and explain the gap"
+        self.measure.tooltip = why or "Launch one rank alone, all ranks without reductions, and all ranks, by turns, and explain the gap"
         self._remedies.hold(busy)
         known = self.result is not None and (link_of(self.result.evidence) or self.result.link) is not None
         self.latency.disabled = self.bandwidth.disabled = not known

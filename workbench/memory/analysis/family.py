@@ -211,9 +211,7 @@ def _same(x: int, one: MemoryLog, events: list[Event], y: int, two: MemoryLog, o
     Raises:
         ValueError: they did not; it says where they part.
     """
-    advice = (
-        "They are no family: the program depends on this number. Make one run per value instead, or take values on one side of the change"
-    )
+    advice = "They are not one family: the program depends on this number. Make a run per value, or take values on one side of the change"
     for position, (a, b) in enumerate(zip(events, others, strict=False)):
         if a[:2] != b[:2] or _what(a, one) != _what(b, two):
             raise ValueError(f"the runs at {x} and {y} part at event {position}: {x} {_words(a, one)}, {y} {_words(b, two)}. {advice}")

@@ -32,7 +32,7 @@ class Call(NamedTuple):
     elements: int = 0
     """That a kernel handles one by one; 0 = 16 bytes at a time."""
     stride: int = 0
-    """Of a product in 16 bits: a leading dimension, in elements, that is no multiple of 16 bytes; 0 = each of its matrices has one."""
+    """Of a product in 16 bits: a leading dimension, in elements, that is not a multiple of 16 bytes; 0 = each of its matrices has one."""
 
 
 _NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
@@ -171,7 +171,7 @@ def _one_by_one(name: str, tags: Any, tensors: list[Tensor]) -> int:
 
 
 def _unaligned(tensors: list[Tensor]) -> int:
-    """The first leading dimension of matrices in 16 bits that is no multiple of 8; 0 = there is none. TF32, whose is 4, is not covered."""
+    """The first leading dimension of matrices in 16 bits that is not a multiple of 8; 0 = there is none. Not for TF32, whose is 4."""
     matrices = [tensor for tensor in tensors if tensor.dim() > 1 and tensor.element_size() == 2 and min(tensor.shape[-2:]) > 1]
     strides = (int(tensor.stride(-2 if tensor.stride(-1) == 1 else -1)) for tensor in matrices)
     return next((stride for stride in strides if stride % 8), 0)

@@ -196,7 +196,7 @@ def estimating() -> str:
 def verdict(breakdown: MemoryBreakdown, fit: Fit | None) -> str:
     """Whether it fits, the bytes left, and the moment of the peak."""
     if fit is None:
-        badge, text = "", f"{units.bytes_(breakdown.total)} in tensors at the peak; what this machine's CPU has is not looked at"
+        badge, text = "", f"{units.bytes_(breakdown.total)} in tensors at the peak; how much memory this machine has is not considered"
     else:
         tint, word = ("finished", "fits") if fit else ("stopped", "does not fit")
         badge, text = f'<span class="wb-badge wb-is-{tint}">{word}</span> ', fit.words.partition(": ")[2]
@@ -281,7 +281,7 @@ def difference(rows: Iterable[Row]) -> str:
     if predicted.device != measured.device:
         return (
             f'<div class="wb-what">measured on {escape(measured.device)}, predicted for {escape(predicted.device)}: '
-            "tensors are made, rounded and kept otherwise there</div>"
+            "tensors are allocated, rounded and kept in another way there</div>"
         )
     off = predicted.total / measured.total - 1
     words = "as measured" if not round(off, 4) else f"{units.percent(abs(off))} {'above' if off > 0 else 'below'} what was measured"
@@ -293,7 +293,7 @@ def details(breakdown: MemoryBreakdown, *, stale: bool = False) -> str:
     """The holders of the peak, and the memory over the steps."""
     dim = ' style="opacity:0.45"' if stale else ""
     modules = (
-        f'<div class="wb-steps"><div class="wb-label">who holds it at the peak, by module</div>{icicle(breakdown)}</div>'
+        f'<div class="wb-steps"><div class="wb-label">what holds the memory at the peak, by module</div>{icicle(breakdown)}</div>'
         if breakdown.holders
         else ""
     )

@@ -276,7 +276,7 @@ def disk_checks(folder: Path, facts: Mapping[str, Any], mounts: str | None = Non
         if not os.access(there, os.W_OK):
             trouble, fix = "this user may not write there", "choose another folder: runs_dir=, TMPDIR or WORKBENCH_CACHE"
         elif os.path.lexists(path) and not os.path.isdir(path):
-            trouble, fix = f"{path} is no folder", "choose another: runs_dir=, TMPDIR or WORKBENCH_CACHE"
+            trouble, fix = f"{path} is not a folder", "choose another: runs_dir=, TMPDIR or WORKBENCH_CACHE"
         elif name == "cache" and (ignored := ignored_variables()):
             trouble, _, fix = ignored[0].rpartition(" Try: ")
         elif left is not None and left < MIN_DISK and name != "cache":

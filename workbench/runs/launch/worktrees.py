@@ -58,7 +58,7 @@ def commit_of(folder: Path, revision: str) -> str:
         return git(folder, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{revision}^{{commit}}").strip()
     except GitError:
         raise GitError(
-            f"{revision!r} is no commit of the repository of {folder}; expected a branch, tag or id that git log shows"
+            f"{revision!r} is not a commit of the repository of {folder}; expected a branch, tag or id that git log shows"
         ) from None
 
 

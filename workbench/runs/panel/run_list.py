@@ -188,7 +188,7 @@ class RunListPanel:
         """A run of the list by what its row is called. What a page sends is looked up, not followed."""
         path = next((run.path for run in self.runs if self.runs.label(run) == label), None)
         if path is None:
-            raise ValueError(f"{label} is not in the folder any more")
+            raise ValueError(f"{label} is no longer in the folder")
         return Run.load(path)
 
     def _complain(self, about: str, message: str) -> None:

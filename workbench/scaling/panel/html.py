@@ -83,7 +83,7 @@ def picture(places: Sequence[Place], measured: Sequence[tuple[int, float]], now:
         f'<circle cx="{x:.1f}" cy="{y:.1f}" r="6.5" fill="{COLORS[now.bound]}" stroke="currentColor"/>'
     )
     label = f"throughput against {now.counted}; {words(now)}"
-    keys = {"predicted, with its band (dashed)": LINE, f"naive: each {now.each} goes on so (dash-dotted)": "currentColor"}
+    keys = {"predicted, with its band (dashed)": LINE, f"naive: every further {now.each} adds as much (dash-dotted)": "currentColor"}
     legend = stack.legend(keys | ({"measured (dots)": LINE} if measured else {}), 0)
     return (
         f'<div class="wb-steps"><div class="wb-label">samples per second against {now.counted}</div>'
@@ -155,7 +155,7 @@ def table(places: Sequence[Place], rows: int = 8) -> Table:
     """Some of the places, for pages that show no drawings."""
     some = [*places[: -1 : max(1, -(-len(places) // rows))], places[-1]]
     return Table(
-        columns=(places[0].counted, "throughput", "between", "naive", "of it", "limited by"),
+        columns=(places[0].counted, "throughput", "between", "naive", "of naive", "limited by"),
         rows=[
             [
                 f"{place.gpus:,}",

@@ -59,7 +59,7 @@ class Flame(display.Shown, JsonDataclass):
 
     @property
     def table(self) -> display.Table:
-        """The 15 nodes with most time of their own."""
+        """The 15 nodes with the most self time."""
         most = sorted(self.nodes, key=lambda node: -node.self_seconds)[:SHOWN]
         rows = [
             [
@@ -71,7 +71,7 @@ class Flame(display.Shown, JsonDataclass):
             ]
             for node in most
         ]
-        note = display.notes([f"{len(self.nodes)} nodes of {self.thread or 'no thread'}, those with most time of their own", *self.notes])
+        note = display.notes([f"{len(self.nodes)} nodes of {self.thread or 'no thread'}, those with the most self time", *self.notes])
         columns = ("call", "self", "share of the step", "total", "calls")
         return display.Table(columns=columns, rows=rows, title="Calls by their path, seconds per step", note=note)
 

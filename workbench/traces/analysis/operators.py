@@ -45,7 +45,7 @@ class Operator:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operators(display.Shown, JsonDataclass):
-    """Operators or kernels, those with the most time of their own first. Get them from `trace.ops()`."""
+    """Operators or kernels, those with the most self time first. Get them from `trace.ops()`."""
 
     rows: tuple[Operator, ...]
     which: Which
@@ -70,7 +70,7 @@ class Operators(display.Shown, JsonDataclass):
         more = [f"{len(self.rows) - SHOWN} more in to_frame()"] if len(self.rows) > SHOWN else []
         note = display.notes([*more, *self.notes]) or None
         columns = (self.which, *(["shapes"] if shaped else []), "calls", "self", "share", "total", *(["device"] if on_device else []))
-        title = f"{self.which.capitalize()}s, by time of their own: sums, not per step; share: of all {self.which}s' own time"
+        title = f"{self.which.capitalize()}s by self time: sums, not per step; share: of the self time of all {self.which}s"
         return display.Table(columns=columns, rows=cells, title=title, note=note)
 
     to_frame = display.frame_method("rows", Operator)

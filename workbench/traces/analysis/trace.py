@@ -151,7 +151,7 @@ class Trace(Shown):
         return breakdown(self.kinds, self.windows, self.notes)
 
     def ops(self, which: Which = "operator", *, by_shape: bool = False) -> Operators:
-        """Operators of the host, or kernels of the device: calls, time of their own, time with what they call.
+        """Operators of the host, or kernels of the device: calls, self time, time with what they call.
 
         Args:
             which: "operator" or "kernel".

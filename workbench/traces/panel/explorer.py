@@ -133,8 +133,8 @@ class TraceExplorer:
             widget.observe(lambda _change, action=action: self._react(action), names="value")
         self.operators.observe(lambda _: self._react(self._choose_operator), names="chosen")
         self.view.observe(lambda _: self._react(self._redraw), names="window")
-        steps = [_button("‹ step", "the step before", lambda: self.go(-1)), _button("step ›", "the next step", lambda: self.go(1))]
-        matches = [_button("‹ match", "the match before", self.previous), _button("match ›", "the next match", self.next)]
+        steps = [_button("‹ step", "the previous step", lambda: self.go(-1)), _button("step ›", "the next step", lambda: self.go(1))]
+        matches = [_button("‹ match", "the previous match", self.previous), _button("match ›", "the next match", self.next)]
         choices = [self.step, *steps, self.search, *matches, self._found.add_class("wb-found")]
         if len(ranks) > 1:
             choices.insert(0, self.rank)

@@ -94,18 +94,16 @@ HEADS = ("calls", "self", "share", "total")
 
 def label(which: str, number: int | None) -> str:
     """The label above a table of operators."""
-    words = f"{which}s of {'all steps' if number is None else f'step {number}'}, by time of their own"
+    words = f"{which}s of {'all steps' if number is None else f'step {number}'}, by self time"
     return f'<div class="wb-label">{words} <span class="wb-what">(choose a row to highlight it)</span></div>'
 
 
 def described(event: Described) -> str:
     """Text for one event."""
-    where = (
-        f"step {event.step}, {units.seconds(event.at)} after its beginning" if event.step is not None else f"at {units.seconds(event.at)}"
-    )
+    where = f"step {event.step}, {units.seconds(event.at)} after its start" if event.step is not None else f"at {units.seconds(event.at)}"
     lane = event.lane if event.rank is None else f"rank {event.rank}, {event.lane}"
     calls = f"{event.calls:,} call{'s' * (event.calls != 1)} of this name in {'the step' if event.step is not None else 'the file'}"
-    facts = [event.kind, units.seconds(event.seconds), f"{units.seconds(event.own)} of its own", where, lane, calls]
+    facts = [event.kind, units.seconds(event.seconds), f"{units.seconds(event.own)} self time", where, lane, calls]
     shapes = f'<div class="wb-what">inputs: {escape(short_name(event.shapes))}</div>' if event.shapes else ""
     return (
         f'<div class="wb-said" role="status"><strong>{escape(short_name(event.name))}</strong> '
@@ -165,7 +163,7 @@ def _piece(shown: Layout, place: int, share: float, count: int, seconds: float, 
 def operators(rows: Sequence[Ranked], which: str) -> str:
     """The static table of operators, which needs no kernel."""
     named = [[short_name(name), *rest] for name, *rest in cells(rows)]
-    return Table(columns=(which, *HEADS), rows=named, title=f"{which.capitalize()}s of it, by time of their own")._repr_html_()
+    return Table(columns=(which, *HEADS), rows=named, title=f"{which.capitalize()}s by self time")._repr_html_()
 
 
 def static(model: Explored, rank: int | None, number: int | None, which: Which) -> str:

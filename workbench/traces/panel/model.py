@@ -135,7 +135,9 @@ class Explored:
         slowest = max((trace.slowdown for trace in self.traces.values() if trace.slowdown is not None), default=None)
         known = slowest is None or any("the profiler slows" in note for note in notes)
         slowed = [] if known else [f"a step under the profiler took {units.times(1 + (slowest or 0.0))} the time of one without it"]
-        several = ["clocks of ranks are not compared: the first step that all have begins at one place"] if len(self.traces) > 1 else []
+        several = (
+            ["the ranks' clocks are not compared: the first step that all ranks have is drawn in one place"] if len(self.traces) > 1 else []
+        )
         ahead = ["steps are the device's; the host runs ahead, so its marks are at other times"] if self.device else []
         return (*slowed, *several, *ahead, *notes)
 

@@ -72,7 +72,7 @@ class Perfetto:
         name = escape(self.path.name)
         size = units.bytes_(self.path.stat().st_size) if self.path.exists() else units.MISSING
         return (
-            f'<p>{name}, {size}, in Perfetto: <a href="{self.url}" target="_blank" rel="noopener">open it in a page of its own</a></p>'
+            f'<p>{name}, {size}, in Perfetto: <a href="{self.url}" target="_blank" rel="noopener">open it in a new page</a></p>'
             f'<iframe src="{self.url}" title="{name} in Perfetto" width="100%" height="{self.height}" style="border:0"></iframe>'
         )
 

@@ -141,7 +141,7 @@ def _rows_of(
             if waste(workload.layers, pipeline, chunks) > MAX_WASTE:
                 continue
             if chunks > 1 and accumulation % pipeline:
-                ruled_out["an interleaved pipeline whose micro-batches are no multiple of its stages"] += 1
+                ruled_out["an interleaved pipeline whose micro-batches are not a multiple of its stages"] += 1
                 continue
             rows.append((gpus, data, tensor, pipeline, chunks, micro, accumulation))
     return rows

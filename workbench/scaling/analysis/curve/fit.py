@@ -316,7 +316,7 @@ class CurveFit(display.Shown):
         measurement to come, which has as much of it.
 
         Raises:
-            CurveError: `n` is no whole number of at least 1.
+            CurveError: `n` is not a whole number of at least 1.
         """
         return self.forecasts([n])[0]
 
@@ -324,7 +324,7 @@ class CurveFit(display.Shown):
         """The prediction for each of several numbers of processes.
 
         Raises:
-            CurveError: one is no whole number of at least 1.
+            CurveError: one is not a whole number of at least 1.
         """
         processes = np.array([float(checked_size(size)) for size in sizes])
         by_form = {fitted.form.name: rates(fitted.law, processes) for fitted in self.fitted}

@@ -67,7 +67,7 @@ class How(JsonDataclass):
         if self.pipeline is not None and not is_whole(self.pipeline, least=1, numpy=True):
             raise CurveError(
                 f"pipeline={self.pipeline!r}: the micro-batches of a step × chunks on each stage are needed, a whole number of at least 1, "
-                "or None where the processes are no stages"
+                "or None where the processes are not stages"
             )
         if not isinstance(self.sharded, bool):
             raise CurveError(f"sharded={self.sharded!r}: True or False is allowed")

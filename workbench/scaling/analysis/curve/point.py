@@ -123,7 +123,7 @@ def checked_size(value: Any) -> int:
     """A number of processes.
 
     Raises:
-        CurveError: it is no whole number of at least 1.
+        CurveError: it is not a whole number of at least 1.
     """
     if not is_whole(value, least=1, numpy=True):
         raise CurveError(f"{value!r} processes: a whole number of at least 1 is needed")
