@@ -385,7 +385,9 @@ def test_next_begins_with_what_is_surer_to_gain_more(
 ) -> None:
     best, more = (remedy(**values, speedup=mid, low=low, high=high) for values, (mid, low, high) in (({}, first), (THREADS, general)))
     found = dataclasses.replace(slow_loader(spec=SPEC), remedies=surest_first((best, more)))
-    begins = f"First try threads=1: it is predicted to gain {more.gain} whatever the cause. Then: Do it. Predicted: {best.gain}."
+    begins = (
+        f"First try threads=1: it is predicted to gain {more.gain} whatever the cause. {more.what} Then: Do it. Predicted: {best.gain}."
+    )
     assert (found.next == begins) == surer
     assert found.next.startswith("Do it.") != surer
     assert found.remedy() is (more if surer else best)

@@ -15,7 +15,7 @@ from tests.made import World
 from workbench.core import units
 from workbench.core.statistics import Interval
 from workbench.core.system_load import Noise
-from workbench.diagnosis.analysis import causes
+from workbench.diagnosis.analysis import causes, loader_remedies
 from workbench.diagnosis.analysis.costs import Costs
 from workbench.diagnosis.analysis.diagnosis import AGAIN, Diagnosis
 from workbench.diagnosis.analysis.evidence import Evidence, Gradients, Loading, Stalls
@@ -463,7 +463,27 @@ def test_a_change_that_surely_gains_is_told_even_where_the_verdict_is_not_clear(
     remedies = remedies_for(evidence, unclear)
     assert [(remedy.name, remedy.scope) for remedy in remedies] == [("threads=1", "general")]
     told = Diagnosis(evidence=evidence, judgement=unclear, remedies=remedies).next
-    assert told.startswith("In general: Use 1 thread per operator")
+    assert "Use 1 thread per operator: torch.set_num_threads(1), or OMP_NUM_THREADS=1." in told
     assert AGAIN in told
     small = World(threads=2, crowd=1.1).evidence()
     assert remedies_for(small, dataclasses.replace(judge(small), verdict="inconclusive", cause="noise")) == ()
+
+
+def test_what_to_type_for_fewer_threads() -> None:
+    one = World(threads=2, crowd=2.4).evidence()
+    ranks = World(threads=2, crowd=2.4, late_input=(0.0, 0.0)).evidence()
+    assert remedies(one)["threads=1"].what == "Use 1 thread per operator: torch.set_num_threads(1), or OMP_NUM_THREADS=1."
+    assert remedies(one, SPEC)["threads=1"].what == "Use 1 thread per operator: threads=1."
+    assert remedies(ranks, SPEC)["threads=1"].what == "Use 1 thread per operator on each rank: threads=1."
+
+
+def test_torch_is_said_to_warn_only_of_more_workers_than_this_process_may_use_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two workers on two cores, of which others took one: torch does not warn of them."""
+    sleeping = World(cpu=0.001, blocked=0.04).evidence(noise=Noise(cores=2.0, foreign=1.0))
+    said = {}
+    for cores in (1, 64):
+        monkeypatch.setattr(loader_remedies, "affinity", lambda cores=cores: set(range(cores)))
+        said[cores] = next(one.what for name, one in remedies(sleeping).items() if name.startswith("num_workers="))
+    assert "That is more workers than cores, of which torch warns" in said[1]
+    assert "torch warns" not in said[64]
+    assert "That is more than the cores that are free now (1.3); workers that only wait need none." in said[64]

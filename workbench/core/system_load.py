@@ -67,10 +67,11 @@ class Noise:
 
 def usable_cores(cgroup: Path = CGROUP, proc: Path = PROC) -> float:
     """Cores that this process may use: those it may run on, or fewer where a container's quota says so."""
-    return min(float(len(_affinity())), _quota(cgroup, proc))
+    return min(float(len(affinity())), _quota(cgroup, proc))
 
 
-def _affinity() -> set[int]:
+def affinity() -> set[int]:
+    """Numbers of the cores that this process may run on; what a container's quota allows of them is left out."""
     if hasattr(os, "sched_getaffinity"):
         return os.sched_getaffinity(0)
     return set(range(os.cpu_count() or 1))
@@ -261,7 +262,7 @@ class LoadMeter:
         launched = "TORCHELASTIC_RUN_ID" in os.environ and number_or_default("LOCAL_WORLD_SIZE", 1) > 1
         self._root = root or (os.getppid() if launched else os.getpid())
         self.delay = RunQueueDelay(proc)
-        self._spare = len(_affinity()) - usable_cores()  # which a quota leaves to others in any case
+        self._spare = len(affinity()) - usable_cores()  # which a quota leaves to others in any case
         self._first = self._last = self._now()
 
     def lap(self) -> Load:
@@ -318,7 +319,7 @@ class LoadMeter:
 
     def _busy(self) -> tuple[float | None, float]:
         """Seconds that the cores we may use were busy, or taken away by the host of a virtual machine, and these alone; None off Linux."""
-        cores = {f"cpu{number}" for number in _affinity()}
+        cores = {f"cpu{number}" for number in affinity()}
         busy, stolen = None, 0.0
         for line in text_of(self._proc / "stat").splitlines():
             name, *ticks = line.split()

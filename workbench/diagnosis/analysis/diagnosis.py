@@ -20,10 +20,11 @@ from workbench.core.vocabulary import PART_WORDS, PARTS
 from workbench.data.analysis.format_costs import FormatComparison
 from workbench.diagnosis.analysis.costs import MAX_BLOCK_SPREAD, is_crowded, noise_warnings
 from workbench.diagnosis.analysis.evidence import Evidence
+from workbench.diagnosis.analysis.framework_settings import SETTINGS_OF
 from workbench.diagnosis.analysis.loader_model import TERMS, LoaderCurve
 from workbench.diagnosis.analysis.model_errors import surely_gains, with_model_error
 from workbench.diagnosis.analysis.proof import Proof, remedy_table
-from workbench.diagnosis.analysis.remedies import SETTINGS_OF, remedies_for
+from workbench.diagnosis.analysis.remedies import remedies_for
 from workbench.diagnosis.analysis.remedy import Choice, Remedy, find_remedy, gain_of, of_knobs, sort_key, surest_first
 from workbench.diagnosis.analysis.step_model import Parts, StepModel
 from workbench.diagnosis.analysis.verdict import HIDDEN_REDUCTION, UNMARKED, Judgement, judge
@@ -168,7 +169,7 @@ class Diagnosis(JsonDataclass):
         if first:
             price = f" It costs: {first.costs}." if first.costs else ""
             return (
-                f"First try {first.name}: it is predicted to gain {first.gain} whatever the cause.{price} "
+                f"First try {first.name}: it is predicted to gain {first.gain} whatever the cause. {first.what}{price} "
                 f"Then: {best.advice}{how} Predicted: {best.gain}.{costs}"
             )
         more = max(others, key=gain_of, default=best)

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Iterator
 
 from workbench.core import units
+from workbench.core.system_load import affinity
 from workbench.data.analysis.format_costs import PREPARED, FormatComparison
 from workbench.diagnosis.analysis.evidence import Loading
 from workbench.diagnosis.analysis.loader_model import MAX_PACE, LoaderModel
@@ -80,8 +81,12 @@ def _typed(case: Case, workers: int, staying: bool, cores: float) -> str:
     """What to type into a program of one's own."""
     if isinstance(case.spec, RunSpec) or not workers:
         return ""
-    warned = " That is more workers than cores, of which torch warns; workers that only wait need none." if workers > cores else ""
-    return f" DataLoader(…, num_workers={workers}{', persistent_workers=True' * staying}).{warned}"
+    more = ""
+    if workers > len(affinity()):
+        more = " That is more workers than cores, of which torch warns; workers that only wait need none."
+    elif workers > cores:
+        more = f" That is more than the cores that are free now ({cores:.1f}); workers that only wait need none."
+    return f" DataLoader(…, num_workers={workers}{', persistent_workers=True' * staying}).{more}"
 
 
 def _persistent(case: Case, loading: Loading) -> Remedy | None:

@@ -4,15 +4,15 @@ Where an experiment tried the change itself, its ratio is put into the full step
 an interval as wide as its known errors. Where nothing predicts what replaces a part, the removal of the part is the ceiling.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 
 from workbench.core import units
 from workbench.core.statistics import Interval
-from workbench.core.system_load import usable_cores
 from workbench.diagnosis.analysis.causes import MIN_EXPLAINED, pausing_rank
 from workbench.diagnosis.analysis.costs import is_crowded, saved_by
 from workbench.diagnosis.analysis.evidence import Evidence
+from workbench.diagnosis.analysis.framework_settings import set_by
 from workbench.diagnosis.analysis.loader_remedies import for_loader
 from workbench.diagnosis.analysis.model_errors import with_model_error
 from workbench.diagnosis.analysis.remedy import (
@@ -28,7 +28,7 @@ from workbench.diagnosis.analysis.remedy import (
 )
 from workbench.diagnosis.analysis.step_model import StepModel
 from workbench.diagnosis.analysis.verdict import UNMARKED, USUAL, Judgement, unseen
-from workbench.runs.spec import Spec
+from workbench.runs.spec import RunSpec, Spec
 
 REMOVES = {
     "precision": ("compute",),
@@ -108,7 +108,12 @@ def _arms(case: Case) -> Iterator[Remedy | None]:
         elif kind == "optimizer":
             yield from_arm(case, name, {kind: value}, f"Use the optimizer's {value} implementation: {value}=True.", _OPTIMIZER_COSTS[value])
         elif kind == "threads":
-            yield from_arm(case, name, {kind: int(value)}, f"Use {units.several(int(value), 'thread')} per operator on each rank.", "")
+            each = " on each rank" if case.evidence.world_size > 1 else ""
+            what = f"Use {units.several(int(value), 'thread')} per operator{each}: "
+            what += (
+                f"threads={value}." if isinstance(case.spec, RunSpec) else f"torch.set_num_threads({value}), or OMP_NUM_THREADS={value}."
+            )
+            yield from_arm(case, name, {kind: int(value)}, what, "")
         elif kind == "tf32":
             what = "Run fp32 matrix products in TF32: torch.set_float32_matmul_precision('high')."
             yield from_arm(case, name, {kind: True}, what, "products have 10 bits of mantissa instead of 23: watch the loss")
@@ -230,9 +235,9 @@ def _padding(case: Case) -> Iterator[Remedy | None]:
 
 def _transfer(case: Case) -> Iterator[Remedy | None]:
     """Copies that overlap with computing."""
-    c, loading = case.costs, case.evidence.loading
+    c = case.costs
     saved = c.share(c.saves(c.transfer))
-    pinned = bool(loading and loading.pin_memory)
+    pinned = bool((loading := case.evidence.loading) and loading.pin_memory)
     yield ceiling(
         case,
         "copies beside training" if pinned else "pin_memory=True",
@@ -287,50 +292,6 @@ def _moved(e: Evidence, otherwise: str) -> str:
     return f"{what.removesuffix('.')} ({e.stalls.where})." if e.stalls.where else what
 
 
-SETTINGS_OF: Mapping[str, tuple[str, Mapping[str, str]]] = {
-    "transformers": (
-        "Hugging Face's Trainer",
-        {
-            "data_wait": "TrainingArguments(dataloader_num_workers={workers}) to begin with",
-            "transfer": "TrainingArguments(dataloader_pin_memory=True)",
-            "optimizer": 'TrainingArguments(optim="adamw_torch_fused", gradient_accumulation_steps=…)',
-            "host": "TrainingArguments(logging_steps=…, torch_compile=True)",
-            "stalls": "TrainingArguments(eval_steps=…, save_steps=…, logging_steps=…)",
-            "evaluation": "TrainingArguments(eval_steps=…, per_device_eval_batch_size=…)",
-            "checkpoint": "TrainingArguments(save_steps=…)",
-        },
-    ),
-    "lightning": (
-        "Lightning's Trainer",
-        {
-            "data_wait": "your DataLoader(num_workers={workers}, persistent_workers=True) to begin with",
-            "transfer": "your DataLoader(pin_memory=True)",
-            "optimizer": "Trainer(accumulate_grad_batches=…), or fused=True in configure_optimizers",
-            "host": "Trainer(log_every_n_steps=…)",
-            "stalls": "Trainer(val_check_interval=…), ModelCheckpoint(every_n_train_steps=…)",
-            "evaluation": "Trainer(val_check_interval=…, limit_val_batches=…)",
-            "checkpoint": "ModelCheckpoint(every_n_train_steps=…)",
-        },
-    ),
-}
-"""Framework that has the training loop → its name, and part of the step or kind of stall → the settings that change it; `{workers}`: a
-number to begin with."""
-TRAINER_PAGE, MOST_WORKERS = "how-to/frameworks", 8
-"""The page of the docs on how to get a step and a loader out of a Trainer; most workers to begin with, where there are fewer. Chosen."""
-
-
-def _set_by(e: Evidence, part: str) -> str:
-    """The settings of the script's framework for a part, as a sentence after another; "" = the loop is the user's own."""
-    name, settings = SETTINGS_OF.get(e.places.get("framework", ""), ("", {}))
-    setting = settings.get((part == "stalls" and e.stalls.kind) or part, "")
-    allowed = max(1, int(usable_cores() / e.world_size) - e.threads)
-    now = int(given) if (given := e.places.get("workers", "")).isdecimal() else 0
-    if part == "data_wait" and allowed <= now:
-        setting = setting and f"num_workers is {now} already, and the cores allow no more: make each batch cheaper, or prepare the data"
-    how = f" How to give wb.diagnose its step and loader: docs, {TRAINER_PAGE}." if part == "data_wait" else ""
-    return f" With {name}: {setting.format(workers=min(allowed, max(MOST_WORKERS, 2 * now)))}.{how}" if setting else ""
-
-
 PART_OF = {
     "input-bound": "data_wait",
     "transfer-bound": "transfer",
@@ -375,7 +336,7 @@ def _observed(case: Case) -> Iterator[Remedy]:
         if part == "host" and unseen(case.evidence):  # what lies between the phases may be making batches, or computing
             continue
         name, what = _WORDS_OBSERVED[part]
-        what = (_moved(case.evidence, what) if part == "stalls" else what) + _set_by(case.evidence, part)
+        what = (_moved(case.evidence, what) if part == "stalls" else what) + set_by(case.evidence, part)
         if remedy := ceiling(case, name, what, saved.mid, f"{part} is gone, as far as the measured times show"):
             yield replace(remedy, scope="cause" if PART_OF.get(case.judgement.verdict) == part else "part")
 
@@ -387,7 +348,6 @@ ACCUMULATION_FACTOR = 4
 """Micro-batches per step that are offered: more bring little, a step being mostly compute by then."""
 FEW_BUCKETS = 4
 """So many still overlap with backward, and start few reductions."""
-MIB = 2**20
 
 
 def _reductions(case: Case) -> Iterator[Remedy | None]:
@@ -426,7 +386,7 @@ def _buckets(case: Case) -> Iterator[Remedy | None]:
     c, g = case.costs, case.evidence.gradients
     if g is None or g.buckets <= FEW_BUCKETS:
         return
-    size = max(1.0, round(g.size / MIB / FEW_BUCKETS, 1))
+    size = max(1.0, round(g.size / 2**20 / FEW_BUCKETS, 1))
     speedup = case.model.speedup(bucket_cap_mb=size)
     saved = c.step * (1 - 1 / speedup) if speedup else 0.0
     yield from_formula(
