@@ -32,7 +32,8 @@ The types of results, and how each leads to the next:
 * A `ScalingCurve` is throughput against the number of processes, which `scaling_curve` measures; a fit predicts it for more processes,
   always beside the linear extrapolation.
 * `why_not_linear` says by experiment why N ranks give less than N times one: a `WhyNotLinear`, whose parts add up to the gap.
-* A `Cluster` has the GPUs and links that predictions beyond this machine are for; `plan` finds the layouts of a model on it that fit.
+* A `Cluster` has the GPUs and links that predictions beyond this machine are for; `plan` finds the layouts of a model on it that fit, of a
+  `Transformer` by its sizes alone.
 * `estimate_time` predicts the seconds of a step on a device that is not here: a `StepTime`, by kind of operator.
 * `collectives` counts what the ranks of your module would send each other in a step, in a dry run: `Traffic`. `measure_collectives`
   times collectives between real ranks, `ddp_twin` runs DDP's own reducer over a simulated network.
@@ -60,6 +61,7 @@ if TYPE_CHECKING:
     from workbench.batch.lengths import batch_lengths as batch_lengths
     from workbench.batch.steps_to_target import steps_to_target as steps_to_target
     from workbench.cluster.analysis.cluster import Cluster as Cluster
+    from workbench.cluster.analysis.transformer import Transformer as Transformer
     from workbench.cluster.api import ddp_twin as ddp_twin, measure_collectives as measure_collectives
     from workbench.cluster.count_collectives import collectives as collectives
     from workbench.cluster.estimate_time import estimate_time as estimate_time
@@ -122,6 +124,7 @@ _NAMES = {
     "workbench.batch.lengths": "batch_lengths",
     "workbench.batch.steps_to_target": "steps_to_target",
     "workbench.cluster.analysis.cluster": "Cluster",
+    "workbench.cluster.analysis.transformer": "Transformer",
     "workbench.cluster.api": "ddp_twin measure_collectives",
     "workbench.cluster.count_collectives": "collectives",
     "workbench.cluster.estimate_time": "estimate_time",

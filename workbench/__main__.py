@@ -298,7 +298,11 @@ def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
     option("diagnose", "target", help=f"{what}, or the directory of a run")
     for name in ("diagnose", "why-not-linear"):
         made[name].set_defaults(args=[])
-    option("estimate estimate-time batch-lengths plan sanity", "target", help='a task ("my_task.py:build") or a sample ("clipart-resnet")')
+    task = 'a task ("my_task.py:build") or a sample ("clipart-resnet")'
+    option("estimate estimate-time batch-lengths sanity", "target", help=task)
+    option(
+        "plan", "target", help=f"{task}; or a Hugging Face config.json, whose sizes are planned with tensor and pipeline parallelism, too"
+    )
     option("launch", "--nproc-per-node", type=int, default=1, metavar="N", help="ranks on this machine, such as one for each GPU (1)")
     option("diagnose", "--nproc-per-node", type=int, metavar="N", help="ranks on this machine (1)")
     option("why-not-linear", "--nproc-per-node", type=int, metavar="N", help="ranks on this machine (2)")
@@ -337,7 +341,7 @@ def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
     option("batch-lengths", "--capacity", type=int, metavar="BYTES", help="bytes that one rank may use, instead of the device's")
     option("estimate-time", "--cluster", metavar="NAME", help='nodes and links of several ranks, such as "DGX-H100"')
     option("estimate-time", "--measured", metavar="STEP", help="a step that was measured there: seconds, or the directory of the run")
-    option("estimate estimate-time", "--sequence", type=int, help="length of the sequences, instead of the task's own")
+    option("estimate estimate-time plan", "--sequence", type=int, help="length of the sequences, instead of the task's own")
     option("estimate estimate-time", "--image", type=int, help="side of the images in pixels, instead of the task's own")
     option("estimate", "--ladder", action="store_true", help="find the cheapest changes that make it fit")
     option("estimate", "--max-batch", action="store_true", help="find the largest micro-batch that fits")

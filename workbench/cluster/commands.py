@@ -61,9 +61,11 @@ def plan(given: argparse.Namespace, knobs: Mapping[str, Any], show: Show) -> int
     """
     from workbench.cluster import plan as planning
 
-    spec = RunSpec(task=given.target).replace(**knobs)
+    sizes_only = given.target.endswith(".json")
+    model = given.target if sizes_only else RunSpec(task=given.target).replace(**knobs)
     choice("--cluster", given.cluster, [cluster.name for cluster in CLUSTERS])
-    plans = planning.plan(spec, given.cluster, gpus=given.gpus, global_batch=given.global_batch, top=given.top)
+    options = {"gpus": given.gpus, "global_batch": given.global_batch, "sequence": given.sequence, "top": given.top}
+    plans = planning.plan(model, given.cluster, **options, **(knobs if sizes_only else {}))
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else sys.maxsize
     show(list(plans) if given.json else plans.for_terminal(width), given)
     return 0

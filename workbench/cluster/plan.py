@@ -7,6 +7,7 @@ peaks from which all intervals come).
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from workbench.cluster.analysis.cluster import Cluster
@@ -77,7 +78,7 @@ def plan(
     The first five plans are those of all layouts with the most throughput to expect: speed times the chance that the memory suffices.
 
     Args:
-        model: a `Transformer` with its sizes; or a Task, a RunSpec, a module or a function that builds one, of which parameters, FLOPs
+        model: a `Transformer` with its sizes, or the path of a Hugging Face `config.json` that has them; or a Task, a RunSpec, a module or a function that builds one, of which parameters, FLOPs
             and memory are counted by fake runs; these are planned without tensor and pipeline parallelism.
         cluster: one of its own, or a name of the catalogue.
         gpus: how many; None = any number up to `most_gpus`, for the trade of time against money.
@@ -121,6 +122,8 @@ def plan(
         raise PlanError(f"cluster={cluster!r:.60}: {expected}")
     sizes = gpu_counts(where, gpus, min(_whole("most_gpus", most_gpus), MAX_GPUS * 16))  # refuse before any dry run
     sharings = _several("sharing", sharing, SHARINGS)
+    if isinstance(model, str | Path) and (Path(model).suffix == ".json" or (Path(model) / "config.json").is_file()):
+        model = Transformer.from_config(model, sequence)
     if isinstance(model, Transformer):
         if knobs or batch is not None:
             raise PlanError(f"{', '.join(knobs) or 'batch'}: known for a Task, a RunSpec or a module; a Transformer has sizes only")

@@ -1,6 +1,10 @@
 """`Transformer`: parameters, FLOPs and messages of a GPT or Llama by its sizes."""
 
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from workbench.cluster.analysis.collective_cost import CostError
 from workbench.core.checks import choice, whole_number
@@ -10,6 +14,23 @@ _OPTIONAL = ("heads", "kv_heads", "feed_forward")
 _EXCHANGES = {"none": 4, "selective": 5, "full": 6}
 """All-reduces (or pairs of reduce-scatter and all-gather) per layer and micro-batch under tensor parallelism: two forward, two backward;
 two more for a recomputed forward; one more pair's worth with sequence parallelism, which gathers the inputs of both halves again."""
+_FAMILIES = {
+    **{name: {"gated": True, "tied": False} for name in ("llama", "mistral", "qwen2", "phi3", "olmo2", "granite")},
+    "smollm3": {"gated": True, "tied": True},
+    "gpt_neox": {"gated": False, "tied": False},
+    **{name: {"gated": False, "tied": True} for name in ("gpt2", "opt")},
+}
+"""`model_type` of transformers → is its feed-forward gated, and its output layer the embedding unless the configuration says so?"""
+_KEYS = {
+    "layers": ("num_hidden_layers", "n_layer"),
+    "hidden": ("hidden_size", "n_embd"),
+    "vocabulary": ("vocab_size",),
+    "sequence": ("max_position_embeddings", "n_positions"),
+    "heads": ("num_attention_heads", "n_head"),
+    "kv_heads": ("num_key_value_heads",),
+    "feed_forward": ("intermediate_size", "ffn_dim", "n_inner"),
+}
+"""Our name of a size → its names in a configuration of transformers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +70,41 @@ class Transformer:
             whole_number(name, getattr(self, name), least=1, error=CostError)
         if self.kv_heads is not None and (self.heads is None or self.heads % self.kv_heads):
             raise CostError(f"kv_heads={self.kv_heads}: it has to divide heads={self.heads}")
+
+    @classmethod
+    def from_config(cls, config: Any, sequence: int | None = None) -> "Transformer":
+        """Read the sizes of a Hugging Face causal language model.
+
+        Args:
+            config: a `config.json`, the folder that has it, its content as a dict, or a configuration of transformers.
+            sequence: tokens of a sample; None = the most positions that the model has, which are often more than it is trained with.
+
+        Raises:
+            CostError: no such file, no JSON, another kind of model (a mixture of experts, heads that are wider than hidden / heads), or a
+                size is missing.
+        """
+        known, where = _read_config(config)
+        family = _FAMILIES.get(known.get("model_type", ""))
+        if family is None:
+            allowed = ", ".join(sorted(_FAMILIES))
+            raise CostError(
+                f"{where} has model_type={known.get('model_type')!r}: its layers are not known here; known are {allowed}. Give the sizes of "
+                "a similar model, wb.Transformer(layers=…, hidden=…, …), or plan the module itself, plan(model, cluster, batch=…)"
+            )
+        sizes: dict[str, Any] = {
+            ours: next((known[key] for key in keys if known.get(key) is not None), None) for ours, keys in _KEYS.items()
+        }
+        sizes["sequence"] = sequence if sequence is not None else sizes["sequence"]
+        if missing := [ours for ours in ("layers", "hidden", "vocabulary", "sequence", "heads") if sizes[ours] is None]:
+            keys = ", ".join(" or ".join(_KEYS[ours]) for ours in missing)
+            raise CostError(
+                f"{where} lacks {keys}: transformers leaves out what is the default; save it whole with to_json_file(path, False)"
+            )
+        wide = known.get("head_dim")
+        if wide is not None and wide * sizes["heads"] != sizes["hidden"]:
+            raise CostError(f"{where}: {sizes['heads']} heads of head_dim={wide} are not {sizes['hidden']} wide, which is not planned here")
+        tied = known.get("tie_word_embeddings")
+        return cls(**sizes, gated=family["gated"], tied=family["tied"] if tied is None else tied)
 
     @property
     def grouped(self) -> float:
@@ -106,6 +162,22 @@ class Transformer:
     def boundary_bytes(self, samples: float, element: float = 2) -> float:
         """Bytes that a pipeline's stage hands to the next one, and gets back as gradients, for `samples` sequences."""
         return samples * self.sequence * self.hidden * element
+
+
+def _read_config(config: Any) -> tuple[Mapping[str, Any], str]:
+    """The configuration as a mapping, and what to call it in a message."""
+    if isinstance(config, str | Path):
+        path = Path(config) / "config.json" if Path(config).is_dir() else Path(config)
+        try:
+            config = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise CostError(f"{path}: no configuration can be read from it ({error})") from error
+        where = str(path)
+    else:
+        where, config = "the configuration", config.to_dict() if hasattr(config, "to_dict") else config
+    if not isinstance(config, Mapping):
+        raise CostError(f"{where} is {config!r:.60}: expected the path of a config.json, a dict or a configuration of transformers")
+    return config, where
 
 
 def checked_recompute(recompute: str) -> str:
