@@ -78,8 +78,9 @@ def plan(
     The first five plans are those of all layouts with the most throughput to expect: speed times the chance that the memory suffices.
 
     Args:
-        model: a `Transformer` with its sizes, or the path of a Hugging Face `config.json` that has them; or a Task, a RunSpec, a module or a function that builds one, of which parameters, FLOPs
-            and memory are counted by fake runs; these are planned without tensor and pipeline parallelism.
+        model: a `Transformer` with its sizes, or the path of a Hugging Face `config.json` that has them; or a Task, a RunSpec, a module or
+            a function that builds one, of which parameters, FLOPs and memory are counted by fake runs; these are planned without tensor
+            and pipeline parallelism.
         cluster: one of its own, or a name of the catalogue.
         gpus: how many; None = any number up to `most_gpus`, for the trade of time against money.
         global_batch: samples per step of all GPUs; None = that of a RunSpec.

@@ -88,7 +88,7 @@ class Transformer:
         if family is None:
             allowed = ", ".join(sorted(_FAMILIES))
             raise CostError(
-                f"{where} has model_type={known.get('model_type')!r}: its layers are not known here; known are {allowed}. Give the sizes of "
+                f"{where} has model_type={known.get('model_type')!r}: its layers are not known here; known are {allowed}. Give sizes of "
                 "a similar model, wb.Transformer(layers=…, hidden=…, …), or plan the module itself, plan(model, cluster, batch=…)"
             )
         sizes: dict[str, Any] = {
