@@ -28,10 +28,10 @@ def answer(spec: ScriptSpec = SPEC, **parts: Any) -> WhyNotLinear:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"accumulation": 4}, r"outside of train.py: Set accumulation=4. It is made at train.py:41 main \(the optimizer's step\)"),
+        ({"accumulation": 4}, r"outside train.py: Set accumulation=4. It is made at train.py:41 main \(the optimizer's step\)"),
         ({"gradient_compression": "fp16"}, "train.py:12 main .*register_comm_hook"),
         ({"micro_batch": 64, "threads": 1}, "train.py:30 .*batch_size.*From outside can be set: threads, nproc_per_node, num_workers"),
-        ({"compile": True}, "cannot be set from outside of train.py: Set compile=True. Then ask again"),
+        ({"compile": True}, "cannot be set from outside train.py: Set compile=True. Then ask again"),
     ],
 )
 def test_what_needs_an_edit_is_said_with_its_line(change: dict[str, Any], words: str) -> None:

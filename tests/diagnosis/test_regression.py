@@ -428,7 +428,7 @@ def test_what_is_not_committed_stops_no_experiment_where_it_is_documentation_or_
 def test_bisect_needs_a_repository_and_a_range(repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path))
-    with pytest.raises(ValueError, match="is in no repository of git"):
+    with pytest.raises(ValueError, match="is not in a git repository"):
         wb.bisect("task.py:build", good="HEAD~1")
     monkeypatch.chdir(repository)
     with pytest.raises(ValueError, match="are the same commit"):

@@ -205,6 +205,9 @@ def test_a_run_shows_itself_by_its_one_panel(by_hand: ByHand) -> None:
     assert run._repr_mimebundle_()["text/plain"] == repr(run)
     assert run_panel(run) is run_panel(Run.load(run.path))
     assert repr(run_panel(run)) == "RunPanel(Run('by-hand', nproc_per_node=2))"
+    assert repr(RunPanel(str(run.path))) == repr(run_panel(run))
+    with pytest.raises(ValueError, match=r"^run=test_\w+: expected a Run, or the path of its directory"):
+        RunPanel(test_a_run_shows_itself_by_its_one_panel)  # type: ignore[arg-type]
 
 
 def written(made: HandMade, file: str, rows: list[dict[str, object]]) -> None:

@@ -127,7 +127,7 @@ def test_a_program() -> None:
         ValueError, match=r"guess\(Module, SimpleNamespace\): a loader is not a batch: guess\(model, next\(iter\(loader\)\)\)"
     ):
         read_program("guess", Module, SimpleNamespace(batch_sampler=[1]))
-    with pytest.raises(ValueError, match=r"^run=<function.*>: expected a Run, or the path of its directory"):
+    with pytest.raises(ValueError, match=r"^run=test_a_program: expected a Run, or the path of its directory"):
         Run.load(test_a_program)  # type: ignore[arg-type]
 
 
@@ -299,6 +299,11 @@ def test_what_takes_a_loop_of_ones_own_is_named_by_the_verbs_that_take_none() ->
         wb.batch_plan(a_step, [1])  # type: ignore[call-arg, arg-type]
     with pytest.raises(TypeError, match=r"wb\.diagnose\(step, loader\) takes a loop of your own"):
         wb.climb(a_step, [1])  # type: ignore[call-arg, arg-type]
+
+
+def test_what_takes_no_spec_asks_for_none() -> None:
+    with pytest.raises(TypeError, match=r"energy\(Module, list\): only target \(a Run, a Plan.*\) is given by place"):
+        wb.energy(Module(), [1])  # type: ignore[call-arg, arg-type]
 
 
 @pytest.mark.parametrize("verb", LOOPS)

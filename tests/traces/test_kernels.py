@@ -81,7 +81,7 @@ def test_collectives_and_copies_are_no_kernels(tmp_path: Path) -> None:
     trace = load(tmp_path, *on_device())
     found = trace.kernels()
     assert {one.name for one in found.rows} == {"sgemm_128x64", "multi_tensor_apply_kernel"}
-    assert "the file does not tell occupancy and blocks per SM" in found.notes[0]
+    assert "the file does not say occupancy and blocks per SM" in found.notes[0]
     assert (found.occupancy, found.sm_efficiency) == (None, None)
     assert found.utilization == pytest.approx(0.6)
 
@@ -250,7 +250,7 @@ def test_what_is_not_told(tmp_path: Path) -> None:
     """ROCm's files have no bytes; and nobody believes an endless bandwidth."""
     silent = load(tmp_path, *launched("Memcpy HtoD (Host -> Device)", 0, 10, 10, 1, "gpu_memcpy")).copies()
     assert (silent.rows[0].bytes, silent.rows[0].bandwidth, sum(silent.curves[0])) == (None, None, 0)
-    assert "does not tell them" in str(silent)
+    assert "does not give them" in str(silent)
     strange = {"memory bandwidth (GB/s)": 1e308}
     assert load(tmp_path, *launched("Memset (Device)", 0, 10, 10, 1, "gpu_memset", bytes=100, **strange)).copies().rows[
         0

@@ -211,6 +211,6 @@ def test_what_is_no_trace(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match="No such file"):
         Trace.load(tmp_path / "a.json", cache=True)
     (tmp_path / "b.json").write_text("hello")
-    with pytest.raises(TraceError, match="is no JSON"):
+    with pytest.raises(TraceError, match="is not JSON"):
         Trace.load(tmp_path / "b.json", cache=True)
     assert [one.name for one in tmp_path.iterdir()] == ["b.json"]

@@ -106,8 +106,8 @@ def test_a_directory_of_ordinary_names(tmp_path: Path) -> None:
     [
         (b"", "is empty"),
         (b" \n", "is empty"),
-        (b"hello", "is no JSON"),
-        (b"\x89PNG\r\n", "is no JSON"),
+        (b"hello", "is not JSON"),
+        (b"\x89PNG\r\n", "is not JSON"),
         (b'{"a": 1}', 'has no list of "traceEvents"'),
         (b'{"traceEvents": 3}', 'has no list of "traceEvents"'),
         (b'{"traceEvents": []}', "has no events"),
@@ -116,7 +116,7 @@ def test_a_directory_of_ordinary_names(tmp_path: Path) -> None:
         (b'{"traceEvents": [' + b"[" * 100_000, "has no events"),
         (b'{"traceEvents": [' + b'{"a":' * 100_000, "has no events"),
         (gzip.compress(b'{"traceEvents": []}', mtime=0)[:12], "is empty|was cut"),
-        (b"\x1f\x8bnonsense", "empty|damaged|no JSON"),
+        (b"\x1f\x8bnonsense", "empty|damaged|not JSON"),
     ],
 )
 def test_what_is_no_trace(tmp_path: Path, content: bytes, message: str) -> None:

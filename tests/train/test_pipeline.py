@@ -79,7 +79,12 @@ class Twice(nn.Module):
 @pytest.mark.parametrize(
     ("task", "knobs", "error", "said"),
     [
-        ({"model": Gpt}, {}, SpecError, r"does not say how its Gpt is cut, and it is no nn.Sequential; try wb.Task\(…, pipeline=lambda"),
+        (
+            {"model": Gpt},
+            {},
+            SpecError,
+            r"does not say how its Gpt is cut, and it is not an nn.Sequential; try wb.Task\(…, pipeline=lambda",
+        ),
         ({}, {"pipeline_schedule": "interleaved"}, SpecError, "needs 4 stages, and the model has 2 pieces with parameters; try a model"),
         ({"pipeline": lambda model: []}, {}, TaskError, "gave nothing; expected modules"),
         ({"pipeline": lambda model: [model, "head"]}, {}, TaskError, "gave a str; expected modules"),

@@ -15,6 +15,9 @@ from numbers import Integral, Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard
 
+SHORT = 40
+"""Characters of a value that a message shows; of a longer one it shows the type."""
+
 
 def is_whole(value: Any, *, least: float = -math.inf, most: float = math.inf, numpy: bool = False) -> TypeGuard[int]:
     """Is it a whole number in the range? (True does not count as a number.)"""
@@ -207,7 +210,8 @@ def path_of(name: str, value: Any, expected: str) -> Path:
     """
     if isinstance(value, str | os.PathLike):
         return Path(value).expanduser().absolute()
-    raise ValueError(f"{name}={' '.join(repr(value).split()):.80}: expected {expected}")
+    text = repr(value)
+    raise ValueError(f"{name}={text if len(text) <= SHORT else shown(value)}: expected {expected}")
 
 
 def nearest(word: str, known: Iterable[str], *, cutoff: float = 0.6) -> str | None:

@@ -211,7 +211,8 @@ class _Parameters:
                 more = "the knobs of RunSpec" if self._others == "knobs" else f"other options: help({self._example})"
                 return f"{self._name}({word}=…): did you mean {near!r}? It also takes {more}"
         if len(args) > self._most:
-            if self._places in (["spec"], ["target"]) and (why := needs_task(self._name, args[0])):
+            takes_spec = self._places in (["spec"], ["target"]) and re.search(r"\bspec\b|RunSpec", self._described(self._places))
+            if takes_spec and (why := needs_task(self._name, args[0])):
                 return f"{said}: {why}"
             rest = ", ".join(f"{name}=…" for name in self._names if name not in self._places)
             return (

@@ -55,7 +55,7 @@ def prove_script(
     check_budget(budget_s, limited=True)
     if not remedy.change or not set(remedy.change) <= set(OUTSIDE):
         raise ValueError(
-            f"{remedy.name} cannot be set from outside of {Path(spec.script).name}: {remedy.what}{_line(remedy, evidence)} Then ask again. "
+            f"{remedy.name} cannot be set from outside {Path(spec.script).name}: {remedy.what}{_line(remedy, evidence)} Then ask again. "
             f"From outside can be set: {', '.join(OUTSIDE)}."
         )
     changed = spec.replace(**{name: value for name, value in remedy.change.items() if name in OF_LAUNCH})

@@ -191,7 +191,9 @@ def bisect(
     check_budget(budget_s, limited=True)
     spec, folder = read_spec("bisect", target, because="which is trained at each commit").replace(**knobs), Path.cwd()
     if worktrees.top_of(folder) is None:
-        raise worktrees.GitError(f"{folder} is in no repository of git: call bisect from within the one whose commits are to be tried")
+        raise worktrees.GitError(
+            f"{folder} is not in a git repository: call bisect from within the repository whose commits are to be tried"
+        )
     first, commits = worktrees.commit_of(folder, good), worktrees.commits_between(folder, good, bad)
     if not commits:
         raise worktrees.GitError(f"good={good!r} and bad={bad!r} are the same commit: expected an older and a newer one")

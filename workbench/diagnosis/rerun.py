@@ -176,7 +176,7 @@ class Reruns:
     def _checkout(self, folder: Path, commit: str) -> worktrees.Checkout:
         top = worktrees.top_of(folder)
         if top is None:
-            raise RerunError(f"{folder} is in no repository of git any more")
+            raise RerunError(f"{folder} is no longer in a git repository")
         if (top, commit) not in self._checkouts:
             try:
                 self._checkouts[top, commit] = self._stack.enter_context(worktrees.checkout(top, commit))

@@ -174,7 +174,7 @@ def _code(a: Run, b: Run, infos: Sequence[Mapping[str, Any]], ask_git: bool) -> 
     if sides[0] and sides[1] and sides[0] != sides[1]:
         return sides[0], Change(name=CODE, code=sides[1]), ""
     if sides[0] == sides[1]:
-        return sides[0], None, "no git was there when they ran, and the folder has one of the two versions at most"
+        return sides[0], None, "git was not there when they ran, and the folder has one of the two versions at most"
     return sides[0] or sides[1], None, f"that of run {'A' if sides[0] is None else 'B'} cannot be had: {whys[0] or whys[1]}"
 
 

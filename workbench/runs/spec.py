@@ -176,7 +176,7 @@ class RunSpec(_Spec):
         1, elsewhere=("pp", "pipeline_stages", "pipeline_parallel_size", "pipeline_parallel_degree", "pipeline_model_parallel_size")
     )
     """Ranks among which the layers are divided: each has consecutive layers, its stage, and the micro-batches of a step, as many as
-    `accumulation` says, flow through all of them. A model that is no `nn.Sequential` needs a `Task.pipeline` that cuts it."""
+    `accumulation` says, flow through all of them. A model that is not an `nn.Sequential` needs a `Task.pipeline` that cuts it."""
     pipeline_schedule: str = knob("1f1b", elsewhere=("pipeline_parallel_schedule", "pp_schedule"))
     """Order in which the stages of a pipeline compute: "gpipe", all forwards and then all backwards; "1f1b", a backward as soon as there is
     one, which keeps fewer activations; "interleaved(chunks=2)", so many smaller stages on each rank, which wait less and send more;

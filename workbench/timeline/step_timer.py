@@ -84,7 +84,7 @@ class StepTimer:
         try:
             return self._spans[phase]
         except KeyError:
-            text = f"timer({phase!r}): a step is made of {', '.join(PHASES)}; what is none of them needs no span, it counts as other"
+            text = f"timer({phase!r}): a step is made of {', '.join(PHASES)}; all else counts as other, and needs no span"
             raise ValueError(text) from None
 
     def batches(self, loader: Iterable[T]) -> MeasuredBatches[T]:

@@ -195,7 +195,7 @@ class MemoryBreakdown(display.Shown, JsonDataclass):
         known = Device.named(device) if isinstance(device, str) else device
         if self.device == "cpu":
             raise ValueError(
-                f"this is memory as a CPU holds it ({self.title}); a GPU rounds, reserves and computes otherwise. "
+                f"this is memory as a CPU holds it ({self.title}); a GPU rounds, reserves and computes in another way. "
                 f"Predict it: wb.estimate_memory(…, device={known.name!r}); or ask about a number of bytes: fits({known.memory})"
             )
         outside = non_pytorch_memory(known.name, self.world_size, self.reserved or 0) if self.device == "cuda" else self.outside

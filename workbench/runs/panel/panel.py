@@ -1,5 +1,6 @@
 """Shows a run in a notebook, live while later cells run: RunPanel, and LogView for what the ranks print."""
 
+import os
 import threading
 import time
 from collections import deque
@@ -29,7 +30,7 @@ class RunPanel:
     One thread looks at the run's directory until the run ends, and touches nothing but traits of the widgets.
 
     Attributes:
-        run: the run that is shown.
+        run: the Run that is shown.
         widget: everything below, in one box.
         status, words, problem, figures, phases, gradients: HTML; the last is empty without `gradient_norms=`.
         stop: the button.
@@ -37,8 +38,9 @@ class RunPanel:
         now: the run when it was last looked at.
     """
 
-    def __init__(self, run: Run) -> None:
-        self.run = run
+    def __init__(self, run: Run | str | os.PathLike[str]) -> None:
+        """A Run, or the path of its directory."""
+        self.run = run = run if isinstance(run, Run) else Run.load(run)
         self._follower, self._complaint, self._lock = Follower(run), "", threading.Lock()
         self.status, self.words, self.problem, self.figures, self.phases, self.gradients = (ipywidgets.HTML() for _ in range(6))
         self.stop = ipywidgets.Button(

@@ -128,7 +128,7 @@ def collectives(columns: Columns, kinds: Kinds, details: Callable[[], Details], 
     elif shaped and world_size:
         notes.append(f"the file does not say which ranks take part in gloo's: they are taken for the default group, all {world_size}")
     if any(row.bytes is None for row in rows):
-        notes.append("where bytes are missing the file does not tell them (torch writes them for NCCL, from 2.1 on)")
+        notes.append("where bytes are missing, the file does not give them (torch writes them for NCCL, from 2.1 on)")
     return Collectives(rows=tuple(sorted(rows, key=lambda row: -row.seconds)), notes=tuple(notes))
 
 

@@ -117,7 +117,7 @@ def copies(columns: Columns, kinds: Kinds) -> Copies:
     rows = tuple(row for row, _ in pairs)
     notes = [WAITS] if any("Pageable" in row.memory and row.kind in ("HtoD", "DtoH") for row in rows) else []
     if any(row.bytes is None for row in rows):
-        notes.append("where bytes are missing the file does not tell them")
+        notes.append("where bytes are missing, the file does not give them")
     times = tuple((edges / 1e9).tolist())
     return Copies(rows=rows, times=times, curves=tuple(tuple(curve.tolist()) for _, curve in pairs), notes=tuple(notes))
 

@@ -343,4 +343,4 @@ def _failed(lost: int, whole: int) -> tuple[str, ...]:
 
 def _notes(blocks: NDArray[np.float64], occupancy: NDArray[np.float64]) -> tuple[str, ...]:
     silent = [name for name, values in (("occupancy", occupancy), ("blocks per SM", blocks)) if not np.isfinite(values).any()]
-    return (f"the file does not tell {' and '.join(silent)} (NVIDIA's profiler does)",) if silent else ()
+    return (f"the file does not say {' and '.join(silent)} (NVIDIA's profiler does)",) if silent else ()

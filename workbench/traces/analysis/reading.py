@@ -131,7 +131,7 @@ class Reading(Generic[E]):
         """The events, in the order of the file.
 
         Raises:
-            TraceError: no such file; it is no JSON, or has no events.
+            TraceError: no such file; it is not JSON, or has no events.
         """
         try:
             with self.path.open("rb") as file:
@@ -208,7 +208,7 @@ class Reading(Generic[E]):
         if not text.strip():
             return f"has no text: {self.cut}" if self.cut else "is empty: the profiler had not finished writing it, or a copy failed"
         if not text.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"{"):
-            return "is no JSON: a trace is what torch.profiler exports with export_chrome_trace or tensorboard_trace_handler"
+            return "is not JSON: a trace is what torch.profiler exports with export_chrome_trace or tensorboard_trace_handler"
         return (
             'has no list of "traceEvents": it is other JSON, or was cut before them. '
             "A trace is what torch.profiler exports with export_chrome_trace or tensorboard_trace_handler"
