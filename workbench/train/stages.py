@@ -126,9 +126,9 @@ def _pieces(model: nn.Module, task: Task, spec: RunSpec) -> list[nn.Module]:
         if isinstance(model, nn.Sequential):
             return list(model)
         raise SpecError(
-            f"pipeline_parallel={spec.pipeline_parallel}: the task does not say how its {type(model).__name__} is cut, and it is no "
-            "nn.Sequential; try wb.Task(…, pipeline=lambda model: [model.embedding, *model.layers, model.head]), modules of which each is "
-            "called with what the one before gave"
+            f"pipeline_parallel={spec.pipeline_parallel}: the task does not say how its {type(model).__name__} is cut, and it is not "
+            "an nn.Sequential; try wb.Task(…, pipeline=lambda model: [model.embedding, *model.layers, model.head]), modules, each of which "
+            "is called with what the one before gave"
         )
     pieces = list(task.pipeline(model))
     strange = [piece for piece in pieces if not isinstance(piece, nn.Module)]
