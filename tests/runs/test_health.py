@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.conftest import HandMade
 from workbench.core import run_directory
-from workbench.runs.health import changes, exploding, health, not_falling, not_finite, slow_ranks, spikes
+from workbench.runs.health import changes, exploding, health, not_falling, not_finite, not_seen_to_fall, slow_ranks, spikes
 from workbench.runs.run import Run
 from workbench.timeline.alarm import Told
 from workbench.timeline.timeline import Step, Timeline
@@ -53,6 +53,22 @@ def test_healthy_losses_raise_no_alarm(seed: int, n: int, kind: Callable[[random
     losses = kind(random.Random(seed), n)
 
     assert not [*not_finite(losses, {}), *spikes(losses), *not_falling(losses)]
+
+
+def test_a_loss_that_noise_hides_is_told_to_be_hidden() -> None:
+    r = random.Random(1)
+    noisy = [(i + 1, 2.0 * math.exp(r.gauss(0, 0.3))) for i in range(400)]
+    assert not not_falling(noisy)  # it may have fallen by some percent
+    note = not_seen_to_fall(noisy)
+    assert re.fullmatch(r"in the last 200 of 400 steps no fall of the loss can be told from its noise: it fell by -?\d+ ± \d+ %", note), (
+        note
+    )
+    steady = [(i + 1, 2.3 + 0.001 * (i % 2)) for i in range(400)]
+    assert not_falling(steady)
+    assert not_seen_to_fall(steady) == ""  # that is a fault
+    for losses in (classifier(r, 400)[:200], language_model(r, 1000)[:400], noisy[:80], [(i, math.nan) for i in range(200)]):
+        assert not_seen_to_fall(losses) == ""
+    assert not_seen_to_fall(converged(r, 400)).startswith("in the last 200 of 400 steps no fall")
 
 
 @given(seed=st.integers(0, 10**6), at=st.integers(60, 340), kind=st.sampled_from([classifier, language_model, contrastive]))

@@ -425,6 +425,11 @@ FOUND = wb.Recomputation(
         ({"digests": False, "alone": False}, (), "or in one before. It was not recorded"),
         ({"digests": False, "ranks": 1, "fault": Fault(step=8, part="loss", ranks=(0,))}, (0,), "or in one before. It was not recorded"),
         ({"verdict": "elsewhere", "conditions": ("torch: 2.12 in the run, 2.13 here",)}, (), "or memory. Other conditions: torch"),
+        (
+            {"verdict": "right", "fault": None},
+            (),
+            "bit for bit. Earlier steps were not repeated; since= says from which, 0 from the start.",
+        ),
         ({"verdict": "not restored"}, (), "a step from 1 to 5 went wrong as well, which recompute(…, since=0) shows."),
         ({"verdict": "not restored", "third": 7}, (), "A repetition from step 7 differs from all of them: checkpoints leave something out"),
     ],

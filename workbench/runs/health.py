@@ -76,6 +76,8 @@ class Health:
     """Losses that were looked at."""
     ranks: int
     """Ranks whose times were compared."""
+    notes: tuple[str, ...] = ()
+    """What is no fault, and yet not known to be right: of a noisy loss, that no fall of it can be seen."""
 
     @property
     def ok(self) -> bool:
@@ -85,8 +87,13 @@ class Health:
     def __str__(self) -> str:
         if self.faults:
             return "\n".join(f"fault: {fault}" for fault in self.faults)
+        notes = "".join(f"; {note}" for note in self.notes)
         looked = [f"{self.losses} losses"] * bool(self.losses) + [f"the steps of {self.ranks} ranks"] * (self.ranks > 1)
-        return f"nothing wrong in {' and '.join(looked)}" if looked else "nothing to look at yet: no losses, and no two ranks to compare"
+        return (
+            f"nothing wrong in {' and '.join(looked)}{notes}"
+            if looked
+            else "nothing to look at yet: no losses, and no two ranks to compare"
+        )
 
 
 @accept_synonyms
@@ -107,7 +114,8 @@ def health(run: Run | str | os.PathLike[str]) -> Health:
     faults += exploding(files.read(run_directory.noise_file(0))) or exploding(files.read(run_directory.GRADIENTS))
     faults += slow_ranks(timelines) + changes(rows)
     faults.sort(key=lambda fault: -1 if fault.step is None else fault.step)
-    return Health(faults=tuple(faults), losses=len(losses), ranks=len(timelines))
+    notes = tuple(filter(None, [not_seen_to_fall(losses)]))
+    return Health(faults=tuple(faults), losses=len(losses), ranks=len(timelines), notes=notes)
 
 
 def not_finite(losses: Sequence[tuple[int, float]], rows: Mapping[int, Sequence[Mapping[str, Any]]]) -> list[Fault]:
@@ -269,8 +277,8 @@ def not_falling(losses: Sequence[tuple[int, float]]) -> list[Fault]:
         return []
     part = len(values) // 4
     first, last = values[:part], values[-part:]
-    error = math.sqrt(sum((v - median(part_)) ** 2 for part_ in (first, last) for v in part_)) / part * 1.25
-    fall, level = median(first) - median(last), abs(median(first))
+    fall, error = _fall(first, last)
+    level = abs(median(first))
     earliest = median(values[: max(5, part // 5)])  # it may have fallen at once, and have stayed there
     if level == 0 or fall + 2 * error > FLAT * level or earliest - median(last) > max(3 * FLAT * level, 4 * error):
         return []
@@ -278,6 +286,29 @@ def not_falling(losses: Sequence[tuple[int, float]]) -> list[Fault]:
     message = f"the loss {how} over {len(values)} steps"
     hint = "is the learning rate too small or too large, are labels shuffled, are weights frozen? wb.sanity and wb.find_lr find out"
     return [Fault(kind="not falling", step=losses[0][0], rank=None, message=message, hint=hint)]
+
+
+def not_seen_to_fall(losses: Sequence[tuple[int, float]]) -> str:
+    """A note that a loss that is not said to stay did not fall beyond its noise in the later half of a run; "" = it did.
+
+    A training that has converged has it as well as one that has stalled: which of them it is, only its level tells.
+    """
+    values = [loss for _, loss in losses if math.isfinite(loss)]
+    if len(values) < LONG or len(values) < len(losses) or not_falling(losses):
+        return ""
+    later = values[len(values) // 2 :]
+    middle = len(later) // 2
+    (fall, error), level = _fall(later[:middle], later[-middle:]), abs(median(later[:middle]))
+    if level == 0 or fall > 2 * error:
+        return ""
+    by = f"{round(100 * fall / level)} ± {200 * error / level:.0f} %"
+    return f"in the last {len(later)} of {len(values)} steps no fall of the loss can be told from its noise: it fell by {by}"
+
+
+def _fall(first: Sequence[float], last: Sequence[float]) -> tuple[float, float]:
+    """By how much the median fell between two parts of equal length, and the standard error of that."""
+    error = math.sqrt(sum((value - median(part)) ** 2 for part in (first, last) for value in part)) / len(first) * 1.25
+    return median(first) - median(last), error
 
 
 def exploding(rows: Sequence[Mapping[str, Any]]) -> list[Fault]:

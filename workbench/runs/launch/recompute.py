@@ -121,7 +121,7 @@ class Recomputation(JsonDataclass, display.Shown):
         compared = "all parts of each step" if self.digests else "the losses"
         text = f"Steps {self.since + 1} to {self.until} on {several(self.ranks, 'rank')}, {compared}: {VERDICTS[self.verdict]}"
         if (fault := self.fault) is None:
-            return text + "."
+            return text + ". Earlier steps were not repeated; since= says from which, 0 from the start" * bool(self.since) + "."
         at = "at the end" if fault.step > self.until else f"in step {fault.step}"
         listed = f"rank{'s' * (len(fault.ranks) > 1)} {', '.join(map(str, fault.ranks))}"
         if not self.digests:
