@@ -112,6 +112,22 @@ class Residual(nn.Module):
         return out
 
 
+class Normed(nn.Module):
+    """Linear layers, each with a norm, an activation and a residual connection."""
+
+    def __init__(self, width: int = 256, depth: int = 6) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(depth))
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(depth))
+        self.head = nn.Linear(width, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer, norm in zip(self.layers, self.norms, strict=True):
+            x = x + F.dropout(F.gelu(layer(norm(x))), 0.1, self.training)
+        out: Tensor = self.head(x)
+        return out
+
+
 class Recommender(nn.Module):
     """Tables of embeddings and a small network."""
 
@@ -135,6 +151,7 @@ class Case:
     precision: str = "fp32"
     accumulation: int = 1
     checkpointing: str = "none"
+    compile: str = "none"
 
     @property
     def title(self) -> str:
@@ -142,6 +159,7 @@ class Case:
         words = [self.optimizer, self.precision]
         words += [f"accumulation {self.accumulation}"] if self.accumulation > 1 else []
         words += [f"checkpointing {self.checkpointing}"] if self.checkpointing != "none" else []
+        words += [f"compile {self.compile}"] if self.compile != "none" else []
         return ", ".join(words)
 
 
@@ -172,6 +190,10 @@ def _mlp() -> tuple[Tensor, Tensor]:
     return labelled(512, 1024)
 
 
+def _rows() -> tuple[Tensor, Tensor]:
+    return labelled(2048, 256)
+
+
 def _pictures() -> tuple[Tensor, Tensor]:
     return labelled(16, 3, 96, 96)
 
@@ -191,6 +213,7 @@ CASES: dict[str, Case] = {
     "encoder bf16": Case(model=Encoder, batch=tokens, precision="amp_bf16", optimizer="adam"),
     "residual": Case(model=Residual, batch=_pictures, optimizer="sgd(lr=0.1, momentum=0.9)"),
     "residual bf16": Case(model=Residual, batch=_pictures, precision="amp_bf16"),
+    "normed": Case(model=Normed, batch=_rows),
     "recommender": Case(model=Recommender, batch=bags),
     "recommender adagrad": Case(model=Recommender, batch=bags, optimizer="adagrad"),
 }

@@ -14,6 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from workbench.train.activation_checkpointing import apply_checkpointing
+from workbench.train.blocks import compile_parts
 from workbench.train.optimizers import OPTIMIZERS, parse_optimizer
 
 STEPS = 3
@@ -26,6 +27,7 @@ class Cannot(Exception):
 def _prepared(case: Case) -> tuple[nn.Module, Optimizer]:
     model = case.model()
     apply_checkpointing(model, case.checkpointing)
+    compile_parts(model, case.compile)
     name, options = parse_optimizer(case.optimizer)
     return model, OPTIMIZERS[name](model.parameters(), **options)
 
@@ -64,7 +66,7 @@ def ours(case: Case) -> int:
     """The workbench."""
     import workbench as wb
 
-    knobs = {"precision": case.precision, "accumulation": case.accumulation, "checkpointing": case.checkpointing}
+    knobs = {"precision": case.precision, "accumulation": case.accumulation, "checkpointing": case.checkpointing, "compile": case.compile}
     found = wb.estimate_memory(case.model, case.batch(), loss=loss, optimizer=case.optimizer, device="cpu", steps=STEPS, **knobs)
     return found.total
 

@@ -1,4 +1,4 @@
-"""The knob `compile`: what is compiled, that the training is the same, that its first step counts in no mean; and that it is estimated."""
+"""The knob `compile`: what is compiled, that the training is the same, that its first step counts in no mean."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import workbench as wb
 from tests import toy_tasks
 from tests.train.test_checkpoints import names, spec_of, train, weights
 from workbench.core import run_directory
@@ -17,6 +16,8 @@ from workbench.timeline.timeline import Timeline
 from workbench.train.blocks import compile_parts
 from workbench.train.models import Gpt
 from workbench.train.ranks import Ranks
+
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute")  # Dynamo asks for it
 
 
 @pytest.fixture(scope="module")
@@ -49,13 +50,16 @@ def test_blocks_or_the_model_are_compiled_in_place() -> None:
         compile_parts(nn.Linear(2, 2), "blocks(backend=eager)")
 
 
-def test_memory_is_estimated_without_it_and_says_so() -> None:
-    plain, estimated = (
-        wb.estimate_memory(blocks, torch.zeros(8, 4), loss=lambda model, batch: model(batch).mean(), device="cpu", **knobs)
-        for knobs in ({}, {"compile": "blocks"})
-    )
-    assert estimated.total == plain.total
-    assert any('compile="blocks" is left out' in note for note in estimated.notes)
+def test_modules_of_torchs_own_classes_are_compiled_too() -> None:
+    from torch._dynamo.utils import counters
+
+    for knob, graphs in (("model(backend=eager)", 1), ("blocks(backend=eager)", 1)):
+        torch._dynamo.reset()
+        counters.clear()
+        model = blocks()
+        compile_parts(model, knob)
+        model(torch.zeros(3, 4))
+        assert counters["stats"]["unique_graphs"] == graphs, "the blocks share what was compiled"
 
 
 def test_a_compiled_run_learns_the_same_is_resumed_and_its_first_step_is_left_out(alone: Ranks, tmp_path: Path) -> None:

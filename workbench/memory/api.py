@@ -5,6 +5,7 @@ steps, in this process or in a launch of its own.
 """
 
 import contextlib
+import dataclasses
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -23,7 +24,7 @@ from workbench.memory.analysis.non_pytorch import is_known
 from workbench.memory.analysis.whatif import MemoryComparison, WhatIf
 from workbench.runs.launch import experiments
 from workbench.runs.run import Run
-from workbench.runs.spec import RunSpec, check_names
+from workbench.runs.spec import RunSpec, SpecError, check_names
 from workbench.runs.target import ARGUMENTS, Measured, check_step, device_or_batch, shown
 from workbench.runs.task import Task
 from workbench.runs.training_knobs import averaging_at_once
@@ -60,8 +61,11 @@ def estimate_memory(
     """Predict the memory of a training step, without running it and without a GPU.
 
     The step runs on tensors that have a shape but no values, with the memory behaviour of a GPU: a second or so, whatever the sizes.
-    Eager mode only. Of values, what follows from the batch's own whole numbers is known (lengths, masks, labels that are left out; of
-    tensors up to 4 million elements); where the program reads another, it gets 1, and a note says so.
+    Of values, what follows from the batch's own whole numbers is known (lengths, masks, labels that are left out; of tensors up to 4
+    million elements); where the program reads another, it gets 1, and a note says so.
+
+    With `compile` and device="cpu" the step takes and frees the buffers that TorchInductor plans for it, which takes some seconds more; no
+    kernel is compiled. For a GPU the eager step is estimated, and a note says so.
 
     Args:
         target: a RunSpec, a Task, a function that builds a model, a Hugging Face configuration, or a model (which is not touched; one in
@@ -112,11 +116,32 @@ def record(plan: "Plan", *, watch: Watch | None = None) -> tuple[MemoryLog, int]
 
     Args:
         plan: what to run on fake tensors.
-        watch: makes something that is entered around the steps, such as a TorchDispatchMode; of several attempts the last counts.
+        watch: makes something that is entered around the steps, such as a TorchDispatchMode; of several attempts the last counts. It sees
+            the operators of the eager step, which is not compiled then.
 
     Raises:
         ValueError: it cannot run without values; the message says where and what to try.
     """
+    from workbench.memory.estimate.compiled import NOT_COMPILED, left_out
+
+    knob, eager = plan.spec.compile, dataclasses.replace(plan, spec=plan.spec.replace(compile="none"))
+    if knob == "none":
+        return _recorded(plan, watch)
+    why = "the operators of the eager step are counted" if watch else left_out(knob, plan.device)
+    if not why:
+        try:
+            return _recorded(plan, None)
+        except SpecError:
+            raise
+        except Exception as error:  # whatever the compiler says; an error of the program itself comes again
+            cause = error.__cause__ or error
+            why = f"{type(cause).__name__}: {' '.join(str(cause).split()):.160}"
+    log, rank = _recorded(eager, watch)
+    log.notes.append(f'compile="{knob}" {NOT_COMPILED} ({why})')
+    return log, rank
+
+
+def _recorded(plan: "Plan", watch: Watch | None) -> tuple[MemoryLog, int]:
     from workbench.core.gc import RECENT, collected_before
     from workbench.core.interrupts import defer_interrupts
     from workbench.memory.estimate.building import BuildError
@@ -157,7 +182,7 @@ def _attempt(plan: "Plan", rank: int, *, on_meta: bool, watch: Watch | None) -> 
     from workbench.train.ranks import Layout, Ranks
     from workbench.train.trainer import Trainer, build_model
 
-    spec = plan.spec.replace(gc=False, tf32=None, device="cpu", backend="auto", compile="none", local_sgd=averaging_at_once(plan.spec))
+    spec = plan.spec.replace(gc=False, tf32=None, device="cpu", backend="auto", local_sgd=averaging_at_once(plan.spec))
     spec = spec.replace(
         schedule="constant", static_graph=False
     )  # no code is imported for a rate; DDP's first step would be unlike later ones
@@ -166,7 +191,7 @@ def _attempt(plan: "Plan", rank: int, *, on_meta: bool, watch: Watch | None) -> 
         ranks = Ranks(rank=here.rank, world_size=here.world_size, device=here.device, store=here.store)
         layout = Layout.of(spec, ranks)
         model = build(lambda: build_model(plan.task), on_meta=on_meta)
-        with dry_run(plan.gpu) as run:
+        with dry_run(plan.gpu, compiled=spec.compile != "none") as run:
             recorder = run.recorder
             run.model(model)
             if not dealt:
@@ -225,8 +250,6 @@ def _notes(plan: "Plan") -> list[str]:
     notes = []
     if how := getattr(plan.task.loss, "how", ""):
         notes.append(f"no loss was given: taken is {how}")
-    if plan.spec.compile != "none":
-        notes.append(f'compile="{plan.spec.compile}" is left out: a compiled step may take less, since it keeps fewer activations, or more')
     if plan.device == "cuda":
         notes.append('device="cuda" is any GPU: memory outside of the allocator is a range; a name, such as "H200", narrows it')
     elif plan.device != "cpu" and not is_known(plan.device):

@@ -65,7 +65,12 @@ def max_micro_batch(
     name, limit = usable_memory(device, capacity, margin)
     runs = _Runs(target, device, options)
     most = _most(target, options)
-    largest = _largest(runs, limit, most)
+    nodes = NODES
+    if runs.compiled:  # what is fused depends on the batch where it is small: the runs are near the answer for the eager step
+        eager = _Runs(target, device, {**options, "compile": "none"})
+        nodes = _around(_largest(eager, limit, most, NODES))
+        runs.count += eager.count
+    largest = _largest(runs, limit, most, nodes)
     next_one = runs.at(largest + 1)
     kind = WholeDataset if largest == most and needed(next_one) <= limit else MaxMicroBatch
     shown = runs.at(max(1, largest))
@@ -99,6 +104,12 @@ class _Runs:
         self._seen: dict[int, MemoryBreakdown] = {}
         self.count = 0
 
+    @property
+    def compiled(self) -> bool:
+        """Does torch.compile compile the step?"""
+        knob = self._options.get("compile", self._target.compile if isinstance(self._target, RunSpec) else "none")
+        return knob != "none" and self._device == "cpu"
+
     def at(self, batch: int) -> MemoryBreakdown:
         """The memory with so many samples."""
         if batch not in self._seen:
@@ -117,13 +128,17 @@ class _Runs:
         return fitting, min((batch for batch in self._seen if batch > fitting), default=None)
 
 
-def _largest(runs: _Runs, limit: int, most: int) -> int:
-    """The largest micro-batch within so many bytes, and so many samples; 0 if not even 1 is."""
+def _around(batch: int) -> tuple[int, int]:
+    """Micro-batches of two dry runs, near a batch."""
+    return max(2, batch), max(2, batch) + NODES[1] - NODES[0]
+
+
+def _largest(runs: _Runs, limit: int, most: int, nodes: tuple[int, int]) -> int:
+    """The largest micro-batch within so many bytes, and so many samples; 0 if not even 1 is. `nodes`: of the first two dry runs."""
 
     def fits(batch: int) -> bool:
         return needed(runs.at(batch)) <= limit
 
-    nodes = NODES
     for _ in range(ATTEMPTS):
         family = runs.family(nodes)
         if family is None:
@@ -131,7 +146,7 @@ def _largest(runs: _Runs, limit: int, most: int) -> int:
         guess = min(most, family.largest(limit, needs(family, runs.at(nodes[0]))))
         if (not guess or fits(guess)) and (guess == most or not fits(guess + 1)):
             return guess
-        nodes = (max(2, guess), max(2, guess) + NODES[1] - NODES[0])  # the program is another there: ask it there
+        nodes = _around(guess)  # the program is another there: ask it there
     low, high = runs.bracket(limit)
     low = min(low, most)
     if high is None:

@@ -2,6 +2,7 @@
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import nn
@@ -50,7 +51,24 @@ def compile_parts(model: nn.Module, knob: str) -> None:
     if what == "blocks" and not blocks:
         raise SpecError(f'compile="{knob}": the {type(model).__name__} has no blocks that repeat; try compile="model"')
     for part in blocks.values() if what == "blocks" else [model]:
-        part.compile(backend=options["backend"])
+        _compile(part, options["backend"])
+
+
+def _compile(part: nn.Module, backend: str) -> None:
+    """Have torch compile a module in place.
+
+    Of a class of torch's own, such as Sequential, `module.compile()` compiles nothing: Dynamo skips torch's functions, unless another one
+    calls them.
+    """
+    if not type(part).forward.__module__.startswith("torch.nn."):
+        part.compile(backend=backend)
+        return
+    call: Any = part._call_impl
+
+    def compiled(*args: Any, **kwargs: Any) -> Any:
+        return call(*args, **kwargs)
+
+    part._compiled_call_impl = torch.compile(compiled, backend=backend)
 
 
 def _inside(name: str, outer: str) -> bool:

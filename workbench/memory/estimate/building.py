@@ -120,7 +120,7 @@ _FILLS = (
 
 _COMPILED = (
     "torch.compile is left out: estimated is the module as it was before (model._orig_mod). A compiled step may take less, since it keeps "
-    "fewer activations, or more: wb.measure_memory measures it"
+    'fewer activations, or more: compile="model" estimates that for device="cpu", and wb.measure_memory measures it'
 )
 _NOTES: weakref.WeakKeyDictionary[nn.Module, list[str]] = weakref.WeakKeyDictionary()
 """Model that was built or copied → notes on what was left out."""

@@ -21,6 +21,7 @@ from workbench.core import progress
 from workbench.harness.batches import map_tensors
 from workbench.harness.observe import uncompiled
 from workbench.memory.estimate import building
+from workbench.memory.estimate.compiled import NOTHING, compiling_on_fakes, quietly
 from workbench.memory.estimate.cuda.emulation import emulate_cuda
 from workbench.memory.estimate.cuda.overrides import replaced
 from workbench.memory.estimate.errors import EstimateError
@@ -231,6 +232,9 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
         self.captured.made(out, args)
         return out
 
+    def around_compiled(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        return quietly(call)
+
     def mark(self, phase: str) -> None:
         """Begin a phase, as a Recorder does."""
         if phase in ("between", "optimizer", "end"):
@@ -322,14 +326,19 @@ class DryRun:
 
 
 @contextlib.contextmanager
-def dry_run(gpu: Gpu | None) -> Iterator[DryRun]:
-    """Inside, tensors are fake and recorded; on leaving, an error or not, nothing is changed in this process. None = a CPU.
+def dry_run(gpu: Gpu | None, *, compiled: bool = False) -> Iterator[DryRun]:
+    """Inside, tensors are fake and recorded; on leaving, an error or not, nothing is changed in this process.
+
+    Args:
+        gpu: to emulate; None = a CPU.
+        compiled: what `torch.compile` compiles runs as it would then.
 
     Garbage collection should be off around it (`gc.collected_before`), and the state kept (`kept_state`).
     """
     with contextlib.ExitStack() as stack:
         afterwards = stack.enter_context(contextlib.ExitStack())  # left last, where tensors are real again
-        for change in (fake_tensors(), movable_modules(), foreach_on_fakes(), no_graph_capture(), uncompiled()):
+        graphs = stack.enter_context(compiling_on_fakes() if compiled else uncompiled())
+        for change in (fake_tensors(), movable_modules(), foreach_on_fakes(), no_graph_capture()):
             stack.enter_context(change)
         semantics = emulate_cuda(gpu.precision, gpu.capability) if gpu else contextlib.nullcontext()
         with semantics as met:
@@ -338,7 +347,8 @@ def dry_run(gpu: Gpu | None) -> Iterator[DryRun]:
             stack.callback(register_optimizer_step_pre_hook(recorder.captured.stepping).remove)
             with recorder:
                 yield DryRun(recorder=recorder)
-            recorder.log.notes += [*(met.notes if met else ()), *recorder.assumed.notes, *recorder.captured.notes]
+            about = [NOTHING] if graphs and not graphs() else []
+            recorder.log.notes += [*(met.notes if met else ()), *about, *recorder.assumed.notes, *recorder.captured.notes]
 
 
 @contextlib.contextmanager

@@ -35,6 +35,10 @@ class ModuleTracker:
             self._names[module] = name
             yield name, type(module).__name__
 
+    def compiled(self) -> list[nn.Module]:
+        """The registered modules that torch.compile compiles."""
+        return [module for module in self._names if "_orig_mod" in module._modules or getattr(module, "_compiled_call_impl", None)]
+
     @property
     def forward(self) -> str:
         """The innermost module whose forward runs; "" = none, or the model itself."""

@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves
 
 from workbench.core import interrupts
 from workbench.memory.analysis.log import ALLOC, FREE, MARK, RESIZE, Event, Mark, MemoryLog, Record
+from workbench.memory.measure.compiled_modules import compiled_modules
 from workbench.memory.measure.module_tracker import ModuleTracker
 
 TRAINER_PHASES = {
@@ -192,6 +193,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         finally:
             self._paused -= 1
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Compiled modules run as they are compiled. With False, torch would run them eagerly under this mode."""
+        return True
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self.recorded(func, types, args, kwargs)
 
@@ -220,6 +226,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if (index := self._live.pop(tensor.untyped_storage()._cdata, None)) is not None:
             self._follow(heir.untyped_storage(), index)
 
+    def around_compiled(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """The call of a compiled module; a subclass may return another."""
+        return call
+
     def call(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operator; a subclass may return another result."""
         return func(*args, **kwargs)
@@ -244,7 +254,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if parameter.requires_grad:
                 handles.append(parameter.register_post_accumulate_grad_hook(self._has_gradient))  # type: ignore[no-untyped-call]
         try:
-            with resizes(self._resize), propagations(self.pause):
+            with resizes(self._resize), propagations(self.pause), compiled_modules(self, around=self.around_compiled):
                 yield
         finally:
             for handle in handles:

@@ -1,0 +1,152 @@
+"""Compiled steps in a dry run: what Inductor would allocate is predicted, equals what a compiled step allocates, and leaves no trace."""
+
+import copy
+import shutil
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import workbench as wb
+from workbench.memory.estimate import compiled
+from workbench.runs.spec import SpecError
+from workbench.train.blocks import compile_parts
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # Dynamo and Inductor warn, and fail where that is an error
+needs_compiler = pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="torch.compile needs a C++ compiler")
+
+
+class Layer(nn.Module):
+    """A residual layer with many operators that can be fused."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(32), nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + F.dropout(F.gelu(self.linear(self.norm(x))) * 2, 0.1)
+        return out
+
+
+class Breaking(Layer):
+    """The same in two graphs: between them is what Dynamo cannot trace."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        torch._dynamo.graph_break()
+        return super().forward(x)
+
+
+def layered(kind: Callable[[], nn.Module] = Layer) -> nn.Module:
+    return nn.Sequential(*(kind() for _ in range(2)))
+
+
+BATCH = torch.zeros(512, 32)
+
+
+def loss(model: nn.Module, batch: Any) -> Tensor:
+    out: Tensor = model(batch).square().mean()
+    return out
+
+
+def estimated(model: Any = layered, **knobs: Any) -> wb.MemoryBreakdown:
+    return wb.estimate_memory(model, BATCH, loss=loss, optimizer="sgd(lr=0.1)", device="cpu", **knobs)
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def measured(model: nn.Module, knob: str) -> wb.MemoryBreakdown:
+    compile_parts(model, knob)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(batch: Tensor) -> None:
+        loss(model, batch).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step(BATCH)  # compiles
+    return wb.measure_memory(step, [BATCH] * 3, model=model, optimizer=optimizer)
+
+
+@needs_compiler
+@pytest.mark.parametrize(("knob", "kind"), [("model", Layer), ("blocks", Breaking)])
+def test_a_compiled_step_takes_what_was_predicted(knob: str, kind: Callable[[], nn.Module]) -> None:
+    predicted, eager = estimated(lambda: layered(kind), compile=knob), estimated(lambda: layered(kind))
+    found = measured(layered(kind), knob)
+    assert predicted.total < 0.9 * eager.total, "fused operators keep less"
+    assert found.total == pytest.approx(predicted.total, rel=0.01)
+    assert found.activations == pytest.approx(predicted.activations, rel=0.01)
+    assert not any("compile" in note for note in predicted.notes)
+
+
+@needs_compiler
+def test_a_model_that_torch_compile_wraps_is_measured_as_it_is_compiled() -> None:
+    model = layered()
+    found, eager = measured(torch.compile(copy.deepcopy(model)), "none"), measured(model, "none")  # type: ignore[arg-type]
+    assert found.total == pytest.approx(estimated(compile="model").total, rel=0.01)
+    assert found.total < 0.9 * eager.total
+    assert found.activations < 0.9 * eager.activations
+
+
+def test_no_kernel_is_compiled_and_nothing_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "/nowhere/g++")
+    monkeypatch.setenv("PATH", "")
+    model = layered()
+    calls = 0
+
+    def counted(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        return graph.forward
+
+    own = torch.compile(model, backend=counted)
+    own(BATCH)
+    assert estimated(compile="model").total < estimated().total
+    torch.compile(lambda x: x + 1, backend=counted)(BATCH)
+    own(BATCH)
+    assert calls in (2, 3), "one for each function; a function that the dry run has compiled is compiled again"
+    assert type(own(BATCH)) is Tensor
+
+
+def test_where_it_cannot_be_compiled_the_eager_step_is_estimated_and_a_note_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*args: Any, **options: Any) -> None:
+        raise RuntimeError("no such function\nin this torch")
+
+    monkeypatch.setattr(compiled, "_load", broken)
+    found = estimated(compile="model")
+    assert found.total == estimated().total
+    (note,) = (note for note in found.notes if "compile" in note)
+    assert note.startswith('compile="model" is left out, so that the eager step is estimated')
+    assert "RuntimeError: no such function in this torch" in note
+    for knob, device, why in (("model(backend=cudagraphs)", "cpu", "backend 'cudagraphs'"), ("model", "H100", 'device="cpu" only')):
+        found = wb.estimate_memory(layered, BATCH, loss=loss, device=device, compile=knob)
+        assert any("is left out" in note and why in note for note in found.notes)
+
+
+def test_nothing_to_compile_is_said() -> None:
+    class Disabled(Layer):
+        @torch.compiler.disable  # type: ignore[untyped-decorator]
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x)
+
+    found = estimated(Disabled, compile="model")
+    assert compiled.NOTHING in found.notes
+    assert found.total == estimated(Disabled).total
+    with pytest.raises(SpecError, match="no blocks that repeat"):
+        estimated(lambda: nn.Linear(32, 32), compile="blocks")
+
+
+def test_the_largest_micro_batch_is_that_of_the_compiled_step() -> None:
+    options: dict[str, Any] = {"batch": BATCH, "loss": loss, "capacity": 8 << 20}
+    eager, fused = (wb.max_micro_batch(layered, "cpu", **options, compile=knob) for knob in ("none", "model"))
+    assert fused.micro_batch > 1.1 * eager.micro_batch
+    assert fused.breakdown.total <= 0.95 * (8 << 20) < fused.next.total
+    assert fused.runs < 15, "no bisection"
