@@ -25,8 +25,7 @@ from torch.utils._pytree import tree_leaves
 
 from workbench.core import interrupts
 from workbench.memory.analysis.log import ALLOC, FREE, MARK, RESIZE, Event, Mark, MemoryLog, Record
-from workbench.memory.measure.compiled_modules import compiled_modules
-from workbench.memory.measure.module_tracker import ModuleTracker
+from workbench.memory.measure.module_tracker import ModuleTracker, compiled_modules
 
 TRAINER_PHASES = {
     "h2d": ("data", "data"),
