@@ -495,6 +495,8 @@ def test_a_report_says_where_it_is_and_what_is_no_run_directory(
 def test_a_proof_that_cannot_be_made_is_said_to_be_so(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], remedies: tuple[Any, ...], said: str
 ) -> None:
-    monkeypatch.setattr("workbench.diagnose", lambda *_, **__: SimpleNamespace(remedies=remedies, spec=None, for_terminal=lambda **_: ""))
+    monkeypatch.setattr(
+        "workbench.diagnose", lambda *_, **__: SimpleNamespace(remedies=remedies, verdict="", spec=None, for_terminal=lambda **_: "")
+    )
     assert main(["diagnose", "fashion-mlp", "--prove"]) == 0
     assert said in capsys.readouterr().out.splitlines()[-1]

@@ -191,7 +191,8 @@ def diagnose(given: argparse.Namespace) -> int:
         begins(f"{does} {given.target}, at most {units.seconds(given.budget)} …")
     ranks = knobs if isinstance(target, str) else {}  # of a script; other targets in a text have none
     diagnosis = workbench.diagnose(target, args=given.args, **ranks, budget_s=given.budget)
-    provable = any(remedy.provable for remedy in diagnosis.remedies)
+    unclear = diagnosis.verdict == "inconclusive"
+    provable = not unclear and any(remedy.provable for remedy in diagnosis.remedies)
     if given.json:
         if given.prove and provable:
             diagnosis.prove(budget_s=given.budget)
@@ -206,6 +207,7 @@ def diagnose(given: argparse.Namespace) -> int:
         print(f"\nNothing of this can be proved: {how_to_prove(diagnosis.spec.script)}")
     elif given.prove:
         untried = "None of these can be tried from here: make the change in your code, and diagnose it again."
+        untried = "Nothing is proved, since the verdict is inconclusive." if unclear else untried
         print(f"\n{untried if diagnosis.remedies else 'There is nothing to prove.'}")
     return 0
 

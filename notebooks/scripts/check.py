@@ -58,8 +58,8 @@ def claims() -> Iterator[None]:
 
 
 def provable(diagnosis: Diagnosis | WhyNotLinear) -> bool:
-    """Whether a diagnosis has a remedy that can be tried here. On a busy machine it may have none."""
-    return any(remedy.provable for remedy in diagnosis.remedies)
+    """Whether a diagnosis has a remedy that can be tried here. On a busy machine it may have none, or recommend none."""
+    return getattr(diagnosis, "verdict", "") != "inconclusive" and any(remedy.provable for remedy in diagnosis.remedies)
 
 
 def _judge(

@@ -462,9 +462,23 @@ def test_a_change_that_surely_gains_is_told_even_where_the_verdict_is_not_clear(
     unclear = dataclasses.replace(judge(evidence), verdict="inconclusive", cause="noise")
     remedies = remedies_for(evidence, unclear)
     assert [(remedy.name, remedy.scope) for remedy in remedies] == [("threads=1", "general")]
-    told = Diagnosis(evidence=evidence, judgement=unclear, remedies=remedies).next
-    assert "Use 1 thread per operator: torch.set_num_threads(1), or OMP_NUM_THREADS=1." in told
-    assert AGAIN in told
+    found = Diagnosis(evidence=evidence, judgement=unclear, remedies=remedies)
+    assert found.next.startswith(
+        f"{AGAIN} Until then nothing is recommended. Of what was tried, threads=1 gained most, whatever the cause, "
+    )
+    assert found.next.endswith("Use 1 thread per operator: torch.set_num_threads(1), or OMP_NUM_THREADS=1. prove('threads=1') tries it.")
+    assert "Predicted" not in found.next
+    with pytest.raises(
+        ValueError, match=r"inconclusive \(noise\), so prove\(\) has nothing to run: name what to try.*prove\('threads=1'\)"
+    ):
+        found.prove()
+    assert found.remedy("threads=1") == remedies[0]
+    assert "prove(1) runs" not in str(found)
+    assert "--prove" not in str(dataclasses.replace(found, spec=SPEC).brief()["next"]["command"])
+    curve = found.loader_curve
+    assert curve is not None
+    assert "no number of workers is recommended: the verdict is inconclusive" in str(curve)
+    assert "recommended" not in str(curve).partition("\n• ")[0].partition("no number")[0]
     small = World(threads=2, crowd=1.1).evidence()
     assert remedies_for(small, dataclasses.replace(judge(small), verdict="inconclusive", cause="noise")) == ()
 

@@ -305,8 +305,7 @@ def _terms(ax: Axes, result: LoaderCurve) -> None:
 def _recommended(ax: Axes, result: LoaderCurve, scale: float) -> None:
     """A ring around the step that is recommended, a square around the one there is now, each with its word."""
     for point in result.points:
-        words = [word for word, count in (("now", result.current), ("recommended", result.recommended)) if count == point.num_workers]
-        if words:
+        if words := result.marks(point.num_workers):
             here = (point.num_workers, scale * point.step)
             shape = "o" if "recommended" in words else "s"
             ax.plot(*here, marker=shape, markersize=14, markerfacecolor="none", markeredgecolor=ink(ax), linestyle="none")

@@ -22,7 +22,7 @@ from workbench.diagnosis.analysis.costs import MAX_BLOCK_SPREAD, is_crowded, noi
 from workbench.diagnosis.analysis.evidence import Evidence
 from workbench.diagnosis.analysis.framework_settings import SETTINGS_OF
 from workbench.diagnosis.analysis.loader_model import TERMS, LoaderCurve
-from workbench.diagnosis.analysis.model_errors import surely_gains, with_model_error
+from workbench.diagnosis.analysis.model_errors import kind_of, present_gap, surely_gains, with_errors
 from workbench.diagnosis.analysis.proof import Proof, remedy_table
 from workbench.diagnosis.analysis.remedies import remedies_for
 from workbench.diagnosis.analysis.remedy import Choice, Remedy, find_remedy, gain_of, of_knobs, sort_key, surest_first
@@ -152,8 +152,7 @@ class Diagnosis(JsonDataclass):
             return FIND_NAN
         if not self.remedies or self.verdict == "inconclusive":
             if self.verdict == "inconclusive":
-                sure = f"{self.remedies[0].advice} Predicted: {self.remedies[0].gain}. " if self.remedies and self.cause != UNMARKED else ""
-                return sure + TO_LEARN_MORE.get(self.cause, AGAIN)
+                return TO_LEARN_MORE.get(self.cause, AGAIN) + self._not_recommended
             if untried := next((note for note in self.evidence.notes if note.startswith("no time was left to try")), ""):
                 return f"Diagnose again with a larger budget: {untried.partition(': ')[0]}."
             if self.verdict == "compute-bound":
@@ -161,7 +160,7 @@ class Diagnosis(JsonDataclass):
             return "There is no remedy here whose gain could be predicted."
         first = self._surer
         best, *others = self.remedies[1:] if first else self.remedies
-        if self._busy and not surely_gains(best, is_crowded(self.evidence)):
+        if (self._busy or self._misfit(best)) and not surely_gains(best, is_crowded(self.evidence)):
             return self._when_quiet(best)
         costs = f" It costs: {best.costs}." if best.costs else ""
         how = f" {EXPERIMENT}" if self.evidence.observed and "by experiment" in best.advice else ""
@@ -186,7 +185,28 @@ class Diagnosis(JsonDataclass):
         crowded = is_crowded(self.evidence)
         sure = max((other for other in self.remedies if surely_gains(other, crowded)), key=gain_of, default=None)
         also = f" A sure gain, whatever the cause: {sure.name}, {sure.gain}." if sure else ""
+        if misfit := self._misfit(best):
+            return f"What {best.name} gains is not known, predicted are {best.gain}: {misfit}.{also} {AGAIN}"
         return f"The machine is busy: what {best.name} is predicted to gain, {best.gain}, is within the noise.{also} {AGAIN}"
+
+    @property
+    def _not_recommended(self) -> str:
+        """Of an inconclusive verdict: what gained most of the changes that an experiment tried, as a sentence after another."""
+        best = self.remedies[0] if self.remedies else None
+        if best is None or not best.provable:
+            return ""
+        return (
+            f" Until then nothing is recommended. Of what was tried, {best.name} gained most, whatever the cause, {best.gain}: {best.what} "
+            f"prove({best.name!r}) tries it."
+        )
+
+    def _misfit(self, best: Remedy | None = None) -> str:
+        """That the loader's formula does not give the step as it is, in words; "" = it does, or the remedy is not one of the loader's."""
+        if (best and kind_of(best.name) != "loader") or not present_gap(self.model):
+            return ""
+        c = self.model.costs
+        measured, predicted = (units.seconds(c.cached + c.data.mid - less) for less in (0.0, self.model.unexplained))
+        return f"the step as it is was measured at {measured}, and the formula of the loader gives {predicted}"
 
     @property
     def _surer(self) -> Remedy | None:
@@ -196,8 +216,8 @@ class Diagnosis(JsonDataclass):
 
     @property
     def _chosen(self) -> Remedy | None:
-        """What `prove()` runs."""
-        return next((remedy for remedy in self.remedies if remedy.provable), None)
+        """What `prove()` runs; where the verdict is inconclusive, nothing."""
+        return None if self.verdict == "inconclusive" else next((remedy for remedy in self.remedies if remedy.provable), None)
 
     @property
     def choice(self) -> str:
@@ -225,7 +245,8 @@ class Diagnosis(JsonDataclass):
     def loader_curve(self) -> LoaderCurve | None:
         """Loader and step over the number of workers, predicted, with what was measured beside; None if the loader was not probed.
 
-        It recommends a number only where the remedies offer it, and otherwise that of now.
+        It recommends a number only where the remedies offer it, and otherwise that of now; none where the verdict is inconclusive, or the
+        step as it is was measured far from what is predicted of it.
         """
         feeding, loading = self.model.feeding, self.evidence.loading
         if feeding is None or loading is None:
@@ -234,6 +255,8 @@ class Diagnosis(JsonDataclass):
         curve = feeding.curve(persistent_workers=loading.persistent_workers)
         if all(remedy.name != f"num_workers={curve.recommended}" for remedy in self.remedies):
             curve = dataclasses.replace(curve, recommended=now)
+        doubt = self._misfit() or ("the verdict is inconclusive" if self.verdict == "inconclusive" else "")
+        curve = dataclasses.replace(curve, doubt=doubt, recommended=now if doubt else curve.recommended)
         return curve.with_measured(loader={now: loading.alone}, step={now: self.model.costs.clean})
 
     @property
@@ -262,10 +285,12 @@ class Diagnosis(JsonDataclass):
 
         if which is None and self._chosen:
             return self._chosen
+        if which is None and self.verdict == "inconclusive" and any(remedy.provable for remedy in self.remedies):
+            raise ValueError(f"the verdict is inconclusive ({self.cause}), so prove() has nothing to run: name what to try. {self.next}")
 
         def of_these(change: Mapping[str, Any]) -> Remedy:
             asked = of_knobs(self.model, change)
-            return with_model_error(asked, is_crowded(self.evidence)) if asked.low else asked  # without a prediction there is no range
+            return with_errors(asked, self.model) if asked.low else asked  # without a prediction there is no range
 
         return find_remedy(self.remedies, which, of_knobs=of_these, nothing=nothing, whose="this diagnosis has")
 
@@ -425,7 +450,7 @@ class Diagnosis(JsonDataclass):
         Returns:
             The call where a command would be too long, or there is none; None where nothing is to be proved.
         """
-        provable = any(remedy.provable for remedy in self.remedies)
+        provable = self._chosen is not None
         if isinstance(self.spec, ScriptSpec):
             words = ["workbench", "launch", self.spec.script, "--profile"]
             words += ["--nproc-per-node", str(self.spec.nproc_per_node)] if self.spec.nproc_per_node > 1 else []

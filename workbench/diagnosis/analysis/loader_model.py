@@ -62,6 +62,8 @@ class LoaderCurve(display.Shown, JsonDataclass):
     """What the loader has now."""
     persistent_workers: bool = True
     """Do the present workers persist? Their point is predicted and measured as they are; at all other points workers persist."""
+    doubt: str = ""
+    """Why no number of workers is recommended by this curve; "" = one is."""
 
     def with_measured(self, *, loader: Mapping[int, float] | None = None, step: Mapping[int, float] | None = None) -> Self:
         """The same curve with measurements beside the prediction.
@@ -89,6 +91,11 @@ class LoaderCurve(display.Shown, JsonDataclass):
             ),
         )
 
+    def marks(self, num_workers: int) -> list[str]:
+        """What a number of workers is: "now", "recommended", both or neither."""
+        marked = {"now": self.current, **({} if self.doubt else {"recommended": self.recommended})}
+        return [name for name, count in marked.items() if count == num_workers]
+
     @property
     def errors(self) -> dict[int, float]:
         """Predicted over measured step, less 1, by number of workers, where it was measured."""
@@ -100,16 +107,25 @@ class LoaderCurve(display.Shown, JsonDataclass):
         seen = any(value is not None for p in self.points for value in (p.measured_loader, p.measured_step))
         rows = []
         for p in self.points:
-            marks = [name for name, count in (("now", self.current), ("recommended", self.recommended)) if count == p.num_workers]
             measured = (units.seconds(p.measured_loader), units.seconds(p.measured_step)) if seen else ()
-            rows.append((p.num_workers, units.seconds(p.loader), units.seconds(p.step), *measured, TERMS[p.binds], ", ".join(marks)))
+            rows.append(
+                (
+                    p.num_workers,
+                    units.seconds(p.loader),
+                    units.seconds(p.step),
+                    *measured,
+                    TERMS[p.binds],
+                    ", ".join(self.marks(p.num_workers)),
+                )
+            )
         return display.Table(
             columns=("workers", "loader alone", "step", *(("loader, measured", "step, measured") if seen else ()), "limited by", ""),
             rows=rows,
             title="The loader over its workers",
             note=f"loader alone is per batch; {APART if seen else 'predicted'}; "
             f"training alone takes {units.seconds(self.compute)}"
-            + ("" if self.persistent_workers else "; workers of now start anew with each pass over the loader, all others persist"),
+            + ("" if self.persistent_workers else "; workers of now start anew with each pass over the loader, all others persist")
+            + (f"; no number of workers is recommended: {self.doubt}" if self.doubt else ""),
         )
 
     to_frame = display.frame_method("points", CurvePoint)
@@ -117,7 +133,8 @@ class LoaderCurve(display.Shown, JsonDataclass):
     plot = display.plot_method("loader_curve")
 
     def __repr__(self) -> str:
-        return f"LoaderCurve({len(self.points)} points, recommended: num_workers={self.recommended})"
+        recommended = "nothing" if self.doubt else f"num_workers={self.recommended}"
+        return f"LoaderCurve({len(self.points)} points, recommended: {recommended})"
 
 
 SIMULATED_BATCHES = 400

@@ -1,12 +1,17 @@
 """Widens the range of a predicted gain by the error of its formula: how far proofs lay from predictions, beyond the measured noise.
 
-`with_model_error` applies that error to a remedy; `fit_errors` of `tests/diagnosis/test_model_errors.py` determined it.
+`with_model_error` applies that error to a remedy; `fit_errors` of `tests/diagnosis/test_model_errors.py` determined it. `with_errors` adds
+what one step shows: how equal blocks scatter on a busy machine, and how far the loader's formula is from the step as it is.
 """
 
 import dataclasses
 import math
+import statistics
 
+from workbench.diagnosis.analysis.costs import IQR_SIGMAS, MAX_FRESH_COST, SIGMAS_90, is_crowded, noise_warnings
+from workbench.diagnosis.analysis.evidence import Evidence
 from workbench.diagnosis.analysis.remedy import Remedy, gain_of
+from workbench.diagnosis.analysis.step_model import StepModel
 
 KINDS = {
     "num_workers": "loader",
@@ -38,17 +43,59 @@ def kind_of(name: str) -> str:
     return KINDS.get(name.partition("=")[0].strip(), "training")
 
 
-def with_model_error(remedy: Remedy, crowded: bool) -> Remedy:
+MAX_CURVE_ERROR = 0.33
+"""Relative error of the loader's formula beyond which it does not describe the step. Measured: the worst of 36 settings, see `LoaderModel`.
+With half, curves of healthy loaders recommend nothing; with twice, a loader's number is recommended from probes under another load."""
+
+
+def with_model_error(remedy: Remedy, crowded: bool, more: float = 0.0) -> Remedy:
     """The remedy with a range that covers the error of its formula and the noise of its measurement; a ceiling is left as it is.
 
     Args:
         remedy: with the noise of its measurement only.
         crowded: did other processes take so many cores that ours had to wait?
+        more: half-width, as a logarithm, of another error that is independent of both.
     """
     if remedy.ceiling:
         return remedy
-    low, high = widened(remedy.low, remedy.speedup, remedy.high, MODEL_ERRORS[crowded][kind_of(remedy.name)])
+    error = math.hypot(MODEL_ERRORS[crowded][kind_of(remedy.name)], more)
+    low, high = widened(remedy.low, remedy.speedup, remedy.high, error)
     return dataclasses.replace(remedy, low=low, high=high)
+
+
+def with_errors(remedy: Remedy, model: StepModel) -> Remedy:
+    """`with_model_error`, and what a formula does not know of this step. What an experiment tried was compared with blocks beside it."""
+    kind, more = kind_of(remedy.name), 0.0
+    if kind != "training":
+        more = math.hypot(scatter(model.evidence), present_gap(model) if kind == "loader" else 0.0)
+    return with_model_error(remedy, is_crowded(model.evidence), more)
+
+
+def scatter(e: Evidence) -> float:
+    """Half-width of log(seconds) that holds 90 % of the unchanged step's blocks on a busy machine, as a formula compares what was measured
+    at different times; 0 on a quiet one.
+    """
+    if e.noise is None or not noise_warnings(e):
+        return 0.0
+    cached = [changed for _, changed in e.arms["cached"].pairs] if "cached" in e.arms else []
+    cached += [base for arm in e.arms.values() if arm.baseline == "cached" for base, _ in arm.pairs]
+    logs = [math.log(seconds) for seconds in cached if seconds > 0]
+    return SIGMAS_90 * max(e.noise.spread / IQR_SIGMAS, statistics.stdev(logs) if len(logs) > 1 else 0.0)
+
+
+def present_gap(model: StepModel) -> float:
+    """|log(measured / predicted)| of the step with its loader as it is, where that is beyond what was measured and MAX_CURVE_ERROR;
+    else 0, also where there is no formula.
+    """
+    c, feeding = model.costs, model.feeding
+    if feeding is None:
+        return 0.0
+    measured = c.cached + c.data.mid
+    predicted = measured - model.unexplained
+    most = predicted * (1 + MAX_CURVE_ERROR) + (0.0 if feeding.num_workers else MAX_FRESH_COST * c.cached)
+    if c.cached + c.data.low <= most and c.cached + c.data.high >= predicted / (1 + MAX_CURVE_ERROR):
+        return 0.0
+    return abs(math.log(measured / predicted)) if min(measured, predicted) > 0 else 0.0
 
 
 def surely_gains(remedy: Remedy, crowded: bool) -> bool:

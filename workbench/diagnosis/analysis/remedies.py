@@ -10,11 +10,11 @@ from dataclasses import replace
 from workbench.core import units
 from workbench.core.statistics import Interval
 from workbench.diagnosis.analysis.causes import MIN_EXPLAINED, pausing_rank
-from workbench.diagnosis.analysis.costs import is_crowded, saved_by
+from workbench.diagnosis.analysis.costs import saved_by
 from workbench.diagnosis.analysis.evidence import Evidence
 from workbench.diagnosis.analysis.framework_settings import set_by
 from workbench.diagnosis.analysis.loader_remedies import for_loader
-from workbench.diagnosis.analysis.model_errors import with_model_error
+from workbench.diagnosis.analysis.model_errors import with_errors
 from workbench.diagnosis.analysis.remedy import (
     MIN_BATCH_SPEEDUP,
     MIN_SPEEDUP,
@@ -61,10 +61,11 @@ def remedies_for(evidence: Evidence, judgement: Judgement, *, spec: Spec | None 
     case = Case(evidence=evidence, judgement=judgement, model=StepModel.of(evidence), spec=spec)
     remedies: dict[str, Remedy] = {}
     if inconclusive and judgement.cause != UNMARKED:
-        sure = (remedy for remedy in filter(None, _arms(case)) if remedy.low * (1 - USUAL.least) > 1)
+        tried = (remedy if noise_only else with_errors(remedy, case.model) for remedy in filter(None, _arms(case)))
+        sure = (remedy for remedy in tried if remedy.low * (1 - USUAL.least) > 1)
         return tuple(sorted((replace(remedy, scope="general") for remedy in sure), key=sort_key))
     for remedy in _observed(case) if evidence.observed else _tried(case):
-        remedies.setdefault(remedy.name, remedy if noise_only else with_model_error(remedy, is_crowded(evidence)))
+        remedies.setdefault(remedy.name, remedy if noise_only else with_errors(remedy, case.model))
     if not inconclusive and judgement.verdict != "compute-bound" and not any(remedy.scope == "cause" for remedy in remedies.values()):
         remedies |= {remedy.name: remedy for remedy in _without_part(case)}
     return tuple(sorted(_named_cause_first(remedies.values(), judgement.cause), key=sort_key))
