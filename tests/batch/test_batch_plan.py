@@ -254,6 +254,19 @@ def test_memory_of_a_device_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
         batch_plan(SPEC, device="L4", noise_scale=100, throughput=CURVE)
 
 
+def test_throughput_of_this_machine_is_not_taken_for_the_device_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "workbench.batch.batch_plan.throughput_for",
+        lambda *_: Throughput(micro_batches=tuple(CURVE), rates=tuple(CURVE.values()), kind="measured"),
+    )
+    spec = SPEC.replace(device="cpu")
+    assert "only memory is that of RTX-4090: samples per second were measured on this machine's CPU" in str(
+        batch_plan(spec, device="RTX 4090", noise_scale=1000)
+    )
+    for plan in (batch_plan(spec, noise_scale=1000), batch_plan(spec, device="RTX 4090", noise_scale=1000, throughput=CURVE)):
+        assert "only memory is that of" not in str(plan)
+
+
 def test_a_dataset_that_is_smaller_than_the_device_is_the_limit() -> None:
     plan = batch_plan(SPEC, device="H200", noise_scale=1e6, throughput=CURVE)
     assert plan.global_batch <= 8000

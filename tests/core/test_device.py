@@ -93,6 +93,8 @@ def test_an_unknown_device_is_unknown() -> None:
         match=r"unknown device 'H100-SMX': did you mean 'H100-SXM'\? Known are GB300 \(279 GB\), .*For another one make it: Device\(",
     ):
         Device.named("H100-SMX")
+    with pytest.raises(ValueError, match="device 'cuda:0' does not say which GPU: name one, such as 'H100'"):
+        Device.named("cuda:0")
     with pytest.raises(ValueError, match=r"unknown device 'A4090': did you mean 'RTX-4090'\? Known are"):
         Device.named("A4090")
     with pytest.raises(

@@ -30,6 +30,7 @@ from workbench.batch.facts import (
     extrapolation_note,
     largest_micro_batch,
     limit_warmup,
+    memory_only,
     noise_of,
     throughput_for,
 )
@@ -234,6 +235,7 @@ def batch_plan(
     reasons = _reasons(old, chosen, allowed, noise_name, why_limit, curve, fixed=global_batch is not None)
     notes = [
         "" if why_limit else "memory is not considered: give device=, such as device='H100'",
+        memory_only(spec, device) if throughput is None else "",
         doubt,
         f"the machine was busy: {busy}. The samples per second, and the plan, may be others when it is quiet" if busy else "",
         *(curve.notes if throughput is None else ()),
@@ -313,7 +315,7 @@ def _reasons(
         why += f"is worth {units.percent(chosen.worth)} of one in a tiny batch"
         if top.global_batch > chosen.global_batch:
             why += f"; a batch of {top.global_batch:,} gains {units.percent(top.useful / chosen.useful - 1)}, too little to recommend it"
-    accumulation = "all of them at once"
+    accumulation = "one micro-batch is enough"
     if chosen.accumulation > 1:
         accumulation = (
             f"{units.seconds(curve.per_step)} of a step are spent once" if curve.per_step and not fixed else "to make up the batch"

@@ -91,6 +91,17 @@ def largest_micro_batch(spec: RunSpec, device: str | Device | None, largest: Any
     return fits.micro_batch, f"at most {fits.micro_batch} fit {fits.device} (predicted)"
 
 
+def memory_only(spec: RunSpec, device: str | Device | None) -> str:
+    """A note where throughput is measured on a CPU, and the plan asks about another device's memory."""
+    if device is None or (spec.device != "cpu" and gpu_count()):
+        return ""
+    asked = Device.named(device) if isinstance(device, str) else device
+    return (
+        f"only memory is that of {asked.name}: samples per second were measured on this machine's CPU, and another micro_batch may be best "
+        "there. Measure there, give throughput=, or see what wb.estimate_time says"
+    )
+
+
 def law_of(steps: Any) -> CriticalBatch | None:
     """The law of steps against batch of a StepsToTarget; a law, and None, are returned as they are."""
     if isinstance(steps, StepsToTarget):

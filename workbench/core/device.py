@@ -68,6 +68,8 @@ class Device(display.Shown):
             by_size = sorted(DEVICES, key=lambda device: abs((device.gb or 0) - int(amount[1])))
             same = [device for device in by_size if device.gb == int(amount[1])] or by_size[:3]
             raise ValueError(f"device {name!r} is an amount of memory; name a GPU that has it, or nearly: {', '.join(map(_sized, same))}")
+        if re.fullmatch(r"cuda|cuda:\d+|cpu", name.strip()):
+            raise ValueError(f"device {name!r} does not say which GPU: name one, such as 'H100' or 'RTX-4090'")
         names = [device.name for device in DEVICES]
         alike = [*names, *(alias for device in DEVICES for alias in device.aliases)]
         numbers = set(re.findall(r"\d{4,}", name))

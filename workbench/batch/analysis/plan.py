@@ -63,7 +63,7 @@ def split_batch(global_batch: int, world_size: int, most: int) -> BatchSplit:
         micro_batch=micro,
         accumulation=share // micro,
         why_micro_batch=f"the largest divisor of the {number(share)} samples per rank that is not above {number(most)}",
-        why_accumulation="all of them at once" if micro == share else f"{number(share)} samples per rank / {number(micro)} at once",
+        why_accumulation="one micro-batch is enough" if micro == share else f"{number(share)} samples per rank / {number(micro)} at once",
         notes=notes,
     )
 

@@ -99,8 +99,8 @@ class Judgement(JsonDataclass):
             columns=("part", "clocks", "experiments", "trace", ""),
             rows=rows,
             title="Three sources",
-            note="clocks: its share of the step by marks in the loop; experiments: what was saved without it; "
-            "trace: its share inside a step whose batches are cached. The verdict goes by the experiments",
+            note="clocks: share of the step between marks in the loop; experiments: share that was saved without the part; "
+            "trace: share inside a step whose batches are cached. The verdict goes by the experiments",
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -172,7 +172,7 @@ def _optimizer_source(e: Evidence, c: Costs) -> Source | None:
         return None
     note = ""
     if clock is not None and arm is not None and clock > arm + 0.05:
-        note = "work queued before it ends in its time"
+        note = "work that was queued before finishes while it is timed"
     elif trace is not None and arm is not None and arm > trace + 0.05:
         note = "its writes push forward and backward out of the caches"
     return Source(part="optimizer", clocks=clock, arms=arm, trace=trace, note=note)

@@ -191,7 +191,7 @@ def _taken(model: nn.Module, batch: list[Any] | tuple[Any, ...]) -> int:
 def _one_number(output: Any, rest: list[Any]) -> tuple[Tensor, str]:
     own = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if isinstance(own, Tensor):
-        return own.mean(), "the output's own"
+        return own.mean(), "the one in the model's output"
     floats = [tensor for tensor in _outputs(output) if tensor.dtype.is_floating_point]
     if not floats:
         raise EstimateError(
