@@ -43,6 +43,7 @@ BENCHMARKS = {
     "launch_overhead": Benchmark(),
     "culprits": Benchmark(),
     "what_changed": Benchmark(),
+    "compare_traceml": Benchmark(),
     "hangs": Benchmark(),
     "pipeline_time": Benchmark(),
     "planted_numerics": Benchmark(),

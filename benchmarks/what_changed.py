@@ -7,6 +7,8 @@ longer. Their clock is not: `time.sleep` sets it forward, by 5 % more or less fr
 machine becomes 0.2 % slower with each. So the result does not depend on what else this machine does. Histories are also searched by hand,
 as with `git bisect run`: one training of a commit, which is bad above the middle of one of the good and one of the bad.
 
+The last case is real in all: launches that compute, by the real clock, and other processes that want all cores while run B trains.
+
 Run: python -m benchmarks.what_changed [CASES] [--seed 0]
 """
 
@@ -107,6 +109,21 @@ def loss(model, batch):
 
 def build():
     return wb.Task(model=lambda: nn.Linear(4, 2), dataset=Numbers, loss=loss, optimizer="sgd(lr=0.1)")
+"""
+COMPUTING = """
+import torch
+from torch import nn
+import workbench as wb
+
+
+def loss(model, batch):
+    return (model(batch[0]) - batch[0]).square().mean()
+
+
+def build():
+    model = lambda: nn.Sequential(*(nn.Linear(384, 384) for _ in range(8)))
+    dataset = lambda: torch.utils.data.TensorDataset(torch.randn(4096, 384))
+    return wb.Task(model=model, dataset=dataset, loss=loss, optimizer="sgd(lr=0.01)")
 """
 DECOYS: Mapping[str, Any] = {"lr": 0.05, "seed": 3, "ema": 0.99, "clip_grad_norm": 1.0}
 """Knobs that cost nothing here."""
@@ -244,6 +261,34 @@ def played(case: Case) -> tuple[Any, str, int, float]:
         return result, result.verdict, Forked.count, time.monotonic() - began
 
 
+@contextmanager
+def another_process() -> Iterator[None]:
+    """Real processes that count for ever, two for each core, each in a session of its own: Linux shares cores out between sessions."""
+    count = [sys.executable, "-c", "sum(iter(int, 1))"]
+    others = [subprocess.Popen(count, start_new_session=True) for _ in range(2 * (os.cpu_count() or 1))]
+    try:
+        yield
+    finally:
+        for other in others:
+            other.kill()
+            other.wait()
+
+
+def disturbed() -> Any:
+    """The answer where run B trained beside another process, and differs from run A in a commit, a variable and two knobs as well."""
+    with world() as top:
+        for name in ("DATA_DIR", "PACE", "PYTHONPATH", "NCCL_ALGO"):
+            os.environ.pop(name, None)
+        commit(top, "first", COMPUTING)
+        spec = RunSpec(task="task.py:build", micro_batch=64, steps=400, device="cpu")
+        a = wb.launch(spec, runs_dir=top.parent / "runs").wait(check=True)
+        os.environ["NCCL_ALGO"] = "Ring"
+        commit(top, "second", f"{COMPUTING}# changed\n")
+        with another_process():
+            b = wb.launch(spec.replace(seed=3, ema=0.99), runs_dir=top.parent / "runs").wait(check=True)
+        return wb.what_changed(a, b, budget_s=600)
+
+
 def right(case: Case, result: Any) -> bool:
     """Is the owner the planted one?"""
     if case.owner in ("over", "still"):
@@ -295,11 +340,15 @@ def main() -> None:
     rerun.MEASURED_S = 1.0  # the clock's noise is that of a training, so that more steps add nothing
     regression.Reruns = Forked  # type: ignore[misc]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("cases", nargs="*", type=int, default=range(len(CASES) + 10), metavar="CASE")
+    parser.add_argument("cases", nargs="*", type=int, default=range(len(CASES) + 11), metavar="CASE")
     parser.add_argument("--seed", type=int, default=0, help="of the noise")
     given = parser.parse_args()
     rows, found, named = [], [], []
     for number in given.cases:
+        if number == len(CASES) + 10:
+            regression.Reruns = Reruns  # type: ignore[misc]
+            print(f"another process: {'right' if (answer := disturbed()).kind == 'over' else 'WRONG'}\n{answer}", flush=True)
+            continue
         CLOCK.history, CLOCK.trainings = f"{given.seed} {number}", 0
         if number >= len(CASES):
             ok, count, trainings, hand = bisected(number)

@@ -4,6 +4,7 @@ import itertools
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -76,7 +77,9 @@ def test_what_is_slower_today_is_the_owner_though_it_was_recorded_as_faster() ->
 
 
 def test_two_owners_with_half_of_it_each_are_both_named() -> None:
-    assert set(found(Trainings(product({"lr": 1.3, "code": 1.3})), ("lr", "code", "data"), (0.1, 0.169)).owner) == {"lr", "code"}
+    halves = product({"lr": 1.3, "code": 1.3})
+    owners = [set(found(Trainings(halves, seed=seed), ("lr", "code", "data"), (0.1, 0.169)).owner) for seed in range(30)]
+    assert owners.count({"lr", "code"}) >= 27, "half of it is the limit from which on a part is one of two"
 
 
 def test_differences_that_act_only_together_are_named_together() -> None:
@@ -144,6 +147,43 @@ def test_no_verdict_comes_out_of_noise() -> None:
     decision = found(trainings, ("lr", "code"), (0.1, 0.102))
     assert decision.kind == "unclear"
     assert trainings.count <= 2 * MOST + 1
+
+
+def test_what_falls_into_a_pause_of_others_once_is_no_owner() -> None:
+    """As happened on a busy machine: one training with everything of B, and one with its seed, ran while others paused."""
+    quick = [("ema", "seed", "NCCL_ALGO", "code"), ("seed",)]
+
+    def training(changes: Changes) -> float:
+        if changes in quick:
+            quick.remove(changes)
+            return 0.007
+        return 0.02
+
+    trainings = Trainings(training, noise=0.05)
+    assert found(trainings, ("ema", "seed", "NCCL_ALGO", "code"), (0.0061, 0.028)).kind == "still"
+    assert not quick or trainings.count < 12
+
+
+@pytest.mark.parametrize("recorded", [(0.006, 0.028), (0.01, 0.013), (0.03, 0.02)])
+def test_bursts_of_other_jobs_own_nothing(recorded: tuple[float, float]) -> None:
+    """The machine is up to 3.3 times slower for some trainings, and nothing that differs matters."""
+    for seed in range(40):
+        chance, now = random.Random(seed), [1.0]
+
+        def cost(changes: Changes, chance: random.Random = chance, now: list[float] = now) -> float:
+            if chance.random() < 0.4:
+                now[0] = math.exp(chance.uniform(0, 1.2))
+            return 0.008 * now[0]
+
+        assert found(Trainings(cost, noise=0.03, seed=seed), NAMES[:4], recorded).kind != "owner"
+
+
+def test_run_a_s_own_trainings_tell_the_noise() -> None:
+    values = iter((0.02, 0.05, 0.06, 0.05, 0.02, 0.05, 0.021, 0.052))
+    made = [Rerun(changes=("lr",) if place % 2 else (), value=next(values)) for place in range(8)]
+    assert decide(made, ("lr",), (0.02, 0.05), USUAL_SPREAD).kind == "measure", "A took 20, 60, 20 and 21 ms"
+    steady = [replace(rerun, value=rerun.value if rerun.changes else 0.02) for rerun in made]
+    assert decide(steady, ("lr",), (0.02, 0.05), USUAL_SPREAD).owner == ("lr",)
 
 
 def test_two_per_cent_are_found_on_a_quiet_machine() -> None:

@@ -5,13 +5,14 @@ order A, changed, A, changed, …, A, and each changed one is compared with the 
 meantime is not taken for a change. Nothing is kept between two decisions: each follows from the trainings so far.
 """
 
+import itertools
 import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from workbench.core.codec import JsonDataclass
-from workbench.core.statistics import SPREAD_DEGREES, Interval, Spread, repeated_interval
+from workbench.core.statistics import SPREAD_DEGREES, USUAL_SPREAD, Interval, Spread, repeated_interval
 
 Changes = tuple[str, ...]
 """Names of differences, in the order in which they are listed."""
@@ -25,6 +26,9 @@ SINGLY = 4
 REPRODUCED = 0.25
 """Part of the recorded regression, of the least in its interval, that the differences must bring again before its owner is looked for.
 Chosen: below it, the machine explains more than the differences."""
+LEAST = 2
+"""Trainings of a set of differences before it is said to bring a change of time. Chosen: on two cores that ten processes wanted, one
+training fell into a pause of the others and was three times as fast as those beside it."""
 MINE = 0.5
 """Part of a set's effect from which on a part of the set is said to bring it. Derived: of two halves that add up, one brings so much."""
 CONTRARY = 0.1
@@ -98,6 +102,16 @@ def level(reruns: Sequence[Rerun], usual: float) -> Interval | None:
     return repeated_interval(values, spread=Spread(usual**2, SPREAD_DEGREES)) if values else None
 
 
+def _noise(reruns: Sequence[Rerun], usual: float) -> float:
+    """The standard deviation of an effect: `usual`, or what follows from how run A's own trainings differ from one to the next.
+
+    A training and the mean of the two A's beside it vary by 3/2 of the variance of one, two successive A's by twice that variance.
+    """
+    logs = [math.log(rerun.value) for rerun in reruns if not rerun.changes and rerun.value > 0]
+    steps = [(after - before) ** 2 for before, after in itertools.pairwise(logs)]
+    return max(usual, math.sqrt(0.75 * statistics.fmean(steps))) if steps else usual
+
+
 def decide(
     reruns: Sequence[Rerun], differences: Sequence[str], recorded: tuple[float, float], usual: float, *, change: Interval | None = None
 ) -> Decision:
@@ -116,18 +130,19 @@ def decide(
         return _machine(reruns, recorded, usual)
     if whole in failed:
         return Decision(kind="cannot run", why=f"run B does not run today: {failed[whole]}")
-    seen = effect(reruns, whole, usual)
+    least, usual = LEAST if usual >= USUAL_SPREAD else 1, _noise(reruns, usual)
+    seen, count = effect(reruns, whole, usual), len(effects(reruns).get(whole, ()))
     if seen is None:
         return Decision(kind="measure", measure=(whole,))
     sign = math.copysign(1.0, seen.mid if perhaps else regression)
     low, _, high = _along(seen, sign)
-    if low > (0 if perhaps else REPRODUCED * near):
-        return _owner(reruns, whole, sign, usual, failed)
-    if not perhaps and -high > max(CONTRARY, MINE * abs(regression)):  # the contrary of what was recorded
-        return _owner(reruns, whole, -sign, usual, failed)
+    contrary = not perhaps and -high > max(CONTRARY, MINE * abs(regression))  # of what was recorded
+    if contrary or low > (0 if perhaps else REPRODUCED * near):
+        if count < least and len(whole) == 1:
+            return Decision(kind="measure", measure=(whole,))
+        return _owner(reruns, whole, -sign if contrary else sign, usual, failed, least)
     if high < MINE * (far if perhaps else abs(regression)):
         return Decision(kind="nothing") if perhaps else _machine(reruns, recorded, usual)
-    count = len(effects(reruns)[whole])
     if more := _further(seen, count, far if perhaps else regression):
         return Decision(kind="measure", measure=_in_turns({whole: more}))
     return Decision(kind="nothing" if perhaps else "unclear", why=f"{count} trainings of each vary too much")
@@ -170,7 +185,7 @@ def _machine(reruns: Sequence[Rerun], recorded: tuple[float, float], usual: floa
     return Decision(kind="measure", measure=((),))
 
 
-def _owner(reruns: Sequence[Rerun], whole: Changes, sign: float, usual: float, failed: Mapping[Changes, str]) -> Decision:
+def _owner(reruns: Sequence[Rerun], whole: Changes, sign: float, usual: float, failed: Mapping[Changes, str], least: int) -> Decision:
     """The parts of a set that bring its effect."""
     if len(whole) == 1:
         return Decision(kind="owner", owner=whole)
@@ -187,7 +202,9 @@ def _owner(reruns: Sequence[Rerun], whole: Changes, sign: float, usual: float, f
             continue
         seen = effect(reruns, part, usual)
         low, _, high = _along(seen, sign) if seen else (-math.inf, 0.0, math.inf)
-        if low > limit:
+        if low > limit and counts[part] < least:
+            undecided[part] = 1
+        elif low > limit:
             most.append(part)
             taken += high
         elif high >= limit and (count := counts.get(part, 0)) < MOST:
@@ -203,7 +220,7 @@ def _owner(reruns: Sequence[Rerun], whole: Changes, sign: float, usual: float, f
         return Decision(kind="measure", measure=_in_turns(undecided))
     names = " or ".join(", ".join(part) for part in vague)
     if most or some:
-        found = _each(reruns, most or some, sign, usual, failed)
+        found = _each(reruns, most or some, sign, usual, failed, least)
         if vague and rest and found.kind == "owner":
             found = replace(found, why="; ".join(filter(None, [found.why, f"{names} may bring a part of it as well"])))
         return found
@@ -218,9 +235,11 @@ def _owner(reruns: Sequence[Rerun], whole: Changes, sign: float, usual: float, f
     return Decision(kind="owner", owner=whole, together=True)
 
 
-def _each(reruns: Sequence[Rerun], parts: Sequence[Changes], sign: float, usual: float, failed: Mapping[Changes, str]) -> Decision:
+def _each(
+    reruns: Sequence[Rerun], parts: Sequence[Changes], sign: float, usual: float, failed: Mapping[Changes, str], least: int
+) -> Decision:
     """The owners in the parts of a set that have some."""
-    decisions = [_owner(reruns, part, sign, usual, failed) for part in parts]
+    decisions = [_owner(reruns, part, sign, usual, failed, least) for part in parts]
     if wanted := tuple(changes for decision in decisions if decision.kind == "measure" for changes in decision.measure):
         return Decision(kind="measure", measure=wanted)
     if len(decisions) == 1:
