@@ -5,6 +5,7 @@ import random
 import re
 from collections.abc import Callable
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -12,7 +13,7 @@ from tests.conftest import HandMade
 from workbench.core import run_directory
 from workbench.runs.health import changes, exploding, health, not_falling, not_finite, not_seen_to_fall, slow_ranks, spikes
 from workbench.runs.run import Run
-from workbench.timeline.alarm import Told
+from workbench.timeline.analysis.told import Told
 from workbench.timeline.timeline import Step, Timeline
 
 Make = Callable[..., HandMade]
@@ -233,6 +234,30 @@ def test_what_ranks_told_is_a_fault_of_the_rank_that_is_slow() -> None:
     assert slow.message.startswith("since step 903 computing the gradients takes 50 % longer on rank 1")
     alone = changes({0: rows[0]})
     assert [fault.rank for fault in alone] == [0], "nobody else is slow: its own backward is"
+
+
+@pytest.mark.parametrize(
+    ("told", "expected"),
+    [
+        ([(0, "step", 0.31), (1, "data_wait", 0.3)], ("since step 416 the wait for data takes 50 % longer on rank 1 ", 1)),
+        ([(0, "forward", 0.08), (1, "data_wait", 0.3)], ("since step 416 the wait for data takes 50 % longer on rank 1 ", 1)),
+        ([(0, "data_wait", 0.3), (1, "forward", 0.31)], ("since step 400 the wait for data takes 50 % longer on rank 0 ", 0)),
+        ([(0, "reduction", 0.32), (1, "step", 0.31)], ("; the others wait for rank 1", 1)),
+        ([(0, "forward", 0.3), (1, "forward", 0.28)], ("since step 400 the forward takes 50 % longer on all ranks ", None)),
+        ([(0, "step", 0.3), (1, "step", 0.3)], ("since step 400 a step takes 50 % longer on all ranks ", None)),
+    ],
+    ids=lambda value: value[0] if isinstance(value[0], str) else " ".join(f"{phase}{rank}" for rank, phase, _ in value),
+)
+def test_of_ranks_that_became_slower_together_the_one_with_a_reason_is_named_once(
+    told: list[tuple[int, str, float]], expected: tuple[str, int | None]
+) -> None:
+    rows = {
+        rank: [{"alarm": Told(rank=rank, step=400 + 16 * rank, phase=phase, before=0.02, after=0.03, share=share).to_row()}]
+        for rank, phase, share in told
+    }
+    (fault,) = changes(rows)
+    assert expected[0] in fault.message
+    assert fault.rank == expected[1]
 
 
 def test_a_loss_that_rose_is_told_once_for_all_ranks_that_saw_it_and_by_rank_where_one_did() -> None:

@@ -22,20 +22,21 @@ from workbench.timeline import hooks
 from workbench.timeline.alarm import (
     AT_A_LOOK,
     EVERY,
+    HOLD,
     INTERVAL,
     LONGEST,
     SAME,
     Alarm,
     Circumstances,
+    OtherRanks,
     PartsOfBackward,
     StepAlarm,
-    Told,
     allowed,
     device_clock,
-    digest,
     seconds_to_wait,
 )
 from workbench.timeline.analysis.change_points import BLOCK
+from workbench.timeline.analysis.told import Told, digest
 from workbench.timeline.hooks import KEPT, Losses
 from workbench.timeline.marks import HostRecorder
 from workbench.timeline.steps import Row
@@ -434,6 +435,8 @@ def test_a_digest_follows_what_becomes_slow_again_and_again() -> None:
 
     told = [slow(3, 1000), slow(3, 1100, 2.0, 1.0), slow(3, 41_200), slow(1, 500)]
     assert digest(told, ranks=4) == "rank 3: the forward became slower 2 times, at steps 1,000, 41,200; 4 changes in all"
+    waits = [replace(alarm, waits_for=1) for alarm in told[:3]]
+    assert digest([*waits, told[3]], ranks=4) == "4 changes in all, 3 of them of rank 1, for which this one waits"
     assert digest([]) == ""
 
 
@@ -470,6 +473,53 @@ def test_an_alarm_follows_what_a_recording_finishes_and_survives_its_own_faults(
     while not broken._stop.is_set() and time.monotonic() < end:
         time.sleep(0.05)
     assert "no more alarms: RuntimeError('no rows')" in capsys.readouterr().err
+
+
+def test_a_rank_that_waits_for_another_leaves_it_to_that_one_to_tell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("workbench.timeline.alarm.INTERVAL", 1e3)
+    waiting: dict[int, list[Row]] = {0: [], 1: []}
+    words: dict[int, list[str]] = {0: [], 1: []}
+    files = [OtherRanks(tmp_path / "alarms", rank) for rank in (0, 1)]
+
+    def follower(rank: int) -> Alarm:
+        def tell(told: Told, text: str) -> None:
+            if told.phase != "memory":
+                files[rank].put(told)
+                words[rank].append(text)
+
+        take = lambda: [waiting[rank].pop(0) for _ in list(waiting[rank])]  # noqa: E731
+        return Alarm(take, tell, rank=rank, ranks=2, others=files[rank])
+
+    chance, ranks = np.random.default_rng(2), [follower(0), follower(1)]
+
+    def look(rank: int, count: int, **factors: float) -> None:
+        waiting[rank] += rows(count, chance, **factors)
+        ranks[rank].look()
+
+    for rank in (0, 1):
+        look(rank, 1000)
+    look(0, 400, backward=1.5)
+    assert words == {0: [], 1: []}, "it waits for an alarm of another rank"
+    look(1, 400, data_wait=11.0)
+    look(0, 0)
+    assert [re.sub(r"\d+ %.*", "", text) for text in words[1]] == [f"since step {ranks[1].told[-1].step:,} the wait for data takes "]
+    assert words[0] == [""]
+    (told,) = [told for told in ranks[0].told if told.phase != "memory"]
+    assert (told.phase, told.waits_for) == ("backward", 1)
+    assert "; it waits for rank 1" in told.words(2)
+    look(1, 400)
+    look(0, 400)
+    assert [len(words[0]), len(words[1]), words[0][1]] == [2, 2, ""], "that it became faster again, too"
+    look(0, 500, backward=1.6)
+    assert len(words[0]) == 2
+    ranks[0]._looked -= HOLD
+    ranks[0]._held = [(told, since - HOLD) for told, since in ranks[0]._held]
+    look(0, 0)
+    assert "the backward, with the reduction of gradients, takes" in words[0][2], "no other rank has a reason"
+    look(0, 500)
+    for rank in ranks:
+        rank.close()
+    assert " less on rank 0" in words[0][3], "at the end nobody is waited for"
 
 
 def test_a_look_waits_for_many_steps_within_limits_and_not_while_a_change_is_pending() -> None:

@@ -54,6 +54,17 @@ def test_what_comes_and_goes_is_told_each_time(seed: int) -> None:
     assert [abs(change.step - at) <= 3 * BLOCK for change, at in zip(changes, borders, strict=True)] == [True] * 6
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_a_change_to_many_times_the_level_that_comes_back_after_a_hundred_steps_is_told_each_time(seed: int) -> None:
+    chance = np.random.default_rng(seed)
+    values = 0.002 * np.exp(chance.normal(0, 0.1, 1400))
+    for start in (1000, 1200):
+        values[start : start + 100] *= 4.6
+    changes = [change for _, change in told(values)]
+    assert [change.ratio > 1 for change in changes] == [True, False] * 2
+    assert [abs(change.step - at) <= 3 * BLOCK for change, at in zip(changes, (1000, 1100, 1200, 1300), strict=True)] == [True] * 4
+
+
 def test_a_large_change_soon_after_a_small_one_is_told() -> None:
     values = noisy(2000, np.random.default_rng(1))
     values[1000:] *= 0.85

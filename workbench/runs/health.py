@@ -20,7 +20,7 @@ from workbench.core.vocabulary import PHASES
 from workbench.runs.rank_ends import MANY_RANKS
 from workbench.runs.rows import RunRows, losses_of
 from workbench.runs.run import Run
-from workbench.timeline.alarm import NOT_TIME, REDUCTION, Told
+from workbench.timeline.analysis.told import MEETS, NOT_TIME, REDUCTION, Told, waited_for
 from workbench.timeline.timeline import Timeline
 
 WINDOW = 200
@@ -151,32 +151,34 @@ def changes(rows: Mapping[int, Sequence[Mapping[str, Any]]]) -> list[Fault]:
     Args:
         rows: the rows of each rank's file that are no steps.
     """
-    told = [
-        alarm for more in rows.values() for row in more if (alarm := _told(row.get("alarm"))) and (alarm.slower or alarm.phase in NOT_TIME)
-    ]
-    losses, told = [alarm for alarm in told if alarm.phase == "loss"], [alarm for alarm in told if alarm.phase != "loss"]
-    culprits = [alarm for alarm in told if alarm.phase not in ("backward", REDUCTION, "step", "throughput", *NOT_TIME)]
-    kept = [
-        a
-        for a in told
-        if a in culprits or not any(c.rank != a.rank and abs(c.step - a.step) <= MEETS and c.share >= a.share / 2 for c in culprits)
-    ]
+    every = [alarm for more in rows.values() for row in more if (alarm := Told.of_row(row.get("alarm")))]
+    losses = [alarm for alarm in every if alarm.phase == "loss"]
+    told = [alarm for alarm in every if alarm.phase != "loss" and (alarm.slower or alarm.phase in NOT_TIME)]
+    kept = [alarm for alarm in told if not waited_for(alarm, told)]
+    culprits: dict[int, list[int]] = {}  # rank → steps since when all others wait for it
     faults = []
-    for rank, phase in dict.fromkeys((alarm.rank, alarm.phase) for alarm in kept):
+    for rank, phase in sorted(dict.fromkeys((alarm.rank, alarm.phase) for alarm in kept), key=lambda key: key[1] != REDUCTION):
         own = [alarm for alarm in kept if (alarm.rank, alarm.phase) == (rank, phase)]
+        if phase in ("step", "throughput"):  # of the rank for which the others wait, no phase is known
+            own = [alarm for alarm in own if not any(abs(alarm.step - step) <= MEETS for step in culprits.get(rank, []))]
+            if not own:
+                continue
         again = f"; and {len(own) - 1} more times, at steps {', '.join(f'{a.step:,}' for a in own[1:6])}" if len(own) > 1 else ""
         hint = "a leak? wb.find_leaks finds what stays" if phase in NOT_TIME else _SLOW if len(rows) > 1 else _SLOW.partition(" Compare")[0]
         words = own[0].words(len(rows))
         whose: int | None = rank
-        if phase == REDUCTION:
-            together = sorted({a.rank for a in kept if a.phase == phase and abs(a.step - own[0].step) <= MEETS})
+        together = sorted({a.rank for a in kept if a.phase == phase and abs(a.step - own[0].step) <= MEETS})
+        if phase not in NOT_TIME and len(rows) > 1:
             if rank != together[0]:
                 continue  # told with that rank
             others = [other for other in rows if other not in together]
             if not others:  # nobody is waited for
                 words, whose = words.replace(", with the wait for other ranks,", "").replace(f" on rank {rank}", " on all ranks"), None
-            elif len(others) == 1:
+            elif len(others) == 1 and phase == REDUCTION:
                 words, whose = f"{words}; the others wait for rank {others[0]}", others[0]
+                culprits.setdefault(others[0], []).append(own[0].step)
+            elif len(together) > 1:
+                words, whose = words.replace(f" on rank {rank}", f" on ranks {', '.join(map(str, together))}"), None
         faults.append(Fault(kind="change", step=own[0].step, rank=whose, message=words + again, hint=hint))
     return faults + _higher_losses(losses, len(rows))
 
@@ -198,19 +200,6 @@ def _higher_losses(told: Sequence[Told], ranks: int) -> list[Fault]:
         message = first.words(ranks if alone else 1) + others
         faults.append(Fault(kind="change", step=first.step, rank=first.rank if alone else None, message=message, hint=hint))
     return faults
-
-
-MEETS = 64
-"""Steps within which alarms of two ranks are taken to have one reason."""
-
-
-def _told(row: Any) -> Told | None:
-    """An alarm as a rank's file has it; None where it is damaged."""
-    try:
-        told = Told(**{**row, "circumstances": tuple(map(str, row["circumstances"]))})
-        return told if is_whole(told.step) and is_whole(told.rank) and all(map(is_number, (told.before, told.after, told.share))) else None
-    except (TypeError, KeyError):
-        return None
 
 
 def new_faults(run: Run) -> list[Fault]:

@@ -16,44 +16,28 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from workbench.core import units
 from workbench.core.checks import choice
-from workbench.core.run_directory import ALARMS, ENV_ALARM
+from workbench.core.run_directory import ALARMS, ENV_ALARM, LineTail, LineWriter
 from workbench.core.vocabulary import PHASES
 from workbench.timeline.analysis.change_points import BLOCK, GROUP, Change, ChangePoints
 from workbench.timeline.analysis.step_table import blocks_of, blocks_of_losses
+from workbench.timeline.analysis.told import COMPUTING, DEVICE_MEMORY, NOT_TIME, REDUCTION, WAITS, Told, digest, waited_for
 from workbench.timeline.steps import Row
 
 INTERVAL, LONGEST = 3.0, 10.0
 """Seconds between two looks for new steps, at least and at most."""
+HOLD = 2 * LONGEST
+"""Seconds that a longer backward or step waits for an alarm of another rank that explains it."""
 AT_A_LOOK = 1000
 """Steps that a look waits for, within these limits. Chosen: a look costs as much as several hundred steps that it looks at."""
 SERIES = ("step", *PHASES, "throughput", "memory")
 """What is followed, beside the loss and DEVICE_MEMORY."""
-DEVICE_MEMORY = "device memory"
-REDUCTION, COMPUTING = "reduction", "computing"
-"""The parts of a backward where DDP says which of them takes longer."""
-NOT_TIME = ("memory", DEVICE_MEMORY, "loss")
-"""What is followed and is no time."""
-WORDS = {
-    "step": "a step",
-    "data_wait": "the wait for data",
-    "h2d": "the copy to the device",
-    "forward": "the forward",
-    "backward": "the backward",
-    "optimizer": "the optimizer's step",
-    "other": "what lies between the phases",
-    REDUCTION: "the reduction of gradients, with the wait for other ranks,",
-    COMPUTING: "computing the gradients",
-}
-"""A phase in a sentence."""
-SHARED = "the backward, with the reduction of gradients,"
-"""The same where there are several ranks."""
 WORTH = 0.03
 """Part of the step by which a phase has to change to be told: a copy that takes twice 1 % of the step is no alarm."""
 HELD = 3
@@ -72,52 +56,6 @@ CONTRAST = 2
 """Deviations of the blocks before by which a phase has to grow to explain a longer step. Half of that step's growth at least, and 1.5 times
 as much at most: else another phase shrank, and the two trade places."""
 _PROBE = 30_000
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Told:
-    """One alarm."""
-
-    rank: int
-    step: int
-    """The first step at the new level, about, from 0."""
-    phase: str
-    """One of SERIES, REDUCTION, COMPUTING, DEVICE_MEMORY or "loss"."""
-    before: float
-    """Seconds, samples per second, bytes, or the loss."""
-    after: float
-    share: float
-    """The change of the phase as a part of the step before; 0 for memory and loss."""
-    circumstances: tuple[str, ...] = ()
-    """What else changed."""
-    trace: str = ""
-    """File in the run directory with a trace of steps after the alarm; "" = none was asked for."""
-
-    @property
-    def slower(self) -> bool:
-        """Does the training lose by it?"""
-        return (self.after < self.before) == (self.phase == "throughput")
-
-    def words(self, ranks: int = 1) -> str:
-        """As a sentence."""
-        change = abs(self.after / self.before - 1) if self.before > 0 else 1.0
-        where = f" on rank {self.rank}" if ranks > 1 else ""
-        more = "".join(f"; {text}" for text in (*self.circumstances, *([f"a few steps are traced: {self.trace}"] if self.trace else [])))
-        since = f"since step {self.step:,}"
-        if self.phase in ("memory", DEVICE_MEMORY):
-            how = "more" if self.after > self.before else "less"
-            return f"{since} {how} {self.phase}{where}: {units.bytes_(self.after)}, {units.bytes_(self.before)} before{more}"
-        if self.phase == "loss":
-            return f"{since} the loss is {units.percent(change)} higher{where} ({self.before:.4g} → {self.after:.4g}){more}"
-        if self.phase == "throughput":
-            return f"{since} {units.percent(change)} {'fewer' if self.slower else 'more'} samples per second{where}{more}"
-        what = SHARED if self.phase == "backward" and ranks > 1 else WORDS[self.phase]
-        took = f"{units.seconds(self.before)} → {units.seconds(self.after)}"
-        return f"{since} {what} takes {units.percent(change)} {'longer' if self.slower else 'less'}{where} ({took}){more}"
-
-    def to_row(self) -> dict[str, Any]:
-        """For the rank's file."""
-        return asdict(self) | {"circumstances": list(self.circumstances)}
 
 
 class StepAlarm:
@@ -358,6 +296,28 @@ def device_clock(device: int | None) -> float | None:
         return None
 
 
+class OtherRanks:
+    """The alarms of all ranks of a run, each in a small file of its own rank in the run directory."""
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        """`folder` need not be there yet."""
+        self._folder, self._own = folder, f"told{rank}.jsonl"
+
+    def put(self, told: Told) -> None:
+        """Let the others know of an alarm of this rank."""
+        with contextlib.suppress(OSError):  # it is in the rank's own file, too
+            self._folder.mkdir(exist_ok=True)
+            writer = LineWriter(self._folder / self._own)
+            writer.write([told.to_row()])
+            writer.close()
+
+    def __call__(self) -> list[Told]:
+        """What the others have told so far."""
+        files = [path for path in sorted(self._folder.glob("told*.jsonl")) if path.name != self._own]
+        rows = [row for path in files for row in LineTail(path).read(salvage=True)]
+        return [told for told in map(Told.of_row, rows) if told]
+
+
 class Alarm:
     """A background thread that looks at what a recording has finished, and tells."""
 
@@ -373,12 +333,13 @@ class Alarm:
         traces: Any = None,
         losses: Callable[[int, int], list[float]] | None = None,
         device: int | None = None,
+        others: Callable[[], Sequence[Told]] | None = None,
     ) -> None:
         """Begin to follow.
 
         Args:
             take: gives the steps finished since it was called last.
-            tell: called with each alarm and its sentence.
+            tell: called with each alarm and its sentence; "" where another rank, for which this one waits, tells it.
             rank: of this process.
             ranks: how many there are.
             done: steps that were taken before, such as before a restart.
@@ -386,6 +347,7 @@ class Alarm:
             traces: `AlarmTraces`, for steps after an alarm that a phase or the throughput became slower; None = that is not allowed.
             losses: as `StepAlarm` takes them.
             device: index of the GPU that the training uses; None = none.
+            others: gives what other ranks have told so far; None = that is not known.
         """
         self._traces = traces
         self._take, self._tell, self._ranks = take, tell, ranks
@@ -394,6 +356,8 @@ class Alarm:
         self._around = Circumstances(experiments=experiments, device=device)
         self._parts = PartsOfBackward.of_process() if ranks > 1 else None
         self.told: list[Told] = []
+        self._others, self._held = others, list[tuple[Told, float]]()
+        """Alarms that another rank may explain, and since when they wait for it."""
         self._looked, self._wait = time.monotonic(), INTERVAL
         self._pid = os.getpid()
         self._lock, self._stop = threading.Lock(), threading.Event()
@@ -409,13 +373,27 @@ class Alarm:
                 around = self._around.changed() if told.phase != "loss" else ()
                 told = self._parts.part(told) if self._parts else told
                 full = replace(told, circumstances=around, trace=slow.ask(told.step) if slow else "")
-                self.told.append(full)
-                self._tell(full, full.words(self._ranks))
+                self._held.append((full, self._looked))
+            if self._held:
+                self._tell_held(last)
             if not self._alarm.pending:
                 self._around.note()
                 if self._parts:
                     self._parts.note()
-            self._wait = seconds_to_wait(len(rows), self._looked - before, pending=self._alarm.pending)
+            self._wait = seconds_to_wait(len(rows), self._looked - before, pending=self._alarm.pending or bool(self._held))
+
+    def _tell_held(self, last: bool) -> None:
+        """Tell what is due: what another rank may explain waits for it for some time, since ranks look at different times."""
+        others, held = self._others() if self._others else (), self._held
+        self._held = []
+        for told, since in held:
+            reason = waited_for(told, others)
+            if self._others and not reason and told.phase in WAITS and not last and self._looked - since < HOLD:
+                self._held.append((told, since))
+                continue
+            told = replace(told, waits_for=reason.rank) if reason else told
+            self.told.append(told)
+            self._tell(told, "" if reason else told.words(self._ranks))
 
     def close(self) -> str:
         """Look a last time, and end. Returns the digest: "" where nothing was told."""
@@ -437,24 +415,6 @@ class Alarm:
 def seconds_to_wait(steps: int, seconds: float, *, pending: bool) -> float:
     """How long until the next look."""
     return INTERVAL if pending else min(max(INTERVAL, AT_A_LOOK * seconds / max(steps, 1)), LONGEST)
-
-
-def digest(told: Sequence[Told], ranks: int = 1, traces: Sequence[str] = ()) -> str:
-    """What an alarm told over a run, in a line; ranks and phases that became slow again and again come first."""
-    if not told:
-        return ""
-    slow: dict[tuple[int, str], list[int]] = {}
-    for alarm in told:
-        if alarm.slower and alarm.phase not in NOT_TIME:
-            slow.setdefault((alarm.rank, alarm.phase), []).append(alarm.step)
-    again = [(key, steps) for key, steps in slow.items() if len(steps) > 1]
-    words = [
-        f"{'rank ' + str(rank) + ': ' if ranks > 1 else ''}{WORDS.get(phase, phase)} became slower {len(steps)} times, at steps "
-        + ", ".join(f"{step:,}" for step in steps[:6])
-        for (rank, phase), steps in sorted(again, key=lambda item: -len(item[1]))
-    ]
-    words += [f"{len(told)} change{'s' * (len(told) > 1)} in all", *([f"traced: {', '.join(traces)}"] if traces else [])]
-    return "; ".join(words)
 
 
 def allowed(alarm: bool | str) -> str:

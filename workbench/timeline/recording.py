@@ -12,6 +12,7 @@ from workbench.core.checks import number_or_default
 from workbench.core.package import imported_code
 from workbench.timeline import alarm as alarm_module
 from workbench.timeline import hooks, rank_log
+from workbench.timeline.analysis.told import Told
 from workbench.timeline.loops import Loop
 from workbench.timeline.marks import MarkRecorder
 from workbench.timeline.steps import Row, StepRules, StepsBy
@@ -58,7 +59,8 @@ class Recording:
         self._alarm: alarm_module.Alarm | None = None
         self._losses: hooks.Losses | None = None
         self._traces: Any = None  # `AlarmTraces`, where they are allowed
-        self._alarms_before: tuple[alarm_module.Told, ...] = ()  # of passes before the last close()
+        self._other_ranks: alarm_module.OtherRanks | None = None
+        self._alarms_before: tuple[Told, ...] = ()  # of passes before the last close()
 
     def _default_log(self) -> "rank_log.RankLog | None":
         """The file in the run directory of the environment; None = there is none, or it cannot be written: then a note says so."""
@@ -80,7 +82,9 @@ class Recording:
         if self._alarms and self._alarm is None:
             if self._alarms == "trace" and self._traces is None:
                 self._traces = self._alarm_traces()
-            self._losses = hooks.Losses()
+            self._losses, ranks = hooks.Losses(), number_or_default("WORLD_SIZE", 1)
+            if self._log and ranks > 1:
+                self._other_ranks = alarm_module.OtherRanks(self._log.path.parent / run_directory.ALARM_TRACES, rank_log.rank())
             self._alarm = alarm_module.Alarm(
                 self._unseen,
                 self._told,
@@ -88,7 +92,8 @@ class Recording:
                 traces=self._traces,
                 device=self.device,
                 rank=rank_log.rank(),
-                ranks=number_or_default("WORLD_SIZE", 1),
+                ranks=ranks,
+                others=self._other_ranks,
                 done=self._done + self._seen,
                 experiments=self._alarms in ("experiments", "trace"),
             )
@@ -123,12 +128,15 @@ class Recording:
             rows, self._seen = self._rows[self._seen :], len(self._rows)
         return rows
 
-    def _told(self, told: "alarm_module.Told", words: str) -> None:
-        self.warn(words)
+    def _told(self, told: Told, words: str) -> None:
+        if words:
+            self.warn(words)
         self.say({"alarm": told.to_row()})
+        if self._other_ranks:
+            self._other_ranks.put(told)
 
     @property
-    def told(self) -> "tuple[alarm_module.Told, ...]":
+    def told(self) -> tuple[Told, ...]:
         """The alarms so far."""
         return (*self._alarms_before, *(self._alarm.told if self._alarm else ()))
 

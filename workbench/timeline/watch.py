@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from workbench.core.checks import objects
 from workbench.core.synonyms import accept_synonyms
 from workbench.timeline import hooks, watch_script
-from workbench.timeline.alarm import Told
+from workbench.timeline.analysis.told import Told
 from workbench.timeline.loops import MeasuredBatches, check_loader
 from workbench.timeline.marks import BACKWARD, FORWARD, MarkRecorder, new_recorder
 from workbench.timeline.reading import FirstBatches

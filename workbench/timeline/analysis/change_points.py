@@ -20,7 +20,7 @@ BLOCK = 8
 """Steps of a block. Chosen: a slowdown of 100 steps is a dozen blocks, and a long step out of eight moves their median little."""
 WARM_UP = 25
 """Blocks from which noise and level are known, before anything is told."""
-AGAIN = 8
+AGAIN = 6
 """The same after a change that was told: so that what comes back, or becomes worse, within a hundred steps is told, too. Until WARM_UP,
 noise, and how far windows have varied, are at least what they were before that change."""
 OLD = 200.0
@@ -317,11 +317,11 @@ class ChangePoints:
                 self._begin(due, self._history[:, : self._length], WARM_UP)
         return changes
 
-    def _begin(self, due: "NDArray[np.bool_]", history: Floats, blocks: int) -> None:
+    def _begin(self, due: "NDArray[np.bool_]", history: Floats, blocks: int, least: float = 2e-3) -> None:
         """Prior of all regimes of some series: the level anywhere within 20 % of that of the latest blocks, the noise as it was there."""
         history = history[due, -blocks:]
         middle = _median(history)[:, None]
-        noise = np.maximum(_spread(history, middle, upward=self._upward[due]), 2e-3)[:, None]
+        noise = np.maximum(_spread(history, middle, upward=self._upward[due]), least)[:, None]
         kappa = noise**2 / NEW_LEVEL**2 + np.arange(MOST_BLOCKS + 2)[None, :]
         kappa[:, -1] = OLD
         self._variance0[due], self._variance[due], self._mean[due] = noise[:, 0] ** 2, noise**2, middle
@@ -391,6 +391,8 @@ class ChangePoints:
         while age < min(MOST_BLOCKS, len(row) - start) and abs(row[-age - 1] - new) < abs(row[-age - 1] - old):
             age += 1  # the posterior may take it for younger than it is
         self._first[place], self._needed[place], self._usual[place] = self._blocks - age, AGAIN, (noise, largest)
+        # as far out, values count less than they are: the posterior would learn the new level slowly, and take it for noise
+        self._begin(self._rows == place, self._history[:, : self._length], age, max(noise, 2e-3))
         before, after = max(0.0, math.exp(old) - added), max(0.0, math.exp(new) - added)
         return Change(series=self.series[place], step=self.steps - age * BLOCK, before=before, after=after, told=self.steps - 1)
 
