@@ -1,5 +1,5 @@
 """Published seconds per iteration of LLaMA models under every layout of a grid, and which layouts ran out of memory; those of a larger
-search by another trainer, how it trained, and what versions of it waited for.
+search by another trainer.
 
 The figures are facts, keyed in again.
 Source of GRIDS: Hagemann, Weinbach, Dobler, Schall and de Melo 2023, Efficient Parallelization Layouts for Large-Scale Distributed Model
@@ -12,17 +12,15 @@ FlashAttention-2 counts; runs that failed for other reasons are left out.
 import csv
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 import numpy as np
 
-from workbench.cluster.analysis.plan.layouts import SHARINGS, Floats, Layouts
-from workbench.cluster.analysis.plan.timing import BUCKET, HardwareRates, seconds
-from workbench.cluster.analysis.plan.workload import Workload, workload_of_transformer
+from workbench.cluster.analysis.plan.layouts import SHARINGS, Layouts
+from workbench.cluster.analysis.plan.workload import TRAINERS, Workload, workload_of_transformer
 from workbench.cluster.analysis.transformer import Transformer
-from workbench.core.statistics import Interval
 
 SIZES = {"13B": (40, 5120, 40, 13824), "30B": (60, 6656, 52, 17920), "65B": (80, 8192, 64, 22016)}
 """Model → layers, width, heads (Touvron et al. 2023, LLaMA, table 2), and width of the feed-forward (as in its published checkpoints)."""
@@ -211,6 +209,9 @@ class Found:
 
 
 SEQUENCE, BATCH, VOCABULARY = 4096, 256, 131_072
+TRAINER = TRAINERS["nanotron"]
+"""Which version of it a row had is not published; the script of February 2025 runs pipelines again whose jobs are older than number
+14097150."""
 
 
 def _tried() -> Iterator[Found]:
@@ -242,12 +243,8 @@ def transformer_of(model: str) -> Transformer:
 
 
 @cache
-def workload_of(model: str, sharing: str) -> Workload:
-    """One of the models of TRIED, as it was trained there: sequence parallel, cross-entropy of divided logits, gradients added up in fp32.
-
-    With ZeRO-1 and gradients in fp32 its trainer did not wrap models in DDP then: all gradients are reduced after the last backward, on
-    every rank (`make_ddp` and `sync_gradients_across_dp` of trainer.py before 2025-06-23).
-    """
+def workload_of(model: str) -> Workload:
+    """One of the models of TRIED, as its trainer trains it: sequence parallel, cross-entropy of divided logits, and as TRAINERS says."""
     workload = workload_of_transformer(
         transformer_of(model),
         sequence=None,
@@ -255,12 +252,9 @@ def workload_of(model: str, sharing: str) -> Workload:
         fused_attention=True,
         sequence_parallel=True,
         gpus_per_node=8,
-        loss_parallel=True,
+        loss_parallel=TRAINER.loss_parallel,
     )
-    workload = replace(workload, adding=10.0)  # of bf16 gradients, and those before in fp32, read and written
-    layers, *_, tied = NANOTRON[model]
-    tensors = 6.0 * layers + (2 if tied else 3)  # of a block: qkv, output, gate and up, down, and two norms
-    return replace(workload, overlapped=False, whole_reduction=True, slices=tensors) if sharing == "zero1" else workload
+    return TRAINER.trains(workload)
 
 
 @cache
@@ -274,56 +268,3 @@ def layouts_of(rows: tuple[Found, ...]) -> Layouts:
         row |= {"accumulation": BATCH // data // one.micro_batch, "sharing": SHARINGS.index(one.sharing), "checkpointing": 0}
         table.append(row | {"shard": data, "inside": inside})
     return Layouts(**{name: np.array([row[name] for row in table]) for name in table[0]})
-
-
-NAP = 0.1
-"""Seconds that a version of its trainer sleeps between two looks at whether a message has arrived (`_send_meta` and `_recv_meta` of p2p.py
-on the branch nouamane/bench2 of github.com/huggingface/nanotron at 67c5ebb6, 2024-12-27, which has the scripts of the search, too). Each
-tensor that a stage passes on has two messages of its shape before it, and either side sleeps at least once for each of them: it looks right
-after it has begun. A boundary has two tensors forward (activations and their mask) and one back: 6 naps of a micro-batch on the first and
-the last stage, 12 on those between. The published rows do not say with which version they ran; the script of February 2025 runs pipelines
-again whose jobs are older than number 14097150."""
-MESSAGE = Interval(low=30e-6, mid=60e-6, high=120e-6)
-"""Seconds of a small message over gloo. Assumed: between two processes of one busy machine, the quickest hundred took 32 to 42 µs each; the
-middle was chosen with these rows in view."""
-MESSAGES = 4
-"""Messages, one after the other, for each other rank of a collective that PyTorch checks (TORCH_DISTRIBUTED_DEBUG=DETAIL, set in the
-authors' scripts for several nodes of March 2025, examples/mamba/run_multinode.sh at 77f54c10 and slurm_launcher.py at ef206a3a): a
-monitored barrier, in which the first rank hears from every other and answers, and two gathers of fingerprints in a ring
-(ProcessGroupWrapper.cpp of PyTorch)."""
-COLLECTIVES = 10
-"""Of tensor parallelism, for each block and micro-batch: 4 forward, 6 backward, where inputs are gathered again (functional.py there)."""
-
-
-def waiting(workload: Workload, layouts: Layouts, rates: HardwareRates, end: str, nap: float, checks: bool) -> Floats:
-    """Seconds by which a step takes longer where its trainer naps between looks at messages, or checks its collectives.
-
-    A nap is no shorter for what is computed meanwhile: a stage's forward, and its backward, take whole naps. The lower end has no naps of
-    filling and draining the pipeline, the upper end another one for every forward and backward, as either side may just have looked.
-
-    Args:
-        workload: what is trained.
-        layouts: how.
-        rates: of the hardware.
-        end: of MESSAGE.
-        nap: seconds of one; 0 = none.
-        checks: are collectives checked? Within one node they were not.
-    """
-    p, m, t = layouts.pipeline, layouts.accumulation, layouts.tensor
-    parts = seconds(workload, layouts, rates, 8)
-    each = np.where(layouts.gpus > 8, MESSAGES * getattr(MESSAGE, end), 0.0) * checks
-    layers = workload.layers * layouts.share(workload.layers)
-    own = ((workload.parameters - workload.shared) * layouts.share(workload.layers) + workload.shared) / t
-    often = np.where(layouts.sharing == SHARINGS.index("ddp"), np.maximum(1.0, own * 2 / BUCKET), 3.0)  # else gradients, weights, the loss
-    once = each * (often * (layouts.data - 1) + layouts.gpus - 1)  # and a barrier of all ranks
-    checked = each * COLLECTIVES * layers * (t - 1)
-    slower: Floats = (m + p - 1) * checked + once
-    if not nap:
-        return slower
-    working = parts.bubble / np.maximum(1, p - 1) + checked  # of a micro-batch
-    launched = workload.operators["none"] * layouts.share(workload.layers) * rates.host + checked
-    filling = 0.0 if end == "low" else 6.0 * np.maximum(0, p - 3)
-    others = np.where(p == 2, 4, 10) * m + filling  # naps in which nothing is computed
-    naps = others + m * (np.ceil(working / 3 / nap) + np.ceil(working * 2 / 3 / nap) + (2 if end == "high" else 0))
-    napping = nap * naps + m * launched + once - parts.bubble * (1 + m / np.maximum(1, p - 1))
-    return np.where(p > 1, napping, slower)

@@ -7,8 +7,8 @@ Run: python benchmarks/reality_layouts.py
 import math
 import statistics
 from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -17,14 +17,13 @@ from published_layouts import (
     BATCH,
     GRIDS,
     NANOTRON,
-    NAP,
     SIZES,
+    TRAINER,
     TRIED,
     Found,
     Grid,
     layouts_of,
     transformer_of,
-    waiting,
     workload_of,
 )
 from published_scaling import ITERATIONS, Iteration
@@ -36,9 +35,10 @@ from workbench.cluster.analysis.cluster import Cluster
 from workbench.cluster.analysis.plan.layouts import Layouts, list_layouts
 from workbench.cluster.analysis.plan.memory import memory
 from workbench.cluster.analysis.plan.plans import Plans
-from workbench.cluster.analysis.plan.ranges import EFFICIENCY, HELD, LAUNCH, LINKS, PlanError
+from workbench.cluster.analysis.plan.ranges import EFFICIENCY, HELD, LAUNCH, LINKS, MESSAGE, PlanError
+from workbench.cluster.analysis.plan.search import MEASURED, MOST_LEVEL
 from workbench.cluster.analysis.plan.timing import HardwareRates, seconds
-from workbench.cluster.analysis.plan.workload import Workload, workload_of_transformer
+from workbench.cluster.analysis.plan.workload import Version, Workload, versions_of, workload_of_transformer
 from workbench.cluster.analysis.transformer import Transformer
 from workbench.core.display import table as display
 from workbench.core.statistics import Interval
@@ -123,19 +123,18 @@ def rows(grid: Grid) -> dict[tuple[int, int, int, str], Row]:
     return found
 
 
-def ranges(
-    workload: Workload, found: Layouts, cluster: Cluster = CLUSTER, peak: float = PEAK, beside: Callable[..., Any] | None = None
-) -> list[Interval]:
-    """Seconds of a step of each layout, low to high; `beside` adds what a trainer waits for."""
+def rates(cluster: Cluster, peak: float, place: str, efficiency: Any = None, message: Any = None) -> HardwareRates:
+    """Of hardware that is slow, in the middle or fast: place "low", "mid" or "high"; with what a measured step says, if it is given."""
+    slow = {"low": "high", "mid": "mid", "high": "low"}[place]
+    share, late = getattr(LINKS, place), {"low": 1.0, "mid": 0.0, "high": -1.0}[place]
+    kernels = getattr(EFFICIENCY, place) if efficiency is None else efficiency
+    launch, message = (getattr(LAUNCH, slow), getattr(MESSAGE, slow)) if efficiency is None else (LAUNCH.mid, message)
+    return HardwareRates.of(cluster, peak, kernels, share, launch, (LINKS.mid / share,) * 2, message, late)
 
-    def rates(end: str, other: str) -> HardwareRates:
-        share = getattr(LINKS, end)
-        return HardwareRates.of(cluster, peak, getattr(EFFICIENCY, end), share, getattr(LAUNCH, other), (LINKS.mid / share,) * 2)
 
-    ends = [
-        seconds(workload, found, rates(end, other), 8).total + (beside(workload, found, rates(end, other), other) if beside else 0.0)
-        for end, other in (("high", "low"), ("mid", "mid"), ("low", "high"))
-    ]
+def ranges(workload: Workload, found: Layouts, cluster: Cluster = CLUSTER, peak: float = PEAK) -> list[Interval]:
+    """Seconds of a step of each layout, low to high."""
+    ends = [seconds(workload, found, rates(cluster, peak, place), 8).total for place in ("high", "mid", "low")]
     return [Interval(low=float(low), mid=float(mid), high=float(high)) for low, mid, high in zip(*ends, strict=True)]
 
 
@@ -254,23 +253,27 @@ def tried(slower: float = math.inf, most: int = 512) -> tuple[Found, ...]:
 def other_source(slower: float = 2.0) -> list[tuple[Found, Interval, float]]:
     """Of each of `tried`: what we say its step takes by datasheets alone, and the bytes of its fullest GPU."""
     found = []
-    for model, sharing in sorted({(one.model, one.sharing) for one in tried(slower)}):
-        mine = tuple(one for one in tried(slower) if (one.model, one.sharing) == (model, sharing))
-        workload, layouts = workload_of(model, sharing), layouts_of(mine)
+    for model in NANOTRON:
+        mine = tuple(one for one in tried(slower) if one.model == model)
+        workload, layouts = workload_of(model), layouts_of(mine)
         held = memory(workload, layouts, OTHER.device.name).total
         found += list(zip(mine, ranges(workload, layouts, OTHER, OTHER_PEAK), held.tolist(), strict=True))
     return found
 
 
-def versions(rows: tuple[Found, ...], nap: float = NAP) -> dict[Found, dict[str, Interval]]:
+def named(model: str, poll: float | None = None, checked: bool | None = None) -> tuple[Version, ...]:
+    """The versions of the other source's trainer, of one of its models."""
+    return versions_of(workload_of(model), TRAINER, poll, checked, EFFICIENCY)
+
+
+def versions(rows: tuple[Found, ...], nap: float = max(TRAINER.polls)) -> dict[Found, dict[str, Interval]]:
     """Seconds of each row as planned, and as each known version of its trainer takes them: with naps, with checks, and with both."""
     found: dict[Found, dict[str, Interval]] = {one: {} for one in rows}
-    for model, sharing in sorted({(one.model, one.sharing) for one in rows}):
-        mine = tuple(one for one in rows if (one.model, one.sharing) == (model, sharing))
-        workload, layouts = workload_of(model, sharing), layouts_of(mine)
+    for model in sorted({one.model for one in rows}):
+        mine = tuple(one for one in rows if one.model == model)
         for name, naps, checks in (("as planned", 0.0, False), ("naps", nap, False), ("checks", 0.0, True), ("both", nap, True)):
-            spans = ranges(workload, layouts, OTHER, OTHER_PEAK, lambda *given, a=naps, b=checks: waiting(*given, a, b))  # type: ignore[misc]
-            for one, span in zip(mine, spans, strict=True):
+            workload = replace(workload_of(model), poll=naps, checked=checks)
+            for one, span in zip(mine, ranges(workload, layouts_of(mine), OTHER, OTHER_PEAK), strict=True):
                 if not ((naps and one.pipeline == 1) or (checks and one.gpus <= 8)):
                     found[one][name] = span
     return found
@@ -281,67 +284,116 @@ def explained(said: Mapping[Found, Mapping[str, Interval]]) -> float:
     return sum(any(one.seconds in span for span in spans.values()) for one, spans in said.items()) / len(said)
 
 
-def told_of_waits() -> dict[str, tuple[float, float]]:
-    """Model → what the first and the best of five of the layouts that the source tried on 512 GPUs reach of its fastest, in the order of
-    the throughput to expect of them with naps and checks; 0 where they did not run.
+def by_name(said: Mapping[Found, Mapping[str, Interval]]) -> tuple[float, float, float]:
+    """Share of the rows in the range of a plan that knows the trainer's name, from its least version to its most; the median of high over
+    low; and the median error of the geometric mean of its four versions.
     """
-    found = {}
-    for model in NANOTRON:
-        rows = tuple(one for one in TRIED if (one.model, one.gpus) == (model, 512) and one.tensor <= 8)
-        expected: dict[Found, float] = {}
-        for sharing in ("ddp", "zero1"):
-            mine = tuple(one for one in rows if one.sharing == sharing)
-            held = memory(workload_of(model, sharing), layouts_of(mine), OTHER.device.name)
-            said, chance = versions(mine), held.chance(ROOM)
-            expected |= {one: list(said[one].values())[-1].mid / chance[at] for at, one in enumerate(mine) if held.total[at] <= ROOM}
-        reached = [fastest()[model, 512].seconds / one.seconds for one in sorted(expected, key=expected.__getitem__)[:5]]
-        found[model] = (reached[0], max(reached))
-    return found
+    ends = [(one.seconds, min(s.low for s in spans.values()), max(s.high for s in spans.values())) for one, spans in said.items()]
+    mids = [
+        statistics.geometric_mean(spans.get(name, spans.get(other, spans["as planned"])).mid for name, other in OTHERWISE)
+        for spans in said.values()
+    ]
+    errors = [abs(mid / one.seconds - 1) for one, mid in zip(said, mids, strict=True)]
+    covered = sum(low <= taken <= high for taken, low, high in ends) / len(ends)
+    return covered, statistics.median(high / low for _, low, high in ends), statistics.median(errors)
 
 
-def other_calibrated(rows: tuple[Found, ...]) -> list[float]:
-    """Of each of these rows, its error where the efficiency follows from another row of its model."""
+OTHERWISE = (("as planned", "as planned"), ("naps", "as planned"), ("checks", "as planned"), ("both", "checks"))
+"""Version → what it comes to where there is no pipeline; on a single node nothing is checked."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Calibrated:
+    """What is said of rows where another row of their model set the level."""
+
+    error: float
+    """Median."""
+    covered: float
+    """Share of the pairs."""
+    width: float
+    """Median of high over low."""
+    versions: float
+    """That the measured row left, on average."""
+
+
+@cache
+def other_calibrated(rows: tuple[Found, ...], poll: float | None = 0.0, checked: bool | None = False) -> Calibrated:
+    """Of each of these rows, from each other row of its model, as `PlanSearch.calibrated`; by default of the version without waits."""
     errors: list[float] = []
-    for model in NANOTRON:
+    inside: list[bool] = []
+    widths: list[float] = []
+    left: list[int] = []
+    for model in sorted({one.model for one in rows}):
         mine = tuple(one for one in rows if one.model == model)
-        measured = np.array([one.seconds for one in mine])
-        low, high = np.full(len(mine), 0.05), np.full(len(mine), 1.5)
+        known, layouts, measured = named(model, poll, checked), layouts_of(mine), np.array([one.seconds for one in mine])
+
+        def taken(version: Version, place: str = "mid", layouts: Layouts = layouts) -> Any:
+            found = rates(OTHER, OTHER_PEAK, place, getattr(version.efficiency, place), version.message.mid)
+            return seconds(version.workload, layouts, found, 8).total
+
+        levels = np.array([_levels(version, layouts, measured) for version in known])
+        for at in range(len(mine)):
+            likely = [place for place in range(len(known)) if abs(levels[place, at]) <= 1] or [int(np.argmin(abs(levels[:, at])))]
+            each = [known[place].at(float(levels[place, at])) for place in likely]
+            mid = np.exp(np.mean([np.log(taken(version)) for version in each], 0))
+            ends = [taken(version, place) for version in each for place in ("low", "high")]
+            low, high, others = np.min(ends, 0), np.max(ends, 0), np.arange(len(mine)) != at
+            errors += np.abs(mid / measured - 1)[others].tolist()
+            inside += ((low <= measured) & (measured <= high))[others].tolist()
+            widths += (high / low)[others].tolist()
+            left.append(len(each))
+    return Calibrated(
+        error=statistics.median(errors), covered=statistics.mean(inside), width=statistics.median(widths), versions=statistics.mean(left)
+    )
+
+
+def _levels(version: Version, layouts: Layouts, measured: Any) -> Any:
+    """Of each row, the level at which this version takes as long as was measured, as `PlanSearch.calibrated`."""
+    ends = []
+    for taken in (measured / (1 + MEASURED), measured * (1 + MEASURED)):
+        low, high = np.full(len(taken), -MOST_LEVEL), np.full(len(taken), MOST_LEVEL)
         for _ in range(30):
-            middle = (low + high) / 2
-            slow = _taken(mine, middle) > measured
-            low, high = np.where(slow, middle, low), np.where(slow, high, middle)
-        for place, share in enumerate(low):
-            errors += np.delete(np.abs(_taken(mine, np.full(len(mine), share)) / measured - 1), place).tolist()
-    return errors
+            level = (low + high) / 2
+            share, message = (
+                span.mid * np.where(up > 0, span.high / span.mid, span.low / span.mid) ** abs(up)
+                for span, up in ((version.efficiency, -level), (version.message, level))
+            )
+            longer = seconds(version.workload, layouts, rates(OTHER, OTHER_PEAK, "mid", share, message), 8).total > taken
+            low, high = np.where(longer, low, level), np.where(longer, level, high)
+        ends.append(low)
+    return np.minimum(np.maximum(ends[0], 0.0), ends[1])
 
 
-def _taken(rows: tuple[Found, ...], shares: Any) -> Any:
-    """Seconds of rows of one model, if kernels reach these shares of the peak."""
-    total = np.zeros(len(rows))
-    for sharing in {one.sharing for one in rows}:
-        where = [place for place, one in enumerate(rows) if one.sharing == sharing]
-        mine = tuple(rows[place] for place in where)
-        rates = HardwareRates.of(OTHER, OTHER_PEAK, shares[where], LINKS.mid, LAUNCH.mid)
-        total[where] = seconds(workload_of(mine[0].model, sharing), layouts_of(mine), rates, 8).total
-    return total
+def other_tries(tries: int = 5, again: bool = False, least: int = 8, **options: Any) -> dict[tuple[str, int], list[float]]:
+    """Model and GPUs → throughput of the first of our plans that the other source has tried, over its fastest; 0 where one did not run.
+    Layouts of both kinds of ZeRO, without what it never did.
 
-
-def other_reached() -> dict[tuple[str, int], tuple[float, float]]:
-    """Model and GPUs → throughput of our first plan and of the best of our first five that the other source has tried, over its fastest; 0
-    where none of them ran. Layouts of both kinds of ZeRO, as a user would ask for them.
+    Args:
+        tries: how many.
+        again: is each chosen by a plan that knows what the last one took? Else all by the same plan.
+        least: fewest GPUs.
+        options: of the plan.
     """
-    found = {}
+    reached = {}
     for (name, gpus), best in fastest().items():
-        options: dict[str, Any] = {"sharing": ["ddp", "zero1"], "chunks": 1, "sequence_parallel": True, "loss_parallel": True}
-        try:
-            plans = list(wb.plan(transformer_of(name), OTHER, gpus=gpus, global_batch=BATCH, **options))
-        except PlanError:
-            plans = []
-        ours = [(plan.tensor, plan.pipeline, plan.micro_batch, plan.sharing) for plan in plans if plan.checkpointing == "none"]
+        if gpus < least:
+            continue
         known = {(o.tensor, o.pipeline, o.micro_batch, o.sharing): o.seconds for o in TRIED if (o.model, o.gpus) == (name, gpus)}
-        reached = [best.seconds / known[key] for key in ours if key in known]
-        found[name, gpus] = (reached[0], max(reached[:5])) if reached else (0.0, 0.0)
-    return found
+        fixed: dict[str, Any] = {"gpus": gpus, "global_batch": BATCH, "sharing": ["ddp", "zero1"], "chunks": 1, "checkpointing": "none"}
+        fixed |= {"loss_parallel": True, "top": 40, **options}
+        done: dict[Any, float] = {}
+        measured: Any = None
+        plans: Any = None
+        for _ in range(tries):
+            plans = wb.plan(transformer_of(name), OTHER, measured=measured, **fixed) if again or plans is None else plans
+            keys = {(plan.tensor, plan.pipeline, plan.micro_batch, plan.sharing): plan for plan in plans}
+            key = next((key for key in keys if key in known and key not in done), None)
+            if key is None:
+                break
+            done[key] = best.seconds / known[key]
+            measured = (keys[key], known[key]) if math.isfinite(known[key]) else measured
+        reached[name, gpus] = list(done.values()) or [0.0]
+    return reached
 
 
 def implied_efficiency() -> tuple[float, float, float]:
@@ -390,7 +442,7 @@ def summary() -> dict[str, float]:
         "step error calibrated": statistics.median(errors_once_calibrated()),
         "other covered": sum(one.seconds in said for one, said, _ in other_source()) / len(other_source()),
         "other error": statistics.median(abs(said.mid / one.seconds - 1) for one, said, _ in other_source()),
-        "other calibrated": statistics.median(other_calibrated(tried(2.0))),
+        "other calibrated": other_calibrated(tried(2.0)).error,
         "memory right": sum(row.fits == math.isfinite(row.measured) for row in every) / len(every),
         "memory covered": sum(row.told for row in every) / len(every),
         "memory open": sum(row.open for row in every) / len(every),
@@ -434,12 +486,11 @@ def table() -> display.Table:
 def print_rows(title: str, found: list[tuple[Found, Interval, float]]) -> None:
     """What comes out for some rows of the other source."""
     rows = tuple(one for one, _, _ in found)
-    errors = other_calibrated(rows)
     print(
         f"  {title}: {len(rows)} rows, measured over said {statistics.median(one.seconds / said.mid for one, said, _ in found):.2f}, "
         f"inside {sum(one.seconds in said for one, said, _ in found) / len(found):.3f}, error "
         f"{statistics.median(abs(said.mid / one.seconds - 1) for one, said, _ in found):.3f}, once calibrated "
-        f"{statistics.median(errors):.3f}"
+        f"{other_calibrated(rows).error:.3f}"
     )
 
 
@@ -454,9 +505,35 @@ def print_versions() -> None:
         errors = [abs(said[one][name].mid / one.seconds - 1) for one in said if nearest[one] == name]
         print(f"  nearest {name}: {len(errors)}, error {statistics.median(errors):.3f}")
     print(
-        "  inside that of a version: " + ", ".join(f"naps of {nap} s {explained(versions(tried(), nap)):.3f}" for nap in (0.05, NAP, 0.2))
+        "  inside that of a version: " + ", ".join(f"naps of {nap} s {explained(versions(tried(), nap)):.3f}" for nap in (0.05, 0.1, 0.2))
     )
-    print(f"  512 GPUs, told of naps and checks: {told_of_waits()}")
+    for title, slower in (("near", 2.0), ("all that ran", math.inf)):
+        few = {one: spans for one, spans in said.items() if one in tried(slower)}
+        alone = {one: {"as planned": spans["as planned"]} for one, spans in few.items()}
+        for words, some in (("without waits", alone), ("by its name", few)):
+            print("  {}, {}: inside {:.3f}, high over low {:.2f}, error {:.3f}".format(title, words, *by_name(some)))
+        for words, waits in (("without waits", (0.0, False)), ("by its name", (None, None))):
+            print(f"  {title}, {words}, once calibrated: {other_calibrated(tried(slower), *waits)}")
+
+
+def print_tries() -> None:
+    """What our plans reach of the other source's fastest."""
+    unwaiting = {"trainer": "nanotron", "poll_interval": 0, "checked_collectives": False}
+    named = {"trainer": "nanotron"}
+    for title, options, again in (
+        ("as Megatron", {}, False),
+        ("as nanotron without waits", unwaiting, False),
+        ("as nanotron", named, False),
+        ("as Megatron, each with the last one's step", {}, True),
+        ("as nanotron, each with the last one's step", named, True),
+    ):
+        reached = other_tries(again=again, **options)
+        for words, sizes in (("all", range(513)), ("up to 256 GPUs", range(257)), ("512", (512,))):
+            some = [value for (_, gpus), value in reached.items() if gpus in sizes]
+            first, five = [value[0] for value in some], [max(value) for value in some]
+            print(f"  {title}, {words} ({len(some)}): first {statistics.mean(first):.3f}, least {min(first):.3f}; ", end="")
+            print(f"best of five {statistics.mean(five):.3f}, least {min(five):.3f}")
+        print("    " + ", ".join(f"{name} × {gpus}: {value[0]:.2f} {max(value):.2f}" for (name, gpus), value in reached.items()))
 
 
 def main() -> None:
@@ -489,15 +566,8 @@ def main() -> None:
         end=" ",
     )
     print(f"{statistics.median(row.gigabytes * 1e9 / used for row, _, used in every):.2f}")
-    pooled = errors_once_calibrated() + other_calibrated(tried(2.0))
-    print(f"  both sources once calibrated: {statistics.median(pooled):.3f} of {len(pooled)} pairs")
     print_versions()
-    reached = other_reached()
-    for title, keep in (("all", 512), ("up to 256 GPUs", 256)):
-        some = [value for (_, gpus), value in reached.items() if gpus <= keep]
-        print(f"  reached, {title} ({len(some)}): first plan {statistics.mean(f for f, _ in some):.3f}, least {min(some)[0]:.3f};", end=" ")
-        print(f"best of five {statistics.mean(five for _, five in some):.3f}, least {min(five for _, five in some):.3f}")
-    print("  " + ", ".join(f"{name} × {gpus}: {first:.2f} {five:.2f}" for (name, gpus), (first, five) in reached.items()))
+    print_tries()
     for name, said, measured in iteration_ranges():
         print(f"  {name}: said {said.mid:.1f} s ({said.low:.1f} … {said.high:.1f}), measured {measured:.1f}")
 

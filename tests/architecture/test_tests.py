@@ -10,6 +10,7 @@ ROOT = Path(__file__).parents[2]
 BEHAVIOURS = {
     "batch/test_find_lr.py": "find_lr on real steps, through api.py and measure/",
     "cluster/test_published_scaling.py": "predictors of scaling against published results (benchmarks/reality.py)",
+    "cluster/test_trainers.py": "plans of a named trainer, and what a measured step says of its versions",
     "core/test_control_groups.py": "control groups, the part of system_load.py that may be tested beside other work",
     "core/test_visual_language.py": "how all pictures draw what is measured and what is predicted, in core/display/ and every plot.py",
     "data/test_strange_samples.py": "samples and manifests that other programs made, in every format and writer",

@@ -1,5 +1,6 @@
 """Predictors of scaling on published results: no worse than they were, and the check that says so fails when they are."""
 
+import operator
 import sys
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import pytest
 from workbench.cluster.analysis.plan.ranges import HELD
 
 ROOT = Path(__file__).parents[2]
+FIRST = operator.itemgetter(0)
 
 
 @pytest.fixture(scope="module")
@@ -129,6 +131,21 @@ def test_published_steps_that_waited_for_their_trainer_are_told_by_its_code(real
     assert 170 < slow.seconds < 171  # 128 micro-batches of twelve naps are 154 s, the step as planned is 4 s
     assert said[slow]["as planned"].high < 10
     assert said[slow]["naps"].mid == pytest.approx(slow.seconds, rel=0.05)
-    told = plans.told_of_waits()
-    assert sum(first for first, _ in told.values()) / 4 >= 0.5
-    assert sum(five for _, five in told.values()) / 4 >= 0.8
+
+
+@pytest.mark.slow
+def test_a_plan_that_knows_the_name_of_the_trainer_holds_what_its_published_steps_took(reality: Any) -> None:
+    plans = reality.reality_layouts
+    covered, width, _ = plans.by_name(plans.versions(plans.tried()))
+    assert covered >= 0.99
+    assert width < 25  # four versions, of which the slowest sleep
+    reached = {words: plans.other_tries(**options) for words, options in (("as Megatron", {}), ("by name", {"trainer": "nanotron"}))}
+    first, five = ({words: sum(of(one) for one in found.values()) / 26 for words, found in reached.items()} for of in (FIRST, max))
+    assert first["by name"] >= 0.82
+    assert five["by name"] >= 0.95 > five["as Megatron"]
+    assert first["as Megatron"] >= 0.81
+    again = plans.other_tries(again=True, least=256, trainer="nanotron")
+    assert sum(map(max, again.values())) > sum(max(reached["by name"][key]) for key in again)  # each knows what the one before took
+    set_by_one = plans.other_calibrated(plans.tried(2.0))
+    assert set_by_one.covered >= 0.78  # OTHER_LAYOUT follows from the A100 grids alone
+    assert set_by_one.width < 1.8

@@ -65,6 +65,7 @@ def plan(given: argparse.Namespace, knobs: Mapping[str, Any], show: Show) -> int
     model = given.target if sizes_only else RunSpec(task=given.target).replace(**knobs)
     choice("--cluster", given.cluster, [cluster.name for cluster in CLUSTERS])
     options = {"gpus": given.gpus, "global_batch": given.global_batch, "sequence": given.sequence, "top": given.top}
+    options |= {"trainer": given.trainer, "poll_interval": given.poll_interval, "checked_collectives": given.checked_collectives or None}
     plans = planning.plan(model, given.cluster, **options, **(knobs if sizes_only else {}))
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else sys.maxsize
     show(list(plans) if given.json else plans.for_terminal(width), given)

@@ -16,7 +16,7 @@ from workbench.cluster.analysis.plan.layouts import SHARINGS, gpu_counts
 from workbench.cluster.analysis.plan.plans import Plan, Plans, Power, checked_energy_inputs
 from workbench.cluster.analysis.plan.ranges import EFFICIENCY, HELD, PlanError, link_share, peak_of, share_interval
 from workbench.cluster.analysis.plan.search import PlanSearch
-from workbench.cluster.analysis.plan.workload import Workload, workload_of_transformer
+from workbench.cluster.analysis.plan.workload import Workload, trainer_named, versions_of, workload_of_transformer
 from workbench.cluster.analysis.transformer import Transformer
 from workbench.core.checks import real_number, whole_number
 from workbench.core.progress import predicts
@@ -62,8 +62,12 @@ def plan(
     sequence_parallel: bool = True,
     fused_attention: bool = True,
     gradient_bytes: float = 4,
-    loss_parallel: bool = False,
+    loss_parallel: bool | None = None,
     overlapped_gradients: bool = True,
+    trainer: str | None = None,
+    poll_interval: float | None = None,
+    checked_collectives: bool | None = None,
+    measured: tuple[Plan, float] | None = None,
     most_gpus: int = MAX_GPUS,
     **knobs: Any,
 ) -> Plans:
@@ -106,9 +110,17 @@ def plan(
         sequence_parallel: under tensor parallelism, split along the sequence what it leaves whole.
         fused_attention: attention that keeps no scores; "selective" checkpointing is planned without it only.
         gradient_bytes: of each while they are summed: 4, or 2 where that is done in 16 bit; of a Transformer.
-        loss_parallel: is the loss computed on split logits (Megatron; torch's loss_parallel)? Else each rank has them whole.
+        loss_parallel: is the loss computed on split logits (Megatron; torch's loss_parallel)? Else each rank has them whole. None = as the
+            trainer does, and without one no.
         overlapped_gradients: are gradients reduced while the backward goes on, as DDP does, and Megatron with --overlap-grad-reduce? Else
             after it, as Megatron without it; of "ddp", "zero1" and "zero2", since FSDP cannot do otherwise.
+        trainer: "megatron" or "nanotron", whose code says what it sends and waits for (`TRAINERS`): where its published versions differ,
+            ranges hold all of them, and plans are in the order of the geometric mean. None = as Megatron, for a Transformer; else as a run.
+        poll_interval: seconds that a stage of a pipeline sleeps between two looks for a message; None = as the trainer's versions do, or 0.
+        checked_collectives: do ranks compare what they call before each collective, as with TORCH_DISTRIBUTED_DEBUG=DETAIL? None = as the
+            trainer's launch scripts have it, or no.
+        measured: (plan, seconds) of a step of a plan for this model, cluster and trainer: says how fast kernels are, and which versions
+            of the trainer it can have been.
         most_gpus: where `gpus` is open.
         knobs: of a RunSpec, for a Task, a RunSpec or a module, such as optimizer="sgd(momentum=0.9)".
 
@@ -123,6 +135,10 @@ def plan(
         raise PlanError(f"cluster={cluster!r:.60}: {expected}")
     sizes = gpu_counts(where, gpus, min(_whole("most_gpus", most_gpus), MAX_GPUS * 16))  # refuse before any dry run
     sharings = _several("sharing", sharing, SHARINGS)
+    trained_by = trainer_named(trainer)
+    if loss_parallel is not None and not isinstance(loss_parallel, bool):
+        raise PlanError(f"loss_parallel={loss_parallel!r:.60}: allowed are True, False, and None for what the trainer does")
+    splits = loss_parallel if loss_parallel is not None else trained_by is not None and trained_by.loss_parallel
     if isinstance(model, str | Path) and (Path(model).suffix == ".json" or (Path(model) / "config.json").is_file()):
         model = Transformer.from_config(model, sequence)
     if isinstance(model, Transformer):
@@ -136,7 +152,7 @@ def plan(
             sequence_parallel=sequence_parallel,
             gpus_per_node=where.gpus_per_node,
             gradient_bytes=_gradient_bytes(gradient_bytes, precision),
-            loss_parallel=loss_parallel,
+            loss_parallel=splits,
         )
     else:
         from workbench.cluster.read_model import read
@@ -153,14 +169,16 @@ def plan(
     size = _whole("global_batch", given_batch)
     if not isinstance(overlapped_gradients, bool):
         raise PlanError(f"overlapped_gradients={overlapped_gradients!r:.60}: allowed are True, and False where they are reduced afterwards")
-    workload = replace(workload, overlapped=overlapped_gradients)
+    workload = replace(trained_by.trains(workload) if trained_by else workload, overlapped=overlapped_gradients)
+    restricted = _restricted(workload, tensor, pipeline, chunks, checkpointing)
+    shares = share_interval(efficiency, "efficiency", EFFICIENCY)
     margin = real_number("margin", margin, least=0, below=1, what="a share of the memory", also=", such as 0.1", error=PlanError)
     search = PlanSearch(
-        workload=_restricted(workload, tensor, pipeline, chunks, checkpointing),
+        workload=restricted,
         cluster=where,
         batch=size,
         peak=peak_of(where.device, workload.precision),
-        efficiency=share_interval(efficiency, "efficiency", EFFICIENCY),
+        versions=versions_of(restricted, trained_by, poll_interval, checked_collectives, shares),
         links=(share_interval(links, "links", link_share(where, "intra")), share_interval(links, "links", link_share(where, "inter"))),
         held=share_interval(held, "held", HELD, "what the allocator holds over the predicted bytes", "1.05"),
         usable_memory=where.device.memory * (1 - margin),
@@ -170,8 +188,23 @@ def plan(
         unrestricted=workload,
         efficiency_given=efficiency is not None,
         held_given=held is not None,
+        trainer=trained_by,
     )
+    if measured is not None:
+        search = search.calibrated(*_measured(measured, efficiency, where, workload))
     return search.plans(sizes, sharings)
+
+
+def _measured(value: Any, efficiency: Any, where: Cluster, workload: Workload) -> tuple[Plan, float]:
+    """Check the plan and the seconds of a measured step."""
+    plan, seconds = value if isinstance(value, tuple) and len(value) == 2 else (None, None)
+    if not isinstance(plan, Plan):
+        raise PlanError(f"measured={value!r:.80}: expected (plan, seconds), such as (plans.best, 1.7)")
+    if efficiency is not None:
+        raise PlanError(f"measured= and efficiency={efficiency!r:.60}: the measured step says how fast kernels are; leave out one of them")
+    if plan.node != where.name or plan.checkpointing not in workload.computed or plan.precision != workload.precision:
+        raise PlanError(f"measured={plan!r}: of a plan on {plan.node} in {plan.precision}; expected one of this model on {where.name}")
+    return plan, real_number("measured", seconds, above=0, what="seconds of a step of more than 0", error=PlanError)
 
 
 def _restricted(workload: Workload, tensor: int | None, pipeline: int | None, chunks: int | None, checkpointing: Any) -> Workload:

@@ -7,9 +7,9 @@ from typing import Any
 
 from workbench.cluster.analysis.cluster import Cluster
 from workbench.cluster.analysis.energy import Energy, estimated
-from workbench.cluster.analysis.plan.layouts import MEGATRON
 from workbench.cluster.analysis.plan.ranges import ENDS, PlanError, between
 from workbench.cluster.analysis.plan.timing import PARTS
+from workbench.cluster.analysis.plan.workload import MEGATRON, TRAINERS
 from workbench.core import units
 from workbench.core.checks import nearest
 from workbench.core.display import table as display
@@ -165,6 +165,10 @@ class Plan(display.Shown):
     """Name of each GPU."""
     efficiency: float
     """Share of the GPU's peak behind the middle."""
+    trainer: str = ""
+    """Name of the training program that was given."""
+    versions: int = 1
+    """Of that program which its ranges hold."""
 
     @property
     def global_batch(self) -> int:
@@ -224,7 +228,7 @@ class Plan(display.Shown):
 
     @property
     def megatron(self) -> bool:
-        """Does it use Megatron's ZeRO-1, which a RunSpec does not have?"""
+        """Does it use ZeRO-1 as Megatron or another trainer has it, and a RunSpec does not?"""
         return self.sharing == "zero1" and self.data > 1 and not self.broadcasts
 
     def implied_efficiency(self, seconds: float) -> float:
@@ -232,8 +236,10 @@ class Plan(display.Shown):
         `wb.plan(…, efficiency=plan.implied_efficiency(1.7))`, which narrows all ranges to the links'.
 
         Raises:
-            PlanError: the seconds leave no time to compute in.
+            PlanError: the seconds leave no time to compute in; or the trainer has several versions.
         """
+        if self.versions > 1:
+            raise PlanError(f"{self.trainer} has {self.versions} versions that may take {seconds!r} s: try measured=(plan, {seconds!r})")
         compute, sent, bubble = (self.parts[name] for name in PARTS)
         left = seconds * (compute + sent) / (compute + sent + bubble) - sent
         if not left > 0:
@@ -271,7 +277,8 @@ class Plan(display.Shown):
                 f"RunSpec(pipeline_parallel={self.pipeline}), of which wb.estimate_memory has the memory"
             )
         if self.megatron:
-            raise PlanError(f'{self.layout}: {MEGATRON}. Plan without: wb.plan(…, sharing="zero2"), or one of ddp, fsdp, hsdp')
+            other = TRAINERS[self.trainer].zero1 if self.trainer else MEGATRON
+            raise PlanError(f'{self.layout}: {other}. Plan without: wb.plan(…, sharing="zero2"), or one of ddp, fsdp, hsdp')
         knobs: dict[str, Any] = {
             "micro_batch": self.micro_batch,
             "accumulation": self.accumulation,
@@ -366,6 +373,8 @@ class Plans(Sequence[Plan], display.Shown):
     cluster: Cluster
     global_batch: int
     """Samples per step."""
+    versions: tuple[str, ...] = ()
+    """How the trainer may wait: one entry for each of its versions, or of those that a measured step can be of."""
     notes: tuple[str, ...] = ()
     """Sources of the ranges, and what is left out."""
 

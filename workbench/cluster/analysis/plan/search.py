@@ -1,6 +1,7 @@
 """Searches all layouts for those that fit, selects the short list of plans, and says what would help where nothing fits."""
 
 import math
+import statistics
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -11,12 +12,12 @@ import numpy as np
 from workbench.cluster.analysis.cluster import Cluster
 from workbench.cluster.analysis.collective_cost import CostError
 from workbench.cluster.analysis.energy import Energy
-from workbench.cluster.analysis.plan.layouts import MEGATRON, SHARINGS, Floats, Layouts, list_layouts
+from workbench.cluster.analysis.plan.layouts import SHARINGS, Floats, Layouts, list_layouts
 from workbench.cluster.analysis.plan.memory import Memory, memory
 from workbench.cluster.analysis.plan.plans import Front, Plan, Plans, Power
 from workbench.cluster.analysis.plan.ranges import HELD_SOURCES, LAUNCH, PlanError, between, intervals_around
 from workbench.cluster.analysis.plan.timing import PARTS, HardwareRates, Seconds, seconds
-from workbench.cluster.analysis.plan.workload import Workload
+from workbench.cluster.analysis.plan.workload import MEGATRON, Trainer, Version, Workload
 from workbench.core import units
 from workbench.core.statistics import Interval
 from workbench.memory.analysis.non_pytorch import non_pytorch_memory
@@ -29,6 +30,10 @@ FASTER = 0.05
 """Memory limits a plan if a layout that does not fit would be faster by this much."""
 FAST = 5
 """Layouts with the most expected throughput that come before all other roles."""
+MOST_LEVEL = 4.0
+"""Furthest level of a measured step, as a multiple of the way from the middle of a range to its end."""
+MEASURED = 0.01
+"""Part by which a measured step may differ from the next."""
 MOST_LISTED = 1000
 """Most layouts of a list."""
 
@@ -43,8 +48,8 @@ class PlanSearch:
     """Samples per step of all GPUs."""
     peak: float
     """FLOP/s of a GPU in the precision."""
-    efficiency: Interval
-    """Share of the peak while a GPU computes."""
+    versions: tuple[Version, ...]
+    """Of the trainer; the first is that of `workload`."""
     links: tuple[Interval, Interval]
     """Share of the links' bandwidth, inside nodes and between them."""
     held: Interval
@@ -63,6 +68,10 @@ class PlanSearch:
     """Was the efficiency given?"""
     held_given: bool
     """Was `held` given?"""
+    trainer: Trainer | None = None
+    """Its name was given."""
+    measured: bool = False
+    """Was a step measured?"""
 
     def plans(self, sizes: Sequence[int], sharings: Sequence[str]) -> Plans:
         """The short list for given numbers of GPUs, of layouts whose predicted memory fits. Those whose upper end does not are tight and
@@ -81,7 +90,7 @@ class PlanSearch:
         fits = used <= self.usable_memory
         if not fits.any():
             raise PlanError(self._too_large(candidates, used, sharings))
-        parts = self.seconds(candidates, "mid")
+        parts = self.seconds(candidates)
         total = parts.total
         where = np.flatnonzero(fits)
         fitting = candidates.select(where)
@@ -102,23 +111,82 @@ class PlanSearch:
             name=self.workload.name,
             cluster=self.cluster,
             global_batch=self.batch,
+            versions=tuple(version.words for version in self.versions),
             notes=self._notes(plans),
         )
 
-    def seconds(self, layouts: Layouts, end: str) -> Seconds:
-        """Seconds of a step at "low", "mid" or "high" hardware rates."""
-        return seconds(self.workload, layouts, self._rates(end, end), self.cluster.gpus_per_node)
+    def seconds(self, layouts: Layouts) -> Seconds:
+        """Seconds of a step at the middle of all rates: the geometric mean of the trainer's versions, whose parts are those of their mean.
 
-    def _rates(self, efficiency: str, links: str) -> HardwareRates:
-        intra, inter = (getattr(share, links) for share in self.links)
-        host = LAUNCH.mid if self.efficiency_given else getattr(LAUNCH, {"low": "high", "high": "low"}.get(efficiency, "mid"))
-        latency_factors = self.links[0].mid / intra, self.links[1].mid / inter
-        return HardwareRates.of(self.cluster, self.peak, getattr(self.efficiency, efficiency), (intra, inter), host, latency_factors)
+        In the order of it layouts lose the least on average, as ratios to the fastest, if each version is as likely as the others.
+        """
+        each = [self._taken(layouts, version, "mid", "mid") for version in self.versions]
+        if len(each) == 1:
+            return each[0]
+        scale = np.exp(np.mean([np.log(one.total) for one in each], 0)) / np.mean([one.total for one in each], 0)
+        return Seconds(**{name: scale * np.mean([getattr(one, name) for one in each], 0) for name in (*PARTS, "hidden")})
 
     def corners(self, layouts: Layouts) -> list[Seconds]:
-        """Seconds of a step at all ends of both ranges: fast kernels with slow links, for instance, expose the most communication."""
-        all_rates = [self._rates(efficiency, links) for efficiency in ("low", "high") for links in ("low", "high")]
-        return [seconds(self.workload, layouts, rates, self.cluster.gpus_per_node) for rates in all_rates]
+        """Seconds of a step at all ends of both ranges, with every version of the trainer: fast kernels with slow links, for instance,
+        expose the most communication.
+        """
+        ends = ("low", "high")
+        return [self._taken(layouts, version, kernels, links) for version in self.versions for kernels in ends for links in ends]
+
+    def _taken(self, layouts: Layouts, version: Version, efficiency: str, links: str) -> Seconds:
+        intra, inter = (getattr(share, links) for share in self.links)
+        slow = {"low": "high", "high": "low"}
+        host = LAUNCH.mid if self.efficiency_given else getattr(LAUNCH, slow.get(efficiency, "mid"))
+        rates = HardwareRates.of(
+            self.cluster,
+            self.peak,
+            getattr(version.efficiency, efficiency),
+            (intra, inter),
+            host,
+            (self.links[0].mid / intra, self.links[1].mid / inter),
+            getattr(version.message, slow.get(links, "mid")),
+            {"low": 1.0, "high": -1.0}.get(links, 0.0),
+        )
+        return seconds(version.workload, layouts, rates, self.cluster.gpus_per_node)
+
+    @property
+    def efficiency(self) -> Interval:
+        """Share of the peak while a GPU computes, of all versions."""
+        shares = [version.efficiency for version in self.versions]
+        mid = statistics.geometric_mean(share.mid for share in shares) if len({*shares}) > 1 else shares[0].mid
+        return Interval(low=min(share.low for share in shares), mid=mid, high=max(share.high for share in shares))
+
+    def calibrated(self, plan: Plan, measured: float) -> "PlanSearch":
+        """The same where a step of this plan was measured: with the trainer's versions in whose range it lies, or else the nearest, each
+        at the level at which its middle takes as long.
+
+        A level is a place in the ranges of kernels and of messages between hosts at once, from -1 (all fast) through 0 (the middle) to 1.
+        """
+        kinds = list(self.unrestricted.computed)
+        row = {name: getattr(plan, name) for name in ("gpus", "data", "tensor", "pipeline", "chunks", "micro_batch", "accumulation")}
+        inside = plan.data if plan.gpus <= plan.gpus_per_node else math.gcd(plan.data, max(1, plan.gpus_per_node // plan.tensor))
+        row |= {"sharing": SHARINGS.index(plan.sharing), "checkpointing": kinds.index(plan.checkpointing), "inside": inside}
+        row |= {"shard": inside if plan.sharing == "hsdp" else plan.data}
+        layout = Layouts(**{name: np.array([value]) for name, value in row.items()})
+
+        def slowest(version: Version, seconds: float) -> float:
+            """The slowest level at which it takes no longer."""
+            low, high = -MOST_LEVEL, MOST_LEVEL
+            for _ in range(30):
+                level = (low + high) / 2
+                longer = float(self._taken(layout, version.at(level), "mid", "mid").total[0]) > seconds
+                low, high = (low, level) if longer else (level, high)
+            return low
+
+        levels = []
+        for version in self.versions:
+            whole = replace(version, workload=replace(version.workload, computed=self.unrestricted.computed))
+            fast, slow = slowest(whole, measured / (1 + MEASURED)), slowest(whole, measured * (1 + MEASURED))
+            levels.append(min(max(fast, 0.0), slow))  # whole naps take as long at many levels: the one next to the middle
+        likely = [pair for pair in zip(self.versions, levels, strict=True) if abs(pair[1]) <= 1]
+        nearest = min(zip(self.versions, levels, strict=True), key=lambda pair: abs(pair[1]))
+        versions = tuple(version.at(level) for version, level in likely or [nearest])
+        return replace(self, versions=versions, efficiency_given=True, measured=True)
 
     def memory(self, layouts: Layouts) -> Memory:
         """Memory of the GPU that needs most."""
@@ -165,6 +233,8 @@ class PlanSearch:
             gpus_per_node=self.cluster.gpus_per_node,
             device=self.cluster.device.name,
             efficiency=self.efficiency.mid,
+            trainer=self.trainer.name if self.trainer else "",
+            versions=len(self.versions),
         )
 
     def _energy(self, gpus: int, span: Interval, computing: Interval) -> Energy | None:
@@ -206,7 +276,9 @@ class PlanSearch:
 
     def _notes(self, plans: Sequence[Plan]) -> tuple[str, ...]:
         reached = (
-            "as given"
+            "as the measured step implies, and published layouts differ"
+            if self.measured
+            else "as given"
             if self.efficiency_given
             else "as published runs on A100 and H100 imply; with a measured step: efficiency=plan.implied_efficiency(seconds)"
         )
@@ -225,9 +297,18 @@ class PlanSearch:
             f"memory between: the allocator holds {times} times what is predicted, {source}, "
             f"and context and NCCL {units.bytes_(beside.low)} … {units.bytes_(beside.high)}; tight: the upper end does not fit",
             "left out: the work of a pipeline's first and last stage outside their layers, stragglers, the loader, checkpoints on disk",
-            *([MEGATRON] if any(plan.megatron for plan in plans) else []),
+            *([self.trainer.zero1 if self.trainer else MEGATRON] if any(plan.megatron for plan in plans) else []),
+            *([self._waits()] if any(version.workload.poll or version.workload.checked for version in self.versions) else []),
             *self.workload.notes,
         )
+
+    def _waits(self) -> str:
+        """Note on what the trainer waits for."""
+        several = len(self.versions) > 1
+        words = f"{self.trainer.name if self.trainer else 'the trainer'}: {', or '.join(version.words for version in self.versions)}"
+        words += "; ranges hold all of these, and plans are in the order of their geometric mean" * several
+        words += "; measured=(plan, seconds) of a step says which it can have been" * (several and not self.measured)
+        return words + ". Neither wait has to be: leave TORCH_DISTRIBUTED_DEBUG unset, and receive messages without sleeping"
 
     def _no_layout(self, sizes: Sequence[int], sharings: Sequence[str], out: Counter[str]) -> str:
         reasons = "; ".join(f"{count} × {reason}" for reason, count in out.most_common(3))

@@ -8,6 +8,7 @@ import numpy as np
 from workbench.cluster.analysis.cluster import Cluster
 from workbench.cluster.analysis.collective_cost import Link
 from workbench.cluster.analysis.plan.layouts import SHARINGS, Floats, Ints, Layouts
+from workbench.cluster.analysis.plan.ranges import MESSAGE
 from workbench.cluster.analysis.plan.workload import ELEMENT, Workload
 
 PARTS = ("compute", "communication", "bubble")
@@ -19,6 +20,10 @@ CLIP = 3
 """Times that clipping moves a gradient: read for the norm, read and written when they are scaled."""
 BUCKET = 25 * 2**20
 """Bytes of gradients that are reduced at once: torch's DistributedDataParallel, `bucket_cap_mb`. Each pays the latency of its messages."""
+
+CHECK_MESSAGES = 4
+"""Messages between hosts, one after the other, for each other rank of a collective that PyTorch checks: a monitored barrier, in which the
+first rank hears from every other and answers, and two gathers of fingerprints in a ring (ProcessGroupWrapper.cpp of PyTorch)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +55,10 @@ class HardwareRates:
     inter: Link
     host: float = 0.0
     """Seconds in which the host launches an operator."""
+    message: float = MESSAGE.mid
+    """Seconds of a small message between hosts."""
+    late: float = 0.0
+    """Naps by which a pass of a polling stage is longer than its messages make it; below 0, filling the pipeline takes none."""
 
     @classmethod
     def of(
@@ -60,6 +69,8 @@ class HardwareRates:
         links: float | tuple[float, float],
         host: float = 0.0,
         latency_factors: tuple[float, float] = (1.0, 1.0),
+        message: float = MESSAGE.mid,
+        late: float = 0.0,
     ) -> "HardwareRates":
         """A cluster's rates at shares of its peaks.
 
@@ -70,11 +81,14 @@ class HardwareRates:
             links: share of their bandwidth, one for all, or (inside nodes, between them).
             host: seconds in which the host launches an operator.
             latency_factors: factor by which the links' latency is multiplied, inside nodes and between them.
+            message: seconds of a small message between hosts.
+            late: naps by which a pass of a polling stage is longer.
         """
         shares = links if isinstance(links, tuple) else (links, links)
         pairs = zip((cluster.intra, cluster.inter), shares, latency_factors, strict=True)
         intra, inter = (Link(latency=link.latency * factor, bandwidth=link.bandwidth * share) for link, share, factor in pairs)
-        return cls(flops_per_sec=peak * efficiency, memory=cluster.device.bandwidth, intra=intra, inter=inter, host=host)
+        rate, memory = peak * efficiency, cluster.device.bandwidth
+        return cls(flops_per_sec=rate, memory=memory, intra=intra, inter=inter, host=host, message=message, late=late)
 
 
 def seconds(workload: Workload, layouts: Layouts, rates: HardwareRates, per_node: int) -> Seconds:
@@ -91,10 +105,11 @@ def seconds(workload: Workload, layouts: Layouts, rates: HardwareRates, per_node
     all-reduce); under ZeRO-3 gathers and reductions hide behind the whole micro-batch, except the first layer's.
     Gradients are reduced in buckets, each of which pays its latency. Under a pipeline the first and the last stage sum the gradient of a
     tied embedding. Stages with fewer layers wait for the longest, and all of them at least for the output layer, which is on one of them.
+    What a trainer makes all wait for (`_waits`) is exposed communication.
     Left out: the other work of a pipeline's first and last stage outside their layers, stragglers, the loader, checkpoints on disk.
     """
     p, m = layouts.pipeline, layouts.accumulation
-    unit = _stage(workload, layouts, rates)
+    unit, launched = _stage(workload, layouts, rates), np.zeros(len(layouts))
     sent = _tensor_parallel(workload, layouts, rates)
     added = _added(workload, layouts, rates)
     if workload.operators:
@@ -106,9 +121,10 @@ def seconds(workload: Workload, layouts: Layouts, rates: HardwareRates, per_node
     often, once, hidden = _data_parallel(workload, layouts, rates, working)
     busy = m * (working + often) + handed
     idle = np.where(p > 1, (p - 1) / (m * layouts.chunks), 0.0)
+    waits = _waits(workload, layouts, rates, per_node, busy, launched)
     return Seconds(
         compute=m * slowest + (m - 1) * added + _update(workload, layouts, rates),
-        communication=m * (sent + often) + handed + once + _tied(workload, layouts, rates, per_node),
+        communication=m * (sent + often) + handed + once + _tied(workload, layouts, rates, per_node) + waits,
         bubble=idle * busy,
         hidden=hidden,
     )
@@ -187,7 +203,8 @@ def _data_parallel(workload: Workload, layouts: Layouts, rates: HardwareRates, w
     if workload.whole_reduction:
         copied = workload.slices * layouts.share(workload.layers) * layouts.data * rates.host
         first, updated = all_reduced(inside, nodes, gradients, rates), gathered(weights, 1.0) + copied
-    once = np.stack([beside_backward(reduced), beside_backward(first) + updated, collected, zero, further])
+    reduction = first if workload.whole_reduction else beside_backward(first)
+    once = np.stack([beside_backward(reduced), reduction + updated, collected, zero, further])
     m = layouts.accumulation
     everything = np.stack([reduced, first + updated, m * scattered + collected, m * streams, m * near + between])
     which = (layouts.sharing, np.arange(len(layouts)))
@@ -249,6 +266,53 @@ def _added(workload: Workload, layouts: Layouts, rates: HardwareRates) -> Floats
     shard = np.where(layouts.sharing >= SHARINGS.index("zero2"), layouts.shard, 1)
     added: Floats = _own(workload, layouts) / shard * workload.adding / rates.memory
     return added
+
+
+def _waits(workload: Workload, layouts: Layouts, rates: HardwareRates, per_node: int, busy: Floats, launched: Floats) -> Floats:
+    """Seconds by which a step takes longer where stages of a pipeline poll for messages, or PyTorch checks collectives.
+
+    A stage sleeps at least once for each polled message, since it looks right after it has begun. Meanwhile it launches nothing, so that
+    its forward takes whole naps, and its backward, too; the first nap of each is that of a message. While the pipeline fills and drains,
+    its stages sleep one after the other, but for the two messages that the naps of the stage with most of them hold already.
+
+    Args:
+        workload: what is trained.
+        layouts: how.
+        rates: of the hardware.
+        per_node: GPUs of a node.
+        busy: seconds in which a stage works on all its micro-batches.
+        launched: those in which the host launches one of them.
+    """
+    if not workload.poll and not workload.checked:
+        return np.zeros(len(layouts))
+    p, chunks, pieces = layouts.pipeline, layouts.chunks, layouts.accumulation * layouts.chunks
+    each = np.where((layouts.gpus > per_node) | workload.checked_in_node, CHECK_MESSAGES * rates.message, 0.0) * workload.checked
+    calls = _of(workload, layouts, workload.collectives) * workload.layers * layouts.share(workload.layers) / chunks
+    checked = each * calls * (layouts.tensor - 1)  # of a micro-batch on a piece of a stage
+    once = each * (_data_parallel_calls(workload, layouts) + layouts.gpus - 1)  # and the norm of the gradients of all ranks
+    waits: Floats = (pieces + p - 1) * checked + once
+    if not workload.poll:
+        return waits
+    working = busy / pieces + checked
+    whole = np.ceil(working / 3 / workload.poll) + np.ceil(working * 2 / 3 / workload.poll)
+    beside = np.where(p == 2, 1, 2) * workload.polled - 2  # naps in which nothing is computed
+    filling = np.maximum(0, p - 3) * (workload.polled - 2 + whole) + np.minimum(2, p - 1) * (whole - 2)
+    naps = pieces * (beside + whole + 2 * max(0, rates.late)) + (filling if rates.late >= 0 else 0.0)
+    polling = workload.poll * naps + pieces * (launched / chunks + checked) + once - busy * (1 + (p - 1) / pieces)
+    return np.where(p > 1, polling, waits)
+
+
+def _data_parallel_calls(workload: Workload, layouts: Layouts) -> Floats:
+    """Collectives of a step in which copies of the model take part, each times the other ranks of it."""
+    m, layers = layouts.accumulation, workload.layers * layouts.share(workload.layers)
+    buckets = np.maximum(1.0, _own(workload, layouts) * workload.states[0] / BUCKET)
+    zero1 = np.full(len(layouts), 2.0) if workload.whole_reduction else buckets + (workload.broadcasts or buckets)
+    everywhere = np.stack([buckets, zero1, (m + 1) * buckets, 3 * m * layers, 0 * buckets])
+    which = (layouts.sharing, np.arange(len(layouts)))
+    hybrid: Floats = 3 * m * layers * (layouts.inside - 1) + layers * (layouts.nodes - 1)
+    others = np.where(layouts.sharing == SHARINGS.index("hsdp"), hybrid, everywhere[which] * (layouts.data - 1))
+    total: Floats = others + (layouts.data - 1.0)  # and the mean of the loss
+    return total
 
 
 def _tied(workload: Workload, layouts: Layouts, rates: HardwareRates, per_node: int) -> Floats:

@@ -1,13 +1,16 @@
-"""`Workload`: what a plan needs to know of a model: parameters, FLOPs, bytes sent and kept per sample; of a Transformer by its sizes."""
+"""`Workload`: what a plan needs to know of a model: parameters, FLOPs, bytes sent and kept per sample; of a Transformer by its sizes.
+`Trainer`: what a training program does of its own accord that the time of a step depends on.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from workbench.cluster.analysis.plan.ranges import PlanError
+from workbench.cluster.analysis.plan.ranges import MESSAGE, OTHER_LAYOUT, PlanError
 from workbench.cluster.analysis.transformer import Transformer
 from workbench.core import units
-from workbench.core.checks import choice
+from workbench.core.checks import choice, real_number
+from workbench.core.statistics import Interval
 
 CHECKPOINTINGS = ("none", "selective", "full")
 MICRO_BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
@@ -79,7 +82,7 @@ class Workload:
     """Parameter tensors that ZeRO-1 sends one by one, as torch's ZeroRedundancyOptimizer does after an all-reduce of all gradients;
     0 = ZeRO-1 as Megatron's distributed optimizer: gradients are reduced to their owners, and the new weights gathered at once."""
     whole_reduction: bool = False
-    """Does ZeRO-1 reduce all gradients on every rank in one all-reduce, and gather new weights at once? nanotron's does."""
+    """Does ZeRO-1 reduce all gradients on every rank in one all-reduce, after the last backward, and gather new weights at once?"""
     slices: float = 0.0
     """Tensors of the model of which `whole_reduction` copies the slice of every rank back to its place, one by one, after the gather."""
     overlapped: bool = True
@@ -89,6 +92,16 @@ class Workload:
     adding: float = 0.0
     """Bytes per parameter that operators of their own move to add the gradients of a micro-batch to those before, as in eager PyTorch. In
     Megatron the products that make them do so (gradient_accumulation_fusion), and what they read and write hides behind their computing."""
+    poll: float = 0.0
+    """Seconds that a stage of a pipeline sleeps until it looks again whether a message has arrived; 0 = it waits without sleeping."""
+    polled: int = 2
+    """Messages of a micro-batch between two stages, of both directions, for which they poll."""
+    checked: bool = False
+    """Does PyTorch compare what ranks call before each collective, as with TORCH_DISTRIBUTED_DEBUG=DETAIL?"""
+    checked_in_node: bool = True
+    """Also on a single node?"""
+    collectives: Mapping[str, int] = field(default_factory=dict)
+    """Checkpointing → collectives of tensor parallelism per block and micro-batch; empty = those of `exchanged`."""
     tied: float = 0.0
     """Parameters of an embedding that is the output layer, too: the first and the last stage both have it."""
     tensors: Sequence[int] = (1,)
@@ -156,6 +169,8 @@ def workload_of_transformer(
         split_head=loss_parallel,
         output=6.0 * model.vocabulary * unit,
         exchanged={kind: (exchanges[kind], unit * ELEMENT[precision]) for kind in kinds},
+        # under sequence parallelism pairs, and in the backward inputs are gathered again
+        collectives={kind: 2 * exchanges[kind] + 2 if sequence_parallel else exchanges[kind] for kind in kinds},
         boundary=model.boundary_bytes(1, ELEMENT[precision]),
         operators={kind: float(model.layers * OPERATORS[model.gated][kind]) for kind in kinds},
         undivided=moved,
@@ -180,3 +195,150 @@ def _kept(model: Transformer) -> tuple[float, float]:
 
 def _divisors(number: int) -> list[int]:
     return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+
+
+MEGATRON = (
+    "zero1 is Megatron's distributed optimizer here, as published runs of such sizes have it: gradients are reduced to their owners, and "
+    'new weights gathered. RunSpec(parallel="zero1") is torch\'s ZeroRedundancyOptimizer, which sends more; a Task or a RunSpec is planned '
+    "with that"
+)
+"""Note on plans with Megatron's ZeRO-1."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trainer:
+    """A training program whose code was read. Where its published versions differ, all of them are planned."""
+
+    name: str
+    source: str
+    """Repository, commit and date of what was read."""
+    zero1: str
+    """Note on what its ZeRO-1 does."""
+    loss_parallel: bool
+    """Is the loss computed on split logits?"""
+    whole_reduction: bool = False
+    """As `Workload.whole_reduction`."""
+    adding: float = 0.0
+    """As `Workload.adding`, of 16-bit weights."""
+    polls: tuple[float, ...] = (0.0,)
+    """Version → `Workload.poll`."""
+    polled: int = 2
+    """As `Workload.polled`."""
+    checks: tuple[bool, ...] = (False,)
+    """Launch script → `Workload.checked`."""
+    checked_in_node: bool = True
+    """As `Workload.checked_in_node`."""
+
+    def trains(self, workload: Workload) -> Workload:
+        """The workload as this program trains it, in its version that waits least."""
+        tensors = 6.0 * workload.layers + (2 if workload.tied else 3)  # of a block: qkv, output, gate and up, down, and two norms
+        return replace(
+            workload,
+            broadcasts=0,
+            whole_reduction=self.whole_reduction,
+            slices=(float(workload.broadcasts) or tensors) if self.whole_reduction else 0.0,
+            adding=workload.adding or self.adding,  # of a program they were counted
+            polled=self.polled,
+            checked_in_node=self.checked_in_node,
+        )
+
+
+TRAINERS = {
+    trainer.name: trainer
+    for trainer in (
+        Trainer(
+            name="megatron",
+            source="docs.nvidia.com/megatron-core, Distributed Optimizer; github.com/NVIDIA/Megatron-LM, read in November 2026",
+            zero1=MEGATRON,
+            loss_parallel=True,
+        ),
+        Trainer(
+            name="nanotron",
+            source="github.com/huggingface/nanotron: trainer.py before 2025-06-23; p2p.py on nouamane/bench2 at 67c5ebb6, 2024-12-27; "
+            "examples/mamba/run_multinode.sh at 77f54c10 and slurm_launcher.py at ef206a3a, March 2025",
+            zero1="zero1 is nanotron's here: all gradients are reduced on every rank after the last backward, and each rank's part of "
+            "every new weight is copied to its place, one by one; a RunSpec does not have it",
+            loss_parallel=True,
+            whole_reduction=True,
+            adding=10.0,  # of bf16 gradients, and those before in fp32, read and written
+            polls=(0.0, 0.1),
+            polled=6,  # two shapes and sizes of each tensor: activations and their mask forward, their gradients back
+            checks=(False, True),
+            checked_in_node=False,
+        ),
+    )
+}
+"""Name → a training program whose code was read. Versions of nanotron's `_send_meta` and `_recv_meta` sleep 0.1 s between two looks for a
+message; scripts of its authors for several nodes set TORCH_DISTRIBUTED_DEBUG=DETAIL."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Version:
+    """A version of a training program, with the ranges of what is not known of it."""
+
+    workload: Workload
+    """As it is trained."""
+    efficiency: Interval
+    """Share of the peak while a GPU computes."""
+    message: Interval = MESSAGE
+    """Seconds of a small message between hosts."""
+
+    def at(self, level: float) -> "Version":
+        """At a place in both ranges: -1 = the fast ends, 0 = the middles, 1 = the slow ends; in proportion beyond and between. Other
+        layouts than that whose step was measured may be as far from it as OTHER_LAYOUT.
+
+        >>> version = Version(workload=None, efficiency=Interval(low=0.25, mid=0.5, high=0.8))
+        >>> [version.at(level).efficiency.mid for level in (-1, 0, 1, 2)]
+        [0.8, 0.5, 0.25, 0.125]
+        """
+
+        def place(span: Interval, level: float) -> float:
+            return float(span.mid * ((span.high if level > 0 else span.low) / span.mid) ** abs(level))
+
+        message = place(self.message, level)
+        efficiency = OTHER_LAYOUT.of(lambda ratio: ratio * place(self.efficiency, -level))
+        return replace(self, efficiency=efficiency, message=Interval(low=message, mid=message, high=message))
+
+    @property
+    def words(self) -> str:
+        """How it waits."""
+        words = [f"polling every {units.seconds(self.workload.poll)}"] * bool(self.workload.poll)
+        words += ["checked collectives"] * self.workload.checked
+        return " and ".join(words) or "without waits"
+
+
+def versions_of(workload: Workload, trainer: Trainer | None, poll: Any, checked: Any, efficiency: Interval) -> tuple[Version, ...]:
+    """The workload as each version of a trainer trains it, the one that waits least first.
+
+    Args:
+        workload: as the trainer trains it.
+        trainer: None = one that does not wait.
+        poll: seconds that stages sleep between two looks for a message; None = as its versions do.
+        checked: are collectives checked? None = as its versions are launched.
+        efficiency: share of the peak while a GPU computes.
+
+    Raises:
+        PlanError: wrong seconds, or not a bool.
+    """
+    if checked is not None and not isinstance(checked, bool):
+        raise PlanError(f"checked_collectives={checked!r:.60}: allowed are True, False, and None for what versions of the trainer do")
+    if poll is not None:
+        what, also = "seconds between two looks for a message", ", such as 0.1"
+        poll = real_number("poll_interval", poll, least=0, what=what, also=also, error=PlanError)
+    polls: Sequence[float] = (trainer.polls if trainer else (0.0,)) if poll is None else (poll,)
+    checks: Sequence[bool] = (trainer.checks if trainer else (False,)) if checked is None else (checked,)
+    named = workload if checked is None else replace(workload, checked_in_node=True)
+    versions = (replace(named, poll=each, checked=check) for each in polls for check in checks)
+    return tuple(Version(workload=version, efficiency=efficiency) for version in versions)
+
+
+def trainer_named(name: Any) -> Trainer | None:
+    """The trainer of that name; None = none.
+
+    Raises:
+        PlanError: an unknown name.
+    """
+    if name is None:
+        return None
+    choice("trainer", name, TRAINERS, error=PlanError)
+    return TRAINERS[name]
