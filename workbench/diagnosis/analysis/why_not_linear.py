@@ -36,6 +36,8 @@ BUCKETS = {
     "last": ("last bucket", "by itself, with as many bytes as a bucket has on average"),
 }
 """What is known of the buckets → its row under the reduction."""
+OTHERS, DISTURBED = "other processes", "other processes on this machine"
+"""The part of the gap that is theirs, and what the headline calls it."""
 FEW = (2, 4, 8)
 """Numbers of ranks that are predicted where one process was measured."""
 
@@ -91,6 +93,15 @@ class WhyNotLinear(JsonDataclass):
         return self.gap.cause
 
     @property
+    def headline(self) -> str:
+        """The cause, or what stands in its place where there is none: other processes, close to linear, or no single cause."""
+        if self.cause:
+            return self.cause
+        if self.efficiency > 1 - 0.05:
+            return "close to linear"
+        return DISTURBED if self.gap[OTHERS].mid > self.gap.seconds / 2 else "no single cause"
+
+    @property
     def efficiency(self) -> float:
         """Throughput over that of N times one rank."""
         return self.gap.efficiency
@@ -131,6 +142,10 @@ class WhyNotLinear(JsonDataclass):
             f"{n} ranks {what} {units.rate(self.samples / gap.step.mid, self.unit)}: {units.percent(gap.efficiency)} of {n} × one "
             f"({units.rate(self.samples / gap.linear.mid, self.unit)})."
         )
+        if self.headline == DISTURBED:
+            lost, whole = gap.cost(OTHERS, self.samples), self.samples / gap.linear.mid - self.samples / gap.step.mid
+            taken = f"{units.rate(lost, self.unit)} of the {units.rate(whole, self.unit)} lost"
+            return f"{head} {DISTURBED.capitalize()} take {taken}; that is no property of the training."
         if not self.cause:
             close = gap.efficiency > 1 - 0.05
             return f"{head} {'Scaling is close to linear' if close else 'No part of the gap stands out'}."
@@ -168,6 +183,8 @@ class WhyNotLinear(JsonDataclass):
         if self.evidence.script and self.cause in ("waits and reduction", UNEXPLAINED):
             return "Make the script a task and ask again: a task's reduction can be left out, which tells it from waits for each other."
         if not self.cause and self.gap.efficiency <= 1 - 0.05 and (self.evidence.disturbed or not self.remedies):
+            if self.headline == DISTURBED:
+                return "Ask again on a machine that does nothing else."
             return "Ask again with a larger budget_s, on a machine that does nothing else: no part of the gap is beyond doubt."
         if not self.remedies:
             return "There is no remedy here whose gain could be predicted." if self.cause else "Nothing: more ranks pay off here."
@@ -178,8 +195,7 @@ class WhyNotLinear(JsonDataclass):
     @property
     def summary(self) -> str:
         """Cause, why, next."""
-        head = self.cause or ("close to linear" if self.gap.efficiency > 1 - 0.05 else "no single cause")
-        return f"{head}{' (predicted)' if self.gap.predicted else ''}\nWhy: {self.why}\nNext: {self.next}"
+        return f"{self.headline}{' (predicted)' if self.gap.predicted else ''}\nWhy: {self.why}\nNext: {self.next}"
 
     # --- remedies
 
@@ -268,7 +284,7 @@ class WhyNotLinear(JsonDataclass):
             cost = size * one / rate
             money = f"{price_per_hour * size / HOURS / rate * 1e6:.4g}" if price_per_hour else units.times(cost)
             fit = self.forecast(size) if size > e.world_size else None
-            gain = (rate / last[1]) / (size / last[0]) if size > last[0] else math.nan
+            added = (rate - last[1]) / (max(1, size - last[0]) * one)
             rows.append(
                 [
                     size,
@@ -277,12 +293,7 @@ class WhyNotLinear(JsonDataclass):
                     units.times(rate / one),
                     money,
                     units.rate(fit.mid, self.unit) if fit else units.MISSING,
-                    kind
-                    + (
-                        ""
-                        if math.isnan(gain)
-                        else f"; of the added ranks {units.percent(max(0.0, (rate - last[1]) / ((size - last[0]) * one)))} is used"
-                    ),
+                    kind if size <= last[0] else f"{kind}; each added rank brings {units.percent(max(0.0, added))} of what one gives",
                 ]
             )
             last = (size, rate)
@@ -291,8 +302,13 @@ class WhyNotLinear(JsonDataclass):
             columns=("ranks", "throughput", "interval", "speedup", price, "by the fitted curve", ""),
             rows=rows,
             title="Is it worth it?",
-            note="what is measured is of this machine; predicted: reductions by the ring's formula, waits by the measured steps, "
-            "and beside it the curve that is fitted to the measured points",
+            note=display.notes(
+                [
+                    "what is measured is of this machine; predicted: reductions by the ring's formula, waits by the measured steps, "
+                    "and beside it the curve that is fitted to the measured points",
+                    *([self._elsewhere] if self._exceeds(max(sizes)) else []),
+                ]
+            ),
         )
 
     def _rate(self, size: int) -> tuple[float, float, float, str]:
@@ -302,9 +318,30 @@ class WhyNotLinear(JsonDataclass):
             return each * size / step.mid, each * size / step.high, each * size / step.low, "measured"
         if size > e.world_size:
             step = self.at(size).gap.step
-            return each * size / step.mid, each * size / step.high, each * size / step.low, "predicted"
+            kind = f"predicted, on machines with {self._share} for each rank" if self._exceeds(size) else "predicted"
+            return each * size / step.mid, each * size / step.high, each * size / step.low, kind
         step = self.gap.step.of(lambda seconds: self.gap.linear.mid + (seconds - self.gap.linear.mid) * (size - 1) / (e.world_size - 1))
         return each * size / step.mid, each * size / step.high, each * size / step.low, "between what was measured"
+
+    def _exceeds(self, ranks: int) -> bool:
+        """Are so many ranks predicted from several, and want more cores than this machine has?"""
+        e = self.evidence
+        wanted = ranks * (e.threads + e.num_workers)
+        return e.device == "cpu" and e.cores is not None and 1 < e.world_size < ranks and wanted > e.cores + 0.5
+
+    @property
+    def _share(self) -> str:
+        """Cores of a measured rank."""
+        each = (self.evidence.cores or 0.0) / self.evidence.world_size
+        return f"{each:.3g} core{'s' * (each != 1)}"
+
+    @property
+    def _elsewhere(self) -> str:
+        """What is taken of ranks for which this machine has too few cores."""
+        return (
+            f"ranks beyond this machine's {self.evidence.cores:.3g} cores are taken to be on others, with as many cores for each as here "
+            f"({self._share}): on this machine they would share its cores and give less"
+        )
 
     # --- how it shows itself
 
@@ -316,7 +353,7 @@ class WhyNotLinear(JsonDataclass):
             text = f"predicted from {units.several(e.world_size, 'rank')}"
         else:
             text = f"measured in {e.count} rounds of {len({block.arm for block in e.blocks})} experiments in {units.seconds(e.seconds)}"
-        return display.notes([text, SAME[self.same], *e.notes])
+        return display.notes([text, SAME[self.same], *([self._elsewhere] if self._exceeds(self.world_size) else []), *e.notes])
 
     @property
     def table(self) -> display.Table:
@@ -418,8 +455,7 @@ class WhyNotLinear(JsonDataclass):
         return "\n\n".join([self.summary, *map(str, self._tables)])
 
     def _repr_html_(self) -> str:
-        name = self.cause or "close to linear"
-        head = f"<p><strong>{display.escape(name)}</strong></p><p>{display.escape(self.why)}</p>"
+        head = f"<p><strong>{display.escape(self.headline)}</strong></p><p>{display.escape(self.why)}</p>"
         return head + f"<p><strong>Next:</strong> {display.escape(self.next)}</p>" + "".join(t._repr_html_() for t in self._tables)
 
 

@@ -23,11 +23,10 @@ def head(title: str) -> str:
 
 def verdict(answer: WhyNotLinear) -> str:
     """Cause, why, next; what the numbers are, below."""
-    cause = answer.cause or ("close to linear" if answer.efficiency > 1 - 0.05 else "no single cause")
     tint = "stopped" if answer.cause else "finished"
     predicted = '<span class="wb-what">predicted</span>' if answer.gap.predicted else ""
     return (
-        f'<div role="status"><div class="wb-head"><span class="wb-badge wb-is-{tint}">{escape(cause)}</span>{predicted}</div>'
+        f'<div role="status"><div class="wb-head"><span class="wb-badge wb-is-{tint}">{escape(answer.headline)}</span>{predicted}</div>'
         f'<div class="wb-said"><strong>Why</strong> {escape(answer.why)}</div>'
         f'<div class="wb-said"><strong>Next</strong> {escape(answer.next)}</div>'
         f'<div class="wb-what">{escape(answer.caption)}</div></div>'
