@@ -64,7 +64,7 @@ def main() -> None:
     script, results = Script(seed=1), dict[str, str]()
     script.save(folder / "foreign")
     want = script.whole()
-    for mode in ("fsdp", "split"):
+    for mode in sys.argv[2].split("; "):
         run_dir, begun = folder / mode, Made(ranks, 2, MODES[mode])
         if not ranks.rank:
             run_dir.mkdir()

@@ -52,12 +52,14 @@ def loaded(folder: Path, model: nn.Module, **more: Any) -> tuple[torch.optim.Ada
     return optimizer, {name: state[name] for name in more}
 
 
-def test_two_ranks_write_and_read(tmp_path: Path, forks: Forks) -> None:
+@pytest.mark.parametrize("modes", [["fsdp", "split"], pytest.param(["zero1", "zero2", "split, fsdp", "stages"], marks=pytest.mark.slow)])
+def test_two_ranks_write_and_read(tmp_path: Path, forks: Forks, modes: list[str]) -> None:
     """FSDP2's directory begins a run, and checkpoints of FSDP and tensor parallelism become one, bit for bit, weights and optimizer."""
-    done = forks.ranks(2, tmp_path, SCRIPT, tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    done = forks.ranks(2, tmp_path, SCRIPT, tmp_path, "; ".join(modes), env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr
-    assert json.loads((tmp_path / "out.json").read_text()) == dict.fromkeys(["DCP → fsdp", "fsdp → DCP", "DCP → split", "split → DCP"], "")
-    for mode in ("fsdp", "split"):
+    cases = [case for mode in modes for case in (f"DCP → {mode}", f"{mode} → DCP")]
+    assert json.loads((tmp_path / "out.json").read_text()) == dict.fromkeys(cases, "")
+    for mode in modes:
         model, want = Gpt(**SIZES), torch.load(tmp_path / f"{mode}.pt")
         optimizer, _ = loaded(tmp_path / f"{mode}.dcp", model)
         for name, weight in model.named_parameters():
