@@ -25,7 +25,7 @@ RUN_JSON, METRICS, LOCK, RESERVE = "run.json", "metrics.jsonl", "guard.lock", "r
 LAUNCHER_LOG, ERRORS, LOGS = "launcher.log", "errors", "logs"
 NODES, NODE_JSON, BEAT = "nodes", "node.json", "beat"
 """Of a run on several machines: `nodes/<k>/` holds what the guard of machine k writes, and its heartbeat."""
-HANG, HANG_JSON, ASK = "hang", "hang.json", "ask"
+HANG, HANG_JSON, ASK, HOLD = "hang", "hang.json", "ask", "hold"
 """`hang/` holds what ranks without progress write about themselves, the request that all do so, and, in HANG_JSON, who holds up whom."""
 JOB, JOB_SCRIPT, JOB_LOG, STOP = "slurm.json", "job.sh", "slurm.log", "stop"
 CHECKPOINTS, RESUMES, PREEMPTED = "checkpoints", "resumes.jsonl", "preempted.json"

@@ -8,6 +8,7 @@ find again. An error is recorded where it leaves the script, or earlier: when th
 Torch is not imported here; the script's own import of it is what gets the teardown watched.
 """
 
+import contextlib
 import functools
 import importlib.abc
 import importlib.machinery
@@ -15,12 +16,14 @@ import importlib.util
 import io
 import json
 import os
+import signal
 import sys
 import time
 import types
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from workbench.core import run_directory
 from workbench.core.temporary import use_multiprocessing_folder
 from workbench.runs import failure, rank_watchdog
 from workbench.runs.profile import Profile
@@ -65,6 +68,24 @@ class _TeardownWatch(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             return destroy(*args, **kwargs)
 
         module.destroy_process_group = recording  # type: ignore[attr-defined]
+
+
+def _hold_renames() -> None:
+    """Where a proof asks for it, stop before this process, or one that it forks, renames something in the folder of checkpoints."""
+    asked = os.path.join(os.environ.get(run_directory.ENV_RUN_DIR, ""), run_directory.HOLD)
+
+    def hold(event: str, given: tuple[Any, ...]) -> None:
+        if event == "os.rename":
+            with contextlib.suppress(OSError, TypeError, ValueError):
+                if os.path.realpath(os.fsdecode(given[0])).startswith(folder):
+                    with open(asked) as file:
+                        if file.read().endswith("now"):
+                            os.kill(os.getpid(), signal.SIGSTOP)
+
+    with contextlib.suppress(OSError):
+        with open(asked) as file:
+            folder = file.readline().rstrip("\n") + os.sep
+        sys.addaudithook(hold)
 
 
 def run(script: str, args: Sequence[str]) -> None:
@@ -126,6 +147,7 @@ def main() -> None:
 
         watch_script.install(borders)
     rank_watchdog.start()
+    _hold_renames()
     run(words[0], words[1:])
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from workbench.runs.guards import ranks_of
+from workbench.runs.launch.cut_saves import ClosedFiles, cut, hold_renames, is_held, state_of
 from workbench.runs.run import ACTIVE, Run
 
 TRIES = 3
@@ -55,6 +56,7 @@ class Due:
     steps: int = 0
     saves: int = 0
     logs: frozenset[str] = frozenset()  # files that are no saves
+    cut: bool = False  # saves are too short to be met: the file that was closed last is cut
 
 
 @dataclass(slots=True)
@@ -69,6 +71,8 @@ class Watched:
     """Of each write the steps that were measured by then; a write of logs is none."""
     saves: list[int] = field(default_factory=list)
     """Of each look that saw a save, too."""
+    closes: list[int] = field(default_factory=list)
+    """And of each file that was closed after writing."""
     logs: frozenset[str] = frozenset()
     """Files that were opened to be appended to, and, if others are written, those that were opened once and stayed open to the end."""
 
@@ -80,12 +84,28 @@ def watch(
 
     `say` is told the writes and steps so far, again and again.
     """
+    closed: ClosedFiles | None = None
+    if due and due.saves:
+        with contextlib.suppress(OSError, AttributeError):  # not where no further watcher of files is allowed
+            logs = due.logs
+            closed = ClosedFiles(out, lambda name: name in logs or is_log(name))
+    try:
+        return _watched(run, out, due, chosen, say, closed)
+    finally:
+        if closed:
+            closed.close()
+
+
+def _watched(
+    run: Run, out: Path, due: Due | None, chosen: random.Random | None, say: Callable[[int, int], object], closed: ClosedFiles | None
+) -> Watched:
     logs = due.logs if due else frozenset[str]()
     start, files, seen, ranks = time.monotonic(), _written(out), Watched(), _Ranks(run.id, out, due)
     changes, before = [(0, files)], _latest(files, logs)
+    closes = list[tuple[int, str]]()
     looks = list[tuple[int, set[str], set[str]]]()  # steps, and files: those that were opened after the first step, all
     had = before > 0  # an earlier launch has written
-    times, passed = [start], 0
+    times, passed, armed = [start], 0, False
     while run.state in ACTIVE:
         now, steps = _written(out), run.progress[0]
         if changed := {name: when for name, when in now.items() if files.get(name) != when}:
@@ -98,7 +118,20 @@ def watch(
         say(len(seen.writes), steps)
         saving = ranks.saving(steps)
         looks += [(steps, {name for name in saving if 0 not in ranks.since[name]}, set(saving))] * bool(saving)
-        if chosen and due and steps >= due.steps and len(seen.writes) >= due.writes - (had and due.steps > 0):
+        names = closed.look() if closed else []
+        closes += [(steps, name) for name in names]
+        is_time = due and steps >= due.steps and len(seen.writes) >= due.writes - (had and due.steps > 0)
+        if chosen and due and due.cut and closed and is_time:
+            passed += len(names)
+            if passed >= due.saves - 1 and not armed:
+                hold_renames(run, out, now=True)
+                armed = True
+            is_due = (names and passed >= due.saves) or (armed and is_held(run.id))
+            if is_due and (file := cut(run, out, closed, chosen)) is not None:
+                seen.killed, seen.writing = time.monotonic() - start, file
+                seen.killed *= run.wait().state == "failed"
+                return seen
+        elif chosen and due and not due.cut and is_time:
             passed += bool(saving)
             if not due.steps and not due.saves:
                 time.sleep(chosen.random() * (times[-1] - times[-2]))  # not always right after a write
@@ -114,6 +147,7 @@ def watch(
         seen.writes = _writes(changes, seen.logs)
         if len(seen.writes) > 1:
             break
+    seen.closes = [steps for steps, name in closes if name not in seen.logs]
     seen.saves = [steps for steps, later, files in looks if (later if total > 1 else files) - seen.logs]
     return seen
 
@@ -168,7 +202,7 @@ class _Ranks:
             try:
                 os.kill(pid, signal.SIGSTOP)
                 limit = time.monotonic() + 1.0
-                while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "TtZX" and time.monotonic() < limit:
+                while state_of(pid) not in "TtZX" and time.monotonic() < limit:
                     time.sleep(0.001)
                 file = next((name for name, by in self.saving(steps).items() if by == pid), None if only_saving else "")
                 if file is not None:

@@ -17,6 +17,7 @@ from workbench.core.checks import nearest
 from workbench.core.codec import JsonDataclass
 from workbench.core.display import table as display
 from workbench.core.units import seconds, several
+from workbench.runs.launch.cut_saves import hold_renames
 from workbench.runs.launch.kill_script import LATEST, Due, Watched, is_log, kill_steps, watch
 from workbench.runs.launch.launch import launch
 from workbench.runs.launch.new_run import LaunchError
@@ -219,12 +220,17 @@ def prove_script_resume(
     if sys.platform != "linux":
         raise LaunchError("prove_resume with a script finds its ranks in /proc, which only Linux has; a RunSpec works here")
 
+    cut = False
+
     def begin(name: str) -> Run:
         out = folder / name
         out.mkdir(parents=True, exist_ok=True)
         given = [arg.replace(OUT, str(out)) for arg in args]
         name = f"{Path(script).stem}-{name}"
-        return launch(script, args=given, timeout=timeout, runs_dir=folder, name=name, **{"watch": True} | launched)
+        run = launch(script, args=given, timeout=timeout, runs_dir=folder, name=name, **{"watch": True} | launched)
+        if cut:
+            hold_renames(run, out)
+        return run
 
     def told(what: str, name: str) -> Callable[[int, int], object]:
         return lambda writes, steps: say(f"{what}: {_so_far(writes, steps, '' if (folder / name / result).exists() else result)}")
@@ -249,11 +255,12 @@ def prove_script_resume(
             f"{script} wrote nothing{but} into {OUT} ({out}) before its end, so there is no checkpoint to go on from: let it train "
             "longer, or write checkpoints more often"
         )
-    if during_save and not any(total < 2 or step < LATEST * total for step in watched.saves):
+    saves, closes = ([step for step in steps if total < 2 or step < LATEST * total] for steps in (watched.saves, watched.closes))
+    cut = during_save and not saves  # they are too short to be met, or a child process writes
+    if cut and not closes:
         raise LaunchError(
             f"during_save=True, but {script} was not seen writing a file into {OUT} in the first {LATEST:.0%} of its steps: it writes "
-            "elsewhere and renames files, which no kill cuts in two; or it writes in an instant, or later, or in a child process, which "
-            "is not watched; leave during_save out"
+            "elsewhere and renames files, which no kill cuts in two; or it writes later; leave during_save out"
         )
     chosen, left = random.Random(seed), len(watched.writes)
     tries, done = kill_steps(watched.writes, total, kills, chosen), list[float]()
@@ -264,13 +271,13 @@ def prove_script_resume(
         while len(done) < kills and left > 1:
             run, number = begin("interrupted"), f"kill {len(done) + 1} of {kills}"
             if at:
-                looks = sum(max(at[len(done)], sum(steps)) <= step < LATEST * total for step in watched.saves)
-                saves = chosen.randint(1, max(1, looks // tried)) if during_save else 0
-                due = Due(steps=max(1, at[len(done)] - sum(steps)), saves=saves, logs=watched.logs)
+                looks = sum(max(at[len(done)], sum(steps)) <= step for step in (closes if cut else saves))
+                save = chosen.randint(1, max(1, looks // tried)) if during_save else 0
+                due = Due(steps=max(1, at[len(done)] - sum(steps)), saves=save, logs=watched.logs, cut=cut)
                 what = f"{number} comes after {several(due.steps, 'step')} of this launch{', during a save' * during_save}"
             else:
                 least = max(1, left // 3) if len(done) == kills - 1 else 1  # so that there is a whole checkpoint before the last kill
-                due = Due(writes=chosen.randint(least, max(least, left - 2)), saves=int(during_save), logs=watched.logs)
+                due = Due(writes=chosen.randint(least, max(least, left - 2)), saves=int(during_save), logs=watched.logs, cut=cut)
                 what = f"{number} comes once it has written {several(due.writes, 'time')}"
             seen = watch(run, folder / "interrupted", due, chosen, say=told(what, "interrupted"))
             if seen.killed:

@@ -1,0 +1,65 @@
+"""Files that are closed after writing are seen, by whichever process, and logs are left out; what happened last is known."""
+
+import os
+import random
+import subprocess
+import sys
+import uuid
+from contextlib import closing
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from workbench.core.run_directory import ENV_RUN_ID
+from workbench.runs.launch.cut_saves import ClosedFiles, cut, is_held
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="inotify is of Linux")
+
+
+def test_what_is_closed_after_writing_is_seen_and_logs_are_not(tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    with closing(ClosedFiles(tmp_path, lambda name: name.endswith(".csv"))) as closed:
+        (tmp_path / "last.pt").write_text("one")
+        (tmp_path / "there" / "model").write_text("one")
+        (tmp_path / "loss.csv").write_text("1")
+        assert closed.look() == ["last.pt", "there/model"]
+        assert (closed.last, closed.is_latest) == ("there/model", True)
+        (tmp_path / "new").mkdir()
+        assert not closed.look()
+        assert not closed.is_latest
+        subprocess.run(["cp", tmp_path / "last.pt", tmp_path / "new" / "copy"], check=True)
+        assert closed.look() == ["new/copy"]
+        for text in ("1\n", "2\n", "3\n"):
+            with (tmp_path / "log").open("a") as log:
+                log.write(text)
+            assert closed.look() == ["log"] * (text == "1\n")  # it only grows
+        (tmp_path / "last.pt").write_text("other")
+        assert closed.look() == ["last.pt"]
+        os.replace(tmp_path / "last.pt", tmp_path / "best.pt")
+        (tmp_path / "best.pt").read_text()
+        assert not closed.look()
+        assert (closed.last, closed.is_latest) == ("last.pt", False)
+
+
+@pytest.mark.parametrize("more", [False, True])
+def test_what_was_written_last_is_cut_and_its_rank_killed_unless_something_was_done_since(tmp_path: Path, more: bool) -> None:
+    run: Any = SimpleNamespace(id=uuid.uuid4().hex, path=tmp_path)
+    out = tmp_path / "out"
+    out.mkdir()
+    process = subprocess.Popen(["sleep", "60"], env={**os.environ, ENV_RUN_ID: run.id, "RANK": "0"})
+    with closing(ClosedFiles(out)) as closed:
+        (out / "last.pt").write_bytes(bytes(1000))
+        assert closed.look() == ["last.pt"]
+        if more:
+            (out / "last.pt").rename(out / "best.pt")
+        assert cut(run, out, closed, random.Random(0)) == (None if more else "last.pt")
+    assert not is_held(run.id)
+    if more:
+        assert process.poll() is None
+        assert (out / "best.pt").stat().st_size == 1000
+        process.kill()
+    else:
+        assert (out / "last.pt").stat().st_size < 1000
+    assert process.wait() == -9

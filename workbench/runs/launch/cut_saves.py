@@ -1,0 +1,162 @@
+"""Kills a script as if while it wrote a file: cuts the file that it has written last, before it has done anything else, and kills it.
+
+For saves that are too short to be met, and for those of child processes: what a kill in the middle of such a write leaves is a first part
+of the file, and what the folder held besides. Linux tells which file of a folder was closed after writing (inotify), by whichever process.
+Ranks that are held (`workbench.programs.script`) stop before they rename something in the folder, so that a file that is renamed at once
+can be cut, too.
+"""
+
+import contextlib
+import ctypes
+import os
+import random
+import select
+import signal
+import struct
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from workbench.core import run_directory
+from workbench.runs.guards import ranks_of
+from workbench.runs.run import Run
+
+_CLOSED, _MOVED, _CREATED, _DELETED = 0x8, 0x40 | 0x80, 0x100, 0x200
+_EVENT = struct.Struct("iIII")
+_MOST = 1 << 28
+"""Bytes of a file that is read to find out whether it was only appended to: a longer one is taken to be a save."""
+
+
+class ClosedFiles:
+    """The files of a folder, and of those in it, that are closed after writing; those that only grow are logs, and left out.
+
+    Attributes:
+        last: the file that was closed last; "" = none yet.
+        is_latest: nothing else has happened in the folder since.
+    """
+
+    def __init__(self, folder: Path, is_log: Callable[[str], bool] = lambda name: False) -> None:
+        """From now on; what happens to a file whose name `is_log` is nothing."""
+        libc = ctypes.CDLL(None, use_errno=True)
+        self._add, self._folder, self._folders, self._is_log = libc.inotify_add_watch, folder, dict[int, Path](), is_log
+        self._events = libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
+        if self._events < 0:
+            raise OSError(ctypes.get_errno(), "inotify_init1: no further watcher of files is allowed")
+        self._content, self.last, self.is_latest = dict[str, tuple[int, int]](), "", False
+        self._watch(folder)
+
+    def close(self) -> None:
+        """No more of them."""
+        os.close(self._events)
+
+    def _watch(self, folder: Path) -> None:
+        number = self._add(self._events, os.fsencode(folder), _CLOSED | _MOVED | _CREATED | _DELETED)
+        if number >= 0 and number not in self._folders:
+            self._folders[number] = folder
+            for path in folder.iterdir():
+                if path.is_dir() and not path.is_symlink():
+                    self._watch(path)
+
+    def look(self, patience: float = 0.0) -> list[str]:
+        """Those that were closed since the last look, in their order; it waits so many seconds for one."""
+        select.select([self._events], [], [], patience)
+        names = []
+        for number, mask, name in self._read():
+            path = self._folders[number] / name
+            if self._is_log(path.relative_to(self._folder).as_posix()):
+                continue
+            self.is_latest = bool(mask & _CLOSED) and not self._grew(path)
+            if self.is_latest:
+                self.last = path.relative_to(self._folder).as_posix()
+                names.append(self.last)
+            elif mask & (_CREATED | _MOVED) and path.is_dir() and not path.is_symlink():
+                self._watch(path)
+        return names
+
+    def _read(self) -> Iterator[tuple[int, int, str]]:
+        with contextlib.suppress(BlockingIOError):
+            while data := os.read(self._events, 1 << 16):
+                at = 0
+                while at < len(data):
+                    number, mask, _, length = _EVENT.unpack_from(data, at)
+                    at += _EVENT.size + length
+                    if number in self._folders:
+                        yield number, mask, os.fsdecode(data[at - length : at].rstrip(b"\0"))
+
+    def _grew(self, path: Path) -> bool:
+        """Has a file what it had, and something behind it? Then it is a log."""
+        try:
+            if path.stat().st_size > _MOST:
+                return False
+            data = path.read_bytes()
+        except OSError:  # renamed meanwhile
+            return False
+        size, checksum = self._content.get(str(path), (0, 0))
+        self._content[str(path)] = len(data), zlib.crc32(data)
+        return 0 < size <= len(data) and zlib.crc32(data[:size]) == checksum
+
+
+def hold_renames(run: Run, folder: Path, *, now: bool = False) -> None:
+    """Tell the ranks of a run, before they start, to look whether they are to stop before they rename something in a folder, or to stop."""
+    (run.path / run_directory.HOLD).write_text(f"{folder.resolve()}\n{'now' * now}")
+
+
+def cut(run: Run, folder: Path, closed: ClosedFiles, chosen: random.Random) -> str | None:
+    """Kill a run with the file that it has closed last cut in two; None = it has done something else since, and lives.
+
+    A rank that was held where it renames a file is killed there in any case, with the file as it is if something else was done since it
+    was closed.
+    """
+    with _stopped(run.id) as (pids, held):
+        closed.look()
+        file = folder / closed.last
+        is_whole = closed.is_latest and file.is_file() and not file.is_symlink()
+        if not pids or not closed.last or not (is_whole or held):
+            return None
+        if is_whole:
+            os.truncate(file, chosen.randrange(max(1, file.stat().st_size)))
+        for pid in pids:
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+    return closed.last
+
+
+@contextlib.contextmanager
+def _stopped(run_id: str) -> Iterator[tuple[list[int], bool]]:
+    """The ranks of a run and their child processes, stopped, and whether one of them had stopped by itself."""
+    pids = [pid for each in ranks_of(run_id).values() for pid in each]
+    held = is_held(run_id)
+    try:
+        for pid in pids:
+            with contextlib.suppress(OSError):  # it has ended
+                os.kill(pid, signal.SIGSTOP)
+        limit = time.monotonic() + 1.0
+        while not all(_state_of(pid) in "TtZX" for pid in pids) and time.monotonic() < limit:
+            time.sleep(0.001)
+        yield pids, held
+    finally:
+        for pid in pids:
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGCONT)
+
+
+def is_held(run_id: str) -> bool:
+    """Has a rank of a run, or a child process of one, stopped by itself?"""
+    return any(_state_of(pid) == "T" for each in ranks_of(run_id).values() for pid in each)
+
+
+def state_of(pid: int) -> str:
+    """A letter for what a process does: T = it is stopped.
+
+    Raises:
+        OSError: it has ended.
+    """
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def _state_of(pid: int) -> str:
+    try:
+        return state_of(pid)
+    except OSError:
+        return "X"
