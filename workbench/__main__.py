@@ -23,7 +23,7 @@ try:
     from workbench.core.progress import begins
     from workbench.core.run_directory import ALARMS
     from workbench.diagnosis import commands, regression
-    from workbench.diagnosis.analysis.diagnosis import how_to_prove
+    from workbench.diagnosis.analysis.proof import how_to_prove
     from workbench.diagnosis.analysis.what_changed import QUANTITIES
     from workbench.diagnosis.api import BUDGET
     from workbench.runs.commands import COMMANDS, knob_help, refuse_knobs

@@ -22,9 +22,8 @@ from workbench.core import run_directory
 from workbench.core.statistics import Interval
 from workbench.diagnosis import api
 from workbench.diagnosis.analysis.calibration import Calibration
-from workbench.diagnosis.analysis.diagnosis import how_to_prove
 from workbench.diagnosis.analysis.evidence import Evidence
-from workbench.diagnosis.analysis.proof import Ladder, Proof
+from workbench.diagnosis.analysis.proof import Ladder, Proof, how_to_prove
 from workbench.diagnosis.analysis.remedy import Remedy, apply_remedy
 from workbench.diagnosis.analysis.verdict import Judgement
 from workbench.diagnosis.api import LaunchedSpec

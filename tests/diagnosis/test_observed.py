@@ -10,6 +10,7 @@ import pytest
 import workbench as wb
 from tests.conftest import HandMade
 from workbench.core import run_directory
+from workbench.core.system_load import Noise
 from workbench.core.vocabulary import PHASES
 from workbench.diagnosis.analysis import diagnosis, framework_settings
 from workbench.diagnosis.analysis.diagnosis import Diagnosis
@@ -296,3 +297,40 @@ def test_what_to_run_next_exists(by_hand: Make) -> None:
     made = by_hand()
     write(made.path, 0, [step(data_wait=0.03)] * 60)
     assert _from_run(Run.load(made.ended("finished").path)).brief()["next"]["command"].startswith("workbench diagnose ")
+
+
+def test_a_timeline_of_a_busy_cpu_says_to_try_one_thread_and_never_a_larger_budget(by_hand: Make) -> None:
+    """A Trainer that one thread made 14 times as fast was said to need a larger budget_s, which a timeline does not have."""
+    made = by_hand()
+    slow = [step(forward=0.006 + 0.012 * (i % 10 == 9), other=0.004 * (i % 3)) for i in range(24)]
+    write(made.path, 0, slow)
+    plain = Run.load(made.ended("finished").path).timelines[0]
+    crowded = Noise(cores=2.0, foreign=1.7)
+    busy = wb.diagnose(dataclasses.replace(plain, threads=2, noise=crowded))
+    assert "Each operator runs in 2 threads, while other processes took 1.7 of 2 cores" in busy.next
+    assert busy.next.endswith("Try torch.set_num_threads(1), or OMP_NUM_THREADS=1.")
+    assert "2 threads per operator" in busy.caption
+    assert "Other processes took 1.7 of 2 cores." in str(busy)
+    assert "nothing we know of" not in busy.next.lower()
+    for calm in (
+        dataclasses.replace(plain, threads=1, noise=crowded),
+        dataclasses.replace(plain, threads=2, noise=Noise(cores=2.0)),
+        plain,
+    ):
+        assert "set_num_threads" not in wb.diagnose(calm).next
+    waits = dataclasses.replace(plain, steps=tuple(dataclasses.replace(one, phases=(0.1, *one.phases[1:])) for one in plain.steps))
+    assert "set_num_threads" not in wb.diagnose(dataclasses.replace(waits, threads=2, noise=crowded)).next
+    for cause in ("noise", "too few measurements"):
+        unclear = dataclasses.replace(busy, judgement=dataclasses.replace(busy.judgement, verdict="inconclusive", cause=cause))
+        assert unclear.next.startswith(
+            "Record more steps, while the machine is quiet, or find out by experiment: wb.diagnose(step, loader)"
+        )
+        assert "budget" not in unclear.next
+        assert "set_num_threads(1)" in unclear.next
+
+
+def test_a_timeline_keeps_its_threads_and_the_load() -> None:
+    timeline = Timeline(threads=2, noise=Noise(cores=2.0, foreign=1.5))
+    again = Timeline.from_json(timeline.to_json())
+    assert (again.threads, again.noise) == (2, timeline.noise)
+    assert "noise" not in Timeline().to_json()

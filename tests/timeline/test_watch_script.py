@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import workbench as wb
 from tests.forked import Forks
+from workbench.core.system_load import usable_cores
 from workbench.core.vocabulary import PHASES
 from workbench.timeline import hooks
 from workbench.timeline.watch_script import _framework, _line_of_dataset
@@ -59,6 +60,26 @@ def test_passes_without_a_step_are_let_go() -> None:
         gc.collect()
         assert watched._places is not None
         assert len(watched._places) == 0
+
+
+def test_threads_and_the_load_are_those_of_the_loop() -> None:
+    with wb.watching() as watched:
+        made = torch.nn.Linear(4, 2)
+        optimizer = torch.optim.SGD(made.parameters(), 0.1)
+        for (x,) in DataLoader(TensorDataset(torch.randn(8, 4)), batch_size=2):
+            made(x).sum().backward()
+            optimizer.step()
+        assert watched.timeline.noise is not None
+    ended = watched.timeline
+    assert ended.threads == torch.get_num_threads()
+    assert ended.noise is not None
+    assert ended.noise.cores == usable_cores()
+    assert watched.timeline.noise == ended.noise, "what comes after the loop does not count"
+    assert watched._recording._meter is None
+    loop = wb.watch([1, 2, 3])
+    list(loop)
+    assert loop.timeline.noise is not None
+    assert loop._recording._meter is None
 
 
 def test_what_is_trained_inside_a_with_is_watched() -> None:

@@ -17,10 +17,10 @@ from workbench.core.statistics import Interval
 from workbench.core.synonyms import accept_synonyms
 from workbench.diagnosis.analysis import calibration
 from workbench.diagnosis.analysis.calibration import Calibration
-from workbench.diagnosis.analysis.diagnosis import Diagnosis, how_to_prove
+from workbench.diagnosis.analysis.diagnosis import Diagnosis
 from workbench.diagnosis.analysis.evidence import Evidence
 from workbench.diagnosis.analysis.observed import observe
-from workbench.diagnosis.analysis.proof import Ladder, Proof, Rung
+from workbench.diagnosis.analysis.proof import Ladder, Proof, Rung, how_to_prove
 from workbench.diagnosis.analysis.remedy import Remedy, apply_remedy
 from workbench.harness.results import VariantTimes
 from workbench.runs import task

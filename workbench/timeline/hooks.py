@@ -334,3 +334,10 @@ def _unscaled(loss: Any) -> Any:
     if scale is None or scale.requires_grad or scale.numel() != 1:
         return loss if loss.is_cpu else loss.detach()
     return loss.detach() / scale.detach().reshape(loss.shape)
+
+
+def threads_per_operator() -> int:
+    """Threads of this process that share an operator on a CPU."""
+    import torch
+
+    return torch.get_num_threads()

@@ -10,6 +10,7 @@ from typing import Any
 from workbench.core import late, run_directory
 from workbench.core.checks import number_or_default
 from workbench.core.package import imported_code
+from workbench.core.system_load import LoadMeter, Noise
 from workbench.timeline import alarm as alarm_module
 from workbench.timeline import hooks, rank_log
 from workbench.timeline.analysis.told import Told
@@ -31,6 +32,7 @@ class Recording:
         notes: Iterable[str] = (),
         expected: Mapping[int, str] | None = None,
         alarm: bool | str = False,
+        load: bool = False,
     ) -> None:
         """Start with no steps.
 
@@ -41,6 +43,7 @@ class Recording:
             notes: What the timeline should say about the way it was measured.
             expected: Notes by phase, to be added if no step spent any time in that phase.
             alarm: tell when a phase changes for good, see `alarm.Alarm`; False = only if the launch asks for it.
+            load: on a CPU, measure what other processes take while a loop runs; not in a run, whose launch looks at the machine.
         """
         self._new_recorder, self._rules, self._expected = recorder, StepRules(steps_by=steps_by), expected or {}
         self._notes = (*notes, *rank_log.notes_on_environment())
@@ -55,6 +58,10 @@ class Recording:
         self.device: int | None = None  # of the latest loop: asked for on its thread, as every thread has a current device of its own
         self._log = rank_log.attach(log, self) if log else self._default_log()
         self._logging = self._log is not None
+        self._load = load and not self._logging
+        self._meter: LoadMeter | None = None
+        self._noise: Noise | None = None
+        self._threads: int | None = None
         self._alarms, self._seen = alarm_module.allowed(alarm), 0
         self._alarm: alarm_module.Alarm | None = None
         self._losses: hooks.Losses | None = None
@@ -77,6 +84,8 @@ class Recording:
         self.clock = recorder.clock
         self.device = rank_log.current_device() if recorder.device is None else recorder.device
         loop = Loop(recorder, self._rules)
+        if self._load and self.clock == "host" and self._meter is None:
+            self._meter = LoadMeter()
         with self._lock:
             self._loops.append(loop)
         if self._alarms and self._alarm is None:
@@ -101,6 +110,17 @@ class Recording:
             loop.between = self._traces.between
         loop.loss = self._losses.add if self._losses else None
         return loop
+
+    def _read_load(self) -> None:
+        if self._meter:
+            self._noise, self._threads = self._meter.noise(), hooks.threads_per_operator()
+
+    def end_load(self) -> None:
+        """The loop ends: what other processes do from here on does not concern it."""
+        self._read_load()
+        if self._meter:
+            self._meter.close()
+            self._meter = None
 
     def loss(self, loss: Any) -> None:
         """Let the alarm, if there is one, know the loss of the step under way: a tensor, on any device."""
@@ -169,6 +189,7 @@ class Recording:
     def close(self) -> None:
         """Settle, write what is left, and detach from the file."""
         self.settle()
+        self.end_load()
         if self._traces:
             self._traces.close()
         if self._alarm:
@@ -255,6 +276,7 @@ class Recording:
     def timeline(self) -> Timeline:
         """The steps so far; the one that is under way is not among them."""
         self.settle()
+        self._read_load()
         steps = tuple(Step(index=i, phases=tuple(ns / 1e9 for ns in row[:6]), samples=row[6]) for i, row in enumerate(self._rows))
         return Timeline(
             rank=rank_log.rank(),
@@ -264,4 +286,6 @@ class Recording:
             profiled=self._profiled,
             validations=self._validations,
             pauses=tuple(self._pauses),
+            threads=self._threads,
+            noise=self._noise,
         )

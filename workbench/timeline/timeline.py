@@ -4,13 +4,14 @@ import dataclasses
 import itertools
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from workbench.core import units
 from workbench.core.checks import is_number
 from workbench.core.display import table as display
 from workbench.core.run_directory import short
+from workbench.core.system_load import Noise
 from workbench.core.vocabulary import PHASES as PHASES
 
 _READINGS = ("samples", "memory", "cpu")
@@ -164,6 +165,10 @@ class Timeline(display.Shown):
     """Seconds of each evaluation between the steps; they are in no step."""
     pauses: tuple[Pause, ...] = ()
     """Evaluations and checkpoints inside the steps of a script that was watched."""
+    threads: int | None = field(default=None, compare=False)
+    """Threads per operator on a CPU while the loop ran; None = not known, or timed by a device."""
+    noise: Noise | None = field(default=None, compare=False)
+    """What other processes did meanwhile; None = not measured."""
 
     @classmethod
     def from_lines(cls, rows: Iterable[Mapping[str, Any]], warmup: int | None = None, rank: int = 0) -> "Timeline":
@@ -239,6 +244,8 @@ class Timeline(display.Shown):
             predicted=value["predicted"],
             validations=tuple(value.get("validations", ())),
             pauses=tuple(Pause(*pause) for pause in value.get("pauses", ())),
+            threads=value.get("threads"),
+            noise=Noise(**{**value["noise"], "gpu": tuple(value["noise"]["gpu"])}) if value.get("noise") else None,
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -252,6 +259,8 @@ class Timeline(display.Shown):
             "predicted": self.predicted,
             **({"validations": list(self.validations)} if self.validations else {}),
             **({"pauses": [list(pause) for pause in self.pauses]} if self.pauses else {}),
+            **({} if self.threads is None else {"threads": self.threads}),
+            **({"noise": dataclasses.asdict(self.noise)} if self.noise else {}),
             "steps": [
                 {"step": s.index, **dict(zip(PHASES, s.phases, strict=True)), "samples": s.samples, "memory": s.memory, "cpu": s.cpu}
                 for s in self.steps

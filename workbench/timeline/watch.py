@@ -53,7 +53,7 @@ def watch(
     Raises:
         ValueError: not an iterable, a module, an optimizer.
     """
-    return Watch(loader, model=model, optimizer=optimizer, alarm=alarm)
+    return Watch(loader, model=model, optimizer=optimizer, alarm=alarm, load=True)
 
 
 class Watch(MeasuredBatches[T]):
@@ -67,8 +67,9 @@ class Watch(MeasuredBatches[T]):
         optimizer: "torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None" = None,
         recorder: Callable[[], MarkRecorder] | None = None,
         alarm: bool | str = False,
+        load: bool = False,
     ) -> None:
-        """See `watch`; `recorder`, for tests, makes the mark recorder of a pass in place of a real clock."""
+        """See `watch`; `recorder`, for tests, makes the mark recorder of a pass in place of a real clock. `load`: see `Recording`."""
         import torch
 
         check_loader(loader, "wb.watch")
@@ -94,6 +95,7 @@ class Watch(MeasuredBatches[T]):
             notes=notes,
             expected=expected,
             alarm=alarm,
+            load=load,
         )
 
         self._first_batches = FirstBatches(warn=self._recording.warn, say=self._recording.say, steps=itertools.count().__next__)
@@ -105,6 +107,7 @@ class Watch(MeasuredBatches[T]):
     @contextlib.contextmanager
     def _watching(self) -> Iterator[None]:
         with contextlib.ExitStack() as undo:
+            undo.callback(self._recording.end_load)
             undo.enter_context(hooks.marked_functions())
             for model in self._models:
                 undo.callback(hooks.on_model(model).remove)

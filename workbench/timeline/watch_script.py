@@ -107,7 +107,7 @@ class ScriptWatcher:
             BACKWARD: "backward was never called: a backward through torch.autograd.grad, if any, is in other",
         }
         self._threads = torch.get_num_threads
-        self._recording = Recording(recorder=self._make_recorder, steps_by="optimizer", expected=expected)
+        self._recording = Recording(recorder=self._make_recorder, steps_by="optimizer", expected=expected, load=True)
         self._steps = 0  # those of loops whose optimizer step was taken
         self._first_batches = FirstBatches(warn=self._recording.warn, say=self._recording.say, steps=lambda: self._steps)
         self._here = True  # False in a forked child

@@ -13,17 +13,17 @@ from workbench.core import late, units
 from workbench.core.brief import fitted, number, short, three
 from workbench.core.codec import NOT_STORED, JsonDataclass
 from workbench.core.display import table as display
-from workbench.core.package import near
 from workbench.core.synonyms import accept_synonyms
 from workbench.core.system_load import usable_cores
 from workbench.core.vocabulary import PART_WORDS, PARTS
 from workbench.data.analysis.format_costs import FormatComparison
 from workbench.diagnosis.analysis.costs import MAX_BLOCK_SPREAD, is_crowded, noise_warnings
 from workbench.diagnosis.analysis.evidence import Evidence
-from workbench.diagnosis.analysis.framework_settings import SETTINGS_OF
+from workbench.diagnosis.analysis.framework_settings import SETTINGS_OF, TRAINER_PAGE
 from workbench.diagnosis.analysis.loader_model import TERMS, LoaderCurve
 from workbench.diagnosis.analysis.model_errors import kind_of, present_gap, surely_gains, with_errors
-from workbench.diagnosis.analysis.proof import Proof, remedy_table
+from workbench.diagnosis.analysis.observed import fewer_threads
+from workbench.diagnosis.analysis.proof import Proof, how_to_prove, remedy_table
 from workbench.diagnosis.analysis.remedies import remedies_for
 from workbench.diagnosis.analysis.remedy import Choice, Remedy, find_remedy, gain_of, of_knobs, sort_key, surest_first
 from workbench.diagnosis.analysis.step_model import Parts, StepModel
@@ -35,16 +35,6 @@ BRIEF_COMMAND, IN_PYTHON = 500, "diagnosis.prove()"
 """Most bytes of a command in a brief, and what stands in its place where it is longer."""
 EXPERIMENT = "wb.diagnose(step, loader) experiments, with the body of the loop as step(batch)."
 """How to experiment with what was only observed."""
-
-
-def how_to_prove(script: str) -> str:
-    """How a change of a script can be tried by experiment, which the workbench does with steps and tasks."""
-    return (
-        "a script is only observed, and its knobs are its own. Put its model, dataset, loss and optimizer into a function that returns a "
-        f"wb.Task, such as build() in the same file; then: workbench diagnose {shlex.quote(f'{near(script)}:build')} --prove"
-    )
-
-
 FIND_NAN = (
     "First find where the numbers become NaN or infinite: wb.sanity(step, loader), or of a task wb.sanity(task), looks at data and "
     "gradients; wb.replay(run) repeats the step of a run in which it began. Fix that, then diagnose again."
@@ -57,6 +47,7 @@ TO_COMPARE = (
 )
 """How a change is proved that only the user can make."""
 AGAIN = "Diagnose again when the machine is quieter, or with a larger budget_s."
+MORE_STEPS = f"Record more steps, while the machine is quiet, or find out by experiment: {EXPERIMENT} Of a Trainer: docs, {TRAINER_PAGE}."
 TO_LEARN_MORE = {
     "too few measurements": "Diagnose again with a larger budget_s, for more measurements.",
     "not enough was tried": "Diagnose again with a larger budget_s.",
@@ -148,15 +139,29 @@ class Diagnosis(JsonDataclass):
     @property
     def next(self) -> str:
         """What to try first, and what it is predicted to gain; where numbers are NaN or infinite, to find out why."""
+        return f"{self._advice} {self._fewer_threads}".strip()
+
+    @property
+    def _fewer_threads(self) -> str:
+        """Of a loop that was only observed, on a busy CPU: to try one thread per operator; "" = no, or it waits for something else."""
+        return "" if self.verdict in ("input-bound", "transfer-bound", "straggler") else fewer_threads(self.evidence)
+
+    @property
+    def _advice(self) -> str:
         if any(NOT_FINITE in doubt for doubt in self._doubts):
             return FIND_NAN
         if not self.remedies or self.verdict == "inconclusive":
             if self.verdict == "inconclusive":
-                return TO_LEARN_MORE.get(self.cause, AGAIN) + self._not_recommended
+                unsure = self.evidence.observed and self.cause in ("noise", "too few measurements")
+                return (MORE_STEPS if unsure else TO_LEARN_MORE.get(self.cause, AGAIN)) + self._not_recommended
             if untried := next((note for note in self.evidence.notes if note.startswith("no time was left to try")), ""):
                 return f"Diagnose again with a larger budget: {untried.partition(': ')[0]}."
             if self.verdict == "compute-bound":
-                return "Nothing we know of would make this step faster here: it computes. More or faster devices would."
+                return (
+                    ""
+                    if self._fewer_threads
+                    else "Nothing we know of would make this step faster here: it computes. More or faster devices would."
+                )
             return "There is no remedy here whose gain could be predicted."
         first = self._surer
         best, *others = self.remedies[1:] if first else self.remedies
@@ -253,10 +258,9 @@ class Diagnosis(JsonDataclass):
             return None
         now = loading.num_workers
         curve = feeding.curve(persistent_workers=loading.persistent_workers)
-        if all(remedy.name != f"num_workers={curve.recommended}" for remedy in self.remedies):
-            curve = dataclasses.replace(curve, recommended=now)
         doubt = self._misfit() or ("the verdict is inconclusive" if self.verdict == "inconclusive" else "")
-        curve = dataclasses.replace(curve, doubt=doubt, recommended=now if doubt else curve.recommended)
+        if doubt or all(remedy.name != f"num_workers={curve.recommended}" for remedy in self.remedies):
+            curve = dataclasses.replace(curve, recommended=now, doubt=doubt)
         return curve.with_measured(loader={now: loading.alone}, step={now: self.model.costs.clean})
 
     @property
@@ -358,9 +362,9 @@ class Diagnosis(JsonDataclass):
 
     @property
     def _threads(self) -> list[str]:
-        """On a CPU: threads per operator, which differ between a launch and a process of one's own; of a timeline they are not known."""
+        """On a CPU: threads per operator, which differ between a launch and a process of one's own; none = not known."""
         e = self.evidence
-        if e.device != "cpu" or (e.observed and self.spec is None):
+        if e.device != "cpu" or (e.observed and self.spec is None and e.noise is None):
             return []
         started = "started with " * isinstance(self.spec, ScriptSpec)  # it may set another number itself
         text, cores = f"{started}{units.several(e.threads, 'thread')} per operator", e.noise.cores if e.noise else usable_cores()

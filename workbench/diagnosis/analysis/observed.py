@@ -9,6 +9,7 @@ from typing import Any
 
 from workbench.core import run_directory, units
 from workbench.core.vocabulary import PHASES
+from workbench.diagnosis.analysis.costs import is_crowded
 from workbench.diagnosis.analysis.evidence import Evidence, Loading, RankEvidence
 from workbench.diagnosis.analysis.stalls import Call, find_stalls
 from workbench.harness.results import Place
@@ -65,12 +66,13 @@ def observe(source: Run | Timeline) -> Evidence:
         device="cuda" if timelines[0].clock == "device" else "cpu",
         world_size=max(len(timelines), run.spec.world_size if run else 1),
         accumulation=spec.accumulation if spec else 1,
-        threads=run.spec.threads if run else 1,
+        threads=run.spec.threads if run else timelines[0].threads or 1,
         samples=None if None in samples else sum(count for count in samples if count is not None),
         precision=spec.precision if spec else "fp32",
         loading=_loading(spec) if spec else None,
         stalls=together,
         ranks=ranks,
+        noise=None if run else timelines[0].noise,
         observed=True,
         steps=sum(timeline.count for timeline in timelines),
         notes=(*(run.notes if run else ()), *_notes(timelines)),
@@ -165,3 +167,13 @@ def _notes(timelines: Sequence[Timeline]) -> tuple[str, ...]:
     if len(timelines) > 1:
         notes[-1] += ", what reducing the gradients costs (it is inside backward)"
     return tuple(dict.fromkeys(notes))
+
+
+def fewer_threads(e: Evidence) -> str:
+    """To try one thread per operator, where several compute each beside other processes; "" = they do not, or that is not known."""
+    if not e.observed or e.noise is None or e.device != "cpu" or e.threads < 2 or not is_crowded(e):
+        return ""
+    return (
+        f"Each operator runs in {e.threads} threads, while other processes took {e.noise.foreign:.1f} of {e.noise.cores:.0f} cores: small "
+        "operators may take many times as long, as each waits for its slowest thread. Try torch.set_num_threads(1), or OMP_NUM_THREADS=1."
+    )

@@ -1,6 +1,7 @@
 """Proof: a remedy that was run, predicted against measured. Ladder: the throughput after one proved remedy on top of another."""
 
 import math
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 from workbench.core import units
 from workbench.core.codec import JsonDataclass, fields_to_json
 from workbench.core.display import table as display
+from workbench.core.package import near
 from workbench.core.statistics import Interval
 from workbench.diagnosis.analysis.remedy import Remedy
 
@@ -237,3 +239,11 @@ class Ladder(display.Shown, JsonDataclass):
 
     def __repr__(self) -> str:
         return f"Ladder({len(self.rungs)} rungs)"
+
+
+def how_to_prove(script: str) -> str:
+    """How a change of a script can be tried by experiment, which the workbench does with steps and tasks."""
+    return (
+        "a script is only observed, and its knobs are its own. Put its model, dataset, loss and optimizer into a function that returns a "
+        f"wb.Task, such as build() in the same file; then: workbench diagnose {shlex.quote(f'{near(script)}:build')} --prove"
+    )
