@@ -686,3 +686,33 @@ def test_a_launched_script_tells_what_changed(tmp_path: Path) -> None:
     sentences = [rf"\b{one['step']:,}\b.* (the forward|a step) takes \d+ %" for one in planted]
     assert any(re.search(rf"\b{one['step']:,}\b", message) for one in planted for message in faults), faults
     assert any(re.search(sentence, note) for sentence in sentences for note in run.notes)
+
+
+ONE_RANK_SLOWER = """
+import time, torch, torch.distributed as dist
+import workbench as wb
+dist.init_process_group("gloo")
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+def batches():
+    for number in range(600):
+        time.sleep(0.05 if number >= 400 and dist.get_rank() == 1 else 0.005)  # far more than a busy machine makes
+        yield torch.zeros(2, 4)
+for batch in wb.watch(batches(), model=model, optimizer=optimizer):
+    model(batch).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("forked_ranks")
+def test_where_one_rank_becomes_slower_the_other_does_not_say_that_it_did(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(ONE_RANK_SLOWER)
+    run = wb.launch(tmp_path / "train.py", nproc_per_node=2, watch="always", runs_dir=tmp_path / "runs").wait(check=True)
+    near = [fault for fault in wb.health(run).faults if fault.kind == "change" and abs(fault.step - 400) <= 24]
+    assert [(fault.rank, "the wait for data takes" in fault.message) for fault in near] == [(1, True)], near
+    rows = [json.loads(line) for line in (run.path / "rank0.jsonl").read_text().splitlines()]
+    told = [row["alarm"] for row in rows if "alarm" in row and abs(row["alarm"]["step"] - 400) <= 24]
+    assert [(alarm["phase"] in ("backward", "reduction", "step"), alarm["waits_for"]) for alarm in told] == [(True, 1)]
