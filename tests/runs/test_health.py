@@ -154,7 +154,7 @@ def test_a_rank_that_is_slow_for_a_while_is_named_and_even_ranks_are_not(seed: i
     came = slow_ranks(ranks(r, lambda rank, step: 0.1 * (rank == 1 and (40 <= step < 60 or 100 <= step < 130)), count=3))
     ever = slow_ranks(ranks(r, lambda rank, step: 0.1 * (rank == 2), count=3))
 
-    assert [(fault.rank, "and 1 more times" in fault.message) for fault in came] == [(1, True)]
+    assert [(fault.rank, "and once more" in fault.message) for fault in came] == [(1, True)]
     assert came[0].step is not None
     assert 36 <= came[0].step <= 45
     assert [(fault.rank, "all the time" in fault.message) for fault in ever] == [(2, True)]
@@ -222,7 +222,7 @@ def test_what_ranks_told_is_a_fault_of_the_rank_that_is_slow() -> None:
     assert [(fault.kind, fault.rank, fault.step) for fault in faults] == [("change", 3, 41_200), ("change", 3, 100)]
     assert faults[0].message.startswith("since step 41,200 the forward takes 50 % longer on rank 3")
     assert "its clock fell" in faults[0].message
-    assert "1 more times, at steps 60,000" in faults[0].message
+    assert "; and once more, at step 60,000" in faults[0].message
     assert "find_leaks" in faults[1].hint
     everywhere = {rank: [row(rank, 900 + rank, "reduction")] for rank in range(3)}
     assert [fault.message.partition(" (")[0] for fault in changes(everywhere)] == [

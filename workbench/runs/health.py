@@ -163,7 +163,8 @@ def changes(rows: Mapping[int, Sequence[Mapping[str, Any]]]) -> list[Fault]:
             own = [alarm for alarm in own if not any(abs(alarm.step - step) <= MEETS for step in culprits.get(rank, []))]
             if not own:
                 continue
-        again = f"; and {len(own) - 1} more times, at steps {', '.join(f'{a.step:,}' for a in own[1:6])}" if len(own) > 1 else ""
+        steps = ", ".join(f"{alarm.step:,}" for alarm in own[1:6])
+        again = f"; and {_more(len(own) - 1)}, at step{'s' * (len(own) > 2)} {steps}" if len(own) > 1 else ""
         hint = "a leak? wb.find_leaks finds what stays" if phase in NOT_TIME else _SLOW if len(rows) > 1 else _SLOW.partition(" Compare")[0]
         words = own[0].words(len(rows))
         whose: int | None = rank
@@ -181,6 +182,10 @@ def changes(rows: Mapping[int, Sequence[Mapping[str, Any]]]) -> list[Fault]:
                 words, whose = words.replace(f" on rank {rank}", f" on ranks {', '.join(map(str, together))}"), None
         faults.append(Fault(kind="change", step=own[0].step, rank=whose, message=words + again, hint=hint))
     return faults + _higher_losses(losses, len(rows))
+
+
+def _more(times: int) -> str:
+    return "once more" if times == 1 else f"{times} more times"
 
 
 def _higher_losses(told: Sequence[Told], ranks: int) -> list[Fault]:
@@ -350,7 +355,7 @@ def slow_ranks(timelines: Sequence[Timeline]) -> list[Fault]:
         spans = _spans([value - usual > max(DIPS * length, 8 * noise) for value in smooth])
         if spans:
             first, last = spans[0]
-            more = f", and {len(spans) - 1} more times" if len(spans) > 1 else ""
+            more = f", and {_more(len(spans) - 1)}" if len(spans) > 1 else ""
             by = median(value - usual for begin, end in spans for value in smooth[begin:end])
             message = (
                 f"rank {rank} is slower than usual by {units.seconds(by)} a step, where half of all take {units.seconds(length)} at most, "

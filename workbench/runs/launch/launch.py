@@ -65,7 +65,8 @@ def launch(
         nproc_per_node: ranks on this machine; None = the spec's own, 1 for a script.
         watch: find the script's loaders, modules and optimizers as it runs and write a Timeline per rank (a RunSpec always has one).
             "always", for scripts and specs: each rank also tells when a phase, throughput, memory or loss gets worse for good
-            (`wb.health(run)` and the run's notes have it); "experiments": it may time a small computation then.
+            (`wb.health(run)` and the run's notes have it); "experiments": it may time a small computation then; "trace": also trace a few
+            steps after it, into the run's folder `alarms`.
         timeout: seconds after which the run is stopped; None = never.
         runs_dir: where run directories go; None = `runs` in the current folder.
         name: for people, and the end of the run directory's name; None = after the task or script.
