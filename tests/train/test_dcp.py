@@ -119,6 +119,7 @@ def test_a_run_begins_with_a_directory(tmp_path: Path, forked_ranks: None) -> No
     spec = wb.RunSpec(task="tests.toy_tasks:numbers", device="cpu", micro_batch=8, steps=2, **knobs)  # type: ignore[arg-type]
     run = wb.launch(spec, resume=folder, runs_dir=tmp_path / "runs").wait(check=True)
     assert run.state == "finished"
+    assert f"it took weights and states of the optimizer from {folder}" in str(run.notes)
     first = torch.load(run.path / run_directory.CHECKPOINTS / "step00000002.pt")
     assert all(torch.equal(first["module"][name], value) for name, value in weights.items())
     with pytest.raises(LaunchError, match=r"a run without checkpoints reads none; add checkpoint_every="):

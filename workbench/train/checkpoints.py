@@ -219,7 +219,7 @@ class Checkpoints:
         self.first_samples = state.get("first samples")
         if have_changed(trainer, self.first_samples):
             notes.append("the content of the data's first samples differs from before: the training goes on with other data")
-        notes += filter(None, [changed_layout(trainer.spec, state.get("layout"))])
+        notes += filter(None, [state.get("origin"), changed_layout(trainer.spec, state.get("layout"))])
         for note in notes:
             print(f"note: {note}")
         row = {"step": state["step"], "checkpoint": path.name, "passed_over": passed_over, "notes": notes, "time": time.time()}

@@ -5,6 +5,7 @@ the fields are read, from which torch's own classes are made anew, and an index 
 torch's `FileSystemReader` with `weights_only`.
 """
 
+import inspect
 import io
 import pickle
 import warnings
@@ -49,6 +50,8 @@ _MODULES = frozenset(
         *("torch.distributed._shard.sharded_tensor.metadata", "pathlib", "pathlib._local"),
     }
 )
+_ALONE = {"no_dist": True} if "no_dist" in inspect.signature(save).parameters else {}
+"""This process reads and writes alone; earlier versions of torch do that where there is no process group, and else all ranks take part."""
 _USUAL = ("model", "module", "state_dict")
 """Names under which scripts keep the model's state_dict."""
 
@@ -70,7 +73,7 @@ def write(tensors: Mapping[str, Tensor], state: Mapping[str, Any], source: Sourc
     entries |= {name: state[name] for name in ("scheduler", "scaler", "spec") if state.get(name)}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # that there is one process only
-        save(entries, checkpoint_id=folder, no_dist=True)
+        save(entries, checkpoint_id=folder, **_ALONE)
 
 
 def _state(source: Source, key: Key) -> Any:
@@ -187,7 +190,7 @@ class Directory:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", UserWarning)  # that there is one process only
-                load(values, storage_reader=_Reader(self._folder, self._index), planner=planner, no_dist=True)
+                load(values, storage_reader=_Reader(self._folder, self._index), planner=planner, **_ALONE)
         except CheckpointException as error:
             why = next((each[0] for each in error.failures.values()), error)
             if isinstance(why, OSError | MemoryError):
@@ -295,8 +298,10 @@ def begin_with(folder: Path, run_dir: Path, spec: RunSpec) -> None:
     checkpoints = run_dir / run_directory.CHECKPOINTS
     checkpoints.mkdir()
     checksum = checkpoint_file.save({"parts": parts, "other": weights}, checkpoints / "step00000000.rank0.pt")
+    what = "weights and states of the optimizer" if directory.states else "weights"
     state = {"step": 0, "module": {}, "optimizer": {"groups": [{"names": list(weights)}]}, "scheduler": {}, "scaler": {}}
-    checkpoint_file.save({**state, "shards": [{**shard, "crc32": checksum}]}, checkpoints / "step00000000.pt")
+    state |= {"origin": f"it took {what} from {folder.absolute()}", "shards": [{**shard, "crc32": checksum}]}
+    checkpoint_file.save(state, checkpoints / "step00000000.pt")
 
 
 def _check_states(directory: Directory, spec: RunSpec) -> None:
