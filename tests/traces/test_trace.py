@@ -15,7 +15,7 @@ from workbench.traces.analysis.breakdown import ON_CPU, ON_DEVICE, PARTS, Breakd
 from workbench.traces.analysis.collectives import Collectives, bus_factor
 from workbench.traces.analysis.difference import TraceDifference
 from workbench.traces.analysis.event_kinds import KINDS, Label, kind_of
-from workbench.traces.analysis.explanation import Explanation
+from workbench.traces.analysis.explanation import WAITED, Explanation
 from workbench.traces.analysis.operators import Operators
 from workbench.traces.analysis.reading import TraceError
 from workbench.traces.analysis.trace import Trace
@@ -359,6 +359,24 @@ def test_what_it_cannot_tell(tmp_path: Path) -> None:
     of_two = Trace.load(write(tmp_path / "b.json", [step(1, 0, 100), exchange], distributedInfo={"rank": 0, "world_size": 2}))
     assert "with_stack=True" in " ".join(of_two.explain().cannot)
     assert "slower rank" in " ".join(of_two.explain().cannot)
+
+
+def test_steps_of_a_busy_cpu_are_not_taken_for_computing_alone(tmp_path: Path, device: Trace) -> None:
+    """Operators that took 0.4 to 1.8 s, as two threads waited for cores, were "compute-bound" without a word on it."""
+
+    def traced(*lengths: int) -> Trace:
+        starts = [sum(lengths[:i]) for i in range(len(lengths))]
+        steps = [step(i, start, length) for i, (start, length) in enumerate(zip(starts, lengths, strict=True))]
+        ops = [op("aten::mm", start, length - 1) for start, length in zip(starts, lengths, strict=True)]
+        return Trace.load(write(tmp_path / "a.json", [*steps, *ops]))
+
+    busy, even = traced(500, 1900, 900).explain(), traced(500, 600, 550).explain()
+    assert busy.verdict == even.verdict == "compute-bound"
+    assert "; steps take from 500 µs to 1.90 ms: operators may have waited for cores that other processes had" in busy.why
+    assert busy.next.endswith("; trace again on a quiet machine, or after torch.set_num_threads(1)")
+    assert "steps take" not in even.why
+    assert all(any(f"whether operators {WAITED}" in one for one in told.cannot) for told in (busy, even))
+    assert not any(WAITED in one for one in device.explain().cannot)
 
 
 def test_verdicts(tmp_path: Path, cpu: Trace, device: Trace) -> None:

@@ -12,6 +12,10 @@ from workbench.traces.analysis.breakdown import PARTS, Breakdown, Overlap
 
 CLEAR = 0.15
 """Fraction of the step from which on a part is blamed, as a diagnosis by experiment does: without it the step is 1.18 times as fast."""
+WAITED = "computed or waited for a core: they are timed by the clock, and beside other processes an operator waits for its slowest thread"
+"""What a trace of a CPU does not show of its operators."""
+UNEVEN = 2.0
+"""The longest step over the shortest from which on that is said. Chosen; a matter of words."""
 VERDICTS = {
     "data_wait": ("input-bound", "the step waits for its loader", "more workers, cheaper samples, or data that is prepared beforehand"),
     "h2d": ("transfer-bound", "nothing computes while batches are copied to the device", "pinned memory and non_blocking copies"),
@@ -89,9 +93,21 @@ def explain(breakdown: Breakdown, overlap: Overlap, *, marked: bool, ranks: int 
         )
     if shares[part] < CLEAR:
         why = f"computing takes {units.percent(shares['compute'])} of the step; next comes {part}, {seconds}"
-        return explained("compute-bound", why, "trace.ops() names the operators that take longest")
+        look = "trace.ops() names the operators that take longest"
+        if (uneven := _uneven(breakdown)) and breakdown.device == "cpu":
+            look += "; trace again on a quiet machine, or after torch.set_num_threads(1)"
+        return explained("compute-bound", f"{why}{uneven}", look)
     verdict, meaning, tried = VERDICTS[part]
     return explained(verdict, f"{meaning}: {part} takes {seconds}", f"Commonly tried: {tried}. wb.diagnose proves what it gains")
+
+
+def _uneven(breakdown: Breakdown) -> str:
+    """That steps take very different times, as the end of a sentence; "" = they do not."""
+    times = [step.total for step in breakdown.steps]
+    if len(times) < 3 or max(times) < UNEVEN * min(times):
+        return ""
+    reason = ": operators may have waited for cores that other processes had, or their inputs differ" if breakdown.device == "cpu" else ""
+    return f"; steps take from {units.seconds(min(times))} to {units.seconds(max(times))}{reason}"
 
 
 def _cannot(breakdown: Breakdown, overlap: Overlap, marked: bool, ranks: int | None, stacks: bool) -> tuple[str, ...]:
@@ -99,6 +115,7 @@ def _cannot(breakdown: Breakdown, overlap: Overlap, marked: bool, ranks: int | N
     if breakdown.device == "cpu":
         more = "trace.idle() names its functions" if stacks else "with_stack=True tells more"
         limits.append(f"whether the time outside of operators is Python at work, waiting or asleep ({more})")
+        limits.append(f"whether operators {WAITED}")
     if overlap.mean("communication") > 0 and ranks != 1:
         limits.append(
             "how much of a collective is waiting for a slower rank: those of all ranks tell, TraceSet.load(directory).stragglers()"
