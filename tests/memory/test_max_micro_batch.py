@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from workbench import Device
+from workbench.core.progress import Waiting
 from workbench.memory.analysis.whatif import SAME, MemoryComparison, combinations, needed
 from workbench.memory.api import compare_memory, estimate_memory
 from workbench.memory.estimate.examples import COLLATED, sample_batch
@@ -184,6 +185,26 @@ def test_not_even_one_sample() -> None:
     assert int(found) == 0
     assert found.spare < 0
     assert "not even one" in str(found)
+
+
+def test_several_dry_runs_say_which_of_how_many_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: list[str] = []
+    monkeypatch.setattr(Waiting, "say", lambda self, now, known=None: lines.append(now) if now not in lines else None)
+    start = estimate_memory(Net, device=device(1e6), **GIVEN)
+    found = memory_ladder(Net, device(0.5 * needed(start) / 1e6), margin=0.0, **GIVEN)
+    changes = [re.fullmatch(r"change (\d+) of (\d+): (.+)", line) for line in lines]
+    numbers = [(int(match[1]), int(match[2])) for match in changes if match]
+    count = numbers[-1][1]
+    assert [number for number, _ in numbers] == list(range(1, count + 1))
+    assert any(match and match[3] == "checkpointing=full" for match in changes)
+    if found.tried > count + 1:
+        assert any(re.fullmatch(r"changes together, 1 of at most \d+: .+, .+", line) for line in lines)
+    lines.clear()
+    compare_memory(Net, {"checkpointing": ["full"], "micro_batch": [8]}, **GIVEN)
+    assert [line for line in lines if line.startswith("change ")] == ["change 1 of 2: checkpointing=full", "change 2 of 2: micro_batch=8"]
+    lines.clear()
+    most = max_micro_batch(Net, device(3 * needed(start) / 1e6), margin=0.0, **GIVEN)
+    assert f"micro_batch={most.micro_batch}" in " ".join(lines)
 
 
 def test_the_ladder_fits_and_none_of_its_rungs_is_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

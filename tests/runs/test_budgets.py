@@ -54,6 +54,14 @@ def test_relative_to_another_run(run_dir: Path, by_hand: Any) -> None:
     )
 
 
+def test_it_says_which_of_the_two_runs_lacks_a_figure(run_dir: Path, by_hand: Any) -> None:
+    experiments = by_hand(name="before", experiment={"kind": "diagnose"}).ended("finished").path
+    check = check_run(run_dir, {"step": "+5 %", "data_wait": "100 %"}, against=experiments)
+    assert states(check) == {"step": "not measured", "data_wait": "kept"}
+    assert "the run to compare with, before, has no step: it has no measured step; it is a run of experiments (diagnose)" in str(check)
+    assert "the run, now, has no peak_memory" in str(check_run(run_dir, {"peak_memory": "1 GiB"}))
+
+
 @pytest.mark.parametrize(("given", "limit"), [("+5 %", -1.9), ("-5 %", -2.1)])
 def test_more_of_a_negative_loss_is_nearer_to_zero(run_dir: Path, monkeypatch: pytest.MonkeyPatch, given: str, limit: float) -> None:
     monkeypatch.setitem(QUANTITIES, "loss", dataclasses.replace(QUANTITIES["loss"], read=lambda run: -2.0))  # type: ignore[arg-type]

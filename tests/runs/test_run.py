@@ -23,7 +23,7 @@ from workbench.runs.launch.resume import archive_attempt
 from workbench.runs.panel.follow import Follower
 from workbench.runs.rows import RunRows, digest_files, digest_rows
 from workbench.runs.run import Run, RunFormatError
-from workbench.runs.spec import RunSpec
+from workbench.runs.spec import RunSpec, ScriptSpec
 from workbench.timeline.watch import watch
 
 Make = Callable[..., HandMade]
@@ -411,6 +411,12 @@ def test_what_cannot_be_compared(by_hand: Make) -> None:
         compare([run, run])  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="has no measured step to compare"):
         compare(run, Run.load(by_hand().ended("stopped").path))
+    experiments = Run.load(by_hand(experiment={"kind": "diagnose"}).ended("finished").path)
+    with pytest.raises(ValueError, match=r"it is a run of experiments \(diagnose\), not a training; choose one that trained"):
+        compare(run, experiments)
+    script = Run.load(by_hand(spec=ScriptSpec(script="train.py").to_json()).ended("finished").path)
+    with pytest.raises(ValueError, match="a script's steps are measured with watch=True"):
+        compare(run, script)
 
 
 def test_a_rank_that_starts_while_notes_are_read_is_left_for_the_next_time(by_hand: Make, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -167,7 +167,7 @@ def _script(spec: ScriptSpec, same: str, line: Waiting, runs_dir: str | os.PathL
     others = statistics.fmean(foreign or [0.0])
     rows = RunRows(runs[0].path).other_rows.get(0, ())
     size = next((row["gradients"] for row in rows if isinstance(row.get("gradients"), int)), 0)
-    places = next((row["places"] for row in rows if isinstance(row.get("places"), dict)), {})
+    places: dict[str, str] = next((row["places"] for row in rows if isinstance(row.get("places"), dict)), {})
     reduced, measured = _reduced(size, ranks, timelines["all"][0].clock) if size else (None, True)
     notes += [] if measured else [ASSUMED]
     evidence = script_evidence(timelines, notes=notes, seconds=line.seconds - began, threads=spec.threads, foreign=others)

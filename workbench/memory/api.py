@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from workbench.core import units
 from workbench.core.checks import check_budget, whole_number
 from workbench.core.device import DEVICES, Device
-from workbench.core.progress import Waiting, predicts, say_what_was_interrupted
+from workbench.core.progress import Waiting, predicts, say_what_was_interrupted, tick
 from workbench.core.synonyms import accept_synonyms
 from workbench.memory.analysis.breakdown import MemoryBreakdown
 from workbench.memory.analysis.fit import MARGIN, device_of, usable_bytes
@@ -302,7 +302,8 @@ def compare_memory(
     for row in rows:
         check_names(RunSpec, row, ARGUMENTS)
     estimates = [WhatIf(changes={}, breakdown=estimate_memory(target, device=device, **options))]
-    for change in rows:
+    for number, change in enumerate(rows, 1):
+        tick(f"change {number} of {len(rows)}: {units.knobs(change)}")
         try:
             estimates.append(WhatIf(changes=change, breakdown=estimate_memory(target, **{"device": device, **options, **change})))
         except ValueError as error:

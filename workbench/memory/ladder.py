@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from workbench.core import units
 from workbench.core.device import Device
-from workbench.core.progress import predicts
+from workbench.core.progress import predicts, tick
 from workbench.core.synonyms import accept_synonyms
 from workbench.memory.analysis.breakdown import MemoryBreakdown
 from workbench.memory.analysis.fit import MARGIN, device_of, is_unnamed, usable_memory
@@ -96,6 +96,7 @@ class _Climb:
         if any((run := self._run((place,))) and needed(run[0]) <= self._limit for place in splits):
             return 1
         batch = self._spec().micro_batch
+        tick("the fewest parts of the batch that fit")
         counts = [count for count in range(PARTS[-1] + 1, batch + 1) if batch % count == 0]
         first = bisect.bisect_left(counts, True, key=lambda count: self._fits({"micro_batch": batch // count, "accumulation": 2}))
         return counts[first] if first < len(counts) else math.ceil(whole / max(1, self._limit))
@@ -195,6 +196,7 @@ class _Climb:
         """Breakdown and seconds per sample with some moves; None where they cannot be had together."""
         if chosen not in self._seen:
             changes = {name: value for place in chosen for name, value in self._moves[place][0].items()}
+            tick(f"{self._number(chosen)}: {units.knobs(changes)}" if chosen else "a dry run of the step as it is")
             try:
                 self._seen[chosen] = self._estimate({**self._options, **changes})
             except ValueError:
@@ -202,6 +204,13 @@ class _Climb:
                     raise
                 self._seen[chosen] = None
         return self._seen[chosen]
+
+    def _number(self, chosen: tuple[int, ...]) -> str:
+        """Which of how many dry runs comes now: a change alone, or several together, of which it takes some until one set fits."""
+        count, done = len(self._moves), sum(len(other) > 1 for other in self._seen)
+        if len(chosen) == 1:
+            return f"change {len(self._seen) - done} of {count}"  # the step as it is has been seen
+        return f"changes together, {done + 1} of at most {len(combinations(move for move, _ in self._moves)) - 1 - count}"
 
     def _estimate(self, options: Mapping[str, Any]) -> tuple[MemoryBreakdown, float]:
         times = options.get("accumulation", 1)

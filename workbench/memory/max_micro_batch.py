@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from workbench.core.device import Device
-from workbench.core.progress import predicts
+from workbench.core.progress import predicts, tick
 from workbench.core.synonyms import accept_synonyms
 from workbench.memory.analysis.breakdown import MemoryBreakdown
 from workbench.memory.analysis.family import Family
@@ -114,12 +114,14 @@ class _Runs:
         """The memory with so many samples."""
         if batch not in self._seen:
             self.count += 1
+            tick(f"dry run {self.count}: micro_batch={batch}")
             self._seen[batch] = estimate_memory(self._target, device=self._device, **{**self._options, "micro_batch": batch})
         return self._seen[batch]
 
     def family(self, batches: Sequence[int]) -> Family | None:
         """That of every batch, from runs at two; None where they did not do the same."""
         self.count += len(batches)
+        tick(f"{len(batches)} dry runs: micro_batch={' and '.join(map(str, batches))}")
         return batch_family(self._target, batches, device=self._device, **self._options)
 
     def bracket(self, limit: int) -> tuple[int, int | None]:

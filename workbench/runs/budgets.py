@@ -15,6 +15,7 @@ from workbench.core.codec import to_json
 from workbench.core.display import table as display
 from workbench.core.synonyms import accept_synonyms
 from workbench.core.vocabulary import PHASES
+from workbench.runs.compare import without_steps
 from workbench.runs.run import ACTIVE, Run
 
 _SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6}
@@ -128,6 +129,12 @@ class RunCheck(display.Shown):
             limit = f"{budget.given} = {text(budget.limit)}" if budget.given.strip()[0] in "+-" else budget.given
             rows.append([budget.name, text(budget.measured), limit, budget.state])
         failed = [] if self.run.ok else [f"the run is {self.run.state}, not finished"]
+        for run, lacking in ((self.run, "measured"), (self.against, "limit")):
+            missing = [budget.name for budget in self.budgets if math.isnan(getattr(budget, lacking))]
+            if run is not None and missing:
+                why = "" if any(rank.count for rank in run.rank_means) else f": it has no measured step; {without_steps(run)}"
+                which = "the run" if run is self.run else "the run to compare with"
+                failed.append(f"{which}, {run.name}, has no {', '.join(missing)}{why}")
         beside = [] if self.against is None else [f"beside {self.against.name}: on a shared machine identical runs differ by 10 % or more"]
         beside += [f"the two differ in {self.differences}: a limit may be kept or exceeded because of that"] if self.differences else []
         return display.Table(

@@ -14,6 +14,7 @@ from workbench.core.synonyms import accept_synonyms
 from workbench.core.vocabulary import PHASES
 from workbench.runs.rows import busy_note
 from workbench.runs.run import Run
+from workbench.runs.spec import ScriptSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +114,15 @@ def word(value: object) -> str:
     return " ".join(map(str, value)) or "none" if isinstance(value, list | tuple) else str(value)
 
 
+def without_steps(run: Run) -> str:
+    """Why a run has no measured step, and what to choose instead."""
+    if run.experiment:
+        return f"it is a run of experiments ({run.experiment}), not a training; choose one that trained: workbench runs lists them"
+    if run.state == "running":
+        return "wait for it: run.wait()"
+    return "a script's steps are measured with watch=True" if isinstance(run.spec, ScriptSpec) else "it took no step that counts"
+
+
 @accept_synonyms
 def compare(*runs: Run | str | os.PathLike[str]) -> Comparison:
     """Set runs, or run directories, side by side; the first is the baseline.
@@ -130,8 +140,7 @@ def compare(*runs: Run | str | os.PathLike[str]) -> Comparison:
     loaded = tuple(given if isinstance(given, Run) else Run.load(given) for given in runs)
     for run in loaded:
         if not any(rank.count for rank in run.rank_means):
-            hint = "wait for it: run.wait()" if run.state == "running" else "a script's steps are measured with watch=True"
-            raise ValueError(f"{run!r} has no measured step to compare ({run.state}): {run.error or hint}")
+            raise ValueError(f"{run!r} has no measured step to compare ({run.state}): {run.error or without_steps(run)}")
     return Comparison(loaded)
 
 
