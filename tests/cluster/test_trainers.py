@@ -137,6 +137,16 @@ def test_ranges_hold_all_versions_of_a_trainer_and_the_middle_is_their_geometric
     assert whole.best.trainer == "nanotron"
 
 
+def test_only_what_a_trainer_can_do_is_planned() -> None:
+    found = plans(trainer="nanotron", model=LARGE, gpus=64, chunks=None, sharing=None, checkpointing=None, top=40)
+    assert {plan.sharing for plan in found} <= {"ddp", "zero1"}
+    assert {plan.chunks for plan in found} == {1}
+    assert max(plan.chunks for plan in plans(model=LARGE, gpus=64, chunks=None, top=40)) > 1
+    with pytest.raises(PlanError, match="fits nowhere") as refused:
+        plans(trainer="nanotron", model=LARGE, gpus=8, global_batch=8, sharing="ddp")
+    assert "fsdp" not in str(refused.value)
+
+
 def test_any_trainer_can_be_given_what_it_waits_for() -> None:
     usual = plans(pipeline=2, top=1).best
     polled = plans(pipeline=2, tensor=usual.tensor, top=1, poll_interval=0.05)
@@ -227,6 +237,8 @@ def test_without_a_trainer_a_measured_step_sets_the_level_and_leaves_what_layout
         ({"poll_interval": math.nan}, "poll_interval=nan"),
         ({"checked_collectives": 1}, "checked_collectives=1: allowed are True, False, and None"),
         ({"loss_parallel": "yes"}, "loss_parallel='yes': allowed are True, False, and None"),
+        ({"trainer": "nanotron", "sharing": "fsdp"}, "sharing='fsdp': allowed are ddp, zero1$"),
+        ({"trainer": "nanotron", "chunks": 2}, "chunks=2: pipelines of nanotron are not interleaved; allowed is 1"),
         ({"measured": 1.7}, r"measured=1.7: expected \(plan, seconds\), such as \(plans.best, 1.7\)"),
         ({"measured": (1.7, 2)}, r"measured=\(1.7, 2\): expected \(plan, seconds\)"),
     ],

@@ -134,8 +134,10 @@ def plan(
             raise PlanError(f'plan({shown(model)}, {shown(cluster)}): {expected}, and the batch by name: plan(model, "DGX-H100", batch=…)')
         raise PlanError(f"cluster={cluster!r:.60}: {expected}")
     sizes = gpu_counts(where, gpus, min(_whole("most_gpus", most_gpus), MAX_GPUS * 16))  # refuse before any dry run
-    sharings = _several("sharing", sharing, SHARINGS)
     trained_by = trainer_named(trainer)
+    sharings = _several("sharing", sharing, trained_by.sharings if trained_by else SHARINGS)
+    if trained_by and not trained_by.interleaves and chunks not in (None, 1):
+        raise PlanError(f"chunks={chunks!r:.60}: pipelines of {trainer} are not interleaved; allowed is 1")
     if loss_parallel is not None and not isinstance(loss_parallel, bool):
         raise PlanError(f"loss_parallel={loss_parallel!r:.60}: allowed are True, False, and None for what the trainer does")
     splits = loss_parallel if loss_parallel is not None else trained_by is not None and trained_by.loss_parallel

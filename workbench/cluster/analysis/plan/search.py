@@ -347,7 +347,8 @@ class PlanSearch:
         enough = next((size for size in larger if self._fits(self.workload, size, sharings)), None)
         remedies = [] if enough is None else [f"on {enough:,} GPUs"]
         remedies += [f"on GPUs with {more} times the memory"]
-        other = [name for name in SHARINGS if name not in sharings and self._fits(self.workload, gpus, [name])]
+        known = self.trainer.sharings if self.trainer else SHARINGS
+        other = [name for name in known if name not in sharings and self._fits(self.workload, gpus, [name])]
         remedies += [f'with sharing="{other[0]}"'] if other else []
         for kind, flops in self.unrestricted.computed.items():
             if kind not in self.workload.computed and self._fits(replace(self.workload, computed={kind: flops}), gpus, sharings):

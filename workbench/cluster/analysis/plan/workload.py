@@ -216,6 +216,10 @@ class Trainer:
     """Note on what its ZeRO-1 does."""
     loss_parallel: bool
     """Is the loss computed on split logits?"""
+    sharings: tuple[str, ...] = ("ddp", "zero1", "zero2", "fsdp", "hsdp")
+    """What its ranks can share."""
+    interleaves: bool = True
+    """Can its pipelines be interleaved?"""
     whole_reduction: bool = False
     """As `Workload.whole_reduction`."""
     adding: float = 0.0
@@ -238,6 +242,7 @@ class Trainer:
             whole_reduction=self.whole_reduction,
             slices=(float(workload.broadcasts) or tensors) if self.whole_reduction else 0.0,
             adding=workload.adding or self.adding,  # of a program they were counted
+            chunks=workload.chunks if self.interleaves else (1,),
             polled=self.polled,
             checked_in_node=self.checked_in_node,
         )
@@ -255,10 +260,12 @@ TRAINERS = {
         Trainer(
             name="nanotron",
             source="github.com/huggingface/nanotron: trainer.py before 2025-06-23; p2p.py on nouamane/bench2 at 67c5ebb6, 2024-12-27; "
-            "examples/mamba/run_multinode.sh at 77f54c10 and slurm_launcher.py at ef206a3a, March 2025",
+            "examples/mamba/run_multinode.sh at 77f54c10 and slurm_launcher.py at ef206a3a, March 2025; features by README.md at 042dfeaa",
             zero1="zero1 is nanotron's here: all gradients are reduced on every rank after the last backward, and each rank's part of "
             "every new weight is copied to its place, one by one; a RunSpec does not have it",
             loss_parallel=True,
+            sharings=("ddp", "zero1"),
+            interleaves=False,
             whole_reduction=True,
             adding=10.0,  # of bf16 gradients, and those before in fp32, read and written
             polls=(0.0, 0.1),
