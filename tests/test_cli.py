@@ -409,6 +409,8 @@ def test_why_not_linear_prints_the_answer_and_proves(monkeypatch: pytest.MonkeyP
     assert main(["why-not-linear", "train.py", "--nproc-per-node", "4"]) == 0
     assert asked[1] == ("train.py", {"args": [], "nproc_per_node": 4, "budget_s": 60.0})
     assert "what you get" in capsys.readouterr().out
+    assert main(["why-not-linear", "train.py", "--prove"]) == 0
+    assert "None of these can be tried from here" in capsys.readouterr().out
     assert main(["why-not-linear", "train.py", "--set", "lr=1"]) == 2
     assert "it is for tasks, such as my_task.py:build" in capsys.readouterr().err
 

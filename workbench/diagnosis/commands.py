@@ -101,6 +101,9 @@ def not_linear(given: argparse.Namespace, knobs: Mapping[str, Any]) -> int:
     print(json.dumps(answer.brief(), ensure_ascii=False) if given.json else answer, flush=True)
     if proof and not given.json:
         print(f"\n{proof}")
+    elif given.prove and not given.json:
+        untried = "None of these can be tried from here: make the change in your code, and ask again."
+        print(f"\n{untried if answer.remedies else 'There is nothing to prove.'}")
     return 0
 
 
