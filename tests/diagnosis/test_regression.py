@@ -152,6 +152,25 @@ def test_the_options_of_a_script_that_differ_are_named(tmp_path: Path, emulated:
     assert "Run B's step is 9.00× that of run A, and --slow (none → decode) is the reason" in result.verdict
 
 
+@pytest.mark.parametrize(
+    ("mine", "theirs", "owner"),
+    [
+        ("--seed 0 --size 1 2", "--seed 1 --size 1 2 --workers 0", "--workers (none → 0)"),
+        ("data --workers 2 --seed=0", "data --workers 0 --seed=1", "--workers (2 → 0)"),
+        ("--seed 0 --fast", "--seed 1 --workers 0", "--workers (none → 0)"),
+        ("--seed 0 data", "--workers 0 --seed 1 more", "--workers (none → 0)"),
+        ("--seed 0 data", "data --workers 0 --seed 1", "--seed, argument 1, --workers"),
+    ],
+)
+def test_the_options_of_a_script_are_tried_one_by_one(mine: str, theirs: str, owner: str, tmp_path: Path, emulated: Any) -> None:
+    script = ScriptSpec(script=str(tmp_path / "train.py"), args=tuple(mine.split()), watch=True)
+    a, b = made(tmp_path / "a", script), made(tmp_path / "b", script.replace(args=tuple(theirs.split())), step=0.02)
+
+    emulated(lambda arm: 0.02 if "--workers 0" in " ".join(arm.spec.args) else 0.01)
+    result = wb.what_changed(a, b)
+    assert (result.kind, result.owner) == ("owner", (owner,))
+
+
 def test_equal_runs_of_which_one_was_slow_show_the_machine(tmp_path: Path, emulated: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     spec, busy = RunSpec(task="clipart-resnet", steps=40), {"load": 7.0, "MHz": 2400, "boot": "2"}
     a = made(tmp_path / "a", spec, machine={"load": 0.5, "MHz": 3000, "boot": "1"})

@@ -71,7 +71,7 @@ class Arm:
         for change in changes:
             arm = dataclasses.replace(
                 arm,
-                spec=arm.spec.replace(**change.knobs) if change.knobs else arm.spec,
+                spec=change.of(arm.spec),
                 code=change.code or arm.code,
                 variables={**arm.variables, **change.variables},
                 python=change.python or arm.python,
@@ -87,12 +87,41 @@ class Change:
     """For people."""
     knobs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Of the spec."""
+    option: str = ""
+    """Of a script: the option whose `words` among its arguments it sets."""
+    words: tuple[str, ...] = ()
+    """The option with its values; none = it is not given."""
     variables: Mapping[str, str | None] = dataclasses.field(default_factory=dict)
     """Environment variables; None = not set."""
     code: Code | None = None
     """The code."""
     python: str | None = None
     """The interpreter."""
+
+    def of(self, spec: Spec) -> Spec:
+        """A spec with its knobs, or with its option."""
+        if self.option and isinstance(spec, ScriptSpec):
+            args, place = spec.args, place_of_option(spec.args, self.option)
+            return spec.replace(args=(*args[: place.start], *self.words, *args[place.stop :]))
+        return spec.replace(**self.knobs) if self.knobs else spec
+
+
+def place_of_option(args: Sequence[str], option: str) -> slice:
+    """Where an option and its values stand among the arguments of a script; at their end where it is not given.
+
+    >>> place_of_option(["--lr", "0.1", "--amp"], "--lr"), place_of_option(["--lr=0.1", "x"], "--lr"), place_of_option(["x"], "--lr")
+    (slice(0, 2, None), slice(0, 1, None), slice(1, 1, None))
+    """
+    at = next((i for i, word in enumerate(args) if word == option or word.startswith(f"{option}=")), len(args))
+    end = min(at + 1, len(args))
+    while end < len(args) and args[at] == option and not is_option(args[end]):
+        end += 1
+    return slice(at, end)
+
+
+def is_option(word: str) -> bool:
+    """Is it an option, and no value such as -1?"""
+    return word.startswith("-") and not word.lstrip("-")[:1].isdigit()
 
 
 class RerunError(ValueError):

@@ -11,7 +11,7 @@ from typing import Any
 from workbench.core import run_directory, units
 from workbench.core.checks import is_number
 from workbench.diagnosis.analysis.what_changed import RunDifference
-from workbench.diagnosis.rerun import Arm, Change, Code, surroundings_of
+from workbench.diagnosis.rerun import Arm, Change, Code, is_option, place_of_option, surroundings_of
 from workbench.runs.compare import differences, provenance, text
 from workbench.runs.launch import environment, worktrees
 from workbench.runs.run import Run
@@ -67,6 +67,10 @@ def swaps_of(a: Run, b: Run, also: Mapping[str, tuple[Mapping[str, str], Mapping
         if len(options.get("args", ())) == len(group) == 1:
             named = next(f"{flag} ({then} → {later})" for flag, (then, later) in options["args"].items())
         change = Change(name=named, knobs={name: theirs[name] for name in group})
+        if group == ["args"] and (single := option_changes(a.spec, b.spec, options["args"])):  # type: ignore[arg-type]
+            for flag, pair in options["args"].items():
+                add("spec", flag, pair, single[flag])
+            continue
         for name in group:
             pairs: Mapping[str, tuple[Any, Any]] = options[name] or {name: (mine[name], theirs[name])}
             for what, pair in pairs.items():
@@ -127,6 +131,18 @@ def knob_groups(a: Spec, b: Spec) -> list[list[str]]:
     return groups
 
 
+def option_changes(a: ScriptSpec, b: ScriptSpec, differing: Mapping[str, tuple[str, str]]) -> dict[str, Change]:
+    """A change for each of several differing options; none where their values cannot be told from other arguments without the script."""
+    if len(differing) < 2 or not all(map(is_option, differing)):
+        return {}
+    changes, whole = dict[str, Change](), a
+    for flag, (then, later) in differing.items():
+        words = b.args[place_of_option(b.args, flag)]
+        changes[flag] = Change(name=f"{flag} ({then} → {later})", option=flag, words=words)
+        whole = changes[flag].of(whole)  # type: ignore[assignment]
+    return changes if sorted(whole.args) == sorted(b.args) else {}
+
+
 def differing_options(a: Sequence[str], b: Sequence[str]) -> dict[str, tuple[str, str]]:
     """The options of a script in which its arguments differ, each with both values; "none" = it is not given.
 
@@ -140,7 +156,7 @@ def differing_options(a: Sequence[str], b: Sequence[str]) -> dict[str, tuple[str
         options: dict[str, str] = {}
         flag = ""
         for word in map(str, words):
-            if word.startswith("-") and not word.lstrip("-")[:1].isdigit():
+            if is_option(word):
                 flag, _, value = word.partition("=")
                 options[flag] = value or "given"
                 flag = "" if value else flag
