@@ -177,6 +177,18 @@ def test_auto_does_not_take_adams_rule_where_the_noise_forbids_it() -> None:
     assert scale_lr(1e-3, batch=144, to_batch=16, optimizer="adam", noise_scale=1).rule == "damped"  # downwards as well
 
 
+def test_where_adams_rule_leaves_little_of_an_average_the_first_line_names_the_rule_that_keeps_betas() -> None:
+    given: dict[str, Any] = {"batch": 32, "to_batch": 256, "optimizer": "adamw"}
+    fading = scale_lr(3e-4, **given)
+    other = scale_lr(3e-4, **given, rule="sqrt")
+    assert (fading.valid, fading.betas[0]) == ("edge", 0.2)  # type: ignore[index]
+    assert (other.lr, other.betas) == (fading.lr, (0.9, 0.999))
+    for text in (str(fading).splitlines()[0], fading.notes[0]):
+        assert 'rule="sqrt" gives the same learning rate and keeps the betas' in text
+    assert "keeps the betas" not in str(other)
+    assert "keeps the betas" not in str(scale_lr(3e-4, batch=32, to_batch=64, optimizer="adamw"))
+
+
 def test_the_worse_cause_comes_first() -> None:
     asked = scale_lr(1e-3, batch=16, to_batch=144, optimizer="adam", rule="adam", noise_scale=1)
     assert asked.notes[0].startswith("outside the rule's domain: at a noise of 1 samples this learning rate is 2.921 times")

@@ -9,7 +9,16 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from workbench.batch.analysis.optimizer_description import OptimizerDescription
-from workbench.batch.analysis.scaled_lr import VALIDITY_TEXT, ScaledLr, Validity, check_arguments, noise_to_damp_by, number, python_number
+from workbench.batch.analysis.scaled_lr import (
+    KEEPS_BETAS,
+    VALIDITY_TEXT,
+    ScaledLr,
+    Validity,
+    check_arguments,
+    noise_to_damp_by,
+    number,
+    python_number,
+)
 from workbench.core.optimizer_table import OPTIMIZERS
 from workbench.core.synonyms import accept_synonyms
 
@@ -170,7 +179,7 @@ def validity_notes(rule: str, base: OptimizerDescription, batch: int, to_batch: 
     least = min(base.betas or (0.0,))
     end = (
         f"kappa × (1 - beta) is {number(ratio * (1 - least))} for beta {number(least)}, and has to stay well below 1: "
-        f"at {number(_max_ratio(base))} times the batch nothing is left of that average"
+        f"at {number(_max_ratio(base))} times the batch nothing is left of that average{f'; {KEEPS_BETAS}' if rule == 'adam' else ''}"
     )
     if valid != "inside":
         by_noise = "inside" if rule == "damped" else _validity_by_law(rule, base, batch, to_batch, noise)

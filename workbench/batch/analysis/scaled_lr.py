@@ -27,6 +27,8 @@ VALIDITY_TEXT: Mapping[str, str] = {
     "unknown": "not known whether the rule holds here",
 }
 """Validity → text."""
+KEEPS_BETAS = 'rule="sqrt" gives the same learning rate and keeps the betas'
+"""The alternative where Malladi's rule leaves little of an average."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,10 +113,12 @@ class ScaledLr(display.Shown, JsonDataclass):
             if getattr(self, name):
                 rows.append([name, number(before.get(name)), number(getattr(self, name))])
         rows.append(["warm-up steps", number(self.base_warmup_steps), number(self.warmup_steps)])
+        instead = f"; {KEEPS_BETAS}" if any(KEEPS_BETAS in note for note in self.notes) else ""
+        said = f"{before.name}, batch {number(self.batch)} → {number(self.to_batch)}, rule {self.rule!r}: {VALIDITY_TEXT[self.valid]}"
         return display.Table(
             columns=("", "before", "after"),
             rows=rows,
-            title=f"{before.name}, batch {number(self.batch)} → {number(self.to_batch)}, rule {self.rule!r}: {VALIDITY_TEXT[self.valid]}",
+            title=f"{said}{instead}",
             note="\n".join([self.why, *self.notes]),
         )
 
