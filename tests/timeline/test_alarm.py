@@ -90,6 +90,14 @@ def test_a_longer_step_is_told_by_the_phase_whose_level_explains_it_and_not_by_o
     assert [told.phase for told in play(trading(1000, 1.0), trading(400, 1.5))] == ["step"]
 
 
+@pytest.mark.parametrize("seed", [11, 37, 40])
+def test_what_becomes_slow_by_and_by_is_told_with_the_level_that_it_has_by_then(seed: int) -> None:
+    chance = np.random.default_rng(seed)
+    chance.integers(8)
+    (told,) = play(rows(1000, chance), rows(16, chance, data_wait=1.4), rows(300, chance, data_wait=5.0))
+    assert told.after / told.before == pytest.approx(5, rel=0.2), "the median of its first blocks is less"
+
+
 def test_what_becomes_slow_again_within_two_hundred_steps_is_told_again() -> None:
     chance = np.random.default_rng(4)
     usual, slow = partial(rows, 90, chance), partial(rows, 90, chance, data_wait=8.0)

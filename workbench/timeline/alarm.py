@@ -155,6 +155,9 @@ class StepAlarm:
         chosen = max(phases, key=lambda change: abs(change.after - change.before), default=None)
         chosen = chosen or (self._longer(known["step"]) if "step" in known else known.get("throughput"))
         if chosen is not None:
+            after = self._points.around(chosen.series, chosen.step)[1]  # by now more blocks are known than when the change was
+            if (after - chosen.before) / (chosen.after - chosen.before) > 1:
+                chosen = replace(chosen, after=after)
             rate = chosen.series == "throughput"
             share = abs(chosen.ratio - 1) if rate else (chosen.after - chosen.before) / length if length > 0 else 0.0
             slower = (chosen.after < chosen.before) == rate
