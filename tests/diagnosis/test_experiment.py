@@ -28,8 +28,8 @@ from workbench.core.system_load import RunQueueDelay
 from workbench.diagnosis.analysis.diagnosis import Diagnosis
 from workbench.diagnosis.analysis.evidence import Evidence
 from workbench.diagnosis.measure import experiment as experiment_module
-from workbench.diagnosis.measure.evidence import EvidenceBuilder
-from workbench.diagnosis.measure.experiment import MIN_CALLS, _Experiment, _is_decided, experiment, new_pages_note
+from workbench.diagnosis.measure.evidence import EvidenceBuilder, new_pages_note
+from workbench.diagnosis.measure.experiment import MIN_CALLS, _Experiment, _is_decided, experiment
 from workbench.diagnosis.measure.trials import FEW_PAIRS
 from workbench.harness import ablations
 from workbench.harness.ab_test import measure_change
@@ -583,3 +583,24 @@ def test_steps_that_get_new_memory_from_the_kernel_are_noted() -> None:
     assert new_pages_note([replace(step, faults=4000, kernel=0.001)]) == []
     assert new_pages_note([replace(step, faults=10, kernel=0.015)]) == []
     assert new_pages_note([]) == []
+
+
+def test_a_budget_that_is_too_short_for_the_step_is_said_to_be_so_at_once() -> None:
+    """With a budget of 5 s a diagnosis of a step of 0.6 s took 25 s without a word."""
+    said: list[str] = []
+    model = nn.Linear(4, 1)
+
+    def step(batch: Tensor) -> None:
+        time.sleep(0.03)
+        model(batch).sum().backward()
+
+    def calls(budget: float) -> Evidence:
+        said.clear()
+        return experiment(step, [torch.zeros(2, 4)], budget_s=budget, progress=lambda now, known: said.append(now))
+
+    short, enough = calls(0.3), calls(30.0)
+    assert not any("at the least" in text for text in (*said, *enough.notes))
+    assert any(re.search(r"budget of 300 ms was too short: with steps of .* it takes about .* at the least", note) for note in short.notes)
+    assert short.steps < enough.steps
+    calls(0.3)
+    assert "no loader (with steps of" in said[1]

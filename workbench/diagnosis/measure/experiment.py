@@ -25,10 +25,10 @@ from workbench.diagnosis.analysis.costs import CHEAP_LOADER, MAX_OPTIMIZER_COST
 from workbench.diagnosis.analysis.evidence import ARMS, SMALL_OP, Evidence, Gradients, Inside, Loading
 from workbench.diagnosis.analysis.stalls import is_loose, is_open, stalled_at_least
 from workbench.diagnosis.measure import inside, loading
-from workbench.diagnosis.measure.evidence import EvidenceBuilder
+from workbench.diagnosis.measure.evidence import EvidenceBuilder, new_pages_note
 from workbench.diagnosis.measure.trials import CLEAR_INTERVAL, FEW_PAIRS, MIN_BLAMED_SAVING, NARROW_INTERVAL, Trials, reaching, treatments
 from workbench.harness import ablations
-from workbench.harness.blocks import BlockTimer, DiagnoseError, StepTimes, steps_for
+from workbench.harness.blocks import BlockTimer, DiagnoseError, steps_for
 from workbench.harness.discover import ReachableState
 from workbench.harness.feed import Exhausted, Feed
 from workbench.harness.interleave import InterleavedRounds
@@ -45,8 +45,11 @@ HIDDEN_LOADER_SECONDS, CHEAP_LOADER_SECONDS = 1.0, 0.5
 """Seconds for which the loader is probed where it adds no more than CHEAP_LOADER to the step, and where all of its work is no more."""
 BLAMED = 0.15
 """Fraction of the step from which on the loader, or stalls, are to blame; see `diagnosis.analysis.verdict.USUAL`."""
-SLOW_STEP = 0.7
-"""Seconds: such steps are traced once."""
+SLOW_STEP, LOOK_CALLS = 0.7, 7
+"""Seconds: such steps are traced once. So are those of which the calls of a usual look take twice the time that is left for it."""
+LEAST_CALLS, MAX_OVERRUN = 14, 1.3
+"""Calls of step() after the first round, at the least: 4 for a look inside, 10 to try one variant. Counted. How many times its budget an
+experiment may take before a user is told that it will. Chosen."""
 MIN_CALLS = 120
 """So many calls of step() should be seen, for stalls to show, unless they take more than a third of the budget."""
 STALLS_UNTIL, OWNERS_UNTIL = 0.5, 0.75
@@ -155,6 +158,7 @@ class _Experiment:
         self.loading: Loading | None = None
         self.retries = 0.0
         self.speeds: MachineSpeeds | None = None
+        self.too_short = ""
 
     def run(self) -> Evidence:
         with self.bench.unsampled():  # the sampler slows Python down
@@ -205,6 +209,7 @@ class _Experiment:
         if self.trials:
             known |= {what_changes(name): self.trials.saved(name) for name in self.trials.tried}
         stop = False
+        now = f"{now} ({self.too_short})" if self.too_short else now
         try:
             self.progress(now, max(((saved.mid, as_words(what, saved)) for what, saved in known.items()), default=(0.0, ""))[1])
         except KeyboardInterrupt:
@@ -225,6 +230,7 @@ class _Experiment:
         """The full loop, the loader alone and the cached step, until it is clear what the loader costs."""
         rounds, bench = self.rounds, self.bench
         rounds.prepare(self.budget / 8)
+        self._tell_if_too_short(bench.elapsed + rounds.cost, bench.timings.typical("first full"))
         retries, called = _allocator_retries(bench.device), bench.called
         while True:
             self._say("no loader")
@@ -239,6 +245,12 @@ class _Experiment:
             rounds.clocked(50)
         self.retries = (_allocator_retries(bench.device) - retries) / max(1, bench.called - called)
         self._note_the_loader()
+
+    def _tell_if_too_short(self, rounds: float, step: float) -> None:
+        """Say so at once if experiments take longer than their budget at the least: `rounds` seconds, and then some steps."""
+        if (least := rounds + LEAST_CALLS * step) > MAX_OVERRUN * self.budget:
+            self.too_short = f"with steps of {units.seconds(step)} it takes about {units.seconds(least)} at the least"
+            self.notes.append(f"the budget of {units.seconds(self.budget)} was too short: {self.too_short}")
 
     def _few_pairs(self) -> int:
         """Pairs that are enough where their interval is clear.
@@ -267,7 +279,8 @@ class _Experiment:
         self.rounds.settle()
         most = INSIDE_SECONDS if bench.device.type == "cpu" else INSIDE_DEVICE_SECONDS
         seconds = min(most, max(0.0, BUDGET_SHARES["inside"] * self.budget - bench.elapsed))
-        traced, plain = inside.step_counts(cached, budget_s=seconds) if cached < SLOW_STEP else (1, 1)
+        short = cached < SLOW_STEP and LOOK_CALLS * cached < 2 * max(seconds, 0.1)
+        traced, plain = inside.step_counts(cached, budget_s=seconds) if short else (1, 1)
         batches = chain.from_iterable(iter(lambda: replay.give(8), None))
         with bench.unsampled():
             self.inside, why = inside.look(
@@ -357,31 +370,6 @@ def saved_by_caching(pairs: Sequence[tuple[float, float]], *, looks: int = LOOKS
     """What cached batches save of the full step, as an interval that may be looked at after each pair; see `repeated_interval`."""
     known = [math.log(cached / full) for full, cached in pairs if full > 0 < cached]
     return repeated_interval(known or [0.0], looks=looks).of(lambda ratio: 1 - math.exp(ratio))
-
-
-MIN_NEW_PAGES, MIN_KERNEL_SHARE = 200, 0.15
-"""Page faults per step, and share of the step in the kernel, from which on both are noted. Measured with AdamW on a table of 10 MB (glibc
-2.36): 3,000 to 5,500 faults and 26 to 45 % of the step, and none where freed memory is kept. Chosen well below, for a note only."""
-
-
-def new_pages_note(laps: Sequence[StepTimes]) -> list[str]:
-    """A note, where much of a step goes into memory that the C library gives back to the kernel and gets again.
-
-    How much that is depends on what else is in the heap, so such a step is slower and faster from block to block, and so are variants.
-    """
-    steps = sum(len(lap.calls) for lap in laps)
-    if not steps:
-        return []
-    faults, kernel = (sum(getattr(lap, name) * len(lap.calls) for lap in laps) / steps for name in ("faults", "kernel"))
-    share = kernel * steps / max(1e-12, sum(sum(lap.calls) + lap.tail for lap in laps))
-    if faults < MIN_NEW_PAGES or share < MIN_KERNEL_SHARE:
-        return []
-    return [
-        f"{units.percent(share)} of the step without its loader passes in the kernel, which gives it new pages of memory {faults:,.0f} "
-        "times: the C library gives freed memory back. How often varies, and with it what another optimizer or batch gains. "
-        "MALLOC_TRIM_THRESHOLD_=4294967296 MALLOC_MMAP_THRESHOLD_=33554432 in the environment of Python keeps it (glibc; wb.launch sets "
-        "both)"
-    ]
 
 
 def what_changes(name: str) -> str:
