@@ -84,11 +84,11 @@ def judged(judge: str, case: str) -> dict[str, Any]:
             from memory_published import FIGURES
 
             return FIGURES[case].predicted()
-        from memory_cases import CASES
-        from memory_judges import JUDGES
+        from memory_cases import CASES, COMPILED
+        from memory_judges import COMPILERS, JUDGES
 
         began = time.process_time()
-        held = JUDGES[judge](CASES[case])
+        held = COMPILERS[judge](COMPILED[case]) if case in COMPILED else JUDGES[judge](CASES[case])
         return {"bytes": held, "seconds": time.process_time() - began}
     except ModuleNotFoundError as error:
         return {"cannot": f"{error.name} is not installed"}
@@ -126,6 +126,30 @@ def against_the_truth(python: Path, names: list[str]) -> Table:
         ["time of an answer (median)", "", *(units.seconds(statistics.median(took[tool])) if took[tool] else "–" for tool in tools)],
     ]
     return Table(columns=("case", "true peak", *tools), rows=[*rows, *summary], title="Estimate over true peak", note=note())
+
+
+def compiled(names: list[str]) -> Table:
+    """Estimates of compiled steps over the true peak, and those of the same steps without torch.compile."""
+    from memory_cases import COMPILED
+
+    rows: list[list[object]] = []
+    off: list[list[float]] = [[], []]
+    for name in names:
+        true, ours, eager = (answer(Path(sys.executable), judge, name) for judge in ("truth", "workbench", "eager"))
+        ratios = [found["bytes"] / true["bytes"] for found in (ours, eager)]
+        for errors, ratio in zip(off, ratios, strict=True):
+            errors.append(abs(ratio - 1))
+        cells = [f"{ratio:.4f}" for ratio in ratios]
+        rows.append([f"{name} ({COMPILED[name].title})", units.bytes_(true["bytes"]), *cells, units.seconds(ours["seconds"])])
+        print(*rows[-1], sep="  ", file=sys.stderr, flush=True)
+    rows.append(["median error", "", *(units.percent(statistics.median(errors)) for errors in off), ""])
+    rows.append(["worst error", "", *(units.percent(max(errors)) for errors in off), ""])
+    return Table(
+        columns=("case", "true peak", "workbench", "the same eager", "CPU time of the estimate"),
+        rows=rows,
+        title="Compiled steps: estimate over true peak",
+        note=note(),
+    )
 
 
 def beyond(python: Path) -> Table:
@@ -186,10 +210,13 @@ def main() -> None:
     if given.judge:
         print(json.dumps(judged(*given.judge)))
         return
-    from memory_cases import CASES
+    from memory_cases import CASES, COMPILED
 
     python = install(given.install.resolve()) if given.install else given.peer_python
-    print(against_the_truth(python, given.cases or list(CASES)))
+    if eager := [name for name in given.cases or CASES if name in CASES]:
+        print(against_the_truth(python, eager))
+    if others := [name for name in given.cases or COMPILED if name in COMPILED]:
+        print(compiled(others))
     if not given.cases:
         print(beyond(python))
         if not given.no_published:

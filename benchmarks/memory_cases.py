@@ -1,7 +1,7 @@
 """Small models of several kinds, and the training steps whose memory `memory.py` predicts and measures."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -67,6 +67,51 @@ class Decoder(nn.Module):
         for block in self.blocks:
             x = block(x)
         return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
+
+
+class RootMeanSquare(nn.Module):
+    """Llama's norm, written out."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
+
+
+class LlamaBlock(nn.Module):
+    """A decoder's block with rotated queries and keys, attention written out (Hugging Face's "eager"), and a gated feed-forward part."""
+
+    def __init__(self, width: int, heads: int, inner: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norms = nn.ModuleList(RootMeanSquare(width) for _ in range(2))
+        self.qkv, self.out = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width, bias=False)
+        self.gate, self.up = (nn.Linear(width, inner, bias=False) for _ in range(2))
+        self.down = nn.Linear(inner, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        q, k, v = self.qkv(self.norms[0](x)).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        half = q.shape[-1] // 2
+        angles = torch.arange(length)[:, None] / 1e4 ** (torch.arange(half) / half)
+        cos, sin = (torch.cat((part, part), -1) for part in (angles.cos(), angles.sin()))
+        q, k = (each * cos + torch.cat((-each[..., half:], each[..., :half]), -1) * sin for each in (q, k))
+        scores = q @ k.transpose(2, 3) / q.shape[-1] ** 0.5 + torch.full((length, length), -torch.inf).triu(1)
+        weights = F.dropout(scores.softmax(-1), 0.1, self.training)
+        x = x + self.out((weights @ v).transpose(1, 2).reshape(batch, length, width))
+        y = self.norms[1](x)
+        out: Tensor = x + self.down(F.silu(self.gate(y)) * self.up(y))
+        return out
+
+
+class Llama(Decoder):
+    """A language model of such blocks."""
+
+    def __init__(self, width: int = 256, depth: int = 4) -> None:
+        super().__init__(width, depth)
+        self.blocks, self.norm = nn.ModuleList(LlamaBlock(width, 4, 704) for _ in range(depth)), RootMeanSquare(width)
 
 
 class Encoder(nn.Module):
@@ -213,7 +258,21 @@ CASES: dict[str, Case] = {
     "encoder bf16": Case(model=Encoder, batch=tokens, precision="amp_bf16", optimizer="adam"),
     "residual": Case(model=Residual, batch=_pictures, optimizer="sgd(lr=0.1, momentum=0.9)"),
     "residual bf16": Case(model=Residual, batch=_pictures, precision="amp_bf16"),
-    "normed": Case(model=Normed, batch=_rows),
     "recommender": Case(model=Recommender, batch=bags),
     "recommender adagrad": Case(model=Recommender, batch=bags, optimizer="adagrad"),
 }
+
+
+def _compiled() -> dict[str, Case]:
+    sources = {
+        **{name: CASES[name] for name in ("mlp", "residual", "residual bf16", "decoder", "decoder bf16", "encoder")},
+        "normed": Case(model=Normed, batch=_rows),
+        "llama": Case(model=Llama, batch=tokens),
+        "llama bf16": Case(model=Llama, batch=tokens, precision="amp_bf16"),
+    }
+    kinds = [(name, "model") for name in sources] + [(name, "blocks") for name in ("residual", "decoder", "llama")]
+    return {f"{name} {kind}": replace(sources[name], compile=kind) for name, kind in kinds}
+
+
+COMPILED = _compiled()
+"""Steps that torch.compile compiles."""

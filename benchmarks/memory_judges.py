@@ -3,6 +3,7 @@
 Each runs in a process of its own: `python benchmarks/memory.py --judge TOOL CASE`.
 """
 
+import dataclasses
 import gc
 from collections.abc import Callable
 from typing import Any
@@ -71,6 +72,11 @@ def ours(case: Case) -> int:
     return found.total
 
 
+def eager(case: Case) -> int:
+    """The workbench, of the same step without torch.compile."""
+    return ours(dataclasses.replace(case, compile="none"))
+
+
 def tracker(case: Case) -> int:
     """torch's MemTracker, on torch's fake tensors."""
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -130,3 +136,5 @@ JUDGES: dict[str, Callable[[Case], int]] = {
     "DeepSpeed": deepspeed,
     "kitsune": kitsune,
 }
+COMPILERS: dict[str, Callable[[Case], int]] = {"truth": truth, "workbench": ours, "eager": eager}
+"""Those of compiled steps."""

@@ -84,7 +84,7 @@ def compiling_on_fakes() -> Iterator[Callable[[], int]]:
 @functools.cache
 def _warm_up() -> None:
     """Let torch's compiler fill its tables once, before functions of torch are replaced."""
-    with torch.enable_grad():
+    with torch.inference_mode(False), torch.enable_grad():
         weight = torch.ones(2, 2, requires_grad=True)
         torch.compile(lambda x: (x @ x).relu().sum())(weight).backward()
 
