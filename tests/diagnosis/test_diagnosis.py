@@ -509,3 +509,16 @@ def test_what_a_batch_takes_is_cpu_where_others_have_the_cores() -> None:
     assert crowded.loading is not None
     slow = dataclasses.replace(crowded, loading=dataclasses.replace(crowded.loading, cpu=0.0009, fetch_cpu=0.0008))
     assert "Making a batch takes 900 µs of its own (4.00 ms by the clock, beside other processes)" in Diagnosis.of(slow).why
+
+
+def test_the_curve_recommends_no_number_whose_gain_is_within_the_noise_of_a_busy_machine() -> None:
+    evidence = World(blocked=0.03, cores=2.0).evidence()
+    quiet, busy = Diagnosis.of(evidence), Diagnosis.of(dataclasses.replace(evidence, noise=CROWDED))
+    curves = []
+    for d in (quiet, busy):
+        assert d.model.feeding is not None
+        d.remedies = (remedy(name=f"num_workers={d.model.feeding.recommend()}", low=0.8, speedup=1.22, high=3.2),)
+        curves.append(str(d.loader_curve))
+    assert "recommended: the machine was busy, and what num_workers=" in curves[1]
+    assert ", recommended" not in curves[1]
+    assert "no number of workers is recommended" not in curves[0]

@@ -250,8 +250,8 @@ class Diagnosis(JsonDataclass):
     def loader_curve(self) -> LoaderCurve | None:
         """Loader and step over the number of workers, predicted, with what was measured beside; None if the loader was not probed.
 
-        It recommends a number only where the remedies offer it, and otherwise that of now; none where the verdict is inconclusive, or the
-        step as it is was measured far from what is predicted of it.
+        It recommends a number only where the remedies offer it, and otherwise that of now; none where the verdict is inconclusive, the
+        gain is within the noise of a busy machine, or the step as it is was measured far from what is predicted of it.
         """
         feeding, loading = self.model.feeding, self.evidence.loading
         if feeding is None or loading is None:
@@ -259,7 +259,10 @@ class Diagnosis(JsonDataclass):
         now = loading.num_workers
         curve = feeding.curve(persistent_workers=loading.persistent_workers)
         doubt = self._misfit() or ("the verdict is inconclusive" if self.verdict == "inconclusive" else "")
-        if doubt or all(remedy.name != f"num_workers={curve.recommended}" for remedy in self.remedies):
+        offered = next((remedy for remedy in self.remedies if remedy.name == f"num_workers={curve.recommended}"), None)
+        if offered and self._busy and not doubt and not surely_gains(offered, is_crowded(self.evidence)):
+            doubt = f"the machine was busy, and what {offered.name} gains is within the noise"
+        if doubt or not offered:
             curve = dataclasses.replace(curve, recommended=now, doubt=doubt)
         return curve.with_measured(loader={now: loading.alone}, step={now: self.model.costs.clean})
 

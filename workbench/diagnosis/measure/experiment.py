@@ -184,6 +184,8 @@ class _Experiment:
             reduced = self.peers.world_size > 1 and ablations.can_skip_reduction(self.models)
             gradients = measure_gradients(self.models, self.peers) if reduced else None
             self.bench.tick()
+            if self.too_short and self.bench.elapsed > self.budget:
+                self.notes.append(f"the budget of {units.seconds(self.budget)} was too short: {self.too_short}")
             evidence = self.sums.evidence(
                 self.found,
                 tried=self.trials.results() if self.trials else {},
@@ -250,7 +252,6 @@ class _Experiment:
         """Say so at once if experiments take longer than their budget at the least: `rounds` seconds, and then some steps."""
         if (least := rounds + LEAST_CALLS * step) > MAX_OVERRUN * self.budget:
             self.too_short = f"with steps of {units.seconds(step)} it takes about {units.seconds(least)} at the least"
-            self.notes.append(f"the budget of {units.seconds(self.budget)} was too short: {self.too_short}")
 
     def _few_pairs(self) -> int:
         """Pairs that are enough where their interval is clear.
