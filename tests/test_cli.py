@@ -502,3 +502,54 @@ def test_a_proof_that_cannot_be_made_is_said_to_be_so(
     )
     assert main(["diagnose", "fashion-mlp", "--prove"]) == 0
     assert said in capsys.readouterr().out.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("estimate text-gpt --device H1000", "unknown device 'H1000': did you mean 'H100'?"),
+        ("estimate nope.py:build --device H100", "there is no file"),
+        ("estimate-time text-gpt --device H1000", "unknown device 'H1000'"),
+        ("plan nope.py:build --cluster DGX-H100", "there is no file"),
+        ("plan text-gpt --cluster DGX-H1000", "DGX-H1000"),
+        ("diagnose nope.py", "does not exist"),
+        ("why-not-linear nope.py", "does not exist"),
+        ("doctor nope.py:build", "there is no file"),
+    ],
+)
+def test_what_is_refused_is_refused_before_it_is_said_to_begin(
+    words: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with monkeypatch.context() as terminal:
+        terminal.setattr(sys.stderr, "isatty", lambda: True)
+        assert main(shlex.split(words)) == 2
+    text = capsys.readouterr().err
+    assert said in text
+    assert text.startswith("workbench: "), text
+    assert "…" not in text.partition("Known are")[0]
+
+
+def test_a_script_that_fails_while_it_is_diagnosed_is_told_in_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], forked_ranks: None
+) -> None:
+    (tmp_path / "train.py").write_text(FAILING)
+    monkeypatch.chdir(tmp_path)
+    assert main(["diagnose", "train.py", "--budget", "60"]) == 1
+    text = capsys.readouterr().err
+    assert "at train.py:6 in forward, called from train.py:10" in text
+    assert "Traceback" not in text
+    assert "hooks.py" not in text
+
+
+FAILING = """import torch
+
+
+class Net(torch.nn.Module):
+    def forward(self, x):
+        raise ValueError("boom")
+
+
+for batch in torch.utils.data.DataLoader([torch.ones(1)] * 4):
+    Net()(batch)
+"""

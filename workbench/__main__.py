@@ -33,6 +33,7 @@ try:
     from workbench.runs.facts import run_facts
     from workbench.runs.failure import RunError
     from workbench.runs.launch import environment, machine_report
+    from workbench.runs.launch.launch import check_script
     from workbench.runs.launch.nodes import join
     from workbench.runs.profile import STEPS
     from workbench.runs.rows import busy_note
@@ -172,6 +173,7 @@ def diagnose(given: argparse.Namespace) -> int:
     knobs = knobs_of(given.set or []) | ({} if given.nproc_per_node is None else {"nproc_per_node": given.nproc_per_node})
     target: Any = given.target
     if target.endswith(".py"):
+        check_script(target)
         refuse_knobs("diagnose", target, {name: knobs[name] for name in knobs if name not in ("threads", "profile", "nproc_per_node")})
         if fixed := [f"{name}={knobs[name]}" for name in knobs if name != "nproc_per_node"]:
             raise ValueError(
@@ -465,13 +467,13 @@ def main(argv: list[str] | None = None) -> int:
         if script_args and not ("args" in given and given.target.endswith(".py")):
             raise ValueError(f"what comes after -- is for a script, and there is none here: {shlex.join(script_args)}")
         given.args = script_args
-        if given.command in ("estimate", "estimate-time", "plan"):
-            begins(f"{given.target} on tensors without values: some seconds, or minutes if it is large …")
         return _RUN[given.command](given)
     except BrokenPipeError:
         raise
     except RunError as error:
-        print("\n".join(filter(None, [error.failure.traceback, f"workbench: {error}", *getattr(error, "__notes__", [])])), file=sys.stderr)
+        whole = error.failure.stderr and error.failure.place  # what it printed has the traceback
+        said = ["" if whole else error.failure.traceback, f"workbench: {error}", *getattr(error, "__notes__", [])]
+        print("\n".join(filter(None, said)), file=sys.stderr)
         return 1
     except (ValueError, OSError) as error:
         print(f"workbench: {error}", file=sys.stderr)

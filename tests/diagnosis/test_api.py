@@ -88,7 +88,7 @@ class Module:
             {},
             r"diagnose\(Module, …\): expected a function that does one .* a module goes into model=",
         ),
-        ((3,), {}, r"diagnose\(int, …\): allowed are a step function with its loader, a RunSpec, a Run or the path"),
+        ((3,), {}, r"diagnose\(int, …\): allowed are a step function with its loader, a RunSpec, a Run or the path.*a script.*Timeline"),
         ((SPEC, [1]), {}, r"diagnose\(RunSpec, …\) was given a loader, which only goes with a step"),
         ((SPEC,), {"model": 1, "optimizer": 2}, r"was given model=, optimizer=, which only go"),
         (("my_task.py:build",), {}, r"there is no file .*my_task\.py"),

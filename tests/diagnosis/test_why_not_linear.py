@@ -288,6 +288,7 @@ def test_ctrl_c_while_strangers_start_leaves_none_behind(tmp_path: Path, monkeyp
 
     outside: list[Any] = []
     monkeypatch.setattr("workbench.diagnosis.why_not_linear.launch", launch)
+    (tmp_path / "train.py").touch()
     with on_run_started(outside.append), pytest.raises(KeyboardInterrupt, match="why_not_linear was stopped by Ctrl-C"):
         why_not_linear(tmp_path / "train.py", nproc_per_node=3)
     assert [run.state for run in runs] == ["finished", "stopped", "stopped"]
@@ -307,6 +308,7 @@ def test_a_script_s_spec_keeps_its_threads(tmp_path: Path, monkeypatch: pytest.M
 
     (tmp_path / "rank0.jsonl").write_text('{"rank": 0, "world_size": 2}\n{"gradients": 30000000}\n')
     monkeypatch.setattr("workbench.diagnosis.why_not_linear.launch", launch)
+    (tmp_path / "train.py").touch()
     spec = ScriptSpec(script=str(tmp_path / "train.py"), args=("--x",), nproc_per_node=2, threads=3)
     answer = why_not_linear(spec)
     assert [(options["nproc_per_node"], options["threads"], options["args"]) for options in asked] == [

@@ -415,6 +415,16 @@ def test_the_users_line_at_which_a_rank_failed(text: str | None, place: str) -> 
     assert dataclasses.replace(why, traceback=(text or "").replace("/home/me/train.py", here)).place == place.replace("/home/me", "scripts")
 
 
+def test_where_a_model_failed_the_line_of_the_loop_is_said_as_well() -> None:
+    inside = IN_PYTHON.replace("ValueError: boom", '  File "/home/me/model.py", line 7, in forward\n    x.reshape(-1, 3)\nValueError: boom')
+    why = failure.Failure(rank=0, kind="exception", message="ValueError: boom", traceback=inside, hint=None)
+    assert str(why) == "rank 0: ValueError: boom\nat /home/me/model.py:7 in forward, called from /home/me/train.py:31"
+    again = inside + "\nDuring handling of the above exception, another exception occurred:\n\n" + IN_PYTHON
+    assert dataclasses.replace(why, traceback=again).caller == "", "the last error was raised by the loop itself"
+    direct = inside.replace("/usr/lib/python3/dist-packages/torch/nn/modules/module.py", "/home/me/train.py")
+    assert dataclasses.replace(why, traceback=direct).caller == "", "no library is between"
+
+
 def test_a_line_that_the_memory_names_already_is_not_said_twice() -> None:
     full = OutOfMemory.parse("CUDA out of memory. Tried to allocate 2.00 GiB.", Held(groups={}, line="train.py:31: model(batch)"))
     why = failure.Failure(rank=1, kind="out-of-memory", message="full", traceback=IN_PYTHON, hint=None, memory=full)

@@ -10,10 +10,20 @@ from typing import Any
 from workbench.cluster.analysis.cluster import CLUSTERS
 from workbench.core import codec
 from workbench.core.checks import choice
+from workbench.core.device import Device
+from workbench.core.progress import begins
+from workbench.memory.analysis.fit import device_name
+from workbench.runs import task
 from workbench.runs.run import Run
 from workbench.runs.spec import RunSpec
 
 Show = Callable[[Any, argparse.Namespace], None]
+
+
+def _begin(target: str) -> None:
+    """Say that the dry runs of a task begin; TaskError where no file or function has its name."""
+    task.check(target)
+    begins(f"{target} on tensors without values: some seconds, or minutes if it is large …")
 
 
 def estimate(given: argparse.Namespace, knobs: Mapping[str, Any], show: Show) -> int:
@@ -22,16 +32,18 @@ def estimate(given: argparse.Namespace, knobs: Mapping[str, Any], show: Show) ->
     Raises:
         ValueError: no such task, device, knob or value; or it cannot be estimated.
     """
-    from workbench.memory.api import estimate_memory
-    from workbench.memory.ladder import memory_ladder
-    from workbench.memory.max_micro_batch import max_micro_batch
-
     target = RunSpec(task=given.target).replace(**knobs)
+    device_name(given.device)
     if given.json and (given.ladder or given.max_batch):
         raise ValueError("--json has the estimate alone: leave out --ladder and --max-batch")
     if given.device in ("cpu", "cuda") and (given.ladder or given.max_batch):
         raise ValueError(f"--device {given.device} has no capacity of its own: name one, such as --device H200")
     shapes = {name: value for name in ("sequence", "image") if (value := getattr(given, name)) is not None}
+    _begin(given.target)
+    from workbench.memory.api import estimate_memory
+    from workbench.memory.ladder import memory_ladder
+    from workbench.memory.max_micro_batch import max_micro_batch
+
     breakdown = estimate_memory(target, device=given.device, **shapes)
     if given.json:
         fits = None if given.device in ("cpu", "cuda") else breakdown.fits(given.device)
@@ -59,11 +71,13 @@ def plan(given: argparse.Namespace, knobs: Mapping[str, Any], show: Show) -> int
     Raises:
         ValueError: no such task, cluster or knob; or nothing fits.
     """
-    from workbench.cluster import plan as planning
-
     sizes_only = given.target.endswith(".json")
     model = given.target if sizes_only else RunSpec(task=given.target).replace(**knobs)
     choice("--cluster", given.cluster, [cluster.name for cluster in CLUSTERS])
+    if not sizes_only:
+        _begin(given.target)
+    from workbench.cluster import plan as planning
+
     options = {"gpus": given.gpus, "global_batch": given.global_batch, "sequence": given.sequence, "top": given.top}
     options |= {"trainer": given.trainer, "poll_interval": given.poll_interval, "checked_collectives": given.checked_collectives or None}
     plans = planning.plan(model, given.cluster, **options, **(knobs if sizes_only else {}))
@@ -78,8 +92,6 @@ def estimate_time(given: argparse.Namespace, knobs: Mapping[str, Any], show: Sho
     Raises:
         ValueError: no such task, device, cluster, knob or run; or its time cannot be estimated: it says what to measure.
     """
-    from workbench.cluster import estimate_time as elsewhere
-
     spec = RunSpec(task=given.target).replace(**knobs)
     measured: Any = given.measured
     if measured is not None and (Path(measured) / "run.json").is_file():
@@ -90,6 +102,11 @@ def estimate_time(given: argparse.Namespace, knobs: Mapping[str, Any], show: Sho
         except ValueError:
             raise ValueError(f"--measured {measured}: expected seconds of a step, or the directory of a run") from None
     shapes = {name: value for name in ("sequence", "image") if (value := getattr(given, name)) is not None}
+    if given.device not in ("cpu", "cuda"):
+        Device.named(given.device)
+    _begin(given.target)
+    from workbench.cluster import estimate_time as elsewhere
+
     step = elsewhere.estimate_time(spec, device=given.device, cluster=given.cluster, measured=measured, **shapes)
     notes = [*filter(None, [step.alignment]), *step.notes]
     figures = {"seconds": step.seconds, "parts": step.parts, "samples_per_sec": step.samples_per_sec, "mfu": step.mfu, "notes": notes}

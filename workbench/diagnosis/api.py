@@ -271,7 +271,12 @@ def read_ab_test(run: Run) -> VariantTimes:
     return VariantTimes(**{**value, "pairs": tuple((base, other) for base, other in value["pairs"])})
 
 
-_TARGET = Measured(name="diagnose", verb="diagnosed", script='a script by a run of it, diagnose(wb.launch("train.py", watch=True).wait())')
+_TARGET = Measured(
+    name="diagnose",
+    verb="diagnosed",
+    script='a script by a run of it, diagnose(wb.launch("train.py", watch=True).wait())',
+    also=', the name of a task, a script ("train.py") or a Timeline',
+)
 
 
 def _diagnose_script(

@@ -13,6 +13,7 @@ from workbench.diagnosis.analysis.bisection import Bisection
 from workbench.diagnosis.analysis.what_changed import WhatChanged
 from workbench.diagnosis.regression import bisect, what_changed
 from workbench.diagnosis.why_not_linear import why_not_linear
+from workbench.runs import task
 from workbench.runs.budgets import RunCheck
 from workbench.runs.commands import refuse_knobs
 from workbench.runs.launch import machine_report
@@ -40,6 +41,7 @@ def doctor(given: argparse.Namespace, knobs: Mapping[str, Any]) -> int:
         from workbench.data.loader_doctor import doctor as examine_loader
         from workbench.train.loader import named_loader
 
+        task.check(given.target)
         begins(f"looking at the loader of {given.target}, some seconds …")
         loaders = [examine_loader(named_loader(given.target, knobs))]
     begins("looking at this machine, a few seconds …")

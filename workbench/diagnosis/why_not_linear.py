@@ -23,7 +23,7 @@ from workbench.diagnosis.analysis.why_not_linear import FEW, WhyNotLinear
 from workbench.diagnosis.api import BUDGET
 from workbench.runs.launch import experiments
 from workbench.runs.launch.launch import check as check_launch
-from workbench.runs.launch.launch import launch
+from workbench.runs.launch.launch import check_script, launch
 from workbench.runs.rows import RunRows
 from workbench.runs.run import Run, on_run_started
 from workbench.runs.spec import AUTO, SHARDED, RunSpec, ScriptSpec
@@ -95,6 +95,7 @@ def why_not_linear(
         given = {"nproc_per_node": nproc_per_node, "args": args or None}
         script = target.replace(**{knob: value for knob, value in given.items() if value is not None})
         check_launch(script)
+        check_script(script.script)
         with say_what_was_interrupted("why_not_linear"), Waiting("why_not_linear", budget_s, begin="one process alone") as line:
             return _script(script, same, line, runs_dir)
     spec = read_spec("why_not_linear", target, because="whose ranks can be launched", instead='or a script: why_not_linear("train.py")')

@@ -58,13 +58,33 @@ class Failure:
         return f"{near(file)}:{number}{f' in {name}' * (name != '<module>')}" if file else ""
 
     @property
+    def caller(self) -> str:
+        """The line of the user's code that called a library which called that place, as `train.py:31`, such as that of the loop which
+        called the model; "" = there is none.
+        """
+        frames = self._frames
+        users = [is_users(file) for file, _, _ in frames]
+        first = users.index(True) if True in users else len(users)
+        if False not in users[first:] or True not in users[users.index(False, first) :]:
+            return ""
+        file, number, _ = frames[users.index(False, first) - 1]
+        return f"{near(file)}:{number}"
+
+    @property
     def _frame(self) -> tuple[str, str, str]:
         """File, line and function of that place; three times "" = there is none."""
+        return next((frame for frame in reversed(self._frames) if is_users(frame[0])), ("", "", ""))
+
+    @property
+    def _frames(self) -> list[tuple[str, str, str]]:
+        """File, line and function of each line of the last traceback, the innermost last."""
         if self.rank is None or self.kind == "hang" or self.message.startswith("ended without an error"):
-            return "", "", ""  # the traceback is of others, or the message has the line
+            return []  # the traceback is of others, or the message has the line
         dumped = (self.traceback or "").rpartition("Current thread 0x")[2]  # of a crash: of this thread, the innermost line first
-        lines = [(comma, (file, number, name)) for file, number, comma, name in _FRAME.findall(dumped) if is_users(file)]
-        return lines[-1 if lines[-1][0] else 0][1] if lines else ("", "", "")
+        last = _FRAME.findall(dumped.rpartition("Traceback (most recent call last)")[2])
+        found = last if any(is_users(file) for file, *_ in last) else _FRAME.findall(dumped)
+        frames = [(file, number, name) for file, number, _, name in found]
+        return frames if found and found[0][2] else frames[::-1]
 
     @property
     def _in_memory(self) -> bool:
@@ -106,7 +126,7 @@ class Failure:
         where = "" if self.rank is None else f"rank {self.rank}: "
         parts = [
             f"{where}{self.message}",
-            *([f"at {self.place}"] if self.place and not self._in_memory else []),
+            *([f"at {self.place}{f', called from {self.caller}' if self.caller else ''}"] if self.place and not self._in_memory else []),
             *([str(self.memory), *self.memory.hints] if self.memory else []),
             *([self.hint] if self.hint else []),
             *([f"what rank {self.rank} printed: {near(self.stderr)}"] if self.stderr else []),

@@ -63,6 +63,8 @@ class Measured:
     """What to do with a script instead."""
     file: str = ""
     """What to do with a file that is neither a task nor a script; "" = no such file is likely."""
+    also: str = ""
+    """What is allowed besides, as in ", a script"."""
     returns: str = ""
     """What the step function has to return, as in "and returns the loss"; "" = nothing."""
 
@@ -106,7 +108,7 @@ class Measured:
             )
         if isinstance(target, RunSpec | Run):
             return target
-        check_step(self.name, target, loader, returns=self.returns, others=", a RunSpec, a Run or the path of a run directory")
+        check_step(self.name, target, loader, returns=self.returns, others=f", a RunSpec, a Run or the path of a run directory{self.also}")
         return Step(step=target, loader=loader, model=model, optimizer=optimizer)
 
     def _instead(self) -> str:

@@ -103,6 +103,24 @@ def is_unnamed(device: str | Device) -> bool:
     return isinstance(device, str) and device in _PLAIN
 
 
+def device_name(device: str | Device) -> str:
+    """ "cpu", "cuda" or the name of a device in the table.
+
+    Raises:
+        ValueError: an unknown one.
+    """
+    if isinstance(device, Device):
+        return device.name
+    if not isinstance(device, str):
+        raise ValueError(f'device={device!r}: "cuda" (any GPU), "cpu", a name such as "H200", or a wb.Device is allowed')
+    if device in ("cpu", "cuda"):
+        return device
+    try:
+        return Device.named(device).name
+    except ValueError as error:
+        raise ValueError(f'{error}. Allowed, too: "cuda", any GPU, and "cpu"') from None
+
+
 def usable_memory(device: str | Device, capacity: int | None, margin: float) -> tuple[str, int]:
     """The device in words, and its bytes that may be used."""
     if capacity is None:

@@ -12,6 +12,7 @@ from torch.nn.modules.loss import _Loss
 
 from workbench.core.checks import whole_number
 from workbench.core.device import Device
+from workbench.memory.analysis.fit import device_name
 from workbench.memory.analysis.non_pytorch import cublas_workspace
 from workbench.memory.estimate.building import copied
 from workbench.memory.estimate.dry_run import Gpu
@@ -127,24 +128,6 @@ def plan_of(
         steps=steps,
         own_loop=own_loop,
     )
-
-
-def device_name(device: str | Device) -> str:
-    """ "cpu", "cuda" or the name of a device in the table.
-
-    Raises:
-        ValueError: an unknown one.
-    """
-    if isinstance(device, Device):
-        return device.name
-    if not isinstance(device, str):
-        raise ValueError(f'device={device!r}: "cuda" (any GPU), "cpu", a name such as "H200", or a wb.Device is allowed')
-    if device in ("cpu", "cuda"):
-        return device
-    try:
-        return Device.named(device).name
-    except ValueError as error:
-        raise ValueError(f'{error}. Allowed, too: "cuda", any GPU, and "cpu"') from None
 
 
 def _spec_and_task(target: Any, loss: Any, optimizer: Any, knobs: dict[str, Any]) -> tuple[RunSpec, Task]:

@@ -194,12 +194,11 @@ def _refuse_changes(given: dict[str, Any], knobs: dict[str, Any]) -> None:
         )
 
 
-def script_spec(script: str | os.PathLike[str], knobs: dict[str, Any], **fields: Any) -> ScriptSpec:
-    """The spec of a script that is there to be run.
+def check_script(script: str | os.PathLike[str]) -> Path:
+    """The path of a script that is there to be run.
 
     Raises:
-        LaunchError: it is not there, is not a Python file, or a knob of a RunSpec was given.
-        SpecError: a value that is not allowed.
+        LaunchError: it is not there, or is not a Python file.
     """
     path = Path(script).expanduser().absolute()
     if path.suffix != ".py" or not path.is_file():
@@ -207,6 +206,17 @@ def script_spec(script: str | os.PathLike[str], knobs: dict[str, Any], **fields:
         hint = "a path of this machine has / where yours has \\" if foreign else near_script(path)
         what = "is not a Python script (*.py)" if path.exists() else "does not exist"
         raise LaunchError(f"{path} {what}: {hint}")
+    return path
+
+
+def script_spec(script: str | os.PathLike[str], knobs: dict[str, Any], **fields: Any) -> ScriptSpec:
+    """The spec of a script that is there to be run.
+
+    Raises:
+        LaunchError: it is not there, is not a Python file, or a knob of a RunSpec was given.
+        SpecError: a value that is not allowed.
+    """
+    path = check_script(script)
     strange = {knob: value for knob, value in knobs.items() if knob not in ("threads", "profile")}
     if strange:
         known = ("args", "nproc_per_node", "nnodes", "watch", "threads", "profile", "timeout", "runs_dir", "name", "on_hang")
