@@ -131,6 +131,12 @@ def test_where_it_cannot_be_compiled_the_eager_step_is_estimated_and_a_note_says
         assert any("is left out" in note and why in note for note in found.notes)
 
 
+def test_the_callers_inference_mode_does_not_matter() -> None:
+    compiled._warm_up.cache_clear()
+    with torch.inference_mode():
+        assert not any("compile" in note for note in estimated(compile="blocks").notes)
+
+
 def test_nothing_to_compile_is_said() -> None:
     class Disabled(Layer):
         @torch.compiler.disable  # type: ignore[untyped-decorator]
