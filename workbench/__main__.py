@@ -173,13 +173,13 @@ def diagnose(given: argparse.Namespace) -> int:
     knobs = knobs_of(given.set or []) | ({} if given.nproc_per_node is None else {"nproc_per_node": given.nproc_per_node})
     target: Any = given.target
     if target.endswith(".py"):
-        check_script(target)
         refuse_knobs("diagnose", target, {name: knobs[name] for name in knobs if name not in ("threads", "profile", "nproc_per_node")})
         if fixed := [f"{name}={knobs[name]}" for name in knobs if name != "nproc_per_node"]:
             raise ValueError(
                 f"{target} is a script: a diagnosis runs it as it is ({', '.join(fixed)} cannot be set). Launch it with them: workbench "
                 f"launch {target} --set {' '.join(fixed)}, then workbench diagnose runs/NAME, which it prints"
             )
+        check_script(target)
     elif not (Path(target) / "run.json").is_file():
         if Path(target).is_dir() and target not in SAMPLES:
             raise ValueError(f"{target} is a directory without a run.json, so not that of a run: such as runs/* has")
