@@ -191,6 +191,15 @@ def test_a_script_has_the_steps_of_its_timelines_and_experiments_can_be_hidden(b
     assert "not shown" not in capsys.readouterr().out
 
 
+def test_the_list_and_the_report_have_one_throughput(by_hand: Make) -> None:
+    made = by_hand(spec=SPEC.to_json()).steps(40).losses(20).ended("finished")
+    (listed,) = wb.list_runs(made.path.parent)
+    run = Run.load(made.path)
+    assert listed.samples_per_sec == run.samples_per_sec
+    assert listed.samples_per_sec != pytest.approx(run.metric_rows[-1]["samples"] / run.metric_rows[-1]["seconds"])
+    assert "warm-up left out" in str(wb.list_runs(made.path.parent))
+
+
 def test_a_run_that_was_cut_before_its_first_metrics_has_the_steps_of_its_timelines(by_hand: Make) -> None:
     made = by_hand().steps(7).losses(0).ended("stopped")
     (listed,) = wb.list_runs(made.path.parent)

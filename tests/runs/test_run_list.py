@@ -54,7 +54,7 @@ def names(panel: RunListPanel) -> list[str]:
 def test_rows_are_filtered_and_sorted(by_hand: Make) -> None:
     panel = RunListPanel(three(by_hand))
     assert names(panel) == ["002", "001", "000"]
-    assert panel.table.rows[2] == ["000", "✔ finished", "20 of 20", "0.1", "259 samples/s", "lr=0.1"]
+    assert panel.table.rows[2] == ["000", "✔ finished", "20 of 20", "0.1", "123 samples/s", "lr=0.1"]
     assert panel.count.value == "3 runs"
     assert not panel.live
     panel.table.order = ["loss", False]

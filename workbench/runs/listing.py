@@ -47,7 +47,7 @@ class ListedRun:
     loss: float | None
     """The last loss reported; None = none yet."""
     samples_per_sec: float | None
-    """Of all ranks since the training began, warm-up included."""
+    """As `run.samples_per_sec`, warm-up left out; where no step is measured, mean since the training began; None = not known yet."""
     differs: str
     """The knobs in which it differs from other runs of its task in the list."""
     experiment: str = ""
@@ -127,9 +127,9 @@ class RunList(display.Shown):
         of = "" if self.total is None else f"{len(self)} of {self.total} runs match. "
         which = "first" if self.order else "newest"
         more = f"the {which} {_SHOWN} of {len(self)}; to_frame() has all. " if len(self) > _SHOWN else ""
-        note = f"{of}{more}throughput: mean since the training began, warm-up included" if rows else of.strip() or "no runs here"
+        note = f"{of}{more}throughput: of all ranks, warm-up left out" if rows else of.strip() or "no runs here"
         if any(run.loss is None and run.script and run.done for run in self.runs):
-            note += "; the loss of a script is not recorded, and its throughput is that of its last measured steps"
+            note += "; the loss of a script is not recorded"
         if self.hidden:
             note += f"; {units.several(self.hidden, 'experiment')} of the workbench hidden (--all or experiments=True shows them)"
         return display.Table(columns=tuple(COLUMNS), rows=rows, title=f"Runs in {self.folder}", note=note)
@@ -240,7 +240,8 @@ def _read(path: Path, run: Run | None) -> tuple[Run | None, _Read]:
         run = run or Run.load(path)
         state = run.state
         script, spec = isinstance(run.spec, ScriptSpec), run.spec.to_json()
-        row = _last_metric(path / run_directory.METRICS) or _last_steps(path, run.spec.nproc_per_node)
+        steps, rate = _last_steps(path, run.spec.world_size)
+        row = _last_metric(path / run_directory.METRICS) or {"step": steps}
     except (run_directory.DamagedRunError, RunFormatError, OSError):
         made = ListedRun(
             path=path,
@@ -255,6 +256,7 @@ def _read(path: Path, run: Run | None) -> tuple[Run | None, _Read]:
         )
         return None, (made, {})
     samples, seconds, loss = row.get("samples"), row.get("seconds"), row.get("loss")
+    rate = samples / seconds if math.isnan(rate) and samples and seconds else rate
     listed = ListedRun(
         path=path,
         name=run.name,
@@ -263,7 +265,7 @@ def _read(path: Path, run: Run | None) -> tuple[Run | None, _Read]:
         done=row.get("step"),
         steps=row.get("steps") or getattr(run.spec, "steps", None),
         loss=None if loss is None or not math.isfinite(loss) else loss,
-        samples_per_sec=samples / seconds if samples and seconds else None,
+        samples_per_sec=None if math.isnan(rate) else rate,
         differs="",
         experiment=run.experiment,
         script=script,
@@ -299,12 +301,11 @@ def _last_metric(path: Path) -> dict[str, Any]:
     return last
 
 
-def _last_steps(path: Path, ranks: int) -> dict[str, Any]:
-    """What the timelines of a watched script know, as a row of metrics: its steps, and the samples of the last of them; empty = nothing."""
-    first = RankEnds(path / run_directory.rank_file(0)).read().means
-    rates = [RankEnds(path / run_directory.rank_file(rank)).read().means.samples_per_sec for rank in range(min(ranks, MANY_RANKS))]
-    known = sum(rates) if not math.isnan(sum(rates)) else 0.0
-    return {"step": first.steps, "samples": known, "seconds": 1.0} if first.steps else {}
+def _last_steps(path: Path, ranks: int) -> tuple[int | None, float]:
+    """By the ends of the files of ranks: steps of the first, and samples per second of all; None and nan = not known."""
+    means = [RankEnds(path / run_directory.rank_file(rank)).read().means for rank in range(min(ranks, MANY_RANKS))]
+    known = [rank.samples_per_sec for rank in means if rank.count]
+    return means[0].steps or None, sum(known) * max(1.0, ranks / MANY_RANKS) if known else math.nan
 
 
 def _with_differences(read: Sequence[_Read]) -> Iterator[ListedRun]:
