@@ -160,11 +160,13 @@ def test_ranges_of_formulas_are_as_wide_as_the_step_scatters_on_a_busy_machine()
         found = Diagnosis.of(dataclasses.replace(evidence, arms=arms)).remedies
         return {one.name.partition("=")[0]: one.high / one.low for one in found if not one.ceiling}
 
-    busy, quiet = Noise(cores=2.0, foreign=1.5), Noise(cores=2.0)
+    busy, quiet = Noise(cores=2.0, foreign=1.5, spread=0.02), Noise(cores=2.0)
     steady, wild = width(busy, 0.0), width(busy, 3.0)
     assert wild["num_workers"] > 1.5 * steady["num_workers"]
     assert wild["precision"] == pytest.approx(steady["precision"]), "its experiment was compared with blocks beside it"
     assert width(quiet, 3.0)["num_workers"] == pytest.approx(width(quiet, 0.0)["num_workers"])
+    few = Noise(cores=2.0, foreign=1.5)
+    assert width(few, 3.0)["precision"] > 1.5 * width(few, 0.0)["precision"], "too few blocks to have a spread"
     shaken = width(Noise(cores=2.0, foreign=1.5, spread=0.8), 0.0)
     assert shaken["num_workers"] > 1.5 * steady["num_workers"]
 

@@ -130,7 +130,7 @@ def test_spans_outside_a_loop_are_harmless(timer: wb.StepTimer, clock: Clock) ->
 
 
 def test_an_unknown_phase_is_refused(timer: wb.StepTimer) -> None:
-    with pytest.raises(ValueError, match=r"timer\('foward'\): a step is made of data_wait, h2d, forward.*it counts as other"):
+    with pytest.raises(ValueError, match=r"timer\('foward'\): a step is made of data_wait, h2d, forward.*all else counts as other"):
         timer("foward")
 
 

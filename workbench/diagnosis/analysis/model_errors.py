@@ -64,10 +64,12 @@ def with_model_error(remedy: Remedy, crowded: bool, more: float = 0.0) -> Remedy
 
 
 def with_errors(remedy: Remedy, model: StepModel) -> Remedy:
-    """`with_model_error`, and what a formula does not know of this step. What an experiment tried was compared with blocks beside it."""
-    kind, more = kind_of(remedy.name), 0.0
-    if kind != "training":
-        more = math.hypot(scatter(model.evidence), present_gap(model) if kind == "loader" else 0.0)
+    """`with_model_error`, and what a formula does not know of this step. What an experiment tried was compared with blocks beside it, whose
+    spread is in its range already, unless they were too few to have one.
+    """
+    kind, noise = kind_of(remedy.name), model.evidence.noise
+    more = 0.0 if kind == "training" and noise and noise.spread else scatter(model.evidence)
+    more = math.hypot(more, present_gap(model) if kind == "loader" else 0.0)
     return with_model_error(remedy, is_crowded(model.evidence), more)
 
 
