@@ -2,6 +2,7 @@
 
 import ast
 import contextlib
+import importlib
 import io
 import json
 import re
@@ -398,6 +399,30 @@ def test_each_solution_is_right_a_wrong_answer_is_not_and_an_untouched_exercise_
         count += 1
     short = len(code(notebook)) < 12  # the start page
     assert count >= (1 if short else 2), f"{count} exercises ask for code"
+
+
+def test_an_answer_that_is_not_among_the_choices_is_refused_with_them(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(FOLDER)
+    check = importlib.import_module("scripts.check")
+    totals = {"precision": 3, "accumulation": 2}
+    for guess, said in [("accumulate", "'accumulate' is not among the choices: 'precision', 'accumulation'."), ("precision", "Not yet: ")]:
+        check.saves_most(guess, totals)
+        assert capsys.readouterr().out.startswith(said)
+    check.saves_most("accumulation", totals)
+    assert capsys.readouterr().out.startswith("Right: ")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"), [([1.01, 1.0] * 3, "nothing"), ([0.9, 1.0] * 3, "10 %"), ([0.9, 1.0, 1.01, 1.0] * 3, "nothing")]
+)
+def test_a_loader_that_costs_less_than_the_noise_saves_nothing(seconds: list[float], said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(FOLDER)
+    timed = importlib.import_module("scripts.async_device")
+    ends = iter([1.0] * len(timed.LOOPS) + seconds)
+    monkeypatch.setattr(timed, "stopwatch", lambda *_, **__: (0.5, 0.5, next(ends)))
+    assert timed.four_stopwatches()[2].rows[-1][1] == said
 
 
 def test_the_edition_for_students_has_no_outputs_and_runs_from_its_own_folder(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ import contextlib
 import inspect
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from scripts import predict
@@ -13,9 +13,12 @@ from workbench.core import units
 from workbench.core.vocabulary import PHASES
 
 
-def _say(answer: object, right: bool, because: str, hint: str) -> None:
+def _say(answer: object, right: bool, because: str, hint: str, among: Collection[object] = ()) -> None:
+    """Whether an answer is right; `among`: the choices, if there are some."""
     if answer is None:
         print("Your turn: put your answer in place of None and run the cell again.")
+    elif among and answer not in among:
+        print(f"{answer!r} is not among the choices: {', '.join(map(repr, among))}.")
     else:
         print(f"Right: {because}" if right else f"Not yet: {hint}")
 
@@ -132,7 +135,7 @@ def biggest(run: Run, answer: str | None) -> None:
     longest = [phase for phase in PHASES if shares[phase] > 0.9 * max(shares.values())]  # near ones change places from run to run
     because = f"{longest[0]} is the longest part." if len(longest) == 1 else f"{' and '.join(longest)} are about equally long."
     hint = f"add up each part over all ranks; the parts are {', '.join(PHASES)}."
-    _say(answer, answer in longest, because, hint)
+    _say(answer, answer in longest, because, hint, PHASES)
 
 
 def bound(before: Run, after: Run, answer: str | None) -> None:
@@ -141,7 +144,7 @@ def bound(before: Run, after: Run, answer: str | None) -> None:
     step = max(t.mean() for t in after.timelines)
     truth = "data" if step > 1.3 * compute else "compute"
     because = f"its step takes {units.seconds(step)}, and computing alone took {units.seconds(compute)}."
-    _say(answer, answer == truth, because, "how long is its step, and how long did the first run compute?")
+    _say(answer, answer == truth, because, "how long is its step, and how long did the first run compute?", ("data", "compute"))
 
 
 def gain_without(written: Callable[..., Any]) -> None:
@@ -289,14 +292,14 @@ def saves_most(guess: str | None, totals: Mapping[str, int]) -> None:
     """Notebook 04: which of some changes leaves the least memory?"""
     least = min(totals, key=totals.__getitem__)
     because = f"{units.bytes_(totals[least])} are left with it."
-    _say(guess, guess == least, because, "look at what is largest at the peak, and at which change makes it smaller.")
+    _say(guess, guess == least, because, "look at what is largest at the peak, and at which change makes it smaller.", totals)
 
 
 def times_fewer(guess: float | None, measured: float) -> None:
     """Notebook 05: how many times fewer steps 64 times the batch takes; the nearest of 2, 6, 20 and 64 is right."""
     nearest = min((2, 6, 20, 64), key=lambda choice: abs(math.log(choice / measured)))
     said = f"it was {units.times(measured)} fewer"
-    _say(guess, guess == nearest, f"{said}.", f"{said}: from some batch on, more samples tell a step nothing new.")
+    _say(guess, guess == nearest, f"{said}.", f"{said}: from some batch on, more samples tell a step nothing new.", (2, 6, 20, 64))
 
 
 def samples_per_sec(written: Callable[..., Any]) -> None:
@@ -332,7 +335,8 @@ def ready_first(written: Callable[..., Any]) -> None:
 def rescued(guess: str | None, trained: Sequence[int]) -> None:
     """Notebook 06: at which of the batches 256 and 512 a warm-up rescues the linear rule: "both", "256 only" or "neither"."""
     truth = "both" if len(trained) == 2 else "256 only" if 256 in trained else "512 only" if trained else "neither"
-    _say(guess, guess == truth, f"{truth}.", f"{truth}: a warm-up changes the first steps, and this rate is kept until the end.")
+    hint = f"{truth}: a warm-up changes the first steps, and this rate is kept until the end."
+    _say(guess, guess == truth, f"{truth}.", hint, ("both", "256 only", "512 only", "neither"))
 
 
 def damped(written: Callable[..., Any]) -> None:
@@ -390,7 +394,7 @@ def spend(exponent: float, answer: str | None) -> None:
     """Notebook 07: where more compute belongs, if the best size grows with this power of it: "model", "data" or "both" alike?"""
     best = "model" if exponent > 0.6 else "data" if exponent < 0.4 else "both"
     because = f"ten times the compute: {10**exponent:.1f} times the model, {10 ** (1 - exponent):.1f} times the data."
-    _say(answer, answer == best, because, "N_opt grows as C^a, and D_opt as C^(1-a); what is a?")
+    _say(answer, answer == best, because, "N_opt grows as C^a, and D_opt as C^(1-a); what is a?", ("model", "data", "both"))
 
 
 def speedup(guess: float | None, measured: float) -> None:
@@ -840,12 +844,15 @@ def holds_least(guess: str | None, held: Mapping[str, float]) -> None:
     """Notebook 16: which way of sharing lets a rank hold the least of parameters, gradients and optimizer states."""
     least = [name for name, size in held.items() if size <= 1.05 * min(held.values())]  # FSDP and PP both hold half
     words = " and ".join(least)
-    _say(guess, guess in least, f"{words} hold about half of everything.", f"it is {words}: look at the bars of what each rank holds.")
+    _say(
+        guess, guess in least, f"{words} hold about half of everything.", f"it is {words}: look at the bars of what each rank holds.", held
+    )
 
 
 def loses(guess: str | None, part: str) -> None:
     """Notebook 17: what a checkpoint lacks of a task that draws its noise from a generator of its own."""
-    _say(guess, guess == part, f"the proof names the {part}.", f"the proof names the {part}: weights and order of samples were restored.")
+    hint = f"the proof names the {part}: weights and order of samples were restored."
+    _say(guess, guess == part, f"the proof names the {part}.", hint, ("weights", "samples", "batch", "none"))
 
 
 def first_difference(written: Callable[..., Any]) -> None:
