@@ -362,9 +362,9 @@ def test_next_names_what_takes_away_the_cause_before_what_shortens_any_step() ->
     assert both.next.startswith(named.what)
     assert "Whatever the cause: precision=amp_bf16" in both.next
     assert "Whatever" not in dataclasses.replace(found, remedies=(*found.remedies, dataclasses.replace(faster, speedup=1.05))).next
-    assert f"In general: {faster.what}" in str(both)
+    assert f"Whatever the cause: {faster.what}" in str(both)
     only = dataclasses.replace(found, remedies=(faster,))
-    assert only.next.startswith("In general: ")
+    assert only.next.startswith("Whatever the cause: ")
 
 
 THREADS = {"name": "threads=1", "change": {"threads": 1}, "what": "Use one thread.", "scope": "general"}

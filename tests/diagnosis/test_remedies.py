@@ -432,7 +432,7 @@ def test_the_first_advice_takes_away_the_cause(cause: str, evidence: Evidence) -
     assert re.search(says, first.what), first.what
     faster = found["precision=amp_bf16"]
     assert faster.scope == "general"
-    assert faster.advice == f"In general: {faster.what}"
+    assert faster.advice == f"Whatever the cause: {faster.what}"
     if cause == "sleeping or I/O":
         assert first.name == "no waiting in the step"
         assert found["micro_batch=64"].scope == "general"

@@ -249,7 +249,7 @@ def _fullest(optimizer: Any) -> int:
 def _notes(plan: "Plan") -> list[str]:
     notes = []
     if how := getattr(plan.task.loss, "how", ""):
-        notes.append(f"no loss was given: taken is {how}")
+        notes.append(f"no loss was given, so the loss is {how}")
     if plan.device == "cuda":
         notes.append('device="cuda" is any GPU: memory outside of the allocator is a range; a name, such as "H200", narrows it')
     elif plan.device != "cpu" and not is_known(plan.device):

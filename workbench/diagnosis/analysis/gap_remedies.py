@@ -147,7 +147,7 @@ def _loaders(e: GapEvidence, gap: Gap, spec: RunSpec | None) -> Iterator[Remedy]
         ("loaders",),
         f"num_workers={more}",
         _workers(more, spec) if spec else {},
-        f"The loaders take longer beside each other: make batches in {units.several(more, 'worker')} of each rank, ahead of the training.",
+        f"The loaders slow each other down: make batches in {units.several(more, 'worker')} of each rank, ahead of the training.",
         costs="memory and cores of the workers",
     )
 

@@ -19,7 +19,7 @@ from workbench.diagnosis.analysis.step_model import StepModel
 from workbench.diagnosis.analysis.verdict import Judgement
 from workbench.runs.spec import IMPLEMENTATIONS, KNOBS, RunSpec, ScriptSpec, Spec, check_names, parse_knob
 
-SCOPES = {"cause": "", "part": "Another part: ", "general": "In general: "}
+SCOPES = {"cause": "", "part": "Another part: ", "general": "Whatever the cause: "}
 """Scope of a remedy → how its advice begins. "cause": it removes what the verdict names; "part": another part of the step; "general": it
 shortens any step."""
 
