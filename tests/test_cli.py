@@ -128,7 +128,11 @@ def test_a_knob_for_a_script_names_the_scripts_own_option(tmp_path: Path, capsys
         assert capsys.readouterr().err.endswith(f"{script} -- {own}\n")
 
 
-def test_a_scripts_own_options_reach_it_also_in_a_diagnosis(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_scripts_own_options_reach_it_also_in_a_diagnosis(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text("")
     got = []
 
     def launch(script: str, args: Sequence[str], **_: object) -> NoReturn:
