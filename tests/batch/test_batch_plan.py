@@ -265,6 +265,7 @@ def test_throughput_of_this_machine_is_not_taken_for_the_device_s(monkeypatch: p
     )
     for plan in (batch_plan(spec, noise_scale=1000), batch_plan(spec, device="RTX 4090", noise_scale=1000, throughput=CURVE)):
         assert "only memory is that of" not in str(plan)
+    assert "only memory is that of" not in str(batch_plan(spec, device="cpu", largest=64, noise_scale=1000))
 
 
 def test_a_dataset_that_is_smaller_than_the_device_is_the_limit() -> None:

@@ -67,6 +67,8 @@ def test_a_file_a_folder_and_a_dict_are_read_alike(tmp_path: Path, capsys: pytes
         ({}, "model_type=None"),
         ({"model_type": "llama", **GROUPED, "head_dim": 128}, "8 heads of head_dim=128 are not 256 wide"),
         ({"model_type": "llama", "hidden_size": 256}, "lacks num_hidden_layers or n_layer, vocab_size, "),
+        ({"model_type": ["llama"]}, "has model_type=['llama']: its layers are not known here"),
+        ({"model_type": "opt", **SIZES, "word_embed_proj_dim": 128}, "word_embed_proj_dim=128 are not 256 wide"),
         (7, "the configuration is 7: expected the path of a config.json"),
         ("nothing.json", "nothing.json: no configuration can be read from it"),
     ],

@@ -153,9 +153,14 @@ def test_the_operator_and_the_option_of_an_optimizer_that_differs_are_named(name
 
     def built(parameters: Any) -> Any:
         given = list(parameters)
-        return optimizers[weights.index(list(map(id, given)))](given)
+        which = weights.index(list(map(id, given)))
+        optimizer = optimizers[which](given)
+        for group in optimizer.param_groups:  # as one made of named_parameters() has them
+            group["param_names"] = [f"{which}.{place}" for place in range(len(group["params"]))]
+        return optimizer
 
     found = wb.diverge(first, second, batch=X, optimizer=built)
+    assert "param_names" not in str(found)
     assert (found.verdict, found.by) == ("bug", "operators"), found
     assert found.first is not None
     assert (found.first.step, found.first.phase, found.first.operator) == (1, "optimizer", operator), found

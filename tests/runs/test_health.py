@@ -69,6 +69,8 @@ def test_a_loss_that_noise_hides_is_told_to_be_hidden() -> None:
     assert not_seen_to_fall(steady) == ""  # that is a fault
     for losses in (classifier(r, 400)[:200], language_model(r, 1000)[:400], noisy[:80], [(i, math.nan) for i in range(200)]):
         assert not_seen_to_fall(losses) == ""
+    risen = [(i + 1, (1.0 if i < 300 else 1.6) * math.exp(r.gauss(0, 0.05)) + 3 * math.exp(-i / 20)) for i in range(400)]
+    assert re.fullmatch(r"in the last 200 of 400 steps the loss rose by \d+ ± \d+ %: is the .*", not_seen_to_fall(risen))
     assert not_seen_to_fall(converged(r, 400)).startswith("in the last 200 of 400 steps no fall")
 
 

@@ -95,7 +95,9 @@ def memory_only(spec: RunSpec, device: str | Device | None) -> str:
     """A note where throughput is measured on a CPU, and the plan asks about another device's memory."""
     if device is None or (spec.device != "cpu" and gpu_count()):
         return ""
-    asked = Device.named(device) if isinstance(device, str) else device
+    asked = Device.known(device) if isinstance(device, str) else device
+    if asked is None:
+        return ""
     return (
         f"only memory is that of {asked.name}: samples per second were measured on this machine's CPU, and another micro_batch may be best "
         "there. Measure there, give throughput=, or see what wb.estimate_time says"

@@ -295,8 +295,11 @@ def not_seen_to_fall(losses: Sequence[tuple[int, float]]) -> str:
     (fall, error), level = _fall(later[:middle], later[-middle:]), abs(median(later[:middle]))
     if level == 0 or fall > 2 * error:
         return ""
-    by = f"{round(100 * fall / level)} ± {200 * error / level:.0f} %"
-    return f"in the last {len(later)} of {len(values)} steps no fall of the loss can be told from its noise: it fell by {by}"
+    by, when = f"{round(100 * abs(fall) / level)} ± {200 * error / level:.0f} %", f"in the last {len(later)} of {len(values)} steps"
+    if fall < -2 * error:
+        return f"{when} the loss rose by {by}: is the learning rate too large there, or did the data change?"
+    sign = "-" if fall < 0 else ""
+    return f"{when} no fall of the loss can be told from its noise: it fell by {sign}{by}"
 
 
 def _fall(first: Sequence[float], last: Sequence[float]) -> tuple[float, float]:

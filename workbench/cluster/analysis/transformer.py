@@ -84,7 +84,7 @@ class Transformer:
                 size is missing.
         """
         known, where = _read_config(config)
-        family = _FAMILIES.get(known.get("model_type", ""))
+        family = _FAMILIES.get(str(known.get("model_type")))
         if family is None:
             allowed = ", ".join(sorted(_FAMILIES))
             raise CostError(
@@ -103,6 +103,9 @@ class Transformer:
         wide = known.get("head_dim")
         if wide is not None and wide * sizes["heads"] != sizes["hidden"]:
             raise CostError(f"{where}: {sizes['heads']} heads of head_dim={wide} are not {sizes['hidden']} wide, which is not planned here")
+        words = known.get("word_embed_proj_dim", sizes["hidden"])
+        if words != sizes["hidden"]:
+            raise CostError(f"{where}: embeddings of word_embed_proj_dim={words} are not {sizes['hidden']} wide, which is not planned here")
         tied = known.get("tie_word_embeddings")
         return cls(**sizes, gated=family["gated"], tied=family["tied"] if tied is None else tied)
 
@@ -167,7 +170,8 @@ class Transformer:
 def _read_config(config: Any) -> tuple[Mapping[str, Any], str]:
     """The configuration as a mapping, and what to call it in a message."""
     if isinstance(config, str | Path):
-        path = Path(config) / "config.json" if Path(config).is_dir() else Path(config)
+        path = Path(config).expanduser()
+        path = path / "config.json" if path.is_dir() else path
         try:
             config = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:

@@ -91,7 +91,7 @@ def options_of(optimizer: torch.optim.Optimizer, model: nn.Module, step: int) ->
     names = {id(weight): uncompiled(name) for name, weight in model.named_parameters()}
     entries = []
     for group in optimizer.param_groups:
-        options = json.dumps({name: _plain(value) for name, value in group.items() if name != "params"}, default=str)
+        options = json.dumps({name: _plain(value) for name, value in group.items() if name not in ("params", "param_names")}, default=str)
         for name in (names[id(weight)] for weight in group["params"] if id(weight) in names):
             entries.append(Entry("options", (step, "options", name), step, "optimizer", name, options, ()))
     return entries
