@@ -703,7 +703,7 @@ dist.init_process_group("gloo")
 model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 def batches():
-    for number in range(600):
+    for number in range(900):
         time.sleep(0.05 if number >= 400 and dist.get_rank() == 1 else 0.005)  # far more than a busy machine makes
         yield torch.zeros(2, 4)
 for batch in wb.watch(batches(), model=model, optimizer=optimizer):

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import workbench as wb
 from tests.timeline.test_step_timer import Clock, phases
+from workbench.core.system_load import LoadMeter, Noise
 from workbench.timeline import hooks
 from workbench.timeline.watch import Watch
 
@@ -442,6 +443,28 @@ def test_a_watch_goes_on_over_epochs(clock: Clock, model: Net, optimizer: Slow) 
         clock.sleep(1000)
     assert [step.seconds for step in loop.timeline.steps] == [26.0] * 6
     assert len(loop) == 3
+
+
+def test_the_load_is_that_of_the_busiest_epoch(monkeypatch: pytest.MonkeyPatch, model: Net, optimizer: Slow) -> None:
+    loads = [0.2, 1.5, 0.1]
+
+    class Meter(LoadMeter):
+        def __init__(self) -> None:
+            super().__init__()
+            self.foreign = loads.pop(0)
+
+        def noise(self, spread: float = 0.0, gpu: tuple[str, ...] = ()) -> Noise:
+            return Noise(cores=2.0, foreign=self.foreign)
+
+    monkeypatch.setattr("workbench.timeline.recording.LoadMeter", Meter)
+    watched = wb.watch([torch.zeros(1)] * 3, model=model, optimizer=optimizer)
+    seen = []
+    for _epoch in range(3):
+        for _batch in watched:
+            pass
+        noise = watched.timeline.noise
+        seen.append(noise.foreign if noise else None)
+    assert seen == [0.2, 1.5, 1.5]
 
 
 def test_one_loader_watched_twice(clock: Clock, model: Net, optimizer: Slow) -> None:

@@ -1,6 +1,6 @@
 """Alarm: follows the steps of a training in a background thread and tells when a phase, throughput, memory or loss changes for good.
 
-The loop records marks as without it, and pays for its loss alone, which is read every APART seconds at most.
+The loop records marks as without it, and pays for its loss alone, which is read about every APART seconds, at least one in EVERY.
 What changed is told once, by the phase that explains it, with what else changed: the clocks of cores and GPU, whom the ranks wait for,
 and, where it is allowed, a small computation whose time was known before.
 Where that is allowed, the training thread then traces a few steps (`traces/measure/profiled_run.py:AlarmTraces`).

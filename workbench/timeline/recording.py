@@ -61,6 +61,7 @@ class Recording:
         self._load = load and not self._logging
         self._meter: LoadMeter | None = None
         self._noise: Noise | None = None
+        self._busiest: Noise | None = None  # of the passes over the loader that have ended
         self._threads: int | None = None
         self._alarms, self._seen = alarm_module.allowed(alarm), 0
         self._alarm: alarm_module.Alarm | None = None
@@ -113,12 +114,15 @@ class Recording:
 
     def _read_load(self) -> None:
         if self._meter:
-            self._noise, self._threads = self._meter.noise(), hooks.threads_per_operator()
+            now, self._threads = self._meter.noise(), hooks.threads_per_operator()
+            earlier = self._busiest
+            self._noise = earlier if earlier and earlier.foreign > now.foreign else now
 
     def end_load(self) -> None:
         """The loop ends: what other processes do from here on does not concern it."""
         self._read_load()
         if self._meter:
+            self._busiest = self._noise
             self._meter.close()
             self._meter = None
 
