@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
@@ -183,10 +183,32 @@ def change(folder: Path, field: str, how: Any) -> None:
     (folder / ".metadata").write_bytes(pickle.dumps(index))
 
 
-def incomplete(folder: Path) -> None:
-    index = pickle.loads((folder / ".metadata").read_bytes())
-    index.state_dict_metadata["model.0.weight"].chunks.clear()
-    (folder / ".metadata").write_bytes(pickle.dumps(index))
+def entry(how: Any) -> Any:
+    """Changes what an index says of 0.weight, of 8 × 4 values."""
+
+    def become(folder: Path) -> None:
+        index = pickle.loads((folder / ".metadata").read_bytes())
+        how(index.state_dict_metadata["model.0.weight"])
+        (folder / ".metadata").write_bytes(pickle.dumps(index))
+
+    return become
+
+
+def chunks(*rows: int) -> Any:
+    """Four rows each, which begin at these; so many bytes are stored for the first."""
+
+    def divide(weight: Any) -> None:
+        weight.chunks[:] = [ChunkStorageMetadata(torch.Size([row, 0]), torch.Size([4, 4])) for row in rows]
+
+    return entry(divide)
+
+
+def sized(*size: Any) -> Any:
+    def resize(weight: Any) -> None:
+        weight.size = size
+        weight.chunks[0].sizes = size
+
+    return entry(resize)
 
 
 def short(folder: Path) -> None:
@@ -202,7 +224,20 @@ def short(folder: Path) -> None:
         (changed_class, "its index, .metadata, cannot be read"),
         (malicious_state, "torch cannot read it: Weights only load failed"),
         (elsewhere, "names a file elsewhere: '../__0_0.distcp'"),
-        (incomplete, "it has 0 of .* values of model.0.weight"),
+        (entry(lambda weight: weight.chunks.clear()), "it has 0 of .* values of model.0.weight"),
+        (chunks(0, 0), "its index is damaged: parts of model.0.weight overlap"),
+        (chunks(0, 2), "its index is damaged: parts of model.0.weight overlap"),
+        (chunks(0, 6), "its index is damaged: a part of model.0.weight lies outside of it"),
+        (chunks(0, 4), "nothing is stored of model.0.weight from 4, 0"),
+        (sized(2**45, 4), "it stores .* bytes of model.0.weight, which has 562,949,953,421,312"),
+        (sized(2**62, 4), "it stores .* bytes of model.0.weight"),
+        (sized(-8, -4), "its index is damaged: a part of model.0.weight lies outside of it"),
+        (sized(2**80, 4), "it stores .* bytes of model.0.weight"),
+        (entry(lambda weight: setattr(weight.properties, "dtype", torch.quint8)), "torch cannot read it: .*"),
+        (lambda folder: change(folder, "offset", str), "its index, .metadata, cannot be read: TypeError"),
+        (lambda folder: change(folder, "relative_path", lambda name: ".."), "names a file elsewhere: '..'"),
+        (lambda folder: change(folder, "relative_path", lambda name: name * 99), "__0_0.distcp.* is missing"),
+        (lambda folder: (folder / ".metadata").write_bytes(b"\x80\x04Nr\xff\xff\xff\x7f."), "its index, .metadata, cannot be read"),
         (short, "__0_0.distcp has .* bytes; its end is missing"),
         (lambda folder: (folder / "__0_0.distcp").unlink(), "__0_0.distcp is missing"),
         (lambda folder: (folder / ".metadata").write_bytes(b"\x80"), "its index, .metadata, cannot be read"),
@@ -231,3 +266,36 @@ def test_what_is_not_clear_is_refused(tmp_path: Path) -> None:
     assert torch.equal(wb.import_weights(toy_tasks.network(), numbered).get_parameter("0.weight"), model.get_parameter("0.weight"))
     with pytest.raises(ValueError, match="these are weights of another model"):
         wb.import_weights(nn.Linear(2, 2), numbered)
+
+
+class LikeAnOptimizer(nn.Module):
+    """Its state_dict has names with state. and param_groups., as an optimizer's has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.param_groups = nn.ParameterList([nn.Parameter(torch.ones(2))])
+        self.state = nn.Linear(2, 2)
+
+
+@pytest.mark.parametrize("nested", [True, False])
+def test_a_model_may_have_names_as_an_optimizer_has(tmp_path: Path, nested: bool) -> None:
+    model = LikeAnOptimizer()
+    optimizer = torch.optim.AdamW(model.parameters())
+    sum(weight.sum() for weight in model.parameters()).backward()  # type: ignore[union-attr]
+    optimizer.step()
+    weights, states = states_of(model, optimizer, flatten_optimizer_state_dict=not nested)
+    assert Directory(saved(tmp_path / "weights", {"model": weights})).weights.keys() == weights.keys()
+    both = Directory(saved(tmp_path / "both", {"model": weights, "optimizer": states}))
+    assert both.weights.keys() == weights.keys()
+    assert {name for name, _ in both.states} == weights.keys()
+    assert {kind for _, kind in both.states} == {"step", "exp_avg", "exp_avg_sq"}
+
+
+def test_lists_of_states_are_refused(tmp_path: Path) -> None:
+    model, optimizer = script(torch.optim.AdamW)
+    weights, states = states_of(model, optimizer)
+    lists = {name: {"factors": [each["exp_avg"], each["exp_avg"]]} for name, each in states["state"].items()}
+    folder = saved(tmp_path / "dcp", {"model": weights, "optimizer": {**states, "state": lists}})
+    with pytest.raises(ValueError, match=r"the state factors of 0.weight is a list or a dict, of which nothing is read here"):
+        begin_with(folder, tmp_path, spec_of())
+    assert torch.equal(wb.import_weights(toy_tasks.network(), folder).get_parameter("0.weight"), weights["0.weight"])

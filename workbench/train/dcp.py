@@ -5,11 +5,13 @@ the fields are read, from which torch's own classes are made anew, and an index 
 torch's `FileSystemReader` with `weights_only`.
 """
 
+import errno
 import inspect
 import io
+import math
 import pickle
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from workbench.core import run_directory
+from workbench.runs.errors import is_out_of_memory
 from workbench.runs.export import DCP_INDEX
 from workbench.runs.spec import IMPLEMENTATIONS, RunSpec
 from workbench.train import checkpoint_file
@@ -52,6 +55,11 @@ _MODULES = frozenset(
 )
 _ALONE = {"no_dist": True} if "no_dist" in inspect.signature(save).parameters else {}
 """This process reads and writes alone; earlier versions of torch do that where there is no process group, and else all ranks take part."""
+_DAMAGE = (
+    *(pickle.UnpicklingError, EOFError, LookupError, TypeError, ValueError, AttributeError),
+    *(OverflowError, MemoryError, RecursionError),
+)
+"""What reading a damaged index raises; MemoryError, too, since a damaged size can ask for any amount."""
 _USUAL = ("model", "module", "state_dict")
 """Names under which scripts keep the model's state_dict."""
 
@@ -92,12 +100,16 @@ def _groups(groups: Collection[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return merged
 
 
+_WEIGHTS_ALONE = "To take the weights alone: wb.import_weights in the task's model()"
+
+
 class Directory:
     """What a directory of DCP holds, as its index says.
 
     Attributes:
         weights: keys of the tensors of the model's state_dict by name.
         states: keys of the optimizer's states by parameter and state; none if it holds no optimizer.
+        nested: those of them, as parameter and state, that are lists or dicts.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -112,33 +124,53 @@ class Directory:
         with open(folder / DCP_INDEX, "rb") as file:
             try:
                 self._index = _metadata(_IndexReader(file).load().state)
-            except (pickle.UnpicklingError, EOFError, LookupError, TypeError, ValueError, AttributeError) as error:
+                self._check_files()
+                head, self.states, self.nested = self._states()
+                self.weights = self._model(head)
+            except _DAMAGE as error:
                 if isinstance(error, UnusableCheckpointError):
                     raise
                 raise UnusableCheckpointError(f"its index, {DCP_INDEX}, cannot be read: {error!r:.100}") from error
-        self._check_files()
-        keys = self._index.state_dict_metadata
-        heads = {key.partition("param_groups.")[0] for key in keys if key.startswith("param_groups.") or ".param_groups." in key}
+
+    def _states(self) -> tuple[tuple[str, ...] | None, dict[tuple[str, str], str], list[tuple[str, str]]]:
+        """Where the optimizer is, if there is any, the keys of its states, and those of them that are lists or dicts.
+
+        It is where options of groups are, numbers and texts: a module may be called param_groups as well, but has tensors.
+        """
+        entries = self._index.state_dict_metadata
+        plain = [self._path(key) for key, entry in entries.items() if not isinstance(entry, TensorStorageMetadata)]
+        heads = {path[:at] for path in map(tuple, plain) for at, part in enumerate(path) if f"{part}.".startswith("param_groups.")}
         if len(heads) > 1:
-            raise UnusableCheckpointError(f"it has several optimizers: {', '.join(sorted(head.rstrip('.') for head in heads))}", "foreign")
-        self.states = dict[tuple[str, str], str]()
-        begin = f"{heads.pop()}state." if heads else None
-        sections: dict[tuple[str, ...], dict[str, str]] = {}
-        for key, entry in keys.items():
-            if begin and key.startswith(begin):
-                name, _, kind = key.removeprefix(begin).rpartition(".")
-                self.states[name, kind] = key
-            elif isinstance(entry, TensorStorageMetadata):
-                *section, name = self._path(key)
-                sections.setdefault(tuple(section), {})[name] = key
-        self.weights = self._model(sections)
+            found = ", ".join(sorted(".".join(head) for head in heads))
+            raise UnusableCheckpointError(f"it has several optimizers: {found}", "foreign")
+        states, nested = dict[tuple[str, str], str](), list[tuple[str, str]]()
+        if not heads:
+            return None, states, nested
+        head = heads.pop()
+        for key in entries:
+            path = self._path(key)
+            if not _is_of_optimizer(path, head) or not f"{path[len(head)]}.".startswith("state."):
+                continue
+            rest = path[len(head) + 1 :]
+            if not rest:  # flattened: "state.0.weight.exp_avg"; an empty dict has a key in directories of torch 2.3
+                name, _, kind = path[-1].removeprefix("state").removeprefix(".").rpartition(".")
+                rest = [name, kind] if kind else []
+            if len(rest) > 1:
+                states[rest[0], ".".join(rest[1:])] = key
+            nested += [(rest[0], rest[1])] if len(rest) > 2 else []
+        return head, states, nested
 
     def _path(self, key: str) -> list[str]:
         """Where a value was in the nested dict that was saved."""
         paths = self._index.planner_data
         return [str(part) for part in (isinstance(paths, dict) and paths.get(key)) or (key,)]
 
-    def _model(self, sections: Mapping[tuple[str, ...], dict[str, str]]) -> dict[str, str]:
+    def _model(self, optimizer: tuple[str, ...] | None) -> dict[str, str]:
+        sections: dict[tuple[str, ...], dict[str, str]] = {}
+        for key, entry in self._index.state_dict_metadata.items():
+            *section, name = path = self._path(key)
+            if isinstance(entry, TensorStorageMetadata) and (optimizer is None or not _is_of_optimizer(path, optimizer)):
+                sections.setdefault(tuple(section), {})[name] = key
         optimized = {name for name, _ in self.states}
         candidates = [section for section, names in sections.items() if names.keys() >= optimized]
         if len(candidates) != 1:
@@ -153,24 +185,49 @@ class Directory:
 
         Raises:
             UnusableCheckpointError: a file is missing or short, or lies elsewhere, or a tensor is not whole.
+            TypeError, ValueError: the index has something else in the place of a number or a name.
         """
         sizes = dict[str, int]()
         for info in self._index.storage_data.values():
             name = info.relative_path
             if name not in sizes:
-                if Path(name).name != name:
+                if Path(name).name != name or name == "..":
                     raise UnusableCheckpointError(f"its index names a file elsewhere: {name!r:.80}", "foreign")
                 try:
                     sizes[name] = (self._folder / name).stat().st_size
-                except FileNotFoundError:
-                    raise UnusableCheckpointError(f"{name} is missing", "partial") from None
+                except OSError as error:
+                    if error.errno not in (errno.ENOENT, errno.ENAMETOOLONG):
+                        raise
+                    raise UnusableCheckpointError(f"{name:.80} is missing", "partial") from None
             if not 0 <= info.offset <= info.offset + info.length <= sizes[name]:
                 raise UnusableCheckpointError(f"{name} has {sizes[name]:,} bytes; its end is missing")
         for key, entry in self._index.state_dict_metadata.items():
             if isinstance(entry, TensorStorageMetadata):
-                chunks = [chunk.sizes.numel() for chunk in entry.chunks if min(chunk.sizes, default=0) >= 0]
-                if sum(chunks) != entry.size.numel():
-                    raise UnusableCheckpointError(f"it has {sum(chunks):,} of {entry.size.numel():,} values of {key}", "partial")
+                self._check_chunks(key, entry)
+
+    def _check_chunks(self, key: str, entry: TensorStorageMetadata) -> None:
+        """Compare the parts of a tensor with its size, with each other, and with the bytes that are stored.
+
+        Raises:
+            UnusableCheckpointError: they are not the whole tensor, or fewer bytes are stored than it has.
+        """
+        for chunk in entry.chunks:
+            bounds = zip(chunk.offsets, chunk.sizes, entry.size, strict=True)
+            if not all(0 <= begin <= begin + size <= whole for begin, size, whole in bounds):
+                raise UnusableCheckpointError(f"its index is damaged: a part of {key} lies outside of it")
+        chunks = [chunk for chunk in entry.chunks if math.prod(chunk.sizes)]
+        has, size = sum(math.prod(chunk.sizes) for chunk in chunks), math.prod(entry.size)
+        if _overlap(chunks):
+            raise UnusableCheckpointError(f"its index is damaged: parts of {key} overlap")
+        if has != size:
+            raise UnusableCheckpointError(f"it has {has:,} of {size:,} values of {key}", "partial")
+        for chunk in chunks:
+            info = self._index.storage_data.get(MetadataIndex(key, chunk.offsets))
+            if info is None:
+                raise UnusableCheckpointError(f"nothing is stored of {key} from {', '.join(map(str, chunk.offsets))}", "partial")
+            needed = math.prod(chunk.sizes) * entry.properties.dtype.itemsize
+            if info.length < needed and not info.transform_descriptors:  # those may compress
+                raise UnusableCheckpointError(f"it stores {info.length:,} bytes of {key}, which has {needed:,} there", "partial")
 
     def read(self, keys: Collection[str]) -> dict[str, Any]:
         """Values by key: tensors whole, in host memory.
@@ -185,7 +242,12 @@ class Directory:
             entry = entries[key]
             values[key] = io.BytesIO()
             if isinstance(entry, TensorStorageMetadata):
-                values[key] = torch.zeros(entry.size, dtype=entry.properties.dtype)
+                try:
+                    values[key] = torch.zeros(entry.size, dtype=entry.properties.dtype)
+                except RuntimeError as error:
+                    if is_out_of_memory(error):
+                        raise MemoryError(f"{key} of {tuple(entry.size)} values does not fit into memory") from error
+                    raise UnusableCheckpointError(f"torch cannot read it: {key} has the dtype {entry.properties.dtype}") from error
         planner = _Planner(flatten_state_dict=False, flatten_sharded_tensors=False)
         try:
             with warnings.catch_warnings():
@@ -197,6 +259,29 @@ class Directory:
                 raise why from None
             raise UnusableCheckpointError(f"torch cannot read it: {why!s:.200}") from error
         return values
+
+
+def _is_of_optimizer(path: Sequence[str], head: tuple[str, ...]) -> bool:
+    """Is a value in the section of the optimizer, as its state or an option of its groups?"""
+    begins = tuple(path[: len(head)]) == head and len(path) > len(head)
+    return begins and f"{path[len(head)]}.".startswith(("state.", "param_groups."))
+
+
+def _overlap(chunks: Collection[ChunkStorageMetadata]) -> bool:
+    """Do parts of a tensor overlap? They are compared along the dimension in which most of them begin at different places."""
+    dims = len(next(iter(chunks)).sizes) if chunks else 0
+    along = max(range(dims), key=lambda dim: len({chunk.offsets[dim] for chunk in chunks}), default=None)
+    if along is None:
+        return len(chunks) > 1
+    beside: list[ChunkStorageMetadata] = []
+    for chunk in sorted(chunks, key=lambda chunk: chunk.offsets[along]):
+        beside = [other for other in beside if other.offsets[along] + other.sizes[along] > chunk.offsets[along]]
+        for other in beside:
+            both = zip(chunk.offsets, chunk.sizes, other.offsets, other.sizes, strict=True)
+            if all(begin < its + length and its < begin + size for begin, size, its, length in both):
+                return True
+        beside.append(chunk)
+    return False
 
 
 class _IndexReader(pickle.Unpickler):
@@ -305,6 +390,10 @@ def begin_with(folder: Path, run_dir: Path, spec: RunSpec) -> None:
 
 
 def _check_states(directory: Directory, spec: RunSpec) -> None:
+    for name, kind in directory.nested:
+        raise UnusableCheckpointError(
+            f"the state {kind} of {name} is a list or a dict, of which nothing is read here. {_WEIGHTS_ALONE}", "foreign"
+        )
     strange = [name for name, _ in directory.states if name not in directory.weights]
     if strange and all(name.isdecimal() for name in strange):
         raise UnusableCheckpointError(
@@ -322,7 +411,7 @@ def _check_states(directory: Directory, spec: RunSpec) -> None:
     has = {kind for _, kind in directory.states}
     if missing := sorted(needed - has):
         raise UnusableCheckpointError(
-            f"it is of another optimizer: it has {', '.join(sorted(has))}, and {spec.optimizer} needs {', '.join(missing)}. To take the "
-            "weights alone: wb.import_weights in the task's model()",
+            f"it is of another optimizer: it has {', '.join(sorted(has))}, and {spec.optimizer} needs {', '.join(missing)}. "
+            f"{_WEIGHTS_ALONE}",
             "foreign",
         )
