@@ -290,7 +290,7 @@ def test_a_loss_is_found_where_none_is_given() -> None:
 
     x = torch.randn(2, 4)
     for make, batch, how in (
-        (Own, {"x": x}, "the output's own"),
+        (Own, {"x": x}, "the one in the model's output"),
         (lambda: nn.Linear(4, 3), (x, torch.zeros(2, dtype=torch.int64)), "the cross-entropy"),
         (lambda: nn.Linear(4, 3), (x, torch.zeros(2, 3)), "the squared error"),
         (lambda: nn.Linear(4, 3), x, "the mean of the output (2, 3); loss=lambda model, batch: … gives yours"),

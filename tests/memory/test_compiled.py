@@ -116,6 +116,18 @@ def test_no_kernel_is_compiled_and_nothing_is_left_behind(monkeypatch: pytest.Mo
     assert type(own(BATCH)) is Tensor
 
 
+def test_of_a_model_that_is_compiled_no_note_says_that_this_is_left_out() -> None:
+    """`compile` is in effect; the note is one for a step that is estimated as it was before torch.compile."""
+    expected = estimated(compile="model").total
+    for target in (torch.compile(layered()), lambda: torch.compile(layered())):
+        assert any("torch.compile is left out" in note for note in estimated(target).notes)
+        found = estimated(target, compile="model")
+        assert found.total == expected
+        assert not any("compile" in note for note in found.notes)
+    (note,) = (note for note in wb.estimate_memory(target, BATCH, loss=loss, device="H100", compile="model").notes if "compile" in note)
+    assert note.startswith('compile="model" is left out'), "one reason, not two"
+
+
 def test_where_it_cannot_be_compiled_the_eager_step_is_estimated_and_a_note_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*args: Any, **options: Any) -> None:
         raise RuntimeError("no such function\nin this torch")

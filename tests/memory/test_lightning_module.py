@@ -84,6 +84,63 @@ def test_every_verb_of_dry_runs_takes_one_and_leaves_it_as_it_is() -> None:
     assert lit(BATCH[0]).shape == (6, 4)
 
 
+def test_it_is_told_by_the_module_that_a_function_builds() -> None:
+    """It is built once, also where its constructor reads numbers, which the meta device does not have."""
+
+    class Reading(WithForward):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rates = [rate.item() for rate in torch.linspace(0, 0.1, 4)]
+
+    calls = 0
+
+    def counted(kind: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        return kind()
+
+    for kind, times in ((WithForward, 1), (layers, 1), (Reading, 2)):  # the last one on the meta device, which fails, and on the CPU
+        own, calls = wb.estimate_memory(kind(), BATCH, device="cpu"), 0
+        found = wb.estimate_memory(lambda kind=kind: counted(kind), BATCH, device="cpu")
+        assert calls == times
+        assert (found.total, found.notes) == (own.total, own.notes)
+        assert ("configure_optimizers" in found.title) is (kind is not layers)
+
+
+@pytest.mark.parametrize("knobs", [{}, {"world_size": 2, "parallel": "ddp"}, {"loss": lambda model, batch: model(batch[0]).missing}])
+def test_a_module_that_a_function_returns_stays_as_it_is(knobs: dict[str, Any]) -> None:
+    lit = WithForward()
+    before = dict(vars(lit))
+    for _ in range(2):
+        if "loss" in knobs:
+            with pytest.raises(ValueError, match="missing"):
+                wb.estimate_memory(lambda: lit, BATCH, device="cpu", **knobs)
+        else:
+            found = wb.estimate_memory(lambda: lit, BATCH, device="cpu", **knobs)
+            assert found.total == wb.estimate_memory(lit, BATCH, device="cpu", **knobs).total
+        wb.collectives(lambda: lit, BATCH, world_size=2)
+        assert type(lit) is WithForward
+        assert dict(vars(lit)) == before
+        assert lit(BATCH[0]).shape == (6, 4)
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        lambda self, batch, **options: its_loss(self, batch),
+        lambda self, batch, *, scale=1: its_loss(self, batch),
+        lambda self, batch, batch_idx=None: its_loss(self, batch) * (1 + batch_idx),
+        lambda self, batch, *rest: its_loss(self, batch) * (1 + rest[0]),
+        lambda self, *args: its_loss(self, args[0]) * (1 + args[1]),
+        lambda self, batch, batch_idx, /: its_loss(self, batch) * (1 + batch_idx),
+    ],
+)
+def test_a_step_gets_the_index_where_lightning_gives_it(step: Any) -> None:
+    found = wb.estimate_memory(type("Own", (WithForward,), {"training_step": step}), BATCH, device="cpu")
+    assert found.optimizer_states == wb.estimate_memory(WithForward, BATCH, device="cpu").optimizer_states
+    assert any("that of training_step" in note for note in found.notes)
+
+
 def test_what_is_given_goes_before_its_own() -> None:
     adamw = wb.estimate_memory(WithForward, BATCH, optimizer="adamw")
     sgd = wb.estimate_memory(WithForward, BATCH)

@@ -108,6 +108,7 @@ def _count(plan: "Plan", rank: int, *, on_meta: bool) -> Traffic:
     from workbench.memory.estimate.dry_run import dry_run
     from workbench.memory.estimate.errors import estimate_errors
     from workbench.memory.estimate.fake_process_group import fake_process_group
+    from workbench.memory.estimate.lightning_module import trained
     from workbench.train import activation_checkpointing
     from workbench.train.blocks import find_blocks
     from workbench.train.offload import DryRunHooks, offloading_dry_run
@@ -127,6 +128,7 @@ def _count(plan: "Plan", rank: int, *, on_meta: bool) -> Traffic:
         with dry_run(None) as run, run.recorder.pause():
             recorder = run.recorder
             run.model(model)
+            plan = replace(plan, task=trained(plan.task, model))
             recorder.attach(model)
             passed = run.between_stages(model, plan.task, spec, plan.example) if spec.pipeline_parallel > 1 else None
             with (

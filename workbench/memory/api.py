@@ -177,6 +177,7 @@ def _attempt(plan: "Plan", rank: int, *, on_meta: bool, watch: Watch | None) -> 
     from workbench.memory.estimate.dry_run import dry_run
     from workbench.memory.estimate.errors import estimate_errors
     from workbench.memory.estimate.fake_process_group import fake_process_group
+    from workbench.memory.estimate.lightning_module import trained
     from workbench.train import activation_checkpointing
     from workbench.train.offload import DryRunHooks, offloading_dry_run
     from workbench.train.ranks import Layout, Ranks
@@ -194,6 +195,7 @@ def _attempt(plan: "Plan", rank: int, *, on_meta: bool, watch: Watch | None) -> 
         with dry_run(plan.gpu, compiled=spec.compile != "none") as run:
             recorder = run.recorder
             run.model(model)
+            plan = dataclasses.replace(plan, task=trained(plan.task, model))
             if not dealt:
                 recorder.attach(model)
             passed = run.between_stages(model, plan.task, spec, plan.example) if spec.pipeline_parallel > 1 else None

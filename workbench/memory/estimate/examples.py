@@ -138,10 +138,11 @@ class DefaultLoss:
 
     Attributes:
         how: what it was when it was last computed, in words.
+        optimizer: name of the optimizer that the model itself made when it was last trained; "" = none.
     """
 
     def __init__(self) -> None:
-        self.how = ""
+        self.how = self.optimizer = ""
 
     def __call__(self, model: nn.Module, batch: Any) -> Tensor:
         rest: list[Any] = []

@@ -1,53 +1,48 @@
 """Estimates a LightningModule as Lightning's Trainer trains it: by its training_step and its configure_optimizers."""
 
+import dataclasses
 import inspect
-import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from workbench.memory.estimate.building import BuildError, build
 from workbench.memory.estimate.errors import EstimateError
+from workbench.memory.estimate.examples import DefaultLoss
 from workbench.runs.task import Task
 
 PACKAGES = ("lightning", "pytorch_lightning")
 
 
-def is_lightning(target: Any) -> bool:
-    """Is it a LightningModule with a training_step of its own, its class, or a function that builds one (which is called)?"""
-    if not any(name in sys.modules for name in PACKAGES):
-        return False
-    if isinstance(target, nn.Module):
-        target = type(getattr(target, "_orig_mod", target))
-    elif not inspect.isclass(target):
-        try:
-            return is_lightning(build(target))
-        except BuildError:
-            return False
-    lightnings = [kind for kind in target.__mro__ if kind.__module__.partition(".")[0] in PACKAGES]
+def is_lightning(model: nn.Module) -> bool:
+    """Is it a LightningModule with a training_step of its own?"""
+    kinds = type(model).__mro__
+    lightnings = [kind for kind in kinds if kind.__module__.partition(".")[0] in PACKAGES]
     is_module = any(kind.__name__ == "LightningModule" for kind in lightnings)
-    return is_module and any("training_step" in vars(kind) for kind in target.__mro__ if kind not in lightnings)
+    return is_module and any("training_step" in vars(kind) for kind in kinds if kind not in lightnings)
 
 
-def lightning_task(make: Callable[[], Any], name: str) -> Task:
-    """The Task of a LightningModule: its training_step is the loss, and configure_optimizers makes the optimizer.
+def trained(task: Task, model: nn.Module) -> Task:
+    """The task as the model that it built is trained; a call of a LightningModule becomes its training_step, in place.
+
+    Where no loss was given, training_step is the loss, and configure_optimizers makes the optimizer, unless one was given.
 
     Args:
-        make: builds the module; called for each dry run.
-        name: of the task.
+        task: what is estimated.
+        model: of this task, in a dry run, which puts back its class and attributes.
     """
-    made: list[Any] = []
+    if not (isinstance(task.loss, DefaultLoss) and is_lightning(model)):
+        return task
+    calls_training_step(model)
+    if not isinstance(task.optimizer, str):
+        return dataclasses.replace(task, loss=StepLoss())
+    optimizer = configured(model)
+    task.loss.optimizer = optimizer.__name__
+    return dataclasses.replace(task, loss=StepLoss(), optimizer=optimizer)
 
-    def model() -> Any:
-        made[:] = [calls_training_step(make())]
-        return made[0]
 
-    return Task(model=model, dataset=list, loss=StepLoss(), optimizer=configured(lambda: made[0]), name=name)
-
-
-def calls_training_step(module: nn.Module) -> nn.Module:
+def calls_training_step(module: nn.Module) -> None:
     """Make a call of a LightningModule its training_step, in place, so that DDP's and FSDP's hooks on forward see it, as in Lightning.
 
     Within training_step, a call of the module is its own forward. Nothing is logged, since there is no Trainer.
@@ -59,8 +54,7 @@ def calls_training_step(module: nn.Module) -> nn.Module:
             return kind.forward(self, *args, **named)
         self._in_training_step = True
         try:
-            places = [1 for each in inspect.signature(self.training_step).parameters.values() if each.default is each.empty]
-            return self.training_step(*args, 0) if len(places) > 1 else self.training_step(*args)
+            return self.training_step(*args, 0) if _takes_index(self.training_step) else self.training_step(*args)
         finally:
             self._in_training_step = False
 
@@ -68,7 +62,16 @@ def calls_training_step(module: nn.Module) -> nn.Module:
         """Nothing."""
 
     module.__class__ = type(kind.__name__, (kind,), {"forward": forward, "log": log, "log_dict": log, "__module__": kind.__module__})
-    return module
+
+
+def _takes_index(step: Callable[..., Any]) -> bool:
+    """Does Lightning give a training_step the index of the batch, too? It does where a second place takes it.
+
+    Source: lightning/pytorch/utilities/signature_utils.py `is_param_in_hook_signature`.
+    """
+    kinds = [parameter.kind for parameter in inspect.signature(step).parameters.values()]
+    places = [kind for kind in kinds if kind in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)]
+    return len(places) > 1 or inspect.Parameter.VAR_POSITIONAL in kinds
 
 
 class StepLoss:
@@ -97,18 +100,17 @@ class StepLoss:
         return loss.mean()
 
 
-def configured(module: Callable[[], Any]) -> Callable[[Iterable[Tensor]], Optimizer]:
+def configured(module: Any) -> Callable[[Iterable[Tensor]], Optimizer]:
     """A Task's optimizer: the one that configure_optimizers of a LightningModule makes.
 
     Args:
-        module: returns the module that is trained.
+        module: that is trained.
     """
 
     def configure_optimizers(parameters: Iterable[Tensor]) -> Optimizer:
-        trained, weights = module(), list(parameters)
-        name = type(trained).__name__
+        weights, name = list(parameters), type(module).__name__
         try:
-            made = trained.configure_optimizers()
+            made = module.configure_optimizers()
         except Exception as error:
             raise EstimateError(
                 f'configure_optimizers of {name} raised {type(error).__name__}: {str(error)[:200]}. Give optimizer="adamw", or yours'

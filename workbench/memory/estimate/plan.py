@@ -18,7 +18,6 @@ from workbench.memory.estimate.building import copied
 from workbench.memory.estimate.dry_run import Gpu
 from workbench.memory.estimate.errors import EstimateError
 from workbench.memory.estimate.examples import DefaultLoss, resized, sample_batch
-from workbench.memory.estimate.lightning_module import is_lightning, lightning_task
 from workbench.runs import task as tasks
 from workbench.runs.spec import SHARDED, RunSpec, check_names
 from workbench.runs.target import ARGUMENTS, read_program, shown
@@ -74,7 +73,7 @@ class Plan:
     @property
     def title(self) -> str:
         """What is estimated, in one line."""
-        spec, optimizer = self.spec, self.spec.optimizer or self.task.optimizer
+        spec, optimizer = self.spec, self.spec.optimizer or getattr(self.task.loss, "optimizer", "") or self.task.optimizer
         words = [self.task.name or spec.task, f"{spec.micro_batch} samples"]
         words += [f"{spec.accumulation} micro-batches"] if spec.accumulation > 1 else []
         words += [spec.precision, optimizer if isinstance(optimizer, str) else getattr(optimizer, "__name__", "own optimizer")]
@@ -137,7 +136,7 @@ def _spec_and_task(target: Any, loss: Any, optimizer: Any, knobs: dict[str, Any]
     elif isinstance(target, Task):
         spec, task = RunSpec(task=target.name or "task", **knobs, **chosen), target
     else:
-        spec, task = RunSpec(task="model", **knobs, **chosen), _task_of(target, has_loss=loss is not None)
+        spec, task = RunSpec(task="model", **knobs, **chosen), _task_of(target)
     changes: dict[str, Any] = {} if loss is None else {"loss": checked(loss)}
     if optimizer is not None and not chosen:
         changes["optimizer"] = optimizer
@@ -145,13 +144,11 @@ def _spec_and_task(target: Any, loss: Any, optimizer: Any, knobs: dict[str, Any]
     return spec, dataclasses.replace(task, **changes)
 
 
-def _task_of(target: Any, *, has_loss: bool) -> Task:
+def _task_of(target: Any) -> Task:
     name, make = shown(target), target
     if isinstance(target, nn.Module):
         make = lambda: copied(target) if target.training else copied(target).train()  # noqa: E731
     name = "" if name == "<lambda>" else name
-    if not has_loss and is_lightning(target):
-        return lightning_task(make, name)
     return Task(model=make, dataset=list, loss=DefaultLoss(), name=name)
 
 
