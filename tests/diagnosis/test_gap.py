@@ -21,6 +21,8 @@ from workbench.diagnosis.analysis.evidence import Gradients
 from workbench.diagnosis.analysis.gap import UNEXPLAINED, Gap, gap_of
 from workbench.diagnosis.analysis.gap_evidence import GapBlock, GapEvidence, Tail, expected_largest, seconds_of
 from workbench.diagnosis.analysis.gap_forecast import link_of, predict_gap
+from workbench.diagnosis.analysis.gap_remedies import remedies_for_gap
+from workbench.diagnosis.analysis.why_not_linear import WhyNotLinear
 from workbench.diagnosis.measure.gap import _Arms, typical_rank
 from workbench.harness import ablations
 from workbench.harness.blocks import StepTimes
@@ -259,3 +261,32 @@ def test_evidence_and_gap_are_written_and_read_back() -> None:
     assert seconds_of(copy) == seconds_of(evidence)
     gap = gap_of(evidence)
     assert Gap.from_json(json.loads(json.dumps(gap.to_json()))) == gap
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    foreign=st.floats(0, 3),
+    waits=st.floats(0, 0.05),
+    sharing=st.floats(-0.005, 0.05),
+    uneven=st.floats(0, 0.2),
+    reduction=st.floats(0, 0.05),
+    rounds=st.integers(1, 4),
+    script=st.booleans(),
+)
+def test_no_load_makes_seconds_negative_or_turns_intervals_around(foreign: float, script: bool, **parts: Any) -> None:
+    """Other processes take up to three times the cores, as a meter that errs may say."""
+    cores, size = 2.0, 4 * 10**6
+    gradients = Gradients(size=size, buckets=8, latency=3e-4, per_byte=1e-9)
+    evidence = replace(planted(cores=cores, foreign=foreign * cores, gradients=gradients, **parts), script=script)
+    if script:  # a launch gives the seconds of the backward as well
+        longer = {"all": 0.012 + parts["reduction"]}
+        evidence = replace(evidence, blocks=tuple(replace(b, backward=(longer.get(b.arm, 0.012),) * 2) for b in evidence.blocks))
+    gap = gap_of(evidence)
+    for each in (gap, gap_of(evidence, "global_batch"), predict_gap(evidence, 8), gap.without([part.cause for part in gap.parts[:1]])):
+        for ends in (each.linear, each.step):
+            assert 0 < ends.low <= ends.mid <= ends.high < math.inf
+        assert all(part.seconds.low <= part.seconds.mid <= part.seconds.high for part in each.parts)
+    for remedy in remedies_for_gap(evidence, gap, None):
+        assert 0 < remedy.low <= remedy.speedup <= remedy.high
+    for row in WhyNotLinear(evidence=evidence).worth([1, 2, 4, 8]).rows:
+        assert "-" not in str(row[2])

@@ -135,7 +135,7 @@ class Gap(JsonDataclass):
         mid = self.step.mid - math.fsum(part.mid for part in gone)
         down = math.hypot(self.step.mid - self.step.low, *(part.high - part.mid for part in gone))
         up = math.hypot(self.step.high - self.step.mid, *(part.mid - part.low for part in gone))
-        step = Interval(low=max(mid / 2, mid - down), mid=mid, high=mid + up)
+        step = Interval(low=min(mid, max(mid / 2, mid - down)), mid=mid, high=mid + up)
         parts = tuple(part for part in self.parts if part.cause not in causes)
         return dataclasses.replace(self, step=step, parts=parts, predicted=True)
 
@@ -174,7 +174,7 @@ def gap_of(evidence: GapEvidence, same: str = "micro_batch") -> Gap:
         picks = chance.choices(range(rounds), k=rounds)
         for name, value in _parts(evidence, figures.seconds(picks), same).items():
             drawn[name].append(value)
-    intervals = {name: _interval(value, drawn[name], middle["step"]) for name, value in middle.items()}
+    intervals = {name: _interval(name, value, drawn[name], middle["step"]) for name, value in middle.items()}
     if evidence.script:
         intervals = {name: _of_launches(evidence, name, value, middle["step"]) for name, value in intervals.items()}
     intervals |= {name: _at_least_own(evidence, intervals[name]) for name in REDUCTION if name in intervals}
@@ -214,12 +214,20 @@ def _of_launches(e: GapEvidence, name: str, value: Interval, step: float) -> Int
     launches = ONE_ROUND * step if name not in ENDS else ONE_ROUND / math.sqrt(2) * value.mid
     load = e.foreign / e.cores * step if e.cores else 0.0
     down, up = (math.hypot(launches, CHUNK_ERROR * half, load) for half in (value.mid - value.low, value.high - value.mid))
-    return Interval(low=value.mid - down, mid=value.mid, high=value.mid + up)
+    return _around(name, value.mid, down, up)
 
 
-def _interval(mid: float, drawn: list[float], step: float) -> Interval:
+def _around(name: str, mid: float, down: float, up: float) -> Interval:
+    """The interval of a figure, by its errors in seconds. A step takes more than 0 s, so its lower end is the figure divided by
+    1 + down / mid, which a large error does not make negative.
+    """
+    low = mid / (1 + down / mid) if name in ENDS and mid > 0 else mid - down
+    return Interval(low=low, mid=mid, high=mid + up)
+
+
+def _interval(name: str, mid: float, drawn: list[float], step: float) -> Interval:
     if not drawn:
-        return Interval(low=mid - ONE_ROUND * step, mid=mid, high=mid + ONE_ROUND * step)
+        return _around(name, mid, ONE_ROUND * step, ONE_ROUND * step)
     ordered = sorted(drawn)
     edge = round((1 - LEVEL) / 2 * (len(ordered) - 1))
     return Interval(low=min(ordered[edge], mid), mid=mid, high=max(ordered[-1 - edge], mid))

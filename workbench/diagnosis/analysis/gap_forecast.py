@@ -81,7 +81,8 @@ def _from_several(e: GapEvidence, ranks: int, same: str, link: Gradients | None)
     volume = (1 - 1 / ranks) / (1 - 1 / e.world_size)
     if "many reductions" in grown:
         now = grown["many reductions"]
-        grown["many reductions"] = Interval(low=max(0.0, now.low) * tree, mid=now.mid * math.sqrt(ring * tree), high=now.high * ring)
+        mid = now.mid * math.sqrt(ring * tree)
+        grown["many reductions"] = Interval(low=min(mid, max(0.0, now.low) * tree), mid=mid, high=max(mid, now.high * ring))
     if "large gradients" in grown:
         grown["large gradients"] = grown["large gradients"].of(lambda seconds: seconds * volume)
     if waits := grown.get("waits and reduction"):
@@ -134,7 +135,7 @@ def _gap(linear: Interval, parts: dict[str, Interval], same: str) -> Gap:
     mids = linear.mid + math.fsum(part.mid for part in parts.values())
     down = math.sqrt(math.fsum((part.mid - part.low) ** 2 for part in parts.values()))
     up = math.sqrt(math.fsum((part.high - part.mid) ** 2 for part in parts.values()))
-    step = Interval(low=max(linear.mid / 2, mids - down), mid=mids, high=mids + up)
+    step = Interval(low=min(mids, max(linear.mid / 2, mids - down)), mid=mids, high=mids + up)
     order = [cause for cause in (*CAUSES, UNEXPLAINED) if cause in parts]
     return Gap(
         linear=linear,

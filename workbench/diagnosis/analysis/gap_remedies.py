@@ -195,9 +195,10 @@ def _accumulate(e: GapEvidence, gap: Gap, spec: RunSpec | None) -> Iterator[Reme
     spread = MORE * chance_of_sums(e, MORE) if chance.mid > 0 else 0.0
 
     def speedup(seconds: tuple[float, float]) -> float:
-        reduction, waits = seconds
+        most = min(1.0, gap.step.mid / sum(seconds)) if any(seconds) else 1.0  # ends of wide intervals may exceed the whole step
+        reduction, waits = (most * each for each in seconds)
         longer = MORE * (gap.step.mid - reduction - waits) + reduction + min(spread, MORE * waits)
-        return MORE * gap.step.mid / longer
+        return MORE * gap.step.mid / longer if longer > 0 else math.inf
 
     def ends(end: str) -> tuple[float, float]:
         return max(0.0, sum(getattr(gap[cause], end) for cause in causes[:2])), max(0.0, getattr(chance, end))
@@ -209,8 +210,8 @@ def _accumulate(e: GapEvidence, gap: Gap, spec: RunSpec | None) -> Iterator[Reme
         change={"accumulation": MORE * now} if spec else {},
         what=f"Reduce gradients once per {MORE * now} micro-batches: accumulation with no_sync() in between.",
         speedup=mid,
-        low=1 + 0.8 * (low - 1),
-        high=1 + 1.25 * (high - 1),
+        low=min(mid, 1 + 0.8 * (low - 1)),
+        high=max(mid, 1 + 1.25 * (high - 1)),
         formula=f"one reduction and one wait for the slowest rank per {MORE} times as many samples; what the optimizer saves comes on top",
         costs=f"a global batch {MORE} times as large: learning rate and schedule have to follow",
         scope="cause" if gap.cause in causes else "part",
