@@ -122,11 +122,19 @@ def record(plan: "Plan", *, watch: Watch | None = None) -> tuple[MemoryLog, int]
     Raises:
         ValueError: it cannot run without values; the message says where and what to try.
     """
+    if plan.spec.compile == "none":
+        return _recorded(plan, watch)
+    from workbench.memory.estimate.building import COMPILED
+
+    log, rank = _recorded_compiled(plan, watch)
+    log.notes = [note for note in log.notes if note != COMPILED]
+    return log, rank
+
+
+def _recorded_compiled(plan: "Plan", watch: Watch | None) -> tuple[MemoryLog, int]:
     from workbench.memory.estimate.compiled import NOT_COMPILED, left_out
 
     knob, eager = plan.spec.compile, dataclasses.replace(plan, spec=plan.spec.replace(compile="none"))
-    if knob == "none":
-        return _recorded(plan, watch)
     why = "the operators of the eager step are counted" if watch else left_out(knob, plan.device)
     if not why:
         try:

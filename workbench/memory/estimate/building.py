@@ -118,10 +118,11 @@ _FILLS = (
 """Operators that give a new weight its values."""
 
 
-_COMPILED = (
+COMPILED = (
     "torch.compile is left out: estimated is the module as it was before (model._orig_mod). A compiled step may take less, since it keeps "
     'fewer activations, or more: compile="model" estimates that for device="cpu", and wb.measure_memory measures it'
 )
+"""Note on a model that torch.compile compiled, where the knob `compile` is "none"."""
 _NOTES: weakref.WeakKeyDictionary[nn.Module, list[str]] = weakref.WeakKeyDictionary()
 """Model that was built or copied → notes on what was left out."""
 
@@ -222,7 +223,7 @@ def _compiling_nothing() -> Iterator[list[str]]:
     left_out: list[str] = []
 
     def same(model: Any = None, **options: Any) -> Any:
-        left_out.append(_COMPILED)
+        left_out.append(COMPILED)
         return model if model is not None else lambda function: function
 
     with replaced(torch, "compile", same):
@@ -247,7 +248,7 @@ def _eager(model: nn.Module) -> tuple[nn.Module, list[str]]:
     if isinstance(wrapped, nn.Module):
         model = wrapped
     if isinstance(wrapped, nn.Module) or any(map(_is_compiled, model.modules())):
-        notes.append(_COMPILED)
+        notes.append(COMPILED)
     for name, module in model.named_modules():
         what = f"the module {name!r}" if name else "the model"
         if isinstance(module, torch.jit.ScriptModule):
