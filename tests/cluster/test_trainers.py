@@ -250,14 +250,46 @@ def test_what_is_refused(changes: dict[str, Any], words: str) -> None:
 
 def test_measured_steps_that_are_refused() -> None:
     found = plans(trainer="nanotron", top=1).best
-    with pytest.raises(PlanError, match=r"measured=0: seconds of a step of more than 0"):
-        plans(measured=(found, 0))
+    for given in (0, math.nan, math.inf):
+        with pytest.raises(PlanError, match=f"measured={given}: seconds of a step above 0 are allowed, such as 1.7$"):
+            plans(measured=(found, given))
     with pytest.raises(PlanError, match=r"measured= and efficiency=0.4: the measured step says how fast kernels are"):
         plans(measured=(found, 1.0), efficiency=0.4)
-    with pytest.raises(PlanError, match=r"of a plan on DGX-H100 in amp_bf16; expected one of this model on DGX-A100"):
+    with pytest.raises(PlanError, match=r"on DGX-H100 in amp_bf16; expected one of .* on DGX-A100 in amp_bf16$"):
         plans(measured=(found, 1.0), cluster="DGX-A100")
     with pytest.raises(PlanError, match=r"nanotron has 4 versions that may take 1.0 s: try measured=\(plan, 1.0\)"):
         found.implied_efficiency(1.0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model": LARGE}, "a plan of transformer of 24 × 2,048.* 8.67 TFLOP per sample.*; expected one of transformer of 80 × 8,192"),
+        ({"model": dataclasses.replace(GPT, layers=23)}, "a plan of transformer of 24 × .*; expected one of transformer of 23 × "),
+        ({"sequence": 2048}, "1,024 tokens.*; expected one of .*2,048 tokens"),
+        ({"precision": "fp32"}, "on DGX-H100 in amp_bf16; expected one of .* in fp32$"),
+    ],
+)
+def test_a_measured_step_is_of_a_plan_of_this_model(changes: dict[str, Any], words: str) -> None:
+    found = plans(top=1).best
+    with pytest.raises(PlanError, match=words):
+        plans(**changes, measured=(found, found.seconds.mid))
+
+
+def test_a_measured_step_is_of_a_plan_that_the_trainer_can_have() -> None:
+    shared = plans(sharing="fsdp", tensor=1, pipeline=1, top=1).best
+    interleaved = next(plan for plan in plans(model=LARGE, gpus=64, chunks=None, top=40) if plan.chunks > 1)
+    for plan, model, words in (
+        (shared, GPT, "nanotron has no fsdp; expected a plan with ddp or zero1"),
+        (interleaved, LARGE, "pipelines of nanotron are not interleaved; expected a plan with chunks=1"),
+    ):
+        step: dict[str, Any] = {"model": model, "gpus": plan.gpus, "measured": (plan, plan.seconds.mid)}
+        assert plans(**step, trainer="megatron").best.seconds.mid > 0
+        with pytest.raises(PlanError, match=words):
+            plans(**step, trainer="nanotron")
+    scores = plans(fused_attention=False, checkpointing="selective", top=1).best
+    with pytest.raises(PlanError, match="its checkpointing='selective' is not planned here, only none, full"):
+        plans(measured=(scores, scores.seconds.mid))
 
 
 def test_the_command_line_names_the_trainer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,6 +5,7 @@ numbers), `memory` and `timing` (what each takes), `search` (filter, time, selec
 peaks from which all intervals come).
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,8 +17,9 @@ from workbench.cluster.analysis.plan.layouts import SHARINGS, gpu_counts
 from workbench.cluster.analysis.plan.plans import Plan, Plans, Power, checked_energy_inputs
 from workbench.cluster.analysis.plan.ranges import EFFICIENCY, HELD, PlanError, link_share, peak_of, share_interval
 from workbench.cluster.analysis.plan.search import PlanSearch
-from workbench.cluster.analysis.plan.workload import Workload, trainer_named, versions_of, workload_of_transformer
+from workbench.cluster.analysis.plan.workload import Trainer, Workload, trainer_named, versions_of, workload_of_transformer
 from workbench.cluster.analysis.transformer import Transformer
+from workbench.core import units
 from workbench.core.checks import real_number, whole_number
 from workbench.core.progress import predicts
 from workbench.core.synonyms import accept_synonyms
@@ -30,6 +32,8 @@ MAX_GPUS = 65_536
 """Most GPUs of a plan whose number of GPUs is left open."""
 GRADIENT_BYTES = (2, 4)
 """Bytes of a gradient while gradients are summed."""
+SAME = 0.01
+"""Part by which FLOPs per sample of one model, counted twice, may differ."""
 
 
 @accept_synonyms
@@ -193,20 +197,34 @@ def plan(
         trainer=trained_by,
     )
     if measured is not None:
-        search = search.calibrated(*_measured(measured, efficiency, where, workload))
+        search = search.calibrated(*_measured(measured, efficiency, where, workload, trained_by))
     return search.plans(sizes, sharings)
 
 
-def _measured(value: Any, efficiency: Any, where: Cluster, workload: Workload) -> tuple[Plan, float]:
-    """Check the plan and the seconds of a measured step."""
+def _measured(value: Any, efficiency: Any, where: Cluster, workload: Workload, trainer: Trainer | None) -> tuple[Plan, float]:
+    """Check that the plan of a measured step is one of this model, cluster and trainer, and its seconds."""
     plan, seconds = value if isinstance(value, tuple) and len(value) == 2 else (None, None)
     if not isinstance(plan, Plan):
         raise PlanError(f"measured={value!r:.80}: expected (plan, seconds), such as (plans.best, 1.7)")
     if efficiency is not None:
         raise PlanError(f"measured= and efficiency={efficiency!r:.60}: the measured step says how fast kernels are; leave out one of them")
-    if plan.node != where.name or plan.checkpointing not in workload.computed or plan.precision != workload.precision:
-        raise PlanError(f"measured={plan!r}: of a plan on {plan.node} in {plan.precision}; expected one of this model on {where.name}")
-    return plan, real_number("measured", seconds, above=0, what="seconds of a step of more than 0", error=PlanError)
+    of = f"measured={plan!r}"
+    if plan.node != where.name or plan.precision != workload.precision or not math.isclose(plan.flops, workload.flops, rel_tol=SAME):
+        given, expected = (
+            f"{name}, {units.count(flops, 'FLOP')} per sample, on {node} in {precision}"
+            for name, flops, node, precision in (
+                (plan.model, plan.flops, plan.node, plan.precision),
+                (workload.name, workload.flops, where.name, workload.precision),
+            )
+        )
+        raise PlanError(f"{of}: a plan of {given}; expected one of {expected}")
+    if plan.checkpointing not in workload.computed:
+        raise PlanError(f"{of}: its checkpointing={plan.checkpointing!r} is not planned here, only {', '.join(workload.computed)}")
+    if trainer and plan.data > 1 and plan.sharing not in trainer.sharings:
+        raise PlanError(f"{of}: {trainer.name} has no {plan.sharing}; expected a plan with {' or '.join(trainer.sharings)}")
+    if trainer and plan.chunks > 1 and not trainer.interleaves:
+        raise PlanError(f"{of}: pipelines of {trainer.name} are not interleaved; expected a plan with chunks=1")
+    return plan, real_number("measured", seconds, above=0, what="seconds of a step", also=", such as 1.7", error=PlanError)
 
 
 def _restricted(workload: Workload, tensor: int | None, pipeline: int | None, chunks: int | None, checkpointing: Any) -> Workload:

@@ -165,6 +165,10 @@ class Plan(display.Shown):
     """Name of each GPU."""
     efficiency: float
     """Share of the GPU's peak behind the middle."""
+    model: str = ""
+    """What is trained."""
+    flops: float = 0.0
+    """FLOPs of the model per sample, forward and backward, without recomputation."""
     trainer: str = ""
     """Name of the training program that was given."""
     versions: int = 1

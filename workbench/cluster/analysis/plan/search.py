@@ -233,6 +233,8 @@ class PlanSearch:
             gpus_per_node=self.cluster.gpus_per_node,
             device=self.cluster.device.name,
             efficiency=self.efficiency.mid,
+            model=self.workload.name,
+            flops=self.workload.flops,
             trainer=self.trainer.name if self.trainer else "",
             versions=len(self.versions),
         )
