@@ -2,6 +2,8 @@
 
 import os
 import random
+import resource
+import shutil
 import subprocess
 import sys
 import uuid
@@ -41,6 +43,56 @@ def test_what_is_closed_after_writing_is_seen_and_logs_are_not(tmp_path: Path) -
         (tmp_path / "best.pt").read_text()
         assert not closed.look()
         assert (closed.last, closed.is_latest) == ("last.pt", False)
+
+
+def test_a_folder_that_is_renamed_has_its_new_name_and_so_have_those_below_it(tmp_path: Path) -> None:
+    with closing(ClosedFiles(tmp_path)) as closed:
+        (tmp_path / "tmp").mkdir()
+        assert not closed.look()
+        (tmp_path / "tmp" / "shards").mkdir()
+        assert not closed.look()
+        (tmp_path / "tmp").rename(tmp_path / "final")
+        (tmp_path / "final" / "model.pt").write_text("one")
+        (tmp_path / "final" / "shards" / "0").write_text("one")
+        assert closed.look() == ["final/model.pt", "final/shards/0"]
+        (tmp_path / "tmp").mkdir()
+        assert not closed.look()
+        (tmp_path / "tmp" / "model.pt").write_text("two")
+        assert closed.look() == ["tmp/model.pt"]
+
+
+def test_a_folder_that_is_gone_when_it_is_looked_into_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def vanish(folder: Path) -> Any:
+        shutil.rmtree(folder)
+        return listed(folder)
+
+    with closing(ClosedFiles(tmp_path)) as closed:
+        listed = Path.iterdir
+        (tmp_path / "tmp").mkdir()
+        monkeypatch.setattr(Path, "iterdir", vanish)
+        assert not closed.look()
+        monkeypatch.undo()
+        (tmp_path / "last.pt").write_text("one")
+        assert closed.look() == ["last.pt"]
+
+
+def test_more_than_1024_files_may_be_open(tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < 1300:
+        pytest.skip(f"at most {hard} files may be open here")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 1300), hard))
+    opened = list[int]()
+    try:
+        while not opened or opened[-1] < 1024:
+            opened.append(os.open(os.devnull, os.O_RDONLY))
+        with closing(ClosedFiles(tmp_path)) as closed:
+            (tmp_path / "last.pt").write_text("one")
+            assert closed.look(0.001) == ["last.pt"]
+            assert not closed.look(0.001)
+    finally:
+        for number in opened:
+            os.close(number)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 @pytest.mark.parametrize("more", [False, True])

@@ -43,6 +43,8 @@ class ClosedFiles:
         self._events = libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
         if self._events < 0:
             raise OSError(ctypes.get_errno(), "inotify_init1: no further watcher of files is allowed")
+        self._poll = select.poll()  # select.select refuses descriptors above 1024
+        self._poll.register(self._events, select.POLLIN)
         self._content, self.last, self.is_latest = dict[str, tuple[int, int]](), "", False
         self._watch(folder)
 
@@ -51,16 +53,19 @@ class ClosedFiles:
         os.close(self._events)
 
     def _watch(self, folder: Path) -> None:
+        """Watch a folder and those below it; one that is watched already, as it was renamed, gets its new name."""
         number = self._add(self._events, os.fsencode(folder), _CLOSED | _MOVED | _CREATED | _DELETED)
-        if number >= 0 and number not in self._folders:
-            self._folders[number] = folder
+        if number < 0:
+            return
+        self._folders[number] = folder
+        with contextlib.suppress(OSError):  # removed or renamed meanwhile
             for path in folder.iterdir():
                 if path.is_dir() and not path.is_symlink():
                     self._watch(path)
 
     def look(self, patience: float = 0.0) -> list[str]:
         """Those that were closed since the last look, in their order; it waits so many seconds for one."""
-        select.select([self._events], [], [], patience)
+        self._poll.poll(1000 * patience)
         names = []
         for number, mask, name in self._read():
             path = self._folders[number] / name
