@@ -15,7 +15,7 @@ from tests.conftest import HandMade
 from tests.forked import Forks
 from workbench.core import run_directory
 from workbench.core.progress import Waiting
-from workbench.runs.launch import prove_layout_resume
+from workbench.runs.launch import prove_layout_resume, prove_resume
 from workbench.runs.launch.new_run import LaunchError
 from workbench.runs.launch.prove_resume import PARTS, Difference, Kill, _prepared, first_difference
 from workbench.runs.launch.resume import archive_attempt
@@ -272,6 +272,17 @@ def printed(spec: wb.RunSpec, steps: range, **changes: Any) -> dict[tuple[int, i
 
 ON_TWO, ON_ONE = (wb.RunSpec(task="task.py:build", nproc_per_node=ranks, micro_batch=8 // ranks) for ranks in (2, 1))
 SPLIT = wb.RunSpec(task="task.py:build", nproc_per_node=2, micro_batch=8, tensor_parallel=2)
+
+
+@pytest.mark.parametrize("layout", [{}, {"resumed": {"nproc_per_node": 2, "micro_batch": 4}}], ids=["as it was", "another layout"])
+@pytest.mark.usefixtures("here")
+def test_a_proof_that_is_interrupted_says_so(layout: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(prove_resume, "start", interrupt)
+    with pytest.raises(KeyboardInterrupt, match=r"^prove_resume was stopped by Ctrl-C before it knew anything"):
+        wb.prove_resume(spec(micro_batch=8), steps=12, kills=1, **layout)
 
 
 @pytest.mark.parametrize("other", [ON_ONE, SPLIT, wb.RunSpec(task="task.py:build", nproc_per_node=4, micro_batch=2, parallel="fsdp")])

@@ -131,6 +131,10 @@ class Started:
     def error(self) -> Any:
         return SimpleNamespace(message=f"it exited with {self.process.poll()}") if self.state == "failed" else None
 
+    def stop(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
     def wait(self, *, check: bool = False) -> "Started":
         assert not self.process.wait() or not check
         return self
@@ -369,6 +373,33 @@ def test_a_rank_that_is_stopped_goes_on_where_its_kill_is_interrupted(tmp_path: 
     process.wait()
     monkeypatch.setattr(os, "kill", lambda *_: None)  # it ends between the signal and the look
     assert ranks.kill(process.pid, 0, only_saving=False) is None
+
+
+@pytest.mark.parametrize("why", [KeyboardInterrupt(), OSError("no folder")], ids=["Ctrl-C", "an error"])
+@pytest.mark.parametrize("name", ["undisturbed", "interrupted"])
+def test_what_ends_a_proof_ends_its_launch_and_says_what_there_is(
+    plain: str, why: BaseException, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launched, follow = list[Started](), prove_script_resume.watch
+
+    def launch(*args: Any, **given: Any) -> Started:
+        launched.append(Started(*args, **given))
+        return launched[-1]
+
+    def watch(run: Any, out: Path, *args: Any, **given: Any) -> Any:
+        if out.name == name:
+            raise why
+        return follow(run, out, *args, **given)
+
+    monkeypatch.setattr(prove_script_resume, "launch", launch)
+    monkeypatch.setattr(prove_script_resume, "watch", watch)
+    with pytest.raises(type(why)) as raised:
+        prove(plain, ["{out}", "exact"])
+    assert [run.process.poll() for run in launched] == [0] * (len(launched) - 1) + [-9]
+    if isinstance(why, KeyboardInterrupt):
+        words = str(raised.value)
+        assert words.startswith("prove_resume was stopped by Ctrl-C before it knew anything; all processes it started have ended\n")
+        assert words.endswith(f"to delete it: rm -r {launched[-1].path}")
 
 
 def test_a_log_is_no_save(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """Kills a script as if while it wrote a file: cuts the file that it has written last, before it has done anything else, and kills it.
 
-For saves that are too short to be met, and for those of child processes: what a kill in the middle of such a write leaves is a first part
+For saves that are too short to be caught, and those of child processes: what a kill in the middle of such a write leaves is a first part
 of the file, and what the folder held besides. Linux tells which file of a folder was closed after writing (inotify), by whichever process.
 Ranks that are held (`workbench.programs.script`) stop before they rename something in the folder, so that a file that is renamed at once
 can be cut, too.

@@ -56,7 +56,7 @@ class Due:
     steps: int = 0
     saves: int = 0
     logs: frozenset[str] = frozenset()  # files that are no saves
-    cut: bool = False  # saves are too short to be met: the file that was closed last is cut
+    cut: bool = False  # saves are too short to be caught: the file that was closed last is cut
 
 
 @dataclass(slots=True)

@@ -1,5 +1,6 @@
 """prove_resume: does a training that is killed and resumed end bit for bit as one that was not? same_twice: is it repeatable at all?"""
 
+import contextlib
 import math
 import os
 import random
@@ -13,7 +14,7 @@ from workbench.core import run_directory, units
 from workbench.core.checks import whole_number
 from workbench.core.codec import JsonDataclass
 from workbench.core.display import table as display
-from workbench.core.progress import Waiting
+from workbench.core.progress import Waiting, say_what_was_interrupted
 from workbench.core.synonyms import accept_synonyms
 from workbench.core.units import several
 from workbench.runs.entrypoints import spec_entrypoint
@@ -242,9 +243,12 @@ def prove_resume(
         return _prove(spec, planned, timeout, runs_dir, line)
 
 
-def _waiting(kills: int, timeout: float | None, what: str) -> Waiting:
+@contextlib.contextmanager
+def _waiting(kills: int, timeout: float | None, what: str) -> Iterator[Waiting]:
     limit = "" if timeout is None else f"; each launch may take {units.seconds(timeout)}"
-    return Waiting("prove_resume", None, begin=f"an undisturbed {what}, then one that is killed {several(kills, 'time')}{limit}")
+    begin = f"an undisturbed {what}, then one that is killed {several(kills, 'time')}{limit}"
+    with say_what_was_interrupted("prove_resume"), Waiting("prove_resume", None, begin=begin) as line:
+        yield line
 
 
 def _ended(run: Run, now: str, timeout: float | None, line: Waiting) -> Run:

@@ -16,6 +16,7 @@ from workbench.core import late
 from workbench.core.checks import nearest
 from workbench.core.codec import JsonDataclass
 from workbench.core.display import table as display
+from workbench.core.progress import left_by
 from workbench.core.units import seconds, several
 from workbench.runs.launch.cut_saves import hold_renames
 from workbench.runs.launch.kill_script import LATEST, Due, Watched, is_log, kill_steps, watch
@@ -222,22 +223,29 @@ def prove_script_resume(
 
     cut = False
 
-    def begin(name: str) -> Run:
+    def follow(name: str, what: str, due: Due, chosen: random.Random | None = None) -> tuple[Run, Watched]:
+        """Launch it and see what it writes, until it has ended or is killed; whatever interrupts that, such as Ctrl-C, stops it."""
         out = folder / name
         out.mkdir(parents=True, exist_ok=True)
         given = [arg.replace(OUT, str(out)) for arg in args]
+
+        def told(writes: int, steps: int) -> object:
+            return say(f"{what}: {_so_far(writes, steps, '' if (out / result).exists() else result)}")
+
         name = f"{Path(script).stem}-{name}"
         run = launch(script, args=given, timeout=timeout, runs_dir=folder, name=name, **{"watch": True} | launched)
-        if cut:
-            hold_renames(run, out)
-        return run
-
-    def told(what: str, name: str) -> Callable[[int, int], object]:
-        return lambda writes, steps: say(f"{what}: {_so_far(writes, steps, '' if (folder / name / result).exists() else result)}")
+        try:
+            if cut:
+                hold_renames(run, out)
+            return run, watch(run, out, due, chosen, say=told)
+        except BaseException as why:
+            run.stop()
+            if isinstance(why, KeyboardInterrupt):
+                why.add_note(left_by(run.path))
+            raise
 
     def to_the_end(name: str, what: str) -> tuple[Run, Watched]:
-        run = begin(name)
-        seen = watch(run, folder / name, Due(saves=int(during_save)), say=told(what, name))  # it looks as often as where it kills
+        run, seen = follow(name, what, Due(saves=int(during_save)))  # it looks as often as where it kills
         return ended(run, again=name == "interrupted"), seen
 
     def ended(run: Run, again: bool) -> Run:
@@ -256,7 +264,7 @@ def prove_script_resume(
             "longer, or write checkpoints more often"
         )
     saves, closes = ([step for step in steps if total < 2 or step < LATEST * total] for steps in (watched.saves, watched.closes))
-    cut = during_save and not saves  # they are too short to be met, or a child process writes
+    cut = during_save and not saves  # they are too short to be caught, or a child process writes
     if cut and not closes:
         raise LaunchError(
             f"during_save=True, but {script} was not seen writing a file into {OUT} in the first {LATEST:.0%} of its steps: it writes "
@@ -269,7 +277,7 @@ def prove_script_resume(
         done, steps, writing = [], list[int](), list[str]()
         last: Run | None = None
         while len(done) < kills and left > 1:
-            run, number = begin("interrupted"), f"kill {len(done) + 1} of {kills}"
+            number = f"kill {len(done) + 1} of {kills}"
             if at:
                 looks = sum(max(at[len(done)], sum(steps)) <= step for step in (closes if cut else saves))
                 save = chosen.randint(1, max(1, looks // tried)) if during_save else 0
@@ -279,7 +287,7 @@ def prove_script_resume(
                 least = max(1, left // 3) if len(done) == kills - 1 else 1  # so that there is a whole checkpoint before the last kill
                 due = Due(writes=chosen.randint(least, max(least, left - 2)), saves=int(during_save), logs=watched.logs, cut=cut)
                 what = f"{number} comes once it has written {several(due.writes, 'time')}"
-            seen = watch(run, folder / "interrupted", due, chosen, say=told(what, "interrupted"))
+            run, seen = follow("interrupted", what, due, chosen)
             if seen.killed:
                 done.append(seen.killed)
                 steps.append(run.progress[0])
