@@ -26,6 +26,7 @@ from tests.train.test_named_state import Bomb
 from workbench.__main__ import main
 from workbench.core import run_directory
 from workbench.runs.launch.new_run import LaunchError
+from workbench.runs.task import Task, TaskError
 from workbench.train.checkpoints import Checkpoints
 from workbench.train.dcp import Directory, begin_with
 from workbench.train.models import Gpt
@@ -126,6 +127,8 @@ def test_a_run_begins_with_a_directory(tmp_path: Path, forked_ranks: None) -> No
         wb.launch(spec.replace(checkpoint_every=None), resume=folder, runs_dir=tmp_path / "runs")
     with pytest.raises(LaunchError, match=r"it has momentum_buffer, and adamw needs exp_avg, exp_avg_sq, step.*Nothing was launched"):
         wb.launch(spec.replace(optimizer="adamw"), resume=folder, runs_dir=tmp_path / "runs")
+    with pytest.raises(LaunchError, match=r"it has momentum_buffer, and sgd uses none of them"):
+        wb.launch(spec.replace(optimizer="sgd"), resume=folder, runs_dir=tmp_path / "runs")
     assert len(list((tmp_path / "runs").iterdir())) == 1
 
 
@@ -299,3 +302,82 @@ def test_lists_of_states_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"the state factors of 0.weight is a list or a dict, of which nothing is read here"):
         begin_with(folder, tmp_path, spec_of())
     assert torch.equal(wb.import_weights(toy_tasks.network(), folder).get_parameter("0.weight"), weights["0.weight"])
+
+
+def begun(folder: Path, run_dir: Path, alone: Ranks, task: Task) -> Trainer:
+    """A trainer whose optimizer is the task's own, after it has begun with a directory."""
+    run_dir.mkdir()
+    begin_with(folder, run_dir, spec_of())
+    trainer, checkpoints = Trainer(spec_of(), task, alone), Checkpoints(run_dir, alone, 6)
+    assert checkpoints.resume(trainer, checkpoints.latest()) == 0
+    return trainer
+
+
+@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "module._orig_mod."])
+@pytest.mark.parametrize("rest", [{"param_groups": [{"lr": 0.1}]}, {}])
+def test_names_with_the_prefix_of_a_wrapper(alone: Ranks, tmp_path: Path, prefix: str, rest: dict[str, Any]) -> None:
+    """Such as DDP's, which a script has left in the names of the optimizer's states and not in those of the weights."""
+    model, optimizer = script(torch.optim.AdamW)
+    weights, states = states_of(model, optimizer)
+    wrapped = {f"{prefix}{name}": value for name, value in states["state"].items()}
+    folder = saved(tmp_path / "dcp", {"net": weights, "optimizer": {"state": wrapped, **rest}})
+    trainer = begun(folder, tmp_path / "run", alone, toy_tasks.numbers(optimizer="adamw"))
+    for name, weight in trainer.module.named_parameters():
+        assert all(torch.equal(value, states["state"][name][kind]) for kind, value in trainer.optimizer.state[weight].items())
+    wrapped = {name.replace("0.bias", "0.shift"): value for name, value in wrapped.items()}
+    folder = saved(tmp_path / "strange", {"model": weights, "optimizer": {"state": wrapped, **rest}})
+    with pytest.raises(ValueError, match=r"its optimizer has states of \S*0.weight, which is no name in its model, such as"):
+        begin_with(folder, tmp_path, spec_of())
+
+
+def test_states_that_do_not_fit_the_optimizer_of_the_task(alone: Ranks, tmp_path: Path) -> None:
+    adam, sgd = toy_tasks.numbers(optimizer=lambda parameters: torch.optim.AdamW(parameters, fused=True)), toy_tasks.numbers()
+    model, optimizer = script(lr=0.1, momentum=0.9)
+    weights, states = states_of(model, optimizer)
+    folder = saved(tmp_path / "sgd", {"model": weights, "optimizer": states})
+    with pytest.raises(
+        TaskError, match=r"sgd: it is of another optimizer: it has momentum_buffer, and AdamW needs exp_avg, exp_avg_sq, step"
+    ):
+        begun(folder, tmp_path / "1", alone, adam)
+    weights, states = states_of(*script(torch.optim.AdamW))
+    folder = saved(tmp_path / "adam", {"model": weights, "optimizer": states})
+    with pytest.raises(TaskError, match=r"it has exp_avg, exp_avg_sq, step, and SGD uses none of them. To take the weights alone"):
+        begun(folder, tmp_path / "2", alone, sgd)
+    some = {name: value for name, value in states["state"].items() if name != "2.bias"}
+    part = saved(tmp_path / "part", {"model": weights, "optimizer": {**states, "state": some}})
+    with pytest.raises(TaskError, match=r"it has no states of 2.bias, and has those of other parameters. To take the weights alone"):
+        begun(part, tmp_path / "3", alone, adam)
+
+    def frozen() -> nn.Module:
+        model = toy_tasks.network()
+        model.get_parameter("2.bias").requires_grad_(False)
+        return model
+
+    begun(part, tmp_path / "4", alone, toy_tasks.numbers(model=frozen, optimizer="adamw"))
+    wrong = {**states["state"], "0.bias": {**states["state"]["0.bias"], "exp_avg": torch.zeros(7)}}
+    folder = saved(tmp_path / "wrong", {"model": weights, "optimizer": {**states, "state": wrong}})
+    with pytest.raises(TaskError, match=r"its exp_avg of 0.bias has the shape \(7,\), the parameter has \(8,\)"):
+        begun(folder, tmp_path / "5", alone, adam)
+
+
+def test_weights_of_another_shape(alone: Ranks, tmp_path: Path) -> None:
+    folder = saved(tmp_path / "dcp", {"model": nn.Sequential(nn.Linear(4, 9), nn.Tanh(), nn.Linear(9, 2)).state_dict()})
+    with pytest.raises(TaskError, match=r"it is of another model: its 0.weight has the shape \(9, 4\), this model's has \(8, 4\)") as error:
+        begun(folder, tmp_path / "run", alone, toy_tasks.numbers())
+    assert str(folder) in str(error.value)
+    assert "damaged" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["adam", "adafactor", "muon", "lars", "lamb", "rmsprop", "sgd(momentum=0.9)", "sgd", "adagrad"])
+def test_states_of_any_optimizer_go_out_and_in(alone: Ranks, tmp_path: Path, name: str) -> None:
+    task = toy_tasks.numbers(optimizer=name)
+    trainer = Trainer(spec_of(), task, alone)
+    trainer.step([next(trainer.batches())])
+    Checkpoints(tmp_path, alone, 6).write(6, trainer)
+    again = begun(wb.export_weights(tmp_path, tmp_path / "out", format="dcp"), tmp_path / "run", alone, task)
+    before, after = (each.optimizer.state_dict()["state"] for each in (trainer, again))
+    assert before.keys() == after.keys()
+    for number, values in before.items():
+        assert all(
+            value is None or torch.equal(torch.as_tensor(value), torch.as_tensor(after[number][kind])) for kind, value in values.items()
+        )

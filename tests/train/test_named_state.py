@@ -171,7 +171,7 @@ def wider(folder: Path) -> None:
         (torch_index, "step00000018.rank0.pt is missing", "partial"),
         (shorter, "it is of another model: its", "foreign"),
         (unnamed, "its parts have no names", "foreign"),
-        (no_list, "no list", "foreign"),
+        (no_list, "not a list of them", "foreign"),
         (wider, "this one has no more", "foreign"),
     ],
 )

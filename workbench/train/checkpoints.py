@@ -77,9 +77,8 @@ class Checkpoints:
                 return None
             path = self._folder / name
             state = state or self.read(path)
-            if not state.get("shards"):
-                return path, state
-            bad = [json.loads(text) for text in self._share(json.dumps(self._damage(path, state))) if text != "null"]
+            answers = self._share(json.dumps(self._damage(path, state))) if state.get("shards") else []
+            bad = [json.loads(text) for text in answers if text != "null"]
             if not bad:
                 return path, state
             self._passed_over[path] = UnusableCheckpointError(*bad[0])
@@ -159,7 +158,7 @@ class Checkpoints:
         One of another model is passed over. What this rank has written of later steps is removed, for they are taken again.
 
         Raises:
-            DamagedRunError: none fits the model. Nothing was changed.
+            DamagedRunError, TaskError: none fits the model, the latter of one that was imported. Nothing was changed.
         """
         source = None
         while checkpoint:
@@ -173,6 +172,7 @@ class Checkpoints:
                 why = next((UnusableCheckpointError(*answer) for answer in answers if answer), None)
             if not why:
                 break
+            named_state.refuse_import(checkpoint[1], why)
             self._passed_over[checkpoint[0]] = why
             checkpoint = self.latest()  # raises if there is no other
         if not checkpoint:

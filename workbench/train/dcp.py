@@ -37,7 +37,7 @@ from workbench.runs.export import DCP_INDEX
 from workbench.runs.spec import IMPLEMENTATIONS, RunSpec
 from workbench.train import checkpoint_file
 from workbench.train.checkpoint_file import UnusableCheckpointError
-from workbench.train.named_state import Key, Source, has_own_parameters
+from workbench.train.named_state import WEIGHTS_ALONE, Key, Source, has_own_parameters, other_kinds
 from workbench.train.optimizers import build_optimizer
 
 _CLASSES = frozenset(
@@ -60,6 +60,10 @@ _DAMAGE = (
     *(OverflowError, MemoryError, RecursionError),
 )
 """What reading a damaged index raises; MemoryError, too, since a damaged size can ask for any amount."""
+_PREFIXES = ("", "module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module.")
+"""What DDP and torch.compile put before the names of parameters."""
+_OPTIMIZERS = ("optimizer", "optim", "opt")
+"""Names under which scripts keep the optimizer's state_dict."""
 _USUAL = ("model", "module", "state_dict")
 """Names under which scripts keep the model's state_dict."""
 
@@ -100,9 +104,6 @@ def _groups(groups: Collection[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return merged
 
 
-_WEIGHTS_ALONE = "To take the weights alone: wb.import_weights in the task's model()"
-
-
 class Directory:
     """What a directory of DCP holds, as its index says.
 
@@ -127,6 +128,7 @@ class Directory:
                 self._check_files()
                 head, self.states, self.nested = self._states()
                 self.weights = self._model(head)
+                self._remove_prefix()
             except _DAMAGE as error:
                 if isinstance(error, UnusableCheckpointError):
                     raise
@@ -135,11 +137,17 @@ class Directory:
     def _states(self) -> tuple[tuple[str, ...] | None, dict[tuple[str, str], str], list[tuple[str, str]]]:
         """Where the optimizer is, if there is any, the keys of its states, and those of them that are lists or dicts.
 
-        It is where options of groups are, numbers and texts: a module may be called param_groups as well, but has tensors.
+        It is where options of groups are, numbers and texts: a module may be called param_groups as well, but has tensors. Without them,
+        its name tells.
         """
         entries = self._index.state_dict_metadata
-        plain = [self._path(key) for key, entry in entries.items() if not isinstance(entry, TensorStorageMetadata)]
-        heads = {path[:at] for path in map(tuple, plain) for at, part in enumerate(path) if f"{part}.".startswith("param_groups.")}
+        heads = set[tuple[str, ...]]()
+        for key, entry in entries.items():
+            path = self._path(key)
+            for at, part in enumerate(path):
+                option = f"{part}.".startswith("param_groups.") and not isinstance(entry, TensorStorageMetadata)
+                if option or (f"{part}.".startswith("state.") and at and path[at - 1] in _OPTIMIZERS):
+                    heads.add(tuple(path[:at]))
         if len(heads) > 1:
             found = ", ".join(sorted(".".join(head) for head in heads))
             raise UnusableCheckpointError(f"it has several optimizers: {found}", "foreign")
@@ -172,13 +180,18 @@ class Directory:
             if isinstance(entry, TensorStorageMetadata) and (optimizer is None or not _is_of_optimizer(path, optimizer)):
                 sections.setdefault(tuple(section), {})[name] = key
         optimized = {name for name, _ in self.states}
-        candidates = [section for section, names in sections.items() if names.keys() >= optimized]
+        candidates = [section for section, names in sections.items() if _prefix(optimized, names) is not None]
         if len(candidates) != 1:
             candidates = [section for section in candidates or sections if section and section[-1] in _USUAL]
         if len(candidates) == 1:
             return sections[candidates[0]]
         found = ", ".join(repr(".".join(section)) for section in sections) or "none"
         raise UnusableCheckpointError(f"which of its entries is the model? It has tensors in {found}; save it as 'model'", "foreign")
+
+    def _remove_prefix(self) -> None:
+        """Give states the names that the weights have, if a wrapper was around the model where those were taken."""
+        length = len(_prefix({name for name, _ in self.states}, self.weights) or "")
+        self.states = {(name[length:], kind): key for (name, kind), key in self.states.items()}
 
     def _check_files(self) -> None:
         """Compare the index with the files.
@@ -259,6 +272,13 @@ class Directory:
                 raise why from None
             raise UnusableCheckpointError(f"torch cannot read it: {why!s:.200}") from error
         return values
+
+
+def _prefix(optimized: Collection[str], names: Collection[str]) -> str | None:
+    """What wrappers put before the names of a model's parameters; None = they are of another model."""
+    return next(
+        (prefix for prefix in _PREFIXES if all(name.startswith(prefix) and name[len(prefix) :] in names for name in optimized)), None
+    )
 
 
 def _is_of_optimizer(path: Sequence[str], head: tuple[str, ...]) -> bool:
@@ -385,20 +405,30 @@ def begin_with(folder: Path, run_dir: Path, spec: RunSpec) -> None:
     checksum = checkpoint_file.save({"parts": parts, "other": weights}, checkpoints / "step00000000.rank0.pt")
     what = "weights and states of the optimizer" if directory.states else "weights"
     state = {"step": 0, "module": {}, "optimizer": {"groups": [{"names": list(weights)}]}, "scheduler": {}, "scaler": {}}
-    state |= {"origin": f"it took {what} from {folder.absolute()}", "shards": [{**shard, "crc32": checksum}]}
+    state |= {
+        "origin": f"it took {what} from {folder.absolute()}",
+        "imported": str(folder.absolute()),
+        "shards": [{**shard, "crc32": checksum}],
+    }
     checkpoint_file.save(state, checkpoints / "step00000000.pt")
 
 
 def _check_states(directory: Directory, spec: RunSpec) -> None:
     for name, kind in directory.nested:
         raise UnusableCheckpointError(
-            f"the state {kind} of {name} is a list or a dict, of which nothing is read here. {_WEIGHTS_ALONE}", "foreign"
+            f"the state {kind} of {name} is a list or a dict, of which nothing is read here. {WEIGHTS_ALONE}", "foreign"
         )
     strange = [name for name, _ in directory.states if name not in directory.weights]
     if strange and all(name.isdecimal() for name in strange):
         raise UnusableCheckpointError(
             "the states of its optimizer have numbers in the place of names, as optimizer.state_dict() gives them: save what "
             "torch.distributed.checkpoint.state_dict.get_state_dict gives",
+            "foreign",
+        )
+    if strange:
+        raise UnusableCheckpointError(
+            f"its optimizer has states of {strange[0]}, which is no name in its model, such as {next(iter(directory.weights))}. "
+            f"{WEIGHTS_ALONE}",
             "foreign",
         )
     if not directory.states or spec.optimizer in (None, *IMPLEMENTATIONS):
@@ -408,10 +438,5 @@ def _check_states(directory: Directory, spec: RunSpec) -> None:
     probe(torch.ones(1, 2)).sum().backward()
     optimizer.step()
     needed = {kind for states in optimizer.state_dict()["state"].values() for kind, value in states.items() if value is not None}
-    has = {kind for _, kind in directory.states}
-    if missing := sorted(needed - has):
-        raise UnusableCheckpointError(
-            f"it is of another optimizer: it has {', '.join(sorted(has))}, and {spec.optimizer} needs {', '.join(missing)}. "
-            f"{_WEIGHTS_ALONE}",
-            "foreign",
-        )
+    if other := other_kinds({kind for _, kind in directory.states}, needed, spec.optimizer):
+        raise UnusableCheckpointError(other, "foreign")

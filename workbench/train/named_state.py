@@ -6,6 +6,7 @@ rank's parts are in a checkpoint file of the workbench, which is verified and lo
 """
 
 import copy
+import inspect
 import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -21,9 +22,12 @@ from workbench.runs.spec import IMPLEMENTATIONS, RunSpec
 from workbench.runs.task import TaskError
 from workbench.train import checkpoint_file
 from workbench.train.checkpoint_file import UnusableCheckpointError
+from workbench.train.offload import HostOptimizer
 from workbench.train.ranks import Layout, Ranks
 from workbench.train.sharded_tensors import dtensor_spec, from_local_part, is_dtensor, local_part, local_region
 
+WEIGHTS_ALONE = "To take the weights alone: wb.import_weights in the task's model()"
+"""What to do with a checkpoint whose optimizer does not fit."""
 Key = tuple[str, str, str]
 """"module", "optimizer" or "ema"; the parameter; the state of the optimizer, or ""."""
 
@@ -192,6 +196,8 @@ class Source:
         """
         self._path_of, self._opened = path_of, dict[int, dict[str, Any]]()
         self._shards: Sequence[Mapping[str, Any]] = state.get("shards") or ()
+        self.imported = bool(state.get("imported"))
+        """Did another program write it?"""
         self._in_stages = state.get("layout", {}).get("pipeline_parallel", 1) > 1
         self._pieces: dict[Key, list[tuple[int | Tensor, tuple[int, ...], tuple[int, ...]]]] = defaultdict(list)
         self._shapes: dict[Key, tuple[int, ...]] = {}
@@ -363,7 +369,73 @@ def difference(trainer: Training, source: Source) -> str:
         return f"it is of another optimizer, which did not have {missing[0]}"
     if trainer.averages and not source.shapes("ema").keys() >= trainer.averages.keys():
         return f"it has no averaged weights, and ema={trainer.spec.ema} goes on with them; leave ema out"
+    return _other_states(trainer, source) if source.imported and source.states else ""
+
+
+def _other_states(trainer: Training, source: Source) -> str:
+    """In what imported states differ from those that the optimizer has after a step; "" = it can go on with them."""
+    optimizer = local_optimizer(trainer.optimizer)
+    optimizer = optimizer.inner if isinstance(optimizer, HostOptimizer) else optimizer
+    groups = [group for group in local_optimizer(trainer.optimizer).param_groups for _ in group["params"]]
+    known: dict[tuple[int, int], dict[str, bool] | None] = {}
+    for (name, weight), group in zip(_optimized(trainer), groups, strict=True):
+        at = id(group), weight.dim()
+        if at not in known:
+            known[at] = states_after_a_step(optimizer, group, weight.dim())
+        needed = known[at]
+        if needed is None:
+            continue
+        keys: list[Key] = [("optimizer", name, kind) for kind in source.states.get(name, ())]
+        has = {key[2] for key in keys if key not in source.values or source.values[key] is not None}
+        if not has and needed and weight.requires_grad:
+            return f"it has no states of {name}, and has those of other parameters. {WEIGHTS_ALONE}"
+        if other := other_kinds(has, needed, type(optimizer).__name__):
+            return other
+        shape = tuple((dtensor_spec(weight) or weight).shape)
+        for key in keys:
+            if needed.get(key[2]) and key not in source.values and source.shape(key) != shape:
+                return f"it is of another model: its {key[2]} of {name} has the shape {source.shape(key)}, the parameter has {shape}"
     return ""
+
+
+def other_kinds(has: Collection[str], needed: Collection[str], optimizer: str) -> str:
+    """Why states of these kinds are of another optimizer; "" = they are not, or there are none."""
+    text = f"it is of another optimizer: it has {', '.join(sorted(has))}, and {optimizer}"
+    if has and (missing := sorted(set(needed) - set(has))):
+        return f"{text} needs {', '.join(missing)}. {WEIGHTS_ALONE}"
+    return f"{text} uses none of them. {WEIGHTS_ALONE}" if has and not needed else ""
+
+
+def states_after_a_step(optimizer: Optimizer, group: Mapping[str, Any], dims: int) -> dict[str, bool] | None:
+    """The states that an optimizer gives to a parameter of so many dimensions, and whether they have its shape.
+
+    It is found out with a parameter of a few numbers and the options of a group. None = the class cannot be used like this.
+    """
+    parameter = torch.nn.Parameter(torch.ones(*range(2, 2 + dims)))
+    parameter.grad = torch.ones_like(parameter)
+    taken, plain = inspect.signature(type(optimizer)).parameters, dict.fromkeys((*IMPLEMENTATIONS, "capturable"), False)
+    defaults, options = (
+        {name: plain.get(name, value.item() if isinstance(value, Tensor) else value) for name, value in each.items() if name != "params"}
+        for each in (optimizer.defaults, group)
+    )
+    try:
+        probe: Any = type(optimizer)
+        probe = probe([{**options, "params": [parameter]}], **{name: value for name, value in defaults.items() if name in taken})
+        probe.step()
+        states = probe.state_dict()["state"].get(0, {})
+        return {kind: getattr(value, "shape", None) == parameter.shape for kind, value in states.items() if value is not None}
+    except Exception:  # of a class of the task: it may need a closure, other arguments, or its own device
+        return None
+
+
+def refuse_import(state: Mapping[str, Any], why: UnusableCheckpointError) -> None:
+    """Say why a run cannot begin with what was imported: it has no other checkpoint. Does nothing for a checkpoint of a run.
+
+    Raises:
+        TaskError: it was imported.
+    """
+    if folder := state.get("imported"):
+        raise TaskError(f"the run cannot begin with {folder}: {why}. No step was taken") from why
 
 
 @torch.no_grad()
