@@ -17,6 +17,7 @@ from workbench.train.blocks import compile_parts
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Dynamo and Inductor warn, and fail where that is an error
 needs_compiler = pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="torch.compile needs a C++ compiler")
+needs_newer_torch = pytest.mark.skipif(compiled.too_old(), reason=compiled.TOO_OLD)
 
 
 class Layer(nn.Module):
@@ -63,20 +64,30 @@ def fresh() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def measured(model: nn.Module, knob: str) -> wb.MemoryBreakdown:
+def measured(
+    model: nn.Module, knob: str = "none", *, called: Callable[[Tensor], Tensor] | None = None, before: bool = True
+) -> wb.MemoryBreakdown:
+    """Measure a step of a model; `called`: what the step calls in place of it; `before`: a step is taken before the measurement."""
     compile_parts(model, knob)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    call: Any = called or model
 
     def step(batch: Tensor) -> None:
-        loss(model, batch).backward()  # type: ignore[no-untyped-call]
+        loss(call, batch).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         optimizer.zero_grad()
 
-    step(BATCH)  # compiles
+    if before:
+        step(BATCH)  # compiles
     return wb.measure_memory(step, [BATCH] * 3, model=model, optimizer=optimizer)
 
 
+def parts(found: wb.MemoryBreakdown) -> tuple[int, ...]:
+    return found.parameters, found.gradients, found.activations, found.temporaries, found.inputs, found.total
+
+
 @needs_compiler
+@needs_newer_torch
 @pytest.mark.parametrize(("knob", "kind"), [("model", Layer), ("blocks", Breaking)])
 def test_a_compiled_step_takes_what_was_predicted(knob: str, kind: Callable[[], nn.Module]) -> None:
     predicted, eager = estimated(lambda: layered(kind), compile=knob), estimated(lambda: layered(kind))
@@ -88,6 +99,7 @@ def test_a_compiled_step_takes_what_was_predicted(knob: str, kind: Callable[[], 
 
 
 @needs_compiler
+@needs_newer_torch
 def test_a_model_that_torch_compile_wraps_is_measured_as_it_is_compiled() -> None:
     model = layered()
     found, eager = measured(torch.compile(copy.deepcopy(model)), "none"), measured(model, "none")  # type: ignore[arg-type]
@@ -96,6 +108,7 @@ def test_a_model_that_torch_compile_wraps_is_measured_as_it_is_compiled() -> Non
     assert found.activations < 0.9 * eager.activations
 
 
+@needs_newer_torch
 def test_no_kernel_is_compiled_and_nothing_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "/nowhere/g++")
     monkeypatch.setenv("PATH", "")
@@ -116,6 +129,7 @@ def test_no_kernel_is_compiled_and_nothing_is_left_behind(monkeypatch: pytest.Mo
     assert type(own(BATCH)) is Tensor
 
 
+@needs_newer_torch
 def test_of_a_model_that_is_compiled_no_note_says_that_this_is_left_out() -> None:
     """`compile` is in effect; the note is one for a step that is estimated as it was before torch.compile."""
     expected = estimated(compile="model").total
@@ -128,6 +142,7 @@ def test_of_a_model_that_is_compiled_no_note_says_that_this_is_left_out() -> Non
     assert note.startswith('compile="model" is left out'), "one reason, not two"
 
 
+@needs_newer_torch
 def test_where_it_cannot_be_compiled_the_eager_step_is_estimated_and_a_note_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*args: Any, **options: Any) -> None:
         raise RuntimeError("no such function\nin this torch")
@@ -143,12 +158,38 @@ def test_where_it_cannot_be_compiled_the_eager_step_is_estimated_and_a_note_says
         assert any("is left out" in note and why in note for note in found.notes)
 
 
+def test_an_older_torch_is_said_to_be_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._functorch import config
+
+    class Older:
+        def __getattr__(self, name: str) -> Any:
+            if name == "force_non_lazy_backward_lowering":
+                raise AttributeError(name)
+            return getattr(config, name)
+
+    monkeypatch.setattr("torch._functorch.config", Older())
+    found = estimated(compile="model")
+    assert found.total == estimated().total
+    assert [note for note in found.notes if "compile" in note] == [f'compile="model" {compiled.NOT_COMPILED} ({compiled.TOO_OLD})']
+
+
+def test_only_options_that_this_torch_has_are_set() -> None:
+    from torch._functorch import config
+
+    was = config.enable_autograd_cache
+    with compiled._set(config, enable_autograd_cache=not was, no_such_option=True):
+        assert config.enable_autograd_cache is not was
+    assert config.enable_autograd_cache is was
+
+
+@needs_newer_torch
 def test_the_callers_inference_mode_does_not_matter() -> None:
     compiled._warm_up.cache_clear()
     with torch.inference_mode():
         assert not any("compile" in note for note in estimated(compile="blocks").notes)
 
 
+@needs_newer_torch
 def test_nothing_to_compile_is_said() -> None:
     class Disabled(Layer):
         @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -162,6 +203,7 @@ def test_nothing_to_compile_is_said() -> None:
         estimated(lambda: nn.Linear(32, 32), compile="blocks")
 
 
+@needs_newer_torch
 def test_the_largest_micro_batch_is_that_of_the_compiled_step() -> None:
     options: dict[str, Any] = {"batch": BATCH, "loss": loss, "capacity": 8 << 20}
     eager, fused = (wb.max_micro_batch(layered, "cpu", **options, compile=knob) for knob in ("none", "model"))

@@ -8,13 +8,14 @@ kernels are left out, so that no C++ compiler or Triton is needed, and nothing i
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from workbench.memory.estimate.cuda.overrides import replaced
 from workbench.runs.training_knobs import COMPILES, parse_call
@@ -25,12 +26,30 @@ NOT_COMPILED = "is left out, so that the eager step is estimated: a compiled one
 NOTHING = "torch.compile found nothing to compile: the step is the eager one"
 
 
+TOO_OLD = f"torch {torch.__version__} is too old for a dry run of compiled steps: a newer one is needed"
+
+
+def too_old() -> bool:
+    """Does this torch lack what compiles under a dispatch mode, or what plans the backward together with the forward?"""
+    from torch._functorch import config
+
+    return not (hasattr(TorchDispatchMode, "ignore_compile_internals") and hasattr(config, "force_non_lazy_backward_lowering"))
+
+
 def left_out(knob: str, device: str) -> str:
     """Why a dry run cannot compile with this value of the knob `compile` for a device; "" = it can."""
     if device != "cpu":
         return 'what Inductor plans is known for device="cpu" only'
+    if too_old():
+        return TOO_OLD
     backend = parse_call("compile", knob, COMPILES, "blocks")[1]["backend"]
     return "" if backend in DRY else f"the backend {backend!r} cannot run without values"
+
+
+def _set(config: Any, **options: Any) -> AbstractContextManager[Any]:
+    """Inside, these options of a part of the compiler are set, as far as this torch has them."""
+    changes: AbstractContextManager[Any] = config.patch({name: value for name, value in options.items() if hasattr(config, name)})
+    return changes
 
 
 def _graphs() -> int:
@@ -60,9 +79,9 @@ def compiling_on_fakes() -> Iterator[Callable[[], int]]:
     with contextlib.ExitStack() as stack:
         for change in (
             torch.compiler.set_stance("default"),
-            dynamo.patch(automatic_dynamic_shapes=False, assume_static_by_default=True, recompile_limit=1 << 16),
-            functorch.patch(enable_autograd_cache=False, force_non_lazy_backward_lowering=True),
-            inductor.patch(own | {"compile_threads": 1}),
+            _set(dynamo, automatic_dynamic_shapes=False, assume_static_by_default=True, recompile_limit=1 << 16),
+            _set(functorch, enable_autograd_cache=False, force_non_lazy_backward_lowering=True),
+            _set(inductor, **own, compile_threads=1),
             replaced(convert_frame, "input_codes", codes),
             replaced(convert_frame, "_compile", _without_modes(convert_frame._compile)),
             replaced(FakeTensorMode, "ignore_compile_internals", classmethod(lambda cls: True)),
