@@ -182,6 +182,41 @@ def test_only_options_that_this_torch_has_are_set() -> None:
     assert config.enable_autograd_cache is was
 
 
+class Asking(Layer):
+    """The same, in graphs that end where a value is read."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        if x.sum() > 0:
+            x = x * x.mean().item()
+        return super().forward(x)
+
+
+@needs_newer_torch
+def test_a_value_that_is_read_between_graphs_is_answered_as_in_an_eager_step() -> None:
+    found = estimated(Asking, compile="model")
+    assert any("asked for the value of a tensor" in note for note in found.notes)
+    assert not any("is left out" in note for note in found.notes)
+    assert found.total < 0.9 * estimated(Asking).total
+
+
+@needs_newer_torch
+def test_recurrent_layers_are_not_compiled_and_what_is_not_known_of_them_is_said() -> None:
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lstm = nn.LSTM(32, 32)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.lstm(x[None])[0]
+            return out
+
+    found, eager = estimated(Recurrent, compile="model"), estimated(Recurrent)
+    assert found.total == eager.total
+    assert any("oneDNN" in note for note in eager.notes)
+    assert found.notes == (*eager.notes, compiled.NOTHING)
+
+
 @needs_newer_torch
 def test_the_callers_inference_mode_does_not_matter() -> None:
     compiled._warm_up.cache_clear()

@@ -341,6 +341,9 @@ def dry_run(gpu: Gpu | None, *, compiled: bool = False) -> Iterator[DryRun]:
         for change in (fake_tensors(), movable_modules(), foreach_on_fakes(), no_graph_capture()):
             stack.enter_context(change)
         semantics = emulate_cuda(gpu.precision, gpu.capability) if gpu else contextlib.nullcontext()
+        if compiled:  # where a graph ends at `.item()`, Dynamo would go on to compile what answers
+            answering = torch._disable_dynamo(FakeRecorder.__torch_dispatch__)
+            stack.enter_context(replaced(FakeRecorder, "__torch_dispatch__", answering))
         with semantics as met:
             recorder = FakeRecorder(gpu)
             afterwards.callback(recorder.captured.put_back)
