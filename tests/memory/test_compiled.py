@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import workbench as wb
 from workbench.memory.estimate import compiled
+from workbench.memory.measure.module_tracker import UNSEEN
 from workbench.runs.spec import SpecError
 from workbench.train.blocks import compile_parts
 
@@ -106,6 +107,39 @@ def test_a_model_that_torch_compile_wraps_is_measured_as_it_is_compiled() -> Non
     assert found.total == pytest.approx(estimated(compile="model").total, rel=0.01)
     assert found.total < 0.9 * eager.total
     assert found.activations < 0.9 * eager.activations
+
+
+@needs_compiler
+@needs_newer_torch
+@pytest.mark.parametrize("before", [True, False])
+def test_a_step_is_split_alike_whatever_compiled_object_it_calls(before: bool) -> None:
+    expected = parts(measured(layered(), "model"))
+    for compile_call in (torch.compile, lambda model: torch.compile(lambda x: model(x))):
+        torch._dynamo.reset()
+        model = layered()
+        assert parts(measured(model, called=compile_call(model), before=before)) == pytest.approx(expected, rel=0.001)
+
+
+@needs_compiler
+@needs_newer_torch
+def test_the_input_of_a_compiled_loss_is_an_activation() -> None:
+    criterion = torch.compile(lambda y: (F.gelu(y * 2) * F.gelu(y * 3)).sin())
+    model = nn.Linear(32, 128)
+    found = measured(model, called=lambda x: criterion(model(x)))
+    assert found.activations >= 512 * 128 * 4
+
+
+@needs_compiler
+@needs_newer_torch
+def test_programs_in_cpp_are_not_seen_and_a_note_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch._inductor.config as inductor
+    from torch._inductor.codecache import PyCodeCache
+
+    monkeypatch.setattr(PyCodeCache, "modules", [])
+    assert UNSEEN not in measured(layered(), "model").notes
+    torch._dynamo.reset()
+    with inductor.patch(cpp_wrapper=True):
+        assert UNSEEN in measured(layered(), "model").notes
 
 
 @needs_newer_torch

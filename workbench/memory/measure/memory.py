@@ -87,6 +87,8 @@ class Stepping:
         self._recorder.mark(phase)
 
     def _called(self, _module: nn.Module, _args: Any) -> None:
+        if torch.compiler.is_compiling():
+            return  # it would become a part of the graph
         if self._running and self._phase in RESTING and not self._depth and get_ident() == self._thread:
             self._mark("forward")
 

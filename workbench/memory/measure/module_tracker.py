@@ -17,12 +17,17 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from workbench.core import interrupts
+from workbench.memory.analysis.log import MemoryLog
 from workbench.timeline.hooks import Patch
 
 BUFFER = "a compiled kernel"
 """The operator of what a program of Inductor takes."""
 TAKING = ("empty_strided_cpu", "empty_strided_cuda")
 """Functions of such a program that take memory."""
+UNSEEN = (
+    "a program that Inductor wrote in C++ (cpp_wrapper) is loaded, and what such a program takes is not seen: if the step runs it, the "
+    "activations that it keeps count as temporaries"
+)
 LARGEST = 1 << 62
 """Above any number of a node that a forward makes; those that accumulate gradients have a larger one."""
 
@@ -91,11 +96,15 @@ class ModuleTracker:
         return [register_module_forward_pre_hook(self._enter), register_module_forward_hook(self._leave, always_call=True)]
 
     def _enter(self, module: nn.Module, _args: Any) -> None:
+        if torch.compiler.is_compiling():
+            return  # it would become a part of the graph
         interrupts.deliver_interrupt()
         self._stack.append(self._names.get(module, self._stack[-1]))
         self._note()
 
     def _leave(self, _module: nn.Module, _args: Any, _output: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
         error = sys.exception()
         if error is not None and self._failed[1] != id(error):
             self._failed = self._stack[-1], id(error)
@@ -130,6 +139,7 @@ class Records(Protocol):
     """A Recorder."""
 
     tracker: ModuleTracker
+    log: MemoryLog
 
     def track(self, tensor: Tensor, category: str | None = None, op: str = "") -> None: ...
 
@@ -138,18 +148,19 @@ class Records(Protocol):
 
 @contextlib.contextmanager
 def compiled_modules(recorder: Records, around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
-    """Inside, what compiled modules take is recorded, and they are called without the hooks that follow modules.
+    """Inside, what compiled modules and functions take is recorded, and these modules are called without the hooks that follow modules.
 
     These would be compiled, too.
 
     Args:
-        recorder: of the training; its modules are known.
+        recorder: of the training; its modules are known. Others that `torch.compile(module)` returned are followed as well.
         around: makes the call of a compiled module another.
     """
     compiled = recorder.tracker.compiled()
-    if not compiled:
+    if not compiled and "torch._inductor.codecache" not in sys.modules:  # torch.compile loads it
         yield
         return
+    from torch._dynamo.eval_frame import OptimizedModule
     from torch._inductor.codecache import PyCodeCache
 
     def wrap(module: nn.Module, own: Callable[..., Any] | None) -> Callable[..., Any]:
@@ -160,6 +171,10 @@ def compiled_modules(recorder: Records, around: Callable[[Callable[..., Any]], C
                 return call(*args, **kwargs)
 
         return apart
+
+    def unregistered(wrapper: Any, *args: Any, **kwargs: Any) -> Any:
+        with recorder.tracker.inside(wrapper._orig_mod), _no_global_hooks():
+            return around(wrapper._call_impl)(*args, **kwargs)
 
     def taking(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def taken(*args: Any) -> Tensor:
@@ -177,6 +192,8 @@ def compiled_modules(recorder: Records, around: Callable[[Callable[..., Any]], C
         if id(program) in followed:
             return
         followed[id(program)] = program
+        if "cpp_wrapper_src" in own and UNSEEN not in recorder.log.notes:
+            recorder.log.notes.append(UNSEEN)
         for name in TAKING:
             if name in own:
                 undo.callback(own.update, {name: own[name]})
@@ -196,6 +213,7 @@ def compiled_modules(recorder: Records, around: Callable[[Callable[..., Any]], C
         PyCodeCache.load_by_key_path = classmethod(loading)
         for module in compiled:
             undo.callback(Patch(module, "_compiled_call_impl", functools.partial(wrap, module)).remove)
+        undo.callback(Patch(OptimizedModule, "_compiled_call_impl", lambda _: unregistered).remove)
         yield
 
 
