@@ -228,6 +228,14 @@ def test_a_diagnosis_as_json_is_its_brief(capsys: pytest.CaptureFixture[str], mo
     assert main(["diagnose", "text-gpt", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == diagnosis.brief()
 
+    def fails(*_: object, **__: object) -> NoReturn:
+        raise ValueError("it is out of memory")
+
+    diagnosis.spec = wb.RunSpec(task="text-gpt")
+    monkeypatch.setattr(Diagnosis, "prove", fails)
+    assert main(["diagnose", "text-gpt", "--json", "--prove"]) == 2
+    assert json.loads(capsys.readouterr().out) == diagnosis.brief() | {"proof_failed": "it is out of memory"}
+
 
 def test_what_is_proved_instead_of_the_first_remedy_is_said_before(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -417,6 +425,32 @@ def test_why_not_linear_prints_the_answer_and_proves(monkeypatch: pytest.MonkeyP
     assert "None of these can be tried from here" in capsys.readouterr().out
     assert main(["why-not-linear", "train.py", "--set", "lr=1"]) == 2
     assert "it is for tasks, such as my_task.py:build" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("error", "status"), [(ValueError("give prove a larger budget_s"), 2), (KeyboardInterrupt("prove was stopped by Ctrl-C"), 130)]
+)
+def test_an_answer_is_printed_though_its_proof_fails(
+    error: BaseException, status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(self: WhyNotLinear, **_: object) -> NoReturn:
+        printed.append(capsys.readouterr().out)
+        raise error
+
+    printed: list[str] = []
+    answer = WhyNotLinear(evidence=planted(reduction=0.01), spec=RunSpec(task="text-gpt", nproc_per_node=2))
+    monkeypatch.setattr("workbench.diagnosis.commands.why_not_linear", lambda *_, **__: answer)
+    monkeypatch.setattr(WhyNotLinear, "prove", fails)
+    assert main(["why-not-linear", "text-gpt", "--prove"]) == status
+    assert "what you get" in printed[0], "before the proof begins"
+    assert str(error) in capsys.readouterr().err
+    assert main(["why-not-linear", "text-gpt", "--prove", "--json"]) == status
+    shown = capsys.readouterr()
+    assert str(error) in shown.err
+    assert json.loads(shown.out) == answer.brief() | {"proof_failed": str(error)}
+    error.args = ("long " * 1000,)
+    main(["why-not-linear", "text-gpt", "--prove", "--json"])
+    assert len(capsys.readouterr().out.encode()) <= 2001
 
 
 def test_an_interrupt_ends_every_command_in_a_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

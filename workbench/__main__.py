@@ -196,9 +196,7 @@ def diagnose(given: argparse.Namespace) -> int:
     unclear = diagnosis.verdict == "inconclusive"
     provable = not unclear and any(remedy.provable for remedy in diagnosis.remedies)
     if given.json:
-        if given.prove and provable:
-            diagnosis.prove(budget_s=given.budget)
-        print(json.dumps(diagnosis.brief(), ensure_ascii=False))
+        commands.print_brief(diagnosis, given.budget if given.prove and provable else None)
         return 0
     print(diagnosis.for_terminal(proving=given.prove and provable), flush=True)
     if given.prove and provable:

@@ -6,16 +6,20 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from workbench.core.brief import fitted, short
 from workbench.core.interrupts import terminated_as_interrupted
 from workbench.core.progress import begins
 from workbench.data.analysis.loader_report import LoaderReport
 from workbench.diagnosis.analysis.bisection import Bisection
+from workbench.diagnosis.analysis.diagnosis import Diagnosis
 from workbench.diagnosis.analysis.what_changed import WhatChanged
+from workbench.diagnosis.analysis.why_not_linear import WhyNotLinear
 from workbench.diagnosis.regression import bisect, what_changed
 from workbench.diagnosis.why_not_linear import why_not_linear
 from workbench.runs import task
 from workbench.runs.budgets import RunCheck
 from workbench.runs.commands import refuse_knobs
+from workbench.runs.failure import RunError
 from workbench.runs.launch import machine_report
 from workbench.runs.spec import RunSpec
 
@@ -99,14 +103,30 @@ def not_linear(given: argparse.Namespace, knobs: Mapping[str, Any]) -> int:
         target = RunSpec(task=given.target).replace(**{"nproc_per_node": ranks, **knobs})
     with terminated_as_interrupted():
         answer = why_not_linear(target, args=given.args, nproc_per_node=ranks if isinstance(target, str) else None, budget_s=given.budget)
-        proof = answer.prove(budget_s=given.budget) if given.prove and any(remedy.provable for remedy in answer.remedies) else None
-    print(json.dumps(answer.brief(), ensure_ascii=False) if given.json else answer, flush=True)
-    if proof and not given.json:
-        print(f"\n{proof}")
-    elif given.prove and not given.json:
-        untried = "None of these can be tried from here: make the change in your code, and ask again."
-        print(f"\n{untried if answer.remedies else 'There is nothing to prove.'}")
+        provable = given.prove and any(remedy.provable for remedy in answer.remedies)
+        if given.json:
+            print_brief(answer, given.budget if provable else None)
+            return 0
+        print(answer, flush=True)
+        if provable:
+            print(f"\n{answer.prove(budget_s=given.budget)}")
+        elif given.prove:
+            untried = "None of these can be tried from here: make the change in your code, and ask again."
+            print(f"\n{untried if answer.remedies else 'There is nothing to prove.'}")
     return 0
+
+
+def print_brief(answer: Diagnosis | WhyNotLinear, proving_s: float | None) -> None:
+    """Print a brief, after a proof in at most so many seconds; None = without one. If the proof fails, `proof_failed` says why."""
+    failed: dict[str, str] = {}
+    try:
+        if proving_s is not None:
+            answer.prove(budget_s=proving_s)
+    except (ValueError, OSError, RunError, KeyboardInterrupt) as error:
+        failed["proof_failed"] = short(str(error) or "interrupted")
+        raise
+    finally:
+        print(json.dumps(fitted(answer.brief() | failed, "unknown", "predicted"), ensure_ascii=False), flush=True)
 
 
 def reason_of(checked: RunCheck, budget_s: float) -> WhatChanged | None:
