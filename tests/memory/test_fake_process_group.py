@@ -79,7 +79,8 @@ def test_the_fullest_rank_of_each_stage_is_looked_at() -> None:
         tensor_parallel={"0": "colwise_rep"},
     )
     about: dict[str, Any] = {"device": "cpu", "world_size": 4, "parallel": "zero1", "micro_batch": 2, "accumulation": 2}
-    for knobs, fullest in (({"pipeline_parallel": 2}, (3,)), ({"tensor_parallel": 2}, (2, 3))):
+    cases: list[tuple[dict[str, Any], tuple[int, ...]]] = [({"pipeline_parallel": 2}, (3,)), ({"tensor_parallel": 2}, (2, 3))]
+    for knobs, fullest in cases:
         totals = [wb.estimate_memory(task, rank=rank, **about, **knobs).total for rank in range(4)]
         assert {rank for rank, total in enumerate(totals) if total == max(totals)} == set(fullest)
         reported = wb.estimate_memory(task, **about, **knobs)
@@ -107,6 +108,14 @@ def test_a_thousand_ranks() -> None:
     breakdown = wb.estimate_memory(lambda: nn.Linear(8, 2048), batch, device="cpu", world_size=1024, parallel="fsdp", precision="amp_bf16")
     assert breakdown.world_size == 1024
     assert breakdown.largest["optimizer_states"] == pytest.approx(2 * 4 * 9 * 2, abs=16)  # two moments of two rows and their biases
+
+
+def test_a_model_that_a_function_returns_can_be_sharded_again() -> None:
+    model, batch = nn.Sequential(nn.Linear(8, 64), nn.Linear(64, 8)), torch.zeros(4, 8)
+    options: dict[str, Any] = {"device": "cpu", "world_size": 2, "parallel": "fsdp"}
+    first, second = (wb.estimate_memory(lambda: model, batch, **options).total for _ in range(2))
+    assert first == second == wb.estimate_memory(model, batch, **options).total
+    assert model not in torch.distributed._composable_state._module_state_mapping
 
 
 def test_layers_can_be_split() -> None:

@@ -107,7 +107,7 @@ def test_it_is_told_by_the_module_that_a_function_builds() -> None:
         assert ("configure_optimizers" in found.title) is (kind is not layers)
 
 
-@pytest.mark.parametrize("knobs", [{}, {"world_size": 2, "parallel": "ddp"}, {"loss": lambda model, batch: model(batch[0]).missing}])
+@pytest.mark.parametrize("knobs", [{}, {"world_size": 2, "parallel": "fsdp"}, {"loss": lambda model, batch: model(batch[0]).missing}])
 def test_a_module_that_a_function_returns_stays_as_it_is(knobs: dict[str, Any]) -> None:
     lit = WithForward()
     before = dict(vars(lit))

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed._composable_state import _module_state_mapping
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -41,6 +42,7 @@ class CapturedTensors:
         self._blank, self._track, self._is_dry = blank, track, is_dry
         self._own: dict[int, tuple[str, weakref.ref[Any]]] = {}
         self._modules: list[tuple[nn.Module, type, dict[str, Any], list[tuple[dict[str, Any], dict[str, Any]]]]] = []
+        self._sharded: set[int] = set()  # ids of those of which torch had a state of FSDP2 before
         self._blanks: dict[int, Tensor] = {}  # address of a storage → its substitute
         self._ends: list[Any] = []
         self._categories: dict[int, str] = {}  # address of a storage → what it is
@@ -73,6 +75,8 @@ class CapturedTensors:
             own = dict(vars(module))
             tables = [(table, dict(table)) for table in own.values() if type(table) in (dict, OrderedDict)]
             self._modules.append((module, type(module), own, tables))
+            if module in _module_state_mapping:
+                self._sharded.add(id(module))
         for name, parameter in model.named_parameters():
             self._own[id(parameter)] = name, weakref.ref(parameter)
 
@@ -118,6 +122,8 @@ class CapturedTensors:
         for module, kind, attributes, tables in self._modules:
             if type(module) is not kind:
                 module.__class__ = kind  # FSDP2 gave it another
+            if id(module) not in self._sharded:
+                _module_state_mapping.pop(module, None)  # with one, FSDP2 refuses the module
             for name in vars(module).keys() - attributes:
                 del vars(module)[name]
             vars(module).update(attributes)
@@ -125,6 +131,7 @@ class CapturedTensors:
                 table.clear()
                 table.update(items)
         self._modules.clear()
+        self._sharded.clear()
         for end in self._ends:
             end.detach()
         for tensor, grad, requires_grad in self._before.values():
