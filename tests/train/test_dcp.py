@@ -360,6 +360,38 @@ def test_states_that_do_not_fit_the_optimizer_of_the_task(alone: Ranks, tmp_path
         begun(folder, tmp_path / "5", alone, adam)
 
 
+class Scaled(nn.Module):
+    """Has a parameter without dimensions, as CLIP has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.network, self.scale = toy_tasks.network(), nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        outputs: torch.Tensor = self.network(inputs) * self.scale
+        return outputs
+
+
+class NeedsMore(torch.optim.SGD):
+    """Cannot be made from parameters and options alone, so nobody knows which states it needs."""
+
+    def __init__(self, parameters: Any, model: nn.Module) -> None:
+        super().__init__(parameters, lr=0.1, momentum=0.9)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, lambda weights: NeedsMore(weights, nn.Linear(1, 1))])
+def test_parameters_and_optimizers_of_any_kind(alone: Ranks, tmp_path: Path, kind: Any) -> None:
+    model = Scaled()
+    optimizer = kind(model.parameters())
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    weights, states = states_of(model, optimizer)
+    folder = saved(tmp_path / "dcp", {"model": weights, "optimizer": states})
+    trainer = begun(folder, tmp_path / "run", alone, toy_tasks.numbers(model=Scaled, optimizer=kind))
+    for name, weight in trainer.module.named_parameters():
+        assert all(torch.equal(value, states["state"][name][kind]) for kind, value in trainer.optimizer.state[weight].items())
+
+
 def test_weights_of_another_shape(alone: Ranks, tmp_path: Path) -> None:
     folder = saved(tmp_path / "dcp", {"model": nn.Sequential(nn.Linear(4, 9), nn.Tanh(), nn.Linear(9, 2)).state_dict()})
     with pytest.raises(TaskError, match=r"it is of another model: its 0.weight has the shape \(9, 4\), this model's has \(8, 4\)") as error:

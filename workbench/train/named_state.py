@@ -411,7 +411,7 @@ def states_after_a_step(optimizer: Optimizer, group: Mapping[str, Any], dims: in
 
     It is found out with a parameter of a few numbers and the options of a group. None = the class cannot be used like this.
     """
-    parameter = torch.nn.Parameter(torch.ones(*range(2, 2 + dims)))
+    parameter = torch.nn.Parameter(torch.ones(tuple(range(2, 2 + dims))))
     parameter.grad = torch.ones_like(parameter)
     taken, plain = inspect.signature(type(optimizer)).parameters, dict.fromkeys((*IMPLEMENTATIONS, "capturable"), False)
     defaults, options = (
