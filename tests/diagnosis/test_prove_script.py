@@ -15,6 +15,8 @@ from workbench.diagnosis.analysis.evidence import Gradients
 from workbench.diagnosis.analysis.why_not_linear import WhyNotLinear
 from workbench.diagnosis.rerun import Arm, Reruns
 from workbench.diagnosis.why_not_linear import why_not_linear
+from workbench.runs.launch.new_run import NewRun
+from workbench.runs.run import Run
 from workbench.runs.spec import ScriptSpec
 
 SPEC = ScriptSpec(script="/somewhere/train.py", nproc_per_node=2, watch=True)
@@ -121,6 +123,27 @@ def test_what_does_not_reach_the_script_is_no_proof(monkeypatch: pytest.MonkeyPa
     assert result.proofs == []
 
 
+def test_what_loaders_without_workers_do_not_take_is_no_proof(monkeypatch: pytest.MonkeyPatch) -> None:
+    turns = Turns({"as it is": 0.03, "prefetch_factor=4, persistent_workers=True": 0.03}, replaced=())
+    turns.rows[0][0]["without_workers"] = ["persistent_workers", "prefetch_factor"]
+    play(monkeypatch, turns)
+    with pytest.raises(ValueError, match=r"loaders have no workers, .*prefetch_factor and persistent_workers.* try num_workers=1 as well"):
+        answer().prove({"prefetch_factor": 4, "persistent_workers": True})
+
+
+def test_launches_of_a_proof_are_recorded_as_such(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(*_: object, experiment: dict[str, str]) -> Run:
+        orders.append(experiment)
+        raise ValueError("nothing starts here")
+
+    orders = list[dict[str, str]]()
+    monkeypatch.setattr(NewRun, "start", start)
+    (tmp_path / "train.py").write_text("")
+    with pytest.raises(ValueError, match="nothing starts"):
+        answer(SPEC.replace(script=str(tmp_path / "train.py"))).prove({"num_workers": 1})
+    assert orders == [{"kind": "prove", "name": "as it is"}]
+
+
 SCRIPT = """
 import time, torch
 from torch import distributed, nn
@@ -129,7 +152,7 @@ from torch.utils.data import DataLoader, Dataset
 
 class Slow(Dataset):
     def __len__(self):
-        return 4000
+        return 1600
 
     def __getitem__(self, index):
         time.sleep(0.002)
@@ -148,14 +171,24 @@ for batch in DataLoader(Slow(), batch_size=8):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked_ranks")
-def test_a_real_script_is_proved_unedited(tmp_path: Path) -> None:
+def test_a_real_script_is_proved_unedited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
-    result = why_not_linear(tmp_path / "train.py", nproc_per_node=2, budget_s=45, runs_dir=tmp_path / "runs")
+    result = why_not_linear(tmp_path / "train.py", nproc_per_node=2, budget_s=300, runs_dir=tmp_path / "runs")
     lines = SCRIPT.splitlines()
     line = next(number for number, text in enumerate(lines, 1) if "= DistributedDataParallel" in text)
     assert result.evidence.places["ddp"] == f"train.py:{line}"
     with pytest.raises(ValueError, match=r"It is made at train.py:\d+"):
         result.prove({"accumulation": 4})
-    proof = result.prove({"num_workers": 1}, budget_s=25)
+    measure, launches = Reruns.measure, list[str]()
+
+    def some(reruns: Reruns, arm: Arm, name: str) -> tuple[float, Run]:
+        launches.append(name)
+        if len(launches) > 4:  # two pairs, however long they take
+            raise KeyboardInterrupt
+        return measure(reruns, arm, name)
+
+    monkeypatch.setattr(Reruns, "measure", some)
+    proof = result.prove({"num_workers": 1}, budget_s=600)
+    assert "2 pairs of launches" in str(proof.notes)
     assert proof.measured.mid > 1.3, "the samples are made while the step sleeps"
     assert (tmp_path / "train.py").read_text() == SCRIPT

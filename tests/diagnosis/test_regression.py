@@ -531,7 +531,7 @@ def test_the_budget_ends_a_training_that_goes_on(tmp_path: Path) -> None:
     (tmp_path / "sleeps.py").write_text("import time\ntime.sleep(600)\n")
     arm = Arm(ScriptSpec(script=str(tmp_path / "sleeps.py")), Code(tmp_path, tmp_path), {}, None)
     began = time.monotonic()
-    with Reruns(Measured(of="time", steps=10), runs_dir=None, left=lambda: 0.5) as reruns, pytest.raises(BudgetError):
+    with Reruns(Measured(of="time", steps=10), kind="what_changed", runs_dir=None, left=lambda: 0.5) as reruns, pytest.raises(BudgetError):
         reruns.measure(arm, "A")
     assert time.monotonic() - began < 60
     assert len(reruns.seconds) == 1

@@ -55,6 +55,24 @@ def test_a_loader_without_workers_drops_what_only_workers_take(monkeypatch: pyte
     assert loader.num_workers == 0
 
 
+def test_what_only_workers_take_does_not_count_where_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = {"prefetch_factor": 4, "persistent_workers": True}
+    monkeypatch.setenv(ENV_ARGUMENTS, json.dumps(asked))
+    arguments = ScriptArguments(DataLoader, DistributedDataParallel)
+    loader = DataLoader(range(4), 2)  # type: ignore[arg-type, var-annotated]
+    assert (loader.prefetch_factor, loader.persistent_workers) == (None, False)
+    assert (arguments.replaced, arguments.without_workers) == (set(), {*asked})
+    DataLoader(range(4), 2, num_workers=1)  # type: ignore[arg-type]
+    assert arguments.replaced == {*asked}
+    arguments.close()
+    none = {"num_workers": 0, "prefetch_factor": None, "persistent_workers": False}
+    monkeypatch.setenv(ENV_ARGUMENTS, json.dumps(none))
+    arguments = ScriptArguments(DataLoader, DistributedDataParallel)
+    DataLoader(range(4), 2, num_workers=1, prefetch_factor=3)  # type: ignore[arg-type]
+    arguments.close()
+    assert (arguments.replaced, arguments.without_workers) == ({*none}, set())
+
+
 @pytest.mark.parametrize("text", ["", "null", "[1]", "{", '{"batch_size": 9}', '"__import__"', "9" * 10**4])
 def test_what_is_not_asked_for_changes_nothing(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     monkeypatch.setenv(ENV_ARGUMENTS, text)

@@ -72,7 +72,7 @@ def prove_script(
     with (
         say_what_was_interrupted("prove"),
         Waiting(f"prove {remedy.name}", budget_s, begin=begin) as line,
-        Reruns(measured, runs_dir=runs_dir, tick=line.tick, left=lambda: line.left) as reruns,
+        Reruns(measured, kind="prove", runs_dir=runs_dir, tick=line.tick, left=lambda: line.left) as reruns,
     ):
         while not pairs or line.left > 1.2 * longest:
             began, seconds = line.left, dict[str, float]()
@@ -114,7 +114,7 @@ def _check_applied(run: Run, remedy: Remedy) -> None:
     """Refuse a comparison in which the script has not got what was to be tried.
 
     Raises:
-        ValueError: it makes no such object, or sets its threads itself.
+        ValueError: it makes no such object, its loaders have no workers, or it sets its threads itself.
     """
     row = next((row for row in RunRows(run.path).other_rows.get(0, ()) if isinstance(row.get("replaced"), list)), None)
     if row is None:
@@ -122,6 +122,10 @@ def _check_applied(run: Run, remedy: Remedy) -> None:
     kinds = {"DataLoader": OF_LOADER, "DistributedDataParallel": OF_DDP}
     for kind, names in kinds.items():
         if missing := [name for name in remedy.change if name in names and name not in row["replaced"]]:
-            raise ValueError(f"{remedy.name} changes nothing here: the script makes no {kind}, which takes {' and '.join(missing)}")
+            said = " and ".join(missing)
+            why = f"the script makes no {kind}, which takes {said}"
+            if set(missing) <= set(row.get("without_workers", ())):
+                why = f"the script's loaders have no workers, which {said} would be for; try num_workers=1 as well"
+            raise ValueError(f"{remedy.name} changes nothing here: {why}")
     if (wanted := remedy.change.get("threads", row["threads"])) != row["threads"]:
         raise ValueError(f"threads={wanted} changes nothing here: the script sets its {row['threads']} threads itself")

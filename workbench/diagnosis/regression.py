@@ -118,7 +118,7 @@ def _experiment(
     begin = f"run A as it was, beside it with {others} of run B, {what.steps} steps each"
     with (
         Waiting("what_changed", budget_s, begin=begin) as line,
-        Reruns(what, runs_dir=runs_dir, tick=line.tick, left=lambda: line.left) as made,
+        Reruns(what, kind="what_changed", runs_dir=runs_dir, tick=line.tick, left=lambda: line.left) as made,
     ):
 
         def measure(changes: Changes) -> float:
@@ -202,7 +202,7 @@ def bisect(
     known = [announced(len(commits))]
     with (
         Waiting("bisect", budget_s, begin=known[0]) as line,
-        Reruns(what, runs_dir=runs_dir, tick=line.tick, left=lambda: line.left) as made,
+        Reruns(what, kind="bisect", runs_dir=runs_dir, tick=line.tick, left=lambda: line.left) as made,
     ):
 
         def measure(changes: Changes) -> float:

@@ -135,18 +135,19 @@ class Reruns:
         self,
         measured: "Measured",
         *,
+        kind: str,
         runs_dir: str | os.PathLike[str] | None,
         tick: Callable[[], object] = int,
         left: Callable[[], float] = lambda: math.inf,
     ) -> None:
         """Nothing runs yet. A training that takes longer than what is `left`, in seconds, is ended; `tick` is called while one runs.
 
-        Without `runs_dir` run directories go with the last training.
+        The run directories say of what `kind` of experiment they are. Without `runs_dir` they go with the last training.
         """
         self.measured = measured
         self.seconds: list[float] = []
         """How long each took, its start included."""
-        self._tick, self._given, self._left = tick, runs_dir, left
+        self._kind, self._tick, self._given, self._left = kind, tick, runs_dir, left
         self._stack = contextlib.ExitStack()
         self._checkouts: dict[tuple[Path, str], worktrees.Checkout] = {}
 
@@ -178,7 +179,7 @@ class Reruns:
         new = NewRun(self.runs_dir, f"{label(spec)} {name}"[:80], around)
         left = self._left()
         timeout = max(left, SHORTEST) if math.isfinite(left) else None
-        run = new.start(spec, spec_entrypoint(spec, new.path), timeout, experiment={"kind": "what_changed", "name": name})
+        run = new.start(spec, spec_entrypoint(spec, new.path), timeout, experiment={"kind": self._kind, "name": name})
 
         def tick() -> None:
             self._tick()

@@ -33,8 +33,8 @@ COMMANDS: Mapping[str, tuple[str, str, str]] = {
     ),
     "why-not-linear": (
         "find out by experiment why N ranks give less than N times the throughput of one",
-        "Times one rank alone, beside independent ranks, and all ranks together, by turns, and splits the gap into parts that add up. A "
-        "script runs unedited.",
+        "Times one rank alone, independent ranks at once, and all ranks together, and splits the gap into parts that add up. A task's "
+        "experiments take turns in one launch; a script runs unedited, in one launch after the other.",
         "workbench why-not-linear clipart-resnet --nproc-per-node 2 --budget 40",
     ),
     "sanity": (

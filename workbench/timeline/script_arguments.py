@@ -32,6 +32,8 @@ class ScriptArguments:
         self.ddp = {name: asked[name] for name in OF_DDP if name in asked}
         self.replaced: set[str] = set()
         """The arguments that an object was made with in place of the script's."""
+        self.without_workers: set[str] = set()
+        """Those that only workers take, and that a loader did not get because it has none."""
         self.places: dict[str, str] = {}
         """The line that makes the DistributedDataParallel, as "ddp"."""
         self._undo = contextlib.ExitStack()
@@ -51,8 +53,8 @@ class ScriptArguments:
             self.places["ddp"] = users_line(sys._getframe(1))
             given = signature.bind(*args, **kwargs)
             given.arguments |= self.ddp
-            self.replaced |= self.ddp.keys()
             make(*given.args, **given.kwargs)
+            self.replaced |= self.ddp.keys()
 
         return made
 
@@ -65,7 +67,9 @@ class ScriptArguments:
             given.arguments |= self.loader
             if not given.arguments.get("num_workers"):
                 given.arguments |= {name: value for name, value in WITHOUT_WORKERS.items() if name in given.arguments}
-            self.replaced |= self.loader.keys()
             make(*given.args, **given.kwargs)
+            got = {name for name, value in self.loader.items() if given.arguments[name] == value}
+            self.replaced |= got
+            self.without_workers |= self.loader.keys() - got
 
         return made

@@ -290,7 +290,8 @@ class ScriptWatcher:
             self._recording.say({"places": {name: line for name, line in places.items() if line}})
             if reduced := reduced_bytes(self._models):
                 self._recording.say({"gradients": reduced})
-            self._recording.say({"replaced": sorted(self._arguments.replaced), "threads": self._threads()})
+            given = {"replaced": sorted(self._arguments.replaced), "without_workers": sorted(self._arguments.without_workers)}
+            self._recording.say({**given, "threads": self._threads()})
             self._places, self._trained = None, weakref.WeakSet(filter(_trains, self._models))
         if self._borders:
             self._borders.stepped(open_loops.top)
