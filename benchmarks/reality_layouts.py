@@ -35,8 +35,8 @@ from workbench.cluster.analysis.cluster import Cluster
 from workbench.cluster.analysis.plan.layouts import Layouts, list_layouts
 from workbench.cluster.analysis.plan.memory import memory
 from workbench.cluster.analysis.plan.plans import Plans
-from workbench.cluster.analysis.plan.ranges import EFFICIENCY, HELD, LAUNCH, LINKS, MESSAGE, PlanError
-from workbench.cluster.analysis.plan.search import MEASURED, MOST_LEVEL
+from workbench.cluster.analysis.plan.ranges import EFFICIENCY, HELD, LAUNCH, LEVELS, LINKS, MESSAGE, PlanError
+from workbench.cluster.analysis.plan.search import MEASURED
 from workbench.cluster.analysis.plan.timing import HardwareRates, seconds
 from workbench.cluster.analysis.plan.workload import Version, Workload, versions_of, workload_of_transformer
 from workbench.cluster.analysis.transformer import Transformer
@@ -331,9 +331,12 @@ def other_calibrated(rows: tuple[Found, ...], poll: float | None = 0.0, checked:
             found = rates(OTHER, OTHER_PEAK, place, getattr(version.efficiency, place), version.message.mid)
             return seconds(version.workload, layouts, found, 8).total
 
-        levels = np.array([_levels(version, layouts, measured) for version in known])
+        nearest = [np.clip(measured, *(taken(version.at(level)) for level in LEVELS)) for version in known]
+        levels = np.array([_levels(version, layouts, near) for version, near in zip(known, nearest, strict=True)])
+        missed = np.maximum(0.0, abs(np.log(measured / np.array(nearest))) - MEASURED)
         for at in range(len(mine)):
-            likely = [place for place in range(len(known)) if abs(levels[place, at]) <= 1] or [int(np.argmin(abs(levels[:, at])))]
+            likely = [place for place in range(len(known)) if abs(levels[place, at]) <= 1 and not missed[place, at]]
+            likely = likely or [int(np.lexsort((abs(levels[:, at]), missed[:, at]))[0])]
             each = [known[place].at(float(levels[place, at])) for place in likely]
             mid = np.exp(np.mean([np.log(taken(version)) for version in each], 0))
             ends = [taken(version, place) for version in each for place in ("low", "high")]
@@ -351,7 +354,7 @@ def _levels(version: Version, layouts: Layouts, measured: Any) -> Any:
     """Of each row, the level at which this version takes as long as was measured, as `PlanSearch.calibrated`."""
     ends = []
     for taken in (measured / (1 + MEASURED), measured * (1 + MEASURED)):
-        low, high = np.full(len(taken), -MOST_LEVEL), np.full(len(taken), MOST_LEVEL)
+        low, high = (np.full(len(taken), level) for level in LEVELS)
         for _ in range(30):
             level = (low + high) / 2
             share, message = (
@@ -385,7 +388,12 @@ def other_tries(tries: int = 5, again: bool = False, least: int = 8, **options: 
         measured: Any = None
         plans: Any = None
         for _ in range(tries):
-            plans = wb.plan(transformer_of(name), OTHER, measured=measured, **fixed) if again or plans is None else plans
+            if plans is None or (again and measured):
+                try:
+                    plans = wb.plan(transformer_of(name), OTHER, measured=measured, **fixed)
+                except PlanError:  # no version can have taken so long: what was planned before stays
+                    if plans is None:
+                        raise
             keys = {(plan.tensor, plan.pipeline, plan.micro_batch, plan.sharing): plan for plan in plans}
             key = next((key for key in keys if key in known and key not in done), None)
             if key is None:

@@ -562,6 +562,10 @@ def test_a_measured_step_narrows_the_next_plan() -> None:
     assert same.seconds.low == same.seconds.high
     with pytest.raises(PlanError, match="nothing is left to compute"):
         first.implied_efficiency(1e-3)
+    with pytest.raises(PlanError, match=r"kernels would reach 1\d\d % of the dense peak; is it a step of this layout"):
+        first.implied_efficiency(
+            first.seconds.mid - 0.6 * first.parts["compute"] * first.seconds.mid / (first.seconds.mid - first.parts["bubble"])
+        )
 
 
 def test_the_allocators_share_says_where_it_comes_from() -> None:

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import re
 import statistics
 from pathlib import Path
 from typing import Any
@@ -223,10 +224,51 @@ def test_without_a_trainer_a_measured_step_sets_the_level_and_leaves_what_layout
     assert after.seconds.mid == pytest.approx(slow, rel=0.011)
     assert after.efficiency == pytest.approx(found.best.implied_efficiency(slow), rel=0.05)
     assert 1 < after.seconds.high / after.seconds.low < 1.1 * OTHER_LAYOUT.high / OTHER_LAYOUT.low
-    far = plans(pipeline=1, tensor=1, top=1, measured=(found.best, 1e-9)).best  # shorter than any level makes it
-    assert far.seconds.mid > 1e-9
     other = plans(pipeline=1, tensor=1, top=1, checkpointing="full", measured=(found.best, slow)).best  # of another kind
     assert other.checkpointing == "full"
+
+
+def test_a_measured_step_that_no_level_makes_is_refused() -> None:
+    only: dict[str, Any] = {"model": LARGE, "gpus": 64, "tensor": 8, "pipeline": 4, "sharing": "zero1", "top": 1}
+    found = plans(**only).best
+    for wrong in (1e-9, found.seconds.mid / 3, 20 * found.seconds.mid, 1e9):
+        with pytest.raises(PlanError, match=r"is predicted to take .* 100 % … 12 % of the dense peak.*global batch of 64\?"):
+            plans(**only, measured=(found, wrong))
+    fastest, slowest = (plans(**only, efficiency=share, links=0.8).best.seconds.mid for share in (1.0, 0.1201))
+    for right in (1.001 * fastest, 0.999 * slowest):
+        after = plans(**only, measured=(found, right))
+        assert after.best.seconds.mid == pytest.approx(right, rel=0.02)
+        assert after.best.efficiency <= 1
+
+
+def test_a_measured_step_in_the_range_of_its_plan_is_never_refused() -> None:
+    only: dict[str, Any] = {"tensor": 1, "pipeline": 1, "top": 1}
+    found = plans(**only).best  # what the host launches limits it
+    after = plans(**only, measured=(found, found.seconds.low))
+    (note,) = (note for note in after.notes if note.startswith("the measured step took"))
+    assert after.best.seconds.mid > 1.05 * found.seconds.low
+    assert re.search(r"with which it takes \d.*, since links or the host limit it", note)
+    assert plans(**only, measured=(found, found.seconds.high)).best.seconds.mid > found.seconds.mid
+
+
+def test_a_measured_step_that_no_version_can_have_is_refused() -> None:
+    only: dict[str, Any] = {"trainer": "nanotron", "model": LARGE, "tensor": 8, "pipeline": 4, "gpus": 64, "sharing": "zero1", "top": 1}
+    found = plans(**only).best
+    words = r"\(without waits\); .* \(polling every 100 ms\); .* \(polling .* and checked collectives\) where kernels"
+    for wrong in (0.1 * found.seconds.low, 10 * found.seconds.high):
+        with pytest.raises(PlanError, match=words):
+            plans(**only, measured=(found, wrong))
+
+
+def test_a_measured_step_that_is_unlikely_is_told() -> None:
+    only: dict[str, Any] = {"model": LARGE, "gpus": 64, "tensor": 8, "pipeline": 4, "sharing": "zero1", "top": 1}
+    found = plans(**only).best
+    for ratio in (0.7, 2.5):
+        after = plans(**only, measured=(found, ratio * found.seconds.mid))
+        (note,) = (note for note in after.notes if note.startswith("the measured step took"))
+        assert f"65 % … 35 % of the dense peak. All plans assume kernels at {100 * after.best.efficiency:.0f} % instead: check" in note
+        assert "… 100 % (predicted" in after.notes[0] or ratio > 1  # no layout computes beyond the peak
+    assert "the measured step took" not in str(plans(**only, measured=(found, 1.2 * found.seconds.mid)))
 
 
 @pytest.mark.parametrize(

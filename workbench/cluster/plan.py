@@ -124,7 +124,7 @@ def plan(
         checked_collectives: do ranks compare what they call before each collective, as with TORCH_DISTRIBUTED_DEBUG=DETAIL? None = as the
             trainer's launch scripts have it, or no.
         measured: (plan, seconds) of a step of a plan for this model, cluster and trainer: says how fast kernels are, and which versions
-            of the trainer it can have been.
+            of the trainer it can have been. Seconds that are impossible for the plan are refused.
         most_gpus: where `gpus` is open.
         knobs: of a RunSpec, for a Task, a RunSpec or a module, such as optimizer="sgd(momentum=0.9)".
 

@@ -1,5 +1,6 @@
 """`Plan`: one way to train a model on a cluster, with predicted time, memory and energy; `Plans`: the short list of them."""
 
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
@@ -240,18 +241,18 @@ class Plan(display.Shown):
         `wb.plan(…, efficiency=plan.implied_efficiency(1.7))`, which narrows all ranges to the links'.
 
         Raises:
-            PlanError: the seconds leave no time to compute in; or the trainer has several versions.
+            PlanError: the seconds leave too little time to compute in, even at the peak; or the trainer has several versions.
         """
         if self.versions > 1:
             raise PlanError(f"{self.trainer} has {self.versions} versions that may take {seconds!r} s: try measured=(plan, {seconds!r})")
         compute, sent, bubble = (self.parts[name] for name in PARTS)
         left = seconds * (compute + sent) / (compute + sent + bubble) - sent
-        if not left > 0:
-            raise PlanError(
-                f"{seconds!r} s for a step of which {units.seconds(sent + bubble)} are communication and bubble: nothing is left to "
-                "compute in; is it a step of this layout and batch?"
-            )
-        return self.efficiency * compute / left
+        implied = self.efficiency * compute / left if left > 0 else math.inf
+        if not implied <= 1:
+            kernels = f"kernels would reach {units.percent(implied)} of the dense peak" if left > 0 else "nothing is left to compute in"
+            waits = f"{seconds!r} s for a step of which {units.seconds(sent + bubble)} are communication and bubble"
+            raise PlanError(f"{waits}: {kernels}; is it a step of this layout and batch?")
+        return implied
 
     @property
     def layout(self) -> str:

@@ -15,7 +15,16 @@ from workbench.cluster.analysis.energy import Energy
 from workbench.cluster.analysis.plan.layouts import SHARINGS, Floats, Layouts, list_layouts
 from workbench.cluster.analysis.plan.memory import Memory, memory
 from workbench.cluster.analysis.plan.plans import Front, Plan, Plans, Power
-from workbench.cluster.analysis.plan.ranges import HELD_SOURCES, LAUNCH, PlanError, between, intervals_around
+from workbench.cluster.analysis.plan.ranges import (
+    HELD_SOURCES,
+    LAUNCH,
+    LEVELS,
+    PlanError,
+    between,
+    impossible_step,
+    intervals_around,
+    unlikely_step,
+)
 from workbench.cluster.analysis.plan.timing import PARTS, HardwareRates, Seconds, seconds
 from workbench.cluster.analysis.plan.workload import MEGATRON, Trainer, Version, Workload
 from workbench.core import units
@@ -30,8 +39,6 @@ FASTER = 0.05
 """Memory limits a plan if a layout that does not fit would be faster by this much."""
 FAST = 5
 """Layouts with the most expected throughput that come before all other roles."""
-MOST_LEVEL = 4.0
-"""Furthest level of a measured step, as a multiple of the way from the middle of a range to its end."""
 MEASURED = 0.01
 """Part by which a measured step may differ from the next."""
 MOST_LISTED = 1000
@@ -72,6 +79,8 @@ class PlanSearch:
     """Its name was given."""
     measured: bool = False
     """Was a step measured?"""
+    unlikely: str = ""
+    """Note on a measured step that is outside the ranges of all versions."""
 
     def plans(self, sizes: Sequence[int], sharings: Sequence[str]) -> Plans:
         """The short list for given numbers of GPUs, of layouts whose predicted memory fits. Those whose upper end does not are tight and
@@ -161,6 +170,9 @@ class PlanSearch:
         at the level at which its middle takes as long.
 
         A level is a place in the ranges of kernels and of messages between hosts at once, from -1 (all fast) through 0 (the middle) to 1.
+
+        Raises:
+            PlanError: no version takes as long at any of LEVELS, nor does the range of the plan hold it.
         """
         kinds = list(self.unrestricted.computed)
         row = {name: getattr(plan, name) for name in ("gpus", "data", "tensor", "pipeline", "chunks", "micro_batch", "accumulation")}
@@ -169,24 +181,33 @@ class PlanSearch:
         row |= {"shard": inside if plan.sharing == "hsdp" else plan.data}
         layout = Layouts(**{name: np.array([value]) for name, value in row.items()})
 
+        def taken(version: Version, level: float) -> float:
+            return float(self._taken(layout, version.at(level), "mid", "mid").total[0])
+
         def slowest(version: Version, seconds: float) -> float:
             """The slowest level at which it takes no longer."""
-            low, high = -MOST_LEVEL, MOST_LEVEL
+            low, high = LEVELS
             for _ in range(30):
                 level = (low + high) / 2
-                longer = float(self._taken(layout, version.at(level), "mid", "mid").total[0]) > seconds
-                low, high = (low, level) if longer else (level, high)
+                low, high = (low, level) if taken(version, level) > seconds else (level, high)
             return low
 
-        levels = []
+        found, ranges = [], []
         for version in self.versions:
             whole = replace(version, workload=replace(version.workload, computed=self.unrestricted.computed))
-            fast, slow = slowest(whole, measured / (1 + MEASURED)), slowest(whole, measured * (1 + MEASURED))
-            levels.append(min(max(fast, 0.0), slow))  # whole naps take as long at many levels: the one next to the middle
-        likely = [pair for pair in zip(self.versions, levels, strict=True) if abs(pair[1]) <= 1]
-        nearest = min(zip(self.versions, levels, strict=True), key=lambda pair: abs(pair[1]))
-        versions = tuple(version.at(level) for version, level in likely or [nearest])
-        return replace(self, versions=versions, efficiency_given=True, measured=True)
+            times = [taken(whole, level) for level in (LEVELS[0], -1, 1, LEVELS[1])]
+            ranges.append((f" ({version.words})" if self.trainer else "", times))
+            nearest = min(max(measured, times[0]), times[-1])
+            missed = max(0.0, abs(math.log(measured) - math.log(nearest)) - MEASURED)
+            fast, slow = slowest(whole, nearest / (1 + MEASURED)), slowest(whole, nearest * (1 + MEASURED))
+            level = min(max(fast, 0.0), slow)  # whole naps take as long at many levels: the one next to the middle
+            found.append((missed, abs(level), version.at(level), nearest))
+        missed, _, version, nearest = min(found, key=lambda each: each[:2])
+        if missed and measured not in plan.seconds:
+            raise PlanError(impossible_step(f"{plan.layout}, {plan.batch}", plan.global_batch, measured, ranges))
+        likely = tuple(version for missed, far, version, _ in found if not missed and far <= 1)
+        unlikely = "" if likely else unlikely_step(measured, ranges, version.efficiency.mid, nearest if missed else measured)
+        return replace(self, versions=likely or (version,), efficiency_given=True, measured=True, unlikely=unlikely)
 
     def memory(self, layouts: Layouts) -> Memory:
         """Memory of the GPU that needs most."""
@@ -300,6 +321,7 @@ class PlanSearch:
             f"and context and NCCL {units.bytes_(beside.low)} … {units.bytes_(beside.high)}; tight: the upper end does not fit",
             "left out: the work of a pipeline's first and last stage outside their layers, stragglers, the loader, checkpoints on disk",
             *([self.trainer.zero1 if self.trainer else MEGATRON] if any(plan.megatron for plan in plans) else []),
+            *([self.unlikely] if self.unlikely else []),
             *([self._waits()] if any(version.workload.poll or version.workload.checked for version in self.versions) else []),
             *self.workload.notes,
         )

@@ -292,7 +292,7 @@ class Version:
 
     def at(self, level: float) -> "Version":
         """At a place in both ranges: -1 = the fast ends, 0 = the middles, 1 = the slow ends; in proportion beyond and between. Other
-        layouts than that whose step was measured may be as far from it as OTHER_LAYOUT.
+        layouts than that whose step was measured may be as far from it as OTHER_LAYOUT, but reach no more than the peak.
 
         >>> version = Version(workload=None, efficiency=Interval(low=0.25, mid=0.5, high=0.8))
         >>> [version.at(level).efficiency.mid for level in (-1, 0, 1, 2)]
@@ -303,7 +303,7 @@ class Version:
             return float(span.mid * ((span.high if level > 0 else span.low) / span.mid) ** abs(level))
 
         message = place(self.message, level)
-        efficiency = OTHER_LAYOUT.of(lambda ratio: ratio * place(self.efficiency, -level))
+        efficiency = OTHER_LAYOUT.of(lambda ratio: min(1.0, ratio * place(self.efficiency, -level)))
         return replace(self, efficiency=efficiency, message=Interval(low=message, mid=message, high=message))
 
     @property
