@@ -210,13 +210,8 @@ def _measured(value: Any, efficiency: Any, where: Cluster, workload: Workload, t
         raise PlanError(f"measured= and efficiency={efficiency!r:.60}: the measured step says how fast kernels are; leave out one of them")
     of = f"measured={plan!r}"
     if plan.node != where.name or plan.precision != workload.precision or not math.isclose(plan.flops, workload.flops, rel_tol=SAME):
-        given, expected = (
-            f"{name}, {units.count(flops, 'FLOP')} per sample, on {node} in {precision}"
-            for name, flops, node, precision in (
-                (plan.model, plan.flops, plan.node, plan.precision),
-                (workload.name, workload.flops, where.name, workload.precision),
-            )
-        )
+        given = f"{plan.model}, {units.count(plan.flops, 'FLOP')} per sample, on {plan.node} in {plan.precision}"
+        expected = f"{workload.name}, {units.count(workload.flops, 'FLOP')} per sample, on {where.name} in {workload.precision}"
         raise PlanError(f"{of}: a plan of {given}; expected one of {expected}")
     if plan.checkpointing not in workload.computed:
         raise PlanError(f"{of}: its checkpointing={plan.checkpointing!r} is not planned here, only {', '.join(workload.computed)}")

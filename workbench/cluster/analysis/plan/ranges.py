@@ -135,14 +135,7 @@ def peak_of(device: Device, precision: str) -> float:
 
 
 def impossible_step(layout: str, batch: int, measured: float, versions: Sequence[tuple[str, Sequence[float]]]) -> str:
-    """Message on a measured step that no version of a trainer can have.
-
-    Args:
-        layout: whose step was measured.
-        batch: samples of its step.
-        measured: seconds.
-        versions: words of each version and its seconds at the first of LEVELS, at -1, at 1 and at the last.
-    """
+    """Message on measured seconds of a step that no version can have, from words of each and its seconds at LEVELS[0], -1, 1, LEVELS[1]."""
     slowest = EFFICIENCY.mid * (EFFICIENCY.low / EFFICIENCY.mid) ** LEVELS[1]
     return (
         f"measured={units.seconds(measured)}: a step of {layout}, is predicted to take {_seconds_of(versions, 0, 3)} where kernels reach "
@@ -152,14 +145,7 @@ def impossible_step(layout: str, batch: int, measured: float, versions: Sequence
 
 
 def unlikely_step(measured: float, versions: Sequence[tuple[str, Sequence[float]]], assumed: float, nearest: float) -> str:
-    """Note on a measured step that no version of a trainer is likely to have.
-
-    Args:
-        measured: seconds.
-        versions: as in `impossible_step`.
-        assumed: share of the peak at which the nearest version takes as long, or nearly so.
-        nearest: seconds that it takes then.
-    """
+    """Note on measured seconds of a step that are unlikely; `nearest` are those that one of the versions takes at the assumed share."""
     fastest, slowest = units.percent(EFFICIENCY.high), units.percent(EFFICIENCY.low)
     then = "" if nearest == measured else f", with which it takes {units.seconds(nearest)}, since links or the host limit it"
     return (
