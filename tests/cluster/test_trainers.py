@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import math
-import re
 import statistics
 from pathlib import Path
 from typing import Any
@@ -232,17 +231,16 @@ def test_a_measured_step_that_no_level_makes_is_refused() -> None:
     only: dict[str, Any] = {"model": LARGE, "gpus": 64, "tensor": 8, "pipeline": 4, "sharing": "zero1", "top": 1}
     found = plans(**only).best
     for wrong in (1e-9, found.seconds.mid / 3, 20 * found.seconds.mid, 1e9):
-        with pytest.raises(PlanError, match=r"is predicted to take .* 100 % … 12 % of the dense peak.*global batch of 64\?"):
+        with pytest.raises(PlanError, match=r"may take .* 100 % … 12 % of the dense peak.*global batch of 64\?"):
             plans(**only, measured=(found, wrong))
     fastest, slowest = (plans(**only, efficiency=share, links=0.8).best.seconds.mid for share in (1.0, 0.1201))
     for right in (1.001 * fastest, 0.999 * slowest):
         after = plans(**only, measured=(found, right))
         assert after.best.seconds.mid == pytest.approx(right, rel=0.02)
-        (note,) = (note for note in after.notes if note.startswith("the measured step took"))
-        assert f"65 % … 35 % of the dense peak. All plans assume kernels at {100 * after.best.efficiency:.0f} % instead: check" in note
+        assert "so far from 35 … 65 % that the loader" in after.notes[0]
         assert after.best.efficiency <= 1
         assert "… 100 % (predicted" in after.notes[0] or right == 0.999 * slowest  # no layout computes beyond the peak
-    assert "the measured step took" not in str(plans(**only, measured=(found, 1.2 * found.seconds.mid)))
+    assert "so far from" not in str(plans(**only, measured=(found, 1.2 * found.seconds.mid)))
     some = plans(**only, trainer="nanotron").best
     words = r"\(without waits\); .* \(polling every 100 ms\); .* \(polling .* and checked collectives\) where kernels"
     for wrong in (0.1 * some.seconds.low, 10 * some.seconds.high):
@@ -254,9 +252,8 @@ def test_a_measured_step_in_the_range_of_its_plan_is_never_refused() -> None:
     only: dict[str, Any] = {"tensor": 1, "pipeline": 1, "top": 1}
     found = plans(**only).best  # what the host launches limits it
     after = plans(**only, measured=(found, found.seconds.low))
-    (note,) = (note for note in after.notes if note.startswith("the measured step took"))
     assert after.best.seconds.mid > 1.05 * found.seconds.low
-    assert re.search(r"with which it takes \d.*, since links or the host limit it", note)
+    assert "links or the host may explain the step instead" in after.notes[0]
     assert plans(**only, measured=(found, found.seconds.high)).best.seconds.mid > found.seconds.mid
 
 
@@ -311,8 +308,8 @@ def test_a_measured_step_is_of_a_plan_that_the_trainer_can_have() -> None:
     shared = plans(sharing="fsdp", tensor=1, pipeline=1, top=1).best
     interleaved = next(plan for plan in plans(model=LARGE, gpus=64, chunks=None, top=40) if plan.chunks > 1)
     for plan, model, words in (
-        (shared, GPT, "nanotron has no fsdp; expected a plan with ddp or zero1"),
-        (interleaved, LARGE, "pipelines of nanotron are not interleaved; expected a plan with chunks=1"),
+        (shared, GPT, "nanotron has no dp 16 .fsdp.; expected a plan with trainer='nanotron'"),
+        (interleaved, LARGE, "nanotron has no .* .v .*; expected a plan with trainer='nanotron'"),
     ):
         step: dict[str, Any] = {"model": model, "gpus": plan.gpus, "measured": (plan, plan.seconds.mid)}
         assert plans(**step, trainer="megatron").best.seconds.mid > 0

@@ -32,8 +32,6 @@ MAX_GPUS = 65_536
 """Most GPUs of a plan whose number of GPUs is left open."""
 GRADIENT_BYTES = (2, 4)
 """Bytes of a gradient while gradients are summed."""
-SAME = 0.01
-"""Part by which FLOPs per sample of one model, counted twice, may differ."""
 
 
 @accept_synonyms
@@ -209,16 +207,14 @@ def _measured(value: Any, efficiency: Any, where: Cluster, workload: Workload, t
     if efficiency is not None:
         raise PlanError(f"measured= and efficiency={efficiency!r:.60}: the measured step says how fast kernels are; leave out one of them")
     of = f"measured={plan!r}"
-    if plan.node != where.name or plan.precision != workload.precision or not math.isclose(plan.flops, workload.flops, rel_tol=SAME):
+    if plan.node != where.name or plan.precision != workload.precision or not math.isclose(plan.flops, workload.flops, rel_tol=0.01):
         given = f"{plan.model}, {units.count(plan.flops, 'FLOP')} per sample, on {plan.node} in {plan.precision}"
         expected = f"{workload.name}, {units.count(workload.flops, 'FLOP')} per sample, on {where.name} in {workload.precision}"
         raise PlanError(f"{of}: a plan of {given}; expected one of {expected}")
     if plan.checkpointing not in workload.computed:
         raise PlanError(f"{of}: its checkpointing={plan.checkpointing!r} is not planned here, only {', '.join(workload.computed)}")
-    if trainer and plan.data > 1 and plan.sharing not in trainer.sharings:
-        raise PlanError(f"{of}: {trainer.name} has no {plan.sharing}; expected a plan with {' or '.join(trainer.sharings)}")
-    if trainer and plan.chunks > 1 and not trainer.interleaves:
-        raise PlanError(f"{of}: pipelines of {trainer.name} are not interleaved; expected a plan with chunks=1")
+    if trainer and ((plan.data > 1 and plan.sharing not in trainer.sharings) or (plan.chunks > 1 and not trainer.interleaves)):
+        raise PlanError(f"{of}: {trainer.name} has no {plan.layout}; expected a plan with trainer={trainer.name!r}")
     return plan, real_number("measured", seconds, above=0, what="seconds of a step", also=", such as 1.7", error=PlanError)
 
 

@@ -250,7 +250,7 @@ class Plan(display.Shown):
         implied = self.efficiency * compute / left if left > 0 else math.inf
         if not implied <= 1:
             kernels = f"kernels would reach {units.percent(implied)} of the dense peak" if left > 0 else "nothing is left to compute in"
-            waits = f"{seconds!r} s for a step of which {units.seconds(sent + bubble)} are communication and bubble"
+            waits = f"{seconds!r} s, of which {units.seconds(sent + bubble)} are communication and bubble"
             raise PlanError(f"{waits}: {kernels}; is it a step of this layout and batch?")
         return implied
 

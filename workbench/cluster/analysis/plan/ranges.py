@@ -8,7 +8,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from workbench.cluster.analysis.cluster import Cluster
-from workbench.core import units
 from workbench.core.checks import choice
 from workbench.core.device import Device
 from workbench.core.statistics import Interval
@@ -39,8 +38,7 @@ figures for what published steps on A100 imply, bubbles and communication taken 
 Hagemann et al. 2023 (arXiv 2311.05610) and 8 in Korthikanti et al. 2022 (2205.05198); `benchmarks/reality_layouts.py` prints them. Eager
 FSDP2 on H100 comes to 0.36 of the peak, communication and all (torchtitan's tables). Small models and short sequences reach less."""
 LEVELS = (-math.log(1 / EFFICIENCY.mid) / math.log(EFFICIENCY.high / EFFICIENCY.mid), 4.0)
-"""Furthest levels of a measured step, as multiples of the way from the middle of a range to its end: kernels at the peak, and at an eighth
-of it."""
+"""Furthest levels of a measured step, as multiples of the way from the middle of a range to its end: the peak, and an eighth of it."""
 LINKS = Interval(low=0.5, mid=0.8, high=0.95)
 """Share of a datasheet's bandwidth that collectives reach; with another than the middle, the latency is divided by the same ratio (the
 share over the middle). 0.8: protocol overhead of about 20 % on NVLink, 370 of 450 GB/s, as a maintainer of NCCL says
@@ -132,28 +130,3 @@ def peak_of(device: Device, precision: str) -> float:
             "try another precision or GPU"
         )
     return device.flops_per_sec[FORMATS[precision]]
-
-
-def impossible_step(layout: str, batch: int, measured: float, versions: Sequence[tuple[str, Sequence[float]]]) -> str:
-    """Message on measured seconds of a step that no version can have, from words of each and its seconds at LEVELS[0], -1, 1, LEVELS[1]."""
-    slowest = EFFICIENCY.mid * (EFFICIENCY.low / EFFICIENCY.mid) ** LEVELS[1]
-    return (
-        f"measured={units.seconds(measured)}: a step of {layout}, is predicted to take {_seconds_of(versions, 0, 3)} where kernels reach "
-        f"100 % … {units.percent(slowest)} of the dense peak. Are these the seconds of one step, of this layout and a "
-        f"global batch of {batch:,}? If so, what is not planned explains them, such as the loader, a straggler or captured graphs"
-    )
-
-
-def unlikely_step(measured: float, versions: Sequence[tuple[str, Sequence[float]]], assumed: float, nearest: float) -> str:
-    """Note on measured seconds of a step that are unlikely; `nearest` are those that one of the versions takes at the assumed share."""
-    fastest, slowest = units.percent(EFFICIENCY.high), units.percent(EFFICIENCY.low)
-    then = "" if nearest == measured else f", with which it takes {units.seconds(nearest)}, since links or the host limit it"
-    return (
-        f"the measured step took {units.seconds(measured)}; {_seconds_of(versions, 1, 2)} are predicted where kernels reach {fastest} … "
-        f"{slowest} of the dense peak. All plans assume kernels at {units.percent(assumed)} instead{then}: check that neither the loader "
-        "nor a straggler explains it"
-    )
-
-
-def _seconds_of(versions: Sequence[tuple[str, Sequence[float]]], first: int, last: int) -> str:
-    return "; ".join(f"{units.seconds(times[first])} … {units.seconds(times[last])}{words}" for words, times in versions)

@@ -21,9 +21,7 @@ from workbench.cluster.analysis.plan.ranges import (
     LEVELS,
     PlanError,
     between,
-    impossible_step,
     intervals_around,
-    unlikely_step,
 )
 from workbench.cluster.analysis.plan.timing import PARTS, HardwareRates, Seconds, seconds
 from workbench.cluster.analysis.plan.workload import MEGATRON, Trainer, Version, Workload
@@ -41,6 +39,7 @@ FAST = 5
 """Layouts with the most expected throughput that come before all other roles."""
 MEASURED = 0.01
 """Part by which a measured step may differ from the next."""
+UNLIKELY = "; so far from 35 … 65 % that the loader, a straggler, links or the host may explain the step instead"
 MOST_LISTED = 1000
 """Most layouts of a list."""
 
@@ -79,8 +78,8 @@ class PlanSearch:
     """Its name was given."""
     measured: bool = False
     """Was a step measured?"""
-    unlikely: str = ""
-    """Note on a measured step that is outside the ranges of all versions."""
+    unlikely: bool = False
+    """Is it outside the ranges of all versions?"""
 
     def plans(self, sizes: Sequence[int], sharings: Sequence[str]) -> Plans:
         """The short list for given numbers of GPUs, of layouts whose predicted memory fits. Those whose upper end does not are tight and
@@ -170,9 +169,7 @@ class PlanSearch:
         at the level at which its middle takes as long.
 
         A level is a place in the ranges of kernels and of messages between hosts at once, from -1 (all fast) through 0 (the middle) to 1.
-
-        Raises:
-            PlanError: no version takes as long at any of LEVELS, nor does the range of the plan hold it.
+        PlanError: no version takes as long at any of LEVELS, nor does the range of the plan hold it.
         """
         kinds = list(self.unrestricted.computed)
         row = {name: getattr(plan, name) for name in ("gpus", "data", "tensor", "pipeline", "chunks", "micro_batch", "accumulation")}
@@ -195,19 +192,21 @@ class PlanSearch:
         found, ranges = [], []
         for version in self.versions:
             whole = replace(version, workload=replace(version.workload, computed=self.unrestricted.computed))
-            times = [taken(whole, level) for level in (LEVELS[0], -1, 1, LEVELS[1])]
-            ranges.append((f" ({version.words})" if self.trainer else "", times))
-            nearest = min(max(measured, times[0]), times[-1])
+            least, most = (taken(whole, level) for level in LEVELS)
+            ranges.append(f"{units.seconds(least)} … {units.seconds(most)}" + f" ({version.words})" * bool(self.trainer))
+            nearest = min(max(measured, least), most)
             missed = max(0.0, abs(math.log(measured) - math.log(nearest)) - MEASURED)
             fast, slow = slowest(whole, nearest / (1 + MEASURED)), slowest(whole, nearest * (1 + MEASURED))
             level = min(max(fast, 0.0), slow)  # whole naps take as long at many levels: the one next to the middle
             found.append((missed, abs(level), version.at(level), nearest))
         missed, _, version, nearest = min(found, key=lambda each: each[:2])
         if missed and measured not in plan.seconds:
-            raise PlanError(impossible_step(f"{plan.layout}, {plan.batch}", plan.global_batch, measured, ranges))
+            raise PlanError(
+                f"measured={units.seconds(measured)}: a step of {plan.layout}, {plan.batch}, may take {'; '.join(ranges)} where "
+                f"kernels reach 100 % … 12 % of the dense peak. Is it one step, of this layout and a global batch of {plan.global_batch:,}?"
+            )
         likely = tuple(version for missed, far, version, _ in found if not missed and far <= 1)
-        unlikely = "" if likely else unlikely_step(measured, ranges, version.efficiency.mid, nearest if missed else measured)
-        return replace(self, versions=likely or (version,), efficiency_given=True, measured=True, unlikely=unlikely)
+        return replace(self, versions=likely or (version,), efficiency_given=True, measured=True, unlikely=not likely)
 
     def memory(self, layouts: Layouts) -> Memory:
         """Memory of the GPU that needs most."""
@@ -299,7 +298,7 @@ class PlanSearch:
 
     def _notes(self, plans: Sequence[Plan]) -> tuple[str, ...]:
         reached = (
-            "as the measured step implies, and published layouts differ"
+            "as the measured step implies, and published layouts differ" + UNLIKELY * self.unlikely
             if self.measured
             else "as given"
             if self.efficiency_given
@@ -321,7 +320,6 @@ class PlanSearch:
             f"and context and NCCL {units.bytes_(beside.low)} … {units.bytes_(beside.high)}; tight: the upper end does not fit",
             "left out: the work of a pipeline's first and last stage outside their layers, stragglers, the loader, checkpoints on disk",
             *([self.trainer.zero1 if self.trainer else MEGATRON] if any(plan.megatron for plan in plans) else []),
-            *([self.unlikely] if self.unlikely else []),
             *([self._waits()] if any(version.workload.poll or version.workload.checked for version in self.versions) else []),
             *self.workload.notes,
         )
