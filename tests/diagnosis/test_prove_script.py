@@ -144,6 +144,25 @@ def test_launches_of_a_proof_are_recorded_as_such(tmp_path: Path, monkeypatch: p
     assert orders == [{"kind": "prove", "name": "as it is"}]
 
 
+def test_each_launch_of_a_proof_has_a_folder_of_its_own_for_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(_: object, spec: ScriptSpec, program: list[str], *__: object, **___: object) -> Run:
+        outs.append(program[-1])
+        assert Path(program[-1]).is_dir()
+        assert spec.args == ("--ckpt", "{out}"), "what is recorded is equal for all launches"
+        raise ValueError("nothing starts here")
+
+    outs = list[str]()
+    monkeypatch.setattr(NewRun, "start", start)
+    (tmp_path / "train.py").write_text("")
+    spec = SPEC.replace(script=str(tmp_path / "train.py"), args=("--ckpt", "{out}"))
+    for _ in range(2):
+        with pytest.raises(ValueError, match="nothing starts"):
+            WhyNotLinear(evidence=answer().evidence, spec=spec, subject=tmp_path).prove({"num_workers": 1})
+        with pytest.raises(ValueError, match="nothing starts"):
+            why_not_linear(spec, runs_dir=tmp_path)
+    assert len(set(outs)) == 4
+
+
 SCRIPT = """
 import time, torch
 from torch import distributed, nn

@@ -204,7 +204,7 @@ def test_a_script_is_explained_by_its_timelines() -> None:
     assert evidence.slowest == 1
     shared = script_evidence({"one": [timeline(0, 0.01, 0.02, samples=64)], "strangers": strangers, "all": slow})
     assert any("shares its batch out" in note for note in shared.notes)
-    with pytest.raises(ValueError, match="8 are needed"):
+    with pytest.raises(ValueError, match=r"8 are needed.*if it resumes from a checkpoint of an earlier launch, give its folder as \{out\}"):
         script_evidence({"one": [timeline(0, 0.01, 0.02, count=6)], "strangers": strangers, "all": slow})
 
 
@@ -332,6 +332,7 @@ def test_a_script_s_spec_keeps_its_threads(tmp_path: Path, monkeypatch: pytest.M
         (SPEC, {"args": ["--x"]}, "only a script takes them"),
         (SPEC, {"budget_s": 0}, "budget_s"),
         (3, {}, "expected a RunSpec"),
+        ("train.py", {"nproc_per_node": 1, "ranks": 8}, "a script .* needs 2 or more. .* predicted from one process of a spec only"),
     ],
 )
 def test_what_cannot_be_answered_is_refused_before_anything_starts(

@@ -42,6 +42,16 @@ def test_no_other_file_writes_a_program_name_down() -> None:
                 assert not any(f"{name} " in f"{node.value} " for name in NAMES.values()), f"{path}:{node.lineno} names {node.value!r}"
 
 
+def test_out_in_the_arguments_of_a_script_is_a_folder_of_each_launch(tmp_path: Path) -> None:
+    spec = ScriptSpec(script="train.py", args=("--ckpt={out}/last", "{out}", "--n"))
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        out = tmp_path / name / "out"
+        for _ in range(2):  # also where a run is started again
+            assert entrypoints.spec_entrypoint(spec, tmp_path / name)[-3:] == [f"--ckpt={out}/last", str(out), "--n"]
+        assert out.is_dir()
+
+
 def test_entrypoints() -> None:
     spec = ScriptSpec(script="train.py", args=("--n", "1"), watch=True, profile=3)
     *words, profile, script, option, value = entrypoints.spec_entrypoint(spec, Path("run"))

@@ -25,6 +25,8 @@ RUN_JSON, METRICS, LOCK, RESERVE = "run.json", "metrics.jsonl", "guard.lock", "r
 LAUNCHER_LOG, ERRORS, LOGS = "launcher.log", "errors", "logs"
 NODES, NODE_JSON, BEAT = "nodes", "node.json", "beat"
 """Of a run on several machines: `nodes/<k>/` holds what the guard of machine k writes, and its heartbeat."""
+OUT = "{out}"
+"""Stands in a script's arguments for a folder of each launch by itself, where the script keeps its checkpoints."""
 HANG, HANG_JSON, ASK, HOLD = "hang", "hang.json", "ask", "hold"
 """`hang/` holds what ranks without progress write about themselves, the request that all do so, and, in HANG_JSON, who holds up whom."""
 JOB, JOB_SCRIPT, JOB_LOG, STOP = "slurm.json", "job.sh", "slurm.log", "stop"

@@ -65,16 +65,17 @@ def why_not_linear(
     A script is launched as it is: alone, as strangers (as many launches of one process at a time), and with its ranks, and its steps are
     watched. Its reduction is what its ranks take longer than the slowest stranger.
 
-    With one process only, it says what more would bring: their waits by the distribution of its steps, their reductions by the ring's
-    formula and this machine's links. Whatever is not measured is marked as predicted.
+    With one process of a spec only, it says what more would bring: their waits by the distribution of its steps, their reductions by the
+    ring's formula and this machine's links. Whatever is not measured is marked as predicted.
 
     Args:
         target: a RunSpec, the name of a task, a script, or its ScriptSpec.
         same: with what one process is compared: "micro_batch" (each rank keeps its batch) or "global_batch" (each has a part of it).
             Both are measured, and `gap_at` gives either.
         ranks: to be asked about, more than the spec has; None = those of the spec, or 8 for a spec with one. Further ones: `at(64)`.
-        args: of a script.
-        nproc_per_node: ranks; None = the spec's own, 2 for a script.
+        args: of a script. "{out}" in them stands for a folder that is new in each launch, so that none goes on from the checkpoints of
+            another.
+        nproc_per_node: ranks; None = the spec's own, 2 for a script, which needs 2 or more.
         budget_s: seconds for all of it, the start included. At Ctrl-C the result is what is known by then.
         runs_dir: where run directories go; None = `runs` in the current folder.
 
@@ -95,6 +96,11 @@ def why_not_linear(
         given = {"nproc_per_node": nproc_per_node, "args": args or None}
         script = target.replace(**{knob: value for knob, value in given.items() if value is not None})
         check_launch(script)
+        if script.nproc_per_node == 1:
+            raise ValueError(
+                "nproc_per_node=1: a script is compared with its ranks, so it needs 2 or more. What more ranks would bring is predicted "
+                "from one process of a spec only: make the script a task"
+            )
         check_script(script.script)
         with say_what_was_interrupted("why_not_linear"), Waiting("why_not_linear", budget_s, begin="one process alone") as line:
             return _script(script, same, line, runs_dir)
@@ -143,7 +149,7 @@ def check(spec: RunSpec, args: Sequence[str] = ()) -> None:
 
 def _script(spec: ScriptSpec, same: str, line: Waiting, runs_dir: str | os.PathLike[str] | None) -> WhyNotLinear:
     """From whole launches of a script."""
-    ranks = whole_number("nproc_per_node", spec.nproc_per_node, least=2)
+    ranks = spec.nproc_per_node
     each = max(2.0, line.left / 3 - START_SECONDS)
     began = line.seconds
     timelines: dict[str, list[Timeline]] = {}
@@ -233,7 +239,8 @@ def script_evidence(
         if fewest < LEAST_STEPS:
             raise ValueError(
                 f"the script took {fewest} steps ({arm}) that could be timed, and {LEAST_STEPS} are needed: give it more steps or a larger "
-                "budget_s, and check that its loop reads a DataLoader"
+                "budget_s, and check that its loop reads a DataLoader; if it resumes from a checkpoint of an earlier launch, give its "
+                'folder as {out}: args=["--out", "{out}"]'
             )
     together = timelines["all"]
     size = len(together)

@@ -9,6 +9,7 @@ import json
 import sys
 from pathlib import Path
 
+from workbench.core import run_directory
 from workbench.runs.spec import RunSpec, Spec
 
 START = "workbench.programs.start"
@@ -71,9 +72,16 @@ def restart(run_dir: Path, machine: int | None = None) -> list[str]:
 
 
 def spec_entrypoint(spec: Spec, *run_dirs: Path) -> list[str]:
-    """What torchrun runs in each rank for a spec: the trainer, or the user's script."""
+    """What torchrun runs in each rank for a spec: the trainer, or the user's script.
+
+    {out} in a script's arguments becomes the folder `out` of its run directory, which is made.
+    """
     if isinstance(spec, RunSpec):
         return entrypoint(TRAIN, *run_dirs)
     profile = ["--profile", json.dumps(dataclasses.asdict(spec.profile))] if spec.profile else []
     # after "--": otherwise a script's own --n or --log counts as an abbreviation of torchrun's options
-    return ["-m", "--", SCRIPT, *["--watch"] * spec.watch, *profile, spec.script, *spec.args]
+    out, args = run_dirs[0] / "out", spec.args
+    if any(run_directory.OUT in arg for arg in args):
+        out.mkdir(exist_ok=True)
+        args = tuple(arg.replace(run_directory.OUT, str(out)) for arg in args)
+    return ["-m", "--", SCRIPT, *["--watch"] * spec.watch, *profile, spec.script, *args]

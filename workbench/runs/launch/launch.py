@@ -61,7 +61,8 @@ def launch(
             its last checkpoint: the same weights and states of the optimizer, on other ranks. It takes `runs_dir`, `name`, `rdzv_endpoint`
             and `rdzv_timeout`, too. Or a directory of torch.distributed.checkpoint: the new run of a RunSpec begins at step 0 with its
             weights, and with the states of its optimizer if it has any; options, schedule and samples are those of the spec.
-        args: the script's arguments.
+        args: the script's arguments. "{out}" in them stands for the folder `out` of its run directory, for its checkpoints: no other launch
+            has it.
         nproc_per_node: ranks on this machine; None = the spec's own, 1 for a script.
         watch: find the script's loaders, modules and optimizers as it runs and write a Timeline per rank (a RunSpec always has one).
             "always", for scripts and specs: each rank also tells when a phase, throughput, memory or loss gets worse for good

@@ -17,6 +17,7 @@ from workbench.core.checks import nearest
 from workbench.core.codec import JsonDataclass
 from workbench.core.display import table as display
 from workbench.core.progress import left_by
+from workbench.core.run_directory import OUT
 from workbench.core.units import seconds, several
 from workbench.runs.launch.cut_saves import hold_renames
 from workbench.runs.launch.kill_script import LATEST, Due, Watched, is_log, kill_steps, watch
@@ -24,8 +25,6 @@ from workbench.runs.launch.launch import launch
 from workbench.runs.launch.new_run import LaunchError
 from workbench.runs.run import Run
 
-OUT = "{out}"
-"""Stands in a script's arguments for the folder where it keeps its checkpoints and writes its result."""
 SHOWN = 8
 """Entries that are shown at most."""
 WHOLE = (
