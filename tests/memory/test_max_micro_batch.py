@@ -343,3 +343,51 @@ def test_what_is_to_spare_says_of_how_much() -> None:
         assert re.search(said, fitted.word)
         largest = max_micro_batch(lambda: nn.Linear(64, 64), "cpu", capacity=2**30, margin=margin, **options)
         assert re.search(said, str(largest))
+
+
+def test_the_largest_batch_and_the_ladder_have_the_notes_of_an_estimate() -> None:
+    options: dict[str, Any] = {"batch": (torch.zeros(4, 64), torch.zeros(4, dtype=torch.long)), "compile": "model"}
+    notes = estimate_memory(lambda: nn.Linear(64, 64), device="A100", **options).notes
+    for words in ('compile="model" is left out, so that the eager step is estimated', "cross-entropy", '"A100" alone means A100-40GB'):
+        assert any(words in note for note in notes)
+    for found in (
+        max_micro_batch(lambda: nn.Linear(64, 64), "A100", capacity=2**31, **options),
+        memory_ladder(lambda: nn.Linear(64, 64), "A100", **options),
+    ):
+        assert set(notes) <= set(found.notes)
+        assert all(note in str(found) for note in notes)
+        html = found._repr_html_()
+        assert "is left out, so that the eager step is estimated" in html
+        assert "cross-entropy" in html
+
+
+@pytest.mark.parametrize("model", [Net, Choosy])
+def test_what_fits_only_by_the_middle_of_a_range_is_said_to_be_not_certain(model: type[nn.Module]) -> None:
+    """Of a GPU that nobody measured the bytes outside of the allocator are a range."""
+    where = device((outside() + 3000 * 2**20) / 1e6)
+    found = max_micro_batch(model, where, margin=0.0, **GIVEN)
+    assert not found.breakdown.fits(where, margin=0.0).certain
+    assert 0 < found.surely < found.micro_batch
+    at = estimate_memory(model, device=where, micro_batch=found.surely, **GIVEN).fits(where, margin=0.0)
+    assert at
+    assert at.certain
+    if model is Net:  # of a program that depends on its batch only the runs of the bisection are known
+        assert found.runs <= 11
+        more = estimate_memory(model, device=where, micro_batch=found.surely + 1, **GIVEN).fits(where, margin=0.0)
+        assert more
+        assert not more.certain
+    assert "not certain, since memory outside of PyTorch's allocator is known as a range only" in found.word
+    assert f"but it surely fits up to micro_batch={found.surely}" in found.word
+    ladder = memory_ladder(model, where, margin=0.0, **{**GIVEN, "micro_batch": found.micro_batch})
+    assert "as it is" in ladder.word
+    assert "; not certain, since memory outside" in ladder.word
+    for sure in (max_micro_batch(model, "cpu", capacity=2**30, **GIVEN), memory_ladder(model, "H200", **GIVEN)):
+        assert "certain" not in str(sure)
+
+
+def test_where_no_number_surely_fits_none_is_named() -> None:
+    found = max_micro_batch(Net, device((outside() + 100 * 2**20) / 1e6), margin=0.0, **GIVEN)
+    assert found.micro_batch > 0
+    assert found.surely == 0
+    assert "not certain, since memory outside" in found.word
+    assert "surely fits" not in found.word

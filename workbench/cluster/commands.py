@@ -61,7 +61,7 @@ def estimate(given: argparse.Namespace, knobs: Mapping[str, Any], show: Show) ->
     if given.ladder:
         print(f"\n{memory_ladder(target, given.device, **shapes)}")
     if given.max_batch:
-        print(f"\n{max_micro_batch(target, given.device, **shapes)}")
+        print(f"\n{max_micro_batch(target, given.device, **shapes).word}")  # its notes stand above
     return 0 if breakdown.fits(given.device) else 1
 
 

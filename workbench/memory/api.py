@@ -135,7 +135,7 @@ def _recorded_compiled(plan: "Plan", watch: Watch | None) -> tuple[MemoryLog, in
     from workbench.memory.estimate.compiled import NOT_COMPILED, left_out
 
     knob, eager = plan.spec.compile, dataclasses.replace(plan, spec=plan.spec.replace(compile="none"))
-    why = "the operators of the eager step are counted" if watch else left_out(knob, plan.device)
+    why = left_out(knob, plan.device) or "the operators of the eager step are counted" * bool(watch)
     if not why:
         try:
             return _recorded(plan, None)

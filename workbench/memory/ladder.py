@@ -57,8 +57,6 @@ def memory_ladder(
         ValueError: an unknown device, or a target that cannot be estimated.
     """
     name, limit = usable_memory(device, capacity, margin)
-    if not is_unnamed(device):
-        device = device_of(device)
     return _Climb(target, device, options, limit=limit).ladder(name, margin)
 
 
@@ -66,8 +64,10 @@ class _Climb:
     """The search for the cheapest set of changes."""
 
     def __init__(self, target: Any, device: str | Device, options: Mapping[str, Any], *, limit: int) -> None:
-        self._target, self._device, self._options, self._limit = target, device, options, limit
-        self._timed = isinstance(device, Device)
+        self._target, self._options, self._limit = target, options, limit
+        self._typed = device
+        self._device = device if is_unnamed(device) else device_of(device)
+        self._timed = isinstance(self._device, Device)
         self._seen: dict[tuple[int, ...], tuple[MemoryBreakdown, float] | None] = {}
         self._moves: list[tuple[Mapping[str, Any], str]] = []
 
@@ -218,7 +218,7 @@ class _Climb:
             found, seconds = self._estimate({**options, "accumulation": MICRO_STEPS})
             return replace(found, title=found.title.replace(f"{MICRO_STEPS} micro", f"{times} micro")), seconds
         if isinstance(self._device, Device):
-            return timed_estimate(self._target, device=self._device, **options)
+            return timed_estimate(self._target, device=self._device, typed=self._typed, **options)
         return estimate_memory(self._target, device=self._device, **options), math.nan
 
     def _spec(self) -> RunSpec:
@@ -277,11 +277,14 @@ def _fused(optimizer: str | None) -> str:
     return f"{name}({rest[:-1]}, fused=True)" if rest else f"{name}(fused=True)"
 
 
-def timed_estimate(target: Any, *, device: Device, **options: Any) -> tuple[MemoryBreakdown, float]:
-    """The memory of a step, and the seconds per sample at the device's roofline, of one dry run; ValueError as `estimate_memory`."""
+def timed_estimate(target: Any, *, device: Device, typed: str | Device | None = None, **options: Any) -> tuple[MemoryBreakdown, float]:
+    """The memory of a step, and the seconds per sample at the device's roofline, of one dry run; ValueError as `estimate_memory`.
+
+    `typed` is the device as it was given, since a short name, such as "A100", has a note of its own.
+    """
     from workbench.memory.estimate.plan import plan_of
 
-    plan = plan_of(target, device=device, **options)
+    plan = plan_of(target, device=typed or device, **options)
     breakdown, floor = counted(plan, device)
     return breakdown, floor.seconds / (plan.spec.micro_batch * plan.spec.accumulation * plan.steps)
 

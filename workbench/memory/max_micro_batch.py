@@ -11,8 +11,8 @@ from workbench.core.progress import predicts, tick
 from workbench.core.synonyms import accept_synonyms
 from workbench.memory.analysis.breakdown import MemoryBreakdown
 from workbench.memory.analysis.family import Family
-from workbench.memory.analysis.fit import MARGIN, spare_words, usable_memory
-from workbench.memory.analysis.whatif import MaxMicroBatch, needed
+from workbench.memory.analysis.fit import MARGIN, usable_memory
+from workbench.memory.analysis.whatif import MaxMicroBatch, needed, needed_at_most
 from workbench.memory.api import estimate_memory
 from workbench.runs.spec import RunSpec
 from workbench.runs.target import device_or_batch
@@ -33,11 +33,8 @@ class WholeDataset(MaxMicroBatch):
         """In a line."""
         return (
             f"micro_batch={self.micro_batch} is the largest that can be trained: the dataset has no more for one optimizer step. "
-            f"It fits {self.device}: {spare_words(self.capacity, self.spare, self.margin)}"
+            f"It fits {self.device}: {self.room}"
         )
-
-    def __str__(self) -> str:
-        return self.word
 
 
 @accept_synonyms
@@ -49,7 +46,8 @@ def max_micro_batch(
     """The largest micro-batch that fits a device, without the device.
 
     Two dry runs tell the memory of every batch; the answer and the next larger one are run once more to be sure. Where the program
-    depends on the batch, every step of the bisection is a dry run. Of a spec or a task it is no more than the dataset has for one
+    depends on the batch, every step of the bisection is a dry run. Where the bytes outside of the allocator are known as a range, one more
+    finds up to which number it surely fits. Of a spec or a task it is no more than the dataset has for one
     optimizer step (a WholeDataset says so), as with `micro_batch="auto"`; unless a batch is given, or the dataset is a stream.
 
     Args:
@@ -73,8 +71,17 @@ def max_micro_batch(
     largest = _largest(runs, limit, most, nodes)
     next_one = runs.at(largest + 1)
     kind = WholeDataset if largest == most and needed(next_one) <= limit else MaxMicroBatch
-    shown = runs.at(max(1, largest))
-    return kind(micro_batch=largest, breakdown=shown, next=next_one, device=name, capacity=limit, runs=runs.count, margin=margin)
+    shown, surely = runs.at(max(1, largest)), runs.surely(largest, limit)
+    return kind(
+        micro_batch=largest,
+        breakdown=shown,
+        next=next_one,
+        device=name,
+        capacity=limit,
+        runs=runs.count,
+        margin=margin,
+        surely=surely,
+    )
 
 
 def _most(target: Any, options: Mapping[str, Any]) -> int:
@@ -102,6 +109,7 @@ class _Runs:
     def __init__(self, target: Any, device: str | Device, options: Mapping[str, Any]) -> None:
         self._target, self._device, self._options = target, device, options
         self._seen: dict[int, MemoryBreakdown] = {}
+        self._family: Family | None = None
         self.count = 0
 
     @property
@@ -122,7 +130,22 @@ class _Runs:
         """That of every batch, from runs at two; None where they did not do the same."""
         self.count += len(batches)
         tick(f"{len(batches)} dry runs: micro_batch={' and '.join(map(str, batches))}")
-        return batch_family(self._target, batches, device=self._device, **self._options)
+        self._family = batch_family(self._target, batches, device=self._device, **self._options)
+        return self._family
+
+    def surely(self, largest: int, limit: int) -> int:
+        """The largest number, of those that were run, that fits with the highest estimate of bytes outside the allocator; 0 = none.
+
+        Args:
+            largest: what fits with the middle one; where it does not surely fit, the number that should is run, if the family tells it.
+            limit: bytes.
+        """
+        if largest and self._family and needed_at_most(self.at(largest)) > limit:
+            like = self.at(largest)
+            more = needed_at_most(like) - needed(like)
+            if guess := min(largest, self._family.largest(limit - more, needs(self._family, like))):
+                self.at(guess)
+        return max((batch for batch, run in self._seen.items() if batch <= largest and needed_at_most(run) <= limit), default=0)
 
     def bracket(self, limit: int) -> tuple[int, int | None]:
         """The largest number seen to fit (0: none) and the smallest above it seen not to (None: none)."""

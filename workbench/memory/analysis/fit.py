@@ -10,6 +10,7 @@ from workbench.core.device import Device
 from workbench.core.display import table as display
 from workbench.memory.analysis.non_pytorch import NonPyTorchMemory
 
+NOT_CERTAIN = "not certain, since memory outside of PyTorch's allocator is known as a range only"
 _PLAIN = {"cuda": "the GPU", "cpu": "main memory"}
 """Devices without a name of their own → in words."""
 
@@ -52,7 +53,7 @@ class Fit(display.Shown):
         between = f" ({units.bytes_(self.low)} … {units.bytes_(self.high)})" * (self.low != self.high)
         needs = f"{units.bytes_(self.needed)}{between}{f' on {self.device}' * bool(self.device)}"
         answer = f"{'fits' if self else 'does not fit'}: {needs}, {spare_words(self.room, self.spare, self.margin)}"
-        return answer if self.certain else f"{answer}; not certain, since memory outside of PyTorch's allocator is known as a range only"
+        return answer if self.certain else f"{answer}; {NOT_CERTAIN}"
 
     def __bool__(self) -> bool:
         return self.spare >= 0

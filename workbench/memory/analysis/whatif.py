@@ -10,7 +10,7 @@ from workbench.core.codec import JsonDataclass
 from workbench.core.display import table
 from workbench.core.display import table as display
 from workbench.memory.analysis.breakdown import MemoryBreakdown
-from workbench.memory.analysis.fit import spare_words, usable_words
+from workbench.memory.analysis.fit import NOT_CERTAIN, spare_words, usable_words
 
 SAME = "as it is"
 """Label of the row in which nothing is changed."""
@@ -100,6 +100,16 @@ def needed(breakdown: MemoryBreakdown) -> int:
     return breakdown.total if used is None else used
 
 
+def needed_at_most(breakdown: MemoryBreakdown) -> int:
+    """The same bytes with the highest estimate of those outside the allocator."""
+    return breakdown.fits(0, margin=0.0).high
+
+
+def _doubt(breakdown: MemoryBreakdown, capacity: int) -> str:
+    """Words to append where the range of bytes outside the allocator leaves open whether it fits; else none."""
+    return "" if breakdown.fits(capacity, margin=0.0).certain else f"; {NOT_CERTAIN}"
+
+
 def _row(row: WhatIf) -> dict[str, object]:
     breakdown = row.breakdown
     if breakdown is None:
@@ -160,6 +170,11 @@ class MemoryLadder(display.Shown):
         return needed(self.end) <= self.capacity
 
     @property
+    def notes(self) -> tuple[str, ...]:
+        """What the estimates assume or leave out, at the start and at the end."""
+        return tuple(dict.fromkeys((*self.start.notes, *self.end.notes)))
+
+    @property
     def changes(self) -> dict[str, Any]:
         """All knobs that are changed: `spec.replace(**ladder.changes)`."""
         return {name: value for rung in self.rungs for name, value in rung.change.items()}
@@ -173,13 +188,14 @@ class MemoryLadder(display.Shown):
     def word(self) -> str:
         """The result in a line."""
         spare = spare_words(self.capacity, self.capacity - needed(self.end), self.margin)
+        doubt = _doubt(self.end, self.capacity)
         if not self.rungs and self.fits:
-            return f"it fits {self.device} as it is, with {spare}"
+            return f"it fits {self.device} as it is, with {spare}{doubt}"
         if not self.fits:
             what = f" of {', '.join(self.tried_changes)}" if self.tried_changes else ""
-            least = f"the best of {self.tried} combinations{what} needs {spare}"
+            least = f"the best of {self.tried} combinations{what} needs {spare}{doubt}"
             return f"nothing tried makes it fit {self.device}: {least}" + (f"; {self.advice}" if self.advice else "")
-        return f"it fits {self.device} with {units.knobs(self.changes)}: {spare}, {_time(self.slowdown)}"
+        return f"it fits {self.device} with {units.knobs(self.changes)}: {spare}, {_time(self.slowdown)}{doubt}"
 
     @property
     def table(self) -> display.Table:
@@ -194,7 +210,7 @@ class MemoryLadder(display.Shown):
             columns=("change", "needs", "time", "price", "where the peak lies"),
             rows=rows,
             title=f"{what}: {usable_words(self.capacity, self.margin)}",
-            note=f"{self.word}; predicted; time at the device's roofline, communication left out",
+            note=display.notes([f"{self.word}; predicted; time at the device's roofline, communication left out", *self.notes]),
         )
 
     def to_frame(self) -> Any:
@@ -249,6 +265,8 @@ class MaxMicroBatch:
     """Dry runs that were made."""
     margin: float = 0.0
     """Share of the device that stays free."""
+    surely: int = 0
+    """Samples up to which it fits with the highest estimate of the bytes outside the allocator, too; 0 = not known of any number."""
 
     def __int__(self) -> int:
         return self.micro_batch
@@ -261,24 +279,36 @@ class MaxMicroBatch:
         return self.capacity - needed(self.breakdown)
 
     @property
+    def notes(self) -> tuple[str, ...]:
+        """What the estimate assumes or leaves out."""
+        return self.breakdown.notes
+
+    @property
+    def room(self) -> str:
+        """Bytes left in words, and up to how many samples it surely fits where that is not the answer."""
+        doubt = _doubt(self.breakdown, self.capacity)
+        if doubt and self.surely:
+            doubt = f"; {NOT_CERTAIN}, but it surely fits up to micro_batch={self.surely}"
+        return spare_words(self.capacity, self.spare, self.margin) + doubt
+
+    @property
     def word(self) -> str:
         """The result in a line."""
-        spare = spare_words(self.capacity, self.spare, self.margin)
         if not self.micro_batch:
-            return f"not even one sample fits {self.device}: {spare}; try wb.memory_ladder(spec, device={self.device!r})"
+            return f"not even one sample fits {self.device}: {self.room}; try wb.memory_ladder(spec, device={self.device!r})"
         over = units.bytes_(needed(self.next) - self.capacity)
         more, reserved = self.next.total - self.breakdown.total, (self.next.reserved or 0) - (self.breakdown.reserved or 0)
         jump = f", since the allocator reserves {units.bytes_(reserved)} more at once for it, and tensors only {units.bytes_(more)}"
         return (
-            f"micro_batch={self.micro_batch} is the largest that fits {self.device}: {spare}; "
+            f"micro_batch={self.micro_batch} is the largest that fits {self.device}: {self.room}; "
             f"one more is {over} too much, at the {self.next.peak_moment}{jump * (reserved > JUMP * max(more, 1))}"
         )
 
     def __str__(self) -> str:
-        return self.word
+        return table.notes([self.word, *self.notes])
 
     def __repr__(self) -> str:
         return f"MaxMicroBatch({self.micro_batch}, device={self.device!r})"
 
     def _repr_html_(self) -> str:
-        return f"<p>{table.escape(self.word)}</p>"
+        return f"<p>{table.escape(str(self)).replace(chr(10), '<br>')}</p>"
