@@ -125,6 +125,19 @@ def test_names_the_rank_that_holds_up_the_others_its_line_and_what_they_wait_in(
     assert "line 61, in train" in said.stacks[0]
 
 
+def test_the_marks_of_a_watched_script_are_no_callers() -> None:
+    forward = [
+        (f"{TORCH}/nn/parallel/distributed.py", 1660, "forward", "self._pre_forward()", False),
+        ("/env/site-packages/workbench/timeline/hooks.py", 48, "marked", "output = call(*args, **kwargs)", False),
+        (f"{TORCH}/nn/modules/module.py", 1773, "_wrapped_call_impl", "return self._compiled_call_impl()", False),
+        ("/home/me/train.py", 61, "train", "model(batch)", True),
+        MAIN,
+    ]
+    said = judge({0: report(0, forward, done=False), 1: PLANTED["sleep"][0]}, 2)
+    assert said is not None
+    assert "called by forward, train.py:61" in str(said)
+
+
 def test_names_ranks_that_cannot_speak_for_themselves() -> None:
     others = {rank: waits(rank) for rank in (0, 2, 3)}
     dump = 'Current thread 0x1 (most recent call first):\n  File "/me/native.py", line 7 in fft\n  File "/me/t.py", line 9 in <module>'

@@ -500,6 +500,36 @@ def test_a_name_that_a_script_may_compose_is_not_refused(tmp_path: Path, text: s
     prove_script_resume.check_named(tmp_path / "train.py", args, result)
 
 
+def test_what_the_files_of_a_checkpoint_hold_is_read(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    torch.save({"model_state_dict": model.state_dict(), "step": 3}, tmp_path / "last.pt")
+    (tmp_path / "config.json").write_text("{}")
+    assert prove_script_resume._held(tmp_path) == (True, False)
+    torch.save({"random_state": torch.get_rng_state()}, tmp_path / "rng.pt")
+    assert prove_script_resume._held(tmp_path) == (True, True)
+    (tmp_path / "own.bin").write_bytes(b"nobody knows")
+    assert prove_script_resume._held(tmp_path) == (False, True), "it may be in there"
+    (tmp_path / "own.bin").unlink()
+    torch.save({"adam": optimizer.state_dict()}, tmp_path / "more.pt")
+    assert prove_script_resume._held(tmp_path) == (False, True)
+
+
+@pytest.mark.parametrize(
+    ("held", "words"),
+    [
+        ({}, "something: the usual cause is the state of a random number generator; others are the position in the data"),
+        ({"no_optimizer": True}, "something: its file holds no optimizer state, .* may also lack the state of a random number generator, "),
+        ({"no_optimizer": True, "has_random": True}, "its file holds no optimizer state, .* may also lack the position in the data"),
+        ({"has_random": True}, "As its file holds the state of a random number generator, it may be the position in the data"),
+    ],
+)
+def test_what_a_checkpoint_lacks_is_said_by_what_it_holds(held: dict[str, bool], words: str) -> None:
+    entries = (prove_script_resume.Entry(name="weight", difference="values differ"),)
+    given: Any = {"entries": 3, "differing": entries, "repeatable": True, "kills": (1.0,), "asked": 1, "seconds": 1.0, **FOLDERS, **held}
+    assert re.search(words, wb.ScriptResumeProof(**given).verdict)
+
+
 def test_a_proof_is_short_and_shows_first_what_tells_most() -> None:
     names = [f"model.{i}.weight" for i in range(20)] + ["opt.state.0.exp_avg", "random", "schedule.last_epoch"]
     entries = tuple(prove_script_resume.Entry(name=name, difference="values differ") for name in names)

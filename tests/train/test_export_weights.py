@@ -13,6 +13,7 @@ from torch import nn
 import workbench as wb
 from tests import toy_tasks
 from tests.train.test_checkpoints import names, spec_of
+from workbench.runs.spec import ScriptSpec
 from workbench.train.checkpoints import Checkpoints
 from workbench.train.ranks import Ranks
 from workbench.train.sharded_tensors import full_tensor
@@ -75,6 +76,10 @@ def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
 
 def test_what_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="has no checkpoint to export: launch it with checkpoint_every="):
+        wb.export_weights(tmp_path, tmp_path / "out")
+    info = {"spec": ScriptSpec(script="train.py").to_json()}
+    (tmp_path / "run.json").write_text(json.dumps(info))
+    with pytest.raises(ValueError, match="runs of scripts keep their own checkpoints; only a task's can be exported"):
         wb.export_weights(tmp_path, tmp_path / "out")
     monkeypatch.setitem(sys.modules, "safetensors.torch", None)
     with pytest.raises(ImportError, match=r"wb\.export_weights needs the package safetensors: pip install safetensors"):

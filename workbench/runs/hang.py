@@ -400,14 +400,14 @@ def _words_of(row: Mapping[str, Any], main: list[Frame]) -> str:
     group = row["group"].removesuffix(flight_recorder.NCCL)
     text += f" of group {group}" if group not in ("0", "default_pg") else ""
     text += f" ({shapes} {row['dtype']})" if shapes else ""
-    stack = [frame[2] for frame in row["frames"]] or [frame[2] for frame in main]
     users = {frame[:3] for frame in main if frame[4]}
-    before = []
+    before, reached = [], False
     for frame in row["frames"] or [frame[:3] for frame in main]:
-        if tuple(frame) in users:
+        if reached := tuple(frame) in users:
             break
-        before.append(frame[2])
-    caller = next((name for name in reversed(before) if name not in _SKIPPED), "") if len(before) < len(stack) else ""
+        if "/workbench/timeline/" not in frame[0].replace("\\", "/"):  # its marks around a call are nobody's caller
+            before.append(frame[2])
+    caller = next((name for name in reversed(before) if name not in _SKIPPED), "") if reached else ""
     return text + (f", called by {caller}" if caller and not op.lstrip("_").startswith(caller.rstrip("_")) and caller != op else "")
 
 

@@ -4,6 +4,7 @@ Nothing is executed: a checkpoint is loaded as a resumed run loads it, safetenso
 and texts only, and of DCP's index only the fields are read (`dcp`).
 """
 
+import contextlib
 import functools
 import json
 import os
@@ -69,7 +70,7 @@ def export_weights(
     checkpoints = _readers(run_dir)
     checkpoint = checkpoints.latest()
     if checkpoint is None:
-        raise ValueError(f"{run_dir} has no checkpoint to export: launch it with checkpoint_every=")
+        raise ValueError(f"{run_dir} has no checkpoint to export: {_no_checkpoint(run_dir)}")
     if best and not (checkpoint := checkpoints.best(checkpoint)):
         raise ValueError(f'best=True: {run_dir} was not validated where checkpoints were written; launch it with evaluate="checkpoint"')
     path_of = functools.partial(part_path, checkpoint[0])
@@ -155,8 +156,16 @@ def last_weights(run_dir: Path) -> dict[str, Tensor]:
         DamagedRunError: none can be used.
     """
     if (checkpoint := _readers(run_dir).latest()) is None:
-        raise ValueError(f"{run_dir} has no checkpoint: launch it with checkpoint_every=")
+        raise ValueError(f"{run_dir} has no checkpoint: {_no_checkpoint(run_dir)}")
     return whole_tensors(checkpoint[1], functools.partial(part_path, checkpoint[0]))
+
+
+def _no_checkpoint(run_dir: Path) -> str:
+    """What to do about a run that has none."""
+    with contextlib.suppress(OSError, KeyError, run_directory.DamagedRunError):
+        if run_directory.read_json(run_dir / run_directory.RUN_JSON)["spec"]["kind"] == "script":
+            return "runs of scripts keep their own checkpoints; only a task's can be exported"
+    return "launch it with checkpoint_every="
 
 
 def _readers(run_dir: Path) -> Checkpoints:

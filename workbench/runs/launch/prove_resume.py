@@ -245,7 +245,7 @@ def prove_resume(
 
 @contextlib.contextmanager
 def _waiting(kills: int, timeout: float | None, what: str) -> Iterator[Waiting]:
-    limit = "" if timeout is None else f"; each launch may take {units.seconds(timeout)}"
+    limit = "" if timeout is None else f" (at most {units.seconds(timeout)} for each launch)"
     begin = f"an undisturbed {what}, then one that is killed {several(kills, 'time')}{limit}"
     with say_what_was_interrupted("prove_resume"), Waiting("prove_resume", None, begin=begin) as line:
         yield line

@@ -34,6 +34,11 @@ WHOLE = (
 """What to do about a save that a kill can cut in two."""
 _STATE = re.compile("sched|random|rng|generator|sampler|scaler|step|epoch")
 """In the first key of an entry that is neither of the model nor of the optimizer."""
+_RANDOM = re.compile("random|rng")
+_OPTIMIZER = re.compile(r"opt|exp_avg|momentum|param_groups|(^|\.)state(\.|$)")
+"""In the name of an entry or a file of an optimizer's state."""
+_TEXTS = (".json", ".txt", ".yaml", ".yml", ".csv", ".md", ".py", ".toml")
+"""Ends of the names of files that hold no state of a training."""
 _MOMENT = ("epoch", "global_step", "step", "iteration")
 """Entries that say after how much training a result was saved."""
 
@@ -72,6 +77,10 @@ class ScriptResumeProof(JsonDataclass, display.Shown):
     """The file of the folder that was being written at each kill; "" = none was."""
     failed: str = ""
     """The error of the launch after the last kill, which failed by itself; "" = it ran to its end. Then nothing was compared."""
+    no_optimizer: bool = False
+    """Do the files of its folder, all of which could be read, hold no state of an optimizer? Looked for where it is not exact."""
+    has_random: bool = False
+    """Does one of them hold the state of a random number generator? Looked for where it is not exact."""
     seconds: float
     """How long the undisturbed script took."""
     undisturbed: str
@@ -161,10 +170,22 @@ class ScriptResumeProof(JsonDataclass, display.Shown):
                 "it is written at the end, the script does not restore its counts"
             )
         return (
-            f"Not exact: {many} {after}. Without a kill the script writes the same twice, so its checkpoint lacks "
-            "something: the usual cause is the state of a random number generator; others are the position in the data, the learning-rate "
-            "schedule, the optimizer, the gradient scaler" + f". Or it went on from a part of one: {torn}. {WHOLE}" * bool(torn)
+            f"Not exact: {many} {after}. Without a kill the script writes the same twice, so its checkpoint lacks something"
+            f"{self._lacks}" + f". Or it went on from a part of one: {torn}. {WHOLE}" * bool(torn)
         )
+
+    @property
+    def _lacks(self) -> str:
+        """What its checkpoint may lack, the likeliest first."""
+        others = "the position in the data, the learning-rate schedule" + ", the optimizer" * (not self.no_optimizer)
+        others, random = f"{others}, the gradient scaler", "the state of a random number generator"
+        if self.no_optimizer:
+            why = ": its file holds no optimizer state, which every optimizer but SGD without momentum needs; it may also lack "
+            return f"{why}{others if self.has_random else f'{random}, {others}'}"
+        if self.has_random:
+            others += ", another generator (numpy, random, CUDA), or what is saved but not loaded"
+            return f". As its file holds {random}, it may be {others}"
+        return f": the usual cause is {random}; others are {others}"
 
     def _when(self, *more: str) -> str:
         """In parentheses: each kill, "3.10 s after its launch, at least 8 steps into it" (the last may not be written yet), and `more`."""
@@ -313,8 +334,9 @@ def prove_script_resume(
     message = (last.error.message.strip() or "without a message") if last.error else "\n"
     failed = message.splitlines()[0].replace(str(folder / "interrupted"), OUT)[:300]
     differing = () if failed else _differing(expected, folder / "interrupted", result)
-    repeatable = True
+    repeatable, held = True, (False, False)
     if differing:
+        held = _held(folder / "undisturbed")
         to_the_end("again", "the undisturbed script once more")
         repeatable = not _differing(expected, folder / "again", result)
     return ScriptResumeProof(
@@ -328,6 +350,8 @@ def prove_script_resume(
         asked=kills,
         writing=tuple(writing),
         failed=failed,
+        no_optimizer=held[0],
+        has_random=held[1],
         seconds=undisturbed.seconds,
         undisturbed=str(folder / "undisturbed"),
         interrupted=str(folder / "interrupted"),
@@ -403,6 +427,17 @@ def _entries_of(out: Path, result: str) -> Mapping[str, Any]:
         return value
 
     return {named(name): named(value) for name, value in late.load("entries_of")(out / result).items()}
+
+
+def _held(out: Path) -> tuple[bool, bool]:
+    """Do its files, all of which could be read, hold no state of an optimizer? Does one hold that of a random number generator?"""
+    names, all_read = list[str](), True
+    for path in out.rglob("*"):
+        if path.is_file() and path.suffix not in _TEXTS and not is_log(path.name):
+            entries = late.load("entries_of")(path)
+            all_read &= not (list(entries) == [path.name] and isinstance(entries[path.name], bytes))
+            names += [path.name.lower(), *(name.lower() for name in entries)]
+    return bool(names) and all_read and not any(map(_OPTIMIZER.search, names)), any(map(_RANDOM.search, names))
 
 
 def _differing(expected: Mapping[str, Any], out: Path, result: str) -> tuple[Entry, ...]:
