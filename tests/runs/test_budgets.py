@@ -13,6 +13,7 @@ import workbench as wb
 from workbench.__main__ import main
 from workbench.core.vocabulary import PHASES
 from workbench.runs.budgets import QUANTITIES, check_run, read_limit
+from workbench.runs.spec import ScriptSpec
 
 
 @pytest.fixture
@@ -60,6 +61,12 @@ def test_it_says_which_of_the_two_runs_lacks_a_figure(run_dir: Path, by_hand: An
     assert states(check) == {"step": "not measured", "data_wait": "kept"}
     assert "the run to compare with, before, has no step: it has no measured step; it is a run of experiments (diagnose)" in str(check)
     assert "the run, now, has no peak_memory" in str(check_run(run_dir, {"peak_memory": "1 GiB"}))
+
+
+def test_the_loss_of_a_script_is_not_recorded(by_hand: Any) -> None:
+    spec = ScriptSpec(script="/x/train.py", watch=True).to_json()
+    check = check_run(by_hand(spec=spec, name="train").steps(60).ended("finished").path, {"loss": 2.5})
+    assert "the run, train, has no loss; the loss of a script is not recorded: a limit on it is for tasks" in str(check)
 
 
 @pytest.mark.parametrize(("given", "limit"), [("+5 %", -1.9), ("-5 %", -2.1)])

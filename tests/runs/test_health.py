@@ -13,6 +13,7 @@ from tests.conftest import HandMade
 from workbench.core import run_directory
 from workbench.runs.health import changes, exploding, health, not_falling, not_finite, not_seen_to_fall, slow_ranks, spikes
 from workbench.runs.run import Run
+from workbench.runs.spec import ScriptSpec
 from workbench.timeline.analysis.told import Told
 from workbench.timeline.timeline import Step, Timeline
 
@@ -199,6 +200,32 @@ def test_a_run_tells_its_faults_in_report_and_panel(by_hand: Make) -> None:
     assert run_facts(run)["faults"][0].startswith("the loss jumps")
     assert any("the loss jumps from" in note for note in Follower(run).snapshot().notes)
     assert "data_wait" not in report(Run.load(by_hand(name="early").ended("failed").path)), "no step was taken, so there are no times"
+
+
+def test_a_script_gets_no_all_clear_for_what_was_not_looked_for(by_hand: Make) -> None:
+    from workbench.runs.facts import report
+
+    spec = ScriptSpec(script="/x/train.py", watch=True).to_json()
+    found = health(by_hand(spec=spec, name="fine").steps(60).ended("finished").path)
+    assert found.ok
+    assert "the loss of this run was not recorded" in found.notes[0]
+    assert found.notes[0] in str(found)
+    error = {"rank": 1, "kind": "exception", "message": "ValueError: bad sample", "hint": "look at it"}
+    error["traceback"] = '  File "/x/train.py", line 75, in main\nValueError: bad sample'
+    run = Run.load(by_hand(spec=spec, name="crashed").steps(60).ended("failed", error=error).path)
+    faults = health(run).faults
+    assert [(fault.kind, fault.rank) for fault in faults] == [("failed", 1)]
+    assert faults[0].message == "rank 1: ValueError: bad sample, at /x/train.py:75 in main"
+    assert faults[0].hint == run.error.hint  # type: ignore[union-attr]
+    assert "fault:" not in report(run), "it has the error itself"
+
+
+def test_an_alarm_of_a_loss_that_is_not_finite_is_that_fault_alone() -> None:
+    alarms = [Told(rank=rank, step=260, phase="not finite", before=0.4, after=0.4, share=0.0).to_row() for rank in range(2)]
+    rows = {rank: [{"alarm": alarm}] for rank, alarm in enumerate(alarms)}
+    assert [(f.kind, f.step, f.rank) for f in not_finite([], rows)] == [("not finite", 260, None)]
+    assert changes(rows) == []
+    assert not_finite([], {0: [], 1: rows[1]})[0].rank == 1
 
 
 def test_what_ranks_told_is_a_fault_of_the_rank_that_is_slow() -> None:

@@ -314,6 +314,55 @@ def test_losses_that_have_no_ratio_or_no_number_are_not_followed() -> None:
     assert follow(late) == []
 
 
+def test_a_loss_that_is_not_finite_is_told_once_with_its_step() -> None:
+    chance = np.random.default_rng(7)
+    values = falling(1000, chance)
+    values[100] = math.inf  # a single one, as a GradScaler skips it
+    values[260:] = [math.inf, math.nan, math.nan] * 246 + [math.inf, math.nan]
+    told = follow(values)
+    assert [(t.phase, t.step, t.rank) for t in told] == [("not finite", 260, 2)]
+    assert told[0].before == values[259]
+    assert told[0].words(ranks=4) == f"since step 260 the loss is NaN or infinite on rank 2 ({values[259]:.4g} before)"
+    assert Told.of_row(told[0].to_row()) == told[0]
+    below_0 = [-1.0] * 500 + [math.inf] * 100
+    assert [(t.phase, t.step) for t in follow(below_0)] == [("not finite", 500)]
+    assert follow([1.0] * 599 + [math.inf]) == []
+
+
+@pytest.mark.parametrize("device", [False, True])
+def test_a_loss_that_is_not_finite_differs_from_one_that_is_not_read(device: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU, and on an emulated device, which writes its losses into the ring."""
+
+    class OnDevice(torch.Tensor):
+        is_cpu = False
+
+    if device:
+        monkeypatch.setattr(hooks, "_unscaled", lambda loss: loss.detach().as_subclass(OnDevice))
+    losses = Losses()
+
+    def steps(first: int, last: int) -> None:
+        for step in range(first, last):
+            loss = torch.tensor(math.nan if step >= 260 else 1.0 + step, requires_grad=True)
+            losses.add(loss * 1 if device else loss)
+
+    steps(0, 200)
+    assert losses.take(200, EVERY) == [1.0 + step for step in range(200)]
+    steps(200, 480)
+    taken = losses.take(280, EVERY)
+    known = [(step, loss) for step, loss in enumerate(taken, 200) if not math.isnan(loss)]
+    assert len(known) == pytest.approx(280 / EVERY, abs=2)
+    assert known == [(step, math.inf if step >= 260 else 1.0 + step) for step, _ in known]
+    assert 260 <= min(step for step, loss in known if math.isinf(loss)) < 260 + EVERY
+
+
+@pytest.mark.parametrize("weight", [0.0, torch.zeros(())])
+def test_a_loss_with_a_weight_of_0_is_not_taken_for_one_that_is_not_finite(weight: float | torch.Tensor) -> None:
+    losses, value = Losses(), torch.tensor(3.0, requires_grad=True)
+    for step in range(100):
+        losses.add(value * (weight if step % 2 else 1.0))
+    assert losses.take(100) == pytest.approx([3.0, math.nan] * 50, nan_ok=True)
+
+
 def test_losses_wait_for_their_steps_whatever_they_are_scaled_by_and_however_many_a_step_has() -> None:
     losses, weight = Losses(), torch.ones((), requires_grad=True)
     for step in range(50):
@@ -330,7 +379,7 @@ def test_losses_wait_for_their_steps_whatever_they_are_scaled_by_and_however_man
         losses.add(torch.tensor(math.inf if step == 5 else step + 1.0))
         if step % 100 == 99:
             taken = losses.take(100)
-            expected = [math.nan if place == 5 else place + 0.5 for place in range(step - 99, step + 1)]
+            expected = [math.inf if place == 5 else place + 0.5 for place in range(step - 99, step + 1)]
             assert taken == pytest.approx(expected, nan_ok=True)
     losses = Losses()
     losses.add(torch.ones(()))

@@ -17,6 +17,7 @@ from workbench.core.synonyms import accept_synonyms
 from workbench.core.vocabulary import PHASES
 from workbench.runs.compare import without_steps
 from workbench.runs.run import ACTIVE, Run
+from workbench.runs.spec import ScriptSpec
 
 _SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6}
 _BYTES = {"B": 1.0, "kB": 1e3, "KiB": 2**10, "MB": 1e6, "MiB": 2**20, "GB": 1e9, "GiB": 2**30, "TB": 1e12, "TiB": 2**40}
@@ -133,6 +134,8 @@ class RunCheck(display.Shown):
             missing = [budget.name for budget in self.budgets if math.isnan(getattr(budget, lacking))]
             if run is not None and missing:
                 why = "" if any(rank.count for rank in run.rank_means) else f": it has no measured step; {without_steps(run)}"
+                if "loss" in missing and not why and isinstance(run.spec, ScriptSpec):
+                    why = "; the loss of a script is not recorded: a limit on it is for tasks"
                 which = "the run" if run is self.run else "the run to compare with"
                 failed.append(f"{which}, {run.name}, has no {', '.join(missing)}{why}")
         beside = [] if self.against is None else [f"beside {self.against.name}: on a shared machine identical runs differ by 10 % or more"]

@@ -20,7 +20,8 @@ from workbench.core.vocabulary import PHASES
 from workbench.runs.rank_ends import MANY_RANKS
 from workbench.runs.rows import RunRows, losses_of
 from workbench.runs.run import Run
-from workbench.timeline.analysis.told import MEETS, NOT_TIME, REDUCTION, Told, waited_for
+from workbench.runs.spec import ScriptSpec
+from workbench.timeline.analysis.told import MEETS, NOT_FINITE, NOT_TIME, REDUCTION, Told, waited_for
 from workbench.timeline.timeline import Timeline
 
 WINDOW = 200
@@ -46,13 +47,19 @@ MOST_STEPS = 5_000
 EPISODE, DIPS = 8, 0.25
 """Steps that a rank must be slow in a row, and by which share of a step, to be named."""
 
+NO_LOSS = (
+    "the loss of this run was not recorded, so spikes and a loss that does not fall were not looked for, and NaN only "
+    'if it was launched with watch="always"'
+)
+"""Of a script's run."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
     """Something that went wrong in a run."""
 
     kind: str
-    """"hang", "not finite", "spike", "not falling", "exploding gradients", "slow rank" or "change"."""
+    """"hang", "not finite", "spike", "not falling", "exploding gradients", "slow rank", "change" or "failed"."""
     step: int | None
     """The first step in which it shows, from 1; None = it belongs to no step."""
     rank: int | None
@@ -77,7 +84,7 @@ class Health:
     ranks: int
     """Ranks whose times were compared."""
     notes: tuple[str, ...] = ()
-    """What is no fault, and yet not known to be right: of a noisy loss, that no fall of it can be seen."""
+    """What is no fault, and yet not known to be right: of a noisy loss, that no fall of it can be seen; that no loss is known."""
 
     @property
     def ok(self) -> bool:
@@ -92,7 +99,7 @@ class Health:
         return (
             f"nothing wrong in {' and '.join(looked)}{notes}"
             if looked
-            else "nothing to look at yet: no losses, and no two ranks to compare"
+            else f"nothing to look at yet: no losses, and no two ranks to compare{notes}"
         )
 
 
@@ -110,11 +117,16 @@ def health(run: Run | str | os.PathLike[str]) -> Health:
     rows = {} if many else files.other_rows
     timelines = [] if many else list(files.timelines)
     faults = [Fault(kind="hang", step=None, rank=hang.rank, message=str(hang), hint="")] if hang else []
+    error = run.error
+    if error is not None and not (hang and error.kind == "hang"):
+        message = f"{'the run' if error.rank is None else f'rank {error.rank}'}: {error.message}"
+        message += f", at {error.place}" if error.place else ""
+        faults.append(Fault(kind="failed", step=None, rank=error.rank, message=message, hint=error.hint or ""))
     faults += not_finite(losses, rows) + spikes(losses) + not_falling(losses)
     faults += exploding(files.read(run_directory.noise_file(0))) or exploding(files.read(run_directory.GRADIENTS))
     faults += slow_ranks(timelines) + changes(rows)
     faults.sort(key=lambda fault: -1 if fault.step is None else fault.step)
-    notes = tuple(filter(None, [not_seen_to_fall(losses)]))
+    notes = tuple(filter(None, [not_seen_to_fall(losses), "" if losses or not isinstance(run.spec, ScriptSpec) else NO_LOSS]))
     return Health(faults=tuple(faults), losses=len(losses), ranks=len(timelines), notes=notes)
 
 
@@ -123,11 +135,14 @@ def not_finite(losses: Sequence[tuple[int, float]], rows: Mapping[int, Sequence[
 
     Args:
         losses: (step, loss) of rank 0.
-        rows: the rows of each rank's file that are no steps; `not_finite` in them is what the rank itself saw.
+        rows: the rows of each rank's file that are no steps; `not_finite` in them, or an alarm, is what the rank itself saw.
     """
     first = [(step, 0, "") for step, loss in losses if not math.isfinite(loss)][:1]
     for rank, more in rows.items():
         for row in more:
+            alarm = Told.of_row(row.get("alarm"))
+            if alarm and alarm.phase == NOT_FINITE:
+                first.append((alarm.step, rank, ""))
             seen = row.get("not_finite")
             if isinstance(seen, Mapping) and is_whole(seen.get("step"), least=1):
                 first.append((seen["step"], rank, str(seen.get("weights") or "")[:300]))
@@ -151,7 +166,7 @@ def changes(rows: Mapping[int, Sequence[Mapping[str, Any]]]) -> list[Fault]:
     Args:
         rows: the rows of each rank's file that are no steps.
     """
-    every = [alarm for more in rows.values() for row in more if (alarm := Told.of_row(row.get("alarm")))]
+    every = [alarm for more in rows.values() for row in more if (alarm := Told.of_row(row.get("alarm"))) and alarm.phase != NOT_FINITE]
     losses = [alarm for alarm in every if alarm.phase == "loss"]
     told = [alarm for alarm in every if alarm.phase != "loss" and (alarm.slower or alarm.phase in NOT_TIME)]
     kept = [alarm for alarm in told if not waited_for(alarm, told)]
@@ -212,7 +227,7 @@ def new_faults(run: Run) -> list[Fault]:
     return [
         fault
         for fault in health(run).faults
-        if fault.kind not in ("hang", "change") and (fault.kind != "not finite" or fault.rank is not None)
+        if fault.kind not in ("hang", "change", "failed") and (fault.kind != "not finite" or fault.rank is not None)
     ]
 
 

@@ -27,7 +27,7 @@ from workbench.core.run_directory import ALARMS, ENV_ALARM, LineTail, LineWriter
 from workbench.core.vocabulary import PHASES
 from workbench.timeline.analysis.change_points import BLOCK, GROUP, Change, ChangePoints
 from workbench.timeline.analysis.step_table import blocks_of, blocks_of_losses
-from workbench.timeline.analysis.told import COMPUTING, DEVICE_MEMORY, NOT_TIME, REDUCTION, WAITS, Told, digest, waited_for
+from workbench.timeline.analysis.told import COMPUTING, DEVICE_MEMORY, NOT_FINITE, NOT_TIME, REDUCTION, WAITS, Told, digest, waited_for
 from workbench.timeline.steps import Row
 
 INTERVAL, LONGEST = 3.0, 10.0
@@ -76,8 +76,8 @@ class StepAlarm:
             rank: of this process.
             memory: bytes that it holds now; None = not followed.
             device_memory: the same of its GPU.
-            losses: gives the losses of so many steps that follow, nan = not known, and reads one in so many from now on; None = they are
-                not followed.
+            losses: gives the losses of so many steps that follow, nan = not known, inf = NaN or infinite, and reads one in so many from
+                now on; None = they are not followed.
             done: steps that were taken before, such as before a restart.
         """
         self.rank, self._losses, self._done = rank, losses, done
@@ -87,6 +87,11 @@ class StepAlarm:
         self._loss_points = ChangePoints(("loss",), upward=True)
         self._rows: list[Row] = []
         self._loss: list[float] = []
+        self._finite, self._positive, self._looked = 0.0, True, done
+        """The last finite loss; were all above 0; steps whose losses were looked at."""
+        self._lost: int | None = None
+        """The first step since which no loss was finite."""
+        self._lost_told = False
         self._every = self._read = 0
         """One loss in so many is read, 0 = not judged yet; how many were."""
         self._pending: list[Change] = []
@@ -103,19 +108,18 @@ class StepAlarm:
             waits: as `ChangePoints.add_blocks` has it.
             last: no step follows, so what waits for other phases to change with it is told now.
         """
-        if self._losses is not None:
-            self._loss += self._losses(len(rows), self._every)
+        told = self._not_finite(self._losses(len(rows), self._every), last=last) if self._losses is not None else []
         self._rows += rows
         if not self._every and self._step - self._done + len(self._rows) >= SETTLED:
             length = median(sum(row[:-1]) for row in self._rows[-9:]) / 1e9
             self._every = min(EVERY, int(APART / length) | 1) if length > 0 else 1
         count = len(self._rows) // BLOCK * BLOCK
         if not count and waits:
-            return []
+            return told
         rows = self._rows[:count]
         del self._rows[:count]
         blocks = blocks_of(rows, [held() for held in self._memory])
-        told = self._higher_losses(waits=waits)
+        told += self._higher_losses(waits=waits)
         for change in self._points.add_blocks(self._step, blocks, waits=waits):
             told += self._explained(change.told - BLOCK)
             self._pending.append(change)
@@ -128,12 +132,32 @@ class StepAlarm:
         """Does a change wait for the phase that explains it?"""
         return bool(self._pending)
 
+    def _not_finite(self, losses: Sequence[float], *, last: bool) -> list[Told]:
+        """Take losses of steps that follow; the alarm, once, where they are no finite numbers any more.
+
+        A second one has to follow, unless the training ends: a GradScaler skips the step of a single one, else weights are lost with it.
+        """
+        again = False
+        for step, loss in enumerate(losses, self._looked):
+            if math.isfinite(loss) and not again:
+                self._finite, self._lost = loss, None
+            elif math.isinf(loss):
+                again = again or self._lost is not None
+                self._lost = step if self._lost is None else self._lost
+        self._looked += len(losses)
+        self._loss += [math.nan if math.isinf(loss) else loss for loss in losses]
+        if self._lost_told or self._lost is None or not (again or last):
+            return []
+        self._lost_told = True
+        return [Told(rank=self.rank, step=self._lost, phase=NOT_FINITE, before=self._finite, after=self._finite, share=0.0)]
+
     def _higher_losses(self, *, waits: bool) -> list[Told]:
         """The alarms of the losses: of so many steps, of the first whose loss is known."""
         if self._losses is None or not self._every:
             return []
-        if any(loss <= 0 for loss in self._loss):  # some may be NaN
-            self._losses = None  # that it falls is what a training is for; of one that is 0 or less, no part can be said
+        self._positive = self._positive and not any(loss <= 0 for loss in self._loss)  # some may be NaN
+        if not self._positive:
+            self._loss.clear()  # that it falls is what a training is for; of one that is 0 or less, no part can be said
             return []
         count = len(self._loss) // (BLOCK * self._every) * BLOCK * self._every
         changes = self._loss_points.add_blocks(self._read, blocks_of_losses(self._loss[:count], self._every), waits=waits)
@@ -373,7 +397,7 @@ class Alarm:
             self._looked = time.monotonic()
             for told in self._alarm.see(rows, waits=not last and len(rows) >= GROUP * BLOCK, last=last):
                 slow = self._traces if told.slower and told.phase not in NOT_TIME else None
-                around = self._around.changed() if told.phase != "loss" else ()
+                around = self._around.changed() if told.phase not in ("loss", NOT_FINITE) else ()
                 told = self._parts.part(told) if self._parts else told
                 full = replace(told, circumstances=around, trace=slow.ask(told.step) if slow else "")
                 self._held.append((full, self._looked))

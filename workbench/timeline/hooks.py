@@ -12,7 +12,7 @@ from itertools import islice
 from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
-from workbench.timeline.analysis.step_table import put, taken_means
+from workbench.timeline.analysis.step_table import UNREAD, put, taken_means
 from workbench.timeline.loops import OpenLoops
 from workbench.timeline.marks import BACKWARD, END_FORWARD, END_PHASE, FORWARD, H2D, OPTIMIZER, OWN_BACKWARD
 
@@ -212,8 +212,8 @@ class Losses:
     """The losses of a training, taken where they are made and looked at later by another thread, without a wait for the device.
 
     A loss on a device is copied into the host's memory by the device itself, when it comes to it: `item()` would wait for all work before
-    it. A look that comes earlier sees nan. On a CPU there is nothing to wait for, and `item()` takes a tenth of a copy's time. Between two
-    losses a training drives all of this out of the caches, so that each call here counts more than it seems.
+    it. A look that comes earlier sees UNREAD. On a CPU there is nothing to wait for, and `item()` takes a tenth of a copy's time. Between
+    two losses a training drives all of this out of the caches, so that each call here counts more than it seems.
     """
 
     def __init__(self) -> None:
@@ -252,7 +252,7 @@ class Losses:
         """A loss that is not read, in the place that it would have."""
         if not self._ended and type(loss).__name__ == "Tensor" and loss.numel() == 1:
             if self._on_device:
-                self._seen[self._taken % KEPT] = math.nan
+                self._seen[self._taken % KEPT] = UNREAD
                 self._taken += 1
             else:
                 self._append(math.nan)
@@ -271,7 +271,9 @@ class Losses:
             elif loss.numel() == 1:
                 self._unscaled, self._alike = -math.inf, None
                 value, place = _unscaled(loss), self._taken % KEPT
-                if value.is_cpu:
+                if value is None:
+                    self._skip(loss)
+                elif value.is_cpu:
                     self._append(value.item())
                 else:
                     self._ring(pinned=value.is_cuda)[place : place + 1].copy_(value.reshape(1), non_blocking=True)
@@ -298,13 +300,12 @@ class Losses:
 
             before, self._pinned = self._values, pinned
             self._values = torch.full((KEPT,), math.nan, pin_memory=pinned)
-            if before is not None:
-                self._values.copy_(before)
             self._seen = self._values.numpy()
+            self._seen[:] = UNREAD if before is None else before.numpy()
         return self._values
 
     def take(self, steps: int, every: int = 1) -> list[float]:
-        """The mean loss of each of the next steps; nan = not known, or no finite number. Steps have as many losses as they had so far.
+        """The mean loss of each of the next steps; nan = not known, inf = NaN or infinite. Steps have as many losses as they had so far.
 
         Args:
             steps: of which losses are asked for.
@@ -328,12 +329,15 @@ class Losses:
 
 
 def _unscaled(loss: Any) -> Any:
-    """A loss without what a GradScaler has multiplied it by; on a device, or divided by that, also without its graph."""
+    """A loss without what a GradScaler has multiplied it by; on a device, or divided by that, also without its graph. None = by 0."""
     node = loss.grad_fn
     scale = getattr(node, "_saved_other", None) if node is not None and node.name() == "MulBackward0" else None
     if scale is None or scale.requires_grad or scale.numel() != 1:
         return loss if loss.is_cpu else loss.detach()
-    return loss.detach() / scale.detach().reshape(loss.shape)
+    scale = scale.detach().reshape(loss.shape)
+    if scale.is_cpu:
+        return loss.detach() / scale if scale.item() else None
+    return loss.detach() / (scale + 1e-30)  # whether it is 0 must not be waited for; any other scale stays as it is
 
 
 def threads_per_operator() -> int:

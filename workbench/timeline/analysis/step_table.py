@@ -12,6 +12,8 @@ from workbench.timeline.analysis.change_points import BLOCK
 from workbench.timeline.steps import Row
 
 Floats = NDArray[np.float64]
+UNREAD = np.array(0x7FC0_5EED, np.uint32).view(np.float32)[()]
+"""A NaN that no operator gives: the place of a loss that was not read, or that its device has not written yet."""
 
 
 def blocks_of(rows: Sequence[Row], memory: Sequence[float]) -> Floats:
@@ -43,19 +45,27 @@ def blocks_of_losses(losses: Sequence[float], every: int) -> Floats:
     return known.reshape(-1, BLOCK, 1)
 
 
-def put(ring: NDArray[np.generic], first: int, values: Sequence[float]) -> None:
-    """Put values into a ring; of more than it has places, the latest."""
-    last = first + len(values)
-    ring[np.arange(max(first, last - len(ring)), last) % len(ring)] = values[-len(ring) :]
+def put(ring: NDArray[np.float32], first: int, values: Sequence[float]) -> None:
+    """Put values into a ring; of more than it has places, the latest. The very object `math.nan` becomes UNREAD."""
+    last, values = first + len(values), values[-len(ring) :]
+    latest = np.array(values, np.float32)
+    latest[[value is math.nan for value in values]] = UNREAD
+    ring[np.arange(last - len(values), last) % len(ring)] = latest
 
 
-def taken_means(seen: NDArray[np.generic], first: int, count: int, each: int) -> list[float]:
-    """Means of so many values of a ring, each of `each` neighbours; the values become nan, and so does a mean that is not finite."""
+def taken_means(seen: NDArray[np.float32], first: int, count: int, each: int) -> list[float]:
+    """Means of so many values of a ring, each of `each` neighbours; the values become UNREAD. A mean is inf where one of them is NaN or
+    infinite, else nan where one is UNREAD.
+    """
     places = np.arange(first, first + count) % len(seen)
-    values = seen[places].astype(np.float64)
-    seen[places] = math.nan
+    read = seen[places]
+    seen[places] = UNREAD
+    values = read.astype(np.float64)
+    values[~np.isfinite(read)] = math.inf
+    unread = read.view(np.uint32) == UNREAD.view(np.uint32)
+    values[unread] = 0.0
     starts = np.arange(0, count, each)
     means = np.add.reduceat(values, starts) / np.diff(starts, append=count)
-    means[~np.isfinite(means)] = math.nan
+    means[np.isfinite(means) & np.logical_or.reduceat(unread, starts)] = math.nan
     found: list[float] = means.tolist()
     return found

@@ -10,7 +10,9 @@ from workbench.core.checks import is_number, is_whole
 DEVICE_MEMORY = "device memory"
 REDUCTION, COMPUTING = "reduction", "computing"
 """The parts of a backward where DDP says which of them takes longer."""
-NOT_TIME = ("memory", DEVICE_MEMORY, "loss")
+NOT_FINITE = "not finite"
+"""A loss that is NaN or infinite from a step on."""
+NOT_TIME = ("memory", DEVICE_MEMORY, "loss", NOT_FINITE)
 """What is followed and is no time."""
 WORDS = {
     "step": "a step",
@@ -42,10 +44,11 @@ class Told:
     step: int
     """The first step at the new level, about, from 0."""
     phase: str
-    """One of SERIES, REDUCTION, COMPUTING, DEVICE_MEMORY or "loss"."""
+    """One of SERIES, REDUCTION, COMPUTING, DEVICE_MEMORY, "loss" or NOT_FINITE."""
     before: float
     """Seconds, samples per second, bytes, or the loss."""
     after: float
+    """The same; of NOT_FINITE both are the last finite loss, 0 = there was none."""
     share: float
     """The change of the phase as a part of the step before; 0 for memory and loss."""
     circumstances: tuple[str, ...] = ()
@@ -71,6 +74,8 @@ class Told:
         if self.phase in ("memory", DEVICE_MEMORY):
             how = "more" if self.after > self.before else "less"
             return f"{since} {how} {self.phase}{where}: {units.bytes_(self.after)}, {units.bytes_(self.before)} before{more}"
+        if self.phase == NOT_FINITE:
+            return f"{since} the loss is NaN or infinite{where}{f' ({self.before:.4g} before)' if self.before else ''}{more}"
         if self.phase == "loss":
             return f"{since} the loss is {units.percent(change)} higher{where} ({self.before:.4g} → {self.after:.4g}){more}"
         if self.phase == "throughput":
