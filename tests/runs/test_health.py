@@ -226,6 +226,7 @@ def test_an_alarm_of_a_loss_that_is_not_finite_is_that_fault_alone() -> None:
     assert [(f.kind, f.step, f.rank) for f in not_finite([], rows)] == [("not finite", 260, None)]
     assert changes(rows) == []
     assert not_finite([], {0: [], 1: rows[1]})[0].rank == 1
+    assert not_finite([(260, 0.4), (261, math.nan)], rows)[0].step == 261, "a task's own steps are counted from 1"
 
 
 def test_what_ranks_told_is_a_fault_of_the_rank_that_is_slow() -> None:

@@ -140,12 +140,12 @@ def not_finite(losses: Sequence[tuple[int, float]], rows: Mapping[int, Sequence[
     first = [(step, 0, "") for step, loss in losses if not math.isfinite(loss)][:1]
     for rank, more in rows.items():
         for row in more:
-            alarm = Told.of_row(row.get("alarm"))
-            if alarm and alarm.phase == NOT_FINITE:
-                first.append((alarm.step, rank, ""))
             seen = row.get("not_finite")
             if isinstance(seen, Mapping) and is_whole(seen.get("step"), least=1):
                 first.append((seen["step"], rank, str(seen.get("weights") or "")[:300]))
+    if not first:  # of a script, whose losses are known to its alarms alone
+        told = [alarm for more in rows.values() for row in more if (alarm := Told.of_row(row.get("alarm")))]
+        first = [(alarm.step, alarm.rank, "") for alarm in told if alarm.phase == NOT_FINITE]
     if not first:
         return []
     step = min(place[0] for place in first)
