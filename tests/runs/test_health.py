@@ -221,7 +221,7 @@ def test_a_script_gets_no_all_clear_for_what_was_not_looked_for(by_hand: Make) -
 
 
 def test_an_alarm_of_a_loss_that_is_not_finite_is_that_fault_alone() -> None:
-    alarms = [Told(rank=rank, step=260, phase="not finite", before=0.4, after=0.4, share=0.0).to_row() for rank in range(2)]
+    alarms = [Told(rank=rank, step=260 + 7 * rank, phase="not finite", before=0.4, after=0.4, share=0.0).to_row() for rank in range(2)]
     rows: dict[int, list[dict[str, object]]] = {rank: [{"alarm": alarm}] for rank, alarm in enumerate(alarms)}
     assert [(f.kind, f.step, f.rank) for f in not_finite([], rows)] == [("not finite", 260, None)]
     assert changes(rows) == []

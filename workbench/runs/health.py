@@ -145,7 +145,8 @@ def not_finite(losses: Sequence[tuple[int, float]], rows: Mapping[int, Sequence[
                 first.append((seen["step"], rank, str(seen.get("weights") or "")[:300]))
     if not first:  # of a script, whose losses are known to its alarms alone
         told = [alarm for more in rows.values() for row in more if (alarm := Told.of_row(row.get("alarm")))]
-        first = [(alarm.step, alarm.rank, "") for alarm in told if alarm.phase == NOT_FINITE]
+        told = sorted((alarm for alarm in told if alarm.phase == NOT_FINITE), key=lambda alarm: alarm.step)
+        first = [(told[0].step, alarm.rank, "") for alarm in told if alarm.step - told[0].step <= MEETS]  # not each loss is read
     if not first:
         return []
     step = min(place[0] for place in first)
