@@ -39,7 +39,7 @@ LAUNCHED: dict[str, dict[str, Any]] = {
         "ema": 0.9,
         "label_smoothing": 0.1,
         "clip_grad_norm": 0.5,
-        "bucket_cap_mb": 0.001,
+        "bucket_cap_mb": 1.0,
         "find_unused_parameters": True,
         "gradient_as_bucket_view": True,
         "gradient_compression": "fp16",

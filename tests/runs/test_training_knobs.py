@@ -214,6 +214,7 @@ def test_gradients_in_bf16_are_refused_before_a_launch_without_nccl(monkeypatch:
         ({"compile": "model(mode=fast)"}, "model has no option 'mode'; it has backend"),
         ({"compile": "model(backend=3)"}, "backend=3: a name is allowed"),
         ({"compile": "model", "parallel": "fsdp"}, 'compile="model" with parallel="fsdp": .*; try compile="blocks"'),
+        ({"compile": "blocks", "bucket_cap_mb": 0.5}, "with bucket_cap_mb=0.5: torch.compile cuts the graph at DDP.s buckets"),
         ({"compile": "blocks", "checkpointing": "full"}, 'with checkpointing="full": torch.compile decides itself'),
         ({"compile": "blocks", "micro_batch": "auto"}, 'with micro_batch="auto": it is chosen for the step as it is'),
         ({"compile": "model", "tensor_parallel": 2, "nproc_per_node": 2}, "with tensor_parallel=2: split layers"),

@@ -279,6 +279,11 @@ def _check_compile(spec: Any) -> None:
         ("tensor_parallel", spec.tensor_parallel > 1, "split layers exchange data in the midst of the graph; leave one of them out"),
         ("checkpointing", spec.checkpointing != "none", "torch.compile decides itself what the backward recomputes; leave one of them out"),
         ("offload", spec.offload == "activations", "what a compiled graph keeps for its backward is not moved; leave one of them out"),
+        (
+            "bucket_cap_mb",
+            spec.parallel not in SHARDED and spec.bucket_cap_mb is not None and spec.bucket_cap_mb < 1,
+            "torch.compile cuts the graph at DDP's buckets, of which it takes the first for 1 MiB; give 1 or more",
+        ),
         ("parallel", what == "model" and spec.parallel in SHARDED, 'the model is gathered block by block; try compile="blocks"'),
     ):
         if clashes:

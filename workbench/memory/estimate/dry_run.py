@@ -342,7 +342,7 @@ def dry_run(gpu: Gpu | None, *, compiled: bool = False) -> Iterator[DryRun]:
             stack.enter_context(change)
         semantics = emulate_cuda(gpu.precision, gpu.capability) if gpu else contextlib.nullcontext()
         if compiled:  # where a graph ends at `.item()`, Dynamo would go on to compile what answers
-            answering = torch._disable_dynamo(FakeRecorder.__torch_dispatch__)
+            answering = torch.compiler.disable(FakeRecorder.__torch_dispatch__)  # type: ignore[no-untyped-call]
             stack.enter_context(replaced(FakeRecorder, "__torch_dispatch__", answering))
         with semantics as met:
             recorder = FakeRecorder(gpu)
