@@ -40,6 +40,8 @@ MODES: dict[str, dict[str, Any]] = {
 }
 MIXED = {"task": "mixture", "ema": None}
 MODES |= {"experts": {**MIXED, "expert_parallel": 2}, "experts of 4": {**MIXED, "expert_parallel": 4}, "experts, ddp": MIXED}
+MODES |= {"experts, zero1": {**MIXED, "parallel": "zero1"}, "experts, fsdp": {**MIXED, "parallel": "fsdp"}}
+MODES |= {"experts, hsdp": {**MIXED, **MODES["hsdp"]}, "split, hsdp": {**MODES["split"], **MODES["hsdp"], "shard_ranks": 1}}
 STAGES = [("stages", 2, "fsdp"), ("stages", 1, "ddp"), ("zero1", 2, "stages")]
 IN_MAKE_TEST: dict[str, Any] = {
     "names": ["zero1", "fsdp", "split", "stages", "experts", "averages", "static graph"],

@@ -29,7 +29,7 @@ from workbench.runs.launch.new_run import LaunchError
 from workbench.runs.task import Task, TaskError
 from workbench.train.checkpoints import Checkpoints
 from workbench.train.dcp import Directory, begin_with
-from workbench.train.models import Gpt
+from workbench.train.models import Gpt, MoeGpt
 from workbench.train.ranks import Ranks
 from workbench.train.sharded_tensors import full_tensor
 from workbench.train.trainer import Trainer
@@ -53,21 +53,39 @@ def loaded(folder: Path, model: nn.Module, **more: Any) -> tuple[torch.optim.Ada
     return optimizer, {name: state[name] for name in more}
 
 
-@pytest.mark.parametrize("modes", [["fsdp", "split"], pytest.param(["zero1", "zero2", "split, fsdp", "stages"], marks=pytest.mark.slow)])
-def test_two_ranks_write_and_read(tmp_path: Path, forks: Forks, modes: list[str]) -> None:
-    """FSDP2's directory begins a run, and checkpoints of FSDP and tensor parallelism become one, bit for bit, weights and optimizer."""
-    done = forks.ranks(2, tmp_path, SCRIPT, tmp_path, "; ".join(modes), env={**os.environ, "OMP_NUM_THREADS": "1"})
+SLOW = {
+    "fsdp": ["zero1", "zero2", "split, fsdp", "stages"],
+    "mixture": ["experts", "experts, fsdp"],
+    "experts": ["experts, ddp", "experts, zero1", "experts, fsdp"],
+}
+ON_FOUR = {"hsdp": ["hsdp", "fsdp", "split, hsdp"], "fsdp": ["hsdp"], "experts": ["experts", "experts of 4", "experts, hsdp"]}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "kinds"),
+    [
+        (2, {"fsdp": ["fsdp", "split"], "experts": ["experts"]}),
+        pytest.param(2, SLOW, marks=pytest.mark.slow),
+        pytest.param(4, ON_FOUR, marks=pytest.mark.slow),
+    ],
+)
+def test_ranks_write_and_read(tmp_path: Path, forks: Forks, ranks: int, kinds: dict[str, list[str]]) -> None:
+    """What a script saves begins a run, and checkpoints of runs become what the script loads, bit for bit, weights and optimizer."""
+    done = forks.ranks(ranks, tmp_path, SCRIPT, tmp_path, json.dumps(kinds), env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr
-    cases = [case for mode in modes for case in (f"DCP → {mode}", f"{mode} → DCP")]
+    pairs = [(f"{kind} script", mode) for kind, modes in kinds.items() for mode in modes]
+    cases = [f"{one} → {other}" for pair in pairs for one, other in (pair, pair[::-1])]
     assert json.loads((tmp_path / "out.json").read_text()) == dict.fromkeys(cases, "")
-    for mode in modes:
-        model, want = Gpt(**SIZES), torch.load(tmp_path / f"{mode}.pt")
-        optimizer, _ = loaded(tmp_path / f"{mode}.dcp", model)
-        for name, weight in model.named_parameters():
-            assert torch.equal(weight, want[name])
-            assert all(torch.equal(value, want[f"{name} {kind}"]) for kind, value in optimizer.state[weight].items())
-    imported, want = wb.import_weights(Gpt(**SIZES), tmp_path / "foreign"), torch.load(tmp_path / "foreign.pt")
-    assert all(torch.equal(weight, want[name]) for name, weight in imported.named_parameters())
+    for kind, modes in kinds.items():
+        build = MoeGpt if kind in ("mixture", "experts") else Gpt
+        for mode in modes:
+            model, want = build(**SIZES), torch.load(tmp_path / f"{kind}, {mode}" / "whole.pt")
+            optimizer, _ = loaded(tmp_path / f"{kind}, {mode}" / "dcp", model)
+            for name, weight in model.named_parameters():
+                assert torch.equal(weight, want[name])
+                assert all(torch.equal(value, want[f"{name} {state}"]) for state, value in optimizer.state[weight].items())
+        imported, want = wb.import_weights(build(**SIZES), tmp_path / f"{kind} script"), torch.load(tmp_path / f"{kind} script.pt")
+        assert all(torch.equal(weight, want[name]) for name, weight in imported.named_parameters())
 
 
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
