@@ -19,6 +19,7 @@ from tests.made import World
 from tests.planted_gap import planted
 from tests.traced import on_cpu, write
 from workbench.__main__ import COMMANDS, main
+from workbench.core import progress
 from workbench.core.interrupts import Terminated
 from workbench.core.vocabulary import PHASES
 from workbench.diagnosis.analysis.diagnosis import Diagnosis
@@ -340,10 +341,48 @@ def test_what_launch_hands_on(
     assert f"what it printed: {log} (rank 0; the others beside it)\n" in capsys.readouterr().out
     spec = given[1]["target"]
     assert (spec.nproc_per_node, spec.micro_batch, spec.steps) == (2, 4, 60)
+    assert given[1]["nproc_per_node"] is given[1]["nnodes"] is None, "else they count, and not --set"
     assert "watch" not in given[1]
     for target, alarm in (("train.py", "trace"), ("text-gpt", "always")):
         main(["launch", target, "--watch", alarm])
         assert given[-1]["watch"] == alarm
+
+
+def test_launch_goes_on_with_a_run_or_begins_with_a_directory_of_dcp(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], by_hand: Callable[..., HandMade], tmp_path: Path
+) -> None:
+    given = list[dict[str, Any]]()
+    spec = RunSpec(task="text-gpt", nproc_per_node=2, micro_batch=4, checkpoint_every=5)
+    run = Run.load(by_hand(spec=spec.to_json()).steps(20).losses(20).ended("finished").path)
+    monkeypatch.setattr("workbench.launch", lambda **options: (given.append(options), run)[1])
+    monkeypatch.delenv(progress.ENV)
+    main(["launch", "--resume", str(run.path)])
+    assert f"{run.path} goes on in {run.path}" in capsys.readouterr().err
+    main(["launch", "--resume", str(run.path), "--nproc-per-node", "1", "--set", "micro_batch=8"])
+    assert [each["resume"] for each in given] == [str(run.path)] * 2
+    assert [each["target"] for each in given] == [None, spec.replace(nproc_per_node=1, micro_batch=8)]
+    assert all(each["nproc_per_node"] is None for each in given), "a launch that goes on takes it in the spec alone"
+    (tmp_path / "dcp").mkdir()
+    (tmp_path / "dcp" / ".metadata").touch()
+    main(["launch", "text-gpt", "--resume", str(tmp_path / "dcp"), "--set", "checkpoint_every=5"])
+    assert given[-1]["resume"] == str(tmp_path / "dcp")
+    assert given[-1]["target"] == RunSpec(task="text-gpt", steps=60, checkpoint_every=5)
+    capsys.readouterr()
+    for words, said in (
+        (["text-gpt", "--resume", str(run.path)], "text-gpt with --resume: a run goes on with its own task; leave text-gpt out"),
+        (["--resume", str(tmp_path / "dcp")], "is of torch.distributed.checkpoint, and does not say what to train: workbench launch TASK"),
+        (
+            ["text-gpt", "--resume", str(tmp_path)],
+            "neither the directory of a run, with a run.json, nor one of torch.distributed.checkpoint",
+        ),
+        (["--resume", str(run.path), "--", "--epochs", "1"], "takes no arguments of its own: --epochs 1"),
+    ):
+        assert main(["launch", *words]) == 2
+        assert said in capsys.readouterr().err
+    assert "a script, a task or --resume is needed" in refused(["launch"], capsys)
+    assert "what is meant for the script comes after --: workbench launch train.py -- --epochs=1" in refused(
+        ["launch", "--epochs=1"], capsys
+    )
 
 
 def test_the_examples_about_runs_and_traces_work(

@@ -26,7 +26,7 @@ try:
     from workbench.diagnosis.analysis.proof import how_to_prove
     from workbench.diagnosis.analysis.what_changed import QUANTITIES
     from workbench.diagnosis.api import BUDGET
-    from workbench.runs.commands import COMMANDS, knob_help, refuse_knobs
+    from workbench.runs.commands import COMMANDS, knob_help, launch_arguments, refuse_knobs
     from workbench.runs.entrypoints import ON_HANG
     from workbench.runs.export import EXPORTED
     from workbench.runs.facts import report as report
@@ -44,34 +44,13 @@ except KeyboardInterrupt:  # in the first second, while all this is loaded
     raise SystemExit(130) from None
 
 
-def _launch(given: argparse.Namespace, script_args: list[str]) -> dict[str, Any]:
-    """The arguments of `launch` for what was typed.
-
-    Raises:
-        ValueError: an option that this kind of target does not take.
-    """
-    knobs = knobs_of(given.set or []) | ({} if given.profile is None else {"profile": given.profile})
-    common = {"nproc_per_node": given.nproc_per_node, "nnodes": given.nnodes, "rdzv_endpoint": given.rdzv_endpoint}
-    common |= {"on_hang": given.on_hang, "max_restarts": given.max_restarts, "min_ranks": given.min_ranks}
-    common |= {"watch": given.watch} if given.watch else {}
-    if given.target.endswith(".py"):
-        if given.steps is not None:
-            raise ValueError(f"--steps {given.steps} with a script: its own arguments come after --; a task in it: {given.target}:build")
-        refuse_knobs("launch", given.target, knobs, allowed=("threads", "profile"))
-        return {"target": given.target, "args": script_args, "watch": True, **common, **knobs}
-    if script_args:
-        raise ValueError(f"{given.target!r} is a task, and takes no arguments of its own: {' '.join(script_args)}")
-    steps = 60 if given.steps is None else given.steps
-    return {"target": workbench.RunSpec(task=given.target, steps=steps).replace(**knobs), **common}
-
-
 def launch(given: argparse.Namespace, script_args: list[str]) -> int:
     """Launch a script or a task, wait for its end and show it; returns the exit status."""
-    run = workbench.launch(**_launch(given, script_args))
+    run = workbench.launch(**launch_arguments(given, knobs_of(given.set or []), script_args))
     if run.join_command:
         print(f"on each further machine: {run.join_command}", file=sys.stderr if given.json else sys.stdout, flush=True)
     if not sys.stderr.isatty():  # there a progress line says so
-        begins(f"running {given.target} in {run.path}")
+        begins(f"running {given.target} in {run.path}" if given.target else f"{given.resume} goes on in {run.path}")
     with terminated_as_interrupted():
         run.wait()
     text = report(run)
@@ -296,7 +275,8 @@ def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
     option("doctor", "target", nargs="?", help=loader)
     option("doctor", "--html", metavar="FILE", help="write it as a self-contained HTML page")
     what = 'a script ("train.py"), a task ("my_task.py:build") or a sample ("clipart-resnet")'
-    option("launch why-not-linear", "target", help=what)
+    option("launch", "target", nargs="?", help=what)
+    option("why-not-linear", "target", help=what)
     option("diagnose", "target", help=f"{what}, or the directory of a run")
     for name in ("diagnose", "why-not-linear"):
         made[name].set_defaults(args=[])
@@ -305,14 +285,16 @@ def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
     option(
         "plan", "target", help=f"{task}; or a Hugging Face config.json, whose sizes are planned with tensor and pipeline parallelism, too"
     )
-    option("launch", "--nproc-per-node", type=int, default=1, metavar="N", help="ranks on this machine, such as one for each GPU (1)")
+    begins_with = "go on with this run, with --set on other ranks; or begin a task with this directory of torch.distributed.checkpoint"
+    option("launch", "--resume", metavar="FOLDER", help=begins_with)
+    option("launch", "--nproc-per-node", type=int, metavar="N", help="ranks on this machine, such as one for each GPU (1)")
     option("diagnose", "--nproc-per-node", type=int, metavar="N", help="ranks on this machine (1)")
     option("why-not-linear", "--nproc-per-node", type=int, metavar="N", help="ranks on this machine (2)")
     option("launch", "--steps", type=int, metavar="N", help="optimizer steps of a task (60)")
     option("batch-lengths", "--steps", type=int, metavar="N", help="optimizer steps (those of an epoch)")
     profile = f"trace this many steps with torch's profiler ({STEPS})"
     option("launch", "--profile", type=int, nargs="?", const=STEPS, metavar="STEPS", help=profile)
-    option("launch", "--nnodes", type=int, default=1, metavar="N", help="machines: this one and those that join it")
+    option("launch", "--nnodes", type=int, metavar="N", help="machines: this one and those that join it")
     option(
         "launch", "--max-restarts", metavar="N", type=int, default=0, help="restarts of a task with checkpoints after failures, at most (0)"
     )
@@ -411,7 +393,7 @@ def _refuse(parser: argparse.ArgumentParser, given: argparse.Namespace, rest: li
     if hint := did_you_mean(strange, options, cutoff=0.85 if scripts else 0.7).strip():  # --text is no --set, but an option of the script
         pass
     elif scripts:
-        own = f"workbench {given.command} {given.target} -- {shlex.join(rest)}"
+        own = f"workbench {given.command} {given.target or 'train.py'} -- {shlex.join(rest)}"
         hint = f"what is meant for the script comes after --: {own}; processes: --nproc-per-node 2"
     elif "--set" in options:
         hint = f"knobs are turned with --set: workbench {given.command} {given.target} --set micro_batch=16 precision=amp_bf16"
@@ -459,6 +441,8 @@ def main(argv: list[str] | None = None) -> int:
         return subprocess.call([sys.executable, "-m", "jupyterlab", *rest])
     if rest:
         _refuse(made[given.command], given, rest)
+    if given.command == "launch" and not (given.target or given.resume):
+        made["launch"].error("a script, a task or --resume is needed")
     try:
         if given.command == "launch":
             return launch(given, script_args)

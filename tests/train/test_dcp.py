@@ -129,7 +129,7 @@ def script(kind: type[torch.optim.Optimizer] = torch.optim.SGD, **options: Any) 
     return model, optimizer
 
 
-def test_a_run_begins_with_a_directory(tmp_path: Path, forked_ranks: None) -> None:
+def test_a_run_begins_with_a_directory(tmp_path: Path, forked_ranks: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """With its weights; the options of the optimizer are those of the spec."""
     model, optimizer = script(lr=0.1, momentum=0.9)
     weights, states = states_of(model, optimizer)
@@ -141,13 +141,19 @@ def test_a_run_begins_with_a_directory(tmp_path: Path, forked_ranks: None) -> No
     assert f"it took weights and states of the optimizer from {folder}" in str(run.notes)
     first = torch.load(run.path / run_directory.CHECKPOINTS / "step00000002.pt")
     assert all(torch.equal(first["module"][name], value) for name, value in weights.items())
+    monkeypatch.chdir(tmp_path)
+    changed = [f"{name}={value}" for name, value in knobs.items()]
+    typed = ["launch", spec.task, "--resume", "dcp", "--steps", "2", "--set", "device=cpu", "micro_batch=8", *changed]
+    assert main(typed) == 0
+    again = max((tmp_path / "runs").iterdir()) / run_directory.CHECKPOINTS / "step00000002.pt"
+    assert all(torch.equal(torch.load(again)["module"][name], value) for name, value in weights.items())
     with pytest.raises(LaunchError, match=r"a run without checkpoints reads none; add checkpoint_every="):
         wb.launch(spec.replace(checkpoint_every=None), resume=folder, runs_dir=tmp_path / "runs")
     with pytest.raises(LaunchError, match=r"it has momentum_buffer, and adamw needs exp_avg, exp_avg_sq, step.*Nothing was launched"):
         wb.launch(spec.replace(optimizer="adamw"), resume=folder, runs_dir=tmp_path / "runs")
     with pytest.raises(LaunchError, match=r"it has momentum_buffer, and sgd uses none of them"):
         wb.launch(spec.replace(optimizer="sgd"), resume=folder, runs_dir=tmp_path / "runs")
-    assert len(list((tmp_path / "runs").iterdir())) == 1
+    assert len(list((tmp_path / "runs").iterdir())) == 2
 
 
 def test_flattened_states_and_averages(alone: Ranks, tmp_path: Path) -> None:

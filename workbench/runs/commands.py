@@ -1,5 +1,6 @@
 """The commands of the command line: what each does, and an example. `__main__.py` has their options and runs them."""
 
+import argparse
 import ast
 import inspect
 import re
@@ -11,6 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from workbench.core.checks import did_you_mean, nearest
+from workbench.core.run_directory import RUN_JSON
+from workbench.runs.export import DCP_INDEX
+from workbench.runs.run import Run
 from workbench.runs.spec import KNOBS, RunSpec
 
 COMMANDS: Mapping[str, tuple[str, str, str]] = {
@@ -160,3 +164,46 @@ def refuse_knobs(command: str, script: str, knobs: Mapping[str, Any], *, allowed
             f"--set {name}={knobs[name]} with a script: {did_you_mean(name, allowed)}{takes}. A script's own options come after --: "
             f"workbench {command} {script} -- {own}"
         )
+
+
+def launch_arguments(given: argparse.Namespace, knobs: Mapping[str, Any], script_args: Sequence[str]) -> dict[str, Any]:
+    """The arguments of `launch` for what was typed.
+
+    Args:
+        given: target, options.
+        knobs: of `--set`.
+        script_args: what came after `--`.
+
+    Raises:
+        ValueError: an option that this kind of target does not take.
+    """
+    knobs = {**knobs} if given.profile is None else {**knobs, "profile": given.profile}
+    names = ("resume", "nproc_per_node", "nnodes", "rdzv_endpoint", "on_hang", "max_restarts", "min_ranks")
+    common = {name: getattr(given, name) for name in names} | ({"watch": given.watch} if given.watch else {})
+    if given.target and given.target.endswith(".py"):
+        if given.steps is not None:
+            raise ValueError(f"--steps {given.steps} with a script: its own arguments come after --; a task in it: {given.target}:build")
+        refuse_knobs("launch", given.target, knobs, allowed=("threads", "profile"))
+        return {"target": given.target, "args": script_args, "watch": True, **common, **knobs}
+    if script_args:
+        what = f"{given.target!r} is a task, and" if given.target else f"what {given.resume} goes on with"
+        raise ValueError(f"{what} takes no arguments of its own: {' '.join(script_args)}")
+    if given.resume and not (Path(given.resume).expanduser() / DCP_INDEX).is_file():
+        if not (Path(given.resume).expanduser() / RUN_JSON).is_file():
+            raise ValueError(
+                f"--resume {given.resume}: it is neither the directory of a run, with a {RUN_JSON}, nor one of "
+                f"torch.distributed.checkpoint, with a {DCP_INDEX}"
+            )
+        if given.target:
+            raise ValueError(f"{given.target} with --resume: a run goes on with its own task; leave {given.target} out")
+        changes = {name: getattr(given, name) for name in ("nproc_per_node", "nnodes", "steps") if getattr(given, name) is not None} | knobs
+        spec = Run.load(given.resume).spec
+        common |= {"nproc_per_node": None, "nnodes": None}
+        return {"target": spec.replace(**changes) if changes and isinstance(spec, RunSpec) else None, **common}
+    if not given.target:
+        raise ValueError(
+            f"{given.resume} is of torch.distributed.checkpoint, and does not say what to train: workbench launch TASK "
+            f"--resume {given.resume} --set checkpoint_every=100"
+        )
+    steps = 60 if given.steps is None else given.steps
+    return {"target": RunSpec(task=given.target, steps=steps).replace(**knobs), **common}
