@@ -324,6 +324,30 @@ def test_a_scripts_words_come_to_it_as_they_are(kind: str) -> None:
     assert "\\ud83d" not in manifest.text  # half of a letter, which kubectl refuses
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_run_of_a_script_has_a_folder_for_its_checkpoints(kind: str, tmp_path: Path, strictly: Callable[..., object]) -> None:
+    """{out} in its arguments, as in a launch; it is made before the script begins. The commands are run, as a kubelet expands them."""
+    spec = ScriptSpec(script="t.py", args=("--out", "{out}", "--as={out}/$(HOME)"), nnodes=2)
+    (tmp_path / "torchrun").write_text("#!/bin/sh\nprintf '%s\\n' \"$@\"\n")
+    (tmp_path / "torchrun").chmod(0o755)
+    folders = []
+    for uid in ("1", "2"):
+        one = list(yaml.safe_load_all(wb.kubernetes(spec, image="i", kind=kind).text))[-1]
+        strictly(one)
+        container = pod_of(one)["spec"]["containers"][0]
+        known = {"$(WORKBENCH_JOB_UID)": uid, "$$": "$"} if "WORKBENCH_JOB_UID" in str(container["env"]) else {"$$": "$"}
+        words = [re.sub(r"\$\$|\$\(\w+\)", lambda found, known=known: known[found[0]], word) for word in container["command"]]
+        words = [word.replace("/runs/", f"{tmp_path}/runs/") for word in words]
+        path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+        got = subprocess.run(words, env={"PATH": path}, capture_output=True, text=True, check=True).stdout.splitlines()
+        assert got[-5:-2] == ["--", "t.py", "--out"]
+        assert got[-1] == f"--as={got[-2]}/$(HOME)"
+        assert Path(got[-2]).is_dir()
+        assert Path(got[-2]).is_relative_to(tmp_path / "runs")
+        folders.append(got[-2])
+    assert folders[0] != folders[1]
+
+
 @pytest.mark.parametrize("text", ["\U0001f680", "\x7f", "\x1b[0m", "\x85", "\u2028", "\ufeff", "a\x00b", "\ufffe", "tab\t", "Über"])
 def test_letters_that_yaml_does_not_take_as_they_are(text: str) -> None:
     assert yaml.safe_load("\n".join(_yaml({"a": text}))) == {"a": text}

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from workbench.core.checks import choice, whole_number
+from workbench.core.run_directory import OUT
 from workbench.core.synonyms import accept_synonyms
 from workbench.runs.entrypoints import ALONE
 from workbench.runs.launch.launch import label
@@ -85,7 +86,8 @@ def kubernetes(
     Each pod is a machine with `nproc_per_node` ranks. Pod 0 hosts the rendezvous, at a name that a headless Service gives it.
 
     Args:
-        spec: what to train; a path is a script inside the image.
+        spec: what to train; a path is a script inside the image. "{out}" in a script's arguments stands for a folder in `/runs` that is new
+            in each run.
         image: with this workbench (for a script: with torch) and the task's files in its working directory.
         nodes: pods; None = the spec's nnodes.
         gpus: NVIDIA GPUs of each pod, one per rank; None = as many as ranks, none for a spec with device="cpu".
@@ -120,10 +122,11 @@ def kubernetes(
         raise SpecError(f"namespace={namespace!r}: small letters, digits and -, at most 63 (a label of DNS-1123)")
     if claim is not None and not _SUBDOMAIN.fullmatch(claim):
         raise SpecError(f"claim={claim!r}: small letters, digits, - and ., at most 253 (a subdomain of DNS-1123)")
-    command = _command(spec, kind, called, _program(spec))
+    run = f"{called}-{uuid.uuid4().hex}" if kind == "pytorchjob" else f"{called}-$({ENV_UID})"
+    command = _command(spec, kind, called, run)
     pod = _pod(spec, image, command, count, claim, {"memory": memory, "cpu": cpu}, shm)
     meta = {"name": called, "labels": {"app.kubernetes.io/name": called}} | ({"namespace": namespace} if namespace else {})
-    return Manifest(_OBJECTS[kind](meta, spec.nnodes, pod, spec.nproc_per_node))
+    return Manifest(_OBJECTS[kind](meta, spec.nnodes, pod, spec.nproc_per_node, run))
 
 
 def _named(spec: RunSpec | ScriptSpec, kind: str, name: str | None) -> str:
@@ -154,23 +157,26 @@ def _program(spec: RunSpec | ScriptSpec) -> list[str]:
     return ["-m", ALONE, spec.task, "/runs", *knobs]
 
 
-def _command(spec: RunSpec | ScriptSpec, kind: str, name: str, program: list[str]) -> list[str]:
+def _command(spec: RunSpec | ScriptSpec, kind: str, name: str, run: str) -> list[str]:
     """torchrun in a pod. In "job" and "jobset" pod 0 has a name of its own, and each knows its number (PET_NODE_RANK), so the rendezvous is
     static, which unpickles nothing; the operator of "pytorchjob" sets PET_… for torchrun, of its own c10d rendezvous.
 
-    Kubernetes reads `$(NAME)` in a word as a variable, and `$$` as `$`.
+    Kubernetes reads `$(NAME)` in a word as a variable, and `$$` as `$`. `run` names the run; where the program has {out}, a shell makes
+    the folder first.
     """
-    program = [word.replace("$", "$$") for word in program]
+    escaped, out = [word.replace("$", "$$") for word in _program(spec)], f"/runs/{run}/out"
+    program = [word.replace(OUT, out) for word in escaped] if isinstance(spec, ScriptSpec) else escaped
+    begin = ["torchrun"] if program == escaped else ["sh", "-c", 'mkdir -p "$0" && exec "$@"', out, "torchrun"]
     if kind == "pytorchjob":
-        return ["torchrun", *program]
+        return [*begin, *program]
     host = f"{name}-0.{name}" if kind == "job" else f"{name}-workers-0-0.{name}"
     return [
-        "torchrun",
+        *begin,
         f"--nnodes={spec.nnodes}",
         f"--nproc-per-node={spec.nproc_per_node}",
         "--rdzv-backend=static",
         f"--rdzv-endpoint={host}:{PORT}",
-        f"--rdzv-id={name}-$({ENV_UID})",
+        f"--rdzv-id={run}",
         "--max-restarts=0",
         *program,
     ]
@@ -214,7 +220,7 @@ def _indexed(nodes: int, pod: Mapping[str, Any], name: str, labels: Mapping[str,
     }
 
 
-def _job(meta: dict[str, Any], nodes: int, pod: dict[str, Any], ranks: int) -> tuple[dict[str, Any], ...]:
+def _job(meta: dict[str, Any], nodes: int, pod: dict[str, Any], ranks: int, run: str) -> tuple[dict[str, Any], ...]:
     labels = meta["labels"]
     ports = [{"name": "rendezvous", "port": PORT}]
     headless = {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": dict(labels), "ports": ports}
@@ -222,7 +228,7 @@ def _job(meta: dict[str, Any], nodes: int, pod: dict[str, Any], ranks: int) -> t
     return service, {"apiVersion": "batch/v1", "kind": "Job", "metadata": meta, "spec": _indexed(nodes, pod, meta["name"], labels)}
 
 
-def _jobset(meta: dict[str, Any], nodes: int, pod: dict[str, Any], ranks: int) -> tuple[dict[str, Any], ...]:
+def _jobset(meta: dict[str, Any], nodes: int, pod: dict[str, Any], ranks: int, run: str) -> tuple[dict[str, Any], ...]:
     job = _indexed(nodes, pod, meta["name"], meta["labels"])
     del job["template"]["spec"]["subdomain"]  # JobSet makes the Service and sets it
     workers = {"name": "workers", "replicas": 1, "template": {"spec": job}}
@@ -234,9 +240,9 @@ def _jobset(meta: dict[str, Any], nodes: int, pod: dict[str, Any], ranks: int) -
     return ({"apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet", "metadata": meta, "spec": spec},)
 
 
-def _pytorchjob(meta: dict[str, Any], nodes: int, pod: dict[str, Any], ranks: int) -> tuple[dict[str, Any], ...]:
+def _pytorchjob(meta: dict[str, Any], nodes: int, pod: dict[str, Any], ranks: int, run: str) -> tuple[dict[str, Any], ...]:
     alone = {name: value for name, value in pod.items() if name != "restartPolicy"}
-    rendezvous = {"rdzvBackend": "c10d", "rdzvId": f"{meta['name']}-{uuid.uuid4().hex}"}
+    rendezvous = {"rdzvBackend": "c10d", "rdzvId": run}
     elastic = {**rendezvous, "minReplicas": nodes, "maxReplicas": nodes, "maxRestarts": 0, "nProcPerNode": ranks}
     replicas = {
         "Worker": {"replicas": nodes, "restartPolicy": "Never", "template": {"metadata": {"labels": meta["labels"]}, "spec": alone}}
