@@ -6,6 +6,7 @@ import resource
 import shutil
 import subprocess
 import sys
+import time
 import uuid
 from contextlib import closing
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any
 import pytest
 
 from workbench.core.run_directory import ENV_RUN_ID
-from workbench.runs.launch.cut_saves import ClosedFiles, cut, is_held
+from workbench.runs.launch.cut_saves import AT_ONCE, ClosedFiles, cut, is_held
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="inotify is of Linux")
 
@@ -59,6 +60,24 @@ def test_a_folder_that_is_renamed_has_its_new_name_and_so_have_those_below_it(tm
         assert not closed.look()
         (tmp_path / "tmp" / "model.pt").write_text("two")
         assert closed.look() == ["tmp/model.pt"]
+
+
+def test_what_is_renamed_at_once_is_known_and_what_is_renamed_later_is_not(tmp_path: Path) -> None:
+    with closing(ClosedFiles(tmp_path)) as closed:
+        (tmp_path / "part").write_text("one")
+        (tmp_path / "later").write_text("one")
+        (tmp_path / "stays").write_text("one")
+        (tmp_path / "tmp").mkdir()
+        closed.look()
+        (tmp_path / "tmp" / "model").write_text("one")
+        (tmp_path / "part").rename(tmp_path / "last")
+        (tmp_path / "tmp").rename(tmp_path / "final")
+        closed.look()
+        assert closed.renamed == {"part": "part", "tmp/model": "tmp"}
+        time.sleep(2 * AT_ONCE)
+        (tmp_path / "later").rename(tmp_path / "last")
+        closed.look()
+        assert "later" not in closed.renamed
 
 
 def test_a_folder_that_is_gone_when_it_is_looked_into_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

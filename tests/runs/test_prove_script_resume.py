@@ -98,6 +98,35 @@ if mode == "fails":
     raise SystemExit(3)
 """
 """The same arithmetic without torch."""
+SAVER = """
+import multiprocessing, os, pathlib, random, subprocess, sys, time
+
+def save(last, text):
+    pathlib.Path(f"{last}.part").write_text(text)
+    os.replace(f"{last}.part", last)
+
+if __name__ == "__main__":
+    out, mode = pathlib.Path(sys.argv[1]), sys.argv[2]
+    last, done, total = out / "last.txt", 0, 0.0
+    if last.exists():
+        done, total = int(last.read_text().split()[0]), float(last.read_text().split()[1])
+    pool = multiprocessing.get_context(mode).Pool(1) if mode in ("spawn", "forkserver") else None
+    for step in range(done + 1, 25):
+        total += random.Random(step).random()
+        with open(os.environ["STEPS"], "a") as steps:
+            steps.write("." * (mode != "uncounted"))
+        time.sleep(0.02)
+        if step % 4 == 0:
+            given = str(last), f"{step} {total} " + "x" * 1000
+            if pool:
+                pool.apply(save, given)
+            else:
+                subprocess.run([sys.executable, "-c", "import saver, sys; saver.save(*sys.argv[1:])", *given], check=True)
+            if mode == "beside":
+                (out / "beside.txt").write_text(str(step))
+                time.sleep(0.2)  # nothing else is done in the folder while it is found and cut, on a busy machine, too
+"""
+"""Its checkpoints are written, and renamed at once, by another process."""
 ROOT = Path(__file__).parents[2]
 FOLDERS: Any = {"undisturbed": "a", "interrupted": "b"}
 
@@ -144,6 +173,7 @@ class Started:
 def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     (tmp_path / "train.py").write_text(SCRIPT)
     (tmp_path / "plain.py").write_text(PLAIN)
+    (tmp_path / "saver.py").write_text(SAVER)
     monkeypatch.chdir(tmp_path)
     return "train.py"
 
@@ -304,6 +334,33 @@ def test_saves_that_are_too_short_to_be_met_and_those_of_child_processes_are_cut
     else:
         assert proof.failed
         assert "while it wrote last.txt), it failed" in proof.verdict
+
+
+@pytest.mark.parametrize("method", ["spawn", pytest.param("forkserver", marks=pytest.mark.slow)])
+def test_what_a_process_of_multiprocessing_saves_and_renames_at_once_is_cut(plain: str, method: str) -> None:
+    proof = prove("saver.py", ["{out}", method], during_save=True)
+    assert proof.writing == ("last.txt.part",)
+    assert proof.exact, proof
+
+
+@pytest.mark.parametrize("mode", ["beside", pytest.param("alone", marks=pytest.mark.slow)])
+def test_what_cannot_be_cut_is_not_proved(plain: str, mode: str) -> None:
+    """Another program renames at once what it has written. What the script writes beside it is cut, or nothing is."""
+    proof = prove("saver.py", ["{out}", mode], during_save=True)
+    assert "last.txt.part" not in proof.writing
+    assert proof.uncut == ("last.txt.part",)
+    assert not proof.exact
+    assert not proof.differing
+    assert proof.verdict.startswith("Not proved: ")
+    assert "no kill came while last.txt.part was written: " in proof.verdict
+    if mode == "beside":
+        assert proof.writing == ("beside.txt",)
+
+
+@pytest.mark.slow
+def test_what_cannot_be_cut_is_said_of_a_script_whose_steps_are_not_measured(plain: str) -> None:
+    with pytest.raises(LaunchError, match=r"ended before it could be killed, each time: no kill came while last\.txt\.part was written"):
+        prove("saver.py", ["{out}", "uncounted"], during_save=True)
 
 
 TRAINER = """

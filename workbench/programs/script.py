@@ -10,6 +10,7 @@ Torch is not imported here; the script's own import of it is what gets the teard
 
 import contextlib
 import functools
+import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
@@ -71,13 +72,20 @@ class _TeardownWatch(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def _hold_renames() -> None:
-    """Where a proof asks for it, stop before this process, or one that it forks, renames something in the folder of checkpoints."""
-    asked = os.path.join(os.environ.get(run_directory.ENV_RUN_DIR, ""), run_directory.HOLD)
+    """Where a proof asks for it, note what this process renames in the folder of checkpoints, or stop before it does.
+
+    Processes that it forks, or that multiprocessing starts anew, do the same.
+    """
+    run_dir = os.environ.get(run_directory.ENV_RUN_DIR, "")
+    asked, renamed = (os.path.join(run_dir, name) for name in (run_directory.HOLD, run_directory.RENAMED))
 
     def hold(event: str, given: tuple[Any, ...]) -> None:
         if event == "os.rename":
             with contextlib.suppress(OSError, TypeError, ValueError):
-                if os.path.realpath(os.fsdecode(given[0])).startswith(folder):
+                path = os.path.realpath(os.fsdecode(given[0]))
+                if path.startswith(folder):
+                    with open(renamed, "a") as names:
+                        names.write(f"{path.removeprefix(folder)}\n")
                     with open(asked) as file:
                         if file.read().endswith("now"):
                             os.kill(os.getpid(), signal.SIGSTOP)
@@ -86,6 +94,17 @@ def _hold_renames() -> None:
         with open(asked) as file:
             folder = file.readline().rstrip("\n") + os.sep
         sys.addaudithook(hold)
+        from multiprocessing import spawn  # here: a rank that nobody holds imports nothing that its script does not
+
+        prepare: Any = spawn.get_preparation_data
+        spawn.get_preparation_data = lambda name: {**prepare(name), "workbench": _HoldsToo()}
+
+
+class _HoldsToo:
+    """Makes a process hold its renames that unpickles this."""
+
+    def __reduce__(self) -> tuple[Any, tuple[()]]:
+        return importlib.import_module("workbench.programs.script")._hold_renames, ()
 
 
 def run(script: str, args: Sequence[str]) -> None:

@@ -2,8 +2,8 @@
 
 For saves that are too short to be caught, and those of child processes: what a kill in the middle of such a write leaves is a first part
 of the file, and what the folder held besides. Linux tells which file of a folder was closed after writing (inotify), by whichever process.
-Ranks that are held (`workbench.programs.script`) stop before they rename something in the folder, so that a file that is renamed at once
-can be cut, too.
+Ranks that are held (`workbench.programs.script`), and processes that they fork or start by multiprocessing, stop before they rename
+something in the folder, so that a file that is renamed at once can be cut, too. What other programs rename at once cannot; it is noted.
 """
 
 import contextlib
@@ -23,9 +23,14 @@ from workbench.runs.guards import ranks_of
 from workbench.runs.run import Run
 
 _CLOSED, _MOVED, _CREATED, _DELETED = 0x8, 0x40 | 0x80, 0x100, 0x200
+_AWAY = 0x40
 _EVENT = struct.Struct("iIII")
 _MOST = 1 << 28
 """Bytes of a file that is read to find out whether it was only appended to: a longer one is taken to be a save."""
+
+
+AT_ONCE = 0.05
+"""Seconds after it was seen to be closed within which a file is renamed too soon to be cut, unless who renames it is held."""
 
 
 class ClosedFiles:
@@ -34,6 +39,7 @@ class ClosedFiles:
     Attributes:
         last: the file that was closed last; "" = none yet.
         is_latest: nothing else has happened in the folder since.
+        renamed: each file that was renamed at once, by itself or with a folder: what was renamed.
     """
 
     def __init__(self, folder: Path, is_log: Callable[[str], bool] = lambda name: False) -> None:
@@ -46,6 +52,7 @@ class ClosedFiles:
         self._poll = select.poll()  # select.select refuses descriptors above 1024
         self._poll.register(self._events, select.POLLIN)
         self._content, self.last, self.is_latest = dict[str, tuple[int, int]](), "", False
+        self._closed, self.renamed = dict[str, float](), dict[str, str]()
         self._watch(folder)
 
     def close(self) -> None:
@@ -69,12 +76,16 @@ class ClosedFiles:
         names = []
         for number, mask, name in self._read():
             path = self._folders[number] / name
-            if self._is_log(path.relative_to(self._folder).as_posix()):
+            relative, now = path.relative_to(self._folder).as_posix(), time.monotonic()
+            if self._is_log(relative):
                 continue
             self.is_latest = bool(mask & _CLOSED) and not self._grew(path)
             if self.is_latest:
-                self.last = path.relative_to(self._folder).as_posix()
-                names.append(self.last)
+                self.last, self._closed[relative] = relative, now
+                names.append(relative)
+            elif mask & _AWAY:
+                moved = [each for each in self._closed if f"{each}/".startswith(f"{relative}/")]
+                self.renamed |= {each: relative for each in moved if now - self._closed.pop(each) < AT_ONCE}
             elif mask & (_CREATED | _MOVED) and path.is_dir() and not path.is_symlink():
                 self._watch(path)
         return names
@@ -103,8 +114,17 @@ class ClosedFiles:
 
 
 def hold_renames(run: Run, folder: Path, *, now: bool = False) -> None:
-    """Tell the ranks of a run, before they start, to look whether they are to stop before they rename something in a folder, or to stop."""
-    (run.path / run_directory.HOLD).write_text(f"{folder.resolve()}\n{'now' * now}")
+    """Tell the ranks of a run, before they start, to note what they rename in a folder; with `now`, to stop before they rename."""
+    part = run_directory.part_of(run.path / run_directory.HOLD)
+    part.write_text(f"{folder.resolve()}\n{'now' * now}")
+    part.replace(run.path / run_directory.HOLD)
+
+
+def renamed_by_others(run: Run, closed: ClosedFiles) -> set[str]:
+    """Files that were renamed at once, by processes that `hold_renames` does not hold."""
+    path = run.path / run_directory.RENAMED
+    known = set(path.read_text().splitlines()) if path.exists() else set()
+    return {name for name, moved in closed.renamed.items() if moved not in known}
 
 
 def cut(run: Run, folder: Path, closed: ClosedFiles, chosen: random.Random) -> str | None:

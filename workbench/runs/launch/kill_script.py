@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from workbench.runs.guards import ranks_of
-from workbench.runs.launch.cut_saves import ClosedFiles, cut, hold_renames, is_held, state_of
+from workbench.runs.launch.cut_saves import ClosedFiles, cut, hold_renames, is_held, renamed_by_others, state_of
 from workbench.runs.run import ACTIVE, Run
 
 TRIES = 3
@@ -73,6 +73,8 @@ class Watched:
     """Of each look that saw a save, too."""
     closes: list[int] = field(default_factory=list)
     """And of each file that was closed after writing."""
+    uncut: frozenset[str] = frozenset()
+    """Files that another program renames as soon as they are written, so that they cannot be cut."""
     logs: frozenset[str] = frozenset()
     """Files that were opened to be appended to, and, if others are written, those that were opened once and stayed open to the end."""
 
@@ -148,6 +150,7 @@ def _watched(
         if len(seen.writes) > 1:
             break
     seen.closes = [steps for steps, name in closes if name not in seen.logs]
+    seen.uncut = frozenset(renamed_by_others(run, closed) - seen.logs if closed else ())
     seen.saves = [steps for steps, later, files in looks if (later if total > 1 else files) - seen.logs]
     return seen
 

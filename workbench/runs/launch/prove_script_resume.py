@@ -7,7 +7,7 @@ import random
 import re
 import shutil
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,8 @@ _STATE = re.compile("sched|random|rng|generator|sampler|scaler|step|epoch")
 _RANDOM = re.compile("random|rng")
 _OPTIMIZER = re.compile(r"opt|exp_avg|momentum|param_groups|(^|\.)state(\.|$)")
 """In the name of an entry or a file of an optimizer's state."""
+_NUMBER = re.compile(r"\d+|[0-9a-f]{8,}|tmp\w{8}")
+"""In the name of a file what differs from save to save."""
 _TEXTS = (".json", ".txt", ".yaml", ".yml", ".csv", ".md", ".py", ".toml")
 """Ends of the names of files that hold no state of a training."""
 _MOMENT = ("epoch", "global_step", "step", "iteration")
@@ -75,6 +77,8 @@ class ScriptResumeProof(JsonDataclass, display.Shown):
     """Kills that were to be; fewer came where the script ended before."""
     writing: tuple[str, ...] = ()
     """The file of the folder that was being written at each kill; "" = none was."""
+    uncut: tuple[str, ...] = ()
+    """Files that another program renames as soon as they are written: with `during_save` they should be cut, and could not be."""
     failed: str = ""
     """The error of the launch after the last kill, which failed by itself; "" = it ran to its end. Then nothing was compared."""
     no_optimizer: bool = False
@@ -103,8 +107,11 @@ class ScriptResumeProof(JsonDataclass, display.Shown):
 
     @property
     def exact(self) -> bool:
-        """Is the result bit for bit the same, of a script whose steps show that it went on from a checkpoint? False where `steps` <= 1."""
-        return not self.failed and not self.differing and self.steps > 1 and not self.began_again and not self.too_late
+        """Is the result bit for bit the same, of a script whose steps show that it went on from a checkpoint? False where `steps` <= 1, or
+        where a save could not be cut.
+        """
+        proved = self.steps > 1 and not self.began_again and not self.too_late and not self.uncut
+        return proved and not self.failed and not self.differing
 
     @property
     def verdict(self) -> str:
@@ -138,13 +145,13 @@ class ScriptResumeProof(JsonDataclass, display.Shown):
             if not self.kills:
                 left = "the script ended before it could be killed"
             took = f"the undisturbed script took {several(self.steps, 'step')}, and the last launch {several(self.last_steps, 'step')}"
-            return (
-                f"Not proved: {left}{self._when(f'{took}, as measured')}, so an equal result says too little of a resume: let the script "
-                "train longer, or write its first checkpoint earlier"
-            )
+            todo = f"and {_not_cut(self.uncut)}" if self.uncut else "let the script train longer, or write its first checkpoint earlier"
+            return f"Not proved: {left}{self._when(f'{took}, as measured')}, so an equal result says too little of a resume: {todo}"
         if not self.differing:
             every = "the only entry of the result is" if self.entries == 1 else f"all {self.entries:,} entries of the result are"
             equal = f"{after} {every} bit for bit as in the undisturbed script"
+            if self.uncut:
+                return f"Not proved: {equal}{self._when()}, but {_not_cut(self.uncut)}"
             if not self.exact:
                 known = f"{'only one' if self.steps else 'no'} optimizer step of torch was measured in the undisturbed script"
                 return (
@@ -255,7 +262,7 @@ def prove_script_resume(
         name = f"{Path(script).stem}-{name}"
         run = launch(script, args=given, timeout=timeout, runs_dir=folder, name=name, **{"watch": True} | launched)
         try:
-            if cut:
+            if during_save:
                 hold_renames(run, out)
             return run, watch(run, out, due, chosen, say=told)
         except BaseException as why:
@@ -320,9 +327,9 @@ def prove_script_resume(
                 left = min(due.writes, len(seen.writes))
                 shutil.rmtree(folder / "interrupted")
         if not done and not at:
-            raise LaunchError(
-                f"{script} ended before it could be killed, each time: let it train longer, or write checkpoints more often into {OUT}"
-            )
+            todo = f"let it train longer, or write checkpoints more often into {OUT}"
+            todo = _not_cut(uncut) if (uncut := _never_cut(watched.uncut, ())) else todo
+            raise LaunchError(f"{script} ended before it could be killed, each time: {todo}")
         again = tried < len(tries) and not (last and last.error)
         if again and (len(done) < kills or sum(steps) >= total):  # the kills came too late
             continue
@@ -349,6 +356,7 @@ def prove_script_resume(
         last_steps=last.progress[0],
         asked=kills,
         writing=tuple(writing),
+        uncut=_never_cut(watched.uncut, writing),
         failed=failed,
         no_optimizer=held[0],
         has_random=held[1],
@@ -356,6 +364,20 @@ def prove_script_resume(
         undisturbed=str(folder / "undisturbed"),
         interrupted=str(folder / "interrupted"),
     )
+
+
+def _not_cut(files: Sequence[str]) -> str:
+    """Which saves no kill could cut, and why."""
+    return (
+        f"no kill came while {', '.join(files[:SHOWN])} was written: another program renames it as soon as it is written. Only a rank, and "
+        "what it starts by fork or multiprocessing, can be stopped before that: let one of these rename it, or leave during_save out"
+    )
+
+
+def _never_cut(uncut: Collection[str], writing: Collection[str]) -> tuple[str, ...]:
+    """Those of the files that no kill has met, nor one of the same name but for numbers; one of each such name."""
+    met = {_NUMBER.sub("", name) for name in writing}
+    return tuple({_NUMBER.sub("", name): name for name in sorted(uncut) if _NUMBER.sub("", name) not in met}.values())
 
 
 def _so_far(writes: int, steps: int, lacks: str) -> str:
