@@ -3,6 +3,7 @@
 import itertools
 import math
 import random
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
@@ -13,8 +14,20 @@ from hypothesis import strategies as st
 from workbench.core.progress import BudgetError
 from workbench.core.statistics import USUAL_SPREAD, Interval
 from workbench.diagnosis.analysis import bisection
-from workbench.diagnosis.analysis.owner_search import FURTHER, MOST, Changes, Decision, Rerun, decide, effects, recorded_change
-from workbench.diagnosis.regression import search
+from workbench.diagnosis.analysis.owner_search import (
+    FAR,
+    FURTHER,
+    MOST,
+    Changes,
+    Decision,
+    Rerun,
+    decide,
+    effects,
+    one_owner,
+    recorded_change,
+    trainings_to_go,
+)
+from workbench.diagnosis.regression import SPARE, search
 from workbench.diagnosis.rerun import RerunError
 
 Cost = Callable[[Changes], float]
@@ -213,13 +226,15 @@ def test_a_recorded_difference_within_the_noise_has_an_owner_where_trainings_sho
 
 
 def test_the_budget_and_ctrl_c_end_the_search_with_what_is_known() -> None:
-    left = iter([100.0, 100.0, *[60.0 - 10 * count for count in range(20)]])
     noisy = Trainings(product({"lr": 1.1}), noise=0.2)
     reruns, decision, notes = search(
-        noisy, lambda made: decide(made, ("lr",), (0.1, 0.11), USUAL_SPREAD), left=lambda: next(left), more=": budget_s=6000"
+        noisy,
+        lambda made: decide(made, ("lr",), (0.1, 0.11), USUAL_SPREAD),
+        left=lambda: 95.0 - 10 * noisy.count,
+        more=lambda made, each: f", {len(made)} of {each:g} s",
     )
-    assert decision.kind == "unclear"
-    assert notes == (f"the budget ended the search after {len(reruns)} trainings: budget_s=6000",)
+    assert (decision.kind, len(reruns)) == ("unclear", 9)
+    assert notes == ("the budget ended the search after 9 trainings, 9 of 10 s",)
 
     def interrupted(changes: Changes) -> float:
         if len(done) == 4:
@@ -243,8 +258,39 @@ def test_a_drift_that_is_even_is_in_no_effect(drift: float, order: list[str], fa
 
 
 def test_the_recorded_change_has_the_interval_of_its_blocks() -> None:
-    assert 0 in recorded_change(([1.0, 1.1, 0.9], [1.02, 1.12, 0.92]))
-    assert recorded_change(([1.0, 1.01, 0.99], [1.2, 1.21, 1.19])).low > 0.1
+    assert 0 in recorded_change((1.0, 1.02), ([1.0, 1.1, 0.9], [1.02, 1.12, 0.92]))
+    assert recorded_change((1.0, 1.2), ([1.0, 1.01, 0.99], [1.2, 1.21, 1.19])).low > 0.1
+    assert recorded_change((1.0, 1.5), ([1.0], [1.2])).mid == pytest.approx(math.log(1.5))  # which the title of the table shows
+
+
+def test_a_budget_that_the_forecast_names_suffices_nine_times_of_ten() -> None:
+    """Forecasts before the first training and after some, for planted owners under noise of 1 to 6 %; 161 of 173 sufficed."""
+    suffices = list[bool]()
+    for seed in range(36):
+        names = NAMES[: 1 + seed % 7]
+        factor, noise = (0.7, 1.1, 1.3, 2.0)[seed % 4], (0.01, 0.03, 0.06)[seed % 3]
+
+        def follows(made: Sequence[Rerun], names: Changes = names, factor: float = factor) -> Decision:
+            return decide(made, names, (0.1, 0.1 * factor), USUAL_SPREAD)
+
+        reruns, _, _ = search(Trainings(product({names[seed % len(names)]: factor}), noise=noise, seed=seed), follows)
+        for made in (reruns[:count] for count in (0, 3, 7) if count < len(reruns)):
+            to_go = trainings_to_go(made, follows, one_owner(made, names, math.log(factor)), USUAL_SPREAD, recorded=0.1)
+            if to_go is not None and to_go < FAR:  # else nothing is promised
+                suffices.append(SPARE * (len(made) + to_go) >= len(reruns))
+    assert len(suffices) > 60
+    assert statistics.fmean(suffices) >= 0.9, statistics.fmean(suffices)
+    hopeless = [Rerun(changes=changes, value=value) for changes, value in [((), 0.1), (("lr",), 0.2), ((), 0.4), (("lr",), 0.1), ((), 0.1)]]
+    assert trainings_to_go(hopeless, lambda made: decide(made, ("lr",), (0.1, 0.11), 0.03), one_owner(hopeless, ("lr",), 0.1), 0.03) is None
+    doubtful = [Rerun(changes=changes, value=value) for changes, value in [((), 0.1), (("9",), 0.13), ((), 0.1)]]
+    commits = [f"{number}" for number in range(10)]
+
+    def commit(made: Sequence[Rerun]) -> Decision:
+        return bisection.decide(made, commits, USUAL_SPREAD)
+
+    to_go = trainings_to_go(doubtful, commit, bisection.one_commit(doubtful, commits, USUAL_SPREAD), USUAL_SPREAD)
+    assert to_go is not None
+    assert 4 <= to_go <= 40
 
 
 # --- commits

@@ -133,7 +133,13 @@ def test_a_variable_among_knobs_is_named_and_each_arm_has_what_it_should(
     assert (result.kind, result.owner) == ("owner", ("NCCL_ALGO",))
     assert result.changes == ("prefetch_factor, num_workers", "lr", "NCCL_ALGO")
     assert "Run B's step is 1.40× that of run A, and NCCL_ALGO is the reason: today run A's step with it is 1.40× (" in str(result)
-    assert result.notes[-1].startswith("the time per step of a run is the 25 % quantile over its steps after the warm-up")
+    said = "the time per step of a run is the 25 % quantile over its steps after the warm-up, of the slowest rank; the mean, which other "
+    mean = "programs disturb more, is 10.2 ms and 14.3 ms, as in workbench check (in compare it is that of all ranks)"
+    assert result.notes[-1] == said + mean
+    assert result.table.title == "What changed: step (25 % quantile) 10.0 ms in A, 14.0 ms in B"
+    assert result.brief()["statistic"] == "25 % quantile"
+    assert "10.2 ms" in str(wb.compare(a, b))
+    assert "10.2 ms" in str(wb.check_run(a, {"step": "1 s"}))
     assert trainings.arms[0].spec == a.spec
     assert trainings.arms[0].variables["NCCL_PROTO"] is None  # it is set now, and was not then
     assert trainings.arms[1].spec == b.spec
@@ -369,11 +375,8 @@ def test_code_is_a_commit_what_is_in_the_folder_or_gone(repository: Path, tmp_pa
     assert change.code is not None
     assert change.code.commit is None  # it is checked out
     lost = swaps.swaps_of(run("dirty", {"commit": ids[1], "dirty": True, "changes": "0"}), new, {})
-    notes = (
-        "code: that of run A cannot be had: it had changes that were not committed, in files that it did not record",
-        "between the commits changed: task.py",
-    )
-    assert (lost.changes, lost.notes) == ((), notes)
+    notes = ("code: that of run A cannot be had: it had changes that were not committed, in files that it did not record",)
+    assert (lost.changes, lost.notes, lost.code) == ((), notes, ("task.py line 8 (SLOW = 1.0  # 1 → SLOW = 2.0  # 3)",))
     gone = swaps.swaps_of(old, run("gone", {"commit": ids[3], "dirty": False}, tmp_path / "nowhere"), {})
     assert "is gone" in gone.notes[0]
     assert next(each.why_not for each in gone.differences if each.section == "git") in gone.notes[0]
@@ -413,7 +416,8 @@ def test_what_is_not_committed_stops_no_experiment_where_it_is_documentation_or_
     found = swaps.swaps_of(run("linked", {"commit": ids[0], "dirty": True, "uncommitted": ["images"]}), new, {})
     assert found.base.code.commit == ids[0]
     assert [change.name for change in found.changes] == ["code"]
-    assert found.notes == ("between the commits changed: images, task.py", "not committed in run A: images")
+    assert found.notes == ("not committed in run A: images",)
+    assert found.code == ("task.py line 8 (SLOW = 1.0  # 0 → SLOW = 2.0  # 3)", "images")
     with worktrees.checkout(repository, ids[0]) as checkout:
         assert (checkout.folder / "images").is_dir()
     (tmp_path / "package").mkdir()
@@ -510,10 +514,81 @@ def test_a_search_that_the_budget_ends_says_what_was_not_swapped(tmp_path: Path,
     assert len(result.reruns) == 6  # a minute is the default; two of the three still fit beside run A
     assert result.untried == result.changes[2:]
     assert len(result.changes) == 3
+    assert "Together they bring it: today run A's step with all 3 differences is 2.00× (" in result.verdict
     assert "Not swapped one by one yet: " in result.verdict
-    assert "budget_s=600" in result.notes[-1]
+    named = re.search(r"6 trainings, of 10.0 s each; about \d+ more are likely to suffice: budget_s=(\d+), --budget \1$", result.notes[-1])
+    assert named, result.notes
     assert shown[0].startswith("what_changed: run A as it was, beside it with 3 differences of run B, ")
     assert any("trainings, with all differences it is 2.00× that of run A" in line for line in shown)
+    now[0] = 0.0
+    assert wb.what_changed(a, b, budget_s=float(named[1])).owner == ("lr",)
+    now[0] = 0.0
+    few = wb.what_changed(a, b, budget_s=25)
+    assert re.search(r"the budget ended the search after 3 trainings, of 10.0 s each; about \d+ more", few.notes[-1]), few.notes
+    assert "not yet clear why: 3 trainings are too few. Together" in few.verdict
+
+    def longer_than_all(arm: Arm) -> float:
+        now[0] += 50
+        raise BudgetError("A")
+
+    now[0] = 0.0
+    emulated(longer_than_all)
+    none = wb.what_changed(a, b, budget_s=50)
+    assert "the budget ended training 1; a training takes about 50.0 s; about " in none.notes[-1]
+    assert "not yet clear why: no training has ended." in none.verdict
+
+
+def test_what_is_tried_as_one_is_one_row_and_what_was_tried_together_another(repository: Path, tmp_path: Path, emulated: Any) -> None:
+    ids = git(repository, "rev-list", "--reverse", "HEAD").split()
+
+    def run(name: str, commit: str, step: float, **knobs: Any) -> Run:
+        spec, state = RunSpec(task="task.py:build", steps=40, **knobs), {"commit": commit, "dirty": False}
+        run = made(tmp_path / name, spec, step=step, cwd=str(repository), git=state)
+        run_directory.write_json(run.path / run_directory.ENVIRONMENT, {"code": {"task.py": commit[:16]}})
+        return run
+
+    a, b = run("a", ids[0], 0.01), run("b", ids[2], 0.02, lr=0.2)
+    trainings = emulated(lambda arm: 0.02 if arm.code.commit == ids[2] else 0.01)
+    result = wb.what_changed(a, b)
+    rows = [tuple(row) for row in result.table.rows]
+    assert [row[:4] for row in rows] == [
+        ("spec", "lr", "–", "0.2"),
+        ("code", "commit, task.py", ids[0][:10], ids[2][:10]),
+        ("together", "all of the above that can be tried", "", ""),
+    ]
+    assert [row[4][:6] for row in rows] == ["1.000×", "2.00× ", "2.00× "]
+    assert [row[4][-1] for row in rows] == [")", "←", ")"]
+    assert len(result.brief()["differs"]) == 2
+    assert "With it comes task.py line 8 (SLOW = 1.0  # 0 → SLOW = 2.0  # 2)." in result.verdict
+    assert "differs in" not in str(result)
+
+    def interrupted(arm: Arm) -> float:
+        if len(trainings.arms) == 3:
+            raise KeyboardInterrupt
+        return 0.02 if arm.code.commit == ids[2] else 0.01
+
+    trainings = emulated(interrupted)
+    few = wb.what_changed(a, b)
+    assert [row[4][:15] for row in few.table.rows] == ["not tried alone", "not tried alone", few.table.rows[2][4][:15]]
+    assert "the code differs in task.py line 8 (SLOW = 1.0  # 0 → SLOW = 2.0  # 2)" in str(few)
+    assert f"2 trainings of {few.steps} steps in" in str(few)
+
+
+def test_the_lines_that_two_commits_or_the_folder_change_are_said(repository: Path) -> None:
+    assert worktrees.changes(repository, "HEAD~3", "HEAD~2") == ["task.py line 8 (SLOW = 1.0  # 0 → SLOW = 1.0  # 1)"]
+    assert worktrees.changes(repository, "HEAD~3", "HEAD~2", reverse=True) == ["task.py line 8 (SLOW = 1.0  # 1 → SLOW = 1.0  # 0)"]
+    (repository / "a.bin").write_bytes(bytes(range(9)))
+    (repository / "new.py").write_text("x = 1\n")
+    git(repository, "add", ".")
+    text = (repository / "task.py").read_text()
+    (repository / "task.py").write_text(text.replace("SLOW = 2.0  # 3\n", ""))
+    gone = "task.py line 8 (SLOW = 2.0  # 3 → nothing)"
+    assert worktrees.changes(repository, "HEAD") == ["a.bin", "new.py", gone]
+    assert worktrees.changes(repository, "HEAD", first=["task.py"]) == [gone, "a.bin", "new.py"]
+    (repository / "task.py").write_text(text.replace("SLOW", "FAST"))
+    assert worktrees.changes(repository, "HEAD", first=["task.py"])[0] == "task.py (+2 −2 lines)"
+    with pytest.raises(worktrees.GitError):
+        worktrees.changes(repository, "HEAD~99")
 
 
 def test_ctrl_c_in_the_first_training_ends_the_search(repository: Path, monkeypatch: pytest.MonkeyPatch, emulated: Any) -> None:

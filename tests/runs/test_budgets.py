@@ -37,6 +37,7 @@ def test_limits_of_its_own(run_dir: Path) -> None:
     assert set(states(exceeded).values()) == {"exceeded"}
     assert not exceeded.ok
     assert "not all budgets are kept" in str(exceeded)
+    assert "step: the mean of the slowest rank after its warm-up" in str(exceeded)
 
 
 def test_what_was_not_measured_is_not_kept(run_dir: Path) -> None:

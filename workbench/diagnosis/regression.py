@@ -2,6 +2,7 @@
 
 import math
 import os
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,9 +15,19 @@ from workbench.core.synonyms import accept_synonyms
 from workbench.core.units import several
 from workbench.diagnosis.analysis import bisection
 from workbench.diagnosis.analysis.bisection import Bisection, Commit
-from workbench.diagnosis.analysis.owner_search import Changes, Decision, Rerun, decide, effect, recorded_change
+from workbench.diagnosis.analysis.owner_search import (
+    FAR,
+    Changes,
+    Decision,
+    Rerun,
+    decide,
+    effect,
+    one_owner,
+    recorded_change,
+    trainings_to_go,
+)
 from workbench.diagnosis.analysis.what_changed import QUANTITIES, USUAL, WhatChanged
-from workbench.diagnosis.rerun import FEWEST, QUICK, Arm, Code, Measured, RerunError, Reruns, measured, steps_of
+from workbench.diagnosis.rerun import FEWEST, QUICK, Arm, Code, Measured, RerunError, Reruns, launch_seconds, measured, steps_of
 from workbench.diagnosis.swaps import Swaps, brought, load_note, lost, swaps_of
 from workbench.runs.launch import worktrees
 from workbench.runs.launch.launch import check
@@ -32,6 +43,8 @@ BUDGET = 60.0
 BISECT_BUDGET = 1800.0
 """Default of `budget_s` of `bisect`. A minute would show no more than that the commits run: each of log2(n) commits is
 trained several times, by turns with the good one. So it says beforehand how many that are, and what is known when it is stopped."""
+SPARE = 1.3
+"""How much more than the trainings that a simulated search needs a budget is to pay for: they vary."""
 LEAST = 0.01
 """The smallest change that trainings are made for, where what was recorded shows it or leaves it open. Chosen: it would take dozens of
 launches on a quiet machine."""
@@ -81,16 +94,18 @@ def what_changed(
     swaps = swaps_of(*runs, also, ask_git=rerun and own)
     _check_steps(runs, of)
     what = measured(runs, of)
-    blocks = tuple(_blocks(run, name, what) for run, name in zip(runs, "AB", strict=True))
+    values, blocks = zip(*(_values(run, name, what) for run, name in zip(runs, "AB", strict=True)), strict=True)
     result: dict[str, Any] = {
         "of": of,
         "per": what.per,
         "steps": what.steps,
         "runs": tuple(str(run.path) for run in runs),
-        "recorded": tuple(sum(values) / len(values) for values in blocks),
-        "change": recorded_change((blocks[0], blocks[1])),
+        "statistic": what.statistic if of == "time" else "",
+        "recorded": values,
+        "change": recorded_change(values, (blocks[0], blocks[1])),
         "differences": swaps.differences,
-        "notes": (*swaps.notes, *([what.words] if of == "time" else []), *([load_note(runs)] if of == "time" and not rerun else [])),
+        "code": swaps.code,
+        "notes": (*swaps.notes, *([what.words(runs)] if of == "time" else []), *([load_note(runs)] if of == "time" and not rerun else [])),
     }
     change, least = result["change"], LEAST if of == "time" else LEAST / 10
     if max(change.high, -change.low) < least or ((0 in change or abs(change.mid) < least) and not (rerun and own and swaps.changes)):
@@ -115,7 +130,9 @@ def _experiment(
 ) -> WhatChanged:
     of, named, last = result["of"], {change.name: change for change in swaps.changes}, dict[Changes, Run]()
     others = several(len(named), "difference") if named else "none"
-    begin = f"run A as it was, beside it with {others} of run B, {what.steps} steps each"
+    lasts = launch_seconds(runs[0], what.steps)
+    about = f", about {units.seconds(lasts)}" if lasts > 0 else ""
+    begin = f"run A as it was, beside it with {others} of run B, {what.steps} steps each{about}"
     with (
         Waiting("what_changed", budget_s, begin=begin) as line,
         Reruns(what, kind="what_changed", runs_dir=runs_dir, tick=line.tick, left=lambda: line.left) as made,
@@ -135,7 +152,16 @@ def _experiment(
                 known[0] = f"{several(len(made), 'training')}{brought}"
             return decide(made, tuple(named), recorded, usual, change=change)
 
-        reruns, decision, notes = search(measure, judged, left=lambda: line.left, more=_more(budget_s, "tells smaller effects"))
+        def more(made: Sequence[Rerun], each: float) -> str:
+            guess = one_owner(made, tuple(named), change.mid)
+
+            def pure(them: Sequence[Rerun]) -> Decision:
+                return decide(them, tuple(named), recorded, usual, change=change)
+
+            to_go = trainings_to_go(made, pure, guess, usual, recorded=recorded[0])
+            return enough(len(made), to_go, each if made else max(each, lasts))
+
+        reruns, decision, notes = search(measure, judged, left=lambda: line.left, more=more)
         owner, whole = decision.owner, tuple(named)
         base, changed = last.get(()), last.get(owner or whole)
         brings = brought(base, changed) if owner and base and changed else ()
@@ -229,8 +255,12 @@ def bisect(
                 known[0] = f"{several(len(trained), 'training')}, in doubt: {doubtful} of {several(len(commits), 'commit')}"
             return bisection.decide(trained, commits, USUAL[of])
 
-        reruns, decision, more = search(measure, judged, left=lambda: line.left, more=_more(budget_s, "goes further"))
-        more = () if line.left == 0 and notes else more  # which say already why nothing was tried
+        def more(made: Sequence[Rerun], each: float) -> str:
+            guess = bisection.one_commit(made, commits, USUAL[of])
+            return enough(len(made), trainings_to_go(made, lambda them: bisection.decide(them, commits, USUAL[of]), guess, USUAL[of]), each)
+
+        reruns, decision, ended = search(measure, judged, left=lambda: line.left, more=more)
+        ended = () if line.left == 0 and notes else ended  # which say already why nothing was tried
     named = {*decision.owner, first, commits[-1], *(name for rerun in reruns for name in rerun.changes)}
     named |= {commits[place - 1] for each in decision.owner if (place := commits.index(each))}
     listed = [Commit(id=each, subject=worktrees.subject_of(folder, each) if each in named else "") for each in (first, *commits)]
@@ -244,7 +274,7 @@ def bisect(
         why=decision.why,
         steps=made.measured.steps,
         seconds=sum(made.seconds),
-        notes=(*notes, *more),
+        notes=(*notes, *ended),
     )
 
 
@@ -260,47 +290,81 @@ def announced(commits: int) -> str:
 
 
 def search(
-    measure: Measure, decide: Callable[[Sequence[Rerun]], Decision], *, left: Callable[[], float] = lambda: math.inf, more: str = ""
+    measure: Measure,
+    decide: Callable[[Sequence[Rerun]], Decision],
+    *,
+    left: Callable[[], float] = lambda: math.inf,
+    more: Callable[[Sequence[Rerun], float], str] = lambda *_: "",
 ) -> tuple[tuple[Rerun, ...], Decision, tuple[str, ...]]:
-    """Make trainings until it is clear what owns a regression, the budget is spent, or Ctrl-C comes; a note says what to do then (`more`).
+    """Make trainings until it is clear what owns a regression, the budget is spent, or Ctrl-C comes.
+
+    Args:
+        measure: makes a training.
+        decide: what follows from the trainings so far.
+        left: seconds that are left of the budget.
+        more: the trainings, and the seconds that one took on average (at least) → what to do where the budget ended the search, for a note.
 
     Returns:
         The trainings, what follows from them, and notes.
     """
-    reruns: list[Rerun] = []
+    reruns, took = list[Rerun](), list[float]()
     begun = left()
     notes: tuple[str, ...] = ()
     try:
         while (decision := decide(reruns)).kind == "measure":
-            wanted: list[Changes] = [*decision.measure, ()] if decision.measure != ((),) else [()]
-            wanted = wanted if reruns or wanted == [()] else [(), *wanted]
-            each = (begun - left()) / len(reruns) if reruns and math.isfinite(begun) else 0.0
+            wanted = decision.trainings(bool(reruns))
+            each = statistics.fmean(took) if took and math.isfinite(begun) else 0.0
             if each * len(wanted) > left() >= 2 * each:  # some of them, and run A beside
                 wanted = [*wanted[: int(left() / each) - 1], ()]
                 wanted = wanted[:-1] if wanted[-2:] == [(), ()] else wanted
             if each * len(wanted) > left() or left() <= 0:
-                notes = (f"the budget ended the search after {several(len(reruns), 'training')}{more}",)
+                notes = (f"the budget ended the search after {several(len(reruns), 'training')}{more(reruns, each)}",)
                 break
             for changes in wanted:
+                began = left()
                 try:
                     reruns.append(Rerun(changes=changes, value=measure(changes)))
                 except (RerunError, LaunchError, SpecError, TaskError) as error:
                     reruns.append(Rerun(changes=changes, value=math.nan, error=str(error).splitlines()[0]))
                     break
+                finally:
+                    took.append(began - left())
     except KeyboardInterrupt:
         notes = (f"{INTERRUPTED} after {several(len(reruns), 'training')}",)
         decision = decide(reruns)
     except BudgetError:
-        notes = (f"the budget ended training {len(reruns) + 1}{more}",)
+        notes = (f"the budget ended training {len(reruns) + 1}{more(reruns, max(statistics.fmean(took), took[-1]))}",)
         decision = decide(reruns)
     if decision.kind == "measure":
-        decision = Decision(kind="unclear", why=f"{several(len(reruns), 'training')} gave too little information")
+        few = f"{several(len(reruns), 'training')} {'are' if len(reruns) > 1 else 'is'} too few" if reruns else "no training has ended"
+        decision = Decision(kind="unclear", why=few)
     return tuple(reruns), decision, notes
 
 
-def _more(budget_s: float, brings: str) -> str:
-    """What to do where the budget ended a search."""
-    return f": budget_s={10 * budget_s:.0f}, --budget {10 * budget_s:.0f}, {brings}"
+def enough(made: int, to_go: int | None, each: float) -> str:
+    """Which budget suffices for a search that one ended, in words that follow what ended it.
+
+    >>> enough(3, 6, 12.0)
+    ', of 12.0 s each; about 6 more are likely to suffice: budget_s=150, --budget 150'
+    >>> enough(3, None, 12.0)
+    ', of 12.0 s each; as long as they vary so much, more of them would hardly tell: try again on a quieter machine'
+
+    Args:
+        made: trainings so far.
+        to_go: how many more it is likely to take; None = more would not tell.
+        each: seconds of a training.
+    """
+    if each <= 0:
+        return ""  # it was stopped before
+    took = f", of {units.seconds(each)} each" if made else f"; a training takes about {units.seconds(each)}"
+    if to_go is None:
+        return f"{took}; as long as they vary so much, more of them would hardly tell: try again on a quieter machine"
+    seconds = SPARE * (made + to_go) * each
+    digits = 10.0 ** max(0, math.floor(math.log10(seconds)) - 1)
+    budget = math.ceil(seconds / digits) * digits
+    more = f"about {to_go} more" if made else f"about {to_go} of them"
+    likely = "likely to suffice" if to_go < FAR else "needed at least"
+    return f"{took}; {more} are {likely}: budget_s={budget:.0f}, --budget {budget:.0f}"
 
 
 def _ended(given: Run | str | os.PathLike[str]) -> Run:
@@ -331,13 +395,14 @@ def _check_steps(runs: tuple[Run, Run], of: str) -> None:
             raise ValueError(f"what_changed: run {name}, {run!r}, has no measured step ({run.state}){hint}")
 
 
-def _blocks(run: Run, name: str, what: Measured) -> list[float]:
-    values = what.blocks(run)
-    if not all(0 < value < math.inf for value in values):
+def _values(run: Run, name: str, what: Measured) -> tuple[float, list[float]]:
+    """What a run gave, and the same of blocks of its steps."""
+    value, values = what.value(run, what.steps), what.blocks(run)
+    if not all(0 < each < math.inf for each in (value, *values)):
         hint = {
             "loss": "wb.health(run) says since when, and only positive losses can be compared",
             "memory": "its ranks wrote none",
             "time": "it has no step",
         }[what.of]
         raise ValueError(f"what_changed: run {name}, {run!r}, has no {what.of} to compare: {hint}")
-    return values
+    return value, values

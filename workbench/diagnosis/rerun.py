@@ -246,11 +246,19 @@ class Measured:
     """Of time: the part of the steps that are faster than the value; None = it is their mean."""
 
     @property
-    def words(self) -> str:
-        """Of time: how the value of a run is taken from its steps."""
-        if self.part is None:
-            return f"the time per {self.per} of a run is the mean over its steps after the warm-up"
-        return f"the time per {self.per} of a run is the {units.percent(self.part)} quantile over its steps after the warm-up"
+    def statistic(self) -> str:
+        """Of time: what is taken of the steps."""
+        return "mean" if self.part is None else f"{units.percent(self.part)} quantile"
+
+    def words(self, runs: Sequence[Run]) -> str:
+        """Of time: how the value of a run is taken from its steps, and the means of some runs, where it is another figure."""
+        said = f"the time per {self.per} of a run is the {self.statistic} over its steps after the warm-up, of the slowest rank"
+        others = "as in workbench check (in compare it is that of all ranks)"
+        if self.part is None and self.per == "step":
+            return f"{said}, {others}"
+        means = " and ".join(units.seconds(QUANTITIES["step"].read(run)) for run in runs)
+        why = "the mean, which other programs disturb more," if self.part is not None else "the mean per step"
+        return f"{said}; {why} is {means}, {others}"
 
     def value(self, run: Run, steps: int | None = None) -> float:
         """Seconds of the slowest rank per step or per sample, peak bytes of the fullest, or the loss; nan = there is none."""
@@ -303,6 +311,13 @@ def samples_per_step(run: Run) -> float:
     """Samples of all ranks in a step; 0 = not known."""
     means = [rank for rank in run.rank_means if rank.count]
     return sum(rank.samples_per_sec * rank.mean() for rank in means if rank.samples_per_sec == rank.samples_per_sec)
+
+
+def launch_seconds(run: Run, steps: int) -> float:
+    """About how long a launch of so many steps takes: as long as a run took to start and end, and its mean steps; 0 = not known."""
+    step = QUANTITIES["step"].read(run)
+    seconds = max(0.0, run.seconds - step * run.progress[0]) + step * steps
+    return seconds if math.isfinite(seconds) else 0.0
 
 
 def steps_of(seconds: float) -> int:

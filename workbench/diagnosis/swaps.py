@@ -1,6 +1,5 @@
 """Lists how two runs differ, and how each difference can be put from one run into a training of the other, where possible."""
 
-import contextlib
 import dataclasses
 import os
 import statistics
@@ -39,6 +38,8 @@ class Swaps:
     """All in which the two differ; what can be tried first."""
     notes: tuple[str, ...]
     """What the reader should know."""
+    code: tuple[str, ...] = ()
+    """The first files in which the code differs, each with the line if it is one, and how many more there are."""
 
 
 def swaps_of(a: Run, b: Run, also: Mapping[str, tuple[Mapping[str, str], Mapping[str, str]]], *, ask_git: bool = True) -> Swaps:
@@ -93,11 +94,15 @@ def swaps_of(a: Run, b: Run, also: Mapping[str, tuple[Mapping[str, str], Mapping
     code, of_code, why_not = _code(a, b, infos, ask_git)
     if not of_code and why_not:
         notes.append(f"code: {why_not}")
-    notes += _of_commits((a, b), Path(a.spec.script).parent if isinstance(a.spec, ScriptSpec) else folder, ask_git)
+    of_files = code, of_code.code if of_code else None
+    lines = _changed_code((a, b), Path(a.spec.script).parent if isinstance(a.spec, ScriptSpec) else folder, of_files) if ask_git else ()
+    for name, run in zip("AB", (a, b), strict=True):
+        if uncommitted := provenance(run)["git"].get("uncommitted"):
+            notes.append(f"not committed in run {name}: {several_of(uncommitted)}")
     for section, name, values in differences((a, b)):
         if section in ("git", CODE):
             if name != "branch":
-                add(section, name, (values[0], values[1]), of_code, why_not)
+                add(section, name, tuple(value[:10] if name == "commit" and value else value for value in values), of_code, why_not)
         elif section in ("versions", "data", "environment"):
             add(section, name, (values[0], values[1]), None, "cannot be put back alone")
     rows += _load(infos)
@@ -107,6 +112,7 @@ def swaps_of(a: Run, b: Run, also: Mapping[str, tuple[Mapping[str, str], Mapping
         changes=tuple(changes),
         differences=(*tried, *(each for each in rows if not each.change)),
         notes=tuple(notes),
+        code=lines,
     )
 
 
@@ -236,18 +242,22 @@ def _is_harmless(source: Path, name: str, commit: str, used: Mapping[str, Any], 
     return data and not (ask_git and worktrees.git(top, "ls-tree", "-z", commit, "--", name))
 
 
-def _of_commits(runs: Sequence[Run], folder: Path, ask_git: bool) -> list[str]:
-    """Which files two commits change, and which changes to run A or B were in none."""
-    states = [provenance(run)["git"] for run in runs]
-    commits, notes = [str(state.get("commit")) for state in states], list[str]()
-    if ask_git and commits[0] != commits[1]:
-        with contextlib.suppress(worktrees.GitError):
-            files = worktrees.changed_files(folder, *(worktrees.commit_of(folder, commit) for commit in commits))
-            notes.append(f"between the commits changed: {several_of(files)}")
-    for name, state in zip("AB", states, strict=True):
-        if state.get("uncommitted"):
-            notes.append(f"not committed in run {name}: {several_of(state['uncommitted'])}")
-    return notes
+def _changed_code(runs: Sequence[Run], folder: Path, code: tuple[Code | None, Code | None]) -> tuple[str, ...]:
+    """The first files in which the code of two runs differs, and how many more there are; `code`: that of A and the change to that of B."""
+    commits = [str(provenance(run)["git"].get("commit")) for run in runs]
+    here = [bool(code[1] and each and each.commit is None) for each in code]  # where the code is that of the folder, as it is now
+    if all(here) or (commits[0] == commits[1] and not code[1]):
+        return ()
+    used = [name for section, name, _ in differences(runs) if section == CODE]
+    try:
+        sides = [worktrees.commit_of(folder, commit) for commit in commits]
+        if any(here):
+            files = worktrees.changes(folder, sides[here[0]], reverse=here[0], first=used)
+        else:
+            files = worktrees.changes(folder, *sides, first=used)
+    except worktrees.GitError:
+        return ()
+    return (*files[:SHOWN], *[f"{len(files) - SHOWN} more"] * (len(files) > SHOWN))
 
 
 def several_of(names: Sequence[str]) -> str:

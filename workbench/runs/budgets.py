@@ -138,13 +138,14 @@ class RunCheck(display.Shown):
                     why = "; the loss of a script is not recorded: a limit on it is for tasks"
                 which = "the run" if run is self.run else "the run to compare with"
                 failed.append(f"{which}, {run.name}, has no {', '.join(missing)}{why}")
+        what = ["step: the mean of the slowest rank after its warm-up"] if any(budget.name == "step" for budget in self.budgets) else []
         beside = [] if self.against is None else [f"beside {self.against.name}: on a shared machine identical runs differ by 10 % or more"]
         beside += [f"the two differ in {self.differences}: a limit may be kept or exceeded because of that"] if self.differences else []
         return display.Table(
             columns=("", "measured", "limit", ""),
             rows=rows,
             title=f"{self.run.name}: {'all budgets are kept' if self.ok else 'not all budgets are kept'}",
-            note=display.notes([*failed, *beside]),
+            note=display.notes([*what, *failed, *beside]),
         )
 
     def to_frame(self) -> Any:

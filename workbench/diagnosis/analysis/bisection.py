@@ -1,7 +1,8 @@
 """Bisection: which commit of a range made a training slower, larger or worse, found by short trainings of some of them."""
 
 import math
-from collections.abc import Mapping, Sequence
+import random
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +11,7 @@ from workbench.core.brief import fitted, short, three
 from workbench.core.codec import JsonDataclass
 from workbench.core.display import table as display
 from workbench.core.statistics import Interval
-from workbench.diagnosis.analysis.owner_search import MINE, MOST, Decision, Rerun, effect, effects
+from workbench.diagnosis.analysis.owner_search import MINE, MOST, Decision, Guess, Rerun, effect, effects
 from workbench.diagnosis.analysis.what_changed import QUANTITIES, USUAL, over
 
 KINDS: Mapping[str, str] = {
@@ -179,6 +180,18 @@ def decide(reruns: Sequence[Rerun], commits: Sequence[str], usual: float) -> Dec
     if counts.get((commits[middle],), 0) >= MOST:
         return Decision(kind="unclear", why=f"{MOST} trainings of {commits[middle][:10]} lie between good and bad")
     return Decision(kind="measure", measure=((commits[middle],),))
+
+
+def one_commit(reruns: Sequence[Rerun], commits: Sequence[str], usual: float) -> Guess:
+    """The first bad commit is each of those in doubt, as likely; it brings what the bad commit brought, a third if that did not run yet."""
+    whole, doubtful = effect(reruns, (commits[-1],), usual), in_doubt(reruns, commits, usual)
+    brings = whole.mid if whole else math.log(4 / 3)
+
+    def guess(chance: random.Random) -> Callable[[tuple[str, ...]], float]:
+        first = commits.index(chance.choice(doubtful))
+        return lambda changes: brings if commits.index(changes[0]) >= first else 0.0
+
+    return guess
 
 
 def in_doubt(reruns: Sequence[Rerun], commits: Sequence[str], usual: float) -> tuple[str, ...]:

@@ -7,8 +7,9 @@ meantime is not taken for a change. Nothing is kept between two decisions: each 
 
 import itertools
 import math
+import random
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from workbench.core.codec import JsonDataclass
@@ -31,6 +32,11 @@ LEAST = 2
 training fell into a pause of the others and was three times as fast as those beside it."""
 MINE = 0.5
 """Part of a set's effect from which on a part of the set is said to bring it. Derived: of two halves that add up, one brings so much."""
+DRAWS, LIKELY = 7, 6
+"""How many searches are simulated to say how far one is from its end, and how many of them have ended by then. Chosen: with a third
+more trainings than that, 161 of 173 forecasts sufficed for planted owners under a noise of 1 to 6 %."""
+FAR = 100
+"""Trainings after which a simulated search is given up."""
 CONTRARY = 0.1
 """Log ratio from which on the contrary of what was recorded is looked into. Chosen: less is not worth a dozen more trainings."""
 
@@ -61,6 +67,11 @@ class Decision:
     """What to run next, of kind "measure"; run A comes after it."""
     why: str = ""
     """What stands in the way, in words."""
+
+    def trainings(self, begun: bool) -> list[Changes]:
+        """The trainings to make, of kind "measure": with run A after them, and before them where nothing has `begun`."""
+        listed: list[Changes] = [*self.measure, ()] if self.measure != ((),) else [()]
+        return listed if begun or listed == [()] else [(), *listed]
 
 
 def effects(reruns: Sequence[Rerun]) -> dict[Changes, list[float]]:
@@ -110,6 +121,54 @@ def _noise(reruns: Sequence[Rerun], usual: float) -> float:
     logs = [math.log(rerun.value) for rerun in reruns if not rerun.changes and rerun.value > 0]
     steps = [(after - before) ** 2 for before, after in itertools.pairwise(logs)]
     return max(usual, math.sqrt(0.75 * statistics.fmean(steps))) if steps else usual
+
+
+Guess = Callable[[random.Random], Callable[[Changes], float]]
+"""A possible truth, drawn by chance: set of differences → log ratio that it brings."""
+
+
+def trainings_to_go(
+    reruns: Sequence[Rerun], decide: Callable[[Sequence[Rerun]], Decision], guess: Guess, usual: float, *, recorded: float = 1.0
+) -> int | None:
+    """How many trainings more a search is likely to take, if they vary as those so far: LIKELY of DRAWS simulated ones have ended by then.
+
+    Args:
+        reruns: the trainings so far.
+        decide: what follows from some trainings.
+        guess: what differences may bring.
+        usual: as in `effect`.
+        recorded: what run A gave, which counts where it was not trained yet.
+
+    Returns:
+        A number of trainings, FAR where it may be more; None = most searches end without an answer.
+    """
+    numbers = list[int]()
+    logs = [math.log(rerun.value) for rerun in reruns if not rerun.changes and rerun.value > 0] or [math.log(recorded)]
+    for seed in range(DRAWS):
+        chance, made = random.Random(seed), list(reruns)
+        brings, degrees = guess(chance), SPREAD_DEGREES + len(logs) - 1
+        noise = _noise(reruns, usual) / math.sqrt(1.5) * math.sqrt(degrees / chance.gammavariate(degrees / 2, 2))  # which is not known well
+        while (decision := decide(made)).kind == "measure" and len(made) < len(reruns) + FAR:
+            for changes in decision.trainings(bool(made))[: len(reruns) + FAR - len(made)]:
+                value = statistics.fmean(logs) + chance.gauss(0, noise) + (brings(changes) if changes else 0.0)
+                made.append(Rerun(changes=changes, value=math.exp(value)))
+        if decision.kind != "unclear":
+            numbers.append(len(made) - len(reruns))
+    return sorted(numbers)[min(LIKELY, len(numbers)) - 1] if len(numbers) > DRAWS / 2 else None
+
+
+def one_owner(reruns: Sequence[Rerun], whole: Changes, expected: float) -> Guess:
+    """Each difference brings what it brought alone so far; one of the others, by chance, the rest of what all brought, or of `expected`."""
+    means = {changes: statistics.fmean(values) for changes, values in effects(reruns).items()}
+    known = {name: means[name,] for name in whole if (name,) in means}
+
+    def guess(chance: random.Random) -> Callable[[Changes], float]:
+        brings = dict(known)
+        if left := [name for name in whole if name not in known]:
+            brings[chance.choice(left)] = means.get(whole, expected) - sum(known.values())
+        return lambda changes: sum(brings.get(name, 0.0) for name in changes)
+
+    return guess
 
 
 def decide(
@@ -249,14 +308,15 @@ def _each(
     return Decision(kind="owner" if owners else "unclear", owner=owners, why=why)
 
 
-def recorded_change(values: tuple[Sequence[float], Sequence[float]]) -> Interval:
+def recorded_change(values: tuple[float, float], blocks: tuple[Sequence[float], Sequence[float]]) -> Interval:
     """The log ratio of B's to A's recorded values, with Welch's interval over blocks of steps, which follow one another.
 
     Args:
-        values: what each run gave in some blocks of steps, at least one each; those of one step follow each other too closely.
+        values: what each run gave.
+        blocks: what each gave in some blocks of steps, at least one each; those of one step follow each other too closely.
     """
-    logs = [[math.log(value) for value in each] for each in values]
-    mid = statistics.fmean(logs[1]) - statistics.fmean(logs[0])
+    logs = [[math.log(value) for value in each] for each in blocks]
+    mid = math.log(values[1] / values[0])
     variance = sum(statistics.variance(each) / len(each) for each in logs if len(each) > 1)
     half = 2.0 * math.sqrt(variance)
     return Interval(low=mid - half, mid=mid, high=mid + half)

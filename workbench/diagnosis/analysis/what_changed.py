@@ -1,8 +1,8 @@
 """WhatChanged: how two runs differ, and which difference makes one slower, need more memory or learn less than the other."""
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from workbench.core import units
@@ -10,6 +10,7 @@ from workbench.core.brief import fitted, number, short, three
 from workbench.core.codec import JsonDataclass
 from workbench.core.display import table as display
 from workbench.core.statistics import USUAL_SPREAD, Interval
+from workbench.core.units import several
 from workbench.diagnosis.analysis.owner_search import MINE, Changes, Rerun, effect, level
 
 QUANTITIES: Mapping[str, str] = {"time": "step", "memory": "peak memory", "loss": "loss"}
@@ -74,10 +75,14 @@ class WhatChanged(display.Shown, JsonDataclass):
     """What stands in the way of a verdict, in words."""
     brings: tuple[str, ...] = ()
     """What else differs between the trainings with and without the owner: packages, data, code."""
+    code: tuple[str, ...] = ()
+    """Files in which the code differs, each with the line if it is one; the first few are enough to read."""
     left_over: tuple[str, ...] = ()
     """What differed between the runs, and does not between the trainings of today, though nobody tried it: it could not be put back."""
     steps: int = 0
     """Steps of each training."""
+    statistic: str = ""
+    """Of time: what was taken of the steps, "mean" or "25 % quantile"."""
     per: str = "step"
     """Of time: what it is counted per, "step", or "sample" where the steps of the two differ in size."""
     seconds: float = 0.0
@@ -130,7 +135,8 @@ class WhatChanged(display.Shown, JsonDataclass):
         if self.kind == "owner":
             many = "are" if len(self.owner) > 1 else "is"
             alone, because = " together" if self.together else "", f" ({self.why})" if self.why else ""
-            brought = f" With it {'comes' if len(self.brings) == 1 else 'come'} {_list(self.brings)}." if self.brings else ""
+            comes = self.brings if "code" not in self.owner or not self.code else (*self.code, *filter(_no_code, self.brings))
+            brought = f" With it {'comes' if len(comes) == 1 else 'come'} {_list(comes)}." if comes else ""
             if today and 0 not in self.change and math.log(today.mid) * self.change.mid < 0:
                 cause = f" in trainings of {self.steps} steps, which may end differently from the recorded ones"
                 cause = ", and the machine was in another state when A or B ran" if self.of == "time" else cause
@@ -160,7 +166,15 @@ class WhatChanged(display.Shown, JsonDataclass):
         )
         where = {"not run": more, "cannot run": self.why, "unclear": f"not yet clear why: {self.why}"}
         left = f" Not swapped one by one yet: {_list(self.untried)}." if self.kind == "unclear" and self.untried else ""
+        if self.kind == "unclear" and today and len(self.changes) > 1 and not today.low <= 1 <= today.high:
+            both = "both differences" if len(self.changes) == 2 else f"all {len(self.changes)} differences"
+            left = f" Together they bring it: today run A's {what} with {both} is {_ends(today)} that without.{left}"
         return f"{said}; {where[self.kind]}.{left}"
+
+    @property
+    def _notes(self) -> list[str]:
+        said = self.kind == "owner" and "code" in self.owner  # in the verdict
+        return [*([f"the code differs in {', '.join(self.code)}"] if self.code and not said else []), *self.notes]
 
     @property
     def _alike(self) -> str:
@@ -192,29 +206,40 @@ class WhatChanged(display.Shown, JsonDataclass):
 
     @property
     def table(self) -> display.Table:
-        """A row per difference with what it brings, and the verdict."""
-        found, rows = self.ratios, []
-        for each in self.differences:
-            alone = found.get((each.change,)) if each.change else None
-            among = next((changes for changes in found if each.change in changes), None) if each.change else None
+        """A row for all that is tried as one with what it brings, one for each set that was tried together, and the verdict."""
+        found, rows = self.ratios, list[tuple[str, ...]]()
+        for row in self.grouped:
+            alone = found.get((row.change,)) if row.change else None
             if alone:
-                result = f"{_ends(alone)}{' ←' if each.change in self.owner else ''}"
-            elif error := next((rerun.error for rerun in self.reruns if rerun.error and rerun.changes == (each.change,)), ""):
+                result = f"{_ends(alone)}{' ←' if row.change in self.owner else ''}"
+            elif error := next((rerun.error for rerun in self.reruns if rerun.error and rerun.changes == (row.change,)), ""):
                 result = f"does not run: {error}"
-            elif among:
-                result = f"among {len(among)}: {_ends(found[among])}"
+            elif row.change and any(row.change in changes for changes in found):
+                result = "not tried alone"
             else:
-                result = each.why_not or "not tried"
-            rows.append((each.section, each.name, each.a, each.b, result))
+                result = row.why_not or "not tried"
+            rows.append((row.section, row.name, row.a, row.b, result))
+        for changes, seen in found.items():
+            if len(changes) > 1:
+                names = "all of the above that can be tried" if changes == self.changes else ", ".join(changes)
+                rows.append(("together", names, "", "", f"{_ends(seen)}{' ←' * (changes == self.owner)}"))
         what = QUANTITIES[self.of] + (" per sample" if self.per == "sample" else "")
         texts = [self.text(value) for value in self.recorded]
-        last = f"{len(self.reruns)} trainings of {self.steps} steps in {units.seconds(self.seconds)}" if self.reruns else ""
+        last = f"{several(len(self.reruns), 'training')} of {self.steps} steps in {units.seconds(self.seconds)}" if self.reruns else ""
         return display.Table(
             columns=("section", "what differs", "run A", "run B", f"{what} of A with it"),
             rows=rows,
-            title=f"What changed: {what} {texts[0]} in A, {texts[1]} in B",
-            note="\n".join(filter(None, [self.verdict, last, *self.notes])),
+            title=f"What changed: {what}{f' ({self.statistic})' * bool(self.statistic)} {texts[0]} in A, {texts[1]} in B",
+            note="\n".join(filter(None, [self.verdict, last, *self._notes])),
         )
+
+    @property
+    def grouped(self) -> tuple[RunDifference, ...]:
+        """The differences, of which those that are tried as one are one: the commit and its files, knobs that only go together."""
+        groups: dict[str, list[RunDifference]] = {}
+        for place, each in enumerate(self.differences):
+            groups.setdefault(each.change or f"{place}", []).append(each)
+        return tuple(_as_one(group) for group in groups.values())
 
     def to_frame(self) -> Any:
         """A DataFrame with one row per training: what was changed in run A, and what it gave."""
@@ -232,15 +257,28 @@ class WhatChanged(display.Shown, JsonDataclass):
             "kind": self.kind,
             "owner": [short(name, 40) for name in self.owner[:_ROWS]],
             "of": self.of,
+            **({"statistic": self.statistic} if self.statistic else {}),
             "recorded": [number(each, 5) for each in self.recorded],
             "tried": [[short(" + ".join(changes), _WORDS), three(seen, 5)] for changes, seen in self.ratios.items()],
-            "differs": [[each.section, short(each.name, 40), short(each.a, 30), short(each.b, 30)] for each in self.differences],
-            "notes": [short(note, _WORDS) for note in self.notes],
+            "differs": [[each.section, short(each.name, 40), short(each.a, 30), short(each.b, 30)] for each in self.grouped],
+            "notes": [short(note, _WORDS) for note in self._notes],
         }
         return fitted(value, "tried", "differs", "notes")
 
     def __repr__(self) -> str:
         return f"WhatChanged(of={self.of!r}, kind={self.kind!r}, owner={self.owner!r})"
+
+
+def _as_one(group: Sequence[RunDifference]) -> RunDifference:
+    """Differences that are tried as one; of code the commits say what each side has, where they differ, else the digests of its files."""
+    named = [each for each in group if each.section != "git" or each.name == "commit"] or list(group)
+    shown = [each for each in named if each.section == "git"] or named
+    texts = [", ".join(getattr(each, side) for each in some) for some, side in ((named, "name"), (shown, "a"), (shown, "b"))]
+    return replace(group[-1], name=texts[0], a=texts[1], b=texts[2])
+
+
+def _no_code(brought: str) -> bool:
+    return not brought.startswith("the code of ")
 
 
 def _ends(ratio: Interval | None) -> str:

@@ -2,11 +2,12 @@
 
 import contextlib
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +15,10 @@ from workbench.runs.launch.environment import git_state
 
 GIT_SECONDS = 120.0
 """The most that a command of git may take."""
+LONGEST_LINE = 80
+"""Letters of a line of code that are shown."""
+EXAMINED = 5
+"""Files of which more than the name is said."""
 _NOT_LINKED = ("__pycache__", ".pyc", ".git", ".pytest_cache", ".mypy_cache", ".ruff_cache", ".ipynb_checkpoints")
 
 
@@ -76,9 +81,35 @@ def commits_between(folder: Path, good: str, bad: str) -> list[str]:
     return git(folder, "rev-list", "--first-parent", "--reverse", f"{first}..{last}").split()
 
 
-def changed_files(folder: Path, commit: str, other: str) -> list[str]:
-    """The files that differ between two commits."""
-    return [name for name in git(folder, "diff", "--name-only", "-z", commit, other).split("\0") if name]
+def changes(folder: Path, *commits: str, reverse: bool = False, first: Collection[str] = ()) -> list[str]:
+    """The files that differ between two commits, or between one and the working tree; the first few with the line, or how many lines.
+
+    `reverse` exchanges the two sides. Files whose names end as those in `first` do come first.
+
+    Raises:
+        GitError: there is no such commit.
+    """
+    words = ["diff", "--no-ext-diff", "--no-textconv", "--no-color", "--no-renames", *["-R"] * reverse]
+    found: list[str] = []
+    rows = [row.split("\t", 2) for row in git(folder, *words, "--numstat", "-z", *commits, "--").split("\0") if row]
+    for added, removed, name in sorted(rows, key=lambda row: not row[2].endswith(tuple(first))):
+        if len(found) < EXAMINED and {added, removed} <= {"0", "1"}:
+            lines = git(folder, *words, "--unified=0", *commits, "--", f":(top,literal){name}").split("\n")
+            name += _line_that_differs(lines)
+        elif len(found) < EXAMINED and "-" not in (added, removed):
+            name += f" (+{added} −{removed} lines)"
+        found.append(name)
+    return found
+
+
+def _line_that_differs(diff: list[str]) -> str:
+    """The one line of a file that a diff changes, before and after, with its place; empty = there is none, or the file is new or gone."""
+    place = next((at for at, line in enumerate(diff) if line.startswith("@@ ")), None)
+    if place is None or any(line.startswith(("new file", "deleted file")) for line in diff[:place]):
+        return ""
+    texts = {line[0]: line[1:].strip()[:LONGEST_LINE] for line in diff[place + 1 :] if line[:1] in ("-", "+")}
+    old, new = re.findall(r"[-+](\d+)", diff[place])[:2]
+    return f" line {new if '+' in texts else old} ({texts.get('-') or 'nothing'} → {texts.get('+') or 'nothing'})"
 
 
 def subject_of(folder: Path, commit: str) -> str:
