@@ -158,7 +158,7 @@ def larger_of_two(model: nn.Module, batch: Pair) -> Tensor:
     return nn.functional.cross_entropy(model(batch[0]), batch[1].argmax(1))
 
 
-def any_knob() -> Task:
+def any_knob(**changes: Any) -> Task:
     """For which each knob of a RunSpec can be turned, but those of experts."""
     plan = {"*.0": "colwise", "*.2": "rowwise"}
-    return validated(model=stack, loss=larger_of_two, tensor_parallel=plan)
+    return validated(**{"model": stack, "loss": larger_of_two, "tensor_parallel": plan, **changes})

@@ -17,11 +17,13 @@ from tests import toy_tasks
 from tests.hostile import CONTROLS, EVIL, assert_is_text
 from tests.played_steps import Clock
 from tests.train.test_checkpoints import spec_of, train
+from tests.train.test_expert_parallel import MOE
 from workbench.core import run_directory
 from workbench.harness import ab_test
 from workbench.harness.ab_test import CHANGEABLE, MIN_PAIRS, measure_change
 from workbench.harness.deterministic import set_deterministic
 from workbench.runs.launch import environment, prove_resume
+from workbench.runs.rows import digest_rows
 from workbench.runs.run import Run
 from workbench.train.ranks import Ranks
 from workbench.train.sample_order import SeededBatches
@@ -78,9 +80,44 @@ def test_what_differs_first_is_named(alone: Ranks, tmp_path: Path, monkeypatch: 
     assert dict(other.table.rows)["the reduced gradients"] == "not compared"
 
 
+NOISY = """
+import os
+from tests import toy_tasks
+
+def loss(model, batch):
+    return toy_tasks.larger_of_two(model, batch) * (1 + os.urandom(1)[0])
+
+def build():
+    return toy_tasks.any_knob(loss=loss)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("forked_ranks")
+@pytest.mark.parametrize(
+    "knobs",
+    [{"parallel": "fsdp"}, {"tensor_parallel": 2}, {"pipeline_parallel": 2, "accumulation": 2}, {"task": MOE, "expert_parallel": 2}],
+    ids=["fsdp", "tensor", "pipeline", "experts"],
+)
+def test_trainings_whose_ranks_share_the_model_are_compared(knobs: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank's part of the model is digested; a loss that no seed reaches is found."""
+    monkeypatch.chdir(tmp_path)
+    spec = wb.RunSpec(**{"task": "tests.toy_tasks:any_knob", "micro_batch": 4, "device": "cpu", "nproc_per_node": 2, **knobs})
+    proof = wb.same_twice(spec, steps=4)
+    assert proof.same, proof
+    rows = digest_rows(Path(proof.second), 1)
+    assert set(rows) == {(step, rank) for step in range(1, 6) for rank in range(2)}
+    weights, gradients = ([rows[3, rank]["parts"][part] for rank in range(2)] for part in ("weights", "gradients"))
+    assert weights[0] != weights[1]
+    assert gradients[0] != gradients[1]
+    if "task" not in knobs:
+        (tmp_path / "task.py").write_text(NOISY)
+        other = wb.same_twice(spec, task="task.py:build", steps=2)
+        assert other.difference is not None
+        assert (other.difference.step, other.difference.part) == (1, "loss")
+
+
 def test_what_cannot_be_compared_is_refused() -> None:
-    with pytest.raises(ValueError, match="no rank holds the whole model"):
-        wb.same_twice(spec_of(parallel="fsdp", checkpoint_every=None))
     with pytest.raises(ValueError, match="each training could choose another"):
         wb.same_twice(spec_of(micro_batch="auto"))
 

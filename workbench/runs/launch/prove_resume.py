@@ -27,9 +27,8 @@ from workbench.runs.launch.prove_script_resume import ScriptResumeProof, check_g
 from workbench.runs.launch.resume import take_checkpoints
 from workbench.runs.rows import digest_files, digest_rows
 from workbench.runs.run import Run
-from workbench.runs.spec import AUTO, RunSpec, SpecError
+from workbench.runs.spec import AUTO, RunSpec
 from workbench.runs.target import read_spec
-from workbench.runs.training_knobs import given
 
 STEPS = 60
 """Steps that are trained at most, unless `steps=` is given: what a checkpoint leaves out shows in the first step after it."""
@@ -478,7 +477,7 @@ def same_twice(
 
     Raises:
         ValueError: it is neither.
-        SpecError: no such knob, or the ranks share the model.
+        SpecError: no such knob.
         LaunchError: it cannot be launched here.
         RunError: a training failed.
         TimeoutError: it took too long; it was stopped.
@@ -488,9 +487,6 @@ def same_twice(
     spec = spec.replace(**{"steps": min(spec.steps, STEPS), **knobs})
     if spec.micro_batch == AUTO:
         raise LaunchError('micro_batch="auto": each training could choose another; give same_twice(…, micro_batch=…) a number')
-    if not spec.whole_models:
-        knob = next((knob for knob in ("tensor_parallel", "pipeline_parallel", "expert_parallel") if getattr(spec, knob) > 1), "parallel")
-        raise SpecError(f'same_twice() with {given(spec, knob)}: no rank holds the whole model; try parallel="ddp" without it')
     check(spec)
     runs = [trained(start(spec, runs_dir, name), timeout) for name in ("first", "second")]
     first, second = (run.path for run in runs)
