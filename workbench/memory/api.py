@@ -27,7 +27,7 @@ from workbench.runs.run import Run
 from workbench.runs.spec import RunSpec, SpecError, check_names
 from workbench.runs.target import ARGUMENTS, Measured, check_step, device_or_batch, shown
 from workbench.runs.task import Task
-from workbench.runs.training_knobs import averaging_at_once
+from workbench.runs.training_knobs import EARLIEST_POWERSGD, averaging_at_once, compressing_at_once
 
 if TYPE_CHECKING:
     from workbench.memory.estimate.dry_run import DryRun
@@ -370,7 +370,8 @@ def measure_memory(
         loader: with a step: its batches, from a DataLoader or any other iterable.
         model: with a step: the module, or several; None = found by looking at the step.
         optimizer: with a step: the optimizer, or several; None = found as well.
-        steps: how many are taken; None = 3.
+        steps: how many are taken; None = 3. With `gradient_compression="powersgd"` it is 4, and PowerSGD starts in the third, whatever its
+            `start`, so that what it keeps between two steps is measured.
         budget_s: seconds to spend at most, the start of a launch included; no step begins later, but one is taken at least. After it, and
             at Ctrl-C, the breakdown is of the steps that are done by then, and a note says so; where that is none, the KeyboardInterrupt
             says so. A step that is called on several ranks takes all its steps, as the ranks have to agree.
@@ -390,6 +391,9 @@ def measure_memory(
         return observed
     count = _checked(steps)
     if isinstance(given, RunSpec):
+        early = compressing_at_once(given)
+        if early.startswith("powersgd"):
+            given, count = given.replace(gradient_compression=early), count if steps else EARLIEST_POWERSGD + 2
         with say_what_was_interrupted("measure_memory"):
             run = experiments.run_memory_measurement(given, steps=count, budget_s=budget_s, runs_dir=runs_dir)
             launched: MemoryBreakdown = run.memory_breakdown()

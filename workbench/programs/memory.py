@@ -41,7 +41,7 @@ def record_memory(assignment: Assignment) -> dict[str, Any]:
     with allocations(ranks.device) as truth, contextlib.ExitStack() as stack:
         trainer = Trainer(spec, assignment.task, ranks)
         stack.enter_context(collected_before())  # the trainer has decided about the collector
-        recorder.attach(trainer.module, trainer.averages)
+        recorder.attach(trainer.module, trainer.averages, hooks=getattr(trainer.model, "_comm_hooks", ()))
         _charge_buckets(recorder, trainer)
         trainer.phase = recorder.phase
         borders = Borders(recorder.log, truth)
@@ -109,6 +109,8 @@ def _leave_out_seen(recorder: Recorder, model: nn.Module) -> None:
     """
     if not isinstance(model, DistributedDataParallel) or model.gradient_as_bucket_view:
         return
+    logger: Any = model.logger
+    logger.set_runtime_stats_and_log()  # else a static graph's new buckets, made before the third step, appear in the fourth only
     figures: Any = model._get_ddp_logging_data()  # type: ignore[no-untyped-call]
     first, rebuilt = (
         Counter(int(size) for size in str(figures.get(name, "")).replace(",", " ").split())

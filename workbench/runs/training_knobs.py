@@ -26,6 +26,8 @@ DECAYED = ("all", "matrices")
 
 COMPRESSIONS: Mapping[str, Mapping[str, Any]] = {"none": {}, "fp16": {}, "bf16": {}, "powersgd": {"rank": 1, "start": 10}}
 """What DDP may reduce in place of gradients → its options with their defaults."""
+EARLIEST_POWERSGD = 2
+"""Steps that torch reduces without PowerSGD at least, until DDP has its final buckets."""
 
 
 PIPELINES: Mapping[str, Mapping[str, Any]] = {"gpipe": {}, "1f1b": {}, "interleaved": {"chunks": 2}, "zero_bubble": {}}
@@ -148,6 +150,17 @@ def averaging_at_once(spec: Any) -> str:
     return f"periodic(period=1, start=0, local_ranks={options['local_ranks']})" if options["period"] else "none"
 
 
+def compressing_at_once(spec: Any) -> str:
+    """`spec.gradient_compression` with the earliest start of PowerSGD, for measurements of few steps.
+
+    >>> from types import SimpleNamespace
+    >>> compressing_at_once(SimpleNamespace(gradient_compression="powersgd(rank=4, start=1000)"))
+    'powersgd(rank=4, start=2)'
+    """
+    kind, options = parse_call("gradient_compression", spec.gradient_compression, COMPRESSIONS, "powersgd(rank=2)")
+    return f"powersgd(rank={options['rank']}, start={EARLIEST_POWERSGD})" if kind == "powersgd" else str(spec.gradient_compression)
+
+
 def parse_evaluate(value: bool | str) -> tuple[str, int]:
     """When an evaluation runs: "" (never), "end", "epoch", "checkpoint" or "every", and the steps between two of the last.
 
@@ -242,7 +255,7 @@ def check(spec: Any) -> None:
     _check_local_sgd(spec)
     _check_static_graph(spec)
     kind, options = parse_call("gradient_compression", spec.gradient_compression, COMPRESSIONS, "powersgd(rank=2)")
-    for option, least in (("rank", 1), ("start", 2)):
+    for option, least in (("rank", 1), ("start", EARLIEST_POWERSGD)):
         if option in options:
             whole_number(f'gradient_compression="{spec.gradient_compression}": {option}', options[option], least=least, error=SpecError)
     if kind == "powersgd" and spec.checkpoint_every:

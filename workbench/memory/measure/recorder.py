@@ -10,7 +10,7 @@ import contextlib
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import MappingProxyType
 from typing import Any
@@ -74,6 +74,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._sizes: list[int] = []  # bytes of each record now
         self._parameters: list[nn.Parameter] = []
         self._owners: dict[int, str] = {}  # id of a parameter → name of the first module that has it
+        self._hooks: Sequence[tuple[Any, Any]] = ()
         self._elsewhere: set[int] = set()
         self._paused = 0
         self._closed = False
@@ -82,13 +83,16 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if model is not None:
             self.attach(model)
 
-    def attach(self, model: nn.Module, averages: Mapping[str, Tensor] = NO_AVERAGES) -> None:
+    def attach(self, model: nn.Module, averages: Mapping[str, Tensor] = NO_AVERAGES, hooks: Sequence[tuple[Any, Any]] = ()) -> None:
         """Register a model's modules, parameters and buffers; call it again after they were replaced.
 
         Args:
             model: of the training.
             averages: of its parameters, by their names; they count as buffers of their modules.
+            hooks: DDP's communication hooks, with their states. What they keep is made in threads of the communication, where no operator
+                is seen, so it is looked for after each backward and each step.
         """
+        self._hooks = hooks
         self.log.modules.update(self.tracker.name(model))
         self._parameters = list(model.parameters())
         for name, module in model.named_modules():
@@ -167,6 +171,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if phase in ("between", "optimizer", "end"):
             for parameter in self._parameters:
                 self._has_gradient(parameter)
+            self._find_kept_by_hooks()
         interrupts.deliver_interrupt()
         if phase == "forward":
             self.tracker.begin_forward()
@@ -288,6 +293,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.leave_out(parameter.grad)
         else:
             self.track(parameter.grad, "gradient", module=self._owners.get(id(parameter)))
+
+    def _find_kept_by_hooks(self) -> None:
+        for _, state in self._hooks:
+            for kept in (getattr(state, name, {}) for name in ("error_dict", "p_memory_dict", "q_memory_dict")):
+                for tensor in kept.values():
+                    self.track(tensor, "temp_backward")
 
     def _on_host(self, optimizer: Optimizer) -> bool:
         """Does it update tensors that are left out, so that its results are as well?"""
