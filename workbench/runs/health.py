@@ -1,4 +1,4 @@
-"""Finds what went wrong with the numbers of a run: NaN, loss spikes, a loss that does not fall, gradients that explode, slow ranks.
+"""Finds what went wrong with the numbers of a run: NaN, loss spikes, a loss that rises or stays, exploding gradients, slow ranks.
 
 Each is held against the run's own noise, not against a fixed threshold: a spike against the largest deviations before it, a slow rank
 against how much ranks differ anyway. `health(run)` gives all of it, with the hang, if there was one.
@@ -44,11 +44,13 @@ LONG = 100
 """Steps before a loss is said not to fall."""
 MOST_STEPS = 5_000
 """Steps, the last ones, in which ranks are compared."""
+LASTING = 0.25
+"""Part of the losses for which a loss must have been higher, where it came down again: with the order of samples, it comes and goes."""
 EPISODE, DIPS = 8, 0.25
 """Steps that a rank must be slow in a row, and by which share of a step, to be named."""
 
 NO_LOSS = (
-    "the loss of this run was not recorded, so spikes and a loss that does not fall were not looked for, and NaN only "
+    "the loss of this run was not recorded, so spikes, rises and a loss that does not fall were not looked for, and NaN only "
     'if it was launched with watch="always"'
 )
 """Of a script's run."""
@@ -59,7 +61,7 @@ class Fault:
     """Something that went wrong in a run."""
 
     kind: str
-    """"hang", "not finite", "spike", "not falling", "exploding gradients", "slow rank", "change" or "failed"."""
+    """"hang", "not finite", "spike", "rise", "not falling", "exploding gradients", "slow rank", "change" or "failed"."""
     step: int | None
     """The first step in which it shows, from 1; None = it belongs to no step."""
     rank: int | None
@@ -112,7 +114,8 @@ def health(run: Run | str | os.PathLike[str]) -> Health:
     """
     run = run if isinstance(run, Run) else Run.load(run)
     files, hang = RunRows(run.path), run.hang
-    losses = losses_of(files.read(run_directory.METRICS))
+    metrics = files.read(run_directory.METRICS)
+    losses = losses_of(metrics)
     many = run.spec.world_size > MANY_RANKS
     rows = {} if many else files.other_rows
     timelines = [] if many else list(files.timelines)
@@ -123,10 +126,15 @@ def health(run: Run | str | os.PathLike[str]) -> Health:
         message += f", at {error.place}" if error.place else ""
         faults.append(Fault(kind="failed", step=None, rank=error.rank, message=message, hint=error.hint or ""))
     faults += not_finite(losses, rows) + spikes(losses) + not_falling(losses)
+    told = [alarm.step for more in rows.values() for row in more if (alarm := Told.of_row(row.get("alarm"))) and alarm.phase == "loss"]
+    told += [fault.step for fault in faults if fault.kind == "spike" and fault.step is not None]
+    rises, with_rate = rises_of(losses, [row.get("lr") for row in metrics if row.get("loss") is not None])
+    faults += [rise for rise in rises if rise.step is None or not any(abs(rise.step - step) <= 2 * MEETS for step in told)]
     faults += exploding(files.read(run_directory.noise_file(0))) or exploding(files.read(run_directory.GRADIENTS))
     faults += slow_ranks(timelines) + changes(rows)
     faults.sort(key=lambda fault: -1 if fault.step is None else fault.step)
-    notes = tuple(filter(None, [not_seen_to_fall(losses), "" if losses or not isinstance(run.spec, ScriptSpec) else NO_LOSS]))
+    no_loss = "" if losses or not isinstance(run.spec, ScriptSpec) else NO_LOSS
+    notes = tuple(filter(None, [not_seen_to_fall(losses), *with_rate, no_loss]))
     return Health(faults=tuple(faults), losses=len(losses), ranks=len(timelines), notes=notes)
 
 
@@ -265,9 +273,9 @@ def spikes(losses: Sequence[tuple[int, float]], most: int = 3) -> list[Fault]:
             limit = max(SPIKE * noise, 2 * largest)
             lasts = sum(value > max(4 * noise, largest) for value in later) >= LASTS
             if over > limit and noise > 0 and (lasts or over > max(2 * limit, ALONE * largest)):
-                count, quiet_until = count + 1, place + 20
-                after = next((at for at, value in finite[place:] if value - usual < 3 * noise), None)
-                back = f"back in step {after}" if after else "not back yet"
+                after = next((at for at in range(place, len(finite)) if finite[at][1] - usual < 3 * noise), len(finite))
+                count, quiet_until = count + 1, max(place + 20, after)  # until then it is the same spike
+                back = f"back in step {finite[after][0]}" if after < len(finite) else "not back yet"
                 message = f"the loss jumps from {usual:.4g} to {loss:.4g} in step {step} ({over / noise:.0f} times its noise), {back}"
                 hint = "a smaller learning rate, clip_grad_norm=1.0, or look at the samples of that step"
                 faults.append(Fault(kind="spike", step=step, rank=None, message=message, hint=hint))
@@ -278,6 +286,44 @@ def spikes(losses: Sequence[tuple[int, float]], most: int = 3) -> list[Fault]:
     if count > most:
         faults = [*faults[:most], Fault(kind="spike", step=faults[most].step, rank=None, message=f"{count - most} more spikes", hint="")]
     return faults
+
+
+def rises_of(losses: Sequence[tuple[int, float]], rates: Sequence[Any] = ()) -> tuple[list[Fault], list[str]]:
+    """Steps since which the loss is higher for good, or was for long: change points, as `launch(watch="always")` follows them.
+
+    Args:
+        losses: (step, loss); where one is 0 or less, nothing is looked for.
+        rates: the learning rate in each of these steps; empty = not known.
+
+    Returns:
+        The faults; and notes on rises that came with a higher learning rate and are still there, as in the last of several cycles.
+    """
+    from workbench.timeline.analysis.change_points import BLOCK, NEAR, ChangePoints  # they load numpy
+    from workbench.timeline.analysis.step_table import blocks_of_losses
+
+    values = [loss if math.isfinite(loss) else math.nan for _, loss in losses]
+    if len(values) < LONG or any(value <= 0 for value in values):
+        return [], []
+    blocks = blocks_of_losses(values[: len(values) // BLOCK * BLOCK], 1)
+    faults, notes = [], []
+    for change in ChangePoints(("loss",), upward=True).add_blocks(0, blocks, waits=False):
+        middles = [median(values[at : at + LEVEL]) for at in range(change.step, len(values) - LEVEL + 1, BLOCK)]
+        halfway = (change.before + change.after) / 2
+        back = next((change.step + BLOCK * place for place, middle in enumerate(middles) if middle < halfway), None)
+        if back is not None and back - change.step < LASTING * len(values):
+            continue
+        step = losses[change.step][0]
+        share = units.percent(change.ratio - 1)
+        message = f"since step {step:,} the loss is {share} higher ({change.before:.4g} → {change.after:.4g})"
+        before, since = rates[max(0, change.step - NEAR * BLOCK) : change.step], rates[change.step : change.told + 1]
+        if all(map(is_number, (*before, *since))) and before and since and max(since) > (usual := median(before)):
+            if back is None:
+                notes.append(f"{message}, where the learning rate went from {usual:.3g} to {max(since):.3g}: is it too large?")
+            continue
+        ended = "" if back is None else f", until step {losses[back][0]:,}"
+        hint = "the samples from there on, or the learning rate?"
+        faults.append(Fault(kind="rise", step=step, rank=None, message=message + ended, hint=hint))
+    return faults, notes
 
 
 def not_falling(losses: Sequence[tuple[int, float]]) -> list[Fault]:
