@@ -55,32 +55,34 @@ def find_lr(
 ) -> LrFound:
     """Find a learning rate by a range test with several seeds, and verify it in a short race.
 
-    In a sweep the learning rate grows from far too small to far too large; six published rules suggest one by its losses. Rules differ, and
-    each differs from seed to seed, so learning rates around them then train for `race_steps` each over equal batches, and the loss decides.
+    In a sweep, the learning rate grows from far too small to far too large, and six published rules suggest a rate from the losses. The
+    rules differ from each other, and from seed to seed. So several rates near the suggestions then train for `race_steps` steps each over
+    equal batches, and the loss decides.
 
-    * `find_lr(step, loader)` does it in this process; `step(batch)` does one whole optimizer step and returns the loss. Model, optimizer,
+    * `find_lr(step, loader)` runs in this process. `step(batch)` does one whole optimizer step and returns the loss. Model, optimizer,
       random generators and loader are restored, also after an error. Under DDP all ranks call it and get the same answer.
-    * `find_lr(spec)` does it in a launch with the spec's ranks; `spec.replace(**found.changes())` then trains with the result.
+    * `find_lr(spec)` launches the spec's ranks. With its result `found`, `spec.replace(**found.changes())` is the spec with the learning
+      rate.
     * `find_lr(run)` reads the result of such a launch.
 
-    The result is for this batch, this optimizer and these weights; `scale_lr` takes it to another batch.
+    The result is for this batch size, this optimizer and these weights. `scale_lr` transfers it to another batch size.
 
     Args:
         target: a step function, a RunSpec, the name of a task, a run, or the path of a run directory.
         loader: with a step: its batches, from a DataLoader or any other iterable.
         model: with a step: the module, or several; None = those that the step uses.
         optimizer: with a step: the optimizer, or several; None = likewise. Groups keep the ratios of their learning rates.
-        low: learning rate at which the sweeps begin; None = five decades below where the loss explodes.
-        high: where they end; None = a little above that.
-        sweeps: seeds.
-        iterations: steps of a sweep.
-        race_steps: of a candidate in a round of the race; 0 = no race, the suggestion is not verified.
-        budget_s: seconds that it may take, about, the start of a launch included; None = no limit. Where steps take long, sweeps and rounds
-            become fewer and shorter, and notes say so. After Ctrl-C the result is what is known by then, from one sweep on.
+        low: learning rate at which the sweeps start; None = five decades below the rate at which the loss explodes.
+        high: learning rate at which they end; None = a little above the rate at which the loss explodes.
+        sweeps: number of sweeps, each with its own seed.
+        iterations: steps of each sweep.
+        race_steps: steps of a candidate in a round of the race; 0 = no race, so the suggestion is not verified.
+        budget_s: approximate seconds, the start of a launch included; None = no limit. If steps take long, sweeps and rounds become fewer
+            and shorter, and notes say so. After Ctrl-C the result is what is known so far, if at least one sweep has ended.
         runs_dir: with a spec: where its run directory goes; None = `runs` in the current folder.
 
     Returns:
-        An LrFound; its `lr` is None where the losses do not tell, and `why` says why.
+        An LrFound. If the losses do not show a learning rate, its `lr` is None, and `why` says why.
 
     Raises:
         ValueError: something else was given; the step returns no loss or takes no optimizer step; the loss is NaN from the first step on.
@@ -131,33 +133,33 @@ def noise_scale(
     budget_s: float | None = 60.0,
     runs_dir: str | os.PathLike[str] | None = None,
 ) -> "NoiseScale":
-    """Measure the gradient noise scale B = tr Σ / |G|²: about the batch, in samples, from which more samples per step stop paying.
+    """Measure the gradient noise scale B = tr Σ / |G|²: roughly the batch size, in samples, above which more samples per step gain less.
 
-    * `noise_scale(spec)` trains in a launch for `steps` steps, as the spec does (DDP, FSDP2, accumulation). A spec with one rank
-      and without accumulation halves its micro-batches.
-    * `noise_scale(run)` reads what a run with `noise_scale=True` has measured so far, also while it runs and after it failed; so does
+    * `noise_scale(spec)` launches the spec for `steps` steps (DDP, FSDP2, accumulation). With one rank and no accumulation, each
+      micro-batch is split in two.
+    * `noise_scale(run)` reads what a run with `noise_scale=True` has measured so far, also while it runs or after it failed. So does
       `run.noise_scale`. With `noise_scale=10` every tenth step is measured, at a tenth of the cost.
-    * `noise_scale(step, loader)` takes steps in this process and restores everything; `step(batch)` does one whole optimizer step of two or
-      more backwards (accumulation), or on one of several ranks, all of which call this.
-    * `noise_scale(spec, exact=True)` computes the gradient of each sample, in this process, with the weights that a run begins with: slow,
-      and for small models, but exact.
+    * `noise_scale(step, loader)` takes steps in this process and restores everything. `step(batch)` does one whole optimizer step with two
+      or more backward passes (accumulation), or runs on one of several ranks, all of which call this.
+    * `noise_scale(spec, exact=True)` computes the gradient of each sample in this process, with the initial weights of a run: exact, but
+      slow, and meant for small models.
     * A loop of your own, while it trains: `with workbench.batch.measure.noise_watch.NoiseWatch(model, optimizer, micro_batch=32) as watch`.
 
     Args:
         target: a RunSpec, the name of a task, a run, the path of a run directory, or a step function.
         loader: with a step: its batches, from a DataLoader or any other iterable.
-        model: with a step: the module that is trained; None = the one that the step uses.
+        model: with a step: the module that is trained; None = the module that the step uses.
         optimizer: with a step: the optimizer; None = likewise.
-        steps: how many; None = 200. The result says whether they were enough, and how many more are needed.
-        micro_batch: with a step: samples in one backward; None = those of a batch, divided by its backwards.
+        steps: number of steps; None = 200. The result says whether they were enough, and how many more are needed.
+        micro_batch: with a step: samples of one backward pass; None = those of a batch, divided by the number of backward passes.
         exact: use the gradients of single samples.
-        samples: with `exact`: how many samples; None = all of the dataset.
-        budget_s: seconds that the steps may take, about, the start of a launch included; None = no limit. When they are over, or
-            at Ctrl-C, what was measured is returned, with a note. Without `steps` it ends as soon as the estimate is good enough.
+        samples: with `exact`: how many samples; None = the whole dataset.
+        budget_s: approximate seconds for the steps, the start of a launch included; None = no limit. When they are over, or at Ctrl-C, what
+            was measured is returned, with a note. Without `steps`, it ends as soon as the estimate is good enough.
         runs_dir: with a spec: where its run directory goes; None = `runs` in the current folder.
 
     Returns:
-        A NoiseScale: the estimate, its interval, whether it is enough, and how it moved over the training.
+        A NoiseScale: the estimate, its interval, whether the steps were enough, and how it changed over the training.
 
     Raises:
         ValueError: something else was given, or what was given cannot be measured; the message says why.

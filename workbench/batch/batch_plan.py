@@ -172,28 +172,30 @@ def batch_plan(
 ) -> ProposedPlan:
     """Recommend micro_batch × accumulation × world_size, a learning rate and a warm-up, each number with its reason.
 
-    A loss is reached soonest where samples per second times their worth 1/(1 + B/B_noise) are most (McCandlish and others 2018; goodput in
-    Pollux). The largest micro-batch that fits comes from the memory estimate, samples per second from a short sweep over micro-batches,
-    the noise scale from a run. What the arguments give is not measured.
+    A loss is reached soonest at the batch B that maximises samples per second × 1/(1 + B/B_noise), the worth of a sample (McCandlish et al.
+    2018; goodput in Pollux). The largest micro-batch that fits comes from the memory estimate, samples per second from a short sweep over
+    micro-batches, the noise scale from a run. What is given as an argument is not measured.
 
     Args:
-        spec: the plan before: its batch, its ranks and its learning rate, which should be tuned.
-        world_size: ranks that will work on different samples; None = as many as the spec has.
-        device: whose memory sets the largest micro-batch: a name, such as "A100-80GB", or a Device; None = memory is not considered.
-        largest: the largest micro-batch, if it is known; goes before `device`.
+        spec: the present plan: its batch, its ranks and its learning rate, which should be tuned.
+        world_size: number of ranks that work on different samples; None = the spec's own.
+        device: the device whose memory limits the micro-batch: a name, such as "A100-80GB", or a Device; None = memory is not considered.
+        largest: the largest micro-batch, if it is known; takes precedence over `device`.
         global_batch: required samples per step; None = the best.
         noise_scale: in samples, or what `wb.noise_scale` gave; None = measured here; False = not measured, and the batch stays.
-        steps: a StepsToTarget or its fit, whose critical batch goes before the noise scale.
-        throughput: a Throughput; micro-batch → samples per second of all ranks of the spec; runs of a sweep; None = measured here.
+        steps: a StepsToTarget or its fit, whose critical batch takes precedence over the noise scale.
+        throughput: a Throughput, a mapping from micro-batch to samples per second of all the spec's ranks, or the runs of a sweep; None =
+            measured here.
         rule: for the learning rate; see `wb.scale_lr`.
-        prove: also train by both plans; `ProposedPlan.prove` does so later.
-        budget_s: seconds for what is measured here, about; None = no limit. When it is spent, or at Ctrl-C, the
-            plan uses what is known by then, and its notes say what is less certain. A proof takes as much again.
+        prove: also train with both plans; `ProposedPlan.prove` does so later.
+        budget_s: approximate seconds for the measurements; None = no limit. When they are over, or at Ctrl-C, the plan uses what is known
+            so far, and its notes say what is less certain. A proof takes as long again.
         runs_dir: where run directories go; None = `runs` in the current folder.
 
     Raises:
-        ValueError: nothing fits, the batch cannot be divided so or is above the dataset, or a number out of range.
-        RunError: a measurement failed in its launch; its run directory stays.
+        ValueError: nothing fits, the batch cannot be divided among ranks and micro-batches or is larger than the dataset, or a number is
+            out of range.
+        RunError: a launched measurement failed; its run directory stays.
     """
     spec = read_spec("batch_plan", spec, because="whose task can be run")
     ranks = checked_number("world_size", world_size, spec.data_ranks)

@@ -41,29 +41,30 @@ def batch_lengths(
     budget_s: float | None = 60.0,
     **knobs: Any,
 ) -> BatchLengths:
-    """Predict from the lengths of the samples, in the order of the training, which step runs out of memory, and what padding costs.
+    """Predict from the lengths of the samples which step of a training runs out of memory, and what padding costs.
 
-    The order is that of the run: seed, ranks, micro-batch and accumulation of the spec, epoch by epoch. Each sample is read once for its
-    length. Dry runs at a few lengths say memory and time; the length from which a batch no longer fits is found by more of them.
-    What-ifs: samples sorted by length within 50 micro-batches ("bucketed"), and several in a row of the longest one ("packed", whose loss
+    Seed, ranks, micro-batch and accumulation of the spec give the order of the samples, epoch by epoch. Each sample is read once for its
+    length. Dry runs at a few lengths give memory and time; further dry runs find the length from which a batch no longer fits. What-ifs:
+    samples sorted by length within 50 micro-batches ("bucketed"), and several samples in a row as long as the longest one ("packed"; loss
     and attention must keep them apart).
 
     Args:
         target: a RunSpec or the name of a task, whose collate function pads each batch to its longest sample.
         device: a name such as "A100-80GB", or a Device; "cpu" with a capacity.
-        capacity: bytes that one rank can have; None = the device's.
-        steps: optimizer steps to look at; None = those of an epoch.
-        length: sample → its tokens; None = the length of "input_ids", else of its first tensor, list or text. Of a text these are
-            characters, and the answer says so.
-        tokenizer: text → its tokens, or "input_ids" of them (Hugging Face), or an object with `encode`: counts the tokens of a text.
+        capacity: bytes available to one rank; None = the device's memory.
+        steps: how many optimizer steps to predict; None = those of an epoch.
+        length: a function from a sample to its number of tokens; None = the length of "input_ids", or else of the first tensor, list or
+            text. The length of a text is in characters, and the answer says so.
+        tokenizer: counts the tokens of a text: a function from a text to its tokens or to "input_ids" (Hugging Face), or an object with
+            `encode`.
         margin: share of the memory that stays free.
-        budget_s: seconds that it may take, about, half of them for reading; None = no limit. Of what was not read by then, or by Ctrl-C, in
-            the order of the training, the steps are left out; and fewer lengths are tried to find the longest that fits. `notes` say so.
-        **knobs: of the RunSpec.
+        budget_s: approximate seconds, half of them for reading; None = no limit. Steps whose samples were not read by then, or by Ctrl-C,
+            are left out, and fewer lengths are tried to find the longest that fits. `notes` say so.
+        **knobs: fields of the RunSpec to change.
 
     Raises:
-        LengthsError: no RunSpec, a dataset without a length, samples without one, texts beside other samples, both `length` and
-            `tokenizer`, or batches that are not padded to their longest sample; or the budget ended within the first step.
+        LengthsError: not a RunSpec, a dataset or samples without a length, texts mixed with other samples, both `length` and `tokenizer`,
+            or batches that are not padded to their longest sample; or the budget ended within the first step.
         ValueError: as `estimate_memory`.
         KeyboardInterrupt: Ctrl-C came before the first sample was read, or after the reading.
     """

@@ -53,43 +53,44 @@ def steps_to_target(
     runs_dir: str | os.PathLike[str] | None = None,
     quiet: bool = False,
 ) -> StepsToTarget:
-    """Measure how many optimizer steps a target takes at several batches, by training until it is reached.
+    """Measure how many optimizer steps it takes to reach a target at several batch sizes, by training until it is reached.
 
-    A batch is made of micro-batches of at most `spec.micro_batch` samples, with gradient accumulation: what larger batches on more
-    processes would do, batch normalisation included. Each of `spec.nproc_per_node` ranks does trials of its own, so more of them only save
-    time. The figure is measured whenever the number of steps has grown by 3 %, and the crossing is interpolated. A warm-up has the
-    same length in samples at each batch.
+    A batch consists of micro-batches of at most `spec.micro_batch` samples, with gradient accumulation, so that batch normalisation sees
+    what it would see with more processes. Each of `spec.nproc_per_node` ranks runs trials of its own, so more ranks only save time. The
+    figure is measured whenever the number of steps has grown by 3 %, and the step at which it reaches the target is interpolated. A warm-up
+    has the same length in samples at each batch size.
 
-    A trial is given up after `patience` times the steps that are reasonable by the best trial of the same optimizer at this batch, a
-    smaller one (no more steps) or a larger one (no more samples). It then counts as "more than that".
+    A trial is stopped after `patience` times as many steps as the best trial of the same optimizer implies: at this batch size, at a
+    smaller one (which needs at least as many steps), or at a larger one (which needs at least as many samples). It then counts as "more
+    than that".
 
-    `steps_to_target(run)`, of a run or its path, reads the trials of such a launch, while it runs, or after an interrupt.
+    `steps_to_target(run)`, with a run or its path, reads the trials of such a launch, also while it runs or after an interrupt.
 
     Args:
         spec: what is trained; its learning rate (or its optimizer's) belongs to `base_batch`. Its `steps` and `evaluate` are not used.
-        batches: global batches, in samples.
-        rules: that give each batch its learning rate, of "linear", "sqrt", "adam", "damped", "none", "auto"; with neither rules nor
-            `retune`, learning rates are searched for.
+        batches: global batch sizes, in samples.
+        rules: rules by which each batch gets its learning rate: "linear", "sqrt", "adam", "damped", "none" or "auto". With neither rules
+            nor `retune`, learning rates are searched for.
         target_loss: loss on `probe` training samples, in evaluation mode.
-        target: instead, a figure of the task's evaluation: {"accuracy": 0.8}. The untrained model shows if it has to rise or fall.
-        retune: search the learning rate of each batch: True, or factors around the centre that are tried first.
-        optimizers: several, as a spec writes them, to be compared, each from its own learning rate: ["sgd(lr=0.1)", "lars(lr=1.0)"].
-        seeds: trainings of each configuration; a search uses the first one, and all at its end.
-        base_batch: where the learning rate belongs; None = `spec.global_batch`.
-        patience: see above; None = no trial is given up before `max_steps`.
-        max_steps: of one trial.
-        noise_scale: in samples, for the rules that use it.
-        critical_batch: the same.
-        probe: training samples for `target_loss`, the same in all trials.
-        budget_s: seconds for the trials, about; None = all are made, however long they take. One that runs at the end is left out, or, if
-            none has ended, counted as "more than that". The result, also that after Ctrl-C, has the trials that are done by then, and
-            says how many are missing.
+        target: instead of a loss, a figure of the task's evaluation, such as {"accuracy": 0.8}. Whether it must rise or fall follows from
+            its value for the untrained model.
+        retune: search for the learning rate of each batch: True, or the factors around the centre that are tried first.
+        optimizers: several optimizers to compare, each with its own learning rate: ["sgd(lr=0.1)", "lars(lr=1.0)"].
+        seeds: trainings of each configuration. A search uses the first seed, and all seeds at its end.
+        base_batch: the batch size to which the learning rate belongs; None = `spec.global_batch`.
+        patience: see above; None = no trial is stopped before `max_steps`.
+        max_steps: the largest number of steps of one trial.
+        noise_scale: the gradient noise scale in samples, for the rules that use it.
+        critical_batch: the critical batch in samples, likewise.
+        probe: number of training samples on which `target_loss` is measured, the same in all trials.
+        budget_s: approximate seconds for the trials; None = no limit. The trial that runs at the end is left out, or, if none has ended,
+            counted as "more than that". The result, also after Ctrl-C, has the finished trials, and says how many are missing.
         runs_dir: where the run directory goes; None = `runs` in the current folder.
         quiet: show no progress.
 
     Raises:
         ValueError: an argument is wrong; the message says what is allowed, and what to try.
-        RunError: the launch failed, such as on a batch above the dataset; trials that were done are kept in its run directory.
+        RunError: the launch failed, for example because a batch is larger than the dataset. Finished trials are kept in its run directory.
     """
     script = isinstance(spec, str | os.PathLike) and str(spec).endswith(".py")
     if named_task(spec) is None and not script and isinstance(spec, Run | str | os.PathLike):

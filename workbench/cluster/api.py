@@ -41,21 +41,21 @@ def measure_collectives(
     budget_s: float = SECONDS,
     runs_dir: str | os.PathLike[str] | None = None,
 ) -> Links:
-    """Time collectives between ranks of this machine: medians of blocks that take turns, and the latency and bandwidth behind them.
+    """Time collectives between ranks of this machine: medians of interleaved blocks, and the latency and bandwidth fitted to them.
 
-    Kept in a run directory, round by round: after Ctrl-C the result has the rounds that are done, and `links_of(run)` reads those of a run
-    that was stopped otherwise.
+    Each round is written into a run directory. After Ctrl-C the result has the finished rounds, and `links_of(run)` reads those of a run
+    that was stopped in another way.
 
     Args:
-        nproc_per_node: ranks, 2 or more; None = one per GPU, two without.
-        sizes: bytes of messages, at least two.
-        kinds: collectives, of `collective_cost.BUS_FACTORS`.
+        nproc_per_node: number of ranks, 2 or more; None = one per GPU, or two without GPUs.
+        sizes: sizes of messages in bytes, at least two.
+        kinds: names of collectives, from `collective_cost.BUS_FACTORS`.
         device: "auto", "cuda" or "cpu".
         backend: "auto", "nccl" or "gloo".
-        repeat: blocks of each kind and size.
-        budget_s: seconds to share among all blocks, repeat × kinds × sizes of them. Each does one collective at least, and five come
-            before the first, so that slow links take several times as long: large messages over gloo do, on few cores. Smaller `sizes` or
-            a smaller `repeat` help. Starting the ranks is not included.
+        repeat: number of blocks of each kind and size.
+        budget_s: seconds to share among all blocks (repeat × kinds × sizes). Each block does at least one collective, and five precede the
+            first. So slow links, such as gloo with large messages on few cores, take several times as long; smaller `sizes` or a smaller
+            `repeat` help. Starting the ranks is not included.
         runs_dir: where run directories go; None = `runs` in the current folder.
 
     Raises:
@@ -114,25 +114,27 @@ def ddp_twin(
     steps: int = 5,
     title: str = "",
 ) -> TwinRun:
-    """Run torch's real DDP, on one process, over a simulated network of any number of ranks.
+    """Run torch's real DDP, in one process, over a simulated network of any number of ranks.
 
-    Buckets, their order and the moments at which they are sent are those of torch's reducer; computing and sending are simulated.
-    On the virtual clock the result is exact and takes milliseconds, whatever the emulated times; in real time threads sleep, so that other
-    threads of this machine (and its noise) take part, and the closed form gets the computing time that was measured without the network.
+    Buckets, their order and the moments at which they are sent are those of torch's reducer; computing and sending are simulated. With a
+    virtual clock, the result is exact and takes milliseconds, whatever the emulated times. In real time, threads sleep, so that this
+    machine's other threads (and its noise) affect the result; the closed form then uses the computing time that was measured without the
+    network.
 
     Args:
-        model: a list of `TwinLayer`, or a torch.nn.Module (only the sizes of its parameters count; they compute at a steady pace of bytes).
+        model: a list of `TwinLayer`, or a torch.nn.Module (only the sizes of its parameters count; computing time is proportional to their
+            bytes).
         network: a Link, a measured Sweep, a Cluster or its name, or a function from bytes to the seconds of their all-reduce.
         world_size: number of simulated ranks.
         forward: seconds of the forward, with a module.
         backward: seconds of the backward, with a module.
-        bucket_cap_mb: of DDP; None = torch's own: 1 MiB for the first bucket, 25 for the others.
+        bucket_cap_mb: DDP's bucket size; None = torch's default: 1 MiB for the first bucket, 25 MiB for the others.
         real: seconds of this machine for each emulated one, such as 0.1; None = a virtual clock.
-        steps: how many, of which the median counts; two more come before as warm-up.
-        title: shown with the result.
+        steps: number of steps, of which the median counts; two warm-up steps precede them.
+        title: title of the result.
 
     Raises:
-        ValueError: an argument is invalid, or this process has a process group already.
+        ValueError: an argument is invalid, or this process already has a process group.
     """
     ranks = checked_ranks(world_size)
     if ranks < 2:

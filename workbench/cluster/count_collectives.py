@@ -36,23 +36,23 @@ def collectives(
     image: int | None = None,
     **knobs: Any,
 ) -> Traffic:
-    """Every collective of an optimizer step of one rank, with its bytes, its module and its ranks; no hardware is needed.
+    """List every collective of one rank's optimizer step, with its bytes, its module and its ranks; no hardware is needed.
 
-    Of a pipeline these are also the messages between stages ("send", "recv"), on the rank whose stages send most.
+    For a pipeline, the list includes the messages between stages ("send", "recv"), on the rank whose stages send most.
 
-    The program that runs is the Trainer of real runs with torch's own DDP, FSDP2, ZeroRedundancyOptimizer and DTensor, on fake tensors and
-    a fake process group; so counts and bytes are those of a real step (the second and later ones: DDP's first step has other buckets).
-    It takes seconds, whatever the number of ranks.
+    The Trainer of real runs runs with torch's own DDP, FSDP2, ZeroRedundancyOptimizer and DTensor, on fake tensors and a fake process
+    group. So counts and bytes are those of a real step (of the second and later steps, since DDP's first step has other buckets). It takes
+    seconds, whatever the number of ranks.
 
     Args:
         target: a RunSpec, a Task, a function that builds a model, or a model (which is not changed).
-        batch: tensors in a tuple, a list or a dict, for a model or a function; for a RunSpec or Task None takes samples of its dataset.
+        batch: for a model or a function: tensors in a tuple, a list or a dict. For a RunSpec or Task: None = samples of its dataset.
         world_size: ranks, 1 to 8192; None = the spec's nproc_per_node.
         loss: with a model or function: `loss(model, batch)` → a tensor with one number.
-        optimizer: a name with options, or a function of the parameters; None = that of the spec or task, "adamw" for a model.
+        optimizer: a name with options, or a function of the parameters; None = the spec's or task's own, "adamw" for a model.
         sequence: length of the batch's sequences, instead of the sample's own.
         image: side of the batch's images in pixels, instead of the sample's own.
-        **knobs: of a RunSpec, such as parallel="fsdp", precision="amp_bf16", tensor_parallel=8, accumulation=4, bucket_cap_mb=100.
+        **knobs: fields of a RunSpec, such as parallel="fsdp", precision="amp_bf16", tensor_parallel=8, accumulation=4, bucket_cap_mb=100.
 
     Raises:
         ValueError: something else was given; an unknown knob or value; or the program cannot run without values. The message says where,

@@ -32,27 +32,27 @@ def estimate_time(
     calibration: TimeCalibration | None = None,
     **options: Any,
 ) -> StepTime:
-    """Predict the seconds of an optimizer step on a device that need not be here, with an interval.
+    """Predict the seconds of an optimizer step, with an interval, on a device that this machine need not have.
 
-    A dry run counts the operators of the step with their shapes, number formats, FLOPs and bytes; nothing is computed. Each kind of
-    operator has a range of what its kernels reach of the datasheet's peak or bandwidth; where the host launches operators more slowly than
-    the device runs them, the device waits. Between ranks counts what computing does not hide. In a pipeline the slowest stage sets the
-    pace, and waits as its schedule says. One measured step narrows the interval.
+    A dry run counts the operators of the step with their shapes, number formats, FLOPs and bytes; nothing is computed. For each kind of
+    operator, a range says what share of the datasheet's peak or bandwidth its kernels reach. If the host launches operators more slowly
+    than the device runs them, the device waits. Only communication that computing does not hide counts. In a pipeline, the slowest stage
+    sets the pace, and the schedule determines how long stages wait. One measured step narrows the interval.
 
     Args:
-        target: as `estimate_memory` takes it.
+        target: as in `estimate_memory`.
         batch: likewise.
-        device: a name such as "H100", or a Device; "cpu" with `measured` or a calibration alone.
-        cluster: nodes and links, a name or a Cluster, where several ranks take part.
-        measured: seconds of a step of this very program on this device, or a Run or a Trace of it, or the traces of its ranks (a
-            TraceSet, another mapping from rank to Trace, or a list): sets the level.
-        calibration: `.calibration` of such an estimate, of a similar program on the same device.
-        options: as `estimate_memory` takes them: loss, optimizer, sequence, image, and knobs such as precision="amp_bf16".
+        device: a name such as "H100", or a Device; "cpu" only with `measured` or a calibration.
+        cluster: nodes and links: a name or a Cluster; needed for several ranks.
+        measured: calibrates the estimate: seconds of a step of this very program on this device, or a Run or a Trace of it, or the traces
+            of its ranks (a TraceSet, another mapping from rank to Trace, or a list).
+        calibration: `.calibration` of a calibrated estimate of a similar program on the same device.
+        options: as in `estimate_memory`: loss, optimizer, sequence, image, and knobs such as precision="amp_bf16".
 
     Raises:
-        EstimateTimeError: an estimate would be a guess: no such device or number format, several ranks without a cluster, compiled steps or
-            a CPU without a measured step, or a calibration by a program of other operators. It says what to measure.
-        ValueError: as `estimate_memory`.
+        EstimateTimeError: the estimate would be a guess: an unknown device or number format, several ranks without a cluster, compiled
+            steps or a CPU without a measured step, or a calibration from a program with other operators. The error says what to measure.
+        ValueError: as in `estimate_memory`.
     """
     if measured is not None and calibration is not None:
         raise EstimateTimeError("measured= and calibration= both set the level: give one of them")

@@ -75,59 +75,63 @@ def plan(
 ) -> Plans:
     """Find the layouts of a model on a cluster that fit and are fast: data × tensor × pipeline × sharing × micro-batch × checkpointing.
 
-    Nothing is trained: step times and memory are closed forms, each with its source, at shares of the hardware's peaks that have a
-    range; so every figure has one. A Task's operators are counted by dry runs first, which take minutes for billions of parameters. A
-    measured step of yours narrows it: `efficiency=` what it reached, `held=` measured over predicted bytes.
+    Nothing is trained. Step times and memory are closed forms, each with its source. The shares of the hardware's peaks in them are ranges,
+    so every figure has a range. A Task's operators are counted by dry runs first, which take minutes for billions of parameters. A measured
+    step of yours narrows the ranges: `measured=`, or `efficiency=` with the share that it reached, and `held=` with measured over predicted
+    bytes.
 
-    A plan fits if its predicted memory is at most what may be used of a GPU (all but `margin`). If the upper end of the prediction is more,
-    the plan is marked tight; if the fastest plan is tight, the fastest that is not is marked "safe", or listed too if `top` leaves room.
-    The first five plans are those of all layouts with the most throughput to expect: speed times the chance that the memory suffices.
+    A plan fits if its predicted memory is at most the usable memory of a GPU (all but `margin`). If the upper end of the prediction exceeds
+    it, the plan is marked "tight". If the fastest plan is tight, the fastest that is not is marked "safe", and added to the list if `top`
+    leaves room. The first five plans are the layouts with the highest expected throughput: speed times the probability that the memory
+    suffices.
 
     Args:
         model: a `Transformer` with its sizes, or the path of a Hugging Face `config.json` that has them; or a Task, a RunSpec, a module or
-            a function that builds one, of which parameters, FLOPs and memory are counted by fake runs; these are planned without tensor
-            and pipeline parallelism.
-        cluster: one of its own, or a name of the catalogue.
-        gpus: how many; None = any number up to `most_gpus`, for the trade of time against money.
-        global_batch: samples per step of all GPUs; None = that of a RunSpec.
-        sequence: tokens of a sample, if others than the Transformer's, or than those of the batch.
+            a function that builds one. Dry runs count the parameters, FLOPs and memory of the latter, which are planned without tensor and
+            pipeline parallelism.
+        cluster: a Cluster, or a name from the catalogue.
+        gpus: number of GPUs; None = any number up to `most_gpus`, to trade time for money.
+        global_batch: samples per step over all GPUs; None = that of the RunSpec.
+        sequence: tokens of a sample; None = those of the Transformer or the batch.
         precision: "fp32", "amp_bf16" or "amp_fp16"; None = that of a RunSpec, else "amp_bf16".
-        batch: an example of it, for a module.
-        top: plans to return at most, by the throughput to expect of them: the five with most of it, and then those of other roles.
-        steps: that money, energy and carbon are of.
+        batch: an example batch, for a module.
+        top: the largest number of plans to return: the five with the highest expected throughput, then those with other roles.
+        steps: number of steps for which money, energy and carbon are computed.
         price: money per GPU and hour.
-        electricity: money per kWh, where it is paid beside.
+        electricity: money per kWh, if it is paid separately.
         intensity: gCO2e per kWh of the grid.
-        pue: what the building draws over what the machines do.
-        watts: of a GPU under load, if the table does not have it.
-        efficiency: share of the GPU's dense peak while it computes: a number, or (low, mid, high); None = as published runs imply.
-        links: share of the links' bandwidth that collectives reach, likewise.
-        held: what PyTorch's allocator holds over the predicted bytes, likewise; None = as published steps imply (`ranges.HELD`).
+        pue: power usage effectiveness: power of the building over power of its machines.
+        watts: power of a GPU under load, if the table of devices does not have it.
+        efficiency: share of the GPU's dense peak that kernels reach: a number, or (low, mid, high); None = what published runs imply.
+        links: share of the links' bandwidth that collectives reach, in the same form.
+        held: bytes that PyTorch's allocator holds over the predicted bytes, in the same form; None = what published steps imply
+            (`ranges.HELD`).
         margin: share of a GPU's memory that stays free.
         tensor: ranks that split each layer; None = any.
         pipeline: stages; None = any.
-        chunks: pieces of the layers on each stage, 1 = no interleaved pipelines; None = any.
+        chunks: chunks of layers on each stage; 1 = no interleaved pipelines; None = any.
         sharing: one or several of "ddp", "zero1", "zero2", "fsdp", "hsdp"; None = all.
-        checkpointing: one or several of "none", "selective", "full"; None = all; of a module "none" and "full".
-        sequence_parallel: under tensor parallelism, split along the sequence what it leaves whole.
-        fused_attention: attention that keeps no scores; "selective" checkpointing is planned without it only.
-        gradient_bytes: of each while they are summed: 4, or 2 where that is done in 16 bit; of a Transformer.
-        loss_parallel: is the loss computed on split logits (Megatron; torch's loss_parallel)? Else each rank has them whole. None = as the
-            trainer does, and without one no.
-        overlapped_gradients: are gradients reduced while the backward goes on, as DDP does, and Megatron with --overlap-grad-reduce? Else
-            after it, as Megatron without it; of "ddp", "zero1" and "zero2", since FSDP cannot do otherwise.
-        trainer: "megatron" or "nanotron", whose code says what it sends and waits for (`TRAINERS`): where its published versions differ,
-            ranges hold all of them, and plans are in the order of the geometric mean. None = as Megatron, for a Transformer; else as a run.
-        poll_interval: seconds that a stage of a pipeline sleeps between two looks for a message; None = as the trainer's versions do, or 0.
-        checked_collectives: do ranks compare what they call before each collective, as with TORCH_DISTRIBUTED_DEBUG=DETAIL? None = as the
-            trainer's launch scripts have it, or no.
-        measured: (plan, seconds) of a step of a plan for this model, cluster and trainer: says how fast kernels are, and which versions
-            of the trainer it can have been. Seconds that are impossible for the plan are refused.
-        most_gpus: where `gpus` is open.
-        knobs: of a RunSpec, for a Task, a RunSpec or a module, such as optimizer="sgd(momentum=0.9)".
+        checkpointing: one or several of "none", "selective", "full"; None = all (for a module, "none" and "full").
+        sequence_parallel: split along the sequence what tensor parallelism leaves whole.
+        fused_attention: attention keeps no scores; "selective" checkpointing is planned only without it.
+        gradient_bytes: bytes of each gradient while gradients are summed: 4, or 2 if they are summed in 16 bits; for a Transformer.
+        loss_parallel: True = the loss is computed on split logits (Megatron; torch's loss_parallel); False = each rank has all logits. None
+            = as the trainer does it, False without a trainer.
+        overlapped_gradients: True = gradients are reduced during the backward pass, as in DDP, and in Megatron with --overlap-grad-reduce;
+            False = after it. For "ddp", "zero1" and "zero2"; FSDP always overlaps.
+        trainer: "megatron" or "nanotron": plan what that program's code sends and waits for (`TRAINERS`). If its published versions differ,
+            ranges span all of them, and plans are sorted by their geometric mean. None = as Megatron for a Transformer, otherwise as a run
+            of the workbench.
+        poll_interval: seconds that a pipeline stage sleeps between two polls for a message; None = as the trainer's versions do, or 0.
+        checked_collectives: True = ranks compare their calls before each collective, as with TORCH_DISTRIBUTED_DEBUG=DETAIL. None = as in
+            the trainer's launch scripts, or False.
+        measured: (plan, seconds): a plan for this model, cluster and trainer, and the measured seconds of its step. They show how fast
+            kernels are, and which versions of the trainer are possible. Seconds that are impossible for the plan are refused.
+        most_gpus: the largest number of GPUs if `gpus` is None.
+        knobs: fields of a RunSpec, for a Task, a RunSpec or a module, such as optimizer="sgd(momentum=0.9)".
 
     Raises:
-        PlanError: a wrong argument; or no layout fits: it says how much the nearest one is over, and what would make it fit.
+        PlanError: a wrong argument; or no layout fits. The error says how much memory the nearest one lacks, and what would make it fit.
     """
     where = Cluster.named(cluster) if isinstance(cluster, str) else cluster
     if not isinstance(where, Cluster):
@@ -265,19 +269,19 @@ def _gradient_bytes(value: Any, precision: str | None) -> float:
 
 @accept_synonyms
 def energy(target: Run | Plan | Plans, *, steps: int | None = None, **inputs: Any) -> Energy:
-    """Energy, money and carbon of a run, measured by its hardware or by the design power of its devices, or of a plan, by the latter.
+    """Compute energy, money and carbon of a run, from measured power or its devices' design power, or of a plan, from the latter.
 
-    `measured` says which of the two it is. Embodied carbon, the loader's disks and the network are left out.
+    `measured` of the result says which of the two was used. Embodied carbon, the loader's disks and the network are left out.
 
     Args:
-        target: a Run, a Plan, or Plans (of which the best counts).
-        steps: of a plan; None = as it was planned.
-        inputs: `price` (money per GPU and hour), `electricity` (money per kWh), `intensity` (gCO2e per kWh), `pue`; `watts` of a device
-            that is not in the table. A plan's own inputs are the default.
+        target: a Run, a Plan, or Plans (the best of them counts).
+        steps: for a plan: number of steps; None = as planned.
+        inputs: `price` (money per GPU and hour), `electricity` (money per kWh), `intensity` (gCO2e per kWh), `pue`; `watts` for a device
+            that is not in the table. A plan's own inputs are the defaults.
 
     Raises:
         PlanError: something else was given.
-        CostError: nothing was counted and the device's power is not known; or a number out of bounds.
+        CostError: power was not measured and the device's design power is not known; or a number is out of bounds.
     """
     checked_energy_inputs(inputs)
     if isinstance(target, Run):

@@ -63,14 +63,15 @@ def diagnose(
     budget_s: float = BUDGET,
     runs_dir: str | os.PathLike[str] | None = None,
 ) -> Diagnosis:
-    """Find out what limits a training step by experiments: its parts are removed one at a time, and the change of the step decides.
+    """Find out what limits a training step: remove its parts one at a time, and measure how much shorter the step becomes.
 
     * `diagnose(step, loader)` experiments in this process; `step(batch)` does one whole optimizer step. Model, optimizer, random
-      generators, loader and whatever else the step reaches are restored; a note says what could not be, such as a used-up generator.
-    * `diagnose(spec)` experiments in a launch of its own, with as many ranks as the spec has. They keep memory that was freed (see
-      `runs.launch.environment.steady_malloc`): what glibc does with it otherwise is chance, and may take a third of a CPU's step.
+      generators, loader and whatever else the step reaches are restored; a note says what could not be restored, such as an exhausted
+      generator.
+    * `diagnose(spec)` launches the spec's ranks and experiments there. The ranks do not return freed memory to the system (see
+      `runs.launch.environment.steady_malloc`): glibc would do so at random, which may take a third of a CPU's step.
     * `diagnose("train.py")` runs a script until it ends or the budget is spent, and diagnoses that run.
-    * `diagnose(run)` uses what the run recorded, runs no experiment, and says which questions only an experiment could settle. So does
+    * `diagnose(run)` runs no experiment: it uses what the run recorded, and says which questions only an experiment could settle. So does
       `diagnose(timeline)`, with the timeline of a loop in this process.
 
     Args:
@@ -78,10 +79,10 @@ def diagnose(
         loader: with a step: its batches, from a DataLoader or any other iterable.
         model: with a step: the module, or several; None = found by looking at the step.
         optimizer: with a step: the optimizer, or several; None = found as well.
-        args: with a script: its own options, args=["--epochs", "1"].
-        nproc_per_node: with a script: its processes.
-        budget_s: seconds to spend at most, the start of a launch included. It ends earlier when the verdict is clear. At Ctrl-C
-            the result is what is known by then; where that is nothing, the KeyboardInterrupt says so.
+        args: with a script: its own options, such as args=["--epochs", "1"].
+        nproc_per_node: with a script: the number of its processes.
+        budget_s: seconds to spend at most, the start of a launch included; less if the verdict is clear earlier. At Ctrl-C the result is
+            what is known so far; if nothing is known, the KeyboardInterrupt says so.
         runs_dir: with a spec: where its run directory goes; None = `runs` in the current folder.
 
     Raises:
@@ -176,19 +177,19 @@ def _kept(remedy: Remedy, arm: VariantTimes, *, samples: float, name: str = "") 
 def climb(
     spec: RunSpec | str, *, budget_s: float = BUDGET, leave: Collection[str] = (), runs_dir: str | os.PathLike[str] | None = None
 ) -> Ladder:
-    """Diagnose, prove the best remedy, keep it if it helps, and so on, until nothing that is predicted to gain more than 5 % is left.
+    """Diagnose, prove the best remedy and keep it if it helps; repeat until no remedy is predicted to gain more than 5 %.
 
     Args:
-        spec: where to begin; a text is the name of a task.
-        budget_s: seconds for all of it; nothing new is begun when they are over, and no diagnosis or proof takes more than half of what is
-            left, but at least 15 s and at most a minute. One minute is enough for one or two attempts, ten minutes for about five. The
-            Ladder, also that after Ctrl-C, has what was proved by then, and says what could not be tried.
+        spec: where to start: a RunSpec or the name of a task.
+        budget_s: seconds for all diagnoses and proofs. Nothing new starts after that, and each diagnosis or proof takes at most half of the
+            rest, but between 15 s and a minute. One minute is enough for one or two attempts, ten minutes for about five. When the budget
+            ends, or at Ctrl-C, the Ladder has what was proved so far, and says what could not be tried.
         leave: knobs that stay as they are, such as "micro_batch", which changes what is trained.
         runs_dir: where run directories go; None = `runs` in the current folder.
 
     Raises:
         ValueError: not a RunSpec, no such knob, or no budget.
-        RunError: a diagnosis failed in its launch. A remedy that fails in its proof is only dropped.
+        RunError: a launched diagnosis failed. A remedy whose proof fails is only dropped.
     """
     check_budget(budget_s, limited=True)
     spec = read_spec("climb", spec, because="whose knobs can be turned")

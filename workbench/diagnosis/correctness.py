@@ -49,15 +49,15 @@ def sanity(
 ) -> SanityReport:
     """Check a training for the usual faults before a large run: gradients, chance level, leaks, modes, labels.
 
-    Everything runs in this process, on one device, in fp32; a step's model, optimizer, loader and random generators are restored.
+    Everything runs in this process, on one device, in fp32. With a step, its model, optimizer, loader and random generators are restored.
 
     Args:
-        target: a Task, a RunSpec, the name of a task, or a step function that returns its loss. Of a step alone less can be judged.
+        target: a Task, a RunSpec, the name of a task, or a step function that returns its loss. For a step, some checks are not judged.
         loader: with a step: its batches.
         model: with a step: the module, or several; None = found by looking at the step.
         optimizer: with a step: the optimizer, or several; None = found as well.
         frozen: patterns of parameters that are not trained on purpose, such as "backbone.*".
-        budget_s: seconds to spend at most. What is not reached by then, or by Ctrl-C, is not judged.
+        budget_s: seconds to spend at most. Checks that do not start by then, or by Ctrl-C, are not judged.
 
     Raises:
         ValueError: something else was given, or it cannot be built.
@@ -108,38 +108,39 @@ def diverge(
     budget_s: float = BUDGET,
     runs_dir: str | os.PathLike[str] | None = None,
 ) -> Divergence:
-    """Find where two trainings that should agree differ first, and say whether that is rounding or a bug.
+    """Find where two trainings that should agree differ first, and say whether the difference is rounding or a bug.
 
-    Both take the same steps in this process. Each operator's result is compared, or, where the two do not run the same operators, each
-    module's, then gradients and updates by parameter. Of an update that differs in this process the optimizer's operator is named, and the
-    options that differ, such as eps, stand in `notes`. Then both run in fp64: a difference that is as large there is no rounding.
+    Both take the same steps in this process. The results of all operators are compared, or, if the two run different operators, those of
+    all modules, then gradients and updates of each parameter. For an update that differs in this process, the optimizer's operator is
+    named, and `notes` lists the options that differ, such as eps. Then both run in fp64: a difference that is as large there is not
+    rounding.
 
     * `diverge(spec, spec.replace(channels_last=True))`: two specs that differ in a knob.
     * `diverge(spec, spec.replace(parallel="fsdp", nproc_per_node=2, micro_batch=4))`: one process against ranks that share the model. A
-      spec of several ranks is launched; what its ranks compute is put together, and modules, gradients and updates are compared. With
-      `pipeline_parallel=2` give both the same `accumulation`: each micro-batch is compared with the same one of the other.
-    * `diverge(run_a, run_b)`: two runs, or their directories. Their specs take their first steps anew.
-    * `diverge(model, torch.compile(model), batch=x)`: two modules, which are called with the batch and restored afterwards. A tuple or a
-      dictionary as the batch is spread over the arguments.
+      spec of several ranks is launched, the parts that its ranks compute are joined, and modules, gradients and updates are compared. With
+      `pipeline_parallel=2`, give both the same `accumulation`, since micro-batches are compared one by one.
+    * `diverge(run_a, run_b)`: two runs, or their directories. The first steps of their specs are repeated.
+    * `diverge(model, torch.compile(model), batch=x)`: two modules, which are called with the batch and restored afterwards. If the batch is
+      a tuple or a dictionary, it is unpacked into the arguments.
     * `diverge((model, x), (other, y))`: each with a batch of its own.
 
     Args:
         a: a RunSpec, a Task, the name of a task, a Run or its directory, a module, or a module with its batch.
-        b: the same kind. The code of a run's task is executed here.
+        b: the same kind as `a`. The code of a run's task is executed in this process.
         batch: with modules: their input.
-        loss: with modules: `loss(model, batch)`; None = a weighted mean of the squares of the output.
-        optimizer: with modules: takes the parameters and returns an optimizer; None = none, and a single step.
-        steps: optimizer steps to compare at most.
-        seed: with modules: of the random numbers.
-        budget_s: seconds to spend, about: no training begins after it. Where steps take long, fewer are compared; where no time is left
-            for fp64, or Ctrl-C comes in it, the size of the first difference decides, and a note says so.
+        loss: with modules: `loss(model, batch)`; None = a weighted mean of the squared outputs.
+        optimizer: with modules: a function of the parameters that returns an optimizer; None = no optimizer, and a single step.
+        steps: the largest number of optimizer steps to compare.
+        seed: with modules: the seed of the random numbers.
+        budget_s: approximate seconds to spend: no training starts later. If steps take long, fewer are compared. If no time is left for
+            fp64, or Ctrl-C comes during it, the size of the first difference decides, and a note says so.
         runs_dir: where the run directories of specs of several ranks go; None = `runs` in the current folder.
 
     Raises:
         ValueError: something else was given, such as the run of a script, or two specs whose steps have different samples.
-        LaunchError: a run's directory is another user's, or has the code in it.
+        LaunchError: a run's directory belongs to another user, or contains the code.
         RunError: a spec of several ranks failed.
-        TimeoutError: the budget ended while a spec of several ranks was recorded, before anything was known.
+        TimeoutError: the budget ended while a spec of several ranks was being recorded, before anything was known.
     """
     check_budget(budget_s, limited=True)
     whole_number("steps", steps, least=1, error=ValueError)
@@ -217,22 +218,22 @@ def diverge(
 
 @accept_synonyms
 def replay(run: Run | str | os.PathLike[str], step: int | None = None, *, budget_s: float = BUDGET) -> StepReplay:
-    """Repeat a step of a run alone, with changes, and say whether data, learning rate or numerics are to blame for it.
+    """Repeat one step of a run, with changes, and say whether data, learning rate or numerics made it go wrong.
 
     The run is repeated in this process from the nearest checkpoint before the step, or from its first step, with the samples of all ranks
-    and the same random numbers; ranks that shared the model (`parallel`, `tensor_parallel`, `pipeline_parallel`) become one whole model
-    here. In a pipeline, however, dropout draws other random numbers than it did in the run. Then the step is taken as it was, in a higher
-    precision, with a tenth of the learning rate, with the batch of a later step, and without each of its samples. Where the weights were
-    bad already, the steps before it are looked at.
+    and the same random numbers. Ranks that shared the model (`parallel`, `tensor_parallel`, `pipeline_parallel`) become one whole model.
+    For a pipeline, dropout draws other random numbers than it did in the run. Then the step is taken unchanged, in a higher precision, with
+    a tenth of the learning rate, with the batch of a later step, and without each of its samples in turn. If the weights were already bad,
+    the steps before it are examined.
 
     Args:
-        run: of a RunSpec, or its directory. Its task's code runs here.
-        step: from 1; None = the first whose loss is not finite, or far above those before it.
+        run: a run of a RunSpec, or its directory. The code of its task is executed in this process.
+        step: counted from 1; None = the first step whose loss is not finite, or is far above the losses before it.
         budget_s: seconds to spend at most.
 
     Raises:
         ValueError: it is the run of a script, has no such step, or the step cannot be reached in time.
-        LaunchError: the directory is another user's, or has the code in it: it would be executed as you; or it has symbolic links.
+        LaunchError: the directory belongs to another user or contains the code, which would be executed as you; or it has symbolic links.
     """
     check_budget(budget_s, limited=True)
     run = run if isinstance(run, Run) else Run.load(run)

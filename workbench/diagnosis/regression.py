@@ -66,25 +66,28 @@ def what_changed(
     rerun: bool = True,
     runs_dir: str | os.PathLike[str] | None = None,
 ) -> WhatChanged:
-    """Find out why run B is slower than run A, needs more memory, or has another loss: by putting B's differences into A one by one.
+    """Find out why run B is slower than run A, needs more memory or has another loss, by applying B's differences to A one by one.
 
-    First the two are compared as recorded. Then run A is repeated, short, by turns as it was and with all of B's differences that can be
-    put back: knobs, variables, the commit (in a folder of its own), the interpreter. If that brings the regression again, they are tried
-    one by one, or in halves where there are many. If not, the reason is the machine, or what could not be put back.
+    First, the two runs are compared as recorded. Then run A is repeated in short trainings, alternately unchanged and with all of B's
+    differences that can be applied: knobs, environment variables, the commit (in a separate folder), the interpreter. If the regression
+    comes back, the differences are tried one by one, or half of them at a time if there are many. If it does not, the reason is the
+    machine, or a difference that could not be applied.
 
     Args:
-        run_a: the run that was good, or its directory.
-        run_b: the run that was not.
-        of: what is compared: the "time" of a step on the slowest rank, the peak "memory" of the fullest, or the "loss".
-        budget_s: seconds that the trainings may take, about; the one that runs by then is ended. What is known by then, or by Ctrl-C, is
-            returned, and `untried` names what was not swapped alone. A minute is for effects of a third and more, ten for small ones.
-        also: further differences, by name: the environment variables with which run A had it, and those with which run B had it. So
-            `{"numpy": ({"PYTHONPATH": "/old"}, {"PYTHONPATH": "/new"})}` tries a package in two folders, and the same goes for data.
-        rerun: False = only compare what was recorded; nothing is executed then, git neither.
+        run_a: the good run, or its directory.
+        run_b: the bad run, or its directory.
+        of: what is compared: "time" (of a step on the slowest rank), "memory" (the peak of the fullest rank) or "loss".
+        budget_s: approximate seconds for the trainings; the one that runs when they are over is stopped. What is known then, or at Ctrl-C,
+            is returned, and `untried` lists the differences that were not tried alone. One minute is enough for effects of a third or more;
+            small effects take ten.
+        also: further differences: name → the environment variables of run A and those of run B. For example, `{"numpy": ({"PYTHONPATH":
+            "/old"}, {"PYTHONPATH": "/new"})}` tries a package in two folders; data work the same way.
+        rerun: False = only compare what was recorded, and execute nothing, not even git.
         runs_dir: where the trainings' run directories go; None = they are deleted.
 
     Raises:
-        ValueError: a run still runs or did not record what is compared, one is of a task and the other of a script, or no such `of`.
+        ValueError: a run still runs or did not record what is compared, one is a run of a task and the other of a script, or an unknown
+            `of`.
     """
     choice("of", of, QUANTITIES, error=ValueError)
     check_budget(budget_s, limited=True)
@@ -192,25 +195,26 @@ def bisect(
     runs_dir: str | os.PathLike[str] | None = None,
     **knobs: Any,
 ) -> Bisection:
-    """Find the commit that made a training slower, larger or worse, by short trainings of some commits between a good one and a bad one.
+    """Find the commit that made a training slower, larger or worse, by short trainings of commits between a good one and a bad one.
 
-    Each commit is in a folder of its own (`git worktree`, deleted at the end), with links to what git does not track, such as data: a
-    task that writes into such a folder writes into the user's. The user's tracked files are not touched. Every commit is trained by turns
-    with the good commit, as often as the noise requires; of n commits log2(n) are tried. Commits that do not run are skipped.
+    Each commit is checked out into a separate folder (`git worktree`, deleted at the end), with links to what git does not track, such as
+    data: a task that writes into a linked folder writes into yours. Your tracked files are not touched. Trainings of a commit alternate
+    with those of the good commit, as often as the noise requires. Of n commits, about log2(n) are tried. Commits that do not run are
+    skipped.
 
     Args:
-        target: a RunSpec or the name of a task, "train/task.py:build", which each commit has in the same place.
-        good: an older commit without the fault, as git names it.
-        bad: a newer commit with it.
+        target: a RunSpec or the name of a task, such as "train/task.py:build", which exists in every commit.
+        good: an older commit without the regression, as git names it.
+        bad: a newer commit with the regression.
         of: what is compared: the "time" of a step on the slowest rank, the peak "memory" of the fullest, or the "loss" after `steps`.
-        steps: of each training; None = for time some seconds, else the spec's own.
-        budget_s: seconds that all may take, about; the training that runs by then is ended. What is known by then, or by Ctrl-C, is
-            returned: `in_doubt` lists the commits that may be the first bad one.
+        steps: steps of each training; None = for "time" as many as take some seconds, otherwise the spec's own.
+        budget_s: approximate seconds for all trainings; the one that runs when they are over is stopped. What is known then, or at Ctrl-C,
+            is returned: `in_doubt` lists the commits that may be the first bad one.
         runs_dir: where the trainings' run directories go; None = they are deleted.
         **knobs: fields of the RunSpec to change.
 
     Raises:
-        ValueError: it is no RunSpec, the folder is in no repository, or the commits are not in one history.
+        ValueError: not a RunSpec, the folder is not in a git repository, or the commits are not in one history.
         SpecError: no such knob.
     """
     choice("of", of, QUANTITIES, error=ValueError)

@@ -56,31 +56,33 @@ def why_not_linear(
     budget_s: float = BUDGET,
     runs_dir: str | os.PathLike[str] | None = None,
 ) -> WhyNotLinear:
-    """Why N ranks give less than N times one, by experiment: parts of the gap that add up, each with its remedy and predicted gain.
+    """Find out by experiment why N ranks are slower than N times one: parts of the gap that add up, with remedies and predicted gains.
 
-    A spec is measured in one launch of its ranks, whose arms take turns: one rank alone while the others rest, all at once without
-    reducing gradients, as independent processes ("strangers"), all with it, each with batches from the loader and with batches that are
-    there already; one rank with the batch of all; the start of a pass over the loader. `prove()` runs a remedy beside the spec as it is.
+    A spec is measured in one launch of its ranks, in which experiments take turns: one rank alone while the others rest; all ranks without
+    gradient reduction, as independent processes ("strangers"); and all ranks with it. Each runs with batches from the loader and with
+    cached batches. In addition, one rank gets the batch of all ranks, and starts of passes over the loader are timed. `prove()` runs a
+    remedy beside the unchanged spec.
 
-    A script is launched as it is: alone, as strangers (as many launches of one process at a time), and with its ranks, and its steps are
-    watched. Its reduction is what its ranks take longer than the slowest stranger.
+    A script is launched unedited, and its steps are watched: as one process, as strangers (several launches of one process at the same
+    time), and with its ranks. The reduction is the time by which its ranks are slower than the slowest stranger.
 
-    With one process of a spec only, it says what more would bring: their waits by the distribution of its steps, their reductions by the
-    ring's formula and this machine's links. Whatever is not measured is marked as predicted.
+    For a spec with one process, it predicts more processes: their waits from the distribution of step times, their reductions from the ring
+    formula and this machine's links. What is not measured is marked as predicted.
 
     Args:
         target: a RunSpec, the name of a task, a script, or its ScriptSpec.
-        same: with what one process is compared: "micro_batch" (each rank keeps its batch) or "global_batch" (each has a part of it).
-            Both are measured, and `gap_at` gives either.
-        ranks: to be asked about, more than the spec has; None = those of the spec, or 8 for a spec with one. Further ones: `at(64)`.
-        args: of a script. "{out}" in them stands for a folder that is new in each launch, so that none goes on from the checkpoints of
-            another.
+        same: what the one process and the ranks have in common: "micro_batch" (each rank keeps its batch) or "global_batch" (the ranks
+            share it). Both are measured, and `gap_at` returns either.
+        ranks: predict for this number of ranks, more than the spec has; None = the spec's own number, or 8 for a spec with one. `at(64)`
+            predicts for another number.
+        args: arguments of a script. "{out}" in them stands for a folder that is new in each launch, so that no launch resumes from
+            another's checkpoints.
         nproc_per_node: ranks; None = the spec's own, 2 for a script, which needs 2 or more.
-        budget_s: seconds for all of it, the start included. At Ctrl-C the result is what is known by then.
+        budget_s: seconds to spend at most, the start of the launch included. At Ctrl-C the result is what is known so far.
         runs_dir: where run directories go; None = `runs` in the current folder.
 
     Raises:
-        ValueError: something else was given; ranks that cannot compute alone (FSDP, tensor_parallel, SyncBatchNorm); a script with too few
+        ValueError: something else was given, the ranks cannot compute alone (FSDP, tensor_parallel, SyncBatchNorm), or a script has too few
             steps.
         LaunchError, TaskError: it cannot run here. Nothing was started.
         RunError: a launch failed; its run directory stays.

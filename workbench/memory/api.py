@@ -60,29 +60,29 @@ def estimate_memory(
 ) -> MemoryBreakdown:
     """Predict the memory of a training step, without running it and without a GPU.
 
-    The step runs on tensors that have a shape but no values, with the memory behaviour of a GPU: a second or so, whatever the sizes.
-    Of values, what follows from the batch's own whole numbers is known (lengths, masks, labels that are left out; of tensors up to 4
-    million elements); where the program reads another, it gets 1, and a note says so.
+    The step runs on fake tensors, which have a shape but no values, with the memory behaviour of a GPU. This takes about a second, whatever
+    the sizes. If the program reads a value that follows from integers of the batch (lengths, masks, ignored labels; tensors of up to 4
+    million elements), it gets that value; for any other value it gets 1, and a note says so.
 
-    With `compile` and device="cpu" the step takes and frees the buffers that TorchInductor plans for it, which takes some seconds more; no
-    kernel is compiled. For a GPU the eager step is estimated, and a note says so.
+    With `compile` and device="cpu", the step allocates and frees the buffers that TorchInductor plans for it. This takes some seconds more;
+    no kernel is compiled. For a GPU the eager step is estimated, and a note says so.
 
     Args:
-        target: a RunSpec, a Task, a function that builds a model, a Hugging Face configuration, or a model (which is not touched; one in
-            evaluation mode is estimated in training mode). A LightningModule brings its loss, training_step, and its optimizer,
-            configure_optimizers.
-        batch: tensors in a tuple, a list or a dict, for a model or a function; for a RunSpec or Task None takes samples of its dataset.
-            Shapes are enough: tensors on the meta device, or of zeros, will do where lengths or masks decide nothing.
-        loss: with a model or function: `loss(model, batch)` → a tensor with one number; None: see `estimate.examples.DefaultLoss`.
-        optimizer: a name with options, such as "sgd(momentum=0.9)", or a function of the parameters; None = that of the spec or task,
+        target: a RunSpec, a Task, a function that builds a model, a Hugging Face configuration, or a model (which is not changed; it is
+            estimated in training mode even if it is in evaluation mode). A LightningModule's training_step gives the loss, and its
+            configure_optimizers the optimizer.
+        batch: for a model or a function: tensors in a tuple, a list or a dict. For a RunSpec or Task: None = samples of its dataset. If the
+            step does not depend on lengths or masks, shapes are enough: tensors of zeros, or on the meta device.
+        loss: with a model or function: `loss(model, batch)` → a tensor with one number; None = see `estimate.examples.DefaultLoss`.
+        optimizer: a name with options, such as "sgd(momentum=0.9)", or a function of the parameters; None = the spec's or task's own,
             "adamw" for a model.
         device: "cuda" (any GPU), "cpu", a name such as "H200", or a Device.
-        steps: optimizer steps; the second has the optimizer's states from its start.
+        steps: how many optimizer steps run; from the second on, the optimizer's states exist.
         world_size: ranks; None = the spec's nproc_per_node.
-        rank: whose memory; None = that of the rank with the most.
+        rank: the rank whose memory is estimated; None = the rank with the most.
         sequence: length of the batch's sequences, instead of the sample's own.
         image: side of the batch's images in pixels, instead of the sample's own.
-        **knobs: of a RunSpec, such as precision="amp_bf16", micro_batch=64, accumulation=4, checkpointing="full", parallel="fsdp".
+        **knobs: fields of a RunSpec, such as precision="amp_bf16", micro_batch=64, accumulation=4, checkpointing="full", parallel="fsdp".
 
     Raises:
         ValueError: something else was given; an unknown device, knob or value; or the program cannot run without values. The message says
@@ -296,13 +296,13 @@ def compare_memory(
         changes: one mapping of knobs per row, `[{"precision": "amp_bf16"}, {"checkpointing": "full", "micro_batch": 64}]`; or knob →
             values, one row each, `{"optimizer": ["sgd", "adamw"], "sequence": [512, 1024]}`. Knobs are those of a RunSpec, and the
             arguments `sequence`, `image`, `world_size` and `optimizer` of `estimate_memory`.
-        device: as there; a name or a Device adds whether it fits.
-        margin: share of the device that stays free.
-        options: of all rows, as `estimate_memory` takes them.
+        device: as in `estimate_memory`; with a name or a Device, each row says whether it fits.
+        margin: share of the device's memory that stays free.
+        options: arguments of `estimate_memory` for all rows.
 
     Raises:
-        ValueError: no change, a knob that does not exist, or a baseline that cannot be estimated. A change that cannot be estimated is a
-            row that says why.
+        ValueError: no change, a knob that does not exist, or a baseline that cannot be estimated. For a change that cannot be estimated,
+            the row says why.
     """
     items = changes.values() if isinstance(changes, Mapping) else changes if isinstance(changes, Iterable) else ()
     if hasattr(changes, "shape") or any(hasattr(item, "shape") for item in items):
@@ -360,21 +360,20 @@ def measure_memory(
     """Measure what a training step holds in memory, by running it.
 
     * `measure_memory(step, loader)` takes some steps in this process; `step(batch)` does one whole optimizer step. Model, optimizer, random
-      generators and loader are left as they were. Counted is what the step reaches, not what else lives in the process.
-    * `measure_memory(spec)` launches them, with as many ranks as the spec has, and returns the breakdown of the rank with the most
-      memory.
-    * `measure_memory(run)` reads what such a launch has left; `run.memory_breakdown(rank)` has every rank's.
+      generators and loader are restored. What the step uses is counted, and not the other tensors of the process.
+    * `measure_memory(spec)` launches the spec's ranks and returns the breakdown of the rank with the most memory.
+    * `measure_memory(run)` reads the result of such a launch; `run.memory_breakdown(rank)` has the breakdown of each rank.
 
     Args:
         target: a step function, a RunSpec, a run, or the path of a run directory.
         loader: with a step: its batches, from a DataLoader or any other iterable.
         model: with a step: the module, or several; None = found by looking at the step.
         optimizer: with a step: the optimizer, or several; None = found as well.
-        steps: how many are taken; None = 3. With `gradient_compression="powersgd"` it is 4, and PowerSGD starts in the third, whatever its
-            `start`, so that what it keeps between two steps is measured.
-        budget_s: seconds to spend at most, the start of a launch included; no step begins later, but one is taken at least. After it, and
-            at Ctrl-C, the breakdown is of the steps that are done by then, and a note says so; where that is none, the KeyboardInterrupt
-            says so. A step that is called on several ranks takes all its steps, as the ranks have to agree.
+        steps: how many steps are taken; None = 3. With `gradient_compression="powersgd"` it is 4, and PowerSGD starts in the third,
+            whatever its `start`, so that what it keeps between two steps is measured.
+        budget_s: seconds to spend at most, the start of a launch included; no step starts later, but at least one is taken. After the
+            budget, and at Ctrl-C, the breakdown is of the finished steps, and a note says so; if there are none, the KeyboardInterrupt says
+            so. On several ranks all steps are taken, since the ranks have to agree.
         runs_dir: with a spec: where its run directory goes; None = `runs` in the current folder.
 
     Returns:
@@ -410,16 +409,16 @@ def find_leaks(
 ) -> "Leaks":
     """Find memory that grows from step to step: the operator and module that allocated it, and the Python variable that keeps it.
 
-    It takes some steps in this process and leaves everything as it was, what has leaked meanwhile included.
+    It takes some steps in this process and restores everything; what leaked meanwhile is freed.
 
     Args:
         step: `step(batch)` does one whole optimizer step.
         loader: its batches, from a DataLoader or any other iterable.
         model: the module, or several; None = found by looking at the step.
         optimizer: the optimizer, or several; None = found as well.
-        steps: how many are taken, at least 5: what is allocated in a step and still alive two steps later is suspected.
-        budget_s: seconds to spend at most; no step begins later. After it, and at Ctrl-C, the steps by then are judged, if they are five;
-            if not, a ValueError or the KeyboardInterrupt says so. Called on several ranks, all steps are taken.
+        steps: how many steps are taken, at least 5. What is allocated in a step and still alive two steps later is suspected.
+        budget_s: seconds to spend at most; no step starts later. After the budget, and at Ctrl-C, the finished steps are judged if there
+            are at least five; otherwise a ValueError or the KeyboardInterrupt says so. On several ranks all steps are taken.
 
     Raises:
         ValueError: what was given cannot be measured; the message says why.

@@ -126,21 +126,22 @@ class Calibration(display.Shown):
 
 @accept_synonyms
 def calibrate(models: int = 4, *, budget_s: float | None = 600.0, tell: Callable[[str], None] | None = None) -> Calibration:
-    """Fit what a process takes on this machine's GPU outside of PyTorch's allocator: the context, the kernels' code, libraries.
+    """Fit the memory that a process uses on this machine's GPU outside PyTorch's allocator: CUDA context, kernel code and libraries.
 
-    Each of a few models takes some steps at three batch sizes, each in fresh processes; the line device used = a + b · reserved that is off
-    by the least in relative terms is kept, with GPU, driver, torch and date. `estimate_memory(device=that GPU)` uses it from then on.
+    A few models take some steps at three batch sizes, each in fresh processes. The line used = a + b · reserved with the smallest relative
+    error is kept, with GPU, driver, torch version and date. `estimate_memory` uses it from then on for this GPU.
 
     Args:
-        models: how many models, 1 … 6; half a minute each, about.
-        budget_s: seconds after which no further run begins; None = no limit. The fit is then, and at Ctrl-C, of the runs so far, three at
-            least, and a note says so.
+        models: number of models, 1 … 6; each takes about half a minute.
+        budget_s: seconds after which no further run starts; None = no limit. Then, and at Ctrl-C, the runs so far are fitted, if there are
+            at least three, and a note says so.
         tell: called with a line of text before each run.
 
     Raises:
-        ValueError: no NVIDIA GPU is here, or not such a number of models.
-        KeyboardInterrupt: Ctrl-C came before there were three.
-        RunError: a run failed for another reason than that memory ran out; those are left out, and a note says so.
+        ValueError: this machine has no NVIDIA GPU, or the number of models is invalid.
+        KeyboardInterrupt: Ctrl-C came before three runs had ended.
+        RunError: a run failed for a reason other than running out of memory. Runs that do run out of memory are left out, and a note says
+            so.
     """
     whole_number("models", models, least=1, most=len(MODELS), also=f", each of them runs at {len(BATCHES)} sizes")
     check_budget(budget_s)

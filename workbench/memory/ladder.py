@@ -40,18 +40,19 @@ NEGLIGIBLE = 1.03
 def memory_ladder(
     target: Any, device: str | Device, *, capacity: int | None = None, margin: float = MARGIN, **options: Any
 ) -> MemoryLadder:
-    """The cheapest changes, in time, that make a step fit a device.
+    """Find the changes that make a step fit a device at the least cost in time.
 
-    All sets of changes that make sense are tried in the order of their cost, until one fits; the cost of a set is the product of its
-    changes' own, each the roofline of its dry run over that of the step as it is. Where the device has no known roofline, the fewest
-    changes are the cheapest. What moves to host memory (`offload=`) is tried on a GPU where nothing else fits: its time is not predicted.
+    All sensible sets of changes are tried in the order of their cost, until one fits. The cost of a set is the product of the costs of its
+    changes; the cost of a change is the roofline time of its dry run over that of the unchanged step. If the device's roofline is not
+    known, fewer changes count as cheaper. Offloading to host memory (`offload=`) is tried on a GPU only if nothing else fits, since its
+    time is not predicted.
 
     Args:
-        target: as `estimate_memory` takes it.
+        target: as in `estimate_memory`.
         device: a name, such as "RTX-4090", or a Device; with a capacity also "cuda" (any GPU) or "cpu".
-        capacity: bytes that one rank can have; None = the device's.
-        margin: share of the device that stays free.
-        options: as `estimate_memory` takes them. A batch may also come second, as it does there, with `device=` by name.
+        capacity: bytes available to one rank; None = the device's memory.
+        margin: share of the device's memory that stays free.
+        options: as in `estimate_memory`. As there, the batch may be the second argument, if `device=` is given by name.
 
     Raises:
         ValueError: an unknown device, or a target that cannot be estimated.

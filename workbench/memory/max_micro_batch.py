@@ -43,19 +43,20 @@ class WholeDataset(MaxMicroBatch):
 def max_micro_batch(
     target: Any, device: str | Device, *, capacity: int | None = None, margin: float = MARGIN, **options: Any
 ) -> MaxMicroBatch:
-    """The largest micro-batch that fits a device, without the device.
+    """Find the largest micro-batch that fits a device, without the device.
 
-    Two dry runs tell the memory of every batch; the answer and the next larger one are run once more to be sure. Where the program
-    depends on the batch, every step of the bisection is a dry run. Where the bytes outside of the allocator are known as a range, one more
-    finds up to which number it surely fits. Of a spec or a task it is no more than the dataset has for one
-    optimizer step (a WholeDataset says so), as with `micro_batch="auto"`; unless a batch is given, or the dataset is a stream.
+    Two dry runs give the memory of every batch size; the answer and the next larger batch size are checked by dry runs. If the program
+    depends on the batch, every step of the bisection is a dry run. If the bytes outside the allocator are known only as a range, one more
+    finds the largest micro-batch that is certain to fit. For a spec or a task, the answer never exceeds what the dataset has for one
+    optimizer step, as with `micro_batch="auto"`; if the dataset sets the limit, the result is a WholeDataset. There is no such limit if a
+    batch is given or the dataset is a stream.
 
     Args:
-        target: as `estimate_memory` takes it.
+        target: as in `estimate_memory`.
         device: a name, such as "A100-80GB", or a Device; with a capacity also "cuda" (any GPU) or "cpu".
-        capacity: bytes that one rank can have; None = the device's.
-        margin: share of the device that stays free.
-        options: as `estimate_memory` takes them. A batch may also come second, as it does there, with `device=` by name.
+        capacity: bytes available to one rank; None = the device's memory.
+        margin: share of the device's memory that stays free.
+        options: as in `estimate_memory`. As there, the batch may be the second argument, if `device=` is given by name.
 
     Raises:
         ValueError: an unknown device, a target that cannot be estimated, or a dataset that is too small for one optimizer step.

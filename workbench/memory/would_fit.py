@@ -110,18 +110,18 @@ _SURPRISE = (
 @accept_synonyms
 @predicts("dry runs of the step that ran out of memory, and of changes")
 def would_fit(run: Run | str | os.PathLike[str], *, margin: float = MARGIN) -> WouldFit:
-    """Find what would have kept a run from running out of memory: the cheapest changes, by dry runs, and the largest micro-batch.
+    """Find what would have kept a run from running out of memory: the cheapest changes, and the largest micro-batch, by dry runs.
 
-    What could be had is taken from the error: of a GPU its capacity, less what other processes had there; of main memory what the rank held
-    in tensors and its share of what was left, else its share of the limit that the ranks had in common.
+    The available memory is taken from the error. On a GPU, it is the capacity minus what other processes used. In main memory, it is what
+    the rank held in tensors plus its share of the free memory, or else its share of the limit that the ranks had in common.
 
     Args:
-        run: a run of a RunSpec whose memory ran out, or its directory (else: `wb.memory_ladder(build, device, batch=batch)`).
-        margin: share of the memory that is to stay free.
+        run: a run of a RunSpec that ran out of memory, or its directory (otherwise: `wb.memory_ladder(build, device, batch=batch)`).
+        margin: share of the memory that stays free.
 
     Raises:
-        ValueError: it is a script's, did not run out of memory, or the memory that it had is not known; or its task cannot be estimated.
-        LaunchError: the directory is another user's, or has the code in it: its task would be executed as you.
+        ValueError: it is a run of a script, did not run out of memory, its available memory is not known, or its task cannot be estimated.
+        LaunchError: the directory belongs to another user or contains the code, and its task would be executed as you.
     """
     if not isinstance(run, Run | str | os.PathLike):
         model = (

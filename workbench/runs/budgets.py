@@ -171,17 +171,17 @@ def check_run(
     *,
     against: Run | str | os.PathLike[str] | None = None,
 ) -> RunCheck:
-    """Hold a run that has ended against budgets.
+    """Check a finished run against budgets.
 
     Args:
         run: the run, or its directory.
-        budgets: limits by name, or the path of a TOML file with them: "step" (the mean of the slowest rank: "120 ms"), "samples_per_sec"
-            (the least: 900), "peak_memory" (of the fullest rank: "38 GiB"), "loss" (the last: 2.5), and "data_wait" or another phase (its
-            share of the step: "5 %"). All but shares may be relative to `against`: "+5 %", and "-5 %" of samples_per_sec.
-        against: the run, or its directory, that relative limits refer to.
+        budgets: limits by name, or the path of a TOML file with them: "step" (mean step of the slowest rank: "120 ms"), "samples_per_sec"
+            (a minimum: 900), "peak_memory" (of the fullest rank: "38 GiB"), "loss" (the last: 2.5), and "data_wait" or another phase (its
+            share of the step: "5 %"). All but shares may be relative to `against`: "+5 %", or "-5 %" for samples_per_sec.
+        against: the run, or its directory, to which relative limits refer.
 
     Raises:
-        ValueError: no such limit, a limit that cannot be read, a relative one without `against`, or a run that still runs.
+        ValueError: no such limit, a limit that cannot be read, a relative limit without `against`, or a run that still runs.
         OSError: the file cannot be read.
     """
     run, against = _run(run), None if against is None else _run(against)

@@ -125,10 +125,10 @@ def without_steps(run: Run) -> str:
 
 @accept_synonyms
 def compare(*runs: Run | str | os.PathLike[str]) -> Comparison:
-    """Set runs, or run directories, side by side; the first is the baseline.
+    """Compare runs, or run directories, side by side; the first is the baseline.
 
     Raises:
-        ValueError: fewer than two runs, or one that has no measured step.
+        ValueError: fewer than two runs, or a run without a measured step.
     """
     for given in runs:
         if not isinstance(given, Run | str | os.PathLike):

@@ -34,19 +34,19 @@ class ExportError(ValueError):
 
 @accept_synonyms
 def export(run: Run, to: str, folder: str | os.PathLike[str]) -> Path:
-    """Write what is new of a run into a folder; call it again while the run goes on, and after its end.
+    """Write a run's new records into a folder for another tool; call it repeatedly while the run continues, and after its end.
 
     Args:
-        run: in any state.
+        run: a run in any state.
         to: "tensorboard" (a folder of event files), "mlflow" (a file store) or "wandb" (offline runs, which `wandb sync --append` uploads).
-        folder: made if it is not there.
+        folder: created if it does not exist.
 
     Returns:
         The folder.
 
     Raises:
         ValueError: no such target.
-        ExportError: its package is not installed, or the folder is not one that `export` has made.
+        ExportError: the tool's package is not installed, or the folder was not made by `export`.
     """
     choice("to", to, WRITERS)
     path = Path(folder).expanduser().absolute()

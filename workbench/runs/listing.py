@@ -146,7 +146,7 @@ def list_runs(runs_dir: str | os.PathLike[str] | None = None, *, experiments: bo
 
     Args:
         runs_dir: where run directories are; None = `runs` in the current folder.
-        experiments: list the launches by which the workbench itself measured something (`diagnose(spec)`, `find_lr(spec)`), too.
+        experiments: also list launches in which the workbench measured something (`diagnose(spec)`, `find_lr(spec)`).
 
     Raises:
         ValueError: it is not a folder.

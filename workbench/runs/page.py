@@ -136,14 +136,14 @@ class Report:
 
 @accept_synonyms
 def report(run: Run | str | os.PathLike[str], *, flops_per_sample: float | None = None) -> Report:
-    """A report of a run: spec, environment, curves, step times, evaluations, failures. `print` shows the text, `save` writes the page.
+    """Make a report of a run: spec, environment, curves, step times, evaluations, failures. `print` shows the text, `save` writes the page.
 
     Args:
         run: a Run in any state, or its directory.
-        flops_per_sample: floating-point operations of a sample's forward and backward, for the MFU.
+        flops_per_sample: floating-point operations of forward and backward for one sample, for the MFU.
 
     Raises:
-        ValueError: it is no run, or no such number.
+        ValueError: not a run, or an invalid number.
     """
     if not isinstance(run, Run | str | os.PathLike):
         raise ValueError(f"report() got a {type(run).__name__}: expected a run or its directory, report(run) or report('runs/…')")

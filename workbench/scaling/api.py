@@ -59,33 +59,33 @@ def scaling_curve(
     runs_dir: str | os.PathLike[str] | None = None,
     quiet: bool = False,
 ) -> ScalingCurve:
-    """Measure throughput by number of processes, or by any other knob; points take turns, there and back again (A B B A).
+    """Measure throughput against the number of processes or any other knob; the points take turns forwards and backwards (A B B A).
 
-    Each point is a training with a run directory of its own: from its timelines come throughput, straggling and CPU seconds per sample.
-    Neighbours that can share a launch do. Which part of a step is nothing but communication is measured afterwards, in launches of their
-    own: steps with and without the reduction of gradients, interleaved. Points with more processes × threads than cores (or processes than
-    GPUs) are labelled as oversubscribed, and no fit uses them. A point that fails is kept and shown, and its repeats are left out.
+    Each point is a training with its own run directory, whose timelines give throughput, straggling and CPU seconds per sample.
+    Neighbouring points share a launch if they can. Exposed communication is measured afterwards in separate launches, which interleave
+    steps with and without gradient reduction. Points with more processes × threads than cores (or more processes than GPUs) are labelled as
+    oversubscribed, and fits ignore them. A point that fails is kept and shown, and is not repeated.
 
-    Ctrl-C, and the end of the budget, stop what runs; the curve then has what was measured, and its notes say what is missing. The same
-    call with `resume=True` goes on.
+    Ctrl-C, or the end of the budget, stops the training that runs. The curve then has what was measured, and its notes say what is missing.
+    The same call with `resume=True` continues.
 
     Args:
-        target: the spec that all points have in common; or the directory of a curve, to read what is there and measure nothing.
-        over: the knob that is turned: "nproc_per_node", or "micro_batch", "num_workers", "precision", "threads", …
-        values: what it is turned to.
+        target: the spec that all points have in common; or the directory of a curve, which is then read without measuring anything.
+        over: the knob that is varied: "nproc_per_node", or "micro_batch", "num_workers", "precision", "threads", …
+        values: the values of that knob.
         kind: "weak": each process keeps its micro-batch. "strong": the spec's global batch is divided among the processes.
-        repeat: how often each point is measured; two or more for an interval.
-        communication: measure exposed communication too, where a point has more than one process and is not oversubscribed.
-        resume: go on with the newest curve of this spec in `runs_dir`, or with the one in this directory: what has ended is not run
-            again. Values and repeats may be others than before.
-        budget_s: seconds that it may take, about, but one run at least, if any is missing; None = until all is measured. What will be
-            run, and how long that takes, is printed first.
+        repeat: how often each point is measured; an interval needs two or more.
+        communication: also measure exposed communication at points with more than one process that are not oversubscribed.
+        resume: True = continue the newest curve of this spec in `runs_dir`; or the directory of the curve to continue. Finished trainings
+            are not run again. `values` and `repeat` may differ from before.
+        budget_s: approximate seconds, but at least one training, if any is missing; None = no limit. What will run, and how long that
+            takes, is printed first.
         runs_dir: where the curve's directory goes; None = `runs` in the current folder.
         quiet: show no progress.
 
     Raises:
         SpecError: no such knob, or a value it does not take. Nothing was started.
-        CurveError: values that make no curve, a batch that cannot be divided, or nothing to go on with. Nothing was started.
+        CurveError: values that make no curve, a batch that cannot be divided, or nothing to resume. Nothing was started.
         LaunchError, TaskError: a point cannot run here. Nothing was started.
     """
     if named_task(target) is None and isinstance(target, str | os.PathLike) and not os.fspath(target).endswith(".py"):
@@ -266,29 +266,32 @@ def scaling_law(
     quiet: bool = False,
     **options: Any,
 ) -> ScalingLaw:
-    """Train every size on every amount of data, in as few launches as possible, and fit L(N, D) = E + A/N^α + B/D^β.
+    """Train each model size on each amount of data, in as few launches as possible, and fit L(N, D) = E + A/N^α + B/D^β.
 
-    Each run is trained to the end of its own learning-rate schedule: a loss on the way of a longer run would be too high. What cannot give
-    a law is refused before anything is trained. Runs that fail are left out, with a note; their directories stay.
+    Each run is trained to the end of its own learning-rate schedule, since an intermediate loss of a longer run would be too high. Sizes
+    and amounts from which no law follows are refused before anything is trained. Runs that fail are left out, with a note; their
+    directories stay.
 
     Args:
-        spec: what all runs have in common; its task and steps are replaced. schedule="cosine" with some warmup_steps is advised.
-        samples: amounts of data, in samples; three or more, over a factor of 4 at least. Data that are seen twice count as new.
-        sizes: widths of the sample task "text-gpt", multiples of 8; three or more, whose parameters span a factor of 4 at least.
-        tasks: or names of tasks of your own, one for each size: ["my_task.py:small", "my_task.py:medium", …].
-        seeds: runs of each, with seeds from that of the spec on.
-        tokens_per_sample: what one sample counts; None = 64 for "text-gpt", 1 for tasks of your own: a law of samples.
-        loss: name of the evaluation's figure that is the loss; None = the one that ends in "loss", else the smoothed training loss.
-        budget_s: seconds after which what runs is stopped; None = until all have ended, since the trainings are those that you list, and
-            no law follows from a part of the sizes. How many they are is printed first, and after each run how long the rest takes. The
-            law, also that after Ctrl-C, is fitted to the runs that have ended, if they are enough.
+        spec: what all runs have in common; its task and steps are replaced. schedule="cosine" with some warmup_steps is recommended.
+        samples: amounts of data, in samples: three or more, spanning at least a factor of 4. Repeated data count as new.
+        sizes: widths of the sample task "text-gpt", multiples of 8: three or more, whose parameters span at least a factor of 4.
+        tasks: instead of sizes, names of your own tasks, one for each size: ["my_task.py:small", "my_task.py:medium", …].
+        seeds: runs of each combination, with consecutive seeds from the spec's own on.
+        tokens_per_sample: tokens in a sample; None = 64 for "text-gpt", and 1 for your own tasks, whose law then counts samples.
+        loss: name of the evaluation's figure that is the loss; None = the figure whose name ends in "loss", or else the smoothed training
+            loss.
+        budget_s: seconds after which the training that runs is stopped; None = no limit, since you list the trainings, and some of the
+            sizes alone give no law. Their number is printed first, and after each run how long the rest will take. The law is fitted to the
+            finished runs, also after Ctrl-C, if they are enough.
         runs_dir: where run directories go; None = `runs` in the current folder.
         quiet: do not print a line per finished run.
-        **options: of `ScalingLaw.fit`.
+        **options: arguments of `ScalingLaw.fit`.
 
     Raises:
         SpecError: no sizes, or a knob that is not allowed. Nothing was started.
-        PointsError: too few sizes or amounts of data, or too close to each other (nothing was started), or too few runs have finished.
+        PointsError: too few sizes or amounts of data, or sizes or amounts too close to each other (nothing was started); or too few
+            finished runs.
         TaskError: a task that cannot be built. Nothing was started.
     """
     spec = read_spec("scaling_law", spec, error=SpecError)

@@ -32,26 +32,26 @@ def watch(
 ) -> "Watch[T]":
     """Watch a training loop: `for batch in wb.watch(loader, model=model, optimizer=optimizer):`, and nothing else changes.
 
-    `data_wait` is the time blocked in `next(loader)`, `forward` goes from the call of the model to the start of backward (so the loss is in
-    it), `backward` is `loss.backward()`, `optimizer` is `optimizer.step()`, `h2d` the copies to a CUDA device; `other` is all the rest. A
-    step ends at the first `next(loader)` after an optimizer step; batches without one (an evaluation loop) are no steps. Hooks and wrappers
-    are there while the loop runs and gone when it ends, however it ends. A watched loop inside another one has a timeline of its own; to
-    the outer loop its time is `other`.
+    `data_wait` is the time blocked in `next(loader)`; `forward` lasts from the call of the model to the start of backward (so it includes
+    the loss); `backward` is `loss.backward()`; `optimizer` is `optimizer.step()`; `h2d` is the copies to a CUDA device; `other` is the
+    rest. A step ends at the first `next(loader)` after an optimizer step. Batches without an optimizer step (as in an evaluation loop) are
+    not steps. Hooks and wrappers exist only while the loop runs, however it ends. A watched loop inside another one has its own timeline;
+    in the outer loop its time is `other`.
 
     Args:
-        loader: A DataLoader or any iterable of batches.
-        model: The module that the loop calls (under DDP or DataParallel: the wrapper), or several.
-        optimizer: The optimizer, or several. Without one every batch counts as a step.
-        alarm: Tell, on stderr, in the notes and in the run directory, when a phase, the throughput or the memory has changed for good, or
-            the loss, from which backward begins, has risen for good, and since which step; a thread of its own does it. "experiments" lets
-            it time a small computation then, which says whether the machine got slower. "trace" lets it trace a few steps as well, if
-            something got slower: at most three times, into the folder `alarms` of the run directory.
+        loader: a DataLoader or any iterable of batches.
+        model: the module that the loop calls (under DDP or DataParallel: the wrapper), or several.
+        optimizer: the optimizer, or several. Without an optimizer, each batch counts as a step.
+        alarm: True = report on stderr, in the notes and in the run directory when a phase, the throughput or the memory has changed
+            permanently, or when the loss on which backward is called has risen permanently, and since which step. A separate thread does
+            this. "experiments": it may then also time a small computation, which shows whether the machine became slower. "trace": if
+            something became slower, it may also trace a few steps, at most three times, into the folder `alarms` of the run directory.
 
     Returns:
         An iterable of the loader's batches; its `.timeline` grows with every pass.
 
     Raises:
-        ValueError: not an iterable, a module, an optimizer.
+        ValueError: the loader is not an iterable, the model not a module, or the optimizer not an optimizer.
     """
     return Watch(loader, model=model, optimizer=optimizer, alarm=alarm, load=True)
 

@@ -69,11 +69,12 @@ def stop_for_own_timer() -> None:
 @accept_synonyms
 @contextlib.contextmanager
 def watching() -> Iterator["ScriptWatcher"]:
-    """Watch whatever is trained inside, by a loop that you do not see: `with wb.watching() as watched: trainer.train()`.
+    """Watch a training whose loop you do not write yourself: `with wb.watching() as watched: trainer.train()`.
 
-    Loaders, modules and optimizers are found as they are used, those of Hugging Face's Trainer and of Lightning, too. `watched.timeline`
-    has the steps, and `wb.diagnose(watched.timeline)` says what they spend their time on. A loop inside that measures itself, by `wb.watch`
-    or a `StepTimer`, ends the watching. In a script that is launched with `watch=True` the timeline is that of the whole script.
+    Loaders, modules and optimizers are found as they are used, including those of Hugging Face's Trainer and of Lightning.
+    `watched.timeline` has the steps, and `wb.diagnose(watched.timeline)` says what they spend their time on. A loop inside that measures
+    itself, with `wb.watch` or a `StepTimer`, ends the watching. In a script that is launched with `watch=True`, the timeline covers the
+    whole script.
     """
     if _installed is not None:
         yield _installed

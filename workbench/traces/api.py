@@ -65,29 +65,29 @@ def trace(
 ) -> Any:
     """Trace some steps with torch's profiler, and read the trace.
 
-    * `trace(step, loader)` traces in this process, after the prefetch queue was emptied, which would hide a slow loader. As many steps are
-      taken without the profiler, before and after. Model, optimizer, random generators and loader are left as they were.
-    * `trace(spec)` launches the spec, as long as it takes to get past warm-up and prefetch queue, and traces the chosen ranks.
-    * `trace(run)` reads what a run with `profile=` has written.
+    * `trace(step, loader)` traces in this process. It first drains the prefetch queue, since a full queue hides a slow loader. As many
+      steps run without the profiler, before and after. Model, optimizer, random generators and loader are restored.
+    * `trace(spec)` launches the spec for long enough to get past warm-up and prefetch queue, and traces the chosen ranks.
+    * `trace(run)` reads the traces of a run with `profile=`.
 
-    `slowdown` of a trace says what the profiler cost, against other steps of the same run.
+    `slowdown` of a trace says how much the profiler slowed the steps down, compared with other steps of the same run.
 
     Args:
         step: `step(batch)` does one whole optimizer step; or a RunSpec, a Run, or the path of a run directory.
         loader: with a step: its batches, from a DataLoader or any other iterable.
-        steps: how many are traced.
-        ranks: with a spec: which, a number, a list or "all"; None = the first.
-        wait: with a spec: steps before the profiler; None = past warm-up and prefetch queue.
-        into: with a step: the directory the file goes to, where `tensorboard --logdir` finds it with the plugin torch-tb-profiler; None =
-            `traces` in the current folder. A run has a folder `traces` of its own.
+        steps: number of steps to trace.
+        ranks: with a spec: the ranks to trace: a number, a list or "all"; None = the first.
+        wait: with a spec: steps before the profiler starts; None = past warm-up and prefetch queue.
+        into: with a step: the directory for the file, in which `tensorboard --logdir` with the plugin torch-tb-profiler finds it; None =
+            `traces` in the current folder. A run has its own folder `traces`.
         model: with a step: the module, or several; None = those that the step uses.
         optimizer: with a step: the optimizer, or several; None = likewise.
         shapes: record the shapes of operators' inputs.
-        stacks: record Python's frames: expensive, but they name what the host does between operators.
-        memory: record every request for memory.
+        stacks: record Python's call stacks: expensive, but they name what the host does between operators.
+        memory: record each memory allocation.
         flops: let the profiler count FLOPs of operators.
-        budget_s: seconds that it may take, about, without the start of a launch; None = no limit. Where `steps` would take longer, fewer
-            are traced, two at least, and a note says so; likewise at Ctrl-C, if one is over by then.
+        budget_s: approximate seconds, without the start of a launch; None = no limit. If `steps` would take longer, fewer are traced, but
+            at least two, and a note says so; likewise at Ctrl-C, if at least one step has ended.
         runs_dir: with a spec: where its run directory goes; None = `runs` in the current folder.
 
     Returns:

@@ -42,24 +42,24 @@ def export_weights(
     file_bytes: int = FILE_BYTES,
     format: Literal["safetensors", "dcp"] = "safetensors",
 ) -> Path:
-    """Write a run's last sound checkpoint into a folder, from which `from_pretrained` or `dcp.load` reads it; returns the folder.
+    """Write a run's last sound checkpoint into a folder that `from_pretrained` or `dcp.load` reads; return the folder.
 
-    With `format="dcp"` it is a directory of torch.distributed.checkpoint with "model" and "optimizer" as `get_state_dict` gives them, and
-    with "step", "scheduler", "scaler", "spec" and "ema" where there are any. With `local_sgd`, where each rank has an optimizer of its own,
-    it has no optimizer.
+    With `format="dcp"`, the folder is a torch.distributed.checkpoint directory with "model" and "optimizer" as `get_state_dict` returns
+    them, and with "step", "scheduler", "scaler", "spec" and "ema" if they exist. With `local_sgd`, the optimizer is left out, since each
+    rank has its own.
 
     Args:
-        run: a run with checkpoints (`checkpoint_every=`), whichever way its ranks shared the model, or its directory.
-        path: the folder, which is made; one that has weights already is refused.
-        average: the averaged weights (`ema=`) in the place of the weights.
-        best: the checkpoint with the lowest loss of a validation (`evaluate="checkpoint"`), in the place of the last.
-        config: a Hugging Face configuration, or a model that has one, which is written beside them as `config.json`.
-        file_bytes: bytes of a file of safetensors; more weights go into several files with an index.
-        format: of what is written.
+        run: a run with checkpoints (`checkpoint_every=`), in any parallel mode, or its directory.
+        path: the folder, which is created; a folder that already has weights is refused.
+        average: write the averaged weights (`ema=`) instead of the weights.
+        best: write the checkpoint with the lowest validation loss (`evaluate="checkpoint"`) instead of the last one.
+        config: a Hugging Face configuration, or a model that has one; it is written into the folder as `config.json`.
+        file_bytes: largest size of a safetensors file; more weights go into several files with an index.
+        format: "safetensors" or "dcp".
 
     Raises:
         ValueError: the run has no checkpoint, or no averaged weights, or the folder has weights already.
-        DamagedRunError: no checkpoint can be used.
+        DamagedRunError: no checkpoint is usable.
         ImportError: the package safetensors is missing.
     """
     choice("format", format, EXPORTED)
@@ -104,15 +104,15 @@ def _write_safetensors(tensors: Mapping[str, Tensor], folder: Path, file_bytes: 
 
 @accept_synonyms
 def import_weights(model: nn.Module, path: str | os.PathLike[str]) -> nn.Module:
-    """Load weights as on the Hugging Face hub, or of torch.distributed.checkpoint (DCP), into a model, by name; returns the model.
+    """Load weights in the format of the Hugging Face hub, or of torch.distributed.checkpoint (DCP), into a model by name; return the model.
 
     Args:
         model: changed in place; in a task's `model()`, all ranks call this, before the model is sharded.
-        path: the folder, or one file of safetensors.
+        path: the folder, or one safetensors file.
 
     Raises:
-        ValueError: names or shapes differ, or DCP's index names other objects than its own; nothing was changed or executed.
-        FileNotFoundError: there are no such weights.
+        ValueError: names or shapes differ, or DCP's index refers to other objects than its own. Nothing was changed or executed.
+        FileNotFoundError: there are no weights at this path.
         ImportError: the package safetensors is missing.
     """
     tensors = _read(Path(path).expanduser())

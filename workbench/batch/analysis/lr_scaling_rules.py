@@ -372,20 +372,21 @@ def scale_lr(
     dataset_size: int | None = None,
     strict: bool = False,
 ) -> ScaledLr:
-    """Take a learning rate from one batch to another.
+    """Transfer a learning rate from one batch size to another.
 
     With kappa = to_batch / batch:
 
-    * "linear": lr × kappa, for SGD while kappa small steps see about the gradient of one big one: batches far below the noise scale
-      (Goyal et al. 2017, arXiv 1706.02677, with a warm-up).
+    * "linear": lr × kappa, for SGD at batch sizes far below the noise scale, where kappa small steps have about the effect of one large
+      step (Goyal et al. 2017, arXiv 1706.02677, with a warm-up).
     * "sqrt": lr × sqrt(kappa), and nothing else changes.
     * "adam": lr × sqrt(kappa), beta → 1 - kappa (1 - beta), eps / sqrt(kappa), for Adam and RMSProp while kappa (1 - beta) < 1 for each
-      beta and noise dominates the gradient (Malladi et al. 2022, arXiv 2205.10287). It keeps the dynamics, sample for sample.
+      beta and noise dominates the gradient (Malladi et al. 2022, arXiv 2205.10287). It preserves the training dynamics as a function of
+      samples.
     * "damped": lr × (1 + noise / batch) / (1 + noise / to_batch), which is linear far below the noise scale and constant far above
       (McCandlish et al. 2018, arXiv 1812.06162); for Adam its square root.
     * "none": lr unchanged.
-    * "auto": SGD "damped" where the noise is known, else "linear"; the Adam family "adam" where that is defined and a known noise does not
-      forbid it; else "damped" or "sqrt".
+    * "auto": for SGD "damped" if the noise scale is known, otherwise "linear"; for the Adam family "adam" if it is defined and a known
+      noise scale does not rule it out, otherwise "damped" or "sqrt".
 
     Every rule inherits the error of the learning rate it starts from: tune that first.
 
@@ -398,20 +399,20 @@ def scale_lr(
     Args:
         lr: (peak) learning rate at `batch`.
         batch: samples per optimizer step over all ranks and micro-batches: micro_batch × accumulation × world_size.
-        to_batch: the same, of the new batch.
+        to_batch: the same for the new batch.
         optimizer: name with options, as in a RunSpec, or a mapping of an optimizer's settings.
         rule: one of RULES.
-        noise_scale: the gradient noise scale, in samples: a number, or what `wb.noise_scale` gives. None = not known.
-        critical_batch: B_crit, in samples, from `wb.steps_to_target`. Where both are known the smaller counts.
-        warmup_steps: of the old batch; None or 0 = none so far.
+        noise_scale: the gradient noise scale in samples: a number, or the result of `wb.noise_scale`; None = not known.
+        critical_batch: B_crit in samples, from `wb.steps_to_target`. If both are known, the smaller counts.
+        warmup_steps: warm-up at the old batch size; None or 0 = none.
         dataset_size: samples of an epoch; None = not known.
-        strict: raise where the rule does not hold, instead of saying so in `notes`.
+        strict: raise an error if the rule does not hold, instead of saying so in `notes`.
 
     Returns:
-        The learning rate with all other settings that change, the validity of the rule (`valid`), and why.
+        The learning rate with all other settings that change, and whether the rule holds (`valid`) and why.
 
     Raises:
-        ValueError: a number, rule or optimizer that makes no sense; the rule is not for this optimizer; or, if `strict`, it does not hold.
+        ValueError: an invalid number, rule or optimizer; a rule that is not for this optimizer; or, if `strict`, a rule that does not hold.
     """
     check_arguments(lr, rule, batch=batch, to_batch=to_batch, warmup_steps=warmup_steps, dataset_size=dataset_size)
     lr, batch, to_batch, warmup_steps, dataset_size = map(python_number, (lr, batch, to_batch, warmup_steps, dataset_size))

@@ -81,23 +81,23 @@ def kubernetes(
     cpu: str | None = None,
     shm: str = "2Gi",
 ) -> Manifest:
-    """A manifest that runs a spec under torchrun on several machines of a cluster. This only makes text and contacts no cluster.
+    """Write a manifest that runs a spec under torchrun on several machines of a cluster. It only makes text, and contacts no cluster.
 
-    Each pod is a machine with `nproc_per_node` ranks. Pod 0 hosts the rendezvous, at a name that a headless Service gives it.
+    Each pod is a machine with `nproc_per_node` ranks. Pod 0 hosts the rendezvous, at the name of a headless Service.
 
     Args:
         spec: what to train; a path is a script inside the image. "{out}" in a script's arguments stands for a folder in `/runs` that is new
             in each run.
-        image: with this workbench (for a script: with torch) and the task's files in its working directory.
-        nodes: pods; None = the spec's nnodes.
+        image: an image with this workbench (for a script, with torch) and the task's files in its working directory.
+        nodes: number of pods; None = the spec's nnodes.
         gpus: NVIDIA GPUs of each pod, one per rank; None = as many as ranks, none for a spec with device="cpu".
-        kind: "job" (nothing to be installed in the cluster), "jobset" (jobset.x-k8s.io) or "pytorchjob" (Kubeflow's training operator).
-        name: of the objects (DNS-1123); None = after the task or script.
+        kind: "job" (the cluster needs no extension), "jobset" (jobset.x-k8s.io) or "pytorchjob" (Kubeflow's training operator).
+        name: name of the objects (DNS-1123); None = the name of the task or script.
         namespace: None = kubectl's current one.
-        claim: PersistentVolumeClaim for `/runs` (ReadWriteMany), where the run directory goes; None = it goes with the pods.
-        memory: of each pod, such as "64Gi".
+        claim: PersistentVolumeClaim for `/runs` (ReadWriteMany), where the run directory is; None = it is lost with the pods.
+        memory: memory of each pod, such as "64Gi".
         cpu: cores of each pod, such as "8".
-        shm: size of /dev/shm, which the workers of loaders use; Kubernetes' own 64 MiB is too small for them.
+        shm: size of /dev/shm, which loader workers use; Kubernetes' default of 64 MiB is too small for them.
 
     Raises:
         SpecError: a value that is not allowed.

@@ -44,50 +44,51 @@ def launch(
     min_ranks: int | None = None,
     **knobs: Any,
 ) -> Run:
-    """Start a RunSpec, or any training script as it is, under torchrun, and return at once.
+    """Start a RunSpec, or any unedited training script, under torchrun, and return at once.
 
-    The run ends with this process: nothing stays behind when a kernel is restarted or killed. A job of Slurm goes on without it.
+    The run ends with this process: no process stays behind when a kernel is restarted or killed. A Slurm job continues without it.
 
-    On several machines this one is the first, and `run.join_command` says what to type on each of the others; they have to see the run
-    directory, and to have the same Python and files.
+    On several machines, this one is the first, and `run.join_command` says what to type on each of the others. They must see the run
+    directory and have the same Python and files.
 
     Args:
         target: a RunSpec, the name of a task, or the path of a script; left out with `resume`.
-        resume: a run of this machine (or its directory) that was killed, stopped or failed, with checkpoints (`checkpoint_every=`): it
-            goes on from the last sound one, in its directory, from the folder where it was launched and with its spec; nothing but
-            `timeout` can be given with it. Order of samples, random numbers, weights and schedule go on where they were; `prove_resume`
-            finds out whether that makes the run the same bit for bit. What its processes printed before is in `attempts/`. With a
-            `target` that differs from its spec in how ranks share the work (`parallel`, `nnodes`, `micro_batch`, …), a new run begins with
-            its last checkpoint: the same weights and states of the optimizer, on other ranks. It takes `runs_dir`, `name`, `rdzv_endpoint`
-            and `rdzv_timeout`, too. Or a directory of torch.distributed.checkpoint: the new run of a RunSpec begins at step 0 with its
-            weights, and with the states of its optimizer if it has any; options, schedule and samples are those of the spec.
-        args: the script's arguments. "{out}" in them stands for the folder `out` of its run directory, for its checkpoints: no other launch
-            has it.
+        resume: a run of this machine (or its directory) with checkpoints (`checkpoint_every=`) that was killed, stopped or failed. It
+            continues from the last sound checkpoint, in its directory, from the folder where it was launched and with its spec; only
+            `timeout` can be given with it. Order of samples, random numbers, weights and schedule continue where they were; `prove_resume`
+            tests whether the run is then the same bit for bit. Earlier output of its processes is in `attempts/`. With a `target` that
+            differs from its spec in how ranks share the work (`parallel`, `nnodes`, `micro_batch`, …), a new run starts from its last
+            checkpoint, with the same weights and optimizer states on other ranks; `runs_dir`, `name`, `rdzv_endpoint` and `rdzv_timeout`
+            are then allowed too. Or a torch.distributed.checkpoint directory: a new run of the RunSpec starts at step 0 with its weights,
+            and with its optimizer states if it has any; options, schedule and samples are the spec's.
+        args: the script's arguments. "{out}" in them stands for the folder `out` of the run directory, such as for checkpoints; no other
+            launch uses it.
         nproc_per_node: ranks on this machine; None = the spec's own, 1 for a script.
-        watch: find the script's loaders, modules and optimizers as it runs and write a Timeline per rank (a RunSpec always has one).
-            "always", for scripts and specs: each rank also tells when a phase, throughput, memory or loss gets worse for good
-            (`wb.health(run)` and the run's notes have it); "experiments": it may time a small computation then; "trace": also trace a few
-            steps after it, into the run's folder `alarms`.
+        watch: True = find the script's loaders, modules and optimizers as it runs, and write a Timeline per rank (a RunSpec always has
+            one). "always", for scripts and specs: each rank also reports when a phase, throughput, memory or loss becomes worse permanently
+            (in `wb.health(run)` and the run's notes). "experiments": it may then also time a small computation. "trace": it then also
+            traces a few steps, into the run's folder `alarms`.
         timeout: seconds after which the run is stopped; None = never.
         runs_dir: where run directories go; None = `runs` in the current folder.
-        name: for people, and the end of the run directory's name; None = after the task or script.
+        name: a name for people, which ends the run directory's name; None = the name of the task or script.
         nnodes: machines; None = the spec's own, 1 for a script, or those of `on`.
-        rdzv_endpoint: host:port of this machine as the others reach it; None = its host name with a free port. With nnodes of 2 or more.
-        rdzv_timeout: seconds in which all machines have to come.
-        on: Slurm, whose job it becomes, followed through the run directory; None = it starts here and now.
-        on_hang: what is done when no rank makes progress any more and the rank that holds up the others is known (`run.hang`): "report"
-            says so and lets the run go on, "stop" also ends it, after 30 s without progress or more.
-        max_restarts: how often a RunSpec with checkpoints starts again by itself from the last one, after a rank was killed, crashed or
-            raised an error, or a hang was stopped; not where the same error came again before a further step. `run.restarts` lists them.
-        min_ranks: a restart goes on with the ranks that are left, but no fewer than this: the samples of a step stay the same, by more
-            accumulation; of several machines, with all ranks of those that are left. None = always with all ranks.
-        **knobs: fields of the RunSpec to change, as `spec.replace` does; for a script `threads`, and with `watch` also `profile`.
+        rdzv_endpoint: with nnodes of 2 or more: host:port at which the others reach this machine; None = its host name with a free port.
+        rdzv_timeout: seconds within which all machines must join.
+        on: a Slurm object: the run becomes a Slurm job, followed through the run directory; None = it starts on this machine at once.
+        on_hang: what happens when no rank makes progress and the rank that holds up the others is known (`run.hang`): "report" reports it
+            and lets the run continue, "stop" also ends the run, after at least 30 s without progress.
+        max_restarts: how often a RunSpec with checkpoints restarts by itself from the last checkpoint, after a rank was killed, crashed or
+            raised an error, or a hang was stopped. It does not restart if the same error recurs before a further step. `run.restarts` lists
+            the restarts.
+        min_ranks: a restart may use the remaining ranks, but no fewer than this; more accumulation keeps the samples of a step the same. On
+            several machines, it uses all ranks of the remaining machines. None = always all ranks.
+        **knobs: fields of the RunSpec to change, as in `spec.replace`; for a script `threads`, and with `watch` also `profile`.
 
     Raises:
-        LaunchError: no such script, more ranks than GPUs, arguments that do not go together, no place to write, no Slurm here or one that
+        LaunchError: no such script, more ranks than GPUs, arguments that do not go together, no place to write, no Slurm here, or Slurm
             refuses the job (in its own words). Nothing was written.
         SpecError: no such knob, or a value it does not take; fewer steps than `profile` needs.
-        TaskError: the task's file or function is not there.
+        TaskError: the task's file or function does not exist.
     """
     check_timeout(timeout)
     check_timeout(rdzv_timeout, "rdzv_timeout")

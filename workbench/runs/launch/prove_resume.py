@@ -177,35 +177,35 @@ def prove_resume(
     resumed: Mapping[str, Any] | None = None,
     **knobs: Any,
 ) -> ResumeProof | ScriptResumeProof | LayoutResumeProof:
-    """Train a spec twice, kill one of the two at random steps and resume it from its checkpoints, and compare both bit for bit.
+    """Train twice, kill one of the two trainings at random steps and resume it from its checkpoints, and compare both bit for bit.
 
-    Both write a digest of each step, on each rank: samples, batch, random numbers, weights, buffers, optimizer, schedule, gradient scaler,
-    loss and gradients, and under DDP also the gradients of each rank's own samples before they are reduced. Where the two differ, the first
-    step, rank and part is named.
+    Both write a digest of each step on each rank: samples, batch, random numbers, weights, buffers, optimizer, schedule, gradient scaler,
+    loss and gradients, and under DDP also the gradients of each rank's own samples before the reduction. If the two differ, the result
+    names the first step, rank and item that does.
 
-    A script keeps checkpoints of its own: it is killed after random steps, once it has written something into its folder (or while it
-    writes there), and launched again. What it has written at its end is compared; one that begins again, by its steps, is not exact.
+    A script writes its own checkpoints. It is killed after random steps, once it has written into its folder (or while it writes there),
+    and launched again. The files that it has written at its end are compared. A script that starts from the first step again is not exact.
 
-    With `resumed=` it is killed once, and goes on in another layout. States and samples must then be the same, and losses and the weights
-    at the end but for rounding; the result says what could not be compared.
+    With `resumed=` it is killed once and continues in another layout. States and samples must then be the same, and losses and final
+    weights the same up to rounding; the result says what could not be compared.
 
     Args:
-        target: a RunSpec, the name of a task, or the path of a script. Of a spec, at most 60 steps are trained, unless `steps=` is among
-            the knobs, and a checkpoint is written after each sixth of them, unless the spec's own leaves room for kills.
-        args: of a script: its arguments. "{out}" in them stands for the folder where it finds and writes its checkpoints.
-        result: of a script: the file in that folder that is compared, such as "last.pt"; it should hold weights, optimizer and all else.
-        kills: how often it is killed, each time in another step: a random rank, by SIGKILL; with `resumed=` once.
-        during_save: of a script: kill it while it writes a file into its folder: does it go on from a checkpoint that is cut in two?
-        seed: of the choice of steps and ranks.
+        target: a RunSpec, the name of a task, or the path of a script. A spec trains for at most 60 steps, unless `steps=` is among the
+            knobs, and writes a checkpoint after each sixth of them, unless its own `checkpoint_every` leaves room for the kills.
+        args: arguments of a script. "{out}" in them stands for the folder where it reads and writes its checkpoints.
+        result: for a script: the file in that folder to compare, such as "last.pt"; it should hold weights, optimizer and all other states.
+        kills: how often a random rank is killed by SIGKILL, each time in another step; with `resumed=` once.
+        during_save: for a script: kill it while it writes a file into its folder, to test whether it survives a truncated checkpoint.
+        seed: seed for the choice of steps and ranks.
         timeout: seconds that each of the trainings may take; None = any.
         runs_dir: where the two run directories go; None = `runs` in the current folder.
-        resumed: of a spec: knobs of the layout in which it goes on, such as {"nproc_per_node": 1, "micro_batch": 8}, with as many samples
-            in a step; None = as it was.
-        **knobs: fields of the RunSpec to change, as with `spec.replace`; for a script, arguments of `launch` such as nproc_per_node.
+        resumed: for a spec: knobs of the layout in which it continues, such as {"nproc_per_node": 1, "micro_batch": 8}, with as many
+            samples in a step; None = the same layout.
+        **knobs: fields of the RunSpec to change, as in `spec.replace`; for a script, arguments of `launch` such as nproc_per_node.
 
     Raises:
-        ValueError: it is no spec or script, lacks what a script needs, or has too few steps for so many kills.
-        SpecError: no such knob, or checkpoints cannot be written with its others.
+        ValueError: not a spec or a script, an argument that a script needs is missing, or too few steps for so many kills.
+        SpecError: no such knob, or checkpoints cannot be written with these knobs.
         LaunchError: it cannot be launched here.
         RunError: a training failed by itself.
         TimeoutError: it took too long; it was stopped.
@@ -467,7 +467,7 @@ class RepeatProof(JsonDataclass, display.Shown):
 def same_twice(
     target: RunSpec | str, *, timeout: float | None = 600.0, runs_dir: str | os.PathLike[str] | None = None, **knobs: Any
 ) -> RepeatProof:
-    """Train a spec twice and compare a digest of all that each step depends on and computes, on each rank.
+    """Train a spec twice and compare digests of everything that each step depends on and computes, on each rank.
 
     Args:
         target: a RunSpec or the name of a task; at most 60 steps are trained, unless `steps=` is among the knobs.
@@ -476,7 +476,7 @@ def same_twice(
         **knobs: fields of the RunSpec to change, such as deterministic=True.
 
     Raises:
-        ValueError: it is neither.
+        ValueError: neither a RunSpec nor the name of a task.
         SpecError: no such knob.
         LaunchError: it cannot be launched here.
         RunError: a training failed.

@@ -188,27 +188,28 @@ def recompute(
     timeout: float | None = 600.0,
     runs_dir: str | os.PathLike[str] | None = None,
 ) -> Recomputation:
-    """Find out whether steps of a run were computed right: repeat them from a checkpoint on as many ranks, and compare bit for bit.
+    """Find out whether steps of a run were computed correctly: repeat them from a checkpoint on as many ranks, and compare bit for bit.
 
-    Where the run and its repetition differ, a second repetition decides which of the three is the odd one. Where that is the run, a third
-    one begins at an earlier checkpoint, or at the start: it shows whether checkpoints restore everything. A machine is blamed only where
-    the repetitions agree bit for bit, under the same conditions (versions, devices, switches, code, data) and with the same inputs: a
-    training that is not repeatable, or does not resume exactly, is said to be that.
+    If the run and its repetition differ, a second repetition shows which of the three is different. If it is the run, a third repetition
+    from an earlier checkpoint, or from the start, shows whether checkpoints restore everything. A machine is blamed only if the repetitions
+    agree bit for bit, under the same conditions (versions, devices, torch's settings, code, data) and with the same inputs. If the training
+    is not repeatable, or does not resume exactly, the result says so instead.
 
-    With `step_digests=True` a run writes a digest of all parts of each step, on each rank, and the part that was wrong is named, and the
-    rank as well, unless ranks exchange what they compute before it shows. Without, the losses of rank 0 are compared, and those of each
-    rank in the last 16 steps: they show that something was wrong, and since when at the latest, and of several ranks not which.
+    With `step_digests=True`, a run writes a digest of all items of each step on each rank. The wrong item is then named, and the rank too,
+    unless ranks exchange their results before the error shows. Without it, the losses of rank 0 are compared, and those of each rank in the
+    last 16 steps. They show that something was wrong, and since which step at the latest, but not on which of several ranks.
 
     Args:
-        run: of a RunSpec, ended, or its directory. Its task's code runs here.
-        since: steps of the checkpoint from which to repeat, or 0 = from the start; None = the last that has steps after it, or the start.
+        run: a finished run of a RunSpec, or its directory. The code of its task is executed on this machine.
+        since: the step of the checkpoint from which to repeat; 0 = from the start; None = the last checkpoint that has steps after it, or
+            the start.
         until: the last step to repeat; None = the last of the run.
-        timeout: seconds that each repetition may take; None = any. A third one that takes longer is done without.
+        timeout: seconds that each repetition may take; None = no limit. If the third repetition takes longer, the result does without it.
         runs_dir: where the repetitions go; None = `runs` in the current folder.
 
     Raises:
-        ValueError: it is the run of a script, still runs, has no such checkpoint or step, or has recorded nothing of a step.
-        LaunchError: it cannot be repeated here, its code is somebody else's, or its directory has symbolic links.
+        ValueError: it is a run of a script, still runs, has no such checkpoint or step, or has recorded no step.
+        LaunchError: it cannot be repeated here, its code belongs to another user, or its directory has symbolic links.
         RunError: a repetition failed.
         TimeoutError: a repetition took too long; it was stopped.
     """

@@ -53,26 +53,26 @@ def sweep(
 ) -> list[Run]:
     """Run every combination of the knobs' values and return when all have ended.
 
-    Configurations that can share their processes run in one launch, which pays the start-up once. Launches follow one another, so no
-    two configurations run at the same time. With `repeat`, every repetition goes through the configurations in the opposite direction
-    (A B B A): a machine that slowly gets hotter or busier favours none.
+    Configurations that can share their processes run in one launch, which pays the start-up once. No two configurations run at the same
+    time. With `repeat`, each repetition goes through the configurations in the opposite order (A B B A), so that a machine that slowly
+    becomes hotter or busier favours none of them.
 
     Args:
-        spec: what all have in common.
+        spec: what all configurations have in common.
         runs_dir: where run directories go; None = `runs` in the current folder.
         repeat: how often each configuration runs.
         quiet: do not print a line per finished run.
-        budget_s: seconds after which the run under way is stopped, and no further one begins, once one has ended; None = no limit: a part
-            of a comparison may favour what comes first.
-        **lists: a list of values per knob, such as `micro_batch=[16, 32]`.
+        budget_s: seconds after which the current run is stopped and no further run starts, once at least one has ended; None = no limit,
+            since an unfinished comparison may favour what ran first.
+        **lists: a list of values for each knob, such as `micro_batch=[16, 32]`.
 
     Returns:
-        The runs in the order of the product (the last knob varies fastest), repetitions side by side; those that have ended where the
-        budget or Ctrl-C has ended it, and a line on stderr says which are missing.
+        The runs in the order of the product (the last knob varies fastest), repetitions side by side. If the budget or Ctrl-C ended the
+        sweep, only the finished runs; a line on stderr says which are missing.
 
     Raises:
         SpecError: a knob or value that is not allowed, or fewer steps than `profile` needs. Nothing was started.
-        LaunchError, TaskError: a configuration cannot run here, or the task is not there. Nothing was started.
+        LaunchError, TaskError: a configuration cannot run here, or the task does not exist. Nothing was started.
         KeyboardInterrupt: Ctrl-C came before the first run had ended.
     """
     spec = read_spec("sweep", spec, because="whose knobs can be turned", instead="a script is launched with launch()", error=SpecError)
