@@ -326,6 +326,22 @@ def test_a_process_at_its_limit() -> None:
     assert value["held"]["available"] < 2**28
 
 
+def test_what_a_process_holds_is_listed_though_next_to_nothing_is_left(tmp_path: Path, forks: Forks) -> None:
+    code = (
+        "import pathlib, resource, sys, torch\nfrom workbench.memory.measure.at_oom import held\nfrom workbench.runs import failure\n"
+        "failure.reserve_memory()\nkept = torch.empty(2**25)\n"
+        "pages = int(pathlib.Path('/proc/self/statm').read_text().split()[0])\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + 2**20,) * 2)\n"
+        "try:\n    torch.empty(2**26)\n"
+        "except RuntimeError as error:\n    failure.record(error, run_dir=pathlib.Path(sys.argv[1]), held=held)\n"
+    )
+    done = forks.run(tmp_path, "-c", code, tmp_path)
+    assert done.returncode == 0, done.stderr
+    memory = run_directory.read_json(tmp_path / run_directory.ERRORS / "rank0.json")["memory"]
+    assert memory["held"]["groups"]["other"] >= 2**27
+    assert memory["held"]["available"] <= 2**20, "without what was set aside"
+
+
 def test_the_kernels_kill(tmp_path: Path) -> None:
     (tmp_path / run_directory.ERRORS).mkdir()
     (tmp_path / run_directory.LAUNCHER_LOG).write_text("[0]:\n  rank      : 0 (local_rank: 0)\n  exitcode  : -9 (pid: 7)\n")

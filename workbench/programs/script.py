@@ -166,6 +166,7 @@ def main() -> None:
 
         watch_script.install(borders)
     rank_watchdog.start()
+    failure.reserve_memory()
     _hold_renames()
     run(words[0], words[1:])
 

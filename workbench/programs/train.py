@@ -46,6 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> str:
     parser.add_argument("run_dirs", metavar="RUN_DIR", type=Path, nargs="+", help="directory with a run.json")
     run_dirs, preempted = parser.parse_args(arguments).run_dirs, ""
     rank_watchdog.start()
+    failure.reserve_memory()
     try:
         specs = [read_spec(run_dir) for run_dir in run_dirs]
         if len(specs) == 1:

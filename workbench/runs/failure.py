@@ -4,6 +4,7 @@ Each rank records its error, with the time on the monotonic clock, before it tea
 """
 
 import contextlib
+import mmap
 import os
 import re
 import time
@@ -208,6 +209,25 @@ def _traceback(error: BaseException) -> str | None:
     return _traceback(error.__cause__) if error.__cause__ else None
 
 
+RESERVED = 1 << 25
+"""Bytes of address space set aside for describing what is held when memory runs out. They are not touched, so no memory is behind them."""
+_reserve: list[mmap.mmap] = []
+
+
+def reserve_memory() -> None:
+    """Set RESERVED bytes aside in this process: to list what is alive takes some MB, which are not there once memory has run out."""
+    with contextlib.suppress(OSError):
+        _reserve.append(mmap.mmap(-1, RESERVED))
+
+
+def free_memory() -> int:
+    """Give back what was set aside; returns its bytes."""
+    size = RESERVED * len(_reserve)
+    while _reserve:
+        _reserve.pop().close()
+    return size
+
+
 def _explain(error: BaseException, message: str, held: "Callable[[BaseException], Held] | None") -> dict[str, Any] | None:
     """Why memory ran out; None if that fails, for want of memory for instance: the error itself is still recorded."""
     with contextlib.suppress(Exception):
@@ -216,7 +236,9 @@ def _explain(error: BaseException, message: str, held: "Callable[[BaseException]
         memory = OutOfMemory.parse(message)
         if memory is not None and held is not None:
             with contextlib.suppress(Exception):
-                memory = OutOfMemory.parse(message, held(error))
+                freed, found = free_memory(), held(error)
+                left = None if found.available is None else max(0, found.available - freed)
+                memory = OutOfMemory.parse(message, replace(found, available=left))
         return memory.to_json() if memory else None
     return None
 
