@@ -163,7 +163,7 @@ def test_everything_reads_on_its_ground(picture: tuple[str, Axes]) -> None:
     check_contrast(*picture)
 
 
-@pytest.mark.parametrize("name", ["diagnosis", "memory", "scaling", "scaling_law", "critical", "loader_curve"])
+@pytest.mark.parametrize("name", PICTURES)
 def test_everything_reads_on_a_dark_ground(name: str, folder: Path) -> None:
     with pyplot.style.context("dark_background"):
         ax = draw(name, folder)
