@@ -52,7 +52,9 @@ LAUNCHED: dict[str, dict[str, Any]] = {
         "evaluate": "every(steps=1)",
         "evaluate_batches": 1,
         "stop_when": "validation_loss(patience=100)",
-        "checkpoint_every": 2,
+        "checkpoint_every": 1,
+        "keep_checkpoints": 3,
+        "best": "validation_loss(max)",
         "gradient_norms": 1,
         "step_digests": True,
         "noise_scale": 1,
@@ -108,5 +110,6 @@ def test_a_launched_run_does_what_its_knobs_say(runs: dict[str, Run]) -> None:
     assert many.gradient_norms
     assert many.noise_scale
     assert [*(many.path / run_directory.TRACES).iterdir()]
+    assert [int(path.stem.removeprefix("step")) for path in checkpoints_of(many.path)][-3:] == [2, 3, 4]
     state = checkpoint_file.load(checkpoints_of(many.path)[-1], torch.device("cpu"))
     assert "ema" in {section for shard in state["shards"] for section, *_ in shard["parts"]}

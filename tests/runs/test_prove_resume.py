@@ -400,6 +400,8 @@ def test_steps_without_a_checkpoint_before_the_kill_and_at_the_end_are_refused(
 def test_a_specs_own_checkpoints_are_kept_where_they_leave_room_for_kills(own: int | None, knobs: dict[str, Any], every: int) -> None:
     asked = wb.RunSpec(task="text-gpt", steps=10 if own == 4 else 12, checkpoint_every=own)
     assert _prepared(asked, knobs, 2).checkpoint_every == every
+    evaluated = asked.replace(evaluate="checkpoint", best="accuracy") if own else asked  # which need checkpoints
+    assert _prepared(evaluated, knobs, 2).checkpoint_every == every
 
 
 @pytest.mark.parametrize(

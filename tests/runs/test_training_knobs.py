@@ -182,10 +182,10 @@ def test_values_and_combinations_that_are_refused_before_a_launch(knobs: dict[st
 
 def test_a_run_without_evaluations_has_no_knob_of_them() -> None:
     """Turned off alone, `evaluate` leaves knobs that need it, and the spec is refused."""
-    spec = spec_of(evaluate="every(steps=5)", evaluate_batches=3, stop_when="accuracy(best=max)")
+    spec = spec_of(evaluate="every(steps=5)", evaluate_batches=3, stop_when="accuracy(best=max)", checkpoint_every=5, best="accuracy")
     with pytest.raises(SpecError):
         spec.replace(evaluate=False)
-    assert spec.replace(**UNEVALUATED) == spec_of()
+    assert spec.replace(**UNEVALUATED) == spec_of(checkpoint_every=5)
     others = [path for path in Path(workbench.__file__).parent.rglob("*.py") if "evaluate=False, " in path.read_text()]
     assert not others  # a changed spec of the library itself
 
@@ -234,6 +234,12 @@ def test_what_cannot_be_compiled_is_refused(knobs: dict[str, Any], message: str)
         ({"stop_when": "loss(patience=0)"}, "stop_when: patience=0"),
         ({"stop_when": "loss(best=up)"}, "stop_when: best='up': allowed are 'min', 'max'"),
         ({"stop_when": "loss"}, 'stop_when="loss" with evaluate=False: .* try evaluate="epoch"'),
+        ({"best": "accuracy"}, 'best="accuracy" with evaluate=False and checkpoint_every=None: .* try evaluate="checkpoint"'),
+        ({"best": "accuracy", "evaluate": "end", "checkpoint_every": 5}, "with evaluate='end' and checkpoint_every=5"),
+        ({"best": "score"}, r"best='score': say which value is the best: \"score\(max\)\" or \"score\(min\)\""),
+        ({"best": "score(up)"}, r'best=.score\(up\).: a figure of the evaluation is allowed, such as "accuracy" or "score\(max\)"'),
+        ({"best": 3}, "best=3: a figure"),
+        ({"keep_checkpoints": 0}, "keep_checkpoints=0: a whole number"),
         ({"gradient_compression": "powersgd(rank=0)"}, "rank=0: a whole number"),
         ({"gradient_compression": "powersgd", "checkpoint_every": 5}, 'with checkpoint_every=5: each rank keeps .* try "fp16"'),
         ({"gradient_compression": "powersgd", "parallel": "fsdp"}, 'with parallel="fsdp": it is a hook of DDP'),

@@ -273,7 +273,7 @@ def test_the_best_is_one_that_was_written(alone: Ranks, tmp_path: Path, monkeypa
 
     monkeypatch.setattr(checkpoint_file, "save", broken)
     for step, loss in ((6, 1.0), (12, 0.5), (18, 2.0), (24, 3.0), (30, 4.0)):
-        checkpoints.write(step, trainer, wait=False, loss=loss)
+        checkpoints.write(step, trainer, wait=False, score=loss)
     checkpoints.finish()
     assert names(tmp_path) == [f"step000000{step}.pt" for step in ("06", 24, 30)]
     last = checkpoints.latest()

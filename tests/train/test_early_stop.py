@@ -1,4 +1,4 @@
-"""A training ends when its evaluations do not become better, and so does one that is resumed."""
+"""Figures of evaluations end a training, also one that is resumed, and say which checkpoint is the best."""
 
 import dataclasses
 import threading
@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests import toy_tasks
-from tests.train.test_checkpoints import spec_of, train
+from tests.train.test_checkpoints import names, spec_of, train
 from workbench.core import run_directory
 from workbench.runs.task import TaskError
 from workbench.train.checkpoints import Checkpoints
@@ -94,3 +94,49 @@ def test_a_figure_that_there_is_not_is_named(alone: Ranks, tmp_path: Path) -> No
     task = toy_tasks.numbers(evaluate=lambda model: {"score": 1.0})
     with pytest.raises(TaskError, match="stop_when: the evaluation has no figure 'loss'; it has score"):
         train(spec_of(stop_when="loss", evaluate="every(steps=2)"), task, alone, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("best", "keep", "kept", "value"),
+    [
+        (None, 2, (3, 15, 18), (2.0, 3)),
+        (None, 4, (3, 9, 12, 15, 18), (2.0, 3)),
+        ("score(max)", 1, (9, 18), (-8.0, 9)),
+        ("accuracy", 2, (12, 15, 18), (-0.9, 12)),
+        ("accuracy(min)", 1, (6, 18), (0.1, 6)),
+    ],
+)
+def test_the_last_checkpoints_and_the_best_are_kept(
+    alone: Ranks, tmp_path: Path, best: str | None, keep: int, kept: tuple[int, ...], value: tuple[float, int]
+) -> None:
+    figures = iter(
+        {"loss": loss, "score": score, "accuracy": accuracy}
+        for loss, score, accuracy in ((2, 1, 0.5), (3, 7, 0.1), (4, 8, 0.2), (5, 6, 0.9), (6, 5, 0.3), (7, 4, 0.4))
+    )
+    spec = spec_of(steps=18, checkpoint_every=3, evaluate="checkpoint", best=best, keep_checkpoints=keep)
+    train(spec, toy_tasks.numbers(evaluate=lambda model: next(figures)), alone, tmp_path)
+    assert names(tmp_path) == [f"step{step:08d}.pt" for step in kept]
+    checkpoints = Checkpoints(tmp_path, alone, 3)
+    last = checkpoints.latest()
+    assert last
+    assert last[1]["best"] == value
+    found = checkpoints.best(last)
+    assert found
+    assert found[1]["step"] == value[1]
+
+
+def test_a_run_that_goes_on_keeps_the_best_unless_another_figure_decides(alone: Ranks, tmp_path: Path) -> None:
+    figures = iter([{"score": 9.0, "accuracy": 0.1}] + [{"score": 1.0, "accuracy": 0.5}] * 20)
+    task = toy_tasks.numbers(evaluate=lambda model: next(figures))
+    spec = spec_of(steps=12, checkpoint_every=3, evaluate="checkpoint", best="score(max)", keep_checkpoints=1)
+    train(spec, task, alone, tmp_path)
+    train(spec.replace(steps=18), task, alone, tmp_path)
+    assert names(tmp_path) == ["step00000003.pt", "step00000018.pt"]
+    train(spec.replace(steps=24, best="accuracy"), task, alone, tmp_path)
+    assert names(tmp_path) == ["step00000021.pt", "step00000024.pt"]
+
+
+def test_a_best_that_no_evaluation_gives_ends_the_training(alone: Ranks, tmp_path: Path) -> None:
+    spec = spec_of(evaluate="checkpoint", best="accuracy")
+    with pytest.raises(TaskError, match="best='accuracy': the evaluation has no figure 'accuracy'; it has score"):
+        train(spec, toy_tasks.numbers(evaluate=lambda model: {"score": 1.0}), alone, tmp_path)

@@ -109,14 +109,14 @@ def test_a_model_of_transformers_is_loaded_by_from_pretrained(alone: Ranks, tmp_
 def test_the_best_checkpoint_is_kept_and_exported(alone: Ranks, tmp_path: Path) -> None:
     trainer, checkpoints = Trainer(spec_of(), toy_tasks.numbers(model=tied), alone), Checkpoints(tmp_path, alone, 1)
     for step, loss in enumerate((3.0, 1.0, 2.0, float("nan"), 1.0, None), 1):
-        checkpoints.write(step, trainer, loss=loss)
+        checkpoints.write(step, trainer, score=loss)
         if step == 2:
             wanted = trainer.module[3].weight.detach().clone()
         trainer.step([next(trainer.batches())])
     assert names(tmp_path) == ["step00000002.pt", "step00000005.pt", "step00000006.pt"]
     again = Checkpoints(tmp_path, alone, 1)
     again.resume(trainer, again.latest())
-    again.write(7, trainer, loss=1.5)
+    again.write(7, trainer, score=1.5)
     assert names(tmp_path) == ["step00000002.pt", "step00000006.pt", "step00000007.pt"]
     assert torch.equal(wb.import_weights(tied(), wb.export_weights(tmp_path, tmp_path / "out", best=True))[3].weight, wanted)
     (tmp_path / "other").mkdir()

@@ -221,6 +221,12 @@ class RunSpec(_Spec):
     checkpoint_every: int | None = None
     """Steps between two checkpoints in the run directory, from which a run goes on: a job that Slurm puts back into its queue
     (`Slurm(requeue=True)`), or a run of this machine with `wb.launch(resume=run)`; None = none. See `train.checkpoints`."""
+    keep_checkpoints: int = knob(2, elsewhere=("save_total_limit", "save_top_k", "max_to_keep"))
+    """How many checkpoints are kept, the last ones; the best is kept beside them. With 1 there is no other if the last is damaged."""
+    best: str | None = knob(None, elsewhere=("metric_for_best_model", "monitor"))
+    """The figure of the evaluations by which a checkpoint is the best: "accuracy", "validation_loss" or "ece", or one of the task's own
+    with its direction: "score(max)" or "score(min)"; None = "validation_loss", where the evaluations give it. Needs evaluate="checkpoint",
+    or evaluations that fall on steps with a checkpoint."""
     noise_scale: bool | int = False
     """Record the norms that `run.noise_scale` is made of: n = in every n-th step, at 1/n of the cost (1 = in every step; in a long run
     10 is plenty), True = in every fourth step, or in fewer where that took more than 5 % of the time. Needs two groups of samples in a
@@ -242,7 +248,7 @@ class RunSpec(_Spec):
             object.__setattr__(self, "micro_batch", AutoBatch(AUTO))
         else:
             _check_whole(self, "micro_batch", 1, ', or "auto"')
-        for name in ("accumulation", "nproc_per_node", "nnodes", "steps", "threads", *_WAYS):
+        for name in ("accumulation", "nproc_per_node", "nnodes", "steps", "threads", "keep_checkpoints", *_WAYS):
             _check_whole(self, name, 1)
         for name in ("num_workers", "warmup_steps"):
             _check_whole(self, name, 0)
@@ -274,7 +280,7 @@ class RunSpec(_Spec):
         training_knobs.check(self)
         _check_parallel(self)
         if self.noise_scale:
-            _check_noise(self)
+            training_knobs.check_noise(self)
         _profile(self)
 
     @property
@@ -428,25 +434,6 @@ def _check_parallel(spec: RunSpec) -> None:
         raise SpecError(
             f'precision="amp_fp16" with tensor_parallel={spec.tensor_parallel} and parallel="{spec.parallel}": each rank would '
             'scale its part of a layer by itself; try precision="amp_bf16", or parallel="fsdp"'
-        )
-
-
-def _check_noise(spec: RunSpec) -> None:
-    if not isinstance(spec.noise_scale, int) or spec.noise_scale < 0:
-        raise SpecError(
-            f"noise_scale={spec.noise_scale!r}: allowed are True (each fourth step, or fewer), n (each n-th; 1 = each), and False"
-        )
-    if spec.tensor_parallel > 1:
-        raise SpecError(
-            f"noise_scale={spec.noise_scale} with tensor_parallel={spec.tensor_parallel}: a sample's gradient is spread over ranks there, "
-            "and its norm is not measured; the noise scale does not depend on it, so measure it with tensor_parallel=1 and a smaller "
-            "micro_batch"
-        )
-    if spec.accumulation * spec.data_ranks < 2:
-        half = "" if spec.micro_batch == AUTO or spec.micro_batch < 2 else f" with micro_batch={spec.micro_batch // 2}"
-        raise SpecError(
-            f"noise_scale={spec.noise_scale} with one rank and accumulation=1: noise shows in the difference between groups of samples, "
-            f"so a step needs two; try accumulation=2{half}, or wb.noise_scale(spec), which does so by itself"
         )
 
 

@@ -179,7 +179,7 @@ def parse_evaluate(value: bool | str) -> tuple[str, int]:
     raise SpecError(f'evaluate={value!r:.80}: True, False, "end", "epoch", "checkpoint" or "every(steps=500)" is allowed')
 
 
-UNEVALUATED: Mapping[str, Any] = MappingProxyType({"evaluate": False, "evaluate_batches": None, "stop_when": None})
+UNEVALUATED: Mapping[str, Any] = MappingProxyType({"evaluate": False, "evaluate_batches": None, "stop_when": None, "best": None})
 """Knobs of a run without evaluations: all that says when, of what and what for."""
 
 
@@ -250,6 +250,7 @@ def check(spec: Any) -> None:
         raise SpecError(f'evaluate_batches={spec.evaluate_batches} with evaluate=False: say when, as in evaluate="end"')
     _check_compile(spec)
     _check_stop(spec)
+    _check_best(spec)
     _check_pipeline(spec)
     _check_experts(spec)
     _check_local_sgd(spec)
@@ -425,6 +426,63 @@ def _check_stop(spec: Any) -> None:
         raise SpecError(
             f'stop_when="{spec.stop_when}" with evaluate={spec.evaluate!r}: it looks at evaluations while the training lasts; try '
             'evaluate="epoch" or "every(steps=500)"'
+        )
+
+
+BETTER = {"validation_loss": "min", "loss": "min", "ece": "min", "accuracy": "max"}
+"""Figure of the workbench's own evaluation → which of its values is the best."""
+
+
+def parse_best(text: Any) -> tuple[str, str]:
+    """The figure by which a checkpoint is the best, and which of its values is: "min" or "max".
+
+    >>> parse_best(None), parse_best("accuracy"), parse_best("score(max)")
+    (('validation_loss', 'min'), ('accuracy', 'max'), ('score', 'max'))
+
+    Raises:
+        SpecError: not of this form, or a figure whose direction is not known.
+    """
+    form = re.fullmatch(r"(\w+)(?:\((min|max)\))?", "validation_loss" if text is None else text.strip() if isinstance(text, str) else "")
+    if not form or not form[1].isidentifier():
+        raise SpecError(f'best={text!r:.80}: a figure of the evaluation is allowed, such as "accuracy" or "score(max)", or None')
+    figure = form[1]
+    if not (direction := form[2] or BETTER.get(figure)):
+        raise SpecError(f'best={text!r:.80}: say which value is the best: "{figure}(max)" or "{figure}(min)"')
+    return figure, direction
+
+
+def _check_best(spec: Any) -> None:
+    if spec.best is None:
+        return
+    parse_best(spec.best)
+    if parse_evaluate(spec.evaluate)[0] in ("", "end") or not spec.checkpoint_every:
+        raise SpecError(
+            f'best="{spec.best}" with evaluate={spec.evaluate!r} and checkpoint_every={spec.checkpoint_every}: an evaluation before a '
+            'checkpoint says how good it is; try evaluate="checkpoint" and checkpoint_every=100'
+        )
+
+
+def check_noise(spec: Any) -> None:
+    """Check `RunSpec.noise_scale`, where it is given.
+
+    Raises:
+        SpecError: a value that is not allowed, or a step in which there is nothing to measure.
+    """
+    if not isinstance(spec.noise_scale, int) or spec.noise_scale < 0:
+        raise SpecError(
+            f"noise_scale={spec.noise_scale!r}: allowed are True (each fourth step, or fewer), n (each n-th; 1 = each), and False"
+        )
+    if spec.tensor_parallel > 1:
+        raise SpecError(
+            f"noise_scale={spec.noise_scale} with tensor_parallel={spec.tensor_parallel}: a sample's gradient is spread over ranks there, "
+            "and its norm is not measured; the noise scale does not depend on it, so measure it with tensor_parallel=1 and a smaller "
+            "micro_batch"
+        )
+    if spec.accumulation * spec.data_ranks < 2:
+        half = "" if spec.micro_batch == "auto" or spec.micro_batch < 2 else f" with micro_batch={spec.micro_batch // 2}"
+        raise SpecError(
+            f"noise_scale={spec.noise_scale} with one rank and accumulation=1: noise shows in the difference between groups of samples, "
+            f"so a step needs two; try accumulation=2{half}, or wb.noise_scale(spec), which does so by itself"
         )
 
 

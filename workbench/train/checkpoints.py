@@ -18,19 +18,19 @@ import math
 import re
 import threading
 import time
-from collections.abc import Callable, Mapping, Sized
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
-from torch.utils.data import IterableDataset
 
 from workbench.core import run_directory, units
 from workbench.runs.errors import is_out_of_memory
 from workbench.train import checkpoint_file, named_state
 from workbench.train.checkpoint_file import UnusableCheckpointError
-from workbench.train.provenance import classes_of, dataset_identity, have_changed
+from workbench.train.early_stop import is_judged_by
+from workbench.train.provenance import classes_of, data_changes, dataset_identity, sample_count
 from workbench.train.ranks import Ranks, changed_layout, layout_knobs
 
 if TYPE_CHECKING:
@@ -39,8 +39,6 @@ if TYPE_CHECKING:
 
 WAIT_S = 0.01
 """Seconds between two looks for the parts of other ranks."""
-KEPT = 2
-"""Checkpoints that are kept: the last, and the one before in case the last is damaged with its disk."""
 Checkpoint = tuple[Path, dict[str, Any]]
 """Path and content of a checkpoint."""
 
@@ -84,14 +82,14 @@ class Checkpoints:
             self._passed_over[path] = UnusableCheckpointError(*bad[0])
 
     def best(self, last: Checkpoint) -> Checkpoint | None:
-        """The checkpoint with the lowest loss of a validation, as the last one has it; None = nothing was validated where one was written.
+        """The checkpoint that `RunSpec.best` says, as the last one has it; None = nothing was evaluated where one was written.
 
         Raises:
             UnusableCheckpointError: it is damaged.
         """
         if not last[1].get("best"):
             return None
-        path = self._folder / f"step{last[1]['best'][1]:08d}.pt"
+        path = self._path(last[1]["best"][1])
         state = self.read(path)
         if state.get("shards") and (damage := self._damage(path, state)):
             raise UnusableCheckpointError(*damage)
@@ -180,7 +178,10 @@ class Checkpoints:
             return 0
         path, state = checkpoint
         trainer.load_state(state, source)
-        done, self._best = int(state["step"]), state.get("best")
+        done = int(state["step"])
+        best = state.get("best")
+        if best and is_judged_by(trainer.spec.best, state) and self._path(best[1]).exists():
+            self._best = best
         self._cut_rows(done, state.get("rows") or {})  # those of earlier workbenches have none
         print(f"rank {self._ranks.rank} goes on from step {done}: {path}")
         if not self._ranks.rank:
@@ -209,16 +210,8 @@ class Checkpoints:
         for unusable, why in self._passed_over.items():
             print(f"{unusable} is {why.kind} and passed over: {why}")
             unusable.rename(unusable.with_name(f"{unusable.name}.{why.kind}"))
-        notes = []
-        before, now = (f"{n:,} samples" if isinstance(n, int) else "no length" for n in (state.get("samples"), _samples(trainer)))
-        if "samples" in state and before != now:
-            notes.append(f"the dataset has {now} now, and had {before} before: the order of the samples differs")
-        was, is_now = state.get("data") or {}, dataset_identity(trainer.loader.dataset)
-        changed = [name for name in was.keys() | is_now.keys() if was.get(name) != is_now.get(name) and name != "samples"] if was else []
-        notes += [f"the data's {name} is {is_now.get(name)!r:.80} now, and was {was.get(name)!r:.80} before" for name in sorted(changed)]
         self.first_samples = state.get("first samples")
-        if have_changed(trainer, self.first_samples):
-            notes.append("the content of the data's first samples differs from before: the training goes on with other data")
+        notes = data_changes(trainer, state)
         notes += filter(None, [state.get("origin"), changed_layout(trainer.spec, state.get("layout"))])
         for note in notes:
             print(f"note: {note}")
@@ -254,11 +247,14 @@ class Checkpoints:
                 with contextlib.closing(run_directory.LineWriter(path)) as writer:
                     writer.append(line.encode())
 
+    def _path(self, step: int) -> Path:
+        return self._folder / f"step{step:08d}.pt"
+
     def due(self, step: int) -> bool:
         """Is a checkpoint written after a step?"""
         return not step % self._every
 
-    def write(self, step: int, trainer: "Trainer", row: str = "", *, wait: bool = True, loss: float | None = None) -> None:
+    def write(self, step: int, trainer: "Trainer", row: str = "", *, wait: bool = True, score: float | None = None) -> None:
         """Write a checkpoint, completely or not at all. All ranks call it, when they have written the rows of all earlier steps.
 
         Rank 0 waits for the others' rows, and for their parts: no rank's file lacks a step when the run goes on from here.
@@ -269,7 +265,7 @@ class Checkpoints:
             row: the line of this step in the rank's own file, as far as it is known. It gets there when the next step begins.
             wait: until it is written. Else the state is copied to host memory, and a thread writes it; what goes wrong there is a warning
                 of the trainer, and the training goes on.
-            loss: of a validation after this step; the checkpoint with the lowest is kept beside the last ones. Rank 0 knows it.
+            score: of an evaluation after this step; the checkpoint with the lowest is kept beside the last ones. Rank 0 knows it.
 
         Raises:
             DiskFullError: the disk is full; the last checkpoint is kept.
@@ -277,8 +273,8 @@ class Checkpoints:
         """
         self.finish(goes_on=True)
         best = self._best
-        if loss is not None and not math.isnan(loss) and (best is None or loss < best[0]):
-            best = float(loss), step
+        if score is not None and not math.isnan(score) and (best is None or score < best[0]):
+            best = float(score), step
         job = self._job(step, trainer, row, named_state.Copies() if not wait else lambda value: value, best)
         if wait:
             job()
@@ -337,7 +333,7 @@ class Checkpoints:
         self, step: int, trainer: "Trainer", row: str, copy: Callable[[Any], Any], best: tuple[float, int] | None
     ) -> Callable[[], None]:
         """What remains to be done when the training goes on; it uses copies only."""
-        path, shared = self._folder / f"step{step:08d}.pt", _is_shared(trainer)
+        path, shared = self._path(step), _is_shared(trainer)
         mine: dict[str, Any] = {"row": row, "random": trainer.random_state()}
         part, state = dict[str, Any](), dict[str, Any]()
         if shared:
@@ -351,7 +347,12 @@ class Checkpoints:
         if trainer.pipeline and not trainer.layout.readers.rank:
             mine["groups"] = copy(groups)
         if not self._ranks.rank:
-            state = {"step": step, "micro_batch": trainer.spec.micro_batch, "samples": _samples(trainer), "spec": trainer.spec.to_json()}
+            state = {
+                "step": step,
+                "micro_batch": trainer.spec.micro_batch,
+                "samples": sample_count(trainer),
+                "spec": trainer.spec.to_json(),
+            }
             state |= {"layout": layout_knobs(trainer.spec), "best": best, "position": trainer.position(step)}
             state |= {"classes": classes_of(trainer.loader.dataset), "data": dataset_identity(trainer.loader.dataset)}
             state["first samples"] = self.first_samples
@@ -360,9 +361,9 @@ class Checkpoints:
                 state |= copy({**small, "module": {}, "optimizer": {"groups": groups}, "ema": {}})
             else:
                 state |= copy({**trainer.state(), "names": [group["names"] for group in groups]})
-        return functools.partial(self._finish_job, step, path, mine, part, state)
+        return functools.partial(self._finish_job, step, path, mine, part, state, trainer.spec.keep_checkpoints)
 
-    def _finish_job(self, step: int, path: Path, mine: dict[str, Any], part: dict[str, Any], state: dict[str, Any]) -> None:
+    def _finish_job(self, step: int, path: Path, mine: dict[str, Any], part: dict[str, Any], state: dict[str, Any], keep: int) -> None:
         own: OSError | None = None
         if part:
             try:
@@ -389,7 +390,7 @@ class Checkpoints:
             for file in self._folder.glob(f"{path.stem}.rank*.pt"):
                 file.unlink(missing_ok=True)
             raise
-        self._delete_old(step)
+        self._delete_old(step, keep)
 
     def _save(self, state: dict[str, Any], path: Path) -> str:
         """Write a file, completely or not at all; returns its checksum."""
@@ -410,9 +411,9 @@ class Checkpoints:
             raise
         return checksum
 
-    def _delete_old(self, step: int) -> None:
-        """Delete older checkpoints, and what ranks wrote of some that never were complete; of later ones none."""
-        for old in [path for path in self._all() if _step_of(path) <= step][:-KEPT]:
+    def _delete_old(self, step: int, keep: int) -> None:
+        """Delete older checkpoints than the last `keep`, and what ranks wrote of some that never were complete; of later ones none."""
+        for old in [path for path in self._all() if _step_of(path) <= step][:-keep]:
             if self._best is None or _step_of(old) != self._best[1]:
                 old.unlink(missing_ok=True)
         there = {path.stem for path in self._all()}
@@ -482,12 +483,6 @@ def _mismatch(trainer: "Trainer", state: Mapping[str, Any], source: named_state.
     )
     more = (f"it is of another model: this one has no {name}" for name in its if name not in mine)
     return named_state.other_shapes(mine, its) or next(more, refused)
-
-
-def _samples(trainer: "Trainer") -> int | None:
-    """Samples of the dataset; None = a stream."""
-    dataset = trainer.loader.dataset
-    return len(dataset) if isinstance(dataset, Sized) and not isinstance(dataset, IterableDataset) else None
 
 
 def _step_of(path: Path) -> int:

@@ -52,7 +52,8 @@ def export_weights(
         run: a run with checkpoints (`checkpoint_every=`), in any parallel mode, or its directory.
         path: the folder, which is created; a folder that already has weights is refused.
         average: write the averaged weights (`ema=`) instead of the weights.
-        best: write the checkpoint with the lowest validation loss (`evaluate="checkpoint"`) instead of the last one.
+        best: write the best checkpoint instead of the last one: with `evaluate="checkpoint"` that with the lowest validation loss, or as
+            the spec's `best=` says.
         config: a Hugging Face configuration, or a model that has one; it is written into the folder as `config.json`.
         file_bytes: largest size of a safetensors file; more weights go into several files with an index.
         format: "safetensors" or "dcp".

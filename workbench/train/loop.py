@@ -23,7 +23,7 @@ from workbench.traces.measure.profiled_run import RunProfiler, hurry_together
 from workbench.train import provenance
 from workbench.train.checkpoints import Checkpoints
 from workbench.train.choose_micro_batch import choose
-from workbench.train.early_stop import EarlyStop
+from workbench.train.early_stop import EarlyStop, best_figure
 from workbench.train.expert_parallel import ExpertBalance
 from workbench.train.fingerprints import Fingerprints
 from workbench.train.gradient_norms import GradientNorms
@@ -202,13 +202,15 @@ def train(
                     raise timer.failed
                 if profiled:
                     profiled.step(step)
-                figures = {}
+                score = None
                 if evaluations and evaluations.repeated and step == spec.steps and checkpoints and checkpoints.due(step):
-                    figures = at_end = evaluations.run(step)  # before the checkpoint: it may be the best
+                    at_end = evaluations.run(step)  # before the checkpoint: it may be the best
+                    score = best_figure(spec.best, ranks, at_end, step)
                 elif evaluations and evaluations.due(step):
                     figures = evaluations.run(step)
                     if metrics:
                         metrics.figures(figures, step)
+                    score = best_figure(spec.best, ranks, figures, step)
                     stopped = early_stop is not None and early_stop.after(step)
                 last = preemption is not None and preemption.reached(step)
                 if checkpoints and (last or checkpoints.due(step)):
@@ -221,7 +223,7 @@ def train(
                         trainer,
                         timer.unfinished_row(spec.micro_batch * spec.accumulation),
                         wait=False,
-                        loss=figures.get("validation_loss"),
+                        score=score,
                     )
                     if prints and prints.kills:  # a rank that is killed in the next step is to go on from here
                         checkpoints.finish(goes_on=step < spec.steps)

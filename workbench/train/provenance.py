@@ -8,7 +8,7 @@ import itertools
 import os
 import platform
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Sized
 from pathlib import Path
 from typing import Any
 
@@ -154,6 +154,26 @@ def have_changed(trainer: Trainer, samples: Mapping[str, Sequence[Any]] | None) 
                 return False
         return bool(samples)
     return False
+
+
+def data_changes(trainer: Trainer, state: Mapping[str, Any]) -> list[str]:
+    """In what a training's data differ from those of a checkpoint, a sentence each; the first samples are read again."""
+    notes = []
+    before, now = (f"{n:,} samples" if isinstance(n, int) else "no length" for n in (state.get("samples"), sample_count(trainer)))
+    if "samples" in state and before != now:
+        notes.append(f"the dataset has {now} now, and had {before} before: the order of the samples differs")
+    was, is_now = state.get("data") or {}, dataset_identity(trainer.loader.dataset)
+    changed = [name for name in was.keys() | is_now.keys() if was.get(name) != is_now.get(name) and name != "samples"] if was else []
+    notes += [f"the data's {name} is {is_now.get(name)!r:.80} now, and was {was.get(name)!r:.80} before" for name in sorted(changed)]
+    if have_changed(trainer, state.get("first samples")):
+        notes.append("the content of the data's first samples differs from before: the training goes on with other data")
+    return notes
+
+
+def sample_count(trainer: Trainer) -> int | None:
+    """Samples of the dataset; None = a stream."""
+    dataset = trainer.loader.dataset
+    return len(dataset) if isinstance(dataset, Sized) and not isinstance(dataset, IterableDataset) else None
 
 
 def classes_of(dataset: Any) -> list[str] | None:

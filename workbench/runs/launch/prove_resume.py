@@ -362,11 +362,12 @@ def _prove_elsewhere(
 
 def _prepared(spec: RunSpec, knobs: Mapping[str, Any], kills: int = 1) -> RunSpec:
     spec = spec.replace(**{"steps": min(spec.steps, STEPS), **knobs})
-    if not knobs.get("checkpoint_every") and (spec.checkpoint_every or 0) + kills > spec.steps:
-        spec = spec.replace(checkpoint_every=None)
+    every = spec.checkpoint_every
+    if not knobs.get("checkpoint_every") and (every or 0) + kills > spec.steps:
+        every = None
     if spec.micro_batch == AUTO:
         raise LaunchError('micro_batch="auto": each of the trainings could choose another; give prove_resume(…, micro_batch=…) a number')
-    return spec if spec.checkpoint_every else spec.replace(checkpoint_every=max(1, math.ceil(spec.steps / 6)))
+    return spec if every else spec.replace(checkpoint_every=max(1, math.ceil(spec.steps / 6)))
 
 
 def start(
