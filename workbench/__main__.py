@@ -253,7 +253,9 @@ class _Parser(argparse.ArgumentParser):
 
 def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentParser]]:
     """The parser of the command line, and those of its commands."""
-    parser = _Parser(prog="workbench", description="See where a training step spends its time, predict what a change gains, prove it.")
+    parser = _Parser(
+        prog="workbench", description="See where a training step spends its time, predict what a change would gain, and prove it."
+    )
     parser.add_argument("--version", action="version", version=workbench.__version__)
     commands = parser.add_subparsers(dest="command")
     made: dict[str, argparse.ArgumentParser] = {}
@@ -271,9 +273,9 @@ def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
         for name in names.split():
             made[name].add_argument(*flags, **options)
 
-    loader = 'check this loader, too: a task ("my_task.py:build"), a sample, or a function that returns a DataLoader'
+    loader = 'also check this loader: a task ("my_task.py:build"), a sample, or a function that returns a DataLoader'
     option("doctor", "target", nargs="?", help=loader)
-    option("doctor", "--html", metavar="FILE", help="write it as a self-contained HTML page")
+    option("doctor", "--html", metavar="FILE", help="write the report as a self-contained HTML page")
     what = 'a script ("train.py"), a task ("my_task.py:build") or a sample ("clipart-resnet")'
     option("launch", "target", nargs="?", help=what)
     option("why-not-linear", "target", help=what)
@@ -282,10 +284,8 @@ def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
         made[name].set_defaults(args=[])
     task = 'a task ("my_task.py:build") or a sample ("clipart-resnet")'
     option("estimate estimate-time batch-lengths sanity", "target", help=task)
-    option(
-        "plan", "target", help=f"{task}; or a Hugging Face config.json, whose sizes are planned with tensor and pipeline parallelism, too"
-    )
-    begins_with = "go on with this run, with --set on other ranks; or begin a task with this directory of torch.distributed.checkpoint"
+    option("plan", "target", help=f"{task}; or a Hugging Face config.json, which is also planned with tensor and pipeline parallelism")
+    begins_with = "continue this run, with --set also on other ranks; or start a task from this torch.distributed.checkpoint directory"
     option("launch", "--resume", metavar="FOLDER", help=begins_with)
     option("launch", "--nproc-per-node", type=int, metavar="N", help="ranks on this machine, such as one for each GPU (1)")
     option("diagnose", "--nproc-per-node", type=int, metavar="N", help="ranks on this machine (1)")
@@ -294,19 +294,26 @@ def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
     option("batch-lengths", "--steps", type=int, metavar="N", help="optimizer steps (those of an epoch)")
     profile = f"trace this many steps with torch's profiler ({STEPS})"
     option("launch", "--profile", type=int, nargs="?", const=STEPS, metavar="STEPS", help=profile)
-    option("launch", "--nnodes", type=int, metavar="N", help="machines: this one and those that join it")
+    option("launch", "--nnodes", type=int, metavar="N", help="number of machines: this one and those that join it")
     option(
-        "launch", "--max-restarts", metavar="N", type=int, default=0, help="restarts of a task with checkpoints after failures, at most (0)"
+        "launch",
+        "--max-restarts",
+        metavar="N",
+        type=int,
+        default=0,
+        help="largest number of restarts of a task with checkpoints after failures (0)",
     )
-    option("launch", "--min-ranks", metavar="N", type=int, help="restart with the ranks that are left, if there are at least so many (all)")
+    option("launch", "--min-ranks", metavar="N", type=int, help="restart with the remaining ranks if there are at least N (all)")
     option(
         "launch",
         "--watch",
         choices=ALARMS,
-        help="warn when steps become slower; then also time a small sum (experiments), or trace a few steps",
+        help="warn when steps become slower; then also time a small computation (experiments), or trace a few steps (trace)",
     )
     option("launch", "--on-hang", choices=ON_HANG, default="report", help="what to do when the run hangs (report)")
-    option("launch", "--rdzv-endpoint", metavar="HOST:PORT", help="where the others reach this machine (its name, and a free port)")
+    option(
+        "launch", "--rdzv-endpoint", metavar="HOST:PORT", help="address at which the others reach this machine (its name and a free port)"
+    )
     most = f"seconds to spend at most ({BUDGET:g})"
     option("diagnose sanity why-not-linear", "--budget", "--budget-s", type=float, default=BUDGET, metavar="S", help=most)
     knob: dict[str, Any] = {"nargs": "+", "action": "extend", "metavar": "KNOB=VALUE"}
@@ -323,50 +330,56 @@ def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
     option("estimate-time", "--device", required=True, help='a name, such as "H100"; "cpu" with --measured')
     option("batch-lengths", "--device", required=True, help='a name, such as "H100"; "cpu" with --capacity')
     option("batch-lengths", "--capacity", type=int, metavar="BYTES", help="bytes that one rank may use, instead of the device's")
-    option("estimate-time", "--cluster", metavar="NAME", help='nodes and links of several ranks, such as "DGX-H100"')
-    option("estimate-time", "--measured", metavar="STEP", help="a step that was measured there: seconds, or the directory of the run")
+    option("estimate-time", "--cluster", metavar="NAME", help='nodes and links for several ranks, such as "DGX-H100"')
+    option("estimate-time", "--measured", metavar="STEP", help="a step measured on that device: its seconds, or the directory of the run")
     option("estimate estimate-time plan", "--sequence", type=int, help="length of the sequences, instead of the task's own")
-    option("estimate estimate-time", "--image", type=int, help="side of the images in pixels, instead of the task's own")
-    option("estimate", "--ladder", action="store_true", help="find the cheapest changes that make it fit")
+    option("estimate estimate-time", "--image", type=int, help="height and width of the images in pixels, instead of the task's own")
+    option("estimate", "--ladder", action="store_true", help="find the cheapest changes that make the step fit")
     option("estimate", "--max-batch", action="store_true", help="find the largest micro-batch that fits")
-    option("plan", "--cluster", required=True, metavar="NAME", help='a cluster of the catalogue, such as "DGX-H100"')
+    option("plan", "--cluster", required=True, metavar="NAME", help='a cluster from the catalogue, such as "DGX-H100"')
     option("plan", "--gpus", type=int, metavar="N", help="number of GPUs (any)")
-    option("plan", "--global-batch", type=int, metavar="N", help="samples per step on all GPUs together (the task's)")
-    option("plan", "--top", type=int, default=8, metavar="N", help="plans to list at most (8)")
-    option("plan", "--trainer", metavar="NAME", help='the program that trains, where not the workbench: "megatron" or "nanotron"')
-    option("plan", "--poll-interval", type=float, metavar="S", help="seconds that its stages sleep between two looks for a message")
-    option("plan", "--checked-collectives", action="store_true", help="TORCH_DISTRIBUTED_DEBUG=DETAIL is set there")
+    option("plan", "--global-batch", type=int, metavar="N", help="samples per step over all GPUs (the task's)")
+    option("plan", "--top", type=int, default=8, metavar="N", help="largest number of plans to list (8)")
+    option("plan", "--trainer", metavar="NAME", help='the program that trains, if it is not the workbench: "megatron" or "nanotron"')
+    option(
+        "plan",
+        "--poll-interval",
+        type=float,
+        metavar="S",
+        help="seconds that the trainer's pipeline stages sleep between two polls for a message",
+    )
+    option("plan", "--checked-collectives", action="store_true", help="the trainer runs with TORCH_DISTRIBUTED_DEBUG=DETAIL")
     option("trace", "path", help="a file of torch's profiler, a folder of such files, or the directory of a run")
-    option("trace", "--operators", action="store_true", help="also list the operators, the longest first")
-    option("calibrate", "--models", type=int, default=4, metavar="N", help="models to run on a GPU, half a minute each (4)")
-    option("join", "run_dir", help="the run directory, on a file system that both machines see")
+    option("trace", "--operators", action="store_true", help="also list the operators, the slowest first")
+    option("calibrate", "--models", type=int, default=4, metavar="N", help="number of models to run on a GPU, half a minute each (4)")
+    option("join", "run_dir", help="the run directory, on a file system that both machines share")
     option("runs", "runs_dir", nargs="?", help="where run directories are (runs)")
     option("runs", "--filter", default="", metavar="TEXT", help="only runs whose directory, name, state or knobs contain each word")
     option("runs", "--sort", metavar="COLUMN", help="created, run, state, steps, loss, throughput or 'differs in' (oldest first)")
     option("runs", "--all", action="store_true", help="also list the workbench's own experiments")
     option("report export", "path", help="the directory of the run")
-    option("report", "--html", metavar="FILE", help="write it as a self-contained HTML page")
+    option("report", "--html", metavar="FILE", help="write the report as a self-contained HTML page")
     option(
         "export", "to", choices=("tensorboard", "mlflow", "wandb", *EXPORTED), help="the program to write for, or the format of the weights"
     )
-    option("export", "folder", help="where to write; what is new in the run is added")
-    option("report", "--would-fit", action="store_true", help="if memory ran out: predict which changes would have made it fit")
+    option("export", "folder", help="the folder to write into; new records of the run are added")
+    option("report", "--would-fit", action="store_true", help="if the run ran out of memory: predict which changes would have made it fit")
     option("compare", "runs", nargs="+", metavar="RUN_DIR", help="directories of runs, the baseline first")
-    option("compare", "--differences", action="store_true", help="list what differs in spec, environment, git, code, data and outcome")
+    option("compare", "--differences", action="store_true", help="list the differences in spec, environment, git, code, data and outcome")
     option("check", "run_dir", help="the directory of the run")
     limits = 'TOML with limits: step = "120 ms", peak_memory = "+5 %%", …'
     option("check", "--budgets", required=True, metavar="FILE", help=limits)
-    option("check", "--against", metavar="RUN_DIR", help="the run that relative limits refer to")
-    option("check", "--why", action="store_true", help="if a limit is exceeded: find the reason by short trainings of the other run")
-    option("what-changed", "run_a", help="the directory of the run that was good")
-    option("what-changed", "run_b", help="the directory of the run that was not")
+    option("check", "--against", metavar="RUN_DIR", help="the run to which relative limits refer")
+    option("check", "--why", action="store_true", help="if a limit is not met: find the reason by short trainings of the other run")
+    option("what-changed", "run_a", help="the directory of the good run")
+    option("what-changed", "run_b", help="the directory of the bad run")
     option("what-changed", "--recorded", action="store_true", help="only compare what was recorded; train nothing")
-    option("bisect", "target", help='a task that all commits have, such as "train/task.py:build"')
-    option("bisect", "--good", required=True, metavar="COMMIT", help="an older commit without the fault")
-    option("bisect", "--bad", default="HEAD", metavar="COMMIT", help="a newer commit with it (HEAD)")
+    option("bisect", "target", help='a task that exists in all commits, such as "train/task.py:build"')
+    option("bisect", "--good", required=True, metavar="COMMIT", help="an older commit without the regression")
+    option("bisect", "--bad", default="HEAD", metavar="COMMIT", help="a newer commit with the regression (HEAD)")
     option("what-changed bisect", "--of", choices=QUANTITIES, default="time", help="what to compare (time)")
     option(
-        "calibrate", "--budget", "--budget-s", type=float, default=600, metavar="S", help="seconds after which no further run begins (600)"
+        "calibrate", "--budget", "--budget-s", type=float, default=600, metavar="S", help="seconds after which no further run starts (600)"
     )
     for names, seconds in (("what-changed check", regression.BUDGET), ("bisect", regression.BISECT_BUDGET)):
         spent = f"seconds that the trainings may take ({seconds:g})"

@@ -20,72 +20,71 @@ from workbench.runs.spec import KNOBS, RunSpec
 COMMANDS: Mapping[str, tuple[str, str, str]] = {
     "lab": ("open JupyterLab", "", ""),
     "doctor": (
-        "report what this machine has and what will cause trouble, with fixes; given a target, check its data loader, too",
-        "Looks at Python, torch, GPUs, links, memory, limits and disks. Given a target, it also reads batches of its loader and exits with "
-        "status 1 if the loader breaks or gives wrong data. Takes a few seconds, and changes nothing on the machine.",
+        "report what this machine has and what will cause trouble, with fixes; with a target, also check its data loader",
+        "Looks at Python, torch, GPUs, links, memory, limits and disks. With a target, it also reads batches of its loader; the exit "
+        "status is 1 if the loader fails or returns wrong data. Takes a few seconds, and changes nothing on the machine.",
         "workbench doctor my_task.py:build --set num_workers=2",
     ),
     "launch": (
         "run a script or a task under torchrun and show where its time goes",
-        "Runs it to the end and prints where the time of its steps went. The run directory is in the folder runs. Ctrl-C stops the run.",
+        "Runs it to the end and prints where the time of its steps went. Writes a run directory into the folder runs. Ctrl-C stops it.",
         "workbench launch train.py --nproc-per-node 2 -- --epochs 1",
     ),
     "diagnose": (
-        "find out by experiment what holds a task back, and what would help",
+        "find out by experiment what limits a task's step, and what would help",
         "Runs a task with parts of its step left out, and says which part limits it. A script is run and observed; a run is only read.",
         "workbench diagnose clipart-resnet --budget 30 --set num_workers=2",
     ),
     "why-not-linear": (
-        "find out by experiment why N ranks give less than N times the throughput of one",
+        "find out by experiment why N ranks are slower than N times one rank",
         "Times one rank alone, independent ranks at once, and all ranks together, and splits the gap into parts that add up. A task's "
-        "experiments take turns in one launch; a script runs unedited, in one launch after the other.",
+        "experiments take turns in one launch; a script runs unedited, in one launch after another.",
         "workbench why-not-linear clipart-resnet --nproc-per-node 2 --budget 40",
     ),
     "sanity": (
         "check a task for the usual faults before a large run",
-        "Tries model, loss, labels and data in this process: gradients, chance level, leaks, modes. The exit status is 1 if a check fails.",
+        "Tests model, loss, labels and data in this process: gradients, chance level, leaks, modes. The exit status is 1 if a check fails.",
         "workbench sanity fashion-mlp --budget 30",
     ),
     "estimate": (
-        "predict how much memory a task needs, on a device that need not be here",
-        "Runs a step on tensors without values, so no GPU is needed. The exit status is 1 if it does not fit.",
+        "predict how much memory a task needs, also on a device that this machine lacks",
+        "Runs a step on fake tensors, which have no values, so no GPU is needed. The exit status is 1 if the step does not fit.",
         "workbench estimate clipart-resnet --device H200 --set micro_batch=64",
     ),
     "estimate-time": (
-        "predict how long a step of a task takes, on a device that need not be here",
-        "Counts the operators of a step on tensors without values, and turns them into seconds by the rates of the datasheet, or by a "
-        "measured step.",
+        "predict how long a step of a task takes, also on a device that this machine lacks",
+        "Counts the operators of a step on fake tensors, which have no values, and computes their seconds from the device's datasheet or "
+        "from a measured step.",
         "workbench estimate-time text-gpt --device H100 --set precision=amp_bf16",
     ),
     "batch-lengths": (
-        "find the step that will run out of memory, by the lengths of a task's samples",
-        "Goes through the samples' lengths in the order of the training, and predicts memory, padding, and what bucketing and packing "
-        "would gain.",
+        "find from the lengths of a task's samples the step that will run out of memory",
+        "Reads the samples' lengths in the order of the training, and predicts memory, padding, and what bucketing and packing would gain.",
         "workbench batch-lengths text-gpt --device H100 --steps 50",
     ),
     "plan": (
         "find the layouts of a task on a cluster that fit and are fast",
-        "Counts the task's operators by dry runs on tensors without values, then computes step time and memory of all layouts. In Python "
-        "wb.plan(Transformer(layers=…, …), …) needs a model's sizes only, and no dry run.",
+        "Counts the task's operators by dry runs on fake tensors, then computes step time and memory of all layouts. In Python, "
+        "wb.plan(wb.Transformer(layers=…, …), …) needs only a model's sizes, and no dry run.",
         "workbench plan clipart-resnet --cluster DGX-H100 --gpus 8 --global-batch 1024",
     ),
     "trace": (
-        "show what the steps of a trace are made of",
-        "Reads a file of torch's profiler, a folder with those of all ranks, or the traces of a run (launch --profile).",
+        "show where the time of a trace's steps goes",
+        "Reads a file of torch's profiler, a folder with the files of all ranks, or the traces of a run (launch --profile).",
         "workbench trace trace.json.gz",
     ),
     "calibrate": (
         "measure this machine's speeds for verdicts, and on a GPU the memory outside the allocator",
-        "Takes a few seconds on a CPU, and half a minute for each model on a GPU. Later diagnoses and estimates use the result.",
+        "Takes a few seconds on a CPU, and about half a minute for each model on a GPU. Later diagnoses and estimates use the result.",
         "workbench calibrate --models 2",
     ),
     "join": (
-        "join a run on several machines that another machine has launched",
+        "join a run on several machines that another machine launched",
         "The machine that launches the run prints this command.",
         "workbench join /shared/runs/2026-01-31T12-00-00-train",
     ),
     "runs": (
-        "list the runs of a folder: state, progress, figures, what differs",
+        "list the runs in a folder: state, progress, figures and differences",
         "Lists trainings; --all also lists the workbench's own experiments.",
         "workbench runs --filter failed --sort loss",
     ),
@@ -95,29 +94,29 @@ COMMANDS: Mapping[str, tuple[str, str, str]] = {
         "workbench report runs/2026-01-31T12-00-00-train",
     ),
     "export": (
-        "write a run for TensorBoard, MLflow or Weights & Biases, or its weights for other programs, without a network",
-        "Adds what is new since the last export, so it can be repeated while the run goes on. 'safetensors' writes the weights of the last "
-        "checkpoint as the Hugging Face hub has them, 'dcp' weights and optimizer as torch.distributed.checkpoint reads them.",
+        "write a run for TensorBoard, MLflow or Weights & Biases, or its weights for other programs, offline",
+        "Adds what is new since the last export, so it can be repeated while the run continues. 'safetensors' writes the last checkpoint's "
+        "weights in the Hugging Face hub's format, 'dcp' weights and optimizer for torch.distributed.checkpoint.",
         "workbench export runs/2026-01-31T12-00-00-train tensorboard board",
     ),
     "compare": (
-        "set runs side by side; the first is the baseline",
-        "Shows the knobs that differ, the time of a step, throughput and speedup.",
+        "compare runs side by side; the first is the baseline",
+        "Shows the knobs that differ, step time, throughput and speedup.",
         "workbench compare runs/before runs/after",
     ),
     "what-changed": (
         "find out by short trainings why one run is slower, larger or worse than another",
-        "Applies the differences to the good run, one by one, until the regression appears; or says that the machine is the reason.",
+        "Applies the differences to the good run one by one until the regression appears, or finds that the machine is the reason.",
         "workbench what-changed runs/yesterday runs/today",
     ),
     "bisect": (
         "find the commit that made a training slower, larger or worse",
-        "Trains some commits of a range, each in a folder of its own, as often as the noise requires.",
+        "Trains commits between a good and a bad one, each in a separate folder, as often as the noise requires.",
         "workbench bisect train/task.py:build --good v1.2",
     ),
     "check": (
         "check a run against budgets: exit status 0 if all are met, 1 if not",
-        "For CI: limits on time, throughput, memory, waiting and loss, absolute or relative to another run; --why finds the reason.",
+        "For CI: limits on time, throughput, memory, waiting and loss, absolute or relative to another run. --why finds the reason.",
         "workbench check runs/after --budgets budgets.toml --against runs/before",
     ),
 }

@@ -90,10 +90,10 @@ class RunSpec(_Spec):
         predicted=True,
         panels=("doctor", "memory"),
     )
-    """Samples per rank in one forward and backward; or "auto": the largest that fits, chosen when the run starts, and split where memory
-    runs out nevertheless (see `train.choose_micro_batch` and `train.split_on_oom`)."""
+    """Samples per rank in one forward and backward; or "auto": the largest number that fits, chosen when the run starts, and split if
+    memory runs out nevertheless (see `train.choose_micro_batch` and `train.split_on_oom`)."""
     accumulation: int = knob(1, predicted=True, panels=("memory",), elsewhere=("gradient_accumulation_steps", "accumulate_grad_batches"))
-    """Micro-batches per optimizer step; gradients are reduced across ranks in the last one only."""
+    """Micro-batches per optimizer step; gradients are reduced across ranks only in the last one."""
     precision: str = knob(
         "fp32",
         choices=PRECISIONS,
@@ -105,141 +105,143 @@ class RunSpec(_Spec):
     """"fp32", "amp_bf16" or "amp_fp16" (with a GradScaler)."""
     tf32: bool | None = knob(None, turned_in="step", predicted=True)
     """Whether fp32 matrix products and convolutions run in TF32 (True; NVIDIA GPUs from Ampere on) or in strict fp32 (False). None = as
-    torch is set up; its default is strict fp32 for products and TF32 for convolutions."""
+    torch is configured; its default is strict fp32 for products and TF32 for convolutions."""
     num_workers: int = knob(0, turned_in="loader", predicted=True, panels=("doctor",), elsewhere=("workers", "dataloader_num_workers"))
-    """Processes of each rank's DataLoader; 0 = batches are made in the loop itself."""
+    """Worker processes of each rank's DataLoader; 0 = the training loop makes the batches itself."""
     prefetch_factor: int | None = knob(None, turned_in="loader", predicted=True, panels=("doctor",))
-    """Batches each worker keeps ready; None = torch's own 2. Needs num_workers."""
+    """Batches that each worker keeps ready; None = torch's default of 2. Needs num_workers."""
     persistent_workers: bool = knob(False, turned_in="loader", predicted=True)
     """Keep the workers from one epoch to the next. Needs num_workers."""
     pin_memory: bool = knob(False, turned_in="loader", predicted=True)
-    """Batches in page-locked memory, so that the copy to a GPU can overlap with compute."""
+    """Put batches into page-locked memory, so that copies to a GPU can overlap with compute."""
     nproc_per_node: int = knob(
         1, predicted=True, panels=("doctor", "memory"), elsewhere=("nproc", "gpus", "devices", "processes", "world_size")
     )
-    """Ranks on each machine; on GPUs one rank each."""
+    """Ranks on each machine; on GPUs, one per GPU."""
     nnodes: int = knob(1, elsewhere=("nodes", "num_nodes", "machines", "num_machines"))
-    """Machines; they share the run directory, and torchrun's rendezvous brings them together."""
+    """Number of machines. They share the run directory and meet through a rendezvous."""
     steps: int = knob(60, elsewhere=("max_steps", "num_steps", "iterations", "max_iters"))
-    """Optimizer steps."""
+    """Number of optimizer steps."""
     optimizer: str | None = knob(None, turned_in="step", predicted=True, panels=("memory",), elsewhere=("optim",))
-    """Name with options, such as "sgd(momentum=0.9)"; "fused" or "foreach": its own in that implementation; None = the task's own."""
+    """Name with options, such as "sgd(momentum=0.9)"; "fused" or "foreach": the task's own optimizer in that implementation; None = the
+    task's own."""
     lr: float | None = knob(None, elsewhere=("learning_rate",))
     """Peak learning rate; None = the optimizer's own."""
     warmup_steps: int = knob(0, elsewhere=("warmup", "num_warmup_steps", "warmup_iters"))
     """Steps over which the learning rate rises linearly to its peak."""
     schedule: str = knob("constant", elsewhere=("lr_scheduler", "lr_scheduler_type", "scheduler"))
-    """Name with options, for the steps after the warm-up: "constant"; "cosine" or "polynomial(power=1.0)" down to zero at the last step, or
-    to a part of the peak (`end=0.1`); "step(every=0.34, factor=0.1)": × factor after each such part of the steps; "inverse_sqrt";
-    "warmup_stable_decay(decay=0.2)": the peak, and in the last fifth of the steps linearly down to zero, or to `end`. Or a function of your
-    own, "my_task.py:rate" or "package.module:rate", which gives for a step, from 0, its part of the peak; only runs import it."""
+    """Name with options, for the steps after the warm-up: "constant"; "cosine" or "polynomial(power=1.0)": down to zero at the last step,
+    or to a fraction of the peak (`end=0.1`); "step(every=0.34, factor=0.1)": × factor after each such fraction of the steps;
+    "inverse_sqrt"; "warmup_stable_decay(decay=0.2)": the peak, then in the last fifth of the steps linearly down to zero, or to `end`. Or
+    your own function, "my_task.py:rate" or "package.module:rate", from a step (the first is 0) to a fraction of the peak; only runs import
+    it."""
     weight_decay_on: str = knob("all", choices=training_knobs.DECAYED)
-    """Which parameters the optimizer's weight decay shrinks: "all", or "matrices", those with two dimensions or more: neither norms nor
-    biases."""
+    """Which parameters weight decay shrinks: "all", or "matrices": those with two or more dimensions, so neither norms nor biases."""
     ema: float | None = knob(None, elsewhere=("ema_decay", "use_ema", "model_ema", "polyak"))
-    """Keep an exponential moving average of the parameters too, with this decay per step, such as 0.999, and evaluate it in their place;
+    """Also keep an exponential moving average of the parameters, with this decay per step, such as 0.999, and evaluate it instead of them;
     None = none. It takes as much memory as the parameters."""
     label_smoothing: float = knob(0.0, elsewhere=("label_smoothing_factor", "smoothing"))
-    """Part of the target's probability that is spread over all classes, in training, in each `cross_entropy` that the task's loss calls
-    without a label smoothing of its own; 0 = none."""
+    """Fraction of the target's probability that is spread over all classes, in training, in each `cross_entropy` that the task's loss calls
+    without its own label smoothing; 0 = none."""
     clip_grad_norm: float | None = knob(None, elsewhere=("max_grad_norm", "gradient_clip_val", "grad_clip", "max_norm"))
     """Largest allowed norm of the gradient; None = no clipping."""
     device: str = knob("auto", choices=DEVICES)
-    """"cpu", "cuda", or "auto": the GPUs if there is one for each rank."""
+    """"cpu", "cuda", or "auto": GPUs if there is one for each rank."""
     backend: str = knob("auto", choices=BACKENDS)
     """"gloo", "nccl", or "auto": nccl on GPUs, gloo on CPUs."""
     threads: int = knob(1, turned_in="step", predicted=True)
     """Threads of each rank for one operator on the CPU (OMP_NUM_THREADS)."""
     bucket_cap_mb: float | None = knob(None, predicted=True)
-    """Size of DDP's gradient buckets in MiB; None = torch's own 25."""
+    """Size of DDP's gradient buckets in MiB; None = torch's default of 25."""
     find_unused_parameters: bool = False
-    """Let DDP look for parameters without a gradient in every step; needed where some layers are skipped, and slower."""
+    """Let DDP look for parameters without a gradient in every step. Needed if some layers are skipped, and slower."""
     static_graph: bool = False
-    """Promise DDP that each step uses the same parameters in the same way: it looks for those without a gradient in the first step alone,
-    at no cost in the others. A step that breaks the promise ends the training."""
+    """Promise DDP that each step uses the same parameters in the same way. DDP then looks for those without a gradient only in the first
+    step, at no cost in later ones. A step that breaks the promise ends the training."""
     gradient_as_bucket_view: bool = False
-    """Let gradients lie in DDP's buckets, which saves one copy of them in the optimizer's step."""
+    """Let gradients be views of DDP's buckets, which saves one copy of the gradients during the optimizer's step."""
     gradient_compression: str = knob("none", elsewhere=("ddp_comm_hook", "comm_hook"))
-    """What DDP reduces in place of fp32 gradients, by a communication hook of torch: "none"; "fp16" and "bf16" halve what is sent (fp16
-    overflows above 65,504; bf16 needs GPUs and NCCL); "powersgd(rank=1, start=10)": from step `start` on, two thin matrices of so many
-    columns for each matrix, from which each rank makes an approximation of the mean, and adds what was left out in the next step; it
-    keeps that, another gradient per rank, and estimates have it as it is from `start` on."""
+    """What DDP reduces instead of fp32 gradients, through one of torch's communication hooks: "none"; "fp16" or "bf16": half the bytes
+    (fp16 overflows above 65,504; bf16 needs GPUs and NCCL); "powersgd(rank=1, start=10)": from step `start` on, two thin matrices with
+    `rank` columns for each matrix. From these, each rank computes an approximation of the mean, and adds what was left out in the next
+    step. It keeps that error, as large as the gradients, on each rank, and estimates include it as it is from `start` on."""
     parallel: str = knob("ddp", choices=PARALLELS, panels=("memory",), elsewhere=("strategy", "fsdp", "zero", "sharding", "zero_stage"))
-    """What the ranks share: "ddp" nothing, "zero1" optimizer states, "zero2" all but the weights while a step lasts, "fsdp" all; "hsdp": as
-    "fsdp" among `shard_ranks`, as "ddp" among such groups. Under the last three, amp_bf16 keeps the weights in fp32, gathers them in bf16,
-    computes in bf16 (batch norms and the output in fp32) and reduces in fp32, without autocast; see `train.sharding`."""
+    """What the ranks share: "ddp" nothing, "zero1" optimizer states, "zero2" optimizer states and gradients, and the weights between steps,
+    "fsdp" everything; "hsdp": as "fsdp" within groups of `shard_ranks`, as "ddp" between groups. Under the last three, amp_bf16 keeps the
+    weights in fp32, gathers them in bf16, computes in bf16 (batch norms and the output in fp32) and reduces in fp32, without autocast; see
+    `train.sharding`."""
     shard_ranks: int | None = None
-    """Ranks that share one copy of the model under "hsdp"; None = 8, or all where there are fewer."""
+    """Ranks that share one copy of the model under "hsdp"; None = 8, or all if there are fewer."""
     tensor_parallel: int = knob(1, elsewhere=("tp", "tensor_parallel_size", "tensor_model_parallel_size"))
-    """Ranks that split each layer of the Task's `tensor_parallel` plan; they work on the same samples."""
+    """Ranks that split each layer in the Task's `tensor_parallel` plan; they work on the same samples."""
     pipeline_parallel: int = knob(
         1, elsewhere=("pp", "pipeline_stages", "pipeline_parallel_size", "pipeline_parallel_degree", "pipeline_model_parallel_size")
     )
-    """Ranks among which the layers are divided: each has consecutive layers, its stage, and the micro-batches of a step, as many as
-    `accumulation` says, flow through all of them. A model that is not an `nn.Sequential` needs a `Task.pipeline` that cuts it."""
+    """Number of ranks among which the layers are divided. Each rank has consecutive layers (a stage), and the `accumulation` micro-batches
+    of a step flow through all stages. A model that is not an `nn.Sequential` needs a `Task.pipeline` that splits it."""
     pipeline_schedule: str = knob("1f1b", elsewhere=("pipeline_parallel_schedule", "pp_schedule"))
-    """Order in which the stages of a pipeline compute: "gpipe", all forwards and then all backwards; "1f1b", a backward as soon as there is
-    one, which keeps fewer activations; "interleaved(chunks=2)", so many smaller stages on each rank, which wait less and send more;
-    "zero_bubble" (ZBV), two stages on each rank and the backward in two parts, of which the second fills what would be waiting."""
+    """Order in which the stages of a pipeline compute: "gpipe": all forwards, then all backwards; "1f1b": each backward as soon as
+    possible, which keeps fewer activations; "interleaved(chunks=2)": several smaller stages on each rank, which wait less and send more;
+    "zero_bubble" (ZBV): two stages on each rank and the backward in two parts, the second of which fills the waiting time."""
     expert_parallel: int = knob(1, elsewhere=("ep", "expert_parallel_size", "moe_expert_parallel_size", "expert_model_parallel_size"))
-    """Ranks among which the experts of a mixture of experts are divided. They read different samples, and send each token to the ranks of
-    its experts and back; all else is as with "ddp". With more ranks there are several copies of the experts."""
+    """Number of ranks among which the experts of a mixture of experts are divided. They read different samples, and send each token to the
+    ranks of its experts and back; everything else is as with "ddp". With more ranks, there are several copies of the experts."""
     local_sgd: str = knob("none", elsewhere=("post_local_sgd", "localsgd", "periodic_averaging"))
-    """Post-local SGD: "none", or "periodic(period=4, start=100, local_ranks=1)": after `start` steps gradients are reduced among
-    `local_ranks` neighbours only (1 = not at all), and the parameters are averaged over all ranks in each `period`-th step. Then less is
-    sent, and the result differs from DDP's: ranks differ between two averages."""
+    """Post-local SGD: "none", or "periodic(period=4, start=100, local_ranks=1)": after `start` steps, gradients are reduced only among
+    `local_ranks` neighbours (1 = not at all), and the parameters are averaged over all ranks in every `period`-th step. This sends less,
+    but the result differs from DDP's, since ranks differ between two averages."""
     checkpointing: str = knob(
         "none", choices=CHECKPOINTINGS, panels=("memory",), elsewhere=("gradient_checkpointing", "activation_checkpointing", "recompute")
     )
-    """What the backward recomputes instead of keeping it: "none", "full" each of the model's repeated blocks, or "selective" all of them
-    but matrix products, convolutions and attention."""
+    """What the backward recomputes instead of keeping: "none"; "full": each of the model's repeated blocks; or "selective": all of each
+    block except matrix products, convolutions and attention."""
     compile: str = knob("none", elsewhere=("torch_compile", "compile_model", "use_compile"))
-    """What `torch.compile` compiles: "none", "model", or "blocks", each of its repeated blocks by itself, which compiles faster: blocks of
-    one class share what was compiled. With another backend than inductor, which needs a C++ compiler: "blocks(backend=aot_eager)". The
-    first step compiles: all means leave it out, and the log and `run.metrics` say how long it took."""
+    """What `torch.compile` compiles: "none", "model", or "blocks": each repeated block by itself, which compiles faster, since blocks of
+    one class share the compiled code. With a backend other than inductor, which needs a C++ compiler: "blocks(backend=aot_eager)".
+    Compiling happens in the first step: all means leave that step out, and the log and `run.metrics` say how long it took."""
     offload: str = knob("none", choices=OFFLOADS)
-    """What is kept in the host's memory, on GPUs: "none", "activations" from forward to backward, or "optimizer": its states, and
-    its steps run there."""
+    """What is kept in host memory, on GPUs: "none"; "activations" from forward to backward; or "optimizer": the optimizer's states, and its
+    step runs on the host."""
     channels_last: bool = knob(False, turned_in="step", predicted=True)
-    """Weights and images in memory as (batch, height, width, channel), which many convolutions prefer; sharded weights stay as they are."""
+    """Store weights and images as (batch, height, width, channel), which many convolutions prefer; sharded weights stay as they are."""
     gc: bool = knob(True, turned_in="step", predicted=True)
-    """Python's cyclic garbage collector runs whenever Python starts it; False = only in every thousandth step."""
+    """Let Python's cyclic garbage collector run at any time; False = only in every thousandth step."""
     deterministic: bool = knob(False, turned_in="step", predicted=True, elsewhere=("use_deterministic_algorithms", "full_determinism"))
-    """Use only deterministic algorithms (torch, cuDNN, cuBLAS), and give each batch of a loader's worker a seed of its own, so that two
-    runs are equal bit for bit. An operator that has no such algorithm fails, and the error names it."""
+    """Use only deterministic algorithms (torch, cuDNN, cuBLAS), and give each batch of a loader's worker its own seed, so that two runs are
+    equal bit for bit. An operator that has no such algorithm fails, and the error names it."""
     seed: int = 0
     """Seed of the model, the data order and the augmentation."""
     evaluate: bool | str = False
-    """When the task's evaluation runs: "end" (or True) after the last step; "epoch", "checkpoint" (before each) or "every(steps=500)"
-    then too. The training goes on as if it had not been evaluated, bit for bit. False = never."""
+    """When the task's evaluation runs: "end" (or True) after the last step; "epoch", "checkpoint" (before each) or "every(steps=500)" in
+    addition. The training continues bit for bit as if it had not been evaluated. False = never."""
     stop_when: str | None = knob(None, elsewhere=("early_stopping", "early_stopping_patience"))
-    """End the training early when a figure of its evaluations stops improving: "validation_loss(patience=3)": in 3 of them;
+    """End the training early when a figure of its evaluations stops improving: "validation_loss(patience=3)": for 3 evaluations;
     "accuracy(patience=5, best=max, by=0.001)": larger is better, by more than 0.001. Needs evaluate="epoch", "every(steps=…)" or
     "checkpoint"; None = all steps are taken."""
     evaluate_batches: int | None = None
-    """Batches of micro_batch samples in an evaluation, of all ranks together; None = the whole `Task.validation`."""
+    """Number of batches of micro_batch samples in an evaluation, over all ranks; None = the whole `Task.validation`."""
     checkpoint_every: int | None = None
-    """Steps between two checkpoints in the run directory, from which a run goes on: a job that Slurm puts back into its queue
-    (`Slurm(requeue=True)`), or a run of this machine with `wb.launch(resume=run)`; None = none. See `train.checkpoints`."""
+    """Steps between two checkpoints in the run directory, from which a run can continue: a job that Slurm requeues (`Slurm(requeue=True)`),
+    or a run of this machine with `wb.launch(resume=run)`; None = none. See `train.checkpoints`."""
     keep_checkpoints: int = knob(2, elsewhere=("save_total_limit", "save_top_k", "max_to_keep"))
-    """How many checkpoints are kept, the last ones; the best is kept beside them. With 1 there is no other if the last is damaged."""
+    """How many of the latest checkpoints are kept, besides the best one. With 1 there is no other if the last is damaged."""
     best: str | None = knob(None, elsewhere=("metric_for_best_model", "monitor"))
-    """The figure of the evaluations by which a checkpoint is the best: "accuracy", "validation_loss" or "ece", or one of the task's own
-    with its direction: "score(max)" or "score(min)"; None = "validation_loss", where the evaluations give it. Needs evaluate="checkpoint",
-    or evaluations that fall on steps with a checkpoint."""
+    """The evaluation's figure that decides which checkpoint is the best: "accuracy", "validation_loss" or "ece", or one of the task's own
+    with its direction: "score(max)" or "score(min)"; None = "validation_loss", if the evaluations have it. Needs evaluate="checkpoint", or
+    evaluations at steps with a checkpoint."""
     noise_scale: bool | int = False
-    """Record the norms that `run.noise_scale` is made of: n = in every n-th step, at 1/n of the cost (1 = in every step; in a long run
-    10 is plenty), True = in every fourth step, or in fewer where that took more than 5 % of the time. Needs two groups of samples in a
-    step: ranks, or accumulation."""
+    """Record the gradient norms for `run.noise_scale`: n = in every n-th step, at 1/n of the cost (1 = in every step; in a long run 10 is
+    enough), True = in every fourth step, or less often if that took more than 5 % of the time. Needs two groups of samples in a step:
+    ranks, or accumulation."""
     gradient_norms: int | None = None
-    """Record the norm of each layer's gradients in every n-th step, before clipping: `run.gradient_norms`; None = never."""
+    """Record the norm of each layer's gradients in every n-th step, before clipping, in `run.gradient_norms`; None = never."""
     step_digests: bool = False
-    """Write a digest of all that each step depends on and computes, on each rank, with which `wb.recompute` names a rank, and the part of a
-    step, that was computed wrongly. It copies weights, optimizer states and gradients to the host in each step, and under DDP the gradients
-    of each micro-batch, too."""
+    """Write a digest of everything that each step depends on and computes, on each rank. With these, `wb.recompute` names the rank and the
+    part of a step that was computed wrongly. This copies weights, optimizer states and gradients to the host in each step, and under DDP
+    also the gradients of each micro-batch."""
     profile: Profile | Any = None
-    """Trace some steps with torch.profiler, into `traces/` of the run directory: how many, or a mapping of `Profile`'s fields: steps, ranks
-    ("all" or a list), wait, shapes, stacks, memory, flops. The run's figures leave these steps out. None = none."""
+    """Trace some steps with torch.profiler, into `traces/` of the run directory: the number of steps, or a mapping of `Profile`'s fields:
+    steps, ranks ("all" or a list), wait, shapes, stacks, memory, flops. The run's figures leave these steps out. None = none."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.task, str) or not self.task:
