@@ -149,18 +149,6 @@ def test_a_scripts_own_options_reach_it_also_in_a_diagnosis(
     assert "what comes after -- is for a script, and there is none here: --epochs 1" in capsys.readouterr().err
 
 
-def test_a_script_is_not_run_for_a_proof_that_cannot_be_made(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "train.py").touch()
-    monkeypatch.setattr("workbench.diagnosis.api.launch", lambda *_, **__: pytest.fail("it is run"))
-    assert main(["diagnose", "train.py", "--prove"]) == 2
-    said = capsys.readouterr().err
-    assert "--prove changes nothing of train.py: a script is only observed" in said
-    assert "workbench diagnose train.py:build --prove" in said
-
-
 def test_doctor(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("workbench.runs.launch.machine_report.probe_torch", lambda: {"gloo": {"here": "works"}})
     assert main(["doctor"]) == 0

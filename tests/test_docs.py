@@ -106,7 +106,7 @@ def test_the_code_of_the_pages_runs(tmp_path: Path, forks: Forks) -> None:
 
 LAUNCHING = (
     ("frameworks", "training-loops", "my-task", "replay"),
-    ("resume", "ci-gate", "evaluate", "repeat", "report", "why-not-linear", "stages"),
+    ("resume", "ci-gate", "evaluate", "repeat", "report", "why-not-linear", "stages", "low-utilisation"),
 )
 """Pages whose code launches something, in two processes."""
 

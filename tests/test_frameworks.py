@@ -15,7 +15,7 @@ import workbench as wb
 from tests.conftest import HandMade
 from tests.forked import Forks
 from tests.test_docs import PAGES, blocks
-from workbench.diagnosis.analysis.framework_settings import SETTINGS_OF
+from workbench.diagnosis.analysis.script_remedies import SETTINGS_OF
 from workbench.runs.entrypoints import SCRIPT, spec_entrypoint
 from workbench.runs.profile import Profile
 from workbench.runs.spec import ScriptSpec

@@ -165,8 +165,6 @@ def diagnose(given: argparse.Namespace) -> int:
         target = workbench.RunSpec(task=given.target).replace(**knobs)
     elif knobs:
         raise ValueError(f"{target} is a run that was made: it has no knobs to turn any more ({', '.join(knobs)})")
-    if given.prove and target == given.target and Path(given.target).is_file():
-        raise ValueError(f"--prove changes nothing of {target}: {how_to_prove(target)} Without --prove it is diagnosed as it is.")
     if not (Path(given.target) / "run.json").is_file():
         does = "watching a run of" if isinstance(target, str) else "experiments with"
         begins(f"{does} {given.target}, at most {units.seconds(given.budget)} …")
@@ -182,8 +180,13 @@ def diagnose(given: argparse.Namespace) -> int:
         if diagnosis.choice:
             print(f"\n{diagnosis.choice}", flush=True)
         print(f"\n{diagnosis.prove(diagnosis.remedy(), budget_s=given.budget)}")
-    elif given.prove and isinstance(diagnosis.spec, ScriptSpec):
+    elif given.prove and isinstance(diagnosis.spec, ScriptSpec) and not str(target).endswith(".py"):
         print(f"\nNothing of this can be proved: {how_to_prove(diagnosis.spec.script)}")
+    elif given.prove and isinstance(diagnosis.spec, ScriptSpec) and diagnosis.remedies and not unclear:
+        try:
+            diagnosis.prove(budget_s=given.budget)
+        except ValueError as error:  # it says where to make the change
+            print(f"\n{error}")
     elif given.prove:
         untried = "None of these can be tried from here: make the change in your code, and diagnose it again."
         untried = "Nothing is proved, since the verdict is inconclusive." if unclear else untried

@@ -207,7 +207,8 @@ def test_what_cannot_be_proved_from_here(by_hand: Callable[..., Any]) -> None:
     with pytest.raises(ValueError, match=r"num_workers=2 cannot be proved from here: the step that was diagnosed is not in this process"):
         diagnosis_of(remedy(num_workers=2), spec=None).prove()
     script = wb.Run.load(by_hand(spec={"kind": "script", "script": "x.py"}).path).spec
-    route = r"a script is only observed, .* a function that returns a wb\.Task, .*: workbench diagnose x\.py:build --prove"
+    launches = r"the run of a script is only observed\. workbench diagnose x\.py --prove launches the script"
+    route = rf"{launches}.* a function that returns a wb\.Task, .*: workbench diagnose x\.py:build --prove"
     with pytest.raises(ValueError, match=f"cannot be proved from here: {route}"):
         diagnosis_of(remedy(num_workers=2), spec=script).prove()
     with pytest.raises(ValueError, match=f"cannot be changed from here: .* In a script, {route}"):

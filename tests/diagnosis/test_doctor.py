@@ -24,13 +24,14 @@ from workbench.core.vocabulary import PARTS
 from workbench.diagnosis import api
 from workbench.diagnosis.analysis.diagnosis import Diagnosis
 from workbench.diagnosis.analysis.proof import Ladder, Proof, Rung
+from workbench.diagnosis.analysis.script_remedies import LaunchedScript
 from workbench.diagnosis.analysis.step_model import StepModel
 from workbench.diagnosis.panel import html as doctor_faces
 from workbench.diagnosis.panel.doctor import ThroughputDoctor
 from workbench.diagnosis.panel.knobs import what_if
 from workbench.runs.failure import Failure, RunError
 from workbench.runs.run import Run, on_run_started
-from workbench.runs.spec import RunSpec
+from workbench.runs.spec import RunSpec, ScriptSpec
 from workbench.runs.target import Step
 
 Doctor = ThroughputDoctor
@@ -417,6 +418,44 @@ def test_a_step_of_this_process_cannot_be_stopped_and_the_button_says_why(monkey
     assert doctor.stop.tooltip == "A step of this process cannot be stopped: it ends by itself, after about 30.0 s"
     opened.set()
     until(lambda: doctor.stop.layout.display == "none")
+
+
+def test_a_script_is_proved_by_launches_that_can_be_stopped(monkeypatch: pytest.MonkeyPatch, by_hand: Callable[..., Any]) -> None:
+    made, opened, proved = by_hand().alive(), threading.Event(), list[Any]()
+
+    def prove_script(spec: ScriptSpec, remedy: Any, *_: object, **options: Any) -> Proof:
+        proved.append((spec, remedy.name, options["budget_s"], options["folder"]))
+        Run.load(made.path)
+        assert opened.wait(20)
+        raise ValueError("it stopped after 3 steps")
+
+    monkeypatch.setattr(api, "prove_script", prove_script)
+    monkeypatch.setattr(Run, "stop", lambda _: opened.set())
+    subject = LaunchedScript(folder=Path("/somewhere"), start_s=4.0)
+    spec = ScriptSpec(script="/somewhere/train.py", watch=True)
+    doctor = Doctor(Diagnosis.of(evidence(), spec=spec, subject=subject), budget_s=30)
+    assert repr(doctor) == "ThroughputDoctor('train.py · 1 rank · watched')"
+    assert (doctor.measure.disabled, doctor.climb.disabled) == (False, True)
+    best = next(remedy for remedy in doctor.result.remedies if remedy.provable)  # type: ignore[union-attr]
+    doctor.proves[best.name].click()
+    assert shown(doctor)
+    assert not doctor.stop.disabled
+    until(lambda: proved)
+    doctor.stop.click()
+    until(lambda: idle(doctor))
+    assert proved == [(spec, best.name, 30, Path("/somewhere"))]
+    assert f"stopped while proving {best.name}" in doctor.status.value
+    assert not doctor.problem.value
+    asked = list[Any]()
+
+    def diagnose(*given: Any, **options: Any) -> Diagnosis:
+        asked.append((*given, options))
+        return diagnosis(None)
+
+    monkeypatch.setattr(api, "diagnose", diagnose)
+    doctor.measure.click()
+    until(lambda: asked)
+    assert asked == [("/somewhere/train.py", {"args": (), "nproc_per_node": 1, "budget_s": 30, "runs_dir": None})]
 
 
 def test_a_remedy_that_is_new_cannot_be_proved_before_the_measurement_has_ended(gate: threading.Event) -> None:

@@ -12,7 +12,7 @@ from tests.conftest import HandMade
 from workbench.core import run_directory
 from workbench.core.system_load import Noise
 from workbench.core.vocabulary import PHASES
-from workbench.diagnosis.analysis import diagnosis, framework_settings
+from workbench.diagnosis.analysis import diagnosis, script_remedies
 from workbench.diagnosis.analysis.diagnosis import Diagnosis
 from workbench.diagnosis.analysis.observed import observe
 from workbench.diagnosis.api import _from_run
@@ -134,13 +134,13 @@ def test_stalls(by_hand: Make) -> None:
 def test_the_setting_of_a_trainer_has_a_number_that_the_cores_allow(
     by_hand: Make, monkeypatch: pytest.MonkeyPatch, cores: float, threads: int, workers: int
 ) -> None:
-    monkeypatch.setattr(framework_settings, "usable_cores", lambda: cores)
+    monkeypatch.setattr(script_remedies, "usable_cores", lambda: cores)
     waiting = judged(by_hand, [step(data_wait=0.03)] * 60).evidence
     waiting = dataclasses.replace(waiting, places={"framework": "transformers"}, threads=threads, world_size=1)
     what = Diagnosis.of(waiting).remedies[0].what
     assert f" With Hugging Face's Trainer: TrainingArguments(dataloader_num_workers={workers}) to begin with. " in what
-    assert what.endswith(f"How to give wb.diagnose its step and loader: docs, {framework_settings.TRAINER_PAGE}.")
-    assert (Path(__file__).parents[2] / f"docs/pages/{framework_settings.TRAINER_PAGE}.md").is_file()
+    assert what.endswith(f"How to give wb.diagnose its step and loader: docs, {script_remedies.TRAINER_PAGE}.")
+    assert (Path(__file__).parents[2] / f"docs/pages/{script_remedies.TRAINER_PAGE}.md").is_file()
     allowed = int(cores) - threads or 1
     waiting.places["workers"] = str(workers)  # type: ignore[index]
     more = f"dataloader_num_workers={2 * workers}) to begin with" if allowed > workers else f"num_workers is {workers} already"

@@ -1,6 +1,6 @@
-"""Proofs of changes of a script from outside: by launches in turns, what the error says where an edit is needed, a real one (slow)."""
+"""Proofs of changes of a script from outside: which there are, launches in turns, what the error says for an edit, real ones (slow)."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,14 +8,22 @@ from typing import Any
 
 import pytest
 
+import workbench as wb
+from tests.conftest import HandMade
 from tests.planted_gap import planted
+from workbench.__main__ import main
+from workbench.core import run_directory
 from workbench.core.run_directory import ENV_ARGUMENTS
+from workbench.core.system_load import Noise
 from workbench.diagnosis import prove_script as proving
+from workbench.diagnosis.analysis.diagnosis import Diagnosis
 from workbench.diagnosis.analysis.evidence import Gradients
+from workbench.diagnosis.analysis.observed import observe
+from workbench.diagnosis.analysis.script_remedies import LaunchedScript
 from workbench.diagnosis.analysis.why_not_linear import WhyNotLinear
-from workbench.diagnosis.rerun import Arm, Reruns
+from workbench.diagnosis.rerun import Arm, Measured, RerunError, Reruns
 from workbench.diagnosis.why_not_linear import why_not_linear
-from workbench.runs.launch.new_run import NewRun
+from workbench.runs.launch.new_run import NewRun, Surroundings
 from workbench.runs.run import Run
 from workbench.runs.spec import ScriptSpec
 
@@ -163,6 +171,248 @@ def test_each_launch_of_a_proof_has_a_folder_of_its_own_for_checkpoints(tmp_path
     assert len(set(outs)) == 4
 
 
+# --- of a diagnosis
+
+LOADER = {"num_workers": 0, "prefetch_factor": None, "persistent_workers": False, "pin_memory": False, "batch_size": 8, "epoch": 500}
+ALONE = SPEC.replace(nproc_per_node=1)
+LAUNCHED = LaunchedScript(folder=Path("/"), start_s=4.0)
+LINES = {"loop": "train.py:30", "step": "train.py:41 main", "dataset": "train.py:8 Pictures.__getitem__"}
+Make = Callable[..., HandMade]
+
+
+def launched(
+    by_hand: Make,
+    *,
+    spec: ScriptSpec = ALONE,
+    loader: dict[str, Any] | None = None,
+    cpu: float = 0.0,
+    trained_by: str = "AdamW(fused)",
+    cores: float = 2.0,
+    threads: int = 1,
+    places: dict[str, str] | None = None,
+    first: float = 0.0,
+    clock: str = "host",
+    subject: LaunchedScript | None = LAUNCHED,
+    **phases: float,
+) -> Diagnosis:
+    """The diagnosis of a script that was launched, by steps written by hand; each takes `cpu` seconds of CPU."""
+    made = by_hand(spec=spec.to_json())
+    usual = {"data_wait": 0.0, "h2d": 0.0, "forward": 0.006, "backward": 0.012, "optimizer": 0.001, "other": 0.001, "samples": 8}
+    had = LOADER | (loader or {})
+    writer = run_directory.LineWriter(made.path / run_directory.rank_file(0))
+    rows: list[dict[str, Any]] = [{"rank": 0, "world_size": 1, "clock": clock, "pid": 1, "device": "cpu"}]
+    rows += [{"places": LINES | (places or {})}, {"loader": had}, {"replaced": [], "threads": threads, "optimizer": trained_by}]
+    for i in range(120):
+        step = {"step": i, **usual, **phases}
+        step["data_wait"] += first if had["epoch"] and i % had["epoch"] == 0 else 0.0
+        rows.append(step | {"cpu": cpu * i} if i % 10 == 0 else step)
+    writer.write(rows)
+    writer.close()
+    run = Run.load(made.ended("finished").path)
+    evidence = replace(observe(run, outside=subject is not None), noise=Noise(cores=cores))
+    return Diagnosis.of(evidence, spec=run.spec, subject=subject)
+
+
+def remedies_of(diagnosis: Diagnosis) -> dict[str, dict[str, Any]]:
+    return {remedy.name: dict(remedy.change) for remedy in diagnosis.remedies}
+
+
+def test_workers_are_recommended_by_what_making_a_batch_waits_and_computes(by_hand: Make) -> None:
+    waiting = launched(by_hand, data_wait=0.06, cpu=0.02)
+    best = waiting.remedies[0]
+    assert best.change == {"num_workers": 3, "persistent_workers": True}
+    assert best.scope == "cause"
+    assert best.speedup == pytest.approx(0.08 / 0.02, rel=0.05), "three workers wait at once, and training is left"
+    assert best.low < best.speedup < best.high < 5
+    assert waiting.why.startswith("Without the loader the step would take 20.0 ms instead of 80.0 ms, at best. Batches are made without")
+    assert "0 B" not in best.costs
+    computing = launched(by_hand, data_wait=0.06, cpu=0.08).remedies
+    made = next(remedy for remedy in computing if remedy.name.startswith("num_workers="))
+    assert made.speedup < 2.01, "two cores have all to compute"
+    many = launched(by_hand, data_wait=1.0, cpu=0.02).remedies[0]
+    assert many.change["num_workers"] <= 8, "each is a process"
+    assert waiting.loader_curve is not None
+    assert waiting.loader_curve.recommended == 3
+
+
+def test_workers_that_are_there_are_kept_or_get_more_to_do(by_hand: Make) -> None:
+    two = {"num_workers": 2, "prefetch_factor": 2}
+    busy = launched(by_hand, loader=two, data_wait=0.02, cpu=0.025)
+    assert busy.remedies[0].change["num_workers"] > 2
+    assert busy.remedies[0].speedup == pytest.approx(2.0, rel=0.1)
+    assert remedies_of(busy)["prefetch_factor=8"] == {"prefetch_factor": 8}
+    started = launched(by_hand, loader=two | {"epoch": 10}, first=0.5, cpu=0.025)
+    again = next(remedy for remedy in started.remedies if remedy.name == "persistent_workers=True")
+    assert again.change == {"persistent_workers": True}
+    assert again.speedup == pytest.approx(0.07 / 0.02, rel=0.2)
+    assert "starting them takes 500 ms per epoch of 10 batches" in again.formula
+    assert not remedies_of(launched(by_hand, loader=two, cores=1.0)), "they keep up"
+
+
+def test_a_stream_of_which_each_worker_may_read_all_gets_no_workers(by_hand: Make) -> None:
+    stream = launched(by_hand, loader={"stream": "unknown", "epoch": None}, data_wait=0.06)
+    assert not [name for name in remedies_of(stream) if name.startswith("num_workers")]
+    with pytest.raises(ValueError, match=r"no waiting for data cannot be set from outside train.py: .* made at train.py:8 Pictures"):
+        stream.prove()
+
+
+def test_beside_a_device_part_of_the_loading_is_taken_to_be_hidden(by_hand: Make) -> None:
+    found = launched(by_hand, clock="device", data_wait=0.02, cpu=0.05)
+    assert found.evidence.loading is not None
+    assert found.evidence.loading.alone == pytest.approx(0.03), "half of the device's 20 ms hides it"
+    assert found.loader_curve is not None
+    assert found.loader_curve.points[0].step == pytest.approx(0.04)
+    assert found.remedies[0].speedup < 0.04 / 0.02
+    copies = launched(by_hand, clock="device", h2d=0.02)
+    assert remedies_of(copies) == {"pin_memory=True": {"pin_memory": True}}
+    assert "copies beside training" in remedies_of(launched(by_hand, clock="device", h2d=0.02, loader={"pin_memory": True}))
+
+
+def test_threads_and_the_optimizer_are_set_from_outside(by_hand: Make) -> None:
+    computes = launched(by_hand)
+    assert computes.verdict == "compute-bound"
+    assert remedies_of(computes) == {"threads=2": {"threads": 2}}
+    assert computes.remedies[0].ceiling
+    assert computes.remedies[0].speedup == pytest.approx(1 / (1 - 0.5 * 19 / 20))
+    assert computes.next.startswith("Use 2 threads per operator: torch.set_num_threads(2)")
+    assert not remedies_of(launched(by_hand, threads=2)), "the script sets them itself"
+    assert not remedies_of(launched(by_hand, cores=1.0))
+    assert not remedies_of(launched(by_hand, trained_by="AdamW", cores=1.0)), "its step is short"
+    long = launched(by_hand, trained_by="AdamW", cores=1.0, optimizer=0.02)
+    assert remedies_of(long) == {"optimizer=fused": {"optimizer": "fused"}}
+    assert long.remedies[0].gain == "up to 2.05×"
+    theirs = launched(by_hand, trained_by="Muon", cores=1.0, optimizer=0.02)
+    with pytest.raises(ValueError, match=r"a cheaper optimizer cannot be set from outside train.py: .* made at train.py:41 main"):
+        theirs.prove()
+
+
+def test_the_command_proves_a_script_or_says_where_to_edit_it(
+    by_hand: Make, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+    found = [launched(by_hand, data_wait=0.06, cpu=0.02), launched(by_hand, trained_by="Muon", cores=1.0, optimizer=0.02)]
+    monkeypatch.setattr(wb, "diagnose", lambda *_, **__: found.pop(0))
+    play(monkeypatch, Turns({"as it is": 0.08, "num_workers=3": 0.025}, replaced=("num_workers", "persistent_workers")))
+    assert main(["diagnose", "train.py", "--prove", "--budget", "30"]) == 0
+    said = capsys.readouterr().out
+    assert "Proof of num_workers=3" in said
+    assert "3.20×" in said
+    assert main(["diagnose", "train.py", "--prove", "--budget", "30"]) == 0
+    assert "a cheaper optimizer cannot be set from outside train.py" in capsys.readouterr().out.splitlines()[-1]
+
+
+def test_a_diagnosis_that_launched_nothing_proves_nothing_of_a_script(by_hand: Make) -> None:
+    loaded = launched(by_hand, data_wait=0.06, subject=None)
+    assert [remedy.provable for remedy in loaded.remedies] == [False]
+    with pytest.raises(ValueError, match="there is nothing to prove"):
+        loaded.prove()
+    again = Diagnosis.from_json(launched(by_hand, data_wait=0.06).to_json())
+    with pytest.raises(ValueError, match=r"num_workers=3 cannot be proved from here: the run of a script is only observed"):
+        again.prove()
+
+
+def test_a_diagnosis_of_a_script_is_proved_by_launches(
+    by_hand: Make, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    turns = Turns({"as it is": 0.08, "num_workers=3": 0.025}, replaced=("num_workers", "persistent_workers"))
+    play(monkeypatch, turns)
+    monkeypatch.setenv("WORKBENCH_PROGRESS", "on")
+    found = launched(by_hand, data_wait=0.06, cpu=0.02, spec=ALONE.replace(args=("--ckpt", "{out}")))
+    proof = found.prove(budget_s=45)
+    arms = turns.arms
+    assert {name: arm.variables[ENV_ARGUMENTS] for name, arm in arms.items()} == {
+        "as it is": None,
+        "num_workers=3": '{"num_workers": 3, "persistent_workers": true}',
+    }
+    assert all(arm.code.folder == Path("/") and arm.spec == found.spec for arm in arms.values())
+    assert proof.predicted == found.remedies[0].interval
+    assert proof.measured.mid == pytest.approx(3.2)
+    assert found.proofs == [proof]
+    assert "3.20×" in str(found.remedy_table)
+    assert found.brief()["proved"][0]["change"] == "num_workers=3"
+    said = capsys.readouterr().err.splitlines()[0]
+    assert "launches of train.py as it is and with num_workers=3, persistent_workers=True, by turns, about 7.76 s for each launch" in said
+    assert "2 pairs or so in all" in said
+    assert launched(by_hand, data_wait=0.06).brief()["next"]["command"] == "workbench diagnose /somewhere/train.py --prove"
+
+
+def test_a_budget_that_one_launch_exceeds_is_refused_before_it(by_hand: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Reruns, "measure", lambda *_: pytest.fail("it was launched"))
+    slow = launched(by_hand, data_wait=3.0, forward=2.0)
+    with pytest.raises(ValueError, match=r"a launch of train.py takes about .* 13 steps of 5.01 s, .*give prove budget_s=173"):
+        slow.prove(budget_s=60)
+
+
+def test_a_launch_after_others_that_takes_no_step_may_go_on_from_their_checkpoints(by_hand: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    def measure(_: Reruns, __: Arm, name: str) -> tuple[float, Any]:
+        if name != "as it is":
+            raise RerunError("it finished after 0 steps, and recorded no time")
+        return 0.08, SimpleNamespace(path=Path("runs"))
+
+    monkeypatch.setattr(Reruns, "measure", measure)
+    with pytest.raises(ValueError, match=r"num_workers=3: it finished after 0 steps.* give their folder as \{out\}"):
+        launched(by_hand, data_wait=0.06, cpu=0.02).prove()
+
+
+def test_what_the_loader_has_in_the_end_counts(by_hand: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    turns = Turns({"as it is": 0.08, "num_workers=3": 0.025}, replaced=("num_workers", "persistent_workers"))
+    turns.rows[0].append({"loader": LOADER | {"persistent_workers": True}})
+    play(monkeypatch, turns)
+    with pytest.raises(ValueError, match="num_workers=3 changes nothing here: the script sets num_workers=0 after it has made the loader"):
+        launched(by_hand, data_wait=0.06, cpu=0.02).prove()
+    play(monkeypatch, Turns({"as it is": 0.08, "optimizer=fused": 0.07}, replaced=()))
+    with pytest.raises(ValueError, match="optimizer=fused changes nothing here: the script makes no optimizer of torch, which takes"):
+        launched(by_hand).prove("optimizer=fused")
+    with pytest.raises(ValueError, match="optimizer='magic': of a script's optimizer, fused or foreach can be set"):
+        launched(by_hand).prove("optimizer=magic")
+
+
+def test_knobs_of_which_nothing_is_known_predict_nothing(by_hand: Make) -> None:
+    found = launched(by_hand, data_wait=0.06, cpu=0.02)
+    assert found.remedy("num_workers=1").speedup == pytest.approx(0.08 / 0.06, rel=0.05)
+    for unknown in ("pin_memory=True", "nproc_per_node=2", "optimizer=foreach"):
+        assert found.remedy(unknown).interval.low == 0, unknown
+
+
+def test_a_quicker_launch_runs_as_long_as_one_of_the_script_as_it_is(by_hand: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = by_hand(spec=SPEC.to_json()).alive().steps(20)
+    run, clock, stopped = Run.load(made.path), [0.0], list[float]()
+
+    def wait_for(run: Run, *, tick: Callable[[], None], check: bool) -> Run:
+        while not stopped:
+            clock[0] += 1.0
+            tick()
+        return run
+
+    monkeypatch.setattr("workbench.diagnosis.rerun.wait_for", wait_for)
+    monkeypatch.setattr("workbench.diagnosis.rerun.time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(NewRun, "start", lambda *_, **__: run)
+    monkeypatch.setattr(Run, "stop", lambda _: stopped.append(clock[0]))
+    with Reruns(Measured(of="time", steps=10, seconds=5.0), kind="prove", runs_dir=None) as reruns:
+        reruns.train(SPEC, Surroundings(), "as it is")
+    assert stopped == [6.0], "five seconds after it had taken a step"
+    made.ended("stopped")
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_an_interrupt_names_no_directory_that_goes(by_hand: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kept: bool) -> None:
+    def wait_for(*_: object, **__: object) -> Run:
+        error = KeyboardInterrupt()
+        error.add_note("what it measured: …")
+        raise error
+
+    run = Run.load(by_hand(spec=SPEC.to_json()).path)
+    monkeypatch.setattr(NewRun, "start", lambda *_, **__: run)
+    monkeypatch.setattr("workbench.diagnosis.rerun.wait_for", wait_for)
+    with (
+        Reruns(Measured(of="time", steps=10), kind="prove", runs_dir=tmp_path / "kept" if kept else None) as reruns,
+        pytest.raises(KeyboardInterrupt) as stopped,
+    ):
+        reruns.train(SPEC, Surroundings(), "as it is")
+    assert stopped.value.__notes__ == ["what it measured: …"] * kept
+
+
 SCRIPT = """
 import time, torch
 from torch import distributed, nn
@@ -211,3 +461,62 @@ def test_a_real_script_is_proved_unedited(tmp_path: Path, monkeypatch: pytest.Mo
     assert "2 pairs of launches" in str(proof.notes)
     assert proof.measured.mid > 1.3, "the samples are made while the step sleeps"
     assert (tmp_path / "train.py").read_text() == SCRIPT
+
+
+DIAGNOSED = """
+import os, sys, time, torch
+from pathlib import Path
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, get_worker_info
+
+class Slow(Dataset):
+    def __len__(self):
+        return 4000
+
+    def __getitem__(self, index):
+        time.sleep(0.002)
+        worker = get_worker_info()
+        return torch.tensor([os.getpid(), worker.num_workers if worker else 0])
+
+folder = Path(sys.argv[1])
+model = nn.Linear(2, 2)
+optimizer = torch.optim.SGD(model.parameters(), 0.0)
+for batch in DataLoader(Slow(), batch_size=8):
+    with (folder / "seen").open("a") as file:
+        print(*batch[0].tolist(), file=file)
+    time.sleep(0.008)
+    model(batch.float()).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("forked_ranks")
+def test_workers_of_a_diagnosed_script_are_real(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the changed launches each sample comes from that many processes, and from the training's own in the others."""
+    (tmp_path / "train.py").write_text(DIAGNOSED)
+    found = wb.diagnose(str(tmp_path / "train.py"), args=["{out}"], budget_s=60, runs_dir=tmp_path / "runs")
+    assert found.verdict == "input-bound"
+    best = found.remedy()
+    assert best.change["num_workers"] >= 1
+    measure, seen = Reruns.measure, list[tuple[str, list[list[str]]]]()
+
+    def two_pairs(reruns: Reruns, arm: Arm, name: str) -> tuple[float, Run]:
+        if len(seen) == 4:
+            raise KeyboardInterrupt
+        seconds, run = measure(reruns, arm, name)
+        lines = (run.path / "out" / "seen").read_text().splitlines()[:-1]  # it was ended, perhaps in a line
+        seen.append((name, [line.split() for line in lines]))
+        return seconds, run
+
+    monkeypatch.setattr(Reruns, "measure", two_pairs)
+    proof = found.prove(budget_s=600)
+    assert [name for name, _ in seen] == ["as it is", best.name, best.name, "as it is"]
+    for name, samples in seen:
+        wanted = best.change["num_workers"] if name == best.name else 0
+        assert {workers for _, workers in samples} == {str(wanted)}
+        assert len({process for process, _ in samples}) == max(1, wanted)
+    assert proof.gained
+    assert proof.remedy == best
+    assert (tmp_path / "train.py").read_text() == DIAGNOSED

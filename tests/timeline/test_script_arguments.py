@@ -1,4 +1,4 @@
-"""Arguments of loaders and DDP that a launch replaces, and those of a script that nobody asked to change."""
+"""Arguments of loaders, optimizers and DDP that a launch replaces, and those of a script that nobody asked to change."""
 
 import json
 from collections.abc import Iterator
@@ -12,9 +12,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from workbench.core.run_directory import ENV_ARGUMENTS
-from workbench.timeline.script_arguments import ScriptArguments
+from workbench.timeline.script_arguments import ScriptArguments, described
 
-ASKED = {"num_workers": 2, "prefetch_factor": 4, "persistent_workers": True, "bucket_cap_mb": 3}
+ASKED = {"num_workers": 2, "prefetch_factor": 4, "persistent_workers": True, "pin_memory": True, "bucket_cap_mb": 3}
 
 
 @pytest.fixture
@@ -31,6 +31,7 @@ def test_arguments_are_replaced_until_the_end(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv(ENV_ARGUMENTS, "null")
     loader, model = DataLoader(range(4), 2, num_workers=1), DistributedDataParallel(nn.Linear(2, 2))  # type: ignore[arg-type, var-annotated]
     assert (loader.batch_size, loader.num_workers, loader.prefetch_factor, loader.persistent_workers) == (2, 2, 4, True)
+    assert loader.pin_memory
     assert model.bucket_bytes_cap == 3 * 2**20
     assert arguments.replaced == {*ASKED}
     assert "test_script_arguments.py" in arguments.places["ddp"]
@@ -71,6 +72,55 @@ def test_what_only_workers_take_does_not_count_where_there_are_none(monkeypatch:
     DataLoader(range(4), 2, num_workers=1, prefetch_factor=3)  # type: ignore[arg-type]
     arguments.close()
     assert (arguments.replaced, arguments.without_workers) == ({*none}, set())
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD, torch.optim.Adagrad])
+def test_an_optimizer_has_the_implementation_that_is_asked_for(monkeypatch: pytest.MonkeyPatch, kind: Any) -> None:
+    def trained(asked: str) -> tuple[dict[str, Any], list[torch.Tensor]]:
+        monkeypatch.setenv(ENV_ARGUMENTS, asked)
+        arguments = ScriptArguments(DataLoader, DistributedDataParallel, (kind, torch.optim.LBFGS))
+        torch.manual_seed(0)
+        model = nn.Linear(3, 2)
+        optimizer = kind(model.parameters(), lr=0.1, foreach=True)
+        torch.optim.LBFGS(model.parameters())  # has one implementation
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.ones(1, 3)).sum().backward()
+            optimizer.step()
+        said = arguments.say_of(optimizer)
+        arguments.close()
+        return said, list(model.parameters())
+
+    fused, weights = trained('{"optimizer": "fused"}')
+    assert (fused["optimizer"], fused["replaced"]) == (f"{kind.__name__}(fused)", ["optimizer"])
+    plain, same = trained("null")
+    assert (plain["optimizer"], plain["replaced"]) == (f"{kind.__name__}(foreach)", [])
+    for one, other in zip(weights, same, strict=True):
+        torch.testing.assert_close(one, other)
+    assert trained('{"optimizer": "magic"}')[0] == plain
+
+
+def test_an_implementation_that_a_checkpoint_undoes_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = nn.Linear(3, 2).parameters
+    kept = torch.optim.SGD(weights(), 0.1, fused=False).state_dict()
+    monkeypatch.setenv(ENV_ARGUMENTS, '{"optimizer": "fused"}')
+    arguments = ScriptArguments(DataLoader, DistributedDataParallel, (torch.optim.SGD,))
+    optimizer = torch.optim.SGD(nn.Linear(3, 2).parameters(), 0.1)
+    optimizer.load_state_dict(kept)
+    arguments.close()
+    assert arguments.say_of(optimizer) == {"replaced": [], "without_workers": [], "optimizer": "SGD"}
+
+
+def test_a_loader_is_described() -> None:
+    class Numbers(torch.utils.data.IterableDataset[int]):
+        def __iter__(self) -> Iterator[int]:
+            return iter(range(9))
+
+    loader = DataLoader(range(10), 4, num_workers=1, prefetch_factor=3)  # type: ignore[arg-type, var-annotated]
+    options = {"num_workers": 1, "prefetch_factor": 3, "persistent_workers": False, "pin_memory": False, "batch_size": 4}
+    assert described(loader) == {**options, "stream": "", "epoch": 3}
+    stream = described(DataLoader(Numbers()))
+    assert (stream["stream"], stream["epoch"]) == ("unknown", None)
 
 
 @pytest.mark.parametrize("text", ["", "null", "[1]", "{", '{"batch_size": 9}', '"__import__"', "9" * 10**4])

@@ -3,11 +3,15 @@
 Experiments on a step and its loader run in this process, those on a spec in launches of their own.
 """
 
+import contextlib
 import math
 import os
 import statistics
-from collections.abc import Callable, Collection, Iterable, Sequence
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from workbench.core import run_directory, units
@@ -15,6 +19,7 @@ from workbench.core.checks import check_budget
 from workbench.core.progress import INTERRUPTED, Waiting, say_what_was_interrupted
 from workbench.core.statistics import Interval
 from workbench.core.synonyms import accept_synonyms
+from workbench.core.system_load import LoadMeter, Noise, usable_cores
 from workbench.diagnosis.analysis import calibration
 from workbench.diagnosis.analysis.calibration import Calibration
 from workbench.diagnosis.analysis.diagnosis import Diagnosis
@@ -22,6 +27,8 @@ from workbench.diagnosis.analysis.evidence import Evidence
 from workbench.diagnosis.analysis.observed import observe
 from workbench.diagnosis.analysis.proof import Ladder, Proof, Rung, how_to_prove
 from workbench.diagnosis.analysis.remedy import Remedy, apply_remedy
+from workbench.diagnosis.analysis.script_remedies import LaunchedScript
+from workbench.diagnosis.prove_script import prove_script
 from workbench.harness.results import VariantTimes
 from workbench.runs import task
 from workbench.runs.failure import RunError
@@ -37,6 +44,8 @@ BUDGET = 60.0
 """Default of `budget_s`: seconds that an experiment may take; most need fewer."""
 MIN_SHARE = 0.25
 """Part of the budget that an experiment in this process has at least, however long it took to begin."""
+LOAD_LAP = 0.5
+"""Seconds between two looks at what other processes do while a script runs."""
 MIN_CLIMB_SPEEDUP = 1.05
 """Predicted speedup from which on `climb` tries a remedy."""
 MIN_CLIMB_SECONDS = 15.0
@@ -70,7 +79,8 @@ def diagnose(
       generator.
     * `diagnose(spec)` launches the spec's ranks and experiments there. The ranks do not return freed memory to the system (see
       `runs.launch.environment.steady_malloc`): glibc would do so at random, which may take a third of a CPU's step.
-    * `diagnose("train.py")` runs a script until it ends or the budget is spent, and diagnoses that run.
+    * `diagnose("train.py")` runs a script until it ends or the budget is spent, and diagnoses that run. Its `prove` launches the script
+      with and without a remedy, alternately.
     * `diagnose(run)` runs no experiment: it uses what the run recorded, and says which questions only an experiment could settle. So does
       `diagnose(timeline)`, with the timeline of a loop in this process.
 
@@ -79,7 +89,8 @@ def diagnose(
         loader: with a step: its batches, from a DataLoader or any other iterable.
         model: with a step: the module, or several; None = found by looking at the step.
         optimizer: with a step: the optimizer, or several; None = found as well.
-        args: with a script: its own options, such as args=["--epochs", "1"].
+        args: with a script: its own options, such as args=["--epochs", "1"]. "{out}" in them stands for a folder that is new in each
+            launch, so that none resumes from the checkpoints of another.
         nproc_per_node: with a script: the number of its processes.
         budget_s: seconds to spend at most, the start of a launch included; less if the verdict is clear earlier. At Ctrl-C the result is
             what is known so far; if nothing is known, the KeyboardInterrupt says so.
@@ -128,6 +139,20 @@ def prove(diagnosis: Diagnosis, remedy: Remedy, *, budget_s: float = BUDGET) -> 
     """
     check_budget(budget_s, limited=True)
     spec, subject = diagnosis.spec, diagnosis.subject
+    if isinstance(spec, ScriptSpec) and isinstance(subject, LaunchedScript):
+        return prove_script(
+            spec,
+            remedy,
+            diagnosis.evidence,
+            step=diagnosis.evidence.step,
+            budget_s=budget_s,
+            runs_dir=subject.runs_dir,
+            folder=subject.folder,
+            start_s=subject.start_s,
+        )
+    if not remedy.provable:
+        script = f". In a script, {how_to_prove(spec.script)}" if isinstance(spec, ScriptSpec) else ""
+        raise ValueError(f"{remedy.name} cannot be changed from here: {remedy.what} Then diagnose again{script}")
     if isinstance(spec, RunSpec):
         return prove_spec(spec, remedy, budget_s=budget_s, runs_dir=subject.runs_dir if isinstance(subject, LaunchedSpec) else None)
     if not isinstance(subject, Step):
@@ -287,9 +312,12 @@ def _diagnose_script(
     if builder := task.lone_builder(script):
         named = f"{os.fspath(script)}:{builder}"
         raise ValueError(f"{script} does nothing when it is run: it defines {builder}(), which makes a wb.Task. Diagnose that: {named!r}")
+    folder, began = Path.cwd(), time.time()
     run, ended = launch(script, args=args, nproc_per_node=nproc_per_node, watch=True, runs_dir=runs_dir), ""
+    foreign = list[float]()
     try:
-        run = run.wait(timeout=budget_s, check=True)
+        with _noting_load(foreign):
+            run = run.wait(timeout=budget_s, check=True)
     except TimeoutError:
         run = run.stop()
         ended = (
@@ -298,7 +326,12 @@ def _diagnose_script(
     except KeyboardInterrupt:  # the wait has stopped it
         ended = f"{INTERRUPTED} after {units.seconds(run.seconds)}: this is the result so far"
     try:
-        diagnosis = _from_run(run)
+        noise = Noise(cores=usable_cores(), foreign=statistics.median(foreign or [0.0]))
+        evidence = replace(observe(run, outside=True), noise=noise)
+        first_step = run.path / run_directory.ENVIRONMENT  # rank 0 writes it then
+        started = max(0.0, first_step.stat().st_mtime - began) if first_step.exists() else 0.0
+        subject = LaunchedScript(folder=folder, start_s=started, runs_dir=runs_dir)
+        diagnosis = Diagnosis.of(evidence, spec=run.spec, subject=subject, adjust=Calibration.load().adjust)
     except ValueError as error:
         if ended.startswith(INTERRUPTED):
             raise KeyboardInterrupt(f"{INTERRUPTED}: {error}") from None
@@ -308,6 +341,25 @@ def _diagnose_script(
     where = f"the run is in {run.path}: wb.Run.load({str(run.path)!r}).logs() has what the script printed"
     diagnosis.evidence = replace(diagnosis.evidence, notes=(*filter(None, [ended, busy_note(run.path)]), *diagnosis.evidence.notes, where))
     return diagnosis
+
+
+@contextlib.contextmanager
+def _noting_load(foreign: list[float]) -> Iterator[None]:
+    """Inside, the cores that other processes take are added to a list, again and again."""
+    over = threading.Event()
+
+    def look() -> None:
+        with contextlib.closing(LoadMeter(root=os.getpid())) as meter:
+            while not over.wait(LOAD_LAP):
+                foreign.append(meter.lap().foreign)
+
+    thread = threading.Thread(target=look, name="load", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
 
 
 def _from_experiment(run: Run, subject: LaunchedSpec) -> Diagnosis:

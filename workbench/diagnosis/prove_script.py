@@ -2,42 +2,50 @@
 
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from workbench.core import run_directory, units
 from workbench.core.checks import check_budget
 from workbench.core.progress import INTERRUPTED, BudgetError, Waiting, say_what_was_interrupted
+from workbench.diagnosis.analysis.evidence import Evidence
 from workbench.diagnosis.analysis.gap_evidence import GapEvidence
 from workbench.diagnosis.analysis.proof import Proof
-from workbench.diagnosis.analysis.remedy import Remedy
-from workbench.diagnosis.rerun import Arm, Code, Measured, Reruns, steps_of
+from workbench.diagnosis.analysis.remedy import OF_LAUNCH, OUTSIDE, Remedy
+from workbench.diagnosis.rerun import Arm, Code, Measured, RerunError, Reruns, steps_of
 from workbench.harness.results import VariantTimes
 from workbench.runs.launch.launch import check
 from workbench.runs.rows import RunRows
 from workbench.runs.run import Run
 from workbench.runs.spec import ScriptSpec
-from workbench.timeline.script_arguments import OF_DDP, OF_LOADER
+from workbench.timeline.script_arguments import IMPLEMENTATIONS, OF_DDP, OF_LOADER, OF_OPTIMIZER
 
-OF_LAUNCH = ("threads", "nproc_per_node")
-OUTSIDE = (*OF_LAUNCH, *OF_LOADER, *OF_DDP)
-"""What can be set without an edit of a script."""
+GOES_ON = '. If the script goes on from checkpoints of an earlier launch, give their folder as {out}: args=["--ckpt", "{out}"]'
+"""What may be the matter where a launch took no steps, and an earlier one did."""
 EDITED = {
     "accumulation": ("step", "the optimizer's step"),
     "gradient": ("ddp", "DistributedDataParallel, which takes a hook: model.register_comm_hook"),
     "micro_batch": ("loop", "the loop over the loader that has the batch_size"),
     "micro-batches": ("loop", "the loop over the loader that has the batch_size"),
+    "no waiting": ("dataset", "where the samples are made"),
+    "copies": ("loop", "the loop that copies the batches"),
+    "a cheaper optimizer": ("step", "the optimizer's step"),
+    "less work": ("loop", "the loop whose time lies outside all phases"),
 }
-"""How the name of a change begins → the place in a script where it is made, by its name in `GapEvidence.places`, and in words."""
+"""How the name of a change begins → the place in a script where it is made, by its name in `Evidence.places`, and in words."""
 
 
 def prove_script(
     spec: ScriptSpec,
     remedy: Remedy,
-    evidence: GapEvidence,
+    evidence: GapEvidence | Evidence,
     *,
     step: float,
     budget_s: float,
     runs_dir: str | os.PathLike[str] | None = None,
+    folder: Path | None = None,
+    start_s: float | None = None,
 ) -> Proof:
     """Launch a script with a remedy and as it is, by turns, each for some seconds of steps, as often as the budget allows.
 
@@ -48,6 +56,8 @@ def prove_script(
         step: seconds of one of its steps.
         budget_s: seconds for all launches. They make at least one pair, of which the interval is that of usual noise.
         runs_dir: where run directories go; None = they are deleted.
+        folder: where to launch it; None = the current folder.
+        start_s: seconds that a launch takes beside its steps; None = not known.
 
     Raises:
         ValueError: it needs an edit of the script, does not reach what the script makes, or a launch did not run, or took too long.
@@ -58,17 +68,21 @@ def prove_script(
             f"{remedy.name} cannot be set from outside {Path(spec.script).name}: {remedy.what}{_line(remedy, evidence)} Then ask again. "
             f"From outside can be set: {', '.join(OUTSIDE)}."
         )
+    if remedy.change.get("optimizer", IMPLEMENTATIONS[0]) not in IMPLEMENTATIONS:
+        raise ValueError(f"optimizer={remedy.change['optimizer']!r}: of a script's optimizer, {' or '.join(IMPLEMENTATIONS)} can be set")
     changed = spec.replace(**{name: value for name, value in remedy.change.items() if name in OF_LAUNCH})
     check(changed)
     arguments = {name: value for name, value in remedy.change.items() if name not in OF_LAUNCH}
-    measured = Measured(of="time", steps=steps_of(step), per="sample" if evidence.samples else "step")
-    code, variable = Code(folder=Path.cwd(), source=Path.cwd()), run_directory.ENV_ARGUMENTS
+    steps = steps_of(step)
+    measured = Measured(of="time", steps=steps, seconds=steps * step, per="sample" if evidence.samples else "step")
+    folder, variable = folder or Path.cwd(), run_directory.ENV_ARGUMENTS
+    code, each = Code(folder=folder, source=folder), _seconds_each(spec, steps, step, start_s, budget_s)
     arms = {
         "as it is": Arm(spec, code, {variable: None}, None),
         remedy.name: Arm(changed, code, {variable: json.dumps(arguments) if arguments else None}, None),
     }
     pairs, notes, longest = list[tuple[float, float]](), list[str](), 0.0
-    begin = "launches without and with it, by turns"
+    begin = f"launches of {Path(spec.script).name} as it is and with {units.knobs(remedy.change)}, by turns{each}"
     with (
         say_what_was_interrupted("prove"),
         Waiting(f"prove {remedy.name}", budget_s, begin=begin) as line,
@@ -78,7 +92,7 @@ def prove_script(
             began, seconds = line.left, dict[str, float]()
             try:
                 for name in list(arms)[:: 1 if len(pairs) % 2 == 0 else -1]:  # a drift of the machine is in favour of neither
-                    line.say(name, f"{units.several(len(pairs), 'pair')} so far")
+                    line.say(f"{name}{each}", f"{units.several(len(pairs), 'pair')} so far")
                     seconds[name], run = reruns.measure(arms[name], name)
                     if name == remedy.name:
                         _check_applied(run, remedy)
@@ -88,6 +102,9 @@ def prove_script(
                         f"the budget of {units.seconds(budget_s)} ended before the script ran twice: give prove a larger budget_s"
                     ) from None
                 break
+            except RerunError as error:
+                used = "" if run_directory.OUT in " ".join(spec.args) else GOES_ON
+                raise ValueError(f"{name}: {error}{used * bool(seconds or pairs)}") from None
             except KeyboardInterrupt:
                 if not pairs:
                     raise
@@ -103,7 +120,26 @@ def prove_script(
     return Proof(remedy=remedy, measured=arm.speedup_at_few_pairs, baseline=rate, notes=tuple(notes))
 
 
-def _line(remedy: Remedy, evidence: GapEvidence) -> str:
+def _seconds_each(spec: ScriptSpec, steps: int, step: float, start_s: float | None, budget_s: float) -> str:
+    """What each launch takes, and how many pairs that makes, in words; "" = not known.
+
+    Raises:
+        ValueError: not even the first launch is over within the budget.
+    """
+    each = (start_s or 0.0) + steps * step
+    if each > budget_s:
+        raise ValueError(
+            f"a launch of {Path(spec.script).name} takes about {units.seconds(each)}, for its start and {steps} steps of "
+            f"{units.seconds(step)}, and two are needed: give prove budget_s={2.5 * each:.0f}"
+        )
+    if start_s is None:
+        return ""
+    pairs = int(budget_s / 2 / each)
+    many = f"{units.several(pairs, 'pair')} or so in all" if pairs else f"two may take more than the budget of {units.seconds(budget_s)}"
+    return f", about {units.seconds(each)} for each launch, {many}"
+
+
+def _line(remedy: Remedy, evidence: GapEvidence | Evidence) -> str:
     """Where in the script to make the change; "" = not known."""
     place, what = next((place for name, place in EDITED.items() if remedy.name.startswith(name)), ("", ""))
     line = evidence.places.get(place)
@@ -116,10 +152,11 @@ def _check_applied(run: Run, remedy: Remedy) -> None:
     Raises:
         ValueError: it makes no such object, its loaders have no workers, or it sets its threads itself.
     """
-    row = next((row for row in RunRows(run.path).other_rows.get(0, ()) if isinstance(row.get("replaced"), list)), None)
+    rows: dict[str, Any] = {name: value for row in RunRows(run.path).other_rows.get(0, ()) for name, value in row.items()}
+    row = rows if isinstance(rows.get("replaced"), list) else None
     if row is None:
         return
-    kinds = {"DataLoader": OF_LOADER, "DistributedDataParallel": OF_DDP}
+    kinds = {"DataLoader": OF_LOADER, "DistributedDataParallel": OF_DDP, "optimizer of torch": OF_OPTIMIZER}
     for kind, names in kinds.items():
         if missing := [name for name in remedy.change if name in names and name not in row["replaced"]]:
             said = " and ".join(missing)
@@ -127,5 +164,10 @@ def _check_applied(run: Run, remedy: Remedy) -> None:
             if set(missing) <= set(row.get("without_workers", ())):
                 why = f"the script's loaders have no workers, which {said} would be for; try num_workers=1 as well"
             raise ValueError(f"{remedy.name} changes nothing here: {why}")
+    has = loader if isinstance(loader := row.get("loader"), Mapping) else {}
+    if other := [name for name in OF_LOADER if name in has and has[name] != remedy.change.get(name, has[name])]:
+        raise ValueError(
+            f"{remedy.name} changes nothing here: the script sets {other[0]}={has[other[0]]} after it has made the loader of its training"
+        )
     if (wanted := remedy.change.get("threads", row["threads"])) != row["threads"]:
         raise ValueError(f"threads={wanted} changes nothing here: the script sets its {row['threads']} threads itself")

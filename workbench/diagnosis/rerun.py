@@ -148,6 +148,7 @@ class Reruns:
         self.seconds: list[float] = []
         """How long each took, its start included."""
         self._kind, self._tick, self._given, self._left = kind, tick, runs_dir, left
+        self._enough = False  # has it the steps that are wanted?
         self._stack = contextlib.ExitStack()
         self._checkouts: dict[tuple[Path, str], worktrees.Checkout] = {}
 
@@ -164,13 +165,15 @@ class Reruns:
         """What a training gives: seconds, bytes or loss; and its run. RerunError: it did not run; BudgetError: no time was left."""
         began = time.monotonic()
         spec, around = self._placed(arm)
+        self._enough = False
         run = self.train(spec, around, name)
         self.seconds.append(time.monotonic() - began)
         if run.state == "timeout":
             raise BudgetError(name)
         value = self.measured.value(run, self.measured.steps)
-        if not (run.ok or (run.state == "stopped" and isinstance(spec, ScriptSpec))) or not value > 0:
-            why = run.error.message if run.error else f"it {run.state}, and recorded no {self.measured.of}"
+        if not (run.ok or (run.state == "stopped" and self._enough)) or not value > 0:
+            why = run.error.message if run.error else f"it {run.state} after {units.several(run.progress[0], 'step')}"
+            why += f", and recorded no {self.measured.of}" * (not run.error and run.state != "stopped")
             raise RerunError(why.splitlines()[0][:200] if why else run.state)
         return value, run
 
@@ -181,12 +184,23 @@ class Reruns:
         timeout = max(left, SHORTEST) if math.isfinite(left) else None
         run = new.start(spec, spec_entrypoint(spec, new.path), timeout, experiment={"kind": self._kind, "name": name})
 
-        def tick() -> None:
-            self._tick()
-            if isinstance(spec, ScriptSpec) and run.progress[0] >= self.measured.steps:
-                run.stop()
+        began = math.inf
 
-        return wait_for(run, tick=tick, check=False)
+        def tick() -> None:
+            nonlocal began
+            self._tick()
+            if isinstance(spec, ScriptSpec) and (done := run.progress[0]):
+                began = min(began, time.monotonic())
+                if done >= self.measured.steps and (done >= MOST or time.monotonic() - began >= self.measured.seconds):
+                    self._enough = True
+                    run.stop()
+
+        try:
+            return wait_for(run, tick=tick, check=False)
+        except KeyboardInterrupt as why:
+            if not self._given:  # its directory goes
+                why.__notes__ = []
+            raise
 
     def _placed(self, arm: Arm) -> tuple[Spec, Surroundings]:
         """A spec and its surroundings, with paths of the repository in the folder of the commit."""
@@ -242,6 +256,8 @@ class Measured:
     """Steps of each training."""
     per: str = "step"
     """Of time: "step", or "sample" of all ranks."""
+    seconds: float = 0.0
+    """Of a script: how long it runs on after its first step at the least, unless it has taken MOST steps."""
     part: float | None = None
     """Of time: the part of the steps that are faster than the value; None = it is their mean."""
 

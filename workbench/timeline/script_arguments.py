@@ -1,28 +1,32 @@
-"""Replaces arguments that an unedited script gives to its DataLoaders and to DistributedDataParallel, as the launch asks for."""
+"""Replaces arguments that an unedited script gives to its DataLoaders, its optimizer and DDP, as the launch asks for."""
 
 import contextlib
 import inspect
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import wraps
 from typing import Any
 
 from workbench.core import run_directory
 from workbench.core.package import users_line
 from workbench.timeline import hooks
+from workbench.timeline.reading import is_stream, may_split
 
-OF_LOADER = ("num_workers", "prefetch_factor", "persistent_workers")
+OF_LOADER = ("num_workers", "prefetch_factor", "persistent_workers", "pin_memory")
 OF_DDP = ("bucket_cap_mb",)
+OF_OPTIMIZER = ("optimizer",)
+IMPLEMENTATIONS = ("fused", "foreach")
+"""Of torch's optimizers: names of the arguments that choose one; the values of "optimizer"."""
 WITHOUT_WORKERS: Mapping[str, Any] = {"prefetch_factor": None, "persistent_workers": False, "timeout": 0, "multiprocessing_context": None}
 """What a DataLoader takes that has no workers."""
 
 
 class ScriptArguments:
-    """Wraps the constructors of torch's DataLoader and DistributedDataParallel until it is closed."""
+    """Wraps the constructors of torch's DataLoader, optimizers and DistributedDataParallel until it is closed."""
 
-    def __init__(self, data_loader: type, data_parallel: type) -> None:
+    def __init__(self, data_loader: type, data_parallel: type, optimizers: Iterable[type] = ()) -> None:
         """Read what is asked for; what is no JSON object of these arguments changes nothing. The script's own processes do not see it."""
         asked: Any = None
         with contextlib.suppress(ValueError):
@@ -30,6 +34,7 @@ class ScriptArguments:
         asked = asked if isinstance(asked, dict) else {}
         self.loader = {name: asked[name] for name in OF_LOADER if name in asked}
         self.ddp = {name: asked[name] for name in OF_DDP if name in asked}
+        self.optimizer = asked["optimizer"] if asked.get("optimizer") in IMPLEMENTATIONS else ""
         self.replaced: set[str] = set()
         """The arguments that an object was made with in place of the script's."""
         self.without_workers: set[str] = set()
@@ -40,10 +45,32 @@ class ScriptArguments:
         self._undo.callback(hooks.Patch(data_parallel, "__init__", self._wrap_ddp).remove)
         if self.loader:
             self._undo.callback(hooks.Patch(data_loader, "__init__", self._wrap_loader).remove)
+        for kind in optimizers if self.optimizer else ():
+            if {*IMPLEMENTATIONS} <= inspect.signature(kind.__init__).parameters.keys():  # type: ignore[misc]
+                self._undo.callback(hooks.Patch(kind, "__init__", self._wrap_optimizer).remove)
 
     def close(self) -> None:
         """Leave the constructors as they were."""
         self._undo.close()
+
+    def say_of(self, optimizer: Any) -> dict[str, Any]:
+        """What a row of the rank's file says after the first step of an optimizer: what was replaced, and what could not be."""
+        if self.optimizer and all(group.get(self.optimizer) for group in optimizer.param_groups):
+            self.replaced.add("optimizer")
+        used = next((name for name in IMPLEMENTATIONS if optimizer.param_groups[0].get(name)), "")
+        named = f"{type(optimizer).__name__}{f'({used})' * bool(used)}"
+        return {"replaced": sorted(self.replaced), "without_workers": sorted(self.without_workers), "optimizer": named}
+
+    def _wrap_optimizer(self, make: Callable[..., None]) -> Callable[..., None]:
+        signature = inspect.signature(make)
+
+        @wraps(make)
+        def made(*args: Any, **kwargs: Any) -> None:
+            given = signature.bind(*args, **kwargs)
+            given.arguments |= {name: True if name == self.optimizer else None for name in IMPLEMENTATIONS}
+            make(*given.args, **given.kwargs)
+
+        return made
 
     def _wrap_ddp(self, make: Callable[..., None]) -> Callable[..., None]:
         signature = inspect.signature(make)
@@ -73,3 +100,14 @@ class ScriptArguments:
             self.without_workers |= self.loader.keys() - got
 
         return made
+
+
+def described(loader: Any) -> dict[str, Any]:
+    """What a row of the rank's file says of a DataLoader: its options, what its workers do with a stream, and its batches per epoch."""
+    given = {name: getattr(loader, name, None) for name in (*OF_LOADER, "batch_size")}
+    stream = ("split" if may_split(loader) else "unknown") if is_stream(loader) else ""
+    epoch = None
+    if not stream:
+        with contextlib.suppress(Exception):  # a sampler of the user's own may have no length, or fail to tell it
+            epoch = len(loader)
+    return {**given, "stream": stream, "epoch": epoch}

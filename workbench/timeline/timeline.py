@@ -335,15 +335,28 @@ class Timeline(display.Shown):
         """CPU seconds of this rank and its workers for a sample, between readings (each 0.3 s) without a profiled step from one to the
         next; nan without two such readings.
         """
+        seconds, between = self._cpu
+        samples = sum(step.samples or 0 for step in between)
+        return seconds / samples if samples else float("nan")
+
+    @property
+    def cpu_per_step(self) -> float:
+        """The same for a step."""
+        seconds, between = self._cpu
+        return seconds / len(between) if between else float("nan")
+
+    @property
+    def _cpu(self) -> tuple[float, list[Step]]:
+        """CPU seconds between readings, and the steps that took them."""
         read = [(place, step.cpu) for place, step in enumerate(self.steps) if step.cpu is not None and place >= self.left_out - 1]
         profiled = set(self.profiled)
-        seconds, samples = 0.0, 0
+        seconds, steps = 0.0, list[Step]()
         for (first, before), (last, after) in itertools.pairwise(read):
             between = self.steps[first + 1 : last + 1]
             if after >= before and profiled.isdisjoint(step.index for step in between):  # less: the process of a run that went on is new
                 seconds += after - before
-                samples += sum(step.samples or 0 for step in between)
-        return seconds / samples if samples else float("nan")
+                steps += between
+        return seconds, steps
 
     @property
     def memory(self) -> int | None:

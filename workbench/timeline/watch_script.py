@@ -23,7 +23,7 @@ from workbench.timeline.loops import Loop
 from workbench.timeline.marks import BACKWARD, DATA_WAIT, END_PHASE, FORWARD, IDLE, NEXT, MarkRecorder, new_recorder
 from workbench.timeline.reading import FirstBatches
 from workbench.timeline.recording import Recording
-from workbench.timeline.script_arguments import ScriptArguments
+from workbench.timeline.script_arguments import ScriptArguments, described
 from workbench.timeline.timeline import Pause, Timeline
 
 if TYPE_CHECKING:
@@ -114,6 +114,7 @@ class ScriptWatcher:
         self._here = True  # False in a forked child
         # The lines that are known of each open loop; None = they are told
         self._places: weakref.WeakKeyDictionary[Loop, dict[str, str]] | None = weakref.WeakKeyDictionary()
+        self._loaders = weakref.WeakKeyDictionary[Loop, dict[str, Any]]()
         self._bare: Loop | None = None
         self._leader: Callable[[], torch.optim.Optimizer | None] = lambda: None  # its steps end those of the bare loop
         self._strangers = 0  # steps of other optimizers since the leader's last
@@ -128,7 +129,9 @@ class ScriptWatcher:
         self._undo = contextlib.ExitStack()
         if self._borders:
             self._undo.callback(self._borders.close)
-        self._arguments = ScriptArguments(DataLoader, torch.nn.parallel.DistributedDataParallel)
+        self._arguments = ScriptArguments(
+            DataLoader, torch.nn.parallel.DistributedDataParallel, filter(lambda kind: isinstance(kind, type), vars(torch.optim).values())
+        )
         self._undo.callback(self._arguments.close)
         self._undo.enter_context(hooks.marked_functions())
         self._undo.callback(hooks.Patch(DataLoader, "__iter__", self._wrap_iter).remove)
@@ -182,6 +185,7 @@ class ScriptWatcher:
                 workers = getattr(loader, "num_workers", 0)
                 self._places[loop] = {"loop": users_line(sys._getframe(1)), "dataset": _line_of_dataset(getattr(loader, "dataset", None))}
                 self._places[loop] |= {"workers": str(workers)} if isinstance(workers, int) and workers else {}
+                self._loaders[loop] = described(loader)
             loop.mark(NEXT)
             batches = iterate(loader)  # starts the workers now, as it would without us; the first batch may be asked for much later
             loop.mark(IDLE)
@@ -291,8 +295,9 @@ class ScriptWatcher:
             self._recording.say({"places": {name: line for name, line in places.items() if line}})
             if reduced := reduced_bytes(self._models):
                 self._recording.say({"gradients": reduced})
-            given = {"replaced": sorted(self._arguments.replaced), "without_workers": sorted(self._arguments.without_workers)}
-            self._recording.say({**given, "threads": self._threads()})
+            if loader := self._loaders.get(open_loops.top):
+                self._recording.say({"loader": loader})
+            self._recording.say({**self._arguments.say_of(optimizer), "threads": self._threads()})
             self._places, self._trained = None, weakref.WeakSet(filter(_trains, self._models))
         if self._borders:
             self._borders.stepped(open_loops.top)

@@ -13,19 +13,20 @@ from workbench.core import late, units
 from workbench.core.brief import fitted, number, short, three
 from workbench.core.codec import NOT_STORED, JsonDataclass
 from workbench.core.display import table as display
+from workbench.core.package import near
 from workbench.core.synonyms import accept_synonyms
 from workbench.core.system_load import usable_cores
 from workbench.core.vocabulary import PART_WORDS, PARTS
 from workbench.data.analysis.format_costs import FormatComparison
 from workbench.diagnosis.analysis.costs import MAX_BLOCK_SPREAD, is_crowded, noise_warnings
 from workbench.diagnosis.analysis.evidence import Evidence
-from workbench.diagnosis.analysis.framework_settings import SETTINGS_OF, TRAINER_PAGE
 from workbench.diagnosis.analysis.loader_model import TERMS, LoaderCurve
 from workbench.diagnosis.analysis.model_errors import kind_of, present_gap, surely_gains, with_errors
 from workbench.diagnosis.analysis.observed import fewer_threads
-from workbench.diagnosis.analysis.proof import Proof, how_to_prove, remedy_table
+from workbench.diagnosis.analysis.proof import Proof, remedy_table
 from workbench.diagnosis.analysis.remedies import remedies_for
 from workbench.diagnosis.analysis.remedy import Choice, Remedy, find_remedy, gain_of, of_knobs, sort_key, surest_first
+from workbench.diagnosis.analysis.script_remedies import SETTINGS_OF, TRAINER_PAGE, LaunchedScript
 from workbench.diagnosis.analysis.step_model import Parts, StepModel
 from workbench.diagnosis.analysis.verdict import HIDDEN_REDUCTION, UNMARKED, Judgement, judge
 from workbench.harness.results import NOT_FINITE, UNTRAINED
@@ -73,7 +74,7 @@ class Diagnosis(JsonDataclass):
     spec: Spec | None = None
     """What was diagnosed, if it was a spec or a run."""
     subject: Any = field(default=None, metadata=NOT_STORED)
-    """What was diagnosed, if it was a step and a loader of this process: what `prove` needs to go on."""
+    """What `prove` needs to go on: the step and the loader of this process, or how a spec or a script was launched."""
     proofs: list[Proof] = field(default_factory=list)
     """What `prove` showed so far."""
 
@@ -86,11 +87,11 @@ class Diagnosis(JsonDataclass):
         Args:
             evidence: of one training step.
             spec: what was diagnosed, if it was a spec or a run.
-            subject: what `prove` needs, if it was a step and a loader.
+            subject: what `prove` needs.
             adjust: applied to each remedy, such as the widening of intervals by what earlier proofs on this machine showed.
         """
         judgement = judge(evidence)
-        remedies = remedies_for(evidence, judgement, spec=spec)
+        remedies = remedies_for(evidence, judgement, spec=spec, outside=isinstance(subject, LaunchedScript))
         if adjust:
             remedies = tuple(sorted(map(adjust, remedies), key=sort_key))
         if noise_warnings(evidence):
@@ -264,7 +265,8 @@ class Diagnosis(JsonDataclass):
             doubt = f"the machine was busy, and what {offered.name} gains is within the noise"
         if doubt or not offered:
             curve = dataclasses.replace(curve, recommended=now, doubt=doubt)
-        return curve.with_measured(loader={now: loading.alone}, step={now: self.model.costs.clean})
+        alone = {} if math.isnan(loading.alone) else {now: loading.alone}
+        return curve.with_measured(loader=alone, step={now: self.model.costs.clean})
 
     @property
     def _no_workers(self) -> str:
@@ -292,6 +294,8 @@ class Diagnosis(JsonDataclass):
 
         if which is None and self._chosen:
             return self._chosen
+        if which is None and isinstance(self.subject, LaunchedScript) and self.verdict != "inconclusive" and self.remedies:
+            return self.remedies[0]  # the error says where to make it
         if which is None and self.verdict == "inconclusive" and any(remedy.provable for remedy in self.remedies):
             raise ValueError(f"the verdict is inconclusive ({self.cause}), so prove() has nothing to run: name what to try. {self.next}")
 
@@ -305,6 +309,10 @@ class Diagnosis(JsonDataclass):
     def prove(self, which: Choice = None, *, budget_s: float = 60.0) -> Proof:
         """Run a remedy, interleaved with the step as it is; the proof is kept in `proofs`.
 
+        Of a script that `diagnose` has launched, launches with and without it take turns. From outside can be set: threads,
+        nproc_per_node, the loaders' num_workers, prefetch_factor, persistent_workers and pin_memory, optimizer="fused" or "foreach", and
+        DDP's bucket_cap_mb; of another change the error says where to make it.
+
         Args:
             which: a remedy, its number in the table or its name; knobs with values, {"deterministic": True} or "num_workers=2"; None =
                 the best that can be proved.
@@ -314,11 +322,7 @@ class Diagnosis(JsonDataclass):
         Raises:
             ValueError: there is no such remedy, it cannot be changed from here, or what was diagnosed is no longer in this process.
         """
-        remedy = self.remedy(which)
-        if not remedy.provable:
-            script = f". In a script, {how_to_prove(self.spec.script)}" if isinstance(self.spec, ScriptSpec) else ""
-            raise ValueError(f"{remedy.name} cannot be changed from here: {remedy.what} Then diagnose again{script}")
-        proof: Proof = late.load("prove")(self, remedy, budget_s=budget_s)
+        proof: Proof = late.load("prove")(self, self.remedy(which), budget_s=budget_s)
         if which is None and self.choice:
             proof = dataclasses.replace(proof, choice=self.choice)
         self.proofs.append(proof)
@@ -459,16 +463,16 @@ class Diagnosis(JsonDataclass):
         """
         provable = self._chosen is not None
         if isinstance(self.spec, ScriptSpec):
-            words = ["workbench", "launch", self.spec.script, "--profile"]
+            words = ["diagnose", near(self.spec.script), "--prove"] if provable else ["launch", self.spec.script, "--profile"]
             words += ["--nproc-per-node", str(self.spec.nproc_per_node)] if self.spec.nproc_per_node > 1 else []
             words += ["--", *self.spec.args] if self.spec.args else []
         elif isinstance(self.spec, RunSpec) and (provable or self.evidence.observed):
-            words = ["workbench", "diagnose", self.spec.task, *(["--prove"] if provable else [])]
+            words = ["diagnose", self.spec.task, *(["--prove"] if provable else [])]
             turned = [f"{name}={value}" for name, (_, value) in RunSpec(task=self.spec.task).changes(self.spec).items()]
             words += ["--set", *turned] if turned else []
         else:
             return IN_PYTHON if provable else None
-        command = shlex.join(words)
+        command = shlex.join(["workbench", *words])
         return command if len(command.encode()) <= BRIEF_COMMAND else IN_PYTHON if provable else None
 
     plot = display.plot_method("diagnosis")

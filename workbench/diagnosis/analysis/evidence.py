@@ -233,7 +233,7 @@ class Evidence(JsonDataclass):
     """What basic operations cost on the machine, which scales some limits; None = not measured: they are as they were fitted."""
     places: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Of a script that was watched: "loop" (over its loader), "step" (of the optimizer), "dataset" → "train.py:41 main"; "framework" →
-    whose training loop it is (`framework_settings.SETTINGS_OF`)."""
+    whose training loop it is (`script_remedies.SETTINGS_OF`)."""
     formats: FormatComparison | None = None
     """What the data cost in other formats (`wb.data.compare_formats`); None = not measured: remedies of the data are ceilings."""
 

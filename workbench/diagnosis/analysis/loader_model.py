@@ -187,6 +187,9 @@ PLATEAU = 0.05
 one worker more or fewer is recommended."""
 MAX_WORKERS = 64
 """Most workers that are considered."""
+MOST_OBSERVED = 8
+"""Workers that are considered at most for a loader that was only observed, or twice as many as there are cores: its times are less certain
+than those of a probe, and each worker is a process. Chosen."""
 SINGLE_THREAD_CPU = 1.2
 """CPU over duration: below that, training computes on one thread. Derived: 1 with some help of other threads; two threads have more.
 Between 1.1 and 1.5 it decides alike, beyond it cannot tell one thread from two."""
@@ -269,6 +272,8 @@ class LoaderModel:
     """Of the time of making a batch: what the slowest twentieth of the samples takes beyond the others, see `Loading.slow_share`."""
     num_workers: int = 0
     """What the loader has now."""
+    most: int = MAX_WORKERS
+    """Workers that are considered at most."""
     hidden: float = 0.0
     """s: 0 = loading in this process and training take turns, 1 = the device computes meanwhile."""
 
@@ -276,7 +281,7 @@ class LoaderModel:
     def of(cls, evidence: Evidence) -> Self | None:
         """From what was measured; None if nothing is known about how batches are made, or about the step without that."""
         loading, cached = evidence.loading, evidence.arm("cached")
-        if loading is None or cached is None:
+        if loading is None or (cached is None and not evidence.observed):
             return None
         cpu = loading.cpu if loading.cpu is not None else loading.worker_cpu
         if cpu is None:
@@ -287,7 +292,7 @@ class LoaderModel:
             blocked=loading.blocked or 0.0,
             worker_cpu=loading.worker_cpu,
             handover=loading.handover or 0.0,
-            compute=cached.seconds / evidence.accumulation,
+            compute=cached.seconds / evidence.accumulation if cached else evidence.step,  # see StepModel.of
             compute_cpu=inside.cpu / evidence.accumulation if inside and inside.cpu else None,
             cores=free_cores(noise, evidence.world_size).mid if noise else 1.0,
             ranks=evidence.world_size,
@@ -298,6 +303,7 @@ class LoaderModel:
             batch_size=loading.batch_size,
             slow_share=min(1.0, max(0.0, loading.slow_share or 0.0)),
             num_workers=loading.num_workers,
+            most=max(MOST_OBSERVED, 2 * int(noise.cores)) if evidence.observed and noise else MAX_WORKERS,
         )
         alone = evidence.arm("loader")
         return probed._at_the_pace_of(alone.seconds / evidence.accumulation) if alone else probed
@@ -411,7 +417,7 @@ class LoaderModel:
     def _most(self) -> int:
         """Enough workers for any purpose: with more, the cores or the hand-over bind."""
         limit = max(self._own, self.ranks * (self._worker + self.handover) / self.cores, 1e-9)
-        return min(MAX_WORKERS, math.ceil((self._worker + self.blocked) / limit) + 1)
+        return min(self.most, math.ceil((self._worker + self.blocked) / limit) + 1)
 
     def _delivered(self, num_workers: int, prefetch_factor: int, training: float) -> float:
         """Seconds per batch if only the workers and training limit it."""

@@ -12,15 +12,20 @@ from workbench.core.vocabulary import PHASES
 from workbench.diagnosis.analysis.costs import is_crowded
 from workbench.diagnosis.analysis.evidence import Evidence, Loading, RankEvidence
 from workbench.diagnosis.analysis.stalls import Call, find_stalls
+from workbench.diagnosis.analysis.step_model import UNKNOWN_OVERLAP
 from workbench.harness.results import Place
 from workbench.runs.run import Run
 from workbench.runs.spec import RunSpec, ScriptSpec
-from workbench.timeline.timeline import LEFT_OUT, WARNING, Pause, Timeline
+from workbench.timeline.timeline import LARGEST, LEFT_OUT, WARNING, Pause, Timeline
 
 MIN_STEPS = 8
 """Fewer measured steps say nothing about a mean."""
 FIRST_BYTES = 1 << 16
 """Of the file of rank 0, in which the places of a script are looked for."""
+PLACES = ("loop", "step", "dataset", "framework", "workers", "ddp")
+WAITED_FOR = 0.05
+"""Fraction of the step that is waiting for data below which workers keep up: how long they take is not seen then. Chosen as in `costs`.
+With half or twice as much, workers of a script that hardly waits get a remedy or none; its gain is below that share."""
 DATA, BACKWARD = PHASES.index("data_wait"), PHASES.index("backward")
 
 
@@ -38,8 +43,11 @@ def _hint(run: Run) -> str:
     return "no more steps of an optimizer were seen"
 
 
-def observe(source: Run | Timeline) -> Evidence:
+def observe(source: Run | Timeline, *, outside: bool = False) -> Evidence:
     """Evidence of a run, from its timelines alone, or of the timeline of a loop in this process.
+
+    With `outside` it is a script's that can be launched again with other arguments of its loader, its optimizer or its launch: what it was
+    seen to have of them is there, too.
 
     Under DDP all ranks are equally long at each step, since they wait for each other inside `backward`. The one that is waited for is the
     one that waits least there: what the others' backward takes longer than the shortest is counted as their waiting, not as their work.
@@ -61,7 +69,8 @@ def observe(source: Run | Timeline) -> Evidence:
     ranks = tuple(_rank(timeline, wait) for timeline, wait in zip(timelines, waits, strict=True))
     together = max((rank.stalls for rank in ranks), key=lambda stalls: stalls.share)
     samples = [_samples(timeline) for timeline in timelines]
-    return Evidence(
+    said = _said(run) if run else {}
+    evidence = Evidence(
         step=statistics.fmean(timeline.mean() for timeline in timelines),
         device="cuda" if timelines[0].clock == "device" else "cpu",
         world_size=max(len(timelines), run.spec.world_size if run else 1),
@@ -76,19 +85,75 @@ def observe(source: Run | Timeline) -> Evidence:
         observed=True,
         steps=sum(timeline.count for timeline in timelines),
         notes=(*(run.notes if run else ()), *_notes(timelines)),
-        places=_places(run) if run else {},
+        places=_places(said.get("places")),
+    )
+    if not outside:
+        return evidence
+    threads, optimizer = said.get("threads"), said.get("optimizer")
+    return dataclasses.replace(
+        evidence,
+        loading=_script_loading(said.get("loader"), timelines[0]),
+        threads=threads if isinstance(threads, int) and threads > 0 else evidence.threads,
+        optimizer=optimizer[:200] if isinstance(optimizer, str) else None,
     )
 
 
-def _places(run: Run) -> dict[str, str]:
-    """Lines of a watched script, as rank 0 has written them with its first step: see `Evidence.places`."""
+def _said(run: Run) -> dict[str, Any]:
+    """What rank 0 of a watched script has written with its first step."""
     try:
         with open(run.path / run_directory.rank_file(0), "rb") as file:
             rows = [run_directory.parse_row(line) or {} for line in file.read(FIRST_BYTES).split(b"\n")]
     except OSError:
         return {}
-    places: dict[str, Any] = next((row["places"] for row in rows if isinstance(row.get("places"), dict)), {})
-    return {name: places[name][:200] for name in ("loop", "step", "dataset", "framework", "workers") if isinstance(places.get(name), str)}
+    return {name: value for row in rows if "step" not in row for name, value in row.items()}
+
+
+def _places(places: Any) -> dict[str, str]:
+    """Lines of a watched script: see `Evidence.places`."""
+    known = places if isinstance(places, dict) else {}
+    return {name: known[name][:200] for name in PLACES if isinstance(known.get(name), str)}
+
+
+def _script_loading(said: Any, timeline: Timeline) -> Loading | None:
+    """The loader of a script: its options as they were seen, and what making a step's batches takes, by the steps of one rank.
+
+    Without workers, that is the waiting for data, and what is taken to hide behind a device; with workers that are waited for, what they
+    take at the pace of the steps. It computes as long as more CPU was used than the rest of the step can have, and else waits. What the
+    first steps of epochs wait longer than the others is the start of the workers.
+    """
+    if not isinstance(said, dict):
+        return None
+    workers, prefetch, size, epoch = (
+        value if type(value) is int and 0 <= value < LARGEST else None
+        for value in map(said.get, ("num_workers", "prefetch_factor", "batch_size", "epoch"))
+    )
+    batches = max(1, round((_samples(timeline) or 1) / size)) if size else 1
+    epoch, staying = (epoch or 0) // batches, bool(said.get("persistent_workers"))
+    first = [] if not workers or staying or epoch < 2 else [step for step in timeline.measured if step.index % epoch == 0]
+    numbers = {step.index for step in first}
+    others = [step for step in timeline.measured if step.index not in numbers] or timeline.measured
+    wait, step = statistics.fmean(each.phases[DATA] for each in others), statistics.fmean(each.seconds for each in others)
+    start = max(0.0, statistics.fmean(each.phases[DATA] for each in first) - wait) if first else 0.0
+    hidden = min(wait / (1 - UNKNOWN_OVERLAP) - wait, UNKNOWN_OVERLAP * (step - wait)) if timeline.clock == "device" else 0.0
+    made = wait + hidden if not workers else workers * step if max(wait, start / max(1, epoch)) > WAITED_FOR * step else math.nan
+    used = timeline.cpu_per_step
+    cpu = min(made, max(0.0, used - (step - wait))) if used == used else made
+    known = made == made
+    return Loading(
+        kind="DataLoader",
+        num_workers=workers or 0,
+        prefetch_factor=prefetch,
+        persistent_workers=staying,
+        pin_memory=bool(said.get("pin_memory")),
+        batch_size=size,
+        stream=said["stream"] if said.get("stream") in ("split", "unknown") else "",
+        epoch=epoch or None,
+        alone=made if not workers else math.nan,
+        cpu=cpu if known and not workers else None,
+        worker_cpu=cpu if known and workers else None,
+        blocked=made - cpu if known else None,
+        start_up=start or None,
+    )
 
 
 def after_queue_drained(timeline: Timeline) -> Timeline:

@@ -242,8 +242,10 @@ class Ladder(display.Shown, JsonDataclass):
 
 
 def how_to_prove(script: str) -> str:
-    """How a change of a script can be tried by experiment, which the workbench does with steps and tasks."""
+    """How a change of a script can be tried, of which a run is there."""
+    path = near(script)
     return (
-        "a script is only observed, and its knobs are its own. Put its model, dataset, loss and optimizer into a function that returns a "
-        f"wb.Task, such as build() in the same file; then: workbench diagnose {shlex.quote(f'{near(script)}:build')} --prove"
+        f"the run of a script is only observed. workbench diagnose {shlex.quote(path)} --prove launches the script, with and without a "
+        "change that can be made from outside. To try others, put its model, dataset, loss and optimizer into a function that returns a "
+        f"wb.Task, such as build() in the same file; then: workbench diagnose {shlex.quote(f'{path}:build')} --prove"
     )

@@ -12,7 +12,6 @@ from workbench.core.statistics import Interval
 from workbench.diagnosis.analysis.causes import MIN_EXPLAINED, pausing_rank
 from workbench.diagnosis.analysis.costs import saved_by
 from workbench.diagnosis.analysis.evidence import Evidence
-from workbench.diagnosis.analysis.framework_settings import set_by
 from workbench.diagnosis.analysis.loader_remedies import for_loader
 from workbench.diagnosis.analysis.model_errors import with_errors
 from workbench.diagnosis.analysis.remedy import (
@@ -23,9 +22,11 @@ from workbench.diagnosis.analysis.remedy import (
     ceiling,
     from_arm,
     from_formula,
+    gain_of,
     if_worthwhile,
     sort_key,
 )
+from workbench.diagnosis.analysis.script_remedies import from_outside, set_by
 from workbench.diagnosis.analysis.step_model import StepModel
 from workbench.diagnosis.analysis.verdict import UNMARKED, USUAL, Judgement, unseen
 from workbench.runs.spec import RunSpec, Spec
@@ -45,7 +46,9 @@ ANSWERS = {"small buckets": "bucket_cap_mb"}
 """Cause → the knob that removes that very cause. Where it is offered, what shortens the same part in another way comes after it."""
 
 
-def remedies_for(evidence: Evidence, judgement: Judgement, *, spec: Spec | None = None, noise_only: bool = False) -> tuple[Remedy, ...]:
+def remedies_for(
+    evidence: Evidence, judgement: Judgement, *, spec: Spec | None = None, outside: bool = False, noise_only: bool = False
+) -> tuple[Remedy, ...]:
     """The remedies of a step: first those that remove the cause, the best first. Every cause but computing has one.
 
     An inconclusive verdict has only those that an experiment tried itself and that surely gain, whatever the cause is; and those of the
@@ -55,10 +58,11 @@ def remedies_for(evidence: Evidence, judgement: Judgement, *, spec: Spec | None 
         evidence: of one training step.
         judgement: what follows from it.
         spec: what was diagnosed, if it was a spec or a run: its fields can be changed.
+        outside: the spec is that of a script that can be launched with other arguments.
         noise_only: ranges cover the uncertainty of the measurements alone, and not what formulas leave out (see `model_errors`).
     """
     inconclusive = judgement.verdict == "inconclusive"
-    case = Case(evidence=evidence, judgement=judgement, model=StepModel.of(evidence), spec=spec)
+    case = Case(evidence=evidence, judgement=judgement, model=StepModel.of(evidence), spec=spec, outside=outside)
     remedies: dict[str, Remedy] = {}
     if inconclusive and judgement.cause != UNMARKED:
         tried = (remedy if noise_only else with_errors(remedy, case.model) for remedy in filter(None, _arms(case)))
@@ -330,7 +334,20 @@ _WORDS_OBSERVED = _WORDS | {
 
 
 def _observed(case: Case) -> Iterator[Remedy]:
-    """From observation alone: the parts that were seen, as ceilings without a knob."""
+    """From observation alone: the parts that were seen, as ceilings without a knob; and what can be changed from outside of a script.
+
+    A ceiling of a part that such a change nearly reaches says nothing more.
+    """
+    turnable = dict[str, float]()
+    for part, remedy in from_outside(case):
+        if remedy.speedup < MIN_BATCH_SPEEDUP:
+            continue
+        blamed = {**PART_OF, "compute-bound": "compute"}.get(case.judgement.verdict) == part
+        scope = "cause" if blamed else "general" if part == "compute" else "part"
+        turnable[part] = max(turnable.get(part, 0.0), gain_of(remedy))
+        workers = remedy.change.get("num_workers")
+        by = "" if part == "data_wait" and workers is None else set_by(case.evidence, part, workers)
+        yield replace(remedy, what=remedy.what + by, scope=scope)
     for part, saved in case.judgement.shares.items():
         if part not in _WORDS or part == "communication" or saved.mid < 1 - 1 / MIN_BATCH_SPEEDUP:
             continue
@@ -338,8 +355,9 @@ def _observed(case: Case) -> Iterator[Remedy]:
             continue
         name, what = _WORDS_OBSERVED[part]
         what = (_moved(case.evidence, what) if part == "stalls" else what) + set_by(case.evidence, part)
-        if remedy := ceiling(case, name, what, saved.mid, f"{part} is gone, as far as the measured times show"):
-            yield replace(remedy, scope="cause" if PART_OF.get(case.judgement.verdict) == part else "part")
+        most = ceiling(case, name, what, saved.mid, f"{part} is gone, as far as the measured times show")
+        if most and gain_of(most) > turnable.get(part, 0.0):
+            yield replace(most, scope="cause" if PART_OF.get(case.judgement.verdict) == part else "part")
 
 
 REDUCTIONS_ERROR = (0.93, 1.12)

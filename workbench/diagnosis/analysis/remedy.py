@@ -18,7 +18,11 @@ from workbench.diagnosis.analysis.step_model import KNOBS as PREDICTED
 from workbench.diagnosis.analysis.step_model import StepModel
 from workbench.diagnosis.analysis.verdict import Judgement
 from workbench.runs.spec import IMPLEMENTATIONS, KNOBS, RunSpec, ScriptSpec, Spec, check_names, parse_knob
+from workbench.timeline.script_arguments import OF_DDP, OF_LOADER, OF_OPTIMIZER
 
+OF_LAUNCH = ("threads", "nproc_per_node")
+OUTSIDE = (*OF_LAUNCH, *OF_LOADER, *OF_OPTIMIZER, *OF_DDP)
+"""Knobs of a script that can be set without an edit."""
 SCOPES = {"cause": "", "part": "Another part: ", "general": "Whatever the cause: "}
 """Scope of a remedy → how its advice begins. "cause": it removes what the verdict names; "part": another part of the step; "general": it
 shortens any step."""
@@ -94,7 +98,8 @@ def of_knobs(model: StepModel, change: Mapping[str, Any]) -> Remedy:
     """
     check_names(RunSpec, change)
     name = ", ".join(f"{knob}={value}" for knob, value in change.items())
-    known = all(knob in PREDICTED and knob != "deterministic" for knob in change)
+    known = all(knob in (OF_LOADER[:3] if model.evidence.observed else PREDICTED) and knob != "deterministic" for knob in change)
+    known = known and not (model.evidence.observed and model.feeding is None)
     gain = model.with_cores(**change) if known else Interval(low=0.0, mid=1.0, high=math.inf)
     formula = "the model of the step" if known else "nothing: no experiment has tried it"
     return Remedy(
@@ -191,6 +196,8 @@ class Case:
     judgement: Judgement
     model: StepModel
     spec: Spec | None = None
+    outside: bool = False
+    """Can the spec's script be launched with other arguments?"""
 
     @property
     def costs(self) -> Costs:
@@ -199,7 +206,7 @@ class Case:
     def turnable(self, change: Mapping[str, Any]) -> Mapping[str, Any]:
         """The change, if all of it can be applied from here; else nothing, and people have to make it."""
         if isinstance(self.spec, ScriptSpec):
-            return {}
+            return dict(change) if self.outside and set(change) <= {*OUTSIDE} else {}
         if isinstance(self.spec, RunSpec):
             known = set(KNOBS)
         else:

@@ -135,12 +135,12 @@ class StepModel:
     def of(cls, evidence: Evidence) -> "StepModel":
         """The model of a step, from its evidence and costs."""
         costs = Costs.of(evidence)
-        feeding = None if evidence.observed else LoaderModel.of(evidence)
+        feeding = LoaderModel.of(evidence)
         if feeding is None:
             return cls(evidence=evidence, costs=costs, feeding=None, unexplained=0.0)
         feeding = _with_compute(feeding, costs.cached / evidence.accumulation)
         if evidence.device != "cpu":
-            feeding = dataclasses.replace(feeding, hidden=UNKNOWN_OVERLAP if feeding.num_workers else costs.overlap)
+            feeding = dataclasses.replace(feeding, hidden=UNKNOWN_OVERLAP if feeding.num_workers or evidence.observed else costs.overlap)
         left = costs.cached + costs.data.mid - feeding.step(**_loader_knobs(evidence))
         return cls(evidence=evidence, costs=costs, feeding=feeding, unexplained=left)
 

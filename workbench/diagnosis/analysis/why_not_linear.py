@@ -221,7 +221,8 @@ class WhyNotLinear(JsonDataclass):
         """Run a remedy, interleaved with the spec as it is, on all its ranks; the proof is kept in `proofs`.
 
         Of a script, launches with and without it take turns. From outside can be set: threads, nproc_per_node, the loaders' num_workers,
-        prefetch_factor and persistent_workers, and DDP's bucket_cap_mb; of another change the error says where to make it.
+        prefetch_factor, persistent_workers and pin_memory, optimizer="fused" or "foreach", and DDP's bucket_cap_mb; of another change the
+        error says where to make it.
 
         Args:
             which: a remedy, its number in the table or its name; knobs with values; None = the best that can be proved.

@@ -15,6 +15,7 @@ from workbench.diagnosis import api
 from workbench.diagnosis.analysis.diagnosis import Diagnosis
 from workbench.diagnosis.analysis.proof import Ladder
 from workbench.diagnosis.analysis.remedy import Remedy
+from workbench.diagnosis.analysis.script_remedies import LaunchedScript
 from workbench.diagnosis.analysis.step_model import Parts, StepModel
 from workbench.diagnosis.panel import html
 from workbench.diagnosis.panel.knobs import Knobs, WhatIf, knob_values, what_if
@@ -22,7 +23,7 @@ from workbench.diagnosis.panel.remedy_rows import RemedyRows
 from workbench.runs.failure import RunError
 from workbench.runs.panel import html as faces
 from workbench.runs.run import Run, on_run_started
-from workbench.runs.spec import RunSpec
+from workbench.runs.spec import RunSpec, ScriptSpec
 from workbench.runs.target import Step
 
 CLIMB = 10
@@ -52,7 +53,7 @@ class ThroughputDoctor:
     ) -> None:
         """
         Args:
-            target: a spec, or a diagnosis of one (or of a step of this process).
+            target: a spec, or a diagnosis of one, of a script, or of a step of this process.
             budget_s: seconds that a measurement or a proof may take.
             runs_dir: where run directories go; None = `runs` in the current folder.
 
@@ -146,10 +147,15 @@ class ThroughputDoctor:
     def _measure(self, _button: object) -> None:
         self._earlier = self.what_if
         chosen = self.chosen
-        here = getattr(self.result, "subject", None)
+        here, script = getattr(self.result, "subject", None), getattr(self.result, "spec", None)
 
         def work() -> None:
-            if chosen is not None:
+            if isinstance(here, LaunchedScript) and isinstance(script, ScriptSpec):
+                ranks = script.nproc_per_node
+                diagnosis = api.diagnose(
+                    script.script, args=script.args, nproc_per_node=ranks, budget_s=self._budget, runs_dir=here.runs_dir
+                )
+            elif chosen is not None:
                 diagnosis = api.diagnose(chosen, budget_s=self._budget, runs_dir=self._runs_dir)
                 self.spec = chosen
             else:
@@ -180,13 +186,14 @@ class ThroughputDoctor:
         if self._background.busy:
             return
         self._holds = hold
-        endless = "" if self.spec else f"A step of this process cannot be stopped: it ends by itself, after about {units.seconds(budget_s)}"
+        here = isinstance(getattr(self.result, "subject", None), Step)
+        endless = "" if not here else f"A step of this process cannot be stopped: it ends by itself, after about {units.seconds(budget_s)}"
         self._background.start(what, work, budget_s, endless=endless)
 
     def _allow(self) -> None:
         """Buttons can be pressed where there is something to run, and while nothing runs."""
         busy = self._background.busy
-        here = isinstance(getattr(self.result, "subject", None), Step)
+        here = isinstance(getattr(self.result, "subject", None), Step | LaunchedScript)
         self.measure.disabled = busy or not (self.spec or here)
         self.climb.disabled = busy or self.spec is None
         self._rows.hold(busy)
@@ -197,7 +204,8 @@ class ThroughputDoctor:
     @property
     def title(self) -> str:
         """What is examined, in a line."""
-        return faces.essentials(self.spec) if self.spec else "a step and its loader"
+        given = self.spec or (self.result.spec if self.result else None)
+        return faces.essentials(given) if given else "a step and its loader"
 
     def __repr__(self) -> str:
         return f"ThroughputDoctor({self.title!r})"
@@ -281,7 +289,10 @@ class Background:
             else:
                 self.problem.value = faces.failure(error.failure)
         except Exception as error:  # whatever a user's step raises belongs into the panel: nobody reads what a thread leaves behind
-            self.problem.value = faces.alert(str(error), f"{type(error).__name__}: ")
+            if self._asked:
+                last = html.stopped(what)
+            else:
+                self.problem.value = faces.alert(str(error), f"{type(error).__name__}: ")
         finally:
             over.set()
             clock.join()
