@@ -398,6 +398,9 @@ def test_the_examples_about_runs_and_traces_work(
     assert parts["breakdown"]["steps"]
     assert "finished" in shown("report")
     assert json.loads(shown("report", "--json"))["state"] == "finished"
+    assert shown("health") == "nothing wrong in 20 losses\n"
+    brief = json.loads(shown("health", "--json"))
+    assert (brief["ok"], brief["looked"], brief["losses"], brief["faults"]) == (True, True, 20, [])
     assert "0 of" in shown("runs")
     assert main(["runs", "--json"]) == 0
     assert len(json.loads(capsys.readouterr().out)) == 5

@@ -360,7 +360,7 @@ def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
     option("runs", "--filter", default="", metavar="TEXT", help="only runs whose directory, name, state or knobs contain each word")
     option("runs", "--sort", metavar="COLUMN", help="created, run, state, steps, loss, throughput or 'differs in' (oldest first)")
     option("runs", "--all", action="store_true", help="also list the workbench's own experiments")
-    option("report export", "path", help="the directory of the run")
+    option("report export health", "path", help="the directory of the run")
     option("report", "--html", metavar="FILE", help="write the report as a self-contained HTML page")
     option(
         "export", "to", choices=("tensorboard", "mlflow", "wandb", *EXPORTED), help="the program to write for, or the format of the weights"
@@ -388,7 +388,7 @@ def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
         spent = f"seconds that the trainings may take ({seconds:g})"
         option(names, "--budget", "--budget-s", type=float, default=seconds, metavar="S", help=spent)
     option("diagnose why-not-linear sanity", "--json", action="store_true", help="print a brief for programs: at most 2 kB of JSON")
-    option("what-changed bisect", "--json", action="store_true", help="print the answer for programs: at most 2 kB of JSON")
+    option("what-changed bisect health", "--json", action="store_true", help="print the answer for programs: at most 2 kB of JSON")
     printed = "doctor calibrate launch estimate estimate-time batch-lengths plan trace runs report compare check"
     option(printed, "--json", action="store_true", help="print JSON")
     for name in ("launch", "diagnose", "why-not-linear"):
@@ -424,6 +424,7 @@ _RUN: Mapping[str, Callable[[argparse.Namespace], int]] = {
     "report": show_run,
     "export": export,
     "check": check,
+    "health": commands.health,
     "compare": compare,
     "trace": trace,
     "diagnose": diagnose,

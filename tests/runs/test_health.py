@@ -1,10 +1,12 @@
 """What goes wrong with the numbers of a run is named; healthy runs of different kinds raise no alarm."""
 
 import itertools
+import json
 import math
 import random
 import re
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,8 +15,22 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from tests.conftest import HandMade
+from workbench.__main__ import main
 from workbench.core import run_directory
-from workbench.runs.health import changes, exploding, health, not_falling, not_finite, not_seen_to_fall, rises_of, slow_ranks, spikes
+from workbench.core.brief import BRIEF_BYTES
+from workbench.runs.health import (
+    Fault,
+    Health,
+    changes,
+    exploding,
+    health,
+    not_falling,
+    not_finite,
+    not_seen_to_fall,
+    rises_of,
+    slow_ranks,
+    spikes,
+)
 from workbench.runs.run import Run
 from workbench.runs.spec import ScriptSpec
 from workbench.timeline.analysis.told import Told
@@ -350,6 +366,32 @@ def test_a_script_gets_no_all_clear_for_what_was_not_looked_for(by_hand: Make) -
     assert faults[0].message == "rank 1: ValueError: bad sample, at /x/train.py:75 in main"
     assert faults[0].hint == run.error.hint  # type: ignore[union-attr]
     assert "fault:" not in report(run), "it has the error itself"
+
+
+def test_the_command_has_a_status_and_a_brief_for_programs(by_hand: Make, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    made = by_hand(name="wrong").steps(60)
+    rows = [{"step": i + 1, "steps": 60, "loss": math.nan if i > 40 else 1.0, "lr": 0.1, "samples": i, "seconds": i} for i in range(60)]
+    run_directory.LineWriter(made.path / run_directory.METRICS).write(rows)
+    wrong = str(made.ended("finished").path)
+    assert main(["health", wrong]) == 1
+    assert "fault: the loss is NaN or infinite from step 42 on" in capsys.readouterr().out
+    assert main(["health", wrong, "--json"]) == 1
+    brief = json.loads(capsys.readouterr().out)
+    assert (brief["ok"], brief["faults"][0]["kind"], brief["faults"][0]["step"], brief["faults"][0]["hint"][:9]) == (
+        False,
+        "not finite",
+        42,
+        "a smaller",
+    )
+    nothing = str(by_hand(spec=ScriptSpec(script="/x/train.py", watch=True).to_json(), name="script").steps(9).ended("finished").path)
+    assert main(["health", nothing]) == 1, "no all-clear where nothing was looked at"
+    assert "nothing to look at yet" in capsys.readouterr().out
+    assert main(["health", str(tmp_path / "none")]) == 2
+    assert "none" in capsys.readouterr().err
+    fault = Fault(kind="change", step=1, rank=None, message="é" * 900, hint="ü" * 900)
+    many = Health(faults=(fault,) * 40, losses=9, ranks=2, notes=("ö" * 900,) * 9).brief()
+    assert len(json.dumps(many, ensure_ascii=False).encode()) <= BRIEF_BYTES
+    assert many["left_out"] > 30
 
 
 def test_an_alarm_of_a_loss_that_is_not_finite_is_that_fault_alone() -> None:

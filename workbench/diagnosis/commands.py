@@ -1,4 +1,4 @@
-"""The commands `doctor`, `what-changed`, `bisect` and `why-not-linear`, and `check --why`, of the command line."""
+"""The commands `doctor`, `health`, `what-changed`, `bisect` and `why-not-linear`, and `check --why`, of the command line."""
 
 import argparse
 import json
@@ -20,6 +20,7 @@ from workbench.runs import task
 from workbench.runs.budgets import RunCheck
 from workbench.runs.commands import refuse_knobs
 from workbench.runs.failure import RunError
+from workbench.runs.health import health as of_run
 from workbench.runs.launch import machine_report
 from workbench.runs.spec import RunSpec
 
@@ -127,6 +128,17 @@ def print_brief(answer: Diagnosis | WhyNotLinear, proving_s: float | None) -> No
         raise
     finally:
         print(json.dumps(fitted(answer.brief() | failed, "unknown", "predicted"), ensure_ascii=False), flush=True)
+
+
+def health(given: argparse.Namespace) -> int:
+    """Say what went wrong with the numbers of a run; returns the exit status: 1 where there is a fault, or was nothing to look at.
+
+    Raises:
+        ValueError: a run that cannot be read.
+    """
+    found = of_run(given.path)
+    print(json.dumps(found.brief(), ensure_ascii=False) if given.json else found, flush=True)
+    return 0 if found.ok and found.looked else 1
 
 
 def reason_of(checked: RunCheck, budget_s: float) -> WhatChanged | None:

@@ -93,6 +93,12 @@ COMMANDS: Mapping[str, tuple[str, str, str]] = {
         "Says how the run ended and where the time of each rank went.",
         "workbench report runs/2026-01-31T12-00-00-train",
     ),
+    "health": (
+        "say what went wrong with the numbers of a run: exit status 0 if nothing did, 1 if something did",
+        "Looks for a loss that is NaN, jumps or does not fall, exploding gradients, slow ranks, a hang, and what alarms said. The run may "
+        "go on. The exit status is also 1 if there is nothing to look at yet.",
+        "workbench health runs/2026-01-31T12-00-00-train",
+    ),
     "export": (
         "write a run for TensorBoard, MLflow or Weights & Biases, or its weights for other programs, offline",
         "Adds what is new since the last export, so it can be repeated while the run continues. 'safetensors' writes the last checkpoint's "

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from workbench.core import run_directory, units
+from workbench.core import brief, run_directory, units
 from workbench.core.checks import is_number, is_whole
+from workbench.core.codec import to_json
 from workbench.core.synonyms import accept_synonyms
 from workbench.core.vocabulary import PHASES
 from workbench.runs.rank_ends import MANY_RANKS
@@ -92,6 +93,17 @@ class Health:
     def ok(self) -> bool:
         """Was nothing wrong?"""
         return not self.faults
+
+    @property
+    def looked(self) -> bool:
+        """Was there anything to look at?"""
+        return bool(self.losses or self.ranks > 1 or self.faults)
+
+    def brief(self) -> dict[str, Any]:
+        """The answer for a program or an agent, as plain JSON values that take at most BRIEF_BYTES as text."""
+        faults = [to_json(fault) | {"message": brief.short(fault.message), "hint": brief.short(fault.hint)} for fault in self.faults]
+        value = {"ok": self.ok, "looked": self.looked, "losses": self.losses, "ranks": self.ranks, "faults": faults}
+        return brief.fitted(value | {"notes": [brief.short(note) for note in self.notes]}, "faults", "notes")
 
     def __str__(self) -> str:
         if self.faults:
