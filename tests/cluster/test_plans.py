@@ -392,23 +392,39 @@ def test_a_narrow_terminal_gets_fewer_columns() -> None:
     assert found.for_terminal(10_000) == str(found)
     text = found.for_terminal(130)
     lines = text.splitlines()
-    assert max(map(len, lines[1 : 2 + len(found)])) <= 130
+    assert max(map(len, lines)) <= 130
     assert lines[1].split()[:3] == ["plan", "GPUs", "layout"]
-    assert lines[-1].startswith("left out to fit 130 characters: ranges in brackets, bubble")
+    assert "left out to fit 130 characters: ranges in brackets, bubble" in text
     assert f"bound {found.best.bound}: " in text
-    assert lines[-1].endswith("; to see everything, pipe the command into less -S")
+    assert " ".join(text.split()).endswith("; to see everything, pipe the command into less -S, or print(plans.table) in Python")
+
+
+def test_in_a_terminal_plans_are_as_wide_as_it_is_and_eighty_at_least(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = plans(gpus=None, global_batch=256)
+    whole = str(found)
+    assert whole == str(found.table)
+    assert max(map(len, whole.splitlines())) > 200
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    for columns, width in ((130, 130), (40, 80)):
+        monkeypatch.setenv("COLUMNS", f"{columns}")
+        assert str(found) == found.for_terminal(width)
+        assert max(map(len, str(found).splitlines())) <= width
+        assert found.table._repr_html_() == found._repr_html_()
+    assert "bound compute: " in " ".join(str(found).split()), "the notes are wrapped, and whole"
 
 
 @pytest.mark.parametrize("options", [{"gpus": None, "global_batch": 256}, {}, {"model": GPT, "gpus": None, "price": 2.0}])
 def test_in_eighty_characters_a_plan_keeps_what_it_is_how_fast_and_whether_it_fits(options: dict[str, Any]) -> None:
     found = plans(**options)
-    lines = found.for_terminal(80).splitlines()
-    assert max(map(len, lines[1 : 2 + len(found)])) <= 80
-    assert [word for word in ("plan", "layout", "micro×accum.", "step", "memory") if word not in lines[1]] == []
+    text = found.for_terminal(80)
+    lines = text.splitlines()
+    assert max(map(len, lines)) <= 80
+    head = next(place for place, line in enumerate(lines) if line.startswith("plan "))
+    assert [word for word in ("plan", "layout", "micro×accum.", "step", "memory") if word not in lines[head]] == []
     first = found.best.roles[0] + f" +{len(found.best.roles) - 1}" * (len(found.best.roles) > 1)
-    assert lines[2].startswith(first)
-    assert any(line.startswith(", ".join(found.best.roles)) for line in lines[2 + len(found) :]), "all roles, in the note"
-    assert "left out to fit 80 characters: ranges in brackets" in lines[-1]
+    assert lines[head + 1].startswith(first)
+    assert any(line.startswith(", ".join(found.best.roles)[:60]) for line in lines[head + 1 + len(found) :]), "all roles, in the note"
+    assert "left out to fit 80 characters: ranges in brackets" in text
 
 
 @pytest.mark.parametrize("gpus", [1, 8, 16, 128, None])
@@ -864,8 +880,10 @@ def test_a_module_is_counted_and_planned() -> None:
         assert launched <= getattr(span, end) <= 1.5 * launched
     whole = wb.RunSpec(task="text-gpt").replace(**found.changes())
     assert whole.global_batch == 1024
-    with pytest.raises(PlanError, match="this is what a plan finds"):
+    with pytest.raises(PlanError, match="sharing='fsdp' says it"):
         plans(model=build, batch=batch, parallel="fsdp")
+    with pytest.raises(PlanError, match="this is what a plan finds"):
+        plans(model=build, batch=batch, expert_parallel=2)
 
 
 def layers() -> Any:
@@ -993,6 +1011,19 @@ def units_of(name: str) -> str:
         ({"efficiency": 10**400}, "^efficiency=1000.*: expected a share of the datasheet.s peak"),
         ({"margin": 1}, "a share of the memory"),
         ({"optimizer": "sgd"}, "a Transformer has sizes only"),
+        ({"gpus": None, "nnodes": 2}, r"^nnodes=2: gpus=16 says it, 2 machines with the 8 GPUs of a DGX-H100 each$"),
+        ({"gpus": None, "num_nodes": 2, "nproc_per_node": 4}, "^num_nodes=2, nproc_per_node=4: gpus=8 says it$"),
+        ({"world_size": 16}, "^world_size=16: gpus=16 says it$"),
+        ({"devices": "all"}, "^devices='all': gpus=8 says it, one machine with the 8 GPUs of a DGX-H100$"),
+        ({"parallel": "hsdp"}, "^parallel='hsdp': sharing='hsdp' says it$"),
+        ({"parallel": "3d"}, "^parallel='3d': sharing= says it, one or several of ddp, zero1, zero2, fsdp, hsdp$"),
+        ({"tp": 4, "pipeline_parallel": 2}, "^tp=4: tensor=4 says it; pipeline_parallel=2: pipeline=2 says it$"),
+        ({"batch_size": 32}, "^batch_size=32: this is what a plan finds; global_batch= is what all GPUs take in a step$"),
+        (
+            {"gradient_checkpointing": True},
+            "^gradient_checkpointing=True: checkpointing= says it, one or several of none, selective, full$",
+        ),
+        ({"model": lambda: None, "batch": 1, "nnodes": 2}, "^nnodes=2: gpus=16 says it"),
         ({"global_batch": 7, "gpus": 64, "tensor": 1, "pipeline": 1}, "no layout of 64 GPUs makes a batch of 7 samples"),
         ({"price": -1}, "money per device and hour of at least 0"),
         ({"pue": "a"}, r"pue='a': expected a number, such as pue=1.2"),

@@ -1,8 +1,6 @@
 """The commands `estimate`, `estimate-time` and `plan` of the command line: what a task needs on machines that need not be here."""
 
 import argparse
-import shutil
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -81,8 +79,7 @@ def plan(given: argparse.Namespace, knobs: Mapping[str, Any], show: Show) -> int
     options = {"gpus": given.gpus, "global_batch": given.global_batch, "sequence": given.sequence, "top": given.top}
     options |= {"trainer": given.trainer, "poll_interval": given.poll_interval, "checked_collectives": given.checked_collectives or None}
     plans = planning.plan(model, given.cluster, **options, **(knobs if sizes_only else {}))
-    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else sys.maxsize
-    show(list(plans) if given.json else plans.for_terminal(width), given)
+    show(list(plans) if given.json else plans, given)
     return 0
 
 

@@ -6,7 +6,7 @@ peaks from which all intervals come).
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,15 +17,15 @@ from workbench.cluster.analysis.plan.layouts import SHARINGS, gpu_counts
 from workbench.cluster.analysis.plan.plans import Plan, Plans, Power, checked_energy_inputs
 from workbench.cluster.analysis.plan.ranges import EFFICIENCY, HELD, PlanError, link_share, peak_of, share_interval
 from workbench.cluster.analysis.plan.search import PlanSearch
-from workbench.cluster.analysis.plan.workload import Trainer, Workload, trainer_named, versions_of, workload_of_transformer
+from workbench.cluster.analysis.plan.workload import CHECKPOINTINGS, Trainer, Workload, trainer_named, versions_of, workload_of_transformer
 from workbench.cluster.analysis.transformer import Transformer
 from workbench.core import units
-from workbench.core.checks import real_number, whole_number
+from workbench.core.checks import is_whole, real_number, whole_number
 from workbench.core.progress import predicts
 from workbench.core.synonyms import accept_synonyms
 from workbench.memory.analysis.fit import MARGIN
 from workbench.runs.run import Run
-from workbench.runs.spec import RunSpec
+from workbench.runs.spec import KNOBS, RunSpec
 from workbench.runs.target import is_config, named_task, shown
 
 MAX_GPUS = 65_536
@@ -149,6 +149,8 @@ def plan(
     splits = loss_parallel if loss_parallel is not None else trained_by is not None and trained_by.loss_parallel
     if isinstance(model, str | Path) and (Path(model).suffix == ".json" or (Path(model) / "config.json").is_file()):
         model = Transformer.from_config(model, sequence)
+    if words := _in_a_plan(knobs, where):
+        raise PlanError(words)
     if isinstance(model, Transformer):
         if knobs or batch is not None:
             raise PlanError(f"{', '.join(knobs) or 'batch'}: known for a Task, a RunSpec or a module; a Transformer has sizes only")
@@ -220,6 +222,43 @@ def _measured(value: Any, efficiency: Any, where: Cluster, workload: Workload, t
     if trainer and ((plan.data > 1 and plan.sharing not in trainer.sharings) or (plan.chunks > 1 and not trainer.interleaves)):
         raise PlanError(f"{of}: {trainer.name} has no {plan.layout}; expected a plan with trainer={trainer.name!r}")
     return plan, real_number("measured", seconds, above=0, what="seconds of a step", also=", such as 1.7", error=PlanError)
+
+
+def _in_a_plan(knobs: Mapping[str, Any], where: Cluster) -> str:
+    """What to write for knobs of a run that a plan has another argument for, or finds; empty = there are none."""
+    meant = {other: knob for knob, about in KNOBS.items() for other in about.elsewhere} | {"ranks": "nproc_per_node"}
+    of = {name: meant.get(name, name) for name in knobs}
+    said = []
+    if ranks := [name for name in knobs if of[name] in ("nnodes", "nproc_per_node")]:
+        number = dict(zip([of[name] for name in ranks], [knobs[name] for name in ranks], strict=True))
+        nodes, each = (value if is_whole(value := number.get(name), least=1) else None for name in ("nnodes", "nproc_per_node"))
+        gpus = (nodes or 1) * (each or where.gpus_per_node)
+        machines = "one machine" if nodes in (None, 1) else f"{nodes} machines"
+        why = (
+            "" if each else f", {machines} with the {where.gpus_per_node} GPUs of a {where.name}{' each' if nodes not in (None, 1) else ''}"
+        )
+        said.append(f"{', '.join(f'{name}={knobs[name]!r:.40}' for name in ranks)}: gpus={gpus} says it{why}")
+    for name, value in knobs.items():
+        words = _WORDS_OF_PLANS.get(of[name], "")
+        choices = {"sharing": SHARINGS, "checkpointing": CHECKPOINTINGS}.get(words)
+        if of[name] in ("micro_batch", "accumulation"):
+            said.append(f"{name}={value!r:.40}: this is what a plan finds; global_batch= is what all GPUs take in a step")
+        elif words and choices and value not in choices:
+            said.append(f"{name}={value!r:.40}: {words}= says it, one or several of {', '.join(choices)}")
+        elif words:
+            said.append(f"{name}={value!r:.40}: {words}={value!r:.40} says it")
+    return "; ".join(said)
+
+
+_WORDS_OF_PLANS: Mapping[str, str] = {
+    "parallel": "sharing",
+    "checkpointing": "checkpointing",
+    "tensor_parallel": "tensor",
+    "pipeline_parallel": "pipeline",
+    "shard_ranks": "sharing",
+    "precision": "precision",
+}
+"""A knob of a run → the argument of `plan` that says it."""
 
 
 def _restricted(workload: Workload, tensor: int | None, pipeline: int | None, chunks: int | None, checkpointing: Any) -> Workload:

@@ -1,8 +1,9 @@
 """How results show themselves: `Table` as text, HTML and DataFrame, the mixin `Shown`, and methods `to_frame` and `plot`."""
 
 import html
+import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from workbench.core.late import panel as panel
@@ -73,6 +74,22 @@ class Table:
         right = self._right()
         lines = ["  ".join(c.rjust(w) if r else c.ljust(w) for c, w, r in zip(row, widths, right, strict=True)).rstrip() for row in cells]
         return "\n".join([*([visible(self.title)] if self.title else []), *lines, *([visible(self.note)] if self.note else [])])
+
+    @property
+    def width(self) -> int:
+        """Letters of its longest row as text, the heads of the columns included."""
+        return max(map(len, str(replace(self, title=None, note=None)).split("\n")))
+
+    def without(self, column: str) -> "Table":
+        """The table without a column."""
+        at = list(self.columns).index(column)
+        left = [[*row[:at], *row[at + 1 :]] for row in (self.columns, *self.rows)]
+        return replace(self, columns=[str(name) for name in left[0]], rows=left[1:])
+
+    def wrapped(self, width: int) -> str:
+        """As text, with its title and its notes in lines of at most so many letters; rows stay as they are."""
+        title, note = (text and "\n".join(textwrap.fill(line, width) for line in text.split("\n")) for text in (self.title, self.note))
+        return str(replace(self, title=title, note=note))
 
     def _repr_html_(self) -> str:
         right = self._right()

@@ -2,6 +2,8 @@
 
 import math
 import re
+import shutil
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
@@ -23,8 +25,8 @@ BOUNDS = {
     "memory": "a faster layout of the same GPUs exists but does not fit: more memory per GPU",
 }
 """Limit of a plan → its meaning."""
-
-
+NARROWEST = 80
+"""Letters that a table of plans has in a terminal, where that is narrower."""
 _SUCH = {"price": 2.5, "electricity": 0.2, "intensity": 400, "pue": 1.2, "watts": 700}
 """Input of energy → an example of its value, for messages."""
 
@@ -453,30 +455,29 @@ class Plans(Sequence[Plan], display.Shown):
 
     def for_terminal(self, width: int) -> str:
         """As text without what matters least, as long as a row has more than `width` characters: ranges, columns, further roles."""
-
-        def fits(table: display.Table) -> bool:
-            return max(map(len, str(replace(table, title=None, note=None)).splitlines())) <= width
-
         table, left_out = self.table, []
-        if not fits(table):
+        if table.width > width:
             short = [[*row[:6], *(re.sub(r" \([^()]*\)", "", str(cell)) for cell in row[6:])] for row in table.rows]
             table, left_out = replace(table, rows=short), ["ranges in brackets"]
         for name in ("bubble", "exposed", "bound", "MFU", table.columns[11], "throughput", "between", "GPUs"):
-            if fits(table):
+            if table.width <= width:
                 break
             if name == "GPUs":  # the product of a layout's numbers; first, what is written shorter: the note below has all roles
                 cells = [[str(cell).replace(" × ", "×").replace("checkpointing", "ckpt") for cell in row] for row in table.rows]
                 short = [[re.sub(r", .+", f" +{row[0].count(', ')}", row[0]), *row[1:]] for row in cells]
-                columns = [name.replace("micro-batch × accumulation", "micro×accum.") for name in table.columns]
+                columns = [column.replace("micro-batch × accumulation", "micro×accum.") for column in table.columns]
                 table = replace(table, columns=columns, rows=short)
-                if fits(table):
-                    break
-            place = list(table.columns).index(name)
-            rows = [[*row[:place], *row[place + 1 :]] for row in table.rows]
-            table = replace(table, columns=[*table.columns[:place], *table.columns[place + 1 :]], rows=rows)
-            left_out.append(name)
-        more = f"left out to fit {width} characters: {', '.join(left_out)}; to see everything, pipe the command into less -S"
-        return f"{table}\n{more}" if left_out else str(table)
+            if table.width > width:
+                table = table.without(name)
+                left_out.append(name)
+        all_ = "to see everything, pipe the command into less -S, or print(plans.table) in Python"
+        more = [f"left out to fit {width} characters: {', '.join(left_out)}; {all_}"] * bool(left_out)
+        return replace(table, note="\n".join([str(table.note), *more])).wrapped(width)
+
+    def __str__(self) -> str:
+        if sys.stdout is not None and sys.stdout.isatty():
+            return self.for_terminal(max(NARROWEST, shutil.get_terminal_size().columns))
+        return str(self.table)
 
     def to_frame(self) -> Any:
         """A DataFrame with one row per plan; seconds and bytes."""
