@@ -1,6 +1,8 @@
 """What goes wrong with the numbers of a run is named; healthy runs of different kinds raise no alarm."""
 
+import contextlib
 import itertools
+import json
 import json
 import math
 import random
@@ -33,7 +35,7 @@ from workbench.runs.health import (
 )
 from workbench.runs.run import Run
 from workbench.runs.spec import ScriptSpec
-from workbench.timeline.analysis.told import Told
+from workbench.timeline.analysis.told import Told, digest
 from workbench.timeline.timeline import Step, Timeline
 
 Make = Callable[..., HandMade]
@@ -366,6 +368,37 @@ def test_a_script_gets_no_all_clear_for_what_was_not_looked_for(by_hand: Make) -
     assert faults[0].message == "rank 1: ValueError: bad sample, at /x/train.py:75 in main"
     assert faults[0].hint == run.error.hint  # type: ignore[union-attr]
     assert "fault:" not in report(run), "it has the error itself"
+
+
+def test_a_report_tells_an_alarm_once(by_hand: Make) -> None:
+    from workbench.runs.facts import report
+
+    made = by_hand(spec=ScriptSpec(script="/x/train.py", watch=True).to_json()).steps(60)
+    alarm = Told(rank=0, step=1200, phase="forward", before=0.001, after=0.002, share=0.5)
+    notes = [{"note": f"warning: {alarm.words()}"}, {"note": f"alarms: {digest([alarm])}"}, {"note": "timed by hand"}]
+    with contextlib.closing(run_directory.LineWriter(made.path / run_directory.rank_file(0))) as writer:
+        writer.write([{"alarm": alarm.to_row()}, *notes])
+    text = report(Run.load(made.ended("finished").path))
+    assert text.count("since step 1,200 the forward takes 100 % longer") == 1, text
+    assert "1 change in all" not in text
+    assert "timed by hand" in text
+
+
+def test_alarms_of_ranks_about_one_event_are_one_note(by_hand: Make) -> None:
+    spec = ScriptSpec(script="/x/train.py", watch=True, nproc_per_node=3)
+    made = by_hand(spec=spec.to_json()).steps(60)
+    events = {0: [(700, "other", 4.2)], 1: [(708, "other", 4.4), (90, "memory", 2e9)], 2: [(700, "other", 0.1), (900, "other", 4.0)]}
+    for rank, alarms in events.items():
+        told = [Told(rank=rank, step=step, phase=phase, before=1.0, after=after, share=0.5) for step, phase, after in alarms]
+        with contextlib.closing(run_directory.LineWriter(made.path / run_directory.rank_file(rank))) as writer:
+            writer.write([row for alarm in told for row in ({"note": f"warning: {alarm.words(3)}"}, {"alarm": alarm.to_row()})])
+    notes = [note.partition(" (")[0] for note in Run.load(made.ended("finished").path).notes]
+    assert [note for note in notes if note.startswith("since")] == [
+        "since step 700 what lies between the phases takes 320 % longer on ranks 0, 1",
+        "since step 90 more memory on rank 1: 1.86 GiB, 1 B before",
+        "since step 700 what lies between the phases takes 90 % less on rank 2",
+        "since step 900 what lies between the phases takes 300 % longer on rank 2",
+    ]
 
 
 def test_the_command_has_a_status_and_a_brief_for_programs(by_hand: Make, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Tells a run as text, and as facts for a program: what `workbench launch` and `workbench report` print."""
 
+from dataclasses import replace
 from typing import Any
 
 from workbench.core import late
@@ -7,6 +8,8 @@ from workbench.core.vocabulary import PHASES
 from workbench.runs.health import health, new_faults
 from workbench.runs.rank_ends import extremes
 from workbench.runs.run import Run
+from workbench.timeline.analysis.told import ONE_ALARM
+from workbench.timeline.timeline import LEFT_OUT, WARNING, Timeline
 
 
 def report(run: Run) -> str:
@@ -14,8 +17,14 @@ def report(run: Run) -> str:
     timelines = run.timelines
     faults = "\n".join(f"fault: {fault}" for fault in new_faults(run))
     idle = pipeline_idle(run)
-    ranks = [str(timelines[place]) for place in extremes(run.rank_means)] if any(each.steps for each in timelines) else []
+    ranks = [str(told_once(timelines[place])) for place in extremes(run.rank_means)] if any(each.steps for each in timelines) else []
     return "\n\n".join(filter(None, [str(run), faults, *ranks, "" if idle is None else str(idle)]))
+
+
+def told_once(timeline: Timeline) -> Timeline:
+    """The steps of a rank without the notes that stand above them, in those of its run: warnings, such as alarms, and rows left out."""
+    kept = [note for note in timeline.notes if not note.startswith((WARNING, LEFT_OUT)) and note != ONE_ALARM]
+    return replace(timeline, notes=tuple(kept))
 
 
 def pipeline_idle(run: Run) -> Any:

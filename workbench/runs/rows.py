@@ -13,6 +13,7 @@ from workbench.core.checks import is_number, is_whole
 from workbench.core.run_directory import METRIC_KEYS, METRICS, short
 from workbench.runs.rank_ends import MANY_RANKS, SAMPLED, RankEnds
 from workbench.runs.rank_steps import RankMeans, RankSteps
+from workbench.timeline.analysis.told import Told
 from workbench.timeline.reading import rank_notes
 from workbench.timeline.timeline import LEFT_OUT, WARNING, Timeline
 
@@ -284,15 +285,35 @@ def resume_notes(rows: Sequence[Mapping[str, Any]], run_dir: Path, nnodes: int =
 def training_notes(other_rows: Mapping[int, Sequence[Mapping[str, Any]]], world_size: int) -> list[str]:
     """Notes on the training itself: warnings of ranks, and what a comparison of what they read shows."""
     warnings: dict[str, list[int]] = {}
+    alarms: dict[str, Told] = {}
     reads: dict[int, Mapping[str, Any]] = {}
     for rank, rows in other_rows.items():
         for row in rows:
             note = row.get("note")
             if isinstance(note, str) and note.startswith(WARNING):
                 warnings.setdefault(note.removeprefix(WARNING), []).append(rank)
+            if alarm := Told.of_row(row.get("alarm")):
+                alarms[alarm.words(world_size)] = alarm
             if isinstance(read := row.get("reads"), Mapping) and all(isinstance(read.get(name, ""), str) for name in ("first", "data")):
                 reads[rank] = read
-    return [*rank_notes(reads, world_size), *warnings]
+    return [*rank_notes(reads, world_size), *_told_once(list(warnings), alarms, world_size)]
+
+
+def _told_once(warnings: Sequence[str], alarms: Mapping[str, Told], world_size: int) -> list[str]:
+    """Warnings, of which the alarms of several ranks about one event are one, with the figures of the first of them."""
+    found: list[tuple[str, Told | None, set[int]]] = []
+    for text in warnings:
+        alarm = alarms.get(text)
+        others = [(other, ranks) for _, other, ranks in found if alarm and other and other.same_event(alarm) and alarm.rank not in ranks]
+        if alarm and others:
+            others[0][1].add(alarm.rank)
+        else:
+            found.append((text, alarm, {alarm.rank} if alarm else set()))
+    notes = []
+    for text, alarm, ranks in found:
+        several = "all ranks" if len(ranks) == world_size else f"ranks {', '.join(map(str, sorted(ranks)))}"
+        notes.append(text.replace(f" on rank {alarm.rank}", f" on {several}", 1) if alarm and len(ranks) > 1 else text)
+    return notes
 
 
 _DIGESTS = re.compile(r"rank(\d+)-(\d+)\.jsonl")

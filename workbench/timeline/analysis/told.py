@@ -32,6 +32,8 @@ WAITS = ("backward", REDUCTION, "step", "throughput")
 """What becomes longer on a rank that waits for another one, too."""
 UNSHARED = ("data_wait", "h2d")
 """Phases in which ranks do not wait for each other, as they may in a forward that broadcasts buffers, or in what lies between phases."""
+ONE_ALARM = "alarms: 1 change in all"
+"""The digest of a run with one alarm, as a note."""
 MEETS = 64
 """Steps within which alarms of two ranks are taken to have one reason."""
 
@@ -62,6 +64,10 @@ class Told:
     def slower(self) -> bool:
         """Does the training lose by it?"""
         return (self.after < self.before) == (self.phase == "throughput")
+
+    def same_event(self, other: "Told") -> bool:
+        """Did the same change at about the same step, as far as alarms of two ranks tell?"""
+        return (self.phase, self.slower) == (other.phase, other.slower) and abs(self.step - other.step) <= MEETS
 
     def words(self, ranks: int = 1) -> str:
         """As a sentence."""
