@@ -1,6 +1,7 @@
 """What the fullest moment is made of: groups that add up, who holds them, what it says of itself, whether it fits, and differences."""
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -48,6 +49,24 @@ def test_by_hand_on_a_cpu() -> None:
     assert found.first_step == found.total - 2 * weights
     assert found.steady == found.total == max(found.phases.values())
     assert list(found.phases) == ["init", "data", "forward", "backward", "between", "optimizer", "end"]
+
+
+@pytest.mark.parametrize(
+    ("moment", "gradients", "shown"),
+    [
+        ("start of backward, step 2: log_softmax of the loss", 0, "0 B, none yet"),
+        ("middle of forward of micro-step 1 of 2, step 2: mm", 0, "0 B, none yet"),
+        ("middle of the optimizer step, step 2: foreach", 0, "0 B"),
+        ("end of backward, step 2: mm", 2048, "2.00 KiB"),
+    ],
+)
+def test_gradients_that_are_not_there_at_the_peak_say_why(moment: str, gradients: int, shown: str) -> None:
+    found = replace(breakdown(), peak_moment=moment, gradients=gradients)
+    row = {row[0]: row for row in found.table.rows}["gradients"]
+    assert row[1] == shown
+    assert row[3] == units.bytes_(found.largest["gradients"])
+    none = replace(found, largest={**found.largest, "gradients": 0}, gradients=0)
+    assert {row[0]: row for row in none.table.rows}["gradients"][1] == "0 B", "a step without a backward has none at all"
 
 
 def test_on_a_gpu_there_is_rounding_a_reserve_and_something_outside() -> None:

@@ -228,6 +228,11 @@ class MemoryBreakdown(display.Shown, JsonDataclass):
             text += f"; the allocator ran into the limit and gave its cache back {self.retries} times"
         return display.notes([text, *self.notes])
 
+    def _none_yet(self, group: str) -> str:
+        """Why a step that has gradients has none at its peak: they are made later, in the backward."""
+        before = self.peak_moment.partition(",")[0].partition(" of micro-step")[0].endswith(("forward", "backward"))
+        return ", none yet" if group == "gradients" and before and not self.gradients and self.largest[group] else ""
+
     @property
     def _on_device(self) -> list[tuple[str, int]]:
         """The sums that a device has beside what is allocated, those that are known."""
@@ -240,7 +245,7 @@ class MemoryBreakdown(display.Shown, JsonDataclass):
         rows = [
             [
                 g.replace("_", " "),
-                units.bytes_(getattr(self, g)),
+                units.bytes_(getattr(self, g)) + self._none_yet(g),
                 units.percent(getattr(self, g) / self.total),
                 units.bytes_(self.largest[g]),
             ]
