@@ -317,6 +317,11 @@ def test_a_script_s_spec_keeps_its_threads(tmp_path: Path, monkeypatch: pytest.M
     assert (answer.spec, answer.evidence.threads) == (spec.replace(watch=True), 3)
     assert answer.evidence.gradients is not None
     assert (answer.evidence.gradients.size, answer.evidence.gradients.buckets) == (30_000_000, 3), "1 MiB, 25 MiB and the rest"
+    assert not answer.gap.predicted
+    more = why_not_linear(spec, ranks=8)
+    assert (more.world_size, more.evidence.world_size, more.gap.predicted) == (8, 2, True)
+    assert "8 ranks would give" in more.why
+    assert why_not_linear(spec, ranks=2).gap.predicted is False
     assert why_not_linear(tmp_path / "train.py", args=["--y"], nproc_per_node=2).spec.args == ("--y",)  # type: ignore[union-attr]
 
 
@@ -332,6 +337,7 @@ def test_a_script_s_spec_keeps_its_threads(tmp_path: Path, monkeypatch: pytest.M
         (SPEC, {"args": ["--x"]}, "only a script takes them"),
         (SPEC, {"budget_s": 0}, "budget_s"),
         (3, {}, "expected a RunSpec"),
+        (__file__, {"nproc_per_node": 4, "ranks": 2}, "ranks=2 with a script of 4: leave it out, or give more ranks than are measured"),
         ("train.py", {"nproc_per_node": 1, "ranks": 8}, "a script .* needs 2 or more. .* predicted from one process of a spec only"),
     ],
 )

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,8 @@ import pytest
 
 import workbench as wb
 from workbench.__main__ import main
-from workbench.core import run_directory
+from workbench.core import run_directory, units
+from workbench.memory.analysis.fit import NOT_CERTAIN
 from workbench.memory.analysis.whatif import needed
 from workbench.memory.ladder import memory_ladder
 from workbench.memory.max_micro_batch import max_micro_batch
@@ -111,6 +113,10 @@ def test_a_gpu_by_its_error_alone(by_hand: Make) -> None:
     assert 0 < int(found.largest) < SPEC.micro_batch
     assert needed(found.largest.breakdown) <= found.ladder.capacity < needed(found.largest.next)
     text = str(found)
+    assert found.word.endswith(f"micro_batch={int(found.largest)} is the largest that fits, instead of 8192; {NOT_CERTAIN}")
+    surer = replace(found, largest=replace(found.largest, surely=1024))
+    assert surer.word.endswith(f"; {NOT_CERTAIN}, but it surely fits up to micro_batch=1024")
+    assert f"It would have fitted with {units.knobs(found.changes)}{found.ladder.doubt}. With" in found.word
     for word in ("by-hand: predicted need", "there was 1.50 GiB (GPU 0 has 1.50 GiB)", "instead of 8192", "time not predicted"):
         assert word in text
     assert repr(found).startswith("WouldFit('by-hand', ")

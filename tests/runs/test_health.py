@@ -3,7 +3,6 @@
 import contextlib
 import itertools
 import json
-import json
 import math
 import random
 import re

@@ -73,8 +73,8 @@ def why_not_linear(
         target: a RunSpec, the name of a task, a script, or its ScriptSpec.
         same: what the one process and the ranks have in common: "micro_batch" (each rank keeps its batch) or "global_batch" (the ranks
             share it). Both are measured, and `gap_at` returns either.
-        ranks: predict for this number of ranks, more than the spec has; None = the spec's own number, or 8 for a spec with one. `at(64)`
-            predicts for another number.
+        ranks: predict for this number of ranks, more than the spec or the script has; None = its own number, or 8 for a spec with one.
+            `at(64)` predicts for another number.
         args: arguments of a script. "{out}" in them stands for a folder that is new in each launch, so that no launch resumes from
             another's checkpoints.
         nproc_per_node: ranks; None = the spec's own, 2 for a script, which needs 2 or more.
@@ -104,15 +104,16 @@ def why_not_linear(
                 "from one process of a spec only: make the script a task"
             )
         check_script(script.script)
+        _check_asked(ranks, script.nproc_per_node, "script")
         with say_what_was_interrupted("why_not_linear"), Waiting("why_not_linear", budget_s, begin="one process alone") as line:
-            return _script(script, same, line, runs_dir)
+            answer = _script(script, same, line, runs_dir)
+        return answer if ranks is None else answer.at(ranks)
     spec = read_spec("why_not_linear", target, because="whose ranks can be launched", instead='or a script: why_not_linear("train.py")')
     if nproc_per_node is not None:
         spec = spec.replace(nproc_per_node=nproc_per_node)
     check(spec, args)
     whole = spec.world_size
-    if ranks is not None and ranks < whole:
-        raise ValueError(f"ranks={ranks} with a spec of {whole}: leave it out, or give more ranks than are measured, such as {4 * whole}")
+    _check_asked(ranks, whole, "spec")
     with say_what_was_interrupted("why_not_linear"):
         run = experiments.run_gap(spec, large=LARGE_ALONE if whole == 1 else 0, budget_s=budget_s, runs_dir=runs_dir)
     evidence = GapEvidence.from_json(run_directory.read_json(run.path / run_directory.GAP))
@@ -126,6 +127,12 @@ def why_not_linear(
             notes = (ASSUMED,)
     evidence = replace(evidence, notes=(*evidence.notes, *notes))
     return WhyNotLinear(evidence=evidence, spec=spec, same=same, ranks=asked, link=link, subject=runs_dir)
+
+
+def _check_asked(ranks: int | None, measured: int, what: str) -> None:
+    if ranks is not None and ranks < measured:
+        more = f"leave it out, or give more ranks than are measured, such as {4 * measured}"
+        raise ValueError(f"ranks={ranks} with a {what} of {measured}: {more}")
 
 
 def check(spec: RunSpec, args: Sequence[str] = ()) -> None:

@@ -71,7 +71,7 @@ class WouldFit(display.Shown):
         if not self.expected:
             return f"{needs}. By that it should have fitted: {_SURPRISE}"
         if self.ladder.fits:
-            cure = f"It would have fitted with {units.knobs(self.changes)}"
+            cure = f"It would have fitted with {units.knobs(self.changes)}{self.ladder.doubt}"
         else:
             over = units.bytes_(needed(self.ladder.end) - self.ladder.capacity)
             cure = f"Nothing tried would have made it fit; with {units.knobs(self.changes) or 'the run as it was'} {over} are missing"
@@ -81,7 +81,8 @@ class WouldFit(display.Shown):
     def _batch(self) -> str:
         if not self.largest.micro_batch:
             return "With nothing else changed not even one sample fits"
-        return f"With nothing else changed micro_batch={self.largest.micro_batch} is the largest that fits, instead of {self.micro_batch}"
+        largest = f"micro_batch={self.largest.micro_batch} is the largest that fits, instead of {self.micro_batch}"
+        return f"With nothing else changed {largest}{self.largest.doubt}"
 
     @property
     def table(self) -> display.Table:

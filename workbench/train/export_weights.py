@@ -107,6 +107,8 @@ def _write_safetensors(tensors: Mapping[str, Tensor], folder: Path, file_bytes: 
 def import_weights(model: nn.Module, path: str | os.PathLike[str]) -> nn.Module:
     """Load weights in the format of the Hugging Face hub, or of torch.distributed.checkpoint (DCP), into a model by name; return the model.
 
+    So a task's `model()` may return it. Where nothing takes it, as in a REPL, Python prints the whole model: `_ = wb.import_weights(…)`.
+
     Args:
         model: changed in place; in a task's `model()`, all ranks call this, before the model is sharded.
         path: the folder, or one safetensors file.

@@ -180,6 +180,11 @@ class MemoryLadder(display.Shown):
         return {name: value for rung in self.rungs for name, value in rung.change.items()}
 
     @property
+    def doubt(self) -> str:
+        """Why it is not certain whether it fits at the end, in words to append; empty = it is."""
+        return _doubt(self.end, self.capacity)
+
+    @property
     def slowdown(self) -> float:
         """Seconds per sample at the end over those at the start."""
         return math.prod(rung.slowdown for rung in self.rungs)
@@ -188,7 +193,7 @@ class MemoryLadder(display.Shown):
     def word(self) -> str:
         """The result in a line."""
         spare = spare_words(self.capacity, self.capacity - needed(self.end), self.margin)
-        doubt = _doubt(self.end, self.capacity)
+        doubt = self.doubt
         if not self.rungs and self.fits:
             return f"it fits {self.device} as it is, with {spare}{doubt}"
         if not self.fits:
@@ -284,12 +289,15 @@ class MaxMicroBatch:
         return self.breakdown.notes
 
     @property
+    def doubt(self) -> str:
+        """Why it is not certain that so many fit, and up to how many surely do, in words to append; empty = it is certain."""
+        doubt = _doubt(self.breakdown, self.capacity)
+        return f"; {NOT_CERTAIN}, but it surely fits up to micro_batch={self.surely}" if doubt and self.surely else doubt
+
+    @property
     def room(self) -> str:
         """Bytes left in words, and up to how many samples it surely fits where that is not the answer."""
-        doubt = _doubt(self.breakdown, self.capacity)
-        if doubt and self.surely:
-            doubt = f"; {NOT_CERTAIN}, but it surely fits up to micro_batch={self.surely}"
-        return spare_words(self.capacity, self.spare, self.margin) + doubt
+        return spare_words(self.capacity, self.spare, self.margin) + self.doubt
 
     @property
     def word(self) -> str:
