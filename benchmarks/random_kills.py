@@ -1,13 +1,15 @@
 """Kills processes of small trainings at random, resumes these, and checks that nothing survives, is lost or differs in the end.
 
-python benchmarks/random_kills.py [KILLS [FILE]] [--at-once N] [--seed N] [--parallel fsdp tp …]    about 10 s per kill
+python benchmarks/random_kills.py [KILLS [FILE]] [--at-once N] [--seed N] [--parallel fsdp tp …] [--ranks N] [--moments checkpoint …]
+                                  [--several-ranks]    about 10 s per kill
 
 A second call with the same FILE goes on. Each chain is a training of one or two ranks, without or with a worker per loader, that is killed
 up to five times and resumed each time. Two ranks share the model ("zero1", "fsdp", "tp"), average it now and then ("local_sgd"), or follow
 a learning-rate schedule from a file ("schedule").
 Killed are ranks, workers of loaders, torchrun, the guard, its keeper and the launching program; by KILL, TERM, INT, SEGV, or STOP and later
-KILL; alone and in bursts; while processes start, while it trains, while a checkpoint or a row of the timeline is written, and while
-`wb.launch` itself runs. After each kill: no process that carries the mark of the trial is left, and the culprit that is named was hit.
+KILL; alone and in bursts, or with `--several-ranks` two ranks or more at the same moment, each by KILL or TERM; while processes start,
+while it trains, while a checkpoint or a row of the timeline is written, and while `wb.launch` itself runs. After each kill: no process that
+carries the mark of the trial is left, and the culprit that is named was hit.
 At the end of a chain: weights, optimizer and losses are bit for bit those of an undisturbed training, and every rank has every step once.
 
 Exit code: 0 all was well, 1 something was not (FILE says what, and the run directories are kept).
@@ -287,8 +289,11 @@ def said_of(run: Run) -> str:
     return f"{run.state}: {run_directory.read_json(path)['ended_by']} led to a checkpoint" if path.exists() else run.state
 
 
-def draw(who: dict[str, int], rng: random.Random) -> list[tuple[str, str]]:
-    """Whom to send which signals: mostly one, else a burst to several."""
+def draw(who: dict[str, int], rng: random.Random, *, several_ranks: bool = False) -> list[tuple[str, str]]:
+    """Whom to send which signals: mostly one, else a burst to several; with `several_ranks`, KILL or TERM to two ranks or more."""
+    ranks = sorted(role for role in who if role.startswith("rank "))
+    if several_ranks and len(ranks) > 1:
+        return [(role, rng.choice(("KILL", "TERM"))) for role in rng.sample(ranks, rng.randint(2, len(ranks)))]
     kinds: dict[str, list[str]] = {}
     for role in sorted(who):
         kinds.setdefault(role.rstrip("0123456789"), []).append(role)
@@ -313,8 +318,9 @@ def gone(mark: str, program: int) -> tuple[list[str], float]:
 class Trial:
     """The attempts of one chain, in a folder of its own."""
 
-    def __init__(self, chain: Chain, folder: Path, rng: random.Random) -> None:
+    def __init__(self, chain: Chain, folder: Path, rng: random.Random, *, several_ranks: bool = False) -> None:
         self.chain, self.folder, self.rng, self.mark = chain, folder, rng, uuid.uuid4().hex
+        self.several_ranks = several_ranks
         self.path: Path | None = None
         """The run directory, once there is one."""
         folder.mkdir(parents=True)
@@ -372,8 +378,9 @@ class Trial:
 
                 def choose() -> None:
                     who.update(roles(self.mark, program.pid))
-                    kill.sent = draw(who, self.rng)
-                    pauses.extend(0.0 if not number else self.rng.uniform(0.0, 0.05) for number in range(len(kill.sent)))
+                    kill.sent = draw(who, self.rng, several_ranks=self.several_ranks)
+                    for number in range(len(kill.sent)):
+                        pauses.append(self.rng.uniform(0.0, 0.05) if number and not self.several_ranks else 0.0)
 
                 try:
                     await_moment(moment, run, self.rng, choose)
@@ -488,15 +495,17 @@ def differences(run: Run, reference: Any, ranks: int) -> Iterator[str]:
             yield f"the timeline of a rank has {len(steps)} steps, lacks {missing}, twice {[s for s, n in Counter(steps).items() if n > 1]}"
 
 
-def played(number: int, seed: int, folder: Path, references: dict[Kind, Any]) -> Chain:
+def played(
+    number: int, seed: int, folder: Path, references: dict[Kind, Any], *, moments: Sequence[str] = MOMENTS, several_ranks: bool = False
+) -> Chain:
     """One chain, from its first launch to the comparison at its end."""
     rng = random.Random(f"{seed} {number}")
     ranks, workers, parallel = rng.choice(sorted(references))
     chain = Chain(number=number, ranks=ranks, workers=workers, parallel=parallel)
-    trial = Trial(chain, folder, rng)
+    trial = Trial(chain, folder, rng, several_ranks=several_ranks)
     try:
         for _ in range(rng.randint(1, MOST)):
-            if not trial.kill(rng.choice(MOMENTS)):
+            if not trial.kill(rng.choice(moments)):
                 break
         ended = trial.path is not None and Run.load(trial.path).state == "finished"  # before its moment came
         run = Run.load(trial.path) if trial.path and ended else trial.finish()
@@ -516,13 +525,14 @@ def reference(ranks: int, workers: int, parallel: str, folder: Path) -> Any:
     return kept
 
 
-def kinds_of(modes: Sequence[str]) -> list[Kind]:
-    """Trainings in these modes, without and with a worker per loader."""
-    return [(ranks, workers, mode) for mode in modes for ranks in ((1, 2) if mode == "ddp" else (2,)) for workers in (0, 1)]
+def kinds_of(modes: Sequence[str], ranks: int | None = None) -> list[Kind]:
+    """Trainings in these modes, without and with a worker per loader; None = of two ranks, and in "ddp" also of one."""
+    counts = {mode: (1, 2) if mode == "ddp" else (2,) for mode in modes} if ranks is None else dict.fromkeys(modes, (ranks,))
+    return [(count, workers, mode) for mode in modes for count in counts[mode] for workers in (0, 1)]
 
 
-def play(kills: int, file: Path | None, at_once: int, seed: int, kinds: Sequence[Kind]) -> list[Chain]:
-    """Chains until there are so many kills, each of one of these kinds; those that stand in the file count."""
+def play(kills: int, file: Path | None, at_once: int, seed: int, kinds: Sequence[Kind], **how: Any) -> list[Chain]:
+    """Chains until there are so many kills, each of one of these kinds; those that stand in the file count. `how`: as for `played`."""
     chains = []
     if file and file.exists():
         for line in file.read_text().splitlines():
@@ -538,7 +548,7 @@ def play(kills: int, file: Path | None, at_once: int, seed: int, kinds: Sequence
                 if sum(chain.count for chain in chains) >= kills:
                     return
                 number = next(numbers)
-            chain = played(number, seed, folder / str(number), references)
+            chain = played(number, seed, folder / str(number), references, **how)
             if not chain.problems:
                 shutil.rmtree(folder / str(number))
             with gate:
@@ -566,6 +576,7 @@ def table(chains: list[Chain]) -> Table:
             for who in ("rank", "worker", TORCHRUN, GUARD, KEEPER, PROGRAM)
         },
         "a burst to several": lambda kill: len(kill.sent) > 1,
+        "ranks alone, two or more": lambda kill: len({role for role, _ in kill.sent if role.startswith("rank")}) == len(kill.sent) > 1,
         **{f"by {name}": lambda kill, name=name: any(pair[1] == name for pair in kill.sent) for name in SIGNALS},  # type: ignore[misc]
         **{f"moment: {moment}": lambda kill, moment=moment: kill.moment == moment for moment in MOMENTS},  # type: ignore[misc]
         "all": lambda kill: True,
@@ -603,9 +614,15 @@ def main() -> int:
     parser.add_argument("--at-once", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--parallel", nargs="+", choices=MODES, default=["ddp"], metavar="MODE", help=f"of {', '.join(MODES)} (ddp)")
+    parser.add_argument("--ranks", type=int, help="of each training (2; in ddp 1 or 2)")
+    parser.add_argument(
+        "--moments", nargs="+", choices=MOMENTS, default=list(MOMENTS), metavar="MOMENT", help=f"of {', '.join(MOMENTS)} (all)"
+    )
+    parser.add_argument("--several-ranks", action="store_true", help="each time two ranks or more at the same moment, by KILL or TERM")
     given = parser.parse_args()
     signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background it is ignored, and children would inherit that
-    chains = play(given.kills, given.file, given.at_once, given.seed, kinds_of(given.parallel))
+    kinds, how = kinds_of(given.parallel, given.ranks), {"moments": given.moments, "several_ranks": given.several_ranks}
+    chains = play(given.kills, given.file, given.at_once, given.seed, kinds, **how)
     print(table(chains))
     for chain in chains:
         for problem in chain.problems:

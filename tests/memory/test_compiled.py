@@ -1,6 +1,7 @@
 """Compiled steps in a dry run: what Inductor would allocate is predicted, equals what a compiled step allocates, and leaves no trace."""
 
 import copy
+import pkgutil
 import shutil
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -11,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import workbench as wb
-from workbench.memory.estimate import compiled
+from workbench.memory.estimate import building, compiled
 from workbench.memory.measure.module_tracker import UNSEEN
 from workbench.runs.spec import SpecError
 from workbench.train.blocks import compile_parts
@@ -192,19 +193,34 @@ def test_where_it_cannot_be_compiled_the_eager_step_is_estimated_and_a_note_says
         assert any("is left out" in note and why in note for note in found.notes)
 
 
-def test_an_older_torch_is_said_to_be_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
-    from torch._functorch import config
+class Older:
+    """Something of torch without one of its attributes."""
 
-    class Older:
-        def __getattr__(self, name: str) -> Any:
-            if name == "force_non_lazy_backward_lowering":
-                raise AttributeError(name)
-            return getattr(config, name)
+    def __init__(self, newer: Any, lacks: str) -> None:
+        self._newer, self._lacks = newer, lacks
 
-    monkeypatch.setattr("torch._functorch.config", Older())
+    def __getattr__(self, name: str) -> Any:
+        if name == self._lacks:
+            raise AttributeError(name)
+        return getattr(self._newer, name)
+
+
+@pytest.mark.parametrize(
+    ("place", "lacks"),
+    [
+        ("torch._functorch.config", "force_non_lazy_backward_lowering"),
+        ("workbench.memory.estimate.compiled.TorchDispatchMode", "ignore_compile_internals"),
+    ],
+)
+def test_an_older_torch_is_said_to_be_too_old(monkeypatch: pytest.MonkeyPatch, place: str, lacks: str) -> None:
+    monkeypatch.setattr(place, Older(pkgutil.resolve_name(place), lacks))
     found = estimated(compile="model")
     assert found.total == estimated().total
     assert [note for note in found.notes if "compile" in note] == [f'compile="model" {compiled.NOT_COMPILED} ({compiled.TOO_OLD})']
+
+
+def test_the_note_on_a_compiled_module_names_the_knob_only_where_it_is_followed() -> None:
+    assert ('compile="model" estimates that' in building.COMPILED) == (not compiled.too_old())
 
 
 def test_only_options_that_this_torch_has_are_set() -> None:

@@ -1,17 +1,38 @@
 """A few random kills as in `benchmarks/random_kills.py`: nothing survives, the culprit is named, and the end is as undisturbed."""
 
+import random
+from typing import Any
+
 import pytest
 
 from benchmarks import random_kills
 
 
 @pytest.mark.slow
-def test_trainings_that_are_killed_at_random_end_as_undisturbed_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("mode", "how"),
+    [("ddp", {}), ("fsdp", {"moments": ["checkpoint"], "several_ranks": True})],
+    ids=["any", "several ranks while they save"],
+)
+def test_trainings_that_are_killed_at_random_end_as_undisturbed_ones(
+    mode: str, how: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of two ranks with a worker each: there, all roles are."""
     monkeypatch.setattr(random_kills, "MOST", 2)
-    chains = random_kills.play(2, None, at_once=1, seed=6, kinds=[(2, 1, "ddp")])
+    chains = random_kills.play(2, None, at_once=1, seed=6, kinds=[(2, 1, mode)], **how)
     assert sum(chain.count for chain in chains) >= 2
     assert not [problem for chain in chains for problem in chain.problems]
+
+
+def test_several_ranks_are_hit_by_kill_and_term() -> None:
+    who = {"rank 0": 1, "rank 1": 2, "rank 2": 3, "rank 3": 4, "worker of rank 0": 5, "guard": 6}
+    drawn = [random_kills.draw(who, random.Random(seed), several_ranks=True) for seed in range(50)]
+    assert all(len({role for role, _ in sent}) == len(sent) > 1 for sent in drawn)
+    assert {role for sent in drawn for role, _ in sent} == {f"rank {rank}" for rank in range(4)}
+    assert {len(sent) for sent in drawn} == {2, 3, 4}
+    assert {name for sent in drawn for _, name in sent} == {"KILL", "TERM"}
+    assert random_kills.kinds_of(["ddp", "tp"], 4) == [(4, 0, "ddp"), (4, 1, "ddp"), (4, 0, "tp"), (4, 1, "tp")]
+    assert random_kills.kinds_of(["ddp", "tp"]) == [(1, 0, "ddp"), (1, 1, "ddp"), (2, 0, "ddp"), (2, 1, "ddp"), (2, 0, "tp"), (2, 1, "tp")]
 
 
 def test_what_is_compared_is_compared_bit_for_bit() -> None:

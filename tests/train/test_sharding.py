@@ -23,6 +23,7 @@ from workbench.core import run_directory
 from workbench.runs.rows import RunRows
 from workbench.runs.spec import RunSpec, SpecError
 from workbench.runs.task import TaskError
+from workbench.train import sharding
 from workbench.train.models import Gpt
 from workbench.train.optimizers import build_optimizer, place_optimizer
 from workbench.train.ranks import Layout, Ranks
@@ -405,6 +406,20 @@ def test_gradients_are_compressed_by_powersgd(alone: Ranks) -> None:
     equal = [all(map(torch.equal, *pair)) for pair in zip(parameters[:6], parameters[6:], strict=True)]
     assert equal[:2] == [True, True]
     assert equal[4:] == [False, False]
+
+
+def test_older_versions_of_torch(alone: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch 2.6: DDP takes no init_sync, and FSDP2 does not work on a CPU."""
+    with monkeypatch.context() as patch:
+        patch.setattr(sharding, "_CAN_LEAVE_OUT_SYNC", False)
+        patch.setattr(sharding, "DistributedDataParallel", lambda *args, **options: options)
+        options: Any = sharding.distribute(nn.Linear(1, 1), spec_of(), Layout.of(spec_of(), alone), alone.device, again=True)
+        assert "init_sync" not in options
+    monkeypatch.setattr(torch.cpu, "Stream", object)
+    with pytest.raises(
+        SpecError, match=r'parallel="fsdp": FSDP2 of torch .* needs a GPU; on a CPU take torch 2.7 or newer, or parallel="zero1"'
+    ):
+        Trainer(spec_of(parallel="fsdp"), toy_tasks.numbers(), alone)
 
 
 def test_a_knob_of_ddp_reaches_it(alone: Ranks) -> None:

@@ -9,6 +9,7 @@ reduced in fp32, and the model's output is cast to fp32, so that a loss outside 
 """
 
 import contextlib
+import inspect
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
@@ -28,6 +29,9 @@ from workbench.train.precision import TYPES
 from workbench.train.ranks import Layout
 from workbench.train.sharded_tensors import broadcast_parameters, full_tensor, local_part, use_local_parameters
 
+_CAN_LEAVE_OUT_SYNC = "init_sync" in inspect.signature(DistributedDataParallel).parameters
+"""DDP of torch 2.6 always gives all ranks the weights and buffers of the first."""
+
 
 def distribute(module: nn.Module, spec: RunSpec, layout: Layout, device: torch.device, *, again: bool = False) -> nn.Module:
     """The module to call in place of `module`. Call it before the optimizer is built: parameters may be replaced.
@@ -38,13 +42,19 @@ def distribute(module: nn.Module, spec: RunSpec, layout: Layout, device: torch.d
         spec: its `parallel`, and the knobs that go with it.
         layout: of the ranks.
         device: of this rank.
-        again: DDP was around it before: each rank keeps its weights and buffers, such as its statistics of batch norm.
+        again: DDP was around it before: each rank keeps its weights and buffers, such as its statistics of batch norm (from torch 2.7 on).
     """
     if spec.parallel in SHARDED:
+        if device.type == "cpu" and not hasattr(torch.cpu.Stream, "record_event"):
+            raise SpecError(
+                f'parallel="{spec.parallel}": FSDP2 of torch {torch.__version__} needs a GPU; on a CPU take torch 2.7 or newer, or '
+                'parallel="zero1"'
+            )
         broadcast_parameters(module, layout.data, device)
         return _sharded(module, spec, layout, device)
     if layout.tensor is not None:
         use_local_parameters(module)
+    without_sync: dict[str, Any] = {"init_sync": False} if again and _CAN_LEAVE_OUT_SYNC else {}
     model = DistributedDataParallel(
         module,
         device_ids=[device.index] if device.type == "cuda" else None,
@@ -53,7 +63,7 @@ def distribute(module: nn.Module, spec: RunSpec, layout: Layout, device: torch.d
         gradient_as_bucket_view=spec.gradient_as_bucket_view,
         static_graph=spec.static_graph,
         process_group=layout.data,
-        init_sync=not again,
+        **without_sync,
     )
     kind, options = parse_call("gradient_compression", spec.gradient_compression, COMPRESSIONS, "fp16")
     if kind == "powersgd":

@@ -19,6 +19,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from workbench.harness.batches import map_tensors
+from workbench.memory.estimate.compiled import too_old
 from workbench.memory.estimate.cuda.device_redirection import CallsMeanHome, cuda_means
 from workbench.memory.estimate.cuda.overrides import replaced
 from workbench.runs.task import TaskError
@@ -120,7 +121,9 @@ _FILLS = (
 
 COMPILED = (
     "torch.compile is left out: estimated is the module as it was before (model._orig_mod). A compiled step may take less, since it keeps "
-    'fewer activations, or more: compile="model" estimates that for device="cpu", and wb.measure_memory measures it'
+    "fewer activations, or more: "
+    + ("" if too_old() else 'compile="model" estimates that for device="cpu", and ')
+    + "wb.measure_memory measures it"
 )
 """Note on a model that torch.compile compiled, where the knob `compile` is "none"."""
 _NOTES: weakref.WeakKeyDictionary[nn.Module, list[str]] = weakref.WeakKeyDictionary()
