@@ -1,43 +1,43 @@
-"""The workbench for PyTorch training: shows where a training step goes, predicts what a change would gain, and proves it.
+"""The workbench for PyTorch training: shows where a training step's time and memory go, predicts what a change would gain, and proves it.
 
 The types of results, and how each leads to the next:
 
 * A `Task` says what is trained: zero-argument builders of a model and a dataset, a loss, an optimizer.
 * A `RunSpec` has every knob as a field. A what-if is a changed spec: `spec.replace(num_workers=2)`.
 * `launch` starts a spec, or any training script, under torchrun and returns a `Run` at once: live in a notebook, a directory on disk.
-* `prove_resume` kills a training and resumes it: a `ResumeProof` says whether it ends bit for bit as one that was never killed.
-* `export_weights` writes a checkpoint as on the Hugging Face hub, or for torch.distributed.checkpoint; `import_weights` reads both.
-* `same_twice` trains a spec twice: a `RepeatProof` names the first thing in which the two trainings differ.
-* `recompute` repeats steps of a run on as many ranks: a `Recomputation` names the rank that computed one wrongly.
+* `prove_resume` kills a training and resumes it: a `ResumeProof` says whether it ends bit for bit like one that was never killed.
+* `export_weights` writes weights in the Hugging Face hub's or torch.distributed.checkpoint's format; `import_weights` reads both.
+* `same_twice` trains a spec twice: a `RepeatProof` names the first step and item in which the two trainings differ.
+* `recompute` repeats steps of a run on as many ranks: a `Recomputation` names the rank that computed a step wrongly.
 * `health` names what went wrong in a run: a hang, NaN, loss spikes, a loss that does not fall, slow ranks.
 * A Run holds a `Timeline` per rank: where each step's time went, phase by phase, summing to the step.
 * `watch` and `StepTimer` get a Timeline from a loop of your own, in this process.
-* `sweep` runs many specs; `compare` sets runs side by side; `check_run` holds one against budgets; `list_runs` lists those of a folder;
-  `report` makes a page of a run, `export` writes it for TensorBoard, MLflow or Weights & Biases.
+* `sweep` runs many specs; `compare` compares runs; `check_run` checks a run against budgets; `list_runs` lists the runs in a folder;
+  `report` makes a page about a run; `export` writes a run for TensorBoard, MLflow or Weights & Biases.
 * `sanity` checks model, loss and data for the usual faults before a large run: a `SanityReport`.
 * `diverge` finds the first operator at which two trainings that should agree differ, and tells a bug from rounding: a `Divergence`.
-* `replay` repeats a step of a run that went wrong, and blames data, learning rate or numerics: a `StepReplay`.
-* `what_changed` finds what made a run slower, larger or worse than another one: a `WhatChanged`; `bisect` finds the commit: a `Bisection`.
-* `diagnose` finds out by experiment what holds a step back: a `Diagnosis`, with remedies and what each is predicted to gain.
-* `diagnosis.prove()` runs a remedy and sets prediction and measurement side by side: a `Proof`. `climb` repeats
-  this until no remedy is left.
-* `trace` captures some steps with torch's profiler, `Trace.load` reads such a file: a `Trace`, which answers in seconds where its steps go.
-  Those of several ranks are a `TraceSet`, which says who waits for whom.
-* A `MemoryBreakdown` says what fills a step's memory at its peak, measured or predicted, and whether it fits a device.
-* A `BatchPlan` is micro_batch × accumulation × world_size with its learning rate. `scale_lr` takes a rate to another batch and says how far
-  that holds; `find_lr` finds one by sweeps and a race; `noise_scale` says from which batch on more samples gain less;
-  `steps_to_target` tests it; `batch_plan` recommends a plan by memory, throughput and noise, and proves it against the present one.
-* `batch_lengths` says from the lengths of the samples which step will run out of memory, and what padding costs: a `BatchLengths`.
-* A `ScalingLaw` says how the loss falls with parameters and data, from many small runs that `scaling_law` makes.
+* `replay` repeats a step of a run that went wrong, and says whether data, learning rate or numerics are to blame: a `StepReplay`.
+* `what_changed` finds what made a run slower, larger or worse than another: a `WhatChanged`; `bisect` finds the commit: a `Bisection`.
+* `diagnose` finds out by experiment what limits a step: a `Diagnosis`, with remedies and the predicted gain of each.
+* `diagnosis.prove()` runs a remedy and shows prediction and measurement side by side: a `Proof`. `climb` repeats this until no remedy
+  is left.
+* `trace` captures some steps with torch's profiler, and `Trace.load` reads such a file: a `Trace` shows where the time of its steps goes.
+  The traces of several ranks are a `TraceSet`, which shows which rank waits for which.
+* A `MemoryBreakdown` says what fills a step's memory at its peak, measured or predicted, and whether the step fits a device.
+* A `BatchPlan` is micro_batch × accumulation × world_size with its learning rate. `batch_plan` recommends one from memory, throughput and
+  noise, and proves it against the present one. `noise_scale` measures above which batch size more samples gain less, and `steps_to_target`
+  tests it; `find_lr` finds a learning rate by sweeps and a race, and `scale_lr` transfers it to another batch size.
+* `batch_lengths` predicts from the lengths of the samples which step will run out of memory, and what padding costs: a `BatchLengths`.
+* A `ScalingLaw` says how the loss falls with parameters and data; `scaling_law` fits it to many small runs.
 * A `ScalingCurve` is throughput against the number of processes, which `scaling_curve` measures; a fit predicts it for more processes,
   always beside the linear extrapolation.
-* `why_not_linear` says by experiment why N ranks give less than N times one: a `WhyNotLinear`, whose parts add up to the gap.
-* A `Cluster` has the GPUs and links that predictions beyond this machine are for; `plan` finds the layouts of a model on it that fit, of a
-  `Transformer` by its sizes alone.
-* `estimate_time` predicts the seconds of a step on a device that is not here: a `StepTime`, by kind of operator.
-* `collectives` counts what the ranks of your module would send each other in a step, in a dry run: `Traffic`. `measure_collectives`
-  times collectives between real ranks, `ddp_twin` runs DDP's own reducer over a simulated network.
-* `wb.data` reads samples from any storage format behind one interface; its ResumableSampler goes on anywhere in an epoch.
+* `why_not_linear` finds out by experiment why N ranks are slower than N times one: a `WhyNotLinear`, whose parts add up to the gap.
+* A `Cluster` describes the GPUs and links of predictions beyond this machine; `plan` finds the layouts of a model that fit it. For a
+  `Transformer`, its sizes are enough.
+* `estimate_time` predicts the seconds of a step on a device that this machine lacks: a `StepTime`, by kind of operator.
+* `collectives` counts in a dry run what the ranks of your module would send to each other in a step: `Traffic`. `measure_collectives`
+  times collectives between real ranks; `ddp_twin` runs DDP's own reducer over a simulated network.
+* `wb.data` reads samples from any storage format through one interface; its `ResumableSampler` resumes anywhere in an epoch.
 
     import workbench as wb
     run = wb.launch("train.py", nproc_per_node=2, watch=True).wait()
