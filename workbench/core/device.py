@@ -60,7 +60,7 @@ class Device(display.Shown):
         """The device of that name, case and maker's prefix aside.
 
         Raises:
-            ValueError: not in the table; the message lists what is.
+            ValueError: not in the table; the message lists the known devices.
         """
         if device := cls.known(name):
             return device
@@ -83,19 +83,19 @@ class Device(display.Shown):
 
     @classmethod
     def known(cls, name: str) -> "Device | None":
-        """The device of that name, or None where the table has none."""
+        """The device of that name, or None if the table does not have it."""
         if slice_ := _MIG.search(name):
             whole = cls.known(name[: slice_.start()])
             return whole and whole.mig_slice(**{word: int(figure) for word, figure in slice_.groupdict().items() if figure})
         return next((device for device in DEVICES if _key(name) in {_key(n) for n in (device.name, *device.aliases)}), None)
 
     def mig_slice(self, slices: int, memory: int, shared: int | None = None) -> "Device":
-        """A part of this GPU as MIG makes it, such as 1g.5gb; a process sees no more than one.
+        """A MIG slice of this GPU, such as 1g.5gb; a process sees at most one.
 
         Args:
-            slices: of compute that the GPU instance has, of 7 (an A30 or RTX PRO 6000: of 4).
-            memory: its GB; bandwidth is divided in eighths (fourths) of the whole, as memory is.
-            shared: slices of compute of this part, where several parts share the instance; None = all.
+            slices: compute slices of the GPU instance, out of 7 (out of 4 for an A30 or RTX PRO 6000).
+            memory: its memory in GB; bandwidth is divided into eighths (or fourths) of the whole, like memory.
+            shared: compute slices of this part, if several parts share the instance; None = all.
 
         Source: docs.nvidia.com/datacenter/tesla/mig-user-guide/supported-mig-profiles.html
         """

@@ -19,14 +19,14 @@ from workbench.runs.spec import ScriptSpec
 
 @dataclass(frozen=True, slots=True)
 class Comparison(display.Shown):
-    """Runs side by side. The first is the baseline."""
+    """Several runs compared. The first is the baseline."""
 
     runs: tuple[Run, ...]
     """The runs; the first is the baseline."""
 
     @property
     def labels(self) -> list[str]:
-        """The knobs in which each run differs, or its name where there are none."""
+        """The knobs in which each run differs, or its name if there are none."""
         specs = [run.spec.to_json() for run in self.runs]
         names = [name for name in specs[0] if any(spec.get(name) != specs[0][name] for spec in specs)]
         if not names or "kind" in names:  # equal specs, or a task beside a script
@@ -76,7 +76,7 @@ class Comparison(display.Shown):
 
     @property
     def differences(self) -> display.Table:
-        """All that differs in spec, environment, versions, git, code, data and outcome, as far as the runs recorded it."""
+        """All recorded differences in spec, environment, versions, git, code, data and outcome."""
         return difference_table(self.runs)
 
     @property

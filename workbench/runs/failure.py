@@ -52,16 +52,16 @@ class Failure:
 
     @property
     def place(self) -> str:
-        """The line of the user's code at which it failed, as `train.py:41 in main`; "" = none is in the traceback. Of files in the current
-        folder or below it the path is relative.
+        """The line of the user's code at which it failed, as `train.py:41 in main`; "" = the traceback has none. Paths of files in the
+        current folder or below it are relative.
         """
         file, number, name = self._frame
         return f"{near(file)}:{number}{f' in {name}' * (name != '<module>')}" if file else ""
 
     @property
     def caller(self) -> str:
-        """The line of the user's code that called a library which called that place, as `train.py:31`, such as that of the loop which
-        called the model; "" = there is none.
+        """The line of the user's code that called `place` through a library, as `train.py:31`, such as the line of the loop that called the
+        model; "" = there is none.
         """
         frames = self._frames
         users = [is_users(file) for file, _, _ in frames]
@@ -100,7 +100,7 @@ class Failure:
 
     @classmethod
     def from_outcome(cls, value: Mapping[str, Any]) -> "Failure":
-        """As the outcome of a run of a sweep has it; what is not of its type is left out."""
+        """From the outcome of a run of a sweep; fields of a wrong type are left out."""
         text = {name: each if isinstance(each := value.get(name), str) else None for name in ("kind", "message", "traceback", "hint")}
         rank, memory = value.get("rank"), value.get("memory")
         made = cls(

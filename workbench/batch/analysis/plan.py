@@ -123,8 +123,8 @@ class BatchPlan(display.Shown, JsonDataclass):
 
         Args:
             spec: a RunSpec.
-            lr: the learning rate, where the spec leaves it to the optimizer; None = as in the spec or the text of its optimizer.
-            optimizer: the optimizer, where the spec leaves it to the task: its text, or a mapping of its settings.
+            lr: the learning rate, if the spec leaves it to the optimizer; None = as in the spec or in its optimizer's options.
+            optimizer: the optimizer, if the spec leaves it to the task: a name with options, or a mapping of its settings.
 
         Raises:
             ValueError: the learning rate is in neither, or micro_batch is "auto".
@@ -172,7 +172,7 @@ class BatchPlan(display.Shown, JsonDataclass):
         dataset_size: int | None = None,
         strict: bool = False,
     ) -> "BatchPlan":
-        """The plan for another global batch, other ranks, or both.
+        """The plan for another global batch, another number of ranks, or both.
 
         With `world_size` alone each rank keeps its share, so the global batch grows with the ranks. A `global_batch` is divided over the
         ranks exactly, in as few micro-batches as possible.
@@ -180,15 +180,15 @@ class BatchPlan(display.Shown, JsonDataclass):
         Args:
             global_batch: samples per optimizer step; None = as many per rank as before.
             world_size: ranks that work on different samples; None = as before.
-            micro_batch: the most samples per rank that fit at once; None = no more than now.
-            rule: for the learning rate; see `scale_lr` for this and all that follow.
-            noise_scale: in samples, or what measured it.
-            critical_batch: in samples, or what measured it.
-            dataset_size: samples of an epoch.
-            strict: raise where the rule does not hold.
+            micro_batch: the largest micro-batch that fits; None = the present one.
+            rule: rule for the learning rate; for this and the following arguments see `scale_lr`.
+            noise_scale: in samples, or the result that has it.
+            critical_batch: in samples, or the result that has it.
+            dataset_size: samples in an epoch.
+            strict: raise an error if the rule does not hold.
 
         Raises:
-            ValueError: neither batch nor ranks were given, the batch cannot be divided over the ranks, or `scale_lr` raises.
+            ValueError: neither batch nor ranks were given, the batch cannot be divided among the ranks, or `scale_lr` raises.
         """
         if global_batch is None and world_size is None:
             raise ValueError("scaled_to() needs global_batch=…, world_size=… or both")
@@ -256,7 +256,7 @@ class BatchPlan(display.Shown, JsonDataclass):
 
     @property
     def table(self) -> display.Table:
-        """A row per number with its reason."""
+        """A row per number, with its reason."""
         product = " × ".join(number(getattr(self, name)) for name in _KNOBS)
         rows: list[list[object]] = [[name, number(getattr(self, name)), self.reasons[name]] for name in _KNOBS]
         rows.append(["global batch", number(self.global_batch), f"{product} samples per optimizer step"])

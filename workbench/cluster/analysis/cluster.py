@@ -67,7 +67,7 @@ class Cluster(display.Shown, JsonDataclass):
         """The cluster of that name in the catalogue.
 
         Raises:
-            CostError: not in the catalogue; the message lists what is.
+            CostError: not in the catalogue; the message lists the known clusters.
         """
         known = {cluster.name.lower(): cluster for cluster in CLUSTERS}
         if str(name).lower() not in known:
@@ -95,12 +95,12 @@ class Cluster(display.Shown, JsonDataclass):
 
         Args:
             device: kind of GPU, or its name.
-            gpus_per_node: GPUs of a node.
-            intra: inside a node.
-            inter: between nodes, per GPU when all of a node send.
-            name: of the cluster.
-            source: of the figures.
-            measured: were the links measured? Real ones are slower than their datasheet.
+            gpus_per_node: GPUs in a node.
+            intra: links inside a node.
+            inter: links between nodes, per GPU while all GPUs of a node send.
+            name: name of the cluster.
+            source: where the figures come from.
+            measured: True = the links were measured. Real links are slower than their datasheet.
         """
         return cls(
             name=name,
@@ -115,7 +115,7 @@ class Cluster(display.Shown, JsonDataclass):
     def with_links(
         self, *, intra: "Link | Sweep | Links | None" = None, inter: "Link | Sweep | Links | None" = None, source: str = "measured"
     ) -> "Cluster":
-        """The same nodes with measured links: Links, a Sweep, or a Link such as from `Link.from_sweep`; their intervals are kept.
+        """The same nodes with measured links: Links, a Sweep, or a Link, such as from `Link.from_sweep`; their intervals are kept.
 
         A link that is not given stays as it is.
         """
@@ -124,10 +124,10 @@ class Cluster(display.Shown, JsonDataclass):
         return replace(self, **links, source=f"{source}; {self.source}", measured_links=known)  # type: ignore[arg-type]
 
     def nodes(self, gpus: int) -> int:
-        """Number of nodes of so many GPUs.
+        """Number of nodes for this number of GPUs.
 
         Raises:
-            CostError: several nodes of which one is incomplete.
+            CostError: several nodes, one of which would be incomplete.
         """
         if checked_ranks(gpus) > self.gpus_per_node and gpus % self.gpus_per_node:
             raise CostError(
@@ -136,7 +136,7 @@ class Cluster(display.Shown, JsonDataclass):
         return -(-gpus // self.gpus_per_node)
 
     def all_reduce(self, size: float, gpus: int) -> float:
-        """Seconds of an all-reduce of `size` bytes over so many GPUs: a ring inside a node, hierarchical over several."""
+        """Seconds of an all-reduce of `size` bytes over this number of GPUs: a ring inside a node, hierarchical over several nodes."""
         nodes = self.nodes(gpus)
         if nodes == 1:
             return all_reduce(size, gpus, self.intra)
@@ -161,7 +161,7 @@ class Cluster(display.Shown, JsonDataclass):
 
     @property
     def how(self) -> str:
-        """Text: which links were measured."""
+        """Which links were measured, as text."""
         by_datasheet = "at best, by datasheet: measured ones are slower"
         if self.measured or not self.measured_links:
             return "links measured" if self.measured else f"links {by_datasheet}"

@@ -85,10 +85,10 @@ class Diagnosis(JsonDataclass):
         """Judge evidence and derive remedies.
 
         Args:
-            evidence: of one training step.
+            evidence: what was measured of one training step.
             spec: what was diagnosed, if it was a spec or a run.
             subject: what `prove` needs.
-            adjust: applied to each remedy, such as the widening of intervals by what earlier proofs on this machine showed.
+            adjust: a function applied to each remedy, such as one that widens intervals by earlier proofs on this machine.
         """
         judgement = judge(evidence)
         remedies = remedies_for(evidence, judgement, spec=spec, outside=isinstance(subject, LaunchedScript))
@@ -103,7 +103,7 @@ class Diagnosis(JsonDataclass):
         """The same diagnosis, in which the gains of faster storage, shards and prepared data follow from measured formats.
 
         Args:
-            formats: from `wb.data.compare_formats`, of the data that the loader reads.
+            formats: the result of `wb.data.compare_formats` for the loader's data.
         """
         return Diagnosis.of(dataclasses.replace(self.evidence, formats=formats), spec=self.spec, subject=self.subject)
 
@@ -114,12 +114,12 @@ class Diagnosis(JsonDataclass):
 
     @property
     def cause(self) -> str:
-        """The cause under the verdict."""
+        """The cause behind the verdict."""
         return self.judgement.cause
 
     @property
     def why(self) -> str:
-        """The reason, with its numbers, and of a watched script the lines that it is about."""
+        """The reason, with its numbers, and for a watched script the lines of code that it is about."""
         return f"{self.judgement.why}{self._places}"
 
     @property
@@ -139,7 +139,7 @@ class Diagnosis(JsonDataclass):
 
     @property
     def next(self) -> str:
-        """What to try first, and what it is predicted to gain; where numbers are NaN or infinite, to find out why."""
+        """What to try first, and its predicted gain; if numbers are NaN or infinite, to find out why."""
         return f"{self._advice} {self._fewer_threads}".strip()
 
     @property
@@ -227,7 +227,7 @@ class Diagnosis(JsonDataclass):
 
     @property
     def choice(self) -> str:
-        """Why `prove()` runs another remedy than the first of the list, which is that of `next`; "" = it runs that, or none."""
+        """Why `prove()` runs another remedy than the first in the list, the one in `next`; "" = it runs that one, or none."""
         chosen = self._chosen
         if chosen in (None, self.remedies[0] if self.remedies else None):
             return ""
@@ -244,15 +244,15 @@ class Diagnosis(JsonDataclass):
 
     @property
     def parts(self) -> Parts:
-        """What the step is made of now."""
+        """The parts of the step as it is."""
         return self.model.parts()
 
     @property
     def loader_curve(self) -> LoaderCurve | None:
-        """Loader and step over the number of workers, predicted, with what was measured beside; None if the loader was not probed.
+        """Predicted times of loader and step against the number of workers, with measured points; None if the loader was not probed.
 
-        It recommends a number only where the remedies offer it, and otherwise that of now; none where the verdict is inconclusive, the
-        gain is within the noise of a busy machine, or the step as it is was measured far from what is predicted of it.
+        It recommends a number of workers only if the remedies offer it, and otherwise the present number. It recommends none if the verdict
+        is inconclusive, the gain is within a busy machine's noise, or the unchanged step was measured far from its prediction.
         """
         feeding, loading = self.model.feeding, self.evidence.loading
         if feeding is None or loading is None:
@@ -282,10 +282,10 @@ class Diagnosis(JsonDataclass):
     def remedy(self, which: Choice = None) -> Remedy:
         """One of the remedies: the first that can be proved (None), by its number in the table (from 1), by its name, or itself.
 
-        Knobs with values, such as {"deterministic": True} or "num_workers=2", are a remedy, too, or a price.
+        Knobs with values, such as {"deterministic": True} or "num_workers=2", are accepted too, even if they only have a price.
 
         Raises:
-            ValueError: there is none, or none of that name or number.
+            ValueError: there is no remedy, or none with that name or number.
         """
 
         def nothing(names: str) -> str:
@@ -307,20 +307,20 @@ class Diagnosis(JsonDataclass):
 
     @accept_synonyms
     def prove(self, which: Choice = None, *, budget_s: float = 60.0) -> Proof:
-        """Run a remedy, interleaved with the step as it is; the proof is kept in `proofs`.
+        """Run a remedy, interleaved with the unchanged step; the proof is kept in `proofs`.
 
-        Of a script that `diagnose` has launched, launches with and without it take turns. From outside can be set: threads,
-        nproc_per_node, the loaders' num_workers, prefetch_factor, persistent_workers and pin_memory, optimizer="fused" or "foreach", and
-        DDP's bucket_cap_mb; of another change the error says where to make it.
+        For a script that `diagnose` launched, launches with and without the remedy take turns. Without editing it, these can be changed:
+        threads, nproc_per_node, the loaders' num_workers, prefetch_factor, persistent_workers and pin_memory, optimizer="fused" or
+        "foreach", and DDP's bucket_cap_mb. For any other change, the error says where to make it.
 
         Args:
-            which: a remedy, its number in the table or its name; knobs with values, {"deterministic": True} or "num_workers=2"; None =
+            which: a remedy, its number in the table or its name; or knobs with values, {"deterministic": True} or "num_workers=2"; None =
                 the best that can be proved.
-            budget_s: seconds it may take. At Ctrl-C the proof is of what was timed by then, with a wider interval; with fewer than two
+            budget_s: seconds that it may take. At Ctrl-C, the proof uses what was timed so far, with a wider interval. With fewer than two
                 pairs of blocks nothing is known, and the KeyboardInterrupt says so.
 
         Raises:
-            ValueError: there is no such remedy, it cannot be changed from here, or what was diagnosed is no longer in this process.
+            ValueError: no such remedy, it cannot be applied from here, or the diagnosed step is no longer in this process.
         """
         proof: Proof = late.load("prove")(self, self.remedy(which), budget_s=budget_s)
         if which is None and self.choice:
@@ -332,8 +332,8 @@ class Diagnosis(JsonDataclass):
 
     @property
     def doubt(self) -> str:
-        """What to know beside the verdict: weights or losses are NaN or infinite; the step trains nothing; the machine was busy, so close
-        decisions and gains may be wrong. "" = none of that, or the verdict says so itself.
+        """What makes the verdict doubtful: weights or losses are NaN or infinite; the step trains nothing; the machine was busy, so close
+        decisions and gains may be wrong. "" = nothing, or the verdict says so itself.
         """
         doubts = [f"{note}." for note in self._doubts]
         if self._busy and self.verdict != "inconclusive":
@@ -350,7 +350,7 @@ class Diagnosis(JsonDataclass):
 
     @property
     def summary(self) -> str:
-        """Verdict, doubt if there is any, why, next; the doubt comes first where it makes the verdict void."""
+        """Verdict, doubt if any, why, next. If the doubt makes the verdict void, it comes first."""
         head = [f"{self.verdict} ({self.cause})", *([f"Doubt: {self.doubt}"] if self.doubt else [])]
         return "\n".join([*(reversed(head) if self._doubts else head), f"Why: {self.why}", f"Next: {self.next}"])
 
@@ -383,7 +383,7 @@ class Diagnosis(JsonDataclass):
 
     @property
     def table(self) -> display.Table:
-        """One row per part of the step: what it adds to it, and what its removal would save (less, where another part hides behind it)."""
+        """One row per part of the step: what it adds, and what its removal would save (less if another part hides behind it)."""
         parts, rows = self.parts, []
         for part in PARTS:
             saved = self.judgement.shares.get(part)
@@ -413,7 +413,7 @@ class Diagnosis(JsonDataclass):
         return [self.table, *([self.remedy_table] if self.remedies else []), *([self.judgement.table] if compared else [])]
 
     def to_frame(self) -> Any:
-        """A DataFrame with one row per remedy: predicted speedup with its interval, and the measured one where it was proved."""
+        """A DataFrame with one row per remedy: predicted speedup with its interval, and the measured one if it was proved."""
         return display.frame(
             [
                 {
@@ -430,12 +430,11 @@ class Diagnosis(JsonDataclass):
         """The diagnosis for a program or an agent, as plain JSON values that take at most BRIEF_BYTES as text.
 
         Returns:
-            `doubt`: what to know before the verdict, where there is anything. `claim`: verdict, cause and why. `step_s`: seconds per
-            step, and `shares`: the fraction of it that each part adds.
-            `experiments`: name → [low, mid, high], the fraction of the step that was saved. `predicted` and `proved`: remedies with their
-            speedups as [low, mid, high], the best first. `unknown`: notes on what is doubtful. `next`: what to do, and a `command` or call.
-            None stands for a number that is infinite or not known. Where all that is too long, the ends of lists are left out, and
-            `left_out` counts them.
+            `doubt`: what makes the verdict doubtful, if anything. `claim`: verdict, cause and why. `step_s`: seconds per step, and
+            `shares`: the fraction of it that each part adds. `experiments`: name → [low, mid, high], the fraction of the step that was
+            saved. `predicted` and `proved`: remedies with their speedups as [low, mid, high], the best first. `unknown`: notes on what is
+            doubtful. `next`: what to do, and a `command` or call. None stands for a number that is infinite or unknown. If the text would
+            be too long, the ends of lists are left out, and `left_out` counts them.
         """
         e = self.evidence
         proved = [{"change": proof.remedy.name, "measured": three(proof.measured), "helps": proof.gained} for proof in self.proofs]

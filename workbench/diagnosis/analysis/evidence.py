@@ -188,7 +188,7 @@ class RankEvidence:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence(JsonDataclass):
-    """All that was measured of one training step."""
+    """Everything that was measured of one training step."""
 
     step: float
     """Mean seconds of a full step, stalls included: loader, transfer, compute, reductions."""
@@ -238,5 +238,5 @@ class Evidence(JsonDataclass):
     """What the data cost in other formats (`wb.data.compare_formats`); None = not measured: remedies of the data are ceilings."""
 
     def arm(self, name: str) -> VariantTimes | None:
-        """The variant of that name, if it was run."""
+        """The experiment of that name, if it was run."""
         return self.arms.get(name)

@@ -31,7 +31,7 @@ Kind = Literal["predicted", "measured"]
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class MemoryBreakdown(display.Shown, JsonDataclass):
-    """Bytes by group at the moment of the peak, who holds them, and what they were at other moments."""
+    """Bytes by group at the peak, what holds them, and how they change over the step."""
 
     kind: Kind
     """Whether it was "measured", or "predicted" without running anything for real."""
@@ -106,14 +106,14 @@ class MemoryBreakdown(display.Shown, JsonDataclass):
             kind: "measured" or "predicted".
             title: what was run, in one line.
             device: "cpu", "cuda" or a device's name.
-            granularity: bytes that each storage is rounded up to a multiple of; None: 1 on a CPU, 512 elsewhere.
-            reserved: the measured peak of the segments; None: simulated for a prediction on a GPU, else not known.
-            outside: bytes outside the allocator; None = what is known of the device, nothing on a CPU.
-            scratch: bytes of the measured peak above the log's: memory inside kernels, counted as temporaries.
+            granularity: each storage is rounded up to a multiple of so many bytes; None = 1 on a CPU, 512 elsewhere.
+            reserved: the measured peak of reserved bytes; None = simulated for a prediction on a GPU, otherwise unknown.
+            outside: bytes outside the allocator; None = what is known for the device, nothing on a CPU.
+            scratch: bytes by which the measured peak exceeds the log's: memory inside kernels, counted as temporaries.
             retries: measured retries of the allocator.
             rank: rank of the process.
             world_size: ranks of the job.
-            notes: what a reader should know beside the notes of the log.
+            notes: notes for the reader, in addition to those of the log.
 
         Raises:
             ValueError: no such kind, a negative scratch, or a log without storages.
@@ -143,20 +143,20 @@ class MemoryBreakdown(display.Shown, JsonDataclass):
 
     @property
     def allocated(self) -> int:
-        """The same, by the name that PyTorch has for it."""
+        """The same as `total`, under PyTorch's name."""
         return self.total
 
     @property
     def device_used(self) -> int | None:
-        """What nvidia-smi would show of the process: reserved and what is outside; None where nothing is reserved or that is not known."""
+        """What nvidia-smi would show for the process: reserved bytes plus those outside the allocator; None if either is unknown."""
         return None if self.reserved is None or self.outside is None else self.reserved + self.outside.mid
 
     def by_module(self, depth: int | None = None, group: str | None = None) -> Shares:
         """What each module holds at the peak.
 
         Args:
-            depth: how many names of a module's path are looked at (1: the model's children); None: all.
-            group: of one group only, such as "activations".
+            depth: number of names in a module's path to distinguish (1 = the model's children); None = all.
+            group: count only this group, such as "activations".
 
         Raises:
             ValueError: no such group, or a depth below 1.
@@ -166,7 +166,7 @@ class MemoryBreakdown(display.Shown, JsonDataclass):
         return self._shares(lambda h: prefix(h.module, depth) or "outside any module", "module", group)
 
     def by_operator(self, group: str | None = None) -> Shares:
-        """What was made by each operator and is held at the peak.
+        """What each operator has allocated and is held at the peak.
 
         Raises:
             ValueError: no such group.
@@ -181,11 +181,11 @@ class MemoryBreakdown(display.Shown, JsonDataclass):
         return shares(chosen, name, key, f"{what} by {key}: {self.title}", self.headline)
 
     def fits(self, device: str | Device | int, margin: float = MARGIN) -> Fit:
-        """Whether it fits a device.
+        """Whether the step fits a device.
 
         Args:
             device: a name that `Device.named` knows, a Device, or bytes.
-            margin: fraction 0..1 of its memory that is to stay free.
+            margin: fraction 0..1 of its memory that stays free.
 
         Raises:
             ValueError: an unknown name; a margin outside 0..1; a GPU, for a breakdown of a CPU's memory.
@@ -241,7 +241,7 @@ class MemoryBreakdown(display.Shown, JsonDataclass):
 
     @property
     def table(self) -> display.Table:
-        """One row per group at the peak, then the three sums that users confuse: allocated, reserved, device used."""
+        """One row per group at the peak, then three sums that are easily confused: allocated, reserved, device used."""
         rows = [
             [
                 g.replace("_", " "),

@@ -44,7 +44,7 @@ losses of about 5, `benchmarks/loss_equality.py` measures 1e-6 at most in fp32; 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutResumeProof(JsonDataclass, display.Shown):
-    """Whether a training that goes on in another layout is the same as far as arithmetic allows."""
+    """Whether a training that continues in another layout is the same up to rounding."""
 
     steps: int
     """Steps of each training."""
@@ -79,7 +79,7 @@ class LayoutResumeProof(JsonDataclass, display.Shown):
 
     @property
     def same(self) -> bool:
-        """Is all that could be compared the same, losses and the weights at the end but for rounding?"""
+        """Is everything that could be compared the same, losses and final weights up to rounding?"""
         return not self.part
 
     @property

@@ -97,7 +97,7 @@ class Difference(JsonDataclass):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResumeProof(JsonDataclass, display.Shown):
-    """Whether a training that is killed and resumed ends bit for bit as one that is not."""
+    """Whether a training that is killed and resumed ends bit for bit like one that is not."""
 
     steps: int
     """Steps of each training."""
@@ -116,7 +116,7 @@ class ResumeProof(JsonDataclass, display.Shown):
 
     @property
     def exact(self) -> bool:
-        """Are all steps after each resume, and what the training ends with, bit for bit those of the undisturbed one?"""
+        """Are all steps after each resume, and the end of the training, bit for bit those of the undisturbed training?"""
         return self.difference is None
 
     @property
@@ -436,7 +436,7 @@ class RepeatProof(JsonDataclass, display.Shown):
 
     @property
     def same(self) -> bool:
-        """Are all steps, and what the trainings end with, the same bit for bit?"""
+        """Are all steps, and the ends of the trainings, the same bit for bit?"""
         return self.difference is None
 
     @property

@@ -70,7 +70,7 @@ class Fault(JsonDataclass):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recomputation(JsonDataclass, display.Shown):
-    """Steps of a run, repeated, and whether they were computed right."""
+    """Repeated steps of a run, and whether the run computed them correctly."""
 
     run: str
     """Its directory."""
@@ -102,12 +102,12 @@ class Recomputation(JsonDataclass, display.Shown):
 
     @property
     def right(self) -> bool | None:
-        """Was all computed right? None = nobody can tell."""
+        """Was everything computed correctly? None = it cannot be told."""
         return {"right": True, "wrong": False, "wrong now": False}.get(self.verdict)
 
     @property
     def blamed(self) -> tuple[int, ...]:
-        """The rank that computed wrongly, where the record tells: what ranks exchange may show what another has done."""
+        """The rank that computed wrongly, if the record shows it: an exchange between ranks can spread the error."""
         if self.fault is None or self.right is not False:
             return ()
         if self.ranks == 1:
@@ -117,7 +117,7 @@ class Recomputation(JsonDataclass, display.Shown):
 
     @property
     def explanation(self) -> str:
-        """The verdict in words, with step, rank and part, and what to do."""
+        """The verdict in words, with step, rank and item, and what to do."""
         compared = "all parts of each step" if self.digests else "the losses"
         text = f"Steps {self.since + 1} to {self.until} on {several(self.ranks, 'rank')}, {compared}: {VERDICTS[self.verdict]}"
         if (fault := self.fault) is None:
