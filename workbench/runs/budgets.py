@@ -98,7 +98,7 @@ class Budget:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunCheck(display.Shown):
-    """A run held against its budgets."""
+    """A run checked against budgets."""
 
     run: Run
     """The run."""
@@ -109,12 +109,12 @@ class RunCheck(display.Shown):
 
     @property
     def ok(self) -> bool:
-        """Did the run finish well, and is every limit kept? What was not measured is not kept."""
+        """Did the run finish well, and is every limit met? A limit on something that was not measured is not met."""
         return self.run.ok and all(budget.state == "kept" for budget in self.budgets)
 
     @property
     def differences(self) -> str:
-        """The knobs in which the two runs differ, "micro_batch=16 beside 32"; empty = none, or there is no other run."""
+        """The knobs in which the two runs differ, such as "micro_batch=16 beside 32"; empty = none, or there is no other run."""
         if self.against is None:
             return ""
         mine, other = self.run.spec.to_json(), self.against.spec.to_json()

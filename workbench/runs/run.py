@@ -60,9 +60,9 @@ class Run(NearestAttribute):
     Attributes:
         path: its directory.
         id: unique; every process of the run carries it in its environment.
-        name: for people.
+        name: a name for people.
         spec: the RunSpec (or ScriptSpec) that was launched.
-        experiment: what the workbench measured by it, such as "diagnose"; empty = it is a training.
+        experiment: what the workbench measured with it, such as "diagnose"; empty = it is a training.
     """
 
     def __init__(self, path: Path, info: Mapping[str, Any], written: run_directory.Version | None = None) -> None:
@@ -88,7 +88,7 @@ class Run(NearestAttribute):
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "Run":
-        """Read a run directory, in whatever state.
+        """Read a run directory, in any state.
 
         Raises:
             DamagedRunError: it is not a run directory, or its run.json cannot be read.
@@ -157,7 +157,7 @@ class Run(NearestAttribute):
 
     @property
     def ok(self) -> bool:
-        """Has it finished without an error?"""
+        """Did it finish without an error?"""
         return self.state == "finished"
 
     @property
@@ -172,7 +172,7 @@ class Run(NearestAttribute):
 
     @property
     def hang(self) -> Hang | None:
-        """Who holds up the run: the rank, its line, what the others wait in. `over` says that it went on; None = there was no hang."""
+        """Which rank holds up the run, its line of code, and what the others wait in. `over` = it continued; None = there was no hang."""
         return Hang.load(self._launch_dir)
 
     def _with_advice(self, failure: Failure) -> Failure:
@@ -188,9 +188,9 @@ class Run(NearestAttribute):
 
     @property
     def seconds(self) -> float:
-        """Seconds from launch to end, or until now while it runs, or until its last written step where its end was not recorded.
+        """Seconds from launch to end, until now while it runs, or until its last written step if its end was not recorded.
 
-        Of a run that was resumed (`launch(resume=run)`) the sum over its attempts, without the time between them.
+        For a resumed run (`launch(resume=run)`), the sum over its attempts, without the time between them.
         """
         if self.state in ACTIVE:
             return self._before + max(0.0, time.time() - self._begun)
@@ -208,7 +208,7 @@ class Run(NearestAttribute):
 
     @property
     def progress(self) -> tuple[int, int | None]:
-        """Steps done, and how many there will be (None: not known, as for a script)."""
+        """Steps done, and how many there will be (None = not known, as for a script)."""
         rows = self._read(METRICS)
         if rows:
             return rows[-1]["step"], rows[-1].get("steps")
@@ -218,15 +218,15 @@ class Run(NearestAttribute):
     # --- what it does
 
     def wait(self, timeout: float | None = None, check: bool = False) -> "Run":
-        """Wait for the end. In a terminal a progress line shows meanwhile. Interrupting the wait stops the run.
+        """Wait for the end, with a progress line in a terminal. Interrupting the wait stops the run.
 
         Args:
-            timeout: seconds to wait at most; the run itself goes on after them. None = as long as it takes.
-            check: raise if the run did not finish well.
+            timeout: seconds to wait at most; the run itself continues after that. None = no limit.
+            check: raise an error if the run did not finish well.
 
         Raises:
             TimeoutError: it still runs after `timeout` seconds.
-            RunError: `check` is set and the run failed; it shows the failing rank's traceback.
+            RunError: `check` is set and the run failed; the error shows the failing rank's traceback.
         """
         limit = math.inf if timeout is None else time.monotonic() + timeout
         line = progress.ProgressLine(self.progress_words)
@@ -248,11 +248,11 @@ class Run(NearestAttribute):
         return self
 
     def stop(self, timeout: float = 40.0) -> "Run":
-        """End all processes of the run and return when they are gone. A run that has ended is left as it is; one of a sweep ends it all.
+        """End all processes of the run and return when they are gone. A finished run is left as it is; a run of a sweep ends the sweep.
 
         Raises:
             TimeoutError: a process still runs after `timeout` seconds.
-            ValueError: it runs on another machine or in another container, or Slurm does not let it be cancelled.
+            ValueError: it runs on another machine or in another container, or Slurm refuses to cancel it.
         """
         if self._job is not None:
             self._job.end(lambda: self.state in ACTIVE, max(timeout, _CANCELLING))
@@ -274,7 +274,7 @@ class Run(NearestAttribute):
 
     @property
     def join_command(self) -> str:
-        """What to type on each further machine of a run on several; "" where there is nothing to be typed."""
+        """What to type on each further machine, for a run on several; "" = nothing."""
         several = self._meeting and getattr(self.spec, "nnodes", 1) > 1
         return f"workbench join {shlex.quote(str(self.path))}" if several else ""
 
@@ -285,7 +285,7 @@ class Run(NearestAttribute):
 
     @property
     def nodes(self) -> list[dict[str, Any]]:
-        """The machines that have joined so far, of a run on several: the last status of each (name, ranks by local rank, outcome)."""
+        """For a run on several machines, the last status of each machine that has joined: name, ranks by local rank, outcome."""
         files = [path for path in self.path.glob(f"{NODES}/*/{run_directory.NODE_JSON}") if path.parent.name.isdecimal()]
         return [run_directory.read_json(path) for path in sorted(files, key=lambda path: int(path.parent.name))]
 
@@ -293,17 +293,17 @@ class Run(NearestAttribute):
 
     @property
     def timelines(self) -> Sequence[Timeline]:
-        """One Timeline per rank that has written, by rank; of more than 128 ranks each is read when it is asked for."""
+        """One Timeline per rank that has written steps, by rank; with more than 128 ranks, each is read on demand."""
         return self._files.timelines
 
     @property
     def rank_means(self) -> list[RankMeans]:
-        """The mean times of each rank's steps, much faster to get than `timelines`; of more than 128 ranks those of their last steps."""
+        """The mean times of each rank's steps, much faster to read than `timelines`; with more than 128 ranks, those of the last steps."""
         return self._files.all_means
 
     @property
     def metrics(self) -> Any:
-        """A DataFrame of what rank 0 reported: step, loss, lr, samples, seconds, and evaluation figures where there are any."""
+        """A DataFrame of what rank 0 reported: step, loss, lr, samples, seconds, and evaluation figures if any."""
         rows: dict[int, dict[str, Any]] = {}
         for row in self._read(METRICS):  # the evaluation after a step goes into that step's row
             rows.setdefault(row["step"], {}).update(row)
@@ -311,38 +311,38 @@ class Run(NearestAttribute):
 
     @property
     def metric_rows(self) -> list[dict[str, Any]]:
-        """The same as plain rows."""
+        """The same as `metrics`, as plain rows."""
         return list(self._read(METRICS))
 
     @property
     def evaluations(self) -> list[dict[str, Any]]:
-        """A row per evaluation: step, samples, figures, seconds of each rank, and where it has logits classes, calibration and worst."""
+        """A row per evaluation: step, samples, figures, seconds of each rank; with logits also classes, calibration and worst."""
         return list(self._read(run_directory.EVALUATIONS))
 
     @property
     def gradient_norms(self) -> list[dict[str, Any]]:
-        """A row per step that was looked at, of a run with `gradient_norms=`: step, and norms by layer."""
+        """For a run with `gradient_norms=`, a row per recorded step: the step, and norms by layer."""
         return list(self._read(run_directory.GRADIENTS))
 
     @property
     def usage(self) -> list[dict[str, Any]]:
-        """A row now and then of what rank 0's machine did: step, time, and what could be read; see `core.machine_usage`."""
+        """At intervals, a row on the load of rank 0's machine: step, time, and what could be read; see `core.machine_usage`."""
         return list(self._read(run_directory.USAGE))
 
     @property
     def restarts(self) -> list[Restart]:
-        """How it went on by itself after failures, of a run with `max_restarts`: who was lost, and how long it took; empty = nobody was."""
+        """For a run with `max_restarts`, its restarts after failures: which ranks were lost, and how long it took; empty = none."""
         return restarts_of(self._read(run_directory.RESTARTS))
 
     @property
     def samples_per_sec(self) -> float:
-        """Samples per second over all ranks, warm-up left out; nan before there is a measured step."""
+        """Samples per second over all ranks, without warm-up; nan before there is a measured step."""
         rates = [rank.samples_per_sec for rank in self.rank_means if rank.count and rank.rank < self._ranks]
         return sum(rates) if rates else math.nan
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Notes on the run: a hang, NaN losses, ranks or workers that read the same samples, checkpoints passed over, rows left out."""
+        """Notes on the run: a hang, NaN losses, ranks or workers that read the same samples, skipped checkpoints, skipped rows."""
         of_ranks, left_out = self._files.rank_notes(self.spec.world_size)
         resumes = resume_notes(self._read(run_directory.RESUMES), self.path, self.spec.nnodes)
         set_back = self.state in ACTIVE and time.time() < self._begun
@@ -352,14 +352,14 @@ class Run(NearestAttribute):
 
     @property
     def memory(self) -> list[int | None]:
-        """Peak bytes of each rank: allocated on its GPU, or resident in main memory where there is none."""
+        """Peak bytes of each rank: allocated on its GPU, or resident in main memory if it has none."""
         return [rank.memory for rank in self.rank_means]
 
     def memory_breakdown(self, rank: int | None = None) -> Any:
-        """The MemoryBreakdown of a rank (None: of the fullest one) at its peak; of a run that `measure_memory(spec)` has made.
+        """The MemoryBreakdown of a rank (None = the fullest) at its peak, for a run that `measure_memory(spec)` made.
 
         Raises:
-            ValueError: the run was not made by it, or has no such rank.
+            ValueError: the run was not made by `measure_memory`, or has no such rank.
         """
         read = late.load("MemoryBreakdown").from_json
         ranks = [read(run_directory.read_json(path)) for path in sorted(self.path.glob(f"{run_directory.MEMORY}/rank*.json"))]
@@ -371,21 +371,21 @@ class Run(NearestAttribute):
 
     @property
     def traces(self) -> dict[int, Path]:
-        """Files of torch's profiler, by rank, of a run with `profile=`; empty before they are written. `wb.trace(run)` reads them."""
+        """For a run with `profile=`, files of torch's profiler by rank; empty before they are written. `wb.trace(run)` reads them."""
         files = sorted((self.path / TRACES).glob("*.pt.trace.json.gz"))
         return dict(sorted((int(match[1]), path) for path in files if (match := re.match(r"rank(\d+)_", path.name))))
 
     def energy(self, **inputs: Any) -> Any:
-        """The Energy that the steps drew: read from counters of the hardware while it ran, else estimated from its GPUs' design power.
+        """The Energy that the steps used: read from hardware counters while it ran, or else estimated from its GPUs' design power.
 
-        Of a run that went on from a checkpoint the counters have all attempts; the estimate has the steps on record, each once.
+        For a resumed run, the counters include all attempts; the estimate counts each recorded step once.
 
         Args:
-            inputs: `price` (money per rank and hour), `electricity` (money per kWh), `intensity` (gCO2e per kWh), `pue`; `watts` of a
+            inputs: `price` (money per rank and hour), `electricity` (money per kWh), `intensity` (gCO2e per kWh), `pue`; `watts` for a
                 device that is not in the device table.
 
         Raises:
-            CostError: nothing was counted, and the device's power is not known.
+            CostError: power was not measured, and the device's design power is not known.
         """
         ranks, machines = self.spec.world_size, getattr(self.spec, "nnodes", 1)
         counters = self.path / run_directory.ENERGY
@@ -404,10 +404,10 @@ class Run(NearestAttribute):
 
     @property
     def noise_scale(self) -> Any:
-        """The NoiseScale of the gradients so far, of a run with `noise_scale=True`; while it runs, and of what it had seen when it failed.
+        """For a run with `noise_scale=True`, the NoiseScale of the gradients so far, also while it runs or after it failed.
 
         Raises:
-            ValueError: the run does not measure it, or there are too few steps yet, or its gradients were NaN from the first.
+            ValueError: the run does not measure it, has too few steps yet, or its gradients were NaN from the first step on.
         """
         if not getattr(self.spec, "noise_scale", False):
             loop = "in a loop of your own: workbench.batch.measure.noise_watch.NoiseWatch"
@@ -416,14 +416,14 @@ class Run(NearestAttribute):
         return late.load("NoiseScale.of_run")([rows for rows in ranks if rows])
 
     def log_files(self) -> dict[int, list[Path]]:
-        """Files with what each rank printed, by rank."""
+        """Files with the output of each rank, by rank."""
         files: dict[int, list[Path]] = {}
         for path, rank in run_directory.log_files(self._launch_dir):
             files.setdefault(rank, []).append(path)
         return dict(sorted(files.items()))
 
     def logs(self, rank: int | None = None) -> str:
-        """What a rank printed (None: all ranks, each line with its rank in front). One of a sweep has the log of the whole launch.
+        """What a rank printed (None = all ranks, each line prefixed by its rank). A run of a sweep has the log of the whole launch.
 
         Raises:
             ValueError: no such rank in this run.
@@ -439,7 +439,7 @@ class Run(NearestAttribute):
 
     @property
     def summary(self) -> str:
-        """One line: state, steps, throughput; then the error, if there is one, and a line per note."""
+        """One line with state, steps and throughput; then the error, if any, and a line per note."""
         try:
             state = self.state
         except RunGoneError as gone:
@@ -464,7 +464,7 @@ class Run(NearestAttribute):
         return f"{have} of {want} machines are here; on each of the others: {self.join_command}" if have < want else ""
 
     def progress_words(self) -> str:
-        """Its progress in a line."""
+        """Its progress, in one line."""
         done, steps = self.progress
         if waiting := str(self.queue) if (state := self.state) == "queued" else self._missing(state, done):
             return f"{self.name}: {waiting}"

@@ -40,12 +40,13 @@ class Span:
 class StepTimer:
     """Times the phases of each training step, at a few microseconds per step.
 
-    What no `with` covers is `other`, so the phases of a step sum to its length. A step goes from the start of a `next(loader)` to the start
-    of the next one that follows a `with timer("optimizer")`: with accumulation it spans several batches. In a loop that never uses such a
-    span, every batch is a step. A step cut short by a break or an exception counts if its optimizer step was done. Time between two loops
-    belongs to no step.
+    Time that no `with` covers is `other`, so the phases of a step add up to its length. A step lasts from the start of a `next(loader)` to
+    the start of the next one that follows a `with timer("optimizer")`; with accumulation it spans several batches. In a loop without such a
+    span, every batch is a step. A step that a break or an exception cuts short counts if its optimizer step was done. Time between two
+    loops belongs to no step.
 
-    On CUDA a phase is the time the *device* spent in it, from events on the current stream; nothing waits for the device inside a step.
+    On CUDA, a phase is the time that the *device* spent in it, from events on the current stream; nothing waits for the device inside a
+    step.
 
         >>> timer = StepTimer()
         >>> for batch in timer.batches([1, 2, 3]):
@@ -88,7 +89,7 @@ class StepTimer:
             raise ValueError(text) from None
 
     def batches(self, loader: Iterable[T]) -> MeasuredBatches[T]:
-        """The batches of a loader, with the waits for them measured; every `for` over the result is one pass.
+        """Iterate over a loader's batches and time the waits for them; each `for` over the result is one pass.
 
         Raises:
             ValueError: not an iterable.
@@ -98,11 +99,11 @@ class StepTimer:
 
     @property
     def timeline(self) -> Timeline:
-        """The steps so far, without the one that is under way."""
+        """The steps so far, without the current one."""
         return self._recording.timeline
 
     def leave_out(self, first: int, last: int) -> None:
-        """Have statistics leave out some steps, `first` to `last`, counted from 0, because a profiler slows them down."""
+        """Leave steps `first` to `last` (counted from 0) out of statistics, because a profiler slows them down."""
         self._recording.leave_out(first, last)
 
     def warn(self, text: str) -> None:
@@ -110,22 +111,22 @@ class StepTimer:
         self._recording.warn(text)
 
     def say(self, row: dict[str, Any]) -> None:
-        """Write a row that is no step to the file, if there is one."""
+        """Write a row that is not a step to the file, if there is one."""
         self._recording.say(row)
 
     def loss(self, loss: Any) -> None:
-        """The loss of the step under way, a tensor on any device: followed where the launch asks for alarms, else nothing is done."""
+        """Record the current step's loss, a tensor on any device, if the launch asks for alarms; otherwise do nothing."""
         self._recording.loss(loss)
 
     def go_on(self, done: int) -> None:
-        """Count the steps in the file on from `done`, of a run that goes on from a checkpoint; `leave_out` still counts from 0."""
+        """For a run that resumes from a checkpoint: continue counting steps in the file from `done`; `leave_out` still counts from 0."""
         self._recording.go_on(done)
 
     @contextlib.contextmanager
     def validation(self, step: int) -> Iterator[None]:
-        """What runs inside, an evaluation after so many steps, belongs to no step; its seconds are noted beside the steps.
+        """Time an evaluation inside this context: it belongs to no step, and its seconds are recorded separately.
 
-        The device is to be idle before and after it.
+        The device must be idle before and after it.
         """
         self._open_loops.mark(IDLE)
         began = time.perf_counter()
@@ -145,11 +146,11 @@ class StepTimer:
 
     @property
     def failed(self) -> Exception | None:
-        """Why the steps are not written to their file any more, e.g. a full disk; None if they are."""
+        """Why steps are no longer written to their file, such as a full disk; None if they are."""
         return self._recording.failed
 
     def close(self) -> None:
-        """Write what is left to the file, and close it."""
+        """Write the remaining steps to the file, and close it."""
         self._recording.close()
 
     def __repr__(self) -> str:

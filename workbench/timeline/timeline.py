@@ -145,7 +145,7 @@ class StepSums:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline(display.Shown):
-    """The steps of one rank; statistics leave the first `warmup` steps out and say so."""
+    """The steps of one rank; statistics leave out the first `warmup` steps, and say so."""
 
     rank: int = 0
     """Rank of the process in its run."""
@@ -172,9 +172,9 @@ class Timeline(display.Shown):
 
     @classmethod
     def from_lines(cls, rows: Iterable[Mapping[str, Any]], warmup: int | None = None, rank: int = 0) -> "Timeline":
-        """From the rows of a `rank<r>.jsonl` file, in any state of being written; steps of a run that went on are counted on.
+        """From the rows of a `rank<r>.jsonl` file, even while it is written; steps of a resumed run are counted on.
 
-        A row that is no step is left out; a note says so. `rank` is the rank of a file whose first row is missing.
+        A row that is not a step is left out, and a note says so. `rank` is the rank of a file whose first row is missing.
         """
         head: Mapping[str, Any] = {}
         steps, notes, profiled = [], [], list[int]()
@@ -269,12 +269,12 @@ class Timeline(display.Shown):
 
     @property
     def left_out(self) -> int:
-        """How many first steps the statistics leave out."""
+        """How many of the first steps statistics leave out."""
         return warmup_of(len(self.steps)) if self.warmup is None else self.warmup
 
     @property
     def measured(self) -> tuple[Step, ...]:
-        """The steps behind every statistic: all but the warm-up, and those that a profiler slowed down."""
+        """The steps behind every statistic: all except warm-up and those that a profiler slowed down."""
         steps = self.steps[self.left_out :]
         return tuple(step for step in steps if step.index not in self.profiled) if self.profiled else steps
 
@@ -284,7 +284,7 @@ class Timeline(display.Shown):
         return len(self.measured)
 
     def values(self, phase: str | None = None) -> list[float]:
-        """Seconds of a phase (None: of the whole step) in each measured step.
+        """Seconds of a phase (None = of the whole step) in each measured step.
 
         Raises:
             ValueError: no such phase.
@@ -307,7 +307,7 @@ class Timeline(display.Shown):
         return statistics.median(values) if values else float("nan")
 
     def spread(self, phase: str | None = None) -> tuple[float, float]:
-        """First and third quartile, in seconds; nan below two measured steps."""
+        """First and third quartile, in seconds; nan with fewer than two measured steps."""
         values = self.values(phase)
         if len(values) < 2:
             return float("nan"), float("nan")
@@ -321,7 +321,7 @@ class Timeline(display.Shown):
 
     @property
     def validation_share(self) -> float:
-        """Fraction 0..1 of the time of all steps and evaluations that the evaluations took; nan without a step."""
+        """Fraction 0..1 of the total time of steps and evaluations that evaluations took; nan without a step."""
         spent, steps = sum(self.validations), sum(step.seconds for step in self.steps)
         return spent / (spent + steps) if steps else float("nan")
 
@@ -332,8 +332,8 @@ class Timeline(display.Shown):
 
     @property
     def cpu_per_sample(self) -> float:
-        """CPU seconds of this rank and its workers for a sample, between readings (each 0.3 s) without a profiled step from one to the
-        next; nan without two such readings.
+        """CPU seconds per sample of this rank and its workers, from consecutive readings (one each 0.3 s) without a profiled step between
+        them; nan without two such readings.
         """
         seconds, between = self._cpu
         samples = sum(step.samples or 0 for step in between)
@@ -360,9 +360,10 @@ class Timeline(display.Shown):
 
     @property
     def memory(self) -> int | None:
-        """Peak bytes of the process, warm-up included; None if it was not read.
+        """Peak bytes of the process, including warm-up; None if they were not read.
 
-        On a host's clock that of the steps before a profiler's, whose own memory would stay in it, as far as it was read there.
+        If a host's clock times the steps: the peak before profiled steps, since the profiler's own memory would remain in it, as far as it
+        was read there.
         """
         return max((step.memory for step in self._unslowed if step.memory is not None), default=None)
 
@@ -377,7 +378,7 @@ class Timeline(display.Shown):
 
     @property
     def caption(self) -> str:
-        """What the numbers are: which kind, how many steps, what was left out, how much they vary."""
+        """What the numbers are: their kind, how many steps, what was left out, how much they vary."""
         kind = "predicted" if self.predicted else "measured"
         if not self.steps:
             return display.notes([f"no step was {kind} on rank {self.rank}", *self.notes])
@@ -394,7 +395,7 @@ class Timeline(display.Shown):
         return display.notes([text, *self.notes])
 
     def without(self, *phases: str) -> "Timeline":
-        """The same steps if these phases took no time: a predicted upper bound of the gain, since what replaces them also costs time.
+        """The same steps as if these phases took no time: a predicted upper bound of the gain, since what replaces them also costs time.
 
         Raises:
             ValueError: no such phase.

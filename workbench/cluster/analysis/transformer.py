@@ -35,7 +35,7 @@ _KEYS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transformer:
-    """A decoder of equal layers: as GPT-2 and GPT-3 are, with 4h wide feed-forwards, or as Llama is, with gated ones and grouped heads.
+    """A decoder of equal layers: like GPT-2 and GPT-3, with feed-forwards of width 4h, or like Llama, with gated ones and grouped heads.
 
     >>> gpt3 = Transformer(layers=96, hidden=12288, vocabulary=51200, sequence=2048)
     >>> f"{gpt3.parameters / 1e9:.0f} G"
@@ -76,8 +76,8 @@ class Transformer:
         """Read the sizes of a Hugging Face causal language model.
 
         Args:
-            config: a `config.json`, the folder that has it, its content as a dict, or a configuration of transformers.
-            sequence: tokens of a sample; None = the most positions that the model has, which are often more than it is trained with.
+            config: a `config.json`, its folder, its content as a dict, or a configuration object of transformers.
+            sequence: tokens of a sample; None = the model's largest number of positions, which is often more than it is trained with.
 
         Raises:
             CostError: no such file, no JSON, another kind of model (a mixture of experts, heads that are wider than hidden / heads), or a
@@ -111,23 +111,23 @@ class Transformer:
 
     @property
     def grouped(self) -> float:
-        """Share of the heads that have keys and values of their own."""
+        """Share of the heads that have their own keys and values."""
         return 1.0 if self.kv_heads is None or self.heads is None else self.kv_heads / self.heads
 
     @property
     def width(self) -> int:
-        """Of the feed-forward."""
+        """Width of the feed-forward."""
         return 4 * self.hidden if self.feed_forward is None else self.feed_forward
 
     @property
     def products(self) -> float:
-        """Weights of a layer's matrices: 2h² (1 + k/a) of attention, 2 or 3 h f of the feed-forward; 12h² for a GPT."""
+        """Weights in a layer's matrices: 2h² (1 + k/a) for attention, 2 or 3 h f for the feed-forward; 12h² for a GPT."""
         h = self.hidden
         return 2 * h**2 * (1 + self.grouped) + (3 if self.gated else 2) * h * self.width
 
     @property
     def embeddings(self) -> float:
-        """Weights outside of the layers: words, learned positions, and an output layer of its own."""
+        """Weights outside the layers: token embeddings, learned positions, and an untied output layer."""
         words = self.vocabulary * (1 if self.tied else 2)
         return (words + (0 if self.gated else self.sequence)) * self.hidden
 
@@ -143,7 +143,7 @@ class Transformer:
         """FLOPs of an iteration: forward, backward and recomputation; matrix products only.
 
         For a GPT: none (these are the model's FLOPs) 72 B s l h² (1 + s/6h + V/12lh); full 96 B s l h² (1 + s/6h + V/16lh); selective
-        (attention alone again) 72 B s l h² (1 + s/3h + V/12lh). Others have other matrices in the place of 12 h². Source: Narayanan et al.
+        (attention alone again) 72 B s l h² (1 + s/3h + V/12lh). Other models have other matrices instead of 12 h². Source: Narayanan et al.
         2021, equation 3; Korthikanti et al. 2022, arXiv 2205.05198, appendix A.
 
         Args:
@@ -151,7 +151,7 @@ class Transformer:
             recompute: "none", "selective" or "full".
 
         Raises:
-            CostError: another recomputation.
+            CostError: another kind of recomputation.
         """
         l, h, s, v = self.layers, self.hidden, self.sequence, self.vocabulary  # noqa: E741  the letters of the source
         tokens, times = batch * s, 4 if checked_recompute(recompute) == "full" else 3  # a backward is two forwards
@@ -163,7 +163,7 @@ class Transformer:
         return _EXCHANGES[checked_recompute(recompute)]
 
     def boundary_bytes(self, samples: float, element: float = 2) -> float:
-        """Bytes that a pipeline's stage hands to the next one, and gets back as gradients, for `samples` sequences."""
+        """Bytes that a pipeline stage sends to the next one, and receives back as gradients, for `samples` sequences."""
         return samples * self.sequence * self.hidden * element
 
 

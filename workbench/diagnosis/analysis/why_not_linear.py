@@ -44,7 +44,7 @@ FEW = (2, 4, 8)
 
 @dataclass(kw_only=True, eq=False)
 class WhyNotLinear(JsonDataclass):
-    """From N × one rank down to what N ranks give, in parts that add up. `why_not_linear` returns it."""
+    """The gap between N times one rank and N ranks, in parts that add up. `why_not_linear` returns it."""
 
     evidence: GapEvidence
     """What was measured."""
@@ -65,7 +65,7 @@ class WhyNotLinear(JsonDataclass):
 
     @property
     def world_size(self) -> int:
-        """The ranks that are explained."""
+        """The number of ranks that is explained."""
         return self.ranks or self.evidence.world_size
 
     @cached_property
@@ -81,7 +81,7 @@ class WhyNotLinear(JsonDataclass):
         """The gap at "micro_batch" or at "global_batch".
 
         Raises:
-            ValueError: another word.
+            ValueError: another value.
         """
         if self.evidence.world_size == 1 or self.world_size > self.evidence.world_size or self.link is not None:
             return predict_gap(self.evidence, self.world_size, same=same, link=self.link)
@@ -89,12 +89,12 @@ class WhyNotLinear(JsonDataclass):
 
     @property
     def cause(self) -> str:
-        """The largest part of the gap that is beyond doubt; "" = scaling is close to linear, or no part stands out."""
+        """The largest part of the gap that is certain; "" = scaling is close to linear, or no part stands out."""
         return self.gap.cause
 
     @property
     def headline(self) -> str:
-        """The cause, or what stands in its place where there is none: other processes, close to linear, or no single cause."""
+        """The cause, or if there is none: other processes, close to linear, or no single cause."""
         if self.cause:
             return self.cause
         if self.efficiency > 1 - 0.05:
@@ -108,21 +108,21 @@ class WhyNotLinear(JsonDataclass):
 
     @property
     def residual(self) -> float:
-        """What is not explained, as a fraction of the gap."""
+        """The fraction of the gap that is not explained."""
         return self.gap.residual
 
     @property
     def samples(self) -> float:
-        """Samples of a step of all ranks; steps of ranks where their samples are not known."""
+        """Samples in a step of all ranks; steps of ranks if their samples are not known."""
         return (self.evidence.samples or self.evidence.world_size) / self.evidence.world_size * self.world_size
 
     @property
     def unit(self) -> str:
-        """What is counted: "samples", or "steps" of a rank where the samples of a batch are not known."""
+        """What is counted: "samples", or "steps" of a rank if the samples of a batch are not known."""
         return "samples" if self.evidence.samples else "steps"
 
     def at(self, ranks: int) -> "WhyNotLinear":
-        """The same question about more ranks than were measured: predicted.
+        """The predicted answer for more ranks than were measured.
 
         Raises:
             ValueError: fewer ranks than were measured.
@@ -169,8 +169,8 @@ class WhyNotLinear(JsonDataclass):
 
     @property
     def buckets(self) -> dict[str, float]:
-        """Seconds of a step from its start to the "first" gradient, "exposed" reduction after the last gradient, and what the "last" bucket
-        takes by itself at the mean size of a bucket; empty where they were not measured, or the gap is predicted.
+        """Seconds from the start of a step to the "first" gradient, of the "exposed" reduction after the last gradient, and of the "last"
+        bucket by itself at the mean bucket size; empty if they were not measured or the gap is predicted.
         """
         tail, g = self.evidence.tail, self.evidence.gradients
         if tail is None or g is None or self.gap.predicted:
@@ -208,7 +208,7 @@ class WhyNotLinear(JsonDataclass):
         """One of the remedies: the best that can be proved (None), by its number in the table (from 1), by its name, or itself.
 
         Raises:
-            ValueError: there is none, or none of that name or number.
+            ValueError: there is no remedy, or none with that name or number.
         """
 
         def nothing(names: str) -> str:
@@ -218,19 +218,19 @@ class WhyNotLinear(JsonDataclass):
 
     @accept_synonyms
     def prove(self, which: Choice = None, *, budget_s: float = 60.0) -> Proof:
-        """Run a remedy, interleaved with the spec as it is, on all its ranks; the proof is kept in `proofs`.
+        """Run a remedy, interleaved with the unchanged spec, on all its ranks; the proof is kept in `proofs`.
 
-        Of a script, launches with and without it take turns. From outside can be set: threads, nproc_per_node, the loaders' num_workers,
-        prefetch_factor, persistent_workers and pin_memory, optimizer="fused" or "foreach", and DDP's bucket_cap_mb; of another change the
-        error says where to make it.
+        For a script, launches with and without the remedy take turns. Without editing it, these can be changed: threads, nproc_per_node,
+        the loaders' num_workers, prefetch_factor, persistent_workers and pin_memory, optimizer="fused" or "foreach", and DDP's
+        bucket_cap_mb. For any other change, the error says where to make it.
 
         Args:
-            which: a remedy, its number in the table or its name; knobs with values; None = the best that can be proved.
-            budget_s: seconds it may take.
+            which: a remedy, its number in the table or its name; or knobs with values; None = the best that can be proved.
+            budget_s: seconds that it may take.
 
         Raises:
-            ValueError: there is no such remedy, or it cannot be changed from here.
-            RunError: one of the two failed in its launch.
+            ValueError: no such remedy, or it cannot be applied from here.
+            RunError: one of the two launches failed.
         """
         remedy = self.remedy(which)
         if isinstance(self.spec, ScriptSpec):
@@ -258,21 +258,21 @@ class WhyNotLinear(JsonDataclass):
         return ScalingCurve(points, unit=self.unit, notes=e.notes)
 
     def forecast(self, ranks: int) -> CurveForecast | None:
-        """What the fitted curve predicts; None where it cannot be fitted, such as with more ranks than cores."""
+        """What the fitted curve predicts; None if it cannot be fitted, for example with more ranks than cores."""
         try:
             return self.curve.fit().predict(ranks)
         except CurveError:
             return None
 
     def worth(self, ranks: Sequence[int] | None = None, *, price_per_hour: float | None = None) -> display.Table:
-        """Is it worth it? Throughput and cost of a sample by the number of ranks.
+        """Are more ranks worth it? Throughput and cost per sample against the number of ranks.
 
         Args:
-            ranks: to be listed; None = one, those that were measured, and twice and four times as many.
-            price_per_hour: of one rank's device, in any currency; None = cost relative to one rank's.
+            ranks: numbers of ranks to list; None = one, the measured number, and twice and four times as many.
+            price_per_hour: price of one rank's device, in any currency; None = costs relative to one rank's.
 
         Raises:
-            ValueError: no price above 0, or ranks that are no whole numbers from 1 on.
+            ValueError: a price that is not above 0, or numbers of ranks that are not whole numbers of at least 1.
         """
         if price_per_hour is not None:
             real_number("price_per_hour", price_per_hour, above=0, what="money per hour of one device")
@@ -358,7 +358,7 @@ class WhyNotLinear(JsonDataclass):
 
     @property
     def table(self) -> display.Table:
-        """One row per part: seconds per step, and what it costs in throughput; the ends are N × one and what you get."""
+        """One row per part: seconds per step, and its cost in throughput; the first and last rows are N × one and what you get."""
         gap, n = self.gap, self.world_size
         rows: list[list[object]] = [
             [f"{n} × one", units.seconds(gap.linear.mid), units.MISSING, units.rate(self.samples / gap.linear.mid, self.unit), ""]

@@ -57,7 +57,7 @@ class Entry(JsonDataclass):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScriptResumeProof(JsonDataclass, display.Shown):
-    """Whether a script that is killed and launched again writes bit for bit what an undisturbed one writes."""
+    """Whether a script that is killed and launched again writes bit for bit the same result as an undisturbed one."""
 
     entries: int
     """Entries of the result: tensors, numbers, texts."""
@@ -94,12 +94,12 @@ class ScriptResumeProof(JsonDataclass, display.Shown):
 
     @property
     def began_again(self) -> bool:
-        """Did the last launch train all steps, as if it had found no checkpoint? False where `steps` <= 1: not known then."""
+        """Did the last launch train all steps, as if it had found no checkpoint? False if `steps` <= 1: it is not known then."""
         return 1 < self.steps <= self.last_steps
 
     @property
     def too_late(self) -> bool:
-        """Did no kill come, or were at most a step or two left to train after them, so that an equal result proves too little?
+        """Was there no kill, or were at most a step or two left to train afterwards, so that an equal result proves too little?
 
         False where `steps` <= 1.
         """
@@ -204,7 +204,7 @@ class ScriptResumeProof(JsonDataclass, display.Shown):
 
     @property
     def table(self) -> display.Table:
-        """The entries that differ, and the verdict; first those of a schedule or of random numbers, then of the optimizer."""
+        """The entries that differ, and the verdict; first entries of a schedule or of random numbers, then of the optimizer."""
         rows = [[entry.name, entry.difference] for entry in sorted(self.differing, key=_telling)[:SHOWN]]
         if len(self.differing) > SHOWN:
             rows.append([f"and {len(self.differing) - SHOWN:,} more", ""])

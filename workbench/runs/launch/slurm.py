@@ -26,7 +26,7 @@ _SET_HERE = ("--nodes", "-N", "--ntasks", "-n", "--ntasks-per-node", "--output",
 class Slurm:
     """The resources to request from Slurm: `wb.launch(spec, on=wb.Slurm(nodes=2))`.
 
-    The run directory has to be on a file system that all machines see.
+    The run directory must be on a file system that all machines share.
 
     >>> spec = RunSpec(task="text-gpt", nnodes=2)
     >>> print(Slurm(nodes=2, partition="gpu", time="1:00:00").script(spec, "runs/x", "x", python="python"), end="")
@@ -89,14 +89,14 @@ class Slurm:
 
     @property
     def kept(self) -> dict[str, Any]:
-        """What the run directory keeps of it."""
+        """What the run directory records about it."""
         return {"requeue": self.requeue}
 
     def sized(self, spec: Spec, nnodes: int | None = None) -> Spec:
-        """The spec on as many machines as are requested.
+        """The spec on the requested number of machines.
 
         Raises:
-            LaunchError: two numbers of machines were given, or requeue without checkpoints.
+            LaunchError: two different numbers of machines, or requeue without checkpoints.
         """
         if nnodes is not None and self.nodes not in (None, nnodes):
             raise LaunchError(f"nnodes={nnodes} with Slurm(nodes={self.nodes}): these are two numbers of machines; leave one out")
@@ -108,13 +108,13 @@ class Slurm:
         return spec if self.nodes is None else spec.replace(nnodes=self.nodes)
 
     def script(self, spec: Spec, run_dir: str | os.PathLike[str], name: str, *, python: str = sys.executable) -> str:
-        """The job as text for sbatch.
+        """The job script for sbatch, as text.
 
         Args:
             spec: what runs.
             run_dir: its directory.
             name: of the job.
-            python: that all machines have.
+            python: interpreter that all machines have.
         """
         gpus = self.gpus
         if gpus is None and isinstance(spec, RunSpec) and spec.device == "cuda":
@@ -152,7 +152,7 @@ class Slurm:
         """Write the script of a filled run directory and give it to sbatch.
 
         Raises:
-            LaunchError: Slurm is not here, or refuses; in its own words.
+            LaunchError: Slurm is not installed here, or refuses the job; in its own words.
         """
         info = run_directory.read_json(run_dir / run_directory.RUN_JSON)
         spec = spec_from_json(info["spec"])

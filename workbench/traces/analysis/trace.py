@@ -42,9 +42,9 @@ MOST_NAMES = 12
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Trace(Shown):
-    """Events of some training steps of one process, as torch's profiler saw them. Nothing is computed before it is needed.
+    """Events of some training steps of one process, as torch's profiler recorded them. Results are computed on demand.
 
-    Every number in it is of steps under the profiler, which slows them down; `slowdown` says how much, where that was measured.
+    Every number describes steps under the profiler, which slows them down. `slowdown` says by how much, if that was measured.
     """
 
     path: Path
@@ -73,20 +73,20 @@ class Trace(Shown):
     ) -> "Trace":
         """Read a file that `torch.profiler` exported (Chrome's JSON, plain or gzip), of any size, whatever its name.
 
-        A file that is damaged or ends early gives what can be read of it, and `notes` that say what is missing.
+        Of a damaged or truncated file, what can be read is loaded, and `notes` say what is missing.
 
         Args:
-            path: the file; or a directory: of the one trace in it or, if there are several, of all ranks (then a `TraceSet` is returned).
-            cache: keep what was read beside the file (`.name.columns.npz`; where that cannot be written, in $WORKBENCH_CACHE or the user's
-                cache), and read it from there as long as the file has the same content. Off by default: most traces are read in a fraction
-                of a second, and reading should not write files.
-            steps: which annotations mark the steps, by a pattern of their names such as "execute_*" (a server's traces have those); None =
-                the profiler's own.
-            communication: kernels that exchange data between devices, by patterns of their names such as "*my_all_gather*", besides those
-                of NCCL and other libraries that are known.
+            path: the file; or a directory with one trace, or with those of all ranks (then a `TraceSet` is returned).
+            cache: keep what was read beside the file (`.name.columns.npz`; if that cannot be written, in $WORKBENCH_CACHE or the user's
+                cache), and read it from there while the file's content is the same. Off by default: most traces are read in a fraction of a
+                second, and reading should not write files.
+            steps: a pattern of the names of the annotations that mark steps, such as "execute_*" (in a server's traces); None = the
+                profiler's own.
+            communication: patterns of the names of kernels that exchange data between devices, such as "*my_all_gather*", in addition to
+                those of NCCL and other known libraries.
 
         Raises:
-            TraceError: there is no such file, it is no trace, or it has no event that can be read, or none that `steps` names.
+            TraceError: no such file, not a trace, no readable event, or no event that `steps` matches.
         """
         where = Path(path)
         if where.is_dir():
@@ -143,7 +143,7 @@ class Trace(Shown):
 
     @property
     def seconds(self) -> float:
-        """From the first event to the end of the last."""
+        """Seconds from the first event to the end of the last."""
         return float(self.columns.end.max()) / 1e9
 
     def breakdown(self) -> Breakdown:
@@ -151,11 +151,11 @@ class Trace(Shown):
         return breakdown(self.kinds, self.windows, self.notes)
 
     def ops(self, which: Which = "operator", *, by_shape: bool = False) -> Operators:
-        """Operators of the host, or kernels of the device: calls, self time, time with what they call.
+        """Operators of the host, or kernels of the device: calls, self time, and total time with their callees.
 
         Args:
             which: "operator" or "kernel".
-            by_shape: one row per shape of the inputs, where those were recorded.
+            by_shape: one row per shape of the inputs, if shapes were recorded.
 
         Raises:
             ValueError: `which` has another value.
@@ -163,7 +163,7 @@ class Trace(Shown):
         return ops(self.columns, self.kinds, which, by_shape)
 
     def per_step(self, which: Which = "operator") -> dict[str, tuple[float, float]]:
-        """Own seconds and calls per step of each operator or kernel, within the steps, so that traces of different lengths can be compared.
+        """Self time and calls per step of each operator or kernel, within the steps, so that traces of different lengths can be compared.
 
         Args:
             which: "operator" or "kernel".
@@ -177,11 +177,11 @@ class Trace(Shown):
         return {row.name: (row.self_seconds / count, row.count / count) for row in rows}
 
     def overlap(self) -> Overlap:
-        """How much of communication and copies hides behind computing, per step."""
+        """How much communication and copying hides behind computing, per step."""
         return overlap(self.kinds, self.windows, self.notes)
 
     def collectives(self) -> Collectives:
-        """Collectives with bytes and bus bandwidth, as far as the file tells them."""
+        """Collectives with bytes and bus bandwidth, as far as the file has them."""
         return collectives(self.columns, self.kinds, lambda: self.details, self.world_size)
 
     @cached_property
@@ -197,8 +197,8 @@ class Trace(Shown):
     def modules(self) -> Modules:
         """The tree of the model's modules: seconds per step on the host, of the backward pass, and on the device.
 
-        The trace has to name them: profile `with_stack=True` (`wb.trace(step, loader, stacks=True)`). Without that, the ranges of
-        `record_function` make the tree.
+        The trace must name the modules: profile with `with_stack=True` (`wb.trace(step, loader, stacks=True)`). Otherwise the ranges of
+        `record_function` form the tree.
         """
         return modules(self.columns, self.kinds, self.host_steps, lambda: self.details)
 
@@ -206,8 +206,8 @@ class Trace(Shown):
         """The calls of one thread merged by their path: the data of `plot.flame`.
 
         Args:
-            thread: by its name; None = the one that marks the steps, else the busiest.
-            stacks: with Python's frames, where they were recorded.
+            thread: name of the thread; None = the thread that marks the steps, or else the busiest.
+            stacks: include Python's frames, if they were recorded.
 
         Raises:
             ValueError: no such thread.
@@ -215,15 +215,15 @@ class Trace(Shown):
         return flame(self.columns, self.kinds, self.host_steps, thread, stacks)
 
     def critical(self) -> Bottleneck:
-        """Which resource holds the step back: what the step would take, at least, if one of them took no time."""
+        """Which resource limits the step: at least how long the step would take if one resource took no time."""
         return bottleneck(self.kinds, self.windows, self.notes)
 
     def critical_path(self) -> CriticalPath:
-        """The chain of work, launches and waits that each step's length consists of, from its end back to its beginning."""
+        """The chain of work, launches and waits that makes up each step's length, from its end back to its start."""
         return critical_path(self.columns, self.kinds, self.windows, self.notes)
 
     def kernels(self) -> Kernels:
-        """How well the kernels fill the device: occupancy, blocks per multiprocessor, tensor cores, and which operators could use those."""
+        """How well kernels fill the device: occupancy, blocks per multiprocessor, tensor cores, and which operators could use those."""
         return kernels(self.columns, self.kinds, self.windows, self.details)
 
     def copies(self) -> Copies:
@@ -231,26 +231,26 @@ class Trace(Shown):
         return copies(self.columns, self.kinds)
 
     def sequences(self, operator: str | None = None, *, length: int = 3) -> Sequences:
-        """Kernels (on a CPU: operators) that follow each other again and again, and the gaps between them.
+        """Recurring sequences of kernels (on a CPU, of operators), and the gaps between them.
 
         Args:
-            operator: the sequences inside the outermost calls whose names contain this; None = consecutive work, whoever launches it.
-            length: of a sequence; of those inside an operator, the least.
+            operator: only sequences within the outermost calls whose names contain this; None = consecutive work, whatever launches it.
+            length: length of a sequence; within an operator, the smallest length.
 
         Raises:
-            ValueError: the length is below 2, or no operator has that in its name.
+            ValueError: the length is below 2, or no operator's name contains `operator`.
         """
         return sequences(self.columns, self.kinds, self.windows.spans, operator, length)
 
     def roofline(self, device: str | Device | None = None) -> Roofline:
-        """FLOPs, bytes and speed of each operator and shape, under the roof of the device.
+        """FLOPs, bytes and speed of each operator and shape, compared with the device's roofline.
 
-        The trace has to have shapes (`record_shapes=True`); FLOPs are counted from them, so `with_flops` is not needed (torch writes what
-        that counts into no file).
+        The trace must have shapes (`record_shapes=True`). FLOPs are computed from them, so `with_flops` is not needed (torch does not write
+        those counts into the file).
 
         Args:
-            device: its name in the workbench's table, or a Device; None = the one that the trace names. A CPU is in no table: FLOP/s are
-                there without a roof.
+            device: its name in the workbench's table, or a Device; None = the device that the trace names. CPUs are not in the table, so
+                their FLOP/s have no roof.
 
         Raises:
             ValueError: no such device.
@@ -258,7 +258,7 @@ class Trace(Shown):
         return roofline(self._flop_counts, *known_device(device, self.devices))
 
     def mfu(self, device: str | Device | None = None) -> Mfu:
-        """Model FLOPs utilization of the traced step; arguments as those of `roofline`.
+        """Model FLOPs utilisation (MFU) of the traced step; arguments as in `roofline`.
 
         Raises:
             ValueError: no such device.
@@ -270,14 +270,14 @@ class Trace(Shown):
         return count_flops(self.columns, self.kinds, self.host_steps, self.details)
 
     def launches(self) -> Launches:
-        """How far the host is ahead of the device: delays from launch to work, and queues, per stream."""
+        """How far the host is ahead of the device: delays from launch to execution, and queue lengths, per stream."""
         return launches(self.columns, self.kinds, self.windows.spans, self.notes)
 
     def idle(self, gap: float = GAP) -> Idle:
-        """When the device, or on a CPU the thread that trains, has nothing to do, and what the host does meanwhile.
+        """When the device (on a CPU, the training thread) is idle, and what the host does meanwhile.
 
         Args:
-            gap: seconds; shorter pauses between two pieces of a stream's work that were launched in time are called `kernel_wait`.
+            gap: seconds; shorter pauses between two pieces of a stream's work that were launched in time count as `kernel_wait`.
 
         Raises:
             ValueError: gap is not a number of seconds.
@@ -285,9 +285,9 @@ class Trace(Shown):
         return idle(self.columns, self.kinds, self.windows, self.notes, gap)
 
     def memory_curve(self) -> MemoryCurve:
-        """Allocated bytes over time per device, and which calls allocated what is held at the peak.
+        """Allocated bytes over time per device, and the calls that allocated what is held at the peak.
 
-        Memory has to be recorded: profile `profile_memory=True` (`wb.trace(step, loader, memory=True)`).
+        Memory must be recorded: profile with `profile_memory=True` (`wb.trace(step, loader, memory=True)`).
         """
         return memory_curve(self.columns, self.kinds, self.details, self._numbered)
 
@@ -313,7 +313,7 @@ class Trace(Shown):
         return self.breakdown(), seconds[0], seconds[1]
 
     def explain(self) -> Explanation:
-        """Explain in words where the step goes, and what a trace cannot show."""
+        """Explain in words where the step's time goes, and what a trace cannot show."""
         stacks = any(label.category == "python_function" for label in self.columns.labels)
         return explain(self.breakdown(), self.overlap(), marked=self.windows.marked, ranks=self.world_size, stacks=stacks)
 

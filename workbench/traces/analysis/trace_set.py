@@ -123,7 +123,7 @@ class TraceSet(display.Shown, Mapping[int, Trace]):
     ) -> TraceSet:
         """Read the traces of a directory, or of the given paths.
 
-        A file's rank is read from its content, or else from the number behind "rank" in its name.
+        A file's rank is read from its content, or else from the number after "rank" in its name.
 
         Args:
             where: a directory, or paths of files.
@@ -132,7 +132,7 @@ class TraceSet(display.Shown, Mapping[int, Trace]):
             communication: likewise.
 
         Raises:
-            TraceError: there is no trace, a file cannot be read or has no rank, or two are of the same rank.
+            TraceError: there is no trace, a file cannot be read or has no rank, or two files have the same rank.
         """
         paths = files(Path(where)) if isinstance(where, str | os.PathLike) else [Path(name) for name in where]
         if not paths:
@@ -143,7 +143,7 @@ class TraceSet(display.Shown, Mapping[int, Trace]):
 
     @classmethod
     def of(cls, traces: Iterable[Trace]) -> TraceSet:
-        """Make a set of traces that are already read.
+        """Make a set from traces that are already loaded.
 
         Raises:
             TraceError: there is no trace, a trace has no rank, or two have the same.
@@ -181,12 +181,12 @@ class TraceSet(display.Shown, Mapping[int, Trace]):
 
     @property
     def world_size(self) -> int | None:
-        """Ranks of the job, where the files tell."""
+        """Number of ranks of the job, if the files have it."""
         return next((trace.world_size for trace in self.traces.values() if trace.world_size), None)
 
     @property
     def slowdown(self) -> float | None:
-        """The largest of the ranks': how much longer a traced step takes; None where it was not measured."""
+        """How much longer a traced step takes, on the rank where it is most; None if it was not measured."""
         return max((trace.slowdown for trace in self.traces.values() if trace.slowdown is not None), default=None)
 
     def __getitem__(self, rank: int) -> Trace:
@@ -202,7 +202,7 @@ class TraceSet(display.Shown, Mapping[int, Trace]):
         return len(self.traces)
 
     def breakdown(self) -> RankParts:
-        """The steps that all ranks have, in parts that exclude each other and add up to them, side by side."""
+        """The steps that all ranks have, divided into parts that exclude each other and add up to the step, side by side."""
         breakdowns = {rank: trace.breakdown() for rank, trace in self.traces.items()}
         most = max(self.traces, key=lambda rank: self.traces[rank].slowdown or 0.0)  # the cost of the profiler is named once
         remarks = _merged_notes(
@@ -214,14 +214,14 @@ class TraceSet(display.Shown, Mapping[int, Trace]):
         return rank_parts(breakdowns, marked=all(trace.windows.marked for trace in self.traces.values()), notes=(*self.notes, *remarks))
 
     def stragglers(self) -> Stragglers:
-        """Which rank makes the others wait, by how much, and in which part of its step: the one that waits least itself."""
+        """Which rank makes the others wait, by how much, and in which part of its step: the rank that waits least itself."""
         result = stragglers(self.breakdown())
         if result.phase == "compute":
             result = dataclasses.replace(result, details=slower(self.traces, result.ranks))
         return result
 
     def arrivals(self) -> Arrivals:
-        """The same collective on every rank: who came last, how long the others waited there, and how far apart they came."""
+        """Each collective on all ranks: which rank arrived last, how long the others waited, and how far apart they arrived."""
         return arrivals(
             {
                 rank: Seen(columns=trace.columns, kinds=trace.kinds, windows=trace.windows, host=trace.host)

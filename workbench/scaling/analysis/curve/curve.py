@@ -24,7 +24,7 @@ KINDS = {"weak": "each process keeps its batch, the global one grows", "strong":
 
 @dataclass(frozen=True, slots=True)
 class ScalingCurve(display.Shown, JsonDataclass):
-    """Measured throughput by number of processes, or by another knob. Points of one number are repeats of each other.
+    """Measured throughput against the number of processes, or another knob. Points with the same number are repeats.
 
     >>> curve = ScalingCurve([(8, 40150), (16, 75220), (32, 141470)], kind="weak")
     >>> [round(share, 2) for share in curve.efficiency]
@@ -79,21 +79,21 @@ class ScalingCurve(display.Shown, JsonDataclass):
         exposed: Mapping[Any, float] | None = None,
         notes: Iterable[str] = (),
     ) -> "ScalingCurve":
-        """The curve of runs that differ in nothing but one knob, such as those of `sweep(spec, nproc_per_node=[1, 2, 4])`.
+        """The curve of runs that differ only in one knob, such as those of `sweep(spec, nproc_per_node=[1, 2, 4])`.
 
-        Weak scaling if they have the same micro-batch; strong if micro-batches differ and the global batch does not. Runs of one size are
-        repeats. A run that failed is kept and shown, and no fit uses it. `wb.scaling_curve` makes the runs as well.
+        Scaling is weak if the runs have the same micro-batch, and strong if micro-batches differ and the global batch does not. Runs of one
+        size are repeats. A failed run is kept and shown, and fits ignore it. `wb.scaling_curve` also makes the runs.
 
         Args:
-            runs: finished ones.
-            over: the knob that was turned.
-            slots: cores (or GPUs) of the machine; None = what the runs say of it. A run is oversubscribed if its processes, or on
-                CPUs their threads, are more.
-            exposed: share of the step that is nothing but communication, by the knob's value, where it was measured.
+            runs: finished runs.
+            over: the knob that was varied.
+            slots: cores (or GPUs) of the machine; None = as the runs recorded. A run with more processes, or on CPUs more threads, is
+                oversubscribed.
+            exposed: value of the knob → share of the step that is exposed communication, where it was measured.
             notes: notes on the measurement.
 
         Raises:
-            CurveError: no runs, one that still runs, or they differ in another field; the message names it.
+            CurveError: no runs, a run that still runs, or runs that differ in another field, which the message names.
         """
 
         arguments = curve_arguments(list(runs), over, slots, exposed or {})
@@ -103,27 +103,27 @@ class ScalingCurve(display.Shown, JsonDataclass):
 
     @property
     def usable(self) -> tuple[ScalingPoint, ...]:
-        """The points that fits use: measured, and not oversubscribed."""
+        """The points that fits use: those that were measured and are not oversubscribed."""
         return tuple(point for point in self.points if point.usable)
 
     @property
     def world_sizes(self) -> list[int]:
-        """Processes of each point."""
+        """Number of processes of each point."""
         return [point.world_size for point in self.points]
 
     @property
     def values(self) -> list[Any]:
-        """Of the knob that was turned, one for each point."""
+        """Value of the varied knob at each point."""
         return [point.at for point in self.points]
 
     @property
     def samples_per_sec(self) -> list[float]:
-        """Of each point, all processes together; nan where it failed."""
+        """Samples per second of each point, over all processes; nan if it failed."""
         return [point.samples_per_sec for point in self.points]
 
     @property
     def base(self) -> ScalingPoint | None:
-        """The smallest measured point: what speedup and efficiency are relative to."""
+        """The smallest measured point, to which speedup and efficiency are relative."""
         return next((point for point in self.points if point.rates), None)
 
     @property
@@ -140,11 +140,11 @@ class ScalingCurve(display.Shown, JsonDataclass):
         """Fit all laws to the usable points.
 
         Args:
-            level: how often the intervals should hold what is measured later.
-            noise: standard deviation of one measurement as a fraction of it; None = from repeats, or 2 % without any.
+            level: probability with which the intervals should contain a later measurement.
+            noise: relative standard deviation of one measurement; None = from repeats, or 2 % without repeats.
 
         Raises:
-            CurveError: fewer than two usable points, or a curve over another knob than the processes.
+            CurveError: fewer than two usable points, or a curve over a knob other than the number of processes.
         """
         from workbench.scaling.analysis.curve.fit import fit
 
@@ -157,7 +157,7 @@ class ScalingCurve(display.Shown, JsonDataclass):
 
     @property
     def best(self) -> Any:
-        """Where throughput was highest; None where nothing was measured."""
+        """The point with the highest throughput; None if nothing was measured."""
         fastest = max((point for point in self.points if point.rates), key=lambda point: point.samples_per_sec, default=None)
         return fastest and fastest.at
 

@@ -29,9 +29,9 @@ NAMES = ("E", "A", "B", "alpha", "beta")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScalingLaw(display.Shown, JsonDataclass):
-    """The final loss of a model with N parameters trained on D tokens: E + A/N^α + B/D^β (Hoffmann et al. 2022).
+    """A law of the final loss of a model with N parameters trained on D tokens: E + A/N^α + B/D^β (Hoffmann et al. 2022).
 
-    E is the irreducible loss, A/N^α the loss from too small a model, B/D^β that from too few data.
+    E is the irreducible loss, A/N^α the loss from too small a model, B/D^β the loss from too little data.
     """
 
     E: float
@@ -81,18 +81,19 @@ class ScalingLaw(display.Shown, JsonDataclass):
         """Fit the law to measured runs. Deterministic: the same points and seed give the same law.
 
         Args:
-            points: rows of (parameters, tokens, loss), a DataFrame or a mapping with these columns, or the path of a CSV file. All
-                losses of one kind, from runs that were trained to the end of their learning-rate schedule.
-            draws: bootstrap drawings for the intervals.
-            level: of the intervals, between 0 and 1.
-            by: "pairs" draws each point by itself, "run" all points of a run together; None = "run" where a run has several points.
+            points: rows of (parameters, tokens, loss), a DataFrame or a mapping with these columns, or the path of a CSV file. All losses
+                must be of one kind, from runs that were trained to the end of their learning-rate schedule.
+            draws: number of bootstrap samples for the intervals.
+            level: level of the intervals, between 0 and 1.
+            by: "pairs" resamples single points, "run" all points of a run together; None = "run" if a run has several points.
             flops_per: training FLOPs per parameter and token.
-            delta: of the Huber loss.
-            seed: of the drawings.
+            delta: threshold of the Huber loss.
+            seed: seed of the bootstrap.
             notes: notes on the points.
 
         Raises:
-            PointsError: fewer than 5 points, one size or one amount of data only, a missing column, a value that is no number above 0.
+            PointsError: fewer than 5 points, only one size or one amount of data, a missing column, or a value that is not a number above
+                0.
         """
         measured = read_points(points).check()
         if by is None:
@@ -118,16 +119,16 @@ class ScalingLaw(display.Shown, JsonDataclass):
         """Fit the law to finished runs of specs.
 
         Args:
-            runs: of different models and numbers of steps.
-            parameters: of each run's model, in the order of the runs, or by the name of its task; None = the figure "parameters" of the
-                runs' evaluation.
-            tokens_per_sample: tokens of one sample; 1 = the law is about samples.
-            loss: name of the evaluation's figure that is the loss; None = the one that ends in "loss", else the mean training loss of the
-                last tenth of the steps.
-            **options: of `fit`.
+            runs: finished runs of different models and numbers of steps.
+            parameters: number of parameters of each run's model, in the order of the runs, or by task name; None = the figure "parameters"
+                of the runs' evaluation.
+            tokens_per_sample: tokens in a sample; 1 = the law counts samples.
+            loss: name of the evaluation's figure that is the loss; None = the figure whose name ends in "loss", or else the mean training
+                loss of the last tenth of the steps.
+            **options: arguments of `fit`.
 
         Raises:
-            PointsError: a run has no loss, or its parameters are not known; as `fit` does.
+            PointsError: a run has no loss, or its parameters are not known; or as in `fit`.
         """
         points, notes = points_of(list(runs), parameters=parameters, tokens_per_sample=tokens_per_sample, loss=loss)
         return cls.fit(points, notes=(*notes, *options.pop("notes", ())), **options)
@@ -163,7 +164,7 @@ class ScalingLaw(display.Shown, JsonDataclass):
 
     @property
     def cannot_tell(self) -> tuple[str, ...]:
-        """What these points do not determine, and which runs would; empty where the law may be used."""
+        """What these points do not determine, and which runs would; empty = the law may be used."""
         return identifiability.not_identified(
             self.points, self.intervals, self.exponent, draws=self.draws, wanted=self.wanted, residuals=self.residuals
         )
@@ -174,7 +175,7 @@ class ScalingLaw(display.Shown, JsonDataclass):
         return not self.cannot_tell
 
     def band(self, mid: float, drawn: Iterable[float]) -> Interval:
-        """A number with the interval that holds `level` of its bootstrap drawings."""
+        """A number with the interval that contains `level` of its bootstrap samples."""
         values = [value for value in drawn if math.isfinite(value)]
         if not values:
             return Interval(low=-math.inf, mid=mid, high=math.inf)
@@ -184,11 +185,11 @@ class ScalingLaw(display.Shown, JsonDataclass):
     # --- what it says
 
     def predict(self, parameters: float, tokens: float) -> Forecast:
-        """The final loss of a run, with the interval in which a single one should end.
+        """Predict the final loss of a run, with the interval in which a single run should end.
 
         Args:
-            parameters: of the model.
-            tokens: it is trained on.
+            parameters: number of parameters of the model.
+            tokens: number of tokens that it is trained on.
 
         Raises:
             PointsError: not numbers above 0.
@@ -212,7 +213,7 @@ class ScalingLaw(display.Shown, JsonDataclass):
         """The best use of a compute budget: N = G·(C/6)^a, D = (C/6)/N with a = β/(α+β), G = (αA/βB)^(1/(α+β)).
 
         Args:
-            flops: training FLOPs that may be spent.
+            flops: training FLOPs to spend.
 
         Raises:
             PointsError: not a number above 0.
@@ -234,14 +235,14 @@ class ScalingLaw(display.Shown, JsonDataclass):
         )
 
     def held_out(self, fraction: float = 0.3, *, flops: float | None = None) -> HeldOut:
-        """Fit to the smaller runs, predict the larger ones, and set them beside what was measured.
+        """Fit to the smaller runs, predict the larger ones, and compare the predictions with the measurements.
 
         Args:
-            fraction: runs of at most this share of the largest run's compute are fitted to.
-            flops: or of at most this many FLOPs.
+            fraction: fit to runs of at most this share of the largest run's compute.
+            flops: instead, fit to runs of at most this many FLOPs.
 
         Raises:
-            PointsError: too few are left on either side.
+            PointsError: too few runs are left on either side.
         """
         limit = flops if flops is not None else fraction * max(self.compute)
         small = [compute <= limit for compute in self.compute]
@@ -256,7 +257,7 @@ class ScalingLaw(display.Shown, JsonDataclass):
         return HeldOut(limit=max(fitted.compute), fitted=len(fitted.points), forecasts=forecasts, measured=rest.loss)
 
     def refitted(self, points: Any) -> "ScalingLaw":
-        """The same procedure with other points.
+        """Fit other points in the same way.
 
         Raises:
             PointsError: as `fit` does.
@@ -278,7 +279,7 @@ class ScalingLaw(display.Shown, JsonDataclass):
 
     @property
     def table(self) -> display.Table:
-        """A row for each of the five numbers, and for the exponents of the best size and amount of data."""
+        """A row for each of the five numbers, and for the exponents of the best size and the best amount of data."""
         size, negligible = self.exponent, 1e-5 * min(self.points.loss)
         rows = {**self.intervals, "N_opt ∝ C^": size, "D_opt ∝ C^": Interval(low=1 - size.high, mid=1 - size.mid, high=1 - size.low)}
         what = (
