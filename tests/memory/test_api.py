@@ -214,6 +214,15 @@ def test_averaged_weights_take_as_much_memory_as_the_weights() -> None:
     assert averaged.total - plain.total == plain.parameters
 
 
+@pytest.mark.parametrize("knobs", [{"parallel": "fsdp"}, {"parallel": "zero2"}, {"parallel": "fsdp", "precision": "amp_bf16"}], ids=str)
+def test_where_weights_are_sharded_each_rank_averages_its_part(knobs: dict[str, Any]) -> None:
+    plain, averaged, whole = (
+        wb.estimate_memory(gpt, tokens(), loss=text_loss, device="H100", nproc_per_node=2, **more)
+        for more in (knobs, {**knobs, "ema": 0.9}, {})
+    )
+    assert averaged.buffers - plain.buffers == averaged.total - plain.total == pytest.approx(whole.parameters / 2, rel=0.1)  # 512 bytes each
+
+
 @pytest.mark.parametrize(("compression", "device"), [("fp16", "cpu"), ("bf16", "H100")])
 def test_a_compressed_copy_of_each_bucket_is_predicted(compression: str, device: str) -> None:
     logs = [

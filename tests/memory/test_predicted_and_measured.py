@@ -37,6 +37,8 @@ TWO = {"nproc_per_node": 2}
                 {**TWO, "bucket_cap_mb": 0.1},
                 {**TWO, "local_sgd": "periodic(period=2)"},
                 {**TWO, "ema": 0.9, "clip_grad_norm": 1.0},
+                {**TWO, "ema": 0.9, "parallel": "fsdp"},
+                {**TWO, "ema": 0.9, "parallel": "zero2"},
                 {"checkpointing": "selective"},
                 {"label_smoothing": 0.1, "weight_decay_on": "matrices"},
                 {"optimizer": "adafactor"},

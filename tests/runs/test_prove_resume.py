@@ -147,7 +147,7 @@ def prove(here: Path, by_hand: Callable[..., HandMade], forks: Forks) -> Prove:
 @pytest.mark.parametrize(
     "knobs",
     [
-        {"nproc_per_node": 2, "parallel": "fsdp", "precision": "amp_bf16"},
+        {"nproc_per_node": 2, "parallel": "fsdp", "precision": "amp_bf16", "ema": 0.9},
         {"nproc_per_node": 3, "micro_batch": 2, "num_workers": 1, "precision": "amp_fp16"},
         {"nproc_per_node": 2, **RECIPE},
         {"nproc_per_node": 2, **RECIPE, "optimizer": "adafactor", "weight_decay_on": "all"},

@@ -160,8 +160,6 @@ def test_wrong_schedules_say_what_is_allowed(schedule: str, message: str) -> Non
         ({"label_smoothing": "0.1"}, "label_smoothing='0.1': a number"),
         ({"ema": 1.0}, "ema=1.0: a decay per step between 0 and 1 is allowed, such as 0.999, or None"),
         ({"ema": True}, "ema=True: a decay"),
-        ({"ema": 0.9, "parallel": "fsdp"}, 'ema=0.9 with parallel="fsdp": no rank holds all parameters there'),
-        ({"ema": 0.9, "tensor_parallel": 2, "nproc_per_node": 2}, "ema=0.9 with tensor_parallel=2"),
         ({"gradient_compression": "int8"}, "gradient_compression='int8': allowed are 'none', 'fp16', 'bf16', 'powersgd'"),
         ({"gradient_compression": "fp16", "parallel": "fsdp"}, 'gradient_compression="fp16" with parallel="fsdp": it is a hook of DDP'),
         ({"static_graph": True, "find_unused_parameters": True}, "find_unused_parameters=True with static_graph=True: one says that all"),

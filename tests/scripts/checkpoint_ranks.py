@@ -26,19 +26,19 @@ MODES: dict[str, dict[str, Any]] = {
     "ddp": {},
     "ddp, averaged": {"ema": 0.9},
     "zero1": {"parallel": "zero1", "ema": 0.9},
-    "zero2": {"parallel": "zero2"},
-    "fsdp": {"parallel": "fsdp"},
-    "hsdp": {"parallel": "hsdp", "shard_ranks": 2},
-    "split": {"tensor_parallel": 2},
-    "split, zero1": {"tensor_parallel": 2, "parallel": "zero1"},
-    "split, fsdp": {"tensor_parallel": 2, "parallel": "fsdp"},
+    "zero2": {"parallel": "zero2", "ema": 0.9},
+    "fsdp": {"parallel": "fsdp", "ema": 0.9},
+    "hsdp": {"parallel": "hsdp", "shard_ranks": 2, "ema": 0.9},
+    "split": {"tensor_parallel": 2, "ema": 0.9},
+    "split, zero1": {"tensor_parallel": 2, "parallel": "zero1", "ema": 0.9},
+    "split, fsdp": {"tensor_parallel": 2, "parallel": "fsdp", "ema": 0.9},
     "averages": {"local_sgd": "periodic(period=4, start=1)"},
     "static graph": {"static_graph": True},
     "static graph, after one": {"static_graph": True},
     "stages": {"pipeline_parallel": 2, "accumulation": 2, "ema": 0.9},
     "stages, zero1": {"pipeline_parallel": 2, "accumulation": 4, "pipeline_schedule": "zero_bubble", "parallel": "zero1", "ema": 0.9},
 }
-MIXED = {"task": "mixture", "ema": None}
+MIXED = {"task": "mixture", "ema": 0.9}
 MODES |= {"experts": {**MIXED, "expert_parallel": 2}, "experts of 4": {**MIXED, "expert_parallel": 4}, "experts, ddp": MIXED}
 MODES |= {"experts, zero1": {**MIXED, "parallel": "zero1"}, "experts, fsdp": {**MIXED, "parallel": "fsdp"}}
 MODES |= {"experts, hsdp": {**MIXED, **MODES["hsdp"]}, "split, hsdp": {**MODES["split"], **MODES["hsdp"], "shard_ranks": 1}}
@@ -106,7 +106,7 @@ class Made:
         for name, weight in weights.items():
             found[name] = full_tensor(weight)
             if self.trainer.averages:
-                found[f"ema {name}"] = self.trainer.averages[name]
+                found[f"ema {name}"] = put_together(self.trainer.averages[name], weight)
         for weight, states in local_optimizer(self.trainer.optimizer).state.items():
             for kind, value in states.items():
                 found[f"{names[id(weight)]} {kind}"] = put_together(value, weight)

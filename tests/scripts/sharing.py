@@ -170,6 +170,16 @@ def mixture() -> Task:
     return gpt(model=lambda: MoeGpt(**SIZES), loss=loss, tensor_parallel=None, pipeline=None)
 
 
+def validated_gpt(kind: str = "gpt") -> Task:
+    """Its evaluation is shared among the ranks, too."""
+    task: Task = globals()[kind]()
+    return dataclasses.replace(task, evaluate=None, validation=lambda: ByteText("validation", length=16))
+
+
+def validated_mixture() -> Task:
+    return validated_gpt("mixture")
+
+
 def denoising() -> Task:
     """A model that gives what it gets, and a loss that asks it for the noise that it was given, by three generators."""
 

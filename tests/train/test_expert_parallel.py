@@ -41,7 +41,6 @@ def spec_of(**knobs: Any) -> RunSpec:
         ({"offload": "activations"}, 'offload="activations" with expert_parallel=2'),
         ({"gradient_compression": "fp16"}, 'gradient_compression="fp16" with expert_parallel=2'),
         ({"noise_scale": True}, "noise_scale=True with expert_parallel=2"),
-        ({"ema": 0.9}, "ema=0.9 with expert_parallel=2"),
         ({"local_sgd": "periodic"}, 'expert_parallel=2 with local_sgd="periodic": parameters are averaged over all ranks'),
     ],
 )

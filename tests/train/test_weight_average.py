@@ -1,6 +1,7 @@
 """The average of the weights: exact, evaluated in place of the weights, and kept in checkpoints; and weight decay of matrices alone."""
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+import workbench as wb
 from tests import toy_tasks
+from tests.forked import Forks
 from tests.train.test_checkpoints import names, spec_of, train, weights
 from workbench.core import run_directory
-from workbench.runs.spec import SpecError
-from workbench.train import optimizers
+from workbench.runs.launch import environment
+from workbench.runs.launch.resume import checkpoints_of
+from workbench.runs.launch.sweep import run_all
+from workbench.runs.spec import RunSpec, SpecError
+from workbench.train import checkpoint_file, named_state, optimizers
+from workbench.train.checkpoints import part_path
 from workbench.train.ranks import Ranks
 from workbench.train.trainer import Trainer
 from workbench.train.weight_average import WeightAverage
@@ -77,6 +84,61 @@ def test_it_takes_the_place_of_the_weights_and_gives_it_back() -> None:
         fails()
     assert torch.equal(weights(model), before)
     assert [weight.data_ptr() for weight in model.parameters()] == addresses
+
+
+SHARING = Path(__file__).parents[1] / "scripts" / "sharing.py"
+SHARED: dict[str, dict[str, Any]] = {
+    "ddp": {},
+    "zero2": {"parallel": "zero2"},
+    "fsdp": {"parallel": "fsdp"},
+    "hsdp": {"parallel": "hsdp", "shard_ranks": 1},
+    "split": {"tensor_parallel": 2, "accumulation": 2},
+    "split, fsdp": {"tensor_parallel": 2, "accumulation": 2, "parallel": "fsdp"},
+    "experts": {"expert_parallel": 2},
+}
+
+
+def test_averages_of_shared_models_are_those_of_one_process(forks: Forks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Evaluated by all ranks or by one, and exported; and no step is another because of an evaluation of averages before it."""
+    monkeypatch.setattr(environment, "torchrun", forks.torchrun)
+    about: dict[str, Any] = {"device": "cpu", "micro_batch": 2, "steps": 4, "seed": 1, "checkpoint_every": 4, "nproc_per_node": 2}
+    about |= {"evaluate": "every(steps=2)", "evaluate_batches": 4, "optimizer": "sgd(lr=0.3, momentum=0.9)", "ema": 0.5}
+    two, one = {}, {}
+    for mode, knobs in SHARED.items():
+        kind = "mixture" if mode == "experts" else "gpt"
+        by_one = [kind] if mode in ("ddp", "fsdp", "split", "experts") else []
+        for task in (*by_one, f"validated_{kind}"):
+            two[mode, task] = RunSpec(task=f"{SHARING}:{task}", **{**about, **knobs})
+            one[task] = RunSpec(task=f"{SHARING}:{task}", **{**about, "nproc_per_node": 1, "accumulation": 2})
+        two[mode, "plain"] = two[mode, task].replace(ema=None)
+    found = {name: Found(run) for specs in (two, one) for name, run in zip(specs, launched(specs, tmp_path), strict=True)}
+    for mode, task in two:
+        if task == "plain":
+            continue
+        alone, shared, plain = found[task], found[mode, task], found[mode, "plain"]
+        assert shared.losses == plain.losses, mode
+        assert shared.validation == pytest.approx(alone.validation, abs=1e-5), (mode, task)
+        assert shared.averages.keys() == alone.averages.keys()
+        assert all(torch.allclose(shared.averages[name], value, atol=1e-5) for name, value in alone.averages.items()), (mode, task)
+        if task.startswith("validated"):
+            assert shared.validation[-1] != pytest.approx(plain.validation[-1], abs=1e-3), mode
+
+
+def launched(specs: dict[Any, RunSpec], folder: Path) -> list[wb.Run]:
+    runs = run_all([(str(name), spec) for name, spec in specs.items()], "sweep", budget_s=None, runs_dir=folder / "runs")
+    assert all(run.ok for run in runs), [run.error for run in runs]
+    return runs
+
+
+class Found:
+    """The losses of a run, those of its evaluations, and the averages that it exports."""
+
+    def __init__(self, run: wb.Run) -> None:
+        rows = run_directory.LineTail(run.path / run_directory.METRICS).read()
+        self.losses = [row["loss"] for row in rows if "loss" in row]
+        self.validation = [row["validation_loss"] for row in rows if "validation_loss" in row]
+        state = checkpoint_file.load(checkpoints_of(run.path)[-1], torch.device("cpu"))
+        self.averages = named_state.whole_tensors(state, partial(part_path, checkpoints_of(run.path)[-1]), average=True)
 
 
 def evaluated(model: nn.Module) -> dict[str, float]:

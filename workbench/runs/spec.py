@@ -139,7 +139,7 @@ class RunSpec(_Spec):
     """Which parameters weight decay shrinks: "all", or "matrices": those with two or more dimensions, so neither norms nor biases."""
     ema: float | None = knob(None, elsewhere=("ema_decay", "use_ema", "model_ema", "polyak"))
     """Also keep an exponential moving average of the parameters, with this decay per step, such as 0.999, and evaluate it instead of them;
-    None = none. It takes as much memory as the parameters."""
+    None = none. It takes as much memory as the parameters; where these are sharded, each rank averages its part."""
     label_smoothing: float = knob(0.0, elsewhere=("label_smoothing_factor", "smoothing"))
     """Fraction of the target's probability that is spread over all classes, in training, in each `cross_entropy` that the task's loss calls
     without its own label smoothing; 0 = none."""

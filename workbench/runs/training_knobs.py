@@ -271,15 +271,8 @@ def check(spec: Any) -> None:
             f'gradient_compression="{spec.gradient_compression}" with {given}: it is a hook of DDP, which "ddp" and "zero1" use; leave it '
             'out, or try parallel="ddp" with tensor_parallel=1'
         )
-    if spec.ema is None:
-        return
-    real_number("ema", spec.ema, above=0, below=1, what="a decay per step", also=", such as 0.999, or None", error=SpecError)
-    if spec.parallel in SHARDED or spec.tensor_parallel > 1:
-        given = f"tensor_parallel={spec.tensor_parallel}" if spec.tensor_parallel > 1 else f'parallel="{spec.parallel}"'
-        raise SpecError(
-            f"ema={spec.ema} with {given}: no rank holds all parameters there, and the average is of all; leave ema out, or try "
-            'parallel="ddp" or "zero1" with tensor_parallel=1'
-        )
+    if spec.ema is not None:
+        real_number("ema", spec.ema, above=0, below=1, what="a decay per step", also=", such as 0.999, or None", error=SpecError)
 
 
 def _check_compile(spec: Any) -> None:
@@ -347,7 +340,6 @@ def _check_experts(spec: Any) -> None:
         ("offload", spec.offload != "none", "it has not been tried on divided experts; leave one of them out"),
         ("gradient_compression", spec.gradient_compression != "none", "DDP does not reduce the experts; leave one of them out"),
         ("noise_scale", spec.noise_scale, "an expert's gradient is of samples of all ranks; measure it with expert_parallel=1"),
-        ("ema", spec.ema is not None, "no rank holds all parameters, and the average is of all; leave one of them out"),
     ):
         if clashes:
             raise SpecError(f"{given(spec, knob)} with expert_parallel={spec.expert_parallel}: {why}")

@@ -156,6 +156,14 @@ def _unreduced(model: Any, last: bool) -> Iterator[None]:
     yield
 
 
+def reshard(module: nn.Module) -> None:
+    """Free the parameters that FSDP2 has gathered, such as after a forward without a backward. Does nothing for other modules."""
+    if fsdp := sys.modules.get("torch.distributed.fsdp"):
+        for part in module.modules():
+            if isinstance(part, fsdp.FSDPModule):
+                part.reshard()
+
+
 def gathered(module: nn.Module, *, keep: bool) -> dict[str, Tensor]:
     """The full tensors of a sharded module by name, in host memory. A collective: all ranks must call it.
 

@@ -416,12 +416,9 @@ class Trainer:
         if not sharded:
             with self.average_in_place():
                 return evaluate(self.task, self.module) if first else {}
-        if self.pipeline:
-            with self.average_in_place():
-                own = gathered(self.module, keep=not self.layout.readers.rank)
-            weights = self.pipeline.gathered(own) if own else {}
-        else:
-            weights = gathered(self.module, keep=first)
+        with self.average_in_place():
+            own = gathered(self.module, keep=not self.layout.readers.rank if self.pipeline else first)
+        weights = self.pipeline.gathered(own) if self.pipeline and own else own
         if not first:
             return {}
         full_model = build_model(self.task)

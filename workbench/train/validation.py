@@ -120,8 +120,7 @@ class Evaluations:
         )
         sums: Sums = {"samples": 0}
         model = trainer.inference_module
-        average = trainer.average_in_place() if not together else contextlib.nullcontext()
-        with average, _buffers_of_first(trainer):
+        with trainer.average_in_place(), _buffers_of_first(trainer):
             for number, batch in enumerate(start_workers(loader)):
                 indices = mine[number] if number < len(mine) else batches[0]
                 given = _of_batch(task, model, trainer.placed(batch), indices)
