@@ -220,7 +220,9 @@ def test_where_weights_are_sharded_each_rank_averages_its_part(knobs: dict[str, 
         wb.estimate_memory(gpt, tokens(), loss=text_loss, device="H100", nproc_per_node=2, **more)
         for more in (knobs, {**knobs, "ema": 0.9}, {})
     )
-    assert averaged.buffers - plain.buffers == averaged.total - plain.total == pytest.approx(whole.parameters / 2, rel=0.1)  # 512 bytes each
+    assert (
+        averaged.buffers - plain.buffers == averaged.total - plain.total == pytest.approx(whole.parameters / 2, rel=0.1)
+    )  # 512 bytes each
 
 
 @pytest.mark.parametrize(("compression", "device"), [("fp16", "cpu"), ("bf16", "H100")])
