@@ -15,6 +15,7 @@ from workbench.core.statistics import Interval
 from workbench.core.system_load import Noise
 from workbench.diagnosis.analysis.costs import Costs
 from workbench.diagnosis.analysis.diagnosis import Diagnosis
+from workbench.diagnosis.analysis.evidence import Evidence
 from workbench.diagnosis.analysis.model_errors import MODEL_ERRORS
 from workbench.diagnosis.analysis.proof import Ladder, Proof, Rung
 from workbench.diagnosis.analysis.remedy import Remedy, surest_first
@@ -174,6 +175,39 @@ def test_a_healthy_step_has_nothing_next() -> None:
     noisy = Diagnosis.of(dataclasses.replace(World().evidence(), arms={}))
     assert noisy.verdict == "inconclusive"
     assert "larger budget_s" in noisy.next
+
+
+def unsteady(*ratios: float, **world: object) -> Evidence:
+    """Of a step on a busy machine: one thread takes so many times as long as two, pair by pair, and bf16 1 % longer."""
+    evidence = World(work=1.0, threads=2, bf16=1.0, **world).evidence()  # type: ignore[arg-type]
+    arms = {
+        name: dataclasses.replace(evidence.arms[name], pairs=tuple((1.0, more * ratio) for ratio in ratios))
+        for name, more in (("precision=amp_bf16", 1.01), ("threads=1", 1.0))
+    }
+    return dataclasses.replace(evidence, arms={**evidence.arms, **arms})
+
+
+def test_what_was_tried_and_is_not_clear_is_said() -> None:
+    """One thread would have made the step four times as fast: its pairs varied too much, and nothing of it was left but "nothing helps"."""
+    d = Diagnosis.of(unsteady(0.3, 0.25, 1.4, 1.9))
+    assert d.verdict == "compute-bound"
+    assert d.remedies == ()
+    tried = "ried, but not clear whether it gains: 1 thread, forward and backward in mixed precision with bf16"
+    assert d.next.startswith(f"T{tried}. Diagnose again when the machine is quieter")
+    assert "prove('threads=1') tries" in d.next
+    assert "Nothing we know of" not in str(d)
+    assert f"• t{tried}" in d.caption
+    assert f"t{tried}"[:60] in str(d.brief()["unknown"])
+    assert d.remedy("threads=1").change == {"threads": 1}
+    short = dataclasses.replace(d.evidence, notes=("no time was left to try batches twice as large: a larger budget_s= would do",))
+    assert "larger budget: no time was left to try batches twice as large. prove(" in Diagnosis.of(short).next
+
+
+@pytest.mark.parametrize("ratios", [(1.01, 0.97, 1.02), (1.2, 1.3, 1.25), (0.7, 0.72, 0.69)])
+def test_what_clearly_gains_or_does_not_is_not_among_it(ratios: tuple[float, ...]) -> None:
+    d = Diagnosis.of(unsteady(*ratios))
+    assert "not clear" not in str(d)
+    assert bool(d.remedies) is (ratios[0] < 1)
 
 
 def test_what_happened_on_the_gpu_is_in_the_caption_and_explains_noise() -> None:

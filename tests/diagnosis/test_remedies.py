@@ -16,8 +16,9 @@ from workbench.core import units
 from workbench.core.statistics import Interval
 from workbench.core.system_load import Noise
 from workbench.diagnosis.analysis import causes, loader_remedies
+from workbench.diagnosis.analysis.advice import AGAIN
 from workbench.diagnosis.analysis.costs import Costs
-from workbench.diagnosis.analysis.diagnosis import AGAIN, Diagnosis
+from workbench.diagnosis.analysis.diagnosis import Diagnosis
 from workbench.diagnosis.analysis.evidence import Evidence, Gradients, Loading, Stalls
 from workbench.diagnosis.analysis.remedies import PART_OF, remedies_for
 from workbench.diagnosis.analysis.remedy import Remedy

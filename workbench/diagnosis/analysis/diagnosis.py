@@ -18,44 +18,24 @@ from workbench.core.synonyms import accept_synonyms
 from workbench.core.system_load import usable_cores
 from workbench.core.vocabulary import PART_WORDS, PARTS
 from workbench.data.analysis.format_costs import FormatComparison
+from workbench.diagnosis.analysis.advice import TO_COMPARE, Advice, busy_words, loader_misfit, void_notes
 from workbench.diagnosis.analysis.costs import MAX_BLOCK_SPREAD, is_crowded, noise_warnings
 from workbench.diagnosis.analysis.evidence import Evidence
 from workbench.diagnosis.analysis.loader_model import TERMS, LoaderCurve
-from workbench.diagnosis.analysis.model_errors import kind_of, present_gap, surely_gains, with_errors
-from workbench.diagnosis.analysis.observed import fewer_threads
+from workbench.diagnosis.analysis.model_errors import surely_gains, with_errors
 from workbench.diagnosis.analysis.proof import Proof, remedy_table
 from workbench.diagnosis.analysis.remedies import remedies_for
 from workbench.diagnosis.analysis.remedy import Choice, Remedy, find_remedy, gain_of, of_knobs, sort_key, surest_first
-from workbench.diagnosis.analysis.script_remedies import SETTINGS_OF, TRAINER_PAGE, LaunchedScript
+from workbench.diagnosis.analysis.script_remedies import SETTINGS_OF, LaunchedScript
 from workbench.diagnosis.analysis.step_model import Parts, StepModel
-from workbench.diagnosis.analysis.verdict import HIDDEN_REDUCTION, UNMARKED, Judgement, judge
-from workbench.harness.results import NOT_FINITE, UNTRAINED
+from workbench.diagnosis.analysis.verdict import Judgement, judge
 from workbench.runs.spec import RunSpec, ScriptSpec, Spec
 
 BRIEF_COMMAND, IN_PYTHON = 500, "diagnosis.prove()"
 """Most bytes of a command in a brief, and what stands in its place where it is longer."""
-EXPERIMENT = "wb.diagnose(step, loader) experiments, with the body of the loop as step(batch)."
-"""How to experiment with what was only observed."""
-FIND_NAN = (
-    "First find where the numbers become NaN or infinite: wb.sanity(step, loader), or of a task wb.sanity(task), looks at data and "
-    "gradients; wb.replay(run) repeats the step of a run in which it began. Fix that, then diagnose again."
-)
 LITTLE = 1.1
 """A predicted gain below which a remedy of another part than the verdict's is said to be none of the verdict's concern. Chosen; a matter of
 words."""
-TO_COMPARE = (
-    "To prove it, launch the training before and after the change, and compare the runs: `workbench compare A B`, or wb.compare(a, b)."
-)
-"""How a change is proved that only the user can make."""
-AGAIN = "Diagnose again when the machine is quieter, or with a larger budget_s."
-MORE_STEPS = f"Record more steps, while the machine is quiet, or find out by experiment: {EXPERIMENT} Of a Trainer: docs, {TRAINER_PAGE}."
-TO_LEARN_MORE = {
-    "too few measurements": "Diagnose again with a larger budget_s, for more measurements.",
-    "not enough was tried": "Diagnose again with a larger budget_s.",
-    UNMARKED: f"Let the loop be measured, for batch in wb.watch(batches, model=model): …, and diagnose it again. Or {EXPERIMENT}",
-    HIDDEN_REDUCTION: f"Find out by experiment. {EXPERIMENT}",
-}
-"""Cause of an inconclusive verdict → what to do; the rest: AGAIN."""
 MIN_FOREIGN_SHARE = 0.02
 """Share of the cores taken by other processes below which the caption does not mention them. Chosen; a matter of words."""
 
@@ -140,85 +120,11 @@ class Diagnosis(JsonDataclass):
     @property
     def next(self) -> str:
         """What to try first, and its predicted gain; if numbers are NaN or infinite, to find out why."""
-        return f"{self._advice} {self._fewer_threads}".strip()
+        return self._advice.text
 
     @property
-    def _fewer_threads(self) -> str:
-        """Of a loop that was only observed, on a busy CPU: to try one thread per operator; "" = no, or it waits for something else."""
-        return "" if self.verdict in ("input-bound", "transfer-bound", "straggler") else fewer_threads(self.evidence)
-
-    @property
-    def _advice(self) -> str:
-        if any(NOT_FINITE in doubt for doubt in self._doubts):
-            return FIND_NAN
-        if not self.remedies or self.verdict == "inconclusive":
-            if self.verdict == "inconclusive":
-                unsure = self.evidence.observed and self.cause in ("noise", "too few measurements")
-                return (MORE_STEPS if unsure else TO_LEARN_MORE.get(self.cause, AGAIN)) + self._not_recommended
-            if untried := next((note for note in self.evidence.notes if note.startswith("no time was left to try")), ""):
-                return f"Diagnose again with a larger budget: {untried.partition(': ')[0]}."
-            if self.verdict == "compute-bound":
-                return (
-                    ""
-                    if self._fewer_threads
-                    else "Nothing we know of would make this step faster here: it computes. More or faster devices would."
-                )
-            return "There is no remedy here whose gain could be predicted."
-        first = self._surer
-        best, *others = self.remedies[1:] if first else self.remedies
-        if (self._busy or self._misfit(best)) and not surely_gains(best, is_crowded(self.evidence)):
-            return self._when_quiet(best)
-        costs = f" It costs: {best.costs}." if best.costs else ""
-        how = f" {EXPERIMENT}" if self.evidence.observed and "by experiment" in best.advice else ""
-        costs += "" if how or best.provable else f" {TO_COMPARE}"
-        if first:
-            price = f" It costs: {first.costs}." if first.costs else ""
-            return (
-                f"First try {first.name}: it is predicted to gain {first.gain} whatever the cause. {first.what}{price} "
-                f"Then: {best.advice}{how} Predicted: {best.gain}.{costs}"
-            )
-        more = max(others, key=gain_of, default=best)
-        also = f" Whatever the cause: {more.name}, {more.gain}." if more.scope == "general" and gain_of(more) > gain_of(best) else ""
-        return f"{best.advice}{how} Predicted: {best.gain}.{costs}{also}"
-
-    @property
-    def _busy(self) -> list[str]:
-        """How other processes may have spoiled experiments, in words."""
-        return [] if self.evidence.observed else noise_warnings(self.evidence)
-
-    def _when_quiet(self, best: Remedy) -> str:
-        """What to do where the gain of the best remedy is within the noise of a busy machine."""
-        crowded = is_crowded(self.evidence)
-        sure = max((other for other in self.remedies if surely_gains(other, crowded)), key=gain_of, default=None)
-        also = f" A sure gain, whatever the cause: {sure.name}, {sure.gain}." if sure else ""
-        if misfit := self._misfit(best):
-            return f"What {best.name} gains is not known, predicted are {best.gain}: {misfit}.{also} {AGAIN}"
-        return f"The machine is busy: what {best.name} is predicted to gain, {best.gain}, is within the noise.{also} {AGAIN}"
-
-    @property
-    def _not_recommended(self) -> str:
-        """Of an inconclusive verdict: what gained most of the changes that an experiment tried, as a sentence after another."""
-        best = self.remedies[0] if self.remedies else None
-        if best is None or not best.provable:
-            return ""
-        return (
-            f" Until then nothing is recommended. Of what was tried, {best.name} gained most, whatever the cause, {best.gain}: {best.what} "
-            f"prove({best.name!r}) tries it."
-        )
-
-    def _misfit(self, best: Remedy | None = None) -> str:
-        """That the loader's formula does not give the step as it is, in words; "" = it does, or the remedy is not one of the loader's."""
-        if (best and kind_of(best.name) != "loader") or not present_gap(self.model):
-            return ""
-        c = self.model.costs
-        measured, predicted = (units.seconds(c.cached + c.data.mid - less) for less in (0.0, self.model.unexplained))
-        return f"the step as it is was measured at {measured}, and the formula of the loader gives {predicted}"
-
-    @property
-    def _surer(self) -> Remedy | None:
-        """The general remedy that the list begins with, before those of the cause; see `surest_first`."""
-        first, *others = self.remedies or (None,)
-        return first if first and first.scope == "general" and any(other.scope == "cause" for other in others) else None
+    def _advice(self) -> Advice:
+        return Advice(evidence=self.evidence, judgement=self.judgement, remedies=self.remedies, model=self.model)
 
     @property
     def _chosen(self) -> Remedy | None:
@@ -259,9 +165,9 @@ class Diagnosis(JsonDataclass):
             return None
         now = loading.num_workers
         curve = feeding.curve(persistent_workers=loading.persistent_workers)
-        doubt = self._misfit() or ("the verdict is inconclusive" if self.verdict == "inconclusive" else "")
+        doubt = loader_misfit(self.model) or ("the verdict is inconclusive" if self.verdict == "inconclusive" else "")
         offered = next((remedy for remedy in self.remedies if remedy.name == f"num_workers={curve.recommended}"), None)
-        if offered and self._busy and not doubt and not surely_gains(offered, is_crowded(self.evidence)):
+        if offered and busy_words(self.evidence) and not doubt and not surely_gains(offered, is_crowded(self.evidence)):
             doubt = f"the machine was busy, and what {offered.name} gains is within the noise"
         if doubt or not offered:
             curve = dataclasses.replace(curve, recommended=now, doubt=doubt)
@@ -335,24 +241,19 @@ class Diagnosis(JsonDataclass):
         """What makes the verdict doubtful: weights or losses are NaN or infinite; the step trains nothing; the machine was busy, so close
         decisions and gains may be wrong. "" = nothing, or the verdict says so itself.
         """
-        doubts = [f"{note}." for note in self._doubts]
-        if self._busy and self.verdict != "inconclusive":
+        doubts = [f"{note}." for note in void_notes(self.evidence)]
+        if busy_words(self.evidence) and self.verdict != "inconclusive":
             doubts.append(
-                f"The machine was busy: {' '.join(self._busy)} Close decisions and predicted gains may be wrong; "
+                f"The machine was busy: {' '.join(busy_words(self.evidence))} Close decisions and predicted gains may be wrong; "
                 "diagnose again when it is quiet."
             )
         return " ".join(doubts)
 
     @property
-    def _doubts(self) -> list[str]:
-        """The notes that put all the rest in doubt, whatever is the fastest."""
-        return [note for note in self.evidence.notes if NOT_FINITE in note or UNTRAINED in note]
-
-    @property
     def summary(self) -> str:
         """Verdict, doubt if any, why, next. If the doubt makes the verdict void, it comes first."""
         head = [f"{self.verdict} ({self.cause})", *([f"Doubt: {self.doubt}"] if self.doubt else [])]
-        return "\n".join([*(reversed(head) if self._doubts else head), f"Why: {self.why}", f"Next: {self.next}"])
+        return "\n".join([*(reversed(head) if void_notes(self.evidence) else head), f"Why: {self.why}", f"Next: {self.next}"])
 
     @property
     def caption(self) -> str:
@@ -365,7 +266,8 @@ class Diagnosis(JsonDataclass):
         if e.noise and e.noise.foreign > MIN_FOREIGN_SHARE * e.noise.cores and not is_crowded(e):  # from there on, it is among the notes
             text += f"; other processes took {e.noise.foreign:.1f} of {e.noise.cores:.1f} cores"
         gpu = e.noise.gpu if e.noise and e.noise.spread <= MAX_BLOCK_SPREAD else ()  # from there on, it is among the notes
-        return display.notes([text, *self._threads, *gpu, *(note for note in e.notes if note not in self._doubts), *self.judgement.notes])
+        notes = [*(note for note in e.notes if note not in void_notes(self.evidence)), *self._advice.note, *self.judgement.notes]
+        return display.notes([text, *self._threads, *gpu, *notes])
 
     @property
     def _threads(self) -> list[str]:
@@ -449,7 +351,7 @@ class Diagnosis(JsonDataclass):
             ],
             "proved": proved,
             "experiments": {name: three(arm.saved_at_few_pairs) for name, arm in e.arms.items()},
-            "unknown": [short(note) for note in (*e.notes, *self.judgement.notes)],
+            "unknown": [short(note) for note in (*self._advice.note, *e.notes, *self.judgement.notes)],
             "next": {"do": short(self.next), "command": None if proved else self._command()},
         }
         return fitted(value, "predicted", "proved", "experiments", "unknown")
@@ -492,6 +394,6 @@ class Diagnosis(JsonDataclass):
     def _repr_html_(self) -> str:
         doubt = f"<p><strong>Doubt:</strong> {display.escape(self.doubt)}</p>" if self.doubt else ""
         head = f"<p><strong>{display.escape(self.verdict)}</strong> ({display.escape(self.cause)})</p>"
-        head = doubt + head if self._doubts else head + doubt
+        head = doubt + head if void_notes(self.evidence) else head + doubt
         reason = f"<p>{display.escape(self.why)}</p><p><strong>Next:</strong> {display.escape(self.next)}</p>"
         return head + reason + "".join(table._repr_html_() for table in self._tables)

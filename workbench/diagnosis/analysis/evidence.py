@@ -16,7 +16,7 @@ from workbench.data.analysis.format_costs import FormatComparison
 from workbench.harness.results import VariantTimes
 from workbench.timeline.timeline import Timeline
 
-__all__ = ["ARMS", "SMALL_OP", "Evidence", "Gradients", "Inside", "Loading", "RankEvidence", "Stalls"]
+__all__ = ["ARMS", "SMALL_OP", "Evidence", "Gradients", "Inside", "Loading", "RankEvidence", "Stalls", "what_changes"]
 
 ARMS = {
     "cached": "the batches that were just trained on, again: no loader",
@@ -36,6 +36,12 @@ ARMS = {
     "trimmed": "batches cut to the mean length of their samples: no padding",
 }
 """What each variant changes in the step, by name; a name that ends in "=" is followed by a value."""
+
+
+def what_changes(name: str) -> str:
+    """What an arm changes in the step, in a few words."""
+    kind, _, value = name.partition("=")
+    return "1 thread" if name == "threads=1" else ARMS[name].partition(":")[0] if name in ARMS else f"{value} {kind}".strip()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

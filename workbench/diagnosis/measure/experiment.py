@@ -22,7 +22,7 @@ from workbench.core.machine_speeds import Machine, MachineSpeeds, slowness
 from workbench.core.statistics import LOOKS, Interval, repeated_interval
 from workbench.core.system_load import LoadMeter
 from workbench.diagnosis.analysis.costs import CHEAP_LOADER, MAX_OPTIMIZER_COST
-from workbench.diagnosis.analysis.evidence import ARMS, SMALL_OP, Evidence, Gradients, Inside, Loading
+from workbench.diagnosis.analysis.evidence import SMALL_OP, Evidence, Gradients, Inside, Loading, what_changes
 from workbench.diagnosis.analysis.stalls import is_loose, is_open, stalled_at_least
 from workbench.diagnosis.measure import inside, loading
 from workbench.diagnosis.measure.evidence import EvidenceBuilder, new_pages_note
@@ -373,12 +373,6 @@ def saved_by_caching(pairs: Sequence[tuple[float, float]], *, looks: int = LOOKS
     return repeated_interval(known or [0.0], looks=looks).of(lambda ratio: 1 - math.exp(ratio))
 
 
-def what_changes(name: str) -> str:
-    """What an arm changes in the step, in a few words."""
-    kind, _, value = name.partition("=")
-    return "1 thread" if name == "threads=1" else ARMS[name].partition(":")[0] if name in ARMS else f"{value} {kind}".strip()
-
-
 def as_words(what: str, saved: Interval) -> str:
     """What is saved by a change, in a few words.
 
@@ -387,8 +381,12 @@ def as_words(what: str, saved: Interval) -> str:
     >>> as_words("no loader", Interval(low=-0.2, mid=-0.15, high=-0.1))
     'no loader: 15 % more (10 to 20)'
     >>> as_words("no optimizer step", Interval(low=0.1, mid=0.5, high=0.9))
+    'no optimizer step: less, how much is not clear yet'
+    >>> as_words("no optimizer step", Interval(low=-0.1, mid=0.3, high=0.7))
     'no optimizer step: not clear yet'
     """
+    if saved.high - saved.low > MAX_TOLD_WIDTH and saved.low > 0:
+        return f"{what}: less, how much is not clear yet"
     if saved.high - saved.low > MAX_TOLD_WIDTH:
         return f"{what}: not clear yet"
     word, low, high = ("less", saved.low, saved.high) if saved.mid >= 0 else ("more", -saved.high, -saved.low)

@@ -15,7 +15,7 @@ from workbench.core.gc import without_gc
 from workbench.core.statistics import LOOKS, Interval, Spread, repeated_interval
 from workbench.core.system_load import Noise, usable_cores
 from workbench.core.units import several
-from workbench.diagnosis.analysis.evidence import ARMS
+from workbench.diagnosis.analysis.evidence import what_changes
 from workbench.harness import ablations
 from workbench.harness.ablations import Variant
 from workbench.harness.batches import CachedBatches, bytes_of, doubled, map_tensors, padding_of, tensors_of, trimmed
@@ -224,9 +224,11 @@ class Trials:
         """Called with the name of a variant before each of its blocks."""
         self._pairs: dict[str, list[tuple[tuple[int, int], int]]] = {}  # cached blocks before and after, the arm's block
         self._treatments: dict[str, Variant] = {}
+        self._failed = set[str]()
         step = bench.timings.typical("cached")
-        self.worth = step / full
-        """Fraction of the full step that a variant affects."""
+        self.worth = min(1.0, step / full)
+        """Fraction of the full step that a variant affects. The cached step is a part of the full one, also where it was timed while other
+        processes took more of the cores."""
         least = 4 if step < 0.03 else 3 if step < 0.06 else 2 if step < 0.6 else 1
         count = steps_for(step, BLOCK_SECONDS, least=least)
         if bench.peers.agree(replay.varied):
@@ -242,34 +244,61 @@ class Trials:
             treatments: the most informative first; where time is short, the last are left out.
             until: seconds on the bench's clock.
         """
-        cost = 2.2 * (self.count + self.warm) * self.bench.timings.typical("cached")  # of a pair
-        left = max(0.0, until - self.bench.elapsed)
-        least = FEW_PAIRS if FEW_PAIRS * cost <= left / 2 else 2
-        fit = max(1, int(left / max(cost * least, 1e-9)))
-        if len(treatments) > fit:
-            untried = ", ".join(ARMS.get(treatment.name, treatment.name).partition(":")[0] for treatment in treatments[fit:])
+        rest = [*treatments]
+        while rest and (len(rest) == len(treatments) or self.bench.elapsed + self._cost * 2 <= until):
+            left = max(0.0, until - self.bench.elapsed)
+            least = FEW_PAIRS if FEW_PAIRS * self._cost <= left / 2 else 2
+            fit = max(1, int(left / max(self._cost * least, 1e-9)))
+            self._try_all(rest[:fit], until, least)
+            del rest[:fit]
+        if rest:
+            untried = ", ".join(what_changes(treatment.name) for treatment in rest)
             self.notes.append(f"no time was left to try {untried}: a larger budget_s= would do")
-        active = [*treatments[:fit]]
-        before = self._baseline() if active else 0
+        self._clear_up(until)
+
+    @property
+    def _cost(self) -> float:
+        """Seconds of a pair of blocks, about."""
+        return 2.2 * (self.count + self.warm) * self.bench.timings.typical("cached")
+
+    def _try_all(self, treatments: Sequence[Variant], until: float, least: int) -> None:
+        """Try some until all are decided, each in at least so many pairs, or the time is up."""
+        active = [*treatments]
+        before = self._baseline()
         for turn in range(MAX_PAIRS):
-            self.rewind()
-            since: list[Variant] = []  # the last baseline
-            for treatment in [*active] if turn % 2 == 0 else [*reversed(active)]:
-                if treatment.instead_of in self._treatments:
-                    active.remove(treatment)
-                    continue
-                self.begun(treatment.name)
-                if not self._try(treatment):
-                    active.remove(treatment)
-                    continue
-                since.append(treatment)
-                threads = treatment.name.startswith("threads=")
-                if threads or len(since) == (VARIANTS_PER_BASELINE if self.bench.device.type == "cpu" else 1):
-                    before = self._pair(since, before, more=SETTLING_STEPS if threads else 0)
-            before = self._pair(since, before) if since else before
+            before = self._turn(active, before, back=turn % 2 == 1)
             active = [treatment for treatment in active if not self._is_decided(treatment.name, least)]
             if not active or (turn + 1 >= least and self.bench.elapsed > until) or self.bench.elapsed > 1.3 * until:
                 break
+
+    def _clear_up(self, until: float) -> None:
+        """Spend what is left of the time on the variants that may gain or not, those first that seem to gain most."""
+        before = -1
+        for turn in range(MAX_PAIRS):
+            names = [name for name in self.tried if self._is_unclear(name)]
+            names = sorted(names, key=lambda name: -self.saved(name).mid)[:VARIANTS_PER_BASELINE]
+            if not names or self.bench.elapsed + self._cost * len(names) > until:
+                break
+            before = self._baseline() if before < 0 else before
+            before = self._turn([self._treatments[name] for name in names], before, back=turn % 2 == 1)
+
+    def _turn(self, active: list[Variant], before: int, *, back: bool) -> int:
+        """A block of each variant, some at a time between blocks of the unchanged step; what fails is taken out of the list."""
+        self.rewind()
+        since: list[Variant] = []  # the last baseline
+        for treatment in [*reversed(active)] if back else [*active]:
+            if treatment.instead_of in self._treatments:
+                active.remove(treatment)
+                continue
+            self.begun(treatment.name)
+            if not self._try(treatment):
+                active.remove(treatment)
+                continue
+            since.append(treatment)
+            threads = treatment.name.startswith("threads=")
+            if threads or len(since) == (VARIANTS_PER_BASELINE if self.bench.device.type == "cpu" else 1):
+                before = self._pair(since, before, more=SETTLING_STEPS if threads else 0)
+        return self._pair(since, before) if since else before
 
     def results(self) -> dict[str, VariantTimes]:
         """The variants that were tried."""
@@ -326,6 +355,13 @@ class Trials:
         if saved.high < max(limit, self.lead):  # not to blame, whatever it takes
             return True
         return count >= least and width <= NARROW_INTERVAL
+
+    def _is_unclear(self, name: str) -> bool:
+        """Is it a remedy that may gain or cost time, and gain so much that it matters? Not after MAX_PAIRS, or where it failed."""
+        if name in BLAMED_SAVING or name == "doubled" or name in self._failed or len(self._pairs[name]) >= MAX_PAIRS:
+            return False
+        saved = self.saved(name, looks=1)
+        return saved.low <= 0 and saved.high >= MIN_BLAMED_SAVING
 
     def _had_its_core(self, name: str) -> bool:
         """Did nobody take the core from the blocks of its only pair, on any rank? False where that is not known."""
@@ -416,6 +452,7 @@ class Trials:
         return ""
 
     def _cannot(self, treatment: Variant, failure: str) -> bool:
+        self._failed.add(treatment.name)
         self.replay.forget_changed()  # they may be as large as what did not fit
         self.notes.append(f"{treatment.name} could not be tried: {failure.splitlines()[0]:.200}")
         return False

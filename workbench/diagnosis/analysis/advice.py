@@ -1,0 +1,188 @@
+"""Says what to do next about a step: which remedy to try first, what it is predicted to gain, or what to find out before."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from workbench.core import units
+from workbench.diagnosis.analysis.costs import Costs, capped, is_crowded, noise_warnings, saved_by
+from workbench.diagnosis.analysis.evidence import Evidence, what_changes
+from workbench.diagnosis.analysis.model_errors import kind_of, present_gap, surely_gains
+from workbench.diagnosis.analysis.observed import fewer_threads
+from workbench.diagnosis.analysis.remedy import Remedy, gain_of
+from workbench.diagnosis.analysis.script_remedies import TRAINER_PAGE
+from workbench.diagnosis.analysis.step_model import StepModel
+from workbench.diagnosis.analysis.verdict import HIDDEN_REDUCTION, UNMARKED, Judgement
+from workbench.harness.results import NOT_FINITE, UNTRAINED
+
+EXPERIMENT = "wb.diagnose(step, loader) experiments, with the body of the loop as step(batch)."
+"""How to experiment with what was only observed."""
+FIND_NAN = (
+    "First find where the numbers become NaN or infinite: wb.sanity(step, loader), or of a task wb.sanity(task), looks at data and "
+    "gradients; wb.replay(run) repeats the step of a run in which it began. Fix that, then diagnose again."
+)
+TO_COMPARE = (
+    "To prove it, launch the training before and after the change, and compare the runs: `workbench compare A B`, or wb.compare(a, b)."
+)
+"""How a change is proved that only the user can make."""
+AGAIN = "Diagnose again when the machine is quieter, or with a larger budget_s."
+MORE_STEPS = f"Record more steps, while the machine is quiet, or find out by experiment: {EXPERIMENT} Of a Trainer: docs, {TRAINER_PAGE}."
+TO_LEARN_MORE = {
+    "too few measurements": "Diagnose again with a larger budget_s, for more measurements.",
+    "not enough was tried": "Diagnose again with a larger budget_s.",
+    UNMARKED: f"Let the loop be measured, for batch in wb.watch(batches, model=model): …, and diagnose it again. Or {EXPERIMENT}",
+    HIDDEN_REDUCTION: f"Find out by experiment. {EXPERIMENT}",
+}
+"""Cause of an inconclusive verdict → what to do; the rest: AGAIN."""
+TRIED = "tried, but not clear whether it gains"
+"""How a list of changes begins of which the measurements vary too much."""
+MIN_UNCLEAR_GAIN = 0.1
+"""Fraction of the step that a change may save at the least for it to be named where it is not clear whether it gains. Chosen: an interval
+that ends below is narrow enough, and is measured no longer (`measure.trials.NARROW_FOR_REMEDY`). It decides what a note names."""
+TRIED_CHANGES = {
+    "precision": "",
+    "optimizer": "",
+    "threads": "",
+    "tf32": "tf32=True",
+    "channels_last": "channels_last=True",
+    "no_gc": "gc=False",
+}
+"""Kind of a variant that is a change to make, not a part of the step that is left out → what `prove` calls it; "" = the variant's name."""
+
+
+def unclear_changes(e: Evidence, c: Costs) -> dict[str, str]:
+    """Changes that an experiment tried, and of which the measurements vary too much to tell whether they gain: what `prove` calls them → in
+    words. Those that may gain most come first.
+    """
+    found: dict[str, tuple[float, str]] = {}
+    for name, arm in e.arms.items():
+        kind = name.partition("=")[0]
+        if kind not in TRIED_CHANGES:
+            continue
+        saved = c.share(saved_by(e, arm, c.replayed))
+        if kind == "optimizer" and c.optimizer.high > 0:  # no other implementation saves more than all of it
+            saved = capped(saved, c.share(c.optimizer).mid)
+        if saved.low < 0 and saved.high >= MIN_UNCLEAR_GAIN:
+            found[TRIED_CHANGES[kind] or name] = saved.mid, what_changes(name)
+    return {change: words for change, (_, words) in sorted(found.items(), key=lambda item: -item[1][0])}
+
+
+def busy_words(e: Evidence) -> list[str]:
+    """How other processes may have spoiled experiments, in words."""
+    return [] if e.observed else noise_warnings(e)
+
+
+def void_notes(e: Evidence) -> list[str]:
+    """The notes that put all the rest in doubt, whatever is the fastest."""
+    return [note for note in e.notes if NOT_FINITE in note or UNTRAINED in note]
+
+
+def surer_remedy(remedies: Sequence[Remedy]) -> Remedy | None:
+    """The general remedy that the list begins with, before those of the cause; see `surest_first`."""
+    first, *others = remedies or (None,)
+    return first if first and first.scope == "general" and any(other.scope == "cause" for other in others) else None
+
+
+def loader_misfit(model: StepModel) -> str:
+    """That the loader's formula does not give the step as it is, in words; "" = it does."""
+    if not present_gap(model):
+        return ""
+    c = model.costs
+    measured, predicted = (units.seconds(c.cached + c.data.mid - less) for less in (0.0, model.unexplained))
+    return f"the step as it is was measured at {measured}, and the formula of the loader gives {predicted}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Advice:
+    """What to do next, from evidence, judgement and remedies."""
+
+    evidence: Evidence
+    judgement: Judgement
+    remedies: Sequence[Remedy]
+    """The best first."""
+    model: StepModel
+
+    @property
+    def text(self) -> str:
+        """What to try first, and what it is predicted to gain; where numbers are NaN or infinite, to find out why."""
+        return f"{self._first} {self._fewer_threads}".strip()
+
+    @property
+    def unclear(self) -> dict[str, str]:
+        """What an experiment tried without it getting clear whether it gains; see `unclear_changes`."""
+        return {} if self.evidence.observed else unclear_changes(self.evidence, self.model.costs)
+
+    @property
+    def note(self) -> list[str]:
+        """A note on these."""
+        return [f"{TRIED}: {', '.join(self.unclear.values())}"] if self.unclear else []
+
+    @property
+    def _fewer_threads(self) -> str:
+        """Of a loop that was only observed, on a busy CPU: to try one thread per operator; "" = no, or it waits for something else."""
+        return "" if self.judgement.verdict in ("input-bound", "transfer-bound", "straggler") else fewer_threads(self.evidence)
+
+    @property
+    def _first(self) -> str:
+        if any(NOT_FINITE in note for note in void_notes(self.evidence)):
+            return FIND_NAN
+        if self.judgement.verdict == "inconclusive":
+            unsure = self.evidence.observed and self.judgement.cause in ("noise", "too few measurements")
+            return (MORE_STEPS if unsure else TO_LEARN_MORE.get(self.judgement.cause, AGAIN)) + self._not_recommended
+        if not self.remedies:
+            return self._without_remedies
+        first = surer_remedy(self.remedies)
+        best, *others = self.remedies[1:] if first else self.remedies
+        if (busy_words(self.evidence) or self._misfit(best)) and not surely_gains(best, is_crowded(self.evidence)):
+            return self._when_quiet(best)
+        costs = f" It costs: {best.costs}." if best.costs else ""
+        how = f" {EXPERIMENT}" if self.evidence.observed and "by experiment" in best.advice else ""
+        costs += "" if how or best.provable else f" {TO_COMPARE}"
+        if first:
+            price = f" It costs: {first.costs}." if first.costs else ""
+            return (
+                f"First try {first.name}: it is predicted to gain {first.gain} whatever the cause. {first.what}{price} "
+                f"Then: {best.advice}{how} Predicted: {best.gain}.{costs}"
+            )
+        more = max(others, key=gain_of, default=best)
+        also = f" Whatever the cause: {more.name}, {more.gain}." if more.scope == "general" and gain_of(more) > gain_of(best) else ""
+        return f"{best.advice}{how} Predicted: {best.gain}.{costs}{also}"
+
+    @property
+    def _without_remedies(self) -> str:
+        """What to do where nothing is predicted to gain: to try what was not tried, or not long enough."""
+        untried = next((note for note in self.evidence.notes if note.startswith("no time was left to try")), "")
+        more = f"Diagnose again with a larger budget: {untried.partition(': ')[0]}." if untried else ""
+        if first := next(iter(self.unclear), ""):
+            listed = f"{TRIED.capitalize()}: {', '.join(self.unclear.values())}."
+            return f"{listed} {more or AGAIN} prove({first!r}) tries one of them, for as long as you say."
+        if more:
+            return more
+        if self.judgement.verdict != "compute-bound":
+            return "There is no remedy here whose gain could be predicted."
+        return (
+            "" if self._fewer_threads else "Nothing we know of would make this step faster here: it computes. More or faster devices would."
+        )
+
+    def _when_quiet(self, best: Remedy) -> str:
+        """What to do where the gain of the best remedy is within the noise of a busy machine."""
+        crowded = is_crowded(self.evidence)
+        sure = max((other for other in self.remedies if surely_gains(other, crowded)), key=gain_of, default=None)
+        also = f" A sure gain, whatever the cause: {sure.name}, {sure.gain}." if sure else ""
+        if misfit := self._misfit(best):
+            return f"What {best.name} gains is not known, predicted are {best.gain}: {misfit}.{also} {AGAIN}"
+        return f"The machine is busy: what {best.name} is predicted to gain, {best.gain}, is within the noise.{also} {AGAIN}"
+
+    @property
+    def _not_recommended(self) -> str:
+        """Of an inconclusive verdict: what gained most of the changes that an experiment tried, as a sentence after another."""
+        best = self.remedies[0] if self.remedies else None
+        if best is None or not best.provable:
+            return ""
+        return (
+            f" Until then nothing is recommended. Of what was tried, {best.name} gained most, whatever the cause, {best.gain}: {best.what} "
+            f"prove({best.name!r}) tries it."
+        )
+
+    def _misfit(self, best: Remedy) -> str:
+        """`loader_misfit`, if the remedy is one of the loader's."""
+        return loader_misfit(self.model) if kind_of(best.name) == "loader" else ""
