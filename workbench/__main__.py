@@ -29,12 +29,11 @@ try:
     from workbench.runs.commands import COMMANDS, knob_help, launch_arguments, refuse_knobs
     from workbench.runs.entrypoints import ON_HANG
     from workbench.runs.export import EXPORTED
-    from workbench.runs.facts import report as report
-    from workbench.runs.facts import run_facts
     from workbench.runs.failure import RunError
     from workbench.runs.launch import environment, machine_report
     from workbench.runs.launch.launch import check_script
     from workbench.runs.launch.nodes import join
+    from workbench.runs.page import run_facts, run_text
     from workbench.runs.profile import STEPS
     from workbench.runs.rows import busy_note
     from workbench.runs.run import Run
@@ -53,7 +52,7 @@ def launch(given: argparse.Namespace, script_args: list[str]) -> int:
         begins(f"running {given.target} in {run.path}" if given.target else f"{given.resume} goes on in {run.path}")
     with terminated_as_interrupted():
         run.wait()
-    text = report(run)
+    text = run_text(run)
     if sys.stderr.isatty() and sys.stdout.isatty():  # there the progress line has ended with how the run ended
         text = text.removeprefix(str(run)).lstrip("\n")
     show(run_facts(run) if given.json else text, given)
@@ -95,7 +94,7 @@ def show_run(given: argparse.Namespace) -> int:
         if not given.json:
             print(f"the report is in {given.html}")
     if given.json or not given.html:
-        show(run_facts(run) if given.json else report(run), given)
+        show(run_facts(run) if given.json else run_text(run), given)
     if given.would_fit:
         print(f"\n{workbench.would_fit(run)}")
     return 0

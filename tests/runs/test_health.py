@@ -329,7 +329,7 @@ def test_the_first_nan_of_any_rank_counts() -> None:
 
 
 def test_a_run_tells_its_faults_in_report_and_panel(by_hand: Make) -> None:
-    from workbench.runs.facts import report, run_facts
+    from workbench.runs.page import run_facts, run_text
     from workbench.runs.panel.follow import Follower
 
     made = by_hand()
@@ -345,14 +345,14 @@ def test_a_run_tells_its_faults_in_report_and_panel(by_hand: Make) -> None:
     assert [fault.kind for fault in found.faults] == ["spike"]
     assert not found.ok
     assert "fault: the loss jumps from" in str(found)
-    assert "fault: the loss jumps from" in report(run)
+    assert "fault: the loss jumps from" in run_text(run)
     assert run_facts(run)["faults"][0].startswith("the loss jumps")
     assert any("the loss jumps from" in note for note in Follower(run).snapshot().notes)
-    assert "data_wait" not in report(Run.load(by_hand(name="early").ended("failed").path)), "no step was taken, so there are no times"
+    assert "data_wait" not in run_text(Run.load(by_hand(name="early").ended("failed").path)), "no step was taken, so there are no times"
 
 
 def test_a_script_gets_no_all_clear_for_what_was_not_looked_for(by_hand: Make) -> None:
-    from workbench.runs.facts import report
+    from workbench.runs.page import run_text
 
     spec = ScriptSpec(script="/x/train.py", watch=True).to_json()
     found = health(by_hand(spec=spec, name="fine").steps(60).ended("finished").path)
@@ -366,18 +366,18 @@ def test_a_script_gets_no_all_clear_for_what_was_not_looked_for(by_hand: Make) -
     assert [(fault.kind, fault.rank) for fault in faults] == [("failed", 1)]
     assert faults[0].message == "rank 1: ValueError: bad sample, at /x/train.py:75 in main"
     assert faults[0].hint == run.error.hint  # type: ignore[union-attr]
-    assert "fault:" not in report(run), "it has the error itself"
+    assert "fault:" not in run_text(run), "it has the error itself"
 
 
 def test_a_report_tells_an_alarm_once(by_hand: Make) -> None:
-    from workbench.runs.facts import report
+    from workbench.runs.page import run_text
 
     made = by_hand(spec=ScriptSpec(script="/x/train.py", watch=True).to_json()).steps(60)
     alarm = Told(rank=0, step=1200, phase="forward", before=0.001, after=0.002, share=0.5)
     notes = [{"note": f"warning: {alarm.words()}"}, {"note": f"alarms: {digest([alarm])}"}, {"note": "timed by hand"}]
     with contextlib.closing(run_directory.LineWriter(made.path / run_directory.rank_file(0))) as writer:
         writer.write([{"alarm": alarm.to_row()}, *notes])
-    text = report(Run.load(made.ended("finished").path))
+    text = run_text(Run.load(made.ended("finished").path))
     assert text.count("since step 1,200 the forward takes 100 % longer") == 1, text
     assert "1 change in all" not in text
     assert "timed by hand" in text

@@ -1,24 +1,29 @@
-"""wb.report: one page of HTML about a run that stands alone. It loads nothing and executes nothing; all text in it is escaped."""
+"""wb.report: one page of HTML about a run that stands alone. It loads nothing and executes nothing; all text in it is escaped.
+
+`run_text` and `run_facts` tell a run in plain text, and as facts for a program.
+"""
 
 import itertools
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from workbench.core import run_directory, units
+from workbench.core import late, run_directory, units
 from workbench.core.checks import is_number, real_number
 from workbench.core.device import Device
 from workbench.core.display.colors import LINE, PHASES, text_on
 from workbench.core.display.table import Table, escape
 from workbench.core.synonyms import accept_synonyms
-from workbench.runs import facts
 from workbench.runs.compare import SECTIONS, provenance
+from workbench.runs.health import health, new_faults
 from workbench.runs.rank_ends import extremes
 from workbench.runs.run import Run
 from workbench.runs.spec import RunSpec
+from workbench.timeline.analysis.told import ONE_ALARM
+from workbench.timeline.timeline import LEFT_OUT, WARNING, Timeline
 
 _STYLE = (
     "body{font:15px/1.5 system-ui,sans-serif;margin:2em auto;max-width:64em;padding:0 1em}h2{margin-top:2em}"
@@ -74,7 +79,7 @@ class Report:
         """What part of a step each stage of a pipeline waits for the others, measured and predicted: a PipelineIdle; None = no pipeline, or
         no step of it was measured.
         """
-        return facts.pipeline_idle(self.run)
+        return pipeline_idle(self.run)
 
     @property
     def html(self) -> str:
@@ -128,7 +133,7 @@ class Report:
         return Path(path)
 
     def __str__(self) -> str:
-        return facts.report(self.run)
+        return run_text(self.run)
 
     def __repr__(self) -> str:
         return f"Report({self.run!r})"
@@ -295,3 +300,43 @@ def _evaluations(rows: Sequence[Mapping[str, Any]]) -> Iterable[str]:
 
 def _short(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else "–" if value is None else str(value)[:80]
+
+
+def run_text(run: Run) -> str:
+    """A run as text: how it ended, what went wrong, and where the time went on each rank; of very many on the first and the extremes."""
+    timelines = run.timelines
+    faults = "\n".join(f"fault: {fault}" for fault in new_faults(run))
+    idle = pipeline_idle(run)
+    ranks = [str(told_once(timelines[place])) for place in extremes(run.rank_means)] if any(each.steps for each in timelines) else []
+    return "\n\n".join(filter(None, [str(run), faults, *ranks, "" if idle is None else str(idle)]))
+
+
+def told_once(timeline: Timeline) -> Timeline:
+    """The steps of a rank without the notes that stand above them, in those of its run: warnings, such as alarms, and rows left out."""
+    kept = [note for note in timeline.notes if not note.startswith((WARNING, LEFT_OUT)) and note != ONE_ALARM]
+    return replace(timeline, notes=tuple(kept))
+
+
+def pipeline_idle(run: Run) -> Any:
+    """What part of a step each stage of a pipeline waits for the others, measured and predicted: a PipelineIdle; None = no pipeline."""
+    return late.load("pipeline_idle")(run.spec, run.rank_means) if getattr(run.spec, "pipeline_parallel", 1) > 1 else None
+
+
+def run_facts(run: Run) -> dict[str, Any]:
+    """The main facts about a run, for a program."""
+    done, steps = run.progress
+    return {
+        "run": str(run.path),
+        "name": run.name,
+        "state": run.state,
+        "steps_done": done,
+        "steps": steps,
+        "seconds": run.seconds,
+        "samples_per_sec": run.samples_per_sec,
+        "spec": run.spec,
+        "notes": run.notes,
+        "memory": run.memory,
+        "faults": [str(fault) for fault in health(run).faults],
+        "error": None if run.error is None else str(run.error),
+        "ranks": [{"rank": mean.rank, "step": mean.mean(), **{phase: mean.mean(phase) for phase in PHASES}} for mean in run.rank_means],
+    }
