@@ -109,7 +109,7 @@ def test_an_unknown_option_says_where_the_scripts_own_go(capsys: pytest.CaptureF
     said = capsys.readouterr().err
     assert "what is meant for the script comes after --" in said
     assert said.startswith("workbench launch: error: "), "the reason, without the usage before it"
-    assert said.endswith("\nAll that it takes: workbench launch --help\n")
+    assert said.endswith("\nAll options: workbench launch --help\n")
 
 
 def test_a_knob_for_a_script_names_the_scripts_own_option(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -287,8 +287,8 @@ def test_no_command_lists_them_all(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_misspelt_command_or_option_is_recognised(capsys: pytest.CaptureFixture[str]) -> None:
     said = refused(["launch", "--nproc-per-node", "two", "train.py"], capsys)
-    assert "--nproc-per-node: 'two' is not a whole number\nSuch as: workbench launch train.py" in said
-    assert "no command 'diagnos': did you mean 'diagnose'? there are lab, doctor, launch" in refused(["diagnos", "train.py"], capsys)
+    assert "--nproc-per-node: 'two' is not a whole number\nExample: workbench launch train.py" in said
+    assert "no command 'diagnos': did you mean 'diagnose'? the commands are lab, doctor, launch" in refused(["diagnos", "train.py"], capsys)
     assert "unknown arguments: --buget 3 (did you mean '--budget'?)" in refused(["diagnose", "train.py", "--buget", "3"], capsys)
     assert "did you mean '--nproc-per-node'?" in refused(["launch", "train.py", "--nproc-per-nodes=2"], capsys)
     assert "knobs are turned with --set" in refused(["estimate", "text-gpt", "--hidden", "64"], capsys)

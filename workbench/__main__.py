@@ -246,10 +246,10 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         match = re.search(r"invalid choice: '([^']*)' \(choose from '?lab", message)
         if match:
-            message = f"no command {match[1]!r}: {did_you_mean(match[1], COMMANDS)}there are {', '.join(COMMANDS)}"
+            message = f"no command {match[1]!r}: {did_you_mean(match[1], COMMANDS)}the commands are {', '.join(COMMANDS)}"
         message = re.sub("invalid int value: (.*)", r"\1 is not a whole number", message).replace("invalid float value:", "not a number:")
         example = COMMANDS.get(self.prog.rpartition(" ")[2], ("", "", ""))[2]
-        words = [f"{self.prog}: error: {message}", example and f"Such as: {example}", f"All that it takes: {self.prog} --help\n"]
+        words = [f"{self.prog}: error: {message}", example and f"Example: {example}", f"All options: {self.prog} --help\n"]
         self.exit(2, "\n".join(filter(None, words)))
 
 

@@ -165,14 +165,14 @@ def test_a_variable_that_holds_a_number(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_for_a_script_that_is_not_there_a_near_name_is_meant_and_else_all_are_named(tmp_path: Path) -> None:
-    assert near_script(tmp_path / "train.py") == "that folder holds no .py file"
+    assert near_script(tmp_path / "train.py") == "the folder has no .py file"
     for name in ("strange.py", "my.py", "train_notes.md"):
         (tmp_path / name).touch()
-    assert near_script(tmp_path / "train.yp") == "that folder holds my.py, strange.py"
+    assert near_script(tmp_path / "train.yp") == "the folder has my.py, strange.py"
     (tmp_path / "train.py").touch()
     for named in ("train.yp", "trian.py", "train", "Train.py"):
         assert near_script(tmp_path / named) == f'did you mean "{tmp_path / "train.py"}"?', named
     for number in range(9):
         (tmp_path / f"other{number}.py").touch()
     assert near_script(tmp_path / "main.py").endswith("other5.py, other6.py and 4 more")
-    assert near_script(tmp_path / "nowhere" / "train.py") == "that folder holds no .py file"
+    assert near_script(tmp_path / "nowhere" / "train.py") == f"there is no folder {tmp_path / 'nowhere'}"

@@ -90,7 +90,7 @@ def test_a_slice_of_an_unknown_gpu_is_unknown() -> None:
 def test_an_unknown_device_is_unknown() -> None:
     with pytest.raises(
         ValueError,
-        match=r"unknown device 'H100-SMX': did you mean 'H100-SXM'\? Known are GB300 \(279 GB\), .*For another one make it: Device\(",
+        match=r"unknown device 'H100-SMX': did you mean 'H100-SXM'\? Known are GB300 \(279 GB\), .*For another one, define it: Device\(",
     ):
         Device.named("H100-SMX")
     with pytest.raises(ValueError, match="device 'cuda:0' does not say which GPU: name one, such as 'H100'"):

@@ -50,7 +50,7 @@ def finished(run: wb.Run) -> wb.Run:
             r"scripts/helo\.py does not exist: did you mean \".*/scripts/hello\.py\"\?$",
         ),
         (SCRIPTS, {}, LaunchError, r"scripts is not a Python script \(\*\.py\)"),
-        ("nowhere/train.py", {}, LaunchError, r"nowhere/train\.py does not exist: that folder holds no \.py file"),
+        ("nowhere/train.py", {}, LaunchError, r"nowhere/train\.py does not exist: there is no folder .*nowhere$"),
         (r"C:\Users\me\train.py", {}, LaunchError, r"train\.py does not exist: a path of this machine has / where yours has \\"),
         ("clipart-resnet", {"steps": 0}, SpecError, "steps=0"),
         (

@@ -48,12 +48,12 @@ def test_a_file_with_a_name_that_is_taken(tmp_path: Path, taken: str) -> None:
 
 def test_what_is_there_instead_of_a_file_is_said_where_it_is_imported(tmp_path: Path) -> None:
     written(tmp_path, GOOD)
-    with pytest.raises(TaskError, match=r"there is no file .*missing\.py; that folder holds helper\.py, my_task\.py"):
+    with pytest.raises(TaskError, match=r"there is no file .*missing\.py; the folder has helper\.py, my_task\.py"):
         task.resolve(str(tmp_path / "missing.py:build"))
 
 
 CASES = {
-    "no file": (None, "missing.py:build", r"there is no file .*missing\.py; that folder holds helper\.py, my_task\.py"),
+    "no file": (None, "missing.py:build", r"there is no file .*missing\.py; the folder has helper\.py, my_task\.py"),
     "no function": (GOOD, "my_task.py:bild", r"my_task\.py has no function 'bild': did you mean 'build'\? It defines build"),
     "arguments": (
         "def build(width, *, depth): ...",
@@ -73,7 +73,7 @@ CASES = {
     ),
     "method": ("class Build:\n    def build(self): ...\ndef build(): ...", "my_task.py:biuld", r"did you mean 'build'\? It defines build$"),
     "file": (GOOD, "my_task.yp", r'^there is no file my_task\.yp; did you mean "my_task\.py"\?$'),
-    "no such file": (GOOD, "strain.yp", r"'strain\.yp': no such task or file; that folder holds helper\.py, my_task\.py\. A task is named"),
+    "no such file": (GOOD, "strain.yp", r"'strain\.yp': no such task or file; the folder has helper\.py, my_task\.py\. A task is named"),
     "stem": (GOOD, "my-task", r'no such task; did you mean "my_task\.py"\?'),
     "form": (GOOD, "my_task.py", r"no such task, but a file\. .* A task is named"),
     "sample": (GOOD, "clipart-resnt", r'no such task; did you mean "clipart-resnet"\?'),

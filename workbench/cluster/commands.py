@@ -21,7 +21,7 @@ Show = Callable[[Any, argparse.Namespace], None]
 def _begin(target: str) -> None:
     """Say that the dry runs of a task begin; TaskError where no file or function has its name."""
     task.check(target)
-    begins(f"{target} on tensors without values: some seconds, or minutes if it is large …")
+    begins(f"dry run of {target}: some seconds, or minutes for a large model …")
 
 
 def estimate(given: argparse.Namespace, knobs: Mapping[str, Any], show: Show) -> int:

@@ -240,13 +240,15 @@ def _has_steps(run_dir: Path) -> bool:
 
 
 def near_script(path: Path) -> str:
-    """What may be meant by the path of a Python file that is not there: a file beside it with nearly its name, else which there are."""
-    there = {file.stem: file.name for file in sorted(path.parent.glob("*.py"))} if path.parent.is_dir() else {}
+    """What may be meant by the path of a Python file that does not exist: a file in its folder with a similar name, else all of them."""
+    if not path.parent.is_dir():
+        return f"there is no folder {path.parent}"
+    there = {file.stem: file.name for file in sorted(path.parent.glob("*.py"))}
     if near := nearest(path.stem, there, cutoff=0.7):  # at 0.6, train is near strange
         return f'did you mean "{path.with_name(there[near])}"?'
     names = list(there.values())
     more = f" and {len(names) - 8} more" * (len(names) > 8)
-    return f"that folder holds {', '.join(names[:8])}{more}" if names else "that folder holds no .py file"
+    return f"the folder has {', '.join(names[:8])}{more}" if names else "the folder has no .py file"
 
 
 def did_you_mean(word: str, known: Iterable[str], *, cutoff: float = 0.6) -> str:

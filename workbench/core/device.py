@@ -77,7 +77,7 @@ class Device(display.Shown):
         near = f"did you mean {' or '.join(numbered)}? " if numbered else did_you_mean(name.upper(), alike, cutoff=0.5)
         hint = f"{near}Known" if near else "known"
         raise ValueError(
-            f"unknown device {name!r}: {hint} are {', '.join(map(_sized, DEVICES))}. For another one make it: "
+            f"unknown device {name!r}: {hint} are {', '.join(map(_sized, DEVICES))}. For another one, define it: "
             "Device(name=…, memory=bytes, bandwidth=bytes_per_sec, flops_per_sec={'bf16': …}, source='its datasheet')"
         )
 

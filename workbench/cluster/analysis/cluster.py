@@ -74,7 +74,7 @@ class Cluster(display.Shown, JsonDataclass):
             near = nearest(str(name).lower(), known, cutoff=0.4)
             hint = f"did you mean {known[near].name!r}? Known" if near else "known"
             raise CostError(
-                f"unknown cluster {name!r}: {hint} are {', '.join(cluster.name for cluster in CLUSTERS)}. For another one make it: "
+                f"unknown cluster {name!r}: {hint} are {', '.join(cluster.name for cluster in CLUSTERS)}. For another one, define it: "
                 "Cluster(name=…, device=Device.named(…), gpus_per_node=…, intra=Link(latency=…, bandwidth=…), inter=Link(…), source=…)"
             )
         return known[str(name).lower()]

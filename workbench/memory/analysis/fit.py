@@ -119,7 +119,7 @@ def device_name(device: str | Device) -> str:
     try:
         return Device.named(device).name
     except ValueError as error:
-        raise ValueError(f'{error}. Allowed, too: "cuda", any GPU, and "cpu"') from None
+        raise ValueError(f'{error}. Also allowed: "cuda" (any GPU) and "cpu"') from None
 
 
 def usable_memory(device: str | Device, capacity: int | None, margin: float) -> tuple[str, int]:
