@@ -1,6 +1,7 @@
 """A model on two ranks: in whatever way they share it, it learns the same; and what does not fit is said."""
 
 import contextlib
+import inspect
 import json
 import os
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel import DistributedDataParallel, distributed
 
 import workbench as wb
 from tests import toy_tasks
@@ -410,11 +411,25 @@ def test_gradients_are_compressed_by_powersgd(alone: Ranks) -> None:
 
 def test_older_versions_of_torch(alone: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch 2.6: DDP takes no init_sync, and FSDP2 does not work on a CPU."""
+
+    class Older:
+        def __init__(self, module: nn.Module, **options: Any) -> None:
+            assert "init_sync" not in options
+            distributed._sync_module_states("the first broadcast")
+
+    begun, known = list[str](), inspect.signature(DistributedDataParallel.__init__)
     with monkeypatch.context() as patch:
-        patch.setattr(sharding, "_CAN_LEAVE_OUT_SYNC", False)
-        patch.setattr(sharding, "DistributedDataParallel", lambda *args, **options: options)
-        options: Any = sharding.distribute(nn.Linear(1, 1), spec_of(), Layout.of(spec_of(), alone), alone.device, again=True)
-        assert "init_sync" not in options
+        patch.setattr(distributed, "_sync_module_states", begun.append)
+        patch.setattr(
+            inspect,
+            "signature",
+            lambda _: known.replace(parameters=[each for each in known.parameters.values() if each.name != "init_sync"]),
+        )
+        patch.setattr(sharding, "DistributedDataParallel", Older)
+        for again in (True, False):
+            sharding.distribute(nn.Linear(1, 1), spec_of(), Layout.of(spec_of(), alone), alone.device, again=again)
+            assert begun == ["the first broadcast"] * (not again)
+        assert distributed._sync_module_states == begun.append
     monkeypatch.setattr(torch.cpu, "Stream", object)
     with pytest.raises(
         SpecError, match=r'parallel="fsdp": FSDP2 of torch .* needs a GPU; on a CPU take torch 2.7 or newer, or parallel="zero1"'

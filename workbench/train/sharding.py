@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel import DistributedDataParallel, distributed
 
 from workbench.runs.spec import SHARDED, RunSpec, SpecError
 from workbench.runs.training_knobs import COMPRESSIONS, parse_call
@@ -29,8 +29,21 @@ from workbench.train.precision import TYPES
 from workbench.train.ranks import Layout
 from workbench.train.sharded_tensors import broadcast_parameters, full_tensor, local_part, use_local_parameters
 
-_CAN_LEAVE_OUT_SYNC = "init_sync" in inspect.signature(DistributedDataParallel).parameters
-"""DDP of torch 2.6 always gives all ranks the weights and buffers of the first."""
+
+@contextlib.contextmanager
+def without_first_broadcast() -> Iterator[dict[str, Any]]:
+    """Inside, DistributedDataParallel is built without giving all ranks the weights and buffers of the first; yields options for it."""
+    if "init_sync" in inspect.signature(DistributedDataParallel.__init__).parameters:
+        yield {"init_sync": False}
+        return
+    broadcasts = {name: getattr(distributed, name) for name in ("_verify_param_shape_across_processes", "_sync_module_states")}  # torch 2.6
+    try:
+        for name in broadcasts:
+            setattr(distributed, name, lambda *_, **__: None)
+        yield {}
+    finally:
+        for name, call in broadcasts.items():
+            setattr(distributed, name, call)
 
 
 def distribute(module: nn.Module, spec: RunSpec, layout: Layout, device: torch.device, *, again: bool = False) -> nn.Module:
@@ -42,7 +55,7 @@ def distribute(module: nn.Module, spec: RunSpec, layout: Layout, device: torch.d
         spec: its `parallel`, and the knobs that go with it.
         layout: of the ranks.
         device: of this rank.
-        again: DDP was around it before: each rank keeps its weights and buffers, such as its statistics of batch norm (from torch 2.7 on).
+        again: DDP was around it before: each rank keeps its weights and buffers, such as its statistics of batch norm.
     """
     if spec.parallel in SHARDED:
         if device.type == "cpu" and not hasattr(torch.cpu.Stream, "record_event"):
@@ -54,17 +67,18 @@ def distribute(module: nn.Module, spec: RunSpec, layout: Layout, device: torch.d
         return _sharded(module, spec, layout, device)
     if layout.tensor is not None:
         use_local_parameters(module)
-    without_sync: dict[str, Any] = {"init_sync": False} if again and _CAN_LEAVE_OUT_SYNC else {}
-    model = DistributedDataParallel(
-        module,
-        device_ids=[device.index] if device.type == "cuda" else None,
-        bucket_cap_mb=spec.bucket_cap_mb,
-        find_unused_parameters=spec.find_unused_parameters,
-        gradient_as_bucket_view=spec.gradient_as_bucket_view,
-        static_graph=spec.static_graph,
-        process_group=layout.data,
-        **without_sync,
-    )
+    broadcast: AbstractContextManager[dict[str, Any]] = without_first_broadcast() if again else contextlib.nullcontext({})
+    with broadcast as without:
+        model = DistributedDataParallel(
+            module,
+            device_ids=[device.index] if device.type == "cuda" else None,
+            bucket_cap_mb=spec.bucket_cap_mb,
+            find_unused_parameters=spec.find_unused_parameters,
+            gradient_as_bucket_view=spec.gradient_as_bucket_view,
+            static_graph=spec.static_graph,
+            process_group=layout.data,
+            **without,
+        )
     kind, options = parse_call("gradient_compression", spec.gradient_compression, COMPRESSIONS, "fp16")
     if kind == "powersgd":
         from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook

@@ -14,6 +14,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
 from workbench.memory.estimate.fake_tensors import real_tensors
+from workbench.train.sharding import without_first_broadcast
 
 MOST_RANKS = 8192
 """Most ranks with which the fake process group was tested."""
@@ -157,7 +158,8 @@ def fake_data_parallel(bucket_seen: Callable[[Tensor], None]) -> Iterator[None]:
 
     @wraps(build)
     def build_fake(self: DistributedDataParallel, *args: Any, **options: Any) -> None:
-        build(self, *args, **options | {"init_sync": False})
+        with without_first_broadcast() as without:
+            build(self, *args, **options | without)
         compression = _Compression()
         self.register_comm_hook(compression, reduced)
         self.register_comm_hook = compression.learn  # type: ignore[method-assign]
