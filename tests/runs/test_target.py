@@ -107,8 +107,18 @@ def test_a_spec_alone(by_hand: Any, given: Any, said: str) -> None:
     assert read_spec("turn", SPEC) is SPEC
     with pytest.raises(LaunchError, match=said):
         read_spec("turn", given, because="whose knobs turn", instead="or not", error=LaunchError)
-    with pytest.raises(ValueError, match=r"a run has its spec: turn\(run.spec\)"):
-        read_spec("turn", Run.load(by_hand(spec=SPEC.to_json()).path))
+
+
+def test_a_run_stands_for_its_spec(by_hand: Any) -> None:
+    run = Run.load(by_hand(spec=SPEC.to_json()).path)
+    (listed,) = wb.list_runs(run.path.parent).runs
+    for given in (run, run.path, str(run.path), listed):
+        assert read_spec("turn", given) == SPEC
+        assert read_program("guess", given, None) == SPEC
+    script = by_hand(spec=ScriptSpec(script="train.py").to_json())
+    for read in (lambda given: read_spec("turn", given), lambda given: read_program("guess", given, None)):
+        with pytest.raises(ValueError, match=r"it is the run of a script, which has no task"):
+            read(Run.load(script.path))
 
 
 def test_a_program() -> None:
@@ -285,10 +295,10 @@ def test_a_verb_that_launches_a_task_says_how_everything_else_becomes_one(by_han
     if verb not in ("launch", "why_not_linear", "prove_resume"):  # they take a script
         with pytest.raises(ValueError, match=rf'{verb}\("train\.py:build"\)'):
             call("train.py", **given)
-    if verb not in ("steps_to_target", "scaling_curve"):  # they read what they have measured
+    if verb == "launch":  # the others train its spec; here it could be meant to go on
         path = a_directory(by_hand)
         for run in (path, Run.load(path)):
-            with pytest.raises(ValueError, match=rf"{verb}\((wb\.Run\.load\(.*\)|run)\.spec\)"):
+            with pytest.raises(ValueError, match=r"launch\((wb\.Run\.load\(.*\)|run)\.spec\)"):
                 call(run, **given)
 
 
@@ -329,16 +339,13 @@ def test_a_verb_of_dry_runs_takes_every_kind_of_model(by_hand: Any, verb: str) -
         return torch.nn.functional.cross_entropy(model(batch[0]), batch[1])
 
     task = Task(model=lambda: torch.nn.Linear(8, 4), dataset=lambda: [(torch.rand(8), 1)] * 64, loss=loss)
-    for target in ((torch.nn.Linear(8, 4), batch), (lambda: torch.nn.Linear(8, 4), batch), (task,), ("fashion-mlp",)):
+    run = Run.load(by_hand(spec=RunSpec(task="fashion-mlp").to_json()).path)
+    for target in ((torch.nn.Linear(8, 4), batch), (lambda: torch.nn.Linear(8, 4), batch), (task,), ("fashion-mlp",), (run,), (run.path,)):
         assert call(*target, **given) is not None
     with pytest.raises(ValueError, match=rf"a loader is not a batch: {verb}\(model, next\(iter\(loader\)\)\)"):
         call(a_step, torch.utils.data.DataLoader([1, 2]), **given)
     with pytest.raises(ValueError, match=rf'{verb}\("train\.py:build"\)'):
         call("train.py", **given)
-    path = a_directory(by_hand)
-    for run in (path, Run.load(path)):
-        with pytest.raises(ValueError, match=rf"{verb}\((wb\.Run\.load\(.*\)|run)\.spec\)"):
-            call(run, **given)
 
 
 def test_a_plan_and_a_comparison_say_where_a_batch_goes() -> None:

@@ -55,6 +55,10 @@ class ListedRun:
     script: bool = False
     """Is it the run of a script, whose loss is not recorded?"""
 
+    def __fspath__(self) -> str:
+        """Its directory, so that it can be given wherever the path of a run can."""
+        return str(self.path)
+
 
 @dataclass(frozen=True, slots=True)
 class RunList(display.Shown):

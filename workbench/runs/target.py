@@ -150,6 +150,13 @@ def named_task(target: object) -> RunSpec | None:
     return RunSpec(task=target) if named and not os.path.isdir(os.path.expanduser(target)) else None
 
 
+def spec_of_run(target: object) -> RunSpec | None:
+    """The RunSpec of a run, or of the path of its directory; None if it is neither, or the run of a script."""
+    if isinstance(target, str | os.PathLike) and is_run_directory(target):
+        target = Run.load(target)
+    return target.spec if isinstance(target, Run) and isinstance(target.spec, RunSpec) else None
+
+
 def check_step(name: str, step: Any, loader: Any, *, returns: str = "", others: str = "") -> None:
     """Raise unless this is a step function with its loader.
 
@@ -184,8 +191,8 @@ def _is_dataset(loader: object) -> bool:
 
 
 def read_spec(name: str, spec: Any, *, because: str = "", instead: str = "", error: type[ValueError] = ValueError) -> RunSpec:
-    """The RunSpec that was given, itself or by the name of its task; else an error, with why (`because`) and what to give `instead`."""
-    spec = named_task(spec) or spec
+    """The RunSpec given, itself, by its task's name or by a run of it; else an error, with why (`because`) and what to give `instead`."""
+    spec = named_task(spec) or spec_of_run(spec) or spec
     if not isinstance(spec, RunSpec):
         expected = "expected a RunSpec" + (f", {because}" if because else "")
         raise error(f"{name}({shown(spec)}): " + "; ".join(part for part in (expected, _its_spec(name, spec), instead) if part))
@@ -193,8 +200,8 @@ def read_spec(name: str, spec: Any, *, because: str = "", instead: str = "", err
 
 
 def read_program(name: str, target: Any, batch: Any, *, others: str = "", error: type[ValueError] = ValueError) -> Any:
-    """What was given, a task's name as its RunSpec. Raise unless it is a RunSpec, a Task, or builds a model and has a batch."""
-    target = named_task(target) or target
+    """What was given, a task's name and a run as its RunSpec. Raise unless it is a RunSpec, a Task, or builds a model and has a batch."""
+    target = named_task(target) or spec_of_run(target) or target
     if isinstance(target, RunSpec | Task):
         return target
     configured = is_config(target)
@@ -299,14 +306,12 @@ def _its_spec(name: str, target: Any) -> str:
     """How to give a task, a run or a script to a function that takes a RunSpec; "" = it is none of them."""
     if isinstance(target, str | os.PathLike) and os.fspath(target).endswith(".py"):
         return f'a file is given with the function in it that returns a wb.Task: {name}("{os.fspath(target)}:build")'
-    if isinstance(target, str | os.PathLike) and is_run_directory(target):
-        return f'a run has its spec: {name}(wb.Run.load("{os.fspath(target)}").spec)'
+    if isinstance(target, Run) or (isinstance(target, str | os.PathLike) and is_run_directory(target)):
+        return "it is the run of a script, which has no task"
     if isinstance(target, str):
         return f'{did_you_mean(target, SAMPLES)}a task has the name of a sample ({", ".join(SAMPLES)}), or is "my_task.py:build"'
     if isinstance(target, Task):
         return f"a task is given by its spec, {name}({AS_SPEC})"
-    if isinstance(target, Run) and isinstance(target.spec, RunSpec):
-        return f"a run has its spec: {name}(run.spec)"
     return needs_task(name, target)
 
 
