@@ -21,7 +21,6 @@ SYNONYMS: Mapping[str, tuple[str, ...]] = {
     "nproc_per_node": ("ranks", "gpus"),
     "repeat": ("repeats",),
     "runs_dir": ("into",),
-    "spec": ("target",),
 }
 """Name of an argument → its other names, where a function has no other argument of that name. Documentation uses the first alone."""
 EXAMPLES: Mapping[str, str] = {
