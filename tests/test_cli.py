@@ -103,6 +103,18 @@ def test_what_cannot_be_done_is_said_in_a_line(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("command", ["diagnose", "sanity", "why-not-linear", "estimate"])
+def test_nothing_is_said_to_begin_for_a_task_that_does_not_exist(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("WORKBENCH_PROGRESS", raising=False)
+    assert main([command, "nope.py:build"]) == 2
+    assert capsys.readouterr().err == (
+        f"workbench: task='nope.py:build': there is no file {tmp_path}/nope.py; the folder has no .py file\n"
+    )
+
+
 def test_an_unknown_option_says_where_the_scripts_own_go(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["launch", "train.py", "--epochs", "1"])

@@ -39,6 +39,7 @@ try:
     from workbench.runs.run import Run
     from workbench.runs.spec import ScriptSpec, parse_knob
     from workbench.runs.task import SAMPLES
+    from workbench.runs.task import check as check_task
 except KeyboardInterrupt:  # in the first second, while all this is loaded
     raise SystemExit(130) from None
 
@@ -162,6 +163,7 @@ def diagnose(given: argparse.Namespace) -> int:
         if Path(target).is_dir() and target not in SAMPLES:
             raise ValueError(f"{target} is a directory without a run.json, so not that of a run: such as runs/* has")
         target = workbench.RunSpec(task=given.target).replace(**knobs)
+        check_task(given.target)
     elif knobs:
         raise ValueError(f"{target} is a run that was made: it has no knobs to turn any more ({', '.join(knobs)})")
     if not (Path(given.target) / "run.json").is_file():
@@ -195,7 +197,9 @@ def diagnose(given: argparse.Namespace) -> int:
 
 def sanity(given: argparse.Namespace) -> int:
     """Check a task for the usual faults; returns the exit status: 0 if there is none."""
-    report = workbench.sanity(workbench.RunSpec(task=given.target).replace(**knobs_of(given.set or [])), budget_s=given.budget)
+    spec = workbench.RunSpec(task=given.target).replace(**knobs_of(given.set or []))
+    check_task(given.target)
+    report = workbench.sanity(spec, budget_s=given.budget)
     if given.json:
         print(json.dumps(report.brief(), ensure_ascii=False))
     else:

@@ -305,3 +305,5 @@ def test_what_is_refused(spec: wb.RunSpec) -> None:
     assert (length_of({"input_ids": [1, 2, 3], "mask": [1]}), length_of(("abc", 1)), length_of(np.zeros((5, 2)))) == (3, 3, 5)
     with pytest.raises(LengthsError, match=r"not known from a int: give length="):
         length_of(7)
+    with pytest.raises(LengthsError, match=r"3 × 32 × 24, such as an image, and no length: give length="):
+        length_of((np.zeros((3, 32, 24)), 1))

@@ -53,8 +53,8 @@ def batch_lengths(
         device: a name such as "A100-80GB", or a Device; "cpu" with a capacity.
         capacity: bytes available to one rank; None = the device's memory.
         steps: how many optimizer steps to predict; None = those of an epoch.
-        length: a function from a sample to its number of tokens; None = the length of "input_ids", or else of the first tensor, list or
-            text. The length of a text is in characters, and the answer says so.
+        length: a function from a sample to its number of tokens; None = the length of "input_ids", or else of the first list, text, or
+            tensor of at most two dimensions. The length of a text is in characters, and the answer says so.
         tokenizer: counts the tokens of a text: a function from a text to its tokens or to "input_ids" (Hugging Face), or an object with
             `encode`.
         margin: share of the memory that stays free.
@@ -223,13 +223,16 @@ def _lengthy(sample: Any) -> Any:
 
 
 def length_of(sample: Any) -> int:
-    """Length of "input_ids", or of a sample's first tensor, list or text (its characters).
+    """Length of "input_ids", or of a sample's first list, text (in characters), or tensor of at most two dimensions.
 
     Raises:
         LengthsError: it has none.
     """
     first = _lengthy(sample)
     if hasattr(first, "shape"):
+        if len(first.shape) > 2:
+            shape = " × ".join(map(str, first.shape))
+            raise LengthsError(f"a sample has the shape {shape}, such as an image, and no length: give length=, a function of a sample")
         if len(first.shape):
             return int(first.shape[0])
     elif isinstance(first, str | bytes | Sequence):
