@@ -26,12 +26,12 @@ from workbench.diagnosis.analysis.evidence import Evidence
 VERDICTS = {
     "input-bound": "waiting for data",
     "transfer-bound": "copying batches to the device",
-    "compute-bound": "forward and backward: it computes",
+    "compute-bound": "computing forward and backward",
     "optimizer-bound": "the optimizer's step",
-    "host-bound": "Python, launches, sleeping: no operator runs",
+    "host-bound": "Python, launches or sleep, while no operator runs",
     "communication-bound": "reducing gradients over the ranks",
-    "straggler": "one rank slower than the others",
-    "stalled": "stops now and then",
+    "straggler": "one rank that is slower than the others",
+    "stalled": "pauses in some steps",
     "inconclusive": "too much noise to tell",
 }
 """What limits a step, in one word, and in a few."""
@@ -211,7 +211,7 @@ class Limit:
 USUAL = Limit(
     least=0.15,
     least_low=0.10,
-    reason="removal makes the step 1.18 times as fast: worth a change. Loaders, reductions and logging of healthy training take 1 to 10 %",
+    reason="removal makes the step 1.18 times as fast: worth a change. In healthy training, loaders, reductions and logging take 1 to 10 %",
 )
 """The limit of most parts. Chosen, and held against the gallery: what is planted there takes 17 % and more, and in healthy loops nothing
 takes more than 9 %. With half, healthy loops whose loader or log takes 8 % are blamed; with twice, a loader that costs a quarter of the
@@ -220,12 +220,12 @@ LIMITS = {
     "optimizer": Limit(
         least=0.30,
         least_low=0.20,
-        reason="an optimizer can be made cheaper, not left out, and a healthy AdamW takes up to a quarter of a step with small batches",
+        reason="an optimizer can be made cheaper, not removed, and a healthy AdamW takes up to a quarter of a step with small batches",
     ),
     "host": Limit(
         least=0.25,
         least_low=0.12,
-        reason="between operators there is always some Python: 10 to 20 % in healthy models on a CPU, and a trace makes the gaps longer",
+        reason="some Python always runs between operators: 10 to 20 % in healthy models on a CPU, and a trace makes the gaps longer",
     ),
 }
 """Limits of parts that differ from USUAL. Chosen on the machine of `FITTED_ON` by healthy models in the gallery; fractions, so a faster
