@@ -466,6 +466,12 @@ def test_another_default_device_does_not_matter() -> None:
         torch.set_default_device(None)
 
 
+def test_the_default_device_of_an_older_torch_is_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In torch 2.6 the question fails after `set_default_device(None)`."""
+    monkeypatch.delattr(torch, "get_default_device")
+    assert wb.estimate_memory(gpt, (torch.zeros(4, 24, dtype=torch.int64),) * 2, loss=text_loss).total
+
+
 def test_a_model_that_is_copied_shares_its_tensors() -> None:
     model = Tagger()
     twin = building.copied(model)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from tests import toy_tasks
 from workbench.runs.spec import RunSpec, SpecError
 from workbench.runs.task import Task, TaskError
+from workbench.train import pipeline
 from workbench.train.models import Gpt, ResNet
 from workbench.train.pipeline import _arguments, _ModelCall
 from workbench.train.ranks import changed_layout, layout_knobs
@@ -74,6 +75,13 @@ class Twice(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.ends, self.middle, self.other = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+
+
+def test_schedules_of_an_older_torch_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(pipeline.SCHEDULES, "1f1b", lambda stages, n_microbatches, loss_fn: None)
+    nothing: Any = None
+    with pytest.raises(SpecError, match=r"pipeline_parallel=2: torch .* is too old for it; take 2\.7 or newer"):
+        pipeline.Pipeline(spec_of(), nothing, nothing, nothing, nothing, seed=0, loss=nothing)
 
 
 @pytest.mark.parametrize(

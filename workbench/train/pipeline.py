@@ -9,6 +9,7 @@ torch's schedules take a batch and cut it; here the micro-batches are given, so 
 
 import contextlib
 import hashlib
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -20,7 +21,7 @@ from torch.distributed import pipelining
 from torch.distributed.pipelining import PipelineStage
 
 from workbench.harness.batches import tensors_of
-from workbench.runs.spec import RunSpec
+from workbench.runs.spec import RunSpec, SpecError
 from workbench.runs.task import Task, TaskError
 from workbench.runs.training_knobs import parse_pipeline
 from workbench.train.precision import Precision
@@ -74,7 +75,12 @@ class Pipeline:
             seed: of this pipeline's random numbers.
             loss: of a model and a micro-batch, as it is to be added to the loss of a step.
             passed: what passes between the stages, in a dry run; None = each is called once to learn it.
+
+        Raises:
+            SpecError: the schedules of this torch scale gradients themselves.
         """
+        if "scale_grads" not in inspect.signature(SCHEDULES[parse_pipeline(spec.pipeline_schedule)[0]]).parameters:
+            raise SpecError(f"pipeline_parallel={spec.pipeline_parallel}: torch {torch.__version__} is too old for it; take 2.7 or newer")
         self.rank, self.group, self.entries = dist.get_rank(group), group, stages.entries
         self.modules = {number: StageModule(stages.pieces[number]) for number, rank in enumerate(stages.ranks) if rank == self.rank}
         self.steps = 0

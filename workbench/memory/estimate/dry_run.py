@@ -371,7 +371,7 @@ def no_graph_capture() -> Iterator[None]:
 def kept_state() -> Iterator[None]:
     """On leaving, the random generators and the number of threads are as they were; inside, tensors are made on the CPU by default."""
     threads, generators = torch.get_num_threads(), (torch.get_rng_state(), np.random.get_state(), random.getstate())
-    elsewhere = torch.get_default_device().type != "cpu"
+    elsewhere = torch.empty(0).device.type != "cpu"  # get_default_device() of torch 2.6 fails after set_default_device(None)
     try:
         with torch.device("cpu") if elsewhere else contextlib.nullcontext():
             yield
