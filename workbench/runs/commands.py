@@ -172,12 +172,7 @@ def refuse_knobs(command: str, script: str, knobs: Mapping[str, Any], *, allowed
 
 
 def launch_arguments(given: argparse.Namespace, knobs: Mapping[str, Any], script_args: Sequence[str]) -> dict[str, Any]:
-    """The arguments of `launch` for what was typed.
-
-    Args:
-        given: target, options.
-        knobs: of `--set`.
-        script_args: what came after `--`.
+    """The arguments of `launch` for what was typed: target and options, knobs of `--set`, and what came after `--`.
 
     Raises:
         ValueError: an option that this kind of target does not take.

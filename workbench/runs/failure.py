@@ -220,14 +220,6 @@ def reserve_memory() -> None:
         _reserve.append(mmap.mmap(-1, RESERVED))
 
 
-def free_memory() -> int:
-    """Give back what was set aside; returns its bytes."""
-    size = RESERVED * len(_reserve)
-    while _reserve:
-        _reserve.pop().close()
-    return size
-
-
 def _explain(error: BaseException, message: str, held: "Callable[[BaseException], Held] | None") -> dict[str, Any] | None:
     """Why memory ran out; None if that fails, for want of memory for instance: the error itself is still recorded."""
     with contextlib.suppress(Exception):
@@ -236,7 +228,9 @@ def _explain(error: BaseException, message: str, held: "Callable[[BaseException]
         memory = OutOfMemory.parse(message)
         if memory is not None and held is not None:
             with contextlib.suppress(Exception):
-                freed, found = free_memory(), held(error)
+                freed = RESERVED * len(_reserve)
+                _reserve.clear()
+                found = held(error)
                 left = None if found.available is None else max(0, found.available - freed)
                 memory = OutOfMemory.parse(message, replace(found, available=left))
         return memory.to_json() if memory else None
