@@ -137,16 +137,16 @@ def _is_plain(names: tuple[Any, ...], kinds: tuple[type, ...]) -> bool:
 
 @accept_synonyms
 def as_source(data: Any, *, fields: Sequence[str] | None = None, **options: Any) -> Source:
-    """A source of whatever holds samples: a path or URL, a dataset of torch, webdataset, litdata or Hugging Face, or a list.
+    """Make a Source of anything that holds samples: a path or URL, a dataset of torch, webdataset, litdata or Hugging Face, or a list.
 
     Args:
-        data: a source (returned as it is); a path or URL, or several of tar files (see `open_source`); a map-style dataset, with `len`
-            and `[i]`; or an iterable dataset. Tensors become arrays, and pictures of Pillow, too.
-        fields: names of the parts of samples that are tuples; None = "input" and "label" for two, else "0", "1" …
+        data: a source (returned as it is); a path or URL, or several of tar files (see `open_source`); a map-style dataset, with `len` and
+            `[i]`; or an iterable dataset. Tensors and Pillow's pictures become arrays.
+        fields: names of the parts of samples that are tuples; None = "input" and "label" for two parts, otherwise "0", "1" …
         options: for `open_source`.
 
     Raises:
-        ValueError: it is none of these.
+        ValueError: none of these was given.
     """
     if isinstance(data, Source):
         return data
@@ -178,16 +178,16 @@ def open_source(path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
     """Open the samples at a path or URL, in any supported format.
 
     Args:
-        path: a folder or a file; what it is follows from a manifest in it, from the extensions of its files ("tar", "tfrecord",
-            "parquet", "arrow", "h5", "npy", "mdb"), else it is a folder of files. Several paths, or one with `*` or `{000000..000012}`
+        path: a folder or a file. Its format follows from a manifest in it or from the extensions of its files ("tar", "tfrecord",
+            "parquet", "arrow", "h5", "npy", "mdb"); otherwise it is a folder of files. Several paths, or one with `*` or `{000000..000012}`
             in its last part, are tar files. A URL such as "s3://bucket/folder" goes through fsspec.
-        format: its name, if it should not be found out.
-        options: `check` and `on_error` as for `Source`; `storage_options` for fsspec; others of the format.
+        format: name of the format, if it should not be detected.
+        options: `check` and `on_error` as in `Source`; `storage_options` for fsspec; other options of the format.
 
     Raises:
-        ValueError: there is no such format, or an option that the format does not have.
-        FileNotFoundError: nothing is there.
-        MissingPackageError: the format needs a package that is not installed; the message has the line that installs it.
+        ValueError: an unknown format, or an option that the format does not have.
+        FileNotFoundError: there is nothing at this path.
+        MissingPackageError: the format needs a package that is not installed; the message has the command that installs it.
     """
     asked: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
     if format is None and isinstance(path, str | os.PathLike) and not by_name(os.fspath(path)):

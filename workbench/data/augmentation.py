@@ -30,7 +30,7 @@ _DRAWS = 14
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Augmentation:
-    """What is done to pictures, N × 3 × H × W, of bytes or of numbers from 0 to 1; a batch takes a single resampling."""
+    """An augmentation of pictures, N × 3 × H × W, of bytes or of numbers from 0 to 1; a batch is resampled only once."""
 
     crop: tuple[float, float] = (0.35, 1.0)
     """Range of a crop's share of the area; (1, 1) = none. It is resized to the size of the picture."""
@@ -133,7 +133,7 @@ class Augmentation:
         return x
 
     def seconds_per_sample(self, shape: Sequence[int] = (3, 224, 224), batch: int = 32, repeat: int = 3) -> float:
-        """Measured CPU seconds of this process for a picture of a shape, in batches: the least of some runs after one that warms up."""
+        """Measured CPU seconds of this process per picture of a given shape, in batches: the least of several runs after a warm-up."""
         images = torch.zeros((whole_number("batch", batch, least=1), *shape), dtype=torch.uint8)
         self(images, range(batch))
         times = []
@@ -172,10 +172,10 @@ def mix(images: Tensor, labels: Tensor, classes: int, *, seed: int, kind: str = 
     Args:
         images: N × channels × H × W.
         labels: N classes.
-        classes: how many there are.
-        seed: of the mixture, such as the seed of the batch's first sample.
+        classes: number of classes.
+        seed: seed of the mixture, such as that of the batch's first sample.
         kind: "mixup" adds the pictures, "cutmix" takes a rectangle of the next one.
-        alpha: of the Beta distribution of the shares.
+        alpha: parameter of the Beta distribution of the shares.
 
     Returns:
         The pictures, and N × classes shares of the labels, for `cross_entropy`.
@@ -202,7 +202,7 @@ def mix(images: Tensor, labels: Tensor, classes: int, *, seed: int, kind: str = 
 
 
 class Augmented(Dataset[Any]):
-    """A dataset of (picture, …) whose pictures are augmented by the seeds that a `ResumableSampler(seeded=True)` gives.
+    """A dataset of (picture, …) whose pictures are augmented with the seeds of a `ResumableSampler(seeded=True)`.
 
     A DataLoader asks for whole batches, which are augmented at once. Indices without a seed draw one from torch's generator.
     """

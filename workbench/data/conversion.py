@@ -125,7 +125,7 @@ class Packed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversion(Shown, JsonDataclass):
-    """What a conversion was predicted to take, and what it took."""
+    """The predicted and the actual cost of a conversion."""
 
     manifest: Manifest = field(repr=False)
     source_bytes: int | None
@@ -166,25 +166,25 @@ def convert(
     quiet: bool = False,
     **options: Any,
 ) -> Conversion:
-    """Write a dataset in another format, and do once what need not be done in every epoch.
+    """Write a dataset in another format, and do work once that would otherwise be repeated in each epoch.
 
     Args:
-        source: whatever `as_source` takes.
+        source: anything that `as_source` accepts.
         out: folder to write.
         format: see `write_shards`.
         decode: store pictures as arrays (height × width × 3, uint8) in the field "image": about 14 times the bytes of JPEG.
-        resize: pixels of the shorter side; the middle square is kept. Decodes; without `encode` the result is an array.
+        resize: shorter side in pixels; the central square is kept. This decodes the pictures; without `encode` the result is an array.
         encode: "jpeg", "png" or "webp": encode the decoded pictures again.
-        quality: of the encoding.
-        augment: (pixels, random.Random) → pixels, computed once; the random numbers depend on key and copy. Freezes the augmentation:
-            with few copies a model sees the same crops in each epoch.
-        copies: samples to make of each one.
+        quality: quality of the encoding.
+        augment: (pixels, random.Random) → pixels, computed once; the random numbers depend on key and copy. This freezes the augmentation:
+            with few copies, a model sees the same crops in each epoch.
+        copies: number of samples to make from each one.
         tokenise: text → sequence of token numbers; the tokens of all texts are packed into windows of `length`.
         length: tokens per window; None = not packed, needs `tokenise` to be None.
-        end_token: put behind each text.
-        workers: processes; see `write_shards`.
+        end_token: token to append to each text.
+        workers: number of processes; see `write_shards`.
         quiet: show no progress and no prediction.
-        options: for `write_shards`.
+        options: arguments of `write_shards`.
 
     Raises:
         ValueError: an argument is wrong; see also `write_shards`.

@@ -63,13 +63,13 @@ class Verification(Shown, JsonDataclass):
 
 @accept_synonyms
 def verify(path: str | os.PathLike[str], *, full: bool = False, storage_options: Mapping[str, Any] | None = None) -> Verification:
-    """Check that the files of a dataset are those of its manifest.
+    """Check that the files of a dataset match its manifest.
 
     Args:
         path: folder or URL of a dataset with a manifest (`write_shards`).
-        full: False = names and sizes of all shards, the index, and the checksums of 100 samples; True = the SHA-256 of every shard, the
-            checksum of every sample, and the digest of the dataset, which any single flipped bit changes.
-        storage_options: for fsspec.
+        full: False = check names and sizes of all shards, the index, and the checksums of 100 samples; True = check the SHA-256 of every
+            shard, the checksum of every sample, and the digest of the dataset, which any flipped bit changes.
+        storage_options: options of fsspec.
 
     Raises:
         ManifestError: there is no manifest, or it is damaged.
@@ -134,7 +134,7 @@ def _sha256(storage: Storage, name: str, size: int) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataCard(Shown, JsonDataclass):
-    """What a dataset is: size, fields, checksums, where it comes from, and some samples for the picture."""
+    """What a dataset is: size, fields, checksums, origin, and some samples for the picture."""
 
     path: str
     format: str
@@ -194,12 +194,12 @@ class DataCard(Shown, JsonDataclass):
 
 @accept_synonyms
 def describe(data: Any, *, look_at: int = 1000, **options: Any) -> DataCard:
-    """Say what a dataset is: format, size, fields, classes, shards, checksums, licence; `.plot()` shows some samples.
+    """Describe a dataset: format, size, fields, classes, shards, checksums, licence; `.plot()` shows some samples.
 
     Args:
         data: whatever `as_source` takes.
-        look_at: samples that are read for classes and lengths.
-        options: for `open_source`.
+        look_at: number of samples to read for classes and lengths.
+        options: arguments of `open_source`.
     """
     source = as_source(data, **options)
     manifest = getattr(source, "storage", None) and read_manifest(source.storage)  # type: ignore[attr-defined]

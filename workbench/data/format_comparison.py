@@ -50,29 +50,29 @@ def compare_formats(
     quiet: bool = False,
     **options: Any,
 ) -> FormatComparison:
-    """Measure what reading your samples costs in every format, on this machine, and recommend a format.
+    """Measure on this machine what reading your samples costs in each format, and recommend a format.
 
-    Some samples are written in each format into a temporary folder, and read at random in batches and in order: cold, which means
-    that the system was asked to forget the files (`posix_fadvise` after `fsync`; whether a network file system obeys is its own affair),
-    and warm. Rounds of all formats are interleaved, and the fastest counts. The source is read as it is, too.
+    Some samples are written in each format into a temporary folder, and read in random batches and in order, cold and warm. Cold means that
+    the system was asked to drop the files from its cache (`posix_fadvise` after `fsync`, which a network file system may ignore). Rounds of
+    all formats are interleaved, and the fastest counts. The source itself is read too.
 
     Args:
-        source: whatever `as_source` takes. Of a source that was mapped (`source.map(function)`), what is stored is compared, and the
+        source: anything that `as_source` accepts. For a mapped source (`source.map(function)`), the stored samples are compared, and the
             function is timed.
-        formats: names; None = all whose packages are installed.
-        order: how you will read, "random" or "sequential": the recommendation is for that.
-        samples: to compare with; they are kept in memory while they are written.
-        batch_size: samples that are read at once at random: those of your loader, since a server answers a batch in one round of requests.
-        rounds: of reading.
-        folder: on the disk that counts; None = among the temporary files, which may lie in memory.
-        remote: a URL such as "s3://bucket/folder" to try as well: each format is uploaded, read and removed there.
-        storage_options: for fsspec, with `remote`.
-        resize: pixels of the shorter side of the pictures stored as "decoded".
-        transform: what your dataset does with a sample once it has read it (decoding, augmentation). Its CPU is timed: a diagnosis needs it
-            to know how much of a loader's work is reading.
-        budget_s: no further round begins after that.
+        formats: names of formats; None = all whose packages are installed.
+        order: the order in which you will read, "random" or "sequential", for which the recommendation is made.
+        samples: number of samples to compare with; they are kept in memory while they are written.
+        batch_size: samples in a random batch. Use your loader's batch size, since a server answers a batch in one round of requests.
+        rounds: number of rounds of reading.
+        folder: a folder on the disk to measure; None = the temporary directory, which may be in memory.
+        remote: also measure a URL such as "s3://bucket/folder": each format is uploaded, read and removed there.
+        storage_options: options of fsspec, with `remote`.
+        resize: shorter side in pixels of the pictures stored as "decoded".
+        transform: what your dataset does with a sample after reading it (decoding, augmentation). Its CPU time is measured, from which a
+            diagnosis learns how much of a loader's work is reading.
+        budget_s: seconds after which no further round starts.
         quiet: show no progress.
-        options: for `open_source`, where a path is given.
+        options: arguments of `open_source`, if a path is given.
 
     Raises:
         ValueError: an argument is wrong, or there is no sample.

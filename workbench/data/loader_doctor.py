@@ -41,18 +41,18 @@ FUTURE = (3, 14)
 
 @accept_synonyms
 def doctor(loader: "DataLoader[Any]", *, run: bool = True, shm: str = "/dev/shm", processes: bool = False) -> LoaderReport:
-    """Look for what in a loader will break, give wrong data, or be very slow, and say how to fix it.
+    """Look for what will break, return wrong data or be very slow in a loader, and say how to fix it.
 
-    Called by all ranks of a process group, it also compares how many batches each of them gets.
+    If all ranks of a process group call it, it also compares how many batches each of them gets.
 
     Args:
-        loader: of torch. Some of its batches are read, by workers of its own that end again.
-        run: read batches; else only how it is built is looked at.
-        shm: the folder of shared memory.
+        loader: a torch DataLoader. Some of its batches are read, by separate workers that end afterwards.
+        run: read batches; False = only examine how the loader is built.
+        shm: folder of the shared memory.
         processes: also start a fresh Python that reads the pickle of the dataset, as a spawned worker does. Takes seconds.
 
     Raises:
-        ValueError: it is no DataLoader.
+        ValueError: not a DataLoader.
     """
     if not isinstance(loader, DataLoader):
         raise ValueError(f"doctor looks at a torch.utils.data.DataLoader, and this is a {type(loader).__name__}: give the loader itself")

@@ -58,20 +58,19 @@ class _Seen:
 def audit(data: Any, *, near: bool = True, label: str | None = None, budget_s: float | None = 60.0) -> DataAudit:
     """Look for what is wrong with data: duplicates, leakage between splits, conflicting labels, unreadable samples, unequal classes.
 
-    Every sample is read once, and decoded where it is a picture. For each picture 4 kB are kept, for each text its shingles.
+    Each sample is read once, and decoded if it is a picture. 4 kB are kept of each picture, and the shingles of each text.
 
     Args:
-        data: a folder, whose files have the names of their folders as labels; shards or files of any format that `open_source` reads; a
-            dataset, whose samples are (input, label) or dicts; or a mapping from names of splits to such data. Give a dataset without
-            random augmentation.
-        near: look for near duplicates, too.
-        label: name of the field with the label; None = the usual names, else the first folder of the sample's name.
-        budget_s: seconds that it may take, about; None = no limit. A quarter is left for the search for near duplicates, the rest is shared
-            by the splits. What was read by then, or by Ctrl-C, is judged, and notes say how much that is and how much was compared: of the
-            rest nothing is known, and pairs of a read and an unread sample are not found.
+        data: a folder whose files have their folders' names as labels; shards or files of any format that `open_source` reads; a dataset
+            whose samples are (input, label) or dicts; or a mapping from names of splits to such data. A dataset must not augment at random.
+        near: also look for near duplicates.
+        label: name of the field with the label; None = the usual names, or else the first folder in the sample's name.
+        budget_s: approximate seconds; None = no limit. A quarter is reserved for the search for near duplicates; the splits share the rest.
+            What was read by then, or by Ctrl-C, is judged, and notes say how much was read and how much was compared. Nothing is known
+            about the rest, and pairs with an unread sample are not found.
 
     Raises:
-        ValueError: there is nothing that could be read, or no such budget.
+        ValueError: nothing could be read, or an invalid budget.
     """
     begun = time.monotonic()
     budget_s = None if budget_s == math.inf else budget_s
@@ -146,17 +145,17 @@ def audit(data: Any, *, near: bool = True, label: str | None = None, budget_s: f
 
 @accept_synonyms
 def shuffle_quality(order: Iterable[int], labels: Sequence[int], batch_size: int) -> float:
-    """How well an order mixes classes: mean entropy of the labels in its batches, over that of full shuffles of the same labels.
+    """Measure how well an order mixes classes: the mean entropy of labels in its batches, over that of full shuffles of the same labels.
 
-    1 is as good as a full shuffle, 0 has one class in each batch. Orders of the same quality may differ by about 1 / √batches.
+    1 is as good as a full shuffle; 0 means one class in each batch. Orders of the same quality may differ by about 1 / √batches.
 
     Args:
         order: indices of samples, such as a sampler or `loader.sampler`.
-        labels: of all samples, by index.
-        batch_size: samples of a batch; a last one that is smaller is left out.
+        labels: labels of all samples, by index.
+        batch_size: samples in a batch; a smaller last batch is left out.
 
     Raises:
-        ValueError: there is not one whole batch.
+        ValueError: there is no whole batch.
     """
     whole_number("batch_size", batch_size, least=2)
     kinds, numbers = np.unique(np.asarray(labels), return_inverse=True)

@@ -33,9 +33,9 @@ class SampleIndex(int):
 class ResumableSampler(Sampler[int]):
     """The order of a rank's samples, whose whole state is (seed, epoch, consumed).
 
-    All ranks share one order per epoch; each takes every `world_size`-th of the samples that are left. So a training may stop after any
-    step and go on with another number of ranks or workers, or another batch: no sample of the epoch is lost, none comes twice, and
-    nothing is read or drawn again. Every rank gets equally many samples, so DDP never waits for a rank that has no batch.
+    All ranks share one order per epoch; each takes every `world_size`-th of the remaining samples. So a training may stop after any step
+    and continue with another number of ranks or workers, or another batch size: no sample of the epoch is lost or repeated, and nothing is
+    read or drawn again. All ranks get equally many samples, so DDP never waits for a rank that has no batch.
 
         sampler = wb.data.ResumableSampler(dataset, seed=1)
         loader = DataLoader(dataset, batch_size=32, sampler=sampler, num_workers=4)
@@ -47,10 +47,10 @@ class ResumableSampler(Sampler[int]):
 
     Attributes:
         seed: of the order.
-        epoch: the present one, from 0.
+        epoch: the current epoch, from 0.
         consumed: samples of this epoch that all ranks together have trained on. A loader reads ahead, so only the training knows: it
             counts with `batches` or `advance`.
-        rank: of this process.
+        rank: rank of this process.
         world_size: number of ranks.
     """
 
@@ -97,18 +97,18 @@ class ResumableSampler(Sampler[int]):
 
     @property
     def samples(self) -> int:
-        """Of all ranks, in an epoch."""
+        """Samples of all ranks in an epoch."""
         return self.order.samples
 
     @property
     def tail_samples(self) -> int:
-        """Samples that the rest of this epoch leaves out, or gives again, since the ranks cannot share them evenly."""
+        """Samples that the rest of this epoch leaves out or repeats, since the ranks cannot share them evenly."""
         left = (self.samples - self.consumed) % self.world_size
         return left if self._tail == "drop" or not left else self.world_size - left
 
     @property
     def left(self) -> int:
-        """Samples that this rank still gets in this epoch."""
+        """Samples left for this rank in this epoch."""
         left = max(0, self.samples - self.consumed)
         return left // self.world_size if self._tail == "drop" else -(-left // self.world_size)
 
@@ -127,15 +127,15 @@ class ResumableSampler(Sampler[int]):
                 yield from map(SampleIndex.of, indices, sample_seeds(indices, self.seed, epoch))
 
     def batches(self, loader: "DataLoader[Any]") -> Iterator[Any]:
-        """The batches of the rest of this epoch, counted as they are given; after the last, the next epoch begins.
+        """Iterate over the remaining batches of this epoch and count them; after the last, the next epoch begins.
 
-        So write `state_dict` after the optimizer's step, not between a batch and its step.
+        Therefore save `state_dict` after the optimizer's step, not between a batch and its step.
 
         Args:
             loader: a DataLoader with this sampler.
 
         Raises:
-            ValueError: it has another sampler, or no batches.
+            ValueError: the loader has another sampler, or no batches.
         """
         if loader.sampler is not self or not loader.batch_size:
             raise ValueError(
@@ -154,25 +154,25 @@ class ResumableSampler(Sampler[int]):
         """Count samples that all ranks together have trained on: micro_batch × accumulation × world_size for a step.
 
         Raises:
-            ValueError: the epoch has not so many left.
+            ValueError: the epoch does not have so many left.
         """
         most = self.samples - self.consumed + (self.tail_samples if self._tail == "repeat" else 0)
         self.consumed = min(self.samples, self.consumed + whole_number("samples", samples, least=0, most=most, numpy=True))
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to the beginning of an epoch; in the present one, `consumed` stays."""
+        """Go to the beginning of an epoch; for the current one, `consumed` stays."""
         if whole_number("epoch", epoch, least=0) != self.epoch:
             self.epoch, self.consumed = epoch, 0
 
     def state_dict(self) -> dict[str, Any]:
-        """The whole state: seed, epoch and consumed; and the name of the order, to be refused by another."""
+        """The whole state: seed, epoch and consumed; and the name of the order, so that another order refuses it."""
         return {"seed": self.seed, "epoch": self.epoch, "consumed": self.consumed, "samples": self.samples, "order": self.order.name}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where a state was written, on any number of ranks.
+        """Continue where a state was saved, on any number of ranks.
 
         Raises:
-            ValueError: it is not of this order: other samples, blocks or shares.
+            ValueError: the state is of another order: other samples, blocks or shares.
         """
         if missing := [name for name in ("seed", "epoch", "consumed", "samples", "order") if name not in state]:
             raise ValueError(f"this is not the state of a ResumableSampler: it has no {missing[0]!r}; it has {', '.join(map(str, state))}")
@@ -217,10 +217,10 @@ def _order(dataset: Sized | int, shuffle: bool, blocks: int | Sequence[int] | No
 
 
 class Mixture(Dataset[Any]):
-    """Several map datasets as one, of which a `ResumableSampler` takes fixed shares.
+    """Several map-style datasets as one, from which a `ResumableSampler` draws fixed shares.
 
-    In each `period` of samples the shares are exact. A source repeats a sample only after it has given all its samples, also across epochs;
-    so a small source with a large weight is repeated, and `repeats` says how often.
+    In each `period` of samples the shares are exact. A source repeats a sample only after all its samples were drawn, also across epochs.
+    So a small source with a large weight is repeated, and `repeats` says how often.
     """
 
     def __init__(self, sources: Mapping[str, Any], weights: Mapping[str, float], *, samples: int | None = None, period: int = 1000) -> None:
@@ -264,7 +264,7 @@ class Mixture(Dataset[Any]):
 
     @property
     def repeats(self) -> dict[str, float]:
-        """How often an epoch gives each sample of a source."""
+        """How often an epoch draws each sample of a source."""
         shares = ((name, count / self.order.period) for name, count in self.order.counts.items())
         return {name: share * self.order.samples / len(self.sources[name]) for name, share in shares}
 

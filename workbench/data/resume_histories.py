@@ -20,7 +20,7 @@ MakeSampler = Callable[[int, int, int], Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResumeHistories(JsonDataclass, Shown):
-    """What random histories of stops and resumes have shown of a sampler."""
+    """What random histories of stops and resumes show about a sampler."""
 
     sampler: str
     """Its class."""
@@ -45,7 +45,7 @@ class ResumeHistories(JsonDataclass, Shown):
 
     @property
     def exact(self) -> bool:
-        """Was no sample lost or repeated, and had all ranks equally many batches?"""
+        """Was no sample lost or repeated, and did all ranks get equally many batches?"""
         return not (self.repeated or self.lost or self.uneven or self.error)
 
     @property
@@ -85,17 +85,17 @@ class _Numbers(Dataset[int]):
 def prove_resumable(
     make: MakeSampler | None = None, *, histories: int = 100, samples: int = 300, workers: int = 0, seed: int = 0
 ) -> ResumeHistories:
-    """Stop and resume trainings at random, on other ranks, workers and batches, and count which samples they get.
+    """Stop and resume trainings at random, with other ranks, workers and batch sizes, and count which samples they get.
 
-    All ranks are in this process. Each history is an epoch over a random number of samples in one to five parts; between two of them the
-    state of rank 0 is kept and all samplers are made anew, for other ranks.
+    All ranks are in this process. Each history is an epoch over a random number of samples in one to five parts. Between two parts, the
+    state of rank 0 is saved and all samplers are created anew, for other numbers of ranks.
 
     Args:
-        make: makes the sampler of (samples, rank, world_size); None = a `ResumableSampler`.
+        make: a function from (samples, rank, world_size) to a sampler; None = a `ResumableSampler`.
         histories: number of epochs.
-        samples: the most that an epoch has.
-        workers: the most worker processes of a loader; 0 starts none.
-        seed: of the histories.
+        samples: the largest number of samples in an epoch.
+        workers: the largest number of worker processes of a loader; 0 = none.
+        seed: seed of the histories.
 
     Raises:
         ValueError: a number is out of range.

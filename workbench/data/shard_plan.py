@@ -51,15 +51,15 @@ class ShardPlan:
 def plan_shards(
     count: int, payload: float, *, target: int = TARGET, readers: int = 1, shards: int | None = None, stored: float = 0
 ) -> ShardPlan:
-    """How many shards samples should have: near the target size, and at least four for each reader, so that readers have equal shares.
+    """Plan how many shards to write: near the target size, and at least four for each reader, so that readers have equal shares.
 
     Args:
-        count: samples.
-        payload: bytes of all fields.
-        target: bytes of a shard.
+        count: number of samples.
+        payload: bytes of all fields together.
+        target: bytes per shard.
         readers: ranks × workers.
-        shards: their number; None = by the rule above. It is a multiple of `readers` where there are enough samples.
-        stored: bytes of all files, 0 = as the payload.
+        shards: number of shards; None = by the rule above: a multiple of `readers` if there are enough samples.
+        stored: bytes of all files; 0 = the same as the payload.
 
     >>> print(plan_shards(100_000, 2e9, readers=8))
     100,000 samples in 32 shards of 59.6 MiB, 1.86 GiB in all; on 8 readers the slowest has 1.00× the mean

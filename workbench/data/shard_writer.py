@@ -217,27 +217,27 @@ def write_shards(
 ) -> Manifest:
     """Write samples as shards, with a manifest that has checksums of every shard and sample.
 
-    The same samples and arguments give the same bytes, however many workers write. Called again after a kill, it keeps the shards that are
-    done and gives the same bytes as if it had not been killed. Counts of shards are equal within one.
+    The same samples and arguments give the same bytes, whatever the number of workers. Called again after a kill, it keeps finished shards
+    and gives the same bytes as without the kill. Shards have equal numbers of samples, within one.
 
     Args:
-        source: whatever `as_source` takes.
-        out: folder to write; it is made. It may not have a finished dataset, unless `overwrite`.
-        format: of the shards: "tar" (WebDataset reads it), "tfrecord", "parquet", "parquet-untuned", "arrow", "hdf5", "lmdb", "npy" or
-            "folder".
-        shard_bytes: about so many bytes per shard.
-        shards: their number; None = by `shard_bytes`, and at least four for each reader.
-        readers: ranks × workers that will read them: the shares of all are made as equal as they can be.
-        seed: of the shuffle of all samples before they are written; None = keep the order. Without it, a source sorted by class gives
-            shards of one class, and readers that shuffle shards get batches of few classes.
-        keys: "source" = those of the samples, with dots replaced by "_"; "number" = their numbers.
-        transform: makes of each sample another (decode, resize, encode); a function of a module where there are workers.
-        copies: samples made of each one of the source: `transform` finds the number of the copy under "__copy__".
-        schema: field → kind; None = that of the source, or of its first samples.
-        workers: processes that write; 0 = this one.
-        start_method: of workers: "forkserver", "spawn" or "fork".
+        source: anything that `as_source` accepts.
+        out: folder to write; it is created. It must not contain a finished dataset, unless `overwrite`.
+        format: format of the shards: "tar" (WebDataset reads it), "tfrecord", "parquet", "parquet-untuned", "arrow", "hdf5", "lmdb", "npy"
+            or "folder".
+        shard_bytes: approximate bytes per shard.
+        shards: number of shards; None = by `shard_bytes`, but at least four for each reader.
+        readers: ranks × workers that will read them; their shares are made as equal as possible.
+        seed: seed of a shuffle of all samples before they are written; None = keep the order. Then a source sorted by class gives shards of
+            one class, and readers that shuffle shards get batches of few classes.
+        keys: "source" = the samples' own keys, with dots replaced by "_"; "number" = their numbers.
+        transform: a function from a sample to another (decode, resize, encode); with workers, it must be defined in a module.
+        copies: number of samples made from each sample of the source; `transform` finds the number of the copy under "__copy__".
+        schema: field → kind; None = the source's, or that of its first samples.
+        workers: number of writing processes; 0 = this process writes.
+        start_method: start method of the workers: "forkserver", "spawn" or "fork".
         description: what the data are, for the manifest.
-        licence: of the data, such as "CC-BY-4.0".
+        licence: licence of the data, such as "CC-BY-4.0".
         provenance: where they come from.
         preprocessing: what `transform` does, in words.
         overwrite: replace a finished dataset in `out`.
@@ -248,9 +248,9 @@ def write_shards(
 
     Raises:
         ValueError: an argument is wrong, two keys are equal, or a sample cannot be stored.
-        WriterBusyError: another writer is at work in the folder.
-        UnfinishedError: the folder has a finished dataset, or an unfinished one of other arguments.
-        DiskFullError: the predicted bytes do not fit, or the disk became full; finished shards stay.
+        WriterBusyError: another writer is writing into the folder.
+        UnfinishedError: the folder has a finished dataset, or an unfinished one with other arguments.
+        DiskFullError: the predicted bytes do not fit, or the disk became full. Finished shards stay.
     """
     given = as_source(source)
     root = Path(out)

@@ -28,14 +28,14 @@ class Source:
     """Samples in one storage format; a map-style dataset for torch's DataLoader.
 
     `source[i]` is a dict of fields (bytes, int, float, text or array) with the sample's name under "__key__". `source[[3, 1]]` and
-    `__getitems__`, which a DataLoader calls with a whole batch, read many at once; iterating reads in the order of storage, in large
-    pieces. It can be sent to worker processes however they are started: nothing open goes with it.
+    `__getitems__`, which a DataLoader calls with a whole batch, read several samples at once; iterating reads in storage order, in large
+    pieces. A source can be sent to worker processes with any start method, since no open file goes with it.
 
     Args:
-        check: compare what is read with the checksums of the format, where it has any.
-        on_error: what damaged or missing samples do in batches and when iterating: "raise" an error, "skip" = leave them out with one
-            warning, "count" = give their bytes as they are (where there are any). `source.damaged` lists them in either case.
-            `source[i]` always raises, unless it is "count".
+        check: compare what is read with the format's checksums, if it has any.
+        on_error: what happens to damaged or missing samples in batches and when iterating: "raise" = an error, "skip" = they are left out
+            with one warning, "count" = their bytes are returned as they are (if there are any). `source.damaged` lists them in each case.
+            `source[i]` always raises, except with "count".
     """
 
     format: ClassVar[str] = ""
@@ -76,7 +76,7 @@ class Source:
             yield from self._read_many(list(range(first, min(stop, first + 64))))
 
     def keys(self) -> Sequence[str]:
-        """The names of all samples; formats that store none give their numbers."""
+        """The names of all samples; numbers if the format stores no names."""
         return [f"{i:08d}" for i in range(len(self))]
 
     def stored_bytes(self) -> int | None:
@@ -84,7 +84,7 @@ class Source:
         return None
 
     def facts(self) -> dict[str, Any]:
-        """What the format says of its own layout, such as the rows of a row group."""
+        """Facts about the format's layout, such as the rows of a row group."""
         return {}
 
     def close(self) -> None:
@@ -121,19 +121,19 @@ class Source:
         return self.iterate()
 
     def iterate(self, start: int = 0, stop: int | None = None) -> Iterator[Sample]:
-        """The samples from `start` to before `stop` (None = the end), in the order of storage, read in large pieces."""
+        """Iterate over the samples from `start` to before `stop` (None = the end), in storage order, read in large pieces."""
         start, stop, _ = slice(start, stop).indices(len(self))
         return self._by_policy(self._scan(start, stop))
 
     def map(self, function: Callable[[Sample], Any]) -> "MappedSource":
-        """The same samples, each passed through a function, such as one that decodes and augments. It has to be one of a module where
-        workers are not forked.
+        """The same samples, each passed through a function, such as one that decodes and augments. If workers are not forked, the function
+        must be defined in a module.
         """
         return MappedSource(self, function)
 
     @property
     def schema(self) -> dict[str, str]:
-        """Field → kind ("bytes", "int", "float", "str", "array"), by the format, or by the first samples."""
+        """Field → kind ("bytes", "int", "float", "str", "array"), from the format or the first samples."""
         if self._schema is None:
             self._schema = schema_of(itertools.islice(self._raw(), 16))
         return self._schema

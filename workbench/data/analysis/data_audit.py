@@ -122,7 +122,7 @@ class Sizes(JsonDataclass):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataAudit(JsonDataclass, Shown):
-    """What an audit has found in data. Near duplicates are for review: some are different things, so `drop_list` has none of them."""
+    """What an audit found in data. Near duplicates are for review: some are different things, so `drop_list` has none of them."""
 
     target: str
     """What was audited."""
@@ -152,12 +152,12 @@ class DataAudit(JsonDataclass, Shown):
 
     @property
     def near(self) -> tuple[Group, ...]:
-        """Groups of near duplicates, to be looked at."""
+        """Groups of near duplicates, for review."""
         return tuple(group for group in self.groups if not group.exact)
 
     @property
     def redundant(self) -> int:
-        """Samples that would go if each group of equal ones kept one."""
+        """Samples that would be dropped if each group of equal samples kept one."""
         return sum(len(group.members) - 1 for group in self.exact)
 
     @property
@@ -172,12 +172,12 @@ class DataAudit(JsonDataclass, Shown):
 
     @property
     def ok(self) -> bool:
-        """Has nothing been found that makes results wrong: no leak, no conflict, no unusable sample?"""
+        """Was nothing found that makes results wrong: no leak, no conflict, no unusable sample?"""
         return not (self.leaks or self.conflicts or self.unusable)
 
     @property
     def drop_list(self) -> tuple[Drop, ...]:
-        """Samples that should be left out, with the reason; each once, in the order of `REASONS`. Near duplicates are not among them."""
+        """Samples to leave out, with the reason; each once, in the order of `REASONS`. Near duplicates are not among them."""
         drops: dict[tuple[str, int], Drop] = {}
 
         def add(member: Member, reason: str, why: str) -> None:
@@ -200,8 +200,8 @@ class DataAudit(JsonDataclass, Shown):
         """The numbers of the samples of a split that are not on the drop list, for `torch.utils.data.Subset`.
 
         Args:
-            split: its name; "" where there is but one.
-            without: the reasons for which samples are left out.
+            split: its name; "" if there is only one.
+            without: reasons for which samples are left out.
 
         Raises:
             ValueError: there is no such split or reason.
@@ -213,12 +213,12 @@ class DataAudit(JsonDataclass, Shown):
         return [index for index in range(self.samples[split]) if index not in gone]
 
     def split(self, validation: float = 0.2, *, seed: int = 0, split: str = "") -> tuple[list[int], list[int]]:
-        """Numbers of samples for training and for validation: equal and near samples stay together, and classes have like shares.
+        """Numbers of samples for training and for validation: equal and near samples stay together, and classes have similar shares.
 
         Args:
-            validation: share of the validation set.
-            seed: of the choice.
-            split: which split to divide; "" where there is but one.
+            validation: share of samples in the validation set.
+            seed: seed of the choice.
+            split: which split to divide; "" if there is only one.
 
         Raises:
             ValueError: the share is not between 0 and 1, or there is no such split.
@@ -255,7 +255,7 @@ class DataAudit(JsonDataclass, Shown):
 
     @property
     def figures(self) -> dict[str, int]:
-        """What was found → samples that it concerns."""
+        """What was found → number of samples that it concerns."""
         leaking = sum(len(group.members) - max(Counter(m.split for m in group.members).values()) for group in self.leaks)
         return {
             "equal samples": self.redundant,
@@ -319,11 +319,11 @@ class DataAudit(JsonDataclass, Shown):
         return frame(rows, columns=["group", "kind", "split", "index", "key", "label"])
 
     def plot(self, ax: Any = None) -> Any:
-        """The groups with most to say, as rows of pictures: `wb.plot.duplicates`."""
+        """The most important groups, as rows of pictures: `wb.plot.duplicates`."""
         return picture("duplicates")(self, ax=ax)
 
     def explore(self) -> Any:
-        """A panel of it: `wb.widgets.DataExplorer`."""
+        """A panel of the audit: `wb.widgets.DataExplorer`."""
         return panel("DataExplorer")(self)
 
     def __repr__(self) -> str:

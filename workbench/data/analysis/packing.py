@@ -24,7 +24,7 @@ POLICIES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Packing(JsonDataclass):
-    """Which tokens of which documents stand in which row."""
+    """Which tokens of which documents are in which row."""
 
     policy: str
     """A key of `POLICIES`."""
@@ -46,12 +46,12 @@ class Packing(JsonDataclass):
 
     @property
     def lost(self) -> int:
-        """Tokens that stand in no row."""
+        """Tokens that are in no row."""
         return self.tokens - sum(stop - start for _, _, start, stop in self.pieces)
 
     @property
     def padding(self) -> float:
-        """Share of the places in all rows that no token has: computed for nothing."""
+        """Share of the positions in all rows without a token, which are computed in vain."""
         places = self.rows * self.length
         return 1 - (self.tokens - self.lost) / places if places else 0.0
 
@@ -60,8 +60,8 @@ class Packing(JsonDataclass):
 
         Args:
             documents: tokens of each.
-            pad: the token of places that none has; their document is -1. Tokens may attend to those of the same document alone:
-                `documents[:, :, None] == documents[:, None, :]`.
+            pad: the token at empty positions, whose document is -1. Tokens may attend only to tokens of the same document: `documents[:, :,
+                None] == documents[:, None, :]`.
         """
         tokens = np.full((self.rows, self.length), pad, np.int64)
         owners, places = np.full_like(tokens, -1), np.zeros_like(tokens)
@@ -143,7 +143,7 @@ def pack(lengths: Sequence[int], length: int, policy: str = "best fit") -> Packi
 
 @accept_synonyms
 def compare_packing(lengths: Sequence[int], length: int) -> PackingPolicies:
-    """Pack the same documents by each policy, and show what each wastes.
+    """Pack the same documents by each policy, and show how much each policy wastes.
 
     Args:
         lengths: tokens of each document.
