@@ -65,10 +65,7 @@ def test_a_script_with_ranks_and_arguments_of_its_own(tmp_path: Path, monkeypatc
             "--set lr=1 with a script: it is for tasks, such as my_task.py:build. A script's own options come after --: workbench diagnose "
             "train.py -- --your-option value",
         ),
-        (
-            ["diagnose", "train.py", "--set", "threads=1"],
-            "(threads=1 cannot be set). Launch it with them: workbench launch train.py --set threads=1,",
-        ),
+        (["diagnose", "missing.py", "--set", "threads=2"], "missing.py does not exist"),
         (["diagnose", "missing.py", "--nproc-per-node", "2"], "missing.py does not exist"),
         (
             ["diagnose", "text-gpt", "--set", "micro_batch"],

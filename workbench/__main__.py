@@ -152,12 +152,7 @@ def diagnose(given: argparse.Namespace) -> int:
     knobs = knobs_of(given.set or []) | ({} if given.nproc_per_node is None else {"nproc_per_node": given.nproc_per_node})
     target: Any = given.target
     if target.endswith(".py"):
-        refuse_knobs("diagnose", target, {name: knobs[name] for name in knobs if name not in ("threads", "profile", "nproc_per_node")})
-        if fixed := [f"{name}={knobs[name]}" for name in knobs if name != "nproc_per_node"]:
-            raise ValueError(
-                f"{target} is a script: a diagnosis runs it as it is ({', '.join(fixed)} cannot be set). Launch it with them: workbench "
-                f"launch {target} --set {' '.join(fixed)}, then workbench diagnose runs/NAME, which it prints"
-            )
+        refuse_knobs("diagnose", target, {name: knobs[name] for name in knobs if name not in ("threads", "nproc_per_node")})
         check_script(target)
     elif not (Path(target) / "run.json").is_file():
         if Path(target).is_dir() and target not in SAMPLES:
@@ -169,8 +164,8 @@ def diagnose(given: argparse.Namespace) -> int:
     if not (Path(given.target) / "run.json").is_file():
         does = "watching a run of" if isinstance(target, str) else "experiments with"
         begins(f"{does} {given.target}, at most {units.seconds(given.budget)} …")
-    ranks = knobs if isinstance(target, str) else {}  # of a script; other targets in a text have none
-    diagnosis = workbench.diagnose(target, args=given.args, **ranks, budget_s=given.budget)
+    of_launch = knobs if isinstance(target, str) else {}  # of a script; other targets in a text have none
+    diagnosis = workbench.diagnose(target, args=given.args, **of_launch, budget_s=given.budget)
     unclear = diagnosis.verdict == "inconclusive"
     provable = not unclear and any(remedy.provable for remedy in diagnosis.remedies)
     if given.json:

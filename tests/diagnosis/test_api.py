@@ -135,9 +135,9 @@ def test_a_script_is_run_watched_until_it_ends_or_the_budget_is_spent(
         return Launched()
 
     monkeypatch.setattr("workbench.diagnosis.api.launch", launch)
-    found = wb.diagnose(str(tmp_path / "train.py"), nproc_per_node=2, budget_s=7)
+    found = wb.diagnose(str(tmp_path / "train.py"), nproc_per_node=2, threads=3, budget_s=7)
     assert calls == [
-        (str(tmp_path / "train.py"), {"args": (), "nproc_per_node": 2, "watch": True, "runs_dir": None}),
+        (str(tmp_path / "train.py"), {"args": (), "nproc_per_node": 2, "threads": 3, "watch": True, "runs_dir": None}),
         {"timeout": 7, "check": True},
     ]
     assert found.caption.startswith("• observed in 50 steps")

@@ -130,6 +130,67 @@ def test_stalls(by_hand: Make) -> None:
     assert d.parts.step == pytest.approx(d.evidence.step)
 
 
+CONTENDED = {
+    31: step(data_wait=0.0013, forward=0.022, backward=0.14, optimizer=0.0022),
+    32: step(data_wait=0.0016, forward=0.18, backward=0.42, optimizer=0.036),
+    33: step(data_wait=0.0034, forward=0.066, backward=0.19, optimizer=0.17),
+}
+"""Three steps in a row, in which every part took longer: as in a run beside other processes, scaled to `step`."""
+
+
+def test_steps_that_are_longer_in_all_their_parts_are_no_pauses(by_hand: Make) -> None:
+    """They are those of other processes. A run beside some was called stalled, to be mended by moving the pauses out of its loop."""
+    d = judged(by_hand, [CONTENDED.get(i, step()) for i in range(60)])
+    assert (d.verdict, d.cause) == ("compute-bound", "compute")
+    assert not d.remedies
+    note = "3 of 50 steps took 390 ms longer, in several phases at once: other processes had the cores, which is no pause of the loop"
+    assert f"• {note}" in d.caption
+    assert d.doubt.startswith(f"The machine was busy: {note}. Close decisions")
+    one_phase = [step(forward=0.4) if i in CONTENDED else step() for i in range(60)]
+    d = judged(by_hand, one_phase)
+    assert (d.verdict, d.cause) == ("stalled", "pause")
+    assert "stops 3 times in 50 steps" in d.why
+    assert not d.doubt
+
+
+def test_the_load_before_a_run_puts_its_diagnosis_in_doubt(by_hand: Make) -> None:
+    made = by_hand()
+    write(made.path, 0, [step()] * 60)
+    calm = Run.load(made.ended("finished").path)
+    assert not Diagnosis.of(observe(calm)).doubt
+    info = run_directory.read_json(made.path / run_directory.RUN_JSON)
+    run_directory.write_json(made.path / run_directory.RUN_JSON, {**info, "machine": {"load": 4.3, "cores": 2}})
+    d = wb.diagnose(made.path)
+    assert d.doubt.startswith("The machine was busy in the minute before it began (load 4.3, 2 cores): its times may vary. Close decisions")
+    assert "• the machine was busy in the minute before it began" in d.caption
+    assert "Doubt: " in d.summary
+    several = Diagnosis.of(dataclasses.replace(d.evidence, threads=2))
+    assert "Each operator runs in 2 threads, while the machine was busy" in several.next
+    assert "several" not in several.next
+
+
+def test_what_was_only_observed_never_says_that_nothing_would_help(by_hand: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launch of a script with one thread was four times as fast as the script alone, with one thread per core."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr("workbench.core.system_load.usable_cores", lambda: 2.0)
+    plain = judged(by_hand, [step()] * 60)
+    assert plain.next.startswith("It computes, and nothing was tried to make it faster: wb.diagnose(step, loader) experiments")
+    alone = dataclasses.replace(plain.evidence, world_size=1)
+    script = dataclasses.replace(plain, evidence=alone, spec=ScriptSpec(script="/a/my train.py"))
+    assert "Nothing we know of" not in str(script) + str(plain)
+    assert "Alone, your script uses 2 threads per operator, unless it sets them; here it ran with 1 thread." in script.next
+    assert "`workbench diagnose '/a/my train.py' --set threads=2` shows its step with 2" in script.next
+    assert "torch.set_num_threads(1)" not in script.next
+    busy = dataclasses.replace(script, evidence=dataclasses.replace(script.evidence, noise=Noise(cores=2.0, foreign=1.5)))
+    assert "Beside other processes fewer are often faster: torch.set_num_threads(1) keeps them." in busy.next
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    assert "Alone" not in script.next
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    assert "Alone" not in dataclasses.replace(script, evidence=dataclasses.replace(script.evidence, threads=2)).next
+    task = dataclasses.replace(plain, spec=RunSpec(task="text-gpt"))
+    assert task.next.endswith("wb.diagnose(run.spec) experiments.")
+
+
 @pytest.mark.parametrize(("cores", "threads", "workers"), [(2.0, 1, 1), (1.0, 1, 1), (6.0, 2, 4), (128.0, 1, 8)])
 def test_the_setting_of_a_trainer_has_a_number_that_the_cores_allow(
     by_hand: Make, monkeypatch: pytest.MonkeyPatch, cores: float, threads: int, workers: int

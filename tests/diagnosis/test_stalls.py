@@ -35,6 +35,14 @@ def test_a_regular_stall(every: int) -> None:
     assert stalls.share == pytest.approx(5 / every / (5 / every + 1.3), rel=0.1)
 
 
+def test_neighbours_and_two_stalls_have_no_period() -> None:
+    """Three steps in a row that other processes slowed down were said to come "every 1 steps"."""
+    for at in ((100, 101, 102), (100, 102, 104), (60, 130)):
+        stalls = found(lambda i, _, at=at: {"extra": 20 * STEP * (i in at)})  # type: ignore[misc]
+        assert stalls.at == at
+        assert stalls.every is None
+
+
 def test_share_and_seconds_of_stalls_are_of_one_rule() -> None:
     """On a busy machine the timed step is longer than the calls among which stalls were found: their seconds stay those that are said."""
     stalls = found(lambda i, _: {"extra": 20 * STEP * (i % 20 == 19)})

@@ -70,6 +70,12 @@ def usable_cores(cgroup: Path = CGROUP, proc: Path = PROC) -> float:
     return min(float(len(affinity())), _quota(cgroup, proc))
 
 
+def default_threads() -> int:
+    """Threads per operator that torch uses in a process of the user's own: as OMP_NUM_THREADS says, else one per core."""
+    given = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
+    return int(given) if given.isdecimal() and int(given) else max(1, int(usable_cores()))
+
+
 def affinity() -> set[int]:
     """Numbers of the cores that this process may run on; what a container's quota allows of them is left out."""
     if hasattr(os, "sched_getaffinity"):

@@ -34,7 +34,6 @@ from workbench.runs import task
 from workbench.runs.failure import RunError
 from workbench.runs.launch import experiments
 from workbench.runs.launch.launch import launch
-from workbench.runs.rows import busy_note
 from workbench.runs.run import Run
 from workbench.runs.spec import RunSpec, ScriptSpec, check_names
 from workbench.runs.target import Measured, Step, read_spec
@@ -69,6 +68,7 @@ def diagnose(
     optimizer: Any = None,
     args: Sequence[str] = (),
     nproc_per_node: int = 1,
+    threads: int = 1,
     budget_s: float = BUDGET,
     runs_dir: str | os.PathLike[str] | None = None,
 ) -> Diagnosis:
@@ -92,6 +92,7 @@ def diagnose(
         args: with a script: its own options, such as args=["--epochs", "1"]. "{out}" in them stands for a folder that is new in each
             launch, so that none resumes from the checkpoints of another.
         nproc_per_node: with a script: the number of its processes.
+        threads: with a script: the threads per operator with which each process starts. A process that you start yourself has one per core.
         budget_s: seconds to spend at most, the start of a launch included; less if the verdict is clear earlier. At Ctrl-C the result is
             what is known so far; if nothing is known, the KeyboardInterrupt says so.
         runs_dir: with a spec: where its run directory goes; None = `runs` in the current folder.
@@ -104,9 +105,10 @@ def diagnose(
     if loader is None and isinstance(target, str | os.PathLike) and os.fspath(target).endswith(".py"):
         _TARGET.refuse(target, {"model": model, "optimizer": optimizer}, "a step", "step, loader")
         with say_what_was_interrupted("diagnose"):
-            return _diagnose_script(target, args, nproc_per_node, budget_s, runs_dir)
-    if nproc_per_node != 1:
-        raise ValueError(f"nproc_per_node={nproc_per_node!r}: it is for a script; for a task it belongs in the spec")
+            return _diagnose_script(target, args, nproc_per_node, threads, budget_s, runs_dir)
+    for name, value in {"nproc_per_node": nproc_per_node, "threads": threads}.items():
+        if value != 1:
+            raise ValueError(f"{name}={value!r}: it is for a script; for a task it belongs in the spec")
     if args:
         raise ValueError(f'args={list(args)!r}: only a script has options of its own, diagnose("train.py", args=["--epochs", "1"])')
     if isinstance(target, Timeline):
@@ -306,14 +308,19 @@ _TARGET = Measured(
 
 
 def _diagnose_script(
-    script: str | os.PathLike[str], args: Sequence[str], nproc_per_node: int, budget_s: float, runs_dir: str | os.PathLike[str] | None
+    script: str | os.PathLike[str],
+    args: Sequence[str],
+    nproc_per_node: int,
+    threads: int,
+    budget_s: float,
+    runs_dir: str | os.PathLike[str] | None,
 ) -> Diagnosis:
     """From a watched run of a script, stopped when the budget is spent or at Ctrl-C; a file that only defines a task is refused."""
     if builder := task.lone_builder(script):
         named = f"{os.fspath(script)}:{builder}"
         raise ValueError(f"{script} does nothing when it is run: it defines {builder}(), which makes a wb.Task. Diagnose that: {named!r}")
     folder, began = Path.cwd(), time.time()
-    run, ended = launch(script, args=args, nproc_per_node=nproc_per_node, watch=True, runs_dir=runs_dir), ""
+    run, ended = launch(script, args=args, nproc_per_node=nproc_per_node, threads=threads, watch=True, runs_dir=runs_dir), ""
     foreign = list[float]()
     try:
         with _noting_load(foreign):
@@ -339,7 +346,7 @@ def _diagnose_script(
             raise ValueError(f"{error} ({ended})") from None
         raise
     where = f"the run is in {run.path}: wb.Run.load({str(run.path)!r}).logs() has what the script printed"
-    diagnosis.evidence = replace(diagnosis.evidence, notes=(*filter(None, [ended, busy_note(run.path)]), *diagnosis.evidence.notes, where))
+    diagnosis.evidence = replace(diagnosis.evidence, notes=(*filter(None, [ended]), *diagnosis.evidence.notes, where))
     return diagnosis
 
 

@@ -12,6 +12,9 @@ MANY_PAIRS = 6
 NOT_FINITE, UNTRAINED = "NaN or infinite", "step() changed no weight"
 """Words of notes that put a whole measurement in doubt: numbers that are none, and a step that trains nothing."""
 
+BUSY, OTHERS = "the machine was busy", "other processes had the cores"
+"""Words of notes that say that times may be those of other processes."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VariantTimes:

@@ -1,9 +1,12 @@
 """Says what to do next about a step: which remedy to try first, what it is predicted to gain, or what to find out before."""
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from workbench.core import units
+from workbench.core.package import near
+from workbench.core.system_load import default_threads
 from workbench.diagnosis.analysis.costs import Costs, capped, is_crowded, noise_warnings, saved_by
 from workbench.diagnosis.analysis.evidence import Evidence, what_changes
 from workbench.diagnosis.analysis.model_errors import kind_of, present_gap, surely_gains
@@ -12,7 +15,8 @@ from workbench.diagnosis.analysis.remedy import Remedy, gain_of
 from workbench.diagnosis.analysis.script_remedies import TRAINER_PAGE
 from workbench.diagnosis.analysis.step_model import StepModel
 from workbench.diagnosis.analysis.verdict import HIDDEN_REDUCTION, UNMARKED, Judgement
-from workbench.harness.results import NOT_FINITE, UNTRAINED
+from workbench.harness.results import BUSY, NOT_FINITE, OTHERS, UNTRAINED
+from workbench.runs.spec import RunSpec, ScriptSpec, Spec
 
 EXPERIMENT = "wb.diagnose(step, loader) experiments, with the body of the loop as step(batch)."
 """How to experiment with what was only observed."""
@@ -67,8 +71,9 @@ def unclear_changes(e: Evidence, c: Costs) -> dict[str, str]:
 
 
 def busy_words(e: Evidence) -> list[str]:
-    """How other processes may have spoiled experiments, in words."""
-    return [] if e.observed else noise_warnings(e)
+    """How other processes may have spoiled the measurements, in words; of what was only observed also by the notes of its run."""
+    notes = [f"{note[0].upper()}{note[1:]}." for note in e.notes if note.startswith(BUSY) or OTHERS in note]
+    return noise_warnings(e) or (notes if e.observed else [])
 
 
 def void_notes(e: Evidence) -> list[str]:
@@ -100,11 +105,13 @@ class Advice:
     remedies: Sequence[Remedy]
     """The best first."""
     model: StepModel
+    spec: Spec | None = None
+    """What was diagnosed, if it was a spec or a run."""
 
     @property
     def text(self) -> str:
         """What to try first, and what it is predicted to gain; where numbers are NaN or infinite, to find out why."""
-        return f"{self._first} {self._fewer_threads}".strip()
+        return f"{self._first} {self._fewer_threads or self._threads_alone}".strip()
 
     @property
     def unclear(self) -> dict[str, str]:
@@ -120,6 +127,23 @@ class Advice:
     def _fewer_threads(self) -> str:
         """Of a loop that was only observed, on a busy CPU: to try one thread per operator; "" = no, or it waits for something else."""
         return "" if self.judgement.verdict in ("input-bound", "transfer-bound", "straggler") else fewer_threads(self.evidence)
+
+    @property
+    def _threads_alone(self) -> str:
+        """Of a script that the workbench started with another number of threads than python gives it: which, and how to compare the two."""
+        e, alone = self.evidence, default_threads()
+        if not e.observed or not isinstance(self.spec, ScriptSpec) or e.device != "cpu" or e.world_size > 1 or e.threads >= alone:
+            return ""
+        if self.judgement.verdict in ("input-bound", "transfer-bound") or any(
+            remedy.name.startswith("threads=") for remedy in self.remedies
+        ):
+            return ""
+        here = units.several(e.threads, "thread")
+        busy = f" Beside other processes fewer are often faster: torch.set_num_threads({e.threads}) keeps them." if busy_words(e) else ""
+        return (
+            f"Alone, your script uses {alone} threads per operator, unless it sets them; here it ran with {here}.{busy} "
+            f"`workbench diagnose {shlex.quote(near(self.spec.script))} --set threads={alone}` shows its step with {alone}."
+        )
 
     @property
     def _first(self) -> str:
@@ -159,18 +183,20 @@ class Advice:
             return more
         if self.judgement.verdict != "compute-bound":
             return "There is no remedy here whose gain could be predicted."
-        return (
-            "" if self._fewer_threads else "Nothing we know of would make this step faster here: it computes. More or faster devices would."
-        )
+        if self.evidence.observed:
+            how = "wb.diagnose(run.spec) experiments." if isinstance(self.spec, RunSpec) else EXPERIMENT
+            return "" if self._fewer_threads else f"It computes, and nothing was tried to make it faster: {how}"
+        return "Nothing we know of would make this step faster here: it computes. More or faster devices would."
 
     def _when_quiet(self, best: Remedy) -> str:
         """What to do where the gain of the best remedy is within the noise of a busy machine."""
         crowded = is_crowded(self.evidence)
         sure = max((other for other in self.remedies if surely_gains(other, crowded)), key=gain_of, default=None)
         also = f" A sure gain, whatever the cause: {sure.name}, {sure.gain}." if sure else ""
+        again = MORE_STEPS if self.evidence.observed else AGAIN
         if misfit := self._misfit(best):
-            return f"What {best.name} gains is not known, predicted are {best.gain}: {misfit}.{also} {AGAIN}"
-        return f"The machine is busy: what {best.name} is predicted to gain, {best.gain}, is within the noise.{also} {AGAIN}"
+            return f"What {best.name} gains is not known, predicted are {best.gain}: {misfit}.{also} {again}"
+        return f"The machine is busy: what {best.name} is predicted to gain, {best.gain}, is within the noise.{also} {again}"
 
     @property
     def _not_recommended(self) -> str:

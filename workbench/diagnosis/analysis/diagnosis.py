@@ -124,7 +124,7 @@ class Diagnosis(JsonDataclass):
 
     @property
     def _advice(self) -> Advice:
-        return Advice(evidence=self.evidence, judgement=self.judgement, remedies=self.remedies, model=self.model)
+        return Advice(evidence=self.evidence, judgement=self.judgement, remedies=self.remedies, model=self.model, spec=self.spec)
 
     @property
     def _chosen(self) -> Remedy | None:
@@ -242,11 +242,10 @@ class Diagnosis(JsonDataclass):
         decisions and gains may be wrong. "" = nothing, or the verdict says so itself.
         """
         doubts = [f"{note}." for note in void_notes(self.evidence)]
-        if busy_words(self.evidence) and self.verdict != "inconclusive":
-            doubts.append(
-                f"The machine was busy: {' '.join(busy_words(self.evidence))} Close decisions and predicted gains may be wrong; "
-                "diagnose again when it is quiet."
-            )
+        busy = " ".join(busy_words(self.evidence))
+        if busy and self.verdict != "inconclusive":
+            busy = busy if busy.startswith("The machine was busy") else f"The machine was busy: {busy}"
+            doubts.append(f"{busy} Close decisions and predicted gains may be wrong; diagnose again when it is quiet.")
         return " ".join(doubts)
 
     @property

@@ -4,16 +4,17 @@ import dataclasses
 import math
 import os
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from workbench.core import run_directory, units
 from workbench.core.vocabulary import PHASES
 from workbench.diagnosis.analysis.costs import is_crowded
-from workbench.diagnosis.analysis.evidence import Evidence, Loading, RankEvidence
+from workbench.diagnosis.analysis.evidence import Evidence, Loading, RankEvidence, Stalls
 from workbench.diagnosis.analysis.stalls import Call, find_stalls
 from workbench.diagnosis.analysis.step_model import UNKNOWN_OVERLAP
-from workbench.harness.results import Place
+from workbench.harness.results import BUSY, OTHERS, Place
+from workbench.runs.rows import busy_note
 from workbench.runs.run import Run
 from workbench.runs.spec import RunSpec, ScriptSpec
 from workbench.timeline.timeline import LARGEST, LEFT_OUT, WARNING, Pause, Timeline
@@ -22,6 +23,9 @@ MIN_STEPS = 8
 """Fewer measured steps say nothing about a mean."""
 FIRST_BYTES = 1 << 16
 """Of the file of rank 0, in which the places of a script are looked for."""
+SLOWED_PHASES, MAX_ONE_PHASE = 3, 0.9
+"""A step was slowed down as a whole if it takes twice its usual time in so many phases, and a single phase has no more than this share of
+what it takes longer. Chosen: a pause of the loop lies in one phase, with next to all of its time."""
 PLACES = ("loop", "step", "dataset", "framework", "workers", "ddp")
 WAITED_FOR = 0.05
 """Fraction of the step that is waiting for data below which workers keep up: how long they take is not seen then. Chosen as in `costs`.
@@ -66,7 +70,8 @@ def observe(source: Run | Timeline, *, outside: bool = False) -> Evidence:
         )
     spec = run.spec if run and isinstance(run.spec, RunSpec) else None
     waits = _waits(timelines)
-    ranks = tuple(_rank(timeline, wait) for timeline, wait in zip(timelines, waits, strict=True))
+    judged = [_rank(timeline, wait) for timeline, wait in zip(timelines, waits, strict=True)]
+    ranks = tuple(rank for rank, _ in judged)
     together = max((rank.stalls for rank in ranks), key=lambda stalls: stalls.share)
     samples = [_samples(timeline) for timeline in timelines]
     said = _said(run) if run else {}
@@ -84,16 +89,17 @@ def observe(source: Run | Timeline, *, outside: bool = False) -> Evidence:
         noise=None if run else timelines[0].noise,
         observed=True,
         steps=sum(timeline.count for timeline in timelines),
-        notes=(*(run.notes if run else ()), *_notes(timelines)),
+        notes=tuple(filter(None, (*_of_run(run), *(slowed for _, slowed in judged), *_notes(timelines)))),
         places=_places(said.get("places")),
     )
+    if isinstance(threads := said.get("threads"), int) and threads > 0:  # a script may set them itself
+        evidence = dataclasses.replace(evidence, threads=threads)
     if not outside:
         return evidence
-    threads, optimizer = said.get("threads"), said.get("optimizer")
+    optimizer = said.get("optimizer")
     return dataclasses.replace(
         evidence,
         loading=_script_loading(said.get("loader"), timelines[0]),
-        threads=threads if isinstance(threads, int) and threads > 0 else evidence.threads,
         optimizer=optimizer[:200] if isinstance(optimizer, str) else None,
     )
 
@@ -179,7 +185,13 @@ def _waits(timelines: Sequence[Timeline]) -> list[list[float]]:
     return [[mine - min(all_) for mine, all_ in zip(column, zip(*columns, strict=True), strict=True)] for column in columns]
 
 
-def _rank(timeline: Timeline, waits: Sequence[float]) -> RankEvidence:
+def _of_run(run: Run | None) -> list[str]:
+    """Notes on the run itself; the one on a busy machine is empty where it was not."""
+    return [*run.notes, busy_note(run.path)] if run else []
+
+
+def _rank(timeline: Timeline, waits: Sequence[float]) -> tuple[RankEvidence, str]:
+    """A rank on its own, and a note on steps that took longer in all their parts, which are no stalls of the loop; "" = there were none."""
     steps = timeline.measured[-len(waits) :]
     own = [step.seconds - step.phases[DATA] - wait for step, wait in zip(steps, waits, strict=True)]
     wait = statistics.fmean(step.phases[DATA] for step in steps)
@@ -190,7 +202,28 @@ def _rank(timeline: Timeline, waits: Sequence[float]) -> RankEvidence:
     )
     stalled = set(stalls.at)
     compute = statistics.fmean(seconds for step, seconds in zip(steps, own, strict=True) if step.index not in stalled)
-    return RankEvidence(rank=timeline.rank, timeline=timeline, alone=compute + wait, wait=wait, compute=compute, stalls=stalls)
+    slowed = ""
+    if _slowed_throughout(timeline, stalled):
+        slowed = (
+            f"{len(stalled)} of {stalls.steps} steps took {units.seconds(stalls.extra)} longer, in several phases at once: {OTHERS}, which "
+            "is no pause of the loop"
+        )
+        stalls = Stalls(steps=stalls.steps)
+    return RankEvidence(rank=timeline.rank, timeline=timeline, alone=compute + wait, wait=wait, compute=compute, stalls=stalls), slowed
+
+
+def _slowed_throughout(timeline: Timeline, stalled: Collection[int]) -> bool:
+    """Did most of some steps take longer in several phases at once, as beside other processes? What pauses is in one phase."""
+    long = [step.phases for step in timeline.measured if step.index in stalled]
+    usual = [
+        statistics.median(phase) for phase in zip(*(step.phases for step in timeline.measured if step.index not in stalled), strict=True)
+    ]
+    slowed = 0
+    for phases in long if usual else []:
+        longer = [max(0.0, now - before) for now, before in zip(phases, usual, strict=True)]
+        several = sum(before > 0 and more >= before for more, before in zip(longer, usual, strict=True)) >= SLOWED_PHASES
+        slowed += several and max(longer) <= MAX_ONE_PHASE * sum(longer)
+    return 2 * slowed > len(long) > 0
 
 
 def _pauses(pauses: Sequence[Pause], seconds_of: Mapping[int, float]) -> dict[int, dict[Place, float]]:
@@ -236,9 +269,15 @@ def _notes(timelines: Sequence[Timeline]) -> tuple[str, ...]:
 
 def fewer_threads(e: Evidence) -> str:
     """To try one thread per operator, where several compute each beside other processes; "" = they do not, or that is not known."""
-    if not e.observed or e.noise is None or e.device != "cpu" or e.threads < 2 or not is_crowded(e):
+    if not e.observed or e.device != "cpu" or e.threads < 2:
+        return ""
+    if e.noise is None and any(note.startswith(BUSY) for note in e.notes):
+        beside = "while the machine was busy"
+    elif e.noise is not None and is_crowded(e):
+        beside = f"while other processes took {e.noise.foreign:.1f} of {e.noise.cores:.0f} cores"
+    else:
         return ""
     return (
-        f"Each operator runs in {e.threads} threads, while other processes took {e.noise.foreign:.1f} of {e.noise.cores:.0f} cores: small "
-        "operators may take many times as long, as each waits for its slowest thread. Try torch.set_num_threads(1), or OMP_NUM_THREADS=1."
+        f"Each operator runs in {e.threads} threads, {beside}: small operators may take many times as long, as each waits for its slowest "
+        "thread. Try torch.set_num_threads(1), or OMP_NUM_THREADS=1."
     )

@@ -93,9 +93,8 @@ def _fused(case: Case) -> Remedy | None:
 def _threads(case: Case) -> Remedy | None:
     """More threads per operator than the one with which launches start, where cores are free for them."""
     e, c = case.evidence, case.costs
-    cores = e.noise.cores if e.noise else 1.0
-    more = min(MOST_THREADS, int(cores / e.world_size))
-    if e.device != "cpu" or e.threads != 1 or more < 2:
+    more = min(MOST_THREADS, int(e.noise.cores / e.world_size)) if e.noise else 1
+    if e.device != "cpu" or e.threads != 1 or more < 2 or (e.noise and e.noise.is_crowded(e.world_size * more)):
         return None
     computes = max(0.0, c.compute + c.optimizer.mid)
     return ceiling(

@@ -182,12 +182,12 @@ def _irregular(rest: Sequence[Call], normal: Mapping[str, float], extras: Mappin
 
 
 def _even(calls: Sequence[Call]) -> float | None:
-    """Their mean distance, if it is about the same each time."""
+    """Their mean distance, if it is about the same each time, and none of neighbours: what slows some steps in a row has no period."""
     distances = [b.number - a.number for a, b in pairwise(calls)]
     if len(distances) < MIN_TURNS - 1:
         return None
     mean = statistics.fmean(distances)
-    return mean if statistics.pstdev(distances) <= 0.25 * mean else None
+    return mean if mean >= MIN_PERIOD and statistics.pstdev(distances) <= 0.25 * mean else None
 
 
 def _named(group: _Group, usual: Sequence[Call], places: Callable[[int], Mapping[Place, float]] | None) -> _Group:
