@@ -224,11 +224,7 @@ def calibrate(given: argparse.Namespace) -> int:
 
 
 def knobs_of(words: list[str]) -> dict[str, Any]:
-    """The knobs in words of the form KNOB=VALUE.
-
-    Raises:
-        ValueError: a word without "=".
-    """
+    """The knobs in words of the form KNOB=VALUE."""
     for word in words:
         if "=" not in word:
             raise ValueError(f"--set {word}: expected a knob and its value, such as --set micro_batch=16 precision=amp_bf16")

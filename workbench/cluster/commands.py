@@ -25,11 +25,7 @@ def _begin(target: str) -> None:
 
 
 def estimate(given: argparse.Namespace, knobs: Mapping[str, Any], show: Show) -> int:
-    """Say what a task needs on a device, and what would make it fit if asked to; returns the exit status: 0 if it fits.
-
-    Raises:
-        ValueError: no such task, device, knob or value; or it cannot be estimated.
-    """
+    """Say what a task needs on a device, and what would make it fit if asked to; returns the exit status: 0 if it fits."""
     target = RunSpec(task=given.target).replace(**knobs)
     device_name(given.device)
     if given.json and (given.ladder or given.max_batch):
@@ -64,11 +60,7 @@ def estimate(given: argparse.Namespace, knobs: Mapping[str, Any], show: Show) ->
 
 
 def plan(given: argparse.Namespace, knobs: Mapping[str, Any], show: Show) -> int:
-    """Find layouts of a task on a cluster that fit and are fast; returns the exit status.
-
-    Raises:
-        ValueError: no such task, cluster or knob; or nothing fits.
-    """
+    """Find layouts of a task on a cluster that fit and are fast; returns the exit status."""
     sizes_only = given.target.endswith(".json")
     model = given.target if sizes_only else RunSpec(task=given.target).replace(**knobs)
     choice("--cluster", given.cluster, [cluster.name for cluster in CLUSTERS])
@@ -84,11 +76,7 @@ def plan(given: argparse.Namespace, knobs: Mapping[str, Any], show: Show) -> int
 
 
 def estimate_time(given: argparse.Namespace, knobs: Mapping[str, Any], show: Show) -> int:
-    """Predict the time of a task's step on a device that need not be here; returns the exit status.
-
-    Raises:
-        ValueError: no such task, device, cluster, knob or run; or its time cannot be estimated: it says what to measure.
-    """
+    """Predict the time of a task's step on a device that need not be here; returns the exit status."""
     spec = RunSpec(task=given.target).replace(**knobs)
     measured: Any = given.measured
     if measured is not None and (Path(measured) / "run.json").is_file():

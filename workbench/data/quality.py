@@ -283,11 +283,7 @@ def _is_picture(data: bytes) -> bool:
 
 
 def _decoded(data: bytes) -> Image.Image:
-    """The picture, decoded.
-
-    Raises:
-        _Huge: it declares too many pixels; nothing was decoded.
-    """
+    """The picture, decoded."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:

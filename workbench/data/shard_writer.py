@@ -431,12 +431,7 @@ def _finish(job: Job, rows: list[dict[str, Array]], about: Manifest) -> Manifest
 
 @contextlib.contextmanager
 def _locked(root: Path) -> Iterator[None]:
-    """Inside, no other writer works in the folder.
-
-    Raises:
-        WriterBusyError: one does.
-        UnsafeNameError: the folder has links in the place of the writer's own files.
-    """
+    """Inside, no other writer works in the folder."""
     (root / WORK).mkdir(exist_ok=True)
     for place in (root / WORK, root / WORK / LOCK, root / WORK / PLAN):
         if place.is_symlink():

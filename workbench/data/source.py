@@ -54,12 +54,7 @@ class Source:
         raise NotImplementedError
 
     def _read(self, index: int) -> Sample:
-        """One sample; the index is in range.
-
-        Raises:
-            CorruptSampleError: its bytes are not those that were written.
-            FileNotFoundError: its file is gone.
-        """
+        """One sample; the index is in range."""
         raise NotImplementedError
 
     def _read_many(self, indices: list[int]) -> Iterator[Sample | Damage]:

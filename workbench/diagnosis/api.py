@@ -375,11 +375,7 @@ def _from_experiment(run: Run, subject: LaunchedSpec) -> Diagnosis:
 
 
 def _from_run(run: Run) -> Diagnosis:
-    """From what a run has left behind: the evidence of an experiment, or the timelines of a training.
-
-    Raises:
-        ValueError: it still runs, or has no measured step.
-    """
+    """From what a run has left behind: the evidence of an experiment, or the timelines of a training."""
     subject = LaunchedSpec(runs_dir=run.path.parent)
     if (run.path / run_directory.EVIDENCE).exists():
         return _from_experiment(run, subject)

@@ -32,10 +32,6 @@ def doctor(given: argparse.Namespace, knobs: Mapping[str, Any]) -> int:
     """Show what this machine, and a loader, have of what a run needs, what will cause trouble, and how to fix it; returns the exit status.
 
     It is 1 where the loader breaks or gives wrong data.
-
-    Raises:
-        ValueError: no such task, function or knob.
-        OSError: the file cannot be written.
     """
     if knobs and not given.target:
         raise ValueError(
@@ -64,9 +60,6 @@ def why(given: argparse.Namespace) -> int:
     """Find what made a run worse than another; returns the exit status: 0 where a reason is named, or there is nothing to explain.
 
     What could not be put back, beside the machine, is no reason that is named: 1.
-
-    Raises:
-        ValueError: a run that cannot be read, or has nothing to compare.
     """
     with terminated_as_interrupted():
         result = what_changed(given.run_a, given.run_b, of=given.of, budget_s=given.budget, rerun=not given.recorded)
@@ -76,11 +69,7 @@ def why(given: argparse.Namespace) -> int:
 
 
 def first_bad(given: argparse.Namespace, knobs: Mapping[str, Any]) -> int:
-    """Find the commit that made a training worse; returns the exit status: 0 where it is found.
-
-    Raises:
-        ValueError: no such task, knob or commit.
-    """
+    """Find the commit that made a training worse; returns the exit status: 0 where it is found."""
     steps = knobs.get("steps")
     rest = {name: value for name, value in knobs.items() if name != "steps"}
     spec = RunSpec(task=given.target).replace(**rest)
@@ -91,11 +80,7 @@ def first_bad(given: argparse.Namespace, knobs: Mapping[str, Any]) -> int:
 
 
 def not_linear(given: argparse.Namespace, knobs: Mapping[str, Any]) -> int:
-    """Say why N ranks give less than N times one, and prove the best remedy if asked to; returns the exit status.
-
-    Raises:
-        ValueError: no such task, script or knob, or ranks that cannot be set beside one.
-    """
+    """Say why N ranks give less than N times one, and prove the best remedy if asked to; returns the exit status."""
     ranks = given.nproc_per_node or 2
     if given.target.endswith(".py"):
         refuse_knobs("why-not-linear", given.target, knobs)
@@ -131,22 +116,14 @@ def print_brief(answer: Diagnosis | WhyNotLinear, proving_s: float | None) -> No
 
 
 def health(given: argparse.Namespace) -> int:
-    """Say what went wrong with the numbers of a run; returns the exit status: 1 where there is a fault, or was nothing to look at.
-
-    Raises:
-        ValueError: a run that cannot be read.
-    """
+    """Say what went wrong with the numbers of a run; returns the exit status: 1 where there is a fault, or was nothing to look at."""
     found = of_run(given.path)
     print(json.dumps(found.brief(), ensure_ascii=False) if given.json else found, flush=True)
     return 0 if found.ok and found.looked else 1
 
 
 def reason_of(checked: RunCheck, budget_s: float) -> WhatChanged | None:
-    """What made a run exceed its budgets, beside the run that it was held against; None = there is none, or it kept them all.
-
-    Raises:
-        ValueError: the two cannot be compared.
-    """
+    """What made a run exceed its budgets, beside the run that it was held against; None = there is none, or it kept them all."""
     exceeded = next((budget.name for budget in checked.budgets if budget.state == "exceeded"), None)
     if exceeded is None or checked.against is None:
         return None

@@ -121,11 +121,7 @@ def prove_script(
 
 
 def _seconds_each(spec: ScriptSpec, steps: int, step: float, start_s: float | None, budget_s: float) -> str:
-    """What each launch takes, and how many pairs that makes, in words; "" = not known.
-
-    Raises:
-        ValueError: not even the first launch is over within the budget.
-    """
+    """What each launch takes, and how many pairs that makes, in words; "" = not known."""
     each = (start_s or 0.0) + steps * step
     if each > budget_s:
         raise ValueError(
@@ -147,11 +143,7 @@ def _line(remedy: Remedy, evidence: GapEvidence | Evidence) -> str:
 
 
 def _check_applied(run: Run, remedy: Remedy) -> None:
-    """Refuse a comparison in which the script has not got what was to be tried.
-
-    Raises:
-        ValueError: it makes no such object, its loaders have no workers, or it sets its threads itself.
-    """
+    """Refuse a comparison in which the script has not got what was to be tried."""
     rows: dict[str, Any] = {name: value for row in RunRows(run.path).other_rows.get(0, ()) for name, value in row.items()}
     row = rows if isinstance(rows.get("replaced"), list) else None
     if row is None:

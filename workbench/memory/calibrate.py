@@ -280,11 +280,7 @@ def _answer(command: Sequence[str]) -> str:
 
 
 def _gpus(output: str) -> Iterator[Gpu]:
-    """The output of nvidia-smi, in lines of comma-separated values.
-
-    Raises:
-        ValueError: it says something else.
-    """
+    """The output of nvidia-smi, in lines of comma-separated values."""
     for name, driver, used, reserved in csv.reader(output.splitlines(), skipinitialspace=True):
         int(reserved)  # else the driver does not tell, and counts it as used
         yield Gpu(name=name.strip(), driver=driver.strip(), used=int(used) * MIB)

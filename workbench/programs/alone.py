@@ -83,11 +83,7 @@ def main(words: list[str] | None = None) -> None:
 
 
 def _check(path: Path, spec: RunSpec) -> None:
-    """Refuse the directory of another run: this one would read its checkpoints, and train nothing.
-
-    Raises:
-        SpecError: as `main` says.
-    """
+    """Refuse the directory of another run: this one would read its checkpoints, and train nothing."""
     if not (path / run_directory.RUN_JSON).exists():
         return
     there = run_directory.read_json(path / run_directory.RUN_JSON)
@@ -104,11 +100,7 @@ def _check(path: Path, spec: RunSpec) -> None:
 
 
 def _lock(path: Path) -> int:
-    """Hold the lock that says "alive", for as long as this process lives.
-
-    Raises:
-        SpecError: a living process has it.
-    """
+    """Hold the lock that says "alive", for as long as this process lives."""
     lock = os.open(path / run_directory.LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -199,11 +199,7 @@ def _run(given: Run | str | os.PathLike[str]) -> Run:
 
 
 def _read(path: str | os.PathLike[str]) -> Mapping[str, Any]:
-    """The limits in a TOML file: its table `budgets`, or all of it.
-
-    Raises:
-        ValueError: it is not there, or is not TOML.
-    """
+    """The limits in a TOML file: its table `budgets`, or all of it."""
     try:
         values = tomllib.loads(Path(path).expanduser().read_text())
     except FileNotFoundError:

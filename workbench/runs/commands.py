@@ -150,11 +150,7 @@ def knob_help() -> str:
 
 
 def refuse_knobs(command: str, script: str, knobs: Mapping[str, Any], *, allowed: Sequence[str] = ()) -> None:
-    """Say where a script's own options go, and which of them has a name like the knob's.
-
-    Raises:
-        ValueError: a knob that `--set` does not take for a script.
-    """
+    """Say where a script's own options go, and which of them has a name like the knob's."""
     for name in sorted(knobs.keys() - set(allowed)):
         takes = f"for a script it takes {' and '.join(allowed)}" if allowed else "it is for tasks, such as my_task.py:build"
         source = Path(script).read_text(encoding="utf-8", errors="replace") if Path(script).is_file() else ""
@@ -172,11 +168,7 @@ def refuse_knobs(command: str, script: str, knobs: Mapping[str, Any], *, allowed
 
 
 def launch_arguments(given: argparse.Namespace, knobs: Mapping[str, Any], script_args: Sequence[str]) -> dict[str, Any]:
-    """The arguments of `launch` for what was typed: target and options, knobs of `--set`, and what came after `--`.
-
-    Raises:
-        ValueError: an option that this kind of target does not take.
-    """
+    """The arguments of `launch` for what was typed: target and options, knobs of `--set`, and what came after `--`."""
     knobs = {**knobs} if given.profile is None else {**knobs, "profile": given.profile}
     names = ("resume", "nproc_per_node", "nnodes", "rdzv_endpoint", "on_hang", "max_restarts", "min_ranks")
     common = {name: getattr(given, name) for name in names} | ({"watch": given.watch} if given.watch else {})

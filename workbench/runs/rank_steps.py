@@ -148,11 +148,7 @@ class RankSteps:
         return self.plain
 
     def _take(self, lines: bytes) -> None:
-        """Take whole lines.
-
-        Raises:
-            ValueError: one is damaged, or says that a profiler slowed steps down.
-        """
+        """Take whole lines."""
         rows = _DECODER.decode_lines(lines)
         if len(rows) != lines.count(b"\n"):
             raise ValueError("an empty line")

@@ -324,11 +324,7 @@ def scaling_law(
 def _sweep(
     specs: Sequence[tuple[str, RunSpec]], budget_s: float | None, runs_dir: str | os.PathLike[str] | None, quiet: bool
 ) -> tuple[list[Run], list[str]]:
-    """Run specs one after the other; the runs that have ended, and a note where the budget or Ctrl-C cut them off.
-
-    Raises:
-        KeyboardInterrupt: none has ended yet.
-    """
+    """Run specs one after the other; the runs that have ended, and a note where the budget or Ctrl-C cut them off."""
     for _, each in specs:
         check(each)
         check_profile(each)
@@ -422,11 +418,7 @@ def _plain(values: Any) -> Any:
 
 
 def _wide(planned: Points, sized: str, samples: Sequence[int]) -> None:
-    """Refuse runs that are too few or too close to each other to give a law.
-
-    Raises:
-        PointsError: fewer than three sizes or amounts of data, or less than a factor of 4 between the ends.
-    """
+    """Refuse runs that are too few or too close to each other to give a law."""
     if (narrow := varied_too_little(planned)) is None:
         return
     what, given, wanted = narrow

@@ -189,11 +189,7 @@ class Checkpoints:
         return done
 
     def _source(self, trainer: "Trainer", checkpoint: Checkpoint) -> named_state.Source | None:
-        """A checkpoint's tensors by name, where ranks share the model or the optimizer, now or before.
-
-        Raises:
-            UnusableCheckpointError: it has no names, or is no such checkpoint.
-        """
+        """A checkpoint's tensors by name, where ranks share the model or the optimizer, now or before."""
         path, state = checkpoint
         if not state.get("shards") and not _is_shared(trainer):
             return None

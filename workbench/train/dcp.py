@@ -194,12 +194,7 @@ class Directory:
         self.states = {(name[length:], kind): key for (name, kind), key in self.states.items()}
 
     def _check_files(self) -> None:
-        """Compare the index with the files.
-
-        Raises:
-            UnusableCheckpointError: a file is missing or short, or lies elsewhere, or a tensor is not whole.
-            TypeError, ValueError: the index has something else in the place of a number or a name.
-        """
+        """Compare the index with the files."""
         sizes = dict[str, int]()
         for info in self._index.storage_data.values():
             name = info.relative_path
@@ -219,11 +214,7 @@ class Directory:
                 self._check_chunks(key, entry)
 
     def _check_chunks(self, key: str, entry: TensorStorageMetadata) -> None:
-        """Compare the parts of a tensor with its size, with each other, and with the bytes that are stored.
-
-        Raises:
-            UnusableCheckpointError: they are not the whole tensor, or fewer bytes are stored than it has.
-        """
+        """Compare the parts of a tensor with its size, with each other, and with the bytes that are stored."""
         for chunk in entry.chunks:
             bounds = zip(chunk.offsets, chunk.sizes, entry.size, strict=True)
             if not all(0 <= begin <= begin + size <= whole for begin, size, whole in bounds):

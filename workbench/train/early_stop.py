@@ -92,11 +92,7 @@ def _name_in(figures: Mapping[str, float], name: str) -> str:
 
 
 def _agreed(ranks: Ranks, topic: str, answer: Any, why: str) -> Any:
-    """The answer of rank 0 on all ranks, or its error, so that none waits for a rank that failed.
-
-    Raises:
-        TaskError: rank 0 says why.
-    """
+    """The answer of rank 0 on all ranks, or its error, so that none waits for a rank that failed."""
     if ranks.world_size > 1:
         answer, why = json.loads(ranks.share(topic, json.dumps([answer, why]).encode())[0])
     if why:

@@ -336,11 +336,7 @@ class _ModelCall:
 
 
 def _arguments(task: Task, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments with which the task's loss calls its model.
-
-    Raises:
-        TaskError: it does not.
-    """
+    """The arguments with which the task's loss calls its model."""
     model = _ModelCall()
     try:
         task.loss(model, batch)

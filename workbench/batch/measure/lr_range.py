@@ -370,11 +370,7 @@ class _Search:
         return low, high
 
     def _check_not_finite(self, sweep: LrSweep) -> None:
-        """Check that a loss that became NaN or infinite without growing stays finite at far smaller learning rates.
-
-        Raises:
-            LrRangeError: it is not finite there either.
-        """
+        """Check that a loss that became NaN or infinite without growing stays finite at far smaller learning rates."""
         if sweep.stopped != NOT_FINITE or not is_flat(sweep.losses[:-1]):
             return
         far = sweep.lrs[0] * NEGLIGIBLE

@@ -372,11 +372,7 @@ def measured_seconds(measured: Any) -> float:
 
 
 def _slowest(measured: Any) -> Any:
-    """Of the traces of several ranks, that of the rank whose operators take longest; anything else as it is.
-
-    Raises:
-        EstimateTimeError: there is none, or something else among them.
-    """
+    """Of the traces of several ranks, that of the rank whose operators take longest; anything else as it is."""
     if not isinstance(measured, Mapping | list | tuple):
         return measured
     traces = dict(measured) if isinstance(measured, Mapping) else dict(enumerate(measured))

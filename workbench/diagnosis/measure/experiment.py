@@ -202,11 +202,7 @@ class _Experiment:
             meter.close()
 
     def _say(self, now: str) -> None:
-        """Tell what is tried now, and what saves most of all that was tried. Collective.
-
-        Raises:
-            _StopTogether: Ctrl-C came meanwhile, on one of the ranks.
-        """
+        """Tell what is tried now, and what saves most of all that was tried. Collective."""
         known = {"no loader": saved_by_caching(self.sums.arm("cached").pairs)} if self.rounds.pairs > 1 else {}
         if self.trials:
             known |= {what_changes(name): self.trials.saved(name) for name in self.trials.tried}

@@ -206,11 +206,7 @@ def _newton(nodes: list[int], sizes: list[Any]) -> list[Any]:
 
 
 def _same(x: int, one: MemoryLog, events: list[Event], y: int, two: MemoryLog, others: list[Event]) -> None:
-    """Do two runs have the same events, apart from sizes?
-
-    Raises:
-        ValueError: they did not; it says where they part.
-    """
+    """Do two runs have the same events, apart from sizes?"""
     advice = "They are not one family: the program depends on this number. Make a run per value, or take values on one side of the change"
     for position, (a, b) in enumerate(zip(events, others, strict=False)):
         if a[:2] != b[:2] or _what(a, one) != _what(b, two):

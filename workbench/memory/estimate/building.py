@@ -242,11 +242,7 @@ def _is_compiled(part: nn.Module) -> bool:
 
 
 def _eager(model: nn.Module) -> tuple[nn.Module, list[str]]:
-    """A model without torch.compile's wrapper, and what to say of that.
-
-    Raises:
-        BuildError: it cannot be run on fake tensors as it is.
-    """
+    """A model without torch.compile's wrapper, and what to say of that."""
     notes, wrapped = [], getattr(model, "_orig_mod", None)
     if isinstance(wrapped, nn.Module):
         model = wrapped

@@ -326,11 +326,7 @@ def recorded(
 
 
 def _out_of_time(done: int, steps: int, least: int, line: Waiting) -> str:
-    """The note of a record that the budget ended.
-
-    Raises:
-        ValueError: so few steps tell nothing.
-    """
+    """The note of a record that the budget ended."""
     wanted = math.ceil(1.2 * line.seconds / done * max(steps, least))
     if done < least:
         raise ValueError(f"the budget ended after {done} of {steps} steps, and {least} are needed to tell anything: give budget_s={wanted}")

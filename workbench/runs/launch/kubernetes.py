@@ -130,11 +130,7 @@ def kubernetes(
 
 
 def _named(spec: RunSpec | ScriptSpec, kind: str, name: str | None) -> str:
-    """A name for the objects, short enough for what a pod's host name appends to it.
-
-    Raises:
-        SpecError: the one that was given is none.
-    """
+    """A name for the objects, short enough for what a pod's host name appends to it."""
     last = spec.nnodes - 1
     most = _LONGEST - len({"job": f"-{last}", "jobset": f"-workers-0-{last}", "pytorchjob": f"-worker-{last}"}[kind])
     most = min(most, 52)  # what the controllers of Jobs and of pods add by themselves

@@ -170,11 +170,7 @@ def _meeting(spec: Spec, endpoint: str | None, timeout: float) -> Rendezvous | N
 
 
 def _alarm(watch: bool | str, on: Slurm | None) -> str:
-    """What alarms the ranks may raise; "" = none.
-
-    Raises:
-        LaunchError: no such word, or with Slurm, whose jobs set their own variables.
-    """
+    """What alarms the ranks may raise; "" = none."""
     if isinstance(watch, bool):
         return ""
     choice("watch", watch, run_directory.ALARMS, also=", True, False", error=LaunchError)
@@ -184,11 +180,7 @@ def _alarm(watch: bool | str, on: Slurm | None) -> str:
 
 
 def _refuse_changes(given: dict[str, Any], knobs: dict[str, Any]) -> None:
-    """Raise for what does not go with `resume`: any knob, and any argument that is not at its default.
-
-    Raises:
-        LaunchError: there is one.
-    """
+    """Raise for what does not go with `resume`: any knob, and any argument that is not at its default."""
     usual = {"args": [], "watch": False, "rdzv_timeout": TIMEOUT, "on_hang": "report", "max_restarts": 0}
     for name, value in ({name: value for name, value in given.items() if value != usual.get(name)} | knobs).items():
         raise LaunchError(
@@ -255,11 +247,7 @@ def check(spec: Spec, *, alone: bool = True, here: bool = True) -> None:
 
 
 def _check_gpus(spec: RunSpec, gpus: int | None) -> None:
-    """Raise if the spec needs GPUs that this machine lacks; warn if the run will compute on the CPU for want of GPUs.
-
-    Raises:
-        LaunchError: it cannot run here.
-    """
+    """Raise if the spec needs GPUs that this machine lacks; warn if the run will compute on the CPU for want of GPUs."""
     ranks, trouble = spec.nproc_per_node, environment.gpu_trouble(gpus)
     must = next((f'{knob}="{value}"' for knob, value in (("device", "cuda"), ("backend", "nccl")) if getattr(spec, knob) == value), None)
     if must and gpus == 0:

@@ -99,11 +99,7 @@ def _wait(guard: "subprocess.Popen[bytes]", run: Run) -> None:
 
 
 def _take_place(path: Path, nnodes: int) -> int:
-    """The number of this machine: the first free one.
-
-    Raises:
-        LaunchError: all are taken.
-    """
+    """The number of this machine: the first free one."""
     for rank in range(1, nnodes):
         with contextlib.suppress(FileExistsError):
             (path / run_directory.NODES / str(rank)).mkdir(parents=True)

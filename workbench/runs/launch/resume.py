@@ -392,11 +392,7 @@ def checkpoints_of(path: Path) -> list[Path]:
 
 
 def _wait_for_ranks(run: Run) -> None:
-    """Wait for the ranks of a run whose guard and keeper were killed: they get SIGTERM from torchrun then, and write a checkpoint.
-
-    Raises:
-        LaunchError: they go on: another attempt would write into the same files.
-    """
+    """Wait for the ranks of a run whose guard and keeper were killed: they get SIGTERM from torchrun then, and write a checkpoint."""
     limit = time.monotonic() + PATIENCE
     while ranks := ranks_of(run.id):
         if time.monotonic() >= limit:

@@ -300,11 +300,7 @@ def shown_value(value: Any) -> Any:
 
 
 def _kind(runs: Sequence[Run], over: str) -> str:
-    """ "strong" if the runs share a global batch that their processes divide, else "weak".
-
-    Raises:
-        CurveError: they differ in another field.
-    """
+    """ "strong" if the runs share a global batch that their processes divide, else "weak"."""
     first = runs[0].spec
     for run in runs[1:]:
         if type(run.spec) is not type(first):
