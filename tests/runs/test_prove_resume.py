@@ -151,8 +151,10 @@ def prove(here: Path, by_hand: Callable[..., HandMade], forks: Forks) -> Prove:
         {"nproc_per_node": 3, "micro_batch": 2, "num_workers": 1, "precision": "amp_fp16"},
         {"nproc_per_node": 2, **RECIPE},
         {"nproc_per_node": 2, **RECIPE, "optimizer": "adafactor", "weight_decay_on": "all"},
+        {"nproc_per_node": 2, "gradient_compression": "powersgd(rank=2, start=4)"},
+        {"nproc_per_node": 3, "micro_batch": 2, "gradient_compression": "powersgd", "bucket_cap_mb": 0.05, "accumulation": 2},
     ],
-    ids=["fsdp", "three ranks", "a recipe of many knobs", "adafactor"],
+    ids=["fsdp", "three ranks", "a recipe of many knobs", "adafactor", "powersgd", "powersgd on three ranks"],
 )
 def test_trainings_of_all_kinds_go_on_exactly(prove: Prove, knobs: dict[str, Any]) -> None:
     """Ranks that share a model; three, which must add their gradients in the same order; averages, schedules, compression."""

@@ -33,6 +33,8 @@ MODES: dict[str, dict[str, Any]] = {
     "split, zero1": {"tensor_parallel": 2, "parallel": "zero1", "ema": 0.9},
     "split, fsdp": {"tensor_parallel": 2, "parallel": "fsdp", "ema": 0.9},
     "averages": {"local_sgd": "periodic(period=4, start=1)"},
+    "powersgd": {"gradient_compression": "powersgd(rank=1, start=2)"},
+    "powersgd, zero1": {"gradient_compression": "powersgd(rank=2, start=5)", "parallel": "zero1"},
     "static graph": {"static_graph": True},
     "static graph, after one": {"static_graph": True},
     "stages": {"pipeline_parallel": 2, "accumulation": 2, "ema": 0.9},
@@ -44,7 +46,7 @@ MODES |= {"experts, zero1": {**MIXED, "parallel": "zero1"}, "experts, fsdp": {**
 MODES |= {"experts, hsdp": {**MIXED, **MODES["hsdp"]}, "split, hsdp": {**MODES["split"], **MODES["hsdp"], "shard_ranks": 1}}
 STAGES = [("stages", 2, "fsdp"), ("stages", 1, "ddp"), ("zero1", 2, "stages")]
 IN_MAKE_TEST: dict[str, Any] = {
-    "names": ["zero1", "fsdp", "split", "stages", "experts", "averages", "static graph"],
+    "names": ["zero1", "fsdp", "split", "stages", "experts", "averages", "static graph", "powersgd"],
     "others": [
         ("zero1", 2, "split"),
         ("fsdp", 2, "ddp"),

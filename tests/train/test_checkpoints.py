@@ -439,6 +439,19 @@ def test_a_dataset_that_has_changed_is_said(alone: Ranks, tmp_path: Path, capsys
     assert [row["notes"] for row in run_directory.LineTail(tmp_path / run_directory.RESUMES).read()] == [[], [words]]
 
 
+def test_what_powersgd_keeps_is_in_a_checkpoint_and_of_no_use_on_other_ranks(alone: Ranks, tmp_path: Path) -> None:
+    wide = toy_tasks.numbers(model=lambda: nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 2)))
+    spec = spec_of(gradient_compression="powersgd(start=2)", steps=13)
+    whole = train(spec, wide, alone, tmp_path)
+    part = torch.load(tmp_path / run_directory.CHECKPOINTS / "step00000012.rank0.pt", weights_only=True)["compression"]
+    assert part["iter"] == 12
+    assert float(part["error_dict"][0].abs().sum()) > 0
+    assert torch.equal(weights(train(spec, wide, alone, tmp_path)), weights(whole))  # from step 12
+    train(spec.replace(micro_batch=2, steps=14), wide, alone, tmp_path)
+    rows = run_directory.LineTail(tmp_path / run_directory.RESUMES).read()
+    assert [any("PowerSGD goes on compressing, without what it" in note for note in row["notes"]) for row in rows] == [False, True]
+
+
 def test_an_interrupt_while_the_thread_starts_is_not_hidden(alone: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = Trainer(spec_of(), toy_tasks.numbers(), alone)
     checkpoints = Checkpoints(tmp_path, alone, 6)

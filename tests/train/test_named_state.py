@@ -202,7 +202,17 @@ def test_a_training_on_one_rank_goes_on_bit_for_bit(alone: Ranks, written: Path,
 @pytest.mark.slow
 def test_four_ranks_two_and_one(tmp_path: Path, forks: Forks) -> None:
     names, others = (
-        ["hsdp", "split, fsdp", "stages, zero1", "experts of 4", "experts", "averages", "static graph", "static graph, after one"],
+        [
+            "hsdp",
+            "split, fsdp",
+            "stages, zero1",
+            "experts of 4",
+            "experts",
+            "averages",
+            "static graph",
+            "static graph, after one",
+            "powersgd, zero1",
+        ],
         [
             ("stages, zero1", 2, "stages"),
             ("stages, zero1", 3, "fsdp"),
@@ -213,6 +223,7 @@ def test_four_ranks_two_and_one(tmp_path: Path, forks: Forks) -> None:
             ("experts of 4", 2, "experts"),
             ("experts of 4", 1, "experts, ddp"),
             ("experts", 2, "experts"),
+            ("powersgd, zero1", 3, "powersgd"),
         ],
     )
     env = {**os.environ, "OMP_NUM_THREADS": "1"}

@@ -164,7 +164,8 @@ class RunSpec(_Spec):
     """What DDP reduces instead of fp32 gradients, through one of torch's communication hooks: "none"; "fp16" or "bf16": half the bytes
     (fp16 overflows above 65,504; bf16 needs GPUs and NCCL); "powersgd(rank=1, start=10)": from step `start` on, two thin matrices with
     `rank` columns for each matrix. From these, each rank computes an approximation of the mean, and adds what was left out in the next
-    step. It keeps that error, as large as the gradients, on each rank, and estimates include it as it is from `start` on."""
+    step. It keeps that error, as large as the gradients, on each rank: estimates include it as it is from `start` on, and so do
+    checkpoints."""
     parallel: str = knob("ddp", choices=PARALLELS, panels=("memory",), elsewhere=("strategy", "fsdp", "zero", "sharding", "zero_stage"))
     """What the ranks share: "ddp" nothing, "zero1" optimizer states, "zero2" optimizer states and gradients, and the weights between steps,
     "fsdp" everything; "hsdp": as "fsdp" within groups of `shard_ranks`, as "ddp" between groups. Under the last three, amp_bf16 keeps the

@@ -255,15 +255,10 @@ def check(spec: Any) -> None:
     _check_experts(spec)
     _check_local_sgd(spec)
     _check_static_graph(spec)
-    kind, options = parse_call("gradient_compression", spec.gradient_compression, COMPRESSIONS, "powersgd(rank=2)")
+    _, options = parse_call("gradient_compression", spec.gradient_compression, COMPRESSIONS, "powersgd(rank=2)")
     for option, least in (("rank", 1), ("start", EARLIEST_POWERSGD)):
         if option in options:
             whole_number(f'gradient_compression="{spec.gradient_compression}": {option}', options[option], least=least, error=SpecError)
-    if kind == "powersgd" and spec.checkpoint_every:
-        raise SpecError(
-            f'gradient_compression="{spec.gradient_compression}" with checkpoint_every={spec.checkpoint_every}: each rank keeps what its '
-            'compression left out, and a checkpoint does not have it; leave one of them out, or try "fp16"'
-        )
     real_number("label_smoothing", spec.label_smoothing, least=0, below=1, error=SpecError)
     if spec.gradient_compression != "none" and (spec.parallel in SHARDED or spec.tensor_parallel > 1):
         given = f"tensor_parallel={spec.tensor_parallel}" if spec.tensor_parallel > 1 else f'parallel="{spec.parallel}"'

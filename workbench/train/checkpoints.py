@@ -32,6 +32,7 @@ from workbench.train.checkpoint_file import UnusableCheckpointError
 from workbench.train.early_stop import is_judged_by
 from workbench.train.provenance import classes_of, data_changes, dataset_identity, sample_count
 from workbench.train.ranks import Ranks, changed_layout, layout_knobs
+from workbench.train.sharding import POWERSGD_ANEW, compression_state
 
 if TYPE_CHECKING:
     from workbench.train.trainer import Trainer
@@ -208,7 +209,8 @@ class Checkpoints:
             unusable.rename(unusable.with_name(f"{unusable.name}.{why.kind}"))
         self.first_samples = state.get("first samples")
         notes = data_changes(trainer, state)
-        notes += filter(None, [state.get("origin"), changed_layout(trainer.spec, state.get("layout"))])
+        changed = changed_layout(trainer.spec, state.get("layout"))
+        notes += filter(None, [state.get("origin"), changed, POWERSGD_ANEW * bool(changed and trainer.compresses)])
         for note in notes:
             print(f"note: {note}")
         row = {"step": state["step"], "checkpoint": path.name, "passed_over": passed_over, "notes": notes, "time": time.time()}
@@ -337,6 +339,8 @@ class Checkpoints:
             tensors = named_state.Copies()  # always: a view would bring all that it is a view of
             part = {"parts": {key: tensors(each.tensor) for key, each in parts.items()}}
             part |= {"other": copy(named_state.other_entries(trainer.module)), "same": named_state.other_names(trainer.module)}
+            if compression := compression_state(trainer.model):
+                part["compression"] = tensors(compression)
             where = {key: (each.shape, each.offset, tuple(each.tensor.shape)) for key, each in parts.items()}
             mine["shard"] = {"parts": where, "values": copy(values)}
         groups = named_state.optimizer_groups(trainer)
@@ -450,7 +454,8 @@ def part_path(path: Path, rank: int) -> Path:
 
 def _is_shared(trainer: "Trainer") -> bool:
     """Do ranks share the model or the optimizer, or has each its own?"""
-    return trainer.spec.parallel != "ddp" or not trainer.spec.whole_models or trainer.spec.local_sgd != "none"
+    spec = trainer.spec
+    return spec.parallel != "ddp" or not spec.whole_models or spec.local_sgd != "none" or trainer.compresses
 
 
 def _mismatch(trainer: "Trainer", state: Mapping[str, Any], source: named_state.Source | None = None) -> str:

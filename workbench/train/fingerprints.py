@@ -135,7 +135,7 @@ class Fingerprints:
             "optimizer": digest(state["optimizer"]),
             "schedule": digest(state["scheduler"]),
             "scaler": digest(state["scaler"]),
-            **({"ema": digest(state["ema"])} if "ema" in state else {}),
+            **{name: digest(state[name]) for name in ("ema", "compression") if name in state},
         }
 
     def _write(self) -> None:

@@ -165,7 +165,7 @@ def train(
                 profiled.step(done)
             for batch in () if done >= spec.steps or stopped else timer.batches(profiled.batches(batches) if profiled else batches):
                 waiting -= 1
-                if done and step == done and ranks.world_size > 2 and trainer.has_buckets and waiting == spec.accumulation - 1:
+                if done and step == done and trainer.needs_rehearsal and waiting == spec.accumulation - 1:
                     trainer.rehearse(batch)
                     balance.take()  # its tokens are of no step
                 if first and not ranks.rank:

@@ -267,6 +267,10 @@ class Source:
         entries: dict[str, Any] = self._open(rank if rank < len(self._shards) else 0)["other"]
         return entries
 
+    def compression(self, rank: int) -> dict[str, Any] | None:
+        """What PowerSGD kept between two steps on a rank; None = it did not compress."""
+        return self._open(rank).get("compression") if rank < len(self._shards) else None
+
     def same(self) -> dict[str, str]:
         """The further names of parameters that two modules share, and their first names; files of an earlier workbench have none."""
         return {name: first for number in range(len(self._shards)) for name, first in self._open(number).get("same", {}).items()}

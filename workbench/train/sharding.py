@@ -11,7 +11,7 @@ reduced in fp32, and the model's output is cast to fp32, so that a loss outside 
 import contextlib
 import inspect
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -96,6 +96,37 @@ def distribute(module: nn.Module, spec: RunSpec, layout: Layout, device: torch.d
     return model
 
 
+def compression_state(model: nn.Module) -> dict[str, Any] | None:
+    """What PowerSGD keeps between two steps on this rank, as tensors and numbers; None = the model's gradients are not compressed by it."""
+    if (state := _power_sgd(model)) is None:
+        return None
+    _, keys, *more = state.rng.get_state()
+    tables = {name: dict(getattr(state, name)) for name in _TABLES}
+    return {"iter": state.iter, "rng": [torch.from_numpy(keys.astype("int64")), *more], **tables}
+
+
+def restore_compression(model: nn.Module, kept: Mapping[str, Any], device: torch.device) -> None:
+    """Let PowerSGD go on with what a checkpoint kept; nothing but the number of steps (`iter`): with errors and matrices of its own.
+
+    Call it when DDP has its final buckets, after a backward: what is kept is by bucket.
+    """
+    state = _power_sgd(model)
+    state.iter = kept["iter"]
+    for name in _TABLES:
+        setattr(state, name, {int(bucket): value.to(device, copy=True) for bucket, value in kept.get(name, {}).items()})
+    if "rng" in kept:
+        keys, *more = kept["rng"]
+        state.rng.set_state(("MT19937", keys.numpy().astype("uint32"), *more))
+
+
+def _power_sgd(model: nn.Module) -> Any:
+    """The state of PowerSGD's hook; None without it."""
+    return next((state for _, state in getattr(model, "_comm_hooks", ()) if hasattr(state, "error_dict")), None)
+
+
+POWERSGD_ANEW = "PowerSGD goes on compressing, without what it had left out of the gradients of each rank, and with new random matrices"
+"""What it means for PowerSGD that a checkpoint was written by other ranks."""
+_TABLES = ("error_dict", "p_memory_dict", "q_memory_dict")
 BUCKET_MB = 25.0
 """Size in MiB of what is reduced at once, as DDP has it."""
 

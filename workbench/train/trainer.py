@@ -33,7 +33,7 @@ from workbench.train.random_numbers import random_state, restore_random_state, s
 from workbench.train.ranks import Layout, Ranks, changed_layout
 from workbench.train.sample_order import go_on, position_of
 from workbench.train.sharded_tensors import broadcast_parameters, local_part
-from workbench.train.sharding import accumulating, distribute, gathered, reduce_gradients
+from workbench.train.sharding import accumulating, compression_state, distribute, gathered, reduce_gradients, restore_compression
 from workbench.train.split_on_oom import MicroBatchSplitter
 from workbench.train.stages import cut, keep_only
 from workbench.train.step_weights import StepWeights
@@ -104,6 +104,7 @@ class Trainer:
         self.spec, self.task, self.ranks = spec, task, ranks
         self._updates = 0
         self._random: dict[str, Any] | None = None
+        self._compression: dict[str, Any] | None = None
         self._waiting: list[Any] = []
         self.phase: Phase = _unmarked
         self.warn: Callable[[str], None] = print
@@ -228,7 +229,8 @@ class Trainer:
             "scaler": self.precision.scaler,
             **({"ema": self._average} if self._average else {}),
         }
-        return {name: part.state_dict() for name, part in parts.items()}
+        compression = compression_state(self.model)
+        return {name: part.state_dict() for name, part in parts.items()} | ({"compression": compression} if compression else {})
 
     def load_state(self, state: dict[str, Any], source: named_state.Source | None = None) -> None:
         """Resume from a `state` after its `step` steps, with the `random` numbers of each rank; without these, they are seeded again.
@@ -266,6 +268,7 @@ class Trainer:
             self.pipeline.steps = state["step"]
         if not changed_layout(self.spec, state.get("layout")):  # else the ranks have other parts of the work
             self._random = (state.get("random") or {}).get(self.ranks.rank)
+            self._compression = source.compression(self.ranks.rank) if source else None
 
     def resumed_seed(self, done: int, rank: int) -> int:
         """Seed of a rank that goes on after so many steps without random numbers of its own."""
@@ -321,6 +324,16 @@ class Trainer:
         """Does DDP put gradients into buckets, or something else that depends on the first step?"""
         return self.model is not self.module or (self.pipeline is not None and self.layout.readers.world_size > 1)
 
+    @property
+    def needs_rehearsal(self) -> bool:
+        """Does a step after a resume depend on the buckets that DDP has only after its first step?"""
+        return self.has_buckets and (self.ranks.world_size > 2 or self.compresses)
+
+    @property
+    def compresses(self) -> bool:
+        """Does PowerSGD compress gradients, and keep something between two steps?"""
+        return compression_state(self.model) is not None
+
     def rehearse(self, batch: Any) -> None:
         """Compute the gradients of a micro-batch and forget them: DDP then has the buckets that it has after its first step.
 
@@ -346,6 +359,8 @@ class Trainer:
                 part._buffers.update(buffers)  # a buffer may be made or replaced by the first forward
                 for name, value in values.items():
                     buffers[name].copy_(value)  # type: ignore[union-attr]
+        if self.compresses:
+            restore_compression(self.model, self._compression or {"iter": self._updates}, self.ranks.device)
         restore_random_state(random, self.ranks.device)
 
     def placed(self, batch: Any) -> Any:

@@ -39,6 +39,7 @@ PARTS = {
     "schedule": "the learning-rate schedule",
     "scaler": "the gradient scaler",
     "ema": "the averaged weights",
+    "compression": "what PowerSGD keeps between two steps",
     "samples": "the order of the samples",
     "batch": "the content of the batch",
     "random": "the random numbers of the training process",
@@ -55,6 +56,7 @@ HINTS = {
     "schedule": "the schedule counts steps that the checkpoint does not know",
     "scaler": "the gradient scaler was not restored",
     "ema": "the averaged weights were not restored",
+    "compression": "what PowerSGD left out of each rank's gradients, its matrices or its random numbers were not restored",
     "samples": "the sampler does not go on where it was: a dataset whose length has changed, or one that orders its samples by itself",
     "batch": "the samples are the same, their content is not: augmentation with a generator of its own that the workbench cannot seed "
     "(such as np.random.default_rng()), the time, or files that have changed",

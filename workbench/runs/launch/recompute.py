@@ -405,7 +405,7 @@ def unrecorded(recorded: Record, begin: int, end: int, ranks: Sequence[int]) -> 
 
 def within(recorded: Record, begin: int, end: int) -> Record:
     """What is recorded of the steps after `begin` up to `end`, and, where digests have it, of the states right after them."""
-    states = ("weights", "buffers", "optimizer", "schedule", "scaler", "ema")
+    states = ("weights", "buffers", "optimizer", "schedule", "scaler", "ema", "compression")
     kept = {}
     for (step, rank), parts in recorded.items():
         if begin < step <= end:
