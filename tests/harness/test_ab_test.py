@@ -1,7 +1,12 @@
 """Two ways to do a step take turns: exact with a fake clock, then with real loaders and real changes."""
 
 import gc
+import json
+import math
+import random
+import statistics
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,9 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
+from tests import drawn
 from tests.diagnosis.test_diagnosis import remedy
 from workbench.core.system_load import LoadMeter
+from workbench.diagnosis.analysis.proof import Proof
 from workbench.diagnosis.api import _kept
+from workbench.diagnosis.panel import html
 from workbench.harness import ablations
 from workbench.harness.ab_test import MAX_PAIRS, MIN_PAIRS, WARM_UP_STEPS, measure_change, run_ab_test
 from workbench.harness.blocks import DiagnoseError
@@ -71,6 +79,51 @@ def test_a_machine_that_gets_slower_does_no_harm() -> None:
     arm = run_ab_test(Drifting(clock, 0.1), Drifting(clock, 0.05), budget_s=1000, peers=Peers(), clock=clock)
     assert arm.speedup.mid == pytest.approx(2, rel=0.02)
     assert arm.pairs[-1][0] > 1.1 * arm.pairs[0][0]
+
+
+class Shared(Fake):
+    """A contestant whose blocks all take another time, as on a machine that others use."""
+
+    def __init__(self, clock: Clock, seconds: float, chance: random.Random, noise: float) -> None:
+        super().__init__(clock, seconds)
+        self.chance, self.noise = chance, noise
+
+    def drain(self) -> None:
+        self.clock.slow = math.exp(self.chance.gauss(0, self.noise))
+
+
+@pytest.mark.parametrize("noise", [0.02, 0.1, 0.3])
+def test_a_range_of_one_two_or_three_pairs_holds_the_truth_nine_times_of_ten(noise: float) -> None:
+    """The changed side takes 0.8 of the time. Before, the range of two pairs, whose ends were theirs, held it in half of the cases."""
+    chance = random.Random(3)
+    right: dict[int, list[bool]] = {1: [], 2: [], 3: []}
+    before = list[bool]()
+    for test in range(900):
+        clock = Clock()
+        sides = Shared(clock, 0.1, chance, noise), Shared(clock, 0.08, chance, noise)
+        arm = run_ab_test(*sides, budget_s=(2.0, 4.0, 5.0)[test % 3], peers=Peers(), clock=clock)
+        if (count := len(arm.pairs)) in right:
+            right[count].append(1.25 in arm.sure_speedup and 0.2 in arm.surely_saved)
+            before += [1.25 in arm.speedup] * (count == 2)
+    assert min(map(len, right.values())) > 100
+    assert {count: statistics.fmean(held) for count, held in right.items() if statistics.fmean(held) < 0.9} == {}
+    assert statistics.fmean(before) < 0.6
+    assert all(right[1]), "one pair has no range"
+
+
+def test_one_pair_has_no_range_and_says_so() -> None:
+    arm = VariantTimes(name="changed", baseline="full", pairs=((0.2, 0.1),))
+    assert (arm.sure_speedup.low, arm.sure_speedup.mid, arm.sure_speedup.high) == (-math.inf, 2.0, math.inf)
+    proof = Proof(remedy=drawn.proof().remedy, measured=arm.sure_speedup)
+    assert not proof.gained
+    assert "measured 2.00× (one pair: no range): not clear whether it helps: one pair has no range" in proof.summary
+    assert [str(cell) for cell in proof.table.rows[1]] == ["measured", "2.00×", "–", "–"]
+    assert Proof.from_json(json.loads(json.dumps(proof.to_json()))).measured == proof.measured
+    assert "one pair: no range" in html.remedy(proof.remedy, proof, 3.0)
+    told = replace(drawn.diagnosis(), proofs=[proof])
+    assert told.brief()["proved"][0]["measured"] == [None, 2.0, None]
+    for result in (proof, told):
+        result.plot()
 
 
 def test_noise_makes_more_pairs_and_the_budget_ends_them() -> None:

@@ -63,7 +63,8 @@ class Interval(JsonDataclass):
         if isinstance(value, Mapping):
             return fields_from_json(cls, value)
         low, mid, high = from_json(tuple[float, float, float], value)
-        return cls(low=low, mid=mid, high=high)
+        ends = {end: number for end, number in (("low", low), ("high", high)) if not math.isnan(number) or math.isnan(mid)}
+        return cls(**{"low": -math.inf, "high": math.inf, **ends}, mid=mid)  # an end that is not there, but a middle
 
 
 def interval_of(pairs: Sequence[tuple[float, float]], what: Any, *, draws: int = 400, level: float = 0.9) -> Interval:

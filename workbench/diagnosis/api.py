@@ -191,11 +191,12 @@ def _kept(remedy: Remedy, arm: VariantTimes, *, samples: float, name: str = "") 
     stopped = INTERRUPTED in (arm.note or "")
     proof = Proof(
         remedy=remedy,
-        measured=arm.speedup_at_few_pairs if stopped else arm.speedup,
+        measured=arm.sure_speedup,
         baseline=samples / statistics.fmean(base for base, _ in arm.pairs),
         notes=(arm.note,) if arm.note else (),
     )
-    if remedy.low > 0 and not stopped and os.environ.get("RANK", "0") == "0" and (trouble := calibration.keep(proof, task=name)):
+    known = remedy.low > 0 and not stopped and math.isfinite(proof.measured.low)
+    if known and os.environ.get("RANK", "0") == "0" and (trouble := calibration.keep(proof, task=name)):
         proof = Proof(remedy=remedy, measured=proof.measured, baseline=proof.baseline, notes=(*proof.notes, trouble))
     return proof
 

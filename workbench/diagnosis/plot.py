@@ -120,7 +120,9 @@ def _predicted_pieces(result: Diagnosis, remedy: Remedy, now: Parts) -> list[flo
 
 
 def _seconds(parts: Parts, speedup: Interval) -> Interval:
-    """What a speedup makes of the step: its ends change places."""
+    """What a speedup makes of the step: its ends change places. One that has none is drawn without an interval."""
+    if math.isinf(speedup.low):
+        speedup = Interval(low=speedup.mid, mid=speedup.mid, high=speedup.mid)
     return Interval(low=parts.step / speedup.high, mid=parts.step / speedup.mid, high=parts.step / speedup.low)
 
 

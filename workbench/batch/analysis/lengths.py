@@ -90,11 +90,13 @@ class LengthsProof(JsonDataclass, display.Shown):
     @property
     def word(self) -> str:
         """What was predicted, what was measured, and whether they agree."""
+        ends = f"{units.times(self.measured.low)} … {units.times(self.measured.high)}"
+        ends = "one pair: no range" if math.isinf(self.measured.low) else ends
         gained = "a gain" if self.measured.low > 1 else "no slower beyond doubt" if self.measured.high > 1 else "slower"
         off = "held" if self.held else f"the prediction was {units.percent(abs(self.error))} too {'high' if self.error > 0 else 'low'}"
         return (
             f"{self.name}: predicted {units.times(self.predicted)}, measured {units.times(self.measured.mid)} "
-            f"({units.times(self.measured.low)} … {units.times(self.measured.high)}) on {self.device}: {gained}; {off}"
+            f"({ends}) on {self.device}: {gained}; {off}"
         )
 
     @property

@@ -349,7 +349,7 @@ class Diagnosis(JsonDataclass):
                 for remedy in self.remedies
             ],
             "proved": proved,
-            "experiments": {name: three(arm.saved_at_few_pairs) for name, arm in e.arms.items()},
+            "experiments": {name: three(arm.surely_saved) for name, arm in e.arms.items()},
             "unknown": [short(note) for note in (*self._advice.note, *e.notes, *self.judgement.notes)],
             "next": {"do": short(self.next), "command": None if proved else self._command()},
         }

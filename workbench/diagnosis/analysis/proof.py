@@ -69,8 +69,8 @@ class Proof(display.Shown, JsonDataclass):
     def summary(self) -> str:
         """One line: what was predicted, what was measured, and whether they agree."""
         return (
-            f"{self.remedy.name}: predicted {units.times(self.remedy.speedup)} ({_between(self.predicted)}), "
-            f"measured {units.times(self.measured.mid)} ({_between(self.measured)}): {self.word}"
+            f"{self.remedy.name}: predicted {units.times(self.remedy.speedup)} ({between(self.predicted)}), "
+            f"measured {units.times(self.measured.mid)} ({between(self.measured)}): {self.word}"
         )
 
     @property
@@ -78,6 +78,8 @@ class Proof(display.Shown, JsonDataclass):
         """How the proof went, in words."""
         if math.isnan(self.measured.mid):
             return "it could not be run"
+        if math.isinf(self.measured.low):
+            return "not clear whether it helps: one pair has no range; give the proof a larger budget_s"
         if not self.gained and self.measured.mid >= MIN_GAIN:
             return "not clear whether it helps: the measured range includes no gain"
         if not self.gained:
@@ -146,7 +148,10 @@ def remedy_table(remedies: Sequence[Remedy], proofs: Sequence[Proof], note: str)
     return display.Table(columns=("", "remedy", "predicted", "measured", "what to do"), rows=rows, title="What would help", note=note)
 
 
-def _between(interval: Interval) -> str:
+def between(interval: Interval) -> str:
+    """The ends of a speedup as text."""
+    if math.isinf(interval.low):
+        return "one pair: no range"
     if math.isinf(interval.high):
         return f"at least {units.times(interval.low)}"
     return f"{units.times(interval.low)} … {units.times(interval.high)}"

@@ -11,7 +11,7 @@ from workbench.core.display.colors import PARTS as COLORS
 from workbench.core.display.table import escape
 from workbench.core.vocabulary import PARTS
 from workbench.diagnosis.analysis.diagnosis import Diagnosis
-from workbench.diagnosis.analysis.proof import Ladder, Proof
+from workbench.diagnosis.analysis.proof import Ladder, Proof, between
 from workbench.diagnosis.analysis.remedy import Remedy
 from workbench.diagnosis.analysis.step_model import Parts
 from workbench.diagnosis.panel.knobs import WhatIf
@@ -102,7 +102,7 @@ def remedy(remedy: Remedy, proof: Proof | None, scale: float) -> str:
     """
     rows = [_gain("predicted", remedy.speedup, remedy.gain, scale, pale=True)]
     if proof is not None:
-        measured = f"{units.times(proof.measured.mid)} ({units.times(proof.measured.low)} … {units.times(proof.measured.high)})"
+        measured = f"{units.times(proof.measured.mid)} ({between(proof.measured)})"
         rows.append(_gain("measured", proof.measured.mid, measured, scale, pale=False))
     notes = [f"costs: {remedy.costs}"] if remedy.costs else []
     notes += [] if proof is None else [proof.word, *proof.notes]
