@@ -243,6 +243,8 @@ def _in_a_plan(knobs: Mapping[str, Any], where: Cluster) -> str:
         choices = {"sharing": SHARINGS, "checkpointing": CHECKPOINTINGS}.get(words)
         if of[name] in ("micro_batch", "accumulation"):
             said.append(f"{name}={value!r:.40}: this is what a plan finds; global_batch= is what all GPUs take in a step")
+        elif of[name] in ("expert_parallel", "local_sgd"):
+            said.append(f"{name}={value!r:.40}: not planned; give gpus, global_batch, sharing, checkpointing")
         elif words and choices and value not in choices:
             said.append(f"{name}={value!r:.40}: {words}= says it, one or several of {', '.join(choices)}")
         elif words:

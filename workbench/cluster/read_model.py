@@ -36,7 +36,6 @@ _ONE_RANK = {
     "shard_ranks": None,
     "accumulation": 1,
 }
-_FIXED = (*_ONE_RANK, "micro_batch", "checkpointing")
 
 
 def read(
@@ -61,12 +60,8 @@ def read(
         knobs: as `estimate_memory` takes them.
 
     Raises:
-        PlanError: a knob that the plan itself finds.
-        ValueError: as `estimate_memory`.
+        PlanError, ValueError: as `estimate_memory`.
     """
-    for name in _FIXED:
-        if name in knobs:
-            raise PlanError(f"{name}={knobs[name]!r}: this is what a plan finds; give gpus, global_batch, sharing, checkpointing")
     target = read_program("plan", target, batch, others="a Transformer, ", error=PlanError)
     if isinstance(target, RunSpec):
         target = target.replace(**{**_ONE_RANK, "noise_scale": False})

@@ -36,11 +36,6 @@ class Interval(JsonDataclass):
         """From end to end."""
         return self.high - self.low
 
-    @property
-    def reversed(self) -> tuple[float, float, float]:
-        """High, mid, low."""
-        return self.high, self.mid, self.low
-
     def of(self, function: Callable[[float], float]) -> "Interval":
         """A function of it, rising or falling."""
         ends = sorted((function(self.low), function(self.high)))

@@ -191,7 +191,7 @@ def _kept(remedy: Remedy, arm: VariantTimes, *, samples: float, name: str = "") 
     stopped = INTERRUPTED in (arm.note or "")
     proof = Proof(
         remedy=remedy,
-        measured=arm.sure_speedup,
+        measured=arm.speedup,
         baseline=samples / statistics.fmean(base for base, _ in arm.pairs),
         notes=(arm.note,) if arm.note else (),
     )

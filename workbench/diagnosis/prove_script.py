@@ -117,7 +117,7 @@ def prove_script(
     base = sum(before for before, _ in pairs) / len(pairs)
     rate = (1.0 if evidence.samples else spec.world_size) / base
     notes.append(f"{units.several(len(pairs), 'pair')} of launches of the script, by turns")
-    return Proof(remedy=remedy, measured=arm.sure_speedup, baseline=rate, notes=tuple(notes))
+    return Proof(remedy=remedy, measured=arm.speedup, baseline=rate, notes=tuple(notes))
 
 
 def _seconds_each(spec: ScriptSpec, steps: int, step: float, start_s: float | None, budget_s: float) -> str:

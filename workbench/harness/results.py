@@ -55,30 +55,26 @@ class VariantTimes:
         return Interval(low=min(saved.low, wide.low), mid=saved.mid, high=max(saved.high, wide.high))
 
     @property
-    def speedup(self) -> Interval:
-        """Throughput in samples over that of the baseline."""
-        return interval_of(self.pairs, lambda base, changed: self.samples * base / changed)
-
-    @property
     def surely_saved(self) -> Interval:
-        """`saved`, with an interval that holds the truth nine times of ten however noisy the machine is; see `sure_speedup`."""
-        return self._sure(self.saved.mid, lambda ratio: 1 - ratio)
+        """`saved`, with an interval as that of `speedup`."""
+        return self._sure(lambda ratio: 1 - ratio)
 
     @property
-    def sure_speedup(self) -> Interval:
-        """`speedup`, with an interval that holds the truth nine times of ten however noisy the machine is: Student's, by what these pairs
-        alone differ by, and no narrower than that of `saved_at_few_pairs`. That of a single pair has no ends.
+    def speedup(self) -> Interval:
+        """Throughput in samples over that of the baseline, with an interval that holds the truth nine times of ten however noisy the
+        machine is: Student's, by what these pairs alone differ by, and no narrower than that of `saved_at_few_pairs`. That of a single
+        pair has no ends.
         """
-        return self._sure(self.speedup.mid, lambda ratio: self.samples / ratio)
+        return self._sure(lambda ratio: self.samples / ratio)
 
-    def _sure(self, mid: float, of: Callable[[float], float]) -> Interval:
+    def _sure(self, of: Callable[[float], float]) -> Interval:
         """An interval of a function of the time of the variant's step over the baseline's."""
-        ratios = [math.log(changed / base) for base, changed in self.pairs if base > 0 < changed]
+        ratios, mid = [math.log(changed / base) for base, changed in self.pairs if base > 0 < changed], of(1 - self.saved.mid)
         if len(ratios) < 2:
             return Interval(low=-math.inf, mid=mid, high=math.inf)
         half = student_t(OUTSIDE, len(ratios) - 1) * statistics.stdev(ratios) / math.sqrt(len(ratios))
         few, own = self.saved_at_few_pairs, [math.exp(statistics.fmean(ratios) + side * half) for side in (-1, 1)]
-        ends = [of(ratio) for ratio in (min(1 - few.high, own[0]), max(1 - few.low, own[1])) if ratio > 0]
+        ends = of(min(1 - few.high, own[0])), of(max(1 - few.low, own[1]))
         return Interval(low=min(mid, *ends), mid=mid, high=max(mid, *ends))
 
 

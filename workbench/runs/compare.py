@@ -77,7 +77,10 @@ class Comparison(display.Shown):
     @property
     def differences(self) -> display.Table:
         """All recorded differences in spec, environment, versions, git, code, data and outcome."""
-        return difference_table(self.runs)
+        rows = [[section, name, *(text(value) for value in values)] for section, name, values in differences(self.runs)]
+        places = [f"{run.name} ({number})" for number, run in enumerate(self.runs, 1)]
+        note = f"the first difference: {rows[0][0]}, {rows[0][1]}" if rows else "nothing that was recorded differs"
+        return display.Table(columns=("section", "what", *places), rows=rows, title="What differs", note=note)
 
     @property
     def notes(self) -> list[str]:
@@ -191,14 +194,6 @@ def differences(runs: Sequence[Run]) -> list[tuple[str, str, list[Any]]]:
             if any(value != values[0] and value == value for value in values):
                 found.append((section, name, values))
     return found
-
-
-def difference_table(runs: Sequence[Run]) -> display.Table:
-    """A row for each thing that differs."""
-    rows = [[section, name, *(text(value) for value in values)] for section, name, values in differences(runs)]
-    places = [f"{run.name} ({number})" for number, run in enumerate(runs, 1)]
-    note = f"the first difference: {rows[0][0]}, {rows[0][1]}" if rows else "nothing that was recorded differs"
-    return display.Table(columns=("section", "what", *places), rows=rows, title="What differs", note=note)
 
 
 def text(value: Any) -> str:

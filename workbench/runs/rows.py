@@ -301,18 +301,15 @@ def training_notes(other_rows: Mapping[int, Sequence[Mapping[str, Any]]], world_
 
 def _told_once(warnings: Sequence[str], alarms: Mapping[str, Told], world_size: int) -> list[str]:
     """Warnings, of which the alarms of several ranks about one event are one, with the figures of the first of them."""
-    found: list[tuple[str, Told | None, set[int]]] = []
+    found: dict[str, set[int]] = {}
     for text in warnings:
         alarm = alarms.get(text)
-        others = [(other, ranks) for _, other, ranks in found if alarm and other and other.same_event(alarm) and alarm.rank not in ranks]
-        if alarm and others:
-            others[0][1].add(alarm.rank)
-        else:
-            found.append((text, alarm, {alarm.rank} if alarm else set()))
+        same = (kept for kept in found if alarm and kept in alarms and alarms[kept].same_event(alarm) and alarm.rank not in found[kept])
+        found.setdefault(next(same, text), set()).update({alarm.rank} if alarm else ())
     notes = []
-    for text, alarm, ranks in found:
+    for text, ranks in found.items():
         several = "all ranks" if len(ranks) == world_size else f"ranks {', '.join(map(str, sorted(ranks)))}"
-        notes.append(text.replace(f" on rank {alarm.rank}", f" on {several}", 1) if alarm and len(ranks) > 1 else text)
+        notes.append(text.replace(f" on rank {alarms[text].rank}", f" on {several}", 1) if len(ranks) > 1 else text)
     return notes
 
 

@@ -79,7 +79,7 @@ def prove_lengths(spec: RunSpec, grid: LengthGrid, dry: DryRuns, name: str, *, f
         device=str(trainer.ranks.device),
         micro_batches=count,
         predicted=float(predicted),
-        measured=times.sure_speedup,
+        measured=times.speedup,
         places=said[1] / said[0],
         measured_places=counted[1] / counted[0],
         held_bytes=memory,

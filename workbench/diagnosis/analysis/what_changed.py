@@ -135,7 +135,8 @@ class WhatChanged(display.Shown, JsonDataclass):
         if self.kind == "owner":
             many = "are" if len(self.owner) > 1 else "is"
             alone, because = " together" if self.together else "", f" ({self.why})" if self.why else ""
-            comes = self.brings if "code" not in self.owner or not self.code else (*self.code, *filter(_no_code, self.brings))
+            comes = tuple(text for text in self.brings if not self._said or not text.startswith("the code of "))
+            comes = (*self.code * self._said, *comes)
             brought = f" With it {'comes' if len(comes) == 1 else 'come'} {_list(comes)}." if comes else ""
             if today and 0 not in self.change and math.log(today.mid) * self.change.mid < 0:
                 cause = f" in trainings of {self.steps} steps, which may end differently from the recorded ones"
@@ -172,9 +173,13 @@ class WhatChanged(display.Shown, JsonDataclass):
         return f"{said}; {where[self.kind]}.{left}"
 
     @property
+    def _said(self) -> bool:
+        """Does the verdict say in which lines the code differs?"""
+        return bool(self.code) and "code" in self.owner
+
+    @property
     def _notes(self) -> list[str]:
-        said = self.kind == "owner" and "code" in self.owner  # in the verdict
-        return [*([f"the code differs in {', '.join(self.code)}"] if self.code and not said else []), *self.notes]
+        return [*[f"the code differs in {', '.join(self.code)}"] * (bool(self.code) and not self._said), *self.notes]
 
     @property
     def _alike(self) -> str:
@@ -275,10 +280,6 @@ def _as_one(group: Sequence[RunDifference]) -> RunDifference:
     shown = [each for each in named if each.section == "git"] or named
     texts = [", ".join(getattr(each, side) for each in some) for some, side in ((named, "name"), (shown, "a"), (shown, "b"))]
     return replace(group[-1], name=texts[0], a=texts[1], b=texts[2])
-
-
-def _no_code(brought: str) -> bool:
-    return not brought.startswith("the code of ")
 
 
 def _ends(ratio: Interval | None) -> str:
