@@ -233,10 +233,7 @@ def _in_a_plan(knobs: Mapping[str, Any], where: Cluster) -> str:
         number = dict(zip([of[name] for name in ranks], [knobs[name] for name in ranks], strict=True))
         nodes, each = (value if is_whole(value := number.get(name), least=1) else None for name in ("nnodes", "nproc_per_node"))
         gpus = (nodes or 1) * (each or where.gpus_per_node)
-        machines = "one machine" if nodes in (None, 1) else f"{nodes} machines"
-        why = (
-            "" if each else f", {machines} with the {where.gpus_per_node} GPUs of a {where.name}{' each' if nodes not in (None, 1) else ''}"
-        )
+        why = "" if each else f", {nodes or 1} × the {where.gpus_per_node} GPUs of a {where.name}"
         said.append(f"{', '.join(f'{name}={knobs[name]!r:.40}' for name in ranks)}: gpus={gpus} says it{why}")
     for name, value in knobs.items():
         words = _WORDS_OF_PLANS.get(of[name], "")

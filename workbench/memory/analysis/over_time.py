@@ -63,15 +63,6 @@ class MemoryTimeline(JsonDataclass):
         return tuple(map(sum, zip(*(self.held[group] for group in GROUPS), strict=True)))
 
     @property
-    def fullest(self) -> dict[str, dict[str, int]]:
-        """Phase → what each group holds when the phase, over all steps, is fullest."""
-        points: dict[str, tuple[int, int]] = {}
-        for point, (phase, total) in enumerate(zip(self.phase, self.total, strict=True)):
-            if phase not in points or total > points[phase][0]:
-                points[phase] = total, point
-        return {phase: {group: self.held[group][point] for group in GROUPS} for phase, (_, point) in points.items()}
-
-    @property
     def spans(self) -> list[tuple[str, int, int, int]]:
         """(phase, step, first point, last point) of each run of points in one phase of one micro-step."""
         runs: list[tuple[str, int, int, int]] = []
