@@ -31,10 +31,8 @@ BEFORE = "import ctypes, os, queue, signal, subprocess, sys, threading, time\nim
 SCRIPT = (
     BEFORE
     + """
-case, culprit = sys.argv[1], int(sys.argv[2])
-dist.init_process_group("gloo")
-rank, world_size = dist.get_rank(), dist.get_world_size()
-pair = dist.new_group([0, 1])
+case, culprit, last = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+rank = int(os.environ["RANK"])
 forgotten, never, empty = threading.Lock(), threading.Event(), queue.Queue()
 
 
@@ -94,7 +92,13 @@ def hang():
         pass  # rank 0 joins a reduction of ranks 0 and 1, and rank 1 goes on
 
 
+if rank == culprit and last < 0:
+    hang()
+dist.init_process_group("gloo")
+pair = dist.new_group([0, 1])
 model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
+if rank == culprit and last == 0:
+    hang()
 step = 0
 while step < 2000:
     for batch in torch.utils.data.DataLoader(Samples(), batch_size=2, num_workers=case == "worker"):
@@ -107,7 +111,7 @@ while step < 2000:
         if case == "subgroup" and rank < 2:
             dist.all_reduce(torch.ones(3), group=pair)
         step += 1
-        if rank == culprit and step == 40 and case not in ("loader", "worker", "subgroup"):
+        if rank == culprit and step == last and case not in ("loader", "worker", "subgroup"):
             hang()
 """
 )
@@ -116,7 +120,7 @@ TASK = (
     + """
 import workbench as wb
 
-case, culprit = CASE, CULPRIT
+case, culprit, last = CASE, CULPRIT, LAST
 
 
 class Samples(torch.utils.data.Dataset):
@@ -134,7 +138,7 @@ steps = 0
 def loss(model, batch):
     global steps
     steps += 1
-    if steps == 40 and dist.get_rank() == culprit:
+    if steps == last and dist.get_rank() == culprit:
         print("HANG", time.time(), flush=True)
         if case == "loss":
             time.sleep(1000)  # loss
@@ -158,6 +162,8 @@ class Case:
     """A pattern of what is said about the culprit."""
     line: str = ""
     """The comment on the line that is to be named; empty = there is none."""
+    step: int = 40
+    """After how many steps it hangs; -1 = before the ranks have met."""
     spec: bool = False
     """Is it a RunSpec, not a script?"""
 
@@ -184,7 +190,13 @@ CASES = {
     "gil": Case(words="holds Python's lock", line="# gil"),
     "signal": Case(ranks=4, words="is stopped", line=""),
     "end": Case(words="has left its script", line=""),
+    "before the ranks meet, sleep": Case(step=-1, words=r"sleeps in hang\(\)", line="# sleep"),
+    "before step 1, sleep": Case(step=0, words=r"sleeps in hang\(\)", line="# sleep"),
+    "before step 1, lock": Case(ranks=4, culprit=2, step=0, words="waits for a lock", line="# lock"),
+    "before step 1, queue": Case(step=0, words="waits for a queue", line="# queue"),
+    "before step 1, program": Case(step=0, words="waits for a process that it started", line="# program"),
     "task, loss": Case(words=r"sleeps in loss\(\)", line="# loss", spec=True),
+    "task, first step, loss": Case(step=1, words=r"sleeps in loss\(\)", line="# loss", spec=True),
     "task, collective": Case(ranks=4, culprit=3, words=r"waits in barrier number \d+ in loss\(\)", line="# collective", spec=True),
 }
 
@@ -206,9 +218,9 @@ def start(name: str, folder: Path, **options: str) -> Run:
     file = folder / "train.py"
     if not case.spec:
         file.write_text(SCRIPT)
-        arguments = [kind, str(case.culprit)]
+        arguments = [kind, str(case.culprit), str(case.step)]
         return wb.launch(file, args=arguments, nproc_per_node=case.ranks, runs_dir=folder / "runs", **options)  # type: ignore[arg-type]
-    file.write_text(TASK.replace("CASE", repr(kind)).replace("CULPRIT", str(case.culprit)))
+    file.write_text(TASK.replace("CASE", repr(kind)).replace("CULPRIT", str(case.culprit)).replace("LAST", str(case.step)))
     spec = wb.RunSpec(task=f"{file}:build", nproc_per_node=case.ranks, micro_batch=2, steps=1000, device="cpu")
     return wb.launch(spec, runs_dir=folder / "runs", **options)  # type: ignore[arg-type]
 

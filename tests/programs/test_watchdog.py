@@ -1,7 +1,9 @@
 """Real hangs of real ranks: the rank and its line are named while the run goes on, and where that is asked for the run is ended."""
 
+import contextlib
 import json
 import os
+import socket
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -9,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
+import workbench as wb
 from benchmarks import hangs
 from workbench.core import run_directory
 from workbench.programs.watchdog import Watchdog, _usage
-from workbench.runs.hang import Hang
+from workbench.runs.hang import IDLE_START, Hang
 
 
 def test_a_lock_that_is_taken_twice_is_named_while_the_run_goes_on(tmp_path: Path) -> None:
@@ -31,7 +34,7 @@ def test_a_lock_that_is_taken_twice_is_named_while_the_run_goes_on(tmp_path: Pat
     assert run.state == "stopped"
 
 
-HANGS = ("worker", "gil", "barrier of four")
+HANGS = ("worker", "gil", "barrier of four", "before step 1, sleep", "before step 1, lock")
 
 
 @pytest.mark.slow
@@ -69,6 +72,53 @@ def test_a_hang_ends_the_run_if_that_is_asked_for(tmp_path: Path) -> None:
         assert "holds Python's lock" in str(run.error)
     finally:
         run.stop()
+
+
+SLOW_START = """
+import os, socket, subprocess, sys
+import torch, torch.distributed as dist
+
+dist.init_process_group("gloo")
+if dist.get_rank() == 1:
+    print(len(open(sys.argv[1], "rb", buffering=0).read()))
+if dist.get_rank() == 2:
+    peer, got = socket.create_connection(("127.0.0.1", int(sys.argv[2]))), 0
+    while data := peer.recv(4096):
+        got += len(data)
+    print(got)
+if dist.get_rank() == 3:
+    subprocess.run([sys.executable, "-c", "import sys, time; n = sys.stdin.read()"], stdin=open(sys.argv[3], "rb"))
+dist.barrier()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("forked_ranks")
+def test_slow_files_downloads_and_programs_before_the_first_step_are_no_hang(tmp_path: Path) -> None:
+    """A few kB each second, for twice as long as a rank may do nothing there; data comes from outside the run."""
+    (tmp_path / "train.py").write_text(SLOW_START)
+    files = [tmp_path / "file", tmp_path / "input"]
+    for file in files:
+        os.mkfifo(file)
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        ends = [stack.enter_context(open(os.open(file, os.O_RDWR), "wb", buffering=0)) for file in files]
+        arguments = [str(files[0]), str(server.getsockname()[1]), str(files[1])]
+        run = wb.launch(tmp_path / "train.py", args=arguments, nproc_per_node=4, runs_dir=tmp_path / "runs")
+        try:
+            server.settimeout(60)
+            peer = stack.enter_context(server.accept()[0])
+            until = time.monotonic() + 2 * IDLE_START + 4
+            while time.monotonic() < until:
+                for send in (ends[0].write, ends[1].write, peer.sendall):
+                    send(bytes(400))
+                time.sleep(0.1)
+                assert run.hang is None
+            stack.close()
+            assert run.wait(60).ok, run.error
+            assert run.hang is None
+        finally:
+            run.stop()
 
 
 def report(rank: int, *, quiet: float, steps: int) -> dict[str, object]:

@@ -216,6 +216,34 @@ def test_ranks_that_have_evaluated_wait_for_the_one_that_still_does(checking: bo
     assert judge({rank: others[1] | {"rank": rank} for rank in range(3)}, 3) is None
 
 
+SLEEPS, LOCKED = at("time.sleep(60)"), at("with lock:")
+
+
+@pytest.mark.parametrize(
+    ("others", "seconds"),
+    [
+        ({1: report(1, SLEEPS, last=3, idle=9.0)}, hang.IDLE_START),
+        ({1: report(1, LOCKED, last=3, idle=9.0), 2: report(2, LOCKED, last=3, idle=8.0)}, hang.IDLE_START),
+        ({1: report(1, SLEEPS, last=3, idle=9.0, numbers={}, steps=0)}, hang.IDLE_START),
+        ({1: report(1, SLEEPS, last=3)}, hang.STARTING),  # /proc does not tell
+        ({1: report(1, SLEEPS, last=3, idle=3.0)}, hang.STARTING),  # it did something just now
+        ({1: report(1, at("x", above=[(f"{TORCH}/cuda/__init__.py", 9, "synchronize", "", False)]), last=3, idle=99.0)}, hang.STARTING),
+        ({1: report(1, LOCKED, last=3, idle=9.0), 2: report(2, SLEEPS, last=3)}, hang.STARTING),  # it may wait for rank 2
+        ({1: report(1, LOCKED, last=3, idle=9.0), 2: report(2, SLEEPS, last=3, works=True)}, hang.STARTING),
+    ],
+)
+def test_before_the_second_step_a_rank_is_named_soon_if_no_rank_does_anything(others: dict[int, Any], seconds: float) -> None:
+    def judged(quiet: float) -> Hang | None:
+        reports = {0: waits(0, last=4), **others, 3: waits(3, last=4)}
+        starting = {rank: row | {"steps": row["steps"] and None, "quiet": quiet} for rank, row in reports.items()}
+        return judge(dict(enumerate(starting.values())), len(starting))
+
+    assert judged(seconds - 0.5) is None
+    late = judged(seconds + 0.5)
+    assert late is not None
+    assert late.rank == 1
+
+
 def test_a_subgroup_waits_for_its_member_that_is_elsewhere() -> None:
     groups = {"0": [0, 1, 2, 3], "5": [0, 1]}
     sub = [row(412), row(9, group="5", pending=True)]

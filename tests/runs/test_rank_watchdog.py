@@ -1,9 +1,16 @@
 """What a rank writes about itself while it makes no progress."""
 
+import contextlib
 import json
+import os
+import signal
+import socket
+import subprocess
+import sys
 import threading
 import time
 from collections import deque
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +18,7 @@ import pytest
 
 from workbench.core import run_directory
 from workbench.runs import flight_recorder, rank_watchdog
-from workbench.runs.rank_watchdog import QUIET, TICK, RankWatchdog
+from workbench.runs.rank_watchdog import QUIET, TICK, IdleTime, RankWatchdog
 
 
 class Clock:
@@ -142,8 +149,6 @@ def test_what_the_watchdog_reads_itself_is_no_work_of_its_rank(tmp_path: Path) -
 
 @pytest.mark.parametrize(("function", "kind"), [(_spin, True), (_count, False)])
 def test_knows_a_while_loop_from_a_for_loop(function: Any, kind: bool) -> None:
-    import sys
-
     done = threading.Event()
     thread = threading.Thread(target=function, args=(done,))
     thread.start()
@@ -154,3 +159,106 @@ def test_knows_a_while_loop_from_a_for_loop(function: Any, kind: bool) -> None:
         done.set()
         thread.join()
     assert answers == [kind] * 5
+
+
+# --- a process that only waits is told from one that does anything at all, by real processes
+
+LOOKS = 12
+SCRIPT = """
+import fcntl, hashlib, os, queue, socket, subprocess, sys, threading, time
+from workbench.runs.rank_watchdog import IdleTime
+
+def watch():
+    idle = IdleTime(lambda: [threading.get_native_id()])
+    for _ in range(LOOKS):
+        time.sleep(0.25)
+        print(idle.look(), flush=True)
+
+def in_thread(call):
+    thread = threading.Thread(target=lambda: [call() for _ in range(10**9)])
+    thread.start()
+    thread.join()
+
+peer = socket.socket(fileno=int(sys.argv[2]))
+file = os.open(sys.argv[3], os.O_RDWR)
+threading.Thread(target=watch, daemon=True).start()
+exec(sys.argv[1])
+time.sleep(100)
+"""
+WAITS = {
+    "sleeps": "time.sleep(100)",
+    "a lock": "lock = threading.Lock(); lock.acquire(); lock.acquire()",
+    "a queue": "queue.Queue().get()",
+    "looks once a second": "while True: time.sleep(1)",
+    "another program": "subprocess.run(['sleep', '100'])",
+    "input": "sys.stdin.read()",
+    "a peer": "peer.recv(10)",
+    "a thread that waits": "in_thread(lambda: peer.recv(100))",
+    "a file lock": "fcntl.flock(file, fcntl.LOCK_EX)",
+}
+WORKS = {
+    "computes": "while True: sum(range(1000))",
+    "compiles in another program": f"subprocess.run([{sys.executable!r}, '-c', 'while True: sum(range(1000))'])",
+    "compiles with one program after another": "while True: subprocess.run(['true']); time.sleep(0.2)",
+    "another program waits for data": "subprocess.run(['cat'], stdout=subprocess.DEVNULL)",
+    "a slow file": "sys.stdin.buffer.read(10**9)",
+    "a download": "while True: peer.recv(100)",
+    "a download in a thread": "in_thread(lambda: peer.recv(100))",
+    "a thread computes": "in_thread(lambda: hashlib.md5(bytes(10**6)))",
+    "reads a file over and over": "while True: os.pread(file, 5000, 0); time.sleep(0.3)",
+}
+
+
+@contextlib.contextmanager
+def running(code: str, lock: Path, *, fed: bool) -> Iterator["subprocess.Popen[bytes]"]:
+    """A process that runs code, whose input and peer are fed slowly, if at all: 800 bytes a second for the peer, 10 kB for the input."""
+    ours, theirs = socket.socketpair()
+    lock.write_bytes(bytes(8000))
+    command = [sys.executable, "-c", SCRIPT.replace("LOOKS", str(LOOKS)), code, str(theirs.fileno()), str(lock)]
+    done = threading.Event()
+
+    def feed(stdin: int) -> None:
+        while not done.wait(0.1):
+            with contextlib.suppress(OSError):  # nobody reads
+                os.write(stdin, bytes(1000))
+                ours.send(bytes(80))
+
+    with open(lock, "rb") as held, ours, theirs:
+        import fcntl
+
+        fcntl.flock(held, fcntl.LOCK_EX)
+        process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=[theirs.fileno()], start_new_session=True
+        )
+        assert process.stdin
+        for end in (process.stdin.fileno(), ours.fileno()):
+            os.set_blocking(end, False)
+        feeder = threading.Thread(target=feed, args=(process.stdin.fileno(),))
+        try:
+            if fed:
+                feeder.start()
+            yield process
+        finally:
+            done.set()
+            if fed:
+                feeder.join()
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize(("cases", "idle"), [(WAITS, True), (WORKS, False)], ids=["waits", "works"])
+def test_waiting_is_told_from_anything_else(cases: dict[str, str], idle: bool, tmp_path: Path) -> None:
+    with contextlib.ExitStack() as stack:
+        together = {name: stack.enter_context(running(code, tmp_path / name, fed=not idle)) for name, code in cases.items()}
+        for name, process in together.items():
+            assert process.stdout
+            seconds = [float(process.stdout.readline()) for _ in range(LOOKS)]
+            assert seconds[0] == 0.0, name
+            assert (seconds[-1] >= 1.0) == idle, (name, seconds)
+            assert idle or max(seconds[3:]) < 1.0, (name, seconds)
+
+
+def test_what_proc_does_not_tell_is_not_idle(tmp_path: Path) -> None:
+    look = IdleTime(proc=tmp_path).look
+    assert [look() for _ in range(3)] == [0.0] * 3

@@ -341,7 +341,7 @@ def cpu_of_tree(root: int, proc: Path = PROC) -> float:
     import resource  # there is none on Windows
 
     ended = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return ended.ru_utime + ended.ru_stime + sum(cpu_of_process(pid) for pid in _tree(proc, root))
+    return ended.ru_utime + ended.ru_stime + sum(cpu_of_process(pid) for pid in descendants(root, proc))
 
 
 def cpu_of_process(pid: int) -> float:
@@ -352,14 +352,14 @@ def cpu_of_process(pid: int) -> float:
         return 0.0
 
 
-def _tree(proc: Path, root: int) -> Iterator[int]:
+def descendants(root: int, proc: Path = PROC) -> Iterator[int]:
     """A process and its descendants."""
     yield root
     with contextlib.suppress(OSError):
         for thread in os.listdir(proc / str(root) / "task"):
             for line in text_of(proc / str(root) / "task" / thread / "children").splitlines():
                 for child in line.split():
-                    yield from _tree(proc, int(child))
+                    yield from descendants(int(child), proc)
 
 
 def control_groups(

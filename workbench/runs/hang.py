@@ -4,7 +4,8 @@ A rank that waits in a collective waits for the members of its group that have n
 holds up the others. Where ranks wait for each other, they have called different collectives.
 
 How long the ranks must have been without progress depends on what that rank does: short where nothing can follow (it waits itself, or has
-ended), longer where it sleeps or waits for something outside, and minutes where it works.
+ended), longer where it sleeps or waits for something outside, and minutes where it works. Before its second step, modules, models and data
+are loaded, and a slow start is no hang: a rank that sleeps there is named soon only if nobody does anything at all, by /proc.
 
 A rank that cannot answer is in C code that holds Python's lock, or does not get a core. If it waits for a core, it works. In C code it may
 compute or be stuck, and nothing tells the one from the other. So what it did before decides: a rank that has taken steps, each of which let
@@ -25,7 +26,7 @@ from workbench.core import run_directory
 from workbench.core.package import is_users
 from workbench.runs import flight_recorder
 from workbench.runs.failure import Failure
-from workbench.runs.rank_watchdog import FIRST_COLLECTIVES
+from workbench.runs.rank_watchdog import starting
 
 FLOOR = 8.0
 """Seconds without progress of any rank before which nothing is called a hang. Chosen: a stack is collected and judged within 15 s."""
@@ -34,7 +35,10 @@ USUAL = 3.0
 PLANNED = 10.0
 """Seconds for a rank that is idle in an evaluation or a checkpoint."""
 STARTING = 30.0
-"""Seconds for a rank that is idle before its second step."""
+"""Seconds for a rank that is idle before its second step, by its stack and its CPU time."""
+IDLE, IDLE_START = 7.0, 10.0
+"""Seconds for which such a rank has done nothing at all by /proc (`IdleTime`), and seconds without progress: where no other rank works, for
+which it may wait, it is named after these."""
 SILENT_START = 60.0
 """Seconds for a rank that cannot answer and has not taken its second step."""
 ALONE = 30.0
@@ -170,6 +174,8 @@ class _Act:
     """It evaluates, or writes a checkpoint, by the name of its function."""
     evaluates: bool = False
     """It is in an evaluation of the workbench's training, for which all ranks wait."""
+    idle: float = 0.0
+    """Seconds for which it, or a process of its own, has done nothing at all; 0 = it has, or it is not known."""
     waits: bool = False
     """It waits for other ranks."""
     collective: Mapping[str, Any] | None = None
@@ -240,7 +246,9 @@ def _culprit(acts: Mapping[int, _Act], live: Mapping[int, Mapping[str, Any]]) ->
             return rank, act.patience, act
         if act.works:
             return rank, WORKING, act
-        patience = WORKING if act.evaluates else STARTING if _starting(live[rank]) else PLANNED if act.planned else FLOOR
+        nothing_else = all(other.waits or other.certain or other.idle >= IDLE for other in acts.values())
+        begins = IDLE_START if nothing_else else STARTING
+        patience = WORKING if act.evaluates else begins if _starting(live[rank]) else PLANNED if act.planned else FLOOR
         return rank, patience, act
     if awaited:  # in a circle
         rank = _odd_one_out(acts, live, for_whom)
@@ -280,8 +288,7 @@ def _planned(frames: Iterable[tuple[str, str]]) -> tuple[bool, bool]:
 
 def _starting(report: Mapping[str, Any]) -> bool:
     """Has this rank not taken its second step yet?"""
-    steps = report["steps"]
-    return bool(steps < 2 if steps is not None else max(report["numbers"].values(), default=0) < FIRST_COLLECTIVES)
+    return starting(report["steps"], report["numbers"])
 
 
 def _waits_for(rank: int, act: _Act, acts: Mapping[int, _Act], live: Mapping[int, Mapping[str, Any]]) -> set[int]:
@@ -353,6 +360,8 @@ def _act(report: Mapping[str, Any], worker: tuple[str, str] | None) -> _Act:
     text = main[0][3] if main else ""
     act = _Act(words="", line=line, works=bool(report["works"]), planned=planned, evaluates=evaluates)
     in_torch = bool(files) and "/torch/" in files[0] and "/torch/utils/data/" not in files[0]
+    if not in_torch:  # it may wait for a GPU
+        act.idle = report.get("idle", 0.0)
     in_distributed = next((at for at, file in enumerate(files[:20]) if "/torch/distributed/" in file), None)
     pending = next((row for row in report["collectives"] if row["pending"] and row["number"] is not None), None)
     pending = pending or next((row for row in report["collectives"] if row["pending"]), None)
