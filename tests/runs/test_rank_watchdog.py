@@ -169,7 +169,7 @@ import fcntl, hashlib, os, queue, socket, subprocess, sys, threading, time
 from workbench.runs.rank_watchdog import IdleTime
 
 def watch():
-    idle = IdleTime(lambda: [threading.get_native_id()])
+    idle = IdleTime()
     for _ in range(LOOKS):
         time.sleep(0.25)
         print(idle.look(), flush=True)
@@ -260,5 +260,5 @@ def test_waiting_is_told_from_anything_else(cases: dict[str, str], idle: bool, t
 
 
 def test_what_proc_does_not_tell_is_not_idle(tmp_path: Path) -> None:
-    look = IdleTime(proc=tmp_path).look
+    look = IdleTime(tmp_path).look
     assert [look() for _ in range(3)] == [0.0] * 3

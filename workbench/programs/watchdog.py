@@ -110,7 +110,7 @@ class Watchdog:
         for path in self._folder.glob("rank*.json"):
             with contextlib.suppress(run_directory.DamagedRunError, OSError, KeyError, TypeError):
                 report = run_directory.read_json(path)
-                if hang.is_fresh(report):
+                if abs(time.time() - float(report["time"])) < hang.FRESH:
                     reports[int(report["rank"])] = report
         return reports
 

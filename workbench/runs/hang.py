@@ -15,7 +15,6 @@ SILENT_START; there and in an evaluation or a checkpoint it works if it uses its
 
 import contextlib
 import re
-import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -310,14 +309,10 @@ def _waits_for(rank: int, act: _Act, acts: Mapping[int, _Act], live: Mapping[int
             awaited.add(other)
         else:
             same = next((row for row in report["collectives"] if row["group"] == group and row["number"] == called["number"]), None)
-            if same is not None and (same["op"] != called["op"] or (_comparable(same, called) and same["sizes"] != called["sizes"])):
+            shapes = [row["sizes"] for row in (same, called) if row and "reduce" in row["op"] and row["sizes"]]  # all ranks give the same
+            if same is not None and (same["op"] != called["op"] or shapes[1:] not in ([], shapes[:1])):
                 awaited.add(other)
     return awaited
-
-
-def _comparable(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Must all ranks give the same shapes?"""
-    return "reduce" in one["op"] and bool(one["sizes"]) and bool(other["sizes"])
 
 
 def _odd_one_out(acts: Mapping[int, _Act], live: Mapping[int, Mapping[str, Any]], for_whom: Mapping[int, set[int]]) -> int:
@@ -452,8 +447,3 @@ def place_in_dump(stack: str) -> str:
     frames = frames_of_dump(stack)
     frame = next((frame for frame in frames if is_users(frame[0])), frames[0] if frames else None)
     return f"{Path(frame[0]).name}:{frame[1]}" + (f" in {frame[2]}()" * (not frame[2].startswith("<"))) if frame else ""
-
-
-def is_fresh(report: Mapping[str, Any], now: float | None = None) -> bool:
-    """Has a rank written this just now?"""
-    return abs((time.time() if now is None else now) - float(report["time"])) < FRESH

@@ -324,8 +324,7 @@ def rises_of(losses: Sequence[tuple[int, float]], rates: Sequence[Any] = ()) -> 
         back = next((change.step + BLOCK * place for place, middle in enumerate(middles) if middle < halfway), None)
         if back is not None and back - change.step < LASTING * len(values):
             continue
-        step = losses[change.step][0]
-        share = units.percent(change.ratio - 1)
+        step, share = losses[change.step][0], units.percent(change.ratio - 1)
         message = f"since step {step:,} the loss is {share} higher ({change.before:.4g} → {change.after:.4g})"
         before, since = rates[max(0, change.step - NEAR * BLOCK) : change.step], rates[change.step : change.told + 1]
         if all(map(is_number, (*before, *since))) and before and since and max(since) > (usual := median(before)):

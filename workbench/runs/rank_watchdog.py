@@ -21,8 +21,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from pathlib import Path
 from types import CodeType, FrameType
@@ -49,24 +48,15 @@ MOST_FRAMES = 60
 FIRST_COLLECTIVES = 6
 """Collectives with which a script begins, where its steps are not counted: DDP compares and sends the weights. Pauses until then, or until
 the first step, are those of the start."""
-
-
-IDLE_CPU = 0.04
-"""CPU seconds per second of a process that are activity: threads that only look after something take less."""
-IDLE_WAKES = 5.0
-"""Times per second that a thread wakes up: a slow download does so with each packet, a thread that looks after something once a second."""
-IDLE_BYTES = 4096.0
-"""Bytes per second."""
-MOST_THREADS = 2000
-"""With more of them nothing is known."""
-_LOOK_AFTER = ("pt_", "cuda", "nccl", "gloo")
-"""Beginnings of the names of threads of torch and CUDA that look after something several times a second."""
+IDLE = {"cpu": 0.04, "bytes": 4096.0, "wakes": 5.0}
+"""CPU seconds and bytes of a process, and times that a thread wakes up, per second: up to these it is idle. What only looks after something
+wakes once a second, a slow download with each packet."""
+_LOOK_AFTER = ("pt_", "cuda", "nccl", "gloo")  # beginnings of the names of threads of torch and CUDA that do so more often
 _WAITS = {  # numbers of system calls that wait for no file: poll, select, sleeps, futex, wait4, flock, fcntl, epoll, …
     "x86_64": {7, 23, 34, 35, 61, 72, 73, 128, 202, 219, 230, 232, 247, 270, 271, 281, 441, 449},
     "aarch64": {22, 25, 32, 72, 73, 95, 98, 101, 115, 128, 137, 260, 441, 449},
 }
-_READS = {"x86_64": {0, 19, 43, 45, 47, 288}, "aarch64": {63, 65, 202, 207, 212, 242}}
-"""Those that read, or wait for a connection: of a pipe, a socket or a terminal they wait as well."""
+_READS = {"x86_64": {0, 19, 43, 45, 47, 288}, "aarch64": {63, 65, 202, 207, 212, 242}}  # they wait for pipes, sockets and terminals
 
 
 def starting(steps: int | None, numbers: Mapping[str, int]) -> bool:
@@ -84,7 +74,7 @@ class RankWatchdog:
         self._count: tuple[int | None, dict[str, int]] = (None, {})
         self._since, self._gaps, self._written = clock(), [0.0, 0.0], -1e9
         self._samples: deque[dict[str, Any]] = deque(maxlen=round(WINDOW / TICK))
-        self._idle_time, self._idle = IdleTime(_own_threads), 0.0
+        self._idle_time, self._idle = IdleTime(), 0.0
 
     def tick(self) -> None:
         """Look once; write, or delete what was written, where that is due."""
@@ -94,7 +84,7 @@ class RankWatchdog:
                 self._gaps = sorted([*self._gaps, now - self._since])[-2:]
             self._count, self._since = count, now
             self._samples.clear()
-            self._idle_time, self._idle = IdleTime(_own_threads), 0.0
+            self._idle_time, self._idle = IdleTime(), 0.0
         quiet = now - self._since
         counts = count[0] is not None or bool(count[1]) or number_or_default("WORLD_SIZE", 1) > 1  # else nothing shows its progress
         if counts and quiet >= QUIET / 2:
@@ -185,12 +175,6 @@ def start() -> None:
         threading.Thread(target=watchdog.run, name="workbench-watchdog", daemon=True).start()
 
 
-def _own_threads() -> list[int]:
-    """The threads of the workbench in this process, this one among them."""
-    own = [thread.native_id for thread in threading.enumerate() if thread.name.startswith("workbench") and thread.native_id]
-    return [*own, threading.get_native_id()]
-
-
 def _frames(frame: FrameType | None) -> list[FrameType]:
     """The frames of a stack, the innermost first."""
     frames: list[FrameType] = []
@@ -217,11 +201,13 @@ def _main_state() -> str:
 def _bytes_moved() -> int:
     """Bytes that this process has read and written so far, without this thread: its first report reads the source of each frame."""
     with contextlib.suppress(OSError, ValueError):
-        whole, own = (
-            [int(line.split()[1]) for line in Path(f"/proc/{of}/io").read_text().splitlines()[:2]] for of in ("self", "thread-self")
-        )
-        return sum(whole) - sum(own)
+        return _bytes_of(PROC / "self") - _bytes_of(PROC / "thread-self")
     return 0
+
+
+def _bytes_of(task: Path, most: int = 2) -> int:
+    """Bytes that a process or thread has read and written; with most=6 also those that came from a disk or went to one."""
+    return sum(int(line.split()[1]) for line in (task / "io").read_text().splitlines()[:most] if not line.startswith("sys"))
 
 
 def _in_torch(frames: list[FrameType]) -> bool:
@@ -254,109 +240,55 @@ def _loop_around(code: CodeType, at: int) -> str:
     return ("for" if instructions[max(loops)].opname == "FOR_ITER" else "while") if loops else ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Seen:
-    """What /proc says of the processes at a moment."""
-
-    at: float
-    active: bool
-    """Does a thread run, wait for a disk, or read a file?"""
-    wakes: dict[tuple[int, int], int]
-    """(process, thread) → how often it has given up its core by itself."""
-    cpu: dict[int, float]
-    moved: dict[int, int]
-    """Process → bytes read and written."""
-
-
 class IdleTime:
-    """Since when this process and its descendants have done nothing at all, as far as /proc knows.
+    """For how long this process and its descendants have done nothing at all, as far as /proc knows.
 
     Anything counts: a thread that runs or waits for a disk, CPU time, bytes read or written, a thread that wakes up again and again (data
     arrives, it polls), a system call on a file, a process or thread that begins or ends.
     """
 
-    def __init__(
-        self, leave_out: Callable[[], Iterable[int]] = tuple, *, clock: Callable[[], float] = time.monotonic, proc: Path = PROC
-    ) -> None:
-        """Nothing is known yet.
-
-        Args:
-            leave_out: gives the native ids of threads of this process that do not count, such as the caller's.
-            clock: seconds.
-            proc: where processes are.
-        """
-        self._leave_out, self._clock, self._proc = leave_out, clock, proc
-        self._before: _Seen | None = None
+    def __init__(self, proc: Path = PROC) -> None:
+        """Nothing is known yet; threads of the workbench, and the one that asks, do not count."""
+        self._proc = proc
+        self._last: tuple[float, dict[tuple[str, int, int], float]] = (0.0, {})
         self._since: float | None = None
 
     def look(self) -> float:
         """Seconds for which every look has found nothing; 0 = there was something, or /proc does not tell."""
-        now = self._look()
-        before, self._before = self._before, now
-        if now is None or before is None or self._active(before, now):
-            self._since = None
-        elif self._since is None:
-            self._since = before.at
-        return 0.0 if self._since is None or now is None else now.at - self._since
+        (was, before), at, counts = self._last, time.monotonic(), dict[tuple[str, int, int], float]()
+        with contextlib.suppress(OSError, ValueError, KeyError):  # a process or thread ended meanwhile, or the kernel does not say
+            counts = self._counts()
+        idle = counts and counts.keys() == before.keys()
+        idle = idle and all(count - before[key] <= IDLE[key[0]] * (at - was) for key, count in counts.items())
+        self._since = (was if self._since is None else self._since) if idle else None
+        self._last = (at, counts)
+        return 0.0 if self._since is None else at - self._since
 
-    def _look(self) -> _Seen | None:
-        own, left_out = os.getpid(), set(self._leave_out())
-        wakes, cpu, moved, active = dict[tuple[int, int], int](), dict[int, float](), dict[int, int](), False
-        with contextlib.suppress(OSError, ValueError, IndexError):
-            for process in descendants(own, self._proc):
-                folder = self._proc / str(process)
-                cpu[process] = cpu_of_process(process)
-                moved[process] = _bytes_of(folder / "io")
-                for thread in map(int, os.listdir(folder / "task")):
-                    if process == own and thread in left_out:
-                        cpu[process] -= time.clock_gettime_ns(~thread << 3 | 6) / 1e9  # the kernel's name for the clock of a thread
-                        moved[process] -= _bytes_of(folder / "task" / str(thread) / "io")
-                        continue
-                    status = dict(_lines_of(folder / "task" / str(thread) / "status"))
-                    if status["Name"].startswith(_LOOK_AFTER):
-                        continue
-                    wakes[process, thread] = int(status["voluntary_ctxt_switches"])
-                    active |= status["State"][:1] in "RD" or not _waits_for_no_file(folder / "task" / str(thread), process)
-                    if len(wakes) > MOST_THREADS:
-                        return None
-            return _Seen(at=self._clock(), active=active, wakes=wakes, cpu=cpu, moved=moved)
-        return None  # a process or a thread ended meanwhile, or the kernel does not say
-
-    @staticmethod
-    def _active(before: _Seen, now: _Seen) -> bool:
-        seconds = max(now.at - before.at, 0.1)
-        return (
-            now.active
-            or now.wakes.keys() != before.wakes.keys()
-            or any(count - before.wakes[thread] > max(2.0, IDLE_WAKES * seconds) for thread, count in now.wakes.items())
-            or any(used - before.cpu.get(process, used) > IDLE_CPU * seconds for process, used in now.cpu.items())
-            or any(count - before.moved.get(process, count) > IDLE_BYTES * seconds for process, count in now.moved.items())
-        )
+    def _counts(self) -> dict[tuple[str, int, int], float]:
+        """(key of IDLE, process, thread) → its count so far; {} = a thread runs, waits for a disk, or uses a file."""
+        own = [thread.native_id for thread in threading.enumerate() if thread.name.startswith("workbench")]
+        counts, left_out = dict[tuple[str, int, int], float](), {*own, threading.get_native_id()}
+        for process in descendants(os.getpid(), self._proc):
+            folder = self._proc / str(process)
+            cpu, moved = cpu_of_process(process), _bytes_of(folder, 6)
+            for thread in map(int, os.listdir(folder / "task")):
+                task = folder / "task" / str(thread)
+                status = dict(line.split(":\t", 1) for line in (task / "status").read_text().splitlines())
+                if thread in left_out:
+                    cpu -= time.clock_gettime(~thread << 3 | 6)  # the kernel's name for the clock of a thread
+                    moved -= _bytes_of(task, 6)
+                elif not status["Name"].startswith(_LOOK_AFTER):
+                    if status["State"][0] in "RD" or not _waits(task):
+                        return {}
+                    counts["wakes", process, thread] = int(status["voluntary_ctxt_switches"])
+            counts |= {("cpu", process, 0): cpu, ("bytes", process, 0): moved}
+        return counts
 
 
-def _lines_of(path: Path) -> Iterator[tuple[str, str]]:
-    """(name, value) of each line of a file such as `status`."""
-    for line in path.read_text().splitlines():
-        name, _, value = line.partition(":")
-        yield name, value.strip()
-
-
-def _bytes_of(path: Path) -> int:
-    """Bytes that were read and written, from a cache as well as from a disk."""
-    return sum(int(value) for name, value in _lines_of(path) if name in ("rchar", "wchar", "read_bytes", "write_bytes"))
-
-
-def _waits_for_no_file(task: Path, process: int) -> bool:
-    """Is a thread in a system call that waits for no file?
-
-    Raises:
-        OSError: the kernel does not say.
-    """
+def _waits(task: Path) -> bool:
+    """Is a thread in a system call that waits for no file?"""
     number, *arguments = (task / "syscall").read_text().split()
-    machine = platform.machine()
-    if number == "running" or machine not in _WAITS:
-        return False
-    if int(number) in _READS[machine]:
+    if number.isdigit() and int(number) in _READS.get(platform.machine(), ()):
         mode = os.stat(task.parent.parent / "fd" / str(int(arguments[0], 16))).st_mode
         return stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode) or stat.S_ISCHR(mode)
-    return int(number) in _WAITS[machine]
+    return number.isdigit() and int(number) in _WAITS.get(platform.machine(), ())

@@ -106,7 +106,8 @@ class RunRows:
         training = training_notes(
             {run_directory.rank_of(name) or 0: rows for name, rows in zip(names, other_rows, strict=True)}, world_size
         )
-        left_out = [f"{name}: {note}" for name, rank in zip(names, self._means(names), strict=True) for note in left_out_notes(rank)]
+        notes = [(name, note) for name, rank in zip(names, self._means(names), strict=True) for note in rank.notes]
+        left_out = [f"{name}: {note.removeprefix(LEFT_OUT)}" for name, note in notes if note.startswith(LEFT_OUT)]
         return [*training, *([SAMPLED.format(len(names))] if sampled else [])], left_out
 
     def _other_rows(self, name: str) -> Sequence[Mapping[str, Any]]:
@@ -189,11 +190,6 @@ class Timelines(Sequence[Timeline]):
 
     def __repr__(self) -> str:
         return f"<the timelines of {len(self):,} ranks, each read on request>"
-
-
-def left_out_notes(rank: RankMeans) -> list[str]:
-    """What a rank's notes say of rows that were left out."""
-    return [note.removeprefix(LEFT_OUT) for note in rank.notes if note.startswith(LEFT_OUT)]
 
 
 def check_metric(row: Mapping[str, Any]) -> str:

@@ -18,7 +18,6 @@ from workbench.timeline.marks import BACKWARD, END_FORWARD, END_PHASE, FORWARD, 
 
 if TYPE_CHECKING:
     import torch
-    from torch.utils.hooks import RemovableHandle
 
 
 OPEN_LOOPS = OpenLoops()
@@ -81,11 +80,6 @@ def _is_own(loss: Any) -> bool:
         before = [parent for parent, _ in node.next_functions if parent is not None]
         node = before[0] if len(before) == 1 and node.name() in _SCALING else None
     return False
-
-
-def on_optimizer(optimizer: "torch.optim.Optimizer") -> list["RemovableHandle"]:
-    """Mark the steps of an optimizer. (Copies and checkpoints of an optimizer leave its hooks behind.)"""
-    return [optimizer.register_step_pre_hook(optimizer_begins), optimizer.register_step_post_hook(optimizer_ends)]
 
 
 def optimizer_begins(_optimizer: object, _args: object, _kwargs: object, /) -> None:

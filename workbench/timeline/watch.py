@@ -111,8 +111,9 @@ class Watch(MeasuredBatches[T]):
             undo.enter_context(hooks.marked_functions())
             for model in self._models:
                 undo.callback(hooks.on_model(model).remove)
-            for handle in [handle for optimizer in self._optimizers for handle in hooks.on_optimizer(optimizer)]:
-                undo.callback(handle.remove)
+            for optimizer in self._optimizers:  # copies and checkpoints of an optimizer leave its hooks behind
+                undo.callback(optimizer.register_step_pre_hook(hooks.optimizer_begins).remove)
+                undo.callback(optimizer.register_step_post_hook(hooks.optimizer_ends).remove)
             yield
 
     @property

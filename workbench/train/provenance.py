@@ -38,7 +38,7 @@ def record(run_dir: Path, trainer: Trainer, first_batch: Any, *, resumed: bool) 
     """
     path = run_dir / run_directory.ENVIRONMENT
     try:
-        data = data_identity(trainer.loader.dataset, first_batch)
+        data = {**dataset_identity(trainer.loader.dataset), "first samples": digest(map_tensors(_first, first_batch))}
     except Exception as error:
         data = {"not known": f"{type(error).__name__}: {error!s:.200}"}
     if resumed:
@@ -100,16 +100,8 @@ def code_identity(task: Task, schedule: str) -> dict[str, str]:
     return dict(sorted(files.items()))
 
 
-def data_identity(dataset: Any, first_batch: Any) -> dict[str, Any]:
-    """What says whether two runs read the same data: type, length, plain attributes, and the content of the first samples.
-
-    A dataset that knows its own identity has it as `fingerprint` or, as those of Hugging Face, as `_fingerprint`.
-    """
-    return {**dataset_identity(dataset), "first samples": digest(map_tensors(_first, first_batch))}
-
-
 def dataset_identity(dataset: Any) -> dict[str, Any]:
-    """The same without the content of samples; none is read."""
+    """Type, length, plain attributes and own `fingerprint` (Hugging Face: `_fingerprint`) of a dataset; no sample is read."""
     inside = _inside(dataset)
     identity: dict[str, Any] = {"type": f"{type(inside).__module__}.{type(inside).__qualname__}"}
     if not isinstance(inside, IterableDataset):

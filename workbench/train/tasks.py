@@ -55,7 +55,7 @@ def text_gpt() -> Task:
 def fashion_mlp() -> Task:
     """A perceptron 196-64-10 (13,258 parameters) on 8,000 small pictures of clothes: steps so cheap that many runs can be compared."""
     return Task(
-        model=_perceptron,
+        model=lambda: nn.Sequential(nn.Linear(196, 64), nn.ReLU(), nn.Linear(64, 10)),
         dataset=Fashion,
         loss=_classify,
         optimizer="sgd(lr=0.1)",
@@ -63,10 +63,6 @@ def fashion_mlp() -> Task:
         evaluate=_validated,
         name="fashion-mlp",
     )
-
-
-def _perceptron() -> nn.Module:
-    return nn.Sequential(nn.Linear(196, 64), nn.ReLU(), nn.Linear(64, 10))
 
 
 def _classify(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:

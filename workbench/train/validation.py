@@ -82,7 +82,8 @@ class Evaluations:
         synchronize(trainer.ranks.device)
         with self._timer.validation(step), _undisturbed(trainer):
             began = time.perf_counter()
-            sums = self._shared() if trainer.task.validation else _on_first(trainer)
+            alone = {} if trainer.task.validation else trainer.figures()  # rank 0 evaluates by itself
+            sums: Sums = self._shared() if trainer.task.validation else {"figures": {name: [value, 1.0] for name, value in alone.items()}}
             synchronize(trainer.ranks.device)
             sums["seconds"] = [time.perf_counter() - began]
             parts = trainer.layout.readers.collect(f"evaluation {step}", json.dumps(sums).encode())
@@ -164,11 +165,6 @@ def validation_data(task: Task) -> Any:
     if not hasattr(data, "__len__") or not len(data):
         raise TaskError(f"the task's validation() returned a {type(data).__name__}; expected a dataset with a length above 0")
     return data
-
-
-def _on_first(trainer: Trainer) -> Sums:
-    """The figures of an evaluation that rank 0 does alone."""
-    return {"figures": {name: [value, 1.0] for name, value in trainer.figures().items()}}
 
 
 def sums_of(given: Any, indices: list[int]) -> Sums:

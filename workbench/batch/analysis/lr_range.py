@@ -360,10 +360,10 @@ class LrFound(JsonDataclass):
         if not self.race:
             return None
         rounds = max(len(candidate.scores) for candidate in self.race)
-        rows = [
-            [lr_text(candidate.lr), candidate.name, *map(_score, candidate.scores), *["–"] * (rounds - len(candidate.scores))]
-            for candidate in self.race
-        ]
+        rows = []
+        for candidate in self.race:
+            scores = [f"{loss:.4g}" if math.isfinite(loss) else "diverged" for loss in candidate.scores]
+            rows.append([lr_text(candidate.lr), candidate.name, *scores, *["–"] * (rounds - len(scores))])
         return display.Table(
             columns=("learning rate", "from", *(f"loss, round {i + 1}" for i in range(rounds))),
             rows=rows,
@@ -396,7 +396,3 @@ def lr_text(lr: float | None) -> str:
     ('0.103', '3.1e-06', '–')
     """
     return "–" if lr is None else f"{lr:.3g}"
-
-
-def _score(loss: float) -> str:
-    return f"{loss:.4g}" if math.isfinite(loss) else "diverged"

@@ -295,7 +295,7 @@ def noise_scale_of_ranks(ranks: Sequence[Sequence[Mapping[str, Any]]], *, notes:
             by_step.setdefault(row["step"], []).append(None if row["small"] is None else (row["small"], row["big"]))
     steps = [step for step, by_rank in sorted(by_step.items()) if len(by_rank) == head["world_size"]]
     pairs = [pair for step in steps if (pair := _over_ranks(by_step[step])) is not None]
-    remarks = list(notes)
+    latest, remarks = steps[-LATEST:], list(notes)  # a run may measure less often than it began with
     if split := len(steps) - len(pairs):
         remarks.append(
             f"{split} steps left out: their micro-batches were split, since memory ran out, or gradients came in parts (reentrant "
@@ -306,16 +306,10 @@ def noise_scale_of_ranks(ranks: Sequence[Sequence[Mapping[str, Any]]], *, notes:
         micro_batch=head["micro_batch"],
         groups=head["accumulation"] * head["world_size"],
         dataset_size=head["dataset_size"],
-        every=_latest_interval(steps, head["every"]),
+        every=round((latest[-1] - latest[0]) / (len(latest) - 1)) if len(latest) > 1 else head["every"],
         optimizer=head["optimizer"],
         notes=remarks,
     )
-
-
-def _latest_interval(steps: Sequence[int], begun_with: int) -> int:
-    """Every how many-th step was measured lately: a run may measure less often than it began with."""
-    latest = steps[-LATEST:]
-    return round((latest[-1] - latest[0]) / (len(latest) - 1)) if len(latest) > 1 else begun_with
 
 
 def _over_ranks(pairs: Sequence[tuple[float, float] | None]) -> tuple[float, float] | None:

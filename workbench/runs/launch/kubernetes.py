@@ -274,9 +274,5 @@ def _scalar(value: Any) -> str:
     """A text without quotes only where no reader of YAML can take it for a number, a boolean or a beginning of structure."""
     if isinstance(value, str) and _PLAIN.fullmatch(value) and value.lower() not in _WORDS_OF_YAML:
         return value
-    return re.sub(r"[\x7f-\x9f\u2028\u2029\ufeff\ufffe\uffff\ud800-\udfff]", _escaped, json.dumps(value, ensure_ascii=False))
-
-
-def _escaped(match: re.Match[str]) -> str:
-    """What YAML does not take as it is, though JSON does."""
-    return f"\\u{ord(match[0]):04x}"
+    refused = r"[\x7f-\x9f\u2028\u2029\ufeff\ufffe\uffff\ud800-\udfff]"  # by YAML, though not by JSON
+    return re.sub(refused, lambda match: f"\\u{ord(match[0]):04x}", json.dumps(value, ensure_ascii=False))

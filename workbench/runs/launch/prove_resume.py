@@ -491,7 +491,6 @@ def same_twice(
     if spec.micro_batch == AUTO:
         raise LaunchError('micro_batch="auto": each training could choose another; give same_twice(…, micro_batch=…) a number')
     check(spec)
-    runs = [trained(start(spec, runs_dir, name), timeout) for name in ("first", "second")]
-    first, second = (run.path for run in runs)
+    first, second = (trained(start(spec, runs_dir, name), timeout).path for name in ("first", "second"))
     difference = first_difference(first, second, spec.world_size)
     return RepeatProof(steps=spec.steps, ranks=spec.world_size, difference=difference, first=str(first), second=str(second))

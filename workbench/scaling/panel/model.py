@@ -101,7 +101,8 @@ class Curve:
 
     def sizes(self) -> list[int]:
         """Doublings of the smallest point, and the most: 10,000, or four times the largest point."""
-        return _doublings(self.fit.points[0].world_size, max(MAX_GPUS, BEYOND_MEASURED * self.fit.points[-1].world_size))
+        first, most = self.fit.points[0].world_size, max(MAX_GPUS, BEYOND_MEASURED * self.fit.points[-1].world_size)
+        return [*(first * 2**power for power in range(math.ceil(math.log2(most / first))) if first * 2**power < most), most]
 
     def at(self, gpus: int) -> Place:
         return self.all([gpus])[0]
@@ -211,10 +212,6 @@ def clusters(own: Cluster | None) -> dict[str, Cluster]:
     """Names that can be picked."""
     named = {cluster.name: cluster for cluster in CLUSTERS}
     return named if own is None or (own.name in named and named[own.name] == own) else {f"{own.name} (own)": own, **named}
-
-
-def _doublings(first: int, most: int) -> list[int]:
-    return [*(first * 2**power for power in range(math.ceil(math.log2(most / first))) if first * 2**power < most), most]
 
 
 def _sentence(forecast: CurveForecast) -> str:

@@ -249,7 +249,8 @@ def stragglers(parts: RankParts) -> Stragglers:
     last = collectives.argmin(axis=0)
     held = np.zeros(count)
     if len(parts.ranks) > 1:
-        held = np.array([_lower_median(np.delete(waits[:, step], place)) for step, place in enumerate(last.tolist())])
+        # of an even number the lower value in the middle, so that one rank faster than two others makes no straggler
+        held = np.array([np.sort(np.delete(waits[:, step], place))[(len(waits) - 2) // 2] for step, place in enumerate(last.tolist())])
     rows = tuple(
         RankWait(
             rank=rank,
@@ -274,11 +275,6 @@ def stragglers(parts: RankParts) -> Stragglers:
         steps=count,
         notes=(*parts.notes, *notes),
     )
-
-
-def _lower_median(values: Seconds) -> float:
-    """The median; of an even number the lower value in the middle, so that one rank faster than two others makes no straggler."""
-    return float(np.sort(values)[(len(values) - 1) // 2])
 
 
 def _slow(waits: Seconds, last: NDArray[np.int64], held: Seconds, totals: Seconds) -> list[int]:

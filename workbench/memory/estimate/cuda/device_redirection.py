@@ -141,14 +141,10 @@ def foreach_by_default() -> Iterator[None]:
     Source: torch/optim/optimizer.py `_default_to_fused_or_foreach`, torch/utils/_foreach_utils.py `_has_foreach_support`.
     """
     devices = _foreach_utils._get_foreach_kernels_supported_devices()
-
-    def with_cpu() -> list[str]:
-        return [*devices, "cpu"]
-
     with contextlib.ExitStack() as stack:
         for owner in (_foreach_utils, optimizer, swa_utils):
             if hasattr(owner, "_get_foreach_kernels_supported_devices"):
-                stack.enter_context(replaced(owner, "_get_foreach_kernels_supported_devices", with_cpu))
+                stack.enter_context(replaced(owner, "_get_foreach_kernels_supported_devices", lambda: [*devices, "cpu"]))
         known: list[list[Any]] = [_foreach_utils._foreach_supported_types, optimizer._foreach_supported_types]
         for types in known:
             for added in (FakeTensor, Parameter):

@@ -146,7 +146,7 @@ def measured_noise(points: tuple[ScalingPoint, ...]) -> float | None:
 
 def last_point_error(form: Form, data: Data) -> float:
     """Predicted over measured throughput of the largest point, less 1, when fitted to all others; nan where too few are left."""
-    others = data.without_last()
+    others = Data(sizes=data.sizes[:-1], times=data.times[:-1], exposed=data.exposed[:-1], noise=data.noise)
     if len(others.sizes) < 2 or not form.fits(others):
         return math.nan
     return at(form.fit(others), data.sizes[-1]) * float(data.times[-1] / data.sizes[-1]) - 1

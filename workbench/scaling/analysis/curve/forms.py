@@ -39,10 +39,6 @@ class Data:
     noise: float
     """Standard deviation of a time, as a fraction of it."""
 
-    def without_last(self) -> "Data":
-        """All points but the largest."""
-        return Data(sizes=self.sizes[:-1], times=self.times[:-1], exposed=self.exposed[:-1], noise=self.noise)
-
     def shaken(self, chance: np.random.Generator, noise: Floats) -> "Data":
         """The same points with new random noise."""
         times = self.times * np.exp(noise * chance.standard_normal(len(self.times)))
@@ -210,11 +206,6 @@ _STEP = {
 Terms = Callable[[Floats], Sequence[Floats]]
 
 
-def _naive(data: Data) -> Law:
-    last = float(data.times[-1])
-    return lambda sizes: np.full_like(sizes, last)
-
-
 def _power(data: Data) -> Law:
     """Least squares in logarithms; an exponent below 0 becomes 0."""
     x, y = np.log(data.sizes), np.log(data.times)
@@ -271,7 +262,12 @@ def forms(kind: Kind, how: How = NOTHING) -> tuple[Form, ...]:
 
     words = _STEP if strong else _SAMPLE
     return (
-        Form(name=NAIVE, words="each process goes on as in the largest measured point", fewest=1, fit=_naive),
+        Form(
+            name=NAIVE,
+            words="each process goes on as in the largest measured point",
+            fewest=1,
+            fit=lambda data: lambda sizes: np.full_like(sizes, data.times[-1]),
+        ),
         Form(name=LINEAR, words=words[LINEAR], fewest=2, fit=_sum(linear)),
         Form(name="logarithm", words=words["logarithm"], fewest=2, fit=_sum(logarithm)),
         Form(name="power law", words=words["power law"], fewest=2, fit=_power),
