@@ -30,7 +30,7 @@ _BEYOND = 4.0  # times the larger batch, and below the smaller one
 
 
 def scaled_lr(result: ScaledLr, ax: Axes | None = None) -> Axes:
-    """The learning rate of each rule over the batch; the full diamond is the rate there is.
+    """The learning rate of each rule against the batch size; the solid diamond is the present rate.
 
     The rule that was used is blue, with a hollow diamond at the rate that it predicts. The vertical dotted line is the noise scale.
     """
@@ -79,10 +79,10 @@ _RACE = SERIES[1]
 
 
 def lr_range(result: LrFound, ax: Axes | None = None) -> Axes:
-    """Smoothed losses of all seeds (pale) and their median (blue) over the learning rate; diamonds are mean losses in the race.
+    """Smoothed losses of all seeds (pale) and their median (blue) against the learning rate; diamonds are mean losses in the race.
 
-    Above the curves each rule has a row: a dot for its median suggestion, a line over the range of the seeds. The dotted line is the chosen
-    learning rate, the band holds those that did about as well.
+    Above the curves, each rule has a row: a dot for its median suggestion, and a line over the range of the seeds. The dotted line is the
+    chosen learning rate; the band contains the rates that did about as well.
 
     Raises:
         ValueError: there are no sweeps.
@@ -169,7 +169,7 @@ _WINDOW = SERIES[1]
 
 
 def noise_scale(result: NoiseScale, ax: Axes | None = None) -> Axes:
-    """The estimate over more and more steps with its interval, windowed estimates, and the step from which it is known well enough.
+    """The estimate against the number of steps, with its interval; windowed estimates; and the step from which the estimate is good enough.
 
     Raises:
         ValueError: it is from single samples, and has no steps to draw.
@@ -228,8 +228,8 @@ COLORS = {"old": SERIES[1], "new": LINE}
 
 
 def plan_proof(result: PlanProof, ax: Axes | None = None) -> Axes:
-    """The loss of each plan over the samples: thin lines for the seeds, a thick one for their mean, smoothed so that it never rises.
-    The dotted line is the old plan's final loss; the hollow diamond is where the new one was predicted to reach it.
+    """The loss of each plan against the samples: thin lines are seeds, the thick line is their mean, smoothed so that it never rises. The
+    dotted line is the old plan's final loss; the hollow diamond is where the new one was predicted to reach it.
     """
     ax = prepared(ax, 7.0, 3.4)
     for name, plan in (("old", result.old), ("new", result.new)):
@@ -256,19 +256,19 @@ _LINE_STYLES = ("-", "-.", ":")
 def schedule(
     what: Any, ax: Axes | None = None, *, steps: int | None = None, batch: int | None = None, by: str = "auto", lr: float | None = None
 ) -> Axes:
-    """The learning rate over the steps, its warm-up and its peak.
+    """The learning rate against the steps, with its warm-up and its peak.
 
     Args:
         what: a RunSpec, a torch scheduler (which does not change), a function that makes one for an optimizer, or a `Schedule`; several in
             a list, or by name in a mapping: `{"old": spec, "new": bigger}`.
         ax: Axes to draw into; None = a new figure.
-        steps: how many, for schedulers without a length.
+        steps: number of steps, for schedulers without a length.
         batch: samples per optimizer step, for schedulers; a second axis counts samples.
-        by: "steps" or "samples" from left to right; "auto" = samples where several batches are compared, else steps.
-        lr: peak learning rate, where a RunSpec leaves it to the task's optimizer.
+        by: unit of the horizontal axis, "steps" or "samples"; "auto" = samples if several batches are compared, otherwise steps.
+        lr: peak learning rate, if a RunSpec leaves it to the task's optimizer.
 
     Raises:
-        ValueError: nothing to draw, or not of these kinds; or samples without a known batch.
+        ValueError: nothing to draw, something of another kind, or samples without a known batch.
     """
     schedules = _schedules(what, steps, batch, lr)
     batches = {item.batch for item in schedules}

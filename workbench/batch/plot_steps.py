@@ -29,14 +29,14 @@ _NEVER = 0.97  # height of the marks that never reach the target, in the axes
 
 
 def steps_to_target(result: StepsToTarget, ax: Axes | None = None, *, samples: bool = False) -> Axes:
-    """Steps to the target over the batch, one colour and marker per rule, with a line from the fastest seed to the slowest.
+    """Steps to the target against the batch size, one colour and marker per rule, with a line from the fastest seed to the slowest.
 
-    The dashed curve is the law, fitted to the best of all rules, with the 90 % band of a measurement; a ring is around what it was not
-    fitted to. The dotted line is perfect scaling: twice the batch, half the steps. A triangle: the target was not reached by then. A cross
-    at the upper edge: every trial diverged, so no number of steps is enough.
+    The dashed curve is the law, fitted to the best rule at each batch, with the 90 % band of a measurement; points with a ring were not
+    fitted. The dotted line is perfect scaling: twice the batch, half the steps. A triangle means that the target was not reached by then. A
+    cross at the upper edge means that every trial diverged, so no number of steps is enough.
 
     Args:
-        result: trials of several batches.
+        result: trials at several batch sizes.
         ax: where to draw; None = a new figure.
         samples: draw samples to the target instead; perfect scaling is then level.
 
@@ -92,8 +92,8 @@ def _never_reached(ax: Axes, missed: Sequence[Mark]) -> list[Line2D]:
 
 
 def critical_batch(result: CriticalBatch, ax: Axes | None = None) -> Axes:
-    """Steps over the batch: the fitted points (triangle: not reached by then), the law with the 90 % band of a measurement, and the
-    critical batch with its interval.
+    """Steps against the batch size: the fitted points (a triangle means not reached by then), the law with the 90 % band of a measurement,
+    and the critical batch with its interval.
     """
     ax = _logarithmic(ax)
     for point in result.points:
@@ -113,7 +113,9 @@ def critical_batch(result: CriticalBatch, ax: Axes | None = None) -> Axes:
 
 
 def time_to_target(result: TimeToTarget, ax: Axes | None = None) -> Axes:
-    """Time to the target over the batch, a curve per number of processes with the 90 % interval of its steps; a ring marks the shortest."""
+    """Time to the target against the batch size, a curve per number of processes with the 90 % interval of its steps; a ring marks the
+    shortest time.
+    """
     ax = _logarithmic(ax)
     handles = []
     scale, unit = scale_of(max(row.seconds for row in result.rows))
@@ -138,11 +140,11 @@ _DRAWN = 400
 
 
 def batch_lengths(result: BatchLengths, ax: Axes | None = None) -> Axes:
-    """Predicted memory of each step, by the longest batch in it, below what the device has.
+    """Predicted memory of each step, by its longest batch, compared with the device's memory.
 
-    Hollow circles are steps that do not fit, hollow diamonds those of which that is not known.
+    Hollow circles are steps that do not fit; hollow diamonds are steps for which that is not known.
 
-    Of many steps some are drawn as one, by the longest batch of all of them. Between lengths with a dry run the memory is interpolated.
+    If there are many steps, several are drawn as one, by the longest batch of them. Between lengths with a dry run, memory is interpolated.
 
     Args:
         result: of `wb.batch_lengths`.

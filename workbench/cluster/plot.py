@@ -51,8 +51,8 @@ HELD = {name: OUTSIDE if name == "outside" else GROUPS[part] for name, part in P
 
 
 def plan(result: Plan | Plans, ax: Axes | None = None) -> Axes:
-    """A bar per plan: computing, exposed communication, the pipeline's bubble; a line from the low to the high end of the step.
-    Below it, thinner and from where each begins, how far communication and bubble may reach.
+    """A bar per plan: computing, exposed communication and pipeline bubble, with a line from the low to the high end of the step. Thinner
+    lines below, from the start of each part, show the ranges of communication and bubble.
 
     Args:
         result: a short list, or one plan.
@@ -86,7 +86,7 @@ def plan(result: Plan | Plans, ax: Axes | None = None) -> Axes:
 
 
 def plan_memory(result: Plan | Plans, ax: Axes | None = None) -> Axes:
-    """A bar per plan: the memory of the GPU that needs most, by part, and a line from the low to the high end; red: what a GPU has.
+    """A bar per plan: memory of the fullest GPU, by part, with a line from the low to the high end; the red line is a GPU's memory.
 
     Args:
         result: a short list, or one plan.
@@ -115,11 +115,12 @@ def plan_memory(result: Plan | Plans, ax: Axes | None = None) -> Axes:
 
 
 def plan_front(result: Plans, ax: Axes | None = None) -> Axes:
-    """The fastest plan for every number of GPUs: seconds of a step against GPUs, both logarithmic, with its range; dotted: as the fewest
-    GPUs go on. Diamonds are on the short list. Which limits a plan, a letter says: c(ompute), n(etwork), b(ubble), m(emory).
+    """The fastest plan for every number of GPUs: seconds of a step against GPUs, both logarithmic, with the range. The dotted line is
+    perfect scaling from the fewest GPUs. Diamonds are on the short list. A letter says what limits a plan: c(ompute), n(etwork), b(ubble)
+    or m(emory).
 
     Args:
-        result: of `wb.plan` without `gpus`.
+        result: result of `wb.plan` without `gpus`.
         ax: where to draw; None = a new figure.
     """
     ax = prepared(ax, WIDTH, 4.0)
@@ -222,7 +223,7 @@ def traffic(result: Traffic, ax: Axes | None = None, *, depth: int | None = 2) -
     Args:
         result: of `wb.collectives`.
         ax: the Axes to draw into; None makes a figure.
-        depth: how many names of a module's path are kept.
+        depth: number of names in a module's path to distinguish.
 
     Raises:
         ValueError: the step sends nothing.
@@ -247,7 +248,7 @@ def traffic(result: Traffic, ax: Axes | None = None, *, depth: int | None = 2) -
 
 
 def links(result: Links, ax: Axes | None = None) -> Axes:
-    """Seconds of each collective over its size, measured, and dashed the line that latency and bandwidth predict.
+    """Measured seconds of each collective against its size; a dashed line shows what latency and bandwidth predict.
 
     Args:
         result: of `wb.measure_collectives`.
@@ -274,7 +275,7 @@ def links(result: Links, ax: Axes | None = None) -> Axes:
 
 
 def twin(result: TwinRun, ax: Axes | None = None) -> Axes:
-    """The backward above, and the buckets below it: when each was ready, and when the network sent it.
+    """The backward, and below it the buckets: when each was ready, and when the network sent it.
 
     Args:
         result: of `wb.ddp_twin`.

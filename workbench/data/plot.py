@@ -18,12 +18,12 @@ SIDE, COLUMNS = 64, 4
 
 
 def duplicates(result: DataAudit, ax: "Axes | None" = None, *, groups: int = 8) -> "Axes":
-    """The groups with most to say, a row of pictures each: leaks first, then conflicting labels, equal and near samples.
+    """The most important groups, one row of pictures each: leaks first, then conflicting labels, equal and near samples.
 
     Args:
         result: of `wb.data.audit`.
         ax: the Axes to draw into; None makes a figure.
-        groups: how many are drawn at most.
+        groups: largest number of groups to draw.
 
     Raises:
         ValueError: no group of pictures was found.

@@ -20,10 +20,10 @@ _WORDS = 14  # characters below a picture
 
 
 def samples(result: DataCard, ax: Axes | None = None) -> Axes:
-    """Some samples of a dataset, each with its label below; texts and what cannot be decoded as words.
+    """Some samples of a dataset, each with its label below; texts and undecodable samples are shown as words.
 
     Raises:
-        ValueError: the dataset gave no sample to draw.
+        ValueError: the dataset has no sample to draw.
     """
     if not result.examples:
         raise ValueError("there is no sample to draw: describe the dataset again, a card that was read from JSON has none")
@@ -56,9 +56,9 @@ _COLORS = {"CPU (measured)": SERIES[0], "waiting (measured)": SERIES[1]}
 
 
 def formats(result: FormatComparison, ax: Axes | None = None) -> Axes:
-    """Time per sample of each format, in the order in which it will be read: CPU and waiting, measured; fastest above.
+    """Measured time per sample of each format, in the intended reading order: CPU and waiting; the fastest first.
 
-    One bar per format: the slowest of what was measured of it (remote before local, cold before warm), as the recommendation counts it.
+    One bar per format: its slowest measurement (remote before local, cold before warm), as in the recommendation.
     """
     names = [stored.format for stored in result.formats]
     shown = sorted((r for name in names if (r := result.reading(name)) is not None), key=lambda reading: reading.seconds)

@@ -54,10 +54,10 @@ UNKNOWN = "parts unknown"
 
 
 def diagnosis(result: Diagnosis, ax: Axes | None = None) -> Axes:
-    """The step as it is, and with each remedy alone: a stacked bar each, in seconds per step; a remedy that changes the batch is drawn
-    per as many samples as the step has now, so that a bar half as long is twice the throughput.
+    """The step as it is, and with each remedy alone: one stacked bar each, in seconds per step. A remedy that changes the batch is drawn
+    for the present number of samples, so that a bar half as long means twice the throughput.
 
-    A hollow diamond is a prediction with its interval; a full one is what a proof measured.
+    A hollow diamond is a prediction with its interval; a solid one was measured by a proof.
 
     Raises:
         ValueError: the step has no length.
@@ -152,8 +152,8 @@ class _Row:
 
 
 def ladder(result: Ladder, ax: Axes | None = None) -> Axes:
-    """Throughput after each attempt: pale what was there before, full what the remedy added, a hollow diamond at the prediction.
-    A remedy that did not help and was dropped is an empty frame.
+    """Throughput after each attempt: the pale part was there before, the full part is what the remedy added, and a hollow diamond is the
+    prediction. An empty frame is a remedy that did not help and was dropped.
 
     Raises:
         ValueError: there is no throughput to draw.
@@ -206,7 +206,7 @@ def _rows(result: Ladder) -> Iterator[_Row]:
 
 def proof(result: Proof, ax: Axes | None = None) -> Axes:
     """Predicted and measured speedup, one above the other, each with its interval; the line is a speedup of 1. A remedy that could not be
-    run has no bar in the row of what was measured.
+    run has no measured bar.
     """
     labels = ["predicted", "measured"]
     ax = prepared(ax, WIDTH, height(labels))
@@ -228,11 +228,11 @@ TERMS = {"in turn": "load, then train", "workers": "workers", "cores": "cores", 
 
 
 def loader_curve(result: LoaderCurve, ax: Axes | None = None) -> Axes:
-    """Seconds per step (blue), and per batch of the loader alone (orange), over the number of workers: dashed predicted, diamonds measured.
+    """Seconds per step (blue), and per batch of the loader alone (orange), against the number of workers: dashed lines are predicted,
+    diamonds measured.
 
-    The dotted line is the step on batches that are there already: no number of workers gets below it. The words at the top say what limits
-    the step; a ring marks the number of workers that is recommended. Below it stands why a measured point may lie
-    beside the predicted one.
+    The dotted line is the step on cached batches, which no number of workers can beat. The text at the top says what limits the step; a
+    ring marks the recommended number of workers. The text below says why a measured point may differ from the predicted one.
 
     Raises:
         ValueError: the curve has no point.
@@ -321,15 +321,15 @@ _POINTS = 60
 
 
 def unprepared(raw: LoaderModel, prepared: LoaderModel, *, num_workers: int = 0, ax: Axes | None = None) -> Axes:
-    """Predicted speedup of a step by preparing its data beforehand, over the time to train on a batch and the time to make one.
+    """Predicted speedup of a step by preparing its data beforehand, against the time to train on a batch and the time to make one.
 
     The contours are `raw.step / prepared.step` by the formulas of `LoaderModel`, both with `num_workers` workers. The diamond is the
-    measured step. Nothing but time is compared: prepared data take more space, and their augmentation is frozen.
+    measured step. Only time is compared: prepared data take more space, and their augmentation is frozen.
 
     Args:
-        raw: of the loader that does all the work in each epoch.
-        prepared: of one that reads what was prepared.
-        num_workers: of both.
+        raw: model of the loader that does all the work in each epoch.
+        prepared: model of a loader that reads prepared data.
+        num_workers: number of workers of both loaders.
         ax: the Axes to draw into; None makes a figure.
 
     Raises:

@@ -30,9 +30,10 @@ SHOWN = 0.005
 
 
 def why_not_linear(result: WhyNotLinear, ax: Axes | None = None) -> Axes:
-    """Throughput from N × one rank, part by part, down to what N ranks give. A part that gains reaches to the right.
+    """Throughput from N × one rank, part by part, down to N ranks. A part that is a gain extends to the right.
 
-    Seconds are shared out as throughput in proportion, so that the parts add up. Filled bars are measured, hatched ones predicted.
+    Each part's share of the lost throughput is proportional to its seconds, so that the parts add up. Filled bars are measured, hatched
+    bars predicted.
 
     Args:
         result: an answer of `wb.why_not_linear`, for the ranks that were measured or for more (`result.at(64)`).

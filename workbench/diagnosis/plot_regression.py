@@ -20,8 +20,8 @@ AS_RECORDED = "B over A, as recorded"
 
 
 def what_changed(result: WhatChanged, ax: Axes | None = None) -> Axes:
-    """What run A gives with some of B's differences over what it gives without, with intervals: a bar per set that was tried, below that of
-    the two runs as they were recorded (pale). The dotted line is no change.
+    """Run A with some of B's differences, divided by run A, with intervals: a bar per set of differences that was tried, below that of the
+    two runs as recorded (pale). The dotted line is no change.
 
     Raises:
         ValueError: there is no ratio to draw.
@@ -32,7 +32,7 @@ def what_changed(result: WhatChanged, ax: Axes | None = None) -> Axes:
 
 
 def bisection(result: Bisection, ax: Axes | None = None) -> Axes:
-    """What the commits that were tried give over what the good one gives, oldest first, with intervals. The dotted line is no change.
+    """The tried commits divided by the good one, oldest first, with intervals. The dotted line is no change.
 
     Raises:
         ValueError: no commit was measured.

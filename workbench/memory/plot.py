@@ -56,17 +56,17 @@ def memory(
     device: str | Device | int | None = None,
     labels: Sequence[str] | None = None,
 ) -> Axes:
-    """What the peak is made of: one stacked bar per breakdown, groups in their colours, predictions hatched.
+    """The parts of the peak: one stacked bar per breakdown, groups in their colours, predictions hatched.
 
-    In greys: what the allocator has reserved and no tensor uses, and what the process takes outside of it; the range that is known of
-    that is in the text at the bar's end.
+    Grey parts are memory that the allocator has reserved and no tensor uses, and memory outside the allocator; the text at the end of a bar
+    gives the range of the latter.
 
     Args:
         result: one breakdown or several, drawn from top to bottom.
         ax: the Axes to draw into; None makes a figure.
-        device: whose capacity is drawn as a line: a name, a Device or bytes; None: the device of the breakdowns, if they name one and the
-            same.
-        labels: of the bars; None: what sets the breakdowns apart.
+        device: the device whose capacity is drawn as a line: a name, a Device or bytes; None = the device of the breakdowns, if they have
+            the same one.
+        labels: labels of the bars; None = what distinguishes the breakdowns.
 
     Raises:
         ValueError: nothing to draw, or an unknown device.
@@ -172,12 +172,12 @@ def _guesses(shown: Sequence[MemoryBreakdown]) -> list[bool]:
 
 
 def memory_ladder(result: MemoryLadder, ax: Axes | None = None) -> Axes:
-    """A stacked bar for the step as it is and one after each change, those before it kept; the line: what the device has, less the margin.
+    """A stacked bar for the unchanged step and one after each further change; the line is the device's memory minus the margin.
 
-    A text at the end says what is needed, and what the change costs in time. Bars that reach beyond the line do not fit.
+    The text at the end of a bar says how much memory is needed, and what the change costs in time. Bars beyond the line do not fit.
 
     Args:
-        result: what `wb.memory_ladder` found.
+        result: result of `wb.memory_ladder`.
         ax: the Axes to draw into; None makes a figure.
     """
     shown = [result.start, *(rung.breakdown for rung in result.rungs)]
@@ -241,9 +241,9 @@ _LETTERS = 46
 
 
 def memory_timeline(result: MemoryBreakdown | MemoryTimeline, ax: Axes | None = None) -> Axes:
-    """What each group holds from event to event, stacked; the phases are shaded and named, the peak is marked with its moment in words.
+    """The memory of each group from event to event, stacked; phases are shaded and named, and the peak is marked and described.
 
-    The horizontal axis counts allocations and frees: a prediction knows no seconds.
+    The horizontal axis counts allocations and frees, since a prediction has no seconds.
 
     Args:
         result: a breakdown, or its timeline.

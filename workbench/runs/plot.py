@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 
 def step_time(result: Run | Timeline | Sequence[Timeline], ax: Axes | None = None) -> Axes:
-    """Where a step goes: one stacked bar per rank, in mean seconds per phase, warm-up left out.
+    """Mean seconds per phase of a step, without warm-up: one stacked bar per rank.
 
-    Of a run with more than 128 ranks it draws the first, and those with the extreme values.
+    For a run with more than 128 ranks, only the first ranks and those with extreme values are drawn.
 
     Args:
         result: a run, a timeline (measured or predicted) or several.
@@ -55,10 +55,10 @@ def step_time(result: Run | Timeline | Sequence[Timeline], ax: Axes | None = Non
 
 
 def compare(result: Comparison | Sequence[Run], ax: Axes | None = None) -> Axes:
-    """The mean step of several runs on the same axes; the text at a bar's end is its throughput, and its speedup over the first.
+    """The mean steps of several runs; the text at the end of a bar is the run's throughput, and its speedup over the first run.
 
     Raises:
-        ValueError: fewer than two runs, or one without a measured step.
+        ValueError: fewer than two runs, or a run without a measured step.
     """
     comparison = result if isinstance(result, Comparison) else compared(*result)
     means = zip(*(comparison.seconds(phase) for phase in PHASES), strict=True)

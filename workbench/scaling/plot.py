@@ -31,17 +31,17 @@ _DRAWN = 40
 
 
 def scaling(result: ScalingCurve | CurveFit, ax: Axes | None = None, *, to: int | None = None) -> Axes:
-    """Throughput over processes, both logarithmic: points with the 90 % interval of their repeats, crosses where oversubscribed; beyond
-    them dashed the ensemble with its interval, and dash-dotted the naive line, on which each process goes on as in the last point.
-    Dotted: perfect scaling from the smallest point. Triangles: what a point would reach if its exposed communication were hidden, where
-    that was measured.
+    """Throughput against processes, both logarithmic: points with the 90 % interval of their repeats, and crosses for oversubscribed
+    points. Beyond them, the dashed line is the fit with its interval, and the dash-dotted line the linear extrapolation from the last
+    point. The dotted line is perfect scaling from the smallest point. Triangles show what a point would reach if its exposed communication
+    were hidden, where that was measured.
 
-    A curve over another knob has its points only: there is no law.
+    A curve over another knob shows only its points, since there is no law.
 
     Args:
-        result: a curve, or its fit; a curve of fewer than two usable points has no band.
+        result: a curve, or its fit; a curve with fewer than two usable points has no band.
         ax: where to draw; None = a new figure.
-        to: processes to which the band is drawn; None = four times the largest measured.
+        to: number of processes up to which the band is drawn; None = four times the largest measured number.
 
     Raises:
         ValueError: no point of the curve was measured, or `to` is below the largest one.
@@ -61,7 +61,7 @@ def scaling(result: ScalingCurve | CurveFit, ax: Axes | None = None, *, to: int 
 
 
 def scaling_efficiency(result: ScalingCurve | CurveFit, ax: Axes | None = None, *, to: int | None = None) -> Axes:
-    """The same as efficiency in percent: throughput per process over that of the smallest measured point; perfect scaling is 100 %.
+    """Efficiency in percent: throughput per process over that of the smallest measured point; perfect scaling is 100 %.
 
     Args:
         result: as in `scaling`.
@@ -219,14 +219,14 @@ FRONTIER = SERIES[1]
 def scaling_law(result: ScalingLaw, ax: Axes | None = None, *, held_out: Any = None) -> Axes:
     """Loss against training compute, both on logarithmic scales.
 
-    Dots are runs that were measured, dashed lines what the fitted law gives each size from the fewest tokens to the most. The frontier is
-    the loss of the best size for each compute, with its interval; that size and its tokens are named for its two marks. A ring is around
-    runs that the law has not seen.
+    Dots are measured runs; dashed lines are the fitted law for each size, from the fewest tokens to the most. The frontier is the loss of
+    the best size for each amount of compute, with its interval; two marks name the best size and its tokens. Runs with a ring were not
+    fitted.
 
     Args:
         result: a fitted law.
         ax: the Axes to draw into; None makes a figure.
-        held_out: runs it has not seen: rows of (parameters, tokens, loss), a DataFrame, or what `law.held_out()` gave.
+        held_out: runs that were not fitted: rows of (parameters, tokens, loss), a DataFrame, or the result of `law.held_out()`.
     """
     ax = prepared(ax, WIDTH, 4.0)
     ax.set_xscale("log")

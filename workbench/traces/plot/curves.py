@@ -23,7 +23,7 @@ def copies(result: Trace | Copies, ax: Axes | None = None) -> Axes:
     """Bytes per second from the first copy to the end of the last, pauses included, a curve for each kind of copy that takes long.
 
     Raises:
-        ValueError: nothing is copied, or the file tells no bytes.
+        ValueError: nothing is copied, or the file has no bytes of copies.
     """
     answer = result.copies() if isinstance(result, Trace) else result
     shown = [(row, curve) for row, curve in zip(answer.rows, answer.curves, strict=True) if row.bytes]
@@ -61,7 +61,7 @@ _LETTERS = 40
 
 
 def memory_curve(result: Trace | MemoryCurve, ax: Axes | None = None) -> Axes:
-    """A curve per device; its peak is marked, with who holds most of it.
+    """Allocated memory over time, a curve per device; the peak is marked, with what holds most of it.
 
     Raises:
         ValueError: memory was not recorded.

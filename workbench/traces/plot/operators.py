@@ -23,7 +23,7 @@ KERNEL_COLORS = {"on tensor cores": SERIES[0], "without": SERIES[1]}
 
 
 def kernels(result: Trace | Kernels, ax: Axes | None = None) -> Axes:
-    """A bar per kernel, as long as all its launches take; the text is how much of the device's multiprocessors they fill.
+    """A bar per kernel, as long as all its launches take; the text says how much of the device's multiprocessors they fill.
 
     Raises:
         ValueError: the trace has no kernels.
@@ -53,7 +53,7 @@ ON_DEVICE = {"on the device": PHASES["forward"]}
 
 
 def modules(result: Trace | Modules, ax: Axes | None = None) -> Axes:
-    """A bar per module with all that it calls: forward and backward on the host, or work of the device where one computes.
+    """A bar per module, including all that it calls: forward and backward on the host, or the device's work if a device computes.
 
     Raises:
         ValueError: the trace names no modules.
@@ -87,7 +87,7 @@ def sequences(result: Trace | Sequences, ax: Axes | None = None) -> Axes:
     """A bar per sequence: the time of its kernels or operators, and of the gaps between them.
 
     Raises:
-        ValueError: no sequence comes again.
+        ValueError: no sequence recurs.
     """
     answer = result.sequences() if isinstance(result, Trace) else result
     if not answer.rows:

@@ -41,7 +41,7 @@ RESOURCE_COLORS = {
 
 
 def critical(result: Trace | Bottleneck, ax: Axes | None = None) -> Axes:
-    """A bar per resource, as long as it works in a mean step; its full part: nothing else works. The text is the step without it.
+    """A bar per resource, as long as it works in a mean step; in its full part nothing else works. The text is the step without it.
 
     Raises:
         ValueError: no resource works within a step.
@@ -88,9 +88,9 @@ PATH_COLORS = {
 
 
 def critical_path(result: Trace | CriticalPath, ax: Axes | None = None) -> Axes:
-    """The mean step as one bar of parts; below it a bar per operator, as long as all its time, of which the full part is on the path.
+    """The mean step as one bar of parts; below it a bar per operator, as long as its total time; its full part is on the critical path.
 
-    The text is that time, and the share on the path where it is not all of it.
+    The text is that time, and the share of it on the path if that is not all of it.
 
     Raises:
         ValueError: there is no step with a length.
@@ -142,7 +142,7 @@ IDLE_COLORS = {
 
 
 def idle(result: Trace | Idle, ax: Axes | None = None) -> Axes:
-    """The mean step in one bar: what the host does while nothing is computed, and the time in which something is.
+    """The mean step in one bar: what the host does while nothing is computed, and the time in which something is computed.
 
     Raises:
         ValueError: there is no step with a length.

@@ -87,20 +87,20 @@ def breakdown(result: Trace | Breakdown, ax: Axes | None = None) -> Axes:
 def timeline(
     trace: Trace, ax: Axes | None = None, *, step: int | None = None, start: float | None = None, end: float | None = None
 ) -> Axes:
-    """Which thread or stream worked when: a lane for each, the busiest first, in the colours of the parts.
+    """When each thread or stream worked: one lane each, the busiest first, in the colours of the parts.
 
     The time is cut into BINS pieces; the height of a colour in a lane is the share of a piece in which that part runs there, so that a
     picture of 400,000 events takes hardly longer than one of 400. To zoom into it: `widgets.TraceExplorer(trace)`.
 
     Args:
-        trace: whose events.
+        trace: the trace to draw.
         ax: the Axes to draw into; None makes a figure.
         step: the number of a step to draw alone.
-        start: seconds from the first event on, where the picture begins; None: the first step, or the beginning of `step`.
-        end: where it ends; None: with the last step, or with `step`.
+        start: where the picture begins, in seconds from the first event; None = at the first step, or at the beginning of `step`.
+        end: where it ends; None = with the last step, or with `step`.
 
     Raises:
-        ValueError: it ends before it begins; there is no such step; several traces were given.
+        ValueError: the end is before the start, there is no such step, or several traces were given.
     """
     steps = _steps(trace, step)
     begin = steps[0].start if start is None else start
