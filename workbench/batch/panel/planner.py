@@ -25,7 +25,7 @@ WARMUPS = 5
 
 
 class BatchPlanner:
-    """A panel of knobs, and the plan for them: its learning rate, whether the rule is valid, and steps and time where they are known.
+    """Knobs, and the plan for them: its learning rate, whether the rule holds, and steps and time if they are known.
 
     Attributes:
         plan: the present plan.
@@ -147,7 +147,7 @@ class BatchPlanner:
 
     @property
     def title(self) -> str:
-        """What is planned, in a line."""
+        """What is planned, in one line."""
         return (
             runs_html.essentials(self._given) if self._given is not None else repr(self.plan).removeprefix("BatchPlan(").removesuffix(")")
         )

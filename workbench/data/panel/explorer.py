@@ -17,18 +17,18 @@ PAGE = 8
 
 
 class DataExplorer:
-    """A panel with tabs: findings and classes, groups of equal and near samples, the order of an epoch; samples and shards of a dataset.
+    """Tabs with findings and classes, groups of equal and near samples, and the order of an epoch; or with samples and shards of a dataset.
 
     Attributes:
-        audit: what an audit has found; None = the tabs "findings", "groups" and "epoch" are left out.
-        card: what a dataset is; None = the tabs "samples" and "shards" are left out.
-        kind: which groups; `.value` is one of "all", "leaks between splits", "conflicting labels", "equal", "near".
-        page: which of their pages, from 1.
+        audit: the result of an audit; None = the tabs "findings", "groups" and "epoch" are left out.
+        card: the data card of a dataset; None = the tabs "samples" and "shards" are left out.
+        kind: the groups that are shown; `.value` is one of "all", "leaks between splits", "conflicting labels", "equal", "near".
+        page: the page of the groups, from 1.
         order: how the samples of the epoch are ordered: "shuffled", "as stored", "in blocks".
-        block: samples of a block; window: blocks that are mixed.
+        block: samples in a block; window: number of blocks that are mixed.
         readers: ranks × workers among which the shards are shared.
         result: the groups that are shown.
-        tabs: title → what is in the tab.
+        tabs: title → content of the tab.
         widget: everything in one box.
     """
 
@@ -82,7 +82,7 @@ class DataExplorer:
 
     @property
     def result(self) -> tuple[Group, ...]:
-        """The groups of the kind and page that are chosen."""
+        """The groups of the chosen kind and page."""
         return self._chosen()[(self.page.value - 1) * PAGE : self.page.value * PAGE]
 
     def _chosen(self) -> tuple[Group, ...]:

@@ -31,17 +31,17 @@ CLIMB = 10
 
 
 class ThroughputDoctor:
-    """Knobs with the step they are predicted to make, beside the measured one; a verdict, its reason, and remedies that can be proved.
+    """Knobs with the step that is predicted for them, beside the measured step; a verdict, its reason, and remedies that can be proved.
 
-    Turning a knob computes a prediction and starts nothing. Measure, Prove and Climb run experiments, one at a time, in their own
-    thread. Stop ends what was launched for them.
+    Changing a knob computes a prediction and starts nothing. Measure, Prove and Climb run experiments, one at a time, in a separate thread.
+    Stop ends their launches.
 
     Attributes:
         spec: what is measured now; None if the diagnosis is of a step in this process.
         result: the Diagnosis; None before the first measurement.
-        what_if: the prediction for the current knobs; None while all are as measured.
+        what_if: the prediction for the current knobs; None while the knobs are as measured.
         ladder: the result of a climb.
-        num_workers, prefetch_factor, micro_batch, precision, nproc_per_node: the knobs; `.value` turns one.
+        num_workers, prefetch_factor, micro_batch, precision, nproc_per_node: the knobs; set `.value`.
         knobs: all of them.
         measure, climb, stop: buttons.
         bars, verdict, remedies, ladder_view, problem, status: what is shown.
@@ -203,7 +203,7 @@ class ThroughputDoctor:
 
     @property
     def title(self) -> str:
-        """What is examined, in a line."""
+        """What is diagnosed, in one line."""
         given = self.spec or (self.result.spec if self.result else None)
         return faces.essentials(given) if given else "a step and its loader"
 

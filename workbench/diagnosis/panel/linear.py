@@ -37,19 +37,19 @@ BANDWIDTHS = tuple(factor * 10.0**power for power in range(7, 12) for factor in 
 
 
 class WhyNotLinear:
-    """A waterfall from N × one rank down to what N give, with knobs for more ranks and other links; parts can be taken as mended.
+    """A waterfall from N × one rank down to N ranks, with knobs for more ranks and other links, and with checkboxes that remove parts.
 
-    Turning a knob computes a prediction and starts nothing. Measure launches the picked number of ranks where they fit this machine, Prove
-    a remedy, one at a time, in a thread of their own. Stop ends what was launched for them.
+    Changing a knob computes a prediction and starts nothing. Measure launches the chosen number of ranks if they fit this machine, and
+    Prove runs a remedy, one at a time, in a separate thread. Stop ends their launches.
 
     Attributes:
-        spec: what is measured; None if the result is of nothing that can be launched.
-        result: what `wb.why_not_linear` answered; None before the first measurement.
-        answer: the same for the picked ranks, batch and link; None before the first measurement.
-        ranks: the slider of ranks; `.value` turns it. `same`: with what one process is compared.
-        latency, bandwidth: of the link between two ranks.
-        price: money per hour of a device.
-        mend: cause → checkbox: what if this part were gone?
+        spec: what is measured; None if the result's subject cannot be launched.
+        result: the answer of `wb.why_not_linear`; None before the first measurement.
+        answer: the same for the chosen ranks, batch and link; None before the first measurement.
+        ranks: the slider of ranks; set `.value`. `same`: what the one process and the ranks have in common.
+        latency, bandwidth: latency and bandwidth of the link between two ranks.
+        price: price of a device per hour.
+        mend: cause → checkbox that removes this part.
         measure, stop: buttons.
         proves: the remedies' buttons, by name.
         head, verdict, tiles, problem, status: what is shown.
@@ -145,7 +145,7 @@ class WhyNotLinear:
 
     @property
     def mended(self) -> list[str]:
-        """The parts that are taken to be gone."""
+        """The removed parts."""
         return [cause for cause, box in self.mend.items() if box.value]
 
     # --- what is shown
@@ -178,7 +178,7 @@ class WhyNotLinear:
 
     @property
     def link(self) -> Gradients | None:
-        """The link that the knobs say; None = as it is."""
+        """The link that the knobs describe; None = as it is."""
         result = self.result
         if result is None or not (self.latency.value or self.bandwidth.value):
             return None if result is None else result.link
@@ -251,7 +251,7 @@ class WhyNotLinear:
 
     @property
     def why_not_here(self) -> str:
-        """Why the picked ranks cannot be measured; "" = they can."""
+        """Why the chosen ranks cannot be measured; "" = they can."""
         if self.spec is None:
             return "there is no spec that could be launched"
         if self.ranks.value > max(self._places, self.spec.world_size):
@@ -274,7 +274,7 @@ class WhyNotLinear:
 
     @property
     def title(self) -> str:
-        """What is examined, in a line."""
+        """What is examined, in one line."""
         return faces.essentials(self.spec) if self.spec else f"{self.ranks.value} ranks"
 
     def __repr__(self) -> str:

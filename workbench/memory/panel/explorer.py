@@ -23,16 +23,16 @@ PATIENCE = 20.0
 
 
 class MemoryExplorer:
-    """Knobs with the memory that a step is predicted to need: against a device's capacity, by module, over the steps.
+    """Knobs with the memory that is predicted for a step: against a device's capacity, by module, and over the steps.
 
-    A turned knob asks for a dry run in a process of its own. Along the micro-batch, and the sequence or image once its slider was touched,
-    some runs are made in advance: between them memory is known exactly, and a move of the slider only draws.
+    A changed knob starts a dry run in a separate process. For several micro-batches, and sequences or images once their slider was moved,
+    dry runs are made in advance. Memory between them is known exactly, so moving the slider only draws.
 
     Attributes:
-        spec: as it was given.
-        result: the breakdown for the knobs as they stand; None until it is estimated.
-        measured: what a run of `spec` needed, to be shown beside it.
-        between: `result` was made of runs at both sides, none was made for it.
+        spec: the given spec.
+        result: the breakdown for the current knobs; None until it is estimated.
+        measured: the measured memory of a run of `spec`, shown beside the prediction.
+        between: True = `result` was computed from dry runs on both sides.
         micro_batch, sequence, image, accumulation, precision, optimizer, checkpointing, parallel, ranks, device: the knobs; `.value` turns
             one. `sequence` and `image` show where the batch has such a size.
         knobs: all of them.
@@ -95,10 +95,10 @@ class MemoryExplorer:
 
     @property
     def chosen(self) -> RunSpec:
-        """The spec with the present knobs.
+        """The spec with the current knobs.
 
         Raises:
-            SpecError: they do not go together.
+            SpecError: the knobs do not go together.
         """
         return self.knobs.spec
 
@@ -127,10 +127,10 @@ class MemoryExplorer:
             self._redraw()
 
     def wait(self, timeout: float = 120.0) -> "MemoryExplorer":
-        """Wait until the present knobs are estimated; returns the explorer itself.
+        """Wait until the current knobs are estimated; return the explorer itself.
 
         Raises:
-            TimeoutError: that took longer.
+            TimeoutError: it took longer.
         """
         if not self._shown.wait(timeout):
             raise TimeoutError(f"no estimate within {timeout:g} s; the explorer goes on, and wait(timeout=…) waits longer")
@@ -252,7 +252,7 @@ class MemoryExplorer:
 
     @property
     def title(self) -> str:
-        """The present configuration in a line."""
+        """The current configuration, in one line."""
         return faces.essentials(self.spec)
 
     def __repr__(self) -> str:

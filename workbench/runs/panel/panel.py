@@ -24,18 +24,18 @@ TICK = 0.25
 
 
 class RunPanel:
-    """Progress, throughput, loss, the machine's usage, where the steps go, norms of gradients, what the ranks print, and a Stop button.
+    """Progress, throughput, loss, machine usage, time per phase, gradient norms, the ranks' output, and a Stop button.
 
-    It holds widgets and is itself no widget.
-    One thread looks at the run's directory until the run ends, and touches nothing but traits of the widgets.
+    It holds widgets, and is not a widget itself. A thread reads the run's directory until the run ends, and changes only traits of the
+    widgets.
 
     Attributes:
         run: the Run that is shown.
         widget: everything below, in one box.
         status, words, problem, figures, phases, gradients: HTML; the last is empty without `gradient_norms=`.
         stop: the button.
-        log: what the ranks print.
-        now: the run when it was last looked at.
+        log: the output of the ranks.
+        now: the run as it was last read.
     """
 
     def __init__(self, run: Run | str | os.PathLike[str]) -> None:
@@ -62,14 +62,14 @@ class RunPanel:
 
     @property
     def live(self) -> bool:
-        """Does it still follow the run? Not after the run's end, nor once its directory could not be read."""
+        """Does it still follow the run? False after the run's end, or after its directory could not be read."""
         return self.now.state in ACTIVE and self._thread.is_alive()
 
     def refresh(self) -> Snapshot:
         """Look at the run and show what is new.
 
         Raises:
-            DamagedRunError: its directory cannot be read any more.
+            DamagedRunError: its directory can no longer be read.
         """
         with self._lock:
             return self._refresh()
@@ -132,7 +132,7 @@ _panels: dict[tuple[Path, str], RunPanel] = {}
 
 
 def run_panel(run: Run) -> RunPanel:
-    """The panel of a run: always the same one, however often the run is shown; a new one when that one no longer follows the run."""
+    """Return the panel of a run: always the same one, however often the run is shown; a new one if it no longer follows the run."""
     key, state = (run.path, run.id), run.state
     if key not in _panels or (not _panels[key].live and state in ACTIVE):
         _panels[key] = RunPanel(run)
@@ -144,8 +144,8 @@ _RESENT, _KEPT = 60, 600
 
 
 class LogView(anywidget.AnyWidget):
-    """Lines of many ranks. What is sent does not grow with what is already shown: a window on the newest lines, which the page puts
-    together by their numbers. Lines that a page never got (it was closed meanwhile) are shown as a gap.
+    """Log lines of many ranks. Only a window of the newest lines is sent, however many are already shown, and the page assembles them by
+    their numbers. Lines that a page missed because it was closed are shown as a gap.
     """
 
     _esm = Path(__file__).with_name("log.js").read_text(encoding="utf-8")
@@ -171,7 +171,7 @@ class LogView(anywidget.AnyWidget):
 
         Args:
             lines: (rank, text) of each.
-            all_kept: send all lines that are kept, for pages that are opened later.
+            all_kept: send all kept lines, for pages that are opened later.
         """
         before = self._count
         for line in lines:

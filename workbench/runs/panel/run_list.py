@@ -214,7 +214,7 @@ _panels: dict[Path, RunListPanel] = {}
 
 
 def runs(folder: str | os.PathLike[str] = "runs") -> RunListPanel:
-    """The panel of the runs of a folder: always the same one, however often it is shown.
+    """Return the panel of the runs in a folder: always the same one, however often it is shown.
 
     Args:
         folder: where run directories are.

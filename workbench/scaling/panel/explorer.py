@@ -52,12 +52,12 @@ NO_CLUSTER = "not said"
 
 
 class ScalingExplorer:
-    """A slider of GPUs over a measured curve, plans, or a model that is planned for the cluster that is picked.
+    """A slider for the number of GPUs, on a measured curve, on plans, or on a model that is planned for the chosen cluster.
 
     Attributes:
-        gpus: the slider; `.value` turns it.
-        cluster: the picker, where a model is planned; of a curve it sets the power of a GPU only.
-        place: the Place of the slider.
+        gpus: the slider; set `.value`.
+        cluster: the cluster, if a model is planned; for a curve it only sets the power of a GPU.
+        place: what is known at the slider's position, a Place.
         head, light, figures, curve, limits: what is shown.
         widget: everything in one box.
     """
@@ -153,7 +153,7 @@ class ScalingExplorer:
 
     @property
     def title(self) -> str:
-        """What is explored, in a line."""
+        """What is explored, in one line."""
         target = self._target
         kind = self._sources[self._name].kind
         if isinstance(target, ScalingCurve | CurveFit):

@@ -78,20 +78,21 @@ def _button(words: str, tooltip: str, action: Callable[[], object]) -> Any:
 
 
 class TraceExplorer:
-    """Shows lanes by thread, stream and rank, with the parts of the chosen step and its operators, which a click highlights in the lanes.
+    """Lanes by thread, stream and rank, with the parts of the chosen step and its operators; a click on an operator highlights it in the
+    lanes.
 
-    A page gets some thousands of rectangles at most, however many events there are: events too narrow to be seen are merged, and
+    A page gets at most some thousands of rectangles, however many events there are: events that are too narrow to see are merged, and
     separated when the reader zooms in.
 
     Attributes:
-        traces: what is shown, by rank; under None where it is a single one.
-        step: which step; `.value` is its number, or "all".
-        search: text that a name must have; `.value` sets it.
-        rank: whose step and operators; shown where there are several.
-        which: "operator" or "kernel"; shown where a device computes.
+        traces: the traces, by rank; a single trace has the key None.
+        step: the chosen step; `.value` is its number, or "all".
+        search: text that a name must contain; set `.value`.
+        rank: the rank whose step and operators are shown; visible if there are several.
+        which: "operator" or "kernel"; visible if a device computes.
         operators: the table; `.chosen` is the highlighted name.
         view: the lanes; `.window` is the visible part.
-        picked: the event that has a frame, a Described; None without one.
+        picked: the selected event, which has a frame, a Described; None without one.
         widget: everything in one box.
     """
 
@@ -152,7 +153,7 @@ class TraceExplorer:
 
     @property
     def chosen(self) -> Stretch:
-        """The chosen step, in nanoseconds of the lanes; all of the file where none is."""
+        """The chosen step, in nanoseconds of the lanes; the whole file if no step is chosen."""
         return self._model.step(self.rank.value, self.number)
 
     @property
@@ -220,10 +221,10 @@ class TraceExplorer:
     # --- where one looks
 
     def zoom(self, start: float, end: float) -> None:
-        """Look at a part of the time, in seconds from the first event on.
+        """Show a part of the time, in seconds from the first event.
 
         Raises:
-            ValueError: it ends before it begins.
+            ValueError: the end is before the start.
         """
         if not start < end:
             raise ValueError(f"zoom({start!r}, {end!r}): seconds are allowed, and it has to end after it begins")
@@ -241,7 +242,7 @@ class TraceExplorer:
         return self._follow(1)
 
     def previous(self) -> Described | None:
-        """Go to the highlighted event before."""
+        """Go to the previous highlighted event."""
         return self._follow(-1)
 
     def _follow(self, way: int) -> Described | None:

