@@ -349,6 +349,22 @@ def test_a_proof_that_failed_to_run() -> None:
     assert "it failed: no memory" in str(one)
 
 
+def test_a_proof_of_a_change_of_which_nothing_was_predicted() -> None:
+    """It read "predicted 1.00× (0.00× … –)", and the error of that was told."""
+    asked = remedy(name="ema=0.9", change={"ema": 0.9}, speedup=1.0, low=0.0, high=math.inf)
+    assert asked.gain == "not predicted"
+    slower, faster = (Proof(remedy=asked, measured=Interval(low=0.9 * x, mid=x, high=1.1 * x)) for x in (0.8, 1.5))
+    assert slower.table.rows[0] == ["predicted", "not predicted", "–", "–"]
+    assert slower.summary == "ema=0.9: not predicted, measured 0.800× (0.720× … 0.880×): it did not help"
+    assert (faster.word, faster.gained, faster.held) == ("it helps", True, False)
+    assert math.isnan(faster.error)
+    assert repr(faster) == "Proof('ema=0.9', predicted=–, measured=1.50×)"
+    assert math.isnan(faster.to_frame()["predicted"][0])
+    assert Proof.from_json(json.loads(json.dumps(faster.to_json(), allow_nan=False))) == faster
+    ax = faster.plot()
+    assert [text.get_text() for text in ax.texts][-2:] == ["not predicted", "1.50×: it helps"]
+
+
 def ladder() -> Ladder:
     good = Rung(verdict="input-bound", cause="decode", proof=proof(1.5, 1.55, 1.6), samples_per_sec=1550.0)
     bad = Rung(verdict="compute-bound", cause="compute", proof=proof(0.9, 0.95, 1.0, name="precision=amp_bf16"), samples_per_sec=1550.0)

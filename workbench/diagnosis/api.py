@@ -195,7 +195,7 @@ def _kept(remedy: Remedy, arm: VariantTimes, *, samples: float, name: str = "") 
         baseline=samples / statistics.fmean(base for base, _ in arm.pairs),
         notes=(arm.note,) if arm.note else (),
     )
-    known = remedy.low > 0 and not stopped and math.isfinite(proof.measured.low)
+    known = remedy.predicted and not stopped and math.isfinite(proof.measured.low)
     if known and os.environ.get("RANK", "0") == "0" and (trouble := calibration.keep(proof, task=name)):
         proof = Proof(remedy=remedy, measured=proof.measured, baseline=proof.baseline, notes=(*proof.notes, trouble))
     return proof

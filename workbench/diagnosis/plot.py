@@ -206,16 +206,18 @@ def _rows(result: Ladder) -> Iterator[_Row]:
 
 def proof(result: Proof, ax: Axes | None = None) -> Axes:
     """Predicted and measured speedup, one above the other, each with its interval; the line is a speedup of 1. A remedy that could not be
-    run has no measured bar.
+    run has no measured bar, and one whose gain nobody predicted no predicted bar.
     """
     labels = ["predicted", "measured"]
     ax = prepared(ax, WIDTH, height(labels))
     intervals = [result.predicted, result.measured]
     rows(ax, labels)
     failed = math.isnan(result.measured.mid)  # it did not even run
-    draw_bars(ax, [result.predicted.mid, 0.0 if failed else result.measured.mid], None, LINE, predicted=[True, False], height=_THICK)
-    for place, interval in enumerate(intervals[:1] if failed else intervals):
-        mark(ax, place, interval, measured=bool(place))
+    known = [0.0 if math.isnan(interval.mid) else interval.mid for interval in intervals]
+    draw_bars(ax, known, None, LINE, predicted=[True, False], height=_THICK)
+    for place, interval in enumerate(intervals):
+        if known[place]:
+            mark(ax, place, interval, measured=bool(place))
     ax.axvline(1, color=ink(ax), linestyle=":", linewidth=1.2)
     reaches = [max((value for value in (interval.mid, interval.high) if math.isfinite(value)), default=0.0) for interval in intervals]
     end_labels(ax, reaches, [result.remedy.gain, "failed" if failed else f"{units.times(result.measured.mid)}: {result.word}"])

@@ -11,7 +11,7 @@ from workbench.core.codec import JsonDataclass, fields_to_json
 from workbench.core.display import table as display
 from workbench.core.package import near
 from workbench.core.statistics import Interval
-from workbench.diagnosis.analysis.remedy import Remedy
+from workbench.diagnosis.analysis.remedy import NOT_PREDICTED, Remedy
 
 MAX_ERROR = 0.25
 """A prediction this far off did not hold: the choice of a remedy could have been another one. Chosen. It decides a word in the text of a
@@ -38,13 +38,13 @@ class Proof(display.Shown, JsonDataclass):
 
     @property
     def predicted(self) -> Interval:
-        """The remedy's speedup with its interval."""
-        return self.remedy.interval
+        """The remedy's speedup with its interval; nan where nothing was predicted."""
+        return self.remedy.interval if self.remedy.predicted else Interval(low=math.nan, mid=math.nan, high=math.nan)
 
     @property
     def error(self) -> float:
-        """Predicted over measured, less 1: 0.1 = the prediction was 10 % too high."""
-        return self.remedy.speedup / self.measured.mid - 1
+        """Predicted over measured, less 1: 0.1 = the prediction was 10 % too high; nan where nothing was predicted."""
+        return self.predicted.mid / self.measured.mid - 1
 
     @property
     def gained(self) -> bool:
@@ -59,7 +59,7 @@ class Proof(display.Shown, JsonDataclass):
         """
         if self.remedy.ceiling:
             fair = self.measured.low <= self.remedy.high
-        elif math.isinf(self.remedy.high):
+        elif math.isinf(self.remedy.high) and self.remedy.predicted:
             fair = self.measured.high >= self.remedy.low
         else:
             fair = abs(self.error) <= MAX_ERROR
@@ -68,10 +68,8 @@ class Proof(display.Shown, JsonDataclass):
     @property
     def summary(self) -> str:
         """One line: what was predicted, what was measured, and whether they agree."""
-        return (
-            f"{self.remedy.name}: predicted {units.times(self.remedy.speedup)} ({between(self.predicted)}), "
-            f"measured {units.times(self.measured.mid)} ({between(self.measured)}): {self.word}"
-        )
+        predicted = f"predicted {units.times(self.remedy.speedup)} ({between(self.predicted)})" if self.remedy.predicted else NOT_PREDICTED
+        return f"{self.remedy.name}: {predicted}, measured {units.times(self.measured.mid)} ({between(self.measured)}): {self.word}"
 
     @property
     def word(self) -> str:
@@ -84,6 +82,8 @@ class Proof(display.Shown, JsonDataclass):
             return "not clear whether it helps: the measured range includes no gain"
         if not self.gained:
             return "it did not help"
+        if not self.remedy.predicted:
+            return "it helps"
         error = f"the prediction was {units.percent(abs(self.error))} too {'high' if self.error > 0 else 'low'}"
         if self.remedy.ceiling:
             return f"it helps; {'within the predicted ceiling' if self.held else 'more than the predicted ceiling'}"
@@ -94,10 +94,10 @@ class Proof(display.Shown, JsonDataclass):
     @property
     def table(self) -> display.Table:
         """Two rows: predicted, measured."""
-        rows = [[kind, *interval.cells(units.times)] for kind, interval in (("predicted", self.predicted), ("measured", self.measured))]
+        predicted = self.predicted.cells(units.times) if self.remedy.predicted else [NOT_PREDICTED, units.MISSING, units.MISSING]
         return display.Table(
             columns=("", "speedup", "low", "high"),
-            rows=rows,
+            rows=[["predicted", *predicted], ["measured", *self.measured.cells(units.times)]],
             title=f"Proof of {self.remedy.name}",
             note=display.notes([self.word, *self.notes]),
         )
@@ -119,16 +119,16 @@ class Proof(display.Shown, JsonDataclass):
         return {**fields_to_json(self), "measured": self.measured.to_list()}
 
     def __repr__(self) -> str:
-        return f"Proof({self.remedy.name!r}, predicted={units.times(self.remedy.speedup)}, measured={units.times(self.measured.mid)})"
+        return f"Proof({self.remedy.name!r}, predicted={units.times(self.predicted.mid)}, measured={units.times(self.measured.mid)})"
 
 
 def proof_row(proof: Proof) -> dict[str, object]:
     """A proof as plain columns."""
     return {
         "remedy": proof.remedy.name,
-        "predicted": proof.remedy.speedup,
-        "predicted_low": proof.remedy.low,
-        "predicted_high": proof.remedy.high,
+        "predicted": proof.predicted.mid,
+        "predicted_low": proof.predicted.low,
+        "predicted_high": proof.predicted.high,
         "measured": proof.measured.mid,
         "measured_low": proof.measured.low,
         "measured_high": proof.measured.high,
@@ -217,7 +217,7 @@ class Ladder(display.Shown, JsonDataclass):
             rows.append(
                 [
                     proof.remedy.name,
-                    units.times(proof.remedy.speedup),
+                    units.times(proof.predicted.mid),
                     units.times(proof.measured.mid),
                     units.rate(rung.samples_per_sec) if rung.kept else units.MISSING,
                     f"{rung.verdict} ({rung.cause})" + ("" if rung.kept else ": it did not help, and was dropped"),

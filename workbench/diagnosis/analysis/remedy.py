@@ -23,6 +23,7 @@ from workbench.timeline.script_arguments import OF_DDP, OF_LOADER, OF_OPTIMIZER
 OF_LAUNCH = ("threads", "nproc_per_node")
 OUTSIDE = (*OF_LAUNCH, *OF_LOADER, *OF_OPTIMIZER, *OF_DDP)
 """Knobs of a script that can be set without an edit."""
+NOT_PREDICTED = "not predicted"
 SCOPES = {"cause": "", "part": "Another part: ", "general": "Whatever the cause: "}
 """Scope of a remedy → how its advice begins. "cause": it removes what the verdict names; "part": another part of the step; "general": it
 shortens any step."""
@@ -59,6 +60,11 @@ class Remedy(JsonDataclass):
         return Interval(low=self.low, mid=self.speedup, high=self.high)
 
     @property
+    def predicted(self) -> bool:
+        """Is anything known of its gain before it is tried?"""
+        return self.low > 0 or math.isfinite(self.high)
+
+    @property
     def provable(self) -> bool:
         """Can it be tried by changing knobs?"""
         return bool(self.change)
@@ -71,10 +77,12 @@ class Remedy(JsonDataclass):
     @property
     def gain(self) -> str:
         """The prediction as text: "1.62× (1.51× … 1.70×)", with a mark where it may not help; of a ceiling, as if the part cost nothing,
-        "up to 1.62×"; without an upper end "at least 1.51×".
+        "up to 1.62×"; without an upper end "at least 1.51×"; "not predicted" where nothing is known.
         """
         if self.ceiling:
             return f"up to {units.times(self.speedup)}"
+        if not self.predicted:
+            return NOT_PREDICTED
         if math.isinf(self.high):
             return f"at least {units.times(self.low)}"
         doubt = "; may not help" if self.low < 1 else ""
