@@ -609,9 +609,18 @@ def test_knobs_of_a_run() -> None:
     far = plans(model=GPT, gpus=32, pipeline=1)
     wide = spec.replace(**far.changes())
     assert wide.global_batch == 512
-    staged = plans(pipeline=4)
     with pytest.raises(PlanError, match=r"planned as Megatron runs it.*pipeline=1"):
-        staged.changes()
+        plans(model=GPT, gpus=8, tensor=1, pipeline=4, sharing="zero1").changes()
+    both = plans(tensor=2, pipeline=4)
+    with pytest.raises(PlanError, match=r"tp 2 × pp 4.*: stages of split layers are not built here.*pipeline=1"):
+        both.changes()
+    lines = str(both).splitlines()
+    (line,) = [line for line in lines if "wb.launch cannot run" in line]
+    assert line.startswith(f"wb.launch cannot run {both.best.layout}")
+    assert line.endswith(": stages of split layers are not built here")
+    assert "wb.launch cannot run it: stages of split layers are not built here" in str(both.best.table)
+    assert "stages of layers that fsdp shares are not built here" in str(plans(model=GPT, gpus=8, tensor=1, pipeline=4, sharing="fsdp"))
+    assert "wb.launch cannot" not in str(plans(model=GPT, gpus=8, tensor=1, pipeline=4, sharing="zero1")) + str(found)
     theirs = plans(model=GPT, gpus=8, pipeline=1, tensor=1, sharing="zero1")
     assert "Megatron" in str(theirs)
     assert "Megatron" not in str(plans(model=GPT, gpus=8, sharing="fsdp"))

@@ -31,10 +31,13 @@ def spec_of(**knobs: Any) -> RunSpec:
     [
         ({"expert_parallel": 3}, r"expert_parallel=3 does not divide the 4 ranks \(nproc_per_node\): try expert_parallel=2"),
         ({"expert_parallel": 0}, "expert_parallel=0"),
-        ({"parallel": "fsdp"}, 'parallel="fsdp" with expert_parallel=2: each rank has experts of its own'),
+        ({"parallel": "fsdp"}, 'parallel="fsdp" with expert_parallel=2: experts that are divided and sharded are not built here'),
         ({"parallel": "zero1"}, 'parallel="zero1" with expert_parallel=2'),
-        ({"tensor_parallel": 2}, "tensor_parallel=2 with expert_parallel=2: ranks that split layers read the same samples"),
-        ({"pipeline_parallel": 2, "accumulation": 2}, "pipeline_parallel=2 with expert_parallel=2"),
+        ({"tensor_parallel": 2}, "tensor_parallel=2 with expert_parallel=2: split layers beside divided experts are not built here"),
+        (
+            {"pipeline_parallel": 2, "accumulation": 2},
+            "pipeline_parallel=2 with expert_parallel=2: experts that are divided inside of stages are not built here",
+        ),
         ({"micro_batch": "auto"}, 'micro_batch="auto" with expert_parallel=2: .* give a number'),
         ({"precision": "amp_fp16"}, 'precision="amp_fp16" with expert_parallel=2: .* try "amp_bf16"'),
         ({"compile": "blocks"}, 'compile="blocks" with expert_parallel=2'),

@@ -306,8 +306,8 @@ def _check_pipeline(spec: Any) -> None:
             f"{max(fewest, -(-spec.accumulation // stages) * stages)}" + ', or pipeline_schedule="gpipe"' * (spec.accumulation > 1)
         )
     for knob, clashes, why in (
-        ("parallel", spec.parallel not in ("ddp", "zero1"), 'FSDP2 gathers a stage for each micro-batch; try parallel="ddp" or "zero1"'),
-        ("tensor_parallel", spec.tensor_parallel > 1, "layers are either split or put into stages here; leave one of them out"),
+        ("parallel", spec.parallel not in ("ddp", "zero1"), 'stages that are sharded are not built here; try parallel="ddp" or "zero1"'),
+        ("tensor_parallel", spec.tensor_parallel > 1, "stages of split layers are not built here; leave one of them out"),
         ("micro_batch", spec.micro_batch == "auto", "a size is tried out on each rank alone, and none has the whole model; give a number"),
         ("precision", spec.precision == "amp_fp16", 'each stage would scale its gradients by itself; try precision="amp_bf16"'),
         ("compile", spec.compile != "none", "a schedule takes the backward of a stage apart; leave one of them out"),
@@ -326,9 +326,9 @@ def _check_experts(spec: Any) -> None:
         return
     alone = "a size is tried out on each rank alone, and ranks need each other's experts; give a number"
     for knob, clashes, why in (
-        ("parallel", spec.parallel != "ddp", 'each rank has experts of its own, and this would share them again; try parallel="ddp"'),
-        ("tensor_parallel", spec.tensor_parallel > 1, "ranks that split layers read the same samples; leave one of them out"),
-        ("pipeline_parallel", spec.pipeline_parallel > 1, "the balancing loss needs the experts of all stages in one place; leave one out"),
+        ("parallel", spec.parallel != "ddp", 'experts that are divided and sharded are not built here; try parallel="ddp"'),
+        ("tensor_parallel", spec.tensor_parallel > 1, "split layers beside divided experts are not built here; leave one of them out"),
+        ("pipeline_parallel", spec.pipeline_parallel > 1, "experts that are divided inside of stages are not built here; leave one out"),
         ("micro_batch", spec.micro_batch == "auto", alone),
         ("precision", spec.precision == "amp_fp16", 'a rank whose experts overflow would leave out a step alone; try "amp_bf16"'),
         ("compile", spec.compile != "none", "tokens are exchanged in the midst of the graph; leave one of them out"),

@@ -10,7 +10,7 @@ from typing import Any
 
 from workbench.cluster.analysis.cluster import Cluster
 from workbench.cluster.analysis.energy import Energy, estimated
-from workbench.cluster.analysis.plan.ranges import ENDS, PlanError, between
+from workbench.cluster.analysis.plan.ranges import ENDS, PlanError, at_ends, between
 from workbench.cluster.analysis.plan.timing import PARTS
 from workbench.cluster.analysis.plan.workload import MEGATRON, TRAINERS
 from workbench.core import units
@@ -257,6 +257,13 @@ class Plan(display.Shown):
         return implied
 
     @property
+    def not_built(self) -> str:
+        """Why `wb.launch` cannot run the layout, of which only others' trainers have everything; "" = it can."""
+        shared = f"layers that {self.sharing} shares" if self.sharing in ("zero2", "fsdp", "hsdp") and self.data > 1 else ""
+        parts = "split layers" if self.tensor > 1 else shared
+        return f"stages of {parts} are not built here" if self.pipeline > 1 and parts else ""
+
+    @property
     def layout(self) -> str:
         """The layout as text, such as `dp 8 (fsdp) × tp 4 × pp 2`."""
         words = [f"dp {self.data}" + (f" ({self.sharing})" if self.data > 1 else "")]
@@ -274,15 +281,14 @@ class Plan(display.Shown):
         """The knobs of a RunSpec: `spec.replace(**plan.changes())`.
 
         Raises:
-            PlanError: it has Megatron's pipeline or ZeRO-1, which a RunSpec does not have.
+            PlanError: it has Megatron's pipeline or ZeRO-1, which a RunSpec does not have, or is `not_built`.
         """
         from workbench.runs.spec import RunSpec
 
         if self.pipeline > 1:
-            raise PlanError(
-                f"{self.layout}: its pipeline is planned as Megatron runs it. Plan without, wb.plan(…, pipeline=1), or try "
-                f"RunSpec(pipeline_parallel={self.pipeline}), of which wb.estimate_memory has the memory"
-            )
+            own = f", or try RunSpec(pipeline_parallel={self.pipeline}), of which wb.estimate_memory has the memory" * (not self.not_built)
+            why = self.not_built or "its pipeline is planned as Megatron runs it"
+            raise PlanError(f"{self.layout}: {why}. Plan without, wb.plan(…, pipeline=1){own}")
         if self.megatron:
             other = TRAINERS[self.trainer].zero1 if self.trainer else MEGATRON
             raise PlanError(f'{self.layout}: {other}. Plan without: wb.plan(…, sharing="zero2"), or one of ddp, fsdp, hsdp')
@@ -323,7 +329,8 @@ class Plan(display.Shown):
         if self.grams:
             rows.append([f"carbon of {self.steps:,} steps", f"{between(self.grams, lambda grams: units.count(grams, 'g'))} CO2e"])
         rows.append(["bound", f"{self.bound}: {BOUNDS[self.bound]}"])
-        return display.Table(columns=("plan", ", ".join(self.roles)), rows=rows, note=f"predicted; {self.why}")
+        cannot = f"; wb.launch cannot run it: {self.not_built}" if self.not_built else ""
+        return display.Table(columns=("plan", ", ".join(self.roles)), rows=rows, note=f"predicted; {self.why}{cannot}")
 
     def row(self) -> dict[str, Any]:
         """As a row of a DataFrame."""
@@ -444,6 +451,10 @@ class Plans(Sequence[Plan], display.Shown):
         out = "; ".join(f"{count:,} by {reason}" for reason, count in self.ruled_out.items() if count)
         times = [plan.seconds.mid for plan in self.plans]
         lines += ["in the order of speed × the chance that memory suffices, not of time alone"] if times != sorted(times) else []
+        for why in dict.fromkeys(filter(None, (plan.not_built for plan in self.plans))):
+            lines.append(
+                f"wb.launch cannot run {', '.join(dict.fromkeys(each.layout for each in self.plans if each.not_built == why))}: {why}"
+            )
         lines.append(f"{self.considered:,} layouts looked at; ruled out: {out or 'none'}")
         lines += [f"bound {bound}: {BOUNDS[bound]}" for bound in dict.fromkeys(plan.bound for plan in self.plans)]
         return display.Table(
@@ -487,14 +498,3 @@ class Plans(Sequence[Plan], display.Shown):
 
     def __repr__(self) -> str:
         return f"Plans({self.name!r} on {self.cluster.name}: {', '.join(repr(plan)[5:-1] for plan in self.plans[:2])} …)"
-
-
-def at_ends(used: Energy, name: str, seconds: Interval) -> Interval | None:
-    """Interval of a figure of energy such as "money", from the low ends of joules and seconds to the high ends; None = no such figure."""
-    if getattr(used, name) is None:
-        return None
-    joules = (used.joules if used.low is None else used.low, used.joules, used.joules if used.high is None else used.high)
-    bare = replace(used, low=None, high=None)
-    pairs = zip(joules, (getattr(seconds, end) for end in ENDS), strict=True)
-    low, mid, high = (getattr(replace(bare, joules=drawn, seconds=taken), name) for drawn, taken in pairs)
-    return Interval(low=low, mid=mid, high=high)

@@ -2,12 +2,14 @@
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from workbench.cluster.analysis.cluster import Cluster
+from workbench.cluster.analysis.energy import Energy
 from workbench.core.checks import choice
 from workbench.core.device import Device
 from workbench.core.statistics import Interval
@@ -24,6 +26,17 @@ def between(value: Interval, words: Callable[[float], str]) -> str:
     """Text of the middle, with both ends in brackets where they differ."""
     low, mid, high = (words(getattr(value, end)) for end in ENDS)
     return mid if low == high else f"{mid} ({low} … {high})"
+
+
+def at_ends(used: Energy, name: str, seconds: Interval) -> Interval | None:
+    """Interval of a figure of energy such as "money", from the low ends of joules and seconds to the high ends; None = no such figure."""
+    if getattr(used, name) is None:
+        return None
+    joules = (used.joules if used.low is None else used.low, used.joules, used.joules if used.high is None else used.high)
+    bare = replace(used, low=None, high=None)
+    pairs = zip(joules, (getattr(seconds, end) for end in ENDS), strict=True)
+    low, mid, high = (getattr(replace(bare, joules=drawn, seconds=taken), name) for drawn, taken in pairs)
+    return Interval(low=low, mid=mid, high=high)
 
 
 def intervals_around(columns: Sequence[Floats], mid: Floats) -> list[Interval]:
