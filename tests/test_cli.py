@@ -410,9 +410,23 @@ def test_the_examples_about_runs_and_traces_work(
     assert shown("health") == "nothing wrong in 20 losses\n"
     brief = json.loads(shown("health", "--json"))
     assert (brief["ok"], brief["looked"], brief["losses"], brief["faults"]) == (True, True, 20, [])
+    assert main(["replay", str(before), "--json"]) == 2  # no loss of it stands out
+    assert "no loss stands out among its 20 steps" in capsys.readouterr().err
     assert "0 of" in shown("runs")
     assert main(["runs", "--json"]) == 0
     assert len(json.loads(capsys.readouterr().out)) == 5
+
+
+def test_a_proof_of_a_resume_on_the_command_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["prove-resume", "fashion-mlp", "--kills", "1", "--set", "steps=8", "num_workers=0", "--json"]) == 0
+    brief = json.loads(capsys.readouterr().out)
+    assert (brief["ok"], brief["steps"], len(brief["kills"])) == (True, 8, 1)
+    assert brief["answer"].startswith("Exact: killed 1 time in 8 steps on 1 rank")
+    assert main(["prove-resume", "train.py"]) == 2
+    assert "train.py" in capsys.readouterr().err
 
 
 def test_the_examples_that_predict_work(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -275,9 +275,9 @@ def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
     option("doctor", "--html", metavar="FILE", help="write the report as a self-contained HTML page")
     what = 'a script ("train.py"), a task ("my_task.py:build") or a sample ("clipart-resnet")'
     option("launch", "target", nargs="?", help=what)
-    option("why-not-linear", "target", help=what)
+    option("why-not-linear prove-resume", "target", help=what)
     option("diagnose", "target", help=f"{what}, or the directory of a run")
-    for name in ("diagnose", "why-not-linear"):
+    for name in ("diagnose", "why-not-linear", "prove-resume"):
         made[name].set_defaults(args=[])
     task = 'a task ("my_task.py:build") or a sample ("clipart-resnet")'
     option("estimate estimate-time batch-lengths sanity", "target", help=task)
@@ -312,11 +312,11 @@ def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
         "launch", "--rdzv-endpoint", metavar="HOST:PORT", help="address at which the others reach this machine (its name and a free port)"
     )
     most = f"seconds to spend at most ({BUDGET:g})"
-    option("diagnose sanity why-not-linear", "--budget", "--budget-s", type=float, default=BUDGET, metavar="S", help=most)
+    option("diagnose sanity why-not-linear replay", "--budget", "--budget-s", type=float, default=BUDGET, metavar="S", help=most)
     knob: dict[str, Any] = {"nargs": "+", "action": "extend", "metavar": "KNOB=VALUE"}
     by = "knobs of the task to change, such as micro_batch=16 num_workers=2; workbench launch --help explains all of them"
     option("doctor estimate estimate-time batch-lengths plan sanity bisect", "--set", **knob, help=by)
-    option("launch diagnose why-not-linear", "--set", **knob, help=f"{by}. A script's own options come after --")
+    option("launch diagnose why-not-linear prove-resume", "--set", **knob, help=f"{by}. A script's own options come after --")
     option(
         "diagnose why-not-linear batch-lengths",
         "--prove",
@@ -354,11 +354,16 @@ def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
     option("runs", "--filter", default="", metavar="TEXT", help="only runs whose directory, name, state or knobs contain each word")
     option("runs", "--sort", metavar="COLUMN", help="created, run, state, steps, loss, throughput or 'differs in' (oldest first)")
     option("runs", "--all", action="store_true", help="also list the workbench's own experiments")
-    option("report export health", "path", help="the directory of the run")
+    option("report export health replay", "path", help="the directory of the run")
     option("report", "--html", metavar="FILE", help="write the report as a self-contained HTML page")
     option(
         "export", "to", choices=("tensorboard", "mlflow", "wandb", *EXPORTED), help="the program to write for, or the format of the weights"
     )
+    option("replay", "--step", type=int, metavar="N", help="the step, from 1 (the first whose loss is not finite or far above the others)")
+    option("prove-resume", "--result", metavar="FILE", help="of a script: the file in the folder {out} that is compared, such as last.pt")
+    option("prove-resume", "--kills", type=int, default=2, metavar="N", help="how often a random rank is killed (2)")
+    option("prove-resume", "--during-save", action="store_true", help="kill a script while it writes a file into its folder")
+    option("prove-resume", "--timeout", type=float, default=600, metavar="S", help="seconds that each of the trainings may take (600)")
     option("export", "folder", help="the folder to write into; new records of the run are added")
     option("report", "--would-fit", action="store_true", help="if the run ran out of memory: predict which changes would have made it fit")
     option("compare", "runs", nargs="+", metavar="RUN_DIR", help="directories of runs, the baseline first")
@@ -382,10 +387,15 @@ def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
         spent = f"seconds that the trainings may take ({seconds:g})"
         option(names, "--budget", "--budget-s", type=float, default=seconds, metavar="S", help=spent)
     option("diagnose why-not-linear sanity", "--json", action="store_true", help="print a brief for programs: at most 2 kB of JSON")
-    option("what-changed bisect health", "--json", action="store_true", help="print the answer for programs: at most 2 kB of JSON")
+    option(
+        "what-changed bisect health replay prove-resume",
+        "--json",
+        action="store_true",
+        help="print the answer for programs: at most 2 kB of JSON",
+    )
     printed = "doctor calibrate launch estimate estimate-time batch-lengths plan trace runs report compare check"
     option(printed, "--json", action="store_true", help="print JSON")
-    for name in ("launch", "diagnose", "why-not-linear"):
+    for name in ("launch", "diagnose", "why-not-linear", "prove-resume"):
         made[name].usage = f"{made[name].format_usage().removeprefix('usage: ').rstrip()} [-- OPTIONS OF THE SCRIPT …]"
     return parser, made
 
@@ -419,6 +429,8 @@ _RUN: Mapping[str, Callable[[argparse.Namespace], int]] = {
     "export": export,
     "check": check,
     "health": commands.health,
+    "replay": commands.replayed,
+    "prove-resume": lambda given: commands.resumed(given, knobs_of(given.set or [])),
     "compare": compare,
     "trace": trace,
     "diagnose": diagnose,

@@ -5,8 +5,10 @@ import json
 import math
 from typing import Any
 
+import workbench as wb
 from workbench.core.brief import BRIEF_BYTES, fitted, number, short, three
 from workbench.core.statistics import Interval
+from workbench.runs.launch.prove_resume import Kill
 
 
 def test_the_longest_list_is_cut_at_its_end_and_the_last_one_only_when_the_others_are_empty() -> None:
@@ -36,3 +38,23 @@ def test_numbers_and_texts() -> None:
     assert (number(1.23456), number(math.inf), number(math.nan)) == (1.23, None, None)
     assert three(Interval(low=1, mid=2, high=math.inf)) == [1.0, 2.0, None]
     assert (short("abc", 3), short("abcd", 3)) == ("abc", "ab…")
+
+
+def test_a_proof_has_a_brief_of_its_answer_and_its_fields() -> None:
+    proof = wb.RepeatProof(steps=20, ranks=2, difference=None, first="runs/a", second="runs/b")
+    brief = proof.brief()
+    assert brief["answer"] == proof.verdict
+    assert (brief["ok"], brief["steps"], brief["ranks"], brief["first"]) == (True, 20, 2, "runs/a")
+    assert "difference" not in brief
+
+    long = wb.RepeatProof(steps=20, ranks=2, difference=None, first="é" * 900, second="b" * 900)
+    assert len(json.dumps(long.brief(), ensure_ascii=False).encode()) <= BRIEF_BYTES
+
+
+def test_a_brief_of_many_kills_is_cut_at_its_end() -> None:
+    kills = tuple(Kill(step=i, rank=0, resumed_from=i - 1, restart_s=0.1) for i in range(1, 200))
+    proof = wb.ResumeProof(steps=200, ranks=1, kills=kills, difference=None, undisturbed="a", interrupted="b")
+    brief = proof.brief()
+    assert len(json.dumps(brief, ensure_ascii=False).encode()) <= BRIEF_BYTES
+    assert brief["kills"][0] == {"step": 1, "rank": 0, "resumed_from": 0, "restart_s": 0.1}
+    assert len(brief["kills"]) + brief["left_out"] == 199

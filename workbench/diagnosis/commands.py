@@ -1,4 +1,4 @@
-"""The commands `doctor`, `health`, `what-changed`, `bisect` and `why-not-linear`, and `check --why`, of the command line."""
+"""The commands that find out what is wrong: `doctor`, `health`, `replay`, `prove-resume`, `what-changed`, `bisect`, `why-not-linear`."""
 
 import argparse
 import json
@@ -14,6 +14,7 @@ from workbench.diagnosis.analysis.bisection import Bisection
 from workbench.diagnosis.analysis.diagnosis import Diagnosis
 from workbench.diagnosis.analysis.what_changed import WhatChanged
 from workbench.diagnosis.analysis.why_not_linear import WhyNotLinear
+from workbench.diagnosis.correctness import replay
 from workbench.diagnosis.regression import bisect, what_changed
 from workbench.diagnosis.why_not_linear import why_not_linear
 from workbench.runs import task
@@ -22,6 +23,7 @@ from workbench.runs.commands import refuse_knobs
 from workbench.runs.failure import RunError
 from workbench.runs.health import health as of_run
 from workbench.runs.launch import machine_report
+from workbench.runs.launch.prove_resume import prove_resume
 from workbench.runs.spec import RunSpec
 
 _OF: Mapping[str, str] = {"step": "time", "samples_per_sec": "time", "peak_memory": "memory", "loss": "loss"}
@@ -120,6 +122,30 @@ def health(given: argparse.Namespace) -> int:
     found = of_run(given.path)
     print(json.dumps(found.brief(), ensure_ascii=False) if given.json else found, flush=True)
     return 0 if found.ok and found.looked else 1
+
+
+def replayed(given: argparse.Namespace) -> int:
+    """Repeat a step of a run, and say what made it go wrong; returns the exit status.
+
+    Raises:
+        ValueError: a run that cannot be read or repeated, or has no such step.
+    """
+    with terminated_as_interrupted():
+        _show(replay(given.path, given.step, budget_s=given.budget), given)
+    return 0
+
+
+def resumed(given: argparse.Namespace, knobs: Mapping[str, Any]) -> int:
+    """Kill a training and resume it; returns the exit status: 0 where it ends like the undisturbed one.
+
+    Raises:
+        ValueError: no such task, script or knob, or an argument that a script needs is missing.
+    """
+    options = {"kills": given.kills, "during_save": given.during_save, "timeout": given.timeout}
+    with terminated_as_interrupted():
+        proof = prove_resume(given.target, args=given.args, result=given.result, **options, **knobs)
+    _show(proof, given)
+    return 0 if getattr(proof, "exact", False) else 1
 
 
 def reason_of(checked: RunCheck, budget_s: float) -> WhatChanged | None:

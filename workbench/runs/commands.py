@@ -99,6 +99,18 @@ COMMANDS: Mapping[str, tuple[str, str, str]] = {
         "go on. The exit status is also 1 if there is nothing to look at yet.",
         "workbench health runs/2026-01-31T12-00-00-train",
     ),
+    "replay": (
+        "repeat a step of a run with changes, and say what made it go wrong",
+        "Repeats the run from its nearest checkpoint in this process. Takes the step as it was, in a higher precision, at a lower rate, "
+        "and without each of its samples. Executes the code of the run's task.",
+        "workbench replay runs/2026-01-31T12-00-00-train --step 300",
+    ),
+    "prove-resume": (
+        "kill a training at random steps, resume it, and compare it bit for bit with one that is not killed: exit status 0 if it is equal",
+        "A script reads and writes its checkpoints in the folder that {out} in its arguments stands for; --result is the file in it "
+        "that is compared.",
+        "workbench prove-resume train.py --result last.pt -- --out {out}",
+    ),
     "export": (
         "write a run for TensorBoard, MLflow or Weights & Biases, or its weights for other programs, offline",
         "Adds what is new since the last export, so it can be repeated while the run continues. 'safetensors' writes the last checkpoint's "

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from workbench.core.brief import Briefed
 from workbench.core.codec import JsonDataclass
 from workbench.core.display import table as display
 
@@ -36,7 +37,7 @@ class Point(JsonDataclass):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Divergence(JsonDataclass, display.Shown):
+class Divergence(Briefed, display.Shown):
     """Where two trainings differ first."""
 
     a: str

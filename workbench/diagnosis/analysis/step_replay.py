@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from workbench.core.brief import Briefed
 from workbench.core.codec import JsonDataclass
 from workbench.core.display import table as display
 
@@ -31,7 +32,7 @@ class Trial(JsonDataclass):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepReplay(JsonDataclass, display.Shown):
+class StepReplay(Briefed, display.Shown):
     """A step of a run, repeated."""
 
     run: str

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from workbench.core import late
-from workbench.core.codec import JsonDataclass
+from workbench.core.brief import Briefed
 from workbench.core.display import table as display
 from workbench.core.units import several
 from workbench.runs.launch.resume import LAYOUT_KNOBS
@@ -43,7 +43,7 @@ losses of about 5, `benchmarks/loss_equality.py` measures 1e-6 at most in fp32; 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LayoutResumeProof(JsonDataclass, display.Shown):
+class LayoutResumeProof(Briefed, display.Shown):
     """Whether a training that continues in another layout is the same up to rounding."""
 
     steps: int

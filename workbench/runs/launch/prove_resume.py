@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from workbench.core import run_directory, units
+from workbench.core.brief import Briefed
 from workbench.core.checks import whole_number
 from workbench.core.codec import JsonDataclass
 from workbench.core.display import table as display
@@ -98,7 +99,7 @@ class Difference(JsonDataclass):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ResumeProof(JsonDataclass, display.Shown):
+class ResumeProof(Briefed, display.Shown):
     """Whether a training that is killed and resumed ends bit for bit like one that is not."""
 
     steps: int
@@ -422,7 +423,7 @@ def trained(run: Run, timeout: float | None) -> Run:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RepeatProof(JsonDataclass, display.Shown):
+class RepeatProof(Briefed, display.Shown):
     """Whether two trainings of one spec are the same, bit for bit."""
 
     steps: int

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from workbench.core import late
+from workbench.core.brief import Briefed
 from workbench.core.checks import nearest
 from workbench.core.codec import JsonDataclass
 from workbench.core.display import table as display
@@ -56,7 +57,7 @@ class Entry(JsonDataclass):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ScriptResumeProof(JsonDataclass, display.Shown):
+class ScriptResumeProof(Briefed, display.Shown):
     """Whether a script that is killed and launched again writes bit for bit the same result as an undisturbed one."""
 
     entries: int

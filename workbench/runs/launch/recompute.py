@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from workbench.core import run_directory, units
+from workbench.core.brief import Briefed
 from workbench.core.checks import whole_number
 from workbench.core.codec import JsonDataclass
 from workbench.core.display import table as display
@@ -69,7 +70,7 @@ class Fault(JsonDataclass):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Recomputation(JsonDataclass, display.Shown):
+class Recomputation(Briefed, display.Shown):
     """Repeated steps of a run, and whether the run computed them correctly."""
 
     run: str
