@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from workbench.core.brief import fitted, short
+from workbench.core.brief import Briefed, fitted, short
 from workbench.core.interrupts import terminated_as_interrupted
 from workbench.core.progress import begins
 from workbench.data.analysis.loader_report import LoaderReport
@@ -156,5 +156,5 @@ def reason_of(checked: RunCheck, budget_s: float) -> WhatChanged | None:
     return what_changed(checked.against, checked.run, of=_OF.get(exceeded, "time"), budget_s=budget_s)  # type: ignore[arg-type]
 
 
-def _show(result: WhatChanged | Bisection, given: argparse.Namespace) -> None:
+def _show(result: WhatChanged | Bisection | Briefed, given: argparse.Namespace) -> None:
     print(json.dumps(result.brief(), ensure_ascii=False) if given.json else result, flush=True)
