@@ -282,14 +282,31 @@ def test_choosing_a_remedy() -> None:
         d.remedy("AMP")
     with pytest.raises(ValueError, match=r"no remedy 0: this diagnosis has 1 \("):
         d.remedy(0)
-    with pytest.raises(
-        ValueError, match=r"there is nothing to prove: the verdict is compute-bound \(compute\), and it has no remedy\. Nothing we know of"
-    ):
-        Diagnosis.of(World().evidence()).prove()
+    healthy = Diagnosis.of(World().evidence())
+    with pytest.raises(ValueError, match=r"there is nothing to prove: the verdict is compute-bound \(compute\), and it has no remedy\."):
+        healthy.remedy()
+    with pytest.raises(ValueError, match="no remedy 'AMP'"):
+        healthy.prove("AMP")
     with pytest.raises(
         ValueError, match=r"prepared data cannot be changed from here: Do once, beforehand, what each epoch repeats .* Then diagnose again"
     ):
         d.prove("prepared data")
+
+
+def test_a_proof_of_nothing_is_an_answer_and_no_error() -> None:
+    """The last cell of the README ended in a traceback where a step had no remedy."""
+    healthy = Diagnosis.of(World().evidence())
+    nothing = healthy.prove()
+    said = "There is nothing to prove: the verdict is compute-bound (compute), and it has no remedy. Nothing we know of would make"
+    assert str(nothing).startswith(said)
+    assert "\n" not in str(nothing)
+    assert nothing._repr_html_().startswith(f"<p>{said}")
+    assert not nothing.gained
+    assert not nothing.held
+    assert nothing.word == "nothing to prove"
+    assert healthy.proofs == []
+    again = Proof.from_json(json.loads(json.dumps(nothing.to_json())))
+    assert str(again) == str(nothing)
 
 
 def test_a_proof_is_kept_and_shown(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -469,10 +469,9 @@ def test_a_change_that_surely_gains_is_told_even_where_the_verdict_is_not_clear(
     )
     assert found.next.endswith("Use 1 thread per operator: torch.set_num_threads(1), or OMP_NUM_THREADS=1. prove('threads=1') tries it.")
     assert "Predicted" not in found.next
-    with pytest.raises(
-        ValueError, match=r"inconclusive \(noise\), so prove\(\) has nothing to run: name what to try.*prove\('threads=1'\)"
-    ):
-        found.prove()
+    said = str(found.prove())
+    assert said.startswith("The verdict is inconclusive (noise), so prove() has nothing to run: name what to try. ")
+    assert "prove('threads=1')" in said
     assert found.remedy("threads=1") == remedies[0]
     assert "prove(1) runs" not in str(found)
     assert "--prove" not in str(dataclasses.replace(found, spec=SPEC).brief()["next"]["command"])

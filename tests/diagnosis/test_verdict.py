@@ -51,6 +51,41 @@ PLANTED = {
 }
 
 
+def with_cached(evidence: Evidence, *ratios: float) -> Evidence:
+    """The cached step took so many times as long as the full one, pair by pair."""
+    arm = dataclasses.replace(evidence.arms["cached"], pairs=tuple((evidence.step, ratio * evidence.step) for ratio in ratios))
+    return dataclasses.replace(evidence, arms={**evidence.arms, "cached": arm})
+
+
+@pytest.mark.parametrize("ratios", [(1.02, 1.03, 1.025), (1.1, 1.3, 1.2), (1.02, 1.02)])
+def test_what_noise_hides_is_no_exact_zero(ratios: tuple[float, ...]) -> None:
+    """Where the step without its loader was slower, the loader seemed to take 0 % (0 % … 0 %) of it."""
+    found = judge(with_cached(World().evidence(), *ratios)).shares["data_wait"]
+    assert found.low == 0
+    assert 0 < found.high < 0.1, "no more than making the batches takes"
+    workers = judge(with_cached(World(num_workers=2).evidence(), *ratios))
+    assert workers.verdict == "compute-bound"
+    assert 0 < workers.shares["data_wait"].high < 0.1
+
+
+@given(
+    st.lists(st.floats(0.2, 5), min_size=1, max_size=6),
+    st.lists(st.floats(0.2, 5), min_size=1, max_size=6),
+    st.sampled_from([*HEALTHY.values(), *(world for world, _, _ in PLANTED.values())]),
+)
+@settings(max_examples=60)
+def test_shares_that_are_shown_lie_between_nothing_and_all_of_the_step(cached: list[float], changed: list[float], world: World) -> None:
+    evidence = with_cached(world.evidence(), *cached)
+    arms = {
+        name: arm if name in ("cached", "loader") else dataclasses.replace(arm, pairs=tuple((1.0, ratio) for ratio in changed))
+        for name, arm in evidence.arms.items()
+    }
+    found = judge(dataclasses.replace(evidence, arms=arms))
+    for part, saved in found.shares.items():
+        assert 0 <= saved.low <= saved.mid <= saved.high, (part, saved)
+        assert saved.mid <= 1 + 1e-9, (part, saved)
+
+
 @pytest.mark.parametrize("world", HEALTHY.values(), ids=HEALTHY)
 def test_a_healthy_step_is_not_blamed(world: World) -> None:
     found = judge(world.evidence())

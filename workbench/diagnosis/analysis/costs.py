@@ -95,13 +95,14 @@ def scaled(interval: Interval, by: float) -> Interval:
 
 
 def at_least_0(interval: Interval) -> Interval:
-    """The interval without what is below 0, since no part takes less than no time."""
-    return Interval(low=max(0.0, interval.low), mid=max(0.0, interval.mid), high=max(0.0, interval.high))
+    """The interval without what is below 0, since no part takes less than no time; if all of it is, 0 with the upper half of its width."""
+    high = interval.high if interval.high > 0 else interval.high - interval.mid
+    return Interval(low=max(0.0, interval.low), mid=max(0.0, interval.mid), high=high)
 
 
 def subtract(interval: Interval, by: float) -> Interval:
     """The interval minus a number, cut off at 0."""
-    return at_least_0(Interval(low=interval.low - by, mid=interval.mid - by, high=interval.high - by))
+    return Interval(low=max(0.0, interval.low - by), mid=max(0.0, interval.mid - by), high=max(0.0, interval.high - by))
 
 
 def add(first: Interval, two: Interval) -> Interval:
@@ -237,6 +238,8 @@ class Costs:
         ratio = e.arms["cached"].saved_at_few_pairs if "cached" in e.arms else NOTHING
         data = at_least_0(scaled(ratio, clean))
         loader = _loader(e)
+        if ratio.high <= 0 and math.isfinite(loader):  # noise: the step without its loader was slower
+            data = capped(data, loader)
         noise, met = (e.noise.spread if e.noise else 0.05) / 2, NOTHING
         noisy = bool(noise_warnings(e))
         if not noisy:

@@ -225,10 +225,19 @@ class Diagnosis(JsonDataclass):
             budget_s: seconds that it may take. At Ctrl-C, the proof uses what was timed so far, with a wider interval. With fewer than two
                 pairs of blocks nothing is known, and the KeyboardInterrupt says so.
 
+        Returns:
+            The proof; without `which`, and if there is nothing to prove, one that says why, whose `gained` is False.
+
         Raises:
             ValueError: no such remedy, it cannot be applied from here, or the diagnosed step is no longer in this process.
         """
-        proof: Proof = late.load("prove")(self, self.remedy(which), budget_s=budget_s)
+        try:
+            remedy = self.remedy(which)
+        except ValueError as nothing:
+            if which is None:
+                return Proof.nothing(str(nothing))
+            raise
+        proof: Proof = late.load("prove")(self, remedy, budget_s=budget_s)
         if which is None and self.choice:
             proof = dataclasses.replace(proof, choice=self.choice)
         self.proofs.append(proof)

@@ -16,6 +16,8 @@ from workbench.diagnosis.analysis.remedy import NOT_PREDICTED, Remedy
 MAX_ERROR = 0.25
 """A prediction this far off did not hold: the choice of a remedy could have been another one. Chosen. It decides a word in the text of a
 proof."""
+NOTHING = "nothing to prove"
+"""Name of the remedy of a proof that tried none."""
 MIN_GAIN = 1.02
 """Least speedup that counts as a gain: below it, drift between neighbouring blocks looks the same. Chosen at the width of a proof's
 interval. It decides a word in the text of a proof."""
@@ -35,6 +37,12 @@ class Proof(display.Shown, JsonDataclass):
     """Notes on the measurement."""
     choice: str = ""
     """Why this remedy was tried and not the first of the diagnosis; stands before the table. Empty = it is the first, or was asked for."""
+
+    @classmethod
+    def nothing(cls, why: str) -> "Proof":
+        """What `prove()` gives if there is nothing to prove, with the reason: no speedup is known, and nothing gained."""
+        remedy = Remedy(name=NOTHING, what=why, speedup=1.0, low=0.0, high=math.inf, formula=NOT_PREDICTED)
+        return cls(remedy=remedy, measured=Interval(low=math.nan, mid=math.nan, high=math.nan), choice=f"{why[0].upper()}{why[1:]}")
 
     @property
     def predicted(self) -> Interval:
@@ -75,7 +83,7 @@ class Proof(display.Shown, JsonDataclass):
     def word(self) -> str:
         """How the proof went, in words."""
         if math.isnan(self.measured.mid):
-            return "it could not be run"
+            return NOTHING if self.remedy.name == NOTHING else "it could not be run"
         if math.isinf(self.measured.low):
             return "not clear whether it helps: one pair has no range; give the proof a larger budget_s"
         if not self.gained and self.measured.mid >= MIN_GAIN:
@@ -107,10 +115,11 @@ class Proof(display.Shown, JsonDataclass):
         return display.frame([proof_row(self)])
 
     def __str__(self) -> str:
-        return "\n\n".join(filter(None, [self.choice, str(self.table)]))
+        return "\n\n".join(filter(None, [self.choice, "" if self.remedy.name == NOTHING else str(self.table)]))
 
     def _repr_html_(self) -> str:
-        return (f"<p>{display.escape(self.choice)}</p>" if self.choice else "") + self.table._repr_html_()
+        table = "" if self.remedy.name == NOTHING else self.table._repr_html_()
+        return (f"<p>{display.escape(self.choice)}</p>" if self.choice else "") + table
 
     plot = display.plot_method("proof")
 

@@ -20,7 +20,7 @@ from workbench.core.display import table as display
 from workbench.core.statistics import Interval
 from workbench.diagnosis.analysis import causes
 from workbench.diagnosis.analysis.causes import Cause
-from workbench.diagnosis.analysis.costs import NOTHING, Costs, at_least_0, beside_others, noise_warnings
+from workbench.diagnosis.analysis.costs import NOTHING, Costs, at_least_0, beside_others, capped, noise_warnings
 from workbench.diagnosis.analysis.evidence import Evidence
 
 VERDICTS = {
@@ -290,7 +290,7 @@ def judge(evidence: Evidence) -> Judgement:
     shares: dict[str, Interval] = {}
     for candidate in candidates:
         if candidate.part not in shares or candidate.saved.mid > shares[candidate.part].mid:
-            shares[candidate.part] = candidate.saved
+            shares[candidate.part] = capped(at_least_0(candidate.saved), 1.0)
     standing = sorted((candidate for candidate in candidates if candidate.stands), key=lambda candidate: -candidate.saved.mid)
     doubtful = sorted((candidate for candidate in candidates if candidate.open), key=lambda candidate: -candidate.saved.mid)
     notes = noise_warnings(evidence)
@@ -355,7 +355,7 @@ def _unexplained_wait(e: Evidence, c: Costs) -> str:
     saved = c.share(c.data)
     if e.ranks[0].timeline.mean("data_wait") < (saved.high + USUAL.least) * c.step:
         return ""
-    shorter = f"only {_percents(saved)} shorter" if saved.high > 0 else "no shorter"
+    shorter = f"only {_percents(saved)} shorter" if saved.mid > 0 else "no shorter"
     return (
         f"By its clocks the loop waits for data for {units.percent(clock)} of the step, although the step without its loader is {shorter}: "
         f"these were measured under different loads."

@@ -228,11 +228,19 @@ class WhyNotLinear(JsonDataclass):
             which: a remedy, its number in the table or its name; or knobs with values; None = the best that can be proved.
             budget_s: seconds that it may take.
 
+        Returns:
+            The proof; without `which`, and if there is nothing to prove, one that says why, whose `gained` is False.
+
         Raises:
             ValueError: no such remedy, or it cannot be applied from here.
             RunError: one of the two launches failed.
         """
-        remedy = self.remedy(which)
+        try:
+            remedy = self.remedy(which)
+        except ValueError as nothing:
+            if which is None:
+                return Proof.nothing(str(nothing))
+            raise
         if isinstance(self.spec, ScriptSpec):
             step, options = self._measured.step.mid, {"budget_s": budget_s, "runs_dir": self.subject}
             proof: Proof = late.load("prove_script")(self.spec, remedy, self.evidence, step=step, **options)
