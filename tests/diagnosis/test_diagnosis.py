@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import re
 import shlex
 import sys
 import types
@@ -128,6 +129,11 @@ def test_text_html_and_frame_say_the_same() -> None:
     assert "measured by" in d.caption
     assert "300 calls of step(); 1 thread per operator" in d.caption
     assert "torchrun" not in d.caption, "a step of this process"
+    assert "one pair of blocks" not in d.caption
+    arms = {name: dataclasses.replace(arm, pairs=arm.pairs[: 1 + (name == "loader")]) for name, arm in d.evidence.arms.items()}
+    once = dataclasses.replace(d, evidence=dataclasses.replace(d.evidence, arms=arms))
+    assert re.search(r"one pair of blocks for cached, .*: their ranges assume that equal blocks differ by 10 % at most", once.caption)
+    assert "loader" not in re.findall(r"one pair of blocks for (.*): their", once.caption)[0]
     several = dataclasses.replace(d, evidence=dataclasses.replace(d.evidence, threads=4))
     assert "; 4 threads per operator" in several.caption
     assert "per operator" not in dataclasses.replace(d, evidence=dataclasses.replace(d.evidence, device="cuda")).caption

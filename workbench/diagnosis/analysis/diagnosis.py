@@ -14,6 +14,7 @@ from workbench.core.brief import fitted, number, short, three
 from workbench.core.codec import NOT_STORED, JsonDataclass
 from workbench.core.display import table as display
 from workbench.core.package import near
+from workbench.core.statistics import ONE_PAIR
 from workbench.core.synonyms import accept_synonyms
 from workbench.core.system_load import usable_cores
 from workbench.core.vocabulary import PART_WORDS, PARTS
@@ -275,7 +276,11 @@ class Diagnosis(JsonDataclass):
             text += f"; other processes took {e.noise.foreign:.1f} of {e.noise.cores:.1f} cores"
         gpu = e.noise.gpu if e.noise and e.noise.spread <= MAX_BLOCK_SPREAD else ()  # from there on, it is among the notes
         notes = [*(note for note in e.notes if note not in void_notes(self.evidence)), *self._advice.note, *self.judgement.notes]
-        return display.notes([text, *self._threads, *gpu, *notes])
+        single = [name for name, arm in e.arms.items() if len(arm.pairs) == 1]
+        once = (
+            f"one pair of blocks for {', '.join(single)}: their ranges assume that equal blocks differ by {units.percent(ONE_PAIR)} at most"
+        )
+        return display.notes([text, *[once] * ("cached" in single), *self._threads, *gpu, *notes])
 
     @property
     def _threads(self) -> list[str]:
