@@ -3,12 +3,14 @@
 import dataclasses
 import json
 import math
+import shutil
 import signal
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import workbench as wb
 from tests.conftest import HandMade
@@ -19,6 +21,8 @@ from workbench.runs.launch import prove_layout_resume, prove_resume
 from workbench.runs.launch.new_run import LaunchError
 from workbench.runs.launch.prove_resume import PARTS, Difference, Kill, _prepared, first_difference
 from workbench.runs.launch.resume import archive_attempt
+from workbench.train import checkpoint_file
+from workbench.train.checkpoints import part_path
 
 TASK = """
 import random
@@ -68,6 +72,9 @@ def build():
 def plain():
     model = lambda: torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
     return wb.Task(model=model, dataset=Still, loss=loss, optimizer="adamw(lr=0.01)")
+
+def dropping():
+    return wb.Task(model=net, dataset=Still, loss=loss, optimizer="adamw(lr=0.01)")
 
 def own_generator():
     return wb.Task(model=net, dataset=lambda: Data(own=True), loss=loss, optimizer="adamw(lr=0.01)")
@@ -129,12 +136,7 @@ def prove(here: Path, by_hand: Callable[..., HandMade], forks: Forks) -> Prove:
         every = math.ceil(spec.steps / 6)
         undisturbed, interrupted = (by_hand(spec=spec.replace(checkpoint_every=every).to_json()).path for _ in range(2))
         for path, step in ((undisturbed, None), (interrupted, kill), (interrupted, None)):
-            (prints := path / run_directory.FINGERPRINTS).mkdir(exist_ok=True)
-            run_directory.write_json(prints / run_directory.KILL, {"step": step, "rank": 0})
-            done = forks.train(spec.world_size, here, path)
-            assert done.returncode == (-signal.SIGKILL if step else 0), done.stderr
-            if step:
-                archive_attempt(path)
+            attempt(forks, here, path, step, spec.world_size)
         (again,) = (interrupted / run_directory.FINGERPRINTS).glob("rank0-2*")
         went_on = json.loads(again.read_text().partition("\n")[0])["step"] - 1
         assert 0 < went_on < kill
@@ -169,6 +171,71 @@ def test_trainings_of_all_kinds_go_on_exactly(prove: Prove, knobs: dict[str, Any
 def test_what_no_checkpoint_has_is_named(prove: Prove, task: str, part: str) -> None:
     _, went_on, difference = prove(spec(task, steps=12), 8)
     assert difference == Difference(step=went_on + 1, rank=0, part=part, kills=1)
+
+
+LOST: dict[str, Callable[[dict[str, Any]], object]] = {
+    "weights": lambda state: state["module"]["0.weight"].add_(0.1),
+    "buffers": lambda state: state["module"]["2.running_mean"].zero_(),
+    "optimizer": lambda state: state["optimizer"]["state"][0]["exp_avg"].zero_(),
+    "schedule": lambda state: state["scheduler"].update(last_epoch=0),
+    "scaler": lambda state: state["scaler"].update(_growth_tracker=0),
+    "ema": lambda state: state["ema"]["0.weight"].zero_(),
+    "samples": lambda state: state["position"].update(consumed=state["position"]["consumed"] + 8),
+    "random": lambda state: state["random"].clear(),
+}
+"""Part → how a checkpoint loses it."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("knobs", "lost"),
+    [
+        ({"precision": "amp_fp16", "ema": 0.9}, LOST),
+        (
+            {"gradient_compression": "powersgd(start=4)"},
+            {"compression": lambda part: [error.zero_() for error in part["compression"]["error_dict"].values()]},
+        ),
+    ],
+    ids=["fp16", "powersgd"],
+)
+def test_each_part_that_a_real_checkpoint_has_lost_is_named(
+    here: Path, by_hand: Callable[..., HandMade], forks: Forks, knobs: dict[str, Any], lost: dict[str, Callable[[dict[str, Any]], object]]
+) -> None:
+    trained = spec("dropping", nproc_per_node=2, steps=24, checkpoint_every=8, **knobs)
+    undisturbed, killed = (by_hand(spec=trained.to_json()).path for _ in range(2))
+    for path, step in ((undisturbed, None), (killed, 20)):
+        attempt(forks, here, path, step)
+    found = {}
+    for part, lose in {"nothing": lambda content: None, **lost}.items():
+        resumed = by_hand(spec=trained.to_json()).path
+        shutil.copytree(killed, resumed, dirs_exist_ok=True)
+        spoil(resumed / run_directory.CHECKPOINTS / "step00000016.pt", lose)
+        attempt(forks, here, resumed, None)
+        difference = first_difference(undisturbed, resumed, 2)
+        found[part] = difference and (difference.step, difference.part)
+    assert found == {"nothing": None, **{part: (17, part) for part in lost}}
+
+
+def attempt(forks: Forks, here: Path, path: Path, step: int | None, ranks: int = 2) -> None:
+    """Train what a run directory says, and kill rank 0 in a step, if one is given."""
+    (prints := path / run_directory.FINGERPRINTS).mkdir(exist_ok=True)
+    run_directory.write_json(prints / run_directory.KILL, {"step": step, "rank": 0})
+    done = forks.train(ranks, here, path)
+    assert done.returncode == (-signal.SIGKILL if step else 0), done.stderr
+    if step:
+        archive_attempt(path)
+
+
+def spoil(path: Path, lose: Callable[[dict[str, Any]], object]) -> None:
+    """Take something out of a checkpoint, or out of the files of its ranks, and make the checksums right."""
+    state = torch.load(path, weights_only=True)
+    for rank, shard in enumerate(state.get("shards", ())):
+        part = torch.load(part_path(path, rank), weights_only=True)
+        lose(part)
+        shard["crc32"] = checkpoint_file.save(part, part_path(path, rank))
+    if not state.get("shards"):
+        lose(state)
+    checkpoint_file.save(state, path)
 
 
 # --- what differs first, of fingerprints that are given
