@@ -5,9 +5,10 @@ Run: python benchmarks/reality_layouts.py
 """
 
 import math
+import random
 import statistics
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -34,9 +35,9 @@ import workbench as wb
 from workbench.cluster.analysis.cluster import Cluster
 from workbench.cluster.analysis.plan.layouts import Layouts, list_layouts
 from workbench.cluster.analysis.plan.memory import memory
-from workbench.cluster.analysis.plan.plans import Plans
-from workbench.cluster.analysis.plan.ranges import EFFICIENCY, HELD, LAUNCH, LEVELS, LINKS, MESSAGE, PlanError
-from workbench.cluster.analysis.plan.search import MEASURED
+from workbench.cluster.analysis.plan.plans import Plans, Power
+from workbench.cluster.analysis.plan.ranges import EFFICIENCY, HELD, LAUNCH, LINKS, MESSAGE, PlanError
+from workbench.cluster.analysis.plan.search import PlanSearch, at_level_of
 from workbench.cluster.analysis.plan.timing import HardwareRates, seconds
 from workbench.cluster.analysis.plan.workload import Version, Workload, versions_of, workload_of_transformer
 from workbench.cluster.analysis.transformer import Transformer
@@ -123,40 +124,18 @@ def rows(grid: Grid) -> dict[tuple[int, int, int, str], Row]:
     return found
 
 
-def rates(cluster: Cluster, peak: float, place: str, efficiency: Any = None, message: Any = None) -> HardwareRates:
-    """Of hardware that is slow, in the middle or fast: place "low", "mid" or "high"; with what a measured step says, if it is given."""
+def rates(cluster: Cluster, peak: float, place: str) -> HardwareRates:
+    """Of hardware that is slow, in the middle or fast: place "low", "mid" or "high"."""
     slow = {"low": "high", "mid": "mid", "high": "low"}[place]
     share, late = getattr(LINKS, place), {"low": 1.0, "mid": 0.0, "high": -1.0}[place]
-    kernels = getattr(EFFICIENCY, place) if efficiency is None else efficiency
-    launch, message = (getattr(LAUNCH, slow), getattr(MESSAGE, slow)) if efficiency is None else (LAUNCH.mid, message)
-    return HardwareRates.of(cluster, peak, kernels, share, launch, (LINKS.mid / share,) * 2, message, late)
+    launch, message = getattr(LAUNCH, slow), getattr(MESSAGE, slow)
+    return HardwareRates.of(cluster, peak, getattr(EFFICIENCY, place), share, launch, (LINKS.mid / share,) * 2, message, late)
 
 
 def ranges(workload: Workload, found: Layouts, cluster: Cluster = CLUSTER, peak: float = PEAK) -> list[Interval]:
     """Seconds of a step of each layout, low to high."""
     ends = [seconds(workload, found, rates(cluster, peak, place), 8).total for place in ("high", "mid", "low")]
     return [Interval(low=float(low), mid=float(mid), high=float(high)) for low, mid, high in zip(*ends, strict=True)]
-
-
-def errors_once_calibrated() -> list[float]:
-    """Of every layout that ran, the error of its seconds if the efficiency follows from another layout of its grid; each of them once."""
-    errors = []
-    for grid in GRIDS:
-        workload, found = candidates(grid)
-        measured = np.array([grid.seconds.get(key, math.inf) for key in keys(workload, found)])
-        ran = np.flatnonzero(np.isfinite(measured))
-
-        def taken(share: float, workload: Workload = workload, found: Layouts = found) -> Any:
-            return seconds(workload, found, HardwareRates.of(CLUSTER, PEAK, share, LINKS.mid, LAUNCH.mid), 8).total
-
-        for one in ran:
-            low, high = 0.05, 1.5
-            for _ in range(30):
-                middle = (low + high) / 2
-                low, high = (middle, high) if taken(middle)[one] > measured[one] else (low, middle)
-            said = taken(low)
-            errors += [abs(float(said[other] / measured[other]) - 1) for other in ran if other != one]
-    return errors
 
 
 @cache
@@ -304,67 +283,147 @@ OTHERWISE = (("as planned", "as planned"), ("naps", "as planned"), ("checks", "a
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibrated:
-    """What is said of rows where another row of their model set the level."""
+    """What is said of rows where other rows of their model set the level."""
 
-    error: float
-    """Median."""
-    covered: float
-    """Share of the pairs."""
-    width: float
-    """Median of high over low."""
-    versions: float
-    """That the measured row left, on average."""
+    errors: list[float]
+    """Of each row by each level."""
+    inside: list[bool]
+    widths: list[float]
+    """High over low."""
+    versions: list[int]
+    """That the measured rows left."""
+
+    @property
+    def error(self) -> float:
+        """Median."""
+        return statistics.median(self.errors)
+
+    @property
+    def covered(self) -> float:
+        """Share of the pairs."""
+        return statistics.mean(self.inside)
+
+    @property
+    def width(self) -> float:
+        """Median."""
+        return statistics.median(self.widths)
+
+    def __str__(self) -> str:
+        count, left = len(self.errors), statistics.mean(self.versions)
+        return f"{count} pairs: error {self.error:.3f}, inside {self.covered:.3f}, high over low {self.width:.2f}, versions {left:.2f}"
 
 
-@cache
-def other_calibrated(rows: tuple[Found, ...], poll: float | None = 0.0, checked: bool | None = False) -> Calibrated:
-    """Of each of these rows, from each other row of its model, as `PlanSearch.calibrated`; by default of the version without waits."""
-    errors: list[float] = []
-    inside: list[bool] = []
-    widths: list[float] = []
-    left: list[int] = []
-    for model in sorted({one.model for one in rows}):
-        mine = tuple(one for one in rows if one.model == model)
-        known, layouts, measured = named(model, poll, checked), layouts_of(mine), np.array([one.seconds for one in mine])
+def add_level(to: Calibrated, search: PlanSearch, layouts: Layouts, measured: Any, chosen: list[int], asked: Any) -> None:
+    """Add what is said of some rows at the level of others."""
+    after = at_level_of(search, [(layouts.select(np.array([at])), float(measured[at])) for at in chosen])
+    some, taken = layouts.select(asked), measured[asked]
+    mid, corners = after.seconds(some).total, [corner.total for corner in after.corners(some)]
+    low, high = np.min([mid, *corners], 0), np.max([mid, *corners], 0)
+    to.errors.extend(np.abs(mid / taken - 1).tolist())
+    to.inside.extend(((low <= taken) & (taken <= high)).tolist())
+    to.widths.extend((high / low).tolist())
+    to.versions.append(len(after.versions))
 
-        def taken(version: Version, place: str = "mid", layouts: Layouts = layouts) -> Any:
-            found = rates(OTHER, OTHER_PEAK, place, getattr(version.efficiency, place), version.message.mid)
-            return seconds(version.workload, layouts, found, 8).total
 
-        nearest = [np.clip(measured, *(taken(version.at(level)) for level in LEVELS)) for version in known]
-        levels = np.array([_levels(version, layouts, near) for version, near in zip(known, nearest, strict=True)])
-        missed = np.maximum(0.0, abs(np.log(measured / np.array(nearest))) - MEASURED)
-        for at in range(len(mine)):
-            likely = [place for place in range(len(known)) if abs(levels[place, at]) <= 1 and not missed[place, at]]
-            likely = likely or [int(np.lexsort((abs(levels[:, at]), missed[:, at]))[0])]
-            each = [known[place].at(float(levels[place, at])) for place in likely]
-            mid = np.exp(np.mean([np.log(taken(version)) for version in each], 0))
-            ends = [taken(version, place) for version in each for place in ("low", "high")]
-            low, high, others = np.min(ends, 0), np.max(ends, 0), np.arange(len(mine)) != at
-            errors += np.abs(mid / measured - 1)[others].tolist()
-            inside += ((low <= measured) & (measured <= high))[others].tolist()
-            widths += (high / low)[others].tolist()
-            left.append(len(each))
-    return Calibrated(
-        error=statistics.median(errors), covered=statistics.mean(inside), width=statistics.median(widths), versions=statistics.mean(left)
+def plan_search(workload: Workload, cluster: Cluster, peak: float, batch: int, versions: tuple[Version, ...]) -> PlanSearch:
+    """By datasheets alone, as `wb.plan` searches."""
+    return PlanSearch(
+        workload=workload,
+        cluster=cluster,
+        batch=batch,
+        peak=peak,
+        versions=versions,
+        links=(LINKS, LINKS),
+        held=HELD,
+        usable_memory=ROOM,
+        steps=1,
+        top=1,
+        power=Power(),
+        unrestricted=workload,
+        efficiency_given=False,
+        held_given=False,
     )
 
 
-def _levels(version: Version, layouts: Layouts, measured: Any) -> Any:
-    """Of each row, the level at which this version takes as long as was measured, as `PlanSearch.calibrated`."""
-    ends = []
-    for taken in (measured / (1 + MEASURED), measured * (1 + MEASURED)):
-        low, high = (np.full(len(taken), level) for level in LEVELS)
-        for _ in range(30):
-            level = (low + high) / 2
-            share, message = (
-                span.mid * np.where(up > 0, span.high / span.mid, span.low / span.mid) ** abs(up)
-                for span, up in ((version.efficiency, -level), (version.message, level))
-            )
-            longer = seconds(version.workload, layouts, rates(OTHER, OTHER_PEAK, "mid", share, message), 8).total > taken
-            low, high = np.where(longer, low, level), np.where(longer, level, high)
-        ends.append(low)
-    return np.minimum(np.maximum(ends[0], 0.0), ends[1])
+@cache
+def grids_calibrated() -> Calibrated:
+    """Of every layout that ran, from each other layout of its grid."""
+    every = Calibrated(errors=[], inside=[], widths=[], versions=[])
+    for grid in GRIDS:
+        workload, found = candidates(grid)
+        measured = np.array([grid.seconds.get(key, math.inf) for key in keys(workload, found)])
+        ran = np.flatnonzero(np.isfinite(measured))
+        search = plan_search(workload, CLUSTER, PEAK, grid.batch, versions_of(workload, None, None, None, EFFICIENCY))
+        for one in ran:
+            add_level(every, search, found, measured, [int(one)], ran[ran != one])
+    return every
+
+
+def related(_one: Found, _other: Found) -> bool:
+    """Any two rows of a model."""
+    return True
+
+
+def next_to(one: Found, other: Found) -> bool:
+    """Do they differ in one thing only: in GPUs, tensor parallelism, stages or micro-batch by a factor of 2, or in what ranks share?"""
+    names = ("gpus", "tensor", "pipeline", "micro_batch")
+    apart = [max(a, b) / min(a, b) for a, b in ((getattr(one, name), getattr(other, name)) for name in names)]
+    return bool(sorted([*apart, 1 + (one.sharing != other.sharing)]) == [1, 1, 1, 1, 2])
+
+
+def same_version(one: Found, other: Found) -> bool:
+    """Are both nearest to the same version of the trainer? It is their own seconds that say so."""
+    return nearest_version(one) == nearest_version(other)
+
+
+@cache
+def nearest_version(row: Found) -> str:
+    """The version of the trainer to whose seconds, as planned by datasheets, those of a row are nearest."""
+    spans = _versions()[row]
+    return min(spans, key=lambda name: abs(math.log(row.seconds / spans[name].mid)))
+
+
+@cache
+def _versions() -> dict[Found, dict[str, Interval]]:
+    return versions(tried())
+
+
+def tells(one: Found) -> bool:
+    """Does it show all waits: on several nodes, with both a pipeline and tensor parallelism?"""
+    return one.tensor > 1 and one.pipeline > 1 and one.gpus > 8
+
+
+@cache
+def other_calibrated(
+    rows: tuple[Found, ...],
+    poll: float | None = 0.0,
+    checked: bool | None = False,
+    *,
+    steps: int = 1,
+    alike: Callable[[Found, Found], bool] = related,
+    first: Callable[[Found], bool] = lambda _: True,
+) -> Calibrated:
+    """Of these rows, from others of their model, by default by the version without waits.
+
+    Args:
+        rows: whose seconds are asked.
+        poll: of the trainer, as `versions_of`.
+        checked: likewise.
+        steps: rows that set a level; of several, the others are drawn by chance from those that are alike to the first.
+        alike: of a row, those that it says something of.
+        first: rows that set a level.
+    """
+    every, draw = Calibrated(errors=[], inside=[], widths=[], versions=[]), random.Random(0)
+    for model in sorted({one.model for one in rows}):
+        mine = tuple(one for one in rows if one.model == model)
+        search = plan_search(workload_of(model), OTHER, OTHER_PEAK, BATCH, named(model, poll, checked))
+        layouts, measured = layouts_of(mine), np.array([one.seconds for one in mine])
+        for at, one in enumerate(mine):
+            others = [place for place, other in enumerate(mine) if place != at and alike(one, other)]
+            if first(one) and len(others) >= steps:
+                more = draw.sample(others, steps - 1)
+                add_level(every, search, layouts, measured, [at, *more], np.array([place for place in others if place not in more]))
+    return every
 
 
 def other_tries(tries: int = 5, again: bool = False, least: int = 8, **options: Any) -> dict[tuple[str, int], list[float]]:
@@ -373,7 +432,7 @@ def other_tries(tries: int = 5, again: bool = False, least: int = 8, **options: 
 
     Args:
         tries: how many.
-        again: is each chosen by a plan that knows what the last one took? Else all by the same plan.
+        again: is each chosen by a plan that knows what those before it took? Else all by the same plan.
         least: fewest GPUs.
         options: of the plan.
     """
@@ -385,12 +444,12 @@ def other_tries(tries: int = 5, again: bool = False, least: int = 8, **options: 
         fixed: dict[str, Any] = {"gpus": gpus, "global_batch": BATCH, "sharing": ["ddp", "zero1"], "chunks": 1, "checkpointing": "none"}
         fixed |= {"loss_parallel": True, "top": 40, **options}
         done: dict[Any, float] = {}
-        measured: Any = None
+        measured: list[Any] = []
         plans: Any = None
         for _ in range(tries):
             if plans is None or (again and measured):
                 try:
-                    plans = wb.plan(transformer_of(name), OTHER, measured=measured, **fixed)
+                    plans = wb.plan(transformer_of(name), OTHER, measured=measured or None, **fixed)
                 except PlanError:  # no version can have taken so long: what was planned before stays
                     if plans is None:
                         raise
@@ -399,7 +458,8 @@ def other_tries(tries: int = 5, again: bool = False, least: int = 8, **options: 
             if key is None:
                 break
             done[key] = best.seconds / known[key]
-            measured = (keys[key], known[key]) if math.isfinite(known[key]) else measured
+            if math.isfinite(known[key]):
+                measured.append((keys[key], known[key]))
         reached[name, gpus] = list(done.values()) or [0.0]
     return reached
 
@@ -447,7 +507,7 @@ def summary() -> dict[str, float]:
         "best listed": sum(one.listed for one in lists),
         "step covered": sum(row.measured in row.said for row in ran) / len(ran),
         "step error": statistics.median(abs(row.said.mid / row.measured - 1) for row in ran),
-        "step error calibrated": statistics.median(errors_once_calibrated()),
+        "step error calibrated": grids_calibrated().error,
         "other covered": sum(one.seconds in said for one, said, _ in other_source()) / len(other_source()),
         "other error": statistics.median(abs(said.mid / one.seconds - 1) for one, said, _ in other_source()),
         "other calibrated": other_calibrated(tried(2.0)).error,
@@ -504,8 +564,8 @@ def print_rows(title: str, found: list[tuple[Found, Interval, float]]) -> None:
 
 def print_versions() -> None:
     """What the versions of the other source's trainer say of its rows."""
-    said = versions(tried())
-    nearest = {one: min(spans, key=lambda name: abs(math.log(one.seconds / spans[name].mid))) for one, spans in said.items()}
+    said = _versions()
+    nearest = {one: nearest_version(one) for one in said}
     for gpus in (8, 16, 32, 64, 128, 256, 512):
         some = {one: spans for one, spans in said.items() if one.gpus == gpus}
         print(f"  {gpus} GPUs: inside the range of a version {explained(some):.3f}, nearest {Counter(nearest[one] for one in some)}")
@@ -520,24 +580,45 @@ def print_versions() -> None:
         alone = {one: {"as planned": spans["as planned"]} for one, spans in few.items()}
         for words, some in (("without waits", alone), ("by its name", few)):
             print("  {}, {}: inside {:.3f}, high over low {:.2f}, error {:.3f}".format(title, words, *by_name(some)))
-        for words, waits in (("without waits", (0.0, False)), ("by its name", (None, None))):
-            print(f"  {title}, {words}, once calibrated: {other_calibrated(tried(slower), *waits)}")
+
+
+def print_calibrated() -> None:
+    """What measured steps bring."""
+    grids, near, unwaiting = grids_calibrated(), tried(2.0), other_calibrated(tried(2.0))
+    print(f"  one step, ten grids: {grids}")
+    both = Calibrated(**{name: getattr(grids, name) + getattr(unwaiting, name) for name in grids.__slots__})
+    print(f"  one step, ten grids and near rows without waits: {both}")
+    for steps in (1, 2, 3):
+        for title, rows, waits, options in (
+            ("near, without waits", near, (0.0, False), {}),
+            ("near", near, (None, None), {}),
+            ("near, next to it", near, (None, None), {"alike": next_to}),
+            ("all", tried(), (None, None), {}),
+            ("all, next to it", tried(), (None, None), {"alike": next_to}),
+            ("all, next to it, same version", tried(), (None, None), {"alike": lambda a, b: next_to(a, b) and same_version(a, b)}),
+            ("all, same version", tried(), (None, None), {"alike": same_version}),
+            ("all, same version, one that tells", tried(), (None, None), {"alike": same_version, "first": tells}),
+        ):
+            if steps == 1 or (steps == 2 and "next" not in title) or rows == near:
+                print(f"  {steps} measured, {title}: {other_calibrated(rows, *waits, steps=steps, **options)}", flush=True)
 
 
 def print_tries() -> None:
     """What our plans reach of the other source's fastest."""
     unwaiting = {"trainer": "nanotron", "poll_interval": 0, "checked_collectives": False}
     named = {"trainer": "nanotron"}
+    grids = [[1 / (1 + one.first), 1 / (1 + one.five)] for one in map(regret, GRIDS)]
     for title, options, again in (
         ("as Megatron", {}, False),
         ("as nanotron without waits", unwaiting, False),
         ("as nanotron", named, False),
-        ("as Megatron, each with the last one's step", {}, True),
-        ("as nanotron, each with the last one's step", named, True),
+        ("as Megatron, each with the steps before it", {}, True),
+        ("as nanotron, each with the steps before it", named, True),
     ):
         reached = other_tries(again=again, **options)
-        for words, sizes in (("all", range(513)), ("up to 256 GPUs", range(257)), ("512", (512,))):
+        for words, sizes in (("all", range(513)), ("up to 256 GPUs", range(257)), ("512", (512,)), ("and the ten grids", range(513))):
             some = [value for (_, gpus), value in reached.items() if gpus in sizes]
+            some += grids if words == "and the ten grids" else []
             first, five = [value[0] for value in some], [max(value) for value in some]
             print(f"  {title}, {words} ({len(some)}): first {statistics.mean(first):.3f}, least {min(first):.3f}; ", end="")
             print(f"best of five {statistics.mean(five):.3f}, least {min(five):.3f}")
@@ -575,6 +656,7 @@ def main() -> None:
     )
     print(f"{statistics.median(row.gigabytes * 1e9 / used for row, _, used in every):.2f}")
     print_versions()
+    print_calibrated()
     print_tries()
     for name, said, measured in iteration_ranges():
         print(f"  {name}: said {said.mid:.1f} s ({said.low:.1f} … {said.high:.1f}), measured {measured:.1f}")

@@ -21,11 +21,10 @@ from workbench.cluster.analysis.cluster import Cluster
 from workbench.cluster.analysis.collective_cost import CostError, Link, collective_seconds
 from workbench.cluster.analysis.iteration import bubble
 from workbench.cluster.analysis.links import Sweep
-from workbench.cluster.analysis.plan.layouts import SHARINGS, Layouts, list_layouts
+from workbench.cluster.analysis.plan.layouts import SHARINGS, Layouts, list_layouts, short_list
 from workbench.cluster.analysis.plan.memory import Memory, memory
 from workbench.cluster.analysis.plan.plans import Plan, Plans
 from workbench.cluster.analysis.plan.ranges import EFFICIENCY, HELD, LAUNCH, LINKS, MEASURED_LINKS, PlanError, link_share
-from workbench.cluster.analysis.plan.search import short_list
 from workbench.cluster.analysis.plan.timing import BUCKET, CLIP, UPDATE, HardwareRates, Seconds, seconds
 from workbench.cluster.analysis.plan.workload import OPERATORS, Workload, workload_of_transformer
 from workbench.cluster.analysis.transformer import Transformer

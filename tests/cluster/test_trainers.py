@@ -13,9 +13,9 @@ import torch
 import workbench as wb
 from tests.cluster.test_plans import BEST, GPT, LARGE, build, one, workload
 from workbench.__main__ import main
-from workbench.cluster.analysis.plan.ranges import MESSAGE, OTHER_LAYOUT, PlanError
+from workbench.cluster.analysis.plan.ranges import EFFICIENCY, MESSAGE, OTHER_LAYOUT, PlanError
 from workbench.cluster.analysis.plan.timing import BUCKET, CHECK_MESSAGES, seconds
-from workbench.cluster.analysis.plan.workload import TRAINERS
+from workbench.cluster.analysis.plan.workload import TRAINERS, Version
 
 QUICK = dataclasses.replace(BEST, flops_per_sec=1e30)
 EACH = CHECK_MESSAGES * MESSAGE.mid
@@ -227,6 +227,58 @@ def test_without_a_trainer_a_measured_step_sets_the_level_and_leaves_what_layout
     assert other.checkpointing == "full"
 
 
+def test_two_measured_steps_tell_kernels_from_messages_and_leave_the_version() -> None:
+    only: dict[str, Any] = {"trainer": "nanotron", "model": LARGE, "gpus": 64, "sharing": "zero1", "top": 40}
+    keys = [(plan.tensor, plan.pipeline, plan.micro_batch) for plan in plans(**only)]
+    alone, split = next(key for key in keys if key[1] == 1), next(key for key in keys if min(key[:2]) > 1)
+    other = next(key for key in keys if min(key[:2]) > 1 and key[:2] != split[:2])
+
+    def by_key(**more: Any) -> Any:
+        return {key: plans(**{**only, **dict(zip(("tensor", "pipeline"), key, strict=False)), **more}) for key in {alone, split, other}}
+
+    def of(found: Any, key: tuple[int, int, int]) -> Any:
+        return next(plan for plan in found[key] if plan.micro_batch == key[2])
+
+    known, truth = by_key(), by_key(efficiency=0.42, poll_interval=0, checked_collectives=True)
+    steps = [(of(known, key), of(truth, key).seconds.mid) for key in (alone, split)]
+    one, both = by_key(measured=steps[0]), by_key(measured=steps)
+    assert "best one of a layout on several nodes with both a pipeline and tensor parallelism" in str(one[other])
+    assert "as 2 measured steps imply" in both[other].notes[0]
+    assert both[other].versions == ("checked collectives",) != one[other].versions
+    taken, said = of(truth, other).seconds.mid, of(both, other).seconds
+    assert said.mid == pytest.approx(taken, rel=0.1)
+    assert taken in said
+    assert said.high / said.low < of(one, other).seconds.high / of(one, other).seconds.low
+
+
+def test_steps_of_more_layouts_narrow_the_range_and_repeated_ones_do_not() -> None:
+    only: dict[str, Any] = {"pipeline": 1, "tensor": 1, "sharing": "fsdp", "top": 8, "links": 0.8}
+    found = plans(**only)
+    steps = [(plan, 1.1 * plan.seconds.mid) for plan in found]
+    assert len({plan.micro_batch for plan in found}) > 2
+    widths = []
+    for some in (steps[:1], steps[:1] * 2, steps[:2], steps[:3]):
+        said = plans(**only, measured=some).best.seconds
+        widths.append(math.log(said.high / said.low))
+        assert said.mid == pytest.approx(1.1 * found.best.seconds.mid, rel=0.05)
+    assert widths[1] == pytest.approx(widths[0], rel=0.01)
+    assert widths[0] > widths[2] > widths[3] > 0.8 * widths[0]
+
+
+def test_how_long_messages_take_stays_as_open_as_how_fast_kernels_are() -> None:
+    version = Version(workload=workload(), efficiency=EFFICIENCY).at(0.3, -0.2)
+    assert version.efficiency.low == pytest.approx(OTHER_LAYOUT.low * version.efficiency.mid)
+    levels = math.log(version.efficiency.low / version.efficiency.mid) / math.log(EFFICIENCY.low / EFFICIENCY.mid)
+    assert version.message.high / version.message.mid == pytest.approx((MESSAGE.high / MESSAGE.mid) ** levels)
+    assert version.message.low < version.message.mid < MESSAGE.mid
+
+
+def test_measured_steps_that_contradict_each_other() -> None:
+    found = plans(pipeline=1, tensor=1, sharing="fsdp")
+    steps = [(found[0], 0.7 * found[0].seconds.mid), (found[1], 3 * found[1].seconds.mid)]
+    assert "so far from 35 … 65 %, or from each other, that the loader" in plans(measured=steps).notes[0]
+
+
 def test_a_measured_step_that_no_level_makes_is_refused() -> None:
     only: dict[str, Any] = {"model": LARGE, "gpus": 64, "tensor": 8, "pipeline": 4, "sharing": "zero1", "top": 1}
     found = plans(**only).best
@@ -269,6 +321,8 @@ def test_a_measured_step_in_the_range_of_its_plan_is_never_refused() -> None:
         ({"trainer": "nanotron", "chunks": 2}, "chunks=2: pipelines of nanotron are not interleaved; allowed is 1"),
         ({"measured": 1.7}, r"measured=1.7: expected \(plan, seconds\), such as \(plans.best, 1.7\)"),
         ({"measured": (1.7, 2)}, r"measured=\(1.7, 2\): expected \(plan, seconds\)"),
+        ({"measured": []}, r"measured=\[\]: expected \(plan, seconds\), such as \(plans.best, 1.7\), or a list of such pairs"),
+        ({"measured": [1.7]}, r"measured=1.7: expected \(plan, seconds\), .* or a list of such pairs"),
     ],
 )
 def test_what_is_refused(changes: dict[str, Any], words: str) -> None:

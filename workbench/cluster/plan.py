@@ -1,8 +1,8 @@
 """`plan`: finds the layouts of a model on a cluster that fit and are fast, by closed forms; `energy`: energy of a run or a plan.
 
 The files of `analysis/plan`: `workload` (what is trained, by its sizes or counted by `read_model`), `layouts` (all layouts as columns of
-numbers), `memory` and `timing` (what each takes), `search` (filter, time, select), `plans` (the results), `ranges` (the shares of hardware
-peaks from which all intervals come).
+numbers, and the short list), `memory` and `timing` (what each takes), `search` (filter, time, calibrate), `plans` (the results), `ranges`
+(the shares of hardware peaks from which all intervals come).
 """
 
 import math
@@ -16,7 +16,7 @@ from workbench.cluster.analysis.energy import Energy
 from workbench.cluster.analysis.plan.layouts import SHARINGS, gpu_counts
 from workbench.cluster.analysis.plan.plans import Plan, Plans, Power, checked_energy_inputs
 from workbench.cluster.analysis.plan.ranges import EFFICIENCY, HELD, PlanError, link_share, peak_of, share_interval
-from workbench.cluster.analysis.plan.search import PlanSearch
+from workbench.cluster.analysis.plan.search import PlanSearch, calibrated
 from workbench.cluster.analysis.plan.workload import CHECKPOINTINGS, Trainer, Workload, trainer_named, versions_of, workload_of_transformer
 from workbench.cluster.analysis.transformer import Transformer
 from workbench.core import units
@@ -69,7 +69,7 @@ def plan(
     trainer: str | None = None,
     poll_interval: float | None = None,
     checked_collectives: bool | None = None,
-    measured: tuple[Plan, float] | None = None,
+    measured: tuple[Plan, float] | list[tuple[Plan, float]] | None = None,
     most_gpus: int = MAX_GPUS,
     **knobs: Any,
 ) -> Plans:
@@ -201,7 +201,8 @@ def plan(
         trainer=trained_by,
     )
     if measured is not None:
-        search = search.calibrated(*_measured(measured, efficiency, where, workload, trained_by))
+        pairs = measured if isinstance(measured, list) and measured else [measured]
+        search = calibrated(search, [_measured(pair, efficiency, where, workload, trained_by) for pair in pairs])
     return search.plans(sizes, sharings)
 
 
@@ -209,7 +210,7 @@ def _measured(value: Any, efficiency: Any, where: Cluster, workload: Workload, t
     """Check that the plan of a measured step is one of this model, cluster and trainer, and its seconds."""
     plan, seconds = value if isinstance(value, tuple) and len(value) == 2 else (None, None)
     if not isinstance(plan, Plan):
-        raise PlanError(f"measured={value!r:.80}: expected (plan, seconds), such as (plans.best, 1.7)")
+        raise PlanError(f"measured={value!r:.80}: expected (plan, seconds), such as (plans.best, 1.7), or a list of such pairs")
     if efficiency is not None:
         raise PlanError(f"measured= and efficiency={efficiency!r:.60}: the measured step says how fast kernels are; leave out one of them")
     of = f"measured={plan!r}"

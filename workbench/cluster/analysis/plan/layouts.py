@@ -1,4 +1,6 @@
-"""Lists all layouts of a model on given numbers of GPUs, as columns of numbers, so that 100,000 take a fraction of a second."""
+"""Lists all layouts of a model on given numbers of GPUs, as columns of numbers, so that 100,000 take a fraction of a second; selects the
+short list of those that fit.
+"""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -10,6 +12,7 @@ from numpy.typing import NDArray
 from workbench.cluster.analysis.cluster import Cluster
 from workbench.cluster.analysis.plan.ranges import PlanError
 from workbench.cluster.analysis.plan.workload import Workload
+from workbench.core import units
 from workbench.core.checks import whole_number
 
 Ints = NDArray[np.int64]
@@ -20,6 +23,14 @@ node only. As in `RunSpec(parallel=…)`, except that ZeRO-1 of a Transformer is
 MAX_WASTE = 0.25
 """Share of a step that pipeline stages may wait for the one with most layers. Their time has it; this leaves out what can hardly be fast.
 The fastest published layout of 80B on 128 H100 has 80 layers on 32 stages, a share of 0.2."""
+SLACK = 0.25
+"""The leanest plan may be this much slower than the fastest, the best value this much more expensive than the cheapest."""
+NEAR = 0.10
+"""The simplest plan may be this much slower than the fastest."""
+FAST = 5
+"""Layouts with the most expected throughput that come before all other roles."""
+MOST_LISTED = 1000
+"""Most layouts of a list."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,3 +172,106 @@ def gpu_counts(cluster: Cluster, gpus: int | None, most: int) -> list[int]:
             f"try {whole} or {whole + cluster.gpus_per_node}"
         )
     return [gpus]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Selection:
+    """The row of a selected layout, and why it was selected."""
+
+    row: int
+    roles: tuple[str, ...]
+    why: str
+
+
+def short_list(
+    layouts: Layouts,
+    total: Floats,
+    used: Floats,
+    gpu_seconds: Floats,
+    sure: np.ndarray[tuple[int], np.dtype[np.bool_]],
+    chance: Floats,
+    *,
+    top: int,
+    one_size: bool,
+) -> list[Selection]:
+    """First the FAST layouts of all with the most throughput to expect: speed times the chance that the memory suffices, since a plan that
+    runs out of memory trains nothing. They may differ only in what ranks share. A role marks one of them, or adds a layout while there are
+    fewer than `top`: the fastest, whatever its chance; the cheapest and the best value where the number of GPUs is open; the fastest
+    whose upper end fits, if that of the fastest does not; the fewest GPUs; the simplest and the leanest. The best of each other kind
+    (`_kinds`) follow. All are in the order of the throughput to expect.
+
+    Args:
+        layouts: that fit.
+        total: seconds of a step of each.
+        used: bytes of each.
+        gpu_seconds: GPUs × seconds of each.
+        sure: does the upper end of its memory fit, too?
+        chance: that its memory suffices.
+        top: most layouts to select; roles of one layout count once.
+        one_size: do all have the same number of GPUs?
+    """
+    expected = total / np.maximum(chance, 1e-9)
+    order = _order(expected, used)
+    fastest, likely = int(_order(total, used)[0]), int(order[0])
+    near = total <= (1 + NEAR) * total[fastest]
+    soon = total <= (1 + SLACK) * total[fastest]
+    parts = complexity(layouts)
+    following = [("next", int(row), "the next most throughput to expect") for row in order[:FAST]]
+    picks: list[tuple[str, int, str]] = [("fastest", fastest, "the least time per step")]
+    if likely != fastest:
+        odds = f"its memory suffices with a chance of {units.percent(float(chance[likely]))}, that of the fastest with "
+        odds += units.percent(float(chance[fastest]))
+        picks.insert(0, ("best bet", likely, f"the most throughput to expect: {odds}"))
+    if not one_size:
+        cheapest = _first(gpu_seconds, total)
+        cheap = np.where(gpu_seconds <= (1 + SLACK) * gpu_seconds[cheapest], total, np.inf)
+        picks.append(("cheapest", cheapest, "the fewest GPU-seconds per sample"))
+        picks.append(
+            ("best value", _first(cheap, gpu_seconds), f"the fastest that is at most {100 * SLACK:.0f} % more expensive than the cheapest")
+        )
+    if sure.any() and not sure[fastest]:
+        picks.append(("safe", _first(np.where(sure, total, np.inf), used), "the fastest whose memory fits by its upper end too"))
+    if not one_size:
+        picks.append(("fewest GPUs", _first(layouts.gpus.astype(float), total), "the fewest GPUs on which it fits"))
+    leanest = _first(np.where(soon, used, np.inf), total)
+    simplest = _first(np.where(near, parts, np.inf), total)
+    picks.append(("simplest", simplest, f"the fewest kinds of parallelism within {100 * NEAR:.0f} % of the fastest"))
+    picks.append(("leanest", leanest, f"the least memory within {100 * SLACK:.0f} % of the fastest"))
+    rows: dict[int, list[tuple[str, str]]] = {}
+    for role, row, why in following + picks + [("next", row, following[0][2]) for row in _kinds(layouts, order)]:
+        known = row in rows
+        if (known and role != "next") or (not known and len(rows) < top):
+            rows.setdefault(row, []).append((role, why))
+    places = {int(row): place for place, row in enumerate(order)}
+    ordered = sorted(rows, key=lambda row: places[row])
+    chosen = []
+    for place, row in enumerate(ordered, 1):
+        reasons = [(role, why) for role, why in rows[row] if role != "next"] or [(f"choice {place}", rows[row][0][1])]
+        chosen.append(Selection(row=row, roles=tuple(role for role, _ in reasons), why="; ".join(why for _, why in reasons)))
+    return chosen
+
+
+def _first(value: Floats, then: Floats) -> int:
+    """The row of the least value; of those equal to six digits, the least by another column."""
+    least = value.min()
+    return int(np.argmin(np.where(value <= least * (1 + 1e-6), then, np.inf)))
+
+
+def complexity(layouts: Layouts) -> Floats:
+    """How much has to be set up: stages count more than split layers, these more than shared states, these more than recomputation."""
+    shared = np.array([0.0, 0.5, 0.75, 1.0, 1.25])[layouts.sharing] * (layouts.data > 1)
+    total: Floats = 4.0 * (layouts.pipeline > 1) + 1.0 * (layouts.chunks > 1) + 2.0 * (layouts.tensor > 1) + shared
+    return total + 0.25 * (layouts.checkpointing > 0)
+
+
+def _order(value: Floats, then: Floats) -> np.ndarray[tuple[int], np.dtype[np.intp]]:
+    """Rows by rising value, which is positive; those equal to about six digits by another column."""
+    return np.lexsort((then, np.round(np.log(value), 6)))
+
+
+def _kinds(layouts: Layouts, order: np.ndarray[tuple[int], np.dtype[np.intp]]) -> list[int]:
+    """Rows in the given order; of layouts that differ only in what ranks share, or in the pieces of a pipeline, the first."""
+    columns = ("gpus", "tensor", "pipeline", "micro_batch", "checkpointing")
+    kinds = np.stack([getattr(layouts, name)[order] for name in columns], 1)
+    _, first = np.unique(kinds, axis=0, return_index=True)
+    return [int(order[index]) for index in np.sort(first)[:MOST_LISTED]]

@@ -1,4 +1,4 @@
-"""Searches all layouts for those that fit, selects the short list of plans, and says what would help where nothing fits."""
+"""Searches all layouts for those that fit, sets the level by measured steps, and says what would help where nothing fits."""
 
 import math
 import statistics
@@ -12,36 +12,40 @@ import numpy as np
 from workbench.cluster.analysis.cluster import Cluster
 from workbench.cluster.analysis.collective_cost import CostError
 from workbench.cluster.analysis.energy import Energy
-from workbench.cluster.analysis.plan.layouts import SHARINGS, Floats, Layouts, list_layouts
+from workbench.cluster.analysis.plan.layouts import SHARINGS, Floats, Layouts, Selection, list_layouts, short_list
 from workbench.cluster.analysis.plan.memory import Memory, memory
 from workbench.cluster.analysis.plan.plans import Front, Plan, Plans, Power
 from workbench.cluster.analysis.plan.ranges import (
     HELD_SOURCES,
     LAUNCH,
     LEVELS,
+    OTHER_LAYOUT,
     PlanError,
     between,
     intervals_around,
 )
 from workbench.cluster.analysis.plan.timing import PARTS, HardwareRates, Seconds, seconds
-from workbench.cluster.analysis.plan.workload import MEGATRON, Trainer, Version, Workload
+from workbench.cluster.analysis.plan.workload import MEGATRON, Trainer, Version, Workload, at_level
 from workbench.core import units
 from workbench.core.statistics import Interval
 from workbench.memory.analysis.non_pytorch import non_pytorch_memory
 
-SLACK = 0.25
-"""The leanest plan may be this much slower than the fastest, the best value this much more expensive than the cheapest."""
-NEAR = 0.10
-"""The simplest plan may be this much slower than the fastest."""
 FASTER = 0.05
 """Memory limits a plan if a layout that does not fit would be faster by this much."""
-FAST = 5
-"""Layouts with the most expected throughput that come before all other roles."""
 MEASURED = 0.01
-"""Part by which a measured step may differ from the next."""
-UNLIKELY = "; so far from 35 … 65 % that the loader, a straggler, links or the host may explain the step instead"
-MOST_LISTED = 1000
-"""Most layouts of a list."""
+"""Part by which a measured step may differ from the next of the same run, at the 95th percentile."""
+P95, P90 = 1.645, 1.2816
+"""Standard deviations of a normal law from its middle to its 95th and to its 90th percentile."""
+DEVIATION = math.log(OTHER_LAYOUT.high / OTHER_LAYOUT.low) / (2 * P90) / math.sqrt(2)
+"""Standard deviation of the logarithm of a layout's seconds over those at the level of its model: two layouts differ by OTHER_LAYOUT."""
+SIDE, FINEST = 25, 1e-3
+"""Places of a level that are tried at once, and the distance of two of them at which the search ends."""
+UNLIKELY = "; so far from 35 … 65 %{} that the loader, a straggler, links or the host may explain the step instead"
+TELLING = (
+    "a measured step says which it can have been, best one of a layout on several nodes with both a pipeline and tensor parallelism: "
+    "measured=(plan, seconds), or a list of such pairs"
+)
+"""Note where a trainer has several versions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,10 +80,10 @@ class PlanSearch:
     """Was `held` given?"""
     trainer: Trainer | None = None
     """Its name was given."""
-    measured: bool = False
-    """Was a step measured?"""
+    measured: int = 0
+    """Steps that were measured."""
     unlikely: bool = False
-    """Is it outside the ranges of all versions?"""
+    """Are they outside the ranges of all versions?"""
 
     def plans(self, sizes: Sequence[int], sharings: Sequence[str]) -> Plans:
         """The short list for given numbers of GPUs, of layouts whose predicted memory fits. Those whose upper end does not are tight and
@@ -142,10 +146,14 @@ class PlanSearch:
         return [self._taken(layouts, version, kernels, links) for version in self.versions for kernels in ends for links in ends]
 
     def _taken(self, layouts: Layouts, version: Version, efficiency: str, links: str) -> Seconds:
+        return seconds(version.workload, layouts, self.rates(version, efficiency, links), self.cluster.gpus_per_node)
+
+    def rates(self, version: Version, efficiency: str = "mid", links: str = "mid") -> HardwareRates:
+        """What the hardware achieves with a version of the trainer, at an end of kernels' share of the peak and at one of all others."""
         intra, inter = (getattr(share, links) for share in self.links)
         slow = {"low": "high", "high": "low"}
         host = LAUNCH.mid if self.efficiency_given else getattr(LAUNCH, slow.get(efficiency, "mid"))
-        rates = HardwareRates.of(
+        return HardwareRates.of(
             self.cluster,
             self.peak,
             getattr(version.efficiency, efficiency),
@@ -155,7 +163,6 @@ class PlanSearch:
             getattr(version.message, slow.get(links, "mid")),
             {"low": 1.0, "high": -1.0}.get(links, 0.0),
         )
-        return seconds(version.workload, layouts, rates, self.cluster.gpus_per_node)
 
     @property
     def efficiency(self) -> Interval:
@@ -164,55 +171,11 @@ class PlanSearch:
         mid = statistics.geometric_mean(share.mid for share in shares) if len({*shares}) > 1 else shares[0].mid
         return Interval(low=min(share.low for share in shares), mid=mid, high=max(share.high for share in shares))
 
-    def calibrated(self, plan: Plan, measured: float) -> "PlanSearch":
-        """The same where a step of this plan was measured: with the trainer's versions in whose range it lies, or else the nearest, each
-        at the level at which its middle takes as long.
-
-        A level is a place in the ranges of kernels and of messages between hosts at once, from -1 (all fast) through 0 (the middle) to 1.
-        PlanError: no version takes as long at any of LEVELS, nor does the range of the plan hold it.
-        """
-        kinds = list(self.unrestricted.computed)
-        row = {name: getattr(plan, name) for name in ("gpus", "data", "tensor", "pipeline", "chunks", "micro_batch", "accumulation")}
-        inside = plan.data if plan.gpus <= plan.gpus_per_node else math.gcd(plan.data, max(1, plan.gpus_per_node // plan.tensor))
-        row |= {"sharing": SHARINGS.index(plan.sharing), "checkpointing": kinds.index(plan.checkpointing), "inside": inside}
-        row |= {"shard": inside if plan.sharing == "hsdp" else plan.data}
-        layout = Layouts(**{name: np.array([value]) for name, value in row.items()})
-
-        def taken(version: Version, level: float) -> float:
-            return float(self._taken(layout, version.at(level), "mid", "mid").total[0])
-
-        def slowest(version: Version, seconds: float) -> float:
-            """The slowest level at which it takes no longer."""
-            low, high = LEVELS
-            for _ in range(30):
-                level = (low + high) / 2
-                low, high = (low, level) if taken(version, level) > seconds else (level, high)
-            return low
-
-        found, ranges = [], []
-        for version in self.versions:
-            whole = replace(version, workload=replace(version.workload, computed=self.unrestricted.computed))
-            least, most = (taken(whole, level) for level in LEVELS)
-            ranges.append(f"{units.seconds(least)} … {units.seconds(most)}" + f" ({version.words})" * bool(self.trainer))
-            nearest = min(max(measured, least), most)
-            missed = max(0.0, abs(math.log(measured) - math.log(nearest)) - MEASURED)
-            fast, slow = slowest(whole, nearest / (1 + MEASURED)), slowest(whole, nearest * (1 + MEASURED))
-            level = min(max(fast, 0.0), slow)  # whole naps take as long at many levels: the one next to the middle
-            found.append((missed, abs(level), version.at(level), nearest))
-        missed, _, version, nearest = min(found, key=lambda each: each[:2])
-        if missed and measured not in plan.seconds:
-            raise PlanError(
-                f"measured={units.seconds(measured)}: a step of {plan.layout}, {plan.batch}, may take {'; '.join(ranges)} where "
-                f"kernels reach 100 % … 12 % of the dense peak. Is it one step, of this layout and a global batch of {plan.global_batch:,}?"
-            )
-        likely = tuple(version for missed, far, version, _ in found if not missed and far <= 1)
-        return replace(self, versions=likely or (version,), efficiency_given=True, measured=True, unlikely=not likely)
-
     def memory(self, layouts: Layouts) -> Memory:
         """Memory of the GPU that needs most."""
         return memory(self.workload, layouts, self.cluster.device.name, self.held)
 
-    def _plan(self, selection: "Selection", layouts: Layouts, row: int, parts: Seconds, held: Memory, fits: Any, total: Floats) -> Plan:
+    def _plan(self, selection: Selection, layouts: Layouts, row: int, parts: Seconds, held: Memory, fits: Any, total: Floats) -> Plan:
         layout = layouts.select(np.array([row]))
         corners = self.corners(layout)
         span = intervals_around([corner.total for corner in corners], total[[row]])[0]
@@ -297,8 +260,9 @@ class PlanSearch:
     # --- notes and messages
 
     def _notes(self, plans: Sequence[Plan]) -> tuple[str, ...]:
+        implied = "as the measured step implies" if self.measured == 1 else f"as {self.measured} measured steps imply"
         reached = (
-            "as the measured step implies, and published layouts differ" + UNLIKELY * self.unlikely
+            f"{implied}, and published layouts differ" + UNLIKELY.format(", or from each other," * (self.measured > 1)) * self.unlikely
             if self.measured
             else "as given"
             if self.efficiency_given
@@ -329,7 +293,7 @@ class PlanSearch:
         several = len(self.versions) > 1
         words = f"{self.trainer.name if self.trainer else 'the trainer'}: {', or '.join(version.words for version in self.versions)}"
         words += "; ranges hold all of these, and plans are in the order of their geometric mean" * several
-        words += "; measured=(plan, seconds) of a step says which it can have been" * (several and not self.measured)
+        words += f"; {TELLING}" * several
         return words + ". Neither wait has to be: leave TORCH_DISTRIBUTED_DEBUG unset, and receive messages without sleeping"
 
     def _no_layout(self, sizes: Sequence[int], sharings: Sequence[str], out: Counter[str]) -> str:
@@ -384,107 +348,95 @@ class PlanSearch:
         return bool((memory(workload, candidates, self.cluster.device.name, self.held).total <= self.usable_memory).any())
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Selection:
-    """The row of a selected layout, and why it was selected."""
-
-    row: int
-    roles: tuple[str, ...]
-    why: str
-
-
-def short_list(
-    layouts: Layouts,
-    total: Floats,
-    used: Floats,
-    gpu_seconds: Floats,
-    sure: np.ndarray[tuple[int], np.dtype[np.bool_]],
-    chance: Floats,
-    *,
-    top: int,
-    one_size: bool,
-) -> list[Selection]:
-    """First the FAST layouts of all with the most throughput to expect: speed times the chance that the memory suffices, since a plan that
-    runs out of memory trains nothing. They may differ only in what ranks share. A role marks one of them, or adds a layout while there are
-    fewer than `top`: the fastest, whatever its chance; the cheapest and the best value where the number of GPUs is open; the fastest
-    whose upper end fits, if that of the fastest does not; the fewest GPUs; the simplest and the leanest. The best of each other kind
-    (`_kinds`) follow. All are in the order of the throughput to expect.
+def calibrated(search: PlanSearch, steps: Sequence[tuple[Plan, float]]) -> PlanSearch:
+    """The search at the level of measured steps, see `at_level_of`.
 
     Args:
-        layouts: that fit.
-        total: seconds of a step of each.
-        used: bytes of each.
-        gpu_seconds: GPUs × seconds of each.
-        sure: does the upper end of its memory fit, too?
-        chance: that its memory suffices.
-        top: most layouts to select; roles of one layout count once.
-        one_size: do all have the same number of GPUs?
+        search: of this model, cluster and trainer.
+        steps: plans, each with the seconds of a step.
+
+    Raises:
+        PlanError: no version takes as long as one of them at any of LEVELS, nor does the range of its plan hold it.
     """
-    expected = total / np.maximum(chance, 1e-9)
-    order = _order(expected, used)
-    fastest, likely = int(_order(total, used)[0]), int(order[0])
-    near = total <= (1 + NEAR) * total[fastest]
-    soon = total <= (1 + SLACK) * total[fastest]
-    parts = complexity(layouts)
-    following = [("next", int(row), "the next most throughput to expect") for row in order[:FAST]]
-    picks: list[tuple[str, int, str]] = [("fastest", fastest, "the least time per step")]
-    if likely != fastest:
-        odds = f"its memory suffices with a chance of {units.percent(float(chance[likely]))}, that of the fastest with "
-        odds += units.percent(float(chance[fastest]))
-        picks.insert(0, ("best bet", likely, f"the most throughput to expect: {odds}"))
-    if not one_size:
-        cheapest = _first(gpu_seconds, total)
-        cheap = np.where(gpu_seconds <= (1 + SLACK) * gpu_seconds[cheapest], total, np.inf)
-        picks.append(("cheapest", cheapest, "the fewest GPU-seconds per sample"))
-        picks.append(
-            ("best value", _first(cheap, gpu_seconds), f"the fastest that is at most {100 * SLACK:.0f} % more expensive than the cheapest")
-        )
-    if sure.any() and not sure[fastest]:
-        picks.append(("safe", _first(np.where(sure, total, np.inf), used), "the fastest whose memory fits by its upper end too"))
-    if not one_size:
-        picks.append(("fewest GPUs", _first(layouts.gpus.astype(float), total), "the fewest GPUs on which it fits"))
-    leanest = _first(np.where(soon, used, np.inf), total)
-    simplest = _first(np.where(near, parts, np.inf), total)
-    picks.append(("simplest", simplest, f"the fewest kinds of parallelism within {100 * NEAR:.0f} % of the fastest"))
-    picks.append(("leanest", leanest, f"the least memory within {100 * SLACK:.0f} % of the fastest"))
-    rows: dict[int, list[tuple[str, str]]] = {}
-    for role, row, why in following + picks + [("next", row, following[0][2]) for row in _kinds(layouts, order)]:
-        known = row in rows
-        if (known and role != "next") or (not known and len(rows) < top):
-            rows.setdefault(row, []).append((role, why))
-    places = {int(row): place for place, row in enumerate(order)}
-    ordered = sorted(rows, key=lambda row: places[row])
-    chosen = []
-    for place, row in enumerate(ordered, 1):
-        reasons = [(role, why) for role, why in rows[row] if role != "next"] or [(f"choice {place}", rows[row][0][1])]
-        chosen.append(Selection(row=row, roles=tuple(role for role, _ in reasons), why="; ".join(why for _, why in reasons)))
-    return chosen
+    kinds = list(search.unrestricted.computed)
+    rows = [(_layout(plan, kinds), measured) for plan, measured in steps]
+    for (plan, measured), (layout, _) in zip(steps, rows, strict=True):
+        ends = [_seconds(search, version, layout, np.array(LEVELS), np.array(LEVELS)).tolist() for version in search.versions]
+        if measured not in plan.seconds and not any(
+            low <= measured * (1 + MEASURED) and measured <= high * (1 + MEASURED) for low, high in ends
+        ):
+            ranges = [
+                f"{units.seconds(low)} … {units.seconds(high)}" + f" ({version.words})" * bool(search.trainer)
+                for version, (low, high) in zip(search.versions, ends, strict=True)
+            ]
+            raise PlanError(
+                f"measured={units.seconds(measured)}: a step of {plan.layout}, {plan.batch}, may take {'; '.join(ranges)} where "
+                f"kernels reach 100 % … 12 % of the dense peak. Is it one step, of this layout and a global batch of {plan.global_batch:,}?"
+            )
+    return at_level_of(search, rows)
 
 
-def _first(value: Floats, then: Floats) -> int:
-    """The row of the least value; of those equal to six digits, the least by another column."""
-    least = value.min()
-    return int(np.argmin(np.where(value <= least * (1 + 1e-6), then, np.inf)))
+def at_level_of(search: PlanSearch, steps: Sequence[tuple[Layouts, float]]) -> PlanSearch:
+    """The search at the level of measured steps, and with the versions of the trainer that they can be of.
+
+    A level is a place in the range of kernels and one in that of messages between hosts, from -1 (fast) through 0 (the middle) to 1. It is
+    the likeliest one, if ranges go from the 5th to the 95th percentile of normal laws, and a layout's seconds differ by DEVIATION from
+    those at its level; those of a single layout are met. Versions are left out that are less likely than the likeliest by as much as the
+    end of a range is than its middle.
+
+    Args:
+        search: of this model, cluster and trainer.
+        steps: rows of one layout each, with the seconds of a step; of those of the same layout the median counts.
+    """
+    same: dict[str, list[tuple[Layouts, float]]] = {}
+    for layout, measured in steps:
+        same.setdefault(str(layout), []).append((layout, measured))
+    rows = [(some[0][0], statistics.median(measured for _, measured in some)) for some in same.values()]
+    deviation = DEVIATION if len(rows) > 1 else MEASURED / P95
+    found = [(*_fitted(search, version, rows, deviation), version) for version in search.versions]
+    least = min(far for far, *_ in found)
+    likely = tuple(version.at(kernels, messages, len(rows)) for far, kernels, messages, version in found if far <= least + P95**2)
+    return replace(search, versions=likely, efficiency_given=True, measured=len(steps), unlikely=least > len(rows) * P95**2)
 
 
-def complexity(layouts: Layouts) -> Floats:
-    """How much has to be set up: stages count more than split layers, these more than shared states, these more than recomputation."""
-    shared = np.array([0.0, 0.5, 0.75, 1.0, 1.25])[layouts.sharing] * (layouts.data > 1)
-    total: Floats = 4.0 * (layouts.pipeline > 1) + 1.0 * (layouts.chunks > 1) + 2.0 * (layouts.tensor > 1) + shared
-    return total + 0.25 * (layouts.checkpointing > 0)
+def _layout(plan: Plan, kinds: list[str]) -> Layouts:
+    """The row of a plan, whose checkpointing is one of these kinds."""
+    row = {name: getattr(plan, name) for name in ("gpus", "data", "tensor", "pipeline", "chunks", "micro_batch", "accumulation")}
+    inside = plan.data if plan.gpus <= plan.gpus_per_node else math.gcd(plan.data, max(1, plan.gpus_per_node // plan.tensor))
+    row |= {"sharing": SHARINGS.index(plan.sharing), "checkpointing": kinds.index(plan.checkpointing), "inside": inside}
+    row |= {"shard": inside if plan.sharing == "hsdp" else plan.data}
+    return Layouts(**{name: np.array([value]) for name, value in row.items()})
 
 
-def _order(value: Floats, then: Floats) -> np.ndarray[tuple[int], np.dtype[np.intp]]:
-    """Rows by rising value, which is positive; those equal to about six digits by another column."""
-    return np.lexsort((then, np.round(np.log(value), 6)))
+def _seconds(search: PlanSearch, version: Version, layout: Layouts, kernels: Floats, messages: Floats) -> Floats:
+    """Seconds of a step of one layout at each place of kernels and messages."""
+    rates = replace(
+        search.rates(version),
+        flops_per_sec=search.peak * np.minimum(1.0, at_level(version.efficiency, -kernels)),
+        message=at_level(version.message, messages),
+    )
+    workload = replace(version.workload, computed=search.unrestricted.computed)
+    return seconds(workload, layout.select(np.zeros(len(kernels), int)), rates, search.cluster.gpus_per_node).total
 
 
-def _kinds(layouts: Layouts, order: np.ndarray[tuple[int], np.dtype[np.intp]]) -> list[int]:
-    """Rows in the given order; of layouts that differ only in what ranks share, or in the pieces of a pipeline, the first."""
-    columns = ("gpus", "tensor", "pipeline", "micro_batch", "checkpointing")
-    kinds = np.stack([getattr(layouts, name)[order] for name in columns], 1)
-    _, first = np.unique(kinds, axis=0, return_index=True)
-    return [int(order[index]) for index in np.sort(first)[:MOST_LISTED]]
+def _fitted(search: PlanSearch, version: Version, steps: Sequence[tuple[Layouts, float]], deviation: float) -> tuple[float, float, float]:
+    """How unlikely the likeliest level of a version is (twice the negative logarithm), and its places of kernels and of messages.
+
+    A grid of levels around the likeliest of a coarser one: naps make stairs, on which no slope leads down.
+    """
+    far = math.inf
+    half, centre = (LEVELS[1] - LEVELS[0]) / 2, [sum(LEVELS) / 2] * 2
+    while half * 2 / (SIDE - 1) > FINEST:
+        around = np.linspace(-half, half, SIDE)
+        places = [np.clip(place + around, *LEVELS) for place in centre]
+        kernels, messages = (each.ravel() for each in np.meshgrid(places[0], places[1] if version.workload.checked else 0.0))
+        missed = np.array([np.log(_seconds(search, version, layout, kernels, messages) / measured) for layout, measured in steps])
+        coarse = max(deviation, np.ptp(missed, 1).max() / SIDE)  # the grid may pass by the levels that meet the steps
+        distance, missed = P95**2 * (kernels**2 + messages**2), np.square(missed).sum(0)
+        best = int(np.argmin(distance + missed / coarse**2))
+        far, half = float(distance[best] + missed[best] / deviation**2), half / 3
+        centre = [float(kernels[best]), float(messages[best])]
+    return far, centre[0], centre[1]
 
 
 def limiting_part(layouts: Layouts, total: Floats, fits: np.ndarray[tuple[int], np.dtype[np.bool_]], parts: Seconds, row: int) -> str:

@@ -2,9 +2,12 @@
 `Trainer`: what a training program does of its own accord that the time of a step depends on.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
+
+import numpy as np
 
 from workbench.cluster.analysis.plan.ranges import MESSAGE, OTHER_LAYOUT, PlanError
 from workbench.cluster.analysis.transformer import Transformer
@@ -279,6 +282,15 @@ TRAINERS = {
 message; scripts of its authors for several nodes set TORCH_DISTRIBUTED_DEBUG=DETAIL."""
 
 
+def at_level(span: Interval, level: Any) -> Any:
+    """The value at places in a range: -1 = its low end, 0 = the middle, 1 = the high end; in proportion beyond and between.
+
+    >>> at_level(Interval(low=0.25, mid=0.5, high=0.8), np.array([-2, -1, 0, 1])).tolist()
+    [0.125, 0.25, 0.5, 0.8]
+    """
+    return span.mid * np.where(np.asarray(level) > 0, span.high / span.mid, span.low / span.mid) ** np.abs(level)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Version:
     """A version of a training program, with the ranges of what is not known of it."""
@@ -290,21 +302,27 @@ class Version:
     message: Interval = MESSAGE
     """Seconds of a small message between hosts."""
 
-    def at(self, level: float) -> "Version":
-        """At a place in both ranges: -1 = the fast ends, 0 = the middles, 1 = the slow ends; in proportion beyond and between. Other
-        layouts than that whose step was measured may be as far from it as OTHER_LAYOUT, but reach no more than the peak.
+    def at(self, kernels: float, messages: float, layouts: int = 1) -> "Version":
+        """At places in both ranges: -1 = the fast end, 0 = the middle, 1 = the slow end; in proportion beyond and between. Other layouts
+        than those whose steps were measured may be as far from it as OTHER_LAYOUT, in both, but reach no more than the peak.
+
+        Args:
+            kernels: place of the kernels.
+            messages: place of the messages between hosts.
+            layouts: of which a step was measured. Two layouts differ by twice the variance of one, and one from the mean of n by 1 + 1 / n
+                of it.
 
         >>> version = Version(workload=None, efficiency=Interval(low=0.25, mid=0.5, high=0.8))
-        >>> [version.at(level).efficiency.mid for level in (-1, 0, 1, 2)]
+        >>> [version.at(level, 0).efficiency.mid for level in (-1, 0, 1, 2)]
         [0.8, 0.5, 0.25, 0.125]
         """
-
-        def place(span: Interval, level: float) -> float:
-            return float(span.mid * ((span.high if level > 0 else span.low) / span.mid) ** abs(level))
-
-        message = place(self.message, level)
-        efficiency = OTHER_LAYOUT.of(lambda ratio: min(1.0, ratio * place(self.efficiency, -level)))
-        return replace(self, efficiency=efficiency, message=Interval(low=message, mid=message, high=message))
+        spread = OTHER_LAYOUT.of(lambda ratio: ratio ** math.sqrt((1 + 1 / layouts) / 2))
+        share = float(at_level(self.efficiency, -kernels))
+        slower, faster = (
+            math.log(getattr(spread, end)) / math.log(getattr(self.efficiency, end) / self.efficiency.mid) for end in ("low", "high")
+        )
+        low, mid, high = (float(at_level(self.message, level)) for level in (messages - faster, messages, messages + slower))
+        return replace(self, efficiency=spread.of(lambda ratio: min(1.0, ratio * share)), message=Interval(low=low, mid=mid, high=high))
 
     @property
     def words(self) -> str:
