@@ -1,6 +1,8 @@
 """Arguments are checked alike everywhere: what is in range is given back, all else is refused with what was given and what is allowed."""
 
 import math
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -176,3 +178,10 @@ def test_for_a_script_that_is_not_there_a_near_name_is_meant_and_else_all_are_na
         (tmp_path / f"other{number}.py").touch()
     assert near_script(tmp_path / "main.py").endswith("other5.py, other6.py and 4 more")
     assert near_script(tmp_path / "nowhere" / "train.py") == f"there is no folder {tmp_path / 'nowhere'}"
+
+
+def test_a_suggestion_is_made_once() -> None:
+    """Python's own traceback repeated it: "did you mean 'timelines'?. Did you mean: 'timelines'?"."""
+    code = "from workbench.core.checks import NearestAttribute as N\nclass Run(N):\n    timelines = 1\nRun().timeline"
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60).stderr
+    assert said.splitlines()[-1].endswith("'Run' object has no attribute 'timeline': did you mean 'timelines'?")

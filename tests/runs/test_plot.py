@@ -13,10 +13,10 @@ from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
 from workbench import plot
-from workbench.__main__ import report
 from workbench.core.display import colors
 from workbench.core.run_directory import METRICS, LineWriter
 from workbench.core.vocabulary import PARTS, PHASES
+from workbench.runs.page import run_text
 from workbench.runs.run import Run
 from workbench.timeline.timeline import Step, Timeline
 
@@ -88,7 +88,7 @@ def test_timelines_of_all_ranks_are_read_once(by_hand: ByHand, ax: Axes, monkeyp
     run = Run.load(by_hand().steps(20).steps(20, rank=1).ended("finished").path)
     plot.step_time(run, ax=ax)
     assert len(reads) == 1
-    assert report(run).count("rank 1") == 1
+    assert run_text(run).count("rank 1") == 1
     assert len(reads) == 2
 
 

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 import workbench as wb
 from tests.conftest import STEP, HandMade
-from workbench.__main__ import report
 from workbench.core import run_directory
 from workbench.core.vocabulary import PHASES
+from workbench.runs.page import run_text
 from workbench.runs.panel import html as faces
 from workbench.runs.panel.follow import Follower
 from workbench.runs.rank_ends import HEAD, MANY_RANKS, TAIL, RankEnds, extremes
@@ -127,7 +127,7 @@ def test_panel_report_and_comparison_read_no_file_whole_but_those_at_the_extreme
     other = wb.Run.load(made.path)
     assert wb.compare(run, other).speedup == 1.0
     assert whole(reads) == []
-    assert report(run).count("measured on rank") == 3
+    assert run_text(run).count("measured on rank") == 3
     assert whole(reads) == ["rank0.jsonl", f"rank{FULL}.jsonl", f"rank{SLOW}.jsonl"]
 
 

@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 
 from tests.conftest import HandMade
-from workbench.__main__ import report
 from workbench.core import run_directory
 from workbench.runs.compare import compare
 from workbench.runs.failure import RunError
 from workbench.runs.launch.resume import archive_attempt
+from workbench.runs.page import run_text
 from workbench.runs.panel.follow import Follower
 from workbench.runs.rows import RunRows, digest_files, digest_rows
 from workbench.runs.run import Run, RunFormatError
@@ -189,7 +189,7 @@ def test_a_row_that_is_no_step_is_left_out_and_the_others_stand(by_hand: Make, r
     (note,) = run.notes
     assert re.match(r"rank0\.jsonl: 1 (row is not a step and is left out|damaged row is left out): ", note)
     assert len(note) < 250
-    assert f"\nnote: {note}" in report(run)
+    assert f"\nnote: {note}" in run_text(run)
     (made.path / "rank1.jsonl").write_text('{"step": -1}\n')  # even its head is gone
     assert any(note.startswith("rank1.jsonl: 1 row is not a step") for note in Run.load(made.path).notes)
     assert "inf" not in run.summary.splitlines()[0]
@@ -229,7 +229,7 @@ def test_whatever_is_damaged_the_rest_is_shown_or_the_file_is_named(by_hand: Mak
             data[at : at + 1] = chance.choice([b"-Infinity", b"9" * 400, b"null", b"[]", b"{", b"\0", b'"', b"x", b"\n", b"\xff"])
         path.write_bytes(bytes(data))
         try:
-            text = report(run := Run.load(made.path))
+            text = run_text(run := Run.load(made.path))
         except (run_directory.DamagedRunError, RunFormatError) as error:
             text, refused = str(error), refused + 1
             assert path.name == "run.json"

@@ -264,6 +264,12 @@ def test_faces_and_json() -> None:
     ("ask", "said"),
     [
         (lambda: ScalingCurve([(4, 100)]).fit(), r"a curve of one point \(4 processes.*Measure 8 processes as well"),
+        (
+            lambda: ScalingCurve(
+                [(4, 100)], notes=("the budget of 1 min was spent after 1 of 6 trainings: resume='runs/x' goes on",)
+            ).fit(),
+            "the curve has 1 so far: the budget of 1 min was spent after 1 of 6 trainings: resume='runs/x' goes on$",
+        ),
         (lambda: ScalingCurve([(4, 100), (8, 200)], slots=2).fit(), "no usable point"),
         (lambda: ScalingCurve([(1, 100), (2, 190), (4, 1000)]).fit(), "contradict each other: 2 processes reach 190"),
         (lambda: ScalingCurve([(1, 100), (2, 190)]).fit(level=90), "level=90: a fraction"),

@@ -311,7 +311,10 @@ class NearestAttribute:
             if hasattr(cls, name):  # its property raised an AttributeError, which says more
                 return object.__getattribute__(self, name)
             hint = did_you_mean(name, (known for known in dir(cls) if not known.startswith("_")))
-            raise AttributeError(f"{cls.__name__!r} object has no attribute {name!r}" + (f": {hint.strip()}" if hint else ""))
+            error = AttributeError(f"{cls.__name__!r} object has no attribute {name!r}" + (f": {hint.strip()}" if hint else ""))
+            if hint:  # with both of these as they are, Python's traceback suggests the same once more
+                error.name, error.obj = name, None
+            raise error
 
 
 def _is(what: str) -> str:

@@ -153,6 +153,8 @@ class ScalingCurve(display.Shown, JsonDataclass):
                 f"a curve over {self.over} has no law to be fitted: the laws are about processes. Its best measured value is "
                 f"{self.best!r}; wb.scaling_curve(spec.replace({self.over}=…)) measures processes with it"
             )
+        if len(self.usable) < 2 and (stopped := next((note for note in self.notes if "resume=" in note), "")):
+            raise CurveError(f"a law needs two usable points, and the curve has {len(self.usable)} so far: {stopped}")
         return replace(fit(self.usable, self.kind, self.grows, level=level, noise=noise, unit=self.unit), slots=self.slots)
 
     @property
