@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import workbench as wb
 from tests.conftest import HandMade
-from workbench.diagnosis.analysis.divergence import VERDICTS, Divergence
+from workbench.diagnosis.analysis.divergence import VERDICTS, Divergence, Point
 from workbench.diagnosis.measure import divergence as measure
 from workbench.runs.launch.new_run import LaunchError
 from workbench.runs.run import Run
@@ -200,12 +200,50 @@ def test_an_optimizer_that_differs_is_placed() -> None:
     assert "optimizer='adamw(lr=0.01, eps=1e-3)'" in str(found)
     assert "eps: 1e-08 and 0.001" in str(found)
     cut = wb.diverge(spec, spec.replace(clip_grad_norm=0.1), budget_s=600)
-    assert (cut.verdict, cut.first and cut.first.phase) == ("bug", "optimizer"), cut
+    assert (cut.verdict, cut.first and cut.first.phase) == ("design", "optimizer"), cut
+    assert cut.notes[0] == "clip_grad_norm: the specs differ in it"
     assert cut.first is not None
     assert "norm" in cut.first.operator, cut
+    smooth = wb.diverge(spec, spec.replace(label_smoothing=0.1), budget_s=600)
+    assert (smooth.verdict, smooth.notes[0]) == ("design", "label_smoothing: the specs differ in it"), smooth
     other = wb.diverge(spec, spec.replace(seed=3))
     assert other.verdict == "start"
     assert VERDICTS["start"] in str(other)
+
+
+SPEC = wb.RunSpec(task="fashion-mlp", device="cpu", micro_batch=8)
+TWO = SPEC.replace(nproc_per_node=2, micro_batch=4)
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "step", "phase", "module", "notes"),
+    [
+        (TWO, TWO.replace(local_sgd="periodic"), 1, "backward", "0.weight", ["local_sgd"]),
+        (TWO, TWO.replace(gradient_compression="powersgd"), 1, "backward", "0.weight", ["gradient_compression"]),
+        (SPEC, TWO.replace(gradient_compression="fp16"), 2, "forward", "0", ["gradient_compression"]),
+        (
+            TWO.replace(local_sgd="periodic"),
+            TWO.replace(local_sgd="periodic", nproc_per_node=4, micro_batch=2),
+            1,
+            "backward",
+            "0.weight",
+            ["local_sgd"],
+        ),
+        (TWO, TWO.replace(local_sgd="periodic"), 1, "forward", "0", []),  # before any gradient
+        (SPEC, SPEC.replace(micro_batch=4, accumulation=2), 1, "forward", "3", ["batch norm"]),
+        (SPEC, SPEC.replace(micro_batch=4, accumulation=2), 1, "forward", "the loss", ["batch norm"]),
+        (SPEC, TWO, 1, "after", "3.running_mean", ["batch norm"]),
+        (SPEC, TWO, 1, "forward", "2", []),  # before the norm
+        (SPEC, SPEC.replace(checkpointing="full"), 1, "forward", "3", []),
+        (SPEC, SPEC.replace(optimizer="adamw(eps=1e-3)"), 1, "optimizer", "0.weight", []),
+    ],
+)
+def test_what_differs_by_design_is_no_bug(a: wb.RunSpec, b: wb.RunSpec, step: int, phase: str, module: str, notes: list[str]) -> None:
+    first = Point(step=step, phase=phase, module=module, operator="", difference=0.5)
+    found = Divergence(a="a", b="b", verdict="bug", first=first, exact=0.5, largest=0.5, compared=9, by="modules")
+    judged = found.judged(a, b, ["3", "30"])
+    assert (judged.verdict, [note.partition(":")[0] for note in judged.notes]) == ("design" if notes else "bug", notes)
+    assert VERDICTS[judged.verdict] in str(judged)
 
 
 @pytest.mark.parametrize("name", ["eps of a norm", "another GELU", "scale of the attention", "eps of batch norm", "a mask"])

@@ -130,6 +130,18 @@ def test_ranks_that_agree_with_one_process_differ_by_rounding(tmp_path: Path, kn
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked_ranks")
+@pytest.mark.parametrize("knobs", [{"local_sgd": "periodic(start=0)"}, {"gradient_compression": "fp16"}], ids=["local_sgd", "fp16"])
+def test_ranks_that_are_not_meant_to_agree_are_no_bug(tmp_path: Path, knobs: dict[str, Any]) -> None:
+    two = ONE.replace(nproc_per_node=2, micro_batch=4)
+    found = wb.diverge(two, two.replace(**knobs), budget_s=600, runs_dir=tmp_path)
+    assert found.verdict == "design", found
+    assert found.notes[0].startswith(f"{next(iter(knobs))}: ")
+    assert found.exact is not None
+    assert found.exact > 1e-6
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("forked_ranks")
 def test_the_option_of_the_optimizer_that_differs_on_several_ranks_is_named(tmp_path: Path) -> None:
     spec = ONE.replace(optimizer="adamw(lr=0.01)")
     sharded = ONE.replace(optimizer="adamw(lr=0.01, eps=1e-3)", parallel="fsdp", nproc_per_node=2, micro_batch=4)

@@ -4,7 +4,6 @@ What happens to a sample follows from its seed alone, so it is the same in every
 """
 
 import math
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -131,17 +130,6 @@ class Augmentation:
                     changed = (x * levels).floor() / levels if name == "posterize" else torch.where(light, 1 - x, x)
                     x = torch.where(here, changed, x)
         return x
-
-    def seconds_per_sample(self, shape: Sequence[int] = (3, 224, 224), batch: int = 32, repeat: int = 3) -> float:
-        """Measured CPU seconds of this process per picture of a given shape, in batches: the least of several runs after a warm-up."""
-        images = torch.zeros((whole_number("batch", batch, least=1), *shape), dtype=torch.uint8)
-        self(images, range(batch))
-        times = []
-        for _ in range(whole_number("repeat", repeat, least=1)):
-            begun = time.process_time()
-            self(images, range(batch))
-            times.append((time.process_time() - begun) / batch)
-        return min(times)
 
 
 def _resample(x: Tensor, matrix: NDArray[np.float64]) -> Tensor:

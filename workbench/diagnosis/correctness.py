@@ -213,7 +213,10 @@ def diverge(
             if double and line.left <= 0:
                 raise measure.OutOfTime
 
-        return measure.compare((names[0], names[1]), run, line.say, steps=steps, left=lambda: line.left)
+        found = measure.compare((names[0], names[1]), run, line.say, steps=steps, left=lambda: line.left)
+        if found.verdict != "bug" or not any(specs):
+            return found
+        return found.judged(trainings[0][0], trainings[1][0], measure.batch_norms(trainings[0][1]))
 
 
 @accept_synonyms

@@ -91,7 +91,9 @@ class Evaluations:
             return {}
         each = [json.loads(part) for part in parts]
         seconds = [part.pop("seconds")[0] for part in each]
-        row = {"step": step, "steps": trainer.spec.steps, "seconds": seconds, **summary(each, _class_names(self._data))}
+        names = getattr(self._data, "classes", None)
+        figures = summary(each, [str(name) for name in names] if isinstance(names, list | tuple) else None)
+        row = {"step": step, "steps": trainer.spec.steps, "seconds": seconds, **figures}
         writer = run_directory.LineWriter(self._path)
         writer.write([row])
         writer.close()
@@ -290,11 +292,6 @@ def summary(parts: list[Sums], names: list[str] | None = None) -> dict[str, Any]
     keys = ("loss", "index", "target", "predicted", "confidence")
     result["worst"] = [dict(zip(keys, row, strict=True)) for row in counts["worst"]]
     return result
-
-
-def _class_names(data: Any) -> list[str] | None:
-    names = getattr(data, "classes", None)
-    return [str(name) for name in names] if isinstance(names, list | tuple) else None
 
 
 @contextlib.contextmanager

@@ -1,20 +1,30 @@
 """Divergence: where two trainings that should agree differ first, and whether that is rounding or a bug."""
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from workbench.core.brief import Briefed
 from workbench.core.codec import JsonDataclass
 from workbench.core.display import table as display
+from workbench.runs.spec import RunSpec
 
 VERDICTS: Mapping[str, str] = {
     "identical": "no difference, not even of a bit",
     "rounding": "the results differ by rounding: operators that add in another order, or in another precision",
     "bug": "the two compute different things: the difference is as large in fp64",
+    "design": "the two are meant to differ by what the notes say; whether they also differ by a bug is not known",
     "random": "random numbers are drawn in another order: compare without dropout, or in evaluation mode",
     "start": "the two begin with different weights or batches: give them the same seed and data",
 }
 """Verdict → what it means."""
+BY_DESIGN: Mapping[str, str] = {
+    "local_sgd": "each rank trains alone between two averages",
+    "gradient_compression": "ranks exchange gradients in fewer bits, or with a lower rank",
+    **dict.fromkeys(("clip_grad_norm", "lr", "schedule", "warmup_steps", "weight_decay_on", "label_smoothing"), "the specs differ in it"),
+}
+"""Knob → why two trainings that differ in it do not agree."""
+LOSS = "the loss"  # as a module
 EXACT = 1e-9
 """Relative difference in fp64 that rounding does not reach. Chosen: it makes 1e-16 per operator, and a step amplifies that to 1e-12 at
 most. A factor of two changes nothing."""
@@ -75,6 +85,20 @@ class Divergence(Briefed, display.Shown):
         rows.append(("compared", f"{self.compared} results, by {self.by}"))
         note = "\n".join([f"{self.verdict}: {VERDICTS[self.verdict]}", *self.notes])
         return display.Table(columns=("", "measured"), rows=rows, title=f"{self.a} and {self.b}", note=note)
+
+    def judged(self, a: RunSpec, b: RunSpec, norms: Collection[str]) -> "Divergence":
+        """A "bug" as "design" where two specs, and the names of the batch norms in their model, explain its place."""
+        assert self.first
+        ranks = a.world_size != b.world_size
+        knobs = [name for name in BY_DESIGN if getattr(a, name) != getattr(b, name)]
+        knobs += [name for name in ("local_sgd", "gradient_compression") if ranks and getattr(a, name) == getattr(b, name) != "none"]
+        if self.first.step == 1 and self.first.phase == "forward":  # no gradient, and no update, has come into it
+            knobs = [name for name in knobs if name == "label_smoothing" and self.first.module == LOSS]
+        notes = [f"{name}: {BY_DESIGN[name]}" for name in knobs]
+        at_norm = any(f"{self.first.module}.".startswith(f"{name}.") for name in norms) or self.first.module in ("", LOSS)
+        if norms and at_norm and (ranks or a.micro_batch != b.micro_batch):
+            notes.append("batch norm: its statistics are those of one micro-batch on one rank")
+        return dataclasses.replace(self, verdict="design", notes=(*notes, *self.notes)) if notes else self
 
     def __repr__(self) -> str:
         where = f", step={self.first.step}, phase={self.first.phase!r}, module={self.first.module!r}" if self.first else ""

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from workbench.core.progress import INTERRUPTED
-from workbench.diagnosis.analysis.divergence import EXACT, Divergence, Point
+from workbench.diagnosis.analysis.divergence import EXACT, LOSS, Divergence, Point
 from workbench.diagnosis.measure.operator_recorder import Entry, Recorder
 from workbench.harness.batches import map_tensors, tensors_of
 from workbench.harness.discover import discover, is_compiled
@@ -24,7 +24,7 @@ from workbench.runs.spec import RunSpec
 from workbench.runs.task import Task
 from workbench.train.random_numbers import seed_all
 from workbench.train.ranks import Layout, Ranks, choose_device
-from workbench.train.trainer import Trainer
+from workbench.train.trainer import Trainer, build_model
 
 CHANGE = "the change of "
 """With the name of a parameter: what an update adds to it."""
@@ -119,7 +119,7 @@ def of_pair(pair: Pair, seed: int, steps: int, double: bool, enough: Enough = la
 
 def _finish(recorder: Recorder, model: nn.Module, loss: Tensor, update: Callable[[], object], optimizer: Any, scale: float = 1.0) -> None:
     """Record loss and gradients, let the optimizer step, and record what it leaves."""
-    recorder.value("forward", "the loss", loss)
+    recorder.value("forward", LOSS, loss)
     for name, weight in reversed(list(model.named_parameters())):
         if weight.grad is not None:
             recorder.value("backward", name.replace("_orig_mod.", ""), weight.grad / scale)
@@ -131,6 +131,12 @@ def _finish(recorder: Recorder, model: nn.Module, loss: Tensor, update: Callable
         recorder.value("optimizer", CHANGE + name.replace("_orig_mod.", ""), changed)
     for name, buffer in model.named_buffers():
         recorder.value("after", name.replace("_orig_mod.", ""), buffer, recorder.takers.get(id(buffer), ""))
+
+
+def batch_norms(task: Task) -> list[str]:
+    """The names of the batch norms in the model of a task."""
+    with process_settings():
+        return [name for name, part in build_model(task).named_modules() if isinstance(part, nn.modules.batchnorm._BatchNorm)]
 
 
 def _call(model: nn.Module, batch: Any) -> Any:

@@ -228,7 +228,9 @@ class _Experiment:
         """The full loop, the loader alone and the cached step, until it is clear what the loader costs."""
         rounds, bench = self.rounds, self.bench
         rounds.prepare(self.budget / 8)
-        self._tell_if_too_short(bench.elapsed + rounds.cost, bench.timings.typical("first full"))
+        step = bench.timings.typical("first full")
+        if (least := bench.elapsed + rounds.cost + LEAST_CALLS * step) > MAX_OVERRUN * self.budget:
+            self.too_short = f"with steps of {units.seconds(step)} it takes about {units.seconds(least)} at the least"
         retries, called = _allocator_retries(bench.device), bench.called
         while True:
             self._say("no loader")
@@ -243,11 +245,6 @@ class _Experiment:
             rounds.clocked(50)
         self.retries = (_allocator_retries(bench.device) - retries) / max(1, bench.called - called)
         self._note_the_loader()
-
-    def _tell_if_too_short(self, rounds: float, step: float) -> None:
-        """Say so at once if experiments take longer than their budget at the least: `rounds` seconds, and then some steps."""
-        if (least := rounds + LEAST_CALLS * step) > MAX_OVERRUN * self.budget:
-            self.too_short = f"with steps of {units.seconds(step)} it takes about {units.seconds(least)} at the least"
 
     def _few_pairs(self) -> int:
         """Pairs that are enough where their interval is clear.

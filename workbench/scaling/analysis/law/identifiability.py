@@ -41,7 +41,8 @@ def not_identified(
     """
     problems = []
     drawn, level = len(draws), float(np.median(points.loss))
-    scatter = scatter_of(residuals)
+    free = sorted(map(abs, residuals))[5:]  # the five numbers of the law have made the smallest so
+    scatter = 1.48 * float(np.median(free)) if free else 0.0
     for what, values, part, name, place, remedy in (
         ("parameters", points.sizes, "A", "alpha", 3, "models"),
         ("tokens", points.amounts, "B", "beta", 4, "amounts of data"),
@@ -96,12 +97,6 @@ def varied_too_little(points: Points) -> tuple[str, str, str] | None:
             given = f"{', '.join(f'{value:,.0f}' for value in values)} (a factor of {values[-1] / values[0]:.2g})"
             return what, given, f"{MIN_DISTINCT} or more over a factor of {MIN_RANGE:.0f} at least, or {name} cannot be determined"
     return None
-
-
-def scatter_of(residuals: Sequence[float]) -> float:
-    """How much single runs scatter; the five smallest residuals are left out: the five numbers have made them so."""
-    free = sorted(map(abs, residuals))[5:]
-    return 1.48 * float(np.median(free)) if free else 0.0
 
 
 def _inside(power: float) -> bool:
