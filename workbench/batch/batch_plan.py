@@ -127,24 +127,27 @@ class ProposedPlan(BatchPlan):
         return PROOF_STEPS if math.isnan(seconds) else int(min(PROOF_STEPS, max(POINTS, (budget_s - START) / seconds)))
 
     @property
-    def table(self) -> display.Table:
-        """A row per number with its reason; below, the predicted gain."""
-        table: display.Table = BatchPlan.table.fget(self)  # type: ignore[attr-defined]  # a slotted dataclass has no bare super()
-        return dataclasses.replace(table, note="\n".join(filter(None, [self.word, table.note])))
-
-    @property
     def word(self) -> str:
-        """The predicted gain, in a line."""
+        """Is the plan worth it, by its predicted gain? In a line."""
         if self.changes() == self.before.changes():
-            return "nothing to change: no other plan is predicted to be faster by more than throughput varies"
+            return "Nothing to change: no other plan is predicted to be faster by more than throughput varies"
         gain = self.predicted
         if math.isnan(gain.throughput):
-            return "its gain is not known without a throughput"
-        speed = f"predicted, present plan = 1×: {units.times(gain.throughput)} the samples per second"
+            return "Not known whether it is worth it: there is no throughput"
+        speed = f"{units.times(gain.throughput)} the samples per second of the present plan"
         if math.isnan(gain.samples):
-            return f"{speed}; how much samples are worth in a batch of {self.global_batch:,} is not known without a noise scale"
+            return f"{speed}, predicted; how much samples are worth in a batch of {self.global_batch:,} is not known without a noise scale"
+        low, high = self.time_range or (gain.time, gain.time)
+        verdict = "Worth it" if high < 1 else "Not worth it" if low >= 1 else "Not clear whether it is worth it"
         between = f" ({' … '.join(map(units.times, self.time_range))}, by the interval of the noise scale)" if self.time_range else ""
-        return f"{speed}, {units.times(gain.samples)} the samples to the same loss, {units.times(gain.time)} the time{between}"
+        to_loss = f"{units.times(gain.samples)} the samples to the same loss, {units.times(gain.time)} the time"
+        return f"{verdict}, by prediction: {speed}, {to_loss}{between}"
+
+    def __str__(self) -> str:
+        return f"{self.word}\n\n{self.table}"
+
+    def _repr_html_(self) -> str:
+        return f"<p>{display.escape(self.word)}</p>{self.table._repr_html_()}"
 
     def to_json(self) -> dict[str, Any]:
         """As plain JSON values, without the candidates."""
