@@ -91,7 +91,7 @@ def show_run(given: argparse.Namespace) -> int:
     """Show a run directory; returns the exit status."""
     run = Run.load(given.path)
     if given.html:
-        workbench.report(run).save(given.html)
+        workbench.report(run, flops_per_sample="count" if given.mfu else None).save(given.html)
         if not given.json:
             print(f"the report is in {given.html}")
     if given.json or not given.html:
@@ -106,7 +106,7 @@ def export(given: argparse.Namespace) -> int:
     if given.to in EXPORTED:
         print(workbench.export_weights(given.path, given.folder, format=given.to))
         return 0
-    print(workbench.export(Run.load(given.path), given.to, given.folder))
+    print(workbench.export(Run.load(given.path), given.to, given.folder, flops_per_sample="count" if given.mfu else None))
     return 0
 
 
@@ -356,6 +356,7 @@ def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
     option("runs", "--all", action="store_true", help="also list the workbench's own experiments")
     option("report export health replay", "path", help="the directory of the run")
     option("report", "--html", metavar="FILE", help="write the report as a self-contained HTML page")
+    option("report export", "--mfu", action="store_true", help="add the MFU: import the run's task, and count its FLOPs in a dry run")
     option(
         "export", "to", choices=("tensorboard", "mlflow", "wandb", *EXPORTED), help="the program to write for, or the format of the weights"
     )

@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 
 import workbench as wb
+from tests.conftest import HandMade
 from tests.hostile import CONTROLS, EVIL, STEERING, harmful
 from workbench.__main__ import main
 from workbench.cluster.analysis.pipeline_idle import pipeline_idle
 from workbench.core import run_directory
-from workbench.runs.export import STATE, ExportError
+from workbench.runs.export import STATE, ExportError, merged
 from workbench.runs.page import throughput
+from workbench.runs.spec import ScriptSpec
 
 
 def write(path: Path, rows: list[dict[str, Any]]) -> None:
@@ -99,6 +101,36 @@ def test_a_utilisation_that_cannot_be_is_refused(tmp_path: Path) -> None:
     assert wb.report(run, flops_per_sample=1e12).mfu == (None, "the peak of cpu is not known")
     with pytest.raises(ValueError, match="flops_per_sample"):
         wb.report(run, flops_per_sample=-1)
+    used, how = wb.report(run).mfu
+    assert used is None
+    assert 'wb.report(run, flops_per_sample="count", which runs its task' in how
+
+
+@pytest.mark.parametrize(
+    "knobs",
+    [
+        {},
+        {"checkpointing": "full", "micro_batch": "auto"},
+        {"nproc_per_node": 2, "parallel": "fsdp", "optimizer": "muon"},
+        {"nproc_per_node": 2, "pipeline_parallel": 2, "accumulation": 2},
+    ],
+    ids=str,
+)
+def test_flops_are_those_of_the_estimate_however_the_model_is_shared(tmp_path: Path, knobs: dict[str, Any]) -> None:
+    one = wb.estimate_time(wb.RunSpec(task="text-gpt", precision="amp_bf16", micro_batch=8, optimizer="sgd"), device="H100").flops / 8
+    run = made(tmp_path / "run", precision="amp_bf16", **{"micro_batch": 8, **knobs})
+    info = run_directory.read_json(run.path / run_directory.RUN_JSON)
+    info["spec"]["task"] = "text-gpt"
+    run_directory.write_json(run.path / run_directory.RUN_JSON, info)
+    report = wb.report(run.path, flops_per_sample="count")
+    assert report.flops_per_sample == pytest.approx(one, rel=1e-9)
+    ((_, _, values), *_) = merged(report.run, report.flops_per_sample)[1:]
+    assert values["mfu"] == pytest.approx(64 * one / (989.4e12 * report.run.spec.world_size))
+
+
+def test_flops_of_a_script_are_not_counted(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match='flops_per_sample="count": the FLOPs of a script are not counted; give a number'):
+        wb.report(HandMade(tmp_path / "run", spec=ScriptSpec(script="train.py").to_json()).path, flops_per_sample="count")
 
 
 def test_a_run_without_a_step_has_a_page(tmp_path: Path) -> None:

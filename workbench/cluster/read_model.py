@@ -11,7 +11,7 @@ from workbench.cluster.analysis.plan.workload import MICRO_BATCHES, Workload
 from workbench.core import units
 from workbench.core.device import Device
 from workbench.core.progress import tick
-from workbench.runs.spec import RunSpec
+from workbench.runs.spec import AUTO, RunSpec
 from workbench.runs.target import read_program
 
 if TYPE_CHECKING:
@@ -36,6 +36,9 @@ _ONE_RANK = {
     "shard_ranks": None,
     "accumulation": 1,
 }
+_WITHOUT = {"checkpointing": "none", "compile": "none", "offload": "none", "gradient_compression": "none", "noise_scale": False}
+MICRO_BATCH = 8
+"""Samples of the dry run that counts FLOPs, where a run chooses their number itself."""
 
 
 def read(
@@ -84,6 +87,25 @@ def read(
                 raise
             missing.append(f'checkpointing="{kind}" is left out: {error}')
     return _workload(counted, precision or "amp_bf16", target, tuple(missing))
+
+
+def flops_per_sample(spec: RunSpec) -> float:
+    """Floating-point operations of a sample's forward and backward, without what is computed again, counted in a dry run on one rank.
+
+    Raises:
+        ValueError: the program cannot run without values, or none of its operators has FLOPs that are known.
+    """
+    from workbench.memory.estimate.plan import plan_of
+    from workbench.memory.ladder import counted
+
+    device = Device.named("H100")  # any: only their number counts
+    alone = spec.replace(**_ONE_RANK, micro_batch=MICRO_BATCH if spec.micro_batch == AUTO else spec.micro_batch, **_WITHOUT)
+    plan = plan_of(alone, device=device, steps=1, asked="report")
+    _, floor = counted(plan, device)
+    total = sum(call.flops * calls for call, calls in floor.calls.items() if call.phase != "update")
+    if not total:
+        raise ValueError(f"{plan.title}: no operator has FLOPs that are known; give flops_per_sample= a number")
+    return total / plan.spec.micro_batch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

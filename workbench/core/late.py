@@ -1,7 +1,7 @@
 """Imports late, at the call, what a lower package uses of a higher one.
 
 A result draws itself (`result.plot()`) although its picture is in a higher layer, and a Run returns types of higher packages
-(`run.memory_breakdown`, `run.energy`, `report.pipeline_idle`). This file lists all such uses.
+(`run.memory_breakdown`, `run.energy`, `report.pipeline_idle`, `report.mfu`). This file lists all such uses.
 """
 
 import importlib
@@ -19,6 +19,7 @@ HOMES = {
     "differences": "workbench.train.saved_entries:differences",
     "entries_of": "workbench.train.saved_entries:entries_of",
     "KNOBS": "workbench.runs.spec:KNOBS",
+    "flops_per_sample": "workbench.cluster.read_model:flops_per_sample",
     "last_weights": "workbench.train.export_weights:last_weights",
     "pipeline_idle": "workbench.cluster.analysis.pipeline_idle:pipeline_idle",
     "prove": "workbench.diagnosis.api:prove",

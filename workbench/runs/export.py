@@ -7,12 +7,12 @@ import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from workbench.core import run_directory
 from workbench.core.checks import choice
 from workbench.core.synonyms import accept_synonyms
-from workbench.runs.page import figures_of, norms_of, throughput, usage_of
+from workbench.runs.page import dense_peak, figures_of, flops_of, norms_of, throughput, usage_of
 from workbench.runs.run import ACTIVE, Run
 
 STATE = "workbench-export.json"
@@ -33,19 +33,20 @@ class ExportError(ValueError):
 
 
 @accept_synonyms
-def export(run: Run, to: str, folder: str | os.PathLike[str]) -> Path:
+def export(run: Run, to: str, folder: str | os.PathLike[str], *, flops_per_sample: float | Literal["count"] | None = None) -> Path:
     """Write a run's new records into a folder for another tool; call it repeatedly while the run continues, and after its end.
 
     Args:
         run: a run in any state.
         to: "tensorboard" (a folder of event files), "mlflow" (a file store) or "wandb" (offline runs, which `wandb sync --append` uploads).
         folder: created if it does not exist.
+        flops_per_sample: for the MFU of each step, as `report` takes it; left out where the peak of the GPUs is not known, or above 100 %.
 
     Returns:
         The folder.
 
     Raises:
-        ValueError: no such target.
+        ValueError: no such target, or FLOPs that cannot be counted.
         ExportError: the tool's package is not installed, or the folder was not made by `export`.
     """
     choice("to", to, WRITERS)
@@ -56,7 +57,7 @@ def export(run: Run, to: str, folder: str | os.PathLike[str]) -> Path:
         state = run_directory.read_json(path / STATE)
     mine = state.setdefault(f"{to} {run.id}", {})
     last = mine.get("step", -1)
-    rows = [row for row in merged(run) if row[0] > last]
+    rows = [row for row in merged(run, flops_of(run, flops_per_sample)) if row[0] > last]
     ended = run.state not in ACTIVE
     if not ended and rows:  # its evaluation may follow
         rows = rows[:-1]
@@ -67,12 +68,13 @@ def export(run: Run, to: str, folder: str | os.PathLike[str]) -> Path:
     return path
 
 
-def merged(run: Run) -> Rows:
-    """A row per step: loss, learning rate, throughput, gradient norms and usage, and what was evaluated after it."""
+def merged(run: Run, flops_per_sample: float | None = None) -> Rows:
+    """A row per step: loss, learning rate, throughput, MFU, gradient norms and usage, and what was evaluated after it."""
     steps: dict[int, dict[str, float]] = {}
     times: dict[int, float] = {}
     rows = run.metric_rows
     rates = {row["step"]: rate for row, rate in throughput(rows)}
+    peak, _ = dense_peak(run) if flops_per_sample else (None, "")
     for row in rows:
         values = steps.setdefault(row["step"], {})
         if "lr" in row:
@@ -86,6 +88,8 @@ def merged(run: Run) -> Rows:
             values |= {f"evaluation/{name}": float(row[name]) for name in row.keys() - run_directory.METRIC_KEYS if row[name] is not None}
         if row["step"] in rates:
             values["samples_per_sec"] = rates[row["step"]]
+            if flops_per_sample and peak and (used := rates[row["step"]] * flops_per_sample / peak) <= 1:
+                values["mfu"] = used
     for row in run.evaluations:
         if (figures := figures_of(row)) and row["step"] in steps:
             steps[row["step"]] |= {f"evaluation/{name.removeprefix('validation_')}": value for name, value in figures.items()}

@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from workbench.core import late, run_directory, units
 from workbench.core.checks import is_number, real_number
@@ -53,26 +53,15 @@ class Report:
         Observed throughput × FLOPs per sample over the dense peak of all GPUs. Source: PaLM, arXiv:2204.02311, appendix B.
         """
         if self.flops_per_sample is None:
-            return None, "the FLOPs of a sample are not known: wb.report(run, flops_per_sample=…)"
-        name = str(provenance(self.run)["environment"].get("device", "unknown"))
-        device = Device.known(name)
-        if device is None:
-            return None, f"the peak of {name:.80} is not known"
-        spec, rate = self.run.spec, self.run.samples_per_sec
-        wanted = "fp32"
-        if isinstance(spec, RunSpec):
-            wanted = _FORMATS.get(spec.precision, "tf32" if spec.tf32 else "fp32")
-        peak = device.flops_per_sec.get(wanted)
+            hint = '"count", which runs its task on tensors without values, or a number' if isinstance(self.run.spec, RunSpec) else "…"
+            return None, f"the FLOPs of a sample are not known: wb.report(run, flops_per_sample={hint})"
+        (peak, words), rate = dense_peak(self.run), self.run.samples_per_sec
         if not peak or not rate > 0:
-            return None, f"the peak of {name} in {wanted} is not known" if not peak else "no step was measured"
-        used = rate * self.flops_per_sample / (peak * spec.world_size)
+            return None, words if not peak else "no step was measured"
+        used = rate * self.flops_per_sample / peak
         if used > 1:
             return None, f"{units.percent(used)} of the peak is impossible: flops_per_sample={self.flops_per_sample:g} is too large"
-        return (
-            used,
-            f"{units.rate(rate)} × {units.count(self.flops_per_sample, 'FLOP')}, "
-            f"over {units.count(peak, 'FLOP/s')} ({wanted}) × {spec.world_size}",
-        )
+        return used, f"{units.rate(rate)} × {units.count(self.flops_per_sample, 'FLOP')}, over {words}"
 
     @property
     def pipeline_idle(self) -> Any:
@@ -139,23 +128,50 @@ class Report:
         return f"Report({self.run!r})"
 
 
+def dense_peak(run: Run) -> tuple[float | None, str]:
+    """Dense peak of all GPUs of a run in its number format, in FLOP/s, and its factors; None and the reason where it is not known."""
+    name, spec, wanted = str(provenance(run)["environment"].get("device", "unknown")), run.spec, "fp32"
+    if (device := Device.known(name)) is None:
+        return None, f"the peak of {name:.80} is not known"
+    if isinstance(spec, RunSpec):
+        wanted = _FORMATS.get(spec.precision, "tf32" if spec.tf32 else "fp32")
+    if not (peak := device.flops_per_sec.get(wanted)):
+        return None, f"the peak of {name} in {wanted} is not known"
+    return peak * spec.world_size, f"{units.count(peak, 'FLOP/s')} ({wanted}) × {spec.world_size}"
+
+
+def flops_of(run: Run, flops_per_sample: float | Literal["count"] | None) -> float | None:
+    """The FLOPs of a sample as they are given, or counted in a dry run of the run's task.
+
+    Raises:
+        ValueError: an invalid number, a run of a script, or the dry run needs values.
+    """
+    if flops_per_sample is None:
+        return None
+    if flops_per_sample != "count":
+        real_number("flops_per_sample", flops_per_sample, above=0, also=', or "count"', error=ValueError)
+        return float(flops_per_sample)
+    if not isinstance(run.spec, RunSpec):
+        raise ValueError('flops_per_sample="count": the FLOPs of a script are not counted; give a number')
+    return float(late.load("flops_per_sample")(run.spec))
+
+
 @accept_synonyms
-def report(run: Run | str | os.PathLike[str], *, flops_per_sample: float | None = None) -> Report:
+def report(run: Run | str | os.PathLike[str], *, flops_per_sample: float | Literal["count"] | None = None) -> Report:
     """Make a report of a run: spec, environment, curves, step times, evaluations, failures. `print` shows the text, `save` writes the page.
 
     Args:
         run: a Run in any state, or its directory.
-        flops_per_sample: floating-point operations of forward and backward for one sample, for the MFU.
+        flops_per_sample: floating-point operations of forward and backward for one sample, for the MFU; "count" = count them in a dry run
+            of its task, which is imported for that.
 
     Raises:
-        ValueError: not a run, or an invalid number.
+        ValueError: not a run, an invalid number, or what cannot be counted.
     """
     if not isinstance(run, Run | str | os.PathLike):
         raise ValueError(f"report() got a {type(run).__name__}: expected a run or its directory, report(run) or report('runs/…')")
     run = run if isinstance(run, Run) else Run.load(run)
-    if flops_per_sample is not None:
-        real_number("flops_per_sample", flops_per_sample, above=0, error=ValueError)
-    return Report(run, flops_per_sample)
+    return Report(run, flops_of(run, flops_per_sample))
 
 
 def _resumes(run: Run) -> str:
