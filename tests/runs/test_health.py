@@ -33,7 +33,7 @@ from workbench.runs.health import (
     spikes,
 )
 from workbench.runs.run import Run
-from workbench.runs.spec import ScriptSpec
+from workbench.runs.spec import RunSpec, ScriptSpec
 from workbench.timeline.analysis.told import Told, digest
 from workbench.timeline.timeline import Step, Timeline
 
@@ -424,6 +424,16 @@ def test_the_command_has_a_status_and_a_brief_for_programs(by_hand: Make, capsys
     many = Health(faults=(fault,) * 40, losses=9, ranks=2, notes=("ö" * 900,) * 9).brief()
     assert len(json.dumps(many, ensure_ascii=False).encode()) <= BRIEF_BYTES
     assert many["left_out"] > 30
+
+
+@pytest.mark.parametrize(("nodes", "said"), [(16, False), (17, True)])
+def test_more_than_128_ranks_get_no_all_clear_for_files_that_are_not_read(by_hand: Make, nodes: int, said: bool) -> None:
+    made = by_hand(spec=RunSpec(task="text-gpt", nproc_per_node=8, nnodes=nodes).to_json()).losses(20).steps(2)
+    row = {"not_finite": {"step": 9, "weights": ""}}
+    run_directory.LineWriter(made.path / run_directory.rank_file(3)).write([row])
+    found = health(made.ended("finished").path)
+    assert [fault.rank for fault in found.faults] == [3] * (not said)
+    assert ("a loss that is NaN on another rank than 0 were not looked for" in str(found)) == said
 
 
 def test_an_alarm_of_a_loss_that_is_not_finite_is_that_fault_alone() -> None:

@@ -55,6 +55,10 @@ NO_LOSS = (
     'if it was launched with watch="always"'
 )
 """Of a script's run."""
+MANY = (
+    f"with more than {MANY_RANKS} ranks the files of single ranks are not read: slow ranks, alarms, and a loss that is NaN on another rank "
+    "than 0 were not looked for"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,7 +150,7 @@ def health(run: Run | str | os.PathLike[str]) -> Health:
     faults += slow_ranks(timelines) + changes(rows)
     faults.sort(key=lambda fault: -1 if fault.step is None else fault.step)
     no_loss = "" if losses or not isinstance(run.spec, ScriptSpec) else NO_LOSS
-    notes = tuple(filter(None, [not_seen_to_fall(losses), *with_rate, no_loss]))
+    notes = tuple(filter(None, [not_seen_to_fall(losses), *with_rate, no_loss, MANY * many]))
     return Health(faults=tuple(faults), losses=len(losses), ranks=len(timelines), notes=notes)
 
 
