@@ -179,10 +179,7 @@ def diagnose(given: argparse.Namespace) -> int:
     elif given.prove and isinstance(diagnosis.spec, ScriptSpec) and not str(target).endswith(".py"):
         print(f"\nNothing of this can be proved: {how_to_prove(diagnosis.spec.script)}")
     elif given.prove and isinstance(diagnosis.spec, ScriptSpec) and diagnosis.remedies and not unclear:
-        try:
-            diagnosis.prove(budget_s=given.budget)
-        except ValueError as error:  # it says where to make the change
-            print(f"\n{error}")
+        print(f"\n{diagnosis.prove(budget_s=given.budget).choice}")  # where to make the change
     elif given.prove:
         untried = "None of these can be tried from here: make the change in your code, and diagnose it again."
         untried = "Nothing is proved, since the verdict is inconclusive." if unclear else untried

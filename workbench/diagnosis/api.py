@@ -142,16 +142,8 @@ def prove(diagnosis: Diagnosis, remedy: Remedy, *, budget_s: float = BUDGET) -> 
     check_budget(budget_s, limited=True)
     spec, subject = diagnosis.spec, diagnosis.subject
     if isinstance(spec, ScriptSpec) and isinstance(subject, LaunchedScript):
-        return prove_script(
-            spec,
-            remedy,
-            diagnosis.evidence,
-            step=diagnosis.evidence.step,
-            budget_s=budget_s,
-            runs_dir=subject.runs_dir,
-            folder=subject.folder,
-            start_s=subject.start_s,
-        )
+        evidence = diagnosis.evidence
+        return prove_script(spec, remedy, evidence, step=evidence.step, budget_s=budget_s, runs_dir=subject.runs_dir, launched=subject)
     if not remedy.provable:
         script = f". In a script, {how_to_prove(spec.script)}" if isinstance(spec, ScriptSpec) else ""
         raise ValueError(f"{remedy.name} cannot be changed from here: {remedy.what} Then diagnose again{script}")

@@ -13,6 +13,7 @@ from workbench.diagnosis.analysis.evidence import Evidence
 from workbench.diagnosis.analysis.gap_evidence import GapEvidence
 from workbench.diagnosis.analysis.proof import Proof
 from workbench.diagnosis.analysis.remedy import OF_LAUNCH, OUTSIDE, Remedy
+from workbench.diagnosis.analysis.script_remedies import LaunchedScript
 from workbench.diagnosis.rerun import Arm, Code, Measured, RerunError, Reruns, steps_of
 from workbench.harness.results import VariantTimes
 from workbench.runs.launch.launch import check
@@ -44,8 +45,7 @@ def prove_script(
     step: float,
     budget_s: float,
     runs_dir: str | os.PathLike[str] | None = None,
-    folder: Path | None = None,
-    start_s: float | None = None,
+    launched: LaunchedScript | None = None,
 ) -> Proof:
     """Launch a script with a remedy and as it is, by turns, each for some seconds of steps, as often as the budget allows.
 
@@ -56,8 +56,7 @@ def prove_script(
         step: seconds of one of its steps.
         budget_s: seconds for all launches. They make at least one pair, of which the interval is that of usual noise.
         runs_dir: where run directories go; None = they are deleted.
-        folder: where to launch it; None = the current folder.
-        start_s: seconds that a launch takes beside its steps; None = not known.
+        launched: where to launch it, and how long its start takes; None = in the current folder, and that is not known.
 
     Raises:
         ValueError: it needs an edit of the script, does not reach what the script makes, or a launch did not run, or took too long.
@@ -75,8 +74,8 @@ def prove_script(
     arguments = {name: value for name, value in remedy.change.items() if name not in OF_LAUNCH}
     steps = steps_of(step)
     measured = Measured(of="time", steps=steps, seconds=steps * step, per="sample" if evidence.samples else "step")
-    folder, variable = folder or Path.cwd(), run_directory.ENV_ARGUMENTS
-    code, each = Code(folder=folder, source=folder), _seconds_each(spec, steps, step, start_s, budget_s)
+    folder, variable = launched.folder if launched else Path.cwd(), run_directory.ENV_ARGUMENTS
+    code, each = Code(folder=folder, source=folder), _seconds_each(spec, steps, step, launched.start_s if launched else None, budget_s)
     arms = {
         "as it is": Arm(spec, code, {variable: None}, None),
         remedy.name: Arm(changed, code, {variable: json.dumps(arguments) if arguments else None}, None),
@@ -131,7 +130,7 @@ def _seconds_each(spec: ScriptSpec, steps: int, step: float, start_s: float | No
     if start_s is None:
         return ""
     pairs = int(budget_s / 2 / each)
-    many = f"{units.several(pairs, 'pair')} or so in all" if pairs else f"two may take more than the budget of {units.seconds(budget_s)}"
+    many = f"{pairs} pairs or so in all" if pairs > 1 else f"and a range needs four: budget_s={5 * each:.0f}"
     return f", about {units.seconds(each)} for each launch, {many}"
 
 
@@ -144,9 +143,8 @@ def _line(remedy: Remedy, evidence: GapEvidence | Evidence) -> str:
 
 def _check_applied(run: Run, remedy: Remedy) -> None:
     """Refuse a comparison in which the script has not got what was to be tried."""
-    rows: dict[str, Any] = {name: value for row in RunRows(run.path).other_rows.get(0, ()) for name, value in row.items()}
-    row = rows if isinstance(rows.get("replaced"), list) else None
-    if row is None:
+    row: dict[str, Any] = {name: value for row in RunRows(run.path).other_rows.get(0, ()) for name, value in row.items()}
+    if not isinstance(row.get("replaced"), list):
         return
     kinds = {"DataLoader": OF_LOADER, "DistributedDataParallel": OF_DDP, "optimizer of torch": OF_OPTIMIZER}
     for kind, names in kinds.items():

@@ -69,13 +69,16 @@ class InterleavedRounds:
         """The steps of the full loop on this rank, as the clocks of `wb.watch` saw them."""
         return self._watches["full"].timeline
 
-    def prepare(self, most: float) -> None:
-        """A first round, not counted, to see how long blocks should be, in about `most` seconds at most."""
+    def prepare(self, most: float, left: float) -> None:
+        """A first round, not counted, to see how long blocks should be, in about `most` seconds at most. A round that takes longer than
+        what is `left` has as few steps as possible.
+        """
         bench, feed = self.bench, self.feed
         workers = max(1, feed.num_workers)
         self.drain()
         load = self.load(1, arm="first loader")
-        few = 1 if bench.timings.typical("first loader") > most / 8 else 2
+        quick = max(bench.timings.typical("first loader"), bench.timings.typical("warm-up") / 4) <= most / 8
+        few = 2 if quick else 1
         full = self.full(few, arm="first full")
         step, alone = bench.timings.typical(full.arm), bench.timings.typical(load.arm)
         self.watched = step >= MIN_WATCHED_SECONDS
@@ -92,9 +95,14 @@ class InterleavedRounds:
         self.warm = 0 if least == 1 else max(1 if step > long else 2, whole if feed.queue and self.steps > whole else 1)
         if feed.kind == "once":
             self.steps, self.loads, self.warm = min(self.steps, STEPS_OF_ITERATOR), 1, 1
-        self.cost = self.steps * 2 * step + self.loads * alone + self.warm * 2 * step
+        if self._seconds(step, alone) > left:
+            self.steps, self.loads, self.warm = int(per_pass) if self.whole_passes else 1, 1, 0
+        self.cost = self._seconds(step, alone)
         """Seconds of a round, about."""
         self._agree_on_start_up()
+
+    def _seconds(self, step: float, alone: float) -> float:
+        return self.steps * 2 * step + self.loads * alone + self.warm * 2 * step
 
     def _agree_on_start_up(self) -> None:
         starts = self.feed.start_ups[1:] or self.feed.start_ups  # the very first imports, and fills caches

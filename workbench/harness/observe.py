@@ -325,9 +325,9 @@ def run_first_steps(bench: BlockTimer, feed: Feed, saved: SavedState, state: Rea
         written = tensor_versions(batch) != before
         times = [_seconds(bench, feed.next() if written else batch)]
         while len(times) < 3 or (times[-1] < WARM_RATIO * times[-2] and len(times) < MAX_FIRST_STEPS):
-            times.append(_seconds(bench, feed.next()))
             if bench.tick() > until:
                 break
+            times.append(_seconds(bench, feed.next()))
     sums = _sums(state.models)
     changed = not weights or replays.graphs > 0 or (tensor_versions(weights), sums) != at_first
     backward = any(weight.grad is not None for weight in weights)

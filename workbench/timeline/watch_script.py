@@ -182,10 +182,9 @@ class ScriptWatcher:
             loop = self._recording.open()
             loop.evaluates, self._newest = evaluates, weakref.ref(loop)
             if self._places is not None:
-                workers = getattr(loader, "num_workers", 0)
+                self._loaders[loop] = had = described(loader)
                 self._places[loop] = {"loop": users_line(sys._getframe(1)), "dataset": _line_of_dataset(getattr(loader, "dataset", None))}
-                self._places[loop] |= {"workers": str(workers)} if isinstance(workers, int) and workers else {}
-                self._loaders[loop] = described(loader)
+                self._places[loop]["workers"] = str(had["num_workers"] or "")
             loop.mark(NEXT)
             batches = iterate(loader)  # starts the workers now, as it would without us; the first batch may be asked for much later
             loop.mark(IDLE)

@@ -234,6 +234,8 @@ class Diagnosis(JsonDataclass):
         """
         try:
             remedy = self.remedy(which)
+            if not remedy.provable:
+                late.load("prove")(self, remedy, budget_s=budget_s)  # refuses it, and says where to make the change
         except ValueError as nothing:
             if which is None:
                 return Proof.nothing(str(nothing))
@@ -379,6 +381,7 @@ class Diagnosis(JsonDataclass):
         if isinstance(self.spec, ScriptSpec):
             words = ["diagnose", near(self.spec.script), "--prove"] if provable else ["launch", self.spec.script, "--profile"]
             words += ["--nproc-per-node", str(self.spec.nproc_per_node)] if self.spec.nproc_per_node > 1 else []
+            words += ["--set", f"threads={self.spec.threads}"] if self.spec.threads > 1 else []
             words += ["--", *self.spec.args] if self.spec.args else []
         elif isinstance(self.spec, RunSpec) and (provable or self.evidence.observed):
             words = ["diagnose", self.spec.task, *(["--prove"] if provable else [])]

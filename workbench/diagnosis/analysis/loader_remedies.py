@@ -62,6 +62,7 @@ def in_workers(case: Case, best: int) -> Remedy | None:
     change = {"num_workers": best, **keep}
     speedups = model.with_cores(**change)
     processes = f"{best} worker process{'es' * (best != 1)}"
+    size = f"{units.bytes_(loading.batch_bytes * (2 * best + 1))} of " if loading.batch_bytes else ""
     instead = f", instead of {loading.num_workers}." if loading.num_workers else ", beside training."
     return from_formula(
         case,
@@ -73,13 +74,8 @@ def in_workers(case: Case, best: int) -> Remedy | None:
         speedups.mid,
         (WORKERS_ERROR[0] * speedups.mid / speedups.high, WORKERS_ERROR[1] * speedups.mid / speedups.low),
         _formula(feeding, best),
-        _memory(loading, best) if best else "",
+        f"{size}shared memory for batches, and a process for each worker" if best else "",
     )
-
-
-def _memory(loading: Loading, workers: int) -> str:
-    size = f"{units.bytes_(loading.batch_bytes * (2 * workers + 1))} of " if loading.batch_bytes else ""
-    return f"{size}shared memory for batches, and a process for each worker"
 
 
 def _typed(case: Case, workers: int, staying: bool, cores: float) -> str:

@@ -339,7 +339,8 @@ def _observed(case: Case) -> Iterator[Remedy]:
     A ceiling of a part that such a change nearly reaches says nothing more.
     """
     turnable = dict[str, float]()
-    for part, remedy in from_outside(case):
+    copies = [("transfer", remedy) for remedy in _transfer(case) if remedy] if case.outside else []
+    for part, remedy in (*from_outside(case), *copies):
         if remedy.speedup < MIN_BATCH_SPEEDUP:
             continue
         blamed = {**PART_OF, "compute-bound": "compute"}.get(case.judgement.verdict) == part

@@ -106,8 +106,8 @@ def of_knobs(model: StepModel, change: Mapping[str, Any]) -> Remedy:
     """
     check_names(RunSpec, change)
     name = ", ".join(f"{knob}={value}" for knob, value in change.items())
-    known = all(knob in (OF_LOADER[:3] if model.evidence.observed else PREDICTED) and knob != "deterministic" for knob in change)
-    known = known and not (model.evidence.observed and model.feeding is None)
+    predicted = PREDICTED if not model.evidence.observed else OF_LOADER[:3] if model.feeding else ()
+    known = all(knob in predicted and knob != "deterministic" for knob in change)
     gain = model.with_cores(**change) if known else Interval(low=0.0, mid=1.0, high=math.inf)
     formula = "the model of the step" if known else "nothing: no experiment has tried it"
     return Remedy(

@@ -31,19 +31,10 @@ class LaunchedScript:
 
 def from_outside(case: Case) -> Iterator[tuple[str, Remedy]]:
     """Part of the step → a change of it that a launch can make; nothing of what was only observed."""
-    if not case.outside:
-        return
-    for remedy in for_loader(case):
-        if remedy is not None:
-            yield "data_wait", remedy
-    for part, remedy in (
-        ("data_wait", _prefetch(case)),
-        ("transfer", _pinned(case)),
-        ("optimizer", _fused(case)),
-        ("compute", _threads(case)),
-    ):
-        if remedy is not None:
-            yield part, remedy
+    if case.outside:
+        of_loader = [("data_wait", remedy) for remedy in (*for_loader(case), _prefetch(case))]
+        some = (*of_loader, ("optimizer", _fused(case)), ("compute", _threads(case)))
+        yield from ((part, remedy) for part, remedy in some if remedy is not None)
 
 
 def _prefetch(case: Case) -> Remedy | None:
@@ -58,21 +49,6 @@ def _prefetch(case: Case) -> Remedy | None:
         "batches are fast enough on average, and only come unevenly",
         "shared memory for the batches that lie ready",
         {"prefetch_factor": DEEP_PREFETCH},
-    )
-
-
-def _pinned(case: Case) -> Remedy | None:
-    loading = case.evidence.loading
-    if loading is None or loading.pin_memory or case.evidence.device == "cpu":
-        return None
-    return ceiling(
-        case,
-        "pin_memory=True",
-        "Let the loader put batches into page-locked memory, and copy with .to(device, non_blocking=True). A proof does only the first.",
-        case.costs.share(case.costs.saves(case.costs.transfer)),
-        "copies hide wholly behind computing",
-        "page-locked memory for the batches that lie ready",
-        {"pin_memory": True},
     )
 
 

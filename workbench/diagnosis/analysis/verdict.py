@@ -316,6 +316,8 @@ def judge(evidence: Evidence) -> Judgement:
         why = f"{_saving(evidence, costs, best)} The step may be {best.verdict}, but the measurements vary too much to tell." + (
             f" {notes[0]}" if notes else ""
         )
+    elif not (evidence.observed or evidence.inside or {*evidence.arms} - {"cached", "loader"}):
+        verdict, cause, why = "inconclusive", "not enough was tried", "It is not the loader, and there was no time to try anything else."
     elif evidence.observed and (hidden := _hidden_reduction(evidence)) >= USUAL.least:
         verdict, cause = "inconclusive", HIDDEN_REDUCTION
         why = (

@@ -47,9 +47,12 @@ BLAMED = 0.15
 """Fraction of the step from which on the loader, or stalls, are to blame; see `diagnosis.analysis.verdict.USUAL`."""
 SLOW_STEP, LOOK_CALLS = 0.7, 7
 """Seconds: such steps are traced once. So are those of which the calls of a usual look take twice the time that is left for it."""
-LEAST_CALLS, MAX_OVERRUN = 14, 1.3
-"""Calls of step() after the first round, at the least: 4 for a look inside, 10 to try one variant. Counted. How many times its budget an
-experiment may take before a user is told that it will. Chosen."""
+LOOK_LEAST, TRY_LEAST, MAX_OVERRUN = 4, 10, 1.3
+"""Calls of step() that a look inside takes at the least, and those to try one variant. Counted. How many times its budget all of that may
+take before a user is told so. Chosen."""
+LATE_STEPS, LATE_SHARE, LATE_SECONDS = 3, 0.1, 0.5
+"""What begins within the budget may end so many steps, such a fraction of the budget, or so many seconds after it. Chosen. With half, more
+is left out of diagnoses with small budgets; with twice, those of slow steps exceed their budgets further."""
 MIN_CALLS = 120
 """So many calls of step() should be seen, for stalls to show, unless they take more than a third of the budget."""
 STALLS_UNTIL, OWNERS_UNTIL = 0.5, 0.75
@@ -159,6 +162,7 @@ class _Experiment:
         self.retries = 0.0
         self.speeds: MachineSpeeds | None = None
         self.too_short = ""
+        self.left_out = list[str]()
 
     def run(self) -> Evidence:
         with self.bench.unsampled():  # the sampler slows Python down
@@ -184,7 +188,9 @@ class _Experiment:
             reduced = self.peers.world_size > 1 and ablations.can_skip_reduction(self.models)
             gradients = measure_gradients(self.models, self.peers) if reduced else None
             self.bench.tick()
-            if self.too_short and self.bench.elapsed > self.budget:
+            if self.left_out:
+                self.notes.append(f"no time was left for {' and '.join(self.left_out)}: a larger budget_s= would do")
+            if self.too_short and (self.left_out or not (self.trials and self.trials.tried) or self.bench.elapsed > self.budget):
                 self.notes.append(f"the budget of {units.seconds(self.budget)} was too short: {self.too_short}")
             evidence = self.sums.evidence(
                 self.found,
@@ -227,10 +233,10 @@ class _Experiment:
     def _rounds(self) -> None:
         """The full loop, the loader alone and the cached step, until it is clear what the loader costs."""
         rounds, bench = self.rounds, self.bench
-        rounds.prepare(self.budget / 8)
+        rounds.prepare(self.budget / 8, self.budget - bench.elapsed)
         step = bench.timings.typical("first full")
-        if (least := bench.elapsed + rounds.cost + LEAST_CALLS * step) > MAX_OVERRUN * self.budget:
-            self.too_short = f"with steps of {units.seconds(step)} it takes about {units.seconds(least)} at the least"
+        if (least := bench.elapsed + rounds.cost + (LOOK_LEAST + TRY_LEAST) * step) > MAX_OVERRUN * self.budget:
+            self.too_short = f"with steps of {units.seconds(step)}, about {units.seconds(least)} are needed"
         retries, called = _allocator_retries(bench.device), bench.called
         while True:
             self._say("no loader")
@@ -245,6 +251,17 @@ class _Experiment:
             rounds.clocked(50)
         self.retries = (_allocator_retries(bench.device) - retries) / max(1, bench.called - called)
         self._note_the_loader()
+
+    def _has_time(self, seconds: float, what: str) -> bool:
+        """Is what takes so many seconds over within the budget, or soon after it? Else it is left out, and a note says so."""
+        if self.bench.elapsed + seconds > self._latest:
+            self.left_out.append(what)
+        return what not in self.left_out
+
+    @property
+    def _latest(self) -> float:
+        """When what begins within the budget has to be over, in seconds since the start."""
+        return self.budget + max(LATE_STEPS * self.bench.timings.typical("cached"), LATE_SHARE * self.budget, LATE_SECONDS)
 
     def _few_pairs(self) -> int:
         """Pairs that are enough where their interval is clear.
@@ -268,6 +285,8 @@ class _Experiment:
 
     def _look_inside(self, cached: float) -> None:
         """A short trace of the cached step."""
+        if not self._has_time(LOOK_LEAST * cached, "a trace of the step"):
+            return
         self._say("a trace of a step")
         bench, replay = self.bench, self.rounds.replay
         self.rounds.settle()
@@ -293,7 +312,8 @@ class _Experiment:
         self._say("the loader by itself")
         adds, works = self.sums.arm("cached").saved.mid, 1 - self.sums.arm("loader").saved.high
         most = LOADING_SECONDS if adds > CHEAP_LOADER else HIDDEN_LOADER_SECONDS if works > CHEAP_LOADER else CHEAP_LOADER_SECONDS
-        seconds = min(most, max(1.0, BUDGET_SHARES["loading"] * self.budget - self.bench.elapsed))
+        left = self.budget - self.bench.elapsed
+        seconds = min(most, max(min(1.0, left), LATE_SHARE * self.budget, BUDGET_SHARES["loading"] * self.budget - self.bench.elapsed))
         if self.peers.rank == 0 and self.feed.exhausted:
             self.loading = Loading(kind="once", alone=self.bench.timings.typical("loader") / self.feed.accumulation)
         elif self.peers.rank == 0:
@@ -336,7 +356,8 @@ class _Experiment:
         everywhere = set[str].intersection(*(set(names) for names in self.peers.gather([treatment.name for treatment in some])))
         everywhere -= set() if self.seen.reduces else {"no_sync"}  # it would say that communication costs nothing
         trials.begun = lambda name: self._say(what_changes(name))
-        trials.run([treatment for treatment in some if treatment.name in everywhere], BUDGET_SHARES["trials"] * self.budget)
+        there = [treatment for treatment in some if treatment.name in everywhere]
+        trials.run(there, BUDGET_SHARES["trials"] * self.budget, self._latest)
         self.notes += trials.notes
 
     def _wait_for_stalls(self, cached: float, calls: int) -> None:

@@ -32,6 +32,9 @@ ITERATOR_BATCHES = 8
 """Batches that a probe takes from an iterator which cannot be read again."""
 TURNS = 4
 """In which batches are made here and in a worker."""
+OVERDUE = 1.5
+"""How many times its budget a probe in turns may take, the start of its worker aside, before it makes no further turn. Chosen: quick
+batches keep to the budget, and of slow ones a turn has two."""
 STEADY_ERROR = 0.02
 """A mean of what batches take is known well enough if its standard error is at most this fraction of it. Chosen below what equal blocks of
 steps vary by; the rest of the time of a probe would not make a predicted gain better."""
@@ -122,7 +125,10 @@ def _probed(loader: "DataLoader[Any]", feed: Feed, loading: Loading, budget: flo
     here, there = None if feed.num_workers else _LocalProbe(loader), None
     try:
         there = _WorkerProbe(loader)
-        for _ in range(TURNS):
+        began = time.perf_counter()
+        for turn in range(TURNS):
+            if turn and time.perf_counter() - began - there.start > OVERDUE * budget:  # batches that take so long are known by a few
+                break
             for look in (there, here):
                 if look:
                     look.turn(budget / TURNS / (2 if here else 1))
@@ -206,7 +212,12 @@ def _taken(feed: Feed, last: Any, most: int, deadline: float) -> _LoaderCost:
     steady = Steady(STEADY_BATCHES)
     start, before = clocks(), [cpu_of_process(pid) for pid in pids]
     now = start.wall
-    while count < most and (count < MIN_BATCHES or now < deadline) and not (now - start.wall >= STEADY_SECONDS and steady):
+    late = 2 * deadline - start.wall
+    while (
+        count < most
+        and (now < deadline or count < (MIN_BATCHES if now < late else 1))
+        and not (now - start.wall >= STEADY_SECONDS and steady)
+    ):
         try:
             last = feed.batch()
         except Exhausted:

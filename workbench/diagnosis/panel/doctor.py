@@ -15,7 +15,6 @@ from workbench.diagnosis import api
 from workbench.diagnosis.analysis.diagnosis import Diagnosis
 from workbench.diagnosis.analysis.proof import Ladder
 from workbench.diagnosis.analysis.remedy import Remedy
-from workbench.diagnosis.analysis.script_remedies import LaunchedScript
 from workbench.diagnosis.analysis.step_model import Parts, StepModel
 from workbench.diagnosis.panel import html
 from workbench.diagnosis.panel.knobs import Knobs, WhatIf, knob_values, what_if
@@ -23,7 +22,7 @@ from workbench.diagnosis.panel.remedy_rows import RemedyRows
 from workbench.runs.failure import RunError
 from workbench.runs.panel import html as faces
 from workbench.runs.run import Run, on_run_started
-from workbench.runs.spec import RunSpec, ScriptSpec
+from workbench.runs.spec import RunSpec
 from workbench.runs.target import Step
 
 CLIMB = 10
@@ -147,15 +146,10 @@ class ThroughputDoctor:
     def _measure(self, _button: object) -> None:
         self._earlier = self.what_if
         chosen = self.chosen
-        here, script = getattr(self.result, "subject", None), getattr(self.result, "spec", None)
+        here = getattr(self.result, "subject", None)
 
         def work() -> None:
-            if isinstance(here, LaunchedScript) and isinstance(script, ScriptSpec):
-                ranks = script.nproc_per_node
-                diagnosis = api.diagnose(
-                    script.script, args=script.args, nproc_per_node=ranks, budget_s=self._budget, runs_dir=here.runs_dir
-                )
-            elif chosen is not None:
+            if chosen is not None:
                 diagnosis = api.diagnose(chosen, budget_s=self._budget, runs_dir=self._runs_dir)
                 self.spec = chosen
             else:
@@ -193,7 +187,7 @@ class ThroughputDoctor:
     def _allow(self) -> None:
         """Buttons can be pressed where there is something to run, and while nothing runs."""
         busy = self._background.busy
-        here = isinstance(getattr(self.result, "subject", None), Step | LaunchedScript)
+        here = isinstance(getattr(self.result, "subject", None), Step)
         self.measure.disabled = busy or not (self.spec or here)
         self.climb.disabled = busy or self.spec is None
         self._rows.hold(busy)
