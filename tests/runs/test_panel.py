@@ -18,8 +18,10 @@ from hypothesis import strategies as st
 pytest.importorskip("ipywidgets", reason="panels need Jupyter's packages (pip install '.[notebooks]')")
 
 from tests.conftest import HandMade
+from workbench.core import run_directory, units
 from workbench.core.run_directory import GRADIENTS, METRICS, RUN_JSON, USAGE, LineWriter, keep_rows, rank_file
 from workbench.core.vocabulary import PHASES
+from workbench.runs.page import dense_peak
 from workbench.runs.panel import html as faces
 from workbench.runs.panel.follow import KEPT, LOG_START, Follower, RankShare, Snapshot
 from workbench.runs.panel.panel import LogView, RunPanel, run_panel
@@ -234,6 +236,22 @@ def test_what_the_machine_did_is_shown_with_its_curve(by_hand: ByHand) -> None:
     assert not any(f">{word}</span>" in html for word in ("GPUs", "disks"))
     written(made, USAGE, [{"step": 4, "cpu": 0.5}] * (KEPT + 9))
     assert len(follower.snapshot().usage["cpu"]) == KEPT
+
+
+def test_the_mfu_is_shown_where_flops_and_peak_are_known(by_hand: ByHand) -> None:
+    made = by_hand().alive().steps(3)
+    run = Run.load(made.path)
+    follower = Follower(run, 1e9)
+    assert follower.snapshot().mfu is None
+    run_directory.write_json(made.path / run_directory.ENVIRONMENT, {"environment": {"device": "NVIDIA H100 80GB HBM3"}})
+    now = follower.snapshot()
+    peak, _ = dense_peak(run)
+    assert peak
+    assert now.mfu == pytest.approx(now.samples_per_sec * 1e9 / peak)
+    assert f'<span class="wb-label">MFU</span><span class="wb-value">{units.percent(now.mfu)}</span>' in faces.figures(now)
+    assert Follower(run, 1e30).snapshot().mfu is None  # above 100 %
+    assert Follower(run).snapshot().mfu is None
+    assert RunPanel(run, flops_per_sample=1e9).now.mfu == now.mfu
 
 
 def test_norms_of_gradients_are_shown_beside_those_before(by_hand: ByHand) -> None:

@@ -13,7 +13,7 @@ from workbench.core import run_directory
 from workbench.runs.failure import Failure
 from workbench.runs.hang import hang_note
 from workbench.runs.health import not_falling, spikes
-from workbench.runs.page import norms_of, usage_of
+from workbench.runs.page import dense_peak, norms_of, usage_of
 from workbench.runs.rank_ends import MANY_RANKS, SAMPLED, RankEnds
 from workbench.runs.rank_steps import RankMeans, RankSteps
 from workbench.runs.rows import Rows, check_metric, loss_note, losses_of, resume_notes, slowest, training_notes
@@ -97,6 +97,8 @@ class Snapshot:
     """What the machine of rank 0 did, by the names of `page.USAGE`."""
     norms: Series = field(default_factory=dict)
     """Norms of the gradients by layer, of a run with `gradient_norms=`; one may be infinite or NaN."""
+    flops_share: float | None = None
+    """FLOPs of a sample over the dense peak of all GPUs, in FLOP/s; None = not known."""
     error: Failure | None = None
     """Why it failed."""
     notes: tuple[str, ...] = ()
@@ -106,6 +108,12 @@ class Snapshot:
     def samples_per_sec(self) -> float:
         """Over all ranks; nan before there is a measured step."""
         return sum(rank.samples_per_sec for rank in self.ranks) if self.ranks else math.nan
+
+    @property
+    def mfu(self) -> float | None:
+        """Model FLOPs utilisation, 0..1; None where it is not known, or would be above 1."""
+        used = self.samples_per_sec * (self.flops_share or math.nan)
+        return used if used <= 1 else None
 
     @property
     def memory(self) -> int | None:
@@ -225,8 +233,10 @@ class _Series:
 class Follower:
     """Reads a run as it grows. It has its own view on the directory, so it may live in a thread of its own."""
 
-    def __init__(self, run: Run) -> None:
-        self._run = Run.load(run.path)
+    def __init__(self, run: Run, flops: float | None = None) -> None:
+        """Nothing is read yet; `flops`: those of a sample, for the MFU."""
+        self._run, self._flops = Run.load(run.path), flops
+        self._peak: float | None = None
         self._metrics = Rows(run.path / run_directory.METRICS, check_metric)
         self._resumes, self._resumed = Rows(run.path / run_directory.RESUMES), list[dict[str, Any]]()
         self._many = run.spec.world_size > MANY_RANKS
@@ -275,9 +285,15 @@ class Follower:
             evaluations=tuple(self._evaluated),
             usage=self._usage.read(),
             norms=self._norms.read(),
+            flops_share=self._flops_share(),
             error=self._run.error,
             notes=tuple(filter(None, [*self._problems(state), *self._training, *resumes, self._metrics.note, *self._damage])),
         )
+
+    def _flops_share(self) -> float | None:
+        if self._flops and not self._peak:  # the run says at its first step what it runs on
+            self._peak, _ = dense_peak(self._run)
+        return self._flops / self._peak if self._flops and self._peak else None
 
     def _problems(self, state: State) -> list[str]:
         """The hang, losses that are not finite, and, looked for now and then, spikes of the loss and a loss that does not fall."""

@@ -87,6 +87,8 @@ def figures(now: Snapshot) -> str:
     tiles = []
     if math.isfinite(now.samples_per_sec):
         tiles.append(_tile("throughput", units.rate(now.samples_per_sec), "samples of all ranks per second, warm-up left out"))
+    if now.mfu is not None:
+        tiles.append(_tile("MFU", units.percent(now.mfu), "FLOPs of the model over the dense peak of all GPUs"))
     if now.losses:
         tiles.append(_tile("loss", f"{now.losses[-1][1]:.4g}", "of the last reported step", curve(now.losses)))
     if now.memory is not None:

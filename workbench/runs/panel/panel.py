@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import anywidget
 import ipywidgets
@@ -14,6 +14,7 @@ import traitlets
 
 from workbench.core.display.html import sheet
 from workbench.core.run_directory import DamagedRunError
+from workbench.runs.page import flops_of
 from workbench.runs.panel import html as faces
 from workbench.runs.panel.follow import Follower, Snapshot
 from workbench.runs.rank_ends import MANY_RANKS
@@ -38,10 +39,10 @@ class RunPanel:
         now: the run as it was last read.
     """
 
-    def __init__(self, run: Run | str | os.PathLike[str]) -> None:
-        """A Run, or the path of its directory."""
+    def __init__(self, run: Run | str | os.PathLike[str], *, flops_per_sample: float | Literal["count"] | None = None) -> None:
+        """A Run, or the path of its directory; `flops_per_sample`, as `wb.report` takes it, adds the MFU."""
         self.run = run = run if isinstance(run, Run) else Run.load(run)
-        self._follower, self._complaint, self._lock = Follower(run), "", threading.Lock()
+        self._follower, self._complaint, self._lock = Follower(run, flops_of(run, flops_per_sample)), "", threading.Lock()
         self.status, self.words, self.problem, self.figures, self.phases, self.gradients = (ipywidgets.HTML() for _ in range(6))
         self.stop = ipywidgets.Button(
             description="Stop", icon="stop", tooltip="End all processes of this run. While a cell waits for the run, interrupt the kernel."
