@@ -271,6 +271,7 @@ def replay(
         recorded = losses.get(step)
         if recorded is not None and math.isfinite(recorded) and abs(replayed - recorded) > 1e-3 * max(abs(recorded), 1e-6):
             why = "; the layers of a pipeline draw random numbers (dropout) of their own on each rank" * (spec.pipeline_parallel > 1)
+            why += "; gradients are not compressed here" * spec.gradient_compression.startswith("powersgd")
             player.notes.append(f"the loss was {recorded:.4g} in the run and is {replayed:.4g} here: the training is not repeatable{why}")
         others = []
         for _ in range(OTHERS):
