@@ -14,7 +14,7 @@ from tests.conftest import HandMade
 from tests.planted_gap import planted
 from workbench.__main__ import main
 from workbench.core import run_directory
-from workbench.core.progress import Waiting
+from workbench.core.progress import BudgetError, Waiting
 from workbench.core.run_directory import ENV_ARGUMENTS
 from workbench.core.system_load import Noise
 from workbench.diagnosis import prove_script as proving
@@ -349,6 +349,18 @@ def test_a_launch_after_others_that_takes_no_step_may_go_on_from_their_checkpoin
     monkeypatch.setattr(Reruns, "measure", measure)
     with pytest.raises(ValueError, match=r"num_workers=3: it finished after 0 steps.* give their folder as \{out\}"):
         launched(by_hand, data_wait=0.06, cpu=0.02).prove()
+
+
+def test_a_budget_that_ended_before_a_pair_is_answered_by_one_that_suffices(by_hand: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    def measure(reruns: Reruns, _: Arm, name: str) -> tuple[float, Any]:
+        reruns.seconds.append(12.0 if name == "as it is" else 8.0)
+        if name != "as it is":
+            raise BudgetError(name)
+        return 0.08, SimpleNamespace(path=Path("runs"))
+
+    monkeypatch.setattr(Reruns, "measure", measure)
+    with pytest.raises(ValueError, match=r"the budget of 20\.0 s ended before the script ran twice: give prove budget_s=60"):
+        launched(by_hand, data_wait=0.06, cpu=0.02).prove(budget_s=20)
 
 
 def test_what_the_loader_has_in_the_end_counts(by_hand: Make, monkeypatch: pytest.MonkeyPatch) -> None:

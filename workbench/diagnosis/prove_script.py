@@ -97,8 +97,9 @@ def prove_script(
                         _check_applied(run, remedy)
             except BudgetError:
                 if not pairs:
+                    enough = 5 * max(reruns.seconds, default=budget_s)
                     raise ValueError(
-                        f"the budget of {units.seconds(budget_s)} ended before the script ran twice: give prove a larger budget_s"
+                        f"the budget of {units.seconds(budget_s)} ended before the script ran twice: give prove budget_s={enough:.0f}"
                     ) from None
                 break
             except RerunError as error:
