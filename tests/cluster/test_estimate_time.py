@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import workbench as wb
 from workbench.cluster.analysis.cluster import Cluster
 from workbench.cluster.analysis.collective_call import CollectiveCall
-from workbench.cluster.analysis.operator_time import KERNEL, SHARES, UNALIGNED, Operator
+from workbench.cluster.analysis.operator_time import BEST_PRODUCT, KERNEL, SHARES, UNALIGNED, Operator
 from workbench.cluster.analysis.plan.ranges import LAUNCH, OTHER_LAUNCH, SLOWEST_LAUNCH
 from workbench.cluster.analysis.step_time import (
     CPU,
@@ -48,7 +48,8 @@ def step(*operators: Operator, **changes: Any) -> StepTime:
 def test_parts_are_rates_times_sizes_and_add_up() -> None:
     found = step(exposed=Interval(low=0.01, mid=0.02, high=0.03))
     parts = found.parts
-    assert parts["products"] == pytest.approx(30 * 1e13 / (989.4e12 * SHARES["products"].mid))
+    best = BEST_PRODUCT["H100-SXM"] / SHARES["products"].high
+    assert parts["products"] == pytest.approx(30 * 1e13 / (989.4e12 * SHARES["products"].mid * best))
     assert parts["memory"] == pytest.approx(40 * 1e9 / (3.35e12 * SHARES["memory"].mid))
     assert parts["update"] == pytest.approx(1e10 / (3.35e12 * SHARES["update"].mid))
     assert (parts["launch gaps"], parts["exposed communication"]) == (0, 0.02)
@@ -384,6 +385,16 @@ def test_a_causal_mask_halves_what_fused_kernels_compute_and_not_what_single_pro
     assert counted(True) == pytest.approx(whole * 65 / 128)
     with sdpa_kernel(SDPBackend.MATH):
         assert counted(True) == counted(False) == pytest.approx(whole * 6 / 7)  # nothing is made again
+
+
+def test_products_in_16_bits_reach_at_most_what_a_search_over_shapes_reached_on_the_gpu() -> None:
+    high = SHARES["products"].high
+    assert all(Device.known(name) and 0.7 < best < 0.9 for name, best in BEST_PRODUCT.items())
+    for name, reached in (("H100-SXM", 0.803), ("A100-80GB", 0.869), ("L40", high)):
+        device = Device.named(name)
+        assert MM.flops * MM.calls / MM.seconds(device, high) == pytest.approx(reached * device.flops_per_sec["bf16"])
+    wide = dataclasses.replace(MM, dtype="fp32")
+    assert wide.flops * wide.calls / wide.seconds(H100, high) == pytest.approx(high * 66.9e12)
 
 
 def test_products_whose_rows_do_not_start_at_16_bytes_are_as_slow_as_their_loads_and_it_says_what_padding_saves() -> None:

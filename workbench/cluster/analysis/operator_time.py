@@ -27,6 +27,21 @@ SHARES: Mapping[str, Interval] = {
 FlashAttention-2 reaches 0.3 … 0.7 on A100 forward and backward and 0.35 on H100, its predecessor 0.25 … 0.4 (Dao 2023, arXiv 2307.08691;
 Shah et al. 2024, 2407.08608), of the FLOPs that are left with a causal mask; the middle is that of the times at both ends, rounded.
 The others are round figures for what kernels reach, assumed; `benchmarks/estimate_time.py` holds the sum against published steps."""
+BEST_PRODUCT: Mapping[str, float] = {
+    "A100-40GB": 0.869,
+    "A100-80GB": 0.869,
+    "A100-PCIe-40GB": 0.811,
+    "A100-PCIe-80GB": 0.811,
+    "H100-SXM": 0.803,
+    "H200": 0.803,
+    "GH200-144GB": 0.838,
+    "B200": 0.776,
+    "B300": 0.786,
+    "GB200": 0.729,
+}
+"""GPU → share of its dense peak that the best bf16 product of a search over shapes reached in PyTorch: "Maximum Achievable Matmul FLOPS" in
+compute/accelerator/README.md of github.com/stas00/ml-engineering (torch 2.5 to 2.10). It takes the place of the upper end of SHARES in 16
+bits, and the others keep their ratio to it: the faster the tensor cores, the less of their peak power and memory allow."""
 KERNEL = 3e-6
 """Seconds of the shortest kernel. Assumed: launching and retiring its blocks."""
 UNALIGNED = 3.7
@@ -85,13 +100,15 @@ class Operator(JsonDataclass):
 
         Args:
             device: whose datasheet counts.
-            share: of the peaks; the bandwidth's is that of "memory" at best.
+            share: of the peaks, that of products for a GPU that is not in BEST_PRODUCT; the bandwidth's is that of "memory" at best.
         """
         if not self.flops and not self.bytes:
             return 0.0  # there is no kernel
         peak = device.flops_per_sec.get(self.dtype) or device.flops_per_sec.get("fp32") or max(device.flops_per_sec.values())
         moved = self.bytes / (device.bandwidth * (share if self.kind in ("memory", "update") else SHARES["memory"].mid))
         rate, instructions = share * peak, issued(device) * share / SHARES[self.kind].mid
+        if self.kind == "products" and self.dtype in ("bf16", "fp16"):
+            rate *= BEST_PRODUCT.get(device.name, SHARES["products"].high) / SHARES["products"].high
         if self.stride:
             rate = min(rate, UNALIGNED * math.gcd(self.stride, 8) * instructions)
         return self.calls * max(self.flops / rate, moved, self.elements * ONE_BY_ONE / instructions, KERNEL)
