@@ -1,7 +1,9 @@
 """The Recorder on real tensors: every byte of a small step known by hand, modules named, nothing kept alive and no hook left behind."""
 
 import gc
+import threading
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -118,6 +120,26 @@ def test_counters_of_the_host_are_left_out_where_the_tensors_stand_for_a_gpus() 
             optimizer.step()
         sizes.append(bytes_of(recorder.log, "optimizer_state"))
     assert sizes == [2 * 20 * 4 + 2 * 4, 2 * 20 * 4]
+
+
+def test_what_a_communication_hook_keeps_is_found_though_another_thread_makes_it() -> None:
+    """As PowerSGD makes its errors anew in each step, in threads of gloo."""
+    model, state = Net(), SimpleNamespace(error_dict={}, p_memory_dict={}, q_memory_dict={})
+    recorder = Recorder()
+    recorder.attach(model, hooks=[(state, state)])
+    recorder.attach(model)
+
+    def keep(*_: object) -> None:
+        thread = threading.Thread(target=lambda: state.error_dict.update({0: torch.zeros(1000)}))
+        thread.start()
+        thread.join()
+
+    handle = model.head.weight.register_hook(keep)
+    log = train(model, torch.optim.SGD(model.parameters(), lr=0.1), recorder, steps=3)
+    handle.remove()
+    kept = [record for record in log.records if record.size == 4000]
+    assert [(record.category, record.step) for record in kept] == [("temp_backward", step) for step in range(3)]
+    assert [record.freed_at is None for record in kept] == [False, False, True]
 
 
 def test_a_resized_storage_counts_as_it_is() -> None:

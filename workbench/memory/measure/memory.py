@@ -355,7 +355,7 @@ def freed_by_collector(recorder: Recorder) -> set[int]:
 def _take_stock(recorder: Recorder, found: ReachableState) -> None:
     """Record the tensors that exist already, as far as the step references them."""
     for model in found.models:
-        recorder.attach(model)
+        recorder.attach(model, hooks=getattr(model, "_comm_hooks", ()))
     for optimizer in found.optimizers:
         for state in optimizer.state.values():
             for value in tree_leaves(state):

@@ -92,7 +92,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             hooks: DDP's communication hooks, with their states. What they keep is made in threads of the communication, where no operator
                 is seen, so it is looked for after each backward and each step.
         """
-        self._hooks = hooks
+        self._hooks = [*self._hooks, *hooks]
         self.log.modules.update(self.tracker.name(model))
         self._parameters = list(model.parameters())
         for name, module in model.named_modules():
