@@ -290,11 +290,14 @@ def test_clipping_sees_unscaled_gradients(name: str) -> None:
     nn.init.zeros_(model.weight)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     precision.backward(model(torch.full((1,), 3.0)).sum())
+    norms: list[Tensor] = []
+    precision.on_norm = norms.append
     assert precision.step(optimizer, model, clip_grad_norm=2.0)
     assert model.weight.item() == pytest.approx(-2, rel=1e-3)
     precision.backward(model(torch.full((1,), 0.5)).sum())
     precision.step(optimizer, model, clip_grad_norm=2.0)
     assert model.weight.item() == pytest.approx(-2.5, rel=1e-3)  # below the limit nothing is clipped
+    assert [norm.item() for norm in norms] == pytest.approx([3.0, 0.5], rel=1e-2)  # as they were, without the scale
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("fp32", torch.float32), ("amp_bf16", torch.bfloat16), ("amp_fp16", torch.float16)])

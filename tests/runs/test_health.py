@@ -261,6 +261,18 @@ def test_gradients_that_explode_are_found_and_noisy_ones_are_not(seed: int, at: 
     assert at < fault.step <= at + 4
 
 
+def test_exploding_gradients_are_found_where_each_step_clips_them(by_hand: Make) -> None:
+    noise, kinds = random.Random(0), []
+    for factor in (1.0, 40.0):
+        made = by_hand()
+        norms = [math.exp(noise.gauss(0, 0.3)) * (factor if step >= 60 else 1.0) for step in range(1, 101)]
+        norms[20] = math.inf  # a step of fp16 that was left out
+        rows = [{"step": step, "loss": 2.0 / step, "lr": 0.1, "grad_norm": norm} for step, norm in enumerate(norms, 1)]
+        run_directory.LineWriter(made.path / run_directory.METRICS).write(rows)
+        kinds.append([(fault.kind, fault.step) for fault in health(made.ended("finished").path).faults])
+    assert kinds == [[], [("exploding gradients", 60)]]
+
+
 def test_exploding_gradients_are_found_in_the_norms_of_layers(by_hand: Callable[..., HandMade]) -> None:
     """A run with `gradient_norms=10` has a row each tenth step."""
     at, noise = 400, random.Random(0)

@@ -66,6 +66,14 @@ def test_a_training_writes_them_and_a_resume_keeps_each_once(alone: Ranks, tmp_p
     assert {"step", "time", "memory"} <= usage[-1].keys()
 
 
+@pytest.mark.parametrize("knobs", [{}, {"parallel": "fsdp"}, {"precision": "amp_bf16"}], ids=["ddp", "fsdp", "bf16"])
+def test_a_step_that_clips_its_gradients_records_their_norm(alone: Ranks, tmp_path: Path, knobs: dict[str, Any]) -> None:
+    train(spec_of(steps=4, checkpoint_every=None, gradient_norms=1, clip_grad_norm=0.01, **knobs), toy_tasks.numbers(), alone, tmp_path)
+    norms = [math.hypot(*row["norms"].values()) for row in rows(tmp_path)]
+    assert [row["grad_norm"] for row in rows(tmp_path, run_directory.METRICS) if "lr" in row] == pytest.approx(norms, rel=1e-4)
+    assert min(norms) > 0.01  # as they were before
+
+
 def test_the_knob_is_checked() -> None:
     with pytest.raises(SpecError, match="gradient_norms=0"):
         RunSpec(task="text-gpt", gradient_norms=0)

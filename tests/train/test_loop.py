@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from workbench.core import run_directory
+from workbench.runs.rows import check_metric
 from workbench.train.loop import LOOK_EVERY, FirstNotFinite, Metrics
 
 
@@ -31,6 +32,21 @@ def test_notes_the_first_bad_step_and_the_weights_that_are_bad_by_then_and_a_sou
     watch.look()
 
     assert said == [{"not_finite": {"step": 6, "weights": "1 of 4 weights are not finite, the first of them 1.weight"}}]
+
+
+def test_norms_of_clipped_gradients_are_those_of_their_steps(tmp_path: Path) -> None:
+    metrics, losses = Metrics(tmp_path, steps=9), torch.tensor([3.0, 2.0, 1.0])
+    for step, norm in enumerate((torch.tensor(4.0), None, torch.tensor(math.inf)), 1):
+        if norm is not None:
+            metrics.norm(norm)
+        metrics.step(step, loss=losses[step - 1], lr=0.1, samples=step)
+    metrics.flush()
+    metrics.step(4, loss=losses[0], lr=0.1, samples=4)
+    metrics.flush()
+    metrics.close()
+    rows = run_directory.LineTail(tmp_path / run_directory.METRICS).read()
+    assert [row.get("grad_norm") for row in rows] == [4.0, None, math.inf, None]
+    assert [check_metric(row) for row in rows] == [""] * 4
 
 
 def test_the_seconds_of_a_run_that_goes_on_behind_an_evaluation_go_on_as_well(tmp_path: Path) -> None:

@@ -499,7 +499,8 @@ def test_clipping_is_that_of_torch() -> None:
     gradients = torch.randn(3, 5)
     one, other = (nn.Parameter(torch.zeros(3, 5)) for _ in range(2))
     one.grad, other.grad = gradients.clone(), gradients.clone()
-    clip_gradients([one, nn.Parameter(torch.zeros(1))], 0.1, torch.device("cpu"))
+    norm = clip_gradients([one, nn.Parameter(torch.zeros(1))], 0.1, torch.device("cpu"))
+    assert norm.item() == pytest.approx(gradients.norm().item())
     nn.utils.clip_grad_norm_([other], 0.1)
     assert torch.equal(one.grad, other.grad)
     clip_gradients([nn.Parameter(torch.zeros(1))], 0.1, torch.device("cpu"))  # none has a gradient

@@ -68,7 +68,7 @@ ALARMS = {
 """What `launch(watch=…)` takes besides True and False, and `watch(alarm=…)` as well."""
 STATES = ("queued", "running", "finished", "failed", "stopped", "timeout", "abandoned", "lost")
 """The states that a run can have."""
-METRIC_KEYS = frozenset({"step", "steps", "loss", "lr", "samples", "seconds", "expert_shares", "dropped_tokens"})
+METRIC_KEYS = frozenset({"step", "steps", "loss", "lr", "samples", "seconds", "grad_norm", "expert_shares", "dropped_tokens"})
 """What every row of METRICS may hold. Any other key is a figure of an evaluation."""
 RESERVE_BYTES = 64 * 1024
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}

@@ -78,7 +78,7 @@ def merged(run: Run, flops_per_sample: float | None = None) -> Rows:
     for row in rows:
         values = steps.setdefault(row["step"], {})
         if "lr" in row:
-            values |= {name: float(row[name]) for name in ("loss", "lr") if row.get(name) is not None}
+            values |= {name: float(row[name]) for name in ("loss", "lr", "grad_norm") if row.get(name) is not None}
             experts = row.get("expert_shares")
             tokens = {f"expert_share/{i}": share for i, share in enumerate(experts if isinstance(experts, list) else ())}
             tokens["dropped_tokens"] = row.get("dropped_tokens")

@@ -146,7 +146,7 @@ def health(run: Run | str | os.PathLike[str]) -> Health:
     told += [fault.step for fault in faults if fault.kind == "spike" and fault.step is not None]
     rises, with_rate = rises_of(losses, [row.get("lr") for row in metrics if row.get("loss") is not None])
     faults += [rise for rise in rises if rise.step is None or not any(abs(rise.step - step) <= 2 * MEETS for step in told)]
-    faults += exploding(files.read(run_directory.noise_file(0))) or exploding(files.read(run_directory.GRADIENTS))
+    faults += exploding(files.read(run_directory.noise_file(0))) or exploding(files.read(run_directory.GRADIENTS)) or exploding(metrics)
     faults += slow_ranks(timelines) + changes(rows)
     faults.sort(key=lambda fault: -1 if fault.step is None else fault.step)
     no_loss = "" if losses or not isinstance(run.spec, ScriptSpec) else NO_LOSS
@@ -274,6 +274,10 @@ class _Recent:
     def middle(self) -> float:
         return self._sorted[len(self._sorted) // 2]
 
+    @property
+    def largest(self) -> float:
+        return self._sorted[-1]
+
 
 def spikes(losses: Sequence[tuple[int, float]], most: int = 3) -> list[Fault]:
     """Steps in which the loss jumps up, out of proportion to how much it varied before."""
@@ -386,24 +390,27 @@ def _fall(first: Sequence[float], last: Sequence[float]) -> tuple[float, float]:
 
 
 def exploding(rows: Sequence[Mapping[str, Any]]) -> list[Fault]:
-    """Gradients whose norm grows far beyond what is usual, and stays there; from the rows of `noise_scale=` or `gradient_norms=`."""
+    """Gradients whose norm grows far beyond what is usual, and stays there; from rows of `noise_scale=`, `gradient_norms=` or METRICS."""
     norms = [(row["step"], _norm(row)) for row in rows if is_whole(row.get("step"))]
     known = sorted({step: norm for step, norm in norms if norm is not None}.items())  # after a restart steps are repeated
-    for place in range(LEAST, len(known) - 2):
-        before = [norm for _, norm in known[max(0, place - WINDOW) : place]]
-        usual, now = median(before), [norm for _, norm in known[place : place + 3]]
-        if usual > 0 and min(now) > max(EXPLODES * usual, 2 * max(before)):
+    recent = _Recent()
+    for place in range(len(known) - 2):
+        usual, now = recent.middle if place >= LEAST else 0.0, [norm for _, norm in known[place : place + 3]]
+        if usual > 0 and min(now) > max(EXPLODES * usual, 2 * recent.largest):
             within = known[place + 2][0] - known[place - 1][0]
             message = (
                 f"the norm of the gradients grows from {usual:.3g} to {now[-1]:.3g} within {within} steps, from step {known[place][0]} on"
             )
             hint = "clip_grad_norm=1.0, a smaller learning rate or a warm-up"
             return [Fault(kind="exploding gradients", step=known[place][0], rank=None, message=message, hint=hint)]
+        recent.add(now[0])
     return []
 
 
 def _norm(row: Mapping[str, Any]) -> float | None:
-    """The norm of the mean gradient of a step, or that of the gradients of all layers."""
+    """The norm of the mean gradient of a step, as it was before it was clipped, or that of the gradients of all layers."""
+    if is_number(norm := row.get("grad_norm"), least=0, most=sys.float_info.max):
+        return float(norm)
     layers = row.get("norms")
     norms = [row.get("big")] if not isinstance(layers, Mapping) else [*layers.values()]
     known = [norm for norm in norms if is_number(norm, least=0, most=sys.float_info.max)]

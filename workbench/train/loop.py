@@ -123,6 +123,7 @@ def train(
     if checkpoints:
         timer.go_on(done)
     metrics, balance = Metrics(run_dir, steps=spec.steps) if ranks.rank == 0 else None, ExpertBalance(trainer.module)
+    trainer.precision.on_norm = metrics.norm if metrics else None
     noise = noise_log(trainer, run_dir) if spec.noise_scale else None
     norms = GradientNorms(trainer, run_dir / run_directory.GRADIENTS, spec.gradient_norms) if spec.gradient_norms else None
     evaluations = Evaluations(trainer, run_dir, timer) if spec.evaluate else None
@@ -312,8 +313,14 @@ class Metrics:
         self._began = self._flushed - max((row.get("seconds", 0.0) for row in before), default=0.0)  # an evaluation's row has none
         self._rows: list[dict[str, Any]] = []
         self._losses: list[Tensor] = []
+        self._norms: list[Tensor | None] = []
+        self._norm: Tensor | None = None
         self._experts: list[Tensor | None] = []
         self._printed = 0
+
+    def norm(self, norm: Tensor) -> None:
+        """Take the norm of the gradients of the step that is reported next."""
+        self._norm = norm
 
     def step(self, step: int, *, loss: Tensor, lr: float, samples: int, experts: Tensor | None = None) -> None:
         """Report an optimizer step; it is written with the next flush.
@@ -323,6 +330,8 @@ class Metrics:
         """
         now = time.perf_counter()
         self._losses.append(loss)
+        self._norms.append(self._norm)
+        self._norm = None
         self._experts.append(experts)
         self._rows.append({"step": step, "steps": self._steps, "lr": lr, "samples": samples, "seconds": now - self._began})
         if now - self._flushed > REPORT_INTERVAL_S:
@@ -333,6 +342,9 @@ class Metrics:
         if self._rows:
             losses = torch.stack(self._losses).tolist()  # one wait for all
             rows = [{**row, "loss": loss} for row, loss in zip(self._rows, losses, strict=True)]
+            known = [(row, norm) for row, norm in zip(rows, self._norms, strict=True) if norm is not None]
+            for (row, _), norm in zip(known, torch.stack([norm for _, norm in known]).tolist() if known else (), strict=True):
+                row["grad_norm"] = norm
             for row, shares in zip(rows, self._experts, strict=True):
                 if shares is not None:
                     *row["expert_shares"], row["dropped_tokens"] = shares.tolist()
@@ -343,6 +355,7 @@ class Metrics:
                 print(f"step {step} of {self._steps}: loss {losses[-1]:.3f}")
             self._rows.clear()
             self._losses.clear()
+            self._norms.clear()
             self._experts.clear()
         self._flushed = time.perf_counter()
 

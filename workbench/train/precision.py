@@ -1,6 +1,7 @@
 """Numerical precision of a run: autocast, loss scaling, and the optimizer step with gradient clipping."""
 
 import contextlib
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 import torch
@@ -56,6 +57,8 @@ class Precision:
             gpu = torch.cuda.get_device_name(device)
             raise SpecError(f'precision="amp_bf16": {gpu} has no bf16 units and would emulate them; try precision="amp_fp16" or "fp32"')
         self.scaler = GradScaler(device.type, enabled=self._type is torch.float16)
+        self.on_norm: Callable[[Tensor], object] | None = None
+        """Called with the norm of the gradients in each step that clips them, before they are clipped; it is not waited for."""
         self.skipped = 0
         """Optimizer steps skipped because fp16 gradients overflowed."""
 
@@ -87,7 +90,9 @@ class Precision:
         scale = self.scaler.get_scale()
         if clip_grad_norm is not None:
             self.scaler.unscale_(optimizer)  # a norm of scaled gradients would be clipped to nothing
-            clip_gradients(model.parameters(), clip_grad_norm, self._device, across)
+            norm = clip_gradients(model.parameters(), clip_grad_norm, self._device, across)
+            if self.on_norm:
+                self.on_norm(norm)
         self.scaler.step(optimizer)
         self.scaler.update()
         optimizer.zero_grad()

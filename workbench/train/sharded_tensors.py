@@ -107,7 +107,9 @@ class _ForwardSwap:
 
 
 @torch.no_grad()
-def clip_gradients(parameters: Iterable[nn.Parameter], limit: float, device: torch.device, across: dist.ProcessGroup | None = None) -> None:
+def clip_gradients(
+    parameters: Iterable[nn.Parameter], limit: float, device: torch.device, across: dist.ProcessGroup | None = None
+) -> Tensor:
     """Scale gradients so that their norm over all parameters and ranks is at most `limit`, as torch's clip_grad_norm_ does.
 
     Args:
@@ -115,6 +117,9 @@ def clip_gradients(parameters: Iterable[nn.Parameter], limit: float, device: tor
         limit: the largest norm.
         device: of the run, where its process groups communicate.
         across: ranks that have other parameters of the same model.
+
+    Returns:
+        The norm before, in fp32 on its device, which is not waited for.
     """
     with_gradients = [parameter for parameter in parameters if parameter.grad is not None]
     parts: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = defaultdict(list)
@@ -122,8 +127,7 @@ def clip_gradients(parameters: Iterable[nn.Parameter], limit: float, device: tor
         assert parameter.grad is not None
         parts[shard_groups(parameter)].append(local_part(parameter.grad))
     if not any(parts) and across is None:
-        nn.utils.clip_grad_norm_(with_gradients, limit)
-        return
+        return nn.utils.clip_grad_norm_(with_gradients, limit).float()
     squares = torch.zeros((), device=device)
     for groups, gradients in parts.items():
         square = nn.utils.get_total_norm(gradients).to(device, torch.float32).square()
@@ -136,6 +140,7 @@ def clip_gradients(parameters: Iterable[nn.Parameter], limit: float, device: tor
     for gradients in parts.values():
         for gradient in gradients:
             gradient.mul_(factor.to(gradient.device))
+    return squares.sqrt()
 
 
 def shard_groups(parameter: nn.Parameter) -> tuple[dist.ProcessGroup, ...]:
