@@ -500,6 +500,6 @@ def test_workers_of_a_diagnosed_script_are_real(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(Reruns, "measure", two_pairs)
     proof = found.prove(budget_s=600)
     assert launches == ["as it is", best.name, best.name, "as it is"]
-    assert proof.gained
+    assert proof.measured.mid > 1.15, "the samples are made while the step sleeps"
     assert proof.remedy == best
     assert (tmp_path / "train.py").read_text() == SCRIPT
