@@ -68,6 +68,17 @@ def test_what_noise_hides_is_no_exact_zero(ratios: tuple[float, ...]) -> None:
     assert 0 < workers.shares["data_wait"].high < 0.1
 
 
+def test_an_optimizer_that_only_a_trace_shows_has_a_range() -> None:
+    """No time was left to try the step without it: it took "8.5 % … 8.5 %" of the step."""
+    evidence = World(work=0.016, optimizer=0.002).evidence()
+    arms = {name: arm for name, arm in evidence.arms.items() if name != "no_optimizer"}
+    found = judge(dataclasses.replace(evidence, arms=arms))
+    share = found.shares["optimizer"]
+    assert found.verdict == "compute-bound"
+    assert share.low < share.mid < share.high
+    assert share.high == pytest.approx(2 * share.mid, rel=0.01), "its writes push forward and backward out of the caches"
+
+
 @given(
     st.lists(st.floats(0.2, 5), min_size=1, max_size=6),
     st.lists(st.floats(0.2, 5), min_size=1, max_size=6),

@@ -260,7 +260,8 @@ class Costs:
         if e.inside and e.inside.optimizer is not None and e.inside.step:
             traced = e.inside.optimizer / e.inside.step * replayed
             if "no_optimizer" not in e.arms:
-                optimizer = Interval(low=max(0.0, traced * (1 - max(0.0, e.inside.slowdown))), mid=traced, high=traced)
+                most = MAX_OPTIMIZER_COST if e.device == "cpu" else 1.0
+                optimizer = Interval(low=max(0.0, traced * (1 - max(noise, e.inside.slowdown))), mid=traced, high=most * traced)
             elif e.device == "cpu" and (noise_warnings(e) or len(e.arms["no_optimizer"].pairs) == 1):
                 optimizer = between_sources(optimizer, traced)
         communication = _saved(e, "no_sync", replayed)
