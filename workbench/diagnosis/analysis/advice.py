@@ -196,7 +196,8 @@ class Advice:
         again = MORE_STEPS if self.evidence.observed else AGAIN
         if misfit := self._misfit(best):
             return f"What {best.name} gains is not known, predicted are {best.gain}: {misfit}.{also} {again}"
-        return f"The machine is busy: what {best.name} is predicted to gain, {best.gain}, is within the noise.{also} {again}"
+        tries = f" prove({best.name!r}) tries it now." if best.provable and not self.evidence.observed else ""
+        return f"The machine is busy: what {best.name} is predicted to gain, {best.gain}, is within the noise.{tries}{also} {again}"
 
     @property
     def _not_recommended(self) -> str:
