@@ -377,7 +377,7 @@ def test_fused_where_weights_are_shared(results: dict[str, dict[str, Any]]) -> N
 
 def test_checkpoints_go_on_in_the_same_layout_and_in_others(results: dict[str, dict[str, Any]]) -> None:
     found = results["checkpoints"]
-    assert len(found) == 7 + 7
+    assert len(found) == 8 + 7
     assert not {name: text for name, text in found.items() if text}
 
 
