@@ -1,6 +1,7 @@
 """The last collectives of a process, and what is said where torch does not record them."""
 
 import pickle
+import subprocess
 import sys
 import types
 from typing import Any
@@ -66,3 +67,24 @@ def test_this_torch_has_a_recorder() -> None:
     assert torch.distributed.is_available()
     assert flight_recorder.why_missing() == ""
     assert isinstance(flight_recorder.members(), dict)
+
+
+RECORDED = """
+import sys, torch, torch.distributed as dist
+from workbench.runs import flight_recorder
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+dist.all_reduce(torch.ones(3))
+(row,) = flight_recorder.last_collectives()
+print(row["op"], len(row["frames"]) > 0, "torch._inductor" in sys.modules)
+import torch._inductor
+(row,) = flight_recorder.last_collectives()
+print(row["op"], len(row["frames"]) > 0)
+"""
+
+
+def test_nothing_is_imported_to_read_the_last_collectives() -> None:
+    """torch would import torch._inductor for stacks; in the thread of the watchdog, while the training imports it too, that ended ranks."""
+    pytest.importorskip("torch")
+    environ = {"TORCH_FR_BUFFER_SIZE": "16", "PATH": "/usr/bin:/bin"}
+    done = subprocess.run([sys.executable, "-c", RECORDED], env=environ, capture_output=True, text=True, timeout=120)
+    assert done.stdout.split() == ["all_reduce", "False", "False", "all_reduce", "True"], done.stderr

@@ -204,6 +204,9 @@ WORKS = {
     "a slow file": "sys.stdin.buffer.read(10**9)",
     "a download": "while True: peer.recv(100)",
     "a download in a thread": "in_thread(lambda: peer.recv(100))",
+    "a server that has not answered yet": (
+        "server = socket.create_server(('127.0.0.1', 0)); socket.create_connection(server.getsockname()).recv(1)"
+    ),
     "a thread computes": "in_thread(lambda: hashlib.md5(bytes(10**6)))",
     "reads a file over and over": "while True: os.pread(file, 5000, 0); time.sleep(0.3)",
 }

@@ -10,6 +10,7 @@ import pytest
 
 import workbench as wb
 from workbench import Run, RunSpec, Task
+from workbench.core import run_directory
 from workbench.runs import task
 from workbench.runs.launch.launch import launch
 from workbench.runs.launch.new_run import LaunchError
@@ -119,6 +120,29 @@ def test_a_run_stands_for_its_spec(by_hand: Any) -> None:
     for read in (lambda given: read_spec("turn", given), lambda given: read_program("guess", given, None)):
         with pytest.raises(ValueError, match=r"it is the run of a script, which has no task"):
             read(Run.load(script.path))
+
+
+def test_the_files_of_a_run_are_those_of_the_folder_where_it_was_launched(
+    by_hand: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for folder in ("there", "here"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "my.py").write_text("def build(): ...\n")
+    made = by_hand(spec=RunSpec(task="my.py:build").to_json(), cwd=str(tmp_path / "there"))
+    monkeypatch.chdir(tmp_path / "here")
+    assert read_spec("turn", made.path).task == f"{tmp_path / 'there' / 'my.py'}:build"
+    monkeypatch.chdir(tmp_path / "there")
+    assert read_spec("turn", made.path).task == "my.py:build"
+
+
+def test_the_code_in_a_run_directory_is_not_executed(by_hand: Any) -> None:
+    made = by_hand(spec=RunSpec(task="evil.py:build").to_json())
+    info = run_directory.read_json(made.path / run_directory.RUN_JSON)
+    run_directory.write_json(made.path / run_directory.RUN_JSON, info | {"cwd": str(made.path)})
+    (made.path / "evil.py").write_text("raise SystemExit('executed')\n")
+    for read in (lambda run: read_spec("turn", run), lambda run: wb.estimate_memory(run, device="H100")):
+        with pytest.raises(LaunchError, match="inside its own run directory"):
+            read(made.path)
 
 
 def test_a_program() -> None:

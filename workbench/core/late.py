@@ -25,6 +25,7 @@ HOMES = {
     "prove": "workbench.diagnosis.api:prove",
     "prove_script": "workbench.diagnosis.prove_script:prove_script",
     "prove_spec": "workbench.diagnosis.api:prove_spec",
+    "refuse_code_of_others": "workbench.runs.launch.resume:refuse_code_of_others",
 }
 """Name → `module:attribute`. Pictures and panels are found in `workbench.plot` and `workbench.widgets`."""
 

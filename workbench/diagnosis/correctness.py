@@ -20,7 +20,7 @@ from workbench.runs.restarts import present_spec
 from workbench.runs.run import Run
 from workbench.runs.spec import RunSpec, spec_from_json
 from workbench.runs.target import Measured, Step, shown
-from workbench.runs.task import Task, resolve
+from workbench.runs.task import Task, resolve, seen_from_here
 from workbench.runs.training_knobs import parse_local_sgd
 
 _TARGET = Measured(name="sanity", verb="checked", script="a script by the step and the loader in it, sanity(step, loader)")
@@ -32,9 +32,8 @@ def _spec_of(run: Run, target: Measured) -> RunSpec:
     if not isinstance(run.spec, RunSpec):
         raise ValueError(f"{target.name}({run!r}): it is the run of a script; {target.script}")
     refuse_code_of_others(run)
-    from workbench.diagnosis.measure.step_replay import named_task as seen_from_here
-
-    return seen_from_here(run.spec, run_directory.read_json(run.path / run_directory.RUN_JSON).get("cwd"))
+    spec: RunSpec = seen_from_here(run.spec, run_directory.read_json(run.path / run_directory.RUN_JSON).get("cwd"))
+    return spec
 
 
 @accept_synonyms
@@ -265,7 +264,7 @@ def replay(run: Run | str | os.PathLike[str], step: int | None = None, *, budget
         spec = cast(RunSpec, spec_from_json(present_spec(info)))  # with the ranks that were left
     folder = info.get("cwd")
     with say_what_was_interrupted("replay"), Waiting("replay", budget_s, begin=f"step {step} once more") as line:
-        return measure.replay(run.path, measure.named_task(spec, folder), step, losses, line.say, lambda: line.left)
+        return measure.replay(run.path, seen_from_here(spec, folder), step, losses, line.say, lambda: line.left)
 
 
 def _number(value: object) -> float:

@@ -76,9 +76,14 @@ def members() -> dict[str, list[int]]:
 
 
 def last_collectives() -> list[dict[str, Any]]:
-    """The last collectives, oldest first: group, number (None: send or recv), op, sizes, dtype, pending, frames (file, line, function)."""
+    """The last collectives, oldest first: group, number (None: send or recv), op, sizes, dtype, pending, frames (file, line, function).
+
+    There are no frames before `torch._inductor` is imported, as DDP's constructor does.
+    """
     try:
-        dumped = _dump(True, True, False)
+        # for stacks torch asks for torch._inductor, which this thread would import if nobody had, perhaps while the training imports it too
+        stacks = "_inductor" in vars(sys.modules.get("torch", sys))
+        dumped = _dump(True, stacks, False)
         rows = [(entry, mark) for mark, of_backend in dumped.items() for entry in of_backend.get("entries") or []]
         rows.sort(key=lambda row: int(row[0].get("time_created_ns") or 0))  # stable, where torch gives no times
         return [_shortened(*row) for row in rows[-KEPT:]]

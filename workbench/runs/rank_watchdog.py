@@ -285,10 +285,18 @@ class IdleTime:
         return counts
 
 
+def _is_network(file: Path) -> bool:
+    """Is an open file a TCP connection? A server may take its time, as that of a download."""
+    inode = os.readlink(file).removeprefix("socket:[").removesuffix("]")
+    tables = [(file.parent.parent / "net" / name) for name in ("tcp", "tcp6")]
+    return any(inode in line.split()[9:10] for table in tables if table.exists() for line in table.read_text().splitlines())
+
+
 def _waits(task: Path) -> bool:
-    """Is a thread in a system call that waits for no file?"""
+    """Is a thread in a system call that waits for neither a file nor a server?"""
     number, *arguments = (task / "syscall").read_text().split()
     if number.isdigit() and int(number) in _READS.get(platform.machine(), ()):
-        mode = os.stat(task.parent.parent / "fd" / str(int(arguments[0], 16))).st_mode
-        return stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode) or stat.S_ISCHR(mode)
+        file = task.parent.parent / "fd" / str(int(arguments[0], 16))
+        mode = os.stat(file).st_mode
+        return stat.S_ISFIFO(mode) or stat.S_ISCHR(mode) or (stat.S_ISSOCK(mode) and not _is_network(file))
     return number.isdigit() and int(number) in _WAITS.get(platform.machine(), ())

@@ -14,14 +14,14 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar, cast
 
-from workbench.core import run_directory
+from workbench.core import late, run_directory
 from workbench.core.checks import did_you_mean, is_module, is_number
 from workbench.core.checks import shown as shown
 from workbench.core.device import Device
 from workbench.core.synonyms import needs_task
 from workbench.runs.run import Run
 from workbench.runs.spec import RunSpec, ScriptSpec
-from workbench.runs.task import SAMPLES, Task
+from workbench.runs.task import SAMPLES, Task, seen_from_here
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -151,10 +151,18 @@ def named_task(target: object) -> RunSpec | None:
 
 
 def spec_of_run(target: object) -> RunSpec | None:
-    """The RunSpec of a run, or of the path of its directory; None if it is neither, or the run of a script."""
+    """The RunSpec of a run, or of the path of its directory, with its files as seen from here; None = neither, or the run of a script.
+
+    Raises:
+        LaunchError: its code, which would be executed, is somebody else's.
+    """
     if isinstance(target, str | os.PathLike) and is_run_directory(target):
         target = Run.load(target)
-    return target.spec if isinstance(target, Run) and isinstance(target.spec, RunSpec) else None
+    if not (isinstance(target, Run) and isinstance(target.spec, RunSpec)):
+        return None
+    late.load("refuse_code_of_others")(target)
+    spec: RunSpec = seen_from_here(target.spec, run_directory.read_json(target.path / run_directory.RUN_JSON).get("cwd"))
+    return spec
 
 
 def check_step(name: str, step: Any, loader: Any, *, returns: str = "", others: str = "") -> None:

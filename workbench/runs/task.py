@@ -125,6 +125,16 @@ def with_files_at(spec: Any, path_of: Callable[[str], str]) -> Any:
     return spec.replace(**{knob: f"{path_of(file)}:{name}" for knob, (file, _, name) in parts.items() if file.endswith(".py")})
 
 
+def seen_from_here(spec: Any, folder: str | None) -> Any:
+    """The same spec, the files that it names found in the folder where it was launched, where they are there; else in this one."""
+
+    def path_of(file: str) -> str:
+        there = os.path.join(folder or "", file)
+        return there if os.path.exists(there) and not (os.path.exists(file) and os.path.samefile(file, there)) else file
+
+    return with_files_at(spec, path_of)
+
+
 def check(name: str) -> None:
     """Check that a task's file and function are there, without importing anything (the notebook's kernel stays free of torch).
 

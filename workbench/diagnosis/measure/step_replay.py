@@ -3,7 +3,6 @@
 import copy
 import functools
 import math
-import os
 import statistics
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +20,7 @@ from workbench.diagnosis.measure.divergence import default_dtype, doubled
 from workbench.harness.batches import map_tensors, tensors_of
 from workbench.harness.restore import process_settings
 from workbench.runs.spec import AUTO, RunSpec
-from workbench.runs.task import resolve, with_files_at
+from workbench.runs.task import resolve
 from workbench.timeline.loops import samples_in
 from workbench.train import checkpoint_file
 from workbench.train.checkpoints import part_path
@@ -390,12 +389,3 @@ def _blamed(
             return blamed
     del trials[-4:]
     return []
-
-
-def named_task(spec: RunSpec, folder: str | None) -> RunSpec:
-    """The spec with the paths of its task's and its schedule's file as seen from here."""
-    there = folder or ""
-    at: RunSpec = with_files_at(
-        spec, lambda file: os.path.join(there, file) if not os.path.exists(file) and os.path.exists(os.path.join(there, file)) else file
-    )
-    return at
