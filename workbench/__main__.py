@@ -183,7 +183,8 @@ def diagnose(given: argparse.Namespace) -> int:
     elif given.prove:
         untried = "None of these can be tried from here: make the change in your code, and diagnose it again."
         untried = "Nothing is proved, since the verdict is inconclusive." if unclear else untried
-        print(f"\n{untried if diagnosis.remedies else 'There is nothing to prove.'}")
+        nothing = "There is nothing to prove: no remedy was found."
+        print(f"\n{untried if diagnosis.remedies else nothing}")
     return 0
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from workbench.core import run_directory, units
 from workbench.core.checks import check_budget
-from workbench.core.progress import INTERRUPTED, Waiting, say_what_was_interrupted
+from workbench.core.progress import INTERRUPTED, Waiting, begins, say_what_was_interrupted
 from workbench.core.statistics import Interval
 from workbench.core.synonyms import accept_synonyms
 from workbench.core.system_load import LoadMeter, Noise, usable_cores
@@ -312,6 +312,10 @@ def _diagnose_script(
     if builder := task.lone_builder(script):
         named = f"{os.fspath(script)}:{builder}"
         raise ValueError(f"{script} does nothing when it is run: it defines {builder}(), which makes a wb.Task. Diagnose that: {named!r}")
+    begins(
+        f"running {script} for at most {units.seconds(budget_s)}. It writes, and deletes old checkpoints, where it always does"
+        + ("; {out} in its options is a new folder …" if not any("{out}" in arg for arg in args) else " …")
+    )
     folder, began = Path.cwd(), time.time()
     run, ended = launch(script, args=args, nproc_per_node=nproc_per_node, threads=threads, watch=True, runs_dir=runs_dir), ""
     foreign = list[float]()

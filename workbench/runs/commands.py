@@ -32,7 +32,8 @@ COMMANDS: Mapping[str, tuple[str, str, str]] = {
     ),
     "diagnose": (
         "find out by experiment what limits a task's step, and what would help",
-        "Runs a task with parts of its step left out, and says which part limits it. A script is run and observed; a run is only read.",
+        "Runs a task with parts of its step left out, and says which part limits it. A script is run and observed, and writes "
+        "where it always writes, unless its options name the new folder {out}; a run is only read.",
         "workbench diagnose clipart-resnet --budget 30 --set num_workers=2",
     ),
     "why-not-linear": (
