@@ -228,6 +228,8 @@ class Costs:
     """The part of forward and backward that does not grow with the batch. nan if no doubled batch was tried."""
     stalls: Interval
     slow: SlowRank | None = None
+    doubt: str = ""
+    """What was measured of the loader and is not believed; `data` has what a loader can cost."""
 
     @classmethod
     def of(cls, e: Evidence) -> "Costs":
@@ -245,6 +247,13 @@ class Costs:
         if not noisy:
             met = _met(e, data, loader, noise)
         serial = e.loading is not None and not e.loading.num_workers
+        waits = (rank.timeline.mean("data_wait") for rank in e.ranks if rank.timeline.count)
+        own, doubt = max(loader, *waits, 0.0), ""  # a loader may be slower in the loop than alone
+        most = own + MAX_FRESH_COST * (clean - data.mid)
+        if serial and _is_cheap(e, own, clean) and data.mid > most:
+            faster = f"without the loader, blocks were faster by {units.seconds(data.mid)} per step"
+            doubt = f"{faster}, which a loader that takes {units.seconds(own)} cannot explain: other processes or threads"
+            data = Interval(low=min(data.low, own), mid=own, high=min(data.high, most))
         if serial and (noisy or _is_cheap(e, loader, clean)) and loader < data.mid and data.low < MIN_CERTAIN_LOADER * clean:
             data = serial_loader(data, loader, clean)
         if e.device == "cpu" and e.world_size == 1 and serial and loader <= data.high:
@@ -289,6 +298,7 @@ class Costs:
             fixed=_fixed(e, replayed, optimizer.mid, communication.mid),
             stalls=subtract(_stalls(e, e.step * e.stalls.share), stuck.mid),
             slow=slow,
+            doubt=doubt,
         )
 
     def saves(self, seconds: Interval) -> Interval:

@@ -140,11 +140,11 @@ def _arm(e: Evidence, c: Costs, name: str, seconds: float) -> float | None:
 def _data(e: Evidence, c: Costs) -> Source | None:
     clock = _clock(e, "data_wait")
     late = max(0.0, c.straggler.mid - c.slow.compute) if c.slow else 0.0
-    arm = _arm(e, c, "cached", c.data.mid + min(late, c.clean - c.cached))
+    arm = None if c.doubt else _arm(e, c, "cached", c.data.mid + min(late, c.clean - c.cached))
     if clock is None and arm is None:
         return None
     note = ""
-    if clock is not None and arm is not None and abs(clock - arm) > 0.05:
+    if clock is not None and arm is not None and abs(clock - arm) > MAX_DISAGREEMENT:
         if arm > clock and e.loading is not None and e.loading.num_workers:
             note = "workers take cores from training: the loader costs more than it is waited for"
         elif arm > clock:
@@ -171,9 +171,9 @@ def _optimizer_source(e: Evidence, c: Costs) -> Source | None:
     if clock is None and arm is None and trace is None:
         return None
     note = ""
-    if clock is not None and arm is not None and clock > arm + 0.05:
+    if clock is not None and arm is not None and clock > arm + MAX_DISAGREEMENT:
         note = "work that was queued before finishes while it is timed"
-    elif trace is not None and arm is not None and arm > trace + 0.05:
+    elif trace is not None and arm is not None and arm > trace + MAX_DISAGREEMENT:
         note = "its writes push forward and backward out of the caches"
     return Source(part="optimizer", clocks=clock, arms=arm, trace=trace, note=note)
 
@@ -296,8 +296,7 @@ def judge(evidence: Evidence) -> Judgement:
     notes = noise_warnings(evidence)
     if not evidence.observed and "cached" not in evidence.arms:
         verdict, cause = "inconclusive", "not enough was tried"
-        why = "The step could not be run without its loader, so what holds it back is not known."
-        why += "".join(f" {note}" for note in evidence.notes[:1])
+        why = " ".join(["The step could not be run without its loader, so what holds it back is not known.", *evidence.notes[:1]])
     elif notes and standing and standing[0].part == "data_wait" and (doubt := _contradiction(evidence, costs)):
         verdict, cause, why = "inconclusive", "noise", f"{doubt} {notes[0]}"
     elif standing:
@@ -330,6 +329,7 @@ def judge(evidence: Evidence) -> Judgement:
         computes = causes.compute_cause(evidence, costs)
         verdict, cause, why = "compute-bound", computes.cause, _computes(costs, candidates, computes)
         notes += [f"{candidate.verdict} is close: {_percents(candidate.saved)} could be saved" for candidate in doubtful]
+    notes += filter(None, [costs.doubt])
     return Judgement(verdict=verdict, cause=cause, why=why.strip(), shares=shares, sources=sources_of(evidence, costs), notes=tuple(notes))
 
 
