@@ -12,7 +12,17 @@ from pathlib import Path
 
 import pytest
 
-from workbench.core.system_load import MAX_FOREIGN_SHARE, TICKS, GcTimer, LoadMeter, Noise, RunQueueDelay, cpu_of_process, usable_cores
+from workbench.core.system_load import (
+    MAX_FOREIGN_SHARE,
+    TICKS,
+    GcTimer,
+    LoadMeter,
+    Noise,
+    RunQueueDelay,
+    cpu_of_process,
+    default_threads,
+    usable_cores,
+)
 
 pytestmark = pytest.mark.alone
 
@@ -292,3 +302,11 @@ def test_others_never_take_all_cores() -> None:
     assert Noise(cores=2.0, foreign=0.5).left_cores == 1.5
     assert Noise(cores=2.0, foreign=3.0).left_cores == 0.25
     assert Noise(cores=128.0, foreign=128.0).left_cores == 16.0  # the scheduler gives everybody a turn
+
+
+@pytest.mark.parametrize(
+    ("given", "threads"), [("3", 3), (" 3,1", 3), ("0", None), ("", None), ("-1", None), ("x", None), ("9" * 5000, None)]
+)
+def test_threads_of_a_process_of_the_users_own(given: str, threads: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", given)
+    assert default_threads() == (threads or max(1, int(usable_cores())))

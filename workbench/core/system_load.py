@@ -73,7 +73,7 @@ def usable_cores(cgroup: Path = CGROUP, proc: Path = PROC) -> float:
 def default_threads() -> int:
     """Threads per operator that torch uses in a process of the user's own: as OMP_NUM_THREADS says, else one per core."""
     given = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
-    return int(given) if given.isdecimal() and int(given) else max(1, int(usable_cores()))
+    return int(given) if given.isdecimal() and len(given) < 6 and int(given) else max(1, int(usable_cores()))
 
 
 def affinity() -> set[int]:

@@ -104,7 +104,7 @@ class _HoldsToo:
     """Makes a process hold its renames that unpickles this."""
 
     def __reduce__(self) -> tuple[Any, tuple[()]]:
-        return importlib.import_module("workbench.programs.script")._hold_renames, ()
+        return importlib.import_module(getattr(__spec__, "name", __name__))._hold_renames, ()
 
 
 def run(script: str, args: Sequence[str]) -> None:
