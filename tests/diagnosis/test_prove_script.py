@@ -51,6 +51,11 @@ def test_what_needs_an_edit_is_said_with_its_line(change: dict[str, Any], words:
         answer().prove(change)
 
 
+def test_a_change_to_what_the_launch_has_already_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"was launched with threads=1: there is nothing to change"):
+        answer().prove({"threads": SPEC.threads})
+
+
 def test_remedies_that_can_be_set_from_outside_can_be_proved() -> None:
     crowded = {"waits": 0.01, "sharing": 0.01, "cores": 2.0}
     threads = answer(SPEC.replace(threads=2), threads=2, **crowded)

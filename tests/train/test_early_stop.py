@@ -1,6 +1,7 @@
 """Figures of evaluations end a training, also one that is resumed, and say which checkpoint is the best."""
 
 import dataclasses
+import json
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -47,6 +48,13 @@ def test_it_ends_after_as_many_evaluations_as_it_has_patience(alone: Ranks, tmp_
     rows = run_directory.LineTail(tmp_path / run_directory.METRICS).read()
     assert rows[-1]["step"] == (last if stop_when != "score(patience=2, best=max)" else 18)  # 9 was better than 8, at step 14
     assert len(rows) >= before
+
+
+def test_an_evaluation_without_the_figure_is_not_the_best(alone: Ranks, tmp_path: Path) -> None:
+    rows = [{"other": 1.0}, *({"score": value} for value in (1.0, 2.0, 3.0, 4.0))]
+    path = tmp_path / run_directory.EVALUATIONS
+    path.write_text("".join(f'{{"step": {step}, "figures": {json.dumps(row)}}}\n' for step, row in enumerate(rows, 1)))
+    assert not EarlyStop("score(patience=2, best=max)", alone, tmp_path).after(5)
 
 
 def test_a_run_that_was_killed_where_it_was_to_stop_takes_no_further_step(

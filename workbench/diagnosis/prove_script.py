@@ -72,6 +72,8 @@ def prove_script(
     changed = spec.replace(**{name: value for name, value in remedy.change.items() if name in OF_LAUNCH})
     check(changed)
     arguments = {name: value for name, value in remedy.change.items() if name not in OF_LAUNCH}
+    if changed == spec and not arguments:
+        raise ValueError(f"{Path(spec.script).name} was launched with {units.knobs(remedy.change)}: there is nothing to change")
     steps = steps_of(step)
     measured = Measured(of="time", steps=steps, seconds=steps * step, per="sample" if evidence.samples else "step")
     folder, variable = launched.folder if launched else Path.cwd(), run_directory.ENV_ARGUMENTS

@@ -43,7 +43,7 @@ class EarlyStop:
         sign = -1 if self._options["best"] == "max" else 1
         best, waited = float("inf"), 0
         for row in rows:
-            value = sign * row.get(name, float("inf"))
+            value = sign * row[name] if name in row else float("inf")
             better = value < best - self._options["by"]
             best, waited = (value, 0) if better else (best, waited + 1)
         if waited < self._options["patience"]:
