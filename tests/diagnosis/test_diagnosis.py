@@ -205,8 +205,8 @@ def test_what_was_tried_and_is_not_clear_is_said() -> None:
     assert f"• t{tried}" in d.caption
     assert f"t{tried}"[:60] in str(d.brief()["unknown"])
     assert d.remedy("threads=1").change == {"threads": 1}
-    short = dataclasses.replace(d.evidence, notes=("no time was left to try batches twice as large: a larger budget_s= would do",))
-    assert "larger budget: no time was left to try batches twice as large. prove(" in Diagnosis.of(short).next
+    short = dataclasses.replace(d.evidence, notes=("no time was left to try batches twice as large: budget_s=90 would probably do",))
+    assert "Diagnose again with budget_s=90: no time was left to try batches twice as large. prove(" in Diagnosis.of(short).next
 
 
 @pytest.mark.parametrize("ratios", [(1.01, 0.97, 1.02), (1.2, 1.3, 1.25), (0.7, 0.72, 0.69)])

@@ -165,6 +165,21 @@ def test_steps_of_seconds_still_get_an_answer_within_the_budget(clock: Clock, se
     assert not any("doubled" in note for note in trials.notes)  # a name of ours
 
 
+@pytest.mark.parametrize("noise", [0.0, 0.05, 0.3])
+@pytest.mark.parametrize("seconds", [0.2, 1.2, 2.0, 8.0])
+def test_a_budget_that_was_too_short_says_which_suffices(clock: Clock, seconds: float, noise: float) -> None:
+    chance = random.Random(1)
+    names = ["no_optimizer", "doubled", "threads=2", "optimizer=fused", "precision=amp_bf16"]
+    arms = dict.fromkeys(names, lambda: 0.8 * seconds * math.exp(chance.gauss(0, noise)))
+    (note,) = tried(clock, seconds, arms, budget=5 * seconds)[0].notes
+    (budget,) = map(float, re.findall(r"no time was left to try .*: budget_s=(\d+) would probably do$", note))
+    clock.now = 0.0
+    trials, _ = tried(clock, seconds, arms, budget=budget)
+    assert not trials.notes
+    assert set(trials.results()) == set(names)
+    assert budget <= 2 * clock.now + 1, "and no far larger one"
+
+
 def unsteady(clock: Clock, seconds: float, chance: random.Random) -> Callable[[], float]:
     """A step beside other processes, which take the cores for a while now and then: each while, it has another length."""
     drift, until = 1.0, 0.0

@@ -175,7 +175,8 @@ class Advice:
     def _without_remedies(self) -> str:
         """What to do where nothing is predicted to gain: to try what was not tried, or not long enough."""
         untried = next((note for note in self.evidence.notes if note.startswith("no time was left to try")), "")
-        more = f"Diagnose again with a larger budget: {untried.partition(': ')[0]}." if untried else ""
+        what, _, budget = untried.partition(": ")
+        more = f"Diagnose again with {budget.partition(' would')[0]}: {what}." if untried else ""
         if first := next(iter(self.unclear), ""):
             listed = f"{TRIED.capitalize()}: {', '.join(self.unclear.values())}."
             return f"{listed} {more or AGAIN} prove({first!r}) tries one of them, for as long as you say."

@@ -236,7 +236,7 @@ class _Experiment:
         rounds.prepare(self.budget / 8, self.budget - bench.elapsed)
         step = bench.timings.typical("first full")
         if (least := bench.elapsed + rounds.cost + (LOOK_LEAST + TRY_LEAST) * step) > MAX_OVERRUN * self.budget:
-            self.too_short = f"with steps of {units.seconds(step)}, about {units.seconds(least)} are needed"
+            self.too_short = f"with steps of {units.seconds(step)}, about {units.seconds(least)} are needed at least"
         retries, called = _allocator_retries(bench.device), bench.called
         while True:
             self._say("no loader")
@@ -357,7 +357,7 @@ class _Experiment:
         everywhere -= set() if self.seen.reduces else {"no_sync"}  # it would say that communication costs nothing
         trials.begun = lambda name: self._say(what_changes(name))
         there = [treatment for treatment in some if treatment.name in everywhere]
-        trials.run(there, BUDGET_SHARES["trials"] * self.budget, self._latest)
+        trials.run(there, BUDGET_SHARES["trials"] * self.budget, self._latest, share=BUDGET_SHARES["trials"])
         self.notes += trials.notes
 
     def _wait_for_stalls(self, cached: float, calls: int) -> None:

@@ -237,17 +237,19 @@ class Trials:
         long = LONG_STEP if bench.device.type == "cpu" else 0.15  # a device's queue is empty at first
         self.warm = 2 if step < long else 1 if step < 1 else 0
 
-    def run(self, treatments: Sequence[Variant], until: float, late: float = math.inf) -> None:
+    def run(self, treatments: Sequence[Variant], until: float, late: float = math.inf, *, share: float = 1.0) -> None:
         """Try them until all are decided or the time is up: an arm that is decided gets no more blocks.
 
         Args:
             treatments: the most informative first; where time is short, the last are left out.
             until: seconds on the bench's clock.
             late: until then a first pair of the first has to be over; else none is tried.
+            share: fraction of the budget that is over at `until`.
         """
+        began, all_of_them = self.bench.elapsed, len(treatments)
         rest, first = [*treatments], 2 * (self.count + self.warm) + self.count + max(self.warm, 1) + 1
         begins = self.bench.elapsed + first * self.bench.timings.typical("cached") <= late
-        while rest and ((begins and len(rest) == len(treatments)) or self.bench.elapsed + self._cost * 2 <= until):
+        while rest and ((begins and len(rest) == all_of_them) or self.bench.elapsed + self._cost * 2 <= until):
             left = max(0.0, until - self.bench.elapsed)
             least = FEW_PAIRS if FEW_PAIRS * self._cost <= left / 2 else 2
             fit = max(1, int(left / max(self._cost * least, 1e-9)))
@@ -255,7 +257,9 @@ class Trials:
             del rest[:fit]
         if rest:
             untried = ", ".join(what_changes(treatment.name) for treatment in rest)
-            self.notes.append(f"no time was left to try {untried}: a larger budget_s= would do")
+            each = FEW_PAIRS * self._cost
+            enough = max(2 * began + all_of_them * each, until + len(rest) * each) / share  # what went before may take longer, too
+            self.notes.append(f"no time was left to try {untried}: budget_s={math.ceil(enough)} would probably do")
         self._clear_up(until)
 
     @property
