@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import distributed, nn
@@ -109,6 +110,31 @@ def test_an_implementation_that_a_checkpoint_undoes_does_not_count(monkeypatch: 
     optimizer.load_state_dict(kept)
     arguments.close()
     assert arguments.say_of(optimizer) == {"replaced": [], "without_workers": [], "optimizer": "SGD"}
+
+
+def test_an_optimizer_with_a_step_of_its_own_takes_no_implementation(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Own(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            pass
+
+    class Plain(torch.optim.SGD):
+        pass
+
+    monkeypatch.setenv(ENV_ARGUMENTS, '{"optimizer": "foreach"}')
+    arguments = ScriptArguments(DataLoader, DistributedDataParallel, (torch.optim.SGD,))
+    said = []
+    for kind in (Own, Plain):
+        optimizer = kind(nn.Linear(3, 2).parameters(), lr=0.1)
+        optimizer.step()
+        said.append(arguments.say_of(optimizer)["replaced"])
+        arguments.replaced.clear()
+    arguments.close()
+    assert said == [[], ["optimizer"]]
+
+
+def test_options_of_a_loader_in_numpy_are_plain() -> None:
+    loader = DataLoader([1, 2], num_workers=np.int64(0), pin_memory=np.bool_(False))  # type: ignore[arg-type]
+    assert json.loads(json.dumps(described(loader)))["num_workers"] == 0
 
 
 def test_a_loader_is_described() -> None:

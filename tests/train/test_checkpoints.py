@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+import workbench as wb
 from tests import toy_tasks
 from workbench.batch.measure.noise_watch import NoiseLog
 from workbench.core import run_directory
@@ -495,3 +496,39 @@ def test_a_checkpoint_of_other_classes_is_refused_and_other_data_are_said(
     said = capsys.readouterr().out
     assert "note: the data's .root is 'there' now, and was 'here' before" in said
     assert "goes on from step 12" in said
+
+
+WIDE = """
+import torch
+import workbench as wb
+
+
+def build() -> wb.Task:
+    data = torch.utils.data.TensorDataset(torch.randn(64, 4), torch.randint(2, (64,)))
+    layers = [torch.nn.Linear(4, 512), torch.nn.ReLU(), torch.nn.Linear(512, 512), torch.nn.ReLU(), torch.nn.Linear(512, 2)]
+    return wb.Task(
+        model=lambda: torch.nn.Sequential(*layers),
+        dataset=lambda: data,
+        loss=lambda model, batch: torch.nn.functional.cross_entropy(model(batch[0]), batch[1]),
+    )
+"""
+
+
+def test_powersgd_of_a_model_with_more_than_one_bucket_ends(tmp_path: Path) -> None:
+    """Its hook waits in gloo's two threads: with two buckets, both waited for ever."""
+    (tmp_path / "wide.py").write_text(WIDE)
+    spec = RunSpec(
+        task=f"{tmp_path / 'wide.py'}:build",
+        device="cpu",
+        nproc_per_node=2,
+        steps=8,
+        micro_batch=4,
+        gradient_compression="powersgd(start=2)",
+    )
+    run = wb.launch(spec, runs_dir=tmp_path / "runs")
+    try:
+        assert run.wait(timeout=120).ok
+    finally:
+        run.stop()
+    with pytest.raises(wb.RunError, match="one bucket"):
+        wb.launch(spec.replace(bucket_cap_mb=1.0), runs_dir=tmp_path / "runs").wait(timeout=120, check=True)

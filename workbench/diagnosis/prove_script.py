@@ -154,10 +154,16 @@ def _check_applied(run: Run, remedy: Remedy) -> None:
         if missing := [name for name in remedy.change if name in names and name not in row["replaced"]]:
             said = " and ".join(missing)
             why = f"the script makes no {kind}, which takes {said}"
+            if kind == "optimizer of torch" and (named := row.get("optimizer")):
+                why = f"the script's optimizer, {named}, did not take it: it has none, or its groups or its step() are your own"
             if set(missing) <= set(row.get("without_workers", ())):
                 why = f"the script's loaders have no workers, which {said} would be for; try num_workers=1 as well"
             raise ValueError(f"{remedy.name} changes nothing here: {why}")
     has = loader if isinstance(loader := row.get("loader"), Mapping) else {}
+    idle = [name for name in remedy.change if name in row.get("without_workers", ())]
+    if idle and not has.get("num_workers", 1):  # another loader of the script may have workers
+        said = " and ".join(idle)
+        raise ValueError(f"{remedy.name} changes nothing here: the loader of its training has no workers, which {said} would be for")
     if other := [name for name in OF_LOADER if name in has and has[name] != remedy.change.get(name, has[name])]:
         raise ValueError(
             f"{remedy.name} changes nothing here: the script sets {other[0]}={has[other[0]]} after it has made the loader of its training"

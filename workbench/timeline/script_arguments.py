@@ -3,6 +3,7 @@
 import contextlib
 import inspect
 import json
+import operator
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping
@@ -55,7 +56,9 @@ class ScriptArguments:
 
     def say_of(self, optimizer: Any) -> dict[str, Any]:
         """What a row of the rank's file says after the first step of an optimizer: what was replaced, and what could not be."""
-        if self.optimizer and all(group.get(self.optimizer) for group in optimizer.param_groups):
+        base = next(cls for cls in type(optimizer).__mro__ if cls.__module__.startswith("torch."))
+        own_step = inspect.unwrap(type(optimizer).step) is not inspect.unwrap(base.step)
+        if self.optimizer and not own_step and all(group.get(self.optimizer) for group in optimizer.param_groups):
             self.replaced.add("optimizer")
         used = next((name for name in IMPLEMENTATIONS if optimizer.param_groups[0].get(name)), "")
         named = f"{type(optimizer).__name__}{f'({used})' * bool(used)}"
@@ -102,9 +105,18 @@ class ScriptArguments:
         return made
 
 
+def _plain(value: Any) -> Any:
+    """An option as JSON can have it: a number or a flag of NumPy as one of Python; None if it is neither."""
+    if value is None or isinstance(value, bool | int):
+        return value
+    with contextlib.suppress(TypeError):
+        return operator.index(value)
+    return bool(value) if type(value).__name__.startswith("bool") else None
+
+
 def described(loader: Any) -> dict[str, Any]:
     """What a row of the rank's file says of a DataLoader: its options, what its workers do with a stream, and its batches per epoch."""
-    given = {name: getattr(loader, name, None) for name in (*OF_LOADER, "batch_size")}
+    given = {name: _plain(getattr(loader, name, None)) for name in (*OF_LOADER, "batch_size")}
     stream = ("split" if may_split(loader) else "unknown") if is_stream(loader) else ""
     epoch = None
     if not stream:

@@ -10,6 +10,7 @@ reduced in fp32, and the model's output is cast to fp32, so that a loss outside 
 
 import contextlib
 import inspect
+import math
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -67,19 +68,19 @@ def distribute(module: nn.Module, spec: RunSpec, layout: Layout, device: torch.d
         return _sharded(module, spec, layout, device)
     if layout.tensor is not None:
         use_local_parameters(module)
+    kind, options = parse_call("gradient_compression", spec.gradient_compression, COMPRESSIONS, "fp16")
     broadcast: AbstractContextManager[dict[str, Any]] = without_first_broadcast() if again else contextlib.nullcontext({})
     with broadcast as without:
         model = DistributedDataParallel(
             module,
             device_ids=[device.index] if device.type == "cuda" else None,
-            bucket_cap_mb=spec.bucket_cap_mb,
+            bucket_cap_mb=_one_bucket(module, spec.bucket_cap_mb) if kind == "powersgd" and device.type == "cpu" else spec.bucket_cap_mb,
             find_unused_parameters=spec.find_unused_parameters,
             gradient_as_bucket_view=spec.gradient_as_bucket_view,
             static_graph=spec.static_graph,
             process_group=layout.data,
             **without,
         )
-    kind, options = parse_call("gradient_compression", spec.gradient_compression, COMPRESSIONS, "fp16")
     if kind == "powersgd":
         from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
@@ -94,6 +95,23 @@ def distribute(module: nn.Module, spec: RunSpec, layout: Layout, device: torch.d
         except TypeError as error:  # where the ranks have no GPU after all
             raise SpecError(f'gradient_compression="{spec.gradient_compression}": {error}; try "fp16"') from error
     return model
+
+
+def _one_bucket(module: nn.Module, asked: float | None) -> float:
+    """MiB of a bucket of DDP that holds all gradients, for PowerSGD over gloo.
+
+    torch's hook waits for a reduction in gloo's threads, of which there are two: with two buckets both wait, and none is left to reduce.
+
+    Raises:
+        SpecError: smaller buckets were asked for.
+    """
+    size = sum(weight.numel() * weight.element_size() for weight in module.parameters() if weight.requires_grad) / 2**20
+    if asked is not None and asked < size:
+        raise SpecError(
+            f'gradient_compression="powersgd" with bucket_cap_mb={asked:g}: on CPUs the {size:.3g} MiB of gradients have to be one bucket, '
+            f"since with two, PowerSGD waits for ever in the threads of gloo; leave bucket_cap_mb out, or give {math.ceil(size)}"
+        )
+    return max(asked or BUCKET_MB, size + 1)
 
 
 def compression_state(model: nn.Module) -> dict[str, Any] | None:
