@@ -56,7 +56,7 @@ class ScriptArguments:
 
     def say_of(self, optimizer: Any) -> dict[str, Any]:
         """What a row of the rank's file says after the first step of an optimizer: what was replaced, and what could not be."""
-        base = next(cls for cls in type(optimizer).__mro__ if cls.__module__.startswith("torch."))
+        base: Any = next(cls for cls in type(optimizer).__mro__ if cls.__module__.startswith("torch."))
         own_step = inspect.unwrap(type(optimizer).step) is not inspect.unwrap(base.step)
         if self.optimizer and not own_step and all(group.get(self.optimizer) for group in optimizer.param_groups):
             self.replaced.add("optimizer")
