@@ -50,8 +50,14 @@ def test_verdict_why_next() -> None:
     d = slow_loader()
     assert (d.verdict, d.cause) == ("input-bound", "decode")
     best = d.remedies[0]
-    assert d.summary.splitlines() == [f"{d.verdict} ({d.cause})", f"Why: {d.why}", f"Next: {d.next}"]
+    assert d.summary.splitlines() == [
+        f"{d.verdict} ({d.cause})",
+        f"Predicted gain: {best.gain} with {best.name}",
+        f"Why: {d.why}",
+        f"Next: {d.next.replace(f' Predicted: {best.gain}.', '')}",
+    ]
     assert f"Predicted: {best.gain}." in d.next
+    assert d.summary.count(best.gain) == 1
     assert d.next.startswith(best.what)
     assert repr(d) == f"Diagnosis('input-bound', cause='decode', {len(d.remedies)} remedies)"
 
@@ -119,9 +125,13 @@ def test_a_brief_leaves_out_what_is_too_long_and_counts_it() -> None:
 def test_text_html_and_frame_say_the_same() -> None:
     d = slow_loader()
     text, html = str(d), d._repr_html_()
-    for said in (d.verdict, d.cause, "What the step is made of", "What would help", "Three sources", "num_workers=", "prove(1)"):
+    for said in (d.verdict, d.cause, "What the step is made of", "What would help", "Predicted gain", "num_workers=", "prove(1)"):
         assert said in text
         assert said in html
+    for shown in (text, html):
+        assert (
+            shown.index("Predicted gain") < shown.index("Next:") < shown.index("What would help") < shown.index("What the step is made of")
+        )
     assert " id=" not in html
     frame = d.to_frame()
     assert list(frame["name"]) == [one.name for one in d.remedies]
@@ -137,6 +147,32 @@ def test_text_html_and_frame_say_the_same() -> None:
     several = dataclasses.replace(d, evidence=dataclasses.replace(d.evidence, threads=4))
     assert "; 4 threads per operator" in several.caption
     assert "per operator" not in dataclasses.replace(d, evidence=dataclasses.replace(d.evidence, device="cuda")).caption
+
+
+def test_sources_have_a_table_only_where_they_differ() -> None:
+    d = slow_loader()
+    assert all(source.agree is not False for source in d.judgement.sources)
+    assert "clocks, experiments and trace agree within 10 % of the step" in d.caption
+    assert "sources" not in str(d)
+    clocks, *others = d.judgement.sources
+    d.judgement = dataclasses.replace(d.judgement, sources=(dataclasses.replace(clocks, clocks=0.2, note="it hides"), *others))
+    assert "agree within" not in d.caption
+    title, head, *rows = str(d).split("\n\n")[-1].splitlines()
+    assert title == "Where the sources differ"
+    assert head.split() == ["part", "clocks", "experiments"]  # a trace does not see the waiting for data
+    assert rows[0].startswith("data_wait    20 %")
+    assert rows[0].endswith("it hides")
+    assert len(rows) == 2, "the others agree; the note"
+    assert title in d._repr_html_()
+
+
+def test_no_gain_is_promised_that_is_within_the_noise() -> None:
+    d = Diagnosis.of(dataclasses.replace(World(blocked=0.03).evidence(), noise=CROWDED))
+    d.remedies = (remedy(low=0.8, speedup=1.22, high=3.2),)
+    assert "is within the noise" in d.next
+    assert "Predicted gain" not in d.summary + d._repr_html_()
+    assert "Predicted gain" not in Diagnosis.of(dataclasses.replace(World().evidence(), arms={})).summary
+    assert "Predicted gain" not in Diagnosis.of(World().evidence()).summary
 
 
 def test_the_parts_are_those_of_the_step() -> None:
@@ -527,7 +563,8 @@ def test_a_busy_machine_is_told_after_the_verdict() -> None:
     busy = Diagnosis.of(dataclasses.replace(evidence, noise=Noise(cores=2.0, foreign=1.4)))
     assert busy.verdict == "input-bound"
     assert busy.doubt.startswith("The machine was busy: Other processes took 1.4 of 2 cores. ")
-    assert str(busy).startswith(f"input-bound ({busy.cause})\nDoubt: {busy.doubt}\nWhy: ")
+    gain = f"Predicted gain: {busy.remedies[0].gain} with {busy.remedies[0].name}"
+    assert str(busy).startswith(f"input-bound ({busy.cause})\n{gain}\nDoubt: {busy.doubt}\nWhy: ")
     assert busy._repr_html_().index(busy.verdict) < busy._repr_html_().index("Doubt:") < busy._repr_html_().index("Next:")
     assert busy.brief()["doubt"].startswith("The machine was busy")
     unsaid = Diagnosis.of(dataclasses.replace(evidence, noise=Noise(cores=2.0, foreign=1.4), arms={}))

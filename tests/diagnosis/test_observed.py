@@ -60,7 +60,8 @@ def test_a_healthy_run(by_hand: Make, cores: float, monkeypatch: pytest.MonkeyPa
     assert "• started with 1 thread per operator" in script.caption
     assert f"all cores): workbench launch train.py --set {threads} changes it" in script.caption
     assert "thread" not in d.caption, "a timeline does not know them"
-    assert "Three sources" not in str(d)  # there is one
+    assert "sources" not in str(d)  # there is one
+    assert "agree within" not in d.caption
     assert "only an experiment could settle" in d.caption
     assert d.parts.samples == 8
 

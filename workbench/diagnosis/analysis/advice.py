@@ -146,6 +146,18 @@ class Advice:
         )
 
     @property
+    def recommended(self) -> Remedy | None:
+        """The remedy that `text` says to try first; None = it says to try none, or only that a gain is within the noise."""
+        void = any(NOT_FINITE in note for note in void_notes(self.evidence))
+        if void or self.judgement.verdict == "inconclusive" or not self.remedies:
+            return None
+        first = surer_remedy(self.remedies)
+        return None if self._within_noise(self.remedies[1 if first else 0]) else first or self.remedies[0]
+
+    def _within_noise(self, best: Remedy) -> bool:
+        return bool(busy_words(self.evidence) or self._misfit(best)) and not surely_gains(best, is_crowded(self.evidence))
+
+    @property
     def _first(self) -> str:
         if any(NOT_FINITE in note for note in void_notes(self.evidence)):
             return FIND_NAN
@@ -156,7 +168,7 @@ class Advice:
             return self._without_remedies
         first = surer_remedy(self.remedies)
         best, *others = self.remedies[1:] if first else self.remedies
-        if (busy_words(self.evidence) or self._misfit(best)) and not surely_gains(best, is_crowded(self.evidence)):
+        if self._within_noise(best):
             return self._when_quiet(best)
         costs = f" It costs: {best.costs}." if best.costs else ""
         how = f" {EXPERIMENT}" if self.evidence.observed and "by experiment" in best.advice else ""

@@ -29,7 +29,7 @@ from workbench.diagnosis.analysis.remedies import remedies_for
 from workbench.diagnosis.analysis.remedy import Choice, Remedy, find_remedy, gain_of, of_knobs, sort_key, surest_first
 from workbench.diagnosis.analysis.script_remedies import SETTINGS_OF, LaunchedScript
 from workbench.diagnosis.analysis.step_model import Parts, StepModel
-from workbench.diagnosis.analysis.verdict import Judgement, judge
+from workbench.diagnosis.analysis.verdict import MAX_DISAGREEMENT, Judgement, judge
 from workbench.runs.spec import RunSpec, ScriptSpec, Spec
 
 BRIEF_COMMAND, IN_PYTHON = 500, "diagnosis.prove()"
@@ -262,9 +262,20 @@ class Diagnosis(JsonDataclass):
 
     @property
     def summary(self) -> str:
-        """Verdict, doubt if any, why, next. If the doubt makes the verdict void, it comes first."""
-        head = [f"{self.verdict} ({self.cause})", *([f"Doubt: {self.doubt}"] if self.doubt else [])]
-        return "\n".join([*(reversed(head) if void_notes(self.evidence) else head), f"Why: {self.why}", f"Next: {self.next}"])
+        """Verdict, predicted gain and doubt, if any, why, next. A doubt that makes the verdict void comes first."""
+        return "\n".join(f"{name}: {text}" if name else f"{self.verdict} ({self.cause})" for name, text in self._summary)
+
+    @property
+    def _summary(self) -> list[tuple[str, str]]:
+        """The lines of the summary, each with its name; the verdict has none."""
+        best, todo = self._advice.recommended, self.next
+        lines = [("", "")]
+        if best:
+            lines.append(("Predicted gain", f"{best.gain} with {best.name}"))
+            todo = todo.replace(f" Predicted: {best.gain}.", "", 1)
+        if self.doubt:
+            lines.insert(0 if void_notes(self.evidence) else len(lines), ("Doubt", self.doubt))
+        return [*lines, ("Why", self.why), ("Next", todo)]
 
     @property
     def caption(self) -> str:
@@ -282,7 +293,16 @@ class Diagnosis(JsonDataclass):
         once = (
             f"one pair of blocks for {', '.join(single)}: their ranges assume that equal blocks differ by {units.percent(ONE_PAIR)} at most"
         )
-        return display.notes([text, *[once] * ("cached" in single), *self._threads, *gpu, *notes])
+        return display.notes([text, *[once] * ("cached" in single), *self._threads, *self._agreement, *gpu, *notes])
+
+    @property
+    def _agreement(self) -> list[str]:
+        """That the sources which see the same part agree on each; none = they do not, or no part is seen by two."""
+        compared = [source for source in self.judgement.sources if source.agree is not None]
+        names = {"clocks": "clocks", "arms": "experiments", "trace": "trace"}
+        *first, last = [word for name, word in names.items() if any(getattr(s, name) is not None for s in compared)] or [""]
+        agree = compared and all(source.agree for source in compared)
+        return [f"{', '.join(first)} and {last} agree within {units.percent(MAX_DISAGREEMENT)} of the step"] if agree else []
 
     @property
     def _threads(self) -> list[str]:
@@ -326,8 +346,11 @@ class Diagnosis(JsonDataclass):
 
     @property
     def _tables(self) -> list[display.Table]:
-        compared = any(source.agree is not None for source in self.judgement.sources)  # one source alone says what the first table says
-        return [self.table, *([self.remedy_table] if self.remedies else []), *([self.judgement.table] if compared else [])]
+        tables = [*([self.remedy_table] if self.remedies else []), self.table]
+        if differing := tuple(source for source in self.judgement.sources if source.agree is False):
+            sources = dataclasses.replace(self.judgement, sources=differing).table
+            tables.append(dataclasses.replace(sources, title="Where the sources differ"))
+        return tables
 
     def to_frame(self) -> Any:
         """A DataFrame with one row per remedy: predicted speedup with its interval, and the measured one if it was proved."""
@@ -408,8 +431,6 @@ class Diagnosis(JsonDataclass):
         return text if command in (None, IN_PYTHON) else re.sub(r"\bprove\(\d+\)(?= runs )", lambda _: f"`{command}`", text)
 
     def _repr_html_(self) -> str:
-        doubt = f"<p><strong>Doubt:</strong> {display.escape(self.doubt)}</p>" if self.doubt else ""
-        head = f"<p><strong>{display.escape(self.verdict)}</strong> ({display.escape(self.cause)})</p>"
-        head = doubt + head if void_notes(self.evidence) else head + doubt
-        reason = f"<p>{display.escape(self.why)}</p><p><strong>Next:</strong> {display.escape(self.next)}</p>"
-        return head + reason + "".join(table._repr_html_() for table in self._tables)
+        head = f"<strong>{display.escape(self.verdict)}</strong> ({display.escape(self.cause)})"
+        lines = (f"<p>{f'<strong>{name}:</strong> {display.escape(text)}' if name else head}</p>" for name, text in self._summary)
+        return "".join([*lines, *(table._repr_html_() for table in self._tables)])

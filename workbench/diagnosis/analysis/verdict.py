@@ -83,25 +83,18 @@ class Judgement(JsonDataclass):
 
     @property
     def table(self) -> display.Table:
-        """One row per part, with a column each for clocks, ablations and trace."""
-        word = {None: "one source only", True: "they agree", False: "they differ"}
+        """One row per part, with a column each for clocks, experiments and, if it saw a part, the trace."""
+        word = {None: "", True: "they agree", False: "they differ"}
         rows = [
-            [
-                s.part,
-                units.percent(s.clocks),
-                units.percent(s.arms),
-                units.percent(s.trace),
-                "; ".join(filter(None, [word[s.agree], s.note])),
-            ]
-            for s in self.sources
+            [s.part, units.percent(s.clocks), units.percent(s.arms), units.percent(s.trace), s.note or word[s.agree]] for s in self.sources
         ]
-        return display.Table(
+        table = display.Table(
             columns=("part", "clocks", "experiments", "trace", ""),
             rows=rows,
             title="Three sources",
-            note="clocks: share of the step between marks in the loop; experiments: share that was saved without the part; "
-            "trace: share inside a step whose batches are cached. The verdict goes by the experiments",
+            note="shares of the step: between marks in the loop, saved without the part, and in a trace; the experiments count",
         )
+        return table if any(s.trace is not None for s in self.sources) else table.without("trace")
 
     def to_json(self) -> dict[str, Any]:
         """As plain JSON values."""
