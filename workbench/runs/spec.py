@@ -9,25 +9,27 @@ from typing import Any, Self
 
 from workbench.core.checks import choice, real_number, unknown_names, whole_number
 from workbench.core.synonyms import check_fields
-from workbench.runs import training_knobs
-from workbench.runs.knobs import AUTO as AUTO
-from workbench.runs.knobs import (
+from workbench.runs import combinations
+from workbench.runs.combinations import WAYS
+from workbench.runs.combinations import ranks_per_shard as ranks_per_shard
+from workbench.runs.profile import Profile
+from workbench.runs.training_knobs import AUTO as AUTO
+from workbench.runs.training_knobs import (
     BACKENDS,
     CHECKPOINTINGS,
+    DECAYED,
     DEVICES,
     MEANT,
     OFFLOADS,
     PARALLELS,
     PRECISIONS,
-    SHARD_RANKS,
     AutoBatch,
     Knob,
     knob,
 )
-from workbench.runs.knobs import IMPLEMENTATIONS as IMPLEMENTATIONS
-from workbench.runs.knobs import SHARDED as SHARDED
-from workbench.runs.knobs import SpecError as SpecError
-from workbench.runs.profile import Profile
+from workbench.runs.training_knobs import IMPLEMENTATIONS as IMPLEMENTATIONS
+from workbench.runs.training_knobs import SHARDED as SHARDED
+from workbench.runs.training_knobs import SpecError as SpecError
 
 
 class _Spec:
@@ -135,7 +137,7 @@ class RunSpec(_Spec):
     "inverse_sqrt"; "warmup_stable_decay(decay=0.2)": the peak, then in the last fifth of the steps linearly down to zero, or to `end`. Or
     your own function, "my_task.py:rate" or "package.module:rate", from a step (the first is 0) to a fraction of the peak; only runs import
     it."""
-    weight_decay_on: str = knob("all", choices=training_knobs.DECAYED)
+    weight_decay_on: str = knob("all", choices=DECAYED)
     """Which parameters weight decay shrinks: "all", or "matrices": those with two or more dimensions, so neither norms nor biases."""
     ema: float | None = knob(None, elsewhere=("ema_decay", "use_ema", "model_ema", "polyak"))
     """Also keep an exponential moving average of the parameters, with this decay per step, such as 0.999, and evaluate it instead of them;
@@ -251,7 +253,7 @@ class RunSpec(_Spec):
             object.__setattr__(self, "micro_batch", AutoBatch(AUTO))
         else:
             _check_whole(self, "micro_batch", 1, ', or "auto"')
-        for name in ("accumulation", "nproc_per_node", "nnodes", "steps", "threads", "keep_checkpoints", *_WAYS):
+        for name in ("accumulation", "nproc_per_node", "nnodes", "steps", "threads", "keep_checkpoints", *WAYS):
             _check_whole(self, name, 1)
         for name in ("num_workers", "warmup_steps"):
             _check_whole(self, name, 0)
@@ -280,10 +282,7 @@ class RunSpec(_Spec):
             raise SpecError(f"{knob} needs workers, and num_workers is 0: set num_workers to 1 or more, or leave {knob} out")
         if self.device == "cpu" and self.backend == "nccl":
             raise SpecError('backend="nccl" with device="cpu": nccl reduces on GPUs only; use backend="gloo" or "auto"')
-        training_knobs.check(self)
-        _check_parallel(self)
-        if self.noise_scale:
-            training_knobs.check_noise(self)
+        combinations.check(self)
         _profile(self)
 
     @property
@@ -299,7 +298,7 @@ class RunSpec(_Spec):
     @property
     def whole_models(self) -> bool:
         """Does each rank have the whole model, its optimizer's states perhaps left out?"""
-        return self.parallel not in SHARDED and all(getattr(self, name) == 1 for name in _WAYS)
+        return self.parallel not in SHARDED and all(getattr(self, name) == 1 for name in WAYS)
 
     @property
     def data_ranks(self) -> int:
@@ -408,36 +407,7 @@ KNOBS: Mapping[str, Knob] = {
     for field in dataclasses.fields(RunSpec)
 }
 """Name of a field of RunSpec → what is known of it."""
-_WAYS = ("tensor_parallel", "pipeline_parallel", "expert_parallel")
-"""Knobs that say among how many ranks parts of the model are divided."""
 _SWITCHES = tuple(field.name for field in dataclasses.fields(RunSpec) if field.type is bool)
-
-
-def _check_parallel(spec: RunSpec) -> None:
-    if spec.parallel in SHARDED:
-        for name in ("find_unused_parameters", "gradient_as_bucket_view", "bucket_cap_mb"):
-            if getattr(spec, name):
-                raise SpecError(
-                    f'{name}={getattr(spec, name)} with parallel="{spec.parallel}": it is a knob of DDP, which "ddp" and "zero1" use; '
-                    f'leave {name} out, or try parallel="ddp"'
-                )
-    if spec.shard_ranks is not None and spec.parallel != "hsdp":
-        raise SpecError(
-            f'shard_ranks={spec.shard_ranks} with parallel="{spec.parallel}": only "hsdp" has groups that shard; try parallel="hsdp"'
-        )
-    for name in _WAYS:
-        if spec.world_size % (ways := getattr(spec, name)):
-            of = "nproc_per_node" if spec.nnodes == 1 else "nnodes × nproc_per_node"
-            raise SpecError(
-                f"{name}={ways} does not divide the {spec.world_size} ranks ({of}): try {name}={_nearest_divisor(spec.world_size, ways)}"
-            )
-    if spec.parallel == "hsdp":
-        ranks_per_shard(spec, spec.data_ranks)
-    if spec.tensor_parallel > 1 and spec.precision == "amp_fp16" and spec.parallel not in SHARDED:
-        raise SpecError(
-            f'precision="amp_fp16" with tensor_parallel={spec.tensor_parallel} and parallel="{spec.parallel}": each rank would '
-            'scale its part of a layer by itself; try precision="amp_bf16", or parallel="fsdp"'
-        )
 
 
 def _profile(spec: Spec) -> None:
@@ -458,27 +428,6 @@ def check_profile(spec: Spec) -> None:
     steps, queue = (spec.steps, spec.queue) if isinstance(spec, RunSpec) else (None, 0)
     if trouble := spec.profile.trouble(steps=steps, queue=queue, ranks=spec.world_size):
         raise SpecError(trouble)
-
-
-def ranks_per_shard(spec: RunSpec, data_ranks: int) -> int:
-    """Ranks that share one copy of the model under "hsdp"; `data_ranks` work on different samples.
-
-    Raises:
-        SpecError: it does not divide them.
-    """
-    wanted = spec.shard_ranks or min(SHARD_RANKS, data_ranks)
-    if data_ranks % wanted:
-        default = "" if spec.shard_ranks else " (its default)"
-        raise SpecError(
-            f"shard_ranks={wanted}{default} does not divide the {data_ranks} ranks that work on different samples: "
-            f"try shard_ranks={_nearest_divisor(data_ranks, wanted)}"
-        )
-    return wanted
-
-
-def _nearest_divisor(whole: int, wanted: int) -> int:
-    """The largest divisor of `whole` that is not above `wanted`."""
-    return next(n for n in range(min(whole, wanted), 0, -1) if whole % n == 0)
 
 
 def _check_whole(spec: Spec, name: str, least: int, other: str = "") -> None:

@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from workbench.core import run_directory
-from workbench.runs.knobs import SpecError
 from workbench.runs.task import TaskError
-from workbench.runs.training_knobs import parse_best, parse_stop
+from workbench.runs.training_knobs import SpecError, parse_best, parse_stop
 from workbench.train.ranks import Ranks
 
 

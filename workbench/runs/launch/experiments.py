@@ -15,12 +15,12 @@ from typing import Any
 from workbench.core import run_directory, units
 from workbench.core.progress import ProgressLine, left_by, status_text
 from workbench.runs import entrypoints
+from workbench.runs.combinations import given
 from workbench.runs.failure import Failure, RunError
 from workbench.runs.launch.launch import check, label
 from workbench.runs.launch.new_run import LaunchError, NewRun
 from workbench.runs.run import Run
 from workbench.runs.spec import RunSpec
-from workbench.runs.training_knobs import given
 
 PATIENCE = 600.0
 """Seconds beyond three times the budget after which an experiment is stopped: a model or a dataset may take long to build, and one step
