@@ -376,8 +376,12 @@ def test_what_fits_only_by_the_middle_of_a_range_is_said_to_be_not_certain(model
         more = estimate_memory(model, device=where, micro_batch=found.surely + 1, **GIVEN).fits(where, margin=0.0)
         assert more
         assert not more.certain
-    assert "not certain, since memory outside of PyTorch's allocator is known as a range only" in found.word
-    assert f"but it surely fits up to micro_batch={found.surely}" in found.word
+    assert found.word.startswith(
+        f"up to micro_batch={found.surely} it surely fits {found.device}; {found.micro_batch} is the largest that probably fits "
+        "(memory outside of PyTorch's allocator is known as a range only): "
+    )
+    assert "not certain" not in found.word, "once is enough"
+    assert "; one more is " in found.word
     ladder = memory_ladder(model, where, margin=0.0, **{**GIVEN, "micro_batch": found.micro_batch})
     assert "as it is" in ladder.word
     assert "; not certain, since memory outside" in ladder.word

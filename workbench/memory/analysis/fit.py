@@ -10,7 +10,8 @@ from workbench.core.device import Device
 from workbench.core.display import table as display
 from workbench.memory.analysis.non_pytorch import NonPyTorchMemory
 
-NOT_CERTAIN = "not certain, since memory outside of PyTorch's allocator is known as a range only"
+KNOWN_AS_RANGE = "memory outside of PyTorch's allocator is known as a range only"
+NOT_CERTAIN = f"not certain, since {KNOWN_AS_RANGE}"
 _PLAIN = {"cuda": "the GPU", "cpu": "main memory"}
 """Devices without a name of their own → in words."""
 

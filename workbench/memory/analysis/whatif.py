@@ -10,7 +10,7 @@ from workbench.core.codec import JsonDataclass
 from workbench.core.display import table
 from workbench.core.display import table as display
 from workbench.memory.analysis.breakdown import MemoryBreakdown
-from workbench.memory.analysis.fit import NOT_CERTAIN, spare_words, usable_words
+from workbench.memory.analysis.fit import KNOWN_AS_RANGE, NOT_CERTAIN, spare_words, usable_words
 
 SAME = "as it is"
 """Label of the row in which nothing is changed."""
@@ -307,10 +307,13 @@ class MaxMicroBatch:
         over = units.bytes_(needed(self.next) - self.capacity)
         more, reserved = self.next.total - self.breakdown.total, (self.next.reserved or 0) - (self.breakdown.reserved or 0)
         jump = f", since the allocator reserves {units.bytes_(reserved)} more at once for it, and tensors only {units.bytes_(more)}"
-        return (
-            f"micro_batch={self.micro_batch} is the largest that fits {self.device}: {self.room}; "
-            f"one more is {over} too much, at the {self.next.peak_moment}{jump * (reserved > JUMP * max(more, 1))}"
-        )
+        beyond = f"; one more is {over} too much, at the {self.next.peak_moment}{jump * (reserved > JUMP * max(more, 1))}"
+        if self.doubt and self.surely:
+            return (
+                f"up to micro_batch={self.surely} it surely fits {self.device}; {self.micro_batch} is the largest that probably fits "
+                f"({KNOWN_AS_RANGE}): {spare_words(self.capacity, self.spare, self.margin)}{beyond}"
+            )
+        return f"micro_batch={self.micro_batch} is the largest that fits {self.device}: {self.room}{beyond}"
 
     def __str__(self) -> str:
         return table.notes([self.word, *self.notes])
