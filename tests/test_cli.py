@@ -320,6 +320,17 @@ def test_every_command_says_what_it_does_with_an_example(capsys: pytest.CaptureF
             assert shown.endswith(f"example: {example}")
 
 
+def test_lab_opens_the_current_folder_and_says_what_it_lacks(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    called: list[list[str]] = []
+    monkeypatch.setattr("subprocess.call", lambda words: (called.append(words), 0)[1])
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert "pip install 'training-workbench[notebooks]'" in refused(["lab"], capsys)
+    assert not called
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    assert main(["lab", "--no-browser"]) == 0
+    assert called == [[sys.executable, "-m", "jupyterlab", "--no-browser"]]
+
+
 def test_what_launch_hands_on(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], by_hand: Callable[..., HandMade]
 ) -> None:

@@ -2,6 +2,7 @@
 
 try:
     import argparse
+import importlib.util
     import json
     import os
     import re
@@ -460,6 +461,8 @@ def main(argv: list[str] | None = None) -> int:
         parser.print_help(sys.stderr)
         return 2
     if given.command == "lab":
+        if importlib.util.find_spec("jupyterlab") is None:
+            made["lab"].error("JupyterLab is not installed here: pip install 'training-workbench[notebooks]', or jupyterlab")
         return subprocess.call([sys.executable, "-m", "jupyterlab", *rest])
     if rest:
         _refuse(made[given.command], given, rest)

@@ -138,13 +138,44 @@ def test_a_proof_stands_beside_its_prediction(ax: Axes) -> None:
     assert "measured" in legend(ax)
 
 
-def test_a_healthy_step_is_one_bar(ax: Axes) -> None:
+def test_a_step_without_remedies_is_drawn_without_each_part(ax: Axes) -> None:
+    """Such a picture had one bar and was half empty."""
     result = diagnosis()
     result.remedies = ()
+    saved = {"optimizer": Interval(low=0.05, mid=0.1, high=0.2), "data_wait": Interval(low=0.3, mid=0.4, high=1.0)}
+    little = {"host": Interval(low=0.0, mid=0.001, high=0.004)}
+    result.judgement = replace(result.judgement, shares=saved | little)
+    plot.diagnosis(result, ax=ax)
+    assert labels(ax) == ["as it is", "without data_wait", "without optimizer"]
+    assert ax.get_xlabel() == "step time, measured; hatched: predicted without one part (ms)"
+    step = 1e3 * result.parts.step
+    assert lengths(ax) == pytest.approx([step, 0.6 * step, 0.9 * step])
+    assert bars(ax)["data_wait"][1].get_width() == 0
+    assert bars(ax)["optimizer"][2].get_width() == 0
+    assert marks(ax)[0] == ("predicted", pytest.approx(0.6 * step), pytest.approx([0.0, 0.7 * step]))
+    assert texts(ax)[-2:] == ["up to 1.67×", "up to 1.11×"]
+    assert "predicted" in legend(ax)
+
+
+def test_a_step_of_which_no_part_matters_is_one_bar(ax: Axes) -> None:
+    result = diagnosis()
+    result.remedies, result.judgement = (), replace(result.judgement, shares={})
     plot.diagnosis(result, ax=ax)
     assert labels(ax) == ["as it is"]
     assert ax.get_xlabel() == "step time, measured (ms)"
     assert "predicted" not in legend(ax)
+
+
+def test_shares_stand_beside_marks_and_not_under_them(ax: Axes) -> None:
+    result = diagnosis()
+    (best, *_), step = result.remedies, result.parts.step
+    wide = replace(best, speedup=2.0, low=1.0, high=4.0)  # its mark covers the bar from half of its length on
+    result.remedies = (wide, replace(wide, high=40.0))  # and nearly all of the bar
+    plot.diagnosis(result, ax=ax)
+    shares = [(text.get_position()[0], text.get_position()[1]) for text in ax.texts if text.get_text().endswith(" %")]
+    assert all(place < 1e3 * step / 4 for place, row in shares if row == 1)
+    assert any(row == 1 for _, row in shares)
+    assert not [row for _, row in shares if row == 2]
 
 
 def test_a_diagnosis_shows_itself_by_its_picture_and_one_without_a_step_is_refused(ax: Axes) -> None:
@@ -244,7 +275,8 @@ def test_the_curve_has_a_line_of_steps_one_of_the_loader_and_the_floor_below_the
     assert legend(ax) == {"step", "loader alone, per batch", "step without loading"}
 
 
-def test_measurements_are_diamonds_beside_the_prediction(ax: Axes) -> None:
+def test_measurements_stand_beside_the_prediction_and_each_line_has_its_own_marker(ax: Axes) -> None:
+    """Printed in grey, step and loader looked alike."""
     measured = curve().with_measured(step={0: 0.052, 2: 0.031}, loader={1: 0.029})
     assert measured.plot(ax=ax) is ax
     found = {line.get_label(): line for line in ax.get_lines()}
@@ -253,6 +285,9 @@ def test_measurements_are_diamonds_beside_the_prediction(ax: Axes) -> None:
     assert list(found["loader alone, measured"].get_xdata()) == [1]
     assert ax.get_ylabel() == "predicted and measured (ms)"
     assert ax.get_xlabel().endswith(APART)
+    names = ("step, predicted", "step, measured", "loader alone, per batch, predicted", "loader alone, measured")
+    assert [found[name].get_marker() for name in names] == ["o", "o", "^", "^"]
+    assert [to_hex(found[name].get_markerfacecolor()) == "#ffffff" for name in names] == [True, False, True, False]
 
 
 def test_the_curve_says_what_holds_the_step_and_what_is_recommended(ax: Axes) -> None:

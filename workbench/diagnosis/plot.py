@@ -51,13 +51,17 @@ if TYPE_CHECKING:
 
 UNKNOWN = "parts unknown"
 """The piece of a bar whose parts the model does not predict: its length is known, what it is made of is not."""
+MIN_SHARE = 0.01
+"""Fraction of the step that a part may take at the least for the step to be drawn without it. Chosen; a matter of the picture."""
 
 
 def diagnosis(result: Diagnosis, ax: Axes | None = None) -> Axes:
     """The step as it is, and with each remedy alone: one stacked bar each, in seconds per step. A remedy that changes the batch is drawn
-    for the present number of samples, so that a bar half as long means twice the throughput.
+    for the present number of samples, so that a bar half as long means twice the throughput. Without remedies: the step as it is, and
+    without each part that takes time.
 
-    A hollow diamond is a prediction with its interval; a solid one was measured by a proof.
+    A hollow diamond is a prediction with its interval; a solid one was measured by a proof. `ax.figure.savefig("diagnosis.png")`, with the
+    Axes that are returned, saves the picture.
 
     Raises:
         ValueError: the step has no length.
@@ -68,14 +72,17 @@ def diagnosis(result: Diagnosis, ax: Axes | None = None) -> Axes:
     proofs = {proof.remedy.name: proof for proof in result.proofs}
     bars = [Bar(label="as it is", pieces=[*_pieces(parts), 0.0], end=_end(parts))]
     bars += [_bar(result, remedy, parts, proofs.get(remedy.name)) for remedy in result.remedies]
+    without = {} if result.remedies else _without(result)
+    bars += [_bar_without(part, seconds, parts) for part, seconds in without.items()]
     colors = {name: color for i, (name, color) in enumerate({**COLORS, UNKNOWN: OUTSIDE}.items()) if any(bar.pieces[i] for bar in bars)}
     columns = [i for i, name in enumerate([*PARTS, UNKNOWN]) if name in colors]
     bars = [replace(bar, pieces=[bar.pieces[i] for i in columns]) for bar in bars]
-    keys = [*colors, *(["predicted"] if result.remedies else []), *(["measured"] if proofs else [])]
+    keys = [*colors, *(["predicted"] if bars[1:] else []), *(["measured"] if proofs else [])]
     ax = prepared(ax, WIDTH, height([bar.label for bar in bars]) + 0.2 * (lines_of(keys) - 1))
     kind = "observed" if result.evidence.observed else "measured"
     length = "time for the samples of one step" if any("micro_batch" in remedy.change for remedy in result.remedies) else "step time"
-    what = f"{length}, {kind}{'; hatched: predicted with one remedy' if result.remedies else ''}"
+    change = "with one remedy" if result.remedies else "without one part"
+    what = f"{length}, {kind}{f'; hatched: predicted {change}' if bars[1:] else ''}"
     scale = stacked(ax, bars, what, colors)
     ax.set_xlabel(ax.get_xlabel(), loc="right")  # it is longer than the axis
     handles = {handle.get_label(): handle for handle in ax.containers}
@@ -85,19 +92,47 @@ def diagnosis(result: Diagnosis, ax: Axes | None = None) -> Axes:
         handles["predicted"] = mark(ax, place - shift, _seconds(parts, remedy.interval), scale, label="predicted")
         if proof is not None:
             handles["measured"] = mark(ax, place + shift, _seconds(parts, proof.measured), scale, measured=True, label="measured")
+    for place, seconds in enumerate(without.values(), 1):
+        handles["predicted"] = mark(ax, place, seconds, scale, label="predicted")
     legend(ax, [handles[key] for key in keys])
     return ax
 
 
+def _without(result: Diagnosis) -> dict[str, Interval]:
+    """Part → seconds of the step if that part took no time, the shortest first; parts that take next to nothing are left out."""
+    step = result.parts.step
+    shares = sorted(result.judgement.shares.items(), key=lambda item: -item[1].mid)
+    return {
+        part: Interval(low=step * (1 - saved.high), mid=step * (1 - saved.mid), high=step * (1 - saved.low))
+        for part, saved in shares
+        if saved.high >= MIN_SHARE
+    }
+
+
+def _bar_without(part: str, seconds: Interval, now: Parts) -> Bar:
+    """The bar of the step without a part."""
+    others = [max(0.0, now.seconds(other)) * (other != part) for other in PARTS]
+    shown = [piece / sum(others) * seconds.mid for piece in others] if sum(others) > 0 else [0.0] * len(PARTS)
+    return Bar(
+        label=f"without {part}",
+        pieces=[*shown, seconds.mid - sum(shown)],
+        end=f"up to {units.times(now.step / seconds.mid)}" if seconds.mid > 0 else "",
+        reach=seconds.high,
+        predicted=True,
+        marked=(seconds.low, seconds.high),
+    )
+
+
 def _bar(result: Diagnosis, remedy: Remedy, now: Parts, proof: Proof | None) -> Bar:
     """The bar of the step with one remedy, long enough for its marks."""
-    marks = [remedy.interval, *([] if proof is None else [proof.measured])]
+    marks = [_seconds(now, speedup) for speedup in (remedy.interval, *([] if proof is None else [proof.measured]))]
     return Bar(
         label=wrapped(remedy.name),
         pieces=_predicted_pieces(result, remedy, now),
         end=_gain(remedy, proof),
-        reach=max(_seconds(now, speedup).high for speedup in marks),
+        reach=max(seconds.high for seconds in marks),
         predicted=True,
+        marked=(min(seconds.low for seconds in marks), max(seconds.high for seconds in marks)),
     )
 
 
@@ -230,8 +265,8 @@ TERMS = {"in turn": "load, then train", "workers": "workers", "cores": "cores", 
 
 
 def loader_curve(result: LoaderCurve, ax: Axes | None = None) -> Axes:
-    """Seconds per step (blue), and per batch of the loader alone (orange), against the number of workers: dashed lines are predicted,
-    diamonds measured.
+    """Seconds per step (blue, circles), and per batch of the loader alone (orange, triangles), against the number of workers: dashed lines
+    with hollow markers are predicted, full markers measured.
 
     The dotted line is the step on cached batches, which no number of workers can beat. The text at the top says what limits the step; a
     ring marks the recommended number of workers. The text below says why a measured point may differ from the predicted one.
@@ -247,17 +282,17 @@ def loader_curve(result: LoaderCurve, ax: Axes | None = None) -> Axes:
     seen = [value for p in points for value in (p.measured_step, p.measured_loader) if value is not None]
     highest = max(value for value in (*(p.step for p in points), *(p.loader for p in points), *seen) if math.isfinite(value))
     scale, unit = scale_of(highest)
-    for name, color, predicted, measured in (
-        ("step", LINE, [p.step for p in points], [p.measured_step for p in points]),
-        ("loader alone, per batch", COLORS["data_wait"], [p.loader for p in points], [p.measured_loader for p in points]),
+    for name, color, marker, predicted, measured in (
+        ("step", LINE, "o", [p.step for p in points], [p.measured_step for p in points]),
+        ("loader alone, per batch", COLORS["data_wait"], "^", [p.loader for p in points], [p.measured_loader for p in points]),
     ):
         label = f"{name}, predicted" if any(value is not None for value in measured) else name
         ax.plot(
             counts,
             [scale * v for v in predicted],
             linewidth=1.8,
-            marker="o",
-            markersize=5,
+            marker=marker,
+            markersize=5.5,
             label=label,
             **marker_look(ax, color, predicted=True),
         )
@@ -267,8 +302,8 @@ def loader_curve(result: LoaderCurve, ax: Axes | None = None) -> Axes:
                 *zip(*there, strict=True),
                 color=color,
                 linestyle="none",
-                marker="D",
-                markersize=6,
+                marker=marker,
+                markersize=7.5,
                 path_effects=halo(ax),
                 zorder=4,
                 label=f"{name.split(',')[0]}, measured",
@@ -276,7 +311,7 @@ def loader_curve(result: LoaderCurve, ax: Axes | None = None) -> Axes:
     ax.axhline(scale * result.compute, color=ink(ax), linestyle=":", linewidth=1.4, label="step without loading")
     ax.set_xticks(counts)
     ax.set_xlim(counts[0] - 0.5, counts[-1] + 0.5)
-    ax.set_ylim(0, 1.25 * scale * highest)  # space for the words at the top
+    ax.set_ylim(0, 1.4 * scale * highest)  # space for the words at the top
     ax.grid(axis="y", color=ink(ax), alpha=0.18, linewidth=0.8)
     _terms(ax, result)
     _recommended(ax, result, scale)

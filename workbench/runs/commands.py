@@ -18,7 +18,7 @@ from workbench.runs.run import Run
 from workbench.runs.spec import KNOBS, RunSpec
 
 COMMANDS: Mapping[str, tuple[str, str, str]] = {
-    "lab": ("open JupyterLab", "", ""),
+    "lab": ("open JupyterLab in the current folder", "", ""),
     "doctor": (
         "report what this machine has and what will cause trouble, with fixes; with a target, also check its data loader",
         "Looks at Python, torch, GPUs, links, memory, limits and disks. With a target, it also reads batches of its loader; the exit "

@@ -210,6 +210,8 @@ class Bar:
     """Seconds that something else in its row reaches to; the text goes behind it."""
     predicted: bool = False
     """Hatched."""
+    marked: tuple[float, float] | None = None
+    """Seconds between which a mark is drawn over it; shares are written beside."""
 
     @property
     def seconds(self) -> float:
@@ -244,16 +246,25 @@ def stacked(ax: Axes, shown: Sequence[Bar], what: str, colors: Mapping[str, str]
         widths = [bar.pieces[column] * scale for bar in shown]
         drawn = draw_bars(ax, widths, starts, color, label=name, predicted=[bar.predicted for bar in shown])
         for place, (start, width, bar) in enumerate(zip(starts, widths, shown, strict=True)):
-            if wide <= width < bar.seconds * scale:  # a bar of one piece needs no share
-                share_in(ax, drawn.patches[place], start + width / 2, place, units.percent(bar.pieces[column] / bar.seconds))
+            left, right = _unmarked(start, start + width, bar.marked, scale, 0.2 * wide)
+            if wide <= right - left and width < bar.seconds * scale:  # a bar of one piece needs no share
+                share_in(ax, drawn.patches[place], (left + right) / 2, place, units.percent(bar.pieces[column] / bar.seconds))
         starts = [start + width for start, width in zip(starts, widths, strict=True)]
     end_labels(ax, reaches, texts)
     ax.set_xlabel(f"{what} ({unit})")
     return scale
 
 
+def _unmarked(start: float, end: float, marked: tuple[float, float] | None, scale: float, gap: float) -> tuple[float, float]:
+    """The longer side of a piece beside a mark, with a gap to it; the whole piece if it has none."""
+    if marked is None:
+        return start, end
+    left, right = marked[0] * scale - gap, marked[1] * scale + gap
+    return max((start, min(end, left)), (max(start, right), end), key=lambda side: side[1] - side[0])
+
+
 def share_in(ax: Axes, patch: Patch, place: float, row: float, text: str) -> None:
-    """A share, written into a piece of a bar, over the range of a mark; on a patch of its own where the piece is hatched."""
+    """A share, written into a piece of a bar; on a patch of its own where the piece is hatched."""
     color = _solid(patch.get_facecolor()) or ground(ax)
     behind = {"facecolor": color, "edgecolor": "none", "pad": 1.0} if patch.get_hatch() else None
     ax.text(place, row, text, ha="center", va="center", fontsize=8.5, color=text_on(color), bbox=behind, zorder=5)

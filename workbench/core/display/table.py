@@ -191,5 +191,8 @@ def plot_method(name: str) -> Callable[..., Any]:
     def plot(self: Any, ax: Any = None, **options: Any) -> Any:
         return picture(name)(self, ax=ax, **options)
 
-    plot.__doc__ = f"Draw it on `ax` (a new one by default) with `workbench.plot.{name}`, which takes the `options`; returns the Axes."
+    plot.__doc__ = (
+        f"Draw it on `ax` (a new one by default) with `workbench.plot.{name}`, which takes the `options`; returns matplotlib's Axes, whose "
+        '`.figure.savefig("picture.png")` saves the picture.'
+    )
     return plot
