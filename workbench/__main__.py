@@ -2,7 +2,7 @@
 
 try:
     import argparse
-import importlib.util
+    import importlib.util
     import json
     import os
     import re
