@@ -3,6 +3,7 @@
 import functools
 import json
 import math
+import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -22,7 +23,7 @@ from tests.conftest import HandMade
 from tests.forked import Forks
 from workbench.batch.measure.noise_watch import NoiseLog
 from workbench.core import run_directory
-from workbench.diagnosis.analysis.step_replay import StepReplay, first_bad_step
+from workbench.diagnosis.analysis.step_replay import StepReplay, first_bad_step, ordinary_losses
 from workbench.memory.measure.at_oom import held
 from workbench.runs.run import Run
 from workbench.train import step_ring
@@ -111,6 +112,25 @@ shifted = functools.partial(planted, batch="shifted")
 scaled = functools.partial(planted, stretch=1000.0, model=linear, loss=squares, optimizer="sgd(lr=0.01)")
 overflow = functools.partial(planted, stretch=20.0, seed=3, model=linear, loss=naive, optimizer="sgd(lr=0.0005)")
 sound = functools.partial(planted)
+far = functools.partial(planted, model=linear, loss=squares, optimizer="sgd(lr=1e6)")
+far_adamw = functools.partial(planted, model=linear, loss=squares, optimizer="adamw(lr=1e4)")
+ten_times = functools.partial(planted, model=linear, loss=squares, optimizer="sgd(lr=0.5)")
+thousand_times = functools.partial(planted, model=linear, loss=squares, optimizer="sgd(lr=20.0, momentum=0.9)")
+swinging = functools.partial(planted, model=linear, loss=squares, optimizer="sgd(lr=0.2, momentum=0.9)")
+overflowing = functools.partial(planted, loss=lambda model, batch: classify(model, (batch[0] * 2e5, batch[1])))
+steep = functools.partial(planted, loss=lambda model, batch: 30 * classify(model, batch), optimizer="sgd(lr=0.003)")
+never_finite = functools.partial(planted, loss=lambda model, batch: classify(model, batch) * math.nan)
+
+
+def nan_once() -> wb.Task:
+    """Has a loss that is NaN in the tenth step, unless a variable says that this is a replay."""
+    calls: list[int] = []
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        calls.append(1)
+        return classify(model, batch) * (math.nan if len(calls) == 10 and "IN_REPLAY" not in os.environ else 1.0)
+
+    return planted(loss=loss, optimizer="sgd(lr=0.0)")
 
 
 def plain() -> nn.Module:
@@ -133,6 +153,28 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
     "momentum": (WARM, "learning rate"),
     "overflow": ({"seed": 3}, "numerics"),
 }
+
+HALF, LONG = {"precision": "amp_fp16"}, {"steps": 60}
+ASKED: dict[str, tuple[str, dict[str, Any], int | None, str, int]] = {
+    **{f"lr 1e6, sgd, step {step}": ("far", {"steps": 8}, step, "learning rate", 1) for step in (None, 1, 2, 3, 6)},
+    **{f"lr 1e4, adamw, step {step}": ("far_adamw", {"steps": 8}, step, "learning rate", 1) for step in (None, 1, 2, 6)},
+    "lr 10 times, sgd, step 6": ("ten_times", {}, 6, "learning rate", 1),
+    "lr 1000 times, momentum": ("thousand_times", {}, None, "learning rate", 1),
+    "loss rises over several steps, momentum": ("swinging", LONG, None, "learning rate", 40),
+    "two steps before a NaN": ("nan_sample", {}, BAD - 2, "nothing", BAD - 2),
+    "a step before a NaN": ("nan_sample", {}, BAD - 1, "nothing", BAD - 1),
+    "a step after a NaN": ("nan_sample", {}, BAD + 1, "data", BAD),
+    "eight steps after a NaN": ("nan_sample", {}, BAD + 8, "data", BAD),
+    "a step before wrong labels": ("label_storm", {}, BAD - 1, "nothing", BAD - 1),
+    "a step after wrong labels": ("label_storm", {}, BAD + 1, "nothing", BAD + 1),
+    "fp16, each batch overflows": ("overflowing", HALF, None, "numerics", 1),
+    "fp16, first scale too large": ("steep", HALF, 1, "nothing", 1),
+    "fp16, NaN": ("nan_sample", HALF, None, "data", BAD),
+    "fp16, sound": ("sound", HALF, 9, "nothing", 9),
+    "no batch has a finite loss": ("never_finite", {}, None, "every batch", 1),
+    **{f"sound, step {step}": ("sound", {}, step, "nothing", step) for step in (1, 5, 20)},
+}
+"""Case → task, knobs, the step that is asked for (None = none), what is to blame, and in which step."""
 
 SHIFTED = {41, 81, 2}
 """Samples of the bad step that have another label than their own where labels are shifted."""
@@ -176,6 +218,28 @@ def test_the_planted_cause_is_named(tmp_path: Path, alone: Ranks, task: str) -> 
     assert "not repeatable" not in str(found)
     assert torch.equal(random, torch.get_rng_state())
     assert StepReplay.from_json(json.loads(json.dumps(found.to_json()))).verdict == cause
+
+
+@pytest.mark.parametrize("case", ASKED)
+def test_the_cause_is_named_before_at_and_after_the_step_that_went_wrong(tmp_path: Path, alone: Ranks, case: str) -> None:
+    task, knobs, asked, verdict, step = ASKED[case]
+    found = wb.replay(trained(tmp_path / "run", alone, task, **knobs), asked)
+    assert (found.verdict, found.step, found.also) == (verdict, step, ()), found
+    assert asked in (None, found.asked)
+    assert "does not make other batches worse" not in str(found)
+    assert ("scaler left the update out" in found.why) == (task == "steep")
+    if verdict == "learning rate":
+        plain, *_, smaller = [trial for trial in found.trials if "batch" not in trial.name]
+        assert f" to {max(plain.others, found.usual):.4g}; with {smaller.name} it becomes {smaller.others:.4g}" in str(found)
+        assert smaller.others < plain.others
+
+
+def test_nothing_is_only_said_where_the_replay_shows_it(tmp_path: Path, alone: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    once = trained(tmp_path / "once", alone, "nan_once")
+    monkeypatch.setenv("IN_REPLAY", "1")
+    found = wb.replay(once)
+    assert (found.verdict, found.step) == ("unclear", 10), found
+    assert "the loss was not finite in the run and is 0." in str(found)
 
 
 def test_an_ordinary_step_and_what_the_ring_has(tmp_path: Path, alone: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,6 +306,10 @@ def test_a_run_that_goes_on_from_a_sharded_checkpoint(tmp_path: Path, alone: Ran
 def test_the_first_bad_step() -> None:
     assert first_bad_step({1: 2.0, 2: math.nan}) == 2
     assert first_bad_step({1: 2.0, 2: 2.2, 3: 1.8, 4: 2.4}) is None
+    assert first_bad_step({1: 2.0, 2: 19.0, 3: 18.0}) is None
+    assert first_bad_step({1: 2.0, 2: 1.7e10}) == 2  # far above those before it, though they are few
+    risen = dict(enumerate([2.0] * 20 + [9.0] * 25, start=1))
+    assert (set(ordinary_losses(risen, 30)), set(ordinary_losses(risen, 45))) == ({2.0}, {9.0})
 
 
 def test_a_sharded_run_is_repeated_whole(tmp_path: Path, alone: Ranks) -> None:

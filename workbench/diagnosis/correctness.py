@@ -225,8 +225,8 @@ def replay(run: Run | str | os.PathLike[str], step: int | None = None, *, budget
     The run is repeated in this process from the nearest checkpoint before the step, or from its first step, with the samples of all ranks
     and the same random numbers. Ranks that shared the model (`parallel`, `tensor_parallel`, `pipeline_parallel`) become one whole model.
     For a pipeline, dropout draws other random numbers than it did in the run. Then the step is taken unchanged, in a higher precision, with
-    a tenth of the learning rate, with the batch of a later step, and without each of its samples in turn. If the weights were already bad,
-    the steps before it are examined.
+    a tenth of the learning rate or less, with the batch of a later step, and without each of its samples in turn. If the weights were
+    already bad, the steps before it are examined, or the first step whose loss stands out.
 
     Args:
         run: a run of a RunSpec, or its directory. The code of its task is executed in this process.

@@ -1,7 +1,10 @@
 """StepReplay: a step of a run that went wrong, repeated with changes, and what is to blame: data, learning rate or numerics."""
 
-from collections.abc import Mapping
+import math
+import statistics
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from workbench.core.brief import Briefed
 from workbench.core.codec import JsonDataclass
@@ -9,12 +12,24 @@ from workbench.core.display import table as display
 
 VERDICTS: Mapping[str, str] = {
     "data": "the batch is to blame: with other samples and the same weights the step is an ordinary one",
-    "learning rate": "the update is too large: a tenth of the learning rate does not make other batches worse",
-    "numerics": "the precision is to blame: in a higher one the same step is an ordinary one",
-    "earlier": "the weights were bad before this step already, and no earlier one could be repeated: write checkpoints more often",
+    "learning rate": "updates are too large",
+    "numerics": "the precision is to blame",
+    "every batch": "with these weights no batch is ordinary: the model, the loss or all data are to blame, which wb.sanity tests",
+    "earlier": "the weights were bad before this step already",
+    "unclear": "the step is not an ordinary one, and none of these changes makes one of it",
     "nothing": "this step is an ordinary one",
 }
 """Verdict → what it means."""
+UNUSUAL = 30.0
+"""Times the gradient of another batch, from which on a gradient is no ordinary one."""
+WORSE = 0.2
+"""Part of the loss of other batches by which an update raises it, from which on it has made them worse."""
+EARLY = 10.0
+"""Times the largest loss before it, from which on a loss stands out where there are fewer than `FEW` before it."""
+FEW = 3
+"""Losses before a step that suffice to tell how much they vary."""
+WINDOW = 20
+"""Losses before a step that are looked at."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +44,8 @@ class Trial(JsonDataclass):
     """Norm of the gradient; nan = not finite."""
     others: float
     """Loss of other batches after the update; nan = not finite."""
+    skipped: bool = False
+    """The loss scaler has left the update out, since gradients overflowed at its scale."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +68,10 @@ class StepReplay(Briefed, display.Shown):
     """Loss of the step in the run; None = not written."""
     trials: tuple[Trial, ...]
     """The step as it was, and with changes."""
+    why: str = ""
+    """What in the trials the verdict follows from."""
+    also: tuple[str, ...] = ()
+    """Other verdicts that hold beside it."""
     start: str
     """From where the run was repeated: a checkpoint, or "the first step"."""
     notes: tuple[str, ...] = ()
@@ -59,10 +80,12 @@ class StepReplay(Briefed, display.Shown):
     @property
     def table(self) -> display.Table:
         """A row per trial, and the verdict."""
-        rows = [(trial.name, *map(_text, (trial.loss, trial.gradient, trial.others))) for trial in self.trials]
+        rows = [(trial.name, *map(text, (trial.loss, trial.gradient, trial.others))) for trial in self.trials]
         blamed = f"; samples {', '.join(map(str, self.samples))}" if self.samples else ""
         where = f"step {self.step}" + (f" (asked for: {self.asked})" if self.step != self.asked else "")
-        note = [f"{where}, {self.verdict}{blamed}: {VERDICTS[self.verdict]}", f"before it, other batches had a loss of {_text(self.usual)}"]
+        verdicts = " and ".join([self.verdict, *self.also])
+        note = [f"{where}, {verdicts}{blamed}: {VERDICTS[self.verdict]}{f': {self.why}' * bool(self.why)}"]
+        note.append(f"before it, other batches had a loss of {text(self.usual)}")
         columns = ("the step", "loss", "norm of the gradient", "others' loss after it")
         return display.Table(columns=columns, rows=rows, title=f"Replay from {self.start}", note="\n".join([*note, *self.notes]))
 
@@ -70,27 +93,119 @@ class StepReplay(Briefed, display.Shown):
         return f"StepReplay(step={self.step}, verdict={self.verdict!r}, samples={self.samples})"
 
 
-def _text(value: float) -> str:
+def text(value: float) -> str:
+    """A loss or a norm, in words where it is not finite."""
     return "not finite" if value != value else f"{value:.4g}"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usual:
+    """What is usual with the weights before a step."""
+
+    others: float
+    """Loss of other batches."""
+    rest: float
+    """Loss of those other batches that no trial is taken with."""
+    largest: float
+    """Largest loss of an ordinary batch."""
+    gradient: float
+    """Norm of the gradient of another batch; inf = not known."""
+    drift: float
+    """Change of the loss between two steps before it: half of the changes are larger."""
+
+    def ordinary(self, trial: Trial) -> bool:
+        """Whether the loss and the gradient of a trial are finite, and not far above those of other batches."""
+        finite = math.isfinite(trial.loss) and math.isfinite(trial.gradient)
+        return finite and trial.loss <= self.largest and trial.gradient <= UNUSUAL * self.gradient
+
+    def worse(self, after: float, before: float | None = None) -> bool:
+        """Whether an update has made other batches worse, beyond what is usual between two steps.
+
+        Args:
+            after: loss of other batches after it.
+            before: and before it; None = that of all.
+        """
+        before = self.others if before is None else before
+        return not math.isfinite(after) or after - before > max(WORSE * abs(before), 2 * self.drift)
+
+    def sound(self, known: Sequence[float], first: float) -> bool:
+        """Whether the weights are: other batches have a finite loss that is not far above those before.
+
+        Args:
+            known: losses of the run before the step.
+            first: loss of the same batches some steps before; nan = not known.
+        """
+        beside = [*known, first] if len(known) < FEW and math.isfinite(first) else known
+        return math.isfinite(self.others) and not (beside and self.others > limit(beside))
+
+    def cures(self, trial: Trial, plain: Trial) -> bool:
+        """Whether a change keeps an update from making other batches worse, and their loss rises by less than half as much."""
+        rise = math.inf if math.isnan(plain.others) else plain.others - self.others
+        return not self.worse(trial.others) and trial.others - self.others < 0.5 * rise
+
+    def mends(self, higher: Trial, plain: Trial, known: Sequence[float]) -> bool:
+        """Whether a higher precision makes an ordinary step of one that is none.
+
+        Args:
+            higher: the step in it.
+            plain: the step as it was.
+            known: losses of the run before it.
+        """
+        overflowed = math.isnan(plain.loss) or math.isnan(plain.gradient)
+        finite = math.isfinite(higher.loss) and math.isfinite(higher.gradient)
+        if overflowed and finite and higher.loss <= max([self.largest, *known]):
+            return True
+        return self.ordinary(higher) and higher.loss < 0.5 * plain.loss
+
+
+def ordinary_losses(losses: Mapping[int, float], before: int) -> list[float]:
+    """The losses of at most `WINDOW` steps before a step, without those that stand out.
+
+    Losses that stand out for `WINDOW` steps are a new level, and ordinary.
+
+    >>> ordinary_losses({1: 2.0, 2: 1.9, 3: 1.8, 4: 9.0, 5: 1.7, 6: 1.6}, 6)
+    [2.0, 1.9, 1.8, 1.7]
+    """
+    known, apart = list[float](), list[float]()
+    for step, loss in sorted(losses.items()):
+        if step >= before:
+            break
+        if not stands_out(loss, known):
+            known, apart = [*known, loss][-WINDOW:], []
+        elif math.isfinite(loss):
+            apart = [*apart, loss]
+            if len(apart) == WINDOW:
+                known, apart = apart, []
+    return known
+
+
+def drift(known: Sequence[float]) -> float:
+    """The median change between losses that follow each other; 0 where there are fewer than `FEW`."""
+    return statistics.median(abs(b - a) for a, b in pairwise(known)) if len(known) >= FEW else 0.0
+
+
 def first_bad_step(losses: Mapping[int, float]) -> int | None:
-    """The first step whose loss is not finite, or far above all of the twenty before it; None = there is none.
+    """The first step whose loss stands out of those before it; None = there is none.
 
     >>> first_bad_step({1: 2.0, 2: 1.9, 3: 1.8, 4: 9.0, 5: 1.7})
     4
     """
     before: list[float] = []
     for step, loss in sorted(losses.items()):
-        if loss != loss or abs(loss) == float("inf"):
+        if stands_out(loss, before):
             return step
-        if len(before) >= 3 and loss > limit(before):
-            return step
-        before = [*before[-19:], loss]
+        before = [*before, loss][-WINDOW:]
     return None
 
 
-def limit(usual: list[float]) -> float:
+def stands_out(loss: float, before: Sequence[float]) -> bool:
+    """Whether a loss is not finite, or far above all of those before it."""
+    if not math.isfinite(loss) or not before:
+        return not math.isfinite(loss)
+    return loss > (limit(before) if len(before) >= FEW else max(before) + (EARLY - 1) * max(abs(max(before)), 1e-6))
+
+
+def limit(usual: Sequence[float]) -> float:
     """The loss from which on a batch is no ordinary one, beside others' losses: half as much again as the largest of them.
 
     Chosen: batches of one training differ by less at the same weights, unless they are tiny.

@@ -1,6 +1,8 @@
 """Repeats a run in this process up to a step, takes that step with changes, and finds what is to blame."""
 
+import contextlib
 import copy
+import dataclasses
 import functools
 import math
 import statistics
@@ -15,7 +17,17 @@ from torch import Tensor
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from workbench.core import run_directory
-from workbench.diagnosis.analysis.step_replay import StepReplay, Trial, limit
+from workbench.diagnosis.analysis.step_replay import (
+    StepReplay,
+    Trial,
+    Usual,
+    drift,
+    first_bad_step,
+    limit,
+    ordinary_losses,
+    stands_out,
+    text,
+)
 from workbench.diagnosis.measure.divergence import default_dtype, doubled
 from workbench.harness.batches import map_tensors, tensors_of
 from workbench.harness.restore import process_settings
@@ -37,8 +49,10 @@ BACK = 4
 """Steps before the one that is asked for to which the search goes back."""
 OTHERS = 2
 """Batches of later steps beside which a step is judged."""
-UNUSUAL = 30.0
-"""Times the gradient of another batch, from which on one is no ordinary one."""
+LATER = 4
+"""Batches of later steps among which they are chosen."""
+RATES = (1e-2, 1e-3, 1e-4, 1e-5, 1e-6, 1e-7, 1e-8)
+"""Factors of the learning rate that are tried where a tenth is too large, too."""
 ALONE = 256
 """Most samples of a step that are left out one at a time."""
 
@@ -66,7 +80,7 @@ class Replayer:
             time_left: seconds.
         """
         self.notes: list[str] = []
-        device, self._time_left = choose_device(whole(spec).replace(nproc_per_node=1), 0, 1), time_left
+        device, self.time_left = choose_device(whole(spec).replace(nproc_per_node=1), 0, 1), time_left
         folder = run_dir / run_directory.CHECKPOINTS
         stems = (path.stem.removeprefix("step") for path in folder.glob("step*.pt"))
         steps = sorted(int(stem) for stem in stems if stem.isdecimal())  # the others are ranks' parts of one
@@ -173,49 +187,52 @@ class Replayer:
     def trial(
         self,
         name: str,
-        taken: Taken,
+        window: Sequence[Taken],
         others: Sequence[Sequence[Any]],
         *,
         batches: Sequence[Any] | None = None,
         rate: float = 1.0,
         higher: bool = False,
     ) -> Trial:
-        """Take a step, with changes.
+        """Take a step, with changes, and those before it, if any.
 
         Args:
             name: of the changes.
-            taken: the step.
+            window: the step, after those that are taken before it.
             others: batches whose loss is taken after the update.
             batches: other ones than the step's.
             rate: factor of the learning rate.
             higher: in fp32 if the run's precision is lower, else in fp64.
         """
-        self.begin(taken)
-        trainer, chosen = self.trainer, taken.batches if batches is None else list(batches)
-        precision = trainer.precision
+        self.begin(window[0])
+        trainer, precision = self.trainer, self.trainer.precision
         double = higher and self.spec.precision == "fp32"
         try:
             if higher:
                 trainer.precision = Precision("fp32", trainer.ranks.device)
             if double:
                 trainer.module.double()
-                trainer.optimizer.load_state_dict(copy.deepcopy(taken.state["optimizer"]))
-                chosen, others = [doubled(batch) for batch in chosen], [[doubled(batch) for batch in other] for other in others]
+                trainer.optimizer.load_state_dict(copy.deepcopy(window[0].state["optimizer"]))
+                others = [[doubled(batch) for batch in other] for other in others]
             with default_dtype(double):
-                loss = self._gradients(trainer, chosen)
-                scale = trainer.precision.loss_scale()
-                grads = [weight.grad.detach().double() for weight in trainer.module.parameters() if weight.grad is not None]
-                norm = math.hypot(*(float(grad.norm()) for grad in grads)) / (1.0 if scale is None else float(scale))
-                for group in trainer.optimizer.param_groups:
-                    group["lr"] = group["lr"] * rate
-                trainer.precision.step(trainer.optimizer, trainer.model, clip_grad_norm=self.spec.clip_grad_norm)
+                for taken in window:
+                    chosen = taken.batches if batches is None else list(batches)
+                    loss = self._gradients(trainer, [doubled(batch) for batch in chosen] if double else chosen)
+                    scale = trainer.precision.loss_scale()
+                    factor = 1.0 if scale is None else float(scale)
+                    grads = [weight.grad.detach().double() for weight in trainer.module.parameters() if weight.grad is not None]
+                    norm = math.hypot(*(float(grad.norm()) for grad in grads)) / factor
+                    for group, was in zip(trainer.optimizer.param_groups, taken.state["optimizer"]["param_groups"], strict=True):
+                        group["lr"] = was["lr"] * rate
+                    done = trainer.precision.step(trainer.optimizer, trainer.model, clip_grad_norm=self.spec.clip_grad_norm)
                 after = statistics.fmean(map(self.loss, others)) if others else math.nan
         finally:
             trainer.precision = precision
             trainer.optimizer.zero_grad()
             if double:
                 trainer.module.float()
-        return Trial(name=name, loss=_finite(loss), gradient=_finite(norm), others=_finite(after))
+        skipped = not done and factor > 1.0  # at a scale of 1 the gradients themselves overflow
+        return Trial(name=name, loss=_finite(loss), gradient=_finite(norm), others=_finite(after), skipped=skipped)
 
 
 def whole(spec: RunSpec) -> RunSpec:
@@ -252,9 +269,22 @@ def replay(
 ) -> StepReplay:
     """Repeat a run up to a step, and find what is to blame for what it did.
 
+    If the weights were bad before the steps that were looked at, the search goes on at the first step whose loss stands out.
+
     Raises:
         ValueError: the step cannot be reached.
     """
+    found = _replay(run_dir, spec, step, losses, say, time_left)
+    first = first_bad_step(losses)
+    if found.verdict == "earlier" and first is not None and first <= found.step and first < step:
+        with contextlib.suppress(ValueError):  # no time is left
+            return dataclasses.replace(_replay(run_dir, spec, first, losses, say, time_left), asked=step)
+    return found
+
+
+def _replay(
+    run_dir: Path, spec: RunSpec, step: int, losses: Mapping[int, float], say: Callable[[str], object], time_left: Callable[[], float]
+) -> StepReplay:
     with process_settings():
         player = Replayer(run_dir, spec, step, time_left)
         history: deque[Taken] = deque(maxlen=BACK + 1)
@@ -268,79 +298,153 @@ def replay(
             history.append(player.next())
             replayed = player.take(history[-1])
         recorded = losses.get(step)
-        if recorded is not None and math.isfinite(recorded) and abs(replayed - recorded) > 1e-3 * max(abs(recorded), 1e-6):
+        if recorded is not None and _differ(recorded, replayed):
             why = "; the layers of a pipeline draw random numbers (dropout) of their own on each rank" * (spec.pipeline_parallel > 1)
             why += "; gradients are not compressed here" * spec.gradient_compression.startswith("powersgd")
-            player.notes.append(f"the loss was {recorded:.4g} in the run and is {replayed:.4g} here: the training is not repeatable{why}")
-        others = []
-        for _ in range(OTHERS):
-            others.append(player.next().batches)
+            was, here = (f"{value:.4g}" if math.isfinite(value) else "not finite" for value in (recorded, replayed))
+            player.notes.append(f"the loss was {was} in the run and is {here} here: the training is not repeatable{why}")
+        later = []
+        for _ in range(LATER):
+            later.append(player.next().batches)
             player.done += 1
-        return _judge(run_dir, player, list(history), others, step, losses, say)
+        return _Judge(run_dir, player, list(history), later, losses, say).judge()
 
 
-def _judge(
-    run_dir: Path,
-    player: Replayer,
-    history: list[Taken],
-    others: list[list[Any]],
-    asked: int,
-    losses: Mapping[int, float],
-    say: Callable[[str], object],
-) -> StepReplay:
-    known = [loss for step, loss in sorted(losses.items()) if step <= asked - 2 and math.isfinite(loss)][-20:]
-    taken, usual, bad = history[-1], math.nan, True
-    for taken in reversed(history):
-        say(f"other batches before step {taken.step}")
-        player.begin(taken)
-        beside = [player.loss(batch) for batch in others]
-        usual = statistics.fmean(beside)
-        earlier = [loss for step, loss in sorted(losses.items()) if step < taken.step - 1 and math.isfinite(loss)][-20:]
-        bad = not math.isfinite(usual) or bool(earlier and usual > limit(earlier))
-        if not bad:
-            break
-    earlier = [loss for loss in known if math.isfinite(loss)] or [usual]
-    most = limit([*([usual] if math.isfinite(usual) else []), *earlier[-20:]])
+def _differ(recorded: float, replayed: float) -> bool:
+    """Whether two losses of a step differ by more than rounding."""
+    if not (math.isfinite(recorded) and math.isfinite(replayed)):
+        return math.isfinite(recorded) != math.isfinite(replayed)
+    return abs(replayed - recorded) > 1e-3 * max(abs(recorded), 1e-6)
 
-    def result(verdict: str, samples: Sequence[int] = ()) -> StepReplay:
+
+class _Judge:
+    """Takes a step with changes, and finds what is to blame for it."""
+
+    def __init__(
+        self,
+        run_dir: Path,
+        player: Replayer,
+        history: list[Taken],
+        later: list[list[Any]],
+        losses: Mapping[int, float],
+        say: Callable[[str], object],
+    ) -> None:
+        self.run_dir, self.player, self.history, self.losses, self.say = run_dir, player, history, losses, say
+        self.higher = "in fp64" if player.spec.precision == "fp32" else "in fp32"
+        self.known = [ordinary_losses(losses, taken.step) for taken in history]
+        player.begin(history[0])
+        tried = [(batch, player.loss(batch)) for batch in later]
+        finite = [loss for _, loss in tried if math.isfinite(loss)]
+        most = limit([statistics.median_low(finite)]) if finite else math.nan
+        self.others = [batch for batch, _ in sorted(tried, key=lambda each: not each[1] <= most)][:OTHERS]  # those that stand out come last
+        self.before: list[list[float]] = []
+        for taken in history:
+            say(f"other batches before step {taken.step}")
+            player.begin(taken)
+            self.before.append([player.loss(batch) for batch in self.others])
+
+    def judge(self) -> StepReplay:
+        """The step to blame, and for what."""
+        usual = [self._usual(at, math.inf) for at in range(len(self.history))]
+        last = len(usual) - 1
+        place = next((at for at in range(last, -1, -1) if usual[at].sound(self.known[at], usual[0].others if at else math.nan)), None)
+        if place is not None and not usual[0].worse(usual[last].others):
+            place = last  # in the steps before it, other batches became no worse
+        self.taken, known = self.history[place or 0], self.known[place or 0]
+        self.say(f"step {self.taken.step} with changes")
+        trial = functools.partial(self.player.trial, window=[self.taken])
+        other = trial("with the batch of a later step", others=self.others[1:], batches=self.others[0])
+        plain = trial("as it was", others=self.others)
+        higher = trial(self.higher, others=self.others, higher=True)
+        slower = trial("a tenth of the learning rate", others=self.others, rate=0.1)
+        self.trials = [plain, higher, slower, other]
+        self.usual = here = self._usual(place or 0, other.gradient if math.isfinite(other.gradient) else math.inf)
+        in_higher = f"{self.higher} the same step has a loss of {text(higher.loss)} and a gradient of norm {text(higher.gradient)}"
+        if place is None:
+            return self._bad_before(here.mends(higher, plain, known), in_higher)
+        if plain.skipped and math.isfinite(higher.gradient) and plain.loss <= here.largest:
+            return self._result("nothing", "gradients overflowed at this loss scale, and the scaler left the update out, as it is made to")
+        if not here.ordinary(plain):
+            if here.mends(higher, plain, [loss for step, loss in self.losses.items() if step < self.taken.step and math.isfinite(loss)]):
+                return self._result("numerics", in_higher, also=["data"] if here.ordinary(other) else [])
+            if not here.ordinary(other):
+                return self._result("every batch")
+            also = ["learning rate"] if here.worse(other.others, here.rest) else []
+            return self._result(
+                "data", samples=_blamed(self.player, self.taken, self.others, here.ordinary, self.trials, self.say), also=also
+            )
+        if here.worse(plain.others):
+            return self._update([self.taken], here, plain, higher, slower)
+        if place < last:
+            return self._window([self.history[: place + 1], self.history])
+        recorded = self.losses.get(self.taken.step)
+        if recorded is None or not stands_out(recorded, known):
+            return self._result("nothing")
+        if last and usual[0].worse(usual[last].others):
+            return self._window([self.history[:-1]])
+        return self._result("unclear", "its loss stands out in the run, and does not here")
+
+    def _usual(self, at: int, gradient: float) -> Usual:
+        """What is usual before a step of the history, with the gradient of another batch."""
+        others, known = statistics.fmean(self.before[at]), self.known[at]
+        beside = [*known, others] if math.isfinite(others) else known
+        largest = limit(beside) if beside else math.inf
+        return Usual(others=others, rest=statistics.fmean(self.before[at][1:]), largest=largest, gradient=gradient, drift=drift(known))
+
+    def _bad_before(self, mended: bool, in_higher: str) -> StepReplay:
+        """The verdict where no step of the history begins with sound weights."""
+        if mended and not math.isfinite(self.usual.others):
+            return self._result("numerics", f"other batches have no finite loss either, and {in_higher}")
+        if self.taken.step == 1:
+            return self._result("every batch")
+        return self._result("earlier", f"replay an earlier one, such as wb.replay(run, {self.taken.step - 1})")
+
+    def _update(self, window: list[Taken], usual: Usual, plain: Trial, higher: Trial, slower: Trial) -> StepReplay:
+        """The verdict on an update, or on several, that made other batches worse, though its own batch is an ordinary one."""
+        first, last = window[0].step, window[-1].step
+        what = f"the update of step {first} raises" if first == last else f"the updates of steps {first} to {last} raise"
+        rise = f"{what} the loss of other batches from {text(usual.others)} to {text(plain.others)}"
+        if usual.cures(higher, plain):
+            return self._result("numerics", f"{rise}; {self.higher} it becomes {text(higher.others)}")
+        for factor in RATES:
+            if usual.cures(slower, plain) or self.player.time_left() <= 0:
+                break
+            self.say(f"step {self.taken.step} at {factor:g} of the learning rate")
+            slower = self.player.trial(f"{factor:g} of the learning rate", window, self.others, rate=factor)
+            self.trials.insert(-1, slower)
+        if usual.cures(slower, plain):
+            return self._result("learning rate", f"{rise}; with {slower.name} it becomes {text(slower.others)}")
+        return self._result("unclear", f"{rise}, or more than they were with each of the changes")
+
+    def _window(self, windows: Sequence[list[Taken]]) -> StepReplay:
+        """The verdict where it takes several steps to make other batches worse: those of the first window that does."""
+        usual = self._usual(0, math.inf)
+        for window in windows:
+            steps = f"steps {window[0].step} to {window[-1].step}"
+            self.say(f"{steps} with changes")
+            plain = self.player.trial(f"as they were, {steps}", window, self.others)
+            if usual.worse(plain.others):
+                break
+        higher = self.player.trial(f"{self.higher}, {steps}", window, self.others, higher=True)
+        slower = self.player.trial(f"a tenth of the learning rate in {steps}", window, self.others, rate=0.1)
+        self.trials = [*self.trials[:-1], plain, higher, slower, self.trials[-1]]
+        return self._update(window, usual, plain, higher, slower)
+
+    def _result(self, verdict: str, why: str = "", *, samples: Sequence[int] = (), also: Sequence[str] = ()) -> StepReplay:
         return StepReplay(
-            run=str(run_dir),
-            asked=asked,
-            step=taken.step,
+            run=str(self.run_dir),
+            asked=self.history[-1].step,
+            step=self.taken.step,
             verdict=verdict,
             samples=tuple(samples),
-            usual=usual,
-            recorded=losses.get(taken.step),
-            trials=tuple(trials),
-            start=player.start,
-            notes=tuple(dict.fromkeys(player.notes)),
+            usual=self.usual.others,
+            recorded=self.losses.get(self.taken.step),
+            trials=tuple(self.trials),
+            start=self.player.start,
+            why=why,
+            also=tuple(also),
+            notes=tuple(dict.fromkeys(self.player.notes)),
         )
-
-    def ordinary(trial: Trial) -> bool:
-        return math.isfinite(trial.loss) and trial.loss <= most and math.isfinite(trial.gradient) and trial.gradient <= UNUSUAL * typical
-
-    earlier_all = [loss for step, loss in losses.items() if step < taken.step and math.isfinite(loss)]
-    say(f"step {taken.step} with changes")
-    other = player.trial("with the batch of a later step", taken, others[1:], batches=others[0])
-    typical = other.gradient if math.isfinite(other.gradient) else math.inf
-    plain = player.trial("as it was", taken, others)
-    higher = player.trial("in fp64" if player.spec.precision == "fp32" else "in fp32", taken, others, higher=True)
-    slower = player.trial("a tenth of the learning rate", taken, others, rate=0.1)
-    trials = [plain, higher, slower, other]
-    if bad and not math.isfinite(usual):
-        return result("earlier")
-    if not ordinary(plain):
-        finite = math.isfinite(higher.loss) and math.isfinite(higher.gradient)
-        overflowed = math.isnan(plain.loss) or math.isnan(plain.gradient)
-        if (overflowed and finite and higher.loss <= max([most, *earlier_all])) or (ordinary(higher) and higher.loss < 0.5 * plain.loss):
-            return result("numerics")
-        return result("data", _blamed(player, taken, others, ordinary, trials, say))
-    worse = math.isnan(plain.others) or plain.others > max(1.2 * usual, usual + 0.1 * abs(usual))
-    if worse and not math.isnan(higher.others) and higher.others <= 1.1 * usual:
-        return result("numerics")
-    if worse and not math.isnan(slower.others) and (math.isnan(plain.others) or slower.others - usual < 0.5 * (plain.others - usual)):
-        return result("learning rate")
-    return result("earlier" if bad else "nothing")
 
 
 def _blamed(
@@ -360,13 +464,13 @@ def _blamed(
     for _ in range(4):
         best: tuple[float, int, int, Trial] | None = None
         for part, place in ((part, place) for part, left in enumerate(numbers) for place in range(len(left)) if len(left) > 1):
-            if player._time_left() <= 0:
+            if player.time_left() <= 0:
                 return []
             number = numbers[part][place]
             index = taken.samples[number] if number < len(taken.samples) else number
             say(f"without sample {index}")
             changed = [without(batch, place, len(numbers[part])) if at == part else batch for at, batch in enumerate(batches)]
-            trial = player.trial(f"without sample {', '.join(map(str, [*blamed, index]))}", taken, others, batches=changed)
+            trial = player.trial(f"without sample {', '.join(map(str, [*blamed, index]))}", [taken], others, batches=changed)
             score = math.inf if math.isnan(trial.loss) or math.isnan(trial.gradient) else trial.loss
             if best is None or score < best[0]:
                 best = (score, part, place, trial)
