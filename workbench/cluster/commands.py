@@ -8,7 +8,6 @@ from typing import Any
 from workbench.cluster.analysis.cluster import CLUSTERS
 from workbench.core import codec
 from workbench.core.checks import choice
-from workbench.core.device import Device
 from workbench.core.progress import begins
 from workbench.memory.analysis.fit import device_name
 from workbench.runs import task
@@ -87,11 +86,10 @@ def estimate_time(given: argparse.Namespace, knobs: Mapping[str, Any], show: Sho
         except ValueError:
             raise ValueError(f"--measured {measured}: expected seconds of a step, or the directory of a run") from None
     shapes = {name: value for name in ("sequence", "image") if (value := getattr(given, name)) is not None}
-    if given.device not in ("cpu", "cuda"):
-        Device.named(given.device)
-    _begin(given.target)
     from workbench.cluster import estimate_time as elsewhere
 
+    elsewhere.refuse(spec, given.device, given.cluster, known=measured is not None)
+    _begin(given.target)
     step = elsewhere.estimate_time(spec, device=given.device, cluster=given.cluster, measured=measured, **shapes)
     notes = [*filter(None, [step.alignment]), *step.notes]
     figures = {"seconds": step.seconds, "parts": step.parts, "samples_per_sec": step.samples_per_sec, "mfu": step.mfu, "notes": notes}

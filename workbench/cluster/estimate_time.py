@@ -92,6 +92,23 @@ def estimate_time(
     return checked_calibration(step, calibration) if calibration is not None else step
 
 
+def refuse(spec: "RunSpec", device: str | Device, cluster: str | Cluster | None, *, known: bool) -> None:
+    """Refuse what needs no dry run to be refused.
+
+    Args:
+        spec: what to predict.
+        device: where.
+        cluster: its links.
+        known: is a step there measured, or its calibration known?
+
+    Raises:
+        ValueError: the device, precision, compiling or cluster, or its absence with several ranks, allows no prediction.
+    """
+    _check(spec, _device(device, known=known), known=known)
+    if cluster is not None or spec.world_size > 1:
+        _cluster(cluster, spec.world_size)
+
+
 def _device(device: str | Device, *, known: bool) -> Device:
     if device == "cuda":
         raise EstimateTimeError('device="cuda" is any GPU, and each has other rates: give a name, such as "H100"')
@@ -142,12 +159,16 @@ def _with_communication(step: StepTime, plan: "Plan", cluster: str | Cluster | N
 
     from workbench.cluster.count_collectives import collectives_of_plan
 
-    if cluster is None:
-        raise EstimateTimeError(
-            f"{step.ranks} ranks exchange messages, and their links are not known: give cluster=, such as 'DGX-H100', or a Cluster with "
-            "your own links (wb.measure_collectives)"
-        )
-    where = Cluster.named(cluster) if isinstance(cluster, str) else cluster
+    where = _cluster(cluster, step.ranks)
     sent = collectives_of_plan(plan).on(where)
     shares = link_share(where, "inter" if step.ranks > where.gpus_per_node else "intra")
     return replace(step, traffic=sent, links=shares).with_exposed()
+
+
+def _cluster(cluster: str | Cluster | None, ranks: int) -> Cluster:
+    if cluster is None:
+        raise EstimateTimeError(
+            f"{ranks} ranks exchange messages, and their links are not known: give cluster=, such as 'DGX-H100', or a Cluster with "
+            "your own links (wb.measure_collectives)"
+        )
+    return Cluster.named(cluster) if isinstance(cluster, str) else cluster
