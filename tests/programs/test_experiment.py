@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from tests import toy_tasks
 from tests.forked import Forks
+from workbench.programs import experiment
 from workbench.programs.experiment import Assignment, IdleTraining, Training, enter_training, prove
 from workbench.runs.spec import RunSpec
 from workbench.train.device_turns import DeviceTurns, GpuMemory, storages_of
@@ -286,3 +287,24 @@ def test_a_rank_that_is_not_wanted_rests(alone: Ranks, monkeypatch: pytest.Monke
         assert isinstance(contestant, IdleTraining)
         contestant.drain()
         contestant.step()
+
+
+@pytest.mark.parametrize(
+    ("budget", "started", "left", "said"),
+    [
+        (60.0, 20.0, 40.0, ""),
+        (60.0, 54.0, 15.0, "the start took 54.0 s of the budget of 1 min 00 s, and measuring had 15.0 s all the same"),
+        (10.0, 3.0, 7.0, ""),
+        (10.0, 12.0, 5.0, "the start took 12.0 s of the budget of 10.0 s, and measuring had 5.00 s all the same"),
+    ],
+)
+def test_a_slow_start_leaves_15_seconds_or_half_of_a_small_budget_to_measure(
+    budget: float, started: float, left: float, said: str, alone: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half of the budget was left, so a call with a budget of 60 s whose start took 54 s lasted 84 s, and nothing said why."""
+    monkeypatch.setattr(time, "time", lambda: 1000.0 + started)
+    info = {"created": 1000.0, "experiment": {"budget_s": budget}}
+    given = Assignment(run_dir=tmp_path, info=info, spec=spec_of(), task=toy_tasks.numbers(), ranks=alone)
+    seconds, notes = experiment._budget(given)
+    assert seconds == pytest.approx(left)
+    assert notes == ((said,) if said else ())

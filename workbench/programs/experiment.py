@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-from workbench.core import run_directory
+from workbench.core import run_directory, units
 from workbench.core.checks import number_in_environment
 from workbench.diagnosis.measure.experiment import experiment
 from workbench.diagnosis.measure.gap import measure_gap
@@ -88,8 +88,10 @@ def run_program(
 
 PROGRESS_SECONDS = 1.0
 """Seconds between two writes of the progress."""
-MIN_MEASURING = 0.5
-"""Share of the budget that is left for measuring at least, however long the start has taken."""
+MIN_MEASURING, MIN_MEASURING_SECONDS = 0.5, 15.0
+"""Share of the budget that is left for measuring at least, however long the start has taken, and the most seconds that this comes to.
+Chosen: in 15 s most diagnoses are sure. With half, slow steps get no verdict; with twice, a slow start makes a call take half as long again
+as its budget."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -114,33 +116,35 @@ def diagnose(assignment: Assignment) -> dict[str, Any]:
     def step(batches: Any) -> None:
         trainer.step(batches if spec.accumulation > 1 else (batches,))
 
+    budget_s, late = _budget(assignment)
     evidence = experiment(
         step,
         trainer.loader,
         model=trainer.model,
         optimizer=trainer.optimizer,
-        budget_s=_budget(assignment),
+        budget_s=budget_s,
         accumulation=spec.accumulation,
         progress=progress_writer(assignment.run_dir) if assignment.ranks.rank == 0 else None,
     )
-    return dataclasses.replace(evidence, precision=spec.precision).to_json()
+    return dataclasses.replace(evidence, precision=spec.precision, notes=(*evidence.notes, *late)).to_json()
 
 
 def measure_ranks(assignment: Assignment) -> dict[str, Any]:
     """What the ranks of the spec cost each other; see `diagnosis.measure.gap`."""
     spec = assignment.spec
     trainer = Trainer(spec, assignment.task, assignment.ranks)
+    budget_s, late = _budget(assignment)
     evidence = measure_gap(
         lambda batches: trainer.step(batches if spec.accumulation > 1 else (batches,)),
         trainer.loader,
         [trainer.model],
-        budget_s=_budget(assignment),
+        budget_s=budget_s,
         accumulation=spec.accumulation,
         threads=spec.threads,
         large=assignment.order["large"],
         progress=progress_writer(assignment.run_dir) if assignment.ranks.rank == 0 else None,
     )
-    return evidence.to_json()
+    return dataclasses.replace(evidence, notes=(*evidence.notes, *late)).to_json()
 
 
 def progress_writer(run_dir: Path) -> Callable[[str, str], None]:
@@ -173,13 +177,14 @@ def prove(assignment: Assignment) -> dict[str, Any]:
         try:
             for index, spec in enumerate(specs):
                 trainings.append(stack.enter_context(enter_training(spec, assignment.task, assignment.ranks, index, turns)))
-            arm = run_ab_test(*trainings, budget_s=_budget(assignment), peers=peers, progress=progress)
+            budget_s, late = _budget(assignment)
+            arm = run_ab_test(*trainings, budget_s=budget_s, peers=peers, progress=progress)
         except Exception as error:
             if is_out_of_memory(error) and (len(trainings) < len(specs) or Training.in_turn in trainings):
                 side = "without" if not trainings or Training.in_turn is trainings[0] else "with"
                 error.args = (f"{error} (in the training {side} the change)",)
             raise
-    note = "; ".join(filter(None, (turns.note, arm.note))) or None
+    note = "; ".join(filter(None, (turns.note, arm.note, *late))) or None
     return dataclasses.asdict(dataclasses.replace(arm, samples=specs[1].global_batch / specs[0].global_batch, note=note))
 
 
@@ -191,11 +196,19 @@ KINDS: Mapping[str, tuple[Callable[[Assignment], dict[str, Any]], str]] = {
 """Kind of an order → what does it, and the file with its result."""
 
 
-def _budget(assignment: Assignment) -> float:
-    """Seconds that are left of the user's budget; the same on all ranks, which decide by it when to stop."""
-    budget = float(assignment.order["budget_s"])
-    left = max(budget - (time.time() - assignment.info["created"]), MIN_MEASURING * budget)
-    return min(map(float, assignment.ranks.share("budget", str(left).encode())))
+def _budget(assignment: Assignment) -> tuple[float, tuple[str, ...]]:
+    """Seconds that are left of the user's budget, the same on all ranks, which decide by it when to stop; and a note if the start took so
+    long that the budget is exceeded.
+    """
+    budget, started = float(assignment.order["budget_s"]), time.time() - assignment.info["created"]
+    least = min(MIN_MEASURING * budget, MIN_MEASURING_SECONDS)
+    left = min(map(float, assignment.ranks.share("budget", str(max(budget - started, least)).encode())))
+    if left > least:
+        return left, ()
+    whole = units.seconds(budget)
+    return left, (
+        f"the start took {units.seconds(started)} of the budget of {whole}, and measuring had {units.seconds(left)} all the same",
+    )
 
 
 class IdleTraining:
