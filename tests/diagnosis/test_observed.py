@@ -300,6 +300,9 @@ def test_a_run_without_steps(by_hand: Make) -> None:
     script = ScriptSpec(script="/a/my_task.py", watch=True).to_json()
     with pytest.raises(ValueError, match=r"no steps of an optimizer were seen.*diagnose\('my_task\.py:build'\)"):
         observe(Run.load(by_hand(spec=script).ended("finished").path))
+    for seconds, more in ((20.0, 120), (200.0, 600)):  # a script that had 200 s was told to try 120
+        with pytest.raises(ValueError, match=rf"let it run longer, diagnose\(…, budget_s={more}\) or --budget {more}$"):
+            observe(Run.load(by_hand().ended("stopped", seconds=seconds).path))
     with pytest.raises(ValueError, match=r"wait for it: run\.wait\(\)"):
         observe(Run.load(by_hand().alive().steps(6).path))
 

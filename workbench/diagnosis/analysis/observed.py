@@ -21,6 +21,8 @@ from workbench.timeline.timeline import LARGEST, LEFT_OUT, WARNING, Pause, Timel
 
 MIN_STEPS = 8
 """Fewer measured steps say nothing about a mean."""
+MORE_SECONDS = 120.0
+"""The budget that is suggested for a script that took too few steps, or three times what it had."""
 FIRST_BYTES = 1 << 16
 """Of the file of rank 0, in which the places of a script are looked for."""
 SLOWED_PHASES, MAX_ONE_PHASE = 3, 0.9
@@ -40,7 +42,8 @@ def _hint(run: Run) -> str:
     if isinstance(run.spec, ScriptSpec) and not run.spec.watch:
         return "a script's steps are measured with watch=True"
     if run.state == "stopped":
-        return "it was stopped, or its budget ended, before: let it run longer, diagnose(…, budget_s=120) or --budget 120"
+        more = f"{max(MORE_SECONDS, 3 * run.seconds):.0f}"
+        return f"it was stopped, or its budget ended, before: let it run longer, diagnose(…, budget_s={more}) or --budget {more}"
     if isinstance(run.spec, ScriptSpec) and not run.progress[0]:
         task = f"{os.path.basename(run.spec.script)}:build"
         return f"no steps of an optimizer were seen. A function of it that returns a wb.Task is diagnosed by its name, diagnose({task!r})"
