@@ -78,6 +78,28 @@ def test_what_differs_first_is_named(alone: Ranks, tmp_path: Path, monkeypatch: 
     assert "try deterministic=True" in other.verdict
     assert dict(other.table.rows)["the content of the batch"] == "equal"
     assert dict(other.table.rows)["the reduced gradients"] == "not compared"
+    rows = dict(same.table.rows)
+    assert rows["the averaged weights"] == rows["the gradients of the rank's own samples"] == "there are none"
+    assert rows["the order of the samples"] == "equal"
+    assert "averaged weights" not in same.verdict
+    assert same.absent == ("ema", "compression", "own gradients")
+    assert same.not_recorded == ()
+
+
+def test_what_was_not_recorded_is_not_called_equal() -> None:
+    proof = wb.RepeatProof(
+        steps=4, ranks=2, difference=None, first="a", second="b", not_recorded=("samples", "own gradients"), absent=("ema",)
+    )
+    rows = dict(proof.table.rows)
+    assert rows["the order of the samples"] == rows["the gradients of the rank's own samples"] == "not recorded"
+    assert (rows["the averaged weights"], rows["the loss"]) == ("there are none", "equal")
+    equal, left_out = proof.verdict.split(". Not recorded, so not compared: ")
+    assert "samples" not in equal
+    assert "averaged" not in proof.verdict
+    assert left_out == "the order of the samples, the gradients of the rank's own samples."
+    assert "Not recorded, so not compared" in proof._repr_html_()
+    assert proof.brief()["not_recorded"] == ["samples", "own gradients"]
+    assert wb.RepeatProof.from_json(proof.to_json()) == proof
 
 
 NOISY = """
@@ -89,6 +111,14 @@ def loss(model, batch):
 
 def build():
     return toy_tasks.any_knob(loss=loss)
+
+def backward(model, batch):
+    loss = toy_tasks.larger_of_two(model, batch)
+    loss.register_hook(lambda gradient: gradient * (1 + os.urandom(1)[0]))
+    return loss
+
+def in_backward():
+    return toy_tasks.any_knob(loss=backward)
 """
 
 
@@ -96,8 +126,16 @@ def build():
 @pytest.mark.usefixtures("forked_ranks")
 @pytest.mark.parametrize(
     "knobs",
-    [{"parallel": "fsdp"}, {"tensor_parallel": 2}, {"pipeline_parallel": 2, "accumulation": 2}, {"task": MOE, "expert_parallel": 2}],
-    ids=["fsdp", "tensor", "pipeline", "experts"],
+    [
+        {"parallel": "fsdp", "ema": 0.9},
+        {"parallel": "hsdp", "shard_ranks": 2},
+        {"parallel": "hsdp", "shard_ranks": 1},
+        {"parallel": "zero2"},
+        {"tensor_parallel": 2},
+        {"pipeline_parallel": 2, "accumulation": 2},
+        {"task": MOE, "expert_parallel": 2},
+    ],
+    ids=["fsdp", "hsdp", "hsdp of one", "zero2", "tensor", "pipeline", "experts"],
 )
 def test_trainings_whose_ranks_share_the_model_are_compared(knobs: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each rank's part of the model is digested; a loss that no seed reaches is found."""
@@ -108,13 +146,20 @@ def test_trainings_whose_ranks_share_the_model_are_compared(knobs: dict[str, Any
     rows = digest_rows(Path(proof.second), 1)
     assert set(rows) == {(step, rank) for step in range(1, 6) for rank in range(2)}
     weights, gradients = ([rows[3, rank]["parts"][part] for rank in range(2)] for part in ("weights", "gradients"))
-    assert weights[0] != weights[1]
-    assert gradients[0] != gradients[1]
+    assert (weights[0] == weights[1]) == (gradients[0] == gradients[1]) == (knobs.get("shard_ranks") == 1)  # whole copies there
+    shares = "parallel" in knobs
+    assert ("own gradients" in proof.not_recorded) == shares
+    assert (dict(proof.table.rows)["the gradients of the rank's own samples"] == "not recorded") == shares
+    assert ("ema" in proof.absent) == ("ema" not in knobs)
     if "task" not in knobs:
         (tmp_path / "task.py").write_text(NOISY)
         other = wb.same_twice(spec, task="task.py:build", steps=2)
         assert other.difference is not None
         assert (other.difference.step, other.difference.part) == (1, "loss")
+    if shares:
+        other = wb.same_twice(spec, task="task.py:in_backward", steps=2)
+        assert other.difference is not None
+        assert (other.difference.step, other.difference.part) == (1, "gradients")
 
 
 def test_what_cannot_be_compared_is_refused() -> None:

@@ -19,8 +19,9 @@ from workbench.core import run_directory
 from workbench.core.progress import Waiting
 from workbench.runs.launch import prove_layout_resume, prove_resume
 from workbench.runs.launch.new_run import LaunchError
-from workbench.runs.launch.prove_resume import PARTS, Difference, Kill, _prepared, first_difference
+from workbench.runs.launch.prove_resume import Kill, _prepared
 from workbench.runs.launch.resume import archive_attempt
+from workbench.runs.rows import PARTS, Difference, first_difference
 from workbench.train import checkpoint_file
 from workbench.train.checkpoints import part_path
 

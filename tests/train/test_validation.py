@@ -20,7 +20,7 @@ from tests.forked import Forks
 from tests.toy_tasks import Numbers
 from tests.train.test_checkpoints import spec_of, train
 from workbench.core import run_directory
-from workbench.runs.launch.prove_resume import first_difference
+from workbench.runs.rows import first_difference
 from workbench.runs.spec import RunSpec, SpecError
 from workbench.runs.task import TaskError
 from workbench.timeline.timeline import Timeline

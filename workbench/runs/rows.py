@@ -4,18 +4,37 @@ import contextlib
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, overload
 
 from workbench.core import run_directory, units
 from workbench.core.checks import is_number, is_whole
+from workbench.core.codec import JsonDataclass
 from workbench.core.run_directory import METRIC_KEYS, METRICS, short
 from workbench.runs.rank_ends import MANY_RANKS, SAMPLED, RankEnds
 from workbench.runs.rank_steps import RankMeans, RankSteps
 from workbench.timeline.analysis.told import Told
 from workbench.timeline.reading import rank_notes
 from workbench.timeline.timeline import LEFT_OUT, WARNING, Timeline
+
+PARTS = {
+    "weights": "the weights before the step",
+    "buffers": "the module's buffers before the step",
+    "optimizer": "the optimizer's state",
+    "schedule": "the learning-rate schedule",
+    "scaler": "the gradient scaler",
+    "ema": "the averaged weights",
+    "compression": "what PowerSGD keeps between two steps",
+    "samples": "the order of the samples",
+    "batch": "the content of the batch",
+    "random": "the random numbers of the training process",
+    "loss": "the loss",
+    "own gradients": "the gradients of the rank's own samples",
+    "gradients": "the reduced gradients",
+}
+"""What a step depends on and computes, in this order: of several parts that differ in a step, the first is the cause."""
 
 
 class Rows:
@@ -332,3 +351,50 @@ def digest_rows(run_dir: Path, attempt: int | Literal["all", "last"] = "all") ->
         if attempt == "all" or number == (last[rank] if attempt == "last" else attempt):
             rows.update(((int(row["step"]), rank), row) for row in run_directory.LineTail(file).read(salvage=True))
     return rows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference(JsonDataclass):
+    """Where a resumed training differs first from the undisturbed one."""
+
+    step: int
+    """The step, from 1; one more than the last where only what the training ends with differs."""
+    rank: int
+    """The lowest rank that differs in it."""
+    part: str
+    """A key of `PARTS`."""
+    kills: int
+    """Kills before it. 0 = the two trainings differ before the first kill: the training itself is not repeatable."""
+
+
+def first_difference(undisturbed: Path, interrupted: Path, ranks: int) -> Difference | None:
+    """Where the fingerprints of two run directories differ first: by the attempt of the second, then by step, part and rank."""
+    expected = digest_rows(undisturbed, 1)
+    for attempt in range(1, 1 + max((number for number, rank, _ in digest_files(interrupted) if not rank), default=0)):
+        rows = {key: row for key, row in digest_rows(interrupted, attempt).items() if key[1] < ranks}
+        if differences := list(_differing(expected, rows)):
+            step, place, rank = min(differences)
+            return Difference(step=step, rank=rank, part=list(PARTS)[place], kills=attempt - 1)
+    return None
+
+
+def _differing(
+    expected: Mapping[tuple[int, int], Mapping[str, Any]], rows: Mapping[tuple[int, int], Mapping[str, Any]]
+) -> Iterator[tuple[int, int, int]]:
+    """(step, place in PARTS, rank) of what is not as it was."""
+    for (step, rank), row in rows.items():
+        before = expected.get((step, rank), {}).get("parts", {})
+        yield from ((step, place, rank) for place, part in enumerate(PARTS) if row["parts"].get(part) != before.get(part))
+
+
+def unrecorded(run_dirs: Sequence[Path], steps: int, ranks: int) -> list[str]:
+    """The parts of PARTS that some rank of the first attempts of runs did not record in some step, so that none can be compared.
+
+    Args:
+        run_dirs: of the runs.
+        steps: that each has taken.
+        ranks: of each.
+    """
+    rows = [digest_rows(run_dir, 1) for run_dir in run_dirs]
+    each = [of.get((step, rank), {"parts": {}})["parts"] for of in rows for step in range(1, steps + 1) for rank in range(ranks)]
+    return [part for part in PARTS if any(part not in parts for parts in each)]

@@ -26,29 +26,13 @@ from workbench.runs.launch.new_run import LaunchError, NewRun
 from workbench.runs.launch.prove_layout_resume import LayoutResumeProof
 from workbench.runs.launch.prove_script_resume import ScriptResumeProof, check_given, check_named, prove_script_resume
 from workbench.runs.launch.resume import take_checkpoints
-from workbench.runs.rows import digest_files, digest_rows
+from workbench.runs.rows import PARTS, Difference, digest_rows, first_difference, unrecorded
 from workbench.runs.run import Run
 from workbench.runs.spec import AUTO, RunSpec
 from workbench.runs.target import read_spec
 
 STEPS = 60
 """Steps that are trained at most, unless `steps=` is given: what a checkpoint leaves out shows in the first step after it."""
-PARTS = {
-    "weights": "the weights before the step",
-    "buffers": "the module's buffers before the step",
-    "optimizer": "the optimizer's state",
-    "schedule": "the learning-rate schedule",
-    "scaler": "the gradient scaler",
-    "ema": "the averaged weights",
-    "compression": "what PowerSGD keeps between two steps",
-    "samples": "the order of the samples",
-    "batch": "the content of the batch",
-    "random": "the random numbers of the training process",
-    "loss": "the loss",
-    "own gradients": "the gradients of the rank's own samples",
-    "gradients": "the reduced gradients",
-}
-"""What a step depends on and computes, in this order: of several parts that differ in a step, the first is the cause."""
 HINTS = {
     "weights": "the step before computed the same gradients and another result: an optimizer with a state beside its state_dict, or "
     "arithmetic that is not repeatable",
@@ -82,20 +66,6 @@ class Kill(JsonDataclass):
     """Steps of the checkpoint from which it went on."""
     restart_s: float
     """Seconds from the call that resumed it to the first step that was computed."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Difference(JsonDataclass):
-    """Where a resumed training differs first from the undisturbed one."""
-
-    step: int
-    """The step, from 1; one more than the last where only what the training ends with differs."""
-    rank: int
-    """The lowest rank that differs in it."""
-    part: str
-    """A key of `PARTS`."""
-    kills: int
-    """Kills before it. 0 = the two trainings differ before the first kill: the training itself is not repeatable."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -393,26 +363,6 @@ def _plan(path: Path, kill: tuple[int, int] | None) -> None:
         run_directory.write_json(plan, {"step": kill[0], "rank": kill[1]})
 
 
-def first_difference(undisturbed: Path, interrupted: Path, ranks: int) -> Difference | None:
-    """Where the fingerprints of two run directories differ first: by the attempt of the second, then by step, part and rank."""
-    expected = digest_rows(undisturbed, 1)
-    for attempt in range(1, 1 + max((number for number, rank, _ in digest_files(interrupted) if not rank), default=0)):
-        rows = {key: row for key, row in digest_rows(interrupted, attempt).items() if key[1] < ranks}
-        if differences := list(_differing(expected, rows)):
-            step, place, rank = min(differences)
-            return Difference(step=step, rank=rank, part=list(PARTS)[place], kills=attempt - 1)
-    return None
-
-
-def _differing(
-    expected: Mapping[tuple[int, int], Mapping[str, Any]], rows: Mapping[tuple[int, int], Mapping[str, Any]]
-) -> Iterator[tuple[int, int, int]]:
-    """(step, place in PARTS, rank) of what is not as it was."""
-    for (step, rank), row in rows.items():
-        before = expected.get((step, rank), {}).get("parts", {})
-        yield from ((step, place, rank) for place, part in enumerate(PARTS) if row["parts"].get(part) != before.get(part))
-
-
 def trained(run: Run, timeout: float | None) -> Run:
     """The run, when it has ended well."""
     try:
@@ -436,10 +386,14 @@ class RepeatProof(Briefed, display.Shown):
     """Run directory of the first training."""
     second: str
     """Run directory of the second."""
+    not_recorded: tuple[str, ...] = ()
+    """Keys of `PARTS` that a rank of either did not record in some step, and that could not be compared."""
+    absent: tuple[str, ...] = ()
+    """Keys of `PARTS` that such a training does not have, such as averaged weights without `ema`."""
 
     @property
     def same(self) -> bool:
-        """Are all steps, and the ends of the trainings, the same bit for bit?"""
+        """Is all that was recorded of all steps, and of the ends of the trainings, the same bit for bit?"""
         return self.difference is None
 
     @property
@@ -447,7 +401,11 @@ class RepeatProof(Briefed, display.Shown):
         """The answer in words, with what to do."""
         what = f"two trainings of {several(self.steps, 'step')} on {several(self.ranks, 'rank')}"
         if (first := self.difference) is None:
-            return f"The same: {what} are equal bit for bit, in samples, random numbers, losses, gradients and weights."
+            equal = [name for part, name in PARTS.items() if part not in (*self.not_recorded, *self.absent)]
+            left_out = (
+                f". Not recorded, so not compared: {', '.join(PARTS[part] for part in self.not_recorded)}" if self.not_recorded else ""
+            )
+            return f"The same: {what} are equal bit for bit, in {', '.join(equal[:-1])} and {equal[-1]}{left_out}."
         at = f"{'at the end' if first.step > self.steps else f'in step {first.step}'}, on rank {first.rank}"
         return f"Not the same: {what} differ first {at}: {PARTS[first.part]} ({HINTS[first.part]})."
 
@@ -456,8 +414,9 @@ class RepeatProof(Briefed, display.Shown):
         """What was compared, in the order in which a step uses it, and the verdict."""
         parts, first = list(PARTS), self.difference
         place = parts.index(first.part) if first else len(parts)
+        known = dict.fromkeys(self.not_recorded, "not recorded") | dict.fromkeys(self.absent, "there are none")
         rows = [
-            [PARTS[part], "equal" if number < place else "differs first" if number == place else "not compared"]
+            [PARTS[part], "differs first" if number == place else known.get(part, "equal" if number < place else "not compared")]
             for number, part in enumerate(parts)
         ]
         step = "all steps" if first is None else f"step {first.step}, rank {first.rank}"
@@ -493,5 +452,13 @@ def same_twice(
         raise LaunchError('micro_batch="auto": each training could choose another; give same_twice(…, micro_batch=…) a number')
     check(spec)
     first, second = (trained(start(spec, runs_dir, name), timeout).path for name in ("first", "second"))
-    difference = first_difference(first, second, spec.world_size)
-    return RepeatProof(steps=spec.steps, ranks=spec.world_size, difference=difference, first=str(first), second=str(second))
+    has = {"ema": spec.ema, "compression": spec.gradient_compression.startswith("powersgd"), "own gradients": spec.data_ranks > 1}
+    return RepeatProof(
+        steps=spec.steps,
+        ranks=spec.world_size,
+        difference=first_difference(first, second, spec.world_size),
+        first=str(first),
+        second=str(second),
+        not_recorded=tuple(part for part in unrecorded((first, second), spec.steps, spec.world_size) if has.get(part, True)),
+        absent=tuple(part for part, used in has.items() if not used),
+    )

@@ -20,9 +20,8 @@ from workbench.runs.failure import RunError
 from workbench.runs.launch.experiments import error_of, wait_for
 from workbench.runs.launch.launch import check, check_timeout, label
 from workbench.runs.launch.new_run import LaunchError, NewRun, Surroundings
-from workbench.runs.launch.prove_resume import PARTS
 from workbench.runs.launch.resume import checkpoints_of, refuse_code_of_others, refuse_links, take_checkpoints
-from workbench.runs.rows import digest_files, digest_rows
+from workbench.runs.rows import PARTS, digest_files, digest_rows
 from workbench.runs.run import ACTIVE, Run
 from workbench.runs.spec import AUTO, RunSpec
 from workbench.runs.task import with_files_at
