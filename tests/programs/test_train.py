@@ -8,7 +8,6 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -433,7 +432,6 @@ def test_a_dict_batch_and_its_own_collate(alone: Ranks, tmp_path: Path) -> None:
             {},
             r"model\(\) returned a type; expected a torch.nn.Module; write model=Net, not",
         ),
-        ({"model": lambda: SimpleNamespace(model=nn.Linear(2, 2))}, {}, r"returned a SimpleNamespace; .*Module; its .model is one$"),
         ({"dataset": lambda: 3}, {}, r"dataset\(\) returned a int; expected a dataset with __len__ and __getitem__, or .*IterableDataset"),
         ({"dataset": lambda: toy_tasks.Stream(count=5)}, {}, r"a stream \(Stream\), ended before it had given rank 0 one micro-batch of 8"),
         ({"loss": lambda model, batch: 0.5}, {}, r"returned a float; expected a tensor with one number"),

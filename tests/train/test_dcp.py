@@ -84,7 +84,7 @@ def test_ranks_write_and_read(tmp_path: Path, forks: Forks, ranks: int, kinds: d
             for name, weight in model.named_parameters():
                 assert torch.equal(weight, want[name])
                 assert all(torch.equal(value, want[f"{name} {state}"]) for state, value in optimizer.state[weight].items())
-        imported, want = wb.import_weights(build(**SIZES), tmp_path / f"{kind} script").model, torch.load(tmp_path / f"{kind} script.pt")
+        imported, want = wb.import_weights(build(**SIZES), tmp_path / f"{kind} script"), torch.load(tmp_path / f"{kind} script.pt")
         assert all(torch.equal(weight, want[name]) for name, weight in imported.named_parameters())
 
 
@@ -103,15 +103,15 @@ def test_all_of_a_checkpoint_goes_out(alone: Ranks, tmp_path: Path, parallel: st
     mine = {name: full_tensor(value) for name, value in trainer.module.state_dict().items()}
     assert all(torch.equal(value, mine[name]) for name, value in model.state_dict().items())
     assert len(optimizer.state) == len(list(model.parameters()))
-    assert torch.equal(wb.import_weights(tied(), folder).model.get_parameter("3.weight"), model.get_parameter("3.weight"))
+    assert torch.equal(wb.import_weights(tied(), folder).get_parameter("3.weight"), model.get_parameter("3.weight"))
     assert main(["export", str(tmp_path), "dcp", str(tmp_path / "typed")]) == 0
-    assert torch.equal(wb.import_weights(tied(), tmp_path / "typed").model.get_parameter("3.weight"), model.get_parameter("3.weight"))
+    assert torch.equal(wb.import_weights(tied(), tmp_path / "typed").get_parameter("3.weight"), model.get_parameter("3.weight"))
     with pytest.raises(ValueError, match="it has weights already; give another folder"):
         wb.export_weights(tmp_path, folder, format="dcp")
     with pytest.raises(ValueError, match="format='pt': allowed are 'safetensors', 'dcp'"):
         wb.export_weights(tmp_path, tmp_path / "other", format="pt")  # type: ignore[arg-type]
     if knobs:
-        average = wb.import_weights(tied(), wb.export_weights(tmp_path, tmp_path / "average", average=True, format="dcp")).model
+        average = wb.import_weights(tied(), wb.export_weights(tmp_path, tmp_path / "average", average=True, format="dcp"))
         assert torch.equal(average.get_parameter("3.weight"), trainer.averages["3.weight"])
 
 
@@ -293,7 +293,7 @@ def test_what_is_not_clear_is_refused(tmp_path: Path) -> None:
     numbered = saved(tmp_path / "numbered", {"model": model.state_dict(), "optimizer": optimizer.state_dict()})
     with pytest.raises(ValueError, match="have numbers in the place of names"):
         begin_with(numbered, tmp_path, spec_of())
-    assert torch.equal(wb.import_weights(toy_tasks.network(), numbered).model.get_parameter("0.weight"), model.get_parameter("0.weight"))
+    assert torch.equal(wb.import_weights(toy_tasks.network(), numbered).get_parameter("0.weight"), model.get_parameter("0.weight"))
     with pytest.raises(ValueError, match="these are weights of another model"):
         wb.import_weights(nn.Linear(2, 2), numbered)
 
@@ -328,7 +328,7 @@ def test_lists_of_states_are_refused(tmp_path: Path) -> None:
     folder = saved(tmp_path / "dcp", {"model": weights, "optimizer": {**states, "state": lists}})
     with pytest.raises(ValueError, match=r"the state factors of 0.weight is a list or a dict, of which nothing is read here"):
         begin_with(folder, tmp_path, spec_of())
-    assert torch.equal(wb.import_weights(toy_tasks.network(), folder).model.get_parameter("0.weight"), weights["0.weight"])
+    assert torch.equal(wb.import_weights(toy_tasks.network(), folder).get_parameter("0.weight"), weights["0.weight"])
 
 
 def begun(folder: Path, run_dir: Path, alone: Ranks, task: Task) -> Trainer:

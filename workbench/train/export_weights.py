@@ -9,7 +9,6 @@ import functools
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -105,32 +104,14 @@ def _write_safetensors(tensors: Mapping[str, Tensor], folder: Path, file_bytes: 
 
 
 @accept_synonyms
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ImportedWeights:
-    """What `import_weights` loaded into a model."""
+def import_weights(model: nn.Module, path: str | os.PathLike[str]) -> nn.Module:
+    """Load weights in the format of the Hugging Face hub, or of torch.distributed.checkpoint (DCP), into a model by name; return the model.
 
-    model: nn.Module
-    """The model that was given, with the weights."""
-    tensors: int
-    """Tensors that were loaded: parameters and buffers."""
-    path: Path
-    """Where they came from."""
-
-    def __repr__(self) -> str:
-        return f"ImportedWeights({self.tensors} tensors from {self.path} into {type(self.model).__name__})"
-
-
-def import_weights(model: nn.Module, path: str | os.PathLike[str]) -> ImportedWeights:
-    """Load weights in the format of the Hugging Face hub, or of torch.distributed.checkpoint (DCP), into a model by name.
-
-    A task's `model()` may load them: `model=lambda: wb.import_weights(Net(), "folder").model`.
+    So a task's `model()` may return it. Where nothing takes it, as in a REPL, Python prints the whole model: `_ = wb.import_weights(…)`.
 
     Args:
         model: changed in place; in a task's `model()`, all ranks call this, before the model is sharded.
         path: the folder, or one safetensors file.
-
-    Returns:
-        How many tensors were loaded, and the model as `.model`.
 
     Raises:
         ValueError: names or shapes differ, or DCP's index refers to other objects than its own. Nothing was changed or executed.
@@ -153,7 +134,7 @@ def import_weights(model: nn.Module, path: str | os.PathLike[str]) -> ImportedWe
         ]
         raise ValueError(f"{path}: these are weights of another model: {'; '.join([*words, *shapes[:3]])}. Nothing was changed")
     model.load_state_dict(tensors, strict=False)
-    return ImportedWeights(model=model, tensors=len(tensors), path=Path(path))
+    return model
 
 
 def _read(folder: Path) -> dict[str, Tensor]:

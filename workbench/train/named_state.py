@@ -26,7 +26,7 @@ from workbench.train.offload import HostOptimizer
 from workbench.train.ranks import Layout, Ranks
 from workbench.train.sharded_tensors import dtensor_spec, from_local_part, is_dtensor, local_part, local_region
 
-WEIGHTS_ALONE = "To take the weights alone: return wb.import_weights(…).model from the task's model()"
+WEIGHTS_ALONE = "To take the weights alone: wb.import_weights in the task's model()"
 """What to do with a checkpoint whose optimizer does not fit."""
 Key = tuple[str, str, str]
 """"module", "optimizer" or "ema"; the parameter; the state of the optimizer, or ""."""

@@ -458,7 +458,6 @@ def build_model(task: Task) -> nn.Module:
     model = task.model()
     if not isinstance(model, nn.Module):
         hint = "; write model=Net, not model=lambda: Net" if isinstance(model, type) else ""
-        hint = "; its .model is one" if isinstance(getattr(model, "model", None), nn.Module) else hint
         raise TaskError(f"the task's model() returned a {type(model).__name__}; expected a torch.nn.Module{hint}")
     return model
 
