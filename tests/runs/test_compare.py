@@ -228,6 +228,27 @@ def test_a_comparison_says_what_differs(alone: Ranks, tmp_path: Path) -> None:
     assert_is_text(table._repr_html_())
 
 
+def test_a_package_that_one_run_did_not_import_is_no_difference_of_versions(by_hand: Any) -> None:
+    """What a run imports depends on what it happens to do. Torch and cuDNN are there or not, without being imported."""
+    runs = []
+    for versions in ({"sympy": "1.13", "rich": "13"}, {"mpmath": "1.3", "cudnn": "9", "rich": "14"}, {"sympy": "1.14", "rich": "14"}):
+        runs.append(by_hand().steps(20).ended("finished"))
+        run_directory.write_json(runs[-1].path / run_directory.ENVIRONMENT, {"versions": {"torch": "2.13", **versions}})
+    first, second, third = (run.path for run in runs)
+    rows = [row[:4] for row in wb.compare(first, second).differences.rows if row[0] in ("versions", "imports")]
+    assert rows == [
+        ["versions", "rich", "13", "14"],
+        ["versions", "cudnn", "–", "9"],
+        ["imports", "not in each run", "sympy", "mpmath"],
+    ]
+    all_three = {row[1]: row[2:] for row in wb.compare(first, second, third).differences.rows}
+    assert all_three["sympy"] == ["1.13", "–", "1.14"]
+    assert all_three["not in each run"] == ["–", "mpmath", "–"]
+    changed = wb.what_changed(first, second, rerun=False)
+    assert {each.name for each in changed.differences if each.section == "versions"} == {"rich", "cudnn"}
+    assert "mpmath" not in str(changed)
+
+
 def test_the_state_of_a_folder_in_git(tmp_path: Path) -> None:
     def git(*words: str) -> None:
         environment.subprocess.run(

@@ -11,15 +11,13 @@ from workbench.core import run_directory, units
 from workbench.core.checks import is_number
 from workbench.diagnosis.analysis.what_changed import RunDifference
 from workbench.diagnosis.rerun import Arm, Change, Code, is_option, place_of_option, surroundings_of
-from workbench.runs.compare import differences, provenance, text
+from workbench.runs.compare import SHOWN, differences, provenance, several_of, text
 from workbench.runs.launch import environment, worktrees
 from workbench.runs.run import Run
 from workbench.runs.spec import ScriptSpec, Spec, SpecError
 
 CODE = "code"
 """The name of the change of all code."""
-SHOWN = 5
-"""Files that are named at most."""
 OF_RERUNS = ("steps", "watch", "profile", "kind")
 """Fields of a spec that a short training sets by itself."""
 MAY_BE_LEFT = ("versions", "data", "code", "git")
@@ -258,11 +256,6 @@ def _changed_code(runs: Sequence[Run], folder: Path, code: tuple[Code | None, Co
     except worktrees.GitError:
         return ()
     return (*files[:SHOWN], *[f"{len(files) - SHOWN} more"] * (len(files) > SHOWN))
-
-
-def several_of(names: Sequence[str]) -> str:
-    """The first few of some names."""
-    return ", ".join(names[:SHOWN]) + f" and {len(names) - SHOWN} more" * (len(names) > SHOWN)
 
 
 def _load_of(info: Mapping[str, Any]) -> dict[str, Any]:

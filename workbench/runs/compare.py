@@ -148,6 +148,10 @@ def compare(*runs: Run | str | os.PathLike[str]) -> Comparison:
 
 
 SECTIONS = ("spec", "variables", "environment", "versions", "git", "code", "data", "outcome")
+INSTALLED = ("python", "platform", "cuda", "cudnn", "workbench", "torch", "numpy")
+"""Versions that are recorded of what is installed; others are of packages that a run has imported."""
+SHOWN = 5
+"""Files or packages that are named at most."""
 Sections = dict[str, dict[str, Any]]
 
 
@@ -183,16 +187,25 @@ def _dict(value: Any) -> dict[str, Any]:
 
 
 def differences(runs: Sequence[Run]) -> list[tuple[str, str, list[Any]]]:
-    """Section, name and values by run of all that differs, in the order of SECTIONS; None = not recorded."""
+    """Section, name and values by run of all that differs, in the order of SECTIONS; None = not recorded.
+
+    Packages that only some of the runs have imported, all in one version, are one row of a section "imports" after the versions.
+    """
     each = [provenance(run) for run in runs]
     found = []
     for section in SECTIONS:
         parts = [one[section] for one in each]
         names = list(dict.fromkeys(name for part in parts for name in part))
+        apart: list[list[str]] = [[] for _ in runs]
         for name in names if all(parts) else ():  # what a run of an earlier version did not record says nothing
             values = [part.get(name) for part in parts]
-            if any(value != values[0] and value == value for value in values):
+            if section == "versions" and name not in INSTALLED and None in values and len({*map(str, values)}) == 2:
+                for packages, version in zip(apart, values, strict=True):
+                    packages += [name] if version else []
+            elif any(value != values[0] and value == value for value in values):
                 found.append((section, name, values))
+        if any(apart):
+            found.append(("imports", "not in each run", [several_of(packages) if packages else None for packages in apart]))
     return found
 
 
@@ -201,3 +214,8 @@ def text(value: Any) -> str:
     if value is None or value == "":
         return units.MISSING
     return value[:60] if isinstance(value, str) else short(value)
+
+
+def several_of(names: Sequence[str]) -> str:
+    """The first few of some names."""
+    return ", ".join(names[:SHOWN]) + f" and {len(names) - SHOWN} more" * (len(names) > SHOWN)
