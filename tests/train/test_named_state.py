@@ -186,6 +186,22 @@ def test_what_is_passed_over_says_why_and_executes_nothing(
     assert (here / f"step00000018.pt.{kind}").exists()
 
 
+def test_one_of_a_newer_workbench_is_kept_whole(alone: Ranks, here: Path) -> None:
+    """Its parts are neither deleted nor overwritten while the training goes on, takes the same step again and rotates its checkpoints."""
+    index, part = here / "step00000018.pt", here / "step00000018.rank0.pt"
+    index.write_bytes(index.read_bytes().replace(b'"format": 2', b'"format": 3'))
+    newer, its_part = index.read_bytes(), part.read_bytes()
+    spec = spec_of(parallel="fsdp", optimizer="adam(lr=0.01)")
+    train(spec.replace(steps=18), toy_tasks.numbers(), alone, here.parent)
+    assert index.exists()  # taken again
+    checkpoint_file.set_aside(index, "newer")
+    train(spec.replace(steps=40), toy_tasks.numbers(), alone, here.parent)
+    assert (here / f"{index.name}.newer").read_bytes() == newer
+    assert (here / f"{part.name}.newer").read_bytes() == its_part
+    assert (here / f"{index.name}.newer1").exists()
+    assert (here / f"{part.name}.newer1").exists()
+
+
 def test_a_training_on_one_rank_goes_on_bit_for_bit(alone: Ranks, written: Path, here: Path) -> None:
     """And a checkpoint that is not whole is not there."""
     (here / "step00000018.pt").unlink()  # the machine was switched off before it was written

@@ -7,6 +7,7 @@ Files of earlier workbenches have none. There the CRC-32 of each tensor is compa
 
 import contextlib
 import errno
+import itertools
 import json
 import os
 import pickle
@@ -227,6 +228,19 @@ def _is_damage(error: Exception) -> bool:
     if isinstance(error, RuntimeError):
         return _DAMAGE_PATTERN.search(str(error)) is not None and not is_out_of_memory(error)
     return isinstance(error, EOFError | ValueError | LookupError | TypeError | AttributeError)
+
+
+def set_aside(path: Path, kind: str) -> None:
+    """Give a checkpoint and the parts of its ranks a suffix, so that it is neither read nor deleted nor overwritten.
+
+    Without the suffix they are a checkpoint again. What was set aside before, under the same name, stays.
+    """
+    parts = [file for file in path.parent.iterdir() if file.name.startswith(f"{path.stem}.") and file.suffix == ".pt" and file != path]
+    names = (f"{kind}{number or ''}" for number in itertools.count())
+    files = [*parts, path]  # the checkpoint last: until then, the parts belong to one that is there
+    suffix = next(name for name in names if not any(file.with_name(f"{file.name}.{name}").exists() for file in files))
+    for file in files:
+        file.rename(file.with_name(f"{file.name}.{suffix}"))
 
 
 def said(error: OSError) -> str:

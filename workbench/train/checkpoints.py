@@ -47,7 +47,7 @@ Checkpoint = tuple[Path, dict[str, Any]]
 class Checkpoints:
     """The checkpoints of a run directory.
 
-    Those that cannot be used are passed over. When the run goes on, their names get what they are as a suffix (`.damaged`, `.newer`,
+    Those that cannot be used are passed over. When the run goes on, their files get what they are as a suffix (`.damaged`, `.newer`,
     `.foreign`), and a row of `resumes.jsonl` says why.
     """
 
@@ -206,7 +206,7 @@ class Checkpoints:
         passed_over = {unusable.name: str(why) for unusable, why in self._passed_over.items()}
         for unusable, why in self._passed_over.items():
             print(f"{unusable} is {why.kind} and passed over: {why}")
-            unusable.rename(unusable.with_name(f"{unusable.name}.{why.kind}"))
+            checkpoint_file.set_aside(unusable, why.kind)
         self.first_samples = state.get("first samples")
         notes = data_changes(trainer, state)
         changed = changed_layout(trainer.spec, state.get("layout"))
