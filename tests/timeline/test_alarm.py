@@ -18,7 +18,7 @@ import workbench as wb
 from tests.emulated_device import EmulatedDevice
 from workbench.core.run_directory import ENV_ALARM
 from workbench.core.vocabulary import PHASES
-from workbench.timeline import hooks
+from workbench.timeline import hooks, rank_log
 from workbench.timeline.alarm import (
     AT_A_LOOK,
     EVERY,
@@ -36,7 +36,7 @@ from workbench.timeline.alarm import (
     seconds_to_wait,
 )
 from workbench.timeline.analysis.change_points import BLOCK
-from workbench.timeline.analysis.told import Told, digest
+from workbench.timeline.analysis.told import NOT_FINITE, Told, digest
 from workbench.timeline.hooks import KEPT, Losses
 from workbench.timeline.marks import HostRecorder
 from workbench.timeline.steps import Row
@@ -625,6 +625,45 @@ def test_a_watched_loop_raises_alarms(tmp_path: Path, monkeypatch: pytest.Monkey
     assert [told.to_row() for told in loop.alarms] == alarms, "they are there after close(), too"
     assert any("what lies between the phases takes" in row.get("note", "") for row in written)
     assert "since step" in capsys.readouterr().err
+
+
+def test_what_an_alarm_holds_back_is_told_when_the_loop_ends_and_the_summary_at_exit(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A plain script that ends right after its loop, without a run directory."""
+    monkeypatch.delenv("WORKBENCH_RUN_DIR", raising=False)
+    monkeypatch.setattr(rank_log, "_LOGS", {})
+    now = [0]
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], lr=0.01)
+    loop = Watch([torch.zeros(2, 4)] * 800, optimizer=optimizer, alarm=True, recorder=partial(HostRecorder, lambda: now[0]))
+    alarm = None
+    for number, _ in enumerate(loop):
+        if alarm is None:
+            alarm = loop._recording._alarm
+            assert alarm is not None
+            alarm._wait = 1e3  # its thread sleeps
+        now[0] += (60_000_000 if number < 700 else 84_000_000) + 300_000 * (number % 7)
+        optimizer.step()
+        alarm._looked = -1e3
+    assert [told.phase for told in loop.alarms if told.phase != "memory"] == ["other"]
+    first = capsys.readouterr().err
+    assert "since step" in first
+    assert "change" not in first
+    rank_log._at_exit()
+    assert "workbench: alarms: 1 change" in capsys.readouterr().err
+    rank_log._at_exit()
+    assert capsys.readouterr().err == ""
+    for _ in loop:  # a later pass has an alarm of its own
+        optimizer.step()
+    assert [told.phase for told in loop.alarms if told.phase != "memory"] == ["other"]
+    loop.close()
+
+
+def test_a_loss_that_is_not_finite_in_the_last_step_of_a_pass_waits_for_the_next_and_is_told_at_the_end() -> None:
+    read = iter([[2.0] * 40 + [math.inf], []])
+    followed = StepAlarm(losses=lambda *_: next(read))
+    assert followed.see(rows(41, np.random.default_rng(4)), pause=True) == []
+    assert [told.phase for told in followed.see([], last=True)] == [NOT_FINITE]
 
 
 def test_only_what_became_slower_is_traced_and_only_files_that_exist_are_named() -> None:

@@ -100,13 +100,14 @@ class StepAlarm:
         """Step and share of what was told, since the training last lost by a change or gained by it otherwise than before."""
         self._slower = True
 
-    def see(self, rows: Sequence[Row], *, waits: bool = True, last: bool = False) -> list[Told]:
+    def see(self, rows: Sequence[Row], *, waits: bool = True, pause: bool = False, last: bool = False) -> list[Told]:
         """Finished steps, in their order; the alarms that are due now. They are looked at in whole blocks of `change_points.BLOCK`.
 
         Args:
             rows: of the steps.
             waits: as `ChangePoints.add_blocks` has it.
-            last: no step follows, so what waits for other phases to change with it is told now.
+            pause: no step follows for now, so what waits for other phases to change with it is told now.
+            last: no step follows at all; then a single loss that is not finite is told, too.
         """
         told = self._not_finite(self._losses(len(rows), self._every), last=last) if self._losses is not None else []
         self._rows += rows
@@ -124,7 +125,7 @@ class StepAlarm:
             told += self._explained(change.told - BLOCK)
             self._pending.append(change)
         self._step += count
-        told += self._explained(math.inf if last else self._points.steps - 1)
+        told += self._explained(math.inf if pause or last else self._points.steps - 1)
         return sorted(told, key=lambda each: each.step)
 
     @property
@@ -386,6 +387,8 @@ class Alarm:
         self._others, self._held = others, list[tuple[Told, float]]()
         """Alarms that another rank may explain, and since when they wait for it."""
         self._looked, self._wait = time.monotonic(), INTERVAL
+        self.paused = False
+        """Is no loop open? Then what waits for steps that may not follow is told."""
         self._pid = os.getpid()
         self._lock, self._stop = threading.Lock(), threading.Event()
         threading.Thread(target=self._follow, name="workbench-alarm", daemon=True).start()
@@ -393,21 +396,34 @@ class Alarm:
     def look(self, *, last: bool = False) -> None:
         """Look at what is new; with `last`, also at what still waits."""
         with self._lock:
-            rows, before = self._take(), self._looked
-            self._looked = time.monotonic()
-            for told in self._alarm.see(rows, waits=not last and len(rows) >= GROUP * BLOCK, last=last):
-                slow = self._traces if told.slower and told.phase not in NOT_TIME else None
-                around = self._around.changed() if told.phase not in ("loss", NOT_FINITE) else ()
-                told = self._parts.part(told) if self._parts else told
-                full = replace(told, circumstances=around, trace=slow.ask(told.step) if slow else "")
-                self._held.append((full, self._looked))
-            if self._held:
-                self._tell_held(last)
-            if not self._alarm.pending:
-                self._around.note()
-                if self._parts:
-                    self._parts.note()
-            self._wait = seconds_to_wait(len(rows), self._looked - before, pending=self._alarm.pending or bool(self._held))
+            self._look(last)
+
+    def pause(self) -> None:
+        """A loop is over: look, unless a look was a moment ago or is under way; then the thread does so later."""
+        self.paused = True
+        if os.getpid() != self._pid or time.monotonic() - self._looked < INTERVAL / 10 or not self._lock.acquire(blocking=False):
+            return  # a loop that was left is collected in any thread, in the midst of a look, too
+        with contextlib.suppress(Exception):  # the thread meets the error as well, and says so
+            self._look(last=False)
+        self._lock.release()
+
+    def _look(self, last: bool) -> None:
+        rows, before = self._take(), self._looked
+        self._looked = time.monotonic()
+        pause = self.paused or last
+        for told in self._alarm.see(rows, waits=not pause and len(rows) >= GROUP * BLOCK, pause=pause, last=last):
+            slow = self._traces if told.slower and told.phase not in NOT_TIME else None
+            around = self._around.changed() if told.phase not in ("loss", NOT_FINITE) else ()
+            told = self._parts.part(told) if self._parts else told
+            full = replace(told, circumstances=around, trace=slow.ask(told.step) if slow else "")
+            self._held.append((full, self._looked))
+        if self._held:
+            self._tell_held(last)
+        if not self._alarm.pending:
+            self._around.note()
+            if self._parts:
+                self._parts.note()
+        self._wait = seconds_to_wait(len(rows), self._looked - before, pending=self._alarm.pending or bool(self._held))
 
     def _tell_held(self, last: bool) -> None:
         """Tell what is due: what another rank may explain waits for it for some time, since ranks look at different times."""

@@ -12,6 +12,7 @@ import os
 import resource
 import sys
 import threading
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
@@ -38,6 +39,9 @@ _TOTALS = (
 
 _LOGS: dict[Path, "RankLog"] = {}
 """The files of this process: two timers on one path share a writer and go on counting."""
+
+_WITHOUT_FILE: "weakref.WeakSet[Source]" = weakref.WeakSet()
+"""Recordings without a file that are closed at exit: those that have an alarm."""
 
 
 class Source(Protocol):
@@ -99,6 +103,11 @@ def attach(path: Path, recording: Source) -> "RankLog":
         log = _LOGS[path] = RankLog(path)
     log.attach(recording)
     return log
+
+
+def close_at_exit(recording: Source) -> None:
+    """Close a recording that has no file when this process ends, so that its alarm tells what it still holds."""
+    _WITHOUT_FILE.add(recording)
 
 
 def current_device() -> int | None:
@@ -294,16 +303,16 @@ class RankLog:
 
 
 def _at_exit() -> None:
-    for log in list(_LOGS.values()):
-        for recording in list(log._recordings):
-            with contextlib.suppress(RuntimeError):  # the device may be beyond an answer; the steps read before are written already
-                recording.close()
+    for recording in [*(recording for log in _LOGS.values() for recording in log._recordings), *_WITHOUT_FILE]:
+        with contextlib.suppress(RuntimeError):  # the device may be beyond an answer; the steps read before are written already
+            recording.close()
 
 
 def _in_child() -> None:
     for log in _LOGS.values():
         log.forget()
     _LOGS.clear()
+    _WITHOUT_FILE.clear()
 
 
 atexit.register(_at_exit)

@@ -107,6 +107,10 @@ class Recording:
                 done=self._done + self._seen,
                 experiments=self._alarms in ("experiments", "trace"),
             )
+            if not self._logging:
+                rank_log.close_at_exit(self)
+        if self._alarm:
+            self._alarm.paused = False
         if self._traces:
             loop.between = self._traces.between
         loop.loss = self._losses.add if self._losses else None
@@ -118,8 +122,13 @@ class Recording:
             earlier = self._busiest
             self._noise = earlier if earlier and earlier.foreign > now.foreign else now
 
-    def end_load(self) -> None:
-        """The loop ends: what other processes do from here on does not concern it."""
+    def end_pass(self) -> None:
+        """A loop is over, and perhaps the training: the alarm tells what it has, and other processes do not concern it any more."""
+        self._end_load()
+        if self._alarm:
+            self._alarm.pause()
+
+    def _end_load(self) -> None:
         self._read_load()
         if self._meter:
             self._busiest = self._noise
@@ -191,9 +200,9 @@ class Recording:
             self.harvest()
 
     def close(self) -> None:
-        """Settle, write what is left, and detach from the file."""
+        """Settle, tell and write what is left, and detach from the file."""
         self.settle()
-        self.end_load()
+        self._end_load()
         if self._traces:
             self._traces.close()
         if self._alarm:

@@ -44,11 +44,13 @@ def watch(
         optimizer: the optimizer, or several. Without an optimizer, each batch counts as a step.
         alarm: True = report on stderr, in the notes and in the run directory when a phase, the throughput or the memory has changed
             permanently, or when the loss on which backward is called has risen permanently, and since which step. A separate thread does
-            this. "experiments": it may then also time a small computation, which shows whether the machine became slower. "trace": if
+            this. Changes that it holds back are told when the loop ends; the summary of all comes at exit or with `close()`.
+            "experiments": it may then also time a small computation, which shows whether the machine became slower. "trace": if
             something became slower, it may also trace a few steps, at most three times, into the folder `alarms` of the run directory.
 
     Returns:
-        An iterable of the loader's batches; its `.timeline` grows with every pass.
+        An iterable of the loader's batches; its `.timeline` grows with every pass, `.alarms` are the changes so far, and `.close()` ends
+        the alarm and the rank's file. In a notebook, whose process goes on, call it after the last loop.
 
     Raises:
         ValueError: the loader is not an iterable, the model not a module, or the optimizer not an optimizer.
@@ -107,7 +109,7 @@ class Watch(MeasuredBatches[T]):
     @contextlib.contextmanager
     def _watching(self) -> Iterator[None]:
         with contextlib.ExitStack() as undo:
-            undo.callback(self._recording.end_load)
+            undo.callback(self._recording.end_pass)
             undo.enter_context(hooks.marked_functions())
             for model in self._models:
                 undo.callback(hooks.on_model(model).remove)
@@ -127,7 +129,10 @@ class Watch(MeasuredBatches[T]):
         return self._recording.told
 
     def close(self) -> None:
-        """Write what is left to the rank's file, if there is one, and close it."""
+        """Tell the changes that are still held back, print the summary of all, and close the rank's file, if there is one.
+
+        Needed only where the process goes on, as in a notebook: it happens at exit, too. A later pass begins a new alarm.
+        """
         self._recording.close()
 
     def _make_recorder(self) -> MarkRecorder:
