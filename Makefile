@@ -16,6 +16,8 @@ UV := 0.13.9
 RARELY := pip|setuptools|mypy|mypyc|moto|sympy|networkx|debugpy|pytorch_lightning|lightning_fabric|aiohttp|fastapi|mlflow|databricks|wandb|opentelemetry|google|fontTools|wcwidth|backrefs|prompt_toolkit|jedi|torchgen
 # an environment of its own for the tools that look at the other one
 AUDIT := $(VENV)/audit/.installed
+# a folder of its own for timm: it needs torchvision, and where that is built for another torch, nor could transformers be imported
+TIMM := $(VENV)/timm/.installed
 ARGS ?=
 # pytest's 5 means that no test was chosen: where ARGS choose some, those may all be in the other half
 CHOSEN = $(if $(ARGS),|| [ $$? = 5 ])
@@ -122,7 +124,7 @@ alone: setup ## of these, what judges times, so that nothing may run beside it
 	@echo 'alone: the tests that judge times'
 	$(PYTEST) -m "alone and not slow" $(call MARKED,alone) $(AGAIN) --durations=10 $(ARGS) $(CHOSEN)
 
-slow: setup ## of the slow tests, what may run beside others
+slow: setup $(TIMM) ## of the slow tests, what may run beside others
 	$(PYTEST) -m "slow and not gpu and not alone" $(call MARKED,slow) $(FOUR) $(AGAIN) --durations=10 $(ARGS) $(CHOSEN)
 
 slow-alone: setup ## of the slow tests, what judges times
@@ -148,6 +150,10 @@ test-core: ## what needs no extra (no Jupyter, no dev tools but pytest), with wh
 
 gpu-check: ## check on an NVIDIA GPU what only a GPU can tell, in about 15 minutes (ARGS="--parts timer,verdicts", PYTHON=…)
 	PYTHONPATH=. $(GIVEN) -m benchmarks.gpu_check $(ARGS)
+
+$(TIMM): Makefile constraints.txt
+	@$(PIP) --no-deps --upgrade --target $(dir $(TIMM)) timm==1.0.31 torchvision==0.28.0 && touch $@ || \
+	  echo 'slow: timm could not be installed (pip says why above): its test is skipped'
 
 $(AUDIT): Makefile
 	@"$(PYTHON)" -m venv $(dir $(AUDIT))

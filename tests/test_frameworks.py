@@ -2,7 +2,11 @@
 
 import importlib
 import inspect
+import json
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,8 +18,9 @@ import torch
 import workbench as wb
 from tests.conftest import HandMade
 from tests.forked import Forks
-from tests.test_docs import PAGES, blocks
+from tests.test_docs import PAGES, ROOT, blocks
 from workbench.diagnosis.analysis.script_remedies import SETTINGS_OF
+from workbench.diagnosis.analysis.verdict import VERDICTS
 from workbench.runs.entrypoints import SCRIPT, spec_entrypoint
 from workbench.runs.profile import Profile
 from workbench.runs.spec import ScriptSpec
@@ -151,6 +156,70 @@ def test_an_estimate_of_a_lightning_module_is_what_is_measured(tmp_path: Path, m
 
     estimate = wb.estimate_memory(net, batch, device="cpu", steps=3)  # by its own training_step and configure_optimizers
     assert estimate.total == pytest.approx(measured(net, batch, loss).total, rel=0.02)
+
+
+TIMM = Path(sys.prefix) / "timm"
+"""Where `make slow` installs timm and torchvision."""
+IMPORT_TIMM = """\
+import sys, torch
+try:
+    import torchvision
+except RuntimeError:  # built for another torch: its operators, which no model of timm calls, are declared here
+    for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]: del sys.modules[name]
+    for name in ("nms", "qnms"): torch.library.define(f"torchvision::{name}", "(Tensor boxes, Tensor scores, float threshold) -> Tensor")
+"""
+TIMM_TASK = """
+import timm, timm.loss, workbench as wb
+
+def build(name="resnet10t", **more):
+    data = torch.utils.data.TensorDataset(torch.randn(160, 3, 32, 32), torch.randint(0, 10, (160,)))
+    smooth = timm.loss.LabelSmoothingCrossEntropy()
+    model = lambda: timm.create_model(name, num_classes=10, **more)
+    loss = lambda model, batch: smooth(model(batch[0]), batch[1])
+    return wb.Task(model=model, dataset=lambda: data, loss=loss, optimizer="adamw(lr=0.001)")
+
+def vit():
+    return build("vit_tiny_patch16_224", img_size=32)
+"""
+USE_TIMM = """
+import json, my_timm, workbench as wb
+
+if __name__ == "__main__":
+    for name in ("build", "vit"):
+        spec = wb.RunSpec(task=f"my_timm.py:{name}", device="cpu", micro_batch=8)
+        weights = 4 * sum(weight.numel() for weight in getattr(my_timm, name)().model().parameters())
+        estimate, fits = wb.estimate_memory(spec, device="cpu"), wb.estimate_memory(spec, device="T4").fits("T4")
+        found = {"weights": weights, "parameters": estimate.parameters, "estimate": estimate.total, "fits": bool(fits)}
+        print(json.dumps(found | {"measured": wb.measure_memory(spec).total}))
+    run = wb.launch(spec, steps=12).wait()
+    print(json.dumps({"state": run.state, "error": str(run.error), "steps": run.progress[0]}))
+    print(json.dumps({"verdict": wb.diagnose(spec, budget_s=15).verdict}))
+    script = wb.launch("train_timm.py", watch=True).wait()
+    print(json.dumps({"state": script.state, "error": str(script.error), "steps": script.timelines[0].count}))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_models_of_timm_are_estimated_launched_and_diagnosed(tmp_path: Path) -> None:
+    """Without weights from elsewhere. In processes of their own, since a torchvision of another build breaks other imports."""
+    if not (TIMM / "timm").is_dir():
+        pytest.skip("timm is not installed (make slow does it)")
+    (tmp_path / "my_timm.py").write_text(IMPORT_TIMM + TIMM_TASK)
+    (tmp_path / "train_timm.py").write_text(IMPORT_TIMM + SCRIPTS["train_timm.py"])
+    (tmp_path / "use_timm.py").write_text(USE_TIMM)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(TIMM), str(ROOT)))}
+    done = subprocess.run([sys.executable, "use_timm.py"], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    *models, run, diagnosis, script = map(json.loads, done.stdout.splitlines())
+    assert len(models) == 2
+    for found in models:
+        assert found["parameters"] == found["weights"]
+        assert found["estimate"] == pytest.approx(found["measured"], rel=0.02)
+        assert found["fits"]
+    assert (run["state"], run["steps"]) == ("finished", 12), run
+    assert diagnosis["verdict"] in VERDICTS
+    assert (script["state"], script["steps"] > 5) == ("finished", True), script
 
 
 def test_an_estimate_of_a_gan_is_what_is_measured() -> None:
