@@ -14,6 +14,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 import workbench
+from workbench.runs.combinations import check_task
 from workbench.runs.launch import environment, launch
 from workbench.runs.launch.new_run import LaunchError
 from workbench.runs.spec import RunSpec, SpecError
@@ -21,6 +22,7 @@ from workbench.runs.training_knobs import SCHEDULES, UNEVALUATED, depends_on_ste
 from workbench.train.optimizers import build_scheduler
 
 STEPS = 40
+MIXTURE = "workbench.train.tasks:moe_gpt"
 
 
 def spec_of(**knobs: Any) -> RunSpec:
@@ -245,3 +247,119 @@ def test_what_cannot_be_compiled_is_refused(knobs: dict[str, Any], message: str)
 def test_recipes_that_are_refused(knobs: dict[str, Any], message: str) -> None:
     with pytest.raises(SpecError, match=message):
         spec_of(**knobs)
+
+
+@pytest.mark.parametrize(
+    ("knobs", "message"),
+    [
+        ({"optimizer": "nope"}, "optimizer='nope': no optimizer 'nope'; Allowed are adafactor"),
+        ({"optimizer": "adamw(wrong=1)"}, "adamw has no option 'wrong'; it has betas, eps"),
+        ({"optimizer": "adamw(0.1)"}, "give each option its name"),
+        ({"optimizer": "sgd(differentiable=True)"}, "differentiable=True: the training steps outside of autograd; leave it out"),
+        ({"optimizer": "adamw(fused=True, foreach=True)"}, "fused and foreach are two implementations; leave one of them out"),
+        ({"optimizer": "muon", "parallel": "fsdp"}, 'optimizer="muon" with parallel="fsdp": it needs whole matrices.*; try parallel="ddp"'),
+        ({"optimizer": "adafactor(lr=0.1)", "parallel": "zero2"}, 'with parallel="zero2": it needs the means of whole rows and columns'),
+        ({"optimizer": "muon", "tensor_parallel": 2}, 'with tensor_parallel=2: it needs .*; leave one of them out, or try .*"adamw"'),
+        ({"optimizer": "muon", "expert_parallel": 2}, "with expert_parallel=2: it needs whole"),
+        (
+            {"optimizer": "sgd(fused=True)", "parallel": "hsdp"},
+            'with parallel="hsdp": torch has a fused step of parts .* for adam and adamw only',
+        ),
+    ],
+)
+def test_optimizers_that_are_refused_before_a_launch(knobs: dict[str, Any], message: str) -> None:
+    with pytest.raises(SpecError, match=message):
+        spec_of(nproc_per_node=2, **knobs)
+    assert spec_of(nproc_per_node=2, optimizer="adamw(fused=True)", parallel="fsdp")
+    assert spec_of(nproc_per_node=2, optimizer="muon", parallel="zero1")
+
+
+@pytest.mark.parametrize(
+    ("knobs", "message"),
+    [
+        ({"offload": "activations"}, 'offload="activations" on the CPU: there is nothing to offload from'),
+        ({"tf32": True, "device": "auto"}, "tf32=True on the CPU: only GPUs compute in TF32"),
+        (
+            {"gradient_compression": "powersgd", "bucket_cap_mb": 1.0},
+            "bucket_cap_mb=1 .*: on CPUs .* in one bucket, .*; leave bucket_cap_mb out",
+        ),
+    ],
+)
+def test_what_a_cpu_cannot_do_is_refused_before_a_launch(monkeypatch: pytest.MonkeyPatch, knobs: dict[str, Any], message: str) -> None:
+    monkeypatch.setattr(environment, "gpu_count", lambda: 0)
+    spec = spec_of(**{"task": "text-gpt", "nproc_per_node": 2, **knobs})
+    with pytest.raises(LaunchError, match=message):
+        launch.check(spec)
+    launch.check(spec.replace(device="cuda", nproc_per_node=1), here=False)
+
+
+@pytest.mark.parametrize(
+    ("task", "knobs", "message"),
+    [
+        ("text-gpt", {"expert_parallel": 2}, "expert_parallel=2 with task='text-gpt': its model has no layers of experts; leave it out"),
+        (
+            "workbench.train.tasks:moe_gpt",
+            {"expert_parallel": 3, "nproc_per_node": 3},
+            "does not divide its 4 experts; try expert_parallel=2",
+        ),
+        ("fashion-mlp", {"tensor_parallel": 2}, "tensor_parallel=2 with task='fashion-mlp': it has no plan of how its layers are split"),
+        (
+            "workbench.train.tasks:moe_gpt",
+            {"pipeline_parallel": 2, "accumulation": 2},
+            "pipeline_parallel=2 .*: it does not say how its model is cut",
+        ),
+        (
+            "fashion-mlp",
+            {"pipeline_parallel": 2, "accumulation": 2, "pipeline_schedule": "interleaved(chunks=2)"},
+            'pipeline_schedule="interleaved.*needs 4 stages, and its model has 2 pieces with parameters; try pipeline_schedule="gpipe"',
+        ),
+        ("fashion-mlp", {"checkpointing": "full"}, 'checkpointing="full" with .*: its model has no blocks that repeat; leave it out'),
+        ("fashion-mlp", {"compile": "blocks"}, 'compile="blocks" with .*: its model has no blocks that repeat; try compile="model"'),
+        (
+            "fashion-mlp",
+            {"weight_decay_on": "matrices"},
+            "its sgd has no weight decay; leave it out, or try",
+        ),
+        ("fashion-mlp", {"weight_decay_on": "matrices", "optimizer": "adam"}, "its adam has no weight decay"),
+        ("fashion-mlp", {"optimizer": "fused", "parallel": "fsdp"}, "torch has a fused step of parts .* for adam and adamw only"),
+        (
+            "text-gpt",
+            {"evaluate": "every(steps=1)", "stop_when": "accuracy"},
+            'stop_when="accuracy" with .*: its evaluation has bits_per_byte and validation_loss; try stop_when="validation_loss"',
+        ),
+        (
+            "text-gpt",
+            {"evaluate": "checkpoint", "checkpoint_every": 1, "best": "ece"},
+            'best="ece" with .*: its evaluation has bits_per_byte and validation_loss; try best="validation_loss"',
+        ),
+    ],
+)
+def test_what_a_sample_does_not_take_is_refused_before_a_launch(task: str, knobs: dict[str, Any], message: str) -> None:
+    spec = spec_of(**{"task": task, "nproc_per_node": 2, **knobs})
+    for ask in (launch.check, check_task):
+        with pytest.raises(SpecError, match=message):
+            ask(spec)
+    check_task(spec.replace(task="my_task.py:build"))  # it is not known
+
+
+def test_more_samples_than_a_sample_task_has_are_refused_before_a_launch() -> None:
+    spec = spec_of(task="clipart-resnet", nproc_per_node=2, micro_batch=1024)
+    with pytest.raises(
+        SpecError, match="one optimizer step takes 2048 samples, and its dataset has 1027; try micro_batch=513, or fewer ranks"
+    ):
+        launch.check(spec)
+    check_task(spec)  # an estimate takes any number
+    launch.check(spec.replace(micro_batch=513))
+
+
+def test_samples_take_what_they_can() -> None:
+    for task, knobs in (
+        ("text-gpt", {"tensor_parallel": 2}),
+        (MIXTURE, {"expert_parallel": 2}),
+        ("fashion-mlp", {"pipeline_parallel": 2, "accumulation": 2}),
+        ("fashion-mlp", {"weight_decay_on": "matrices", "optimizer": "adamw"}),
+        ("text-gpt", {"evaluate": "checkpoint", "checkpoint_every": 1, "best": "validation_loss", "stop_when": "bits_per_byte"}),
+        ("fashion-mlp", {"evaluate": "checkpoint", "checkpoint_every": 1, "best": "validation_loss", "stop_when": "loss"}),
+        ("workbench.train.tasks:text_gpt", {"parallel": "fsdp", "optimizer": "fused"}),
+    ):
+        check_task(spec_of(task=task, nproc_per_node=2, **knobs))

@@ -14,7 +14,6 @@ from torch import nn
 from tests import toy_tasks
 from tests.train.test_checkpoints import names, spec_of, train
 from workbench.core import run_directory
-from workbench.runs.task import TaskError
 from workbench.train.checkpoints import Checkpoints
 from workbench.train.early_stop import EarlyStop
 from workbench.train.ranks import Ranks
@@ -81,27 +80,37 @@ def test_a_run_that_was_killed_where_it_was_to_stop_takes_no_further_step(
     assert next(values) == 0.5
 
 
-def test_no_rank_waits_for_the_decision_of_one_that_failed(alone: Ranks, tmp_path: Path) -> None:
-    (tmp_path / run_directory.EVALUATIONS).write_text('{"step": 2, "figures": {"score": 1.0}}\n')
-    said: list[str] = []
+@pytest.mark.parametrize(
+    ("knob", "figure", "why"),
+    [("stop_when", "loss", "no evaluation ends the training"), ("best", "accuracy", "no checkpoint is the best")],
+)
+def test_a_figure_that_there_is_not_ends_no_training_and_is_noted_once(
+    alone: Ranks, tmp_path: Path, knob: str, figure: str, why: str
+) -> None:
+    spec = spec_of(steps=9, checkpoint_every=3, evaluate="checkpoint", **{knob: figure})
+    train(spec, toy_tasks.numbers(evaluate=lambda model: {"score": 1.0, "other": 2.0}), alone, tmp_path)
+    rows: list[dict[str, Any]] = run_directory.LineTail(tmp_path / run_directory.rank_file(0)).read()
+    notes = [row["note"] for row in rows if "note" in row]
+    assert notes == [f"warning: {knob}: the evaluation has no figure {figure!r}; it has score, other, so {why}"]
+    rows = run_directory.LineTail(tmp_path / run_directory.METRICS).read()
+    assert rows[-1]["step"] == 9
+    assert names(tmp_path) == ["step00000006.pt", "step00000009.pt"]
+
+
+def test_all_ranks_get_the_answer_of_the_first(alone: Ranks, tmp_path: Path) -> None:
+    (tmp_path / run_directory.EVALUATIONS).write_text("".join(f'{{"step": {step}, "figures": {{"score": 1.0}}}}\n' for step in (1, 2)))
+    answers: list[tuple[bool, bool]] = []
 
     def after(rank: int) -> None:
-        with pytest.raises(TaskError) as error:
-            EarlyStop("loss", dataclasses.replace(alone, rank=rank, world_size=2), tmp_path).after(2)
-        said.append(str(error.value))
+        ranks = dataclasses.replace(alone, rank=rank, world_size=2)
+        answers.append((EarlyStop("loss", ranks, tmp_path).after(1), EarlyStop("score(patience=1)", ranks, tmp_path).after(2)))
 
     threads = [threading.Thread(target=after, args=(rank,), daemon=True) for rank in (1, 0)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(20)
-    assert said == ["stop_when: the evaluation has no figure 'loss'; it has score"] * 2
-
-
-def test_a_figure_that_there_is_not_is_named(alone: Ranks, tmp_path: Path) -> None:
-    task = toy_tasks.numbers(evaluate=lambda model: {"score": 1.0})
-    with pytest.raises(TaskError, match="stop_when: the evaluation has no figure 'loss'; it has score"):
-        train(spec_of(stop_when="loss", evaluate="every(steps=2)"), task, alone, tmp_path)
+    assert answers == [(False, True)] * 2
 
 
 @pytest.mark.parametrize(
@@ -144,7 +153,27 @@ def test_a_run_that_goes_on_keeps_the_best_unless_another_figure_decides(alone: 
     assert names(tmp_path) == ["step00000021.pt", "step00000024.pt"]
 
 
-def test_a_best_that_no_evaluation_gives_ends_the_training(alone: Ranks, tmp_path: Path) -> None:
-    spec = spec_of(evaluate="checkpoint", best="accuracy")
-    with pytest.raises(TaskError, match="best='accuracy': the evaluation has no figure 'accuracy'; it has score"):
-        train(spec, toy_tasks.numbers(evaluate=lambda model: {"score": 1.0}), alone, tmp_path)
+@pytest.mark.parametrize(
+    ("given", "value", "kept"),
+    [
+        (({"bits_per_byte": 3.0}, {"bits_per_byte": 2.0}, {"bits_per_byte": 4.0}), 2.0, 6),
+        (({"accuracy": 0.5, "other": 1.0}, {"accuracy": 0.2, "other": 0.0}, {"accuracy": 0.4, "other": 2.0}), -0.5, 3),
+        (({"accuracy": 0.5, "loss": 2.0}, {"accuracy": 0.2, "loss": 1.0}, {"accuracy": 0.4, "loss": 3.0}), 1.0, 6),
+    ],
+)
+def test_without_a_name_the_best_has_the_best_figure_that_is_known(
+    alone: Ranks, tmp_path: Path, given: tuple[dict[str, float], ...], value: float, kept: int
+) -> None:
+    figures = iter(given)
+    spec = spec_of(steps=9, checkpoint_every=3, evaluate="checkpoint", keep_checkpoints=1)
+    train(spec, toy_tasks.numbers(evaluate=lambda model: next(figures)), alone, tmp_path)
+    last = Checkpoints(tmp_path, alone, 3).latest()
+    assert last
+    assert last[1]["best"] == (value, kept)
+
+
+def test_the_direction_of_a_known_figure_is_known(alone: Ranks, tmp_path: Path) -> None:
+    rows = "".join(f'{{"step": {step}, "figures": {{"accuracy": {value}}}}}\n' for step, value in enumerate((0.1, 0.2, 0.3), 1))
+    (tmp_path / run_directory.EVALUATIONS).write_text(rows)
+    assert not EarlyStop("accuracy(patience=1)", alone, tmp_path).after(3)
+    assert EarlyStop("accuracy(patience=1, best=min)", alone, tmp_path).after(3)

@@ -6,12 +6,18 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from tests.forked import Forks
+from workbench.runs.combinations import KNOWN, Sample
 from workbench.runs.run import Run
 from workbench.runs.spec import RunSpec
 from workbench.runs.task import SAMPLES, resolve
+from workbench.train.blocks import find_blocks
+from workbench.train.expert_parallel import expert_layers
 from workbench.train.models import Gpt, ResNet
+from workbench.train.optimizers import build_optimizer, described
+from workbench.train.trainer import evaluate
 
 
 @pytest.mark.slow
@@ -77,3 +83,33 @@ def test_gpt_does_not_look_ahead() -> None:
     difference = (model(tokens) - model(changed)).abs().amax(-1)[0]
     assert difference[:10].max() == 0
     assert difference[10:].min() > 0
+
+
+@pytest.mark.parametrize("where", KNOWN)
+def test_what_is_known_of_a_sample_without_building_it_is_so(where: str) -> None:
+    task, known = resolve(where), KNOWN[where]
+    model = task.model()
+    pieces = task.pipeline(model) if task.pipeline else model if isinstance(model, nn.Sequential) else ()
+    optimizer = described(build_optimizer(model, task.optimizer))
+    experts = {len(getattr(layer, name)) for _, layer in expert_layers(model) for name in layer.expert_parameters}
+    assert known == Sample(
+        samples=len(task.dataset()),
+        figures=tuple(evaluate(task, model)),
+        optimizer=optimizer["name"],
+        decays=bool(optimizer["weight_decay"]),
+        blocks=bool(find_blocks(model)),
+        pieces=sum(next(piece.parameters(), None) is not None for piece in pieces),
+        experts=experts.pop() if experts else 0,
+        plan=task.tensor_parallel is not None,
+    )
+    assert not experts
+
+
+def test_the_text_model_learns_the_same_in_split_layers(by_hand: Callable[..., Any], forks: Forks, tmp_path: Path) -> None:
+    spec = RunSpec(task="text-gpt", micro_batch=4, steps=3, device="cpu")
+    alone, split = by_hand(spec=spec.to_json()), by_hand(spec=spec.replace(nproc_per_node=2, tensor_parallel=2).to_json())
+    for ranks, run in ((1, alone), (2, split)):
+        done = forks.train(ranks, tmp_path, run.path)
+        assert done.returncode == 0, done.stderr
+    losses = [[row["loss"] for row in Run.load(run.path).metric_rows] for run in (alone, split)]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)

@@ -25,7 +25,7 @@ from workbench.core.progress import predicts
 from workbench.core.synonyms import accept_synonyms
 from workbench.memory.analysis.fit import MARGIN
 from workbench.runs.run import Run
-from workbench.runs.spec import KNOBS, RunSpec
+from workbench.runs.spec import KNOBS, RunSpec, SpecError
 from workbench.runs.target import is_config, named_task, shown
 
 MAX_GPUS = 65_536
@@ -176,6 +176,9 @@ def plan(
         if global_batch is not None:
             _whole("global_batch", global_batch)
         workload = read(model, where, batch=batch, sequence=sequence, precision=precision, checkpointing=checkpointing, **knobs)
+        if workload.spec is not None:
+            sharings, left_out = _taken(workload.spec.replace(optimizer=knobs.get("optimizer", workload.spec.optimizer)), sharings)
+            workload = replace(workload, notes=(*workload.notes, *left_out))
     given_batch = global_batch if global_batch is not None else getattr(workload.spec, "global_batch", None)
     size = _whole("global_batch", given_batch)
     if not isinstance(overlapped_gradients, bool):
@@ -205,6 +208,24 @@ def plan(
         pairs = measured if isinstance(measured, list) and measured else [measured]
         search = calibrated(search, [_measured(pair, efficiency, where, workload, trained_by) for pair in pairs])
     return search.plans(sizes, sharings)
+
+
+def _taken(spec: RunSpec, sharings: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The sharings that go with the knobs of a spec, and a note on each of the others.
+
+    Raises:
+        SpecError: none does.
+    """
+    taken, left_out = [], []
+    for kind in sharings:
+        try:
+            spec.replace(parallel=kind)
+            taken.append(kind)
+        except SpecError as error:
+            left_out.append(f'sharing="{kind}" is left out: {error}')
+            if kind == sharings[-1] and not taken:
+                raise
+    return taken, left_out
 
 
 def _measured(value: Any, efficiency: Any, where: Cluster, workload: Workload, trainer: Trainer | None) -> tuple[Plan, float]:

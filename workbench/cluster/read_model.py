@@ -11,6 +11,7 @@ from workbench.cluster.analysis.plan.workload import MICRO_BATCHES, Workload
 from workbench.core import units
 from workbench.core.device import Device
 from workbench.core.progress import tick
+from workbench.runs import combinations
 from workbench.runs.spec import AUTO, RunSpec
 from workbench.runs.target import read_program
 
@@ -67,6 +68,7 @@ def read(
     """
     target = read_program("plan", target, batch, others="a Transformer, ", error=PlanError)
     if isinstance(target, RunSpec):
+        combinations.check_task(target)
         target = target.replace(**{**_ONE_RANK, "noise_scale": False})
         precision = precision or target.precision
     knobs |= {**_ONE_RANK, "precision": precision or "amp_bf16", "batch": batch, "sequence": sequence, "device": cluster.device}

@@ -27,7 +27,7 @@ from workbench.runs.run import Run
 from workbench.runs.spec import RunSpec, SpecError, check_names
 from workbench.runs.target import ARGUMENTS, Measured, check_step, device_or_batch, shown
 from workbench.runs.task import Task
-from workbench.runs.training_knobs import EARLIEST_POWERSGD, averaging_at_once, compressing_at_once
+from workbench.runs.training_knobs import EARLIEST_POWERSGD, ONE_BUCKET, averaging_at_once, compressing_at_once
 
 if TYPE_CHECKING:
     from workbench.memory.estimate.dry_run import DryRun
@@ -195,6 +195,8 @@ def _attempt(plan: "Plan", rank: int, *, on_meta: bool, watch: Watch | None) -> 
     spec = spec.replace(
         schedule="constant", static_graph=False
     )  # no code is imported for a rate; DDP's first step would be unlike later ones
+    if plan.gpu is None and spec.gradient_compression.startswith("powersgd"):
+        spec = spec.replace(bucket_cap_mb=ONE_BUCKET)
     dealt = plan.gpu is not None and not spec.whole_models
     with fake_process_group(plan.world_size, rank, bucket_seen=lambda bucket: recorder.track(bucket, "bucket")) as here:
         ranks = Ranks(rank=here.rank, world_size=here.world_size, device=here.device, store=here.store)

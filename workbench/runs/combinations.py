@@ -1,12 +1,22 @@
-"""Which knobs of a RunSpec do not go together. Needs no torch: what does not combine is refused before anything is launched."""
+"""Which knobs of a RunSpec do not go together, and which a CPU or a sample task does not take. Needs no torch: it is asked before a launch.
 
+`check` is a part of making a RunSpec. Whatever launches one asks the others, too (`runs.launch.launch.check`), and estimates ask
+`check_task`. What a user's own task does not take only its ranks find out, since nothing here imports it.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from workbench.core.checks import real_number, whole_number
+from workbench.core.optimizer_table import OPTIMIZERS
+from workbench.runs.task import SAMPLES
 from workbench.runs.training_knobs import (
+    BETTER,
     COMPILES,
     COMPRESSIONS,
     EARLIEST_POWERSGD,
+    IMPLEMENTATIONS,
     SCHEDULES,
     SHARD_RANKS,
     SHARDED,
@@ -15,6 +25,7 @@ from workbench.runs.training_knobs import (
     parse_call,
     parse_evaluate,
     parse_local_sgd,
+    parse_optimizer,
     parse_pipeline,
     parse_schedule,
     parse_stop,
@@ -22,6 +33,42 @@ from workbench.runs.training_knobs import (
 
 WAYS = ("tensor_parallel", "pipeline_parallel", "expert_parallel")
 """Knobs that say among how many ranks parts of the model are divided."""
+WHOLE = {"muon": "whole matrices", "adafactor": "the means of whole rows and columns"}
+"""Optimizer that cannot step on parts of parameters → what it needs."""
+BF16 = 'gradient_compression="bf16": torch reduces gradients in bf16 on GPUs with NCCL only; try "fp16"'
+"""Why it is refused elsewhere."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """What is known of a sample task without building it."""
+
+    samples: int
+    """In its dataset."""
+    figures: tuple[str, ...]
+    """That its evaluation gives."""
+    optimizer: str = "adamw"
+    """Its own, without options."""
+    decays: bool = True
+    """Has its own optimizer weight decay?"""
+    blocks: bool = True
+    """Has its model blocks that repeat?"""
+    pieces: int = 0
+    """Those with parameters, into which a pipeline can cut its model; 0 = it does not say how."""
+    experts: int = 0
+    """Of each layer that has experts."""
+    plan: bool = False
+    """Does it say how tensor parallelism splits its layers?"""
+
+
+_TEXT = ("bits_per_byte", "validation_loss")
+KNOWN: Mapping[str, Sample] = {
+    SAMPLES["clipart-resnet"]: Sample(samples=1027, figures=("accuracy", "validation_loss"), pieces=6),
+    SAMPLES["text-gpt"]: Sample(samples=9629, figures=_TEXT, pieces=4, plan=True),
+    SAMPLES["fashion-mlp"]: Sample(samples=8000, figures=("accuracy", "loss"), optimizer="sgd", decays=False, blocks=False, pieces=2),
+    "workbench.train.tasks:moe_gpt": Sample(samples=9629, figures=_TEXT, experts=4),
+}
+"""Where a sample task is → what is known of it; a test compares this with the tasks."""
 
 
 def check(spec: Any) -> None:
@@ -59,8 +106,132 @@ def check(spec: Any) -> None:
     if spec.ema is not None:
         real_number("ema", spec.ema, above=0, below=1, what="a decay per step", also=", such as 0.999, or None", error=SpecError)
     _check_parallel(spec)
+    _check_optimizer(spec)
     if spec.noise_scale:
         _check_noise(spec)
+
+
+def check_task(spec: Any) -> None:
+    """Check that a sample task takes the knobs of a spec; of other tasks nothing is known.
+
+    Raises:
+        SpecError: it does not.
+    """
+    if (sample := KNOWN.get(SAMPLES.get(spec.task, spec.task))) is None:
+        return
+    _, chunks = parse_pipeline(spec.pipeline_schedule)
+    stages, own = spec.pipeline_parallel * chunks, spec.optimizer in (None, *IMPLEMENTATIONS)
+    optimizer, options = (sample.optimizer, {}) if own else parse_optimizer(spec.optimizer)
+    decays = sample.decays if own else options.get("weight_decay", OPTIMIZERS[optimizer].defaults["weight_decay"])
+    need, ways = spec.expert_parallel, spec.pipeline_parallel
+    fewer = 'pipeline_schedule="gpipe"' if chunks > 1 and ways <= sample.pieces else f"pipeline_parallel={sample.pieces // chunks}"
+    for knob, clashes, why in (
+        ("expert_parallel", need > 1 and not sample.experts, "its model has no layers of experts; leave it out"),
+        (
+            "expert_parallel",
+            need > 1 and sample.experts and sample.experts % need,
+            f"it does not divide its {sample.experts} experts; try expert_parallel={nearest_divisor(sample.experts or 1, need)}",
+        ),
+        ("tensor_parallel", spec.tensor_parallel > 1 and not sample.plan, "it has no plan of how its layers are split; leave it out"),
+        ("pipeline_parallel", ways > 1 and not sample.pieces, "it does not say how its model is cut; leave it out"),
+        (
+            "pipeline_schedule" if chunks > 1 else "pipeline_parallel",
+            ways > 1 and sample.pieces and stages > sample.pieces,
+            f"it needs {stages} stages, and its model has {sample.pieces} pieces with parameters; try {fewer}",
+        ),
+        ("checkpointing", spec.checkpointing != "none" and not sample.blocks, "its model has no blocks that repeat; leave it out"),
+        (
+            "compile",
+            parse_call("compile", spec.compile, COMPILES, "blocks")[0] == "blocks" and not sample.blocks,
+            'its model has no blocks that repeat; try compile="model"',
+        ),
+        (
+            "weight_decay_on",
+            spec.weight_decay_on == "matrices" and not decays,
+            f'its {optimizer} has no weight decay; leave it out, or try optimizer="adamw(weight_decay=0.1)"',
+        ),
+    ):
+        if clashes:
+            raise SpecError(f"{given(spec, knob)} with task={spec.task!r}: {why}")
+    if spec.optimizer == "fused":
+        _check_parts(spec, sample.optimizer, fused=True)
+    figures = [("stop_when", parse_stop(spec.stop_when)[0])] if spec.stop_when else []
+    for knob, figure in [*figures, ("best", parse_best(spec.best)[0])] if spec.best else figures:
+        if not figure_in(sample.figures, figure):
+            known = next(name for name in BETTER if name in sample.figures)
+            raise SpecError(
+                f'{given(spec, knob)} with task={spec.task!r}: its evaluation has {" and ".join(sample.figures)}; try {knob}="{known}"'
+            )
+
+
+def check_samples(spec: Any) -> None:
+    """Check that a sample task's dataset has enough samples for one optimizer step.
+
+    Raises:
+        SpecError: it has too few.
+    """
+    sample = KNOWN.get(SAMPLES.get(spec.task, spec.task))
+    if sample and spec.micro_batch != "auto" and sample.samples < spec.global_batch:
+        most = max(1, sample.samples // (spec.accumulation * spec.data_ranks))
+        raise SpecError(
+            f"micro_batch={spec.micro_batch} with task={spec.task!r}: one optimizer step takes {spec.global_batch} samples, and its "
+            f"dataset has {sample.samples}; try micro_batch={most}, or fewer ranks, or less accumulation"
+        )
+
+
+def on_cpu(spec: Any) -> str:
+    """Why a run with these knobs cannot compute on the CPU; "" = it can."""
+    if spec.offload != "none":
+        return (
+            f'offload="{spec.offload}" on the CPU: there is nothing to offload from, all memory is the host\'s; try offload="none". '
+            "What it would save on a GPU can be estimated here: wb.estimate_memory(spec)"
+        )
+    if spec.tf32:
+        return "tf32=True on the CPU: only GPUs compute in TF32; leave tf32 out"
+    if spec.gradient_compression == "bf16":
+        return BF16
+    if spec.gradient_compression.startswith("powersgd") and spec.bucket_cap_mb is not None:
+        return (
+            f'bucket_cap_mb={spec.bucket_cap_mb:g} with gradient_compression="{spec.gradient_compression}": on CPUs the gradients have to '
+            "be in one bucket, since with two, PowerSGD waits for ever in the threads of gloo; leave bucket_cap_mb out: the bucket then "
+            "takes them all"
+        )
+    return ""
+
+
+def figure_in(figures: Iterable[str], name: str) -> str:
+    """What a figure is called among those of an evaluation, whose loss may have a prefix; "" = there is none of this name."""
+    return next((each for each in (name, name.removeprefix("validation_"), f"validation_{name}") if each in figures), "")
+
+
+def _check_optimizer(spec: Any) -> None:
+    """Check the optimizer that a spec names, and that it can step on what ranks have of the parameters."""
+    if spec.optimizer in (None, *IMPLEMENTATIONS):
+        return
+    name, options = parse_optimizer(spec.optimizer)
+    if options.get("differentiable"):
+        raise SpecError(f'optimizer="{spec.optimizer}": differentiable=True: the training steps outside of autograd; leave it out')
+    if options.get("fused") and options.get("foreach"):
+        raise SpecError(f'optimizer="{spec.optimizer}": fused and foreach are two implementations; leave one of them out')
+    _check_parts(spec, name, fused=bool(options.get("fused")))
+
+
+def _check_parts(spec: Any, name: str, *, fused: bool) -> None:
+    for knob, divided, instead in (
+        ("parallel", spec.parallel in SHARDED, 'try parallel="ddp"'),
+        ("tensor_parallel", spec.tensor_parallel > 1, "leave one of them out"),
+        ("expert_parallel", spec.expert_parallel > 1, "leave one of them out"),
+    ):
+        if divided and name in WHOLE:
+            raise SpecError(
+                f'optimizer="{spec.optimizer}" with {given(spec, knob)}: it needs {WHOLE[name]}, and sees parts of them where ranks share '
+                f'the parameters; {instead}, or try optimizer="adamw"'
+            )
+        if divided and fused and knob != "expert_parallel" and name not in ("adam", "adamw"):
+            raise SpecError(
+                f'optimizer="{spec.optimizer}" with {given(spec, knob)}: torch has a fused step of parts of parameters, which ranks share '
+                'here, for adam and adamw only; try "foreach"'
+            )
 
 
 def _check_compile(spec: Any) -> None:
@@ -194,7 +365,7 @@ def _check_parallel(spec: Any) -> None:
         if spec.world_size % (ways := getattr(spec, name)):
             of = "nproc_per_node" if spec.nnodes == 1 else "nnodes × nproc_per_node"
             raise SpecError(
-                f"{name}={ways} does not divide the {spec.world_size} ranks ({of}): try {name}={_nearest_divisor(spec.world_size, ways)}"
+                f"{name}={ways} does not divide the {spec.world_size} ranks ({of}): try {name}={nearest_divisor(spec.world_size, ways)}"
             )
     if spec.parallel == "hsdp":
         ranks_per_shard(spec, spec.data_ranks)
@@ -262,12 +433,12 @@ def ranks_per_shard(spec: Any, data_ranks: int) -> int:
         default = "" if spec.shard_ranks else " (its default)"
         raise SpecError(
             f"shard_ranks={wanted}{default} does not divide the {data_ranks} ranks that work on different samples: "
-            f"try shard_ranks={_nearest_divisor(data_ranks, wanted)}"
+            f"try shard_ranks={nearest_divisor(data_ranks, wanted)}"
         )
     return wanted
 
 
-def _nearest_divisor(whole: int, wanted: int) -> int:
+def nearest_divisor(whole: int, wanted: int) -> int:
     """The largest divisor of `whole` that is not above `wanted`."""
     return next(n for n in range(min(whole, wanted), 0, -1) if whole % n == 0)
 

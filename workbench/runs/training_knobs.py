@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal, NoReturn, TypeVar
 
-from workbench.core.checks import choice, is_number, real_number, whole_number
+from workbench.core.checks import choice, did_you_mean, is_number, real_number, whole_number
+from workbench.core.optimizer_table import OPTIMIZERS
 
 T = TypeVar("T")
 PRECISIONS = ("fp32", "amp_bf16", "amp_fp16")
@@ -106,6 +107,8 @@ COMPRESSIONS: Mapping[str, Mapping[str, Any]] = {"none": {}, "fp16": {}, "bf16":
 """What DDP may reduce in place of gradients → its options with their defaults."""
 EARLIEST_POWERSGD = 2
 """Steps that torch reduces without PowerSGD at least, until DDP has its final buckets."""
+ONE_BUCKET = 2.0**20
+"""MiB of a bucket that takes all gradients, for PowerSGD over gloo: it waits for a reduction in gloo's threads, of which there are two."""
 
 
 PIPELINES: Mapping[str, Mapping[str, Any]] = {"gpipe": {}, "1f1b": {}, "interleaved": {"chunks": 2}, "zero_bubble": {}}
@@ -185,6 +188,43 @@ def parse_call(knob: str, text: Any, known: Mapping[str, Mapping[str, Any]], exa
         except (ValueError, SyntaxError, MemoryError, RecursionError):
             raise SpecError(f"{knob}={text!r:.80}: {keyword.arg} is not a number or a word") from None
     return name, MappingProxyType(options)
+
+
+def parse_optimizer(text: str) -> tuple[str, dict[str, Any]]:
+    """Name and options of an optimizer; options are Python literals, which are never executed.
+
+    >>> parse_optimizer("sgd(lr=0.1, momentum=0.9)")
+    ('sgd', {'lr': 0.1, 'momentum': 0.9})
+    >>> parse_optimizer("adamw")
+    ('adamw', {})
+
+    Raises:
+        SpecError: not of this form, an unknown name or an unknown option.
+    """
+    form = 'expected a name, with options if you like: "sgd(lr=0.1, momentum=0.9)"'
+    try:
+        node = ast.parse(text.strip(), mode="eval").body
+        call = node if isinstance(node, ast.Call) else ast.Call(func=node, args=[], keywords=[])
+        if not isinstance(call.func, ast.Name):
+            raise ValueError
+        name = call.func.id.lower()
+    except (SyntaxError, ValueError, MemoryError, RecursionError):
+        raise SpecError(f"optimizer={text!r}: {form}") from None
+    if name not in OPTIMIZERS:
+        hint = did_you_mean(name, OPTIMIZERS)
+        raise SpecError(f"optimizer={text!r}: no optimizer {name!r}; {hint}Allowed are {', '.join(OPTIMIZERS)}; a Task may give a function")
+    allowed = OPTIMIZERS[name].options
+    options = {}
+    for keyword in call.keywords:
+        if keyword.arg not in allowed:
+            raise SpecError(f"optimizer={text!r}: {name} has no option {keyword.arg!r}; it has {', '.join(allowed)}")
+        try:
+            options[keyword.arg] = ast.literal_eval(keyword.value)
+        except ValueError:
+            raise SpecError(f"optimizer={text!r}: {keyword.arg}={ast.unparse(keyword.value)} is not a plain value; {form}") from None
+    if call.args:
+        raise SpecError(f"optimizer={text!r}: give each option its name; {form}")
+    return name, options
 
 
 @functools.lru_cache(maxsize=64)
@@ -322,7 +362,7 @@ def parse_stop(text: Any) -> tuple[str, Mapping[str, Any]]:
         SpecError: not of this form.
     """
     figure = text.partition("(")[0].strip() if isinstance(text, str) else ""
-    known = {figure: {"patience": 5, "best": "min", "by": 0.0}} if figure.isidentifier() else {}
+    known = {figure: {"patience": 5, "best": BETTER.get(figure, "min"), "by": 0.0}} if figure.isidentifier() else {}
     if not known:
         raise SpecError(f'stop_when={text!r:.80}: a figure of the evaluation is allowed, such as "validation_loss(patience=3)", or None')
     figure, options = parse_call("stop_when", text, known, "accuracy(patience=3, best=max)")
@@ -332,8 +372,15 @@ def parse_stop(text: Any) -> tuple[str, Mapping[str, Any]]:
     return figure, options
 
 
-BETTER = {"validation_loss": "min", "loss": "min", "ece": "min", "accuracy": "max"}
-"""Figure of the workbench's own evaluation → which of its values is the best."""
+BETTER = {
+    "validation_loss": "min",
+    "loss": "min",
+    "perplexity": "min",
+    "bits_per_byte": "min",
+    "accuracy": "max",
+    "ece": "min",
+}
+"""Figure of an evaluation → which of its values is the best. Where a spec names none, the first that there is decides."""
 
 
 def parse_best(text: Any) -> tuple[str, str]:

@@ -1,44 +1,39 @@
 """What the figures of evaluations decide: when a training ends early (`RunSpec.stop_when`), and which checkpoint is the best."""
 
-import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from workbench.core import run_directory
-from workbench.runs.task import TaskError
-from workbench.runs.training_knobs import SpecError, parse_best, parse_stop
+from workbench.runs.combinations import figure_in
+from workbench.runs.training_knobs import BETTER, SpecError, parse_best, parse_stop
 from workbench.train.ranks import Ranks
 
 
 class EarlyStop:
     """Asked after each evaluation, on every rank. It keeps nothing itself: the run directory has the evaluations, also in a resumed run."""
 
-    def __init__(self, knob: str, ranks: Ranks, run_dir: Path) -> None:
+    def __init__(self, knob: str, ranks: Ranks, run_dir: Path, warn: Callable[[str], None] = print) -> None:
+        """`warn` is called once, on rank 0, if the evaluations have no such figure: then no evaluation ends the training."""
         self._figure, self._options = parse_stop(knob)
-        self._ranks, self._path = ranks, run_dir / run_directory.EVALUATIONS
+        self._ranks, self._path, self._warn = ranks, run_dir / run_directory.EVALUATIONS, warn
+        self._noted = False
 
     def after(self, step: int) -> bool:
-        """Is the training to end after this step, if it was evaluated? All ranks call it, and get the same answer.
-
-        Raises:
-            TaskError: the evaluation has no such figure.
-        """
-        stop, why = False, ""
-        if self._ranks.rank == 0:
-            try:
-                stop = self._is_over(step)
-            except TaskError as error:
-                why = str(error)
-        return bool(_agreed(self._ranks, f"stop {step}", stop, why))
+        """Is the training to end after this step, if it was evaluated? All ranks call it, and get the same answer."""
+        stop = self._ranks.rank == 0 and self._is_over(step)
+        return self._ranks.share(f"stop {step}", b"1" if stop else b"")[0] == b"1" if self._ranks.world_size > 1 else stop
 
     def _is_over(self, step: int) -> bool:
         evaluated = [row for row in run_directory.LineTail(self._path).read() if row["step"] <= step]
         if not evaluated or evaluated[-1]["step"] != step:
             return False
         rows = [row["figures"] for row in evaluated]
-        if not (name := _name_in(rows[-1], self._figure)):
-            raise TaskError(f"stop_when: the evaluation has no figure {self._figure!r}; it has {', '.join(rows[-1])}")
+        if not (name := figure_in(rows[-1], self._figure)):
+            if not self._noted:
+                self._warn(f"stop_when: {_lacking(self._figure, rows[-1])}, so no evaluation ends the training")
+            self._noted = True
+            return False
         sign = -1 if self._options["best"] == "max" else 1
         best, waited = float("inf"), 0
         for row in rows:
@@ -54,27 +49,31 @@ class EarlyStop:
         return True
 
 
-def best_figure(knob: str | None, ranks: Ranks, figures: Mapping[str, float], step: int) -> float | None:
-    """The figure by which the checkpoint after an evaluation is judged, smaller is better; None on other ranks than 0.
+class BestFigure:
+    """Judges the checkpoints after evaluations, on rank 0."""
 
-    All ranks call it after an evaluation.
+    def __init__(self, knob: str | None, warn: Callable[[str], None] = print) -> None:
+        """
+        Args:
+            knob: `RunSpec.best`; None = the first figure of `BETTER` that the evaluations have.
+            warn: called once if they do not have it: then no checkpoint is the best.
+        """
+        self._knob, self._warn, self._noted = knob, warn, False
 
-    Args:
-        knob: `RunSpec.best`; where it is None, and the evaluation has no validation loss, no checkpoint is the best.
-        ranks: this process among the others.
-        figures: of the evaluation; empty on other ranks than 0.
-        step: after so many steps.
+    def of(self, figures: Mapping[str, float]) -> float | None:
+        """The figure by which the checkpoint after an evaluation is judged, smaller is better; None = it is not, as on other ranks than 0.
 
-    Raises:
-        TaskError: the evaluation has no such figure.
-    """
-    (figure, direction), why = parse_best(knob), ""
-    name = _name_in(figures, figure)
-    if knob and not ranks.rank and not name:
-        why = f"best={knob!r}: the evaluation has no figure {figure!r}; it has {', '.join(figures)}"
-    if knob:
-        _agreed(ranks, f"best {step}", None, why)
-    return (-1 if direction == "max" else 1) * figures[name] if name else None
+        Args:
+            figures: of the evaluation; empty on other ranks than 0.
+        """
+        known = self._knob or next((name for name in BETTER if figure_in(figures, name)), None)
+        figure, direction = parse_best(known)
+        if name := figure_in(figures, figure):
+            return (-1 if direction == "max" else 1) * figures[name]
+        if figures and self._knob and not self._noted:
+            self._warn(f"best: {_lacking(figure, figures)}, so no checkpoint is the best")
+            self._noted = True
+        return None
 
 
 def is_judged_by(knob: str | None, state: Mapping[str, Any]) -> bool:
@@ -85,15 +84,5 @@ def is_judged_by(knob: str | None, state: Mapping[str, Any]) -> bool:
         return False
 
 
-def _name_in(figures: Mapping[str, float], name: str) -> str:
-    """What a figure is called there: the loss of an evaluation may have a prefix; "" = there is none."""
-    return next((each for each in (name, name.removeprefix("validation_"), f"validation_{name}") if each in figures), "")
-
-
-def _agreed(ranks: Ranks, topic: str, answer: Any, why: str) -> Any:
-    """The answer of rank 0 on all ranks, or its error, so that none waits for a rank that failed."""
-    if ranks.world_size > 1:
-        answer, why = json.loads(ranks.share(topic, json.dumps([answer, why]).encode())[0])
-    if why:
-        raise TaskError(why)
-    return answer
+def _lacking(figure: str, figures: Mapping[str, float]) -> str:
+    return f"the evaluation has no figure {figure!r}; it has {', '.join(figures)}"

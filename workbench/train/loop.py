@@ -23,7 +23,7 @@ from workbench.traces.measure.profiled_run import RunProfiler, hurry_together
 from workbench.train import provenance
 from workbench.train.checkpoints import Checkpoints
 from workbench.train.choose_micro_batch import choose
-from workbench.train.early_stop import EarlyStop, best_figure
+from workbench.train.early_stop import BestFigure, EarlyStop
 from workbench.train.expert_parallel import ExpertBalance
 from workbench.train.fingerprints import Fingerprints
 from workbench.train.gradient_norms import GradientNorms
@@ -127,7 +127,8 @@ def train(
     noise = noise_log(trainer, run_dir) if spec.noise_scale else None
     norms = GradientNorms(trainer, run_dir / run_directory.GRADIENTS, spec.gradient_norms) if spec.gradient_norms else None
     evaluations = Evaluations(trainer, run_dir, timer) if spec.evaluate else None
-    early_stop, stopped = EarlyStop(spec.stop_when, ranks, run_dir) if spec.stop_when else None, False
+    early_stop, stopped = EarlyStop(spec.stop_when, ranks, run_dir, trainer.warn) if spec.stop_when else None, False
+    best = BestFigure(spec.best, trainer.warn)
     if early_stop and done:  # it may have been killed before it ended there
         stopped = early_stop.after(done)
     samples = StepSamples(trainer.loader, spec.accumulation)
@@ -206,12 +207,12 @@ def train(
                 score = None
                 if evaluations and evaluations.repeated and step == spec.steps and checkpoints and checkpoints.due(step):
                     at_end = evaluations.run(step)  # before the checkpoint: it may be the best
-                    score = best_figure(spec.best, ranks, at_end, step)
+                    score = best.of(at_end)
                 elif evaluations and evaluations.due(step):
                     figures = evaluations.run(step)
                     if metrics:
                         metrics.figures(figures, step)
-                    score = best_figure(spec.best, ranks, figures, step)
+                    score = best.of(figures)
                     stopped = early_stop is not None and early_stop.after(step)
                 last = preemption is not None and preemption.reached(step)
                 if checkpoints and (last or checkpoints.due(step)):

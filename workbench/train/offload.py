@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from workbench.runs.combinations import on_cpu
 from workbench.runs.spec import RunSpec, SpecError
 from workbench.train.sharded_tensors import from_local_part, is_dtensor
 
@@ -39,16 +40,13 @@ def offloading_dry_run(hooks: DryRunHooks) -> Iterator[None]:
 
 
 def check_offload(spec: RunSpec, device: torch.device) -> None:
-    """Refuse to offload on a CPU.
+    """Refuse what a CPU cannot do, such as to offload.
 
     Raises:
         SpecError: the run computes on the CPU.
     """
-    if spec.offload != "none" and device.type == "cpu" and _dry_run is None:
-        raise SpecError(
-            f'offload="{spec.offload}" on the CPU: there is nothing to offload from, all memory is the host\'s; try offload="none". '
-            "What it would save on a GPU can be estimated here: wb.estimate_memory(spec)"
-        )
+    if device.type == "cpu" and _dry_run is None and (why := on_cpu(spec)):
+        raise SpecError(why)
 
 
 def to_host(tensor: Tensor) -> Tensor:

@@ -1,10 +1,8 @@
 """Builds a run's optimizer (`"sgd(momentum=0.9)"` → torch's, sharded as ZeRO-1 or on the host) and its learning-rate schedule.
 
-Options in a name are Python literals; they are never executed. What the workbench knows of each optimizer (states, learning-rate rule) is a
-row of `core/optimizer_table.py`.
+What the workbench knows of each optimizer (states, learning-rate rule) is a row of `core/optimizer_table.py`.
 """
 
-import ast
 import inspect
 import warnings
 from collections.abc import Callable, Iterable
@@ -17,11 +15,10 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from workbench.core.checks import did_you_mean
 from workbench.core.optimizer_table import OPTIMIZERS as NAMED
 from workbench.runs.spec import IMPLEMENTATIONS, RunSpec, SpecError
 from workbench.runs.task import TaskError, resolve_schedule
-from workbench.runs.training_knobs import is_own_schedule, lr_factor
+from workbench.runs.training_knobs import is_own_schedule, lr_factor, parse_optimizer
 from workbench.train.large_batch_optimizers import LAMB, LARS
 from workbench.train.muon import MuonWithAdamW, hidden_matrices
 from workbench.train.offload import HostOptimizer
@@ -32,43 +29,6 @@ OPTIMIZERS: dict[str, type[Optimizer]] = {
     name: getattr(torch.optim, row.class_name) if row.of_torch else _OURS[row.class_name] for name, row in NAMED.items()
 }
 """Name → class of the optimizer; a Task can give others as a function of the parameters."""
-
-
-def parse_optimizer(text: str) -> tuple[str, dict[str, Any]]:
-    """Name and options of an optimizer.
-
-    >>> parse_optimizer("sgd(lr=0.1, momentum=0.9)")
-    ('sgd', {'lr': 0.1, 'momentum': 0.9})
-    >>> parse_optimizer("adamw")
-    ('adamw', {})
-
-    Raises:
-        SpecError: not of this form, an unknown name or an unknown option.
-    """
-    form = 'expected a name, with options if you like: "sgd(lr=0.1, momentum=0.9)"'
-    try:
-        node = ast.parse(text.strip(), mode="eval").body
-        call = node if isinstance(node, ast.Call) else ast.Call(func=node, args=[], keywords=[])
-        if not isinstance(call.func, ast.Name):
-            raise ValueError
-        name = call.func.id.lower()
-    except (SyntaxError, ValueError):
-        raise SpecError(f"optimizer={text!r}: {form}") from None
-    if name not in OPTIMIZERS:
-        hint = did_you_mean(name, OPTIMIZERS)
-        raise SpecError(f"optimizer={text!r}: no optimizer {name!r}; {hint}Allowed are {', '.join(OPTIMIZERS)}; a Task may give a function")
-    allowed = [option for option in inspect.signature(OPTIMIZERS[name]).parameters if option != "params"]
-    options = {}
-    for keyword in call.keywords:
-        if keyword.arg not in allowed:
-            raise SpecError(f"optimizer={text!r}: {name} has no option {keyword.arg!r}; it has {', '.join(allowed)}")
-        try:
-            options[keyword.arg] = ast.literal_eval(keyword.value)
-        except ValueError:
-            raise SpecError(f"optimizer={text!r}: {keyword.arg}={ast.unparse(keyword.value)} is not a plain value; {form}") from None
-    if call.args:
-        raise SpecError(f"optimizer={text!r}: give each option its name; {form}")
-    return name, options
 
 
 def described(optimizer: Optimizer) -> dict[str, Any]:

@@ -10,7 +10,6 @@ reduced in fp32, and the model's output is cast to fp32, so that a loss outside 
 
 import contextlib
 import inspect
-import math
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -23,7 +22,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel, distributed
 
 from workbench.runs.spec import SHARDED, RunSpec, SpecError
-from workbench.runs.training_knobs import COMPRESSIONS, parse_call
+from workbench.runs.training_knobs import COMPRESSIONS, ONE_BUCKET, parse_call
 from workbench.train.blocks import find_blocks
 from workbench.train.offload import mark_on_host
 from workbench.train.precision import TYPES
@@ -69,12 +68,13 @@ def distribute(module: nn.Module, spec: RunSpec, layout: Layout, device: torch.d
     if layout.tensor is not None:
         use_local_parameters(module)
     kind, options = parse_call("gradient_compression", spec.gradient_compression, COMPRESSIONS, "fp16")
+    threads = kind == "powersgd" and device.type == "cpu" and dist.get_backend(layout.data) == "gloo"  # with two buckets, both would wait
     broadcast: AbstractContextManager[dict[str, Any]] = without_first_broadcast() if again else contextlib.nullcontext({})
     with broadcast as without:
         model = DistributedDataParallel(
             module,
             device_ids=[device.index] if device.type == "cuda" else None,
-            bucket_cap_mb=_one_bucket(module, spec.bucket_cap_mb) if kind == "powersgd" and device.type == "cpu" else spec.bucket_cap_mb,
+            bucket_cap_mb=ONE_BUCKET if threads else spec.bucket_cap_mb,
             find_unused_parameters=spec.find_unused_parameters,
             gradient_as_bucket_view=spec.gradient_as_bucket_view,
             static_graph=spec.static_graph,
@@ -95,23 +95,6 @@ def distribute(module: nn.Module, spec: RunSpec, layout: Layout, device: torch.d
         except TypeError as error:  # where the ranks have no GPU after all
             raise SpecError(f'gradient_compression="{spec.gradient_compression}": {error}; try "fp16"') from error
     return model
-
-
-def _one_bucket(module: nn.Module, asked: float | None) -> float:
-    """MiB of a bucket of DDP that holds all gradients, for PowerSGD over gloo.
-
-    torch's hook waits for a reduction in gloo's threads, of which there are two: with two buckets both wait, and none is left to reduce.
-
-    Raises:
-        SpecError: smaller buckets were asked for.
-    """
-    size = sum(weight.numel() * weight.element_size() for weight in module.parameters() if weight.requires_grad) / 2**20
-    if asked is not None and asked < size:
-        raise SpecError(
-            f'gradient_compression="powersgd" with bucket_cap_mb={asked:g}: on CPUs the {size:.3g} MiB of gradients have to be one bucket, '
-            f"since with two, PowerSGD waits for ever in the threads of gloo; leave bucket_cap_mb out, or give {math.ceil(size)}"
-        )
-    return max(asked or BUCKET_MB, size + 1)
 
 
 def compression_state(model: nn.Module) -> dict[str, Any] | None:

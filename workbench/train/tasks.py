@@ -47,6 +47,7 @@ def text_gpt() -> Task:
         loss=_next_byte,
         optimizer="adamw(lr=0.01, betas=(0.9, 0.95), weight_decay=0.1)",
         evaluate=_bits_per_byte,
+        tensor_parallel={"layers.*.mlp.0": "colwise", "layers.*.mlp.2": "rowwise"},
         pipeline=Gpt.pieces,
         name="text-gpt",
     )
@@ -75,12 +76,14 @@ def _next_byte(model: nn.Module, batch: Tensor) -> Tensor:
 
 
 def _accuracy(model: nn.Module) -> dict[str, float]:
-    """Fraction of the validation pictures that are put in the class they were filed under (by chance 0.1)."""
+    """Fraction of the validation pictures that are put in the class they were filed under (by chance 0.1), and the mean loss on them."""
     data = ClipArt("validation")
-    right = 0
+    right, loss = 0, 0.0
     for images, labels in _batches(model, data):
-        right += int((model(images).argmax(1) == labels).sum())
-    return {"accuracy": right / len(data)}
+        scores = model(images)
+        right += int((scores.argmax(1) == labels).sum())
+        loss += float(F.cross_entropy(scores, labels, reduction="sum"))
+    return {"accuracy": right / len(data), "validation_loss": loss / len(data)}
 
 
 def _validated(model: nn.Module) -> dict[str, float]:
@@ -99,12 +102,15 @@ def _validation_fashion() -> Fashion:
 
 
 def _bits_per_byte(model: nn.Module) -> dict[str, float]:
-    """Bits the model needs for a byte of the validation text (8 = it knows nothing, 4.5 = it knows how frequent each byte is)."""
+    """Bits the model needs for a byte of the validation text (8 = it knows nothing, 4.5 = it knows how frequent each byte is), and the
+    mean loss on it, which is the same in nats.
+    """
     data = ByteText("validation", length=WINDOW)
     loss = 0.0
     for (windows,) in _batches(model, data):
         loss += float(_next_byte(model, windows)) * len(windows)
-    return {"bits_per_byte": loss / len(data) / math.log(2)}
+    loss /= len(data)
+    return {"bits_per_byte": loss / math.log(2), "validation_loss": loss}
 
 
 def _batches(model: nn.Module, data: "Dataset[Any]") -> Iterator[list[Tensor]]:
@@ -117,7 +123,8 @@ def _batches(model: nn.Module, data: "Dataset[Any]") -> Iterator[list[Tensor]]:
 def moe_gpt() -> Task:
     """The text model as a mixture of experts (0.20 M parameters): each byte passes 2 of 4 in each layer; a part of the loss balances."""
     model = partial(MoeGpt, length=WINDOW, width=64, layers=2, heads=4, experts=4)
-    return dataclasses.replace(text_gpt(), model=model, loss=_next_byte_balanced, name="moe-gpt")
+    alone: dict[str, Any] = {"tensor_parallel": None, "pipeline": None}  # its perceptrons are experts, and its loss looks at all layers
+    return dataclasses.replace(text_gpt(), model=model, loss=_next_byte_balanced, name="moe-gpt", **alone)
 
 
 def _next_byte_balanced(model: nn.Module, batch: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from workbench.memory.estimate.building import copied
 from workbench.memory.estimate.dry_run import Gpu
 from workbench.memory.estimate.errors import EstimateError
 from workbench.memory.estimate.examples import DefaultLoss, resized, sample_batch
+from workbench.runs import combinations
 from workbench.runs import task as tasks
 from workbench.runs.spec import SHARDED, RunSpec, check_names
 from workbench.runs.target import ARGUMENTS, read_program, shown
@@ -109,6 +110,10 @@ def plan_of(
         knobs |= {"nproc_per_node": world_size, "nnodes": 1}
     target = read_program(asked, target, batch)
     spec, task = _spec_and_task(target, loss, optimizer, knobs)
+    if isinstance(target, RunSpec):
+        combinations.check_task(spec)
+        if name == "cpu" and (why := combinations.on_cpu(spec)):
+            raise EstimateError(why)
     if batch is None:
         batch = sample_batch(task, spec.micro_batch)
     batch = resized(batch, samples=knobs.get("micro_batch"), sequence=sequence, image=image)

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from workbench.core import run_directory
 from workbench.core.checks import choice, near_script, real_number, unknown_names
 from workbench.core.synonyms import accept_synonyms
-from workbench.runs import restarts, task
+from workbench.runs import combinations, restarts, task
 from workbench.runs.entrypoints import ON_HANG, spec_entrypoint
 from workbench.runs.export import DCP_INDEX
 from workbench.runs.launch import environment
@@ -238,12 +238,18 @@ def check(spec: Spec, *, alone: bool = True, here: bool = True) -> None:
     task.check(spec.task)
     if is_own_schedule(spec.schedule):
         task.check_schedule(spec.schedule)
-    if spec.gradient_compression == "bf16" and ("cpu" in spec.device or "gloo" in spec.backend or (here and environment.gpu_count() == 0)):
-        raise LaunchError('gradient_compression="bf16": torch reduces gradients in bf16 on GPUs with NCCL only; try "fp16"')
+    combinations.check_task(spec)
+    combinations.check_samples(spec)
+    gpus = environment.gpu_count() if here else None
+    outnumbered = gpus is not None and spec.nproc_per_node > gpus and spec.backend != "gloo"
+    if (spec.device == "cpu" or (spec.device == "auto" and (gpus == 0 or outnumbered))) and (why := combinations.on_cpu(spec)):
+        raise LaunchError(why)
+    if spec.gradient_compression == "bf16" and spec.backend == "gloo":
+        raise LaunchError(combinations.BF16)
     if not here:
         return
     if spec.device != "cpu":
-        _check_gpus(spec, environment.gpu_count())
+        _check_gpus(spec, gpus)
 
 
 def _check_gpus(spec: RunSpec, gpus: int | None) -> None:
