@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import workbench
 from workbench.runs.combinations import check_task
 from workbench.runs.launch import environment, launch
 from workbench.runs.launch.new_run import LaunchError
-from workbench.runs.spec import RunSpec, SpecError
+from workbench.runs.spec import RunSpec, SpecError, parse_knob
 from workbench.runs.training_knobs import SCHEDULES, UNEVALUATED, depends_on_steps, lr_factor, parse_schedule
 from workbench.train.optimizers import build_scheduler
 
@@ -278,6 +279,7 @@ def test_optimizers_that_are_refused_before_a_launch(knobs: dict[str, Any], mess
     ("knobs", "message"),
     [
         ({"offload": "activations"}, 'offload="activations" on the CPU: there is nothing to offload from'),
+        ({"optimizer": "adamw(capturable=True)"}, "capturable=True.* on the CPU: only GPUs can capture a step; leave capturable out"),
         ({"tf32": True, "device": "auto"}, "tf32=True on the CPU: only GPUs compute in TF32"),
         (
             {"gradient_compression": "powersgd", "bucket_cap_mb": 1.0},
@@ -363,3 +365,22 @@ def test_samples_take_what_they_can() -> None:
         ("workbench.train.tasks:text_gpt", {"parallel": "fsdp", "optimizer": "fused"}),
     ):
         check_task(spec_of(task=task, nproc_per_node=2, **knobs))
+
+
+def test_the_table_of_the_knobs_page_is_so() -> None:
+    """Every pair of a row is refused, and each knob of it is taken alone."""
+    page = (Path(workbench.__file__).parents[1] / "docs/pages/reference/knobs.md").read_text(encoding="utf-8")
+    rows = [line.split("|")[1:3] for line in page.splitlines() if line.startswith("| `")]
+
+    def made(**knobs: Any) -> RunSpec:
+        return spec_of(nproc_per_node=2, **({"accumulation": 4} if "pipeline_parallel" in knobs else {}), **knobs)
+
+    pairs = 0
+    for knobs, others in ([[parse_knob(word) for word in re.findall(r"`(\w+=[^`]+)`", cell)] for cell in row] for row in rows):
+        for one, other in itertools.product(knobs, others):
+            assert made(**dict([one]))
+            assert made(**dict([other]))
+            with pytest.raises(SpecError):
+                made(**dict([one, other]))
+            pairs += 1
+    assert pairs > 60

@@ -188,6 +188,8 @@ def on_cpu(spec: Any) -> str:
         )
     if spec.tf32:
         return "tf32=True on the CPU: only GPUs compute in TF32; leave tf32 out"
+    if spec.optimizer and spec.optimizer not in IMPLEMENTATIONS and parse_optimizer(spec.optimizer)[1].get("capturable"):
+        return f'optimizer="{spec.optimizer}" on the CPU: only GPUs can capture a step; leave capturable out'
     if spec.gradient_compression == "bf16":
         return BF16
     if spec.gradient_compression.startswith("powersgd") and spec.bucket_cap_mb is not None:

@@ -154,7 +154,7 @@ class RunSpec(_Spec):
     threads: int = knob(1, turned_in="step", predicted=True)
     """Threads of each rank for one operator on the CPU (OMP_NUM_THREADS)."""
     bucket_cap_mb: float | None = knob(None, predicted=True)
-    """Size of DDP's gradient buckets in MiB; None = torch's default of 25."""
+    """Size of DDP's gradient buckets in MiB; None = torch's default of 25; PowerSGD on CPUs has one bucket, and takes None only."""
     find_unused_parameters: bool = False
     """Let DDP look for parameters without a gradient in every step. Needed if some layers are skipped, and slower."""
     static_graph: bool = False
@@ -219,8 +219,8 @@ class RunSpec(_Spec):
     addition. The training continues bit for bit as if it had not been evaluated. False = never."""
     stop_when: str | None = knob(None, elsewhere=("early_stopping", "early_stopping_patience"))
     """End the training early when a figure of its evaluations stops improving: "validation_loss(patience=3)": for 3 evaluations;
-    "accuracy(patience=5, best=max, by=0.001)": larger is better, by more than 0.001. Needs evaluate="epoch", "every(steps=…)" or
-    "checkpoint"; None = all steps are taken."""
+    "score(patience=5, best=max, by=0.001)": larger is better, by more than 0.001; of accuracy that is known. Needs evaluate="epoch",
+    "every(steps=…)" or "checkpoint". If the evaluations have no such figure, a warning says which they have; None = all steps are taken."""
     evaluate_batches: int | None = None
     """Number of batches of micro_batch samples in an evaluation, over all ranks; None = the whole `Task.validation`."""
     checkpoint_every: int | None = None
@@ -229,9 +229,10 @@ class RunSpec(_Spec):
     keep_checkpoints: int = knob(2, elsewhere=("save_total_limit", "save_top_k", "max_to_keep"))
     """How many of the latest checkpoints are kept, besides the best one. With 1 there is no other if the last is damaged."""
     best: str | None = knob(None, elsewhere=("metric_for_best_model", "monitor"))
-    """The evaluation's figure that decides which checkpoint is the best: "accuracy", "validation_loss" or "ece", or one of the task's own
-    with its direction: "score(max)" or "score(min)"; None = "validation_loss", if the evaluations have it. Needs evaluate="checkpoint", or
-    evaluations at steps with a checkpoint."""
+    """The evaluation's figure that decides which checkpoint is the best: "accuracy", "validation_loss", "perplexity", "bits_per_byte" or
+    "ece", or one of the task's own with its direction: "score(max)" or "score(min)"; None = of the evaluations' figures "validation_loss",
+    else "perplexity", "bits_per_byte" or "accuracy". Needs evaluate="checkpoint", or evaluations at steps with a checkpoint. If they have
+    no such figure, a warning says which they have, and no checkpoint is the best."""
     noise_scale: bool | int = False
     """Record the gradient norms for `run.noise_scale`: n = in every n-th step, at 1/n of the cost (1 = in every step; in a long run 10 is
     enough), True = in every fourth step, or less often if that took more than 5 % of the time. Needs two groups of samples in a step:
