@@ -249,7 +249,7 @@ def test_optimizers_by_name() -> None:
     ("text", "message"),
     [
         ("sdg", r"no optimizer 'sdg'; did you mean 'sgd'\? Allowed are adafactor, adagrad, adam,"),
-        ("sgd(momentun=0.9)", r"sgd has no option 'momentun'; it has lr, momentum,"),
+        ("sgd(momentun=0.9)", r"sgd has no option 'momentun'; it has momentum, dampening,"),
         ("sgd(0.1)", r"give each option its name"),
         ("sgd(lr=open('x'))", r"lr=open\('x'\) is not a plain value"),
         ("sgd(lr=0.1", r'expected a name, with options if you like: "sgd\(lr=0.1, momentum=0.9\)"'),

@@ -231,8 +231,8 @@ def _check_parts(spec: Any, name: str, *, fused: bool) -> None:
             )
         if divided and fused and knob != "expert_parallel" and name not in ("adam", "adamw"):
             raise SpecError(
-                f'optimizer="{spec.optimizer}" with {given(spec, knob)}: torch has a fused step of parts of parameters, which ranks share '
-                'here, for adam and adamw only; try "foreach"'
+                f'optimizer="{spec.optimizer}" with {given(spec, knob)}: for parameters that ranks share, torch has fused steps of '
+                "adam and adamw only; try foreach instead"
             )
 
 
