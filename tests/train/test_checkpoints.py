@@ -23,6 +23,7 @@ from tests import toy_tasks
 from workbench.batch.measure.noise_watch import NoiseLog
 from workbench.core import run_directory
 from workbench.memory.measure.at_oom import held
+from workbench.runs.launch.new_run import LaunchError
 from workbench.runs.run import Run
 from workbench.runs.spec import RunSpec
 from workbench.timeline.timeline import Timeline
@@ -530,5 +531,5 @@ def test_powersgd_of_a_model_with_more_than_one_bucket_ends(tmp_path: Path) -> N
         assert run.wait(timeout=120).ok
     finally:
         run.stop()
-    with pytest.raises(wb.LaunchError, match="one bucket"):
+    with pytest.raises(LaunchError, match="one bucket"):
         wb.launch(spec.replace(bucket_cap_mb=1.0), runs_dir=tmp_path / "runs")
