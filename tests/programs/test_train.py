@@ -28,10 +28,10 @@ from workbench.runs.root_cause import first_failure
 from workbench.runs.run import Run
 from workbench.runs.spec import RunSpec, SpecError
 from workbench.runs.task import Task, TaskError
-from workbench.runs.training_knobs import lr_factor
+from workbench.runs.training_knobs import lr_factor, parse_optimizer
 from workbench.train import loop, sharding
 from workbench.train.loader import to_device
-from workbench.train.optimizers import build_optimizer, build_scheduler, parse_optimizer
+from workbench.train.optimizers import build_optimizer, build_scheduler
 from workbench.train.precision import Precision
 from workbench.train.ranks import Ranks, choose_backend, choose_device, why_no_gpu
 

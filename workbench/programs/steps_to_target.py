@@ -33,8 +33,9 @@ from workbench.runs import failure
 from workbench.runs.entrypoints import STEPS_TO_TARGET
 from workbench.runs.spec import RunSpec, SpecError
 from workbench.runs.task import Task, TaskError, resolve
+from workbench.runs.training_knobs import parse_optimizer
 from workbench.train.loader import to_device
-from workbench.train.optimizers import build_optimizer, described, parse_optimizer
+from workbench.train.optimizers import build_optimizer, described
 from workbench.train.random_numbers import seed_all
 from workbench.train.ranks import Layout, Ranks, choose_device
 from workbench.train.trainer import Trainer, build_model, loss_of
