@@ -31,6 +31,7 @@ TWO = {"nproc_per_node": 2}
                 {**TWO, "parallel": "zero1"},
                 {**TWO, "parallel": "zero2"},
                 {**TWO, "pipeline_parallel": 2, "accumulation": 3},
+                {**TWO, "pipeline_parallel": 2, "pipeline_schedule": "zero_bubble", "accumulation": 4},
                 {**TWO, "gradient_compression": "fp16"},
                 {**TWO, "gradient_as_bucket_view": True},
                 {**TWO, "find_unused_parameters": True},
@@ -57,6 +58,8 @@ def test_what_is_predicted_is_what_is_measured(knobs: dict[str, Any], tmp_path: 
     assert (predicted.kind, measured.kind) == ("predicted", "measured")
     if spec.pipeline_parallel > 1:  # what a stage has received and what it has in flight differ by a micro-batch
         assert measured.total == pytest.approx(predicted.total, rel=0.03), str(measured - predicted)
+        assert measured.inputs == predicted.inputs > 0, str(measured - predicted)
+        assert measured.other == predicted.other == 0
         return
     assert abs(measured.total - predicted.total) < NEAR, str(measured - predicted)
     step = "step 4" if "powersgd" in spec.gradient_compression else "step 2"  # it has kept something after the third

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import workbench as wb
+from tests import toy_tasks
 from workbench.memory.estimate.examples import resized
 from workbench.memory.estimate.values import GREATEST, LIMIT, tells
 
@@ -42,6 +43,29 @@ def cut(layer: nn.Module, x: Tensor, lengths: Tensor) -> Tensor:
 
 def note_of(found: Any) -> str:
     return " ".join(note for note in found.notes if "asked for the value" in note)
+
+
+def in_loss(model: nn.Module, batch: Any) -> Tensor:
+    loss = toy_tasks.larger_of_two(model, batch)
+    return loss * loss.item()
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "zero_bubble"])
+def test_what_torch_asks_between_the_stages_of_a_pipeline_is_no_question_of_the_program(schedule: str) -> None:
+    """Its schedules begin with a message, whose value they read. What is received is an input of the stage, as in a measurement."""
+    knobs: dict[str, Any] = {
+        "micro_batch": 4,
+        "nproc_per_node": 2,
+        "pipeline_parallel": 2,
+        "accumulation": 4,
+        "pipeline_schedule": schedule,
+    }
+    spec = wb.RunSpec(task="tests.toy_tasks:any_knob", device="cpu", **knobs)
+    found = wb.estimate_memory(spec, device="cpu")
+    assert not note_of(found)
+    assert found.largest["other"] == 0
+    asking = [wb.estimate_memory(toy_tasks.any_knob(loss=in_loss), device="cpu", rank=rank, **knobs) for rank in range(2)]
+    assert sum("first in test_values.py" in note_of(each) for each in asking) == 1  # where the last stage is
 
 
 @pytest.mark.parametrize("longest", [1, 8, 32, 64])

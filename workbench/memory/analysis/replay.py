@@ -24,12 +24,13 @@ _TIMES = {
     "optimizer": "optimizer step",
     "end": "after the step",
 }
-_BY_PHASE = {"backward": "temp_backward", "between": "temp_optimizer", "optimizer": "temp_optimizer"}
+_BY_PHASE = {"data": "input", "backward": "temp_backward", "between": "temp_optimizer", "optimizer": "temp_optimizer"}
 
 
 def classify(log: MemoryLog) -> None:
     """Decide, in place, the categories that follow only from the whole log; known ones are kept.
 
+    Allocated with the batch, before the model is called: an input, such as a copy of it or what a stage of a pipeline will receive.
     Allocated in forward: an activation if it is alive when the backward of the same micro-step begins (or always, where there is none),
     else a temporary. Allocated in backward: recomputed if a module's forward was running, else a temporary. Allocated later, until the
     gradients are cleared (clipping, unscaling, the optimizer): a temporary of the optimizer. All else: other.

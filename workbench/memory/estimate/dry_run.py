@@ -36,6 +36,8 @@ ENDLESS = 10_000
 """Answers at one line in one forward or backward, from which on it counts as a loop that a value has to end."""
 _OURS = ("torch", "workbench")
 """Packages whose frames are not the user's program."""
+_DRIVER = "workbench.memory.api"
+"""The module that takes the steps of a dry run."""
 TRUE = ("all", "isfinite", "eq", "ge", "le", "lt", "isclose", "logical_and", "bitwise_and")
 """Reductions to a truth value, by their operator: "are all …", "is it finite", "is it equal". Assertions hold, masks mask nothing."""
 FALSE = ("any", "isnan", "isinf", "isposinf", "isneginf")
@@ -111,13 +113,15 @@ class AssumedValues:
         return first.shape == second.shape
 
     def _count(self) -> None:
+        frame: Any = sys._getframe(2)
+        while frame is not None and _is_ours(module := str(frame.f_globals.get("__name__", ""))):
+            if module == _DRIVER:
+                return  # nothing of the program is in between: torch asked by itself, as for the first message of a pipeline
+            frame = frame.f_back
         self.asked += 1
         if (now := self.moment()) != self._last:
             self._last = now
             self._places.clear()
-        frame: Any = sys._getframe(2)
-        while frame is not None and _is_ours(str(frame.f_globals.get("__name__", ""))):
-            frame = frame.f_back
         if frame is None:
             return
         place = frame.f_code.co_filename, frame.f_lineno

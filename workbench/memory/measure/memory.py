@@ -183,9 +183,6 @@ def breakdown(
         cyclic: records of storages that only Python's collector frees.
     """
     log, texts = recorder.log, list(notes)
-    for record in log.records:
-        if record.phase == "data" and record.category is None:
-            record.category = "input"  # what becomes of a batch before the model is called
     replay = Replay(log, CUDA_GRANULARITY if device.type == "cuda" else 1)
     excess = borders.excess(replay, drifts=drifts)
     if not excess:
