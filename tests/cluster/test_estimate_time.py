@@ -1,8 +1,11 @@
 """`estimate_time`: the arithmetic of parts and intervals, what is refused, and dry runs against a roofline by hand and real steps."""
 
 import dataclasses
+import json
 import math
 import re
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,10 +21,12 @@ from workbench.cluster.analysis.collective_call import CollectiveCall
 from workbench.cluster.analysis.operator_time import BEST_PRODUCT, KERNEL, SHARES, UNALIGNED, Operator
 from workbench.cluster.analysis.plan.ranges import LAUNCH, OTHER_LAUNCH, SLOWEST_LAUNCH
 from workbench.cluster.analysis.step_time import (
+    CACHED,
     CPU,
     FARTHEST,
     OTHER,
     SAME,
+    SHORTEST,
     EstimateTimeError,
     StepTime,
     checked_calibration,
@@ -33,6 +38,7 @@ from workbench.core import units
 from workbench.core.device import Device
 from workbench.core.statistics import Interval
 from workbench.memory.estimate.roofline_time import Roofline
+from workbench.runs.spec import ScriptSpec
 from workbench.traces.analysis import operators
 
 H100 = Device.named("H100")
@@ -87,10 +93,39 @@ def test_a_step_longer_than_its_slowest_kernels_teaches_what_the_host_takes_and_
     slower = step(kernels).calibrate(1001 * SLOWEST_LAUNCH).calibration
     assert slower is not None
     assert not slower.host_bound  # no host is so slow
-    waited = step(dataclasses.replace(MM, flops=1e6, bytes=1e3, calls=500)).calibrate(1.0).calibration
-    assert waited is not None
-    many = step(dataclasses.replace(MM, flops=1e6, bytes=1e3, calls=500), calibration=waited, title="many")
-    assert many.seconds.mid == pytest.approx(500 * SLOWEST_LAUNCH)  # not 2 ms an operator: that step waited for something else
+
+
+def test_a_slow_host_is_as_slow_for_other_batches_whether_or_not_it_is_the_launching() -> None:
+    """Otherwise twice the batch would be faster than what was measured."""
+    tiny = dataclasses.replace(MM, flops=1e6, bytes=1e3, calls=500)
+    seconds = 500 * 1.1 * SLOWEST_LAUNCH
+    known = step(tiny).calibrate(seconds)
+    assert known.calibration is not None
+    assert "the measured step waited for something else, too" in known.notes[-1]
+    assert not step(tiny).calibrate(0.9 * 500 * SLOWEST_LAUNCH).notes
+    for more in (1, 1.01, 2, 4):
+        larger = step(dataclasses.replace(tiny, flops=1e6 * more), calibration=known.calibration)
+        assert larger.seconds.mid == pytest.approx(seconds)
+
+
+def test_seconds_that_no_step_can_take_are_refused() -> None:
+    """280 kernels that move 154 MB, in 10 µs or in eleven days."""
+    bare = step(dataclasses.replace(ADD, bytes=154e6 / 280, calls=280), dataclasses.replace(MM, flops=1e6, bytes=0, calls=1))
+    low, high = bare.possible
+    assert low == pytest.approx(281 * SHORTEST)
+    assert bare.calibrate(1.01 * low).seconds.mid == pytest.approx(1.01 * low)
+    assert bare.calibrate(0.99 * high).seconds.mid == pytest.approx(0.99 * high)
+    with pytest.raises(EstimateTimeError, match=r"10\.0 µs: a step of gpt on H100-SXM may take 281 µs … .*281 kernels.*synchronize"):
+        bare.calibrate(1e-5)
+    with pytest.raises(EstimateTimeError, match=r"Is it seconds, not milliseconds; one step, not an epoch"):
+        bare.calibrate(1e6)
+    moved = step(ADD, dataclasses.replace(MM, flops=1e6))
+    assert moved.possible[0] == pytest.approx((40 * 1e9 + 30 * 1e8) / (CACHED * H100.bandwidth))
+    assert dataclasses.replace(moved, compiled=True).possible[0] == 0
+    here = dataclasses.replace(bare, device=CPU)
+    assert here.calibrate(0.1).seconds.mid == pytest.approx(0.1)
+    with pytest.raises(EstimateTimeError, match="may take"):
+        here.calibrate(1e6)
 
 
 def test_a_pipeline_idles_as_its_bubble_says_and_not_in_the_update() -> None:
@@ -140,7 +175,7 @@ def test_a_measured_step_sets_the_level_and_narrows_the_interval() -> None:
 
 def test_a_step_at_the_pace_of_the_host_says_nothing_of_the_kernels() -> None:
     small = step(dataclasses.replace(MM, flops=1e6, calls=1), dataclasses.replace(ADD, bytes=1e3, calls=1000), title="small")
-    for seconds in (0.5 * small.seconds.mid, 2 * small.seconds.mid, 20 * small.seconds.mid):
+    for seconds in (0.5 * small.seconds.mid, 2 * small.seconds.mid, 10 * small.seconds.mid):
         known = small.calibrate(seconds)
         assert known.seconds.mid == pytest.approx(seconds)
         assert known.calibration is not None
@@ -156,9 +191,11 @@ def test_a_program_of_the_same_name_and_other_work_is_another_one() -> None:
     assert longer.seconds.high / longer.seconds.mid == pytest.approx(1 + OTHER)
 
 
-@given(st.floats(0.01, 100), st.integers(1, 5000))
-def test_a_calibrated_step_takes_what_was_measured(seconds: float, calls: int) -> None:
+@given(st.floats(0.01, 0.99), st.integers(1, 5000))
+def test_a_calibrated_step_takes_what_was_measured(part: float, calls: int) -> None:
     found = step(dataclasses.replace(MM, flops=1e6, calls=1), dataclasses.replace(ADD, bytes=1e3, calls=calls))
+    low, high = found.possible
+    seconds = low ** (1 - part) * high**part
     assert found.calibrate(seconds).seconds.mid == pytest.approx(seconds)
 
 
@@ -274,9 +311,9 @@ def test_a_trace_that_does_not_tell_kinds_apart_sets_one_level() -> None:
     assert known.calibration.factors == {}
     assert known.seconds.mid == pytest.approx(2.0)
     here = dataclasses.replace(bare, device=CPU)
-    host = here.calibrate(traced(2.0, device=False, products=0.9, memory=0.3))
-    assert host.seconds.mid == pytest.approx(2.0)
-    assert host.computing()["products"] == pytest.approx(1.5)
+    host = here.calibrate(traced(2e4, device=False, products=0.9e4, memory=0.3e4))
+    assert host.seconds.mid == pytest.approx(2e4)
+    assert host.computing()["products"] == pytest.approx(1.5e4)
 
 
 def test_more_than_the_peak_is_refused_with_the_reason() -> None:
@@ -335,8 +372,9 @@ def test_operators_are_those_of_the_step_and_what_cannot_be_known_is_refused() -
         ({"compile": "model"}, r"Measure one compiled step on H100-SXM"),
         ({"device": "H10"}, r"device='H10': unknown device.*did you mean|device='H10': unknown device.*H100"),
         ({"device": "V100"}, r"datasheet of V100-32GB has fp16, fp32 only"),
-        ({"measured": 1.0, "calibration": found.calibrate(1.0).calibration}, r"give one of them"),
+        ({"measured": 1.0, "calibration": found.calibrate(found.seconds.mid).calibration}, r"give one of them"),
         ({"world_size": 2}, r"2 ranks exchange messages.*give cluster="),
+        ({"world_size": 2, "cluster": "DGX-A100"}, r"device= is H100-SXM, and the nodes of cluster=DGX-A100 have A100.*name the cluster"),
     ):
         with pytest.raises(EstimateTimeError, match=words):
             wb.estimate_time(gpt, batch(), **{"device": "H100", **options, **changes})
@@ -495,6 +533,59 @@ def test_bytes_are_those_of_each_kernel_that_an_operator_runs() -> None:
     assert {name: moved[name] for name in expected} == expected
     copies = [call.elements for call in floor.calls if call.name == "aten._to_copy"]
     assert copies == [0, 2**20]  # to 16 bits there is a kernel that moves 16 bytes at a time
+
+
+@pytest.fixture
+def recorded(tmp_path: Path) -> Callable[..., Any]:
+    return partial(_recorded, tmp_path)
+
+
+def _recorded(path: Path, device: str = "cpu", seconds: float = 0.02, samples: int | None = None, **knobs: Any) -> Any:
+    """A run of a spec whose steps took so long on a device."""
+    spec = wb.RunSpec(**{"task": "text-gpt", "micro_batch": 4, "device": "auto", **knobs})
+    steps = [SimpleNamespace(samples=samples or spec.micro_batch * spec.accumulation)]
+    path = path / str(len(list(path.iterdir())))
+    path.mkdir()
+    (path / "rank0.jsonl").write_text(json.dumps({"rank": 0, "device": device}) + "\n")
+    return SimpleNamespace(spec=spec, path=path, timelines=[SimpleNamespace(median=lambda: seconds, steps=steps)])
+
+
+def test_a_run_of_something_else_is_refused_with_the_difference(recorded: Callable[..., Any]) -> None:
+    script = recorded()
+    script.spec = ScriptSpec(script="train.py")
+    spec = wb.RunSpec(task="text-gpt", micro_batch=4)
+    for run, device, words in (
+        (recorded(), "H100", r"is a run on cpu, and the step is for H100-SXM: measure it there"),
+        (recorded("NVIDIA A100-SXM4-80GB"), "H100", r"is a run on NVIDIA A100-SXM4-80GB, and the step is for H100-SXM"),
+        (recorded("NVIDIA H100 80GB HBM3"), "cpu", r"is a run on NVIDIA H100 80GB HBM3, and the step is for cpu"),
+        (recorded(task="clipart-resnet"), "cpu", r"is a run of clipart-resnet, and the step is of text-gpt"),
+        (recorded(threads=2), "cpu", r"is a run with threads=2, and the step has threads=1"),
+        (script, "cpu", r"is a run of train\.py, and the step"),
+    ):
+        with pytest.raises(EstimateTimeError, match=words):
+            wb.estimate_time(spec, device=device, measured=run)
+    trace = SimpleNamespace(windows=(), devices=("NVIDIA A100-SXM4-80GB",), seconds=1.0, steps=())
+    with pytest.raises(EstimateTimeError, match=r"is a trace on NVIDIA A100-SXM4-80GB, and the step is for H100-SXM"):
+        wb.estimate_time(spec, device="H100", measured=trace)
+    with pytest.raises(EstimateTimeError, match=r"is of a compiled step"):
+        wb.estimate_time(spec, device="cpu", measured=recorded(compile="model"))
+    with pytest.raises(EstimateTimeError, match=r"train\.py with 4 samples in a step of a rank, and the step has 3"):
+        wb.estimate_time(gpt, batch(3), loss=loss, device="cpu", measured=script)
+    assert wb.estimate_time(gpt, batch(4), loss=loss, device="cpu", measured=script).seconds.mid == pytest.approx(0.02)
+
+
+def test_a_run_of_another_batch_sets_the_level_as_a_calibration_does_and_a_note_says_so(recorded: Callable[..., Any]) -> None:
+    spec = wb.RunSpec(task="text-gpt", micro_batch=2)
+    own = wb.estimate_time(spec, device="cpu", measured=recorded(micro_batch=2, num_workers=2, steps=5))
+    assert own.seconds.high == pytest.approx(own.seconds.mid * (1 + SAME))
+    assert not own.notes
+    other = wb.estimate_time(spec, device="cpu", measured=recorded(seconds=0.04))
+    known = wb.estimate_time(spec.replace(micro_batch=4), device="cpu", measured=0.04).calibration
+    assert other.seconds == wb.estimate_time(spec, device="cpu", calibration=known).seconds
+    assert other.seconds.high > other.seconds.mid * (1 + OTHER)
+    assert "a run with micro_batch=4 (here 2)" in other.notes[-1]
+    chosen = wb.estimate_time(spec, device="cpu", measured=recorded(seconds=0.04, micro_batch="auto", samples=4))
+    assert chosen.seconds == other.seconds
 
 
 @pytest.mark.slow

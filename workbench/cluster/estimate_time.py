@@ -1,6 +1,8 @@
 """`estimate_time`: predicts the seconds of a training step on a device that need not be here, from the operators of a dry run."""
 
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from workbench.cluster.analysis.cluster import Cluster
@@ -8,15 +10,17 @@ from workbench.cluster.analysis.operator_time import Operator
 from workbench.cluster.analysis.pipeline_idle import bubble_of
 from workbench.cluster.analysis.plan.ranges import FORMATS, link_share
 from workbench.cluster.analysis.step_time import CPU, EstimateTimeError, StepTime, TimeCalibration, checked_calibration
+from workbench.core import run_directory
 from workbench.core.device import Device
 from workbench.core.progress import predicts
 from workbench.core.synonyms import accept_synonyms
+from workbench.runs.spec import RunSpec
+from workbench.runs.target import read_program
 
 if TYPE_CHECKING:
     from workbench.memory.analysis.breakdown import MemoryBreakdown
     from workbench.memory.estimate.plan import Plan
     from workbench.memory.estimate.roofline_time import Roofline
-    from workbench.runs.spec import RunSpec
     from workbench.runs.task import Task
 
 
@@ -45,13 +49,15 @@ def estimate_time(
         device: a name such as "H100", or a Device; "cpu" only with `measured` or a calibration.
         cluster: nodes and links: a name or a Cluster; needed for several ranks.
         measured: calibrates the estimate: seconds of a step of this very program on this device, or a Run or a Trace of it, or the traces
-            of its ranks (a TraceSet, another mapping from rank to Trace, or a list).
+            of its ranks (a TraceSet, another mapping from rank to Trace, or a list). A Run of the same task with other knobs, such as
+            another batch, sets the level as a calibration by it does, and a note says so.
         calibration: `.calibration` of a calibrated estimate of a similar program on the same device.
         options: as in `estimate_memory`: loss, optimizer, sequence, image, and knobs such as precision="amp_bf16".
 
     Raises:
         EstimateTimeError: the estimate would be a guess: an unknown device or number format, several ranks without a cluster, compiled
-            steps or a CPU without a measured step, or a calibration from a program with other operators. The error says what to measure.
+            steps or a CPU without a measured step, a measured run of another task or device, seconds that no such step can take, or a
+            calibration from a program with other operators. The error says what to measure.
         ValueError: as in `estimate_memory`.
     """
     if measured is not None and calibration is not None:
@@ -61,6 +67,11 @@ def estimate_time(
 
     plan = plan_of(target, batch, device="cpu" if where is CPU else where, asked="estimate_time", **options)
     _check(plan.spec, where, known=measured is not None or calibration is not None)
+    other = None
+    if hasattr(measured, "timelines"):
+        of_spec, resized = isinstance(read_program("estimate_time", target, batch), RunSpec), bool(options.keys() & {"sequence", "image"})
+        other = _other_spec(measured, plan, where, of_spec=of_spec, resized=resized)
+    _check_device("trace", next(iter(getattr(measured, "devices", ())), None), where)
     memory, floor = _counted(plan, where)
     compiled = plan.spec.compile != "none"
     operators = tuple(
@@ -87,12 +98,88 @@ def estimate_time(
     )
     if plan.world_size > 1:
         step = _with_communication(step, plan, cluster)
+    if other is not None:
+        known = estimate_time(other, device=device, cluster=cluster, measured=measured).calibration
+        told = ", ".join(f"{name}={theirs} (here {ours})" for name, (ours, theirs) in _turned(plan.spec, other).items())
+        note = f"measured= is a run {f'with {told}' if told else f'of {other.task}'}: it sets the level as a calibration does"
+        step = replace(step, notes=(*step.notes, note))
+        return checked_calibration(step, known) if known else step
     if measured is not None:
         return step.calibrate(measured)
     return checked_calibration(step, calibration) if calibration is not None else step
 
 
-def refuse(spec: "RunSpec", device: str | Device, cluster: str | Cluster | None, *, known: bool) -> None:
+NOT_IN_A_STEP = (
+    *("num_workers", "prefetch_factor", "persistent_workers", "pin_memory", "steps", "lr", "warmup_steps", "schedule", "weight_decay_on"),
+    *("device", "backend", "find_unused_parameters", "static_graph", "gc", "seed", "evaluate", "stop_when", "evaluate_batches", "profile"),
+    *("checkpoint_every", "keep_checkpoints", "best", "noise_scale", "gradient_norms", "step_digests", "label_smoothing"),
+)
+"""Knobs that change neither the operators of a step nor what is sent."""
+
+
+def _turned(spec: RunSpec, other: RunSpec) -> dict[str, tuple[Any, Any]]:
+    """The knobs that make the steps of two specs of a task differ."""
+    return {name: pair for name, pair in spec.changes(other).items() if name not in ("task", *NOT_IN_A_STEP)}
+
+
+def _other_spec(run: Any, plan: "Plan", where: Device, *, of_spec: bool, resized: bool) -> RunSpec | None:
+    """The spec of a measured run whose steps may differ from the plan's; None = they are the same, as far as a script's can be known.
+
+    Args:
+        run: measured.
+        plan: of the step.
+        where: its device.
+        of_spec: is the plan of a RunSpec, and not of a model or Task, whose name says nothing?
+        resized: has the step another length or image size than its task's own?
+
+    Raises:
+        EstimateTimeError: it ran on another device, or was of another task, or its CPU had another number of threads, or a script's batch
+            has another size.
+    """
+    spec, asked = run.spec, plan.spec
+    _check_device("run", _recorded_device(run), where)
+    samples = [step.samples for step in run.timelines[0].steps if step.samples] if run.timelines else []
+    if of_spec and _function(asked) != _function(spec):
+        raise EstimateTimeError(
+            f"measured= is a run of {getattr(spec, 'task', None) or spec.script}, and the step is of {asked.task}: give a run of that "
+            "task, or the calibration of an estimate of the other (calibration=)"
+        )
+    if where is CPU and spec.threads != asked.threads:
+        raise EstimateTimeError(
+            f"measured= is a run with threads={spec.threads}, and the step has threads={asked.threads}: make them equal"
+        )
+    if not hasattr(spec, "micro_batch"):
+        if samples and (own := asked.micro_batch * asked.accumulation) not in samples:
+            raise EstimateTimeError(
+                f"measured= is a run of {spec.script} with {samples[-1]:,} samples in a step of a rank, and the step has {own:,}"
+            )
+        return None
+    if spec.micro_batch == "auto":
+        spec = spec.replace(micro_batch=samples[-1] // spec.accumulation if samples else asked.micro_batch)
+    changed = _turned(asked, spec)
+    return None if "compile" in changed or (of_spec and not changed and not resized) else spec  # calibrate() refuses a compiled one
+
+
+def _check_device(what: str, name: str | None, where: Device) -> None:
+    """Refuse a run or trace of another device than the step's, where both are known."""
+    there = Device.known(name) if name else None
+    if name and ((where is CPU) != (name == "cpu") or (there and Device.known(where.name) not in (None, there))):
+        raise EstimateTimeError(f"measured= is a {what} on {name}, and the step is for {where.name}: measure it there")
+
+
+def _function(spec: Any) -> str:
+    """The task of a spec without the folder of its file, which depends on where the run was started."""
+    file, _, function = getattr(spec, "task", "").rpartition(":")
+    return f"{Path(file).name}:{function}"
+
+
+def _recorded_device(run: Any) -> str | None:
+    """Name of the device of a run's first rank, as its file has it; None = it has none."""
+    rows = run_directory.LineTail(run.path / run_directory.rank_file(0)).read()
+    return next((str(row["device"]) for row in rows if "device" in row), None)
+
+
+def refuse(spec: RunSpec, device: str | Device, cluster: str | Cluster | None, *, known: bool) -> None:
     """Refuse what needs no dry run to be refused.
 
     Args:
@@ -106,7 +193,7 @@ def refuse(spec: "RunSpec", device: str | Device, cluster: str | Cluster | None,
     """
     _check(spec, _device(device, known=known), known=known)
     if cluster is not None or spec.world_size > 1:
-        _cluster(cluster, spec.world_size)
+        _cluster(cluster, spec.world_size, _device(device, known=known))
 
 
 def _device(device: str | Device, *, known: bool) -> Device:
@@ -125,7 +212,7 @@ def _device(device: str | Device, *, known: bool) -> Device:
         raise EstimateTimeError(f"device={device!r}: {error}") from None
 
 
-def _check(spec: "RunSpec", device: Device, *, known: bool) -> None:
+def _check(spec: RunSpec, device: Device, *, known: bool) -> None:
     if spec.compile != "none" and not known:
         raise EstimateTimeError(
             f"compile={spec.compile!r}: how much compiling fuses is not known before it runs. Measure one compiled step on {device.name} "
@@ -140,8 +227,6 @@ def _check(spec: "RunSpec", device: Device, *, known: bool) -> None:
 
 def _counted(plan: "Plan", device: Device) -> "tuple[MemoryBreakdown, Roofline]":
     """The memory of the fullest rank, and the operators of the slowest: those of a pipeline's stages differ, all others have the same."""
-    from dataclasses import replace
-
     from workbench.memory.ladder import counted
 
     ranks = range(0, plan.world_size, plan.world_size // plan.spec.pipeline_parallel)
@@ -155,20 +240,24 @@ def _counted(plan: "Plan", device: Device) -> "tuple[MemoryBreakdown, Roofline]"
 
 def _with_communication(step: StepTime, plan: "Plan", cluster: str | Cluster | None) -> StepTime:
     """The same with its collectives, and the seconds that they are exposed at both ends of the links' bandwidth."""
-    from dataclasses import replace
-
     from workbench.cluster.count_collectives import collectives_of_plan
 
-    where = _cluster(cluster, step.ranks)
+    where = _cluster(cluster, step.ranks, step.device)
     sent = collectives_of_plan(plan).on(where)
     shares = link_share(where, "inter" if step.ranks > where.gpus_per_node else "intra")
     return replace(step, traffic=sent, links=shares).with_exposed()
 
 
-def _cluster(cluster: str | Cluster | None, ranks: int) -> Cluster:
+def _cluster(cluster: str | Cluster | None, ranks: int, device: Device) -> Cluster:
     if cluster is None:
         raise EstimateTimeError(
             f"{ranks} ranks exchange messages, and their links are not known: give cluster=, such as 'DGX-H100', or a Cluster with "
             "your own links (wb.measure_collectives)"
         )
-    return Cluster.named(cluster) if isinstance(cluster, str) else cluster
+    found = Cluster.named(cluster) if isinstance(cluster, str) else cluster
+    if found.device.name != device.name and device is not CPU:
+        raise EstimateTimeError(
+            f"device= is {device.name}, and the nodes of cluster={found.name} have {found.device.name}: name the cluster of that device, "
+            "or give a Cluster with that device and your links"
+        )
+    return found

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from workbench.cluster.analysis.operator_time import KINDS, SHARES, Operator
+from workbench.cluster.analysis.operator_time import KERNEL, KINDS, SHARES, Operator
 from workbench.cluster.analysis.plan.ranges import ENDS, LAUNCH, OTHER_LAUNCH, SLOWEST_LAUNCH
 from workbench.core import units
 from workbench.core.codec import NOT_STORED, JsonDataclass
@@ -19,6 +19,13 @@ same kinds of operators. What differs adds to it (`StepTime.calibrate`)."""
 HOST_BOUND = "the host's launches set the pace: a faster GPU does not help; larger micro-batches or compile do"
 WORTH = 0.02
 """Share of the step that padding must save to be told."""
+SHORTEST, CACHED = 1e-6, 3
+"""No measured eager step is shorter than so many seconds for each kernel (chosen: a third of KERNEL, for CUDA graphs), or than its bytes at
+so many times the memory's bandwidth, since caches answer some (chosen: caches of this size have two to three times the bandwidth)."""
+SLOWEST, SLOWEST_CPU = 32, 1000
+"""No measured step is longer than so many times its kernels at the datasheet's rates, with SLOWEST_LAUNCH for each launch. Chosen: kernels
+for odd shapes reach a tenth, and milliseconds that are taken for seconds are a thousand times as long. The rates of CPU are round figures,
+so a CPU's step may be SLOWEST_CPU times as long or short."""
 FARTHEST = 0.5
 """Share of the time that may be spent on other kinds of operators than the calibrated program's; beyond it an estimate is refused."""
 
@@ -153,7 +160,7 @@ class StepTime(display.Shown, JsonDataclass):
         known = self.calibration
         launch = known.host if known else float(getattr(LAUNCH, end))
         if known and known.host_bound and not self._is_measured:
-            launch = min(launch, SLOWEST_LAUNCH) * OTHER_LAUNCH[end]
+            launch *= OTHER_LAUNCH[end]
         return max(0.0, sum(one.calls for one in self.operators) * launch - sum(self.computing(end).values()))
 
     @property
@@ -209,8 +216,8 @@ class StepTime(display.Shown, JsonDataclass):
                 operators take longest, for whom the others wait.
 
         Raises:
-            EstimateTimeError: not a number above 0, something else among traces, so short that the FLOPs would exceed the device's peak,
-                or the run of a compiled step where this one is eager, or the other way round.
+            EstimateTimeError: not a number above 0, something else among traces, shorter or longer than a step can be (`possible`), or
+                the run of a compiled step where this one is eager, or the other way round.
         """
         measured = _slowest(measured)
         seconds = measured_seconds(measured)
@@ -232,6 +239,17 @@ class StepTime(display.Shown, JsonDataclass):
             raise EstimateTimeError(
                 f"measured={units.seconds(seconds)}: the communication alone is predicted to take {alone}; "
                 "measure one rank, or the links (wb.measure_collectives)"
+            )
+        low, high = bare.possible
+        if not low <= seconds <= high:
+            way = (
+                "Usual reasons: the clock was read before the device had finished (torch.cuda.synchronize), or the step is a part of it"
+                if seconds < low
+                else "Is it seconds, not milliseconds; one step, not an epoch; without the wait for data, and without the first step?"
+            )
+            raise EstimateTimeError(
+                f"measured={units.seconds(seconds)}: a step of {self.title} on {self.device.name} may take {units.seconds(low)} … "
+                f"{units.seconds(high)}, with {bare._kernels:,.0f} kernels that move {units.bytes_(bare._moved)}. {way}"
             )
         parts, calls = bare.computing(), sum(one.calls for one in self.operators)
         level = sum(parts.values())
@@ -258,7 +276,38 @@ class StepTime(display.Shown, JsonDataclass):
             factors=told,
             compiled=self.compiled,
         )
-        return replace(self, calibration=known).with_exposed()
+        slow = (
+            f"the host took {units.seconds(known.host)} for each of {calls:,.0f} operators, where launching one takes "
+            f"{units.seconds(SLOWEST_LAUNCH)} at most: the measured step waited for something else, too, such as data"
+        )
+        notes = (*self.notes, slow) if host_bound and known.host > SLOWEST_LAUNCH else self.notes
+        return replace(self, calibration=known, notes=notes).with_exposed()
+
+    @property
+    def _kernels(self) -> float:
+        """Kernels in a step: calls of operators that compute or move anything."""
+        return sum(one.calls for one in self.operators if one.flops or one.bytes)
+
+    @property
+    def _moved(self) -> float:
+        """Bytes that they move."""
+        return sum(one.bytes * one.calls for one in self.operators)
+
+    @property
+    def possible(self) -> tuple[float, float]:
+        """The shortest and the longest seconds that a measured step of it can be; see SHORTEST and SLOWEST.
+
+        A compiled step fuses kernels, so of its shortest only the FLOPs are known.
+        """
+        bandwidth, peaks = self.device.bandwidth, self.device.flops_per_sec
+        rest = peaks.get("fp32") or max(peaks.values())
+        each = (one.calls * max(one.flops / peaks.get(one.dtype, rest), one.bytes / bandwidth) for one in self.operators)
+        full = sum(each) + self._kernels * KERNEL
+        if self.device.name == CPU.name:
+            return full / SLOWEST_CPU, full * SLOWEST_CPU
+        low = 0.0 if self.compiled else max(self._moved / (CACHED * bandwidth), self._kernels * SHORTEST)
+        launched = sum(one.calls for one in self.operators) * SLOWEST_LAUNCH
+        return low, (SLOWEST * full + launched) * (1 + self._idle_share) + SLOWEST * self.exposed.high
 
     def _without_exposed(self, seconds: float) -> float:
         """What of a measured step is neither exposed communication, nor a pipeline's idling: the longer it is, the more it hides."""
