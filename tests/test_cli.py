@@ -86,6 +86,7 @@ def test_a_script_with_ranks_and_arguments_of_its_own(tmp_path: Path, monkeypatc
         (["plan", "text-gpt", "--cluster", "DGX-H1000"], "--cluster='DGX-H1000': allowed are 'DGX-A100', 'DGX-H100', "),
         (["diagnose", "text-gpt", "--set", "precision=int3"], "precision='int3': allowed are"),
         (["diagnose", "text-gpt", "--nproc-per-node", "0"], "nproc_per_node=0: a whole number"),
+        (["why-not-linear", "text-gpt", "--nproc-per-node", "0"], "nproc_per_node=0: a whole number"),
         (["diagnose", "text-gpt", "--budget", "0"], "budget_s=0.0: seconds above 0"),
     ],
 )

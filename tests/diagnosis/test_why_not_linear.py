@@ -128,6 +128,16 @@ def test_other_processes_that_take_most_of_the_gap_are_the_verdict() -> None:
         assert "No part of the gap stands out" not in text
 
 
+def test_other_processes_that_take_more_than_the_cause_are_named_before_it() -> None:
+    result = answer(waits=0.012, slow=0.008, cores=16.0, foreign=9.0)
+    assert result.cause == "slow rank"
+    assert result.gap["other processes"].mid > result.gap["slow rank"].mid
+    assert result.headline == "other processes on this machine, and slow rank"
+    for text in (result.why, result.brief()["claim"]["why"]):
+        assert "of the step: other processes on this machine, no property of the training; " in text
+    assert answer(waits=0.004, slow=0.012, cores=16.0, foreign=9.0).headline == "slow rank"
+
+
 def test_ranks_beyond_the_cores_here_are_said_to_be_predicted_for_machines_that_have_them() -> None:
     result = answer(reduction=0.005, cores=4.0)
     rows = [str(row[-1]) for row in result.worth([2, 4, 8]).rows]
@@ -162,6 +172,16 @@ def test_is_it_worth_it() -> None:
     assert forecast is not None
     assert forecast.low < forecast.mid
     assert answer(threads=2).forecast(8) is None, "no curve goes through a point with more threads than cores"
+
+
+def test_ranks_that_take_away_from_the_others_are_said_to_and_so_is_what_two_predictions_that_differ_mean() -> None:
+    result = answer(cores=64.0, unexplained=0.15)
+    table = result.worth()
+    one, two = (result._rate(size)[0] for size in (1, 2))
+    assert two < 0.5 * one
+    assert f"each added rank costs {units.percent(1 - two / one)} of what one gives" in str(table)
+    assert "the two predictions differ" in str(table)
+    assert "the two predictions differ" not in str(answer(cores=64.0).worth())
 
 
 def test_one_process_is_asked_what_more_would_bring() -> None:
@@ -293,6 +313,36 @@ def test_ctrl_c_while_strangers_start_leaves_none_behind(tmp_path: Path, monkeyp
         why_not_linear(tmp_path / "train.py", nproc_per_node=3)
     assert [run.state for run in runs] == ["finished", "stopped", "stopped"]
     assert outside == runs, "who waits outside, such as a panel with a Stop button, hears of them, too"
+
+
+def test_the_launches_of_a_script_take_turns_again_while_no_part_is_beyond_doubt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ranks' backward is 6.5 % of the step longer: within what single launches may differ by, and beyond what two may."""
+    asked: list[int] = []
+    counts = [80] * 8
+
+    def launch(*_: object, nproc_per_node: int, **options: Any) -> None:
+        run: Any = Launched("finished")
+        longer = 0.0023 * (nproc_per_node == 2)
+        run.timelines = [timeline(rank, 0.01, 0.02 + longer, count=counts[len(asked)]) for rank in range(nproc_per_node)]
+        run.path = tmp_path
+        asked.append(nproc_per_node)
+        for announce in _on_run_started.get():
+            announce(run)
+
+    monkeypatch.setattr("workbench.diagnosis.why_not_linear.launch", launch)
+    (tmp_path / "train.py").touch()
+    result = why_not_linear(tmp_path / "train.py")
+    assert asked == [1, 1, 1, 2] * 2
+    assert (result.evidence.launches, result.evidence.count) == (2, 8)
+    assert result.cause == "waits and reduction"
+    once = replace(result.evidence, launches=1, blocks=result.evidence.blocks[:12])
+    assert WhyNotLinear(evidence=once).in_doubt
+    asked.clear()
+    counts[6] = 3
+    kept = why_not_linear(tmp_path / "train.py")
+    assert len(asked) == 8
+    assert kept.evidence == replace(once, seconds=kept.evidence.seconds, notes=kept.evidence.notes)
+    assert "what was launched once more is left out: the script took 3 steps (strangers)" in kept.evidence.notes[-1]
 
 
 def test_a_script_s_spec_keeps_its_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

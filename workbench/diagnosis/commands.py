@@ -83,7 +83,7 @@ def first_bad(given: argparse.Namespace, knobs: Mapping[str, Any]) -> int:
 
 def not_linear(given: argparse.Namespace, knobs: Mapping[str, Any]) -> int:
     """Say why N ranks give less than N times one, and prove the best remedy if asked to; returns the exit status."""
-    ranks = given.nproc_per_node or 2
+    ranks = 2 if given.nproc_per_node is None else given.nproc_per_node
     if given.target.endswith(".py"):
         refuse_knobs("why-not-linear", given.target, knobs)
         target: Any = given.target

@@ -21,6 +21,7 @@ from workbench.diagnosis.analysis.gap_evidence import MIN_FOREIGN, GapBlock, Gap
 from workbench.diagnosis.analysis.step_model import between_two
 from workbench.diagnosis.analysis.why_not_linear import FEW, WhyNotLinear
 from workbench.diagnosis.api import BUDGET
+from workbench.runs.failure import RunError
 from workbench.runs.launch import experiments
 from workbench.runs.launch.launch import check as check_launch
 from workbench.runs.launch.launch import check_script, launch
@@ -41,6 +42,8 @@ ASSUMED = "what a reduction between two ranks costs here is assumed: wb.measure_
 FIRST_BUCKET, BUCKET = 2**20, 25 * 2**20
 """Bytes of DDP's first bucket and of the others, where a script does not say otherwise."""
 BACKWARD = PHASES.index("backward")
+AGAIN = 1.1
+"""Launches are repeated where so many times the seconds that they took are left."""
 START_SECONDS = 12.0
 """Seconds that a launch of a script may take beside its steps, about."""
 
@@ -64,7 +67,8 @@ def why_not_linear(
     remedy beside the unchanged spec.
 
     A script is launched unedited, and its steps are watched: as one process, as strangers (several launches of one process at the same
-    time), and with its ranks. The reduction is the time by which its ranks are slower than the slowest stranger.
+    time), and with its ranks. The reduction is the time by which its ranks are slower than the slowest stranger. While no part of the gap
+    is beyond doubt and time is left, the launches take turns again.
 
     For a spec with one process, it predicts more processes: their waits from the distribution of step times, their reductions from the ring
     formula and this machine's links. What is not measured is marked as predicted.
@@ -157,15 +161,52 @@ def check(spec: RunSpec, args: Sequence[str] = ()) -> None:
 
 
 def _script(spec: ScriptSpec, same: str, line: Waiting, runs_dir: str | os.PathLike[str] | None) -> WhyNotLinear:
-    """From whole launches of a script."""
-    ranks = spec.nproc_per_node
-    each = max(2.0, line.left / 3 - START_SECONDS)
-    began = line.seconds
+    """From whole launches of a script, which take turns again while no part of the gap is beyond doubt and time is left."""
+    launches, foreign, began = list[dict[str, list[Timeline]]](), list[float](), line.seconds
+    answer: WhyNotLinear | None = None
+    while True:
+        begun, notes = line.seconds, list[str]()
+        try:
+            timelines, last = _launches(spec, line, runs_dir, foreign, notes)
+            launches.append(timelines)
+            evidence = script_evidence(
+                *launches, notes=notes, seconds=line.seconds - began, threads=spec.threads, foreign=statistics.fmean(foreign or [0.0])
+            )
+        except (KeyboardInterrupt, ValueError, RunError) as error:
+            if answer is None:
+                raise
+            stopped = isinstance(error, KeyboardInterrupt)
+            note = f"{INTERRUPTED}: this is the result so far" if stopped else f"what was launched once more is left out: {error}"
+            return replace(answer, evidence=replace(answer.evidence, notes=(*answer.evidence.notes, note)))
+        rows = RunRows(last.path).other_rows.get(0, ())
+        size = next((row["gradients"] for row in rows if isinstance(row.get("gradients"), int)), 0)
+        places: dict[str, str] = next((row["places"] for row in rows if isinstance(row.get("places"), dict)), {})
+        reduced, measured = _reduced(size, spec.nproc_per_node, timelines["all"][0].clock) if size else (None, True)
+        said = evidence.notes if measured else (ASSUMED, *evidence.notes)
+        evidence = replace(evidence, notes=said, gradients=reduced, places=places, num_workers=int(places.get("workers", 0)))
+        answer = WhyNotLinear(evidence=evidence, spec=spec.replace(watch=True), same=same, subject=runs_dir)
+        if notes or not answer.in_doubt or AGAIN * (line.seconds - begun) > line.left:
+            return answer
+
+
+def _launches(
+    spec: ScriptSpec, line: Waiting, runs_dir: str | os.PathLike[str] | None, foreign: list[float], notes: list[str]
+) -> tuple[dict[str, list[Timeline]], Run]:
+    """Launch one process, strangers, and all ranks; their timelines by arm, and the run of all.
+
+    Args:
+        spec: of the script.
+        line: says what runs, and has the budget, a third of which each may take.
+        runs_dir: where run directories go.
+        foreign: gets the cores that other processes took meanwhile.
+        notes: gets one if Ctrl-C ended the last launch after enough steps.
+    """
+    ranks, each = spec.nproc_per_node, max(2.0, line.left / 3 - START_SECONDS)
     timelines: dict[str, list[Timeline]] = {}
-    notes, foreign = list[str](), list[float]()
+    runs: list[Run] = []
     for arm, launches, nproc in (("one", 1, 1), ("strangers", ranks, 1), ("all", 1, ranks)):
         line.say({"one": "one process alone", "strangers": f"{ranks} independent processes", "all": f"{ranks} ranks together"}[arm])
-        runs: list[Run] = []
+        runs = []
         try:
             with _ended_with(runs):
                 for _ in range(launches):
@@ -180,15 +221,7 @@ def _script(spec: ScriptSpec, same: str, line: Waiting, runs_dir: str | os.PathL
         for run in runs:
             if (error := experiments.error_of(run)) and run.state == "failed":
                 raise error
-    others = statistics.fmean(foreign or [0.0])
-    rows = RunRows(runs[0].path).other_rows.get(0, ())
-    size = next((row["gradients"] for row in rows if isinstance(row.get("gradients"), int)), 0)
-    places: dict[str, str] = next((row["places"] for row in rows if isinstance(row.get("places"), dict)), {})
-    reduced, measured = _reduced(size, ranks, timelines["all"][0].clock) if size else (None, True)
-    notes += [] if measured else [ASSUMED]
-    evidence = script_evidence(timelines, notes=notes, seconds=line.seconds - began, threads=spec.threads, foreign=others)
-    evidence = replace(evidence, gradients=reduced, places=places, num_workers=int(places.get("workers", 0)))
-    return WhyNotLinear(evidence=evidence, spec=spec.replace(watch=True), same=same, subject=runs_dir)
+    return timelines, runs[0]
 
 
 def _reduced(size: int, ranks: int, clock: str) -> tuple[Gradients, bool]:
@@ -226,7 +259,7 @@ def _wait(runs: Sequence[Run], seconds: float, line: Waiting) -> list[float]:
 
 
 def script_evidence(
-    timelines: dict[str, list[Timeline]], *, notes: Sequence[str] = (), seconds: float = 0.0, threads: int = 1, foreign: float = 0.0
+    *launches: dict[str, list[Timeline]], notes: Sequence[str] = (), seconds: float = 0.0, threads: int = 1, foreign: float = 0.0
 ) -> GapEvidence:
     """What the timelines of a script tell: one process, strangers, and all ranks.
 
@@ -234,7 +267,7 @@ def script_evidence(
     be as much slower than the others as the rank in its place is.
 
     Args:
-        timelines: by arm: "one" has one, "strangers" and "all" one per rank.
+        launches: timelines by arm, of each time that all arms were launched: "one" has one, "strangers" and "all" one per rank.
         notes: to be kept.
         seconds: what the launches took.
         threads: of each rank.
@@ -243,7 +276,7 @@ def script_evidence(
     Raises:
         ValueError: a launch has too few steps.
     """
-    for arm, some in timelines.items():
+    for arm, some in ((arm, some) for timelines in launches for arm, some in timelines.items()):
         fewest = min((timeline.count for timeline in some), default=0)
         if fewest < LEAST_STEPS:
             raise ValueError(
@@ -251,22 +284,9 @@ def script_evidence(
                 "budget_s, and check that its loop reads a DataLoader; if it resumes from a checkpoint of an earlier launch, give its "
                 'folder as {out}: args=["--out", "{out}"]'
             )
-    together = timelines["all"]
-    size = len(together)
-    own = [statistics.fmean(step.seconds - step.phases[BACKWARD] for step in timeline.measured) for timeline in together]
-    usual = sorted(own)[(size - 1) // 2]
-    slower = [max(0.0, seconds - usual) for seconds in own]
-    strangers = [
-        tuple(step.seconds + late for step in timeline.measured) for timeline, late in zip(timelines["strangers"], slower, strict=True)
-    ]
-    one = tuple(step.seconds for step in timelines["one"][0].measured)
-    rows = [tuple(step.seconds for step in timeline.measured) for timeline in together]
-    blocks = []
-    backward = {arm: [[step.phases[BACKWARD] for step in timeline.measured] for timeline in some] for arm, some in timelines.items()}
-    for number in range(CHUNKS):
-        for arm, each in (("one", [one, *[()] * (size - 1)]), ("strangers", strangers), ("all", rows)):
-            means = tuple(statistics.fmean(_chunk(row, number)) for row in backward[arm])
-            blocks.append(GapBlock(arm=arm, steps=tuple(_chunk(row, number) for row in each), backward=means))
+    timelines = launches[-1]
+    together, size = timelines["all"], len(timelines["all"])
+    blocks = [block for each in launches for block in _blocks(each)]
     per_rank = [_samples(timelines["one"][0]), _samples(together[0])]
     said = [*notes, *([f"other processes took {foreign:.1f} of {usable_cores():.1f} cores meanwhile"] if foreign > MIN_FOREIGN else [])]
     samples = None
@@ -285,6 +305,7 @@ def script_evidence(
         foreign=foreign,
         threads=threads,
         script=True,
+        launches=len(launches),
         seconds=seconds,
         notes=(
             *said,
@@ -292,6 +313,25 @@ def script_evidence(
             f"({units.percent(_drift(blocks))} between their parts)",
         ),
     )
+
+
+def _blocks(timelines: dict[str, list[Timeline]]) -> Iterator[GapBlock]:
+    """Rounds of the arms, from one launch of each."""
+    together = timelines["all"]
+    size = len(together)
+    own = [statistics.fmean(step.seconds - step.phases[BACKWARD] for step in timeline.measured) for timeline in together]
+    usual = sorted(own)[(size - 1) // 2]
+    slower = [max(0.0, seconds - usual) for seconds in own]
+    strangers = [
+        tuple(step.seconds + late for step in timeline.measured) for timeline, late in zip(timelines["strangers"], slower, strict=True)
+    ]
+    one = tuple(step.seconds for step in timelines["one"][0].measured)
+    rows = [tuple(step.seconds for step in timeline.measured) for timeline in together]
+    backward = {arm: [[step.phases[BACKWARD] for step in timeline.measured] for timeline in some] for arm, some in timelines.items()}
+    for number in range(CHUNKS):
+        for arm, each in (("one", [one, *[()] * (size - 1)]), ("strangers", strangers), ("all", rows)):
+            means = tuple(statistics.fmean(_chunk(row, number)) for row in backward[arm])
+            yield GapBlock(arm=arm, steps=tuple(_chunk(row, number) for row in each), backward=means)
 
 
 def _chunk(values: Sequence[float], number: int) -> tuple[float, ...]:

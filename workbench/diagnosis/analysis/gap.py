@@ -206,14 +206,15 @@ load that changes between the chunks of a launch differs between launches, too."
 
 
 def _of_launches(e: GapEvidence, name: str, value: Interval, step: float) -> Interval:
-    """The interval of a figure of a script, each of whose experiments is one launch.
+    """The interval of a figure of a script, each of whose experiments is a launch, or several.
 
     Three errors are added as independent ones are: by how much launches of a program differ (an end of the gap is of one launch, a
-    part is the difference of two), the steps of a launch, and the cores that other processes took, perhaps in one launch only.
+    part is the difference of two), the steps of a launch, and the cores that other processes took, perhaps in one launch only. The first
+    and the last are divided by the square root of how often each was launched.
     """
     launches = ONE_ROUND * step if name not in ENDS else ONE_ROUND / math.sqrt(2) * value.mid
-    load = e.foreign / e.cores * step if e.cores else 0.0
-    down, up = (math.hypot(launches, CHUNK_ERROR * half, load) for half in (value.mid - value.low, value.high - value.mid))
+    load, times = e.foreign / e.cores * step if e.cores else 0.0, math.sqrt(e.launches)
+    down, up = (math.hypot(launches / times, CHUNK_ERROR * half, load / times) for half in (value.mid - value.low, value.high - value.mid))
     return _around(name, value.mid, down, up)
 
 

@@ -178,6 +178,8 @@ class GapEvidence(JsonDataclass):
     """How many times as large the batch of "one, large batch" was; 0 = not tried."""
     script: bool = False
     """Were whole processes compared, since a script cannot be taken apart?"""
+    launches: int = 1
+    """How often each arm of a script was launched."""
     places: Mapping[str, str] = field(default_factory=dict)
     """Lines of a script: of its "loop" and optimizer "step", and that which makes its "ddp"; those that are known."""
     seconds: float = 0.0

@@ -16,7 +16,7 @@ from workbench.core.display import table as display
 from workbench.core.package import near
 from workbench.core.synonyms import accept_synonyms
 from workbench.diagnosis.analysis.evidence import Gradients
-from workbench.diagnosis.analysis.gap import REDUCTION, SAME, UNEXPLAINED, Gap, gap_of
+from workbench.diagnosis.analysis.gap import NAMED, REDUCTION, SAME, UNEXPLAINED, Gap, gap_of
 from workbench.diagnosis.analysis.gap_evidence import GapEvidence
 from workbench.diagnosis.analysis.gap_forecast import predict_gap
 from workbench.diagnosis.analysis.gap_remedies import remedies_for_gap
@@ -28,8 +28,6 @@ from workbench.scaling.analysis.curve.fit import CurveForecast
 from workbench.scaling.analysis.curve.point import CurveError, ScalingPoint
 
 HOURS = 3600
-WORTH = 0.8
-"""Efficiency of the last doubling from which on it is called worth its price. Chosen; a matter of words: the table has the figures."""
 BUCKETS = {
     "first": ("first gradient", "of a step, before which nothing can be sent"),
     "exposed": ("after the last gradient", "of reduction, which no backward hides"),
@@ -38,6 +36,14 @@ BUCKETS = {
 """What is known of the buckets → its row under the reduction."""
 OTHERS, DISTURBED = "other processes", "other processes on this machine"
 """The part of the gap that is theirs, and what the headline calls it."""
+CLOSE = 0.95
+"""Efficiency above which scaling is called close to linear. Chosen: the parts that are named cost as much."""
+APART = (
+    "the two predictions differ: the first keeps what ranks lose to each other on a machine (cores, memory, a slow rank) as it was "
+    "measured, and lets only waits and reductions grow; the fitted curve lets the whole loss grow with each rank. Believe the first for "
+    "ranks on further machines like this one, the curve for more ranks on this machine, and neither much where the largest loss is not "
+    "explained: measure more ranks (wb.scaling_curve)"
+)
 FEW = (2, 4, 8)
 """Numbers of ranks that are predicted where one process was measured."""
 
@@ -94,12 +100,17 @@ class WhyNotLinear(JsonDataclass):
 
     @property
     def headline(self) -> str:
-        """The cause, or if there is none: other processes, close to linear, or no single cause."""
+        """The cause, after other processes where they take more; if there is none: those, close to linear, or no single cause."""
         if self.cause:
-            return self.cause
-        if self.efficiency > 1 - 0.05:
+            return f"{DISTURBED}, and {self.cause}" if self.gap[OTHERS].mid > self.gap[self.cause].mid else self.cause
+        if self.efficiency > CLOSE:
             return "close to linear"
         return DISTURBED if self.gap[OTHERS].mid > self.gap.seconds / 2 else "no single cause"
+
+    @property
+    def in_doubt(self) -> bool:
+        """Is scaling not close to linear, and no part of the gap beyond doubt?"""
+        return not self.cause and self.efficiency <= CLOSE
 
     @property
     def efficiency(self) -> float:
@@ -147,11 +158,16 @@ class WhyNotLinear(JsonDataclass):
             taken = f"{units.rate(lost, self.unit)} of the {units.rate(whole, self.unit)} lost"
             return f"{head} {DISTURBED.capitalize()} take {taken}; that is no property of the training."
         if not self.cause:
-            close = gap.efficiency > 1 - 0.05
-            return f"{head} {'Scaling is close to linear' if close else 'No part of the gap stands out'}."
+            return f"{head} {'Scaling is close to linear' if gap.efficiency > CLOSE else 'No part of the gap stands out'}."
         if self.cause == UNEXPLAINED:
             return f"{head} No experiment accounts for most of the gap ({units.seconds(gap[UNEXPLAINED].mid)} per step)."
-        parts = "; ".join(f"{units.percent(part.seconds.mid / gap.step.mid)} of the step: {part.words}" for part in gap.named[:3])
+        others = [part for part in gap.parts if part.cause == OTHERS and part.seconds.mid >= NAMED * gap.step.mid]
+        named = sorted([*gap.named, *others], key=lambda part: -part.seconds.mid)[:3]
+        parts = "; ".join(
+            f"{units.percent(part.seconds.mid / gap.step.mid)} of the step: "
+            + (f"{DISTURBED}, no property of the training" if part.cause == OTHERS else part.words)
+            for part in named
+        )
         return f"{head} {parts[:1].upper()}{parts[1:]}.{self._details()}"
 
     def _details(self) -> str:
@@ -182,7 +198,7 @@ class WhyNotLinear(JsonDataclass):
         """What to try first."""
         if self.evidence.script and self.cause in ("waits and reduction", UNEXPLAINED):
             return "Make the script a task and ask again: a task's reduction can be left out, which tells it from waits for each other."
-        if not self.cause and self.gap.efficiency <= 1 - 0.05 and (self.evidence.disturbed or not self.remedies):
+        if self.in_doubt and (self.evidence.disturbed or not self.remedies):
             if self.headline == DISTURBED:
                 return "Ask again on a machine that does nothing else."
             return "Ask again with a larger budget_s, on a machine that does nothing else: no part of the gap is beyond doubt."
@@ -287,7 +303,7 @@ class WhyNotLinear(JsonDataclass):
         e = self.evidence
         sizes = sorted({1, e.world_size, *(FEW if e.world_size == 1 else (2 * e.world_size, 4 * e.world_size))} if ranks is None else ranks)
         one = self._rate(1)[0]
-        rows, last = [], (1, one)
+        rows, last, apart = list[list[object]](), (1, one), False
         for size in sizes:
             rate, low, high, kind = self._rate(size)
             cost = size * one / rate
@@ -302,9 +318,12 @@ class WhyNotLinear(JsonDataclass):
                     units.times(rate / one),
                     money,
                     units.rate(fit.mid, self.unit) if fit else units.MISSING,
-                    kind if size <= last[0] else f"{kind}; each added rank brings {units.percent(max(0.0, added))} of what one gives",
+                    kind
+                    if size <= last[0]
+                    else f"{kind}; each added rank {'brings' if added >= 0 else 'costs'} {units.percent(abs(added))} of what one gives",
                 ]
             )
+            apart = apart or (fit is not None and not low <= fit.mid <= high)
             last = (size, rate)
         price = f"a million {self.unit} cost" if price_per_hour else "a sample costs"
         return display.Table(
@@ -315,6 +334,7 @@ class WhyNotLinear(JsonDataclass):
                 [
                     "what is measured is of this machine; predicted: reductions by the ring's formula, waits by the measured steps, "
                     "and beside it the curve that is fitted to the measured points",
+                    *([APART] if apart else []),
                     *([self._elsewhere] if self._exceeds(max(sizes)) else []),
                 ]
             ),
