@@ -6,6 +6,7 @@ import random
 from collections.abc import Collection
 from dataclasses import dataclass
 
+from workbench.core import units
 from workbench.core.codec import JsonDataclass
 from workbench.core.statistics import Interval
 from workbench.diagnosis.analysis.gap_evidence import ArmSeconds, GapEvidence, Rounds
@@ -29,7 +30,9 @@ UNEXPLAINED = "not explained"
 """What no experiment accounts for."""
 REDUCTION = ("many reductions", "large gradients")
 """The two parts of the reduction of gradients."""
-NO_CAUSE = (UNEXPLAINED, "other processes")
+OTHERS, DISTURBED = "other processes", "other processes on this machine"
+"""The part of the gap that is theirs, and what a verdict calls it."""
+NO_CAUSE = (UNEXPLAINED, OTHERS)
 """Parts that are no property of the training."""
 SAME = {
     "micro_batch": "each rank keeps its micro-batch, the global batch grows with the ranks",
@@ -106,6 +109,16 @@ class Gap(JsonDataclass):
         least, sure = NAMED * self.step.mid, SURE * NAMED * self.step.mid
         large = [p for p in self.parts if p.seconds.mid >= least and p.seconds.low >= sure and p.cause not in NO_CAUSE]
         return tuple(sorted(large, key=lambda part: -part.seconds.mid))
+
+    @property
+    def named_in_words(self) -> list[str]:
+        """The named parts as shares of the step, the largest first; other processes among them, if they take as much as a named part."""
+        others = [part for part in self.parts if part.cause == OTHERS and part.seconds.mid >= NAMED * self.step.mid]
+        what = {OTHERS: f"{DISTURBED}, no property of the training"}
+        return [
+            f"{units.percent(part.seconds.mid / self.step.mid)} of the step: {what.get(part.cause, part.words)}"
+            for part in sorted([*self.named, *others], key=lambda part: -part.seconds.mid)
+        ]
 
     @property
     def cause(self) -> str:

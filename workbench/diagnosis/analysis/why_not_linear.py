@@ -16,7 +16,7 @@ from workbench.core.display import table as display
 from workbench.core.package import near
 from workbench.core.synonyms import accept_synonyms
 from workbench.diagnosis.analysis.evidence import Gradients
-from workbench.diagnosis.analysis.gap import NAMED, REDUCTION, SAME, UNEXPLAINED, Gap, gap_of
+from workbench.diagnosis.analysis.gap import DISTURBED, OTHERS, REDUCTION, SAME, UNEXPLAINED, Gap, gap_of
 from workbench.diagnosis.analysis.gap_evidence import GapEvidence
 from workbench.diagnosis.analysis.gap_forecast import predict_gap
 from workbench.diagnosis.analysis.gap_remedies import remedies_for_gap
@@ -34,15 +34,11 @@ BUCKETS = {
     "last": ("last bucket", "by itself, with as many bytes as a bucket has on average"),
 }
 """What is known of the buckets → its row under the reduction."""
-OTHERS, DISTURBED = "other processes", "other processes on this machine"
-"""The part of the gap that is theirs, and what the headline calls it."""
 CLOSE = 0.95
 """Efficiency above which scaling is called close to linear. Chosen: the parts that are named cost as much."""
 APART = (
-    "the two predictions differ: the first keeps what ranks lose to each other on a machine (cores, memory, a slow rank) as it was "
-    "measured, and lets only waits and reductions grow; the fitted curve lets the whole loss grow with each rank. Believe the first for "
-    "ranks on further machines like this one, the curve for more ranks on this machine, and neither much where the largest loss is not "
-    "explained: measure more ranks (wb.scaling_curve)"
+    "the two predictions differ: the first keeps what ranks lose by sharing a machine as it was measured, the curve lets all losses grow "
+    "with each rank. Believe the first for further machines like this one, the curve for more ranks on this one; wb.scaling_curve measures"
 )
 FEW = (2, 4, 8)
 """Numbers of ranks that are predicted where one process was measured."""
@@ -161,13 +157,7 @@ class WhyNotLinear(JsonDataclass):
             return f"{head} {'Scaling is close to linear' if gap.efficiency > CLOSE else 'No part of the gap stands out'}."
         if self.cause == UNEXPLAINED:
             return f"{head} No experiment accounts for most of the gap ({units.seconds(gap[UNEXPLAINED].mid)} per step)."
-        others = [part for part in gap.parts if part.cause == OTHERS and part.seconds.mid >= NAMED * gap.step.mid]
-        named = sorted([*gap.named, *others], key=lambda part: -part.seconds.mid)[:3]
-        parts = "; ".join(
-            f"{units.percent(part.seconds.mid / gap.step.mid)} of the step: "
-            + (f"{DISTURBED}, no property of the training" if part.cause == OTHERS else part.words)
-            for part in named
-        )
+        parts = "; ".join(gap.named_in_words[:3])
         return f"{head} {parts[:1].upper()}{parts[1:]}.{self._details()}"
 
     def _details(self) -> str:
@@ -310,6 +300,7 @@ class WhyNotLinear(JsonDataclass):
             money = f"{price_per_hour * size / HOURS / rate * 1e6:.4g}" if price_per_hour else units.times(cost)
             fit = self.forecast(size) if size > e.world_size else None
             added = (rate - last[1]) / (max(1, size - last[0]) * one)
+            way = "brings" if added >= 0 else "costs"
             rows.append(
                 [
                     size,
@@ -318,9 +309,7 @@ class WhyNotLinear(JsonDataclass):
                     units.times(rate / one),
                     money,
                     units.rate(fit.mid, self.unit) if fit else units.MISSING,
-                    kind
-                    if size <= last[0]
-                    else f"{kind}; each added rank {'brings' if added >= 0 else 'costs'} {units.percent(abs(added))} of what one gives",
+                    f"{kind}; each added rank {way} {units.percent(abs(added))} of what one gives" if size > last[0] else kind,
                 ]
             )
             apart = apart or (fit is not None and not low <= fit.mid <= high)
