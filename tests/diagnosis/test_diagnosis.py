@@ -562,7 +562,7 @@ def test_a_busy_machine_is_told_after_the_verdict() -> None:
     assert "doubt" not in quiet.brief()
     busy = Diagnosis.of(dataclasses.replace(evidence, noise=Noise(cores=2.0, foreign=1.4)))
     assert busy.verdict == "input-bound"
-    assert busy.doubt.startswith("The machine was busy: Other processes took 1.4 of 2 cores. ")
+    assert busy.doubt.startswith("The machine was busy: other processes took 1.4 of 2 cores. ")
     gain = f"Predicted gain: {busy.remedies[0].gain} with {busy.remedies[0].name}"
     assert str(busy).startswith(f"input-bound ({busy.cause})\n{gain}\nDoubt: {busy.doubt}\nWhy: ")
     assert busy._repr_html_().index(busy.verdict) < busy._repr_html_().index("Doubt:") < busy._repr_html_().index("Next:")

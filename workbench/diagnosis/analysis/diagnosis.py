@@ -256,7 +256,7 @@ class Diagnosis(JsonDataclass):
         doubts = [f"{note}." for note in void_notes(self.evidence)]
         busy = " ".join(busy_words(self.evidence))
         if busy and self.verdict != "inconclusive":
-            busy = busy if busy.startswith("The machine was busy") else f"The machine was busy: {busy}"
+            busy = busy if busy.startswith("The machine was busy") else f"The machine was busy: {busy[0].lower()}{busy[1:]}"
             doubts.append(f"{busy} Close decisions and predicted gains may be wrong; diagnose again when it is quiet.")
         return " ".join(doubts)
 
