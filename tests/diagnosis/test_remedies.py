@@ -498,6 +498,6 @@ def test_torch_is_said_to_warn_only_of_more_workers_than_this_process_may_use_co
     for cores in (1, 64):
         monkeypatch.setattr(loader_remedies, "affinity", lambda cores=cores: set(range(cores)))
         said[cores] = next(one.what for name, one in remedies(sleeping).items() if name.startswith("num_workers="))
-    assert "That is more workers than cores, of which torch warns" in said[1]
-    assert "torch warns" not in said[64]
+    assert "Torch warns that these are more workers than cores" in said[1]
+    assert "Torch warns" not in said[64]
     assert "That is more than the cores that are free now (1.3); workers that only wait need none." in said[64]

@@ -84,7 +84,7 @@ def _typed(case: Case, workers: int, staying: bool, cores: float) -> str:
         return ""
     more = ""
     if workers > len(affinity()):
-        more = " That is more workers than cores, of which torch warns; workers that only wait need none."
+        more = " Torch warns that these are more workers than cores, but workers that only wait need none."
     elif workers > cores:
         more = f" That is more than the cores that are free now ({cores:.1f}); workers that only wait need none."
     return f" DataLoader(…, num_workers={workers}{', persistent_workers=True' * staying}).{more}"
