@@ -34,6 +34,7 @@ from workbench.core.statistics import Interval
 from workbench.memory.analysis.non_pytorch import non_pytorch_memory
 from workbench.memory.estimate.plan import plan_of
 from workbench.memory.ladder import counted
+from workbench.runs.spec import SpecError
 
 GPT = Transformer(layers=24, hidden=2048, vocabulary=50_000, sequence=1024, heads=16)
 LARGE = Transformer(layers=80, hidden=8192, vocabulary=32_000, sequence=2048, heads=64)
@@ -1153,3 +1154,15 @@ def test_ranges() -> None:
     assert 5 not in span
     assert Interval.from_json(span.to_json()) == span
     assert isinstance(plans().best, Plan)
+
+
+def test_layouts_that_the_knobs_of_a_spec_rule_out_are_left_out() -> None:
+    spec = wb.RunSpec(task="fashion-mlp", optimizer="muon")
+    about: dict[str, Any] = {"gpus": 8, "global_batch": 256, "checkpointing": "none"}
+    plans = wb.plan(spec, "DGX-H100", **about)
+    assert {plan.sharing for plan in plans.plans} <= {"ddp", "zero1"}
+    assert 'sharing="fsdp" is left out: optimizer="muon" with parallel="fsdp": it needs whole matrices' in str(plans)
+    with pytest.raises(SpecError, match='optimizer="muon" with parallel="fsdp"'):
+        wb.plan(spec, "DGX-H100", sharing="fsdp", **about)
+    with pytest.raises(SpecError, match="its model has no layers of experts"):
+        wb.plan(spec.replace(optimizer=None, nproc_per_node=2, expert_parallel=2), "DGX-H100", **about)

@@ -264,7 +264,7 @@ def test_recipes_that_are_refused(knobs: dict[str, Any], message: str) -> None:
         ({"optimizer": "muon", "expert_parallel": 2}, "with expert_parallel=2: it needs whole"),
         (
             {"optimizer": "sgd(fused=True)", "parallel": "hsdp"},
-            'with parallel="hsdp": for parameters that ranks share, torch has fused steps of adam and adamw only',
+            'with parallel="hsdp": for sharded parameters torch has fused steps of adam and adamw only',
         ),
     ],
 )
@@ -273,6 +273,7 @@ def test_optimizers_that_are_refused_before_a_launch(knobs: dict[str, Any], mess
         spec_of(nproc_per_node=2, **knobs)
     assert spec_of(nproc_per_node=2, optimizer="adamw(fused=True)", parallel="fsdp")
     assert spec_of(nproc_per_node=2, optimizer="muon", parallel="zero1")
+    assert spec_of(nproc_per_node=2, optimizer="sgd(fused=True)", tensor_parallel=2)
 
 
 @pytest.mark.parametrize(
@@ -323,7 +324,7 @@ def test_what_a_cpu_cannot_do_is_refused_before_a_launch(monkeypatch: pytest.Mon
             "its sgd has no weight decay; leave it out, or try",
         ),
         ("fashion-mlp", {"weight_decay_on": "matrices", "optimizer": "adam"}, "its adam has no weight decay"),
-        ("fashion-mlp", {"optimizer": "fused", "parallel": "fsdp"}, "torch has fused steps of adam and adamw only"),
+        ("fashion-mlp", {"optimizer": "fused", "parallel": "fsdp"}, "for sharded parameters torch has fused steps"),
         (
             "text-gpt",
             {"evaluate": "every(steps=1)", "stop_when": "accuracy"},
@@ -352,6 +353,21 @@ def test_more_samples_than_a_sample_task_has_are_refused_before_a_launch() -> No
         launch.check(spec)
     check_task(spec)  # an estimate takes any number
     launch.check(spec.replace(micro_batch=513))
+
+
+def test_an_estimate_refuses_in_the_same_words() -> None:
+    spec = spec_of(task="text-gpt", nproc_per_node=2, micro_batch=2)
+    knobs: dict[str, Any] = {}
+    for knobs, why in (
+        ({"expert_parallel": 2}, "no layers of experts"),
+        ({"gradient_compression": "powersgd", "bucket_cap_mb": 0.1}, "in one bucket"),
+    ):
+        with pytest.raises(ValueError, match=why) as of_launch:
+            launch.check(spec.replace(**knobs))
+        with pytest.raises(ValueError, match=why) as of_estimate:
+            workbench.estimate_memory(spec, device="cpu", **knobs)
+        assert str(of_estimate.value) == str(of_launch.value)
+    assert workbench.estimate_memory(spec, device="H100", **knobs).total > 0  # a GPU has as many buckets as it is told
 
 
 def test_samples_take_what_they_can() -> None:

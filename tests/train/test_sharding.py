@@ -371,7 +371,7 @@ def test_a_split_without_a_plan(results: dict[str, dict[str, Any]]) -> None:
 
 
 def test_fused_where_weights_are_shared(results: dict[str, dict[str, Any]]) -> None:
-    assert "for parameters that ranks share, torch has fused steps of adam and adamw only; try foreach" in results["fused sgd"]["error"]
+    assert "for sharded parameters torch has fused steps of adam and adamw only; try foreach" in results["fused sgd"]["error"]
     assert len(results["split, fused"]["losses"]) == sharing.STEPS
 
 

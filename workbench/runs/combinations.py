@@ -220,20 +220,20 @@ def _check_optimizer(spec: Any) -> None:
 
 def _check_parts(spec: Any, name: str, *, fused: bool) -> None:
     for knob, divided, instead in (
-        ("parallel", spec.parallel in SHARDED, 'try parallel="ddp"'),
-        ("tensor_parallel", spec.tensor_parallel > 1, "leave one of them out"),
-        ("expert_parallel", spec.expert_parallel > 1, "leave one of them out"),
+        ("parallel", spec.parallel in SHARDED, 'try parallel="ddp" or'),
+        ("tensor_parallel", spec.tensor_parallel > 1, "leave one of them out, or try"),
+        ("expert_parallel", spec.expert_parallel > 1, "leave one of them out, or try"),
     ):
         if divided and name in WHOLE:
             raise SpecError(
                 f'optimizer="{spec.optimizer}" with {given(spec, knob)}: it needs {WHOLE[name]}, and sees parts of them where ranks share '
-                f'the parameters; {instead}, or try optimizer="adamw"'
+                f'the parameters; {instead} optimizer="adamw"'
             )
-        if divided and fused and knob != "expert_parallel" and name not in ("adam", "adamw"):
-            raise SpecError(
-                f'optimizer="{spec.optimizer}" with {given(spec, knob)}: for parameters that ranks share, torch has fused steps of '
-                "adam and adamw only; try foreach instead"
-            )
+    if fused and spec.parallel in SHARDED and name not in ("adam", "adamw"):
+        raise SpecError(
+            f'optimizer="{spec.optimizer}" with {given(spec, "parallel")}: for sharded parameters torch has fused steps of adam and adamw '
+            "only; try foreach instead"
+        )
 
 
 def _check_compile(spec: Any) -> None:
