@@ -33,6 +33,7 @@ BEHAVIOURS = {
     "runs/test_two_users.py": "two users on one machine",
     "traces/test_real_trace.py": "every answer of a real trace",
     "train/test_loss_equality.py": "parallel modes against one process (benchmarks/loss_equality.py)",
+    "train/test_resume_changes.py": "what a resume refuses and tells, in checkpoints.py, provenance.py and what they use",
     "train/test_auto_micro_batch.py": 'micro_batch="auto": choose_micro_batch.py and split_on_oom.py',
 }
 """Test file → the behaviour across files that it covers."""

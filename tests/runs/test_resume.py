@@ -87,7 +87,9 @@ def test_a_killed_run_goes_on_and_ends_where_one_that_was_never_killed_does(
     assert "goes on from step" in again.logs(0)
     assert (run.path / "attempts" / "0" / run_directory.LOGS).is_dir()
     assert wb.Run.load(run.path).error is None
-    with pytest.raises(LaunchError, match="has finished: there is nothing left"):
+    with pytest.raises(
+        LaunchError, match=r"has finished: there is nothing left.*wb\.launch\(run\.spec\.replace\(steps=600\), resume=run\)"
+    ):
         wb.launch(resume=run.path)
 
 
@@ -189,8 +191,12 @@ def test_a_run_goes_on_as_it_was_launched(tmp_path: Path) -> None:
         wb.launch(SPEC.replace(lr=0.5), resume=path)
     with pytest.raises(LaunchError, match=r"'train\.py' is not its spec"):
         wb.launch("train.py", resume=path)
-    with pytest.raises(LaunchError, match="steps=900 with resume=…: a run goes on as it was launched"):
+    with pytest.raises(
+        LaunchError, match=r"steps=900 with resume=…: a run goes on as it was launched.*spec\.replace\(steps=900\), resume=run"
+    ):
         wb.launch(resume=path, steps=900)
+    with pytest.raises(LaunchError, match=r"launch a new run for another$"):
+        wb.launch(resume=path, lr=0.5)
     with pytest.raises(LaunchError, match=r"launch\(\) needs a RunSpec"):
         wb.launch()
 
@@ -244,6 +250,46 @@ def test_a_new_run_begins_with_the_checkpoint_of_one_in_another_layout(tmp_path:
     assert (path / run_directory.RUN_JSON).read_text() == before
     with pytest.raises(LaunchError, match=r"with lr=None and not 0\.5: leave the spec out"):
         wb.launch(SPEC.replace(lr=0.5, parallel="fsdp", nproc_per_node=2), resume=path)
+
+
+FINISHED = {"state": "finished", "returncode": 0, "seconds": 1.0}
+
+
+def test_a_new_run_takes_more_steps_than_one_that_has_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun = list[dict[str, Any]]()
+    monkeypatch.setattr(new_run.NewRun, "_start_guard", lambda new, info, environ, lock: begun.append(info))
+    spec = SPEC.replace(steps=12, nproc_per_node=2, local_sgd="periodic(period=2, start=4)")
+    path = ended(tmp_path / "run", spec, outcome=FINISHED)
+    run = wb.launch(spec.replace(steps=24), resume=path, runs_dir=tmp_path / "runs")
+    assert (run.path != path, run.spec) == (True, spec.replace(steps=24))
+    assert (run.path / run_directory.CHECKPOINTS / "step00000005.pt").exists()
+    with pytest.raises(LaunchError, match=r"steps=5 with resume=…: the last checkpoint of .* is of step 5; give more steps"):
+        wb.launch(spec.replace(steps=5), resume=path)
+    with pytest.raises(LaunchError, match=r"each rank of .* has parameters of its own"):
+        wb.launch(spec.replace(steps=24, nproc_per_node=1), resume=path)
+    plain = SPEC.replace(steps=12)
+    stopped = ended(tmp_path / "stopped", plain)
+    assert wb.launch(plain.replace(steps=8), resume=stopped, runs_dir=tmp_path / "runs").spec.steps == 8
+    without = ended(tmp_path / "without", plain.replace(checkpoint_every=None), outcome=FINISHED)
+    (without / run_directory.CHECKPOINTS / "step00000005.pt").unlink()
+    with pytest.raises(LaunchError, match="keeps no checkpoints, so it cannot go on"):
+        wb.launch(plain.replace(checkpoint_every=None, steps=24), resume=without)
+    assert len(begun) == 2
+
+
+@pytest.mark.parametrize(
+    ("knobs", "said"),
+    [
+        ({"checkpoint_every": 100}, "checkpoint_every=100 with steps=12: no checkpoint is written.*try checkpoint_every=2"),
+        ({"warmup_steps": 12}, 'warmup_steps=12 with steps=12: .* schedule="constant" never begins'),
+        ({"checkpoint_every": None, "keep_checkpoints": 5}, "keep_checkpoints=5 with checkpoint_every=None: the run writes no checkpoints"),
+    ],
+)
+def test_a_launch_warns_of_knobs_without_effect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, knobs: dict[str, Any], said: str) -> None:
+    monkeypatch.setattr(new_run.NewRun, "_start_guard", lambda new, info, environ, lock: None)
+    with pytest.warns(UserWarning, match=said) as warned:
+        wb.launch(SPEC.replace(steps=12, **knobs), runs_dir=tmp_path)
+    assert [Path(each.filename).name for each in warned] == ["test_resume.py"]
 
 
 def test_a_new_run_goes_on_with_the_machines_that_are_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -319,7 +319,7 @@ def test_the_signal_of_an_earlier_attempt_does_not_say_how_to_go_on(by_hand: Mak
     for notes in (Run.load(made.path).notes, follower.snapshot().notes):
         assert [note for note in notes if "SIG" in note] == [
             earlier,
-            "SIGUSR1 ended it after step 40, without a checkpoint: wb.launch(resume=run) goes on from step 28",
+            "SIGUSR1 ended it after step 40, without a sound checkpoint: wb.launch(resume=run) goes on from step 28",
         ]
 
 

@@ -311,7 +311,7 @@ def test_a_signal_says_from_which_checkpoint_the_run_goes_on(
     words = words if last else "there is no checkpoint, so it begins anew"  # and `resume=` would be refused
     assert f"ended by SIGTERM after step 13 of 20: {words}\n" in capsys.readouterr().out
     (note,) = [note for note in HandMadeRun(tmp_path).run.notes if "SIGTERM" in note]
-    how = "with a checkpoint" if last == 13 else "without a checkpoint"
+    how = "with a checkpoint" if last == 13 else "without a sound checkpoint"
     words = f"wb.launch(resume=run) {goes_on}" if last else "there is none before it, so it begins anew"
     assert note == f"SIGTERM ended it after step 13, {how}: {words}"
 

@@ -191,7 +191,7 @@ def rank_process(run: wb.Run, rank: int) -> int:
 def test_a_signal_to_one_rank_and_a_stop_leave_a_checkpoint_from_which_the_run_goes_on(tmp_path: Path) -> None:
     (tmp_path / "task.py").write_text(TASK)
     spec = wb.RunSpec(
-        task=f"{tmp_path}/task.py:build", device="cpu", micro_batch=4, steps=150, nproc_per_node=2, checkpoint_every=1000, num_workers=1
+        task=f"{tmp_path}/task.py:build", device="cpu", micro_batch=4, steps=150, nproc_per_node=2, checkpoint_every=150, num_workers=1
     )
     run = wb.launch(spec, runs_dir=tmp_path / "runs")
 

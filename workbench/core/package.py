@@ -44,7 +44,12 @@ def is_users(path: str) -> bool:
 
 
 def imported_code() -> dict[str, str]:
-    """A digest of each file of the user's that this process has imported, by its path below where it was found: "common.py", "a/b.py"."""
+    """A digest of each of the `imported_sources`, by its name."""
+    return {name: hashlib.blake2b(text, digest_size=8).hexdigest() for name, text in imported_sources().items()}
+
+
+def imported_sources() -> dict[str, bytes]:
+    """The content of each file of the user's that this process has imported, by its path below where it was found: "a.py", "a/b.py"."""
     depths, found = dict[Path, int](), {}
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__dict__", {}).get("__file__")
@@ -55,7 +60,7 @@ def imported_code() -> dict[str, str]:
         while sum(parts[-depth:] == path.parts[-depth:] for parts in alike) > 1:  # two folders have a file of this name
             depth += 1
         with contextlib.suppress(OSError):
-            found["/".join(path.parts[-depth:])] = hashlib.blake2b(path.read_bytes(), digest_size=8).hexdigest()
+            found["/".join(path.parts[-depth:])] = path.read_bytes()
     return dict(sorted(found.items()))
 
 

@@ -82,7 +82,8 @@ def check(spec: Any) -> None:
     parse_schedule(spec.schedule)
     when, _ = parse_evaluate(spec.evaluate)
     if when == "checkpoint" and not spec.checkpoint_every:
-        raise SpecError('evaluate="checkpoint" with checkpoint_every=None: say after how many steps, as in checkpoint_every=500')
+        example = f"checkpoint_every={some_steps(spec, 500)}"
+        raise SpecError(f'evaluate="checkpoint" with checkpoint_every=None: say after how many steps, as in {example}')
     if spec.evaluate_batches and not when:
         raise SpecError(f'evaluate_batches={spec.evaluate_batches} with evaluate=False: say when, as in evaluate="end"')
     _check_compile(spec)
@@ -236,6 +237,11 @@ def _check_parts(spec: Any, name: str, *, fused: bool) -> None:
         )
 
 
+def some_steps(spec: Any, most: int = 100) -> int:
+    """Steps between two checkpoints or evaluations, as an example for a spec: several of them before its last step."""
+    return int(min(most, -(-spec.steps // 6)))
+
+
 def _check_compile(spec: Any) -> None:
     what, options = parse_call("compile", spec.compile, COMPILES, "blocks(backend=aot_eager)")
     if what == "none":
@@ -385,7 +391,7 @@ def _check_stop(spec: Any) -> None:
     if parse_evaluate(spec.evaluate)[0] in ("", "end"):
         raise SpecError(
             f'stop_when="{spec.stop_when}" with evaluate={spec.evaluate!r}: it looks at evaluations while the training lasts; try '
-            'evaluate="epoch" or "every(steps=500)"'
+            f'evaluate="epoch" or "every(steps={some_steps(spec, 500)})"'
         )
 
 
@@ -396,7 +402,7 @@ def _check_best(spec: Any) -> None:
     if parse_evaluate(spec.evaluate)[0] in ("", "end") or not spec.checkpoint_every:
         raise SpecError(
             f'best="{spec.best}" with evaluate={spec.evaluate!r} and checkpoint_every={spec.checkpoint_every}: an evaluation before a '
-            'checkpoint says how good it is; try evaluate="checkpoint" and checkpoint_every=100'
+            f'checkpoint says how good it is; try evaluate="checkpoint" and checkpoint_every={some_steps(spec)}'
         )
 
 

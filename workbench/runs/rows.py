@@ -289,7 +289,7 @@ def resume_notes(rows: Sequence[Mapping[str, Any]], run_dir: Path, nnodes: int =
                 call = "a new run, wb.launch(run.spec.replace(nnodes=…, accumulation=…), resume=run), goes on"
             how = f"with a checkpoint: {call}"
             if kept != step:
-                how = f"without a checkpoint: {f'{call} from step {kept}' if kept else 'there is none before it, so it begins anew'}"
+                how = f"without a sound checkpoint: {f'{call} from step {kept}' if kept else 'there is none before it, so it begins anew'}"
             notes.append(f"{row['ended_by']!s:.20} ended it after step {step}, {how}")
             continue
         more = row.get("notes")

@@ -397,5 +397,8 @@ def parse_best(text: Any) -> tuple[str, str]:
         raise SpecError(f'best={text!r:.80}: a figure of the evaluation is allowed, such as "accuracy" or "score(max)", or None')
     figure = form[1]
     if not (direction := form[2] or BETTER.get(figure)):
-        raise SpecError(f'best={text!r:.80}: say which value is the best: "{figure}(max)" or "{figure}(min)"')
+        raise SpecError(
+            f"best={text!r:.80}: {did_you_mean(figure, BETTER)}evaluations of the workbench have {', '.join(BETTER)}. If it is a figure of "
+            f'the task\'s evaluate(), say which of its values is the best: "{figure}(max)" or "{figure}(min)"'
+        )
     return figure, direction

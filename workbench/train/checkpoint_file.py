@@ -14,6 +14,7 @@ import pickle
 import re
 import zipfile
 import zlib
+from collections.abc import Iterable
 from pathlib import Path
 from typing import IO, Any, BinaryIO, cast
 
@@ -42,7 +43,8 @@ class UnusableCheckpointError(ValueError):
     """A file cannot be loaded as a checkpoint, however often it is tried.
 
     Attributes:
-        kind: "damaged"; "newer": of a newer workbench; "foreign": of something else, or of another model.
+        kind: "damaged"; "partial"; "newer": of a newer workbench; "foreign": of something else, or of another model; "not-finite": with
+            weights that are NaN or infinite, while an earlier one has finite weights.
     """
 
     def __init__(self, why: str, kind: str = "damaged") -> None:
@@ -106,6 +108,15 @@ def save(state: dict[str, Any], path: Path) -> str:
     return summed.checksum
 
 
+def are_finite(weights: Iterable[Any]) -> bool:
+    """Is no weight NaN or infinite?
+
+    A sum, which is NaN or infinite if a weight is, comes first: it needs no further memory. One of finite weights may overflow.
+    """
+    numbers = [weight for weight in weights if weight.is_floating_point() or weight.is_complex()]
+    return all(bool(torch.isfinite(weight.sum())) or bool(torch.isfinite(weight).all()) for weight in numbers)
+
+
 def load(path: Path, device: torch.device) -> dict[str, Any]:
     """The content of a checkpoint, on a device, after its checksum was compared.
 
@@ -124,6 +135,8 @@ def load(path: Path, device: torch.device) -> dict[str, Any]:
         values = state.get(name) or {}
         if not isinstance(values, dict) or not all(isinstance(value, of | None) for value in values.values()):
             raise UnusableCheckpointError(f"it is not a checkpoint of the workbench: its {name} is not a table by rank", "foreign")
+    if not is_whole(state.get("finite at", 0), least=0, most=2**53):
+        raise UnusableCheckpointError("it is not a checkpoint of the workbench: its last finite weights are of no step", "foreign")
     best = state.get("best")
     if best and not (
         isinstance(best, tuple | list) and len(best) == 2 and is_number(best[0], finite=False) and is_whole(best[1], least=0, most=2**53)

@@ -12,7 +12,6 @@ an uninterrupted one, as far as its arithmetic is. `wb.prove_resume` finds out w
 import contextlib
 import functools
 import io
-import itertools
 import json
 import math
 import re
@@ -26,13 +25,13 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 
 from workbench.core import run_directory, units
-from workbench.runs.errors import is_out_of_memory
-from workbench.train import checkpoint_file, named_state
+from workbench.train import checkpoint_file, named_state, provenance
 from workbench.train.checkpoint_file import UnusableCheckpointError
-from workbench.train.early_stop import is_judged_by
-from workbench.train.provenance import classes_of, data_changes, dataset_identity, sample_count
-from workbench.train.ranks import Ranks, changed_layout, layout_knobs
-from workbench.train.sharding import POWERSGD_ANEW, compression_state
+from workbench.train.early_stop import lost_best
+from workbench.train.optimizers import optimizer_class
+from workbench.train.provenance import classes_of, dataset_identity, sample_count
+from workbench.train.ranks import Ranks, layout_knobs
+from workbench.train.sharding import compression_state
 
 if TYPE_CHECKING:
     from workbench.train.trainer import Trainer
@@ -48,7 +47,7 @@ class Checkpoints:
     """The checkpoints of a run directory.
 
     Those that cannot be used are passed over. When the run goes on, their files get what they are as a suffix (`.damaged`, `.newer`,
-    `.foreign`), and a row of `resumes.jsonl` says why.
+    `.foreign`, `.not-finite`), and a row of `resumes.jsonl` says why.
     """
 
     def __init__(self, run_dir: Path, ranks: Ranks, every: int) -> None:
@@ -60,6 +59,9 @@ class Checkpoints:
         self._step = self._choices = 0
         self._best: tuple[float, int] | None = None
         self._warn: Callable[[str], None] = print
+        self._code: dict[str, Any] = {}
+        self._finite = 0
+        self._note: str | None = None
         self.first_samples: dict[str, list[Any]] | None = None
 
     def latest(self) -> Checkpoint | None:
@@ -125,7 +127,10 @@ class Checkpoints:
             if path in self._passed_over:
                 continue
             try:
-                return path, self.read(path)
+                state = self.read(path)
+                if (finite := state.get("finite at")) and finite != state["step"] and self._path(finite).exists():
+                    raise UnusableCheckpointError("its weights are NaN or infinite", "not-finite")
+                return path, state
             except UnusableCheckpointError as error:
                 self._passed_over[path] = error
             except Exception as error:
@@ -157,19 +162,23 @@ class Checkpoints:
         One of another model is passed over. What this rank has written of later steps is removed, for they are taken again.
 
         Raises:
-            DamagedRunError, TaskError: none fits the model, the latter of one that was imported. Nothing was changed.
+            DamagedRunError: none fits the model. Nothing was changed.
+            TaskError: one that was imported does not fit, or one is of another optimizer. Nothing was changed.
         """
         source = None
+        self._code = provenance.code_parts(trainer.task, trainer.spec.schedule) if not self._ranks.rank else {}
         while checkpoint:
             try:
                 source = self._source(trainer, checkpoint)
-                why = UnusableCheckpointError(text, "foreign") if (text := _mismatch(trainer, checkpoint[1], source)) else None
+                text = provenance.mismatch(trainer, checkpoint[1], source)
+                why = UnusableCheckpointError(text, "foreign") if text else None
             except UnusableCheckpointError as error:
                 why = error
             if trainer.pipeline:  # each rank has compared its own stages only
                 answers = [json.loads(text) for text in self._share(json.dumps(why and [str(why), why.kind]))]
                 why = next((UnusableCheckpointError(*answer) for answer in answers if answer), None)
             if not why:
+                provenance.refuse_other_optimizer(trainer, checkpoint[0].name, checkpoint[1])
                 break
             named_state.refuse_import(checkpoint[1], why)
             self._passed_over[checkpoint[0]] = why
@@ -178,15 +187,17 @@ class Checkpoints:
             self._cut_rows(0, {})
             return 0
         path, state = checkpoint
+        options = provenance.optimizer_options(trainer)
         trainer.load_state(state, source)
         done = int(state["step"])
         best = state.get("best")
-        if best and is_judged_by(trainer.spec.best, state) and self._path(best[1]).exists():
+        if best and not lost_best(trainer.spec.best, state) and self._path(best[1]).exists():
             self._best = best
+        self._finite = state.get("finite at", 0)
         self._cut_rows(done, state.get("rows") or {})  # those of earlier workbenches have none
         print(f"rank {self._ranks.rank} goes on from step {done}: {path}")
         if not self._ranks.rank:
-            self._tell(path, state, trainer)
+            self._tell(path, state, provenance.changes(trainer, state, self._code, options))
         return done
 
     def _source(self, trainer: "Trainer", checkpoint: Checkpoint) -> named_state.Source | None:
@@ -201,16 +212,16 @@ class Checkpoints:
                 raise
             raise UnusableCheckpointError(f"its parts have no names: {error!r:.100}", "foreign") from error
 
-    def _tell(self, path: Path, state: Mapping[str, Any], trainer: "Trainer") -> None:
-        """Say what was passed over, and why, in the log and in the run directory; rename it, so that it is not tried again."""
+    def _tell(self, path: Path, state: Mapping[str, Any], notes: list[str]) -> None:
+        """Say what has changed and what was passed over, in the log and in the run directory; rename that, lest it is tried again."""
         passed_over = {unusable.name: str(why) for unusable, why in self._passed_over.items()}
+        if any(why.kind == "not-finite" for why in self._passed_over.values()):
+            for earlier in self._folder.glob("*.not-finite"):  # of resumes before: they would fill the disk
+                earlier.unlink(missing_ok=True)
         for unusable, why in self._passed_over.items():
             print(f"{unusable} is {why.kind} and passed over: {why}")
             checkpoint_file.set_aside(unusable, why.kind)
         self.first_samples = state.get("first samples")
-        notes = data_changes(trainer, state)
-        changed = changed_layout(trainer.spec, state.get("layout"))
-        notes += filter(None, [state.get("origin"), changed, POWERSGD_ANEW * bool(changed and trainer.compresses)])
         for note in notes:
             print(f"note: {note}")
         row = {"step": state["step"], "checkpoint": path.name, "passed_over": passed_over, "notes": notes, "time": time.time()}
@@ -313,11 +324,14 @@ class Checkpoints:
             )
         elif error:
             raise error
+        if self._note:
+            self._warn(self._note)
+            self._note = ""
 
     @property
     def last_step(self) -> int:
-        """Of the last whole checkpoint, from which the run goes on; 0 if there is none."""
-        return max(map(_step_of, self._all()), default=0)
+        """Of the checkpoint from which the run goes on: the last whole one with finite weights, or the last; 0 if there is none."""
+        return self._finite or max(map(_step_of, self._all()), default=0)
 
     def __enter__(self) -> Self:
         return self
@@ -333,7 +347,7 @@ class Checkpoints:
         """What remains to be done when the training goes on; it uses copies only."""
         path, shared = self._path(step), _is_shared(trainer)
         mine: dict[str, Any] = {"row": row, "random": trainer.random_state()}
-        part, state = dict[str, Any](), dict[str, Any]()
+        part, state, weights = dict[str, Any](), dict[str, Any](), list[Any]()
         if shared:
             parts, values = named_state.parts_to_write(trainer)
             tensors = named_state.Copies()  # always: a view would bring all that it is a view of
@@ -343,6 +357,7 @@ class Checkpoints:
                 part["compression"] = tensors(compression)
             where = {key: (each.shape, each.offset, tuple(each.tensor.shape)) for key, each in parts.items()}
             mine["shard"] = {"parts": where, "values": copy(values)}
+            weights = [tensor for (section, _, _), tensor in part["parts"].items() if section == "module"]
         groups = named_state.optimizer_groups(trainer)
         if trainer.pipeline and not trainer.layout.readers.rank:
             mine["groups"] = copy(groups)
@@ -355,16 +370,21 @@ class Checkpoints:
             }
             state |= {"layout": layout_knobs(trainer.spec), "best": best, "position": trainer.position(step)}
             state |= {"classes": classes_of(trainer.loader.dataset), "data": dataset_identity(trainer.loader.dataset)}
+            state |= {"code": self._code, "optimizer class": optimizer_class(trainer.optimizer).__name__}
             state["first samples"] = self.first_samples
             if shared:
                 small = {name: value for name, value in trainer.state().items() if name in ("scheduler", "scaler")}
                 state |= copy({**small, "module": {}, "optimizer": {"groups": groups}, "ema": {}})
             else:
                 state |= copy({**trainer.state(), "names": [group["names"] for group in groups]})
-        return functools.partial(self._finish_job, step, path, mine, part, state, trainer.spec.keep_checkpoints)
+                weights = [state["module"][name] for name, _ in trainer.module.named_parameters()]
+        return functools.partial(self._finish_job, step, path, mine, part, state, weights, trainer.spec.keep_checkpoints)
 
-    def _finish_job(self, step: int, path: Path, mine: dict[str, Any], part: dict[str, Any], state: dict[str, Any], keep: int) -> None:
+    def _finish_job(
+        self, step: int, path: Path, mine: dict[str, Any], part: dict[str, Any], state: dict[str, Any], weights: list[Any], keep: int
+    ) -> None:
         own: OSError | None = None
+        mine["finite"] = checkpoint_file.are_finite(weights)
         if part:
             try:
                 mine["shard"]["crc32"] = self._save(part, part_path(path, self._ranks.rank))
@@ -384,8 +404,14 @@ class Checkpoints:
                 state["shards"] = [parts[rank]["shard"] for rank in sorted(parts)]
             if "groups" in mine:
                 state["optimizer"]["groups"] = [group for rank in sorted(parts) for group in parts[rank].get("groups", ())]
+            state["finite at"] = step if all(each["finite"] for each in parts.values()) else self._finite
             self._save(state, path)
             self._best = state["best"]  # not before: the best so far is kept if this could not be written
+            self._finite = state["finite at"]
+            if self._finite != step and self._note is None:
+                kept = f"that after step {self._finite}, the last with finite weights, is kept, and wb.launch(resume=run) goes on from it"
+                none = "and those in no earlier one are finite"
+                self._note = f"the weights in the checkpoint after step {step} are NaN or infinite: {kept if self._finite else none}"
         except BaseException:
             for file in self._folder.glob(f"{path.stem}.rank*.pt"):
                 file.unlink(missing_ok=True)
@@ -412,9 +438,13 @@ class Checkpoints:
         return checksum
 
     def _delete_old(self, step: int, keep: int) -> None:
-        """Delete older checkpoints than the last `keep`, and what ranks wrote of some that never were complete; of later ones none."""
+        """Delete older checkpoints than the last `keep`, and what ranks wrote of some that never were complete; of later ones none.
+
+        The best one and the last with finite weights are kept.
+        """
+        kept = (self._finite, self._best and self._best[1])
         for old in [path for path in self._all() if _step_of(path) <= step][:-keep]:
-            if self._best is None or _step_of(old) != self._best[1]:
+            if _step_of(old) not in kept:
                 old.unlink(missing_ok=True)
         there = {path.stem for path in self._all()}
         for path in self._folder.iterdir():
@@ -456,34 +486,6 @@ def _is_shared(trainer: "Trainer") -> bool:
     """Do ranks share the model or the optimizer, or has each its own?"""
     spec = trainer.spec
     return spec.parallel != "ddp" or not spec.whole_models or spec.local_sgd != "none" or trainer.compresses
-
-
-def _mismatch(trainer: "Trainer", state: Mapping[str, Any], source: named_state.Source | None = None) -> str:
-    """In what a checkpoint differs from the model; "" = it was loaded, by the model's own rules: a buffer may have another shape.
-
-    By name, with a source, it is only compared.
-    """
-    was, now = state.get("classes"), classes_of(trainer.loader.dataset)
-    if was and now and was != now:
-        pairs = enumerate(itertools.zip_longest(was, now, fillvalue="none"))
-        target, (before, after) = next((target, pair) for target, pair in pairs if pair[0] != pair[1])
-        return f"it is of other classes: target {target} was {before!r:.80}, and is {after!r:.80} now"
-    if source:
-        return named_state.difference(trainer, source)
-    try:
-        trainer.module.load_state_dict(state["module"])
-    except RuntimeError as error:
-        if is_out_of_memory(error):
-            raise
-        refused = f"it is of another model: {' '.join(str(error).split()):.200}"
-    else:
-        return ""
-    mine, its = (
-        {name: tuple(getattr(weight, "shape", ())) for name, weight in weights.items()}
-        for weights in (trainer.module.state_dict(), state["module"])
-    )
-    more = (f"it is of another model: this one has no {name}" for name in its if name not in mine)
-    return named_state.other_shapes(mine, its) or next(more, refused)
 
 
 def _step_of(path: Path) -> int:

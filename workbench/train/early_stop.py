@@ -76,12 +76,19 @@ class BestFigure:
         return None
 
 
-def is_judged_by(knob: str | None, state: Mapping[str, Any]) -> bool:
-    """Is the best checkpoint that a checkpoint's content names the best by this figure (`RunSpec.best`)?"""
-    try:
-        return parse_best(state["spec"].get("best")) == parse_best(knob)
-    except (LookupError, TypeError, AttributeError, SpecError):
-        return False
+def lost_best(knob: str | None, state: Mapping[str, Any]) -> str:
+    """What it means that the best checkpoint, as a checkpoint names it, was not chosen by `RunSpec.best`; "" = it was, or there is none."""
+    if not state.get("best"):
+        return ""
+    was: Any = "something else"
+    with contextlib.suppress(LookupError, TypeError, AttributeError, SpecError):
+        was = state["spec"].get("best")
+        if parse_best(was) == parse_best(knob):
+            return ""
+    return (
+        f"its best checkpoint so far, of step {state['best'][1]}, was chosen with best={was!r:.80}; from here on the best is chosen with "
+        f"best={knob!r} among the evaluations to come, and that file is deleted when it is old"
+    )
 
 
 def _lacking(figure: str, figures: Mapping[str, float]) -> str:

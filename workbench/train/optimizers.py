@@ -5,7 +5,7 @@ What the workbench knows of each optimizer (states, learning-rate rule) is a row
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from workbench.core.optimizer_table import OPTIMIZERS as NAMED
 from workbench.runs.spec import IMPLEMENTATIONS, RunSpec, SpecError
 from workbench.runs.task import TaskError, resolve_schedule
-from workbench.runs.training_knobs import is_own_schedule, lr_factor, parse_optimizer
+from workbench.runs.training_knobs import depends_on_steps, is_own_schedule, lr_factor, parse_optimizer
 from workbench.train.large_batch_optimizers import LAMB, LARS
 from workbench.train.muon import MuonWithAdamW, hidden_matrices
 from workbench.train.offload import HostOptimizer
@@ -29,6 +29,12 @@ OPTIMIZERS: dict[str, type[Optimizer]] = {
     name: getattr(torch.optim, row.class_name) if row.of_torch else _OURS[row.class_name] for name, row in NAMED.items()
 }
 """Name → class of the optimizer; a Task can give others as a function of the parameters."""
+
+
+def optimizer_class(optimizer: Optimizer) -> type[Optimizer]:
+    """The class of an optimizer, also inside of ZeRO-1's and of one whose states are in host memory."""
+    local = getattr(optimizer, "optim", optimizer)
+    return type(local.inner if isinstance(local, HostOptimizer) else local)
 
 
 def described(optimizer: Optimizer) -> dict[str, Any]:
@@ -42,8 +48,7 @@ def described(optimizer: Optimizer) -> dict[str, Any]:
         "name" (in OPTIMIZERS, else the name of the class), "lr", "betas", "eps", "momentum" and "weight_decay"; None for an option that
         it does not have. RMSProp's only beta, alpha, is in "betas".
     """
-    inner = optimizer.inner if isinstance(optimizer, HostOptimizer) else getattr(optimizer, "optim", optimizer)  # the latter: ZeRO-1's
-    kind = type(inner)
+    kind = optimizer_class(optimizer)
     name = next((name for name, known in OPTIMIZERS.items() if known is kind), kind.__name__)
     group = optimizer.param_groups[0]
     values = {"name": name} | {option: _plain(group.get(option)) for option in ("lr", "betas", "eps", "momentum", "weight_decay")}
@@ -206,3 +211,30 @@ def build_scheduler(optimizer: Optimizer, spec: RunSpec) -> LambdaLR:
     own = resolve_schedule(spec.schedule, spec.steps) if is_own_schedule(spec.schedule) else None
     shape: dict[str, Any] = {"steps": spec.steps, "warmup_steps": spec.warmup_steps, "schedule": spec.schedule, "own": own}
     return LambdaLR(optimizer, lambda step: lr_factor(step, **shape))
+
+
+def changed_schedule(spec: RunSpec, before: Mapping[str, Any]) -> bool:
+    """Has the learning rate of a step changed since a spec, as JSON, because the number of steps has?"""
+    return before.get("steps", spec.steps) != spec.steps and depends_on_steps(spec.schedule)
+
+
+def resume_scheduler(scheduler: LambdaLR, state: Mapping[str, Any], *, anew: bool) -> None:
+    """Let the scheduler of a run go on from its `state_dict` in a checkpoint, when its optimizer has been loaded.
+
+    Args:
+        scheduler: of `build_scheduler`.
+        state: of the checkpoint.
+        anew: compute the learning rate of the next step, since the optimizer has that of a schedule with another number of steps.
+    """
+    groups = scheduler.optimizer.param_groups  # there may be more of them than there were
+    for group, factor in zip(groups, scheduler.lr_lambdas if anew else (), strict=False):
+        lr = group["initial_lr"] * factor(state["last_epoch"])
+        group["lr"] = group["lr"].fill_(lr) if isinstance(group["lr"], torch.Tensor) else lr
+    scheduler.load_state_dict(
+        {
+            **state,
+            "base_lrs": [group["initial_lr"] for group in groups],
+            "_last_lr": [group["lr"] for group in groups],
+            "lr_lambdas": [None] * len(groups),
+        }
+    )

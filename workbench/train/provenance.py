@@ -1,13 +1,19 @@
-"""Records what a training depends on beside its spec: versions, devices, switches of torch, the files of its task, the data it read."""
+"""Records what a training depends on beside its spec: versions, devices, switches of torch, the files of its task, the data it read.
 
+A resumed training is compared with what its checkpoint says of these: what does not fit is refused, what has changed is a note.
+"""
+
+import ast
 import contextlib
 import functools
 import hashlib
 import inspect
 import itertools
+import json
 import os
 import platform
 import sys
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence, Sized
 from pathlib import Path
 from typing import Any
@@ -17,17 +23,26 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from workbench.core import run_directory
-from workbench.core.package import imported_code
+from workbench.core.package import imported_sources
 from workbench.harness.batches import map_tensors, tensors_of
-from workbench.runs.task import Task, imported
+from workbench.runs.errors import is_out_of_memory
+from workbench.runs.spec import IMPLEMENTATIONS
+from workbench.runs.task import Task, TaskError, imported
 from workbench.runs.training_knobs import is_own_schedule
+from workbench.train import named_state
+from workbench.train.early_stop import lost_best
 from workbench.train.fingerprints import digest
+from workbench.train.optimizers import changed_schedule, optimizer_class
 from workbench.train.random_numbers import seeded
+from workbench.train.ranks import changed_layout
 from workbench.train.sample_order import SampleOrder
+from workbench.train.sharding import POWERSGD_ANEW, changed_buckets
 from workbench.train.trainer import Trainer
 
 SAMPLES = 8
 """Samples of the first batch whose content is digested: the same for each micro_batch from 8 on, where seed and ranks are the same."""
+TOP_LEVEL, NAMED = "the top level", 5
+"""What a file has outside of functions and classes; and the functions of a file that a note names at most."""
 _PLAIN = (str, int, float, bool, Path)
 
 
@@ -89,15 +104,57 @@ def _cpu() -> str:
 
 def code_identity(task: Task, schedule: str) -> dict[str, str]:
     """A digest of each file that defines a function of the task, or the schedule if it is the user's own, and of what they import."""
-    files = imported_code()
+    return {name: _digest(text) for name, text in _code(task, schedule).items()}
+
+
+def code_parts(task: Task, schedule: str) -> dict[str, Any]:
+    """The `code_digests` of these files by name, with the version of Python, which decides how a function is written as a tree."""
+    files = {name: code_digests(text) for name, text in _code(task, schedule).items()}
+    return {"python": platform.python_version_tuple()[:2], "files": files}
+
+
+def code_digests(text: bytes) -> dict[str, str]:
+    """A digest of each function, method and class of a file, and of the rest; comments and layout do not count. No Python = none."""
+    parts = defaultdict[str, list[str]](list)
+    with contextlib.suppress(SyntaxError, ValueError, RecursionError, MemoryError):
+        for node in ast.parse(text).body:
+            name = getattr(node, "name", TOP_LEVEL)
+            for inner in node.body if isinstance(node, ast.ClassDef) else ():
+                method = getattr(inner, "name", "")
+                parts[f"{name}.{method}" if method else name].append(ast.dump(inner))
+            if isinstance(node, ast.ClassDef):
+                node.body = []
+            parts[name].append(ast.dump(node))
+    return {name: _digest("".join(dumps).encode()) for name, dumps in parts.items()}
+
+
+def code_changes(was: Any, now: Mapping[str, Any]) -> str:
+    """Which functions differ between two `code_parts`; "" = none, or it cannot be told."""
+    changed = []
+    with contextlib.suppress(LookupError, TypeError, AttributeError):  # of an earlier workbench, or of somebody else's
+        for file in sorted(now["files"].keys() & was["files"].keys()) if tuple(was["python"]) == now["python"] else ():
+            before, after = was["files"][file], now["files"][file]
+            if names := sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name)):
+                more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+                changed.append(f"{file} ({', '.join(names[:NAMED])}{more})")
+    return f"the code has changed: {', '.join(changed)}; the training goes on with the code as it is now" if changed else ""
+
+
+def _code(task: Task, schedule: str) -> dict[str, bytes]:
+    """The content of these files by name."""
+    files = imported_sources()
     own = imported("schedule", schedule) if is_own_schedule(schedule) else None
     for function in (task.model, task.dataset, task.loss, task.optimizer, task.collate, task.evaluate, task.validation, own):
         while isinstance(function, functools.partial):
             function = function.func
         with contextlib.suppress(TypeError, OSError):
             path = Path(inspect.getsourcefile(function) or "")  # type: ignore[arg-type]
-            files[path.name] = hashlib.blake2b(path.read_bytes(), digest_size=8).hexdigest()
+            files[path.name] = path.read_bytes()
     return dict(sorted(files.items()))
+
+
+def _digest(text: bytes) -> str:
+    return hashlib.blake2b(text, digest_size=8).hexdigest()
 
 
 def dataset_identity(dataset: Any) -> dict[str, Any]:
@@ -148,6 +205,66 @@ def have_changed(trainer: Trainer, samples: Mapping[str, Sequence[Any]] | None) 
     return False
 
 
+def refuse_other_optimizer(trainer: Trainer, name: str, state: Mapping[str, Any]) -> None:
+    """Refuse a checkpoint with the state of an optimizer of another class. Those of earlier workbenches do not name it.
+
+    Args:
+        trainer: that resumes.
+        name: of the checkpoint's file.
+        state: its content.
+
+    Raises:
+        TaskError: it is of another class. Nothing was changed.
+    """
+    was, now = state.get("optimizer class"), optimizer_class(trainer.optimizer).__name__
+    if was and was != now:
+        raise TaskError(
+            f"the run cannot resume from {name}: it has the states of {was!s:.80}, and the optimizer of the run is {now} now. To resume, "
+            f"make it {was!s:.80} again. To go on with {now}, launch a new run that begins with the weights: "
+            "wb.export_weights(run, folder), and wb.import_weights(model, folder) in the task's model(). Nothing was changed"
+        )
+
+
+def optimizer_options(trainer: Trainer) -> list[dict[str, Any]]:
+    """The options of each group of the optimizer that are numbers or texts; "lr" is the peak."""
+    groups = trainer.optimizer.param_groups
+    plain = ({name: value for name, value in group.items() if isinstance(value, int | float | str | tuple)} for group in groups)
+    return [{name: group.get("initial_lr", value) if name == "lr" else value for name, value in group.items()} for group in plain]
+
+
+def unused_options(given: list[dict[str, Any]], used: list[dict[str, Any]]) -> str:
+    """Which `optimizer_options` of a task are not used, since a resumed training has those of its checkpoint; "" = all are."""
+    differ = [
+        f"{name}={mine[name]} (it goes on with {its[name]})"
+        for mine, its in zip(given, used, strict=False)
+        for name in mine.keys() & its.keys() - {"initial_lr", *IMPLEMENTATIONS}
+        if mine[name] != its[name]
+    ]
+    return f"the optimizer keeps the options of the checkpoint, and not {', '.join(sorted(set(differ)))} of the task" if differ else ""
+
+
+def changes(trainer: Trainer, state: Mapping[str, Any], code: Mapping[str, Any], options: list[dict[str, Any]]) -> list[str]:
+    """In what a training that has resumed differs from what its checkpoint says, a sentence each.
+
+    Args:
+        trainer: into which the checkpoint was loaded.
+        state: content of the checkpoint.
+        code: the `code_parts` of the training.
+        options: its `optimizer_options` before the checkpoint was loaded.
+    """
+    spec, before = trainer.spec, state.get("spec") or {}
+    layout, buckets = changed_layout(spec, state.get("layout")), changed_buckets(spec, before)
+    longer = changed_schedule(spec, before) and (
+        f"it goes on to step {spec.steps}, where it was to end after step {before['steps']}: schedule={json.dumps(spec.schedule)} depends "
+        f"on the number of steps, so the learning rate of step {state['step'] + 1} is {trainer.lr:.3g}, and was "
+        f"{state['scheduler']['_last_lr'][0]:.3g} in the schedule of before"
+    )
+    anew = POWERSGD_ANEW if layout else f"it goes on with {buckets}: {POWERSGD_ANEW}" if buckets else ""
+    kept = unused_options(options, optimizer_options(trainer))
+    notes = [code_changes(state.get("code"), code), kept, state.get("origin"), layout, anew * trainer.compresses, longer]
+    return [*data_changes(trainer, state), *filter(None, [*notes, lost_best(spec.best, state)])]
+
+
 def data_changes(trainer: Trainer, state: Mapping[str, Any]) -> list[str]:
     """In what a training's data differ from those of a checkpoint, a sentence each; the first samples are read again."""
     notes = []
@@ -160,6 +277,34 @@ def data_changes(trainer: Trainer, state: Mapping[str, Any]) -> list[str]:
     if have_changed(trainer, state.get("first samples")):
         notes.append("the content of the data's first samples differs from before: the training goes on with other data")
     return notes
+
+
+def mismatch(trainer: Trainer, state: Mapping[str, Any], source: named_state.Source | None = None) -> str:
+    """In what a checkpoint differs from the model; "" = it was loaded, by the model's own rules: a buffer may have another shape.
+
+    By name, with a source, it is only compared.
+    """
+    was, now = state.get("classes"), classes_of(trainer.loader.dataset)
+    if was and now and was != now:
+        pairs = enumerate(itertools.zip_longest(was, now, fillvalue="none"))
+        target, (before, after) = next((target, pair) for target, pair in pairs if pair[0] != pair[1])
+        return f"it is of other classes: target {target} was {before!r:.80}, and is {after!r:.80} now"
+    if source:
+        return named_state.difference(trainer, source)
+    try:
+        trainer.module.load_state_dict(state["module"])
+    except RuntimeError as error:
+        if is_out_of_memory(error):
+            raise
+        refused = f"it is of another model: {' '.join(str(error).split()):.200}"
+    else:
+        return ""
+    mine, its = (
+        {name: tuple(getattr(weight, "shape", ())) for name, weight in weights.items()}
+        for weights in (trainer.module.state_dict(), state["module"])
+    )
+    more = (f"it is of another model: this one has no {name}" for name in its if name not in mine)
+    return named_state.other_shapes(mine, its) or next(more, refused)
 
 
 def sample_count(trainer: Trainer) -> int | None:

@@ -120,6 +120,17 @@ def restore_compression(model: nn.Module, kept: Mapping[str, Any], device: torch
         state.rng.set_state(("MT19937", keys.numpy().astype("uint32"), *more))
 
 
+def changed_buckets(spec: RunSpec, before: Mapping[str, Any]) -> str:
+    """In which knobs a spec differs from one before, as JSON, so that PowerSGD cannot go on with what it kept; "" = in none."""
+    if parse_call("gradient_compression", spec.gradient_compression, COMPRESSIONS, "fp16")[0] != "powersgd":
+        return ""
+    pairs = {name: (getattr(spec, name), before.get(name, getattr(spec, name))) for name in _OF_BUCKETS}
+    (_, now), (_, was) = (parse_call("gradient_compression", text, COMPRESSIONS, "fp16") for text in pairs["gradient_compression"])
+    if now["rank"] == was.get("rank"):
+        del pairs["gradient_compression"]
+    return ", ".join(f"{name}={now} (it was {was})" for name, (now, was) in pairs.items() if now != was)
+
+
 def _power_sgd(model: nn.Module) -> Any:
     """The state of PowerSGD's hook; None without it."""
     return next((state for _, state in getattr(model, "_comm_hooks", ()) if hasattr(state, "error_dict")), None)
@@ -128,6 +139,8 @@ def _power_sgd(model: nn.Module) -> Any:
 POWERSGD_ANEW = "PowerSGD goes on compressing, without what it had left out of the gradients of each rank, and with new random matrices"
 """What it means for PowerSGD that a checkpoint was written by other ranks."""
 _TABLES = ("error_dict", "p_memory_dict", "q_memory_dict")
+_OF_BUCKETS = ("gradient_compression", "bucket_cap_mb", "find_unused_parameters", "static_graph")
+"""Knobs on which depends what PowerSGD keeps for a bucket."""
 BUCKET_MB = 25.0
 """Size in MiB of what is reduced at once, as DDP has it."""
 

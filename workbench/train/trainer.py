@@ -27,13 +27,21 @@ from workbench.train.label_smoothing import LabelSmoothing
 from workbench.train.loader import build_loader, micro_batches, to_device
 from workbench.train.local_sgd import LocalSgd
 from workbench.train.offload import activations_on_host, check_offload, host_computes, mark_on_host
-from workbench.train.optimizers import build_optimizer, build_scheduler, place_optimizer
+from workbench.train.optimizers import build_optimizer, build_scheduler, changed_schedule, place_optimizer, resume_scheduler
 from workbench.train.precision import Precision, check_tf32
 from workbench.train.random_numbers import random_state, restore_random_state, seed_all
 from workbench.train.ranks import Layout, Ranks, changed_layout
 from workbench.train.sample_order import go_on, position_of
 from workbench.train.sharded_tensors import broadcast_parameters, local_part
-from workbench.train.sharding import accumulating, compression_state, distribute, gathered, reduce_gradients, restore_compression
+from workbench.train.sharding import (
+    accumulating,
+    changed_buckets,
+    compression_state,
+    distribute,
+    gathered,
+    reduce_gradients,
+    restore_compression,
+)
 from workbench.train.split_on_oom import MicroBatchSplitter
 from workbench.train.stages import cut, keep_only
 from workbench.train.step_weights import StepWeights
@@ -248,15 +256,8 @@ class Trainer:
             self.optimizer.load_state_dict(state["optimizer"])
             if self._average:
                 self._average.load_state_dict(state["ema"])
-        groups = self.optimizer.param_groups  # there may be more of them than there were
-        self._scheduler.load_state_dict(
-            {
-                **state["scheduler"],
-                "base_lrs": [group["initial_lr"] for group in groups],
-                "_last_lr": [group["lr"] for group in groups],
-                "lr_lambdas": [None] * len(groups),
-            }
-        )
+        before = state.get("spec") or {}
+        resume_scheduler(self._scheduler, state["scheduler"], anew=changed_schedule(self.spec, before))
         if state["scaler"]:  # a run that begins with weights from elsewhere has none
             self.precision.scaler.load_state_dict(state["scaler"])
         self._updates = state["step"]
@@ -268,7 +269,7 @@ class Trainer:
             self.pipeline.steps = state["step"]
         if not changed_layout(self.spec, state.get("layout")):  # else the ranks have other parts of the work
             self._random = (state.get("random") or {}).get(self.ranks.rank)
-            self._compression = source.compression(self.ranks.rank) if source else None
+            self._compression = source.compression(self.ranks.rank) if source and not changed_buckets(self.spec, before) else None
 
     def resumed_seed(self, done: int, rank: int) -> int:
         """Seed of a rank that goes on after so many steps without random numbers of its own."""

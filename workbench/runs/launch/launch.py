@@ -16,7 +16,7 @@ from workbench.runs.export import DCP_INDEX
 from workbench.runs.launch import environment
 from workbench.runs.launch.new_run import LaunchError, NewRun
 from workbench.runs.launch.rendezvous import TIMEOUT, Rendezvous, free_endpoint
-from workbench.runs.launch.resume import begin_with_dcp, differs_in_layout, go_on, resumable, take_checkpoints
+from workbench.runs.launch.resume import OF_ANOTHER_RUN, begin_with_dcp, changes_for_another, go_on, resumable, take_checkpoints
 from workbench.runs.launch.slurm import Slurm
 from workbench.runs.run import Run
 from workbench.runs.spec import KNOBS, RunSpec, ScriptSpec, Spec, check_profile
@@ -57,10 +57,11 @@ def launch(
             continues from the last sound checkpoint, in its directory, from the folder where it was launched and with its spec; only
             `timeout` can be given with it. Order of samples, random numbers, weights and schedule continue where they were; `prove_resume`
             tests whether the run is then the same bit for bit. Earlier output of its processes is in `attempts/`. With a `target` that
-            differs from its spec in how ranks share the work (`parallel`, `nnodes`, `micro_batch`, …), a new run starts from its last
-            checkpoint, with the same weights and optimizer states on other ranks; `runs_dir`, `name`, `rdzv_endpoint` and `rdzv_timeout`
-            are then allowed too. Or a torch.distributed.checkpoint directory: a new run of the RunSpec starts at step 0 with its weights,
-            and with its optimizer states if it has any; options, schedule and samples are the spec's.
+            differs from its spec in `steps` (a run that has finished can take more), or in how ranks share the work (`parallel`,
+            `nnodes`, `micro_batch`, …), a new run starts from its last checkpoint, with the same weights and optimizer states; `runs_dir`,
+            `name`, `rdzv_endpoint` and `rdzv_timeout` are then allowed too. Or a torch.distributed.checkpoint directory: a new run of the
+            RunSpec starts at step 0 with its weights, and with its optimizer states if it has any; options, schedule and samples are the
+            spec's.
         args: the script's arguments. "{out}" in them stands for the folder `out` of the run directory, such as for checkpoints; no other
             launch uses it.
         nproc_per_node: ranks on this machine; None = the spec's own, 1 for a script.
@@ -96,21 +97,23 @@ def launch(
     if isinstance(resume, str | os.PathLike) and (Path(resume).expanduser() / DCP_INDEX).is_file():
         begin, resume = Path(resume).expanduser(), None
     if resume is not None:
-        other = target if isinstance(target, RunSpec) and differs_in_layout(resume, target) else None
+        changes = changes_for_another(resume, target)
+        other = target if changes and isinstance(target, RunSpec) else None
         given: dict[str, Any] = {"args": list(args), "nproc_per_node": nproc_per_node, "watch": watch}
         given |= {"nnodes": nnodes, "on": on, "on_hang": on_hang, "max_restarts": max_restarts, "min_ranks": min_ranks}
         if not other:
             given |= {"runs_dir": runs_dir, "name": name, "rdzv_endpoint": rdzv_endpoint, "rdzv_timeout": rdzv_timeout}
         _refuse_changes(given, knobs)
-        ended = resumable(resume, None if other else target, anew=other is not None)
+        ended = resumable(resume, target, anew=other is not None)
         if other:
-            if other.local_sgd != "none":
+            if other.local_sgd != "none" and changes != {"steps"}:
                 raise LaunchError(
                     f'local_sgd="{other.local_sgd}": each rank of {ended.run!r} has parameters of its own, so the run goes on with as many '
                     "ranks in the same layout: launch(resume=run), without a spec"
                 )
             other = other.replace(**task.code_names(ended.spec))
             check(other, alone=False)
+            _warn_of(other)
             meeting = _meeting(other, rdzv_endpoint, rdzv_timeout)
             new = NewRun(runs_dir, name or label(other))
             take_checkpoints(ended.run, new)
@@ -143,15 +146,36 @@ def launch(
             raise LaunchError(f"rdzv_endpoint={rdzv_endpoint!r} with on={on!r}: the job chooses one on its first machine; leave it out")
         spec = on.sized(spec, nnodes)
         check(spec, here=False)
+        _warn_of(spec)
         new = _made(runs_dir, name, spec, begin)
         batch = {"system": "slurm", "rdzv_timeout": rdzv_timeout} | on.kept
         return new.start(spec, spec_entrypoint(spec, new.path), timeout, submit=on.submit, batch=batch, on_hang=on_hang)
     check(spec, alone=False)
+    _warn_of(spec)
     meeting = _meeting(spec, rdzv_endpoint, rdzv_timeout)
     new = _made(runs_dir, name, spec, begin)
     elastic = {"max_restarts": max_restarts, "min_ranks": min_ranks} if max_restarts else None
     program = spec_entrypoint(spec, new.path)
     return new.start(spec, program, timeout, rendezvous=meeting, on_hang=on_hang, elastic=elastic, alarm=alarm)
+
+
+def _warn_of(spec: Spec) -> None:
+    """Warn of knobs that have no effect as they are."""
+    if not isinstance(spec, RunSpec):
+        return
+    example = f"try checkpoint_every={combinations.some_steps(spec)}"
+    if spec.checkpoint_every and spec.checkpoint_every > spec.steps:
+        given = f"checkpoint_every={spec.checkpoint_every} with steps={spec.steps}"
+        warnings.warn(f"{given}: no checkpoint is written, unless a signal ends the run; {example}", stacklevel=4)
+    if spec.warmup_steps >= spec.steps:
+        warnings.warn(
+            f"warmup_steps={spec.warmup_steps} with steps={spec.steps}: the learning rate rises until the last step, and "
+            f'schedule="{spec.schedule}" never begins; try warmup_steps={spec.steps // 10}',
+            stacklevel=4,
+        )
+    if not spec.checkpoint_every and spec.keep_checkpoints != KNOBS["keep_checkpoints"].default:
+        given = f"keep_checkpoints={spec.keep_checkpoints} with checkpoint_every=None"
+        warnings.warn(f"{given}: the run writes no checkpoints; {example}", stacklevel=4)
 
 
 def _made(runs_dir: str | os.PathLike[str] | None, name: str | None, spec: Spec, begin: Path | None) -> NewRun:
@@ -183,8 +207,9 @@ def _refuse_changes(given: dict[str, Any], knobs: dict[str, Any]) -> None:
     """Raise for what does not go with `resume`: any knob, and any argument that is not at its default."""
     usual = {"args": [], "watch": False, "rdzv_timeout": TIMEOUT, "on_hang": "report", "max_restarts": 0}
     for name, value in ({name: value for name, value in given.items() if value != usual.get(name)} | knobs).items():
+        way = f": wb.launch(run.spec.replace({name}={value!r}), resume=run) begins with its checkpoint" if name in OF_ANOTHER_RUN else ""
         raise LaunchError(
-            f"{name}={value!r} with resume=…: a run goes on as it was launched, with its own spec; launch a new run for another"
+            f"{name}={value!r} with resume=…: a run goes on as it was launched, with its own spec; launch a new run for another{way}"
         )
 
 

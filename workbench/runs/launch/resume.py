@@ -45,6 +45,8 @@ LAYOUT_KNOBS = (
     *("parallel", "nproc_per_node", "tensor_parallel", "pipeline_parallel", "pipeline_schedule", "expert_parallel"),
     *("shard_ranks", "nnodes", "micro_batch", "accumulation", "offload"),
 )
+"""Knobs that say how ranks share the work."""
+OF_ANOTHER_RUN = (*LAYOUT_KNOBS, "steps")
 """Knobs that another run may have which begins with this run's checkpoint."""
 
 
@@ -134,11 +136,11 @@ class Ended:
 
 
 def resumable(old: Run | str | os.PathLike[str], target: Any = None, *, anew: bool = False) -> Ended:
-    """A run that has ended before its last step and can go on.
+    """A run that has ended and can go on: before its last step, unless another run takes more steps.
 
     Args:
         old: the run, or its directory.
-        target: None, or a spec that has to be that of the run.
+        target: None, or a spec: that of the run, or with `anew` that of the other run.
         anew: another run is to begin with its checkpoints, which may be on fewer machines.
 
     Raises:
@@ -154,7 +156,7 @@ def resumable(old: Run | str | os.PathLike[str], target: Any = None, *, anew: bo
     home = Path(info["command"][-1])
     if home != run.path:  # a link leads to it: its processes know it by one name
         run = Run.load(home)
-    _refuse_as_it_stands(run, spec, info["host"])
+    _refuse_as_it_stands(run, spec, info["host"], target if anew else None)
     info = run_directory.read_json(run.path / run_directory.RUN_JSON)  # as it stands: it may have ended since
     folder = Path(info.get("cwd") or Path.cwd()).absolute()
     if not folder.is_dir():
@@ -164,13 +166,13 @@ def resumable(old: Run | str | os.PathLike[str], target: Any = None, *, anew: bo
     return Ended(run=run, spec=spec, info=info, folder=folder, seconds=run.seconds)
 
 
-def differs_in_layout(old: Run | str | os.PathLike[str], target: RunSpec) -> bool:
-    """Does a spec differ from that of a run in how ranks share the work, and in nothing else?"""
-    if not isinstance(old, Run | str | os.PathLike):
-        return False  # `resumable` refuses it
+def changes_for_another(old: Run | str | os.PathLike[str], target: Any) -> set[str]:
+    """The knobs in which a spec differs from that of a run, if another run may begin so with its checkpoint; else none."""
+    if not isinstance(old, Run | str | os.PathLike) or not isinstance(target, RunSpec):
+        return set()  # `resumable` refuses it
     spec = Run.load(old.path if isinstance(old, Run) else old).spec
-    changes = spec.changes(target) if isinstance(spec, RunSpec) and spec.checkpoint_every else {}
-    return bool(changes) and changes.keys() <= set(LAYOUT_KNOBS)
+    changes = set(spec.changes(target)) if isinstance(spec, RunSpec) else set()
+    return changes if changes <= set(OF_ANOTHER_RUN) else set()
 
 
 def take_checkpoints(run: Run, new: NewRun, step: int | None = None) -> None:
@@ -249,7 +251,7 @@ def _checked_spec(run: Run, info: dict[str, Any], target: Any, anew: bool) -> Ru
         raise LaunchError(f"{path} was not launched as a run of its own in this place: only such a run goes on. Launch its spec anew")
     if not isinstance(spec, RunSpec):
         raise LaunchError(f"{run!r} is a script, whose checkpoints are its own: launch it again with the option by which it reads them")
-    if target is not None and target != spec:
+    if target is not None and target != spec and not anew:
         raise LaunchError(f"{run!r} goes on as it was launched, {_difference(spec, target)}: leave the spec out, or launch it as a new run")
     if spec.nnodes > 1 and not anew:
         raise LaunchError(
@@ -351,13 +353,17 @@ def _difference(spec: RunSpec, target: Any) -> str:
     return f"with {name}={here!r} and not {there!r}"
 
 
-def _refuse_as_it_stands(run: Run, spec: RunSpec, host: str) -> None:
-    """Say why a run cannot go on now; `host` is where its last attempt was."""
+def _refuse_as_it_stands(run: Run, spec: RunSpec, host: str, other: RunSpec | None) -> None:
+    """Say why a run cannot go on now, or `other` not from its checkpoint; `host` is where its last attempt was."""
     state, lock = run.state, run.path / run_directory.LOCK
     if state in ACTIVE:
         raise LaunchError(f"{run!r} is still running: it goes on anyway. To begin again from its last checkpoint, run.stop() first")
-    if state == "finished":
-        raise LaunchError(f"{run!r} has finished: there is nothing left to go on with. For more steps launch a new run")
+    checkpoints = checkpoints_of(run.path)
+    if state == "finished" and (other is None or other.steps == spec.steps) and checkpoints:
+        raise LaunchError(
+            f"{run!r} has finished: there is nothing left to go on with. For more steps, launch another run that begins with its last "
+            f"checkpoint: wb.launch(run.spec.replace(steps={2 * spec.steps}), resume=run)"
+        )
     if state == "lost" and host != platform.node() and lock.exists():
         raise LaunchError(
             f"{run!r} was launched on {host}, and this is {platform.node()}: from here nobody can see whether it still runs there. "
@@ -365,7 +371,7 @@ def _refuse_as_it_stands(run: Run, spec: RunSpec, host: str) -> None:
         )
     if state == "lost":
         _wait_for_ranks(run)
-    checkpoints = checkpoints_of(run.path)
+        checkpoints = checkpoints_of(run.path)
     if not checkpoints:
         if not spec.checkpoint_every:
             raise LaunchError(f"{run!r} keeps no checkpoints, so it cannot go on. Launch it anew: wb.launch(run.spec, checkpoint_every=…)")
@@ -381,6 +387,8 @@ def _refuse_as_it_stands(run: Run, spec: RunSpec, host: str) -> None:
             f"{run!r} has no whole checkpoint to go on from: {names} in {checkpoints[0].parent} cannot be read. "
             "Put a sound one there, or launch it anew: wb.launch(run.spec)"
         )
+    if other and other.steps != spec.steps and other.steps <= (last := _step_of(checkpoints[-1])):
+        raise LaunchError(f"steps={other.steps} with resume=…: the last checkpoint of {run!r} is of step {last}; give more steps")
 
 
 def checkpoints_of(path: Path) -> list[Path]:
@@ -388,7 +396,11 @@ def checkpoints_of(path: Path) -> list[Path]:
     names them.
     """
     found = [file for file in (path / run_directory.CHECKPOINTS).glob("step*.pt") if file.stem.removeprefix("step").isdecimal()]
-    return sorted(found, key=lambda file: int(file.stem.removeprefix("step")))
+    return sorted(found, key=_step_of)
+
+
+def _step_of(checkpoint: Path) -> int:
+    return int(checkpoint.stem.removeprefix("step"))
 
 
 def _wait_for_ranks(run: Run) -> None:

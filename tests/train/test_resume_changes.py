@@ -1,0 +1,198 @@
+"""What a resume refuses or tells: another optimizer, changed code, other buckets of PowerSGD, another best, weights that are NaN."""
+
+import functools
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tests import toy_tasks
+from workbench.batch.measure.noise_watch import NoiseLog
+from workbench.core import run_directory
+from workbench.memory.measure.at_oom import held
+from workbench.runs.spec import RunSpec
+from workbench.runs.task import TaskError
+from workbench.train import checkpoint_file, loop, provenance
+from workbench.train.ranks import Ranks
+
+train = functools.partial(loop.train, held=held, noise_log=NoiseLog)
+
+
+def spec_of(**knobs: Any) -> RunSpec:
+    return RunSpec(**{"task": "toy", "device": "cpu", "micro_batch": 8, "steps": 12, "checkpoint_every": 6, **knobs})
+
+
+@pytest.fixture(scope="module")
+def alone() -> Iterator[Ranks]:
+    """A process group of this process alone."""
+    yield Ranks.join(spec_of())
+    dist.destroy_process_group()
+
+
+def weights(module: nn.Module) -> Tensor:
+    return torch.cat([weight.detach().flatten() for weight in module.parameters()])
+
+
+def names(run_dir: Path) -> list[str]:
+    return sorted(path.name for path in (run_dir / run_directory.CHECKPOINTS).iterdir())
+
+
+def resumes(run_dir: Path) -> list[dict[str, Any]]:
+    return run_directory.LineTail(run_dir / run_directory.RESUMES).read()
+
+
+def edit(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """Change a checkpoint, as if another workbench had written it."""
+    state = torch.load(path, weights_only=True)
+    change(state)
+    checkpoint_file.save(state, path)
+
+
+@pytest.mark.parametrize(("before", "now"), [("adamw", "sgd"), ("sgd", "adamw"), ("adamw", "muon"), ("adam", "adamw")])
+@pytest.mark.parametrize("knobs", [{}, {"parallel": "zero1"}])
+def test_a_checkpoint_of_another_optimizer_is_refused(alone: Ranks, tmp_path: Path, knobs: dict[str, Any], before: str, now: str) -> None:
+    classes = {"adamw": "AdamW", "sgd": "SGD", "muon": "MuonWithAdamW", "adam": "Adam"}
+    if knobs and now == "muon":
+        pytest.skip("ZeRO-1 takes no muon")
+    train(spec_of(**knobs, optimizer=before), toy_tasks.numbers(), alone, tmp_path)
+    here = names(tmp_path)
+    with pytest.raises(TaskError, match=f"step00000012.pt: .* of {classes[before]}, and the optimizer .* {classes[now]}.*import_weights"):
+        train(spec_of(**knobs, optimizer=now, steps=18), toy_tasks.numbers(), alone, tmp_path)
+    assert names(tmp_path) == here
+    train(spec_of(**knobs, optimizer=f"{before}(lr=0.02)", steps=18), toy_tasks.numbers(), alone, tmp_path)  # another value of an option
+    words = "the optimizer keeps the options of the checkpoint, and not lr=0.02 (it goes on with 0.001) of the task"
+    assert resumes(tmp_path)[0]["notes"] == [words]
+
+
+def test_checkpoints_that_do_not_name_their_optimizer_resume(alone: Ranks, tmp_path: Path) -> None:
+    train(spec_of(optimizer="adamw"), toy_tasks.numbers(), alone, tmp_path)
+    edit(tmp_path / "checkpoints" / "step00000012.pt", lambda state: [state.pop(name) for name in ("optimizer class", "code", "finite at")])
+    train(spec_of(optimizer="adamw", steps=18), toy_tasks.numbers(), alone, tmp_path)
+    assert resumes(tmp_path)[0]["notes"] == []
+    assert resumes(tmp_path)[0]["step"] == 12
+
+
+def test_powersgd_begins_anew_with_other_buckets_or_another_rank(alone: Ranks, tmp_path: Path) -> None:
+    wide = toy_tasks.numbers(model=lambda: nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 64), nn.Linear(64, 2)))
+    spec = spec_of(gradient_compression="powersgd(start=2)")
+    train(spec, wide, alone, tmp_path)
+    train(spec.replace(gradient_compression="powersgd(rank=2, start=2)", steps=18), wide, alone, tmp_path)
+    train(spec.replace(gradient_compression="powersgd(rank=2, start=2)", bucket_cap_mb=40, steps=24), wide, alone, tmp_path)
+    train(spec.replace(gradient_compression="powersgd(start=2, rank=2)", bucket_cap_mb=40, steps=30), wide, alone, tmp_path)
+    first, second, third = (row["notes"] for row in resumes(tmp_path))
+    assert "gradient_compression=powersgd(rank=2, start=2) (it was powersgd(start=2)): PowerSGD goes on compressing, without" in first[0]
+    assert "bucket_cap_mb=40 (it was None): PowerSGD goes on" in second[0]
+    assert third == []
+
+
+def test_a_best_checkpoint_that_another_figure_chose_is_told(alone: Ranks, tmp_path: Path) -> None:
+    task = toy_tasks.numbers(validation=lambda: toy_tasks.Numbers(16), evaluate=None)
+    spec = spec_of(evaluate="checkpoint")
+    train(spec, task, alone, tmp_path)
+    train(spec.replace(steps=18), task, alone, tmp_path)
+    train(spec.replace(steps=24, best="validation_loss(max)"), task, alone, tmp_path)
+    first, second = (row["notes"] for row in resumes(tmp_path))
+    assert first == []
+    assert "its best checkpoint so far" in second[0]
+    assert "was chosen with best=None; from here on the best is chosen with best='validation_loss(max)'" in second[0]
+
+
+TASK = """
+import torch
+import workbench as wb
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+
+    def forward(self, x):
+        return torch.tanh(self.layer(x))
+
+
+def loss(model, batch):
+    return (model(batch[0]) - batch[1]).square().mean()
+
+
+SCALE = 1.0
+
+
+def build() -> wb.Task:
+    data = torch.utils.data.TensorDataset(torch.ones(64, 4), torch.ones(64, 2))
+    return wb.Task(model=Net, dataset=lambda: data, loss=loss)
+"""
+
+
+def test_functions_of_a_file_that_have_changed_are_named() -> None:
+    was = provenance.code_digests(TASK.encode())
+    assert provenance.code_digests(TASK.replace("SCALE", "# a remark\nSCALE").replace("tanh(self", "tanh( self").encode()) == was
+    for before, after, name in (
+        ("torch.tanh(", "torch.relu(", "Net.forward"),
+        ("square()", "abs()", "loss"),
+        ("SCALE = 1.0", "SCALE = 2.0", "the top level"),
+        ("loss=loss)", "loss=lambda *_: None)", "build"),
+    ):
+        now = provenance.code_digests(TASK.replace(before, after).encode())
+        assert [part for part in was if was[part] != now[part]] == [name]
+    assert provenance.code_digests(b"\x00 no Python (") == {}
+
+
+def test_weights_that_are_nan_do_not_drive_out_the_last_finite_ones(
+    alone: Ranks, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calls = 0
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return toy_tasks.squared_error(model, batch) * (math.nan if calls >= 15 else 1.0)
+
+    spec = spec_of(steps=40)
+    train(spec, toy_tasks.numbers(loss=loss), alone, tmp_path)
+    assert names(tmp_path) == ["step00000012.pt", "step00000030.pt", "step00000036.pt"]
+    told = "the weights in the checkpoint after step 18 are NaN or infinite: that after step 12, the last with finite weights, is kept"
+    assert capsys.readouterr().err.count(told) == 1
+    whole = train(spec_of(steps=40), toy_tasks.numbers(), alone, tmp_path)
+    assert bool(torch.isfinite(weights(whole)).all())
+    row = resumes(tmp_path)[0]
+    assert row["step"] == 12
+    assert "its weights are NaN or infinite" in row["passed_over"]["step00000036.pt"]
+    assert names(tmp_path)[:1] == ["step00000030.pt"]
+    assert "step00000036.pt.not-finite" in names(tmp_path)
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "zero1"])
+def test_a_run_without_finite_weights_resumes_from_its_last_checkpoint(alone: Ranks, tmp_path: Path, parallel: str) -> None:
+    task = toy_tasks.numbers(loss=lambda model, batch: toy_tasks.squared_error(model, batch) * math.nan)
+    train(spec_of(parallel=parallel), task, alone, tmp_path)
+    train(spec_of(parallel=parallel, steps=18), task, alone, tmp_path)
+    assert [(row["step"], row["passed_over"]) for row in resumes(tmp_path)] == [(12, {})]
+
+
+@pytest.mark.parametrize("schedule", ["constant", "cosine"])
+def test_more_steps(alone: Ranks, tmp_path: Path, schedule: str) -> None:
+    """The schedule is that of the new number of steps from the first step on that is taken."""
+    spec = spec_of(schedule=schedule, lr=0.1)
+    train(spec, toy_tasks.numbers(), alone, tmp_path)
+    longer = train(spec.replace(steps=24), toy_tasks.numbers(), alone, tmp_path)
+    (tmp_path / "whole").mkdir()
+    whole = train(spec.replace(steps=24), toy_tasks.numbers(), alone, tmp_path / "whole")
+    rates, other = (
+        [row["lr"] for row in run_directory.LineTail(path / run_directory.METRICS).read()] for path in (tmp_path, tmp_path / "whole")
+    )
+    assert rates[12:] == other[12:]
+    assert torch.equal(weights(longer), weights(whole)) == (schedule == "constant")
+    notes = resumes(tmp_path)[0]["notes"]
+    if schedule == "constant":
+        assert notes == []
+    else:
+        assert "it goes on to step 24, where it was to end after step 12" in notes[0]
+        assert 'schedule="cosine"' in notes[0]
+        assert "the learning rate of step 13 is 0.05, and was 0 " in notes[0]
