@@ -1,5 +1,6 @@
 """What the figures of evaluations decide: when a training ends early (`RunSpec.stop_when`), and which checkpoint is the best."""
 
+import contextlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
