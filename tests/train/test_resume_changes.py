@@ -168,6 +168,13 @@ def test_weights_that_are_nan_do_not_drive_out_the_last_finite_ones(
     assert "step00000036.pt.not-finite" in names(tmp_path)
 
 
+def test_weights_are_finite_where_their_sum_overflows_or_cannot_be_taken() -> None:
+    large = torch.full((2,), torch.finfo(torch.float32).max)
+    assert checkpoint_file.are_finite([large, torch.ones(2, dtype=torch.float8_e4m3fn), torch.ones(2, dtype=torch.long), None])
+    assert not checkpoint_file.are_finite([large, torch.tensor([math.inf, 1.0], dtype=torch.bfloat16)])
+    assert not checkpoint_file.are_finite([torch.tensor([math.inf, -math.inf])])
+
+
 @pytest.mark.parametrize("parallel", ["ddp", "zero1"])
 def test_a_run_without_finite_weights_resumes_from_its_last_checkpoint(alone: Ranks, tmp_path: Path, parallel: str) -> None:
     task = toy_tasks.numbers(loss=lambda model, batch: toy_tasks.squared_error(model, batch) * math.nan)

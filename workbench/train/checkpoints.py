@@ -377,7 +377,7 @@ class Checkpoints:
                 state |= copy({**small, "module": {}, "optimizer": {"groups": groups}, "ema": {}})
             else:
                 state |= copy({**trainer.state(), "names": [group["names"] for group in groups]})
-                weights = [state["module"][name] for name, _ in trainer.module.named_parameters()]
+                weights = [state["module"].get(name) for name, _ in trainer.module.named_parameters()]
         return functools.partial(self._finish_job, step, path, mine, part, state, weights, trainer.spec.keep_checkpoints)
 
     def _finish_job(

@@ -221,7 +221,7 @@ def refuse_other_optimizer(trainer: Trainer, name: str, state: Mapping[str, Any]
         raise TaskError(
             f"the run cannot resume from {name}: it has the states of {was!s:.80}, and the optimizer of the run is {now} now. To resume, "
             f"make it {was!s:.80} again. To go on with {now}, launch a new run that begins with the weights: "
-            "wb.export_weights(run, folder), and wb.import_weights(model, folder) in the task's model(). Nothing was changed"
+            "wb.export_weights(run, folder), and wb.import_weights(Net(), folder) in the task. Nothing was changed"
         )
 
 
