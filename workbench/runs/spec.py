@@ -227,7 +227,7 @@ class RunSpec(_Spec):
     """Steps between two checkpoints in the run directory, from which a run can continue: a job that Slurm requeues (`Slurm(requeue=True)`),
     or a run of this machine with `wb.launch(resume=run)`; None = none. See `train.checkpoints`."""
     keep_checkpoints: int = knob(2, elsewhere=("save_total_limit", "save_top_k", "max_to_keep"))
-    """How many of the latest checkpoints are kept, besides the best one and the last with finite weights. With 1 there is no other if that is
+    """How many of the latest checkpoints are kept, besides the best one and the last with finite weights. With 1 there is no other if it is
     damaged."""
     best: str | None = knob(None, elsewhere=("metric_for_best_model", "monitor"))
     """The evaluation's figure that decides which checkpoint is the best: "accuracy", "validation_loss", "perplexity", "bits_per_byte" or
