@@ -17,7 +17,7 @@ from workbench.core import run_directory
 from workbench.memory.measure.at_oom import held
 from workbench.runs.spec import RunSpec
 from workbench.runs.task import TaskError
-from workbench.train import checkpoint_file, loop, provenance
+from workbench.train import checkpoint_file, loop, provenance, sharding
 from workbench.train.ranks import Ranks
 
 train = functools.partial(loop.train, held=held, noise_log=NoiseLog)
@@ -65,7 +65,7 @@ def test_a_checkpoint_of_another_optimizer_is_refused(alone: Ranks, tmp_path: Pa
         train(spec_of(**knobs, optimizer=now, steps=18), toy_tasks.numbers(), alone, tmp_path)
     assert names(tmp_path) == here
     train(spec_of(**knobs, optimizer=f"{before}(lr=0.02)", steps=18), toy_tasks.numbers(), alone, tmp_path)  # another value of an option
-    words = "the optimizer keeps the options of the checkpoint, and not lr=0.02 (it goes on with 0.001) of the task"
+    words = "the optimizer has the options of the checkpoint; in the task, these are not used: lr=0.02 (0.001 is)"
     assert resumes(tmp_path)[0]["notes"] == [words]
 
 
@@ -81,13 +81,15 @@ def test_powersgd_begins_anew_with_other_buckets_or_another_rank(alone: Ranks, t
     wide = toy_tasks.numbers(model=lambda: nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 64), nn.Linear(64, 2)))
     spec = spec_of(gradient_compression="powersgd(start=2)")
     train(spec, wide, alone, tmp_path)
-    train(spec.replace(gradient_compression="powersgd(rank=2, start=2)", steps=18), wide, alone, tmp_path)
-    train(spec.replace(gradient_compression="powersgd(rank=2, start=2)", bucket_cap_mb=40, steps=24), wide, alone, tmp_path)
-    train(spec.replace(gradient_compression="powersgd(start=2, rank=2)", bucket_cap_mb=40, steps=30), wide, alone, tmp_path)
-    first, second, third = (row["notes"] for row in resumes(tmp_path))
+    other = spec.replace(gradient_compression="powersgd(rank=2, start=2)")
+    train(other.replace(steps=18), wide, alone, tmp_path)
+    train(other.replace(steps=24), wide, alone, tmp_path)
+    first, second = (row["notes"] for row in resumes(tmp_path))
     assert "gradient_compression=powersgd(rank=2, start=2) (it was powersgd(start=2)): PowerSGD goes on compressing, without" in first[0]
-    assert "bucket_cap_mb=40 (it was None): PowerSGD goes on" in second[0]
-    assert third == []
+    assert second == []
+    said = sharding.changed_buckets(other.replace(bucket_cap_mb=40), {"spec": other.to_json()})
+    assert said == "bucket_cap_mb=40 (it was None)"
+    assert sharding.changed_buckets(other, {}) == ""
 
 
 def test_a_best_checkpoint_that_another_figure_chose_is_told(alone: Ranks, tmp_path: Path) -> None:
@@ -130,18 +132,26 @@ def build() -> wb.Task:
 """
 
 
-def test_functions_of_a_file_that_have_changed_are_named() -> None:
-    was = provenance.code_digests(TASK.encode())
-    assert provenance.code_digests(TASK.replace("SCALE", "# a remark\nSCALE").replace("tanh(self", "tanh( self").encode()) == was
+def test_functions_that_have_changed_are_named(tmp_path: Path) -> None:
+    file = tmp_path / "changing.py"
+
+    def parts(text: str) -> dict[str, str]:
+        file.write_text(text)
+        names: dict[str, Any] = {}
+        exec(compile(text, str(file), "exec"), names)
+        return provenance.code_parts(names["build"](), "constant")
+
+    was = parts(TASK)
+    remarks = TASK.replace("SCALE", "# a remark\nSCALE").replace("tanh(self", "tanh( self")
+    assert provenance.code_changes(was, parts(remarks)) == ""
     for before, after, name in (
-        ("torch.tanh(", "torch.relu(", "Net.forward"),
+        ("torch.tanh(", "torch.relu(", "Net"),
         ("square()", "abs()", "loss"),
-        ("SCALE = 1.0", "SCALE = 2.0", "the top level"),
-        ("loss=loss)", "loss=lambda *_: None)", "build"),
+        ("SCALE = 1.0", "SCALE = 2.0", "top level"),
+        ("loss=loss)", "loss=loss, optimizer='sgd')", "build"),
     ):
-        now = provenance.code_digests(TASK.replace(before, after).encode())
-        assert [part for part in was if was[part] != now[part]] == [name]
-    assert provenance.code_digests(b"\x00 no Python (") == {}
+        assert provenance.code_changes(was, parts(TASK.replace(before, after))).endswith(f"as it is now: {name} in changing.py")
+    assert provenance.code_changes({}, was) == provenance.code_changes("of somebody else", was) == ""
 
 
 def test_weights_that_are_nan_do_not_drive_out_the_last_finite_ones(
@@ -157,7 +167,7 @@ def test_weights_that_are_nan_do_not_drive_out_the_last_finite_ones(
     spec = spec_of(steps=40)
     train(spec, toy_tasks.numbers(loss=loss), alone, tmp_path)
     assert names(tmp_path) == ["step00000012.pt", "step00000030.pt", "step00000036.pt"]
-    told = "the weights in the checkpoint after step 18 are NaN or infinite: that after step 12, the last with finite weights, is kept"
+    told = "weights in the checkpoint after step 18 are NaN or infinite; after step 12 they are finite: that checkpoint is kept"
     assert capsys.readouterr().err.count(told) == 1
     whole = train(spec_of(steps=40), toy_tasks.numbers(), alone, tmp_path)
     assert bool(torch.isfinite(weights(whole)).all())
@@ -200,6 +210,4 @@ def test_more_steps(alone: Ranks, tmp_path: Path, schedule: str) -> None:
     if schedule == "constant":
         assert notes == []
     else:
-        assert "it goes on to step 24, where it was to end after step 12" in notes[0]
-        assert 'schedule="cosine"' in notes[0]
-        assert "the learning rate of step 13 is 0.05, and was 0 " in notes[0]
+        assert 'with steps=24 (12 before) and schedule="cosine", the learning rate of step 13 is 0.05, and was 0' in notes[0]

@@ -109,13 +109,10 @@ def save(state: dict[str, Any], path: Path) -> str:
 
 
 def are_finite(weights: Iterable[Any]) -> bool:
-    """Is no weight NaN or infinite? Weights of a type that cannot be tested are taken to be finite.
-
-    A sum, which is NaN or infinite if a weight is, comes first: it needs no further memory. One of finite weights may overflow.
-    """
+    """Is no weight NaN or infinite? Those of a type that cannot be tested, such as one of 8 bits, are taken to be finite."""
     for weight in weights:
-        with contextlib.suppress(RuntimeError, TypeError, AttributeError):  # of 8 bits, or of a class of its own
-            if not torch.isfinite(weight.sum()) and not torch.isfinite(weight).all():
+        with contextlib.suppress(RuntimeError, TypeError, AttributeError):
+            if not torch.isfinite(weight.sum()) and not torch.isfinite(weight).all():  # a sum needs no memory; it may overflow
                 return False
     return True
 

@@ -409,9 +409,8 @@ class Checkpoints:
             self._best = state["best"]  # not before: the best so far is kept if this could not be written
             self._finite = state["finite at"]
             if self._finite != step and self._note is None:
-                kept = f"that after step {self._finite}, the last with finite weights, is kept, and wb.launch(resume=run) goes on from it"
-                none = "and those in no earlier one are finite"
-                self._note = f"the weights in the checkpoint after step {step} are NaN or infinite: {kept if self._finite else none}"
+                kept = f"after step {self._finite} they are finite: that checkpoint is kept, and wb.launch(resume=run) goes on from it"
+                self._note = f"weights in the checkpoint after step {step} are NaN or infinite" + f"; {kept}" * bool(self._finite)
         except BaseException:
             for file in self._folder.glob(f"{path.stem}.rank*.pt"):
                 file.unlink(missing_ok=True)
@@ -438,10 +437,7 @@ class Checkpoints:
         return checksum
 
     def _delete_old(self, step: int, keep: int) -> None:
-        """Delete older checkpoints than the last `keep`, and what ranks wrote of some that never were complete; of later ones none.
-
-        The best one and the last with finite weights are kept.
-        """
+        """Delete checkpoints before the last `keep`, the best and the last finite one, and parts of some that never were complete."""
         kept = (self._finite, self._best and self._best[1])
         for old in [path for path in self._all() if _step_of(path) <= step][:-keep]:
             if _step_of(old) not in kept:

@@ -69,14 +69,7 @@ _USUAL = ("model", "module", "state_dict")
 
 
 def write(tensors: Mapping[str, Tensor], state: Mapping[str, Any], source: Source, folder: Path) -> None:
-    """Write a checkpoint as scripts save it: "model" and "optimizer" as `get_state_dict` gives them, and what else has plain values.
-
-    Args:
-        tensors: weights and buffers by name, whole.
-        state: content of the checkpoint.
-        source: its tensors by name.
-        folder: the directory.
-    """
+    """Write a checkpoint as scripts save it: "model" and "optimizer" as `get_state_dict` gives them, and what else has plain values."""
     entries: dict[str, Any] = {"model": dict(tensors), "step": state["step"]}
     if not has_own_parameters(state):  # each rank has states of its own, and they have no mean
         states = {name: {kind: _state(source, ("optimizer", name, kind)) for kind in kinds} for name, kinds in source.states.items()}

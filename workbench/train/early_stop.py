@@ -62,11 +62,7 @@ class BestFigure:
         self._knob, self._warn, self._noted = knob, warn, False
 
     def of(self, figures: Mapping[str, float]) -> float | None:
-        """The figure by which the checkpoint after an evaluation is judged, smaller is better; None = it is not, as on other ranks than 0.
-
-        Args:
-            figures: of the evaluation; empty on other ranks than 0.
-        """
+        """The figure by which a checkpoint after an evaluation is judged, smaller is better; None = it is not, as on other ranks."""
         known = self._knob or next((name for name in BETTER if figure_in(figures, name)), None)
         figure, direction = parse_best(known)
         if name := figure_in(figures, figure):

@@ -87,8 +87,6 @@ class DividedExperts:
 
         Args:
             module: the full model, which DistributedDataParallel is to wrap afterwards: it leaves these parameters out.
-            layout: of the ranks.
-            device: of this rank.
 
         Raises:
             SpecError: the model has no layers of experts, or their number cannot be divided.

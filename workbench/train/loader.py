@@ -173,13 +173,10 @@ def _check_parts_differ(batch: Any, ranks: Ranks) -> None:
 
 
 def to_device(batch: Any, device: torch.device, *, non_blocking: bool = False) -> Any:
-    """The batch with all its tensors on a device.
+    """The batch with all its tensors on a device; with `non_blocking` the host goes on while pinned memory is copied.
 
-    Args:
-        batch: tensors in lists, tuples, named tuples, mappings and dataclasses, in any depth, or an object with a `to` of its own (a
-            PackedSequence, a graph); other things stay as they are.
-        device: where to.
-        non_blocking: let the host go on while pinned memory is copied.
+    Tensors may be in lists, tuples, named tuples, mappings and dataclasses, in any depth, or in an object with a `to` of its own (a
+    PackedSequence, a graph); other things stay as they are.
     """
     if callable(own := getattr(batch, "to", None)) and not isinstance(batch, Tensor | MutableMapping):
         return own(device)

@@ -71,8 +71,6 @@ def train(
     Args:
         spec: every knob. A micro_batch that is "auto" is chosen first, and the figures of the last step have it as `micro_batch`; a run
             that resumes from a checkpoint keeps it.
-        task: what is trained.
-        ranks: this process among the others.
         run_dir: for `rank<r>.jsonl`, `noise<r>.jsonl` if the spec says so, and, from rank 0, `metrics.jsonl`.
         group: the process group that reduces the gradients; None = that of all.
         held: returns what this rank holds in memory; called if memory has run out.

@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from workbench.core.optimizer_table import OPTIMIZERS as NAMED
 from workbench.runs.spec import IMPLEMENTATIONS, RunSpec, SpecError
 from workbench.runs.task import TaskError, resolve_schedule
-from workbench.runs.training_knobs import depends_on_steps, is_own_schedule, lr_factor, parse_optimizer
+from workbench.runs.training_knobs import is_own_schedule, lr_factor, parse_optimizer
 from workbench.train.large_batch_optimizers import LAMB, LARS
 from workbench.train.muon import MuonWithAdamW, hidden_matrices
 from workbench.train.offload import HostOptimizer
@@ -213,22 +213,11 @@ def build_scheduler(optimizer: Optimizer, spec: RunSpec) -> LambdaLR:
     return LambdaLR(optimizer, lambda step: lr_factor(step, **shape))
 
 
-def changed_schedule(spec: RunSpec, before: Mapping[str, Any]) -> bool:
-    """Has the learning rate of a step changed since a spec, as JSON, because the number of steps has?"""
-    return before.get("steps", spec.steps) != spec.steps and depends_on_steps(spec.schedule)
-
-
-def resume_scheduler(scheduler: LambdaLR, state: Mapping[str, Any], *, anew: bool) -> None:
-    """Let the scheduler of a run go on from its `state_dict` in a checkpoint, when its optimizer has been loaded.
-
-    Args:
-        scheduler: of `build_scheduler`.
-        state: of the checkpoint.
-        anew: compute the learning rate of the next step, since the optimizer has that of a schedule with another number of steps.
-    """
+def resume_scheduler(scheduler: LambdaLR, state: Mapping[str, Any]) -> None:
+    """Let a scheduler go on from its state in a checkpoint, with the learning rate that its own schedule has there; call it last."""
     groups = scheduler.optimizer.param_groups  # there may be more of them than there were
-    for group, factor in zip(groups, scheduler.lr_lambdas if anew else (), strict=False):
-        lr = group["initial_lr"] * factor(state["last_epoch"])
+    for group in groups:
+        lr = group["initial_lr"] * scheduler.lr_lambdas[0](state.get("last_epoch", 0))
         group["lr"] = group["lr"].fill_(lr) if isinstance(group["lr"], torch.Tensor) else lr
     scheduler.load_state_dict(
         {

@@ -67,11 +67,8 @@ class Pipeline:
         """Nothing is run yet.
 
         Args:
-            spec: its `pipeline_schedule`.
-            task: whose loss calls the model.
             stages: of the whole model.
             group: the ranks of this pipeline.
-            device: of this rank.
             seed: of this pipeline's random numbers.
             loss: of a model and a micro-batch, as it is to be added to the loss of a step.
             passed: what passes between the stages, in a dry run; None = each is called once to learn it.

@@ -32,7 +32,7 @@ from workbench.runs.training_knobs import is_own_schedule
 from workbench.train import named_state
 from workbench.train.early_stop import lost_best
 from workbench.train.fingerprints import digest
-from workbench.train.optimizers import changed_schedule, optimizer_class
+from workbench.train.optimizers import optimizer_class
 from workbench.train.random_numbers import seeded
 from workbench.train.ranks import changed_layout
 from workbench.train.sample_order import SampleOrder
@@ -41,8 +41,6 @@ from workbench.train.trainer import Trainer
 
 SAMPLES = 8
 """Samples of the first batch whose content is digested: the same for each micro_batch from 8 on, where seed and ranks are the same."""
-TOP_LEVEL, NAMED = "the top level", 5
-"""What a file has outside of functions and classes; and the functions of a file that a note names at most."""
 _PLAIN = (str, int, float, bool, Path)
 
 
@@ -107,37 +105,24 @@ def code_identity(task: Task, schedule: str) -> dict[str, str]:
     return {name: _digest(text) for name, text in _code(task, schedule).items()}
 
 
-def code_parts(task: Task, schedule: str) -> dict[str, Any]:
-    """The `code_digests` of these files by name, with the version of Python, which decides how a function is written as a tree."""
-    files = {name: code_digests(text) for name, text in _code(task, schedule).items()}
-    return {"python": platform.python_version_tuple()[:2], "files": files}
+def code_parts(task: Task, schedule: str) -> dict[str, str]:
+    """A digest of each function and class of these files, and of the rest; comments and layout do not count."""
+    parts = defaultdict[str, str](str, python=platform.python_version())  # which decides how a tree is written
+    for file, text in _code(task, schedule).items():
+        with contextlib.suppress(SyntaxError, ValueError, RecursionError, MemoryError):
+            for node in ast.parse(text).body:
+                parts[f"{getattr(node, 'name', 'top level')} in {file}"] += ast.dump(node)
+    return {name: _digest(dumped.encode()) for name, dumped in parts.items()}
 
 
-def code_digests(text: bytes) -> dict[str, str]:
-    """A digest of each function, method and class of a file, and of the rest; comments and layout do not count. No Python = none."""
-    parts = defaultdict[str, list[str]](list)
-    with contextlib.suppress(SyntaxError, ValueError, RecursionError, MemoryError):
-        for node in ast.parse(text).body:
-            name = getattr(node, "name", TOP_LEVEL)
-            for inner in node.body if isinstance(node, ast.ClassDef) else ():
-                method = getattr(inner, "name", "")
-                parts[f"{name}.{method}" if method else name].append(ast.dump(inner))
-            if isinstance(node, ast.ClassDef):
-                node.body = []
-            parts[name].append(ast.dump(node))
-    return {name: _digest("".join(dumps).encode()) for name, dumps in parts.items()}
-
-
-def code_changes(was: Any, now: Mapping[str, Any]) -> str:
-    """Which functions differ between two `code_parts`; "" = none, or it cannot be told."""
-    changed = []
-    with contextlib.suppress(LookupError, TypeError, AttributeError):  # of an earlier workbench, or of somebody else's
-        for file in sorted(now["files"].keys() & was["files"].keys()) if tuple(was["python"]) == now["python"] else ():
-            before, after = was["files"][file], now["files"][file]
-            if names := sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name)):
-                more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
-                changed.append(f"{file} ({', '.join(names[:NAMED])}{more})")
-    return f"the code has changed: {', '.join(changed)}; the training goes on with the code as it is now" if changed else ""
+def code_changes(was: Any, now: Mapping[str, str]) -> str:
+    """Which functions differ between two `code_parts`; "" = none, or it cannot be told, as from a checkpoint of an earlier workbench."""
+    if not isinstance(was, Mapping) or was.get("python") != now.get("python"):
+        return ""
+    before, after = ({name.rpartition(" in ")[2] for name in parts} for parts in (was, now))
+    differ = (name for name in sorted({*was, *now}) if was.get(name) != now.get(name))
+    changed = [name for name in differ if name.rpartition(" in ")[2] in before & after]  # what is imported late may not be there yet
+    return f"the code has changed, and the training goes on as it is now: {', '.join(changed)}"[:500] if changed else ""
 
 
 def _code(task: Task, schedule: str) -> dict[str, bytes]:
@@ -206,15 +191,10 @@ def have_changed(trainer: Trainer, samples: Mapping[str, Sequence[Any]] | None) 
 
 
 def refuse_other_optimizer(trainer: Trainer, name: str, state: Mapping[str, Any]) -> None:
-    """Refuse a checkpoint with the state of an optimizer of another class. Those of earlier workbenches do not name it.
-
-    Args:
-        trainer: that resumes.
-        name: of the checkpoint's file.
-        state: its content.
+    """Refuse the checkpoint of this name if its content says that its optimizer is of another class; earlier workbenches do not say it.
 
     Raises:
-        TaskError: it is of another class. Nothing was changed.
+        TaskError: it is. Nothing was changed.
     """
     was, now = state.get("optimizer class"), optimizer_class(trainer.optimizer).__name__
     if was and was != now:
@@ -225,44 +205,30 @@ def refuse_other_optimizer(trainer: Trainer, name: str, state: Mapping[str, Any]
         )
 
 
-def optimizer_options(trainer: Trainer) -> list[dict[str, Any]]:
-    """The options of each group of the optimizer that are numbers or texts; "lr" is the peak."""
-    groups = trainer.optimizer.param_groups
-    plain = ({name: value for name, value in group.items() if isinstance(value, int | float | str | tuple)} for group in groups)
-    return [{name: group.get("initial_lr", value) if name == "lr" else value for name, value in group.items()} for group in plain]
+def optimizer_options(trainer: Trainer) -> dict[str, list[Any]]:
+    """The options of the optimizer that its class takes, by name, each with its value in each group; lr is the peak."""
+    groups, taken = trainer.optimizer.param_groups, inspect.signature(optimizer_class(trainer.optimizer)).parameters.keys() - {"params"}
+    keys = {name: "initial_lr" if name == "lr" else name for name in taken & groups[0].keys() - set(IMPLEMENTATIONS)}
+    return {name: [group.get(key) for group in groups] for name, key in sorted(keys.items())}
 
 
-def unused_options(given: list[dict[str, Any]], used: list[dict[str, Any]]) -> str:
-    """Which `optimizer_options` of a task are not used, since a resumed training has those of its checkpoint; "" = all are."""
-    differ = [
-        f"{name}={mine[name]} (it goes on with {its[name]})"
-        for mine, its in zip(given, used, strict=False)
-        for name in mine.keys() & its.keys() - {"initial_lr", *IMPLEMENTATIONS}
-        if mine[name] != its[name]
-    ]
-    return f"the optimizer keeps the options of the checkpoint, and not {', '.join(sorted(set(differ)))} of the task" if differ else ""
-
-
-def changes(trainer: Trainer, state: Mapping[str, Any], code: Mapping[str, Any], options: list[dict[str, Any]]) -> list[str]:
-    """In what a training that has resumed differs from what its checkpoint says, a sentence each.
-
-    Args:
-        trainer: into which the checkpoint was loaded.
-        state: content of the checkpoint.
-        code: the `code_parts` of the training.
-        options: its `optimizer_options` before the checkpoint was loaded.
-    """
-    spec, before = trainer.spec, state.get("spec") or {}
-    layout, buckets = changed_layout(spec, state.get("layout")), changed_buckets(spec, before)
-    longer = changed_schedule(spec, before) and (
-        f"it goes on to step {spec.steps}, where it was to end after step {before['steps']}: schedule={json.dumps(spec.schedule)} depends "
-        f"on the number of steps, so the learning rate of step {state['step'] + 1} is {trainer.lr:.3g}, and was "
-        f"{state['scheduler']['_last_lr'][0]:.3g} in the schedule of before"
+def changes(trainer: Trainer, state: Mapping[str, Any], code: Mapping[str, str], options: Mapping[str, list[Any]]) -> list[str]:
+    """In what a training that has resumed differs from what its checkpoint says; `options` are those of before it was loaded."""
+    spec, steps, kept = trainer.spec, (state.get("spec") or {}).get("steps"), optimizer_options(trainer)
+    layout, buckets = changed_layout(spec, state.get("layout")), changed_buckets(spec, state)
+    differ = [name for name in options if options[name] != kept.get(name, options[name])]
+    unused = ", ".join(f"{name}={options[name][0]} ({kept[name][0]} is)" for name in differ)
+    was, lr = state["scheduler"].get("_last_lr", [trainer.lr])[0], f"the learning rate of step {state['step'] + 1} is {trainer.lr:.3g}"
+    notes = (
+        code_changes(state.get("code"), code),
+        unused and f"the optimizer has the options of the checkpoint; in the task, these are not used: {unused}",
+        state.get("origin"),
+        layout,
+        trainer.compresses and (POWERSGD_ANEW if layout else buckets and f"it goes on with {buckets}: {POWERSGD_ANEW}"),
+        trainer.lr != was and f"with steps={spec.steps} ({steps} before) and schedule={json.dumps(spec.schedule)}, {lr}, and was {was:.3g}",
+        lost_best(spec.best, state),
     )
-    anew = POWERSGD_ANEW if layout else f"it goes on with {buckets}: {POWERSGD_ANEW}" if buckets else ""
-    kept = unused_options(options, optimizer_options(trainer))
-    notes = [code_changes(state.get("code"), code), kept, state.get("origin"), layout, anew * trainer.compresses, longer]
-    return [*data_changes(trainer, state), *filter(None, [*notes, lost_best(spec.best, state)])]
+    return [*data_changes(trainer, state), *filter(None, notes)]
 
 
 def data_changes(trainer: Trainer, state: Mapping[str, Any]) -> list[str]:

@@ -52,9 +52,6 @@ def distribute(module: nn.Module, spec: RunSpec, layout: Layout, device: torch.d
     Args:
         module: the full model; the first rank's parameters count. On the device; for FSDP2 in host memory, from which blocks are moved one
             by one, so that the full model need not fit the device.
-        spec: its `parallel`, and the knobs that go with it.
-        layout: of the ranks.
-        device: of this rank.
         again: DDP was around it before: each rank keeps its weights and buffers, such as its statistics of batch norm.
     """
     if spec.parallel in SHARDED:
@@ -120,14 +117,10 @@ def restore_compression(model: nn.Module, kept: Mapping[str, Any], device: torch
         state.rng.set_state(("MT19937", keys.numpy().astype("uint32"), *more))
 
 
-def changed_buckets(spec: RunSpec, before: Mapping[str, Any]) -> str:
-    """In which knobs a spec differs from one before, as JSON, so that PowerSGD cannot go on with what it kept; "" = in none."""
-    if parse_call("gradient_compression", spec.gradient_compression, COMPRESSIONS, "fp16")[0] != "powersgd":
-        return ""
-    pairs = {name: (getattr(spec, name), before.get(name, getattr(spec, name))) for name in _OF_BUCKETS}
-    (_, now), (_, was) = (parse_call("gradient_compression", text, COMPRESSIONS, "fp16") for text in pairs["gradient_compression"])
-    if now["rank"] == was.get("rank"):
-        del pairs["gradient_compression"]
+def changed_buckets(spec: RunSpec, state: Mapping[str, Any]) -> str:
+    """In which knobs a spec differs from that of a checkpoint's content, so that what PowerSGD kept of a bucket does not fit; "" = none."""
+    knobs, before = ("gradient_compression", "bucket_cap_mb", "find_unused_parameters", "static_graph"), state.get("spec") or {}
+    pairs = {name: (getattr(spec, name), before.get(name, getattr(spec, name))) for name in knobs}
     return ", ".join(f"{name}={now} (it was {was})" for name, (now, was) in pairs.items() if now != was)
 
 
@@ -139,20 +132,15 @@ def _power_sgd(model: nn.Module) -> Any:
 POWERSGD_ANEW = "PowerSGD goes on compressing, without what it had left out of the gradients of each rank, and with new random matrices"
 """What it means for PowerSGD that a checkpoint was written by other ranks."""
 _TABLES = ("error_dict", "p_memory_dict", "q_memory_dict")
-_OF_BUCKETS = ("gradient_compression", "bucket_cap_mb", "find_unused_parameters", "static_graph")
-"""Knobs on which depends what PowerSGD keeps for a bucket."""
 BUCKET_MB = 25.0
 """Size in MiB of what is reduced at once, as DDP has it."""
 
 
 @torch.no_grad()
 def reduce_gradients(weights: Iterable[nn.Parameter], group: dist.ProcessGroup | None, bucket_cap_mb: float | None = None) -> None:
-    """Set each gradient to the mean over ranks, after the backward and in buckets, where DDP's hooks do not see it complete. A collective.
+    """Set each gradient to the mean over ranks, after the backward, where DDP's hooks do not see it complete. A collective.
 
-    Args:
-        weights: whose gradients; the same on all ranks.
-        group: the ranks; None = all.
-        bucket_cap_mb: size of a bucket in MiB, at most, unless a gradient is larger.
+    Buckets have `bucket_cap_mb` MiB at most, unless a gradient is larger.
     """
     average([weight.grad for weight in weights if weight.grad is not None], group, bucket_cap_mb)
 
@@ -224,12 +212,7 @@ def reshard(module: nn.Module) -> None:
 
 
 def gathered(module: nn.Module, *, keep: bool) -> dict[str, Tensor]:
-    """The full tensors of a sharded module by name, in host memory. A collective: all ranks must call it.
-
-    Args:
-        module: sharded by FSDP2 or by tensor parallelism, or neither.
-        keep: does this rank get them? The others get an empty dict.
-    """
+    """The full tensors of a module by name, in host memory, on ranks with `keep`; an empty dict on the others. A collective."""
     full_tensors = {}
     for name, value in module.state_dict(keep_vars=True).items():
         full = full_tensor(value)

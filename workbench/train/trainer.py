@@ -19,7 +19,7 @@ from workbench.harness.tf32 import set_tf32
 from workbench.runs.spec import SHARDED, RunSpec
 from workbench.runs.task import Task, TaskError
 from workbench.runs.training_knobs import parse_pipeline
-from workbench.train import named_state
+from workbench.train import named_state, sharding
 from workbench.train.activation_checkpointing import apply_checkpointing
 from workbench.train.blocks import compile_parts
 from workbench.train.expert_parallel import DividedExperts
@@ -27,21 +27,12 @@ from workbench.train.label_smoothing import LabelSmoothing
 from workbench.train.loader import build_loader, micro_batches, to_device
 from workbench.train.local_sgd import LocalSgd
 from workbench.train.offload import activations_on_host, check_offload, host_computes, mark_on_host
-from workbench.train.optimizers import build_optimizer, build_scheduler, changed_schedule, place_optimizer, resume_scheduler
+from workbench.train.optimizers import build_optimizer, build_scheduler, place_optimizer, resume_scheduler
 from workbench.train.precision import Precision, check_tf32
 from workbench.train.random_numbers import random_state, restore_random_state, seed_all
 from workbench.train.ranks import Layout, Ranks, changed_layout
 from workbench.train.sample_order import go_on, position_of
 from workbench.train.sharded_tensors import broadcast_parameters, local_part
-from workbench.train.sharding import (
-    accumulating,
-    changed_buckets,
-    compression_state,
-    distribute,
-    gathered,
-    reduce_gradients,
-    restore_compression,
-)
 from workbench.train.split_on_oom import MicroBatchSplitter
 from workbench.train.stages import cut, keep_only
 from workbench.train.step_weights import StepWeights
@@ -90,9 +81,6 @@ class Trainer:
         """Build everything, in an order that gives each rank the same model and other data.
 
         Args:
-            spec: every knob.
-            task: what is trained.
-            ranks: this process among the others.
             group: the process group that reduces the gradients; None = that of all.
             module: the task's model, if it is already built.
             loader: the batches, if they do not come from the task's dataset.
@@ -137,7 +125,7 @@ class Trainer:
             self.model = self.module
             self.pipeline.wrap(self._distributed_stage, self.precision.autocast)
         else:
-            self.model = self.module if alone else distribute(self.module, spec, self.layout, ranks.device)
+            self.model = self.module if alone else sharding.distribute(self.module, spec, self.layout, ranks.device)
         self.optimizer = place_optimizer(
             build_optimizer(self.module, task.optimizer, override=spec.optimizer, lr=spec.lr, decayed=spec.weight_decay_on),
             share=spec.parallel == "zero1",
@@ -174,7 +162,7 @@ class Trainer:
         if self._reduces_afterwards:
             broadcast_parameters(stage, self.layout.data, self.ranks.device)
             return stage
-        return distribute(stage, self.spec, self.layout, self.ranks.device)
+        return sharding.distribute(stage, self.spec, self.layout, self.ranks.device)
 
     @property
     def _reduces_afterwards(self) -> bool:
@@ -237,17 +225,14 @@ class Trainer:
             "scaler": self.precision.scaler,
             **({"ema": self._average} if self._average else {}),
         }
-        compression = compression_state(self.model)
+        compression = sharding.compression_state(self.model)
         return {name: part.state_dict() for name, part in parts.items()} | ({"compression": compression} if compression else {})
 
     def load_state(self, state: dict[str, Any], source: named_state.Source | None = None) -> None:
         """Resume from a `state` after its `step` steps, with the `random` numbers of each rank; without these, they are seeded again.
 
-        They get their values when `batches` gives the first batch: what is read to get there uses some.
-
-        Args:
-            state: of a checkpoint.
-            source: the tensors by name, where they are sharded here or were sharded there.
+        They get their values when `batches` gives the first batch: what is read to get there uses some. Where tensors are sharded here, or
+        were sharded there, `source` has them by name.
         """
         if source:
             named_state.load(self, source)
@@ -256,8 +241,7 @@ class Trainer:
             self.optimizer.load_state_dict(state["optimizer"])
             if self._average:
                 self._average.load_state_dict(state["ema"])
-        before = state.get("spec") or {}
-        resume_scheduler(self._scheduler, state["scheduler"], anew=changed_schedule(self.spec, before))
+        resume_scheduler(self._scheduler, state["scheduler"])
         if state["scaler"]:  # a run that begins with weights from elsewhere has none
             self.precision.scaler.load_state_dict(state["scaler"])
         self._updates = state["step"]
@@ -269,7 +253,7 @@ class Trainer:
             self.pipeline.steps = state["step"]
         if not changed_layout(self.spec, state.get("layout")):  # else the ranks have other parts of the work
             self._random = (state.get("random") or {}).get(self.ranks.rank)
-            self._compression = source.compression(self.ranks.rank) if source and not changed_buckets(self.spec, before) else None
+            self._compression = source.compression(self.ranks.rank) if source and not sharding.changed_buckets(self.spec, state) else None
 
     def resumed_seed(self, done: int, rank: int) -> int:
         """Seed of a rank that goes on after so many steps without random numbers of its own."""
@@ -310,9 +294,9 @@ class Trainer:
             total = self.pipeline.step(waiting)
             if self._reduces_afterwards:
                 with self.phase("backward"):
-                    reduce_gradients(self.module.parameters(), self.layout.data, self.spec.bucket_cap_mb)
+                    sharding.reduce_gradients(self.module.parameters(), self.layout.data, self.spec.bucket_cap_mb)
             return total
-        with accumulating(self.model, last=last):
+        with sharding.accumulating(self.model, last=last):
             loss = self.forward(batch)
             self.backward(loss)
             if self._experts and last:
@@ -333,7 +317,7 @@ class Trainer:
     @property
     def compresses(self) -> bool:
         """Does PowerSGD compress gradients, and keep something between two steps?"""
-        return compression_state(self.model) is not None
+        return sharding.compression_state(self.model) is not None
 
     def rehearse(self, batch: Any) -> None:
         """Compute the gradients of a micro-batch and forget them: DDP then has the buckets that it has after its first step.
@@ -361,7 +345,7 @@ class Trainer:
                 for name, value in values.items():
                     buffers[name].copy_(value)  # type: ignore[union-attr]
         if self.compresses:
-            restore_compression(self.model, self._compression or {"iter": self._updates}, self.ranks.device)
+            sharding.restore_compression(self.model, self._compression or {"iter": self._updates}, self.ranks.device)
         restore_random_state(random, self.ranks.device)
 
     def placed(self, batch: Any) -> Any:
@@ -433,7 +417,7 @@ class Trainer:
             with self.average_in_place():
                 return evaluate(self.task, self.module) if first else {}
         with self.average_in_place():
-            own = gathered(self.module, keep=not self.layout.readers.rank if self.pipeline else first)
+            own = sharding.gathered(self.module, keep=not self.layout.readers.rank if self.pipeline else first)
         weights = self.pipeline.gathered(own) if self.pipeline and own else own
         if not first:
             return {}

@@ -163,19 +163,16 @@ def _warn_of(spec: Spec) -> None:
     """Warn of knobs that have no effect as they are."""
     if not isinstance(spec, RunSpec):
         return
-    example = f"try checkpoint_every={combinations.some_steps(spec)}"
-    if spec.checkpoint_every and spec.checkpoint_every > spec.steps:
-        given = f"checkpoint_every={spec.checkpoint_every} with steps={spec.steps}"
-        warnings.warn(f"{given}: no checkpoint is written, unless a signal ends the run; {example}", stacklevel=4)
-    if spec.warmup_steps >= spec.steps:
-        warnings.warn(
-            f"warmup_steps={spec.warmup_steps} with steps={spec.steps}: the learning rate rises until the last step, and "
-            f'schedule="{spec.schedule}" never begins; try warmup_steps={spec.steps // 10}',
-            stacklevel=4,
-        )
-    if not spec.checkpoint_every and spec.keep_checkpoints != KNOBS["keep_checkpoints"].default:
-        given = f"keep_checkpoints={spec.keep_checkpoints} with checkpoint_every=None"
-        warnings.warn(f"{given}: the run writes no checkpoints; {example}", stacklevel=4)
+    example, steps = f"try checkpoint_every={combinations.some_steps(spec)}", f"with steps={spec.steps}"
+    never = f'schedule="{spec.schedule}" never begins; try warmup_steps={spec.steps // 10}'
+    keeps = spec.keep_checkpoints != KNOBS["keep_checkpoints"].default and not spec.checkpoint_every
+    for knob, doubtful, why in (
+        ("checkpoint_every", (spec.checkpoint_every or 0) > spec.steps, f"{steps}: no checkpoint is due; {example}"),
+        ("warmup_steps", spec.warmup_steps >= spec.steps, f"{steps}: {never}"),
+        ("keep_checkpoints", keeps, f"with checkpoint_every=None: no checkpoints are written; {example}"),
+    ):
+        if doubtful:
+            warnings.warn(f"{knob}={getattr(spec, knob)} {why}", stacklevel=4)
 
 
 def _made(runs_dir: str | os.PathLike[str] | None, name: str | None, spec: Spec, begin: Path | None) -> NewRun:

@@ -90,10 +90,8 @@ class NewRun:
         """Fill the directory and start the guard in it; `children` (name, spec) get run directories of their own, `000`, `001`, …
 
         Args:
-            spec: of the run.
             program: what torchrun starts.
             timeout: seconds after which it is stopped.
-            children: of a launch that several runs share.
             experiment: the order of an experiment; None = it trains.
             rendezvous: where the machines of the run meet; None = there is only this one.
             submit: gives the filled directory (and the run's id) to a batch system, in the place of starting a guard here.
