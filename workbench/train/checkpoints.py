@@ -230,11 +230,9 @@ class Checkpoints:
         writer.close()
 
     def _cut_rows(self, done: int, last: Mapping[int, str]) -> None:
-        """Keep the rows of the first `done` steps. Steps count from 0 in a rank's own file, from 1 in the others.
+        """Keep the rows of the first `done` steps, which count from 0 in a rank's own file and from 1 in the others.
 
-        Args:
-            done: steps that were taken.
-            last: by rank, the line of the last of them in its own file, if that did not get there before the run ended.
+        By rank, `last` is the line of the last of them in its own file, if that did not get there before the run ended.
         """
         rank, run_dir = self._ranks.rank, self._folder.parent
         files: dict[str, Callable[[Mapping[str, Any]], bool]] = {
@@ -270,7 +268,6 @@ class Checkpoints:
 
         Args:
             step: how many steps are done.
-            trainer: whose state is written.
             row: the line of this step in the rank's own file, as far as it is known. It gets there when the next step begins.
             wait: until it is written. Else the state is copied to host memory, and a thread writes it; what goes wrong there is a warning
                 of the trainer, and the training goes on.
@@ -301,10 +298,7 @@ class Checkpoints:
             self._error = error
 
     def finish(self, *, goes_on: bool = False) -> None:
-        """Wait until the last checkpoint is written, and warn if it was not.
-
-        Args:
-            goes_on: the warning says when the next is tried, for the training does not end here.
+        """Wait until the last checkpoint is written, and warn if it was not, and when the next is tried if the training `goes_on`.
 
         Raises:
             Exception: an error that is not about the disk.

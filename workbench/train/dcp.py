@@ -363,10 +363,7 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
 def begin_with(folder: Path, run_dir: Path, spec: RunSpec) -> None:
     """Give a new run the weights of a directory of DCP, and the states of its optimizer if there are any, as a checkpoint after 0 steps.
 
-    Args:
-        folder: the directory.
-        run_dir: of the run.
-        spec: of the run: the options of its optimizer, its schedule and its order of samples hold.
+    The options of the optimizer, the schedule and the order of samples are those of the spec.
 
     Raises:
         UnusableCheckpointError: it cannot be used, or its states are of another optimizer.

@@ -136,7 +136,6 @@ class LARS(LayerWise):
         """Create the optimizer for parameters.
 
         Args:
-            params: as torch's optimizers take them.
             lr: global learning rate.
             momentum: 0 to below 1; 0 keeps no states.
             weight_decay: part of the gradient.
@@ -195,7 +194,6 @@ class LAMB(LayerWise):
         """Create the optimizer for parameters.
 
         Args:
-            params: as torch's optimizers take them.
             lr: how far a layer moves in a step, as a part of its norm.
             betas: of the averages of the gradient and of its square.
             eps: added to the root.

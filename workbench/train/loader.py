@@ -65,11 +65,7 @@ def build_loader(task: Task, spec: RunSpec, ranks: Ranks, seed: int) -> "DataLoa
 
 
 def named_loader(name: str, knobs: Mapping[str, Any]) -> "DataLoader[Any]":
-    """The loader that a name stands for: what its function returns, or that of rank 0 where it returns a task.
-
-    Args:
-        name: a task's, or "path/file.py:function" of a function that returns a DataLoader.
-        knobs: of a RunSpec, where it is a task.
+    """The loader that a name stands for: what its function returns, or that of rank 0, with these knobs, where it returns a task.
 
     Raises:
         TaskError: there is no such function, or it returns neither.
@@ -106,9 +102,6 @@ def micro_batches(
     its end, and the step continues with the next epoch's batches).
 
     Args:
-        loader: of this rank.
-        accumulation: micro-batches per optimizer step.
-        ranks: this process among the others.
         done: optimizer steps that were taken before, whose batches are left out (of a stream, and of a loader whose sampler is not a
             SampleOrder, they are read and dropped).
         warn: called with a warning where the workers of a stream give the same samples.

@@ -186,7 +186,6 @@ class Source:
         """Nothing is read yet.
 
         Args:
-            state: content of the checkpoint file.
             path_of: the file of a rank, verified.
             place: rank and number of ranks, for whose parameters it reads where each had its own (`local_sgd`); None = those of rank 0.
 

@@ -77,8 +77,6 @@ def build_optimizer(
     """The optimizer of a run.
 
     Args:
-        model: whose parameters it updates.
-        own: the task's optimizer.
         override: the spec's, which goes before the task's own; "fused" or "foreach": the task's own in that implementation.
         lr: peak learning rate, which goes before any other; None = the optimizer's own.
         decayed: parameters that weight decay shrinks, "all" or "matrices".

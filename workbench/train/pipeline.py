@@ -43,8 +43,6 @@ class Pipeline:
     """The part of a pipeline that is on this rank.
 
     Attributes:
-        rank: of this process in its pipeline.
-        group: the ranks of this pipeline.
         entries: names in the state_dict of the whole model.
         modules: of the stages on this rank, by their number.
         steps: taken so far; with `seed`, what the random numbers of the next depend on.

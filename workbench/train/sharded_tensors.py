@@ -111,7 +111,6 @@ def clip_gradients(
 
     Args:
         parameters: sharded over one or several meshes, or not at all; in host or device memory.
-        limit: the largest norm.
         device: of the run, where its process groups communicate.
         across: ranks that have other parameters of the same model.
 

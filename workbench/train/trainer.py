@@ -57,8 +57,6 @@ class Trainer:
         module: the model itself; its parameters are this rank's part where the spec shards or splits them.
         model: the module to call: its DistributedDataParallel, or `module` itself where FSDP2 shards it.
         layout: process groups and meshes.
-        optimizer: the spec's or the task's.
-        loader: of this rank.
         splitter: takes micro-batches in parts when memory runs out; None = such an error is raised.
         warn: called with a warning about what the loader gives.
         phase: entered around each phase of a step; a `StepTimer`, or nothing.
@@ -82,9 +80,6 @@ class Trainer:
 
         Args:
             group: the process group that reduces the gradients; None = that of all.
-            module: the task's model, if it is already built.
-            loader: the batches, if they do not come from the task's dataset.
-            layout: of the ranks, if it is already made.
             alone: there are no other ranks: call the module without a wrapper, as a user's own loop does.
             split_on_oom: take a micro-batch in parts when memory runs out. Ignored where layers communicate in the forward ("zero2",
                 "fsdp", "hsdp" and `tensor_parallel`): a rank cannot call them again alone.

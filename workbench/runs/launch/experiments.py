@@ -177,7 +177,6 @@ def wait_for(
     """Wait for the end of a run. Whatever interrupts the wait, such as Ctrl-C or an error of `tick`, stops the run.
 
     Args:
-        run: as launched.
         show: its progress, for a line in a terminal; None = nothing is shown.
         tick: called again and again meanwhile.
         check: raise if it did not finish well.

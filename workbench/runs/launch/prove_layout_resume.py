@@ -132,8 +132,6 @@ def resumed_spec(spec: RunSpec, layout: Mapping[str, Any], checkpoint_every: int
     """The spec with which a training goes on after it was killed.
 
     Args:
-        spec: with which it begins.
-        layout: the knobs to change.
         checkpoint_every: as it was given; None = `spec` has one that was chosen.
 
     Raises:

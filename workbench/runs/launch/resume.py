@@ -65,12 +65,8 @@ def archive_attempt(
 ) -> None:
     """Move what processes of the last attempt wrote to `attempts/<n>`; steps, metrics and checkpoints stay, cut to whole lines.
 
-    Args:
-        path: of the run.
-        number: of that attempt; None = by `attempts`.
-        copy_log: the guard goes on, and writes into its log.
-        machines: of several, those whose guards go on.
-        check: called before anything is changed, and again before each file or folder; raises where that may no longer be.
+    The guard may go on and write into its log (`copy_log`), of several machines those in `machines`. `check` is called before anything is
+    changed, and again before each file or folder; it raises where that may no longer be.
     """
     check()
     old = path / ATTEMPTS / str(attempts(path) if number is None else number)
@@ -139,7 +135,6 @@ def resumable(old: Run | str | os.PathLike[str], target: Any = None, *, anew: bo
     """A run that has ended and can go on: before its last step, unless another run takes more steps.
 
     Args:
-        old: the run, or its directory.
         target: None, or a spec: that of the run, or with `anew` that of the other run.
         anew: another run is to begin with its checkpoints, which may be on fewer machines.
 
