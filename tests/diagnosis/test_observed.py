@@ -179,17 +179,19 @@ def test_what_was_only_observed_never_says_that_nothing_would_help(by_hand: Make
     alone = dataclasses.replace(plain.evidence, world_size=1)
     script = dataclasses.replace(plain, evidence=alone, spec=ScriptSpec(script="/a/my train.py"))
     assert "Nothing we know of" not in str(script) + str(plain)
-    assert "Alone, your script uses 2 threads per operator, unless it sets them; here it ran with 1 thread." in script.next
+    assert "Without the workbench, your script uses 2 threads per operator, unless it sets them; here it ran with 1 thread." in script.next
     assert "`workbench diagnose '/a/my train.py' --set threads=2` shows its step with 2" in script.next
     assert "torch.set_num_threads(1)" not in script.next
     busy = dataclasses.replace(script, evidence=dataclasses.replace(script.evidence, noise=Noise(cores=2.0, foreign=1.5)))
     assert "Beside other processes fewer are often faster: torch.set_num_threads(1) keeps them." in busy.next
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    assert "Alone" not in script.next
+    assert "Without the workbench" not in script.next
     monkeypatch.delenv("OMP_NUM_THREADS")
-    assert "Alone" not in dataclasses.replace(script, evidence=dataclasses.replace(script.evidence, threads=2)).next
+    assert "Without the workbench" not in dataclasses.replace(script, evidence=dataclasses.replace(script.evidence, threads=2)).next
     task = dataclasses.replace(plain, spec=RunSpec(task="text-gpt"))
     assert task.next.endswith("wb.diagnose(run.spec) experiments.")
+    trainer = dataclasses.replace(plain, evidence=dataclasses.replace(plain.evidence, places={"framework": "transformers"}))
+    assert trainer.next.endswith("How to give it the step and loader of a Trainer: docs, how-to/frameworks.")
 
 
 @pytest.mark.parametrize(("cores", "threads", "workers"), [(2.0, 1, 1), (1.0, 1, 1), (6.0, 2, 4), (128.0, 1, 8)])

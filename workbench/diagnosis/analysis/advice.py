@@ -12,7 +12,7 @@ from workbench.diagnosis.analysis.evidence import Evidence, what_changes
 from workbench.diagnosis.analysis.model_errors import kind_of, present_gap, surely_gains
 from workbench.diagnosis.analysis.observed import fewer_threads
 from workbench.diagnosis.analysis.remedy import Remedy, gain_of
-from workbench.diagnosis.analysis.script_remedies import TRAINER_PAGE
+from workbench.diagnosis.analysis.script_remedies import SETTINGS_OF, TRAINER_PAGE
 from workbench.diagnosis.analysis.step_model import StepModel
 from workbench.diagnosis.analysis.verdict import HIDDEN_REDUCTION, UNMARKED, Judgement
 from workbench.harness.results import BUSY, NOT_FINITE, OTHERS, UNTRAINED
@@ -141,7 +141,7 @@ class Advice:
         here = units.several(e.threads, "thread")
         busy = f" Beside other processes fewer are often faster: torch.set_num_threads({e.threads}) keeps them." if busy_words(e) else ""
         return (
-            f"Alone, your script uses {alone} threads per operator, unless it sets them; here it ran with {here}.{busy} "
+            f"Without the workbench, your script uses {alone} threads per operator, unless it sets them; here it ran with {here}.{busy} "
             f"`workbench diagnose {shlex.quote(near(self.spec.script))} --set threads={alone}` shows its step with {alone}."
         )
 
@@ -198,6 +198,8 @@ class Advice:
             return "There is no remedy here whose gain could be predicted."
         if self.evidence.observed:
             how = "wb.diagnose(run.spec) experiments." if isinstance(self.spec, RunSpec) else EXPERIMENT
+            if self.evidence.places.get("framework") in SETTINGS_OF:
+                how = f"wb.diagnose(step, loader) experiments. How to give it the step and loader of a Trainer: docs, {TRAINER_PAGE}."
             return "" if self._fewer_threads else f"It computes, and nothing was tried to make it faster: {how}"
         return "Nothing we know of would make this step faster here: it computes. More or faster devices would."
 
