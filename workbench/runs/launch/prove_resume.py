@@ -168,7 +168,8 @@ def prove_resume(
         args: arguments of a script. "{out}" in them stands for the folder where it reads and writes its checkpoints.
         result: for a script: the file in that folder to compare, such as "last.pt"; it should hold weights, optimizer and all other states.
         kills: how often a random rank is killed by SIGKILL, each time in another step; with `resumed=` once.
-        during_save: for a script: kill it while it writes a file into its folder, to test whether it survives a truncated checkpoint.
+        during_save: for a script: kill it while it writes a file into its folder, to test whether it survives a truncated checkpoint. Where
+            a rank is seen saving, what child processes save beside it is not met.
         seed: seed for the choice of steps and ranks.
         timeout: seconds that each of the trainings may take; None = any.
         runs_dir: where the two run directories go; None = `runs` in the current folder.
