@@ -238,6 +238,17 @@ def test_a_run_tells_a_rise_once(by_hand: Make) -> None:
     assert found == [["rise"], ["change"], ["spike"]]
 
 
+@pytest.mark.parametrize(("slope", "least", "most"), [(0.0, 0, 3), (0.3, 54, 60)])
+def test_slow_waves_of_a_loss_are_told_from_a_rise(slope: float, least: int, most: int) -> None:
+    """Correlated noise as of 5 % of the level, r = 0.98: by the standard error of independent values, 22 of 60 flat losses "rise"."""
+    told = 0
+    for seed, count in itertools.product(range(20), (300, 500, 1000)):
+        waves = correlated(np.random.default_rng(seed), steps := np.arange(float(count)), 0.02, 0.98)
+        losses = list(enumerate((2 + waves + 2 * slope * steps / count).tolist(), 1))
+        told += any("rises from" in fault.message or fault.kind == "rise" for fault in [*not_falling(losses), *rises_of(losses)[0]])
+    assert least <= told <= most
+
+
 @given(seed=st.integers(0, 10**6), rising=st.booleans())
 @settings(max_examples=30, deadline=None, derandomize=True)
 def test_a_loss_that_does_not_fall_is_said_to_stay_or_rise(seed: int, rising: bool) -> None:
