@@ -11,7 +11,7 @@ from bisect import bisect_left, insort
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from statistics import fmean, median
+from statistics import linear_regression, median
 from typing import Any
 
 from workbench.core import brief, run_directory, units
@@ -392,9 +392,8 @@ def not_seen_to_fall(losses: Sequence[tuple[int, float]]) -> str:
 
 
 def _fall(first: Sequence[float], last: Sequence[float], whole: Sequence[float] = ()) -> tuple[float, float]:
-    """By how much the median fell between two parts of equal length, and the standard error of that; by the noise of the whole if given."""
-    error = math.sqrt(sum((value - median(part)) ** 2 for part in (first, last) for value in part)) / len(first) * 1.25
-    return median(first) - median(last), max(error, _error((first, last), _noise(whole) if whole else _noise(first, last)))
+    """By how much the median fell between two parts, and the standard error of that; by the noise of the whole if given."""
+    return median(first) - median(last), _error((first, last), _noise(whole) if whole else _noise(first, last))
 
 
 def _error(parts: Sequence[Sequence[float]], noise: float) -> float:
@@ -406,23 +405,19 @@ def _noise(*parts: Sequence[float]) -> float:
     """The variance of values around a straight line in each part, larger where neighbours are correlated.
 
     n values with a correlation r of neighbours tell as much of a mean as n (1 - r) / (1 + r) independent ones, as in an autoregressive
-    process of the first order. Around a line through n values r comes out too small by about (2 + 4 r) / n, which is added (simulated with
-    n = 100: by 2.2 / n at r = 0, 4.6 / n at 0.5, 7.7 / n at 0.9).
+    process of the first order. Around a line r comes out too small by about (2 + 4 r) / n, by simulation more near 1, and this is added.
     """
-    rests = [_about_line(part) for part in parts if len(part) > 2]
+    rests = [_about_line(part) for part in parts]
     count, power = sum(map(len, rests)), sum(value * value for rest in rests for value in rest)
-    if not power:
-        return 0.0
-    r = sum(one * other for rest in rests for one, other in pairwise(rest)) / power
+    r = sum(one * other for rest in rests for one, other in pairwise(rest)) / (power or 1.0)
     r = min(max(0.0, r + (2 + 4 * r) * len(rests) / count), MOST_CORRELATED)
     return power / count * (1 + r) / (1 - r)
 
 
 def _about_line(values: Sequence[float]) -> list[float]:
     """What is left of values without the straight line through them."""
-    middle, mean = (len(values) - 1) / 2, fmean(values)
-    slope = sum((place - middle) * value for place, value in enumerate(values)) / sum((place - middle) ** 2 for place in range(len(values)))
-    return [value - mean - slope * (place - middle) for place, value in enumerate(values)]
+    slope, start = linear_regression(range(len(values)), values)
+    return [value - start - slope * place for place, value in enumerate(values)]
 
 
 def exploding(rows: Sequence[Mapping[str, Any]]) -> list[Fault]:
