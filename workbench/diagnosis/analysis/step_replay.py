@@ -119,22 +119,12 @@ class Usual:
         return finite and trial.loss <= self.largest and trial.gradient <= UNUSUAL * self.gradient
 
     def worse(self, after: float, before: float | None = None) -> bool:
-        """Whether an update has made other batches worse, beyond what is usual between two steps.
-
-        Args:
-            after: loss of other batches after it.
-            before: and before it; None = that of all.
-        """
+        """Whether an update has made other batches worse, beyond what is usual: their loss `after` it and `before` it (None = of all)."""
         before = self.others if before is None else before
         return not math.isfinite(after) or after - before > max(WORSE * abs(before), 2 * self.drift)
 
     def sound(self, known: Sequence[float], first: float) -> bool:
-        """Whether the weights are: other batches have a finite loss that is not far above those before.
-
-        Args:
-            known: losses of the run before the step.
-            first: loss of the same batches some steps before; nan = not known.
-        """
+        """Whether other batches have a finite loss, not far above the losses before and, if few are known, theirs some steps before."""
         beside = [*known, first] if len(known) < FEW and math.isfinite(first) else known
         return math.isfinite(self.others) and not (beside and self.others > limit(beside))
 
@@ -144,13 +134,7 @@ class Usual:
         return not self.worse(trial.others) and trial.others - self.others < 0.5 * rise
 
     def mends(self, higher: Trial, plain: Trial, known: Sequence[float]) -> bool:
-        """Whether a higher precision makes an ordinary step of one that is none.
-
-        Args:
-            higher: the step in it.
-            plain: the step as it was.
-            known: losses of the run before it.
-        """
+        """Whether a higher precision makes an ordinary step of one that is none, beside the losses known before it."""
         overflowed = math.isnan(plain.loss) or math.isnan(plain.gradient)
         finite = math.isfinite(higher.loss) and math.isfinite(higher.gradient)
         if overflowed and finite and higher.loss <= max([self.largest, *known]):

@@ -72,13 +72,7 @@ class Replayer:
     """A run that is repeated on one process: the batches of all its ranks, one after the other."""
 
     def __init__(self, run_dir: Path, spec: RunSpec, before: int, time_left: Callable[[], float]) -> None:
-        """
-        Args:
-            run_dir: of the run.
-            spec: of the run.
-            before: a step; the start is a checkpoint before it, at best `BACK` steps before.
-            time_left: seconds.
-        """
+        """It starts from a checkpoint earlier than the step `before`, at best `BACK` steps."""
         self.notes: list[str] = []
         device, self.time_left = choose_device(whole(spec).replace(nproc_per_node=1), 0, 1), time_left
         folder = run_dir / run_directory.CHECKPOINTS
@@ -194,15 +188,9 @@ class Replayer:
         rate: float = 1.0,
         higher: bool = False,
     ) -> Trial:
-        """Take a step, with changes, and those before it, if any.
+        """Take the steps of a window, with changes: other batches, a factor of the learning rate, or a `higher` precision.
 
-        Args:
-            name: of the changes.
-            window: the step, after those that are taken before it.
-            others: batches whose loss is taken after the update.
-            batches: other ones than the step's.
-            rate: factor of the learning rate.
-            higher: in fp32 if the run's precision is lower, else in fp64.
+        That is fp32 if the run's is lower, else fp64. The loss of `others` is taken after the last update.
         """
         self.begin(window[0])
         trainer, precision = self.trainer, self.trainer.precision
@@ -297,24 +285,18 @@ def _replay(
                 )
             history.append(player.next())
             replayed = player.take(history[-1])
-        recorded = losses.get(step)
-        if recorded is not None and _differ(recorded, replayed):
+        recorded = losses.get(step, replayed)
+        finite = math.isfinite(recorded), math.isfinite(replayed)
+        if (all(finite) and abs(replayed - recorded) > 1e-3 * max(abs(recorded), 1e-6)) or finite[0] != finite[1]:
             why = "; the layers of a pipeline draw random numbers (dropout) of their own on each rank" * (spec.pipeline_parallel > 1)
             why += "; gradients are not compressed here" * spec.gradient_compression.startswith("powersgd")
-            was, here = (f"{value:.4g}" if math.isfinite(value) else "not finite" for value in (recorded, replayed))
+            was, here = text(_finite(recorded)), text(_finite(replayed))
             player.notes.append(f"the loss was {was} in the run and is {here} here: the training is not repeatable{why}")
         later = []
         for _ in range(LATER):
             later.append(player.next().batches)
             player.done += 1
         return _Judge(run_dir, player, list(history), later, losses, say).judge()
-
-
-def _differ(recorded: float, replayed: float) -> bool:
-    """Whether two losses of a step differ by more than rounding."""
-    if not (math.isfinite(recorded) and math.isfinite(replayed)):
-        return math.isfinite(recorded) != math.isfinite(replayed)
-    return abs(replayed - recorded) > 1e-3 * max(abs(recorded), 1e-6)
 
 
 class _Judge:
@@ -360,8 +342,11 @@ class _Judge:
         self.trials = [plain, higher, slower, other]
         self.usual = here = self._usual(place or 0, other.gradient if math.isfinite(other.gradient) else math.inf)
         in_higher = f"{self.higher} the same step has a loss of {text(higher.loss)} and a gradient of norm {text(higher.gradient)}"
+        if place is None and not math.isfinite(here.others) and here.mends(higher, plain, known):
+            return self._result("numerics", f"other batches have no finite loss either, and {in_higher}")
         if place is None:
-            return self._bad_before(here.mends(higher, plain, known), in_higher)
+            why = f"replay an earlier one, such as wb.replay(run, {self.taken.step - 1})" if self.taken.step > 1 else ""
+            return self._result("earlier" if why else "every batch", why)
         if plain.skipped and math.isfinite(higher.gradient) and plain.loss <= here.largest:
             return self._result("nothing", "gradients overflowed at this loss scale, and the scaler left the update out, as it is made to")
         if not here.ordinary(plain):
@@ -390,14 +375,6 @@ class _Judge:
         beside = [*known, others] if math.isfinite(others) else known
         largest = limit(beside) if beside else math.inf
         return Usual(others=others, rest=statistics.fmean(self.before[at][1:]), largest=largest, gradient=gradient, drift=drift(known))
-
-    def _bad_before(self, mended: bool, in_higher: str) -> StepReplay:
-        """The verdict where no step of the history begins with sound weights."""
-        if mended and not math.isfinite(self.usual.others):
-            return self._result("numerics", f"other batches have no finite loss either, and {in_higher}")
-        if self.taken.step == 1:
-            return self._result("every batch")
-        return self._result("earlier", f"replay an earlier one, such as wb.replay(run, {self.taken.step - 1})")
 
     def _update(self, window: list[Taken], usual: Usual, plain: Trial, higher: Trial, slower: Trial) -> StepReplay:
         """The verdict on an update, or on several, that made other batches worse, though its own batch is an ordinary one."""
