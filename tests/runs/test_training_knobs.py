@@ -284,7 +284,7 @@ def test_optimizers_that_are_refused_before_a_launch(knobs: dict[str, Any], mess
     [
         ({"offload": "activations"}, 'offload="activations" on the CPU: there is nothing to offload from'),
         ({"optimizer": "adamw(capturable=True)"}, "capturable=True.* on the CPU: only GPUs can capture a step; leave capturable out"),
-        ({"tf32": True, "device": "auto"}, "tf32=True on the CPU: only GPUs compute in TF32"),
+        ({"tf32": True, "device": "auto"}, "tf32=True on the CPU: only NVIDIA GPUs compute in TF32"),
         (
             {"gradient_compression": "powersgd", "bucket_cap_mb": 1.0},
             "bucket_cap_mb=1 .*: on CPUs .* in one bucket, .*; leave bucket_cap_mb out",

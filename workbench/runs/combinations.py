@@ -188,7 +188,7 @@ def on_cpu(spec: Any) -> str:
             "What it would save on a GPU can be estimated here: wb.estimate_memory(spec)"
         )
     if spec.tf32:
-        return "tf32=True on the CPU: only GPUs compute in TF32; leave tf32 out"
+        return "tf32=True on the CPU: only NVIDIA GPUs compute in TF32, from Ampere on; leave tf32 out"
     if spec.optimizer and spec.optimizer not in IMPLEMENTATIONS and parse_optimizer(spec.optimizer)[1].get("capturable"):
         return f'optimizer="{spec.optimizer}" on the CPU: only GPUs can capture a step; leave capturable out'
     if spec.gradient_compression == "bf16":
