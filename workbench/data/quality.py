@@ -182,9 +182,6 @@ def _entropy(numbers: Any, batch_size: int, kinds: int) -> float:
     return total / len(batches)
 
 
-# Reading
-
-
 def _read(source: Source, split: str, label: str | None, near: bool) -> Iterator[tuple[_Seen | None, Unusable | None]]:
     classes = tuple(getattr(source, "classes", ()))
     keys = source.keys() if source.format not in ("iterable", "dataset") else None
@@ -370,9 +367,6 @@ def _numbered(seen: Sequence[_Seen], samples: Mapping[str, int]) -> dict[str, tu
         if each.member.label is not None:
             order[each.member.split][each.member.index] = names[each.member.label]
     return {split: tuple(numbers) for split, numbers in order.items()}
-
-
-# Grouping
 
 
 def _groups(seen: list[_Seen], near: bool, line: Waiting) -> tuple[list[Group], list[str]]:

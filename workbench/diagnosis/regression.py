@@ -228,7 +228,6 @@ def bisect(
     if not commits:
         raise worktrees.GitError(f"good={good!r} and bad={bad!r} are the same commit: expected an older and a newer one")
     notes: tuple[str, ...] = ()
-    failed: tuple[Rerun, ...] = ()
     what = Measured(of=of, steps=steps or spec.steps, part=QUICK)
     known = [announced(len(commits))]
     with (
@@ -246,7 +245,7 @@ def bisect(
             try:
                 made.measured = replace(what, steps=steps_of(measure(())))
             except (RerunError, LaunchError, SpecError, TaskError) as error:
-                failed = (Rerun(changes=(), value=math.nan, error=str(error).splitlines()[0]),)
+                notes = (f"the first training of the good commit did not end: {error}",)
             except KeyboardInterrupt:
                 line.spend()
                 notes = (INTERRUPTED,)
@@ -264,10 +263,7 @@ def bisect(
             guess = bisection.one_commit(made, commits, USUAL[of])
             return enough(len(made), trainings_to_go(made, lambda them: bisection.decide(them, commits, USUAL[of]), guess, USUAL[of]), each)
 
-        if failed:  # it is compared with all others
-            reruns, decision, ended = failed, judged(failed), tuple[str, ...]()
-        else:
-            reruns, decision, ended = search(measure, judged, left=lambda: line.left, more=more)
+        reruns, decision, ended = search(measure, judged, left=lambda: line.left, more=more)
         ended = () if line.left == 0 and notes else ended  # which say already why nothing was tried
     named = {*decision.owner, first, commits[-1], *(name for rerun in reruns for name in rerun.changes)}
     named |= {commits[place - 1] for each in decision.owner if (place := commits.index(each))}
@@ -304,10 +300,16 @@ def search(
     left: Callable[[], float] = lambda: math.inf,
     more: Callable[[Sequence[Rerun], float], str] = lambda *_: "",
 ) -> tuple[tuple[Rerun, ...], Decision, tuple[str, ...]]:
-    """Make trainings until it is clear what owns a regression, the budget is spent, or Ctrl-C comes; with what follows, and notes.
+    """Make trainings until it is clear what owns a regression, the budget is spent, or Ctrl-C comes.
 
-    `measure` makes a training, `decide` says what follows from those so far, `left` how many seconds are left. Where the budget ended the
-    search, `more` says what to do, by the trainings and the seconds that one took on average (at least).
+    Args:
+        measure: makes a training.
+        decide: what follows from the trainings so far.
+        left: seconds that are left of the budget.
+        more: the trainings, and the seconds that one took on average (at least) → what to do where the budget ended the search, for a note.
+
+    Returns:
+        The trainings, what follows from them, and notes.
     """
     reruns, took = list[Rerun](), list[float]()
     begun = left()
@@ -351,7 +353,10 @@ def enough(made: int, to_go: int | None, each: float) -> str:
     >>> enough(3, None, 12.0)
     ', of 12.0 s each; as long as they vary so much, more of them would hardly tell: try again on a quieter machine'
 
-    `made` is the number of trainings so far, `to_go` how many more, of `each` seconds, are likely needed (None = more would not tell).
+    Args:
+        made: trainings so far.
+        to_go: how many more it is likely to take; None = more would not tell.
+        each: seconds of a training.
     """
     if each <= 0:
         return ""  # it was stopped before

@@ -157,9 +157,6 @@ def check(spec: RunSpec, args: Sequence[str] = ()) -> None:
         raise ValueError('micro_batch="auto" may be another number for one rank than for all: give one, such as micro_batch=32')
 
 
-# --- scripts
-
-
 def _script(spec: ScriptSpec, same: str, line: Waiting, runs_dir: str | os.PathLike[str] | None) -> WhyNotLinear:
     """From whole launches of a script, which take turns again while no part of the gap is beyond doubt and time is left."""
     launches, foreign, began = list[dict[str, list[Timeline]]](), list[float](), line.seconds
@@ -192,9 +189,14 @@ def _script(spec: ScriptSpec, same: str, line: Waiting, runs_dir: str | os.PathL
 def _launches(
     spec: ScriptSpec, line: Waiting, runs_dir: str | os.PathLike[str] | None, foreign: list[float], notes: list[str]
 ) -> tuple[dict[str, list[Timeline]], Run]:
-    """Launch one process, strangers, and all ranks, each for a third of the budget; their timelines by arm, and the run of all.
+    """Launch one process, strangers, and all ranks; their timelines by arm, and the run of all.
 
-    `foreign` gets the cores that other processes took meanwhile, `notes` one if Ctrl-C ended the last launch after enough steps.
+    Args:
+        spec: of the script.
+        line: says what runs, and has the budget, a third of which each may take.
+        runs_dir: where run directories go.
+        foreign: gets the cores that other processes took meanwhile.
+        notes: gets one if Ctrl-C ended the last launch after enough steps.
     """
     ranks, each = spec.nproc_per_node, max(2.0, line.left / 3 - START_SECONDS)
     timelines: dict[str, list[Timeline]] = {}

@@ -74,14 +74,7 @@ def max_micro_batch(
     kind = WholeDataset if largest == most and needed(next_one) <= limit else MaxMicroBatch
     shown, surely = runs.at(max(1, largest)), runs.surely(largest, limit)
     return kind(
-        micro_batch=largest,
-        breakdown=shown,
-        next=next_one,
-        device=name,
-        capacity=limit,
-        runs=runs.count,
-        margin=margin,
-        surely=surely,
+        micro_batch=largest, breakdown=shown, next=next_one, device=name, capacity=limit, runs=runs.count, margin=margin, surely=surely
     )
 
 

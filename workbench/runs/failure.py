@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from workbench.core import run_directory
 from workbench.core.package import is_users, near
+from workbench.runs import flight_recorder
 from workbench.runs.errors import full_device, is_consequence, symptom_of
 
 if TYPE_CHECKING:
@@ -81,11 +82,7 @@ class Failure:
         """File, line and function of each line of the last traceback, the innermost last."""
         if self.rank is None or self.kind == "hang" or self.message.startswith("ended without an error"):
             return []  # the traceback is of others, or the message has the line
-        dumped = (self.traceback or "").rpartition("Current thread 0x")[2]  # of a crash: of this thread, the innermost line first
-        last = _FRAME.findall(dumped.rpartition("Traceback (most recent call last)")[2])
-        found = last if any(is_users(file) for file, *_ in last) else _FRAME.findall(dumped)
-        frames = [(file, number, name) for file, number, _, name in found]
-        return frames if found and found[0][2] else frames[::-1]
+        return frames_in(self.traceback)
 
     @property
     def _in_memory(self) -> bool:
@@ -135,6 +132,15 @@ class Failure:
         return "\n".join(parts)
 
 
+def frames_in(text: str | None) -> list[tuple[str, str, str]]:
+    """File, line and function of each line of the last traceback in a text, the innermost last."""
+    dumped = (text or "").rpartition("Current thread 0x")[2]  # of a crash: of this thread, the innermost line first
+    last = _FRAME.findall(dumped.rpartition("Traceback (most recent call last)")[2])
+    found = last if any(is_users(file) for file, *_ in last) else _FRAME.findall(dumped)
+    frames = [(file, number, name) for file, number, _, name in found]
+    return frames if found and found[0][2] else frames[::-1]
+
+
 class RunError(RuntimeError):
     """A run failed. In a notebook this shows the traceback of the rank at fault, not of the launching process.
 
@@ -179,6 +185,8 @@ def record(
     }
     if symptom and symptom.kind == "out-of-memory":
         value["memory"] = _explain(error, message, held)
+    if value["consequence"] or isinstance(error, RuntimeError):
+        value["collectives"] = flight_recorder.last_collectives(3 * flight_recorder.KEPT)
     try:
         path.parent.mkdir(exist_ok=True)
         run_directory.write_json(path, value)

@@ -75,7 +75,7 @@ def members() -> dict[str, list[int]]:
         return {}
 
 
-def last_collectives() -> list[dict[str, Any]]:
+def last_collectives(most: int = KEPT) -> list[dict[str, Any]]:
     """The last collectives, oldest first: group, number (None: send or recv), op, sizes, dtype, pending, frames (file, line, function).
 
     There are no frames before `torch._inductor` is imported, as DDP's constructor does.
@@ -86,7 +86,7 @@ def last_collectives() -> list[dict[str, Any]]:
         dumped = _dump(True, stacks, False)
         rows = [(entry, mark) for mark, of_backend in dumped.items() for entry in of_backend.get("entries") or []]
         rows.sort(key=lambda row: int(row[0].get("time_created_ns") or 0))  # stable, where torch gives no times
-        return [_shortened(*row) for row in rows[-KEPT:]]
+        return [_shortened(*row) for row in rows[-most:]]
     except Exception:
         return []
 

@@ -16,7 +16,7 @@ SILENT_START; there and in an evaluation or a checkpoint it works if it uses its
 import contextlib
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -59,7 +59,8 @@ USES_CPU, WAITS_FOR_A_CORE = "uses its CPU", "waits for a core"
 """What a rank does that cannot answer, as the kernel counts it."""
 COLLECTS = "the evaluation, until all ranks have evaluated"
 """What a rank waits in that has evaluated its part."""
-_SKIPPED = ("wrapper", "wrapped", "decorate_context", "_wrapped_call_impl", "_call_impl", "inner", "_fn")
+WRAPPERS = ("wrapper", "wrapped", "decorate_context", "_wrapped_call_impl", "_call_impl", "inner", "_fn")
+"""Functions of torch that call what was called."""
 Frame = tuple[str, int, str, str, bool]
 
 
@@ -224,7 +225,9 @@ def judge(
         rank=rank,
         doing=act.words,
         line=act.line,
-        waiting=_grouped({number: other for number, other in acts.items() if number != rank and other.waits}) if act.words else (),
+        waiting=grouped(
+            {number: (other.what, other.line) for number, other in acts.items() if number != rank and other.waits and act.words}
+        ),
         missing=act.missing,
         seconds=quiet,
         usual=usual,
@@ -328,18 +331,26 @@ def _unusual(report: Mapping[str, Any], called: Mapping[str, Any] | None) -> boo
     if called is None or called["number"] is None:
         return False
     keys = [(row["op"], row["sizes"]) for row in report["collectives"] if row["group"] == called["group"] and row["number"] is not None]
-    if len(keys) < 3:
-        return False
-    for place in range(len(keys) - 2, 0, -1):
-        if keys[place - 1] == keys[-2]:
-            return keys[place] != keys[-1]
-    return False
+    usual = usual_follower(keys)
+    return usual is not None and usual[0] != keys[-1]
 
 
-def _grouped(acts: Mapping[int, _Act]) -> tuple[Waiting, ...]:
+def usual_follower(calls: Sequence[Any]) -> tuple[Any, int] | None:
+    """What followed before on as many calls as came before the last one in this order, and how often; None = not always the same."""
+    at = len(calls) - 1
+    for length in range(min(at, 16), 0, -1):
+        before = [place for place in range(length, at) if calls[place - length : place] == calls[at - length : at]]
+        if len(before) > (length > 1):
+            followers = [calls[place] for place in before]
+            return (followers[0], len(before)) if followers.count(followers[0]) == len(followers) else None
+    return None
+
+
+def grouped(calls: Mapping[int, tuple[str, str]]) -> tuple[Waiting, ...]:
+    """Rank → what it waits in, and the user's line, as one for the ranks that wait in the same place."""
     places: dict[tuple[str, str], list[int]] = {}
-    for rank, act in sorted(acts.items()):
-        places.setdefault((act.what, act.line), []).append(rank)
+    for rank, call in sorted(calls.items()):
+        places.setdefault(call, []).append(rank)
     return tuple(Waiting(ranks=tuple(ranks), what=what, line=line) for (what, line), ranks in places.items())
 
 
@@ -375,7 +386,7 @@ def _act(report: Mapping[str, Any], worker: tuple[str, str] | None) -> _Act:
             act.line = f"{Path(frame[0]).name}:{frame[1]}"
         act.words = f"waits in {act.what}{inside}"
     elif in_distributed is not None or (files and files[0].endswith("workbench/train/ranks.py") and names[0] == "share"):
-        inner = [name for name, file in zip(names, files, strict=True) if "/torch/distributed/" in file and name not in _SKIPPED]
+        inner = [name for name, file in zip(names, files, strict=True) if "/torch/distributed/" in file and name not in WRAPPERS]
         act.waits, act.what = True, inner[-1] if inner else "a message of all ranks (has it ended its loop?)"
         act.words = f"waits in {act.what}{inside}"
     elif report["repeats"]:
@@ -411,7 +422,7 @@ def _words_of(row: Mapping[str, Any], main: list[Frame]) -> str:
             break
         if "/workbench/timeline/" not in frame[0].replace("\\", "/"):  # its marks around a call are nobody's caller
             before.append(frame[2])
-    caller = next((name for name in reversed(before) if name not in _SKIPPED), "") if reached else ""
+    caller = next((name for name in reversed(before) if name not in WRAPPERS), "") if reached else ""
     return text + (f", called by {caller}" if caller and not op.lstrip("_").startswith(caller.rstrip("_")) and caller != op else "")
 
 

@@ -78,11 +78,8 @@ class RankEnds:
         self.means, self.other_rows = means, [row for row in (*begin, *end) if "step" not in row]
 
     def _by_totals(self, ends: RankSteps, tail: bytes, start: int) -> RankMeans | None:
-        """The means of all measured steps: the last totals in the tail, and the steps after them.
-
-        Returns:
-            None where there are no totals, where their line is not where its writer put it, since others wrote to the file as well, and
-            where rows that are no steps lie between the ends.
+        """The means of all measured steps: the last totals in the tail, and the steps after them. None = there are no totals where their
+        writer put them (others may have written to the file), or rows that are no steps lie between the ends.
         """
         end = tail.find(b"\n", tail.rfind(_TOTALS)) + 1 if _TOTALS in tail else 0
         line = tail.rfind(b"\n", 0, max(0, end - 1)) + 1

@@ -4,22 +4,26 @@ torchrun's own "Root Cause" often names a victim: it keeps whole seconds, and th
 group down first (`try/finally: destroy_process_group()`), while its peers die at once of "Connection closed by peer". So every rank leaves
 a record on the monotonic clock before it tears anything down, the guard notes when each rank died, and an error that is only the
 consequence of another rank's comes last.
+
+A rank that skips a collective meets the others in the next, and where sizes differ, gloo ends one that gets too much: it may be any.
 """
 
 import contextlib
 import re
 import signal
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from workbench.core import run_directory
+from workbench.core.package import is_users
 from workbench.runs.errors import LESS_MEMORY, is_consequence, symptom_of
-from workbench.runs.failure import Failure
-from workbench.runs.hang import Hang
+from workbench.runs.failure import Failure, frames_in
+from workbench.runs.hang import WRAPPERS, Hang, grouped, usual_follower
 
 if TYPE_CHECKING:
     from workbench.runs.out_of_memory import OutOfMemory
@@ -100,7 +104,9 @@ def _first_failure(run_dir: Path, outcome: Mapping[str, Any]) -> Failure:
             return lost
     if not suspects:
         return _of_the_launch(run_dir, outcome)
-    return min(suspects, key=lambda suspect: (suspect.tier, suspect.time_ns, suspect.failure.kind == "killed")).failure
+    suspects.sort(key=lambda suspect: (suspect.tier, suspect.time_ns, suspect.failure.kind == "killed"))
+    histories = {record["rank"]: history for record in records if (history := _history(record.get("collectives") or ()))}
+    return different_collectives([suspect.failure for suspect in suspects], histories)
 
 
 _RECORD: Mapping[str, Any] = {
@@ -346,3 +352,65 @@ def _of_the_launch(run_dir: Path, outcome: Mapping[str, Any]) -> Failure:
                     f"On each further machine: workbench join {run_dir}. Do they see that folder, and reach the endpoint's host and port?"
                 )
     return Failure(rank=None, kind=kind, message=message, traceback=text, hint=hint)
+
+
+_MISMATCH = re.compile(r"Received data size doesn't match expected size|Detected mismatch between collectives on ranks")
+"""In messages of gloo, and of torch with TORCH_DISTRIBUTED_DEBUG=DETAIL."""
+_SAME_ORDER = (
+    "All ranks must call the same collectives in the same order: look for a branch around one of these lines, such as `if rank == 0:`."
+)
+
+
+def different_collectives(failures: Sequence[Failure], histories: Mapping[int, Sequence[tuple[str, str]]]) -> Failure:
+    """The first of the ranks' failures. If it is that ranks called different collectives, it names the line of each, and who is off course.
+
+    `histories` are the ranks' last collectives and the lines that called them, the one in which the rank failed last.
+    """
+    first, each = failures[0], {failure.rank: failure for failure in failures if failure.rank is not None}
+    known = {rank: history[-1] for rank, history in histories.items() if history[-1][1]}
+    calls = {rank: call for rank, failure in sorted(each.items()) if (call := known.get(rank) or _call(failure))}
+    if not _MISMATCH.search(first.message) or len(calls) < 2:
+        return first
+    rank, why = _off_course({rank: line for rank, (_, line) in calls.items()}, histories.values())
+    of_one_line = ", or give one tensors of different sizes" * (len({line for _, line in calls.values()}) == 1)
+    message = f"{why}the ranks are in different collectives{of_one_line}: {'; '.join(map(str, grouped(calls)))}"
+    hint = f"{_SAME_ORDER} Rank {first.rank} failed first: {first.message.splitlines()[0]}"
+    return replace(first, rank=rank, message=message, traceback=(first if rank is None else each[rank]).traceback, hint=hint)
+
+
+def _history(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
+    """The collectives of a record with the user's lines, up to the first that had not ended, in which the rank was."""
+    at = next((at for at, row in enumerate(rows) if row["pending"]), len(rows))
+    lines = [[f"{Path(file).name}:{number}" for file, number, _ in row["frames"] if is_users(file)] for row in rows[: at + 1]]
+    words = (f"{row['op']} ({', '.join(map(str, row['sizes'][:3]))} {row['dtype']})" for row in rows)
+    return [(what, line[0] if line else "") for what, line in zip(words, lines, strict=False)]
+
+
+def _call(failure: Failure) -> tuple[str, str] | None:
+    """The call in which a rank failed and the user's line, by its traceback; None = not known."""
+    frames = frames_in(failure.traceback)
+    at = max((at for at, (file, _, _) in enumerate(frames) if is_users(file)), default=None)
+    if at is None:
+        return None
+    return next(
+        (name for _, _, name in frames[at + 1 :] if name not in WRAPPERS), "a collective"
+    ), f"{Path(frames[at][0]).name}:{frames[at][1]}"
+
+
+def _off_course(lines: Mapping[int, str], histories: Collection[Sequence[tuple[str, str]]]) -> tuple[int | None, str]:
+    """The rank that is not in the collective that was due by the ranks' histories, or without any in that of most, and what it did."""
+    followers = [found for history in histories if (found := usual_follower(history))]
+    most, times = Counter(lines.values()).most_common(1)[0]
+    due = {line for (_, line), _ in followers} or ({most} if times > 1 else set())
+    odd = [rank for rank, line in lines.items() if line not in due]
+    if len(odd) != 1 or len(due) != 1:
+        return None, ""
+    (rank,), (expected,) = odd, due
+    skipped = any(line == lines[rank] for history in histories for _, line in history[:-1])
+    did = (
+        f"skipped the collective at {expected},"
+        if skipped
+        else f"called one that others did not, at {lines[rank]}, in place of {expected},"
+    )
+    why = f"due by the {min(count for _, count in followers)} rounds before" if followers else f"in which {times} ranks are"
+    return rank, f"probably {did} {why}; "

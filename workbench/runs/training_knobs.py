@@ -372,14 +372,7 @@ def parse_stop(text: Any) -> tuple[str, Mapping[str, Any]]:
     return figure, options
 
 
-BETTER = {
-    "validation_loss": "min",
-    "loss": "min",
-    "perplexity": "min",
-    "bits_per_byte": "min",
-    "accuracy": "max",
-    "ece": "min",
-}
+BETTER = {"validation_loss": "min", "loss": "min", "perplexity": "min", "bits_per_byte": "min", "accuracy": "max", "ece": "min"}
 """Figure of an evaluation → which of its values is the best. Where a spec names none, the first that there is decides."""
 
 

@@ -218,13 +218,7 @@ def train(
                         metrics.flush()
                     for log in filter(None, (noise, norms)):
                         log.flush()
-                    checkpoints.write(
-                        step,
-                        trainer,
-                        timer.unfinished_row(spec.micro_batch * spec.accumulation),
-                        wait=False,
-                        score=score,
-                    )
+                    checkpoints.write(step, trainer, timer.unfinished_row(spec.micro_batch * spec.accumulation), wait=False, score=score)
                     if prints and prints.kills:  # a rank that is killed in the next step is to go on from here
                         checkpoints.finish(goes_on=step < spec.steps)
                 if checkpoints and preemption and last:

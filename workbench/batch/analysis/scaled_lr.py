@@ -115,12 +115,7 @@ class ScaledLr(display.Shown, JsonDataclass):
         rows.append(["warm-up steps", number(self.base_warmup_steps), number(self.warmup_steps)])
         instead = f"; {KEEPS_BETAS}" if any(KEEPS_BETAS in note for note in self.notes) else ""
         said = f"{before.name}, batch {number(self.batch)} → {number(self.to_batch)}, rule {self.rule!r}: {VALIDITY_TEXT[self.valid]}"
-        return display.Table(
-            columns=("", "before", "after"),
-            rows=rows,
-            title=f"{said}{instead}",
-            note="\n".join([self.why, *self.notes]),
-        )
+        return display.Table(columns=("", "before", "after"), rows=rows, title=f"{said}{instead}", note="\n".join([self.why, *self.notes]))
 
     def to_frame(self) -> Any:
         """A DataFrame with one row."""

@@ -52,9 +52,12 @@ class CollectiveRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """
 
     def __init__(self, module_at_work: Callable[[], str], names: Callable[[nn.Module], str], axes: Sequence[tuple[str, Any]]) -> None:
-        """`module_at_work` returns the name of the module that is computing, `names` that of a module.
+        """Begin.
 
-        `axes`: name of an axis and the process group of the ranks along it; the first match counts.
+        Args:
+            module_at_work: returns the name of the module that is computing.
+            names: returns the name of a module.
+            axes: name of an axis and the process group of the ranks along it; the first match counts.
         """
         super().__init__()  # type: ignore[no-untyped-call]
         self.calls: list[CollectiveCall] = []

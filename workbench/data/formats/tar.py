@@ -144,9 +144,6 @@ def _remote_glob(text: str, options: Mapping[str, Any] | None) -> list[str]:
     return [f"{protocol}://{found}" for found in Storage(text, options).file_system.glob(text)]
 
 
-# --- the index of tar files that have no manifest
-
-
 def scan(storage: Storage, names: Sequence[str]) -> Index:
     """The index of tar files, from their headers.
 
@@ -280,8 +277,6 @@ def _pax(data: bytes) -> dict[str, str]:
         data = data[length:]
     return found
 
-
-# --- writing
 
 _HEAD = bytearray(BLOCK)
 _HEAD[100:108], _HEAD[108:116], _HEAD[116:124] = b"0000644\0", b"0000000\0", b"0000000\0"

@@ -26,9 +26,6 @@ _BLOCK = 4096
 _INT64 = range(-(1 << 63), 1 << 63)
 
 
-# --- CRC-32C
-
-
 @functools.cache
 def _tables() -> tuple[Array, tuple[int, ...]]:
     """What a byte adds to the CRC by its value and by how many bytes follow it, flat; and the table of one byte."""
@@ -72,9 +69,6 @@ def masked(data: bytes | memoryview) -> int:
     """The CRC as a record has it: rotated by 15 bits, plus a constant."""
     crc = crc32c(data)
     return ((crc >> 15 | crc << 17 & 0xFFFFFFFF) + 0xA282EAD8) & 0xFFFFFFFF
-
-
-# --- tf.train.Example
 
 
 def _varint(data: memoryview, at: int) -> tuple[int, int]:
@@ -192,9 +186,6 @@ def _fits(value: float) -> bool:
     except OverflowError:
         return False
     return found == value
-
-
-# --- the source
 
 
 class TFRecordSource(IndexedSource):

@@ -104,9 +104,7 @@ class Bisection(display.Shown, JsonDataclass):
     @property
     def table(self) -> display.Table:
         """A row per commit that was tried, oldest first, and the verdict."""
-        failed = next((rerun.error for rerun in self.reruns if rerun.error and not rerun.changes), "")
-        ran = sum(not rerun.changes and not rerun.error for rerun in self.reruns)
-        rows = [(self.good.subject, str(ran), "1×" if ran else units.MISSING, f"does not run: {failed}" if failed else "good")]
+        rows = [(self.good.subject, str(sum(not rerun.changes for rerun in self.reruns)), "1×", "good")]
         counts = effects(self.reruns)
         whole = self.ratio(self.commits[-1].id)
         for commit in self._tried:
@@ -151,11 +149,15 @@ class Bisection(display.Shown, JsonDataclass):
 
 
 def decide(reruns: Sequence[Rerun], commits: Sequence[str], usual: float) -> Decision:
-    """Which commit to train next, always beside the good one, or which is the first bad one, by the trainings so far, in order.
+    """Which commit to train next, always beside the good one, or which is the first bad one.
 
-    `commits` has the ids of those after the good one, oldest first; the last is bad. `usual`: standard deviation of the ratio of two equal
-    trainings, as known beforehand. The kind is "measure", "owner" (the first bad commit, or those among which it is), "nothing",
-    "cannot run" or "unclear".
+    Args:
+        reruns: the trainings so far, in order.
+        commits: ids of those after the good one, oldest first; the last is bad.
+        usual: standard deviation of the ratio of two equal trainings, as known beforehand.
+
+    Returns:
+        A decision of kind "measure", "owner" (the first bad commit, or those among which it is), "nothing", "cannot run" or "unclear".
     """
     failed = {rerun.changes: rerun.error for rerun in reruns if rerun.error}
     counts = {changes: len(values) for changes, values in effects(reruns).items()}

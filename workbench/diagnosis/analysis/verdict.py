@@ -449,8 +449,6 @@ def _hidden_reduction(e: Evidence) -> float:
     return max(rank.timeline.share("backward") - 2 * rank.timeline.share("forward") for rank in e.ranks)
 
 
-# --- words
-
 _WITHOUT = {
     "data_wait": "the loader",
     "straggler": "the slowest rank's delay",

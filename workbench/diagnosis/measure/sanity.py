@@ -80,9 +80,6 @@ def _short(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split()):.200}"
 
 
-# The checks
-
-
 def _judged(figure: str, cause: str = "", place: str = "") -> Check:
     """What a check has shown, which is failed if there is a cause. `check` gives it its name."""
     return Check(name="", passed=not cause, figure=figure, cause=cause, place=place)

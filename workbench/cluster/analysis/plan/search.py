@@ -15,15 +15,7 @@ from workbench.cluster.analysis.energy import Energy
 from workbench.cluster.analysis.plan.layouts import SHARINGS, Floats, Layouts, Selection, list_layouts, short_list
 from workbench.cluster.analysis.plan.memory import Memory, memory
 from workbench.cluster.analysis.plan.plans import Front, Plan, Plans, Power
-from workbench.cluster.analysis.plan.ranges import (
-    HELD_SOURCES,
-    LAUNCH,
-    LEVELS,
-    OTHER_LAYOUT,
-    PlanError,
-    between,
-    intervals_around,
-)
+from workbench.cluster.analysis.plan.ranges import HELD_SOURCES, LAUNCH, LEVELS, OTHER_LAYOUT, PlanError, between, intervals_around
 from workbench.cluster.analysis.plan.timing import PARTS, HardwareRates, Seconds, seconds
 from workbench.cluster.analysis.plan.workload import MEGATRON, Trainer, Version, Workload, at_level
 from workbench.core import units
