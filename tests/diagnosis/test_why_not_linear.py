@@ -144,6 +144,9 @@ def test_ranks_beyond_the_cores_here_are_said_to_be_predicted_for_machines_that_
     assert ["on machines with 2 cores for each rank" in row for row in rows] == [False, False, True]
     assert "as many cores for each as here" in str(result.at(8).caption)
     assert "as many cores for each as here" not in str(result.at(4).caption)
+    alone = WhyNotLinear(evidence=planted(ranks=1, cores=2.0), ranks=8, link=Gradients(size=0, buckets=1, latency=3e-4, per_byte=1e-9))
+    assert alone.gap["cores"].mid == 0
+    assert "taken to be on others, with as many cores for each as here (1 core)" in str(alone.caption)
     assert "on machines" not in str(answer(reduction=0.005, cores=4.0, device="cuda").worth()), "there a rank has a GPU of its own"
 
 

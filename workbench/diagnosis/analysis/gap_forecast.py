@@ -18,7 +18,7 @@ NOTHING = Interval(low=0.0, mid=0.0, high=0.0)
 
 
 def predict_gap(evidence: GapEvidence, ranks: int, *, same: str = "micro_batch", link: Gradients | None = None) -> Gap:
-    """The gap with another number of ranks, each as those that were measured, on machines as this one.
+    """The gap with another number of ranks, each as those that were measured, on machines as this one, with as many cores for each.
 
     Args:
         evidence: of one rank, or of several.
@@ -101,7 +101,7 @@ def _from_several(e: GapEvidence, ranks: int, same: str, link: Gradients | None)
 
 
 def _from_one(e: GapEvidence, ranks: int, same: str, link: Gradients | None) -> Gap:
-    """From one process alone: what it computes and reduces is known, the link and the sharing of the machine are taken."""
+    """From one process alone: what it computes and reduces is known, the link is taken, and each rank has as many cores as that process."""
     s = seconds_of(e)
     computing = s.one_cached if math.isfinite(s.one_cached) else s.one
     parts: dict[str, Interval] = {}
@@ -112,9 +112,6 @@ def _from_one(e: GapEvidence, ranks: int, same: str, link: Gradients | None) -> 
         saved = computing - s.one_large / e.large
         parts["micro-batch"] = _about(saved, 0.2)
         linear -= saved
-    busy = ranks * (e.threads + e.num_workers)
-    if e.device == "cpu" and e.cores:
-        parts["cores"] = _about(computing * max(0.0, busy / e.cores - 1), 0.3)
     steps = _busy_steps(e)
     parts["uneven steps"] = _by_chance(expected_largest(steps, ranks) - statistics.fmean(steps)) if steps else NOTHING
     g = e.gradients

@@ -342,15 +342,17 @@ class WhyNotLinear(JsonDataclass):
         return each * size / step.mid, each * size / step.high, each * size / step.low, "between what was measured"
 
     def _exceeds(self, ranks: int) -> bool:
-        """Are so many ranks predicted from several, and want more cores than this machine has?"""
+        """Are so many ranks predicted, and want more cores than this machine has?"""
         e = self.evidence
         wanted = ranks * (e.threads + e.num_workers)
-        return e.device == "cpu" and e.cores is not None and 1 < e.world_size < ranks and wanted > e.cores + 0.5
+        return e.device == "cpu" and e.cores is not None and e.world_size < ranks and wanted > e.cores + 0.5
 
     @property
     def _share(self) -> str:
-        """Cores of a measured rank."""
-        each = (self.evidence.cores or 0.0) / self.evidence.world_size
+        """Cores of a measured rank; of one alone, as many as it has threads and workers."""
+        e = self.evidence
+        each = (e.cores or 0.0) / e.world_size
+        each = min(each, e.threads + e.num_workers) if e.world_size == 1 else each
         return f"{each:.3g} core{'s' * (each != 1)}"
 
     @property
