@@ -211,11 +211,11 @@ def build_scheduler(optimizer: Optimizer, spec: RunSpec) -> LambdaLR:
     return LambdaLR(optimizer, lambda step: lr_factor(step, **shape))
 
 
-def resume_scheduler(scheduler: LambdaLR, state: Mapping[str, Any]) -> None:
-    """Let a scheduler go on from its state in a checkpoint, with the learning rate that its own schedule has there; call it last."""
+def resume_scheduler(scheduler: LambdaLR, state: Mapping[str, Any], *, anew: bool) -> None:
+    """Let a scheduler go on from its state in a checkpoint; `anew`: at the learning rate that this schedule has there. Call it last."""
     groups = scheduler.optimizer.param_groups  # there may be more of them than there were
-    for group in groups:
-        lr = group["initial_lr"] * scheduler.lr_lambdas[0](state.get("last_epoch", 0))
+    for group in groups if anew else ():
+        lr = group["initial_lr"] * scheduler.lr_lambdas[0](state["last_epoch"])
         group["lr"] = group["lr"].fill_(lr) if isinstance(group["lr"], torch.Tensor) else lr
     scheduler.load_state_dict(
         {

@@ -236,7 +236,8 @@ class Trainer:
             self.optimizer.load_state_dict(state["optimizer"])
             if self._average:
                 self._average.load_state_dict(state["ema"])
-        resume_scheduler(self._scheduler, state["scheduler"])
+        steps = (state.get("spec") or {}).get("steps", self.spec.steps)
+        resume_scheduler(self._scheduler, state["scheduler"], anew=steps != self.spec.steps)
         if state["scaler"]:  # a run that begins with weights from elsewhere has none
             self.precision.scaler.load_state_dict(state["scaler"])
         self._updates = state["step"]
