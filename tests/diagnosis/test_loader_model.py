@@ -208,6 +208,7 @@ def test_other_processes_share_the_cores_with_ours() -> None:
     assert free_cores(Noise(cores=2, foreign=2.0)) == Interval(low=2 * 2 / 6, mid=1.0, high=2)
     assert free_cores(Noise(cores=64, foreign=2.0)).mid == 62
     assert free_cores(Noise(cores=4, foreign=4.0), ranks=2).mid == 2.0
+    assert free_cores(Noise(cores=2, foreign=1.5, waiting=0.5)).mid == pytest.approx(2 * 2 / 5), "who waits half of the time wants twice"
 
 
 def test_a_device_hides_what_the_host_loads_meanwhile() -> None:

@@ -66,6 +66,15 @@ def test_workers_gain_what_was_promised(cpu: float, blocked: float) -> None:
             assert one.change["persistent_workers"] is True
 
 
+def test_workers_are_never_promised_more_than_all_cores_can_compute() -> None:
+    world = World(cpu=0.03, cores=2.0)
+    busy = dataclasses.replace(world.evidence(), noise=Noise(cores=2.0, foreign=1.5, waiting=0.3))
+    cpu = busy.loading.cpu + busy.inside.cpu  # type: ignore[union-attr,operator]
+    for one in remedies(busy).values():
+        if one.change.get("num_workers"):
+            assert one.high <= 1.001 * busy.step * 0.7 * 2 / cpu, "of the step that waits for no core"
+
+
 def test_a_slow_loader_gets_workers_and_a_ceiling() -> None:
     found = remedies(World(cpu=0.03).evidence(), SPEC)
     first = next(iter(found.values()))

@@ -352,6 +352,12 @@ def cpu_of_process(pid: int) -> float:
         return 0.0
 
 
+def waited_for_core(pid: int, proc: Path = PROC) -> float | None:
+    """Seconds that the main thread of a process was ready to run and waited for a core; None = there is no such process, or off Linux."""
+    counts = text_of(proc / str(pid) / "schedstat").split()
+    return int(counts[1]) / 1e9 if len(counts) == 3 and int(counts[0]) else None
+
+
 def descendants(root: int, proc: Path = PROC) -> Iterator[int]:
     """A process and its descendants."""
     yield root

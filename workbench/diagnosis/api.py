@@ -19,12 +19,12 @@ from workbench.core.checks import check_budget
 from workbench.core.progress import INTERRUPTED, Waiting, begins, say_what_was_interrupted
 from workbench.core.statistics import Interval
 from workbench.core.synonyms import accept_synonyms
-from workbench.core.system_load import LoadMeter, Noise, usable_cores
+from workbench.core.system_load import LoadMeter, Noise, usable_cores, waited_for_core
 from workbench.diagnosis.analysis import calibration
 from workbench.diagnosis.analysis.calibration import Calibration
 from workbench.diagnosis.analysis.diagnosis import Diagnosis
 from workbench.diagnosis.analysis.evidence import Evidence
-from workbench.diagnosis.analysis.observed import observe
+from workbench.diagnosis.analysis.observed import observe, said_by
 from workbench.diagnosis.analysis.proof import Ladder, Proof, Rung, how_to_prove
 from workbench.diagnosis.analysis.remedy import Remedy, apply_remedy
 from workbench.diagnosis.analysis.script_remedies import LaunchedScript
@@ -319,9 +319,9 @@ def _diagnose_script(
     )
     folder, began = Path.cwd(), time.time()
     run, ended = launch(script, args=args, nproc_per_node=nproc_per_node, threads=threads, watch=True, runs_dir=runs_dir), ""
-    foreign = list[float]()
+    foreign, waiting = list[float](), list[float]()
     try:
-        with _noting_load(foreign):
+        with _noting_load(run, foreign, waiting):
             run = run.wait(timeout=budget_s, check=True)
     except TimeoutError:
         run = run.stop()
@@ -331,8 +331,8 @@ def _diagnose_script(
     except KeyboardInterrupt:  # the wait has stopped it
         ended = f"{INTERRUPTED} after {units.seconds(run.seconds)}: this is the result so far"
     try:
-        noise = Noise(cores=usable_cores(), foreign=statistics.median(foreign or [0.0]))
-        evidence = replace(observe(run, outside=True), noise=noise)
+        noise = Noise(cores=usable_cores(), foreign=statistics.median(foreign or [0.0]), waiting=statistics.fmean(waiting or [0.0]))
+        evidence = observe(run, outside=True, noise=noise)
         first_step = run.path / run_directory.ENVIRONMENT  # rank 0 writes it then
         started = max(0.0, first_step.stat().st_mtime - began) if first_step.exists() else 0.0
         subject = LaunchedScript(folder=folder, start_s=started, runs_dir=runs_dir)
@@ -349,14 +349,23 @@ def _diagnose_script(
 
 
 @contextlib.contextmanager
-def _noting_load(foreign: list[float]) -> Iterator[None]:
-    """Inside, the cores that other processes take are added to a list, again and again."""
+def _noting_load(run: Run, foreign: list[float], waiting: list[float]) -> Iterator[None]:
+    """Inside, two lists grow again and again: the cores that other processes take, and the fraction of the time that the main thread of
+    rank 0 waits for a core once it takes steps.
+    """
     over = threading.Event()
 
     def look() -> None:
+        main: int | None = None
+        at, before = 0.0, None
         with contextlib.closing(LoadMeter(root=os.getpid())) as meter:
             while not over.wait(LOAD_LAP):
                 foreign.append(meter.lap().foreign)
+                main = main or said_by(run).get("pid")
+                now, waited = time.perf_counter(), None if main is None else waited_for_core(main)
+                if waited is not None and before is not None:
+                    waiting.append(min(1.0, max(0.0, waited - before) / (now - at)))
+                at, before = now, waited
 
     thread = threading.Thread(target=look, name="load", daemon=True)
     thread.start()

@@ -69,7 +69,7 @@ class Calibration(display.Shown):
         if remedy.ceiling or len(errors) < MIN_PROOFS:
             return remedy
         edge = math.floor((1 - COVERAGE) / 2 * len(errors))
-        low, high = remedy.speedup * math.exp(errors[edge]), remedy.speedup * math.exp(errors[-1 - edge])
+        low, high = remedy.speedup * math.exp(errors[edge]), min(remedy.most, remedy.speedup * math.exp(errors[-1 - edge]))
         if low >= remedy.low and high <= remedy.high:
             return remedy
         note = f"; interval widened by what {len(errors)} earlier proofs on this machine showed"

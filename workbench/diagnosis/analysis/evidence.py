@@ -243,6 +243,14 @@ class Evidence(JsonDataclass):
     formats: FormatComparison | None = None
     """What the data cost in other formats (`wb.data.compare_formats`); None = not measured: remedies of the data are ceilings."""
 
+    @property
+    def cpu_seen(self) -> float | None:
+        """CPU seconds of a step of the first rank, its loader and workers included, as a host's clock saw it; None = it was not read."""
+        timeline = self.ranks[0].timeline if self.ranks else None
+        if timeline is None or timeline.clock == "device":
+            return None
+        return seen if (seen := timeline.cpu_per_step) > 0 else None
+
     def arm(self, name: str) -> VariantTimes | None:
         """The experiment of that name, if it was run."""
         return self.arms.get(name)

@@ -16,7 +16,7 @@ from workbench.core import units
 from workbench.core.codec import JsonDataclass
 from workbench.core.display import table as display
 from workbench.core.statistics import Interval
-from workbench.core.system_load import Noise
+from workbench.core.system_load import MIN_LEFT_SHARE, Noise
 from workbench.diagnosis.analysis.evidence import Evidence
 
 TERMS = {
@@ -207,15 +207,15 @@ def free_cores(noise: Noise, ranks: int = 1) -> Interval:
     """Cores that the ranks and their workers get while other processes compute, too.
 
     The others were measured while few of our processes computed. When more of ours do, processes of equal priority share the cores evenly.
-    Ours get fewer if the others could have used twice the cores that they got, and all if the others have a lower priority or end.
-    In any case ours get what the others left.
+    The others waited for cores as long as ours did, so they wanted more than they got. Ours get fewer if they wanted twice as many, and all
+    if the others have a lower priority or end. In any case ours get what the others left.
 
     >>> free_cores(Noise(cores=2, foreign=1))
     Interval(low=1, mid=1.3333333333333333, high=2)
     """
     ours = PROCESSES_PER_RANK * ranks
-    left = noise.left_cores
-    low, mid = (max(left, noise.cores * ours / (ours + wanted * noise.foreign)) for wanted in (2, 1))
+    left, wanted = noise.left_cores, noise.foreign / max(MIN_LEFT_SHARE, 1 - noise.waiting)
+    low, mid = (max(left, noise.cores * ours / (ours + times * wanted)) for times in (2, 1))
     return Interval(low=low, mid=mid, high=max(left, noise.cores))
 
 
@@ -225,7 +225,7 @@ class LoaderModel:
 
     With n workers, and w, d, h, C, K, R as named below:
 
-        loader(0) = cpu + d                    step(0) = loader(0) + C
+        loader(0) = cpu + d + waited           step(0) = loader(0) + C
         loader(n) = max((w + d) / n, R (w + h) / K, h)
         step(n)   = max(loader(n), C + h + late)
 
@@ -248,6 +248,9 @@ class LoaderModel:
     """CPU of making a batch in the training process."""
     blocked: float = 0.0
     """d: the time of making it that is spent neither computing nor waiting for a core."""
+    waited: float = 0.0
+    """What making it in the training process waited for a core beside other processes, where that is not a part of `cpu`. Workers wait for
+    cores, too, so it is no time that they hide."""
     worker_cpu: float | None = None
     """w: CPU of a worker per batch, transport included. None = not known: `cpu` is taken."""
     handover: float = 0.0
@@ -287,13 +290,19 @@ class LoaderModel:
         if cpu is None:
             return None
         inside, noise = evidence.inside, evidence.noise
+        compute_cpu = inside.cpu / evidence.accumulation if inside and inside.cpu else None
+        waited = 0.0
+        if evidence.observed and not loading.num_workers:
+            waited = max(0.0, loading.alone - cpu - (loading.blocked or 0.0))
+            compute_cpu = max(0.0, seen - cpu) if (seen := evidence.cpu_seen) else None
         probed = cls(
             cpu=cpu,
             blocked=loading.blocked or 0.0,
             worker_cpu=loading.worker_cpu,
             handover=loading.handover or 0.0,
             compute=cached.seconds / evidence.accumulation if cached else evidence.step,  # see StepModel.of
-            compute_cpu=inside.cpu / evidence.accumulation if inside and inside.cpu else None,
+            compute_cpu=compute_cpu,
+            waited=waited,
             cores=free_cores(noise, evidence.world_size).mid if noise else 1.0,
             ranks=evidence.world_size,
             accumulation=evidence.accumulation,
@@ -327,7 +336,7 @@ class LoaderModel:
     def loader(self, num_workers: int, *, prefetch_factor: int = 2) -> float:
         """Seconds per batch of the loader alone."""
         if num_workers == 0:
-            return self.cpu + self.blocked
+            return self.cpu + self.blocked + self.waited
         terms = self._loader_terms(num_workers)
         return max(self._delivered(num_workers, prefetch_factor, self.handover), terms["cores"], terms["hand-over"])
 

@@ -75,6 +75,7 @@ def in_workers(case: Case, best: int) -> Remedy | None:
         (WORKERS_ERROR[0] * speedups.mid / speedups.high, WORKERS_ERROR[1] * speedups.mid / speedups.low),
         _formula(feeding, best),
         f"{size}shared memory for batches, and a process for each worker" if best else "",
+        most=model.most_of_workers(**change),
     )
 
 

@@ -60,7 +60,7 @@ def with_model_error(remedy: Remedy, crowded: bool, more: float = 0.0) -> Remedy
         return remedy
     error = math.hypot(MODEL_ERRORS[crowded][kind_of(remedy.name)], more)
     low, high = widened(remedy.low, remedy.speedup, remedy.high, error)
-    return dataclasses.replace(remedy, low=low, high=high)
+    return dataclasses.replace(remedy, low=low, high=max(remedy.speedup, min(high, remedy.most)))
 
 
 def with_errors(remedy: Remedy, model: StepModel) -> Remedy:

@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from workbench.core import run_directory, units
+from workbench.core.system_load import Noise
 from workbench.core.vocabulary import PHASES
 from workbench.diagnosis.analysis.costs import is_crowded
 from workbench.diagnosis.analysis.evidence import Evidence, Loading, RankEvidence, Stalls
@@ -50,11 +51,11 @@ def _hint(run: Run) -> str:
     return "no more steps of an optimizer were seen"
 
 
-def observe(source: Run | Timeline, *, outside: bool = False) -> Evidence:
+def observe(source: Run | Timeline, *, outside: bool = False, noise: Noise | None = None) -> Evidence:
     """Evidence of a run, from its timelines alone, or of the timeline of a loop in this process.
 
     With `outside` it is a script's that can be launched again with other arguments of its loader, its optimizer or its launch: what it was
-    seen to have of them is there, too.
+    seen to have of them is there, too. `noise` is what else the machine did meanwhile, where that was measured.
 
     Under DDP all ranks are equally long at each step, since they wait for each other inside `backward`. The one that is waited for is the
     one that waits least there: what the others' backward takes longer than the shortest is counted as their waiting, not as their work.
@@ -77,7 +78,7 @@ def observe(source: Run | Timeline, *, outside: bool = False) -> Evidence:
     ranks = tuple(rank for rank, _ in judged)
     together = max((rank.stalls for rank in ranks), key=lambda stalls: stalls.share)
     samples = [_samples(timeline) for timeline in timelines]
-    said = _said(run) if run else {}
+    said = said_by(run) if run else {}
     evidence = Evidence(
         step=statistics.fmean(timeline.mean() for timeline in timelines),
         device="cuda" if timelines[0].clock == "device" else "cpu",
@@ -89,7 +90,7 @@ def observe(source: Run | Timeline, *, outside: bool = False) -> Evidence:
         loading=_loading(spec) if spec else None,
         stalls=together,
         ranks=ranks,
-        noise=None if run else timelines[0].noise,
+        noise=noise if run else timelines[0].noise,
         observed=True,
         steps=sum(timeline.count for timeline in timelines),
         notes=tuple(filter(None, (*_of_run(run), *(slowed for _, slowed in judged), *_notes(timelines)))),
@@ -102,12 +103,12 @@ def observe(source: Run | Timeline, *, outside: bool = False) -> Evidence:
     optimizer = said.get("optimizer")
     return dataclasses.replace(
         evidence,
-        loading=_script_loading(said.get("loader"), timelines[0]),
+        loading=_script_loading(said.get("loader"), timelines[0], noise.waiting if noise else 0.0),
         optimizer=optimizer[:200] if isinstance(optimizer, str) else None,
     )
 
 
-def _said(run: Run) -> dict[str, Any]:
+def said_by(run: Run) -> dict[str, Any]:
     """What rank 0 of a watched script has written with its first step."""
     try:
         with open(run.path / run_directory.rank_file(0), "rb") as file:
@@ -123,12 +124,13 @@ def _places(places: Any) -> dict[str, str]:
     return {name: known[name][:200] for name in PLACES if isinstance(known.get(name), str)}
 
 
-def _script_loading(said: Any, timeline: Timeline) -> Loading | None:
+def _script_loading(said: Any, timeline: Timeline, waiting: float) -> Loading | None:
     """The loader of a script: its options as they were seen, and what making a step's batches takes, by the steps of one rank.
 
     Without workers, that is the waiting for data, and what is taken to hide behind a device; with workers that are waited for, what they
-    take at the pace of the steps. It computes as long as more CPU was used than the rest of the step can have, and else waits. What the
-    first steps of epochs wait longer than the others is the start of the workers.
+    take at the pace of the steps. It computes as long as more CPU was used than the rest of the step can have, and else waits. `waiting` is
+    the fraction of the time that the script waited for a core: whatever computes was slower by it, and that is no waiting for storage. What
+    the first steps of epochs wait longer than the others is the start of the workers.
     """
     if not isinstance(said, dict):
         return None
@@ -146,7 +148,8 @@ def _script_loading(said: Any, timeline: Timeline) -> Loading | None:
     hidden = min(wait / (1 - UNKNOWN_OVERLAP) - wait, UNKNOWN_OVERLAP * (step - wait)) if timeline.clock == "device" else 0.0
     made = wait + hidden if not workers else workers * step if max(wait, start / max(1, epoch)) > WAITED_FOR * step else math.nan
     used = timeline.cpu_per_step
-    cpu = min(made, max(0.0, used - (step - wait))) if used == used else made
+    slower = 1 + waiting * step / used if used > 0 and not workers else 1.0
+    cpu = min(made, max(0.0, used - (step - wait) / slower)) if used == used else made
     known = made == made
     return Loading(
         kind="DataLoader",
@@ -160,7 +163,7 @@ def _script_loading(said: Any, timeline: Timeline) -> Loading | None:
         alone=made if not workers else math.nan,
         cpu=cpu if known and not workers else None,
         worker_cpu=cpu if known and workers else None,
-        blocked=made - cpu if known else None,
+        blocked=max(0.0, made - cpu * slower) if known else None,
         start_up=start or None,
     )
 

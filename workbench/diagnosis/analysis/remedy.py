@@ -51,6 +51,8 @@ class Remedy(JsonDataclass):
     """What it costs: memory, accuracy, convenience; empty = nothing that is known."""
     ceiling: bool = False
     """True: no more than this, since what replaces the removed part is taken to cost nothing."""
+    most: OrInf = math.inf
+    """What the cores allow at most, even on an idle machine: `high` is never more. inf = no such limit is known."""
     scope: str = "cause"
     """One of SCOPES: whether it removes what the verdict names."""
 
@@ -117,6 +119,7 @@ def of_knobs(model: StepModel, change: Mapping[str, Any]) -> Remedy:
         speedup=gain.mid,
         low=gain.low,
         high=gain.high,
+        most=model.most_of_workers(**change) if known else math.inf,
         formula=formula,
         scope="general",
     )
@@ -289,12 +292,14 @@ def from_formula(
     formula: str,
     costs: str = "",
     least: float = MIN_SPEEDUP,
+    most: float = math.inf,
 ) -> Remedy | None:
     """A remedy that a formula predicts.
 
     Args:
         errors: how far measurements lie from the prediction, as factors of the step: (0.95, 1.1) = 5 % less to 10 % more.
         least: speedup from which on it is offered.
+        most: what the cores allow at most.
     """
     faster, slower = errors
     remedy = Remedy(
@@ -303,7 +308,8 @@ def from_formula(
         what=what,
         speedup=speedup,
         low=speedup / slower,
-        high=speedup / faster,
+        high=min(most, speedup / faster),
+        most=most,
         formula=formula,
         costs=costs,
     )

@@ -196,13 +196,34 @@ class StepModel:
 
     def with_cores(self, **changes: Any) -> Interval:
         """`speedup` with the fewest cores that other processes may leave, up to all cores (see `free_cores`)."""
-        mid, noise, feeding = self.speedup(**changes), self.evidence.noise, self.feeding
+        most, noise, feeding = self.most_of_workers(**changes), self.evidence.noise, self.feeding
+        mid = min(self.speedup(**changes), most)
         if noise is None or feeding is None:
             return Interval(low=mid, mid=mid, high=mid)
         cores = free_cores(noise, self.evidence.world_size)
         few, all_ = (dataclasses.replace(self, feeding=dataclasses.replace(feeding, cores=n)) for n in (cores.low, cores.high))
-        ends = [mid, few.speedup(**changes), all_.speedup(**changes)]
+        ends = [mid, *(min(other.speedup(**changes), most) for other in (few, all_))]
         return Interval(low=min(ends), mid=mid, high=max(ends))
+
+    def most_of_workers(self, **changes: Any) -> float:
+        """What workers can gain at most where there were none: all CPU of a step, of the loader and of training, spread over all cores.
+
+        Both that step and the one of now are those of an idle machine: what now waits for a core beside other processes is left out. inf =
+        the CPU was not measured, or more is changed than the loader.
+        """
+        e, loading = self.evidence, self.evidence.loading
+        of_loader = {"num_workers", "persistent_workers", "prefetch_factor"}
+        if e.noise is None or loading is None or loading.cpu is None or loading.num_workers or e.device != "cpu":
+            return math.inf
+        if not changes.get("num_workers") or not changes.keys() <= of_loader:
+            return math.inf
+        cpu = e.cpu_seen if e.observed else None
+        if e.inside and e.inside.cpu and not e.observed:
+            cpu = loading.cpu * e.accumulation + e.inside.cpu
+        if not cpu:
+            return math.inf
+        now = self.costs.step * (1 - min(1.0, e.noise.waiting))
+        return max(1.0, now * e.noise.cores / (e.world_size * cpu))
 
     def without(self, seconds: float, **changes: Any) -> float:
         """Speedup if training took so many seconds less per step, the loader as it is; `changes` are the knobs that make it so."""
