@@ -302,11 +302,8 @@ def search(
 ) -> tuple[tuple[Rerun, ...], Decision, tuple[str, ...]]:
     """Make trainings until it is clear what owns a regression, the budget is spent, or Ctrl-C comes.
 
-    Args:
-        measure: makes a training.
-        decide: what follows from the trainings so far.
-        left: seconds that are left of the budget.
-        more: the trainings, and the seconds that one took on average (at least) → what to do where the budget ended the search, for a note.
+    `measure`: makes a training; `decide`: what follows from the trainings so far; `left`: seconds that are left of the budget; `more`: the
+    trainings, and the seconds that one took on average (at least) → what to do where the budget ended the search, for a note.
 
     Returns:
         The trainings, what follows from them, and notes.
@@ -353,10 +350,7 @@ def enough(made: int, to_go: int | None, each: float) -> str:
     >>> enough(3, None, 12.0)
     ', of 12.0 s each; as long as they vary so much, more of them would hardly tell: try again on a quieter machine'
 
-    Args:
-        made: trainings so far.
-        to_go: how many more it is likely to take; None = more would not tell.
-        each: seconds of a training.
+    `made`: trainings so far; `to_go`: how many more it is likely to take; None = more would not tell; `each`: seconds of a training.
     """
     if each <= 0:
         return ""  # it was stopped before

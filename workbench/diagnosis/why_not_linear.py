@@ -191,12 +191,8 @@ def _launches(
 ) -> tuple[dict[str, list[Timeline]], Run]:
     """Launch one process, strangers, and all ranks; their timelines by arm, and the run of all.
 
-    Args:
-        spec: of the script.
-        line: says what runs, and has the budget, a third of which each may take.
-        runs_dir: where run directories go.
-        foreign: gets the cores that other processes took meanwhile.
-        notes: gets one if Ctrl-C ended the last launch after enough steps.
+    `spec`: of the script; `line`: says what runs, and has the budget, a third of which each may take; `runs_dir`: where run directories go;
+    `foreign`: gets the cores that other processes took meanwhile; `notes`: gets one if Ctrl-C ended the last launch after enough steps.
     """
     ranks, each = spec.nproc_per_node, max(2.0, line.left / 3 - START_SECONDS)
     timelines: dict[str, list[Timeline]] = {}
@@ -263,12 +259,8 @@ def script_evidence(
     The ranks of "all" wait for each other in the backward, so how long a rank works is seen in the rest of its step: a stranger is taken to
     be as much slower than the others as the rank in its place is.
 
-    Args:
-        launches: timelines by arm, of each time that all arms were launched: "one" has one, "strangers" and "all" one per rank.
-        notes: to be kept.
-        seconds: what the launches took.
-        threads: of each rank.
-        foreign: cores that other processes took meanwhile.
+    `launches`: timelines by arm, of each time that all arms were launched: "one" has one, "strangers" and "all" one per rank; `notes`: to
+    be kept; `seconds`: what the launches took; `threads`: of each rank; `foreign`: cores that other processes took meanwhile.
 
     Raises:
         ValueError: a launch has too few steps.

@@ -141,13 +141,9 @@ class BlockTimer:
     ) -> None:
         """Nothing runs yet.
 
-        Args:
-            step: does one optimizer step with the batch, or batches, that it is given.
-            peers: the ranks that take part.
-            device: where it computes.
-            clock: gives the time in seconds.
-            helpers: count waits for a core of all threads of the process; False = of the calling one alone, which is right where
-                operators run in it and the other threads (of gloo, say) work beside it.
+        `step`: does one optimizer step with the batch, or batches, that it is given; `peers`: the ranks that take part; `device`: where it
+        computes; `clock`: gives the time in seconds; `helpers`: count waits for a core of all threads of the process; False = of the
+        calling one alone, which is right where operators run in it and the other threads (of gloo, say) work beside it.
         """
         self.step, self.peers, self.device, self._helpers = step, peers, device, helpers
         self.timings = Timings()

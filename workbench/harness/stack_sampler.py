@@ -128,11 +128,9 @@ class StackSampler:
     ) -> None:
         """Prepare the sampler. It starts with the `with` block.
 
-        Args:
-            every: seconds between two samples.
-            fine: also sample short calls. All threads then wait less for the interpreter, which may change what is measured.
-            operators: does a line's time include operators of torch? If not, it is Python code, waiting, and other C code only.
-            clock: gives the time in seconds.
+        `every`: seconds between two samples; `fine`: also sample short calls. All threads then wait less for the interpreter, which may
+        change what is measured; `operators`: does a line's time include operators of torch? If not, it is Python code, waiting, and other C
+        code only; `clock`: gives the time in seconds.
         """
         self._every, self._fine, self._operators, self._clock = every, fine, operators, clock
         self._switch = 0.0
@@ -207,10 +205,7 @@ class StackSampler:
     def lines(self, calls: Collection[int] | None = None, *, most: int = 8, least: float = 0.01) -> tuple[tuple[str, float], ...]:
         """The user's lines with their share of the sampled time, largest first.
 
-        Args:
-            calls: calls of step() to include; None = all.
-            most: largest number of lines.
-            least: lines with a smaller share are left out.
+        `calls`: calls of step() to include; None = all; `most`: largest number of lines; `least`: lines with a smaller share are left out.
         """
         with self._lock:
             some = [dict(seen) for call, seen in self._seen.items() if calls is None or call in calls]

@@ -132,12 +132,8 @@ def trainings_to_go(
 ) -> int | None:
     """How many trainings more a search is likely to take, if they vary as those so far: LIKELY of DRAWS simulated ones have ended by then.
 
-    Args:
-        reruns: the trainings so far.
-        decide: what follows from some trainings.
-        guess: what differences may bring.
-        usual: as in `effect`.
-        recorded: what run A gave, which counts where it was not trained yet.
+    `reruns`: the trainings so far; `decide`: what follows from some trainings; `guess`: what differences may bring; `usual`: as in
+    `effect`; `recorded`: what run A gave, which counts where it was not trained yet.
 
     Returns:
         A number of trainings, FAR where it may be more; None = most searches end without an answer.
@@ -311,9 +307,8 @@ def _each(
 def recorded_change(values: tuple[float, float], blocks: tuple[Sequence[float], Sequence[float]]) -> Interval:
     """The log ratio of B's to A's recorded values, with Welch's interval over blocks of steps, which follow one another.
 
-    Args:
-        values: what each run gave.
-        blocks: what each gave in some blocks of steps, at least one each; those of one step follow each other too closely.
+    `values`: what each run gave; `blocks`: what each gave in some blocks of steps, at least one each; those of one step follow each other
+    too closely.
     """
     logs = [[math.log(value) for value in each] for each in blocks]
     mid = math.log(values[1] / values[0])

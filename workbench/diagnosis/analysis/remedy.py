@@ -135,12 +135,8 @@ def find_remedy(
     """One of some remedies: the best that can be proved (None), by its number from 1, by its name, or itself; or knobs with values, as a
     mapping or a text such as "num_workers=2".
 
-    Args:
-        remedies: the best first.
-        which: what the user gave.
-        of_knobs: knobs with values → a remedy.
-        nothing: names and numbers of all → why none of them can be proved.
-        whose: "this diagnosis has".
+    `remedies`: the best first; `which`: what the user gave; `of_knobs`: knobs with values → a remedy; `nothing`: names and numbers of all →
+    why none of them can be proved; `whose`: "this diagnosis has".
 
     Raises:
         ValueError: there is none, or none of that name or number.
@@ -242,10 +238,8 @@ def beside_loader(case: Case, speedup: Interval, saved: float) -> Interval:
 
     The full step is measured. If the loader takes d seconds more of it, training takes d seconds less, and the change saves less of them.
 
-    Args:
-        case: the step.
-        speedup: put into the full step, with the uncertainty of the change alone.
-        saved: fraction of training that the change saves.
+    `case`: the step; `speedup`: put into the full step, with the uncertainty of the change alone; `saved`: fraction of training that the
+    change saves.
     """
     if not speedup.mid > 0 or saved <= 0:
         return speedup
@@ -296,10 +290,8 @@ def from_formula(
 ) -> Remedy | None:
     """A remedy that a formula predicts.
 
-    Args:
-        errors: how far measurements lie from the prediction, as factors of the step: (0.95, 1.1) = 5 % less to 10 % more.
-        least: speedup from which on it is offered.
-        most: what the cores allow at most.
+    `errors`: how far measurements lie from the prediction, as factors of the step: (0.95, 1.1) = 5 % less to 10 % more; `least`: speedup
+    from which on it is offered; `most`: what the cores allow at most.
     """
     faster, slower = errors
     remedy = Remedy(
