@@ -81,11 +81,13 @@ def naive(model: nn.Module, batch: Any) -> Tensor:
     return (logits.exp().sum(1).log() - logits.gather(1, batch[1][:, None])[:, 0]).mean()
 
 
-def planted(sample: float | None = None, storm: bool = False, stretch: float = 1.0, seed: int = 0, batch: str = "", **task: Any) -> wb.Task:
+def planted(
+    sample: float | None = None, storm: bool = False, stretch: float = 1.0, seed: int = 0, batch: str = "", at: int = BAD, **task: Any
+) -> wb.Task:
     """Changes one sample of the bad step, or all: `batch` says how."""
 
     def change(inputs: Tensor, labels: Tensor) -> None:
-        index, whole = samples_of(BAD, seed)[3], samples_of(BAD, seed)
+        index, whole = samples_of(at, seed)[3], samples_of(at, seed)
         if batch == "duplicated":  # a sample that is labelled wrongly, as often as the batch has samples
             inputs[whole], labels[whole] = inputs[index].clone(), 1 - labels[index]
         if batch == "shifted":  # each label is that of the next sample of the data set
@@ -94,7 +96,7 @@ def planted(sample: float | None = None, storm: bool = False, stretch: float = 1
             inputs[index, 2] = sample * (1 - 2 * float(labels[index]))  # on the wrong side
         inputs[index] *= stretch
         if storm:
-            labels[samples_of(BAD, seed)] = 1 - labels[samples_of(BAD, seed)]
+            labels[whole] = 1 - labels[whole]
 
     made: dict[str, Any] = {"model": network, "loss": classify, "optimizer": "sgd(lr=0.3)"}
     return wb.Task(**made | {"dataset": lambda: Points(change)} | task)
@@ -114,6 +116,7 @@ overflow = functools.partial(planted, stretch=20.0, seed=3, model=linear, loss=n
 sound = functools.partial(planted)
 far = functools.partial(planted, model=linear, loss=squares, optimizer="sgd(lr=1e6)")
 far_adamw = functools.partial(planted, model=linear, loss=squares, optimizer="adamw(lr=1e4)")
+both = functools.partial(planted, math.nan, at=1, model=linear, loss=squares, optimizer="sgd(lr=1e6)")
 ten_times = functools.partial(planted, model=linear, loss=squares, optimizer="sgd(lr=0.5)")
 thousand_times = functools.partial(planted, model=linear, loss=squares, optimizer="sgd(lr=20.0, momentum=0.9)")
 swinging = functools.partial(planted, model=linear, loss=squares, optimizer="sgd(lr=0.2, momentum=0.9)")
@@ -211,6 +214,7 @@ def test_the_planted_cause_is_named(tmp_path: Path, alone: Ranks, task: str) -> 
     random = torch.get_rng_state()
     found = wb.replay(run)
     assert found.verdict == cause, found
+    assert found.also == (("data",) if task == "overflow" else ())  # other batches do not overflow
     if cause == "data":
         assert found.step == BAD
         assert rightly_blamed(task, found.samples), found
@@ -232,6 +236,13 @@ def test_the_cause_is_named_before_at_and_after_the_step_that_went_wrong(tmp_pat
         plain, *_, smaller = [trial for trial in found.trials if "batch" not in trial.name]
         assert f" to {max(plain.others, found.usual):.4g}; with {smaller.name} it becomes {smaller.others:.4g}" in str(found)
         assert smaller.others < plain.others
+
+
+def test_a_bad_batch_and_a_rate_that_is_too_large_are_both_named(tmp_path: Path, alone: Ranks) -> None:
+    found = wb.replay(trained(tmp_path / "run", alone, "both", steps=4))
+    assert (found.verdict, found.also, found.step, found.samples) == ("data", ("learning rate",), 1, (samples_of(1)[3],)), found
+    assert "step 1, data and learning rate; samples" in str(found)
+    assert f"but then, too, the update raises the loss of another batch, from 40.36 to {found.trials[3].others:.4g}" in str(found)
 
 
 def test_nothing_is_only_said_where_the_replay_shows_it(tmp_path: Path, alone: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:

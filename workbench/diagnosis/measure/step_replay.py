@@ -351,13 +351,14 @@ class _Judge:
             return self._result("nothing", "gradients overflowed at this loss scale, and the scaler left the update out, as it is made to")
         if not here.ordinary(plain):
             if here.mends(higher, plain, [loss for step, loss in self.losses.items() if step < self.taken.step and math.isfinite(loss)]):
-                return self._result("numerics", in_higher, also=["data"] if here.ordinary(other) else [])
+                data, beside = here.ordinary(other), ", and with the batch of a later step it is an ordinary one in the run's precision"
+                return self._result("numerics", in_higher + beside * data, also=["data"] * data)
             if not here.ordinary(other):
                 return self._result("every batch")
-            also = ["learning rate"] if here.worse(other.others, here.rest) else []
-            return self._result(
-                "data", samples=_blamed(self.player, self.taken, self.others, here.ordinary, self.trials, self.say), also=also
-            )
+            also = ["learning rate"] * here.worse(other.others, here.rest)
+            why = f"but then, too, the update raises the loss of another batch, from {text(here.rest)} to {text(other.others)}" * len(also)
+            samples = _blamed(self.player, self.taken, self.others, here.ordinary, self.trials, self.say)
+            return self._result("data", why, samples=samples, also=also)
         if here.worse(plain.others):
             return self._update([self.taken], here, plain, higher, slower)
         if place < last:
