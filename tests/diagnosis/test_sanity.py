@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,11 +26,11 @@ CLASSES, WIDTH = 4, 6
 class Blobs(Dataset[tuple[Tensor, Tensor]]):
     """Points around the centres of classes."""
 
-    def __init__(self, change: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = lambda x, y: (x, y)) -> None:
+    def __init__(self, change: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = lambda x, y: (x, y), count: int = 2048) -> None:
         generator = torch.Generator().manual_seed(0)
-        labels = torch.randint(CLASSES, (2048,), generator=generator)
+        labels = torch.randint(CLASSES, (count,), generator=generator)
         centres = torch.randn(CLASSES, WIDTH, generator=generator) * 1.5
-        self.inputs, self.labels = change(centres[labels] + torch.randn(2048, WIDTH, generator=generator), labels)
+        self.inputs, self.labels = change(centres[labels] + torch.randn(count, WIDTH, generator=generator), labels)
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -176,6 +177,37 @@ def test_a_mean_squared_error_is_held_against_the_variance(offset: float, scale:
     check = next(each for each in sanity.check(training, Impatient(), ["initial loss"]))
     assert check.passed is passed, check
     assert says in check.figure
+
+
+@pytest.mark.parametrize("in_training_mode", [False, True])
+def test_an_evaluation_of_validation_batches_is_tried(in_training_mode: bool) -> None:
+    def evaluate(model: nn.Module, batch: Any) -> dict[str, Tensor]:
+        model.train(in_training_mode)
+        return {"logits": model(batch[0]), "targets": batch[1]}
+
+    made = task(validation=lambda: Blobs(count=40), evaluate=evaluate)
+    training = of_task(made, wb.RunSpec(task="sound", device="cpu"), ())
+    (check,) = sanity.check(training, Impatient(), ["modes"])
+    assert check.passed is not in_training_mode, check
+    assert f"evaluate runs in {'training' if in_training_mode else 'evaluation'} mode" in check.figure
+
+
+def test_labels_from_which_few_samples_teach_nothing_are_doubtful() -> None:
+    """A fault is not proved by so few; right labels of these samples do teach something."""
+    checks, most = list[Check](), 40  # classes that the model knows, of which the samples are too few
+    for change in (shuffled, lambda *given: given):
+        made = task(dataset=lambda change=change: Blobs(change, 1000), model=lambda: nn.Linear(WIDTH, most))
+        training = of_task(made, wb.RunSpec(task="sound", device="cpu", micro_batch=8), ())
+        line = SimpleNamespace(left=1e3, say=lambda *_: None)
+        checks += sanity.check(training, line, ["label alignment"])
+    wrong, right = checks
+    assert right.passed, right
+    assert (wrong.passed, wrong.cause) == (None, "labels_carry_nothing"), wrong
+    assert f"with {30 * most} targets this would be a fault" in wrong.figure
+    report = SanityReport(target="mine", checks=(wrong,), seconds=1.0)
+    assert report.ok
+    assert "Doubtful is label alignment: " in report.verdict
+    assert CAUSES["labels_carry_nothing"] in report.verdict
 
 
 def test_what_is_frozen_on_purpose_is_said() -> None:

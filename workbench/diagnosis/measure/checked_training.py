@@ -1,7 +1,6 @@
 """The training that `wb.sanity` checks, of a Task or of a step with its loader, and what its first steps show."""
 
 import contextlib
-import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -28,6 +27,7 @@ from workbench.train.random_numbers import seed_all
 from workbench.train.ranks import choose_device
 from workbench.train.step_weights import weight_of
 from workbench.train.trainer import build_model, loss_of
+from workbench.train.validation import evaluate_alone, validation_data
 
 OBSERVED = 4
 """Steps that are watched: a layer that begins at zero gets its gradient after the first."""
@@ -136,7 +136,6 @@ def of_task(task: Task, spec: RunSpec, frozen: Sequence[str]) -> Training:
         optimizer.zero_grad()
         return value.detach()
 
-    evaluate = functools.partial(task.evaluate, model) if task.evaluate else None
     return Training(
         step,
         [model],
@@ -145,7 +144,7 @@ def of_task(task: Task, spec: RunSpec, frozen: Sequence[str]) -> Training:
         few=lambda count: samples(0, count),
         part=samples,
         loss=loss,
-        evaluate=evaluate,
+        evaluate=(lambda: evaluate_alone(task, model, task.validation and validation_data(task), FEW, device)) if task.evaluate else None,
         frozen=frozen,
         weight=(lambda batch: float(weight_of(task, batch))) if task.weight else None,
     )

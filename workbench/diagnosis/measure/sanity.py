@@ -343,8 +343,8 @@ def _modes(training: Training, seen: Seen, line: Line, done: dict[str, Check]) -
         finally:
             handle.remove()
         if any(modes):
-            return _judged("evaluate(model) runs in training mode", "evaluates_in_train_mode")
-        figure += "; evaluate(model) runs in evaluation mode"
+            return _judged("evaluate runs in training mode", "evaluates_in_train_mode")
+        figure += "; evaluate runs in evaluation mode"
     return _judged(figure)
 
 
@@ -476,9 +476,11 @@ def _label_alignment(training: Training, seen: Seen, line: Line, done: dict[str,
     if mean > 3 * error and mean > 0.01 * usual:
         return _judged(figure)
     needed = 30 * call.input.shape[1] if call.name in ("cross_entropy", "nll_loss") and call.input.ndim > 1 else 500
-    if samples >= needed and mean + 2 * error < 0.05 * usual:
-        return _judged(f"{figure}, after {samples} targets", "labels_carry_nothing")
-    raise Unjudged(f"{figure}, after {samples} targets: too few to tell{more}")
+    figure += f", after {samples} targets"
+    if samples >= needed / 3 and mean + 2 * error < 0.05 * usual:
+        sure, few = _judged(figure, "labels_carry_nothing"), f"{figure}; with {needed} targets this would be a fault{more}"
+        return sure if samples >= needed else replace(sure, passed=None, figure=few)
+    raise Unjudged(f"{figure}: too few to tell{more}")
 
 
 _JUDGES: dict[str, Callable[[Training, Seen, Line, dict[str, Check]], Check]] = {
