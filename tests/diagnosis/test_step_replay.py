@@ -3,6 +3,7 @@
 import functools
 import json
 import math
+import random
 import os
 import shutil
 import time
@@ -319,6 +320,11 @@ def test_the_first_bad_step() -> None:
     assert first_bad_step({1: 2.0, 2: 2.2, 3: 1.8, 4: 2.4}) is None
     assert first_bad_step({1: 2.0, 2: 19.0, 3: 18.0}) is None
     assert first_bad_step({1: 2.0, 2: 1.7e10}) == 2  # far above those before it, though they are few
+    assert first_bad_step({1: 2.0, 2: 9.0, 3: 2.0, 4: 2.1, 5: 80.0, 6: 900.0, 7: math.nan}) == 5  # where it began to rise to NaN
+    noisy = [0.002 * math.exp(1.5 * random.Random(seed).gauss(0, 1)) for seed in range(500)]
+    assert max(noisy[i] / max(noisy[i - 20 : i]) for i in range(30, 500)) > 1.5  # one of them is half as much again as twenty before it
+    assert first_bad_step(dict(enumerate(noisy, start=1))) is None
+    assert first_bad_step(dict(enumerate([*noisy, math.nan], start=1))) == 501
     risen = dict(enumerate([2.0] * 20 + [9.0] * 25, start=1))
     assert (set(ordinary_losses(risen, 30)), set(ordinary_losses(risen, 45))) == ({2.0}, {9.0})
 

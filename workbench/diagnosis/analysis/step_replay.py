@@ -9,6 +9,7 @@ from itertools import pairwise
 from workbench.core.brief import Briefed
 from workbench.core.codec import JsonDataclass
 from workbench.core.display import table as display
+from workbench.runs.health import LEAST, spikes
 
 VERDICTS: Mapping[str, str] = {
     "data": "the batch is to blame: with other samples and the same weights the step is an ordinary one",
@@ -169,17 +170,29 @@ def drift(known: Sequence[float]) -> float:
 
 
 def first_bad_step(losses: Mapping[int, float]) -> int | None:
-    """The first step whose loss stands out of those before it; None = there is none.
+    """The step of a run to repeat: where its loss began to stand out and became NaN or infinite, or jumped; None = there is none.
+
+    A loss that is not finite comes first, whatever jumped before it. Losses that follow others by `LEAST` steps or more jump where
+    `health` says so; for those before, it knows too few to tell.
 
     >>> first_bad_step({1: 2.0, 2: 1.9, 3: 1.8, 4: 9.0, 5: 1.7})
     4
+    >>> first_bad_step({1: 2.0, 2: 9.0, 3: 2.0, 4: 2.1, 5: 80.0, 6: math.nan})
+    5
     """
-    before: list[float] = []
-    for step, loss in sorted(losses.items()):
-        if stands_out(loss, before):
-            return step
-        before = [*before, loss][-WINDOW:]
-    return None
+    steps = sorted(losses)
+    bad = next((place for place, step in enumerate(steps) if not math.isfinite(losses[step])), None)
+    if bad is not None:
+        while bad and stands_out(losses[steps[bad - 1]], [losses[step] for step in steps[max(0, bad - 1 - WINDOW) : bad - 1]]):
+            bad -= 1  # it had risen in the steps before
+        return steps[bad]
+    early = [
+        place
+        for place in range(min(LEAST, len(steps)))
+        if stands_out(losses[steps[place]], [losses[step] for step in steps[max(0, place - WINDOW) : place]])
+    ]
+    jumps = [spike.step for spike in spikes([(step, losses[step]) for step in steps]) if spike.step is not None]
+    return min([*(steps[place] for place in early), *jumps], default=None)
 
 
 def stands_out(loss: float, before: Sequence[float]) -> bool:
