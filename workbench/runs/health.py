@@ -284,8 +284,14 @@ class _Recent:
         return self._sorted[-1]
 
 
-def spikes(losses: Sequence[tuple[int, float]], most: int = 3) -> list[Fault]:
-    """Steps in which the loss jumps up, out of proportion to how much it varied before."""
+def spikes(losses: Sequence[tuple[int, float]], most: int = 3, surely: bool = True) -> list[Fault]:
+    """Steps in which the loss jumps up, out of proportion to how much it varied before.
+
+    Args:
+        losses: (step, loss).
+        most: spikes that are listed one by one.
+        surely: a spike of a single step must stand out more than one that lasts, as it may be chance.
+    """
     recent, level, above = _Recent(), _Recent(LEVEL), _Recent()  # of a falling loss the level is that of the last steps
     faults: list[Fault] = []
     count, quiet_until = 0, -1
@@ -297,7 +303,7 @@ def spikes(losses: Sequence[tuple[int, float]], most: int = 3) -> list[Fault]:
             later = [value - usual for _, value in finite[place + 1 : place + 6]]
             limit = max(SPIKE * noise, 2 * largest)
             lasts = sum(value > max(4 * noise, largest) for value in later) >= LASTS
-            if over > limit and noise > 0 and (lasts or over > max(2 * limit, ALONE * largest)):
+            if over > limit and noise > 0 and (lasts or not surely or over > max(2 * limit, ALONE * largest)):
                 after = next((at for at in range(place, len(finite)) if finite[at][1] - usual < 3 * noise), len(finite))
                 count, quiet_until = count + 1, max(place + 20, after)  # until then it is the same spike
                 back = f"back in step {finite[after][0]}" if after < len(finite) else "not back yet"

@@ -29,6 +29,8 @@ EARLY = 10.0
 """Times the largest loss before it, from which on a loss stands out where there are fewer than `FEW` before it."""
 FEW = 3
 """Losses before a step that suffice to tell how much they vary."""
+DEVIATIONS = 4.0
+"""Standard deviations by which a loss must stand out among the first ones: less comes by chance in one of a thousand runs."""
 WINDOW = 20
 """Losses before a step that are looked at."""
 
@@ -172,8 +174,8 @@ def drift(known: Sequence[float]) -> float:
 def first_bad_step(losses: Mapping[int, float]) -> int | None:
     """The step of a run to repeat: where its loss began to stand out and became NaN or infinite, or jumped; None = there is none.
 
-    A loss that is not finite comes first, whatever jumped before it. Losses that follow others by `LEAST` steps or more jump where
-    `health` says so; for those before, it knows too few to tell.
+    A loss that is not finite comes first, whatever jumped before it. From step `LEAST` on, `spikes` finds the jumps; it knows too few
+    losses before that.
 
     >>> first_bad_step({1: 2.0, 2: 1.9, 3: 1.8, 4: 9.0, 5: 1.7})
     4
@@ -186,13 +188,27 @@ def first_bad_step(losses: Mapping[int, float]) -> int | None:
         while bad and stands_out(losses[steps[bad - 1]], [losses[step] for step in steps[max(0, bad - 1 - WINDOW) : bad - 1]]):
             bad -= 1  # it had risen in the steps before
         return steps[bad]
-    early = [
-        place
-        for place in range(min(LEAST, len(steps)))
-        if stands_out(losses[steps[place]], [losses[step] for step in steps[max(0, place - WINDOW) : place]])
-    ]
-    jumps = [spike.step for spike in spikes([(step, losses[step]) for step in steps]) if spike.step is not None]
+    noise = _relative_noise([losses[step] for step in steps[: 2 * LEAST]])
+    early = [place for place in range(min(LEAST, len(steps))) if _jumps([losses[step] for step in steps[: place + 1]], noise)]
+    known = [(step, losses[step]) for step in steps]
+    jumps = [spike.step for spike in spikes(known) or spikes(known, surely=False) if spike.step is not None]
     return min([*(steps[place] for place in early), *jumps], default=None)
+
+
+def _relative_noise(losses: Sequence[float]) -> float:
+    """How much losses vary around their course: the standard deviation of their logarithms, by steps from one to the next; 0 = not known."""
+    changes = [math.log(b / a) for a, b in pairwise(losses) if 0 < a < math.inf and 0 < b < math.inf]
+    if len(changes) < 3 * FEW:
+        return 0.0
+    usual = statistics.median(changes)
+    return 1.4826 * statistics.median(abs(change - usual) for change in changes) / math.sqrt(2)
+
+
+def _jumps(losses: Sequence[float], noise: float) -> bool:
+    """Whether the last of some losses stands out of those before, and not by the noise of all."""
+    *before, loss = losses[-WINDOW - 1 :]
+    usual = statistics.median(before) if before else 0.0
+    return stands_out(loss, before) and (usual <= 0 or math.log(loss / usual) > DEVIATIONS * noise)
 
 
 def stands_out(loss: float, before: Sequence[float]) -> bool:
