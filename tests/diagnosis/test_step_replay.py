@@ -3,8 +3,8 @@
 import functools
 import json
 import math
-import random
 import os
+import random
 import shutil
 import time
 from collections.abc import Callable, Iterator

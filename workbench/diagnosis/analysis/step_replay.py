@@ -196,7 +196,7 @@ def first_bad_step(losses: Mapping[int, float]) -> int | None:
 
 
 def _relative_noise(losses: Sequence[float]) -> float:
-    """How much losses vary around their course: the standard deviation of their logarithms, by steps from one to the next; 0 = not known."""
+    """How much losses vary around their course: the standard deviation of their logarithms, from one step to the next; 0 = not known."""
     changes = [math.log(b / a) for a, b in pairwise(losses) if 0 < a < math.inf and 0 < b < math.inf]
     if len(changes) < 3 * FEW:
         return 0.0
