@@ -19,19 +19,8 @@ from tests.conftest import HandMade
 from workbench.__main__ import main
 from workbench.core import run_directory
 from workbench.core.brief import BRIEF_BYTES
-from workbench.runs.health import (
-    Fault,
-    Health,
-    changes,
-    exploding,
-    health,
-    not_falling,
-    not_finite,
-    not_seen_to_fall,
-    rises_of,
-    slow_ranks,
-    spikes,
-)
+from workbench.runs.health import Health, changes, health, not_finite, slow_ranks
+from workbench.runs.loss_faults import Fault, explodes_at_once, exploding, not_falling, not_seen_to_fall, rises_of, spikes
 from workbench.runs.run import Run
 from workbench.runs.spec import RunSpec, ScriptSpec
 from workbench.timeline.analysis.told import Told, digest
@@ -74,7 +63,7 @@ HEALTHY = (classifier, language_model, tiny_batches, converged, contrastive)
 def test_healthy_losses_raise_no_alarm(seed: int, n: int, kind: Callable[[random.Random, int], Losses]) -> None:
     losses = kind(random.Random(seed), n)
 
-    assert not [*not_finite(losses, {}), *spikes(losses), *not_falling(losses)]
+    assert not [*not_finite(losses, {}), *explodes_at_once(losses), *spikes(losses), *not_falling(losses)]
 
 
 def test_a_loss_that_noise_hides_is_told_to_be_hidden() -> None:
@@ -107,6 +96,43 @@ def test_a_spike_is_found_at_its_step(seed: int, at: int, kind: Callable[[random
     assert fault.step is not None
     assert at - 1 <= fault.step <= at + 2
     assert "back in step" in fault.message
+
+
+@given(seed=st.integers(0, 10**6), at=st.integers(1, 25))
+@settings(max_examples=40, deadline=None)
+def test_a_loss_that_explodes_in_the_first_steps_is_found(seed: int, at: int) -> None:
+    r = random.Random(seed)
+    losses = [(i + 1, (2.3 if i < at else 1e4) * math.exp(r.gauss(0, 0.3))) for i in range(60)]
+
+    (fault,) = explodes_at_once(losses)
+
+    assert fault.step == at + 1
+
+
+def test_losses_of_single_samples_do_not_explode() -> None:
+    draws = [[(i + 1, r.gauss(0, 1) ** 2) for i in range(60)] for r in map(random.Random, range(300))]
+    assert sum(bool(explodes_at_once(losses)) for losses in draws) <= 3
+
+
+def test_a_loss_that_stays_is_found_in_its_noise() -> None:
+    found = dict.fromkeys((0.0, 0.4), 0)
+    for lr in found:
+        for seed in range(40):
+            r = random.Random(seed)
+            losses = [(i + 1, 2.3 * (1 - lr * i / 500) + r.gauss(0, 0.2)) for i in range(500)]
+            found[lr] += bool(not_falling(losses))
+    assert found[0.0] >= 20
+    assert found[0.4] == 0
+
+
+def test_a_hint_names_what_a_run_does_not_have_yet(by_hand: Make) -> None:
+    run = by_hand(spec=RunSpec(task="text-gpt", clip_grad_norm=0.5, warmup_steps=10).to_json())
+    writer = run_directory.LineWriter(run.path / run_directory.METRICS)
+    writer.write([{"step": i + 1, "lr": 0.1, "loss": math.nan if i > 4 else 2.0} for i in range(8)])
+    writer.close()
+    run.ended("finished")
+    (fault,) = health(run.path).faults
+    assert fault.hint.startswith("a smaller learning rate, a longer warm-up, a clip_grad_norm below 0.5; ")
 
 
 # --- a loss that rises and stays up

@@ -111,7 +111,7 @@ def test_a_utilisation_that_cannot_be_is_refused(tmp_path: Path) -> None:
     [
         {},
         {"checkpointing": "full", "micro_batch": "auto"},
-        {"nproc_per_node": 2, "parallel": "fsdp", "optimizer": "muon"},
+        {"nproc_per_node": 2, "parallel": "fsdp", "optimizer": "adamw"},
         {"nproc_per_node": 2, "pipeline_parallel": 2, "accumulation": 2},
     ],
     ids=str,

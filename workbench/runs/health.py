@@ -4,54 +4,29 @@ Each is held against the run's own noise, not against a fixed threshold: a spike
 against how much ranks differ anyway. `health(run)` gives all of it, with the hang, if there was one.
 """
 
+import dataclasses
 import math
 import os
-import sys
-from bisect import bisect_left, insort
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from statistics import linear_regression, median
+from statistics import median
 from typing import Any
 
 from workbench.core import brief, run_directory, units
-from workbench.core.checks import is_number, is_whole
+from workbench.core.checks import is_whole
 from workbench.core.codec import to_json
 from workbench.core.synonyms import accept_synonyms
 from workbench.core.vocabulary import PHASES
+from workbench.runs.loss_faults import LEAST, Fault, explodes_at_once, exploding, not_falling, not_seen_to_fall, rises_of, spikes
 from workbench.runs.rank_ends import MANY_RANKS
 from workbench.runs.rows import RunRows, losses_of
 from workbench.runs.run import Run
-from workbench.runs.spec import ScriptSpec
+from workbench.runs.spec import RunSpec, ScriptSpec
 from workbench.timeline.analysis.told import MEETS, NOT_FINITE, NOT_TIME, REDUCTION, Told, waited_for
 from workbench.timeline.timeline import Timeline
 
-WINDOW = 200
-"""Values before a step that say how much the run varies."""
-LEVEL = 15
-"""Losses whose median is the level that a loss has now."""
-LEAST = 30
-"""Values that are needed before anything can be called out of the ordinary."""
-SPIKE = 10.0
-"""Deviations (scaled MAD) above the running median that make a spike, if it is also twice the largest deviation of the window and lasts."""
-ALONE = 8.0
-"""Times the largest deviation of the window, for a spike of a single step."""
-LASTS = 3
-"""Of the next five steps, how many must be high as well, where a spike is smaller."""
-EXPLODES = 10.0
-"""Times the usual norm of the gradients for which they explode."""
-FLAT = 0.02
-"""A loss whose fall over the run is surely less than this share of it does not fall."""
-LONG = 100
-"""Steps before a loss is said not to fall."""
 MOST_STEPS = 5_000
 """Steps, the last ones, in which ranks are compared."""
-LASTING = 0.25
-"""Part of the losses for which a loss must have been higher, where it came down again: with the order of samples, it comes and goes."""
-CLEAR = 4.0
-"""Standard errors by which a loss must be higher, where neighbouring losses are correlated."""
-MOST_CORRELATED = 0.99
-"""Largest correlation of neighbouring losses that is reckoned with."""
 EPISODE, DIPS = 8, 0.25
 """Steps that a rank must be slow in a row, and by which share of a step, to be named."""
 
@@ -67,30 +42,11 @@ MANY = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fault:
-    """Something that went wrong in a run."""
-
-    kind: str
-    """"hang", "not finite", "spike", "rise", "not falling", "exploding gradients", "slow rank", "change" or "failed"."""
-    step: int | None
-    """The first step in which it shows, from 1; None = it belongs to no step."""
-    rank: int | None
-    """The rank; None = all, or not known."""
-    message: str
-    """What was seen, with its figures."""
-    hint: str
-    """What to try."""
-
-    def __str__(self) -> str:
-        return f"{self.message}: {self.hint}" if self.hint else self.message
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Health:
     """What went wrong in a run, and what was looked at."""
 
     faults: tuple[Fault, ...]
-    """What was seen, by step."""
+    """What was seen, by step; slow ranks last."""
     losses: int
     """Losses that were looked at."""
     ranks: int
@@ -146,14 +102,15 @@ def health(run: Run | str | os.PathLike[str]) -> Health:
         message = f"{'the run' if error.rank is None else f'rank {error.rank}'}: {error.message}"
         message += f", at {error.place}" if error.place else ""
         faults.append(Fault(kind="failed", step=None, rank=error.rank, message=message, hint=error.hint or ""))
-    faults += not_finite(losses, rows) + spikes(losses) + not_falling(losses)
+    faults += not_finite(losses, rows) + explodes_at_once(losses) + spikes(losses) + not_falling(losses)
     told = [alarm.step for more in rows.values() for row in more if (alarm := Told.of_row(row.get("alarm"))) and alarm.phase == "loss"]
     told += [fault.step for fault in faults if fault.kind == "spike" and fault.step is not None]
     rises, with_rate = rises_of(losses, [row.get("lr") for row in metrics if row.get("loss") is not None])
     faults += [rise for rise in rises if rise.step is None or not any(abs(rise.step - step) <= 2 * MEETS for step in told)]
     faults += exploding(files.read(run_directory.noise_file(0))) or exploding(files.read(run_directory.GRADIENTS)) or exploding(metrics)
     faults += slow_ranks(timelines) + changes(rows)
-    faults.sort(key=lambda fault: -1 if fault.step is None else fault.step)
+    faults = [dataclasses.replace(fault, hint=_beside(run.spec, fault.hint)) for fault in faults]
+    faults.sort(key=lambda fault: (fault.kind == "slow rank", -1 if fault.step is None else fault.step))
     no_loss = "" if losses or not isinstance(run.spec, ScriptSpec) else NO_LOSS
     notes = tuple(filter(None, [not_seen_to_fall(losses), *with_rate, no_loss, MANY * many]))
     return Health(faults=tuple(faults), losses=len(losses), ranks=len(timelines), notes=notes)
@@ -252,6 +209,17 @@ def _higher_losses(told: Sequence[Told], ranks: int) -> list[Fault]:
     return faults
 
 
+def _beside(spec: RunSpec | ScriptSpec, hint: str) -> str:
+    """A hint that does not name what the run has already."""
+    if not isinstance(spec, RunSpec):
+        return hint
+    if spec.clip_grad_norm is not None:
+        hint = hint.replace("clip_grad_norm=1.0", f"a clip_grad_norm below {spec.clip_grad_norm:g}")
+    if spec.warmup_steps:
+        hint = hint.replace("a warm-up", "a longer warm-up")
+    return hint if spec.precision == "amp_fp16" else hint.replace(", or precision='amp_bf16'", "")
+
+
 def new_faults(run: Run) -> list[Fault]:
     """The faults that the notes of a run do not say already."""
     return [
@@ -259,200 +227,6 @@ def new_faults(run: Run) -> list[Fault]:
         for fault in health(run).faults
         if fault.kind not in ("hang", "change", "failed") and (fault.kind != "not finite" or fault.rank is not None)
     ]
-
-
-class _Recent:
-    """The last values, in order, for medians."""
-
-    def __init__(self, window: int = WINDOW) -> None:
-        self.values: list[float] = []
-        self._sorted: list[float] = []
-        self._window = window
-
-    def add(self, value: float) -> None:
-        self.values.append(value)
-        insort(self._sorted, value)
-        if len(self.values) > self._window:
-            del self._sorted[bisect_left(self._sorted, self.values.pop(0))]
-
-    @property
-    def middle(self) -> float:
-        return self._sorted[len(self._sorted) // 2]
-
-    @property
-    def largest(self) -> float:
-        return self._sorted[-1]
-
-
-def spikes(losses: Sequence[tuple[int, float]], most: int = 3, surely: bool = True) -> list[Fault]:
-    """Steps in which the loss jumps up, out of proportion to how much it varied before.
-
-    Args:
-        losses: (step, loss).
-        most: spikes that are listed one by one.
-        surely: a spike of a single step must stand out more than one that lasts, as it may be chance.
-    """
-    recent, level, above = _Recent(), _Recent(LEVEL), _Recent()  # of a falling loss the level is that of the last steps
-    faults: list[Fault] = []
-    count, quiet_until = 0, -1
-    finite = [(step, loss) for step, loss in losses if math.isfinite(loss)]
-    for place, (step, loss) in enumerate(finite):
-        if len(recent.values) >= LEAST and place > quiet_until:
-            usual, noise, largest = level.middle, 1.4826 * recent.middle, max(above.values)
-            over = loss - usual
-            later = [value - usual for _, value in finite[place + 1 : place + 6]]
-            limit = max(SPIKE * noise, 2 * largest)
-            lasts = sum(value > max(4 * noise, largest) for value in later) >= LASTS
-            if over > limit and noise > 0 and (lasts or not surely or over > max(2 * limit, ALONE * largest)):
-                after = next((at for at in range(place, len(finite)) if finite[at][1] - usual < 3 * noise), len(finite))
-                count, quiet_until = count + 1, max(place + 20, after)  # until then it is the same spike
-                back = f"back in step {finite[after][0]}" if after < len(finite) else "not back yet"
-                message = f"the loss jumps from {usual:.4g} to {loss:.4g} in step {step} ({over / noise:.0f} times its noise), {back}"
-                hint = "a smaller learning rate, clip_grad_norm=1.0, or look at the samples of that step"
-                faults.append(Fault(kind="spike", step=step, rank=None, message=message, hint=hint))
-        if place > quiet_until or not level.values:
-            level.add(loss)
-            recent.add(abs(loss - level.middle))
-            above.add(max(loss - level.middle, 0.0))
-    if count > most:
-        faults = [*faults[:most], Fault(kind="spike", step=faults[most].step, rank=None, message=f"{count - most} more spikes", hint="")]
-    return faults
-
-
-def rises_of(losses: Sequence[tuple[int, float]], rates: Sequence[Any] = ()) -> tuple[list[Fault], list[str]]:
-    """Steps since which the loss is higher for good, or was for long: change points, as `launch(watch="always")` follows them.
-
-    Args:
-        losses: (step, loss); where one is 0 or less, nothing is looked for.
-        rates: the learning rate in each of these steps; empty = not known.
-
-    Returns:
-        The faults; and notes on rises that came with a higher learning rate and are still there, as in the last of several cycles.
-    """
-    from workbench.timeline.analysis.change_points import BLOCK, NEAR, ChangePoints  # they load numpy
-    from workbench.timeline.analysis.step_table import blocks_of_losses
-
-    values = [loss if math.isfinite(loss) else math.nan for _, loss in losses]
-    if len(values) < LONG or any(value <= 0 for value in values):
-        return [], []
-    blocks = blocks_of_losses(values[: len(values) // BLOCK * BLOCK], 1)
-    faults, notes = [], []
-    for change in ChangePoints(("loss",), upward=True).add_blocks(0, blocks, waits=False):
-        middles = [median(values[at : at + LEVEL]) for at in range(change.step, len(values) - LEVEL + 1, BLOCK)]
-        halfway = (change.before + change.after) / 2
-        back = next((change.step + BLOCK * place for place, middle in enumerate(middles) if middle < halfway), None)
-        if back is not None and back - change.step < LASTING * len(values):
-            continue
-        parts = values[max(0, change.step - NEAR * BLOCK) : change.step], values[change.step : change.step + NEAR * BLOCK]
-        if change.after - change.before < CLEAR * _error(parts, _noise(*parts)):
-            continue  # losses that hang together come and go that far
-        step, share = losses[change.step][0], units.percent(change.ratio - 1)
-        message = f"since step {step:,} the loss is {share} higher ({change.before:.4g} → {change.after:.4g})"
-        before, since = rates[max(0, change.step - NEAR * BLOCK) : change.step], rates[change.step : change.told + 1]
-        if all(map(is_number, (*before, *since))) and before and since and max(since) > (usual := median(before)):
-            if back is None:
-                notes.append(f"{message}, where the learning rate went from {usual:.3g} to {max(since):.3g}: is it too large?")
-            continue
-        ended = "" if back is None else f", until step {losses[back][0]:,}"
-        hint = "the samples from there on, or the learning rate?"
-        faults.append(Fault(kind="rise", step=step, rank=None, message=message + ended, hint=hint))
-    return faults, notes
-
-
-def not_falling(losses: Sequence[tuple[int, float]]) -> list[Fault]:
-    """A loss that surely has not fallen over the whole run; where it may have, and noise hides it, nothing is said."""
-    values = [loss for _, loss in losses if math.isfinite(loss)]
-    if len(values) < LONG or len(values) < len(losses):
-        return []
-    part = len(values) // 4
-    first, last = values[:part], values[-part:]
-    fall, error = _fall(first, last, values)
-    level = abs(median(first))
-    earliest = median(values[: max(5, part // 5)])  # it may have fallen at once, and have stayed there
-    if level == 0 or fall + 2 * error > FLAT * level or earliest - median(last) > max(3 * FLAT * level, 4 * error):
-        return []
-    how = f"rises from {median(first):.4g} to {median(last):.4g}" if fall < -2 * error else f"stays at {median(last):.4g}"
-    message = f"the loss {how} over {len(values)} steps"
-    hint = "is the learning rate too small or too large, are labels shuffled, are weights frozen? wb.sanity and wb.find_lr find out"
-    return [Fault(kind="not falling", step=losses[0][0], rank=None, message=message, hint=hint)]
-
-
-def not_seen_to_fall(losses: Sequence[tuple[int, float]]) -> str:
-    """A note that a loss that is not said to stay did not fall beyond its noise in the later half of a run; "" = it did.
-
-    A training that has converged has it as well as one that has stalled: which of them it is, only its level tells.
-    """
-    values = [loss for _, loss in losses if math.isfinite(loss)]
-    if len(values) < LONG or len(values) < len(losses) or not_falling(losses):
-        return ""
-    later = values[len(values) // 2 :]
-    middle = len(later) // 2
-    (fall, error), level = _fall(later[:middle], later[-middle:]), abs(median(later[:middle]))
-    if level == 0 or fall > 2 * error:
-        return ""
-    by, when = f"{round(100 * abs(fall) / level)} ± {200 * error / level:.0f} %", f"in the last {len(later)} of {len(values)} steps"
-    if fall < -2 * error:
-        return f"{when} the loss rose by {by}: is the learning rate too large there, or did the data change?"
-    sign = "-" if fall < 0 else ""
-    return f"{when} no fall of the loss can be told from its noise: it fell by {sign}{by}"
-
-
-def _fall(first: Sequence[float], last: Sequence[float], whole: Sequence[float] = ()) -> tuple[float, float]:
-    """By how much the median fell between two parts, and the standard error of that; by the noise of the whole if given."""
-    return median(first) - median(last), _error((first, last), _noise(whole) if whole else _noise(first, last))
-
-
-def _error(parts: Sequence[Sequence[float]], noise: float) -> float:
-    """The standard error of the difference between the medians of two parts, by the variance of the noise of single values."""
-    return 1.25 * math.sqrt(noise * sum(1 / len(part) for part in parts))
-
-
-def _noise(*parts: Sequence[float]) -> float:
-    """The variance of values around a straight line in each part, larger where neighbours are correlated.
-
-    n values with a correlation r of neighbours tell as much of a mean as n (1 - r) / (1 + r) independent ones, as in an autoregressive
-    process of the first order. Around a line r comes out too small by about (2 + 4 r) / n, by simulation more near 1, and this is added.
-    """
-    rests = [_about_line(part) for part in parts]
-    count, power = sum(map(len, rests)), sum(value * value for rest in rests for value in rest)
-    r = sum(one * other for rest in rests for one, other in pairwise(rest)) / (power or 1.0)
-    r = min(max(0.0, r + (2 + 4 * r) * len(rests) / count), MOST_CORRELATED)
-    return power / count * (1 + r) / (1 - r)
-
-
-def _about_line(values: Sequence[float]) -> list[float]:
-    """What is left of values without the straight line through them."""
-    slope, start = linear_regression(range(len(values)), values)
-    return [value - start - slope * place for place, value in enumerate(values)]
-
-
-def exploding(rows: Sequence[Mapping[str, Any]]) -> list[Fault]:
-    """Gradients whose norm grows far beyond what is usual, and stays there; from rows of `noise_scale=`, `gradient_norms=` or METRICS."""
-    norms = [(row["step"], _norm(row)) for row in rows if is_whole(row.get("step"))]
-    known = sorted({step: norm for step, norm in norms if norm is not None}.items())  # after a restart steps are repeated
-    recent = _Recent()
-    for place in range(len(known) - 2):
-        usual, now = recent.middle if place >= LEAST else 0.0, [norm for _, norm in known[place : place + 3]]
-        if usual > 0 and min(now) > max(EXPLODES * usual, 2 * recent.largest):
-            within = known[place + 2][0] - known[place - 1][0]
-            message = (
-                f"the norm of the gradients grows from {usual:.3g} to {now[-1]:.3g} within {within} steps, from step {known[place][0]} on"
-            )
-            hint = "clip_grad_norm=1.0, a smaller learning rate or a warm-up"
-            return [Fault(kind="exploding gradients", step=known[place][0], rank=None, message=message, hint=hint)]
-        recent.add(now[0])
-    return []
-
-
-def _norm(row: Mapping[str, Any]) -> float | None:
-    """The norm of the mean gradient of a step, as it was before it was clipped, or that of the gradients of all layers."""
-    if is_number(norm := row.get("grad_norm"), least=0, most=sys.float_info.max):
-        return float(norm)
-    layers = row.get("norms")
-    norms = [row.get("big")] if not isinstance(layers, Mapping) else [*layers.values()]
-    known = [norm for norm in norms if is_number(norm, least=0, most=sys.float_info.max)]
-    norm = math.hypot(*known) if isinstance(layers, Mapping) else math.sqrt(sum(known))
-    return norm if len(known) == len(norms) and math.isfinite(norm) else None
 
 
 def slow_ranks(timelines: Sequence[Timeline]) -> list[Fault]:

@@ -9,7 +9,7 @@ from itertools import pairwise
 from workbench.core.brief import Briefed
 from workbench.core.codec import JsonDataclass
 from workbench.core.display import table as display
-from workbench.runs.health import LEAST, spikes
+from workbench.runs.loss_faults import LEAST, relative_noise, spikes
 
 VERDICTS: Mapping[str, str] = {
     "data": "the batch is to blame: with other samples and the same weights the step is an ordinary one",
@@ -188,20 +188,11 @@ def first_bad_step(losses: Mapping[int, float]) -> int | None:
         while bad and stands_out(losses[steps[bad - 1]], [losses[step] for step in steps[max(0, bad - 1 - WINDOW) : bad - 1]]):
             bad -= 1  # it had risen in the steps before
         return steps[bad]
-    noise = _relative_noise([losses[step] for step in steps[: 2 * LEAST]])
+    noise = relative_noise([losses[step] for step in steps[: 2 * LEAST]])
     early = [place for place in range(min(LEAST, len(steps))) if _jumps([losses[step] for step in steps[: place + 1]], noise)]
     known = [(step, losses[step]) for step in steps]
     jumps = [spike.step for spike in spikes(known) or spikes(known, surely=False) if spike.step is not None]
     return min([*(steps[place] for place in early), *jumps], default=None)
-
-
-def _relative_noise(losses: Sequence[float]) -> float:
-    """How much losses vary around their course: the standard deviation of their logarithms, from one step to the next; 0 = not known."""
-    changes = [math.log(b / a) for a, b in pairwise(losses) if 0 < a < math.inf and 0 < b < math.inf]
-    if len(changes) < 3 * FEW:
-        return 0.0
-    usual = statistics.median(changes)
-    return 1.4826 * statistics.median(abs(change - usual) for change in changes) / math.sqrt(2)
 
 
 def _jumps(losses: Sequence[float], noise: float) -> bool:

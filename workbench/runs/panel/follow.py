@@ -12,7 +12,7 @@ from typing import Any
 from workbench.core import run_directory
 from workbench.runs.failure import Failure
 from workbench.runs.hang import hang_note
-from workbench.runs.health import not_falling, spikes
+from workbench.runs.loss_faults import not_falling, spikes
 from workbench.runs.page import dense_peak, norms_of, usage_of
 from workbench.runs.rank_ends import MANY_RANKS, SAMPLED, RankEnds
 from workbench.runs.rank_steps import RankMeans, RankSteps
