@@ -282,6 +282,18 @@ def test_what_is_refused(options: dict[str, Any], said: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("knobs", "said"),
+    [
+        ({"expert_parallel": 2}, "its model has no layers of experts"),
+        ({"device": "cpu", "offload": "activations"}, "there is nothing to offload from"),
+    ],
+)
+def test_what_a_launch_would_refuse_is_refused(knobs: dict[str, Any], said: str) -> None:
+    with pytest.raises(SpecError, match=said):
+        wb.kubernetes(wb.RunSpec(**{"task": "text-gpt", "nproc_per_node": 2, **knobs}), image="i")
+
+
+@pytest.mark.parametrize(
     "options",
     [
         {"namespace": "1team"},

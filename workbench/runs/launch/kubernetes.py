@@ -11,6 +11,7 @@ from typing import Any
 from workbench.core.checks import choice, whole_number
 from workbench.core.run_directory import OUT
 from workbench.core.synonyms import accept_synonyms
+from workbench.runs import combinations
 from workbench.runs.entrypoints import ALONE
 from workbench.runs.launch.launch import label
 from workbench.runs.spec import RunSpec, ScriptSpec, SpecError
@@ -111,6 +112,10 @@ def kubernetes(
     whole_number("gpus", count, least=0, also=", or None", error=SpecError)
     if count and count != spec.nproc_per_node:
         raise SpecError(f"gpus={count} with nproc_per_node={spec.nproc_per_node}: each rank takes one GPU; make them the same number")
+    if isinstance(spec, RunSpec):
+        combinations.check_task(spec)
+        if not count and (why := combinations.on_cpu(spec)):
+            raise SpecError(why)
     choice("kind", kind, KINDS, error=SpecError)
     if not _IMAGE.fullmatch(image):
         raise SpecError(f'image={image!r}: expected the name of a container image, such as "registry/team/train:1"')
