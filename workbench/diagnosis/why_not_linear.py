@@ -42,8 +42,8 @@ ASSUMED = "what a reduction between two ranks costs here is assumed: wb.measure_
 FIRST_BUCKET, BUCKET = 2**20, 25 * 2**20
 """Bytes of DDP's first bucket and of the others, where a script does not say otherwise."""
 BACKWARD = PHASES.index("backward")
-AGAIN = 1.1
-"""Launches are repeated where so many times the seconds that they took are left."""
+AGAIN = 0.8
+"""Launches are repeated where so many times the seconds that they took are left, or 4 s of steps for each: the last ones are cut off."""
 START_SECONDS = 12.0
 """Seconds that a launch of a script may take beside its steps, about."""
 
@@ -164,7 +164,7 @@ def _script(spec: ScriptSpec, same: str, line: Waiting, runs_dir: str | os.PathL
     while True:
         begun, notes = line.seconds, list[str]()
         try:
-            timelines, last = _launches(spec, line, runs_dir, foreign, notes)
+            timelines, last = _launches(spec, line, runs_dir, foreign, notes, least=0.0 if answer else START_SECONDS + 2)
             launches.append(timelines)
             evidence = script_evidence(
                 *launches, notes=notes, seconds=line.seconds - began, threads=spec.threads, foreign=statistics.fmean(foreign or [0.0])
@@ -182,29 +182,30 @@ def _script(spec: ScriptSpec, same: str, line: Waiting, runs_dir: str | os.PathL
         said = evidence.notes if measured else (ASSUMED, *evidence.notes)
         evidence = replace(evidence, notes=said, gradients=reduced, places=places, num_workers=int(places.get("workers", 0)))
         answer = WhyNotLinear(evidence=evidence, spec=spec.replace(watch=True), same=same, subject=runs_dir)
-        if notes or not answer.in_doubt or AGAIN * (line.seconds - begun) > line.left:
+        if notes or not answer.in_doubt or min(AGAIN * (line.seconds - begun), 3 * (START_SECONDS + 4)) > line.left:
             return answer
 
 
 def _launches(
-    spec: ScriptSpec, line: Waiting, runs_dir: str | os.PathLike[str] | None, foreign: list[float], notes: list[str]
+    spec: ScriptSpec, line: Waiting, runs_dir: str | os.PathLike[str] | None, foreign: list[float], notes: list[str], *, least: float
 ) -> tuple[dict[str, list[Timeline]], Run]:
     """Launch one process, strangers, and all ranks; their timelines by arm, and the run of all.
 
     `spec`: of the script; `line`: says what runs, and has the budget, a third of which each may take; `runs_dir`: where run directories go;
     `foreign`: gets the cores that other processes took meanwhile; `notes`: gets one if Ctrl-C ended the last launch after enough steps.
     """
-    ranks, each = spec.nproc_per_node, max(2.0, line.left / 3 - START_SECONDS)
+    ranks = spec.nproc_per_node
     timelines: dict[str, list[Timeline]] = {}
     runs: list[Run] = []
-    for arm, launches, nproc in (("one", 1, 1), ("strangers", ranks, 1), ("all", 1, ranks)):
+    for number, (arm, launches, nproc) in enumerate((("one", 1, 1), ("strangers", ranks, 1), ("all", 1, ranks))):
+        seconds = max(least, line.left / (3 - number))
         line.say({"one": "one process alone", "strangers": f"{ranks} independent processes", "all": f"{ranks} ranks together"}[arm])
         runs = []
         try:
             with _ended_with(runs):
                 for _ in range(launches):
                     launch(spec.script, args=spec.args, nproc_per_node=nproc, watch=True, runs_dir=runs_dir, threads=spec.threads)
-                foreign += _wait(runs, each + START_SECONDS, line)
+                foreign += _wait(runs, seconds, line)
         except KeyboardInterrupt:
             steps = [timeline.count for run in runs for timeline in run.timelines]
             if arm != "all" or len(steps) < ranks or min(steps) < LEAST_STEPS:
