@@ -59,7 +59,7 @@ def test_what_is_predicted_is_what_is_measured(knobs: dict[str, Any], tmp_path: 
     if spec.pipeline_parallel > 1:  # what a stage has received and what it has in flight differ by a micro-batch
         assert measured.total == pytest.approx(predicted.total, rel=0.03), str(measured - predicted)
         assert measured.inputs == predicted.inputs > 0, str(measured - predicted)
-        assert measured.other == predicted.other == 0
+        assert max(measured.other, predicted.other) < 64  # bytes, of a single number
         return
     assert abs(measured.total - predicted.total) < NEAR, str(measured - predicted)
     step = "step 4" if "powersgd" in spec.gradient_compression else "step 2"  # it has kept something after the third
