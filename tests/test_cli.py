@@ -321,6 +321,14 @@ def test_every_command_says_what_it_does_with_an_example(capsys: pytest.CaptureF
             assert shown.endswith(f"example: {example}")
 
 
+def test_an_unknown_device_gets_short_advice_for_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["estimate", "text-gpt", "--device", "RTX5090Ti"]) == 2
+    said = capsys.readouterr().err
+    assert "did you mean 'RTX-5090'? Known GPUs of that series are RTX-PRO-6000" in said
+    assert "H100" not in said
+    assert "Device(" not in said
+
+
 def test_lab_opens_the_current_folder_and_says_what_it_lacks(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     called: list[list[str]] = []
     monkeypatch.setattr("subprocess.call", lambda words: (called.append(words), 0)[1])
@@ -328,8 +336,23 @@ def test_lab_opens_the_current_folder_and_says_what_it_lacks(monkeypatch: pytest
     assert "pip install 'training-workbench[notebooks]'" in refused(["lab"], capsys)
     assert not called
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    monkeypatch.setattr("os.geteuid", lambda: 1000)
     assert main(["lab", "--no-browser"]) == 0
-    assert called == [[sys.executable, "-m", "jupyterlab", "--no-browser"]]
+    assert called.pop() == [sys.executable, "-m", "jupyterlab", "--no-browser"]
+    assert capsys.readouterr() == ("", "")
+    monkeypatch.setattr("os.geteuid", lambda: 0)
+    assert main(["lab", "--no-browser"]) == 0
+    assert called.pop() == [sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root"]
+    assert "you are root, so JupyterLab gets --allow-root" in capsys.readouterr().err
+    assert main(["lab", "--allow-root"]) == 0
+    assert called.pop() == [sys.executable, "-m", "jupyterlab", "--allow-root"]
+    assert capsys.readouterr().err == ""
+    assert main(["lab", "--help"]) == 0
+    assert called.pop() == [sys.executable, "-m", "jupyterlab", "--help"]
+    assert capsys.readouterr().out.splitlines() == [
+        f"workbench lab opens JupyterLab in the current folder, {Path.cwd()}.",
+        "Its options are JupyterLab's own, and are passed on. JupyterLab's help:",
+    ]
 
 
 def test_what_launch_hands_on(

@@ -27,7 +27,7 @@ try:
     from workbench.diagnosis.analysis.proof import how_to_prove
     from workbench.diagnosis.analysis.what_changed import QUANTITIES
     from workbench.diagnosis.api import BUDGET
-    from workbench.runs.commands import COMMANDS, knob_help, launch_arguments, refuse_knobs
+    from workbench.runs.commands import COMMANDS, knob_help, lab_options, launch_arguments, refuse_knobs
     from workbench.runs.entrypoints import ON_HANG
     from workbench.runs.export import EXPORTED
     from workbench.runs.failure import RunError
@@ -463,7 +463,7 @@ def main(argv: list[str] | None = None) -> int:
     if given.command == "lab":
         if importlib.util.find_spec("jupyterlab") is None:
             made["lab"].error("JupyterLab is not installed here: pip install 'training-workbench[notebooks]', or jupyterlab")
-        return subprocess.call([sys.executable, "-m", "jupyterlab", *rest])
+        return subprocess.call([sys.executable, "-m", "jupyterlab", *lab_options(rest)])
     if rest:
         _refuse(made[given.command], given, rest)
     if given.command == "launch" and not (given.target or given.resume):

@@ -90,12 +90,17 @@ def test_a_slice_of_an_unknown_gpu_is_unknown() -> None:
 def test_an_unknown_device_is_unknown() -> None:
     with pytest.raises(
         ValueError,
-        match=r"unknown device 'H100-SMX': did you mean 'H100-SXM'\? Known are GB300 \(279 GB\), .*For another one, define it: Device\(",
-    ):
+        match=r"unknown device 'H100-SMX': did you mean 'H100-SXM'\? Known GPUs of that series are H200 \(141 GB\), ",
+    ) as refused:
         Device.named("H100-SMX")
+    assert "A100" not in str(refused.value)
+    assert "MI300X" not in str(refused.value)
+    assert refused.value.__notes__[0].startswith("For another one, define it: wb.Device(name=")
+    with pytest.raises(ValueError, match=r"unknown device 'Z9': known are GB300 \(279 GB\), .*MI210"):
+        Device.named("Z9")
     with pytest.raises(ValueError, match="device 'cuda:0' does not say which GPU: name one, such as 'H100'"):
         Device.named("cuda:0")
-    with pytest.raises(ValueError, match=r"unknown device 'A4090': did you mean 'RTX-4090'\? Known are"):
+    with pytest.raises(ValueError, match=r"unknown device 'A4090': did you mean 'RTX-4090'\? Known GPUs of that series are RTX"):
         Device.named("A4090")
     with pytest.raises(
         ValueError, match=r"'24GB' is an amount of memory; name a GPU that has it, or nearly: A30 \(24 GB\), L4 .*RTX-4090 \(24 GB\)"

@@ -104,12 +104,18 @@ class Module:
     ],
 )
 def test_refused_before_anything_starts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: tuple[Any, ...], options: dict[str, Any], said: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    given: tuple[Any, ...],
+    options: dict[str, Any],
+    said: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match=said):
         wb.diagnose(*given, **options)
     assert list(tmp_path.iterdir()) == []
+    assert "running" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("ends", [True, False], ids=["ends", "goes on"])
@@ -501,6 +507,8 @@ def test_an_interrupt_before_anything_is_known_says_so(
     script = ScriptSpec(script="/train.py", watch=True).to_json()
     run = Run.load(by_hand(spec=script).steps(60).ended("stopped").path)
     monkeypatch.setattr("workbench.diagnosis.api.launch", lambda *_, **__: run)
+    (tmp_path / "train.py").touch()
+    monkeypatch.chdir(tmp_path)
     assert any(note.startswith("stopped by Ctrl-C after") for note in wb.diagnose("train.py").evidence.notes)
     few = Run.load(by_hand(spec=script).steps(2).ended("stopped").path)
     monkeypatch.setattr("workbench.diagnosis.api.launch", lambda *_, **__: few)

@@ -209,7 +209,9 @@ def _device(device: str | Device, *, known: bool) -> Device:
     try:
         return device if isinstance(device, Device) else Device.named(device)
     except ValueError as error:
-        raise EstimateTimeError(f"device={device!r}: {error}") from None
+        refusal = EstimateTimeError(f"device={device!r}: {error}")
+        refusal.__notes__ = getattr(error, "__notes__", [])
+        raise refusal from None
 
 
 def _check(spec: RunSpec, device: Device, *, known: bool) -> None:

@@ -75,11 +75,15 @@ class Device(display.Shown):
         numbers = set(re.findall(r"\d{4,}", name))
         numbered = [f"{known!r}" for known in names if numbers & set(re.findall(r"\d{4,}", known))]  # A4090: RTX-4090
         near = f"did you mean {' or '.join(numbered)}? " if numbered else did_you_mean(name.upper(), alike, cutoff=0.5)
-        hint = f"{near}Known" if near else "known"
-        raise ValueError(
-            f"unknown device {name!r}: {hint} are {', '.join(map(_sized, DEVICES))}. For another one, define it: "
-            "Device(name=…, memory=bytes, bandwidth=bytes_per_sec, flops_per_sec={'bf16': …}, source='its datasheet')"
+        series = re.search(r"'([A-Z]+)", near)
+        kin = [device for device in DEVICES if series and re.match(rf"{series[1]}(?![A-Z])", device.name)]
+        known = f"{'Known' if near else 'known'}{' GPUs of that series' if kin else ''} are {', '.join(map(_sized, kin or DEVICES))}"
+        error = ValueError(f"unknown device {name!r}: {near}{known}")
+        error.add_note(  # the command line, which cannot, prints no notes of a ValueError
+            "For another one, define it: "
+            "wb.Device(name=…, memory=bytes, bandwidth=bytes_per_sec, flops_per_sec={'bf16': …}, source='its datasheet')"
         )
+        raise error
 
     @classmethod
     def known(cls, name: str) -> "Device | None":

@@ -33,7 +33,7 @@ from workbench.harness.results import VariantTimes
 from workbench.runs import task
 from workbench.runs.failure import RunError
 from workbench.runs.launch import experiments
-from workbench.runs.launch.launch import launch
+from workbench.runs.launch.launch import check_script, launch
 from workbench.runs.run import Run
 from workbench.runs.spec import RunSpec, ScriptSpec, check_names
 from workbench.runs.target import Measured, Step, read_spec
@@ -310,6 +310,7 @@ def _diagnose_script(
     runs_dir: str | os.PathLike[str] | None,
 ) -> Diagnosis:
     """From a watched run of a script, stopped when the budget is spent or at Ctrl-C; a file that only defines a task is refused."""
+    check_script(script)
     if builder := task.lone_builder(script):
         named = f"{os.fspath(script)}:{builder}"
         raise ValueError(f"{script} does nothing when it is run: it defines {builder}(), which makes a wb.Task. Diagnose that: {named!r}")

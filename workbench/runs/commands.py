@@ -3,7 +3,9 @@
 import argparse
 import ast
 import inspect
+import os
 import re
+import sys
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import SequenceMatcher
@@ -212,3 +214,17 @@ def launch_arguments(given: argparse.Namespace, knobs: Mapping[str, Any], script
         )
     steps = 60 if given.steps is None else given.steps
     return {"target": RunSpec(task=given.target, steps=steps).replace(**knobs), **common}
+
+
+def lab_options(words: list[str]) -> list[str]:
+    """What JupyterLab is given: as root also --allow-root, without which it refuses to start. A line says so, and two precede its help."""
+    if {"-h", "--help", "--help-all"} & set(words):
+        print(f"workbench lab opens JupyterLab in the current folder, {Path.cwd()}.")
+        print("Its options are JupyterLab's own, and are passed on. JupyterLab's help:", flush=True)
+    elif os.geteuid() == 0 and not any("allow-root" in word or "allow_root" in word for word in words):
+        print(
+            "workbench: you are root, so JupyterLab gets --allow-root: whoever has its address and token can do what root can",
+            file=sys.stderr,
+        )
+        return [*words, "--allow-root"]
+    return words

@@ -120,7 +120,8 @@ def device_name(device: str | Device) -> str:
     try:
         return Device.named(device).name
     except ValueError as error:
-        raise ValueError(f'{error}. Also allowed: "cuda" (any GPU) and "cpu"') from None
+        error.args = (f'{error}. Also allowed: "cuda" (any GPU) and "cpu"',)
+        raise
 
 
 def usable_memory(device: str | Device, capacity: int | None, margin: float) -> tuple[str, int]:
