@@ -247,7 +247,10 @@ def _checked_spec(run: Run, info: dict[str, Any], target: Any, anew: bool) -> Ru
     if not isinstance(spec, RunSpec):
         raise LaunchError(f"{run!r} is a script, whose checkpoints are its own: launch it again with the option by which it reads them")
     if target is not None and target != spec and not anew:
-        raise LaunchError(f"{run!r} goes on as it was launched, {_difference(spec, target)}: leave the spec out, or launch it as a new run")
+        raise LaunchError(
+            f"{run!r} goes on as it was launched, {_difference(spec, target)}: leave the spec out, or launch it as a new run, which can "
+            "begin with the weights: wb.export_weights(run, folder), and wb.import_weights(Net(), folder) in the task"
+        )
     if spec.nnodes > 1 and not anew:
         raise LaunchError(
             f"{run!r} is of {spec.nnodes} machines: only a run of one goes on here; on Slurm, with Slurm(requeue=True). {WITH_WHAT_IS_LEFT}"
