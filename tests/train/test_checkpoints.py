@@ -4,6 +4,7 @@ import dataclasses
 import errno
 import functools
 import os
+import re
 import shutil
 import signal
 import threading
@@ -329,6 +330,23 @@ def test_a_last_checkpoint_that_cannot_be_written_is_a_note(alone: Ranks, tmp_pa
     (note,) = [note for note in HandMadeRun(tmp_path).run.notes if "checkpoint" in note]
     assert "the checkpoint after step 18 could not be written, and the last is step00000012.pt: [Errno 5] Input/output error" in note
     assert "The training goes on" not in note
+
+
+def test_a_disk_that_stays_full_is_told_a_few_times(alone: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save = checkpoint_file.save
+
+    def broken(state: dict[str, Any], path: Path) -> str:
+        if state["step"] < 18:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return save(state, path)
+
+    monkeypatch.setattr(checkpoint_file, "save", broken)
+    train(spec_of(checkpoint_every=1), toy_tasks.numbers(), alone, tmp_path)
+    run = HandMadeRun(tmp_path).run
+    told = [re.findall(r"after step (\d+) could not be written", note) for note in run.notes]
+    assert [int(step) for steps in told for step in steps] == [1, 2, 4, 8, 16]
+    assert sum("after step 18 was written, after 17 that could not be" in note for note in run.notes) == 1
+    assert "17 that could not be" in str(wb.health(run))
 
 
 def test_a_folder_that_cannot_be_listed_ends_no_training(alone: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

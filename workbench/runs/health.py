@@ -52,7 +52,8 @@ class Health:
     ranks: int
     """Ranks whose times were compared."""
     notes: tuple[str, ...] = ()
-    """What is no fault, and yet not known to be right: of a noisy loss, that no fall of it can be seen; that no loss is known."""
+    """What is no fault, and yet not known to be right: of a noisy loss, that no fall of it can be seen; that no loss is known; that checkpoints
+    were not written."""
 
     @property
     def ok(self) -> bool:
@@ -72,7 +73,7 @@ class Health:
 
     def __str__(self) -> str:
         if self.faults:
-            return "\n".join(f"fault: {fault}" for fault in self.faults)
+            return "\n".join([*(f"fault: {fault}" for fault in self.faults), *(f"note: {note}" for note in self.notes)])
         notes = "".join(f"; {note}" for note in self.notes)
         looked = [f"{self.losses} losses"] * bool(self.losses) + [f"the steps of {self.ranks} ranks"] * (self.ranks > 1)
         return (
@@ -112,7 +113,8 @@ def health(run: Run | str | os.PathLike[str]) -> Health:
     faults = [dataclasses.replace(fault, hint=_beside(run.spec, fault.hint)) for fault in faults]
     faults.sort(key=lambda fault: (fault.kind == "slow rank", -1 if fault.step is None else fault.step))
     no_loss = "" if losses or not isinstance(run.spec, ScriptSpec) else NO_LOSS
-    notes = tuple(filter(None, [not_seen_to_fall(losses), *with_rate, no_loss, MANY * many]))
+    unsaved = [note for note in run.notes if "could not be" in note and "checkpoint" in note][-1:]
+    notes = tuple(filter(None, [not_seen_to_fall(losses), *with_rate, no_loss, MANY * many, *unsaved]))
     return Health(faults=tuple(faults), losses=len(losses), ranks=len(timelines), notes=notes)
 
 

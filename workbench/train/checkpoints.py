@@ -56,6 +56,7 @@ class Checkpoints:
         self._thread: threading.Thread | None = None
         self._begun, self._given_up = threading.Event(), threading.Event()
         self._error: BaseException | None = None
+        self._failed = 0  # saves in a row
         self._step = self._choices = 0
         self._best: tuple[float, int] | None = None
         self._warn: Callable[[str], None] = print
@@ -309,15 +310,21 @@ class Checkpoints:
             self._thread.join()
         self._thread, error, self._error = None, self._error, None
         if isinstance(error, OSError):
+            self._failed += 1
             last = "their folder cannot be listed"  # which ends no training
             with contextlib.suppress(OSError):
                 last = next((f"the last is {path.name}" for path in reversed(self._all())), "there is none yet")
-            self._warn(
-                f"the checkpoint after step {self._step} could not be written, and {last}: {checkpoint_file.said(error)}"
-                + f". The training goes on, and the next is tried after step {(self._step // self._every + 1) * self._every}" * goes_on
-            )
+            again = f" (the {self._failed} latest all failed)" * (self._failed > 1)
+            words = f"the checkpoint after step {self._step} could not be written{again}, and {last}: {checkpoint_file.said(error)}"
+            following = (self._step // self._every + 1) * self._every
+            if not goes_on or self._failed & (self._failed - 1) == 0:  # the 1st, 2nd, 4th, 8th: a full disk stays full
+                self._warn(words + f". The training goes on, and the next is tried after step {following}" * goes_on)
         elif error:
             raise error
+        else:
+            if self._failed > 1:
+                self._warn(f"the checkpoint after step {self._step} was written, after {self._failed} that could not be")
+            self._failed = 0
         if self._note:
             self._warn(self._note)
             self._note = ""
