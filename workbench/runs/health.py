@@ -52,8 +52,7 @@ class Health:
     ranks: int
     """Ranks whose times were compared."""
     notes: tuple[str, ...] = ()
-    """What is no fault, and yet not known to be right: of a noisy loss, that no fall of it can be seen; that no loss is known; that checkpoints
-    were not written."""
+    """What is no fault, and yet not known to be right: no fall of a noisy loss is seen, no loss is known, or no checkpoint was written."""
 
     @property
     def ok(self) -> bool:
