@@ -20,6 +20,7 @@ from tests.planted_gap import planted
 from tests.traced import on_cpu, write
 from workbench.__main__ import COMMANDS, main
 from workbench.core import progress
+from workbench.core.brief import BRIEF_BYTES
 from workbench.core.interrupts import Terminated
 from workbench.core.vocabulary import PHASES
 from workbench.diagnosis.analysis.diagnosis import Diagnosis
@@ -488,7 +489,10 @@ def test_the_examples_that_predict_work(monkeypatch: pytest.MonkeyPatch, capsys:
     assert main(["batch-lengths", "text-gpt", "--device", "cpu", "--capacity", "1000", "--steps", "2"]) == 1
     assert "step 1 will run out of memory" in capsys.readouterr().out
     assert main([*shlex.split(COMMANDS["plan"][2])[1:], "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)[0]["gpus"] == 8
+    brief = json.loads(capsys.readouterr().out)
+    assert (brief["plans"][0]["gpus"], brief["plans"][0]["fits"]) == (8, "yes")
+    assert brief["next"]["command"].startswith("workbench launch clipart-resnet --set micro_batch=")
+    assert len(json.dumps(brief, ensure_ascii=False).encode()) <= BRIEF_BYTES
 
 
 def test_why_not_linear_prints_the_answer_and_proves(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

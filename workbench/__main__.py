@@ -386,14 +386,14 @@ def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
     for names, seconds in (("what-changed check", regression.BUDGET), ("bisect", regression.BISECT_BUDGET)):
         spent = f"seconds that the trainings may take ({seconds:g})"
         option(names, "--budget", "--budget-s", type=float, default=seconds, metavar="S", help=spent)
-    option("diagnose why-not-linear sanity", "--json", action="store_true", help="print a brief for programs: at most 2 kB of JSON")
+    option("diagnose why-not-linear sanity plan", "--json", action="store_true", help="print a brief for programs: at most 2 kB of JSON")
     option(
         "what-changed bisect health replay prove-resume",
         "--json",
         action="store_true",
         help="print the answer for programs: at most 2 kB of JSON",
     )
-    printed = "doctor calibrate launch estimate estimate-time batch-lengths plan trace runs report compare check"
+    printed = "doctor calibrate launch estimate estimate-time batch-lengths trace runs report compare check"
     option(printed, "--json", action="store_true", help="print JSON")
     for name in ("launch", "diagnose", "why-not-linear", "prove-resume"):
         made[name].usage = f"{made[name].format_usage().removeprefix('usage: ').rstrip()} [-- OPTIONS OF THE SCRIPT …]"

@@ -10,7 +10,7 @@ import torch
 
 import workbench as wb
 from workbench.batch.analysis.lengths import BatchLengths, DryRuns, LengthGrid, LengthsError, LengthsProof
-from workbench.batch.lengths import _measure, length_of
+from workbench.batch.lengths import _measure, _unit, length_of
 from workbench.batch.measure.length_proof import joined
 from workbench.core.progress import Waiting
 from workbench.runs import task as tasks
@@ -111,6 +111,10 @@ def test_the_step_that_runs_out_of_memory_is_named(spec: wb.RunSpec, roomy: Batc
     assert found.first_over == roomy.lengths.index(400) + 1
     assert (found.over, found.fitting) == (2, sorted({*found.lengths})[-2])
     assert f"step {found.first_over} will run out of memory: its longest batch has 400 tokens" in str(found)
+    assert f"a sample, and {found.fitting} is the longest in the data that fits main memory; so will 1 more of 16 steps" in found.word
+    once = dataclasses.replace(found, steps=8, lengths=found.lengths[:8])
+    assert "it is the only one of 8 steps" in once.word
+    assert "none in the data fits main memory" in dataclasses.replace(found, fitting=0).word
     assert found.to_frame()["fits"].tolist() == [length < 400 for length in found.lengths]
     assert not found["as it is"].fits
     assert list(found.memory.values()) == sorted(found.memory.values())
@@ -187,6 +191,15 @@ def test_padding_and_what_ifs_hold_the_same_tokens(roomy: BatchLengths) -> None:
         roomy["sorted"]
 
 
+@pytest.mark.parametrize(
+    ("sample", "unit"),
+    [(torch.zeros(5), "values"), ((torch.zeros(5, 80, dtype=torch.bfloat16), 1), "rows"), (torch.zeros(5, dtype=torch.long), "tokens")],
+)
+def test_floats_are_no_tokens(sample: Any, unit: str) -> None:
+    assert _unit(sample) == unit
+    assert length_of(sample) == 5
+
+
 def test_a_text_has_characters_unless_its_tokens_are_counted(spec: wb.RunSpec, roomy: BatchLengths) -> None:
     assert roomy.unit == "tokens"
     texts = spec.replace(task=spec.task.replace(":build", ":texts"))
@@ -223,7 +236,7 @@ def test_tokenizers_are_called_as_they_are_made() -> None:
         _measure(["abc"], 1, len, str.split)
     unit, count = _measure(["abc", torch.zeros(3)], 2, None, None)
     assert (unit, count("abcd")) == ("characters", 4)
-    with pytest.raises(LengthsError, match=r"a sample has tokens, the first one characters"):
+    with pytest.raises(LengthsError, match=r"a sample has values, the first one characters"):
         count(torch.zeros(3))
 
 

@@ -55,7 +55,8 @@ def test_a_file_a_folder_and_a_dict_are_read_alike(tmp_path: Path, capsys: pytes
     same = wb.plan(wb.Transformer.from_config(config, 128), "DGX-A100", gpus=8, global_batch=64)
     assert str(plans) == str(same)
     assert main(["plan", str(path), "--cluster", "DGX-A100", "--gpus", "8", "--global-batch", "64", "--sequence", "128", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)[0]["gpus"] == 8
+    brief = json.loads(capsys.readouterr().out)
+    assert (brief["plans"][0]["gpus"], brief["next"]["command"]) == (8, None), "sizes cannot be launched"
     assert main(["plan", str(path), "--cluster", "DGX-A100", "--gpus", "8", "--global-batch", "64", "--set", "optimizer=lamb"]) == 2
     assert "a Transformer has sizes only" in capsys.readouterr().err
 

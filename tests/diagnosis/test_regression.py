@@ -4,10 +4,13 @@ import contextlib
 import dataclasses
 import json
 import os
+import random
 import re
+import statistics
 import subprocess
 import time
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +19,14 @@ import pytest
 import workbench as wb
 from tests.drawn import bisected, changed
 from workbench.__main__ import main
-from workbench.core import run_directory
+from workbench.core import run_directory, units
 from workbench.core.brief import BRIEF_BYTES
 from workbench.core.progress import BudgetError, Waiting
 from workbench.diagnosis import regression, swaps
 from workbench.diagnosis.analysis.bisection import Bisection
 from workbench.diagnosis.analysis.what_changed import RunDifference, WhatChanged
 from workbench.diagnosis.regression import announced
-from workbench.diagnosis.rerun import Arm, Code, Measured, RerunError, Reruns, measured
+from workbench.diagnosis.rerun import QUICK, Arm, Code, Measured, RerunError, Reruns, measured, step_times
 from workbench.runs.launch import environment, worktrees
 from workbench.runs.run import Run
 from workbench.runs.spec import RunSpec, ScriptSpec
@@ -146,6 +149,50 @@ def test_a_variable_among_knobs_is_named_and_each_arm_has_what_it_should(
     assert WhatChanged.from_json(json.loads(json.dumps(result.to_json()))) == result
     assert result.to_frame().iloc[0].to_dict() == {"changes": "run A", "value": 0.01, "error": ""}
     assert result.ratio.mid == pytest.approx(1.4, rel=0.01)
+
+
+def with_steps(path: Path, seconds: Callable[[int], float]) -> Run:
+    """A run of 400 steps that take so long each."""
+    run = made(path)
+    rows = [{"rank": 0, "world_size": 1, "clock": "host", "pid": 1, "device": "cpu"}]
+    rows += [{"step": i, "samples": 32, "forward": seconds(i)} for i in range(400)]
+    (path / run_directory.rank_file(0)).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return Run.load(run.path)
+
+
+def test_load_that_fools_the_mean_does_not_choose_it_and_stalls_do(tmp_path: Path) -> None:
+    chance = random.Random(1)
+
+    def steps(usual: float, *, loaded: float = 0.0, stalled: float = 0.0) -> Callable[[int], float]:
+        """Other processes make some steps longer by any time; a stall makes every twentieth so."""
+        return lambda i: (
+            usual * chance.lognormvariate(0, 0.02) + (chance.random() < loaded) * chance.expovariate(1 / 0.012) + stalled * (i % 20 == 0)
+        )
+
+    quiet = with_steps(tmp_path / "a", steps(0.0073))
+    slower = with_steps(tmp_path / "b", steps(0.0082))
+    loaded = with_steps(tmp_path / "c", steps(0.0073, loaded=0.4))
+    stalls = with_steps(tmp_path / "d", steps(0.0073, stalled=0.05))
+    assert statistics.fmean(step_times(loaded)) > statistics.fmean(step_times(slower)), "the mean says that it became faster"
+    assert measured([loaded, slower], "time").part == QUICK
+    assert measured([quiet, slower], "time").part == QUICK
+    assert measured([quiet, stalls], "time").part is None
+    assert measured([stalls, quiet], "time").part is None
+    assert measured([loaded, stalls], "time").part is None, "the fastest steps show no change"
+
+
+def test_a_good_commit_that_does_not_run_ends_a_bisection_at_once(tmp_path: Path, emulated: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as a task that is in no commit."""
+    monkeypatch.chdir(tmp_path)
+    git(tmp_path, "init", "-q")
+    for number in range(3):
+        git(tmp_path, "commit", "-q", "--allow-empty", "-m", f"change {number}")
+    trainings = emulated(lambda arm: None)
+    result = wb.bisect("task.py:build", good="HEAD~2", budget_s=1e-3)
+    assert len(trainings.arms) == 1
+    assert (result.kind, result.why) == ("cannot run", "the good commit does not run: ImportError: no module")
+    assert "more are" not in str(result)
+    assert result.table.rows[0][1:] == ("0", units.MISSING, "does not run: ImportError: no module")
 
 
 def test_the_options_of_a_script_that_differ_are_named(tmp_path: Path, emulated: Any) -> None:

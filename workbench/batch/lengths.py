@@ -54,7 +54,8 @@ def batch_lengths(
         capacity: bytes available to one rank; None = the device's memory.
         steps: how many optimizer steps to predict; None = those of an epoch.
         length: a function from a sample to its number of tokens; None = the length of "input_ids", or else of the first list, text, or
-            tensor of at most two dimensions. The length of a text is in characters, and the answer says so.
+            tensor of at most two dimensions. The length of a text is in characters, that of floats in values or rows, and the answer says
+            so.
         tokenizer: counts the tokens of a text: a function from a text to its tokens or to "input_ids" (Hugging Face), or an object with
             `encode`.
         margin: share of the memory that stays free.
@@ -212,6 +213,8 @@ def _tokens(tokenizer: Any, sample: Any) -> int:
 def _unit(sample: Any) -> str:
     """What `length_of` counts of it."""
     first = _lengthy(sample)
+    if "float" in str(getattr(first, "dtype", "")):
+        return "values" if len(first.shape) == 1 else "rows"
     return "characters" if isinstance(first, str) else "bytes" if isinstance(first, bytes) else "tokens"
 
 

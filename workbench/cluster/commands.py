@@ -1,12 +1,16 @@
 """The commands `estimate`, `estimate-time` and `plan` of the command line: what a task needs on machines that need not be here."""
 
 import argparse
+import contextlib
+import shlex
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from workbench.cluster.analysis.cluster import CLUSTERS
+from workbench.cluster.analysis.plan.ranges import PlanError
 from workbench.core import codec
+from workbench.core.brief import fitted, number, short, three
 from workbench.core.checks import choice
 from workbench.core.progress import begins
 from workbench.memory.analysis.fit import device_name
@@ -14,6 +18,11 @@ from workbench.runs import task
 from workbench.runs.run import Run
 from workbench.runs.spec import RunSpec
 
+if TYPE_CHECKING:
+    from workbench.cluster.analysis.plan.plans import Plans
+
+FIRST = 5
+"""Plans in a brief, at most."""
 Show = Callable[[Any, argparse.Namespace], None]
 
 
@@ -70,8 +79,45 @@ def plan(given: argparse.Namespace, knobs: Mapping[str, Any], show: Show) -> int
     options = {"gpus": given.gpus, "global_batch": given.global_batch, "sequence": given.sequence, "top": given.top}
     options |= {"trainer": given.trainer, "poll_interval": given.poll_interval, "checked_collectives": given.checked_collectives or None}
     plans = planning.plan(model, given.cluster, **options, **(knobs if sizes_only else {}))
-    show(list(plans) if given.json else plans, given)
+    show(_brief(plans, None if sizes_only else given.target, knobs) if given.json else plans, given)
     return 0
+
+
+def _brief(plans: "Plans", task: str | None, knobs: Mapping[str, Any]) -> dict[str, Any]:
+    """The first plans and what to do next, as plain JSON values that take at most BRIEF_BYTES as text.
+
+    Args:
+        plans: found.
+        task: that can be launched; None = only the sizes of a model are known.
+        knobs: of the command line.
+    """
+    rows = [
+        {
+            **{name: getattr(plan, name) for name in ("gpus", "layout", "micro_batch", "accumulation", "checkpointing", "bound")},
+            "step_s": three(plan.seconds),
+            "samples_per_sec": number(plan.samples_per_sec.mid),
+            "mfu": number(plan.mfu.mid),
+            "memory_bytes": three(plan.needed),
+            "fits": "in doubt" if plan.tight else "yes",
+        }
+        for plan in plans[:FIRST]
+    ]
+    command = None
+    with contextlib.suppress(PlanError):  # no trainer of ours has the best one
+        if task:
+            bare = RunSpec(task=task)
+            turned = bare.changes(bare.replace(**{**knobs, **plans.best.changes()}))
+            command = shlex.join(["workbench", "launch", task, "--set", *(f"{name}={new}" for name, (_, new) in turned.items())])
+    notes = [short(note, 160) for note in plans.notes]
+    value = {
+        "claim": f"{plans.best.layout}, {plans.best.batch}, is the best of {len(plans)} plans; predicted",
+        "plans": rows,
+        "considered": plans.considered,
+        "ruled_out": {reason: count for reason, count in plans.ruled_out.items() if count},
+        "notes": notes,
+        "next": {"do": short(plans.best.why), "command": command},
+    }
+    return fitted(value, "notes", "plans", last="plans")
 
 
 def estimate_time(given: argparse.Namespace, knobs: Mapping[str, Any], show: Show) -> int:

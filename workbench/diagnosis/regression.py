@@ -228,6 +228,7 @@ def bisect(
     if not commits:
         raise worktrees.GitError(f"good={good!r} and bad={bad!r} are the same commit: expected an older and a newer one")
     notes: tuple[str, ...] = ()
+    failed: tuple[Rerun, ...] = ()
     what = Measured(of=of, steps=steps or spec.steps, part=QUICK)
     known = [announced(len(commits))]
     with (
@@ -245,7 +246,7 @@ def bisect(
             try:
                 made.measured = replace(what, steps=steps_of(measure(())))
             except (RerunError, LaunchError, SpecError, TaskError) as error:
-                notes = (f"the first training of the good commit did not end: {error}",)
+                failed = (Rerun(changes=(), value=math.nan, error=str(error).splitlines()[0]),)
             except KeyboardInterrupt:
                 line.spend()
                 notes = (INTERRUPTED,)
@@ -263,7 +264,10 @@ def bisect(
             guess = bisection.one_commit(made, commits, USUAL[of])
             return enough(len(made), trainings_to_go(made, lambda them: bisection.decide(them, commits, USUAL[of]), guess, USUAL[of]), each)
 
-        reruns, decision, ended = search(measure, judged, left=lambda: line.left, more=more)
+        if failed:  # it is compared with all others
+            reruns, decision, ended = failed, judged(failed), ()
+        else:
+            reruns, decision, ended = search(measure, judged, left=lambda: line.left, more=more)
         ended = () if line.left == 0 and notes else ended  # which say already why nothing was tried
     named = {*decision.owner, first, commits[-1], *(name for rerun in reruns for name in rerun.changes)}
     named |= {commits[place - 1] for each in decision.owner if (place := commits.index(each))}

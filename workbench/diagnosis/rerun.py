@@ -34,6 +34,9 @@ BLOCKS = 8
 QUICK, SHOWN = 0.25, 0.7
 """The part of the steps that are faster than the value, and how much of the mean's change it has to show. Chosen: on two cores with eleven
 processes that want them the mean of 150 steps varied by 20 % from launch to launch."""
+CLEAR, SURE, FEW_BLOCKS = 0.03, 3, 4
+"""A change of a value is beyond noise from so much on, and so many standard errors of the blocks' mean, of so many blocks at least. Chosen:
+launches of a program differ by 3 %."""
 SHORTEST = 0.1
 """Seconds that a training gets where nothing is left of the budget."""
 HALF = 0.5
@@ -305,7 +308,9 @@ def measured(runs: Sequence[Run], of: str) -> Measured:
     """What to measure to see a regression between two recorded runs again.
 
     Of time it is the step that a quarter of the steps are faster than, where that shows the regression as well as the mean: other processes
-    disturb it least. Where it does not, such as where some steps stall, it is the mean.
+    disturb it least. Where it shows less, such as where some steps stall, it is the mean, unless only the quantile's change is beyond what
+    blocks of the runs vary by. Where the two contradict each other, a quantile that is sure counts: load can make any mean longer, and
+    the fastest steps hardly.
     """
     sizes = [samples_per_step(run) for run in runs] if of == "time" else [1.0, 1.0]
     per = "step" if not all(sizes) or math.isclose(*sizes, rel_tol=0.01) else "sample"
@@ -313,8 +318,20 @@ def measured(runs: Sequence[Run], of: str) -> Measured:
     if of != "time" or not all(step_times(run) for run in runs):
         return mean
     quick = dataclasses.replace(mean, part=QUICK)
-    apart = [math.log(each.value(runs[1]) / each.value(runs[0])) for each in (mean, quick)]
-    return quick if apart[1] * apart[0] > 0 and abs(apart[1]) > SHOWN * abs(apart[0]) else mean
+    (slow, slow_sure), (fast, fast_sure) = (_change(each, runs) for each in (mean, quick))
+    as_well = fast * slow > 0 and abs(fast) > SHOWN * abs(slow)
+    return quick if as_well or (fast_sure and (fast * slow <= 0 or not slow_sure)) else mean
+
+
+def _change(what: Measured, runs: Sequence[Run]) -> tuple[float, bool]:
+    """The logarithm of the second run's value over the first one's, and whether it is beyond what their blocks vary by."""
+    change, errors = math.log(what.value(runs[1]) / what.value(runs[0])), list[float]()
+    for run in runs:
+        blocks = [math.log(value) for value in what.blocks(run)]
+        if len(blocks) < FEW_BLOCKS:
+            return change, False
+        errors.append(statistics.stdev(blocks) / math.sqrt(len(blocks)))
+    return change, abs(change) > max(CLEAR, SURE * math.hypot(*errors))
 
 
 def step_times(run: Run) -> list[float]:

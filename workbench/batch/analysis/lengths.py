@@ -141,7 +141,7 @@ class BatchLengths(JsonDataclass, display.Shown):
     notes: tuple[str, ...] = ()
     """What the budget left out."""
     unit: str = "tokens"
-    """What lengths count: "tokens", "characters" or "bytes"."""
+    """What lengths count: "tokens", "characters", "bytes", or of tensors of floats "values" or "rows"."""
     prover: Callable[..., LengthsProof] | None = field(default=None, metadata=NOT_STORED, compare=False, repr=False)
     """What `prove` calls: it knows the samples."""
 
@@ -223,9 +223,11 @@ class BatchLengths(JsonDataclass, display.Shown):
             text += f"{self.lengths.index(longest) + 1:,}"
         else:
             length = self.lengths[self.first_over - 1]
+            fitting = f"{self.fitting:,} is the longest in the data that fits" if self.fitting else "none in the data fits"
+            more = f"so will {self.over - 1:,} more" if self.over > 1 else "it is the only one"
             text = (
-                f"step {self.first_over:,} will run out of memory: its longest batch has {length:,} {self.unit} a sample, and "
-                f"{self.fitting:,} fit {self.device}; so will {self.over - 1:,} more of {self.steps:,} steps"
+                f"step {self.first_over:,} will run out of memory: its longest batch has {length:,} {self.unit} a sample, and {fitting} "
+                f"{self.device}; {more} of {self.steps:,} steps"
             )
         waste = self["as it is"].padding
         best = self.best
@@ -250,7 +252,7 @@ class BatchLengths(JsonDataclass, display.Shown):
             columns=("batches", f"longest ({self.unit})", "padding", "memory of the longest", "fits", "predicted speed"),
             rows=rows,
             title=f"{self.title} on {self.device}: predicted from the lengths of its samples",
-            note="\n".join([self.word, *([OF_TEXT] if self.unit != "tokens" else []), *self.notes]),
+            note="\n".join([self.word, *([OF_TEXT] if self.unit in ("characters", "bytes") else []), *self.notes]),
         )
 
     def to_frame(self) -> Any:

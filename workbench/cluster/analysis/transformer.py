@@ -68,6 +68,9 @@ class Transformer:
     def __post_init__(self) -> None:
         for name in ("layers", "hidden", "vocabulary", "sequence", *(name for name in _OPTIONAL if getattr(self, name) is not None)):
             whole_number(name, getattr(self, name), least=1, error=CostError)
+        if self.heads is not None and self.hidden % self.heads:
+            near = min((n for n in range(1, self.hidden + 1) if self.hidden % n == 0), key=lambda n: abs(n - (self.heads or 1)))
+            raise CostError(f"heads={self.heads}: it has to divide hidden={self.hidden}, as {near} does")
         if self.kv_heads is not None and (self.heads is None or self.heads % self.kv_heads):
             raise CostError(f"kv_heads={self.kv_heads}: it has to divide heads={self.heads}")
 

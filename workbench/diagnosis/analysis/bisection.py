@@ -104,7 +104,9 @@ class Bisection(display.Shown, JsonDataclass):
     @property
     def table(self) -> display.Table:
         """A row per commit that was tried, oldest first, and the verdict."""
-        rows = [(self.good.subject, str(sum(not rerun.changes for rerun in self.reruns)), "1×", "good")]
+        failed = next((rerun.error for rerun in self.reruns if rerun.error and not rerun.changes), "")
+        ran = sum(not rerun.changes and not rerun.error for rerun in self.reruns)
+        rows = [(self.good.subject, str(ran), "1×" if ran else units.MISSING, f"does not run: {failed}" if failed else "good")]
         counts = effects(self.reruns)
         whole = self.ratio(self.commits[-1].id)
         for commit in self._tried:

@@ -112,8 +112,8 @@ class Gap(JsonDataclass):
 
     @property
     def named_in_words(self) -> list[str]:
-        """The named parts as shares of the step, the largest first; other processes among them, if they take as much as a named part."""
-        others = [part for part in self.parts if part.cause == OTHERS and part.seconds.mid >= NAMED * self.step.mid]
+        """The named parts as shares of the step, the largest first; before them other processes, where they take more than the cause."""
+        others = [part for part in self.parts if part.cause == OTHERS and part.seconds.mid > self[self.cause].mid]
         what = {OTHERS: f"{DISTURBED}, no property of the training"}
         return [
             f"{units.percent(part.seconds.mid / self.step.mid)} of the step: {what.get(part.cause, part.words)}"
