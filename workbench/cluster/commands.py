@@ -84,13 +84,7 @@ def plan(given: argparse.Namespace, knobs: Mapping[str, Any], show: Show) -> int
 
 
 def _brief(plans: "Plans", task: str | None, knobs: Mapping[str, Any]) -> dict[str, Any]:
-    """The first plans and what to do next, as plain JSON values that take at most BRIEF_BYTES as text.
-
-    Args:
-        plans: found.
-        task: that can be launched; None = only the sizes of a model are known.
-        knobs: of the command line.
-    """
+    """The first plans and what to do next, at most BRIEF_BYTES as text; without a task only the sizes of a model are known."""
     rows = [
         {
             **{name: getattr(plan, name) for name in ("gpus", "layout", "micro_batch", "accumulation", "checkpointing", "bound")},

@@ -125,16 +125,10 @@ def _turned(spec: RunSpec, other: RunSpec) -> dict[str, tuple[Any, Any]]:
 def _other_spec(run: Any, plan: "Plan", where: Device, *, of_spec: bool, resized: bool) -> RunSpec | None:
     """The spec of a measured run whose steps may differ from the plan's; None = they are the same, as far as a script's can be known.
 
-    Args:
-        run: measured.
-        plan: of the step.
-        where: its device.
-        of_spec: is the plan of a RunSpec, and not of a model or Task, whose name says nothing?
-        resized: has the step another length or image size than its task's own?
+    Of a model or Task (not `of_spec`) the name says nothing; a `resized` step has another length or image size than its task's own.
 
     Raises:
-        EstimateTimeError: it ran on another device, or was of another task, or its CPU had another number of threads, or a script's batch
-            has another size.
+        EstimateTimeError: another device, task, number of a CPU's threads, or size of a script's batch.
     """
     spec, asked = run.spec, plan.spec
     _check_device("run", _recorded_device(run), where)

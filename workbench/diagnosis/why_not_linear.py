@@ -189,10 +189,9 @@ def _script(spec: ScriptSpec, same: str, line: Waiting, runs_dir: str | os.PathL
 def _launches(
     spec: ScriptSpec, line: Waiting, runs_dir: str | os.PathLike[str] | None, foreign: list[float], notes: list[str], *, least: float
 ) -> tuple[dict[str, list[Timeline]], Run]:
-    """Launch one process, strangers, and all ranks; their timelines by arm, and the run of all.
+    """Launch one process, strangers, and all ranks, each for a third of the budget; their timelines by arm, and the run of all.
 
-    `spec`: of the script; `line`: says what runs, and has the budget, a third of which each may take; `runs_dir`: where run directories go;
-    `foreign`: gets the cores that other processes took meanwhile; `notes`: gets one if Ctrl-C ended the last launch after enough steps.
+    `foreign` gets the cores that other processes took meanwhile, `notes` one if Ctrl-C ended the last launch after enough steps.
     """
     ranks = spec.nproc_per_node
     timelines: dict[str, list[Timeline]] = {}

@@ -126,11 +126,10 @@ class StackSampler:
     def __init__(
         self, *, every: float = INTERVAL, fine: bool = False, operators: bool = True, clock: Callable[[], float] = time.perf_counter
     ) -> None:
-        """Prepare the sampler. It starts with the `with` block.
+        """Prepare the sampler, which starts with the `with` block and samples `every` so many seconds.
 
-        `every`: seconds between two samples; `fine`: also sample short calls. All threads then wait less for the interpreter, which may
-        change what is measured; `operators`: does a line's time include operators of torch? If not, it is Python code, waiting, and other C
-        code only; `clock`: gives the time in seconds.
+        `fine`: sample short calls, too; all threads then wait less for the interpreter, which may change what is measured. `operators`: a
+        line's time includes operators of torch; else it is Python code, waiting, and other C code only.
         """
         self._every, self._fine, self._operators, self._clock = every, fine, operators, clock
         self._switch = 0.0

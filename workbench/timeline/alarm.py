@@ -70,15 +70,10 @@ class StepAlarm:
         losses: Callable[[int, int], list[float]] | None = None,
         done: int = 0,
     ) -> None:
-        """Nothing is known yet.
+        """Nothing is known yet; `done` steps were taken before, such as before a restart.
 
-        Args:
-            rank: of this process.
-            memory: bytes that it holds now; None = not followed.
-            device_memory: the same of its GPU.
-            losses: gives the losses of so many steps that follow, nan = not known, inf = NaN or infinite, and reads one in so many from
-                now on; None = they are not followed.
-            done: steps that were taken before, such as before a restart.
+        `memory` gives the bytes that this process holds now, `device_memory` those of its GPU. `losses` gives those of so many steps that
+        follow (nan = not known, inf = NaN or infinite), and reads one in so many from now on. What is None is not followed.
         """
         self.rank, self._losses, self._done = rank, losses, done
         self._memory = (memory or (lambda: math.nan), *([device_memory] if device_memory else []))
@@ -363,19 +358,11 @@ class Alarm:
         device: int | None = None,
         others: Callable[[], Sequence[Told]] | None = None,
     ) -> None:
-        """Begin to follow.
+        """Begin to follow the steps that `take` gives: those finished since it was called last.
 
-        Args:
-            take: gives the steps finished since it was called last.
-            tell: called with each alarm and its sentence; "" where another rank, for which this one waits, tells it.
-            rank: of this process.
-            ranks: how many there are.
-            done: steps that were taken before, such as before a restart.
-            experiments: may a small computation be timed at an alarm?
-            traces: `AlarmTraces`, for steps after an alarm that a phase or the throughput became slower; None = that is not allowed.
-            losses: as `StepAlarm` takes them.
-            device: index of the GPU that the training uses; None = none.
-            others: gives what other ranks have told so far; None = that is not known.
+        `tell` is called with each alarm and its sentence ("" where another of the `ranks` tells it), `done` and `losses` are as `StepAlarm`
+        takes them, `device` is the index of the GPU. `experiments` allows a small computation, `traces`, an `AlarmTraces`, those of steps
+        after something became slower. `others` gives what other ranks have told so far.
         """
         self._traces = traces
         self._take, self._tell, self._ranks = take, tell, ranks

@@ -240,7 +240,7 @@ class StepTime(display.Shown, JsonDataclass):
                 f"measured={units.seconds(seconds)}: the communication alone is predicted to take {alone}; "
                 "measure one rank, or the links (wb.measure_collectives)"
             )
-        low, high = bare.possible
+        (low, high), calls = bare.possible, sum(one.calls for one in self.operators)
         if not low <= seconds <= high:
             way = (
                 "Usual reasons: the clock was read before the device had finished (torch.cuda.synchronize), or the step is a part of it"
@@ -249,9 +249,9 @@ class StepTime(display.Shown, JsonDataclass):
             )
             raise EstimateTimeError(
                 f"measured={units.seconds(seconds)}: a step of {self.title} on {self.device.name} may take {units.seconds(low)} … "
-                f"{units.seconds(high)}, with {bare._kernels:,.0f} kernels that move {units.bytes_(bare._moved)}. {way}"
+                f"{units.seconds(high)}, with its {calls:,.0f} operators. {way}"
             )
-        parts, calls = bare.computing(), sum(one.calls for one in self.operators)
+        parts = bare.computing()
         level = sum(parts.values())
         told = _told_apart(parts, measured_kinds(measured))
         no_kernel = sum(bare.computing("high").values()) < left <= SLOWEST_LAUNCH * calls and self.device.name != CPU.name
@@ -284,16 +284,6 @@ class StepTime(display.Shown, JsonDataclass):
         return replace(self, calibration=known, notes=notes).with_exposed()
 
     @property
-    def _kernels(self) -> float:
-        """Kernels in a step: calls of operators that compute or move anything."""
-        return sum(one.calls for one in self.operators if one.flops or one.bytes)
-
-    @property
-    def _moved(self) -> float:
-        """Bytes that they move."""
-        return sum(one.bytes * one.calls for one in self.operators)
-
-    @property
     def possible(self) -> tuple[float, float]:
         """The shortest and the longest seconds that a measured step of it can be; see SHORTEST and SLOWEST.
 
@@ -302,10 +292,12 @@ class StepTime(display.Shown, JsonDataclass):
         bandwidth, peaks = self.device.bandwidth, self.device.flops_per_sec
         rest = peaks.get("fp32") or max(peaks.values())
         each = (one.calls * max(one.flops / peaks.get(one.dtype, rest), one.bytes / bandwidth) for one in self.operators)
-        full = sum(each) + self._kernels * KERNEL
+        kernels = sum(one.calls for one in self.operators if one.flops or one.bytes)
+        full = sum(each) + kernels * KERNEL
         if self.device.name == CPU.name:
             return full / SLOWEST_CPU, full * SLOWEST_CPU
-        low = 0.0 if self.compiled else max(self._moved / (CACHED * bandwidth), self._kernels * SHORTEST)
+        moved = sum(one.bytes * one.calls for one in self.operators)
+        low = 0.0 if self.compiled else max(moved / (CACHED * bandwidth), kernels * SHORTEST)
         launched = sum(one.calls for one in self.operators) * SLOWEST_LAUNCH
         return low, (SLOWEST * full + launched) * (1 + self._idle_share) + SLOWEST * self.exposed.high
 

@@ -51,7 +51,7 @@ With half, curves of healthy loaders recommend nothing; with twice, a loader's n
 def with_model_error(remedy: Remedy, crowded: bool, more: float = 0.0) -> Remedy:
     """The remedy with a range that covers the error of its formula and the noise of its measurement; a ceiling is left as it is.
 
-    `remedy`: with the noise of its measurement only; `crowded`: did other processes take so many cores that ours had to wait?; `more`:
+    `remedy`: with the noise of its measurement only; `crowded`: did other processes take so many cores that ours had to wait? `more`:
     half-width, as a logarithm, of another error that is independent of both.
     """
     if remedy.ceiling:

@@ -132,11 +132,8 @@ def trainings_to_go(
 ) -> int | None:
     """How many trainings more a search is likely to take, if they vary as those so far: LIKELY of DRAWS simulated ones have ended by then.
 
-    `reruns`: the trainings so far; `decide`: what follows from some trainings; `guess`: what differences may bring; `usual`: as in
-    `effect`; `recorded`: what run A gave, which counts where it was not trained yet.
-
-    Returns:
-        A number of trainings, FAR where it may be more; None = most searches end without an answer.
+    FAR where it may be more; None = most searches end without an answer. `decide` says what follows from some trainings, `guess` what
+    differences may bring, `usual` is as in `effect`. What run A gave when it was `recorded` counts where it was not trained yet.
     """
     numbers = list[int]()
     logs = [math.log(rerun.value) for rerun in reruns if not rerun.changes and rerun.value > 0] or [math.log(recorded)]

@@ -76,8 +76,7 @@ class ScalingExplorer:
         """
         Args:
             target: a ScalingCurve or its fit, what `wb.plan` gave without `gpus`, or a `Transformer`.
-            cluster: picked at first; plans have their own. None = "DGX-H100" for a model; for a curve no energy, since it may be of any
-                device.
+            cluster: picked at first; plans have their own. None = "DGX-H100" for a model, and no energy for a curve.
             global_batch: samples per step, of a model.
             samples: that time, money and energy are of.
             price: money per GPU and hour.
