@@ -311,7 +311,9 @@ def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
         "launch", "--rdzv-endpoint", metavar="HOST:PORT", help="address at which the others reach this machine (its name and a free port)"
     )
     most = f"seconds to spend at most ({BUDGET:g})"
-    option("diagnose sanity why-not-linear replay", "--budget", "--budget-s", type=float, default=BUDGET, metavar="S", help=most)
+    budget: dict[str, Any] = {"type": float, "default": BUDGET, "metavar": "S"}
+    option("sanity replay", "--budget", "--budget-s", **budget, help=most)
+    option("diagnose why-not-linear", "--budget", "--budget-s", **budget, help=f"{most}; with --prove, as many again for the proof")
     knob: dict[str, Any] = {"nargs": "+", "action": "extend", "metavar": "KNOB=VALUE"}
     by = "knobs of the task to change, such as micro_batch=16 num_workers=2; workbench launch --help explains all of them"
     option("doctor estimate estimate-time batch-lengths plan sanity bisect", "--set", **knob, help=by)

@@ -297,6 +297,11 @@ class LoadMeter:
         noise = Noise(cores=usable_cores(), foreign=total.foreign)
         return f"other processes took {noise.foreign:.1f} of {noise.cores:.0f} cores" if noise.is_crowded(total.ours) else ""
 
+    def doubt(self) -> str:
+        """That a proof beside others may be wrong, in words; "" = others did not need the cores."""
+        crowding = self.crowding()
+        return f"the machine was busy: {crowding}, so the measured gain may be wrong; prove it again when it is quiet" if crowding else ""
+
     def close(self) -> None:
         """Close the files it reads."""
         self.delay.close()

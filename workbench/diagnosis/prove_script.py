@@ -1,14 +1,17 @@
 """Proves a change of a script that can be made from outside, by launches with and without it that take turns; the file stays as it is."""
 
+import contextlib
 import json
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from workbench.core import run_directory, units
 from workbench.core.checks import check_budget
 from workbench.core.progress import INTERRUPTED, BudgetError, Waiting, say_what_was_interrupted
+from workbench.core.system_load import LoadMeter
 from workbench.diagnosis.analysis.evidence import Evidence
 from workbench.diagnosis.analysis.gap_evidence import GapEvidence
 from workbench.diagnosis.analysis.proof import Proof
@@ -24,6 +27,10 @@ from workbench.timeline.script_arguments import IMPLEMENTATIONS, OF_DDP, OF_LOAD
 
 GOES_ON = '. If the script goes on from checkpoints of an earlier launch, give their folder as {out}: args=["--ckpt", "{out}"]'
 """What may be the matter where a launch took no steps, and an earlier one did."""
+LAUNCHES = 5.0
+"""Launches that a budget is to suffice for: two pairs, of which a range is made, and a quarter more, since a change may make it slower."""
+LEAST_STEPS = 8
+"""Steps of a launch at the least, 3 of them to warm up. Chosen: with fewer, single steps decide. It decides which budgets are refused."""
 EDITED = {
     "accumulation": ("step", "the optimizer's step"),
     "gradient": ("ddp", "DistributedDataParallel, which takes a hook: model.register_comm_hook"),
@@ -70,10 +77,11 @@ def prove_script(
     arguments = {name: value for name, value in remedy.change.items() if name not in OF_LAUNCH}
     if changed == spec and not arguments:
         raise ValueError(f"{Path(spec.script).name} was launched with {units.knobs(remedy.change)}: there is nothing to change")
-    steps = steps_of(step)
+    start_s = launched.start_s if launched else None
+    steps = steps_that_fit(steps_of(step), step, start_s, budget_s)
     measured = Measured(of="time", steps=steps, seconds=steps * step, per="sample" if evidence.samples else "step")
     folder, variable = launched.folder if launched else Path.cwd(), run_directory.ENV_ARGUMENTS
-    code, each = Code(folder=folder, source=folder), _seconds_each(spec, steps, step, launched.start_s if launched else None, budget_s)
+    code, each = Code(folder=folder, source=folder), _seconds_each(spec, steps, step, start_s, budget_s)
     arms = {
         "as it is": Arm(spec, code, {variable: None}, None),
         remedy.name: Arm(changed, code, {variable: json.dumps(arguments) if arguments else None}, None),
@@ -82,6 +90,7 @@ def prove_script(
     begin = f"launches of {Path(spec.script).name} as it is and with {units.knobs(remedy.change)}, by turns{each}"
     with (
         say_what_was_interrupted("prove"),
+        contextlib.closing(LoadMeter(root=os.getpid())) as meter,
         Waiting(f"prove {remedy.name}", budget_s, begin=begin) as line,
         Reruns(measured, kind="prove", runs_dir=runs_dir, tick=line.tick, left=lambda: line.left) as reruns,
     ):
@@ -91,14 +100,15 @@ def prove_script(
                 for name in list(arms)[:: 1 if len(pairs) % 2 == 0 else -1]:  # a drift of the machine is in favour of neither
                     line.say(f"{name}{each}", f"{units.several(len(pairs), 'pair')} so far")
                     seconds[name], run = reruns.measure(arms[name], name)
+                    if not pairs and len(seconds) == 1:  # what starting it takes is known now
+                        some = steps_that_fit(steps, step, max(0.0, began - line.left - steps * step), LAUNCHES / 3 * line.left)
+                        reruns.measured = replace(measured, steps=some, seconds=some * step)
                     if name == remedy.name:
                         _check_applied(run, remedy)
             except BudgetError:
                 if not pairs:
                     enough = 5 * max(reruns.seconds, default=budget_s)
-                    raise ValueError(
-                        f"the budget of {units.seconds(budget_s)} ended before the script ran twice: give prove budget_s={enough:.0f}"
-                    ) from None
+                    raise ValueError(f"the budget of {units.seconds(budget_s)} ended before the script ran twice: {give(enough)}") from None
                 break
             except RerunError as error:
                 used = "" if run_directory.OUT in " ".join(spec.args) else GOES_ON
@@ -110,27 +120,40 @@ def prove_script(
                 break
             pairs.append((seconds["as it is"], seconds[remedy.name]))
             longest = max(longest, began - line.left)
+        doubt = meter.doubt()
     samples = 1.0 if evidence.samples else changed.world_size / spec.world_size
     arm = VariantTimes(name="changed", baseline="full", pairs=tuple(pairs), samples=samples)
     base = sum(before for before, _ in pairs) / len(pairs)
     rate = (1.0 if evidence.samples else spec.world_size) / base
-    notes.append(f"{units.several(len(pairs), 'pair')} of launches of the script, by turns")
+    notes += [f"{units.several(len(pairs), 'pair')} of launches of the script, by turns", *([doubt] if doubt else [])]
     return Proof(remedy=remedy, measured=arm.speedup, baseline=rate, notes=tuple(notes))
 
 
+def give(budget_s: float) -> str:
+    """To give a proof so many seconds, in words for a notebook and for a terminal."""
+    return f"give prove budget_s={budget_s:.0f}, --budget {budget_s:.0f} in a terminal"
+
+
+def steps_that_fit(steps: int, step: float, start_s: float | None, budget_s: float) -> int:
+    """Steps of each launch, of so many seconds each: so few that LAUNCHES fit into the budget, but no fewer than LEAST_STEPS.
+
+    >>> steps_that_fit(13, 1.0, 5.0, 300.0), steps_that_fit(13, 1.0, 5.0, 75.0), steps_that_fit(13, 1.0, 5.0, 30.0)
+    (13, 10, 8)
+    """
+    if start_s is None or LAUNCHES * (start_s + steps * step) <= budget_s:
+        return steps
+    return min(steps, max(LEAST_STEPS, int((budget_s / LAUNCHES - start_s) / step)))
+
+
 def _seconds_each(spec: ScriptSpec, steps: int, step: float, start_s: float | None, budget_s: float) -> str:
-    """What each launch takes, and how many pairs that makes, in words; "" = not known."""
+    """What each launch takes, and how many pairs that makes, in words; "" = not known. ValueError: two pairs do not fit into the budget."""
     each = (start_s or 0.0) + steps * step
-    if each > budget_s:
+    if (each if start_s is None else LAUNCHES * each) > budget_s:
         raise ValueError(
             f"a launch of {Path(spec.script).name} takes about {units.seconds(each)}, for its start and {steps} steps of "
-            f"{units.seconds(step)}, and two are needed: give prove budget_s={2.5 * each:.0f}"
+            f"{units.seconds(step)}, and a range needs four: {give(1.1 * LAUNCHES * each)}. Nothing was launched"
         )
-    if start_s is None:
-        return ""
-    pairs = int(budget_s / 2 / each)
-    many = f"{pairs} pairs or so in all" if pairs > 1 else f"and a range needs four: budget_s={5 * each:.0f}"
-    return f", about {units.seconds(each)} for each launch, {many}"
+    return "" if start_s is None else f", about {units.seconds(each)} for each launch, {int(budget_s / 2 / each)} pairs or so in all"
 
 
 def _line(remedy: Remedy, evidence: GapEvidence | Evidence) -> str:

@@ -106,10 +106,10 @@ def run_ab_test(
             raise
         stopped = True
     extra = [peers.agree(timer.per_step_of_passes()) for timer in timers]
-    crowding = peers.agree(meter.crowding())
+    doubt = peers.agree(meter.doubt())
     meter.close()
     notes = [f"{INTERRUPTED} after {len(pairs)} pairs of blocks: this is the result so far"] if stopped else []
-    notes += [f"the machine was busy: {crowding}, so the measured gain may be wrong; prove it again when it is quiet"] if crowding else []
+    notes += [doubt] if doubt else []
     whole = tuple((first + extra[0], second + extra[1]) for first, second in pairs)
     return VariantTimes(name="changed", baseline="full", pairs=whole, note="; ".join(notes) or None)
 

@@ -16,6 +16,8 @@ from workbench.diagnosis.analysis.remedy import NOT_PREDICTED, Remedy
 MAX_ERROR = 0.25
 """A prediction this far off did not hold: the choice of a remedy could have been another one. Chosen. It decides a word in the text of a
 proof."""
+UNCLEAR = "not clear whether it helps"
+"""How the word of a proof begins whose range has both a gain and none."""
 NOTHING = "nothing to prove"
 """Name of the remedy of a proof that tried none."""
 MIN_GAIN = 1.02
@@ -85,9 +87,9 @@ class Proof(display.Shown, JsonDataclass):
         if math.isnan(self.measured.mid):
             return NOTHING if self.remedy.name == NOTHING else "it could not be run"
         if math.isinf(self.measured.low):
-            return "not clear whether it helps: one pair has no range; give the proof a larger budget_s"
-        if not self.gained and self.measured.mid >= MIN_GAIN:
-            return "not clear whether it helps: the measured range includes no gain"
+            return f"{UNCLEAR}: one pair has no range; give the proof a larger budget_s (--budget)"
+        if not self.gained and self.measured.high > MIN_GAIN:
+            return f"{UNCLEAR}: the measured range includes no gain"
         if not self.gained:
             return "it did not help"
         if not self.remedy.predicted:
@@ -229,7 +231,7 @@ class Ladder(display.Shown, JsonDataclass):
                     units.times(proof.predicted.mid),
                     units.times(proof.measured.mid),
                     units.rate(rung.samples_per_sec) if rung.kept else units.MISSING,
-                    f"{rung.verdict} ({rung.cause})" + ("" if rung.kept else ": it did not help, and was dropped"),
+                    f"{rung.verdict} ({rung.cause})" + ("" if rung.kept else f": {proof.word.partition(':')[0]}, and was dropped"),
                 ]
             )
         note = f"measured rung by rung, each beside its own baseline: {units.times(self.speedup)} in all; now {self.verdict} ({self.cause})"
