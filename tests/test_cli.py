@@ -63,8 +63,8 @@ def test_a_script_with_ranks_and_arguments_of_its_own(tmp_path: Path, monkeypatc
         (["diagnose", f"{Path(__file__).parent}/test_cli.p"], f'did you mean "{Path(__file__)}"?'),
         (
             ["diagnose", "train.py", "--set", "lr=1"],
-            "--set lr=1 with a script: it is for tasks, such as my_task.py:build. A script's own options come after --: workbench diagnose "
-            "train.py -- --your-option value",
+            "--set lr=1 with a script: for a script it takes threads and nproc_per_node. A script's own options come after --: workbench "
+            "diagnose train.py -- --your-option value",
         ),
         (["diagnose", "missing.py", "--set", "threads=2"], "missing.py does not exist"),
         (["diagnose", "missing.py", "--nproc-per-node", "2"], "missing.py does not exist"),

@@ -153,7 +153,7 @@ def diagnose(given: argparse.Namespace) -> int:
     knobs = knobs_of(given.set or []) | ({} if given.nproc_per_node is None else {"nproc_per_node": given.nproc_per_node})
     target: Any = given.target
     if target.endswith(".py"):
-        refuse_knobs("diagnose", target, {name: knobs[name] for name in knobs if name not in ("threads", "nproc_per_node")})
+        refuse_knobs("diagnose", target, knobs, allowed=("threads", "nproc_per_node"))
         check_script(target)
     elif not (Path(target) / "run.json").is_file():
         if Path(target).is_dir() and target not in SAMPLES:
@@ -310,10 +310,9 @@ def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
     option(
         "launch", "--rdzv-endpoint", metavar="HOST:PORT", help="address at which the others reach this machine (its name and a free port)"
     )
-    most = f"seconds to spend at most ({BUDGET:g})"
-    budget: dict[str, Any] = {"type": float, "default": BUDGET, "metavar": "S"}
-    option("sanity replay", "--budget", "--budget-s", **budget, help=most)
-    option("diagnose why-not-linear", "--budget", "--budget-s", **budget, help=f"{most}; with --prove, as many again for the proof")
+    for names, more in (("sanity replay", ""), ("diagnose why-not-linear", "; with --prove, as many again for the proof")):
+        most = f"seconds to spend at most ({BUDGET:g}){more}"
+        option(names, "--budget", "--budget-s", type=float, default=BUDGET, metavar="S", help=most)
     knob: dict[str, Any] = {"nargs": "+", "action": "extend", "metavar": "KNOB=VALUE"}
     by = "knobs of the task to change, such as micro_batch=16 num_workers=2; workbench launch --help explains all of them"
     option("doctor estimate estimate-time batch-lengths plan sanity bisect", "--set", **knob, help=by)
@@ -382,9 +381,8 @@ def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
     option("bisect", "--good", required=True, metavar="COMMIT", help="an older commit without the regression")
     option("bisect", "--bad", default="HEAD", metavar="COMMIT", help="a newer commit with the regression (HEAD)")
     option("what-changed bisect", "--of", choices=QUANTITIES, default="time", help="what to compare (time)")
-    option(
-        "calibrate", "--budget", "--budget-s", type=float, default=600, metavar="S", help="seconds after which no further run starts (600)"
-    )
+    last = "seconds after which no further run starts (600)"
+    option("calibrate", "--budget", "--budget-s", type=float, default=600, metavar="S", help=last)
     for names, seconds in (("what-changed check", regression.BUDGET), ("bisect", regression.BISECT_BUDGET)):
         spent = f"seconds that the trainings may take ({seconds:g})"
         option(names, "--budget", "--budget-s", type=float, default=seconds, metavar="S", help=spent)

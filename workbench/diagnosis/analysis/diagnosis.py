@@ -311,8 +311,8 @@ class Diagnosis(JsonDataclass):
         text, cores = f"{started}{units.several(e.threads, 'thread')} per operator", e.noise.cores if e.noise else usable_cores()
         if self.spec and e.threads == 1 and cores >= 2:
             every, how = f"all {cores:.0f} cores" if e.noise else "all cores", f"threads={min(4, int(cores))}"
-            how = f"workbench launch {self.spec.script} --set {how}" if isinstance(self.spec, ScriptSpec) else how
-            text += f", which the workbench sets (a process that you start yourself uses {every}): {how} changes it"
+            script = f"workbench diagnose {self.spec.script} --set {how}, or workbench launch," if isinstance(self.spec, ScriptSpec) else ""
+            text += f", which the workbench sets (a process that you start yourself uses {every}): {script or how} changes it"
         return [text]
 
     @property
