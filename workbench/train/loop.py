@@ -120,7 +120,7 @@ def train(
     trainer.warn = timer.warn
     if checkpoints:
         timer.go_on(done)
-    metrics, balance = Metrics(run_dir, steps=spec.steps) if ranks.rank == 0 else None, ExpertBalance(trainer.module)
+    metrics, balance = Metrics(run_dir, steps=spec.steps, readers=trainer.layout.readers.world_size) if ranks.rank == 0 else None, ExpertBalance(trainer.module)
     trainer.precision.on_norm = metrics.norm if metrics else None
     noise = noise_log(trainer, run_dir) if spec.noise_scale else None
     norms = GradientNorms(trainer, run_dir / run_directory.GRADIENTS, spec.gradient_norms) if spec.gradient_norms else None
@@ -298,10 +298,10 @@ class FirstNotFinite:
 class Metrics:
     """Writes `metrics.jsonl`: a line per optimizer step on rank 0, a few times per second."""
 
-    def __init__(self, run_dir: Path, *, steps: int) -> None:
+    def __init__(self, run_dir: Path, *, steps: int, readers: int = 1) -> None:
         before = run_directory.LineTail(run_dir / run_directory.METRICS).read()  # of a run that goes on
         self._writer = run_directory.LineWriter(run_dir / run_directory.METRICS)
-        self._steps = steps
+        self._steps, self._whose = steps, " on rank 0" * (readers > 1)  # whose samples it was computed from
         self._flushed = time.perf_counter()
         self._began = self._flushed - max((row.get("seconds", 0.0) for row in before), default=0.0)  # an evaluation's row has none
         self._rows: list[dict[str, Any]] = []
@@ -345,7 +345,7 @@ class Metrics:
             step = int(self._rows[-1]["step"])
             if LOG_LINES * step // self._steps > self._printed:
                 self._printed = LOG_LINES * step // self._steps
-                print(f"step {step} of {self._steps}: loss {losses[-1]:.3f}")
+                print(f"step {step} of {self._steps}: loss {losses[-1]:.3f}{self._whose}")
             self._rows.clear()
             self._losses.clear()
             self._norms.clear()
