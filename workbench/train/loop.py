@@ -120,7 +120,10 @@ def train(
     trainer.warn = timer.warn
     if checkpoints:
         timer.go_on(done)
-    metrics, balance = Metrics(run_dir, steps=spec.steps, readers=trainer.layout.readers.world_size) if ranks.rank == 0 else None, ExpertBalance(trainer.module)
+    metrics, balance = (
+        Metrics(run_dir, steps=spec.steps, readers=trainer.layout.readers.world_size) if ranks.rank == 0 else None,
+        ExpertBalance(trainer.module),
+    )
     trainer.precision.on_norm = metrics.norm if metrics else None
     noise = noise_log(trainer, run_dir) if spec.noise_scale else None
     norms = GradientNorms(trainer, run_dir / run_directory.GRADIENTS, spec.gradient_norms) if spec.gradient_norms else None
