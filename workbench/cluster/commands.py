@@ -109,7 +109,7 @@ def _brief(plans: "Plans", task: str | None, knobs: Mapping[str, Any]) -> dict[s
         "considered": plans.considered,
         "ruled_out": {reason: count for reason, count in plans.ruled_out.items() if count},
         "notes": notes,
-        "next": {"do": short(plans.best.why), "command": command},
+        "next": {"do": short(f"Launch the first plan: {plans.best.why}.") if command else None, "command": command},
     }
     return fitted(value, "notes", "plans", last="plans")
 
