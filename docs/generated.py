@@ -91,7 +91,7 @@ def knobs() -> str:
 
 
 def verdicts() -> str:
-    """The verdicts, and from which saving on a part is blamed."""
+    """The verdicts. The page has this table and that of `limits` in its source, where a test compares them."""
     rows = [f"| {name} | {what} |" for name, what in verdict.VERDICTS.items()]
     return "\n".join(["| verdict | what limits the step |", "|---|---|", *rows])
 
@@ -158,8 +158,6 @@ INSERTS: dict[str, Callable[[], str]] = {
     "panels": panels,
     "cli": cli,
     "knobs": knobs,
-    "verdicts": verdicts,
-    "limits": limits,
     "notebook-pictures": notebooks,
     "all-pictures": all_pictures,
 }

@@ -182,6 +182,11 @@ def test_the_page_of_budgets_has_every_call_with_its_default() -> None:
     assert all(f"* `{name}`" in page for name in longer)
 
 
+@pytest.mark.parametrize("made", [generated.verdicts(), generated.limits()], ids=["verdicts", "limits"])
+def test_the_tables_of_verdicts_are_those_of_the_code(made: str) -> None:
+    assert made in (PAGES / "reference/verdicts.md").read_text(), f"docs/pages/reference/verdicts.md should have:\n{made}"
+
+
 def test_every_insert_has_a_page_and_every_page_a_place() -> None:
     texts, pictures = make_site.pages()
     assert all(make_site.INSERT.search(text) is None for text in texts.values())

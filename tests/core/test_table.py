@@ -94,3 +94,10 @@ def test_control_characters_reach_neither_a_terminal_nor_a_page() -> None:
     assert not set(text) & set(STEERING)
     assert text.count("␛[2J␛]0;title␇␀\N{REPLACEMENT CHARACTER}␡") == 4
     assert "a\tb\nc" in text
+
+
+def test_a_column_with_ranges_begins_below_its_head() -> None:
+    rows = [["a", "1.62× (1.51× … 1.70×)", "1"], ["b", "1.2× (1.0× … 1.7×; may not help)", "10"]]
+    lines = str(Table(columns=("name", "predicted", "n"), rows=rows)).splitlines()
+    assert [line[6:10] for line in lines] == ["pred", "1.62", "1.2×"]
+    assert len({len(line) for line in lines}) == 1

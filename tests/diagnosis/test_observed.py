@@ -1,6 +1,7 @@
 """Diagnosis from observation: what clocks can tell, what they cannot, and that the difference is said."""
 
 import dataclasses
+import re
 import shlex
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ from workbench.core import run_directory
 from workbench.core.system_load import Noise
 from workbench.core.vocabulary import PHASES
 from workbench.diagnosis.analysis import diagnosis, script_remedies
+from workbench.diagnosis.analysis.advice import EXPERIMENT
 from workbench.diagnosis.analysis.diagnosis import Diagnosis
 from workbench.diagnosis.analysis.observed import observe
 from workbench.diagnosis.api import _from_run
@@ -205,6 +207,10 @@ def test_the_setting_of_a_trainer_has_a_number_that_the_cores_allow(
     assert f" With Hugging Face's Trainer: TrainingArguments(dataloader_num_workers={workers}) to begin with. " in what
     assert what.endswith(f"How to give wb.diagnose its step and loader: docs, {script_remedies.TRAINER_PAGE}.")
     assert (Path(__file__).parents[2] / f"docs/pages/{script_remedies.TRAINER_PAGE}.md").is_file()
+    named = re.search(r"docs, (\S+)\.$", EXPERIMENT)
+    assert named
+    page = (Path(__file__).parents[2] / f"docs/pages/{named[1]}.md").read_text()
+    assert "## A script whose loop is in main()" in page
     allowed = int(cores) - threads or 1
     waiting.places["workers"] = str(workers)  # type: ignore[index]
     more = f"dataloader_num_workers={2 * workers}) to begin with" if allowed > workers else f"num_workers is {workers} already"

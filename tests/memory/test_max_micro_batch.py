@@ -145,6 +145,14 @@ def test_the_name_of_a_task_has_its_dataset_too(tmp_path: Path) -> None:
     assert max_micro_batch(f"{file}:build", "H200").micro_batch == 7
 
 
+def test_the_answer_names_precision_and_optimizer() -> None:
+    model, batch = nn.Linear(64, 64), (torch.zeros(8, 64), torch.zeros(8, 64))
+    said = "• of a step with fp32, adamw: precision= and optimizer= set others"
+    assert said in str(max_micro_batch(model, batch, device="A100", loss=lambda net, given: net(given[0]).sum()))
+    task = Task(model=Net, dataset=lambda: [torch.zeros(2, WIDTH)] * 50, loss=squared)
+    assert "of a step with amp_bf16, sgd(lr=0.1), " in str(max_micro_batch(task, "A100", precision="amp_bf16", optimizer="sgd(lr=0.1)"))
+
+
 def test_a_batch_above_the_dataset_is_not_looked_for() -> None:
     sizes: list[int] = []
 
@@ -157,6 +165,10 @@ def test_a_batch_above_the_dataset_is_not_looked_for() -> None:
     assert int(found) == 2001
     assert needed(found.next) < found.capacity
     assert "the dataset has no more for one optimizer step. It fits H200" in str(found)
+    told = re.search(r"; memory alone would allow about micro_batch=(\d+)$", found.word)
+    assert told
+    alone = max_micro_batch(task.model, "H200", loss=task.loss, batch=torch.zeros(5, 2, WIDTH))
+    assert int(told[1]) == pytest.approx(int(alone), rel=0.01)
     assert max(sizes) <= COLLATED
     assert int(max_micro_batch(task, "H200", world_size=4, accumulation=2)) == 250
     small = device((outside() + 120 * 2**20) / 1e6)

@@ -1,6 +1,7 @@
 """Finds the largest micro-batch that fits a device, from dry runs at two sizes and exact interpolation between them."""
 
 import dataclasses
+import functools
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,12 +29,16 @@ ATTEMPTS = 3
 class WholeDataset(MaxMicroBatch):
     """A MaxMicroBatch where the device could hold more than a rank's share of the dataset, which therefore sets the limit."""
 
+    by_memory: int = 0
+    """Samples that the device could hold, from the two dry runs; 0 = not known, since the program depends on the batch."""
+
     @property
     def word(self) -> str:
         """In a line."""
         return (
             f"micro_batch={self.micro_batch} is the largest that can be trained: the dataset has no more for one optimizer step. "
-            f"It fits {self.device}: {self.room}"
+            f"It fits {self.device}: {self.room}; "
+            + (f"memory alone would allow about micro_batch={self.by_memory}" if self.by_memory else "memory alone would allow more")
         )
 
 
@@ -71,10 +76,19 @@ def max_micro_batch(
         runs.count += eager.count
     largest = _largest(runs, limit, most, nodes)
     next_one = runs.at(largest + 1)
-    kind = WholeDataset if largest == most and needed(next_one) <= limit else MaxMicroBatch
     shown, surely = runs.at(max(1, largest)), runs.surely(largest, limit)
+    kind: Callable[..., MaxMicroBatch] = MaxMicroBatch
+    if largest == most and needed(next_one) <= limit:
+        kind = functools.partial(WholeDataset, by_memory=runs.by_memory(limit))
     return kind(
-        micro_batch=largest, breakdown=shown, next=next_one, device=name, capacity=limit, runs=runs.count, margin=margin, surely=surely
+        micro_batch=largest,
+        breakdown=shown,
+        next=next_one,
+        device=name,
+        capacity=limit,
+        runs=runs.count,
+        margin=margin,
+        surely=surely,
     )
 
 
@@ -126,6 +140,11 @@ class _Runs:
         tick(f"{len(batches)} dry runs: micro_batch={' and '.join(map(str, batches))}")
         self._family = batch_family(self._target, batches, device=self._device, **self._options)
         return self._family
+
+    def by_memory(self, limit: int) -> int:
+        """The largest number whose memory is within so many bytes, as the last family tells; 0 where there is none."""
+        largest = max(self._seen)
+        return max(largest, self._family.largest(limit, needs(self._family, self._seen[largest]))) if self._family else 0
 
     def surely(self, largest: int, limit: int) -> int:
         """The largest number, of those that were run, that fits with the highest estimate of bytes outside the allocator; 0 = none.

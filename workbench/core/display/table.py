@@ -71,7 +71,7 @@ class Table:
     def __str__(self) -> str:
         cells = [[visible(cell) for cell in row] for row in (self.columns, *self.rows)]
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-        right = self._right()
+        right = [r and not any("(" in str(row[i]) for row in self.rows) for i, r in enumerate(self._right())]  # ranges: left, as heads are
         lines = ["  ".join(c.rjust(w) if r else c.ljust(w) for c, w, r in zip(row, widths, right, strict=True)).rstrip() for row in cells]
         return "\n".join([*([visible(self.title)] if self.title else []), *lines, *([visible(self.note)] if self.note else [])])
 

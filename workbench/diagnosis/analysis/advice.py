@@ -18,7 +18,7 @@ from workbench.diagnosis.analysis.verdict import HIDDEN_REDUCTION, UNMARKED, Jud
 from workbench.harness.results import BUSY, NOT_FINITE, OTHERS, UNTRAINED
 from workbench.runs.spec import RunSpec, ScriptSpec, Spec
 
-EXPERIMENT = "wb.diagnose(step, loader) experiments, with the body of the loop as step(batch)."
+EXPERIMENT = "wb.diagnose(step, loader) experiments, with the body of the loop as step(batch): docs, how-to/low-utilisation."
 """How to experiment with what was only observed."""
 FIND_NAN = (
     "First find where the numbers become NaN or infinite: wb.sanity(step, loader), or of a task wb.sanity(task), looks at data and "

@@ -315,8 +315,13 @@ class MaxMicroBatch:
             )
         return f"micro_batch={self.micro_batch} is the largest that fits {self.device}: {self.room}{beyond}"
 
+    @property
+    def program(self) -> str:
+        """Precision, optimizer and parallelism of the step, as the title of the breakdown has them, in a sentence."""
+        return f"of a step with {self.breakdown.title.rpartition(' samples, ')[2]}: precision= and optimizer= set others"
+
     def __str__(self) -> str:
-        return table.notes([self.word, *self.notes])
+        return table.notes([self.word, self.program, *self.notes])
 
     def __repr__(self) -> str:
         return f"MaxMicroBatch({self.micro_batch}, device={self.device!r})"
