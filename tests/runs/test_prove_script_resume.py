@@ -474,7 +474,7 @@ def test_what_a_checkpoint_lacks_shows(plain: str) -> None:
     assert not proof.exact
     assert proof.repeatable
     assert [entry.name for entry in proof.differing] == ["last.txt"]
-    assert "its checkpoint lacks something" in str(proof)
+    assert "No optimizer step shows what its checkpoint lacks" in str(proof)
     assert not prove(plain, ["{out}", "unseeded"]).repeatable  # it differs without a kill, too
 
 
@@ -557,34 +557,94 @@ def test_a_name_that_a_script_may_compose_is_not_refused(tmp_path: Path, text: s
     prove_script_resume.check_named(tmp_path / "train.py", args, result)
 
 
-def test_what_the_files_of_a_checkpoint_hold_is_read(tmp_path: Path) -> None:
-    model = torch.nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    torch.save({"model_state_dict": model.state_dict(), "step": 3}, tmp_path / "last.pt")
-    (tmp_path / "config.json").write_text("{}")
-    assert prove_script_resume._held(tmp_path) == (True, False)
-    torch.save({"random_state": torch.get_rng_state()}, tmp_path / "rng.pt")
-    assert prove_script_resume._held(tmp_path) == (True, True)
-    (tmp_path / "own.bin").write_bytes(b"nobody knows")
-    assert prove_script_resume._held(tmp_path) == (False, True), "it may be in there"
-    (tmp_path / "own.bin").unlink()
-    torch.save({"adam": optimizer.state_dict()}, tmp_path / "more.pt")
-    assert prove_script_resume._held(tmp_path) == (False, True)
+PARTS = {"weights": "w", "samples": "s", "random": "r", "optimizer": "o", "gradients": "g"}
+STEPS = [{part: f"{letter}{step}" for part, letter in PARTS.items()} | {"schedule": f"l{step // 2}"} for step in range(6)]
+"""What the steps of an undisturbed script depend on, each with its own digest; the learning rate changes every second step."""
+RNG = "first the random numbers (RNG of torch)"
 
 
 @pytest.mark.parametrize(
-    ("held", "words"),
+    ("rows", "words"),
     [
-        ({}, "something: the usual cause is the state of a random number generator; others are the position in the data"),
-        ({"no_optimizer": True}, "something: its file holds no optimizer state, .* may also lack the state of a random number generator, "),
-        ({"no_optimizer": True, "has_random": True}, "its file holds no optimizer state, .* may also lack the position in the data"),
-        ({"has_random": True}, "As its file holds the state of a random number generator, it may be the position in the data"),
+        ([STEPS[2] | {"random": "r0", "gradients": "x"}], f"{RNG}: in step 3, the first after the resume, they are as at the start; the"),
+        (
+            [STEPS[2] | {"random": "r0", "gradients": "x"}],
+            "; the gradients differ there too, and may follow. Equal there: the weights, the ",
+        ),
+        ([STEPS[2] | {"samples": "s0", "random": "x", "gradients": "x"}], "first the samples (sampler, position in the data): in step 3"),
+        ([STEPS[2] | {"samples": "x", "random": "r0", "gradients": "x"}], f"{RNG}: in step 3, the first after the resume, they are as at"),
+        ([STEPS[2] | {"optimizer": "x", "schedule": "y"}], "first the optimizer's state: in step 3, the first after the resume, they "),
+        (
+            [STEPS[2], STEPS[3], STEPS[4] | {"schedule": "l1"}],
+            "): in step 5, after 2 equal steps of the resumed script, they differ. Equal",
+        ),
+        ([STEPS[2] | {"gradients": "x"}], "first the gradients (another generator, the gradient scaler, the order of a reduction): in"),
+        ([STEPS[2] | {"weights": "x"}], "first the weights: in step 1"),
+        ([STEPS[2] | {"others": "not seeded", "samples": "x"}], "first the samples (sampler, position in the data): in step 3"),
+        (STEPS[2:], ""),
+        ([], ""),
     ],
 )
-def test_what_a_checkpoint_lacks_is_said_by_what_it_holds(held: dict[str, bool], words: str) -> None:
+def test_the_first_item_that_differs_after_a_kill_is_named(tmp_path: Path, rows: list[dict[str, str]], words: str) -> None:
+    killed = [step | {"others": "seeded by nothing"} for step in STEPS[:3]]
+    folders = [tmp_path / name for name in ("undisturbed", "killed", "killed again", "resumed")]
+    for folder, lines in zip(folders, (STEPS, killed, STEPS[2:3], rows), strict=True):
+        (folder / run_directory.FINGERPRINTS).mkdir(parents=True)
+        text = "".join(f"{json.dumps(line)}\n" for line in lines)
+        (folder / run_directory.FINGERPRINTS / "rank0-1.jsonl").write_text(text)
+    first = prove_script_resume._first_difference(folders[0], folders[1:])
+    assert words in first
+    assert bool(first) == bool(words)
     entries = (prove_script_resume.Entry(name="weight", difference="values differ"),)
-    given: Any = {"entries": 3, "differing": entries, "repeatable": True, "kills": (1.0,), "asked": 1, "seconds": 1.0, **FOLDERS, **held}
-    assert re.search(words, wb.ScriptResumeProof(**given).verdict)
+    given: Any = {"entries": 3, "differing": entries, "repeatable": True, "kills": (1.0,), "asked": 1, "seconds": 1.0, **FOLDERS}
+    verdict = wb.ScriptResumeProof(first=first, **given).verdict
+    assert verdict.startswith(f"Not exact: 1 of 3 entries of the result differs after 1 kill{first or '. No optimizer step shows what'}")
+
+
+FORGETS = """
+import argparse, os, torch
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--out")
+parser.add_argument("--lacks")
+args = parser.parse_args()
+torch.manual_seed(0)
+data, order = torch.randn(64, 8), torch.Generator().manual_seed(7)
+model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 1))
+optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
+schedule, last, done = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.7), f"{args.out}/last.pt", 0
+if os.path.exists(last):
+    state = torch.load(last)
+    model.load_state_dict(state["model"])
+    done = state["step"]
+    if args.lacks != "optimizer":
+        optimizer.load_state_dict(state["opt"])
+    if args.lacks != "schedule":
+        schedule.load_state_dict(state["sched"])
+    if args.lacks != "random":
+        torch.set_rng_state(state["rng"])
+    if args.lacks != "samples":
+        order.set_state(state["order"])
+for step in range(done + 1, 31):
+    optimizer.zero_grad()
+    model(data[torch.randint(0, 64, (16,), generator=order)]).square().mean().backward()
+    optimizer.step()
+    schedule.step()
+    if step % 4 == 0 or step == 30:
+        state = {"model": model.state_dict(), "opt": optimizer.state_dict(), "sched": schedule.state_dict(), "step": step}
+        torch.save(state | {"rng": torch.get_rng_state(), "order": order.get_state()}, last + "-part")
+        os.replace(last + "-part", last)
+    import time; time.sleep(0.03)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("forked_ranks")
+@pytest.mark.parametrize("lacks", ["samples", "random", "optimizer", "schedule"])
+def test_what_a_script_does_not_load_is_named(script: str, lacks: str) -> None:
+    Path("forgets.py").write_text(FORGETS)
+    proof = prove("forgets.py", ["--out", "{out}", "--lacks", lacks], "last.pt")
+    assert f", first {prove_script_resume.ITEMS[lacks]}: in step " in proof.verdict
 
 
 def test_a_proof_is_short_and_shows_first_what_tells_most() -> None:
@@ -592,7 +652,7 @@ def test_a_proof_is_short_and_shows_first_what_tells_most() -> None:
     entries = tuple(prove_script_resume.Entry(name=name, difference="values differ") for name in names)
     proof = wb.ScriptResumeProof(entries=30, differing=entries, repeatable=True, kills=(1.0,), asked=2, seconds=1.0, **FOLDERS)
     assert [row[0] for row in proof.table.rows[:4]] == ["random", "schedule.last_epoch", "opt.state.0.exp_avg", "model.0.weight"]
-    assert "differ after 1 kill (the script ended before kill 2 of 2). Without" in proof.verdict
+    assert "differ after 1 kill (the script ended before kill 2 of 2). No optimizer step shows" in proof.verdict
     exact = wb.ScriptResumeProof(entries=30, differing=(), repeatable=True, kills=(1.0, 2.0), asked=2, seconds=1.0, **FOLDERS)
     assert not exact.exact
     assert str(exact).startswith("Equal, but a resume is not proved: after 2 kills all 30 entries")
@@ -600,7 +660,7 @@ def test_a_proof_is_short_and_shows_first_what_tells_most() -> None:
     assert str(dataclasses.replace(exact, steps=9, last_steps=4)).startswith("Exact: after 2 kills all 30 entries")
     assert "<table" not in exact._repr_html_()
     one = wb.ScriptResumeProof(entries=1, differing=entries[:1], repeatable=True, kills=(1.0,), asked=1, seconds=1.0, **FOLDERS)
-    assert one.verdict.startswith("Not exact: the only entry of the result differs after 1 kill. Without")
+    assert one.verdict.startswith("Not exact: the only entry of the result differs after 1 kill. No optimizer step")
     same = dataclasses.replace(one, differing=(), steps=9, last_steps=4)
     assert same.verdict.startswith("Exact: after 1 kill the only entry of the result is bit for bit")
 

@@ -22,6 +22,7 @@ import sys
 import time
 import types
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from workbench.core import run_directory
@@ -165,6 +166,11 @@ def main() -> None:
         from workbench.timeline import watch_script
 
         watch_script.install(borders)
+        fingerprints = Path(os.environ.get(run_directory.ENV_RUN_DIR, ""), run_directory.FINGERPRINTS)
+        if os.environ.get("RANK", "0") == "0" and fingerprints.is_dir():
+            from workbench.train.fingerprints import follow_script
+
+            follow_script(fingerprints)
     rank_watchdog.start()
     failure.reserve_memory()
     _hold_renames()

@@ -1,9 +1,10 @@
 """Writes a digest of all that a step depends on, and of what it computes, per step and rank: where two runs differ first.
 
 A run directory with a folder `fingerprints` gets them: `rank<r>-<attempt>.jsonl`. `wb.prove_resume`, `wb.recompute` and
-`step_digests=True` make such runs.
+`step_digests=True` make such runs. Of a script, rank 0 writes what global hooks of torch see (`follow_script`).
 """
 
+import contextlib
 import functools
 import hashlib
 import os
@@ -18,8 +19,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from workbench.core import run_directory
+from workbench.harness.batches import map_tensors, tensors_of
+from workbench.train.random_numbers import random_state
 from workbench.train.sample_order import StepSamples
 from workbench.train.sharded_tensors import local_part
 
@@ -138,6 +142,34 @@ class Fingerprints:
         exchanges = {"exchanges": True} if self._exchanged > before else {}
         self._writer.write([{"step": self._step, "time": time.time(), "parts": self._parts, **self._more, **exchanges}])
         self._step, self._parts, self._more = self._step + 1, {}, {}
+
+
+def follow_script(folder: Path) -> None:
+    """Write for each optimizer step of a script what it depends on; the samples are the first inputs of a module since the last step."""
+    writer, row = run_directory.LineWriter(folder / "rank0-1.jsonl"), dict[str, str]()
+
+    def forward(module: torch.nn.Module, args: Any) -> None:
+        if not torch.compiler.is_compiling() and not row and module.training and tensors_of(args):
+            with contextlib.suppress(Exception):  # of a tensor without a digest: the script is to go on
+                state = random_state(tensors_of(args)[0].device)
+                row.update(samples=digest(_sampled(args)), others=digest([state.pop("numpy"), state.pop("python")]), random=digest(state))
+
+    def step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+        options = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+        parts = {"weights": weights, "gradients": [weight.grad for weight in weights], "schedule": options}
+        parts["optimizer"] = [dict(optimizer.state.get(weight, {})) for weight in weights]
+        with contextlib.suppress(Exception):
+            writer.write([row | {name: digest(_sampled(value)) for name, value in parts.items()}])
+        row.clear()
+
+    torch.nn.modules.module.register_module_forward_pre_hook(forward)
+    register_optimizer_step_pre_hook(step)
+
+
+def _sampled(value: Any) -> Any:
+    """At most some 100,000 values of each tensor."""
+    return map_tensors(lambda tensor: local_part(tensor.detach()).flatten()[:: 1 + tensor.numel() // 100_000], value)
 
 
 def collectives(group: Any) -> int:

@@ -18,7 +18,7 @@ from workbench.core.checks import nearest
 from workbench.core.codec import JsonDataclass
 from workbench.core.display import table as display
 from workbench.core.progress import left_by
-from workbench.core.run_directory import OUT
+from workbench.core.run_directory import FINGERPRINTS, OUT, LineTail
 from workbench.core.units import seconds, several
 from workbench.runs.launch.cut_saves import hold_renames
 from workbench.runs.launch.kill_script import LATEST, Due, Watched, is_log, kill_steps, watch
@@ -33,15 +33,19 @@ WHOLE = (
     "whole"
 )
 """What to do about a save that a kill can cut in two."""
-_STATE = re.compile("sched|random|rng|generator|sampler|scaler|step|epoch")
-"""In the first key of an entry that is neither of the model nor of the optimizer."""
-_RANDOM = re.compile("random|rng")
-_OPTIMIZER = re.compile(r"opt|exp_avg|momentum|param_groups|(^|\.)state(\.|$)")
-"""In the name of an entry or a file of an optimizer's state."""
+ITEMS = {
+    "weights": "the weights",
+    "samples": "the samples (sampler, position in the data)",
+    "random": "the random numbers (RNG of torch)",
+    "others": "the random numbers of numpy or Python (RNG)",
+    "optimizer": "the optimizer's state",
+    "schedule": "the learning rate (schedule, or another option of the optimizer)",
+    "gradients": "the gradients (another generator, the gradient scaler, the order of a reduction)",
+}
+"""What an optimizer step depends on, as `follow_script` records it: what differs may follow from what comes before it."""
+_SHORT = {item: words.partition(" (")[0] for item, words in ITEMS.items()}
 _NUMBER = re.compile(r"\d+|[0-9a-f]{8,}|tmp\w{8}")
 """In the name of a file what differs from save to save."""
-_TEXTS = (".json", ".txt", ".yaml", ".yml", ".csv", ".md", ".py", ".toml")
-"""Ends of the names of files that hold no state of a training."""
 _MOMENT = ("epoch", "global_step", "step", "iteration")
 """Entries that say after how much training a result was saved."""
 
@@ -82,10 +86,8 @@ class ScriptResumeProof(Briefed, display.Shown):
     """Files that another program renames as soon as they are written: with `during_save` they should be cut, and could not be."""
     failed: str = ""
     """The error of the launch after the last kill, which failed by itself; "" = it ran to its end. Then nothing was compared."""
-    no_optimizer: bool = False
-    """Do the files of its folder, all of which could be read, hold no state of an optimizer? Looked for where it is not exact."""
-    has_random: bool = False
-    """Does one of them hold the state of a random number generator? Looked for where it is not exact."""
+    first: str = ""
+    """What differs in the first optimizer step after a kill that differs, with what is equal there; "" = none differs, or none was seen."""
     seconds: float
     """How long the undisturbed script took."""
     undisturbed: str
@@ -177,23 +179,11 @@ class ScriptResumeProof(Briefed, display.Shown):
                 "ModelCheckpoint(save_last=True) may leave last.ckpt at an earlier epoch, trainer.save_checkpoint after fit does not. If "
                 "it is written at the end, the script does not restore its counts"
             )
+        lacks = self.first or f". No optimizer step shows what its checkpoint lacks: it may be {', '.join(list(_SHORT.values())[1:6])}"
         return (
-            f"Not exact: {many} {after}. Without a kill the script writes the same twice, so its checkpoint lacks something"
-            f"{self._lacks}" + f". Or it went on from a part of one: {torn}. {WHOLE}" * bool(torn)
+            f"Not exact: {many} {after}{lacks}. Without a kill the script writes the same twice"
+            + f". Or it went on from a part of a checkpoint: {torn}. {WHOLE}" * bool(torn)
         )
-
-    @property
-    def _lacks(self) -> str:
-        """What its checkpoint may lack, the likeliest first."""
-        others = "the position in the data, the learning-rate schedule" + ", the optimizer" * (not self.no_optimizer)
-        others, random = f"{others}, the gradient scaler", "the state of a random number generator"
-        if self.no_optimizer:
-            why = ": its file holds no optimizer state, which every optimizer but SGD without momentum needs; it may also lack "
-            return f"{why}{others if self.has_random else f'{random}, {others}'}"
-        if self.has_random:
-            others += ", another generator (numpy, random, CUDA), or what is saved but not loaded"
-            return f". As its file holds {random}, it may be {others}"
-        return f": the usual cause is {random}; others are {others}"
 
     def _when(self, *more: str) -> str:
         """In parentheses: each kill, "3.10 s after its launch, at least 8 steps into it" (the last may not be written yet), and `more`."""
@@ -223,8 +213,8 @@ class ScriptResumeProof(Briefed, display.Shown):
 
 def _telling(entry: Entry) -> int:
     """The smaller, the more an entry tells of the reason: weights that differ only follow from it."""
-    key = entry.name.partition(".")[0].lower()
-    return 1 if "opt" in key else 0 if _STATE.search(key) else 2
+    key, _, rest = entry.name.lower().partition(".")
+    return 1 if "opt" in key else 0 if not rest or re.search("sched|random|rng|generator|sampler|scaler", key) else 2
 
 
 def prove_script_resume(
@@ -249,7 +239,7 @@ def prove_script_resume(
     if sys.platform != "linux":
         raise LaunchError("prove_resume with a script finds its ranks in /proc, which only Linux has; a RunSpec works here")
 
-    cut = False
+    cut, attempts = False, list[Path]()
 
     def follow(name: str, what: str, due: Due, chosen: random.Random | None = None) -> tuple[Run, Watched]:
         """Launch it and see what it writes, until it has ended or is killed; whatever interrupts that, such as Ctrl-C, stops it."""
@@ -263,6 +253,8 @@ def prove_script_resume(
         name = f"{Path(script).stem}-{name}"
         run = launch(script, args=given, timeout=timeout, runs_dir=folder, name=name, **{"watch": True} | launched)
         try:
+            (run.path / FINGERPRINTS).mkdir()
+            attempts.append(run.path)
             if during_save:
                 hold_renames(run, out)
             return run, watch(run, out, due, chosen, say=told)
@@ -302,6 +294,7 @@ def prove_script_resume(
     tries, done = kill_steps(watched.writes, total, kills, chosen), list[float]()
     for tried, at in enumerate(tries, 1):
         shutil.rmtree(folder / "interrupted", ignore_errors=True)
+        attempts.clear()
         done, steps, writing = [], list[int](), list[str]()
         last: Run | None = None
         while len(done) < kills and left > 1:
@@ -327,6 +320,7 @@ def prove_script_resume(
             else:  # it was seen to write less often than undisturbed, which a busy machine decides: once more, from the start
                 left = min(due.writes, len(seen.writes))
                 shutil.rmtree(folder / "interrupted")
+                attempts.clear()
         if not done and not at:
             todo = f"let it train longer, or write checkpoints more often into {OUT}"
             todo = _not_cut(uncut) if (uncut := _never_cut(watched.uncut, ())) else todo
@@ -342,9 +336,9 @@ def prove_script_resume(
     message = (last.error.message.strip() or "without a message") if last.error else "\n"
     failed = message.splitlines()[0].replace(str(folder / "interrupted"), OUT)[:300]
     differing = () if failed else _differing(expected, folder / "interrupted", result)
-    repeatable, held = True, (False, False)
+    repeatable, first = True, ""
     if differing:
-        held = _held(folder / "undisturbed")
+        first = _first_difference(undisturbed.path, attempts)
         to_the_end("again", "the undisturbed script once more")
         repeatable = not _differing(expected, folder / "again", result)
     return ScriptResumeProof(
@@ -359,8 +353,7 @@ def prove_script_resume(
         writing=tuple(writing),
         uncut=_never_cut(watched.uncut, writing),
         failed=failed,
-        no_optimizer=held[0],
-        has_random=held[1],
+        first=first,
         seconds=undisturbed.seconds,
         undisturbed=str(folder / "undisturbed"),
         interrupted=str(folder / "interrupted"),
@@ -452,15 +445,24 @@ def _entries_of(out: Path, result: str) -> Mapping[str, Any]:
     return {named(name): named(value) for name, value in late.load("entries_of")(out / result).items()}
 
 
-def _held(out: Path) -> tuple[bool, bool]:
-    """Do its files, all of which could be read, hold no state of an optimizer? Does one hold that of a random number generator?"""
-    names, all_read = list[str](), True
-    for path in out.rglob("*"):
-        if path.is_file() and path.suffix not in _TEXTS and not is_log(path.name):
-            entries = late.load("entries_of")(path)
-            all_read &= not (list(entries) == [path.name] and isinstance(entries[path.name], bytes))
-            names += [path.name.lower(), *(name.lower() for name in entries)]
-    return bool(names) and all_read and not any(map(_OPTIMIZER.search, names)), any(map(_RANDOM.search, names))
+def _first_difference(undisturbed: Path, attempts: Sequence[Path]) -> str:
+    """Where a launch first took another step than the undisturbed script, from the same weights: see `ScriptResumeProof.first`."""
+    expected, fresh, *resumed = ([*LineTail(path / FINGERPRINTS / "rank0-1.jsonl").read()] for path in (undisturbed, *attempts))
+    places = {row["weights"]: number for number, row in reversed([*enumerate(expected)])}
+    same = [item for item in ITEMS if not fresh or fresh[0].get(item) == expected[0].get(item)]  # both began anew: a seed may lack
+    for rows in filter(None, resumed):
+        begin = places.get(rows[0]["weights"], 0)
+        for passed, (row, other) in enumerate(zip(rows, expected[begin:], strict=False)):
+            parted = [item for item in same if row.get(item) != other.get(item)]
+            anew = [item for item in parted if row.get(item) == expected[0].get(item)]
+            parted.sort(key=lambda item: item not in ("random", "others") or item not in anew)  # the order of the samples may be drawn
+            if parted:
+                when = f"after {several(passed, 'equal step')} of the resumed script" if passed else "the first after the resume"
+                how = "are as at the start" if parted[0] in anew else "differ"
+                more = f"; {', '.join(_SHORT[item] for item in parted[1:])} differ there too, and may follow" * bool(parted[1:])
+                equal = ", ".join(_SHORT[item] for item in same if item not in parted) or "nothing"
+                return f", first {ITEMS[parted[0]]}: in step {begin + passed + 1}, {when}, they {how}{more}. Equal there: {equal}"
+    return ""
 
 
 def _differing(expected: Mapping[str, Any], out: Path, result: str) -> tuple[Entry, ...]:
