@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import os
 import pickle
+import random
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -23,7 +24,7 @@ from workbench.diagnosis.analysis.diagnosis import Diagnosis
 from workbench.diagnosis.analysis.evidence import Loading
 from workbench.diagnosis.measure import fetch_meter
 from workbench.diagnosis.measure.fetch_meter import BatchCost, FetchMeter, WorkerMeter, without_delay
-from workbench.diagnosis.measure.loading import Steady, _cpu_here, probe, slow_share
+from workbench.diagnosis.measure.loading import Steady, _cpu_here, probe, random_lines, slow_share
 from workbench.harness.feed import Feed
 from workbench.harness.loaders import with_knobs
 from workbench.harness.stack_sampler import StackSampler
@@ -507,3 +508,25 @@ def test_the_loaders_of_frameworks_are_those_of_torch(wrap: Any) -> None:
         assert int(feed.next()[0]) not in (0, os.getpid())
     assert wrapped.num_workers == 0
     assert all(int(batch[0]) == os.getpid() for batch in wrapped)
+
+
+class Augmented:
+    def __init__(self, transform: object) -> None:
+        self.transform = transform
+
+    def __getitem__(self, index: int) -> float:
+        value = random.uniform(-15, 15) + index
+        value = sum(range(index))
+        return self.transform(value)  # type: ignore[operator,no-any-return]
+
+
+class RandomCrop:
+    def __repr__(self) -> str:
+        return "RandomCrop(size=8)"
+
+
+def test_lines_that_draw_random_numbers_are_known() -> None:
+    first = Augmented.__getitem__.__code__.co_firstlineno
+    lines = [(f"test_loading.py:{first + i} __getitem__", 0.1 * i) for i in (1, 2, 3)]
+    assert random_lines(Augmented(RandomCrop()), lines) == (lines[0], lines[2])
+    assert random_lines(Augmented(abs), [*lines, ("cell:3 f", 0.1), ("odd", 0.1)]) == (lines[0],)

@@ -25,7 +25,8 @@ FIND_NAN = (
     "gradients; wb.replay(run) repeats the step of a run in which it began. Fix that, then diagnose again."
 )
 TO_COMPARE = (
-    "To prove it, launch the training before and after the change, and compare the runs: `workbench compare A B`, or wb.compare(a, b)."
+    "To prove it, launch the training before and after the change, several times by turns, and compare the runs: `workbench compare A B`, "
+    "or wb.compare(a, b). On a busy machine two single launches differ by more than many changes gain."
 )
 """How a change is proved that only the user can make."""
 AGAIN = "Diagnose again when the machine is quieter, or with a larger budget_s."

@@ -155,7 +155,8 @@ def _line(loading: Loading) -> str:
     if not loading.slow_lines:
         return ""
     line, share = loading.slow_lines[0]
-    return f" {units.percent(share)} of it in {line}."
+    drawn = ", which draws random numbers" if loading.slow_lines[0] in loading.random_lines else ""
+    return f" {units.percent(share)} of it in {line}{drawn}."
 
 
 def _workers(loading: Loading) -> str:

@@ -89,6 +89,8 @@ class Loading:
     """Batches that lay ready before each of the first steps, where that could be read."""
     slow_lines: tuple[tuple[str, float], ...] = ()
     """Where making a batch in this process spends its time: "file.py:12 function" and its share, largest first."""
+    random_lines: tuple[tuple[str, float], ...] = ()
+    """Those of `slow_lines` that draw random numbers, such as augmentation: nobody can do them beforehand."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,7 @@ from workbench.core import units
 from workbench.core.system_load import affinity
 from workbench.data.analysis.format_costs import PREPARED, FormatComparison
 from workbench.diagnosis.analysis.evidence import Loading
-from workbench.diagnosis.analysis.loader_model import MAX_PACE, LoaderModel
+from workbench.diagnosis.analysis.loader_model import LoaderModel
 from workbench.diagnosis.analysis.remedy import MIN_SPEEDUP, Case, Remedy, ceiling, from_formula
 from workbench.runs.spec import RunSpec
 
@@ -160,6 +160,8 @@ def _prepared(case: Case, loading: Loading) -> Iterator[Remedy | None]:
     copied, at_best = (
         dataclasses.replace(_less_cpu(feeding, seconds / made), blocked=feeding.blocked * left_waiting) for seconds in (least, most)
     )
+    drawn = min(sum(share for _, share in loading.random_lines), (loading.fetch_cpu or 0.0) / made)
+    fixed = max(0.0, (loading.fetch_cpu or 0.0) / made - drawn)
     also = f", and {_from_to(least / made, most / made)} of the CPU of making a batch" if most > 0 else ""
     unknown = "" if compared is None or most - least < (MIN_SPEEDUP - 1) * made else UNKNOWN_TRANSFORM
     options = (
@@ -182,11 +184,21 @@ def _prepared(case: Case, loading: Loading) -> Iterator[Remedy | None]:
         (
             ("decode", "oversubscribed", "slow samples"),
             "prepared data",
-            "Do once, beforehand, what each epoch repeats (decode, resize, tokenize, compute), and store it as arrays; or make it faster.",
-            _less_cpu(feeding, (loading.fetch_cpu or 0.0) / made * (1 - left_cpu)),
-            f"{units.percent(1 - left_cpu)} of the dataset's CPU, {units.percent((loading.fetch_cpu or 0.0) / made)} of making a batch, "
-            "is gone",
+            "Do once, beforehand, what each epoch repeats and is not random (decode, resize, tokenize, compute), and store it as arrays; "
+            "or make it faster.",
+            _less_cpu(feeding, fixed * (1 - left_cpu)),
+            f"{units.percent(1 - left_cpu)} of the dataset's CPU{' that is not random' * bool(drawn)}, {units.percent(fixed)} of making a "
+            "batch, is gone",
             "disk space (decoded pictures take about 14 times that of JPEG); what is random, such as augmentation, has to stay",
+        ),
+        (
+            ("decode", "oversubscribed", "slow samples") if drawn else ("random",),
+            "cheaper augmentation",
+            f"Make cheaper what is random in {', '.join(line for line, _ in loading.random_lines)}: it cannot be done beforehand. Resize "
+            "the samples before it, do it on whole batches on the GPU, or take fewer or simpler operations.",
+            _less_cpu(feeding, drawn),
+            f"the lines that draw random numbers, {units.percent(drawn)} of making a batch, are gone",
+            "other pictures: augmentation of smaller ones is not the same",
         ),
         (
             ("collate",),
@@ -199,7 +211,7 @@ def _prepared(case: Case, loading: Loading) -> Iterator[Remedy | None]:
     )
     for causes, name, what, better, formula, costs in options:
         measured = compared is not None and (preparing if name == "prepared data" else waiting) is not None
-        if cause.startswith(causes) and measured and name != "faster collate_fn":
+        if cause.startswith(causes) and measured and name not in ("faster collate_fn", "cheaper augmentation"):
             assert compared is not None
             speedup = 1 / max(1e-3, 1 - _saved(case, better, loading))
             high = 1 / max(1e-3, 1 - _saved(case, at_best if better is copied else better, loading))
@@ -237,7 +249,7 @@ def _saved(case: Case, better: LoaderModel, loading: Loading) -> float:
     """Fraction of the step that a faster loader saves: of the waiting that was measured, the share that the formula says is gone.
 
     Beside training the same loader takes longer than alone, and training after a pause, too (measured: 47 ms of waiting for a loader that
-    takes 45): that goes with the waiting.
+    takes 45), and beside other processes several times as long: that goes with the waiting, as in the table of the parts.
     """
     c, now = case.costs, case.model.feeding
     assert now is not None
@@ -245,5 +257,5 @@ def _saved(case: Case, better: LoaderModel, loading: Loading) -> float:
         loader.data_wait(loading.num_workers, prefetch_factor=loading.prefetch_factor or 2, persistent_workers=loading.persistent_workers)
         for loader in (now, better)
     )
-    pace = min(c.data.mid / waits, MAX_PACE) if waits > 0 else 1.0
-    return min(c.data.mid, max(0.0, waits - then) * pace) / c.step
+    gone = max(0.0, 1 - then / waits) if waits > 0 else 0.0
+    return c.data.mid * gone / c.step

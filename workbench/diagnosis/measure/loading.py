@@ -3,10 +3,14 @@
 import contextlib
 import dataclasses
 import itertools
+import linecache
 import math
+import re
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -43,6 +47,10 @@ STEADY_SECONDS, STEADY_BATCHES, STEADY_SAMPLES = 0.3, 16, 240
 worker's time in hundredths of a second, and fewer samples hold too few of a slowest twentieth."""
 WORKER_TIMEOUT = 30
 """Seconds to wait for a batch of a worker."""
+DRAWS = re.compile(r"\brandom\b|\brand(n|int)?\(|\.uniform\(|\bRandom[A-Z]|ColorJitter|AutoAugment|RandAugment|TrivialAugment|AugMix")
+"""What draws random numbers, in a line of source or in what a transform says of itself: of Python, numpy, torch or torchvision."""
+LONGEST_REPR = 4000
+"""Characters of what a transform says of itself that are looked at."""
 PAGE = 4096
 """Bytes: to read one of each page is to map them all."""
 
@@ -162,12 +170,27 @@ def _probed(loader: "DataLoader[Any]", feed: Feed, loading: Loading, budget: flo
             ),
             read_bytes=_mean(made, lambda m: m.read_bytes),
             slow_lines=made[-1][-1].lines,
+            random_lines=random_lines(loader.dataset, made[-1][-1].lines),
         )
     elif not notes:
         notes.append("the loader gives too few batches to see what one takes")
     if feed.num_workers:
         loading = dataclasses.replace(loading, start_up=start_up(feed, _mean(made, lambda m: m.wall) if made else loading.alone))
     return loading
+
+
+def random_lines(dataset: Any, lines: Sequence[tuple[str, float]]) -> tuple[tuple[str, float], ...]:
+    """Those of some lines ("file.py:12 function" and a share) that draw random numbers, or call a transform of the dataset that does."""
+    files = {Path(file).name: file for module in [*sys.modules.values()] if (file := getattr(module, "__file__", None))}
+    files |= {Path(file).name: file for file in [getattr(sys.modules.get(type(dataset).__module__), "__file__", None)] if file}
+
+    def draws(label: str) -> bool:
+        name, _, number = label.partition(" ")[0].rpartition(":")
+        text = linecache.getline(files.get(name, ""), int(number)) if number.isdecimal() else ""
+        called = [value for what, value in getattr(dataset, "__dict__", {}).items() if f".{what}(" in text]
+        return any(DRAWS.search(each) for each in (text, *(repr(value)[:LONGEST_REPR] for value in called)))
+
+    return tuple((label, share) for label, share in lines if draws(label))
 
 
 def start_up(feed: Feed, making: float) -> float | None:
