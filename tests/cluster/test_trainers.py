@@ -13,9 +13,10 @@ import torch
 import workbench as wb
 from tests.cluster.test_plans import BEST, GPT, LARGE, build, one, workload
 from workbench.__main__ import main
-from workbench.cluster.analysis.plan.ranges import EFFICIENCY, MESSAGE, OTHER_LAYOUT, PlanError
+from workbench.cluster.analysis.plan.ranges import EFFICIENCY, LAUNCH, MESSAGE, OTHER_LAYOUT, PlanError
 from workbench.cluster.analysis.plan.timing import BUCKET, CHECK_MESSAGES, seconds
 from workbench.cluster.analysis.plan.workload import TRAINERS, Version
+from workbench.core.statistics import Interval
 
 QUICK = dataclasses.replace(BEST, flops_per_sec=1e30)
 EACH = CHECK_MESSAGES * MESSAGE.mid
@@ -217,14 +218,38 @@ def test_a_step_without_a_pipeline_says_nothing_of_polling() -> None:
 
 
 def test_without_a_trainer_a_measured_step_sets_the_level_and_leaves_what_layouts_differ_by() -> None:
-    found = plans(pipeline=1, tensor=1, top=1)
-    slow = 1.4 * found.best.seconds.mid
-    after = plans(pipeline=1, tensor=1, top=1, measured=(found.best, slow)).best
+    only: dict[str, Any] = {"pipeline": 1, "tensor": 1, "sharing": "zero1", "global_batch": 256}
+    found = next(plan for plan in plans(**only) if plan.micro_batch == 16)  # whose launches take a tenth of its step
+    slow = 1.4 * found.seconds.mid
+    again = plans(**only, measured=(found, slow))
+    after = next(plan for plan in again if plan.micro_batch == 16)
     assert after.seconds.mid == pytest.approx(slow, rel=0.011)
-    assert after.efficiency == pytest.approx(found.best.implied_efficiency(slow), rel=0.05)
+    assert after.efficiency == pytest.approx(found.implied_efficiency(slow), rel=0.05)
     assert 1 < after.seconds.high / after.seconds.low < 1.1 * OTHER_LAYOUT.high / OTHER_LAYOUT.low
-    other = plans(pipeline=1, tensor=1, top=1, checkpointing="full", measured=(found.best, slow)).best  # of another kind
+    other = plans(**only, checkpointing="full", measured=(found, slow)).best  # of another kind
     assert other.checkpointing == "full"
+
+
+def test_a_step_that_waits_for_the_host_sets_the_host_s_pace_and_not_that_of_kernels() -> None:
+    only: dict[str, Any] = {"pipeline": 1, "tensor": 1, "sharing": "zero1", "global_batch": 256}
+    before = {plan.micro_batch: plan for plan in plans(**only)}
+    small, large = before[1], before[16]
+    slow = 2.5 * small.seconds.mid
+    after = {plan.micro_batch: plan for plan in plans(**only, measured=(small, slow))}
+    assert after[1].seconds.mid == pytest.approx(slow, rel=0.011)
+    assert after[2].seconds.mid < 0.6 * slow  # half as many launches
+    assert after[16].seconds.mid == pytest.approx(large.seconds.mid, rel=0.05)
+    assert after[1].seconds.high / after[1].seconds.low < 0.5 * small.seconds.high / small.seconds.low
+
+
+def test_a_step_that_computes_leaves_open_how_slow_the_host_is() -> None:
+    only: dict[str, Any] = {"pipeline": 1, "tensor": 1, "sharing": "zero1", "global_batch": 256}
+    before = {plan.micro_batch: plan for plan in plans(**only)}
+    after = {plan.micro_batch: plan for plan in plans(**only, measured=(before[16], before[16].seconds.mid))}
+    assert after[1].seconds.high > 0.9 * before[1].seconds.high
+    assert after[16].seconds.high < 0.95 * before[16].seconds.high
+    limited = plans(**only, measured=(before[2], before[2].seconds.mid))  # with a slower host it had taken longer
+    assert next(plan for plan in limited if plan.micro_batch == 1).seconds.high < 0.8 * after[1].seconds.high
 
 
 def test_two_measured_steps_tell_kernels_from_messages_and_leave_the_version() -> None:
@@ -266,11 +291,13 @@ def test_steps_of_more_layouts_narrow_the_range_and_repeated_ones_do_not() -> No
 
 
 def test_how_long_messages_take_stays_as_open_as_how_fast_kernels_are() -> None:
-    version = Version(workload=workload(), efficiency=EFFICIENCY).at(0.3, -0.2)
+    version = Version(workload=workload(), efficiency=EFFICIENCY).at(0.3, -0.2, Interval(low=-1, mid=0, high=0.1))
     assert version.efficiency.low == pytest.approx(OTHER_LAYOUT.low * version.efficiency.mid)
     levels = math.log(version.efficiency.low / version.efficiency.mid) / math.log(EFFICIENCY.low / EFFICIENCY.mid)
     assert version.message.high / version.message.mid == pytest.approx((MESSAGE.high / MESSAGE.mid) ** levels)
     assert version.message.low < version.message.mid < MESSAGE.mid
+    assert (version.host.low, version.host.mid) == pytest.approx((LAUNCH.low, LAUNCH.mid))
+    assert version.host.high == pytest.approx(OTHER_LAYOUT.high * LAUNCH.mid)
 
 
 def test_measured_steps_that_contradict_each_other() -> None:
@@ -287,8 +314,9 @@ def test_a_measured_step_that_no_level_makes_is_refused() -> None:
             plans(**only, measured=(found, wrong))
     fastest, slowest = (plans(**only, efficiency=share, links=0.8).best.seconds.mid for share in (1.0, 0.1201))
     for right in (1.001 * fastest, 0.999 * slowest):
-        after = plans(**only, measured=(found, right))
-        assert after.best.seconds.mid == pytest.approx(right, rel=0.02)
+        after = plans(**{**only, "top": 40}, measured=(found, right))
+        same = next(plan for plan in after if plan.micro_batch == found.micro_batch)
+        assert same.seconds.mid == pytest.approx(right, rel=0.02)
         assert "so far from 35 … 65 % that the loader" in after.notes[0]
         assert after.best.efficiency <= 1
         assert "… 100 % (predicted" in after.notes[0] or right == 0.999 * slowest  # no layout computes beyond the peak
@@ -301,12 +329,12 @@ def test_a_measured_step_that_no_level_makes_is_refused() -> None:
 
 
 def test_a_measured_step_in_the_range_of_its_plan_is_never_refused() -> None:
-    only: dict[str, Any] = {"tensor": 1, "pipeline": 1, "top": 1}
+    only: dict[str, Any] = {"tensor": 1, "pipeline": 1, "sharing": "zero1"}
     found = plans(**only).best  # what the host launches limits it
-    after = plans(**only, measured=(found, found.seconds.low))
-    assert after.best.seconds.mid > 1.05 * found.seconds.low
-    assert "links or the host may explain the step instead" in after.notes[0]
-    assert plans(**only, measured=(found, found.seconds.high)).best.seconds.mid > found.seconds.mid
+    for taken in (found.seconds.low, found.seconds.high):
+        after = plans(**only, measured=(found, taken))
+        same = next(plan for plan in after if plan.micro_batch == found.micro_batch)
+        assert same.seconds.mid == pytest.approx(taken, rel=0.05)
 
 
 @pytest.mark.parametrize(

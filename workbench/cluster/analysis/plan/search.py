@@ -15,7 +15,14 @@ from workbench.cluster.analysis.energy import Energy
 from workbench.cluster.analysis.plan.layouts import SHARINGS, Floats, Layouts, Selection, list_layouts, short_list
 from workbench.cluster.analysis.plan.memory import Memory, memory
 from workbench.cluster.analysis.plan.plans import Front, Plan, Plans, Power
-from workbench.cluster.analysis.plan.ranges import HELD_SOURCES, LAUNCH, LEVELS, OTHER_LAYOUT, PlanError, between, intervals_around
+from workbench.cluster.analysis.plan.ranges import (
+    HELD_SOURCES,
+    LEVELS,
+    OTHER_LAYOUT,
+    PlanError,
+    between,
+    intervals_around,
+)
 from workbench.cluster.analysis.plan.timing import PARTS, HardwareRates, Seconds, seconds
 from workbench.cluster.analysis.plan.workload import MEGATRON, Trainer, Version, Workload, at_level
 from workbench.core import units
@@ -30,8 +37,10 @@ P95, P90 = 1.645, 1.2816
 """Standard deviations of a normal law from its middle to its 95th and to its 90th percentile."""
 DEVIATION = math.log(OTHER_LAYOUT.high / OTHER_LAYOUT.low) / (2 * P90) / math.sqrt(2)
 """Standard deviation of the logarithm of a layout's seconds over those at the level of its model: two layouts differ by OTHER_LAYOUT."""
-SIDE, FINEST = 25, 1e-3
-"""Places of a level that are tried at once, and the distance of two of them at which the search ends."""
+HOSTS = (-1.0, 2.0)
+"""Furthest places of the host in its range: 4 and 102 µs an operator, as long as SLOWEST_LAUNCH."""
+SIDES, FINEST = (25, 13, 13), 1e-3
+"""Places of kernels, messages and host that are tried at once, and the distance of two places of kernels at which the search ends."""
 UNLIKELY = "; so far from 35 … 65 %{} that the loader, a straggler, links or the host may explain the step instead"
 TELLING = (
     "a measured step says which it can have been, best one of a layout on several nodes with both a pipeline and tensor parallelism: "
@@ -144,7 +153,7 @@ class PlanSearch:
         """What the hardware achieves with a version of the trainer, at an end of kernels' share of the peak and at one of all others."""
         intra, inter = (getattr(share, links) for share in self.links)
         slow = {"low": "high", "high": "low"}
-        host = LAUNCH.mid if self.efficiency_given else getattr(LAUNCH, slow.get(efficiency, "mid"))
+        host = version.host.mid if self.efficiency_given else getattr(version.host, slow.get(efficiency, "mid"))
         return HardwareRates.of(
             self.cluster,
             self.peak,
@@ -353,7 +362,8 @@ def calibrated(search: PlanSearch, steps: Sequence[tuple[Plan, float]]) -> PlanS
     kinds = list(search.unrestricted.computed)
     rows = [(_layout(plan, kinds), measured) for plan, measured in steps]
     for (plan, measured), (layout, _) in zip(steps, rows, strict=True):
-        ends = [_seconds(search, version, layout, np.array(LEVELS), np.array(LEVELS)).tolist() for version in search.versions]
+        places = np.array([LEVELS, LEVELS, HOSTS])
+        ends = [_seconds(search, version, layout, *places).tolist() for version in search.versions]
         if measured not in plan.seconds and not any(
             low <= measured * (1 + MEASURED) and measured <= high * (1 + MEASURED) for low, high in ends
         ):
@@ -371,8 +381,9 @@ def calibrated(search: PlanSearch, steps: Sequence[tuple[Plan, float]]) -> PlanS
 def at_level_of(search: PlanSearch, steps: Sequence[tuple[Layouts, float]]) -> PlanSearch:
     """The search at the level of measured steps, and with the versions of the trainer that they can be of.
 
-    A level is a place in the range of kernels and one in that of messages between hosts, from -1 (fast) through 0 (the middle) to 1. It is
-    the likeliest one, if ranges go from the 5th to the 95th percentile of normal laws, and a layout's seconds differ by DEVIATION from
+    A level is a place in the range of kernels, one in that of messages between hosts and one in that of launches by the host, from -1
+    (fast) through 0 (the middle) to 1. It is the likeliest one, if ranges go from the 5th to the 95th percentile of normal laws, and a
+    layout's seconds differ by DEVIATION from
     those at its level; those of a single layout are met. Versions are left out that are less likely than the likeliest by as much as the
     end of a range is than its middle.
 
@@ -385,10 +396,10 @@ def at_level_of(search: PlanSearch, steps: Sequence[tuple[Layouts, float]]) -> P
         same.setdefault(str(layout), []).append((layout, measured))
     rows = [(some[0][0], statistics.median(measured for _, measured in some)) for some in same.values()]
     deviation = DEVIATION if len(rows) > 1 else MEASURED / P95
-    found = [(*_fitted(search, version, rows, deviation), version) for version in search.versions]
-    least = min(far for far, *_ in found)
-    likely = tuple(version.at(kernels, messages, len(rows)) for far, kernels, messages, version in found if far <= least + P95**2)
-    return replace(search, versions=likely, efficiency_given=True, measured=len(steps), unlikely=least > len(rows) * P95**2)
+    found = [_at_level(search, version, rows, deviation) for version in search.versions]
+    least = min(far for far, _ in found)
+    likely = tuple(version for far, version in found if far <= least + P95**2)
+    return replace(search, versions=likely, measured=len(steps), unlikely=least > len(rows) * P95**2)
 
 
 def _layout(plan: Plan, kinds: list[str]) -> Layouts:
@@ -400,35 +411,56 @@ def _layout(plan: Plan, kinds: list[str]) -> Layouts:
     return Layouts(**{name: np.array([value]) for name, value in row.items()})
 
 
-def _seconds(search: PlanSearch, version: Version, layout: Layouts, kernels: Floats, messages: Floats) -> Floats:
-    """Seconds of a step of one layout at each place of kernels and messages."""
+def _seconds(search: PlanSearch, version: Version, layout: Layouts, kernels: Floats, messages: Floats, host: Floats) -> Floats:
+    """Seconds of a step of one layout at each place of kernels, messages and host."""
     rates = replace(
         search.rates(version),
         flops_per_sec=search.peak * np.minimum(1.0, at_level(version.efficiency, -kernels)),
         message=at_level(version.message, messages),
+        host=at_level(version.host, host),
     )
     workload = replace(version.workload, computed=search.unrestricted.computed)
     return seconds(workload, layout.select(np.zeros(len(kernels), int)), rates, search.cluster.gpus_per_node).total
 
 
-def _fitted(search: PlanSearch, version: Version, steps: Sequence[tuple[Layouts, float]], deviation: float) -> tuple[float, float, float]:
-    """How unlikely the likeliest level of a version is (twice the negative logarithm), and its places of kernels and of messages.
+def _fitted(
+    search: PlanSearch, version: Version, steps: Sequence[tuple[Layouts, float]], deviation: float, host: float | None = None
+) -> tuple[float, tuple[float, float, float]]:
+    """How unlikely the likeliest level of a version is (twice the negative logarithm), and its places of kernels, messages and host.
 
     A grid of levels around the likeliest of a coarser one: naps make stairs, on which no slope leads down.
+
+    Args:
+        search: of the model and cluster.
+        version: of the trainer.
+        steps: rows of one layout each, with the seconds of a step.
+        deviation: of the logarithm of these seconds from those at the level.
+        host: its place; None = the likeliest.
     """
     far = math.inf
-    half, centre = (LEVELS[1] - LEVELS[0]) / 2, [sum(LEVELS) / 2] * 2
-    while half * 2 / (SIDE - 1) > FINEST:
-        around = np.linspace(-half, half, SIDE)
-        places = [np.clip(place + around, *LEVELS) for place in centre]
-        kernels, messages = (each.ravel() for each in np.meshgrid(places[0], places[1] if version.workload.checked else 0.0))
-        missed = np.array([np.log(_seconds(search, version, layout, kernels, messages) / measured) for layout, measured in steps])
-        coarse = max(deviation, np.ptp(missed, 1).max() / SIDE)  # the grid may pass by the levels that meet the steps
-        distance, missed = P95**2 * (kernels**2 + messages**2), np.square(missed).sum(0)
+    spans = [LEVELS, LEVELS if version.workload.checked else (0.0, 0.0), (host, host) if host is not None else HOSTS]
+    centre, halves = [(low + high) / 2 for low, high in spans], [(high - low) / 2 for low, high in spans]
+    while halves[0] * 2 / (SIDES[0] - 1) > FINEST:
+        axes = [place + np.linspace(-half, half, side if half else 1) for place, half, side in zip(centre, halves, SIDES, strict=True)]
+        grid = [axis.ravel() for axis in np.meshgrid(*(np.clip(axis, *span) for axis, span in zip(axes, spans, strict=True)))]
+        missed = np.array([np.log(_seconds(search, version, layout, *grid) / measured) for layout, measured in steps])
+        coarse = max(deviation, np.ptp(missed, 1).max() / min(SIDES))  # the grid may pass by the levels that meet the steps
+        distance, missed = P95**2 * np.square(grid).sum(0), np.square(missed).sum(0)
         best = int(np.argmin(distance + missed / coarse**2))
-        far, half = float(distance[best] + missed[best] / deviation**2), half / 3
-        centre = [float(kernels[best]), float(messages[best])]
-    return far, centre[0], centre[1]
+        far, halves = float(distance[best] + missed[best] / deviation**2), [half / 3 for half in halves]
+        centre = [float(axis[best]) for axis in grid]
+    return far, (centre[0], centre[1], centre[2])
+
+
+def _at_level(search: PlanSearch, version: Version, steps: Sequence[tuple[Layouts, float]], deviation: float) -> tuple[float, Version]:
+    """How unlikely the likeliest level of a version is, and the version at it. The host's range is that of all its places that are less
+    likely by no more than the end of a range is than its middle: a step that waits for kernels says only how slow the host is at most.
+    """
+    hosts = (None, *np.linspace(*HOSTS, 7).tolist()) if version.workload.operators else (0.0,)
+    tried = [_fitted(search, version, steps, deviation, host) for host in hosts]
+    far, (kernels, messages, host) = min(tried)
+    likely = [places[2] for other, places in tried if other <= far + P95**2]
+    return far, version.at(kernels, messages, Interval(low=min(likely), mid=host, high=max(likely)), len(steps))
 
 
 def limiting_part(layouts: Layouts, total: Floats, fits: np.ndarray[tuple[int], np.dtype[np.bool_]], parts: Seconds, row: int) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from workbench.cluster.analysis.plan.ranges import MESSAGE, OTHER_LAYOUT, PlanError
+from workbench.cluster.analysis.plan.ranges import LAUNCH, MESSAGE, OTHER_LAYOUT, PlanError
 from workbench.cluster.analysis.transformer import Transformer
 from workbench.core import units
 from workbench.core.checks import choice, real_number
@@ -301,19 +301,22 @@ class Version:
     """Share of the peak while a GPU computes."""
     message: Interval = MESSAGE
     """Seconds of a small message between hosts."""
+    host: Interval = LAUNCH
+    """Seconds in which the host launches an operator."""
 
-    def at(self, kernels: float, messages: float, layouts: int = 1) -> "Version":
-        """At places in both ranges: -1 = the fast end, 0 = the middle, 1 = the slow end; in proportion beyond and between. Other layouts
-        than those whose steps were measured may be as far from it as OTHER_LAYOUT, in both, but reach no more than the peak.
+    def at(self, kernels: float, messages: float, host: Interval, layouts: int = 1) -> "Version":
+        """At places in the ranges: -1 = the fast end, 0 = the middle, 1 = the slow end; in proportion beyond and between. Other layouts
+        than those whose steps were measured may be as far from it as OTHER_LAYOUT, in all of them, but reach no more than the peak.
 
         Args:
             kernels: place of the kernels.
             messages: place of the messages between hosts.
+            host: places of the launches by the host that the steps leave possible, and the likeliest.
             layouts: of which a step was measured. Two layouts differ by twice the variance of one, and one from the mean of n by 1 + 1 / n
                 of it.
 
-        >>> version = Version(workload=None, efficiency=Interval(low=0.25, mid=0.5, high=0.8))
-        >>> [version.at(level, 0).efficiency.mid for level in (-1, 0, 1, 2)]
+        >>> version, middle = Version(workload=None, efficiency=Interval(low=0.25, mid=0.5, high=0.8)), Interval(low=0, mid=0, high=0)
+        >>> [version.at(level, 0, middle).efficiency.mid for level in (-1, 0, 1, 2)]
         [0.8, 0.5, 0.25, 0.125]
         """
         spread = OTHER_LAYOUT.of(lambda ratio: ratio ** math.sqrt((1 + 1 / layouts) / 2))
@@ -322,7 +325,13 @@ class Version:
             math.log(getattr(spread, end)) / math.log(getattr(self.efficiency, end) / self.efficiency.mid) for end in ("low", "high")
         )
         low, mid, high = (float(at_level(self.message, level)) for level in (messages - faster, messages, messages + slower))
-        return replace(self, efficiency=spread.of(lambda ratio: min(1.0, ratio * share)), message=Interval(low=low, mid=mid, high=high))
+        least, usual, most = (float(at_level(self.host, place)) for place in (host.low, host.mid, host.high))
+        return replace(
+            self,
+            efficiency=spread.of(lambda ratio: min(1.0, ratio * share)),
+            message=Interval(low=low, mid=mid, high=high),
+            host=Interval(low=min(least, spread.low * usual), mid=usual, high=max(most, spread.high * usual)),
+        )
 
     @property
     def words(self) -> str:
