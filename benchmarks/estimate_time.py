@@ -26,7 +26,7 @@ from workbench.cluster.analysis.cluster import Cluster
 from workbench.cluster.analysis.collective_call import CollectiveCall
 from workbench.cluster.analysis.operator_time import Operator
 from workbench.cluster.analysis.plan.layouts import SHARINGS, Layouts
-from workbench.cluster.analysis.plan.ranges import EFFICIENCY, LAUNCH, LINKS
+from workbench.cluster.analysis.plan.ranges import LAUNCH, LINKS, efficiency_of
 from workbench.cluster.analysis.plan.timing import HardwareRates
 from workbench.cluster.analysis.plan.timing import seconds as plan_seconds
 from workbench.cluster.analysis.plan.workload import workload_of_transformer
@@ -398,7 +398,9 @@ def by_plan(row: Row) -> float:
     shape = {"gpus": row.gpus, "data": row.gpus, "tensor": 1, "pipeline": 1, "chunks": 1, "micro_batch": row.micro_batch}
     shape |= {"accumulation": row.accumulation, "sharing": SHARINGS.index("fsdp"), "checkpointing": 0, "shard": row.gpus}
     layout = Layouts(**{name: np.array([value]) for name, value in (shape | {"inside": min(row.gpus, 8)}).items()})
-    rates = HardwareRates.of(cluster, cluster.device.flops_per_sec["bf16"], EFFICIENCY.mid, LINKS.mid, LAUNCH.mid)
+    rates = HardwareRates.of(
+        cluster, cluster.device.flops_per_sec["bf16"], efficiency_of(cluster.device, "amp_bf16").mid, LINKS.mid, LAUNCH.mid
+    )
     return float(plan_seconds(workload, layout, rates, 8).total[0])
 
 

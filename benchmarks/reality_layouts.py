@@ -36,7 +36,7 @@ from workbench.cluster.analysis.cluster import Cluster
 from workbench.cluster.analysis.plan.layouts import Layouts, list_layouts
 from workbench.cluster.analysis.plan.memory import memory
 from workbench.cluster.analysis.plan.plans import Plans, Power
-from workbench.cluster.analysis.plan.ranges import EFFICIENCY, HELD, LAUNCH, LINKS, MESSAGE, PlanError
+from workbench.cluster.analysis.plan.ranges import EFFICIENCY, HELD, LAUNCH, LINKS, MESSAGE, PlanError, efficiency_of
 from workbench.cluster.analysis.plan.search import PlanSearch, at_level_of
 from workbench.cluster.analysis.plan.timing import HardwareRates, seconds
 from workbench.cluster.analysis.plan.workload import Version, Workload, versions_of, workload_of_transformer
@@ -129,7 +129,8 @@ def rates(cluster: Cluster, peak: float, place: str) -> HardwareRates:
     slow = {"low": "high", "mid": "mid", "high": "low"}[place]
     share, late = getattr(LINKS, place), {"low": 1.0, "mid": 0.0, "high": -1.0}[place]
     launch, message = getattr(LAUNCH, slow), getattr(MESSAGE, slow)
-    return HardwareRates.of(cluster, peak, getattr(EFFICIENCY, place), share, launch, (LINKS.mid / share,) * 2, message, late)
+    efficiency = getattr(efficiency_of(cluster.device, "amp_bf16"), place)
+    return HardwareRates.of(cluster, peak, efficiency, share, launch, (LINKS.mid / share,) * 2, message, late)
 
 
 def ranges(workload: Workload, found: Layouts, cluster: Cluster = CLUSTER, peak: float = PEAK) -> list[Interval]:
@@ -242,7 +243,7 @@ def other_source(slower: float = 2.0) -> list[tuple[Found, Interval, float]]:
 
 def named(model: str, poll: float | None = None, checked: bool | None = None) -> tuple[Version, ...]:
     """The versions of the other source's trainer, of one of its models."""
-    return versions_of(workload_of(model), TRAINER, poll, checked, EFFICIENCY)
+    return versions_of(workload_of(model), TRAINER, poll, checked, efficiency_of(OTHER.device, "amp_bf16"))
 
 
 def versions(rows: tuple[Found, ...], nap: float = max(TRAINER.polls)) -> dict[Found, dict[str, Interval]]:
@@ -313,9 +314,13 @@ class Calibrated:
         return f"{count} pairs: error {self.error:.3f}, inside {self.covered:.3f}, high over low {self.width:.2f}, versions {left:.2f}"
 
 
-def add_level(to: Calibrated, search: PlanSearch, layouts: Layouts, measured: Any, chosen: list[int], asked: Any) -> None:
+def level(search: PlanSearch, layouts: Layouts, measured: Any, chosen: tuple[int, ...]) -> PlanSearch:
+    """The search at the level of some rows."""
+    return at_level_of(search, [(layouts.select(np.array([at])), float(measured[at])) for at in chosen])
+
+
+def add_level(to: Calibrated, after: PlanSearch, layouts: Layouts, measured: Any, asked: Any) -> None:
     """Add what is said of some rows at the level of others."""
-    after = at_level_of(search, [(layouts.select(np.array([at])), float(measured[at])) for at in chosen])
     some, taken = layouts.select(asked), measured[asked]
     mid, corners = after.seconds(some).total, [corner.total for corner in after.corners(some)]
     low, high = np.min([mid, *corners], 0), np.max([mid, *corners], 0)
@@ -355,8 +360,15 @@ def grids_calibrated() -> Calibrated:
         ran = np.flatnonzero(np.isfinite(measured))
         search = plan_search(workload, CLUSTER, PEAK, grid.batch, versions_of(workload, None, None, None, EFFICIENCY))
         for one in ran:
-            add_level(every, search, found, measured, [int(one)], ran[ran != one])
+            add_level(every, level(search, found, measured, (int(one),)), found, measured, ran[ran != one])
     return every
+
+
+@cache
+def level_of(rows: tuple[Found, ...], poll: float | None, checked: bool | None) -> PlanSearch:
+    """The search for plans of the other source at the level of some rows of one model."""
+    search = plan_search(workload_of(rows[0].model), OTHER, OTHER_PEAK, BATCH, named(rows[0].model, poll, checked))
+    return level(search, layouts_of(rows), [one.seconds for one in rows], tuple(range(len(rows))))
 
 
 def related(_one: Found, _other: Found) -> bool:
@@ -416,13 +428,13 @@ def other_calibrated(
     every, draw = Calibrated(errors=[], inside=[], widths=[], versions=[]), random.Random(0)
     for model in sorted({one.model for one in rows}):
         mine = tuple(one for one in rows if one.model == model)
-        search = plan_search(workload_of(model), OTHER, OTHER_PEAK, BATCH, named(model, poll, checked))
         layouts, measured = layouts_of(mine), np.array([one.seconds for one in mine])
         for at, one in enumerate(mine):
             others = [place for place, other in enumerate(mine) if place != at and alike(one, other)]
             if first(one) and len(others) >= steps:
                 more = draw.sample(others, steps - 1)
-                add_level(every, search, layouts, measured, [at, *more], np.array([place for place in others if place not in more]))
+                after = level_of(tuple(mine[place] for place in (at, *more)), poll, checked)
+                add_level(every, after, layouts, measured, np.array([place for place in others if place not in more]))
     return every
 
 
@@ -584,7 +596,7 @@ def print_versions() -> None:
 
 def print_calibrated() -> None:
     """What measured steps bring."""
-    grids, near, unwaiting = grids_calibrated(), tried(2.0), other_calibrated(tried(2.0))
+    grids, near, unwaiting, quarter = grids_calibrated(), tried(2.0), other_calibrated(tried(2.0)), set(tried()[::4])
     print(f"  one step, ten grids: {grids}")
     both = Calibrated(**{name: getattr(grids, name) + getattr(unwaiting, name) for name in grids.__slots__})
     print(f"  one step, ten grids and near rows without waits: {both}")
@@ -597,9 +609,13 @@ def print_calibrated() -> None:
             ("all, next to it", tried(), (None, None), {"alike": next_to}),
             ("all, next to it, same version", tried(), (None, None), {"alike": lambda a, b: next_to(a, b) and same_version(a, b)}),
             ("all, same version", tried(), (None, None), {"alike": same_version}),
+            ("all, another version", tried(), (None, None), {"alike": lambda a, b: not same_version(a, b)}),
             ("all, same version, one that tells", tried(), (None, None), {"alike": same_version, "first": tells}),
         ):
-            if steps == 1 or (steps == 2 and "next" not in title) or rows == near:
+            if steps > 1:  # a quarter of the rows first, since each draws others
+                first = options.get("first", lambda _: True)
+                options = {**options, "first": lambda one, first=first: one in quarter and first(one)}
+            if steps == 1 or (steps == 2 and "next" not in title and "another" not in title) or title in ("near, without waits", "near"):
                 print(f"  {steps} measured, {title}: {other_calibrated(rows, *waits, steps=steps, **options)}", flush=True)
 
 
@@ -656,8 +672,8 @@ def main() -> None:
     )
     print(f"{statistics.median(row.gigabytes * 1e9 / used for row, _, used in every):.2f}")
     print_versions()
-    print_calibrated()
     print_tries()
+    print_calibrated()
     for name, said, measured in iteration_ranges():
         print(f"  {name}: said {said.mid:.1f} s ({said.low:.1f} … {said.high:.1f}), measured {measured:.1f}")
 

@@ -21,10 +21,20 @@ from workbench.cluster.analysis.cluster import Cluster
 from workbench.cluster.analysis.collective_cost import CostError, Link, collective_seconds
 from workbench.cluster.analysis.iteration import bubble
 from workbench.cluster.analysis.links import Sweep
+from workbench.cluster.analysis.operator_time import BEST_PRODUCT
 from workbench.cluster.analysis.plan.layouts import SHARINGS, Layouts, list_layouts, short_list
 from workbench.cluster.analysis.plan.memory import Memory, memory
 from workbench.cluster.analysis.plan.plans import Plan, Plans
-from workbench.cluster.analysis.plan.ranges import EFFICIENCY, HELD, LAUNCH, LINKS, MEASURED_LINKS, PlanError, link_share
+from workbench.cluster.analysis.plan.ranges import (
+    EFFICIENCY,
+    HELD,
+    LAUNCH,
+    LINKS,
+    MEASURED_LINKS,
+    PlanError,
+    efficiency_of,
+    link_share,
+)
 from workbench.cluster.analysis.plan.timing import BUCKET, CLIP, UPDATE, HardwareRates, Seconds, seconds
 from workbench.cluster.analysis.plan.workload import OPERATORS, Workload, workload_of_transformer
 from workbench.cluster.analysis.transformer import Transformer
@@ -39,6 +49,7 @@ from workbench.runs.spec import SpecError
 GPT = Transformer(layers=24, hidden=2048, vocabulary=50_000, sequence=1024, heads=16)
 LARGE = Transformer(layers=80, hidden=8192, vocabulary=32_000, sequence=2048, heads=64)
 A100 = Cluster.named("DGX-A100")
+H100 = Cluster.named("DGX-H100")
 PEAK = 312e12
 BEST = HardwareRates.of(A100, PEAK, 1.0, 1.0)
 
@@ -570,7 +581,7 @@ def test_a_cluster_of_ones_own_from_what_was_measured() -> None:
 def test_a_measured_step_narrows_the_next_plan() -> None:
     only: dict[str, Any] = {"pipeline": 4, "tensor": 4, "sharing": "zero1", "chunks": 1, "checkpointing": "none", "global_batch": 4}
     first = plans(**only).best  # one sample per copy: there is no other layout
-    assert first.implied_efficiency(first.seconds.mid) == pytest.approx(0.5)
+    assert first.implied_efficiency(first.seconds.mid) == pytest.approx(efficiency_of(H100.device, "amp_bf16").mid)
     slower = first.implied_efficiency(1.3 * first.seconds.mid)
     assert slower < 0.5
     same = plans(**only, efficiency=slower, links=0.8).best
@@ -794,6 +805,17 @@ def test_the_chance_that_memory_suffices_passes_the_ends_of_its_range(low: float
     assert [known.chance(size)[0] for size in (0.99, 1.01)] == [0, 1]
 
 
+def test_gpus_whose_best_products_reach_less_of_their_peak_are_planned_with_less() -> None:
+    ratio = BEST_PRODUCT["H100-SXM"] / BEST_PRODUCT["A100-80GB"]
+    assert efficiency_of(H100.device, "amp_bf16") == EFFICIENCY.of(lambda share: ratio * share)
+    for name, precision in (("A100-80GB", "amp_bf16"), ("H100-SXM", "fp32"), ("V100-32GB", "amp_fp16")):
+        assert efficiency_of(Device.named(name), precision) == EFFICIENCY
+    assert plans().best.efficiency == ratio * EFFICIENCY.mid
+    on_a100 = plans(cluster="DGX-A100").notes[0]
+    assert "35 % … 65 % (predicted with 50 %)" in on_a100
+    assert "as published runs on A100 imply" in on_a100
+
+
 def test_it_shows_itself() -> None:
     found = plans(price=2.5)
     text = str(found)
@@ -809,7 +831,8 @@ def test_it_shows_itself() -> None:
         "memory between: the allocator holds 0.95 … 1.25 times",
         "tight: the upper end",
         "money of 1,000 steps",
-        "predicted with 50 %",
+        "predicted with 46 %",
+        "as published runs on A100 and the best products on H100-SXM, which reach less of its peak, imply",
         "dp ",
     ):
         assert words in text

@@ -303,21 +303,21 @@ def test_how_long_messages_take_stays_as_open_as_how_fast_kernels_are() -> None:
 def test_measured_steps_that_contradict_each_other() -> None:
     found = plans(pipeline=1, tensor=1, sharing="fsdp")
     steps = [(found[0], 0.7 * found[0].seconds.mid), (found[1], 3 * found[1].seconds.mid)]
-    assert "so far from 35 … 65 %, or from each other, that the loader" in plans(measured=steps).notes[0]
+    assert "so far from 32 … 60 %, or from each other, that the loader" in plans(measured=steps).notes[0]
 
 
 def test_a_measured_step_that_no_level_makes_is_refused() -> None:
     only: dict[str, Any] = {"model": LARGE, "gpus": 64, "tensor": 8, "pipeline": 4, "sharing": "zero1", "top": 1}
     found = plans(**only).best
     for wrong in (1e-9, found.seconds.mid / 3, 20 * found.seconds.mid, 1e9):
-        with pytest.raises(PlanError, match=r"may take .* 100 % … 12 % of the dense peak.*global batch of 64\?"):
+        with pytest.raises(PlanError, match=r"may take .* 100 % … 11 % of the dense peak.*global batch of 64\?"):
             plans(**only, measured=(found, wrong))
-    fastest, slowest = (plans(**only, efficiency=share, links=0.8).best.seconds.mid for share in (1.0, 0.1201))
+    fastest, slowest = (plans(**only, efficiency=share, links=0.8).best.seconds.mid for share in (1.0, 0.111))
     for right in (1.001 * fastest, 0.999 * slowest):
         after = plans(**{**only, "top": 40}, measured=(found, right))
         same = next(plan for plan in after if plan.micro_batch == found.micro_batch)
         assert same.seconds.mid == pytest.approx(right, rel=0.02)
-        assert "so far from 35 … 65 % that the loader" in after.notes[0]
+        assert "so far from 32 … 60 % that the loader" in after.notes[0]
         assert after.best.efficiency <= 1
         assert "… 100 % (predicted" in after.notes[0] or right == 0.999 * slowest  # no layout computes beyond the peak
     assert "so far from" not in str(plans(**only, measured=(found, 1.2 * found.seconds.mid)))

@@ -15,7 +15,7 @@ from workbench.cluster.analysis.cluster import Cluster
 from workbench.cluster.analysis.energy import Energy
 from workbench.cluster.analysis.plan.layouts import SHARINGS, gpu_counts
 from workbench.cluster.analysis.plan.plans import Plan, Plans, Power, checked_energy_inputs
-from workbench.cluster.analysis.plan.ranges import EFFICIENCY, HELD, PlanError, link_share, peak_of, share_interval
+from workbench.cluster.analysis.plan.ranges import HELD, PlanError, efficiency_of, link_share, peak_of, share_interval
 from workbench.cluster.analysis.plan.search import PlanSearch, calibrated
 from workbench.cluster.analysis.plan.workload import CHECKPOINTINGS, Trainer, Workload, trainer_named, versions_of, workload_of_transformer
 from workbench.cluster.analysis.transformer import Transformer
@@ -185,13 +185,14 @@ def plan(
         raise PlanError(f"overlapped_gradients={overlapped_gradients!r:.60}: allowed are True, and False where they are reduced afterwards")
     workload = replace(trained_by.trains(workload) if trained_by else workload, overlapped=overlapped_gradients)
     restricted = _restricted(workload, tensor, pipeline, chunks, checkpointing)
-    shares = share_interval(efficiency, "efficiency", EFFICIENCY)
+    peak = peak_of(where.device, workload.precision)
+    shares = share_interval(efficiency, "efficiency", efficiency_of(where.device, workload.precision))
     margin = real_number("margin", margin, least=0, below=1, what="a share of the memory", also=", such as 0.1", error=PlanError)
     search = PlanSearch(
         workload=restricted,
         cluster=where,
         batch=size,
-        peak=peak_of(where.device, workload.precision),
+        peak=peak,
         versions=versions_of(restricted, trained_by, poll_interval, checked_collectives, shares),
         links=(share_interval(links, "links", link_share(where, "intra")), share_interval(links, "links", link_share(where, "inter"))),
         held=share_interval(held, "held", HELD, "what the allocator holds over the predicted bytes", "1.05"),

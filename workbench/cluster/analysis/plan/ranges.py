@@ -10,12 +10,14 @@ from numpy.typing import NDArray
 
 from workbench.cluster.analysis.cluster import Cluster
 from workbench.cluster.analysis.energy import Energy
+from workbench.cluster.analysis.operator_time import BEST_PRODUCT
 from workbench.core.checks import choice
 from workbench.core.device import Device
 from workbench.core.statistics import Interval
 
 Floats = NDArray[np.float64]
 ENDS = ("low", "mid", "high")
+_ON_A100 = BEST_PRODUCT["A100-80GB"]
 
 
 class PlanError(ValueError):
@@ -49,9 +51,10 @@ EFFICIENCY = Interval(low=0.35, mid=0.5, high=0.65)
 """Share of the dense peak that a GPU reaches while it computes, on average over a step's kernels, if it was not measured. Round
 figures for what published steps on A100 imply, bubbles and communication taken out: 5th percentile 0.37, median 0.53, 95th 0.64 of 177 in
 Hagemann et al. 2023 (arXiv 2311.05610) and 8 in Korthikanti et al. 2022 (2205.05198); `benchmarks/reality_layouts.py` prints them. Eager
-FSDP2 on H100 comes to 0.36 of the peak, communication and all (torchtitan's tables). Small models and short sequences reach less."""
-LEVELS = (-math.log(1 / EFFICIENCY.mid) / math.log(EFFICIENCY.high / EFFICIENCY.mid), 4.0)
-"""Furthest levels of a measured step, as multiples of the way from the middle of a range to its end: the peak, and an eighth of it."""
+FSDP2 on H100 comes to 0.36 of the peak, communication and all (torchtitan's tables). Small models and short sequences reach less. Other
+GPUs: `efficiency_of`."""
+SLOWEST_LEVEL = 4.0
+"""Furthest level of a measured step, as a multiple of the way from the middle of a range to its slow end: about an eighth of the peak."""
 LINKS = Interval(low=0.5, mid=0.8, high=0.95)
 """Share of a datasheet's bandwidth that collectives reach; with another than the middle, the latency is divided by the same ratio (the
 share over the middle). 0.8: protocol overhead of about 20 % on NVLink, 370 of 450 GB/s, as a maintainer of NCCL says
@@ -102,6 +105,24 @@ def link_share(cluster: Cluster, name: str) -> Interval:
     return Interval(
         low=min(MEASURED_LINKS.low, low / link.bandwidth), mid=MEASURED_LINKS.mid, high=max(MEASURED_LINKS.high, high / link.bandwidth)
     )
+
+
+def efficiency_of(device: Device, precision: str) -> Interval:
+    """EFFICIENCY on a GPU: that of A100 times what the best product of a search over shapes reaches of this GPU's peak, over what it
+    reaches of an A100's (`operator_time.BEST_PRODUCT`). In fp32, and on GPUs that were not searched, EFFICIENCY as it is.
+
+    >>> efficiency_of(Device.named("A100-80GB"), "amp_bf16") == EFFICIENCY
+    True
+    >>> round(efficiency_of(Device.named("H100-SXM"), "amp_bf16").mid, 3)
+    0.462
+    """
+    ratio = BEST_PRODUCT.get(device.name, _ON_A100) / _ON_A100
+    return EFFICIENCY if FORMATS[precision] == "fp32" else EFFICIENCY.of(lambda share: ratio * share)
+
+
+def furthest_levels(efficiency: Interval) -> tuple[float, float]:
+    """Furthest levels of a measured step: that at which kernels reach the peak, and SLOWEST_LEVEL."""
+    return math.log(efficiency.mid) / math.log(efficiency.high / efficiency.mid), SLOWEST_LEVEL
 
 
 def share_interval(value: Any, name: str, default: Interval, what: str = "a share of the datasheet's peak", such: str = "0.5") -> Interval:

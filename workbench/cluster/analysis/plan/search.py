@@ -16,11 +16,14 @@ from workbench.cluster.analysis.plan.layouts import SHARINGS, Floats, Layouts, S
 from workbench.cluster.analysis.plan.memory import Memory, memory
 from workbench.cluster.analysis.plan.plans import Front, Plan, Plans, Power
 from workbench.cluster.analysis.plan.ranges import (
+    EFFICIENCY,
     HELD_SOURCES,
-    LEVELS,
     OTHER_LAYOUT,
+    SLOWEST_LEVEL,
     PlanError,
     between,
+    efficiency_of,
+    furthest_levels,
     intervals_around,
 )
 from workbench.cluster.analysis.plan.timing import PARTS, HardwareRates, Seconds, seconds
@@ -41,7 +44,7 @@ HOSTS = (-1.0, 2.0)
 """Furthest places of the host in its range: 4 and 102 µs an operator, as long as SLOWEST_LAUNCH."""
 SIDES, FINEST = (25, 13, 13), 1e-3
 """Places of kernels, messages and host that are tried at once, and the distance of two places of kernels at which the search ends."""
-UNLIKELY = "; so far from 35 … 65 %{} that the loader, a straggler, links or the host may explain the step instead"
+UNLIKELY = "; so far from {:.0f} … {:.0f} %{} that the loader, a straggler, links or the host may explain the step instead"
 TELLING = (
     "a measured step says which it can have been, best one of a layout on several nodes with both a pipeline and tensor parallelism: "
     "measured=(plan, seconds), or a list of such pairs"
@@ -262,12 +265,15 @@ class PlanSearch:
 
     def _notes(self, plans: Sequence[Plan]) -> tuple[str, ...]:
         implied = "as the measured step implies" if self.measured == 1 else f"as {self.measured} measured steps imply"
+        usual, device = efficiency_of(self.cluster.device, self.workload.precision), self.cluster.device.name
+        others = ", or from each other," * (self.measured > 1)
+        of_device = f" and the best products on {device}, which reach less of its peak," * (usual != EFFICIENCY)
         reached = (
-            f"{implied}, and published layouts differ" + UNLIKELY.format(", or from each other," * (self.measured > 1)) * self.unlikely
+            f"{implied}, and published layouts differ" + UNLIKELY.format(100 * usual.low, 100 * usual.high, others) * self.unlikely
             if self.measured
             else "as given"
             if self.efficiency_given
-            else "as published runs on A100 and H100 imply; with a measured step: efficiency=plan.implied_efficiency(seconds)"
+            else f"as published runs on A100{of_device} imply; with a measured step: efficiency=plan.implied_efficiency(seconds)"
         )
         kernels, intra, inter = (
             "{} … {} (predicted with {})".format(*(units.percent(getattr(share, end)) for end in ("low", "high", "mid")))
@@ -357,23 +363,25 @@ def calibrated(search: PlanSearch, steps: Sequence[tuple[Plan, float]]) -> PlanS
         steps: plans, each with the seconds of a step.
 
     Raises:
-        PlanError: no version takes as long as one of them at any of LEVELS, nor does the range of its plan hold it.
+        PlanError: no version takes as long as one of them at any of its levels, nor does the range of its plan hold it.
     """
     kinds = list(search.unrestricted.computed)
     rows = [(_layout(plan, kinds), measured) for plan, measured in steps]
     for (plan, measured), (layout, _) in zip(steps, rows, strict=True):
-        places = np.array([LEVELS, LEVELS, HOSTS])
-        ends = [_seconds(search, version, layout, *places).tolist() for version in search.versions]
+        furthest = furthest_levels(search.efficiency)
+        ends = [_seconds(search, version, layout, *np.array([furthest, furthest, HOSTS])).tolist() for version in search.versions]
         if measured not in plan.seconds and not any(
             low <= measured * (1 + MEASURED) and measured <= high * (1 + MEASURED) for low, high in ends
         ):
+            slowest = units.percent(float(at_level(search.efficiency, -SLOWEST_LEVEL)))
             ranges = [
                 f"{units.seconds(low)} … {units.seconds(high)}" + f" ({version.words})" * bool(search.trainer)
                 for version, (low, high) in zip(search.versions, ends, strict=True)
             ]
             raise PlanError(
                 f"measured={units.seconds(measured)}: a step of {plan.layout}, {plan.batch}, may take {'; '.join(ranges)} where "
-                f"kernels reach 100 % … 12 % of the dense peak. Is it one step, of this layout and a global batch of {plan.global_batch:,}?"
+                f"kernels reach 100 % … {slowest} of the dense peak. Is it one step, of this layout and a global batch of "
+                f"{plan.global_batch:,}?"
             )
     return at_level_of(search, rows)
 
@@ -438,7 +446,8 @@ def _fitted(
         host: its place; None = the likeliest.
     """
     far = math.inf
-    spans = [LEVELS, LEVELS if version.workload.checked else (0.0, 0.0), (host, host) if host is not None else HOSTS]
+    furthest = furthest_levels(version.efficiency)
+    spans = [furthest, furthest if version.workload.checked else (0.0, 0.0), (host, host) if host is not None else HOSTS]
     centre, halves = [(low + high) / 2 for low, high in spans], [(high - low) / 2 for low, high in spans]
     while halves[0] * 2 / (SIDES[0] - 1) > FINEST:
         axes = [place + np.linspace(-half, half, side if half else 1) for place, half, side in zip(centre, halves, SIDES, strict=True)]
