@@ -98,9 +98,9 @@ def test_plans_on_published_sweeps_over_layouts(reality: Any) -> None:
     assert found["memory right"] >= 0.92
     # Of another source: the low share of links and the range of latencies were chosen with its 25 fastest layouts in view. The figures
     # are of all its steps of at most twice the fastest of their model and GPUs.
-    assert found["other covered"] >= 0.88
-    assert found["other error"] <= 0.18  # its small models reach 0.4 of the peak, not 0.5
-    assert found["other calibrated"] <= 0.11
+    assert found["other covered"] >= 0.9
+    assert found["other error"] <= 0.13
+    assert found["other calibrated"] <= 0.1
     rows = plans.tried()
     assert (len(plans.TRIED), len(rows), len(plans.tried(2.0))) == (3220, 1152, 532)
     one = plans.fastest()["1.34B", 8]  # 40,150 tokens per second and GPU
@@ -141,16 +141,16 @@ def test_a_plan_that_knows_the_name_of_the_trainer_holds_what_its_published_step
     assert width < 25  # four versions, of which the slowest sleep
     reached = {words: plans.other_tries(**options) for words, options in (("as Megatron", {}), ("by name", {"trainer": "nanotron"}))}
     first, five = ({words: sum(of(one) for one in found.values()) / 26 for words, found in reached.items()} for of in (FIRST, max))
-    assert first["by name"] >= 0.82
+    assert first["by name"] >= 0.81  # near ties: one case of 26 moves it by up to 0.033
     assert five["by name"] >= 0.95 > five["as Megatron"]
     assert first["as Megatron"] >= 0.81
     again = plans.other_tries(again=True, least=256, trainer="nanotron")
     assert sum(map(max, again.values())) > sum(max(reached["by name"][key]) for key in again)  # each knows what those before took
     set_by_one, set_by_two = (plans.other_calibrated(plans.tried(2.0), steps=steps) for steps in (1, 2))
-    assert set_by_one.covered >= 0.8  # OTHER_LAYOUT follows from the A100 grids alone
-    assert set_by_two.covered >= 0.85
-    assert set_by_two.error <= 0.09
-    assert set_by_two.width < 1.7 < set_by_one.width < 1.85
+    assert set_by_one.covered >= 0.87  # OTHER_LAYOUT follows from the A100 grids alone
+    assert set_by_two.covered >= 0.89
+    assert set_by_two.error <= 0.08
+    assert set_by_two.width < 1.75 < set_by_one.width < 1.85
     near = plans.other_calibrated(plans.tried(2.0), None, None, alike=plans.next_to)  # whichever versions of their trainer both had
     assert near.error <= 0.05
     assert near.covered >= 0.9

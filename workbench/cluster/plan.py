@@ -126,8 +126,8 @@ def plan(
         checked_collectives: True = ranks compare their calls before each collective, as with TORCH_DISTRIBUTED_DEBUG=DETAIL. None = as in
             the trainer's launch scripts, or False.
         measured: (plan, seconds), or a list of such pairs: plans for this model, cluster and trainer, and the measured seconds of their
-            steps. They show how fast kernels are, and which versions of the trainer are possible. Seconds that are impossible for the plan
-            are refused.
+            steps. They show how fast kernels and the host are, and which versions of the trainer are possible, of the software with which
+            they were measured. Seconds that are impossible for the plan are refused.
         most_gpus: the largest number of GPUs if `gpus` is None.
         knobs: fields of a RunSpec, for a Task, a RunSpec or a module, such as optimizer="sgd(momentum=0.9)".
 
