@@ -121,6 +121,31 @@ BUGS: dict[str, tuple[Callable[[Net], object], str, str, str]] = {
 """A change, and where it shows: phase, module, operator. Where the two have other operators, it is the one at which their lists part."""
 
 
+class Functional(nn.Module):
+    """Code without a module between two layers; both are sound, whatever they are given."""
+
+    def __init__(self, how: str = "") -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down, self.how = nn.Linear(8, 16), nn.Linear(16, 8), how
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = F.gelu(self.up(x))
+        if self.how == "clamp":
+            hidden = hidden.clamp(max=0.5)
+        if self.how == "softmax":
+            return self.down(hidden.softmax(-2).nan_to_num(0)) + x  # type: ignore[no-any-return]
+        return self.down(hidden.softmax(-1)) + x  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(("how", "operator"), [("clamp", "aten.clamp"), ("softmax", "aten._softmax")])
+def test_a_bug_between_two_modules_is_blamed_on_neither(how: str, operator: str) -> None:
+    found = wb.diverge(Functional(), Functional(how), batch=X)
+    assert found.first is not None
+    assert (found.verdict, found.by) == ("bug", "modules")
+    assert (found.first.phase, found.first.module, found.first.operator) == ("forward", "between up and down", operator)
+
+
 @pytest.mark.parametrize("name", BUGS)
 def test_a_planted_bug_is_placed(name: str) -> None:
     change, phase, module, operator = BUGS[name]

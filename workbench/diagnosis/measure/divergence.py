@@ -241,9 +241,10 @@ def compare(
         notes += _options_that_differ(exact_first, exact_second, wrong)
         wrong = _placed_in_update(exact_first, exact_second, wrong, EXACT)
     elif by == "modules":  # where both run the same operators, they draw the same random numbers
-        drawn = any(entry.random and entry.module == wrong.module and entry.step == wrong.step for entry in (*exact_first, *exact_second))
+        mine, its = _operators_of(exact_first, exact_second, wrong)
+        drawn = any(entry.random for entry in (*mine, *its))
         verdict = "random" if verdict == "bug" and drawn and wrong.phase == "forward" else verdict
-        wrong = dataclasses.replace(wrong, operator=_other_operator(exact_first, exact_second, wrong))
+        wrong = dataclasses.replace(wrong, operator=_other_operator(mine, its))
     return dataclasses.replace(result, verdict=verdict, first=wrong, exact=largest_exact, by=by, compared=len(exact), notes=notes)
 
 
@@ -324,14 +325,32 @@ def _of_the_update(kind: str, entries: Sequence[Entry], point: Point, step: int)
     return [entry for entry in entries if (entry.kind, entry.step, entry.module) == (kind, step, parameter)]
 
 
-def _other_operator(first: Sequence[Entry], second: Sequence[Entry], point: Point) -> str:
-    """Of a module's operators in two recordings the one at which the two lists part first; "" = they are the same."""
+def _operators_of(first: Sequence[Entry], second: Sequence[Entry], point: Point) -> list[list[Entry]]:
+    """The operators of a module in two recordings; of a place between two modules, those after the first one's result."""
+    keys = [
+        entry.key
+        for entry in first
+        if (entry.kind, entry.step, entry.phase, entry.module) == ("module", point.step, point.phase, point.module)
+    ]
+    both = []
+    for entries in (first, second):
+        chosen = [entry for entry in entries if entry.module == point.module and (entry.step, entry.phase) == (point.step, point.phase)]
+        if keys and keys[0][1] == "input":
+            at = next(place for place, entry in enumerate(entries) if entry.key == keys[0])
+            begin = max((place for place in range(at) if entries[place].kind == "module"), default=-1)
+            chosen = [*entries[begin + 1 : at]]
+        both.append([entry for entry in chosen if entry.kind == "operator"])
+    return both
 
-    def operators(entries: Sequence[Entry]) -> list[str]:
-        mine = (entry for entry in entries if entry.kind == "operator" and entry.step == point.step and entry.module == point.module)
-        return [entry.operator for entry in mine if entry.phase == point.phase]
 
-    return _where_they_part(operators(first), operators(second))
+def _other_operator(mine: Sequence[Entry], its: Sequence[Entry]) -> str:
+    """The operator whose results differ first, or at which two lists of them part; "" = they are the same."""
+    for entry, other in zip(mine, its, strict=False):
+        if entry.operator != other.operator:
+            break
+        if (_difference(entry, other, 0.0) or 0.0) > EXACT:
+            return entry.operator
+    return _where_they_part([entry.operator for entry in mine], [entry.operator for entry in its])
 
 
 def _where_they_part(mine: Sequence[str], its: Sequence[str]) -> str:

@@ -116,6 +116,7 @@ class Recorder(TorchDispatchMode):
         self._operators, self._model = operators, model
         self._names = {id(part): uncompiled(name) for name, part in model.named_modules()}
         self._stack: list[str] = []
+        self._left = ""  # the module that returned last
         self._by_sequence: dict[int, str] = {}
         self._calls: Counter[Any] = Counter()
         self._inputs: dict[int, list[str]] = {}
@@ -162,7 +163,7 @@ class Recorder(TorchDispatchMode):
                 self._add("update", (self.step, "update", owner, name), "optimizer", owner, name, tensor)
 
     def begin(self, step: int) -> None:
-        self.step, self.phase = step, "forward"
+        self.step, self.phase, self._left = step, "forward", ""
         self._calls.clear()
         self._by_sequence.clear()
         self._inputs.clear()
@@ -187,6 +188,9 @@ class Recorder(TorchDispatchMode):
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         name = self._names.get(id(module), "")
+        if self._stack and self.phase == "forward":  # code between modules has no module of its own: what it makes is an input of the next
+            place = f"between {self._left} and {name}" if self._left else f"before {name}"
+            self._add("module", self._count("input", name), "forward", place, "", args)
         self._stack.append(name)
         for tensor in tensors_of(args):
             if not tensor.requires_grad:
@@ -206,6 +210,7 @@ class Recorder(TorchDispatchMode):
         if self._stack and self._stack[-1] == name:
             self._stack.pop()
         if self.phase == "forward":
+            self._left = name
             self._add("module", self._count("output", name), "forward", name, "", output)
             if module is self._model:
                 for tensor in tensors_of(output):
