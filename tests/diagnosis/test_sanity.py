@@ -206,7 +206,7 @@ def test_labels_from_which_few_samples_teach_nothing_are_doubtful() -> None:
     assert f"with {30 * most} targets this would be a fault" in wrong.figure
     report = SanityReport(target="mine", checks=(wrong,), seconds=1.0)
     assert report.ok
-    assert "Doubtful is label alignment: " in report.verdict
+    assert "Label alignment is doubtful: " in report.verdict
     assert CAUSES["labels_carry_nothing"] in report.verdict
 
 

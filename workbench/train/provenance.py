@@ -122,7 +122,7 @@ def code_changes(was: Any, now: Mapping[str, str]) -> str:
     before, after = ({name.rpartition(" in ")[2] for name in parts} for parts in (was, now))
     differ = (name for name in sorted({*was, *now}) if was.get(name) != now.get(name))
     changed = [name for name in differ if name.rpartition(" in ")[2] in before & after]  # what is imported late may not be there yet
-    return f"the code has changed, and the training goes on as it is now: {', '.join(changed)}"[:500] if changed else ""
+    return f"the code has changed, and the training continues with the present code: {', '.join(changed)}"[:500] if changed else ""
 
 
 def _code(task: Task, schedule: str) -> dict[str, bytes]:

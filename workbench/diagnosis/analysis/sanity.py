@@ -113,7 +113,9 @@ class SanityReport(JsonDataclass, display.Shown):
         judged = sum(check.passed is not None for check in self.checks)
         if not self.failed:
             rest = len(self.checks) - judged
-            doubts = [f" Doubtful is {check.name}: {check.figure}. To do: {check.advice}." for check in self.checks if check.cause]
+            doubts = [
+                f" {check.name.capitalize()} is doubtful: {check.figure}. To do: {check.advice}." for check in self.checks if check.cause
+            ]
             return f"{self.target}: nothing wrong in {judged} checks{f'; {rest} could not be judged' * bool(rest)}.{''.join(doubts)}"
         first = self.failed[0]
         place = f" in {first.place}" if first.place else ""

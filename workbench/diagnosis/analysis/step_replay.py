@@ -16,8 +16,8 @@ VERDICTS: Mapping[str, str] = {
     "learning rate": "updates are too large",
     "numerics": "the precision is to blame",
     "every batch": "with these weights no batch is ordinary: the model, the loss or all data are to blame, which wb.sanity tests",
-    "earlier": "the weights were bad before this step already",
-    "unclear": "the step is not an ordinary one, and none of these changes makes one of it",
+    "earlier": "the weights were already bad before this step",
+    "unclear": "the step is not ordinary, and none of these changes makes it ordinary",
     "nothing": "this step is an ordinary one",
 }
 """Verdict → what it means."""

@@ -348,7 +348,7 @@ class _Judge:
             why = f"replay an earlier one, such as wb.replay(run, {self.taken.step - 1})" if self.taken.step > 1 else ""
             return self._result("earlier" if why else "every batch", why)
         if plain.skipped and math.isfinite(higher.gradient) and plain.loss <= here.largest:
-            return self._result("nothing", "gradients overflowed at this loss scale, and the scaler left the update out, as it is made to")
+            return self._result("nothing", "gradients overflowed at this loss scale, and the scaler left the update out, as it should")
         if not here.ordinary(plain):
             if here.mends(higher, plain, [loss for step, loss in self.losses.items() if step < self.taken.step and math.isfinite(loss)]):
                 data, beside = here.ordinary(other), ", and with the batch of a later step it is an ordinary one in the run's precision"
