@@ -490,6 +490,17 @@ def test_there_is_advice_where_nothing_says_how(part: str) -> None:
     assert one.speedup == pytest.approx(1 / 0.7)
 
 
+def test_one_thread_is_named_where_no_time_was_left_to_try_it() -> None:
+    """Two threads on two busy cores took 4.6 s for 0.15 s of CPU, and nothing named them: the steps were too long to try one."""
+    crowded = World(cpu=0.03, threads=2).evidence(noise=Noise(cores=2.0, foreign=1.8))
+    arms = {name: arm for name, arm in crowded.arms.items() if not name.startswith("threads=")}
+    untried = Diagnosis.of(dataclasses.replace(crowded, arms=arms))
+    assert untried.verdict == "input-bound"
+    assert "Each operator runs in 2 threads, while other processes took 1.8 of 2 cores" in untried.next
+    tried = Diagnosis.of(dataclasses.replace(crowded, arms={**arms, "threads=1": crowded.arms["cached"]}))
+    assert "Each operator runs in 2 threads" not in tried.next
+
+
 def test_a_change_that_surely_gains_is_told_even_where_the_verdict_is_not_clear() -> None:
     crowded = World(cpu=0.007, threads=2, crowd=2.4).evidence()
     paired = dataclasses.replace(crowded.arms["cached"], pairs=((crowded.step, crowded.step * 0.99), (crowded.step, crowded.step * 0.97)))

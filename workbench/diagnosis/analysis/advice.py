@@ -29,6 +29,9 @@ TO_COMPARE = (
     "or wb.compare(a, b). On a busy machine two single launches differ by more than many changes gain."
 )
 """How a change is proved that only the user can make."""
+MIN_TRAINING = 0.25
+"""Fraction of the step that training takes at the least for fewer threads to be named. Chosen: of less, they change little. It decides
+whether a sentence is there."""
 AGAIN = "Diagnose again when the machine is quieter, or with a larger budget_s."
 MORE_STEPS = f"Record more steps, while the machine is quiet, or find out by experiment: {EXPERIMENT} Of a Trainer: docs, {TRAINER_PAGE}."
 TO_LEARN_MORE = {
@@ -126,8 +129,11 @@ class Advice:
 
     @property
     def _fewer_threads(self) -> str:
-        """Of a loop that was only observed, on a busy CPU: to try one thread per operator; "" = no, or it waits for something else."""
-        return "" if self.judgement.verdict in ("input-bound", "transfer-bound", "straggler") else fewer_threads(self.evidence)
+        """On a busy CPU, to try one thread per operator where no experiment had time to; "" = no, or the loop waits for something else."""
+        training = self.model.costs.cached / self.model.costs.step
+        if self.evidence.observed and self.judgement.verdict in ("input-bound", "transfer-bound", "straggler"):
+            return ""
+        return fewer_threads(self.evidence) if self.evidence.observed or training >= MIN_TRAINING else ""
 
     @property
     def _threads_alone(self) -> str:

@@ -274,8 +274,10 @@ def _notes(timelines: Sequence[Timeline]) -> tuple[str, ...]:
 
 
 def fewer_threads(e: Evidence) -> str:
-    """To try one thread per operator, where several compute each beside other processes; "" = they do not, or that is not known."""
-    if not e.observed or e.device != "cpu" or e.threads < 2:
+    """To try one thread per operator, where several compute each beside other processes and no experiment has tried it; "" = they do not,
+    or that is not known.
+    """
+    if "threads=1" in e.arms or e.device != "cpu" or e.threads < 2:
         return ""
     if e.noise is None and any(note.startswith(BUSY) for note in e.notes):
         beside = "while the machine was busy"
