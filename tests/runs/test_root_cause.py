@@ -92,6 +92,14 @@ def test_without_a_recorder_the_lines_are_those_of_the_tracebacks() -> None:
     )
 
 
+def test_a_rank_that_left_nothing_may_be_the_one() -> None:
+    gone = [Failure(rank=rank, kind="killed", message="was ended from outside by SIGTERM", traceback=None, hint=None) for rank in (1, 2)]
+    found = different_collectives([aborted(0, 40), reset(3, 40), *gone], {3: history(*ROUNDS)})
+    assert found.rank is None
+    assert found.message.startswith("the ranks are in different collectives: rank 0 waits in all_reduce, train.py:40; rank 3 waits in")
+    assert found.message.endswith("; probably rank 1 or 2, which ended without saying where, is in another")
+
+
 def test_other_failures_stay_as_they_are() -> None:
     failure = Failure(rank=0, kind="exception", message="ValueError: boom", traceback=None, hint=None)
     assert different_collectives([failure, reset(1, 37)], {}) is failure

@@ -372,8 +372,11 @@ def different_collectives(failures: Sequence[Failure], histories: Mapping[int, S
     if not _MISMATCH.search(first.message) or len(calls) < 2:
         return first
     rank, why = _off_course({rank: line for rank, (_, line) in calls.items()}, histories.values())
-    of_one_line = ", or give one tensors of different sizes" * (len({line for _, line in calls.values()}) == 1)
-    message = f"{why}the ranks are in different collectives{of_one_line}: {'; '.join(map(str, grouped(calls)))}"
+    of_one_line, silent = len({line for _, line in calls.values()}) == 1, " or ".join(map(str, sorted(each.keys() - calls.keys())))
+    sizes = ", or give one tensors of different sizes" * (of_one_line and not silent)
+    message = f"{why}the ranks are in different collectives{sizes}: {'; '.join(map(str, grouped(calls)))}"
+    if of_one_line and silent:
+        message += f"; probably rank {silent}, which ended without saying where, is in another"
     hint = f"{_SAME_ORDER} Rank {first.rank} failed first: {first.message.splitlines()[0]}"
     return replace(first, rank=rank, message=message, traceback=(first if rank is None else each[rank]).traceback, hint=hint)
 
