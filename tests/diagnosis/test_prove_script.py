@@ -243,8 +243,10 @@ def test_workers_gain_no_more_than_the_cores_allow_on_an_idle_machine(by_hand: M
     assert made.high == pytest.approx(2.0, rel=0.01)
     assert made.low < 1.1
     assert made.speedup < 1.8
-    for one in busy.remedies:
-        assert not one.name.startswith("num_workers=") or one.high <= 2.01
+    assert busy.remedies[0].name.startswith("num_workers=")
+    assert busy.remedies[0].high <= 2.01
+    slow = launched(by_hand, cpu=0.352, noise=Noise(cores=2.0, foreign=1.8, waiting=0.6), **step | {"data_wait": 0.6})
+    assert [one.name.partition("=")[0] for one in slow.remedies] == ["num_workers"], "no ceiling above what the cores allow"
     before = {"remedy": "num_workers=1", "predicted": 1.0, "low": 0.9, "high": 1.1, "ceiling": False}
     proofs = Calibration(rows=tuple(before | {"measured": measured} for measured in (0.5, 1.0, 3.0, 3.0)))
     widened = proofs.adjust(made)

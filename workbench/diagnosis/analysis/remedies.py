@@ -333,7 +333,8 @@ _WORDS_OBSERVED = _WORDS | {
 def _observed(case: Case) -> Iterator[Remedy]:
     """From observation alone: the parts that were seen, as ceilings without a knob; and what can be changed from outside of a script.
 
-    A ceiling of a part that such a change nearly reaches says nothing more.
+    A ceiling of a part that such a change nearly reaches says nothing more, nor does that of the loader where workers are offered: they
+    gain less where the cores bind.
     """
     turnable = dict[str, float]()
     copies = [("transfer", remedy) for remedy in _transfer(case) if remedy] if case.outside else []
@@ -342,8 +343,8 @@ def _observed(case: Case) -> Iterator[Remedy]:
             continue
         blamed = {**PART_OF, "compute-bound": "compute"}.get(case.judgement.verdict) == part
         scope = "cause" if blamed else "general" if part == "compute" else "part"
-        turnable[part] = max(turnable.get(part, 0.0), gain_of(remedy))
         workers = remedy.change.get("num_workers")
+        turnable[part] = max(turnable.get(part, 0.0), gain_of(remedy) if workers is None else float("inf"))
         by = "" if part == "data_wait" and workers is None else set_by(case.evidence, part, workers)
         yield replace(remedy, what=remedy.what + by, scope=scope)
     for part, saved in case.judgement.shares.items():
