@@ -23,7 +23,7 @@ from workbench.timeline.timeline import LARGEST, LEFT_OUT, WARNING, Pause, Timel
 MIN_STEPS = 8
 """Fewer measured steps say nothing about a mean."""
 MORE_SECONDS = 120.0
-"""The budget that is suggested for a script that took too few steps, or three times what it had."""
+"""The budget that is suggested for a script that took too few steps, or three times what it had. Chosen, not measured."""
 FIRST_BYTES = 1 << 16
 """Of the file of rank 0, in which the places of a script are looked for."""
 SLOWED_PHASES, MAX_ONE_PHASE = 3, 0.9

@@ -22,15 +22,18 @@ VERDICTS: Mapping[str, str] = {
 }
 """Verdict → what it means."""
 UNUSUAL = 30.0
-"""Times the gradient of another batch, from which on a gradient is no ordinary one."""
+"""Times the gradient of another batch, from which on a gradient is no ordinary one. Chosen, not measured."""
 WORSE = 0.2
-"""Part of the loss of other batches by which an update raises it, from which on it has made them worse."""
+"""Part of the loss of other batches by which an update raises it, from which on it has made them worse. Chosen, not measured."""
 EARLY = 10.0
-"""Times the largest loss before it, from which on a loss stands out where there are fewer than `FEW` before it."""
+"""Times the largest loss before it, from which on a loss stands out where there are fewer than `FEW` before it.
+
+Chosen: untrained models have losses within a few times of each other.
+"""
 FEW = 3
 """Losses before a step that suffice to tell how much they vary."""
 DEVIATIONS = 4.0
-"""Standard deviations by which a loss must stand out among the first ones: less comes by chance in one of a thousand runs."""
+"""Standard deviations by which a loss must stand out among the first ones. Chosen: by chance, few runs of a hundred have one."""
 WINDOW = 20
 """Losses before a step that are looked at."""
 
