@@ -112,6 +112,8 @@ def test_a_loss_that_explodes_in_the_first_steps_is_found(seed: int, at: int) ->
 def test_losses_of_single_samples_do_not_explode() -> None:
     draws = [[(i + 1, r.gauss(0, 1) ** 2) for i in range(60)] for r in map(random.Random, range(300))]
     assert sum(bool(explodes_at_once(losses)) for losses in draws) <= 3
+    assert not any(explodes_at_once(losses[:length]) for losses in draws for length in (2, 4, 8))  # too few to tell
+    assert not explodes_at_once([(i + 1, 1e300 if i % 2 else 1e-300) for i in range(40)])
 
 
 def test_a_loss_that_stays_is_found_in_its_noise() -> None:

@@ -281,7 +281,7 @@ def test_a_new_run_takes_more_steps_than_one_that_has_finished(tmp_path: Path, m
     ("knobs", "said"),
     [
         ({"checkpoint_every": 100}, "checkpoint_every=100 with steps=12: no checkpoint is due; try checkpoint_every=2"),
-        ({"warmup_steps": 12}, 'warmup_steps=12 with steps=12: schedule="constant" never begins; try warmup_steps=1'),
+        ({"warmup_steps": 12}, "warmup_steps=12 with steps=12: the warm-up takes all of them; try warmup_steps=1"),
         ({"checkpoint_every": None, "keep_checkpoints": 5}, "keep_checkpoints=5 with checkpoint_every=None: no checkpoints are written"),
     ],
 )

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+import workbench as wb
 from tests.conftest import HandMade
 from workbench.core import run_directory
 from workbench.runs.compare import compare
@@ -24,6 +25,7 @@ from workbench.runs.panel.follow import Follower
 from workbench.runs.rows import RunRows, digest_files, digest_rows
 from workbench.runs.run import Run, RunFormatError
 from workbench.runs.spec import RunSpec, ScriptSpec
+from workbench.runs.training_knobs import SpecError
 from workbench.timeline.watch import watch
 
 Make = Callable[..., HandMade]
@@ -171,6 +173,15 @@ def test_a_damaged_directory(tmp_path: Path, text: str | None, said: str) -> Non
         (tmp_path / "run.json").write_text(text)
     with pytest.raises(run_directory.DamagedRunError, match=said):
         Run.load(tmp_path)
+
+
+def test_the_run_of_an_optimizer_that_is_refused_today_is_read_and_not_launched(by_hand: Make) -> None:
+    for knobs in ({"optimizer": "muon", "parallel": "fsdp"}, {"optimizer": "adamw(fused=True, foreach=True)"}):
+        spec = wb.RunSpec(task="text-gpt", nproc_per_node=2, device="cpu").to_json() | knobs
+        run = by_hand(spec=spec).ended("failed").path
+        assert Run.load(run).spec.optimizer == knobs["optimizer"]
+        with pytest.raises(SpecError, match="optimizer="):
+            wb.launch(Run.load(run).spec, runs_dir=run.parent)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from tests import toy_tasks
 from tests.train.test_checkpoints import names, spec_of, train
 from workbench.core import run_directory
 from workbench.train.checkpoints import Checkpoints
-from workbench.train.early_stop import EarlyStop
+from workbench.train.early_stop import BestFigure, EarlyStop
 from workbench.train.ranks import Ranks
 
 
@@ -177,3 +177,9 @@ def test_the_direction_of_a_known_figure_is_known(alone: Ranks, tmp_path: Path) 
     (tmp_path / run_directory.EVALUATIONS).write_text(rows)
     assert not EarlyStop("accuracy(patience=1)", alone, tmp_path).after(3)
     assert EarlyStop("accuracy(patience=1, best=min)", alone, tmp_path).after(3)
+
+
+def test_figures_of_one_kind_are_compared() -> None:
+    best = BestFigure(None)
+    assert best.of({"validation_loss": 0.4, "accuracy": 0.9}) == 0.4
+    assert best.of({"accuracy": 0.9}) is None

@@ -4,7 +4,9 @@
 `check_task`. What a user's own task does not take only its ranks find out, since nothing here imports it.
 """
 
-from collections.abc import Iterable, Mapping
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -107,9 +109,23 @@ def check(spec: Any) -> None:
     if spec.ema is not None:
         real_number("ema", spec.ema, above=0, below=1, what="a decay per step", also=", such as 0.999, or None", error=SpecError)
     _check_parallel(spec)
-    _check_optimizer(spec)
+    if not _of_a_run.get():
+        _check_optimizer(spec)
     if spec.noise_scale:
         _check_noise(spec)
+
+
+_of_a_run: ContextVar[bool] = ContextVar("_of_a_run", default=False)
+
+
+@contextlib.contextmanager
+def read_from_a_run() -> Iterator[None]:
+    """While the spec of a run is read: an older version may have launched an optimizer that is refused now."""
+    token = _of_a_run.set(True)
+    try:
+        yield
+    finally:
+        _of_a_run.reset(token)
 
 
 def check_task(spec: Any) -> None:

@@ -132,18 +132,19 @@ def explodes_at_once(losses: Sequence[tuple[int, float]]) -> list[Fault]:
         before, after = max(values[:place]), median(values[place : place + 5])
         if not (before > 0 and after > AT_ONCE * before and values[place] > math.sqrt(before * after)):
             continue
-        if math.log(after / before) > DEVIATIONS * relative_noise(values[place:]):
+        noise = relative_noise(values[place:])
+        if noise is not None and math.log(after) - math.log(before) > DEVIATIONS * noise:
             message = f"the loss explodes in step {losses[place][0]}: it is at {after:.4g}, and was {before:.4g} at most"
             hint = "a smaller learning rate, a warm-up, or clip_grad_norm=1.0"
             return [Fault(kind="rise", step=losses[place][0], rank=None, message=message, hint=hint)]
     return []
 
 
-def relative_noise(losses: Sequence[float]) -> float:
-    """How much losses vary around their course: the standard deviation of their logarithms, from one step to the next; 0 = not known."""
-    changes = [math.log(b / a) for a, b in pairwise(losses) if 0 < a < math.inf and 0 < b < math.inf]
+def relative_noise(losses: Sequence[float]) -> float | None:
+    """How much losses vary around their course: the standard deviation of their logarithms, from one step to the next; None = not known."""
+    changes = [math.log(b) - math.log(a) for a, b in pairwise(losses) if 0 < a < math.inf and 0 < b < math.inf]
     if len(changes) < LEAST_CHANGES:
-        return 0.0
+        return None
     usual = median(changes)
     return 1.4826 * median(abs(change - usual) for change in changes) / math.sqrt(2)
 

@@ -367,7 +367,8 @@ def spec_from_json(value: Mapping[str, Any]) -> Spec:
     """
     for cls, kind in _KINDS.items():
         if value.get("kind") == kind:
-            return cls.from_json(value)  # type: ignore[attr-defined,no-any-return]
+            with combinations.read_from_a_run():
+                return cls.from_json(value)  # type: ignore[attr-defined,no-any-return]
     raise SpecError(f"a spec of kind {value.get('kind')!r:.80}: allowed are {', '.join(_KINDS.values())}")
 
 

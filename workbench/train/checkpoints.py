@@ -214,7 +214,7 @@ class Checkpoints:
             raise UnusableCheckpointError(f"its parts have no names: {error!r:.100}", "foreign") from error
 
     def _tell(self, path: Path, state: Mapping[str, Any], notes: list[str]) -> None:
-        """Say what has changed and what was passed over, in the log and in the run directory; rename that, lest it is tried again."""
+        """Say what has changed and what was passed over, in the log and the run directory; rename that, so that it is not tried again."""
         passed_over = {unusable.name: str(why) for unusable, why in self._passed_over.items()}
         if any(why.kind == "not-finite" for why in self._passed_over.values()):
             for earlier in self._folder.glob("*.not-finite"):  # of resumes before: they would fill the disk

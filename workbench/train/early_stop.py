@@ -60,11 +60,13 @@ class BestFigure:
             warn: called once if they do not have it: then no checkpoint is the best.
         """
         self._knob, self._warn, self._noted = knob, warn, False
+        self._found: str | None = None  # once for all evaluations, so that figures of one kind are compared
 
     def of(self, figures: Mapping[str, float]) -> float | None:
         """The figure by which a checkpoint after an evaluation is judged, smaller is better; None = it is not, as on other ranks."""
-        known = self._knob or next((name for name in BETTER if figure_in(figures, name)), None)
-        figure, direction = parse_best(known)
+        if self._found is None:
+            self._found = self._knob or next((name for name in BETTER if figure_in(figures, name)), None)
+        figure, direction = parse_best(self._found)
         if name := figure_in(figures, figure):
             return (-1 if direction == "max" else 1) * figures[name]
         if figures and self._knob and not self._noted:

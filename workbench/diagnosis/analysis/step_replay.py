@@ -191,7 +191,7 @@ def first_bad_step(losses: Mapping[int, float]) -> int | None:
         while bad and stands_out(losses[steps[bad - 1]], [losses[step] for step in steps[max(0, bad - 1 - WINDOW) : bad - 1]]):
             bad -= 1  # it had risen in the steps before
         return steps[bad]
-    noise = relative_noise([losses[step] for step in steps[: 2 * LEAST]])
+    noise = relative_noise([losses[step] for step in steps[: 2 * LEAST]]) or 0.0
     early = [place for place in range(min(LEAST, len(steps))) if _jumps([losses[step] for step in steps[: place + 1]], noise)]
     known = [(step, losses[step]) for step in steps]
     jumps = [spike.step for spike in spikes(known) or spikes(known, surely=False) if spike.step is not None]
@@ -202,7 +202,7 @@ def _jumps(losses: Sequence[float], noise: float) -> bool:
     """Whether the last of some losses stands out of those before, and not by the noise of all."""
     *before, loss = losses[-WINDOW - 1 :]
     usual = statistics.median(before) if before else 0.0
-    return stands_out(loss, before) and (usual <= 0 or math.log(loss / usual) > DEVIATIONS * noise)
+    return stands_out(loss, before) and (usual <= 0 or math.log(loss) - math.log(usual) > DEVIATIONS * noise)
 
 
 def stands_out(loss: float, before: Sequence[float]) -> bool:

@@ -392,7 +392,7 @@ class _Judge:
             self.trials.insert(-1, slower)
         if usual.cures(slower, plain):
             return self._result("learning rate", f"{rise}; with {slower.name} it becomes {text(slower.others)}")
-        return self._result("unclear", f"{rise}, or more than they were with each of the changes")
+        return self._result("unclear", f"{rise}; none of the changes keeps it from rising")
 
     def _window(self, windows: Sequence[list[Taken]]) -> StepReplay:
         """The verdict where it takes several steps to make other batches worse: those of the first window that does."""

@@ -164,7 +164,7 @@ def _warn_of(spec: Spec) -> None:
     if not isinstance(spec, RunSpec):
         return
     example, steps = f"try checkpoint_every={combinations.some_steps(spec)}", f"with steps={spec.steps}"
-    never = f'schedule="{spec.schedule}" never begins; try warmup_steps={spec.steps // 10}'
+    never = f"the warm-up takes all of them; try warmup_steps={spec.steps // 10}"
     keeps = spec.keep_checkpoints != KNOBS["keep_checkpoints"].default and not spec.checkpoint_every
     for knob, doubtful, why in (
         ("checkpoint_every", (spec.checkpoint_every or 0) > spec.steps, f"{steps}: no checkpoint is due; {example}"),
@@ -260,12 +260,14 @@ def check(spec: Spec, *, alone: bool = True, here: bool = True) -> None:
     task.check(spec.task)
     if is_own_schedule(spec.schedule):
         task.check_schedule(spec.schedule)
+    combinations.check(spec)  # a run's own spec was read without
     combinations.check_task(spec)
     combinations.check_samples(spec)
     gpus = environment.gpu_count() if here else None
     outnumbered = gpus is not None and spec.nproc_per_node > gpus and spec.backend != "gloo"
     if (spec.device == "cpu" or (spec.device == "auto" and (gpus == 0 or outnumbered))) and (why := combinations.on_cpu(spec)):
-        raise LaunchError(why)
+        few = f" (nproc_per_node={spec.nproc_per_node}, and there are {gpus} GPUs: it runs on the CPU)" if gpus and outnumbered else ""
+        raise LaunchError(why + few)
     if spec.gradient_compression == "bf16" and spec.backend == "gloo":
         raise LaunchError(combinations.BF16)
     if not here:
