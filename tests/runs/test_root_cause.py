@@ -1,12 +1,13 @@
 """Which rank took another branch where ranks called different collectives: from records made by hand, and from a real launch."""
 
+import json
 from pathlib import Path
 
 import pytest
 
 import workbench as wb
 from workbench.runs.failure import Failure
-from workbench.runs.root_cause import different_collectives
+from workbench.runs.root_cause import different_collectives, first_failure
 
 GLOO = "crashed (SIGABRT): op.preamble.length <= op.nbytes. 36 vs 4. Received data size doesn't match expected size."
 PEER = "RuntimeError: [gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:8839: Connection reset by peer"
@@ -39,27 +40,47 @@ def history(*calls: tuple[int, str]) -> list[tuple[str, str]]:
 @pytest.mark.parametrize(
     ("at", "calls", "rank", "message"),
     [
-        (40, [*ROUNDS, BACKWARD, BACKWARD], 1, "probably skipped the collective at train.py:40, due by the 12 rounds before; the ranks"),
-        (37, [*ROUNDS, BACKWARD, REDUCE], 0, "probably skipped the collective at train.py:40, due by the 12 rounds before; the ranks"),
-        (37, [*ROUNDS, OTHER], 1, "probably called one that others did not, at train.py:50, in place of train.py:37, due by the 12"),
-        (50, [*ROUNDS, BACKWARD], 0, "probably called one that others did not, at train.py:50, in place of train.py:37, due by the 12"),
+        (
+            40,
+            [*ROUNDS, BACKWARD, BACKWARD],
+            1,
+            "probably skipped the collective at train.py:40, which came next in 12 earlier rounds; the ranks",
+        ),
+        (
+            37,
+            [*ROUNDS, BACKWARD, REDUCE],
+            0,
+            "probably skipped the collective at train.py:40, which came next in 12 earlier rounds; the ranks",
+        ),
+        (
+            37,
+            [*ROUNDS, OTHER],
+            1,
+            "probably called one that others did not, at train.py:50, in place of train.py:37, which came next in 12 earlier",
+        ),
+        (
+            50,
+            [*ROUNDS, BACKWARD],
+            0,
+            "probably called one that others did not, at train.py:50, in place of train.py:37, which came next in 12 earlier",
+        ),
         (
             51,
             [*ROUNDS, OTHER],
             None,
-            "the ranks are in different collectives: rank 0 waits in all_reduce, train.py:51; rank 1 waits in all_reduce ([7]",
+            "the ranks were in different collectives: rank 0 crashed in all_reduce, train.py:51; rank 1 was in all_reduce ([7]",
         ),
         (
             50,
             [OTHER],
             None,
-            "the ranks are in different collectives, or give one tensors of different sizes: rank 0 waits in all_reduce",
+            "the ranks were in different collectives, or gave one tensors of different sizes: rank 0 crashed in all_reduce",
         ),
         (
             40,
             [BACKWARD],
             None,
-            "the ranks are in different collectives: rank 0 waits in all_reduce, train.py:40; rank 1 waits in all_reduce ([34]",
+            "the ranks were in different collectives: rank 0 crashed in all_reduce, train.py:40; rank 1 was in all_reduce ([34]",
         ),
     ],
 )
@@ -67,7 +88,7 @@ def test_who_left_the_course(at: int, calls: list[tuple[int, str]], rank: int | 
     found = different_collectives([aborted(0, at), reset(1, calls[-1][0])], {1: history(*calls)})
     assert found.rank == rank
     assert found.message.startswith(message)
-    assert f"rank 0 waits in all_reduce, train.py:{at}" in found.message
+    assert f"rank 0 crashed in all_reduce, train.py:{at}" in found.message
     assert f"train.py:{calls[-1][0]}" in found.message
     assert "Rank 0 failed first" in str(found.hint)
 
@@ -83,12 +104,14 @@ def test_without_a_recorder_the_lines_are_those_of_the_tracebacks() -> None:
     found = different_collectives([aborted(0, 40), reset(1, 37)], {})
     assert (
         found.message
-        == "the ranks are in different collectives: rank 0 waits in all_reduce, train.py:40; rank 1 waits in backward, train.py:37"
+        == "the ranks were in different collectives: rank 0 crashed in all_reduce, train.py:40; rank 1 was in backward, train.py:37"
     )
-    most = different_collectives([aborted(0, 40), reset(1, 37), reset(2, 40), reset(3, 40)], {})
+    failures = [aborted(0, 40), reset(1, 37), reset(2, 40), reset(3, 40)]
+    assert different_collectives(failures, {2: history(BACKWARD, REDUCE)}).rank == 1
+    most = different_collectives(failures, {})
     assert most.rank == 1
     assert most.message.startswith(
-        "probably called one that others did not, at train.py:37, in place of train.py:40, in which 3 ranks are; "
+        "probably called the collective at train.py:37 in place of the one at train.py:40, in which 3 ranks were; "
     )
 
 
@@ -96,14 +119,68 @@ def test_a_rank_that_left_nothing_may_be_the_one() -> None:
     gone = [Failure(rank=rank, kind="killed", message="was ended from outside by SIGTERM", traceback=None, hint=None) for rank in (1, 2)]
     found = different_collectives([aborted(0, 40), reset(3, 40), *gone], {3: history(*ROUNDS)})
     assert found.rank is None
-    assert found.message.startswith("the ranks are in different collectives: rank 0 waits in all_reduce, train.py:40; rank 3 waits in")
-    assert found.message.endswith("; probably rank 1 or 2, which ended without saying where, is in another")
+    assert found.message.startswith("the ranks were in different collectives: rank 0 crashed in all_reduce, train.py:40; rank 3 was in")
+    assert found.message.endswith("; probably rank 1 or 2, which ended without saying where, was in another")
 
 
 def test_other_failures_stay_as_they_are() -> None:
     failure = Failure(rank=0, kind="exception", message="ValueError: boom", traceback=None, hint=None)
     assert different_collectives([failure, reset(1, 37)], {}) is failure
     assert different_collectives([aborted(0, 40)], {}).message == GLOO
+
+
+PARTS = [("all_reduce ([8] Float)", ""), ("all_reduce ([64] Float)", ""), ("all_reduce ([16] Float)", "")]
+"""A round of a script without DDP: its collectives have no lines."""
+
+
+def plain(rank: int, line: int) -> Failure:
+    text = str(reset(rank, line).traceback).replace("in backward", "in all_reduce")
+    return Failure(rank=rank, kind="exception", message=PEER, traceback=text, hint=None)
+
+
+@pytest.mark.parametrize("recorded", [(), (0,), (0, 2)])
+def test_histories_without_lines_do_not_hide_who_is_alone(recorded: tuple[int, ...]) -> None:
+    """The stacks say which line each rank is in; the sizes, that ranks 0 and 2 are in the collective that was due."""
+    rows = {rank: [*PARTS * 4, *PARTS[:2]] for rank in recorded}
+    found = different_collectives([aborted(1, 8), plain(0, 7), plain(2, 7)], rows)
+    assert found.rank == 1
+    why = "which came next in 2 earlier rounds" if recorded else "in which 2 ranks were"
+    assert found.message.startswith(
+        f"probably called the collective at train.py:8 in place of the one at train.py:7, {why}; the ranks were"
+    )
+    assert "rank 1 crashed in all_reduce, train.py:8" in found.message
+
+
+def test_without_lines_the_sizes_say_what_a_rank_skipped() -> None:
+    skipped = different_collectives([aborted(0, 7), plain(1, 8)], {1: [*PARTS * 4, PARTS[0], PARTS[2]]})
+    assert skipped.rank == 1
+    assert skipped.message == (
+        "probably skipped all_reduce ([64] Float), which came next in 2 earlier rounds; the ranks were in different collectives: "
+        "rank 0 crashed in all_reduce, train.py:7; rank 1 was in all_reduce ([16] Float), train.py:8"
+    )
+    added = different_collectives([aborted(0, 7), plain(1, 9)], {1: [*PARTS * 4, PARTS[0], ("all_reduce ([7] Float)", "")]})
+    assert added.message.startswith(
+        "probably called all_reduce ([7] Float), at train.py:9, in place of all_reduce ([64] Float), which came"
+    )
+    once = different_collectives([aborted(0, 7), plain(1, 8)], {1: [*PARTS, PARTS[0], PARTS[2]]})
+    assert once.rank is None  # the sizes may vary
+    both = different_collectives([aborted(0, 7), plain(1, 7), plain(2, 9)], {rank: [*PARTS * 4, PARTS[0], PARTS[2]] for rank in (1, 2)})
+    assert both.rank is None
+
+
+def test_one_earlier_round_is_not_called_rounds() -> None:
+    found = different_collectives([aborted(0, 40), reset(1, 37)], {1: history(BACKWARD, REDUCE, BACKWARD, BACKWARD)})
+    assert found.message.startswith("probably skipped the collective at train.py:40, which came next in an earlier round; the ranks were")
+
+
+@pytest.mark.parametrize("damaged", [5, [None], "text", {"a": 1}, [{"op": "a"}], [{"pending": False, "frames": [["a"]]}]])
+def test_damaged_collectives_of_a_record_are_ignored(damaged: object, tmp_path: Path) -> None:
+    record = {"rank": 1, "time_ns": 5, "kind": "exception", "message": PEER, "traceback": reset(1, 37).traceback, "consequence": True}
+    (tmp_path / "errors").mkdir()
+    (tmp_path / "errors" / "rank1.json").write_text(json.dumps(record | {"memory": None, "collectives": damaged}))
+    found = first_failure(tmp_path, {"state": "failed"})
+    assert found is not None
+    assert (found.rank, found.message) == (1, PEER)
 
 
 SCRIPT = """
@@ -123,6 +200,6 @@ def test_a_skipped_all_reduce_is_blamed_on_the_rank_that_skipped_it(tmp_path: Pa
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     run = wb.launch(str(script), nproc_per_node=2, runs_dir=tmp_path / "runs").wait(timeout=100)
-    assert str(run.error).startswith("rank 1: probably skipped the collective at train.py:9, due by the ")
-    assert "rank 0 waits in all_reduce, train.py:9; rank 1 waits in all_reduce ([34] Float), train.py:7" in str(run.error)
+    assert str(run.error).startswith("rank 1: probably skipped the collective at train.py:9, which came next in ")
+    assert ": rank 0 crashed in all_reduce, train.py:9; rank 1 was in all_reduce ([34] Float), train.py:7" in str(run.error)
     assert "rank 1: probably skipped the collective at train.py:9" in str(wb.health(run))

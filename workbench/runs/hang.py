@@ -75,8 +75,11 @@ class Waiting:
     """The user's line, such as `train.py:61`."""
 
     def __str__(self) -> str:
-        wait = "waits" if len(self.ranks) == 1 else "wait"
-        return f"{_ranks(self.ranks)} {wait} in {self.what}" + (f", {self.line}" if self.line else "")
+        return self.with_verb("waits", "wait")
+
+    def with_verb(self, one: str, more: str) -> str:
+        """The sentence with another verb, for one rank and for more."""
+        return f"{_ranks(self.ranks)} {one if len(self.ranks) == 1 else more} in {self.what}" + (f", {self.line}" if self.line else "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

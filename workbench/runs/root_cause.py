@@ -13,7 +13,7 @@ import re
 import signal
 import time
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from pathlib import Path
@@ -105,7 +105,7 @@ def _first_failure(run_dir: Path, outcome: Mapping[str, Any]) -> Failure:
     if not suspects:
         return _of_the_launch(run_dir, outcome)
     suspects.sort(key=lambda suspect: (suspect.tier, suspect.time_ns, suspect.failure.kind == "killed"))
-    histories = {record["rank"]: history for record in records if (history := _history(record.get("collectives") or ()))}
+    histories = {record["rank"]: history for record in records if (history := _history(record.get("collectives")))}
     return different_collectives([suspect.failure for suspect in suspects], histories)
 
 
@@ -367,26 +367,40 @@ def different_collectives(failures: Sequence[Failure], histories: Mapping[int, S
     `histories` are the ranks' last collectives and the lines that called them, the one in which the rank failed last.
     """
     first, each = failures[0], {failure.rank: failure for failure in failures if failure.rank is not None}
-    known = {rank: history[-1] for rank, history in histories.items() if history[-1][1]}
-    calls = {rank: call for rank, failure in sorted(each.items()) if (call := known.get(rank) or _call(failure))}
+    calls = {rank: call for rank, failure in sorted(each.items()) if (call := _place(failure, histories.get(rank, ())))}
     if not _MISMATCH.search(first.message) or len(calls) < 2:
         return first
-    rank, why = _off_course({rank: line for rank, (_, line) in calls.items()}, histories.values())
+    rank, why = _off_course(calls, {rank: history for rank, history in histories.items() if rank in calls})
     of_one_line, silent = len({line for _, line in calls.values()}) == 1, " or ".join(map(str, sorted(each.keys() - calls.keys())))
-    sizes = ", or give one tensors of different sizes" * (of_one_line and not silent)
-    message = f"{why}the ranks are in different collectives{sizes}: {'; '.join(map(str, grouped(calls)))}"
+    sizes = ", or gave one tensors of different sizes" * (of_one_line and not silent)
+    crashed = {rank: call for rank, call in calls.items() if each[rank].kind == "crash"}
+    others = {rank: call for rank, call in calls.items() if rank not in crashed}
+    places = [place.with_verb("crashed", "crashed") for place in grouped(crashed)] + [
+        place.with_verb("was", "were") for place in grouped(others)
+    ]
+    message = f"{why}the ranks were in different collectives{sizes}: {'; '.join(places)}"
     if of_one_line and silent:
-        message += f"; probably rank {silent}, which ended without saying where, is in another"
+        message += f"; probably rank {silent}, which ended without saying where, was in another"
     hint = f"{_SAME_ORDER} Rank {first.rank} failed first: {first.message.splitlines()[0]}"
     return replace(first, rank=rank, message=message, traceback=(first if rank is None else each[rank]).traceback, hint=hint)
 
 
-def _history(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
-    """The collectives of a record with the user's lines, up to the first that had not ended, in which the rank was."""
-    at = next((at for at, row in enumerate(rows) if row["pending"]), len(rows))
-    lines = [[f"{Path(file).name}:{number}" for file, number, _ in row["frames"] if is_users(file)] for row in rows[: at + 1]]
-    words = (f"{row['op']} ({', '.join(map(str, row['sizes'][:3]))} {row['dtype']})" for row in rows)
-    return [(what, line[0] if line else "") for what, line in zip(words, lines, strict=False)]
+def _history(rows: Any) -> list[tuple[str, str]]:
+    """The collectives of a record with the user's lines, up to the first that had not ended, in which the rank was; [] if it is damaged."""
+    with contextlib.suppress(LookupError, TypeError, ValueError, AttributeError):
+        at = next((at for at, row in enumerate(rows) if row["pending"]), len(rows))
+        lines = [[f"{Path(file).name}:{number}" for file, number, _ in row["frames"] if is_users(file)] for row in rows[: at + 1]]
+        words = (f"{row['op']} ({', '.join(map(str, row['sizes'][:3]))} {row['dtype']})" for row in rows)
+        return [(what, line[0] if line else "") for what, line in zip(words, lines, strict=False)]
+    return []
+
+
+def _place(failure: Failure, history: Sequence[tuple[str, str]]) -> tuple[str, str] | None:
+    """The collective in which a rank failed and the user's line; None = not known. A history without lines gives the sizes."""
+    last, call = history[-1] if history else ("", ""), _call(failure)
+    if last[1]:
+        return last
+    return (last[0], call[1]) if call and last[0].startswith(f"{call[0]} (") else call
 
 
 def _call(failure: Failure) -> tuple[str, str] | None:
@@ -400,20 +414,47 @@ def _call(failure: Failure) -> tuple[str, str] | None:
     ), f"{Path(frames[at][0]).name}:{frames[at][1]}"
 
 
-def _off_course(lines: Mapping[int, str], histories: Collection[Sequence[tuple[str, str]]]) -> tuple[int | None, str]:
-    """The rank that is not in the collective that was due by the ranks' histories, or without any in that of most, and what it did."""
-    followers = [found for history in histories if (found := usual_follower(history))]
-    most, times = Counter(lines.values()).most_common(1)[0]
-    due = {line for (_, line), _ in followers} or ({most} if times > 1 else set())
-    odd = [rank for rank, line in lines.items() if line not in due]
-    if len(odd) != 1 or len(due) != 1:
+_ROUNDS_OF_SIZES = 2
+"""Rounds in which a collective must have followed before its size alone says that a rank is not in it: sizes may vary."""
+
+
+def _off_course(calls: Mapping[int, tuple[str, str]], histories: Mapping[int, Sequence[tuple[str, str]]]) -> tuple[int | None, str]:
+    """The rank that is not in the collective that was due by the ranks' histories, else not in that of most, and what it did.
+
+    A history without lines tells by kinds and sizes whether its rank is in the collective that was due.
+    """
+    lines = {rank: line for rank, (_, line) in calls.items()}
+    due: set[str] = set()
+    counts: list[int] = []
+    astray: dict[int, tuple[str, int]] = {}
+    for rank, history in histories.items():
+        (what, line), count = usual_follower(history) or (("", ""), 0)
+        if count and (line or what == history[-1][0]):
+            due.add(line or lines[rank])
+            counts.append(count)
+        elif count >= _ROUNDS_OF_SIZES:
+            astray[rank] = what, count
+    rounds, by_lines = min(counts, default=0), any(line for history in histories.values() for _, line in history)
+    if not astray and (not due or (len(due) > 1 and not by_lines)):
+        most, times = Counter(lines.values()).most_common(1)[0]
+        due, rounds, why = {most} if times > 1 else set(), 0, f"in which {times} ranks were"
+    odd = {rank for rank, line in lines.items() if due and line not in due} | set(astray)
+    if len(odd) != 1 or len(due) > 1 or not (due or astray):
         return None, ""
-    (rank,), (expected,) = odd, due
-    skipped = any(line == lines[rank] for history in histories for _, line in history[:-1])
-    did = (
-        f"skipped the collective at {expected},"
-        if skipped
-        else f"called one that others did not, at {lines[rank]}, in place of {expected},"
-    )
-    why = f"due by the {min(count for _, count in followers)} rounds before" if followers else f"in which {times} ranks are"
+    (rank,) = odd
+    earlier = [call for history in histories.values() for call in history[:-1]]
+    if rank in astray:
+        expected, rounds = astray[rank]
+        was = histories[rank][-1][0]
+        did = f"skipped {expected}," if was in [what for what, _ in earlier] else f"called {was}, at {lines[rank]}, in place of {expected},"
+    else:
+        (expected,) = due
+        if not by_lines:
+            did = f"called the collective at {lines[rank]} in place of the one at {expected},"
+        elif lines[rank] in [line for _, line in earlier]:
+            did = f"skipped the collective at {expected},"
+        else:
+            did = f"called one that others did not, at {lines[rank]}, in place of {expected},"
+    if rounds:
+        why = f"which came next in {f'{rounds} earlier rounds' if rounds > 1 else 'an earlier round'}"
     return rank, f"probably {did} {why}; "
